@@ -163,6 +163,16 @@ def gpt2_small() -> list[tuple[int, ...]]:
     return [(50257, width), (1024, width), *layers, (width,), (width,)]
 
 
+def decoder_of_128_tensors() -> list[tuple[int, ...]]:
+    """The shapes of its tensors: two tables, ten layers, three more layer norms. 16
+    devices can divide all of them.
+    """
+    width = GPT2.width
+    layers = [*_layer_shapes(width).values()] * 10
+    norms = [(width,)] * 6
+    return [(GPT2.words, width), (1024, width), *layers, *norms]
+
+
 def _layer_shapes(width: int) -> dict[str, tuple[int, ...]]:
     return {
         "scale1": (width,),

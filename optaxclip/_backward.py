@@ -31,7 +31,8 @@ from ._checks import Tree, check_limit, check_order, shown
 from ._clippers._by_value import value_clipper
 from ._kernel import clip_once
 from ._mesh import MeshAxes, varying
-from ._norms import Measure, Ord, TensorNorm, UnitwiseNorm, check_measure
+from ._norms import Measure, TensorNorm, UnitwiseNorm
+from ._options import Ord, check_measure
 from ._trees import axes_within, clipped_leaves, put_back
 
 

@@ -18,8 +18,8 @@ from jax import Array
 from . import _mesh as mesh
 from . import _trees as trees
 from ._checks import BEGIN_ANEW
+from ._norms import Norms
 from ._packed import PyTree
-from ._plan import Norms
 from ._state import ClipState, Names, entry_counts
 from .rules._limits import Joined
 from .rules._rule import Rule, is_rule
@@ -121,9 +121,9 @@ def units_over_of_name(norms: Norms, names: list[str]) -> dict[str, tuple[str, .
     the norms.
     """
     units_over = {}
-    for leaf in norms.leaves:
-        if leaf.norm in norms.units:
-            units_over[names[leaf.norm]] = leaf.units_over
+    for spec in norms.specs:
+        if spec.norm in norms.units:
+            units_over[names[spec.norm]] = spec.units_over
     return units_over
 
 

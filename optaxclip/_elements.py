@@ -45,7 +45,7 @@ def count_clipped(
             float_size = float(size)
         else:
             float_size = jnp.asarray(size).astype(jnp.float32)
-        size_of_all += float_size * mesh.axes_size(mesh_axes)
+        size_of_all += float_size * mesh.device_count(mesh_axes)
         # float32 counts to 2^24, and uint32 to 2^32.
         is_large = isinstance(size, int) and size >= 2**32
         # NaN stays NaN.

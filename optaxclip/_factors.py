@@ -4,7 +4,7 @@
     update   x * root * root
 
 The quotient of the norms may leave the range of the dtype, and its root does not. So
-updates are multiplied twice, always, which takes no decision for each leaf.
+all updates are multiplied twice. A choice for each leaf would cost more.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,8 @@ from jax import lax
 
 from ._checks import NUMBERS, broadcasts_to, check_shape, shown
 from ._mesh import entries_of
-from ._norms import norms_of_tree
-from ._plan import Norms, entry_of_leaf
-from ._sums import as_float, per_platform
+from ._norms import Norms, norms_of_tree
+from ._sums import FEW_NORMS_ON_A_TPU, as_float, per_platform, traced_once
 from ._trees import clipped_leaves, put_back
 from .shrinks import Shrink, hard
 
@@ -36,8 +35,9 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
 
     Returns:
       The updates in their own dtypes, multiplied in the norm's dtype. Where both norms
-      are equal, bit for bit the input. Where the new one is NaN, all NaN. The result is
-      never longer than the new norm but for the rounding to the leaf's dtype.
+      are equal, bit for bit the input. Where the new one is NaN, all NaN. From a norm
+      of inf to a finite one, zeros, with NaN for elements that are inf or NaN. The
+      result is never longer than the new norm but for the rounding to the leaf's dtype.
 
     Raises:
       ValueError: norms that are no tree prefix of the updates, or new norms that have
@@ -94,14 +94,14 @@ class Factor(NamedTuple):
     reported: jax.Array  # for states: within the normal numbers of its dtype
 
 
-# Jitted, so that it is one call without jit. Inlined, so that no program has a call.
-@partial(jax.jit, inline=True)
+@traced_once
 def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     """The factor from a norm to a new one.
 
-    Both its numbers are exactly 1 where the norms are equal, 0 only where the new norm
-    is 0, and NaN for a broken norm. The 4 eps cover the rounding of limit, norm, roots
-    and products, so that the result never exceeds the limit.
+    Both its numbers are exactly 1 where the norms are equal, 0 where the new norm is 0,
+    and NaN where one of the norms is. From inf to a finite norm the root is 0. The
+    4 eps cover the rounding of limit, norm, roots and products, so that the result
+    never exceeds the limit.
     """
     is_same = new_norm == norm
     is_zero = new_norm == 0
@@ -110,7 +110,7 @@ def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     fixed = is_same | is_zero
     norm = jnp.where(fixed | (norm == 0), 1.0, norm)
     new_norm = jnp.where(fixed, 1.0, new_norm)
-    # Within the range, since a reported 0 means that updates were made 0.
+    # Within the range, since a reported 0 says that updates became 0.
     quotient = jnp.clip(new_norm / norm, info.tiny, info.max)
     # Division comes last. XLA on a CPU computes what comes after one again for every
     # element of the updates, also behind a barrier.
@@ -124,40 +124,43 @@ def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     return Factor(root, reported=one_or_zero_where_fixed(quotient))
 
 
-def roots_of_numbers(
+def separate_roots(
     roots: jax.Array,
     norms: list[jax.Array],
     limits: list[jax.Array],
     decide: Callable[..., Any],
 ) -> list[jax.Array]:
-    """The roots of some norms one by one, from a vector of them.
+    """The root of each norm, from the vector `roots`, or anew by `decide`.
 
-    On a TPU each is decided from its own norm, so that no leaf waits until all are
-    measured: it is still on the chip when it is multiplied. A scanned decoder of width
-    1024 then moves 5.28 GB on a v5e, instead of 5.61.
+    A TPU decides a few roots anew, each from its own norm and limit. So no leaf waits
+    until all are measured, and it is still on the chip when it is multiplied. A scanned
+    decoder of width 1024 then moves 5.28 GB on a v5e, instead of 5.61.
     """
 
     def entries(roots: Any, norms: Any, _: Any, entry: Any = getitem) -> Any:
-        # Without the barrier XLA computes the vector again for each leaf.
         array_types = [jax.typeof(norm) for norm in norms]
+        # Without the barrier XLA computes the vector again for each leaf.
         return entries_of(lax.optimization_barrier(roots), array_types, entry)
 
-    def one_by_one(_: Any, norms: Any, limits: Any) -> Any:
+    def decided_anew(_: Any, norms: Any, limits: Any) -> Any:
         # Jitted, so that it is traced once.
         decide_one = jax.jit(decide)
-        return [decide_one(*numbers).root for numbers in zip(norms, limits)]
+        return [decide_one(norm, limit).root for norm, limit in zip(norms, limits)]
 
+    are_few = len(norms) <= FEW_NORMS_ON_A_TPU
     return per_platform(
-        *(roots, norms, limits),
+        roots,
+        norms,
+        limits,
         cpu=partial(entries, entry=_entry_by_reduction),
         gpu=entries,
-        plain=one_by_one,
+        plain=decided_anew if are_few else entries,
     )
 
 
 def _entry_by_reduction(roots: jax.Array, index: int) -> jax.Array:
-    """roots[index], as a sum of which all other numbers are 0. XLA on a CPU fuses a
-    slice into the kernels of the optimizer, which then no longer share their code: 148
+    """roots[index], as a sum of which all other terms are 0. XLA on a CPU fuses a slice
+    into the kernels of the optimizer, which then no longer share their code: 148
     tensors took 14 s to compile instead of 4.
     """
     # XLA makes three kernels of a reduction of more than 32 numbers.
@@ -168,18 +171,16 @@ def _entry_by_reduction(roots: jax.Array, index: int) -> jax.Array:
 
 
 def multiply(tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False) -> Any:
-    """Multiplies each clipped leaf twice by the root of its norm.
+    """Multiplies each clipped leaf twice by its entry of `roots`, which has one for
+    each norm.
 
     `zero`: where the root is 0 leaves become zeros, since 0 times inf is NaN.
     """
     arrays, treedef = jax.tree.flatten(tree)
-    roots_of_leaves = []
-    for leaf in norms.leaves:
-        root = None if leaf.norm is None else entry_of_leaf(leaf, roots)
-        roots_of_leaves.append(root)
-    for index, root in enumerate(roots_of_leaves):
-        if root is not None:
-            product = stretch(arrays[index], root)
+    for index, spec in enumerate(norms.specs):
+        if spec.norm is not None:
+            root = spec.local_value(roots)
+            product = times_square(arrays[index], root)
             if zero:
                 product = jnp.where(root == 0, jnp.zeros_like(product), product)
             arrays[index] = product
@@ -188,15 +189,19 @@ def multiply(tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False) -
 
 # Jitted, so that it is traced once for all leaves of one shape.
 @jax.jit
-def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
+def times_square(x: jax.Array, root: jax.Array) -> jax.Array:
     """x * root * root, rounded once to the dtype of x, and x where the root is 1."""
+    if jnp.iscomplexobj(x):
+        # In parts. (inf + 0i) * (1 + 0i) is inf + NaN i: of 0 * inf.
+        real = times_square(jnp.real(x), root)
+        return lax.complex(real, times_square(jnp.imag(x), root))
     # bfloat16 * float32 is float32, and is rounded once at the end.
     wide = np.promote_types(x.dtype, root.dtype)
-    # Spread once, as each product would do it.
+    # Spread once, where each product would spread the root again.
     roots = jnp.broadcast_to(root.astype(wide), x.shape)
     wide_x = x.astype(wide)
     product = (wide_x * roots * roots).astype(x.dtype)
-    # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers. The
-    # question reads each element, as `wide_x * 0` is 0: for one about the root alone,
-    # LLVM compiles the optimizer's loops twice.
+    # Selected, since on a CPU and a TPU a product with 1 flushes subnormal numbers.
+    # `wide_x * 0` is 0, and makes the condition one of each element. If it were one of
+    # the root alone, LLVM would compile the loops of the optimizer twice.
     return jnp.where(wide_x * 0 == roots - 1, x, product)

@@ -19,8 +19,8 @@ from ._checks import BEGIN_ANEW, check_flag, check_length, check_state, shown
 from ._exported import PLACEHOLDER, exported
 from ._kernel import make_clipper
 from ._mesh import MeshAxes
-from ._norms import TensorNorm, check_measure
-from ._plan import Norms
+from ._norms import Norms, TensorNorm
+from ._options import check_measure
 from ._state import ClipState, sizes_of
 from ._sums import plain_sum, wide_dtype
 from ._trees import Stacked, clipped_leaves, weights_of
@@ -202,16 +202,16 @@ def _after_step(
 
     def recorded(numbers: list[Any]) -> Any:
         # The kernel puts numbers of leaves where their norms are.
-        own = norms._replace(values=norms.on_all_devices(numbers))
+        own = norms._replace(values=norms.gathered(numbers))
         return update(tree, state.norms, grad_norm=own)[1]
 
     def vector(numbers: list[Any]) -> jax.Array:
         return recorded(numbers).norm.astype(jnp.float32)
 
-    lengths = norms.on_device()
+    lengths = norms.local_values()
     found = {}
     if weights is not None:
-        of_weights = measure(weights).on_device()
+        of_weights = measure(weights).local_values()
         found["weight_norm"] = of_weights
         dots = _dots(norms, tree, weights)
         found["cosine"] = list(map(_cosine, dots, lengths, of_weights))
@@ -244,8 +244,8 @@ def _after_step(
 
 def _sums(norms: Norms, arrays: list[Any]) -> list[jax.Array]:
     """The sum of each array on all devices, over what the norm of its leaf sums."""
-    terms = [plain_sum(x, leaf.dims) for x, leaf in zip(arrays, norms.leaves)]
-    names = [tuple(sorted(leaf.split.summed)) for leaf in norms.leaves]
+    terms = [plain_sum(x, spec.axes) for x, spec in zip(arrays, norms.specs)]
+    names = [tuple(sorted(spec.summed_over)) for spec in norms.specs]
     return mesh.joined(lax.psum, terms, names)
 
 
@@ -268,7 +268,7 @@ def _cosine(dot: Any, one: Any, two: Any) -> jax.Array:
 
 def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
     counts, sizes = {name: list[Any]() for name in OF_VALUES}, []
-    for x, leaf in zip(jax.tree.leaves(tree), norms.leaves):
+    for x, spec in zip(jax.tree.leaves(tree), norms.specs):
         x = jnp.abs(x) if jnp.iscomplexobj(x) else x
         info = jnp.finfo(x.dtype)
         unsigned = np.dtype(f"uint{info.bits}")
@@ -280,7 +280,7 @@ def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
         each = bits == 0, (bits > 0) & (bits < normal), ~jnp.isfinite(x)
         for own, is_one in zip(counts.values(), each):
             own.append(is_one.astype(jnp.float32))
-        sizes.append(x.size * mesh.axes_size(leaf.split.summed))
+        sizes.append(x.size * mesh.device_count(spec.summed_over))
     found = {name: _sums(norms, own) for name, own in counts.items()}
     for name in ("zeros", "subnormals"):
         # Of the layers of a stacked leaf each has its part of the elements.
@@ -290,8 +290,8 @@ def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
 
 def _entropies(norms: Norms, tree: Any) -> list[jax.Array]:
     found = []
-    for x, leaf, norm in zip(jax.tree.leaves(tree), norms.leaves, norms.values):
-        layers = () if leaf.dims is None else trees.other_axes(leaf.dims, x.ndim)
+    for x, spec, norm in zip(jax.tree.leaves(tree), norms.specs, norms.values):
+        layers = () if spec.axes is None else trees.other_axes(spec.axes, x.ndim)
         own = jnp.moveaxis(x, layers, range(len(layers)))
         # An Explicit mesh may split layers, but no matrix.
         own = mesh.resharded(own, jax.typeof(own).sharding.spec[: len(layers)])
@@ -330,8 +330,8 @@ def _table(tree: Any, name: str) -> Any:
 
 
 def _check_whole(norms: Norms, option: str) -> None:
-    for leaf, path in zip(norms.leaves, norms.paths):
-        over = {*leaf.split.summed, *leaf.split.kept_names()}
+    for spec, path in zip(norms.specs, norms.paths):
+        over = {*spec.joined_over}
         if over:
             raise ValueError(
                 f"{CALL}: {option} needs whole leaves, and {trees.name(path)!r} is "

@@ -30,12 +30,11 @@ from . import _trees as trees
 from ._blocks import Block, blocks_of
 from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER
-from ._factors import factor_between, multiply, roots_of_numbers, shrunk_by
+from ._factors import factor_between, multiply, separate_roots, shrunk_by
 from ._names import OF_UPDATE
-from ._norms import GlobalNorm, Measure, measured, norm_of_norms, types_of
+from ._norms import GlobalNorm, Measure, Norms, measured, norm_of_norms
 from ._outcome import Decide, Decision, Memories, Outcome, first_state, next_state
 from ._packed import PyTree
-from ._plan import Norms
 from ._state import ClipState, state_of_placeholder
 from .rules._limits import check_limits_of_parts, check_one_limit, rule_of, rules_of
 from .rules._rule import Rule, further_norms, is_rule, limit_of, limit_of_jitted
@@ -120,7 +119,7 @@ def make_clipper(
         if has_names and not mesh.manual_axes():
             first_measure = first_measure._replace(mesh_axes=None)
         tree = trees.clipped_leaves(params, call)
-        norms = types_of(partial(measured, first_measure), tree)
+        norms = mesh.types_of(partial(measured, first_measure), tree)
         rules_by_norm = blocks.rules_of_norms(rules, norms, argument)
         return first_state(norms, rules_by_norm, argument)
 
@@ -299,7 +298,7 @@ def _limits(questions: Questions, block: Block, memory: PyTree) -> Limits:
         memory = mesh.narrowed_as(memory, block.norm)
         limit, memory = _answer(questions, rule, block.norm, weight_norm, memory)
         if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
-            # A TPU decides each leaf by its own limit (`roots_of_numbers`), so that no
+            # A TPU decides each leaf by its own limit (`separate_roots`), so that no
             # leaf waits until all weights are measured. Elsewhere XLA drops these.
             limit_of_name = _limit_of_each(questions, block)
         else:
@@ -350,7 +349,7 @@ def _fitted(
                 f"{settings.call}: {argument} must have the structure and shapes of "
                 f"the norms that it measures, {shapes_of_norms}, got {shapes}."
             )
-        numbers = norms.on_all_devices(jax.tree.leaves(tree))
+        numbers = norms.gathered(jax.tree.leaves(tree))
     fitted = []
     for number, norm in zip(numbers, norms.values):
         # In the dtype and sharding of what was measured, so that the state keeps its
@@ -416,7 +415,7 @@ def _roots(
     limits = [
         limit_of_name.get(name, norm) for name, norm in block.norm_of_name.items()
     ]
-    roots = roots_of_numbers(decision.root, norms, limits, decide)
+    roots = separate_roots(decision.root, norms, limits, decide)
     return dict(zip(names, roots))
 
 

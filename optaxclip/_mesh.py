@@ -14,16 +14,18 @@ split over, and leaves that every device holds must count once. `mesh_axes` says
     PartitionSpec        shard_map. P() where every device holds the whole leaf
     None                 each device separately, without any collective
 
-A mesh axis that contradicts the type of a leaf raises. Norms that keep dimensions of a
-leaf (units, stacked layers) need a PartitionSpec where that leaf is split, because a
-name alone does not tell which of its dimensions is.
+A mesh axis that contradicts the type of a leaf raises. Norms that keep axes of a leaf
+(units, stacked layers) need a PartitionSpec where that leaf is split, because a name
+alone does not tell which of its axes is.
+
+In this module `axes` are the axes of an array, and `mesh_axes` are names of mesh axes.
 """
 
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,10 @@ MeshAxes: TypeAlias = (
 )
 FORMS = "'auto', None, names of mesh axes, or a tree of PartitionSpecs"
 Names = tuple[str, ...]
+# How a leaf is split: the mesh axes that split its summed axes, and for each of its
+# axes the mesh axes that split it if it is kept. () if no kept axis is split.
+Split = tuple[Names, tuple[Names, ...]]
+NOT_SPLIT: Split = ((), ())
 
 
 # ---------------------------------------------------------------------------- types
@@ -63,17 +69,17 @@ def has_types(manual: Names) -> bool:
 
 def varying(tree: Any) -> frozenset[str]:
     """The manual mesh axes over which some array of a tree may differ."""
-    names: frozenset[str] = frozenset()
+    mesh_axes: frozenset[str] = frozenset()
     for array in jax.tree.leaves(tree):
-        names |= jax.typeof(array).manual_axis_type.varying
-    return names
+        mesh_axes |= jax.typeof(array).manual_axis_type.varying
+    return mesh_axes
 
 
-def varying_over(x: jax.Array, names: Iterable[str]) -> jax.Array:
+def varying_over(x: jax.Array, mesh_axes: Iterable[str]) -> jax.Array:
     """The value, typed as one that differs along these mesh axes."""
     manual = manual_axes()
     # pcast refuses an axis along which the value varies already.
-    missing = tuple(n for n in names if n in manual and n not in varying(x))
+    missing = tuple(n for n in mesh_axes if n in manual and n not in varying(x))
     if missing and has_types(missing):
         return lax.pcast(x, missing, to="varying")
     return x
@@ -92,16 +98,16 @@ def typed_as_varying(models: Any, values: Any) -> Any:
     and the examples in it cannot be told apart.
     """
     # Outside shard_map the leaves of `models` may be no arrays.
-    names = sorted(varying(models)) if manual_axes() else ()
-    if not names:
+    mesh_axes = sorted(varying(models)) if manual_axes() else ()
+    if not mesh_axes:
         return values
-    return jax.tree.map(lambda x: varying_over(x, names), values)
+    return jax.tree.map(lambda x: varying_over(x, mesh_axes), values)
 
 
 def narrowed_as(values: Any, model: jax.Array) -> Any:
-    """Arrays without NaN, typed as the same on all devices along the mesh axes along
-    which `model` is. They are the same there. Their type lost it in a vector with
-    numbers that differ.
+    """The arrays of a tree, typed as the same on all devices along the mesh axes along
+    which `model` is. They are the same there, and hold no NaN. Only their type lost it,
+    in a vector with numbers that differ.
     """
 
     def narrowed(value: jax.Array) -> jax.Array:
@@ -112,10 +118,20 @@ def narrowed_as(values: Any, model: jax.Array) -> Any:
 
 
 def split_as(value: jax.Array, array_type: ShapedArray) -> jax.Array:
-    """The value, split over the Explicit axes of the mesh as a type says. Dimensions
+    """The value, split over the Explicit axes of the mesh as a type says. Array axes
     beyond those of the type are not split.
     """
     return resharded(value, array_type.sharding.spec)
+
+
+def types_of(function: Callable[..., Any], *args: Any) -> Any:
+    """The types of the arrays that a function returns.
+
+    `jax.eval_shape` drops the shardings of a mesh that has both Explicit and Auto axes,
+    as seen in JAX 0.10.2.
+    """
+    program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
 
 
 def typed_as(tree: Any, array_type: ShapedArray) -> Any:
@@ -134,8 +150,8 @@ def typed_as(tree: Any, array_type: ShapedArray) -> Any:
 
 
 def resharded(value: jax.Array, spec: Sequence[Any] = ()) -> jax.Array:
-    """The value, split over Explicit axes along its first dimensions as `spec` says,
-    and whole along the others.
+    """The value, split over Explicit mesh axes along its first axes as `spec` says, and
+    whole along the others.
     """
     mesh = jax.typeof(value).sharding.mesh
     # Outside jax.set_mesh only the type knows the mesh.
@@ -182,18 +198,7 @@ def is_on_one_device(x: Any) -> bool:
 # ----------------------------------------------------------------- the option mesh_axes
 
 
-class Split(NamedTuple):
-    """How one leaf is split over devices, seen from its norm."""
-
-    summed: Names = ()  # mesh axes that split what is summed
-    # For each dimension of the leaf, the mesh axes that split units or layers along it.
-    kept: tuple[Names, ...] = ()
-
-    def kept_names(self) -> Names:
-        return tuple(chain.from_iterable(self.kept))
-
-
-def static_axes(mesh_axes: Any, call: str) -> Any:
+def static_mesh_axes(mesh_axes: Any, call: str) -> Any:
     """`mesh_axes` as a hashable value.
 
     Raises:
@@ -214,36 +219,40 @@ def static_axes(mesh_axes: Any, call: str) -> Any:
     return trees.freeze(mesh_axes, _is_spec)
 
 
-def specs_of(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
+def mesh_axes_of_leaves(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
     """The entry of `mesh_axes` for each leaf."""
-    mesh_axes = static_axes(mesh_axes, call)
+    mesh_axes = static_mesh_axes(mesh_axes, call)
     if isinstance(mesh_axes, trees.Prefix):
         return trees.lookup(mesh_axes, tree, f"{call}: mesh_axes")
     # One name, one spec or "auto" is for every leaf.
     return [mesh_axes] * len(jax.tree.leaves(tree))
 
 
-def whole_shapes(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
-    """For each leaf its shape over all devices, None where it is not known which
-    dimension is split.
+def global_shapes(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
+    """The shape of each leaf over all devices. None where it is not known which axis is
+    split.
     """
+    arrays = jax.tree.leaves(tree)
     shapes: list[Any] = []
-    for leaf, spec in zip(jax.tree.leaves(tree), specs_of(mesh_axes, tree, call)):
+    for array, entry in zip(arrays, mesh_axes_of_leaves(mesh_axes, tree, call)):
         # Only manual axes make a shape smaller. Else arrays are global.
-        names_by_dim = _names_by_dim(leaf, spec, f"{call}: mesh_axes")
-        if isinstance(spec, PartitionSpec):
-            sizes = zip(jnp.shape(leaf), names_by_dim)
-            shapes.append(tuple(size * axes_size(names) for size, names in sizes))
-        # A type names the mesh axes of a leaf, but not the dimension that each splits.
-        elif any(names_by_dim):
+        mesh_axes_by_axis = _mesh_axes_by_axis(array, entry, f"{call}: mesh_axes")
+        if isinstance(entry, PartitionSpec):
+            shape = []
+            for size, names in zip(jnp.shape(array), mesh_axes_by_axis):
+                shape.append(size * device_count(names))
+            shapes.append(tuple(shape))
+        # A type names the mesh axes of a leaf, but not the array axis that each splits.
+        elif any(mesh_axes_by_axis):
             shapes.append(None)
         else:
-            shapes.append(jnp.shape(leaf))
+            shapes.append(jnp.shape(array))
     return shapes
 
 
-def splits(mesh_axes: Any, tree: Any, dims: Sequence[Any], call: str) -> list[Split]:
-    """For each leaf, how its norm over the dimensions `dims` (None: all) is split.
+def splits(mesh_axes: Any, tree: Any, axes: Sequence[Any], call: str) -> list[Split]:
+    """For each leaf, how it is split if its norm is taken over its axes `axes` (None:
+    all).
 
     Raises:
       ValueError: a mesh axis that is not bound, or that contradicts the type of a leaf;
@@ -251,23 +260,22 @@ def splits(mesh_axes: Any, tree: Any, dims: Sequence[Any], call: str) -> list[Sp
     """
     # No mesh is set, as under plain jit: the common case, which looks at no leaf.
     if mesh_axes == "auto" and jax.sharding.get_abstract_mesh().empty:
-        return [Split()] * len(dims)
-    entries = jax.tree.leaves_with_path(tree)
-    specs = specs_of(mesh_axes, tree, call)
-    leaf_splits = []
-    for (path, value), spec, summed_dims in zip(entries, specs, dims):
-        split = _split(trees.name(path), value, spec, summed_dims, call)
-        leaf_splits.append(split)
-    return leaf_splits
+        return [NOT_SPLIT] * len(axes)
+    paths_and_arrays = jax.tree.leaves_with_path(tree)
+    entries = mesh_axes_of_leaves(mesh_axes, tree, call)
+    splits_of_leaves = []
+    for (path, array), entry, summed_axes in zip(paths_and_arrays, entries, axes):
+        split = _split(trees.name(path), array, entry, summed_axes, call)
+        splits_of_leaves.append(split)
+    return splits_of_leaves
 
 
 def _split(
-    name: str, value: jax.Array, spec: Any, summed_dims: Any, call: str
+    name: str, array: jax.Array, entry: Any, summed_axes: Any, call: str
 ) -> Split:
-    """How one leaf is split."""
+    """How one leaf is split, by its entry of `mesh_axes`."""
     argument = f"{call}: mesh_axes"
-    array_type = jax.typeof(value)
-    manual = manual_axes()
+    array_type = jax.typeof(array)
     # Terms of a sum that is still to be taken. Types of shard_map say so, and specs of
     # Explicit meshes.
     unreduced = {
@@ -279,85 +287,97 @@ def _split(
             f"{argument}: the leaf {name!r} is not yet summed over "
             f"{listed(unreduced)}: reshard it, or use lax.psum, before clipping."
         )
-    if spec is None:
-        return Split()
-    refused = f"{argument}={shown(spec)}"
-    names_by_dim = _names_by_dim(value, spec, argument)
-    names = tuple(chain.from_iterable(names_by_dim))
-    if len(set(names)) < len(names):
-        raise ValueError(f"{refused} names a mesh axis twice.")
-    # pmap and check_vma=False have no types that could contradict.
-    varying_names = varying(value) if has_types(manual) else set(names)
-    # psum would count this leaf once for each device.
-    replicated = set(names) & set(manual) - varying_names
-    if replicated:
+    if entry is None:
+        return NOT_SPLIT
+    argument = f"{argument}={shown(entry)}"
+    mesh_axes_by_axis = _mesh_axes_by_axis(array, entry, f"{call}: mesh_axes")
+    mesh_axes = tuple(chain.from_iterable(mesh_axes_by_axis))
+    _check_against_type(argument, name, array, mesh_axes)
+    # Which axis is split does not matter where all are summed.
+    if summed_axes is None or len(summed_axes) == jnp.ndim(array):
+        return mesh_axes, ()
+    if not mesh_axes:
+        return NOT_SPLIT
+    if not isinstance(entry, PartitionSpec):
+        example = ", ".join(map(repr, mesh_axes))
         raise ValueError(
-            f"{refused}: the leaf {name!r} is the same on all devices "
-            f"along {listed(replicated)}, so its sum must not be added up there: leave "
-            "the axis out, or use mesh_axes='auto'."
-        )
-    # Each device would have another norm, and clip by another factor.
-    forgotten = varying_names - set(names)
-    if forgotten:
-        raise ValueError(
-            f"{refused}: the leaf {name!r} also differs along "
-            f"{listed(forgotten)}: name that axis, or use mesh_axes='auto', or "
-            "lax.pmean it first if it should be the same."
-        )
-    # Which dimension is split does not matter where all are summed.
-    if summed_dims is None or len(summed_dims) == jnp.ndim(value):
-        return Split(names)
-    if names and not isinstance(spec, PartitionSpec):
-        example = ", ".join(map(repr, names))
-        raise ValueError(
-            f"{refused} tells that the leaf {name!r} of shape "
-            f"{jnp.shape(value)} is split over {listed(names)}, but not which of its "
-            "dimensions is, and its norms are taken over some of them only: give a "
+            f"{argument} tells that the leaf {name!r} of shape "
+            f"{jnp.shape(array)} is split over {listed(mesh_axes)}, but not which of "
+            "its dimensions is, and its norms are taken over some of them only: give a "
             "tree of PartitionSpecs, such as "
             f"mesh_axes=jax.sharding.PartitionSpec({example})."
         )
     # Units of [in, out] with P("x", "y") are summed over x. Each device along y has
     # the units of its own outputs.
-    summed: list[str] = []
-    kept: list[Names] = []
-    for dim, names_of_dim in enumerate(names_by_dim):
-        if dim in summed_dims:
-            summed += names_of_dim
-            kept.append(())
+    summed_over: Names = ()
+    kept_over: list[Names] = [()] * jnp.ndim(array)
+    for axis, names in enumerate(mesh_axes_by_axis):
+        if axis in summed_axes:
+            summed_over += names
         else:
-            kept.append(names_of_dim)
-    return Split(tuple(summed), tuple(kept) if names else ())
+            kept_over[axis] = names
+    return summed_over, tuple(kept_over) if any(kept_over) else ()
 
 
-def _names_by_dim(value: Any, spec: Any, argument: str) -> list[Names]:
-    """The manual mesh axes of each dimension. One entry where that is not known."""
+def _check_against_type(
+    argument: str, name: str, array: jax.Array, mesh_axes: Names
+) -> None:
+    """Raises ValueError for mesh axes over which a leaf cannot be split."""
     manual = manual_axes()
-    if isinstance(spec, PartitionSpec):
+    if len(set(mesh_axes)) < len(mesh_axes):
+        raise ValueError(f"{argument} names a mesh axis twice.")
+    # In pmap and with check_vma=False there are no types to contradict.
+    if not has_types(manual):
+        return
+    # psum would count this leaf once for each device.
+    replicated = set(mesh_axes) & (set(manual) - varying(array))
+    if replicated:
+        raise ValueError(
+            f"{argument}: the leaf {name!r} is the same on all devices "
+            f"along {listed(replicated)}, so its sum must not be added up there: leave "
+            "the axis out, or use mesh_axes='auto'."
+        )
+    # Each device would have another norm, and clip by another factor.
+    forgotten = varying(array) - set(mesh_axes)
+    if forgotten:
+        raise ValueError(
+            f"{argument}: the leaf {name!r} also differs along "
+            f"{listed(forgotten)}: name that axis, or use mesh_axes='auto', or "
+            "lax.pmean it first if it should be the same."
+        )
+
+
+def _mesh_axes_by_axis(array: Any, entry: Any, argument: str) -> list[Names]:
+    """For each axis of an array the manual mesh axes that split it, by an entry of
+    `mesh_axes`. A list of one where it is not known which axis is split.
+    """
+    manual = manual_axes()
+    if isinstance(entry, PartitionSpec):
         # Outside shard_map specs change nothing, so they may name any axis.
         if not manual:
-            return [()] * jnp.ndim(value)
+            return [()] * jnp.ndim(array)
         mesh_names = jax.sharding.get_abstract_mesh().axis_names
-        unknown = set(chain.from_iterable(map(names_in, spec))) - set(mesh_names)
+        unknown = set(chain.from_iterable(map(names_in, entry))) - set(mesh_names)
         if unknown:
             raise ValueError(
-                f"{argument}={shown(spec)} names {listed(unknown)}, but there is no "
+                f"{argument}={shown(entry)} names {listed(unknown)}, but there is no "
                 f"such axis in the mesh, which has {listed(mesh_names)}."
             )
-        if len(spec) > jnp.ndim(value):
+        if len(entry) > jnp.ndim(array):
             raise ValueError(
-                f"{argument}={shown(spec)} has more entries than a leaf of shape "
-                f"{jnp.shape(value)} has dimensions."
+                f"{argument}={shown(entry)} has more entries than a leaf of shape "
+                f"{jnp.shape(array)} has dimensions."
             )
-        names_by_dim: list[Names] = [()] * jnp.ndim(value)
-        for dim, entry in enumerate(spec):
+        mesh_axes_by_axis: list[Names] = [()] * jnp.ndim(array)
+        for axis, names in enumerate(map(names_in, entry)):
             # Axes that jit looks after need nothing here.
-            names_by_dim[dim] = tuple(n for n in names_in(entry) if n in manual)
-        return names_by_dim
-    if spec == "auto":
+            mesh_axes_by_axis[axis] = tuple(name for name in names if name in manual)
+        return mesh_axes_by_axis
+    if entry == "auto":
         # Without types each leaf counts as complete: nothing is known.
-        return [tuple(sorted(varying(value)))] if has_types(manual) else [()]
-    # Names alone, as "x": every leaf is split, along whichever dimension.
-    names = names_in(spec)
+        return [tuple(sorted(varying(array)))] if has_types(manual) else [()]
+    # Names alone, as "x": every leaf is split, along whichever axis.
+    names = names_in(entry)
     check_bound(names, argument)
     return [names]
 
@@ -400,31 +420,33 @@ def _is_spec(x: Any) -> bool:
 # ---------------------------------------------------------------------- collectives
 
 
-def axes_size(names: Iterable[str]) -> int:
+def device_count(mesh_axes: Iterable[str]) -> int:
     """The number of devices along some mesh axes together."""
     # 1 for no names, as outside shard_map and pmap.
-    return math.prod(int(lax.axis_size(name)) for name in names)
+    return math.prod(int(lax.axis_size(name)) for name in mesh_axes)
 
 
 def joined(
-    collective: Callable[..., Any], arrays: Sequence[jax.Array], axes: Sequence[Names]
+    collective: Callable[..., Any],
+    arrays: Sequence[jax.Array],
+    mesh_axes: Sequence[Names],
 ) -> list[jax.Array]:
-    """psum or pmax of each array over its own mesh axes, `axes`. All arrays that share
-    their mesh axes travel as one vector, in one collective.
+    """psum or pmax of each array over its own mesh axes. All arrays that share their
+    mesh axes travel as one vector, in one collective.
     """
     totals = list(arrays)
     # The indices of the arrays of each vector. A dict keeps its order, where the order
     # of a set may differ between processes, which would then wait for different
     # collectives.
     vectors: dict[Any, list[int]] = {}
-    for index, (array, names) in enumerate(zip(arrays, axes)):
+    for index, (array, names) in enumerate(zip(arrays, mesh_axes)):
         if names:
             array = varying_over(array, names)
             totals[index] = array
-            # A vector has one type. What an Explicit mesh splits cannot be reshaped, so
-            # it is a vector of its own.
-            is_split = any(jax.typeof(array).sharding.spec)
-            key = names, varying(array), index if is_split else None
+            # A vector has one type. An array that an Explicit mesh splits cannot be
+            # reshaped, so it is a vector of its own.
+            is_sharded = any(jax.typeof(array).sharding.spec)
+            key = names, varying(array), index if is_sharded else None
             vectors.setdefault(key, []).append(index)
     for (names, _, _), indices in vectors.items():
         if len(indices) == 1:
@@ -438,34 +460,35 @@ def joined(
     return totals
 
 
-def at_own_place(numbers: jax.Array, split: Split) -> jax.Array:
+def among_zeros(numbers: jax.Array, kept_over: Sequence[Names]) -> jax.Array:
     """The numbers that this device has for its layers, among zeros for the layers of
     other devices.
 
-    The last dimensions of `numbers` are the dimensions of the leaf.
+    The last axes of `numbers` are the axes of the leaf, each split over its entry of
+    `kept_over`.
     """
-    lead = numbers.ndim - len(split.kept)
+    first = numbers.ndim - len(kept_over)
     shape = list(numbers.shape)
-    for dim, names in enumerate(split.kept):
-        shape[lead + dim] *= axes_size(names)
-    starts = [0] * lead + _starts(numbers.shape[lead:], split)
+    for axis, names in enumerate(kept_over, first):
+        shape[axis] *= device_count(names)
+    starts = [0] * first + _starts(numbers.shape[first:], kept_over)
     zeros = typed_as(jnp.zeros(shape, numbers.dtype), jax.typeof(numbers))
     return lax.dynamic_update_slice(zeros, numbers, starts)
 
 
-def own_part(layers: jax.Array, split: Split) -> jax.Array:
+def local_layers(layers: jax.Array, kept_over: Sequence[Names]) -> jax.Array:
     """The layers of this device, out of an array for the layers of all devices."""
     sizes = list(layers.shape)
-    for dim, names in enumerate(split.kept):
-        sizes[dim] //= axes_size(names)
-    return lax.dynamic_slice(layers, _starts(sizes, split), sizes)
+    for axis, names in enumerate(kept_over):
+        sizes[axis] //= device_count(names)
+    return lax.dynamic_slice(layers, _starts(sizes, kept_over), sizes)
 
 
-def _starts(sizes: Sequence[int], split: Split) -> list[Any]:
-    """Where the part of this device, of these sizes, begins along each dimension."""
+def _starts(sizes: Sequence[int], kept_over: Sequence[Names]) -> list[Any]:
+    """Where the part of this device, of these sizes, begins along each axis."""
     starts: list[Any] = []
-    for size, names in zip(sizes, split.kept):
-        # The index of this device along these axes. The first axis is the slowest.
+    for size, names in zip(sizes, kept_over):
+        # The index of this device along these mesh axes. The first axis is the slowest.
         starts.append(lax.axis_index(names) * size if names else 0)
     return starts
 

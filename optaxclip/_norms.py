@@ -5,42 +5,85 @@
     "rms"       sqrt(sum |x|^2 / N)
     "average"   sqrt(sum |x|^2) / N       TensorFlow's average norm
 
-A measure is a static description of what is measured together. Called on a tree of
-clipped leaves it returns `Norms`.
+A measure is a hashable description of norms: which leaves have a norm together, over
+which of their axes, and of which order. Called on a tree of clipped leaves, it returns
+their `Norms`.
 """
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from . import _mesh as mesh
 from . import _trees as trees
-from ._checks import check_known, check_takes, is_function, shown
-from ._mesh import MeshAxes, Split
-from ._plan import Leaf, Norms, Plan, norms_of
-from ._sums import Dims, as_float
+from ._mesh import MeshAxes
+from ._options import Ord, check_labels, check_measure, labels_of, static_labels
+from ._reduce import LeafSpec, norms_of
+from ._sums import Axes, as_float, traced_once
 from ._trees import Axis, Stacked, clipped_leaves
 
-Ord = float | Literal["rms", "average"] | None
-ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
+PyTree = Any
+
+
+class Norms(NamedTuple):
+    """The norms of a tree. To JAX only `values` are arrays."""
+
+    # float[] for a norm, the same on all devices
+    # float[layers, 1, 1] for the layers of a stacked leaf, those of all devices
+    # float[1, units] for the units of a leaf, those of this device
+    values: list[Any]
+    specs: tuple[LeafSpec, ...]  # of each leaf
+    paths: tuple[Any, ...]  # of each norm: its key path in the tree of norms
+    treedef: Any  # of the tree of norms, as norm functions return it
+    units: tuple[int, ...] = ()  # the indices of norms that are norms of units
+    noun: str = "leaf"  # the word in errors for a part that has a norm
+    allow_missing: bool = False  # whether limits may name norms that do not exist
+    holes: tuple[Any, ...] = ()  # key paths of parts without a norm, such as None
+
+    def tree(self) -> PyTree:
+        """The norms as a tree. A node of the user's that checks its arrays, such as
+        their shapes, refuses them.
+        """
+        return self.treedef.unflatten(self.local_values())
+
+    def local_values(self) -> list[Any]:
+        """The norms. Of layers those that this device holds."""
+        values = list(self.values)
+        for spec in self.specs:
+            if spec.norm is not None:
+                values[spec.norm] = spec.local_value(self.values)
+        return values
+
+    def gathered(self, local_values: Sequence[Any]) -> list[Any]:
+        """Numbers like `values`, from numbers like those of `local_values`."""
+        values = list(local_values)
+        for spec in self.specs:
+            if spec.norm is not None and spec.layers_over:
+                layers = mesh.among_zeros(values[spec.norm], spec.kept_over)
+                values[spec.norm] = lax.psum(layers, spec.layers_over)
+        return values
+
+
+jax.tree_util.register_pytree_node(
+    Norms,
+    lambda norms: ((norms.values,), norms._replace(values=())),
+    lambda norms, children: norms._replace(values=children[0]),
+)
 
 
 # -------------------------------------------------------------------------- measures
 
 
 class Measure(Protocol):
-    """What is measured together. Hashable, so that equal clippers share a program."""
+    """A description of norms. Hashable, so that equal clippers share a program."""
 
-    def __call__(self, tree: Any) -> Norms: ...
+    def __call__(self, tree: PyTree) -> Norms: ...
 
 
 class GlobalNorm(NamedTuple):
@@ -50,13 +93,10 @@ class GlobalNorm(NamedTuple):
     ord: Ord = None
     mesh_axes: Any = "auto"
 
-    def __call__(self, tree: Any) -> Norms:
-        arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-        splits = mesh.splits(self.mesh_axes, tree, [None] * len(arrays), self.call)
-        leaves = tuple(Leaf(norm=0, split=split) for split in splits)
-        values = norms_of(Plan(leaves, 1, self.ord), arrays)
-        # The empty path: its name is "".
-        return Norms(values, leaves, paths=((),), treedef=jax.tree.structure(0))
+    def __call__(self, tree: PyTree) -> Norms:
+        leaf_count = len(jax.tree.leaves(tree))
+        # One norm is a tree of its own. Its path is empty, and its name "".
+        return _norms_of_leaves(self, tree, norm_tree=0, norm_of_leaf=[0] * leaf_count)
 
 
 class TensorNorm(NamedTuple):
@@ -67,12 +107,16 @@ class TensorNorm(NamedTuple):
     stacked: Any = None
     mesh_axes: Any = "auto"
 
-    def __call__(self, tree: Any) -> Norms:
-        dims: list[Dims] = []
-        # Layers keep their axes, and all others are summed: one norm for each layer.
-        for axes, leaf in zip(_layers(self, tree), jax.tree.leaves(tree)):
-            dims.append(trees.other_axes(axes, jnp.ndim(leaf)) if axes else None)
-        return _norm_of_each_leaf(tree, dims, self, units=False)
+    def __call__(self, tree: PyTree) -> Norms:
+        arrays = jax.tree.leaves(tree)
+        axes: list[Axes] = []
+        # Axes of layers are kept, and all others are summed: one norm for each layer.
+        for array, layer_axes in zip(arrays, _layer_axes(self, tree)):
+            if layer_axes:
+                axes.append(trees.other_axes(layer_axes, jnp.ndim(array)))
+            else:
+                axes.append(None)
+        return _norms_of_leaves(self, tree, tree, range(len(arrays)), axes)
 
 
 class UnitwiseNorm(NamedTuple):
@@ -84,10 +128,12 @@ class UnitwiseNorm(NamedTuple):
     stacked: Any = None
     mesh_axes: Any = "auto"
 
-    def __call__(self, tree: Any) -> Norms:
-        shapes = mesh.whole_shapes(self.mesh_axes, tree, self.call)
-        dims = trees.unit_axes(self.axis, _layers(self, tree), tree, self.call, shapes)
-        return _norm_of_each_leaf(tree, dims, self, units=True)
+    def __call__(self, tree: PyTree) -> Norms:
+        shapes = mesh.global_shapes(self.mesh_axes, tree, self.call)
+        layer_axes = _layer_axes(self, tree)
+        axes = trees.unit_axes(self.axis, layer_axes, tree, self.call, shapes)
+        norm_of_leaf = range(len(axes))
+        return _norms_of_leaves(self, tree, tree, norm_of_leaf, axes, has_units=True)
 
 
 class GroupNorm(NamedTuple):
@@ -99,15 +145,13 @@ class GroupNorm(NamedTuple):
     mesh_axes: Any = "auto"
     allow_missing: bool = False  # whether a label may have no leaf
 
-    def __call__(self, tree: Any) -> Norms:
-        arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    def __call__(self, tree: PyTree) -> Norms:
         argument = f"{self.call}: labels"
         # A function is called in each trace, so its labels may follow the tree.
         table = static_labels(labels_of(self.labels, tree), self.call)
         label_of_leaf = trees.lookup(
             table, tree, argument, allow_missing=self.allow_missing
         )
-        splits = mesh.splits(self.mesh_axes, tree, [None] * len(arrays), self.call)
         # A label whose leaves are None or integers has a norm as well, which is 0.
         labels = set(label_of_leaf)
         if isinstance(self.labels, trees.Prefix):
@@ -115,19 +159,9 @@ class GroupNorm(NamedTuple):
         check_labels(f"{argument} must be", labels)
         # The order in which JAX flattens a dict: 2 before 10.
         ordered = sorted(labels)
-        leaves = []
-        for label, split in zip(label_of_leaf, splits):
-            leaves.append(Leaf(norm=ordered.index(label), split=split))
-        plan = Plan(tuple(leaves), len(ordered), self.ord)
-        return Norms(
-            norms_of(plan, arrays),
-            plan.leaves,
-            # The name of a norm is its label.
-            paths=tuple((jax.tree_util.DictKey(label),) for label in ordered),
-            treedef=jax.tree.structure(dict.fromkeys(ordered, 0)),
-            noun="label",
-            allow_missing=self.allow_missing,
-        )
+        norm_of_leaf = [ordered.index(label) for label in label_of_leaf]
+        norms = _norms_of_leaves(self, tree, dict.fromkeys(ordered, 0), norm_of_leaf)
+        return norms._replace(noun="label", allow_missing=self.allow_missing)
 
 
 class OwnNorm(NamedTuple):
@@ -136,208 +170,115 @@ class OwnNorm(NamedTuple):
     norm: Callable[[Any], Any]
     call: str = "clip_by"
 
-    def __call__(self, tree: Any) -> Norms:
-        # A norm may be a Python number, or an integer, whose dtype holds no limit of
-        # 1.5.
+    def __call__(self, tree: PyTree) -> Norms:
+        # A norm may be a Python number, or an integer array, whose dtype would round a
+        # limit of 1.5.
         norms = jax.tree.map(as_float, self.norm(tree))
         return norms_of_tree(norms, tree, f"{self.call}: what norm returns")
 
 
-# Jitted, so that the first update finds what `init` has traced. Inlined, since a call
-# in its place is another program to XLA.
-@partial(jax.jit, static_argnums=0, inline=True)
-def measured(measure: Measure, tree: Any) -> Norms:
+def _norms_of_leaves(
+    measure: GlobalNorm | TensorNorm | UnitwiseNorm | GroupNorm,
+    tree: PyTree,
+    norm_tree: PyTree,
+    norm_of_leaf: Sequence[int],
+    axes: Sequence[Axes] | None = None,
+    *,
+    has_units: bool = False,
+) -> Norms:
+    """The norms of a tree.
+
+    Args:
+      measure: their order and mesh axes.
+      tree: the leaves.
+      norm_tree: a tree of the structure in which norm functions return these norms.
+      norm_of_leaf: for each leaf the index of its norm.
+      axes: for each leaf the axes that are summed. None: all.
+      has_units: whether the kept axes are units. Otherwise they are layers.
+    """
+    arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    if axes is None:
+        axes = [None] * len(arrays)
+    splits = mesh.splits(measure.mesh_axes, tree, axes, measure.call)
+    specs = []
+    for norm, summed_axes, split in zip(norm_of_leaf, axes, splits):
+        # A leaf that is summed whole has one norm, and no units.
+        leaf_has_units = has_units and summed_axes is not None
+        specs.append(LeafSpec(norm, summed_axes, *split, leaf_has_units))
+    entries, treedef = jax.tree.flatten_with_path(norm_tree)
+    return Norms(
+        values=norms_of(tuple(specs), len(entries), measure.ord, arrays),
+        specs=tuple(specs),
+        paths=tuple(path for path, _ in entries),
+        treedef=treedef,
+        units=tuple(spec.norm for spec in specs if spec.has_units),
+        holes=trees.holes_of(norm_tree),
+    )
+
+
+def _layer_axes(
+    measure: TensorNorm | UnitwiseNorm, tree: PyTree
+) -> list[tuple[int, ...]]:
+    """For each leaf the axes that count layers."""
+    # Nothing is stacked: the common case, which looks at no leaf.
+    if measure.stacked is None:
+        return [()] * len(jax.tree.leaves(tree))
+    # Inside shard_map a program sees the shapes of its device's parts.
+    shapes = mesh.global_shapes(measure.mesh_axes, tree, measure.call)
+    return trees.stacked_axes(measure.stacked, tree, measure.call, shapes)
+
+
+# Traced once, so that the first update finds the norms that `init` has traced.
+@partial(traced_once, static_argnums=0)
+def measured(measure: Measure, tree: PyTree) -> Norms:
     """The norms of a tree of clipped leaves."""
     return measure(tree)
 
 
-def types_of(function: Callable[..., Any], *args: Any) -> Any:
-    """The types of what a function returns.
-
-    `jax.eval_shape` drops the shardings of a mesh that has both Explicit and Auto axes,
-    as seen in JAX 0.10.2.
-    """
-    program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
+# ------------------------------------------------------------------------ given norms
 
 
-def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:
+def norms_of_tree(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms:
     """Norms that are given as a tree prefix of the updates.
 
     Raises:
       ValueError: norms that are no tree prefix of the updates.
     """
     # None as a norm leaves its part of the tree alone.
-    norms_and_holes, treedef = jax.tree.flatten(norms, is_leaf=trees.is_none)
+    norms_and_holes, prefix = jax.tree.flatten(norms, is_leaf=trees.is_none)
     try:
-        parts = treedef.flatten_up_to(tree)
+        parts = prefix.flatten_up_to(tree)
     except (TypeError, ValueError):
         raise ValueError(
             f"{argument} must be a tree prefix of the updates, "
-            f"{jax.tree.structure(tree)}, got {treedef}."
+            f"{jax.tree.structure(tree)}, got {prefix}."
         ) from None
-    leaves: list[Leaf] = []
+    specs: list[LeafSpec] = []
     count = 0
     for norm, part in zip(norms_and_holes, parts):
-        leaf = Leaf(norm=None if norm is None else count)
-        leaves += [leaf] * len(jax.tree.leaves(part))
+        spec = LeafSpec(norm=None if norm is None else count)
+        specs += [spec] * len(jax.tree.leaves(part))
         count += norm is not None
     entries, treedef = jax.tree.flatten_with_path(norms)
-    paths = tuple(path for path, _ in entries)
-    values = [norm for _, norm in entries]
-    holes = trees.holes_of(norms)
-    return Norms(values, tuple(leaves), paths, treedef, holes=holes)
+    return Norms(
+        values=[norm for _, norm in entries],
+        specs=tuple(specs),
+        paths=tuple(path for path, _ in entries),
+        treedef=treedef,
+        holes=trees.holes_of(norms),
+    )
 
 
 def norm_of_norms(norms: Norms) -> jax.Array:
     """The norm of all norms together, without a derivative."""
-    # The norms are now the arrays whose norm is taken. Each device has the norms of its
-    # own units. All other norms are the same on all devices.
-    leaves = [Leaf(norm=0)] * len(norms.values)
-    for leaf in norms.leaves:
-        if leaf.units_over:
-            leaves[leaf.norm] = Leaf(norm=0, split=Split(leaf.units_over))
-    (total,) = norms_of(Plan(tuple(leaves), size=1), norms.values)
+    # Here the norms are the leaves. Units are split over devices, as those of their
+    # leaf. All other norms are the same on all devices.
+    specs = [LeafSpec(norm=0)] * len(norms.values)
+    for spec in norms.specs:
+        if spec.units_over:
+            specs[spec.norm] = LeafSpec(norm=0, summed_over=spec.units_over)
+    (total,) = norms_of(tuple(specs), 1, None, norms.values)
     return lax.stop_gradient(total)
-
-
-def _layers(measure: Any, tree: Any) -> list[tuple[int, ...]]:
-    # Nothing is stacked: the common case, which looks at no leaf.
-    if measure.stacked is None:
-        return [()] * len(jax.tree.leaves(tree))
-    # Inside shard_map a program sees the shapes of its device's parts.
-    shapes = mesh.whole_shapes(measure.mesh_axes, tree, measure.call)
-    return trees.stacked_axes(measure.stacked, tree, measure.call, shapes)
-
-
-def _norm_of_each_leaf(
-    tree: Any, dims: list[Dims], measure: Any, *, units: bool
-) -> Norms:
-    entries, treedef = jax.tree.flatten_with_path(tree)
-    splits = mesh.splits(measure.mesh_axes, tree, dims, measure.call)
-    leaves, norms_of_units = [], []
-    for index, (summed_dims, split) in enumerate(zip(dims, splits)):
-        leaf = Leaf(index, summed_dims, split)
-        # A vector that is summed whole has one norm, and no units.
-        if units and summed_dims is not None:
-            norms_of_units.append(index)
-            leaf = Leaf(index, summed_dims, Split(split.summed), split.kept_names())
-        leaves.append(leaf)
-    plan = Plan(tuple(leaves), len(leaves), measure.ord)
-    values = norms_of(plan, [jnp.asarray(leaf) for _, leaf in entries])
-    paths = tuple(path for path, _ in entries)
-    return Norms(
-        values,
-        plan.leaves,
-        paths,
-        treedef,
-        units=tuple(norms_of_units),
-        holes=trees.holes_of(tree),
-    )
-
-
-def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
-    """The options of a measure, checked and hashable.
-
-    `numbers` are `mesh_axes`, and `axis`, `stacked` or `labels` where it has them.
-    """
-    options: dict[str, Any] = {"call": call, "ord": ord}
-    for option, value in numbers.items():
-        # Lists and dicts become tables of key paths, which have a hash.
-        if option == "mesh_axes":
-            # A name has a hash, and so has "auto".
-            value = value if isinstance(value, str) else mesh.static_axes(value, call)
-        elif option == "labels":
-            value = static_labels(value, call)
-        elif value is not None:
-            value = static_numbers(option, value, call)
-        options[option] = value
-    if ord in (None, "rms", "average"):
-        return options
-    # The order decides which program is compiled, so a traced one comes too late.
-    check_known(f"{call}: ord", ord)
-    is_number = isinstance(ord, (int, float, np.number, jax.Array))
-    try:
-        # True is an int in Python. As an order it is a slip.
-        order = float(ord) if is_number and ord is not True else math.nan
-    except (TypeError, OverflowError):  # an array, or 10**400
-        order = math.nan
-    if math.isnan(order) or order <= 0:
-        raise ValueError(f"{call}: ord must be {ORDERS}, got {shown(ord)}.")
-    # Static arguments must be hashable.
-    if isinstance(ord, (np.number, jax.Array)):
-        options["ord"] = order
-    return options
-
-
-def static_numbers(option: str, numbers: Any, call: str) -> Any:
-    """`axis`, `stacked` or `columns`, as a static argument of a jitted function can be.
-
-    Raises:
-      TypeError: a number is an array, as `optax.inject_hyperparams` makes one of every
-        number, or a function takes other arguments than path and leaf.
-    """
-    if is_function(numbers):
-        check_takes(f"{call}: {option} must take path and leaf", numbers, 2)
-    if numbers is None or is_function(numbers):
-        return numbers
-    # A tuple of axes is one value. In `columns` it is a part of the tree.
-    is_value = trees.is_axes if option != "columns" else trees.is_none
-    table = trees.freeze(numbers, is_value)
-    for _, number in table.entries:
-        # To Python True is 1, so stacked=True would count one axis.
-        if isinstance(number, bool):
-            raise TypeError(
-                f"{call}: {option} must be a whole number, got {shown(number)}: for "
-                f"one write {option}=1."
-            )
-        if isinstance(number, (np.ndarray, jax.Array)):
-            raise TypeError(
-                f"{call}: {option} must be known when the clipper is built, got "
-                f"{shown(number)}: under inject_hyperparams name it in static_args."
-            )
-    return table
-
-
-def static_labels(labels: Any, call: str) -> Any:
-    """Labels as a static argument: a function, or a frozen tree prefix."""
-    # A function is static as it is: equal functions share a compilation.
-    if is_function(labels):
-        return labels
-    table = trees.freeze(labels, lambda x: isinstance(x, str))
-    if any(hasattr(label, "dtype") for _, label in table.entries):
-        must = f"{call}: labels must be strings or ints"
-        raise TypeError(f"{must}, got {shown(labels)}.")
-    return table
-
-
-def labels_of(labels: Any, tree: Any) -> Any:
-    """The tree prefix of labels: what a function of the tree makes, or one of path and
-    leaf.
-    """
-    if not is_function(labels):
-        return labels
-    # Two arguments are path and leaf. One is the tree, as optax.partition calls it.
-    try:
-        inspect.signature(labels).bind(tree)
-    except TypeError:
-        paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-        return trees.Prefix(tuple(zip(paths, trees.for_each_leaf(labels, tree, ""))))
-    return labels(tree)
-
-
-def check_labels(must: str, labels: Iterable[Any]) -> None:
-    """Raises TypeError for labels that cannot be the keys of one dict in a pytree,
-    which JAX sorts. `must` begins the text.
-    """
-    try:
-        sorted(labels)
-    except TypeError:
-        listed_labels = " and ".join(sorted(map(repr, labels)))
-        raise TypeError(
-            f"{must} of one kind, which sorts, got {listed_labels}: make all of them "
-            "strings, or all of them ints."
-        ) from None
 
 
 # ------------------------------------------------------------------- public functions
@@ -406,8 +347,8 @@ def tensor_norm(
       >>> print(optaxclip.tensor_norm(grads)["w"])
       5.0
     """
-    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
-    measure = TensorNorm(**check_measure("tensor_norm", ord), **numbers)
+    options = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = TensorNorm(**check_measure("tensor_norm", ord), **options)
     # Leaves that do not count are None here, and so in the tree of norms.
     return measure(clipped_leaves(tree, "tensor_norm")).tree()
 
@@ -454,8 +395,8 @@ def unitwise_norm(
     Reference: Brock et al., High-performance large-scale image recognition without
     normalization, 2021 (arXiv 2102.06171).
     """
-    numbers = {"axis": axis, "stacked": stacked, "mesh_axes": mesh_axes}
-    measure = UnitwiseNorm(**check_measure("unitwise_norm", ord), **numbers)
+    options = {"axis": axis, "stacked": stacked, "mesh_axes": mesh_axes}
+    measure = UnitwiseNorm(**check_measure("unitwise_norm", ord), **options)
     return measure(clipped_leaves(tree, "unitwise_norm")).tree()
 
 

@@ -19,8 +19,8 @@ from . import _mesh as mesh
 from . import _trees as trees
 from ._blocks import Block
 from ._checks import check_shape
+from ._norms import Norms
 from ._packed import PyTree
-from ._plan import Norms
 from ._state import ClipState, Names, Rows, state_of_rows
 from ._sums import written_by_a_gpu
 from .rules._memory import count_up, in_place, moving_average
@@ -170,11 +170,10 @@ def of_units(
     furthest = _furthest(lax.stop_gradient(columns), range(1, norm.ndim))
     if units_over:
         # Each device knows its own units.
-        split = mesh.Split(kept=((), (), units_over))
         table = jnp.stack(furthest)[..., None]
-        tables = lax.psum(mesh.at_own_place(table, split), units_over)
+        tables = lax.psum(mesh.among_zeros(table, ((), (), units_over)), units_over)
         furthest = _furthest(Columns(*tables), (1,))
-    unit_count = norm.size // len(outcomes) * mesh.axes_size(units_over)
+    unit_count = norm.size // len(outcomes) * mesh.device_count(units_over)
     share = furthest.clipped / unit_count
     is_sound = furthest.ratio < jnp.inf
     return Outcome(

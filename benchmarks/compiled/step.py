@@ -11,12 +11,15 @@ import jax
 import numpy as np
 import optax
 
-from ..networks import COMPILED, SCANNED, SMALL, UNROLLED
+from ..networks import COMPILED, SCANNED, SMALL, UNROLLED, decoder_of_128_tensors
 from ..report import Table
 from ..steps import GLOBAL, STEPS, whole_step
 from . import processes, program, targets
 
 Shapes = list[tuple[int, ...]]
+
+# Without forward and backward pass: what is left are clip and Adam of many tensors.
+GIVEN = "128 tensors, given gradients"
 
 # A step takes XLA 10 seconds for an H100, and a minute or more for a TPU.
 CASES = [
@@ -25,6 +28,7 @@ CASES = [
     ("h100", SCANNED),
     ("v5e", SCANNED),
     ("v5e:4x4", SCANNED),
+    ("v5e:4x4", GIVEN),
 ]
 COLUMNS = (
     "device",
@@ -54,13 +58,20 @@ def table(quick: bool) -> Table:
 
 def row(name: str, model: str, target: str) -> dict[str, Any]:
     """What one step becomes on one target."""
-    network, optimizer = COMPILED[model], STEPS[name]()
-    place = targets.placement(target, is_stacked=True)
-    params = described(network.params, place)
+    optimizer = STEPS[name]()
+    if model == GIVEN:
+        place = targets.placement(target, splits_vectors=True)
+        params = described(arrays_of(decoder_of_128_tensors(), "float32"), place)
+        batch = (params,)
+        step = step_by_gradients(optimizer)
+    else:
+        network = COMPILED[model]
+        place = targets.placement(target, is_stacked=True)
+        params = described(network.params, place)
+        drawn = network.draw(np.random.default_rng(0))
+        batch = described(drawn, targets.placement_of_batch(target))
+        step = whole_step(network.loss, optimizer)
     state = described(jax.eval_shape(optimizer.init, params), place)
-    drawn = network.draw(np.random.default_rng(0))
-    batch = described(drawn, targets.placement_of_batch(target))
-    step = whole_step(network.loss, optimizer)
     found, seconds = compiled_for(target, step, params, state, *batch, donate=(0, 1))
     counts = program.counts_of(found.as_text())
     return {
@@ -90,15 +101,28 @@ def compiled(
     seconds).
     """
     place = targets.placement(target)
-    params = described([jax.ShapeDtypeStruct(x, np.float32) for x in shapes], place)
-    grads = described([jax.ShapeDtypeStruct(x, dtype) for x in shapes], place)
+    params = described(arrays_of(shapes, "float32"), place)
+    grads = described(arrays_of(shapes, dtype), place)
     state = described(jax.eval_shape(transformation.init, params), place)
+    step = step_by_gradients(transformation)
+    return compiled_for(target, step, params, state, grads, donate=(0, 1))
 
-    def step(params: Any, state: Any, grads: Any) -> Any:
+
+def arrays_of(shapes: Shapes, dtype: str) -> list[jax.ShapeDtypeStruct]:
+    """Descriptions of arrays."""
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+def step_by_gradients(
+    transformation: optax.GradientTransformation,
+) -> Callable[..., Any]:
+    """(weights, state, gradients) becomes (weights, state)."""
+
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         updates, state = transformation.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return compiled_for(target, step, params, state, grads, donate=(0, 1))
+    return step
 
 
 def compiled_for(

@@ -110,14 +110,18 @@ def devices_of(target: str) -> list[Any]:
     return topology.devices
 
 
-def placement(target: str, *, is_stacked: bool = False) -> Place:
+def placement(
+    target: str, *, is_stacked: bool = False, splits_vectors: bool = False
+) -> Place:
     """Where an array of a shape is: on the first device, or split over a mesh.
 
     On a mesh matrices are split over both mesh axes, if told so also those that are
-    stacked on one more axis, and every device holds the rest.
+    stacked on one more axis, and vectors over one. Every device holds the rest.
     """
 
     def spec(shape: tuple[int, ...]) -> P:
+        if splits_vectors and len(shape) == 1 and shape[0] > 64:
+            return P("model")
         stacked = [None] * (len(shape) - 2)
         if len(shape) < 2 or min(shape[-2:]) <= 64 or len(stacked) > is_stacked:
             return P()

@@ -16,7 +16,8 @@ from jax.typing import ArrayLike
 from .._checks import Nonfinite, check_flag, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
-from .._norms import Ord, TensorNorm, UnitwiseNorm, check_measure
+from .._norms import TensorNorm, UnitwiseNorm
+from .._options import Ord, check_measure
 from .._trees import Axis, Stacked, clipped_leaves, put_back, weights_of
 from ..rules._limits import ShareOfParams
 from ..rules._rule import Answer, Number, Rule, at_step, check_field, number
@@ -211,8 +212,8 @@ def larc(
         for grad, weight, grad_norm, weight_norm in zip(
             grads,
             jax.tree.leaves(weights),
-            grad_norms.on_device(),
-            weight_norms.on_device(),
+            grad_norms.local_values(),
+            weight_norms.local_values(),
         ):
             decayed_grads.append(
                 _decayed(weight_decay, grad, weight, grad_norm, weight_norm)

@@ -14,7 +14,8 @@ from .._checks import Nonfinite, Tree, check_norm, check_state, with_hash
 from .._exported import exported
 from .._kernel import clip_once, make_clipper
 from .._mesh import MeshAxes
-from .._norms import GlobalNorm, Ord, OwnNorm, check_measure, global_norm
+from .._norms import GlobalNorm, OwnNorm, global_norm
+from .._options import Ord, check_measure
 from .._packed import PyTree, rows_from, unpacked
 from .._state import ClipState, RecordState
 from .._wrappers._skipping import Judge

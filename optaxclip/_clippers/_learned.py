@@ -16,7 +16,8 @@ from .._checks import Nonfinite, shown
 from .._exported import exported
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
-from .._norms import GlobalNorm, GroupNorm, Measure, TensorNorm, check_measure
+from .._norms import GlobalNorm, GroupNorm, Measure, TensorNorm
+from .._options import check_measure
 from .._trees import Stacked
 from ..rules import _rule as rules
 from ..rules._averages import EmaBand, MomentsRatio, ZScore

@@ -32,7 +32,8 @@ from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
-from .._norms import TensorNorm, check_measure
+from .._norms import TensorNorm
+from .._options import check_measure
 from .._sums import modulus_dtype, wide_dtype, with_modulus
 from .._trees import Stacked, arrays_of, clipped_leaves, put_back
 from ..rules._averages import Ema
@@ -268,7 +269,7 @@ def adaclip(
         grad_norm = extra_args.pop("grad_norm", None)
         if grad_norm is None:
             grad_norm = norms
-            norms_on_device = norms.on_device()
+            norms_on_device = norms.local_values()
         else:
             norms_on_device = jax.tree.leaves(grad_norm)
         # Further arguments, such as `limit=`, are for the kernel.
@@ -280,7 +281,7 @@ def adaclip(
         limits = []
         for name, norm in zip(names, norms.values):
             limits.append(entry_by_name[name].limit.reshape(norm.shape))
-        limits_on_device = norms._replace(values=limits).on_device()
+        limits_on_device = norms._replace(values=limits).local_values()
         # The kernel multiplies a whole tensor by T / max|g|. Coordinates up to T get
         # back their own bits.
         gradients, treedef = jax.tree.flatten(tree)

@@ -37,8 +37,9 @@ from .. import _trees as trees
 from .._checks import Nonfinite, check_choice, check_known, check_length, shown
 from .._kernel import make_clipper
 from .._mesh import resharded, split_as
-from .._norms import TensorNorm, static_numbers
-from .._plan import Leaf, Norms
+from .._norms import Norms, TensorNorm
+from .._options import static_axes
+from .._reduce import LeafSpec
 from .._state import ClipState
 from .._sums import wide_dtype
 from .._trees import Stacked, clipped_leaves, other_axes, put_back
@@ -199,8 +200,8 @@ def spectral_norm(
 def _measure(call: str, method: Method, columns: Any, stacked: Any) -> SpectralNorm:
     """The measure of these arguments, which are checked."""
     check_choice(f"{call}: method", method, get_args(Method))
-    columns = static_numbers("columns", columns, call)
-    stacked = static_numbers("stacked", stacked, call)
+    columns = static_axes("columns", columns, call)
+    stacked = static_axes("stacked", stacked, call)
     return SpectralNorm(call, method, columns, stacked)
 
 
@@ -224,7 +225,7 @@ class SpectralNorm(NamedTuple):
         # layers.
         mesh_axes = "auto" if self.stacked is None else None
         l2_norms = TensorNorm(stacked=self.stacked, mesh_axes=mesh_axes)(tree)
-        values = l2_norms.on_device()
+        values = l2_norms.local_values()
         for layout, indices in layouts.items():
             matrices = layout.stack([leaves[index] for index in indices])
             peaks = jnp.max(jnp.abs(matrices), (-2, -1), keepdims=True)
@@ -239,8 +240,8 @@ class SpectralNorm(NamedTuple):
                 spectral_norm = spectral_norm.reshape(l2_norm.shape)
                 values[index] = spectral_norm.astype(l2_norm.dtype)
         # Each device holds whole matrices: no norm is split over devices.
-        norm_of_leaf = tuple(Leaf(norm=index) for index in range(len(values)))
-        return l2_norms._replace(values=values, leaves=norm_of_leaf)
+        specs = tuple(LeafSpec(norm=index) for index in range(len(values)))
+        return l2_norms._replace(values=values, specs=specs)
 
     def layouts(self, tree: Any) -> dict[Layout, list[int]]:
         """The indices of the leaves that are matrices, by their layout."""

@@ -66,6 +66,7 @@ from .._checks import Tree, check_number, check_scalar, with_extra_args
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once, make_clipper
 from .._names import with_our_names
+from .._options import check_measure
 from .._trees import axes_within, clipped_leaves, name
 
 __all__ = [
@@ -156,7 +157,7 @@ def clip_by_norm(t: Tree, clip_norm: Any, axes: Any = None) -> Tree:
         for path, leaf in entries:
             axes_within(axis, f"{call}: axes", name(path), jnp.ndim(leaf))
         # axes are summed over, like `axis` of clip_by_unitwise_norm.
-        measure = norms.UnitwiseNorm(**norms.check_measure(call, None, axis=axis))
+        measure = norms.UnitwiseNorm(**check_measure(call, None, axis=axis))
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
 
 

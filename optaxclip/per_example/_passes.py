@@ -18,9 +18,9 @@ from jax.core import Tracer
 
 from .. import _trees as prefix
 from .._checks import check_limit, check_scalar, held_in, is_function, shown
-from .._factors import factor_between, shrunk_by, stretch
-from .._mesh import Names, Split, typed_as_varying, varying
-from .._plan import Leaf, Plan, norms_of
+from .._factors import factor_between, shrunk_by, times_square
+from .._mesh import Names, typed_as_varying, varying
+from .._reduce import LeafSpec, norms_of
 from ..rules._rule import is_rule
 from ..shrinks import Shrink
 from ._problem import Problem
@@ -73,13 +73,12 @@ class Limits(NamedTuple):
         the gradient is made before. None if all are made before.
         """
         splits = self.splits or [()] * len(leaves)
-        plan_leaves = []
+        specs = []
         for group, mesh_axes in zip(self.groups, splits):
-            plan_leaves.append(Leaf(group, split=Split(mesh_axes)))
-        plan = Plan(tuple(plan_leaves), len(self.values))
+            specs.append(LeafSpec(norm=group, summed_over=mesh_axes))
 
         def norms_of_one(leaves: Arrays) -> Array:
-            return jnp.stack(norms_of(plan, leaves))
+            return jnp.stack(norms_of(tuple(specs), len(self.values), None, leaves))
 
         norms_of_batch = jax.vmap(norms_of_one, axis_size=present.size)
         norms = norms_of_batch(leaves)
@@ -145,7 +144,7 @@ class Weights(NamedTuple):
         counts = along_batch(self.counts, leaf)
         wide = np.promote_types(leaf.dtype, root.dtype)
         # Selected, since 0 times NaN is NaN.
-        kept = jnp.where(counts, stretch(leaf.astype(wide), root), 0)
+        kept = jnp.where(counts, times_square(leaf.astype(wide), root), 0)
         # A dot, which on a CPU is four times as fast as a sum over the first axis. At
         # the highest precision, because GPU and TPU would round to fewer bits.
         highest = lax.Precision.HIGHEST

@@ -141,15 +141,15 @@ class Signature(NamedTuple):
             return [tuple(sorted(varying(leaf) - batch_axes)) for leaf in leaves]
         dims = [None] * len(leaves)  # all
         axes_of_leaves = []
-        for split in _mesh.splits(self.mesh_axes, params, dims, self.call):
-            both = batch_axes & set(split.summed)
+        for summed_over, _ in _mesh.splits(self.mesh_axes, params, dims, self.call):
+            both = batch_axes & set(summed_over)
             if both:
                 raise ValueError(
                     f"{self.call}: mesh_axes={self.mesh_axes!r} names "
                     f"{listed(both)}, which splits the batch, so that a "
                     "device has examples of its own. Gather the parameters first."
                 )
-            axes_of_leaves.append(tuple(sorted(set(split.summed))))
+            axes_of_leaves.append(tuple(sorted(set(summed_over))))
         return axes_of_leaves
 
     def _check_program(self, program: Any, batch: Any) -> None:

@@ -1,6 +1,7 @@
 """Bad input is refused with the call, the argument and the value."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,35 @@ def test_an_order_that_is_traced_says_what_to_do():
     state = injected.init(tree)
     with pytest.raises(TypeError, match="name it in static_args"):
         jax.jit(injected.update)(tree, state, tree)
+
+
+def test_an_order_may_be_an_array_of_one_number():
+    for order in (np.array(3), np.float32(3.0), jnp.array(3.0)):
+        norm = optaxclip.global_norm(jnp.ones(4), ord=order)
+        np.testing.assert_allclose(norm, 4 ** (1 / 3), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "order", [np.array([1, 2]), np.array([2.0]), np.array("rms"), np.array(0), "max"]
+)
+def test_an_order_that_is_no_number_above_0_is_refused(order):
+    text = (
+        f"^global_norm: ord must be a number above 0, .* got {re.escape(repr(order))}"
+    )
+    with pytest.raises(ValueError, match=text):
+        optaxclip.global_norm(jnp.ones(4), ord=order)
+
+
+def test_true_and_false_are_no_numbers_of_axes():
+    builders = {
+        "stacked": partial(optaxclip.clip_by_tensor_norm, 1.0),
+        "axis": partial(optaxclip.clip_by_unitwise_norm, 1.0),
+        "columns": partial(optaxclip.clip_by_spectral_norm, 1.0),
+    }
+    for option, build in builders.items():
+        for value, cure in {True: f"{option}=1", False: f"{option}=None"}.items():
+            with pytest.raises(TypeError, match=f"got {value}: .* write {cure}"):
+                build(**{option: value})
 
 
 # Arrays made here are known inside jit too, though what is done with them is traced.

@@ -27,6 +27,23 @@ def test_rescale_to_0_keeps_the_sign_of_what_becomes_0():
     assert not np.any(zeros) and np.signbit(zeros).tolist() == [False, True]
 
 
+def test_equal_norms_keep_complex_numbers_with_a_broken_part():
+    parts = np.float32(
+        [math.inf, 0, 1, 2, -math.inf, 3, 0.5, math.nan, -0.0, -math.inf]
+    )
+    grads = parts.view(np.complex64)
+    clip = clip_by_global_norm(math.inf)
+    clipped, _ = clip.update(grads, clip.init(grads))
+    for result in (optaxclip.rescale(grads, 2.0, 2.0), clipped):
+        np.testing.assert_array_equal(np.asarray(result).view(np.float32), parts)
+
+
+def test_an_infinite_norm_becomes_a_finite_one_by_zeros():
+    grads = jnp.array([1.0, -2.0, math.inf])
+    rescaled = optaxclip.rescale(grads, math.inf, 1.0)
+    np.testing.assert_array_equal(rescaled, [0.0, -0.0, math.nan])
+
+
 # (norm, limit): normal float32 numbers that are far apart.
 FAR = [
     (1.2e-38, 10.0),

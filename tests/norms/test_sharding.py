@@ -340,3 +340,12 @@ def test_leaves_that_all_devices_hold_stay_the_same_on_all(name):
 
     found = on_each_part(clip, mesh_of((4, 2)), (specs,), specs)(tree)
     np.testing.assert_allclose(found["b"], factor, rtol=1e-6)
+
+
+def test_layers_that_no_device_splits_are_not_cut_out():
+    leaf, spec = np.ones((3, 4, 5), np.float32), P(None, "x")
+    measure = partial(optaxclip.tensor_norm, stacked=1, mesh_axes=spec)
+    program = on_each_part(measure, mesh_of((2, 2)), (spec,), P()).lower(leaf)
+    text = program.as_text()
+    assert text.count("stablehlo.all_reduce") == 1
+    assert "stablehlo.dynamic" not in text

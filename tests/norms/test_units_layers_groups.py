@@ -175,6 +175,15 @@ def test_a_size_that_only_a_run_knows_is_compared_as_a_symbol():
     np.testing.assert_allclose(norms["b"], np.full((1, 5), np.sqrt(3)), 1e-6)
 
 
+@pytest.mark.parametrize("shape", ["n, 4, 3", "4, n, 3", "n, m, 3"])
+def test_units_over_axes_of_unknown_size_are_exported_for_a_gpu(shape):
+    sizes = jax.export.symbolic_shape(shape)
+    leaf = jax.ShapeDtypeStruct(sizes, np.float32)
+    norms = jax.jit(partial(optaxclip.unitwise_norm, axis=(0, 1)))
+    exported = jax.export.export(norms, platforms=["cuda"])(leaf)
+    assert exported.out_avals[0].shape == (1, 1, 3)
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["w", "b"], meta_fields=[])
 @dataclasses.dataclass
 class Model:

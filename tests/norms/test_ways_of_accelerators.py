@@ -275,6 +275,30 @@ def test_64_bit_leaves_keep_64_bits_by_accelerators(way):
     assert abs(norm / np.linalg.norm(values) - 1) < 1e-13
 
 
+# One more than a TPU takes one by one. They are of all sizes that float32 squares lose.
+MANY = [np.float32([3, -4]) * np.float32(10.0) ** (n % 61 - 30) for n in range(65)]
+
+
+@accelerator
+def test_each_of_many_norms_is_right_by_accelerators(way):
+    limits = [1.0] * 64 + [math.inf]
+    with by_the_way_of(way):
+        norms = optaxclip.tensor_norm(MANY)
+        clipped = apply(optaxclip.clip_by_tensor_norm(limits), MANY)[0]
+    np.testing.assert_allclose(norms, [oracles.norm([x]) for x in MANY], 1e-6)
+    for result, x, limit in zip(clipped, MANY, limits, strict=True):
+        factor = min(1.0, limit / oracles.norm([x]))
+        np.testing.assert_allclose(result, oracles.wide(x) * factor, 1e-6)
+
+
+@only_by_a_cpu
+def test_a_tpu_takes_the_roots_of_many_norms_as_a_vector():
+    for leaves, roots in {64: 64, 65: 1}.items():
+        with by_the_way_of("plain"):
+            norms = jax.jit(optaxclip.tensor_norm).lower(MANY[:leaves])
+            assert norms.compile().as_text().count(" sqrt(") == roots
+
+
 def test_tensors_and_units_are_clipped_by_accelerators_as_by_a_cpu():
     # "a", "b" and "d" have as many units, and "e" and "f" one norm each.
     shapes = [(40, 3), (5, 3), (40, 2), (9, 3), (7,), ()]

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ..._factors import stretch
+from ..._factors import times_square
 from ..._jaxpr import has_backward_rule, has_convolution
 from ..._mesh import typed_as_varying, varying
 from .. import _passes as passes
@@ -284,7 +284,7 @@ def _plus_weighted(
     c = jnp.where(along_batch(counts, products.c), products.c, 0)
     wide = total.dtype
     is_bfloat16 = a.dtype == c.dtype == jnp.bfloat16
-    c = stretch(c.astype(wide), along_batch(root, c))
+    c = times_square(c.astype(wide), along_batch(root, c))
     c = c * along_batch(share, c).astype(wide)
     if a.ndim == 3:
         return total.at[jnp.arange(len(total))[:, None], a].add(c)

@@ -30,7 +30,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..._mesh import varying
-from ..._plan import own_norm
+from ..._reduce import LeafSpec, norms_of
 from ._capture import Captured, Origin, Use
 
 # A cotangent times its factor may be flushed to 0. Times inputs of a larger norm than
@@ -527,7 +527,7 @@ def grads_or_norms_of(plan: LeafPlan, products: list[OuterProducts]) -> Array:
         return _scattered(first, c, c.shape[1:])
     if plan.norm_by == "product":
         (product,) = products
-        norms_along_first_axis = jax.vmap(own_norm)
+        norms_along_first_axis = jax.vmap(_norm)
         a_norms = norms_along_first_axis(product.a.reshape(-1, product.a.shape[-1]))
         c_norms = norms_along_first_axis(product.c.reshape(-1, product.c.shape[-1]))
         # For a stack of products |G|^2 = sum_s |a_s|^2 |c_s|^2.
@@ -543,6 +543,12 @@ def grads_or_norms_of(plan: LeafPlan, products: list[OuterProducts]) -> Array:
             x = x.reshape(*x.shape[:3], -1, plan.matrix_shape[2])
             total += jnp.swapaxes(x, 2, 3).reshape(len(x), *plan.matrix_shape)
     return total
+
+
+def _norm(array: Array) -> Array:
+    """The norm of an array on this device."""
+    (norm,) = norms_of((LeafSpec(norm=0),), 1, None, [array])
+    return norm
 
 
 def joined(products: list[OuterProducts]) -> OuterProducts:
@@ -564,8 +570,8 @@ def norms_by_gram(products: list[OuterProducts]) -> tuple[Array, Array]:
 
     Where squares would leave the range of the dtype, the bound is the norm.
     """
-    norms_along_first_axis = jax.vmap(own_norm)
-    norms_of_rows = jnp.vectorize(own_norm, signature="(n)->()")
+    norms_along_first_axis = jax.vmap(_norm)
+    norms_of_rows = jnp.vectorize(_norm, signature="(n)->()")
     wide = np.dtype(np.float32)
     for x in jax.tree.leaves(products):
         if not _is_lookup(x):

@@ -1,0 +1,136 @@
+"""The options of measures: `ord`, `axis`, `stacked`, `labels` and `mesh_axes`.
+
+Here they are checked, and made hashable, as static arguments of a jitted function are.
+"""
+
+import inspect
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from . import _mesh as mesh
+from . import _trees as trees
+from ._checks import check_known, check_takes, is_function, shown
+
+# The order of a norm. None means 2.
+Ord = float | Literal["rms", "average"] | None
+ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
+
+
+def check_measure(call: str, ord: Any, **options: Any) -> dict[str, Any]:
+    """The arguments of a measure, checked and hashable. `options` are `mesh_axes`, and
+    `axis`, `stacked` or `labels` where the measure has them.
+    """
+    arguments: dict[str, Any] = {"call": call, "ord": static_order(ord, call)}
+    for option, value in options.items():
+        if option == "mesh_axes":
+            value = mesh.static_mesh_axes(value, call)
+        elif option == "labels":
+            value = static_labels(value, call)
+        else:
+            value = static_axes(option, value, call)
+        arguments[option] = value
+    return arguments
+
+
+def static_order(ord: Any, call: str) -> Ord:
+    """The order of a norm.
+
+    Raises:
+      ValueError: anything but a number above 0, "rms", "average" and None.
+    """
+    if ord is None or (isinstance(ord, str) and ord in ("rms", "average")):
+        return ord
+    # The order decides which program is compiled, so a traced one comes too late.
+    check_known(f"{call}: ord", ord)
+    is_array = isinstance(ord, (np.number, np.ndarray, jax.Array)) and not np.ndim(ord)
+    # True is an int in Python. As an order it is a slip.
+    is_number = isinstance(ord, (int, float)) and ord is not True
+    try:
+        order = float(ord) if is_array or is_number else math.nan
+    except (TypeError, ValueError, OverflowError):  # an array of text, or 10**400
+        order = math.nan
+    if math.isnan(order) or order <= 0:
+        raise ValueError(f"{call}: ord must be {ORDERS}, got {shown(ord)}.")
+    # An array has no hash.
+    return order if is_array else ord
+
+
+def static_axes(option: str, axes: Any, call: str) -> Any:
+    """`axis`, `stacked` or `columns` as a static argument: a function, or a frozen tree
+    prefix.
+
+    Raises:
+      TypeError: a number is an array, as `optax.inject_hyperparams` makes one of every
+        number, or a function takes other arguments than path and leaf.
+    """
+    if axes is None:
+        return None
+    if is_function(axes):
+        check_takes(f"{call}: {option} must take path and leaf", axes, 2)
+        return axes
+    # A tuple of axes is one value. In `columns` it is a part of the tree.
+    is_value = trees.is_axes if option != "columns" else trees.is_none
+    table = trees.freeze(axes, is_value)
+    for _, number in table.entries:
+        # To Python True is 1 and False is 0.
+        if isinstance(number, bool):
+            if number:
+                cure = f"for one write {option}=1"
+            else:
+                cure = f"for none write {option}=None"
+            raise TypeError(
+                f"{call}: {option} must be a whole number, got {shown(number)}: {cure}."
+            )
+        if isinstance(number, (np.ndarray, jax.Array)):
+            raise TypeError(
+                f"{call}: {option} must be known when the clipper is built, got "
+                f"{shown(number)}: under inject_hyperparams name it in static_args."
+            )
+    return table
+
+
+def static_labels(labels: Any, call: str) -> Any:
+    """`labels` as a static argument: a function, or a frozen tree prefix.
+
+    Raises:
+      TypeError: a label is an array.
+    """
+    if is_function(labels):
+        return labels
+    table = trees.freeze(labels, lambda x: isinstance(x, str))
+    if any(hasattr(label, "dtype") for _, label in table.entries):
+        raise TypeError(f"{call}: labels must be strings or ints, got {shown(labels)}.")
+    return table
+
+
+def labels_of(labels: Any, tree: Any) -> Any:
+    """The labels of a tree, as a tree prefix. `labels` is one, or a function that makes
+    one: of the tree, or of the path and the leaf of each label.
+    """
+    if not is_function(labels):
+        return labels
+    # One argument is the tree, as optax.partition calls it. Two are path and leaf.
+    try:
+        inspect.signature(labels).bind(tree)
+    except TypeError:
+        paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+        return trees.Prefix(tuple(zip(paths, trees.for_each_leaf(labels, tree, ""))))
+    return labels(tree)
+
+
+def check_labels(begin: str, labels: Iterable[Any]) -> None:
+    """Raises TypeError for labels that do not sort. JAX sorts the keys of a dict.
+    `begin` is how the error begins: "group_norm: labels must be".
+    """
+    try:
+        sorted(labels)
+    except TypeError:
+        listed_labels = " and ".join(sorted(map(repr, labels)))
+        raise TypeError(
+            f"{begin} of one kind, which sorts, got {listed_labels}: make all of them "
+            "strings, or all of them ints."
+        ) from None

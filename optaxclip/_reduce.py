@@ -1,0 +1,485 @@
+"""From leaves to norms: sums of each leaf, joined over leaves and devices, and roots.
+
+    LeafSpec    how one leaf enters its norm
+    norms_of    the norms of some leaves, with their derivative
+
+Norms are right for every finite input: no square overflows or is lost. The derivative
+is finite everywhere, and 0 at zero.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from . import _mesh as mesh
+from . import _sums as sums
+from ._mesh import Names
+from ._options import Ord
+from ._sums import Axes, Sums, divided, plain_sum, traced_once
+
+OF_SQUARES = (None, 2, "rms", "average")  # orders whose norm is a root of squares
+# Terms that a TPU adds up as one table.
+TABLE_SIZE = 16
+# Leaves of at most so many numbers are summed together on a GPU, by one kernel.
+SMALL = 2**16
+
+
+class LeafSpec(NamedTuple):
+    """How one leaf enters its norm. Static."""
+
+    norm: Any  # the index of its norm, an int. None: the leaf is left alone
+    # The axes that are summed, and stay with size 1. None: all, to a scalar.
+    axes: Axes = None
+    summed_over: Names = ()  # the mesh axes that split the summed axes
+    # For each axis of the leaf, the mesh axes that split it if it is kept. () if no
+    # kept axis is split.
+    kept_over: tuple[Names, ...] = ()
+    # Whether kept axes are units, of which each device has the norms of its own.
+    # Otherwise they are layers, and each device has the norms of all of them.
+    has_units: bool = False
+
+    @property
+    def units_over(self) -> Names:
+        """The mesh axes that split its units."""
+        return tuple(chain.from_iterable(self.kept_over)) if self.has_units else ()
+
+    @property
+    def layers_over(self) -> Names:
+        """The mesh axes that split its layers."""
+        return () if self.has_units else tuple(chain.from_iterable(self.kept_over))
+
+    @property
+    def joined_over(self) -> Names:
+        """The mesh axes over which its norm is joined."""
+        return self.summed_over + self.layers_over
+
+    def local_value(self, values: Sequence[Any]) -> Any:
+        """The entry of this leaf in `values`, which has one for each norm. Of layers
+        it has those that this device holds.
+        """
+        value = values[self.norm]
+        return mesh.local_layers(value, self.kept_over) if self.layers_over else value
+
+
+Specs = tuple[LeafSpec, ...]
+
+
+# ------------------------------------------------------------------------------ norms
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def norms_of(specs: Specs, size: int, ord: Ord, arrays: list[Array]) -> list[Array]:
+    """The norms of some leaves.
+
+    Args:
+      specs: how each leaf enters its norm.
+      size: how many norms there are. A norm without leaves is 0.
+      ord: their order.
+      arrays: the leaves. On a device of shard_map and pmap, its part of them.
+
+    Returns:
+      For each norm a scalar, or an array with the axes of a leaf that keeps some.
+    """
+    if ord == math.inf:
+        return _largest(specs, size, arrays)
+    if ord not in OF_SQUARES:
+        return _by_powers(specs, size, ord, arrays)
+    # Programs for GPU and TPU have float64 only where a leaf has 64 bits. Where devices
+    # join their sums, a CPU too has three in the dtype of the norm.
+    is_joined = any(spec.joined_over for spec in specs)
+    if is_joined or sums.norm_dtype(arrays) == np.float64:
+        return _by_three_sums(specs, size, ord, arrays, sums.three_sums, _by_platform)
+    # One choice of the platform for all leaves, which is traced once.
+    return sums.per_platform(
+        arrays,
+        cpu=partial(_norms_on_a_cpu, specs, size, ord),
+        gpu=partial(_norms_on_a_gpu, specs, size, ord),
+        plain=partial(_norms_on_a_tpu, specs, size, ord),
+    )
+
+
+def _norms_on_a_cpu(
+    specs: Specs, size: int, ord: Ord, arrays: list[Array]
+) -> list[Array]:
+    """The norms by one sum of each leaf: sums, means and roots in float64, rounded
+    once.
+    """
+    with jax.enable_x64(True):
+        terms = []
+        for spec, array in zip(specs, arrays):
+            terms.append(sums.float64_sum(array, spec.axes))
+        zeros = [jnp.zeros((), np.float64)] * size
+        totals = _joined(specs, terms, zeros, ADD, _by_pairs)
+        counts = _counts(specs, size, ord, arrays, np.float64)
+        norms = []
+        for total, count in zip(totals, counts):
+            norm = _root(ord, total, count)
+            norms.append(lax.convert_element_type(norm, np.float32))
+        return norms
+
+
+def _norms_on_a_gpu(
+    specs: Specs, size: int, ord: Ord, arrays: list[Array]
+) -> list[Array]:
+    """The norms on a GPU, which starts a kernel for each sum: small leaves of one norm
+    become one vector.
+    """
+    separate: list[tuple[LeafSpec, Array]] = []
+    small: dict[Any, list[Array]] = {}  # by norm and dtype
+    for spec, array in zip(specs, arrays):
+        # Where jit splits leaves, a vector of them would take a collective.
+        is_whole = spec.axes is None and jax.typeof(array).sharding.mesh.empty
+        is_small = isinstance(array.size, int) and array.size <= SMALL
+        if is_whole and is_small and not jnp.iscomplexobj(array):
+            small.setdefault((spec.norm, array.dtype), []).append(array)
+        else:
+            separate.append((spec, array))
+    for (norm, _), small_arrays in small.items():
+        vector = small_arrays[0]
+        if len(small_arrays) > 1:
+            vector = jnp.concatenate([array.reshape(-1) for array in small_arrays])
+        separate.append((LeafSpec(norm), vector))
+    return _by_three_sums(
+        tuple(spec for spec, _ in separate),
+        size,
+        ord,
+        [array for _, array in separate],
+        sums.three_sums_on_a_gpu,
+        _by_pairs,
+    )
+
+
+def _norms_on_a_tpu(
+    specs: Specs, size: int, ord: Ord, arrays: list[Array]
+) -> list[Array]:
+    """The norms in plain `jnp`, on a TPU and any other platform."""
+    sums_of_leaf = sums.three_sums_on_a_tpu
+    return _by_three_sums(specs, size, ord, arrays, sums_of_leaf, _by_table)
+
+
+def _by_three_sums(
+    specs: Specs,
+    size: int,
+    ord: Ord,
+    arrays: list[Array],
+    sums_of_leaf: Callable[..., Sums],
+    over_leaves: Callable[..., Any],
+) -> list[Array]:
+    """The norms by three sums of squares of each leaf, which `sums_of_leaf` takes.
+    `over_leaves` joins the sums of several leaves.
+    """
+    dtype = sums.norm_dtype(arrays)
+    # One of the three sums may overflow, at which jax_debug_infs would raise.
+    with jax.debug_infs(False):
+        terms = []
+        for spec, array in zip(specs, arrays):
+            terms.append(sums_of_leaf(array, spec.axes, dtype))
+        zero = jnp.zeros((), dtype)
+        zeros = [Sums(zero, zero, zero)] * size
+        totals = _joined(specs, terms, zeros, ADD, over_leaves)
+    counts = _counts(specs, size, ord, arrays, dtype)
+    norms = []
+    for total, count in zip(totals, counts):
+        norms.append(_root(ord, total, count))
+    if size <= sums.FEW_NORMS_ON_A_GPU:
+        return norms
+    by_one_root = partial(_by_one_root, ord, counts)
+    if size <= sums.FEW_NORMS_ON_A_TPU:
+        return sums.per_platform(norms, totals, gpu=by_one_root)
+    return sums.per_platform(norms, totals, gpu=by_one_root, plain=by_one_root)
+
+
+def _counts(
+    specs: Specs, size: int, ord: Ord, arrays: list[Array], dtype: Any
+) -> list[Any]:
+    """For each norm the number of elements that its mean is over, on all devices, and
+    at least 1. All 1 for an order that is no mean.
+    """
+    if not isinstance(ord, str):
+        return list(np.ones(size, dtype))
+    counts = [0] * size
+    for spec, array in zip(specs, arrays):
+        axes = range(array.ndim) if spec.axes is None else spec.axes
+        count = math.prod(array.shape[axis] for axis in axes)
+        counts[spec.norm] += count * mesh.device_count(spec.summed_over)
+    numbers = []
+    for count in counts:
+        # A size of jax.export may be a symbol, which only jnp makes an array.
+        number = np.asarray(count) if isinstance(count, int) else jnp.asarray(count)
+        numbers.append(number.astype(dtype).clip(1))
+    return numbers
+
+
+@partial(traced_once, static_argnums=0)
+def _root(ord: Ord, total: Sums | Array, count: ArrayLike) -> Array:
+    """The norm, from three sums of squares or from one in float64."""
+    if isinstance(total, Sums):
+        norm = sums.root_of_mean(count, total)
+    else:
+        norm = jnp.sqrt(total / count if isinstance(ord, str) else total)
+    if ord == "average":
+        # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
+        norm = norm / count**0.5
+    return norm
+
+
+def _by_one_root(
+    ord: Ord, counts: list[Any], norms: list[Array], totals: list[Sums]
+) -> list[Array]:
+    """The norms again, all scalars by one root of a vector. XLA on a GPU would put the
+    root of each into every kernel that takes all norms: a step with AGC took 1.5 times
+    as long to compile for an H100 (`python -m benchmarks --only whole_step_compiled`).
+    A TPU would take each by itself.
+    """
+    scalars = [index for index, norm in enumerate(norms) if not norm.ndim]
+    # Inside shard_map they may differ over different mesh axes.
+    types = {jax.typeof(norms[index]) for index in scalars}
+    if len(types) != 1:
+        return norms
+    vectors = []
+    for field in Sums._fields:
+        vectors.append(jnp.stack([getattr(totals[index], field) for index in scalars]))
+    count_vector = jnp.stack([counts[index] for index in scalars])
+    norm_vector = _root(ord, Sums(*sums.written_by_a_gpu(vectors)), count_vector)
+    norms = list(norms)
+    for index, norm in zip(scalars, list(norm_vector)):
+        norms[index] = norm
+    return norms
+
+
+# ------------------------------------------------------- joined over leaves and devices
+
+
+class Join(NamedTuple):
+    """How terms become one: their sum, or the largest of them."""
+
+    pair: Callable[..., Array]  # two arrays
+    table: Callable[..., Array]  # an axis of a table
+    collective: Callable[..., Array]  # the arrays of all devices along mesh axes
+
+
+ADD = Join(jnp.add, jnp.sum, lax.psum)
+MAX = Join(jnp.maximum, jnp.max, lax.pmax)
+
+# What a leaf adds to its norm: an array, or three sums.
+Term = TypeVar("Term", Array, Sums)
+
+
+def _joined(
+    specs: Specs,
+    terms: list[Term],
+    zeros: list[Term],
+    join: Join,
+    over_leaves: Callable[..., Any],
+) -> list[Term]:
+    """For each norm the terms of its leaves as one, over leaves and devices.
+
+    `zeros` has one for each norm: its value without leaves. Arrays that jit splits are
+    global, and need no collective: XLA adds up their parts.
+    """
+    # All norms are joined over the same mesh axes, by one collective. Only units that
+    # devices split have mesh axes of their own.
+    shared: set[str] = set()
+    for spec in specs:
+        if not spec.units_over:
+            shared.update(spec.joined_over)
+    mesh_axes_of_norms = [tuple(sorted(shared))] * len(zeros)
+    terms_of_norms: list[list[Term]] = [[] for _ in zeros]
+    for spec, term in zip(specs, terms):
+        if spec.units_over:
+            mesh_axes_of_norms[spec.norm] = tuple(sorted(spec.summed_over))
+        mesh_axes = mesh_axes_of_norms[spec.norm]
+        terms_of_norms[spec.norm].append(_counted_once(spec, term, mesh_axes, join))
+    totals = []
+    for terms_of_norm, zero in zip(terms_of_norms, zeros):
+        totals.append(over_leaves(terms_of_norm, join) if terms_of_norm else zero)
+    arrays, treedef = jax.tree.flatten(totals)
+    mesh_axes_of_arrays = []
+    for total, mesh_axes in zip(totals, mesh_axes_of_norms):
+        mesh_axes_of_arrays += [mesh_axes] * len(jax.tree.leaves(total))
+    return treedef.unflatten(mesh.joined(join.collective, arrays, mesh_axes_of_arrays))
+
+
+def _counted_once(spec: LeafSpec, term: Term, mesh_axes: Names, join: Join) -> Term:
+    """The term of a leaf on this device, as a collective over these mesh axes takes it:
+    layers stand among zeros for the layers of other devices, and a term that several
+    devices have is divided by their number.
+    """
+    if not mesh_axes:
+        return term
+    copies = 1
+    if join is ADD:
+        copies = mesh.device_count({*mesh_axes} - {*spec.joined_over})
+
+    def counted_once(array: Array) -> Array:
+        if spec.layers_over:
+            array = mesh.among_zeros(array, spec.kept_over)
+        if copies > 1:
+            array = array / copies
+        return mesh.varying_over(array, mesh_axes)
+
+    return jax.tree.map(counted_once, term)
+
+
+def _by_platform(terms: list[Term], join: Join) -> Term:
+    """The terms of some leaves as one, by pairs or by a table."""
+    if len(terms) == 1:
+        return terms[0]
+    by_pairs = partial(_by_pairs, join=join)
+    by_table = partial(_by_table, join=join)
+    return sums.per_platform(terms, cpu=by_pairs, gpu=by_pairs, plain=by_table)
+
+
+def _by_pairs(terms: list[Term], join: Join) -> Term:
+    """The terms joined two by two, in the kernel that needs the result."""
+    while len(terms) > 1:
+        joined = []
+        for left, right in zip(terms[::2], terms[1::2]):
+            joined.append(jax.tree.map(join.pair, left, right))
+        if len(terms) % 2:
+            joined.append(terms[-1])
+        terms = joined
+    return terms[0]
+
+
+def _by_table(terms: list[Term], join: Join) -> Term:
+    """The terms joined as columns of a table. Of a chain of adds a TPU would run each
+    by itself.
+    """
+    treedef = jax.tree.structure(terms[0])
+    while len(terms) > 1:
+        joined = []
+        for start in range(0, len(terms), TABLE_SIZE):
+            block = terms[start : start + TABLE_SIZE]
+            # A row for each array of a term, such as each of three sums.
+            entries = []
+            for row in zip(*map(jax.tree.leaves, block)):
+                entries += row
+            # The barrier keeps XLA from making a chain of the sum of a stack.
+            stack = lax.optimization_barrier(jnp.stack(entries))
+            table = stack.reshape(-1, len(block))
+            joined.append(treedef.unflatten(list(join.table(table, 1))))
+        terms = joined
+    return terms[0]
+
+
+# ------------------------------------------------------------------------ other orders
+
+
+def _largest(specs: Specs, size: int, arrays: list[Array]) -> list[Array]:
+    """The norms of order inf. As bits, numbers that are not negative sort like
+    integers.
+    """
+    dtype = sums.norm_dtype(arrays)
+    integer = np.int64 if dtype == np.float64 else np.int32
+    terms = []
+    for spec, array in zip(specs, arrays):
+        terms.append(sums.largest_bits(array, spec.axes, dtype))
+    totals = _joined(specs, terms, [jnp.zeros((), integer)] * size, MAX, _by_platform)
+    return [lax.bitcast_convert_type(bits, dtype) for bits in totals]
+
+
+def _by_powers(specs: Specs, size: int, ord: Any, arrays: list[Array]) -> list[Array]:
+    """The norms of order p. Elements are divided by the largest of their norm first, so
+    that no power leaves the range. The division is a second read.
+    """
+    dtype = sums.norm_dtype(arrays)
+    order = float(ord)
+    divisors = []
+    for largest in _largest(specs, size, arrays):
+        # 0, NaN and inf do not divide. They come out of the sum as they are.
+        divides = (largest > 0) & (largest < jnp.inf)
+        divisors.append(jnp.where(divides, largest, jnp.ones_like(largest)))
+    terms = []
+    for spec, array in zip(specs, arrays):
+        # In [0, 1], and one of them is 1. A power that vanishes is too small to count.
+        quotient = divided(jnp.abs(array).astype(dtype), spec.local_value(divisors))
+        if order.is_integer():
+            power = lax.integer_pow(quotient, int(order))
+        else:
+            power = quotient**order
+        terms.append(plain_sum(power, spec.axes))
+    totals = _joined(specs, terms, [jnp.zeros((), dtype)] * size, ADD, _by_platform)
+    norms = []
+    for divisor, total in zip(divisors, totals):
+        norms.append(divisor * total ** (1 / order))
+    return norms
+
+
+# -------------------------------------------------------------------------- derivative
+
+
+@norms_of.defjvp
+def _derivative(specs: Specs, size: int, ord: Ord, primals: Any, tangents: Any) -> Any:
+    """By hand: sqrt has no finite derivative at 0, and squares may overflow.
+
+    d norm = sum (|x| / norm)^(p-1) d|x|
+    d rms = sum (x / rms) dx / N
+    d average = sum (x / rms) dx / N^1.5, as average = rms / N^0.5
+    """
+    (arrays,) = primals
+    (array_tangents,) = tangents
+    norms = norms_of(specs, size, ord, arrays)
+    dtype = sums.norm_dtype(arrays)
+    zeros = [jnp.zeros((), dtype)] * size
+    # The norm of each x / norm, and what its sum is divided by.
+    norms_of_quotients = norms
+    divisors = _counts(specs, size, ord, arrays, dtype)
+    if ord == "average":
+        norms_of_quotients = [x * count**0.5 for x, count in zip(norms, divisors)]
+        divisors = [count * count**0.5 for count in divisors]
+    terms = []
+    weights = []
+    for spec, array, tangent in zip(specs, arrays, array_tangents):
+        norm = spec.local_value(norms_of_quotients)
+        if ord in OF_SQUARES:
+            # |x| d|x| = x dx, which has a second derivative at x = 0 as well.
+            term = _slope(array, tangent, norm)
+        else:
+            weight = _weight(ord, jnp.abs(array).astype(dtype), norm)
+            term = weight * sums.tangent_of_modulus(array, tangent).astype(dtype)
+            weights.append(weight)
+        terms.append(jnp.sum(term, spec.axes, keepdims=spec.axes is not None))
+    if ord == math.inf:
+        # A maximum is shared by all elements that are the largest.
+        counts_of_leaves = []
+        for spec, weight in zip(specs, weights):
+            counts_of_leaves.append(plain_sum(weight, spec.axes))
+        counts = _joined(specs, counts_of_leaves, zeros, ADD, _by_platform)
+        # Nothing is the largest where the norm is NaN: 0 / 1.
+        divisors = [jnp.maximum(count, 1) for count in counts]
+    totals = _joined(specs, terms, zeros, ADD, _by_platform)
+    return norms, [total / divisor for total, divisor in zip(totals, divisors)]
+
+
+def _slope(array: Array, tangent: Array, norm: Array) -> Array:
+    """x / norm * dx. Not by way of |x|, whose derivative at 0 is 0: the second
+    derivative would be lost there.
+    """
+    if jnp.iscomplexobj(array):
+        real = _slope(jnp.real(array), jnp.real(tangent), norm)
+        return real + _slope(jnp.imag(array), jnp.imag(tangent), norm)
+    # A norm of 0 has only zeros, whose derivative is then 0 / 1.
+    quotient = divided(array.astype(norm.dtype), jnp.where(norm > 0, norm, 1.0))
+    return quotient * tangent.astype(norm.dtype)
+
+
+def _weight(ord: Any, moduli: Array, norm: Array) -> Array:
+    """The derivative of a norm by the moduli of a leaf. For order inf it is 1 for each
+    of the largest.
+    """
+    if ord == math.inf:
+        return (moduli == norm).astype(moduli.dtype)
+    quotient = divided(moduli, jnp.where(norm > 0, norm, 1.0))
+    # Two wheres: at 0 a power below 1 does not exist, and the unused branch of a where
+    # must stay finite as well.
+    power = jnp.where(quotient > 0, quotient, 1.0) ** (float(ord) - 1.0)
+    return jnp.where(quotient > 0, power, 0.0)
