@@ -8,6 +8,7 @@ step that takes much memory is slower.
 """
 
 import gc
+import itertools
 import math
 import random
 import sys
@@ -37,12 +38,17 @@ class Program(NamedTuple):
     held: float  # the same, with its arguments and results
 
 
-def repeated(run: Callable[[], Any], seconds: float) -> Contestant:
-    """A contestant that runs as often as it takes to fill so many seconds."""
-    jax.block_until_ready(run())  # compiles, or fills caches
-    calls = max(1, math.ceil(seconds / _seconds(Contestant(run))))
+def repeated(runs: list[Callable[[], Any]], seconds: float) -> Contestant:
+    """A contestant that in each round takes the next of several runs, as often as it
+    takes to fill so many seconds.
+    """
+    for run in runs:
+        jax.block_until_ready(run())  # compiles, or fills caches
+    calls = max(1, math.ceil(seconds / _seconds(Contestant(runs[0]))))
+    next_runs = itertools.cycle(runs)
 
     def run_all() -> Any:
+        run = next(next_runs)
         for _ in range(calls - 1):
             run()
         return run()

@@ -1,7 +1,9 @@
 """Whole training steps on the device at hand: forward, backward, clip, Adam.
 
-Every step has weights and an optimizer state of its own, and goes on training them from
-round to round. Batches are random, so a loss falls as far as they can be memorised.
+Every step has weights and optimizer states of its own, in several sets of arrays that
+take turns from round to round: one program may be 10 % faster with its arrays in one
+place than in another. Each set goes on training. Batches are random, so a loss falls as
+far as they can be memorised.
 """
 
 import itertools
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import networks, steps, timing
+from .compiled import program
 from .report import Table
 
 COLUMNS = (
@@ -21,10 +24,14 @@ COLUMNS = (
     "time",
     "middle half",
     "over optax's",
+    "arguments",
+    "kernels",
+    "scalars",
     "temporary MB",
     "compile",
 )
 BATCHES = 8
+SETS = 3  # of weights and states of each step
 # Seconds of a run of a step, and how often all of them run in turns.
 LONG, ROUNDS = 0.1, 41
 
@@ -52,33 +59,47 @@ def rows_of(
     """The rows of one network."""
     generator = np.random.default_rng(1)
     batches = [jax.device_put(network.draw(generator)) for _ in range(BATCHES)]
-    functions, contestants, trainings = {}, {}, {}
-    for name in names:
-        optimizer, params = steps.STEPS[name](), networks.started(network.params)
-        # Arrays of its own: a state may hold one twice, which cannot be donated.
-        state = jax.tree.map(jnp.copy, optimizer.init(params))
-        step = steps.whole_step(network.loss, optimizer)
-        functions[name] = step, params, state, *batches[0]
+    functions = {}
+    trainings: dict[str, list[Training]] = {name: [] for name in names}
+    # All steps get their first set, then all get the second one, and so on.
+    for _ in range(SETS):
+        for name in names:
+            params = networks.started(network.params)
+            optimizer = steps.STEPS[name]()
+            # Copied, since a state may hold one array twice, which cannot be donated.
+            state = jax.tree.map(jnp.copy, optimizer.init(params))
+            step = steps.whole_step(network.loss, optimizer)
+            functions[name] = step, params, state, *batches[0]
+            trainings[name].append(Training(params, state, batches))
     programs = timing.compiled_in_turns(functions, donate=(0, 1))
-    for name, (_, params, state, *_) in functions.items():
-        trainings[name] = Training(programs[name].call, params, state, batches)
-        contestants[name] = timing.repeated(trainings[name].step, LONG)
+    contestants = {}
+    for name in names:
+        for training in trainings[name]:
+            training.call = programs[name].call
+        runs = [training.step for training in trainings[name]]
+        contestants[name] = timing.repeated(runs, LONG)
     rows = steps.raced(programs, contestants, rounds)
     for row in rows:
-        losses = trainings[row["clipped by"]].losses
-        row["losses"] = [float(loss) for loss in losses]
+        name = row["clipped by"]
+        row["losses"] = [float(loss) for loss in trainings[name][0].losses]
+        counts = program.counts_of(programs[name].call.as_text())
+        row["kernels"] = counts.kernels
+        row["scalars"] = counts.scalars
+        _, *arguments = functions[name]
+        row["arguments"] = len(jax.tree.leaves(arguments))
     return rows
 
 
 class Training:
     """A run, one step after the other."""
 
-    def __init__(
-        self, call: Callable[..., Any], params: Any, state: Any, batches: list[Any]
-    ) -> None:
-        self.call, self.params, self.state = call, params, state
+    call: Callable[..., Any]  # the compiled step
+
+    def __init__(self, params: Any, state: Any, batches: list[Any]) -> None:
+        self.params = params
+        self.state = state
         self.batches = itertools.cycle(batches)
-        self.losses = []  # before the first step and before the last
+        self.losses: list[Any] = []  # before the first step and before the last
 
     def step(self) -> Any:
         """Takes a step. Returns what has to be waited for."""

@@ -82,7 +82,7 @@ def _raced(
     """The seconds of all methods, in three times as many rounds for those that take at
     most three times as long as their base: small differences need more of them.
     """
-    contestants = {name: timing.repeated(run, LONG) for name, run in runs.items()}
+    contestants = {name: timing.repeated([run], LONG) for name, run in runs.items()}
     seconds = timing.race(contestants, rounds)
     close = {
         name: contestant

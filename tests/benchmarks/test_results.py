@@ -30,11 +30,22 @@ def test_what_clips_nothing_may_differ():
 def test_a_run_is_repeated_until_it_fills_the_time(monkeypatch, seconds, calls):
     monkeypatch.setattr(timing, "_seconds", lambda contestant: 0.01)
     runs = []
-    contestant = timing.repeated(lambda: runs.append(None), seconds)
+    contestant = timing.repeated([lambda: runs.append(None)], seconds)
     assert contestant.calls == calls
     before = len(runs)
     contestant.run()
     assert len(runs) - before == calls
+
+
+def test_runs_take_turns_from_round_to_round(monkeypatch):
+    monkeypatch.setattr(timing, "_seconds", lambda contestant: 0.01)
+    runs = []
+    functions = [lambda: runs.append("first"), lambda: runs.append("second")]
+    contestant = timing.repeated(functions, 0.02)
+    runs.clear()
+    for _ in range(3):
+        contestant.run()
+    assert runs == ["first", "first", "second", "second", "first", "first"]
 
 
 ROWS = pages.rows_of("per_example", "per_example")
