@@ -32,7 +32,7 @@ from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER
 from ._factors import factor_between, multiply, separate_roots, shrunk_by
 from ._names import OF_UPDATE
-from ._norms import GlobalNorm, Measure, Norms, measured, norm_of_norms
+from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, norm_of_norms
 from ._outcome import Decide, Decision, Memories, Outcome, first_state, next_state
 from ._packed import PyTree
 from ._state import ClipState, state_of_placeholder
@@ -119,6 +119,11 @@ def make_clipper(
         if has_names and not mesh.manual_axes():
             first_measure = first_measure._replace(mesh_axes=None)
         tree = trees.clipped_leaves(params, call)
+        if (
+            isinstance(measure, UnitwiseNorm)
+            and measure.axis is measure.stacked is None
+        ):
+            trees.warn_of_stacks(call, tree)
         norms = mesh.types_of(partial(measured, first_measure), tree)
         rules_by_norm = blocks.rules_of_norms(rules, norms, argument)
         return first_state(norms, rules_by_norm, argument)

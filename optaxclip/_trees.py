@@ -220,6 +220,33 @@ def warn_of_integers(call: str, updates: Any) -> None:
             return
 
 
+def warn_of_stacks(call: str, tree: Any) -> None:
+    """Warns of layers that look stacked: at least three leaves below one key, of ranks
+    2 and 3 or above, all with the same leading size.
+    """
+    leaves_below: dict[KeyPath, list[tuple[KeyPath, Any]]] = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        for length in range(len(path)):
+            leaves_below.setdefault(path[:length], []).append((path, leaf))
+    for parent, entries in leaves_below.items():
+        shapes = [jnp.shape(leaf) for _, leaf in entries]
+        ranks = {len(shape) for shape in shapes}
+        leading_sizes = {shape[:1] for shape in shapes}
+        kernels = [path for path, leaf in entries if jnp.ndim(leaf) >= 3]
+        has_stack = len(leading_sizes) == 1 and 2 in ranks and min(ranks) > 1
+        if has_stack and kernels and len(entries) >= 3:
+            ((size,),) = leading_sizes
+            warnings.warn(
+                f"{call}: the leaves below {name(parent)!r} look like {size} layers, "
+                "stacked on their leading axis. Without stacked= a unit of the leaf "
+                f"{name(kernels[0])!r} has one weight from each layer, in optax too. "
+                "Use stacked=1, or axis=... if these are no layers.",
+                # The line that called init.
+                stacklevel=4,
+            )
+            return
+
+
 def check_kept(call: str, tree: Any, kept: Any) -> None:
     """Raises ValueError unless the tree `kept` in the state has an array of the same
     shape for each clipped leaf.

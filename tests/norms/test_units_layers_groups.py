@@ -47,6 +47,37 @@ def test_unit_norm_sums_over_the_axes_that_are_named(stacked):
         np.testing.assert_allclose(found, oracles.unitwise_norm(leaf, 2, over), 1e-6)
 
 
+STACKED_LAYERS = {
+    "layers": {
+        "kernel": jnp.ones((4, 3, 5)),
+        "bias": jnp.ones((4, 5)),
+        "scale": jnp.ones((4, 3)),
+    },
+    "head": jnp.ones((3, 7)),
+}
+
+
+@pytest.mark.parametrize("call", ["adaptive_grad_clip", "clip_by_unitwise_norm"])
+def test_layers_that_look_stacked_are_warned_of(call):
+    build = getattr(optaxclip, call)
+    text = rf"^{call}: the leaves below 'layers' look like 4 layers.*stacked=1"
+    with pytest.warns(UserWarning, match=text) as warned:
+        build(0.1).init(STACKED_LAYERS)
+    assert warned[0].filename == __file__
+    # Warnings are errors in these tests.
+    build(0.1, stacked={"layers": 1, "head": None}).init(STACKED_LAYERS)
+    build(0.1, axis=0).init(STACKED_LAYERS)
+
+
+def test_leaves_that_do_not_look_stacked_are_not_warned_of():
+    attention = {"kernel": jnp.ones((8, 8, 4)), "bias": jnp.ones((8, 4))}
+    convolution = {"kernel": jnp.ones((3, 3, 3, 8)), "bias": jnp.ones(5)}
+    layers = {"kernel": jnp.ones((4, 3, 5)), "bias": jnp.ones((4, 5))}
+    dense = [{"kernel": jnp.ones((5, 5)), "bias": jnp.ones(5)}] * 3
+    tree = {"a": attention, "b": convolution, "c": layers, "d": dense}
+    optaxclip.adaptive_grad_clip(0.1).init(tree)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("broken", [(0, 0), (3, 5), (7, 15)])
 def test_a_state_tells_a_broken_unit_on_a_mesh(kind, broken):
