@@ -5,7 +5,7 @@ leaves as a vector, or the units of one leaf. Norms are found in the state by na
 leaf that is None in one step has the norm 0 in its block, from which no rule learns.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain
 from typing import Any, NamedTuple
@@ -33,12 +33,12 @@ class Block(NamedTuple):
     norm_of_name: Mapping[str, Array]
     missing: frozenset[str]  # the leaves that this step does not have
     positions: np.ndarray  # int[N]: where the norms are in a row of the state
-    is_vector: bool  # whether `norm` is that of whole leaves
+    is_vector: bool  # whether `norm` joins the norms of whole leaves
     leaf_of_units: str | None = None  # the leaf whose units they are
     units_over: tuple[str, ...] = ()  # the mesh axes that split the units
 
     @property
-    def is_here(self) -> np.ndarray:
+    def are_here(self) -> np.ndarray:
         """bool[N]: which entries of the state have a norm in this step."""
         if not self.missing:
             return np.ones(len(self.positions), bool)
@@ -48,7 +48,7 @@ class Block(NamedTuple):
         return np.array(entries)
 
     def joined(self, value_of_name: Mapping[str, Array]) -> Array:
-        """The array of the block, from one value for each norm, 0 for a missing one."""
+        """One array in the layout of `norm`, from values by name, 0 where one lacks."""
         values = []
         for name, norm in self.norm_of_name.items():
             value = value_of_name.get(name)
@@ -89,7 +89,7 @@ def blocks_of(norms: Norms, state: ClipState, call: str) -> list[Block]:
     """
     names = trees.names(norms.paths, state.names.layers)
     norm_of_name = dict(zip(names, norms.values))
-    units_over = units_over_of_name(norms, names)
+    units_over = mesh_axes_of_units(norms, names)
     _check_names(state.names, norm_of_name, units_over, call)
     blocks_of_units = []
     # Inside shard_map, norms that each device has for itself are a block apart from
@@ -98,15 +98,18 @@ def blocks_of(norms: Norms, state: ClipState, call: str) -> list[Block]:
     missing = []
     for place in _places(norm_of_name, state, call):
         if place.name in units_over:
-            block = _block([place], is_vector=False)
-            block = block._replace(
-                leaf_of_units=place.name, units_over=units_over[place.name]
+            block = _block(
+                [place],
+                is_vector=False,
+                leaf_of_units=place.name,
+                units_over=units_over[place.name],
             )
             blocks_of_units.append(block)
         elif place.is_here:
             places_of_type.setdefault(mesh.varying(place.norm), []).append(place)
         elif place.name not in state.names.units:
             missing.append(place)
+    # Missing norms are 0 on every device, so any group may take them.
     groups = list(places_of_type.values()) or [[]]
     groups[0] = sorted(groups[0] + missing, key=lambda place: place.positions.start)
     blocks = []
@@ -116,9 +119,9 @@ def blocks_of(norms: Norms, state: ClipState, call: str) -> list[Block]:
     return blocks + blocks_of_units
 
 
-def units_over_of_name(norms: Norms, names: list[str]) -> dict[str, tuple[str, ...]]:
-    """The leaves with units, and the mesh axes that split these. `names` are those of
-    the norms.
+def mesh_axes_of_units(norms: Norms, names: list[str]) -> dict[str, tuple[str, ...]]:
+    """The mesh axes that split the units of each leaf that has units. `names` are those
+    of the norms.
     """
     units_over = {}
     for spec in norms.specs:
@@ -159,8 +162,10 @@ def _places(
         yield _Place(name, norm, positions, is_here=True)
 
 
-def _block(places: list[_Place], *, is_vector: bool) -> Block:
-    """The block of some norms. Without `is_vector` there is one array."""
+def _block(places: list[_Place], *, is_vector: bool, **units: Any) -> Block:
+    """The block of some norms. Without `is_vector` there is one array. `units` are the
+    fields of a block of units.
+    """
     norms = [place.norm for place in places]
     return Block(
         norm=concatenated(norms) if is_vector else norms[0],
@@ -168,6 +173,7 @@ def _block(places: list[_Place], *, is_vector: bool) -> Block:
         missing=frozenset(place.name for place in places if not place.is_here),
         positions=np.concatenate([np.array(place.positions) for place in places]),
         is_vector=is_vector,
+        **units,
     )
 
 
@@ -203,18 +209,18 @@ def _check_names(
 
 def take(row: Array, positions: np.ndarray) -> Array:
     """Some entries of an array of all norms."""
-    return row if _are_all(positions, row) else row[positions]
+    return row if _covers(positions, row) else row[positions]
 
 
 def put(row: Array, positions: np.ndarray, values: Array) -> Array:
     """An array of all norms with other values in some entries."""
-    if _are_all(positions, row):
+    if _covers(positions, row):
         return values
     row, values = typed_alike([row, values])
     return row.at[positions].set(values)
 
 
-def _are_all(positions: np.ndarray, row: Array) -> bool:
+def _covers(positions: np.ndarray, row: Array) -> bool:
     return np.array_equal(positions, np.arange(len(row)))
 
 
@@ -242,7 +248,7 @@ def rules_of_norms(
 ) -> list[Rule]:
     """The rule of each norm, from one rule or a tree prefix of rules.
 
-    `names` are those of the state, some of which may have no norm in this step.
+    `names` are those of the state. A rule for one that this step lacks is no error.
 
     Raises:
       ValueError: a norm without a rule, or a rule without a norm.
@@ -254,8 +260,11 @@ def rules_of_norms(
     # None leaves no hole, so its rule is dropped here.
     if norms.noun == "label" and names:
         missing = set(names) - set(trees.names(norms.paths))
-        kept = [x for x in table.entries if trees.name(x[0]) not in missing]
-        table = trees.Prefix(tuple(kept))
+        entries = []
+        for path, rule in table.entries:
+            if trees.name(path) not in missing:
+                entries.append((path, rule))
+        table = trees.Prefix(tuple(entries))
     return trees.lookup_paths(
         table,
         norms.paths,
@@ -266,30 +275,35 @@ def rules_of_norms(
     )
 
 
-def rule_of_block(rule: Rule, block: Block) -> Rule:
-    """The rule with its arrays, which are one number for each layer of each leaf, as
-    vectors of the block.
+def rule_of_vector(
+    rule: Rule, norm_of_name: Mapping[str, Array], missing: Container[str] = frozenset()
+) -> Rule:
+    """The rule for a vector of norms: its arrays, which have one number for each layer,
+    repeated for each leaf and joined. Missing leaves have 0 there.
     """
-    if not block.is_vector or not shapes_of(rule):
+    if not array_shapes(rule):
         return rule
 
-    def spread(number: Any) -> Any:
+    def of_all_norms(number: Any) -> Any:
         # A schedule and a scalar are for all norms.
         if callable(number) or not jnp.ndim(number):
             return number
-        numbers = {}
-        for name, norm in block.norm_of_name.items():
-            if name not in block.missing:
-                numbers[name] = jnp.broadcast_to(number, norm.shape)
-        return block.joined(numbers)
+        numbers = []
+        for name, norm in norm_of_name.items():
+            is_missing = name in missing
+            shape = norm.shape
+            numbers.append(
+                jnp.zeros(shape) if is_missing else jnp.broadcast_to(number, shape)
+            )
+        return concatenated(numbers)
 
-    return jax.tree.map(spread, rule, is_leaf=callable)
+    return jax.tree.map(of_all_norms, rule, is_leaf=callable)
 
 
-def shapes_of(rule: Rule) -> list[tuple[int, ...]]:
+def array_shapes(rule: Rule) -> list[tuple[int, ...]]:
     """The shapes of the arrays of a rule. A number fits every norm."""
     if isinstance(rule, Joined):
-        return list(chain.from_iterable(shapes_of(part) for part in rule.rules))
+        return list(chain.from_iterable(array_shapes(part) for part in rule.rules))
     # A plain field, of a rule of the user's, may be an array of any shape.
     checked = [field for field in fields(rule) if "check" in field.metadata]
     values = [getattr(rule, field.name) for field in checked]

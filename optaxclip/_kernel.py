@@ -45,7 +45,7 @@ class Settings(NamedTuple):
     """What is static in a clipper. Clippers with equal settings share a program."""
 
     call: str  # the function that the user called
-    argument: str  # its limit: "clip_by_global_norm: max_norm"
+    label: str  # its limit: "clip_by_global_norm: max_norm"
     measure: Measure
     shrink: Shrink
     nonfinite: Nonfinite
@@ -54,8 +54,8 @@ class Settings(NamedTuple):
     with_params: bool  # whether a rule needs the norms of the weights
     with_total: bool  # whether a rule needs the norm of all norms
     # Whether a rule has a schedule. The cache of our jit would keep it alive, with all
-    # that it refers to, such as a model. So while the user traces, `_update` is called
-    # without it.
+    # that it refers to, such as a model. So under the user's jit `_update` is called
+    # directly.
     has_schedule: bool
 
 
@@ -80,21 +80,20 @@ def make_clipper(
     checks.check_choice(f"{call}: nonfinite", nonfinite, checks.NONFINITE)
     checks.check_number(f"{call}: eps", eps, is_scalar=True)
     eps = checks.number_for_jit(eps)
-    argument = f"{call}: {name}"
+    label = f"{call}: {name}"
     # One norm takes one limit. Others take a tree prefix of limits.
     if isinstance(measure, GlobalNorm):
-        check_one_limit(argument, limit)
+        check_one_limit(label, limit)
     if isinstance(measure, GlobalNorm) or isinstance(limit, Rule):
-        rules: Any = rule_of(limit, argument)
+        rules: Any = rule_of(limit, label)
     else:
-        rules = rules_of(limit, argument)
-        check_limits_of_parts(argument, rules)
+        rules = rules_of(limit, label)
+        check_limits_of_parts(label, rules)
     rule_list = jax.tree.leaves(rules, is_leaf=is_rule)
     rule_leaves, structure = jax.tree.flatten(rules)
-    leaves = jax.tree.leaves(rules, is_leaf=callable)
     settings = Settings(
         call=call,
-        argument=argument,
+        label=label,
         measure=measure,
         # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
         shrink=shrink_of(shrink, call),
@@ -103,7 +102,7 @@ def make_clipper(
         rules=structure,
         with_params=any(rule.needs_params for rule in rule_list),
         with_total=any(rule.needs_total for rule in rule_list),
-        has_schedule=any(callable(leaf) for leaf in leaves),
+        has_schedule=any(map(callable, jax.tree.leaves(rules, is_leaf=callable))),
     )
 
     def init(params: PyTree) -> ClipState:
@@ -125,8 +124,8 @@ def make_clipper(
         ):
             trees.warn_of_stacks(call, tree)
         norms = mesh.types_of(partial(measured, first_measure), tree)
-        rules_by_norm = blocks.rules_of_norms(rules, norms, argument)
-        return first_state(norms, rules_by_norm, argument)
+        rules_by_norm = blocks.rules_of_norms(rules, norms, label)
+        return first_state(norms, rules_by_norm, label)
 
     def update(
         updates: PyTree,
@@ -195,7 +194,7 @@ def _update(
         # XLA drops the norms that are not used then.
         values = _fitted("grad_norm", overrides.grad_norm, norms, settings)
         norms = norms._replace(values=values)
-    questions = _questions(settings, rule_leaves, norms, state, weights, overrides)
+    inputs = _rule_inputs(settings, rule_leaves, norms, state, weights, overrides)
     learns = bool(jax.tree.leaves(state.memory))
     policy = Policy(settings.call, settings.shrink, settings.nonfinite, learns)
     decide = partial(_decide, policy, eps)
@@ -204,18 +203,18 @@ def _update(
     roots: dict[str, Array] = {}
     # A product with 1 is a new array to XLA, which the next clipper of a chain would
     # read again.
-    changes = overrides.limit is not None or not settings.only_measures
+    multiplies = overrides.limit is not None or not settings.only_measures
     for block in blocks_of(norms, state, settings.call):
         # 2. Limit
         memory = memories[block.leaf_of_units]
-        limits = _limits(questions, block, block.taken_from(memory))
+        limits = _limits(inputs, block, block.taken_from(memory))
         memories[block.leaf_of_units] = block.put_into(memory, limits.memory)
         # 3. Shrink
         decision = decide(block.norm, limits.limit)
         outcomes.append((block, decision.outcome))
-        if changes:
+        if multiplies:
             roots |= _roots(block, decision, limits.limit_of_name, decide)
-    if changes:
+    if multiplies:
         names = trees.names(norms.paths, state.names.layers)
         roots_in_order = [roots[name] for name in names]
         zero = settings.nonfinite == "zero"
@@ -231,14 +230,14 @@ _update_jitted = jax.jit(_update, static_argnums=0)
 # ----------------------------------------------------------------------- 2. limits
 
 
-class Questions(NamedTuple):
-    """What rules are asked with in a step, beside the norms of a block."""
+class RuleInputs(NamedTuple):
+    """What all blocks of a step have in common when their rules are asked."""
 
-    argument: str  # the limit, as errors call it
+    label: str  # the limit, as errors call it
     step: Array
-    rules: Any  # one rule, or a tree prefix of limits for parts of the updates
+    rules: Any  # one rule, or a tree prefix of rules: fixed limits of parts
     rule_of_name: dict[str, Rule]
-    ask: Callable[..., tuple[Array, PyTree]]  # `limit_of`, jitted or not
+    limit_of: Callable[..., tuple[Array, PyTree]]  # jitted or not
     weight_norm_of_name: dict[str, Array]  # empty where no rule needs them
     total: Array | None  # the norm of all norms
     given_limit_of_name: dict[str, Array] | None  # what `update` was given instead
@@ -248,25 +247,23 @@ class Limits(NamedTuple):
     """The limits of a block, and what its rule remembers after this step."""
 
     limit: Array  # in the array of the block
-    limit_of_name: dict[str, Array]  # the same
+    limit_of_name: dict[str, Array]  # the same, of each norm
     memory: PyTree
 
 
-def _questions(
+def _rule_inputs(
     settings: Settings,
     rule_leaves: list[Any],
     norms: Norms,
     state: ClipState,
     weights: PyTree,
     overrides: Overrides,
-) -> Questions:
-    """What rules are asked with in a step."""
+) -> RuleInputs:
+    """What all blocks of a step have in common when their rules are asked."""
     rules = settings.rules.unflatten(rule_leaves)
     names_of_state = state.names.layers
     names = trees.names(norms.paths, names_of_state)
-    rules_in_order = blocks.rules_of_norms(
-        rules, norms, settings.argument, names_of_state
-    )
+    rules_in_order = blocks.rules_of_norms(rules, norms, settings.label, names_of_state)
     weight_norm_of_name = {}
     if settings.with_params:
         weight_norms = measured(settings.measure, weights).values
@@ -277,70 +274,73 @@ def _questions(
         limits = _fitted("limit", overrides.limit, norms, settings)
         limits = [jnp.maximum(limit, 0) for limit in limits]
         given_limit_of_name = dict(zip(names, limits))
-    return Questions(
-        argument=settings.argument,
+    return RuleInputs(
+        label=settings.label,
         step=state.step,
         rules=rules,
         rule_of_name=dict(zip(names, rules_in_order)),
-        ask=limit_of if settings.has_schedule else limit_of_jitted,
+        limit_of=limit_of if settings.has_schedule else limit_of_jitted,
         weight_norm_of_name=weight_norm_of_name,
         total=norm_of_norms(norms) if settings.with_total else None,
         given_limit_of_name=given_limit_of_name,
     )
 
 
-def _limits(questions: Questions, block: Block, memory: PyTree) -> Limits:
+def _limits(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
     """The limits of a block. `memory` is what its rule remembers of it."""
-    if not isinstance(questions.rules, Rule):
+    if not isinstance(inputs.rules, Rule):
         # Limits for parts of the updates, which remember nothing.
-        limit_of_name = _limit_of_each(questions, block)
+        limit_of_name = _limit_of_each(inputs, block)
         limit = block.joined(limit_of_name)
     else:
-        rule = blocks.rule_of_block(questions.rules, block)
+        rule = inputs.rules
+        if block.is_vector:
+            rule = blocks.rule_of_vector(rule, block.norm_of_name, block.missing)
         weight_norm = None
         if rule.needs_params:
-            weight_norm = block.joined(questions.weight_norm_of_name)
+            weight_norm = block.joined(inputs.weight_norm_of_name)
         memory = mesh.narrowed_as(memory, block.norm)
-        limit, memory = _answer(questions, rule, block.norm, weight_norm, memory)
+        limit, memory = _answer(inputs, rule, block.norm, weight_norm, memory)
         if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
             # A TPU decides each leaf by its own limit (`separate_roots`), so that no
             # leaf waits until all weights are measured. Elsewhere XLA drops these.
-            limit_of_name = _limit_of_each(questions, block)
+            limit_of_name = _limit_of_each(inputs, block)
         else:
             limit_of_name = block.apart(limit)
-    if questions.given_limit_of_name is not None:
-        limit_of_name = questions.given_limit_of_name
+    # The rule was asked all the same, for its memory.
+    if inputs.given_limit_of_name is not None:
+        limit_of_name = inputs.given_limit_of_name
         limit = block.joined(limit_of_name)
     return Limits(limit, limit_of_name, memory)
 
 
-def _limit_of_each(questions: Questions, block: Block) -> dict[str, Array]:
+def _limit_of_each(inputs: RuleInputs, block: Block) -> dict[str, Array]:
     """The limit of each norm of a block, by rules that remember nothing."""
     limit_of_name = {}
     for name, norm in block.norm_of_name.items():
         if name not in block.missing:
-            rule = questions.rule_of_name[name]
-            weight_norm = questions.weight_norm_of_name.get(name)
-            limit, _ = _answer(questions, rule, norm, weight_norm, ())
+            rule = inputs.rule_of_name[name]
+            weight_norm = inputs.weight_norm_of_name.get(name)
+            limit, _ = _answer(inputs, rule, norm, weight_norm, ())
             limit_of_name[name] = limit
     return limit_of_name
 
 
 def _answer(
-    questions: Questions, rule: Rule, norm: Array, weight_norm: Any, memory: PyTree
+    inputs: RuleInputs, rule: Rule, norm: Array, weight_norm: Any, memory: PyTree
 ) -> tuple[Array, PyTree]:
     """The limit of a norm, or of each of a vector, and the new memory."""
-    step = mesh.narrowed_as(questions.step, norm)
-    further = further_norms(rule, weight_norm, questions.total)
-    return questions.ask(
-        rule, norm, memory, step, *further, argument=questions.argument
-    )
+    step = mesh.narrowed_as(inputs.step, norm)
+    further = further_norms(rule, weight_norm, inputs.total)
+    return inputs.limit_of(rule, norm, memory, step, *further, argument=inputs.label)
 
 
 def _fitted(
     argument: str, tree: PyTree, norms: Norms, settings: Settings
 ) -> list[Array]:
-    """Norms or limits of the user's, once they are seen to fit."""
+    """Norms or limits of the user's, checked, in the order, dtype and sharding of the
+    norms of the step.
+    """
     if isinstance(tree, Norms):
         # `adaclip` gives them as they are. A pytree class of the user's may check the
         # shapes of its arrays, and refuse to hold norms.
@@ -356,7 +356,7 @@ def _fitted(
             )
         numbers = norms.gathered(jax.tree.leaves(tree))
     fitted = []
-    for number, norm in zip(numbers, norms.values):
+    for number, norm in zip(numbers, norms.values, strict=True):
         # In the dtype and sharding of what was measured, so that the state keeps its
         # types.
         fitted.append(mesh.split_as(number.astype(norm.dtype), jax.typeof(norm)))
@@ -384,9 +384,9 @@ def _decide(policy: Policy, eps: Any, norm: Array, limit: Array) -> Decision:
     old_norm = norm + jnp.asarray(eps).astype(norm.dtype)
     # With the shrink `hard`: min(old_norm, limit).
     new_norm = shrunk_by(policy.shrink, old_norm, limit, policy.call)
-    # NaN makes the root NaN, and the updates with it.
-    norm_of_broken = 0.0 if policy.nonfinite == "zero" else jnp.nan
-    new_norm = jnp.where(is_sound, new_norm, norm_of_broken)
+    # A broken norm becomes NaN, and the updates with it, or 0.
+    new_norm_if_broken = 0.0 if policy.nonfinite == "zero" else jnp.nan
+    new_norm = jnp.where(is_sound, new_norm, new_norm_if_broken)
     # A limit of inf that the user set only measures: the factor of equal norms is 1,
     # also where the norm is NaN. A rule that learns says by inf that it has no limit
     # yet, and lets no broken step through.
@@ -395,7 +395,8 @@ def _decide(policy: Policy, eps: Any, norm: Array, limit: Array) -> Decision:
         new_norm = jnp.where(is_off, 1.0, new_norm)
         old_norm = jnp.where(is_off, 1.0, old_norm)
     root, factor = factor_between(old_norm, new_norm)
-    # Zeros stay zeros, whatever eps or the shrink make of their norm.
+    # Zeros times any root are zeros: they are reported as not clipped, whatever eps or
+    # the shrink make of their norm.
     is_zero = is_sound & (norm == 0)
     clipped = is_sound & (new_norm != old_norm) & ~is_zero
     outcome = Outcome(

@@ -1,9 +1,9 @@
 """What becomes of the norms of a step, and what a state keeps of it.
 
-Outcome       of each norm of a block
-of_units      of a leaf: the outcome of the unit that is furthest above its limit
-first_state   the state before the first step
-next_state    the state after a step
+Outcome          of each norm of a block
+furthest_units   of a leaf: the outcome of the unit furthest above its limit
+next_state       the state after a step
+first_state      the state before the first step
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ from .rules._rule import Rule, call_name
 
 
 class Outcome(NamedTuple):
-    """What becomes of norms. Each field has an entry for each of them, and of units one
-    for each leaf.
+    """What becomes of norms, elementwise. `furthest_units` makes one entry for each
+    leaf from those of its units.
     """
 
     norm: Array
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What becomes of norms, elementwise, and how."""
+    """The root of the factor, for the updates, and the outcome, for the state."""
 
     # The root of the factor. Updates are multiplied by it twice, since the factor may
     # be below the normal numbers.
@@ -66,7 +66,7 @@ def next_state(
     if not outcomes:
         # A tree without leaves.
         return state._replace(counts=jnp.asarray(state.counts).at[0].set(steps))
-    outcome = _in_order(state, outcomes, decide)
+    outcome = _in_state_order(state, outcomes, decide)
     rows = Rows(
         step=steps,
         clipped=count_up(state.clipped, outcome.clipped),
@@ -83,7 +83,7 @@ def next_state(
     numbers = new_state.numbers
     is_here = np.zeros(state.norm.shape, bool)
     for block, _ in outcomes:
-        is_here.reshape(-1)[block.positions] = block.is_here
+        is_here.reshape(-1)[block.positions] = block.are_here
     if not is_here.all():
         # Leaves that are missing in this step keep what was known of them.
         counts = jnp.where(is_here, counts, state.counts).at[0].set(steps)
@@ -96,15 +96,15 @@ def next_state(
     )
 
 
-def _in_order(
+def _in_state_order(
     state: ClipState, outcomes: list[tuple[Block, Outcome]], decide: Decide
 ) -> Outcome:
-    """One outcome with an entry for each norm of the state. A leaf that is missing in
-    this step may have zeros.
+    """One outcome with an entry for each norm of the state. A leaf that is missing has
+    zeros, or the outcome of a norm of 0, both of which `next_state` replaces.
     """
     parts: list[Outcome] = []
     positions: list[np.ndarray] = []
-    units: dict[Any, list[tuple[Block, Outcome]]] = {}
+    units_alike: dict[Any, list[tuple[Block, Outcome]]] = {}
     for block, outcome in outcomes:
         if block.leaf_of_units is None:
             parts.append(outcome)
@@ -112,9 +112,11 @@ def _in_order(
         else:
             # Leaves whose units have one shape, for one reduction of all of them.
             key = jax.typeof(outcome.norm), block.units_over
-            units.setdefault(key, []).append((block, outcome))
-    for (_, units_over), alike in units.items():
-        parts.append(of_units([outcome for _, outcome in alike], units_over, decide))
+            units_alike.setdefault(key, []).append((block, outcome))
+    for (_, units_over), alike in units_alike.items():
+        parts.append(
+            furthest_units([outcome for _, outcome in alike], units_over, decide)
+        )
         positions += [block.positions for block, _ in alike]
     if state.names.is_global:
         (outcome,) = parts
@@ -133,7 +135,7 @@ def _in_order(
 # ------------------------------------------------------------------------------- units
 
 
-class Columns(NamedTuple):
+class UnitNumbers(NamedTuple):
     """Numbers of units, [leaves, ...units], or of one unit of each leaf, [leaves]."""
 
     ratio: Array  # how far the norm is above its limit
@@ -143,7 +145,7 @@ class Columns(NamedTuple):
     clipped: Array  # 1 or 0, or how many were clipped
 
 
-def of_units(
+def furthest_units(
     outcomes: list[Outcome], units_over: tuple[str, ...], decide: Decide
 ) -> Outcome:
     """Of the units of some leaves of equal shape: the outcome of the unit of each leaf
@@ -151,15 +153,13 @@ def of_units(
 
     `units_over` are the mesh axes that split the units.
     """
-    stacks = [
-        jnp.stack([outcome.norm for outcome in outcomes]),
-        jnp.stack([outcome.limit for outcome in outcomes]),
-    ]
-    norm, limit = written_by_a_gpu(stacks)
+    norms = jnp.stack([outcome.norm for outcome in outcomes])
+    limits = jnp.stack([outcome.limit for outcome in outcomes])
+    norm, limit = written_by_a_gpu([norms, limits])
     # Decided again for all leaves at once. Stacking the decisions of each leaf would
     # write more arrays to memory.
     outcome = decide(norm, limit).outcome
-    columns = Columns(
+    numbers = UnitNumbers(
         ratio=_ratio(norm, limit, outcome.is_sound),
         norm=norm,
         limit=limit,
@@ -167,12 +167,12 @@ def of_units(
         clipped=outcome.share,
     )
     # JAX has no derivative of a reduction of several arrays.
-    furthest = _furthest(lax.stop_gradient(columns), range(1, norm.ndim))
+    furthest = _furthest(lax.stop_gradient(numbers), range(1, norm.ndim))
     if units_over:
         # Each device knows its own units.
         table = jnp.stack(furthest)[..., None]
         tables = lax.psum(mesh.among_zeros(table, ((), (), units_over)), units_over)
-        furthest = _furthest(Columns(*tables), (1,))
+        furthest = _furthest(UnitNumbers(*tables), (1,))
     unit_count = norm.size // len(outcomes) * mesh.device_count(units_over)
     share = furthest.clipped / unit_count
     is_sound = furthest.ratio < jnp.inf
@@ -191,31 +191,31 @@ def _ratio(norm: Array, limit: Array, is_sound: Array) -> Array:
     largest = jnp.finfo(norm.dtype).max
     # A limit of 0 would hide all differences, so it counts as tiny.
     ratio = jnp.minimum(norm / jnp.maximum(limit, 2.0**-60), largest)
-    # Units without a limit are below all others, and among them -1 / norm rises with
-    # the norm.
+    # A limit of inf gives a negative ratio, -1 / norm, so that of units without a limit
+    # the longest is the furthest.
     ratio = jnp.where(limit == jnp.inf, jnp.maximum(-1 / norm, -largest), ratio)
     # A broken unit is the furthest.
     return jnp.where(is_sound, ratio, jnp.inf)
 
 
-def _furthest(columns: Columns, axes: Sequence[int]) -> Columns:
+def _furthest(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
     """The numbers of the unit with the largest ratio along some axes, and how many
     units were clipped.
 
     `jnp.argmax` would be one way for all. With it a step with AGC took 1072 kernels on
     a TPU instead of 930, and 10 collectives on a mesh of 16 instead of 6.
     """
-    # On a mesh one reduction of all columns would take a collective for each.
-    if not mesh.is_on_one_device(columns.ratio):
-        largest_ratio = jnp.max(columns.ratio, axes, keepdims=True)
-        is_furthest = columns.ratio == largest_ratio
+    # On a mesh one reduction of all numbers would take a collective for each.
+    if not mesh.is_on_one_device(numbers.ratio):
+        largest_ratio = jnp.max(numbers.ratio, axes, keepdims=True)
+        is_furthest = numbers.ratio == largest_ratio
         rows = [largest_ratio.reshape(len(largest_ratio))]
-        for column in (columns.norm, columns.limit, columns.factor):
+        for column in (numbers.norm, numbers.limit, numbers.factor):
             rows.append(_largest_or_nan(column, is_furthest, axes))
-        return Columns(*rows, clipped=jnp.sum(columns.clipped, axes))
-    starts = [column.dtype.type(0) for column in columns]
+        return UnitNumbers(*rows, clipped=jnp.sum(numbers.clipped, axes))
+    starts = [column.dtype.type(0) for column in numbers]
     starts[0] = starts[0] - np.inf
-    return Columns(*lax.reduce(tuple(columns), tuple(starts), _further, axes))
+    return UnitNumbers(*lax.reduce(tuple(numbers), tuple(starts), _further, axes))
 
 
 def _largest_or_nan(column: Array, is_candidate: Array, axes: Sequence[int]) -> Array:
@@ -230,8 +230,8 @@ def _largest_or_nan(column: Array, is_candidate: Array, axes: Sequence[int]) -> 
 
 def _further(left: Any, right: Any) -> Any:
     """Of two units the one that is further above its limit."""
-    left = Columns(*left)
-    right = Columns(*right)
+    left = UnitNumbers(*left)
+    right = UnitNumbers(*right)
     # Of equal ratios the longer norm counts, as it does on a mesh, and NaN before all.
     is_longer = (left.norm >= right.norm) | (left.norm != left.norm)
     is_left = (left.ratio > right.ratio) | (left.ratio == right.ratio) & is_longer
@@ -252,23 +252,19 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     rule_of_name = {}
     names = trees.names(norms.paths)
     for name, norm, rule in zip(names, norms.values, rules):
-        for shape in blocks.shapes_of(rule):
+        for shape in blocks.array_shapes(rule):
             check_shape(shape, norm.shape, argument)
         zeros_of_name[name] = mesh.typed_as(jnp.zeros(norm.shape, norm.dtype), norm)
         rule_of_name[name] = rule
-    units_over = blocks.units_over_of_name(norms, names)
+    units_over = blocks.mesh_axes_of_units(norms, names)
     whole = {name: x for name, x in zeros_of_name.items() if name not in units_over}
-    layers = {name: _layer_names(zeros.shape) for name, zeros in whole.items()}
     # Leaves of units of one shape are looked at together, so they are neighbors.
     unit_leaves = sorted(units_over, key=lambda name: zeros_of_name[name].shape)
+    layers = {name: _layer_names(zeros.shape) for name, zeros in whole.items()}
     units = dict.fromkeys(unit_leaves)
     state_names = Names(layers | units, units)
+    memories = [_first_memory_of_leaves(rule_of_name, whole, state_names.is_global)]
     entries = list(whole.values())
-    memories: list[PyTree] = [()]
-    if whole:
-        row = entries[0] if state_names.is_global else blocks.concatenated(entries)
-        first_name = next(iter(whole))
-        memories = [_first_memory(rule_of_name[first_name], row)]
     for name in unit_leaves:
         zeros = zeros_of_name[name]
         memories.append(_first_memory(rule_of_name[name], zeros))
@@ -281,18 +277,38 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         (row,) = entries
     else:
         row = blocks.concatenated(entries)
-    count = jnp.zeros_like(row, jnp.int32)
+    return _first_rows(state_names, row, tuple(memories))
+
+
+def _first_rows(names: Names, zeros: Array, memory: tuple[PyTree, ...]) -> ClipState:
+    """The state before the first step, of a row of zeros."""
+    count = jnp.zeros_like(zeros, jnp.int32)
     rows = Rows(
         step=count,
         clipped=count,
         nonfinite=count,
-        norm=row,
-        limit=jnp.full_like(row, np.inf),
-        factor=jnp.ones_like(row),
-        clipped_recently=row,
-        units_clipped=row,
+        norm=zeros,
+        limit=jnp.full_like(zeros, np.inf),
+        factor=jnp.ones_like(zeros),
+        clipped_recently=zeros,
+        units_clipped=zeros,
     )
-    return state_of_rows(state_names, rows, tuple(memories), row.dtype)
+    return state_of_rows(names, rows, memory, zeros.dtype)
+
+
+def _first_memory_of_leaves(
+    rule_of_name: dict[str, Rule], zeros_of_name: dict[str, Array], is_global: bool
+) -> PyTree:
+    """What a rule remembers of whole leaves before the first step."""
+    if not zeros_of_name:
+        return ()
+    # Only one rule for all leaves has a memory, so the first one speaks for all.
+    first_name = next(iter(zeros_of_name))
+    rule = rule_of_name[first_name]
+    if is_global:
+        return _first_memory(rule, zeros_of_name[first_name])
+    rule = blocks.rule_of_vector(rule, zeros_of_name)
+    return _first_memory(rule, blocks.concatenated(list(zeros_of_name.values())))
 
 
 def _first_memory(rule: Rule, norm: Array) -> PyTree:

@@ -35,31 +35,33 @@ class InNumbers(NamedTuple):
 
 @exported
 class InWindows(NamedTuple):
-    """Stands for an array in `Names.structure`, which has no arrays."""
+    """Stands in `Names.structure` for an array of `ClipState.windows`."""
 
 
 class Packed(NamedTuple):
     """A memory, taken apart."""
 
-    windows: PyTree  # the memory, with marks in the place of rows
+    rest: PyTree  # the memory, with marks in the place of rows
     counts: list[Array]  # rows
     numbers: list[Array]  # rows
 
 
-def packed(memory: PyTree, norm: Array | jax.ShapeDtypeStruct) -> Packed:
-    """Takes all numbers out of the memory of a rule that have the shape of the norm."""
-    counts, numbers, windows = [], [], []
+def packed(memory: PyTree, row_type: Array | jax.ShapeDtypeStruct) -> Packed:
+    """Takes all numbers out of the memory of a rule that have the type of a row."""
+    counts = []
+    numbers = []
+    rest = []
     leaves, treedef = jax.tree.flatten(memory)
     for leaf in leaves:
-        if leaf.shape != norm.shape or leaf.dtype not in (np.int32, norm.dtype):
-            windows.append(leaf)
+        if leaf.shape != row_type.shape or leaf.dtype not in (np.int32, row_type.dtype):
+            rest.append(leaf)
         elif leaf.dtype == np.int32:
             counts.append(leaf)
-            windows.append(InCounts())
+            rest.append(InCounts())
         else:
             numbers.append(leaf)
-            windows.append(InNumbers())
-    return Packed(treedef.unflatten(windows), counts, numbers)
+            rest.append(InNumbers())
+    return Packed(treedef.unflatten(rest), counts, numbers)
 
 
 def unpacked(

@@ -23,7 +23,7 @@ from ._packed import InWindows, Packed, PyTree, is_mark, packed, rows_from, unpa
 
 
 class Rows(NamedTuple):
-    """The numbers of a state, in the order of its rows."""
+    """The rows of `counts`, then those of `numbers`."""
 
     step: Array
     clipped: Array
@@ -64,7 +64,7 @@ class Names(NamedTuple):
     layers: Mapping[str, Mapping[str, None] | None]
     # The names of leaves with units, which are the last ones of `layers`.
     units: Mapping[str, None] = {}
-    # The windows of the state, with `InWindows` in the place of each array. None where
+    # The structure of `windows`, with `InWindows` for each of its arrays. None where
     # that is not known, as in a state that `jax.export` read.
     structure: PyTree = ()
 
@@ -94,8 +94,8 @@ class Names(NamedTuple):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    # Equal names must have equal hashes, and these equal open names and shares of their
-    # layers too. So it is a constant.
+    # Names equal open names, and names with a share of their layers. So no content can
+    # be hashed.
     def __hash__(self) -> int:
         return 0
 
@@ -150,7 +150,7 @@ class ClipState(_Fields):
         cls, names: Any, counts: Any, numbers: Any, windows: Any = (), *old: Any
     ) -> Self:
         if old:
-            # A pickle calls its class with all fields that there were.
+            # An old pickle passes one argument for each field of its time.
             raise TypeError(
                 f"{cls.__name__}: it was stored by an optaxclip in which a state had "
                 f"an array for each number. {BEGIN_ANEW}"
@@ -274,11 +274,11 @@ class RecordState(ClipState):
 def state_of_rows(
     names: Names, rows: Rows, memory: tuple[PyTree, ...], dtype: Any
 ) -> ClipState:
-    """The state with these rows, whose numbers have a dtype, and what its rule
-    remembers: of the norms of whole leaves, and then of the units of each leaf.
+    """The state made of rows, with its numbers cast to a dtype, and of what its rule
+    remembers of the norms of whole leaves, and then of the units of each leaf.
     """
     counts = [getattr(rows, name) for name in ROWS_OF_COUNTS]
-    numbers = [rows.norm, rows.limit, rows.factor, rows.clipped_recently]
+    numbers = [getattr(rows, name) for name in ROWS_OF_NUMBERS[:-1]]
     if names.units:
         numbers.append(rows.units_clipped)
         # A memory of units has arrays of other lengths, of which none is a row.
@@ -286,18 +286,18 @@ def state_of_rows(
     else:
         row_type = jax.ShapeDtypeStruct(rows.norm.shape, dtype)
         memory_rows = packed(memory, row_type)
-    structure = jax.tree.map(lambda _: InWindows(), memory_rows.windows)
+    structure = jax.tree.map(lambda _: InWindows(), memory_rows.rest)
     numbers = [number.astype(dtype) for number in numbers + memory_rows.numbers]
     return ClipState(
         names._replace(structure=structure),
         counts=jnp.stack(counts + memory_rows.counts),
         numbers=jnp.stack(numbers),
-        windows=memory_rows.windows,
+        windows=memory_rows.rest,
     )
 
 
 def entry_counts(state: ClipState) -> dict[str, int | None]:
-    """How many entries each name of a state has. None for a number."""
+    """How many entries each name of a state has. None for a single norm."""
     layer_counts = state.names.layer_counts()
     single_norms = layer_counts.count(0)
     all_layers = max(sum(layer_counts), 1)

@@ -425,7 +425,7 @@ class Judge(NamedTuple):
         return (
             jnp.stack(counts + memory.counts),
             jnp.stack(numbers + memory.numbers),
-            *memory.windows,
+            *memory.rest,
         )
 
     def typed(self, values: Any, kinds: Any) -> Any:

@@ -148,3 +148,11 @@ def test_a_number_of_a_rule_may_be_one_for_each_layer(name):
         updates, state = jax.jit(together.update)(tree, state, params)
         wanted, other = apart.update(layers(tree), other, layers(params))
         chex.assert_trees_all_close(layers(updates), wanted, rtol=8 * EPS)
+
+
+def test_a_rule_that_learns_may_begin_with_a_number_for_each_layer():
+    start = np.array([1.0, 2.0, 3.0], np.float32).reshape(3, 1, 1)
+    clipper = clip_by_tensor_norm(rules.quantile_tracker(start=start), stacked=1)
+    grads = {"w": np.ones((3, 2, 2), np.float32), "v": np.ones((3, 2, 4), np.float32)}
+    _, state = clipper.update(grads, clipper.init(grads))
+    np.testing.assert_array_equal(state.limit, [1, 2, 3, 1, 2, 3])
