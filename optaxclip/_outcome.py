@@ -202,10 +202,11 @@ def _furthest(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
     """The numbers of the unit with the largest ratio along some axes, and how many
     units were clipped.
 
-    `jnp.argmax` would be one way for all. With it a step with AGC took 1072 kernels on
-    a TPU instead of 930, and 10 collectives on a mesh of 16 instead of 6.
+    On one device, one reduction of all numbers. Maxima one by one took a step with AGC
+    345 kernels on an H100 instead of 340, and 0.8 % more bytes on a TPU v5e.
     """
-    # On a mesh one reduction of all numbers would take a collective for each.
+    # On a mesh one reduction of all numbers would take a collective for each. Of equal
+    # ratios each number is then the largest, perhaps of different units.
     if not mesh.is_on_one_device(numbers.ratio):
         largest_ratio = jnp.max(numbers.ratio, axes, keepdims=True)
         is_furthest = numbers.ratio == largest_ratio
