@@ -75,7 +75,7 @@ def clip_by_global_norm(
     networks, 2013 (arXiv 1211.5063).
     """
     call = "clip_by_global_norm"
-    options = check_measure(call, ord, mesh_axes=mesh_axes)
+    options = check_measure(call, ord=ord, mesh_axes=mesh_axes)
     return make_clipper(
         norms.GlobalNorm(**options),
         max_norm,
@@ -142,7 +142,7 @@ def clip_by_tensor_norm(
     call = "clip_by_tensor_norm"
     # float32[N] for N leaves, so limits and counters are computed once for all.
     # A stacked leaf [layers, in, out] has norms [layers, 1, 1], a block of its own.
-    options = check_measure(call, ord, stacked=stacked, mesh_axes=mesh_axes)
+    options = check_measure(call, ord=ord, stacked=stacked, mesh_axes=mesh_axes)
     return make_clipper(
         norms.TensorNorm(**options),
         max_norm,
@@ -214,7 +214,9 @@ def clip_by_unitwise_norm(
     """
     call = "clip_by_unitwise_norm"
     # A kernel [in, out] has norms [1, out]: its last axis is the output in JAX.
-    options = check_measure(call, ord, axis=axis, stacked=stacked, mesh_axes=mesh_axes)
+    options = check_measure(
+        call, ord=ord, axis=axis, stacked=stacked, mesh_axes=mesh_axes
+    )
     return make_clipper(
         norms.UnitwiseNorm(**options),
         max_norm,
@@ -292,7 +294,7 @@ def clip_by_group_norm(
             f"{shown(max_norm)}."
         )
     # float32[labels]: the norms in the order of the sorted labels.
-    options = check_measure(call, ord, labels=labels, mesh_axes=mesh_axes)
+    options = check_measure(call, ord=ord, labels=labels, mesh_axes=mesh_axes)
     check_flag(f"{call}: allow_missing", allow_missing)
     return make_clipper(
         norms.GroupNorm(**options, allow_missing=bool(allow_missing)),
@@ -357,7 +359,7 @@ def clip_by_tensor_rms(
     # [3, 4, 0, 0] has the norm 5, the RMS 5 / sqrt(4) and the average norm 5 / 4.
     call = "clip_by_tensor_rms"
     # N counts the elements on all devices, also inside shard_map.
-    options = check_measure(call, "rms", stacked=stacked, mesh_axes=mesh_axes)
+    options = check_measure(call, ord="rms", stacked=stacked, mesh_axes=mesh_axes)
     # An RMS does not grow with its leaf, so one limit suits leaves of all sizes.
     return make_clipper(
         norms.TensorNorm(**options),
@@ -419,7 +421,7 @@ def clip_by_average_norm(
     """
     call = "clip_by_average_norm"
     # Smaller than the RMS by another sqrt(N), so limits of one do not suit the other.
-    options = check_measure(call, "average", stacked=stacked, mesh_axes=mesh_axes)
+    options = check_measure(call, ord="average", stacked=stacked, mesh_axes=mesh_axes)
     return make_clipper(
         norms.TensorNorm(**options),
         max_norm,
@@ -452,5 +454,5 @@ def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
     """
     # One argument, with optax's name for it. `clip_by_tensor_rms` has the options.
     call = "clip_by_block_rms"
-    measure = norms.TensorNorm(**check_measure(call, "rms"))
+    measure = norms.TensorNorm(**check_measure(call, ord="rms"))
     return make_clipper(measure, threshold, call=call, name="threshold")

@@ -19,7 +19,7 @@ from .._mesh import MeshAxes
 from .._norms import Ord, TensorNorm, UnitwiseNorm, check_measure
 from .._trees import Axis, Stacked, clipped_leaves, put_back, weights_of
 from ..rules._limits import ShareOfParams
-from ..rules._rule import Answer, Number, Rule, at_step, check_field, number
+from ..rules._rule import Answer, Number, Rule, at_step, checked_number, number_field
 from ..shrinks import Shrink
 
 
@@ -100,15 +100,15 @@ def adaptive_grad_clip(
     if clipping is None:
         clipping = math.inf
     # Checked here as well, since errors of the rule name share_of_params: share.
-    share = check_field(call, "clipping", number(), clipping)
-    eps = check_field(call, "eps", number(), eps)
+    share = checked_number(f"{call}: clipping", clipping)
+    eps = checked_number(f"{call}: eps", eps)
     # |G| and |W| of whole leaves as in DreamerV3, or of units as in NFNets.
     if per_tensor:
-        options = check_measure(call, ord, stacked=stacked, mesh_axes=mesh_axes)
+        options = check_measure(call, ord=ord, stacked=stacked, mesh_axes=mesh_axes)
         measure = TensorNorm(**options)
     else:
         options = check_measure(
-            call, ord, stacked=stacked, mesh_axes=mesh_axes, axis=axis
+            call, ord=ord, stacked=stacked, mesh_axes=mesh_axes, axis=axis
         )
         measure = UnitwiseNorm(**options)
     return make_clipper(
@@ -185,11 +185,15 @@ def larc(
     2017 (arXiv 1708.03888). The minimum with the learning rate is NVIDIA's apex.
     """
     call = "larc"
-    # An infinite one makes 0 * inf of weights that are 0.
-    finite = number(highest=float(np.finfo(np.float64).max), schedule=False)
-    weight_decay = check_field(call, "weight_decay", finite, weight_decay)
+    # An infinite weight decay makes inf * 0, which is NaN, of weights that are 0.
+    weight_decay = checked_number(
+        f"{call}: weight_decay",
+        weight_decay,
+        highest=float(np.finfo(np.float64).max),
+        schedule=False,
+    )
     rule = Larc(learning_rate, trust)
-    options = check_measure(call, None, stacked=stacked, mesh_axes=mesh_axes)
+    options = check_measure(call, ord=None, stacked=stacked, mesh_axes=mesh_axes)
     measure = TensorNorm(**options)
     kernel = make_clipper(
         measure,
@@ -240,15 +244,15 @@ def larc(
 class Larc(Rule):
     """limit = trust * |p| / learning_rate, and none for weights or a rate of 0."""
 
-    learning_rate: Number = number()
-    trust: ArrayLike = number(schedule=False)
+    learning_rate: Number = number_field()
+    trust: ArrayLike = number_field(schedule=False)
 
     needs_params = True
 
     def update(
         self, norm: Array, memory: Any, step: Array, params_norm: Array
     ) -> Answer:
-        rate, trust = at_step(step, norm, self.learning_rate, self.trust)
+        rate, trust = at_step(step, norm.dtype, self.learning_rate, self.trust)
         weight_norm = params_norm.astype(norm.dtype)
         # Weights of 0 would get a limit of 0 and never move. A rate of 0 moves nothing.
         is_free = (weight_norm == 0) | (rate == 0)
@@ -344,9 +348,9 @@ def clippy(
     ClippyAdagrad.
     """
     call = "clippy"
-    relative = check_field(call, "relative", number(schedule=False), relative)
-    absolute = check_field(call, "absolute", number(schedule=False), absolute)
-    options = check_measure(call, math.inf, stacked=stacked, mesh_axes=mesh_axes)
+    relative = checked_number(f"{call}: relative", relative, schedule=False)
+    absolute = checked_number(f"{call}: absolute", absolute, schedule=False)
+    options = check_measure(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
     # Order inf: the largest strain of the elements of a tensor.
     measure = TensorNorm(**options)
     # The limit depends on single weights, so each update hands it to the kernel.

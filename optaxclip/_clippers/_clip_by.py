@@ -139,7 +139,7 @@ def clip_grads(
     call = "clip_grads"
     # The clipper is built in every call. Its program is found again, since equal
     # measures are equal keys.
-    measure = GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
+    measure = GlobalNorm(**check_measure(call, ord=ord, mesh_axes=mesh_axes))
     # The norm that comes back is without eps: the number to log.
     return clip_once(
         grads,

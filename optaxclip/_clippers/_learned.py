@@ -18,11 +18,20 @@ from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, GroupNorm, Measure, TensorNorm, check_measure
 from .._trees import Stacked
-from ..rules import _rule as rules
 from ..rules._averages import EmaBand, MomentsRatio, ZScore
 from ..rules._limits import Limit, minimum, rule_of
 from ..rules._memory import between, count_up
-from ..rules._rule import Answer, Number, Rule, Schedule, at_step
+from ..rules._rule import (
+    Answer,
+    Number,
+    Rule,
+    Schedule,
+    at_step,
+    checked_number,
+    number_field,
+    rule_in,
+    warn_of_falling,
+)
 from ..rules._windows import WindowedQuantile
 from ..shrinks import normalize
 
@@ -95,8 +104,7 @@ def autoclip(
     """
     # Checked as a percentile, because the rule would check a share in [0, 1].
     call = "autoclip"
-    spec = rules.number(highest=100.0)
-    percentile = rules.check_field(call, "percentile", spec, percentile)
+    percentile = checked_number(f"{call}: percentile", percentile, highest=100.0)
     # `windowed_quantile` takes shares, so 0.1 for ten percent is an easy slip.
     # 0 is no slip: it clips to the shortest gradient.
     if isinstance(percentile, (int, float)) and 0 < percentile < 1:
@@ -109,7 +117,7 @@ def autoclip(
         )
     # A lambda would compile anew for each clipper that is built alike.
     share = Partial(_share_at, percentile) if callable(percentile) else percentile / 100
-    rule = rules.rule_in(
+    rule = rule_in(
         call,
         WindowedQuantile,
         quantile=share,
@@ -196,7 +204,7 @@ def zclip(
     """
     call = "zclip"
     # Errors of the rule name zclip, which the user called, instead of z_score.
-    rule = rules.rule_in(
+    rule = rule_in(
         call, ZScore, z=z, decay=decay, eps=eps, target=target, warmup=warmup
     )
     rule = _capped(rule, cap, call)
@@ -283,7 +291,7 @@ def adagc(
     """
     call = "adagc"
     rule = Adagc(ratio, decay, max_norm, warmup)
-    rules.warn_of_falling(f"{call}: ratio", ratio, stacklevel=3)
+    warn_of_falling(f"{call}: ratio", ratio, stacklevel=3)
     return make_clipper(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,
@@ -304,10 +312,10 @@ class AdaGCMemory(NamedTuple):
 class Adagc(Rule):
     """The rule of AdaGC."""
 
-    ratio: Number = rules.number()
-    decay: Number = rules.number(highest=1.0)
-    max_norm: Number = rules.number()
-    warmup: ArrayLike = rules.number(100, lowest=1, schedule=False)
+    ratio: Number = number_field()
+    decay: Number = number_field(highest=1.0)
+    max_norm: Number = number_field()
+    warmup: ArrayLike = number_field(default=100, lowest=1, schedule=False)
 
     # The warm-up clips all tensors by their norm together.
     needs_total = True
@@ -321,7 +329,7 @@ class Adagc(Rule):
         self, norm: Array, memory: AdaGCMemory, step: Array, total: Array
     ) -> Answer:
         ratio, decay, max_norm = at_step(
-            step, norm, self.ratio, self.decay, self.max_norm
+            step, norm.dtype, self.ratio, self.decay, self.max_norm
         )
         seen, average = memory
         is_warm_up = seen < self.warmup
@@ -417,7 +425,7 @@ def aggc(
     """
     call = "aggc"
     # The published low, 0.95, is above the published high, 0.6: the upper edge wins.
-    rule = rules.rule_in(
+    rule = rule_in(
         call,
         EmaBand,
         low=low,
@@ -500,7 +508,7 @@ def adagn(
     they keep their own count. GradientStabilizer is its third version (ICML 2026).
     """
     call = "adagn"
-    rule = rules.rule_in(call, MomentsRatio, decay1=decay1, decay2=decay2, eps=eps)
+    rule = rule_in(call, MomentsRatio, decay1=decay1, decay2=decay2, eps=eps)
     return make_clipper(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,
@@ -542,9 +550,9 @@ def _measure_at(
         )
     # Of order 2, as in the papers of all these rules.
     if scope == "tensor":
-        options = check_measure(call, None, mesh_axes=mesh_axes, stacked=stacked)
+        options = check_measure(call, ord=None, mesh_axes=mesh_axes, stacked=stacked)
         return TensorNorm(**options)
     if scope == "global":
-        return GlobalNorm(**check_measure(call, None, mesh_axes=mesh_axes))
-    options = check_measure(call, None, mesh_axes=mesh_axes, labels=scope)
+        return GlobalNorm(**check_measure(call, ord=None, mesh_axes=mesh_axes))
+    options = check_measure(call, ord=None, mesh_axes=mesh_axes, labels=scope)
     return GroupNorm(**options)

@@ -36,8 +36,8 @@ from .._norms import TensorNorm, check_measure
 from .._sums import modulus_dtype, wide_dtype, with_modulus
 from .._trees import Stacked, arrays_of, clipped_leaves, put_back
 from ..rules._averages import Ema
-from ..rules._memory import count_up, keep_where, root
-from ..rules._rule import Number, at_step, check_field, number, rule_in
+from ..rules._memory import count_up, new_where, root
+from ..rules._rule import Number, at_step, checked_number, rule_in
 
 
 @exported
@@ -105,11 +105,11 @@ def spam(
     starts anew.
     """
     call = "spam"
-    # The checks of a rule's numbers. This is no rule: its limits are of elements, and
-    # rules get norms.
-    threshold = check_field(call, "threshold", number(), threshold)
-    decay = check_field(call, "decay", number(highest=1.0), decay)
-    warmup = check_field(call, "warmup", number(schedule=False), warmup)
+    # These are checked as a rule's numbers are. `spam` is no rule: its limits are of
+    # elements, and rules get norms.
+    threshold = checked_number(f"{call}: threshold", threshold)
+    decay = checked_number(f"{call}: decay", decay, highest=1.0)
+    warmup = checked_number(f"{call}: warmup", warmup, schedule=False)
     if every is not None:
         checks.check_length(f"{call}: every", every)
     checks.check_flag(f"{call}: count", count)
@@ -134,7 +134,7 @@ def spam(
         if moment_of_caller is None:
             # The step is traced, so a reset is a selection in every step.
             zeros = jax.tree.map(jnp.zeros_like, state.second_moment)
-            moment = keep_where(since_reset == 0, zeros, state.second_moment)
+            moment = new_where(since_reset == 0, zeros, state.second_moment)
             clipped = jax.tree.map(cut_down, tree, moment, is_leaf=trees.is_none)
             blend = partial(_blend, step, decay)
             new_moment = jax.tree.map(
@@ -169,7 +169,7 @@ def _cut_down(
     # read in the dtype of the moment, float32 or wider.
     moment = _widened(moment)
     wide = _widened(x)
-    (threshold,) = at_step(step, moment, threshold)
+    (threshold,) = at_step(step, moment.dtype, threshold)
     # Roots first: threshold * v overflows for gradients of 1e18, v being their square.
     limit = root(threshold) * root(moment)
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
@@ -187,7 +187,7 @@ def _blend(
     """The average of squares after a step. A missing leaf keeps its average."""
     if x is None:
         return moment
-    (decay,) = at_step(step, moment, decay)
+    (decay,) = at_step(step, moment.dtype, decay)
     # An infinite coordinate is clipped to the limit, which is not learned from.
     is_finite = jnp.isfinite(_widened(x))
     modulus = jnp.abs(_widened(clipped)).astype(moment.dtype)
@@ -253,7 +253,7 @@ def adaclip(
     average's. Here the average keeps its own count.
     """
     call = "adaclip"
-    options = check_measure(call, math.inf, stacked=stacked, mesh_axes=mesh_axes)
+    options = check_measure(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
     # Order inf: the norm of a tensor is its largest coordinate, max|g|.
     measure = TensorNorm(**options)
     rule = rule_in(call, Ema, decay=decay)
@@ -362,7 +362,7 @@ def reset_momentum(
     """
     call = "reset_momentum"
     checks.check_length(f"{call}: every", every)
-    warmup = check_field(call, "warmup", number(schedule=False), warmup)
+    warmup = checked_number(f"{call}: warmup", warmup, schedule=False)
     optimizer = checks.with_extra_args(f"{call}: inner", inner)
 
     def init(params: Any) -> ResetState:
@@ -373,7 +373,7 @@ def reset_momentum(
         since_reset = steps_since_reset(state.step, every)
         # From the weights, since some optimizers keep a copy of them in their state.
         first_state = optimizer.init(updates if params is None else arrays_of(params))
-        inner_state = keep_where(since_reset == 0, first_state, state.inner_state)
+        inner_state = new_where(since_reset == 0, first_state, state.inner_state)
         updates, new_inner_state = optimizer.update(
             updates, inner_state, params, **extra_args
         )

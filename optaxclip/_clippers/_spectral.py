@@ -297,7 +297,7 @@ class Layout(NamedTuple):
         matrices = jnp.stack(matrices_of_leaves).astype(dtype)
         return adjoint(matrices) if self.rows < self.columns else matrices
 
-    def leaf(self, matrices: jax.Array, like: jax.Array) -> jax.Array:
+    def unstack(self, matrices: jax.Array, like: jax.Array) -> jax.Array:
         """One leaf out of a stack, [*layers, rows, columns], typed like another."""
         if self.rows < self.columns:
             matrices = adjoint(matrices)
@@ -342,7 +342,7 @@ def _with_shrunk_values(
             u, singular_values, vh = jnp.linalg.svd(quotients, full_matrices=False)
             long = singular_values[..., None, :] * divisors
             short = shrink(long, jnp.broadcast_to(limits, long.shape))
-            shrunk = product(u * short, vh)
+            shrunk = matmul(u * short, vh)
         else:
             shrunk = divisors * shrunk_by_products(
                 quotients,
@@ -357,7 +357,7 @@ def _with_shrunk_values(
         scaled_matrices = layout.stack([leaves[index] for index in indices])
         clipped = jnp.where(is_shrunk, shrunk, scaled_matrices)
         for index, matrices_of_leaf in zip(indices, clipped):
-            leaves[index] = layout.leaf(matrices_of_leaf, leaves[index])
+            leaves[index] = layout.unstack(matrices_of_leaf, leaves[index])
     return treedef.unflatten(leaves)
 
 
@@ -406,10 +406,10 @@ def _divided(matrices: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Arra
 # largest is underestimated by m^(1 / 2^18).
 SQUARINGS = 17
 # Steps that turn eps into 1, and some more, by the bytes of a real number.
-STEPS = {4: 24, 8: 48}
+POLAR_STEPS = {4: 24, 8: 48}
 
 
-def product(a: jax.Array, b: jax.Array) -> jax.Array:
+def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     """a @ b, with factors that are not rounded."""
     # By default accelerators round float32 factors to bfloat16 or TF32.
     return jnp.matmul(a, b, precision="highest")
@@ -422,10 +422,10 @@ def adjoint(x: jax.Array) -> jax.Array:
 
 def largest_singular_values(x: jax.Array) -> jax.Array:
     """The largest singular value of each matrix, [..., 1, 1]."""
-    gram = product(adjoint(x), x)
+    gram = matmul(adjoint(x), x)
 
     def square(_: int, power: jax.Array) -> jax.Array:
-        power = product(power, power)
+        power = matmul(power, power)
         trace = jnp.real(jnp.trace(power, axis1=-2, axis2=-1))[..., None, None]
         # Zeros stay zeros.
         return power / jnp.where(trace > 0, trace, 1.0)
@@ -448,7 +448,7 @@ def shrunk_by_products(
     """
     # Above all singular values, also where `largest_singular_values` underestimates.
     bound = 1.001 * lax.stop_gradient(norm)
-    steps = steps or STEPS[x.real.dtype.itemsize]
+    steps = steps or POLAR_STEPS[x.real.dtype.itemsize]
     # From 2^13 bound on nothing is shortened in float32, and [cI; X] would lose X.
     limit = jnp.minimum(limit, 2.0**13 * bound)
     largest = jnp.sqrt(bound**2 + limit**2)
@@ -460,21 +460,21 @@ def shrunk_by_products(
     z = polar[..., :columns, :]
     b = polar[..., columns:, :]
     if is_hard:
-        b = product(b, _inverse_of_largest(z, steps))
+        b = matmul(b, _inverse_of_largest(z, steps))
     return limit * b
 
 
 def _inverse_of_largest(z: jax.Array, steps: int) -> jax.Array:
     """max(b, z)^-1 for Hermitian Z, where b^2 = 1 - z^2."""
     eye = _eye(z)
-    difference = eye - 2 * product(z, adjoint(z))
-    absolute = product(difference, _polar(difference, jnp.finfo(z.dtype).eps, steps))
+    difference = eye - 2 * matmul(z, adjoint(z))
+    absolute = matmul(difference, _polar(difference, jnp.finfo(z.dtype).eps, steps))
     square = 0.5 * (eye + absolute)
 
     # The inverse root of a matrix with eigenvalues in [1/2, 1]. The error 1 - square
     # y^2 is 1/2 for y = 1, then 0.22, 0.04, 1e-3, 1e-6, 1e-12.
     def step(_: int, y: jax.Array) -> jax.Array:
-        return 0.5 * product(y, 3 * eye - product(square, product(y, y)))
+        return 0.5 * matmul(y, 3 * eye - matmul(square, matmul(y, y)))
 
     inverse = lax.fori_loop(0, 4, step, 0.5 * (3 * eye - square))
     # Where so many steps do not suffice, `absolute` is below |1 - 2 z^2|, down to 0.
@@ -495,8 +495,8 @@ def _polar(x: jax.Array, lowest: ArrayLike, steps: int) -> jax.Array:
         low = jnp.maximum(lowest, 0.1)
         r = jnp.sqrt(3 / (1 + low + low**2))
         lowest = 0.5 * r * lowest * (3 - (r * lowest) ** 2)
-        factor = 0.5 * r * (3 * _eye(x) - r**2 * product(adjoint(x), x))
-        return (product(x, factor), lowest), None
+        factor = 0.5 * r * (3 * _eye(x) - r**2 * matmul(adjoint(x), x))
+        return (matmul(x, factor), lowest), None
 
     # With a lower one the iteration would not come to rest in time, and large singular
     # values would end anywhere.

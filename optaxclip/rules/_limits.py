@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from .. import _checks as checks
 from ._memory import count_up, multiple
-from ._rule import Number, Rule, Schedule, at_step, further_norms, is_rule, number
+from ._rule import Number, Rule, Schedule, at_step, further_norms, is_rule, number_field
 
 # What a norm can be held against. None is no limit.
 Limit = Number | Rule | None
@@ -100,7 +100,7 @@ class Constant(Rule):
         return self.limit(step) if callable(self.limit) else self.limit, memory
 
 
-CONSTANT = jax.tree.structure(Constant(0.0))
+STRUCTURE_OF_CONSTANT = jax.tree.structure(Constant(0.0))
 
 
 def rule_of(limit: Any, argument: str) -> Rule:
@@ -114,7 +114,7 @@ def rule_of(limit: Any, argument: str) -> Rule:
     if isinstance(limit, type) and issubclass(limit, Rule):
         return limit()
     # Checked once, under the clipper's name, which begins the error then.
-    return CONSTANT.unflatten([checked_limit(argument, limit)])
+    return STRUCTURE_OF_CONSTANT.unflatten([checked_limit(argument, limit)])
 
 
 def rules_of(limits: Any, argument: str) -> Any:
@@ -172,14 +172,14 @@ class ShareOfParams(Rule):
       [0.6 0.8] 1.0
     """
 
-    share: Number = number()
-    floor: Number = number(default=0.0)
+    share: Number = number_field()
+    floor: Number = number_field(default=0.0)
 
     # `limit_of` hands over the norm of the weights.
     needs_params = True
 
     def update(self, norm: Array, memory: Any, step: Array, params_norm: Array) -> Any:
-        share, floor = at_step(step, norm, self.share, self.floor)
+        share, floor = at_step(step, norm.dtype, self.share, self.floor)
         # Weights may have 64 bits where updates have 32.
         weights = jnp.maximum(params_norm.astype(norm.dtype), floor)
         return multiple(share, weights), memory
@@ -257,7 +257,7 @@ class WarmUp(Joined):
     """The first rule for some norms, the second from then on."""
 
     # Counts norms that were remembered. The step counts broken ones as well.
-    steps: Number = number(schedule=False)
+    steps: Number = number_field(schedule=False)
 
     def init(self, norm: Array) -> Any:
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)

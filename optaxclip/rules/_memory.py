@@ -34,12 +34,12 @@ def moving_average(
     return old + (new.astype(old.dtype) - old) / count
 
 
-def between(old: jax.Array, new: jax.Array, keep: jax.Array) -> jax.Array:
-    """keep * old + (1 - keep) * new."""
+def between(old: jax.Array, new: jax.Array, decay: jax.Array) -> jax.Array:
+    """decay * old + (1 - decay) * new."""
     # A step from the nearer value, instead of a sum of products. It is exact while the
     # norm does not change, and right where one value is nothing beside the other.
     change = new - old
-    return jnp.where(keep < 0.5, new - keep * change, old + (1 - keep) * change)
+    return jnp.where(decay < 0.5, new - decay * change, old + (1 - decay) * change)
 
 
 def root(x: jax.Array) -> jax.Array:
@@ -66,12 +66,12 @@ def remembered(remember: str, norm: jax.Array, limit: jax.Array) -> jax.Array:
     return jnp.minimum(norm, limit) if remember == "clipped" else norm
 
 
-def unless_zero(remember: str, value: jax.Array, new: Any, old: Any) -> Any:
+def new_unless_zero(remember: str, value: jax.Array, new: Any, old: Any) -> Any:
     """The new memory, or the old one where a limit of 0 let nothing through: a norm of
     0 is not remembered, since limits could never leave it.
     """
     # No rule learns from a norm of 0, so norms as they came are not 0.
-    return keep_where(value != 0, new, old) if remember == "clipped" else new
+    return new_where(value != 0, new, old) if remember == "clipped" else new
 
 
 def in_place(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -89,7 +89,7 @@ def in_place(new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def keep_where(is_new: jax.Array, new: Any, old: Any) -> Any:
+def new_where(is_new: jax.Array, new: Any, old: Any) -> Any:
     """The new memory where `is_new`, elementwise by norm, and the old one elsewhere."""
 
     def choose(new: ArrayLike, old: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 A subclass of `Rule` lists its parameters as fields, each with its default and range:
 
     class Growth(Rule):
-        rate: Number = number(default=1.01)
+        rate: Number = number_field(default=1.01)
 
         def update(self, norm, memory, step): ...   # -> limit, memory
 
@@ -30,7 +30,7 @@ from .. import _checks as checks
 from .._exported import call_repr
 from .._mesh import typed_as
 from .._names import checked
-from ._memory import keep_where
+from ._memory import new_where
 
 R = TypeVar("R", bound="Rule")
 Schedule = Callable[[ArrayLike], ArrayLike]
@@ -38,34 +38,38 @@ Number = ArrayLike | Schedule
 Answer = tuple[ArrayLike, Any]  # of a rule: the limit of a norm, and the new memory
 
 
-def number(
-    default: Any = dataclasses.MISSING,
+def checked_number(
+    argument: str,
+    value: Any,
+    *,
     lowest: float = 0.0,
     highest: float = np.inf,
-    *,
     schedule: bool = True,
     whole: bool = False,
     optional: bool = False,
 ) -> Any:
-    """A field that is a number in a range.
+    """A number in a range, in the form in which JAX carries it into a compiled call.
 
     It may be a schedule from step to number, unless `schedule` is False. `whole`: it is
     a whole number of at least 1, such as the length of a window. `optional`: it may be
     None.
     """
+    if optional and value is None:
+        return None
+    if whole:
+        checks.check_length(argument, value)
+        return value
+    # What a schedule returns is known in each step only.
+    if schedule and callable(value):
+        checks.check_schedule(argument, value)
+        return Partial(_Within(argument, lowest, highest), checks.as_partial(value))
+    checks.check_limit(argument, value, lowest=lowest, highest=highest)
+    return checks.number_for_jit(value)
 
-    def check(argument: str, value: Any) -> Any:
-        if optional and value is None:
-            return None
-        if whole:
-            return checks.check_length(argument, value)
-        # What a schedule returns is known in each step only.
-        if schedule and callable(value):
-            checks.check_schedule(argument, value)
-            return Partial(_Within(argument, lowest, highest), checks.as_partial(value))
-        checks.check_limit(argument, value, lowest=lowest, highest=highest)
-        return checks.number_for_jit(value)
 
+def number_field(default: Any = dataclasses.MISSING, **options: Any) -> Any:
+    """A field that is a number, with the options of `checked_number`."""
+    check = partial(checked_number, **options)
     return field(default=default, metadata={"check": check})
 
 
@@ -86,12 +90,12 @@ class _Within(NamedTuple):
         return numpy.clip(value, self.lowest, self.highest)
 
 
-def flag(default: bool) -> Any:
+def flag_field(default: bool) -> Any:
     """A field that is True or False, and may be traced."""
     return field(default=default, metadata={"check": checks.check_flag})
 
 
-def choice(*allowed: str, default: str) -> Any:
+def choice_field(*allowed: str, default: str) -> Any:
     """A field that is one of some strings. A changed string compiles anew."""
     check = partial(checks.check_choice, allowed=allowed)
     # jit takes no strings as leaves, so they belong to the structure of the tree.
@@ -100,7 +104,8 @@ def choice(*allowed: str, default: str) -> Any:
 
 # Tells type checkers that every subclass is a dataclass of its annotated fields.
 @dataclass_transform(
-    frozen_default=True, field_specifiers=(field, number, flag, choice)
+    frozen_default=True,
+    field_specifiers=(field, number_field, flag_field, choice_field),
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Rule:
@@ -256,7 +261,7 @@ def limit_of(
     learns = jnp.isfinite(norm) & (limit == limit)
     if not signed:
         learns = learns & (norm > 0)
-    return limit, keep_where(learns, new_memory, memory)
+    return limit, new_where(learns, new_memory, memory)
 
 
 limit_of_jitted = jax.jit(limit_of, static_argnames=("argument", "signed"))
@@ -269,10 +274,10 @@ def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> 
     jit it is a traced number.
     """
 
-    def known_number(number: Any) -> Any:
+    def one_for_traced(number: Any) -> Any:
         return 1 if isinstance(number, Tracer) and not number.ndim else number
 
-    known_rule = jax.tree.map(known_number, rule)
+    known_rule = jax.tree.map(one_for_traced, rule)
     first_memory = jax.eval_shape(known_rule.init, norm)
     # Rules that remember nothing may follow one another.
     if not jax.tree.leaves((first_memory, memory)):
@@ -327,11 +332,11 @@ def is_rule(x: Any) -> TypeGuard[Rule]:
     return isinstance(x, Rule)
 
 
-def at_step(step: jax.Array, norm: jax.Array, *numbers: Number) -> list[jax.Array]:
-    """The numbers at this step, in the norm's dtype."""
+def at_step(step: jax.Array, dtype: Any, *numbers: Number) -> list[jax.Array]:
+    """The numbers at this step, in the dtype of the norm."""
     values = [value(step) if callable(value) else value for value in numbers]
     # A number of a wider dtype would widen the limit, and the memory with it.
-    return [checks.held_in(norm.dtype, value) for value in values]
+    return [checks.held_in(dtype, value) for value in values]
 
 
 def warn_of_falling(argument: str, ratio: Any, stacklevel: int) -> None:

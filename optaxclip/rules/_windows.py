@@ -13,8 +13,17 @@ from jax.typing import ArrayLike
 
 from .._checks import check_length, check_number
 from .._exported import exported
-from ._memory import count_up, keep_where, multiple, remembered, unless_zero
-from ._rule import Number, Rule, at_step, call_name, choice, flag, number, rule_in
+from ._memory import count_up, multiple, new_unless_zero, new_where, remembered
+from ._rule import (
+    Number,
+    Rule,
+    at_step,
+    call_name,
+    choice_field,
+    flag_field,
+    number_field,
+    rule_in,
+)
 
 
 @exported
@@ -38,7 +47,7 @@ def empty_window(rule: Any, norm: Array) -> Window:
     return Window(past, jnp.zeros(norm.shape, jnp.int32))
 
 
-def places(window: Window) -> Array:
+def place_numbers(window: Window) -> Array:
     """The number of each place in the window, int32[norm, length]."""
     return lax.broadcasted_iota(jnp.int32, window.past.shape, window.past.ndim - 1)
 
@@ -51,7 +60,7 @@ def next_place(window: Window) -> Array:
 
 def push(window: Window, norm: Array) -> Window:
     """Adds a norm. A full window loses its oldest."""
-    is_next = places(window) == next_place(window)
+    is_next = place_numbers(window) == next_place(window)
     past = jnp.where(is_next, norm[..., None], window.past)
     return Window(past, count_up(window.seen))
 
@@ -96,13 +105,13 @@ class WindowedQuantile(Rule):
     clipping for source separation networks, 2020 (arXiv 2007.14469).
     """
 
-    quantile: Number = number(default=0.5, highest=1.0)
-    window: Any = number(default=100, whole=True)
+    quantile: Number = number_field(default=0.5, highest=1.0)
+    window: Any = number_field(default=100, whole=True)
     _: KW_ONLY
-    factor: Number = number(default=1.0)
-    current: Any = flag(default=False)
-    remember: str = choice("raw", "clipped", default="raw")
-    warmup: Any = number(default=1, schedule=False)
+    factor: Number = number_field(default=1.0)
+    current: Any = flag_field(default=False)
+    remember: str = choice_field("raw", "clipped", default="raw")
+    warmup: Any = number_field(default=1, schedule=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,9 +123,9 @@ class WindowedQuantile(Rule):
         return recent, jnp.full_like(recent.past, jnp.inf)
 
     def update(self, norm: Array, memory: QuantileMemory, step: Array) -> Any:
-        quantile, factor = at_step(step, norm, self.quantile, self.factor)
+        quantile, factor = at_step(step, norm.dtype, self.quantile, self.factor)
         current = jnp.asarray(self.current)
-        recent, ordered = keep_where(current, push_ordered(memory, norm), memory)
+        recent, ordered = new_where(current, push_ordered(memory, norm), memory)
         is_warm = recent.seen >= jnp.maximum(self.warmup, 1)
         multiple_of_quantile = multiple(
             factor, interpolated(quantile, recent.seen, ordered)
@@ -124,7 +133,7 @@ class WindowedQuantile(Rule):
         limit = jnp.where(is_warm, multiple_of_quantile, jnp.inf)
         value = remembered(self.remember, norm, limit)
         new_memory = push_ordered(memory, value)
-        return limit, unless_zero(self.remember, value, new_memory, memory)
+        return limit, new_unless_zero(self.remember, value, new_memory, memory)
 
 
 def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
@@ -200,14 +209,14 @@ class WindowedMean(Rule):
     which is `optaxclip.skip_step`).
     """
 
-    sigmas: Number = number(default=3.0)
-    window: Any = number(default=128, whole=True)
+    sigmas: Number = number_field(default=3.0)
+    window: Any = number_field(default=128, whole=True)
     _: KW_ONLY
-    ddof: Any = number(default=0, schedule=False)
-    floor: Number = number(default=0.0)
-    current: Any = flag(default=False)
-    remember: str = choice("raw", "clipped", default="raw")
-    warmup: Any = number(default=2, schedule=False)
+    ddof: Any = number_field(default=0, schedule=False)
+    floor: Number = number_field(default=0.0)
+    current: Any = flag_field(default=False)
+    remember: str = choice_field("raw", "clipped", default="raw")
+    warmup: Any = number_field(default=2, schedule=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -219,9 +228,9 @@ class WindowedMean(Rule):
         return empty_window(self, norm)
 
     def update(self, norm: Array, past: Window, step: Array) -> Any:
-        sigmas, floor = at_step(step, norm, self.sigmas, self.floor)
+        sigmas, floor = at_step(step, norm.dtype, self.sigmas, self.floor)
         # Both are made, since `current` is a leaf of the rule and may be traced.
-        window = keep_where(jnp.asarray(self.current), push(past, norm), past)
+        window = new_where(jnp.asarray(self.current), push(past, norm), past)
         mean, deviation = moments(self.ddof, window)
         bound = mean + multiple(sigmas, jnp.maximum(deviation, floor))
         # With ddof 1 a deviation takes two norms, whatever the warmup is.
@@ -263,10 +272,10 @@ class Growth(Rule):
     low-rank constraint?, 2024 (arXiv 2410.01623).
     """
 
-    rate: Number = number(default=1.01)
+    rate: Number = number_field(default=1.01)
     _: KW_ONLY
-    floor: Number = number(default=0.0)
-    cap: Number | None = number(default=None, optional=True)
+    floor: Number = number_field(default=0.0)
+    cap: Number | None = number_field(default=None, optional=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -280,7 +289,7 @@ class Growth(Rule):
 
     def update(self, norm: Array, memory: Array, step: Array) -> Any:
         cap = jnp.inf if self.cap is None else self.cap
-        rate, floor, cap = at_step(step, norm, self.rate, self.floor, cap)
+        rate, floor, cap = at_step(step, norm.dtype, self.rate, self.floor, cap)
         # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
         has_last = memory < jnp.inf
         last = jnp.maximum(jnp.where(has_last, memory, 0.0), floor)
@@ -320,16 +329,16 @@ class QuantileTracker(Rule):
     adaptive clipping, 2021 (arXiv 1905.03871).
     """
 
-    quantile: Number = number(default=0.5, highest=1.0)
-    rate: Number = number(default=0.2, highest=float(np.finfo(np.float32).max))
+    quantile: Number = number_field(default=0.5, highest=1.0)
+    rate: Number = number_field(default=0.2, highest=float(np.finfo(np.float32).max))
     _: KW_ONLY
-    start: ArrayLike = number(default=0.1, schedule=False)
+    start: ArrayLike = number_field(default=0.1, schedule=False)
 
     def init(self, norm: Array) -> Array:
         return jnp.full_like(norm, self.start)
 
     def update(self, norm: Array, limit: Array, step: Array) -> Any:
-        quantile, rate = at_step(step, norm, self.quantile, self.rate)
+        quantile, rate = at_step(step, norm.dtype, self.quantile, self.rate)
         within = (norm <= limit).astype(norm.dtype)
         # At 0 or inf it would stay for good, or become NaN.
         info = jnp.finfo(norm.dtype)
@@ -370,7 +379,7 @@ def moments(ddof: Any, window: Window) -> tuple[Array, Array]:
     difference. So equal norms have exactly their mean and no deviation, and no square
     leaves the range.
     """
-    is_filled = places(window) < window.seen[..., None]
+    is_filled = place_numbers(window) < window.seen[..., None]
     count = jnp.clip(window.seen, 1, window.past.shape[-1]).astype(window.past.dtype)
     # A float32 sum of norms such as 8192 + 2^-9 would lose what they differ by.
     anchor = window.past[..., :1]
