@@ -334,8 +334,9 @@ def _with_shrunk_values(
         norms = jnp.stack([entry.norm for entry in entries_of_state]).reshape(shape)
         limits = jnp.stack([entry.limit for entry in entries_of_state]).reshape(shape)
         quotients, divisors = _divided(matrices, norms)
-        # Zeros, broken matrices and those without a limit are as the kernel left them.
-        is_shrunk = jnp.isfinite(norms) & jnp.isfinite(limits) & (norms > 0)
+        # Zeros, broken matrices, and limits of 0 and inf are as the kernel left them.
+        has_norm = jnp.isfinite(norms) & (norms > 0)
+        is_shrunk = has_norm & jnp.isfinite(limits) & (limits > 0)
         norms = jnp.where(is_shrunk, norms, 1.0).astype(quotients.real.dtype)
         limits = jnp.where(is_shrunk, limits, 1.0).astype(quotients.real.dtype)
         if measure.method == "svd":
@@ -367,12 +368,15 @@ def _divided(matrices: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Arra
     """
     sizes = lax.stop_gradient(sizes).astype(matrices.real.dtype)
     is_finite = jnp.isfinite(sizes)
-    # Powers of 2 round nothing. 2^126 is not among them: XLA multiplies with its
-    # reciprocal, which is flushed to 0.
-    exponents = jnp.floor(jnp.log2(jnp.where(is_finite & (sizes > 0), sizes, 1.0)))
-    # 125 of float32, whose numbers end at 2^128.
-    largest = int(jnp.finfo(matrices.dtype).maxexp) - 3
-    divisors = jnp.exp2(jnp.clip(exponents, -largest, largest))
+    sizes = jnp.where(is_finite & (sizes > 0), sizes, 1.0)
+    info = jnp.finfo(sizes.dtype)
+    # A number without digits behind its first is a power of 2, by which a division
+    # rounds nothing. On a CPU `exp2` is off by 3e-6.
+    powers = lax.reduce_precision(sizes, int(info.nexp), 0)
+    # At most 2^125 in float32: XLA multiplies by the reciprocal, which above 2^126 is
+    # flushed to 0.
+    largest = 2.0 ** (int(info.maxexp) - 3)
+    divisors = jnp.clip(powers, 1 / largest, largest)
     quotients = jnp.where(is_finite, matrices / divisors, jnp.zeros_like(matrices))
     return quotients, divisors
 
@@ -449,8 +453,10 @@ def shrunk_by_products(
     # Above all singular values, also where `largest_singular_values` underestimates.
     bound = 1.001 * lax.stop_gradient(norm)
     steps = steps or POLAR_STEPS[x.real.dtype.itemsize]
-    # From 2^13 bound on nothing is shortened in float32, and [cI; X] would lose X.
-    limit = jnp.minimum(limit, 2.0**13 * bound)
+    # Above 2^13 times the bound, 2^28 in float64, a limit shortens by less than the
+    # dtype shows. The square of a limit without bound would overflow.
+    far = 2.0 ** (int(jnp.finfo(bound.dtype).nmant) // 2 + 2)
+    limit = jnp.minimum(limit, far * bound)
     largest = jnp.sqrt(bound**2 + limit**2)
     # Split as x is, on an Explicit mesh that splits layers.
     limit_eye = split_as(limit * _eye(x), jax.typeof(x))
@@ -472,12 +478,15 @@ def _inverse_of_largest(z: jax.Array, steps: int) -> jax.Array:
     square = 0.5 * (eye + absolute)
 
     # The inverse root of a matrix with eigenvalues in [1/2, 1]. The error 1 - square
-    # y^2 is 1/2 for y = 1, then 0.22, 0.04, 1e-3, 1e-6, 1e-12.
+    # y^2 is 1/2 for y = 1, then 0.22, 0.04, 1e-3, 1e-6, 1e-12, 1e-24.
     def step(_: int, y: jax.Array) -> jax.Array:
         return 0.5 * matmul(y, 3 * eye - matmul(square, matmul(y, y)))
 
-    inverse = lax.fori_loop(0, 4, step, 0.5 * (3 * eye - square))
-    # Where so many steps do not suffice, `absolute` is below |1 - 2 z^2|, down to 0.
+    # The first step, from y = 1, multiplies no matrices.
+    more_steps = 4 if z.real.dtype.itemsize == 4 else 5
+    inverse = lax.fori_loop(0, more_steps, step, 0.5 * (3 * eye - square))
+    # Where so few polar steps do not suffice, `absolute` is below |1 - 2 z^2|, down to
+    # 0.
     return inverse / math.sqrt(1 + _lowest_in_reach(steps))
 
 
