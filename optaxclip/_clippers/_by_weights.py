@@ -99,10 +99,10 @@ def adaptive_grad_clip(
         )
     if clipping is None:
         clipping = math.inf
-    # Checked here as well, since errors of the rule name share_of_params: share.
+    # The rule checks its numbers too, but its errors name share_of_params.
     share = checked_number(f"{call}: clipping", clipping)
     eps = checked_number(f"{call}: eps", eps)
-    # |G| and |W| of whole leaves as in DreamerV3, or of units as in NFNets.
+    # DreamerV3 compares |G| and |W| of whole leaves, NFNets of units.
     if per_tensor:
         options = check_measure(call, ord=ord, stacked=stacked, mesh_axes=mesh_axes)
         measure = TensorNorm(**options)
@@ -167,7 +167,8 @@ def larc(
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is |g| +
       weight_decay * |p|, or 0 for a gradient of 0. The limit is
-      trust * |p| / learning_rate.
+      trust * |p| / learning_rate. Its `update` computes both, and does not look at a
+      `grad_norm=` or `limit=` that a chain is given.
 
     Raises:
       ValueError: a negative or NaN number, an infinite `weight_decay`, or `update`
@@ -205,7 +206,9 @@ def larc(
         nonfinite=nonfinite,
     )
 
-    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
+    # A chain hands its `grad_norm` and `limit` to all of its links. This one computes
+    # both, so it takes neither.
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params)
         grad_norms = measure(tree)
@@ -241,6 +244,7 @@ def larc(
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
 
+# Not `LARC`: errors name a rule by its class, larc, and would make it l_a_r_c.
 class Larc(Rule):
     """limit = trust * |p| / learning_rate, and none for weights or a rate of 0."""
 
@@ -275,7 +279,7 @@ def _decayed(
     wide = np.promote_types(jnp.result_type(grad), grad_norm.dtype)
     grad = jnp.asarray(grad).astype(wide)
     decayed = grad + decay.astype(wide) * jnp.asarray(weight).astype(wide)
-    # As in apex, where weights or gradients are all 0 nothing decays. Without decay
+    # Where weights or gradients are all 0 nothing decays, as in apex. Without decay
     # -0.0 stays -0.0, where -0.0 + 0.0 would be 0.0.
     is_kept = (grad_norm == 0) | (weight_norm == 0) | (decay == 0)
     return jnp.where(is_kept, grad, decayed)
@@ -329,7 +333,9 @@ def clippy(
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is the largest
-      |u_i| / (relative * |p_i| + absolute) of a tensor, and the limit is 1.
+      |u_i| / (relative * |p_i| + absolute) of a tensor, and the limit is 1. Its
+      `update` computes both, and does not look at a `grad_norm=` or `limit=` that a
+      chain is given.
 
     Raises:
       ValueError: a negative or NaN bound, an unknown `nonfinite`, or `update` without
@@ -351,12 +357,14 @@ def clippy(
     relative = checked_number(f"{call}: relative", relative, schedule=False)
     absolute = checked_number(f"{call}: absolute", absolute, schedule=False)
     options = check_measure(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
-    # Order inf: the largest strain of the elements of a tensor.
+    # The norm of order inf is the largest strain of the elements of a tensor.
     measure = TensorNorm(**options)
     # The limit depends on single weights, so each update hands it to the kernel.
     kernel = make_clipper(measure, None, call=call, name="limit", nonfinite=nonfinite)
 
-    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
+    # A chain hands its `grad_norm` and `limit` to all of its links. This one computes
+    # both, so it takes neither.
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")
         is_free = jnp.isinf(relative) | jnp.isinf(absolute)
@@ -366,9 +374,9 @@ def clippy(
         finite_norms = []
         limits = []
         for norm in norms.values:
-            # NaN stays.
+            # The state holds no norm of inf. One of NaN stays.
             finite_norms.append(jnp.minimum(norm, jnp.finfo(norm.dtype).max))
-            # A bound of 0 lets nothing move.
+            # A norm of inf has an update beside a bound of 0, which lets nothing move.
             limits.append(jnp.where(norm == jnp.inf, 0.0, limit))
         return kernel.update(
             updates,
@@ -388,10 +396,11 @@ def _strain(
     update: ArrayLike,
     weight: ArrayLike,
 ) -> Array:
-    """How many times its bound each element is: inf if the bound is 0, and NaN if the
-    update is inf or NaN.
+    """How many times its bound each element is: 0 for an update of 0, inf if only the
+    bound is 0, and NaN if the update is inf or NaN.
     """
-    # The default bound of 1e-7 is next to the smallest float16 above 0, 6e-8.
+    # float16 has hardly a digit for the default bound of 1e-7: its smallest number is
+    # 6e-8.
     wide = np.promote_types(jnp.finfo(jnp.result_type(update)).dtype, np.float32)
     relative = jnp.asarray(relative).astype(wide)
     weight_size = jnp.abs(weight).astype(wide)
@@ -400,9 +409,9 @@ def _strain(
     # Without a bound, inf * |0| would be NaN.
     bound = jnp.where(is_free, jnp.inf, bound)
     size = jnp.abs(update).astype(wide)
-    # Two wheres: a quotient that is not taken must be finite for the derivative.
+    # The quotient must be finite also where it is not taken, for the derivative.
     is_zero = bound == 0
     strain = size / jnp.where(is_zero, 1.0, bound)
     strain = jnp.where(is_zero & (size > 0), jnp.inf, strain)
-    # Adds 0, and NaN where size is inf.
+    # size * 0 is 0, and NaN where the size is inf.
     return strain + size * 0

@@ -28,7 +28,7 @@ from ..shrinks import Shrink
 def clip_by(
     norm: Callable[[Any], Any],
     limit: LimitTree,
-    shrink: Shrink | str | None = None,
+    shrink: Shrink | None = None,
     *,
     eps: ArrayLike = 0.0,
     nonfinite: Nonfinite = "propagate",

@@ -309,6 +309,7 @@ class AdaGCMemory(NamedTuple):
     average: Array  # float32[norm]: inf before the first
 
 
+# Not `AdaGC`: errors name a rule by its class, adagc, and would make it ada_g_c.
 class Adagc(Rule):
     """The rule of AdaGC."""
 

@@ -114,7 +114,8 @@ def clip_by_spectral_norm(
     Returns:
       A transformation with a `ClipState`, read by `metrics`. Its norms are spectral
       norms, and its factors are those of the largest singular value. Inside shard_map
-      every device must hold whole matrices.
+      every device must hold whole matrices. Its `update` also takes `limit=`. It does
+      not look at a `grad_norm=` that a chain is given.
 
     Raises:
       ValueError: a negative or NaN limit, an unknown method, a shrink that the method
@@ -153,10 +154,11 @@ def clip_by_spectral_norm(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         tree = clipped_leaves(updates, call)
-        # A norm from elsewhere may be below the singular values.
+        # The chain's norm from elsewhere is none of singular values, and may be below
+        # them.
         extra_args.pop("grad_norm", None)
         # The kernel finds norms and limits, counts, and scales each leaf. Vectors,
-        # broken steps, and limits of 0 and inf need no more than that.
+        # zeros, broken steps, and limits of 0 and inf need no more than that.
         scaled, new_state = kernel.update(tree, state, params, **extra_args)
         clipped = _with_shrunk_values(measure, shrink, steps, tree, scaled, new_state)
         return put_back(clipped, updates), new_state
@@ -217,11 +219,12 @@ class SpectralNorm(NamedTuple):
 
     @partial(jax.jit, static_argnums=0)
     def __call__(self, tree: Any) -> Norms:
-        # First, since its errors name the function that the user called.
+        # Before the norms, since errors of `layouts` name the function that the user
+        # called.
         layouts = self.layouts(tree)
         leaves = jax.tree.leaves(tree)
-        # The spectral norm of a vector is its L2 norm. Devices may hold different
-        # layers.
+        # Vectors keep their L2 norm, which is their spectral norm. Norms of layers are
+        # not joined over devices, which may hold different layers.
         mesh_axes = "auto" if self.stacked is None else None
         l2_norms = TensorNorm(stacked=self.stacked, mesh_axes=mesh_axes)(tree)
         values = l2_norms.on_device()
@@ -435,8 +438,8 @@ def largest_singular_values(x: jax.Array) -> jax.Array:
         return power / jnp.where(trace > 0, trace, 1.0)
 
     power = lax.fori_loop(0, SQUARINGS, square, lax.stop_gradient(gram))
-    # A mean of the squared singular values in which the largest outweighs all others.
-    # It is never above the largest.
+    # This mean of the squared singular values, in which the largest outweighs all
+    # others, is never above the largest.
     products = jnp.real(jnp.conj(power) * gram)
     mean = jnp.sum(products, (-2, -1), keepdims=True)
     return root(mean)
@@ -450,7 +453,8 @@ def shrunk_by_products(
     `norm` is their largest singular value. `steps` None means as many as the dtype
     needs.
     """
-    # Above all singular values, also where `largest_singular_values` underestimates.
+    # The bound is above all singular values, also where `largest_singular_values`
+    # underestimates.
     bound = 1.001 * lax.stop_gradient(norm)
     steps = steps or POLAR_STEPS[x.real.dtype.itemsize]
     # Above 2^13 times the bound, 2^28 in float64, a limit shortens by less than the
@@ -458,7 +462,7 @@ def shrunk_by_products(
     far = 2.0 ** (int(jnp.finfo(bound.dtype).nmant) // 2 + 2)
     limit = jnp.minimum(limit, far * bound)
     largest = jnp.sqrt(bound**2 + limit**2)
-    # Split as x is, on an Explicit mesh that splits layers.
+    # On an Explicit mesh that splits layers, [cI] must be split as X is.
     limit_eye = split_as(limit * _eye(x), jax.typeof(x))
     limit_eye_and_x = jnp.concatenate([limit_eye, x], -2) / largest
     polar = _polar(limit_eye_and_x, limit / largest, steps)
@@ -499,7 +503,7 @@ def _polar(x: jax.Array, lowest: ArrayLike, steps: int) -> jax.Array:
 
     def step(carry: Any, _: None) -> Any:
         x, lowest = carry
-        # The r that raises the lowest most. Near lowest = 0 it would send 1 to 0, and
+        # This r raises the lowest most. That of a lowest near 0 would send 1 to 0, and
         # 1 + eps below 0, so r is computed from 0.1 at least.
         low = jnp.maximum(lowest, 0.1)
         r = jnp.sqrt(3 / (1 + low + low**2))
@@ -507,8 +511,8 @@ def _polar(x: jax.Array, lowest: ArrayLike, steps: int) -> jax.Array:
         factor = 0.5 * r * (3 * _eye(x) - r**2 * matmul(adjoint(x), x))
         return (matmul(x, factor), lowest), None
 
-    # With a lower one the iteration would not come to rest in time, and large singular
-    # values would end anywhere.
+    # Below this reach `lowest` would keep r large up to the last step, and singular
+    # values near 1 would end anywhere.
     lowest = jnp.maximum(lax.stop_gradient(lowest), _lowest_in_reach(steps))
     (polar, _), _ = lax.scan(step, (x, lowest), length=steps)
     return polar
