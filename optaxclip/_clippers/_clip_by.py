@@ -72,7 +72,7 @@ def clip_by(
       >>> print(f"{optaxclip.global_norm(updates):.4f}")
       0.8333
     """
-    # `norm` is called first in `init`. A number in its place is named here.
+    # A norm that is no function would otherwise be an error of `init`.
     check_norm("clip_by", norm)
     # The norm and shrink functions are static keys of the program: a lambda that
     # is made anew in every step compiles in every step.
@@ -99,7 +99,7 @@ def clip_grads(
     """Clips one tree of gradients and returns it with its norm:
     g * min(1, max_norm / |g|).
 
-    It is for training loops without an optimizer of optax. In one, put
+    This function is for training loops without an optimizer of optax. In one, put
     `clip_by_global_norm` into the chain, whose norms `metrics` reads.
 
     Args:

@@ -102,8 +102,8 @@ def autoclip(
     Reference: Seetharaman, Wichern, Pardo, Le Roux, AutoClip: adaptive gradient
     clipping for source separation networks, 2020 (arXiv 2007.14469).
     """
-    # Checked as a percentile, because the rule would check a share in [0, 1].
     call = "autoclip"
+    # Checked before it becomes a share, so that errors show the percentile.
     percentile = checked_number(f"{call}: percentile", percentile, highest=100.0)
     # `windowed_quantile` takes shares, so 0.1 for ten percent is an easy slip.
     # 0 is no slip: it clips to the shortest gradient.
@@ -333,23 +333,23 @@ class Adagc(Rule):
             step, norm.dtype, self.ratio, self.decay, self.max_norm
         )
         seen, average = memory
-        is_warm_up = seen < self.warmup
+        is_warm = seen >= self.warmup
         is_over = total > max_norm
         # h = min(1, max_norm / |all|). The inner where keeps 0 out of the division.
         factor = jnp.where(is_over, max_norm / jnp.where(is_over, total, 1.0), 1.0)
-        # As the limit of a tensor, h |g| multiplies it by h.
+        # A tensor whose limit is h |g| is multiplied by h.
         early_limit = jnp.where(is_over, norm * factor, jnp.inf)
-        # NaN breaks all tensors that are clipped together.
+        # In the warm-up all tensors are clipped together, so a limit of NaN breaks all.
         early_limit = jnp.where(jnp.isfinite(total), early_limit, jnp.nan)
-        # Before the first norm the average is inf, times which a derivative is NaN.
-        finite_average = jnp.where(is_warm_up, 0.0, average)
-        limit = jnp.where(is_warm_up, early_limit, ratio * finite_average)
+        # Before the first norm the average is inf. A derivative times inf would be NaN.
+        finite_average = jnp.where(is_warm, average, 0.0)
+        limit = jnp.where(is_warm, ratio * finite_average, early_limit)
         # h |g|: the spike itself never enters the average.
         clipped_norm = jnp.minimum(norm, limit)
         later_average = between(finite_average, clipped_norm, decay)
         # During the warm-up the average is the smallest h |g| so far.
         early_average = jnp.minimum(average, clipped_norm)
-        new_average = jnp.where(is_warm_up, early_average, later_average)
+        new_average = jnp.where(is_warm, later_average, early_average)
         # An average of 0 would stay 0. A CPU flushes subnormal numbers to 0, and a GPU
         # does not.
         is_learned = clipped_norm >= jnp.finfo(clipped_norm.dtype).tiny
@@ -515,7 +515,7 @@ def adagn(
         rule,
         call=call,
         name="limit",
-        # It makes every norm its limit, whether the norm was longer or shorter.
+        # `normalize` makes every norm its limit, whether it was longer or shorter.
         shrink=normalize,
         nonfinite=nonfinite,
     )
@@ -537,7 +537,7 @@ def _measure_at(
     prefix of labels, or a function that makes one. With "tensor", each layer of a
     stacked leaf is a tensor.
     """
-    # As labels, None or another string would make one group of all leaves.
+    # Taken for labels, None or another string would make one group of all leaves.
     if scope is None or (isinstance(scope, str) and scope not in ("global", "tensor")):
         raise ValueError(
             f"{call}: scope must be 'global', 'tensor', or labels as in "
@@ -549,7 +549,7 @@ def _measure_at(
             f"{call}: stacked={shown(stacked)} makes each layer a tensor of its own: "
             f"take scope='tensor', not scope={shown(scope)}."
         )
-    # Of order 2, as in the papers of all these rules.
+    # All papers of these rules have norms of order 2.
     if scope == "tensor":
         options = check_measure(call, ord=None, mesh_axes=mesh_axes, stacked=stacked)
         return TensorNorm(**options)

@@ -20,7 +20,16 @@ from ._memory import (
     remembered,
     root,
 )
-from ._rule import Answer, Number, Rule, at_step, choice_field, flag_field, number_field
+from ._rule import (
+    Answer,
+    Number,
+    Rule,
+    at_step,
+    choice_field,
+    flag_field,
+    number_field,
+    warn_of_falling,
+)
 
 
 @exported
@@ -42,7 +51,7 @@ def blend(
 ) -> Average:
     """Adds a value to an average.
 
-    Corrected, it is Adam's: all values since the first, with weights that fall by
+    A corrected average is Adam's: all values since the first, with weights that fall by
     `decay`. Otherwise the first value counts as if it had always been there.
     """
     has_started = (average.weight > 0) | jnp.asarray(corrected)
@@ -56,7 +65,7 @@ def weigh(weight: Array, decay: Array) -> tuple[Array, Array]:
 
     The first value becomes the average, whatever the decay.
     """
-    # With a decay of 1 the weights of all values would be 0. As 2^-60 they make the
+    # With a decay of 1 the weights of all values would be 0. Weights of 2^-60 make the
     # mean, and count for nothing beside 2^-24, the least weight that a decay below 1
     # gives in float32.
     is_tiny = weight < 2.0**-30
@@ -93,7 +102,7 @@ class Ema(Rule):
 
     def update(self, norm: Array, average: Average, step: Array) -> Answer:
         (decay,) = at_step(step, norm.dtype, self.decay)
-        # Blended first: the norm counts in the limit that it is held against.
+        # Blending comes first: the norm counts in the limit that it is held against.
         average = blend(average, norm, decay)
         return average.estimate, average
 
@@ -101,11 +110,11 @@ class Ema(Rule):
 class EmaRatio(Rule):
     """limit = ratio * average of the norms.
 
-    With a target there are two rates: a norm above ratio * average is brought to
-    target * a second average.
+    With a target a norm above ratio * average is brought to target * a second average,
+    which has a decay of its own.
 
-        limit = ratio * average                                   one rate
-        limit = target * second    where norm > ratio * average   two rates
+        limit = ratio * average             without a target, or within ratio * average
+        limit = target * second average     with a target, for a norm above it
 
     The defaults remember the smaller of norm and limit, so that a spike does not raise
     the limit for the next one. With a ratio near 1 the norm then grows by at most
@@ -138,10 +147,10 @@ class EmaRatio(Rule):
       >>> print(optaxclip.replay.run(rule, [1.0, 1.0, 9.0, 9.0]).limits)
       [inf  2.  2.  3.]
 
-    Reference: OLMo 1, `olmo/optim.py` (max_grad_norm_ratio, one rate). Its average
+    Reference: OLMo 1, `olmo/optim.py` (max_grad_norm_ratio, no target). Its average
     starts with the second norm, which is not clipped, and the first is thrown away.
-    Here it starts with the first. PDE-Transformer, `callback/ema_clip.py` (two rates,
-    2.0 and 1.1, decays 0.99 and 0.9).
+    Here it starts with the first. PDE-Transformer, `callback/ema_clip.py` (ratio 2.0,
+    target 1.1, decays 0.99 and 0.9).
     """
 
     ratio: Number = number_field(default=2.0)
@@ -156,7 +165,7 @@ class EmaRatio(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.remember == "clipped":
-            self._warn_of_falling("ratio")
+            warn_of_falling("ema_ratio: ratio", self.ratio, stacklevel=4)
 
     def init(self, norm: Array) -> tuple[Array, Average, Average]:
         seen = jnp.zeros(norm.shape, jnp.int32)
@@ -172,12 +181,14 @@ class EmaRatio(Rule):
         # Norms seen, and the averages that `ratio` and `target` multiply.
         seen, average, target_average = memory
         edge = ratio * average.estimate
-        # With one rate both averages are the same, and so are both limits.
+        # Without target and target_decay both averages are the same, and so are both
+        # limits. That takes two numbers more for each norm, and no second form of the
+        # memory.
         limit = jnp.where(norm > edge, target * target_average.estimate, edge)
         # Without a norm there is no average, also with a warmup of 0.
         is_warm = seen >= jnp.maximum(self.warmup, 1)
         limit = jnp.where(is_warm, limit, jnp.inf)
-        # Clipped by default, so that one spike does not raise the limit of the next.
+        # By default the clipped norm, so that a spike does not raise the next limit.
         value = remembered(self.remember, norm, limit)
         new_memory = (
             count_up(seen),

@@ -85,7 +85,7 @@ class _Within(NamedTuple):
     def __call__(self, schedule: Schedule, step: ArrayLike) -> ArrayLike:
         value = schedule(step)
         checks.check_real(f"{self.argument}: what a schedule returns", value)
-        # Numbers of Python and NumPy stay what they are: JAX would make inf of 1e39.
+        # NumPy clips numbers of Python and NumPy, since JAX would make inf of 1e39.
         numpy = jnp if isinstance(value, jax.Array) else np
         return numpy.clip(value, self.lowest, self.highest)
 
@@ -146,7 +146,7 @@ class Rule:
     """
 
     # Whether `update` takes the norm of the weights as a fourth argument, and the norm
-    # of all norms as its last. Without a type, which would make them fields.
+    # of all norms as its last. A type would make these two fields of the dataclass.
     needs_params = False
     needs_total = False
 
@@ -164,7 +164,7 @@ class Rule:
             return leaves, tuple(getattr(rule, name) for name in meta)
 
         def unflatten(static: Any, leaves: Any) -> Any:
-            # Unchecked: JAX also builds trees of things that are no numbers.
+            # Fields are not checked: JAX also builds trees of what is no number.
             rule = object.__new__(cls)
             vars(rule).update(zip(data, leaves))
             vars(rule).update(zip(meta, static))
@@ -182,11 +182,6 @@ class Rule:
             # A plain field of a user's rule has no check.
             if "check" in spec.metadata:
                 values[name] = check_field(call, name, spec, values[name])
-
-    def _warn_of_falling(self, name: str) -> None:
-        """Warns of a field at most 1, in the place where the user builds the rule."""
-        argument = f"{call_name(type(self))}: {name}"
-        warn_of_falling(argument, getattr(self, name), stacklevel=5)
 
     def __repr__(self) -> str:
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
@@ -277,8 +272,9 @@ def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> 
     def one_for_traced(number: Any) -> Any:
         return 1 if isinstance(number, Tracer) and not number.ndim else number
 
-    known_rule = jax.tree.map(one_for_traced, rule)
-    first_memory = jax.eval_shape(known_rule.init, norm)
+    # A traced length of a window has no shape to give. Any number shows the form.
+    rule_without_tracers = jax.tree.map(one_for_traced, rule)
+    first_memory = jax.eval_shape(rule_without_tracers.init, norm)
     # Rules that remember nothing may follow one another.
     if not jax.tree.leaves((first_memory, memory)):
         return first_memory

@@ -23,6 +23,7 @@ from ._rule import (
     flag_field,
     number_field,
     rule_in,
+    warn_of_falling,
 )
 
 
@@ -37,7 +38,7 @@ class Window(NamedTuple):
 
 def empty_window(rule: Any, norm: Array) -> Window:
     """The window of a rule, without norms."""
-    # Its length is the shape of an array, so it cannot be traced.
+    # The length is the shape of an array, so it cannot be traced.
     if isinstance(rule.window, Tracer):
         raise TypeError(
             f"{call_name(type(rule))}: window must be known when the state is made: "
@@ -116,7 +117,7 @@ class WindowedQuantile(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.remember == "clipped":
-            self._warn_of_falling("factor")
+            warn_of_falling("windowed_quantile: factor", self.factor, stacklevel=4)
 
     def init(self, norm: Array) -> QuantileMemory:
         recent = empty_window(self, norm)
@@ -160,7 +161,7 @@ def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
 def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
     """The quantile, between the two nearest norms."""
     last = jnp.clip(seen, 1, ordered.shape[-1]) - 1
-    # As numpy.percentile: quantile 0 is the first of the norms, 1 the last.
+    # Quantile 0 is the first of the norms, 1 the last, as in numpy.percentile.
     place = quantile * last.astype(quantile.dtype)
 
     def norm_at(place: Array) -> Array:
@@ -168,7 +169,8 @@ def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
         return jnp.take_along_axis(ordered, index, axis=-1)[..., 0]
 
     low, high = norm_at(jnp.floor(place)), norm_at(jnp.ceil(place))
-    # Without any norm both are inf, whose difference is NaN. `update` then takes inf.
+    # Without any norm both numbers are inf, whose difference is NaN. The largest number
+    # stands for inf here, and `update` takes inf then.
     most = jnp.finfo(low.dtype).max
     low, high = jnp.minimum(low, most), jnp.minimum(high, most)
     return low + (place - jnp.floor(place)) * (high - low)
@@ -229,14 +231,14 @@ class WindowedMean(Rule):
 
     def update(self, norm: Array, past: Window, step: Array) -> Any:
         sigmas, floor = at_step(step, norm.dtype, self.sigmas, self.floor)
-        # Both are made, since `current` is a leaf of the rule and may be traced.
+        # Both windows are made, since `current` may be traced.
         window = new_where(jnp.asarray(self.current), push(past, norm), past)
         mean, deviation = moments(self.ddof, window)
         bound = mean + multiple(sigmas, jnp.maximum(deviation, floor))
         # With ddof 1 a deviation takes two norms, whatever the warmup is.
         is_warm = window.seen >= jnp.maximum(self.warmup, 1 + self.ddof)
         limit = jnp.where(is_warm, bound, jnp.inf)
-        # Onto `past`: `window` may have the norm already, as it came.
+        # The norm goes onto `past`: `window` may have it already, as it came.
         return limit, push(past, remembered(self.remember, norm, limit))
 
 
@@ -281,7 +283,7 @@ class Growth(Rule):
         super().__post_init__()
         # A floor above 0 holds limits up.
         if isinstance(self.floor, (int, float)) and self.floor == 0:
-            self._warn_of_falling("rate")
+            warn_of_falling("growth: rate", self.rate, stacklevel=4)
 
     def init(self, norm: Array) -> Array:
         # The first norm has no limit: inf times a rate above 0 is inf.
@@ -294,7 +296,7 @@ class Growth(Rule):
         has_last = memory < jnp.inf
         last = jnp.maximum(jnp.where(has_last, memory, 0.0), floor)
         limit = jnp.minimum(jnp.where(has_last, multiple(rate, last), jnp.inf), cap)
-        # What a hard clip lets through. A rule does not know the clipper's shrink.
+        # This is what a hard clip lets through. A rule does not know the shrink.
         passed = jnp.minimum(norm, limit)
         # From a last norm of 0 there would be no growth.
         return limit, jnp.where(passed > 0, passed, memory)
@@ -340,7 +342,7 @@ class QuantileTracker(Rule):
     def update(self, norm: Array, limit: Array, step: Array) -> Any:
         quantile, rate = at_step(step, norm.dtype, self.quantile, self.rate)
         within = (norm <= limit).astype(norm.dtype)
-        # At 0 or inf it would stay for good, or become NaN.
+        # A limit of 0 or inf would stay for good, or become NaN.
         info = jnp.finfo(norm.dtype)
         old_limit = jnp.clip(limit, info.tiny, info.max)
         # within - quantile is 1 - quantile or -quantile: a step down or up.
@@ -368,7 +370,7 @@ def step_rule(
 
 def spike_rule(call: str, sigmas: Number, window: Any) -> Rule:
     """The rule of OLMo-core's spike score: what is over its limit is a spike."""
-    # A warmup of the whole window: before that nothing is a spike.
+    # Nothing is a spike before the window is full.
     return rule_in(call, WindowedMean, sigmas=sigmas, window=window, warmup=window)
 
 
@@ -392,7 +394,7 @@ def moments(ddof: Any, window: Window) -> tuple[Array, Array]:
     shift = jnp.sum(differences, axis=-1, keepdims=True) / count[..., None]
     deviations = jnp.where(is_filled, differences - shift, 0.0)
     squares = jnp.sum(deviations**2, axis=-1)
-    # At least 1, since ddof norms would divide by 0.
+    # The divisor is at least 1: for ddof norms it would be 0.
     variance = squares / jnp.maximum(count - jnp.asarray(ddof, count.dtype), 1)
     mean = anchor[..., 0] + (largest * shift)[..., 0]
     return mean, largest[..., 0] * jnp.sqrt(variance)
