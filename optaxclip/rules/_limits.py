@@ -111,7 +111,7 @@ class Constant(Rule):
 
     limit: Number | None = field(metadata={"check": checked_limit})
 
-    def update(self, norm: Array, memory: Any, step: Array) -> Answer:
+    def update(self, norm: Array, memory: Any, step: Array) -> Any:
         # `limit_of` brings what a schedule returns to the norm's dtype and shape.
         return self.limit(step) if callable(self.limit) else self.limit, memory
 
