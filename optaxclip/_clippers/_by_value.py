@@ -91,8 +91,8 @@ def value_clipper(
         lower = _bounds(call, *low, lowest=-math.inf, no_bound=-math.inf)
         for low_path, low_bound in lower.entries:
             for high_path, high_bound in upper.entries:
-                # Compared where both are for the same leaves, or one is for a part of
-                # the leaves of the other.
+                # Two bounds are compared if both are for the same leaves, or one is for
+                # a part of the leaves of the other.
                 length = min(len(low_path), len(high_path))
                 if low_path[:length] == high_path[:length]:
                     checks.check_order(call, (low[0], low_bound), (high[0], high_bound))
@@ -253,7 +253,7 @@ def _exact(bound: Any, dtype: Any, is_for_integers: bool) -> Any:
 
 
 def _with_sign(number: Any, sign: int) -> Any:
-    """A bound that stands alone, on the side of `sign`. 0 leaves it as it is."""
+    """A bound that stands alone, on the side of `sign`. With 0 it is not alone."""
     if not sign:
         return number
     numpy = jnp if isinstance(number, jax.Array) else np

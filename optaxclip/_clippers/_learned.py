@@ -103,10 +103,10 @@ def autoclip(
     clipping for source separation networks, 2020 (arXiv 2007.14469).
     """
     call = "autoclip"
-    # Checked before it becomes a share, so that errors show the percentile.
+    # The percentile is checked before it becomes a share, so that errors show it.
     percentile = checked_number(f"{call}: percentile", percentile, highest=100.0)
-    # `windowed_quantile` takes shares, so 0.1 for ten percent is an easy slip.
-    # 0 is no slip: it clips to the shortest gradient.
+    # `windowed_quantile` takes shares, so 0.1 for ten percent is an easy slip. The
+    # percentile 0 is none: it clips to the shortest gradient.
     if isinstance(percentile, (int, float)) and 0 < percentile < 1:
         warnings.warn(
             f"{call}: percentile={percentile} is less than one percent. Percentiles "
@@ -322,7 +322,7 @@ class Adagc(Rule):
     needs_total = True
 
     def init(self, norm: Array) -> AdaGCMemory:
-        # With inf the first minimum of the warm-up is the first norm itself.
+        # The first minimum of a norm and inf is the norm itself.
         average = jnp.full_like(norm, jnp.inf)
         return AdaGCMemory(jnp.zeros(norm.shape, jnp.int32), average)
 

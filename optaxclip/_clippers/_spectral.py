@@ -376,8 +376,8 @@ def _divided(matrices: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Arra
     # A number without digits behind its first is a power of 2, by which a division
     # rounds nothing. On a CPU `exp2` is off by 3e-6.
     powers = lax.reduce_precision(sizes, int(info.nexp), 0)
-    # At most 2^125 in float32: XLA multiplies by the reciprocal, which above 2^126 is
-    # flushed to 0.
+    # Divisors end at 2^125 in float32: XLA multiplies by the reciprocal, which above
+    # 2^126 is flushed to 0.
     largest = 2.0 ** (int(info.maxexp) - 3)
     divisors = jnp.clip(powers, 1 / largest, largest)
     quotients = jnp.where(is_finite, matrices / divisors, jnp.zeros_like(matrices))

@@ -435,7 +435,7 @@ class LogZScore(Rule):
     z: Number = number_field(default=4.0)
     decay: Number = number_field(default=0.995, highest=1.0)
     _: KW_ONLY
-    # With an infinite one the logarithms would differ by inf - inf.
+    # With an infinite floor the logarithms would differ by inf - inf.
     floor: Number = number_field(default=0.01, highest=float(np.finfo(np.float32).max))
     spread: Number = number_field(default=1e-3)
     warmup: ArrayLike = number_field(default=277, lowest=1, schedule=False)

@@ -129,8 +129,7 @@ def rule_of(limit: Any, argument: str) -> Rule:
     # `clip_by_global_norm(rules.growth)`, without parentheses.
     if isinstance(limit, type) and issubclass(limit, Rule):
         return limit()
-    # Without `Constant.__init__`, which would check the limit again, and name itself in
-    # the error.
+    # `Constant.__init__` would check the limit again, and name itself in the error.
     return STRUCTURE_OF_CONSTANT.unflatten([checked_limit(argument, limit)])
 
 

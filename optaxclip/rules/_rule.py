@@ -304,7 +304,7 @@ def rule_in(call: str, rule_class: type[R], **numbers: Any) -> R:
     """A rule of a clipper with the same arguments, whose errors name the clipper."""
     for spec in fields(rule_class):
         if spec.name in numbers and "check" in spec.metadata:
-            # Checked first under the clipper's name, which begins the error then.
+            # The rule checks the number again, under its own name.
             check_field(call, spec.name, spec, numbers[spec.name])
     return rule_class(**numbers)
 
