@@ -72,7 +72,7 @@ def make_clipper(
     *,
     call: str,
     name: str = "max_norm",
-    shrink: Shrink | str | None = None,
+    shrink: Shrink | None = None,
     eps: ArrayLike = 0.0,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformationExtraArgs:

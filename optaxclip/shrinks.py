@@ -11,6 +11,9 @@ A shrink is a function (norm, limit) -> new norm of two arrays of one shape. It 
 as `shrink=` into `clip_by`, the clippers by global, tensor, unit, group, average and
 spectral norm and RMS, AGC, and `clipped_grad`. A factory may be given with or without
 parentheses: `shrink=smooth` is `shrink=smooth()`.
+
+A limit of inf clips nothing, whatever the shrink: clippers call none with it. So a
+shrink may be NaN there, as `auto_s` and `psac` are for a norm of 0.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ def hard(norm: Any = None, limit: Any = None) -> Any:
       >>> print(optaxclip.shrinks.hard(jnp.array([1.0, 3.0]), 2.0))
       [1. 2.]
     """
-    # `shrink=hard()` is `shrink=hard`, since `shrink=smooth()` is written so too.
+    # `shrink=hard()` means `shrink=hard`, since `shrink=smooth()` is written so too.
     return hard if norm is None else jnp.minimum(norm, limit)
 
 
@@ -177,7 +180,7 @@ def _smooth(power: float) -> Shrink:
         # may be the smaller by the larger, which cannot overflow.
         smaller = jnp.minimum(norm, limit)
         larger = jnp.maximum(norm, limit)
-        # Two wheres: the unused quotient must be finite for the derivative.
+        # The quotient must be finite also where it is not taken, for the derivative.
         divisor = jnp.where((larger == 0) | jnp.isinf(larger), 1.0, larger)
         # A norm against an infinite limit stays as it is.
         quotient = jnp.where(jnp.isinf(larger), 0.0, smaller / divisor)

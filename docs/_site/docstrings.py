@@ -60,13 +60,11 @@ def _parameters(rule: Any) -> griffe.Parameters:
 
 
 def _default(value: Any) -> Any:
-    """The 1.01 of `number(default=1.01)` and of `number(1.01)`, or a plain default."""
+    """The 1.01 of `number_field(default=1.01)`, or a plain default."""
     if not isinstance(value, griffe.ExprCall):
         return value
     for argument in value.arguments:
-        if not isinstance(argument, griffe.ExprKeyword):
-            return argument
-        if argument.name == "default":
+        if isinstance(argument, griffe.ExprKeyword) and argument.name == "default":
             return argument.value
     return None
 

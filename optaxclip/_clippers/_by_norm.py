@@ -7,6 +7,9 @@ norm <= limit    bit for bit the input
 norm NaN or inf  all that was measured together becomes NaN (nonfinite="propagate")
 nothing to clip  the norm of an empty tree is 0. None, integer, bool and empty
                  leaves pass through
+
+Each clipper here is a measure and a limit. `make_clipper` in _kernel.py computes
+g * min(1, limit / |g|) for all of them.
 """
 
 from __future__ import annotations
@@ -75,14 +78,14 @@ def clip_by_global_norm(
     networks, 2013 (arXiv 1211.5063).
     """
     call = "clip_by_global_norm"
-    options = check_measure(call, ord, mesh_axes=mesh_axes)
+    options = check_measure(call, ord=ord, mesh_axes=mesh_axes)
     return make_clipper(
         norms.GlobalNorm(**options),
         max_norm,
         call=call,
         shrink=shrink,
-        # torch divides by norm + 1e-6. With eps = 0 updates whose norm is exactly the
-        # limit keep their bits.
+        # torch divides by norm + 1e-6. With an eps of 0 updates whose norm is exactly
+        # the limit keep their bits.
         eps=eps,
         nonfinite=nonfinite,
     )
@@ -140,9 +143,10 @@ def clip_by_tensor_norm(
       [0.6 0.8] [0.5]
     """
     call = "clip_by_tensor_norm"
-    # float32[N] for N leaves, so limits and counters are computed once for all.
-    # A stacked leaf [layers, in, out] has norms [layers, 1, 1], a block of its own.
-    options = check_measure(call, ord, stacked=stacked, mesh_axes=mesh_axes)
+    # The norms of N leaves are one float32[N], so limits and counters are computed once
+    # for all. A stacked leaf [layers, in, out] has norms [layers, 1, 1], a block of its
+    # own.
+    options = check_measure(call, ord=ord, stacked=stacked, mesh_axes=mesh_axes)
     return make_clipper(
         norms.TensorNorm(**options),
         max_norm,
@@ -214,7 +218,9 @@ def clip_by_unitwise_norm(
     """
     call = "clip_by_unitwise_norm"
     # A kernel [in, out] has norms [1, out]: its last axis is the output in JAX.
-    options = check_measure(call, ord, axis=axis, stacked=stacked, mesh_axes=mesh_axes)
+    options = check_measure(
+        call, ord=ord, axis=axis, stacked=stacked, mesh_axes=mesh_axes
+    )
     return make_clipper(
         norms.UnitwiseNorm(**options),
         max_norm,
@@ -285,14 +291,15 @@ def clip_by_group_norm(
     # JAX sorts the keys of a dict, and 1 and "a" do not sort.
     if isinstance(max_norm, dict):
         check_labels(f"{call}: max_norm must have labels", max_norm)
-    # As a tree prefix its keys would be 0 and 1, and no label.
+    # A list would be read as a tree prefix with the keys 0, 1, ..., which are no
+    # labels.
     if isinstance(max_norm, (list, tuple)):
         raise TypeError(
             f"{call}: max_norm must be one limit, or a dict from label to limit, got "
             f"{shown(max_norm)}."
         )
-    # float32[labels]: the norms in the order of the sorted labels.
-    options = check_measure(call, ord, labels=labels, mesh_axes=mesh_axes)
+    # The norms are float32[labels], in the order of the sorted labels.
+    options = check_measure(call, ord=ord, labels=labels, mesh_axes=mesh_axes)
     check_flag(f"{call}: allow_missing", allow_missing)
     return make_clipper(
         norms.GroupNorm(**options, allow_missing=bool(allow_missing)),
@@ -356,8 +363,8 @@ def clip_by_tensor_rms(
     """
     # [3, 4, 0, 0] has the norm 5, the RMS 5 / sqrt(4) and the average norm 5 / 4.
     call = "clip_by_tensor_rms"
-    # N counts the elements on all devices, also inside shard_map.
-    options = check_measure(call, "rms", stacked=stacked, mesh_axes=mesh_axes)
+    # The RMS divides by the number of elements on all devices, also inside shard_map.
+    options = check_measure(call, ord="rms", stacked=stacked, mesh_axes=mesh_axes)
     # An RMS does not grow with its leaf, so one limit suits leaves of all sizes.
     return make_clipper(
         norms.TensorNorm(**options),
@@ -418,8 +425,9 @@ def clip_by_average_norm(
     Reference: `tf.compat.v1.clip_by_average_norm`.
     """
     call = "clip_by_average_norm"
-    # Smaller than the RMS by another sqrt(N), so limits of one do not suit the other.
-    options = check_measure(call, "average", stacked=stacked, mesh_axes=mesh_axes)
+    # The average norm of N elements is sqrt(N) times smaller than their RMS, so limits
+    # of one do not suit the other.
+    options = check_measure(call, ord="average", stacked=stacked, mesh_axes=mesh_axes)
     return make_clipper(
         norms.TensorNorm(**options),
         max_norm,
@@ -450,7 +458,7 @@ def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
       >>> print(clipper.update(grads, clipper.init(grads))[0])
       [1.2 1.6 0.  0. ]
     """
-    # One argument, with optax's name for it. `clip_by_tensor_rms` has the options.
+    # optax's function has this one argument. `clip_by_tensor_rms` has the options.
     call = "clip_by_block_rms"
-    measure = norms.TensorNorm(**check_measure(call, "rms"))
+    measure = norms.TensorNorm(**check_measure(call, ord="rms"))
     return make_clipper(measure, threshold, call=call, name="threshold")

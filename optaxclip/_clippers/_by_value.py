@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -82,27 +81,30 @@ def value_clipper(
     count: bool = False,
 ) -> optax.GradientTransformation:
     """The clipper of two bounds. `call` and their names are what errors call them."""
-    # Alone the upper bound limits the modulus. Beside a lower one any sign is right.
+    # Alone, the upper bound limits the modulus, so it is at least 0. With a lower bound
+    # too, either may be negative.
     if low is None:
         upper = _bounds(call, *high, lowest=0.0, no_bound=math.inf)
         lower = trees.Prefix((((), None),))
     else:
         upper = _bounds(call, *high, lowest=-math.inf, no_bound=math.inf)
         lower = _bounds(call, *low, lowest=-math.inf, no_bound=-math.inf)
-        for (low_path, low_bound), (high_path, high_bound) in product(
-            lower.entries, upper.entries
-        ):
-            # Both bounds are for the same leaves, or for a part of the other's.
-            if all(a == b for a, b in zip(low_path, high_path)):
-                checks.check_order(call, (low[0], low_bound), (high[0], high_bound))
+        for low_path, low_bound in lower.entries:
+            for high_path, high_bound in upper.entries:
+                # Two bounds are compared if both are for the same leaves, or one is for
+                # a part of the leaves of the other.
+                length = min(len(low_path), len(high_path))
+                if low_path[:length] == high_path[:length]:
+                    checks.check_order(call, (low[0], low_bound), (high[0], high_bound))
 
     def init(params: Any) -> ClipByValueState:
         elements = no_elements_clipped() if count else ()
         return ClipByValueState(jnp.zeros((), jnp.int32), elements)
 
-    # A chain hands every argument to all of its links. This clipper has none.
+    # A chain hands every argument to all of its links. This clipper takes none.
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        # A checkpoint of `optax.clip` has EmptyState here. Fixed bounds need no more.
+        # A checkpoint of `optax.clip` has EmptyState in this place. Fixed bounds need
+        # no count of steps, so it begins anew.
         if begins_anew(call, state, (upper, lower)):
             state = init(params)
         checks.check_state(call, state, ClipByValueState)
@@ -124,7 +126,7 @@ def value_clipper(
         step = count_up(state.step)
         elements = state.elements
         if count:
-            # Leaves without numbers are the same objects as before.
+            # A leaf without numbers, such as a key, is the same object as before.
             pairs = []
             for (_, leaf), clipped in zip(entries, clipped_leaves):
                 if clipped is not leaf:
@@ -162,7 +164,7 @@ def clip(max_delta: Bounds) -> optax.GradientTransformation:
 def _bounds(
     call: str, name: str, bound: Any, lowest: float, no_bound: float
 ) -> trees.Prefix:
-    # A rule is one value, of which the check says that it is no number.
+    # A rule is taken as one value. The check then says that it is no number.
     table = trees.freeze(bound, lambda x: is_function(x) or is_rule(x))
     entries = []
     for path, value in table.entries:
@@ -215,7 +217,7 @@ def _clipped(call: str, name: str, leaf: Any, high: Any, low: Any) -> Any:
         high = _bound_in_dtype(high, dtype)
     low = jnp.broadcast_to(low, x.shape)
     high = jnp.broadcast_to(high, x.shape)
-    # As `optax.clip`. The upper bound wins where schedules cross.
+    # Where schedules cross the upper bound wins, as in `optax.clip`.
     return jnp.clip(x, low, high).astype(x.dtype)
 
 
@@ -224,64 +226,65 @@ def _bound_in_dtype(bound: Any, dtype: Any, *, sign: int = 0, up: bool = False) 
     inf stays inf. For integers bounds are rounded inwards, to above for `up`. With a
     `sign` the bound stands alone, on the other side as well: below 0 it counts as 0.
     """
-    if jnp.issubdtype(dtype, jnp.integer):
-        is_rounded_up = up or sign < 0
-        if isinstance(bound, jax.Array):
-            return _array_for_integers(bound, dtype, sign, is_rounded_up)
-        return _number_for_integers(np.asarray(bound), dtype, sign, is_rounded_up)
-    if isinstance(bound, jax.Array):
-        number = bound.astype(_wide_dtype_of(bound, dtype))
-    else:
-        number = np.asarray(bound).astype(np.float64)
-    return checks.kept_finite(dtype, _with_sign(number, sign)).astype(dtype)
+    is_for_integers = bool(jnp.issubdtype(dtype, jnp.integer))
+    number = _with_sign(_exact(bound, dtype, is_for_integers), sign)
+    if not is_for_integers:
+        return checks.kept_finite(dtype, number).astype(dtype)
+    if jnp.issubdtype(number.dtype, jnp.floating):
+        numpy = jnp if isinstance(number, jax.Array) else np
+        number = numpy.ceil(number) if up or sign < 0 else numpy.floor(number)
+    return _held_in_integers(number, dtype)
 
 
-def _number_for_integers(
-    bound: np.ndarray, dtype: Any, sign: int, is_rounded_up: bool
-) -> np.ndarray:
-    """A bound that is known. No number may wrap, so NumPy and Python's ints compute it:
-    JAX would cut numbers of 64 bits to 32.
+def _exact(bound: Any, dtype: Any, is_for_integers: bool) -> Any:
+    """A bound before it is rounded, for a leaf of this dtype. Whole numbers for a leaf
+    of integers stay whole numbers.
     """
-    if bound.dtype.kind in "iuO":
-        number = _with_sign(bound.astype(object), sign)
-    else:
-        number = _with_sign(bound.astype(np.float64), sign)
-        number = np.ceil(number) if is_rounded_up else np.floor(number)
-    info = jnp.iinfo(dtype)
-    number = np.clip(number.astype(object), int(info.min), int(info.max))
-    return np.asarray(number).astype(dtype)
-
-
-def _array_for_integers(
-    bound: jax.Array, dtype: Any, sign: int, is_rounded_up: bool
-) -> jax.Array:
-    """A bound that only a running program knows."""
-    # Unsigned numbers have no negative, so they become floats.
-    if bound.dtype.kind == "i":
-        number = _with_sign(bound, sign)
-        number_info = jnp.iinfo(number.dtype)
-    else:
-        number = _with_sign(bound.astype(_wide_dtype_of(bound, dtype)), sign)
-        number = jnp.ceil(number) if is_rounded_up else jnp.floor(number)
-        number_info = jnp.finfo(number.dtype)
-    info = jnp.iinfo(dtype)
-    # The ends of an int32 leaf would wrap in the dtype of an int8 bound.
-    least = max(int(info.min), int(number_info.min))
-    most = min(int(info.max), int(number_info.max))
-    ends = np.array([least, most], number.dtype)
-    return jnp.clip(number, *ends).astype(dtype)
+    if not isinstance(bound, jax.Array):
+        array = np.asarray(bound)
+        # Python's ints have any size.
+        is_whole = is_for_integers and array.dtype.kind in "iuO"
+        return array.astype(object if is_whole else np.float64)
+    if is_for_integers and bound.dtype.kind in "iu":
+        return bound
+    # JAX promotes no floats of 8 bits, and no numbers of 4. float32 holds them all.
+    itemsize = max(bound.dtype.itemsize, np.dtype(dtype).itemsize)
+    return bound.astype(np.float64 if itemsize > 4 else np.float32)
 
 
 def _with_sign(number: Any, sign: int) -> Any:
-    """A bound that stands alone, on the side of `sign`. 0 leaves it as it is."""
+    """A bound that stands alone, on the side of `sign`. With 0 it is not alone."""
     if not sign:
         return number
     numpy = jnp if isinstance(number, jax.Array) else np
-    return numpy.asarray(sign * numpy.maximum(number, 0))
+    size = numpy.asarray(numpy.maximum(number, 0))
+    if sign > 0:
+        return size
+    if number.dtype.kind != "u":
+        return numpy.asarray(-size)
+    # Unsigned numbers have no negative. Beyond the largest signed number the bound is
+    # below all leaves.
+    signed = jnp.iinfo(jnp.result_type(int))
+    most = min(signed.max, jnp.iinfo(number.dtype).max)
+    return jnp.where(number > most, signed.min, -number.astype(signed.dtype))
 
 
-def _wide_dtype_of(bound: jax.Array, dtype: Any) -> Any:
-    """A float dtype for a bound of a run: float32, or wider."""
-    # JAX promotes no numbers of 4 and 8 bits. float32 holds them all.
-    wide = [x for x in (bound.dtype, np.dtype(dtype)) if x.itemsize > 4]
-    return jnp.result_type(jnp.float32, *wide)
+def _held_in_integers(number: Any, dtype: Any) -> Any:
+    """A whole number in a dtype of integers, beyond whose range it becomes an end."""
+    info = jnp.iinfo(dtype)
+    # JAX would cut numbers of 64 bits to 32. Python's ints do not wrap.
+    if not isinstance(number, jax.Array):
+        number = np.clip(number.astype(object), int(info.min), int(info.max))
+        return np.asarray(number).astype(dtype)
+    is_float = jnp.issubdtype(number.dtype, jnp.floating)
+    number_info = jnp.finfo(number.dtype) if is_float else jnp.iinfo(number.dtype)
+    held = number.astype(dtype)
+    # The ends are selected: what a conversion makes of larger numbers is not defined.
+    # float32 rounds 2^31 - 1 to 2^31, which is beyond the range too.
+    if number_info.max > info.max:
+        is_above = number >= np.array(info.max, number.dtype)
+        held = jnp.where(is_above, np.array(info.max, dtype), held)
+    if number_info.min < info.min:
+        is_below = number <= np.array(info.min, number.dtype)
+        held = jnp.where(is_below, np.array(info.min, dtype), held)
+    return held

@@ -20,7 +20,7 @@ from .._norms import TensorNorm, UnitwiseNorm
 from .._options import Ord, check_measure
 from .._trees import Axis, Stacked, clipped_leaves, put_back, weights_of
 from ..rules._limits import ShareOfParams
-from ..rules._rule import Answer, Number, Rule, at_step, check_field, number
+from ..rules._rule import Answer, Number, Rule, at_step, checked_number, number_field
 from ..shrinks import Shrink
 
 
@@ -100,16 +100,16 @@ def adaptive_grad_clip(
         )
     if clipping is None:
         clipping = math.inf
-    # Checked here as well, since errors of the rule name share_of_params: share.
-    share = check_field(call, "clipping", number(), clipping)
-    eps = check_field(call, "eps", number(), eps)
-    # |G| and |W| of whole leaves as in DreamerV3, or of units as in NFNets.
+    # The rule checks its numbers too, but its errors name share_of_params.
+    share = checked_number(f"{call}: clipping", clipping)
+    eps = checked_number(f"{call}: eps", eps)
+    # DreamerV3 compares |G| and |W| of whole leaves, NFNets of units.
     if per_tensor:
-        options = check_measure(call, ord, stacked=stacked, mesh_axes=mesh_axes)
+        options = check_measure(call, ord=ord, stacked=stacked, mesh_axes=mesh_axes)
         measure = TensorNorm(**options)
     else:
         options = check_measure(
-            call, ord, stacked=stacked, mesh_axes=mesh_axes, axis=axis
+            call, ord=ord, stacked=stacked, mesh_axes=mesh_axes, axis=axis
         )
         measure = UnitwiseNorm(**options)
     return make_clipper(
@@ -168,7 +168,8 @@ def larc(
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is |g| +
       weight_decay * |p|, or 0 for a gradient of 0. The limit is
-      trust * |p| / learning_rate.
+      trust * |p| / learning_rate. Its `update` computes both, and does not look at a
+      `grad_norm=` or `limit=` that a chain is given.
 
     Raises:
       ValueError: a negative or NaN number, an infinite `weight_decay`, or `update`
@@ -186,11 +187,15 @@ def larc(
     2017 (arXiv 1708.03888). The minimum with the learning rate is NVIDIA's apex.
     """
     call = "larc"
-    # An infinite one makes 0 * inf of weights that are 0.
-    finite = number(highest=float(np.finfo(np.float64).max), schedule=False)
-    weight_decay = check_field(call, "weight_decay", finite, weight_decay)
+    # An infinite weight decay makes inf * 0, which is NaN, of weights that are 0.
+    weight_decay = checked_number(
+        f"{call}: weight_decay",
+        weight_decay,
+        highest=float(np.finfo(np.float64).max),
+        schedule=False,
+    )
     rule = Larc(learning_rate, trust)
-    options = check_measure(call, None, stacked=stacked, mesh_axes=mesh_axes)
+    options = check_measure(call, ord=None, stacked=stacked, mesh_axes=mesh_axes)
     measure = TensorNorm(**options)
     kernel = make_clipper(
         measure,
@@ -202,7 +207,9 @@ def larc(
         nonfinite=nonfinite,
     )
 
-    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
+    # A chain hands its `grad_norm` and `limit` to all of its links. This one computes
+    # both, so it takes neither.
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params)
         grad_norms = measure(tree)
@@ -238,18 +245,19 @@ def larc(
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
 
+# Not `LARC`: errors name a rule by its class, larc, and would make it l_a_r_c.
 class Larc(Rule):
     """limit = trust * |p| / learning_rate, and none for weights or a rate of 0."""
 
-    learning_rate: Number = number()
-    trust: ArrayLike = number(schedule=False)
+    learning_rate: Number = number_field()
+    trust: ArrayLike = number_field(schedule=False)
 
     needs_params = True
 
     def update(
         self, norm: Array, memory: Any, step: Array, params_norm: Array
     ) -> Answer:
-        rate, trust = at_step(step, norm, self.learning_rate, self.trust)
+        rate, trust = at_step(step, norm.dtype, self.learning_rate, self.trust)
         weight_norm = params_norm.astype(norm.dtype)
         # Weights of 0 would get a limit of 0 and never move. A rate of 0 moves nothing.
         is_free = (weight_norm == 0) | (rate == 0)
@@ -272,7 +280,7 @@ def _decayed(
     wide = np.promote_types(jnp.result_type(grad), grad_norm.dtype)
     grad = jnp.asarray(grad).astype(wide)
     decayed = grad + decay.astype(wide) * jnp.asarray(weight).astype(wide)
-    # As in apex, where weights or gradients are all 0 nothing decays. Without decay
+    # Where weights or gradients are all 0 nothing decays, as in apex. Without decay
     # -0.0 stays -0.0, where -0.0 + 0.0 would be 0.0.
     is_kept = (grad_norm == 0) | (weight_norm == 0) | (decay == 0)
     return jnp.where(is_kept, grad, decayed)
@@ -326,7 +334,9 @@ def clippy(
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is the largest
-      |u_i| / (relative * |p_i| + absolute) of a tensor, and the limit is 1.
+      |u_i| / (relative * |p_i| + absolute) of a tensor, and the limit is 1. Its
+      `update` computes both, and does not look at a `grad_norm=` or `limit=` that a
+      chain is given.
 
     Raises:
       ValueError: a negative or NaN bound, an unknown `nonfinite`, or `update` without
@@ -345,15 +355,17 @@ def clippy(
     ClippyAdagrad.
     """
     call = "clippy"
-    relative = check_field(call, "relative", number(schedule=False), relative)
-    absolute = check_field(call, "absolute", number(schedule=False), absolute)
-    options = check_measure(call, math.inf, stacked=stacked, mesh_axes=mesh_axes)
-    # Order inf: the largest strain of the elements of a tensor.
+    relative = checked_number(f"{call}: relative", relative, schedule=False)
+    absolute = checked_number(f"{call}: absolute", absolute, schedule=False)
+    options = check_measure(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
+    # The norm of order inf is the largest strain of the elements of a tensor.
     measure = TensorNorm(**options)
     # The limit depends on single weights, so each update hands it to the kernel.
     kernel = make_clipper(measure, None, call=call, name="limit", nonfinite=nonfinite)
 
-    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
+    # A chain hands its `grad_norm` and `limit` to all of its links. This one computes
+    # both, so it takes neither.
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")
         is_free = jnp.isinf(relative) | jnp.isinf(absolute)
@@ -363,9 +375,9 @@ def clippy(
         finite_norms = []
         limits = []
         for norm in norms.values:
-            # NaN stays.
+            # The state holds no norm of inf. One of NaN stays.
             finite_norms.append(jnp.minimum(norm, jnp.finfo(norm.dtype).max))
-            # A bound of 0 lets nothing move.
+            # A norm of inf has an update beside a bound of 0, which lets nothing move.
             limits.append(jnp.where(norm == jnp.inf, 0.0, limit))
         return kernel.update(
             updates,
@@ -385,10 +397,11 @@ def _strain(
     update: ArrayLike,
     weight: ArrayLike,
 ) -> Array:
-    """How many times its bound each element is: inf if the bound is 0, and NaN if the
-    update is inf or NaN.
+    """How many times its bound each element is: 0 for an update of 0, inf if only the
+    bound is 0, and NaN if the update is inf or NaN.
     """
-    # The default bound of 1e-7 is next to the smallest float16 above 0, 6e-8.
+    # float16 has hardly a digit for the default bound of 1e-7: its smallest number is
+    # 6e-8.
     wide = np.promote_types(jnp.finfo(jnp.result_type(update)).dtype, np.float32)
     relative = jnp.asarray(relative).astype(wide)
     weight_size = jnp.abs(weight).astype(wide)
@@ -397,9 +410,9 @@ def _strain(
     # Without a bound, inf * |0| would be NaN.
     bound = jnp.where(is_free, jnp.inf, bound)
     size = jnp.abs(update).astype(wide)
-    # Two wheres: a quotient that is not taken must be finite for the derivative.
+    # The quotient must be finite also where it is not taken, for the derivative.
     is_zero = bound == 0
     strain = size / jnp.where(is_zero, 1.0, bound)
     strain = jnp.where(is_zero & (size > 0), jnp.inf, strain)
-    # Adds 0, and NaN where size is inf.
+    # size * 0 is 0, and NaN where the size is inf.
     return strain + size * 0

@@ -29,7 +29,7 @@ from ..shrinks import Shrink
 def clip_by(
     norm: Callable[[Any], Any],
     limit: LimitTree,
-    shrink: Shrink | str | None = None,
+    shrink: Shrink | None = None,
     *,
     eps: ArrayLike = 0.0,
     nonfinite: Nonfinite = "propagate",
@@ -73,7 +73,7 @@ def clip_by(
       >>> print(f"{optaxclip.global_norm(updates):.4f}")
       0.8333
     """
-    # `norm` is called first in `init`. A number in its place is named here.
+    # A norm that is no function would otherwise be an error of `init`.
     check_norm("clip_by", norm)
     # The norm and shrink functions are static keys of the program: a lambda that
     # is made anew in every step compiles in every step.
@@ -100,7 +100,7 @@ def clip_grads(
     """Clips one tree of gradients and returns it with its norm:
     g * min(1, max_norm / |g|).
 
-    It is for training loops without an optimizer of optax. In one, put
+    This function is for training loops without an optimizer of optax. In one, put
     `clip_by_global_norm` into the chain, whose norms `metrics` reads.
 
     Args:
@@ -140,7 +140,7 @@ def clip_grads(
     call = "clip_grads"
     # The clipper is built in every call. Its program is found again, since equal
     # measures are equal keys.
-    measure = GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
+    measure = GlobalNorm(**check_measure(call, ord=ord, mesh_axes=mesh_axes))
     # The norm that comes back is without eps: the number to log.
     return clip_once(
         grads,

@@ -19,11 +19,20 @@ from .._mesh import MeshAxes
 from .._norms import GlobalNorm, GroupNorm, Measure, TensorNorm
 from .._options import check_measure
 from .._trees import Stacked
-from ..rules import _rule as rules
 from ..rules._averages import EmaBand, MomentsRatio, ZScore
 from ..rules._limits import Limit, minimum, rule_of
 from ..rules._memory import between, count_up
-from ..rules._rule import Answer, Number, Rule, Schedule, at_step
+from ..rules._rule import (
+    Answer,
+    Number,
+    Rule,
+    Schedule,
+    at_step,
+    checked_number,
+    number_field,
+    rule_in,
+    warn_of_falling,
+)
 from ..rules._windows import WindowedQuantile
 from ..shrinks import normalize
 
@@ -94,12 +103,11 @@ def autoclip(
     Reference: Seetharaman, Wichern, Pardo, Le Roux, AutoClip: adaptive gradient
     clipping for source separation networks, 2020 (arXiv 2007.14469).
     """
-    # Checked as a percentile, because the rule would check a share in [0, 1].
     call = "autoclip"
-    spec = rules.number(highest=100.0)
-    percentile = rules.check_field(call, "percentile", spec, percentile)
-    # `windowed_quantile` takes shares, so 0.1 for ten percent is an easy slip.
-    # 0 is no slip: it clips to the shortest gradient.
+    # The percentile is checked before it becomes a share, so that errors show it.
+    percentile = checked_number(f"{call}: percentile", percentile, highest=100.0)
+    # `windowed_quantile` takes shares, so 0.1 for ten percent is an easy slip. The
+    # percentile 0 is none: it clips to the shortest gradient.
     if isinstance(percentile, (int, float)) and 0 < percentile < 1:
         warnings.warn(
             f"{call}: percentile={percentile} is less than one percent. Percentiles "
@@ -110,7 +118,7 @@ def autoclip(
         )
     # A lambda would compile anew for each clipper that is built alike.
     share = Partial(_share_at, percentile) if callable(percentile) else percentile / 100
-    rule = rules.rule_in(
+    rule = rule_in(
         call,
         WindowedQuantile,
         quantile=share,
@@ -197,7 +205,7 @@ def zclip(
     """
     call = "zclip"
     # Errors of the rule name zclip, which the user called, instead of z_score.
-    rule = rules.rule_in(
+    rule = rule_in(
         call, ZScore, z=z, decay=decay, eps=eps, target=target, warmup=warmup
     )
     rule = _capped(rule, cap, call)
@@ -284,7 +292,7 @@ def adagc(
     """
     call = "adagc"
     rule = Adagc(ratio, decay, max_norm, warmup)
-    rules.warn_of_falling(f"{call}: ratio", ratio, stacklevel=3)
+    warn_of_falling(f"{call}: ratio", ratio, stacklevel=3)
     return make_clipper(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,
@@ -302,19 +310,20 @@ class AdaGCMemory(NamedTuple):
     average: Array  # float32[norm]: inf before the first
 
 
+# Not `AdaGC`: errors name a rule by its class, adagc, and would make it ada_g_c.
 class Adagc(Rule):
     """The rule of AdaGC."""
 
-    ratio: Number = rules.number()
-    decay: Number = rules.number(highest=1.0)
-    max_norm: Number = rules.number()
-    warmup: ArrayLike = rules.number(100, lowest=1, schedule=False)
+    ratio: Number = number_field()
+    decay: Number = number_field(highest=1.0)
+    max_norm: Number = number_field()
+    warmup: ArrayLike = number_field(default=100, lowest=1, schedule=False)
 
     # The warm-up clips all tensors by their norm together.
     needs_total = True
 
     def init(self, norm: Array) -> AdaGCMemory:
-        # With inf the first minimum of the warm-up is the first norm itself.
+        # The first minimum of a norm and inf is the norm itself.
         average = jnp.full_like(norm, jnp.inf)
         return AdaGCMemory(jnp.zeros(norm.shape, jnp.int32), average)
 
@@ -322,26 +331,26 @@ class Adagc(Rule):
         self, norm: Array, memory: AdaGCMemory, step: Array, total: Array
     ) -> Answer:
         ratio, decay, max_norm = at_step(
-            step, norm, self.ratio, self.decay, self.max_norm
+            step, norm.dtype, self.ratio, self.decay, self.max_norm
         )
         seen, average = memory
-        is_warm_up = seen < self.warmup
+        is_warm = seen >= self.warmup
         is_over = total > max_norm
         # h = min(1, max_norm / |all|). The inner where keeps 0 out of the division.
         factor = jnp.where(is_over, max_norm / jnp.where(is_over, total, 1.0), 1.0)
-        # As the limit of a tensor, h |g| multiplies it by h.
+        # A tensor whose limit is h |g| is multiplied by h.
         early_limit = jnp.where(is_over, norm * factor, jnp.inf)
-        # NaN breaks all tensors that are clipped together.
+        # In the warm-up all tensors are clipped together, so a limit of NaN breaks all.
         early_limit = jnp.where(jnp.isfinite(total), early_limit, jnp.nan)
-        # Before the first norm the average is inf, times which a derivative is NaN.
-        finite_average = jnp.where(is_warm_up, 0.0, average)
-        limit = jnp.where(is_warm_up, early_limit, ratio * finite_average)
+        # Before the first norm the average is inf. A derivative times inf would be NaN.
+        finite_average = jnp.where(is_warm, average, 0.0)
+        limit = jnp.where(is_warm, ratio * finite_average, early_limit)
         # h |g|: the spike itself never enters the average.
         clipped_norm = jnp.minimum(norm, limit)
         later_average = between(finite_average, clipped_norm, decay)
         # During the warm-up the average is the smallest h |g| so far.
         early_average = jnp.minimum(average, clipped_norm)
-        new_average = jnp.where(is_warm_up, early_average, later_average)
+        new_average = jnp.where(is_warm, later_average, early_average)
         # An average of 0 would stay 0. A CPU flushes subnormal numbers to 0, and a GPU
         # does not.
         is_learned = clipped_norm >= jnp.finfo(clipped_norm.dtype).tiny
@@ -418,7 +427,7 @@ def aggc(
     """
     call = "aggc"
     # The published low, 0.95, is above the published high, 0.6: the upper edge wins.
-    rule = rules.rule_in(
+    rule = rule_in(
         call,
         EmaBand,
         low=low,
@@ -501,13 +510,13 @@ def adagn(
     they keep their own count. GradientStabilizer is its third version (ICML 2026).
     """
     call = "adagn"
-    rule = rules.rule_in(call, MomentsRatio, decay1=decay1, decay2=decay2, eps=eps)
+    rule = rule_in(call, MomentsRatio, decay1=decay1, decay2=decay2, eps=eps)
     return make_clipper(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,
         call=call,
         name="limit",
-        # It makes every norm its limit, whether the norm was longer or shorter.
+        # `normalize` makes every norm its limit, whether it was longer or shorter.
         shrink=normalize,
         nonfinite=nonfinite,
     )
@@ -529,7 +538,7 @@ def _measure_at(
     prefix of labels, or a function that makes one. With "tensor", each layer of a
     stacked leaf is a tensor.
     """
-    # As labels, None or another string would make one group of all leaves.
+    # Taken for labels, None or another string would make one group of all leaves.
     if scope is None or (isinstance(scope, str) and scope not in ("global", "tensor")):
         raise ValueError(
             f"{call}: scope must be 'global', 'tensor', or labels as in "
@@ -541,11 +550,11 @@ def _measure_at(
             f"{call}: stacked={shown(stacked)} makes each layer a tensor of its own: "
             f"take scope='tensor', not scope={shown(scope)}."
         )
-    # Of order 2, as in the papers of all these rules.
+    # All papers of these rules have norms of order 2.
     if scope == "tensor":
-        options = check_measure(call, None, mesh_axes=mesh_axes, stacked=stacked)
+        options = check_measure(call, ord=None, mesh_axes=mesh_axes, stacked=stacked)
         return TensorNorm(**options)
     if scope == "global":
-        return GlobalNorm(**check_measure(call, None, mesh_axes=mesh_axes))
-    options = check_measure(call, None, mesh_axes=mesh_axes, labels=scope)
+        return GlobalNorm(**check_measure(call, ord=None, mesh_axes=mesh_axes))
+    options = check_measure(call, ord=None, mesh_axes=mesh_axes, labels=scope)
     return GroupNorm(**options)

@@ -3,6 +3,8 @@ large.
 
 An attention is the leaves below the longest common path of a query leaf and a key leaf:
 layer_0/attention/query/kernel and layer_0/attention/key/kernel share layer_0/attention.
+A leaf may hold queries and keys, such as GPT-2's h_0/attn/c_attn/kernel. Its attention
+is the leaf alone, or with a fused bias beside it h_0/attn/c_attn.
 """
 
 from __future__ import annotations
@@ -106,7 +108,8 @@ def qk_clip(
         a head with NaN     its weights become NaN. As a rule the gradient is NaN then,
         or inf              and `skip_nonfinite` around the optimizer leaves the step
                             out. It looks at the gradient, and not at logits
-        biases              belong to queries and keys like kernels
+        biases              belong to queries and keys like kernels, also where one leaf
+                            holds queries and keys
         QK-norm             makes logits independent of these weights: do not clip it
 
     Args:
@@ -147,12 +150,13 @@ def qk_clip(
     Reference: Kimi Team, Kimi K2: open agentic intelligence, 2025 (arXiv 2507.20534).
     The rule for grouped queries is that of Megatron-LM.
     """
-    # The keys take factor^(1 - alpha): with alpha above 1 they would grow.
+    # With alpha above 1 the keys, which take factor^(1 - alpha), would grow.
     check_number(f"{CALL}: alpha", alpha, highest=1)
-    # Its norms are logits, which have no weights to be compared with.
+    # Logits have no norm of weights to be compared with.
     rule_without_params(max_logit, f"{CALL}: max_logit")
     roles = {"queries": queries, "keys": keys, "rotary": rotary}
-    # The attention has measured its logits already: the dict of them is that of norms.
+    # The kernel measures nothing: the norms are the logits that the attentions report,
+    # in a dict from the name of an attention to its heads.
     kernel = make_clipper(OwnNorm(dict), max_logit, call=CALL, name="max_logit")
 
     def init(params: Any) -> Any:
@@ -163,7 +167,7 @@ def qk_clip(
         types = jax.tree.leaves(tree)
         zeros = {}
         for attention in find_attentions(roles, tree):
-            # Typed as the logits will be, which are computed from the weights.
+            # Logits are computed from the weights, so they vary over the same devices.
             weights_type = types[attention.leaves[0].position]
             logits = jnp.zeros(attention.shape, attention.dtype)
             zeros[attention.name] = varying_as(logits, weights_type)
@@ -182,7 +186,7 @@ def qk_clip(
         new_state = jax.tree.map(
             lambda new, old: typed_as(new, jax.typeof(old)), new_state, state
         )
-        # Bit for bit, also where a logit is NaN.
+        # Without a limit updates keep their bits, also where a logit is NaN.
         if max_logit is None:
             return updates, new_state
         clipped = _clip(tuple(attentions), alpha, tree, weights, new_state)
@@ -201,7 +205,8 @@ def _clip(
     entries = state.by_name()
     scales: dict[int, jax.Array] = {}
     for attention in attentions:
-        # [heads] or [layers, heads], also where there is one head.
+        # The state has a scalar where there is one head. Here it is [heads] or
+        # [layers, heads].
         factor = entries[attention.name].factor.reshape(attention.shape)
         power = jnp.asarray(alpha).astype(factor.dtype)
         # All heads share the rotary key, which stays as it is, so the rotary queries
@@ -209,7 +214,7 @@ def _clip(
         powers = {"queries": power, "keys": 1 - power, "rotary": 1}
         for leaf in attention.leaves:
             factor_of_role = factor ** powers[leaf.role]
-            scale = scale_of(leaf, updates[leaf.position].ndim, factor_of_role)
+            scale = scale_of(leaf, factor_of_role)
             # Queries and keys may share a leaf. Each scale is 1 outside its heads.
             scales[leaf.position] = scale * scales.get(leaf.position, 1)
     for position, scale in scales.items():
@@ -221,8 +226,9 @@ def _scaled(update: jax.Array, weight: Any, scale: jax.Array) -> jax.Array:
     """scale (weight + update) - weight, without its cancellation."""
     wide = np.promote_types(update.dtype, scale.dtype)
     scale = scale.astype(wide)
-    # Exact where the scale is 1. The update itself is read once: an operand of two
-    # operations XLA on a CPU writes to memory instead of computing it in the same loop.
+    # The result is the update itself where the scale is 1. The update is read once: XLA
+    # on a CPU writes an operand of two operations to memory, instead of computing it in
+    # the same loop.
     weight = jnp.asarray(weight).astype(wide)
     decrease = jnp.where(scale == 1, 0, (1 - scale) * weight)
     return (scale * update.astype(wide) - decrease).astype(update.dtype)
@@ -236,6 +242,7 @@ class AttentionLeaf(NamedTuple):
 
     position: int  # of the leaf in the tree
     path: Path
+    rank: int
     role: str  # "queries", "keys" or "rotary"
     heads: Heads
     # The axes of layers, of heads, and of the entries of a head where these have one.
@@ -256,7 +263,8 @@ class Attention(NamedTuple):
 
 
 def find_attentions(roles: dict[str, Any], tree: Any) -> list[Attention]:
-    """The attentions of a tree, whose `roles` are "queries", "keys" and "rotary".
+    """The attentions of a tree. `roles` has the arguments `queries`, `keys` and
+    `rotary` of `qk_clip`, by name.
 
     Raises:
       ValueError: a pattern that finds no leaf, a query without a key or a key without a
@@ -269,17 +277,15 @@ def find_attentions(roles: dict[str, Any], tree: Any) -> list[Attention]:
             leaves += _leaves_of_role(role, where, entries)
     by_path: dict[Path, list[AttentionLeaf]] = {}
     for leaf in leaves:
-        # The longest path that a query shares with a key, and a key with a query.
-        partner_role = "queries" if leaf.role == "keys" else "keys"
-        partners = [partner for partner in leaves if partner.role == partner_role]
-        paths = [_common_start(leaf.path, partner.path) for partner in partners]
-        by_path.setdefault(max(paths, key=len), []).append(leaf)
+        by_path.setdefault(_attention_path(leaf, leaves), []).append(leaf)
     attentions = []
     for path, leaves_of_path in by_path.items():
-        # A query without a key shares only the way to another attention.
-        paths_below = [below for below in by_path if below[: len(path)] == path]
+        # A query without a key of its own has its longest common path with a key of
+        # other attentions, which lie below that path.
+        others_below = [other for other in by_path if _begins(other, path)]
+        others_below.remove(path)
         roles_of_path = {leaf.role for leaf in leaves_of_path}
-        if len(paths_below) > 1 or not {"queries", "keys"} <= roles_of_path:
+        if others_below or not {"queries", "keys"} <= roles_of_path:
             first = leaves_of_path[0]
             missing = "queries" if first.role == "keys" else "keys"
             raise ValueError(
@@ -295,6 +301,26 @@ def find_attentions(roles: dict[str, Any], tree: Any) -> list[Attention]:
         )
         attentions.append(attention)
     return attentions
+
+
+def _attention_path(leaf: AttentionLeaf, leaves: list[AttentionLeaf]) -> Path:
+    """The path of the attention of a leaf, which is the longest that a query shares
+    with a key, and a key with a query.
+    """
+    partner_role = "queries" if leaf.role == "keys" else "keys"
+    partners = [partner for partner in leaves if partner.role == partner_role]
+    common_paths = [_common_start(leaf.path, partner.path) for partner in partners]
+    path = max(common_paths, key=len)
+    if path != leaf.path:
+        return path
+    # Queries and keys are fused in this leaf, so it shares its whole path with itself.
+    # Kernel and bias of one module differ in rank. Fused kernels of several attentions
+    # do not.
+    module = path[:-1]
+    for other in leaves:
+        if other.path[:-1] == module and other.rank != leaf.rank:
+            return module
+    return path
 
 
 def _leaves_of_role(role: str, where: Where, entries: list[Any]) -> list[AttentionLeaf]:
@@ -354,6 +380,7 @@ def _attention_leaf(
     return AttentionLeaf(
         position,
         _names(path),
+        rank,
         role,
         heads,
         axes,
@@ -377,10 +404,17 @@ def _names(path: Any) -> Path:
 
 def _common_start(left: Path, right: Path) -> Path:
     """The names with which both paths begin."""
-    length = 0
-    while left[: length + 1] == right[: length + 1] and length < len(left):
-        length += 1
-    return left[:length]
+    names = []
+    for left_name, right_name in zip(left, right):
+        if left_name != right_name:
+            break
+        names.append(left_name)
+    return tuple(names)
+
+
+def _begins(path: Path, start: Path) -> bool:
+    """Whether the path begins with another, or is the same."""
+    return path[: len(start)] == start
 
 
 def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
@@ -398,9 +432,9 @@ def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
     return shape
 
 
-def scale_of(leaf: AttentionLeaf, rank: int, factor: jax.Array) -> jax.Array:
-    """The numbers that a leaf of this rank is multiplied by, 1 where it has no query
-    and no key. They broadcast to the leaf.
+def scale_of(leaf: AttentionLeaf, factor: jax.Array) -> jax.Array:
+    """The numbers that a leaf is multiplied by, 1 where it has no query and no key.
+    They broadcast to the leaf.
 
     `factor` has a number for each layer and head of the keys.
     """
@@ -414,36 +448,21 @@ def scale_of(leaf: AttentionLeaf, rank: int, factor: jax.Array) -> jax.Array:
     if scale.ndim > len(leaf.axes):
         scale = scale.reshape((*scale.shape[:-2], -1))
     scale = scale.transpose(np.argsort(leaf.axes))
-    return jnp.expand_dims(scale, trees.other_axes(leaf.axes, rank))
+    return jnp.expand_dims(scale, trees.other_axes(leaf.axes, leaf.rank))
 
 
 def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, jax.Array]:
-    """The largest logit of each attention's heads of keys, at least 0. An attention has
-    the one array whose path begins with its path, or with which its path begins.
+    """The largest logit of each attention's heads of keys, at least 0.
 
     Raises:
       ValueError: an attention without logits, with several, or with logits of another
         shape.
     """
-    entries = []
-    for path, array in jax.tree.leaves_with_path(max_logits):
-        entries.append((_names(path), array))
     logits_by_name = {}
-    for attention in attentions:
-        path, shape = attention.path, attention.shape
-        # flax's `sow` adds a name after the path, and users may leave out its end.
-        matching = []
-        for names, array in entries:
-            if _common_start(names, path) in (names, path):
-                matching.append(array)
-        if len(matching) != 1 or len(entries) != len(attentions):
-            paths = ", ".join(repr("/".join(names)) for names, _ in entries)
-            raise ValueError(
-                f"qk_clip: max_logits must have one array for each of "
-                f"{[attention.name for attention in attentions]}, got "
-                f"{paths or 'none'}."
-            )
-        logits = jnp.atleast_1d(matching[0])
+    arrays = _arrays_of_attentions(attentions, max_logits)
+    for attention, array in zip(attentions, arrays):
+        shape = attention.shape
+        logits = jnp.atleast_1d(array)
         if logits.shape[:-1] != shape[:-1] or logits.shape[-1] % shape[-1]:
             raise ValueError(
                 f"qk_clip: max_logits of the attention {attention.name!r} must have "
@@ -457,3 +476,35 @@ def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, jax.Arr
         # A negative logit is within every limit. Norms are at least 0. NaN stays NaN.
         logits_by_name[attention.name] = jnp.maximum(jnp.max(logits, axis=-1), 0)
     return logits_by_name
+
+
+def _arrays_of_attentions(
+    attentions: list[Attention], max_logits: Any
+) -> list[jax.Array]:
+    """The array of each attention: the one whose path begins with that of the
+    attention, or with which that begins.
+
+    Raises:
+      ValueError: an attention that has no array of its own, or an array too many.
+    """
+    entries = jax.tree.leaves_with_path(max_logits)
+    paths = [_names(path) for path, _ in entries]
+    positions = []
+    for attention in attentions:
+        matching = []
+        for position, path in enumerate(paths):
+            # flax's `sow` adds a name after the path, and users may leave out its end.
+            if _begins(path, attention.path) or _begins(attention.path, path):
+                matching.append(position)
+        if len(matching) == 1:
+            positions += matching
+    # An array may not be for two attentions either, while another is for none.
+    is_used_once = sorted(positions) == list(range(len(paths)))
+    if not is_used_once or len(paths) != len(attentions):
+        listed_paths = ", ".join(repr("/".join(path)) for path in paths)
+        raise ValueError(
+            f"qk_clip: max_logits must have one array for each of "
+            f"{[attention.name for attention in attentions]}, got "
+            f"{listed_paths or 'none'}."
+        )
+    return [entries[position][1] for position in positions]

@@ -32,13 +32,13 @@ from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
-from .._norms import TensorNorm
+from .._norms import Norms, TensorNorm
 from .._options import check_measure
 from .._sums import modulus_dtype, wide_dtype, with_modulus
 from .._trees import Stacked, arrays_of, clipped_leaves, put_back
 from ..rules._averages import Ema
-from ..rules._memory import count_up, keep_where, root
-from ..rules._rule import Number, at_step, check_field, number, rule_in
+from ..rules._memory import count_up, new_where, root
+from ..rules._rule import Number, at_step, checked_number, rule_in
 
 
 @exported
@@ -106,11 +106,11 @@ def spam(
     starts anew.
     """
     call = "spam"
-    # The checks of a rule's numbers. This is no rule: its limits are of elements, and
-    # rules get norms.
-    threshold = check_field(call, "threshold", number(), threshold)
-    decay = check_field(call, "decay", number(highest=1.0), decay)
-    warmup = check_field(call, "warmup", number(schedule=False), warmup)
+    # These are checked as a rule's numbers are. `spam` is no rule: its limits are of
+    # elements, and rules get norms.
+    threshold = checked_number(f"{call}: threshold", threshold)
+    decay = checked_number(f"{call}: decay", decay, highest=1.0)
+    warmup = checked_number(f"{call}: warmup", warmup, schedule=False)
     if every is not None:
         checks.check_length(f"{call}: every", every)
     checks.check_flag(f"{call}: count", count)
@@ -119,7 +119,8 @@ def spam(
         return jnp.zeros_like(leaf, jnp.finfo(wide_dtype(leaf)).dtype)
 
     def init(params: Any) -> SpamState:
-        # Split over devices as the weights are, which may be jax.ShapeDtypeStruct.
+        # The moment is split over devices as the weights are, which may be
+        # jax.ShapeDtypeStruct.
         moment = jax.tree.map(zero_moment, clipped_leaves(params, call))
         step = jnp.zeros((), jnp.int32)
         return SpamState(step, moment, no_elements_clipped() if count else ())
@@ -135,7 +136,7 @@ def spam(
         if moment_of_caller is None:
             # The step is traced, so a reset is a selection in every step.
             zeros = jax.tree.map(jnp.zeros_like, state.second_moment)
-            moment = keep_where(since_reset == 0, zeros, state.second_moment)
+            moment = new_where(since_reset == 0, zeros, state.second_moment)
             clipped = jax.tree.map(cut_down, tree, moment, is_leaf=trees.is_none)
             blend = partial(_blend, step, decay)
             new_moment = jax.tree.map(
@@ -166,17 +167,18 @@ def _cut_down(
     """A leaf with its spikes cut down. None is a leaf that is missing in this step."""
     if x is None:
         return None
-    # A second moment of the caller's, such as Adam's, may have 16 bits. A schedule is
-    # read in the dtype of the moment, float32 or wider.
+    # A second moment of the caller's, such as Adam's, may have 16 bits. The threshold
+    # is in the dtype of the moment then, float32 or wider.
     moment = _widened(moment)
     wide = _widened(x)
-    (threshold,) = at_step(step, moment, threshold)
+    (threshold,) = at_step(step, moment.dtype, threshold)
     # Roots first: threshold * v overflows for gradients of 1e18, v being their square.
     limit = root(threshold) * root(moment)
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
     is_spike = (jnp.abs(wide).astype(moment.dtype) > limit) & (moment > 0) & is_warm
-    # An infinite limit cuts nothing, and times the sign of 0 it would be NaN.
     largest = float(jnp.finfo(jnp.result_type(x)).max)
+    # Where nothing is cut the limit may be inf, which is NaN times the sign of 0. The
+    # limit of an infinite coordinate may be beyond the dtype of the leaf.
     modulus = jnp.where(is_spike, jnp.minimum(limit, largest), 1.0)
     short = with_modulus(modulus.astype(modulus_dtype(wide)), wide)
     return jnp.where(is_spike, short.astype(jnp.result_type(x)), x)
@@ -188,7 +190,7 @@ def _blend(
     """The average of squares after a step. A missing leaf keeps its average."""
     if x is None:
         return moment
-    (decay,) = at_step(step, moment, decay)
+    (decay,) = at_step(step, moment.dtype, decay)
     # An infinite coordinate is clipped to the limit, which is not learned from.
     is_finite = jnp.isfinite(_widened(x))
     modulus = jnp.abs(_widened(clipped)).astype(moment.dtype)
@@ -196,13 +198,13 @@ def _blend(
     # From 1.8e19 on the square of a float32 number is inf, and 0 * inf is NaN.
     square = jnp.where(decay == 1, 0.0, modulus**2)
     new_moment = decay * moment + (1 - decay) * square
-    # As inf the average would stay inf.
+    # An average of inf would stay inf.
     new_moment = jnp.minimum(new_moment, jnp.finfo(moment.dtype).max)
     return jnp.where(is_finite, new_moment, moment)
 
 
 def _widened(x: ArrayLike) -> jax.Array:
-    """In at least 32 bits. NumPy promotes floats of 8 bits too, which JAX refuses."""
+    """The array in at least 32 bits. JAX itself does not promote floats of 8 bits."""
     x = jnp.asarray(x)
     return x.astype(wide_dtype(x))
 
@@ -235,7 +237,8 @@ def adaclip(
     Returns:
       A transformation with a `ClipState`: `norm` is the largest coordinate, `factor`
       what those over the limit were multiplied by. For each tensor it remembers two
-      numbers.
+      numbers. Its `update` also takes `grad_norm=`, the largest coordinates, and
+      `limit=`.
 
     Raises:
       ValueError: a decay out of its range, an unknown `nonfinite`, or an axis in
@@ -254,7 +257,7 @@ def adaclip(
     average's. Here the average keeps its own count.
     """
     call = "adaclip"
-    options = check_measure(call, math.inf, stacked=stacked, mesh_axes=mesh_axes)
+    options = check_measure(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
     # Order inf: the norm of a tensor is its largest coordinate, max|g|.
     measure = TensorNorm(**options)
     rule = rule_in(call, Ema, decay=decay)
@@ -264,35 +267,41 @@ def adaclip(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         tree = clipped_leaves(updates, call)
-        # Needed below as well, to know which tensors are broken.
         norms = measure(tree)
-        grad_norm = extra_args.pop("grad_norm", None)
-        if grad_norm is None:
-            grad_norm = norms
-            norms_on_device = norms.local_values()
-        else:
-            norms_on_device = jax.tree.leaves(grad_norm)
-        # Further arguments, such as `limit=`, are for the kernel.
-        scaled, new_state = kernel.update(
-            tree, state, params, grad_norm=grad_norm, **extra_args
-        )
-        entry_by_name = new_state.by_name()
-        names = trees.names(norms.paths, entry_by_name)
-        limits = []
-        for name, norm in zip(names, norms.values):
-            limits.append(entry_by_name[name].limit.reshape(norm.shape))
-        limits_on_device = norms._replace(values=limits).local_values()
+        # The kernel measures nothing again. A norm from elsewhere goes first.
+        if extra_args.get("grad_norm") is None:
+            extra_args["grad_norm"] = norms
         # The kernel multiplies a whole tensor by T / max|g|. Coordinates up to T get
         # back their own bits.
+        scaled, new_state = kernel.update(tree, state, params, **extra_args)
+        norms_of_leaves, limits_of_leaves = _norms_and_limits(new_state, norms)
         gradients, treedef = jax.tree.flatten(tree)
         clipped = []
         for gradient, scaled_gradient, norm, limit in zip(
-            gradients, jax.tree.leaves(scaled), norms_on_device, limits_on_device
+            gradients, jax.tree.leaves(scaled), norms_of_leaves, limits_of_leaves
         ):
             clipped.append(_scaled_over_limit(gradient, scaled_gradient, norm, limit))
         return put_back(treedef.unflatten(clipped), updates), new_state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
+
+
+def _norms_and_limits(state: Any, norms: Norms) -> tuple[list[Any], list[Any]]:
+    """The norm and the limit of each leaf in a state, on this device. `norms` says
+    which norms leaves have.
+    """
+    entry_by_name = state.by_name()
+    names = trees.names(norms.paths, entry_by_name)
+    norm_values = []
+    limit_values = []
+    for name, norm in zip(names, norms.values):
+        entry = entry_by_name[name]
+        norm_values.append(entry.norm.reshape(norm.shape))
+        limit_values.append(entry.limit.reshape(norm.shape))
+    return (
+        norms._replace(values=norm_values).local_values(),
+        norms._replace(values=limit_values).local_values(),
+    )
 
 
 def _scaled_over_limit(
@@ -302,10 +311,11 @@ def _scaled_over_limit(
     the kernel made of it: all NaN, or all 0.
     """
     modulus = jnp.abs(x)
-    # The norm is made of |x| too. XLA on a CPU would keep an array that both read.
+    # Not `jnp.abs`, of which the norm is made: XLA on a CPU would keep an array that
+    # both read.
     if not jnp.iscomplexobj(x):
         modulus = jnp.maximum(x, -x)
-    # Compared in the dtype of the limit, since bfloat16 would round the limit.
+    # The modulus is compared in the dtype of the limit, which bfloat16 would round.
     is_within = modulus.astype(limit.dtype) <= limit
     return jnp.where(is_within & jnp.isfinite(norm), x, scaled)
 
@@ -363,7 +373,7 @@ def reset_momentum(
     """
     call = "reset_momentum"
     checks.check_length(f"{call}: every", every)
-    warmup = check_field(call, "warmup", number(schedule=False), warmup)
+    warmup = checked_number(f"{call}: warmup", warmup, schedule=False)
     optimizer = checks.with_extra_args(f"{call}: inner", inner)
 
     def init(params: Any) -> ResetState:
@@ -372,9 +382,10 @@ def reset_momentum(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         check_state(call, state, ResetState)
         since_reset = steps_since_reset(state.step, every)
-        # From the weights, since some optimizers keep a copy of them in their state.
+        # Some optimizers keep a copy of the weights in their state, so `init` gets
+        # them.
         first_state = optimizer.init(updates if params is None else arrays_of(params))
-        inner_state = keep_where(since_reset == 0, first_state, state.inner_state)
+        inner_state = new_where(since_reset == 0, first_state, state.inner_state)
         updates, new_inner_state = optimizer.update(
             updates, inner_state, params, **extra_args
         )

@@ -115,7 +115,8 @@ def clip_by_spectral_norm(
     Returns:
       A transformation with a `ClipState`, read by `metrics`. Its norms are spectral
       norms, and its factors are those of the largest singular value. Inside shard_map
-      every device must hold whole matrices.
+      every device must hold whole matrices. Its `update` also takes `limit=`. It does
+      not look at a `grad_norm=` that a chain is given.
 
     Raises:
       ValueError: a negative or NaN limit, an unknown method, a shrink that the method
@@ -154,10 +155,11 @@ def clip_by_spectral_norm(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         tree = clipped_leaves(updates, call)
-        # A norm from elsewhere may be below the singular values.
+        # The chain's norm from elsewhere is none of singular values, and may be below
+        # them.
         extra_args.pop("grad_norm", None)
         # The kernel finds norms and limits, counts, and scales each leaf. Vectors,
-        # broken steps, and limits of 0 and inf need no more than that.
+        # zeros, broken steps, and limits of 0 and inf need no more than that.
         scaled, new_state = kernel.update(tree, state, params, **extra_args)
         clipped = _with_shrunk_values(measure, shrink, steps, tree, scaled, new_state)
         return put_back(clipped, updates), new_state
@@ -218,11 +220,12 @@ class SpectralNorm(NamedTuple):
 
     @partial(jax.jit, static_argnums=0)
     def __call__(self, tree: Any) -> Norms:
-        # First, since its errors name the function that the user called.
+        # Before the norms, since errors of `layouts` name the function that the user
+        # called.
         layouts = self.layouts(tree)
         leaves = jax.tree.leaves(tree)
-        # The spectral norm of a vector is its L2 norm. Devices may hold different
-        # layers.
+        # Vectors keep their L2 norm, which is their spectral norm. Norms of layers are
+        # not joined over devices, which may hold different layers.
         mesh_axes = "auto" if self.stacked is None else None
         l2_norms = TensorNorm(stacked=self.stacked, mesh_axes=mesh_axes)(tree)
         values = l2_norms.local_values()
@@ -298,7 +301,7 @@ class Layout(NamedTuple):
         matrices = jnp.stack(matrices_of_leaves).astype(dtype)
         return adjoint(matrices) if self.rows < self.columns else matrices
 
-    def leaf(self, matrices: jax.Array, like: jax.Array) -> jax.Array:
+    def unstack(self, matrices: jax.Array, like: jax.Array) -> jax.Array:
         """One leaf out of a stack, [*layers, rows, columns], typed like another."""
         if self.rows < self.columns:
             matrices = adjoint(matrices)
@@ -335,15 +338,16 @@ def _with_shrunk_values(
         norms = jnp.stack([entry.norm for entry in entries_of_state]).reshape(shape)
         limits = jnp.stack([entry.limit for entry in entries_of_state]).reshape(shape)
         quotients, divisors = _divided(matrices, norms)
-        # Zeros, broken matrices and those without a limit are as the kernel left them.
-        is_shrunk = jnp.isfinite(norms) & jnp.isfinite(limits) & (norms > 0)
+        # Zeros, broken matrices, and limits of 0 and inf are as the kernel left them.
+        has_norm = jnp.isfinite(norms) & (norms > 0)
+        is_shrunk = has_norm & jnp.isfinite(limits) & (limits > 0)
         norms = jnp.where(is_shrunk, norms, 1.0).astype(quotients.real.dtype)
         limits = jnp.where(is_shrunk, limits, 1.0).astype(quotients.real.dtype)
         if measure.method == "svd":
             u, singular_values, vh = jnp.linalg.svd(quotients, full_matrices=False)
             long = singular_values[..., None, :] * divisors
             short = shrink(long, jnp.broadcast_to(limits, long.shape))
-            shrunk = product(u * short, vh)
+            shrunk = matmul(u * short, vh)
         else:
             shrunk = divisors * shrunk_by_products(
                 quotients,
@@ -358,7 +362,7 @@ def _with_shrunk_values(
         scaled_matrices = layout.stack([leaves[index] for index in indices])
         clipped = jnp.where(is_shrunk, shrunk, scaled_matrices)
         for index, matrices_of_leaf in zip(indices, clipped):
-            leaves[index] = layout.leaf(matrices_of_leaf, leaves[index])
+            leaves[index] = layout.unstack(matrices_of_leaf, leaves[index])
     return treedef.unflatten(leaves)
 
 
@@ -368,12 +372,15 @@ def _divided(matrices: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Arra
     """
     sizes = lax.stop_gradient(sizes).astype(matrices.real.dtype)
     is_finite = jnp.isfinite(sizes)
-    # Powers of 2 round nothing. 2^126 is not among them: XLA multiplies with its
-    # reciprocal, which is flushed to 0.
-    exponents = jnp.floor(jnp.log2(jnp.where(is_finite & (sizes > 0), sizes, 1.0)))
-    # 125 of float32, whose numbers end at 2^128.
-    largest = int(jnp.finfo(matrices.dtype).maxexp) - 3
-    divisors = jnp.exp2(jnp.clip(exponents, -largest, largest))
+    sizes = jnp.where(is_finite & (sizes > 0), sizes, 1.0)
+    info = jnp.finfo(sizes.dtype)
+    # A number without digits behind its first is a power of 2, by which a division
+    # rounds nothing. On a CPU `exp2` is off by 3e-6.
+    powers = lax.reduce_precision(sizes, int(info.nexp), 0)
+    # Divisors end at 2^125 in float32: XLA multiplies by the reciprocal, which above
+    # 2^126 is flushed to 0.
+    largest = 2.0 ** (int(info.maxexp) - 3)
+    divisors = jnp.clip(powers, 1 / largest, largest)
     quotients = jnp.where(is_finite, matrices / divisors, jnp.zeros_like(matrices))
     return quotients, divisors
 
@@ -407,10 +414,10 @@ def _divided(matrices: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Arra
 # largest is underestimated by m^(1 / 2^18).
 SQUARINGS = 17
 # Steps that turn eps into 1, and some more, by the bytes of a real number.
-STEPS = {4: 24, 8: 48}
+POLAR_STEPS = {4: 24, 8: 48}
 
 
-def product(a: jax.Array, b: jax.Array) -> jax.Array:
+def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     """a @ b, with factors that are not rounded."""
     # By default accelerators round float32 factors to bfloat16 or TF32.
     return jnp.matmul(a, b, precision="highest")
@@ -423,17 +430,17 @@ def adjoint(x: jax.Array) -> jax.Array:
 
 def largest_singular_values(x: jax.Array) -> jax.Array:
     """The largest singular value of each matrix, [..., 1, 1]."""
-    gram = product(adjoint(x), x)
+    gram = matmul(adjoint(x), x)
 
     def square(_: int, power: jax.Array) -> jax.Array:
-        power = product(power, power)
+        power = matmul(power, power)
         trace = jnp.real(jnp.trace(power, axis1=-2, axis2=-1))[..., None, None]
         # Zeros stay zeros.
         return power / jnp.where(trace > 0, trace, 1.0)
 
     power = lax.fori_loop(0, SQUARINGS, square, lax.stop_gradient(gram))
-    # A mean of the squared singular values in which the largest outweighs all others.
-    # It is never above the largest.
+    # This mean of the squared singular values, in which the largest outweighs all
+    # others, is never above the largest.
     products = jnp.real(jnp.conj(power) * gram)
     mean = jnp.sum(products, (-2, -1), keepdims=True)
     return root(mean)
@@ -447,13 +454,16 @@ def shrunk_by_products(
     `norm` is their largest singular value. `steps` None means as many as the dtype
     needs.
     """
-    # Above all singular values, also where `largest_singular_values` underestimates.
+    # The bound is above all singular values, also where `largest_singular_values`
+    # underestimates.
     bound = 1.001 * lax.stop_gradient(norm)
-    steps = steps or STEPS[x.real.dtype.itemsize]
-    # From 2^13 bound on nothing is shortened in float32, and [cI; X] would lose X.
-    limit = jnp.minimum(limit, 2.0**13 * bound)
+    steps = steps or POLAR_STEPS[x.real.dtype.itemsize]
+    # Above 2^13 times the bound, 2^28 in float64, a limit shortens by less than the
+    # dtype shows. The square of a limit without bound would overflow.
+    far = 2.0 ** (int(jnp.finfo(bound.dtype).nmant) // 2 + 2)
+    limit = jnp.minimum(limit, far * bound)
     largest = jnp.sqrt(bound**2 + limit**2)
-    # Split as x is, on an Explicit mesh that splits layers.
+    # On an Explicit mesh that splits layers, [cI] must be split as X is.
     limit_eye = split_as(limit * _eye(x), jax.typeof(x))
     limit_eye_and_x = jnp.concatenate([limit_eye, x], -2) / largest
     polar = _polar(limit_eye_and_x, limit / largest, steps)
@@ -461,24 +471,27 @@ def shrunk_by_products(
     z = polar[..., :columns, :]
     b = polar[..., columns:, :]
     if is_hard:
-        b = product(b, _inverse_of_largest(z, steps))
+        b = matmul(b, _inverse_of_largest(z, steps))
     return limit * b
 
 
 def _inverse_of_largest(z: jax.Array, steps: int) -> jax.Array:
     """max(b, z)^-1 for Hermitian Z, where b^2 = 1 - z^2."""
     eye = _eye(z)
-    difference = eye - 2 * product(z, adjoint(z))
-    absolute = product(difference, _polar(difference, jnp.finfo(z.dtype).eps, steps))
+    difference = eye - 2 * matmul(z, adjoint(z))
+    absolute = matmul(difference, _polar(difference, jnp.finfo(z.dtype).eps, steps))
     square = 0.5 * (eye + absolute)
 
     # The inverse root of a matrix with eigenvalues in [1/2, 1]. The error 1 - square
-    # y^2 is 1/2 for y = 1, then 0.22, 0.04, 1e-3, 1e-6, 1e-12.
+    # y^2 is 1/2 for y = 1, then 0.22, 0.04, 1e-3, 1e-6, 1e-12, 1e-24.
     def step(_: int, y: jax.Array) -> jax.Array:
-        return 0.5 * product(y, 3 * eye - product(square, product(y, y)))
+        return 0.5 * matmul(y, 3 * eye - matmul(square, matmul(y, y)))
 
-    inverse = lax.fori_loop(0, 4, step, 0.5 * (3 * eye - square))
-    # Where so many steps do not suffice, `absolute` is below |1 - 2 z^2|, down to 0.
+    # The first step, from y = 1, multiplies no matrices.
+    more_steps = 4 if z.real.dtype.itemsize == 4 else 5
+    inverse = lax.fori_loop(0, more_steps, step, 0.5 * (3 * eye - square))
+    # Where so few polar steps do not suffice, `absolute` is below |1 - 2 z^2|, down to
+    # 0.
     return inverse / math.sqrt(1 + _lowest_in_reach(steps))
 
 
@@ -491,16 +504,16 @@ def _polar(x: jax.Array, lowest: ArrayLike, steps: int) -> jax.Array:
 
     def step(carry: Any, _: None) -> Any:
         x, lowest = carry
-        # The r that raises the lowest most. Near lowest = 0 it would send 1 to 0, and
+        # This r raises the lowest most. That of a lowest near 0 would send 1 to 0, and
         # 1 + eps below 0, so r is computed from 0.1 at least.
         low = jnp.maximum(lowest, 0.1)
         r = jnp.sqrt(3 / (1 + low + low**2))
         lowest = 0.5 * r * lowest * (3 - (r * lowest) ** 2)
-        factor = 0.5 * r * (3 * _eye(x) - r**2 * product(adjoint(x), x))
-        return (product(x, factor), lowest), None
+        factor = 0.5 * r * (3 * _eye(x) - r**2 * matmul(adjoint(x), x))
+        return (matmul(x, factor), lowest), None
 
-    # With a lower one the iteration would not come to rest in time, and large singular
-    # values would end anywhere.
+    # Below this reach `lowest` would keep r large up to the last step, and singular
+    # values near 1 would end anywhere.
     lowest = jnp.maximum(lax.stop_gradient(lowest), _lowest_in_reach(steps))
     (polar, _), _ = lax.scan(step, (x, lowest), length=steps)
     return polar

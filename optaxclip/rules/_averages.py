@@ -11,8 +11,25 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .._exported import exported
-from ._memory import between, count_up, hypot, multiple, remembered, root, unless_zero
-from ._rule import Answer, Number, Rule, at_step, choice, flag, number
+from ._memory import (
+    between,
+    count_up,
+    hypot,
+    multiple,
+    new_unless_zero,
+    remembered,
+    root,
+)
+from ._rule import (
+    Answer,
+    Number,
+    Rule,
+    at_step,
+    choice_field,
+    flag_field,
+    number_field,
+    warn_of_falling,
+)
 
 
 @exported
@@ -34,7 +51,7 @@ def blend(
 ) -> Average:
     """Adds a value to an average.
 
-    Corrected, it is Adam's: all values since the first, with weights that fall by
+    A corrected average is Adam's: all values since the first, with weights that fall by
     `decay`. Otherwise the first value counts as if it had always been there.
     """
     has_started = (average.weight > 0) | jnp.asarray(corrected)
@@ -48,7 +65,7 @@ def weigh(weight: Array, decay: Array) -> tuple[Array, Array]:
 
     The first value becomes the average, whatever the decay.
     """
-    # With a decay of 1 the weights of all values would be 0. As 2^-60 they make the
+    # With a decay of 1 the weights of all values would be 0. Weights of 2^-60 make the
     # mean, and count for nothing beside 2^-24, the least weight that a decay below 1
     # gives in float32.
     is_tiny = weight < 2.0**-30
@@ -78,14 +95,14 @@ class Ema(Rule):
     Adam, 2025 (arXiv 2502.17055).
     """
 
-    decay: Number = number(default=0.999, highest=1.0)
+    decay: Number = number_field(default=0.999, highest=1.0)
 
     def init(self, norm: Array) -> Average:
         return empty_average(norm)
 
     def update(self, norm: Array, average: Average, step: Array) -> Answer:
-        (decay,) = at_step(step, norm, self.decay)
-        # Blended first: the norm counts in the limit that it is held against.
+        (decay,) = at_step(step, norm.dtype, self.decay)
+        # Blending comes first: the norm counts in the limit that it is held against.
         average = blend(average, norm, decay)
         return average.estimate, average
 
@@ -93,11 +110,11 @@ class Ema(Rule):
 class EmaRatio(Rule):
     """limit = ratio * average of the norms.
 
-    With a target there are two rates: a norm above ratio * average is brought to
-    target * a second average.
+    With a target a norm above ratio * average is brought to target * a second average,
+    which has a decay of its own.
 
-        limit = ratio * average                                   one rate
-        limit = target * second    where norm > ratio * average   two rates
+        limit = ratio * average             without a target, or within ratio * average
+        limit = target * second average     with a target, for a norm above it
 
     The defaults remember the smaller of norm and limit, so that a spike does not raise
     the limit for the next one. With a ratio near 1 the norm then grows by at most
@@ -130,25 +147,25 @@ class EmaRatio(Rule):
       >>> print(optaxclip.replay.run(rule, [1.0, 1.0, 9.0, 9.0]).limits)
       [inf  2.  2.  3.]
 
-    Reference: OLMo 1, `olmo/optim.py` (max_grad_norm_ratio, one rate). Its average
+    Reference: OLMo 1, `olmo/optim.py` (max_grad_norm_ratio, no target). Its average
     starts with the second norm, which is not clipped, and the first is thrown away.
-    Here it starts with the first. PDE-Transformer, `callback/ema_clip.py` (two rates,
-    2.0 and 1.1, decays 0.99 and 0.9).
+    Here it starts with the first. PDE-Transformer, `callback/ema_clip.py` (ratio 2.0,
+    target 1.1, decays 0.99 and 0.9).
     """
 
-    ratio: Number = number(default=2.0)
-    decay: Number = number(default=0.99, highest=1.0)
+    ratio: Number = number_field(default=2.0)
+    decay: Number = number_field(default=0.99, highest=1.0)
     _: KW_ONLY
-    target: Number | None = number(default=None, optional=True)
-    target_decay: Number | None = number(default=None, highest=1.0, optional=True)
-    corrected: ArrayLike = flag(default=False)
-    remember: str = choice("clipped", "raw", default="clipped")
-    warmup: ArrayLike = number(default=1, schedule=False)
+    target: Number | None = number_field(default=None, optional=True)
+    target_decay: Number | None = number_field(default=None, highest=1.0, optional=True)
+    corrected: ArrayLike = flag_field(default=False)
+    remember: str = choice_field("clipped", "raw", default="clipped")
+    warmup: ArrayLike = number_field(default=1, schedule=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.remember == "clipped":
-            self._warn_of_falling("ratio")
+            warn_of_falling("ema_ratio: ratio", self.ratio, stacklevel=4)
 
     def init(self, norm: Array) -> tuple[Array, Average, Average]:
         seen = jnp.zeros(norm.shape, jnp.int32)
@@ -157,26 +174,28 @@ class EmaRatio(Rule):
     def update(
         self, norm: Array, memory: tuple[Array, Average, Average], step: Array
     ) -> Answer:
-        ratio, decay = at_step(step, norm, self.ratio, self.decay)
+        ratio, decay = at_step(step, norm.dtype, self.ratio, self.decay)
         target = self.ratio if self.target is None else self.target
         target_decay = self.decay if self.target_decay is None else self.target_decay
-        target, target_decay = at_step(step, norm, target, target_decay)
+        target, target_decay = at_step(step, norm.dtype, target, target_decay)
         # Norms seen, and the averages that `ratio` and `target` multiply.
         seen, average, target_average = memory
         edge = ratio * average.estimate
-        # With one rate both averages are the same, and so are both limits.
+        # Without target and target_decay both averages are the same, and so are both
+        # limits. That takes two numbers more for each norm, and no second form of the
+        # memory.
         limit = jnp.where(norm > edge, target * target_average.estimate, edge)
         # Without a norm there is no average, also with a warmup of 0.
         is_warm = seen >= jnp.maximum(self.warmup, 1)
         limit = jnp.where(is_warm, limit, jnp.inf)
-        # Clipped by default, so that one spike does not raise the limit of the next.
+        # By default the clipped norm, so that a spike does not raise the next limit.
         value = remembered(self.remember, norm, limit)
         new_memory = (
             count_up(seen),
             blend(average, value, decay, self.corrected),
             blend(target_average, value, target_decay, self.corrected),
         )
-        return limit, unless_zero(self.remember, value, new_memory, memory)
+        return limit, new_unless_zero(self.remember, value, new_memory, memory)
 
 
 class EmaBand(Rule):
@@ -216,21 +235,21 @@ class EmaBand(Rule):
     large language model training, 2026 (arXiv 2601.11864).
     """
 
-    low: Number = number(default=0.95)
-    high: Number = number(default=0.6)
-    decay: Number = number(default=0.95, highest=1.0)
+    low: Number = number_field(default=0.95)
+    high: Number = number_field(default=0.6)
+    decay: Number = number_field(default=0.95, highest=1.0)
     _: KW_ONLY
-    floor: Number = number(default=0.01)
-    up: Number = number(default=1.1, lowest=1.0)
-    down: Number = number(default=0.9, highest=1.0)
-    raise_small: ArrayLike = flag(default=False)
+    floor: Number = number_field(default=0.01)
+    up: Number = number_field(default=1.1, lowest=1.0)
+    down: Number = number_field(default=0.9, highest=1.0)
+    raise_small: ArrayLike = flag_field(default=False)
 
     def init(self, norm: Array) -> Average:
         return empty_average(norm)
 
     def update(self, norm: Array, average: Average, step: Array) -> Answer:
-        low, high, decay = at_step(step, norm, self.low, self.high, self.decay)
-        floor, up, down = at_step(step, norm, self.floor, self.up, self.down)
+        low, high, decay = at_step(step, norm.dtype, self.low, self.high, self.decay)
+        floor, up, down = at_step(step, norm.dtype, self.floor, self.up, self.down)
         lower = jnp.maximum(floor, low * average.estimate)
         upper = high * average.estimate
         is_raised = jnp.asarray(self.raise_small) & (norm < lower)
@@ -270,10 +289,10 @@ class MomentsRatio(Rule):
     Adam, 2025 (arXiv 2502.17055), AdaGN.
     """
 
-    decay1: Number = number(default=0.7, highest=1.0)
-    decay2: Number = number(default=0.9, highest=1.0)
+    decay1: Number = number_field(default=0.7, highest=1.0)
+    decay2: Number = number_field(default=0.9, highest=1.0)
     _: KW_ONLY
-    eps: Number = number(default=1e-8)
+    eps: Number = number_field(default=1e-8)
 
     def init(self, norm: Array) -> tuple[Average, Average]:
         return empty_average(norm), empty_average(norm)
@@ -281,16 +300,18 @@ class MomentsRatio(Rule):
     def update(
         self, norm: Array, memory: tuple[Average, Average], step: Array
     ) -> Answer:
-        decay1, decay2, eps = at_step(step, norm, self.decay1, self.decay2, self.eps)
+        decay1, decay2, eps = at_step(
+            step, norm.dtype, self.decay1, self.decay2, self.eps
+        )
+        # The root of the mean of squares is kept, since the square of a norm may leave
+        # the range of float32.
         mean, rms = memory
         new_mean = blend(mean, norm, decay1)
         weight, share = weigh(rms.weight, decay2)
-        # The root of the mean of squares is kept, since the square of a norm may leave
-        # the range of float32.
-        estimate = hypot(root(1 - share) * rms.estimate, root(share) * norm)
-        # It is 0 for a first norm of 0, and eps may be 0 too.
-        limit = new_mean.estimate / jnp.where(estimate > 0, estimate + eps, 1.0)
-        return limit, (new_mean, Average(estimate, weight))
+        new_rms = hypot(root(1 - share) * rms.estimate, root(share) * norm)
+        # The root is 0 for a first norm of 0, and eps may be 0 too.
+        limit = new_mean.estimate / jnp.where(new_rms > 0, new_rms + eps, 1.0)
+        return limit, (new_mean, Average(new_rms, weight))
 
 
 @exported
@@ -337,25 +358,25 @@ class ZScore(Rule):
     pre-training, 2025 (arXiv 2504.02507).
     """
 
-    z: Number = number(default=2.5)
-    decay: Number = number(default=0.97, highest=1.0)
+    z: Number = number_field(default=2.5)
+    decay: Number = number_field(default=0.97, highest=1.0)
     _: KW_ONLY
-    target: str = choice("adaptive", "mean", "max", default="adaptive")
-    warmup: ArrayLike = number(default=25, lowest=1, schedule=False)
-    eps: Number = number(default=1e-6)
+    target: str = choice_field("adaptive", "mean", "max", default="adaptive")
+    warmup: ArrayLike = number_field(default=25, lowest=1, schedule=False)
+    eps: Number = number_field(default=1e-6)
 
     def init(self, norm: Array) -> ZScoreMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)
         return ZScoreMemory(seen, jnp.zeros_like(norm), jnp.zeros_like(norm))
 
     def update(self, norm: Array, memory: ZScoreMemory, step: Array) -> Answer:
-        z, decay, eps = at_step(step, norm, self.z, self.decay, self.eps)
+        z, decay, eps = at_step(step, norm.dtype, self.z, self.decay, self.eps)
         seen, mean, deviation = memory
         is_warm = seen >= self.warmup
-        spread = deviation + eps
-        edge = mean + multiple(z, spread)
-        # Without any spread it is inf above the edge, and target is the mean.
-        score = (norm - mean) / spread
+        unit_of_score = deviation + eps
+        edge = mean + multiple(z, unit_of_score)
+        # With a unit of 0 the score is inf above the edge, and the target is the mean.
+        score = (norm - mean) / unit_of_score
         if self.target == "adaptive":
             target_score = z * z / jnp.maximum(score, z)
         elif self.target == "max":
@@ -411,13 +432,13 @@ class LogZScore(Rule):
     lower for some hundred steps after it.
     """
 
-    z: Number = number(default=4.0)
-    decay: Number = number(default=0.995, highest=1.0)
+    z: Number = number_field(default=4.0)
+    decay: Number = number_field(default=0.995, highest=1.0)
     _: KW_ONLY
-    # With an infinite one the logarithms would differ by inf - inf.
-    floor: Number = number(default=0.01, highest=float(np.finfo(np.float32).max))
-    spread: Number = number(default=1e-3)
-    warmup: ArrayLike = number(default=277, lowest=1, schedule=False)
+    # With an infinite floor the logarithms would differ by inf - inf.
+    floor: Number = number_field(default=0.01, highest=float(np.finfo(np.float32).max))
+    spread: Number = number_field(default=1e-3)
+    warmup: ArrayLike = number_field(default=277, lowest=1, schedule=False)
 
     def init(self, norm: Array) -> tuple[Array, Average, Array]:
         seen = jnp.zeros(norm.shape, jnp.int32)
@@ -426,8 +447,8 @@ class LogZScore(Rule):
     def update(
         self, norm: Array, memory: tuple[Array, Average, Array], step: Array
     ) -> Answer:
-        z, decay = at_step(step, norm, self.z, self.decay)
-        floor, spread = at_step(step, norm, self.floor, self.spread)
+        z, decay = at_step(step, norm.dtype, self.z, self.decay)
+        floor, spread = at_step(step, norm.dtype, self.floor, self.spread)
         # Norms seen, and mean and deviation of log(1 + norm).
         seen, mean, deviation = memory
         log_limit = mean.estimate + multiple(z, jnp.maximum(deviation, spread))

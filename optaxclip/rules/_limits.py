@@ -20,7 +20,16 @@ from jax.typing import ArrayLike
 
 from .. import _checks as checks
 from ._memory import count_up, multiple
-from ._rule import Number, Rule, Schedule, at_step, further_norms, is_rule, number
+from ._rule import (
+    Answer,
+    Number,
+    Rule,
+    Schedule,
+    at_step,
+    further_norms,
+    is_rule,
+    number_field,
+)
 
 # What a norm can be held against. None is no limit.
 Limit = Number | Rule | None
@@ -38,13 +47,15 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
         return np.inf
     # JAX takes no bare function as an argument of a compiled call.
     if callable(limit):
-        # A function of a leaf's path, as it goes for labels and axes.
+        # The hint is for a function of a leaf's path, which labels and axes may be.
         hint = "Limits of parts are a tree, and optax.masked leaves parts out."
         checks.check_schedule(argument, limit, hint)
         return checks.as_partial(limit)
     checks.check_limit(argument, limit)
     # All ints become floats, so that 1 and 1.0 share a program.
-    return float(limit) if isinstance(limit, int) else checks.number_for_jit(limit)
+    if isinstance(limit, int):
+        return float(limit)
+    return checks.number_for_jit(limit)
 
 
 def check_one_limit(argument: str, limit: Any) -> None:
@@ -56,17 +67,22 @@ def check_one_limit(argument: str, limit: Any) -> None:
     """
     if limit is None or checks.is_function(limit) or is_rule(limit):
         return
-    # A clipper is a tuple, and no tree of limits.
+    # A clipper in the place of a limit is a NamedTuple, but no tree of limits. It is
+    # refused by `rule_of`.
     if isinstance(limit, optax.GradientTransformation):
         return
-    is_tree = not jax.tree_util.all_leaves([limit])
-    if is_tree or getattr(limit, "shape", ()):
-        what, error = f"a real number, got {checks.shown(limit)}", TypeError
-        if not is_tree:
-            what, error = f"a scalar, got an array of shape {limit.shape}", ValueError
-        raise error(
-            f"{argument} must be {what}. clip_by_tensor_norm takes a limit for each "
-            "tensor, and clip_by_group_norm one for each group."
+    advice = (
+        "clip_by_tensor_norm takes a limit for each tensor, and clip_by_group_norm one "
+        "for each group."
+    )
+    if not jax.tree_util.all_leaves([limit]):
+        raise TypeError(
+            f"{argument} must be a real number, got {checks.shown(limit)}. {advice}"
+        )
+    shape = getattr(limit, "shape", ())
+    if shape:
+        raise ValueError(
+            f"{argument} must be a scalar, got an array of shape {shape}. {advice}"
         )
 
 
@@ -100,7 +116,7 @@ class Constant(Rule):
         return self.limit(step) if callable(self.limit) else self.limit, memory
 
 
-CONSTANT = jax.tree.structure(Constant(0.0))
+STRUCTURE_OF_CONSTANT = jax.tree.structure(Constant(0.0))
 
 
 def rule_of(limit: Any, argument: str) -> Rule:
@@ -113,8 +129,8 @@ def rule_of(limit: Any, argument: str) -> Rule:
     # `clip_by_global_norm(rules.growth)`, without parentheses.
     if isinstance(limit, type) and issubclass(limit, Rule):
         return limit()
-    # Checked once, under the clipper's name, which begins the error then.
-    return CONSTANT.unflatten([checked_limit(argument, limit)])
+    # `Constant.__init__` would check the limit again, and name itself in the error.
+    return STRUCTURE_OF_CONSTANT.unflatten([checked_limit(argument, limit)])
 
 
 def rules_of(limits: Any, argument: str) -> Any:
@@ -135,7 +151,7 @@ def check_limits_of_parts(argument: str, rules: Any) -> None:
     """
     for path, rule in jax.tree.leaves_with_path(rules, is_leaf=is_rule):
         memory = jax.eval_shape(rule.init, jnp.zeros((), jnp.float32))
-        # Without a path it is no tree.
+        # One rule for all norms has an empty path, and may learn.
         if path and jax.tree.leaves(memory):
             raise TypeError(
                 f"{argument} must be one rule for all norms, or a tree of numbers and "
@@ -172,14 +188,16 @@ class ShareOfParams(Rule):
       [0.6 0.8] 1.0
     """
 
-    share: Number = number()
-    floor: Number = number(default=0.0)
+    share: Number = number_field()
+    floor: Number = number_field(default=0.0)
 
     # `limit_of` hands over the norm of the weights.
     needs_params = True
 
-    def update(self, norm: Array, memory: Any, step: Array, params_norm: Array) -> Any:
-        share, floor = at_step(step, norm, self.share, self.floor)
+    def update(
+        self, norm: Array, memory: Any, step: Array, params_norm: Array
+    ) -> Answer:
+        share, floor = at_step(step, norm.dtype, self.share, self.floor)
         # Weights may have 64 bits where updates have 32.
         weights = jnp.maximum(params_norm.astype(norm.dtype), floor)
         return multiple(share, weights), memory
@@ -192,7 +210,8 @@ def rule_without_params(limit: Any, argument: str) -> Rule:
       ValueError: a rule that needs one of these.
     """
     rule = rule_of(limit, argument)
-    # Refused when it is built. In the first step its fourth argument would be missing.
+    # The rule is refused when the clipper is built. In the first step its `update`
+    # would miss an argument.
     if rule.needs_params or rule.needs_total:
         raise ValueError(
             f"{argument} must not compare norms with that of all norms or with those "
@@ -207,7 +226,7 @@ def rule_without_params(limit: Any, argument: str) -> Rule:
 class Joined(Rule):
     """Rules that are asked together. Each updates its memory by its own limit."""
 
-    # Each may keep a memory, and the joined memory is the tuple of them.
+    # The memory of the joined rule is the tuple of the memories of these.
     rules: tuple[Rule, ...]
 
     @property
@@ -221,52 +240,57 @@ class Joined(Rule):
     def init(self, norm: Array) -> Any:
         return tuple(rule.init(norm) for rule in self.rules)
 
-    def update(self, norm: Array, memory: Any, step: Array, *more_norms: Any) -> Any:
-        # In the order of `further_norms`, each where one of the rules needs it.
+    def ask_each(
+        self, norm: Array, memories: Any, step: Array, more_norms: Sequence[Any]
+    ) -> tuple[list[Array], tuple[Any, ...]]:
+        """The limit and the new memory of each rule."""
+        # `more_norms` has what one of the rules needs, in the order of `further_norms`.
         params_norm = more_norms[0] if self.needs_params else None
         total_norm = more_norms[-1] if self.needs_total else None
-        limits, memories = [], []
-        for rule, old_memory in zip(self.rules, memory):
+        limits = []
+        new_memories = []
+        for rule, memory in zip(self.rules, memories):
             norms_of_rule = further_norms(rule, params_norm, total_norm)
-            limit, new_memory = rule.update(norm, old_memory, step, *norms_of_rule)
+            limit, new_memory = rule.update(norm, memory, step, *norms_of_rule)
             # Limits may be Python numbers or of any dtype, and jnp.minimum wants one.
             limits.append(checks.held_in(norm.dtype, limit))
-            memories.append(new_memory)
-        return self.joined(limits), tuple(memories)
-
-    def joined(self, limits: list[Array]) -> Any:
-        """One limit of those of the rules."""
-        return limits
+            new_memories.append(new_memory)
+        return limits, tuple(new_memories)
 
 
 class Minimum(Joined):
     """The smallest limit of several rules."""
 
-    def joined(self, limits: list[Array]) -> Any:
-        return reduce(jnp.minimum, limits)
+    def update(self, norm: Array, memory: Any, step: Array, *more_norms: Any) -> Answer:
+        limits, new_memories = self.ask_each(norm, memory, step, more_norms)
+        return reduce(jnp.minimum, limits), new_memories
 
 
 class Maximum(Joined):
     """The largest limit of several rules."""
 
-    def joined(self, limits: list[Array]) -> Any:
-        return reduce(jnp.maximum, limits)
+    def update(self, norm: Array, memory: Any, step: Array, *more_norms: Any) -> Answer:
+        limits, new_memories = self.ask_each(norm, memory, step, more_norms)
+        return reduce(jnp.maximum, limits), new_memories
 
 
 class WarmUp(Joined):
     """The first rule for some norms, the second from then on."""
 
-    # Counts norms that were remembered. The step counts broken ones as well.
-    steps: Number = number(schedule=False)
+    # Norms that were remembered. The step of `update` counts broken norms as well.
+    steps: Number = number_field(schedule=False)
 
     def init(self, norm: Array) -> Any:
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
 
-    def update(self, norm: Array, memory: Any, step: Array, *more_norms: Any) -> Any:
-        seen, memory = memory
-        # Both are asked in every step, so `after` has learnt when its limit counts.
-        limits, memory = super().update(norm, memory, step, *more_norms)
-        return jnp.where(seen < self.steps, *limits), (count_up(seen), memory)
+    def update(self, norm: Array, memory: Any, step: Array, *more_norms: Any) -> Answer:
+        seen, memories = memory
+        # Both rules are asked in every step, so the second has learnt when its limit
+        # counts.
+        limits, new_memories = self.ask_each(norm, memories, step, more_norms)
+        before, after = limits
+        limit = jnp.where(seen < self.steps, before, after)
+        return limit, (count_up(seen), new_memories)
 
 
 def minimum(*rules: Any) -> Rule:
@@ -340,5 +364,5 @@ def _rules(call: str, rules: tuple[Any, ...]) -> tuple[Rule, ...]:
     # The smallest of no limits would be an error of `reduce` in the first step.
     if not rules:
         raise ValueError(f"{call}: rules must be at least one, got none.")
-    # Errors read "minimum: rules[1] must be at least 0, got -1.".
+    # Errors read "minimum: rules[1] must be at least 0, got -1."
     return tuple(rule_of(x, f"{call}: rules[{i}]") for i, x in enumerate(rules))

@@ -34,12 +34,12 @@ def moving_average(
     return old + (new.astype(old.dtype) - old) / count
 
 
-def between(old: jax.Array, new: jax.Array, keep: jax.Array) -> jax.Array:
-    """keep * old + (1 - keep) * new."""
-    # A step from the nearer value, instead of a sum of products. It is exact while the
-    # norm does not change, and right where one value is nothing beside the other.
+def between(old: jax.Array, new: jax.Array, decay: jax.Array) -> jax.Array:
+    """decay * old + (1 - decay) * new."""
+    # A step from the nearer value is exact while the norm does not change, and right
+    # where one value is nothing beside the other. A sum of products is not.
     change = new - old
-    return jnp.where(keep < 0.5, new - keep * change, old + (1 - keep) * change)
+    return jnp.where(decay < 0.5, new - decay * change, old + (1 - decay) * change)
 
 
 def root(x: jax.Array) -> jax.Array:
@@ -66,12 +66,12 @@ def remembered(remember: str, norm: jax.Array, limit: jax.Array) -> jax.Array:
     return jnp.minimum(norm, limit) if remember == "clipped" else norm
 
 
-def unless_zero(remember: str, value: jax.Array, new: Any, old: Any) -> Any:
+def new_unless_zero(remember: str, value: jax.Array, new: Any, old: Any) -> Any:
     """The new memory, or the old one where a limit of 0 let nothing through: a norm of
     0 is not remembered, since limits could never leave it.
     """
-    # No rule learns from a norm of 0, so norms as they came are not 0.
-    return keep_where(value != 0, new, old) if remember == "clipped" else new
+    # With "raw" the value is the norm itself, and no rule learns from a norm of 0.
+    return new_where(value != 0, new, old) if remember == "clipped" else new
 
 
 def in_place(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -81,7 +81,7 @@ def in_place(new: jax.Array, old: jax.Array) -> jax.Array:
     the new one would have another address in each step, and a CUDA graph, which holds
     addresses, would be built anew.
     """
-    # In shard_map types may differ in the first step.
+    # In shard_map the types of both may differ in the first step.
     if jax.typeof(new) != jax.typeof(old):
         return new
     # XLA drops this selection.
@@ -89,15 +89,17 @@ def in_place(new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def keep_where(is_new: jax.Array, new: Any, old: Any) -> Any:
+def new_where(is_new: jax.Array, new: Any, old: Any) -> Any:
     """The new memory where `is_new`, elementwise by norm, and the old one elsewhere."""
 
     def choose(new: ArrayLike, old: jax.Array) -> jax.Array:
         new = split_as(jnp.asarray(new).astype(old.dtype), jax.typeof(old))
-        # A memory may have more dimensions, such as [N, window] for N norms.
-        # A scalar stays one: on an Explicit mesh it goes with any sharding.
-        more_dims = new.ndim - is_new.ndim if is_new.ndim else 0
-        mask = is_new.reshape(is_new.shape + (1,) * more_dims)
-        return jnp.where(mask, new, old)
+        # A scalar fits every array. On an Explicit mesh it goes with any sharding.
+        if not is_new.ndim:
+            return jnp.where(is_new, new, old)
+        # Axes that a memory has behind those of the norm, such as [N, window] for N
+        # norms.
+        more_axes = (1,) * (new.ndim - is_new.ndim)
+        return jnp.where(is_new.reshape(is_new.shape + more_axes), new, old)
 
     return jax.tree.map(choose, new, old)

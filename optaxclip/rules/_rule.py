@@ -3,7 +3,7 @@
 A subclass of `Rule` lists its parameters as fields, each with its default and range:
 
     class Growth(Rule):
-        rate: Number = number(default=1.01)
+        rate: Number = number_field(default=1.01)
 
         def update(self, norm, memory, step): ...   # -> limit, memory
 
@@ -30,7 +30,7 @@ from .. import _checks as checks
 from .._exported import call_repr
 from .._mesh import typed_as
 from .._names import checked
-from ._memory import keep_where
+from ._memory import new_where
 
 R = TypeVar("R", bound="Rule")
 Schedule = Callable[[ArrayLike], ArrayLike]
@@ -38,34 +38,38 @@ Number = ArrayLike | Schedule
 Answer = tuple[ArrayLike, Any]  # of a rule: the limit of a norm, and the new memory
 
 
-def number(
-    default: Any = dataclasses.MISSING,
+def checked_number(
+    argument: str,
+    value: Any,
+    *,
     lowest: float = 0.0,
     highest: float = np.inf,
-    *,
     schedule: bool = True,
     whole: bool = False,
     optional: bool = False,
 ) -> Any:
-    """A field that is a number in a range.
+    """A number in a range, in the form in which JAX carries it into a compiled call.
 
     It may be a schedule from step to number, unless `schedule` is False. `whole`: it is
     a whole number of at least 1, such as the length of a window. `optional`: it may be
     None.
     """
+    if optional and value is None:
+        return None
+    if whole:
+        checks.check_length(argument, value)
+        return value
+    # What a schedule returns is known in each step only.
+    if schedule and callable(value):
+        checks.check_schedule(argument, value)
+        return Partial(_Within(argument, lowest, highest), checks.as_partial(value))
+    checks.check_limit(argument, value, lowest=lowest, highest=highest)
+    return checks.number_for_jit(value)
 
-    def check(argument: str, value: Any) -> Any:
-        if optional and value is None:
-            return None
-        if whole:
-            return checks.check_length(argument, value)
-        # What a schedule returns is known in each step only.
-        if schedule and callable(value):
-            checks.check_schedule(argument, value)
-            return Partial(_Within(argument, lowest, highest), checks.as_partial(value))
-        checks.check_limit(argument, value, lowest=lowest, highest=highest)
-        return checks.number_for_jit(value)
 
+def number_field(default: Any = dataclasses.MISSING, **options: Any) -> Any:
+    """A field that is a number, with the options of `checked_number`."""
+    check = partial(checked_number, **options)
     return field(default=default, metadata={"check": check})
 
 
@@ -81,17 +85,17 @@ class _Within(NamedTuple):
     def __call__(self, schedule: Schedule, step: ArrayLike) -> ArrayLike:
         value = schedule(step)
         checks.check_real(f"{self.argument}: what a schedule returns", value)
-        # Numbers of Python and NumPy stay what they are: JAX would make inf of 1e39.
+        # NumPy clips numbers of Python and NumPy, since JAX would make inf of 1e39.
         numpy = jnp if isinstance(value, jax.Array) else np
         return numpy.clip(value, self.lowest, self.highest)
 
 
-def flag(default: bool) -> Any:
+def flag_field(default: bool) -> Any:
     """A field that is True or False, and may be traced."""
     return field(default=default, metadata={"check": checks.check_flag})
 
 
-def choice(*allowed: str, default: str) -> Any:
+def choice_field(*allowed: str, default: str) -> Any:
     """A field that is one of some strings. A changed string compiles anew."""
     check = partial(checks.check_choice, allowed=allowed)
     # jit takes no strings as leaves, so they belong to the structure of the tree.
@@ -100,7 +104,8 @@ def choice(*allowed: str, default: str) -> Any:
 
 # Tells type checkers that every subclass is a dataclass of its annotated fields.
 @dataclass_transform(
-    frozen_default=True, field_specifiers=(field, number, flag, choice)
+    frozen_default=True,
+    field_specifiers=(field, number_field, flag_field, choice_field),
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Rule:
@@ -141,7 +146,7 @@ class Rule:
     """
 
     # Whether `update` takes the norm of the weights as a fourth argument, and the norm
-    # of all norms as its last. Without a type, which would make them fields.
+    # of all norms as its last. A type would make these two fields of the dataclass.
     needs_params = False
     needs_total = False
 
@@ -159,7 +164,7 @@ class Rule:
             return leaves, tuple(getattr(rule, name) for name in meta)
 
         def unflatten(static: Any, leaves: Any) -> Any:
-            # Unchecked: JAX also builds trees of things that are no numbers.
+            # Fields are not checked: JAX also builds trees of what is no number.
             rule = object.__new__(cls)
             vars(rule).update(zip(data, leaves))
             vars(rule).update(zip(meta, static))
@@ -177,11 +182,6 @@ class Rule:
             # A plain field of a user's rule has no check.
             if "check" in spec.metadata:
                 values[name] = check_field(call, name, spec, values[name])
-
-    def _warn_of_falling(self, name: str) -> None:
-        """Warns of a field at most 1, in the place where the user builds the rule."""
-        argument = f"{call_name(type(self))}: {name}"
-        warn_of_falling(argument, getattr(self, name), stacklevel=5)
 
     def __repr__(self) -> str:
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
@@ -256,7 +256,7 @@ def limit_of(
     learns = jnp.isfinite(norm) & (limit == limit)
     if not signed:
         learns = learns & (norm > 0)
-    return limit, keep_where(learns, new_memory, memory)
+    return limit, new_where(learns, new_memory, memory)
 
 
 limit_of_jitted = jax.jit(limit_of, static_argnames=("argument", "signed"))
@@ -269,11 +269,12 @@ def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> 
     jit it is a traced number.
     """
 
-    def known_number(number: Any) -> Any:
+    def one_for_traced(number: Any) -> Any:
         return 1 if isinstance(number, Tracer) and not number.ndim else number
 
-    known_rule = jax.tree.map(known_number, rule)
-    first_memory = jax.eval_shape(known_rule.init, norm)
+    # A traced length of a window has no shape to give. Any number shows the form.
+    rule_without_tracers = jax.tree.map(one_for_traced, rule)
+    first_memory = jax.eval_shape(rule_without_tracers.init, norm)
     # Rules that remember nothing may follow one another.
     if not jax.tree.leaves((first_memory, memory)):
         return first_memory
@@ -303,7 +304,7 @@ def rule_in(call: str, rule_class: type[R], **numbers: Any) -> R:
     """A rule of a clipper with the same arguments, whose errors name the clipper."""
     for spec in fields(rule_class):
         if spec.name in numbers and "check" in spec.metadata:
-            # Checked first under the clipper's name, which begins the error then.
+            # The rule checks the number again, under its own name.
             check_field(call, spec.name, spec, numbers[spec.name])
     return rule_class(**numbers)
 
@@ -327,11 +328,11 @@ def is_rule(x: Any) -> TypeGuard[Rule]:
     return isinstance(x, Rule)
 
 
-def at_step(step: jax.Array, norm: jax.Array, *numbers: Number) -> list[jax.Array]:
-    """The numbers at this step, in the norm's dtype."""
+def at_step(step: jax.Array, dtype: Any, *numbers: Number) -> list[jax.Array]:
+    """The numbers at this step, in the dtype of the norm."""
     values = [value(step) if callable(value) else value for value in numbers]
     # A number of a wider dtype would widen the limit, and the memory with it.
-    return [checks.held_in(norm.dtype, value) for value in values]
+    return [checks.held_in(dtype, value) for value in values]
 
 
 def warn_of_falling(argument: str, ratio: Any, stacklevel: int) -> None:

@@ -13,8 +13,18 @@ from jax.typing import ArrayLike
 
 from .._checks import check_length, check_number
 from .._exported import exported
-from ._memory import count_up, keep_where, multiple, remembered, unless_zero
-from ._rule import Number, Rule, at_step, call_name, choice, flag, number, rule_in
+from ._memory import count_up, multiple, new_unless_zero, new_where, remembered
+from ._rule import (
+    Number,
+    Rule,
+    at_step,
+    call_name,
+    choice_field,
+    flag_field,
+    number_field,
+    rule_in,
+    warn_of_falling,
+)
 
 
 @exported
@@ -28,7 +38,7 @@ class Window(NamedTuple):
 
 def empty_window(rule: Any, norm: Array) -> Window:
     """The window of a rule, without norms."""
-    # Its length is the shape of an array, so it cannot be traced.
+    # The length is the shape of an array, so it cannot be traced.
     if isinstance(rule.window, Tracer):
         raise TypeError(
             f"{call_name(type(rule))}: window must be known when the state is made: "
@@ -38,7 +48,7 @@ def empty_window(rule: Any, norm: Array) -> Window:
     return Window(past, jnp.zeros(norm.shape, jnp.int32))
 
 
-def places(window: Window) -> Array:
+def place_numbers(window: Window) -> Array:
     """The number of each place in the window, int32[norm, length]."""
     return lax.broadcasted_iota(jnp.int32, window.past.shape, window.past.ndim - 1)
 
@@ -51,7 +61,7 @@ def next_place(window: Window) -> Array:
 
 def push(window: Window, norm: Array) -> Window:
     """Adds a norm. A full window loses its oldest."""
-    is_next = places(window) == next_place(window)
+    is_next = place_numbers(window) == next_place(window)
     past = jnp.where(is_next, norm[..., None], window.past)
     return Window(past, count_up(window.seen))
 
@@ -96,27 +106,27 @@ class WindowedQuantile(Rule):
     clipping for source separation networks, 2020 (arXiv 2007.14469).
     """
 
-    quantile: Number = number(default=0.5, highest=1.0)
-    window: Any = number(default=100, whole=True)
+    quantile: Number = number_field(default=0.5, highest=1.0)
+    window: Any = number_field(default=100, whole=True)
     _: KW_ONLY
-    factor: Number = number(default=1.0)
-    current: Any = flag(default=False)
-    remember: str = choice("raw", "clipped", default="raw")
-    warmup: Any = number(default=1, schedule=False)
+    factor: Number = number_field(default=1.0)
+    current: Any = flag_field(default=False)
+    remember: str = choice_field("raw", "clipped", default="raw")
+    warmup: Any = number_field(default=1, schedule=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.remember == "clipped":
-            self._warn_of_falling("factor")
+            warn_of_falling("windowed_quantile: factor", self.factor, stacklevel=4)
 
     def init(self, norm: Array) -> QuantileMemory:
         recent = empty_window(self, norm)
         return recent, jnp.full_like(recent.past, jnp.inf)
 
     def update(self, norm: Array, memory: QuantileMemory, step: Array) -> Any:
-        quantile, factor = at_step(step, norm, self.quantile, self.factor)
+        quantile, factor = at_step(step, norm.dtype, self.quantile, self.factor)
         current = jnp.asarray(self.current)
-        recent, ordered = keep_where(current, push_ordered(memory, norm), memory)
+        recent, ordered = new_where(current, push_ordered(memory, norm), memory)
         is_warm = recent.seen >= jnp.maximum(self.warmup, 1)
         multiple_of_quantile = multiple(
             factor, interpolated(quantile, recent.seen, ordered)
@@ -124,7 +134,7 @@ class WindowedQuantile(Rule):
         limit = jnp.where(is_warm, multiple_of_quantile, jnp.inf)
         value = remembered(self.remember, norm, limit)
         new_memory = push_ordered(memory, value)
-        return limit, unless_zero(self.remember, value, new_memory, memory)
+        return limit, new_unless_zero(self.remember, value, new_memory, memory)
 
 
 def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
@@ -151,7 +161,7 @@ def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
 def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
     """The quantile, between the two nearest norms."""
     last = jnp.clip(seen, 1, ordered.shape[-1]) - 1
-    # As numpy.percentile: quantile 0 is the first of the norms, 1 the last.
+    # Quantile 0 is the first of the norms, 1 the last, as in numpy.percentile.
     place = quantile * last.astype(quantile.dtype)
 
     def norm_at(place: Array) -> Array:
@@ -159,7 +169,8 @@ def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
         return jnp.take_along_axis(ordered, index, axis=-1)[..., 0]
 
     low, high = norm_at(jnp.floor(place)), norm_at(jnp.ceil(place))
-    # Without any norm both are inf, whose difference is NaN. `update` then takes inf.
+    # Without any norm both numbers are inf, whose difference is NaN. The largest number
+    # stands for inf here, and `update` takes inf then.
     most = jnp.finfo(low.dtype).max
     low, high = jnp.minimum(low, most), jnp.minimum(high, most)
     return low + (place - jnp.floor(place)) * (high - low)
@@ -200,14 +211,14 @@ class WindowedMean(Rule):
     which is `optaxclip.skip_step`).
     """
 
-    sigmas: Number = number(default=3.0)
-    window: Any = number(default=128, whole=True)
+    sigmas: Number = number_field(default=3.0)
+    window: Any = number_field(default=128, whole=True)
     _: KW_ONLY
-    ddof: Any = number(default=0, schedule=False)
-    floor: Number = number(default=0.0)
-    current: Any = flag(default=False)
-    remember: str = choice("raw", "clipped", default="raw")
-    warmup: Any = number(default=2, schedule=False)
+    ddof: Any = number_field(default=0, schedule=False)
+    floor: Number = number_field(default=0.0)
+    current: Any = flag_field(default=False)
+    remember: str = choice_field("raw", "clipped", default="raw")
+    warmup: Any = number_field(default=2, schedule=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -219,15 +230,15 @@ class WindowedMean(Rule):
         return empty_window(self, norm)
 
     def update(self, norm: Array, past: Window, step: Array) -> Any:
-        sigmas, floor = at_step(step, norm, self.sigmas, self.floor)
-        # Both are made, since `current` is a leaf of the rule and may be traced.
-        window = keep_where(jnp.asarray(self.current), push(past, norm), past)
+        sigmas, floor = at_step(step, norm.dtype, self.sigmas, self.floor)
+        # Both windows are made, since `current` may be traced.
+        window = new_where(jnp.asarray(self.current), push(past, norm), past)
         mean, deviation = moments(self.ddof, window)
         bound = mean + multiple(sigmas, jnp.maximum(deviation, floor))
         # With ddof 1 a deviation takes two norms, whatever the warmup is.
         is_warm = window.seen >= jnp.maximum(self.warmup, 1 + self.ddof)
         limit = jnp.where(is_warm, bound, jnp.inf)
-        # Onto `past`: `window` may have the norm already, as it came.
+        # The norm goes onto `past`: `window` may have it already, as it came.
         return limit, push(past, remembered(self.remember, norm, limit))
 
 
@@ -263,16 +274,16 @@ class Growth(Rule):
     low-rank constraint?, 2024 (arXiv 2410.01623).
     """
 
-    rate: Number = number(default=1.01)
+    rate: Number = number_field(default=1.01)
     _: KW_ONLY
-    floor: Number = number(default=0.0)
-    cap: Number | None = number(default=None, optional=True)
+    floor: Number = number_field(default=0.0)
+    cap: Number | None = number_field(default=None, optional=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # A floor above 0 holds limits up.
         if isinstance(self.floor, (int, float)) and self.floor == 0:
-            self._warn_of_falling("rate")
+            warn_of_falling("growth: rate", self.rate, stacklevel=4)
 
     def init(self, norm: Array) -> Array:
         # The first norm has no limit: inf times a rate above 0 is inf.
@@ -280,12 +291,12 @@ class Growth(Rule):
 
     def update(self, norm: Array, memory: Array, step: Array) -> Any:
         cap = jnp.inf if self.cap is None else self.cap
-        rate, floor, cap = at_step(step, norm, self.rate, self.floor, cap)
+        rate, floor, cap = at_step(step, norm.dtype, self.rate, self.floor, cap)
         # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
         has_last = memory < jnp.inf
         last = jnp.maximum(jnp.where(has_last, memory, 0.0), floor)
         limit = jnp.minimum(jnp.where(has_last, multiple(rate, last), jnp.inf), cap)
-        # What a hard clip lets through. A rule does not know the clipper's shrink.
+        # This is what a hard clip lets through. A rule does not know the shrink.
         passed = jnp.minimum(norm, limit)
         # From a last norm of 0 there would be no growth.
         return limit, jnp.where(passed > 0, passed, memory)
@@ -320,18 +331,18 @@ class QuantileTracker(Rule):
     adaptive clipping, 2021 (arXiv 1905.03871).
     """
 
-    quantile: Number = number(default=0.5, highest=1.0)
-    rate: Number = number(default=0.2, highest=float(np.finfo(np.float32).max))
+    quantile: Number = number_field(default=0.5, highest=1.0)
+    rate: Number = number_field(default=0.2, highest=float(np.finfo(np.float32).max))
     _: KW_ONLY
-    start: ArrayLike = number(default=0.1, schedule=False)
+    start: ArrayLike = number_field(default=0.1, schedule=False)
 
     def init(self, norm: Array) -> Array:
         return jnp.full_like(norm, self.start)
 
     def update(self, norm: Array, limit: Array, step: Array) -> Any:
-        quantile, rate = at_step(step, norm, self.quantile, self.rate)
+        quantile, rate = at_step(step, norm.dtype, self.quantile, self.rate)
         within = (norm <= limit).astype(norm.dtype)
-        # At 0 or inf it would stay for good, or become NaN.
+        # A limit of 0 or inf would stay for good, or become NaN.
         info = jnp.finfo(norm.dtype)
         old_limit = jnp.clip(limit, info.tiny, info.max)
         # within - quantile is 1 - quantile or -quantile: a step down or up.
@@ -359,7 +370,7 @@ def step_rule(
 
 def spike_rule(call: str, sigmas: Number, window: Any) -> Rule:
     """The rule of OLMo-core's spike score: what is over its limit is a spike."""
-    # A warmup of the whole window: before that nothing is a spike.
+    # Nothing is a spike before the window is full.
     return rule_in(call, WindowedMean, sigmas=sigmas, window=window, warmup=window)
 
 
@@ -370,7 +381,7 @@ def moments(ddof: Any, window: Window) -> tuple[Array, Array]:
     difference. So equal norms have exactly their mean and no deviation, and no square
     leaves the range.
     """
-    is_filled = places(window) < window.seen[..., None]
+    is_filled = place_numbers(window) < window.seen[..., None]
     count = jnp.clip(window.seen, 1, window.past.shape[-1]).astype(window.past.dtype)
     # A float32 sum of norms such as 8192 + 2^-9 would lose what they differ by.
     anchor = window.past[..., :1]
@@ -383,7 +394,7 @@ def moments(ddof: Any, window: Window) -> tuple[Array, Array]:
     shift = jnp.sum(differences, axis=-1, keepdims=True) / count[..., None]
     deviations = jnp.where(is_filled, differences - shift, 0.0)
     squares = jnp.sum(deviations**2, axis=-1)
-    # At least 1, since ddof norms would divide by 0.
+    # The divisor is at least 1: for ddof norms it would be 0.
     variance = squares / jnp.maximum(count - jnp.asarray(ddof, count.dtype), 1)
     mean = anchor[..., 0] + (largest * shift)[..., 0]
     return mean, largest[..., 0] * jnp.sqrt(variance)

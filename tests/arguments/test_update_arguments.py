@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -33,6 +34,19 @@ def test_arguments_of_other_transformations_pass(name):
     plain = optimizer.update(tree, optimizer.init(tree), tree)
     updates, _ = optimizer.update(tree, optimizer.init(tree), tree, **given)
     assert jax.tree.structure(updates) == jax.tree.structure(plain[0])
+
+
+@pytest.mark.parametrize("name", ["larc", "clippy"])
+def test_a_link_that_computes_norm_and_limit_takes_none_of_the_chain(name):
+    own = METHODS[name].make()
+    chain = optax.chain(optaxclip.clip_by_global_norm(9.0), own)
+    updates, state = updated(chain, limit=0.5, grad_norm=50.0)
+    first = optaxclip.clip_by_global_norm(9.0)
+    clipped, _ = updated(first, limit=0.5, grad_norm=50.0)
+    wanted, wanted_state = own.update(clipped, own.init(GRADS), GRADS)
+    np.testing.assert_array_equal(updates, wanted)
+    assert state[0].limit == 0.5 and state[1].limit == wanted_state.limit
+    assert state[1].norm == wanted_state.norm
 
 
 def test_a_line_search_behind_a_clipper_gets_its_arguments():

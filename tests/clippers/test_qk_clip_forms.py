@@ -65,6 +65,60 @@ def test_queries_keys_and_values_may_share_a_leaf():
     np.testing.assert_allclose(new["qkv"], np.tile(wanted, (4, 1)), rtol=1e-6)
 
 
+def test_a_fused_kernel_and_its_fused_bias_are_one_attention():
+    # GPT-2's c_attn: queries, keys and values, each of two heads of three entries.
+    layer = {"c_attn": {"kernel": jnp.ones((4, 18)), "bias": jnp.ones(18)}}
+    params = {"h_0": layer, "h_1": layer}
+    queries = {"*/c_attn/*": Heads(-1, width=3, heads=(0, 2))}
+    keys = {"*/c_attn/*": Heads(-1, width=3, heads=(2, 4))}
+    logits = {"h_0": LOGITS, "h_1": LOGITS[::-1]}
+    new, state = shrunk(params, logits, queries=queries, keys=keys)
+    assert list(state.by_name()) == ["h_0/c_attn", "h_1/c_attn"]
+    for name, roots in (("h_0", ROOT), ("h_1", ROOT[::-1])):
+        wanted = np.concatenate([roots.repeat(3), roots.repeat(3), np.ones(6)])
+        for array in new[name]["c_attn"].values():
+            wanted_array = np.broadcast_to(wanted, array.shape)
+            np.testing.assert_allclose(array, wanted_array, rtol=1e-6)
+
+
+def test_a_fused_kernel_may_have_separate_biases():
+    # BEiT's attention: keys have no bias.
+    params = {"attn": {"qkv": jnp.ones((4, 18)), "q_bias": jnp.ones(6)}}
+    queries = {
+        "attn/qkv": Heads(-1, width=3, heads=(0, 2)),
+        "attn/q_bias": Heads(-1, width=3),
+    }
+    keys = {"attn/qkv": Heads(-1, width=3, heads=(2, 4))}
+    new, state = shrunk(params, LOGITS, queries=queries, keys=keys)
+    assert list(state.by_name()) == ["attn"]
+    np.testing.assert_allclose(new["attn"]["q_bias"], ROOT.repeat(3), rtol=1e-6)
+
+
+def test_fused_kernels_side_by_side_are_attentions_of_their_own():
+    params = {"first": jnp.ones((4, 12)), "second": jnp.ones((4, 12))}
+    queries = {"*": Heads(-1, width=3, heads=(0, 2))}
+    keys = {"*": Heads(-1, width=3, heads=(2, 4))}
+    logits = {"first": LOGITS, "second": LOGITS / 8}
+    new, state = shrunk(params, logits, queries=queries, keys=keys)
+    assert list(state.by_name()) == ["first", "second"]
+    np.testing.assert_array_equal(new["second"], np.ones((4, 12)))
+
+
+def test_each_array_of_logits_belongs_to_one_attention():
+    one = {"q": jnp.ones((4, 2)), "k": jnp.ones((4, 2))}
+    params = {"layer": {"self": one, "cross": one}}
+    where = {"queries": {"*/q": 1}, "keys": {"*/k": 1}}
+    for logits in (
+        # The first array is for both attentions, and the second for none.
+        {"layer": LOGITS, "other": LOGITS},
+        {"layer": {"self": LOGITS}, "other": LOGITS},
+        {"layer": LOGITS},
+        {"layer": {"self": LOGITS, "cross": LOGITS}, "other": LOGITS},
+    ):
+        with pytest.raises(ValueError, match="must have one array for each of"):
+            shrunk(params, logits, **where)
+
+
 def test_groups_of_two_queries_a_key_and_a_value_share_a_leaf():
     # Megatron's layout: for each key head its queries, the key and the value.
     params = {"qkv": jnp.ones((4, 2 * 12))}

@@ -201,6 +201,23 @@ def test_smooth_far_below_the_limit_is_relatively_exact():
         assert error(updates, expected(x, limit, "smooth")) <= 4e-6 * longest(x)
 
 
+@pytest.mark.parametrize("limit", [1.0, 1e5, 1e9, 1e200])
+def test_smooth_far_below_the_limit_is_exact_in_float64(limit):
+    with jax.enable_x64(True):
+        x = jnp.asarray(matrix((8, 5), 3.0, 0.1, dtype="float64"))
+        updates, _ = clip(x, limit, "newton_schulz", SMOOTH)
+        assert error(updates, expected(x, limit, "smooth")) <= 2e-14 * longest(x)
+
+
+def test_singular_values_at_the_limit_are_exact_in_float64():
+    # There the root that hard needs has its smallest eigenvalue, 1/2.
+    with jax.enable_x64(True):
+        x = jnp.asarray(matrix((8, 5), 1.5, 0.5, dtype="float64"))
+        for limit in np.linalg.svd(x, compute_uv=False)[1:-1]:
+            updates, _ = clip(x, limit, "newton_schulz")
+            assert error(updates, expected(x, limit)) <= 2e-14 * limit
+
+
 def test_every_shrink_fits_singular_values():
     x = matrix((9, 12), 4.0, 0.5)
     u, s, v = np.linalg.svd(oracles.wide(x), full_matrices=False)
@@ -219,6 +236,16 @@ def test_the_ends_of_the_range_of_float32():
         updates, _ = clip(x, unit, method=method)
         wanted = [[1, 0, 0], [0, 1, 0]]
         np.testing.assert_allclose(updates / unit, wanted, rtol=4e-6, atol=4e-6)
+
+
+def test_a_power_of_2_changes_no_digit():
+    x = matrix((8, 5), 3.0, 0.1)
+    for method in METHODS:
+        wanted, state = clip(x, 1.0, method=method)
+        for unit in np.float32([2.0**-100, 2.0**-7, 2.0**50, 2.0**101]):
+            updates, state_of_unit = clip(unit * x, unit, method=method)
+            np.testing.assert_array_equal(updates, unit * wanted)
+            assert state_of_unit.norm == unit * state.norm
 
 
 def test_the_squares_of_large_matrices_do_not_overflow():
@@ -257,6 +284,15 @@ def test_zero_stays_zero_and_limit_0_gives_zeros(method):
     updates, state = clip(x, 0.0, method=method)
     assert not np.any(updates) and state.factor == 0 and state.clipped == 1
     assert not np.any(clip(x, 0.0, method=method, shrink=SMOOTH)[0])
+
+
+def test_a_shrink_that_divides_by_the_limit_gives_zeros_at_0():
+    def bent(norm, limit):
+        return limit * jnp.tanh(norm / limit)
+
+    # The second singular value is 0, and 0 / 0 is NaN.
+    x = np.float32([[3.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    np.testing.assert_array_equal(clip(x, 0.0, shrink=bent)[0], np.zeros((2, 3)))
 
 
 @both

@@ -1,6 +1,7 @@
 """The bounds of `clip_by_value`: of every dtype, at both ends, and by modulus."""
 
 import math
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,41 @@ def test_known_integer_bounds_beyond_32_bits_are_exact(bound):
     x = jnp.array([4e9, -4e9, 1.0])
     updates, _ = apply(optaxclip.clip_by_value(bound), x)
     np.testing.assert_array_equal(updates, np.float32([3e9, -3e9, 1]))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("bound_dtype", ["int32", "uint32", "int64", "uint64"])
+def test_integer_arrays_are_exact_bounds_of_integers(bound_dtype, x64):
+    # float32 holds whole numbers up to 2^24, and float64 up to 2^53.
+    if bound_dtype.endswith("64") and not x64:
+        pytest.skip("JAX has no such array")
+    leaf_dtypes = ["int32", "uint32"] + ["int64", "uint64"] * x64
+    bits = 54 if bound_dtype.endswith("64") else 25
+    with jax.enable_x64(x64):
+        for bound, dtype in product((2**25 - 1, 2**bits + 1), leaf_dtypes):
+            info = np.iinfo(dtype)
+            values = [info.min, -bound - 1, -bound, bound, bound + 1, info.max]
+            values = [value for value in values if info.min <= value <= info.max]
+            leaf = jnp.array(np.array(values, dtype))
+            given = jnp.array(np.array(bound, bound_dtype))
+            lowest = max(-bound, info.min)
+            both, _ = apply(optaxclip.clip_by_value(given), leaf)
+            above, _ = apply(optaxclip.clip_by_value(given, -math.inf), leaf)
+            assert both.tolist() == [min(max(x, lowest), bound) for x in values]
+            assert above.tolist() == [min(x, bound) for x in values]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "uint32"])
+def test_a_float_array_beyond_an_integer_leaf_clips_nothing(dtype):
+    info = np.iinfo(dtype)
+    leaf = jnp.array([info.min, 1, info.max], dtype)
+    for bound in (2.0**7, 2.0**8, 2.0**31, 2.0**32, 1e30, math.inf):
+        if bound > info.max:
+            for clipper in (
+                optaxclip.clip_by_value(jnp.float32(bound)),
+                optaxclip.clip_by_value(jnp.float32(bound), jnp.float32(-bound)),
+            ):
+                np.testing.assert_array_equal(apply(clipper, leaf)[0], leaf)
 
 
 def test_key_leaves_pass_clippers_by_value():

@@ -153,8 +153,8 @@ def test_the_rules_have_the_bounds_of_the_page():
     for words, names in IN_ROWS.items():
         (bound,) = re.findall(rf"^\| {re.escape(words)}.*? \| (\d+) \|", PAGE, re.M)
         assert {RULES[name][2] for name in names} == {int(bound)}, words
-    (two_rates,) = re.findall(r"`ema_ratio` with two rates (\d+)", PAGE)
-    assert RULES["two rates"][2] == int(two_rates)
+    (with_target,) = re.findall(r"`ema_ratio` with a target (\d+)", PAGE)
+    assert RULES["two rates"][2] == int(with_target)
 
 
 def test_the_furthest_quotient_of_norms_is_that_of_the_page():

@@ -72,7 +72,7 @@ SMALL = {
     "small/__init__.py": "from ._double import double\nfrom ._grow import Grow as grow"
     "\n\n__all__ = ['double', 'grow']\n",
     "small/_grow.py": 'class Grow(Rule):\n    """Grows."""\n\n'
-    "    rate: float = number(default=1.25)\n",
+    "    rate: float = number_field(default=1.25)\n",
     "small/_double.py": 'def double(x):\n    """Returns 2 * x."""\n    return 2 * x\n',
 }
 NAVIGATION = (

@@ -66,5 +66,5 @@ def test_what_was_let_through_is_remembered_unless_it_is_0():
     ):
         value = memory.remembered(remember, norm, limit)
         np.testing.assert_array_equal(value, values)
-        new = memory.unless_zero(remember, value, jnp.full((3, 2), 9.0), old)
+        new = memory.new_unless_zero(remember, value, jnp.full((3, 2), 9.0), old)
         np.testing.assert_array_equal(new[:, 0], kept)
