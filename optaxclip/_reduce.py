@@ -26,7 +26,7 @@ from ._options import Ord
 from ._sums import Axes, Sums, divided, plain_sum, traced_once
 
 OF_SQUARES = (None, 2, "rms", "average")  # orders whose norm is a root of squares
-# Terms that a TPU adds up as one table.
+# A TPU adds up at most so many terms as one table.
 TABLE_SIZE = 16
 # Leaves of at most so many numbers are summed together on a GPU, by one kernel.
 SMALL = 2**16
