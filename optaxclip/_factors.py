@@ -74,8 +74,8 @@ def shrunk_by(shrink: Shrink, norm: jax.Array, limit: jax.Array, call: str) -> A
     """
     if shrink is hard:
         return jnp.minimum(norm, limit)
-    # Zeros stay zeros, and a limit of inf clips nothing. A shrink, and its derivative,
-    # may be NaN there, such as norm * (limit / norm), so there it gets 1 and 1.
+    # Zeros stay zeros, and a limit of inf clips nothing. There a shrink, such as norm *
+    # (limit / norm), or its derivative may be NaN. So it gets a norm and limit of 1.
     fixed = (norm == 0) | (limit == jnp.inf)
     new_norm = shrink(jnp.where(fixed, 1.0, norm), jnp.where(fixed, 1.0, limit))
     is_number = isinstance(new_norm, NUMBERS)
@@ -99,9 +99,9 @@ def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     """The factor from a norm to a new one.
 
     Both its numbers are exactly 1 where the norms are equal, 0 where the new norm is 0,
-    and NaN where one of the norms is. From inf to a finite norm the root is 0. The
-    4 eps cover the rounding of limit, norm, roots and products, so that the result
-    never exceeds the limit.
+    and otherwise NaN where one of the norms is. From inf to a finite norm the root is
+    0. The 4 eps cover the rounding of limit, norm, roots and products, so that the
+    result never exceeds the limit.
     """
     is_same = new_norm == norm
     is_zero = new_norm == 0

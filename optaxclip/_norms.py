@@ -53,7 +53,7 @@ class Norms(NamedTuple):
         return self.treedef.unflatten(self.local_values())
 
     def local_values(self) -> list[Any]:
-        """The norms. Of layers those that this device holds."""
+        """The norms, with the layers that this device holds of a stacked leaf."""
         values = list(self.values)
         for spec in self.specs:
             if spec.norm is not None:
@@ -61,7 +61,9 @@ class Norms(NamedTuple):
         return values
 
     def gathered(self, local_values: Sequence[Any]) -> list[Any]:
-        """Numbers like `values`, from numbers like those of `local_values`."""
+        """Numbers of each norm, with the layers of all devices, from those that have
+        the layers of this device.
+        """
         values = list(local_values)
         for spec in self.specs:
             if spec.norm is not None and spec.layers_over:
@@ -271,8 +273,8 @@ def norms_of_tree(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms
 
 def norm_of_norms(norms: Norms) -> jax.Array:
     """The norm of all norms together, without a derivative."""
-    # Here the norms are the leaves. Units are split over devices, as those of their
-    # leaf. All other norms are the same on all devices.
+    # The norms themselves are the leaves here. They are split over devices where they
+    # are norms of units, and otherwise the same on all devices.
     specs = [LeafSpec(norm=0)] * len(norms.values)
     for spec in norms.specs:
         if spec.units_over:

@@ -56,7 +56,7 @@ def static_order(ord: Any, call: str) -> Ord:
     if math.isnan(order) or order <= 0:
         raise ValueError(f"{call}: ord must be {ORDERS}, got {shown(ord)}.")
     # An array has no hash.
-    return order if is_array else ord
+    return ord if isinstance(ord, (int, float)) else order
 
 
 def static_axes(option: str, axes: Any, call: str) -> Any:

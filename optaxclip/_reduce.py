@@ -26,7 +26,7 @@ from ._options import Ord
 from ._sums import Axes, Sums, divided, plain_sum, traced_once
 
 OF_SQUARES = (None, 2, "rms", "average")  # orders whose norm is a root of squares
-# Terms that a TPU adds up as one table.
+# A TPU adds up at most so many terms as one table.
 TABLE_SIZE = 16
 # Leaves of at most so many numbers are summed together on a GPU, by one kernel.
 SMALL = 2**16
@@ -62,8 +62,8 @@ class LeafSpec(NamedTuple):
         return self.summed_over + self.layers_over
 
     def local_value(self, values: Sequence[Any]) -> Any:
-        """The entry of this leaf in `values`, which has one for each norm. Of layers
-        it has those that this device holds.
+        """The entry of this leaf in `values`, which has one for each norm. Of a stacked
+        leaf it has the layers that this device holds.
         """
         value = values[self.norm]
         return mesh.local_layers(value, self.kept_over) if self.layers_over else value
@@ -234,10 +234,11 @@ def _root(ord: Ord, total: Sums | Array, count: ArrayLike) -> Array:
 def _by_one_root(
     ord: Ord, counts: list[Any], norms: list[Array], totals: list[Sums]
 ) -> list[Array]:
-    """The norms again, all scalars by one root of a vector. XLA on a GPU would put the
-    root of each into every kernel that takes all norms: a step with AGC took 1.5 times
-    as long to compile for an H100 (`python -m benchmarks --only whole_step_compiled`).
-    A TPU would take each by itself.
+    """The norms again: the scalars among them as one vector, of which one root is
+    taken. XLA on a GPU would put the root of each into every kernel that takes all
+    norms: a step with AGC took 1.5 times as long to compile for an H100
+    (`python -m benchmarks --only whole_step_compiled`). A TPU would take each root by
+    itself.
     """
     scalars = [index for index, norm in enumerate(norms) if not norm.ndim]
     # Inside shard_map they may differ over different mesh axes.
@@ -339,7 +340,9 @@ def _by_platform(terms: list[Term], join: Join) -> Term:
 
 
 def _by_pairs(terms: list[Term], join: Join) -> Term:
-    """The terms joined two by two, in the kernel that needs the result."""
+    """The terms joined in pairs, and the results in pairs again. XLA puts that into the
+    kernel that needs the last one.
+    """
     while len(terms) > 1:
         joined = []
         for left, right in zip(terms[::2], terms[1::2]):
