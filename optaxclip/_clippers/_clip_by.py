@@ -15,9 +15,9 @@ from .._exported import exported
 from .._kernel import clip_once, make_clipper
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, Ord, OwnNorm, check_measure, global_norm
-from .._packed import PyTree, rows_from, unpacked
+from .._packed import PyTree
 from .._state import ClipState, RecordState
-from .._wrappers._skipping import Judge
+from .._wrappers._judge import Arrays, Judge, pack, row, unpack
 from ..rules._limits import LimitTree
 from ..rules._memory import count_up, in_place, moving_average
 from ..rules._rule import Number
@@ -205,43 +205,47 @@ RECENT = 10_000  # steps, as in OLMo-core
 
 @exported
 class SpikeState(NamedTuple):
-    """The state of `record_spikes`."""
+    """The state of `record_spikes`.
 
-    spike_counts: jax.Array  # int32[3]: step, spiked, spikes. Then what rules remember
-    # float32[5]: norm, limit, loss, loss_limit, spiked_recently. Then what rules
-    # remember
+    Attributes:
+      spike_counts: int32[3]: `step`, `spiked` and `spikes`. Further numbers are what
+        rules remember.
+      spike_numbers: float32[5] (float64 where a leaf has 64 bits): `norm`, `limit`,
+        `loss`, `loss_limit` and `spiked_recently`. Further numbers are what rules
+        remember.
+      windows, loss_windows: the last norms and losses.
+      step: updates seen.
+      spiked: 1 if the last step was a spike, else 0.
+      spikes: steps that were spikes.
+      norm: the global norm of the last gradient.
+      limit: what the norm was held against.
+      loss: the last loss, -inf until one is given.
+      loss_limit: what the loss was held against.
+      spiked_recently: the share of spikes among about the last 10,000 steps.
+    """
+
+    spike_counts: jax.Array
     spike_numbers: jax.Array
-    windows: PyTree  # the last norms
-    loss_windows: PyTree  # the last losses
+    windows: PyTree
+    loss_windows: PyTree
 
     ROWS = (
         ("spike_counts", ("step", "spiked", "spikes")),
         ("spike_numbers", ("norm", "limit", "loss", "loss_limit", "spiked_recently")),
     )
-
-    # int32[]: updates seen
-    step = property(lambda self: self.spike_counts[..., 0])
-    # int32[]: 1 if the last step was a spike, else 0
-    spiked = property(lambda self: self.spike_counts[..., 1])
-    # int32[]: steps that were
-    spikes = property(lambda self: self.spike_counts[..., 2])
-    # float32[]: the global norm of the last gradient, and what it was held against
-    norm = property(lambda self: self.spike_numbers[..., 0])
-    limit = property(lambda self: self.spike_numbers[..., 1])
-    # float32[]: the last loss, -inf until one is given, and what it was held against
-    loss = property(lambda self: self.spike_numbers[..., 2])
-    loss_limit = property(lambda self: self.spike_numbers[..., 3])
-    # float32[]: the share of about the last 10,000 steps that were spikes
-    spiked_recently = property(lambda self: self.spike_numbers[..., 4])
+    step = row(ROWS, "step")
+    spiked = row(ROWS, "spiked")
+    spikes = row(ROWS, "spikes")
+    norm = row(ROWS, "norm")
+    limit = row(ROWS, "limit")
+    loss = row(ROWS, "loss")
+    loss_limit = row(ROWS, "loss_limit")
+    spiked_recently = row(ROWS, "spiked_recently")
 
     @property
     def memories(self) -> tuple[PyTree, PyTree]:
         """What the rules of norm and loss remember."""
-        return unpacked(
-            (self.windows, self.loss_windows),
-            counts=rows_from(self.spike_counts, 3),
-            numbers=rows_from(self.spike_numbers, 5),
-        )
+        return unpack(self.ROWS, Arrays(*self))
 
 
 def record_spikes(
@@ -300,23 +304,35 @@ def record_spikes(
     judge = Judge(call, rule, rule, mesh_axes)
 
     def init(params: Any) -> SpikeState:
-        arrays = judge.packed(
-            judge.first_judgement(params),
-            counts=[jnp.zeros((), jnp.int32)] * 3,
-            shares=[jnp.zeros((), jnp.float32)],
+        norm, loss = judge.initial(params)
+        no_steps = jnp.zeros((), jnp.int32)
+        arrays = pack(
+            SpikeState.ROWS,
+            norm,
+            loss,
+            step=no_steps,
+            spiked=no_steps,
+            spikes=no_steps,
+            spiked_recently=jnp.zeros((), jnp.float32),
         )
-        return judge.typed(SpikeState(*arrays), params)
+        return judge.varying_like(params, SpikeState(*arrays))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         check_state(call, state, SpikeState)
-        norm, loss = judge.numbers_of(updates, extra_args)
-        judgement = judge.judged(state, norm, loss)
-        spiked = judgement.over
+        norm, loss = judge.norm_and_loss(updates, extra_args)
+        judgement = judge.judge(state, norm, loss)
+        is_spike = judgement.is_rejected
         step = count_up(state.step)
-        arrays = judge.packed(
-            judgement,
-            counts=[step, spiked.astype(jnp.int32), count_up(state.spikes, spiked)],
-            shares=[moving_average(state.spiked_recently, spiked, step, RECENT)],
+        arrays = pack(
+            SpikeState.ROWS,
+            judgement.norm,
+            judgement.loss,
+            step=step,
+            spiked=is_spike.astype(jnp.int32),
+            spikes=count_up(state.spikes, is_spike),
+            spiked_recently=moving_average(
+                state.spiked_recently, is_spike, step, RECENT
+            ),
         )
         return updates, jax.tree.map(in_place, SpikeState(*arrays), state)
 
