@@ -30,7 +30,17 @@ class Row(NamedTuple):
 
     metric: str  # "norm_before"
     path: str  # of a tensor, or the label of a group: "blocks/w". "" for everything
-    value: Any  # a scalar, or a string
+    value: Any  # a scalar, or a WorstName
+
+
+class WorstName(NamedTuple):
+    """The name that is chosen once its index has come from the device."""
+
+    names: tuple[str, ...]
+    index: Any  # float32[], as a report has it
+
+    def chosen(self) -> str:
+        return self.names[int(self.index)]
 
 
 class Options(NamedTuple):
@@ -40,7 +50,7 @@ class Options(NamedTuple):
     layers: bool
     top: int | None
     quantiles: np.ndarray
-    with_strings: bool  # A jitted function cannot return them.
+    with_names: bool  # A jitted function cannot return strings.
 
 
 class ClipNumbers(NamedTuple):
@@ -205,13 +215,16 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     yield from _quantile_rows(state, options.quantiles)
     names = list(sizes)
     spans = _spans_of(sizes)
+    # JAX compares a `RecordState` and a `ClipState` by their names alone, and may take
+    # the program of one for the other. So the type is a static argument.
+    is_recorder = isinstance(state, RecordState)
     if options.summary:
-        numbers = _summary(spans, state)
+        numbers = _summary(spans, is_recorder, state)
         yield from _rows_of(numbers)
-        if options.with_strings:
-            yield Row("worst_name", "", names[int(numbers.worst_index)])
+        if options.with_names:
+            yield Row("worst_name", "", WorstName(tuple(names), numbers.worst_index))
         return
-    numbers_of_spans = _numbers_of_spans(spans, state)
+    numbers_of_spans = _numbers_of_spans(spans, is_recorder, state)
     indices = range(len(spans))
     if options.top is not None:
         indices = _furthest_spans(spans, state)[: int(options.top)]
@@ -224,8 +237,9 @@ def _quantile_rows(state: ClipState, shares: np.ndarray) -> Iterator[Row]:
         return
     # Between two norms is an average, in which 0 * inf would be NaN.
     norms = jnp.minimum(state.norm, jnp.finfo(state.norm.dtype).max)
-    for share, value in zip(shares.tolist(), jnp.nanquantile(norms, shares)):
-        yield Row("norm_quantile", f"{share:g}", value)
+    for share, quantile in zip(shares, jnp.nanquantile(norms, shares)):
+        # "0.9" of 0.9 in any dtype, and "1" of 1.0.
+        yield Row("norm_quantile", str(share).removesuffix(".0"), quantile)
 
 
 def _spans_of(sizes: Mapping[str, int]) -> tuple[Span, ...]:
@@ -241,43 +255,50 @@ def _spans_of(sizes: Mapping[str, int]) -> tuple[Span, ...]:
 def _furthest_spans(spans: tuple[Span, ...], state: ClipState) -> np.ndarray:
     """The indices of all spans, beginning with the one furthest above its limit."""
     excess = np.ravel(_excess(state.norm, state.limit))
-    # NaN is the largest to NumPy, and so the furthest above its limit.
     largest = np.maximum.reduceat(excess, [span.start for span in spans])
-    return np.argsort(largest)[::-1]
+    # To argsort NaN is the last.
+    largest = np.where(np.isnan(largest), np.inf, largest)
+    return np.argsort(-largest, kind="stable")
 
 
 # Jitted, since without jit each operation would be a call. One call serves all norms of
 # a clipper. Spans are static, because shapes depend on them.
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def _numbers_of_spans(
-    spans: tuple[Span, ...], state: ClipState
+    spans: tuple[Span, ...], is_recorder: bool, state: ClipState
 ) -> list[ClipNumbers | RecordNumbers]:
     """The numbers of each span."""
     entries = _entries_of(state)
     numbers_of_spans = []
     for start, stop in spans:
-        part = Entries(*[column[start:stop] for column in entries])
-        numbers_of_spans.append(_numbers_of(part, state, jnp.argmax(part.excess)))
+        entries_of_span = Entries(*[column[start:stop] for column in entries])
+        furthest = jnp.argmax(entries_of_span.excess)
+        if is_recorder:
+            numbers = _recorded(entries_of_span, furthest)
+        else:
+            numbers = _clipped(entries_of_span, furthest, state)
+        numbers_of_spans.append(numbers)
     return numbers_of_spans
 
 
-@partial(jax.jit, static_argnums=0)
-def _summary(spans: tuple[Span, ...], state: ClipState) -> ClipNumbers | RecordNumbers:
+@partial(jax.jit, static_argnums=(0, 1))
+def _summary(
+    spans: tuple[Span, ...], is_recorder: bool, state: ClipState
+) -> ClipNumbers | RecordNumbers:
     """The numbers of all entries together."""
     entries = _entries_of(state)
     furthest = jnp.argmax(entries.excess)
-    numbers = _numbers_of(entries, state, furthest)
     # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
     span_of_entry = np.repeat(
         range(len(spans)), [stop - start for start, stop in spans]
     )
     worst_index = _float32(jnp.asarray(span_of_entry)[furthest])
-    if isinstance(numbers, RecordNumbers):
-        return numbers._replace(worst_index=worst_index)
+    if is_recorder:
+        return _recorded(entries, furthest)._replace(worst_index=worst_index)
     norm = entries.norm[furthest]
     # 0 over a limit of 0 is 0, and not NaN.
     ratio = jnp.where(norm == 0, 0.0, norm / entries.limit[furthest])
-    return numbers._replace(
+    return _clipped(entries, furthest, state)._replace(
         norms_clipped=jnp.mean(entries.share_clipped),
         worst_ratio=ratio,
         worst_index=worst_index,
@@ -306,26 +327,34 @@ def _excess(norm: Array, limit: Array) -> Array:
     """How far each norm is above its limit. argmax takes NaN for the largest."""
     # A limit of 0 would hide all differences, so it counts as tiny.
     ratio = norm / jnp.maximum(limit, 2.0**-60)
-    # Norms without a limit are the last. Where none has one, all are compared.
-    is_free = limit == jnp.inf
-    excess_of_free = jnp.where(jnp.all(is_free), norm, 0 * norm)
-    return jnp.where(is_free, excess_of_free, ratio)
+    # Finite norms without a limit are the last. Among them -1 / norm rises with the
+    # norm.
+    is_last = (limit == jnp.inf) & (norm < jnp.inf)
+    return jnp.where(is_last, -1 / norm, ratio)
 
 
 def _is_clipped(state: ClipState) -> Array:
     """Which norms the last step clipped."""
+    is_changed = state.factor != 1
+    if state.names.units:
+        # Of a leaf at least one unit.
+        is_changed = state.units_clipped > 0
     # A broken step may have a factor of NaN or 0, and was not clipped.
-    return (state.factor != 1) & jnp.isfinite(state.norm)
+    is_sound = jnp.isfinite(state.norm) & ~jnp.isnan(state.limit)
+    return is_changed & is_sound
 
 
-def _numbers_of(
-    entries: Entries, state: ClipState, furthest: Array
-) -> ClipNumbers | RecordNumbers:
-    """The numbers of some entries, the furthest of which is shown."""
+def _recorded(entries: Entries, furthest: Array) -> RecordNumbers:
+    """The numbers of some entries of a recorder, the furthest of which is shown."""
+    return RecordNumbers(
+        norm=entries.norm[furthest],
+        nonfinite_count=_float32(jnp.max(entries.nonfinite)),
+    )
+
+
+def _clipped(entries: Entries, furthest: Array, state: ClipState) -> ClipNumbers:
+    """The numbers of some entries of a clipper, the furthest of which is shown."""
     norm = entries.norm[furthest]
-    nonfinite_count = _float32(jnp.max(entries.nonfinite))
-    if isinstance(state, RecordState):
-        return RecordNumbers(norm, nonfinite_count)
     limit = entries.limit[furthest]
     factor = entries.factor[furthest]
     # At an end of its dtype the factor is not new norm / norm, and a norm so far from
@@ -334,7 +363,9 @@ def _numbers_of(
     is_at_end = (factor == info.tiny) | (factor == info.max)
     product = jnp.where(factor == 0, 0.0, norm * factor)
     clipped = _float32(entries.clipped)
-    has_units = bool(state.names.units)
+    units_clipped = None
+    if state.names.units:
+        units_clipped = entries.share_clipped[furthest]
     return ClipNumbers(
         norm_before=norm,
         limit=limit,
@@ -344,6 +375,6 @@ def _numbers_of(
         clipped_share=jnp.mean(clipped / _steps(state)),
         clipped_share_recent=jnp.mean(_float32(entries.clipped_recently)),
         clipped_count=jnp.max(clipped),
-        nonfinite_count=nonfinite_count,
-        units_clipped=entries.share_clipped[furthest] if has_units else None,
+        nonfinite_count=_float32(jnp.max(entries.nonfinite)),
+        units_clipped=units_clipped,
     )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import DictKey, KeyPath
+from jax.tree_util import DictKey
 
 from ._checks import shown
 from ._clippers._by_value import ClipByValueState
@@ -52,20 +52,14 @@ KINDS = {
     SpikeState: Kind("spike", spike_rows, SpikeNumbers._fields),
     HealthState: Kind("health", rows_of_health, HEALTH),
 }
-# Fields that `nnx.state`, which makes a mapping of each state, leaves out where they
-# hold no arrays, or that are not read.
-_OPTIONAL = """
-    names windows loss_windows second_moment inner_state elements signs idle dead
-"""
-# Names of fields in which flax NNX and optax keep a state within a state.
-_FIELDS = ("opt_state", "inner_state", "inner_states", "inner_opt_state", "clip_state")
+Scope = tuple[Any, ...]  # the names of mappings on the way to a state
 
 
 class Found(NamedTuple):
     """A state in the state of an optimizer."""
 
     prefix: str  # "clip", or "clip_2" for the second one of this scope
-    scope: str  # the names on the way to it: "outer/inner"
+    scope: str  # "outer/inner"
     state: Any
 
 
@@ -76,26 +70,12 @@ def reported_states(opt_state: Any) -> Iterator[Found]:
       TypeError: an optimizer in the place of its state.
       ValueError: there is none, or one has an axis for the members of an ensemble.
     """
-    arrays = unboxed(opt_state)
-    # nnx.state makes a mapping of all, and DictKeys of fields and places. In any other
-    # state a mapping is of the user's, such as weights called "step".
-    tree = _as_states(arrays) if isinstance(arrays, Mapping) else arrays
-    is_of_nnx = jax.tree.structure(tree) != jax.tree.structure(arrays)
-    counts = Counter[tuple[str, str]]()
-    for path, state in _states_in(tree, ()):
-        check_one_model("metrics: opt_state", "metrics", state)
-        prefix = KINDS[type(state)].prefix
-        # Places and fields have keys of other types: inner_states, "a", 0, clip -> "a".
-        keys = [key.key for key in path if isinstance(key, DictKey)]
-        if is_of_nnx:
-            keys = [key for key in keys if isinstance(key, str) and key not in _FIELDS]
-        scope = "/".join(str(key) for key in keys if key != prefix)
-        # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
-        counts[prefix, scope] += 1
-        number = counts[prefix, scope]
-        # The first keeps its name when a second one is added.
-        yield Found(prefix if number == 1 else f"{prefix}_{number}", scope, state)
-    if not counts:
+    tree = unboxed(opt_state)
+    states = list(_states_in(tree))
+    # A mapping without a state may be what `nnx.state` makes of one.
+    if not states and isinstance(tree, Mapping):
+        states = list(_states_of_nnx(tree))
+    if not states:
         # An optimizer is a tuple of functions to JAX, in which there is no state.
         optimizers = (optax.GradientTransformation, optax.MultiSteps)
         error = TypeError if isinstance(opt_state, optimizers) else ValueError
@@ -104,47 +84,101 @@ def reported_states(opt_state: Any) -> Iterator[Found]:
             f"optaxclip in it, got {shown(opt_state)}: hand over what init and update "
             "return. The clippers of optax keep no state, those of optaxclip do."
         )
+    counts = Counter[tuple[str, str]]()
+    for names, state in states:
+        check_one_model("metrics: opt_state", "metrics", state)
+        prefix = KINDS[type(state)].prefix
+        scope = "/".join(str(name) for name in names if name != prefix)
+        # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
+        counts[prefix, scope] += 1
+        number = counts[prefix, scope]
+        # The first keeps its name when a second one is added.
+        yield Found(prefix if number == 1 else f"{prefix}_{number}", scope, state)
 
 
-def _states_in(tree: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """Every reported state of a tree at this path, with its own path."""
+def _states_in(tree: Any, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:
+    """Every reported state of a tree, with its scope.
+
+    `scope` is the one of the tree.
+    """
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: type(x) in KINDS)
-    for path_in_tree, leaf in leaves:
+    for path, leaf in leaves:
         if type(leaf) not in KINDS:
             continue
-        path_of_state = (*path, *path_in_tree)
-        yield path_of_state, leaf
+        # Places and fields have keys of other types: inner_states, "a", 0, clip -> "a".
+        names = [key.key for key in path if isinstance(key, DictKey)]
+        scope_of_state = (*scope, *names)
+        yield scope_of_state, leaf
         # Of the reported states only this one holds others.
         if isinstance(leaf, SkipState):
-            yield from _states_in(leaf.inner_state, path_of_state)
+            yield from _states_in(leaf.inner_state, scope_of_state)
 
 
-def _as_states(tree: Any) -> Any:
-    """The tree with states in the place of mappings of their fields."""
+# ------------------------------------------------------------ states in flax's mappings
 
-    def restored(x: Any) -> Any:
-        kind = _kind_of(x)
-        if kind is None:
-            return x
-        # A field without arrays is missing in a mapping. It was empty.
-        empty = {} if kind is HealthState else ()
-        values = {name: _as_states(x.get(name, empty)) for name in kind._fields}
-        if kind is ClipState:
-            shape = jnp.shape(values["numbers"])
-            # Their names are lost, so norms are numbered.
-            names = [""] if len(shape) == 1 else map(str, range(shape[1]))
-            values["names"] = Names(dict.fromkeys(names))
-        return kind(**values)
-
-    return jax.tree.map(restored, tree, is_leaf=lambda x: _kind_of(x) is not None)
+# `nnx.state` makes a mapping of each state. Its keys are the fields that hold arrays,
+# and these always do. The first one counts in integers, or is a state that does. By
+# that a state differs from weights that have the names of fields.
+FIELDS = {
+    ClipState: ("counts", "numbers"),
+    ClipByValueState: ("step",),
+    SpamState: ("step", "second_moment"),
+    SkipState: ("skip_counts", "skip_numbers"),
+    SpikeState: ("spike_counts", "spike_numbers"),
+    HealthState: ("norms",),
+}
+# Names of fields in which flax NNX and optax keep a state within a state.
+OUTER_FIELDS = {"opt_state", "inner_opt_state", "inner_state", "inner_states"}
+OUTER_FIELDS |= {"clip_state"}
 
 
-def _kind_of(x: Any) -> Any:
-    """The type of state whose fields are the keys of a mapping, or None."""
-    if not isinstance(x, Mapping):
-        return None
-    for kind in KINDS:
-        fields = set(kind._fields)
-        if fields.difference(_OPTIONAL.split()) <= x.keys() <= fields:
-            return kind
+def _states_of_nnx(
+    tree: Mapping[Any, Any], scope: Scope = ()
+) -> Iterator[tuple[Scope, Any]]:
+    """Every reported state of nested mappings, with its scope.
+
+    `scope` is the one of the tree.
+    """
+    state = _state_of(tree)
+    if state is not None:
+        yield scope, state
+    for key, value in tree.items():
+        if not isinstance(value, Mapping):
+            continue
+        # A field of a state is no other state, but for those inside a `SkipState`.
+        if state is not None and key != "inner_state":
+            continue
+        # The places of a chain are numbers.
+        is_name = isinstance(key, str) and key not in OUTER_FIELDS
+        scope_of_value = (*scope, key) if is_name else scope
+        yield from _states_of_nnx(value, scope_of_value)
+
+
+def _state_of(mapping: Mapping[Any, Any]) -> Any:
+    """The state whose fields are the keys of a mapping, or None."""
+    for state_type, fields in FIELDS.items():
+        has_fields = set(fields) <= mapping.keys() <= set(state_type._fields)
+        if has_fields and _counts_steps(mapping[fields[0]]):
+            return _restored(state_type, mapping)
     return None
+
+
+def _counts_steps(field: Any) -> bool:
+    if isinstance(field, Mapping):
+        return isinstance(_state_of(field), ClipState)
+    return jnp.issubdtype(getattr(field, "dtype", float), jnp.integer)
+
+
+def _restored(state_type: Any, mapping: Mapping[Any, Any]) -> Any:
+    """The state of a mapping of its fields."""
+    # A field that is missing was empty.
+    empty = {} if state_type is HealthState else ()
+    fields = dict.fromkeys(state_type._fields, empty) | dict(mapping)
+    if state_type is HealthState:
+        fields["norms"] = _state_of(mapping["norms"])
+    if state_type is ClipState:
+        shape = jnp.shape(mapping["numbers"])
+        # The names are lost, so norms are numbered.
+        names = [""] if len(shape) == 1 else map(str, range(shape[-1]))
+        fields["names"] = Names(dict.fromkeys(names))
+    return state_type(**fields)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._checks import check_flag, check_length, check_number, shown
-from ._metric_rows import Options
+from ._metric_rows import Options, WorstName
 from ._metric_states import KINDS, reported_states
 
 # All metrics that there are. Several kinds of state share some.
@@ -38,9 +38,9 @@ def metrics(
 
     Args:
       opt_state: the state of any optimizer that has a clipper in it, concrete or
-        traced. Also a tree that holds it, such as flax's `TrainState`,
-        `nnx.Optimizer`, and what `nnx.state` makes of that. The latter has no names:
-        tensors are numbered in it, and `record_norm` looks like a clipper.
+        traced. Also a tree that holds such a state: flax's `TrainState`, an
+        `nnx.Optimizer`, or its `nnx.state`. An `nnx.state` has no names of tensors, so
+        they are numbered, and `record_norm` looks like a clipper in it.
       only: names of numbers, such as "norm_before" or ("norm_before", "clipped"), to
         leave out the others. None for all.
       summary: whether a clipper with one norm for each tensor or group reports one row
@@ -50,7 +50,9 @@ def metrics(
       top: how many tensors or groups of a clipper are reported: those that are furthest
         above their limits. None for all. Only outside jit.
       quantiles: one share in [0, 1], or several. For each of them the quantile of the
-        norms of a clipper is reported: `clip/norm_quantile/0.5` is the median.
+        norms of a clipper is reported: `clip/norm_quantile/0.5` is the median. NaN
+        norms are left out, and inf counts as the largest number of the dtype. In
+        `only` they are "norm_quantile".
       floats: whether to return Python floats, NaN and inf included. Only outside jit.
       json: the same with None in the place of NaN and inf, which JSON does not have.
 
@@ -65,12 +67,12 @@ def metrics(
         clip/norm_after       the norm after clipping: 0 where a broken step was made
                               zero, NaN where it was made NaN
         clip/clipped          1 if the last step was clipped, else 0. A step whose norm
-                              is NaN or inf counts as 0
+                              is NaN or inf, or whose limit is NaN, counts as 0
         clip/clipped_share    clipped steps over all steps, in [0, 1]
         clip/clipped_share_recent
                               the same of about the last 100 steps, a moving average
         clip/clipped_count    steps that were clipped
-        clip/nonfinite_count  steps whose norm was NaN or inf
+        clip/nonfinite_count  steps whose norm was NaN or inf, or whose limit was NaN
 
       Of units the one that is furthest above its limit is shown, and a step counts as
       clipped if one of them was. The share of them that the last step clipped is
@@ -81,7 +83,8 @@ def metrics(
       limit (one that is NaN comes first), shares are means over all norms, counts the
       largest, and there are
 
-        clip/norms_clipped    the share of the norms that were clipped in the last step
+        clip/norms_clipped    the share of the norms that were clipped in the last step.
+                              With units the mean of `units_clipped` over the leaves
         clip/worst_ratio      norm over limit of the norm that is furthest over
         clip/worst_index      its number, in the order of `state.by_name()`
         clip/worst_name       with `floats` or `json`: its name, a string
@@ -128,8 +131,8 @@ def metrics(
 
       The first clipper of a chain is `clip`, a second one `clip_2`. A name of your own
       comes from `optax.named_chain(("inner", clipper), ...)`: `clip/inner/norm_before`.
-      So do the labels of `optax.partition`. A clipper that is named "clip" has no other
-      name in its keys.
+      Labels of `optax.partition` come into keys in the same way. The keys of a clipper
+      that is named "clip" have this name once.
 
     Raises:
       ValueError: a state without a clipper in it, a name in `only` that is none, a
@@ -167,14 +170,14 @@ def metrics(
         layers=layers,
         top=top,
         quantiles=shares,
-        with_strings=floats or json,
+        with_names=floats or json,
     )
     report: dict[str, Any] = {}
     available: dict[str, None] = {}
     for prefix, scope, state in reported_states(opt_state):
         for metric, path, value in KINDS[type(state)].rows(state, options):
             available[metric] = None
-            if metric in wanted or metric == "norm_quantile":
+            if metric in wanted:
                 # "clip", "a", "limit", "blocks/w" -> "clip/a/limit/blocks/w".
                 key = [part for part in (prefix, scope, metric, path) if part]
                 report["/".join(key)] = value
@@ -208,13 +211,13 @@ def _metrics_of(only: Any) -> Collection[str]:
 
 def _on_the_host(report: dict[str, Any], json: bool) -> dict[str, Any]:
     """The report in Python floats. With `json` None stands for NaN and inf."""
-    # As a list, because JAX sorts the keys of a dict. One call for all: it starts every
-    # copy from the device before it waits for the first.
+    # One call for all: it starts every copy from the device before it waits for the
+    # first. As a list, because JAX sorts the keys of a dict.
     values = jax.device_get(list(report.values()))
     numbers: dict[str, Any] = {}
     for key, value in zip(report, values):
-        if isinstance(value, str):
-            numbers[key] = value
+        if isinstance(value, WorstName):
+            numbers[key] = value.chosen()
         elif json and not math.isfinite(value):
             numbers[key] = None
         else:

@@ -57,8 +57,8 @@ def test_layers_top_and_quantiles_are_of_norms():
     assert found == pytest.approx(wanted)
     found = metrics(state, layers=True, only="norm", top=1, floats=True)
     assert found == pytest.approx({"record/norm/w/1": 10.0})
-    found = metrics(state, only="norm", quantiles=0.5, floats=True)
-    assert found["record/norm_quantile/0.5"] == pytest.approx(5.0)
+    found = metrics(state, only="norm_quantile", quantiles=0.5, floats=True)
+    assert found == pytest.approx({"record/norm_quantile/0.5": 5.0})
 
 
 def test_a_clipper_keeps_its_keys_beside_a_recorder():
