@@ -76,8 +76,8 @@ from ._norms import group_norm as group_norm
 from ._norms import tensor_norm as tensor_norm
 from ._norms import unitwise_norm as unitwise_norm
 from ._state import ClipState as ClipState
-from ._wrappers._of_clippers import carry_clipped as carry_clipped
-from ._wrappers._of_clippers import constrain as constrain
+from ._wrappers._carry import carry_clipped as carry_clipped
+from ._wrappers._constrain import constrain as constrain
 from ._wrappers._skipping import SkipState as SkipState
 from ._wrappers._skipping import skip_nonfinite as skip_nonfinite
 from ._wrappers._skipping import skip_spikes as skip_spikes
