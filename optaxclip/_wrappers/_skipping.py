@@ -44,6 +44,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
+from .._clippers._by_value import ClipByValueState
+from .._clippers._spam import SpamState
 from .._exported import exported
 from .._mesh import MeshAxes
 from .._packed import PyTree
@@ -53,6 +55,7 @@ from ..rules._limits import Constant, rule_without_params
 from ..rules._memory import count_up, in_place, moving_average
 from ..rules._rule import Number
 from ..rules._windows import step_rule
+from ._carry import CarryState
 from ._judge import Arrays, Judge, Judgement, pack, row, unpack
 from ._select_early import update_unless
 
@@ -363,14 +366,19 @@ def _next_state(
     return SkipState(*arrays, inner_state)
 
 
+# Without the one of optax's clippers, EmptyState: `optax.scale(-0.1)` has it as well.
+STATES_OF_CLIPPERS = (ClipState, ClipByValueState, SpamState, CarryState)
+
+
 def _warn_of_clippers(call: str, inner_state: PyTree) -> None:
     """Warns where only clippers are skipped, and not the optimizer behind them."""
-    # A chain has a tuple of them. That of an optimizer may be empty.
+    # A chain has a tuple of states, which may be empty.
     states = inner_state if type(inner_state) is tuple else (inner_state,)
-    if states and all(isinstance(state, ClipState) for state in states):
+    if states and all(isinstance(state, STATES_OF_CLIPPERS) for state in states):
         warnings.warn(
-            f"{call}: inner has only a ClipState. In a skipped step the optimizer "
-            "behind it still moves, by its momentum and weight decay. Put it around "
-            f"the whole: {call}(optax.chain(clipper, optimizer)).",
+            f"{call}: inner has only a {type(states[-1]).__name__}. In a skipped step "
+            "the optimizer behind it still moves, by its momentum and weight decay. "
+            f"Put it around the whole: {call}(optax.chain(clipper, optimizer)).",
+            # This function, init, the check of argument names around it, then the user.
             stacklevel=4,
         )
