@@ -34,9 +34,9 @@ ByPath = Callable[[str, Any], Any]  # a function of a leaf's path ("blocks/w") a
 Axis: TypeAlias = "int | Mapping[Any, Axis] | Sequence[Axis] | ByPath | None"
 Stacked: TypeAlias = "int | Mapping[Any, Stacked] | Sequence[Stacked] | ByPath | None"
 
-# Expressions that make a sparse array x of each type hold no index twice. JAX can jit
-# the first, since it has nse.
-UNIQUE = {
+# Expressions that make a sparse array x of each type hold no index twice. With nse JAX
+# can jit the first one.
+WITHOUT_DUPLICATES = {
     "BCOO": "x.sum_duplicates(nse=x.nse)",
     "BCSR": "x.to_bcoo().sum_duplicates(nse=x.nse)",
 }
@@ -87,7 +87,10 @@ def _is_foreign(dtype: Any) -> bool:
 
 
 def check_leaves(tree: Any, begin: str) -> None:
-    """Raises for a leaf that is not an array, such as a function in a model."""
+    """Raises TypeError for a leaf that is not an array, such as a function in a model.
+
+    `begin` is what the error begins with: "clip_by_value: ".
+    """
     for path, leaf in jax.tree.leaves_with_path(tree):
         dtype = getattr(leaf, "dtype", None)
         if _is_foreign(dtype):
@@ -107,7 +110,7 @@ def check_leaves(tree: Any, begin: str) -> None:
 
 def check_sparse(tree: Any, begin: str) -> None:
     """Raises ValueError for a sparse array that may hold an index twice: the norm of
-    its data is not the norm of the array.
+    its data is not the norm of the array. The error begins with `begin`.
     """
     # Not imported here, since that takes time. Without it there are no such arrays.
     sparse = sys.modules.get("jax.experimental.sparse")
@@ -121,19 +124,21 @@ def check_sparse(tree: Any, begin: str) -> None:
         if is_sparse(leaf) and not getattr(leaf, "unique_indices", False):
             type_name = type(leaf).__name__
             subject = f"the leaf {name(path)!r}" if path else "it"
+            advice = WITHOUT_DUPLICATES.get(type_name, "x.todense()")
             raise ValueError(
                 f"{begin}{subject} is a {type_name} that may hold an index twice, so "
                 "that the norm of its data is not its norm. Hand over one with "
-                f"unique_indices=True, or {UNIQUE.get(type_name, 'x.todense()')}."
+                f"unique_indices=True, or {advice}."
             )
 
 
 def put_back(changed: Any, tree: Any) -> Any:
     """Puts clipped leaves back into the tree that they came from."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_none)
-    new_leaves = jax.tree.leaves(changed, is_leaf=is_none)
-    pairs = zip(leaves, new_leaves)
-    return treedef.unflatten([old if new is None else new for old, new in pairs])
+    old_leaves, treedef = jax.tree.flatten(tree, is_leaf=is_none)
+    leaves = []
+    for old, new in zip(old_leaves, jax.tree.leaves(changed, is_leaf=is_none)):
+        leaves.append(old if new is None else new)
+    return treedef.unflatten(leaves)
 
 
 def _is_box(x: Any) -> bool:
@@ -214,39 +219,39 @@ def warn_of_integers(call: str, updates: Any) -> None:
                 f"{call}: nothing is clipped, since no leaf of the updates has a float "
                 f"or complex dtype. The leaf {name(path)!r} is "
                 f"{getattr(dtype, '__name__', dtype)}: make it float32.",
-                # The line that called update.
+                # This function, update, the check of its argument names, then the user.
                 stacklevel=4,
             )
             return
 
 
-def check_kept(call: str, tree: Any, kept: Any) -> None:
-    """Raises ValueError unless the tree `kept` in the state has an array of the same
+def check_kept(call: str, tree: Any, stored: Any) -> None:
+    """Raises ValueError unless a tree in the state, `stored`, has an array of the same
     shape for each clipped leaf.
     """
     entries, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_none)
     try:
-        # Where the tree has None, the state may have a subtree.
-        kept_leaves = treedef.flatten_up_to(kept)
+        # None in the tree is a leaf here, at which the state may have a subtree.
+        stored_leaves = treedef.flatten_up_to(stored)
     except (TypeError, ValueError):
         raise ValueError(
-            f"{call}: state was made for leaves {listed_paths(_paths(kept))} in "
-            f"{type(kept).__name__}, but the updates have "
+            f"{call}: state was made for leaves {listed_paths(_paths(stored))} in "
+            f"{type(stored).__name__}, but the updates have "
             f"{listed_paths(_paths(tree))} in {type(tree).__name__}. {BEGIN_ANEW}"
         ) from None
-    for (path, leaf), kept_leaf in zip(entries, kept_leaves):
+    for (path, leaf), stored_leaf in zip(entries, stored_leaves):
         if leaf is None:
             continue
-        if kept_leaf is None:
+        if stored_leaf is None:
             raise ValueError(
                 f"{call}: the update of the leaf {name(path)!r} is "
                 f"{jnp.result_type(leaf)}, but what init was given for it has no float "
                 "or complex dtype. Make that float32, or give None for the update."
             )
-        if jnp.shape(leaf) != jnp.shape(kept_leaf):
+        if jnp.shape(leaf) != jnp.shape(stored_leaf):
             raise ValueError(
                 f"{call}: state was made for the leaf {name(path)!r} of shape "
-                f"{jnp.shape(kept_leaf)}, but its update has {jnp.shape(leaf)}. "
+                f"{jnp.shape(stored_leaf)}, but its update has {jnp.shape(leaf)}. "
                 f"{BEGIN_ANEW}"
             )
 
@@ -392,7 +397,9 @@ def lookup(
     *,
     allow_missing: bool = False,
 ) -> list[Any]:
-    """The value for each leaf of `tree`, in order. `part` is what errors call a leaf.
+    """The value of a prefix for each leaf of `tree`, in order.
+
+    `argument` and `part` are what errors call the prefix and a leaf.
 
     Raises:
       ValueError: a leaf has no value, or, without `allow_missing`, a value has no leaf.
@@ -439,17 +446,19 @@ def lookup_paths(
         used_paths.add(table_path)
     if allow_missing:
         return values
-    # A value at a hole, or above it, need not reach a leaf.
+    # Values for holes may stay unused: a full tree of limits has some where updates are
+    # missing. Such a value stands at the hole, above it or below it.
     for hole in holes:
         used_paths.update(beginnings(hole))
     for path in table:
-        # A value below a hole need not either: a full tree of limits has such values.
-        if path not in used_paths and holes.isdisjoint(beginnings(path)):
-            noun = "label, see allow_missing" if part == "label" else "part"
-            raise ValueError(
-                f"{argument} has a value for {name(path)!r}, but the updates have no "
-                f"such {noun}: they have {listed_paths(paths)}."
-            )
+        is_below_hole = not holes.isdisjoint(beginnings(path))
+        if path in used_paths or is_below_hole:
+            continue
+        noun = "label, see allow_missing" if part == "label" else "part"
+        raise ValueError(
+            f"{argument} has a value for {name(path)!r}, but the updates have no "
+            f"such {noun}: they have {listed_paths(paths)}."
+        )
     return values
 
 
@@ -590,7 +599,8 @@ def unit_axes(
     """For each leaf, the dimensions that a unit norm sums, or None for a vector, which
     is one unit.
 
-    `layers` are the axes of each leaf that count layers, `shapes` as in `stacked_axes`.
+    `layers` are the axes of each leaf that count layers. `shapes` are those of whole
+    leaves, None where a device knows its part only.
     """
     argument = f"{call}: axis"
     entries = jax.tree.leaves_with_path(tree)

@@ -28,7 +28,7 @@ from ..shrinks import Shrink
 def clip_by(
     norm: Callable[[Any], Any],
     limit: LimitTree,
-    shrink: Shrink | str | None = None,
+    shrink: Shrink | None = None,
     *,
     eps: ArrayLike = 0.0,
     nonfinite: Nonfinite = "propagate",
@@ -72,10 +72,10 @@ def clip_by(
       >>> print(f"{optaxclip.global_norm(updates):.4f}")
       0.8333
     """
-    # `norm` is called first in `init`. A number in its place is named here.
+    # Checked here, because `norm` is not called before `init`.
     check_norm("clip_by", norm)
-    # The norm and shrink functions are static keys of the program: a lambda that
-    # is made anew in every step compiles in every step.
+    # The functions norm and shrink are static arguments of the jitted update: lambdas
+    # that are made anew in every step compile in every step.
     return make_clipper(
         OwnNorm(with_hash(norm)),
         limit,
@@ -137,8 +137,8 @@ def clip_grads(
     networks, 2013 (arXiv 1211.5063).
     """
     call = "clip_grads"
-    # The clipper is built in every call. Its program is found again, since equal
-    # measures are equal keys.
+    # The clipper is built in every call. Its program is not compiled again, since equal
+    # measures are equal static arguments.
     measure = GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
     # The norm that comes back is without eps: the number to log.
     return clip_once(
@@ -158,9 +158,9 @@ def record_norm(
     """Clips nothing, and keeps the norms for `metrics`: `record/norm`, and the steps in
     which it was NaN or inf, `record/nonfinite_count`.
 
-    A `limit=` that a chain is given for one step is not for it. In the same jitted step
-    as a clipper with the same sums it reads nothing more on a CPU, since XLA computes
-    equal sums once.
+    `update(..., limit=)` of a chain is for its clippers, and changes nothing here. On a
+    CPU a recorder reads nothing more in the same jitted step as a clipper with the same
+    sums, since XLA computes equal sums once.
 
     Args:
       norm: from a tree to its norms: `global_norm`, `tensor_norm`, or a function of
@@ -181,8 +181,8 @@ def record_norm(
     """
     call = "record_norm"
     check_norm(call, norm)
-    # With None nothing is multiplied, not even by 1. To XLA that would be another
-    # array, which the next clipper of the chain would read again.
+    # Without a limit nothing is multiplied, not even by 1. A product would be another
+    # array to XLA, which the next clipper of the chain would read again.
     measure = OwnNorm(with_hash(norm), call)
     clipper: Any = make_clipper(measure, None, call=call, name="norm")
 
@@ -190,17 +190,19 @@ def record_norm(
         return RecordState(*clipper.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        # It is for the clippers of the chain.
+        # A limit of one step is for the clippers of the chain.
         extra_args.pop("limit", None)
-        updates, new = clipper.update(updates, state, params, **extra_args)
-        # Without a state, as a clipper of optax is without one, the kernel makes that
-        # of a clipper.
-        return updates, new if isinstance(state, ClipState) else RecordState(*new)
+        updates, new_state = clipper.update(updates, state, params, **extra_args)
+        # Where there was no state, as for a clipper of optax, the kernel has made a
+        # `ClipState`.
+        if not isinstance(state, ClipState):
+            new_state = RecordState(*new_state)
+        return updates, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-RECENT = 10_000  # steps, as in OLMo-core
+RECENT_STEPS = 10_000  # as in OLMo-core
 
 
 @exported
@@ -293,10 +295,10 @@ def record_spikes(
       0.167
 
     Reference: OLMo-core, `train/callbacks/stability_monitor.py`. There NaN is no spike,
-    and none is seen until it has left the window. Nor is there a spike while the
-    deviation is below 1e-10. Here any value above a window of equal ones is a spike.
-    OLMo 2, 2025 (arXiv 2501.00656) and AdaGC, 2025 (arXiv 2502.11034) count with 7
-    deviations and 1000 values.
+    and no spike is seen until the NaN has left the window, nor while the deviation is
+    below 1e-10. Here any value above a window of equal ones is a spike. OLMo 2, 2025
+    (arXiv 2501.00656) and AdaGC, 2025 (arXiv 2502.11034) count with 7 deviations and
+    1000 values.
     """
     call = "record_spikes"
     rule = spike_rule(call, sigmas, window)
@@ -331,7 +333,7 @@ def record_spikes(
             spiked=is_spike.astype(jnp.int32),
             spikes=count_up(state.spikes, is_spike),
             spiked_recently=moving_average(
-                state.spiked_recently, is_spike, step, RECENT
+                state.spiked_recently, is_spike, step, RECENT_STEPS
             ),
         )
         return updates, jax.tree.map(in_place, SpikeState(*arrays), state)

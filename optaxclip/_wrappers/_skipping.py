@@ -131,9 +131,9 @@ def skip_nonfinite(
 
     Returns:
       A transformation with a `SkipState`. All extra arguments of its `update` go on to
-      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too. A
-      derivative through a step that it skips, such as that by a learning rate, is NaN:
-      `optax.apply_if_finite` has one.
+      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too. The
+      derivative through a skipped step, such as by a learning rate, is NaN. With
+      `optax.apply_if_finite` it is finite.
 
     Raises:
       ValueError: a `max_consecutive` that is negative or NaN. TypeError: one that is
@@ -148,7 +148,7 @@ def skip_nonfinite(
       [-0.5 -1. ] 0
       [0. 0.] 1
     """
-    # No limit: only NaN and inf are over it. `value` only goes on to the optimizer.
+    # Without a limit only NaN and inf are rejected. No loss is looked at.
     judge = Judge("skip_nonfinite", Constant(None), None, mesh_axes)
     return _skipping(inner, judge, max_consecutive)
 
@@ -172,9 +172,9 @@ def skip_step(
 
     The deviation is that of a sample (ddof 1). Skipped norms and losses enter the
     window too. So a lasting change is accepted within 128 steps, and after many spikes
-    a later one may get through. NaN does not enter the window: in the public code one
-    NaN loss rejects every step until it has left the window. Here a run that only has
-    NaN is skipped without end, and `skip/consecutive_count` in `metrics` says how long.
+    a later one may get through. NaN does not enter the window, where in OLMo-core it
+    rejects every step until it has left. A run that only has NaN is skipped without
+    end: `skip/consecutive_count` of `metrics` says how long.
 
     Args:
       inner: the whole optimizer. Around a clipper alone, the optimizer after it would
