@@ -20,7 +20,7 @@ from jax import Array
 from ._clippers._by_value import ClipByValueState
 from ._clippers._clip_by import SpikeState
 from ._clippers._spam import SpamState
-from ._health import HealthState, health_rows
+from ._health import HealthState, health_numbers
 from ._state import ClipState, RecordState, sizes_of
 from ._wrappers._skipping import SkipState
 
@@ -34,12 +34,13 @@ class Row(NamedTuple):
 
 
 class WorstName(NamedTuple):
-    """The name that is chosen once its index has come from the device."""
+    """A name whose number is still on the device."""
 
     names: tuple[str, ...]
-    index: Any  # float32[], as a report has it
+    index: Any  # float32[]
 
     def chosen(self) -> str:
+        """The name. It waits for the device, so all numbers are fetched before."""
         return self.names[int(self.index)]
 
 
@@ -166,9 +167,9 @@ def spike_rows(state: SpikeState, options: Options) -> Iterator[Row]:
     return _rows_of(numbers)
 
 
-def rows_of_health(state: HealthState, options: Options) -> Iterator[Row]:
+def health_rows(state: HealthState, options: Options) -> Iterator[Row]:
     """The rows of `record_health`."""
-    rows = health_rows(state, summary=options.summary, layers=options.layers)
+    rows = health_numbers(state, summary=options.summary, layers=options.layers)
     for sign, path, value in rows:
         yield Row(sign, path, value)
 
@@ -233,6 +234,7 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
 
 
 def _quantile_rows(state: ClipState, shares: np.ndarray) -> Iterator[Row]:
+    """The quantiles of all norms of a state."""
     if not shares.size:
         return
     # Between two norms is an average, in which 0 * inf would be NaN.
@@ -256,7 +258,7 @@ def _furthest_spans(spans: tuple[Span, ...], state: ClipState) -> np.ndarray:
     """The indices of all spans, beginning with the one furthest above its limit."""
     excess = np.ravel(_excess(state.norm, state.limit))
     largest = np.maximum.reduceat(excess, [span.start for span in spans])
-    # To argsort NaN is the last.
+    # NaN counts as inf, since argsort would put it at the end.
     largest = np.where(np.isnan(largest), np.inf, largest)
     return np.argsort(-largest, kind="stable")
 
@@ -274,9 +276,9 @@ def _numbers_of_spans(
         entries_of_span = Entries(*[column[start:stop] for column in entries])
         furthest = jnp.argmax(entries_of_span.excess)
         if is_recorder:
-            numbers = _recorded(entries_of_span, furthest)
+            numbers = _record_numbers(entries_of_span, furthest)
         else:
-            numbers = _clipped(entries_of_span, furthest, state)
+            numbers = _clip_numbers(entries_of_span, furthest, state)
         numbers_of_spans.append(numbers)
     return numbers_of_spans
 
@@ -294,11 +296,11 @@ def _summary(
     )
     worst_index = _float32(jnp.asarray(span_of_entry)[furthest])
     if is_recorder:
-        return _recorded(entries, furthest)._replace(worst_index=worst_index)
+        return _record_numbers(entries, furthest)._replace(worst_index=worst_index)
     norm = entries.norm[furthest]
     # 0 over a limit of 0 is 0, and not NaN.
     ratio = jnp.where(norm == 0, 0.0, norm / entries.limit[furthest])
-    return _clipped(entries, furthest, state)._replace(
+    return _clip_numbers(entries, furthest, state)._replace(
         norms_clipped=jnp.mean(entries.share_clipped),
         worst_ratio=ratio,
         worst_index=worst_index,
@@ -306,6 +308,7 @@ def _summary(
 
 
 def _entries_of(state: ClipState) -> Entries:
+    """All entries of a state."""
     is_clipped = _is_clipped(state)
     share_clipped = state.units_clipped if state.names.units else is_clipped
     entries = Entries(
@@ -327,10 +330,10 @@ def _excess(norm: Array, limit: Array) -> Array:
     """How far each norm is above its limit. argmax takes NaN for the largest."""
     # A limit of 0 would hide all differences, so it counts as tiny.
     ratio = norm / jnp.maximum(limit, 2.0**-60)
-    # Finite norms without a limit are the last. Among them -1 / norm rises with the
-    # norm.
+    # Finite norms without a limit come last. Among them -1 / norm rises with the norm.
     is_last = (limit == jnp.inf) & (norm < jnp.inf)
-    return jnp.where(is_last, -1 / norm, ratio)
+    smallest = jnp.finfo(norm.dtype).tiny
+    return jnp.where(is_last, -1 / jnp.maximum(norm, smallest), ratio)
 
 
 def _is_clipped(state: ClipState) -> Array:
@@ -344,7 +347,7 @@ def _is_clipped(state: ClipState) -> Array:
     return is_changed & is_sound
 
 
-def _recorded(entries: Entries, furthest: Array) -> RecordNumbers:
+def _record_numbers(entries: Entries, furthest: Array) -> RecordNumbers:
     """The numbers of some entries of a recorder, the furthest of which is shown."""
     return RecordNumbers(
         norm=entries.norm[furthest],
@@ -352,13 +355,13 @@ def _recorded(entries: Entries, furthest: Array) -> RecordNumbers:
     )
 
 
-def _clipped(entries: Entries, furthest: Array, state: ClipState) -> ClipNumbers:
+def _clip_numbers(entries: Entries, furthest: Array, state: ClipState) -> ClipNumbers:
     """The numbers of some entries of a clipper, the furthest of which is shown."""
     norm = entries.norm[furthest]
     limit = entries.limit[furthest]
     factor = entries.factor[furthest]
-    # At an end of its dtype the factor is not new norm / norm, and a norm so far from
-    # its limit becomes the limit.
+    # Where new norm / norm leaves the range of its dtype, the factor is an end of this
+    # range. A norm so far from its limit becomes the limit.
     info = jnp.finfo(factor.dtype)
     is_at_end = (factor == info.tiny) | (factor == info.max)
     product = jnp.where(factor == 0, 0.0, norm * factor)

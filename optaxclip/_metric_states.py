@@ -24,7 +24,7 @@ from ._metric_rows import (
     SpikeNumbers,
     clip_rows,
     element_rows,
-    rows_of_health,
+    health_rows,
     skip_rows,
     spike_rows,
 )
@@ -50,7 +50,7 @@ KINDS = {
     SpamState: Kind("clip", element_rows, ElementNumbers._fields),
     SkipState: Kind("skip", skip_rows, SkipNumbers._fields),
     SpikeState: Kind("spike", spike_rows, SpikeNumbers._fields),
-    HealthState: Kind("health", rows_of_health, HEALTH),
+    HealthState: Kind("health", health_rows, HEALTH),
 }
 Scope = tuple[Any, ...]  # the names of mappings on the way to a state
 
@@ -59,7 +59,7 @@ class Found(NamedTuple):
     """A state in the state of an optimizer."""
 
     prefix: str  # "clip", or "clip_2" for the second one of this scope
-    scope: str  # "outer/inner"
+    scope: str  # as a path: "outer/inner"
     state: Any
 
 
@@ -85,15 +85,15 @@ def reported_states(opt_state: Any) -> Iterator[Found]:
             "return. The clippers of optax keep no state, those of optaxclip do."
         )
     counts = Counter[tuple[str, str]]()
-    for names, state in states:
+    for scope, state in states:
         check_one_model("metrics: opt_state", "metrics", state)
         prefix = KINDS[type(state)].prefix
-        scope = "/".join(str(name) for name in names if name != prefix)
+        path = "/".join(str(name) for name in scope if name != prefix)
         # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
-        counts[prefix, scope] += 1
-        number = counts[prefix, scope]
+        counts[prefix, path] += 1
+        number = counts[prefix, path]
         # The first keeps its name when a second one is added.
-        yield Found(prefix if number == 1 else f"{prefix}_{number}", scope, state)
+        yield Found(prefix if number == 1 else f"{prefix}_{number}", path, state)
 
 
 def _states_in(tree: Any, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:
@@ -117,8 +117,8 @@ def _states_in(tree: Any, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:
 # ------------------------------------------------------------ states in flax's mappings
 
 # `nnx.state` makes a mapping of each state. Its keys are the fields that hold arrays,
-# and these always do. The first one counts in integers, or is a state that does. By
-# that a state differs from weights that have the names of fields.
+# and the fields below always do. The first of them counts steps, in integers. So no
+# weights that have the names of fields are taken for a state.
 FIELDS = {
     ClipState: ("counts", "numbers"),
     ClipByValueState: ("step",),
@@ -164,6 +164,7 @@ def _state_of(mapping: Mapping[Any, Any]) -> Any:
 
 
 def _counts_steps(field: Any) -> bool:
+    """Whether it is an array of integers, or the `ClipState` in a `HealthState`."""
     if isinstance(field, Mapping):
         return isinstance(_state_of(field), ClipState)
     return jnp.issubdtype(getattr(field, "dtype", float), jnp.integer)
