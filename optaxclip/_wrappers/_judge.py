@@ -83,7 +83,6 @@ class Judge(NamedTuple):
         if norm is None:
             norm = self._norm_of(updates)
         else:
-            checks.check_given_norm(f"{self.call}: grad_norm", norm)
             norm = self._checked("grad_norm", norm)
         if self.loss_rule is None:
             return norm, None
@@ -98,15 +97,18 @@ class Judge(NamedTuple):
         `state` is a `SkipState` or a `SpikeState`.
         """
         memory, loss_memory = state.memories
-        held_norm = self._hold(self.rule, "rule", norm, state.norm, memory, state.step)
+        # Numbers of the user's may have another dtype than the state.
+        norm_value = self.varying_like(state.norm, jnp.array(norm, state.norm.dtype))
+        held_norm = self._hold(self.rule, norm_value, memory, state.step)
         # Not `norm > limit`, which is False for NaN.
         is_rejected = ~(held_norm.value <= held_norm.limit)
         is_nonfinite = ~jnp.isfinite(held_norm.value)
         if self.loss_rule is None or loss is None:
             held_loss = Held(state.loss, state.loss_limit, loss_memory)
         else:
+            value = self.varying_like(norm_value, jnp.array(loss, state.loss.dtype))
             held_loss = self._hold(
-                self.loss_rule, "loss_rule", loss, state.loss, loss_memory, state.step
+                self.loss_rule, value, loss_memory, state.step, is_loss=True
             )
             is_rejected = is_rejected | ~(held_loss.value <= held_loss.limit)
             is_nonfinite = is_nonfinite | ~jnp.isfinite(held_loss.value)
@@ -134,25 +136,24 @@ class Judge(NamedTuple):
     def _hold(
         self,
         rule: Rule,
-        argument: str,
-        number: ArrayLike,
-        last: Array,
+        value: Array,
         memory: PyTree,
         step: Array,
+        *,
+        is_loss: bool = False,
     ) -> Held:
-        """A number beside its limit. `last` is the number of the step before."""
-        # A number of the user's may have another dtype than the state.
-        value = self.varying_like(last, jnp.array(number, last.dtype))
+        """A number beside its limit."""
         # Inside the user's jit none of ours is used: its cache would keep a schedule,
         # and what that refers to, alive.
         limit_of_rule = limit_of if isinstance(step, Tracer) else limit_of_jitted
+        argument = "loss_rule" if is_loss else "rule"
         limit, new_memory = limit_of_rule(
             rule,
             value,
             memory,
             step,
             argument=f"{self.call}: {argument}",
-            signed=argument == "loss_rule",
+            signed=is_loss,
         )
         return Held(value, limit, new_memory)
 
@@ -160,6 +161,8 @@ class Judge(NamedTuple):
         """A norm or a loss that `update` was given, as JAX can carry it."""
         # A loss for each example or device would make arrays of limit and decision.
         checks.check_scalar(f"{self.call}: {argument}", number)
+        if argument == "grad_norm":
+            checks.check_given_norm(f"{self.call}: {argument}", number)
         number = checks.number_for_jit(number)
         mesh_axes = tuple(sorted(varying(number)))
         # With None each device trains alone, so it may decide alone.
