@@ -216,16 +216,13 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     yield from _quantile_rows(state, options.quantiles)
     names = list(sizes)
     spans = _spans_of(sizes)
-    # JAX compares a `RecordState` and a `ClipState` by their names alone, and may take
-    # the program of one for the other. So the type is a static argument.
-    is_recorder = isinstance(state, RecordState)
     if options.summary:
-        numbers = _summary(spans, is_recorder, state)
+        numbers = _summary(spans, state)
         yield from _rows_of(numbers)
         if options.with_names:
             yield Row("worst_name", "", WorstName(tuple(names), numbers.worst_index))
         return
-    numbers_of_spans = _numbers_of_spans(spans, is_recorder, state)
+    numbers_of_spans = _numbers_of_spans(spans, state)
     indices = range(len(spans))
     if options.top is not None:
         indices = _furthest_spans(spans, state)[: int(options.top)]
@@ -265,9 +262,9 @@ def _furthest_spans(spans: tuple[Span, ...], state: ClipState) -> np.ndarray:
 
 # Jitted, since without jit each operation would be a call. One call serves all norms of
 # a clipper. Spans are static, because shapes depend on them.
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=0)
 def _numbers_of_spans(
-    spans: tuple[Span, ...], is_recorder: bool, state: ClipState
+    spans: tuple[Span, ...], state: ClipState
 ) -> list[ClipNumbers | RecordNumbers]:
     """The numbers of each span."""
     entries = _entries_of(state)
@@ -275,7 +272,7 @@ def _numbers_of_spans(
     for start, stop in spans:
         entries_of_span = Entries(*[column[start:stop] for column in entries])
         furthest = jnp.argmax(entries_of_span.excess)
-        if is_recorder:
+        if isinstance(state, RecordState):
             numbers = _record_numbers(entries_of_span, furthest)
         else:
             numbers = _clip_numbers(entries_of_span, furthest, state)
@@ -283,10 +280,8 @@ def _numbers_of_spans(
     return numbers_of_spans
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _summary(
-    spans: tuple[Span, ...], is_recorder: bool, state: ClipState
-) -> ClipNumbers | RecordNumbers:
+@partial(jax.jit, static_argnums=0)
+def _summary(spans: tuple[Span, ...], state: ClipState) -> ClipNumbers | RecordNumbers:
     """The numbers of all entries together."""
     entries = _entries_of(state)
     furthest = jnp.argmax(entries.excess)
@@ -295,7 +290,7 @@ def _summary(
         range(len(spans)), [stop - start for start, stop in spans]
     )
     worst_index = _float32(jnp.asarray(span_of_entry)[furthest])
-    if is_recorder:
+    if isinstance(state, RecordState):
         return _record_numbers(entries, furthest)._replace(worst_index=worst_index)
     norm = entries.norm[furthest]
     # 0 over a limit of 0 is 0, and not NaN.
