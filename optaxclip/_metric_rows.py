@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from ._clippers._by_value import ClipByValueState
-from ._clippers._clip_by import SpikeState
+from ._clippers._recorders import SpikeState
 from ._clippers._spam import SpamState
 from ._health import HealthState, health_numbers
 from ._state import ClipState, RecordState, sizes_of

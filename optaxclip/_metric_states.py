@@ -11,7 +11,7 @@ from jax.tree_util import DictKey
 
 from ._checks import shown
 from ._clippers._by_value import ClipByValueState
-from ._clippers._clip_by import SpikeState
+from ._clippers._recorders import SpikeState
 from ._clippers._spam import SpamState
 from ._health import HEALTH, HealthState
 from ._metric_rows import (
