@@ -172,11 +172,16 @@ def _counts_steps(field: Any) -> bool:
 
 def _restored(state_type: Any, mapping: Mapping[Any, Any]) -> Any:
     """The state of a mapping of its fields."""
-    # A field that is missing was empty.
-    empty = {} if state_type is HealthState else ()
-    fields = dict.fromkeys(state_type._fields, empty) | dict(mapping)
+    # Fields that are missing were empty.
     if state_type is HealthState:
-        fields["norms"] = _state_of(mapping["norms"])
+        return HealthState(
+            norms=_state_of(mapping["norms"]),
+            signs=mapping.get("signs", {}),
+            idle=mapping.get("idle", {}),
+            dead=mapping.get("dead", {}),
+        )
+    fields: dict[str, Any] = dict.fromkeys(state_type._fields, ())
+    fields.update(mapping)
     if state_type is ClipState:
         shape = jnp.shape(mapping["numbers"])
         # The names are lost, so norms are numbered.

@@ -27,6 +27,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from ._checks import BEGIN_ANEW, NUMBERS, is_function, shown
+from ._packed import PyTree
 
 Shape = tuple[Any, ...]  # a size may be a symbol of `jax.export`
 ByPath = Callable[[str, Any], Any]  # a function of a leaf's path ("blocks/w") and leaf
@@ -45,7 +46,7 @@ WITHOUT_DUPLICATES = {
 # ---------------------------------------------------------------- leaves that count
 
 
-def clipped_leaves(tree: Any, call: str = "") -> Any:
+def clipped_leaves(tree: PyTree, call: str = "") -> PyTree:
     """The tree of the leaves that count, with None in the place of all others.
 
     A leaf counts if it has a float or complex dtype and at least one element.
@@ -86,7 +87,7 @@ def _is_foreign(dtype: Any) -> bool:
     return getattr(dtype, "kind", None) in ("O", "S", "U", "M", "m")
 
 
-def check_leaves(tree: Any, begin: str) -> None:
+def check_leaves(tree: PyTree, begin: str) -> None:
     """Raises TypeError for a leaf that is not an array, such as a function in a model.
 
     `begin` is what the error begins with: "clip_by_value: ".
@@ -108,7 +109,7 @@ def check_leaves(tree: Any, begin: str) -> None:
             ) from None
 
 
-def check_sparse(tree: Any, begin: str) -> None:
+def check_sparse(tree: PyTree, begin: str) -> None:
     """Raises ValueError for a sparse array that may hold an index twice: the norm of
     its data is not the norm of the array. The error begins with `begin`.
     """
@@ -132,7 +133,7 @@ def check_sparse(tree: Any, begin: str) -> None:
             )
 
 
-def put_back(changed: Any, tree: Any) -> Any:
+def put_back(changed: PyTree, tree: PyTree) -> PyTree:
     """Puts clipped leaves back into the tree that they came from."""
     old_leaves, treedef = jax.tree.flatten(tree, is_leaf=is_none)
     leaves = []
@@ -150,12 +151,12 @@ def _unboxed(x: Any) -> Any:
     return x.__jax_array__() if _is_box(x) else x
 
 
-def unboxed(tree: Any) -> Any:
+def unboxed(tree: PyTree) -> PyTree:
     """The tree with arrays for objects that hold one, such as variables of flax NNX."""
     return jax.tree.map(_unboxed, tree, is_leaf=_is_box)
 
 
-def arrays_of(model: Any) -> Any:
+def arrays_of(model: PyTree) -> PyTree:
     """The model, with None in the place of all leaves that are not arrays or numbers,
     such as functions.
     """
@@ -177,7 +178,7 @@ def is_hole(x: Any) -> bool:
 # ------------------------------------------------------------------ updates, weights
 
 
-def gradients_of(call: str, updates: Any, params: Any) -> Any:
+def gradients_of(call: str, updates: PyTree, params: PyTree) -> PyTree:
     """The clipped leaves of updates, which must be the gradients alone.
 
     Raises:
@@ -208,7 +209,7 @@ def gradients_of(call: str, updates: Any, params: Any) -> Any:
     return tree
 
 
-def warn_of_integers(call: str, updates: Any) -> None:
+def warn_of_integers(call: str, updates: PyTree) -> None:
     """Warns where nothing is clipped because all numbers are integers."""
     # Updates without any leaf, such as those of a model without weights, are fine.
     for path, leaf in jax.tree.leaves_with_path(updates):
@@ -225,7 +226,7 @@ def warn_of_integers(call: str, updates: Any) -> None:
             return
 
 
-def check_kept(call: str, tree: Any, stored: Any) -> None:
+def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:
     """Raises ValueError unless a tree in the state, `stored`, has an array of the same
     shape for each clipped leaf.
     """
@@ -256,7 +257,9 @@ def check_kept(call: str, tree: Any, stored: Any) -> None:
             )
 
 
-def weights_of(call: str, tree: Any, params: Any, updates: str = "gradients") -> Any:
+def weights_of(
+    call: str, tree: PyTree, params: PyTree, updates: str = "gradients"
+) -> PyTree:
     """The weights of the clipped leaves.
 
     Raises:
@@ -274,7 +277,7 @@ def weights_of(call: str, tree: Any, params: Any, updates: str = "gradients") ->
     return values_of(call, "params", tree, params)
 
 
-def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
+def values_of(call: str, argument: str, tree: PyTree, values: PyTree) -> PyTree:
     """The values of the clipped leaves, such as weights, found by their paths.
 
     So `values` may be another type of mapping than the updates, and have more entries.
@@ -353,7 +356,7 @@ def listed(names: Iterable[Any]) -> str:
     return text if len(ordered) <= 8 else f"{text} and {len(ordered) - 8} more"
 
 
-def _paths(tree: Any) -> list[KeyPath]:
+def _paths(tree: PyTree) -> list[KeyPath]:
     """The key paths of all leaves."""
     return [path for path, _ in jax.tree.leaves_with_path(tree)]
 
@@ -369,7 +372,7 @@ class Prefix(NamedTuple):
     entries: tuple[tuple[KeyPath, Any], ...]  # (key path, value)
 
 
-def freeze(prefix: Any, is_leaf: Callable[[Any], bool]) -> Prefix:
+def freeze(prefix: PyTree, is_leaf: Callable[[Any], bool]) -> Prefix:
     """The table of a tree prefix. `is_leaf` says which nodes are single values. None
     always is one.
     """
@@ -391,7 +394,7 @@ def beginnings(path: KeyPath) -> Iterator[KeyPath]:
 
 def lookup(
     prefix: Prefix,
-    tree: Any,
+    tree: PyTree,
     argument: str,
     part: str = "leaf",
     *,
@@ -415,7 +418,7 @@ def lookup(
     )
 
 
-def holes_of(tree: Any) -> tuple[KeyPath, ...]:
+def holes_of(tree: PyTree) -> tuple[KeyPath, ...]:
     """The key paths of all holes in a tree."""
     entries = jax.tree.leaves_with_path(tree, is_leaf=is_hole)
     return tuple(path for path, leaf in entries if is_hole(leaf))
@@ -463,7 +466,7 @@ def lookup_paths(
 
 
 def for_each_leaf(
-    value: Any, tree: Any, argument: str, is_value: Callable[[Any], bool] = is_none
+    value: Any, tree: PyTree, argument: str, is_value: Callable[[Any], bool] = is_none
 ) -> list[Any]:
     """One value for each leaf, from a function of path and leaf or a tree prefix."""
     if is_function(value):
@@ -521,7 +524,7 @@ class _FirstOfStack(NamedTuple):
 
 
 def stacked_axes(
-    stacked: Any, tree: Any, call: str, shapes: Sequence[Shape | None]
+    stacked: Stacked, tree: PyTree, call: str, shapes: Sequence[Shape | None]
 ) -> list[tuple[int, ...]]:
     """For each leaf, the axes that count layers, in ascending order.
 
@@ -561,7 +564,9 @@ def stacked_axes(
     return axes_of_leaves
 
 
-def _stacked_values(stacked: Any, tree: Any, argument: str) -> list[_StackedValue]:
+def _stacked_values(
+    stacked: Stacked, tree: PyTree, argument: str
+) -> list[_StackedValue]:
     """The value of `stacked` for each leaf."""
     if is_function(stacked):
         # What a function returns has no key path, so equal values are one stack.
@@ -590,9 +595,9 @@ def _layer_axes(value: Any, leaf: str, shape: Shape, call: str) -> tuple[int, ..
 
 
 def unit_axes(
-    axis: Any,
+    axis: Axis,
     layers: Sequence[tuple[int, ...]],
-    tree: Any,
+    tree: PyTree,
     call: str,
     shapes: Sequence[Shape | None],
 ) -> list[tuple[int, ...] | None]:

@@ -56,10 +56,12 @@ def record_norm(
     measure = OwnNorm(with_hash(norm), call)
     clipper: Any = make_clipper(measure, None, call=call, name="norm")
 
-    def init(params: Any) -> RecordState:
+    def init(params: PyTree) -> RecordState:
         return RecordState(*clipper.init(params))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> Any:
         # A limit of one step is for the clippers of the chain.
         extra_args.pop("limit", None)
         updates, new_state = clipper.update(updates, state, params, **extra_args)
@@ -175,7 +177,7 @@ def record_spikes(
     # Norm and loss share the rule, and each has a memory in the state.
     judge = Judge(call, rule, rule, mesh_axes)
 
-    def init(params: Any) -> SpikeState:
+    def init(params: PyTree) -> SpikeState:
         norm, loss = judge.initial(params)
         no_steps = jnp.zeros((), jnp.int32)
         arrays = pack(
@@ -189,7 +191,9 @@ def record_spikes(
         )
         return judge.varying_like(params, SpikeState(*arrays))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> Any:
         check_state(call, state, SpikeState)
         norm, loss = judge.norm_and_loss(updates, extra_args)
         judgement = judge.judge(state, norm, loss)

@@ -79,13 +79,15 @@ def carry_clipped(
     call = "carry_clipped"
     clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
 
-    def init(params: Any) -> CarryState:
+    def init(params: PyTree) -> CarryState:
         # Split over devices as the weights are, which may be jax.ShapeDtypeStruct.
         tree = clipped_leaves(params, call)
         carry = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x)), tree)
         return CarryState(carry, clipper.init(params))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> Any:
         check_state(call, state, CarryState)
         # The carry has no counter of steps, which would show a state of several models.
         for clip_state in clip_states(state.clip_state):

@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from .._checks import with_extra_args
 from .._mesh import varying
+from .._packed import PyTree
 from .._state import ClipState, clip_states
 from .._sums import wide_dtype
 from .._trees import clipped_leaves, put_back, weights_of
@@ -83,7 +84,9 @@ def constrain(
     call = "constrain"
     clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")
         for argument in ABOUT_GRADIENTS:

@@ -314,7 +314,7 @@ def _skipping(
         checks.check_number(argument, max_consecutive, is_scalar=True)
         max_consecutive = checks.number_for_jit(max_consecutive)
 
-    def init(params: Any) -> SkipState:
+    def init(params: PyTree) -> SkipState:
         inner_state = optimizer.init(params)
         _warn_of_clippers(call, inner_state)
         norm, loss = judge.initial(params)
@@ -331,7 +331,9 @@ def _skipping(
         )
         return judge.varying_like(params, SkipState(*arrays, inner_state))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> Any:
         checks.check_state(call, state, SkipState)
         norm, loss = judge.norm_and_loss(updates, extra_args)
         judgement = judge.judge(state, norm, loss)
