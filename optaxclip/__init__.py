@@ -53,8 +53,6 @@ from ._clippers._by_weights import clippy as clippy
 from ._clippers._by_weights import larc as larc
 from ._clippers._clip_by import clip_by as clip_by
 from ._clippers._clip_by import clip_grads as clip_grads
-from ._clippers._clip_by import record_norm as record_norm
-from ._clippers._clip_by import record_spikes as record_spikes
 from ._clippers._learned import adagc as adagc
 from ._clippers._learned import adagn as adagn
 from ._clippers._learned import aggc as aggc
@@ -62,6 +60,8 @@ from ._clippers._learned import autoclip as autoclip
 from ._clippers._learned import zclip as zclip
 from ._clippers._qk_clip import Heads as Heads
 from ._clippers._qk_clip import qk_clip as qk_clip
+from ._clippers._recorders import record_norm as record_norm
+from ._clippers._recorders import record_spikes as record_spikes
 from ._clippers._spam import adaclip as adaclip
 from ._clippers._spam import reset_momentum as reset_momentum
 from ._clippers._spam import spam as spam
@@ -76,8 +76,8 @@ from ._norms import group_norm as group_norm
 from ._norms import tensor_norm as tensor_norm
 from ._norms import unitwise_norm as unitwise_norm
 from ._state import ClipState as ClipState
-from ._wrappers._of_clippers import carry_clipped as carry_clipped
-from ._wrappers._of_clippers import constrain as constrain
+from ._wrappers._carry import carry_clipped as carry_clipped
+from ._wrappers._constrain import constrain as constrain
 from ._wrappers._skipping import SkipState as SkipState
 from ._wrappers._skipping import skip_nonfinite as skip_nonfinite
 from ._wrappers._skipping import skip_spikes as skip_spikes

@@ -19,8 +19,8 @@ from . import _mesh as mesh
 from . import _trees as trees
 from ._checks import BEGIN_ANEW
 from ._norms import Norms
-from ._packed import PyTree
 from ._state import ClipState, Names, entry_counts
+from ._trees import PyTree
 from .rules._limits import Joined
 from .rules._rule import Rule, is_rule
 

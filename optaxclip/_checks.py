@@ -3,6 +3,7 @@ what is allowed.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeGuard, TypeVar, get_args
@@ -42,8 +43,11 @@ def check_real(argument: str, value: Any, *, is_scalar: bool = False) -> None:
     dtype = getattr(value, "dtype", np.dtype(np.float64))
     # True is an int in Python. As a limit it is a slip.
     is_real = isinstance(value, NUMBERS) and not isinstance(value, bool)
-    # Ints of more than 64 bits are objects to NumPy. The dtype of a key has no kind.
-    if is_real and getattr(dtype, "kind", "") != "O":
+    # The dtype of a key has no kind.
+    if is_real and getattr(dtype, "kind", "") == "O":
+        # To NumPy ints of more than 64 bits are objects.
+        is_real = all(type(number) is int for number in np.asarray(value).flat)
+    elif is_real:
         is_float = jnp.issubdtype(dtype, jnp.floating)
         is_real = is_float or jnp.issubdtype(dtype, jnp.integer)
     if not is_real:
@@ -84,12 +88,14 @@ def check_number(
         return
     # float32, or float64 where jax_enable_x64 is set.
     widest = jnp.finfo(jnp.result_type(float))
-    if isinstance(value, int) and value.bit_length() > 1024:
+    numbers = np.asarray(value)
+    # Only ints of more than 64 bits are objects here.
+    if numbers.dtype.kind == "O" and np.any(abs(numbers) > sys.float_info.max):
         raise ValueError(
             f"{argument} must be a number that {widest.dtype} can hold, got "
             f"{shown(value)}."
         )
-    numbers = np.asarray(value).astype(np.float64)
+    numbers = numbers.astype(np.float64)
     # 1e39 would be inf in float32, and so no limit at all.
     is_too_large = np.isfinite(numbers) & (abs(numbers) > widest.max)
     if np.isnan(numbers).any():
@@ -199,15 +205,16 @@ def number_for_jit(number: Any) -> Any:
 
 
 def held_in(dtype: Any, number: Any) -> Any:
-    """Returns a number in this float dtype. A finite number stays finite: beyond the
-    range it becomes the largest of the dtype, since a limit of inf is no limit.
+    """Returns a number in the dtype of a norm, float32 or float64.
+
+    A finite number beyond the range of float32 becomes the largest one that float32
+    has: a conversion would make it inf, which is no limit.
     """
-    # Clipped in float64, since a conversion to float32 makes inf of 1e39.
     if isinstance(number, jax.Array):
         array = number
     else:
         array = np.asarray(number).astype(np.float64)
-    # Only float64 has finite numbers beyond the range of float32.
+    # Other dtypes have no finite numbers beyond the range of float32.
     if array.dtype == np.float64 and dtype == np.float32:
         array = kept_finite(dtype, array)
     return jnp.asarray(array.astype(dtype))
@@ -428,8 +435,8 @@ def _foreign_state(call: str, state: Any, state_type: type) -> str:
             f"{BEGIN} To keep moments of Adam, put the old state of inner into it: "
             f"state._replace(inner_state={old})."
         )
-    # A chain hands on states by position, so with one more link in front each link gets
-    # the state of its neighbour.
+    # A chain hands on states by position. With a new link in front, each link is given
+    # the state of the link before it.
     return (
         f"{call}: state must be the {state_type.__name__} that its init returned, got "
         f"{got}. Hand on what update returns, at its place of the chain. {advice}"

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from . import _mesh as mesh
 from ._checks import BEGIN_ANEW
@@ -14,24 +14,35 @@ from .rules._memory import moving_average
 
 # float32[3]: the share of all elements that were clipped, in [0, 1]: in the last step,
 # over all steps, and over about the last 100. () where nothing is counted.
-Shares = jax.Array | tuple[()]
+Shares = Array | tuple[()]
 
 
-def no_elements_clipped() -> jax.Array:
+def no_elements_clipped() -> Array:
     """The shares before the first step."""
     return jnp.zeros(3, jnp.float32)
 
 
+def count_clipped(
+    call: str, shares: Shares, steps: Array, pairs: list[tuple[Any, Array]]
+) -> Array:
+    """The shares after `steps` steps. `shares` are those before the last step, and
+    `pairs` the leaves of the last step before and after the clip.
+
+    Raises:
+      ValueError: the state was made without a count. `call` is the function that made
+        the clipper.
+    """
+    if isinstance(shares, tuple):
+        raise ValueError(
+            f"{call}: count=True needs a state that counts, and this one was made "
+            f"without. {BEGIN_ANEW}"
+        )
+    return _shares_after(shares, steps, pairs)
+
+
 # Jitted, since without jit each leaf would take several calls.
 @jax.jit
-def count_clipped(
-    old: Shares, steps: jax.Array, pairs: list[tuple[Any, jax.Array]]
-) -> jax.Array:
-    """The shares after `steps` steps. `pairs` are the leaves before and after the clip
-    of the last step.
-    """
-    if isinstance(old, tuple):
-        raise ValueError(f"count=True: state was made without a count. {BEGIN_ANEW}")
+def _shares_after(shares: Array, steps: Array, pairs: list[tuple[Any, Array]]) -> Array:
     # JAX tells the mesh axes where it tracks types. Without types, inside shard_map and
     # pmap, the shares are those of the leaves on one device.
     counts = []
@@ -46,16 +57,16 @@ def count_clipped(
         else:
             float_size = jnp.asarray(size).astype(jnp.float32)
         size_of_all += float_size * mesh.device_count(mesh_axes)
+        # NaN differs from itself, but was not clipped.
+        is_clipped = (before != after) & (before == before)
         # float32 counts to 2^24, and uint32 to 2^32.
         is_large = isinstance(size, int) and size >= 2**32
-        # NaN stays NaN.
-        differs = (before != after) & (before == before)
         with jax.enable_x64(True):
-            count = jnp.sum(differs, dtype=np.int64 if is_large else np.uint32)
+            count = jnp.sum(is_clipped, dtype=np.int64 if is_large else np.uint32)
             counts.append(lax.convert_element_type(count, np.float32))
         axes_of_counts.append(mesh_axes)
     counts = mesh.joined(lax.psum, counts, axes_of_counts)
     share = sum(counts, jnp.zeros((), jnp.float32)) / jnp.maximum(size_of_all, 1.0)
-    _, old_mean, old_recent = old
+    _, old_mean, old_recent = shares
     mean = old_mean + (share - old_mean) / steps.astype(jnp.float32)
     return jnp.stack([share, mean, moving_average(old_recent, share, steps)])

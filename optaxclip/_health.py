@@ -343,7 +343,7 @@ def _check_whole(norms: Norms, option: str) -> None:
 # ------------------------------------------------------------------------- the report
 
 
-def health_rows(
+def health_numbers(
     state: HealthState, *, summary: bool, layers: bool
 ) -> Iterator[tuple[str, str, Any]]:
     """Name, path and value of each number, for `metrics`."""

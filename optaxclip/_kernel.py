@@ -34,8 +34,8 @@ from ._factors import factor_between, multiply, separate_roots, shrunk_by
 from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, norm_of_norms
 from ._outcome import Decide, Decision, Memories, Outcome, first_state, next_state
-from ._packed import PyTree
 from ._state import ClipState, state_of_placeholder
+from ._trees import PyTree
 from .rules._limits import check_limits_of_parts, check_one_limit, rule_of, rules_of
 from .rules._rule import Rule, further_norms, is_rule, limit_of, limit_of_jitted
 from .shrinks import Shrink, shrink_of

@@ -26,9 +26,7 @@ from ._mesh import MeshAxes
 from ._options import Ord, check_labels, check_measure, labels_of, static_labels
 from ._reduce import LeafSpec, norms_of
 from ._sums import Axes, as_float, traced_once
-from ._trees import Axis, Stacked, clipped_leaves
-
-PyTree = Any
+from ._trees import Axis, PyTree, Stacked, clipped_leaves
 
 
 class Norms(NamedTuple):

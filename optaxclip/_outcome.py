@@ -20,9 +20,9 @@ from . import _trees as trees
 from ._blocks import Block
 from ._checks import check_shape
 from ._norms import Norms
-from ._packed import PyTree
 from ._state import ClipState, Names, Rows, state_of_rows
 from ._sums import written_by_a_gpu
+from ._trees import PyTree
 from .rules._memory import count_up, in_place, moving_average
 from .rules._rule import Rule, call_name
 

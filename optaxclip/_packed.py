@@ -19,8 +19,7 @@ import numpy as np
 from jax import Array
 
 from ._exported import exported
-
-PyTree = Any
+from ._trees import PyTree
 
 
 @exported

@@ -19,7 +19,8 @@ from jax import Array
 from . import _trees as trees
 from ._checks import BEGIN_ANEW
 from ._exported import call_repr, has_numbers
-from ._packed import InWindows, Packed, PyTree, is_mark, packed, rows_from, unpacked
+from ._packed import InWindows, Packed, is_mark, packed, rows_from, unpacked
+from ._trees import PyTree
 
 
 class Rows(NamedTuple):
@@ -408,10 +409,18 @@ def _names_from_json(text: bytes) -> tuple[Names]:
     return (Names(layers, units, structure=None),)
 
 
-for state_type in (ClipState, RecordState):
+# JAX compares dataclasses by their fields, and not by their types. By another order of
+# fields it tells a recorder, which has no windows, from a clipper with equal names.
+FIELDS_OF_CLIPPERS = ["counts", "numbers", "windows"]
+FIELDS_OF_RECORDERS = ["windows", "counts", "numbers"]
+
+for state_type, fields in (
+    (ClipState, FIELDS_OF_CLIPPERS),
+    (RecordState, FIELDS_OF_RECORDERS),
+):
     # As a NamedTuple alone it would be a node in which JAX takes each name for a leaf.
     jax.tree_util.register_dataclass(
-        state_type, data_fields=["counts", "numbers", "windows"], meta_fields=["names"]
+        state_type, data_fields=fields, meta_fields=["names"]
     )
     jax.export.register_pytree_node_serialization(
         state_type,

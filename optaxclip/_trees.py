@@ -30,13 +30,14 @@ from ._checks import BEGIN_ANEW, NUMBERS, is_function, shown
 
 Shape = tuple[Any, ...]  # a size may be a symbol of `jax.export`
 ByPath = Callable[[str, Any], Any]  # a function of a leaf's path ("blocks/w") and leaf
+PyTree = Any  # JAX has no type for trees of arrays
 # An int or a tuple of ints, a tree prefix of these, or a function that returns these.
 Axis: TypeAlias = "int | Mapping[Any, Axis] | Sequence[Axis] | ByPath | None"
 Stacked: TypeAlias = "int | Mapping[Any, Stacked] | Sequence[Stacked] | ByPath | None"
 
-# Expressions that make a sparse array x of each type hold no index twice. JAX can jit
-# the first, since it has nse.
-UNIQUE = {
+# Expressions that make a sparse array x of each type hold no index twice. With nse JAX
+# can jit the first one.
+WITHOUT_DUPLICATES = {
     "BCOO": "x.sum_duplicates(nse=x.nse)",
     "BCSR": "x.to_bcoo().sum_duplicates(nse=x.nse)",
 }
@@ -45,7 +46,7 @@ UNIQUE = {
 # ---------------------------------------------------------------- leaves that count
 
 
-def clipped_leaves(tree: Any, call: str = "") -> Any:
+def clipped_leaves(tree: PyTree, call: str = "") -> PyTree:
     """The tree of the leaves that count, with None in the place of all others.
 
     A leaf counts if it has a float or complex dtype and at least one element.
@@ -86,8 +87,11 @@ def _is_foreign(dtype: Any) -> bool:
     return getattr(dtype, "kind", None) in ("O", "S", "U", "M", "m")
 
 
-def check_leaves(tree: Any, begin: str) -> None:
-    """Raises for a leaf that is not an array, such as a function in a model."""
+def check_leaves(tree: PyTree, begin: str) -> None:
+    """Raises TypeError for a leaf that is not an array, such as a function in a model.
+
+    `begin` is what the error begins with: "clip_by_value: ".
+    """
     for path, leaf in jax.tree.leaves_with_path(tree):
         dtype = getattr(leaf, "dtype", None)
         if _is_foreign(dtype):
@@ -105,9 +109,9 @@ def check_leaves(tree: Any, begin: str) -> None:
             ) from None
 
 
-def check_sparse(tree: Any, begin: str) -> None:
+def check_sparse(tree: PyTree, begin: str) -> None:
     """Raises ValueError for a sparse array that may hold an index twice: the norm of
-    its data is not the norm of the array.
+    its data is not the norm of the array. The error begins with `begin`.
     """
     # Not imported here, since that takes time. Without it there are no such arrays.
     sparse = sys.modules.get("jax.experimental.sparse")
@@ -121,19 +125,21 @@ def check_sparse(tree: Any, begin: str) -> None:
         if is_sparse(leaf) and not getattr(leaf, "unique_indices", False):
             type_name = type(leaf).__name__
             subject = f"the leaf {name(path)!r}" if path else "it"
+            advice = WITHOUT_DUPLICATES.get(type_name, "x.todense()")
             raise ValueError(
                 f"{begin}{subject} is a {type_name} that may hold an index twice, so "
                 "that the norm of its data is not its norm. Hand over one with "
-                f"unique_indices=True, or {UNIQUE.get(type_name, 'x.todense()')}."
+                f"unique_indices=True, or {advice}."
             )
 
 
-def put_back(changed: Any, tree: Any) -> Any:
+def put_back(changed: PyTree, tree: PyTree) -> PyTree:
     """Puts clipped leaves back into the tree that they came from."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_none)
-    new_leaves = jax.tree.leaves(changed, is_leaf=is_none)
-    pairs = zip(leaves, new_leaves)
-    return treedef.unflatten([old if new is None else new for old, new in pairs])
+    old_leaves, treedef = jax.tree.flatten(tree, is_leaf=is_none)
+    leaves = []
+    for old, new in zip(old_leaves, jax.tree.leaves(changed, is_leaf=is_none)):
+        leaves.append(old if new is None else new)
+    return treedef.unflatten(leaves)
 
 
 def _is_box(x: Any) -> bool:
@@ -145,12 +151,12 @@ def _unboxed(x: Any) -> Any:
     return x.__jax_array__() if _is_box(x) else x
 
 
-def unboxed(tree: Any) -> Any:
+def unboxed(tree: PyTree) -> PyTree:
     """The tree with arrays for objects that hold one, such as variables of flax NNX."""
     return jax.tree.map(_unboxed, tree, is_leaf=_is_box)
 
 
-def arrays_of(model: Any) -> Any:
+def arrays_of(model: PyTree) -> PyTree:
     """The model, with None in the place of all leaves that are not arrays or numbers,
     such as functions.
     """
@@ -172,7 +178,7 @@ def is_hole(x: Any) -> bool:
 # ------------------------------------------------------------------ updates, weights
 
 
-def gradients_of(call: str, updates: Any, params: Any) -> Any:
+def gradients_of(call: str, updates: PyTree, params: PyTree) -> PyTree:
     """The clipped leaves of updates, which must be the gradients alone.
 
     Raises:
@@ -203,7 +209,7 @@ def gradients_of(call: str, updates: Any, params: Any) -> Any:
     return tree
 
 
-def warn_of_integers(call: str, updates: Any) -> None:
+def warn_of_integers(call: str, updates: PyTree) -> None:
     """Warns where nothing is clipped because all numbers are integers."""
     # Updates without any leaf, such as those of a model without weights, are fine.
     for path, leaf in jax.tree.leaves_with_path(updates):
@@ -214,13 +220,13 @@ def warn_of_integers(call: str, updates: Any) -> None:
                 f"{call}: nothing is clipped, since no leaf of the updates has a float "
                 f"or complex dtype. The leaf {name(path)!r} is "
                 f"{getattr(dtype, '__name__', dtype)}: make it float32.",
-                # The line that called update.
+                # This function, update, the check of its argument names, then the user.
                 stacklevel=4,
             )
             return
 
 
-def warn_of_stacks(call: str, tree: Any) -> None:
+def warn_of_stacks(call: str, tree: PyTree) -> None:
     """Warns of layers that look stacked: at least three leaves below one key, of ranks
     2 and 3 or above, all with the same leading size.
     """
@@ -247,38 +253,40 @@ def warn_of_stacks(call: str, tree: Any) -> None:
             return
 
 
-def check_kept(call: str, tree: Any, kept: Any) -> None:
-    """Raises ValueError unless the tree `kept` in the state has an array of the same
+def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:
+    """Raises ValueError unless a tree in the state, `stored`, has an array of the same
     shape for each clipped leaf.
     """
     entries, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_none)
     try:
-        # Where the tree has None, the state may have a subtree.
-        kept_leaves = treedef.flatten_up_to(kept)
+        # None in the tree is a leaf here, at which the state may have a subtree.
+        stored_leaves = treedef.flatten_up_to(stored)
     except (TypeError, ValueError):
         raise ValueError(
-            f"{call}: state was made for leaves {listed_paths(_paths(kept))} in "
-            f"{type(kept).__name__}, but the updates have "
+            f"{call}: state was made for leaves {listed_paths(_paths(stored))} in "
+            f"{type(stored).__name__}, but the updates have "
             f"{listed_paths(_paths(tree))} in {type(tree).__name__}. {BEGIN_ANEW}"
         ) from None
-    for (path, leaf), kept_leaf in zip(entries, kept_leaves):
+    for (path, leaf), stored_leaf in zip(entries, stored_leaves):
         if leaf is None:
             continue
-        if kept_leaf is None:
+        if stored_leaf is None:
             raise ValueError(
                 f"{call}: the update of the leaf {name(path)!r} is "
                 f"{jnp.result_type(leaf)}, but what init was given for it has no float "
                 "or complex dtype. Make that float32, or give None for the update."
             )
-        if jnp.shape(leaf) != jnp.shape(kept_leaf):
+        if jnp.shape(leaf) != jnp.shape(stored_leaf):
             raise ValueError(
                 f"{call}: state was made for the leaf {name(path)!r} of shape "
-                f"{jnp.shape(kept_leaf)}, but its update has {jnp.shape(leaf)}. "
+                f"{jnp.shape(stored_leaf)}, but its update has {jnp.shape(leaf)}. "
                 f"{BEGIN_ANEW}"
             )
 
 
-def weights_of(call: str, tree: Any, params: Any, updates: str = "gradients") -> Any:
+def weights_of(
+    call: str, tree: PyTree, params: PyTree, updates: str = "gradients"
+) -> PyTree:
     """The weights of the clipped leaves.
 
     Raises:
@@ -296,7 +304,7 @@ def weights_of(call: str, tree: Any, params: Any, updates: str = "gradients") ->
     return values_of(call, "params", tree, params)
 
 
-def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
+def values_of(call: str, argument: str, tree: PyTree, values: PyTree) -> PyTree:
     """The values of the clipped leaves, such as weights, found by their paths.
 
     So `values` may be another type of mapping than the updates, and have more entries.
@@ -375,7 +383,7 @@ def listed(names: Iterable[Any]) -> str:
     return text if len(ordered) <= 8 else f"{text} and {len(ordered) - 8} more"
 
 
-def _paths(tree: Any) -> list[KeyPath]:
+def _paths(tree: PyTree) -> list[KeyPath]:
     """The key paths of all leaves."""
     return [path for path, _ in jax.tree.leaves_with_path(tree)]
 
@@ -391,7 +399,7 @@ class Prefix(NamedTuple):
     entries: tuple[tuple[KeyPath, Any], ...]  # (key path, value)
 
 
-def freeze(prefix: Any, is_leaf: Callable[[Any], bool]) -> Prefix:
+def freeze(prefix: PyTree, is_leaf: Callable[[Any], bool]) -> Prefix:
     """The table of a tree prefix. `is_leaf` says which nodes are single values. None
     always is one.
     """
@@ -413,13 +421,15 @@ def beginnings(path: KeyPath) -> Iterator[KeyPath]:
 
 def lookup(
     prefix: Prefix,
-    tree: Any,
+    tree: PyTree,
     argument: str,
     part: str = "leaf",
     *,
     allow_missing: bool = False,
 ) -> list[Any]:
-    """The value for each leaf of `tree`, in order. `part` is what errors call a leaf.
+    """The value of a prefix for each leaf of `tree`, in order.
+
+    `argument` and `part` are what errors call the prefix and a leaf.
 
     Raises:
       ValueError: a leaf has no value, or, without `allow_missing`, a value has no leaf.
@@ -435,7 +445,7 @@ def lookup(
     )
 
 
-def holes_of(tree: Any) -> tuple[KeyPath, ...]:
+def holes_of(tree: PyTree) -> tuple[KeyPath, ...]:
     """The key paths of all holes in a tree."""
     entries = jax.tree.leaves_with_path(tree, is_leaf=is_hole)
     return tuple(path for path, leaf in entries if is_hole(leaf))
@@ -466,22 +476,24 @@ def lookup_paths(
         used_paths.add(table_path)
     if allow_missing:
         return values
-    # A value at a hole, or above it, need not reach a leaf.
+    # Values for holes may stay unused: a full tree of limits has some where updates are
+    # missing. Such a value stands at the hole, above it or below it.
     for hole in holes:
         used_paths.update(beginnings(hole))
     for path in table:
-        # A value below a hole need not either: a full tree of limits has such values.
-        if path not in used_paths and holes.isdisjoint(beginnings(path)):
-            noun = "label, see allow_missing" if part == "label" else "part"
-            raise ValueError(
-                f"{argument} has a value for {name(path)!r}, but the updates have no "
-                f"such {noun}: they have {listed_paths(paths)}."
-            )
+        is_below_hole = not holes.isdisjoint(beginnings(path))
+        if path in used_paths or is_below_hole:
+            continue
+        noun = "label, see allow_missing" if part == "label" else "part"
+        raise ValueError(
+            f"{argument} has a value for {name(path)!r}, but the updates have no "
+            f"such {noun}: they have {listed_paths(paths)}."
+        )
     return values
 
 
 def for_each_leaf(
-    value: Any, tree: Any, argument: str, is_value: Callable[[Any], bool] = is_none
+    value: Any, tree: PyTree, argument: str, is_value: Callable[[Any], bool] = is_none
 ) -> list[Any]:
     """One value for each leaf, from a function of path and leaf or a tree prefix."""
     if is_function(value):
@@ -539,7 +551,7 @@ class _FirstOfStack(NamedTuple):
 
 
 def stacked_axes(
-    stacked: Any, tree: Any, call: str, shapes: Sequence[Shape | None]
+    stacked: Stacked, tree: PyTree, call: str, shapes: Sequence[Shape | None]
 ) -> list[tuple[int, ...]]:
     """For each leaf, the axes that count layers, in ascending order.
 
@@ -579,7 +591,9 @@ def stacked_axes(
     return axes_of_leaves
 
 
-def _stacked_values(stacked: Any, tree: Any, argument: str) -> list[_StackedValue]:
+def _stacked_values(
+    stacked: Stacked, tree: PyTree, argument: str
+) -> list[_StackedValue]:
     """The value of `stacked` for each leaf."""
     if is_function(stacked):
         # What a function returns has no key path, so equal values are one stack.
@@ -608,16 +622,17 @@ def _layer_axes(value: Any, leaf: str, shape: Shape, call: str) -> tuple[int, ..
 
 
 def unit_axes(
-    axis: Any,
+    axis: Axis,
     layers: Sequence[tuple[int, ...]],
-    tree: Any,
+    tree: PyTree,
     call: str,
     shapes: Sequence[Shape | None],
 ) -> list[tuple[int, ...] | None]:
     """For each leaf, the dimensions that a unit norm sums, or None for a vector, which
     is one unit.
 
-    `layers` are the axes of each leaf that count layers, `shapes` as in `stacked_axes`.
+    `layers` are the axes of each leaf that count layers. `shapes` are those of whole
+    leaves, None where a device knows its part only.
     """
     argument = f"{call}: axis"
     entries = jax.tree.leaves_with_path(tree)

@@ -131,7 +131,7 @@ def value_clipper(
             for (_, leaf), clipped in zip(entries, clipped_leaves):
                 if clipped is not leaf:
                     pairs.append((leaf, clipped))
-            elements = count_clipped(elements, step, pairs)
+            elements = count_clipped(call, elements, step, pairs)
         new_state = ClipByValueState(step, elements)
         return jax.tree.unflatten(treedef, clipped_leaves), new_state
 

@@ -1,28 +1,20 @@
-"""A clipper of your own, clipping once, and recording without clipping."""
+"""A clipper of your own, and clipping once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from .._checks import Nonfinite, Tree, check_norm, check_state, with_hash
-from .._exported import exported
+from .._checks import Nonfinite, Tree, check_norm, with_hash
 from .._kernel import clip_once, make_clipper
 from .._mesh import MeshAxes
-from .._norms import GlobalNorm, OwnNorm, global_norm
+from .._norms import GlobalNorm, OwnNorm
 from .._options import Ord, check_measure
-from .._packed import PyTree, rows_from, unpacked
-from .._state import ClipState, RecordState
-from .._wrappers._skipping import Judge
 from ..rules._limits import LimitTree
-from ..rules._memory import count_up, in_place, moving_average
-from ..rules._rule import Number
-from ..rules._windows import spike_rule
 from ..shrinks import Shrink
 
 
@@ -73,10 +65,10 @@ def clip_by(
       >>> print(f"{optaxclip.global_norm(updates):.4f}")
       0.8333
     """
-    # A norm that is no function would otherwise be an error of `init`.
+    # Checked here, because `norm` is not called before `init`.
     check_norm("clip_by", norm)
-    # The norm and shrink functions are static keys of the program: a lambda that
-    # is made anew in every step compiles in every step.
+    # The functions norm and shrink are static arguments of the jitted update: lambdas
+    # that are made anew in every step compile in every step.
     return make_clipper(
         OwnNorm(with_hash(norm)),
         limit,
@@ -138,8 +130,8 @@ def clip_grads(
     networks, 2013 (arXiv 1211.5063).
     """
     call = "clip_grads"
-    # The clipper is built in every call. Its program is found again, since equal
-    # measures are equal keys.
+    # The clipper is built in every call. Its program is not compiled again, since equal
+    # measures are equal static arguments.
     measure = GlobalNorm(**check_measure(call, ord=ord, mesh_axes=mesh_axes))
     # The norm that comes back is without eps: the number to log.
     return clip_once(
@@ -151,174 +143,3 @@ def clip_grads(
         eps=eps,
         nonfinite=nonfinite,
     )
-
-
-def record_norm(
-    norm: Callable[[Any], Any] = global_norm,
-) -> optax.GradientTransformationExtraArgs:
-    """Clips nothing, and keeps the norms for `metrics`: `record/norm`, and the steps in
-    which it was NaN or inf, `record/nonfinite_count`.
-
-    A `limit=` that a chain is given for one step is not for it. In the same jitted step
-    as a clipper with the same sums it reads nothing more on a CPU, since XLA computes
-    equal sums once.
-
-    Args:
-      norm: from a tree to its norms: `global_norm`, `tensor_norm`, or a function of
-        your own.
-
-    Returns:
-      A transformation whose state is a `ClipState`, with limits of inf.
-
-    Raises:
-      TypeError: a norm that is not a function.
-
-    Example:
-      >>> recorder = optaxclip.record_norm()
-      >>> grads = jnp.array([3.0, 4.0])
-      >>> _, state = recorder.update(grads, recorder.init(grads))
-      >>> print(optaxclip.metrics(state, floats=True))
-      {'record/norm': 5.0, 'record/nonfinite_count': 0.0}
-    """
-    call = "record_norm"
-    check_norm(call, norm)
-    # With None nothing is multiplied, not even by 1. To XLA that would be another
-    # array, which the next clipper of the chain would read again.
-    measure = OwnNorm(with_hash(norm), call)
-    clipper: Any = make_clipper(measure, None, call=call, name="norm")
-
-    def init(params: Any) -> RecordState:
-        return RecordState(*clipper.init(params))
-
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        # It is for the clippers of the chain.
-        extra_args.pop("limit", None)
-        updates, new = clipper.update(updates, state, params, **extra_args)
-        # Without a state, as a clipper of optax is without one, the kernel makes that
-        # of a clipper.
-        return updates, new if isinstance(state, ClipState) else RecordState(*new)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-RECENT = 10_000  # steps, as in OLMo-core
-
-
-@exported
-class SpikeState(NamedTuple):
-    """The state of `record_spikes`."""
-
-    spike_counts: jax.Array  # int32[3]: step, spiked, spikes. Then what rules remember
-    # float32[5]: norm, limit, loss, loss_limit, spiked_recently. Then what rules
-    # remember
-    spike_numbers: jax.Array
-    windows: PyTree  # the last norms
-    loss_windows: PyTree  # the last losses
-
-    ROWS = (
-        ("spike_counts", ("step", "spiked", "spikes")),
-        ("spike_numbers", ("norm", "limit", "loss", "loss_limit", "spiked_recently")),
-    )
-
-    # int32[]: updates seen
-    step = property(lambda self: self.spike_counts[..., 0])
-    # int32[]: 1 if the last step was a spike, else 0
-    spiked = property(lambda self: self.spike_counts[..., 1])
-    # int32[]: steps that were
-    spikes = property(lambda self: self.spike_counts[..., 2])
-    # float32[]: the global norm of the last gradient, and what it was held against
-    norm = property(lambda self: self.spike_numbers[..., 0])
-    limit = property(lambda self: self.spike_numbers[..., 1])
-    # float32[]: the last loss, -inf until one is given, and what it was held against
-    loss = property(lambda self: self.spike_numbers[..., 2])
-    loss_limit = property(lambda self: self.spike_numbers[..., 3])
-    # float32[]: the share of about the last 10,000 steps that were spikes
-    spiked_recently = property(lambda self: self.spike_numbers[..., 4])
-
-    @property
-    def memories(self) -> tuple[PyTree, PyTree]:
-        """What the rules of norm and loss remember."""
-        return unpacked(
-            (self.windows, self.loss_windows),
-            counts=rows_from(self.spike_counts, 3),
-            numbers=rows_from(self.spike_numbers, 5),
-        )
-
-
-def record_spikes(
-    sigmas: Number = 6.0, window: Any = 128, *, mesh_axes: MeshAxes = "auto"
-) -> optax.GradientTransformationExtraArgs:
-    """Counts the steps whose norm or loss stands out, for `metrics`. Changes nothing.
-    The loss must be the same on all devices, so average it with `lax.pmean`. In pmap
-    and in shard_map(check_vma=False) nothing shows that it differs, and each replica
-    counts its own: `check_replicated` shows it, as in `skip_step`.
-
-    The norm is that of the gradient as it comes in, so the recorder goes before the
-    clipper. Behind one no norm is above its limit.
-
-        spike    if x > mean + sigmas * deviation, both of the `window` values before x,
-                 for x the global norm, or the loss where update(..., value=loss) has it
-        score    spikes / steps
-
-    Args:
-      sigmas: how many standard deviations above the mean are no spike. At least 0. A
-        number or a schedule.
-      window: how many norms and losses are remembered. A whole number, at least 1.
-        Nothing is a spike before there are as many.
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec.
-
-    Returns:
-      A transformation with a `SpikeState`. Its `update` also takes `grad_norm=`, a norm
-      measured elsewhere: the one before any clip. A norm or loss that is NaN or inf is
-      a spike, and is not remembered.
-
-    Raises:
-      ValueError: a number out of its range, or a `value` that differs between devices
-        where types show it.
-      TypeError: something that is not a number, or a loss under another name than
-        `value`.
-
-    Example:
-      >>> recorder = optaxclip.record_spikes(2.0, window=4)
-      >>> state = recorder.init(jnp.zeros(1))
-      >>> for grads in jnp.array([[1.0], [2.0], [1.0], [2.0], [9.0], [2.0]]):
-      ...     _, state = recorder.update(grads, state)
-      >>> print(f"{optaxclip.metrics(state)['spike/score']:.3f}")
-      0.167
-
-    Reference: OLMo-core, `train/callbacks/stability_monitor.py`. There NaN is no spike,
-    and none is seen until it has left the window. Nor is there a spike while the
-    deviation is below 1e-10. Here any value above a window of equal ones is a spike.
-    OLMo 2, 2025 (arXiv 2501.00656) and AdaGC, 2025 (arXiv 2502.11034) count with 7
-    deviations and 1000 values.
-    """
-    call = "record_spikes"
-    rule = spike_rule(call, sigmas, window)
-    # Norm and loss share the rule, and each has a memory in the state.
-    judge = Judge(call, rule, rule, mesh_axes)
-
-    def init(params: Any) -> SpikeState:
-        arrays = judge.packed(
-            judge.first_judgement(params),
-            counts=[jnp.zeros((), jnp.int32)] * 3,
-            shares=[jnp.zeros((), jnp.float32)],
-        )
-        return judge.typed(SpikeState(*arrays), params)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        check_state(call, state, SpikeState)
-        norm, loss = judge.numbers_of(updates, extra_args)
-        judgement = judge.judged(state, norm, loss)
-        spiked = judgement.over
-        step = count_up(state.step)
-        arrays = judge.packed(
-            judgement,
-            counts=[step, spiked.astype(jnp.int32), count_up(state.spikes, spiked)],
-            shares=[moving_average(state.spiked_recently, spiked, step, RECENT)],
-        )
-        return updates, jax.tree.map(in_place, SpikeState(*arrays), state)
-
-    return optax.GradientTransformationExtraArgs(init, update)

@@ -151,7 +151,7 @@ def spam(
         elements = state.elements
         if count:
             pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(clipped)))
-            elements = count_clipped(elements, new_step, pairs)
+            elements = count_clipped(call, elements, new_step, pairs)
         return put_back(clipped, updates), SpamState(new_step, new_moment, elements)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -14,24 +14,30 @@ selects at the end. Where the step is skipped, the updates are computed from the
 moments and thrown away.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.core import eval_jaxpr
 
 from .._jaxpr import is_literal
+from .._trees import PyTree
 
 
 def update_unless(
-    skip: jax.Array, update: Callable[..., Any], updates: Any, state: Any, params: Any
-) -> tuple[Any, Any]:
+    skip: Array,
+    update: Callable[..., Any],
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+) -> tuple[PyTree, PyTree]:
     """Returns the optimizer's updates and state, or zeros and the old state.
 
     Args:
       skip: bool[], whether the step is skipped.
-      update: the optimizer's, a function of updates, state and params.
+      update: the optimizer's function of updates, state and params.
       updates, state, params: its arguments.
     """
     arguments = updates, state, params
@@ -46,28 +52,33 @@ def update_unless(
     values = dict(zip(jaxpr.constvars, program.consts))
     values.update(zip(jaxpr.invars, jax.tree.leaves(arguments)))
     # The old leaf of each variable that is selected as soon as it is computed.
-    early = {}
+    old_by_variable = {}
     for output, old_leaf in zip(jaxpr.outvars, old_leaves):
-        # Literals and arguments are left out: no equation computes them.
-        if old_leaf is not None and not is_literal(output) and output not in values:
-            early[output] = old_leaf
+        # No equation computes literals and arguments.
+        is_computed = not is_literal(output) and output not in values
+        if is_computed and old_leaf is not None:
+            old_by_variable[output] = old_leaf
     for equation in jaxpr.eqns:
-        for variable, value in zip(equation.outvars, _run(jaxpr, equation, values)):
-            if variable in early:
-                value = _select(skip, early[variable], value)
-            values[variable] = value
+        results = _run(jaxpr, equation, values)
+        for variable, result in zip(equation.outvars, results):
+            if variable in old_by_variable:
+                result = _select(skip, old_by_variable[variable], result)
+            values[variable] = result
     new_leaves = []
     for output, old_leaf in zip(jaxpr.outvars, old_leaves):
-        literal = is_literal(output)
-        value = output.val if literal else values[output]
-        # Of several outputs that are one variable, it was selected for the last one.
-        if literal or old_leaf is None or early.get(output) is not old_leaf:
-            value = _select(skip, old_leaf, value)
+        if is_literal(output):
+            value = _select(skip, old_leaf, output.val)
+        elif old_leaf is None or old_by_variable.get(output) is not old_leaf:
+            # Not selected yet: updates, arguments, and leaves whose variable is another
+            # leaf too, which came later and had its old value selected.
+            value = _select(skip, old_leaf, values[output])
+        else:
+            value = values[output]
         new_leaves.append(value)
     return jax.tree.unflatten(jax.tree.structure(shapes), new_leaves)
 
 
-def _run(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> Sequence[Any]:
+def _run(jaxpr: Any, equation: Any, values: Mapping[Any, Any]) -> Sequence[Any]:
     """The results of one equation."""
     params = equation.params
     if "donated_invars" in params:
@@ -75,14 +86,15 @@ def _run(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> Sequence[Any]:
         none_donated = (False,) * len(params["donated_invars"])
         equation = equation.replace(params=params | {"donated_invars": none_donated})
     inputs = [x for x in equation.invars if not is_literal(x)]
-    single = jaxpr.replace(
+    program = jaxpr.replace(
         constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation]
     )
     # eval_jaxpr knows how each primitive is bound, jit and scan among them.
-    return eval_jaxpr(single, [], *(values[variable] for variable in inputs))
+    return eval_jaxpr(program, [], *[values[variable] for variable in inputs])
 
 
-def _select(skip: jax.Array, old: Any, new: Any) -> jax.Array:
+def _select(skip: Array, old: Any, new: Any) -> Array:
+    """The old leaf in a skipped step, else the new one. None stands for zeros."""
     new = jnp.asarray(new)
     old = jnp.zeros_like(new) if old is None else jnp.asarray(old)
     # No lax.cond: collectives of the update must run on all devices.

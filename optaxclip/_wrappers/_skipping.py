@@ -24,11 +24,11 @@ it would have let through (`z_score`, `log_z_score`, `ema_ratio`) does not learn
 spikes. But while it skips nothing moves, so where norms rise for good it can stand
 still for long: give it room (`z_score(4.0)`) or `max_consecutive`.
 
-The norm is that of the gradient as it comes in. Clippers go inside: behind one of them
-no norm is above its limit, and nothing is skipped by its norm.
+The gradient is measured as it comes in, so clippers go inside. Behind a clipper no norm
+is above its limit, and no step is skipped for its norm.
 
 Clippers inside the optimizer report the last step that was not skipped. `metrics` shows
-what was skipped as `skip/...`. `record_spikes` uses the same judge, and skips nothing.
+what was skipped as `skip/...`. `_judge.py` decides, for `record_spikes` as well.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
+from jax import Array
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
+from .._clippers._by_value import ClipByValueState
+from .._clippers._spam import SpamState
 from .._exported import exported
-from .._mesh import MeshAxes, typed_as_varying, varying
-from .._names import OF_UPDATE
-from .._norms import GlobalNorm
-from .._packed import PyTree, packed, rows_from, unpacked
+from .._mesh import MeshAxes
 from .._state import ClipState
-from .._trees import arrays_of, clipped_leaves
+from .._trees import PyTree, arrays_of
 from ..rules._limits import Constant, rule_without_params
 from ..rules._memory import count_up, in_place, moving_average
-from ..rules._rule import Number, Rule, limit_of, limit_of_jitted
+from ..rules._rule import Number
 from ..rules._windows import step_rule
+from ._carry import CarryState
+from ._judge import Arrays, Judge, Judgement, pack, row, unpack
 from ._select_early import update_unless
 
 
@@ -81,8 +82,8 @@ class SkipState(NamedTuple):
       consecutive: steps skipped in a row, up to now.
     """
 
-    skip_counts: jax.Array
-    skip_numbers: jax.Array
+    skip_counts: Array
+    skip_numbers: Array
     windows: PyTree
     loss_windows: PyTree
     inner_state: PyTree
@@ -91,26 +92,20 @@ class SkipState(NamedTuple):
         ("skip_counts", ("step", "skipped", "nonfinite", "consecutive")),
         ("skip_numbers", ("norm", "limit", "loss", "loss_limit", "skipped_recently")),
     )
-
-    # States of several models have axes in front.
-    step = property(lambda self: self.skip_counts[..., 0])
-    skipped = property(lambda self: self.skip_counts[..., 1])
-    nonfinite = property(lambda self: self.skip_counts[..., 2])
-    consecutive = property(lambda self: self.skip_counts[..., 3])
-    norm = property(lambda self: self.skip_numbers[..., 0])
-    limit = property(lambda self: self.skip_numbers[..., 1])
-    loss = property(lambda self: self.skip_numbers[..., 2])
-    loss_limit = property(lambda self: self.skip_numbers[..., 3])
-    skipped_recently = property(lambda self: self.skip_numbers[..., 4])
+    step = row(ROWS, "step")
+    skipped = row(ROWS, "skipped")
+    nonfinite = row(ROWS, "nonfinite")
+    consecutive = row(ROWS, "consecutive")
+    norm = row(ROWS, "norm")
+    limit = row(ROWS, "limit")
+    loss = row(ROWS, "loss")
+    loss_limit = row(ROWS, "loss_limit")
+    skipped_recently = row(ROWS, "skipped_recently")
 
     @property
     def memories(self) -> tuple[PyTree, PyTree]:
         """What the rules of norm and loss remember."""
-        return unpacked(
-            (self.windows, self.loss_windows),
-            counts=rows_from(self.skip_counts, 4),
-            numbers=rows_from(self.skip_numbers, 5),
-        )
+        return unpack(self.ROWS, Arrays(*self[:4]))
 
 
 def skip_nonfinite(
@@ -135,9 +130,9 @@ def skip_nonfinite(
 
     Returns:
       A transformation with a `SkipState`. All extra arguments of its `update` go on to
-      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too. A
-      derivative through a step that it skips, such as that by a learning rate, is NaN:
-      `optax.apply_if_finite` has one.
+      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too. The
+      derivative through a skipped step, such as by a learning rate, is NaN. With
+      `optax.apply_if_finite` it is finite.
 
     Raises:
       ValueError: a `max_consecutive` that is negative or NaN. TypeError: one that is
@@ -152,7 +147,7 @@ def skip_nonfinite(
       [-0.5 -1. ] 0
       [0. 0.] 1
     """
-    # No limit: only NaN and inf are over it. `value` only goes on to the optimizer.
+    # Without a limit only NaN and inf are rejected. No loss is looked at.
     judge = Judge("skip_nonfinite", Constant(None), None, mesh_axes)
     return _skipping(inner, judge, max_consecutive)
 
@@ -176,9 +171,9 @@ def skip_step(
 
     The deviation is that of a sample (ddof 1). Skipped norms and losses enter the
     window too. So a lasting change is accepted within 128 steps, and after many spikes
-    a later one may get through. NaN does not enter the window: in the public code one
-    NaN loss rejects every step until it has left the window. Here a run that only has
-    NaN is skipped without end, and `skip/consecutive_count` in `metrics` says how long.
+    a later one may get through. NaN does not enter the window, where in OLMo-core it
+    rejects every step until it has left. A run that only has NaN is skipped without
+    end: `skip/consecutive_count` of `metrics` says how long.
 
     Args:
       inner: the whole optimizer. Around a clipper alone, the optimizer after it would
@@ -233,8 +228,8 @@ def skip_step(
     rule = step_rule(sigmas, window, call=call)
     # With None a step without a loss is judged by its norm alone.
     loss_rule = rule if on_loss is None or on_loss else None
-    demanded_by = "on_loss=True" if on_loss else ""
-    return _skipping(inner, Judge(call, rule, loss_rule, mesh_axes, demanded_by))
+    loss_needed_by = "on_loss=True" if on_loss else ""
+    return _skipping(inner, Judge(call, rule, loss_rule, mesh_axes, loss_needed_by))
 
 
 def skip_spikes(
@@ -306,216 +301,85 @@ def skip_spikes(
 
 
 def _skipping(
-    inner: optax.GradientTransformation, judge: Judge, most: Any = None
+    inner: optax.GradientTransformation,
+    judge: Judge,
+    max_consecutive: ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose steps are judged, and at most so many skipped in a row."""
+    """The optimizer without the steps that the judge rejects."""
     call = judge.call
     optimizer = checks.with_extra_args(f"{call}: inner", inner)
-    if most is not None:
-        checks.check_number(f"{call}: max_consecutive", most, is_scalar=True)
-        most = checks.number_for_jit(most)
+    if max_consecutive is not None:
+        argument = f"{call}: max_consecutive"
+        checks.check_number(argument, max_consecutive, is_scalar=True)
+        max_consecutive = checks.number_for_jit(max_consecutive)
 
-    def init(params: Any) -> SkipState:
+    def init(params: PyTree) -> SkipState:
         inner_state = optimizer.init(params)
         _warn_of_clippers(call, inner_state)
-        first = judge.first_judgement(params)
+        norm, loss = judge.initial(params)
         no_steps = jnp.zeros((), jnp.int32)
-        arrays = judge.packed(
-            first, counts=[no_steps] * 4, shares=[jnp.zeros((), jnp.float32)]
+        arrays = pack(
+            SkipState.ROWS,
+            norm,
+            loss,
+            step=no_steps,
+            skipped=no_steps,
+            nonfinite=no_steps,
+            consecutive=no_steps,
+            skipped_recently=jnp.zeros((), jnp.float32),
         )
-        return judge.typed(SkipState(*arrays, inner_state), params)
+        return judge.varying_like(params, SkipState(*arrays, inner_state))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> Any:
         checks.check_state(call, state, SkipState)
-        norm, loss = judge.numbers_of(updates, extra_args)
-        judgement = judge.judged(state, norm, loss)
-        skip = judgement.over
-        if most is not None:
-            skip = skip & (state.consecutive < most)
-        step = count_up(state.step)
-        run = partial(optimizer.update, **extra_args)
+        norm, loss = judge.norm_and_loss(updates, extra_args)
+        judgement = judge.judge(state, norm, loss)
+        skip = judgement.is_rejected
+        if max_consecutive is not None:
+            skip = skip & (state.consecutive < max_consecutive)
+        inner_update = partial(optimizer.update, **extra_args)
         updates, inner_state = update_unless(
-            skip, run, updates, state.inner_state, arrays_of(params)
+            skip, inner_update, updates, state.inner_state, arrays_of(params)
         )
-        arrays = judge.packed(
-            judgement,
-            counts=[
-                step,
-                count_up(state.skipped, skip),
-                count_up(state.nonfinite, judgement.broken),
-                jnp.where(skip, count_up(state.consecutive), 0),
-            ],
-            shares=[moving_average(state.skipped_recently, skip, step)],
-        )
-        counts, numbers, windows, loss_windows = jax.tree.map(
-            in_place, arrays, tuple(state[:4])
-        )
-        new_state = SkipState(counts, numbers, windows, loss_windows, inner_state)
-        return updates, new_state
+        return updates, _next_state(state, judgement, skip, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _warn_of_clippers(call: str, inner_state: Any) -> None:
+def _next_state(
+    state: SkipState, judgement: Judgement, skip: Array, inner_state: PyTree
+) -> SkipState:
+    """The state after a step."""
+    step = count_up(state.step)
+    arrays = pack(
+        SkipState.ROWS,
+        judgement.norm,
+        judgement.loss,
+        step=step,
+        skipped=count_up(state.skipped, skip),
+        nonfinite=count_up(state.nonfinite, judgement.is_nonfinite),
+        consecutive=jnp.where(skip, count_up(state.consecutive), 0),
+        skipped_recently=moving_average(state.skipped_recently, skip, step),
+    )
+    arrays: Arrays = jax.tree.map(in_place, arrays, Arrays(*state[:4]))
+    return SkipState(*arrays, inner_state)
+
+
+# Without the one of optax's clippers, EmptyState: `optax.scale(-0.1)` has it as well.
+STATES_OF_CLIPPERS = (ClipState, ClipByValueState, SpamState, CarryState)
+
+
+def _warn_of_clippers(call: str, inner_state: PyTree) -> None:
     """Warns where only clippers are skipped, and not the optimizer behind them."""
-    # A chain has a tuple of them. That of an optimizer may be empty.
+    # A chain has a tuple of states, which may be empty.
     states = inner_state if type(inner_state) is tuple else (inner_state,)
-    if states and all(isinstance(state, ClipState) for state in states):
+    if states and all(isinstance(state, STATES_OF_CLIPPERS) for state in states):
         warnings.warn(
-            f"{call}: inner has only a ClipState. In a skipped step the optimizer "
-            "behind it still moves, by its momentum and weight decay. Put it around "
-            f"the whole: {call}(optax.chain(clipper, optimizer)).",
+            f"{call}: inner has only a {type(states[-1]).__name__}. In a skipped step "
+            "the optimizer behind it still moves, by its momentum and weight decay. "
+            f"Put it around the whole: {call}(optax.chain(clipper, optimizer)).",
+            # This function, init, the check of argument names around it, then the user.
             stacklevel=4,
         )
-
-
-class Judgement(NamedTuple):
-    """Norm and loss of a step, what they were held against, and what their rules
-    remember from now on.
-    """
-
-    norm: jax.Array
-    limit: jax.Array
-    loss: jax.Array
-    loss_limit: jax.Array
-    memory: PyTree
-    loss_memory: PyTree
-    over: jax.Array  # bool[]: whether norm or loss is over its limit
-    broken: jax.Array  # bool[]: whether norm or loss is NaN or inf
-
-
-class Judge(NamedTuple):
-    """What norm and loss of a step are held against."""
-
-    call: str  # the function that errors name
-    rule: Rule  # of the norm
-    loss_rule: Rule | None
-    mesh_axes: MeshAxes
-    demanded_by: str = ""  # the argument that makes every step need a loss
-
-    def first_judgement(self, params: Any) -> Judgement:
-        """What is known before the first step."""
-        # Only its dtype is needed: float64 if a leaf has 64 bits.
-        tree = clipped_leaves(params, self.call)
-        norm_type = jax.eval_shape(self._replace(mesh_axes=None).norm_of, tree)
-        zero = jnp.zeros((), norm_type.dtype)
-        return Judgement(
-            norm=zero,
-            limit=jnp.full_like(zero, jnp.inf),
-            # Not NaN, at which `jax_debug_nans` would raise.
-            loss=jnp.full_like(zero, -jnp.inf),
-            loss_limit=jnp.full_like(zero, jnp.inf),
-            memory=self.rule.init(zero),
-            loss_memory=self.loss_rule.init(zero) if self.loss_rule else (),
-            over=jnp.zeros((), bool),
-            broken=jnp.zeros((), bool),
-        )
-
-    def packed(
-        self, judgement: Judgement, counts: list[jax.Array], shares: list[jax.Array]
-    ) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
-        """The first four fields of a state: counts, numbers, windows of norm and loss.
-
-        `counts` and `shares` are the numbers that the state counts itself.
-        """
-        norm = judgement.norm
-        memory = packed((judgement.memory, judgement.loss_memory), norm)
-        numbers = [norm, judgement.limit, judgement.loss, judgement.loss_limit]
-        numbers += [share.astype(norm.dtype) for share in shares]
-        return (
-            jnp.stack(counts + memory.counts),
-            jnp.stack(numbers + memory.numbers),
-            *memory.rest,
-        )
-
-    def typed(self, values: Any, kinds: Any) -> Any:
-        """The values, typed as differing between devices where each trains alone."""
-        return typed_as_varying(kinds, values) if self.mesh_axes is None else values
-
-    def norm_of(self, updates: Any) -> jax.Array:
-        """The global norm of the updates."""
-        measure = GlobalNorm(self.call, mesh_axes=self.mesh_axes)
-        return measure(clipped_leaves(updates, self.call)).values[0]
-
-    def numbers_of(self, updates: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
-        """Norm and loss of a step. None for a loss that is not looked at."""
-        norm, loss = extra_args.get("grad_norm"), extra_args.get("value")
-        norm = self.norm_of(updates) if norm is None else self._given("grad_norm", norm)
-        if self.loss_rule is None:
-            return norm, None
-        if loss is not None:
-            return norm, self._given("value", loss)
-        for name in OF_UPDATE["value"].intersection(extra_args):
-            raise TypeError(
-                f"{self.call}: update has no argument {name!r}: the loss is value, as "
-                "in optax. Call update(grads, state, params, value=loss)."
-            )
-        if self.demanded_by:
-            raise ValueError(
-                f"{self.call}: {self.demanded_by} looks at the loss: call "
-                "update(grads, state, params, value=loss), or leave that argument out."
-            )
-        return norm, None
-
-    def _given(self, name: str, number: Any) -> Any:
-        """A norm or a loss that an update is given, as JAX can carry it."""
-        argument = f"{self.call}: {name}"
-        # A loss for each example or device would make arrays of limit and decision.
-        checks.check_scalar(argument, number)
-        if name == "grad_norm":
-            checks.check_given_norm(argument, number)
-        number = checks.number_for_jit(number)
-        axes = tuple(sorted(varying(number)))
-        # With None each device trains alone, so it may decide alone.
-        if axes and self.mesh_axes is not None:
-            over = axes[0] if len(axes) == 1 else axes
-            raise ValueError(
-                f"{argument} differs along the mesh axis {over!r}, so each device "
-                f"would decide for itself: hand over lax.pmean({name}, {over!r}), or "
-                "say with mesh_axes=None that each device trains alone."
-            )
-        return number
-
-    def judged(self, state: Any, norm: Any, loss: Any) -> Judgement:
-        """Holds norm and loss against their rules. A number that is NaN or inf is over
-        every limit.
-
-        `state` is a `SkipState` or a `SpikeState`.
-        """
-        memory, loss_memory = state.memories
-        # A number that is given may have another dtype, and stays the user's own.
-        norm = self.typed(jnp.array(norm, state.norm.dtype), state.norm)
-        # Under a jit of the user's none of ours, whose cache would keep a schedule, and
-        # what that refers to, alive.
-        ask = limit_of if isinstance(state.step, Tracer) else limit_of_jitted
-        argument = f"{self.call}: rule"
-        limit, memory = ask(self.rule, norm, memory, state.step, argument=argument)
-        # Not `norm > limit`, which is False for NaN. inf would pass a limit of inf.
-        judgement = Judgement(
-            norm=norm,
-            limit=limit,
-            loss=state.loss,
-            loss_limit=state.loss_limit,
-            memory=memory,
-            loss_memory=loss_memory,
-            over=~(norm <= limit),
-            broken=~jnp.isfinite(norm),
-        )
-        if self.loss_rule is not None and loss is not None:
-            loss = self.typed(jnp.array(loss, state.loss.dtype), norm)
-            loss_limit, loss_memory = ask(
-                self.loss_rule,
-                loss,
-                loss_memory,
-                state.step,
-                argument=f"{self.call}: loss_rule",
-                signed=True,
-            )
-            judgement = judgement._replace(
-                loss=loss,
-                loss_limit=loss_limit,
-                loss_memory=loss_memory,
-                over=judgement.over | ~(loss <= loss_limit),
-                broken=judgement.broken | ~jnp.isfinite(loss),
-            )
-        return judgement._replace(over=judgement.over | judgement.broken)

@@ -51,6 +51,36 @@ def test_a_broken_step_is_counted_as_broken_and_not_as_clipped():
             np.testing.assert_array_equal(found["clip/norm_after"], norm_after)
 
 
+def test_a_limit_of_nan_breaks_a_step_as_a_norm_of_nan_does():
+    grads = jnp.array([3.0, 4.0])
+    for nonfinite, norm_after in (("propagate", np.nan), ("zero", 0.0)):
+        clipper = optaxclip.clip_by_global_norm(1.0, nonfinite=nonfinite)
+        _, state = clipper.update(grads, clipper.init(grads), limit=jnp.float32("nan"))
+        for summary in (False, True):
+            found = optaxclip.metrics(state, summary=summary)
+            counts = [found[f"clip/{x}"] for x in ("clipped", "clipped_count")]
+            assert (*counts, found["clip/nonfinite_count"]) == (0, 0, 1)
+            np.testing.assert_array_equal(found["clip/norm_after"], norm_after)
+
+
+def test_a_unit_that_is_made_longer_counts_as_clipped():
+    """The other unit, which is furthest above its limit, has the length of it."""
+    kernel = jnp.array([[0.5, 1.0], [0.0, 0.0]])
+    normalize = optaxclip.shrinks.normalize
+    clipper = optaxclip.clip_by_unitwise_norm(1.0, shrink=normalize)
+    found = optaxclip.metrics(after(clipper, kernel))
+    assert found["clip/norm_before"] == found["clip/factor"] == 1
+    assert found["clip/units_clipped"] == 0.5
+    assert found["clip/clipped"] == found["clip/clipped_count"] == 1
+
+
+def test_layers_without_limits_show_the_longest_beside_others():
+    limits = {"w": None, "b": 1.0}
+    clipper = optaxclip.clip_by_tensor_norm(limits, stacked={"w": (1,), "b": None})
+    found = optaxclip.metrics(after(clipper, STACKED))
+    np.testing.assert_allclose(found["clip/norm_before/w"], 10.0, 1e-6)
+
+
 FAR_FROM_THE_LIMIT = [
     (3e38, 1.0, None),
     (3e38, 1.0, optaxclip.shrinks.smooth(2)),
@@ -281,3 +311,25 @@ def test_weights_with_names_of_fields_are_no_states():
     assert optaxclip.metrics(state) == optaxclip.metrics(alone)
     with pytest.raises(ValueError, match=r"^metrics: opt_state must be the state of"):
         optaxclip.metrics(optax.adam(0.1).init({"step": jnp.float32(1.0)}))
+
+
+# Names of fields of the states of clip_by_value, record_health and the clippers.
+WEIGHTS_LIKE_STATES = {
+    "step": {"step": jnp.ones((3, 2))},
+    "norms": {"norms": jnp.ones(2)},
+    "counts": {"counts": jnp.ones((3, 2)), "numbers": jnp.ones((4, 2))},
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS_LIKE_STATES)
+def test_weights_in_a_mapping_of_states_are_no_states(name):
+    params = WEIGHTS_LIKE_STATES[name]
+    adam = ("adam", optax.adam(0.1))
+    state = optax.named_chain(("clip", CLIPPER), adam).init(params)
+    wanted = optaxclip.metrics(CLIPPER.init(params))
+    assert optaxclip.metrics(state) == wanted
+    beside_weights = {"adam": state, "params": params}
+    keys = optaxclip.metrics(beside_weights, only="limit").keys()
+    assert keys == {"clip/adam/limit"}
+    with pytest.raises(ValueError, match=r"^metrics: opt_state must be the state of"):
+        optaxclip.metrics(optax.named_chain(adam).init(params))

@@ -106,6 +106,28 @@ def test_an_nnx_optimizer_is_read_as_it_is():
     assert list(found) == ["clip/norm_before/0", "clip/norm_before/1"]
 
 
+@pytest.mark.parametrize("fields", [("step",), ("norms",), ("counts", "numbers")])
+def test_weights_of_nnx_with_names_of_fields_are_no_states(fields):
+    class Model(nnx.Module):
+        def __init__(self):
+            for field in fields:
+                setattr(self, field, nnx.Param(jnp.ones((4, 2))))
+
+    def loss(model):
+        return sum(jnp.sum(getattr(model, field)[...]) for field in fields)
+
+    model = Model()
+    clipper = optaxclip.clip_by_global_norm(0.5)
+    optimizer = nnx.Optimizer(
+        model, optax.chain(clipper, optax.adam(0.1)), wrt=nnx.Param
+    )
+    optimizer.update(model, nnx.grad(loss)(model))
+    wanted = optaxclip.metrics(optimizer.opt_state)
+    assert next(iter(wanted)) == "clip/norm_before"
+    for state in (nnx.state(optimizer), nnx.to_pure_dict(nnx.state(optimizer))):
+        assert optaxclip.metrics(state) == wanted
+
+
 def test_a_linen_train_state_is_read_as_it_is():
     params = {"w": jnp.ones(2)}
     state = train_state.TrainState.create(

@@ -90,3 +90,44 @@ def test_quantiles_are_those_of_numpy():
         np.testing.assert_allclose(found[f"clip/norm_quantile/{share:g}"], wanted)
     with pytest.raises(ValueError, match=r"^metrics: quantiles must be at most 1"):
         optaxclip.metrics(state, quantiles=(50,))
+
+
+def test_close_quantiles_have_a_key_each():
+    _, state = apply(optaxclip.clip_by_global_norm(1.0), GRADS["a"])
+    shares = (0.9999999, 1.0, 1, 0.5)
+    found = optaxclip.metrics(state, only="norm_quantile", quantiles=shares)
+    keys = [f"clip/norm_quantile/{share}" for share in ("0.9999999", "1", "0.5")]
+    assert list(found) == keys
+    (key,) = optaxclip.metrics(state, only="norm_quantile", quantiles=np.float32([0.9]))
+    assert key == "clip/norm_quantile/0.9"
+
+
+def test_quantiles_are_left_out_by_only_as_all_numbers_are(state):
+    found = optaxclip.metrics(state, only="limit", quantiles=0.5)
+    assert list(found) == ["clip/limit/a", "clip/limit/b"]
+    found = optaxclip.metrics(state, only="norm_quantile", quantiles=0.5)
+    assert list(found) == ["clip/norm_quantile/0.5"]
+    for only in ("skipped", "norm_quantile"):
+        quantiles = 0.5 if only == "skipped" else ()
+        with pytest.raises(ValueError, match=f"only='{only}' must name a number that"):
+            optaxclip.metrics(state, only=only, quantiles=quantiles)
+
+
+def test_tensors_equally_far_above_their_limits_keep_their_order():
+    grads = {f"{i:02}": jnp.array([2.0 + (i == 30)]) for i in range(40)}
+    grads |= {"broken": jnp.array([jnp.nan]), "infinite": jnp.array([jnp.inf])}
+    _, state = apply(optaxclip.clip_by_tensor_norm(1.0), grads)
+    found = optaxclip.metrics(state, only="norm_before", top=6)
+    names = [key.removeprefix("clip/norm_before/") for key in found]
+    assert names == ["broken", "infinite", "30", "00", "01", "02"]
+
+
+def test_names_of_the_worst_tensors_take_one_wait(state, monkeypatch):
+    def wait(array):
+        raise AssertionError("int waits for the device")
+
+    monkeypatch.setattr(type(state.norm), "__int__", wait)
+    monkeypatch.setattr(type(state.norm), "__index__", wait)
+    found = optaxclip.metrics((state, state), summary=True, floats=True)
+    assert found["clip/worst_name"] == found["clip_2/worst_name"] == "b"
+    assert optaxclip.metrics(state, summary=True, only="limit", json=True)

@@ -57,8 +57,8 @@ def test_layers_top_and_quantiles_are_of_norms():
     assert found == pytest.approx(wanted)
     found = metrics(state, layers=True, only="norm", top=1, floats=True)
     assert found == pytest.approx({"record/norm/w/1": 10.0})
-    found = metrics(state, only="norm", quantiles=0.5, floats=True)
-    assert found["record/norm_quantile/0.5"] == pytest.approx(5.0)
+    found = metrics(state, only="norm_quantile", quantiles=0.5, floats=True)
+    assert found == pytest.approx({"record/norm_quantile/0.5": 5.0})
 
 
 def test_a_clipper_keeps_its_keys_beside_a_recorder():
@@ -125,3 +125,13 @@ def test_in_a_scan_a_recorder_stays_one():
     _, found = jax.lax.scan(step, first, jnp.array([1.0, 2.0, jnp.nan]))
     np.testing.assert_allclose(found["record/norm"], [5, 10, np.nan], rtol=1e-6)
     np.testing.assert_array_equal(found["record/nonfinite_count"], [0, 0, 1])
+
+
+def test_jax_tells_a_recorder_from_a_clipper_of_equal_norms():
+    """A jitted function that takes both would run the program of one for the other."""
+    for norm in (optaxclip.global_norm, tensor_norm):
+        recorder = record_norm(norm).init(GRADS)
+        clipper = optaxclip.clip_by(norm, None).init(GRADS)
+        assert type(recorder) is not type(clipper)
+        assert recorder.names == clipper.names
+        assert jax.tree.structure(recorder) != jax.tree.structure(clipper)

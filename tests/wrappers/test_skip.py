@@ -1,5 +1,6 @@
 """Skipped steps: what is decided, what stays, and what metrics tell."""
 
+import warnings
 from functools import cache
 
 import chex
@@ -22,6 +23,8 @@ PARAMS = {
     "w": jnp.array([[1.0, -2.0, 0.5], [0.3, 0.1, -1.0]]),
     "b": jnp.array([0.1, 0.2, 0.3], jnp.bfloat16),
 }
+
+CLIP = optaxclip.clip_by_global_norm(1.0)
 
 
 def grads_of_norm(norm, seed=0):
@@ -335,3 +338,29 @@ def test_weights_may_be_a_model_with_functions(wrap):
     found, _ = optimizer.update(holes, optimizer.init(holes), model)
     own, _ = optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
     chex.assert_trees_all_equal(found, own | {"activation": None})
+
+
+@pytest.mark.parametrize(
+    "clipper",
+    [
+        CLIP,
+        optax.chain(optaxclip.record_norm(), CLIP),
+        optaxclip.clip_by_value(1.0),
+        optaxclip.spam(2.0),
+        optaxclip.carry_clipped(CLIP),
+    ],
+    ids=["norm", "chain", "value", "spam", "carry"],
+)
+def test_a_warning_tells_that_only_a_clipper_is_skipped(clipper):
+    skipping = optaxclip.skip_nonfinite(clipper)
+    with pytest.warns(UserWarning, match="^skip_nonfinite: inner has only ") as caught:
+        skipping.init(PARAMS)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("last", [optax.sgd(0.1), optax.scale(-0.1), optax.adam(0.1)])
+def test_an_optimizer_with_a_clipper_is_skipped_without_a_warning(last):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optaxclip.skip_nonfinite(optax.chain(CLIP, last)).init(PARAMS)
+        optaxclip.skip_nonfinite(last).init(PARAMS)

@@ -1,0 +1,215 @@
+"""Recording without clipping: norms, and steps that stand out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._checks import check_norm, check_state, with_hash
+from .._exported import exported
+from .._kernel import make_clipper
+from .._mesh import MeshAxes
+from .._norms import OwnNorm, global_norm
+from .._state import ClipState, RecordState
+from .._trees import PyTree
+from .._wrappers._judge import Arrays, Judge, pack, row, unpack
+from ..rules._memory import count_up, in_place, moving_average
+from ..rules._rule import Number
+from ..rules._windows import spike_rule
+
+
+def record_norm(
+    norm: Callable[[Any], Any] = global_norm,
+) -> optax.GradientTransformationExtraArgs:
+    """Clips nothing, and keeps the norms for `metrics`: `record/norm`, and the steps in
+    which it was NaN or inf, `record/nonfinite_count`.
+
+    `update(..., limit=)` of a chain is for its clippers, and changes nothing here. On a
+    CPU a recorder reads nothing more in the same jitted step as a clipper with the same
+    sums, since XLA computes equal sums once.
+
+    Args:
+      norm: from a tree to its norms: `global_norm`, `tensor_norm`, or a function of
+        your own.
+
+    Returns:
+      A transformation whose state is a `ClipState`, with limits of inf.
+
+    Raises:
+      TypeError: a norm that is not a function.
+
+    Example:
+      >>> recorder = optaxclip.record_norm()
+      >>> grads = jnp.array([3.0, 4.0])
+      >>> _, state = recorder.update(grads, recorder.init(grads))
+      >>> print(optaxclip.metrics(state, floats=True))
+      {'record/norm': 5.0, 'record/nonfinite_count': 0.0}
+    """
+    call = "record_norm"
+    check_norm(call, norm)
+    # Without a limit nothing is multiplied, not even by 1. A product would be another
+    # array to XLA, which the next clipper of the chain would read again.
+    measure = OwnNorm(with_hash(norm), call)
+    clipper: Any = make_clipper(measure, None, call=call, name="norm")
+
+    def init(params: PyTree) -> RecordState:
+        return RecordState(*clipper.init(params))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> Any:
+        # A limit of one step is for the clippers of the chain.
+        extra_args.pop("limit", None)
+        updates, new_state = clipper.update(updates, state, params, **extra_args)
+        # Where there was no state, as for a clipper of optax, the kernel has made a
+        # `ClipState`.
+        if not isinstance(state, ClipState):
+            new_state = RecordState(*new_state)
+        return updates, new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+RECENT_STEPS = 10_000  # as in OLMo-core
+
+
+@exported
+class SpikeState(NamedTuple):
+    """The state of `record_spikes`.
+
+    Attributes:
+      spike_counts: int32[3]: `step`, `spiked` and `spikes`. Further numbers are what
+        rules remember.
+      spike_numbers: float32[5] (float64 where a leaf has 64 bits): `norm`, `limit`,
+        `loss`, `loss_limit` and `spiked_recently`. Further numbers are what rules
+        remember.
+      windows, loss_windows: the last norms and losses.
+      step: updates seen.
+      spiked: 1 if the last step was a spike, else 0.
+      spikes: steps that were spikes.
+      norm: the global norm of the last gradient.
+      limit: what the norm was held against.
+      loss: the last loss, -inf until one is given.
+      loss_limit: what the loss was held against.
+      spiked_recently: the share of spikes among about the last 10,000 steps.
+    """
+
+    spike_counts: jax.Array
+    spike_numbers: jax.Array
+    windows: PyTree
+    loss_windows: PyTree
+
+    ROWS = (
+        ("spike_counts", ("step", "spiked", "spikes")),
+        ("spike_numbers", ("norm", "limit", "loss", "loss_limit", "spiked_recently")),
+    )
+    step = row(ROWS, "step")
+    spiked = row(ROWS, "spiked")
+    spikes = row(ROWS, "spikes")
+    norm = row(ROWS, "norm")
+    limit = row(ROWS, "limit")
+    loss = row(ROWS, "loss")
+    loss_limit = row(ROWS, "loss_limit")
+    spiked_recently = row(ROWS, "spiked_recently")
+
+    @property
+    def memories(self) -> tuple[PyTree, PyTree]:
+        """What the rules of norm and loss remember."""
+        return unpack(self.ROWS, Arrays(*self))
+
+
+def record_spikes(
+    sigmas: Number = 6.0, window: Any = 128, *, mesh_axes: MeshAxes = "auto"
+) -> optax.GradientTransformationExtraArgs:
+    """Counts the steps whose norm or loss stands out, for `metrics`. Changes nothing.
+    The loss must be the same on all devices, so average it with `lax.pmean`. In pmap
+    and in shard_map(check_vma=False) nothing shows that it differs, and each replica
+    counts its own: `check_replicated` shows it, as in `skip_step`.
+
+    The norm is that of the gradient as it comes in, so the recorder goes before the
+    clipper. Behind one no norm is above its limit.
+
+        spike    if x > mean + sigmas * deviation, both of the `window` values before x,
+                 for x the global norm, or the loss where update(..., value=loss) has it
+        score    spikes / steps
+
+    Args:
+      sigmas: how many standard deviations above the mean are no spike. At least 0. A
+        number or a schedule.
+      window: how many norms and losses are remembered. A whole number, at least 1.
+        Nothing is a spike before there are as many.
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
+
+    Returns:
+      A transformation with a `SpikeState`. Its `update` also takes `grad_norm=`, a norm
+      measured elsewhere: the one before any clip. A norm or loss that is NaN or inf is
+      a spike, and is not remembered.
+
+    Raises:
+      ValueError: a number out of its range, or a `value` that differs between devices
+        where types show it.
+      TypeError: something that is not a number, or a loss under another name than
+        `value`.
+
+    Example:
+      >>> recorder = optaxclip.record_spikes(2.0, window=4)
+      >>> state = recorder.init(jnp.zeros(1))
+      >>> for grads in jnp.array([[1.0], [2.0], [1.0], [2.0], [9.0], [2.0]]):
+      ...     _, state = recorder.update(grads, state)
+      >>> print(f"{optaxclip.metrics(state)['spike/score']:.3f}")
+      0.167
+
+    Reference: OLMo-core, `train/callbacks/stability_monitor.py`. There NaN is no spike,
+    and no spike is seen until the NaN has left the window, nor while the deviation is
+    below 1e-10. Here any value above a window of equal ones is a spike. OLMo 2, 2025
+    (arXiv 2501.00656) and AdaGC, 2025 (arXiv 2502.11034) count with 7 deviations and
+    1000 values.
+    """
+    call = "record_spikes"
+    rule = spike_rule(call, sigmas, window)
+    # Norm and loss share the rule, and each has a memory in the state.
+    judge = Judge(call, rule, rule, mesh_axes)
+
+    def init(params: PyTree) -> SpikeState:
+        norm, loss = judge.initial(params)
+        no_steps = jnp.zeros((), jnp.int32)
+        arrays = pack(
+            SpikeState.ROWS,
+            norm,
+            loss,
+            step=no_steps,
+            spiked=no_steps,
+            spikes=no_steps,
+            spiked_recently=jnp.zeros((), jnp.float32),
+        )
+        return judge.varying_like(params, SpikeState(*arrays))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> Any:
+        check_state(call, state, SpikeState)
+        norm, loss = judge.norm_and_loss(updates, extra_args)
+        judgement = judge.judge(state, norm, loss)
+        is_spike = judgement.is_rejected
+        step = count_up(state.step)
+        arrays = pack(
+            SpikeState.ROWS,
+            judgement.norm,
+            judgement.loss,
+            step=step,
+            spiked=is_spike.astype(jnp.int32),
+            spikes=count_up(state.spikes, is_spike),
+            spiked_recently=moving_average(
+                state.spiked_recently, is_spike, step, RECENT_STEPS
+            ),
+        )
+        return updates, jax.tree.map(in_place, SpikeState(*arrays), state)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,378 @@
+"""The numbers of one state, as rows of the report of `metrics`.
+
+A state has an entry for each norm. A row of the report shows a span of entries: a
+tensor, all layers of a stacked leaf, or all that there are.
+
+    furthest    the entry of a span whose norm is furthest above its limit
+    row         norm, limit and factor of the furthest entry, means of shares, and the
+                largest count
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ._clippers._by_value import ClipByValueState
+from ._clippers._recorders import SpikeState
+from ._clippers._spam import SpamState
+from ._health import HealthState, health_numbers
+from ._state import ClipState, RecordState, sizes_of
+from ._wrappers._skipping import SkipState
+
+
+class Row(NamedTuple):
+    """A number of the report."""
+
+    metric: str  # "norm_before"
+    path: str  # of a tensor, or the label of a group: "blocks/w". "" for everything
+    value: Any  # a scalar, or a WorstName
+
+
+class WorstName(NamedTuple):
+    """A name whose number is still on the device."""
+
+    names: tuple[str, ...]
+    index: Any  # float32[]
+
+    def chosen(self) -> str:
+        """The name. It waits for the device, so all numbers are fetched before."""
+        return self.names[int(self.index)]
+
+
+class Options(NamedTuple):
+    """What a report has of states with many norms."""
+
+    summary: bool
+    layers: bool
+    top: int | None
+    quantiles: np.ndarray
+    with_names: bool  # A jitted function cannot return strings.
+
+
+class ClipNumbers(NamedTuple):
+    """The numbers of a span, by the names of their metrics. None is left out."""
+
+    norm_before: Array
+    limit: Array
+    factor: Array
+    norm_after: Array
+    clipped: Array
+    clipped_share: Array
+    clipped_share_recent: Array
+    clipped_count: Array
+    nonfinite_count: Array
+    units_clipped: Array | None
+    norms_clipped: Array | None = None
+    worst_ratio: Array | None = None
+    worst_index: Array | None = None
+
+
+class RecordNumbers(NamedTuple):
+    """The numbers of a span of norms that nothing clips."""
+
+    norm: Array
+    nonfinite_count: Array
+    worst_index: Array | None = None
+
+
+class ElementNumbers(NamedTuple):
+    """The numbers of a clipper of elements."""
+
+    elements_clipped: Array
+    elements_clipped_mean: Array
+    elements_clipped_recent: Array
+
+
+class SkipNumbers(NamedTuple):
+    """The numbers of an optimizer that skips steps."""
+
+    norm: Array
+    limit: Array
+    loss: Array
+    loss_limit: Array
+    skipped: Array
+    skipped_share: Array
+    skipped_share_recent: Array
+    skipped_count: Array
+    consecutive_count: Array
+    nonfinite_count: Array
+
+
+class SpikeNumbers(NamedTuple):
+    """The numbers of `record_spikes`."""
+
+    norm: Array
+    limit: Array
+    loss: Array
+    loss_limit: Array
+    spiked: Array
+    spiked_count: Array
+    score: Array
+    score_recent: Array
+
+
+def _rows_of(numbers: Any, path: str = "") -> Iterator[Row]:
+    """A row for each number of one of these records."""
+    for metric, value in numbers._asdict().items():
+        if value is not None:
+            yield Row(metric, path, value)
+
+
+# --------------------------------------------------------- states with one row a number
+
+
+def element_rows(
+    state: ClipByValueState | SpamState, options: Options
+) -> Iterator[Row]:
+    """The rows of a clipper of elements."""
+    # () where nothing is counted.
+    if not isinstance(state.elements, tuple):
+        yield from _rows_of(ElementNumbers(*state.elements))
+
+
+def skip_rows(state: SkipState, options: Options) -> Iterator[Row]:
+    """The rows of an optimizer that skips steps."""
+    numbers = SkipNumbers(
+        norm=state.norm,
+        limit=state.limit,
+        loss=state.loss,
+        loss_limit=state.loss_limit,
+        skipped=_float32(state.consecutive > 0),
+        skipped_share=_float32(state.skipped) / _steps(state),
+        skipped_share_recent=_float32(state.skipped_recently),
+        skipped_count=_float32(state.skipped),
+        consecutive_count=_float32(state.consecutive),
+        nonfinite_count=_float32(state.nonfinite),
+    )
+    return _rows_of(numbers)
+
+
+def spike_rows(state: SpikeState, options: Options) -> Iterator[Row]:
+    """The rows of `record_spikes`."""
+    numbers = SpikeNumbers(
+        norm=state.norm,
+        limit=state.limit,
+        loss=state.loss,
+        loss_limit=state.loss_limit,
+        spiked=_float32(state.spiked),
+        spiked_count=_float32(state.spikes),
+        score=_float32(state.spikes) / _steps(state),
+        score_recent=_float32(state.spiked_recently),
+    )
+    return _rows_of(numbers)
+
+
+def health_rows(state: HealthState, options: Options) -> Iterator[Row]:
+    """The rows of `record_health`."""
+    rows = health_numbers(state, summary=options.summary, layers=options.layers)
+    for sign, path, value in rows:
+        yield Row(sign, path, value)
+
+
+def _steps(state: Any) -> Array:
+    """The steps that shares are counted over: 1 before the first step."""
+    return _float32(jnp.maximum(state.step, 1))
+
+
+def _float32(number: Array) -> Array:
+    return number.astype(jnp.float32)
+
+
+# ----------------------------------------------------------------- states of many norms
+
+
+class Span(NamedTuple):
+    """The entries of a state that a row shows."""
+
+    start: int
+    stop: int
+
+
+class Entries(NamedTuple):
+    """The entries of a state, or of a span of it: vectors."""
+
+    norm: Array
+    limit: Array
+    factor: Array
+    excess: Array  # how far the norm is above its limit
+    is_clipped: Array  # bool: whether the last step clipped it
+    share_clipped: Array  # of its units in the last step. Without units 0 or 1
+    clipped: Array  # int32: steps
+    clipped_recently: Array  # a share of steps
+    nonfinite: Array  # int32: steps
+
+
+def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
+    """The rows of a clipper, or of `record_norm`."""
+    sizes = sizes_of(state, options.layers and not options.summary)
+    # An empty tree has no norm.
+    if not sizes:
+        return
+    yield from _quantile_rows(state, options.quantiles)
+    names = list(sizes)
+    spans = _spans_of(sizes)
+    if options.summary:
+        numbers = _summary(spans, state)
+        yield from _rows_of(numbers)
+        if options.with_names:
+            yield Row("worst_name", "", WorstName(tuple(names), numbers.worst_index))
+        return
+    numbers_of_spans = _numbers_of_spans(spans, state)
+    indices = range(len(spans))
+    if options.top is not None:
+        indices = _furthest_spans(spans, state)[: int(options.top)]
+    for index in indices:
+        yield from _rows_of(numbers_of_spans[index], names[index])
+
+
+def _quantile_rows(state: ClipState, shares: np.ndarray) -> Iterator[Row]:
+    """The quantiles of all norms of a state."""
+    if not shares.size:
+        return
+    # Between two norms is an average, in which 0 * inf would be NaN.
+    norms = jnp.minimum(state.norm, jnp.finfo(state.norm.dtype).max)
+    for share, quantile in zip(shares, jnp.nanquantile(norms, shares)):
+        # "0.9" of 0.9 in any dtype, and "1" of 1.0.
+        yield Row("norm_quantile", str(share).removesuffix(".0"), quantile)
+
+
+def _spans_of(sizes: Mapping[str, int]) -> tuple[Span, ...]:
+    """The span of each name. `sizes` says how many entries each name has."""
+    spans = []
+    start = 0
+    for size in sizes.values():
+        spans.append(Span(start, start + size))
+        start += size
+    return tuple(spans)
+
+
+def _furthest_spans(spans: tuple[Span, ...], state: ClipState) -> np.ndarray:
+    """The indices of all spans, beginning with the one furthest above its limit."""
+    excess = np.ravel(_excess(state.norm, state.limit))
+    largest = np.maximum.reduceat(excess, [span.start for span in spans])
+    # NaN counts as inf, since argsort would put it at the end.
+    largest = np.where(np.isnan(largest), np.inf, largest)
+    return np.argsort(-largest, kind="stable")
+
+
+# Jitted, since without jit each operation would be a call. One call serves all norms of
+# a clipper. Spans are static, because shapes depend on them.
+@partial(jax.jit, static_argnums=0)
+def _numbers_of_spans(
+    spans: tuple[Span, ...], state: ClipState
+) -> list[ClipNumbers | RecordNumbers]:
+    """The numbers of each span."""
+    entries = _entries_of(state)
+    numbers_of_spans = []
+    for start, stop in spans:
+        entries_of_span = Entries(*[column[start:stop] for column in entries])
+        furthest = jnp.argmax(entries_of_span.excess)
+        if isinstance(state, RecordState):
+            numbers = _record_numbers(entries_of_span, furthest)
+        else:
+            numbers = _clip_numbers(entries_of_span, furthest, state)
+        numbers_of_spans.append(numbers)
+    return numbers_of_spans
+
+
+@partial(jax.jit, static_argnums=0)
+def _summary(spans: tuple[Span, ...], state: ClipState) -> ClipNumbers | RecordNumbers:
+    """The numbers of all entries together."""
+    entries = _entries_of(state)
+    furthest = jnp.argmax(entries.excess)
+    # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
+    span_of_entry = np.repeat(
+        range(len(spans)), [stop - start for start, stop in spans]
+    )
+    worst_index = _float32(jnp.asarray(span_of_entry)[furthest])
+    if isinstance(state, RecordState):
+        return _record_numbers(entries, furthest)._replace(worst_index=worst_index)
+    norm = entries.norm[furthest]
+    # 0 over a limit of 0 is 0, and not NaN.
+    ratio = jnp.where(norm == 0, 0.0, norm / entries.limit[furthest])
+    return _clip_numbers(entries, furthest, state)._replace(
+        norms_clipped=jnp.mean(entries.share_clipped),
+        worst_ratio=ratio,
+        worst_index=worst_index,
+    )
+
+
+def _entries_of(state: ClipState) -> Entries:
+    """All entries of a state."""
+    is_clipped = _is_clipped(state)
+    share_clipped = state.units_clipped if state.names.units else is_clipped
+    entries = Entries(
+        norm=state.norm,
+        limit=state.limit,
+        factor=state.factor,
+        excess=_excess(state.norm, state.limit),
+        is_clipped=is_clipped,
+        share_clipped=_float32(share_clipped),
+        clipped=state.clipped,
+        clipped_recently=state.clipped_recently,
+        nonfinite=state.nonfinite,
+    )
+    # One norm of everything is a scalar.
+    return Entries(*[jnp.atleast_1d(column) for column in entries])
+
+
+def _excess(norm: Array, limit: Array) -> Array:
+    """How far each norm is above its limit. argmax takes NaN for the largest."""
+    # A limit of 0 would hide all differences, so it counts as tiny.
+    ratio = norm / jnp.maximum(limit, 2.0**-60)
+    # Finite norms without a limit come last. Among them -1 / norm rises with the norm.
+    is_last = (limit == jnp.inf) & (norm < jnp.inf)
+    smallest = jnp.finfo(norm.dtype).tiny
+    return jnp.where(is_last, -1 / jnp.maximum(norm, smallest), ratio)
+
+
+def _is_clipped(state: ClipState) -> Array:
+    """Which norms the last step clipped."""
+    is_changed = state.factor != 1
+    if state.names.units:
+        # Of a leaf at least one unit.
+        is_changed = state.units_clipped > 0
+    # A broken step may have a factor of NaN or 0, and was not clipped.
+    is_sound = jnp.isfinite(state.norm) & ~jnp.isnan(state.limit)
+    return is_changed & is_sound
+
+
+def _record_numbers(entries: Entries, furthest: Array) -> RecordNumbers:
+    """The numbers of some entries of a recorder, the furthest of which is shown."""
+    return RecordNumbers(
+        norm=entries.norm[furthest],
+        nonfinite_count=_float32(jnp.max(entries.nonfinite)),
+    )
+
+
+def _clip_numbers(entries: Entries, furthest: Array, state: ClipState) -> ClipNumbers:
+    """The numbers of some entries of a clipper, the furthest of which is shown."""
+    norm = entries.norm[furthest]
+    limit = entries.limit[furthest]
+    factor = entries.factor[furthest]
+    # Where new norm / norm leaves the range of its dtype, the factor is an end of this
+    # range. A norm so far from its limit becomes the limit.
+    info = jnp.finfo(factor.dtype)
+    is_at_end = (factor == info.tiny) | (factor == info.max)
+    product = jnp.where(factor == 0, 0.0, norm * factor)
+    clipped = _float32(entries.clipped)
+    units_clipped = None
+    if state.names.units:
+        units_clipped = entries.share_clipped[furthest]
+    return ClipNumbers(
+        norm_before=norm,
+        limit=limit,
+        factor=factor,
+        norm_after=jnp.where(is_at_end, limit, product),
+        clipped=_float32(entries.is_clipped[furthest]),
+        clipped_share=jnp.mean(clipped / _steps(state)),
+        clipped_share_recent=jnp.mean(_float32(entries.clipped_recently)),
+        clipped_count=jnp.max(clipped),
+        nonfinite_count=_float32(jnp.max(entries.nonfinite)),
+        units_clipped=units_clipped,
+    )

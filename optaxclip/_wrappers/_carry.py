@@ -1,0 +1,135 @@
+"""U-Clip: what clipping cuts off is carried over and added to the next gradient.
+
+    u_t         = clip(g_t + carry_t)
+    carry_{t+1} = g_t + carry_t - u_t
+
+    so that   u_1 + ... + u_T = g_1 + ... + g_T - carry_{T+1}
+
+Clipping alone is biased: what is cut off never arrives. With the carry, the mean of the
+updates tends to the mean of the gradients as long as the carry stays bounded. It does
+when the limit is above the norm of the mean gradient.
+
+Reference: Elesedy, Hutter, U-Clip: on-average unbiased stochastic gradient clipping,
+2023 (arXiv 2302.02971).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._checks import check_state, kept_finite, with_extra_args
+from .._exported import exported
+from .._state import ClipState, clip_states
+from .._sums import wide_dtype
+from .._trees import PyTree, check_kept, clipped_leaves, is_none, put_back
+
+
+@exported
+class CarryState(NamedTuple):
+    """The state of `carry_clipped`."""
+
+    # float32[...] for each clipped leaf (float64 if it has 64 bits): what was cut off
+    # so far
+    carry: PyTree
+    clip_state: PyTree  # of the clipper
+
+
+def carry_clipped(
+    clipper: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Adds to each gradient what the clipper has cut off before.
+
+    Each step returns u = clip(g + carry), and then the carry becomes g + carry - u.
+
+    Args:
+      clipper: any clipper of gradients. It gets the sum of gradient and carry. Integer
+        leaves are not clipped.
+
+    Returns:
+      A transformation with a `CarryState`, whose buffer is as large as the parameters,
+      in float32 (float64 for 64-bit leaves). A coordinate that comes out as NaN or inf
+      keeps its carry, and so does a leaf that is None in a step. Where the clipper
+      makes a broken step zero, the finite coordinates of the gradient are carried over
+      like all else that was cut off.
+
+    Raises:
+      ValueError: `update` with `grad_norm`. It is the norm of the gradient, but the sum
+        of gradient and carry is clipped.
+      TypeError: `update` with the state of another transformation.
+
+    Example:
+      >>> clipper = optaxclip.carry_clipped(optaxclip.clip_by_value(1.0))
+      >>> state = clipper.init(jnp.zeros(()))
+      >>> for grad in (3.0, 0.0, 0.0, 0.0):
+      ...     update, state = clipper.update(jnp.float32(grad), state)
+      ...     print(update)
+      1.0
+      1.0
+      1.0
+      0.0
+
+    Reference: Elesedy, Hutter, U-Clip: on-average unbiased stochastic gradient
+    clipping, 2023 (arXiv 2302.02971).
+    """
+    call = "carry_clipped"
+    clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
+
+    def init(params: PyTree) -> CarryState:
+        # Split over devices as the weights are, which may be jax.ShapeDtypeStruct.
+        tree = clipped_leaves(params, call)
+        carry = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x)), tree)
+        return CarryState(carry, clipper.init(params))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> Any:
+        check_state(call, state, CarryState)
+        # The carry has no counter of steps, which would show a state of several models.
+        for clip_state in clip_states(state.clip_state):
+            check_state(call, clip_state, ClipState)
+        if extra_args.get("grad_norm") is not None:
+            raise ValueError(
+                f"{call}: grad_norm cannot be given: what is clipped is the sum of "
+                "gradient and carry, whose norm is another."
+            )
+        tree = clipped_leaves(updates, call)
+        check_kept(call, tree, state.carry)
+        total = jax.tree.map(_add_carry, tree, state.carry, is_leaf=is_none)
+        clipped, new_clip_state = clipper.update(
+            total, state.clip_state, params, **extra_args
+        )
+        # Rounded before the carry is computed, so that the carry has the rounding too.
+        clipped = jax.tree.map(_in_dtype_of, clipped, tree)
+        carry = jax.tree.map(_cut_off, total, clipped, state.carry, is_leaf=is_none)
+        return put_back(clipped, updates), CarryState(carry, new_clip_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
+    """What is clipped, and None for a leaf without a gradient in this step."""
+    if grad is None:
+        return None
+    # In float32: 255 + 0.25 is 255 in bfloat16.
+    return jnp.asarray(grad).astype(carry.dtype) + carry
+
+
+def _in_dtype_of(clipped: jax.Array, grad: Any) -> jax.Array:
+    """The clipped leaf in the dtype of the gradient. No finite number becomes inf."""
+    dtype = jnp.result_type(grad)
+    if not jnp.iscomplexobj(clipped):
+        clipped = kept_finite(dtype, clipped)
+    return clipped.astype(dtype)
+
+
+def _cut_off(total: Any, clipped: Any, carry: jax.Array) -> jax.Array:
+    """The carry after a step."""
+    # A leaf without a gradient in this step keeps its carry.
+    if total is None:
+        return carry
+    new_carry = total - clipped.astype(carry.dtype)
+    return jnp.where(jnp.isfinite(new_carry), new_carry, carry)

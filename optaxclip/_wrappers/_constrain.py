@@ -1,0 +1,186 @@
+"""A clipper that clips weights: it is given what a step makes of them.
+
+    u' = clip(W + u) - W
+
+A weight plus its update is rounded to the weight's dtype, and so is the update. Where W
+is far from what it becomes, such as 100 that is clipped to 1.2, the second rounding may
+carry it beyond the limit. The update is then made one unit of rounding shorter.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+
+from .._checks import with_extra_args
+from .._mesh import varying
+from .._state import ClipState, clip_states
+from .._sums import wide_dtype
+from .._trees import PyTree, clipped_leaves, put_back, weights_of
+
+# Arguments of `update` that say something of gradients, and nothing of weights.
+ABOUT_GRADIENTS = ("grad_norm", "limit")
+
+
+def constrain(
+    clipper: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the weights after each step instead of the gradient.
+
+        u' = clip(W + u) - W
+
+    It changes the update, so it comes last in a chain, after the learning rate.
+    `optax.apply_updates` then gives clip(W + u), rounded once to the weights' dtype.
+    Weights are longer than their limit by this rounding at most. Where W is far beyond
+    its limit, as in a first step, the update is rounded as well: to shorter weights,
+    and not across a bound of 0. Where the update has fewer bits than W, its rounding
+    may leave weights beyond the limit. Weights that are within their limit get the
+    update as it came, and so do integer leaves.
+
+    | constraint                        | clipper                                     |
+    |-----------------------------------|---------------------------------------------|
+    | max-norm of each unit             | `clip_by_unitwise_norm(2.0)`                |
+    | unit norm: weights on a sphere    | the same with `shrink=shrinks.normalize`    |
+    | each weight in a range (WGAN)     | `clip_by_value(0.01)`                       |
+    | no weight below 0                 | `clip_by_value(math.inf, 0.0)`              |
+    | largest singular value            | `clip_by_spectral_norm(1.0)`                |
+
+    Args:
+      clipper: any clipper, or another transformation that maps a tree to one that is
+        allowed. It gets the moved weights where it usually gets gradients. To constrain
+        some weights only, wrap the result in `optax.masked`.
+
+    Returns:
+      A transformation with the state of the clipper, whose norms are those of the moved
+      weights. `update` needs params, and passes extra arguments on, but for `grad_norm`
+      and `limit`, which are about gradients. Where a clipper with nonfinite="zero"
+      clears a broken step, the weights stay as they are. In such a step weights of
+      other leaves that would become 0 stay too.
+
+    Raises:
+      ValueError: `update` without params.
+      TypeError: something that is not a transformation.
+
+    Example:
+      >>> max_norm = optaxclip.constrain(optaxclip.clip_by_unitwise_norm(1.0))
+      >>> optimizer = optax.chain(optax.sgd(1.0), max_norm)
+      >>> params = jnp.array([[0.6, 0.1], [0.8, 0.0]])
+      >>> grads = jnp.array([[-3.0, -0.2], [-4.0, 0.0]])
+      >>> updates, _ = optimizer.update(grads, optimizer.init(params), params)
+      >>> print(optax.apply_updates(params, updates).round(3))
+      [[0.6 0.3]
+       [0.8 0. ]]
+
+    Reference: Srebro, Shraibman, Rank, trace-norm and max-norm, 2005, and Srivastava et
+    al., Dropout, JMLR 2014, for max-norm. Arjovsky, Chintala, Bottou, Wasserstein GAN,
+    2017 (arXiv 1701.07875), for values. `keras.constraints`.
+    """
+    call = "constrain"
+    clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> Any:
+        tree = clipped_leaves(updates, call)
+        weights = weights_of(call, tree, params, "updates")
+        for argument in ABOUT_GRADIENTS:
+            extra_args.pop(argument, None)
+        moved = jax.tree.map(_moved, weights, tree)
+        clipped, new_state = clipper.update(moved, state, params, **extra_args)
+        are_broken = [_are_broken(state) for state in clip_states(new_state)]
+        step_to = partial(_step_to, are_broken)
+        steps = jax.tree.map(step_to, tree, weights, moved, clipped)
+        return put_back(steps, updates), new_state
+
+    return optax.GradientTransformationExtraArgs(clipper.init, update)
+
+
+def _are_broken(state: ClipState) -> Array:
+    """Which norms were broken in the last step, by themselves or by their limits."""
+    return ~jnp.isfinite(state.norm) | jnp.isnan(state.limit)
+
+
+def _moved(weight: Any, update: Any) -> Array:
+    """The weight after the update as it came, in float32 or wider."""
+    weight = jnp.asarray(weight)
+    update = jnp.asarray(update)
+    # W + u in bfloat16 would lose a small u before it is clipped.
+    wide = jnp.promote_types(wide_dtype(weight), wide_dtype(update))
+    return weight.astype(wide) + update.astype(wide)
+
+
+@jax.jit
+def _step_to(
+    are_broken: list[Array], update: Any, weight: Any, moved: Array, clipped: Array
+) -> Array:
+    """The update that takes a weight to its clipped value.
+
+    `are_broken` says of the norms of each clipper which are, and `moved` is the weight
+    after the update as it came.
+    """
+    weight = jnp.asarray(weight)
+    update = jnp.asarray(update)
+    arguments = clipped, moved, weight, update
+    if jnp.iscomplexobj(moved):
+        # Each part is rounded by itself. reduce_precision takes no complex numbers.
+        real = _real_step(*(jnp.real(x) for x in arguments))
+        imag = _real_step(*(jnp.imag(x) for x in arguments))
+        step = lax.complex(real, imag)
+    else:
+        step = _real_step(*arguments)
+    # Zeros that a clipper makes of a broken step are no weights. Which leaves share a
+    # norm is not known here, so each broken norm counts for all leaves.
+    for norms_are_broken in are_broken:
+        # In shard_map an array that differs over more mesh axes than the update would
+        # make it differ over them too.
+        if varying(norms_are_broken) <= varying(update):
+            is_cleared = (clipped == 0) & jnp.any(norms_are_broken)
+            step = jnp.where(is_cleared, jnp.zeros_like(step), step)
+    # Where the clipper changed nothing, the update keeps its bits.
+    return jnp.where(clipped == moved, update, step.astype(update.dtype))
+
+
+def _real_step(clipped: Array, moved: Array, weight: Array, update: Array) -> Array:
+    """`_step_to` for real numbers, rounded to the dtype of the update."""
+    start = weight.astype(clipped.dtype)
+    goal = _rounded(clipped, weight.dtype)
+    step = _rounded(goal - start, update.dtype)
+    # The weight that `optax.apply_updates` makes of weight and update.
+    arrived = _rounded(start + step, weight.dtype)
+    # 1 or -1: the side of the goal where weights are beyond the limit.
+    outward = jnp.sign(moved)
+    is_beyond = (arrived - goal) * outward > 0
+    # Between 3/4 and 3/2 units of rounding, so that rounding makes it one. All
+    # subnormal numbers have the same unit, which small steps of float16 need.
+    info = jnp.finfo(update.dtype)
+    least = float(info.smallest_subnormal)
+    unit = 0.75 * jnp.maximum(float(info.eps) * jnp.abs(step), least)
+    shorter = _rounded(step - outward * unit, update.dtype)
+    # One unit may carry a weight across 0, and make it longer on the other side. That
+    # is right only if 0 is the goal: no weight may stay beyond a bound of 0.
+    arrived_by_shorter = _rounded(start + shorter, weight.dtype)
+    is_better = (goal == 0) | (jnp.abs(arrived_by_shorter) <= jnp.abs(arrived))
+    return jnp.where(is_beyond & is_better, shorter, step)
+
+
+def _rounded(x: Array, dtype: Any) -> Array:
+    """The number rounded to a narrower dtype, and still in its own."""
+    info = jnp.finfo(dtype)
+    wide_info = jnp.finfo(x.dtype)
+    if info.bits >= wide_info.bits:
+        return x
+    # The ranges of 8-bit dtypes are not those of IEEE formats.
+    if info.bits < 16:
+        return x.astype(dtype).astype(x.dtype)
+    # XLA may drop two casts in a row, and keeps this.
+    rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.nexp == wide_info.nexp:
+        return rounded
+    # reduce_precision makes subnormal numbers 0, which small steps of float16 need.
+    unit = float(info.smallest_subnormal)
+    return jnp.where(jnp.abs(x) < float(info.tiny), jnp.round(x / unit) * unit, rounded)

@@ -1,0 +1,246 @@
+"""The judgement of a step: is its norm, or its loss, out of the ordinary?
+
+    a number is rejected    if it is NaN or inf, or above its limit
+    a step is rejected      if its norm or its loss is
+
+`skip_step` and its relatives skip a rejected step. `record_spikes` counts it. The state
+of each keeps what was judged as rows of two arrays, and its `ROWS` names them:
+
+    counts     what the state counts, then integers that the rules remember
+    numbers    norm, limit, loss, loss_limit, a share, then floats that rules remember
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from .. import _checks as checks
+from .._mesh import MeshAxes, typed_as_varying, varying
+from .._names import OF_UPDATE
+from .._norms import GlobalNorm
+from .._packed import packed, rows_from, unpacked
+from .._trees import PyTree, clipped_leaves
+from ..rules._rule import Rule, limit_of, limit_of_jitted
+
+
+class Held(NamedTuple):
+    """A norm or a loss that was held against its limit."""
+
+    value: Array
+    limit: Array
+    memory: PyTree  # what the rule of the limit remembers from now on
+
+
+class Judgement(NamedTuple):
+    """What was decided of a step."""
+
+    norm: Held
+    loss: Held  # in a step without a loss, the one before
+    is_rejected: Array  # bool[]
+    is_nonfinite: Array  # bool[]: whether norm or loss is NaN or inf
+
+
+class Judge(NamedTuple):
+    """Decides by the rules of norm and loss."""
+
+    call: str  # the function that errors name
+    rule: Rule  # of the norm
+    loss_rule: Rule | None  # None looks at no loss
+    mesh_axes: MeshAxes
+    # The argument that makes every step need a loss, or "" where a step may go without.
+    loss_needed_by: str = ""
+
+    def initial(self, params: PyTree) -> tuple[Held, Held]:
+        """Norm and loss before the first step."""
+        # Only its dtype is needed: float64 if a leaf has 64 bits.
+        tree = clipped_leaves(params, self.call)
+        norm_type = jax.eval_shape(self._replace(mesh_axes=None)._norm_of, tree)
+        zero = jnp.zeros((), norm_type.dtype)
+        no_limit = jnp.full_like(zero, jnp.inf)
+        loss_memory = self.loss_rule.init(zero) if self.loss_rule else ()
+        # Not NaN, at which `jax_debug_nans` would raise.
+        no_loss = jnp.full_like(zero, -jnp.inf)
+        norm = Held(zero, no_limit, self.rule.init(zero))
+        return norm, Held(no_loss, no_limit, loss_memory)
+
+    def norm_and_loss(
+        self, updates: PyTree, extra_args: Mapping[str, Any]
+    ) -> tuple[ArrayLike, ArrayLike | None]:
+        """Norm and loss of a step, and None for a loss that is not judged.
+
+        Raises:
+          ValueError: a number that is no scalar, that differs between devices, or a
+            loss that is missing.
+          TypeError: something that is not a number, or a loss under another name.
+        """
+        norm = extra_args.get("grad_norm")
+        loss = extra_args.get("value")
+        if norm is None:
+            norm = self._norm_of(updates)
+        else:
+            norm = self._checked("grad_norm", norm)
+        if self.loss_rule is None:
+            return norm, None
+        if loss is None:
+            self._check_no_loss(extra_args)
+            return norm, None
+        return norm, self._checked("value", loss)
+
+    def judge(self, state: Any, norm: ArrayLike, loss: ArrayLike | None) -> Judgement:
+        """Holds norm and loss against the limits of their rules.
+
+        `state` is a `SkipState` or a `SpikeState`.
+        """
+        memory, loss_memory = state.memories
+        # Numbers of the user's may have another dtype than the state.
+        norm_value = self.varying_like(state.norm, jnp.array(norm, state.norm.dtype))
+        held_norm = self._hold(self.rule, norm_value, memory, state.step)
+        # Not `norm > limit`, which is False for NaN.
+        is_rejected = ~(held_norm.value <= held_norm.limit)
+        is_nonfinite = ~jnp.isfinite(held_norm.value)
+        if self.loss_rule is None or loss is None:
+            held_loss = Held(state.loss, state.loss_limit, loss_memory)
+        else:
+            value = self.varying_like(norm_value, jnp.array(loss, state.loss.dtype))
+            held_loss = self._hold(
+                self.loss_rule, value, loss_memory, state.step, is_loss=True
+            )
+            is_rejected = is_rejected | ~(held_loss.value <= held_loss.limit)
+            is_nonfinite = is_nonfinite | ~jnp.isfinite(held_loss.value)
+        return Judgement(
+            norm=held_norm,
+            loss=held_loss,
+            # inf would pass a limit of inf.
+            is_rejected=is_rejected | is_nonfinite,
+            is_nonfinite=is_nonfinite,
+        )
+
+    def varying_like(self, model: PyTree, values: PyTree) -> PyTree:
+        """The values, typed as differing between devices like the model, where each
+        device trains alone.
+        """
+        if self.mesh_axes is None:
+            return typed_as_varying(model, values)
+        return values
+
+    def _norm_of(self, updates: PyTree) -> Array:
+        """The global norm of the updates."""
+        measure = GlobalNorm(self.call, mesh_axes=self.mesh_axes)
+        return measure(clipped_leaves(updates, self.call)).values[0]
+
+    def _hold(
+        self,
+        rule: Rule,
+        value: Array,
+        memory: PyTree,
+        step: Array,
+        *,
+        is_loss: bool = False,
+    ) -> Held:
+        """A number beside its limit."""
+        # Inside the user's jit none of ours is used: its cache would keep a schedule,
+        # and what that refers to, alive.
+        limit_of_rule = limit_of if isinstance(step, Tracer) else limit_of_jitted
+        argument = "loss_rule" if is_loss else "rule"
+        limit, new_memory = limit_of_rule(
+            rule,
+            value,
+            memory,
+            step,
+            argument=f"{self.call}: {argument}",
+            signed=is_loss,
+        )
+        return Held(value, limit, new_memory)
+
+    def _checked(self, argument: str, number: Any) -> Any:
+        """A norm or a loss that `update` was given, as JAX can carry it."""
+        # A loss for each example or device would make arrays of limit and decision.
+        checks.check_scalar(f"{self.call}: {argument}", number)
+        if argument == "grad_norm":
+            checks.check_given_norm(f"{self.call}: {argument}", number)
+        number = checks.number_for_jit(number)
+        mesh_axes = tuple(sorted(varying(number)))
+        # With None each device trains alone, so it may decide alone.
+        if mesh_axes and self.mesh_axes is not None:
+            axis = mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
+            raise ValueError(
+                f"{self.call}: {argument} differs along the mesh axis {axis!r}, so "
+                "each device would decide for itself: hand over "
+                f"lax.pmean({argument}, {axis!r}), or say with mesh_axes=None that "
+                "each device trains alone."
+            )
+        return number
+
+    def _check_no_loss(self, extra_args: Mapping[str, Any]) -> None:
+        """Raises where `update` has a loss under another name, or needs one."""
+        for name in OF_UPDATE["value"].intersection(extra_args):
+            raise TypeError(
+                f"{self.call}: update has no argument {name!r}: the loss is value, as "
+                "in optax. Call update(grads, state, params, value=loss)."
+            )
+        if self.loss_needed_by:
+            raise ValueError(
+                f"{self.call}: {self.loss_needed_by} looks at the loss: call "
+                "update(grads, state, params, value=loss), or leave that argument out."
+            )
+
+
+# ------------------------------------------------------------- the rows of two arrays
+
+# The fields of both arrays, counts first, and the names of their rows:
+# (("skip_counts", ("step", ...)), ("skip_numbers", ("norm", ...))).
+Rows = tuple[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]]
+
+
+class Arrays(NamedTuple):
+    """The first fields of a `SkipState` or a `SpikeState`."""
+
+    counts: Array  # int32[rows]
+    numbers: Array  # float[rows]
+    windows: PyTree  # what the rule of the norm remembers beyond its rows
+    loss_windows: PyTree
+
+
+def row(rows: Rows, name: str) -> property:
+    """The property of a state that reads a row."""
+    (field, names), *_ = [entry for entry in rows if name in entry[1]]
+    index = names.index(name)
+    # States of several models have axes in front.
+    return property(lambda state: getattr(state, field)[..., index])
+
+
+def pack(rows: Rows, norm: Held, loss: Held, **own_rows: Array) -> Arrays:
+    """The arrays of a state. `own_rows` are what it counts itself, by name."""
+    value_of_row = own_rows | {
+        "norm": norm.value,
+        "limit": norm.limit,
+        "loss": loss.value,
+        "loss_limit": loss.limit,
+    }
+    memory = packed((norm.memory, loss.memory), norm.value)
+    (_, count_names), (_, number_names) = rows
+    counts = [value_of_row[name] for name in count_names]
+    dtype = norm.value.dtype
+    numbers = [value_of_row[name].astype(dtype) for name in number_names]
+    windows, loss_windows = memory.rest
+    return Arrays(
+        counts=jnp.stack(counts + memory.counts),
+        numbers=jnp.stack(numbers + memory.numbers),
+        windows=windows,
+        loss_windows=loss_windows,
+    )
+
+
+def unpack(rows: Rows, arrays: Arrays) -> tuple[PyTree, PyTree]:
+    """What the rules of norm and loss remember."""
+    (_, count_names), (_, number_names) = rows
+    return unpacked(
+        (arrays.windows, arrays.loss_windows),
+        counts=rows_from(arrays.counts, len(count_names)),
+        numbers=rows_from(arrays.numbers, len(number_names)),
+    )
