@@ -19,7 +19,7 @@ from . import _mesh as mesh
 from . import _trees as trees
 from ._checks import BEGIN_ANEW
 from ._norms import Norms
-from ._state import ClipState, Names, entry_counts
+from ._state import ClipState, Names, Position, positions_of_name, size_at
 from ._trees import PyTree
 from .rules._limits import Joined
 from .rules._rule import Rule, is_rule
@@ -87,7 +87,7 @@ def blocks_of(norms: Norms, state: ClipState, call: str) -> list[Block]:
     Raises:
       ValueError: a norm that the state does not have, or with other layers or units.
     """
-    names = trees.names(norms.paths, state.names.layers)
+    names = trees.names(norms.paths, state.names.layers_of_name)
     norm_of_name = dict(zip(names, norms.values))
     units_over = mesh_axes_of_units(norms, names)
     _check_names(state.names, norm_of_name, units_over, call)
@@ -107,11 +107,11 @@ def blocks_of(norms: Norms, state: ClipState, call: str) -> list[Block]:
             blocks_of_units.append(block)
         elif place.is_here:
             places_of_type.setdefault(mesh.varying(place.norm), []).append(place)
-        elif place.name not in state.names.units:
+        elif place.name not in state.names.unit_leaves:
             missing.append(place)
     # Missing norms are 0 on every device, so any group may take them.
     groups = list(places_of_type.values()) or [[]]
-    groups[0] = sorted(groups[0] + missing, key=lambda place: place.positions.start)
+    groups[0] = sorted(groups[0] + missing, key=lambda place: place.entries[0])
     blocks = []
     for group in groups:
         if group:
@@ -135,8 +135,15 @@ class _Place(NamedTuple):
 
     name: str
     norm: Array
-    positions: range
+    position: Position
     is_here: bool  # False for a leaf that is missing in this step, whose norm is 0
+
+    @property
+    def entries(self) -> list[int]:
+        """Which entries of the row it has."""
+        if isinstance(self.position, slice):
+            return list(range(self.position.start, self.position.stop))
+        return [self.position] if isinstance(self.position, int) else [0]
 
 
 def _places(
@@ -144,22 +151,20 @@ def _places(
 ) -> Iterator[_Place]:
     """All norms of the state in order, with their values in this step."""
     dtype = next(iter(norm_of_name.values()), state.numbers).dtype
-    start = 0
-    for name, layer_count in entry_counts(state).items():
-        positions = range(start, start + (layer_count or 1))
-        start = positions.stop
+    for name, position in positions_of_name(state).items():
+        size = size_at(position)
         if name not in norm_of_name:
-            zeros = jnp.zeros(layer_count or (), dtype)
-            yield _Place(name, zeros, positions, is_here=False)
+            zeros = jnp.zeros(size if isinstance(position, slice) else (), dtype)
+            yield _Place(name, zeros, position, is_here=False)
             continue
         norm = norm_of_name[name]
         # The state has one entry for all units of a leaf.
-        if name not in state.names.units and norm.size != len(positions):
+        if name not in state.names.unit_leaves and norm.size != size:
             raise ValueError(
-                f"{call}: state was made for {len(positions)} norms in {name!r}, but "
-                f"the updates have {norm.size}. {BEGIN_ANEW}"
+                f"{call}: state was made for {size} norms in {name!r}, but the updates "
+                f"have {norm.size}. {BEGIN_ANEW}"
             )
-        yield _Place(name, norm, positions, is_here=True)
+        yield _Place(name, norm, position, is_here=True)
 
 
 def _block(places: list[_Place], *, is_vector: bool, **units: Any) -> Block:
@@ -171,7 +176,7 @@ def _block(places: list[_Place], *, is_vector: bool, **units: Any) -> Block:
         norm=concatenated(norms) if is_vector else norms[0],
         norm_of_name={place.name: place.norm for place in places},
         missing=frozenset(place.name for place in places if not place.is_here),
-        positions=np.concatenate([np.array(place.positions) for place in places]),
+        positions=np.concatenate([place.entries for place in places]),
         is_vector=is_vector,
         **units,
     )
@@ -186,15 +191,15 @@ def _check_names(
     """Refuses norms that the state does not have. It may have more: some leaves may be
     missing in a step.
     """
-    new_names = set(names_of_step) - set(names.layers)
-    new_units = set(unit_leaves) - set(names.units)
+    new_names = set(names_of_step) - set(names.layers_of_name)
+    new_units = set(unit_leaves) - set(names.unit_leaves)
     # Leaves of units in the state, which are whole in this step.
-    lost_units = (set(names.units) & set(names_of_step)) - set(unit_leaves)
+    lost_units = (set(names.unit_leaves) & set(names_of_step)) - set(unit_leaves)
     if new_names:
-        norms_of_state = _shown(names.layers)
+        norms_of_state = _shown(names.layers_of_name)
         norms_of_step = _shown(names_of_step)
     elif new_units:
-        norms_of_state = _shown(names.layers)
+        norms_of_state = _shown(names.layers_of_name)
         norms_of_step = f"units in {_shown(sorted(new_units))}"
     elif lost_units:
         norms_of_state = f"units in {_shown(sorted(lost_units))}"

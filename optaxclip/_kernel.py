@@ -198,7 +198,7 @@ def _update(
     learns = bool(jax.tree.leaves(state.memory))
     policy = Policy(settings.call, settings.shrink, settings.nonfinite, learns)
     decide = partial(_decide, policy, eps)
-    memories: Memories = dict(zip((None, *state.names.units), state.memory))
+    memories: Memories = dict(zip((None, *state.names.unit_leaves), state.memory))
     outcomes: list[tuple[Block, Outcome]] = []
     roots: dict[str, Array] = {}
     # A product with 1 is a new array to XLA, which the next clipper of a chain would
@@ -215,7 +215,7 @@ def _update(
         if multiplies:
             roots |= _roots(block, decision, limits.limit_of_name, decide)
     if multiplies:
-        names = trees.names(norms.paths, state.names.layers)
+        names = trees.names(norms.paths, state.names.layers_of_name)
         roots_in_order = [roots[name] for name in names]
         zero = settings.nonfinite == "zero"
         tree = multiply(tree, norms, roots_in_order, zero=zero)
@@ -261,7 +261,7 @@ def _rule_inputs(
 ) -> RuleInputs:
     """What all blocks of a step have in common when their rules are asked."""
     rules = settings.rules.unflatten(rule_leaves)
-    names_of_state = state.names.layers
+    names_of_state = state.names.layers_of_name
     names = trees.names(norms.paths, names_of_state)
     rules_in_order = blocks.rules_of_norms(rules, norms, settings.label, names_of_state)
     weight_norm_of_name = {}

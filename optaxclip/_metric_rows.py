@@ -305,7 +305,7 @@ def _summary(spans: tuple[Span, ...], state: ClipState) -> ClipNumbers | RecordN
 def _entries_of(state: ClipState) -> Entries:
     """All entries of a state."""
     is_clipped = _is_clipped(state)
-    share_clipped = state.units_clipped if state.names.units else is_clipped
+    share_clipped = state.units_clipped if state.names.unit_leaves else is_clipped
     entries = Entries(
         norm=state.norm,
         limit=state.limit,
@@ -334,7 +334,7 @@ def _excess(norm: Array, limit: Array) -> Array:
 def _is_clipped(state: ClipState) -> Array:
     """Which norms the last step clipped."""
     is_changed = state.factor != 1
-    if state.names.units:
+    if state.names.unit_leaves:
         # Of a leaf at least one unit.
         is_changed = state.units_clipped > 0
     # A broken step may have a factor of NaN or 0, and was not clipped.
@@ -362,7 +362,7 @@ def _clip_numbers(entries: Entries, furthest: Array, state: ClipState) -> ClipNu
     product = jnp.where(factor == 0, 0.0, norm * factor)
     clipped = _float32(entries.clipped)
     units_clipped = None
-    if state.names.units:
+    if state.names.unit_leaves:
         units_clipped = entries.share_clipped[furthest]
     return ClipNumbers(
         norm_before=norm,

@@ -29,7 +29,7 @@ from ._exported import exported
 from ._kernel import make_clipper
 from ._mesh import has_types, manual_axes, split_as
 from ._norms import GlobalNorm, global_norm
-from ._state import ROWS_OF_COUNTS, ClipState, Names, clip_states
+from ._state import COUNT_NAMES, ClipState, Names, clip_states
 from ._trees import clipped_leaves, listed_paths, name, put_back
 from ._wrappers._skipping import SkipState
 from .rules._limits import Limit, rule_without_params
@@ -371,7 +371,7 @@ def _of_all_layers(state: ClipState) -> ClipState:
     """
     layers = range(state.step.size)
     names = {}
-    for leaf, inside in state.names.layers.items():
+    for leaf, inside in state.names.layers_of_name.items():
         ends = [f"/{end}" for end in inside] if inside else [""]
         keys = [f"{layer}{end}" for end in ends for layer in layers]
         # The norm of everything in a layer has no name of its own.
@@ -383,9 +383,9 @@ def _of_all_layers(state: ClipState) -> ClipState:
         return jnp.moveaxis(rows, 0, -1).reshape(rows.shape[1], -1)
 
     return ClipState(
-        Names(names, state.names.units),
-        rows_of_all(state.counts)[: len(ROWS_OF_COUNTS)],
-        rows_of_all(state.numbers)[: len(state.rows_of_numbers)],
+        Names(names, state.names.unit_leaves),
+        rows_of_all(state.counts)[: len(COUNT_NAMES)],
+        rows_of_all(state.numbers)[: len(state.number_names)],
     )
 
 

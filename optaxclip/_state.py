@@ -10,6 +10,7 @@ the structure of the state.
 
 import json
 from collections.abc import Mapping
+from types import EllipsisType
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -36,8 +37,12 @@ class Rows(NamedTuple):
     units_clipped: Array  # only in clippers of units
 
 
-ROWS_OF_COUNTS = Rows._fields[:3]
-ROWS_OF_NUMBERS = Rows._fields[3:]
+COUNT_NAMES = Rows._fields[:3]
+NUMBER_NAMES = Rows._fields[3:]
+
+
+# In a row of a state: of one norm, of the layers of a leaf, of the norm of everything.
+Position = int | slice | EllipsisType
 
 
 class Entry(NamedTuple):
@@ -62,9 +67,9 @@ class Names(NamedTuple):
 
     # {"blocks/w": {"0": None, "1": None}, "b": None}: names, and those of the layers of
     # stacked leaves. The norm of everything has the name "".
-    layers: Mapping[str, Mapping[str, None] | None]
-    # The names of leaves with units, which are the last ones of `layers`.
-    units: Mapping[str, None] = {}
+    layers_of_name: Mapping[str, Mapping[str, None] | None]
+    # The names of leaves with units, which are the last ones of `layers_of_name`.
+    unit_leaves: Mapping[str, None] = {}
     # The structure of `windows`, with `InWindows` for each of its arrays. None where
     # that is not known, as in a state that `jax.export` read.
     structure: PyTree = ()
@@ -72,21 +77,23 @@ class Names(NamedTuple):
     @property
     def is_global(self) -> bool:
         """Whether there is one norm of everything. Its entries are scalars."""
-        return self.layers in ({"": None}, {})
+        return self.layers_of_name in ({"": None}, {})
 
     def layer_counts(self) -> list[int]:
         """The layers of each name, 0 for a single norm."""
-        return [len(layers or ()) for layers in self.layers.values()]
+        return [len(layers or ()) for layers in self.layers_of_name.values()]
 
     # JAX compares names where it compares the structures of two states.
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Names):
             return NotImplemented
         # All states of a run share the object.
-        if self.layers is other.layers:
+        if self.layers_of_name is other.layers_of_name:
             return True
         # As lists, since dicts are equal in any order.
-        if [*self.layers] != [*other.layers] or [*self.units] != [*other.units]:
+        if [*self.layers_of_name] != [*other.layers_of_name]:
+            return False
+        if [*self.unit_leaves] != [*other.unit_leaves]:
             return False
         counts = self.layer_counts(), other.layer_counts()
         # Inside shard_map a device may hold a share of the layers of each leaf.
@@ -182,20 +189,20 @@ class ClipState(_Fields):
 
     @property
     def units_clipped(self) -> Any:
-        return self._number("units_clipped") if self.names.units else ()
+        return self._number("units_clipped") if self.names.unit_leaves else ()
 
     @property
     def memory(self) -> tuple[PyTree, ...]:
         return unpacked(
             self.windows,
-            counts=rows_from(self.counts, len(ROWS_OF_COUNTS), self._row_axis),
-            numbers=rows_from(self.numbers, len(self.rows_of_numbers), self._row_axis),
+            counts=rows_from(self.counts, len(COUNT_NAMES), self._row_axis),
+            numbers=rows_from(self.numbers, len(self.number_names), self._row_axis),
         )
 
     @property
-    def rows_of_numbers(self) -> tuple[str, ...]:
+    def number_names(self) -> tuple[str, ...]:
         """The names of the first rows of `numbers`."""
-        return ROWS_OF_NUMBERS if self.names.units else ROWS_OF_NUMBERS[:-1]
+        return NUMBER_NAMES if self.names.unit_leaves else NUMBER_NAMES[:-1]
 
     @property
     def _row_axis(self) -> int:
@@ -203,19 +210,19 @@ class ClipState(_Fields):
         return -1 if self.names.is_global else -2
 
     def _count(self, name: str) -> Any:
-        return self._row(self.counts, ROWS_OF_COUNTS.index(name))
+        return self._row(self.counts, COUNT_NAMES.index(name))
 
     def _number(self, name: str) -> Any:
-        return self._row(self.numbers, ROWS_OF_NUMBERS.index(name))
+        return self._row(self.numbers, NUMBER_NAMES.index(name))
 
     def _row(self, array: Any, index: int) -> Any:
         return array[..., index] if self.names.is_global else array[..., index, :]
 
     def __repr__(self) -> str:
-        names = [*self.names.layers] if isinstance(self.names, Names) else self.names
         is_closed = isinstance(self.names, Names)
+        names = [*self.names.layers_of_name] if is_closed else self.names
         if is_closed and has_numbers(self.counts) and has_numbers(self.numbers):
-            rows = (*ROWS_OF_COUNTS, *self.rows_of_numbers)
+            rows = (*COUNT_NAMES, *self.number_names)
             fields = {name: getattr(self, name) for name in rows}
             if jax.tree.leaves(self.memory):
                 fields["memory"] = self.memory
@@ -243,25 +250,22 @@ class ClipState(_Fields):
         """
         check_one_model("by_name: the state", "ClipState.by_name", self)
         memory_of_leaves, *memories_of_units = self.memory
-        numbers = {name: getattr(self, name) for name in Entry._fields[:-1]}
-        counts = names_with_layers(self, "by_name") if layers else entry_counts(self)
-        memory_of_name = dict(zip(self.names.units, memories_of_units))
-        entries, start = {}, 0
-        for name, count in counts.items():
-            if self.names.is_global:
-                index: Any = ...
-            elif count is None:
-                index = start
+        memory_of_units = dict(zip(self.names.unit_leaves, memories_of_units))
+        rows = {name: getattr(self, name) for name in Entry._fields[:-1]}
+        entries = {}
+        for name, position in positions_of_name(self, layers, "by_name").items():
+            values = {field: _at(row, position) for field, row in rows.items()}
+            if name in memory_of_units:
+                memory = memory_of_units[name]
             else:
-                index = slice(start, start + count)
-            values = jax.tree.map(lambda x, index=index: x[index], numbers)
-            if name in memory_of_name:
-                memory = memory_of_name[name]
-            else:
-                memory = jax.tree.map(lambda x, index=index: x[index], memory_of_leaves)
+                memory = _at(memory_of_leaves, position)
             entries[name] = Entry(**values, memory=memory)
-            start += count or 1
         return entries
+
+
+def _at(rows: PyTree, position: Position) -> PyTree:
+    """The entries at a position of some rows."""
+    return jax.tree.map(lambda row: row[position], rows)
 
 
 class RecordState(ClipState):
@@ -278,9 +282,9 @@ def state_of_rows(
     """The state made of rows, with its numbers cast to a dtype, and of what its rule
     remembers of the norms of whole leaves, and then of the units of each leaf.
     """
-    counts = [getattr(rows, name) for name in ROWS_OF_COUNTS]
-    numbers = [getattr(rows, name) for name in ROWS_OF_NUMBERS[:-1]]
-    if names.units:
+    counts = [getattr(rows, name) for name in COUNT_NAMES]
+    numbers = [getattr(rows, name) for name in NUMBER_NAMES[:-1]]
+    if names.unit_leaves:
         numbers.append(rows.units_clipped)
         # A memory of units has arrays of other lengths, of which none is a row.
         memory_rows = Packed(memory, counts=[], numbers=[])
@@ -297,50 +301,57 @@ def state_of_rows(
     )
 
 
-def entry_counts(state: ClipState) -> dict[str, int | None]:
-    """How many entries each name of a state has. None for a single norm."""
+def positions_of_name(
+    state: ClipState, layers: bool = False, call: str = ""
+) -> dict[str, Position]:
+    """Where the entries of each name are in a row of a state. With `layers` each layer
+    has a name of its own, such as "w/0/3" for layer 0 and expert 3 of "w".
+
+    Raises:
+      ValueError: a leaf is called "w/0", and a stack "w" has a layer 0.
+    """
+    if state.names.is_global:
+        return dict.fromkeys(state.names.layers_of_name, ...)
     layer_counts = state.names.layer_counts()
     single_norms = layer_counts.count(0)
     all_layers = max(sum(layer_counts), 1)
     # Inside shard_map a device may have a share of all layers, such as of the heads of
     # `qk_clip`.
     layers_here = state.numbers.shape[-1] - single_norms
-    counts: dict[str, int | None] = {}
-    for name, layers in state.names.layers.items():
-        if layers is None:
-            counts[name] = None
+    positions: dict[str, Position] = {}
+    stop = 0
+    for name, layers_of_leaf in state.names.layers_of_name.items():
+        start = stop
+        if layers_of_leaf is None:
+            stop = start + 1
+            names = {name: start}
         else:
-            counts[name] = len(layers) * layers_here // all_layers
-    return counts
+            stop = start + len(layers_of_leaf) * layers_here // all_layers
+            names = {name: slice(start, stop)}
+        if layers and layers_of_leaf is not None:
+            layer_names = [f"{name}/{layer}" for layer in layers_of_leaf]
+            names = dict(zip(layer_names, range(start, stop)))
+        if positions.keys() & names.keys():
+            leaves = trees.listed(state.names.layers_of_name)
+            raise ValueError(
+                f"{call}: layers=True: a leaf of {leaves} has the name of a layer of "
+                "another leaf. Rename it, or use layers=False."
+            )
+        positions |= names
+    return positions
 
 
-def names_with_layers(state: ClipState, call: str) -> dict[str, int | None]:
-    """The names of all entries, such as "w/0/3" for layer 0 and expert 3 of "w".
-
-    Raises:
-      ValueError: a leaf is called "w/0", and a stack "w" has a layer 0.
-    """
-    names = []
-    for name, count in entry_counts(state).items():
-        layers = state.names.layers[name]
-        if layers is None:
-            names.append(name)
-        else:
-            names += [f"{name}/{layer}" for layer in layers][:count]
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"{call}: layers=True: a leaf of {trees.listed(state.names.layers)} has "
-            "the name of a layer of another leaf. Rename it, or use layers=False."
-        )
-    return dict.fromkeys(names)
+def size_at(position: Position) -> int:
+    """How many entries are at a position of a row."""
+    return position.stop - position.start if isinstance(position, slice) else 1
 
 
 def sizes_of(state: ClipState, layers: bool) -> dict[str, int]:
     """How many entries each name of a state has, for `metrics`. With `layers` each
     layer has a name of its own.
     """
-    counts = names_with_layers(state, "metrics") if layers else entry_counts(state)
-    return {name: count or 1 for name, count in counts.items()}
+    positions = positions_of_name(state, layers, "metrics")
+    return {name: size_at(position) for name, position in positions.items()}
 
 
 def check_one_model(argument: str, function: str, state: Any) -> None:
@@ -400,7 +411,7 @@ def state_of_placeholder() -> ClipState:
 
 def _names_to_json(static_fields: tuple[Names]) -> bytes:
     (names,) = static_fields
-    return json.dumps([names.layers, names.units]).encode()
+    return json.dumps([names.layers_of_name, names.unit_leaves]).encode()
 
 
 def _names_from_json(text: bytes) -> tuple[Names]:
