@@ -96,7 +96,14 @@ def norms_of(specs: Specs, size: int, ord: Ord, arrays: list[Array]) -> list[Arr
     # join their sums, a CPU too has three in the dtype of the norm.
     is_joined = any(spec.joined_over for spec in specs)
     if is_joined or sums.norm_dtype(arrays) == np.float64:
-        return _by_three_sums(specs, size, ord, arrays, sums.three_sums, _by_platform)
+        totals = _three_sums(specs, size, arrays, sums.three_sums, _by_platform)
+        counts = _counts(specs, size, ord, arrays, sums.norm_dtype(arrays))
+        return sums.per_platform(
+            totals,
+            cpu=partial(_roots, ord, counts),
+            gpu=partial(_roots, ord, counts, few=sums.FEW_NORMS_ON_A_GPU),
+            plain=partial(_roots, ord, counts, few=sums.FEW_NORMS_ON_A_TPU),
+        )
     # One choice of the platform for all leaves, which is traced once.
     return sums.per_platform(
         arrays,
@@ -147,34 +154,32 @@ def _norms_on_a_gpu(
         if len(small_arrays) > 1:
             vector = jnp.concatenate([array.reshape(-1) for array in small_arrays])
         separate.append((LeafSpec(norm), vector))
-    return _by_three_sums(
-        tuple(spec for spec, _ in separate),
-        size,
-        ord,
-        [array for _, array in separate],
-        sums.three_sums_on_a_gpu,
-        _by_pairs,
-    )
+    joined_specs = tuple(spec for spec, _ in separate)
+    joined_arrays = [array for _, array in separate]
+    sums_of_leaf = sums.three_sums_on_a_gpu
+    totals = _three_sums(joined_specs, size, joined_arrays, sums_of_leaf, _by_pairs)
+    counts = _counts(specs, size, ord, arrays, sums.norm_dtype(arrays))
+    return _roots(ord, counts, totals, few=sums.FEW_NORMS_ON_A_GPU)
 
 
 def _norms_on_a_tpu(
     specs: Specs, size: int, ord: Ord, arrays: list[Array]
 ) -> list[Array]:
     """The norms in plain `jnp`, on a TPU and any other platform."""
-    sums_of_leaf = sums.three_sums_on_a_tpu
-    return _by_three_sums(specs, size, ord, arrays, sums_of_leaf, _by_table)
+    totals = _three_sums(specs, size, arrays, sums.three_sums_on_a_tpu, _by_table)
+    counts = _counts(specs, size, ord, arrays, sums.norm_dtype(arrays))
+    return _roots(ord, counts, totals, few=sums.FEW_NORMS_ON_A_TPU)
 
 
-def _by_three_sums(
+def _three_sums(
     specs: Specs,
     size: int,
-    ord: Ord,
     arrays: list[Array],
     sums_of_leaf: Callable[..., Sums],
     over_leaves: Callable[..., Any],
-) -> list[Array]:
-    """The norms by three sums of squares of each leaf, which `sums_of_leaf` takes.
-    `over_leaves` joins the sums of several leaves.
+) -> list[Sums]:
+    """The three sums of squares of each norm. `sums_of_leaf` takes those of a leaf, and
+    `over_leaves` joins those of several leaves.
     """
     dtype = sums.norm_dtype(arrays)
     # One of the three sums may overflow, at which jax_debug_infs would raise.
@@ -184,17 +189,7 @@ def _by_three_sums(
             terms.append(sums_of_leaf(array, spec.axes, dtype))
         zero = jnp.zeros((), dtype)
         zeros = [Sums(zero, zero, zero)] * size
-        totals = _joined(specs, terms, zeros, ADD, over_leaves)
-    counts = _counts(specs, size, ord, arrays, dtype)
-    norms = []
-    for total, count in zip(totals, counts):
-        norms.append(_root(ord, total, count))
-    if size <= sums.FEW_NORMS_ON_A_GPU:
-        return norms
-    by_one_root = partial(_by_one_root, ord, counts)
-    if size <= sums.FEW_NORMS_ON_A_TPU:
-        return sums.per_platform(norms, totals, gpu=by_one_root)
-    return sums.per_platform(norms, totals, gpu=by_one_root, plain=by_one_root)
+        return _joined(specs, terms, zeros, ADD, over_leaves)
 
 
 def _counts(
@@ -231,28 +226,34 @@ def _root(ord: Ord, total: Sums | Array, count: ArrayLike) -> Array:
     return norm
 
 
-def _by_one_root(
-    ord: Ord, counts: list[Any], norms: list[Array], totals: list[Sums]
+def _roots(
+    ord: Ord, counts: list[Any], totals: list[Sums], few: float = math.inf
 ) -> list[Array]:
-    """The norms again: the scalars among them as one vector, of which one root is
-    taken. XLA on a GPU would put the root of each into every kernel that takes all
-    norms: a step with AGC took 1.5 times as long to compile for an H100
+    """The norms from their sums. If they are more than a few, one root is taken of all
+    scalars as a vector.
+
+    XLA on a GPU would put the root of each into every kernel that takes all norms: a
+    step with AGC took 1.5 times as long to compile for an H100
     (`python -m benchmarks --only whole_step_compiled`). A TPU would take each root by
     itself.
     """
-    scalars = [index for index, norm in enumerate(norms) if not norm.ndim]
+    scalars = [index for index, total in enumerate(totals) if not total.plain.ndim]
     # Inside shard_map they may differ over different mesh axes.
-    types = {jax.typeof(norms[index]) for index in scalars}
-    if len(types) != 1:
-        return norms
+    types = {jax.typeof(totals[index].plain) for index in scalars}
+    if len(totals) <= few or len(types) != 1:
+        return [_root(ord, total, count) for total, count in zip(totals, counts)]
     vectors = []
     for field in Sums._fields:
         vectors.append(jnp.stack([getattr(totals[index], field) for index in scalars]))
     count_vector = jnp.stack([counts[index] for index in scalars])
     norm_vector = _root(ord, Sums(*sums.written_by_a_gpu(vectors)), count_vector)
-    norms = list(norms)
-    for index, norm in zip(scalars, list(norm_vector)):
-        norms[index] = norm
+    norm_of_index = dict(zip(scalars, list(norm_vector)))
+    norms = []
+    for index, total in enumerate(totals):
+        if index in norm_of_index:
+            norms.append(norm_of_index[index])
+        else:
+            norms.append(_root(ord, total, counts[index]))
     return norms
 
 
