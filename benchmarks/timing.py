@@ -30,7 +30,7 @@ class Contestant(NamedTuple):
 class Program(NamedTuple):
     """A function compiled ahead of time."""
 
-    call: Callable[..., Any]
+    call: jax.stages.Compiled
     seconds: float  # of processor time to trace, lower and compile it
     # bytes that it needs beside its arguments and results. NaN where the backend does
     # not tell
