@@ -82,7 +82,8 @@ def rows_of(
     for row in rows:
         name = row["clipped by"]
         row["losses"] = [float(loss) for loss in trainings[name][0].losses]
-        counts = program.counts_of(programs[name].call.as_text())
+        text = programs[name].call.as_text()
+        counts = program.counts_of(text or "")
         row["kernels"] = counts.kernels
         row["scalars"] = counts.scalars
         _, *arguments = functions[name]

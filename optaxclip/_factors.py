@@ -21,11 +21,11 @@ from ._checks import NUMBERS, broadcasts_to, check_shape, shown
 from ._mesh import entries_of
 from ._norms import Norms, norms_of_tree
 from ._sums import FEW_NORMS_ON_A_TPU, as_float, per_platform, traced_once
-from ._trees import clipped_leaves, put_back
+from ._trees import PyTree, clipped_leaves, put_back
 from .shrinks import Shrink, hard
 
 
-def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
+def rescale(updates: PyTree, norms: Any, new_norms: Any) -> Any:
     """Stretches every part of `updates` from its norm to a new one.
 
     Args:
@@ -170,7 +170,9 @@ def _entry_by_reduction(roots: jax.Array, index: int) -> jax.Array:
     return jnp.sum(jnp.where(is_entry, block, 0))
 
 
-def multiply(tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False) -> Any:
+def multiply(
+    tree: PyTree, norms: Norms, roots: list[Any], *, zero: bool = False
+) -> Any:
     """Multiplies each clipped leaf twice by its entry of `roots`, which has one for
     each norm.
 

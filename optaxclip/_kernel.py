@@ -129,7 +129,7 @@ def make_clipper(
 
     def update(
         updates: PyTree,
-        state: Any,
+        state: PyTree,
         params: PyTree = None,
         *,
         grad_norm: PyTree = None,
@@ -429,7 +429,7 @@ def _roots(
 
 
 def clip_once(
-    tree: Any,
+    tree: PyTree,
     limit: Any,
     measure: Measure,
     *,
@@ -465,7 +465,7 @@ def clip_once(
 
 
 def _raise_nonfinite(
-    call: str, measure: Any, old_state: ClipState, state: ClipState, updates: Any
+    call: str, measure: Any, old_state: ClipState, state: ClipState, updates: PyTree
 ) -> None:
     """Raises FloatingPointError for a norm that is NaN or inf, and names the leaves, or
     for a limit that is NaN.

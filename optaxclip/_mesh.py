@@ -36,7 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _trees as trees
 from ._checks import shown
-from ._trees import listed
+from ._trees import PyTree, listed
 
 # "auto", None, a name, a tuple of names, or a tree prefix of PartitionSpec
 MeshAxes: TypeAlias = (
@@ -67,7 +67,7 @@ def has_types(manual: Names) -> bool:
     return bool(manual) and varying(lax.axis_index(manual)) >= set(manual)
 
 
-def varying(tree: Any) -> frozenset[str]:
+def varying(tree: PyTree) -> frozenset[str]:
     """The manual mesh axes over which some array of a tree may differ."""
     mesh_axes: frozenset[str] = frozenset()
     for array in jax.tree.leaves(tree):
@@ -134,7 +134,7 @@ def types_of(function: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
 
 
-def typed_as(tree: Any, array_type: ShapedArray) -> Any:
+def typed_as(tree: PyTree, array_type: ShapedArray) -> Any:
     """The arrays of a tree with a type that `jax.typeof` or `types_of` gave.
 
     `lax.scan` and shard_map compare the types of a state before and after a step.
@@ -219,7 +219,7 @@ def static_mesh_axes(mesh_axes: Any, call: str) -> Any:
     return trees.freeze(mesh_axes, _is_spec)
 
 
-def mesh_axes_of_leaves(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
+def mesh_axes_of_leaves(mesh_axes: Any, tree: PyTree, call: str) -> list[Any]:
     """The entry of `mesh_axes` for each leaf."""
     mesh_axes = static_mesh_axes(mesh_axes, call)
     if isinstance(mesh_axes, trees.Prefix):
@@ -228,7 +228,7 @@ def mesh_axes_of_leaves(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
     return [mesh_axes] * len(jax.tree.leaves(tree))
 
 
-def global_shapes(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
+def global_shapes(mesh_axes: Any, tree: PyTree, call: str) -> list[Any]:
     """The shape of each leaf over all devices. None where it is not known which axis is
     split.
     """
@@ -250,7 +250,7 @@ def global_shapes(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
     return shapes
 
 
-def splits(mesh_axes: Any, tree: Any, axes: Sequence[Any], call: str) -> list[Split]:
+def splits(mesh_axes: Any, tree: PyTree, axes: Sequence[Any], call: str) -> list[Split]:
     """For each leaf, how it is split if its norm is taken over its axes `axes` (None:
     all).
 
@@ -493,7 +493,7 @@ def _starts(sizes: Sequence[int], kept_over: Sequence[Names]) -> list[Any]:
     return starts
 
 
-def check_replicated(tree: Any, mesh_axes: str | tuple[str, ...]) -> jax.Array:
+def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> jax.Array:
     """Returns whether all devices along some mesh axes hold the same values.
 
     For debugging inside pmap and shard_map, where JAX cannot tell. A gradient that is

@@ -22,6 +22,7 @@ from ._clippers._recorders import SpikeState
 from ._clippers._spam import SpamState
 from ._health import HealthState, health_numbers
 from ._state import ClipState, RecordState, sizes_of
+from ._trees import PyTree
 from ._wrappers._skipping import SkipState
 
 
@@ -174,7 +175,7 @@ def health_rows(state: HealthState, options: Options) -> Iterator[Row]:
         yield Row(sign, path, value)
 
 
-def _steps(state: Any) -> Array:
+def _steps(state: PyTree) -> Array:
     """The steps that shares are counted over: 1 before the first step."""
     return _float32(jnp.maximum(state.step, 1))
 

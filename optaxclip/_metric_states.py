@@ -29,7 +29,7 @@ from ._metric_rows import (
     spike_rows,
 )
 from ._state import ClipState, Names, RecordState, check_one_model
-from ._trees import unboxed
+from ._trees import PyTree, unboxed
 from ._wrappers._skipping import SkipState
 
 
@@ -63,7 +63,7 @@ class Found(NamedTuple):
     state: Any
 
 
-def reported_states(opt_state: Any) -> Iterator[Found]:
+def reported_states(opt_state: PyTree) -> Iterator[Found]:
     """Every state that is reported.
 
     Raises:
@@ -96,7 +96,7 @@ def reported_states(opt_state: Any) -> Iterator[Found]:
         yield Found(prefix if number == 1 else f"{prefix}_{number}", path, state)
 
 
-def _states_in(tree: Any, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:
+def _states_in(tree: PyTree, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:
     """Every reported state of a tree, with its scope.
 
     `scope` is the one of the tree.

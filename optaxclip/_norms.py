@@ -284,7 +284,7 @@ def norm_of_norms(norms: Norms) -> jax.Array:
 # ------------------------------------------------------------------- public functions
 
 
-def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> Any:
+def global_norm(tree: PyTree, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> Any:
     """Returns the norm of all leaves together: (sum |x|^p)^(1/p).
 
     Complex values count by modulus. Integer, bool and float0 leaves, leaves without
@@ -314,7 +314,11 @@ def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> 
 
 
 def tensor_norm(
-    tree: Any, *, ord: Ord = None, stacked: Stacked = None, mesh_axes: MeshAxes = "auto"
+    tree: PyTree,
+    *,
+    ord: Ord = None,
+    stacked: Stacked = None,
+    mesh_axes: MeshAxes = "auto",
 ) -> Any:
     """Returns the norm of each leaf: (sum |x|^p)^(1/p).
 
@@ -354,7 +358,7 @@ def tensor_norm(
 
 
 def unitwise_norm(
-    tree: Any,
+    tree: PyTree,
     *,
     axis: Axis = None,
     ord: Ord = None,
@@ -401,7 +405,7 @@ def unitwise_norm(
 
 
 def group_norm(
-    tree: Any, labels: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto"
+    tree: PyTree, labels: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto"
 ) -> dict[Any, jax.Array]:
     """Returns one norm for each label, over all leaves that carry it.
 

@@ -14,6 +14,7 @@ import numpy as np
 from . import _mesh as mesh
 from . import _trees as trees
 from ._checks import check_known, check_takes, is_function, shown
+from ._trees import PyTree
 
 # The order of a norm. None means 2.
 Ord = float | Literal["rms", "average"] | None
@@ -107,7 +108,7 @@ def static_labels(labels: Any, call: str) -> Any:
     return table
 
 
-def labels_of(labels: Any, tree: Any) -> Any:
+def labels_of(labels: Any, tree: PyTree) -> Any:
     """The labels of a tree, as a tree prefix. `labels` is one, or a function that makes
     one: of the tree, or of the path and the leaf of each label.
     """

@@ -354,7 +354,7 @@ def sizes_of(state: ClipState, layers: bool) -> dict[str, int]:
     return {name: size_at(position) for name, position in positions.items()}
 
 
-def check_one_model(argument: str, function: str, state: Any) -> None:
+def check_one_model(argument: str, function: str, state: PyTree) -> None:
     """Raises for arrays [members, rows, N], which would be read as [rows, N].
 
     `function` is what reads the state of one model.
@@ -369,7 +369,7 @@ def check_one_model(argument: str, function: str, state: Any) -> None:
         )
 
 
-def clip_states(tree: Any) -> list[ClipState]:
+def clip_states(tree: PyTree) -> list[ClipState]:
     """All states of clippers in the state of an optimizer."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ClipState))
     return [leaf for leaf in leaves if isinstance(leaf, ClipState)]

@@ -15,6 +15,7 @@ from .._checks import begins_anew, broadcasts_to, is_function
 from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._sums import with_modulus
+from .._trees import PyTree
 from ..rules._memory import count_up
 from ..rules._rule import Number, is_rule
 
@@ -97,12 +98,14 @@ def value_clipper(
                 if low_path[:length] == high_path[:length]:
                     checks.check_order(call, (low[0], low_bound), (high[0], high_bound))
 
-    def init(params: Any) -> ClipByValueState:
+    def init(params: PyTree) -> ClipByValueState:
         elements = no_elements_clipped() if count else ()
         return ClipByValueState(jnp.zeros((), jnp.int32), elements)
 
     # A chain hands every argument to all of its links. This clipper takes none.
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> Any:
         # A checkpoint of `optax.clip` has EmptyState in this place. Fixed bounds need
         # no count of steps, so it begins anew.
         if begins_anew(call, state, (upper, lower)):

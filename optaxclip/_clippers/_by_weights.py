@@ -18,7 +18,7 @@ from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, UnitwiseNorm
 from .._options import Ord, check_measure
-from .._trees import Axis, Stacked, clipped_leaves, put_back, weights_of
+from .._trees import Axis, PyTree, Stacked, clipped_leaves, put_back, weights_of
 from ..rules._limits import ShareOfParams
 from ..rules._rule import Answer, Number, Rule, at_step, checked_number, number_field
 from ..shrinks import Shrink
@@ -209,7 +209,9 @@ def larc(
 
     # A chain hands its `grad_norm` and `limit` to all of its links. This one computes
     # both, so it takes neither.
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params)
         grad_norms = measure(tree)
@@ -255,7 +257,7 @@ class Larc(Rule):
     needs_params = True
 
     def update(
-        self, norm: Array, memory: Any, step: Array, params_norm: Array
+        self, norm: Array, memory: PyTree, step: Array, params_norm: Array
     ) -> Answer:
         rate, trust = at_step(step, norm.dtype, self.learning_rate, self.trust)
         weight_norm = params_norm.astype(norm.dtype)
@@ -365,7 +367,9 @@ def clippy(
 
     # A chain hands its `grad_norm` and `limit` to all of its links. This one computes
     # both, so it takes neither.
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")
         is_free = jnp.isinf(relative) | jnp.isinf(absolute)

@@ -28,7 +28,7 @@ from .._mesh import resharded, typed_as, types_of, varying_as
 from .._norms import OwnNorm
 from .._state import ClipState
 from .._sums import norm_dtype
-from .._trees import clipped_leaves, put_back, weights_of
+from .._trees import PyTree, clipped_leaves, put_back, weights_of
 from ..rules._limits import Limit, rule_without_params
 
 CALL = "qk_clip"
@@ -159,7 +159,7 @@ def qk_clip(
     # in a dict from the name of an attention to its heads.
     kernel = make_clipper(OwnNorm(dict), max_logit, call=CALL, name="max_logit")
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> Any:
         # `optax.tree_map_params` has no weights in which heads could be found.
         if isinstance(params, PLACEHOLDER):
             return kernel.init(params)
@@ -173,7 +173,9 @@ def qk_clip(
             zeros[attention.name] = varying_as(logits, weights_type)
         return kernel.init(zeros)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> Any:
         check_state(CALL, state, ClipState)
         tree = clipped_leaves(updates, CALL)
         weights = jax.tree.leaves(weights_of(CALL, tree, params, "updates"))
@@ -198,7 +200,11 @@ def qk_clip(
 # Jitted at module level, so that clippers with equal settings share a program.
 @partial(jax.jit, static_argnums=0)
 def _clip(
-    attentions: tuple[Attention, ...], alpha: Any, tree: Any, weights: Any, state: Any
+    attentions: tuple[Attention, ...],
+    alpha: Any,
+    tree: PyTree,
+    weights: PyTree,
+    state: PyTree,
 ) -> Any:
     """The updates that lead to the weights times their scales."""
     updates, treedef = jax.tree.flatten(tree)

@@ -60,7 +60,7 @@ def record_norm(
         return RecordState(*clipper.init(params))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> Any:
         # A limit of one step is for the clippers of the chain.
         extra_args.pop("limit", None)
@@ -192,7 +192,7 @@ def record_spikes(
         return judge.varying_like(params, SpikeState(*arrays))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> Any:
         check_state(call, state, SpikeState)
         norm, loss = judge.norm_and_loss(updates, extra_args)

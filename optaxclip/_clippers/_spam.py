@@ -35,7 +35,7 @@ from .._mesh import MeshAxes
 from .._norms import Norms, TensorNorm
 from .._options import check_measure
 from .._sums import modulus_dtype, wide_dtype, with_modulus
-from .._trees import Stacked, arrays_of, clipped_leaves, put_back
+from .._trees import PyTree, Stacked, arrays_of, clipped_leaves, put_back
 from ..rules._averages import Ema
 from ..rules._memory import count_up, new_where, root
 from ..rules._rule import Number, at_step, checked_number, rule_in
@@ -118,14 +118,16 @@ def spam(
     def zero_moment(leaf: Any) -> jax.Array:
         return jnp.zeros_like(leaf, jnp.finfo(wide_dtype(leaf)).dtype)
 
-    def init(params: Any) -> SpamState:
+    def init(params: PyTree) -> SpamState:
         # The moment is split over devices as the weights are, which may be
         # jax.ShapeDtypeStruct.
         moment = jax.tree.map(zero_moment, clipped_leaves(params, call))
         step = jnp.zeros((), jnp.int32)
         return SpamState(step, moment, no_elements_clipped() if count else ())
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> Any:
         check_state(call, state, SpamState)
         tree = clipped_leaves(updates, call)
         trees.check_kept(call, tree, state.second_moment)
@@ -265,7 +267,9 @@ def adaclip(
         measure, rule, call=call, name="limit", nonfinite=nonfinite
     )
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> Any:
         tree = clipped_leaves(updates, call)
         norms = measure(tree)
         # The kernel measures nothing again. A norm from elsewhere goes first.
@@ -286,7 +290,7 @@ def adaclip(
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
 
-def _norms_and_limits(state: Any, norms: Norms) -> tuple[list[Any], list[Any]]:
+def _norms_and_limits(state: PyTree, norms: Norms) -> tuple[list[Any], list[Any]]:
     """The norm and the limit of each leaf in a state, on this device. `norms` says
     which norms leaves have.
     """
@@ -376,10 +380,12 @@ def reset_momentum(
     warmup = checked_number(f"{call}: warmup", warmup, schedule=False)
     optimizer = checks.with_extra_args(f"{call}: inner", inner)
 
-    def init(params: Any) -> ResetState:
+    def init(params: PyTree) -> ResetState:
         return ResetState(jnp.zeros((), jnp.int32), optimizer.init(params))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> Any:
         check_state(call, state, ResetState)
         since_reset = steps_since_reset(state.step, every)
         # Some optimizers keep a copy of the weights in their state, so `init` gets

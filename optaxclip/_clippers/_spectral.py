@@ -42,7 +42,7 @@ from .._options import static_axes
 from .._reduce import LeafSpec
 from .._state import ClipState
 from .._sums import wide_dtype
-from .._trees import Stacked, clipped_leaves, other_axes, put_back
+from .._trees import PyTree, Stacked, clipped_leaves, other_axes, put_back
 from ..rules._limits import LimitTree
 from ..rules._memory import root
 from ..shrinks import Shrink, hard, shrink_of, smooth
@@ -153,7 +153,9 @@ def clip_by_spectral_norm(
         measure, max_norm, call=call, shrink=shrink, nonfinite=nonfinite
     )
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> Any:
         tree = clipped_leaves(updates, call)
         # The chain's norm from elsewhere is none of singular values, and may be below
         # them.
@@ -219,7 +221,7 @@ class SpectralNorm(NamedTuple):
     stacked: Any
 
     @partial(jax.jit, static_argnums=0)
-    def __call__(self, tree: Any) -> Norms:
+    def __call__(self, tree: PyTree) -> Norms:
         # Before the norms, since errors of `layouts` name the function that the user
         # called.
         layouts = self.layouts(tree)
@@ -246,7 +248,7 @@ class SpectralNorm(NamedTuple):
         specs = tuple(LeafSpec(norm=index) for index in range(len(values)))
         return l2_norms._replace(values=values, specs=specs)
 
-    def layouts(self, tree: Any) -> dict[Layout, list[int]]:
+    def layouts(self, tree: PyTree) -> dict[Layout, list[int]]:
         """The indices of the leaves that are matrices, by their layout."""
         entries = jax.tree.leaves_with_path(tree)
         shapes = [jnp.shape(leaf) for _, leaf in entries]
@@ -318,7 +320,7 @@ def _with_shrunk_values(
     measure: SpectralNorm,
     shrink: Shrink,
     steps: int | None,
-    tree: Any,
+    tree: PyTree,
     scaled: Any,
     state: ClipState,
 ) -> Any:

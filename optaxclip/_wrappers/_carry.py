@@ -85,7 +85,7 @@ def carry_clipped(
         return CarryState(carry, clipper.init(params))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> Any:
         check_state(call, state, CarryState)
         # The carry has no counter of steps, which would show a state of several models.

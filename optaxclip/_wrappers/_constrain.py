@@ -84,7 +84,7 @@ def constrain(
     clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")

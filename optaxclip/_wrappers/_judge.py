@@ -91,7 +91,9 @@ class Judge(NamedTuple):
             return norm, None
         return norm, self._checked("value", loss)
 
-    def judge(self, state: Any, norm: ArrayLike, loss: ArrayLike | None) -> Judgement:
+    def judge(
+        self, state: PyTree, norm: ArrayLike, loss: ArrayLike | None
+    ) -> Judgement:
         """Holds norm and loss against the limits of their rules.
 
         `state` is a `SkipState` or a `SpikeState`.

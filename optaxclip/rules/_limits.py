@@ -19,6 +19,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
+from .._trees import PyTree
 from ._memory import count_up, multiple
 from ._rule import (
     Answer,
@@ -111,7 +112,7 @@ class Constant(Rule):
 
     limit: Number | None = field(metadata={"check": checked_limit})
 
-    def update(self, norm: Array, memory: Any, step: Array) -> Any:
+    def update(self, norm: Array, memory: PyTree, step: Array) -> Any:
         # `limit_of` brings what a schedule returns to the norm's dtype and shape.
         return self.limit(step) if callable(self.limit) else self.limit, memory
 
@@ -195,7 +196,7 @@ class ShareOfParams(Rule):
     needs_params = True
 
     def update(
-        self, norm: Array, memory: Any, step: Array, params_norm: Array
+        self, norm: Array, memory: PyTree, step: Array, params_norm: Array
     ) -> Answer:
         share, floor = at_step(step, norm.dtype, self.share, self.floor)
         # Weights may have 64 bits where updates have 32.
@@ -261,7 +262,9 @@ class Joined(Rule):
 class Minimum(Joined):
     """The smallest limit of several rules."""
 
-    def update(self, norm: Array, memory: Any, step: Array, *more_norms: Any) -> Answer:
+    def update(
+        self, norm: Array, memory: PyTree, step: Array, *more_norms: Any
+    ) -> Answer:
         limits, new_memories = self.ask_each(norm, memory, step, more_norms)
         return reduce(jnp.minimum, limits), new_memories
 
@@ -269,7 +272,9 @@ class Minimum(Joined):
 class Maximum(Joined):
     """The largest limit of several rules."""
 
-    def update(self, norm: Array, memory: Any, step: Array, *more_norms: Any) -> Answer:
+    def update(
+        self, norm: Array, memory: PyTree, step: Array, *more_norms: Any
+    ) -> Answer:
         limits, new_memories = self.ask_each(norm, memory, step, more_norms)
         return reduce(jnp.maximum, limits), new_memories
 
@@ -283,7 +288,9 @@ class WarmUp(Joined):
     def init(self, norm: Array) -> Any:
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
 
-    def update(self, norm: Array, memory: Any, step: Array, *more_norms: Any) -> Answer:
+    def update(
+        self, norm: Array, memory: PyTree, step: Array, *more_norms: Any
+    ) -> Answer:
         seen, memories = memory
         # Both rules are asked in every step, so the second has learnt when its limit
         # counts.

@@ -30,6 +30,7 @@ from .. import _checks as checks
 from .._exported import call_repr
 from .._mesh import typed_as
 from .._names import checked
+from .._trees import PyTree
 from ._memory import new_where
 
 R = TypeVar("R", bound="Rule")
@@ -262,7 +263,7 @@ def limit_of(
 limit_of_jitted = jax.jit(limit_of, static_argnames=("argument", "signed"))
 
 
-def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> Any:
+def _checked_memory(rule: Rule, norm: jax.Array, memory: PyTree, argument: str) -> Any:
     """The memory in the form of the rule's own.
 
     Raises for the memory of another rule. The length of a window is not compared: under
@@ -295,7 +296,7 @@ def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> 
     return memory
 
 
-def _form(tree: Any) -> Any:
+def _form(tree: PyTree) -> Any:
     forms = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
     return forms if jax.tree.leaves(tree) else "nothing"
 
