@@ -49,19 +49,25 @@ class Limits(NamedTuple):
     splits: Sequence[Names] = ()
     divisor: Any = 1  # of the sum
 
-    def joint(self) -> Array | None:
+    def joint(self) -> Any:
         """The limit of all groups together: the root of the sum of their squares. None
         if a group is known to have none.
         """
+        is_traced = False
         for limit in self.values:
             if limit is None or is_function(limit):
                 return None
-            if not isinstance(limit, Tracer) and math.isinf(limit):
+            if isinstance(limit, Tracer):
+                is_traced = True
+            elif math.isinf(limit):
                 return None
+        # Numbers that are not traced stay so, for `sensitivity` of dropin.jax_privacy.
+        if not is_traced:
+            return np.float64(math.hypot(*map(float, self.values)))
         dtype = jnp.result_type(float)
         # A traced limit may be negative, and then counts as 0.
         limits = [jnp.maximum(held_in(dtype, limit), 0) for limit in self.values]
-        return reduce(jnp.hypot, limits)
+        return reduce(jnp.hypot, limits) * (1 + len(limits) * 2.0**-22)
 
     def weigh(
         self, leaves: Arrays, present: Array, term_bounds: Arrays | None = None

@@ -223,8 +223,9 @@ def test_what_is_proved_is_known_before_the_run():
         assert found.excess == pytest.approx(excess, rel=1e-6), name
         change = excess + 2 * (size - 1) * rounding
         assert found.change == pytest.approx(change, rel=1e-6), name
-        text = f"adds at most 1 + {excess:.2g} limits and changes the sum by 1 + "
-        assert f"{text}{change:.2g}" in str(found)
+        assert f"at most 1 + {change:.2g} limits\n" in str(found)
+        assert f"{excess:.2g} by its rounding, {change - excess:.2g} by" in str(found)
+        assert "with mask=: of batches that differ in size nothing" in str(found)
     # 2^24 additions may lose all of a sum.
     endless = explained("gram", 2**20, 16)
     assert endless.excess == endless.change == np.inf
