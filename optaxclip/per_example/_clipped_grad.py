@@ -17,8 +17,8 @@ from .._mesh import MeshAxes
 from ..shrinks import Shrink, shrink_of
 from ._choose import Choice, choose, costs_of, possible_ghost
 from ._explicit import DeviceResult, on_each_device
-from ._ghost._norms import LeafPlan
-from ._passes import CANCELS, Run, limits_of
+from ._ghost._norms import LeafPlan, rounding
+from ._passes import CANCELS, Run, block_width, limits_of
 from ._problem import Argnums, Problem, Signature, check_function
 
 METHODS = ("auto", "ghost", "one_pass")
@@ -134,7 +134,7 @@ def clipped_grad(
       method: how it is computed. All give the same numbers but for rounding, and but
         for what cancels in "ghost". "ghost": from one backward pass, without large
         gradients of examples. Where norms are by gram (`explain_clipped_grad`), an
-        example whose terms cancel to less than 1/128 of their size counts as that long,
+        example whose terms cancel to less than 1/16 of their size counts as that long,
         since it is summed with their rounding. Where squares leave the range of float32
         it counts as that size, and with inputs of a layer above 2e31 as inf.
         "one_pass": the gradients of a microbatch at a time. Often the fastest for
@@ -240,7 +240,7 @@ def clipped_grad(
         if mean:
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
-            problem = problem._replace(divisor=divisor)
+            problem = problem._replace(divisor=divisor, is_sum=False)
         bounds: list[Bounds] = []
 
         def bounded(problem: Problem) -> DeviceResult:
@@ -325,6 +325,7 @@ def _bounds(problem: Problem, choice: Choice) -> Bounds:
     size = problem.present.size * problem.devices
     # How many examples are summed at once
     width = min((choice.microbatch or size) * problem.devices, size)
+    turns = -(-size // width)
     plans = _plans(problem, choice)
     for plan, leaf in zip(plans, jax.tree.leaves(problem.params)):
         uses = list(plan.uses.values())
@@ -337,9 +338,12 @@ def _bounds(problem: Problem, choice: Choice) -> Bounds:
         dtype = max(param_dtype, use_dtype, key=lambda x: float(jnp.finfo(x).eps))
         # Other norms are those of the gradients that are added up.
         is_gram = plan.norm_by == "gram"
-        positions = plan.positions if is_gram else 1
+        terms = width
+        if is_gram:
+            # Of a block, and of Kahan's sum of all blocks
+            terms = min(width, block_width(plan.positions)) * plan.positions + 3
         # The additions of a microbatch, of all microbatches, and the products.
-        error = _rounding(width * positions + size + 4, dtype)
+        error = rounding(terms + turns + 4, dtype)
         for use in uses:
             if not plan.held and any(x.dtype == jnp.bfloat16 for x in use.out_types):
                 # Two bfloat16 numbers round a cotangent times a factor.
@@ -347,19 +351,13 @@ def _bounds(problem: Problem, choice: Choice) -> Bounds:
         if is_gram:
             error *= CANCELS + 1
             stack, rows, columns = plan.matrix_shape
-            terms = rows + columns + stack * positions**2 + 1
-            error_of_square = _rounding(terms, use_dtype)
+            terms = rows + columns + stack * plan.positions**2 + 1
+            error_of_square = rounding(terms, np.float64)
             error_of_gram = np.sqrt(1 + CANCELS**2 * error_of_square) - 1
             error_of_norm = max(error_of_norm, error_of_gram)
         error_of_sum = max(error_of_sum, error)
     excess = error_of_norm + error_of_sum
     return Bounds(excess, change=excess + 2 * (size - 1) * error_of_sum)
-
-
-def _rounding(count: int, dtype: Any) -> float:
-    """The most that `count` roundings take from a sum, over the sizes of its terms."""
-    share = count * float(jnp.finfo(dtype).eps) / 2
-    return share / (1 - share) if share < 1 else np.inf
 
 
 class ExplainedLeaf(NamedTuple):

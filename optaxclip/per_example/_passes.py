@@ -6,8 +6,9 @@ apart from the activations of a microbatch.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,9 @@ Arrays = list[Array]
 Step = Callable[..., tuple[Any, Any]]
 # How many times longer the terms of a gradient may be than their sum. Where they cancel
 # more, rounding is too large a part of it, and the example counts as longer than it is.
-CANCELS = 128
+CANCELS = 16
+# How many terms of such gradients are added up at once on a CPU.
+BLOCK = 256
 
 
 class Limits(NamedTuple):
@@ -293,22 +296,29 @@ class Run(NamedTuple):
 
 
 def in_microbatches(
-    step: Step, total: Any, counts: Array, batch: Any, most: int | None
+    step: Step,
+    total: Any,
+    counts: Array,
+    batch: Any,
+    most: int | None,
+    plus: Callable[[Any, Any], Any] | None = None,
 ) -> tuple[Any, Any]:
     """Runs `step(counts, *examples) -> (terms, results)` on each microbatch, of at most
     `most` examples.
 
-    `counts` is False for examples that only fill up the last microbatch.
+    `counts` is False for examples that only fill up the last microbatch. `plus` adds
+    terms to the total, leaf by leaf if it is None.
 
     Returns:
       The total plus all terms, and the results of each example.
     """
+    plus = plus or partial(jax.tree.map, _plus)
     size = counts.size
     width = even_width(size, int(most or size))
     count = -(-size // width)
     if count == 1:
         terms, results = step(counts, *batch)
-        return jax.tree.map(_plus, total, terms), results
+        return plus(total, terms), results
 
     def split(x: Array) -> Array:
         """[batch, ...] as [width, count, ...].
@@ -336,7 +346,7 @@ def in_microbatches(
             return lax.dynamic_index_in_dim(x, turn, 1, keepdims=False)
 
         terms, results = step(*jax.tree.map(take, (counts & is_real, *batch)))
-        return jax.tree.map(_plus, total, terms), results
+        return plus(total, terms), results
 
     total, results = lax.scan(body, total, jnp.arange(count))
     return total, jax.tree.map(joined, results)
@@ -344,6 +354,29 @@ def in_microbatches(
 
 def _plus(total: Array, term: Array) -> Array:
     return total + term.astype(total.dtype)
+
+
+def block_width(positions: int) -> int:
+    """How many examples, of so many terms each, are added up at once where terms may
+    cancel: blocks are short on a CPU, where what is lost between them is kept.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+    return max(BLOCK // positions, 1) if is_cpu else sys.maxsize
+
+
+class KahanSum(NamedTuple):
+    """A sum, and what its last addition added too much.
+
+    Reference: Kahan, Further remarks on reducing truncation errors, 1965.
+    """
+
+    total: Array
+    excess: Array
+
+    def plus(self, term: Array) -> "KahanSum":
+        term = term - self.excess
+        total = self.total + term
+        return KahanSum(total, (total - self.total) - term)
 
 
 def even_width(size: int, most: int) -> int:

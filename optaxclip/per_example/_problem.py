@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from .. import _mesh
 from .. import _trees as prefix
@@ -36,6 +37,7 @@ class Problem(NamedTuple):
     splits: Sequence[Names] = ()
     limits: Sequence[Any] = ()  # the numbers of `max_norm`
     divisor: Any = 1  # of the sum of the clipped gradients
+    is_sum: bool = True  # or a mean
     devices: int = 1  # that share the batch, of which this has a part
     # The program of the loss of one example, and the types of what it returns. Known on
     # the device.
@@ -43,8 +45,13 @@ class Problem(NamedTuple):
     returned: Any = None
 
     def of_one(self, params: Any, example: Any) -> tuple[jax.Array, Any]:
-        """The loss of one example, and aux."""
-        return self.loss(params, example, self.shared)
+        """The loss of one example, and aux. Once it is traced, by its program: each
+        compilation calls the user's function once.
+        """
+        if self.program is None:
+            return self.loss(params, example, self.shared)
+        outputs = jaxpr_as_fun(self.program)(*jax.tree.leaves((params, example)))
+        return jax.tree.unflatten(jax.tree.structure(self.returned), outputs)
 
     def traced(self, of_one: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
         """The program of a function of the parameters and one example, and the types of
@@ -126,11 +133,12 @@ class Signature(NamedTuple):
         problem = problem._replace(params=params, splits=splits)
         program, returned = problem.traced(problem.of_one)
         self._check_program(program, batch)
+        problem = problem._replace(program=program, returned=returned)
         # Rules of jax.custom_jvp and jax.custom_vjp are functions in the loss. Only in
         # its gradient are they programs.
         gradient, _ = problem.traced(jax.grad(problem.of_one, has_aux=True))
         self._check_program(gradient, batch)
-        return problem._replace(program=program, returned=returned)
+        return problem
 
     def _splits(self, params: Any, batch: Any) -> list[Names]:
         """For each parameter, the mesh axes over which its gradient is split."""
