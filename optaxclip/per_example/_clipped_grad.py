@@ -347,7 +347,7 @@ def _bounds(problem: Problem, choice: Choice) -> Bounds:
         for use in uses:
             if not plan.held and any(x.dtype == jnp.bfloat16 for x in use.out_types):
                 # Two bfloat16 numbers round a cotangent times a factor.
-                error += 2.0**-17
+                error += 2.0**-16
         if is_gram:
             error *= CANCELS + 1
             stack, rows, columns = plan.matrix_shape

@@ -231,6 +231,33 @@ def test_what_is_flushed_to_zero_is_not_made_long(method):
     assert length(grad(np.ones(100, np.float32), x, y).grads) <= MOST
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(1, 24, 40), (4, 40, 40)])
+def test_16_bits_of_any_size_add_at_most_what_is_proved(shape, dtype):
+    """Factors times cotangents are subnormal where inputs are large, and flushed."""
+    times, rows, columns = shape
+    top = 126 if dtype == "bfloat16" else 14
+
+    def loss(w, x, c):
+        return jnp.sum(((x @ w) * c).astype(jnp.float32))
+
+    w = jnp.zeros((rows, columns), dtype)
+    # One example at a time, of a batch of one. Under vmap float64 stays too.
+    grad = jax.vmap(clipped_grad(loss, 1.0, mean=False, method="ghost"), (None, 0, 0))
+    random = np.random.default_rng(0)
+    power = random.uniform(-top, top, (400, 1, 1, 1))
+    x = 2.0**power * random.choice([1, -1], (400, 1, times, rows))
+    # Products from 1 up, which are clipped.
+    power = np.maximum(random.uniform(0, 40, power.shape) - power, -top)
+    c = 2.0 ** np.minimum(power, 14) * random.uniform(1, 2, (400, 1, times, columns))
+    x, c = jnp.asarray(x, dtype), jnp.asarray(c, dtype)
+    found = np.asarray(jax.jit(grad)(w, x, c).grads, np.float64)
+    lengths = np.linalg.norm(found.reshape(400, -1), axis=1)
+    excess = explain_clipped_grad(loss, method="ghost")(w, x[0], c[0]).excess
+    assert np.max(lengths) <= 1 + excess < 1.0003
+    assert np.sum(lengths > 0.999) > 100
+
+
 def test_long_sums_by_gram_lose_no_more_than_short_ones():
     """Of 2^15 terms added up at once 2 units in the last place are lost, of blocks of
     256 less than one.

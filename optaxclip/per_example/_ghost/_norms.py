@@ -693,7 +693,13 @@ def _inner_products(a: Array, b: Array, dtype: Any) -> Array:
         # For a lookup of row r the product with a_t is the entry a_t[r].
         index = jnp.broadcast_to(b[..., None, :], (*a.shape[:-1], b.shape[-1]))
         return jnp.take_along_axis(a, index, axis=-1)
-    return _dot("...tn,...un->...tu", a, b)
+    stacked = tuple(range(a.ndim - 2))
+    last = a.ndim - 1
+    # `jnp.einsum` asks for its dtype by name, which vmap and derivatives do again,
+    # where there may be no float64.
+    return lax.dot_general(
+        a, b, (((last,), (last,)), (stacked, stacked)), precision=HIGHEST
+    )
 
 
 def _dot(axes: str, x: Array, y: Array) -> Array:
