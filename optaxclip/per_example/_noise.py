@@ -226,7 +226,7 @@ def _count_of(leaves: list[Array]) -> int:
     count = 0
     for leaf in leaves:
         parts = 2 if jnp.iscomplexobj(leaf) else 1
-        count += parts * leaf.size * axes_size(varying(leaf))
+        count += parts * jnp.size(leaf) * axes_size(varying(leaf))
     return count
 
 
