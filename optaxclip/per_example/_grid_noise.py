@@ -100,7 +100,9 @@ def discrete_gaussian(high: Array, middle: Array, low: Array) -> Array:
 def integer_noise(words: list[Array]) -> Array:
     """Z, int32, of eight random words. It is below 2^29.6 in size."""
     # Five words give ten uniform numbers: 20 bits, and 12 bits in steps of 2^8.
-    uniforms = sum((word >> 12) + ((word & 0xFFF) << 8) for word in words[3:])
+    uniforms = jnp.zeros_like(words[0])
+    for word in words[3:]:
+        uniforms += (word >> 12) + ((word & 0xFFF) << 8)
     mean = (5 << SHIFT) - 642
     j = discrete_gaussian(*words[:3])
     return (j << SHIFT) + uniforms.astype(np.int32) - mean

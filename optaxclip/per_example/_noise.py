@@ -95,11 +95,7 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
 
 
 def add_noise(
-    result: Any,
-    noise_multiplier: ArrayLike,
-    key: Array,
-    *,
-    sensitivity: ArrayLike | None = None,
+    result: Any, noise_multiplier: ArrayLike, key: Array, *, sensitivity: Any = None
 ) -> Any:
     """Adds Gaussian noise to a sum of clipped gradients: g + sigma N(0, I), with
     sigma = noise_multiplier * sensitivity.
