@@ -95,7 +95,11 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
 
 
 def add_noise(
-    result: Any, noise_multiplier: ArrayLike, key: Array, *, sensitivity: Any = None
+    result: Any,
+    noise_multiplier: ArrayLike,
+    key: Array,
+    *,
+    sensitivity: ArrayLike | None = None,
 ) -> Any:
     """Adds Gaussian noise to a sum of clipped gradients: g + sigma N(0, I), with
     sigma = noise_multiplier * sensitivity.
@@ -179,15 +183,16 @@ def add_noise(
         )
     check_number("add_noise: sensitivity", sensitivity, is_scalar=True)
     multiplier = jnp.asarray(number_for_jit(noise_multiplier), float)
+    change = jnp.asarray(number_for_jit(sensitivity), float)
     # What rounding to the grid adds to the sensitivity, in units of sigma
     rounding = ROUNDING * _count_of(leaves) ** 0.5
-    sigma = multiplier * sensitivity / (1 - multiplier * rounding)
+    sigma = multiplier * change / (1 - multiplier * rounding)
     is_private = (multiplier > 0) & (sigma >= LEAST_SIGMA) & (sigma <= MOST_SIGMA)
     is_private &= longest <= REACH * sigma
     if not isinstance(is_private, Tracer) and not is_private:
         raise ValueError(
             f"add_noise: noise_multiplier={shown(noise_multiplier)}, with the "
-            f"sensitivity {sensitivity:g}, gives noise of deviation {sigma:g}. It must "
+            f"sensitivity {change:g}, gives noise of deviation {sigma:g}. It must "
             f"be between {LEAST_SIGMA:g} and {MOST_SIGMA:g}, and at least "
             f"{longest / REACH:.2g}, 2^-20 of what the sum may be. To go without "
             "noise, leave add_noise out, as in grads = result.grads."
