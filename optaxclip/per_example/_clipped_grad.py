@@ -340,8 +340,9 @@ def _bounds(problem: Problem, choice: Choice) -> Bounds:
         is_gram = plan.norm_by == "gram"
         terms = width
         if is_gram:
-            # Of a block, and of Kahan's sum of all blocks
-            terms = min(width, block_width(plan.positions)) * plan.positions + 3
+            # Of a block, of Kahan's sum of all blocks, and of the sums of devices
+            terms = min(width, block_width(plan.positions)) * plan.positions
+            terms += 2 + problem.devices
         # The additions of a microbatch, of all microbatches, and the products.
         error = rounding(terms + turns + 4, dtype)
         for use in uses:
