@@ -4,6 +4,7 @@ which of them are differentiated, shared by all examples, or a batch.
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,8 @@ from .._jaxpr import every_equation
 from .._mesh import MeshAxes, Names, listed, varying
 from .._trees import check_leaves
 
+# Whose lines tell a user nothing: JAX's and ours.
+LIBRARIES = tuple(str(Path(str(x.__file__)).parent) for x in (jax, prefix))
 # As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
 Argnums = int | Sequence[int]
 # The values of `vmap_method` by which a callback sees one example at a time. With None
@@ -186,9 +189,9 @@ class Signature(NamedTuple):
         else:
             return
         raise ValueError(
-            f"{self.call}: the loss of one example has a {name}, which sees the whole "
-            "batch: one example could change the gradients of all others, and no limit "
-            f"would bound what it does. {cure}"
+            f"{self.call}: the loss of one example has a {name}{_place_of(eqn)}, which "
+            "sees the whole batch: one example could change the gradients of all "
+            f"others, and no limit would bound what it does. {cure}"
         )
 
     def _check_devices(self, eqn: Any, mesh_axes: Iterable[str]) -> None:
@@ -197,8 +200,9 @@ class Signature(NamedTuple):
         if joined:
             raise ValueError(
                 f"{self.call}: the loss of one example has a {eqn.primitive} over "
-                f"{listed(joined)}. Over axes that split the batch gather parameters "
-                "before the call, and add up gradients after it. In pmap and with "
+                f"{listed(joined)}{_place_of(eqn)}. Over axes that split the batch "
+                "gather parameters before the call, and add up gradients after it. In "
+                "pmap and with "
                 "check_vma=False mesh_axes='auto' knows no others: name them, or give "
                 "None if nothing else is split."
             )
@@ -271,6 +275,15 @@ class Signature(NamedTuple):
                 f"{self.call}: loss must return {expected} for each example, got "
                 f"{shown(returned)}."
             )
+
+
+def _place_of(eqn: Any) -> str:
+    """The line of the user's code that an equation comes from, where JAX knows it."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if not frame.file_name.startswith(LIBRARIES):
+            return f" ({frame.file_name}:{frame.line_num})"
+    return ""
 
 
 def _joined_axes(eqn: Any) -> set[str]:
