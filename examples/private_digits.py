@@ -3,10 +3,11 @@ example, adds Gaussian noise to their sum, and shows what the norms of examples 
 
 What it shows. The three parts of DP-SGD. Each step draws its batch by chance: every
 image joins with the same probability, so the number of images differs from step to
-step. They are padded to one shape, and a mask says which are real. `clipped_grad` with
-`mean=False` gives a sum that no image changes by more than the limit. `add_noise` adds
-noise with the standard deviation noise * limit. The sum is divided by the expected
-number of images, since the real number would tell something about the data.
+step. They are padded to one shape, each at a random place, and a mask says which are
+real. `clipped_grad` with `mean=False` gives a sum, and its sensitivity: by how much one
+image changes it at most. `add_noise` adds noise of this size, times the noise
+multiplier. The sum is divided by the expected number of images, since the real number
+would tell something about the data.
 
 26 of the 1300 images have a wrong label on purpose. At the end, when the network has
 learnt the rest, all of them are among the hundred longest gradients: norms of examples
@@ -30,7 +31,7 @@ import optax
 from _shared import Digits, cross_entropy, new_perceptron, perceptron, read_digits, run
 
 import optaxclip
-from optaxclip.per_example import noise_scale
+from optaxclip.per_example import draw, noise_scale
 
 HELD_OUT, WRONG, LONGEST = 497, 26, 100
 # A batch has 130 images on average, and at most 256: 11 standard deviations more.
@@ -91,37 +92,31 @@ def train(
     # The sum, since one image changes it by max_norm at most.
     grad = optaxclip.clipped_grad(loss_of, max_norm, mean=False)
 
-    def step(trained: Any, batch: Any) -> Any:
-        (params, state), (chosen, is_real, key) = trained, batch
-        result = grad(params, images[chosen], labels[chosen], mask=is_real)
+    def step(trained: Any, key: jax.Array) -> Any:
+        params, state = trained
+        of_batch, of_noise = jax.random.split(key)
+        # Poisson sampling, on which the account of privacy is based.
+        share = BATCH / len(labels)
+        batch = draw(of_batch, share, examples=len(labels), places=PADDED)
+        result = grad(
+            params, images[batch.chosen], labels[batch.chosen], mask=batch.mask
+        )
         total = result.grads
         # `add_noise` refuses noise of 0, which would hide nothing.
         if noise:
-            total = optaxclip.add_noise(result, noise * max_norm, key)
+            total = optaxclip.add_noise(result, noise, of_noise)
         mean = jax.tree.map(lambda x: x / BATCH, total)
         updates, state = optimizer.update(mean, state)
-        clipped = jnp.sum(is_real & (result.factors < 1)) / jnp.sum(is_real)
+        clipped = jnp.sum(batch.mask & (result.factors < 1)) / jnp.sum(batch.mask)
         return (optax.apply_updates(params, updates), state), clipped
 
     keys = jax.random.split(jax.random.key(seed), steps)
-    batches = *draw_batches(len(labels), steps, seed), keys
     start = params, optimizer.init(params)
-    scan = jax.jit(lambda start: jax.lax.scan(step, start, batches))
+    scan = jax.jit(lambda start: jax.lax.scan(step, start, keys))
     (params, _), clipped = scan(start)
     return params, np.asarray(clipped)
 
 
-def draw_batches(examples: int, steps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """int[steps, PADDED], and which of them are real: Poisson sampling, on which the
-    account of privacy is based. Every example joins with the same probability.
-    """
-    random = np.random.default_rng(seed)
-    drawn = random.random((steps, examples)) < BATCH / examples
-    # Those that are drawn come first.
-    chosen = np.argsort(~drawn, axis=1, kind="stable")[:, :PADDED]
-    return chosen, np.take_along_axis(drawn, chosen, axis=1)
-
-
 if __name__ == "__main__":
-    noise = "standard deviation of the noise, in units of the limit"
+    noise = "noise multiplier: deviation of the noise, over what one image changes"
     run(main, noise=noise, max_norm="the limit of each example")

@@ -22,7 +22,7 @@ A clipper answers three questions. How long is the gradient? (norm) How long may
 
     rules        limits that follow the run: rules.growth(), rules.z_score() ...
     shrinks      shrinks.hard, shrinks.smooth ...
-    per_example  clipped_grad, add_noise, sensitivity, and functions named as in optax
+    per_example  clipped_grad, add_noise, sensitivity, draw, noise_scale
     doctor       `python -m optaxclip.doctor log.jsonl` says why a run breaks
     replay       rules over recorded norms, also as `python -m optaxclip.replay`
     dropin       functions named as in torch, TensorFlow, Keras and jax_privacy

@@ -63,7 +63,7 @@ _OTHER_NAMES = {
     "z": "z_score z_thresh",
     # In a function that counts deviations, a threshold is a number of them.
     f"z sigmas {_LIMITS}": "threshold",
-    "sigma": "noise_multiplier stddev",
+    "noise_multiplier": "sigma stddev",
 }
 # Our names for each other name.
 _OUR_NAMES: dict[str, list[str]] = {}
@@ -85,7 +85,7 @@ _REMARKS = {
     "shared_argnums": ", the arguments that are no batches",
     "nonfinite": '="raise"',
     "shrink": "=optaxclip.shrinks.normalize",
-    "sigma": ", a standard deviation: the noise multiplier times the limit",
+    "noise_multiplier": ", the standard deviation over the sensitivity",
     "sigmas": ", in standard deviations",
     "z": ", in standard deviations",
 }
@@ -94,8 +94,8 @@ _NO_ARGUMENTS = {
     # optax masks any transformation.
     "mask": "Wrap the clipper: optax.masked({call}(...), mask).",
     "trainable": "Wrap the clipper: optax.masked({call}(...), mask).",
-    "noise_multiplier": "optaxclip.add_noise(result, noise_multiplier * max_norm, key) "
-    "adds the noise.",
+    "noise_multiplier": "optaxclip.add_noise(result, noise_multiplier, key) adds the "
+    "noise.",
     "prefix": "optax.named_chain gives clippers names of their own in the keys.",
 }
 # Names that people try for a function, and what to use instead.
@@ -120,7 +120,7 @@ FUNCTIONS = {
     "log_norm": "record_norm",
     "make_private": "clipped_grad(loss, max_norm, mean=False) and add_noise",
     "muon_clip": "qk_clip",
-    "noise_multiplier": "add_noise(result, noise_multiplier * max_norm, key)",
+    "noise_multiplier": "add_noise(result, noise_multiplier, key)",
     "norm": "global_norm",
     "per_sample_clip": "clipped_grad",
     "privacyengine": "clipped_grad(loss, max_norm, mean=False) and add_noise",

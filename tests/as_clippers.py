@@ -86,16 +86,3 @@ def example(limit: Any, **options: Any) -> Any:
         return optaxclip.clipped_grad(loss, limit, **options)(weights, batch).grads
 
     return optax.with_extra_args_support(optax.stateless(update))
-
-
-def batch_of_one(wrapped: Callable[..., Any], limit: Any) -> Any:
-    """One of optax's per-example clippers as a clipper of one example.
-
-    Optax's sums of narrow gradients are float32, and so are ours.
-    """
-
-    def update(grads: Any, params: Any) -> Any:
-        clipped = wrapped(jax.tree.map(lambda g: g[None], grads), limit)[0]
-        return jax.tree.map(lambda new, g: new.astype(g.dtype), clipped, grads)
-
-    return optax.with_extra_args_support(optax.stateless(update))

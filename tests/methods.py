@@ -9,14 +9,12 @@ A new method is one entry here. Tables that need a property ask for it:
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import optaxclip
 from optaxclip import clip_by_global_norm, clip_by_tensor_norm
 from tests.as_clippers import (
     around,
-    batch_of_one,
     bounds,
     by_group,
     carried,
@@ -281,12 +279,5 @@ METHODS: dict[str, Method] = {
             "mean": True,
             "mesh_axes": "auto",
         },
-    ),
-    "per_example_global_norm_clip": Method(
-        partial(batch_of_one, optaxclip.per_example.per_example_global_norm_clip),
-        optaxclip.per_example.per_example_global_norm_clip,
-        "all",
-        keeps=NORM - {BITS},
-        **OF_DERIVATIVES,
     ),
 }

@@ -12,10 +12,9 @@ docs/private_training.md.
     from a loss        clipped_grad: like jax.grad of a mean loss.
                        explain_clipped_grad: how it does it.
                        noise_scale: how much the gradients of examples differ.
-    for privacy        add_noise: Gaussian noise for a sum of clipped gradients.
+    for privacy        draw: a batch by Poisson sampling.
+                       add_noise: Gaussian noise for a sum of clipped gradients.
                        sensitivity: an audit of how much one example changes a sum
-    from gradients     per_example_global_norm_clip, per_example_layer_norm_clip: the
-                       functions of optax
     shrinks            of optaxclip.shrinks. auto_s and psac were made for this
 
 An example whose gradient is NaN or inf contributes nothing, and the others are as if it
@@ -32,12 +31,12 @@ from ._clipped_grad import ExplainedLeaf as ExplainedLeaf
 from ._clipped_grad import Explanation as Explanation
 from ._clipped_grad import clipped_grad as clipped_grad
 from ._clipped_grad import explain_clipped_grad as explain_clipped_grad
+from ._noise import Drawn as Drawn
 from ._noise import NoiseScale as NoiseScale
 from ._noise import Sensitivity as Sensitivity
 from ._noise import add_noise as add_noise
+from ._noise import draw as draw
 from ._noise import noise_scale as noise_scale
 from ._noise import sensitivity as sensitivity
-from ._optax_names import per_example_global_norm_clip as per_example_global_norm_clip
-from ._optax_names import per_example_layer_norm_clip as per_example_layer_norm_clip
 
 _names.with_our_names(__name__)

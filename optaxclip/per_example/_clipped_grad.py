@@ -15,13 +15,15 @@ from .. import _trees as prefix
 from .._checks import check_choice, check_flag, check_length, is_function, shown
 from .._mesh import MeshAxes
 from ..shrinks import Shrink, shrink_of
-from ._choose import choose, costs_of, possible_ghost
+from ._choose import Choice, choose, costs_of, possible_ghost
 from ._explicit import DeviceResult, on_each_device
-from ._ghost._norms import LeafPlan
-from ._passes import CANCELS, Run, limits_of
+from ._ghost._norms import LeafPlan, rounding
+from ._passes import CANCELS, Run, block_width, limits_of
 from ._problem import Argnums, Problem, Signature, check_function
 
 METHODS = ("auto", "ghost", "one_pass")
+# A bound that is computed in float32 is no longer one without this factor.
+ROUNDED_UP = 1 + 2.0**-22
 
 
 class ClippedGrad(NamedTuple):
@@ -39,9 +41,12 @@ class ClippedGrad(NamedTuple):
         sum itself, with `mean=False`.
       values: the loss of each example.
       aux: what the loss returned beside its value. None without `has_aux`.
-      limit: the longest that a gradient may be after clipping: `max_norm`, the root of
-        the sum of squares for several. None without one (None or inf), and with
-        `private=False`. `add_noise` refuses None.
+      sensitivity: by how much one example changes the sum at most, with all that
+        rounding adds (`explain_clipped_grad` shows the parts). `add_noise` multiplies
+        by it. It is for examples that join and leave at a place of their own, so there
+        is none without `mask=`. Nor is there one for a mean, without a limit (None or
+        inf), with `private=False`, and where nothing is proved: then it is None.
+      longest: how long the sum may be at most. None like `sensitivity`.
     """
 
     grads: Any
@@ -51,7 +56,37 @@ class ClippedGrad(NamedTuple):
     divisor: jax.Array | None  # int32[]
     values: jax.Array  # float[batch]
     aux: Any  # [batch, ...]
-    limit: jax.Array | None  # float32[]
+    sensitivity: Any  # float32[]
+    longest: Any  # float32[]
+
+    def added_to(self, total: ClippedGrad) -> ClippedGrad:
+        """Returns the sum of this result and another one, for batches that come in
+        several calls. An example may be in one of them.
+
+        Its sensitivity is the larger one, and what rounding of this addition adds.
+        `nonfinite` counts both. Norms, factors, values and aux are of this batch.
+
+        Example:
+          >>> grad = optaxclip.clipped_grad(lambda w, x: w * x, 1.0, mean=False)
+          >>> batch, mask = jnp.array([3.0, 0.5]), jnp.array([True, True])
+          >>> result = grad(0.0, batch, mask=mask)
+          >>> both = result.added_to(result)
+          >>> print(f"{both.grads:.3f} {both.sensitivity:.6f}")
+          3.000 1.000002
+        """
+        sensitivity = None
+        longest = None
+        if self.sensitivity is not None and total.sensitivity is not None:
+            longest = (self.longest + total.longest) * ROUNDED_UP
+            larger = jnp.maximum(self.sensitivity, total.sensitivity)
+            # With and without an example a sum is rounded by 2^-24 of its length.
+            sensitivity = (larger + 2.0**-23 * longest) * ROUNDED_UP
+        return self._replace(
+            grads=jax.tree.map(jnp.add, self.grads, total.grads),
+            nonfinite=self.nonfinite + total.nonfinite,
+            sensitivity=sensitivity,
+            longest=longest,
+        )
 
 
 def clipped_grad(
@@ -99,7 +134,7 @@ def clipped_grad(
       method: how it is computed. All give the same numbers but for rounding, and but
         for what cancels in "ghost". "ghost": from one backward pass, without large
         gradients of examples. Where norms are by gram (`explain_clipped_grad`), an
-        example whose terms cancel to less than 1/128 of their size counts as that long,
+        example whose terms cancel to less than 1/16 of their size counts as that long,
         since it is summed with their rounding. Where squares leave the range of float32
         it counts as that size, and with inputs of a layer above 2e31 as inf.
         "one_pass": the gradients of a microbatch at a time. Often the fastest for
@@ -205,12 +240,29 @@ def clipped_grad(
         if mean:
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
-            problem = problem._replace(divisor=divisor)
-        sums, nonfinite, examples = on_each_device(on_device, problem)
+            problem = problem._replace(divisor=divisor, is_sum=False)
+        bounds: list[Bounds] = []
+
+        def bounded(problem: Problem) -> DeviceResult:
+            result, bounds_on_device = on_device(problem)
+            bounds.append(bounds_on_device)
+            return result
+
+        sums, nonfinite, examples = on_each_device(bounded, problem)
         params, treedef = jax.tree.flatten(problem.params)
         if mean:
             sums = [x.astype(param.dtype) for x, param in zip(sums, params)]
         norms, factors, values, aux = examples
+        sensitivity = None
+        longest = None
+        limit = limits.joint()
+        # Without a mask, one example less is another program, in which the gradients of
+        # all others may have other bits.
+        is_bounded = private and not mean and mask is not None
+        if is_bounded and limit is not None and np.isfinite(bounds[0].change):
+            sensitivity = limit * (1 + bounds[0].change) * ROUNDED_UP
+            size = problem.present.size
+            longest = limit * size * (1 + bounds[0].excess) * ROUNDED_UP
         return ClippedGrad(
             grads=treedef.unflatten(sums),
             norms=norms,
@@ -219,10 +271,11 @@ def clipped_grad(
             divisor=divisor,
             values=values,
             aux=aux,
-            limit=limits.joint() if private else None,
+            sensitivity=sensitivity,
+            longest=longest,
         )
 
-    def on_device(problem: Problem) -> DeviceResult:
+    def on_device(problem: Problem) -> tuple[DeviceResult, Bounds]:
         problem = signature.on_device(problem)
         choice = choose(problem, method, microbatch)
         limits_on_device = limits._replace(
@@ -243,7 +296,8 @@ def clipped_grad(
         norms = limits.treedef.unflatten(weights.norms.T)
         factors = limits.treedef.unflatten(weights.factors.T)
         nonfinite = jnp.sum(problem.present & ~weights.counts, dtype=jnp.int32)
-        return DeviceResult(sums, nonfinite, (norms, factors, values, aux))
+        result = DeviceResult(sums, nonfinite, (norms, factors, values, aux))
+        return result, _bounds(problem, choice)
 
     return of_batch
 
@@ -255,13 +309,24 @@ class Bounds(NamedTuple):
     change: float
 
 
-def _bounds(problem: Problem, width: int, plans: list[LeafPlan]) -> Bounds:
-    """The bounds that docs/numerics.md derives. `width` is how many examples are summed
-    at once.
-    """
+def _plans(problem: Problem, choice: Choice) -> list[LeafPlan]:
+    """How the norms of the gradients by each parameter are found."""
+    if choice.ghost:
+        return choice.ghost.plans
+    # One pass makes whole gradients, and captures nothing.
+    leaves = jax.tree.leaves(problem.params)
+    return [LeafPlan("gradient", {}, held=leaf.size) for leaf in leaves]
+
+
+def _bounds(problem: Problem, choice: Choice) -> Bounds:
+    """The bounds that docs/numerics.md derives."""
     error_of_sum = 0.0
     error_of_norm = 0.0
     size = problem.present.size * problem.devices
+    # How many examples are summed at once
+    width = min((choice.microbatch or size) * problem.devices, size)
+    turns = -(-size // width)
+    plans = _plans(problem, choice)
     for plan, leaf in zip(plans, jax.tree.leaves(problem.params)):
         uses = list(plan.uses.values())
         param_dtype = np.promote_types(leaf.dtype, np.float32)
@@ -273,29 +338,27 @@ def _bounds(problem: Problem, width: int, plans: list[LeafPlan]) -> Bounds:
         dtype = max(param_dtype, use_dtype, key=lambda x: float(jnp.finfo(x).eps))
         # Other norms are those of the gradients that are added up.
         is_gram = plan.norm_by == "gram"
-        positions = plan.positions if is_gram else 1
+        terms = width
+        if is_gram:
+            # Of a block, of Kahan's sum of all blocks, and of the sums of devices
+            terms = min(width, block_width(plan.positions)) * plan.positions
+            terms += 2 + problem.devices
         # The additions of a microbatch, of all microbatches, and the products.
-        error = _rounding(width * positions + size + 4, dtype)
+        error = rounding(terms + turns + 4, dtype)
         for use in uses:
             if not plan.held and any(x.dtype == jnp.bfloat16 for x in use.out_types):
                 # Two bfloat16 numbers round a cotangent times a factor.
-                error += 2.0**-17
+                error += 2.0**-16
         if is_gram:
             error *= CANCELS + 1
             stack, rows, columns = plan.matrix_shape
-            terms = rows + columns + stack * positions**2 + 1
-            error_of_square = _rounding(terms, use_dtype)
+            terms = rows + columns + stack * plan.positions**2 + 1
+            error_of_square = rounding(terms, np.float64)
             error_of_gram = np.sqrt(1 + CANCELS**2 * error_of_square) - 1
             error_of_norm = max(error_of_norm, error_of_gram)
         error_of_sum = max(error_of_sum, error)
     excess = error_of_norm + error_of_sum
     return Bounds(excess, change=excess + 2 * (size - 1) * error_of_sum)
-
-
-def _rounding(count: int, dtype: Any) -> float:
-    """The most that `count` roundings take from a sum, over the sizes of its terms."""
-    share = count * float(jnp.finfo(dtype).eps) / 2
-    return share / (1 - share) if share < 1 else np.inf
 
 
 class ExplainedLeaf(NamedTuple):
@@ -320,9 +383,10 @@ class Explanation(NamedTuple):
       leaves: one `ExplainedLeaf` for each parameter.
       excess: what one example adds to the sum, with the rounding of its terms, is at
         most C (1 + excess), for the limit C and whatever the example holds.
-      change: with or without one example the sums differ by at most C (1 + change),
-        even if all others were made to cancel. inf where nothing is proved. The bounds
-        hold on a CPU: docs/numerics.md has the proof, and what was measured.
+      change: with an example, or with `mask=` False in its place, the sums differ by at
+        most C (1 + change), even if all others were made to cancel. inf where nothing
+        is proved. The bounds hold on a CPU: docs/numerics.md has the proof, and what
+        was measured.
       costs: for each method, about how many times as long as the plain gradient it
         takes, counted from shapes: on a CPU ratios of two methods are mostly right
         within a factor of 2. "auto" takes the cheaper of "ghost" and "one_pass". There
@@ -340,12 +404,15 @@ class Explanation(NamedTuple):
         width = self.microbatch or "the whole batch"
         costs = [f"{name} {cost:.2g}" for name, cost in self.costs.items()]
         slow = [name for name, cost in self.costs.items() if cost > 10]
+        others = self.change - self.excess if self.change < np.inf else np.inf
         lines = [
             f"method {self.method}, microbatch: {width}",
             f"estimated time, in plain gradients: {', '.join(costs)}",
             *(f"more than ten plain gradients: {name}" for name in slow),
-            f"an example adds at most 1 + {self.excess:.2g} limits and changes the sum "
-            f"by 1 + {self.change:.2g}",
+            f"one example changes the sum by at most 1 + {self.change:.2g} limits",
+            f"  1 by its limit, {self.excess:.2g} by its rounding, {others:.2g} by "
+            "that of the others",
+            "  with mask=: of batches that differ in size nothing is proved",
         ]
         head = ("parameter", "shape", "norm by", "uses", "kept", "made")
         rows: list[tuple[str, ...]] = [head]
@@ -411,7 +478,9 @@ def explain_clipped_grad(
       >>> print(explain(params, jnp.ones((4, 30))))
       method ghost, microbatch: the whole batch
       estimated time, in plain gradients: one_pass 3.9, ghost 1.4
-      an example adds at most 1 + 7.2e-07 limits and changes the sum by 1 + 5e-06
+      one example changes the sum by at most 1 + 3.8e-06 limits
+        1 by its limit, 5.4e-07 by its rounding, 3.2e-06 by that of the others
+        with mask=: of batches that differ in size nothing is proved
       parameter  shape     norm by   uses         kept  made
       b          (20,)     gradient  add          320   80
       w          (30, 20)  product   dot_general  800   0
@@ -441,13 +510,8 @@ def explain_clipped_grad(
         size = problem.present.size
         width = min(choice.microbatch or size, size)
         entries = jax.tree.leaves_with_path(problem.params)
-        if choice.ghost:
-            plans = choice.ghost.plans
-        else:
-            # One pass makes whole gradients, and captures nothing.
-            plans = [LeafPlan("gradient", {}, held=leaf.size) for _, leaf in entries]
         leaves = []
-        for (path, leaf), plan in zip(entries, plans):
+        for (path, leaf), plan in zip(entries, _plans(problem, choice)):
             use_names = []
             captured_size = 0
             for use in plan.uses.values():
@@ -466,7 +530,7 @@ def explain_clipped_grad(
             )
             leaves.append(explained)
         ghost = choice.ghost or possible_ghost(problem)[0]
-        bounds = _bounds(problem, width * problem.devices, plans)
+        bounds = _bounds(problem, choice)
         microbatch_of_all = choice.microbatch
         if microbatch_of_all:
             microbatch_of_all *= problem.devices

@@ -1,5 +1,7 @@
-"""Noise for privacy, an audit of what it must hide, and noise that is in gradients.
+"""Batches and noise for privacy, an audit of what the noise must hide, and noise that
+is in gradients.
 
+draw          a batch by Poisson sampling, each example at a random place
 add_noise     adds Gaussian noise to a sum of clipped gradients
 sensitivity   tries how much one example can change a sum. Each pattern takes the place
               of the first example. In cancelling patterns the entries of one array,
@@ -19,90 +21,182 @@ from jax.core import Tracer
 from jax.tree_util import keystr
 from jax.typing import ArrayLike
 
-from .._checks import check_number, number_for_jit, shown
-from .._mesh import has_types, manual_axes, split_as, varying
+from .._checks import check_length, check_number, number_for_jit, shown
+from .._mesh import device_count, has_types, manual_axes, varying
 from .._norms import global_norm
 from .._sums import divided
 from ._clipped_grad import ClippedGrad
+from ._grid_noise import REACH, ROUNDING, with_grid_noise
 from ._problem import check_function
 
 # The CRC-32 of b"optaxclip.add_noise". Keys that are split off, or that small numbers
 # are folded into, are never those of the noise.
 SALT = 0xAA98C44C
-# With less, numbers of the noise would be subnormal in float32, and flushed to 0.
-LEAST_SIGMA = 1e-30
+TRIED = 16  # examples, and tokens of each array, of the audit
+# Beyond these deviations steps of the grid would leave the range of float32.
+LEAST_SIGMA = 1e-25
+MOST_SIGMA = 1e30
 
 
-def add_noise(result: Any, sigma: ArrayLike, key: Array) -> Any:
-    """Adds Gaussian noise to a sum of clipped gradients: g + sigma N(0, I).
+class Drawn(NamedTuple):
+    """A padded batch.
 
-    For DP-SGD sigma is the noise multiplier of the account times the limit. Noise is
-    added once, to the sum over all devices and microbatches, before it is divided by
-    the expected number of examples.
+    Attributes:
+      chosen: for each place, the number of an example in the data.
+      mask: whether an example was drawn for this place, for `mask=`.
+    """
+
+    chosen: Array  # int32[places]
+    mask: Array  # bool[places]
+
+
+def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
+    """Draws a batch by Poisson sampling: each example joins with the same probability,
+    whoever else does, and gets a random place of a padded batch.
+
+    Where an example stands tells nothing of who else is there. So the batch without it
+    is the batch in which `mask` leaves out its place, and the gradients of all others
+    keep their bits: `sensitivity` of `clipped_grad` is proved for that.
 
     Args:
-      result: of `clipped_grad(..., mean=False)`, or a tree of gradients, such as the
-        sum of those of several microbatches.
-      sigma: the standard deviation, at least 1e-30, since float32 loses smaller noise.
-        A complex number gets noise of this deviation in its real and its imaginary
-        part.
+      key: a key of `jax.random`, another one for each step.
+      share: the probability that an example joins, above 0 and at most 1.
+      examples: how many examples the data have.
+      places: the size of the batch. If more are drawn, the last are left out, which the
+        account must add to delta: take so many that it is as good as impossible.
+
+    Returns:
+      A `Drawn`: `x[chosen]` is the batch, and `mask` goes to `clipped_grad`.
+
+    Raises:
+      ValueError: a share outside 0 to 1, fewer than one place, or more places than
+        examples.
+      TypeError: something that is not a number.
+
+    Example:
+      >>> from optaxclip.per_example import draw
+      >>> chosen, mask = draw(jax.random.key(0), 0.5, examples=6, places=5)
+      >>> print(mask.sum(), chosen[mask])
+      4 [1 4 2 3]
+
+    Reference: Mironov, Talwar, Zhang, Renyi differential privacy of the sampled
+    Gaussian mechanism, 2019 (arXiv 1908.10530).
+    """
+    check_number("draw: share", share, highest=1.0, is_scalar=True)
+    check_length("draw: examples", examples)
+    check_number("draw: places", places, lowest=1, highest=examples, is_scalar=True)
+    of_examples, of_places = jax.random.split(key)
+    # Of 32 bits, and never more often than `share`.
+    most = np.uint32(min(int(share * 2**32), 2**32 - 1))
+    is_drawn = jax.random.bits(of_examples, (examples,), np.uint32) < most
+    chosen = jnp.argsort(~is_drawn, stable=True)[:places]
+    chosen = jax.random.permutation(of_places, chosen)
+    return Drawn(chosen, is_drawn[chosen])
+
+
+def add_noise(
+    result: Any,
+    noise_multiplier: ArrayLike,
+    key: Array,
+    *,
+    sensitivity: ArrayLike | None = None,
+) -> Any:
+    """Adds Gaussian noise to a sum of clipped gradients: g + sigma N(0, I), with
+    sigma = noise_multiplier * sensitivity.
+
+    The account is `GaussianDpEvent(noise_multiplier)` of dp-accounting. It holds for an
+    observer of every bit: sum and noise are whole numbers in steps of sigma / 2^26, and
+    sigma is longer by what the rounding to them adds, 1 + 2^-26 noise_multiplier
+    sqrt(d) for d numbers. docs/numerics.md has the proof. Noise is added once, to the
+    sum over all devices and microbatches, before it is divided by the expected number
+    of examples.
+
+    Args:
+      result: of `clipped_grad(..., mean=False)` with `mask=`, which has a sensitivity
+        of its own, or a tree of gradients.
+      noise_multiplier: the deviation of the noise in units of the sensitivity, above 0.
+        A complex number gets such noise in its real and its imaginary part.
       key: a key of `jax.random`, another one for each step, from which nothing else is
-        drawn.
+        drawn. The first key should come from the system: an observer may guess
+        `jax.random.key(0)`.
+      sensitivity: of a tree of gradients, by how much one example changes them at most,
+        as a norm of all leaves. Not of a result.
 
     Returns:
       The tree of gradients with noise, in the dtypes and the sharding that they had.
-      Noise is drawn and added in float32 or wider. Each number has 96 random bits and
-      reaches 9.4 standard deviations on both sides. It is the same however leaves are
-      split under `jit`. Inside shard_map devices that hold different parts of a leaf
-      draw different noise, so add up devices' gradients (`lax.psum`) before. Norms,
-      factors and values of a result are not private, and are not returned. All is NaN
-      where only a traced program knows that sigma is too small, or the limit inf.
+      Noise is drawn and added in float32 or wider, and reaches 11 standard deviations.
+      It has the same bits however leaves are split under `jit`. Inside shard_map
+      devices that hold different parts of a leaf draw different noise, so add up
+      devices' gradients (`lax.psum`) before. Numbers beyond 2^20 sigma are cut to that.
+      Norms, factors and values of a result are not private, and are not returned. All
+      is NaN where only a traced program knows that sigma is out of range.
 
     Raises:
-      ValueError: a mean, since its divisor depends on the data and it may be rounded to
-        16 bits. A result without a limit, of `max_norm=None` or inf, or of
-        `private=False`. A sigma that is below 1e-30 or NaN. A call in pmap, or in
-        shard_map with check_vma=False, where it cannot be known which leaves are split.
-      TypeError: a sigma that is not a number, a key that is none, or several, or leaves
-        that are not floats or complex.
+      ValueError: a result without a sensitivity, such as a mean, one of a batch without
+        `mask=`, of `max_norm=None` or inf, or of `private=False`. A tree without
+        `sensitivity=`. Noise of 0, outside 1e-25 to 1e30, or below 2^-20 of what the
+        sum may be. A leaf of more numbers than its counters count. A call in pmap, or
+        in shard_map with check_vma=False, where it cannot be known which leaves are
+        split.
+      TypeError: a noise multiplier that is not a number, a key that is none, or
+        several, or leaves that are not floats or complex.
 
     Example:
       >>> grads = {"w": jnp.zeros(100_000), "b": jnp.zeros(3, jnp.bfloat16)}
-      >>> noisy = optaxclip.add_noise(grads, 2.0, jax.random.key(0))
+      >>> key = jax.random.key(0)
+      >>> noisy = optaxclip.add_noise(grads, 0.5, key, sensitivity=4.0)
       >>> print(noisy["w"].std().round(1), noisy["b"].dtype)
       2.0 bfloat16
 
     Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
-    1607.00133).
+    1607.00133). Canonne, Kamath, Steinke, The discrete Gaussian for differential
+    privacy, 2020 (arXiv 2004.00010).
     """
     check_number(
-        "add_noise: sigma",
-        sigma,
-        lowest=-np.inf,
-        highest=float(np.finfo(np.float32).max),
-        is_scalar=True,
+        "add_noise: noise_multiplier", noise_multiplier, lowest=-np.inf, is_scalar=True
     )
-    is_known = not isinstance(sigma, Tracer)
-    if is_known and np.asarray(sigma, np.float64) < LEAST_SIGMA:
-        raise ValueError(
-            f"add_noise: sigma must be at least {LEAST_SIGMA:g}, got {shown(sigma)}: "
-            "smaller noise is lost in float32. To go without noise, leave add_noise "
-            "out, as in grads = result.grads."
-        )
     manual = manual_axes()
     if manual and not has_types(manual):
         raise ValueError("add_noise: must be called outside pmap and check_vma=False.")
     leaves, treedef = jax.tree.flatten(sum_in(result, "add_noise"))
-    sigma = jnp.asarray(number_for_jit(sigma), float)
-    is_private = sigma >= LEAST_SIGMA
+    longest: Any = 0.0
     if isinstance(result, ClippedGrad):
-        if result.limit is None:
+        if sensitivity is not None:
             raise ValueError(
-                "add_noise: result has no limit that noise could hide: clipped_grad "
-                "got max_norm=None or inf, or private=False. Give it a number, such as "
-                "max_norm=1.0, and leave private=True."
+                "add_noise: sensitivity is for a tree of gradients, but result has its "
+                "own. Leave it out, or give result.grads."
             )
-        is_private &= jnp.all(jnp.isfinite(result.limit))
+        if result.sensitivity is None:
+            raise ValueError(
+                "add_noise: result has no sensitivity that noise could hide. "
+                "clipped_grad proves one with a finite max_norm, private=True, and a "
+                "batch that is padded to one size, with mask= for what is real "
+                "(per_example.draw makes both)."
+            )
+        sensitivity = result.sensitivity
+        longest = result.longest
+    elif sensitivity is None:
+        raise ValueError(
+            "add_noise: sensitivity must be given with a tree of gradients: by how "
+            "much one example changes them. A result of clipped_grad(..., mean=False) "
+            "has its own."
+        )
+    check_number("add_noise: sensitivity", sensitivity, is_scalar=True)
+    multiplier = jnp.asarray(number_for_jit(noise_multiplier), float)
+    change = jnp.asarray(number_for_jit(sensitivity), float)
+    # What rounding to the grid adds to the sensitivity, in units of sigma
+    rounding = ROUNDING * _count_of(leaves) ** 0.5
+    sigma = multiplier * change / (1 - multiplier * rounding)
+    is_private = (multiplier > 0) & (sigma >= LEAST_SIGMA) & (sigma <= MOST_SIGMA)
+    is_private &= longest <= REACH * sigma
+    if not isinstance(is_private, Tracer) and not is_private:
+        raise ValueError(
+            f"add_noise: noise_multiplier={shown(noise_multiplier)}, with the "
+            f"sensitivity {change:g}, gives noise of deviation {sigma:g}. It must "
+            f"be between {LEAST_SIGMA:g} and {MOST_SIGMA:g}, and at least "
+            f"{longest / REACH:.2g}, 2^-20 of what the sum may be. To go without "
+            "noise, leave add_noise out, as in grads = result.grads."
+        )
     # A traced number cannot be refused, but no sum may go out without noise.
     sigma = jnp.where(is_private, sigma, jnp.nan)
     try:
@@ -128,6 +222,15 @@ def sum_in(result: Any, call: str) -> Any:
     return result.grads if is_result else result
 
 
+def _count_of(leaves: list[Array]) -> int:
+    """How many real numbers the leaves have, over all devices."""
+    count = 0
+    for leaf in leaves:
+        parts = 2 if jnp.iscomplexobj(leaf) else 1
+        count += parts * jnp.size(leaf) * device_count(varying(leaf))
+    return count
+
+
 @jax.jit
 def noisy_leaf(leaf: Array, sigma: Array, key: Array) -> Array:
     """The leaf plus noise, in shard_map with noise of its own for each device."""
@@ -138,70 +241,16 @@ def noisy_leaf(leaf: Array, sigma: Array, key: Array) -> Array:
         # One number for all axes. Keys of unsafe_rbg forget in which order several are
         # folded in, and devices (0, 1) and (1, 0) would draw the same noise.
         key = jax.random.fold_in(key, lax.axis_index(mesh_axes))
-    dtype = np.promote_types(leaf.dtype, np.float32)
-    real = jnp.finfo(dtype).dtype
     real_key, imaginary_key = jax.random.split(key)
-    noise = sigma.astype(real) * standard_normal(real_key, leaf.shape, real)
+    wide = leaf.astype(np.promote_types(leaf.dtype, np.float32))
     if jnp.iscomplexobj(leaf):
-        imaginary = standard_normal(imaginary_key, leaf.shape, real)
-        noise = lax.complex(noise, sigma.astype(real) * imaginary)
-    noise = split_as(noise, jax.typeof(leaf))
-    return (leaf.astype(dtype) + noise).astype(leaf.dtype)
-
-
-def standard_normal(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Normal numbers. `jax.random.normal` ends at 5.2 deviations in float32."""
-    first_key, second_key = jax.random.bits(key, (2, 2), np.uint32)
-    # Counters of 32 bits: the place along the first axes, and along the last axes. They
-    # count places in the whole leaf, however it is split.
-    row = column = jnp.zeros(shape, np.uint32)
-    for axis, size in enumerate(shape):
-        place = lax.broadcasted_iota(np.uint32, shape, axis)
-        if axis < (len(shape) + 1) // 2:
-            row = row * np.uint32(size) + place
-        else:
-            column = column * np.uint32(size) + place
-    high, low = threefry(first_key, row, column)
-    turn, _ = threefry(second_key, row, column)
-    return normal_of_bits(high, low, turn, dtype)
-
-
-def threefry(key: Array, first: Array, second: Array) -> tuple[Array, Array]:
-    """Two random words, uint32, of a key of two words and two counters, by the hash of
-    `jax.random`.
-
-    With `jax.random.bits` three words take seven arrays of temporary memory for a leaf
-    on a CPU. Here XLA makes one loop of all that a number needs.
-
-    Reference: Salmon, Moraes, Dror, Shaw, Parallel random numbers: as easy as 1, 2, 3,
-    2011. Threefry-2x32 with 20 rounds.
-    """
-    keys = key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
-    rotations = (13, 15, 26, 6), (17, 29, 16, 24)
-    first = first + keys[0]
-    second = second + keys[1]
-    for block in range(5):
-        for rotation in rotations[block % 2]:
-            first = first + second
-            second = first ^ (second << rotation | second >> 32 - rotation)
-        first = first + keys[(block + 1) % 3]
-        second = second + keys[(block + 2) % 3] + np.uint32(block + 1)
-    return first, second
-
-
-def normal_of_bits(high: Array, low: Array, turn: Array, dtype: Any) -> Array:
-    """Normal numbers by Box and Muller, from three words each: 64 bits for the length
-    of a vector in the plane, and 32 for its direction.
-    """
-    # The share of longer vectors. At least 2^-65, which is a length of 9.49.
-    share = high.astype(dtype) * 2.0**-32 + (low.astype(dtype) + 0.5) * 2.0**-64
-    # Rounded to 1, it would give no noise.
-    share = jnp.minimum(share, 1 - jnp.finfo(dtype).epsneg)
-    length = jnp.sqrt(-2 * jnp.log(share))
-    # A bit of its own for the sign, so that both sides are alike in each bit.
-    quarters = ((turn >> 1).astype(dtype) + 0.5) * 2.0**-31
-    size = length * jnp.sin(np.pi / 2 * quarters)
-    return jnp.where(turn & 1, -size, size)
+        noisy = lax.complex(
+            with_grid_noise(wide.real, sigma, real_key),
+            with_grid_noise(wide.imag, sigma, imaginary_key),
+        )
+    else:
+        noisy = with_grid_noise(wide, sigma, real_key)
+    return noisy.astype(leaf.dtype)
 
 
 class Sensitivity(NamedTuple):
@@ -226,20 +275,20 @@ def sensitivity(
     and returns the largest change.
 
     In the place of the first example of the batch it puts others: large, small and
-    broken numbers, and numbers that cancel, all alike or of random sizes. For each it
-    computes the sum with and without that example. It finds faults, such as a
-    parameter that is not clipped, or rounding that is not measured. It proves nothing:
-    the `change` of `explain_clipped_grad` is proved.
+    broken numbers, numbers that cancel, all alike or of random sizes, single tokens,
+    and the other examples of the batch. For each it compares the sum with the one in
+    which `mask=` leaves out the first place. It finds faults, such as a parameter that
+    is not clipped, or rounding that is not measured. It proves nothing: the `change` of
+    `explain_clipped_grad` is proved.
 
     Args:
-      grad_fn: what training uses, `grad_fn(params, *batch)`, best jitted: it is called
-        ten times for each array of an example. It returns a sum, before noise is added:
-        a result of `clipped_grad(..., mean=False)` or a tree of gradients.
+      grad_fn: what training uses, `grad_fn(params, *batch, mask=mask)`, best jitted: it
+        is called ten times for each array of an example. It returns a sum, before noise
+        is added: a result of `clipped_grad(..., mean=False)` or a tree of gradients.
       params: the parameters. Random ones will do.
       batch: arguments with at least two examples, pytrees whose first axes count them.
-        Floats are replaced, one array at a time. Of integers, such as tokens, only
-        values of the first example are used. Sequences should have at least 16
-        positions.
+        Floats and integers are replaced, one array at a time, integers by values that
+        the batch has. Sequences should have at least 16 positions.
       limit: the largest change that is allowed: `max_norm`, the root of the sum of
         squares for several.
 
@@ -248,7 +297,7 @@ def sensitivity(
 
     Raises:
       ValueError: a mean instead of a sum.
-      TypeError: a `grad_fn` that is not a function.
+      TypeError: a `grad_fn` that is not a function, or takes no `mask=`.
 
     Example:
       >>> def loss(w, x):
@@ -258,26 +307,28 @@ def sensitivity(
       >>> found = optaxclip.sensitivity(jax.jit(grad), 3.0, batch, limit=1.0)
       >>> print(f"{found.change:.3f}")
       1.000
-      >>> def no_clip(w, x):
-      ...     return jnp.sum(w - x)
+      >>> def no_clip(w, x, mask):
+      ...     return jnp.sum(jnp.where(mask, w - x, 0))
       >>> optaxclip.sensitivity(no_clip, 3.0, batch, limit=1.0)
       Sensitivity(change=inf, pattern='nan in batch[0]', limit=1.0)
     """
     check_function("sensitivity: grad_fn", grad_fn)
     # On one device, also where a mesh has split it.
     batch = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), batch)
+    is_present = np.ones(len(jax.tree.leaves(batch)[0]), bool)
 
-    def total(batch: Any) -> list[np.ndarray]:
-        sums = sum_in(grad_fn(params, *batch), "sensitivity")
+    def total(batch: Any, mask: np.ndarray) -> list[np.ndarray]:
+        sums = sum_in(grad_fn(params, *batch, mask=mask), "sensitivity")
         return [np.asarray(x).astype(np.complex128) for x in jax.tree.leaves(sums)]
 
-    sums_without = total(jax.tree.map(lambda x: x[1:], batch))
+    # In its place, since the gradients of others have other bits in a shorter batch.
+    sums_without = total(batch, np.arange(is_present.size) > 0)
     results = []
     with np.errstate(all="ignore"):
         for pattern, example in _patterns(batch):
             tried = jax.tree.map(lambda x, row: x.at[0].set(row), batch, example)
             norms = []
-            for sum_with, sum_without in zip(total(tried), sums_without):
+            for sum_with, sum_without in zip(total(tried, is_present), sums_without):
                 norms.append(np.linalg.norm(sum_with - sum_without))
             change = float(np.linalg.norm(norms))
             if not np.isfinite(change):
@@ -288,27 +339,34 @@ def sensitivity(
 
 def _patterns(batch: Any) -> Iterator[tuple[str, Any]]:
     """The examples that are tried, with their names."""
-    entries, treedef = jax.tree.flatten_with_path(jax.tree.map(lambda x: x[0], batch))
-    alike = [jnp.broadcast_to(x[:1], x.shape) if x.ndim else x for _, x in entries]
+    entries, treedef = jax.tree.flatten_with_path(batch)
+    for index in range(min(TRIED, len(entries[0][1]))):
+        rows = [array[index] for _, array in entries]
+        yield f"example {index}", treedef.unflatten(rows)
+    examples = [array[0] for _, array in entries]
+    alike = [jnp.broadcast_to(x[:1], x.shape) if x.ndim else x for x in examples]
     yield "all positions alike", treedef.unflatten(alike)
     random = np.random.default_rng(0)
     for index, (path, array) in enumerate(entries):
+        patterns: dict[str, Any] = {}
         if jnp.issubdtype(array.dtype, jnp.inexact):
-            direction = random.standard_normal(array.shape[1:])
-            for pattern, numbers in _numbers_of_positions(array, random).items():
-                tried = np.multiply.outer(numbers, direction).reshape(array.shape)
-                arrays = list(alike)
-                arrays[index] = tried.astype(array.dtype)
-                yield f"{pattern} in batch{keystr(path)}", treedef.unflatten(arrays)
+            patterns = _numbers(array[0], random)
+        elif jnp.issubdtype(array.dtype, jnp.integer):
+            tokens = np.unique(array)
+            for token in random.choice(tokens, min(TRIED, tokens.size), replace=False):
+                patterns[str(token)] = np.full(array.shape[1:], token)
+        for pattern, tried in patterns.items():
+            arrays = list(alike)
+            arrays[index] = jnp.asarray(tried, array.dtype)
+            yield f"{pattern} in batch{keystr(path)}", treedef.unflatten(arrays)
 
 
-def _numbers_of_positions(
-    array: jax.Array, random: np.random.Generator
-) -> dict[str, np.ndarray]:
-    """Numbers for the positions of an array, by the names of patterns."""
+def _numbers(array: jax.Array, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Floats for an array of one example, by the names of patterns."""
     count = array.shape[0] if array.ndim else 1
     half = count // 2
     top = int(jnp.finfo(array.dtype).maxexp)
+    direction = random.standard_normal(array.shape[1:])
     powers = np.exp2(random.integers(top // 12, top // 2, half))
     patterns: dict[str, Any] = {}
     patterns["random +-2^k"] = random.permutation([*powers, *-powers])
@@ -319,7 +377,11 @@ def _numbers_of_positions(
         patterns[f"{size:g}"] = np.full(count, size)
     # All other positions are 0.
     zeros = np.zeros(count)
-    return {name: np.resize([*x, *zeros], count) for name, x in patterns.items()}
+    arrays = {}
+    for name, numbers in patterns.items():
+        of_positions = np.resize([*numbers, *zeros], count)
+        arrays[name] = np.multiply.outer(of_positions, direction).reshape(array.shape)
+    return arrays
 
 
 class NoiseScale(NamedTuple):

@@ -6,8 +6,9 @@ apart from the activations of a microbatch.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,9 @@ Arrays = list[Array]
 Step = Callable[..., tuple[Any, Any]]
 # How many times longer the terms of a gradient may be than their sum. Where they cancel
 # more, rounding is too large a part of it, and the example counts as longer than it is.
-CANCELS = 128
+CANCELS = 16
+# How many terms of such gradients are added up at once on a CPU.
+BLOCK = 256
 
 
 class Limits(NamedTuple):
@@ -49,19 +52,25 @@ class Limits(NamedTuple):
     splits: Sequence[Names] = ()
     divisor: Any = 1  # of the sum
 
-    def joint(self) -> Array | None:
+    def joint(self) -> Any:
         """The limit of all groups together: the root of the sum of their squares. None
         if a group is known to have none.
         """
+        is_traced = False
         for limit in self.values:
             if limit is None or is_function(limit):
                 return None
-            if not isinstance(limit, Tracer) and math.isinf(limit):
+            if isinstance(limit, Tracer):
+                is_traced = True
+            elif math.isinf(limit):
                 return None
+        # Numbers that are not traced stay so, for `sensitivity` of dropin.jax_privacy.
+        if not is_traced:
+            return np.float64(math.hypot(*map(float, self.values)))
         dtype = jnp.result_type(float)
         # A traced limit may be negative, and then counts as 0.
         limits = [jnp.maximum(held_in(dtype, limit), 0) for limit in self.values]
-        return reduce(jnp.hypot, limits)
+        return reduce(jnp.hypot, limits) * (1 + len(limits) * 2.0**-22)
 
     def weigh(
         self, leaves: Arrays, present: Array, term_bounds: Arrays | None = None
@@ -286,22 +295,29 @@ class Run(NamedTuple):
 
 
 def in_microbatches(
-    step: Step, total: Any, counts: Array, batch: Any, most: int | None
+    step: Step,
+    total: Any,
+    counts: Array,
+    batch: Any,
+    most: int | None,
+    plus: Callable[[Any, Any], Any] | None = None,
 ) -> tuple[Any, Any]:
     """Runs `step(counts, *examples) -> (terms, results)` on each microbatch, of at most
     `most` examples.
 
-    `counts` is False for examples that only fill up the last microbatch.
+    `counts` is False for examples that only fill up the last microbatch. `plus` adds
+    terms to the total, leaf by leaf if it is None.
 
     Returns:
       The total plus all terms, and the results of each example.
     """
+    plus = plus or partial(jax.tree.map, _plus)
     size = counts.size
     width = even_width(size, int(most or size))
     count = -(-size // width)
     if count == 1:
         terms, results = step(counts, *batch)
-        return jax.tree.map(_plus, total, terms), results
+        return plus(total, terms), results
 
     def split(x: Array) -> Array:
         """[batch, ...] as [width, count, ...].
@@ -329,7 +345,7 @@ def in_microbatches(
             return lax.dynamic_index_in_dim(x, turn, 1, keepdims=False)
 
         terms, results = step(*jax.tree.map(take, (counts & is_real, *batch)))
-        return jax.tree.map(_plus, total, terms), results
+        return plus(total, terms), results
 
     total, results = lax.scan(body, total, jnp.arange(count))
     return total, jax.tree.map(joined, results)
@@ -337,6 +353,29 @@ def in_microbatches(
 
 def _plus(total: Array, term: Array) -> Array:
     return total + term.astype(total.dtype)
+
+
+def block_width(positions: int) -> int:
+    """How many examples, of so many terms each, are added up at once where terms may
+    cancel: blocks are short on a CPU, where what is lost between them is kept.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+    return max(BLOCK // positions, 1) if is_cpu else sys.maxsize
+
+
+class KahanSum(NamedTuple):
+    """A sum, and what its last addition added too much.
+
+    Reference: Kahan, Further remarks on reducing truncation errors, 1965.
+    """
+
+    total: Array
+    excess: Array
+
+    def plus(self, term: Array) -> "KahanSum":
+        term = term - self.excess
+        total = self.total + term
+        return KahanSum(total, (total - self.total) - term)
 
 
 def even_width(size: int, most: int) -> int:

@@ -4,10 +4,12 @@ which of them are differentiated, shared by all examples, or a batch.
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from .. import _mesh
 from .. import _trees as prefix
@@ -16,6 +18,8 @@ from .._jaxpr import every_equation
 from .._mesh import MeshAxes, Names, listed, varying
 from .._trees import check_leaves
 
+# Whose lines tell a user nothing: JAX's and ours.
+LIBRARIES = tuple(str(Path(str(x.__file__)).parent) for x in (jax, prefix))
 # As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
 Argnums = int | Sequence[int]
 # The values of `vmap_method` by which a callback sees one example at a time. With None
@@ -36,6 +40,7 @@ class Problem(NamedTuple):
     splits: Sequence[Names] = ()
     limits: Sequence[Any] = ()  # the numbers of `max_norm`
     divisor: Any = 1  # of the sum of the clipped gradients
+    is_sum: bool = True  # or a mean
     devices: int = 1  # that share the batch, of which this has a part
     # The program of the loss of one example, and the types of what it returns. Known on
     # the device.
@@ -43,8 +48,13 @@ class Problem(NamedTuple):
     returned: Any = None
 
     def of_one(self, params: Any, example: Any) -> tuple[jax.Array, Any]:
-        """The loss of one example, and aux."""
-        return self.loss(params, example, self.shared)
+        """The loss of one example, and aux. Once it is traced, by its program: each
+        compilation calls the user's function once.
+        """
+        if self.program is None:
+            return self.loss(params, example, self.shared)
+        outputs = jaxpr_as_fun(self.program)(*jax.tree.leaves((params, example)))
+        return jax.tree.unflatten(jax.tree.structure(self.returned), outputs)
 
     def traced(self, of_one: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
         """The program of a function of the parameters and one example, and the types of
@@ -126,11 +136,12 @@ class Signature(NamedTuple):
         problem = problem._replace(params=params, splits=splits)
         program, returned = problem.traced(problem.of_one)
         self._check_program(program, batch)
+        problem = problem._replace(program=program, returned=returned)
         # Rules of jax.custom_jvp and jax.custom_vjp are functions in the loss. Only in
         # its gradient are they programs.
         gradient, _ = problem.traced(jax.grad(problem.of_one, has_aux=True))
         self._check_program(gradient, batch)
-        return problem._replace(program=program, returned=returned)
+        return problem
 
     def _splits(self, params: Any, batch: Any) -> list[Names]:
         """For each parameter, the mesh axes over which its gradient is split."""
@@ -178,9 +189,9 @@ class Signature(NamedTuple):
         else:
             return
         raise ValueError(
-            f"{self.call}: the loss of one example has a {name}, which sees the whole "
-            "batch: one example could change the gradients of all others, and no limit "
-            f"would bound what it does. {cure}"
+            f"{self.call}: the loss of one example has a {name}{_place_of(eqn)}, which "
+            "sees the whole batch: one example could change the gradients of all "
+            f"others, and no limit would bound what it does. {cure}"
         )
 
     def _check_devices(self, eqn: Any, mesh_axes: Iterable[str]) -> None:
@@ -189,8 +200,9 @@ class Signature(NamedTuple):
         if joined:
             raise ValueError(
                 f"{self.call}: the loss of one example has a {eqn.primitive} over "
-                f"{listed(joined)}. Over axes that split the batch gather parameters "
-                "before the call, and add up gradients after it. In pmap and with "
+                f"{listed(joined)}{_place_of(eqn)}. Over axes that split the batch "
+                "gather parameters before the call, and add up gradients after it. In "
+                "pmap and with "
                 "check_vma=False mesh_axes='auto' knows no others: name them, or give "
                 "None if nothing else is split."
             )
@@ -263,6 +275,15 @@ class Signature(NamedTuple):
                 f"{self.call}: loss must return {expected} for each example, got "
                 f"{shown(returned)}."
             )
+
+
+def _place_of(eqn: Any) -> str:
+    """The line of the user's code that an equation comes from, where JAX knows it."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if not frame.file_name.startswith(LIBRARIES):
+            return f" ({frame.file_name}:{frame.line_num})"
+    return ""
 
 
 def _joined_axes(eqn: Any) -> set[str]:

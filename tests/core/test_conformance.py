@@ -234,8 +234,16 @@ def test_per_example_sums_are_the_expected_ones(id):
             grads[name] = np.stack([np.full(shape, i, np.float32) for i in range(8)])
     else:
         grads = given(case)
-    clip = optaxclip.per_example.per_example_global_norm_clip
-    total, clipped = jax.jit(lambda grads: clip(grads, limit))(grads)
+
+    def product(params, grads):
+        """Whose gradient by the parameters is that of the example."""
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(grads))
+        return sum(jnp.vdot(param, grad) for param, grad in pairs)
+
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), grads)
+    clip = jax.jit(optaxclip.clipped_grad(product, limit, mean=False))
+    found = clip(params, grads)
+    total, clipped = found.grads, np.sum(found.factors < 1)
     divisor = 8 if args["reduce"] == "mean" else 1
     if args.get("rescale_to_unit_norm"):
         divisor = divisor * limit

@@ -15,7 +15,6 @@ from tests.methods import ALONE, METHODS, WEIGHTS
 OTHERS = {
     "clip_by",  # makes them
     "explain_clipped_grad",  # tells how one would run
-    "per_example_layer_norm_clip",  # one limit, shared out among the leaves
     "qk_clip",  # is told logits, which no tree of gradients has
     "scale_cotangent",  # multiplies and clips nothing
 }

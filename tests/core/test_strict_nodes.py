@@ -14,7 +14,7 @@ from tests.methods import METHODS
 
 SHAPES = {"kernel": (4, 3), "bias": (3,)}
 # A batch of gradients has another shape than the parameters in the user's node.
-OF_BATCHES = {"clipped_grad", "per_example_global_norm_clip"}
+OF_BATCHES = {"clipped_grad"}
 
 
 def check(**leaves):

@@ -125,12 +125,6 @@ def equinox_step(clippers):
     return jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
 
 
-def per_example(clippers):
-    own = optaxclip.per_example if clippers is OURS else optax
-    grads = [jnp.stack(each) for each in zip(*map(jax.tree.leaves, GRADS))]
-    return own.per_example_global_norm_clip(grads=grads, l2_norm_clip=1.0)
-
-
 PROGRAMS = (
     ppo,
     by_name,
@@ -139,7 +133,6 @@ PROGRAMS = (
     linen_train_state,
     nnx_optimizer,
     equinox_step,
-    per_example,
 )
 
 

@@ -91,7 +91,7 @@ OF_OTHERS = {
         "microbatch": "microbatch_size",
         "mean": "normalize_by",
     },
-    optaxclip.add_noise: {"sigma": "noise_multiplier stddev"},
+    optaxclip.add_noise: {"noise_multiplier": "sigma stddev"},
     rules.windowed_quantile: {"quantile": "q percentile"},
 }
 

@@ -23,6 +23,8 @@ EPS = float(jnp.finfo(jnp.float32).eps)
 # A residual has 4 rounded products, a norm 4 squares, and the sum SIZE terms. The
 # factor is up to 5 eps below limit / norm.
 RTOL = 20 * EPS
+# Bounds are rounded up to hold in float32.
+UP = 3 * EPS
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(SIZE, 3)).astype(np.float32)
 Y = RNG.normal(size=SIZE).astype(np.float32)
@@ -104,7 +106,7 @@ def test_parts_with_limits_of_their_own_are_clipped_separately():
     for name, x in norms.items():
         np.testing.assert_allclose(seen.grad_norms[name], x, rtol=RTOL)
     wanted = math.hypot(0.75, 0.5) * proved(SIZE)
-    assert grad.l2_norm_bound == pytest.approx(wanted, rel=1e-12)
+    assert grad.l2_norm_bound == pytest.approx(wanted, rel=UP)
 
 
 def test_a_transform_changes_what_is_clipped():
@@ -286,8 +288,8 @@ def proved(size, normalize_by=1.0):
     example adds" in docs/numerics.md.
     """
     unit = 2.0**-24
-    # Additions of a microbatch and of all of them, and products.
-    count = 2 * size + 4
+    # Additions of a microbatch and of all of them, here of one, and products.
+    count = size + 1 + 4
     excess = count * unit / (1 - count * unit)
     change = 1 + excess + 2 * (size - 1) * excess
     if normalize_by == 1:
@@ -299,15 +301,15 @@ def proved(size, normalize_by=1.0):
 def test_sensitivity_is_what_is_proved():
     grad = make(normalize_by=3.0)
     jax.eval_shape(grad, PARAMS, X, Y)
-    assert grad.sensitivity() == pytest.approx(0.5 * proved(SIZE, 3), rel=1e-12)
-    assert grad.l2_norm_bound == grad.sensitivity()
+    assert grad.sensitivity() == pytest.approx(0.5 * proved(SIZE, 3), rel=UP)
+    assert grad.l2_norm_bound == grad.sensitivity() >= 0.5 * proved(SIZE, 3)
     # The largest counts of all batches that it was called with.
     jax.jit(grad)(PARAMS, np.concatenate([X, X]), np.concatenate([Y, Y]))
     grad(PARAMS, X[:2], Y[:2])
-    assert grad.sensitivity() == pytest.approx(0.5 * proved(2 * SIZE, 3), rel=1e-12)
+    assert grad.sensitivity() == pytest.approx(0.5 * proved(2 * SIZE, 3), rel=UP)
     unit = make(l2_clip_norm={"w": 3.0, "b": 4.0}, rescale_to_unit_norm=True)
     jax.eval_shape(unit, PARAMS, X, Y)
-    assert unit.sensitivity() == pytest.approx(2**0.5 * proved(SIZE), rel=1e-12)
+    assert unit.sensitivity() == pytest.approx(2**0.5 * proved(SIZE), rel=UP)
 
 
 def products(weight, x, y):
@@ -326,20 +328,20 @@ def cancelling(seed):
     x = x.astype(np.float32)
     first = x[:32].astype(np.float64).T @ y[:32]
     other = x[32:].astype(np.float64).T @ y[32:]
-    y[32:] *= -np.sum(first * other) / np.sum(other**2) * (1 - 1 / 64)
+    y[32:] *= -np.sum(first * other) / np.sum(other**2) * (1 - 1 / 4)
     return x[None], y[None].astype(np.float32)
 
 
-def test_products_of_two_factors_change_the_sum_by_more_than_the_limit():
+def test_products_that_cancel_change_the_sum_by_what_is_proved():
     options = {"batch_argnums": (1, 2), "keep_batch_dim": False}
     grad = clipped_grad(products, l2_clip_norm=1.0, **options)
     run, weight = jax.jit(grad), jnp.zeros((512, 512))
     found = [run(weight, *cancelling(seed)) for seed in range(20)]
     # Without its one example the sum is 0.
     change = max(np.linalg.norm(np.float64(total)) for total in found)
-    assert 1.005 < change <= grad.sensitivity()
+    assert 0.999 < change <= grad.sensitivity() < 1.0003
     explain = explain_clipped_grad(products)(weight, *cancelling(0))
-    assert grad.sensitivity() == pytest.approx(1 + explain.change, rel=1e-12)
+    assert grad.sensitivity() == pytest.approx(1 + explain.change, rel=UP)
 
 
 def test_a_sum_that_is_rounded_to_16_bits_changes_by_more():
@@ -357,6 +359,14 @@ def test_sensitivity_without_a_program_is_the_limit_and_warns():
         assert grad.sensitivity() == 0.75
     with pytest.warns(UserWarning, match="^l2_norm_bound: .* 0.75 .*eval_shape"):
         assert grad.l2_norm_bound == 0.75
+
+
+def test_a_traced_limit_clips():
+    def run(limit):
+        return make(l2_clip_norm=limit)(PARAMS, X, Y)
+
+    factors = np.minimum(1, 0.5 / norms_of(gradients()))
+    assert_near(jax.jit(run)(0.5), summed(gradients(), factors))
 
 
 def test_sensitivity_follows_the_relation():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import optaxclip
-from optaxclip import per_example
 from optaxclip.dropin import tensorflow_style, torch_style
 
 ROWS = np.array([[3.0, 4.0], [6.0, 8.0]])
@@ -70,10 +69,6 @@ CALLS = {
     "clip_by_global_norm": (
         lambda x: tensorflow_style.clip_by_global_norm(x, 1.0)[0],
         clipped,
-    ),
-    "per_example_global_norm_clip": (
-        lambda x: per_example.per_example_global_norm_clip(x, 1.0)[0],
-        lambda rows: np.sum(clipped_rows(rows), axis=0),
     ),
     "clipped_grad": (
         lambda x: optaxclip.clipped_grad(jnp.vdot, 1.0)(jnp.ones(2), x).grads,

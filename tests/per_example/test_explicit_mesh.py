@@ -193,6 +193,32 @@ def test_other_axes_stay_explicit(method):
         assert jax.typeof(found.grads) == jax.typeof(weights)
 
 
+@pytest.mark.parametrize("method", ["auto", "one_pass"])
+def test_rows_of_a_table_may_be_split_over_another_axis(method):
+    """Where the lookup says how it is split, which `jax.grad` asks for too."""
+    table, words = normal(0, 16, 8), np.arange(24, dtype=np.int32).reshape(8, 3) % 16
+
+    def loss(table, words):
+        rows = table.at[words].get(out_sharding=P())
+        return jnp.sum(jnp.tanh(rows) ** 2)
+
+    def whole(table, words):
+        return jnp.sum(jnp.tanh(table[words]) ** 2)
+
+    grad = jax.jit(clipped_grad(loss, 0.5, method=method))
+    wanted = clipped_grad(whole, 0.5)(table, words)
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    with jax.set_mesh(mesh):
+        parts = jax.reshard(table, P("model")), jax.reshard(words, P("data"))
+        found = grad(*parts)
+        assert jax.typeof(found.grads).sharding.spec == P("model", None)
+        with pytest.raises(Exception, match="out_sharding="):
+            jax.jit(clipped_grad(whole, 0.5, method=method))(*parts)
+    assert np.any(wanted.factors < 1)
+    np.testing.assert_allclose(found.grads, wanted.grads, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(found.norms, wanted.norms, rtol=1e-5)
+
+
 def test_ghost_clipping_names_what_other_axes_split():
     weights, batch = placed(np.zeros(8), P("y")), placed(GRADIENTS, P("x"))
     grad = clipped_grad(product, 2.0, method="ghost")

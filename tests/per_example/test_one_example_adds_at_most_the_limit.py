@@ -111,9 +111,9 @@ def length(*trees):
     return np.sqrt(total)
 
 
-# Of 1e-5 it is proved, and of 0.16 where norms are those of products. The rounding of
-# the others, which are not made to cancel, changes by 1e-4 at most.
-MOST = 1.01
+# 1.0003 is proved of what one example adds. The rounding of the others, which are not
+# made to cancel, changes by 1e-4 at most.
+MOST = 1.0005
 
 
 @pytest.mark.parametrize("platform", ["cpu", "plain"])
@@ -146,7 +146,7 @@ def test_a_crafted_example_adds_at_most_the_limit_without_jit(name):
 
 
 @pytest.mark.parametrize("name", ["matrix", "gram", "convolution"])
-@pytest.mark.parametrize("share", [10, 90])
+@pytest.mark.parametrize("share", [5, 15])
 def test_norms_of_what_hardly_cancels_are_right(name, share):
     # A gradient that is `share` times shorter than the sum of its terms.
     loss, params, width = WAYS[name]
@@ -160,8 +160,60 @@ def test_norms_of_what_hardly_cancels_are_right(name, share):
         every = jax.vmap(jax.grad(loss), (None, 0, 0, 0))(*wide, words)
         leaves = jax.tree.leaves(every)
         exact = [length([leaf[k] for leaf in leaves]) for k in range(4)]
-    bound = 1e-5 if share == 10 else 1e-3
-    np.testing.assert_allclose(found, exact, rtol=bound)
+    # What float32 makes of the terms, over a sum that is so much shorter.
+    np.testing.assert_allclose(found, exact, rtol=2e-6 * share)
+
+
+SHAPES = [(16, 40, 40), (32, 128, 128), (64, 512, 512), (128, 300, 700)]
+
+
+def two_groups(random, shape):
+    """An example whose positions are two groups that nearly cancel, all alike in one of
+    them: the worst that a search of hours found for products of 32 bits.
+    """
+    times, rows, columns = shape
+    half = times // 2
+
+    def alike(count):
+        if random.random() < 0.5:
+            return np.tile(random.uniform(1, 2, count), (times, 1))
+        return np.full((times, count), random.uniform(1, 2))
+
+    x, c = alike(rows), alike(columns)
+    x[half:] *= np.float32(random.uniform(1, 2))
+    c[half:] *= -1
+    x = x.astype(np.float32)
+    first, other = (
+        x[k].T.astype(np.float64) @ c[k] for k in (slice(half), slice(half, times))
+    )
+    scale = np.sum(first * other) / np.sum(other**2)
+    # So that the sum is about 1/8, 1/16 or 1/32 of its terms.
+    c[half:] *= -scale * (1 - random.choice([1 / 4, 1 / 8, 1 / 8.5, 1 / 16]))
+    return x, c.astype(np.float32)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "plain"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_groups_that_cancel_add_at_most_what_is_proved(
+    monkeypatch, shape, platform
+):
+    monkeypatch.setenv("OPTAXCLIP_PLATFORM", platform)
+    _, rows, columns = shape
+
+    def loss(w, x, c):
+        return jnp.sum((x @ w) * c)
+
+    w = jnp.zeros((rows, columns))
+    run = jax.jit(clipped_grad(loss, 1.0, mean=False, method="ghost"))
+    random = np.random.default_rng(0)
+    examples = [two_groups(random, shape) for _ in range(40)]
+    lengths = [length(run(w, x[None], c[None]).grads) for x, c in examples]
+    x, c = examples[0]
+    found = explain_clipped_grad(loss, method="ghost")(w, x[None], c[None])
+    assert found.leaves[0].way == "gram"
+    assert max(lengths) <= 1 + found.excess < 1.0003
+    # And they are clipped, not made short.
+    assert np.median(lengths) > (0.9 if platform == "cpu" else 0.4)
 
 
 @pytest.mark.parametrize("method", ["one_pass", "ghost"])
@@ -175,6 +227,50 @@ def test_what_is_flushed_to_zero_is_not_made_long(method):
     options = {"mean": False, "method": method, "shrink": normalize}
     grad = jax.jit(clipped_grad(loss, 1.0, **options))
     assert length(grad(np.ones(100, np.float32), x, y).grads) <= MOST
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(1, 24, 40), (4, 40, 40)])
+def test_16_bits_of_any_size_add_at_most_what_is_proved(shape, dtype):
+    """Factors times cotangents are subnormal where inputs are large, and flushed."""
+    times, rows, columns = shape
+    top = 126 if dtype == "bfloat16" else 14
+
+    def loss(w, x, c):
+        return jnp.sum(((x @ w) * c).astype(jnp.float32))
+
+    w = jnp.zeros((rows, columns), dtype)
+    # One example at a time, of a batch of one. Under vmap float64 stays too.
+    grad = jax.vmap(clipped_grad(loss, 1.0, mean=False, method="ghost"), (None, 0, 0))
+    random = np.random.default_rng(0)
+    power = random.uniform(-top, top, (400, 1, 1, 1))
+    x = 2.0**power * random.choice([1, -1], (400, 1, times, rows))
+    # Products from 1 up, which are clipped.
+    power = np.maximum(random.uniform(0, 40, power.shape) - power, -top)
+    c = 2.0 ** np.minimum(power, 14) * random.uniform(1, 2, (400, 1, times, columns))
+    x, c = jnp.asarray(x, dtype), jnp.asarray(c, dtype)
+    found = np.asarray(jax.jit(grad)(w, x, c).grads, np.float64)
+    lengths = np.linalg.norm(found.reshape(400, -1), axis=1)
+    excess = explain_clipped_grad(loss, method="ghost")(w, x[0], c[0]).excess
+    assert np.max(lengths) <= 1 + excess < 1.0003
+    assert np.sum(lengths > 0.999) > 100
+
+
+def test_long_sums_by_gram_lose_no_more_than_short_ones():
+    """Of 2^15 terms added up at once 2 units in the last place are lost, of blocks of
+    256 less than one.
+    """
+    random = np.random.default_rng(0)
+    x = random.uniform(1, 2, (512, 64, 128)).astype(np.float32)
+    c = random.uniform(1, 2, (512, 64, 128)).astype(np.float32)
+
+    def loss(w, x, c):
+        return jnp.sum((x @ w) * c)
+
+    grad = clipped_grad(loss, 1e9, mean=False, method="ghost")
+    found = np.float64(jax.jit(grad)(jnp.zeros((128, 128)), x, c).grads)
+    exact = np.tensordot(np.float64(x), np.float64(c), ((0, 1), (0, 1)))
+    assert length(found - exact) < 2.0**-24 * length(exact)
 
 
 # The way, and how many examples and positions.
@@ -212,25 +308,29 @@ def test_what_is_proved_is_known_before_the_run():
     """The bounds of docs/numerics.md."""
     for (name, size, times), microbatch in product(PROVED, (None, 8)):
         at_once, width = microbatch or size, WAYS[name][2]
-        rounding, missed = lost_in(at_once + size + 4), 0.0
+        turns = size // at_once
+        rounding, missed = lost_in(at_once + turns + 4), 0.0
         if "gram" in name:
             stack = 3 if "stack" in name else 1
-            rounding = 129 * lost_in(at_once * times + size + 4)
-            products = lost_in(2 * width + stack * times**2 + 1)
-            missed = np.sqrt(1 + 128**2 * products) - 1
+            # A block of 256, Kahan's sum of all, and terms up to 16 limits
+            block = min(at_once, 256 // times) * times
+            rounding = 17 * lost_in(block + 3 + turns + 4)
+            products = (2 * width + stack * times**2 + 1) * 2.0**-53
+            missed = np.sqrt(1 + 16**2 * products) - 1
         found = explained(name, size, times, microbatch=microbatch)
         excess = missed + rounding
         assert found.excess == pytest.approx(excess, rel=1e-6), name
         change = excess + 2 * (size - 1) * rounding
         assert found.change == pytest.approx(change, rel=1e-6), name
-        text = f"adds at most 1 + {excess:.2g} limits and changes the sum by 1 + "
-        assert f"{text}{change:.2g}" in str(found)
+        assert f"at most 1 + {change:.2g} limits\n" in str(found)
+        assert f"{excess:.2g} by its rounding, {change - excess:.2g} by" in str(found)
+        assert "with mask=: of batches that differ in size nothing" in str(found)
     # 2^24 additions may lose all of a sum.
-    endless = explained("gram", 2**20, 16)
+    endless = explained("lookup", 2**24, 16)
     assert endless.excess == endless.change == np.inf
 
 
-@pytest.mark.parametrize(("name", "least"), [("gram", 0.1), ("matrix", 1e-6)])
+@pytest.mark.parametrize(("name", "least"), [("gram", 1e-4), ("matrix", 1e-6)])
 def test_what_is_proved_is_of_the_dtype_that_a_loss_computes_in(name, least):
     loss, params, width = WAYS[name]
 

@@ -22,6 +22,21 @@ def test_norms_hold_over_the_range_of_float32(size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "size, dtype", [(60000.0, jnp.float16), (1e30, jnp.bfloat16), (1e-30, jnp.float32)]
+)
+def test_the_bound_holds_where_squares_leave_the_range(size, dtype, method):
+    grads = np.full((2, 1000), size, dtype)
+    grad = clipped_grad(
+        lambda w, x: jnp.sum(w * x), 1e-3 * size, mean=False, method=method
+    )
+    found = jax.jit(grad)(jnp.zeros(1000, dtype), grads)
+    length = np.linalg.norm(np.asarray(found.grads, np.float64))
+    np.testing.assert_allclose(length, 2e-3 * size, rtol=16 * EPS)
+    assert np.sum(found.factors < 1) == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_bfloat16_gradients_are_measured_and_summed_in_float32(method):
     """300 equal bfloat16 gradients: a sum in bfloat16 stops growing at 256 times the
     first.

@@ -42,31 +42,56 @@ def test_what_clips_passes(method):
     assert 0.9 * LIMIT < found.change <= MOST
 
 
-def not_clipped(params, batch):
-    return jax.grad(lambda p: jnp.sum(jax.vmap(loss, (None, 0))(p, batch)))(params)
+def not_clipped(params, batch, mask):
+    def total(params):
+        return jnp.sum(jnp.where(mask, jax.vmap(loss, (None, 0))(params, batch), 0))
+
+    return jax.grad(total)(params)
 
 
-def one_leaf_missed(params, batch):
+def one_leaf_missed(params, batch, mask):
     limits = {"w": LIMIT, "b": None, "table": LIMIT}
-    return clipped_grad(loss, limits, mean=False)(params, batch)
+    return clipped_grad(loss, limits, mean=False)(params, batch, mask=mask)
 
 
-def each_clipped(params, batch):
+def each_clipped(params, batch, mask):
     """By hand, with norms that are rounded like any sum."""
     each = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
     norms = jnp.sqrt(
         sum(jnp.sum(x**2, range(1, x.ndim)) for x in jax.tree.leaves(each))
     )
-    factors = jnp.minimum(1, LIMIT / jnp.maximum(norms, 1e-12))
+    factors = mask * jnp.minimum(1, LIMIT / jnp.maximum(norms, 1e-12))
     return jax.tree.map(lambda x: jnp.tensordot(factors, x, 1), each)
 
 
-def limit_of_the_batch(params, batch):
+def limit_of_the_batch(params, batch, mask):
     grad = clipped_grad(loss, jnp.nanmedian, mean=False, private=False)
-    return grad(params, batch)
+    return grad(params, batch, mask=mask)
 
 
-FAULTS = [not_clipped, one_leaf_missed, each_clipped, limit_of_the_batch]
+def one_token_leaks(params, batch, mask):
+    """Whoever has the token 13 adds ten limits."""
+    result = clipped_grad(loss, LIMIT, mean=False)(params, batch, mask=mask)
+    has_token = mask & jnp.all(batch["words"] == 13, axis=1)
+    more = 10 * LIMIT * jnp.sum(has_token)
+    return result._replace(grads=result.grads | {"b": result.grads["b"] + more})
+
+
+def a_masked_example_leaks(params, batch, mask):
+    """What stands in a place that is left out moves the sum."""
+    result = clipped_grad(loss, LIMIT, mean=False)(params, batch, mask=mask)
+    more = jnp.where(mask[0], 0, 10 * LIMIT)
+    return result._replace(grads=result.grads | {"b": result.grads["b"] + more})
+
+
+FAULTS = [
+    not_clipped,
+    one_leaf_missed,
+    each_clipped,
+    limit_of_the_batch,
+    one_token_leaks,
+    a_masked_example_leaks,
+]
 
 
 @pytest.mark.parametrize("grad", FAULTS)
@@ -80,23 +105,43 @@ def test_change_and_pattern_are_those_of_the_worst_example():
     # Of the batch 3, 4, 5, and of what is tried between -100 and 100, or within 7.
     batch = np.array([3.0, 4.0, 5.0], np.float32)
 
-    def left_out(params, x):
-        return jnp.sum(jnp.where(jnp.abs(x) < 100, x, 0))
+    def left_out(params, x, mask):
+        return jnp.sum(jnp.where(mask & (jnp.abs(x) < 100), x, 0))
 
-    def held(params, x):
-        return jnp.sum(jnp.clip(jnp.nan_to_num(x), -7, 7))
+    def held(params, x, mask):
+        return jnp.sum(jnp.where(mask, jnp.clip(jnp.nan_to_num(x), -7, 7), 0))
 
-    assert sensitivity(left_out, None, batch, limit=2) == (
-        3.0,
-        "all positions alike",
-        2,
-    )
+    assert sensitivity(left_out, None, batch, limit=2) == (5.0, "example 2", 2)
     assert sensitivity(held, None, batch, limit=2).change == 7.0
     # The norm of all leaves together.
     both = sensitivity(
-        lambda _, x: (3 * held(_, x), 4 * held(_, x)), None, batch, limit=2
+        lambda _, x, mask: (3 * held(_, x, mask), 4 * held(_, x, mask)),
+        None,
+        batch,
+        limit=2,
     )
     assert both.change == 35.0
+
+
+def test_the_gradients_of_others_keep_their_bits():
+    """A batch one shorter computes x @ w in another order, and a loss may tell. The
+    audit compares sums of one program, as the bound is proved.
+    """
+    random = np.random.default_rng(3)
+    x = random.standard_normal((64, 67)).astype(np.float32)
+    w = random.standard_normal(67).astype(np.float32)
+    c = np.asarray(jax.jit(lambda w, x: x @ w)(w, x))
+
+    def steep(w, x, c):
+        return jnp.tanh(1e9 * (x @ w - c))
+
+    grad = jax.jit(clipped_grad(steep, LIMIT, mean=False, method="one_pass"))
+    found = sensitivity(grad, w, x, c, limit=LIMIT)
+    assert found.change <= MOST
+    # What the page says has no bound.
+    shorter = grad(w, x[1:], c[1:], mask=np.ones(63, bool)).grads
+    whole = grad(w, x, c, mask=np.ones(64, bool)).grads
+    assert np.linalg.norm(np.float64(whole) - np.float64(shorter)) > 1.5 * LIMIT
 
 
 def test_a_batch_may_be_split_over_devices():

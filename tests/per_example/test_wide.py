@@ -104,7 +104,7 @@ def test_sums_of_16_bits_are_those_of_the_equation(name, dtype):
     result = jax.jit(clipped_grad(loss, limit, method="ghost", mean=False))(p, *batch)
     norms, total = clipped_sum(grads, limit)
     np.testing.assert_allclose(result.norms, norms, rtol=32 * EPS)
-    # Cotangents in two parts of bfloat16 are right to 2^-17.
+    # Cotangents in two parts of bfloat16 are right to 2^-16.
     error = np.linalg.norm(result.grads - total)
     assert error <= 2.0**-16 * np.sum(np.minimum(norms, limit))
     assert result.grads.dtype == np.float32
@@ -119,7 +119,7 @@ def test_long_sums_of_16_bits_do_not_stop_growing(name, dtype):
     limit = np.linalg.norm(grads) / 3
     result = jax.jit(clipped_grad(loss, limit, method="ghost", mean=False))(p, *batch)
     error = np.linalg.norm(result.grads - 1000 * grads[0] / 3)
-    # Two parts of bfloat16 are right to 2^-17, and 5,000 additions to half an eps each.
+    # Two parts of bfloat16 are right to 2^-16, and 5,000 additions to half an eps each.
     assert error <= (2.0**-16 + 5000 * EPS / 2) * 1000 * limit
 
 

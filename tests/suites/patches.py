@@ -76,8 +76,6 @@ _OPTAX = (
     optaxclip.clip,
     optaxclip.clip_by_block_rms,
     optaxclip.clip_by_global_norm,
-    optaxclip.per_example.per_example_global_norm_clip,
-    optaxclip.per_example.per_example_layer_norm_clip,
 )
 _CLIPPED_GRAD: dict[str, Function] = {
     "jax_privacy.clipping:clipped_grad": jax_privacy_style.clipped_grad
@@ -86,12 +84,11 @@ _CLIPPED_GRAD: dict[str, Function] = {
 SUITES = {
     "optax": Suite(
         install="optax",
-        beside="the six clippers and sums per example of the same names",
+        beside="the four clippers of the same names",
         tests=(
             "optax/transforms/_clipping_test.py",
             "optax/transforms/_monitoring_test.py",
             "optax/schedules/_inject_test.py",
-            "optax/contrib/_privacy_test.py",
             "optax/_src/float64_test.py",
         ),
         replaced={f"optax:{ours.__name__}": ours for ours in _OPTAX},

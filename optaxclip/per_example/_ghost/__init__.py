@@ -198,7 +198,7 @@ def _grads_or_norms_and_bounds(
             can_shift = plan.norm_by == "matrix"
             products.append(outer_products_of(matrix_use, data, can_shift=can_shift))
         if plan.norm_by == "gram":
-            return None, norms_by_gram(products)
+            return None, norms_by_gram(products, is_bounded=plan.is_bounded)
         grads_or_norms = grads_or_norms_of(plan, products)
         # The norms are those of what is added up.
         return None, (grads_or_norms, jnp.zeros(len(grads_or_norms), jnp.float32))
@@ -243,13 +243,22 @@ def _weighted_sum(
             total = _plus_weighted(total, matrix_use, product, root, share, counts)
         return total, None
 
-    width = None
+    width = weights.counts.size
     # The patches of all images may be more than all that was captured.
     if plan.matrix_uses[0].use.name == "conv_general_dilated":
-        width = _width(plan, captured, weights.counts.size)
+        width = _width(plan, captured, width)
+    if plan.norm_by == "gram" and plan.is_bounded:
+        width = min(width, passes.block_width(plan.positions))
     batch = captured_of_leaf, grads_or_norms, roots, weights.shares
-    total, _ = passes.in_microbatches(step, zeros, weights.counts, batch, width)
-    return total
+    sums, _ = passes.in_microbatches(
+        step,
+        passes.KahanSum(zeros, zeros),
+        weights.counts,
+        batch,
+        width,
+        plus=passes.KahanSum.plus,
+    )
+    return sums.total
 
 
 def _width(plan: LeafPlan, captured: list[Captured], size: int) -> int:
@@ -293,10 +302,10 @@ def _plus_weighted(
     if is_bfloat16:
         # As fast on a GPU and a TPU as one that gives bfloat16. The cotangents, which
         # have the factors of the examples in them, are then two arrays: one of bfloat16
-        # would round the factors. XLA would drop a cast to bfloat16 and back, and make
-        # the second array zero.
-        info = jnp.finfo(jnp.bfloat16)
-        leading = lax.reduce_precision(c, info.nexp, info.nmant)
+        # would round the factors. The first is cut and not rounded, so that without the
+        # second, which may be flushed to 0, the gradient is shorter.
+        bits = lax.bitcast_convert_type(c, np.uint32) & np.uint32(0xFFFF0000)
+        leading = lax.bitcast_convert_type(bits, np.float32)
         remainder = c - leading
         a = a.astype(jnp.bfloat16)
         c_terms = [leading.astype(jnp.bfloat16), remainder.astype(jnp.bfloat16)]
@@ -338,7 +347,9 @@ def ghost_of(problem: Problem) -> Ghost:
     loss = problem.program
     program = split_loss(loss, params)
     uses = program.uses()
-    plans = plans_of(uses, params)
+    plans = []
+    for plan in plans_of(uses, params):
+        plans.append(plan._replace(is_bounded=problem.is_sum))
     gradient_leaves = []
     gradient_uses: dict[int, Use] = {}
     matrix_leaves = []

@@ -31,6 +31,7 @@ from jax import Array, lax
 
 from ..._mesh import varying
 from ..._reduce import LeafSpec, norms_of
+from ..._sums import per_platform
 from ._capture import Captured, Origin, Use
 
 # A cotangent times its factor may be flushed to 0. Times inputs of a larger norm than
@@ -120,6 +121,8 @@ class LeafPlan(NamedTuple):
     matrix_uses: tuple[MatrixUse, ...] = ()  # where there are outer products
     matrix_shape: tuple[int, ...] = ()  # stack, rows and columns
     positions: int = 1
+    # Whether what one example adds is proved, as of a sum. That takes longer.
+    is_bounded: bool = False
 
     def captured_of(self, captured: list[Captured]) -> list[Captured]:
         """What was captured at its uses, of what was captured at all."""
@@ -564,11 +567,15 @@ def _scattered(rows: Array, c: Array, shape: tuple[int, ...]) -> Array:
     return jax.vmap(lambda x, rows, c: x.at[stack, rows].add(c))(zeros, rows, c)
 
 
-def norms_by_gram(products: list[OuterProducts]) -> tuple[Array, Array]:
+def norms_by_gram(
+    products: list[OuterProducts], *, is_bounded: bool
+) -> tuple[Array, Array]:
     """The norm in Gram form, and sum_t |a_t| |c_t|, which bounds the terms.
-    In whatever order they are added, each addition loses at most eps / 2 of it.
 
-    Where squares would leave the range of the dtype, the bound is the norm.
+    With `is_bounded` a gradient is never longer than its norm. A CPU then adds up in
+    float64. Elsewhere the norm is rounded up by the most that its additions may lose,
+    in whatever order they are made. Where squares would leave the range of the dtype,
+    the bound is the norm.
     """
     norms_along_first_axis = jax.vmap(_norm)
     norms_of_rows = jnp.vectorize(_norm, signature="(n)->()")
@@ -576,11 +583,7 @@ def norms_by_gram(products: list[OuterProducts]) -> tuple[Array, Array]:
     for x in jax.tree.leaves(products):
         if not _is_lookup(x):
             wide = np.promote_types(wide, x.dtype)
-
-    def widened(x: Array) -> Array:
-        return x if _is_lookup(x) else x.astype(wide)
-
-    products = jax.tree.map(widened, products)
+    products = jax.tree.map(partial(_cast, dtype=wide), products)
     lookups = [product for product in products if _is_lookup(product.a)]
     matrix_products = [product for product in products if not _is_lookup(product.a)]
     # All lookups are joined, and all products: 32 uses had 32 x 32 blocks below.
@@ -592,7 +595,8 @@ def norms_by_gram(products: list[OuterProducts]) -> tuple[Array, Array]:
             a_arrays.append(a)
             c_arrays.append(c)
     c = jnp.concatenate(c_arrays, 2)
-    if c.shape[1] == 1:
+    stack = c.shape[1]
+    if stack == 1:
         # A stack of one: with its axis XLA on a CPU would make the factors twice.
         a_arrays = [a[:, 0] for a in a_arrays]
         c = c[:, 0]
@@ -605,16 +609,7 @@ def norms_by_gram(products: list[OuterProducts]) -> tuple[Array, Array]:
     term_norms = jnp.where(a_norms < LARGEST_INPUT, a_norms, jnp.inf) * c_norms
     # That of a stack is of all its matrices.
     bounds = norms_along_first_axis(jnp.sum(term_norms, -1))
-
-    blocks = []
-    for a in a_arrays:
-        blocks.append([_inner_products(a, b, wide) for b in a_arrays])
-    a_products = jnp.block(blocks)
     is_used = (a_norms != 0) & (c_norms != 0)
-    both_used = is_used[..., :, None] & is_used[..., None, :]
-    c_products = _inner_products(c, c, wide)
-    # Selected, since beside a cotangent of 0 the product of inputs may be inf.
-    squares = _sums(jnp.where(both_used, a_products * c_products, 0))
     # Numbers that are flushed to 0 are less than eps / 2 of the square of the bound,
     # for up to 2^24 rows and columns, and 2^13 positions of all layers.
     info = jnp.finfo(wide)
@@ -622,11 +617,65 @@ def norms_by_gram(products: list[OuterProducts]) -> tuple[Array, Array]:
     size = _sums(jnp.where(is_used, a_norms + c_norms, 0))
     is_enough = bounds > least * (size + 2.0**-13 * is_used[0].size)
     fits = is_enough & (jnp.maximum(bounds, size) < float(info.max) ** 0.5)
+
+    def rounded_up(a_arrays: list[Array], c: Array, is_used: Array) -> Array:
+        squares = _squares_by_gram(a_arrays, c, is_used, wide)
+        rows = 1 if _is_lookup(a_arrays[-1]) else a_arrays[-1].shape[-1]
+        terms = rows + c.shape[-1] + stack * c.shape[-2] ** 2 + 1
+        # At most the square of the bound: nothing is longer.
+        lost = min(rounding(terms, wide), 1.0)
+        return jnp.maximum(squares, 0) + jnp.where(fits, lost * bounds**2, 0)
+
+    if is_bounded:
+        squares = per_platform(
+            a_arrays,
+            c,
+            is_used,
+            cpu=partial(_squares_in_float64, dtype=wide),
+            gpu=rounded_up,
+            plain=rounded_up,
+        )
+    else:
+        squares = _squares_by_gram(a_arrays, c, is_used, wide)
     is_long = fits & (squares > 0)
     is_zero = fits & (squares <= 0)
     # The derivative of sqrt(0) would be NaN.
     norm = jnp.sqrt(jnp.where(is_long, squares, 1))
     return jnp.where(is_long, norm, jnp.where(is_zero, 0, bounds)), bounds
+
+
+def rounding(count: int, dtype: Any) -> float:
+    """The most that `count` roundings take from a sum, over the sizes of its terms."""
+    share = count * float(jnp.finfo(dtype).eps) / 2
+    return share / (1 - share) if share < 1 else np.inf
+
+
+def _squares_in_float64(
+    a_arrays: list[Array], c: Array, is_used: Array, *, dtype: Any
+) -> Array:
+    with jax.enable_x64(True):
+        squares = _squares_by_gram(a_arrays, c, is_used, np.float64)
+        return lax.convert_element_type(squares, dtype)
+
+
+def _squares_by_gram(
+    a_arrays: list[Array], c: Array, is_used: Array, dtype: Any
+) -> Array:
+    """The squares of the norms: sum_ts (a_t . a_s)(c_t . c_s)."""
+    *a_arrays, c = [_cast(x, dtype) for x in (*a_arrays, c)]
+    blocks = []
+    for a in a_arrays:
+        blocks.append([_inner_products(a, b, dtype) for b in a_arrays])
+    a_products = jnp.block(blocks)
+    both_used = is_used[..., :, None] & is_used[..., None, :]
+    # Selected, since beside a cotangent of 0 the product of inputs may be inf.
+    c_products = _inner_products(c, c, dtype)
+    return _sums(jnp.where(both_used, a_products * c_products, 0))
+
+
+def _cast(x: Array, dtype: Any) -> Array:
+    """The array in a dtype, or the numbers of rows as they are."""
+    return x if _is_lookup(x) else lax.convert_element_type(x, dtype)
 
 
 def _sums(x: Array) -> Array:
@@ -650,7 +699,13 @@ def _inner_products(a: Array, b: Array, dtype: Any) -> Array:
         # For a lookup of row r the product with a_t is the entry a_t[r].
         index = jnp.broadcast_to(b[..., None, :], (*a.shape[:-1], b.shape[-1]))
         return jnp.take_along_axis(a, index, axis=-1)
-    return _dot("...tn,...un->...tu", a, b)
+    stacked = tuple(range(a.ndim - 2))
+    last = a.ndim - 1
+    # `jnp.einsum` asks for its dtype by name, which vmap and derivatives do again,
+    # where there may be no float64.
+    return lax.dot_general(
+        a, b, (((last,), (last,)), (stacked, stacked)), precision=HIGHEST
+    )
 
 
 def _dot(axes: str, x: Array, y: Array) -> Array:
