@@ -1,0 +1,656 @@
+"""The rules of the doctor: which steps of a log show a cause.
+
+Each takes the signals of a log and returns `Hits`, or None where the log lacks the
+columns that the rule needs. Rows are compared with medians of rows before, so that no
+row hides behind another.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from .._logs import Column, clipped_share, in_common, listed
+from ._signals import Recorder, Signals, Tensors, in_order
+
+# The limits of the rules. Each was set on one half of benchmarks/doctor.py.
+BEFORE = 20  # rows whose median a row is compared with
+MEDIAN = 5  # rows, of numbers of tensors
+SPIKE = 10.0  # medians
+BACK = 10  # rows after a spike in which the norm is usual again
+LOST_GAIN = 0.5  # of what the loss had gained
+SCALE = 2.5  # the factor of a change that lasts
+GROWTH = 10.0  # of the norm over the log
+VANISHED = 1e-3  # of the norm of the first rows
+CLIPPED = 0.95  # of the rows
+SHORTENED = 10.0  # norm over limit, of clipped rows
+RATE = 0.1  # updates over weights
+SUBNORMAL = 0.25  # of the elements that are not 0
+DEAD = 0.2  # of the rows of an embedding
+GROWN = 1.0  # logarithm of the growth of weights in 100 steps
+LOST = 0.5  # of the elements of an update
+LOGIT = 100.0  # of Kimi K2
+SKIP_ROWS = 100  # in which a skip is compared with a clipper
+ROUNDING = 0.01  # more than bfloat16 gradients lose
+
+
+class Hits(NamedTuple):
+    """The steps that show a cause. None of them where it was looked for in vain."""
+
+    steps: np.ndarray  # int64[hits]
+    values: np.ndarray  # float64[hits]: what was held against the limit
+    subject: str = ""  # the columns or tensors, for the text
+    detail: str = ""  # what stands beside it
+
+
+def no_hits() -> Hits:
+    return Hits(np.zeros(0, np.int64), np.zeros(0))
+
+
+def hits_of(column: Column, is_hit: np.ndarray, values: np.ndarray, **text: str) -> Hits:
+    return Hits(column.steps[is_hit], values[is_hit], **text)
+
+
+def earliest(candidates: Sequence[Hits]) -> Hits:
+    """The hits that begin first. The text of a finding has room for one subject."""
+    found = [hits for hits in candidates if hits.steps.size]
+    return min(found, key=lambda hits: hits.steps[0], default=no_hits())
+
+
+# --------------------------------------------------------------- of rows and their past
+
+
+def medians_before(values: np.ndarray, rows: int = BEFORE) -> np.ndarray:
+    """The median of the finite numbers in the rows before each, from the third on."""
+    medians = np.full(len(values), np.nan)
+    for row in range(2, len(values)):
+        before = values[max(0, row - rows) : row]
+        before = before[np.isfinite(before)]
+        if before.size:
+            medians[row] = np.median(before)
+    return medians
+
+
+def medians_until(values: np.ndarray, rows: int = MEDIAN) -> np.ndarray:
+    """The median of the last rows, NaN before there are as many."""
+    medians = np.full(len(values), np.nan)
+    for row in range(rows - 1, len(values)):
+        medians[row] = np.median(values[row + 1 - rows : row + 1])
+    return medians
+
+
+def finite(column: Column) -> Column:
+    is_finite = np.isfinite(column.values)
+    return column._replace(
+        steps=column.steps[is_finite], values=column.values[is_finite]
+    )
+
+
+def spread(values: np.ndarray) -> float:
+    """A standard deviation that single rows do not move."""
+    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
+
+
+# -------------------------------------------------------------------- loss and one norm
+
+
+def not_finite(signals: Signals) -> Hits | None:
+    """NaN or inf. Norms that are infinite now and then belong to a dynamic loss scale."""
+    by_tensor = [_broken_tensors(recorder) for recorder in signals.gradients]
+    candidates = [hits for hits in by_tensor if hits is not None]
+    scales = [name for name in signals.columns if re.search(r"loss.?scale|scaler", name)]
+    losses = [] if signals.loss is None else [signals.loss]
+    for column in losses:
+        is_broken = ~np.isfinite(column.values)
+        candidates.append(
+            hits_of(column, is_broken, column.values, subject=repr(column.name))
+        )
+    for column in signals.norms:
+        is_broken = ~np.isfinite(column.values)
+        may_overflow = bool(scales) or not np.isnan(column.values).any()
+        if not _comes_back(is_broken) or not may_overflow:
+            candidates.append(
+                hits_of(column, is_broken, column.values, subject=repr(column.name))
+            )
+    if not candidates and not losses and not signals.norms:
+        return None
+    first = earliest(candidates)
+    # Which came first is what a reader asks next.
+    others = [
+        f"{hits.subject} from step {hits.steps[0]} on"
+        for hits in candidates
+        if hits.steps.size and hits.subject != first.subject and not first.detail
+    ]
+    return first._replace(detail=first.detail or ", then ".join(others))
+
+
+def _comes_back(is_broken: np.ndarray) -> bool:
+    """Whether at most 2 rows of 20 are broken, and none of the last ones."""
+    rare = is_broken.mean() <= 0.1
+    return bool(rare and not is_broken[-1:].any())
+
+
+def _broken_tensors(recorder: Recorder) -> Hits | None:
+    """The tensors with NaN or inf in the first broken step, and those beside them."""
+    columns = recorder.tensors("nonfinite") or recorder.tensors("norm")
+    broken: dict[str, Hits] = {}
+    for name, column in columns.items():
+        counts = column.values
+        if "nonfinite" in recorder.signs:
+            # Where norms are null in JSON, so are counts.
+            is_broken = (counts > 0) | ~np.isfinite(counts)
+        else:
+            is_broken = ~np.isfinite(counts)
+            counts = np.where(is_broken, np.inf, 0)
+        if not _comes_back(is_broken) or np.isnan(counts).any():
+            broken[name] = hits_of(column, is_broken, counts)
+    if not broken:
+        return None
+    first = min(hits.steps[0] for hits in broken.values())
+    names = in_order(list(columns))
+    is_first = [name in broken and broken[name].steps[0] == first for name in names]
+    beside = [
+        name
+        for place, name in enumerate(names)
+        if not is_first[place] and any(is_first[max(0, place - 1) : place + 2])
+    ]
+    tensors = [name for name, is_one in zip(names, is_first) if is_one]
+    steps = sorted({step for hits in broken.values() for step in hits.steps.tolist()})
+    largest = max(hits.values.max() for hits in broken.values())
+    detail = f"finite beside them: {listed(beside) or 'none'}"
+    if tensors == [""]:
+        detail = "a summary does not tell which tensors"
+    return Hits(
+        np.array(steps),
+        np.full(len(steps), largest),
+        subject=listed([name or recorder.name for name in tensors]),
+        detail=detail,
+    )
+
+
+def bad_batch(signals: Signals) -> Hits | None:
+    """Norms far above the usual ones, which come back within some rows."""
+    if not signals.norms:
+        return None
+    rise = divergence(signals) or data_change(signals)
+    end = rise.steps[0] if rise is not None and rise.steps.size else np.inf
+    candidates = []
+    for column in signals.norms:
+        ratios, _ = _spikes(column)
+        is_hit = _returning(column, ratios) & (column.steps < end)
+        candidates.append(
+            hits_of(column, is_hit, ratios, subject=repr(column.name))
+        )
+    return earliest(candidates)
+
+
+def _spikes(column: Column) -> tuple[np.ndarray, np.ndarray]:
+    """Norms over the median of those before, 0 where there is none, and the medians."""
+    medians = medians_before(column.values)
+    is_compared = np.isfinite(column.values) & (medians > 0)
+    ratios = np.zeros(len(medians))
+    ratios[is_compared] = column.values[is_compared] / medians[is_compared]
+    return ratios, medians
+
+
+def _returning(column: Column, ratios: np.ndarray) -> np.ndarray:
+    """Whether each row is a spike from which the norm comes back."""
+    medians = medians_before(column.values)
+    is_hit = ratios > SPIKE
+    for row in np.flatnonzero(is_hit):
+        after = column.values[row + 1 : row + 1 + BACK]
+        # Of the last row nobody knows.
+        is_hit[row] = not after.size or bool((after < SPIKE / 3 * medians[row]).any())
+    return is_hit
+
+
+class Rise(NamedTuple):
+    """A loss that goes up and stays above its best."""
+
+    row: int  # the first one above
+    step: int
+    end_over_best: float
+    is_sudden: bool
+
+
+def _rise_of_loss(loss: Column) -> Rise | None:
+    """Compares the last rows with the best ones. The loss is above 0."""
+    values = finite(loss).values
+    steps = finite(loss).steps
+    if len(values) < 4 * MEDIAN:
+        return None
+    width = max(MEDIAN, len(values) // 20)
+    smooth = medians_until(values, width)
+    first = float(np.median(values[:MEDIAN]))
+    last = float(np.median(values[-2 * width :]))
+    best_row = int(np.nanargmin(smooth))
+    best = float(smooth[best_row])
+    noise = spread(values[width - 1 :] - smooth[width - 1 :])
+    gain = max(first - best, 0.0)
+    rise = last - best
+    if rise <= max(LOST_GAIN * gain, 4 * noise, 0.2 * best):
+        return None
+    # The last row that was still good.
+    is_good = smooth <= best + 0.25 * rise
+    row = int(np.flatnonzero(is_good)[-1])
+    # Smoothing sees a rise later than it is.
+    level = best + 0.5 * rise
+    start = max(1, row - width)
+    above = np.flatnonzero(values[start:] > level)
+    row = start + int(above[0]) if above.size else row
+    before = float(np.median(values[max(0, row - MEDIAN) : row]))
+    after = float(np.median(values[row : row + MEDIAN]))
+    is_sudden = after - before >= 0.5 * rise and row >= MEDIAN
+    return Rise(row, int(steps[row]), last / best, is_sudden)
+
+
+def _judged_rise(signals: Signals) -> Rise | None:
+    loss = signals.loss
+    return None if loss is None or not _is_positive(loss) else _rise_of_loss(loss)
+
+
+def _is_positive(loss: Column) -> bool:
+    """Losses that change their sign, as in reinforcement learning, have no best."""
+    return bool((finite(loss).values > 0).all())
+
+
+def divergence(signals: Signals) -> Hits | None:
+    """The loss rises and stays, step by step or after a spike of the norm."""
+    if signals.loss is None or not _is_positive(signals.loss):
+        return None
+    rise = _judged_rise(signals)
+    if rise is None:
+        return no_hits()
+    spike = _spike_at(signals, rise.step)
+    if rise.is_sudden and signals.norms and spike < SPIKE:
+        return no_hits()
+    detail = f"a norm of {spike:.3g} medians came with it" if spike >= SPIKE else ""
+    return Hits(
+        np.array([rise.step]),
+        np.array([rise.end_over_best]),
+        subject=repr(signals.loss.name),
+        detail=detail,
+    )
+
+
+def data_change(signals: Signals) -> Hits | None:
+    """The loss leaps from one row to the next and stays, and no norm stands out."""
+    if signals.loss is None or not _is_positive(signals.loss) or not signals.norms:
+        return None
+    rise = _judged_rise(signals)
+    if rise is None or not rise.is_sudden or _spike_at(signals, rise.step) >= SPIKE:
+        return no_hits()
+    return Hits(
+        np.array([rise.step]),
+        np.array([rise.end_over_best]),
+        subject=repr(signals.loss.name),
+    )
+
+
+def _spike_at(signals: Signals, step: int) -> float:
+    """The largest norm around a step, in medians of those before."""
+    largest = 0.0
+    for column in signals.norms:
+        ratios, _ = _spikes(column)
+        near = np.abs(np.searchsorted(column.steps, step) - np.arange(len(ratios))) <= 3
+        largest = max(largest, float(ratios[near].max(initial=0.0)))
+    return largest
+
+
+def scale_change(signals: Signals) -> Hits | None:
+    """The norm changes by a factor from one row to the next, and keeps it, while the
+    loss does not change, or by the same factor.
+    """
+    loss = signals.loss
+    if not signals.norms or (loss is not None and not _is_positive(loss)):
+        return None
+    candidates = [_scale_change_of(column, loss) for column in signals.norms]
+    return earliest(candidates)
+
+
+def _scale_change_of(norm: Column, loss: Column | None) -> Hits:
+    norm = finite(norm)
+    logs = np.log(np.maximum(norm.values, np.finfo(np.float64).tiny))
+    rows = BEFORE // 2
+    best = (0.0, 0)
+    for row in range(rows, len(logs) - rows):
+        change = np.median(logs[row : row + rows]) - np.median(logs[row - rows : row])
+        at_once = np.median(logs[row : row + 3]) - np.median(logs[row - 3 : row])
+        # The first rows of a run are steep.
+        if abs(change) > abs(best[0]) and abs(at_once) > 0.8 * abs(change):
+            best = (float(change), row)
+    change, row = best
+    before = logs[max(0, row - BEFORE) : row]
+    after = logs[row : row + BEFORE]
+    if abs(change) < np.log(SCALE):
+        return no_hits()
+    noise = max(spread(before), spread(after))
+    lasting = np.median(logs[row:]) - np.median(before)
+    if abs(change) < 4 * noise or lasting / change < 0.6:
+        return no_hits()
+    if loss is not None and not _agrees(loss, int(norm.steps[row]), change):
+        return no_hits()
+    factor = float(np.exp(change))
+    word = f"{factor:.4g} times as long" if change > 0 else f"{1 / factor:.4g} times as short"
+    return Hits(
+        np.array([norm.steps[row]]),
+        np.array([max(factor, 1 / factor)]),
+        subject=repr(norm.name),
+        detail=word,
+    )
+
+
+def _agrees(loss: Column, step: int, change: float) -> bool:
+    """Whether the loss stays at a step, or changes by the same factor as the norm."""
+    loss = finite(loss)
+    row = int(np.searchsorted(loss.steps, step))
+    before = loss.values[max(0, row - BEFORE // 2) : row]
+    after = loss.values[row : row + BEFORE // 2]
+    if not before.size or not after.size:
+        return False
+    noise = spread(np.log(before)) + spread(np.log(after))
+    change_of_loss = np.log(np.median(after)) - np.log(np.median(before))
+    is_equal = abs(change_of_loss) < max(0.1, 2 * noise) and 4 * noise < abs(change)
+    return bool(is_equal or abs(change_of_loss - change) < 0.3)
+
+
+def steady_growth(signals: Signals) -> Hits | None:
+    """Medians of the norm that rise over most of the log."""
+    if not signals.norms:
+        return None
+    return earliest([_growth_of(column) for column in signals.norms])
+
+
+def _growth_of(column: Column) -> Hits:
+    column = finite(column)
+    if len(column.values) < 2 * BEFORE:
+        return no_hits()
+    fifths = np.array_split(column.values, 5)
+    medians = np.array([np.median(fifth) for fifth in fifths])
+    is_rising = bool((medians[2:] > 1.1 * medians[1:-1]).all())
+    growth = float(medians[-1] / medians[1]) if medians[1] > 0 else 0.0
+    if not is_rising or growth < GROWTH:
+        return no_hits()
+    above = np.flatnonzero(medians_before(column.values) > 2 * medians[1])
+    row = int(above[0])
+    return Hits(
+        column.steps[row : row + 1], np.array([growth]), subject=repr(column.name)
+    )
+
+
+def vanishing(signals: Signals) -> Hits | None:
+    """The norm falls to nothing although the loss does not."""
+    if not signals.norms or signals.loss is None:
+        return None
+    loss = finite(signals.loss).values
+    if len(loss) < BEFORE or not _is_positive(signals.loss):
+        return None
+    rows = max(MEDIAN, len(loss) // 10)
+    is_solved = np.median(loss[-rows:]) < 0.2 * np.median(loss[:MEDIAN])
+    if is_solved:
+        return no_hits()
+    candidates = []
+    for column in signals.norms:
+        norm = finite(column)
+        if len(norm.values) < BEFORE:
+            continue
+        first = float(np.median(norm.values[2:BEFORE]))
+        levels = medians_until(norm.values)
+        is_hit = levels < VANISHED * first
+        if is_hit[-1]:
+            shares = levels / first if first else levels
+            hits = hits_of(norm, is_hit, -shares, subject=repr(norm.name))
+            candidates.append(hits)
+        elif not norm.values[-BEFORE:].any():
+            is_zero = norm.values == 0
+            hits = hits_of(norm, is_zero, norm.values, subject=repr(norm.name))
+            candidates.append(hits)
+    return earliest(candidates)
+
+
+# --------------------------------------------------------------------- clips and skips
+
+
+class Clip(NamedTuple):
+    """The columns of one clipper."""
+
+    name: str
+    norm: Column
+    limit: Column
+
+
+# "train/clip/outer/norm_before", and "train/skip_2/norm".
+CLIPS = re.compile(r"(.*[/. ])?clip(_\d+)?/(.*/)?norm_before")
+SKIPS = re.compile(r"(.*[/. ])?(skip|spike)(_\d+)?/(.*/)?norm")
+
+
+def _clips(signals: Signals) -> Iterator[Clip]:
+    for name, column in signals.columns.items():
+        limit = signals.columns.get(f"{name.removesuffix('norm_before')}limit")
+        if CLIPS.fullmatch(name) and limit is not None:
+            yield Clip(name, column, limit)
+
+
+def clipped_always(signals: Signals) -> Hits | None:
+    """Nearly all rows are far above the limit, so that it is a second learning rate."""
+    clips = list(_clips(signals))
+    if not clips:
+        return None
+    candidates = []
+    for clip in clips:
+        steps, (norms, limits) = in_common([clip.norm, clip.limit])
+        with np.errstate(all="ignore"):
+            ratios = norms / limits
+        is_hit = ratios > 1
+        is_always = len(steps) >= BEFORE and is_hit.mean() >= CLIPPED
+        if is_always and np.median(ratios[is_hit]) >= SHORTENED:
+            column = clip.norm._replace(steps=steps)
+            median = np.full(len(steps), np.median(ratios[is_hit]))
+            candidates.append(hits_of(column, is_hit, median, subject=repr(clip.name)))
+    return earliest(candidates)
+
+
+def norm_after_clip(signals: Signals) -> Hits | None:
+    """Many norms are exactly the largest one, or the limit of a clipper."""
+    if not signals.norms:
+        return None
+    candidates = []
+    columns = list(signals.norms)
+    columns += [total for r in signals.gradients if (total := r.total("norm"))]
+    for column in columns:
+        share = clipped_share(column.values)
+        if share:
+            largest = np.nanmax(column.values[np.isfinite(column.values)])
+            is_hit = column.values >= largest * (1 - 1e-3)
+            shares = np.full(len(is_hit), share)
+            hits = hits_of(
+                column,
+                is_hit,
+                shares,
+                subject=repr(column.name),
+                detail=f"{largest:.4g}",
+            )
+            candidates.append(hits)
+    return earliest(candidates)
+
+
+def skip_behind_clip(signals: Signals) -> Hits | None:
+    """A skip that judges what a clipper left, also in steps that this one clips."""
+    skips = [name for name in signals.columns if SKIPS.fullmatch(name)]
+    pairs = list(product(skips, _clips(signals)))
+    if not pairs:
+        return None
+    candidates = []
+    for skip, clip in pairs:
+        highest = signals.columns.get(f"{skip.removesuffix('norm')}limit")
+        if highest is None:
+            continue
+        columns = [signals.columns[skip], highest, clip.norm, clip.limit]
+        steps, (seen, highest_norms, raw, limits) = in_common(columns)
+        most = (1 + ROUNDING) * limits
+        # A skip around the clipper sees the raw norm. Where both are the same number,
+        # the skip is behind the clipper, and the clipper is not one of other leaves.
+        is_hit = (raw > most) & np.isclose(seen, limits, rtol=ROUNDING)
+        # A rule that has not seen enough steps has no limit yet.
+        is_hit &= np.isfinite(highest_norms)
+        is_skipped = seen > (1 + ROUNDING) * highest_norms
+        if len(steps) >= SKIP_ROWS and not (is_skipped | (seen > most)).any():
+            column = clip.norm._replace(steps=steps)
+            candidates.append(
+                hits_of(column, is_hit, raw / limits, subject=repr(skip))
+            )
+    return earliest(candidates)
+
+
+def unnamed_recorders(signals: Signals) -> Hits | None:
+    """Two recorders, of which none says that it sees updates."""
+    recorders = signals.gradients
+    if len(recorders) < 2 or signals.updates:
+        return None if len(recorders) + len(signals.updates) < 2 else no_hits()
+    column = next(iter(recorders[0].tensors("norm").values()))
+    names = [recorder.name for recorder in recorders]
+    return Hits(column.steps[:1], np.array([2.0]), subject=listed(names))
+
+
+# --------------------------------------------------------------------- record_health
+
+
+def learning_rate(signals: Signals) -> Hits | None:
+    """Updates that are long beside the weights, for some rows or right before NaN."""
+    candidates = []
+    is_judged = False
+    for recorder in signals.updates:
+        lengths = recorder.total("norm")
+        weights = recorder.total("weight_norm")
+        if lengths is None or weights is None:
+            continue
+        is_judged = True
+        steps, numbers = in_common([lengths, weights])
+        with np.errstate(all="ignore"):
+            ratios = numbers[0] / numbers[1]
+        ratios[~np.isfinite(numbers).all(axis=0) | (numbers[1] == 0)] = np.nan
+        is_hit = medians_until(ratios) > RATE
+        broken = np.flatnonzero(~np.isfinite(numbers).all(axis=0))
+        if broken.size:
+            is_last = np.zeros(len(steps), bool)
+            is_last[max(0, broken[0] - MEDIAN) : broken[0]] = True
+            is_hit |= is_last & (ratios > RATE)
+        candidates.append(hits_of(lengths._replace(steps=steps), is_hit, ratios))
+    return earliest(candidates) if is_judged else None
+
+
+def underflow(signals: Signals) -> Hits | None:
+    """Elements too small for all digits of their dtype, among those that are not 0."""
+    columns: Tensors = {}
+    for recorder in signals.gradients:
+        zeros = recorder.tensors("zeros")
+        for name, subnormals in recorder.tensors("subnormals").items():
+            if name in zeros:
+                steps, numbers = in_common([subnormals, zeros[name]])
+                with np.errstate(all="ignore"):
+                    shares = numbers[0] / (1 - numbers[1])
+                columns[name] = Column(name, steps, medians_until(shares))
+    return _of_tensors(columns, SUBNORMAL)
+
+
+def _of_tensors(columns: Tensors, limit: float) -> Hits | None:
+    """Tensors above a limit in the first step that shows one."""
+    if not columns:
+        return None
+    hits = {
+        name: hits_of(column, column.values > limit, column.values)
+        for name, column in columns.items()
+    }
+    hits = {name: one for name, one in hits.items() if one.steps.size}
+    if not hits:
+        return no_hits()
+    first = min(one.steps[0] for one in hits.values())
+    tensors = in_order([name for name, one in hits.items() if one.steps[0] == first])
+    worst: dict[int, float] = {}
+    for one in hits.values():
+        for step, value in zip(one.steps.tolist(), one.values.tolist()):
+            worst[step] = max(value, worst.get(step, value))
+    steps = sorted(worst)
+    return Hits(
+        np.array(steps),
+        np.array([worst[step] for step in steps]),
+        subject=listed([name or "a summary" for name in tensors]),
+    )
+
+
+def dead_embedding(signals: Signals) -> Hits | None:
+    """Rows that had gradients in the first rows of the log, and have none any more."""
+    columns: Tensors = {}
+    for recorder in signals.gradients:
+        for name, column in recorder.tensors("dead_rows").items():
+            # NaN until as many steps have passed as the recorder waits.
+            shares = finite(column)
+            if shares.values.size:
+                first = shares.values[0]
+                columns[name] = shares._replace(values=shares.values - first)
+    return _of_tensors(columns, DEAD)
+
+
+def no_gradient(signals: Signals) -> Hits | None:
+    """Tensors whose norm is 0 in the whole log, or from a step to its end."""
+    columns: Tensors = {}
+    for recorder in signals.gradients:
+        for name, column in recorder.tensors("norm").items():
+            if len(column.steps) < BEFORE:
+                continue
+            is_zero = column.values == 0
+            # The rows after the last one with a gradient.
+            is_at_end = is_zero[::-1].cumprod()[::-1].astype(bool)
+            is_long = is_at_end.sum() >= max(BEFORE, len(is_zero) // 10)
+            columns[name] = column._replace(values=1.0 * (is_at_end & is_long))
+    return _of_tensors(columns, 0.5)
+
+
+def growing_weights(signals: Signals) -> Hits | None:
+    """Weights that grow by e or more in 100 steps, after the first tenth of the log."""
+    candidates = []
+    for recorder in (*signals.updates, *signals.gradients):
+        weights = recorder.total("weight_norm")
+        if weights is None:
+            continue
+        weights = finite(weights)
+        rates = np.zeros(len(weights.steps))
+        # Over 100 steps, or as many as a shorter log has.
+        rows = np.searchsorted(weights.steps, weights.steps - 100, side="right") - 1
+        for row, start in enumerate(rows):
+            span = weights.steps[row] - weights.steps[max(start, 0)]
+            if start >= len(rows) // 10 and span >= 50 and weights.values[start] > 0:
+                growth = np.log(weights.values[row] / weights.values[start])
+                rates[row] = growth * 100 / span
+        candidates.append(hits_of(weights, rates > GROWN, np.exp(rates)))
+    return earliest(candidates) if candidates else None
+
+
+def lost_updates(signals: Signals) -> Hits | None:
+    """Updates that the dtype of the weights rounds away, in the median of the log."""
+    columns: Tensors = {}
+    for recorder in signals.updates:
+        for name, column in recorder.tensors("lost").items():
+            is_lost = np.median(column.values) > LOST and len(column.steps) >= BEFORE
+            values = column.values if is_lost else 0 * column.values
+            columns[name] = column._replace(values=values)
+    return _of_tensors(columns, LOST)
+
+
+# Of attention by their names, or of qk_clip under a name with "logit" or "qk".
+LOGITS = re.compile(
+    r"(?!.*(limit|factor|count|num|share|mean|std|entropy))"
+    r"(.*(attn|attention|(^|[/._])qk).*logit.*|.*logit.*(attn|attention).*"
+    r"|(.*[/. ])?(clip|record)(_\d+)?/[^/]*(logit|qk)[^/]*/norm(_before)?(/.*)?)"
+)
+
+
+def attention_logits(signals: Signals) -> Hits | None:
+    candidates = [
+        hits_of(column, column.values > LOGIT, column.values, subject=repr(name))
+        for name, column in signals.columns.items()
+        if LOGITS.fullmatch(name.lower())
+    ]
+    return earliest(candidates) if candidates else None
