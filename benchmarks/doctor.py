@@ -268,16 +268,17 @@ def masked_mean(seed: int) -> Rows:
 
 
 def nan_in_the_backward(seed: int) -> Rows:
-    """The square root has no slope at 0, also where `where` leaves its value out."""
-    is_left_out = np.zeros((STEPS, SIZE), bool)
-    is_left_out[AT:, :2] = True
+    """A length has no slope at 0: in two examples of each batch all inputs are."""
+    x, y = points(seed)
+    x[AT:, :2] = 0
 
-    def loss(params: Tree, x: Any, y: Any, is_left_out: Any) -> Any:
-        errors = (outputs(params, x)[:, 0] - y) ** 2
-        lengths = jnp.where(is_left_out, 0.0, jnp.sqrt(errors * ~is_left_out))
-        return jnp.mean(lengths)
+    def loss(params: Tree, x: Any, y: Any) -> Any:
+        lengths = jnp.linalg.norm(x @ params["layer_0/w"], axis=-1)
+        return squared(params, x, y) + 0.01 * jnp.mean(lengths)
 
-    return train(loss, mlp(seed), (*points(seed), is_left_out), optax.adam(3e-3))
+    # Skipped, so that the loss stays finite.
+    core = optaxclip.skip_nonfinite(optax.adam(3e-3))
+    return train(loss, mlp(seed), (x, y), core)
 
 
 def factor_from_a_step(seed: int, text: bool, factor: float, at: int = AT) -> Rows:
@@ -376,7 +377,7 @@ def tokens_vanish(seed: int, at: int) -> Rows:
 def logits_explode(seed: int, rate: float) -> Rows:
     """Tokens look for themselves, so sharper attention is always better."""
     draw = np.random.default_rng(seed)
-    x = np.float32(2 * draw.normal(size=(STEPS, 8, 8, WIDTH)))
+    x = np.float32(3 * draw.normal(size=(STEPS, 8, 8, WIDTH)))
     keys = ("block_0/attention/query", "block_0/attention/key")
     params = {name: decoder(seed)[name] for name in keys}
 
@@ -553,7 +554,7 @@ BROKEN = [
         (
             "attention logits explode",
             ("attention logits",),
-            (lambda: logits_explode(0, 2e-2), lambda: logits_explode(1, 5e-2)),
+            (lambda: logits_explode(0, 2e-2), lambda: logits_explode(1, 2e-2)),
         ),
         ("skip_step behind a clip", ("skip behind clip",), (lambda: skip_behind(0),)),
         (

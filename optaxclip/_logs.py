@@ -234,7 +234,7 @@ def _rows_of_dicts(text: str, notes: Notes) -> list[Row]:
         place = text.find("{", next_place)
     if not rows:
         return []
-    if broken and text[-1] not in "}]":
+    if broken and text[0] in "{[" and text[-1] not in "}]":
         notes.append(
             f"The file is cut off, and read up to there: it ends in {broken[-1]!r}."
         )
@@ -369,15 +369,21 @@ def _advice_for_text(text: str) -> str:
     if not shapes:
         return f"{advice}. There is no line of names and numbers in it."
     # A line with a norm is what is looked for, also where others are more frequent.
-    line = max(shapes.items(), key=lambda item: ("norm" in item[0], len(item[1])))[1][0]
+    words = ("norm", "loss")
+    ranks = {
+        shape: ([word in shape for word in words], len(lines))
+        for shape, lines in shapes.items()
+    }
+    line = shapes[max(ranks, key=lambda shape: ranks[shape])][0]
     parts: dict[str, str] = {}
-    for label, separator, *_ in LABELED.findall(line):
+    for label, separator in LABELED.findall(line):
         name = _name_of_label(label)
-        spaced = re.sub(r"\\? +", r"\\s*", re.escape(separator))
-        part = rf"\b{re.escape(label)}{spaced or ' '}(?P<{name}>{{number}})"
-        parts.setdefault(name, part.replace("{number}", r"[^\s,;]+"))
+        spaced = re.sub(r"\s+", r"\\s*", separator)
+        parts.setdefault(name, rf"\b{re.escape(label)}{spaced}(?P<{name}>[^\s,;]+)")
     wanted = [name for name in ("step", "loss", "grad_norm") if name in parts]
-    pattern = "|".join(parts[name] for name in wanted or list(parts)[:1])
+    if not {"loss", "grad_norm"} & parts.keys():
+        return f"{advice}. No line of it names a loss or a norm."
+    pattern = "|".join(parts[name] for name in wanted)
     return f"{advice}. For others give a pattern, here --pattern '{pattern}'"
 
 

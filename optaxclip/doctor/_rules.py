@@ -11,6 +11,7 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from .._logs import Column, clipped_share, in_common, listed
 from ._signals import Recorder, Signals, Tensors, in_order
@@ -64,20 +65,20 @@ def earliest(candidates: Sequence[Hits]) -> Hits:
 
 def medians_before(values: np.ndarray, rows: int = BEFORE) -> np.ndarray:
     """The median of the finite numbers in the rows before each, from the third on."""
+    finite_values = np.where(np.isfinite(values), values, np.nan)
+    padded = np.concatenate([np.full(rows, np.nan), finite_values])
+    windows = sliding_window_view(padded, rows)[: len(values)].copy()
+    has_numbers = np.isfinite(windows).any(axis=1) & (np.arange(len(values)) >= 2)
     medians = np.full(len(values), np.nan)
-    for row in range(2, len(values)):
-        before = values[max(0, row - rows) : row]
-        before = before[np.isfinite(before)]
-        if before.size:
-            medians[row] = np.median(before)
+    medians[has_numbers] = np.nanmedian(windows[has_numbers], axis=1)
     return medians
 
 
 def medians_until(values: np.ndarray, rows: int = MEDIAN) -> np.ndarray:
     """The median of the last rows, NaN before there are as many."""
     medians = np.full(len(values), np.nan)
-    for row in range(rows - 1, len(values)):
-        medians[row] = np.median(values[row + 1 - rows : row + 1])
+    if len(values) >= rows:
+        medians[rows - 1 :] = np.median(sliding_window_view(values, rows), axis=1)
     return medians
 
 
@@ -227,10 +228,12 @@ def _rise_of_loss(loss: Column) -> Rise | None:
     last = float(np.median(values[-2 * width :]))
     best_row = int(np.nanargmin(smooth))
     best = float(smooth[best_row])
-    noise = spread(values[width - 1 :] - smooth[width - 1 :])
+    # How far the best rows are apart: the losses of a GAN take turns.
+    near = values[max(0, best_row - BEFORE) : best_row + 1]
+    noise = float(np.ptp(np.quantile(near, (0.05, 0.95))))
     gain = max(first - best, 0.0)
     rise = last - best
-    if rise <= max(LOST_GAIN * gain, 4 * noise, 0.2 * best):
+    if rise <= max(LOST_GAIN * gain, 1.5 * noise, 0.4 * best):
         return None
     # The last row that was still good.
     is_good = smooth <= best + 0.25 * rise
@@ -314,14 +317,18 @@ def _scale_change_of(norm: Column, loss: Column | None) -> Hits:
     norm = finite(norm)
     logs = np.log(np.maximum(norm.values, np.finfo(np.float64).tiny))
     rows = BEFORE // 2
-    best = (0.0, 0)
-    for row in range(rows, len(logs) - rows):
-        change = np.median(logs[row : row + rows]) - np.median(logs[row - rows : row])
-        at_once = np.median(logs[row : row + 3]) - np.median(logs[row - 3 : row])
-        # The first rows of a run are steep.
-        if abs(change) > abs(best[0]) and abs(at_once) > 0.8 * abs(change):
-            best = (float(change), row)
-    change, row = best
+    if len(logs) < 2 * rows:
+        return no_hits()
+    # Of so many rows before and after each row.
+    long = medians_until(logs, rows)
+    short = medians_until(logs, 3)
+    places = np.arange(rows, len(logs) - rows + 1)
+    changes = long[places + rows - 1] - long[places - 1]
+    at_once = short[places + 2] - short[places - 1]
+    is_sudden = np.abs(at_once) > 0.8 * np.abs(changes)
+    largest = int(np.argmax(np.abs(changes) * is_sudden))
+    change = float(changes[largest] * is_sudden[largest])
+    row = int(places[largest])
     before = logs[max(0, row - BEFORE) : row]
     after = logs[row : row + BEFORE]
     if abs(change) < np.log(SCALE):
@@ -352,7 +359,7 @@ def _agrees(loss: Column, step: int, change: float) -> bool:
         return False
     noise = spread(np.log(before)) + spread(np.log(after))
     change_of_loss = np.log(np.median(after)) - np.log(np.median(before))
-    is_equal = abs(change_of_loss) < max(0.1, 2 * noise) and 4 * noise < abs(change)
+    is_equal = abs(change_of_loss) < min(max(0.1, 2 * noise), 0.3 * abs(change))
     return bool(is_equal or abs(change_of_loss - change) < 0.3)
 
 
