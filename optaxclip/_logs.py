@@ -260,8 +260,9 @@ def _printed_dict(text: str, place: int) -> tuple[dict[str, object] | None, int]
     match = re.compile(r"\{[^{}\n]*\}").match(text, place)
     if match is None:
         return None, place + 1
-    # NaN and inf have no literal.
-    quoted = re.sub(r"-?\b(nan|inf)\b", r"'\g<0>'", match[0])
+    # NumPy 2 prints np.float64(2.5). NaN and inf have no literal.
+    plain = re.sub(r"\bnp\.\w+\(([^()]*)\)", r"\1", match[0])
+    quoted = re.sub(r"-?\b(nan|inf)\b", r"'\g<0>'", plain)
     try:
         row = ast.literal_eval(quoted)
     except (ValueError, SyntaxError):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._checks import shown
-from .._logs import Log, listed, log_of, read_log
+from .._logs import Log, distance_of_steps, listed, log_of, read_log
 from . import _rules as rules
 from ._rules import Hits
 from ._signals import Signals, signals_of
@@ -49,6 +49,8 @@ class Cause(NamedTuple):
     text: str  # with {value}, {subject} and {detail}
     page: str
     advice: str
+    # Whether it says how a log or an optimizer is set up, and not what broke.
+    is_of_setup: bool = False
 
 
 NORM = "a gradient norm"
@@ -131,6 +133,7 @@ CAUSES = (
         "{value:.0%} of the rows of {subject} are exactly {detail}",
         "choosing_a_limit.md#norms-after-a-clip",
         "log the norm before the clip: spikes cannot be seen in this one",
+        is_of_setup=True,
     ),
     Cause(
         "clipped always",
@@ -141,6 +144,7 @@ CAUSES = (
         "median",
         "choosing_a_limit.md",
         "a higher limit: this one is a second learning rate",
+        is_of_setup=True,
     ),
     Cause(
         "skip behind clip",
@@ -151,6 +155,7 @@ CAUSES = (
         "times as long",
         "sharp_edges.md#a-skip-behind-a-clipper",
         "skip_step(optax.chain(clipper, optimizer)), and not the clipper in front",
+        is_of_setup=True,
     ),
     Cause(
         "unnamed recorders",
@@ -160,6 +165,7 @@ CAUSES = (
         "{subject} do not say which of them sees updates",
         "doctor.md#record",
         "name them with optax.named_chain, one with 'update' in it",
+        is_of_setup=True,
     ),
     Cause(
         "learning rate",
@@ -174,7 +180,7 @@ CAUSES = (
         "growing weights",
         "record_health() with weights=True",
         rules.growing_weights,
-        np.e,
+        rules.GROWN,
         "weights grow {value:.3g} times in 100 steps",
         "doctor.md#record",
         "look at the sign of weight decay, and at the learning rate",
@@ -329,9 +335,9 @@ def report_of(log: Log) -> Report:
     with np.errstate(all="ignore"):
         for cause in CAUSES:
             hits = cause.rule(signals)
-            if hits is None:
+            if hits is None and not cause.is_of_setup:
                 not_judged.setdefault(cause.needs, []).append(cause.name)
-            elif hits.steps.size:
+            elif hits is not None and hits.steps.size:
                 findings.append(_finding(cause, hits))
     columns = _columns_of(signals)
     if not columns:
@@ -343,10 +349,18 @@ def report_of(log: Log) -> Report:
         )
     notes = list(log.notes)
     looked_at = []
+    distance = distance_of_steps(next(iter(columns.values())))
+    if distance > 1:
+        notes.append(
+            f"The rows are {distance} steps apart. What happened between is not seen "
+            "(transformers: logging_steps=1)."
+        )
     for name, column in columns.items():
-        looked_at.append(f"{name} ({len(column.steps)} rows)")
+        looked_at.append(f"{name!r} ({len(column.steps)} rows)")
         notes += [f"{name!r}: {note}" for note in column.notes]
-    findings.sort(key=lambda finding: finding.step)
+    is_of_setup = {cause.name: cause.is_of_setup for cause in CAUSES}
+    # Hints on the set-up come last, whatever their step.
+    findings.sort(key=lambda finding: (is_of_setup[finding.cause], finding.step))
     return Report(findings, looked_at, not_judged, notes)
 
 

@@ -30,7 +30,7 @@ SHORTENED = 10.0  # norm over limit, of clipped rows
 RATE = 0.1  # updates over weights
 SUBNORMAL = 0.25  # of the elements that are not 0
 DEAD = 0.2  # of the rows of an embedding
-GROWN = 1.0  # logarithm of the growth of weights in 100 steps
+GROWN = 2.5  # times, the growth of weights in 100 steps
 LOST = 0.5  # of the elements of an update
 LOGIT = 100.0  # of Kimi K2
 SKIP_ROWS = 100  # in which a skip is compared with a clipper
@@ -616,22 +616,22 @@ def no_gradient(signals: Signals) -> Hits | None:
 
 
 def growing_weights(signals: Signals) -> Hits | None:
-    """Weights that grow by e or more in 100 steps, after the first tenth of the log."""
+    """Weights that grow many times in 100 steps, after the first tenth of the log."""
     candidates = []
     for recorder in (*signals.updates, *signals.gradients):
         weights = recorder.total("weight_norm")
         if weights is None:
             continue
         weights = finite(weights)
-        rates = np.zeros(len(weights.steps))
+        growths = np.ones(len(weights.steps))
         # Over 100 steps, or as many as a shorter log has.
         rows = np.searchsorted(weights.steps, weights.steps - 100, side="right") - 1
         for row, start in enumerate(rows):
             span = weights.steps[row] - weights.steps[max(start, 0)]
             if start >= len(rows) // 10 and span >= 50 and weights.values[start] > 0:
-                growth = np.log(weights.values[row] / weights.values[start])
-                rates[row] = growth * 100 / span
-        candidates.append(hits_of(weights, rates > GROWN, np.exp(rates)))
+                growth = weights.values[row] / weights.values[start]
+                growths[row] = growth ** (100 / span)
+        candidates.append(hits_of(weights, growths > GROWN, growths))
     return earliest(candidates) if candidates else None
 
 
