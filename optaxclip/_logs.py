@@ -35,6 +35,7 @@ class Column(NamedTuple):
     steps: np.ndarray  # int64[entries], in ascending order
     values: np.ndarray  # float64[entries], NaN and inf among them
     notes: tuple[str, ...] = ()
+    empty: int = 0  # rows of a table that have no entry in it
 
 
 class Log(NamedTuple):
@@ -42,6 +43,7 @@ class Log(NamedTuple):
 
     columns: dict[str, Column]
     notes: Notes
+    texts: frozenset[str] = frozenset()  # names of columns of text
 
 
 # ------------------------------------------------------------------------------- files
@@ -78,7 +80,7 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> list[Row]:
     if data.startswith(b"PK") and b".npy" in data:
         arrays = np.load(io.BytesIO(data))
         columns = [np.atleast_1d(array) for array in arrays.values()]
-        return [dict(zip(arrays, line)) for line in zip_longest(*columns)]
+        return [dict(zip(arrays, line)) for line in zip_longest(*columns, fillvalue="")]
     # The first event of a file of TensorBoard.
     if b"brain.Event:" in data[:64]:
         return _rows_of_events(data, notes)
@@ -209,7 +211,7 @@ def _rows_of_lists(value: dict[str, object]) -> list[Row]:
             columns[name] = entry
         elif isinstance(entry, dict):
             columns[name] = list(entry.values())
-    return [dict(zip(columns, line)) for line in zip_longest(*columns.values())]
+    return [dict(zip(columns, line)) for line in zip_longest(*columns.values(), fillvalue="")]
 
 
 def _rows_of_dicts(text: str, notes: Notes) -> list[Row]:
@@ -444,7 +446,12 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
             f"Steps {min(repeated)} to {max(repeated)} come twice, as in a run that "
             "was resumed: the later entries count."
         )
-    return Log(columns, notes)
+    texts = {
+        name
+        for name, pairs in entries.items()
+        if name not in columns and not all(_is_empty(entry) for _, entry in pairs)
+    }
+    return Log(columns, notes, frozenset(texts))
 
 
 def _flattened(
@@ -554,15 +561,13 @@ def _column(name: str, pairs: list[tuple[int, object]], repeated: set[int]) -> C
     elif nulls:
         notes.append(f"{len(nulls)} rows have null there, which is read as NaN.")
         numbers |= dict.fromkeys(nulls, math.nan)
-    if empty:
-        notes.append(f"{empty} rows are empty there, and left out.")
     if texts:
         notes.append(
             f"{len(texts)} entries are text and left out, such as {texts[0][:40]!r}."
         )
     steps = sorted(numbers)
     values = [numbers[step] for step in steps]
-    return Column(name, np.array(steps), np.array(values), tuple(notes))
+    return Column(name, np.array(steps), np.array(values), tuple(notes), empty)
 
 
 def number_of(entry: object) -> float:
@@ -633,25 +638,30 @@ def norms_of(log: Log) -> list[Column]:
     """The columns whose names say that they are norms of the gradient: one, or one for
     each optimizer. Columns of single tensors only where there is no other.
     """
-    # W&B writes the name of the run first: "lively-sun-7 - train/grad_norm".
-    names = {name: name.rpartition(" - ")[2].lower() for name in log.columns}
+    names = {name: _plain_name(name) for name in log.columns}
     for regex in NORMS:
         columns = [
             log.columns[name]
             for name, plain in names.items()
-            if regex.fullmatch(plain) and not _is_no_norm(plain, names.values())
+            if regex.fullmatch(plain) and not _is_no_norm(name, log.texts)
         ]
         if columns:
             return [_of_every_step(log, column) for column in columns]
     return [log.columns[name] for name, plain in names.items() if TENSORS.match(plain)]
 
 
-def _is_no_norm(name: str, names: Collection[str]) -> bool:
+def _plain_name(name: str) -> str:
+    """Without the run that W&B writes first, and without the number of a repeated name:
+    "lively-sun-7 - train/grad_norm.1".
+    """
+    return re.sub(r"\.\d+$", "", name.rpartition(" - ")[2].lower())
+
+
+def _is_no_norm(name: str, texts: Collection[str]) -> bool:
     # The norm of the worst tensor, as in `metrics(summary=True)`.
-    worst = re.sub("norm(_before)?$", "worst_name", name)
-    if worst in names:
+    if re.sub("norm(_before)?$", "worst_name", name) in texts:
         return True
-    ours = re.sub(r"clip(_\d+)?/|(before|pre)_?clip", "", name)
+    ours = re.sub(r"clip(_\d+)?/|(before|pre)_?clip", "", _plain_name(name))
     return NO_NORM.search(ours) is not None
 
 
@@ -665,14 +675,17 @@ def _of_every_step(log: Log, column: Column) -> Column:
         return column
     wrapper = log.columns[name]
     _, (seen, norms, flags) = in_common([wrapper, column, skipped])
-    is_taken = (flags == 0) & np.isfinite(seen)
-    same = np.isclose(seen, norms, rtol=1e-3, atol=0)
-    return wrapper if is_taken.any() and same[is_taken].all() else column
+    is_skipped = flags != 0
+    # A clipper in front of the wrapper sees a new norm in each step.
+    is_kept = np.append(False, norms[1:] == norms[:-1])
+    same = np.isclose(seen, norms, rtol=1e-3, atol=0, equal_nan=True)
+    is_inside = is_kept[is_skipped].all() and same[~is_skipped].all()
+    return wrapper if is_inside else column
 
 
 def loss_of(log: Log) -> Column | None:
     """The column of the training loss, if its name says so."""
-    names = {name: name.rpartition(" - ")[2].lower() for name in log.columns}
+    names = {name: _plain_name(name) for name in log.columns}
     losses = [
         column
         for name, column in log.columns.items()

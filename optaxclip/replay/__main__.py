@@ -79,6 +79,8 @@ def _source(log: Log, column: Column, name: str | None, file: str) -> str:
     elif column.name not in [norm.name for norm in norms_by_name(log)]:
         lines.append("Its name does not say so, but it is taken for a gradient norm.")
     lines += [*log.notes, *(f"{column.name!r}: {note}" for note in column.notes)]
+    if column.empty:
+        lines.append(f"{column.empty} rows have no entry in it, and are left out.")
     distance = distance_of_steps(column)
     if distance > 1:
         lines.append(
