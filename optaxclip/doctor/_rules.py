@@ -17,6 +17,7 @@ from .._logs import Column, clipped_share, in_common, listed
 from ._signals import Recorder, Signals, Tensors, in_order
 
 # The limits of the rules. Each was set on one half of benchmarks/doctor.py.
+OVERFLOWS = 0.1  # of the rows, under a dynamic loss scale
 BEFORE = 20  # rows whose median a row is compared with
 MEDIAN = 5  # rows, of numbers of tensors
 SPIKE = 10.0  # medians
@@ -98,77 +99,70 @@ def spread(values: np.ndarray) -> float:
 
 
 def not_finite(signals: Signals) -> Hits | None:
-    """NaN or inf. Norms that are infinite now and then belong to a dynamic loss scale."""
-    by_tensor = [_broken_tensors(recorder) for recorder in signals.gradients]
-    candidates = [hits for hits in by_tensor if hits is not None]
-    scales = [name for name in signals.columns if re.search(r"loss.?scale|scaler", name)]
-    losses = [] if signals.loss is None else [signals.loss]
-    for column in losses:
-        is_broken = ~np.isfinite(column.values)
-        candidates.append(
-            hits_of(column, is_broken, column.values, subject=repr(column.name))
-        )
-    for column in signals.norms:
-        is_broken = ~np.isfinite(column.values)
-        may_overflow = bool(scales) or not np.isnan(column.values).any()
-        if not _comes_back(is_broken) or not may_overflow:
-            candidates.append(
-                hits_of(column, is_broken, column.values, subject=repr(column.name))
-            )
-    if not candidates and not losses and not signals.norms:
+    """NaN or inf, with what was broken first."""
+    if signals.loss is None and not signals.norms:
         return None
+    columns = [] if signals.loss is None else [signals.loss]
+    candidates: list[Hits] = []
+    if not _is_of_a_loss_scale(signals):
+        columns += signals.norms
+        candidates += map(_broken_tensors, signals.gradients)
+    for column in columns:
+        is_broken = ~np.isfinite(column.values)
+        subject = repr(column.name)
+        candidates.append(hits_of(column, is_broken, column.values, subject=subject))
     first = earliest(candidates)
+    if first.detail:
+        return first
     # Which came first is what a reader asks next.
-    others = [
+    later = [
         f"{hits.subject} from step {hits.steps[0]} on"
         for hits in candidates
-        if hits.steps.size and hits.subject != first.subject and not first.detail
+        if hits.steps.size and hits.subject != first.subject
     ]
-    return first._replace(detail=first.detail or ", then ".join(others))
+    return first._replace(detail=", ".join(later))
 
 
-def _comes_back(is_broken: np.ndarray) -> bool:
-    """Whether at most 2 rows of 20 are broken, and none of the last ones."""
-    rare = is_broken.mean() <= 0.1
-    return bool(rare and not is_broken[-1:].any())
+def _is_of_a_loss_scale(signals: Signals) -> bool:
+    """Whether norms are infinite now and then, as under a dynamic loss scale."""
+    is_scaled = any(re.search(r"loss.?scale|scaler", name) for name in signals.columns)
+    for column in signals.norms:
+        is_broken = ~np.isfinite(column.values)
+        is_rare = is_broken.mean() <= OVERFLOWS and not is_broken[-1]
+        if not is_rare or (np.isnan(column.values).any() and not is_scaled):
+            return False
+    return True
 
 
-def _broken_tensors(recorder: Recorder) -> Hits | None:
+def _broken_tensors(recorder: Recorder) -> Hits:
     """The tensors with NaN or inf in the first broken step, and those beside them."""
     columns = recorder.tensors("nonfinite") or recorder.tensors("norm")
     broken: dict[str, Hits] = {}
     for name, column in columns.items():
         counts = column.values
+        is_broken = ~np.isfinite(counts)
         if "nonfinite" in recorder.signs:
             # Where norms are null in JSON, so are counts.
-            is_broken = (counts > 0) | ~np.isfinite(counts)
-        else:
-            is_broken = ~np.isfinite(counts)
-            counts = np.where(is_broken, np.inf, 0)
-        if not _comes_back(is_broken) or np.isnan(counts).any():
+            is_broken |= counts > 0
+        if is_broken.any():
             broken[name] = hits_of(column, is_broken, counts)
     if not broken:
-        return None
+        return no_hits()
     first = min(hits.steps[0] for hits in broken.values())
     names = in_order(list(columns))
     is_first = [name in broken and broken[name].steps[0] == first for name in names]
+    tensors = [name for name, is_one in zip(names, is_first) if is_one]
     beside = [
         name
         for place, name in enumerate(names)
         if not is_first[place] and any(is_first[max(0, place - 1) : place + 2])
     ]
-    tensors = [name for name, is_one in zip(names, is_first) if is_one]
-    steps = sorted({step for hits in broken.values() for step in hits.steps.tolist()})
-    largest = max(hits.values.max() for hits in broken.values())
     detail = f"finite beside them: {listed(beside) or 'none'}"
     if tensors == [""]:
         detail = "a summary does not tell which tensors"
-    return Hits(
-        np.array(steps),
-        np.full(len(steps), largest),
-        subject=listed([name or recorder.name for name in tensors]),
-        detail=detail,
-    )
+    merged = _merged(broken)
+    subject = listed([name or recorder.name for name in tensors])
+    return merged._replace(subject=subject, detail=detail)
 
 
 def bad_batch(signals: Signals) -> Hits | None:
@@ -328,7 +322,9 @@ def _scale_change_of(norm: Column, loss: Column | None) -> Hits:
     is_sudden = np.abs(at_once) > 0.8 * np.abs(changes)
     largest = int(np.argmax(np.abs(changes) * is_sudden))
     change = float(changes[largest] * is_sudden[largest])
-    row = int(places[largest])
+    # Medians see a change a row or two too early or too late.
+    near = np.arange(places[largest] - 3, places[largest] + 4).clip(1, len(logs) - 1)
+    row = int(near[np.argmax(np.abs(logs[near] - logs[near - 1]))])
     before = logs[max(0, row - BEFORE) : row]
     after = logs[row : row + BEFORE]
     if abs(change) < np.log(SCALE):
@@ -575,16 +571,19 @@ def _of_tensors(columns: Tensors, limit: float) -> Hits | None:
         return no_hits()
     first = min(one.steps[0] for one in hits.values())
     tensors = in_order([name for name, one in hits.items() if one.steps[0] == first])
-    worst: dict[int, float] = {}
-    for one in hits.values():
-        for step, value in zip(one.steps.tolist(), one.values.tolist()):
-            worst[step] = max(value, worst.get(step, value))
-    steps = sorted(worst)
-    return Hits(
-        np.array(steps),
-        np.array([worst[step] for step in steps]),
-        subject=listed([name or "a summary" for name in tensors]),
-    )
+    subject = listed([name or "a summary" for name in tensors])
+    return _merged(hits)._replace(subject=subject)
+
+
+def _merged(hits: dict[str, Hits]) -> Hits:
+    """The steps of all tensors, with the largest value of each step."""
+    largest: dict[int, float] = {}
+    for tensor in hits.values():
+        for step, value in zip(tensor.steps.tolist(), tensor.values.tolist()):
+            # NaN is larger than all numbers.
+            largest[step] = float(np.maximum(value, largest.get(step, -np.inf)))
+    steps = sorted(largest)
+    return Hits(np.array(steps), np.array([largest[step] for step in steps]))
 
 
 def dead_embedding(signals: Signals) -> Hits | None:
