@@ -187,9 +187,11 @@ def next_token(params: Tree, tokens: Any, frozen: int = -1) -> Any:
             own = jax.tree.map(lax.stop_gradient, params)
         scores = jnp.where(mask, attention_scores(own, x, block), -1e9)
         mixed = jax.nn.softmax(scores) @ normed(x)
-        x += mixed @ own[f"block_{block}/attention/value"] @ own[
-            f"block_{block}/attention/out"
-        ]
+        x += (
+            mixed
+            @ own[f"block_{block}/attention/value"]
+            @ own[f"block_{block}/attention/out"]
+        )
         hidden = jax.nn.gelu(normed(x) @ own[f"block_{block}/up"])
         x += hidden @ own[f"block_{block}/down"]
     logits = (normed(x) @ params["head"]).astype(jnp.float32)
@@ -523,12 +525,18 @@ BROKEN = [
         (
             "weight decay with the wrong sign",
             ("growing weights",),
-            (lambda: decay_of_wrong_sign(0, False), lambda: decay_of_wrong_sign(1, True)),
+            (
+                lambda: decay_of_wrong_sign(0, False),
+                lambda: decay_of_wrong_sign(1, True),
+            ),
         ),
         (
             "a block without a gradient",
             ("no gradient",),
-            (lambda: block_without_gradient(0, 0), lambda: block_without_gradient(1, 1)),
+            (
+                lambda: block_without_gradient(0, 0),
+                lambda: block_without_gradient(1, 1),
+            ),
         ),
         (
             "units that die in a bad batch",
@@ -562,7 +570,11 @@ BROKEN = [
             ("clipped always",),
             (lambda: limit_too_small(0, False),),
         ),
-        ("norms after the clip", ("norm after clip",), (lambda: logged_after_the_clip(0),)),
+        (
+            "norms after the clip",
+            ("norm after clip",),
+            (lambda: logged_after_the_clip(0),),
+        ),
         (
             "Adam's moments lost at a resume",
             ("learning rate", "divergence"),
@@ -818,26 +830,56 @@ def long_tails(seed: int, freedom: float) -> Rows:
 HEALTHY = [
     Training(f"{name} ({number})", rows)
     for name, variants in (
-        ("cosine to zero", (lambda: cosine_to_zero(10, False), lambda: cosine_to_zero(11, True))),
-        ("a head of zeros", (lambda: head_of_zeros(10, False), lambda: head_of_zeros(11, True))),
-        ("a large batch", (lambda: large_batch(10, False), lambda: large_batch(11, True))),
+        (
+            "cosine to zero",
+            (lambda: cosine_to_zero(10, False), lambda: cosine_to_zero(11, True)),
+        ),
+        (
+            "a head of zeros",
+            (lambda: head_of_zeros(10, False), lambda: head_of_zeros(11, True)),
+        ),
+        (
+            "a large batch",
+            (lambda: large_batch(10, False), lambda: large_batch(11, True)),
+        ),
         ("a batch ramp", (lambda: batch_ramp(10, False), lambda: batch_ramp(11, True))),
-        ("REINFORCE, changing rewards", (lambda: reinforce(10, (1.0, 10.0)), lambda: reinforce(11, (5.0, 1.0)))),
+        (
+            "REINFORCE, changing rewards",
+            (lambda: reinforce(10, (1.0, 10.0)), lambda: reinforce(11, (5.0, 1.0))),
+        ),
         ("a GAN in turns", (lambda: gan(10, 2e-3), lambda: gan(11, 5e-3))),
         ("LoRA with B = 0", (lambda: lora(10, 2), lambda: lora(11, 4))),
-        ("batches learnt by heart", (lambda: by_heart(10, 4), lambda: by_heart(11, 40))),
-        ("warm restarts", (lambda: warm_restarts(10, False), lambda: warm_restarts(11, True))),
+        (
+            "batches learnt by heart",
+            (lambda: by_heart(10, 4), lambda: by_heart(11, 40)),
+        ),
+        (
+            "warm restarts",
+            (lambda: warm_restarts(10, False), lambda: warm_restarts(11, True)),
+        ),
         ("bfloat16 weights", (lambda: bfloat16(10, False), lambda: bfloat16(11, True))),
         ("Muon", (lambda: muon(10, 0.02), lambda: muon(11, 0.01))),
         ("Lion", (lambda: lion(10, False), lambda: lion(11, True))),
-        ("residual branches of zeros", (lambda: residuals_of_zeros(10, 2), lambda: residuals_of_zeros(11, 3))),
-        ("top-1 experts, batches of 8", (lambda: experts(10, 4), lambda: experts(11, 8))),
+        (
+            "residual branches of zeros",
+            (lambda: residuals_of_zeros(10, 2), lambda: residuals_of_zeros(11, 3)),
+        ),
+        (
+            "top-1 experts, batches of 8",
+            (lambda: experts(10, 4), lambda: experts(11, 8)),
+        ),
         ("tokens by Zipf's law", (lambda: zipf(10, 1.0), lambda: zipf(11, 1.3))),
         ("a curriculum", (lambda: curriculum(10, 20), lambda: curriculum(11, 32))),
-        ("float16, dynamic scale", (lambda: dynamic_scale(10, 25), lambda: dynamic_scale(11, 60))),
+        (
+            "float16, dynamic scale",
+            (lambda: dynamic_scale(10, 25), lambda: dynamic_scale(11, 60)),
+        ),
         ("SGD with momentum", (lambda: momentum(10, 0.02), lambda: momentum(11, 0.05))),
         ("dropout, AdamW, clip", (lambda: dropout(10, 0.1), lambda: dropout(11, 0.5))),
-        ("targets with long tails", (lambda: long_tails(10, 3.0), lambda: long_tails(11, 2.0))),
+        (
+            "targets with long tails",
+            (lambda: long_tails(10, 3.0), lambda: long_tails(11, 2.0)),
+        ),
     )
     for number, rows in enumerate(variants, 1)
 ]
@@ -873,7 +915,9 @@ def main() -> None:
             if options.only in training.name
         ]
         right = {"all columns": 0, "loss and norm": 0}
-        print(f"\n| {title} | all columns | loss and norm | ends at |\n|---|---|---|---|")
+        print(
+            f"\n| {title} | all columns | loss and norm | ends at |\n|---|---|---|---|"
+        )
         for training in chosen:
             start = time.perf_counter()
             rows = training.rows()
@@ -890,7 +934,10 @@ def main() -> None:
             losses = [row["loss"] for row in rows]
             ends = f"loss {losses[0]:.3g} to {losses[-1]:.3g}, best {np.nanmin(losses):.3g}"
             seconds = time.perf_counter() - start
-            print(f"| {training.name} | {' | '.join(cells)} | {ends}, {seconds:.1f} s |", flush=True)
+            print(
+                f"| {training.name} | {' | '.join(cells)} | {ends}, {seconds:.1f} s |",
+                flush=True,
+            )
         print(f"{title}: right of {len(chosen)}: {right}")
 
 

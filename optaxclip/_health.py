@@ -261,7 +261,9 @@ def _lost(norms: Norms, tree: Any, weights: Any) -> list[jax.Array]:
         wide = np.promote_types(wide_dtype(x), wide_dtype(w))
         # As `optax.apply_updates` rounds. Without the barrier XLA would compare numbers
         # that it has not rounded.
-        new = lax.optimization_barrier((w.astype(wide) + x.astype(wide)).astype(w.dtype))
+        new = lax.optimization_barrier(
+            (w.astype(wide) + x.astype(wide)).astype(w.dtype)
+        )
         losts.append(((new == w) & (x != 0)).astype(jnp.float32))
         counts.append((x != 0).astype(jnp.float32))
     totals = _sums(norms, counts)

@@ -211,7 +211,10 @@ def _rows_of_lists(value: dict[str, object]) -> list[Row]:
             columns[name] = entry
         elif isinstance(entry, dict):
             columns[name] = list(entry.values())
-    return [dict(zip(columns, line)) for line in zip_longest(*columns.values(), fillvalue="")]
+    return [
+        dict(zip(columns, line))
+        for line in zip_longest(*columns.values(), fillvalue="")
+    ]
 
 
 def _rows_of_dicts(text: str, notes: Notes) -> list[Row]:
@@ -348,9 +351,7 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
         if row:
             rows.append(row)
     if not rows:
-        raise ValueError(
-            f"pattern {pattern!r} fits no line. {_advice_for_text(text)}"
-        )
+        raise ValueError(f"pattern {pattern!r} fits no line. {_advice_for_text(text)}")
     return rows
 
 
@@ -473,8 +474,9 @@ def _wide(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     """Rows with a column for each metric, of rows with a line for each metric."""
     for name_of_metric in METRICS:
         long_rows = [
-            row for row in rows if isinstance(row.get(name_of_metric), str)
-            and "value" in row
+            row
+            for row in rows
+            if isinstance(row.get(name_of_metric), str) and "value" in row
         ]
         if not long_rows:
             continue

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._checks import shown
-from .._logs import Log, distance_of_steps, listed, log_of, read_log
+from .._logs import Column, Log, distance_of_steps, listed, log_of, read_log
 from . import _rules as rules
 from ._rules import Hits
 from ._signals import Signals, signals_of
@@ -239,7 +239,7 @@ class Report(NamedTuple):
 
     Attributes:
       findings: a `Finding` for each cause, the earliest first.
-      looked_at: the columns that were read, and how many rows they have.
+      looked_at: the columns and recorders that were read, and how many rows each has.
       not_judged: for each set of columns that the log lacks the names of the causes
         that need it.
       notes: what the reader left out or decided.
@@ -364,14 +364,15 @@ def report_of(log: Log) -> Report:
     return Report(findings, looked_at, not_judged, notes)
 
 
-def _columns_of(signals: Signals) -> dict[str, "rules.Column"]:
-    """The columns that rules look at, without those of single tensors."""
-    columns = {} if signals.loss is None else {signals.loss.name: signals.loss}
-    columns |= {column.name: column for column in signals.norms}
+def _columns_of(signals: Signals) -> dict[str, Column]:
+    """The columns that rules look at, by what they are called. A recorder is one."""
+    columns = {column.name: column for column in signals.norms}
+    if signals.loss is not None:
+        columns = {signals.loss.name: signals.loss} | columns
     for recorder in (*signals.gradients, *signals.updates):
-        for sign in recorder.signs:
-            column = next(iter(recorder.tensors(sign).values()))
-            columns[f"{recorder.name}/{sign}"] = column
+        column = next(iter(recorder.tensors("norm").values()), None)
+        if column is not None:
+            columns[recorder.name] = column._replace(notes=())
     for name, column in signals.columns.items():
         if rules.LOGITS.fullmatch(name.lower()):
             columns[name] = column

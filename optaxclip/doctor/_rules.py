@@ -51,7 +51,9 @@ def no_hits() -> Hits:
     return Hits(np.zeros(0, np.int64), np.zeros(0))
 
 
-def hits_of(column: Column, is_hit: np.ndarray, values: np.ndarray, **text: str) -> Hits:
+def hits_of(
+    column: Column, is_hit: np.ndarray, values: np.ndarray, **text: str
+) -> Hits:
     return Hits(column.steps[is_hit], values[is_hit], **text)
 
 
@@ -175,9 +177,7 @@ def bad_batch(signals: Signals) -> Hits | None:
     for column in signals.norms:
         ratios, _ = _spikes(column)
         is_hit = _returning(column, ratios) & (column.steps < end)
-        candidates.append(
-            hits_of(column, is_hit, ratios, subject=repr(column.name))
-        )
+        candidates.append(hits_of(column, is_hit, ratios, subject=repr(column.name)))
     return earliest(candidates)
 
 
@@ -336,7 +336,11 @@ def _scale_change_of(norm: Column, loss: Column | None) -> Hits:
     if loss is not None and not _agrees(loss, int(norm.steps[row]), change):
         return no_hits()
     factor = float(np.exp(change))
-    word = f"{factor:.4g} times as long" if change > 0 else f"{1 / factor:.4g} times as short"
+    word = (
+        f"{factor:.4g} times as long"
+        if change > 0
+        else f"{1 / factor:.4g} times as short"
+    )
     return Hits(
         np.array([norm.steps[row]]),
         np.array([max(factor, 1 / factor)]),
@@ -501,9 +505,7 @@ def skip_behind_clip(signals: Signals) -> Hits | None:
         is_skipped = seen > (1 + ROUNDING) * highest_norms
         if len(steps) >= SKIP_ROWS and not (is_skipped | (seen > most)).any():
             column = clip.norm._replace(steps=steps)
-            candidates.append(
-                hits_of(column, is_hit, raw / limits, subject=repr(skip))
-            )
+            candidates.append(hits_of(column, is_hit, raw / limits, subject=repr(skip)))
     return earliest(candidates)
 
 

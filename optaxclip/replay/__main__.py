@@ -133,9 +133,7 @@ def _rows_of_columns(log: Log, columns: Sequence[Column], file: str) -> str:
     return "\n".join(lines)
 
 
-def _table(
-    column: Column, suggestions: Sequence[Suggestion], best: Suggestion
-) -> str:
+def _table(column: Column, suggestions: Sequence[Suggestion], best: Suggestion) -> str:
     """The suggestions as text, with what they cannot tell."""
     # With inf for what is beyond float32. `suggest` has raised where all are broken.
     norms = np.asarray(history_of("suggest", column.values), np.float64)

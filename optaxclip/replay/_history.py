@@ -82,7 +82,9 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
     elif name in log.columns:
         columns = [log.columns[name]]
     else:
-        raise ValueError(f"{call}: column={name!r} is not in this file, which has {names}.")
+        raise ValueError(
+            f"{call}: column={name!r} is not in this file, which has {names}."
+        )
     for column in columns:
         # A loss may be negative.
         is_negative = column.values < 0

@@ -65,13 +65,12 @@ def test_a_text_is_read_with_a_pattern(tmp_path):
 def test_what_is_judged_is_named_where_nothing_is_found():
     report = examine(rows_of(loss=calm()))
     assert report.findings == [] and report.looked_at == ["'loss' (60 rows)"]
-    assert report.not_judged["a gradient norm"] == [
-        "bad batch",
-        "steady growth",
-    ]
+    assert report.not_judged["a gradient norm"] == ["bad batch", "steady growth"]
 
 
-@pytest.mark.parametrize("name", ["grads", "ratio", "nonfinite", "zeros", "norm", "lost"])
+@pytest.mark.parametrize(
+    "name", ["grads", "ratio", "nonfinite", "zeros", "norm", "lost"]
+)
 def test_a_recorder_may_be_called_like_a_sign(name):
     optimizer = optax.named_chain(
         (name, optaxclip.record_health()), ("sgd", optax.sgd(0.01))
@@ -148,7 +147,9 @@ def test_a_log_of_nothing_that_is_known_is_refused(tmp_path):
     for call in (diagnose, examine):
         with pytest.raises(ValueError, match=r"neither a loss .*'accuracy'.* metrics"):
             call(path)
-    with pytest.raises(SystemExit, match=r"^doctor: .*run.csv: there is neither a loss"):
+    with pytest.raises(
+        SystemExit, match=r"^doctor: .*run.csv: there is neither a loss"
+    ):
         main([str(path)])
     with pytest.raises(SystemExit, match=r"^doctor: .*none.csv"):
         main([str(tmp_path / "none.csv")])

@@ -159,7 +159,8 @@ def test_a_norm_that_grows_to_the_end_is_steady_growth():
 def test_a_norm_of_nearly_0_is_vanishing_unless_the_loss_is_too():
     norms = np.where(np.arange(200) < 90, 1.0, 1e-5) * noisy()
     (finding,) = [
-        x for x in diagnose(rows_of(loss=calm(200), grad_norm=norms))
+        x
+        for x in diagnose(rows_of(loss=calm(200), grad_norm=norms))
         if x.cause == "vanishing"
     ]
     assert 90 <= finding.step < 100

@@ -118,7 +118,9 @@ def test_a_recorder_behind_a_clip_is_named():
     )
     norms = np.exp(np.random.default_rng(0).normal(size=200))
     (found,) = of_setup(skip_log(optimizer, norms))
-    assert found.cause == "norm after clip" and "'health/gradients/norm'" in found.evidence
+    assert (
+        found.cause == "norm after clip" and "'health/gradients/norm'" in found.evidence
+    )
     assert found.value == pytest.approx(np.mean(norms > 1), abs=0.01)
     assert found.evidence.endswith("are exactly 1")
 
@@ -129,7 +131,9 @@ def test_recorders_without_names_are_named():
     rows = skip_log(optax.chain(record, DESCENT, record), norms)
     (found,) = of_setup(rows)
     assert found.cause == "unnamed recorders"
-    assert "'health', 'health_2' do not say which of them sees updates" in found.evidence
+    assert (
+        "'health', 'health_2' do not say which of them sees updates" in found.evidence
+    )
     named = optax.named_chain(("a", record), ("b", DESCENT), ("update", record))
     assert of_setup(skip_log(named, norms)) == []
 

@@ -138,7 +138,9 @@ NEGATIVE = [
 def test_negative_norms_are_refused(tmp_path, command):
     for name, content, value in NEGATIVE:
         path = written(tmp_path, content)
-        text = f"the column '{name}' must hold norms, which are at least 0, got {value}."
+        text = (
+            f"the column '{name}' must hold norms, which are at least 0, got {value}."
+        )
         assert error(path) == error(path, name) == f"read_history: {path}: {text}"
         with pytest.raises(SystemExit) as raised:
             command(path)
