@@ -1,13 +1,13 @@
-"""What the doctor says of 40 trainings that are broken on purpose and of 40 healthy ones.
+"""What the doctor says of 40 trainings broken on purpose, and of 40 healthy ones.
 
     python -m benchmarks.doctor                 the half that limits were set on
     python -m benchmarks.doctor --half aside    the half that was kept aside
     python -m benchmarks.doctor --only GAN      those whose names have this in them
 
 Each is a few hundred steps of a small model. Its log has the loss, the norm of the
-gradient and all of `record_health`. A second verdict is of loss and norm alone, which is
-what most logs have. Of a broken training the first cause must be one of those that are
-listed beside it, which were written down before any limit was set. Which half a training
+gradient and all of `record_health`. A second verdict is of loss and norm alone, which
+is what most logs have. Of a broken training the first cause must be one of those listed
+beside it, which were written down before any limit was set. Which half a training
 belongs to was drawn by a seed before that, too.
 """
 
@@ -15,6 +15,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -115,7 +116,7 @@ def schedule(rates: np.ndarray) -> Callable[[Any], Any]:
 def mlp(seed: int, widths: tuple[int, ...] = (8, 32, 32, 1)) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(seed)
     params = {}
-    for number, (fan_in, fan_out) in enumerate(zip(widths, widths[1:])):
+    for number, (fan_in, fan_out) in enumerate(pairwise(widths)):
         weights = draw.normal(size=(fan_in, fan_out)) / fan_in**0.5
         params[f"layer_{number}/w"] = np.float32(weights)
         params[f"layer_{number}/b"] = np.zeros(fan_out, np.float32)
@@ -932,7 +933,8 @@ def main() -> None:
                 text = ", ".join(f"{x.cause} {x.step}" for x in findings) or "nothing"
                 cells.append(f"{'' if is_right else '**wrong** '}{text}")
             losses = [row["loss"] for row in rows]
-            ends = f"loss {losses[0]:.3g} to {losses[-1]:.3g}, best {np.nanmin(losses):.3g}"
+            best = np.nanmin(losses)
+            ends = f"loss {losses[0]:.3g} to {losses[-1]:.3g}, best {best:.3g}"
             seconds = time.perf_counter() - start
             print(
                 f"| {training.name} | {' | '.join(cells)} | {ends}, {seconds:.1f} s |",

@@ -254,7 +254,7 @@ def _cosine(dot: Any, one: Any, two: Any) -> jax.Array:
 
 
 def _lost(norms: Norms, tree: Any, weights: Any) -> list[jax.Array]:
-    """Of the elements of each update that are not 0, the share that changes no weight."""
+    """The share of the elements of each update that change no weight, without zeros."""
     losts = []
     counts = []
     for x, w in zip(jax.tree.leaves(tree), jax.tree.leaves(weights)):

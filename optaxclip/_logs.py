@@ -622,7 +622,8 @@ NORMS = [
         r"(.+/)?clip(_\d+)?/(.+/)?norm_before|(clip/)?norm_before",
         r"(.+/)?record(_\d+)?/(.+/)?norm",
         # MaxText and others: before clipping, beside the same name after it.
-        rf"(.+[/._ ])?(raw|unclipped|total|global|pre_clip)[/._ -]{GRADIENT}[._ -]?norm",
+        r"(.+[/._ ])?(raw|unclipped|total|global|pre_clip)"
+        rf"[/._ -]{GRADIENT}[._ -]?norm",
         rf"(.+[/._ -])?({GRADIENT}|g)[/._ -]?(l2|2\.0|inf|global)?[/._ -]?norm"
         r"([/._ -](total|global|all|l2|before|before_clip|pre_clip|preclip))?",
         rf"(.+/)?(l2_norm/{GRADIENT}/global|{GRADIENT}/norm/total|global_norm)",
@@ -631,13 +632,14 @@ NORMS = [
     )
 ]
 TENSORS = re.compile(
-    rf"(.+[/._ -])?(norm_before|record(_\d+)?/(.+/)?norm|{GRADIENT}[._ ]?(2\.0_)?norm)/.+"
+    r"(.+[/._ -])?(norm_before|record(_\d+)?/(.+/)?norm"
+    rf"|{GRADIENT}[._ ]?(2\.0_)?norm)/.+"
 )
 LOSSES = re.compile(r"(.*[/._])?(train|training|tr)[/._]loss|loss|(.+/)?(total_)?loss")
 
 
 def norms_of(log: Log) -> list[Column]:
-    """The columns whose names say that they are norms of the gradient: one, or one for
+    """The columns whose names say that they are norms of the gradient: one, or one of
     each optimizer. Columns of single tensors only where there is no other.
     """
     names = {name: _plain_name(name) for name in log.columns}

@@ -11,7 +11,15 @@ from .._logs import Column, Log, in_common, loss_of, norms_of
 
 # The numbers of `record_health`.
 SIGNS = (
-    "norm weight_norm ratio cosine zeros subnormals nonfinite lost dead_rows".split()
+    "norm",
+    "weight_norm",
+    "ratio",
+    "cosine",
+    "lost",
+    "zeros",
+    "subnormals",
+    "nonfinite",
+    "dead_rows",
 )
 HEALTH = re.compile(r"(.*[. ])?health(_\d+)?")
 Tensors = dict[str, Column]  # by the name of the tensor, "" for all in one number

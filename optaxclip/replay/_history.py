@@ -24,13 +24,13 @@ def read_history(
     documentation lists the forms.
 
     Args:
-      path: the file, also in gzip. {"train": {"norm": 1.5}} has the column train/norm. A
-        table with a line for each metric and step has the metrics as columns.
-      column: the name to read. None takes the one that is called a norm of the gradient:
-        clip/norm_before, record/norm, grad_norm, train/grad_norm, norm and the like.
-        Where steps were skipped with the clipper, it takes skip/norm, which has the
-        norms of those too. A step that comes twice, as in a run that was resumed, has
-        its later norm. null is NaN, unless every third row or more has it.
+      path: the file, also in gzip. {"train": {"norm": 1.5}} has the column train/norm.
+        A table with a line for each metric and step has the metrics as columns.
+      column: the name to read. None takes the one that is called a norm of the
+        gradient: clip/norm_before, record/norm, grad_norm, train/grad_norm, norm and
+        the like. Where steps were skipped with the clipper, it takes skip/norm, which
+        has the norms of those too. A step that comes twice, as in a run that was
+        resumed, has its later norm. null is NaN, unless every third row or more has it.
       pattern: for a text, a regular expression with a named group for each column:
         "norm: (?P<grad_norm>\\S+)".
 
@@ -38,10 +38,10 @@ def read_history(
       The norms, float64[steps]. What was left out is said in one warning.
 
     Raises:
-      ValueError: no such column in the file, none that is called a norm of the gradient,
-        or several, a negative norm, no number at all, or a file in another format. The
-        text has the names and says how to choose. Only a column with "loss" in its name
-        may be negative: losses are read for `spike_score`.
+      ValueError: no such column in the file, none that is called a norm of the
+        gradient, or several, a negative norm, no number at all, or a file in another
+        format. The text has the names and says how to choose. Only a column with "loss"
+        in its name may be negative: losses are read for `spike_score`.
 
     Example:
       >>> import pathlib, tempfile

@@ -4,6 +4,7 @@ from functools import partial
 from itertools import product
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest

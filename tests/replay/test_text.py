@@ -9,13 +9,13 @@ from optaxclip.replay import read_history
 # As these programs print them, with numbers of our own.
 TEXTS = {
     "llm.c": "s:{step} trl:{loss} lr:0.000001 norm:{norm}",
-    "Megatron": " iteration {step}/ 500 | lm loss: {loss} | grad norm: {norm} | skips: 0 |",
+    "Megatron": " iteration {step}/ 500 | lm loss: {loss} | grad norm: {norm} | 0 |",
     "mmengine": (
         "2023/06/05 20:09:42 - mmengine - INFO - Iter(train) [{step}/900]  lr: 1.0e-3  "
         "grad_norm: {norm}  loss: {loss}"
     ),
     "a loop": "step {step} loss={loss} grad_norm={norm} (5.1 ms)",
-    "a table of bars": "Step {step} | Loss: {loss} | LR: 3.00e-04 | GradNorm: {norm} | 16K",
+    "a table of bars": "Step {step} | Loss: {loss} | LR: 3e-04 | GradNorm: {norm} |",
     "equal signs": "[train] step = {step}, loss = {loss}, gnorm = {norm}, tokens = 512",
 }
 
