@@ -31,6 +31,7 @@ STEPS = 300
 AT = 180  # the step at which most faults begin
 SIZE = 32  # examples in a batch
 TOKENS, LENGTH, WIDTH = 32, 12, 16
+OFFSET = 0  # of all seeds
 Rows = list[dict[str, float]]
 Tree = Any
 
@@ -101,6 +102,10 @@ def train(
     return rows_of(step, (params, optimizer.init(params)), (batches, factors))
 
 
+def generator(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed + OFFSET)
+
+
 def from_step(before: Any, after: Any, at: int = AT) -> np.ndarray:
     """[steps]: one number before a step, and another one from it on."""
     return np.where(np.arange(STEPS) < at, before, after).astype(np.float32)
@@ -114,7 +119,7 @@ def schedule(rates: np.ndarray) -> Callable[[Any], Any]:
 
 
 def mlp(seed: int, widths: tuple[int, ...] = (8, 32, 32, 1)) -> dict[str, np.ndarray]:
-    draw = np.random.default_rng(seed)
+    draw = generator(seed)
     params = {}
     for number, (fan_in, fan_out) in enumerate(pairwise(widths)):
         weights = draw.normal(size=(fan_in, fan_out)) / fan_in**0.5
@@ -137,7 +142,7 @@ def squared(params: Tree, x: Any, y: Any) -> Any:
 
 
 def points(seed: int, size: int = SIZE, noise: float = 0.3) -> tuple[Any, Any]:
-    draw = np.random.default_rng(seed + 1000)
+    draw = generator(seed + 1000)
     x = draw.normal(size=(STEPS, size, 8))
     y = np.sin(2 * x[..., 0]) + x[..., 1] * x[..., 2]
     y += noise * draw.normal(size=(STEPS, size))
@@ -148,7 +153,7 @@ def points(seed: int, size: int = SIZE, noise: float = 0.3) -> tuple[Any, Any]:
 
 
 def decoder(seed: int, blocks: int = 2) -> dict[str, np.ndarray]:
-    draw = np.random.default_rng(seed)
+    draw = generator(seed)
 
     def matrix(*shape: int) -> np.ndarray:
         return np.float32(draw.normal(size=shape) / shape[-2] ** 0.5)
@@ -202,7 +207,7 @@ def next_token(params: Tree, tokens: Any, frozen: int = -1) -> Any:
 
 def texts(seed: int, size: int = SIZE, tokens: int = TOKENS, chain: int = 0) -> Any:
     """Tokens of a Markov chain, in which four tokens follow each."""
-    draw = np.random.default_rng(seed + 2000)
+    draw = generator(seed + 2000)
     followers = np.random.default_rng(chain).integers(tokens, size=(TOKENS, 4))
     text = np.zeros((STEPS, size, LENGTH + 1), np.int32)
     text[..., 0] = draw.integers(tokens, size=(STEPS, size))
@@ -260,7 +265,7 @@ def nan_in_an_input(seed: int, text: bool) -> Rows:
 def masked_mean(seed: int) -> Rows:
     """A batch in which nothing is left by the mask: 0 / 0."""
     x, y = points(seed)
-    mask = np.float32(np.random.default_rng(seed).uniform(size=y.shape) < 0.5)
+    mask = np.float32(generator(seed).uniform(size=y.shape) < 0.5)
     mask[AT] = 0
 
     def loss(params: Tree, x: Any, y: Any, mask: Any) -> Any:
@@ -293,7 +298,7 @@ def factor_from_a_step(seed: int, text: bool, factor: float, at: int = AT) -> Ro
 
 
 def labels_shuffled(seed: int, text: bool) -> Rows:
-    draw = np.random.default_rng(seed)
+    draw = generator(seed)
     if text:
         tokens = texts(seed)
         # Each text is of tokens in any order from there on.
@@ -379,7 +384,7 @@ def tokens_vanish(seed: int, at: int) -> Rows:
 
 def logits_explode(seed: int, rate: float) -> Rows:
     """Tokens look for themselves, so sharper attention is always better."""
-    draw = np.random.default_rng(seed)
+    draw = generator(seed)
     x = np.float32(3 * draw.normal(size=(STEPS, 8, 8, WIDTH)))
     keys = ("block_0/attention/query", "block_0/attention/key")
     params = {name: decoder(seed)[name] for name in keys}
@@ -438,7 +443,7 @@ def moments_lost(seed: int) -> Rows:
 
 def q_learning(seed: int, discount: float) -> Rows:
     """Without a target network, and with a maximum over actions far from the data."""
-    draw = np.random.default_rng(seed)
+    draw = generator(seed)
     x, y = (np.float32(draw.normal(size=(STEPS, SIZE, 8))) for _ in range(2))
     rewards = np.float32(draw.normal(size=(STEPS, SIZE)))
     actions = draw.integers(4, size=(STEPS, SIZE))
@@ -632,7 +637,7 @@ def batch_ramp(seed: int, text: bool) -> Rows:
 
 def reinforce(seed: int, rewards: tuple[float, float]) -> Rows:
     """A bandit with a state, whose rewards change their scale."""
-    draw = np.random.default_rng(seed)
+    draw = generator(seed)
     x = np.float32(draw.normal(size=(STEPS, SIZE, 8)))
     best = np.argmax(x[..., :4], -1)
     noise = draw.gumbel(size=(STEPS, SIZE, 4))
@@ -652,7 +657,7 @@ def reinforce(seed: int, rewards: tuple[float, float]) -> Rows:
 
 def gan(seed: int, rate: float) -> Rows:
     """Generator and discriminator take turns."""
-    draw = np.random.default_rng(seed)
+    draw = generator(seed)
     real = np.float32(draw.normal(size=(STEPS, SIZE, 2)) * [1.0, 0.3] + [2.0, -1.0])
     noise = np.float32(draw.normal(size=(STEPS, SIZE, 4)))
     is_turn = np.arange(STEPS) % 2 == 0
@@ -674,7 +679,7 @@ def gan(seed: int, rate: float) -> Rows:
 
 
 def lora(seed: int, rank: int) -> Rows:
-    base, draw = mlp(seed), np.random.default_rng(seed)
+    base, draw = mlp(seed), generator(seed)
     params = {}
     for name in ("layer_0/w", "layer_1/w", "layer_2/w"):
         rows, columns = base[name].shape
@@ -736,7 +741,7 @@ def residuals_of_zeros(seed: int, blocks: int) -> Rows:
 
 def experts(seed: int, count: int) -> Rows:
     """Of which each example sees one, in batches of 8."""
-    draw = np.random.default_rng(seed)
+    draw = generator(seed)
     params = {"route": np.float32(draw.normal(size=(8, count)))}
     for number in range(count):
         params[f"expert_{number}"] = np.float32(draw.normal(size=(8, 1)) / 3)
@@ -754,7 +759,7 @@ def experts(seed: int, count: int) -> Rows:
 
 
 def zipf(seed: int, power: float) -> Rows:
-    draw = np.random.default_rng(seed)
+    draw = generator(seed)
     chances = np.arange(1, 401.0) ** -power
     tokens = draw.choice(400, p=chances / chances.sum(), size=(STEPS, 64))
     params = {
@@ -815,7 +820,7 @@ def momentum(seed: int, rate: float) -> Rows:
 
 def dropout(seed: int, share: float) -> Rows:
     x, y = points(seed)
-    keep = np.random.default_rng(seed).uniform(size=x.shape) > share
+    keep = generator(seed).uniform(size=x.shape) > share
     core = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adamw(5e-3))
     return train(squared, mlp(seed), (x * keep, y), core)
 
@@ -823,7 +828,7 @@ def dropout(seed: int, share: float) -> Rows:
 def long_tails(seed: int, freedom: float) -> Rows:
     """Targets whose noise has long tails, under a clip."""
     x, y = points(seed)
-    noise = np.random.default_rng(seed).standard_t(freedom, size=y.shape)
+    noise = generator(seed).standard_t(freedom, size=y.shape)
     core = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(0.05))
     return train(squared, mlp(seed), (x, np.float32(y + 0.3 * noise)), core)
 
@@ -908,7 +913,10 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.doctor", None, __doc__)
     parser.add_argument("--half", choices=("set", "aside", "all"), default="set")
     parser.add_argument("--only", default="")
+    parser.add_argument("--offset", type=int, default=0, help="of all seeds")
     options = parser.parse_args()
+    global OFFSET
+    OFFSET = options.offset
     for title, trainings in (("broken", BROKEN), ("healthy", HEALTHY)):
         chosen = [
             training

@@ -439,8 +439,8 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
             columns[name] = _column(name, pairs, repeated)
     if not columns:
         raise ValueError(
-            f"there is no number in it. It has {len(rows)} rows with the names "
-            f"{listed(list(entries))}."
+            f"there is no number in it. It has {len(rows)} rows with "
+            f"{listed(list(entries)) or 'no names'}."
         )
     if repeated:
         notes.append(

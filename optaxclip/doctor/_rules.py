@@ -23,7 +23,7 @@ MEDIAN = 5  # rows, of numbers of tensors
 SPIKE = 10.0  # medians
 BACK = 10  # rows after a spike in which the norm is usual again
 LOST_GAIN = 0.5  # of what the loss had gained
-SCALE = 2.5  # the factor of a change that lasts
+SCALE = 1.7  # the factor of a change that lasts
 GROWTH = 10.0  # of the norm over the log
 VANISHED = 1e-3  # of the norm of the first rows
 CLIPPED = 0.95  # of the rows
@@ -308,8 +308,9 @@ def scale_change(signals: Signals) -> Hits | None:
 
 
 def _scale_change_of(norm: Column, loss: Column | None) -> Hits:
-    norm = finite(norm)
-    logs = np.log(np.maximum(norm.values, np.finfo(np.float64).tiny))
+    # A norm of 0 has no factor to the one before.
+    norm = finite(norm._replace(values=np.where(norm.values == 0, np.nan, norm.values)))
+    logs = np.log(norm.values)
     rows = BEFORE // 2
     if len(logs) < 2 * rows:
         return no_hits()
@@ -637,11 +638,14 @@ def growing_weights(signals: Signals) -> Hits | None:
 
 
 def lost_updates(signals: Signals) -> Hits | None:
-    """Updates that the dtype of the weights rounds away, in the median of the log."""
+    """Updates that the dtype of the weights rounds away, from the beginning of the log.
+    At the end of a schedule they are in every run.
+    """
     columns: Tensors = {}
     for recorder in signals.updates:
         for name, column in recorder.tensors("lost").items():
-            is_lost = np.median(column.values) > LOST and len(column.steps) >= BEFORE
+            early = column.values[: max(BEFORE, len(column.values) // 4)]
+            is_lost = len(early) >= BEFORE and np.median(early) > LOST
             values = column.values if is_lost else 0 * column.values
             columns[name] = column._replace(values=values)
     return _of_tensors(columns, LOST)

@@ -259,7 +259,7 @@ def test_updates_that_are_rounded_away_are_named():
     assert (finding.step, finding.count, finding.value) == (0, 40, 0.9)
     assert "of 'a' do not change" in finding.evidence
     # At the end of a schedule they are always.
-    columns["health__updates__lost__a"][:25] = 0.1
+    columns["health__updates__lost__a"][:11] = 0.1
     assert found(rows_of(**columns), "lost updates") is None
 
 
