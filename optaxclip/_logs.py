@@ -426,9 +426,9 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
         for name, entry in row.items():
             # Where a norm is NaN or inf, `metrics(json=True)` has null, and a CSV an
             # empty entry. The column `counter` counts them.
-            counter = re.sub("norm(_before)?", "nonfinite_count", name, count=1)
-            if counter != name and _is_empty(entry) and is_number(row.get(counter)):
-                entry = math.nan
+            if "norm" in name and _is_empty(entry):
+                counter = re.sub("norm(_before)?", "nonfinite_count", name, count=1)
+                entry = math.nan if is_number(row.get(counter)) else entry
             entries.setdefault(name, []).append((step, entry))
     columns: dict[str, Column] = {}
     repeated: set[int] = set()
@@ -578,7 +578,8 @@ def number_of(entry: object) -> float:
     Raises:
       TypeError, ValueError, OverflowError: there is none.
     """
-    if isinstance(entry, (str, SupportsFloat)):
+    # A protocol is slow to ask, and most entries are of these types.
+    if isinstance(entry, (float, int, str, SupportsFloat)):
         return float(entry)
     raise TypeError("no number")
 

@@ -64,13 +64,13 @@ def test_windows_of_rules_are_counted_in_steps():
         every: {row.rule: row.limit for row in suggest(norms, every=every)}[name]
         for every in (1, 10)
     }
-    # Of the last 100 norms 60 are large, and of 20 before the change none.
     assert limits == {1: 8.0, 10: 8.0}
     shares = {
         every: {row.rule: row.clip_rate for row in suggest(norms, every=every)}[name]
         for every in (1, 10)
     }
-    assert shares == {1: pytest.approx(51 / 160), 10: pytest.approx(6 / 160)}
+    # Until half of the window are large, the limit is below them.
+    assert shares == {1: pytest.approx(50 / 160), 10: pytest.approx(5 / 160)}
 
 
 def test_no_limit_is_recommended_from_norms_after_a_clip(log, command):
@@ -96,7 +96,7 @@ def test_several_optimizers_have_a_row_each(log, command):
     for name, factor in (("actor/grad_norm", 1), ("critic/grad_norm", 2)):
         steps, median, largest, limit, _ = rows[name]
         (best,) = [row for row in suggest(factor * NORMS) if row.recommended]
-        assert steps == str(SIZE) and float(limit) == best.limit
+        assert steps == str(SIZE) and float(limit) == pytest.approx(best.limit, 1e-3)
         assert float(median) == pytest.approx(factor * np.median(NORMS), rel=1e-3)
         assert float(largest) == pytest.approx(factor * NORMS.max(), rel=1e-3)
 
