@@ -23,6 +23,8 @@ MEDIAN = 5  # rows, of numbers of tensors
 SPIKE = 10.0  # medians
 BACK = 10  # rows after a spike in which the norm is usual again
 LOST_GAIN = 0.5  # of what the loss had gained
+RISE = 1.4  # the loss at the end over its best
+NOISE = 1.5  # times what the loss moves at its best
 SCALE = 1.7  # the factor of a change that lasts
 GROWTH = 10.0  # of the norm over the log
 VANISHED = 1e-3  # of the norm of the first rows
@@ -171,49 +173,77 @@ def bad_batch(signals: Signals) -> Hits | None:
     """Norms far above the usual ones, which come back within some rows."""
     if not signals.norms:
         return None
-    rise = divergence(signals) or data_change(signals)
-    end = rise.steps[0] if rise is not None and rise.steps.size else np.inf
+    # What follows a divergence is no news.
+    rises = [divergence(signals), data_change(signals)]
+    ends = [hits.steps[0] for hits in rises if hits is not None and hits.steps.size]
     candidates = []
     for column in signals.norms:
-        ratios, _ = _spikes(column)
-        is_hit = _returning(column, ratios) & (column.steps < end)
+        ratios = _ratios_to_medians(column)
+        is_hit = (ratios > SPIKE) & (column.steps < min(ends, default=np.inf))
+        for row in np.flatnonzero(is_hit):
+            median = column.values[row] / ratios[row]
+            after = column.values[row + 1 : row + 1 + BACK]
+            # Of the last row nobody knows.
+            is_hit[row] = not after.size or (after < SPIKE / 3 * median).any()
         candidates.append(hits_of(column, is_hit, ratios, subject=repr(column.name)))
     return earliest(candidates)
 
 
-def _spikes(column: Column) -> tuple[np.ndarray, np.ndarray]:
-    """Norms over the median of those before, 0 where there is none, and the medians."""
+def _ratios_to_medians(column: Column) -> np.ndarray:
+    """Norms over the median of those before, 0 where there is none."""
     medians = medians_before(column.values)
     is_compared = np.isfinite(column.values) & (medians > 0)
     ratios = np.zeros(len(medians))
     ratios[is_compared] = column.values[is_compared] / medians[is_compared]
-    return ratios, medians
+    return ratios
 
 
-def _returning(column: Column, ratios: np.ndarray) -> np.ndarray:
-    """Whether each row is a spike from which the norm comes back."""
-    medians = medians_before(column.values)
-    is_hit = ratios > SPIKE
-    for row in np.flatnonzero(is_hit):
-        after = column.values[row + 1 : row + 1 + BACK]
-        # Of the last row nobody knows.
-        is_hit[row] = not after.size or bool((after < SPIKE / 3 * medians[row]).any())
-    return is_hit
+def divergence(signals: Signals) -> Hits | None:
+    """The loss rises and stays, step by step or after a spike of the norm."""
+    return _hits_of_rise(signals, of_data=False)
+
+
+def data_change(signals: Signals) -> Hits | None:
+    """The loss leaps from one row to the next and stays, and no norm stands out."""
+    return _hits_of_rise(signals, of_data=True) if signals.norms else None
+
+
+def _hits_of_rise(signals: Signals, *, of_data: bool) -> Hits | None:
+    loss = signals.loss
+    if loss is None or not _is_positive(loss):
+        return None
+    rise = _rise_of_loss(finite(loss))
+    if rise is None:
+        return no_hits()
+    spike = _spike_near(signals, rise.step)
+    # Without a norm nobody knows whether it stood out.
+    is_of_data = rise.is_sudden and bool(signals.norms) and spike < SPIKE
+    if is_of_data != of_data:
+        return no_hits()
+    return Hits(
+        np.array([rise.step]),
+        np.array([rise.end_over_best]),
+        subject=repr(loss.name),
+        detail=f"a norm of {spike:.3g} medians came with it" if spike >= SPIKE else "",
+    )
+
+
+def _is_positive(loss: Column) -> bool:
+    """Losses that change their sign, as in reinforcement learning, have no best."""
+    return bool((finite(loss).values > 0).all())
 
 
 class Rise(NamedTuple):
     """A loss that goes up and stays above its best."""
 
-    row: int  # the first one above
-    step: int
+    step: int  # the first one above
     end_over_best: float
-    is_sudden: bool
+    is_sudden: bool  # from one row to the next
 
 
 def _rise_of_loss(loss: Column) -> Rise | None:
-    """Compares the last rows with the best ones. The loss is above 0."""
-    values = finite(loss).values
-    steps = finite(loss).steps
+    """Compares the last rows with the best ones."""
+    values = loss.values
     if len(values) < 4 * MEDIAN:
         return None
     width = max(MEDIAN, len(values) // 20)
@@ -227,72 +257,26 @@ def _rise_of_loss(loss: Column) -> Rise | None:
     noise = float(np.ptp(np.quantile(near, (0.05, 0.95))))
     gain = max(first - best, 0.0)
     rise = last - best
-    if rise <= max(LOST_GAIN * gain, 1.5 * noise, 0.4 * best):
+    if rise <= max(LOST_GAIN * gain, NOISE * noise, (RISE - 1) * best):
         return None
-    # The last row that was still good.
-    is_good = smooth <= best + 0.25 * rise
-    row = int(np.flatnonzero(is_good)[-1])
-    # Smoothing sees a rise later than it is.
-    level = best + 0.5 * rise
-    start = max(1, row - width)
-    above = np.flatnonzero(values[start:] > level)
-    row = start + int(above[0]) if above.size else row
+    # Smoothing sees a rise later than it is: from the last row that was still good.
+    last_good = int(np.flatnonzero(smooth <= best + 0.25 * rise)[-1])
+    start = max(1, last_good - width)
+    is_high = values[start:] > best + 0.5 * rise
+    row = start + int(np.argmax(is_high))
     before = float(np.median(values[max(0, row - MEDIAN) : row]))
     after = float(np.median(values[row : row + MEDIAN]))
     is_sudden = after - before >= 0.5 * rise and row >= MEDIAN
-    return Rise(row, int(steps[row]), last / best, is_sudden)
+    return Rise(int(loss.steps[row]), last / best, is_sudden)
 
 
-def _judged_rise(signals: Signals) -> Rise | None:
-    loss = signals.loss
-    return None if loss is None or not _is_positive(loss) else _rise_of_loss(loss)
-
-
-def _is_positive(loss: Column) -> bool:
-    """Losses that change their sign, as in reinforcement learning, have no best."""
-    return bool((finite(loss).values > 0).all())
-
-
-def divergence(signals: Signals) -> Hits | None:
-    """The loss rises and stays, step by step or after a spike of the norm."""
-    if signals.loss is None or not _is_positive(signals.loss):
-        return None
-    rise = _judged_rise(signals)
-    if rise is None:
-        return no_hits()
-    spike = _spike_at(signals, rise.step)
-    if rise.is_sudden and signals.norms and spike < SPIKE:
-        return no_hits()
-    detail = f"a norm of {spike:.3g} medians came with it" if spike >= SPIKE else ""
-    return Hits(
-        np.array([rise.step]),
-        np.array([rise.end_over_best]),
-        subject=repr(signals.loss.name),
-        detail=detail,
-    )
-
-
-def data_change(signals: Signals) -> Hits | None:
-    """The loss leaps from one row to the next and stays, and no norm stands out."""
-    if signals.loss is None or not _is_positive(signals.loss) or not signals.norms:
-        return None
-    rise = _judged_rise(signals)
-    if rise is None or not rise.is_sudden or _spike_at(signals, rise.step) >= SPIKE:
-        return no_hits()
-    return Hits(
-        np.array([rise.step]),
-        np.array([rise.end_over_best]),
-        subject=repr(signals.loss.name),
-    )
-
-
-def _spike_at(signals: Signals, step: int) -> float:
+def _spike_near(signals: Signals, step: int) -> float:
     """The largest norm around a step, in medians of those before."""
     largest = 0.0
     for column in signals.norms:
-        ratios, _ = _spikes(column)
-        near = np.abs(np.searchsorted(column.steps, step) - np.arange(len(ratios))) <= 3
-        largest = max(largest, float(ratios[near].max(initial=0.0)))
+        row = int(np.searchsorted(column.steps, step))
+        near = _ratios_to_medians(column)[max(0, row - 3) : row + 4]
+        largest = max(largest, float(near.max(initial=0.0)))
     return largest
 
 
@@ -336,17 +320,12 @@ def _scale_change_of(norm: Column, loss: Column | None) -> Hits:
         return no_hits()
     if loss is not None and not _agrees(loss, int(norm.steps[row]), change):
         return no_hits()
-    factor = float(np.exp(change))
-    word = (
-        f"{factor:.4g} times as long"
-        if change > 0
-        else f"{1 / factor:.4g} times as short"
-    )
+    factor = float(np.exp(abs(change)))
     return Hits(
         np.array([norm.steps[row]]),
-        np.array([max(factor, 1 / factor)]),
+        np.array([factor]),
         subject=repr(norm.name),
-        detail=word,
+        detail=f"{factor:.4g} times as {'long' if change > 0 else 'short'}",
     )
 
 
@@ -402,19 +381,15 @@ def vanishing(signals: Signals) -> Hits | None:
     candidates = []
     for column in signals.norms:
         norm = finite(column)
-        if len(norm.values) < BEFORE:
-            continue
-        first = float(np.median(norm.values[2:BEFORE]))
-        levels = medians_until(norm.values)
-        is_hit = levels < VANISHED * first
-        if is_hit[-1]:
-            shares = levels / first if first else levels
-            hits = hits_of(norm, is_hit, -shares, subject=repr(norm.name))
-            candidates.append(hits)
-        elif not norm.values[-BEFORE:].any():
-            is_zero = norm.values == 0
-            hits = hits_of(norm, is_zero, norm.values, subject=repr(norm.name))
-            candidates.append(hits)
+        if len(norm.values) >= BEFORE:
+            first = np.median(norm.values[2:BEFORE])
+            shares = medians_until(norm.values) / first
+            # 0 / 0 is a norm that is 0 from the beginning.
+            is_hit = np.nan_to_num(shares, nan=0.0) < VANISHED
+            is_hit[: MEDIAN - 1] = False
+            is_hit &= is_hit[-1]
+            subject = repr(norm.name)
+            candidates.append(hits_of(norm, is_hit, -shares, subject=subject))
     return earliest(candidates)
 
 

@@ -83,7 +83,10 @@ WRONG = [
     ("step,grad_norm\n", "this is text, and no table"),
     ("[]", "this is text, and no table"),
     ("a,grad_norm\n,\n,\n", "this is text, and no table"),
-    ("step,grad_norm\n0,N/A\n", "there is no number in it. It has 1 rows with 'step', 'grad_norm'"),
+    (
+        "step,grad_norm\n0,N/A\n",
+        "there is no number in it. It has 1 rows with 'step', 'grad_norm'",
+    ),
     ("1.5\n2.5\n", "must begin with names of columns, .* the numbers '1.5'"),
     (b"\x89PNG\r\n\x1a\n\x00\xff", BINARY),
     (bytes(range(256)) * 4, BINARY),
