@@ -315,8 +315,10 @@ def _scale_change_of(norm: Column, loss: Column | None) -> Hits:
     if abs(change) < np.log(SCALE):
         return no_hits()
     noise = max(spread(before), spread(after))
-    lasting = np.median(logs[row:]) - np.median(before)
-    if abs(change) < 4 * noise or lasting / change < 0.6:
+    # A norm that only comes back to what it was has not changed.
+    earlier = (np.median(before), np.median(logs[:row]))
+    lasting = min((np.median(logs[row:]) - level) / change for level in earlier)
+    if abs(change) < 4 * noise or lasting < 0.6:
         return no_hits()
     if loss is not None and not _agrees(loss, int(norm.steps[row]), change):
         return no_hits()

@@ -143,6 +143,14 @@ def test_a_factor_that_stays_is_a_change_of_scale(factor):
     assert found(rows_of(loss=losses, grad_norm=norms), "change of scale") is None
 
 
+def test_a_factor_that_does_not_stay_or_is_in_the_noise_is_none():
+    rows = np.arange(200)
+    norms = noisy(spread=0.2) * np.where((rows >= 60) & (rows < 90), 4.0, 1.0)
+    assert found(rows_of(loss=calm(200), grad_norm=norms), "change of scale") is None
+    norms = noisy(spread=1.0) * np.where(rows < 100, 1.0, 4.0)
+    assert found(rows_of(loss=calm(200), grad_norm=norms), "change of scale") is None
+
+
 def test_a_norm_that_falls_step_by_step_is_no_change_of_scale():
     norms = np.geomspace(20.0, 1.0, 200) * noisy()
     assert diagnose(rows_of(loss=calm(200), grad_norm=norms)) == []
