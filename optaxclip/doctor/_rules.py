@@ -24,7 +24,7 @@ SPIKE = 10.0  # medians
 BACK = 10  # rows after a spike in which the norm is usual again
 LOST_GAIN = 0.5  # of what the loss had gained
 RISE = 1.4  # the loss at the end over its best
-NOISE = 1.5  # times what the loss moves at its best
+NOISE = 2.0  # times what the loss moves at its best
 SCALE = 1.7  # the factor of a change that lasts
 GROWTH = 10.0  # of the norm over the log
 VANISHED = 1e-3  # of the norm of the first rows
@@ -254,7 +254,7 @@ def _rise_of_loss(loss: Column) -> Rise | None:
     best = float(smooth[best_row])
     # How far the best rows are apart: the losses of a GAN take turns.
     near = values[max(0, best_row - BEFORE) : best_row + 1]
-    noise = float(np.ptp(np.quantile(near, (0.05, 0.95))))
+    noise = float(np.ptp(np.quantile(near, (0.2, 0.8))))
     gain = max(first - best, 0.0)
     rise = last - best
     if rise <= max(LOST_GAIN * gain, NOISE * noise, (RISE - 1) * best):
@@ -262,7 +262,9 @@ def _rise_of_loss(loss: Column) -> Rise | None:
     # Smoothing sees a rise later than it is: from the last row that was still good.
     last_good = int(np.flatnonzero(smooth <= best + 0.25 * rise)[-1])
     start = max(1, last_good - width)
-    is_high = values[start:] > best + 0.5 * rise
+    # The medians of the rows from each on, so that a single high one does not count.
+    ahead = np.append(medians_until(values)[MEDIAN - 1 :], np.full(MEDIAN - 1, last))
+    is_high = np.minimum(values, ahead)[start:] > best + 0.5 * rise
     row = start + int(np.argmax(is_high))
     before = float(np.median(values[max(0, row - MEDIAN) : row]))
     after = float(np.median(values[row : row + MEDIAN]))
