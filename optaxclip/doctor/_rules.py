@@ -216,8 +216,11 @@ def _hits_of_rise(signals: Signals, *, of_data: bool) -> Hits | None:
     if rise is None:
         return no_hits()
     spike = _spike_near(signals, rise.step)
+    rate = learning_rate(signals)
+    is_of_rate = rate is not None and (np.abs(rate.steps - rise.step) <= MEDIAN).any()
     # Without a norm nobody knows whether it stood out.
-    is_of_data = rise.is_sudden and bool(signals.norms) and spike < SPIKE
+    is_calm = bool(signals.norms) and spike < SPIKE and not is_of_rate
+    is_of_data = rise.is_sudden and is_calm
     if is_of_data != of_data:
         return no_hits()
     return Hits(
@@ -516,7 +519,12 @@ def learning_rate(signals: Signals) -> Hits | None:
         with np.errstate(all="ignore"):
             ratios = numbers[0] / numbers[1]
         ratios[~np.isfinite(numbers).all(axis=0) | (numbers[1] == 0)] = np.nan
-        is_hit = medians_until(ratios) > RATE
+        # Of the rows behind a median those count that are above the limit themselves.
+        is_long = medians_until(ratios) > RATE
+        is_hit = np.zeros(len(steps), bool)
+        for row in np.flatnonzero(is_long):
+            is_hit[row + 1 - MEDIAN : row + 1] = True
+        is_hit &= ratios > RATE
         broken = np.flatnonzero(~np.isfinite(numbers).all(axis=0))
         if broken.size:
             is_last = np.zeros(len(steps), bool)

@@ -119,6 +119,10 @@ def test_a_leap_of_the_loss_is_of_data_without_a_spike_and_a_divergence_with_one
     losses = np.concatenate([np.geomspace(4.0, 1.0, 120), np.full(80, 3.5)]) * noisy()
     norms = noisy(seed=1)
     assert causes_of(rows_of(loss=losses, grad_norm=norms)) == [("change of data", 120)]
+    # Nor is it of data if the updates became long with it.
+    ratios = of_updates(np.where(np.arange(200) < 119, 0.01, 0.2))
+    rows = rows_of(loss=losses, grad_norm=norms, **ratios)
+    assert causes_of(rows) == [("learning rate", 119), ("divergence", 120)]
     norms[120] = 90.0
     (finding,) = diagnose(rows_of(loss=losses, grad_norm=norms))
     assert (finding.cause, finding.step) == ("divergence", 120)
@@ -190,8 +194,8 @@ def of_updates(ratios, size=3.0):
 def test_updates_of_a_tenth_of_the_weights_are_a_high_rate():
     ratios = np.where(np.arange(30) < 10, 0.05, 0.12)
     finding = found(rows_of(**of_updates(ratios)), "learning rate")
-    # The median of 5 is above in the third row.
-    assert (finding.step, finding.count) == (12, 18)
+    # The median of 5 is above two rows later.
+    assert (finding.step, finding.count) == (10, 20)
     assert finding.value == pytest.approx(0.12)
     assert found(rows_of(**of_updates(ratios * 0.8)), "learning rate") is None
 
