@@ -306,7 +306,7 @@ def examine(
       >>> from optaxclip.doctor import examine
       >>> report = examine([{"loss": 1.0}] * 40)
       >>> print(report.not_judged["a gradient norm"])
-      ['bad batch', 'steady growth', 'norm after clip']
+      ['bad batch', 'steady growth']
     """
     if isinstance(log, (str, Path)):
         return report_of(read_log(log, "diagnose", pattern))
