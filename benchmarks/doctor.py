@@ -92,7 +92,7 @@ def train(
         value, grads = jax.value_and_grad(loss)(params, *batch)
         grads = jax.tree.map(lambda x: x * factor.astype(x.dtype), grads)
         updates, state = optimizer.update(grads, state, params)
-        row = {"loss": value, "grad_norm": optax.global_norm(grads)}
+        row = {"loss": value, "grad_norm": optax.tree.norm(grads)}
         row |= optaxclip.metrics(state)
         if logged is not None:
             row |= logged(params, *batch)
@@ -797,7 +797,7 @@ def dynamic_scale(seed: int, interval: int) -> Rows:
 
         value, grads = jax.value_and_grad(scaled)(params)
         grads = jax.tree.map(lambda x: x.astype(jnp.float32) / scale, grads)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         updates, state = optimizer.update(grads, state, params)
         is_good = jnp.isfinite(norm)
         is_next = good + 1 >= interval

@@ -345,7 +345,7 @@ def report_of(log: Log) -> Report:
             "there is neither a loss nor a gradient norm in it, nor the numbers of "
             f"record_health. It has the columns {listed(list(log.columns))}. Log the "
             "loss as 'loss' and the norm as 'grad_norm' (optaxclip.record_norm(), "
-            "optax.global_norm), or metrics(state)."
+            "optax.tree.norm), or metrics(state)."
         )
     notes = list(log.notes)
     looked_at = []

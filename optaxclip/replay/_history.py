@@ -10,7 +10,7 @@ from .._logs import Column, Log, listed, norms_of, read_log
 # How to get a norm into a log, for errors.
 ADVICE = (
     "Log one in each step: metrics(state) with optaxclip.record_norm() in the "
-    "optimizer, or optax.global_norm(grads)"
+    "optimizer, or optax.tree.norm(grads)"
 )
 
 
