@@ -26,7 +26,7 @@ from ._trees import Stacked, clipped_leaves, weights_of
 from .rules._memory import in_place
 
 CALL = "record_health"
-OF_WEIGHTS = ("weight_norm", "cosine", "lost")
+OF_WEIGHTS = ("weight_norm", "cosine", "rounding")
 OF_VALUES = ("zeros", "subnormals", "nonfinite")
 # The numbers of a report, in their order.
 HEALTH = ("norm", "ratio", *OF_WEIGHTS, *OF_VALUES, "dead_rows")
@@ -77,9 +77,9 @@ def record_health(
         health/ratio         |x| / |w|, inf for weights of 0
         health/cosine        <x, w> / (|x| |w|), 0 where either is 0. An update that
                              keeps pointing along its weights makes them grow
-        health/lost          the share of elements of w that x would not change, because
-                             w + x is rounded to w, among those where x is not 0. It
-                             says something of updates, and nothing of gradients
+        health/rounding      the distance from 1 to the next number in the dtype of w,
+                             0.0078 in bfloat16. Updates whose ratio is below a quarter
+                             of it are mostly rounded away
         health/zeros         the share of elements that are 0
         health/subnormals    the share of elements too small for all digits of their
                              dtype, as before underflow: below 6.1e-5 in float16
@@ -90,7 +90,7 @@ def record_health(
 
     Args:
       weights: whether to read the weights, for `weight_norm`, `ratio`, `cosine` and
-        `lost`. `update` needs params then.
+        `rounding`. `update` needs params then.
       values: whether to look at elements, for `zeros`, `subnormals` and `nonfinite`.
       embeddings: the path of a leaf, such as "embed/table", or several, whose rows are
         counted. A row is an entry along axis 0. Each keeps an integer.
@@ -205,7 +205,10 @@ def _after_step(
         found["weight_norm"] = of_weights
         dots = _dots(norms, tree, weights)
         found["cosine"] = list(map(_cosine, dots, lengths, of_weights))
-        found["lost"] = _lost(norms, tree, weights)
+        found["rounding"] = [
+            jnp.full_like(length, jnp.finfo(w.dtype).eps)
+            for length, w in zip(lengths, jax.tree.leaves(weights))
+        ]
     if values:
         found |= _of_values(norms, tree)
     signs = {name: vector(numbers) for name, numbers in found.items()}
@@ -251,24 +254,6 @@ def _cosine(dot: Any, one: Any, two: Any) -> jax.Array:
     # |<x, w>| / |x| is at most |w|. Without the bounds XLA would divide by the product
     # of both norms, which may leave the range.
     return jnp.where(is_zero, 0, jnp.clip(dot / one, -two, two) / two)
-
-
-def _lost(norms: Norms, tree: Any, weights: Any) -> list[jax.Array]:
-    """The share of the elements of each update that change no weight, without zeros."""
-    losts = []
-    counts = []
-    for x, w in zip(jax.tree.leaves(tree), jax.tree.leaves(weights)):
-        wide = np.promote_types(wide_dtype(x), wide_dtype(w))
-        # As `optax.apply_updates` rounds. Without the barrier XLA would compare numbers
-        # that it has not rounded.
-        new = lax.optimization_barrier(
-            (w.astype(wide) + x.astype(wide)).astype(w.dtype)
-        )
-        losts.append(((new == w) & (x != 0)).astype(jnp.float32))
-        counts.append((x != 0).astype(jnp.float32))
-    totals = _sums(norms, counts)
-    sums = _sums(norms, losts)
-    return [lost / jnp.maximum(total, 1) for lost, total in zip(sums, totals)]
 
 
 def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:

@@ -189,9 +189,9 @@ CAUSES = (
         "lost updates",
         UPDATES,
         rules.lost_updates,
-        rules.LOST,
-        "{value:.0%} of the elements of {subject} do not change: the update is below "
-        "the rounding of the weights",
+        1,
+        "updates of {subject} are {value:.3g} times too small for the dtype of the "
+        "weights, which rounds most of them away",
         "sharp_edges.md#mixed-precision-and-loss-scaling",
         "float32 weights beside those of 16 bits, or a higher learning rate",
     ),

@@ -34,7 +34,7 @@ RATE = 0.1  # updates over weights
 SUBNORMAL = 0.25  # of the elements that are not 0
 DEAD = 0.2  # of the rows of an embedding
 GROWN = 2.5  # times, the growth of weights in 100 steps
-LOST = 0.5  # of the elements of an update
+LOST = 0.25  # of the rounding of weights, updates over weights
 LOGIT = 100.0  # of Kimi K2
 SKIP_ROWS = 100  # in which a skip is compared with a clipper
 ROUNDING = 0.01  # more than bfloat16 gradients lose
@@ -630,12 +630,18 @@ def lost_updates(signals: Signals) -> Hits | None:
     """
     columns: Tensors = {}
     for recorder in signals.updates:
-        for name, column in recorder.tensors("lost").items():
-            early = column.values[: max(BEFORE, len(column.values) // 4)]
-            is_lost = len(early) >= BEFORE and np.median(early) > LOST
-            values = column.values if is_lost else 0 * column.values
-            columns[name] = column._replace(values=values)
-    return _of_tensors(columns, LOST)
+        ratios = recorder.tensors("ratio")
+        for name, rounding in recorder.tensors("rounding").items():
+            if name not in ratios:
+                continue
+            steps, (lengths, roundings) = in_common([ratios[name], rounding])
+            # A tensor without an update loses nothing.
+            lengths = np.where(lengths == 0, np.nan, lengths)
+            shortfalls = LOST * roundings / lengths
+            early = shortfalls[: max(BEFORE, len(steps) // 4)]
+            is_lost = len(early) >= BEFORE and np.median(early) > 1
+            columns[name] = Column(name, steps, is_lost * shortfalls)
+    return _of_tensors(columns, 1.0)
 
 
 # Of attention by their names, or of qk_clip under a name with "logit" or "qk".

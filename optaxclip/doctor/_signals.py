@@ -15,7 +15,7 @@ SIGNS = (
     "weight_norm",
     "ratio",
     "cosine",
-    "lost",
+    "rounding",
     "zeros",
     "subnormals",
     "nonfinite",

@@ -69,7 +69,7 @@ def test_what_is_judged_is_named_where_nothing_is_found():
 
 
 @pytest.mark.parametrize(
-    "name", ["grads", "ratio", "nonfinite", "zeros", "norm", "lost"]
+    "name", ["grads", "ratio", "nonfinite", "zeros", "norm", "rounding"]
 )
 def test_a_recorder_may_be_called_like_a_sign(name):
     optimizer = optax.named_chain(

@@ -265,13 +265,16 @@ def test_weights_that_grow_are_named():
 
 def test_updates_that_are_rounded_away_are_named():
     columns = of_updates(np.full(40, 1e-4))
-    columns["health__updates__lost__a"] = np.full(40, 0.9)
-    columns["health__updates__lost__b"] = np.full(40, 0.1)
+    columns["health__updates__ratio__a"] = np.full(40, 2**-12)
+    columns["health__updates__ratio__b"] = np.full(40, 2**-8)
+    columns["health__updates__ratio__frozen"] = np.zeros(40)
+    for name in ("a", "b", "frozen"):
+        columns[f"health__updates__rounding__{name}"] = np.full(40, 2**-7)
     finding = found(rows_of(**columns), "lost updates")
-    assert (finding.step, finding.count, finding.value) == (0, 40, 0.9)
-    assert "of 'a' do not change" in finding.evidence
+    assert (finding.step, finding.count, finding.value) == (0, 40, 8)
+    assert finding.evidence.startswith("updates of 'a' are 8 times too small")
     # At the end of a schedule they are always.
-    columns["health__updates__lost__a"][:11] = 0.1
+    columns["health__updates__ratio__a"][:11] = 2**-8
     assert found(rows_of(**columns), "lost updates") is None
 
 
