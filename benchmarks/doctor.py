@@ -98,8 +98,12 @@ def train(
             row |= logged(params, *batch)
         return (optax.apply_updates(params, updates), state), row
 
-    factors = np.broadcast_to(np.float32(scale), STEPS)
+    factors = np.broadcast_to(float32(scale), STEPS)
     return rows_of(step, (params, optimizer.init(params)), (batches, factors))
+
+
+def float32(numbers: Any) -> np.ndarray:
+    return np.asarray(numbers, np.float32)
 
 
 def generator(seed: int) -> np.random.Generator:
@@ -123,7 +127,7 @@ def mlp(seed: int, widths: tuple[int, ...] = (8, 32, 32, 1)) -> dict[str, np.nda
     params = {}
     for number, (fan_in, fan_out) in enumerate(pairwise(widths)):
         weights = draw.normal(size=(fan_in, fan_out)) / fan_in**0.5
-        params[f"layer_{number}/w"] = np.float32(weights)
+        params[f"layer_{number}/w"] = float32(weights)
         params[f"layer_{number}/b"] = np.zeros(fan_out, np.float32)
     return params
 
@@ -146,7 +150,7 @@ def points(seed: int, size: int = SIZE, noise: float = 0.3) -> tuple[Any, Any]:
     x = draw.normal(size=(STEPS, size, 8))
     y = np.sin(2 * x[..., 0]) + x[..., 1] * x[..., 2]
     y += noise * draw.normal(size=(STEPS, size))
-    return np.float32(x), np.float32(y)
+    return float32(x), float32(y)
 
 
 # --------------------------------------------------------------------------- next token
@@ -156,10 +160,10 @@ def decoder(seed: int, blocks: int = 2) -> dict[str, np.ndarray]:
     draw = generator(seed)
 
     def matrix(*shape: int) -> np.ndarray:
-        return np.float32(draw.normal(size=shape) / shape[-2] ** 0.5)
+        return float32(draw.normal(size=shape) / shape[-2] ** 0.5)
 
-    params = {"embed": np.float32(0.5 * draw.normal(size=(TOKENS, WIDTH)))}
-    params["place"] = np.float32(0.1 * draw.normal(size=(LENGTH, WIDTH)))
+    params = {"embed": float32(0.5 * draw.normal(size=(TOKENS, WIDTH)))}
+    params["place"] = float32(0.1 * draw.normal(size=(LENGTH, WIDTH)))
     for block in range(blocks):
         for name in ("query", "key", "value", "out"):
             params[f"block_{block}/attention/{name}"] = matrix(WIDTH, WIDTH)
@@ -265,7 +269,7 @@ def nan_in_an_input(seed: int, text: bool) -> Rows:
 def masked_mean(seed: int) -> Rows:
     """A batch in which nothing is left by the mask: 0 / 0."""
     x, y = points(seed)
-    mask = np.float32(generator(seed).uniform(size=y.shape) < 0.5)
+    mask = float32(generator(seed).uniform(size=y.shape) < 0.5)
     mask[AT] = 0
 
     def loss(params: Tree, x: Any, y: Any, mask: Any) -> Any:
@@ -385,7 +389,7 @@ def tokens_vanish(seed: int, at: int) -> Rows:
 def logits_explode(seed: int, rate: float) -> Rows:
     """Tokens look for themselves, so sharper attention is always better."""
     draw = generator(seed)
-    x = np.float32(3 * draw.normal(size=(STEPS, 8, 8, WIDTH)))
+    x = float32(3 * draw.normal(size=(STEPS, 8, 8, WIDTH)))
     keys = ("block_0/attention/query", "block_0/attention/key")
     params = {name: decoder(seed)[name] for name in keys}
 
@@ -444,8 +448,8 @@ def moments_lost(seed: int) -> Rows:
 def q_learning(seed: int, discount: float) -> Rows:
     """Without a target network, and with a maximum over actions far from the data."""
     draw = generator(seed)
-    x, y = (np.float32(draw.normal(size=(STEPS, SIZE, 8))) for _ in range(2))
-    rewards = np.float32(draw.normal(size=(STEPS, SIZE)))
+    x, y = (float32(draw.normal(size=(STEPS, SIZE, 8))) for _ in range(2))
+    rewards = float32(draw.normal(size=(STEPS, SIZE)))
     actions = draw.integers(4, size=(STEPS, SIZE))
 
     def loss(params: Tree, x: Any, y: Any, reward: Any, action: Any) -> Any:
@@ -638,7 +642,7 @@ def batch_ramp(seed: int, text: bool) -> Rows:
 def reinforce(seed: int, rewards: tuple[float, float]) -> Rows:
     """A bandit with a state, whose rewards change their scale."""
     draw = generator(seed)
-    x = np.float32(draw.normal(size=(STEPS, SIZE, 8)))
+    x = float32(draw.normal(size=(STEPS, SIZE, 8)))
     best = np.argmax(x[..., :4], -1)
     noise = draw.gumbel(size=(STEPS, SIZE, 4))
     size = from_step(*rewards)
@@ -658,8 +662,8 @@ def reinforce(seed: int, rewards: tuple[float, float]) -> Rows:
 def gan(seed: int, rate: float) -> Rows:
     """Generator and discriminator take turns."""
     draw = generator(seed)
-    real = np.float32(draw.normal(size=(STEPS, SIZE, 2)) * [1.0, 0.3] + [2.0, -1.0])
-    noise = np.float32(draw.normal(size=(STEPS, SIZE, 4)))
+    real = float32(draw.normal(size=(STEPS, SIZE, 2)) * [1.0, 0.3] + [2.0, -1.0])
+    noise = float32(draw.normal(size=(STEPS, SIZE, 4)))
     is_turn = np.arange(STEPS) % 2 == 0
     params = {"g": mlp(seed, (4, 32, 2)), "d": mlp(seed + 1, (2, 32, 1))}
 
@@ -683,7 +687,7 @@ def lora(seed: int, rank: int) -> Rows:
     params = {}
     for name in ("layer_0/w", "layer_1/w", "layer_2/w"):
         rows, columns = base[name].shape
-        params[f"{name}/a"] = np.float32(draw.normal(size=(rows, rank)) / rows**0.5)
+        params[f"{name}/a"] = float32(draw.normal(size=(rows, rank)) / rows**0.5)
         params[f"{name}/b"] = np.zeros((rank, columns), np.float32)
 
     def loss(params: Tree, x: Any, y: Any) -> Any:
@@ -742,9 +746,9 @@ def residuals_of_zeros(seed: int, blocks: int) -> Rows:
 def experts(seed: int, count: int) -> Rows:
     """Of which each example sees one, in batches of 8."""
     draw = generator(seed)
-    params = {"route": np.float32(draw.normal(size=(8, count)))}
+    params = {"route": float32(draw.normal(size=(8, count)))}
     for number in range(count):
-        params[f"expert_{number}"] = np.float32(draw.normal(size=(8, 1)) / 3)
+        params[f"expert_{number}"] = float32(draw.normal(size=(8, 1)) / 3)
 
     def loss(params: Tree, x: Any, y: Any) -> Any:
         chances = jax.nn.softmax(x @ params["route"])
@@ -763,8 +767,8 @@ def zipf(seed: int, power: float) -> Rows:
     chances = np.arange(1, 401.0) ** -power
     tokens = draw.choice(400, p=chances / chances.sum(), size=(STEPS, 64))
     params = {
-        "embed": np.float32(draw.normal(size=(400, 8))),
-        "head": np.float32(draw.normal(size=(8, 32)) / 8**0.5),
+        "embed": float32(draw.normal(size=(400, 8))),
+        "head": float32(draw.normal(size=(8, 32)) / 8**0.5),
     }
 
     def loss(params: Tree, tokens: Any) -> Any:
@@ -809,7 +813,7 @@ def dynamic_scale(seed: int, interval: int) -> Rows:
         params = optax.apply_updates(params, updates)
         return (params, state, new_scale, good), row
 
-    carry = params, optimizer.init(params), jnp.float32(2.0**14), jnp.int32(0)
+    carry = params, optimizer.init(params), jfloat32(2.0**14), jnp.int32(0)
     return rows_of(step, carry, points(seed))
 
 
@@ -830,7 +834,7 @@ def long_tails(seed: int, freedom: float) -> Rows:
     x, y = points(seed)
     noise = generator(seed).standard_t(freedom, size=y.shape)
     core = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(0.05))
-    return train(squared, mlp(seed), (x, np.float32(y + 0.3 * noise)), core)
+    return train(squared, mlp(seed), (x, float32(y + 0.3 * noise)), core)
 
 
 HEALTHY = [

@@ -71,7 +71,7 @@ def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
         raise ValueError(f"{call}: {path}: {error}") from None
 
 
-def _rows(data: bytes, pattern: str | None, notes: Notes) -> list[Row]:
+def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if data.startswith(b"\x1f\x8b"):
         return _rows(_unzipped(data, notes), pattern, notes)
     if data.startswith(b"\x93NUMPY"):
@@ -164,7 +164,7 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
 # -------------------------------------------------------------------------------- JSON
 
 
-def _rows_of_json(text: str, notes: Notes) -> list[Row]:
+def _rows_of_json(text: str, notes: Notes) -> Sequence[Row]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
@@ -463,8 +463,11 @@ def _flattened(
     `keep_numbered`: whether a dict whose names are numbers is one entry.
     """
     for name, entry in row.items():
-        is_dict = isinstance(entry, dict) and entry
-        if is_dict and not (keep_numbered and all(map(str.isdigit, entry))):
+        is_numbered = isinstance(entry, dict) and all(
+            str(key).isdigit() for key in entry
+        )
+        is_left = keep_numbered and is_numbered
+        if isinstance(entry, dict) and entry and not is_left:
             yield from _flattened(entry, f"{begin}{name}/", keep_numbered)
         else:
             yield f"{begin}{name}", entry

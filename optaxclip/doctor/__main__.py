@@ -57,9 +57,9 @@ def _text(report: Report) -> str:
         head = f"step {finding.step:6}  {finding.cause:18}"
         lines.append(f"{head}{finding.evidence} (limit {finding.limit:.3g})")
         indent = 13 * " "
-        if finding.count > 1:
+        if finding.rows > 1:
             lines.append(
-                f"{indent}{finding.count} rows show it, step {finding.worst} most"
+                f"{indent}{finding.rows} rows show it, step {finding.worst} most"
             )
         lines.append(f"{indent}{finding.advice}: {finding.page}")
     if not report.findings:
@@ -79,7 +79,8 @@ def _draw(log: Log, findings: list[Finding], path: Path) -> None:
     from matplotlib.figure import Figure
 
     signals = signals_of(log)
-    axis = Figure(figsize=(9, 4), layout="constrained").add_subplot()
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axis = figure.add_subplot()
     losses = [] if signals.loss is None else [signals.loss]
     for column in (*signals.norms, *losses):
         # A logarithm has no place for the rest.
@@ -91,7 +92,6 @@ def _draw(log: Log, findings: list[Finding], path: Path) -> None:
         axis.axvline(finding.step, color=f"C{number + 2}", ls=":", label=label)
     axis.set(xlabel="step")
     axis.legend()
-    figure = axis.figure
     figure.savefig(path, dpi=120)
 
 

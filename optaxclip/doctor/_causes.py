@@ -20,7 +20,7 @@ class Finding(NamedTuple):
       cause: a name of the table in docs/doctor.md, such as "bad batch".
       step: the first one that shows it.
       worst: the step that shows it most.
-      count: how many rows of the log show it.
+      rows: how many rows of the log show it.
       value: the number in the worst step.
       limit: what it was held against.
       evidence: the number in words, with the columns or tensors.
@@ -31,7 +31,7 @@ class Finding(NamedTuple):
     cause: str
     step: int
     worst: int
-    count: int
+    rows: int
     value: float
     limit: float
     evidence: str
@@ -389,7 +389,7 @@ def _finding(cause: Cause, hits: Hits) -> Finding:
         cause=cause.name,
         step=int(hits.steps[0]),
         worst=int(hits.steps[worst]),
-        count=len(hits.steps),
+        rows=len(hits.steps),
         value=float(values[worst]),
         limit=cause.limit,
         evidence=text.removesuffix("; "),

@@ -56,10 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"No picture: {picture} exists. {advice}.")
         return
     try:
-        axis = plot_history(run(best.limit, column.values), steps=column.steps)
-        axis.set_title(f"norms as recorded, and the recommended limit {best.limit:.4g}")
+        from matplotlib.figure import Figure
+
         # 1080 x 480 pixels.
-        axis.figure.savefig(picture, dpi=120)
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        result = run(best.limit, column.values)
+        axis = plot_history(result, steps=column.steps, axis=figure.add_subplot())
+        axis.set_title(f"norms as recorded, and the recommended limit {best.limit:.4g}")
+        figure.savefig(picture, dpi=120)
         print(f"Picture: {picture}")
     except ImportError:
         print("No picture: matplotlib is not installed.")

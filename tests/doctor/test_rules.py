@@ -35,7 +35,7 @@ def test_a_loss_that_is_nan_is_named_with_what_came_first():
     assert (finding.step, finding.value) == (35, INF)
     assert finding.evidence == "NaN or inf in 'grad_norm'; 'loss' from step 38 on"
     finding = found(rows_of(loss=losses), "not finite")
-    assert (finding.step, finding.count) == (38, 22)
+    assert (finding.step, finding.rows) == (38, 22)
 
 
 def test_infinite_norms_now_and_then_are_those_of_a_loss_scale():
@@ -64,7 +64,7 @@ def test_a_nan_is_bracketed_by_what_is_finite():
             row[f"health/norm/{name}"] = NAN if is_broken else 1.0 + step % 3
         rows.append(row)
     finding = found(rows, "not finite")
-    assert (finding.step, finding.value, finding.count) == (150, 3, 5)
+    assert (finding.step, finding.value, finding.rows) == (150, 3, 5)
     # By number, not by letter: 1 and 11 are beside 2 and 10.
     assert finding.evidence.endswith("beside them: 'blocks/1/w', 'blocks/11/w'")
     assert "'blocks/9/w', 'blocks/10/w';" in finding.evidence
@@ -81,13 +81,13 @@ def test_a_spike_is_held_against_the_median_of_20_rows():
     norms = changed(calm(), {10: 40.0, 40: 50.0, 45: 30.0})
     (finding,) = diagnose(rows_of(grad_norm=norms))
     assert (finding.cause, finding.step, finding.worst) == ("bad batch", 10, 40)
-    assert (finding.count, finding.limit) == (3, 10)
+    assert (finding.rows, finding.limit) == (3, 10)
     assert finding.value == pytest.approx(50 / np.median(norms[20:40]))
     # None hides behind another one. The first two rows are not judged.
     spikes = {4: 26.0, 7: 29.0, 22: 72.0, 58: 4.8}
     rows = rows_of(norm=[spikes.get(step, 0.5) for step in range(80)])
     finding = found(rows, "bad batch")
-    assert (finding.step, finding.worst, finding.count) == (4, 22, 3)
+    assert (finding.step, finding.worst, finding.rows) == (4, 22, 3)
     assert diagnose(rows_of(norm=changed(calm(), {1: 90.0, 30: 9.0}))) == []
 
 
@@ -195,7 +195,7 @@ def test_updates_of_a_tenth_of_the_weights_are_a_high_rate():
     ratios = np.where(np.arange(30) < 10, 0.05, 0.12)
     finding = found(rows_of(**of_updates(ratios)), "learning rate")
     # The median of 5 is above two rows later.
-    assert (finding.step, finding.count) == (10, 20)
+    assert (finding.step, finding.rows) == (10, 20)
     assert finding.value == pytest.approx(0.12)
     assert found(rows_of(**of_updates(ratios * 0.8)), "learning rate") is None
 
@@ -244,7 +244,7 @@ def test_a_tensor_without_a_gradient_is_named_from_its_last_one_on():
         "health__norm__late": np.arange(100) >= 30,
     }
     (finding,) = diagnose(rows_of(**columns))
-    assert (finding.cause, finding.step, finding.count) == ("no gradient", 60, 40)
+    assert (finding.cause, finding.step, finding.rows) == ("no gradient", 60, 40)
     assert finding.evidence.startswith("'gone' has a gradient of 0")
     columns["health__norm__never"] = np.zeros(100)
     finding = found(rows_of(**columns), "no gradient")
@@ -271,7 +271,7 @@ def test_updates_that_are_rounded_away_are_named():
     for name in ("a", "b", "frozen"):
         columns[f"health__updates__rounding__{name}"] = np.full(40, 2**-7)
     finding = found(rows_of(**columns), "lost updates")
-    assert (finding.step, finding.count, finding.value) == (0, 40, 8)
+    assert (finding.step, finding.rows, finding.value) == (0, 40, 8)
     assert finding.evidence.startswith("updates of 'a' are 8 times too small")
     # At the end of a schedule they are always.
     columns["health__updates__ratio__a"][:11] = 2**-8

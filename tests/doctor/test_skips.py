@@ -142,7 +142,7 @@ def test_recorders_without_names_are_named():
 def test_a_limit_far_below_all_norms_is_named():
     norms = 50 * np.exp(0.3 * np.random.default_rng(0).normal(size=60))
     (found,) = of_setup(skip_log(optax.chain(CLIP, DESCENT), norms))
-    assert found.cause == "clipped always" and found.count == 60
+    assert found.cause == "clipped always" and found.rows == 60
     assert found.value == pytest.approx(np.median(norms), rel=1e-4)
     # Norms of twice the limit are clipped always too, and that is usual.
     assert of_setup(skip_log(optax.chain(CLIP, DESCENT), norms / 20)) == []
