@@ -813,7 +813,7 @@ def dynamic_scale(seed: int, interval: int) -> Rows:
         params = optax.apply_updates(params, updates)
         return (params, state, new_scale, good), row
 
-    carry = params, optimizer.init(params), jfloat32(2.0**14), jnp.int32(0)
+    carry = params, optimizer.init(params), jnp.float32(2.0**14), jnp.int32(0)
     return rows_of(step, carry, points(seed))
 
 
