@@ -14,7 +14,6 @@ import json
 import math
 import re
 import struct
-import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -67,20 +66,17 @@ def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
     notes: Notes = []
     try:
         return log_of(_rows(data, pattern, notes), notes)
-    except (EOFError, OSError, ValueError, csv.Error, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise ValueError(f"{call}: {path}: {error}") from None
 
 
 def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if data.startswith(b"\x1f\x8b"):
         return _rows(_unzipped(data, notes), pattern, notes)
-    if data.startswith(b"\x93NUMPY"):
-        return [{"norm": norm} for norm in np.atleast_1d(np.load(io.BytesIO(data)))]
     # An Excel file is a zip file too.
-    if data.startswith(b"PK") and b".npy" in data:
-        arrays = np.load(io.BytesIO(data))
-        columns = [np.atleast_1d(array) for array in arrays.values()]
-        return [dict(zip(arrays, line)) for line in zip_longest(*columns, fillvalue="")]
+    is_npz = data.startswith(b"PK") and b".npy" in data
+    if is_npz or data.startswith(b"\x93NUMPY"):
+        return _rows_of_arrays(data)
     # The first event of a file of TensorBoard.
     if b"brain.Event:" in data[:64]:
         return _rows_of_events(data, notes)
@@ -106,6 +102,18 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if not rows:
         raise ValueError(_advice_for_text(text))
     return rows
+
+
+def _rows_of_arrays(data: bytes) -> list[Row]:
+    """The rows of an .npz, or of an .npy, whose column is called "norm"."""
+    try:
+        loaded = np.load(io.BytesIO(data))
+        arrays = {"norm": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+    # Of a broken file NumPy raises errors of many types.
+    except Exception as error:
+        raise ValueError(f"NumPy cannot read the file: {error}.") from None
+    columns = [np.atleast_1d(array) for array in arrays.values()]
+    return [dict(zip(arrays, line)) for line in zip_longest(*columns, fillvalue="")]
 
 
 def _unzipped(data: bytes, notes: Notes) -> bytes:
@@ -138,6 +146,7 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
             "this is an event file of TensorBoard, which needs a package to read: pip "
             "install tensorboard"
         )
+    decode_error = importlib.import_module("google.protobuf.message").DecodeError
     rows: list[Row] = []
     place = 0
     while place < len(data):
@@ -148,7 +157,11 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
         if place > len(data):
             notes.append("The event file is cut off, and read up to there.")
             break
-        event = event_type.FromString(data[start : start + length])
+        try:
+            event = event_type.FromString(data[start : start + length])
+        except decode_error:
+            notes.append("The event file is broken, and read up to there.")
+            break
         for value in event.summary.value:
             if value.HasField("simple_value"):
                 rows.append({"step": event.step, value.tag: value.simple_value})
@@ -270,7 +283,8 @@ def _printed_dict(text: str, place: int) -> tuple[dict[str, object] | None, int]
     quoted = re.sub(r"-?\b(nan|inf)\b", r"'\g<0>'", plain)
     try:
         row = ast.literal_eval(quoted)
-    except (ValueError, SyntaxError):
+    # Such as the braces of other text.
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None, place + 1
     if not isinstance(row, dict):
         return None, place + 1
