@@ -183,8 +183,9 @@ def bad_batch(signals: Signals) -> Hits | None:
         for row in np.flatnonzero(is_hit):
             median = column.values[row] / ratios[row]
             after = column.values[row + 1 : row + 1 + BACK]
-            # Of the last row nobody knows.
-            is_hit[row] = not after.size or (after < SPIKE / 3 * median).any()
+            # At the end of a log nobody knows yet.
+            is_at_end = len(after) < BACK
+            is_hit[row] = is_at_end or (after < SPIKE / 3 * median).any()
         candidates.append(hits_of(column, is_hit, ratios, subject=repr(column.name)))
     return earliest(candidates)
 
@@ -367,8 +368,9 @@ def _growth_of(column: Column) -> Hits:
     growth = float(medians[-1] / medians[1]) if medians[1] > 0 else 0.0
     if not is_rising or growth < GROWTH:
         return no_hits()
-    above = np.flatnonzero(medians_before(column.values) > 2 * medians[1])
-    row = int(above[0])
+    start = 2 * len(column.values) // 5
+    is_above = medians_before(column.values)[start:] > 2 * medians[1]
+    row = start + int(np.argmax(is_above))
     return Hits(
         column.steps[row : row + 1], np.array([growth]), subject=repr(column.name)
     )
