@@ -658,7 +658,7 @@ LOSSES = re.compile(r"(.*[/._])?(train|training|tr)[/._]loss|loss|(.+/)?(total_)
 
 def norms_of(log: Log) -> list[Column]:
     """The columns whose names say that they are norms of the gradient: one, or one of
-    each optimizer. Columns of single tensors only where there is no other.
+    each optimizer.
     """
     names = {name: _plain_name(name) for name in log.columns}
     for regex in NORMS:
@@ -669,7 +669,16 @@ def norms_of(log: Log) -> list[Column]:
         ]
         if columns:
             return [_of_every_step(log, column) for column in columns]
-    return [log.columns[name] for name, plain in names.items() if TENSORS.match(plain)]
+    return []
+
+
+def norms_of_tensors(log: Log) -> list[Column]:
+    """The columns whose names say that they are norms of single tensors."""
+    return [
+        column
+        for name, column in log.columns.items()
+        if TENSORS.match(_plain_name(name))
+    ]
 
 
 def _plain_name(name: str) -> str:

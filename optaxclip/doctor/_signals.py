@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._logs import Column, Log, in_common, loss_of, norms_of
+from .._logs import Column, Log, in_common, loss_of, norms_of, norms_of_tensors
 
 # The numbers of `record_health`.
 SIGNS = (
@@ -50,12 +50,18 @@ class Recorder(NamedTuple):
         single = [column for name, column in columns.items() if name]
         if not single:
             return summary
-        steps, numbers = in_common(single)
-        if summary is not None and len(summary.steps) > len(steps):
+        total = total_of(f"{self.name}/{sign}", single)
+        if summary is not None and len(summary.steps) > len(total.steps):
             return summary
-        with np.errstate(all="ignore"):
-            lengths = np.sqrt(np.sum(numbers**2, axis=0))
-        return Column(f"{self.name}/{sign}", steps, lengths)
+        return total
+
+
+def total_of(name: str, norms: Sequence[Column]) -> Column:
+    """The norm of several tensors together, in the steps that have all."""
+    steps, numbers = in_common(norms)
+    with np.errstate(all="ignore"):
+        lengths = np.sqrt(np.sum(numbers**2, axis=0))
+    return Column(name, steps, lengths)
 
 
 class Signals(NamedTuple):
@@ -77,6 +83,9 @@ def signals_of(log: Log) -> Signals:
     if not norms:
         totals = [recorder.total("norm") for recorder in gradients]
         norms = [total for total in totals if total is not None]
+    tensors = norms_of_tensors(log)
+    if not norms and tensors:
+        norms = [total_of("all tensors", tensors)]
     return Signals(log.columns, loss_of(log), norms, gradients, updates)
 
 

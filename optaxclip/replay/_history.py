@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .._logs import Column, Log, listed, norms_of, read_log
+from .._logs import Column, Log, listed, norms_of, norms_of_tensors, read_log
 
 # How to get a norm into a log, for errors.
 ADVICE = (
@@ -73,7 +73,7 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
     """
     names = listed(list(log.columns))
     if name is None:
-        columns = norms_of(log)
+        columns = norms_of(log) or norms_of_tensors(log)
         if not columns:
             raise ValueError(
                 f"{call}: this file has no gradient norm. {ADVICE}. It has the columns "

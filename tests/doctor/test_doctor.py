@@ -122,6 +122,17 @@ def test_tensors_that_are_logged_now_and_then_hide_no_leap():
     assert causes_of(rows) == [("bad batch", 42)]
 
 
+def test_norms_of_tensors_are_judged_together():
+    other = calm()[::-1]
+    rows = rows_of(clip__norm_before__a=calm(), clip__norm_before__b=other)
+    rows[40]["clip/norm_before/a"] = 50.0
+    (finding,) = diagnose(rows)
+    norms = np.hypot(calm(), other)
+    wanted = np.hypot(50.0, other[40]) / np.median(norms[20:40])
+    assert finding.value == pytest.approx(wanted)
+    assert finding.evidence.startswith("'all tensors' is")
+
+
 def test_two_rows_of_a_step_are_one_run():
     """As of loggers that write a row for each recorder."""
     rows = []
