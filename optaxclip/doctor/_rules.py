@@ -448,13 +448,16 @@ def norm_after_clip(signals: Signals) -> Hits | None:
     """Many norms are exactly the largest one, or the limit of a clipper."""
     if not signals.norms:
         return None
+    columns = {column.name: column for column in signals.norms}
+    for recorder in signals.gradients:
+        total = recorder.total("norm")
+        if total is not None:
+            columns[total.name] = total
     candidates = []
-    columns = list(signals.norms)
-    columns += [total for r in signals.gradients if (total := r.total("norm"))]
-    for column in columns:
+    for column in columns.values():
         share = clipped_share(column.values)
         if share:
-            largest = np.nanmax(column.values[np.isfinite(column.values)])
+            largest = finite(column).values.max()
             is_hit = column.values >= largest * (1 - 1e-3)
             shares = np.full(len(is_hit), share)
             hits = hits_of(
