@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.scipy.special import entr
 
 from . import _mesh as mesh
 from . import _trees as trees
@@ -27,12 +26,10 @@ from ._trees import Stacked, clipped_leaves, weights_of
 from .rules._memory import in_place
 
 CALL = "record_health"
-OF_WEIGHTS = ("weight_norm", "cosine")
+OF_WEIGHTS = ("weight_norm", "cosine", "rounding")
 OF_VALUES = ("zeros", "subnormals", "nonfinite")
 # The numbers of a report, in their order.
-HEALTH = ("norm", "ratio", *OF_WEIGHTS, *OF_VALUES, "entropy", "dead_rows")
-# Rows and columns of a matrix whose singular values are looked at.
-SAMPLE = 64
+HEALTH = ("norm", "ratio", *OF_WEIGHTS, *OF_VALUES, "dead_rows")
 
 
 @exported
@@ -57,7 +54,6 @@ def record_health(
     values: bool = True,
     embeddings: str | Collection[str] = (),
     patience: int = 100,
-    entropy_every: int | None = None,
     stacked: Stacked = None,
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
@@ -81,26 +77,24 @@ def record_health(
         health/ratio         |x| / |w|, inf for weights of 0
         health/cosine        <x, w> / (|x| |w|), 0 where either is 0. An update that
                              keeps pointing along its weights makes them grow
+        health/rounding      the distance from 1 to the next number in the dtype of w,
+                             0.0078 in bfloat16. Updates whose ratio is below a quarter
+                             of it are mostly rounded away
         health/zeros         the share of elements that are 0
         health/subnormals    the share of elements too small for all digits of their
                              dtype, as before underflow: below 6.1e-5 in float16
         health/nonfinite     how many elements are NaN or inf
-        health/entropy       of the squares of the singular values of x, over its
-                             largest possible value: 1 if all directions are alike,
-                             0 if there is one
         health/dead_rows     the share of the rows of an embedding without a gradient
-                             in the last `patience` steps
+                             in the last `patience` steps. NaN before as many have
+                             passed, so that the first number is what is usual
 
     Args:
-      weights: whether to read the weights, for `weight_norm`, `ratio` and `cosine`.
-        `update` needs params then.
+      weights: whether to read the weights, for `weight_norm`, `ratio`, `cosine` and
+        `rounding`. `update` needs params then.
       values: whether to look at elements, for `zeros`, `subnormals` and `nonfinite`.
       embeddings: the path of a leaf, such as "embed/table", or several, whose rows are
         counted. A row is an entry along axis 0. Each keeps an integer.
       patience: steps without a gradient after which a row is dead. At least 1.
-      entropy_every: every how many steps the entropy is computed, of at most 64 rows
-        and columns in equal distances of the last two axes. In other steps the last one
-        stays. None for never. A leaf without a second axis has the entropy 1.
       stacked: which axes of a leaf count layers, each of which has its own numbers: 1
         for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
         of these, or a function of path and leaf. `metrics` shows the largest, and with
@@ -115,9 +109,9 @@ def record_health(
       a CPU) of products in float32, so it is 0 or NaN if these leave the range.
 
     Raises:
-      ValueError: a `patience` or `entropy_every` that is not whole or below 1,
-        `weights` without params in update, a path in `embeddings` that is none, or,
-        with `embeddings` or `entropy_every`, a leaf that is split inside shard_map.
+      ValueError: a `patience` that is not whole or below 1, `weights` without params in
+        update, a path in `embeddings` that is none, or, with `embeddings`, a leaf that
+        is split inside shard_map.
       TypeError: what is no number, or an option that is not True or False.
 
     Example:
@@ -133,21 +127,17 @@ def record_health(
       zeros 0.5
 
     Reference: the cosine is that of marin's log of a run of 535B, 2026 (issue 9148).
-    Entropies of updates: 2026 (arXiv 2606.28116).
     """
     check_flag(f"{CALL}: weights", weights)
     check_flag(f"{CALL}: values", values)
     check_length(f"{CALL}: patience", patience)
-    if entropy_every is not None:
-        check_length(f"{CALL}: entropy_every", entropy_every)
     tables = [embeddings] if isinstance(embeddings, str) else list(embeddings)
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(CALL, None, **numbers))
     # Static, so that equal recorders share a program.
-    options = measure, values, patience, entropy_every
+    options = measure, values, patience
     signs = OF_WEIGHTS if weights else ()
     signs += OF_VALUES if values else ()
-    signs += ("entropy",) if entropy_every else ()
 
     def init(params: Any) -> HealthState:
         norms: Any = _recorder(measure).init(params)
@@ -164,7 +154,7 @@ def record_health(
             norms,
             {x: jnp.copy(zeros) for x in signs},
             {x: jnp.zeros(size, jnp.int32) for x, size in sizes.items()},
-            {x: jnp.zeros((), jnp.float32) for x in tables},
+            {x: jnp.full((), jnp.nan, jnp.float32) for x in tables},
         )
 
     def update(
@@ -196,7 +186,7 @@ def _recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
 def _after_step(
     options: Any, tree: Any, state: HealthState, weights: Any
 ) -> HealthState:
-    measure, values, patience, entropy_every = options
+    measure, values, patience = options
     norms = measure(tree)
     update = _recorder(measure).update
 
@@ -215,16 +205,13 @@ def _after_step(
         found["weight_norm"] = of_weights
         dots = _dots(norms, tree, weights)
         found["cosine"] = list(map(_cosine, dots, lengths, of_weights))
+        found["rounding"] = [
+            jnp.full_like(length, jnp.finfo(w.dtype).eps)
+            for length, w in zip(lengths, jax.tree.leaves(weights))
+        ]
     if values:
         found |= _of_values(norms, tree)
     signs = {name: vector(numbers) for name, numbers in found.items()}
-    if entropy_every:
-        _check_whole(norms, "entropy_every")
-        signs["entropy"] = lax.cond(
-            state.step % entropy_every == 0,
-            lambda: vector(_entropies(norms, tree)),
-            lambda: state.signs["entropy"],
-        )
     if state.idle:
         _check_whole(norms, "embeddings")
     idle, dead = {}, {}
@@ -234,7 +221,10 @@ def _after_step(
         # An Explicit mesh would split it like the rows of the table.
         alive = mesh.resharded(alive)
         idle[name] = jnp.where(alive, 0, jnp.minimum(steps, 2**30) + 1)
-        dead[name] = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
+        share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
+        # Before, no row can have been idle for as long.
+        is_known = state.step + 1 >= patience
+        dead[name] = jnp.where(is_known, share, jnp.float32(jnp.nan))
     new = HealthState(recorded(lengths), signs, idle, dead)
     return jax.tree.map(in_place, new, state)
 
@@ -288,37 +278,6 @@ def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
     return found
 
 
-def _entropies(norms: Norms, tree: Any) -> list[jax.Array]:
-    found = []
-    for x, spec, norm in zip(jax.tree.leaves(tree), norms.specs, norms.values):
-        layers = () if spec.axes is None else trees.other_axes(spec.axes, x.ndim)
-        own = jnp.moveaxis(x, layers, range(len(layers)))
-        # An Explicit mesh may split layers, but no matrix.
-        own = mesh.resharded(own, jax.typeof(own).sharding.spec[: len(layers)])
-        # Of one singular value there is no entropy, as of a vector.
-        if own.ndim - len(layers) < 2 or min(own.shape[-2:]) == 1:
-            found.append(jnp.ones_like(norm))
-            continue
-        rows, columns = (-(-size // SAMPLE) for size in own.shape[-2:])
-        wide = np.promote_types(own.dtype, norm.dtype)
-        each = _entropy(own[..., ::rows, ::columns].astype(wide))
-        rest = tuple(range(len(layers), each.ndim))
-        found.append(jnp.mean(each, rest).reshape(norm.shape))
-    return found
-
-
-def _entropy(matrices: jax.Array) -> jax.Array:
-    """[..., m, n] -> [...]"""
-    values = jnp.linalg.svd(matrices, compute_uv=False)
-    # Divided by the largest first, so that no square leaves the range. XLA multiplies
-    # with the reciprocal, which above 2^126 is flushed to 0.
-    largest = jnp.minimum(values[..., :1], jnp.finfo(values.dtype).max / 8)
-    squares = (values / jnp.where(largest == 0, 1, largest)) ** 2
-    total = jnp.sum(squares, -1, keepdims=True)
-    shares = squares / jnp.where(total == 0, 1, total)
-    return jnp.sum(entr(shares), -1) / np.log(max(values.shape[-1], 2))
-
-
 def _table(tree: Any, name: str) -> Any:
     leaves = {trees.name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
     if name not in leaves or not jnp.ndim(leaves[name]):
@@ -359,7 +318,7 @@ def health_numbers(
 
 @partial(jax.jit, static_argnums=0)
 def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, list[jax.Array]]:
-    """Of each sign the largest of so many entries, and of entropies the least."""
+    """Of each sign the largest of so many entries."""
     norm = state.norms.norm
     signs = {"norm": norm, **state.signs}
     if "weight_norm" in signs:
@@ -367,9 +326,6 @@ def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, list[jax.A
         signs["ratio"] = ratio.astype(jnp.float32)
     found = {}
     for sign, numbers in signs.items():
-        found[sign] = []
         parts = jnp.split(jnp.ravel(numbers), np.cumsum(sizes)[:-1])
-        for own in parts[: len(sizes)]:
-            size = -own if sign == "entropy" else jnp.abs(own)
-            found[sign].append(own[jnp.argmax(size)])
+        found[sign] = [own[jnp.argmax(jnp.abs(own))] for own in parts[: len(sizes)]]
     return found

@@ -120,11 +120,10 @@ def metrics(
         spike/score                   their share of all steps, in [0, 1]
         spike/score_recent            the same of about the last 10,000 steps
 
-      Of `record_health`, of each tensor (with `summary` the largest of all, of the
-      entropy the least):
+      Of `record_health`, of each tensor (with `summary` the largest of all):
 
-        health/norm, health/weight_norm, health/ratio, health/cosine, health/zeros,
-        health/subnormals, health/nonfinite, health/entropy, health/dead_rows
+        health/norm, health/weight_norm, health/ratio, health/cosine, health/rounding,
+        health/zeros, health/subnormals, health/nonfinite, health/dead_rows
 
       A clipper with one norm for each tensor or group adds the path:
       `clip/norm_before/blocks/w`. Of stacked layers the one furthest over its limit is

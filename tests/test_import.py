@@ -38,7 +38,7 @@ import sys
 import optaxclip
 
 names = {"check", "doctor", "dropin", "per_example", "replay"}
-modules = names | {"_check_step", "_release"}
+modules = names | {"_check_step", "_logs", "_release"}
 brought = {name for name in modules if f"optaxclip.{name}" in sys.modules}
 offered = names & set(dir(optaxclip))
 print(*sorted(brought), *sorted(offered))

@@ -13,8 +13,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import shown
+from .._checks import check_length, shown
 from .._factors import factor_between, shrunk_by
+from .._logs import clipped_share
 from ..rules import windowed_quantile, z_score
 from ..rules._limits import rule_without_params
 from ..rules._rule import Number, Rule, limit_of
@@ -173,18 +174,29 @@ RECOMMENDED_RATE = 0.01
 # steps are broken, a limit that clips 1 % lies among their norms and is no help.
 HIGHEST = 20
 SKIP_STEP = "optaxclip.skip_step(optimizer, on_loss=False)"
-# Rules that learn, by the Python text that makes a clipper or a wrapper with the rule.
 QUANTILE = "optaxclip.clip_by_global_norm(optaxclip.rules.windowed_quantile({}))"
-LEARNING = {
-    "optaxclip.autoclip(10)": windowed_quantile(0.1, 10_000, current=True),
-    QUANTILE.format("0.9, 1000"): windowed_quantile(0.9, 1000),
-    QUANTILE.format("0.5, 100, factor=2.0"): windowed_quantile(0.5, 100, factor=2.0),
-    "optaxclip.zclip()": z_score(),
-    SKIP_STEP: step_rule(),
-}
 
 
-def suggest(norms: ArrayLike) -> list[Suggestion]:
+def _learning_rules(every: int) -> dict[str, Rule]:
+    """Rules that learn, by the Python text that makes a clipper or a wrapper with the
+    rule. Their windows are as many rows as these steps have.
+    """
+
+    def rows(steps: int) -> int:
+        return max(2, round(steps / every))
+
+    return {
+        "optaxclip.autoclip(10)": windowed_quantile(0.1, rows(10_000), current=True),
+        QUANTILE.format("0.9, 1000"): windowed_quantile(0.9, rows(1000)),
+        QUANTILE.format("0.5, 100, factor=2.0"): windowed_quantile(
+            0.5, rows(100), factor=2.0
+        ),
+        "optaxclip.zclip()": z_score(decay=0.97**every, warmup=rows(25)),
+        SKIP_STEP: step_rule(window=rows(128)),
+    }
+
+
+def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
     """Candidate rules for a history of norms, each with the share of steps that it
     would have clipped.
 
@@ -194,16 +206,21 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
     Args:
       norms: the history, [steps]. Norms that are NaN, 0, or beyond the range of float32
         are left out, also of the shares.
+      every: how many steps lie between two norms. Windows of rules that learn are of so
+        many norms that they are as long in steps. At least 1.
 
     Returns:
       Fixed limits first, from quantiles of the norms (Pascanu et al. take half to ten
       times the usual norm), then rules that learn. Each is a `Suggestion`: the rule as
       it is written in a program, its limit at the last step, the share of steps that it
       clips, their mean factor, and whether it is recommended: of the fixed limits up to
-      twenty times the median, the one that clips nearest to 1 % of the steps.
+      twenty times the median, the one that clips nearest to 1 % of the steps. None is
+      recommended where 5 % of the norms or more are exactly the largest, as in a log of
+      norms after a clip.
 
     Raises:
-      ValueError: a negative norm, or fewer than two finite norms above 0.
+      ValueError: a negative norm, fewer than two finite norms above 0, or an `every`
+        that is not whole or below 1.
       TypeError: a history that is not made of numbers.
 
     Example:
@@ -212,6 +229,7 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
       optaxclip.clip_by_global_norm(2.5) 0.5 0.7292
       optaxclip.clip_by_global_norm(3.7) 0.25 0.925
     """
+    check_length("suggest: every", every)
     history = history_of("suggest", norms)
     finite = np.asarray(history, np.float64).reshape(-1)
     finite = finite[np.isfinite(finite) & (finite > 0)]
@@ -225,12 +243,14 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
     rounded = sorted({float(f"{limit:.3g}") for limit in limits})
     # Five times the median may be beyond the range of a limit.
     largest = float(jnp.finfo(history.dtype).max)
-    fixed: dict[str, Any] = {}  # limits, by the Python text that makes a clipper
+    rules: dict[str, Rule | float] = {}  # by the Python text that makes a clipper
     for limit in rounded:
         if limit <= largest:
-            fixed[f"optaxclip.clip_by_global_norm({limit:g})"] = limit
+            rules[f"optaxclip.clip_by_global_norm({limit:g})"] = limit
+    fixed_count = len(rules)
+    rules |= _learning_rules(every)
     suggestions = []
-    for text, rule in (fixed | LEARNING).items():
+    for text, rule in rules.items():
         shrink = drop if text == SKIP_STEP else None
         replay = jax.device_get(run(rule, finite, shrink=shrink))
         factors = replay.factors[replay.clipped]
@@ -241,7 +261,9 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
             mean_factor=float(factors.mean()) if factors.size else 1.0,
         )
         suggestions.append(suggestion)
-    fixed_limits = suggestions[: len(fixed)]
+    if clipped_share(finite):
+        return suggestions
+    fixed_limits = suggestions[:fixed_count]
     candidates = [row for row in fixed_limits if row.limit <= HIGHEST * median]
     best = min(candidates, key=lambda row: abs(row.clip_rate - RECOMMENDED_RATE))
     return [row._replace(recommended=row is best) for row in suggestions]
@@ -252,6 +274,7 @@ def plot_history(
     limits: ArrayLike | None = None,
     clipped: ArrayLike | None = None,
     *,
+    steps: ArrayLike | None = None,
     word: str = "clipped",
     axis: Axes | None = None,
 ) -> Axes:
@@ -264,6 +287,7 @@ def plot_history(
         or for none at all. An infinite limit is not drawn.
       clipped: bool[steps]. None for those of the `Replay`, or for norms above their
         limit.
+      steps: [steps], the number of each step. None counts from 0.
       word: what the marked steps are called: "skipped" for a wrapper that skips.
       axis: where to draw. None makes a figure, which `axis.figure` gives.
 
@@ -292,26 +316,30 @@ def plot_history(
     norms = np.asarray(history, np.float64)
     limits = np.full_like(norms, np.inf) if limits is None else np.asarray(limits)
     clipped = np.asarray(norms > limits if clipped is None else clipped, bool)
-    steps = np.arange(norms.size)
+    numbers = np.arange(norms.size) if steps is None else np.asarray(steps)
     is_finite = np.isfinite(norms)
     # Lines have gaps where they are NaN. "0.55" is a gray of matplotlib.
     axis.semilogy(
-        steps,
+        numbers,
         np.where(is_finite, norms, np.nan),
         color="0.55",
         lw=0.8,
         label="norm before clipping",
     )
     finite_limits = np.where(np.isfinite(limits), limits, np.nan)
-    axis.semilogy(steps, finite_limits, color="tab:blue", label="limit")
+    axis.semilogy(numbers, finite_limits, color="tab:blue", label="limit")
     # The mean of no steps would be NaN, with a warning.
     rate = clipped.mean() if clipped.size else 0
     axis.plot(
-        steps[clipped], norms[clipped], "r.", markersize=4, label=f"{word} ({rate:.1%})"
+        numbers[clipped],
+        norms[clipped],
+        "r.",
+        markersize=4,
+        label=f"{word} ({rate:.1%})",
     )
     if not is_finite.all():
         axis.plot(
-            steps[~is_finite],
+            numbers[~is_finite],
             # The top of the axis is 1 in this transform.
             np.ones(np.sum(~is_finite)),
             "kx",

@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import optaxclip
-from optaxclip.doctor import main as doctor_main
+from optaxclip.doctor.__main__ import main as doctor_main
 from optaxclip.replay.__main__ import main as replay_main
 
 DOCS = Path(__file__).parents[2] / "docs"

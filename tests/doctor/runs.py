@@ -71,7 +71,7 @@ def _train(static: Any, params: Any, batches: Any, clean: Any, numbers: Any) -> 
         params = optax.apply_updates(params, updates)
         found = {"loss": value, **optaxclip.metrics(state)}
         if "attention" in params:
-            found["max_logit"] = jnp.max(logits_of(params, batch[0]))
+            found["attention/max_logit"] = jnp.max(logits_of(params, batch[0]))
         return (params, state), found
 
     return lax.scan(step, (params, optimizer.init(params)), batches)[1]

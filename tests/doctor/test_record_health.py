@@ -1,7 +1,5 @@
 """`record_health` against float64 NumPy, in every dtype and sharding, and its state."""
 
-from itertools import product
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -43,13 +41,6 @@ def signs_of(x, w):
         "subnormals": np.mean((size > 0) & (size < tiny)),
         "nonfinite": np.sum(~np.isfinite(size)),
     }
-
-
-def entropy_of(matrix):
-    values = np.linalg.svd(wide(matrix), compute_uv=False) ** 2
-    shares = values / values.sum()
-    shares = shares[shares > 0]
-    return -np.sum(shares * np.log(shares)) / np.log(min(matrix.shape))
 
 
 def recorded(recorder, grads, params, steps=1):
@@ -119,7 +110,7 @@ def test_each_layer_has_its_own_signs():
     params = {name: array(x.shape) for name, x in grads.items()}
     grads["first"][1, 2] = grads["second"][1, 2] = 0
     stacked = {"first": 1, "second": (1,)}
-    recorder = optaxclip.record_health(stacked=stacked, entropy_every=1)
+    recorder = optaxclip.record_health(stacked=stacked)
     state = recorded(recorder, grads, params)
     found, whole = found_in(state, layers=True), found_in(state)
     summary = found_in(state, summary=True)
@@ -129,11 +120,10 @@ def test_each_layer_has_its_own_signs():
         for layer in range(grads[name].shape[axis]):
             own = np.take(grads[name], layer, axis)
             wanted = signs_of(own, np.take(params[name], layer, axis))
-            wanted["entropy"] = entropy_of(own)
             every.append(wanted)
             assert_signs(found, wanted, f"{name}/{layer}")
         together += every
-        # Without `layers` the largest, with its sign, and of entropies the least.
+        # Without `layers` the largest, with its sign.
         assert_signs(whole, worst_of(every), name)
     assert_signs(summary, worst_of(together), "")
 
@@ -142,7 +132,7 @@ def worst_of(every):
     worst = {}
     for sign in every[0]:
         values = [wanted[sign] for wanted in every]
-        worst[sign] = min(values) if sign == "entropy" else max(values, key=abs)
+        worst[sign] = max(values, key=abs)
     return worst
 
 
@@ -153,33 +143,18 @@ def test_the_summary_is_the_largest_of_all_tensors():
     assert (found["health/norm"], found["health/zeros"]) == (5.0, 0.5)
 
 
-def test_the_entropy_is_that_of_a_sample():
-    grads = {"w": array((200, 130)), "conv": array((2, 3, 8, 5)), "b": array((4,))}
-    grads |= {"head": array((4, 1)), "large": 3e37 * array((6, 4))}
-    recorder = optaxclip.record_health(weights=False, entropy_every=1)
-    found = found_in(recorded(recorder, grads, grads))
-    sample = grads["w"][::4, ::3]
-    assert max(sample.shape) <= 64
-    assert found["health/entropy/w"] == pytest.approx(entropy_of(sample), rel=1e-5)
-    large = entropy_of(grads["large"])
-    assert found["health/entropy/large"] == pytest.approx(large, rel=1e-5)
-    conv = [entropy_of(x) for x in grads["conv"].reshape(6, 8, 5)]
-    assert found["health/entropy/conv"] == pytest.approx(np.mean(conv), rel=1e-5)
-    assert found["health/entropy/b"] == found["health/entropy/head"] == 1
-    one_direction = np.outer(np.ones(6), np.arange(4.0)).astype(np.float32)
-    found = found_in(recorded(recorder, one_direction, one_direction))
-    assert found["health/entropy"] == pytest.approx(0, abs=1e-5)
-
-
-def test_the_entropy_stays_between_its_steps():
-    recorder = optaxclip.record_health(weights=False, values=False, entropy_every=3)
-    grads = [array((4, 4)) for _ in range(7)]
-    state, seen = recorder.init(grads[0]), []
-    for own in grads:
-        _, state = recorder.update(own, state)
-        seen.append(found_in(state)["health/entropy"])
-    wanted = [entropy_of(grads[3 * (step // 3)]) for step in range(7)]
-    np.testing.assert_allclose(seen, wanted, rtol=1e-5)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_updates_below_a_quarter_of_the_rounding_are_mostly_lost(dtype):
+    weights = array((300, 200), np.dtype(dtype))
+    signs = np.sign(array(weights.shape))
+    rounding = float(ml_dtypes.finfo(weights.dtype).eps)
+    for size, is_lost in ((rounding / 8, True), (rounding, False)):
+        updates = np.float32(size * signs)
+        found = found_in(recorded(optaxclip.record_health(), updates, weights))
+        assert found["health/rounding"] == np.float32(rounding)
+        assert (found["health/ratio"] < 0.25 * rounding) == is_lost
+        new = optax.apply_updates(weights, updates)
+        assert (np.mean(np.asarray(new) == weights) > 0.5) == is_lost
 
 
 def test_a_row_is_dead_after_steps_without_a_gradient():
@@ -197,7 +172,9 @@ def test_a_row_is_dead_after_steps_without_a_gradient():
         for row in alive:
             last[row] = step
         wanted.append(np.mean([step - x >= 3 for x in last]))
-    assert seen == wanted and max(wanted) == 0.5
+    # Before there were as many steps nobody knows.
+    assert np.isnan(seen[:2]).all()
+    assert seen[2:] == wanted[2:] and max(wanted[2:]) == 0.5
 
 
 # --------------------------------------------------------------------------- devices
@@ -241,9 +218,9 @@ def test_signs_are_those_of_all_devices_in_shard_map(typed):
 def test_signs_are_those_of_all_devices_under_jit(kind):
     mesh = mesh_of(kind)
     place = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-    options = {"embeddings": "split", "patience": 1, "entropy_every": 1}
+    options = {"embeddings": "split", "patience": 1}
     recorder = optaxclip.record_health(stacked=STACKED, **options)
-    alone = recorder.update(GRADS, recorder.init(PARAMS), PARAMS)[1].signs["entropy"]
+    alone = recorder.update(GRADS, recorder.init(PARAMS), PARAMS)[1].signs["rounding"]
     with jax.set_mesh(mesh):
         grads, params = jax.device_put((GRADS, PARAMS), (place, place))
 
@@ -253,23 +230,23 @@ def test_signs_are_those_of_all_devices_under_jit(kind):
         scan = jax.jit(lambda state: lax.scan(step, state, None, 2)[0])
         state = scan(recorder.init(params))
     assert_as_numpy(state)
-    np.testing.assert_allclose(state.signs["entropy"], alone, rtol=1e-5)
+    np.testing.assert_allclose(state.signs["rounding"], alone, rtol=1e-5)
     assert found_in(state)["health/dead_rows/split"] == 1 / 8
 
 
 def test_what_needs_whole_leaves_refuses_parts():
     # Each device has a part of each tensor, or whole layers of one.
     splits = SPECS, SPECS | {"split": P(), "layers": P("y")}
-    options = ("entropy_every", 1), ("embeddings", "split")
-    for specs, (name, value) in product(splits, options):
-        own = {"weights": False, "stacked": STACKED, "mesh_axes": specs, name: value}
-        recorder = optaxclip.record_health(**own)
+    for specs in splits:
+        recorder = optaxclip.record_health(
+            weights=False, stacked=STACKED, mesh_axes=specs, embeddings="split"
+        )
 
         def step(grads, recorder=recorder):
             return recorder.update(grads, recorder.init(grads))[1]
 
         mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(specs,), out_specs=P())
-        error = f"record_health: {name} needs whole leaves"
+        error = "record_health: embeddings needs whole leaves"
         with pytest.raises(ValueError, match=error):
             mapped(GRADS)
 
@@ -280,15 +257,13 @@ def test_what_needs_whole_leaves_refuses_parts():
 def test_updates_pass_through_bit_for_bit():
     grads = {"w": jnp.array([jnp.nan, -0.0, 1e-40]), "n": jnp.array([3])}
     params = {"w": jnp.ones(3), "n": jnp.array([1])}
-    recorder = optaxclip.record_health(entropy_every=1, embeddings="w")
+    recorder = optaxclip.record_health(embeddings="w")
     updates, _ = recorder.update(grads, recorder.init(params), params)
     assert updates is grads
 
 
 def test_the_state_is_one_of_optax():
-    recorder = optaxclip.record_health(
-        stacked={"a": 1, "b": None}, embeddings="b", entropy_every=2
-    )
+    recorder = optaxclip.record_health(stacked={"a": 1, "b": None}, embeddings="b")
     params = {"a": jnp.ones((2, 3, 3)), "b": jnp.ones((4, 2))}
     state = recorder.init(params)
     mapped = optax.tree_map_params(recorder.init, lambda x: x, state)

@@ -28,9 +28,94 @@ def log(tmp_path):
 def test_it_says_which_column_it_guessed_and_how_to_choose(log, command):
     guess, others, *_ = command(log).splitlines()
     assert guess == "Norms: column 'train/grad_norm' of run.csv, taken by its name."
-    assert others == "--column NAME takes another one: 'Step', 'train/loss'."
-    text = command(log, "--column", "Step").splitlines()[0]
-    assert text == "Norms: column 'Step' of run.csv."
+    assert others == "--column NAME takes another one: 'train/loss'."
+    text = command(log, "--column", "train/grad_norm").splitlines()
+    assert text[0] == "Norms: column 'train/grad_norm' of run.csv."
+    assert not text[1].startswith("Its name")
+
+
+def test_a_column_of_another_name_is_said_to_be_taken_for_a_norm(log, command):
+    log.write_text(log.read_text().replace("train/grad_norm", "usd"))
+    text = command(log, "--column", "usd")
+    assert "Its name does not say so, but it is taken for a gradient norm." in text
+
+
+def test_rows_that_are_missing_are_said_and_drawn_in_steps(log, command, monkeypatch):
+    lines = [f"{10 * step},{norm}" for step, norm in enumerate(NORMS)]
+    log.write_text("\n".join(["step,grad_norm", *lines]))
+    axes = []
+    plot = replay.plot_history
+
+    def recorded(*arguments, **options):
+        axes.append(plot(*arguments, **options))
+        return axes[-1]
+
+    monkeypatch.setattr(replay, "plot_history", recorded)
+    assert "The rows are 10 steps apart, and the norms between are not" in command(log)
+    assert axes[0].lines[0].get_xdata()[-1] == 10 * (SIZE - 1)
+
+
+def test_windows_of_rules_are_counted_in_steps():
+    """A window of 100 steps has 10 norms where every tenth is logged."""
+    norms = np.float32([1.0] * 100 + [4.0] * 60)
+    name = "optaxclip.clip_by_global_norm(optaxclip.rules.windowed_quantile({}))"
+    name = name.format("0.5, 100, factor=2.0")
+    limits = {
+        every: {row.rule: row.limit for row in suggest(norms, every=every)}[name]
+        for every in (1, 10)
+    }
+    assert limits == {1: 8.0, 10: 8.0}
+    shares = {
+        every: {row.rule: row.clip_rate for row in suggest(norms, every=every)}[name]
+        for every in (1, 10)
+    }
+    # Until half of the window are large, the limit is below them.
+    assert shares == {1: pytest.approx(50 / 160), 10: pytest.approx(5 / 160)}
+
+
+def test_no_limit_is_recommended_from_norms_after_a_clip(log, command):
+    norms = np.minimum(NORMS, np.quantile(NORMS, 0.54))
+    lines = [f"{step},{norm}" for step, norm in enumerate(norms)]
+    log.write_text("\n".join(["step,grad_norm", *lines]))
+    text = command(log)
+    assert "46% of the rows are exactly 1." in text and "no limit can be chosen" in text
+    assert "Start with" not in text and not log.with_suffix(".png").exists()
+    assert not any(row.recommended for row in suggest(norms))
+
+
+def test_norms_with_few_digits_are_not_taken_for_clipped_ones():
+    few = np.round(0.1 + 0.2 * np.random.default_rng(0).uniform(size=SIZE), 1)
+    for norms in (np.round(NORMS, 1), few):
+        assert any(row.recommended for row in suggest(norms))
+
+
+def test_several_optimizers_have_a_row_each(log, command):
+    lines = [f"{step},{norm},{2 * norm}" for step, norm in enumerate(NORMS)]
+    log.write_text("\n".join(["step,actor/grad_norm,critic/grad_norm", *lines]))
+    text = command(log).splitlines()
+    assert text[0] == "2 columns of run.csv are called a gradient norm."
+    rows = {line.split()[-1]: line.split() for line in text if "/grad_norm" in line}
+    for name, factor in (("actor/grad_norm", 1), ("critic/grad_norm", 2)):
+        steps, median, largest, limit, _ = rows[name]
+        (best,) = [row for row in suggest(factor * NORMS) if row.recommended]
+        assert steps == str(SIZE) and float(limit) == pytest.approx(best.limit, 1e-3)
+        assert float(median) == pytest.approx(factor * np.median(NORMS), rel=1e-3)
+        assert float(largest) == pytest.approx(factor * NORMS.max(), rel=1e-3)
+
+
+def test_nan_and_few_norms_are_said(log, command):
+    norms = [*NORMS[:10], *[np.nan] * 30]
+    lines = [f"{step},{norm}" for step, norm in enumerate(norms)]
+    log.write_text("\n".join(["step,grad_norm", *lines]))
+    text = command(log)
+    assert "75.0% of the norms are NaN or inf, which no clip cures" in text
+    assert "10 norms are too few to choose a limit from." in text
+
+
+def test_a_text_is_read_with_a_pattern(log, command):
+    log.write_text("\n".join(f"norm:{norm}" for norm in NORMS))
+    text = command(log, "--pattern", "norm:(?P<grad_norm>\\S+)")
+    assert text.startswith("Norms: column 'grad_norm' of run.csv, taken by its name.")
 
 
 def test_one_row_is_recommended_that_clips_one_percent(log, command):
@@ -69,9 +154,9 @@ def test_the_recommended_limit_is_drawn(log, command, monkeypatch):
     drawn = []
     plot = replay.plot_history
 
-    def recorded(history):
+    def recorded(history, **options):
         drawn.append(history)
-        return plot(history)
+        return plot(history, **options)
 
     monkeypatch.setattr(replay, "plot_history", recorded)
     command(log)
@@ -96,7 +181,7 @@ def test_broken_norms_are_counted_and_left_out(tmp_path, command):
     path = tmp_path / "run.csv"
     # The last one is beyond the range of float32.
     norms = [*np.linspace(1, 9, SIZE - 1), 1000.0, np.nan, np.inf, 3e40]
-    path.write_text("length of the gradient\n" + "\n".join(map(str, norms)))
+    path.write_text("length of the gradient,\n" + "\n".join(f"{x}," for x in norms))
     text = command("--column", "length of the gradient", path)
     assert "203 steps, 3 of them NaN or inf. Norms from 1 to 1000, median 5.02" in text
     (row,) = [line for line in text.splitlines() if "norm(5.02)" in line]
@@ -108,7 +193,7 @@ def test_a_log_of_no_use_ends_in_one_line(tmp_path, command):
     with pytest.raises(SystemExit, match=r"run\.csv"):
         command(path)
     path.write_text("loss\n1\n2\n")
-    with pytest.raises(SystemExit, match="no column of numbers has"):
+    with pytest.raises(SystemExit, match="this file has no gradient norm"):
         command(path)
     path.write_text("norm\n1\n")
     with pytest.raises(SystemExit, match="suggest: norms must hold at least two"):

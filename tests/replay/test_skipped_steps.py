@@ -71,8 +71,8 @@ def test_a_column_that_is_named_is_read(tmp_path):
 def test_larger_norms_are_told_from_rounded_ones(tmp_path):
     path = tmp_path / "log.csv"
     head = "clip/norm_before,skip/norm,skip/skipped"
-    for skipped, last in ((2.5, 2.5), (2.001, 2.0)):
-        path.write_text(f"{head}\n1,1,0\n2,{skipped},1\n")
+    for kept, skipped, last in ((1, 2.5, 2.5), (2, 2.001, 2.0)):
+        path.write_text(f"{head}\n1,1,0\n{kept},{skipped},1\n")
         np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1.0, last])
 
 

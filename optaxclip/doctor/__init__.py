@@ -1,0 +1,23 @@
+"""Why does a run break? Reads its log, and names causes.
+
+    python -m optaxclip.doctor run.jsonl                         a table
+    python -m optaxclip.doctor run.jsonl --json                  the same as JSON
+    python -m optaxclip.doctor run.jsonl --picture doctor.png    norms and causes
+
+    diagnose    the findings of a log: cause, steps, evidence, and the page that helps
+    examine     the same with what was looked at, and what could not be judged
+
+Any log with a loss and a gradient norm will do. What it knows is a log. A cause that
+leaves no mark in these numbers is not found, and where nothing is found the run may
+break all the same.
+"""
+
+# `as` tells type checkers that a name is public.
+from .. import _names
+from ._causes import Finding as Finding
+from ._causes import Report as Report
+from ._causes import diagnose as diagnose
+from ._causes import examine as examine
+
+# A misspelt name, as in `doctor.diagnoze`, raises an error with the right one.
+_names.with_our_names(__name__)

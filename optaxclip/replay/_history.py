@@ -1,0 +1,96 @@
+"""Recorded norms of a log file, for `read_history` and the command."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+from .._logs import Column, Log, listed, norms_of, norms_of_tensors, read_log
+
+# How to get a norm into a log, for errors.
+ADVICE = (
+    "Log one in each step: metrics(state) with optaxclip.record_norm() in the "
+    "optimizer, or optax.tree.norm(grads)"
+)
+
+
+def read_history(
+    path: str | Path, column: str | None = None, *, pattern: str | None = None
+) -> np.ndarray:
+    """Reads the norms of a log file.
+
+    It reads JSON lines, JSON, CSV, NumPy's files and event files of TensorBoard, and so
+    what transformers, Lightning, W&B and most loops write. "Choosing a limit" in the
+    documentation lists the forms.
+
+    Args:
+      path: the file, also in gzip. {"train": {"norm": 1.5}} has the column train/norm.
+        A table with a line for each metric and step has the metrics as columns.
+      column: the name to read. None takes the one that is called a norm of the
+        gradient: clip/norm_before, record/norm, grad_norm, train/grad_norm, norm and
+        the like. Where steps were skipped with the clipper, it takes skip/norm, which
+        has the norms of those too. A step that comes twice, as in a run that was
+        resumed, has its later norm. null is NaN, unless every third row or more has it.
+      pattern: for a text, a regular expression with a named group for each column:
+        "norm: (?P<grad_norm>\\S+)".
+
+    Returns:
+      The norms, float64[steps]. What was left out is said in one warning.
+
+    Raises:
+      ValueError: no such column in the file, none that is called a norm of the
+        gradient, or several, a negative norm, no number at all, or a file in another
+        format. The text has the names and says how to choose. Only a column with "loss"
+        in its name may be negative: losses are read for `spike_score`.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "run.csv")
+      >>> size = path.write_text("step,train/grad_norm\\n0,1.5\\n1,0.5\\n")
+      >>> print(optaxclip.replay.read_history(path))
+      [1.5 0.5]
+    """
+    call = f"read_history: {path}"
+    log = read_log(path, "read_history", pattern)
+    columns = columns_of(log, column, call)
+    if len(columns) > 1:
+        names = [column.name for column in columns]
+        raise ValueError(
+            f"{call}: several columns are called a norm of the gradient: "
+            f"{listed(names)}. Choose one with column={names[0]!r}."
+        )
+    notes = [*log.notes, *columns[0].notes]
+    if notes:
+        warnings.warn(f"{call}: {' '.join(notes)}", stacklevel=2)
+    return columns[0].values
+
+
+def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
+    """The column with a name, or all that are called a norm of the gradient.
+
+    Raises:
+      ValueError: there is none, or it has negative numbers.
+    """
+    names = listed(list(log.columns))
+    if name is None:
+        columns = norms_of(log) or norms_of_tensors(log)
+        if not columns:
+            raise ValueError(
+                f"{call}: this file has no gradient norm. {ADVICE}. It has the columns "
+                f"{names}. If one of them is a norm under another name, name it."
+            )
+    elif name in log.columns:
+        columns = [log.columns[name]]
+    else:
+        raise ValueError(
+            f"{call}: column={name!r} is not in this file, which has {names}."
+        )
+    for column in columns:
+        # A loss may be negative.
+        is_negative = column.values < 0
+        if "loss" not in column.name.lower() and is_negative.any():
+            raise ValueError(
+                f"{call}: the column {column.name!r} must hold norms, which are at "
+                f"least 0, got {column.values[is_negative][0]}."
+            )
+    return columns

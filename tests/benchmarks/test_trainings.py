@@ -1,0 +1,46 @@
+"""The trainings that the doctor is held against: how many, which, and their halves."""
+
+import jax
+import pytest
+
+from benchmarks.doctor import BROKEN, HEALTHY, half_of
+from optaxclip.doctor import diagnose
+from optaxclip.doctor._causes import CAUSES
+
+NAMES = {cause.name for cause in CAUSES}
+
+
+def ways(trainings):
+    """The names without the number of the variant."""
+    return {training.name.rpartition(" (")[0] for training in trainings}
+
+
+def test_there_are_40_of_each_in_as_many_ways_as_the_page_says():
+    assert len(BROKEN) == len(HEALTHY) == 40
+    assert len(ways(BROKEN)) == 26 and len(ways(HEALTHY)) == 20
+    for training in BROKEN:
+        assert training.causes and set(training.causes) <= NAMES, training.name
+    assert not any(training.causes for training in HEALTHY)
+
+
+def test_every_cause_has_a_training_that_shows_it():
+    shown = {cause for training in BROKEN for cause in training.causes}
+    # A log made by hand shows what is wrong with names.
+    assert NAMES - shown == {"unnamed recorders"}
+
+
+@pytest.mark.parametrize("trainings", [BROKEN, HEALTHY])
+def test_the_halves_are_disjoint_and_always_the_same(trainings):
+    drawn = [training.name for training in half_of(trainings, "set")]
+    aside = [training.name for training in half_of(trainings, "aside")]
+    assert len(drawn) == len(aside) == 20 and not set(drawn) & set(aside)
+    assert drawn == [training.name for training in half_of(trainings, "set")]
+
+
+@pytest.mark.slow
+def test_one_of_each_is_as_the_page_says():
+    for training in (BROKEN[2], HEALTHY[0]):
+        with jax.numpy_rank_promotion("allow"):
+            rows = training.rows()
+        causes = [finding.cause for finding in diagnose(rows)]
+        assert causes[:1] == list(training.causes[:1]), training.name

@@ -1,0 +1,300 @@
+"""Each cause in a log made by hand, and the log beside it that shows none."""
+
+import numpy as np
+import pytest
+
+from optaxclip.doctor import diagnose
+from tests.doctor.test_doctor import calm, causes_of, rows_of
+
+NAN, INF = float("nan"), float("inf")
+
+
+def found(rows, cause):
+    """The finding of a cause, None without one."""
+    return next((x for x in diagnose(rows) if x.cause == cause), None)
+
+
+def changed(column, values):
+    column = np.array(column)
+    for row, value in values.items():
+        column[row] = value
+    return column
+
+
+def noisy(size=200, spread=0.1, seed=0):
+    return np.exp(spread * np.random.default_rng(seed).normal(size=size))
+
+
+# ------------------------------------------------------------------------- not finite
+
+
+def test_a_loss_that_is_nan_is_named_with_what_came_first():
+    norms = changed(calm(), {35: NAN})
+    losses = [*calm(38), *[NAN] * 22]
+    finding = found(rows_of(grad_norm=norms, loss=losses), "not finite")
+    assert (finding.step, finding.value) == (35, INF)
+    assert finding.evidence == "NaN or inf in 'grad_norm'; 'loss' from step 38 on"
+    finding = found(rows_of(loss=losses), "not finite")
+    assert (finding.step, finding.rows) == (38, 22)
+
+
+def test_infinite_norms_now_and_then_are_those_of_a_loss_scale():
+    norms = changed(calm(200), {3: INF, 90: INF, 150: INF})
+    assert diagnose(rows_of(grad_norm=norms, loss=calm(200))) == []
+    # NaN is not, unless the log has a loss scale.
+    norms[90] = NAN
+    rows = rows_of(grad_norm=norms, loss=calm(200))
+    assert causes_of(rows) == [("not finite", 3)]
+    assert diagnose([row | {"loss_scale": 2.0} for row in rows]) == []
+    # In the last rows, or in more than a tenth of them, it is none.
+    norms = changed(calm(200), dict.fromkeys(range(198, 200), INF))
+    assert causes_of(rows_of(grad_norm=norms)) == [("not finite", 198)]
+    norms = changed(calm(200), dict.fromkeys(range(0, 190, 7), INF))
+    assert causes_of(rows_of(grad_norm=norms)) == [("not finite", 0)]
+
+
+def test_a_nan_is_bracketed_by_what_is_finite():
+    layers = [f"blocks/{number}/w" for number in range(12)]
+    rows = []
+    for step in range(20):
+        row = {"step": 10 * step}
+        for number, name in enumerate(layers):
+            is_broken = step >= 15 and 2 <= number <= 10
+            row[f"health/nonfinite/{name}"] = 3.0 * is_broken
+            row[f"health/norm/{name}"] = NAN if is_broken else 1.0 + step % 3
+        rows.append(row)
+    finding = found(rows, "not finite")
+    assert (finding.step, finding.value, finding.rows) == (150, 3, 5)
+    # By number, not by letter: 1 and 11 are beside 2 and 10.
+    assert finding.evidence.endswith("beside them: 'blocks/1/w', 'blocks/11/w'")
+    assert "'blocks/9/w', 'blocks/10/w';" in finding.evidence
+    counts = [0] * 18 + [3] * 2
+    norms = changed(calm(20), {18: NAN, 19: NAN})
+    summary = rows_of(health__norm=norms, health__nonfinite=counts)
+    assert found(summary, "not finite").evidence.endswith("does not tell which tensors")
+
+
+# -------------------------------------------------------------------------- bad batch
+
+
+def test_a_spike_is_held_against_the_median_of_20_rows():
+    norms = changed(calm(), {10: 40.0, 40: 50.0, 45: 30.0})
+    (finding,) = diagnose(rows_of(grad_norm=norms))
+    assert (finding.cause, finding.step, finding.worst) == ("bad batch", 10, 40)
+    assert (finding.rows, finding.limit) == (3, 10)
+    assert finding.value == pytest.approx(50 / np.median(norms[20:40]))
+    # None hides behind another one. The first two rows are not judged.
+    spikes = {4: 26.0, 7: 29.0, 22: 72.0, 58: 4.8}
+    rows = rows_of(norm=[spikes.get(step, 0.5) for step in range(80)])
+    finding = found(rows, "bad batch")
+    assert (finding.step, finding.worst, finding.rows) == (4, 22, 3)
+    assert diagnose(rows_of(norm=changed(calm(), {1: 90.0, 30: 9.0}))) == []
+
+
+def test_norms_that_stay_high_are_no_bad_batch():
+    norms = np.concatenate([calm(40), 30 * calm(40)])
+    assert causes_of(rows_of(norm=norms)) == [("change of scale", 40)]
+
+
+def test_what_follows_norms_of_0_is_no_spike():
+    assert found(rows_of(norm=[*np.zeros(30), *calm(10)]), "bad batch") is None
+
+
+# ---------------------------------------------------------- loss, and norms that change
+
+
+def test_a_loss_that_does_not_come_back_has_diverged():
+    falling = np.geomspace(4.0, 1.0, 100)
+    rising = np.geomspace(1.0, 8.0, 60)
+    losses = np.concatenate([falling, rising, np.full(40, 8.0)]) * noisy()
+    (finding,) = diagnose(rows_of(loss=losses, grad_norm=noisy(seed=1)))
+    assert finding.cause == "divergence" and 100 < finding.step < 150
+    assert finding.value == pytest.approx(8, rel=0.2)
+    # A loss that comes back has not.
+    losses = np.concatenate([falling, rising, falling[60:]]) * noisy()
+    assert diagnose(rows_of(loss=losses, grad_norm=noisy(seed=1))) == []
+
+
+def test_a_leap_of_the_loss_is_of_data_without_a_spike_and_a_divergence_with_one():
+    losses = np.concatenate([np.geomspace(4.0, 1.0, 120), np.full(80, 3.5)]) * noisy()
+    norms = noisy(seed=1)
+    assert causes_of(rows_of(loss=losses, grad_norm=norms)) == [("change of data", 120)]
+    # Nor is it of data if the updates became long with it.
+    ratios = of_updates(np.where(np.arange(200) < 119, 0.01, 0.2))
+    rows = rows_of(loss=losses, grad_norm=norms, **ratios)
+    assert causes_of(rows) == [("learning rate", 119), ("divergence", 120)]
+    norms[120] = 90.0
+    (finding,) = diagnose(rows_of(loss=losses, grad_norm=norms))
+    assert (finding.cause, finding.step) == ("divergence", 120)
+    assert "medians came with it" in finding.evidence
+
+
+def test_losses_that_change_their_sign_are_not_judged():
+    losses = np.concatenate([noisy(100) - 1.2, np.full(100, 8.0)])
+    assert diagnose(rows_of(loss=losses, grad_norm=noisy())) == []
+
+
+@pytest.mark.parametrize("factor", [1024.0, 8.0, 0.25])
+def test_a_factor_that_stays_is_a_change_of_scale(factor):
+    norms = noisy(spread=0.2) * np.where(np.arange(200) < 150, 1, factor)
+    losses = np.geomspace(3.0, 1.0, 200) * noisy(seed=1)
+    (finding,) = diagnose(rows_of(loss=losses, grad_norm=norms))
+    assert (finding.cause, finding.step) == ("change of scale", 150)
+    assert finding.value == pytest.approx(max(factor, 1 / factor), rel=0.3)
+    assert ("as long" if factor > 1 else "as short") in finding.evidence
+    # With a loss of another factor it is another thing.
+    losses[150:] *= 2.0
+    assert found(rows_of(loss=losses, grad_norm=norms), "change of scale") is None
+
+
+def test_a_factor_that_does_not_stay_or_is_in_the_noise_is_none():
+    rows = np.arange(200)
+    norms = noisy(spread=0.2) * np.where((rows >= 60) & (rows < 90), 4.0, 1.0)
+    assert found(rows_of(loss=calm(200), grad_norm=norms), "change of scale") is None
+    norms = noisy(spread=1.0) * np.where(rows < 100, 1.0, 4.0)
+    assert found(rows_of(loss=calm(200), grad_norm=norms), "change of scale") is None
+
+
+def test_a_norm_that_falls_step_by_step_is_no_change_of_scale():
+    norms = np.geomspace(20.0, 1.0, 200) * noisy()
+    assert diagnose(rows_of(loss=calm(200), grad_norm=norms)) == []
+
+
+def test_a_norm_that_grows_to_the_end_is_steady_growth():
+    norms = np.geomspace(1.0, 60.0, 200) * noisy()
+    (finding,) = diagnose(rows_of(grad_norm=norms))
+    assert finding.cause == "steady growth"
+    assert finding.value == pytest.approx(60**0.6, rel=0.2)
+    assert diagnose(rows_of(grad_norm=np.geomspace(1.0, 8.0, 200) * noisy())) == []
+
+
+def test_a_norm_of_nearly_0_is_vanishing_unless_the_loss_is_too():
+    norms = np.where(np.arange(200) < 90, 1.0, 1e-5) * noisy()
+    (finding,) = [
+        x
+        for x in diagnose(rows_of(loss=calm(200), grad_norm=norms))
+        if x.cause == "vanishing"
+    ]
+    assert 90 <= finding.step < 100
+    losses = np.geomspace(3.0, 1e-3, 200)
+    norms = np.geomspace(1.0, 1e-5, 200)
+    assert diagnose(rows_of(loss=losses, grad_norm=norms)) == []
+
+
+# ---------------------------------------------------------------------- record_health
+
+
+def of_updates(ratios, size=3.0):
+    return {
+        "health__updates__norm__a": np.array(ratios) * size,
+        "health__updates__weight_norm__a": np.full(len(ratios), size),
+    }
+
+
+def test_updates_of_a_tenth_of_the_weights_are_a_high_rate():
+    ratios = np.where(np.arange(30) < 10, 0.05, 0.12)
+    finding = found(rows_of(**of_updates(ratios)), "learning rate")
+    # The median of 5 is above two rows later.
+    assert (finding.step, finding.rows) == (10, 20)
+    assert finding.value == pytest.approx(0.12)
+    assert found(rows_of(**of_updates(ratios * 0.8)), "learning rate") is None
+
+
+def test_updates_right_before_nan_are_a_high_rate_after_few_steps():
+    rows = rows_of(**of_updates([0.3, 2.0, 50.0, NAN, NAN]), loss=[1, 2, 9, NAN, NAN])
+    assert causes_of(rows) == [("learning rate", 0), ("not finite", 3)]
+
+
+def test_weights_of_0_have_no_rate():
+    columns = of_updates(np.full(30, 1.0))
+    columns["health__updates__weight_norm__a"] *= 0
+    assert found(rows_of(**columns), "learning rate") is None
+
+
+def test_subnormals_count_among_what_is_not_0():
+    columns = {
+        "health__norm__a": calm(10),
+        "health__zeros__a": np.full(10, 0.5),
+        "health__subnormals__a": np.full(10, 0.13),
+        "health__zeros__b": np.zeros(10),
+        "health__subnormals__b": np.full(10, 0.2),
+        "health__zeros__c": np.ones(10),
+        "health__subnormals__c": np.zeros(10),
+    }
+    (finding,) = diagnose(rows_of(**columns))
+    assert (finding.cause, finding.step) == ("underflow", 4)
+    assert finding.value == pytest.approx(0.26) and finding.evidence.endswith(" 'a'")
+
+
+def test_dead_rows_are_held_against_those_of_the_first_rows():
+    shares = [NAN] * 5 + [0.4] * 5 + [0.55] * 5 + [0.7] * 5
+    rows = rows_of(health__norm__a=calm(20), health__dead_rows__e=shares)
+    (finding,) = diagnose(rows)
+    assert (finding.cause, finding.step) == ("dead embedding", 15)
+    assert finding.value == pytest.approx(0.3) and "'e'" in finding.evidence
+
+
+def test_a_tensor_without_a_gradient_is_named_from_its_last_one_on():
+    gone = np.where(np.arange(100) < 60, 1.0, 0.0)
+    columns = {
+        "health__norm__a": calm(100),
+        "health__norm__gone": gone,
+        # In turns, and only at first, as the B of LoRA.
+        "health__norm__turns": np.arange(100) % 2,
+        "health__norm__late": np.arange(100) >= 30,
+    }
+    (finding,) = diagnose(rows_of(**columns))
+    assert (finding.cause, finding.step, finding.rows) == ("no gradient", 60, 40)
+    assert finding.evidence.startswith("'gone' has a gradient of 0")
+    columns["health__norm__never"] = np.zeros(100)
+    finding = found(rows_of(**columns), "no gradient")
+    assert (finding.step, finding.evidence[:7]) == (0, "'never'")
+
+
+def test_weights_that_grow_are_named():
+    lengths = 1.02 ** np.arange(300.0)
+    columns = of_updates(np.full(300, 0.01))
+    columns["health__updates__weight_norm__a"] = lengths
+    columns["health__updates__norm__a"] = 0.01 * lengths
+    finding = found(rows_of(**columns), "growing weights")
+    # After a tenth of the log, and 50 steps.
+    assert finding.step == 130 and finding.value == pytest.approx(1.02**100)
+    columns["health__updates__weight_norm__a"] = 1.005 ** np.arange(300.0)
+    assert found(rows_of(**columns), "growing weights") is None
+
+
+def test_updates_that_are_rounded_away_are_named():
+    columns = of_updates(np.full(40, 1e-4))
+    columns["health__updates__ratio__a"] = np.full(40, 2**-12)
+    columns["health__updates__ratio__b"] = np.full(40, 2**-8)
+    columns["health__updates__ratio__frozen"] = np.zeros(40)
+    for name in ("a", "b", "frozen"):
+        columns[f"health__updates__rounding__{name}"] = np.full(40, 2**-7)
+    finding = found(rows_of(**columns), "lost updates")
+    assert (finding.step, finding.rows, finding.value) == (0, 40, 8)
+    assert finding.evidence.startswith("updates of 'a' are 8 times too small")
+    # At the end of a schedule they are always.
+    columns["health__updates__ratio__a"][:11] = 2**-8
+    assert found(rows_of(**columns), "lost updates") is None
+
+
+LOGITS = (
+    "attn/max_logits attention_logits layer_3/attention/max_logit qk/Logits/max "
+    "clip/logits/norm_before clip/qk/norm_before/layer record/logits/norm/layer"
+)
+OTHERS = (
+    "data/num_logits logits/chosen max_output_logit steps_with_logits logit_scale "
+    "clip/logits/limit clip/logits/factor clip/norm_after/logits max_logit "
+    "attention/logits_count clip/norm_before/logits record/norm/logits "
+    "clip/logits/clipped_count"
+)
+
+
+def test_logits_are_of_attention_by_their_name():
+    row = {"loss": 1.0}
+    for name in LOGITS.split():
+        found_causes = causes_of([row | {name: 300.0}] * 3)
+        assert found_causes == [("attention logits", 0)], name
+        assert diagnose([row | {name: 100.0}] * 3) == [], name
+    for name in OTHERS.split():
+        assert found([row | {name: 300.0}] * 3, "attention logits") is None, name

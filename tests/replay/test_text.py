@@ -1,0 +1,109 @@
+"""Texts are read with a pattern, and the error on one shows a pattern that fits."""
+
+import re
+
+import pytest
+
+from optaxclip.replay import read_history
+
+# As these programs print them, with numbers of our own.
+TEXTS = {
+    "llm.c": "s:{step} trl:{loss} lr:0.000001 norm:{norm}",
+    "Megatron": " iteration {step}/ 500 | lm loss: {loss} | grad norm: {norm} | 0 |",
+    "mmengine": (
+        "2023/06/05 20:09:42 - mmengine - INFO - Iter(train) [{step}/900]  lr: 1.0e-3  "
+        "grad_norm: {norm}  loss: {loss}"
+    ),
+    "a loop": "step {step} loss={loss} grad_norm={norm} (5.1 ms)",
+    "a table of bars": "Step {step} | Loss: {loss} | LR: 3e-04 | GradNorm: {norm} |",
+    "equal signs": "[train] step = {step}, loss = {loss}, gnorm = {norm}, tokens = 512",
+}
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    def write(line, noise="INFO saved a checkpoint"):
+        lines = ["git status", "Python 3.11"]
+        for step in range(40):
+            numbers = {"step": step, "loss": 9 - step / 8, "norm": 1.5 + step % 3}
+            lines.append(line.format(**numbers))
+            lines += [noise] * (step % 10 == 0)
+        path = tmp_path / "run.log"
+        path.write_text("\n".join(lines))
+        return path
+
+    return write
+
+
+def pattern_of(path):
+    with pytest.raises(ValueError, match="this is text, and no table") as raised:
+        read_history(path)
+    return re.search("--pattern '(.*)'$", str(raised.value))[1]
+
+
+@pytest.mark.parametrize("program", TEXTS)
+def test_the_proposed_pattern_reads_the_text(program, text_file):
+    path = text_file(TEXTS[program])
+    pattern = pattern_of(path)
+    norms = [1.5 + step % 3 for step in range(40)]
+    assert read_history(path, pattern=pattern).tolist() == norms
+    losses = read_history(path, "loss", pattern=pattern)
+    assert losses.tolist() == [9 - step / 8 for step in range(40)]
+
+
+def test_a_group_without_a_name_is_the_norm(text_file):
+    path = text_file(TEXTS["llm.c"])
+    assert read_history(path, pattern=r"norm:(\S+)")[:3].tolist() == [1.5, 2.5, 3.5]
+
+
+def test_a_norm_is_looked_for_where_other_lines_are_more_frequent(text_file):
+    path = text_file(TEXTS["a loop"], noise="\n".join(9 * ["eval 3 loss 2.5"]))
+    assert "grad_norm" in pattern_of(path)
+
+
+def test_steps_and_broken_norms_in_a_text_count(tmp_path):
+    path = tmp_path / "run.log"
+    lines = [f"iter {step}: norm nan, ok" for step in (10, 30, 20, 30)]
+    path.write_text("\n".join(lines).replace("30: norm nan", "30: norm 2.5"))
+    pattern = r"iter (?P<step>\d+)|norm (?P<norm>\S+)"
+    with pytest.warns(UserWarning, match="Steps 30 to 30 come twice"):
+        found = read_history(path, pattern=pattern)
+    assert str(found.tolist()) == "[nan, nan, 2.5]"
+
+
+def test_a_text_without_a_norm_or_loss_gets_no_pattern(tmp_path):
+    path = tmp_path / "notes.txt"
+    for text, error in (
+        ("Dear diary,\nit rains.", "no line of names and numbers"),
+        ("bought 3 apples\nsold 4 pears", "No line of it names a loss or a norm"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=error):
+            read_history(path)
+
+
+def test_a_wrong_pattern_is_named(text_file):
+    path = text_file(TEXTS["a loop"])
+    for pattern, error in (
+        ("norm (", "pattern must be a regular expression, got 'norm \\('"),
+        ("norm", "pattern must have a group for each column"),
+        ("nrm (.*)", "pattern 'nrm \\(\\.\\*\\)' fits no line. .* --pattern '"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            read_history(path, pattern=pattern)
+
+
+def test_dicts_that_are_printed_among_text_are_read(tmp_path):
+    path = tmp_path / "run.log"
+    path.write_text(
+        "Loading weights: 100%|###|\n"
+        "{'loss': '2.5', 'grad_norm': 1.5, 'epoch': 0.1}\n"
+        " 20%|##   | 10/50 [00:01<00:04]\n"
+        "{'loss': nan, 'grad_norm': -inf, 'epoch': 0.2}\n"
+        "{'loss': 0.5, 'grad_norm': nan, 'epoch': 0.3}\n"
+    )
+    with pytest.warns(UserWarning, match="2 lines or parts of lines without braces"):
+        assert str(read_history(path, "loss").tolist()) == "[2.5, nan, 0.5]"
+    path.write_text('2020-01-01 | INFO | train | {"train_gnorm": "0.5"}\n')
+    with pytest.warns(UserWarning, match="without braces"):
+        assert read_history(path).tolist() == [0.5]
