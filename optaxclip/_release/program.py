@@ -182,9 +182,11 @@ def read_program(
         for leaf, var in enumerate(flat.inputs[: len(paths)]):
             if leaf in trained:
                 weights[var] = leaf
-        stacks = _stacks_of(flat, weights)
+        before_loss = _before_loss(flat)
+        stacks = _stacks_of(flat, weights, before_loss)
         if stacks:
-            return _cut(flat, weights, stacks, jax.tree.structure(shapes))
+            moving = _after(flat, set(weights)) & before_loss
+            return _cut(flat, weights, moving, stacks, jax.tree.structure(shapes))
     raise ValueError(_no_stack(program, flat, weights, paths))
 
 
@@ -257,15 +259,17 @@ def _flattened(program: ClosedJaxpr, calls: frozenset[str]) -> Flat:
 # ---------------------------------------------------------------------------- stacks
 
 
-def _stacks_of(flat: Flat, weights: dict[Var, int]) -> dict[int, Stack]:
+def _stacks_of(
+    flat: Flat, weights: dict[Var, int], before_loss: set[Var]
+) -> dict[int, Stack]:
     """The scans that read weights slice by slice, by place among the equations."""
     stacks = {}
-    maker_of = {}
-    readers = Counter(_variables(flat.outputs))
+    maker_of = {var: eqn for eqn in flat.equations for var in eqn.outvars}
+    # Who reads weights for aux alone adds nothing to their gradients.
+    readers = Counter()
     for equation in flat.equations:
-        readers.update(_variables(equation.invars))
-        for var in equation.outvars:
-            maker_of[var] = equation
+        if not before_loss.isdisjoint(equation.outvars):
+            readers.update(_variables(equation.invars))
     for place, equation in enumerate(flat.equations):
         if equation.primitive.name != "scan":
             continue
@@ -353,37 +357,31 @@ def _axis_before(
 
 
 def _cut(
-    flat: Flat, weights: dict[Var, int], stacks: dict[int, Stack], structure: PyTree
+    flat: Flat,
+    weights: dict[Var, int],
+    moving: set[Var],
+    stacks: dict[int, Stack],
+    structure: PyTree,
 ) -> Program:
     """The program, cut at the stacks."""
-    moving = _moving(flat, set(weights))
     slices = {}
-    operations = set()
     for stack in stacks.values():
-        for leaf_slice in stack.slices.values():
-            slices[leaf_slice.leaf] = leaf_slice
-            operations |= {id(x.equation) for x in leaf_slice.operations}
-    runs: list[Stack | list[JaxprEqn]] = [[]]
-    run: list[JaxprEqn] = []
-    runs = [run]
-    for place, equation in enumerate(flat.equations):
-        if place in stacks:
-            run = []
-            runs += [stacks[place], run]
-        elif id(equation) not in operations:
-            run.append(equation)
+        slices |= {x.leaf: x for x in stack.slices.values()}
     # Backward, to know what is read later.
     sections: list[Part | Stack] = []
     read_later = set(_variables(flat.outputs))
-    for section in reversed(runs):
-        if isinstance(section, Stack):
-            inputs = _variables([*section.consts, *section.carry, *section.xs])
-            read_later.update(inputs)
-            sections.append(section)
-        elif section:
-            part = _part_of(section, moving, read_later)
-            read_later.update(part.moving_inputs, part.other_inputs)
-            sections.append(part)
+    end = len(flat.equations)
+    for place in [*sorted(stacks, reverse=True), -1]:
+        part = _part_of(flat.equations[place + 1 : end], moving, read_later)
+        sections.append(part)
+        read_later.update(part.moving_inputs, part.other_inputs)
+        if place in stacks:
+            stack = stacks[place]
+            sections.append(stack)
+            other_xs = [x for k, x in enumerate(stack.xs) if k not in stack.slices]
+            inputs = [*stack.consts, *stack.carry, *other_xs]
+            read_later.update(_variables(inputs))
+        end = place
     return Program(
         sections=sections[::-1],
         inputs=flat.inputs,
@@ -397,12 +395,21 @@ def _cut(
 
 
 def _part_of(equations: list[JaxprEqn], moving: set[Var], read_later: set[Var]) -> Part:
+    """The part of these equations, without those that nobody reads: they are between a
+    leaf and its scan, and run again for each layer.
+    """
     from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+    live: list[JaxprEqn] = []
+    needed = set(read_later)
+    for equation in reversed(equations):
+        if equation.effects or not needed.isdisjoint(equation.outvars):
+            live.append(equation)
+            needed.update(_variables(equation.invars))
     # Dicts keep the order, so that a program is compiled once.
     read: dict[Var, None] = {}
     written: dict[Var, None] = {}
-    for equation in equations:
+    for equation in reversed(live):
         read |= dict.fromkeys(_variables(equation.invars))
         written |= dict.fromkeys(equation.outvars)
     inputs = [var for var in read if var not in written]
@@ -412,9 +419,7 @@ def _part_of(equations: list[JaxprEqn], moving: set[Var], read_later: set[Var]) 
     moving_outputs = [var for var in outputs if var in moving]
     other_outputs = [var for var in outputs if var not in moving]
     jaxpr = _jaxpr(
-        [*moving_inputs, *other_inputs],
-        [*moving_outputs, *other_outputs],
-        equations,
+        [*moving_inputs, *other_inputs], [*moving_outputs, *other_outputs], live[::-1]
     )
     return Part(
         run=jaxpr_as_fun(ClosedJaxpr(jaxpr, ())),
@@ -430,17 +435,22 @@ def is_float(x: Any) -> bool:
     return jnp.issubdtype(getattr(x, "aval", x).dtype, jnp.inexact)
 
 
-def _moving(flat: Flat, weights: set[Var]) -> set[Var]:
-    """The variables between a weight and the loss. What leads to aux alone is none."""
-    after_weights = set(weights)
+def _after(flat: Flat, weights: set[Var]) -> set[Var]:
+    """The float variables that depend on weights."""
+    after = set(weights)
     for equation in flat.equations:
-        if not after_weights.isdisjoint(_variables(equation.invars)):
-            after_weights.update(filter(is_float, equation.outvars))
-    before_loss = set(_variables(flat.outputs[:1]))
+        if not after.isdisjoint(_variables(equation.invars)):
+            after.update(filter(is_float, equation.outvars))
+    return after
+
+
+def _before_loss(flat: Flat) -> set[Var]:
+    """The variables on which the loss depends."""
+    before = set(_variables(flat.outputs[:1]))
     for equation in reversed(flat.equations):
-        if not before_loss.isdisjoint(equation.outvars):
-            before_loss.update(_variables(equation.invars))
-    return after_weights & before_loss
+        if not before.isdisjoint(equation.outvars):
+            before.update(_variables(equation.invars))
+    return before
 
 
 # ----------------------------------------------------------------------------- checks
@@ -500,18 +510,18 @@ def _no_stack(
     if not scans:
         return f"release: loss has no scan. {HOW}."
     maker_of = {var: eqn for eqn in flat.equations for var in eqn.outvars}
-    texts = []
+    # A dict, since a scan may be called twice.
+    texts: dict[str, None] = {}
     at_top = [eqn for eqn in flat.equations if eqn.primitive.name == "scan"]
     places_at_top = {_place(scan) for scan in at_top}
     for scan in at_top:
         text = f"The scan at {_place(scan)}, of length {scan.params['length']}, "
-        texts.append(text + _amiss(scan, flat, maker_of, weights, paths))
+        texts[text + _amiss(scan, flat, maker_of, weights, paths)] = None
     for scan in scans:
         if _place(scan) not in places_at_top:
-            texts.append(
-                f"The scan at {_place(scan)}, of length {scan.params['length']}, is "
-                "inside a loop, a branch or a function with a gradient of its own."
-            )
+            text = f"The scan at {_place(scan)}, of length {scan.params['length']}, is "
+            text += "inside a loop, a branch or a function with a gradient of its own."
+            texts[text] = None
     return f"release: loss has no scan over layers. {' '.join(texts)} {HOW}."
 
 
@@ -534,7 +544,7 @@ def _amiss(
             reads = not set(way).isdisjoint(_variables(equation.invars))
             if reads and equation is not scan and not is_next:
                 lines.append(_place(equation))
-        readers = ", ".join(dict.fromkeys(lines)) or "the outputs of loss"
+        readers = ", ".join(dict.fromkeys(lines))
         return f"shares its weights {name(paths[weights[leaf]])!r} with {readers}."
     for var in _variables(scan.invars[:consts]):
         if var in weights:

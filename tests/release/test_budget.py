@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from optaxclip._release.budget import first_shares, new_budget, next_shares, spend
@@ -48,6 +48,7 @@ def run(norms, shares, limit):
     return np.asarray(group_limits, np.float64), budget
 
 
+@settings(deadline=None)
 @given(norms_of_any_size, any_shares, limits)
 @example([3e38] * GROUPS, [1.0] * GROUPS, 1.0)
 @example([0.0] * GROUPS, [1.0] * GROUPS, 1.0)
@@ -60,6 +61,7 @@ def test_all_groups_together_stay_within_the_limit(norms, shares, limit):
     np.testing.assert_allclose(budget.norms_after, after, rtol=4 * EPS)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.floats(0, 1000), min_size=GROUPS, max_size=GROUPS),
     st.lists(st.floats(0.01, 1), min_size=GROUPS, max_size=GROUPS),
@@ -74,6 +76,7 @@ def test_limits_are_those_of_the_equation(norms, shares, limit):
     np.testing.assert_allclose(group_limits, wanted, rtol=1e-4, atol=least)
 
 
+@settings(deadline=None)
 @given(any_shares, st.floats(1.01, 1e6), limits)
 def test_with_the_expected_shares_it_is_the_global_clip(shares, excess, limit):
     shares = np.float64(np.float32(shares))
@@ -87,6 +90,7 @@ def test_with_the_expected_shares_it_is_the_global_clip(shares, excess, limit):
     np.testing.assert_allclose(after, wanted, rtol=1e-4, atol=4 * np.sqrt(EPS))
 
 
+@settings(deadline=None)
 @given(any_shares, st.floats(0.01, 1), limits)
 def test_within_the_room_below_the_limit_nothing_is_touched(shares, most, limit):
     """With n = c / k every share may grow k^2 times, and with n < c all may shrink."""
