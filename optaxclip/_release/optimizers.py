@@ -7,7 +7,7 @@ entries that belong to its leaves, and all entries that no leaf has, such as cou
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from .._packed import PyTree
 from .._trees import listed, name
 from .._wrappers._skipping import SkipState
 from .program import Slice
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr
 
 ACCUMULATION = "A gradient that is gone cannot be added to: give step the whole batch."
 BROKEN_STEPS = "For NaN and inf set max_norm and nonfinite='zero'."
@@ -153,20 +156,22 @@ def check_optimizer(
     arguments = [*names, *state_names, *names]
     shared = [name for name, flag in zip(state_names, is_shared) if flag]
     outputs = [*names, *state_names]
-    across = []
-    for index, output in enumerate(outputs):
-        is_update = index < len(names)
-        if not is_update and not is_shared[index - len(names)]:
-            continue
+
+    def reads(index: int) -> tuple[Jaxpr, set[str]]:
+        """What is run for an output, and the names of what it is made of."""
         wanted = [place == index for place in range(len(outputs))]
         needed, is_read = dce_jaxpr(program.jaxpr, wanted)
-        read = {arguments[place] for place in np.flatnonzero(is_read)}
-        if not is_update:
-            _check_counter(output, read - set(shared))
-            continue
-        _check_alone(output, read.intersection(names) - {output})
-        if leaf_at_index(leaf_at, index) in slices and _sums_up(needed):
-            across.append(output)
+        return needed, {arguments[k] for k in np.flatnonzero(is_read)}
+
+    for index, flag in enumerate(is_shared, len(names)):
+        if flag:
+            _check_counter(outputs[index], reads(index)[1] - set(shared))
+    across = []
+    for index, leaf in enumerate(leaf_at.values()):
+        needed, read = reads(index)
+        _check_alone(names[index], read.intersection(names) - {names[index]})
+        if leaf in slices and _sums_up(needed):
+            across.append(names[index])
     if across:
         warnings.warn(
             f"release: optimizer looks at all numbers of {listed(across)} together. "
@@ -174,10 +179,6 @@ def check_optimizer(
             "usual step, but of one with a list of layers in place of a stack.",
             stacklevel=3,
         )
-
-
-def leaf_at_index(leaf_at: dict[KeyPath, int], index: int) -> int:
-    return list(leaf_at.values())[index]
 
 
 def _first_layers(leaves: dict[int, Any], slices: dict[int, Slice]) -> dict[int, Array]:
@@ -237,7 +238,7 @@ def _check_alone(leaf: str, others: set[str]) -> None:
         )
 
 
-def _sums_up(program: Any) -> bool:
+def _sums_up(program: Jaxpr) -> bool:
     """Whether a program makes fewer numbers of an array, as a norm does."""
     for equation in program.eqns:
         for inner in every_equation(equation):

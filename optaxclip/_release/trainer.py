@@ -291,7 +291,11 @@ class _Step:
         """The limit of this step, before its norm is known. Rules are asked with the
         norm of the step before.
         """
-        return self._asked(self.state.clip.norm).limit
+        norm = self.state.clip.norm
+        # Before the first norm, and after one that is broken, any norm is possible.
+        # Some rules have no other limit yet than a multiple of the norm itself.
+        is_norm = jnp.isfinite(norm) & (norm > 0)
+        return self._asked(jnp.where(is_norm, norm, jnp.finfo(norm.dtype).max)).limit
 
     def _asked(self, norm: Array, limit: Array | None = None) -> ClipState:
         """The state of the clip of everything after a norm."""
