@@ -1,5 +1,5 @@
-"""Trains a pipeline of four stages whose global norm is clipped without a message of its
-own, by the budget of `optaxclip.release`.
+"""Trains a pipeline of four stages whose global norm is clipped without a message of
+its own, by the budget of `optaxclip.release`.
 
 What it shows. Each stage lives on a device of its own (parts of one CPU). The clip of
 the global norm needs the norms of all stages before any of them can update. A budget
@@ -8,8 +8,8 @@ needs what is left of the limit, which goes down with the cotangent:
     forward     activation, sum of all squares, sum of the shares below
     backward    cotangent, what is left of the limit, sum of the squares above
 
-A stage clips its gradient by what it may spend, and updates at once. All stages together
-never step by more than the limit. Shares are averages of earlier steps.
+A stage clips its gradient by what it may spend, and updates at once. All stages
+together never step by more than the limit. Shares are averages of earlier steps.
 
 What it prints. Loss, norm before the clip, and norm after it over the limit.
 
