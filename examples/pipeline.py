@@ -100,6 +100,7 @@ def step(
     inputs = lax.pcast(x, "stage", to="varying")
     message = Message(inputs, jnp.stack([total, zero]))
     portion = limits = zero
+    output = message
     # Forward: all devices compute in every turn, and one of them counts.
     for turn in range(STAGES):
         is_turn = here == turn
@@ -121,6 +122,7 @@ def step(
         grads, cotangent = pull(message.array)
         norm = jnp.sqrt(jnp.sum(grads**2))
         limit = jnp.sqrt(left * portion)
+        updates: Any
         updates, _ = CLIPPER.update(grads, CLIPPER.init(grads), limit=limit)
         weights = jnp.where(is_turn, weights - RATE * updates, weights)
         left = jnp.maximum(left - jnp.minimum(norm, limit) ** 2, 0)

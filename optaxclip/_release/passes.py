@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import jaxpr_as_fun
 
-from .._jaxpr import is_literal, type_of
+from .._jaxpr import type_of
 from .._mesh import typed_as
 from .._packed import PyTree
 from .._trees import put_back
-from .program import Part, Program, Stack, is_float
+from .program import Part, Program, Stack, is_float, is_variable
 
 if TYPE_CHECKING:
     from .program import Atom, Var
@@ -60,9 +60,10 @@ class Forward(NamedTuple):
     kept: list[Any]
 
     def read(self, atom: Atom) -> Array:
-        if is_literal(atom):
-            return jnp.asarray(atom.val, type_of(atom).dtype)
-        return self.values[atom]
+        if is_variable(atom):
+            return self.values[atom]
+        literal: Any = atom
+        return jnp.asarray(literal.val, type_of(literal).dtype)
 
 
 class Cotangents:
@@ -73,9 +74,14 @@ class Cotangents:
         self.values = forward.values
         self.sums: dict[Var, Array] = {}
 
+    def moves(self, atom: Atom) -> TypeGuard[Var]:
+        """Whether it lies between a weight and the loss."""
+        # A literal cannot be hashed.
+        return is_variable(atom) and atom in self.moving
+
     def add(self, atoms: Iterable[Atom], cotangents: Iterable[Array | None]) -> None:
         for atom, cotangent in zip(atoms, cotangents, strict=True):
-            if cotangent is None or is_literal(atom) or atom not in self.moving:
+            if cotangent is None or not self.moves(atom):
                 continue
             if atom in self.sums:
                 cotangent = self.sums[atom] + cotangent
@@ -253,7 +259,7 @@ class _Way:
         self.inputs = _inputs_of(stack, forward)
         of_ys = []
         for var in stack.ys:
-            of_ys.append(cotangents.taken(var) if var in cotangents.moving else None)
+            of_ys.append(cotangents.taken(var) if cotangents.moves(var) else None)
         self.of_ys = of_ys
 
     def back(
@@ -321,10 +327,8 @@ class _Way:
         """The inputs that have a cotangent, with None in the place of the others."""
 
         def moving_only(atoms: list[Atom], arrays: list[Any]) -> list[Any]:
-            is_moving = [
-                not is_literal(x) and x in self.cotangents.moving for x in atoms
-            ]
-            return [x if moves else None for x, moves in zip(arrays, is_moving)]
+            moves = self.cotangents.moves
+            return [x if moves(atom) else None for x, atom in zip(arrays, atoms)]
 
         return Inputs(
             consts=moving_only(self.stack.consts, inputs.consts),

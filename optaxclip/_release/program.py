@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -202,8 +202,13 @@ class Flat(NamedTuple):
     outputs: list[Atom]
 
 
+def is_variable(atom: Atom) -> TypeGuard[Var]:
+    """Whether it is no number that stands in the program."""
+    return not is_literal(atom)
+
+
 def _variables(atoms: Iterable[Atom]) -> Iterator[Var]:
-    return (atom for atom in atoms if not is_literal(atom))
+    return (atom for atom in atoms if is_variable(atom))
 
 
 def _jaxpr(
@@ -228,11 +233,12 @@ def _flattened(program: ClosedJaxpr, calls: frozenset[str]) -> Flat:
         jaxpr = jaxpr_of(closed)
         new_atom: dict[Var, Atom] = dict(zip(jaxpr.invars, inputs))
         for var, value in zip(jaxpr.constvars, getattr(closed, "consts", ())):
-            new_atom[var] = Var(var.aval)
-            constants[new_atom[var]] = value
+            constant = Var(var.aval)
+            constants[constant] = value
+            new_atom[var] = constant
 
         def renamed(atoms: Sequence[Atom]) -> list[Atom]:
-            return [atom if is_literal(atom) else new_atom[atom] for atom in atoms]
+            return [new_atom[x] if is_variable(x) else x for x in atoms]
 
         for equation in jaxpr.eqns:
             if equation.primitive.name in calls:
@@ -298,7 +304,7 @@ def _stacks_of(
 
 def _way(x: Atom, maker_of: dict[Var, JaxprEqn]) -> Iterator[Var]:
     """An input of a scan, and what it was before operations of layout."""
-    while not is_literal(x):
+    while is_variable(x):
         yield x
         maker = maker_of.get(x)
         if maker is None or maker.primitive.name not in LAYOUT:

@@ -181,7 +181,7 @@ def test_statistics_are_masked_and_come_back_as_aux(name):
     def loss_of(w, means):
         return with_statistics({"layers": {"w": w, "mean": means}}, X)
 
-    means = params["layers"]["mean"]
+    means = new_means = params["layers"]["mean"]
     for _ in range(3):
         found, state, (_, new_means) = jax.jit(trainer.step)(found, state, X)
         found["layers"]["mean"] = new_means

@@ -261,9 +261,10 @@ def programs_of(jaxpr):
                     yield from programs_of(inner)
 
 
-@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("limits", [*LIMITS, "budget"])
 def test_no_array_of_the_program_holds_all_gradients(limits):
-    trainer = release(loss, optax.adam(0.1), **LIMITS[limits][0])
+    options = {"max_norm": TIGHT} if limits == "budget" else LIMITS[limits][0]
+    trainer = release(loss, optax.adam(0.1), **options)
     params = new_params(np.float32)
     batch = next(batches(np.float32))
     state = trainer.init(params, *batch)
@@ -276,9 +277,11 @@ def test_no_array_of_the_program_holds_all_gradients(limits):
     assert makes <= {"while", "scan", "dynamic_update_slice", "jit", "pjit"}
 
 
+@pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_dtypes_of_weights_and_moments_stay(dtype):
-    trainer = release(loss, optax.adam(0.1), **LIMITS["both"][0])
+def test_dtypes_of_weights_and_moments_stay(dtype, passes):
+    options = LIMITS["both"][0] | {"passes": passes}
+    trainer = release(loss, optax.adam(0.1), **options)
     params = new_params(dtype)
     batch = next(batches(dtype))
     start = trainer.init(params, *batch)
@@ -288,6 +291,25 @@ def test_dtypes_of_weights_and_moments_stay(dtype):
     for one, other in zip(jax.tree.leaves(new), jax.tree.leaves(old)):
         assert jax.typeof(one) == jax.typeof(other)
     assert jnp.isfinite(value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_pass_never_steps_by_more_than_the_limit(dtype):
+    """Also in the first step, in a spike of one layer, and after it."""
+    trainer = release(loss, optax.sgd(1.0), max_norm=TIGHT)
+    params, step = new_params(dtype), jax.jit(trainer.step)
+    state = trainer.init(params, *next(batches(dtype)))
+    for number, batch in enumerate(batches(dtype)):
+        spiked = jax.tree.map(jnp.array, params)
+        if number == 3:
+            spiked[0]["up"] = spiked[0]["up"].at[1].multiply(1000)
+        new, state, _ = step(spiked, state, *batch)
+        moved = jax.tree.map(lambda x, y: np.float64(x) - np.float64(y), new, spiked)
+        # Weights are rounded, so only their first digits show in the difference.
+        most = TIGHT + float(jnp.finfo(dtype).eps) * norm(spiked)
+        assert norm(moved) <= most
+        assert state.clip.norm * state.clip.factor <= TIGHT * (1 + 1e-5)
+        params = new
 
 
 @pytest.mark.parametrize(
