@@ -92,7 +92,8 @@ def release(
     Raises:
       TypeError: a loss that is no function, an optimizer or a clipper without init and
         update, a limit that is not a number. From init and step: a loss that is not a
-        real scalar, a leaf of params that is not an array.
+        real scalar, a leaf of params that is not an array. From step: a state that is
+        none.
       ValueError: a negative or NaN limit, a rule that needs weights, passes other than
         1 and 2, an unknown `nonfinite`. From init and step: a loss that scans no leaf
         of params, or only leaves that something else reads as well, and a float leaf

@@ -143,9 +143,9 @@ def check_optimizer(
     names = [name(path) for path in leaf_at]
     # The arguments of update, which are gradients, state and weights, by their names.
     state_names, is_shared = [], []
-    for key, entry in entries_of(state).values.items():
-        path = entries_of(state).paths[key]
-        leaf = leaf_of(path, leaf_at)
+    entries = entries_of(state)
+    for key, path in entries.paths.items():
+        entry, leaf = entries.values[key], leaf_of(path, leaf_at)
         state_names.append(name(path))
         is_sliced = key in keys_of_slices and entry.shape == shapes[leaf].shape
         # The entries of other leaves are whole.

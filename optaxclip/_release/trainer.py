@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from .._checks import check_flag, check_state
+from .._checks import check_flag, shown
 from .._exported import exported
 from .._mesh import has_types, manual_axes
 from .._norms import global_norm
@@ -99,7 +99,11 @@ class Released:
                 f"release: along the mesh axes {manual} nothing would add up gradients "
                 "of devices: use jit, or shard_map with check_vma=True."
             )
-        check_state("release", state, ReleaseState)
+        if not isinstance(state, ReleaseState):
+            raise TypeError(
+                "release: state must be what init(params, *batch) or the step before "
+                f"returned, got {shown(state)}."
+            )
         model = self._model(params, batch)
         leaves, structure = jax.tree.flatten(params)
         forward = forward_pass(model.program, [*leaves, *jax.tree.leaves(batch)])
