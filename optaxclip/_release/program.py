@@ -277,10 +277,10 @@ def _stacks_of(
         if not before_loss.isdisjoint(equation.outvars):
             readers.update(_variables(equation.invars))
     for place, equation in enumerate(flat.equations):
-        if equation.primitive.name != "scan":
+        length = equation.params.get("length", 0)
+        if equation.primitive.name != "scan" or length == 0:
             continue
         consts, carries = counts_of_scan(equation)
-        length = equation.params["length"]
         xs = equation.invars[consts + carries :]
         slices = {}
         for index, x in enumerate(xs):

@@ -117,6 +117,13 @@ def carried(params, x):
     return jnp.sum(x**2) * count + total
 
 
+def over_nothing(params, x):
+    """A scan without turns before the stack."""
+    none = params["rest"][None][:0].reshape(0, 2, 2)
+    x, _ = lax.scan(lambda x, row: (x + jnp.sum(row), None), x, none)
+    return plain(params, x)
+
+
 def alone(params, x):
     """Nothing but a stack, in which weights have no input."""
     _, ys = lax.scan(
@@ -184,6 +191,7 @@ LOSSES = {
     nested: ["layers", "more"],
     carried: ["layers"],
     alone: ["layers"],
+    over_nothing: ["layers"],
     in_part: ["layers"],
     complex_numbers: ["complex"],
     own_gradient: ["layers"],
@@ -191,6 +199,7 @@ LOSSES = {
 }
 REST = {twice: ["rest"], cross: ["rest"], nested: ["rest"], carried: ["rest"]}
 REST[in_part] = ["more"]
+REST[over_nothing] = ["rest"]
 
 
 def check_step(loss, params, x, **options):
