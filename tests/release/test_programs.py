@@ -136,11 +136,12 @@ def in_part(params, x):
     """One leaf of the layers is read elsewhere too, and one is changed before."""
 
     def layer(x, inputs):
-        w, more = inputs
-        return jnp.tanh(x @ w @ more), None
+        w, more, wide = inputs
+        return jnp.tanh(x @ w @ more + wide[None]), None
 
-    x, _ = lax.scan(layer, x, (params["layers"], 1 + params["more"]))
-    return jnp.sum(x**2) + 0.1 * jnp.sum(params["more"] ** 2)
+    inputs = params["layers"], 1 + params["more"], params["wide"]
+    x, _ = lax.scan(layer, x, inputs)
+    return jnp.sum(x**2) + 0.1 * jnp.sum(params["wide"] ** 2)
 
 
 def complex_numbers(params, x):
@@ -198,7 +199,7 @@ LOSSES = {
     of_each_example: ["layers"],
 }
 REST = {twice: ["rest"], cross: ["rest"], nested: ["rest"], carried: ["rest"]}
-REST[in_part] = ["more"]
+REST[in_part] = ["more", "wide"]
 REST[over_nothing] = ["rest"]
 
 

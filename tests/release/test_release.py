@@ -309,6 +309,7 @@ def test_one_pass_never_steps_by_more_than_the_limit(dtype):
         most = TIGHT + float(jnp.finfo(dtype).eps) * norm(spiked)
         assert norm(moved) <= most
         assert state.clip.norm * state.clip.factor <= TIGHT * (1 + 1e-5)
+        assert state.clip.limit == np.float32(TIGHT) and state.clip.factor < 1
         params = new
 
 
