@@ -25,11 +25,24 @@ LABELS = {"w": "matrix", "b": "vector"}
 ATTENTION = {"q": jnp.ones((4, 2, 3)), "k": jnp.ones((4, 2, 3))}
 AT = {"queries": {"*q": 1}, "keys": {"*k": 1}}
 TWICE = BCOO((jnp.array([3.0, 4.0]), jnp.array([[1], [1]])), shape=(5,))
-LAYERS = {"up": jnp.ones((4, 6, 8)), "bias": jnp.ones((4, 8))}, {"bias": jnp.ones(9)}
+LAYERS = {
+    "layers": {"up": jnp.ones((4, 6, 6)), "bias": jnp.ones((4, 6))},
+    "bias": jnp.ones(6),
+}
 
 
 def update(clipper: Any, state: Any = None, params: Any = None) -> Any:
     return clipper.update(GRADS, state, params)
+
+
+def scanned(params: Any, x: Any) -> Any:
+    """The loss of a model that scans its layers."""
+
+    def layer(x: Any, own: Any) -> Any:
+        return jnp.tanh(x @ own["up"] + own["bias"]), None
+
+    x, _ = jax.lax.scan(layer, x, params["layers"])
+    return jnp.sum(x * params["bias"])
 
 
 def inside(clipper: Any, name: str = "x") -> Any:

@@ -1,0 +1,143 @@
+"""Clips and optimizes inside the backward pass, one layer at a time (gradient release).
+
+    program       the loss is traced and cut at the scans that go through layers
+    passes        forward, then backward, layer by layer
+    budget        the limit of all gradients, in one backward pass
+    optimizers    what a layer has of the optimizer's state
+
+A gradient is as large as the weights, and the usual step holds that of all layers until
+the optimizer has seen them. Here the gradient of a layer is gone before that of the
+layer below is computed. What stays is the input of every layer, from which the layer
+runs again, as under `jax.checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from .._checks import Nonfinite, shown, with_extra_args
+from .._kernel import make_clipper
+from .._norms import GlobalNorm
+from .._trees import PyTree
+from ..rules._limits import Limit, rule_without_params
+from .trainer import Released, ReleaseState
+
+__all__ = ["ReleaseState", "Released", "release"]
+
+
+def release(
+    loss: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    max_norm: Limit = None,
+    passes: int = 1,
+    layer_clip: optax.GradientTransformation | None = None,
+    trainable: PyTree = True,
+    nonfinite: Nonfinite = "propagate",
+) -> Released:
+    """Trains a model that scans its layers without ever holding the gradient of more
+    than one of them.
+
+        value = loss(params, *batch)       a scalar, or a pair of that and any outputs
+
+    The loss is traced, and its program is cut at each `lax.scan` (also that of nn.scan
+    and nnx.scan) whose xs are leaves of params. A loop over these layers, the last one
+    first, takes the gradient of each layer, clips it, and applies the optimizer to the
+    slices of weights and state. All other weights are updated at the end.
+
+    With s_j the usual share of group j in the square of the norm, group 1 the last
+    layer, and the weights outside of the layers as the last group, one pass clips
+
+        a_j = sqrt(left * s_j / (s_j + s_(j+1) + ...)),  left = max_norm^2 at first
+        g_j = g_j * min(1, a_j / |g_j|),                 left -= min(|g_j|, a_j)^2
+
+    | limit                | passes | all gradients together                          |
+    |----------------------|--------|-------------------------------------------------|
+    | max_norm             | 1      | at most max_norm. Where shares are as usual, it |
+    |                      |        | is the clip of the global norm                  |
+    | max_norm, passes=2   | 2      | the clip of the global norm: the first only     |
+    |                      |        | measures                                        |
+    | layer_clip           | 1      | no limit: of each layer alone                   |
+
+    Args:
+      loss: returns the loss, a real scalar, or a pair of that and any pytree.
+      optimizer: any optimizer of optax whose state follows its weights (SGD, Adam,
+        AdamW, Lion ...), without a clipper. It sees one layer at a time, with the
+        shapes and paths that the leaves have in params, but one layer long.
+      max_norm: the limit of the norm of all gradients: a number at least 0, a schedule,
+        or a rule of `optaxclip.rules`. With one pass a rule is asked before the norm of
+        the step is known, with that of the step before. None: no limit.
+      passes: how many backward passes a step takes, 1 or 2.
+      layer_clip: a clipper of optaxclip or optax. It sees the gradient of one layer at
+        a time, in the shapes in which the layer sees its weights, and those of the rest
+        as one more: `clip_by_global_norm(0.1)` limits each layer as a whole,
+        `clip_by_tensor_norm(0.1)` each tensor of each layer. It comes before max_norm.
+      trainable: which leaves are trained, as optax masks: True, a tree prefix of params
+        with True and False, or a function from params to one. Leaves that are neither
+        float nor complex never are. The optimizer sees None in place of the others.
+      nonfinite: what `max_norm` makes of a norm that is NaN or inf: "propagate" makes
+        the gradients NaN, "zero" zero, "raise" raises. With one pass these are the
+        gradients of the layer, which earlier layers do not see.
+
+    Returns:
+      `init(params, *batch)` makes the state. `step(params, state, *batch)` returns new
+      params, the new state, and what the loss returned. Jit the step and donate params
+      and state: `jax.jit(step, donate_argnums=(0, 1))`. `released(params, *batch)`
+      names the leaves whose gradients are never whole. `metrics(state)` reads norms,
+      limits and factors, and `state.optimizer` is the optimizer's own state.
+
+    Raises:
+      TypeError: a loss that is no function, an optimizer or a clipper without init and
+        update, a limit that is not a number. From init and step: a loss that is not a
+        real scalar, a leaf of params that is not an array. From step: a state that is
+        none.
+      ValueError: a negative or NaN limit, a rule that needs weights, passes other than
+        1 and 2, an unknown `nonfinite`. From init and step: a loss that scans no leaf
+        of params, or only leaves that something else reads as well, and a float leaf
+        that the loss does not depend on, such as statistics of BatchNorm. From init: an
+        optimizer that mixes leaves, that leaves out steps (`optax.MultiSteps`,
+        `skip_step`), or whose state does not follow the weights. From step: pmap, or
+        shard_map with check_vma=False.
+
+    Example:
+      >>> def loss(params, target):
+      ...     def layer(x, weights):
+      ...         return x + jnp.tanh(x @ weights), None
+      ...     x, _ = jax.lax.scan(layer, jnp.ones(2), params["layers"])
+      ...     return jnp.sum((x * params["out"] - target) ** 2)
+      >>> trainer = optaxclip.release(loss, optax.sgd(0.1), max_norm=1.0)
+      >>> params = {"layers": jnp.ones((3, 2, 2)), "out": jnp.ones(2)}
+      >>> state = trainer.init(params, jnp.zeros(2))
+      >>> step = jax.jit(trainer.step, donate_argnums=(0, 1))
+      >>> for _ in range(3):
+      ...     params, state, value = step(params, state, jnp.zeros(2))
+      ...     print(f"{value:.2f}")
+      31.41
+      28.28
+      24.22
+
+    Reference: Lv et al., Full parameter fine-tuning for large language models with
+    limited resources, 2023 (arXiv 2306.09782), which takes two passes.
+    """
+    if not callable(loss):
+        raise TypeError(f"release: loss must be a function, got {shown(loss)}.")
+    if isinstance(passes, bool) or passes not in (1, 2):
+        raise ValueError(f"release: passes must be 1 or 2, got {shown(passes)}.")
+    rule_without_params(max_norm, "release: max_norm")
+    clip = None
+    if max_norm is not None:
+        measure = GlobalNorm("release")
+        clip = make_clipper(measure, max_norm, call="release", nonfinite=nonfinite)
+    if layer_clip is None:
+        layer_clip = optax.identity()
+    return Released(
+        loss,
+        optimizer=with_extra_args("release: optimizer", optimizer),
+        clip=clip,
+        passes=passes,
+        layer_clip=with_extra_args("release: layer_clip", layer_clip, "a clipper"),
+        trainable=trainable,
+    )

@@ -1,0 +1,155 @@
+"""The budget of one backward pass: the bound, and where it is the global clip."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from optaxclip._release.budget import first_shares, new_budget, next_shares, spend
+
+GROUPS = 6
+EPS = np.finfo(np.float32).eps
+norms_of_any_size = st.lists(
+    st.floats(0, 2.0**100, width=32), min_size=GROUPS, max_size=GROUPS
+)
+any_shares = st.lists(
+    st.floats(2.0**-40, 1, width=32), min_size=GROUPS, max_size=GROUPS
+)
+limits = st.floats(2.0**-60, 2.0**60, width=32)
+
+
+@jax.jit
+def limits_of_groups(norms, shares, limit):
+    """The limit of each group, from a backward pass over all of them."""
+    budget, limits = new_budget(limit, shares), []
+    for group in range(len(norms)):
+        limit, budget = spend(budget, group, norms[group])
+        limits.append(limit)
+    return jnp.stack(limits), budget
+
+
+def by_equation(norms, shares, limit):
+    """The limits in float64, as the page writes them."""
+    norms, shares = np.float64(norms), np.float64(shares)
+    left, limits = limit**2, []
+    for group, norm in enumerate(norms):
+        square = left * shares[group] / shares[group:].sum()
+        limits.append(np.sqrt(square))
+        left = max(left - min(norm**2, square), 0)
+    return np.array(limits)
+
+
+def run(norms, shares, limit):
+    arrays = [np.asarray(x, np.float32) for x in (norms, shares, limit)]
+    group_limits, budget = limits_of_groups(*arrays)
+    return np.asarray(group_limits, np.float64), budget
+
+
+@settings(deadline=None)
+@given(norms_of_any_size, any_shares, limits)
+@example([3e38] * GROUPS, [1.0] * GROUPS, 1.0)
+@example([0.0] * GROUPS, [1.0] * GROUPS, 1.0)
+def test_all_groups_together_stay_within_the_limit(norms, shares, limit):
+    group_limits, budget = run(norms, shares, limit)
+    after = np.minimum(np.float64(norms), group_limits)
+    total = np.sqrt(np.sum((after / limit) ** 2))
+    # Each group rounds its limit, and what is left, once or twice.
+    assert total <= 1 + 4 * GROUPS * EPS
+    np.testing.assert_allclose(budget.norms_after, after, rtol=4 * EPS)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(0, 1000), min_size=GROUPS, max_size=GROUPS),
+    st.lists(st.floats(0.01, 1), min_size=GROUPS, max_size=GROUPS),
+    st.floats(0.01, 1000),
+)
+def test_limits_are_those_of_the_equation(norms, shares, limit):
+    norms, shares, limit = (np.asarray(x, np.float32) for x in (norms, shares, limit))
+    group_limits, _ = run(norms, shares, limit)
+    wanted = by_equation(norms, shares, np.float64(limit))
+    # What is left is a difference from limit^2, whose roundings stay.
+    least = float(limit) * np.sqrt(4 * GROUPS * EPS)
+    np.testing.assert_allclose(group_limits, wanted, rtol=1e-4, atol=least)
+
+
+@settings(deadline=None)
+@given(any_shares, st.floats(1.01, 1e6), limits)
+def test_with_the_expected_shares_it_is_the_global_clip(shares, excess, limit):
+    shares = np.float64(np.float32(shares))
+    norms = limit * excess * np.sqrt(shares / shares.sum())
+    clip = optax.clip_by_global_norm(limit)
+    grads = jnp.asarray(norms / limit, jnp.float32)
+    wanted, _ = optax.clip_by_global_norm(1.0).update(grads, clip.init(grads))
+    group_limits, _ = run(norms, shares, limit)
+    after = np.minimum(norms, group_limits) / limit
+    # Shares of 2^-40 beside 1 are lost in what is left.
+    np.testing.assert_allclose(after, wanted, rtol=1e-4, atol=4 * np.sqrt(EPS))
+
+
+@settings(deadline=None)
+@given(any_shares, st.floats(0.01, 1), limits)
+def test_within_the_room_below_the_limit_nothing_is_touched(shares, most, limit):
+    """With n = c / k every share may grow k^2 times, and with n < c all may shrink."""
+    shares = np.float64(np.float32(shares))
+    norms = 0.99 * limit * most * np.sqrt(shares / shares.sum())
+    group_limits, budget = run(norms, shares, limit)
+    assert (np.float32(norms) <= group_limits * (1 + 1e-3) + 1e-3 * limit).all()
+    loose = np.float32(norms) > limit * 1e-3
+    np.testing.assert_array_equal(
+        np.asarray(budget.norms_after)[loose], np.asarray(budget.norms)[loose]
+    )
+
+
+def test_the_last_group_may_spend_all_that_is_left():
+    shares = [0.2, 0.2, 0.2, 0.2, 0.1, 0.1]
+    group_limits, _ = run([0.0] * 5 + [9.0], shares, 2.0)
+    assert group_limits[-1] == 2.0
+    group_limits, _ = run([1.0] + [0.0] * 4 + [9.0], shares, 2.0)
+    # The first spends 0.2 of the square of the limit.
+    np.testing.assert_allclose(group_limits[-1], 2 * np.sqrt(0.8), rtol=1e-6)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_broken_group_spends_nothing(broken):
+    shares = [1 / GROUPS] * GROUPS
+    with_broken, _ = run([9.0, broken, 9.0, 9.0, 9.0, 9.0], shares, 1.0)
+    with_zero, _ = run([9.0, 0.0, 9.0, 9.0, 9.0, 9.0], shares, 1.0)
+    np.testing.assert_array_equal(with_broken, with_zero)
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [(0.0, 0.0), (np.inf, np.inf)])
+def test_limits_of_0_and_inf_are_those_of_every_group(limit, wanted):
+    group_limits, _ = run([1.0, 0.0, 5.0, 2.0, 0.0, 3e38], [0.1] * GROUPS, limit)
+    np.testing.assert_array_equal(group_limits, np.full(GROUPS, wanted))
+
+
+def test_shares_are_averages_of_the_squares():
+    random = np.random.default_rng(0)
+    norms = random.random((14, GROUPS)).astype(np.float32)
+    squares = np.float64(norms) ** 2
+    seen = squares / squares.sum(1, keepdims=True)
+    shares = wanted = first_shares(GROUPS)
+    for step, row in enumerate(norms, 1):
+        shares = next_shares(shares, row, jnp.int32(step))
+        wanted = wanted + (seen[step - 1] - wanted) / min(step, 10)
+        if step == 10:
+            np.testing.assert_allclose(shares, seen[:10].mean(0), rtol=1e-5)
+    np.testing.assert_allclose(shares, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [np.nan, np.inf, 0.0])
+def test_shares_do_not_learn_from_a_broken_step_or_one_without_gradients(norm):
+    shares = jnp.asarray([0.7, 0.3])
+    norms = jnp.asarray([norm, 0.0 if norm == 0 else 1.0])
+    np.testing.assert_array_equal(next_shares(shares, norms, jnp.int32(3)), shares)
+
+
+def test_groups_without_gradients_leave_portions_that_are_numbers():
+    shares = first_shares(3)
+    for step in range(1, 5):
+        shares = next_shares(shares, jnp.array([1.0, 0.0, 0.0]), jnp.int32(step))
+    assert np.isfinite(new_budget(jnp.ones(()), shares).portions).all()

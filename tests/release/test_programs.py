@@ -1,0 +1,343 @@
+"""Losses of many forms: a released step of SGD is minus the gradient of `jax.grad`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from optaxclip import release
+from tests.release.training import assert_close
+
+LAYERS, WIDTH = 3, 4
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def numbers(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / 2)
+
+
+X = {"shape": (2, WIDTH)}
+
+
+def dense(x, w):
+    return jnp.tanh(x @ w) + x, None
+
+
+def plain(params, x):
+    x, _ = lax.scan(dense, x, params["layers"])
+    return jnp.sum(x**2)
+
+
+def twice(params, x):
+    """Two stacks, of which the second reads the outputs of the first, backwards."""
+
+    def encode(x, w):
+        x, _ = dense(x, w)
+        return x, x
+
+    def decode(x, inputs):
+        w, skip = inputs
+        return jnp.tanh(x @ w) + skip, None
+
+    x, skips = lax.scan(encode, x, params["layers"])
+    x, _ = lax.scan(
+        decode, x * params["rest"][None], (params["more"], skips), reverse=True
+    )
+    return jnp.sum(x**2)
+
+
+def cross(params, x):
+    """A stack whose layers all read what another one has made."""
+    memory, _ = lax.scan(dense, x, params["more"])
+
+    def layer(x, w):
+        return jnp.tanh(x @ w + memory * params["rest"][None]), None
+
+    x, _ = lax.scan(layer, x, params["layers"])
+    return jnp.sum(x**2) + 0.1 * jnp.sum(memory)
+
+
+def laid_out(params, x):
+    """Layers on axis 1, in a smaller dtype, in groups, and flat."""
+
+    def layer(x, inputs):
+        w, group, flat, wide = inputs
+        for row in group:
+            x, _ = dense(x, row)
+        return jnp.tanh(x @ w.astype(x.dtype) @ flat + wide), None
+
+    w = jnp.moveaxis(params["second"], 1, 0).astype(jnp.float32)
+    groups = params["groups"].reshape(LAYERS, 2, WIDTH, WIDTH)
+    flat = params["flat"].reshape(LAYERS, WIDTH, WIDTH)
+    wide = params["wide"][:, None]
+    x, _ = lax.scan(layer, x, (w, groups, flat, wide))
+    return jnp.sum(x**2)
+
+
+def nested(params, x):
+    """A scan in a layer, in checkpoints and jits."""
+
+    @jax.jit
+    @jax.checkpoint
+    def layer(x, inputs):
+        w, steps = inputs
+        x, _ = lax.scan(lambda x, s: (jnp.tanh(x * s[None]), None), x, steps)
+        return dense(x, w)[0], jnp.sum(x)
+
+    @jax.checkpoint
+    def run(params, x):
+        return lax.scan(layer, x, (params["layers"], params["more"]), unroll=2)
+
+    x, sizes = run(params, x)
+    return jnp.sum(x**2) + jnp.sum(sizes * params["rest"][:LAYERS])
+
+
+def carried(params, x):
+    """Integers, keys and weights in the carry, and a loss that is added up there."""
+
+    def layer(carry, inputs):
+        x, key, count, shared, total = carry
+        w, number = inputs
+        key, use = jax.random.split(key)
+        x = dense(x * jax.random.uniform(use, x.shape), w)[0] * shared[None] + count
+        return (x, key, count + number, shared, total + jnp.sum(x)), number
+
+    begin = x, jax.random.key(0), jnp.array(1), params["rest"], 0.0
+    inputs = params["layers"], jnp.arange(LAYERS)
+    (x, _, count, _, total), _ = lax.scan(layer, begin, inputs)
+    return jnp.sum(x**2) * count + total
+
+
+def over_nothing(params, x):
+    """A scan without turns before the stack."""
+    none = params["rest"][None][:0].reshape(0, 2, 2)
+    x, _ = lax.scan(lambda x, row: (x + jnp.sum(row), None), x, none)
+    return plain(params, x)
+
+
+def alone(params, x):
+    """Nothing but a stack, in which weights have no input."""
+    _, ys = lax.scan(
+        lambda carry, w: (carry, jnp.sum(jnp.sin(w))), (), params["layers"]
+    )
+    return jnp.sum(ys**2)
+
+
+def in_part(params, x):
+    """One leaf of the layers is read elsewhere too, and one is changed before."""
+
+    def layer(x, inputs):
+        w, more, wide = inputs
+        return jnp.tanh(x @ w @ more + wide[None]), None
+
+    inputs = params["layers"], 1 + params["more"], params["wide"]
+    x, _ = lax.scan(layer, x, inputs)
+    return jnp.sum(x**2) + 0.1 * jnp.sum(params["wide"] ** 2)
+
+
+def complex_numbers(params, x):
+    def layer(x, w):
+        return jnp.exp(1j * x.real) * x @ w, None
+
+    x, _ = lax.scan(layer, x + 0j, params["complex"])
+    return jnp.sum(jnp.abs(x) ** 2)
+
+
+def own_gradient(params, x):
+    """A layer with a gradient of its own, and one that stops."""
+
+    @jax.custom_vjp
+    def half(x):
+        return x
+
+    half.defvjp(lambda x: (x, None), lambda _, g: (g / 2,))
+
+    def layer(x, w):
+        return half(dense(x, w)[0]) + lax.stop_gradient(x), None
+
+    x, _ = lax.scan(layer, x, params["layers"])
+    return jnp.sum(x**2)
+
+
+def of_each_example(params, x):
+    losses = jax.vmap(lambda x: plain(params, x[None]))(x)
+    return losses.mean()
+
+
+STACK = numbers(LAYERS, WIDTH, WIDTH)
+PARAMS = {
+    "layers": STACK,
+    "more": STACK[:, ::-1] * 0.9,
+    "rest": numbers(WIDTH, seed=1),
+    "second": numbers(WIDTH, LAYERS, WIDTH),
+    "groups": numbers(2 * LAYERS, WIDTH, WIDTH),
+    "flat": numbers(LAYERS * WIDTH, WIDTH),
+    "wide": numbers(LAYERS, WIDTH),
+    "complex": STACK + 1j * STACK[::-1],
+}
+LOSSES = {
+    plain: ["layers"],
+    twice: ["layers", "more"],
+    cross: ["layers", "more"],
+    laid_out: ["flat", "groups", "second", "wide"],
+    nested: ["layers", "more"],
+    carried: ["layers"],
+    alone: ["layers"],
+    over_nothing: ["layers"],
+    in_part: ["layers"],
+    complex_numbers: ["complex"],
+    own_gradient: ["layers"],
+    of_each_example: ["layers"],
+}
+REST = {twice: ["rest"], cross: ["rest"], nested: ["rest"], carried: ["rest"]}
+REST[in_part] = ["more", "wide"]
+REST[over_nothing] = ["rest"]
+
+
+def check_step(loss, params, x, **options):
+    trainer = release(loss, optax.sgd(1.0), **options)
+    state = trainer.init(params, x)
+    new, _, value = jax.jit(trainer.step)(params, state, x)
+    wanted, grads = jax.jit(jax.value_and_grad(loss))(params, x)
+    # jax.grad of complex weights is the conjugate of the direction of descent.
+    assert_close(new, jax.tree.map(lambda p, g: p - g, params, grads), 1e-12)
+    assert_close(value, wanted, 1e-12)
+    return trainer.released(params, x)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_a_step_of_sgd_is_minus_the_gradient(loss):
+    params = {name: PARAMS[name] for name in (*LOSSES[loss], *REST.get(loss, []))}
+    released = check_step(loss, params, numbers(2, WIDTH, seed=2))
+    assert released == LOSSES[loss]
+
+
+sections = st.lists(
+    st.fixed_dictionaries(
+        {
+            "is_stack": st.booleans(),
+            "length": st.integers(1, 3),
+            "reverse": st.booleans(),
+            "axis": st.integers(0, 2),
+            "checkpoint": st.booleans(),
+            "jit": st.booleans(),
+            "reads_rest": st.booleans(),
+            "adds_to_loss": st.booleans(),
+            "unroll": st.integers(1, 2),
+        }
+    ),
+    min_size=1,
+    max_size=4,
+).filter(lambda sections: any(section["is_stack"] for section in sections))
+
+
+def random_model(sections):
+    """A loss of these sections, and its params."""
+    params = {"rest": numbers(WIDTH, seed=9)}
+    for index, section in enumerate(sections):
+        stack = numbers(section["length"], WIDTH, WIDTH, seed=index)
+        axis = section["axis"] if section["is_stack"] else 0
+        params[str(index)] = jnp.moveaxis(stack, 0, axis)
+
+    def loss(params, x):
+        total = jnp.sum(params["rest"] ** 2)
+        for index, section in enumerate(sections):
+            weights = params[str(index)]
+            if not section["is_stack"]:
+                x = jnp.tanh(x @ weights[0]) * params["rest"][None]
+                continue
+
+            def layer(x, w, section=section):
+                x, _ = dense(x, w)
+                if section["reads_rest"]:
+                    x = x * params["rest"][None]
+                return x, jnp.mean(x**2)
+
+            layer = jax.checkpoint(layer) if section["checkpoint"] else layer
+            layer = jax.jit(layer) if section["jit"] else layer
+            x, sizes = lax.scan(
+                layer,
+                x,
+                jnp.moveaxis(weights, section["axis"], 0),
+                reverse=section["reverse"],
+                unroll=section["unroll"],
+            )
+            if section["adds_to_loss"]:
+                total = total + sizes.sum()
+        return total + jnp.sum(x**2)
+
+    return loss, params
+
+
+@settings(deadline=None, max_examples=15)
+@given(sections)
+def test_random_programs_have_the_gradients_of_jax(sections):
+    loss, params = random_model(sections)
+    released = check_step(loss, params, numbers(2, WIDTH, seed=8))
+    is_stack = [section["is_stack"] for section in sections]
+    assert released == [str(k) for k, flag in enumerate(is_stack) if flag]
+
+
+def test_the_loss_is_traced_once():
+    calls = []
+
+    def loss(params, x):
+        calls.append(1)
+        return plain(params, x)
+
+    params, x = {"layers": STACK}, numbers(2, WIDTH)
+    trainer = release(loss, optax.adam(0.1), max_norm=1.0, passes=2)
+    state = trainer.init(params, x)
+    before = len(calls)
+    step = jax.jit(trainer.step)
+    step(params, state, x)
+    step(params, state, x)
+    # JAX may have the program still from init.
+    assert before == 1 and len(calls) <= 2
+
+
+def test_a_step_without_jit_is_the_same():
+    params, x = {"layers": STACK}, numbers(2, WIDTH)
+    trainer = release(plain, optax.adam(0.1), max_norm=1.0)
+    state = trainer.init(params, x)
+    assert_close(
+        trainer.step(params, state, x), jax.jit(trainer.step)(params, state, x), 1e-12
+    )
+
+
+def test_init_needs_shapes_of_the_batch_only():
+    params, x = {"layers": STACK}, numbers(2, WIDTH)
+    trainer = release(plain, optax.adam(0.1), max_norm=1.0)
+    shapes = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    assert_close(trainer.init(params, shapes), trainer.init(params, x), 0)
+
+
+def test_aux_may_be_any_tree_and_comes_back():
+    def loss(params, x):
+        def layer(x, w):
+            return dense(x, w)[0], jnp.sum(x)
+
+        x, ys = lax.scan(layer, x, params["layers"])
+        # Aux may also read the weights of the layers.
+        norm = jnp.sqrt(jnp.sum(params["layers"] ** 2))
+        aux = {"x": x, "ys": ys, "norm": norm, "none": None, "n": 7}
+        return jnp.sum(x**2), (aux, params["layers"][0], jax.random.key(3))
+
+    params, x = {"layers": STACK}, numbers(2, WIDTH)
+    trainer = release(loss, optax.sgd(1.0))
+    new, _, found = jax.jit(trainer.step)(params, trainer.init(params, x), x)
+    wanted = jax.jit(loss)(params, x)
+    (*found_arrays, found_key), (*arrays, key) = found[1], wanted[1]
+    assert found_key == key
+    assert_close((found[0], found_arrays), (wanted[0], arrays), 1e-12)
+    grads, _ = jax.grad(loss, has_aux=True)(params, x)
+    assert_close(new, {"layers": STACK - grads["layers"]}, 1e-12)

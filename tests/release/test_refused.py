@@ -1,0 +1,391 @@
+"""What is refused, and what is left alone: optimizers, leaves, losses."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import release
+from tests.release.models import plain
+from tests.release.training import assert_close, norm, released_run, shortened
+
+SGD = optax.sgd(1.0)
+X = jnp.linspace(-1.0, 1.0, 8).reshape(4, 2)
+PARAMS = {
+    "layers": {"w": jnp.full((3, 2, 2), 0.5), "bias": jnp.full((3, 2), 0.1)},
+    "bias": jnp.full(2, 0.1),
+}
+
+
+def dense(x, own):
+    return x + jnp.tanh(x @ own["w"] + own["bias"][None]), None
+
+
+def loss(params, x):
+    x, _ = jax.lax.scan(dense, x, params["layers"])
+    return jnp.mean((x + params["bias"][None]) ** 2)
+
+
+# ------------------------------------------------------------------------- optimizers
+
+PAUSES = {
+    "optax.MultiSteps": optax.MultiSteps(SGD, 2),
+    "optax.apply_every": optax.chain(optax.apply_every(2), SGD),
+    "optax.conditionally_mask": optax.conditionally_mask(SGD, lambda step: step > 3),
+    "optax.apply_if_finite": optax.apply_if_finite(SGD, 3),
+    "skip_nonfinite": optaxclip.skip_nonfinite(SGD),
+    "skip_step": optaxclip.skip_step(SGD),
+}
+
+
+def all_true(tree):
+    return jax.tree.map(lambda _: True, tree)
+
+
+def labels(tree):
+    return jax.tree.map(lambda x: "b" if x.ndim == 1 else "a", tree)
+
+
+WRAPPED = {
+    "alone": lambda inner: inner,
+    "chain": lambda inner: optax.chain(optax.identity(), inner, optax.scale(0.5)),
+    "masked": lambda inner: optax.masked(inner, all_true),
+    "partition": lambda inner: optax.partition({"a": inner, "b": SGD}, labels),
+    "inject": lambda inner: optax.inject_hyperparams(
+        lambda rate: optax.chain(inner, optax.scale(rate))
+    )(0.5),
+}
+
+
+@pytest.mark.parametrize("name", PAUSES)
+def test_an_optimizer_that_leaves_out_steps_is_refused(name):
+    inner = PAUSES[name]
+    inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
+    for wrapped in WRAPPED.values():
+        trainer = release(loss, wrapped(inner), max_norm=1.0)
+        with pytest.raises(ValueError, match=f"optimizer must .*every step.*{name}"):
+            trainer.init(PARAMS, X)
+
+
+MIXES = {
+    "clip": (
+        optax.chain(optax.clip_by_global_norm(1.0), SGD),
+        "its update of 'bias' depends on 'layers/bias', 'layers/w'. A clip of the "
+        "global norm is max_norm here",
+    ),
+    "our clip": (
+        optax.chain(optaxclip.clip_by_global_norm(1.0), SGD),
+        "its number '0/counts' depends on",
+    ),
+    "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), "the key 'rng_key'"),
+    "adafactor": (
+        optax.adafactor(0.1, min_dim_size_to_factor=2),
+        "take adafactor(factored=False)",
+    ),
+    "prodigy": (optax.contrib.prodigy(0.1), "its number 'estim_lr' depends on"),
+    "novograd": (optax.novograd(0.1), "its number '0/nu/layers/bias' depends on"),
+    "sm3": (optax.sm3(0.1), "the state of optimizer must have the shape of each leaf"),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_an_optimizer_that_mixes_layers_is_named_with_its_reason(name):
+    optimizer, text = MIXES[name]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        release(loss, optimizer).init(PARAMS, X)
+
+
+ACROSS = {
+    "lamb": optax.lamb(0.01),
+    "lars": optax.lars(0.01),
+    "adafactor": optax.adafactor(0.01, factored=False),
+    "trust": optax.chain(optax.trace(0.9), optax.scale_by_trust_ratio()),
+    "rms": optax.chain(optax.clip_by_block_rms(1e-3), SGD),
+}
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_what_looks_across_a_leaf_warns_and_sees_one_layer(name):
+    """It is the run of a list of layers."""
+    optimizer = ACROSS[name]
+    rows = {"w": PARAMS["layers"]["w"]}
+    trainer = release(row_loss, optimizer)
+    with pytest.warns(UserWarning, match="optimizer looks at all numbers of 'w'"):
+        state = trainer.init(rows, X)
+    found = rows
+    layers = [rows["w"][k][None] for k in range(3)]
+    usual = optimizer.init(layers)
+    for _ in range(3):
+        found, state, _ = jax.jit(trainer.step)(found, state, X)
+        grads = jax.grad(lambda ws: row_loss({"w": jnp.concatenate(ws)}, X))(layers)
+        updates, usual = optimizer.update(grads, usual, layers)
+        layers = optax.apply_updates(layers, updates)
+    np.testing.assert_allclose(found["w"], jnp.concatenate(layers), rtol=1e-4)
+
+
+def test_muon_looks_across_the_layers_of_a_vector():
+    with pytest.warns(UserWarning, match="all numbers of 'layers/bias' together"):
+        release(loss, optax.contrib.muon(0.01)).init(PARAMS, X)
+
+
+def row_loss(params, x):
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["w"])
+    return jnp.mean((x - 1) ** 2)
+
+
+# ------------------------------------------------------------------------------ leaves
+
+
+def with_statistics(params, x, is_trained=True):
+    """Layers with statistics of BatchNorm, which normalize by the batch."""
+
+    def layer(x, own):
+        mean = x.mean(0, keepdims=True)
+        moved = 0.9 * own["mean"] + 0.1 * mean[0]
+        return x + jnp.tanh((x - mean) @ own["w"]), moved
+
+    x, means = jax.lax.scan(layer, x, params["layers"])
+    return jnp.mean(x**2), means
+
+
+def test_a_float_leaf_that_the_loss_does_not_read_is_refused():
+    layers = {"w": jnp.ones((4, 2, 2)), "mean": jnp.ones((4, 2)), "n": jnp.arange(4)}
+    params = {"layers": layers, "table": jnp.ones(5), "empty": jnp.ones((0, 2))}
+    trainer = release(with_statistics, optax.adamw(0.1))
+    text = r"release: the loss must depend .* but does not on 'layers/mean', 'table'\."
+    with pytest.raises(ValueError, match=text):
+        trainer.init(params, X)
+
+
+MASKS = {
+    "prefix": {"layers": {"w": True, "mean": False}, "table": False},
+    "function": lambda params: jax.tree.map(lambda leaf: leaf.ndim > 2, params),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_statistics_are_masked_and_come_back_as_aux(name):
+    params = {
+        "layers": {"w": jnp.ones((4, 2, 2)) / 2, "mean": jnp.ones((4, 2))},
+        "table": jnp.ones(5),
+    }
+    adamw = optax.adamw(0.1)
+    trainer = release(with_statistics, adamw, trainable=MASKS[name])
+    state, found = trainer.init(params, X), params
+    trained, usual = params["layers"]["w"], adamw.init(params["layers"]["w"])
+
+    def loss_of(w, means):
+        return with_statistics({"layers": {"w": w, "mean": means}}, X)
+
+    means = new_means = params["layers"]["mean"]
+    for _ in range(3):
+        found, state, (_, new_means) = jax.jit(trainer.step)(found, state, X)
+        found["layers"]["mean"] = new_means
+        grads, means = jax.grad(loss_of, has_aux=True)(trained, means)
+        updates, usual = adamw.update(grads, usual, trained)
+        trained = optax.apply_updates(trained, updates)
+    np.testing.assert_allclose(found["layers"]["w"], trained, rtol=1e-5)
+    np.testing.assert_allclose(new_means, means, rtol=1e-5)
+    assert (found["table"] == params["table"]).all()
+    moments = [x for x in jax.tree.leaves(state.optimizer) if x.ndim]
+    assert [x.shape for x in moments] == [(4, 2, 2)] * 2
+
+
+def test_a_frozen_stack_has_no_moments_and_stays():
+    def two(params, x):
+        x, _ = jax.lax.scan(dense, x, params["frozen"])
+        return loss(params, x)
+
+    params = PARAMS | {"frozen": PARAMS["layers"]}
+    mask = {"layers": True, "bias": True, "frozen": False}
+    trainer = release(two, optax.adam(0.1), max_norm=1.0, passes=2, trainable=mask)
+    assert trainer.released(params, X) == ["layers/bias", "layers/w"]
+    state = trainer.init(params, X)
+    new, state, _ = jax.jit(trainer.step)(params, state, X)
+    trained = {"layers": params["layers"], "bias": params["bias"]}
+    grads = jax.grad(lambda own: two(own | {"frozen": params["frozen"]}, X))(trained)
+    np.testing.assert_allclose(state.clip.norm, norm(grads), rtol=1e-5)
+    assert_close(new["frozen"], params["frozen"], 0)
+    adam = optax.adam(0.1)
+    updates, _ = adam.update(shortened(grads, 1.0), adam.init(trained), trained)
+    wanted = optax.apply_updates(trained, updates)
+    assert_close({k: new[k] for k in trained}, wanted, 1e-4)
+
+
+def test_statistics_of_nnx_are_masked():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Block(nnx.Module):
+        def __init__(self, key):
+            self.linear = nnx.Linear(6, 6, rngs=nnx.Rngs(key))
+            self.norm = nnx.BatchNorm(6, rngs=nnx.Rngs(key))
+
+        def __call__(self, x):
+            return x + jnp.tanh(self.linear(self.norm(x)))
+
+    model = nnx.vmap(Block)(jax.random.split(jax.random.key(0), 3))
+    graph, weights, statistics = nnx.split(model, nnx.Param, ...)
+
+    def loss(weights, statistics, x):
+        def layer(x, own):
+            block = nnx.merge(graph, *own, copy=True)
+            x = block(x)
+            return x, nnx.state(block, nnx.BatchStat)
+
+        x, statistics = jax.lax.scan(layer, x, (weights, statistics))
+        return jnp.mean(x**2), statistics
+
+    x = 5 + jax.random.normal(jax.random.key(1), (32, 6))
+    trainer = release(loss, SGD, max_norm=1.0, passes=2)
+    state, step = trainer.init(weights, statistics, x), jax.jit(trainer.step)
+    first = weights
+    for _ in range(30):
+        weights, state, (_, statistics) = step(weights, state, statistics, x)
+    # The first layer sees the batch as it is, and flax averages over 100 steps.
+    wanted = x.mean(0) * (1 - 0.99**30)
+    np.testing.assert_allclose(statistics["norm"]["mean"][...][0], wanted, rtol=1e-4)
+    assert not (jax.tree.leaves(weights)[0] == jax.tree.leaves(first)[0]).all()
+
+    def everything(params, x):
+        return loss(*params, x)
+
+    with pytest.raises(ValueError, match=r"not on '1/norm/mean.*', '1/norm/var.*'"):
+        release(everything, SGD).init((first, statistics), x)
+
+
+@pytest.mark.parametrize(
+    ("trainable", "text"),
+    [
+        ({"layers": True}, "trainable has no value for the leaf 'bias'"),
+        ({"layers": "no", "bias": True}, "trainable must be True or False, got 'no'"),
+        ({"layers": True, "bias": True, "c": True}, "trainable has a value for 'c'"),
+        (False, "loss has no scan over layers"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(trainable, text):
+    with pytest.raises((TypeError, ValueError), match=f"release: {text}"):
+        release(loss, SGD, trainable=trainable).init(PARAMS, X)
+
+
+# ------------------------------------------------------------------------------ losses
+
+
+def without_scan(params, x):
+    for index in range(3):
+        own = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
+        x, _ = dense(x, own)
+    return jnp.mean((x + params["bias"][None]) ** 2)
+
+
+def over_numbers(params, x):
+    def body(x, index):
+        own = jax.tree.map(lambda leaf: leaf[index], params["layers"])
+        return dense(x, own)
+
+    x, _ = jax.lax.scan(body, x, jnp.arange(3))
+    return jnp.mean((x + params["bias"][None]) ** 2)
+
+
+def over_time(params, x):
+    def body(carry, row):
+        return carry + row, None
+
+    total, _ = jax.lax.scan(body, jnp.zeros(2), x)
+    return without_scan(params, x) + total.sum()
+
+
+def with_decay(params, x):
+    return loss(params, x) + optax.tree.norm(params, squared=True)
+
+
+def in_branch(params, x):
+    return jax.lax.cond(x[0, 0] > 0, loss, lambda *args: 2 * loss(*args), params, x)
+
+
+SCANS = {
+    without_scan: "loss has no scan. release goes through layers that the loss scans",
+    over_numbers: "of length 3, reads 'layers/.*' whole in every layer",
+    over_time: "of length 4, has no leaf of params among its xs",
+    with_decay: r"of length 3, shares its weights 'layers/\w+' with .*py:",
+    in_branch: "of length 3, is inside a loop, a branch or a function",
+}
+
+
+@pytest.mark.parametrize("loss", SCANS, ids=lambda loss: loss.__name__)
+def test_a_loss_without_a_stack_says_which_scans_there_are(loss):
+    with pytest.raises(ValueError, match=f"release: .*{SCANS[loss]}") as caught:
+        release(loss, SGD).init(PARAMS, X)
+    if loss is not without_scan:
+        assert re.search(r"The scan at \S*test_refused.py:\d+", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "value", [X, jnp.ones((), int), 1j, {"loss": jnp.ones(())}, (X, {})]
+)
+def test_a_loss_that_is_not_a_real_scalar_is_refused(value):
+    with pytest.raises(TypeError, match="release: loss must return a real scalar"):
+        release(lambda params, x: value, SGD).init(PARAMS, X)
+
+
+def test_weights_behind_stop_gradient_have_a_gradient_of_0():
+    """LoRA: the loss depends on the weights, and has no gradient by them."""
+
+    def lora(params, x):
+        def layer(h, own):
+            frozen = jax.lax.stop_gradient(own["w"])
+            return h + jnp.tanh(h @ frozen + h @ own["a"]), None
+
+        h, _ = jax.lax.scan(layer, x, params)
+        return jnp.mean(h**2)
+
+    params = {"w": PARAMS["layers"]["w"], "a": PARAMS["layers"]["w"] / 2}
+    adamw = optax.adamw(0.1, weight_decay=0.1)
+    trainer = release(lora, adamw)
+    found, state = params, trainer.init(params, X)
+    wanted, usual = params, adamw.init(params)
+    for _ in range(3):
+        found, state, _ = jax.jit(trainer.step)(found, state, X)
+        updates, usual = adamw.update(jax.grad(lora)(wanted, X), usual, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    assert_close(found, wanted, 1e-4)
+
+
+def test_a_rule_is_asked_with_the_norm_of_the_step_before():
+    rule = optaxclip.rules.windowed_mean(1.0, 4)
+    model = plain(jnp.float32)
+    _, states, _ = released_run(model, optax.sgd(0.1), 5, max_norm=rule)
+    clipper = optaxclip.clip_by_global_norm(rule)
+    state = clipper.init(jnp.zeros(()))
+    for found in states:
+        known = jnp.where(state.norm > 0, state.norm, 3e38)
+        _, ahead = clipper.update(jnp.zeros(()), state, grad_norm=known)
+        np.testing.assert_allclose(found.clip.limit, ahead.limit, rtol=1e-6)
+        _, state = clipper.update(jnp.zeros(()), state, grad_norm=found.clip.norm)
+        assert_close(found.clip.memory, state.memory, 1e-6)
+
+
+RULES = sorted(
+    set(optaxclip.rules.__all__)
+    - {"Rule", "constant", "maximum", "minimum", "warm_up", "share_of_params"}
+)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_lets_through_what_it_does_in_the_usual_step(name):
+    """In the first step, and after a broken one, no norm before it is known."""
+    rule = getattr(optaxclip.rules, name)()
+    trainer = release(loss, optax.sgd(1e-3), max_norm=rule, nonfinite="zero")
+    clipper = optaxclip.clip_by_global_norm(rule, nonfinite="zero")
+    params, state = PARAMS, trainer.init(PARAMS, X)
+    usual, step = clipper.init(PARAMS), jax.jit(trainer.step)
+    for x in (X, X, X * jnp.nan, X):
+        grads = jax.grad(loss)(params, x)
+        wanted, usual = clipper.update(grads, usual)
+        new, state, _ = step(params, state, x)
+        moved = norm(jax.tree.map(lambda x, y: x - y, new, params))
+        assert moved > 0.5e-3 * norm(wanted) - 1e-9
+        params = new
