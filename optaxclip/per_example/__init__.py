@@ -12,6 +12,7 @@ docs/private_training.md.
     from a loss        clipped_grad: like jax.grad of a mean loss.
                        explain_clipped_grad: how it does it.
                        noise_scale: how much the gradients of examples differ.
+    from norms         noise_share: whether one part of a batch made its gradient.
     for privacy        add_noise: Gaussian noise for a sum of clipped gradients.
                        sensitivity: an audit of how much one example changes a sum
     from gradients     per_example_global_norm_clip, per_example_layer_norm_clip: the
@@ -37,6 +38,7 @@ from ._noise import Sensitivity as Sensitivity
 from ._noise import add_noise as add_noise
 from ._noise import noise_scale as noise_scale
 from ._noise import sensitivity as sensitivity
+from ._noise_share import noise_share as noise_share
 from ._optax_names import per_example_global_norm_clip as per_example_global_norm_clip
 from ._optax_names import per_example_layer_norm_clip as per_example_layer_norm_clip
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import Suggestion, plot_history, run, suggest
+from ._batch import norm_at_batch
 from ._read import listed, read_log
 from ._run import history_of
 
@@ -22,12 +23,20 @@ def main(arguments: list[str] | None = None) -> None:
     add("log", type=Path, help="CSV, JSON, .npy or .npz, also in gzip")
     add("--column", metavar="NAME", help="the norm (default: by its name)")
     add("--picture", type=Path, help="where to draw (default: beside the log)")
+    add("--batch", type=int, help="examples in a batch of the log, for --to")
+    add("--to", type=int, help="examples in another batch: what limit it needs")
     add("--force", action="store_true", help="replace a picture that exists")
     # None stands for the arguments of the command line.
     options = parser.parse_args(arguments)
+    if (options.batch is None) != (options.to is None):
+        parser.error("--batch and --to go together: batch sizes of the log and to come")
     try:
         norms, column, others = read_log(options.log, options.column)
         found = suggest(norms)
+        best = next(row for row in found if row.recommended)
+        at_batch = ""
+        if options.to is not None:
+            at_batch = _at_batch(options, norms, best.limit)
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
         sys.exit(str(error))
@@ -36,8 +45,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.column is None and others:
         source += ", taken by its name.\n--column NAME takes another one: "
         source += listed(others)
-    best = next(row for row in found if row.recommended)
     print(f"{source}.\n{_table(norms, found, best)}")
+    if at_batch:
+        print(at_batch)
     # runs/a.csv is drawn to runs/a.png.
     picture = options.picture or options.log.with_suffix(".png")
     # A picture beside the log may be the user's own.
@@ -56,6 +66,21 @@ def main(arguments: list[str] | None = None) -> None:
     # Such as a folder that is not there, or a suffix that is no kind of picture.
     except (OSError, ValueError) as error:
         sys.exit(f"No picture: {error}")
+
+
+def _at_batch(options: argparse.Namespace, norms: Any, limit: float) -> str:
+    """The limit at another batch size, from steps that the limit leaves as they are."""
+    try:
+        shares = read_log(options.log, "noise_share").norms
+    except ValueError as error:
+        advice = "log optaxclip.per_example.noise_share(norms_of_parts, norm) for --to"
+        raise ValueError(f"{error} Then {advice}.") from None
+    usual_norms = np.where(norms <= limit, norms, np.nan)
+    ratio = norm_at_batch(usual_norms, shares, options.batch, options.to)
+    return (
+        f"At batch size {options.to} norms are {ratio:.3g} times as long as at "
+        f"{options.batch}: start with clip_by_global_norm({ratio * limit:.3g})."
+    )
 
 
 def _table(norms: Any, found: list[Suggestion], best: Suggestion) -> str:
