@@ -25,6 +25,7 @@ A clipper answers three questions. How long is the gradient? (norm) How long may
     per_example  clipped_grad, add_noise, sensitivity, draw, noise_scale
     doctor       `python -m optaxclip.doctor log.jsonl` says why a run breaks
     replay       rules over recorded norms, also as `python -m optaxclip.replay`
+    autopsy      a skipped step in a file, and what broke it
     dropin       functions named as in torch, TensorFlow, Keras and jax_privacy
 
 Example:
@@ -86,6 +87,7 @@ from ._wrappers._skipping import skip_step as skip_step
 # What clippers do not need is imported at its first use. It takes as long to import as
 # all the rest.
 if _typing.TYPE_CHECKING:
+    from . import autopsy as autopsy
     from . import check as check
     from . import doctor as doctor
     from . import dropin as dropin
@@ -103,6 +105,7 @@ __version__ = "0.2.0"
 _names.with_our_names(
     __name__,
     later={
+        "autopsy": "autopsy",
         "check": "check",
         "doctor": "doctor",
         "dropin": "dropin",

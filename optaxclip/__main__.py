@@ -10,6 +10,8 @@ from . import __version__
 WHERE = """
 python -m optaxclip.replay log.jsonl         what a limit does to logged norms
 python -m optaxclip.doctor log.jsonl         why a run breaks
+python -m optaxclip.autopsy step.npz train:loss
+                                             what broke a skipped step
 python -m optaxclip.check module:make_step   what is wrong in a training step
 OPTAXCLIP_PLATFORM=plain                     plain jnp, if a new JAX breaks something"""
 

@@ -9,7 +9,7 @@ import optaxclip
 
 PACKAGE = Path(optaxclip.__file__).parent
 PER_EXAMPLE = {"per_example"}
-TOOLS = {"_check_step", "_logs", "_release", "check", "doctor", "replay"}
+TOOLS = {"_check_step", "_logs", "_release", "autopsy", "check", "doctor", "replay"}
 OTHER_NAMES = {"dropin"}  # of other libraries
 
 

@@ -37,7 +37,7 @@ import sys
 
 import optaxclip
 
-names = {"check", "doctor", "dropin", "per_example", "replay"}
+names = {"autopsy", "check", "doctor", "dropin", "per_example", "replay"}
 modules = names | {"_check_step", "_logs", "_release"}
 brought = {name for name in modules if f"optaxclip.{name}" in sys.modules}
 offered = names & set(dir(optaxclip))
@@ -56,13 +56,13 @@ def test_the_tools_come_when_they_are_asked_for():
         check=True,
     )
     assert run.stdout.splitlines() == [
-        "check doctor dropin per_example replay",
+        "autopsy check doctor dropin per_example replay",
         "diagnose main",
         "optaxclip optaxclip True",
     ]
 
 
-@pytest.mark.parametrize("module", ["check", "doctor", "replay"])
+@pytest.mark.parametrize("module", ["autopsy", "check", "doctor", "replay"])
 def test_a_command_is_silent_about_its_own_import(module):
     run = subprocess.run(
         [sys.executable, "-W", "error", "-m", f"optaxclip.{module}", "--help"],

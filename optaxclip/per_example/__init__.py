@@ -12,6 +12,7 @@ docs/private_training.md.
     from a loss        clipped_grad: like jax.grad of a mean loss.
                        explain_clipped_grad: how it does it.
                        noise_scale: how much the gradients of examples differ.
+    from norms         noise_share: whether one part of a batch made its gradient.
     for privacy        draw: a batch by Poisson sampling.
                        add_noise: Gaussian noise for a sum of clipped gradients.
                        sensitivity: an audit of how much one example changes a sum
@@ -38,5 +39,6 @@ from ._noise import add_noise as add_noise
 from ._noise import draw as draw
 from ._noise import noise_scale as noise_scale
 from ._noise import sensitivity as sensitivity
+from ._noise_share import noise_share as noise_share
 
 _names.with_our_names(__name__)

@@ -7,9 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
-from .._logs import Column, Log, clipped_share, distance_of_steps, listed, read_log
+from .._logs import (
+    Column,
+    Log,
+    clipped_share,
+    distance_of_steps,
+    in_common,
+    listed,
+    read_log,
+)
 from .._logs import norms_of as norms_by_name
 from . import Suggestion, plot_history, run, suggest
+from ._batch import norm_at_batch
 from ._history import columns_of
 from ._run import history_of
 
@@ -27,9 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--column", metavar="NAME", help="the norm (default: by its name)")
     add("--pattern", help="for text: a regular expression with named groups")
     add("--picture", type=Path, help="where to draw (default: beside the log)")
+    add("--batch", type=int, help="examples in a batch of the log, for --to")
+    add("--to", type=int, help="examples in another batch: what limit it needs")
     add("--force", action="store_true", help="replace a picture that exists")
     # None stands for the arguments of the command line.
     options = parser.parse_args(arguments)
+    if (options.batch is None) != (options.to is None):
+        parser.error("--batch and --to go together: batch sizes of the log and to come")
     try:
         log = read_log(options.log, "replay", options.pattern)
         columns = columns_of(log, options.column, f"replay: {options.log}")
@@ -39,15 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         column = columns[0]
         distance = distance_of_steps(column)
         suggestions = suggest(column.values, every=distance)
+        best = next((row for row in suggestions if row.recommended), None)
+        at_batch = ""
+        if options.to is not None and best is not None:
+            at_batch = _at_batch(log, column, best.limit, options)
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     print(_source(log, column, options.column, options.log.name))
-    best = next((row for row in suggestions if row.recommended), None)
     if best is None:
         print(_about_clipped_norms(column))
         return
     print(_table(column, suggestions, best))
+    if at_batch:
+        print(at_batch)
     # runs/a.csv is drawn to runs/a.png.
     picture = options.picture or options.log.with_suffix(".png")
     # A picture beside the log may be the user's own.
@@ -135,6 +153,24 @@ def _rows_of_columns(log: Log, columns: Sequence[Column], file: str) -> str:
         lines.append(f"and {len(columns) - 12} more.")
     lines += ["", f"--column {columns[0].name!r} shows its table and a picture."]
     return "\n".join(lines)
+
+
+def _at_batch(
+    log: Log, column: Column, limit: float, options: argparse.Namespace
+) -> str:
+    """The limit at another batch size, from steps that the limit leaves as they are."""
+    if "noise_share" not in log.columns:
+        raise ValueError(
+            f"replay: {options.log}: --to needs the column noise_share: log "
+            "optaxclip.per_example.noise_share(norms_of_parts, norm)."
+        )
+    _, (norms, shares) = in_common([column, log.columns["noise_share"]])
+    usual_norms = np.where(norms <= limit, norms, np.nan)
+    ratio = norm_at_batch(usual_norms, shares, options.batch, options.to)
+    return (
+        f"At batch size {options.to} norms are {ratio:.3g} times as long as at "
+        f"{options.batch}: start with clip_by_global_norm({ratio * limit:.3g})."
+    )
 
 
 def _table(column: Column, suggestions: Sequence[Suggestion], best: Suggestion) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import optaxclip
-from optaxclip import doctor, dropin, per_example, replay, rules, shrinks
+from optaxclip import autopsy, doctor, dropin, per_example, replay, rules, shrinks
 from tests.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +50,7 @@ def test_every_public_name_is_in_the_reference_once():
     described = re.findall(r"^::: optaxclip\.(\S+)$", pages, re.MULTILINE)
     modules = {"per_example": per_example, "replay": replay, "rules": rules}
     modules |= {"shrinks": shrinks, "dropin": dropin, "doctor": doctor}
+    modules["autopsy"] = autopsy
     # `check` is a command, and has no names.
     public = set(optaxclip.__all__) - {"check", *modules, *per_example.__all__}
     for module in modules:

@@ -1,0 +1,49 @@
+"""Norms at another batch size."""
+
+import math
+
+import numpy as np
+from jax.typing import ArrayLike
+
+
+def norm_at_batch(
+    norms: ArrayLike, noise_shares: ArrayLike, batch: int, other_batch: int
+) -> float:
+    """How long gradients are at another batch size, relative to those of the log.
+
+        E |g|^2 = S + s^2          at batch size B
+        E |g|^2 = S + s^2 B / B'   at batch size B'
+
+    S is the square of the gradient over all data, and s^2 the noise at B: the mean over
+    steps of noise share times squared norm.
+
+    Args:
+      norms: float[steps]. Steps in which one of both is not finite are left out.
+      noise_shares: float[steps]: of `per_example.noise_share`.
+      batch: B, the examples in a batch of the log.
+      other_batch: B'.
+
+    Raises:
+      ValueError: a batch size below 1, numbers of steps that differ, or no step that is
+        finite.
+
+    Reference: McCandlish, Kaplan, Amodei and others, An empirical model of large-batch
+    training, 2018 (arXiv 1812.06162), appendix A.1.
+    """
+    for option, size in {"--batch": batch, "--to": other_batch}.items():
+        if size < 1:
+            raise ValueError(f"replay: {option} must be at least 1, got {size}.")
+    squares = np.square(np.asarray(norms, np.float64))
+    shares = np.asarray(noise_shares, np.float64)
+    if squares.shape != shares.shape:
+        raise ValueError(
+            "replay: norms and noise_share must be there in the same steps, got "
+            f"{squares.size} norms and {shares.size} noise shares."
+        )
+    is_known = np.isfinite(squares) & np.isfinite(shares)
+    if not squares[is_known].sum():
+        raise ValueError("replay: no step has a norm above 0 and a noise share.")
+    share = np.average(shares[is_known], weights=squares[is_known])
+    # By chance the estimate may be above 1, where no gradient would remain.
+    share = min(share, 1.0)
+    return math.sqrt(1 - share + share * batch / other_batch)

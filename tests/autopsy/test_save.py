@@ -1,0 +1,245 @@
+"""A saved step comes back bit for bit, is never half a file, and runs no code."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+from optaxclip.autopsy import save
+from optaxclip.autopsy._file import load
+from tests.autopsy.processes import PROCESSES, one_process, weights
+
+BITS = np.array([np.nan, -0.0, np.inf, 1e-40, 3.0], np.float32)
+PARAMS = {
+    "narrow": jnp.asarray(BITS, jnp.bfloat16).reshape(5, 1),
+    "half": jnp.asarray(BITS, jnp.float16),
+    "layers": [jnp.asarray(BITS), None, (jnp.ones((2, 3)), jnp.zeros((0, 3)))],
+}
+
+
+def new_state(params=PARAMS):
+    chain = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(1e-3))
+    optimizer = optaxclip.skip_nonfinite(chain)
+    grads = jax.tree.map(jnp.ones_like, params)
+    return optimizer.update(grads, optimizer.init(params), params)[1]
+
+
+STATE = new_state()
+
+
+def bits(tree):
+    """Shapes, dtypes and bytes of all leaves."""
+    rows = []
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        rows.append((array.shape, array.dtype.name, array.tobytes()))
+    return rows
+
+
+def test_weights_and_batch_come_back_bit_for_bit(tmp_path):
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 4)
+    batch = {"x": np.arange(4), "keys": keys, "raw": jax.random.PRNGKey(1)}
+    path = save(tmp_path / "step.npz", PARAMS, batch, STATE)
+    step = load(path)
+    for tree, saved in ((PARAMS, step.params), (batch, step.batch)):
+        assert jax.tree.structure(saved) == jax.tree.structure(tree)
+        assert bits(saved) == bits(jax.tree.map(jnp.asarray, tree))
+    assert step.batch["keys"].dtype == keys.dtype
+    assert step.numbers["clip/limit"] == 1
+
+
+def test_a_python_number_takes_the_dtype_of_what_it_meets(tmp_path):
+    batch = (2.0, 3, True, jnp.float32(2))
+    step = load(save(tmp_path / "step.npz", PARAMS, batch, STATE))
+    assert step.batch[:3] == (2.0, 3, True)
+    products = [(jnp.ones(2, jnp.bfloat16) * x).dtype for x in step.batch]
+    assert products == [jnp.bfloat16] * 3 + [jnp.float32]
+
+
+def test_second_moments_have_the_names_of_weights(tmp_path):
+    step = load(save(tmp_path / "step.npz", PARAMS, (), STATE))
+    assert set(step.moments) == {
+        "narrow",
+        "half",
+        "layers/0",
+        "layers/2/0",
+        "layers/2/1",
+    }
+    wanted = STATE.inner_state[1][0].nu["layers"][2][0]
+    assert bits(step.moments["layers/2/0"]) == bits(wanted)
+    w = jnp.ones(3)
+    step = load(save(tmp_path / "step.npz", w, (), new_state(w)))
+    assert list(step.moments) == [""]
+
+
+def test_another_structure_needs_to_be_shown(tmp_path):
+    params = optax.EmaState(jnp.int32(1), jnp.ones(3))
+    path = save(tmp_path / "step.npz", params, (jnp.ones(2),), STATE)
+    with pytest.raises(ValueError, match=r"like=.* structure of params, .* EmaState"):
+        load(path)
+    assert bits(load(path, like=(params, (0,))).params) == bits(params)
+    with pytest.raises(ValueError, match="must have 2 leaves in params, got 1"):
+        load(path, like=(1, (0,)))
+
+
+def test_shards_of_eight_devices_are_written_once(tmp_path):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    array = jnp.arange(64 * 512.0).reshape(64, 512)
+    for spec in (P("a", "b"), P(None, "b"), P(("b", "a")), P()):
+        params = {"w": jax.device_put(array, NamedSharding(mesh, spec))}
+        path = save(tmp_path / "step.npz", params, (), STATE)
+        assert bits(load(path).params) == bits({"w": array})
+        assert path.stat().st_size < 1.1 * array.nbytes + 20_000
+
+
+def test_a_file_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
+    path = save(tmp_path / "step.npz", PARAMS, (), STATE)
+    old = path.read_bytes()
+
+    def half(file, **_):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np, "savez", half)
+    with pytest.raises(OSError, match="disk full"):
+        save(path, PARAMS, (), STATE)
+    assert os.listdir(tmp_path) == ["step.npz"] and path.read_bytes() == old
+
+
+KILLED = """
+import sys
+import jax.numpy as jnp, optax, optaxclip
+from optaxclip.autopsy import save
+optimizer = optaxclip.skip_nonfinite(optax.sgd(0.1))
+w = jnp.ones(3_000_000)
+state = optimizer.init(jnp.ones(1))
+while True:
+    save(sys.argv[1], w, (), state)
+    print("saved", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_a_whole_file(tmp_path):
+    path = tmp_path / "step.npz"
+    command = [sys.executable, "-c", KILLED, path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"saved\n"
+        deadline = time.monotonic() + 30
+        # Killed while the second file is written beside the first.
+        while len(os.listdir(tmp_path)) < 2 and time.monotonic() < deadline:
+            pass
+        process.send_signal(signal.SIGKILL)
+    assert len(os.listdir(tmp_path)) == 2
+    assert load(path).params.sum() == 3_000_000
+
+
+def test_nothing_is_pickled(tmp_path):
+    path = save(tmp_path / "step.npz", PARAMS, (), STATE)
+    arrays = np.load(path, allow_pickle=False)
+    assert all(arrays[name].dtype != object for name in arrays)
+    assert json.loads(str(arrays["header"]))["files"] == 1
+    with pytest.raises(TypeError, match="not a valid JAX array type"):
+        save(tmp_path / "other.npz", {"f": jnp.tanh}, (), STATE)
+    assert os.listdir(tmp_path) == ["step.npz"]
+
+
+def test_a_state_without_a_clipper_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="save: state must have a skip, a clipper"):
+        save(tmp_path / "step.npz", PARAMS, (), optax.sgd(0.1).init(PARAMS))
+
+
+@pytest.mark.parametrize("data", [b"", b"step,loss\n1,2", b"\x80\x04N.", b"PK\x05\x06"])
+def test_another_file_is_refused(tmp_path, data):
+    path = tmp_path / "log.npz"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"why: .*log\.npz must be a file of autopsy"):
+        load(path)
+    np.save(tmp_path / "a.npy", np.ones(3))
+    np.savez(path, a=np.ones(3))
+    for other in (path, tmp_path / "a.npy"):
+        with pytest.raises(ValueError, match="must be a file of autopsy"):
+            load(other)
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "nothing.npz")
+
+
+# ----------------------------------------------------------------- several processes
+
+
+@pytest.fixture(scope="module")
+def folder_of_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(PROCESSES, context) as pool:
+        tasks = [
+            pool.submit(one_process, process, port, folder)
+            for process in range(PROCESSES)
+        ]
+        names = [task.result() for task in tasks]
+    assert names == ["step.0-of-2.npz", "step.1-of-2.npz"]
+    return folder
+
+
+def test_each_process_saves_its_shards(folder_of_processes):
+    step = load(folder_of_processes / "step.npz")
+    assert bits(step.params) == bits({"b": weights()[0], "w": weights()})
+    assert bits(step.batch) == bits((weights(), jax.random.key(3)))
+    # Neither of the files has all.
+    sizes = []
+    for process in range(PROCESSES):
+        arrays = np.load(folder_of_processes / f"step.{process}-of-2.npz")
+        sizes.append(sum(arrays[x].size for x in arrays if x.startswith("params.1")))
+    assert sizes == [weights().size // 2] * 2
+    np.testing.assert_allclose(step.moments["w"], 0.001 * weights() ** 2, rtol=1e-5)
+
+
+def test_what_differs_between_processes_is_named(folder_of_processes):
+    with pytest.raises(ValueError, match=r"batch: .*differs between processes"):
+        load(folder_of_processes / "own.npz")
+
+
+def test_a_missing_process_is_named(folder_of_processes, tmp_path):
+    name = "step.1-of-2.npz"
+    (tmp_path / name).write_bytes((folder_of_processes / name).read_bytes())
+    for path in (tmp_path / "step.npz", tmp_path / name):
+        with pytest.raises(ValueError, match=r"files of 2 processes, got step\.1-of-2"):
+            load(path)
+
+
+def test_files_of_two_steps_are_refused(folder_of_processes, tmp_path):
+    for process in range(PROCESSES):
+        name = f"step.{process}-of-2.npz"
+        arrays = dict(np.load(folder_of_processes / name))
+        header = json.loads(str(arrays["header"]))
+        header["numbers"]["skip/norm"] += process
+        arrays["header"] = np.array(json.dumps(header))
+        np.savez(tmp_path / name, **arrays)
+    with pytest.raises(ValueError, match="must be of one step"):
+        load(tmp_path / "step.npz")
+
+
+def test_the_folder_of_the_file_must_be_there(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        save(Path(tmp_path, "missing", "step.npz"), PARAMS, (), STATE)

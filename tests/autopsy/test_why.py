@@ -1,0 +1,391 @@
+"""Each cause is named by its replay, what cannot be told is said, and the numbers are
+those of float64 NumPy.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip.autopsy import save, why
+
+EXAMPLES = 12
+# Of these examples none stands out.
+RANDOM = np.random.default_rng(6)
+PARAMS = {
+    "first": np.float32(RANDOM.normal(size=(4, 6)) / 2),
+    "last": np.float32(RANDOM.normal(size=6) / 2),
+}
+INPUTS = np.float32(RANDOM.normal(size=(EXAMPLES, 4)))
+TARGETS = INPUTS.sum(axis=1)
+
+
+class Batch(NamedTuple):
+    x: Any
+    y: Any
+
+
+def loss(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["first"]) @ params["last"] - y) ** 2)
+
+
+def gradients(params, x, y):
+    """Of each example, in float64 NumPy: [examples, 4, 6] and [examples, 6]."""
+    first, last, x, y = (np.float64(array) for array in (*params.values(), x, y))
+    hidden = np.tanh(x @ first)
+    errors = 2 * (hidden @ last - y)
+    of_hidden = errors[:, None] * last * (1 - hidden**2)
+    return x[:, :, None] * of_hidden[:, None], errors[:, None] * hidden
+
+
+def norm_of(params, x, y):
+    return np.sqrt(sum(np.sum(g.mean(0) ** 2) for g in gradients(params, x, y)))
+
+
+LIMIT = 3 * norm_of(PARAMS, INPUTS, TARGETS)
+ADAM = optax.adam(1e-2)
+SKIP = optaxclip.skip_spikes(ADAM, LIMIT)
+
+
+def trained(optimizer):
+    """The state after some steps whose updates are not applied."""
+    state = optimizer.init(PARAMS)
+    grads = jax.grad(loss)(PARAMS, INPUTS, TARGETS)
+    for _ in range(3):
+        _, state = jax.jit(optimizer.update)(grads, state, PARAMS, value=1.0)
+    return state
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Saves a step, with the gradient that the optimizer is shown."""
+
+    def saved(params, batch, grads=None, optimizer=SKIP, loss=loss):
+        value, true_grads = jax.value_and_grad(loss)(params, *batch)
+        grads = true_grads if grads is None else grads
+        _, state = optimizer.update(grads, trained(optimizer), params, value=value)
+        return save(tmp_path / "step.npz", params, batch, state)
+
+    return saved
+
+
+def outlier(size=1e3, places=(5,)):
+    y = np.array(TARGETS)
+    y[list(places)] = size
+    return INPUTS, y
+
+
+def test_a_step_within_its_limits_has_no_cause(saved):
+    verdict = why(loss, saved(PARAMS, (INPUTS, TARGETS)))
+    assert (verdict.cause, verdict.examples, verdict.not_told) == ("none", [], [])
+    wanted = norm_of(PARAMS, INPUTS, TARGETS)
+    for name in ("recorded norm", "replayed norm", "norm in float32"):
+        assert verdict.numbers[name] == pytest.approx(wanted, rel=1e-5)
+    assert verdict.numbers["limit"] == pytest.approx(LIMIT, rel=1e-6)
+    of_each = [g.reshape(EXAMPLES, -1) for g in gradients(PARAMS, INPUTS, TARGETS)]
+    norms = np.sort(np.linalg.norm(np.concatenate(of_each, axis=1), axis=1))
+    usual = verdict.numbers["median norm of examples"]
+    assert usual == pytest.approx(norms[EXAMPLES // 2 - 1], rel=1e-5)
+
+
+def test_the_tensors_are_measured(saved):
+    verdict = why(loss, saved(PARAMS, (INPUTS, TARGETS)))
+    tensors = {tensor.name: tensor for tensor in verdict.tensors}
+    for name, of_each in zip(PARAMS, gradients(PARAMS, INPUTS, TARGETS)):
+        mean = of_each.mean(axis=0)
+        assert tensors[name].norm == pytest.approx(np.linalg.norm(mean), rel=1e-5)
+        rms = np.sqrt(np.mean(PARAMS[name] ** 2))
+        assert tensors[name].rms == pytest.approx(rms, rel=1e-6)
+        # The gradient was the same in all steps before.
+        assert tensors[name].growth == pytest.approx(1, rel=1e-4)
+
+
+# ---------------------------------------------------------------------------- the chip
+
+
+@pytest.mark.parametrize("wrong", [1e4, np.nan])
+def test_a_norm_that_no_replay_gives_is_of_the_chip(saved, wrong):
+    grads = jax.grad(loss)(PARAMS, INPUTS, TARGETS)
+    grads["first"] = grads["first"].at[2, 3].set(wrong)
+    verdict = why(loss, saved(PARAMS, (INPUTS, TARGETS), grads))
+    assert verdict.cause == "chip" and "recorded norm" in verdict.evidence
+
+
+def erring(factors):
+    """A loss that a chip multiplies by something, run by run."""
+    factors = iter(factors)
+
+    def of_run(_):
+        return np.float32(next(factors))
+
+    def loss_on_chip(params, x, y):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        factor = jax.pure_callback(of_run, shape, x[0, 0])
+        return loss(params, x, y) * factor
+
+    return loss_on_chip
+
+
+def test_one_run_of_three_that_differs_is_of_the_chip(saved):
+    path = saved(PARAMS, outlier())
+    for run in range(3):
+        factors = np.ones(100)
+        factors[run] = 2
+        verdict = why(erring(factors), path)
+        assert verdict.cause == "chip"
+        assert verdict.evidence.startswith("one run of one program differs: norms ")
+
+
+def test_runs_that_all_differ_are_of_the_chip_or_random(saved):
+    path = saved(PARAMS, outlier())
+    verdict = why(erring(np.arange(1, 100)), path)
+    assert verdict.cause == "chip" and "or it is random" in verdict.evidence
+
+
+def test_last_bits_that_differ_are_said_and_are_not_the_cause(saved):
+    # As atomic sums of a GPU do.
+    verdict = why(erring(1 + 1e-6 * np.arange(100)), saved(PARAMS, outlier()))
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+    assert verdict.not_told == ["chip: bits, since those of a random program differ"]
+
+
+def test_another_machine_is_said(saved):
+    path = saved(PARAMS, outlier())
+    arrays = dict(np.load(path))
+    header = json.loads(str(arrays["header"]))
+    header["machine"]["device"] = "TPU v9"
+    arrays["header"] = np.array(json.dumps(header))
+    np.savez(path, **arrays)
+    (text,) = why(loss, path).not_told
+    assert text.startswith("chip: bits, since the step ran on") and "TPU v9" in text
+
+
+# --------------------------------------------------------------------------- the dtype
+
+
+def in_float16(params, x, y, dtype=jnp.float16):
+    """Its hidden numbers are too large for float16 on the way."""
+    hidden = jnp.tanh(x @ params["first"]).astype(dtype)
+    hidden = hidden * 1000 * 1000 / 1000 / 1000
+    return jnp.mean((hidden.astype(jnp.float32) @ params["last"] - y) ** 2)
+
+
+def in_float32(params, x, y):
+    return in_float16(params, x, y, jnp.float32)
+
+
+def test_what_is_harmless_in_float32_is_of_the_dtype(saved):
+    path = saved(PARAMS, (INPUTS, TARGETS), loss=in_float16)
+    verdict = why(in_float16, path, wide=in_float32)
+    assert verdict.cause == "dtype" and verdict.not_told == []
+    # Without it, the replay in float32 has float16 in it.
+    verdict = why(in_float16, path)
+    assert verdict.cause == "model"
+    assert verdict.not_told == ["dtype: the loss converts to f16 itself, give wide="]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_weights_of_16_bits_are_replayed_in_float32(saved, dtype):
+    def cancelling(params, x, y):
+        # E x^2 - (E x)^2 is 0 or wrong in 16 bits.
+        x = x.astype(params["first"].dtype)
+        variance = (x * x).mean(axis=1) - x.mean(axis=1) ** 2
+        x = (x - x.mean(axis=1, keepdims=True)) / jnp.sqrt(variance)[:, None]
+        return loss(params, x, y)
+
+    params = jax.tree.map(lambda w: jnp.asarray(w, dtype), PARAMS)
+    optimizer = optaxclip.skip_nonfinite(ADAM)
+    path = saved(params, (INPUTS + 100, TARGETS), None, optimizer, cancelling)
+    verdict = why(cancelling, path)
+    assert verdict.cause == "dtype" and verdict.not_told == []
+    assert not np.isfinite(verdict.numbers["replayed norm"])
+
+
+# ---------------------------------------------------------------------------- the data
+
+
+@pytest.mark.parametrize("places", [(5,), (0, 7, 11)])
+@pytest.mark.parametrize("size", [1e3, np.nan, np.inf])
+def test_examples_without_which_all_is_well_are_named(saved, places, size):
+    verdict = why(loss, saved(PARAMS, outlier(size, places)))
+    assert verdict.cause == "data"
+    assert sorted(verdict.examples) == list(places)
+
+
+def test_examples_stand_in_the_order_of_their_norms(saved):
+    x, y = outlier(500.0, (3,))
+    y[8] = 900.0
+    assert why(loss, saved(PARAMS, (x, y))).examples == [8, 3]
+
+
+def test_parts_of_a_batch_are_named_together(saved):
+    path = saved(PARAMS, outlier())
+    assert why(loss, path, microbatch=4).examples == [4, 5, 6, 7]
+    # The last part is smaller.
+    assert why(loss, path, microbatch=5).examples == [5, 6, 7, 8, 9]
+    assert why(loss, saved(PARAMS, outlier(1e3, (11,))), microbatch=5).examples == [
+        10,
+        11,
+    ]
+
+
+def test_one_example_is_differentiated_at_a_time(saved):
+    sizes = []
+
+    def seen(params, x, y):
+        sizes.append(len(x))
+        return loss(params, x, y)
+
+    why(seen, saved(PARAMS, outlier()))
+    # Traced once for the batch, one example and the batch without the outlier.
+    assert set(sizes) == {EXAMPLES, 1, EXAMPLES - 1}
+
+
+def test_a_loss_that_breaks_only_its_own_limit(saved):
+    optimizer = optaxclip.skip_spikes(ADAM, 1e9, loss_rule=30.0)
+    verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
+    # A squared error stands out sooner than its gradient.
+    assert (verdict.cause, verdict.examples[0]) == ("data", 5)
+
+
+def test_a_step_without_a_limit_is_held_against_its_examples(saved):
+    optimizer = optaxclip.skip_nonfinite(ADAM)
+    verdict = why(loss, saved(PARAMS, outlier(np.inf), None, optimizer))
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+    usual = verdict.numbers["median norm of examples"]
+    assert verdict.numbers["limit"] == 10 * usual
+
+
+@pytest.mark.parametrize("size, cause", [(49, "model"), (70, "data")])
+def test_an_example_is_named_if_the_norm_falls_to_seven_tenths(saved, size, cause):
+    # Examples that agree, and one that is above five medians.
+    x = INPUTS[:1] + np.float32(0.3) * INPUTS
+    y = np.full(EXAMPLES, -10, np.float32)
+    y[4] = -size
+    others = np.arange(EXAMPLES) != 4
+    norm, norm_of_others = norm_of(PARAMS, x, y), norm_of(PARAMS, x[others], y[others])
+    assert (norm_of_others < 0.7 * norm) == (cause == "data")
+    # The step is within its limit without the example.
+    limit = (norm + norm_of_others) / 2
+    path = saved(PARAMS, (x, y), None, optaxclip.skip_spikes(ADAM, limit))
+    verdict = why(loss, path)
+    assert (verdict.cause, verdict.examples) == (cause, [4] if cause == "data" else [])
+
+
+def test_keys_of_examples_and_keys_of_all_are_told_apart(saved):
+    def noisy(params, x, y, keys, key):
+        noise = jax.vmap(jax.random.normal)(keys) + jax.random.normal(key)
+        return loss(params, x, y + 1e-3 * noise)
+
+    keys = jax.random.split(jax.random.key(0), EXAMPLES)
+    for key in (jax.random.key(1), jax.random.PRNGKey(1)):
+        batch = (*outlier(), keys, key)
+        verdict = why(noisy, saved(PARAMS, batch, loss=noisy))
+        assert (verdict.cause, verdict.examples) == ("data", [5])
+
+
+def test_a_batch_whose_axes_differ_is_said(saved):
+    def weighted(params, x, y, weights):
+        return loss(params, x * weights.sum(), y)
+
+    batch = (*outlier(), np.ones(3, np.float32) / 3)
+    verdict = why(weighted, saved(PARAMS, batch, loss=weighted))
+    assert verdict.cause == "model"
+    assert verdict.not_told == ["data: arrays of the batch differ in their first axes"]
+
+
+def test_a_batch_may_be_one_argument(tmp_path, saved):
+    def of_named(params, batch):
+        return loss(params, batch.x, batch.y), "aux"
+
+    saved(PARAMS, outlier())
+    batch = Batch(*outlier())
+    grads = jax.grad(of_named, has_aux=True)(PARAMS, batch)[0]
+    _, state = SKIP.update(grads, trained(SKIP), PARAMS)
+    path = save(tmp_path / "named.npz", PARAMS, batch, state)
+    verdict = why(of_named, path, like=(PARAMS, batch))
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+
+
+# --------------------------------------------------------------- the layer, the model
+
+
+def slipping(factor):
+    """A loss whose backward pass is wrong for one tensor."""
+
+    def loss_with_slip(params, x, y):
+        last = optaxclip.scale_cotangent(params["last"], factor)
+        return loss({"first": params["first"], "last": last}, x, y)
+
+    return loss_with_slip
+
+
+@pytest.mark.parametrize("factor", [1e3, np.inf])
+def test_a_tensor_without_which_all_is_well_is_named(saved, factor):
+    wrong = slipping(jnp.float32(factor))
+    verdict = why(wrong, saved(PARAMS, (INPUTS, TARGETS), loss=wrong))
+    assert verdict.cause == "layer" and verdict.evidence.endswith("without last")
+    assert verdict.tensors[0].name == "last"
+
+
+def test_without_moments_a_long_tensor_is_not_told(saved):
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), LIMIT)
+    wrong = slipping(1e3)
+    path = saved(PARAMS, (INPUTS, TARGETS), None, optimizer, wrong)
+    verdict = why(wrong, path)
+    assert verdict.cause == "model"
+    assert verdict.not_told == ["layer: the state has no second moments of Adam"]
+
+
+def test_weights_that_grew_are_of_the_model(saved):
+    params = {name: 30 * w for name, w in PARAMS.items()}
+    verdict = why(loss, saved(params, (INPUTS, TARGETS)))
+    assert verdict.cause == "model" and verdict.not_told == []
+    assert f"{verdict.tensors[0].name} grew most" in verdict.evidence
+
+
+def test_weights_that_are_not_finite_are_named(saved):
+    params = {**PARAMS, "last": np.full(6, np.nan, np.float32)}
+    verdict = why(loss, saved(params, (INPUTS, TARGETS)))
+    assert verdict.cause == "model"
+    assert "Weights of last are not finite" in verdict.evidence
+
+
+# ------------------------------------------------------------------- what was recorded
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optaxclip.record_norm(), ADAM),
+        optax.chain(optaxclip.clip_by_global_norm(LIMIT), ADAM),
+        optax.named_chain(("a", optaxclip.clip_by_global_norm(LIMIT)), ("b", ADAM)),
+        optax.chain(optaxclip.record_spikes(LIMIT), ADAM),
+        optaxclip.skip_step(optax.chain(optaxclip.clip_by_global_norm(1.0), ADAM)),
+    ],
+    ids=["record_norm", "clip", "named", "record_spikes", "skip_step"],
+)
+def test_the_norm_of_each_wrapper_is_found(saved, optimizer):
+    verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
+    wanted = norm_of(PARAMS, *outlier())
+    assert verdict.numbers["recorded norm"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_norms_of_parts_are_not_those_of_the_step(saved):
+    optimizer = optax.chain(optaxclip.clip_by_tensor_norm(LIMIT), ADAM)
+    verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+    assert verdict.not_told == ["chip: no norm of the whole gradient was recorded"]
+
+
+def test_wrong_arguments_are_refused(saved):
+    path = saved(PARAMS, outlier())
+    with pytest.raises(TypeError, match="why: loss must be a function, got 'loss'"):
+        why("loss", path)
+    with pytest.raises(ValueError, match="why: microbatch must be at least 1, got 0"):
+        why(loss, path, microbatch=0)
