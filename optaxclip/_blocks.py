@@ -125,8 +125,8 @@ def mesh_axes_of_units(norms: Norms, names: list[str]) -> dict[str, tuple[str, .
     """
     units_over = {}
     for spec in norms.specs:
-        if spec.norm in norms.units:
-            units_over[names[spec.norm]] = spec.units_over
+        if spec.norm_index in norms.units:
+            units_over[names[spec.norm_index]] = spec.units_over
     return units_over
 
 

@@ -19,7 +19,7 @@ from jax import lax
 
 from ._checks import NUMBERS, broadcasts_to, check_shape, shown
 from ._mesh import entries_of
-from ._norms import Norms, norms_of_tree
+from ._norms import Norms, given_norms
 from ._sums import FEW_NORMS_ON_A_TPU, as_float, per_platform, traced_once
 from ._trees import PyTree, clipped_leaves, put_back
 from .shrinks import Shrink, hard
@@ -50,7 +50,7 @@ def rescale(updates: PyTree, norms: Any, new_norms: Any) -> Any:
     # Integers and empty leaves are not measured, and come back as they were.
     tree = clipped_leaves(updates, "rescale")
     norms, new_norms = jax.tree.map(as_float, (norms, new_norms))
-    norms_before = norms_of_tree(norms, tree, "rescale: norms")
+    norms_before = given_norms(norms, tree, "rescale: norms")
     structure = jax.tree.structure(norms)
     new_structure = jax.tree.structure(new_norms)
     if structure != new_structure:
@@ -180,7 +180,7 @@ def multiply(
     """
     arrays, treedef = jax.tree.flatten(tree)
     for index, spec in enumerate(norms.specs):
-        if spec.norm is not None:
+        if spec.norm_index is not None:
             root = spec.local_value(roots)
             product = times_square(arrays[index], root)
             if zero:

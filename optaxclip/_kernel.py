@@ -32,7 +32,7 @@ from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER
 from ._factors import factor_between, multiply, separate_roots, shrunk_by
 from ._names import OF_UPDATE
-from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, norm_of_norms
+from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
 from ._outcome import Decide, Decision, Memories, Outcome, first_state, next_state
 from ._state import ClipState, state_of_placeholder
 from ._trees import PyTree
@@ -281,7 +281,7 @@ def _rule_inputs(
         rule_of_name=dict(zip(names, rules_in_order)),
         limit_of=limit_of if settings.has_schedule else limit_of_jitted,
         weight_norm_of_name=weight_norm_of_name,
-        total=norm_of_norms(norms) if settings.with_total else None,
+        total=total_norm(norms) if settings.with_total else None,
         given_limit_of_name=given_limit_of_name,
     )
 

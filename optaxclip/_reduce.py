@@ -35,7 +35,7 @@ SMALL = 2**16
 class LeafSpec(NamedTuple):
     """How one leaf enters its norm. Static."""
 
-    norm: Any  # the index of its norm, an int. None: the leaf is left alone
+    norm_index: Any  # an index into the norms, an int. None: the leaf is left alone
     # The axes that are summed, and stay with size 1. None: all, to a scalar.
     axes: Axes = None
     summed_over: Names = ()  # the mesh axes that split the summed axes
@@ -65,7 +65,7 @@ class LeafSpec(NamedTuple):
         """The entry of this leaf in `values`, which has one for each norm. Of a stacked
         leaf it has the layers that this device holds.
         """
-        value = values[self.norm]
+        value = values[self.norm_index]
         return mesh.local_layers(value, self.kept_over) if self.layers_over else value
 
 
@@ -146,14 +146,14 @@ def _norms_on_a_gpu(
         is_whole = spec.axes is None and jax.typeof(array).sharding.mesh.empty
         is_small = isinstance(array.size, int) and array.size <= SMALL
         if is_whole and is_small and not jnp.iscomplexobj(array):
-            small.setdefault((spec.norm, array.dtype), []).append(array)
+            small.setdefault((spec.norm_index, array.dtype), []).append(array)
         else:
             separate.append((spec, array))
-    for (norm, _), small_arrays in small.items():
+    for (norm_index, _), small_arrays in small.items():
         vector = small_arrays[0]
         if len(small_arrays) > 1:
             vector = jnp.concatenate([array.reshape(-1) for array in small_arrays])
-        separate.append((LeafSpec(norm), vector))
+        separate.append((LeafSpec(norm_index), vector))
     joined_specs = tuple(spec for spec, _ in separate)
     joined_arrays = [array for _, array in separate]
     sums_of_leaf = sums.three_sums_on_a_gpu
@@ -204,7 +204,7 @@ def _counts(
     for spec, array in zip(specs, arrays):
         axes = range(array.ndim) if spec.axes is None else spec.axes
         count = math.prod(array.shape[axis] for axis in axes)
-        counts[spec.norm] += count * mesh.device_count(spec.summed_over)
+        counts[spec.norm_index] += count * mesh.device_count(spec.summed_over)
     numbers = []
     for count in counts:
         # A size of jax.export may be a symbol, which only jnp makes an array.
@@ -297,9 +297,11 @@ def _joined(
     terms_of_norms: list[list[Term]] = [[] for _ in zeros]
     for spec, term in zip(specs, terms):
         if spec.units_over:
-            mesh_axes_of_norms[spec.norm] = tuple(sorted(spec.summed_over))
-        mesh_axes = mesh_axes_of_norms[spec.norm]
-        terms_of_norms[spec.norm].append(_counted_once(spec, term, mesh_axes, join))
+            mesh_axes_of_norms[spec.norm_index] = tuple(sorted(spec.summed_over))
+        mesh_axes = mesh_axes_of_norms[spec.norm_index]
+        terms_of_norms[spec.norm_index].append(
+            _counted_once(spec, term, mesh_axes, join)
+        )
     totals = []
     for terms_of_norm, zero in zip(terms_of_norms, zeros):
         totals.append(over_leaves(terms_of_norm, join) if terms_of_norm else zero)

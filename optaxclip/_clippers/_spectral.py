@@ -245,7 +245,7 @@ class SpectralNorm(NamedTuple):
                 spectral_norm = spectral_norm.reshape(l2_norm.shape)
                 values[index] = spectral_norm.astype(l2_norm.dtype)
         # Each device holds whole matrices: no norm is split over devices.
-        specs = tuple(LeafSpec(norm=index) for index in range(len(values)))
+        specs = tuple(LeafSpec(norm_index=index) for index in range(len(values)))
         return l2_norms._replace(values=values, specs=specs)
 
     def layouts(self, tree: PyTree) -> dict[Layout, list[int]]:

@@ -75,7 +75,7 @@ class Limits(NamedTuple):
         splits = self.splits or [()] * len(leaves)
         specs = []
         for group, mesh_axes in zip(self.groups, splits):
-            specs.append(LeafSpec(norm=group, summed_over=mesh_axes))
+            specs.append(LeafSpec(norm_index=group, summed_over=mesh_axes))
 
         def norms_of_one(leaves: Arrays) -> Array:
             return jnp.stack(norms_of(tuple(specs), len(self.values), None, leaves))

@@ -547,7 +547,7 @@ def grads_or_norms_of(plan: LeafPlan, products: list[OuterProducts]) -> Array:
 
 def _norm(array: Array) -> Array:
     """The norm of an array on this device."""
-    (norm,) = norms_of((LeafSpec(norm=0),), 1, None, [array])
+    (norm,) = norms_of((LeafSpec(norm_index=0),), 1, None, [array])
     return norm
 
 
