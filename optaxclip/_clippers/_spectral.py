@@ -204,7 +204,8 @@ def spectral_norm(
 def _measure(call: str, method: Method, columns: Any, stacked: Any) -> SpectralNorm:
     """The measure of these arguments, which are checked."""
     check_choice(f"{call}: method", method, get_args(Method))
-    columns = static_axes("columns", columns, call)
+    # A tuple is a node of the tree, as `columns` has one number for each leaf.
+    columns = static_axes("columns", columns, call, is_value=trees.is_none)
     stacked = static_axes("stacked", stacked, call)
     return SpectralNorm(call, method, columns, stacked)
 
