@@ -19,10 +19,11 @@ from ._checks import BEGIN_ANEW, check_flag, check_length, check_state, shown
 from ._exported import PLACEHOLDER, exported
 from ._kernel import make_clipper
 from ._mesh import MeshAxes
+from ._moduli import wide_dtype
 from ._norms import Norms, TensorNorm
 from ._options import check_measure
 from ._state import ClipState, sizes_of
-from ._sums import plain_sum, wide_dtype
+from ._sums import plain_sum
 from ._trees import Stacked, clipped_leaves, weights_of
 from .rules._memory import in_place
 

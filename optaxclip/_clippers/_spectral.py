@@ -37,11 +37,11 @@ from .. import _trees as trees
 from .._checks import Nonfinite, check_choice, check_known, check_length, shown
 from .._kernel import make_clipper
 from .._mesh import resharded, split_as
+from .._moduli import wide_dtype
 from .._norms import Norms, TensorNorm
 from .._options import static_axes
 from .._reduce import LeafSpec
 from .._state import ClipState
-from .._sums import wide_dtype
 from .._trees import PyTree, Stacked, clipped_leaves, other_axes, put_back
 from ..rules._limits import LimitTree
 from ..rules._memory import root
