@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from ._checks import NUMBERS, broadcasts_to, check_shape, shown
-from ._mesh import entries_of
+from ._mesh_types import entries_of
 from ._norms import Norms, given_norms
 from ._sums import FEW_NORMS_ON_A_TPU, as_float, per_platform, traced_once
 from ._trees import PyTree, clipped_leaves, put_back

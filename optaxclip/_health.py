@@ -14,6 +14,7 @@ from jax import lax
 from jax.scipy.special import entr
 
 from . import _mesh as mesh
+from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._checks import BEGIN_ANEW, check_flag, check_length, check_state, shown
 from ._exported import PLACEHOLDER, exported
@@ -233,7 +234,7 @@ def _after_step(
         table = _table(tree, name)
         alive = jnp.any(table != 0, tuple(range(1, table.ndim)))
         # An Explicit mesh would split it like the rows of the table.
-        alive = mesh.resharded(alive)
+        alive = mesh_types.resharded(alive)
         idle[name] = jnp.where(alive, 0, jnp.minimum(steps, 2**30) + 1)
         dead[name] = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
     new = HealthState(recorded(lengths), signs, idle, dead)
@@ -295,7 +296,7 @@ def _entropies(norms: Norms, tree: Any) -> list[jax.Array]:
         layers = () if spec.axes is None else trees.other_axes(spec.axes, x.ndim)
         own = jnp.moveaxis(x, layers, range(len(layers)))
         # An Explicit mesh may split layers, but no matrix.
-        own = mesh.resharded(own, jax.typeof(own).sharding.spec[: len(layers)])
+        own = mesh_types.resharded(own, jax.typeof(own).sharding.spec[: len(layers)])
         # Of one singular value there is no entropy, as of a vector.
         if own.ndim - len(layers) < 2 or min(own.shape[-2:]) == 1:
             found.append(jnp.ones_like(norm))

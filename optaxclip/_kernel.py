@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 
 from . import _blocks as blocks
 from . import _checks as checks
-from . import _mesh as mesh
+from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._blocks import Block, blocks_of
 from ._checks import Nonfinite, shown
@@ -115,7 +115,7 @@ def make_clipper(
         mesh_axes = getattr(measure, "mesh_axes", None)
         is_table = isinstance(mesh_axes, trees.Prefix)
         has_names = not is_table and mesh_axes not in ("auto", None)
-        if has_names and not mesh.manual_axes():
+        if has_names and not mesh_types.manual_axes():
             first_measure = first_measure._replace(mesh_axes=None)
         tree = trees.clipped_leaves(params, call)
         if (
@@ -123,7 +123,7 @@ def make_clipper(
             and measure.axis is measure.stacked is None
         ):
             trees.warn_of_stacks(call, tree)
-        norms = mesh.types_of(partial(measured, first_measure), tree)
+        norms = mesh_types.types_of(partial(measured, first_measure), tree)
         rules_by_norm = blocks.rules_of_norms(rules, norms, label)
         return first_state(norms, rules_by_norm, label)
 
@@ -299,7 +299,7 @@ def _limits(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
         weight_norm = None
         if rule.needs_params:
             weight_norm = block.joined(inputs.weight_norm_of_name)
-        memory = mesh.narrowed_as(memory, block.norm)
+        memory = mesh_types.narrowed_as(memory, block.norm)
         limit, memory = _answer(inputs, rule, block.norm, weight_norm, memory)
         if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
             # A TPU decides each leaf by its own limit (`separate_roots`), so that no
@@ -330,7 +330,7 @@ def _answer(
     inputs: RuleInputs, rule: Rule, norm: Array, weight_norm: Any, memory: PyTree
 ) -> tuple[Array, PyTree]:
     """The limit of a norm, or of each of a vector, and the new memory."""
-    step = mesh.narrowed_as(inputs.step, norm)
+    step = mesh_types.narrowed_as(inputs.step, norm)
     further = further_norms(rule, weight_norm, inputs.total)
     return inputs.limit_of(rule, norm, memory, step, *further, argument=inputs.label)
 
@@ -359,7 +359,9 @@ def _fitted(
     for number, norm in zip(numbers, norms.values, strict=True):
         # In the dtype and sharding of what was measured, so that the state keeps its
         # types.
-        fitted.append(mesh.split_as(number.astype(norm.dtype), jax.typeof(norm)))
+        fitted.append(
+            mesh_types.resharded_as(number.astype(norm.dtype), jax.typeof(norm))
+        )
     return fitted
 
 

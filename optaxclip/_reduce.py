@@ -30,6 +30,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from . import _mesh as mesh
+from . import _mesh_types as mesh_types
 from . import _sums as sums
 from ._mesh import Names
 from ._moduli import tangent_of_modulus
@@ -363,7 +364,7 @@ def _counted_once(spec: LeafSpec, term: Term, mesh_axes: Names, join: Join) -> T
             array = mesh.among_zeros(array, spec.kept_over)
         if copies > 1:
             array = array / copies
-        return mesh.varying_over(array, mesh_axes)
+        return mesh_types.varying_over(array, mesh_axes)
 
     return jax.tree.map(counted_once, term)
 

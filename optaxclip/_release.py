@@ -27,7 +27,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from ._checks import Nonfinite, check_flag, shown, with_extra_args
 from ._exported import exported
 from ._kernel import make_clipper
-from ._mesh import has_types, manual_axes, split_as
+from ._mesh_types import has_types, manual_axes, resharded_as
 from ._norms import GlobalNorm, global_norm
 from ._state import COUNT_NAMES, ClipState, Names, clip_states
 from ._trees import clipped_leaves, listed_paths, name, put_back
@@ -91,7 +91,7 @@ class Released:
         _check_optimizer(self.optimizer, weights)
         # Zeros that vmap stacks have no type of a mesh.
         clips = jax.vmap(self.layer_clip.init)(weights)
-        clips = jax.tree.map(lambda x: split_as(x, jax.typeof(x)), clips)
+        clips = jax.tree.map(lambda x: resharded_as(x, jax.typeof(x)), clips)
         moments, of_others = map(self.optimizer.init, (weights, others))
         clip = self.clip.init((weights, others)) if self.clip else ()
         views = _views(clips, self.layer_clip.init(others))

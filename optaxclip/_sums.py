@@ -33,7 +33,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ._mesh import is_on_one_device
+from ._mesh_types import is_on_one_device
 
 # Room for 2^37 of the largest numbers: (2^128 / s)^2 = 2^90. The smallest normal number
 # stays normal: (2^-126 * s)^2 = 2^-86.

@@ -36,7 +36,7 @@ from jax.typing import ArrayLike
 from .. import _trees as trees
 from .._checks import Nonfinite, check_choice, check_known, check_length, shown
 from .._kernel import make_clipper
-from .._mesh import resharded, split_as
+from .._mesh_types import resharded, resharded_as
 from .._moduli import wide_dtype
 from .._norms import Norms, TensorNorm
 from .._options import static_axes
@@ -312,7 +312,7 @@ class Layout(NamedTuple):
         sizes = [like.shape[axis] for axis in (*self.layer_axes, *matrix_axes)]
         layer_rank = len(self.layer_axes)
         leaf = jnp.moveaxis(matrices.reshape(sizes), range(layer_rank), self.layer_axes)
-        return split_as(leaf.astype(like.dtype), jax.typeof(like))
+        return resharded_as(leaf.astype(like.dtype), jax.typeof(like))
 
 
 # Jitted at module level, so that clippers with equal settings share a program.
@@ -467,7 +467,7 @@ def shrunk_by_products(
     limit = jnp.minimum(limit, far * bound)
     largest = jnp.sqrt(bound**2 + limit**2)
     # On an Explicit mesh that splits layers, [cI] must be split as X is.
-    limit_eye = split_as(limit * _eye(x), jax.typeof(x))
+    limit_eye = resharded_as(limit * _eye(x), jax.typeof(x))
     limit_eye_and_x = jnp.concatenate([limit_eye, x], -2) / largest
     polar = _polar(limit_eye_and_x, limit / largest, steps)
     columns = x.shape[-1]

@@ -18,7 +18,7 @@ import optax
 from jax import Array, lax
 
 from .._checks import with_extra_args
-from .._mesh import varying
+from .._mesh_types import varying
 from .._moduli import wide_dtype
 from .._state import ClipState, clip_states
 from .._trees import PyTree, clipped_leaves, put_back, weights_of

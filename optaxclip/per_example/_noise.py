@@ -20,7 +20,7 @@ from jax.tree_util import keystr
 from jax.typing import ArrayLike
 
 from .._checks import check_number, number_for_jit, shown
-from .._mesh import has_types, manual_axes, split_as, varying
+from .._mesh_types import has_types, manual_axes, resharded_as, varying
 from .._norms import global_norm
 from .._sums import divided
 from ._clipped_grad import ClippedGrad
@@ -145,7 +145,7 @@ def noisy_leaf(leaf: Array, sigma: Array, key: Array) -> Array:
     if jnp.iscomplexobj(leaf):
         imaginary = standard_normal(imaginary_key, leaf.shape, real)
         noise = lax.complex(noise, sigma.astype(real) * imaginary)
-    noise = split_as(noise, jax.typeof(leaf))
+    noise = resharded_as(noise, jax.typeof(leaf))
     return (leaf.astype(dtype) + noise).astype(leaf.dtype)
 
 

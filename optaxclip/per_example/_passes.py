@@ -19,7 +19,8 @@ from jax.core import Tracer
 from .. import _trees as prefix
 from .._checks import check_limit, check_scalar, held_in, is_function, shown
 from .._factors import factor_between, shrunk_by, times_square
-from .._mesh import Names, typed_as_varying, varying
+from .._mesh import Names
+from .._mesh_types import varying, varying_as_any_of
 from .._reduce import LeafSpec, norms_of
 from ..rules._rule import is_rule
 from ..shrinks import Shrink
@@ -262,7 +263,7 @@ class Run(NamedTuple):
         for leaf in jax.tree.leaves(self.problem.params):
             zero = jnp.zeros(leaf.shape, np.promote_types(leaf.dtype, np.float32))
             # As lax.scan asks for: of the type of the sums that follow.
-            zeros.append(typed_as_varying((self.problem.batch, leaf), zero))
+            zeros.append(varying_as_any_of(zero, (self.problem.batch, leaf)))
         return zeros
 
     def _grads_and_results(

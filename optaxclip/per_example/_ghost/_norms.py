@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ..._mesh import varying
+from ..._mesh_types import varying
 from ..._reduce import LeafSpec, norms_of
 from ._capture import Captured, Origin, Use
 
