@@ -30,7 +30,7 @@ from . import _trees as trees
 from ._blocks import Block, blocks_of
 from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER
-from ._factors import factor_between, multiply, separate_roots, shrunk_by
+from ._factors import factor_between, multiply, roots_of_norms, shrunk_by
 from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
 from ._outcome import Decide, Decision, Memories, Outcome, first_state, next_state
@@ -217,8 +217,8 @@ def _update(
     if multiplies:
         names = trees.names(norms.paths, state.names.layers_of_name)
         roots_in_order = [roots[name] for name in names]
-        zero = settings.nonfinite == "zero"
-        tree = multiply(tree, norms, roots_in_order, zero=zero)
+        zero_at_zero = settings.nonfinite == "zero"
+        tree = multiply(tree, norms, roots_in_order, zero_at_zero=zero_at_zero)
     return tree, next_state(state, outcomes, memories, decide)
 
 
@@ -302,7 +302,7 @@ def _limits(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
         memory = mesh_types.narrowed_as(memory, block.norm)
         limit, memory = _answer(inputs, rule, block.norm, weight_norm, memory)
         if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
-            # A TPU decides each leaf by its own limit (`separate_roots`), so that no
+            # A TPU decides each leaf by its own limit (`roots_of_norms`), so that no
             # leaf waits until all weights are measured. Elsewhere XLA drops these.
             limit_of_name = _limit_of_each(inputs, block)
         else:
@@ -423,7 +423,7 @@ def _roots(
     limits = [
         limit_of_name.get(name, norm) for name, norm in block.norm_of_name.items()
     ]
-    roots = separate_roots(decision.root, norms, limits, decide)
+    roots = roots_of_norms(decision.root, norms, limits, decide)
     return dict(zip(names, roots))
 
 
