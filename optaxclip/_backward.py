@@ -30,7 +30,8 @@ from . import _trees as trees
 from ._checks import Tree, check_limit, check_order, shown
 from ._clippers._by_value import value_clipper
 from ._kernel import clip_once
-from ._mesh import MeshAxes, varying
+from ._mesh import MeshAxes
+from ._mesh_types import varying
 from ._norms import Measure, TensorNorm, UnitwiseNorm
 from ._options import Ord, check_measure
 from ._trees import axes_within, clipped_leaves, put_back

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from . import _mesh as mesh
+from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._checks import BEGIN_ANEW
 from ._norms import Norms
@@ -59,7 +59,7 @@ class Block(NamedTuple):
         """The value of each norm, from the array of the block."""
         if self.is_vector:
             norm_types = [jax.typeof(norm) for norm in self.norm_of_name.values()]
-            values = mesh.entries_of(array, norm_types)
+            values = mesh_types.entries_of(array, norm_types)
         else:
             values = [array]
         return dict(zip(self.norm_of_name, values))
@@ -106,7 +106,7 @@ def blocks_of(norms: Norms, state: ClipState, call: str) -> list[Block]:
             )
             blocks_of_units.append(block)
         elif place.is_here:
-            places_of_type.setdefault(mesh.varying(place.norm), []).append(place)
+            places_of_type.setdefault(mesh_types.varying(place.norm), []).append(place)
         elif place.name not in state.names.unit_leaves:
             missing.append(place)
     # Missing norms are 0 on every device, so any group may take them.
@@ -125,8 +125,8 @@ def mesh_axes_of_units(norms: Norms, names: list[str]) -> dict[str, tuple[str, .
     """
     units_over = {}
     for spec in norms.specs:
-        if spec.norm in norms.units:
-            units_over[names[spec.norm]] = spec.units_over
+        if spec.norm_index in norms.units:
+            units_over[names[spec.norm_index]] = spec.units_over
     return units_over
 
 
@@ -241,8 +241,8 @@ def typed_alike(arrays: Sequence[Array]) -> list[Array]:
     """The arrays with one type of a mesh, as a stack or a vector needs it."""
     if jax.sharding.get_abstract_mesh().empty:
         return list(arrays)
-    arrays = [mesh.resharded(array) for array in arrays]
-    return mesh.typed_as_varying(arrays, arrays)
+    arrays = [mesh_types.resharded(array) for array in arrays]
+    return mesh_types.varying_as_any_of(arrays, arrays)
 
 
 # ----------------------------------------------------------------- rules of the norms

@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from . import _mesh as mesh
+from . import _mesh_types as mesh_types
 from ._checks import BEGIN_ANEW
 from .rules._memory import moving_average
 
@@ -49,7 +50,7 @@ def _shares_after(shares: Array, steps: Array, pairs: list[tuple[Any, Array]]) -
     axes_of_counts = []
     size_of_all = 0.0
     for before, after in pairs:
-        mesh_axes = tuple(sorted(mesh.varying(after)))
+        mesh_axes = tuple(sorted(mesh_types.varying(after)))
         size = math.prod(after.shape)
         # A size of `jax.export` may be a symbol. Floats, since int32 ends at 2^31.
         if isinstance(size, int):

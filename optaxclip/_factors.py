@@ -18,73 +18,11 @@ import numpy as np
 from jax import lax
 
 from ._checks import NUMBERS, broadcasts_to, check_shape, shown
-from ._mesh import entries_of
-from ._norms import Norms, norms_of_tree
+from ._mesh_types import entries_of
+from ._norms import Norms, given_norms
 from ._sums import FEW_NORMS_ON_A_TPU, as_float, per_platform, traced_once
 from ._trees import PyTree, clipped_leaves, put_back
 from .shrinks import Shrink, hard
-
-
-def rescale(updates: PyTree, norms: Any, new_norms: Any) -> Any:
-    """Stretches every part of `updates` from its norm to a new one.
-
-    Args:
-      updates: a pytree of arrays.
-      norms: a tree prefix of `updates`: their norms. None in it leaves a part alone.
-      new_norms: what the norms become, in the same structure.
-
-    Returns:
-      The updates in their own dtypes, multiplied in the norm's dtype. Where both norms
-      are equal, bit for bit the input. Where the new one is NaN, all NaN. From a norm
-      of inf to a finite one, zeros, with NaN for elements that are inf or NaN. The
-      result is never longer than the new norm but for the rounding to the leaf's dtype.
-
-    Raises:
-      ValueError: norms that are no tree prefix of the updates, or new norms that have
-        another structure or do not broadcast to the norms.
-
-    Example:
-      >>> print(optaxclip.rescale(jnp.array([3.0, 4.0]), 5.0, 1.0))
-      [0.6 0.8]
-    """
-    # Integers and empty leaves are not measured, and come back as they were.
-    tree = clipped_leaves(updates, "rescale")
-    norms, new_norms = jax.tree.map(as_float, (norms, new_norms))
-    norms_before = norms_of_tree(norms, tree, "rescale: norms")
-    structure = jax.tree.structure(norms)
-    new_structure = jax.tree.structure(new_norms)
-    if structure != new_structure:
-        raise ValueError(
-            f"rescale: new_norms must have the structure of norms, {structure}, got "
-            f"{new_structure}."
-        )
-    roots = []
-    for norm, new_norm in zip(norms_before.values, jax.tree.leaves(new_norms)):
-        check_shape(new_norm.shape, norm.shape, "rescale: new_norms")
-        new_norm = jnp.broadcast_to(new_norm, norm.shape)
-        roots.append(factor_between(norm, new_norm).root)
-    return put_back(multiply(tree, norms_before, roots), updates)
-
-
-def shrunk_by(shrink: Shrink, norm: jax.Array, limit: jax.Array, call: str) -> Any:
-    """What norms become under their limits.
-
-    Raises:
-      TypeError: a shrink that returns no number for each norm.
-    """
-    if shrink is hard:
-        return jnp.minimum(norm, limit)
-    # Zeros stay zeros, and a limit of inf clips nothing. There a shrink, such as norm *
-    # (limit / norm), or its derivative may be NaN. So it gets a norm and limit of 1.
-    fixed = (norm == 0) | (limit == jnp.inf)
-    new_norm = shrink(jnp.where(fixed, 1.0, norm), jnp.where(fixed, 1.0, limit))
-    is_number = isinstance(new_norm, NUMBERS)
-    if not is_number or not broadcasts_to(jnp.shape(new_norm), norm.shape):
-        raise TypeError(
-            f"{call}: shrink must return the new norm of each norm, in the shape "
-            f"{norm.shape}, got {shown(new_norm)}."
-        )
-    return jnp.where(fixed, norm, new_norm)
 
 
 class Factor(NamedTuple):
@@ -98,92 +36,47 @@ class Factor(NamedTuple):
 def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     """The factor from a norm to a new one.
 
-    Both its numbers are exactly 1 where the norms are equal, 0 where the new norm is 0,
-    and otherwise NaN where one of the norms is. From inf to a finite norm the root is
-    0. The 4 eps cover the rounding of limit, norm, roots and products, so that the
-    result never exceeds the limit.
+    Both numbers are exactly 1 where the norms are equal, and 0 where the new norm is 0.
+    Otherwise a NaN norm makes both NaN. From inf to a finite norm the root is 0, and
+    `reported` the smallest normal number. The 4 eps cover the rounding of limit, norm,
+    roots and products, so that the result never exceeds the limit.
     """
     is_same = new_norm == norm
     is_zero = new_norm == 0
     info = jnp.finfo(norm.dtype)
     # Where a quotient is not taken, it must be finite, with a finite derivative.
-    fixed = is_same | is_zero
-    norm = jnp.where(fixed | (norm == 0), 1.0, norm)
-    new_norm = jnp.where(fixed, 1.0, new_norm)
+    is_exact = is_same | is_zero
+    norm = jnp.where(is_exact | (norm == 0), 1.0, norm)
+    new_norm = jnp.where(is_exact, 1.0, new_norm)
     # Within the range, since a reported 0 says that updates became 0.
     quotient = jnp.clip(new_norm / norm, info.tiny, info.max)
     # Division comes last. XLA on a CPU computes what comes after one again for every
     # element of the updates, also behind a barrier.
-    denominator = jnp.where(fixed, 1.0, jnp.sqrt(norm))
+    denominator = jnp.where(is_exact, 1.0, jnp.sqrt(norm))
     numerator = jnp.sqrt(new_norm) * (1 - 2 * info.eps)
 
-    def one_or_zero_where_fixed(x: jax.Array) -> jax.Array:
+    def or_exact(x: jax.Array) -> jax.Array:
+        # 1 where the norms are equal, 0 where the new one is 0.
         return jnp.where(is_same, 1.0, jnp.where(is_zero, 0.0, x))
 
-    root = one_or_zero_where_fixed(numerator) / denominator
-    return Factor(root, reported=one_or_zero_where_fixed(quotient))
-
-
-def separate_roots(
-    roots: jax.Array,
-    norms: list[jax.Array],
-    limits: list[jax.Array],
-    decide: Callable[..., Any],
-) -> list[jax.Array]:
-    """The root of each norm, from the vector `roots`, or anew by `decide`.
-
-    A TPU decides a few roots anew, each from its own norm and limit. So no leaf waits
-    until all are measured, and it is still on the chip when it is multiplied. A scanned
-    decoder of width 1024 then moves 5.28 GB on a v5e, instead of 5.61.
-    """
-
-    def entries(roots: Any, norms: Any, _: Any, entry: Any = getitem) -> Any:
-        array_types = [jax.typeof(norm) for norm in norms]
-        # Without the barrier XLA computes the vector again for each leaf.
-        return entries_of(lax.optimization_barrier(roots), array_types, entry)
-
-    def decided_anew(_: Any, norms: Any, limits: Any) -> Any:
-        # Jitted, so that it is traced once.
-        decide_one = jax.jit(decide)
-        return [decide_one(norm, limit).root for norm, limit in zip(norms, limits)]
-
-    are_few = len(norms) <= FEW_NORMS_ON_A_TPU
-    return per_platform(
-        roots,
-        norms,
-        limits,
-        cpu=partial(entries, entry=_entry_by_reduction),
-        gpu=entries,
-        plain=decided_anew if are_few else entries,
-    )
-
-
-def _entry_by_reduction(roots: jax.Array, index: int) -> jax.Array:
-    """roots[index], as a sum of which all other terms are 0. XLA on a CPU fuses a slice
-    into the kernels of the optimizer, which then no longer share their code: 148
-    tensors took 14 s to compile instead of 4.
-    """
-    # XLA makes three kernels of a reduction of more than 32 numbers.
-    start = index // 32 * 32
-    block = roots[start : start + 32]
-    is_entry = np.arange(block.size) == index - start
-    return jnp.sum(jnp.where(is_entry, block, 0))
+    root = or_exact(numerator) / denominator
+    return Factor(root, reported=or_exact(quotient))
 
 
 def multiply(
-    tree: PyTree, norms: Norms, roots: list[Any], *, zero: bool = False
+    tree: PyTree, norms: Norms, roots: list[Any], *, zero_at_zero: bool = False
 ) -> Any:
     """Multiplies each clipped leaf twice by its entry of `roots`, which has one for
     each norm.
 
-    `zero`: where the root is 0 leaves become zeros, since 0 times inf is NaN.
+    `zero_at_zero`: where the root is 0 leaves become zeros, because 0 * inf is NaN.
     """
     arrays, treedef = jax.tree.flatten(tree)
     for index, spec in enumerate(norms.specs):
-        if spec.norm is not None:
+        if spec.norm_index is not None:
             root = spec.local_value(roots)
             product = times_square(arrays[index], root)
-            if zero:
+            if zero_at_zero:
                 product = jnp.where(root == 0, jnp.zeros_like(product), product)
             arrays[index] = product
     return treedef.unflatten(arrays)
@@ -207,3 +100,117 @@ def times_square(x: jax.Array, root: jax.Array) -> jax.Array:
     # `wide_x * 0` is 0, and makes the condition one of each element. If it were one of
     # the root alone, LLVM would compile the loops of the optimizer twice.
     return jnp.where(wide_x * 0 == roots - 1, x, product)
+
+
+def shrunk_by(shrink: Shrink, norm: jax.Array, limit: jax.Array, call: str) -> Any:
+    """What norms become under their limits.
+
+    Raises:
+      TypeError: a shrink that returns no number for each norm.
+    """
+    if shrink is hard:
+        return jnp.minimum(norm, limit)
+    # Zeros stay zeros, and a limit of inf clips nothing. There a shrink, such as norm *
+    # (limit / norm), or its derivative may be NaN. So it gets a norm and limit of 1.
+    stays = (norm == 0) | (limit == jnp.inf)
+    new_norm = shrink(jnp.where(stays, 1.0, norm), jnp.where(stays, 1.0, limit))
+    is_number = isinstance(new_norm, NUMBERS)
+    if not is_number or not broadcasts_to(jnp.shape(new_norm), norm.shape):
+        raise TypeError(
+            f"{call}: shrink must return the new norm of each norm, in the shape "
+            f"{norm.shape}, got {shown(new_norm)}."
+        )
+    return jnp.where(stays, norm, new_norm)
+
+
+def roots_of_norms(
+    roots: jax.Array,
+    norms: list[jax.Array],
+    limits: list[jax.Array],
+    decide: Callable[..., Any],
+) -> list[jax.Array]:
+    """The root of each norm, from the vector `roots`, or anew by `decide`.
+
+    A TPU decides a few roots anew, each from its own norm and limit. So no leaf waits
+    until all are measured, and it is still on the chip when it is multiplied. A scanned
+    decoder of width 1024 then moves 5.28 GB on a v5e, instead of 5.61.
+    """
+
+    def taken_from_vector(
+        roots: jax.Array,
+        norms: list[jax.Array],
+        _: list[jax.Array],
+        take: Callable[[jax.Array, int], jax.Array] = getitem,
+    ) -> list[jax.Array]:
+        array_types = [jax.typeof(norm) for norm in norms]
+        # Without the barrier XLA computes the vector again for each leaf.
+        return entries_of(lax.optimization_barrier(roots), array_types, take)
+
+    def decided_anew(_: Any, norms: Any, limits: Any) -> Any:
+        # Jitted, so that it is traced once.
+        decide_one = jax.jit(decide)
+        return [decide_one(norm, limit).root for norm, limit in zip(norms, limits)]
+
+    are_few = len(norms) <= FEW_NORMS_ON_A_TPU
+    return per_platform(
+        roots,
+        norms,
+        limits,
+        cpu=partial(taken_from_vector, take=_take_by_reduction),
+        gpu=taken_from_vector,
+        plain=decided_anew if are_few else taken_from_vector,
+    )
+
+
+def _take_by_reduction(roots: jax.Array, index: int) -> jax.Array:
+    """roots[index], as a sum of which all other terms are 0. XLA on a CPU fuses a slice
+    into the kernels of the optimizer, which then no longer share their code: 148
+    tensors took 14 s to compile instead of 4.
+    """
+    # XLA makes three kernels of a reduction of more than 32 numbers.
+    start = index // 32 * 32
+    block = roots[start : start + 32]
+    is_entry = np.arange(block.size) == index - start
+    return jnp.sum(jnp.where(is_entry, block, 0))
+
+
+def rescale(updates: PyTree, norms: Any, new_norms: Any) -> Any:
+    """Stretches every part of `updates` from its norm to a new one.
+
+    Args:
+      updates: a pytree of arrays.
+      norms: a tree prefix of `updates`: their norms. None in it leaves a part alone.
+      new_norms: what the norms become, in the same structure.
+
+    Returns:
+      The updates in their own dtypes, multiplied in the wider of their dtype and the
+      norm's. Where both norms are equal, bit for bit the input. Where the new one is
+      NaN, all NaN. From a norm of inf to a finite one, zeros, with NaN for elements
+      that are inf or NaN. The result is never longer than the new norm but for the
+      rounding to the leaf's dtype.
+
+    Raises:
+      ValueError: norms that are no tree prefix of the updates, or new norms that have
+        another structure or do not broadcast to the norms.
+
+    Example:
+      >>> print(optaxclip.rescale(jnp.array([3.0, 4.0]), 5.0, 1.0))
+      [0.6 0.8]
+    """
+    # Integers and empty leaves are not measured, and come back as they were.
+    tree = clipped_leaves(updates, "rescale")
+    norms, new_norms = jax.tree.map(as_float, (norms, new_norms))
+    norms_before = given_norms(norms, tree, "rescale: norms")
+    structure = jax.tree.structure(norms)
+    new_structure = jax.tree.structure(new_norms)
+    if structure != new_structure:
+        raise ValueError(
+            f"rescale: new_norms must have the structure of norms, {structure}, got "
+            f"{new_structure}."
+        )
+    roots = []
+    for norm, new_norm in zip(norms_before.values, jax.tree.leaves(new_norms)):
+        check_shape(new_norm.shape, norm.shape, "rescale: new_norms")
+        new_norm = jnp.broadcast_to(new_norm, norm.shape)
+        roots.append(factor_between(norm, new_norm).root)
+    return put_back(multiply(tree, norms_before, roots), updates)

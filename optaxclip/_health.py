@@ -13,15 +13,17 @@ import optax
 from jax import lax
 
 from . import _mesh as mesh
+from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._checks import BEGIN_ANEW, check_flag, check_length, check_state, shown
 from ._exported import PLACEHOLDER, exported
 from ._kernel import make_clipper
 from ._mesh import MeshAxes
+from ._moduli import wide_dtype
 from ._norms import Norms, TensorNorm
 from ._options import check_measure
 from ._state import ClipState, sizes_of
-from ._sums import plain_sum, wide_dtype
+from ._sums import plain_sum
 from ._trees import Stacked, clipped_leaves, weights_of
 from .rules._memory import in_place
 
@@ -219,7 +221,7 @@ def _after_step(
         table = _table(tree, name)
         alive = jnp.any(table != 0, tuple(range(1, table.ndim)))
         # An Explicit mesh would split it like the rows of the table.
-        alive = mesh.resharded(alive)
+        alive = mesh_types.resharded(alive)
         idle[name] = jnp.where(alive, 0, jnp.minimum(steps, 2**30) + 1)
         share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
         # Before, no row can have been idle for as long.

@@ -25,14 +25,14 @@ from jax.typing import ArrayLike
 
 from . import _blocks as blocks
 from . import _checks as checks
-from . import _mesh as mesh
+from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._blocks import Block, blocks_of
 from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER
-from ._factors import factor_between, multiply, separate_roots, shrunk_by
+from ._factors import factor_between, multiply, roots_of_norms, shrunk_by
 from ._names import OF_UPDATE
-from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, norm_of_norms
+from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
 from ._outcome import Decide, Decision, Memories, Outcome, first_state, next_state
 from ._state import ClipState, state_of_placeholder
 from ._trees import PyTree
@@ -115,7 +115,7 @@ def make_clipper(
         mesh_axes = getattr(measure, "mesh_axes", None)
         is_table = isinstance(mesh_axes, trees.Prefix)
         has_names = not is_table and mesh_axes not in ("auto", None)
-        if has_names and not mesh.manual_axes():
+        if has_names and not mesh_types.manual_axes():
             first_measure = first_measure._replace(mesh_axes=None)
         tree = trees.clipped_leaves(params, call)
         if (
@@ -123,7 +123,7 @@ def make_clipper(
             and measure.axis is measure.stacked is None
         ):
             trees.warn_of_stacks(call, tree)
-        norms = mesh.types_of(partial(measured, first_measure), tree)
+        norms = mesh_types.types_of(partial(measured, first_measure), tree)
         rules_by_norm = blocks.rules_of_norms(rules, norms, label)
         return first_state(norms, rules_by_norm, label)
 
@@ -217,8 +217,8 @@ def _update(
     if multiplies:
         names = trees.names(norms.paths, state.names.layers_of_name)
         roots_in_order = [roots[name] for name in names]
-        zero = settings.nonfinite == "zero"
-        tree = multiply(tree, norms, roots_in_order, zero=zero)
+        zero_at_zero = settings.nonfinite == "zero"
+        tree = multiply(tree, norms, roots_in_order, zero_at_zero=zero_at_zero)
     return tree, next_state(state, outcomes, memories, decide)
 
 
@@ -281,7 +281,7 @@ def _rule_inputs(
         rule_of_name=dict(zip(names, rules_in_order)),
         limit_of=limit_of if settings.has_schedule else limit_of_jitted,
         weight_norm_of_name=weight_norm_of_name,
-        total=norm_of_norms(norms) if settings.with_total else None,
+        total=total_norm(norms) if settings.with_total else None,
         given_limit_of_name=given_limit_of_name,
     )
 
@@ -299,10 +299,10 @@ def _limits(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
         weight_norm = None
         if rule.needs_params:
             weight_norm = block.joined(inputs.weight_norm_of_name)
-        memory = mesh.narrowed_as(memory, block.norm)
+        memory = mesh_types.narrowed_as(memory, block.norm)
         limit, memory = _answer(inputs, rule, block.norm, weight_norm, memory)
         if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
-            # A TPU decides each leaf by its own limit (`separate_roots`), so that no
+            # A TPU decides each leaf by its own limit (`roots_of_norms`), so that no
             # leaf waits until all weights are measured. Elsewhere XLA drops these.
             limit_of_name = _limit_of_each(inputs, block)
         else:
@@ -330,7 +330,7 @@ def _answer(
     inputs: RuleInputs, rule: Rule, norm: Array, weight_norm: Any, memory: PyTree
 ) -> tuple[Array, PyTree]:
     """The limit of a norm, or of each of a vector, and the new memory."""
-    step = mesh.narrowed_as(inputs.step, norm)
+    step = mesh_types.narrowed_as(inputs.step, norm)
     further = further_norms(rule, weight_norm, inputs.total)
     return inputs.limit_of(rule, norm, memory, step, *further, argument=inputs.label)
 
@@ -359,7 +359,9 @@ def _fitted(
     for number, norm in zip(numbers, norms.values, strict=True):
         # In the dtype and sharding of what was measured, so that the state keeps its
         # types.
-        fitted.append(mesh.split_as(number.astype(norm.dtype), jax.typeof(norm)))
+        fitted.append(
+            mesh_types.resharded_as(number.astype(norm.dtype), jax.typeof(norm))
+        )
     return fitted
 
 
@@ -421,7 +423,7 @@ def _roots(
     limits = [
         limit_of_name.get(name, norm) for name, norm in block.norm_of_name.items()
     ]
-    roots = separate_roots(decision.root, norms, limits, decide)
+    roots = roots_of_norms(decision.root, norms, limits, decide)
     return dict(zip(names, roots))
 
 

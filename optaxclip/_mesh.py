@@ -14,15 +14,16 @@ split over, and leaves that every device holds must count once. `mesh_axes` says
     PartitionSpec        shard_map. P() where every device holds the whole leaf
     None                 each device separately, without any collective
 
-A mesh axis that contradicts the type of a leaf raises. Norms that keep axes of a leaf
-(units, stacked layers) need a PartitionSpec where that leaf is split, because a name
-alone does not tell which of its axes is.
+Where there are types, it is a ValueError to name a mesh axis along which a leaf is the
+same, or to leave out one along which it varies, but for None. Norms that keep axes of a
+leaf (units, stacked layers) need a PartitionSpec where that leaf is split, because a
+name alone does not tell which of its axes is.
 
-In this module `axes` are the axes of an array, and `mesh_axes` are names of mesh axes.
+In this module `axes` are axes of an array, `mesh_axes` is the option, and `names` are
+names of mesh axes.
 """
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
@@ -31,11 +32,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from . import _trees as trees
 from ._checks import shown
+from ._mesh_types import (
+    Names,
+    entries_of,
+    has_types,
+    manual_axes,
+    typed_as,
+    varying,
+    varying_over,
+)
 from ._trees import PyTree, listed
 
 # "auto", None, a name, a tuple of names, or a tree prefix of PartitionSpec
@@ -43,156 +52,10 @@ MeshAxes: TypeAlias = (
     "str | PartitionSpec | Mapping[Any, MeshAxes] | Sequence[MeshAxes] | None"
 )
 FORMS = "'auto', None, names of mesh axes, or a tree of PartitionSpecs"
-Names = tuple[str, ...]
 # How a leaf is split: the mesh axes that split its summed axes, and for each of its
 # axes the mesh axes that split it if it is kept. () if no kept axis is split.
 Split = tuple[Names, tuple[Names, ...]]
 NOT_SPLIT: Split = ((), ())
-
-
-# ---------------------------------------------------------------------------- types
-
-
-def manual_axes() -> Names:
-    """The mesh axes along which this program sees its own part only."""
-    return jax.sharding.get_abstract_mesh().manual_axes
-
-
-def has_types(manual: Names) -> bool:
-    """Whether JAX tracks here which values differ between devices.
-
-    It does not in pmap and with check_vma=False. There even axis_index has the type of
-    a value that is the same everywhere.
-    """
-    return bool(manual) and varying(lax.axis_index(manual)) >= set(manual)
-
-
-def varying(tree: PyTree) -> frozenset[str]:
-    """The manual mesh axes over which some array of a tree may differ."""
-    mesh_axes: frozenset[str] = frozenset()
-    for array in jax.tree.leaves(tree):
-        mesh_axes |= jax.typeof(array).manual_axis_type.varying
-    return mesh_axes
-
-
-def varying_over(x: jax.Array, mesh_axes: Iterable[str]) -> jax.Array:
-    """The value, typed as one that differs along these mesh axes."""
-    manual = manual_axes()
-    # pcast refuses an axis along which the value varies already.
-    missing = tuple(n for n in mesh_axes if n in manual and n not in varying(x))
-    if missing and has_types(missing):
-        return lax.pcast(x, missing, to="varying")
-    return x
-
-
-def varying_as(value: jax.Array, array_type: ShapedArray) -> jax.Array:
-    """The value, typed as differing between devices where a type says so."""
-    return varying_over(value, sorted(array_type.manual_axis_type.varying))
-
-
-def typed_as_varying(models: Any, values: Any) -> Any:
-    """The arrays of a tree, typed as differing between devices along all mesh axes over
-    which some array of another tree, `models`, does.
-
-    In shard_map the gradient by parameters of any other type comes summed over devices,
-    and the examples in it cannot be told apart.
-    """
-    # Outside shard_map the leaves of `models` may be no arrays.
-    mesh_axes = sorted(varying(models)) if manual_axes() else ()
-    if not mesh_axes:
-        return values
-    return jax.tree.map(lambda x: varying_over(x, mesh_axes), values)
-
-
-def narrowed_as(values: Any, model: jax.Array) -> Any:
-    """The arrays of a tree, typed as the same on all devices along the mesh axes along
-    which `model` is. They are the same there, and hold no NaN. Only their type lost it,
-    in a vector with numbers that differ.
-    """
-
-    def narrowed(value: jax.Array) -> jax.Array:
-        too_many = tuple(sorted(varying(value) - varying(model)))
-        return lax.pmax(value, too_many) if too_many else value
-
-    return jax.tree.map(narrowed, values) if manual_axes() else values
-
-
-def split_as(value: jax.Array, array_type: ShapedArray) -> jax.Array:
-    """The value, split over the Explicit axes of the mesh as a type says. Array axes
-    beyond those of the type are not split.
-    """
-    return resharded(value, array_type.sharding.spec)
-
-
-def types_of(function: Callable[..., Any], *args: Any) -> Any:
-    """The types of the arrays that a function returns.
-
-    `jax.eval_shape` drops the shardings of a mesh that has both Explicit and Auto axes,
-    as seen in JAX 0.10.2.
-    """
-    program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
-
-
-def typed_as(tree: PyTree, array_type: ShapedArray) -> Any:
-    """The arrays of a tree with a type that `jax.typeof` or `types_of` gave.
-
-    `lax.scan` and shard_map compare the types of a state before and after a step.
-    """
-    # Without a mesh, as under plain jit, no type says anything of devices.
-    if jax.sharding.get_abstract_mesh().empty:
-        return tree
-
-    def typed(value: jax.Array) -> jax.Array:
-        return varying_as(split_as(value, array_type), array_type)
-
-    return jax.tree.map(typed, tree)
-
-
-def resharded(value: jax.Array, spec: Sequence[Any] = ()) -> jax.Array:
-    """The value, split over Explicit mesh axes along its first axes as `spec` says, and
-    whole along the others.
-    """
-    mesh = jax.typeof(value).sharding.mesh
-    # Outside jax.set_mesh only the type knows the mesh.
-    mesh = mesh if mesh.explicit_axes else jax.sharding.get_abstract_mesh()
-    # In Auto meshes the sharding is no part of a type, and XLA chooses it.
-    if not mesh.explicit_axes:
-        return value
-    return jax.reshard(value, NamedSharding(mesh, PartitionSpec(*spec)))
-
-
-def entries_of(
-    vector: jax.Array,
-    array_types: Sequence[ShapedArray],
-    entry: Callable[[jax.Array, int], jax.Array] = operator.getitem,
-) -> list[jax.Array]:
-    """Arrays of these types, one after the other out of a vector. `entry` takes out a
-    single number.
-    """
-    arrays = []
-    start = 0
-    for array_type in array_types:
-        stop = start + math.prod(array_type.shape)
-        if array_type.shape:
-            array = vector[start:stop].reshape(array_type.shape)
-            arrays.append(split_as(array, array_type))
-        else:
-            arrays.append(entry(vector, start))
-        start = stop
-    return arrays
-
-
-def is_on_one_device(x: Any) -> bool:
-    """Whether no part of the value can be on another device.
-
-    Under jit the type of a value names the mesh that it lives on, though not how an
-    Auto mesh splits it.
-    """
-    # Manual axes do not count: inside shard_map each device has an array of its own.
-    mesh = jax.typeof(x).sharding.mesh
-    split_by_jit = set(mesh.axis_names) - set(mesh.manual_axes)
-    return all(mesh.shape[name] == 1 for name in split_by_jit)
 
 
 # ----------------------------------------------------------------- the option mesh_axes
@@ -205,9 +68,9 @@ def static_mesh_axes(mesh_axes: Any, call: str) -> Any:
       TypeError: a list of names, which would be a tree with one name for each leaf, or
         an array.
     """
-    if _is_spec(mesh_axes) or isinstance(mesh_axes, trees.Prefix):
+    if _is_entry(mesh_axes) or isinstance(mesh_axes, trees.Prefix):
         return mesh_axes
-    for value in jax.tree.leaves(mesh_axes, is_leaf=_is_spec):
+    for value in jax.tree.leaves(mesh_axes, is_leaf=_is_entry):
         # Static arguments must be hashable, which arrays are not.
         if isinstance(value, (np.ndarray, jax.Array)):
             raise TypeError(f"{call}: mesh_axes must be {FORMS}, got {shown(value)}.")
@@ -216,7 +79,7 @@ def static_mesh_axes(mesh_axes: Any, call: str) -> Any:
             f"{call}: mesh_axes must be a name or a tuple of names, got "
             f"{shown(mesh_axes)}: write mesh_axes={tuple(mesh_axes)!r}."
         )
-    return trees.freeze(mesh_axes, _is_spec)
+    return trees.freeze(mesh_axes, _is_entry)
 
 
 def mesh_axes_of_leaves(mesh_axes: Any, tree: PyTree, call: str) -> list[Any]:
@@ -235,18 +98,18 @@ def global_shapes(mesh_axes: Any, tree: PyTree, call: str) -> list[Any]:
     arrays = jax.tree.leaves(tree)
     shapes: list[Any] = []
     for array, entry in zip(arrays, mesh_axes_of_leaves(mesh_axes, tree, call)):
-        # Only manual axes make a shape smaller. Else arrays are global.
-        mesh_axes_by_axis = _mesh_axes_by_axis(array, entry, f"{call}: mesh_axes")
-        if isinstance(entry, PartitionSpec):
-            shape = []
-            for size, names in zip(jnp.shape(array), mesh_axes_by_axis):
-                shape.append(size * device_count(names))
-            shapes.append(tuple(shape))
+        names, names_by_axis = _names_of_split(array, entry, f"{call}: mesh_axes")
+        if not names:
+            shapes.append(jnp.shape(array))
         # A type names the mesh axes of a leaf, but not the array axis that each splits.
-        elif any(mesh_axes_by_axis):
+        elif names_by_axis is None:
             shapes.append(None)
         else:
-            shapes.append(jnp.shape(array))
+            # They are manual mesh axes only: no others make a shape smaller.
+            shape = []
+            for size, names_of_axis in zip(jnp.shape(array), names_by_axis):
+                shape.append(size * device_count(names_of_axis))
+            shapes.append(tuple(shape))
     return shapes
 
 
@@ -290,19 +153,18 @@ def _split(
     if entry is None:
         return NOT_SPLIT
     argument = f"{argument}={shown(entry)}"
-    mesh_axes_by_axis = _mesh_axes_by_axis(array, entry, f"{call}: mesh_axes")
-    mesh_axes = tuple(chain.from_iterable(mesh_axes_by_axis))
-    _check_against_type(argument, name, array, mesh_axes)
+    names, names_by_axis = _names_of_split(array, entry, f"{call}: mesh_axes")
+    _check_against_type(argument, name, array, names)
     # Which axis is split does not matter where all are summed.
     if summed_axes is None or len(summed_axes) == jnp.ndim(array):
-        return mesh_axes, ()
-    if not mesh_axes:
+        return names, ()
+    if not names:
         return NOT_SPLIT
-    if not isinstance(entry, PartitionSpec):
-        example = ", ".join(map(repr, mesh_axes))
+    if names_by_axis is None:
+        example = ", ".join(map(repr, names))
         raise ValueError(
             f"{argument} tells that the leaf {name!r} of shape "
-            f"{jnp.shape(array)} is split over {listed(mesh_axes)}, but not which of "
+            f"{jnp.shape(array)} is split over {listed(names)}, but not which of "
             "its dimensions is, and its norms are taken over some of them only: give a "
             "tree of PartitionSpecs, such as "
             f"mesh_axes=jax.sharding.PartitionSpec({example})."
@@ -311,26 +173,26 @@ def _split(
     # the units of its own outputs.
     summed_over: Names = ()
     kept_over: list[Names] = [()] * jnp.ndim(array)
-    for axis, names in enumerate(mesh_axes_by_axis):
+    for axis, names_of_axis in enumerate(names_by_axis):
         if axis in summed_axes:
-            summed_over += names
+            summed_over += names_of_axis
         else:
-            kept_over[axis] = names
+            kept_over[axis] = names_of_axis
     return summed_over, tuple(kept_over) if any(kept_over) else ()
 
 
 def _check_against_type(
-    argument: str, name: str, array: jax.Array, mesh_axes: Names
+    argument: str, name: str, array: jax.Array, names: Names
 ) -> None:
     """Raises ValueError for mesh axes over which a leaf cannot be split."""
     manual = manual_axes()
-    if len(set(mesh_axes)) < len(mesh_axes):
+    if len(set(names)) < len(names):
         raise ValueError(f"{argument} names a mesh axis twice.")
     # In pmap and with check_vma=False there are no types to contradict.
     if not has_types(manual):
         return
     # psum would count this leaf once for each device.
-    replicated = set(mesh_axes) & (set(manual) - varying(array))
+    replicated = set(names) & (set(manual) - varying(array))
     if replicated:
         raise ValueError(
             f"{argument}: the leaf {name!r} is the same on all devices "
@@ -338,7 +200,7 @@ def _check_against_type(
             "the axis out, or use mesh_axes='auto'."
         )
     # Each device would have another norm, and clip by another factor.
-    forgotten = varying(array) - set(mesh_axes)
+    forgotten = varying(array) - set(names)
     if forgotten:
         raise ValueError(
             f"{argument}: the leaf {name!r} also differs along "
@@ -347,39 +209,48 @@ def _check_against_type(
         )
 
 
-def _mesh_axes_by_axis(array: Any, entry: Any, argument: str) -> list[Names]:
-    """For each axis of an array the manual mesh axes that split it, by an entry of
-    `mesh_axes`. A list of one where it is not known which axis is split.
+def _names_of_split(
+    array: Any, entry: Any, argument: str
+) -> tuple[Names, list[Names] | None]:
+    """The manual mesh axes that split a leaf, by its entry of `mesh_axes`, and the same
+    by array axis: None where it is not known which axis they split.
     """
-    manual = manual_axes()
     if isinstance(entry, PartitionSpec):
-        # Outside shard_map specs change nothing, so they may name any axis.
-        if not manual:
-            return [()] * jnp.ndim(array)
-        mesh_names = jax.sharding.get_abstract_mesh().axis_names
-        unknown = set(chain.from_iterable(map(names_in, entry))) - set(mesh_names)
-        if unknown:
-            raise ValueError(
-                f"{argument}={shown(entry)} names {listed(unknown)}, but there is no "
-                f"such axis in the mesh, which has {listed(mesh_names)}."
-            )
-        if len(entry) > jnp.ndim(array):
-            raise ValueError(
-                f"{argument}={shown(entry)} has more entries than a leaf of shape "
-                f"{jnp.shape(array)} has dimensions."
-            )
-        mesh_axes_by_axis: list[Names] = [()] * jnp.ndim(array)
-        for axis, names in enumerate(map(names_in, entry)):
-            # Axes that jit looks after need nothing here.
-            mesh_axes_by_axis[axis] = tuple(name for name in names if name in manual)
-        return mesh_axes_by_axis
+        names_by_axis = _names_of_spec(array, entry, argument)
+        return tuple(chain.from_iterable(names_by_axis)), names_by_axis
     if entry == "auto":
         # Without types each leaf counts as complete: nothing is known.
-        return [tuple(sorted(varying(array)))] if has_types(manual) else [()]
-    # Names alone, as "x": every leaf is split, along whichever axis.
-    names = names_in(entry)
-    check_bound(names, argument)
-    return [names]
+        names = tuple(sorted(varying(array))) if has_types(manual_axes()) else ()
+    else:
+        # Names alone, as "x": every leaf is split, along whichever axis.
+        names = names_in(entry)
+        check_bound(names, argument)
+    return names, None
+
+
+def _names_of_spec(array: Any, spec: PartitionSpec, argument: str) -> list[Names]:
+    """For each axis of an array the manual mesh axes that split it."""
+    manual = manual_axes()
+    names_by_axis: list[Names] = [()] * jnp.ndim(array)
+    # Outside shard_map specs change nothing, so they may name any axis.
+    if not manual:
+        return names_by_axis
+    mesh_names = jax.sharding.get_abstract_mesh().axis_names
+    unknown = set(chain.from_iterable(map(names_in, spec))) - set(mesh_names)
+    if unknown:
+        raise ValueError(
+            f"{argument}={shown(spec)} names {listed(unknown)}, but there is no "
+            f"such axis in the mesh, which has {listed(mesh_names)}."
+        )
+    if len(spec) > jnp.ndim(array):
+        raise ValueError(
+            f"{argument}={shown(spec)} has more entries than a leaf of shape "
+            f"{jnp.shape(array)} has dimensions."
+        )
+    for axis, names in enumerate(map(names_in, spec)):
+        # Axes that jit looks after need nothing here.
+        names_by_axis[axis] = tuple(name for name in names if name in manual)
+    return names_by_axis
 
 
 def names_in(entry: Any) -> Names:
@@ -410,7 +281,10 @@ def check_bound(names: Names, argument: str) -> None:
             ) from None
 
 
-def _is_spec(x: Any) -> bool:
+def _is_entry(x: Any) -> bool:
+    """Whether it is one entry of `mesh_axes`: None, "auto", a name, a tuple of names or
+    a PartitionSpec.
+    """
     # A NamedTuple of strings is a tree of names, so the type is tuple itself.
     if type(x) is tuple and x:
         return all(isinstance(name, str) for name in x)
@@ -420,16 +294,16 @@ def _is_spec(x: Any) -> bool:
 # ---------------------------------------------------------------------- collectives
 
 
-def device_count(mesh_axes: Iterable[str]) -> int:
+def device_count(names: Iterable[str]) -> int:
     """The number of devices along some mesh axes together."""
     # 1 for no names, as outside shard_map and pmap.
-    return math.prod(int(lax.axis_size(name)) for name in mesh_axes)
+    return math.prod(int(lax.axis_size(name)) for name in names)
 
 
 def joined(
     collective: Callable[..., Any],
     arrays: Sequence[jax.Array],
-    mesh_axes: Sequence[Names],
+    names_of_arrays: Sequence[Names],
 ) -> list[jax.Array]:
     """psum or pmax of each array over its own mesh axes. All arrays that share their
     mesh axes travel as one vector, in one collective.
@@ -439,7 +313,7 @@ def joined(
     # of a set may differ between processes, which would then wait for different
     # collectives.
     vectors: dict[Any, list[int]] = {}
-    for index, (array, names) in enumerate(zip(arrays, mesh_axes)):
+    for index, (array, names) in enumerate(zip(arrays, names_of_arrays)):
         if names:
             array = varying_over(array, names)
             totals[index] = array
@@ -497,7 +371,8 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> jax.Arra
     """Returns whether all devices along some mesh axes hold the same values.
 
     For debugging inside pmap and shard_map, where JAX cannot tell. A gradient that is
-    the same on all devices is whole, and no mesh axis is named for it in `mesh_axes`.
+    the same on all devices is whole, so leave the axis out of a
+    clipper's `mesh_axes`.
 
     Args:
       tree: a pytree of arrays.

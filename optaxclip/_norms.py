@@ -7,7 +7,12 @@
 
 A measure is a hashable description of norms: which leaves have a norm together, over
 which of their axes, and of which order. Called on a tree of clipped leaves, it returns
-their `Norms`.
+their `Norms`. The way:
+
+    public function or clipper
+    -> measure
+    -> `_measure_leaves`         which axes are summed, and which devices have a part
+    -> `norms_of` in _reduce.py  the arithmetic
 """
 
 from __future__ import annotations
@@ -45,8 +50,8 @@ class Norms(NamedTuple):
     holes: tuple[Any, ...] = ()  # key paths of parts without a norm, such as None
 
     def tree(self) -> PyTree:
-        """The norms as a tree. A node of the user's that checks its arrays, such as
-        their shapes, refuses them.
+        """The norms as a tree. Fails if a custom pytree node validates its children
+        (for example their shapes), as norms do not have the shapes of the leaves.
         """
         return self.treedef.unflatten(self.local_values())
 
@@ -54,19 +59,19 @@ class Norms(NamedTuple):
         """The norms, with the layers that this device holds of a stacked leaf."""
         values = list(self.values)
         for spec in self.specs:
-            if spec.norm is not None:
-                values[spec.norm] = spec.local_value(self.values)
+            if spec.norm_index is not None:
+                values[spec.norm_index] = spec.local_value(self.values)
         return values
 
     def gathered(self, local_values: Sequence[Any]) -> list[Any]:
-        """Numbers of each norm, with the layers of all devices, from those that have
-        the layers of this device.
+        """The inverse of `local_values`: local layers in, the layers of all devices
+        out.
         """
         values = list(local_values)
         for spec in self.specs:
-            if spec.norm is not None and spec.layers_over:
-                layers = mesh.among_zeros(values[spec.norm], spec.kept_over)
-                values[spec.norm] = lax.psum(layers, spec.layers_over)
+            if spec.norm_index is not None and spec.layers_over:
+                layers = mesh.among_zeros(values[spec.norm_index], spec.kept_over)
+                values[spec.norm_index] = lax.psum(layers, spec.layers_over)
         return values
 
 
@@ -96,7 +101,7 @@ class GlobalNorm(NamedTuple):
     def __call__(self, tree: PyTree) -> Norms:
         leaf_count = len(jax.tree.leaves(tree))
         # One norm is a tree of its own. Its path is empty, and its name "".
-        return _norms_of_leaves(self, tree, norm_tree=0, norm_of_leaf=[0] * leaf_count)
+        return _measure_leaves(self, tree, norm_tree=0, norm_indices=[0] * leaf_count)
 
 
 class TensorNorm(NamedTuple):
@@ -116,7 +121,7 @@ class TensorNorm(NamedTuple):
                 axes.append(trees.other_axes(layer_axes, jnp.ndim(array)))
             else:
                 axes.append(None)
-        return _norms_of_leaves(self, tree, tree, range(len(arrays)), axes)
+        return _measure_leaves(self, tree, tree, range(len(arrays)), axes)
 
 
 class UnitwiseNorm(NamedTuple):
@@ -130,10 +135,10 @@ class UnitwiseNorm(NamedTuple):
 
     def __call__(self, tree: PyTree) -> Norms:
         shapes = mesh.global_shapes(self.mesh_axes, tree, self.call)
-        layer_axes = _layer_axes(self, tree)
+        layer_axes = _layer_axes(self, tree, shapes)
         axes = trees.unit_axes(self.axis, layer_axes, tree, self.call, shapes)
-        norm_of_leaf = range(len(axes))
-        return _norms_of_leaves(self, tree, tree, norm_of_leaf, axes, has_units=True)
+        norm_indices = range(len(axes))
+        return _measure_leaves(self, tree, tree, norm_indices, axes, has_units=True)
 
 
 class GroupNorm(NamedTuple):
@@ -159,8 +164,8 @@ class GroupNorm(NamedTuple):
         check_labels(f"{argument} must be", labels)
         # The order in which JAX flattens a dict: 2 before 10.
         ordered = sorted(labels)
-        norm_of_leaf = [ordered.index(label) for label in label_of_leaf]
-        norms = _norms_of_leaves(self, tree, dict.fromkeys(ordered, 0), norm_of_leaf)
+        norm_indices = [ordered.index(label) for label in label_of_leaf]
+        norms = _measure_leaves(self, tree, dict.fromkeys(ordered, 0), norm_indices)
         return norms._replace(noun="label", allow_missing=self.allow_missing)
 
 
@@ -174,14 +179,14 @@ class OwnNorm(NamedTuple):
         # A norm may be a Python number, or an integer array, whose dtype would round a
         # limit of 1.5.
         norms = jax.tree.map(as_float, self.norm(tree))
-        return norms_of_tree(norms, tree, f"{self.call}: what norm returns")
+        return given_norms(norms, tree, f"{self.call}: what norm returns")
 
 
-def _norms_of_leaves(
+def _measure_leaves(
     measure: GlobalNorm | TensorNorm | UnitwiseNorm | GroupNorm,
     tree: PyTree,
     norm_tree: PyTree,
-    norm_of_leaf: Sequence[int],
+    norm_indices: Sequence[int],
     axes: Sequence[Axes] | None = None,
     *,
     has_units: bool = False,
@@ -192,7 +197,7 @@ def _norms_of_leaves(
       measure: their order and mesh axes.
       tree: the leaves.
       norm_tree: a tree of the structure in which norm functions return these norms.
-      norm_of_leaf: for each leaf the index of its norm.
+      norm_indices: for each leaf the index of its norm.
       axes: for each leaf the axes that are summed. None: all.
       has_units: whether the kept axes are units. Otherwise they are layers.
     """
@@ -201,34 +206,40 @@ def _norms_of_leaves(
         axes = [None] * len(arrays)
     splits = mesh.splits(measure.mesh_axes, tree, axes, measure.call)
     specs = []
-    for norm, summed_axes, split in zip(norm_of_leaf, axes, splits):
+    for norm_index, summed_axes, split in zip(norm_indices, axes, splits):
         # A leaf that is summed whole has one norm, and no units.
         leaf_has_units = has_units and summed_axes is not None
-        specs.append(LeafSpec(norm, summed_axes, *split, leaf_has_units))
+        specs.append(LeafSpec(norm_index, summed_axes, *split, leaf_has_units))
     entries, treedef = jax.tree.flatten_with_path(norm_tree)
     return Norms(
         values=norms_of(tuple(specs), len(entries), measure.ord, arrays),
         specs=tuple(specs),
         paths=tuple(path for path, _ in entries),
         treedef=treedef,
-        units=tuple(spec.norm for spec in specs if spec.has_units),
+        units=tuple(spec.norm_index for spec in specs if spec.has_units),
         holes=trees.holes_of(norm_tree),
     )
 
 
 def _layer_axes(
-    measure: TensorNorm | UnitwiseNorm, tree: PyTree
+    measure: TensorNorm | UnitwiseNorm,
+    tree: PyTree,
+    shapes: Sequence[trees.Shape | None] | None = None,
 ) -> list[tuple[int, ...]]:
-    """For each leaf the axes that count layers."""
+    """For each leaf the axes that count layers. `shapes` are its `global_shapes`, if
+    the caller has them.
+    """
     # Nothing is stacked: the common case, which looks at no leaf.
     if measure.stacked is None:
         return [()] * len(jax.tree.leaves(tree))
     # Inside shard_map a program sees the shapes of its device's parts.
-    shapes = mesh.global_shapes(measure.mesh_axes, tree, measure.call)
+    if shapes is None:
+        shapes = mesh.global_shapes(measure.mesh_axes, tree, measure.call)
     return trees.stacked_axes(measure.stacked, tree, measure.call, shapes)
 
 
-# Traced once, so that the first update finds the norms that `init` has traced.
+# Cached by JAX: `init` traces it for the shapes, and the first update reuses that
+# trace.
 @partial(traced_once, static_argnums=0)
 def measured(measure: Measure, tree: PyTree) -> Norms:
     """The norms of a tree of clipped leaves."""
@@ -238,27 +249,27 @@ def measured(measure: Measure, tree: PyTree) -> Norms:
 # ------------------------------------------------------------------------ given norms
 
 
-def norms_of_tree(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms:
+def given_norms(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms:
     """Norms that are given as a tree prefix of the updates.
 
     Raises:
       ValueError: norms that are no tree prefix of the updates.
     """
     # None as a norm leaves its part of the tree alone.
-    norms_and_holes, prefix = jax.tree.flatten(norms, is_leaf=trees.is_none)
+    norms_and_holes, structure = jax.tree.flatten(norms, is_leaf=trees.is_none)
     try:
-        parts = prefix.flatten_up_to(tree)
+        parts = structure.flatten_up_to(tree)
     except (TypeError, ValueError):
         raise ValueError(
             f"{argument} must be a tree prefix of the updates, "
-            f"{jax.tree.structure(tree)}, got {prefix}."
+            f"{jax.tree.structure(tree)}, got {structure}."
         ) from None
     specs: list[LeafSpec] = []
-    count = 0
+    norm_count = 0
     for norm, part in zip(norms_and_holes, parts):
-        spec = LeafSpec(norm=None if norm is None else count)
+        spec = LeafSpec(norm_index=None if norm is None else norm_count)
         specs += [spec] * len(jax.tree.leaves(part))
-        count += norm is not None
+        norm_count += norm is not None
     entries, treedef = jax.tree.flatten_with_path(norms)
     return Norms(
         values=[norm for _, norm in entries],
@@ -269,14 +280,14 @@ def norms_of_tree(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms
     )
 
 
-def norm_of_norms(norms: Norms) -> jax.Array:
+def total_norm(norms: Norms) -> jax.Array:
     """The norm of all norms together, without a derivative."""
     # The norms themselves are the leaves here. They are split over devices where they
     # are norms of units, and otherwise the same on all devices.
-    specs = [LeafSpec(norm=0)] * len(norms.values)
+    specs = [LeafSpec(norm_index=0)] * len(norms.values)
     for spec in norms.specs:
         if spec.units_over:
-            specs[spec.norm] = LeafSpec(norm=0, summed_over=spec.units_over)
+            specs[spec.norm_index] = LeafSpec(norm_index=0, summed_over=spec.units_over)
     (total,) = norms_of(tuple(specs), 1, None, norms.values)
     return lax.stop_gradient(total)
 
@@ -309,7 +320,8 @@ def global_norm(tree: PyTree, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") 
       >>> print(optaxclip.global_norm(grads))
       5.477226
     """
-    measure = GlobalNorm(**check_measure("global_norm", ord), mesh_axes=mesh_axes)
+    options = check_measure("global_norm", ord=ord, mesh_axes=mesh_axes)
+    measure = GlobalNorm(**options)
     return measure(clipped_leaves(tree, "global_norm")).values[0]
 
 
@@ -345,14 +357,17 @@ def tensor_norm(
       ValueError: an order that is not above 0, a mesh axis that is not bound, an axis
         in `stacked` that a leaf does not have, or leaves of one stack with different
         numbers of layers.
+      TypeError: a bool or an array as an axis.
 
     Example:
       >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0, 0.0])}
       >>> print(optaxclip.tensor_norm(grads)["w"])
       5.0
     """
-    options = {"stacked": stacked, "mesh_axes": mesh_axes}
-    measure = TensorNorm(**check_measure("tensor_norm", ord), **options)
+    options = check_measure(
+        "tensor_norm", ord=ord, stacked=stacked, mesh_axes=mesh_axes
+    )
+    measure = TensorNorm(**options)
     # Leaves that do not count are None here, and so in the tree of norms.
     return measure(clipped_leaves(tree, "tensor_norm")).tree()
 
@@ -381,8 +396,7 @@ def unitwise_norm(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which all leaves that are split need but
-        vectors.
+        or a tree prefix of PartitionSpec, required for every split leaf except vectors.
 
     Returns:
       A tree of the same structure, with the summed axes kept at size 1 (a scalar for a
@@ -391,6 +405,7 @@ def unitwise_norm(
     Raises:
       ValueError: an order that is not above 0, an axis that a leaf does not have, a
         rank above 5 without `axis`, or a mesh axis that is not bound.
+      TypeError: a bool or an array as an axis.
 
     Example:
       >>> print(optaxclip.unitwise_norm(jnp.array([[3.0, 1.0], [4.0, 0.0]])))
@@ -399,8 +414,10 @@ def unitwise_norm(
     Reference: Brock et al., High-performance large-scale image recognition without
     normalization, 2021 (arXiv 2102.06171).
     """
-    options = {"axis": axis, "stacked": stacked, "mesh_axes": mesh_axes}
-    measure = UnitwiseNorm(**check_measure("unitwise_norm", ord), **options)
+    options = check_measure(
+        "unitwise_norm", ord=ord, axis=axis, stacked=stacked, mesh_axes=mesh_axes
+    )
+    measure = UnitwiseNorm(**options)
     return measure(clipped_leaves(tree, "unitwise_norm")).tree()
 
 
@@ -435,6 +452,6 @@ def group_norm(
     """
     # Leaves that do not count have labels too, whose norm may then be 0.
     labels = labels_of(labels, trees.unboxed(tree))
-    options = check_measure("group_norm", ord, labels=labels)
-    measure = GroupNorm(**options, mesh_axes=mesh_axes)
+    options = check_measure("group_norm", ord=ord, labels=labels, mesh_axes=mesh_axes)
+    measure = GroupNorm(**options)
     return measure(clipped_leaves(tree, "group_norm")).tree()

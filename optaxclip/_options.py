@@ -5,7 +5,7 @@ Here they are checked, and made hashable, as static arguments of a jitted functi
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -47,49 +47,56 @@ def static_order(ord: Any, call: str) -> Ord:
         return ord
     # The order decides which program is compiled, so a traced one comes too late.
     check_known(f"{call}: ord", ord)
-    is_array = isinstance(ord, (np.number, np.ndarray, jax.Array)) and not np.ndim(ord)
+    is_array = isinstance(ord, (np.number, np.ndarray, jax.Array))
+    is_scalar_array = is_array and not np.ndim(ord)
+    is_number = is_scalar_array or isinstance(ord, (int, float))
     # True is an int in Python. As an order it is a slip.
-    is_number = isinstance(ord, (int, float)) and ord is not True
+    is_bool = isinstance(ord, bool) or getattr(ord, "dtype", None) == np.dtype(bool)
     try:
-        order = float(ord) if is_array or is_number else math.nan
+        order = float(ord) if is_number and not is_bool else math.nan
     except (TypeError, ValueError, OverflowError):  # an array of text, or 10**400
         order = math.nan
     if math.isnan(order) or order <= 0:
         raise ValueError(f"{call}: ord must be {ORDERS}, got {shown(ord)}.")
-    # An array has no hash.
+    # A float instead of an array, which cannot be hashed.
     return ord if isinstance(ord, (int, float)) else order
 
 
-def static_axes(option: str, axes: Any, call: str) -> Any:
+def static_axes(
+    option: str, axes: Any, call: str, is_value: Callable[[Any], bool] = trees.is_axes
+) -> Any:
     """`axis`, `stacked` or `columns` as a static argument: a function, or a frozen tree
-    prefix.
+    prefix. `is_value` says which of its nodes are single values: tuples of axes.
 
     Raises:
-      TypeError: a number is an array, as `optax.inject_hyperparams` makes one of every
-        number, or a function takes other arguments than path and leaf.
+      TypeError: a bool, a number that is an array, as `optax.inject_hyperparams` makes
+        one of every number, or a function that takes other arguments than path and
+        leaf.
     """
     if axes is None:
         return None
     if is_function(axes):
         check_takes(f"{call}: {option} must take path and leaf", axes, 2)
         return axes
-    # A tuple of axes is one value. In `columns` it is a part of the tree.
-    is_value = trees.is_axes if option != "columns" else trees.is_none
     table = trees.freeze(axes, is_value)
-    for _, number in table.entries:
+    for _, value in table.entries:
         # To Python True is 1 and False is 0.
-        if isinstance(number, bool):
-            if number:
-                cure = f"for one write {option}=1"
-            else:
-                cure = f"for none write {option}=None"
+        if value is True:
+            cure = f"for one write {option}=1"
+        elif value is False:
+            cure = f"for none write {option}=None"
+        elif trees.is_axes(value) and any(isinstance(axis, bool) for axis in value):
+            cure = f"write {option}={tuple(map(int, value))}"
+        else:
+            cure = ""
+        if cure:
             raise TypeError(
-                f"{call}: {option} must be a whole number, got {shown(number)}: {cure}."
+                f"{call}: {option} must be a whole number, got {shown(value)}: {cure}."
             )
-        if isinstance(number, (np.ndarray, jax.Array)):
+        if isinstance(value, (np.ndarray, jax.Array)):
             raise TypeError(
                 f"{call}: {option} must be known when the clipper is built, got "
-                f"{shown(number)}: under inject_hyperparams name it in static_args."
+                f"{shown(value)}: under inject_hyperparams name it in static_args."
             )
     return table
 
@@ -102,7 +109,7 @@ def static_labels(labels: Any, call: str) -> Any:
     """
     if is_function(labels):
         return labels
-    table = trees.freeze(labels, lambda x: isinstance(x, str))
+    table = trees.freeze(labels, trees.is_none)
     if any(hasattr(label, "dtype") for _, label in table.entries):
         raise TypeError(f"{call}: labels must be strings or ints, got {shown(labels)}.")
     return table
@@ -110,28 +117,38 @@ def static_labels(labels: Any, call: str) -> Any:
 
 def labels_of(labels: Any, tree: PyTree) -> Any:
     """The labels of a tree, as a tree prefix. `labels` is one, or a function that makes
-    one: of the tree, or of the path and the leaf of each label.
+    one: of the tree, or of each leaf's path and the leaf, which returns its label.
     """
     if not is_function(labels):
         return labels
-    # One argument is the tree, as optax.partition calls it. Two are path and leaf.
+    if _takes_the_tree(labels, tree):
+        return labels(tree)
+    paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+    return trees.Prefix(tuple(zip(paths, trees.for_each_leaf(labels, tree, ""))))
+
+
+def _takes_the_tree(function: Callable[..., Any], tree: PyTree) -> bool:
+    """Whether a function takes one argument, the tree, as `optax.partition` calls it.
+    Otherwise it takes two: path and leaf.
+    """
     try:
-        inspect.signature(labels).bind(tree)
+        inspect.signature(function).bind(tree)
     except TypeError:
-        paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-        return trees.Prefix(tuple(zip(paths, trees.for_each_leaf(labels, tree, ""))))
-    return labels(tree)
+        return False
+    except ValueError:  # a function written in C has no signature
+        return True
+    return True
 
 
-def check_labels(begin: str, labels: Iterable[Any]) -> None:
+def check_labels(error_start: str, labels: Iterable[Any]) -> None:
     """Raises TypeError for labels that do not sort. JAX sorts the keys of a dict.
-    `begin` is how the error begins: "group_norm: labels must be".
+    `error_start` is how the error begins: "group_norm: labels must be".
     """
     try:
         sorted(labels)
     except TypeError:
         listed_labels = " and ".join(sorted(map(repr, labels)))
         raise TypeError(
-            f"{begin} of one kind, which sorts, got {listed_labels}: make all of them "
-            "strings, or all of them ints."
+            f"{error_start} of one kind, which sorts, got {listed_labels}: make all of "
+            "them strings, or all of them ints."
         ) from None

@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from . import _blocks as blocks
 from . import _mesh as mesh
+from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._blocks import Block
 from ._checks import check_shape
@@ -207,7 +208,7 @@ def _furthest(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
     """
     # On a mesh one reduction of all numbers would take a collective for each. Of equal
     # ratios each number is then the largest, perhaps of different units.
-    if not mesh.is_on_one_device(numbers.ratio):
+    if not mesh_types.is_on_one_device(numbers.ratio):
         largest_ratio = jnp.max(numbers.ratio, axes, keepdims=True)
         is_furthest = numbers.ratio == largest_ratio
         rows = [largest_ratio.reshape(len(largest_ratio))]
@@ -255,7 +256,9 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     for name, norm, rule in zip(names, norms.values, rules):
         for shape in blocks.array_shapes(rule):
             check_shape(shape, norm.shape, argument)
-        zeros_of_name[name] = mesh.typed_as(jnp.zeros(norm.shape, norm.dtype), norm)
+        zeros_of_name[name] = mesh_types.typed_as(
+            jnp.zeros(norm.shape, norm.dtype), norm
+        )
         rule_of_name[name] = rule
     units_over = blocks.mesh_axes_of_units(norms, names)
     whole = {name: x for name, x in zeros_of_name.items() if name not in units_over}
@@ -270,8 +273,8 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         zeros = zeros_of_name[name]
         memories.append(_first_memory(rule_of_name[name], zeros))
         # Each device has its own units, and the same outcome of them.
-        other_axes = mesh.varying(zeros) - {*units_over[name]}
-        entries.append(mesh.varying_over(jnp.zeros((), zeros.dtype), other_axes))
+        other_axes = mesh_types.varying(zeros) - {*units_over[name]}
+        entries.append(mesh_types.varying_over(jnp.zeros((), zeros.dtype), other_axes))
     if not entries:
         row = jnp.zeros((), jnp.float32)
     elif state_names.is_global:
@@ -324,7 +327,7 @@ def _first_memory(rule: Rule, norm: Array) -> PyTree:
                 f"are those of the norm, {norm.shape}, got the shape {leaf.shape}."
             )
     # `jnp.zeros(norm.shape)` in a rule has lost the sharding of the norm.
-    return mesh.typed_as(memory, jax.typeof(norm))
+    return mesh_types.typed_as(memory, jax.typeof(norm))
 
 
 def _layer_names(shape: tuple[int, ...]) -> dict[str, None] | None:

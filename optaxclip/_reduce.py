@@ -3,6 +3,16 @@
     LeafSpec    how one leaf enters its norm
     norms_of    the norms of some leaves, with their derivative
 
+`norms_of` has a way for each order:
+
+    order 2, "rms", "average"    `_by_squares`    sums of squares, and roots
+        on a CPU                                  one float64 sum of each leaf
+        on a GPU                                  three sums, small leaves merged
+        elsewhere                                 three sums in `jnp`
+        split leaves, 64-bit leaves               three sums on every platform
+    order inf                    `_largest`       the largest modulus
+    any other order              `_by_powers`     divided by the largest, then powers
+
 Norms are right for every finite input: no square overflows or is lost. The derivative
 is finite everywhere, and 0 at zero.
 """
@@ -20,13 +30,15 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from . import _mesh as mesh
+from . import _mesh_types as mesh_types
 from . import _sums as sums
 from ._mesh import Names
+from ._moduli import tangent_of_modulus
 from ._options import Ord
 from ._sums import Axes, Sums, divided, plain_sum, traced_once
 
 OF_SQUARES = (None, 2, "rms", "average")  # orders whose norm is a root of squares
-# A TPU adds up at most so many terms as one table.
+# At most this many terms are stacked into one table on a TPU.
 TABLE_SIZE = 16
 # Leaves of at most so many numbers are summed together on a GPU, by one kernel.
 SMALL = 2**16
@@ -35,7 +47,7 @@ SMALL = 2**16
 class LeafSpec(NamedTuple):
     """How one leaf enters its norm. Static."""
 
-    norm: Any  # the index of its norm, an int. None: the leaf is left alone
+    norm_index: Any  # an index into the norms, an int. None: the leaf is left alone
     # The axes that are summed, and stay with size 1. None: all, to a scalar.
     axes: Axes = None
     summed_over: Names = ()  # the mesh axes that split the summed axes
@@ -65,7 +77,7 @@ class LeafSpec(NamedTuple):
         """The entry of this leaf in `values`, which has one for each norm. Of a stacked
         leaf it has the layers that this device holds.
         """
-        value = values[self.norm]
+        value = values[self.norm_index]
         return mesh.local_layers(value, self.kept_over) if self.layers_over else value
 
 
@@ -76,12 +88,14 @@ Specs = tuple[LeafSpec, ...]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def norms_of(specs: Specs, size: int, ord: Ord, arrays: list[Array]) -> list[Array]:
+def norms_of(
+    specs: Specs, norm_count: int, ord: Ord, arrays: list[Array]
+) -> list[Array]:
     """The norms of some leaves.
 
     Args:
       specs: how each leaf enters its norm.
-      size: how many norms there are. A norm without leaves is 0.
+      norm_count: how many norms there are. A norm without leaves is 0.
       ord: their order.
       arrays: the leaves. On a device of shard_map and pmap, its part of them.
 
@@ -89,32 +103,49 @@ def norms_of(specs: Specs, size: int, ord: Ord, arrays: list[Array]) -> list[Arr
       For each norm a scalar, or an array with the axes of a leaf that keeps some.
     """
     if ord == math.inf:
-        return _largest(specs, size, arrays)
-    if ord not in OF_SQUARES:
-        return _by_powers(specs, size, ord, arrays)
-    # Programs for GPU and TPU have float64 only where a leaf has 64 bits. Where devices
-    # join their sums, a CPU too has three in the dtype of the norm.
+        return _largest(specs, norm_count, arrays)
+    if ord in OF_SQUARES:
+        return _by_squares(specs, norm_count, ord, arrays)
+    return _by_powers(specs, norm_count, ord, arrays)
+
+
+# ---------------------------------------------------------------------- sums of squares
+
+
+def _by_squares(
+    specs: Specs, norm_count: int, ord: Ord, arrays: list[Array]
+) -> list[Array]:
+    """The norms by sums of squares, on each platform in its way."""
     is_joined = any(spec.joined_over for spec in specs)
     if is_joined or sums.norm_dtype(arrays) == np.float64:
-        totals = _three_sums(specs, size, arrays, sums.three_sums, _by_platform)
-        counts = _counts(specs, size, ord, arrays, sums.norm_dtype(arrays))
-        return sums.per_platform(
-            totals,
-            cpu=partial(_roots, ord, counts),
-            gpu=partial(_roots, ord, counts, few=sums.FEW_NORMS_ON_A_GPU),
-            plain=partial(_roots, ord, counts, few=sums.FEW_NORMS_ON_A_TPU),
-        )
+        return _by_three_sums(specs, norm_count, ord, arrays)
     # One choice of the platform for all leaves, which is traced once.
     return sums.per_platform(
         arrays,
-        cpu=partial(_norms_on_a_cpu, specs, size, ord),
-        gpu=partial(_norms_on_a_gpu, specs, size, ord),
-        plain=partial(_norms_on_a_tpu, specs, size, ord),
+        cpu=partial(_norms_on_a_cpu, specs, norm_count, ord),
+        gpu=partial(_norms_on_a_gpu, specs, norm_count, ord),
+        plain=partial(_norms_in_jnp, specs, norm_count, ord),
+    )
+
+
+def _by_three_sums(
+    specs: Specs, norm_count: int, ord: Ord, arrays: list[Array]
+) -> list[Array]:
+    """Float64 leaves, and leaves whose sums cross devices: three sums on every
+    platform. A CPU converts its float64 sum into three.
+    """
+    totals = _three_sums(specs, norm_count, arrays, sums.three_sums, _by_platform)
+    counts = _counts(specs, norm_count, ord, arrays, sums.norm_dtype(arrays))
+    return sums.per_platform(
+        totals,
+        cpu=partial(_roots, ord, counts),
+        gpu=partial(_roots, ord, counts, most_single_roots=sums.FEW_NORMS_ON_A_GPU),
+        plain=partial(_roots, ord, counts, most_single_roots=sums.FEW_NORMS_ON_A_TPU),
     )
 
 
 def _norms_on_a_cpu(
-    specs: Specs, size: int, ord: Ord, arrays: list[Array]
+    specs: Specs, norm_count: int, ord: Ord, arrays: list[Array]
 ) -> list[Array]:
     """The norms by one sum of each leaf: sums, means and roots in float64, rounded
     once.
@@ -123,57 +154,59 @@ def _norms_on_a_cpu(
         terms = []
         for spec, array in zip(specs, arrays):
             terms.append(sums.float64_sum(array, spec.axes))
-        zeros = [jnp.zeros((), np.float64)] * size
+        zeros = [jnp.zeros((), np.float64)] * norm_count
         totals = _joined(specs, terms, zeros, ADD, _by_pairs)
-        counts = _counts(specs, size, ord, arrays, np.float64)
+        counts = _counts(specs, norm_count, ord, arrays, np.float64)
         norms = []
         for total, count in zip(totals, counts):
-            norm = _root(ord, total, count)
+            norm = _root(ord, count, total)
             norms.append(lax.convert_element_type(norm, np.float32))
         return norms
 
 
 def _norms_on_a_gpu(
-    specs: Specs, size: int, ord: Ord, arrays: list[Array]
+    specs: Specs, norm_count: int, ord: Ord, arrays: list[Array]
 ) -> list[Array]:
     """The norms on a GPU, which starts a kernel for each sum: small leaves of one norm
     become one vector.
     """
-    separate: list[tuple[LeafSpec, Array]] = []
+    merged: list[tuple[LeafSpec, Array]] = []
     small: dict[Any, list[Array]] = {}  # by norm and dtype
     for spec, array in zip(specs, arrays):
         # Where jit splits leaves, a vector of them would take a collective.
         is_whole = spec.axes is None and jax.typeof(array).sharding.mesh.empty
         is_small = isinstance(array.size, int) and array.size <= SMALL
         if is_whole and is_small and not jnp.iscomplexobj(array):
-            small.setdefault((spec.norm, array.dtype), []).append(array)
+            small.setdefault((spec.norm_index, array.dtype), []).append(array)
         else:
-            separate.append((spec, array))
-    for (norm, _), small_arrays in small.items():
+            merged.append((spec, array))
+    for (norm_index, _), small_arrays in small.items():
         vector = small_arrays[0]
         if len(small_arrays) > 1:
             vector = jnp.concatenate([array.reshape(-1) for array in small_arrays])
-        separate.append((LeafSpec(norm), vector))
-    joined_specs = tuple(spec for spec, _ in separate)
-    joined_arrays = [array for _, array in separate]
+        merged.append((LeafSpec(norm_index), vector))
+    merged_specs = tuple(spec for spec, _ in merged)
+    merged_arrays = [array for _, array in merged]
     sums_of_leaf = sums.three_sums_on_a_gpu
-    totals = _three_sums(joined_specs, size, joined_arrays, sums_of_leaf, _by_pairs)
-    counts = _counts(specs, size, ord, arrays, sums.norm_dtype(arrays))
-    return _roots(ord, counts, totals, few=sums.FEW_NORMS_ON_A_GPU)
+    totals = _three_sums(
+        merged_specs, norm_count, merged_arrays, sums_of_leaf, _by_pairs
+    )
+    counts = _counts(specs, norm_count, ord, arrays, sums.norm_dtype(arrays))
+    return _roots(ord, counts, totals, most_single_roots=sums.FEW_NORMS_ON_A_GPU)
 
 
-def _norms_on_a_tpu(
-    specs: Specs, size: int, ord: Ord, arrays: list[Array]
+def _norms_in_jnp(
+    specs: Specs, norm_count: int, ord: Ord, arrays: list[Array]
 ) -> list[Array]:
     """The norms in plain `jnp`, on a TPU and any other platform."""
-    totals = _three_sums(specs, size, arrays, sums.three_sums_on_a_tpu, _by_table)
-    counts = _counts(specs, size, ord, arrays, sums.norm_dtype(arrays))
-    return _roots(ord, counts, totals, few=sums.FEW_NORMS_ON_A_TPU)
+    totals = _three_sums(specs, norm_count, arrays, sums.three_sums_in_jnp, _by_table)
+    counts = _counts(specs, norm_count, ord, arrays, sums.norm_dtype(arrays))
+    return _roots(ord, counts, totals, most_single_roots=sums.FEW_NORMS_ON_A_TPU)
 
 
 def _three_sums(
     specs: Specs,
-    size: int,
+    norm_count: int,
     arrays: list[Array],
     sums_of_leaf: Callable[..., Sums],
     over_leaves: Callable[..., Any],
@@ -188,23 +221,23 @@ def _three_sums(
         for spec, array in zip(specs, arrays):
             terms.append(sums_of_leaf(array, spec.axes, dtype))
         zero = jnp.zeros((), dtype)
-        zeros = [Sums(zero, zero, zero)] * size
+        zeros = [Sums(zero, zero, zero)] * norm_count
         return _joined(specs, terms, zeros, ADD, over_leaves)
 
 
 def _counts(
-    specs: Specs, size: int, ord: Ord, arrays: list[Array], dtype: Any
+    specs: Specs, norm_count: int, ord: Ord, arrays: list[Array], dtype: Any
 ) -> list[Any]:
     """For each norm the number of elements that its mean is over, on all devices, and
     at least 1. All 1 for an order that is no mean.
     """
     if not isinstance(ord, str):
-        return list(np.ones(size, dtype))
-    counts = [0] * size
+        return list(np.ones(norm_count, dtype))
+    counts = [0] * norm_count
     for spec, array in zip(specs, arrays):
         axes = range(array.ndim) if spec.axes is None else spec.axes
         count = math.prod(array.shape[axis] for axis in axes)
-        counts[spec.norm] += count * mesh.device_count(spec.summed_over)
+        counts[spec.norm_index] += count * mesh.device_count(spec.summed_over)
     numbers = []
     for count in counts:
         # A size of jax.export may be a symbol, which only jnp makes an array.
@@ -214,7 +247,7 @@ def _counts(
 
 
 @partial(traced_once, static_argnums=0)
-def _root(ord: Ord, total: Sums | Array, count: ArrayLike) -> Array:
+def _root(ord: Ord, count: ArrayLike, total: Sums | Array) -> Array:
     """The norm, from three sums of squares or from one in float64."""
     if isinstance(total, Sums):
         norm = sums.root_of_mean(count, total)
@@ -227,33 +260,36 @@ def _root(ord: Ord, total: Sums | Array, count: ArrayLike) -> Array:
 
 
 def _roots(
-    ord: Ord, counts: list[Any], totals: list[Sums], few: float = math.inf
+    ord: Ord, counts: list[Any], totals: list[Sums], most_single_roots: float = math.inf
 ) -> list[Array]:
-    """The norms from their sums. If they are more than a few, one root is taken of all
-    scalars as a vector.
+    """The norms from their sums. Of more norms than `most_single_roots` the scalars are
+    stacked, and one root is taken of the vector.
 
     XLA on a GPU would put the root of each into every kernel that takes all norms: a
     step with AGC took 1.5 times as long to compile for an H100
     (`python -m benchmarks --only whole_step_compiled`). A TPU would take each root by
     itself.
     """
-    scalars = [index for index, total in enumerate(totals) if not total.plain.ndim]
+    scalar_indices = [
+        index for index, total in enumerate(totals) if not total.plain.ndim
+    ]
     # Inside shard_map they may differ over different mesh axes.
-    types = {jax.typeof(totals[index].plain) for index in scalars}
-    if len(totals) <= few or len(types) != 1:
-        return [_root(ord, total, count) for total, count in zip(totals, counts)]
+    types = {jax.typeof(totals[index].plain) for index in scalar_indices}
+    if len(totals) <= most_single_roots or len(types) != 1:
+        return [_root(ord, count, total) for count, total in zip(counts, totals)]
     vectors = []
     for field in Sums._fields:
-        vectors.append(jnp.stack([getattr(totals[index], field) for index in scalars]))
-    count_vector = jnp.stack([counts[index] for index in scalars])
-    norm_vector = _root(ord, Sums(*sums.written_by_a_gpu(vectors)), count_vector)
-    norm_of_index = dict(zip(scalars, list(norm_vector)))
+        scalars = [getattr(totals[index], field) for index in scalar_indices]
+        vectors.append(jnp.stack(scalars))
+    count_vector = jnp.stack([counts[index] for index in scalar_indices])
+    norm_vector = _root(ord, count_vector, Sums(*sums.written_by_a_gpu(vectors)))
+    norm_of_index = dict(zip(scalar_indices, list(norm_vector)))
     norms = []
     for index, total in enumerate(totals):
         if index in norm_of_index:
             norms.append(norm_of_index[index])
         else:
-            norms.append(_root(ord, total, counts[index]))
+            norms.append(_root(ord, counts[index], total))
     return norms
 
 
@@ -297,9 +333,11 @@ def _joined(
     terms_of_norms: list[list[Term]] = [[] for _ in zeros]
     for spec, term in zip(specs, terms):
         if spec.units_over:
-            mesh_axes_of_norms[spec.norm] = tuple(sorted(spec.summed_over))
-        mesh_axes = mesh_axes_of_norms[spec.norm]
-        terms_of_norms[spec.norm].append(_counted_once(spec, term, mesh_axes, join))
+            mesh_axes_of_norms[spec.norm_index] = tuple(sorted(spec.summed_over))
+        mesh_axes = mesh_axes_of_norms[spec.norm_index]
+        terms_of_norms[spec.norm_index].append(
+            _counted_once(spec, term, mesh_axes, join)
+        )
     totals = []
     for terms_of_norm, zero in zip(terms_of_norms, zeros):
         totals.append(over_leaves(terms_of_norm, join) if terms_of_norm else zero)
@@ -326,7 +364,7 @@ def _counted_once(spec: LeafSpec, term: Term, mesh_axes: Names, join: Join) -> T
             array = mesh.among_zeros(array, spec.kept_over)
         if copies > 1:
             array = array / copies
-        return mesh.varying_over(array, mesh_axes)
+        return mesh_types.varying_over(array, mesh_axes)
 
     return jax.tree.map(counted_once, term)
 
@@ -341,8 +379,8 @@ def _by_platform(terms: list[Term], join: Join) -> Term:
 
 
 def _by_pairs(terms: list[Term], join: Join) -> Term:
-    """The terms joined in pairs, and the results in pairs again. XLA puts that into the
-    kernel that needs the last one.
+    """The terms joined in pairs, and the results in pairs again. XLA fuses the adds
+    into the kernel that reads the result.
     """
     while len(terms) > 1:
         joined = []
@@ -378,27 +416,30 @@ def _by_table(terms: list[Term], join: Join) -> Term:
 # ------------------------------------------------------------------------ other orders
 
 
-def _largest(specs: Specs, size: int, arrays: list[Array]) -> list[Array]:
-    """The norms of order inf. As bits, numbers that are not negative sort like
-    integers.
+def _largest(specs: Specs, norm_count: int, arrays: list[Array]) -> list[Array]:
+    """The norms of order inf. Found as integers: the bits of non-negative floats sort
+    as the floats do.
     """
     dtype = sums.norm_dtype(arrays)
     integer = np.int64 if dtype == np.float64 else np.int32
     terms = []
     for spec, array in zip(specs, arrays):
         terms.append(sums.largest_bits(array, spec.axes, dtype))
-    totals = _joined(specs, terms, [jnp.zeros((), integer)] * size, MAX, _by_platform)
+    zeros = [jnp.zeros((), integer)] * norm_count
+    totals = _joined(specs, terms, zeros, MAX, _by_platform)
     return [lax.bitcast_convert_type(bits, dtype) for bits in totals]
 
 
-def _by_powers(specs: Specs, size: int, ord: Any, arrays: list[Array]) -> list[Array]:
+def _by_powers(
+    specs: Specs, norm_count: int, ord: Any, arrays: list[Array]
+) -> list[Array]:
     """The norms of order p. Elements are divided by the largest of their norm first, so
     that no power leaves the range. The division is a second read.
     """
     dtype = sums.norm_dtype(arrays)
     order = float(ord)
     divisors = []
-    for largest in _largest(specs, size, arrays):
+    for largest in _largest(specs, norm_count, arrays):
         # 0, NaN and inf do not divide. They come out of the sum as they are.
         divides = (largest > 0) & (largest < jnp.inf)
         divisors.append(jnp.where(divides, largest, jnp.ones_like(largest)))
@@ -411,7 +452,8 @@ def _by_powers(specs: Specs, size: int, ord: Any, arrays: list[Array]) -> list[A
         else:
             power = quotient**order
         terms.append(plain_sum(power, spec.axes))
-    totals = _joined(specs, terms, [jnp.zeros((), dtype)] * size, ADD, _by_platform)
+    zeros = [jnp.zeros((), dtype)] * norm_count
+    totals = _joined(specs, terms, zeros, ADD, _by_platform)
     norms = []
     for divisor, total in zip(divisors, totals):
         norms.append(divisor * total ** (1 / order))
@@ -422,7 +464,9 @@ def _by_powers(specs: Specs, size: int, ord: Any, arrays: list[Array]) -> list[A
 
 
 @norms_of.defjvp
-def _derivative(specs: Specs, size: int, ord: Ord, primals: Any, tangents: Any) -> Any:
+def _norms_jvp(
+    specs: Specs, norm_count: int, ord: Ord, primals: Any, tangents: Any
+) -> Any:
     """By hand: sqrt has no finite derivative at 0, and squares may overflow.
 
     d norm = sum (|x| / norm)^(p-1) d|x|
@@ -431,12 +475,12 @@ def _derivative(specs: Specs, size: int, ord: Ord, primals: Any, tangents: Any) 
     """
     (arrays,) = primals
     (array_tangents,) = tangents
-    norms = norms_of(specs, size, ord, arrays)
+    norms = norms_of(specs, norm_count, ord, arrays)
     dtype = sums.norm_dtype(arrays)
-    zeros = [jnp.zeros((), dtype)] * size
+    zeros = [jnp.zeros((), dtype)] * norm_count
     # The norm of each x / norm, and what its sum is divided by.
     norms_of_quotients = norms
-    divisors = _counts(specs, size, ord, arrays, dtype)
+    divisors = _counts(specs, norm_count, ord, arrays, dtype)
     if ord == "average":
         norms_of_quotients = [x * count**0.5 for x, count in zip(norms, divisors)]
         divisors = [count * count**0.5 for count in divisors]
@@ -449,19 +493,26 @@ def _derivative(specs: Specs, size: int, ord: Ord, primals: Any, tangents: Any) 
             term = _slope(array, tangent, norm)
         else:
             weight = _weight(ord, jnp.abs(array).astype(dtype), norm)
-            term = weight * sums.tangent_of_modulus(array, tangent).astype(dtype)
+            term = weight * tangent_of_modulus(array, tangent).astype(dtype)
             weights.append(weight)
         terms.append(jnp.sum(term, spec.axes, keepdims=spec.axes is not None))
     if ord == math.inf:
         # A maximum is shared by all elements that are the largest.
-        counts_of_leaves = []
-        for spec, weight in zip(specs, weights):
-            counts_of_leaves.append(plain_sum(weight, spec.axes))
-        counts = _joined(specs, counts_of_leaves, zeros, ADD, _by_platform)
-        # Nothing is the largest where the norm is NaN: 0 / 1.
-        divisors = [jnp.maximum(count, 1) for count in counts]
+        divisors = _tie_counts(specs, weights, zeros)
     totals = _joined(specs, terms, zeros, ADD, _by_platform)
     return norms, [total / divisor for total, divisor in zip(totals, divisors)]
+
+
+def _tie_counts(specs: Specs, weights: list[Array], zeros: list[Array]) -> list[Array]:
+    """For each norm of order inf the number of its largest elements, at least 1: those
+    whose weight is 1, in all leaves and on all devices.
+    """
+    counts_of_leaves = []
+    for spec, weight in zip(specs, weights):
+        counts_of_leaves.append(plain_sum(weight, spec.axes))
+    counts = _joined(specs, counts_of_leaves, zeros, ADD, _by_platform)
+    # Nothing is the largest where the norm is NaN: 0 / 1.
+    return [jnp.maximum(count, 1) for count in counts]
 
 
 def _slope(array: Array, tangent: Array, norm: Array) -> Array:
@@ -471,7 +522,8 @@ def _slope(array: Array, tangent: Array, norm: Array) -> Array:
     if jnp.iscomplexobj(array):
         real = _slope(jnp.real(array), jnp.real(tangent), norm)
         return real + _slope(jnp.imag(array), jnp.imag(tangent), norm)
-    # A norm of 0 has only zeros, whose derivative is then 0 / 1.
+    # Where the norm is 0 all x are 0: 0 / 1 is 0. A norm that is NaN also divides by 1,
+    # and the NaN in x shows.
     quotient = divided(array.astype(norm.dtype), jnp.where(norm > 0, norm, 1.0))
     return quotient * tangent.astype(norm.dtype)
 

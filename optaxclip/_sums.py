@@ -33,13 +33,14 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ._mesh import is_on_one_device
+from ._mesh_types import is_on_one_device
 
-# 2^37 of the largest numbers, which are 2^128, have a finite `down`: (2^128 / s)^2 is
-# 2^90. The smallest normal one, which is 2^-126, has a normal `up`: 2^(-43 * 2).
+# Room for 2^37 of the largest numbers: (2^128 / s)^2 = 2^90. The smallest normal number
+# stays normal: (2^-126 * s)^2 = 2^-86.
 SCALES = {np.dtype(np.float32): 2.0**83, np.dtype(np.float64): 2.0**600}
-# A GPU sums the columns of fewer rows than these in the kernel that needs the sums.
-FEW_ROWS = 32
+# With fewer rows than these XLA fuses column sums into their reader, so no split is
+# needed.
+LEAST_ROWS_TO_SPLIT = 32
 # For more norms than these a platform takes their roots as a vector, and a TPU also
 # their factors. With 128 tensors on a v5e:4x4 a clip by the RMS then takes 137 scalar
 # operations, instead of 3,465. With 52 on one v5e vectors moved 1.3 % more bytes.
@@ -74,7 +75,12 @@ def per_platform(
     # OPTAXCLIP_PLATFORM=plain takes the form of plain `jnp` everywhere.
     forced = os.environ.get("OPTAXCLIP_PLATFORM")
     if forced:
-        return {"cpu": cpu, "gpu": gpu, "plain": plain}[forced](*operands)
+        functions = {"cpu": cpu, "gpu": gpu, "plain": plain}
+        if forced not in functions:
+            raise ValueError(
+                f"OPTAXCLIP_PLATFORM must be one of {list(functions)}, got {forced!r}."
+            )
+        return functions[forced](*operands)
     # JAX knows GPUs as cuda and rocm.
     return lax.platform_dependent(*operands, cpu=cpu, cuda=gpu, rocm=gpu, default=plain)
 
@@ -86,12 +92,12 @@ def three_sums(array: jax.Array, axes: Axes, dtype: Any) -> Sums:
         return _sums_of_both_parts(three_sums, array, axes, dtype)
     # Programs for GPU and TPU have float64 only where a leaf has 64 bits.
     if dtype == np.float64:
-        return three_sums_on_a_tpu(array, axes, dtype)
+        return three_sums_in_jnp(array, axes, dtype)
     return per_platform(
         array,
         cpu=partial(_three_sums_on_a_cpu, axes=axes, dtype=dtype),
         gpu=partial(three_sums_on_a_gpu, axes=axes, dtype=dtype),
-        plain=partial(three_sums_on_a_tpu, axes=axes, dtype=dtype),
+        plain=partial(three_sums_in_jnp, axes=axes, dtype=dtype),
     )
 
 
@@ -124,8 +130,8 @@ def root_of_mean(count: ArrayLike, sums: Sums) -> jax.Array:
     return root / jnp.where(up_is_finite, scale, scale_of_second)
 
 
-# The same arrays. A GPU writes them to memory, and what follows reads them there,
-# instead of computing them again: a step of AGC moves 12.27 GB on an H100, not 12.58.
+# The arrays unchanged. On a GPU they are written to memory, and not computed again by
+# what follows: a step of AGC moves 12.27 GB on an H100, not 12.58.
 written_by_a_gpu = partial(per_platform, gpu=lax.optimization_barrier)
 
 
@@ -152,15 +158,15 @@ def _three_sums_on_a_cpu(array: jax.Array, axes: Axes, dtype: Any) -> Sums:
 
 
 @partial(traced_once, static_argnums=(1, 2))
-def three_sums_on_a_tpu(array: jax.Array, axes: Axes, dtype: Any) -> Sums:
-    """The three sums, which a TPU computes in one read."""
+def three_sums_in_jnp(array: jax.Array, axes: Axes, dtype: Any) -> Sums:
+    """The three sums in plain `jnp`, which a TPU computes in one read."""
     if jnp.iscomplexobj(array):
-        return _sums_of_both_parts(three_sums_on_a_tpu, array, axes, dtype)
+        return _sums_of_both_parts(three_sums_in_jnp, array, axes, dtype)
     x = array.astype(dtype)
     scale = SCALES[dtype]
-    total = partial(jnp.sum, axis=axes, keepdims=axes is not None)
+    sum_axes = partial(jnp.sum, axis=axes, keepdims=axes is not None)
     squares = [_square(x, s) for s in (scale, 1.0, 1 / scale)]
-    return Sums(*map(total, squares))
+    return Sums(*map(sum_axes, squares))
 
 
 def _square(x: jax.Array, scale: Any) -> jax.Array:
@@ -185,7 +191,8 @@ def three_sums_on_a_gpu(array: jax.Array, axes: Axes, dtype: Any) -> Sums:
     if jnp.iscomplexobj(array):
         return _sums_of_both_parts(three_sums_on_a_gpu, array, axes, dtype)
     summed_axes = tuple(range(array.ndim)) if axes is None else axes
-    # Without a mesh, as under plain jit, the array is on one device.
+    # Without a mesh in its type nothing is known. The real operand keeps that case
+    # right.
     if not jax.typeof(array).sharding.mesh.empty and not is_on_one_device(array):
         keep = axes is not None
         return _sums_of_last_axis(_side_by_side(array, summed_axes, keep, dtype))
@@ -216,13 +223,13 @@ def _over_columns(array: jax.Array, axes: tuple[int, ...], dtype: Any) -> Sums:
     sizes = [array.shape[axis] for axis in axes]
     # A size of jax.export may be a symbol, and then no size is known as the largest.
     has_symbol = not all(isinstance(size, int) for size in sizes)
-    if has_symbol or math.prod(sizes) < FEW_ROWS:
-        return three_sums_on_a_tpu(array, axes, dtype)
-    size = max(sizes)
-    longest = axes[sizes.index(size)]
-    parts = math.gcd(size, max(8, 2 ** (size // 2048).bit_length()))
+    if has_symbol or math.prod(sizes) < LEAST_ROWS_TO_SPLIT:
+        return three_sums_in_jnp(array, axes, dtype)
+    length = max(sizes)
+    longest = axes[sizes.index(length)]
+    parts = math.gcd(length, max(8, 2 ** (length // 2048).bit_length()))
     shape = list(array.shape)
-    shape[longest : longest + 1] = parts, size // parts
+    shape[longest : longest + 1] = parts, length // parts
     # The longest axis is two axes now. The first of them stays for the second sum.
     inner = [axis + (axis >= longest) for axis in axes]
     sums = _side_by_side(array.reshape(shape), inner, True, dtype)
@@ -274,61 +281,17 @@ def largest_bits(array: jax.Array, axes: Axes, dtype: Any) -> jax.Array:
 @partial(traced_once, static_argnums=1)
 def plain_sum(x: jax.Array, axes: Axes) -> jax.Array:
     """The sum of numbers, none of which leaves the range, in float64 on a CPU."""
-    total = partial(jnp.sum, axis=axes, keepdims=axes is not None)
+    sum_axes = partial(jnp.sum, axis=axes, keepdims=axes is not None)
 
-    def total_on_a_cpu(x: jax.Array) -> jax.Array:
+    def sum_axes_on_a_cpu(x: jax.Array) -> jax.Array:
         with jax.enable_x64(True):
             wide = lax.convert_element_type(x, np.float64)
-            return lax.convert_element_type(total(wide), x.dtype)
+            return lax.convert_element_type(sum_axes(wide), x.dtype)
 
-    return per_platform(x, cpu=total_on_a_cpu, gpu=total, plain=total)
-
-
-# ------------------------------------------------- moduli of elements, and their dtypes
+    return per_platform(x, cpu=sum_axes_on_a_cpu, gpu=sum_axes, plain=sum_axes)
 
 
-def direction(x: jax.Array) -> jax.Array:
-    """x / |x|, 0 at 0, and NaN for an infinite complex number. The modulus itself may
-    be beyond the range of the dtype.
-    """
-    if not jnp.iscomplexobj(x):
-        return jnp.sign(x)
-    real = jnp.real(x)
-    imag = jnp.imag(x)
-    longer = jnp.maximum(jnp.abs(real), jnp.abs(imag))
-    divisor = jnp.where(longer == 0, 1.0, longer)
-    real = real / divisor
-    imag = imag / divisor
-    # The root has no derivative at 0, so it is not taken of 0.
-    square = jnp.where(longer == 0, 1.0, real * real + imag * imag)
-    # Not divided by the root: XLA joins two divisions in a row to one, by a product
-    # that may leave the range.
-    inverse = jax.lax.rsqrt(square)
-    return jax.lax.complex(real * inverse, imag * inverse)
-
-
-def with_modulus(size: jax.Array, x: jax.Array) -> jax.Array:
-    """size * x / |x|."""
-    towards = direction(x)
-    if not jnp.iscomplexobj(x):
-        return size * towards
-    # In parts: strict promotion has no product of a real and a complex number.
-    return jax.lax.complex(size * jnp.real(towards), size * jnp.imag(towards))
-
-
-def tangent_of_modulus(x: jax.Array, tangent: jax.Array) -> jax.Array:
-    """The tangent of |x|, from that of x."""
-    if not jnp.iscomplexobj(x):
-        return (jnp.sign(x) * tangent).astype(modulus_dtype(x))
-    towards = direction(x)
-    # d|z| = Re(conj(z) / |z| * dz)
-    real = jnp.real(towards) * jnp.real(tangent)
-    return real + jnp.imag(towards) * jnp.imag(tangent)
-
-
-def modulus_dtype(x: jax.Array) -> Any:
-    """The real dtype of a leaf's elements."""
-    return jnp.finfo(x.dtype).dtype
+# --------------------------------------------------------------- dtypes, and division
 
 
 def as_float(norm: Any) -> jax.Array:
@@ -345,15 +308,10 @@ def norm_dtype(leaves: Any) -> Any:
     return np.dtype(np.float64 if max(bits, default=32) == 64 else np.float32)
 
 
-def wide_dtype(leaf: Any) -> Any:
-    """The dtype that arithmetic on a leaf takes place in: at least 32 bits."""
-    return np.promote_types(jnp.result_type(leaf), np.float32)
-
-
 @jax.custom_jvp
 def divided(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    """numerator / denominator. The denominator is a normal number, and not smaller than
-    the numerator.
+    """numerator / denominator, for a denominator that is a positive normal number and a
+    quotient within the range.
 
     XLA multiplies an array by the reciprocal of a scalar, which is flushed to 0 above
     2^126. So large numbers are scaled down first.

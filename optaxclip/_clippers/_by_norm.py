@@ -195,8 +195,7 @@ def clip_by_unitwise_norm(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which all leaves that are split need but
-        vectors.
+        or a tree prefix of PartitionSpec, required for every split leaf except vectors.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`.

@@ -14,7 +14,7 @@ from .. import _trees as trees
 from .._checks import begins_anew, broadcasts_to, is_function
 from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
-from .._sums import with_modulus
+from .._moduli import with_modulus
 from .._trees import PyTree
 from ..rules._memory import count_up
 from ..rules._rule import Number, is_rule

@@ -24,7 +24,7 @@ from .. import _trees as trees
 from .._checks import check_number, check_state, shown
 from .._exported import PLACEHOLDER
 from .._kernel import make_clipper
-from .._mesh import resharded, typed_as, types_of, varying_as
+from .._mesh_types import resharded, typed_as, types_of, varying_as
 from .._norms import OwnNorm
 from .._state import ClipState
 from .._sums import norm_dtype

@@ -32,9 +32,9 @@ from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
+from .._moduli import modulus_dtype, wide_dtype, with_modulus
 from .._norms import Norms, TensorNorm
 from .._options import check_measure
-from .._sums import modulus_dtype, wide_dtype, with_modulus
 from .._trees import PyTree, Stacked, arrays_of, clipped_leaves, put_back
 from ..rules._averages import Ema
 from ..rules._memory import count_up, new_where, root

@@ -36,12 +36,12 @@ from jax.typing import ArrayLike
 from .. import _trees as trees
 from .._checks import Nonfinite, check_choice, check_known, check_length, shown
 from .._kernel import make_clipper
-from .._mesh import resharded, split_as
+from .._mesh_types import resharded, resharded_as
+from .._moduli import wide_dtype
 from .._norms import Norms, TensorNorm
 from .._options import static_axes
 from .._reduce import LeafSpec
 from .._state import ClipState
-from .._sums import wide_dtype
 from .._trees import PyTree, Stacked, clipped_leaves, other_axes, put_back
 from ..rules._limits import LimitTree
 from ..rules._memory import root
@@ -204,7 +204,8 @@ def spectral_norm(
 def _measure(call: str, method: Method, columns: Any, stacked: Any) -> SpectralNorm:
     """The measure of these arguments, which are checked."""
     check_choice(f"{call}: method", method, get_args(Method))
-    columns = static_axes("columns", columns, call)
+    # A tuple is a node of the tree, as `columns` has one number for each leaf.
+    columns = static_axes("columns", columns, call, is_value=trees.is_none)
     stacked = static_axes("stacked", stacked, call)
     return SpectralNorm(call, method, columns, stacked)
 
@@ -245,7 +246,7 @@ class SpectralNorm(NamedTuple):
                 spectral_norm = spectral_norm.reshape(l2_norm.shape)
                 values[index] = spectral_norm.astype(l2_norm.dtype)
         # Each device holds whole matrices: no norm is split over devices.
-        specs = tuple(LeafSpec(norm=index) for index in range(len(values)))
+        specs = tuple(LeafSpec(norm_index=index) for index in range(len(values)))
         return l2_norms._replace(values=values, specs=specs)
 
     def layouts(self, tree: PyTree) -> dict[Layout, list[int]]:
@@ -311,7 +312,7 @@ class Layout(NamedTuple):
         sizes = [like.shape[axis] for axis in (*self.layer_axes, *matrix_axes)]
         layer_rank = len(self.layer_axes)
         leaf = jnp.moveaxis(matrices.reshape(sizes), range(layer_rank), self.layer_axes)
-        return split_as(leaf.astype(like.dtype), jax.typeof(like))
+        return resharded_as(leaf.astype(like.dtype), jax.typeof(like))
 
 
 # Jitted at module level, so that clippers with equal settings share a program.
@@ -466,7 +467,7 @@ def shrunk_by_products(
     limit = jnp.minimum(limit, far * bound)
     largest = jnp.sqrt(bound**2 + limit**2)
     # On an Explicit mesh that splits layers, [cI] must be split as X is.
-    limit_eye = split_as(limit * _eye(x), jax.typeof(x))
+    limit_eye = resharded_as(limit * _eye(x), jax.typeof(x))
     limit_eye_and_x = jnp.concatenate([limit_eye, x], -2) / largest
     polar = _polar(limit_eye_and_x, limit / largest, steps)
     columns = x.shape[-1]

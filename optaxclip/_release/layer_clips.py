@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from .._mesh import split_as
+from .._mesh_types import resharded_as
 from .._state import COUNT_NAMES, ClipState, Names, clip_states
 from .._trees import PyTree
 from .optimizers import Optimizer
@@ -32,7 +32,7 @@ class LayerClip(NamedTuple):
             jnp.arange(length)
         )
         # Zeros that vmap stacks have no type of a mesh.
-        return jax.tree.map(lambda x: split_as(x, jax.typeof(x)), states)
+        return jax.tree.map(lambda x: resharded_as(x, jax.typeof(x)), states)
 
     def states(self, arrays: list[Array], leaves: dict[int, Array]) -> PyTree:
         """The states of all layers, made of their arrays."""

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.extend.core import jaxpr_as_fun
 
 from .._jaxpr import type_of
-from .._mesh import typed_as
+from .._mesh_types import typed_as
 from .._trees import PyTree, put_back
 from .program import Part, Program, Stack, is_float, is_variable
 

@@ -13,7 +13,7 @@ from jax import Array
 
 from .._checks import check_flag, shown
 from .._exported import exported
-from .._mesh import has_types, manual_axes
+from .._mesh_types import has_types, manual_axes
 from .._norms import global_norm
 from .._state import NUMBER_NAMES, ClipState
 from .._trees import PyTree, clipped_leaves, freeze, lookup, name

@@ -23,8 +23,8 @@ import optax
 
 from .._checks import check_state, kept_finite, with_extra_args
 from .._exported import exported
+from .._moduli import wide_dtype
 from .._state import ClipState, clip_states
-from .._sums import wide_dtype
 from .._trees import PyTree, check_kept, clipped_leaves, is_none, put_back
 
 

@@ -18,9 +18,9 @@ import optax
 from jax import Array, lax
 
 from .._checks import with_extra_args
-from .._mesh import varying
+from .._mesh_types import varying
+from .._moduli import wide_dtype
 from .._state import ClipState, clip_states
-from .._sums import wide_dtype
 from .._trees import PyTree, clipped_leaves, put_back, weights_of
 
 # Arguments of `update` that say something of gradients, and nothing of weights.

@@ -20,7 +20,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
-from .._mesh import MeshAxes, typed_as_varying, varying
+from .._mesh import MeshAxes
+from .._mesh_types import varying, varying_as_any_of
 from .._names import OF_UPDATE
 from .._norms import GlobalNorm
 from .._packed import packed, rows_from, unpacked
@@ -127,7 +128,7 @@ class Judge(NamedTuple):
         device trains alone.
         """
         if self.mesh_axes is None:
-            return typed_as_varying(model, values)
+            return varying_as_any_of(values, model)
         return values
 
     def _norm_of(self, updates: PyTree) -> Array:

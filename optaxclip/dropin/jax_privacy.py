@@ -47,7 +47,7 @@ from jax.core import Tracer
 
 from .. import per_example
 from .._checks import check_choice, check_number
-from .._mesh import typed_as_varying
+from .._mesh_types import varying_as_any_of
 from .._names import with_our_names
 from .._norms import global_norm
 from ..per_example._problem import check_function
@@ -289,7 +289,7 @@ def clipped_grad(
         ) -> tuple[Any, Any]:
             """Its gradient is the transformed gradient of the loss."""
             params, shared = params_and_shared
-            params = typed_as_varying(example, params)
+            params = varying_as_any_of(params, example)
             value_and_grad = jax.value_and_grad(loss, has_aux=True)
             (value, aux), grads = value_and_grad(params, example, shared)
             norm = partial(global_norm, mesh_axes=None)

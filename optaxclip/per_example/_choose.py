@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from .. import _trees as prefix
 from .._jaxpr import has_convolution, has_groups, work_of
-from .._mesh import is_on_one_device, manual_axes
+from .._mesh_types import is_on_one_device, manual_axes
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
 from ._passes import even_width, small_memory

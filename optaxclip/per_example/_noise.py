@@ -22,7 +22,8 @@ from jax.tree_util import keystr
 from jax.typing import ArrayLike
 
 from .._checks import check_length, check_number, number_for_jit, shown
-from .._mesh import device_count, has_types, manual_axes, varying
+from .._mesh import device_count
+from .._mesh_types import has_types, manual_axes, varying
 from .._norms import global_norm
 from .._sums import divided
 from ._clipped_grad import ClippedGrad

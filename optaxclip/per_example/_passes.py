@@ -20,7 +20,8 @@ from jax.core import Tracer
 from .. import _trees as prefix
 from .._checks import check_limit, check_scalar, held_in, is_function, shown
 from .._factors import factor_between, shrunk_by, times_square
-from .._mesh import Names, typed_as_varying, varying
+from .._mesh import Names
+from .._mesh_types import varying, varying_as_any_of
 from .._reduce import LeafSpec, norms_of
 from ..rules._rule import is_rule
 from ..shrinks import Shrink
@@ -84,7 +85,7 @@ class Limits(NamedTuple):
         splits = self.splits or [()] * len(leaves)
         specs = []
         for group, mesh_axes in zip(self.groups, splits):
-            specs.append(LeafSpec(norm=group, summed_over=mesh_axes))
+            specs.append(LeafSpec(norm_index=group, summed_over=mesh_axes))
 
         def norms_of_one(leaves: Arrays) -> Array:
             return jnp.stack(norms_of(tuple(specs), len(self.values), None, leaves))
@@ -271,7 +272,7 @@ class Run(NamedTuple):
         for leaf in jax.tree.leaves(self.problem.params):
             zero = jnp.zeros(leaf.shape, np.promote_types(leaf.dtype, np.float32))
             # As lax.scan asks for: of the type of the sums that follow.
-            zeros.append(typed_as_varying((self.problem.batch, leaf), zero))
+            zeros.append(varying_as_any_of(zero, (self.problem.batch, leaf)))
         return zeros
 
     def _grads_and_results(

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from .. import _mesh
+from .. import _mesh_types as mesh_types
 from .. import _trees as prefix
 from .._checks import shown
 from .._jaxpr import every_equation
-from .._mesh import MeshAxes, Names, listed, varying
+from .._mesh import MeshAxes, Names, listed
+from .._mesh_types import varying
 from .._trees import check_leaves
 
 # Whose lines tell a user nothing: JAX's and ours.
@@ -132,7 +134,7 @@ class Signature(NamedTuple):
         """
         params, batch = problem.params, problem.batch
         splits = self._splits(params, batch)
-        params = _mesh.typed_as_varying(batch, params)
+        params = mesh_types.varying_as_any_of(params, batch)
         problem = problem._replace(params=params, splits=splits)
         program, returned = problem.traced(problem.of_one)
         self._check_program(program, batch)
@@ -167,9 +169,9 @@ class Signature(NamedTuple):
         """Raises ValueError for an equation that joins examples, or devices in a way
         that norms of examples are not known.
         """
-        manual = _mesh.manual_axes()
+        manual = mesh_types.manual_axes()
         mesh_axes = varying(batch)
-        if self.mesh_axes == "auto" and not _mesh.has_types(manual):
+        if self.mesh_axes == "auto" and not mesh_types.has_types(manual):
             # Nothing says which mesh axes split parameters, and which the batch.
             mesh_axes = frozenset(manual)
         for outer in program.jaxpr.eqns:

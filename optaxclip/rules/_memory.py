@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._mesh import split_as
+from .._mesh_types import resharded_as
 
 
 def count_up(counter: jax.Array, happened: ArrayLike = True) -> jax.Array:
@@ -93,7 +93,7 @@ def new_where(is_new: jax.Array, new: Any, old: Any) -> Any:
     """The new memory where `is_new`, elementwise by norm, and the old one elsewhere."""
 
     def choose(new: ArrayLike, old: jax.Array) -> jax.Array:
-        new = split_as(jnp.asarray(new).astype(old.dtype), jax.typeof(old))
+        new = resharded_as(jnp.asarray(new).astype(old.dtype), jax.typeof(old))
         # A scalar fits every array. On an Explicit mesh it goes with any sharding.
         if not is_new.ndim:
             return jnp.where(is_new, new, old)

@@ -28,7 +28,7 @@ from jax.typing import ArrayLike
 
 from .. import _checks as checks
 from .._exported import call_repr
-from .._mesh import typed_as
+from .._mesh_types import typed_as
 from .._names import checked
 from .._trees import PyTree
 from ._memory import new_where

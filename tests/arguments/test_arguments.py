@@ -85,7 +85,17 @@ def test_an_order_may_be_an_array_of_one_number():
 
 
 @pytest.mark.parametrize(
-    "order", [np.array([1, 2]), np.array([2.0]), np.array("rms"), np.array(0), "max"]
+    "order",
+    [
+        np.array([1, 2]),
+        np.array([2.0]),
+        np.array("rms"),
+        np.array(0),
+        np.array(True),
+        jnp.array(True),
+        True,
+        "max",
+    ],
 )
 def test_an_order_that_is_no_number_above_0_is_refused(order):
     text = (
@@ -105,6 +115,27 @@ def test_true_and_false_are_no_numbers_of_axes():
         for value, cure in {True: f"{option}=1", False: f"{option}=None"}.items():
             with pytest.raises(TypeError, match=f"got {value}: .* write {cure}"):
                 build(**{option: value})
+
+
+LEAF = jnp.ones((2, 3, 4))
+AXES = {
+    "tensor_norm: stacked": lambda x: optaxclip.tensor_norm(LEAF, stacked=x),
+    "unitwise_norm: stacked": lambda x: optaxclip.unitwise_norm(LEAF, stacked=x),
+    "unitwise_norm: axis": lambda x: optaxclip.unitwise_norm(LEAF, axis=x),
+}
+
+
+@pytest.mark.parametrize("value", [True, (True,), [True], jnp.array(1), np.array(1)])
+@pytest.mark.parametrize("argument", AXES)
+def test_norms_refuse_bools_and_arrays_as_axes(argument, value):
+    with pytest.raises(TypeError, match=f"^{argument} must be "):
+        AXES[argument](value)
+
+
+def test_a_tuple_of_axes_may_not_hold_a_bool():
+    text = r"stacked must be a whole number, got \(True,\): write stacked=\(1,\)"
+    with pytest.raises(TypeError, match=text):
+        optaxclip.clip_by_tensor_norm(1.0, stacked=(True,))
 
 
 # Arrays made here are known inside jit too, though what is done with them is traced.

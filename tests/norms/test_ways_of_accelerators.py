@@ -88,6 +88,12 @@ def by_the_way_of(platform):
     jax.clear_caches()
 
 
+def test_an_unknown_platform_is_named():
+    text = r"^OPTAXCLIP_PLATFORM must be one of .*'plain'\], got 'tpu'"
+    with by_the_way_of("tpu"), pytest.raises(ValueError, match=text):
+        optaxclip.global_norm(jnp.ones(3))
+
+
 def of_length(largest, ord):
     start = random_leaves("mixed", 26, shapes=[(3,), (2, 2), (1, 3)])
     factor = largest / oracles.norm(start, ord)

@@ -26,7 +26,7 @@ from jax import Array, lax
 
 from ..._factors import times_square
 from ..._jaxpr import has_backward_rule, has_convolution
-from ..._mesh import typed_as_varying, varying
+from ..._mesh_types import varying, varying_as_any_of
 from .. import _passes as passes
 from .._passes import Arrays, ExampleResults, Run, Weights, along_batch
 from .._problem import Problem
@@ -224,7 +224,7 @@ def _weighted_sum(
     dtype = np.promote_types(param.dtype, roots.dtype)
     captured_of_leaf = plan.captured_of(captured)
     zeros = jnp.zeros(plan.matrix_shape, dtype)
-    zeros = typed_as_varying((captured_of_leaf, param, weights.counts), zeros)
+    zeros = varying_as_any_of(zeros, (captured_of_leaf, param, weights.counts))
 
     def step(
         counts: Array,

@@ -33,7 +33,7 @@ from jax.core import ShapedArray
 
 from ... import _jaxpr
 from ..._jaxpr import CALLS, Flags, type_of
-from ..._mesh import typed_as_varying, varying_as
+from ..._mesh_types import varying_as, varying_as_any_of
 from .._passes import is_narrow, widened, written
 
 if TYPE_CHECKING:
@@ -437,7 +437,7 @@ def capture(
             taps_of_use.append(varying_as(tap, out_type))
         taps.append(taps_of_use)
     # In shard_map cotangents of another type would be summed over devices.
-    zeros, taps = typed_as_varying(batch, (jnp.zeros(size, jnp.float32), taps))
+    zeros, taps = varying_as_any_of((jnp.zeros(size, jnp.float32), taps), batch)
 
     def of_one(example: Any, zero: Array, taps: Any) -> Any:
         (value, *aux), inputs = _run(program, [*params, *example], taps, zero)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ..._mesh import varying
+from ..._mesh_types import varying
 from ..._reduce import LeafSpec, norms_of
 from ..._sums import per_platform
 from ._capture import Captured, Origin, Use
@@ -550,7 +550,7 @@ def grads_or_norms_of(plan: LeafPlan, products: list[OuterProducts]) -> Array:
 
 def _norm(array: Array) -> Array:
     """The norm of an array on this device."""
-    (norm,) = norms_of((LeafSpec(norm=0),), 1, None, [array])
+    (norm,) = norms_of((LeafSpec(norm_index=0),), 1, None, [array])
     return norm
 
 

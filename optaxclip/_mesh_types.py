@@ -1,0 +1,167 @@
+"""Types of arrays: along which mesh axes they vary, and how a mesh splits them.
+
+Two parts of a type tell of devices. Inside a typed shard_map (check_vma=True) it names
+the manual mesh axes along which a value may differ between devices. On an Explicit mesh
+it has the sharding. Numbers that the library makes get the types of the arrays that
+they belong to.
+
+`names` are names of mesh axes.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.core import ShapedArray
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ._trees import PyTree
+
+Names = tuple[str, ...]
+
+
+def manual_axes() -> Names:
+    """The mesh axes along which this program sees its own part only."""
+    return jax.sharding.get_abstract_mesh().manual_axes
+
+
+def has_types(manual: Names) -> bool:
+    """Whether JAX tracks here which values differ between devices.
+
+    It does not in pmap and with check_vma=False. There even axis_index has the type of
+    a value that is the same everywhere.
+    """
+    return bool(manual) and varying(lax.axis_index(manual)) >= set(manual)
+
+
+def varying(tree: PyTree) -> frozenset[str]:
+    """The manual mesh axes over which some array of a tree may differ."""
+    names: frozenset[str] = frozenset()
+    for array in jax.tree.leaves(tree):
+        names |= jax.typeof(array).manual_axis_type.varying
+    return names
+
+
+def varying_over(x: jax.Array, names: Iterable[str]) -> jax.Array:
+    """The value, typed as one that differs along these mesh axes."""
+    manual = manual_axes()
+    # pcast refuses an axis along which the value varies already.
+    missing = tuple(n for n in names if n in manual and n not in varying(x))
+    if missing and has_types(missing):
+        return lax.pcast(x, missing, to="varying")
+    return x
+
+
+def varying_as(value: jax.Array, array_type: ShapedArray) -> jax.Array:
+    """The value, typed as differing between devices where a type says so."""
+    return varying_over(value, sorted(array_type.manual_axis_type.varying))
+
+
+def varying_as_any_of(values: PyTree, models: PyTree) -> Any:
+    """The arrays of a tree, typed as differing between devices along all mesh axes over
+    which some array of another tree, `models`, does.
+
+    In shard_map the gradient by parameters of any other type comes summed over devices,
+    and the examples in it cannot be told apart.
+    """
+    # Outside shard_map the leaves of `models` need not be arrays.
+    names = sorted(varying(models)) if manual_axes() else ()
+    if not names:
+        return values
+    return jax.tree.map(lambda x: varying_over(x, names), values)
+
+
+def narrowed_as(values: Any, model: jax.Array) -> Any:
+    """The arrays of a tree, typed as the same on all devices along the mesh axes along
+    which `model` is.
+
+    The caller guarantees equal values without NaN. Only the type became "varying", as
+    the number came out of a vector with others.
+    """
+
+    def narrowed(value: jax.Array) -> jax.Array:
+        too_many = tuple(sorted(varying(value) - varying(model)))
+        return lax.pmax(value, too_many) if too_many else value
+
+    return jax.tree.map(narrowed, values) if manual_axes() else values
+
+
+def resharded_as(value: jax.Array, array_type: ShapedArray) -> jax.Array:
+    """The value, split over the Explicit axes of the mesh as a type says. Array axes
+    beyond those of the type are not split.
+    """
+    return resharded(value, array_type.sharding.spec)
+
+
+def types_of(function: Callable[..., Any], *args: Any) -> Any:
+    """The types of the arrays that a function returns.
+
+    `jax.eval_shape` drops the shardings of a mesh that has both Explicit and Auto axes,
+    as seen in JAX 0.10.2.
+    """
+    program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
+
+
+def typed_as(tree: PyTree, array_type: ShapedArray) -> Any:
+    """The arrays of a tree with a type that `jax.typeof` or `types_of` gave.
+
+    `lax.scan` and shard_map compare the types of a state before and after a step.
+    """
+    # Without a mesh, as under plain jit, no type says anything of devices.
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+
+    def typed(value: jax.Array) -> jax.Array:
+        return varying_as(resharded_as(value, array_type), array_type)
+
+    return jax.tree.map(typed, tree)
+
+
+def resharded(value: jax.Array, spec: Sequence[Any] = ()) -> jax.Array:
+    """The value, split over Explicit mesh axes along its first axes as `spec` says, and
+    whole along the others.
+    """
+    mesh = jax.typeof(value).sharding.mesh
+    # Outside jax.set_mesh only the type knows the mesh.
+    mesh = mesh if mesh.explicit_axes else jax.sharding.get_abstract_mesh()
+    # In Auto meshes the sharding is no part of a type, and XLA chooses it.
+    if not mesh.explicit_axes:
+        return value
+    return jax.reshard(value, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def entries_of(
+    vector: jax.Array,
+    array_types: Sequence[ShapedArray],
+    take: Callable[[jax.Array, int], jax.Array] = operator.getitem,
+) -> list[jax.Array]:
+    """Arrays of these types, one after the other out of a vector. `take` takes out a
+    single number.
+    """
+    arrays = []
+    start = 0
+    for array_type in array_types:
+        stop = start + math.prod(array_type.shape)
+        if array_type.shape:
+            array = vector[start:stop].reshape(array_type.shape)
+            arrays.append(resharded_as(array, array_type))
+        else:
+            arrays.append(take(vector, start))
+        start = stop
+    return arrays
+
+
+def is_on_one_device(x: Any) -> bool:
+    """Whether no part of the value can be on another device.
+
+    Under jit the type of a value names the mesh that it lives on, though not how an
+    Auto mesh splits it.
+    """
+    # Manual axes do not count: inside shard_map each device has an array of its own.
+    mesh = jax.typeof(x).sharding.mesh
+    split_by_jit = set(mesh.axis_names) - set(mesh.manual_axes)
+    return all(mesh.shape[name] == 1 for name in split_by_jit)
