@@ -260,7 +260,7 @@ def rules_of_norms(
     """
     if isinstance(rules, Rule):
         return [rules] * len(norms.values)
-    table = trees.freeze(rules, is_rule)
+    table = trees.prefix_table(rules, is_rule)
     # A leaf that is None is a hole in the tree of norms. A label whose leaves are all
     # None leaves no hole, so its rule is dropped here.
     if norms.noun == "label" and names:

@@ -142,13 +142,13 @@ def make_clipper(
                 "limit. Call update(grads, state, params, limit=...)."
             )
         # None, as for a clipper of optax, begins anew.
-        if checks.begins_anew(call, state, rules):
+        if checks.can_begin_anew(call, state, rules):
             empty_state = state
             state = init(updates)
             # The memory of a rule that learns must not begin anew in every step.
             if jax.tree.leaves(state.memory):
                 why = "learns from earlier norms"
-                raise TypeError(checks.no_state(call, empty_state, why))
+                raise TypeError(checks.missing_state_error(call, empty_state, why))
         else:
             checks.check_state(call, state, ClipState)
         for number in jax.tree.leaves(grad_norm):

@@ -216,7 +216,7 @@ def static_mesh_axes(mesh_axes: Any, call: str) -> Any:
             f"{call}: mesh_axes must be a name or a tuple of names, got "
             f"{shown(mesh_axes)}: write mesh_axes={tuple(mesh_axes)!r}."
         )
-    return trees.freeze(mesh_axes, _is_spec)
+    return trees.prefix_table(mesh_axes, _is_spec)
 
 
 def mesh_axes_of_leaves(mesh_axes: Any, tree: PyTree, call: str) -> list[Any]:

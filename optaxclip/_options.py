@@ -75,7 +75,7 @@ def static_axes(option: str, axes: Any, call: str) -> Any:
         return axes
     # A tuple of axes is one value. In `columns` it is a part of the tree.
     is_value = trees.is_axes if option != "columns" else trees.is_none
-    table = trees.freeze(axes, is_value)
+    table = trees.prefix_table(axes, is_value)
     for _, number in table.entries:
         # To Python True is 1 and False is 0.
         if isinstance(number, bool):
@@ -102,7 +102,7 @@ def static_labels(labels: Any, call: str) -> Any:
     """
     if is_function(labels):
         return labels
-    table = trees.freeze(labels, lambda x: isinstance(x, str))
+    table = trees.prefix_table(labels, lambda x: isinstance(x, str))
     if any(hasattr(label, "dtype") for _, label in table.entries):
         raise TypeError(f"{call}: labels must be strings or ints, got {shown(labels)}.")
     return table

@@ -52,7 +52,7 @@ def clipped_leaves(tree: PyTree, call: str = "") -> PyTree:
     A leaf counts if it has a float or complex dtype and at least one element.
 
     Raises:
-      TypeError: a leaf that is not an array.
+      TypeError: a leaf that is neither an array nor a number.
       ValueError: a sparse array that may hold an index twice.
     """
     check_sparse(tree, f"{call}: " if call else "")
@@ -75,8 +75,9 @@ def _clipped_leaf(leaf: Any) -> Any:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if _is_foreign(dtype):
         raise TypeError(f"an array of {dtype}")
-    counts = jnp.issubdtype(dtype, jnp.inexact) and 0 not in jnp.shape(leaf)
-    return leaf if counts else None
+    is_float = jnp.issubdtype(dtype, jnp.inexact)
+    is_clippable = is_float and 0 not in jnp.shape(leaf)
+    return leaf if is_clippable else None
 
 
 def _is_foreign(dtype: Any) -> bool:
@@ -236,21 +237,30 @@ def warn_of_stacks(call: str, tree: PyTree) -> None:
             leaves_below.setdefault(path[:length], []).append((path, leaf))
     for parent, entries in leaves_below.items():
         shapes = [jnp.shape(leaf) for _, leaf in entries]
-        ranks = {len(shape) for shape in shapes}
-        leading_sizes = {shape[:1] for shape in shapes}
-        kernels = [path for path, leaf in entries if jnp.ndim(leaf) >= 3]
-        has_stack = len(leading_sizes) == 1 and 2 in ranks and min(ranks) > 1
-        if has_stack and kernels and len(entries) >= 3:
-            ((size,),) = leading_sizes
+        if _looks_stacked(shapes):
+            size = shapes[0][0]
+            high_rank_paths = [path for path, leaf in entries if jnp.ndim(leaf) >= 3]
             warnings.warn(
                 f"{call}: the leaves below {name(parent)!r} look like {size} layers, "
                 "stacked on their leading axis. Without stacked= a unit of the leaf "
-                f"{name(kernels[0])!r} has one weight from each layer, in optax too. "
-                "Use stacked=1, or axis=... if these are no layers.",
+                f"{name(high_rank_paths[0])!r} has one weight from each layer, in "
+                "optax too. Use stacked=1, or axis=... if these are no layers.",
                 # The line that called init.
                 stacklevel=4,
             )
             return
+
+
+def _looks_stacked(shapes: Sequence[Shape]) -> bool:
+    """Whether leaves of these shapes look like layers on a leading axis."""
+    ranks = {len(shape) for shape in shapes}
+    leading_sizes = {shape[:1] for shape in shapes}
+    return (
+        len(shapes) >= 3
+        and len(leading_sizes) == 1
+        and min(ranks) == 2
+        and max(ranks) >= 3
+    )
 
 
 def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:
@@ -259,7 +269,7 @@ def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:
     """
     entries, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_none)
     try:
-        # None in the tree is a leaf here, at which the state may have a subtree.
+        # A None in the tree stands for a whole subtree of the state.
         stored_leaves = treedef.flatten_up_to(stored)
     except (TypeError, ValueError):
         raise ValueError(
@@ -285,9 +295,9 @@ def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:
 
 
 def weights_of(
-    call: str, tree: PyTree, params: PyTree, updates: str = "gradients"
+    call: str, tree: PyTree, params: PyTree, noun: str = "gradients"
 ) -> PyTree:
-    """The weights of the clipped leaves.
+    """The weights of the clipped leaves. `noun` is what errors call the updates.
 
     Raises:
       ValueError: params are None, or do not fit the updates.
@@ -295,9 +305,9 @@ def weights_of(
     """
     if params is None:
         # `clippy` and `qk_clip` come after the optimizer, and compare its updates.
-        argument = "grads" if updates == "gradients" else updates
+        argument = "grads" if noun == "gradients" else noun
         raise ValueError(
-            f"{call} compares {updates} with weights: call "
+            f"{call} compares {noun} with weights: call "
             f"update({argument}, state, params)."
         )
     check_sparse(params, f"{call}: params: ")
@@ -399,7 +409,7 @@ class Prefix(NamedTuple):
     entries: tuple[tuple[KeyPath, Any], ...]  # (key path, value)
 
 
-def freeze(prefix: PyTree, is_leaf: Callable[[Any], bool]) -> Prefix:
+def prefix_table(prefix: PyTree, is_leaf: Callable[[Any], bool]) -> Prefix:
     """The table of a tree prefix. `is_leaf` says which nodes are single values. None
     always is one.
     """
@@ -465,7 +475,7 @@ def lookup_paths(
     values = []
     used_paths: set[KeyPath] = set()
     for path in paths:
-        # At most one entry of a tree prefix begins a path. () is a value for all.
+        # A tree prefix has at most one entry above a leaf. The entry () is above all.
         table_path = next((head for head in beginnings(path) if head in table), None)
         if table_path is None:
             raise ValueError(
@@ -499,7 +509,7 @@ def for_each_leaf(
     if is_function(value):
         entries = jax.tree.leaves_with_path(tree)
         return [value(name(path), leaf) for path, leaf in entries]
-    return lookup(freeze(value, is_value), tree, argument)
+    return lookup(prefix_table(value, is_value), tree, argument)
 
 
 # --------------------------------------------------------------- axes of units, layers
@@ -546,7 +556,7 @@ class _StackedValue(NamedTuple):
 class _FirstOfStack(NamedTuple):
     """The first leaf of a stack."""
 
-    name: str
+    leaf: str  # its name
     sizes: str  # of the axes that count layers, such as "12 x 8"
 
 
@@ -582,7 +592,7 @@ def stacked_axes(
         if sizes != first.sizes:
             raise ValueError(
                 f"{call}: stacked={shown(value)} would count {first.sizes} in "
-                f"{first.name!r} and {sizes} in {name(path)!r}, but leaves of one "
+                f"{first.leaf!r} and {sizes} in {name(path)!r}, but leaves of one "
                 "stack have the same number of layers. Axes other than the leading "
                 "ones are a tuple, such as (1,) for axis 1. A leaf that is not stacked "
                 "takes None. Several stacks take a value each, as in "
@@ -601,7 +611,7 @@ def _stacked_values(
         return [_StackedValue(value, repr(value)) for value in values]
     # The key path tells equal values apart.
     entries = []
-    for path, value in freeze(stacked, is_axes).entries:
+    for path, value in prefix_table(stacked, is_axes).entries:
         entries.append((path, _StackedValue(value, path)))
     return lookup(Prefix(tuple(entries)), tree, argument)
 

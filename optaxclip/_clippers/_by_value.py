@@ -11,7 +11,7 @@ import optax
 
 from .. import _checks as checks
 from .. import _trees as trees
-from .._checks import begins_anew, broadcasts_to, is_function
+from .._checks import broadcasts_to, can_begin_anew, is_function
 from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._sums import with_modulus
@@ -108,7 +108,7 @@ def value_clipper(
     ) -> Any:
         # A checkpoint of `optax.clip` has EmptyState in this place. Fixed bounds need
         # no count of steps, so it begins anew.
-        if begins_anew(call, state, (upper, lower)):
+        if can_begin_anew(call, state, (upper, lower)):
             state = init(params)
         checks.check_state(call, state, ClipByValueState)
         trees.check_leaves(updates, f"{call}: ")
@@ -168,7 +168,7 @@ def _bounds(
     call: str, name: str, bound: Any, lowest: float, no_bound: float
 ) -> trees.Prefix:
     # A rule is taken as one value. The check then says that it is no number.
-    table = trees.freeze(bound, lambda x: is_function(x) or is_rule(x))
+    table = trees.prefix_table(bound, lambda x: is_function(x) or is_rule(x))
     entries = []
     for path, value in table.entries:
         if value is None:

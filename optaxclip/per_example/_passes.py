@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from .. import _trees as prefix
-from .._checks import check_limit, check_scalar, held_in, is_function, shown
+from .._checks import check_limit, check_scalar, in_norm_dtype, is_function, shown
 from .._factors import factor_between, shrunk_by, times_square
 from .._mesh import Names, typed_as_varying, varying
 from .._reduce import LeafSpec, norms_of
@@ -60,7 +60,7 @@ class Limits(NamedTuple):
                 return None
         dtype = jnp.result_type(float)
         # A traced limit may be negative, and then counts as 0.
-        limits = [jnp.maximum(held_in(dtype, limit), 0) for limit in self.values]
+        limits = [jnp.maximum(in_norm_dtype(dtype, limit), 0) for limit in self.values]
         return reduce(jnp.hypot, limits)
 
     def weigh(
@@ -106,7 +106,7 @@ class Limits(NamedTuple):
                 check_scalar(f"{self.call}: what max_norm returns", limit)
                 # Without an example there is no median.
                 limit = jnp.where(jnp.any(counts), limit, 0)
-            limits.append(held_in(norms.dtype, limit))
+            limits.append(in_norm_dtype(norms.dtype, limit))
         # A traced limit may be negative, and then counts as 0.
         limits_of_groups = jnp.maximum(jnp.stack(limits), 0)
         limits_of_norms = jnp.broadcast_to(limits_of_groups, norms.shape)
@@ -118,7 +118,7 @@ class Limits(NamedTuple):
             factors=jnp.where(counts[:, None], factor.reported, 0.0),
             counts=counts,
             shares=jnp.ones_like(counted_norms[:, 0])
-            / held_in(norms.dtype, self.divisor),
+            / in_norm_dtype(norms.dtype, self.divisor),
         )
 
 
