@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeGuard, TypeVar, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jax.tree_util import Partial
 Nonfinite = Literal["propagate", "zero", "raise"]
 NONFINITE = get_args(Nonfinite)
 NUMBERS = (int, float, np.generic, np.ndarray, jax.Array)
-Tree = TypeVar("Tree")  # a tree that is returned with the same structure
 LAST_STEP = 2**31 - 1  # the step of a state counts no further
 BEGIN = "Begin with a new one: state = optimizer.init(params)."
 KEEP_THE_REST = (

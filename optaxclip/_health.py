@@ -15,6 +15,7 @@ from jax.scipy.special import entr
 
 from . import _mesh as mesh
 from . import _trees as trees
+from ._axes import Stacked, other_axes
 from ._checks import BEGIN_ANEW, check_flag, check_length, check_state, shown
 from ._exported import PLACEHOLDER, exported
 from ._kernel import make_clipper
@@ -23,7 +24,7 @@ from ._norms import Norms, TensorNorm
 from ._options import check_measure
 from ._state import ClipState, sizes_of
 from ._sums import plain_sum, wide_dtype
-from ._trees import Stacked, clipped_leaves, weights_of
+from ._trees import clipped_leaves, weights_of
 from .rules._memory import in_place
 
 CALL = "record_health"
@@ -291,7 +292,7 @@ def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
 def _entropies(norms: Norms, tree: Any) -> list[jax.Array]:
     found = []
     for x, spec, norm in zip(jax.tree.leaves(tree), norms.specs, norms.values):
-        layers = () if spec.axes is None else trees.other_axes(spec.axes, x.ndim)
+        layers = () if spec.axes is None else other_axes(spec.axes, x.ndim)
         own = jnp.moveaxis(x, layers, range(len(layers)))
         # An Explicit mesh may split layers, but no matrix.
         own = mesh.resharded(own, jax.typeof(own).sharding.spec[: len(layers)])

@@ -34,6 +34,7 @@ from ._factors import factor_between, multiply, separate_roots, shrunk_by
 from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, norm_of_norms
 from ._outcome import Decide, Decision, Memories, Outcome, first_state, next_state
+from ._prefixes import Prefix
 from ._state import ClipState, state_of_placeholder
 from ._trees import PyTree
 from .rules._limits import check_limits_of_parts, check_one_limit, rule_of, rules_of
@@ -113,7 +114,7 @@ def make_clipper(
         # A state is often made outside the shard_map that it goes into, where no mesh
         # axis has a name. Norms of the user's and the spectral norm have no mesh_axes.
         mesh_axes = getattr(measure, "mesh_axes", None)
-        is_table = isinstance(mesh_axes, trees.Prefix)
+        is_table = isinstance(mesh_axes, Prefix)
         has_names = not is_table and mesh_axes not in ("auto", None)
         if has_names and not mesh.manual_axes():
             first_measure = first_measure._replace(mesh_axes=None)

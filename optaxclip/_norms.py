@@ -22,11 +22,13 @@ from jax import lax
 
 from . import _mesh as mesh
 from . import _trees as trees
+from ._axes import Axis, Stacked, other_axes, stacked_axes, unit_axes
 from ._mesh import MeshAxes
 from ._options import Ord, check_labels, check_measure, labels_of, static_labels
+from ._prefixes import Prefix, lookup
 from ._reduce import LeafSpec, norms_of
 from ._sums import Axes, as_float, traced_once
-from ._trees import Axis, PyTree, Stacked, clipped_leaves
+from ._trees import PyTree, clipped_leaves
 
 
 class Norms(NamedTuple):
@@ -113,7 +115,7 @@ class TensorNorm(NamedTuple):
         # Axes of layers are kept, and all others are summed: one norm for each layer.
         for array, layer_axes in zip(arrays, _layer_axes(self, tree)):
             if layer_axes:
-                axes.append(trees.other_axes(layer_axes, jnp.ndim(array)))
+                axes.append(other_axes(layer_axes, jnp.ndim(array)))
             else:
                 axes.append(None)
         return _norms_of_leaves(self, tree, tree, range(len(arrays)), axes)
@@ -131,7 +133,7 @@ class UnitwiseNorm(NamedTuple):
     def __call__(self, tree: PyTree) -> Norms:
         shapes = mesh.global_shapes(self.mesh_axes, tree, self.call)
         layer_axes = _layer_axes(self, tree)
-        axes = trees.unit_axes(self.axis, layer_axes, tree, self.call, shapes)
+        axes = unit_axes(self.axis, layer_axes, tree, self.call, shapes)
         norm_of_leaf = range(len(axes))
         return _norms_of_leaves(self, tree, tree, norm_of_leaf, axes, has_units=True)
 
@@ -149,12 +151,10 @@ class GroupNorm(NamedTuple):
         argument = f"{self.call}: labels"
         # A function is called in each trace, so its labels may follow the tree.
         table = static_labels(labels_of(self.labels, tree), self.call)
-        label_of_leaf = trees.lookup(
-            table, tree, argument, allow_missing=self.allow_missing
-        )
+        label_of_leaf = lookup(table, tree, argument, allow_missing=self.allow_missing)
         # A label whose leaves are None or integers has a norm as well, which is 0.
         labels = set(label_of_leaf)
-        if isinstance(self.labels, trees.Prefix):
+        if isinstance(self.labels, Prefix):
             labels |= {label for _, label in self.labels.entries}
         check_labels(f"{argument} must be", labels)
         # The order in which JAX flattens a dict: 2 before 10.
@@ -225,7 +225,7 @@ def _layer_axes(
         return [()] * len(jax.tree.leaves(tree))
     # Inside shard_map a program sees the shapes of its device's parts.
     shapes = mesh.global_shapes(measure.mesh_axes, tree, measure.call)
-    return trees.stacked_axes(measure.stacked, tree, measure.call, shapes)
+    return stacked_axes(measure.stacked, tree, measure.call, shapes)
 
 
 # Traced once, so that the first update finds the norms that `init` has traced.

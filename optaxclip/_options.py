@@ -13,7 +13,9 @@ import numpy as np
 
 from . import _mesh as mesh
 from . import _trees as trees
+from ._axes import is_axes
 from ._checks import check_known, check_takes, is_function, shown
+from ._prefixes import Prefix, for_each_leaf, prefix_table
 from ._trees import PyTree
 
 # The order of a norm. None means 2.
@@ -74,8 +76,8 @@ def static_axes(option: str, axes: Any, call: str) -> Any:
         check_takes(f"{call}: {option} must take path and leaf", axes, 2)
         return axes
     # A tuple of axes is one value. In `columns` it is a part of the tree.
-    is_value = trees.is_axes if option != "columns" else trees.is_none
-    table = trees.prefix_table(axes, is_value)
+    is_value = is_axes if option != "columns" else trees.is_none
+    table = prefix_table(axes, is_value)
     for _, number in table.entries:
         # To Python True is 1 and False is 0.
         if isinstance(number, bool):
@@ -102,7 +104,7 @@ def static_labels(labels: Any, call: str) -> Any:
     """
     if is_function(labels):
         return labels
-    table = trees.prefix_table(labels, lambda x: isinstance(x, str))
+    table = prefix_table(labels, lambda x: isinstance(x, str))
     if any(hasattr(label, "dtype") for _, label in table.entries):
         raise TypeError(f"{call}: labels must be strings or ints, got {shown(labels)}.")
     return table
@@ -119,7 +121,7 @@ def labels_of(labels: Any, tree: PyTree) -> Any:
         inspect.signature(labels).bind(tree)
     except TypeError:
         paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-        return trees.Prefix(tuple(zip(paths, trees.for_each_leaf(labels, tree, ""))))
+        return Prefix(tuple(zip(paths, for_each_leaf(labels, tree, ""))))
     return labels(tree)
 
 

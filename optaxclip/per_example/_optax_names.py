@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _trees as prefix
+from .. import _trees as trees
 from .._checks import check_flag, check_limit
 from ..shrinks import hard
 from ._passes import Limits
@@ -122,7 +122,7 @@ def _limit(argument: str, limit: Any) -> Any:
 def _clip(call: str, grads: Any, limits: list[Any]) -> tuple[Any, Any]:
     """The weighted sum, and for each limit how many examples were shortened by it."""
     entries, treedef = jax.tree.flatten_with_path(grads)
-    shapes = {prefix.name(path) or "it": jnp.shape(x) for path, x in entries}
+    shapes = {trees.name(path) or "it": jnp.shape(x) for path, x in entries}
     # Without arrays the number of examples is not known.
     if not shapes:
         return grads, [jnp.zeros((), jnp.int32) for _ in limits]

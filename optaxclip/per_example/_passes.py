@@ -16,10 +16,11 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from .. import _trees as prefix
+from .. import _trees as trees
 from .._checks import check_limit, check_scalar, in_norm_dtype, is_function, shown
 from .._factors import factor_between, shrunk_by, times_square
 from .._mesh import Names, typed_as_varying, varying
+from .._prefixes import Prefix
 from .._reduce import LeafSpec, norms_of
 from ..rules._rule import is_rule
 from ..shrinks import Shrink
@@ -42,7 +43,7 @@ class Limits(NamedTuple):
     # for each group a number, a function of its norms, or None for no limit
     values: list[Any]
     shrink: Shrink
-    table: prefix.Prefix = prefix.Prefix(())  # path in the tree, number of the group
+    table: Prefix = Prefix(())  # path in the tree, number of the group
     treedef: Any = None
     groups: Sequence[int] = ()  # for each leaf, the number of its group
     # for each leaf, the mesh axes over which it is split. () if no leaf is
@@ -170,11 +171,11 @@ def limits_of(max_norm: Any, call: str, shrink: Shrink) -> Limits:
     groups = []
     for group, (path, limit) in enumerate(limits):
         if limit is not None and not is_function(limit):
-            argument_of_path = f"{argument} for {prefix.name(path)!r}"
+            argument_of_path = f"{argument} for {trees.name(path)!r}"
             check_limit(argument_of_path if path else argument, limit, is_scalar=True)
         values.append(limit)
         groups.append((path, group))
-    return Limits(call, values, shrink, prefix.Prefix(tuple(groups)), treedef)
+    return Limits(call, values, shrink, Prefix(tuple(groups)), treedef)
 
 
 def small_memory() -> int:
