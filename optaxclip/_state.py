@@ -45,7 +45,7 @@ NUMBER_NAMES = StateRows._fields[3:]
 Position = int | slice | EllipsisType
 
 
-class Entry(NamedTuple):
+class NormEntry(NamedTuple):
     """What a state knows of one norm, or of the layers of a stacked leaf."""
 
     norm: Array
@@ -233,7 +233,7 @@ class ClipState(_Fields):
                 fields["windows"] = self.windows
         return call_repr(type(self).__name__, {**fields, "names": names})
 
-    def by_name(self, *, layers: bool = False) -> dict[str, Entry]:
+    def by_name(self, *, layers: bool = False) -> dict[str, NormEntry]:
         """Returns what the state knows of each norm: its own `norm`, `limit`, `factor`,
         `clipped`, `clipped_recently`, `nonfinite`, `units_clipped` and `memory`.
 
@@ -253,7 +253,7 @@ class ClipState(_Fields):
         check_one_model("by_name: the state", "ClipState.by_name", self)
         memory_of_leaves, *memories_of_units = self.memory
         memory_of_units = dict(zip(self.names.unit_leaves, memories_of_units))
-        rows = {name: getattr(self, name) for name in Entry._fields[:-1]}
+        rows = {name: getattr(self, name) for name in NormEntry._fields[:-1]}
         entries = {}
         for name, position in positions_of_name(self, layers, "by_name").items():
             values = {field: _at(row, position) for field, row in rows.items()}
@@ -261,7 +261,7 @@ class ClipState(_Fields):
                 memory = memory_of_units[name]
             else:
                 memory = _at(memory_of_leaves, position)
-            entries[name] = Entry(**values, memory=memory)
+            entries[name] = NormEntry(**values, memory=memory)
         return entries
 
 
