@@ -27,14 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _trees as trees
-from ._checks import Tree, check_limit, check_order, shown
+from ._axes import axes_within
+from ._checks import check_limit, check_order, shown
 from ._clippers._by_value import value_clipper
 from ._kernel import clip_once
 from ._mesh import MeshAxes
 from ._mesh_types import varying
 from ._norms import Measure, TensorNorm, UnitwiseNorm
 from ._options import Ord, check_measure
-from ._trees import axes_within, clipped_leaves, put_back
+from ._trees import Tree, clipped_leaves, put_back
 
 
 def clip_cotangent(

@@ -19,6 +19,7 @@ from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._checks import BEGIN_ANEW
 from ._norms import Norms
+from ._prefixes import Prefix, lookup_paths, prefix_table
 from ._state import ClipState, Names, Position, positions_of_name, size_at
 from ._trees import PyTree
 from .rules._limits import Joined
@@ -260,7 +261,7 @@ def rules_of_norms(
     """
     if isinstance(rules, Rule):
         return [rules] * len(norms.values)
-    table = trees.freeze(rules, is_rule)
+    table = prefix_table(rules, is_rule)
     # A leaf that is None is a hole in the tree of norms. A label whose leaves are all
     # None leaves no hole, so its rule is dropped here.
     if norms.noun == "label" and names:
@@ -269,8 +270,8 @@ def rules_of_norms(
         for path, rule in table.entries:
             if trees.name(path) not in missing:
                 entries.append((path, rule))
-        table = trees.Prefix(tuple(entries))
-    return trees.lookup_paths(
+        table = Prefix(tuple(entries))
+    return lookup_paths(
         table,
         norms.paths,
         set(norms.holes),

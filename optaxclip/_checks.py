@@ -1,12 +1,12 @@
-"""Argument checks. Every error names the function, the argument, the value it got, and
-what is allowed.
+"""Argument checks, and arguments in the form in which they are kept. Every error names
+the function, the argument, the value it got, and what is allowed.
 """
 
 import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeGuard, TypeVar, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jax.tree_util import Partial
 Nonfinite = Literal["propagate", "zero", "raise"]
 NONFINITE = get_args(Nonfinite)
 NUMBERS = (int, float, np.generic, np.ndarray, jax.Array)
-Tree = TypeVar("Tree")  # a tree that is returned with the same structure
 LAST_STEP = 2**31 - 1  # the step of a state counts no further
 BEGIN = "Begin with a new one: state = optimizer.init(params)."
 KEEP_THE_REST = (
@@ -43,7 +42,7 @@ def check_real(argument: str, value: Any, *, is_scalar: bool = False) -> None:
     dtype = getattr(value, "dtype", np.dtype(np.float64))
     # True is an int in Python. As a limit it is a slip.
     is_real = isinstance(value, NUMBERS) and not isinstance(value, bool)
-    # The dtype of a key has no kind.
+    # The dtype of a random key has no `kind`.
     if is_real and getattr(dtype, "kind", "") == "O":
         # To NumPy ints of more than 64 bits are objects.
         is_real = all(type(number) is int for number in np.asarray(value).flat)
@@ -130,8 +129,8 @@ def check_length(argument: str, value: Any, least: int = 1) -> None:
     """Refuses anything but a whole number, at least `least`."""
     # XLA ends the process where the size of an array leaves the range of int32.
     check_number(argument, value, lowest=least, highest=LAST_STEP)
-    # A traced length passes here. Windows, whose arrays have this length, refuse it in
-    # `init`.
+    # A traced length passes: only a window needs it as a number, and its `init` refuses
+    # a traced one.
     if isinstance(value, Tracer):
         return
     if np.ndim(value) or not float(value).is_integer():
@@ -204,7 +203,7 @@ def number_for_jit(number: Any) -> Any:
     return wide if wide.ndim else float(wide)
 
 
-def held_in(dtype: Any, number: Any) -> Any:
+def in_norm_dtype(dtype: Any, number: Any) -> Any:
     """Returns a number in the dtype of a norm, float32 or float64.
 
     A finite number beyond the range of float32 becomes the largest one that float32
@@ -264,8 +263,8 @@ def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") 
     # Some shrinks, such as `smooth`, can be called with one number.
     if getattr(function, "__module__", None) == "optaxclip.shrinks":
         raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
-    must = f"{argument}: a schedule must take the step alone"
-    check_takes(must, function, 1, hint)
+    error_start = f"{argument}: a schedule must take the step alone"
+    check_takes(error_start, function, 1, hint)
     try:
         signature = inspect.signature(function)
     except ValueError:  # a function written in C has no signature
@@ -282,10 +281,10 @@ def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") 
 
 
 def check_takes(
-    must: str, function: Callable[..., Any], count: int, hint: str = ""
+    error_start: str, function: Callable[..., Any], count: int, hint: str = ""
 ) -> None:
-    """Refuses a function that cannot be called with `count` arguments. `must` begins
-    the error, and `hint` ends it.
+    """Refuses a function that cannot be called with `count` arguments. `hint` ends the
+    error.
     """
     try:
         inspect.signature(function).bind(*range(count))
@@ -293,7 +292,7 @@ def check_takes(
         return
     except TypeError:
         name = getattr(function, "__name__", repr(function))
-        text = f"{must}, got {name}{inspect.signature(function)}. {hint}"
+        text = f"{error_start}, got {name}{inspect.signature(function)}. {hint}"
         raise TypeError(text.strip()) from None
 
 
@@ -344,8 +343,8 @@ def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
 def check_transformation(argument: str, value: Any, noun: str = "an optimizer") -> None:
     """Raises TypeError for anything but an object with `init` and `update`."""
     has_both = hasattr(value, "init") and hasattr(value, "update")
-    # A rule has both as well, for norms. So do classes of transformations and our
-    # functions, such as `clip_by_global_norm` without a call.
+    # A rule has `init` and `update` too, for norms. So does a class of transformations.
+    # Functions of ours that were not called are refused as well.
     is_rule = hasattr(value, "needs_params")
     is_factory = isinstance(value, type) or inspect.isfunction(value)
     if has_both and not is_rule and not is_factory:
@@ -380,7 +379,7 @@ def is_without_state(state: Any) -> bool:
     return state is None or isinstance(state, optax.EmptyState)
 
 
-def begins_anew(call: str, state: Any, numbers: Any) -> bool:
+def can_begin_anew(call: str, state: Any, numbers: Any) -> bool:
     """Whether there is no state, as for a clipper of optax, and none is needed.
 
     Raises:
@@ -391,11 +390,13 @@ def begins_anew(call: str, state: Any, numbers: Any) -> bool:
     for number in jax.tree.leaves(numbers, is_leaf=is_function):
         # Without a state the schedule would stay at step 0.
         if callable(number):
-            raise TypeError(no_state(call, state, "follows a schedule of steps"))
+            raise TypeError(
+                missing_state_error(call, state, "follows a schedule of steps")
+            )
     return True
 
 
-def no_state(call: str, state: Any, why: str) -> str:
+def missing_state_error(call: str, state: Any, why: str) -> str:
     """The error about a limit that needs a state."""
     return (
         f"{call}: its limit {why}, so update needs the state of the step before, got "
@@ -413,7 +414,7 @@ def check_state(call: str, state: Any, state_type: type) -> None:
       ValueError: the states of several models, or devices, at once.
     """
     if not isinstance(state, state_type):
-        raise TypeError(_foreign_state(call, state, state_type))
+        raise TypeError(foreign_state_error(call, state, state_type))
     shape = jnp.shape(getattr(state, "step", 0))
     if shape:
         raise ValueError(
@@ -424,7 +425,7 @@ def check_state(call: str, state: Any, state_type: type) -> None:
         )
 
 
-def _foreign_state(call: str, state: Any, state_type: type) -> str:
+def foreign_state_error(call: str, state: Any, state_type: type) -> str:
     """The error about a state that another transformation made."""
     got = state if is_without_state(state) else type(state).__name__
     advice = BEGIN_ANEW

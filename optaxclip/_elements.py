@@ -44,30 +44,41 @@ def count_clipped(
 # Jitted, since without jit each leaf would take several calls.
 @jax.jit
 def _shares_after(shares: Array, steps: Array, pairs: list[tuple[Any, Array]]) -> Array:
-    # JAX tells the mesh axes where it tracks types. Without types, inside shard_map and
-    # pmap, the shares are those of the leaves on one device.
+    """`count_clipped` for shares that are counted."""
+    # Counts are summed over the mesh axes that the types of arrays show. Where JAX
+    # tracks no types (pmap, shard_map(check_vma=False)), each device has the shares of
+    # its own part.
     counts = []
     axes_of_counts = []
     size_of_all = 0.0
     for before, after in pairs:
         mesh_axes = tuple(sorted(mesh_types.varying(after)))
-        size = math.prod(after.shape)
-        # A size of `jax.export` may be a symbol. Floats, since int32 ends at 2^31.
-        if isinstance(size, int):
-            float_size = float(size)
-        else:
-            float_size = jnp.asarray(size).astype(jnp.float32)
-        size_of_all += float_size * mesh.device_count(mesh_axes)
-        # NaN differs from itself, but was not clipped.
-        is_clipped = (before != after) & (before == before)
-        # float32 counts to 2^24, and uint32 to 2^32.
-        is_large = isinstance(size, int) and size >= 2**32
-        with jax.enable_x64(True):
-            count = jnp.sum(is_clipped, dtype=np.int64 if is_large else np.uint32)
-            counts.append(lax.convert_element_type(count, np.float32))
+        size_of_all += _float_size(after) * mesh.device_count(mesh_axes)
+        counts.append(_clipped_count(before, after))
         axes_of_counts.append(mesh_axes)
     counts = mesh.joined(lax.psum, counts, axes_of_counts)
     share = sum(counts, jnp.zeros((), jnp.float32)) / jnp.maximum(size_of_all, 1.0)
     _, old_mean, old_recent = shares
     mean = old_mean + (share - old_mean) / steps.astype(jnp.float32)
     return jnp.stack([share, mean, moving_average(old_recent, share, steps)])
+
+
+def _float_size(leaf: Array) -> Any:
+    """The number of elements as a float, since int32 ends at 2^31."""
+    size = math.prod(leaf.shape)
+    if isinstance(size, int):
+        return float(size)
+    # A symbol of `jax.export`.
+    return jnp.asarray(size).astype(jnp.float32)
+
+
+def _clipped_count(before: Any, after: Array) -> Array:
+    """How many elements the clip changed, float32[]. NaN was not clipped."""
+    # NaN differs from itself.
+    is_clipped = (before != after) & (before == before)
+    # float32 counts to 2^24, and uint32 to 2^32.
+    size = math.prod(after.shape)
+    is_large = isinstance(size, int) and size >= 2**32
+    with jax.enable_x64(True):
+        count = jnp.sum(is_clipped, dtype=np.int64 if is_large else np.uint32)
+        return lax.convert_element_type(count, np.float32)

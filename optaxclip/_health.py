@@ -15,6 +15,7 @@ from jax import lax
 from . import _mesh as mesh
 from . import _mesh_types as mesh_types
 from . import _trees as trees
+from ._axes import Stacked
 from ._checks import BEGIN_ANEW, check_flag, check_length, check_state, shown
 from ._exported import PLACEHOLDER, exported
 from ._kernel import make_clipper
@@ -24,7 +25,7 @@ from ._norms import Norms, TensorNorm
 from ._options import check_measure
 from ._state import ClipState, sizes_of
 from ._sums import plain_sum
-from ._trees import Stacked, clipped_leaves, weights_of
+from ._trees import clipped_leaves, weights_of
 from .rules._memory import in_place
 
 CALL = "record_health"

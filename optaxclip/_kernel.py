@@ -34,6 +34,7 @@ from ._factors import factor_between, multiply, roots_of_norms, shrunk_by
 from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
 from ._outcome import Decide, Decision, Memories, Outcome, first_state, next_state
+from ._prefixes import Prefix
 from ._state import ClipState, state_of_placeholder
 from ._trees import PyTree
 from .rules._limits import check_limits_of_parts, check_one_limit, rule_of, rules_of
@@ -113,7 +114,7 @@ def make_clipper(
         # A state is often made outside the shard_map that it goes into, where no mesh
         # axis has a name. Norms of the user's and the spectral norm have no mesh_axes.
         mesh_axes = getattr(measure, "mesh_axes", None)
-        is_table = isinstance(mesh_axes, trees.Prefix)
+        is_table = isinstance(mesh_axes, Prefix)
         has_names = not is_table and mesh_axes not in ("auto", None)
         if has_names and not mesh_types.manual_axes():
             first_measure = first_measure._replace(mesh_axes=None)
@@ -142,13 +143,13 @@ def make_clipper(
                 "limit. Call update(grads, state, params, limit=...)."
             )
         # None, as for a clipper of optax, begins anew.
-        if checks.begins_anew(call, state, rules):
+        if checks.can_begin_anew(call, state, rules):
             empty_state = state
             state = init(updates)
             # The memory of a rule that learns must not begin anew in every step.
             if jax.tree.leaves(state.memory):
                 why = "learns from earlier norms"
-                raise TypeError(checks.no_state(call, empty_state, why))
+                raise TypeError(checks.missing_state_error(call, empty_state, why))
         else:
             checks.check_state(call, state, ClipState)
         for number in jax.tree.leaves(grad_norm):

@@ -45,6 +45,7 @@ from ._mesh_types import (
     varying,
     varying_over,
 )
+from ._prefixes import Prefix, lookup, prefix_table
 from ._trees import PyTree, listed
 
 # "auto", None, a name, a tuple of names, or a tree prefix of PartitionSpec
@@ -68,7 +69,7 @@ def static_mesh_axes(mesh_axes: Any, call: str) -> Any:
       TypeError: a list of names, which would be a tree with one name for each leaf, or
         an array.
     """
-    if _is_entry(mesh_axes) or isinstance(mesh_axes, trees.Prefix):
+    if _is_entry(mesh_axes) or isinstance(mesh_axes, Prefix):
         return mesh_axes
     for value in jax.tree.leaves(mesh_axes, is_leaf=_is_entry):
         # Static arguments must be hashable, which arrays are not.
@@ -79,14 +80,14 @@ def static_mesh_axes(mesh_axes: Any, call: str) -> Any:
             f"{call}: mesh_axes must be a name or a tuple of names, got "
             f"{shown(mesh_axes)}: write mesh_axes={tuple(mesh_axes)!r}."
         )
-    return trees.freeze(mesh_axes, _is_entry)
+    return prefix_table(mesh_axes, _is_entry)
 
 
 def mesh_axes_of_leaves(mesh_axes: Any, tree: PyTree, call: str) -> list[Any]:
     """The entry of `mesh_axes` for each leaf."""
     mesh_axes = static_mesh_axes(mesh_axes, call)
-    if isinstance(mesh_axes, trees.Prefix):
-        return trees.lookup(mesh_axes, tree, f"{call}: mesh_axes")
+    if isinstance(mesh_axes, Prefix):
+        return lookup(mesh_axes, tree, f"{call}: mesh_axes")
     # One name, one spec or "auto" is for every leaf.
     return [mesh_axes] * len(jax.tree.leaves(tree))
 

@@ -1,13 +1,15 @@
 """The numbers of one state, as rows of the report of `metrics`.
 
-A state has an entry for each norm. A row of the report shows a span of entries: a
-tensor, all layers of a stacked leaf, or all that there are.
+A state has an entry for each norm. The report shows a span of entries together: a
+tensor, all layers of a stacked leaf, or all that there are. Each `Row` is one number of
+a span:
 
-    furthest    the entry of a span whose norm is furthest above its limit
-    row         norm, limit and factor of the furthest entry, means of shares, and the
-                largest count
+    norm, limit, factor    of the *furthest* entry, the one furthest above its limit
+    shares                 the mean over the span
+    counts                 the largest
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -124,7 +126,7 @@ def _rows_of(numbers: Any, path: str = "") -> Iterator[Row]:
             yield Row(metric, path, value)
 
 
-# --------------------------------------------------------- states with one row a number
+# -------------------------------------- states whose numbers are reported as they are
 
 
 def element_rows(
@@ -143,6 +145,7 @@ def skip_rows(state: SkipState, options: Options) -> Iterator[Row]:
         limit=state.limit,
         loss=state.loss,
         loss_limit=state.loss_limit,
+        # The metric is of the last step, while state.skipped counts steps.
         skipped=_float32(state.consecutive > 0),
         skipped_share=_float32(state.skipped) / _steps(state),
         skipped_share_recent=_float32(state.skipped_recently),
@@ -194,13 +197,13 @@ class Span(NamedTuple):
     stop: int
 
 
-class Entries(NamedTuple):
+class Columns(NamedTuple):
     """The entries of a state, or of a span of it: vectors."""
 
     norm: Array
     limit: Array
     factor: Array
-    excess: Array  # how far the norm is above its limit
+    severity: Array  # see `_severity`
     is_clipped: Array  # bool: whether the last step clipped it
     share_clipped: Array  # of its units in the last step. Without units 0 or 1
     clipped: Array  # int32: steps
@@ -223,39 +226,35 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
         if options.with_names:
             yield Row("worst_name", "", WorstName(tuple(names), numbers.worst_index))
         return
-    numbers_of_spans = _numbers_of_spans(spans, state)
+    numbers_by_span = _numbers_of_spans(spans, state)
     indices = range(len(spans))
     if options.top is not None:
         indices = _furthest_spans(spans, state)[: int(options.top)]
     for index in indices:
-        yield from _rows_of(numbers_of_spans[index], names[index])
+        yield from _rows_of(numbers_by_span[index], names[index])
 
 
-def _quantile_rows(state: ClipState, shares: np.ndarray) -> Iterator[Row]:
+def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[Row]:
     """The quantiles of all norms of a state."""
-    if not shares.size:
+    if not levels.size:
         return
-    # Between two norms is an average, in which 0 * inf would be NaN.
+    # A quantile between two norms is a weighted mean, in which 0 * inf would be NaN.
     norms = jnp.minimum(state.norm, jnp.finfo(state.norm.dtype).max)
-    for share, quantile in zip(shares, jnp.nanquantile(norms, shares)):
+    for level, quantile in zip(levels, jnp.nanquantile(norms, levels)):
         # "0.9" of 0.9 in any dtype, and "1" of 1.0.
-        yield Row("norm_quantile", str(share).removesuffix(".0"), quantile)
+        yield Row("norm_quantile", str(level).removesuffix(".0"), quantile)
 
 
 def _spans_of(sizes: Mapping[str, int]) -> tuple[Span, ...]:
     """The span of each name. `sizes` says how many entries each name has."""
-    spans = []
-    start = 0
-    for size in sizes.values():
-        spans.append(Span(start, start + size))
-        start += size
-    return tuple(spans)
+    stops = tuple(itertools.accumulate(sizes.values()))
+    return tuple(map(Span, (0, *stops), stops))
 
 
 def _furthest_spans(spans: tuple[Span, ...], state: ClipState) -> np.ndarray:
     """The indices of all spans, beginning with the one furthest above its limit."""
-    excess = np.ravel(_excess(state.norm, state.limit))
-    largest = np.maximum.reduceat(excess, [span.start for span in spans])
+    severity = np.ravel(_severity(state.norm, state.limit))
+    largest = np.maximum.reduceat(severity, [span.start for span in spans])
     # NaN counts as inf, since argsort would put it at the end.
     largest = np.where(np.isnan(largest), np.inf, largest)
     return np.argsort(-largest, kind="stable")
@@ -268,50 +267,52 @@ def _numbers_of_spans(
     spans: tuple[Span, ...], state: ClipState
 ) -> list[ClipNumbers | RecordNumbers]:
     """The numbers of each span."""
-    entries = _entries_of(state)
-    numbers_of_spans = []
+    columns = _columns_of(state)
+    numbers_by_span = []
     for start, stop in spans:
-        entries_of_span = Entries(*[column[start:stop] for column in entries])
-        furthest = jnp.argmax(entries_of_span.excess)
+        columns_of_span = Columns(*[column[start:stop] for column in columns])
+        furthest = jnp.argmax(columns_of_span.severity)
         if isinstance(state, RecordState):
-            numbers = _record_numbers(entries_of_span, furthest)
+            numbers = _record_numbers(columns_of_span, furthest)
         else:
-            numbers = _clip_numbers(entries_of_span, furthest, state)
-        numbers_of_spans.append(numbers)
-    return numbers_of_spans
+            numbers = _clip_numbers(columns_of_span, furthest, state)
+        numbers_by_span.append(numbers)
+    return numbers_by_span
 
 
 @partial(jax.jit, static_argnums=0)
 def _summary(spans: tuple[Span, ...], state: ClipState) -> ClipNumbers | RecordNumbers:
     """The numbers of all entries together."""
-    entries = _entries_of(state)
-    furthest = jnp.argmax(entries.excess)
+    columns = _columns_of(state)
+    furthest = jnp.argmax(columns.severity)
     # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
     span_of_entry = np.repeat(
         range(len(spans)), [stop - start for start, stop in spans]
     )
     worst_index = _float32(jnp.asarray(span_of_entry)[furthest])
     if isinstance(state, RecordState):
-        return _record_numbers(entries, furthest)._replace(worst_index=worst_index)
-    norm = entries.norm[furthest]
-    # 0 over a limit of 0 is 0, and not NaN.
-    ratio = jnp.where(norm == 0, 0.0, norm / entries.limit[furthest])
-    return _clip_numbers(entries, furthest, state)._replace(
-        norms_clipped=jnp.mean(entries.share_clipped),
+        return _record_numbers(columns, furthest)._replace(worst_index=worst_index)
+    norm = columns.norm[furthest]
+    limit = columns.limit[furthest]
+    # 0 over a limit of 0 is 0. Over a limit of NaN it is NaN.
+    is_zero = (norm == 0) & ~jnp.isnan(limit)
+    ratio = jnp.where(is_zero, 0.0, norm / limit)
+    return _clip_numbers(columns, furthest, state)._replace(
+        norms_clipped=jnp.mean(columns.share_clipped),
         worst_ratio=ratio,
         worst_index=worst_index,
     )
 
 
-def _entries_of(state: ClipState) -> Entries:
+def _columns_of(state: ClipState) -> Columns:
     """All entries of a state."""
     is_clipped = _is_clipped(state)
     share_clipped = state.units_clipped if state.names.unit_leaves else is_clipped
-    entries = Entries(
+    columns = Columns(
         norm=state.norm,
         limit=state.limit,
         factor=state.factor,
-        excess=_excess(state.norm, state.limit),
+        severity=_severity(state.norm, state.limit),
         is_clipped=is_clipped,
         share_clipped=_float32(share_clipped),
         clipped=state.clipped,
@@ -319,11 +320,13 @@ def _entries_of(state: ClipState) -> Entries:
         nonfinite=state.nonfinite,
     )
     # One norm of everything is a scalar.
-    return Entries(*[jnp.atleast_1d(column) for column in entries])
+    return Columns(*[jnp.atleast_1d(column) for column in columns])
 
 
-def _excess(norm: Array, limit: Array) -> Array:
-    """How far each norm is above its limit. argmax takes NaN for the largest."""
+def _severity(norm: Array, limit: Array) -> Array:
+    """The numbers by which entries are ordered: norm / limit, and below 0 for finite
+    norms without a limit. argmax takes NaN for the largest.
+    """
     # A limit of 0 would hide all differences, so it counts as tiny.
     ratio = norm / jnp.maximum(limit, 2.0**-60)
     # Finite norms without a limit come last. Among them -1 / norm rises with the norm.
@@ -343,37 +346,37 @@ def _is_clipped(state: ClipState) -> Array:
     return is_changed & is_sound
 
 
-def _record_numbers(entries: Entries, furthest: Array) -> RecordNumbers:
+def _record_numbers(columns: Columns, furthest: Array) -> RecordNumbers:
     """The numbers of some entries of a recorder, the furthest of which is shown."""
     return RecordNumbers(
-        norm=entries.norm[furthest],
-        nonfinite_count=_float32(jnp.max(entries.nonfinite)),
+        norm=columns.norm[furthest],
+        nonfinite_count=_float32(jnp.max(columns.nonfinite)),
     )
 
 
-def _clip_numbers(entries: Entries, furthest: Array, state: ClipState) -> ClipNumbers:
+def _clip_numbers(columns: Columns, furthest: Array, state: ClipState) -> ClipNumbers:
     """The numbers of some entries of a clipper, the furthest of which is shown."""
-    norm = entries.norm[furthest]
-    limit = entries.limit[furthest]
-    factor = entries.factor[furthest]
-    # Where new norm / norm leaves the range of its dtype, the factor is an end of this
-    # range. A norm so far from its limit becomes the limit.
-    info = jnp.finfo(factor.dtype)
-    is_at_end = (factor == info.tiny) | (factor == info.max)
+    norm = columns.norm[furthest]
+    limit = columns.limit[furthest]
+    factor = columns.factor[furthest]
+    # The factor new_norm / norm is cut to the range of its dtype. Where it was cut,
+    # norm * factor is not the new norm, which is the limit.
+    factor_range = jnp.finfo(factor.dtype)
+    is_at_end = (factor == factor_range.tiny) | (factor == factor_range.max)
     product = jnp.where(factor == 0, 0.0, norm * factor)
-    clipped = _float32(entries.clipped)
+    clipped = _float32(columns.clipped)
     units_clipped = None
     if state.names.unit_leaves:
-        units_clipped = entries.share_clipped[furthest]
+        units_clipped = columns.share_clipped[furthest]
     return ClipNumbers(
         norm_before=norm,
         limit=limit,
         factor=factor,
         norm_after=jnp.where(is_at_end, limit, product),
-        clipped=_float32(entries.is_clipped[furthest]),
+        clipped=_float32(columns.is_clipped[furthest]),
         clipped_share=jnp.mean(clipped / _steps(state)),
-        clipped_share_recent=jnp.mean(_float32(entries.clipped_recently)),
+        clipped_share_recent=jnp.mean(_float32(columns.clipped_recently)),
         clipped_count=jnp.max(clipped),
-        nonfinite_count=_float32(jnp.max(entries.nonfinite)),
+        nonfinite_count=_float32(jnp.max(columns.nonfinite)),
         units_clipped=units_clipped,
     )

@@ -41,11 +41,11 @@ class Kind(NamedTuple):
     metrics: tuple[str, ...]  # all that its rows may have
 
 
-OF_CLIPPERS = ("norm_quantile", *ClipNumbers._fields, "worst_name")
-OF_RECORDERS = ("norm_quantile", *RecordNumbers._fields, "worst_name")
+CLIP_METRICS = ("norm_quantile", *ClipNumbers._fields, "worst_name")
+RECORD_METRICS = ("norm_quantile", *RecordNumbers._fields, "worst_name")
 KINDS = {
-    ClipState: Kind("clip", clip_rows, OF_CLIPPERS),
-    RecordState: Kind("record", clip_rows, OF_RECORDERS),
+    ClipState: Kind("clip", clip_rows, CLIP_METRICS),
+    RecordState: Kind("record", clip_rows, RECORD_METRICS),
     ClipByValueState: Kind("clip", element_rows, ElementNumbers._fields),
     SpamState: Kind("clip", element_rows, ElementNumbers._fields),
     SkipState: Kind("skip", skip_rows, SkipNumbers._fields),
@@ -55,7 +55,7 @@ KINDS = {
 Scope = tuple[Any, ...]  # the names of mappings on the way to a state
 
 
-class Found(NamedTuple):
+class FoundState(NamedTuple):
     """A state in the state of an optimizer."""
 
     prefix: str  # "clip", or "clip_2" for the second one of this scope
@@ -63,7 +63,7 @@ class Found(NamedTuple):
     state: Any
 
 
-def reported_states(opt_state: PyTree) -> Iterator[Found]:
+def reported_states(opt_state: PyTree) -> Iterator[FoundState]:
     """Every state that is reported.
 
     Raises:
@@ -72,7 +72,7 @@ def reported_states(opt_state: PyTree) -> Iterator[Found]:
     """
     tree = unboxed(opt_state)
     states = list(_states_in(tree))
-    # A mapping without a state may be what `nnx.state` makes of one.
+    # `nnx.state` makes nested mappings of a state, in which none of our types is left.
     if not states and isinstance(tree, Mapping):
         states = list(_states_of_nnx(tree))
     if not states:
@@ -93,33 +93,35 @@ def reported_states(opt_state: PyTree) -> Iterator[Found]:
         counts[prefix, path] += 1
         number = counts[prefix, path]
         # The first keeps its name when a second one is added.
-        yield Found(prefix if number == 1 else f"{prefix}_{number}", path, state)
+        yield FoundState(prefix if number == 1 else f"{prefix}_{number}", path, state)
 
 
 def _states_in(tree: PyTree, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:
     """Every reported state of a tree, with its scope.
 
-    `scope` is the one of the tree.
+    `scope` is the scope of the tree itself. Those of its states begin with it.
     """
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: type(x) in KINDS)
     for path, leaf in leaves:
         if type(leaf) not in KINDS:
             continue
-        # Places and fields have keys of other types: inner_states, "a", 0, clip -> "a".
+        # Only a key of a mapping is a name. Places in a tuple and fields have keys of
+        # other types: of inner_states, "a", 0 only "a" stays.
         names = [key.key for key in path if isinstance(key, DictKey)]
         scope_of_state = (*scope, *names)
         yield scope_of_state, leaf
-        # Of the reported states only this one holds others.
+        # A `SkipState` holds a whole optimizer. The `ClipState` in a `HealthState` is
+        # reported with it, and not by itself.
         if isinstance(leaf, SkipState):
             yield from _states_in(leaf.inner_state, scope_of_state)
 
 
 # ------------------------------------------------------------ states in flax's mappings
 
-# `nnx.state` makes a mapping of each state. Its keys are the fields that hold arrays,
-# and the fields below always do. The first of them counts steps, in integers. So no
-# weights that have the names of fields are taken for a state.
-FIELDS = {
+# `nnx.state` makes a mapping of each state, from the names of those fields that hold
+# arrays. These fields always do. The first holds integers, which tells a state from
+# weights with the same names. Only in a `HealthState` it is a `ClipState`.
+FIELDS_IN_NNX = {
     ClipState: ("counts", "numbers"),
     ClipByValueState: ("step",),
     SpamState: ("step", "second_moment"),
@@ -128,8 +130,13 @@ FIELDS = {
     HealthState: ("norms",),
 }
 # Names of fields in which flax NNX and optax keep a state within a state.
-OUTER_FIELDS = {"opt_state", "inner_opt_state", "inner_state", "inner_states"}
-OUTER_FIELDS |= {"clip_state"}
+OUTER_FIELDS = {
+    "opt_state",
+    "inner_opt_state",
+    "inner_state",
+    "inner_states",
+    "clip_state",
+}
 
 
 def _states_of_nnx(
@@ -137,7 +144,7 @@ def _states_of_nnx(
 ) -> Iterator[tuple[Scope, Any]]:
     """Every reported state of nested mappings, with its scope.
 
-    `scope` is the one of the tree.
+    `scope` is the scope of the tree itself. Those of its states begin with it.
     """
     state = _state_of(tree)
     if state is not None:
@@ -156,30 +163,22 @@ def _states_of_nnx(
 
 def _state_of(mapping: Mapping[Any, Any]) -> Any:
     """The state whose fields are the keys of a mapping, or None."""
-    for state_type, fields in FIELDS.items():
-        has_fields = set(fields) <= mapping.keys() <= set(state_type._fields)
-        if has_fields and _counts_steps(mapping[fields[0]]):
+    for state_type, fields in FIELDS_IN_NNX.items():
+        if not set(fields) <= mapping.keys() <= set(state_type._fields):
+            continue
+        first_field = mapping[fields[0]]
+        if state_type is HealthState:
+            norms = _state_of(first_field) if isinstance(first_field, Mapping) else None
+            if isinstance(norms, ClipState):
+                empty = {"signs": {}, "idle": {}, "dead": {}}
+                return HealthState(**{**empty, **mapping, "norms": norms})
+        elif jnp.issubdtype(getattr(first_field, "dtype", float), jnp.integer):
             return _restored(state_type, mapping)
     return None
 
 
-def _counts_steps(field: Any) -> bool:
-    """Whether it is an array of integers, or the `ClipState` in a `HealthState`."""
-    if isinstance(field, Mapping):
-        return isinstance(_state_of(field), ClipState)
-    return jnp.issubdtype(getattr(field, "dtype", float), jnp.integer)
-
-
 def _restored(state_type: Any, mapping: Mapping[Any, Any]) -> Any:
-    """The state of a mapping of its fields."""
-    # Fields that are missing were empty.
-    if state_type is HealthState:
-        return HealthState(
-            norms=_state_of(mapping["norms"]),
-            signs=mapping.get("signs", {}),
-            idle=mapping.get("idle", {}),
-            dead=mapping.get("dead", {}),
-        )
+    """The state of a mapping of its fields. Fields that are missing were empty."""
     fields: dict[str, Any] = dict.fromkeys(state_type._fields, ())
     fields.update(mapping)
     if state_type is ClipState:

@@ -47,7 +47,7 @@ def metrics(
       summary: whether a clipper with one norm for each tensor or group reports one row
         for all of them, instead of one for each.
       layers: whether each layer of a stacked leaf has a row of its own, such as
-        `clip/norm_before/blocks/w/0`. `summary` is of all norms in any case.
+        `clip/norm_before/blocks/w/0`. With `summary` it changes nothing.
       top: how many tensors or groups of a clipper are reported: those that are furthest
         above their limits. None for all. Only outside jit.
       quantiles: one share in [0, 1], or several. For each of them the quantile of the
@@ -75,10 +75,10 @@ def metrics(
         clip/clipped_count    steps that were clipped
         clip/nonfinite_count  steps whose norm was NaN or inf, or whose limit was NaN
 
-      Of units the one that is furthest above its limit is shown, and a step counts as
-      clipped if one of them was. The share of them that the last step clipped is
+      Of a clipper of units, the unit furthest above its limit is shown, and a step
+      counts as clipped if any unit was. There is also
 
-        clip/units_clipped
+        clip/units_clipped    the share of units that the last step clipped
 
       With `summary` the first five are those of the norm that is furthest over its
       limit (one that is NaN comes first), shares are means over all norms, counts the
@@ -131,14 +131,14 @@ def metrics(
 
       The first clipper of a chain is `clip`, a second one `clip_2`. A name of your own
       comes from `optax.named_chain(("inner", clipper), ...)`: `clip/inner/norm_before`.
-      Labels of `optax.partition` come into keys in the same way. The keys of a clipper
-      that is named "clip" have this name once.
+      Labels of `optax.partition` come into keys in the same way. A clipper named "clip"
+      has keys `clip/...`, and not `clip/clip/...`.
 
     Raises:
-      ValueError: a state without a clipper in it, a name in `only` that is none, a
-        `top` below 1, a quantile that is no share, the state of an ensemble
-        (`jax.vmap(metrics)` reads that of each member), or, with `layers`, a leaf with
-        the name of a layer of another.
+      ValueError: a state without a clipper in it, a name in `only` that is no metric,
+        or one that this state does not have, a `top` below 1, a quantile that is no
+        share, the state of an ensemble (`jax.vmap(metrics)` reads the state of each
+        member), or, with `layers`, a leaf with the name of a layer of another.
       TypeError: an optimizer in the place of its state, or `floats`, `json` or `top`
         under jit.
 
@@ -149,6 +149,9 @@ def metrics(
       >>> print(optaxclip.metrics(state, only=("norm_before", "limit"), floats=True))
       {'clip/norm_before': 5.0, 'clip/limit': 1.0}
     """
+    flags = {"summary": summary, "layers": layers, "floats": floats, "json": json}
+    for name, value in flags.items():
+        check_flag(f"metrics: {name}", value)
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(opt_state))
     if is_traced and (floats or json or top is not None):
         # The error of JAX would not say what to do.
@@ -156,20 +159,17 @@ def metrics(
             "metrics: floats, json and top must be left out under jit, where numbers "
             "are not known yet: return the state, and call metrics outside."
         )
-    flags = {"summary": summary, "layers": layers, "floats": floats, "json": json}
-    for name, value in flags.items():
-        check_flag(f"metrics: {name}", value)
     if top is not None:
         check_length("metrics: top", top)
-    shares = np.atleast_1d(quantiles)
-    for share in shares.tolist():
-        check_number("metrics: quantiles", share, highest=1.0)
-    wanted = _metrics_of(only)
+    levels = np.atleast_1d(quantiles)
+    for level in levels.tolist():
+        check_number("metrics: quantiles", level, highest=1.0)
+    wanted = _wanted_metrics(only)
     options = Options(
         summary=summary,
         layers=layers,
         top=top,
-        quantiles=shares,
+        quantiles=levels,
         with_names=floats or json,
     )
     report: dict[str, Any] = {}
@@ -186,15 +186,16 @@ def metrics(
         raise ValueError(
             f"metrics: only={shown(only)} must name a number that this state has, "
             f"which are {', '.join(available) or 'none'}. Those of all norms together "
-            "come with summary=True, and those of elements with count=True in the "
+            "come with summary=True, worst_name also needs floats=True or json=True, "
+            "norm_quantile needs quantiles=, and those of elements count=True in the "
             "clipper."
         )
     if floats or json:
-        return _on_the_host(report, json)
+        return _in_floats(report, json)
     return report
 
 
-def _metrics_of(only: Any) -> Collection[str]:
+def _wanted_metrics(only: Any) -> Collection[str]:
     """The metrics that are asked for."""
     if only is None:
         return METRICS
@@ -209,7 +210,7 @@ def _metrics_of(only: Any) -> Collection[str]:
     return wanted
 
 
-def _on_the_host(report: dict[str, Any], json: bool) -> dict[str, Any]:
+def _in_floats(report: dict[str, Any], json: bool) -> dict[str, Any]:
     """The report in Python floats. With `json` None stands for NaN and inf."""
     # One call for all: it starts every copy from the device before it waits for the
     # first. As a list, because JAX sorts the keys of a dict.

@@ -27,11 +27,13 @@ from jax import lax
 
 from . import _mesh as mesh
 from . import _trees as trees
+from ._axes import Axis, Stacked, other_axes, stacked_axes, unit_axes
 from ._mesh import MeshAxes
 from ._options import Ord, check_labels, check_measure, labels_of, static_labels
+from ._prefixes import Prefix, lookup
 from ._reduce import LeafSpec, norms_of
 from ._sums import Axes, as_float, traced_once
-from ._trees import Axis, PyTree, Stacked, clipped_leaves
+from ._trees import PyTree, clipped_leaves
 
 
 class Norms(NamedTuple):
@@ -118,7 +120,7 @@ class TensorNorm(NamedTuple):
         # Axes of layers are kept, and all others are summed: one norm for each layer.
         for array, layer_axes in zip(arrays, _layer_axes(self, tree)):
             if layer_axes:
-                axes.append(trees.other_axes(layer_axes, jnp.ndim(array)))
+                axes.append(other_axes(layer_axes, jnp.ndim(array)))
             else:
                 axes.append(None)
         return _measure_leaves(self, tree, tree, range(len(arrays)), axes)
@@ -136,7 +138,7 @@ class UnitwiseNorm(NamedTuple):
     def __call__(self, tree: PyTree) -> Norms:
         shapes = mesh.global_shapes(self.mesh_axes, tree, self.call)
         layer_axes = _layer_axes(self, tree, shapes)
-        axes = trees.unit_axes(self.axis, layer_axes, tree, self.call, shapes)
+        axes = unit_axes(self.axis, layer_axes, tree, self.call, shapes)
         norm_indices = range(len(axes))
         return _measure_leaves(self, tree, tree, norm_indices, axes, has_units=True)
 
@@ -154,12 +156,10 @@ class GroupNorm(NamedTuple):
         argument = f"{self.call}: labels"
         # A function is called in each trace, so its labels may follow the tree.
         table = static_labels(labels_of(self.labels, tree), self.call)
-        label_of_leaf = trees.lookup(
-            table, tree, argument, allow_missing=self.allow_missing
-        )
+        label_of_leaf = lookup(table, tree, argument, allow_missing=self.allow_missing)
         # A label whose leaves are None or integers has a norm as well, which is 0.
         labels = set(label_of_leaf)
-        if isinstance(self.labels, trees.Prefix):
+        if isinstance(self.labels, Prefix):
             labels |= {label for _, label in self.labels.entries}
         check_labels(f"{argument} must be", labels)
         # The order in which JAX flattens a dict: 2 before 10.
@@ -235,7 +235,7 @@ def _layer_axes(
     # Inside shard_map a program sees the shapes of its device's parts.
     if shapes is None:
         shapes = mesh.global_shapes(measure.mesh_axes, tree, measure.call)
-    return trees.stacked_axes(measure.stacked, tree, measure.call, shapes)
+    return stacked_axes(measure.stacked, tree, measure.call, shapes)
 
 
 # Cached by JAX: `init` traces it for the shapes, and the first update reuses that

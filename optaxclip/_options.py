@@ -13,7 +13,9 @@ import numpy as np
 
 from . import _mesh as mesh
 from . import _trees as trees
+from ._axes import is_axes
 from ._checks import check_known, check_takes, is_function, shown
+from ._prefixes import Prefix, for_each_leaf, prefix_table
 from ._trees import PyTree
 
 # The order of a norm. None means 2.
@@ -63,7 +65,7 @@ def static_order(ord: Any, call: str) -> Ord:
 
 
 def static_axes(
-    option: str, axes: Any, call: str, is_value: Callable[[Any], bool] = trees.is_axes
+    option: str, axes: Any, call: str, is_value: Callable[[Any], bool] = is_axes
 ) -> Any:
     """`axis`, `stacked` or `columns` as a static argument: a function, or a frozen tree
     prefix. `is_value` says which of its nodes are single values: tuples of axes.
@@ -78,14 +80,14 @@ def static_axes(
     if is_function(axes):
         check_takes(f"{call}: {option} must take path and leaf", axes, 2)
         return axes
-    table = trees.freeze(axes, is_value)
+    table = prefix_table(axes, is_value)
     for _, value in table.entries:
         # To Python True is 1 and False is 0.
         if value is True:
             cure = f"for one write {option}=1"
         elif value is False:
             cure = f"for none write {option}=None"
-        elif trees.is_axes(value) and any(isinstance(axis, bool) for axis in value):
+        elif is_axes(value) and any(isinstance(axis, bool) for axis in value):
             cure = f"write {option}={tuple(map(int, value))}"
         else:
             cure = ""
@@ -109,7 +111,7 @@ def static_labels(labels: Any, call: str) -> Any:
     """
     if is_function(labels):
         return labels
-    table = trees.freeze(labels, trees.is_none)
+    table = prefix_table(labels, trees.is_none)
     if any(hasattr(label, "dtype") for _, label in table.entries):
         raise TypeError(f"{call}: labels must be strings or ints, got {shown(labels)}.")
     return table
@@ -124,7 +126,7 @@ def labels_of(labels: Any, tree: PyTree) -> Any:
     if _takes_the_tree(labels, tree):
         return labels(tree)
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-    return trees.Prefix(tuple(zip(paths, trees.for_each_leaf(labels, tree, ""))))
+    return Prefix(tuple(zip(paths, for_each_leaf(labels, tree, ""))))
 
 
 def _takes_the_tree(function: Callable[..., Any], tree: PyTree) -> bool:

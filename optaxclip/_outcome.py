@@ -21,7 +21,7 @@ from . import _trees as trees
 from ._blocks import Block
 from ._checks import check_shape
 from ._norms import Norms
-from ._state import ClipState, Names, Rows, state_of_rows
+from ._state import ClipState, Names, StateRows, state_of_rows
 from ._sums import written_by_a_gpu
 from ._trees import PyTree
 from .rules._memory import count_up, in_place, moving_average
@@ -68,7 +68,7 @@ def next_state(
         # A tree without leaves.
         return state._replace(counts=jnp.asarray(state.counts).at[0].set(steps))
     outcome = _in_state_order(state, outcomes, decide)
-    rows = Rows(
+    rows = StateRows(
         step=steps,
         clipped=count_up(state.clipped, outcome.clipped),
         nonfinite=count_up(state.nonfinite, ~outcome.is_sound),
@@ -287,7 +287,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
 def _first_rows(names: Names, zeros: Array, memory: tuple[PyTree, ...]) -> ClipState:
     """The state before the first step, of a row of zeros."""
     count = jnp.zeros_like(zeros, jnp.int32)
-    rows = Rows(
+    rows = StateRows(
         step=count,
         clipped=count,
         nonfinite=count,

@@ -34,7 +34,7 @@ class InNumbers(NamedTuple):
 
 @exported
 class InWindows(NamedTuple):
-    """Stands in `Names.structure` for an array of `ClipState.windows`."""
+    """Stands in `Names.windows_structure` for an array of `ClipState.windows`."""
 
 
 class Packed(NamedTuple):

@@ -24,7 +24,7 @@ from ._packed import InWindows, Packed, is_mark, packed, rows_from, unpacked
 from ._trees import PyTree
 
 
-class Rows(NamedTuple):
+class StateRows(NamedTuple):
     """The rows of `counts`, then those of `numbers`."""
 
     step: Array
@@ -37,15 +37,15 @@ class Rows(NamedTuple):
     units_clipped: Array  # only in clippers of units
 
 
-COUNT_NAMES = Rows._fields[:3]
-NUMBER_NAMES = Rows._fields[3:]
+COUNT_NAMES = StateRows._fields[:3]
+NUMBER_NAMES = StateRows._fields[3:]
 
 
-# In a row of a state: of one norm, of the layers of a leaf, of the norm of everything.
+# Where the entries of a name are in a row: one norm, the layers of a leaf, everything.
 Position = int | slice | EllipsisType
 
 
-class Entry(NamedTuple):
+class NormEntry(NamedTuple):
     """What a state knows of one norm, or of the layers of a stacked leaf."""
 
     norm: Array
@@ -70,9 +70,9 @@ class Names(NamedTuple):
     layers_of_name: Mapping[str, Mapping[str, None] | None]
     # The names of leaves with units, which are the last ones of `layers_of_name`.
     unit_leaves: Mapping[str, None] = {}
-    # The structure of `windows`, with `InWindows` for each of its arrays. None where
-    # that is not known, as in a state that `jax.export` read.
-    structure: PyTree = ()
+    # The structure of `windows`, with `InWindows` for each of its arrays. None if
+    # unknown: `jax.export` does not store it.
+    windows_structure: PyTree = ()
 
     @property
     def is_global(self) -> bool:
@@ -102,8 +102,8 @@ class Names(NamedTuple):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    # Names equal open names, and names with a share of their layers. So no content can
-    # be hashed.
+    # Equal names may have different contents: open names, or a share of the layers. So
+    # no content can be hashed.
     def __hash__(self) -> int:
         return 0
 
@@ -165,15 +165,16 @@ class ClipState(_Fields):
             )
         if isinstance(names, OpenNames) and names.noted is not None:
             names = names.noted
-            if type(windows) is not tuple and names.structure is not None:
+            if type(windows) is not tuple and names.windows_structure is not None:
                 # One sharding for all windows becomes one for each of them.
                 windows = jax.tree.map(
                     lambda mark: windows if isinstance(mark, InWindows) else mark,
-                    names.structure,
+                    names.windows_structure,
                     is_leaf=is_mark,
                 )
         return super().__new__(cls, names, counts, numbers, windows)
 
+    # One property for each row. Without units there is no row units_clipped.
     @property
     def step(self) -> Any:
         # All entries have the same.
@@ -232,7 +233,7 @@ class ClipState(_Fields):
                 fields["windows"] = self.windows
         return call_repr(type(self).__name__, {**fields, "names": names})
 
-    def by_name(self, *, layers: bool = False) -> dict[str, Entry]:
+    def by_name(self, *, layers: bool = False) -> dict[str, NormEntry]:
         """Returns what the state knows of each norm: its own `norm`, `limit`, `factor`,
         `clipped`, `clipped_recently`, `nonfinite`, `units_clipped` and `memory`.
 
@@ -242,7 +243,8 @@ class ClipState(_Fields):
         Args:
           layers: whether each layer of a stacked leaf has an entry of its own, named by
             its number: "blocks/w/0", or "blocks/w/0/3" for layer 0 and expert 3.
-            Otherwise the layers of a leaf share one, of vectors.
+            Otherwise the layers of a leaf share one, of vectors. Inside shard_map each
+            device names its layers as the first ones are named: "blocks/w/0" and so on.
 
         Raises:
           ValueError: a state of several models, as under `jax.vmap`, or a leaf with the
@@ -251,7 +253,7 @@ class ClipState(_Fields):
         check_one_model("by_name: the state", "ClipState.by_name", self)
         memory_of_leaves, *memories_of_units = self.memory
         memory_of_units = dict(zip(self.names.unit_leaves, memories_of_units))
-        rows = {name: getattr(self, name) for name in Entry._fields[:-1]}
+        rows = {name: getattr(self, name) for name in NormEntry._fields[:-1]}
         entries = {}
         for name, position in positions_of_name(self, layers, "by_name").items():
             values = {field: _at(row, position) for field, row in rows.items()}
@@ -259,7 +261,7 @@ class ClipState(_Fields):
                 memory = memory_of_units[name]
             else:
                 memory = _at(memory_of_leaves, position)
-            entries[name] = Entry(**values, memory=memory)
+            entries[name] = NormEntry(**values, memory=memory)
         return entries
 
 
@@ -277,7 +279,7 @@ class RecordState(ClipState):
 
 
 def state_of_rows(
-    names: Names, rows: Rows, memory: tuple[PyTree, ...], dtype: Any
+    names: Names, rows: StateRows, memory: tuple[PyTree, ...], dtype: Any
 ) -> ClipState:
     """The state made of rows, with its numbers cast to a dtype, and of what its rule
     remembers of the norms of whole leaves, and then of the units of each leaf.
@@ -294,7 +296,7 @@ def state_of_rows(
     structure = jax.tree.map(lambda _: InWindows(), memory_rows.rest)
     numbers = [number.astype(dtype) for number in numbers + memory_rows.numbers]
     return ClipState(
-        names._replace(structure=structure),
+        names._replace(windows_structure=structure),
         counts=jnp.stack(counts + memory_rows.counts),
         numbers=jnp.stack(numbers),
         windows=memory_rows.rest,
@@ -319,25 +321,26 @@ def positions_of_name(
     # `qk_clip`.
     layers_here = state.numbers.shape[-1] - single_norms
     positions: dict[str, Position] = {}
+    positions_of_leaf: dict[str, Position]
     stop = 0
     for name, layers_of_leaf in state.names.layers_of_name.items():
         start = stop
         if layers_of_leaf is None:
             stop = start + 1
-            names = {name: start}
+            positions_of_leaf = {name: start}
         else:
             stop = start + len(layers_of_leaf) * layers_here // all_layers
-            names = {name: slice(start, stop)}
+            positions_of_leaf = {name: slice(start, stop)}
         if layers and layers_of_leaf is not None:
             layer_names = [f"{name}/{layer}" for layer in layers_of_leaf]
-            names = dict(zip(layer_names, range(start, stop)))
-        if positions.keys() & names.keys():
+            positions_of_leaf = dict(zip(layer_names, range(start, stop)))
+        if positions.keys() & positions_of_leaf.keys():
             leaves = trees.listed(state.names.layers_of_name)
             raise ValueError(
                 f"{call}: layers=True: a leaf of {leaves} has the name of a layer of "
                 "another leaf. Rename it, or use layers=False."
             )
-        positions |= names
+        positions |= positions_of_leaf
     return positions
 
 
@@ -417,11 +420,12 @@ def _names_to_json(static_fields: tuple[Names]) -> bytes:
 def _names_from_json(text: bytes) -> tuple[Names]:
     layers, units = json.loads(text)
     # A structure of NamedTuples is no JSON. The next step makes it anew.
-    return (Names(layers, units, structure=None),)
+    return (Names(layers, units, windows_structure=None),)
 
 
-# JAX compares dataclasses by their fields, and not by their types. By another order of
-# fields it tells a recorder, which has no windows, from a clipper with equal names.
+# JAX compares dataclasses by their fields only. So that a recorder and a clipper with
+# equal names differ to it, recorders list their fields in another order. A recorder has
+# no windows.
 FIELDS_OF_CLIPPERS = ["counts", "numbers", "windows"]
 FIELDS_OF_RECORDERS = ["windows", "counts", "numbers"]
 

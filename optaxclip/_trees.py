@@ -1,39 +1,22 @@
-"""Trees of updates: which leaves count, what they are called, and options that are
-given for parts of a tree.
-
-Limits, axes, stacked layers, labels and bounds may be given once for everything, or for
-each part of the tree, at any depth (a tree prefix). A prefix is matched by key path, so
-a dict matches any mapping with the same keys, and `None` or `MaskedNode` in the updates
-needs no value.
+"""Trees of updates: which leaves count, what they are called, and the weights that
+belong to them.
 """
 
 import sys
 import warnings
 from collections import Counter
-from collections.abc import (
-    Callable,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-    Set,
-)
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import KeyPath
 
-from ._checks import BEGIN_ANEW, NUMBERS, is_function, shown
+from ._checks import BEGIN_ANEW, NUMBERS, shown
 
 Shape = tuple[Any, ...]  # a size may be a symbol of `jax.export`
-ByPath = Callable[[str, Any], Any]  # a function of a leaf's path ("blocks/w") and leaf
 PyTree = Any  # JAX has no type for trees of arrays
-# An int or a tuple of ints, a tree prefix of these, or a function that returns these.
-Axis: TypeAlias = "int | Mapping[Any, Axis] | Sequence[Axis] | ByPath | None"
-Stacked: TypeAlias = "int | Mapping[Any, Stacked] | Sequence[Stacked] | ByPath | None"
+Tree = TypeVar("Tree")  # a tree that is returned with the same structure
 
 # Expressions that make a sparse array x of each type hold no index twice. With nse JAX
 # can jit the first one.
@@ -52,12 +35,12 @@ def clipped_leaves(tree: PyTree, call: str = "") -> PyTree:
     A leaf counts if it has a float or complex dtype and at least one element.
 
     Raises:
-      TypeError: a leaf that is not an array.
+      TypeError: a leaf that is neither an array nor a number.
       ValueError: a sparse array that may hold an index twice.
     """
     check_sparse(tree, f"{call}: " if call else "")
     try:
-        return jax.tree.map(_clipped_leaf, tree, is_leaf=_is_box)
+        return jax.tree.map(_clipped_leaf, tree, is_leaf=is_box)
     except TypeError:
         # Paths take time, so they are made only for the error.
         check_leaves(tree, f"{call}: " if call else "")
@@ -66,7 +49,7 @@ def clipped_leaves(tree: PyTree, call: str = "") -> PyTree:
 
 def _clipped_leaf(leaf: Any) -> Any:
     """The leaf, or None for one that does not count."""
-    if _is_box(leaf):
+    if is_box(leaf):
         leaf = leaf.__jax_array__()
         # A variable of NNX may hold a MaskedNode, which is not a leaf.
         if is_hole(leaf):
@@ -75,8 +58,9 @@ def _clipped_leaf(leaf: Any) -> Any:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if _is_foreign(dtype):
         raise TypeError(f"an array of {dtype}")
-    counts = jnp.issubdtype(dtype, jnp.inexact) and 0 not in jnp.shape(leaf)
-    return leaf if counts else None
+    is_float = jnp.issubdtype(dtype, jnp.inexact)
+    is_clippable = is_float and 0 not in jnp.shape(leaf)
+    return leaf if is_clippable else None
 
 
 def _is_foreign(dtype: Any) -> bool:
@@ -142,18 +126,18 @@ def put_back(changed: PyTree, tree: PyTree) -> PyTree:
     return treedef.unflatten(leaves)
 
 
-def _is_box(x: Any) -> bool:
+def is_box(x: Any) -> bool:
     """Whether it is an object that holds an array, by JAX's own protocol."""
     return callable(getattr(x, "__jax_array__", None))
 
 
-def _unboxed(x: Any) -> Any:
-    return x.__jax_array__() if _is_box(x) else x
+def unbox(x: Any) -> Any:
+    return x.__jax_array__() if is_box(x) else x
 
 
 def unboxed(tree: PyTree) -> PyTree:
     """The tree with arrays for objects that hold one, such as variables of flax NNX."""
-    return jax.tree.map(_unboxed, tree, is_leaf=_is_box)
+    return jax.tree.map(unbox, tree, is_leaf=is_box)
 
 
 def arrays_of(model: PyTree) -> PyTree:
@@ -173,6 +157,12 @@ def is_none(x: Any) -> bool:
 def is_hole(x: Any) -> bool:
     """Whether there is no leaf: None, or a node such as `optax.MaskedNode`."""
     return not jax.tree.leaves(x)
+
+
+def holes_of(tree: PyTree) -> tuple[KeyPath, ...]:
+    """The key paths of all holes in a tree."""
+    entries = jax.tree.leaves_with_path(tree, is_leaf=is_hole)
+    return tuple(path for path, leaf in entries if is_hole(leaf))
 
 
 # ------------------------------------------------------------------ updates, weights
@@ -236,21 +226,30 @@ def warn_of_stacks(call: str, tree: PyTree) -> None:
             leaves_below.setdefault(path[:length], []).append((path, leaf))
     for parent, entries in leaves_below.items():
         shapes = [jnp.shape(leaf) for _, leaf in entries]
-        ranks = {len(shape) for shape in shapes}
-        leading_sizes = {shape[:1] for shape in shapes}
-        kernels = [path for path, leaf in entries if jnp.ndim(leaf) >= 3]
-        has_stack = len(leading_sizes) == 1 and 2 in ranks and min(ranks) > 1
-        if has_stack and kernels and len(entries) >= 3:
-            ((size,),) = leading_sizes
+        if _looks_stacked(shapes):
+            size = shapes[0][0]
+            high_rank_paths = [path for path, leaf in entries if jnp.ndim(leaf) >= 3]
             warnings.warn(
                 f"{call}: the leaves below {name(parent)!r} look like {size} layers, "
                 "stacked on their leading axis. Without stacked= a unit of the leaf "
-                f"{name(kernels[0])!r} has one weight from each layer, in optax too. "
-                "Use stacked=1, or axis=... if these are no layers.",
+                f"{name(high_rank_paths[0])!r} has one weight from each layer, in "
+                "optax too. Use stacked=1, or axis=... if these are no layers.",
                 # The line that called init.
                 stacklevel=4,
             )
             return
+
+
+def _looks_stacked(shapes: Sequence[Shape]) -> bool:
+    """Whether leaves of these shapes look like layers on a leading axis."""
+    ranks = {len(shape) for shape in shapes}
+    leading_sizes = {shape[:1] for shape in shapes}
+    return (
+        len(shapes) >= 3
+        and len(leading_sizes) == 1
+        and min(ranks) == 2
+        and max(ranks) >= 3
+    )
 
 
 def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:
@@ -259,13 +258,13 @@ def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:
     """
     entries, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_none)
     try:
-        # None in the tree is a leaf here, at which the state may have a subtree.
+        # A None in the tree stands for a whole subtree of the state.
         stored_leaves = treedef.flatten_up_to(stored)
     except (TypeError, ValueError):
         raise ValueError(
-            f"{call}: state was made for leaves {listed_paths(_paths(stored))} in "
+            f"{call}: state was made for leaves {listed_paths(leaf_paths(stored))} in "
             f"{type(stored).__name__}, but the updates have "
-            f"{listed_paths(_paths(tree))} in {type(tree).__name__}. {BEGIN_ANEW}"
+            f"{listed_paths(leaf_paths(tree))} in {type(tree).__name__}. {BEGIN_ANEW}"
         ) from None
     for (path, leaf), stored_leaf in zip(entries, stored_leaves):
         if leaf is None:
@@ -285,9 +284,9 @@ def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:
 
 
 def weights_of(
-    call: str, tree: PyTree, params: PyTree, updates: str = "gradients"
+    call: str, tree: PyTree, params: PyTree, noun: str = "gradients"
 ) -> PyTree:
-    """The weights of the clipped leaves.
+    """The weights of the clipped leaves. `noun` is what errors call the updates.
 
     Raises:
       ValueError: params are None, or do not fit the updates.
@@ -295,9 +294,9 @@ def weights_of(
     """
     if params is None:
         # `clippy` and `qk_clip` come after the optimizer, and compare its updates.
-        argument = "grads" if updates == "gradients" else updates
+        argument = "grads" if noun == "gradients" else noun
         raise ValueError(
-            f"{call} compares {updates} with weights: call "
+            f"{call} compares {noun} with weights: call "
             f"update({argument}, state, params)."
         )
     check_sparse(params, f"{call}: params: ")
@@ -383,294 +382,6 @@ def listed(names: Iterable[Any]) -> str:
     return text if len(ordered) <= 8 else f"{text} and {len(ordered) - 8} more"
 
 
-def _paths(tree: PyTree) -> list[KeyPath]:
+def leaf_paths(tree: PyTree) -> list[KeyPath]:
     """The key paths of all leaves."""
     return [path for path, _ in jax.tree.leaves_with_path(tree)]
-
-
-# --------------------------------------------------------------------- tree prefixes
-
-
-class Prefix(NamedTuple):
-    """A tree prefix as a flat table. It is hashable when its values are, so it can be a
-    static argument of a jitted function.
-    """
-
-    entries: tuple[tuple[KeyPath, Any], ...]  # (key path, value)
-
-
-def freeze(prefix: PyTree, is_leaf: Callable[[Any], bool]) -> Prefix:
-    """The table of a tree prefix. `is_leaf` says which nodes are single values. None
-    always is one.
-    """
-    if isinstance(prefix, Prefix):
-        return prefix
-
-    def is_value(x: Any) -> bool:
-        # None is a value: no limit, or the default of an option.
-        return x is None or _is_box(x) or is_leaf(x)
-
-    entries = jax.tree.leaves_with_path(prefix, is_leaf=is_value)
-    return Prefix(tuple((path, _unboxed(value)) for path, value in entries))
-
-
-def beginnings(path: KeyPath) -> Iterator[KeyPath]:
-    """The beginnings of a key path (a, b): (), (a,), (a, b)."""
-    return (path[:depth] for depth in range(len(path) + 1))
-
-
-def lookup(
-    prefix: Prefix,
-    tree: PyTree,
-    argument: str,
-    part: str = "leaf",
-    *,
-    allow_missing: bool = False,
-) -> list[Any]:
-    """The value of a prefix for each leaf of `tree`, in order.
-
-    `argument` and `part` are what errors call the prefix and a leaf.
-
-    Raises:
-      ValueError: a leaf has no value, or, without `allow_missing`, a value has no leaf.
-        The text names the argument and the path.
-    """
-    return lookup_paths(
-        prefix,
-        _paths(tree),
-        set(holes_of(tree)),
-        argument=argument,
-        part=part,
-        allow_missing=allow_missing,
-    )
-
-
-def holes_of(tree: PyTree) -> tuple[KeyPath, ...]:
-    """The key paths of all holes in a tree."""
-    entries = jax.tree.leaves_with_path(tree, is_leaf=is_hole)
-    return tuple(path for path, leaf in entries if is_hole(leaf))
-
-
-def lookup_paths(
-    prefix: Prefix,
-    paths: Sequence[KeyPath],
-    holes: Set[KeyPath],
-    *,
-    argument: str,
-    part: str,
-    allow_missing: bool,
-) -> list[Any]:
-    """`lookup`, by the key paths of leaves and holes."""
-    table = dict(prefix.entries)
-    values = []
-    used_paths: set[KeyPath] = set()
-    for path in paths:
-        # At most one entry of a tree prefix begins a path. () is a value for all.
-        table_path = next((head for head in beginnings(path) if head in table), None)
-        if table_path is None:
-            raise ValueError(
-                f"{argument} has no value for the {part} {name(path)!r}: it has "
-                f"{listed_paths(table)}. Give one for each {part}, or one for all."
-            )
-        values.append(table[table_path])
-        used_paths.add(table_path)
-    if allow_missing:
-        return values
-    # Values for holes may stay unused: a full tree of limits has some where updates are
-    # missing. Such a value stands at the hole, above it or below it.
-    for hole in holes:
-        used_paths.update(beginnings(hole))
-    for path in table:
-        is_below_hole = not holes.isdisjoint(beginnings(path))
-        if path in used_paths or is_below_hole:
-            continue
-        noun = "label, see allow_missing" if part == "label" else "part"
-        raise ValueError(
-            f"{argument} has a value for {name(path)!r}, but the updates have no "
-            f"such {noun}: they have {listed_paths(paths)}."
-        )
-    return values
-
-
-def for_each_leaf(
-    value: Any, tree: PyTree, argument: str, is_value: Callable[[Any], bool] = is_none
-) -> list[Any]:
-    """One value for each leaf, from a function of path and leaf or a tree prefix."""
-    if is_function(value):
-        entries = jax.tree.leaves_with_path(tree)
-        return [value(name(path), leaf) for path, leaf in entries]
-    return lookup(freeze(value, is_value), tree, argument)
-
-
-# --------------------------------------------------------------- axes of units, layers
-
-
-def is_axes(x: Any) -> TypeGuard[tuple[int, ...]]:
-    """Whether it is a tuple of axes, and not a node of a tree."""
-    # A NamedTuple of ints is a node of a tree, so the type is tuple itself.
-    return type(x) is tuple and all(isinstance(i, (int, np.integer)) for i in x)
-
-
-def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, ...]:
-    """The axes of a leaf, counted from the front: (-1, 0) of rank 3 is (0, 2).
-
-    Raises:
-      ValueError: an axis that the leaf does not have, or one that is named twice.
-    """
-    entries = value if isinstance(value, tuple) else (value,)
-    integers = [entry for entry in entries if isinstance(entry, (int, np.integer))]
-    axes = {int(axis) % rank for axis in integers if -rank <= axis < rank}
-    # An axis twice, as in (0, -3) of rank 3, makes the set smaller.
-    if len(axes) < len(entries):
-        raise ValueError(
-            f"{argument}={shown(value)} does not fit the leaf {leaf!r}, a tensor of "
-            f"rank {rank}: give axes for each leaf, none of them twice."
-        )
-    return tuple(sorted(axes))
-
-
-def other_axes(axes: Iterable[int], rank: int) -> tuple[int, ...]:
-    """All other axes of a leaf."""
-    return tuple(axis for axis in range(rank) if axis not in axes)
-
-
-class _StackedValue(NamedTuple):
-    """The value of `stacked` for a leaf."""
-
-    value: Any
-    # The key path of the value, or the text of what a function returned. Leaves of one
-    # stack have the same.
-    stack: KeyPath | str
-
-
-class _FirstOfStack(NamedTuple):
-    """The first leaf of a stack."""
-
-    name: str
-    sizes: str  # of the axes that count layers, such as "12 x 8"
-
-
-def stacked_axes(
-    stacked: Stacked, tree: PyTree, call: str, shapes: Sequence[Shape | None]
-) -> list[tuple[int, ...]]:
-    """For each leaf, the axes that count layers, in ascending order.
-
-        1                        the leading axis, as `jax.vmap` and `lax.scan` stack
-        2                        the two leading axes, such as layers and experts
-        (1,)                     axis 1, as MaxText and T5X stack
-        a tree prefix of these   another value for each part of the model
-        function(path, leaf)     the value for each leaf: one of these, or None for 0
-
-    `shapes` are those of whole leaves, None where a device knows its part only. Leaves
-    that share one value are layers of one stack.
-
-    Raises:
-      ValueError: an axis that a leaf does not have, or leaves that share one value but
-        not the number of layers.
-    """
-    entries = jax.tree.leaves_with_path(tree)
-    firsts: dict[KeyPath | str, _FirstOfStack] = {}
-    axes_of_leaves = []
-    stacked_values = _stacked_values(stacked, tree, f"{call}: stacked")
-    for (path, leaf), (value, stack), shape in zip(entries, stacked_values, shapes):
-        axes = _layer_axes(value, name(path), jnp.shape(leaf), call)
-        axes_of_leaves.append(axes)
-        if not axes or shape is None:
-            continue
-        sizes = " x ".join(str(shape[axis]) for axis in axes)
-        first = firsts.setdefault(stack, _FirstOfStack(name(path), sizes))
-        if sizes != first.sizes:
-            raise ValueError(
-                f"{call}: stacked={shown(value)} would count {first.sizes} in "
-                f"{first.name!r} and {sizes} in {name(path)!r}, but leaves of one "
-                "stack have the same number of layers. Axes other than the leading "
-                "ones are a tuple, such as (1,) for axis 1. A leaf that is not stacked "
-                "takes None. Several stacks take a value each, as in "
-                "{'encoder': 1, 'decoder': 1}."
-            )
-    return axes_of_leaves
-
-
-def _stacked_values(
-    stacked: Stacked, tree: PyTree, argument: str
-) -> list[_StackedValue]:
-    """The value of `stacked` for each leaf."""
-    if is_function(stacked):
-        # What a function returns has no key path, so equal values are one stack.
-        values = for_each_leaf(stacked, tree, argument)
-        return [_StackedValue(value, repr(value)) for value in values]
-    # The key path tells equal values apart.
-    entries = []
-    for path, value in freeze(stacked, is_axes).entries:
-        entries.append((path, _StackedValue(value, path)))
-    return lookup(Prefix(tuple(entries)), tree, argument)
-
-
-def _layer_axes(value: Any, leaf: str, shape: Shape, call: str) -> tuple[int, ...]:
-    """The axes that count layers, of a leaf and its value of `stacked`."""
-    rank = len(shape)
-    if value is None:
-        return ()
-    if isinstance(value, (int, np.integer)) and 0 <= value <= rank:
-        return tuple(range(int(value)))
-    if is_axes(value):
-        return axes_within(value, f"{call}: stacked", leaf, rank)
-    raise ValueError(
-        f"{call}: stacked must be a number of leading axes, from 0 to {rank} for the "
-        f"leaf {leaf!r} of shape {shape}, or a tuple of its axes, got {shown(value)}."
-    )
-
-
-def unit_axes(
-    axis: Axis,
-    layers: Sequence[tuple[int, ...]],
-    tree: PyTree,
-    call: str,
-    shapes: Sequence[Shape | None],
-) -> list[tuple[int, ...] | None]:
-    """For each leaf, the dimensions that a unit norm sums, or None for a vector, which
-    is one unit.
-
-    `layers` are the axes of each leaf that count layers. `shapes` are those of whole
-    leaves, None where a device knows its part only.
-    """
-    argument = f"{call}: axis"
-    entries = jax.tree.leaves_with_path(tree)
-    values = for_each_leaf(axis, tree, argument, is_axes)
-    dims_of_leaves: list[tuple[int, ...] | None] = []
-    for (path, leaf), value, layer_axes, shape in zip(entries, values, layers, shapes):
-        # Axes count within one layer: of [layers, in, out], axis 0 is dimension 1.
-        dims = other_axes(layer_axes, jnp.ndim(leaf))
-        rank = len(dims)
-        if value is None and rank <= 1 and not layer_axes:
-            # Its norm is a scalar, like the norm of a tensor.
-            dims_of_leaves.append(None)
-            continue
-        if value is None:
-            layer_shape = None if shape is None else tuple(shape[dim] for dim in dims)
-            summed_axes = _axes_by_shape(layer_shape, argument, name(path), rank)
-        else:
-            summed_axes = axes_within(value, argument, name(path), rank)
-        dims_of_leaves.append(tuple(dims[axis] for axis in summed_axes))
-    return dims_of_leaves
-
-
-def _axes_by_shape(
-    shape: Shape | None, argument: str, leaf: str, rank: int
-) -> tuple[int, ...]:
-    """All axes of a leaf that squeezes to a vector, else those that feed one output."""
-    # Axes of size 1 do not count: [1, 1, n] is a vector, as in optax. A symbol of
-    # `jax.export` counts as a size above 1.
-    if shape is not None:
-        ones = [size for size in shape if isinstance(size, int) and size <= 1]
-        if rank - len(ones) <= 1:
-            return tuple(range(rank))
-    if rank > 5:
-        raise ValueError(
-            f"{argument} must be given for the leaf {leaf!r} of rank {rank}: there is "
-            "no rule above rank 5."
-        )
-    # Kernels are [in, out], [in, heads, size], [height, width, in, out] or [depth,
-    # height, width, in, out]. Rank 3 is taken for attention, as in optax.
-    input_axes = {2: 1, 3: 1, 4: 3, 5: 4}
-    return tuple(range(input_axes.get(rank, rank)))

@@ -21,11 +21,11 @@ import optax
 from jax.typing import ArrayLike
 
 from .. import _norms as norms
+from .._axes import Axis, Stacked
 from .._checks import Nonfinite, check_flag, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._options import Ord, check_labels, check_measure
-from .._trees import Axis, Stacked
 from ..rules._limits import Limit, LimitTree
 from ..shrinks import Shrink
 

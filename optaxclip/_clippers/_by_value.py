@@ -11,10 +11,11 @@ import optax
 
 from .. import _checks as checks
 from .. import _trees as trees
-from .._checks import begins_anew, broadcasts_to, is_function
+from .._checks import broadcasts_to, can_begin_anew, is_function
 from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._moduli import with_modulus
+from .._prefixes import Prefix, lookup, prefix_table
 from .._trees import PyTree
 from ..rules._memory import count_up
 from ..rules._rule import Number, is_rule
@@ -86,7 +87,7 @@ def value_clipper(
     # too, either may be negative.
     if low is None:
         upper = _bounds(call, *high, lowest=0.0, no_bound=math.inf)
-        lower = trees.Prefix((((), None),))
+        lower = Prefix((((), None),))
     else:
         upper = _bounds(call, *high, lowest=-math.inf, no_bound=math.inf)
         lower = _bounds(call, *low, lowest=-math.inf, no_bound=-math.inf)
@@ -108,15 +109,15 @@ def value_clipper(
     ) -> Any:
         # A checkpoint of `optax.clip` has EmptyState in this place. Fixed bounds need
         # no count of steps, so it begins anew.
-        if begins_anew(call, state, (upper, lower)):
+        if can_begin_anew(call, state, (upper, lower)):
             state = init(params)
         checks.check_state(call, state, ClipByValueState)
         trees.check_leaves(updates, f"{call}: ")
         trees.check_sparse(updates, f"{call}: ")
         high_argument = f"{call}: {high[0]}"
         low_argument = f"{call}: {low[0]}" if low else ""
-        high_bounds = trees.lookup(upper, updates, high_argument)
-        low_bounds = trees.lookup(lower, updates, low_argument)
+        high_bounds = lookup(upper, updates, high_argument)
+        low_bounds = lookup(lower, updates, low_argument)
         entries, treedef = jax.tree.flatten_with_path(updates)
         clipped_leaves = []
         for (path, leaf), high_bound, low_bound in zip(
@@ -164,11 +165,9 @@ def clip(max_delta: Bounds) -> optax.GradientTransformation:
     return value_clipper("clip", ("max_delta", max_delta))
 
 
-def _bounds(
-    call: str, name: str, bound: Any, lowest: float, no_bound: float
-) -> trees.Prefix:
+def _bounds(call: str, name: str, bound: Any, lowest: float, no_bound: float) -> Prefix:
     # A rule is taken as one value. The check then says that it is no number.
-    table = trees.freeze(bound, lambda x: is_function(x) or is_rule(x))
+    table = prefix_table(bound, lambda x: is_function(x) or is_rule(x))
     entries = []
     for path, value in table.entries:
         if value is None:
@@ -178,7 +177,7 @@ def _bounds(
         else:
             checks.check_limit(f"{call}: {name}", value, lowest=lowest)
         entries.append((path, value))
-    return trees.Prefix(tuple(entries))
+    return Prefix(tuple(entries))
 
 
 def _bound_at(step: jax.Array, bound: Any, argument: str) -> Any:

@@ -13,12 +13,13 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
+from .._axes import Axis, Stacked
 from .._checks import Nonfinite, check_flag, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, UnitwiseNorm
 from .._options import Ord, check_measure
-from .._trees import Axis, PyTree, Stacked, clipped_leaves, put_back, weights_of
+from .._trees import PyTree, clipped_leaves, put_back, weights_of
 from ..rules._limits import ShareOfParams
 from ..rules._rule import Answer, Number, Rule, at_step, checked_number, number_field
 from ..shrinks import Shrink

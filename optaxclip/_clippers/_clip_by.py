@@ -9,11 +9,12 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from .._checks import Nonfinite, Tree, check_norm, with_hash
+from .._checks import Nonfinite, check_norm, with_hash
 from .._kernel import clip_once, make_clipper
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, OwnNorm
 from .._options import Ord, check_measure
+from .._trees import Tree
 from ..rules._limits import LimitTree
 from ..shrinks import Shrink
 

@@ -12,13 +12,13 @@ from jax import Array
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
+from .._axes import Stacked
 from .._checks import Nonfinite, shown
 from .._exported import exported
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, GroupNorm, Measure, TensorNorm
 from .._options import check_measure
-from .._trees import Stacked
 from ..rules._averages import EmaBand, MomentsRatio, ZScore
 from ..rules._limits import Limit, minimum, rule_of
 from ..rules._memory import between, count_up

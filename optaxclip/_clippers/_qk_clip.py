@@ -21,6 +21,7 @@ import optax
 from jax.typing import ArrayLike
 
 from .. import _trees as trees
+from .._axes import axes_within, other_axes
 from .._checks import check_number, check_state, shown
 from .._exported import PLACEHOLDER
 from .._kernel import make_clipper
@@ -364,7 +365,7 @@ def _attention_leaf(
         heads = Heads(heads)
     axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
     rank = len(shape)
-    trees.axes_within(heads.axis, f"qk_clip: {role}", trees.name(path), rank)
+    axes_within(heads.axis, f"qk_clip: {role}", trees.name(path), rank)
     axes = tuple(axis % rank for axis in axes)
     # The axis of heads is the last: -2 and (0, -2) both end with it.
     *layers, axis = axes
@@ -454,7 +455,7 @@ def scale_of(leaf: AttentionLeaf, factor: jax.Array) -> jax.Array:
     if scale.ndim > len(leaf.axes):
         scale = scale.reshape((*scale.shape[:-2], -1))
     scale = scale.transpose(np.argsort(leaf.axes))
-    return jnp.expand_dims(scale, trees.other_axes(leaf.axes, leaf.rank))
+    return jnp.expand_dims(scale, other_axes(leaf.axes, leaf.rank))
 
 
 def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, jax.Array]:

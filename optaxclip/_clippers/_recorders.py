@@ -16,7 +16,7 @@ from .._mesh import MeshAxes
 from .._norms import OwnNorm, global_norm
 from .._state import ClipState, RecordState
 from .._trees import PyTree
-from .._wrappers._judge import Arrays, Judge, pack, row, unpack
+from .._wrappers._judge import Judge, StateArrays, pack, row_property, unpack
 from ..rules._memory import count_up, in_place, moving_average
 from ..rules._rule import Number
 from ..rules._windows import spike_rule
@@ -37,7 +37,8 @@ def record_norm(
         your own.
 
     Returns:
-      A transformation whose state is a `ClipState`, with limits of inf.
+      A transformation whose state is a `ClipState` (of the subclass `RecordState`),
+      with limits of inf.
 
     Raises:
       TypeError: a norm that is not a function.
@@ -51,8 +52,8 @@ def record_norm(
     """
     call = "record_norm"
     check_norm(call, norm)
-    # Without a limit nothing is multiplied, not even by 1. A product would be another
-    # array to XLA, which the next clipper of the chain would read again.
+    # A limit of None: nothing is multiplied, not even by 1. XLA would take the product
+    # for a new array, which the next clipper of the chain would have to read.
     measure = OwnNorm(with_hash(norm), call)
     clipper: Any = make_clipper(measure, None, call=call, name="norm")
 
@@ -62,7 +63,7 @@ def record_norm(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> Any:
-        # A limit of one step is for the clippers of the chain.
+        # `limit=` is for the clippers of the chain.
         extra_args.pop("limit", None)
         updates, new_state = clipper.update(updates, state, params, **extra_args)
         # Where there was no state, as for a clipper of optax, the kernel has made a
@@ -107,19 +108,19 @@ class SpikeState(NamedTuple):
         ("spike_counts", ("step", "spiked", "spikes")),
         ("spike_numbers", ("norm", "limit", "loss", "loss_limit", "spiked_recently")),
     )
-    step = row(ROWS, "step")
-    spiked = row(ROWS, "spiked")
-    spikes = row(ROWS, "spikes")
-    norm = row(ROWS, "norm")
-    limit = row(ROWS, "limit")
-    loss = row(ROWS, "loss")
-    loss_limit = row(ROWS, "loss_limit")
-    spiked_recently = row(ROWS, "spiked_recently")
+    step = row_property(ROWS, "step")
+    spiked = row_property(ROWS, "spiked")
+    spikes = row_property(ROWS, "spikes")
+    norm = row_property(ROWS, "norm")
+    limit = row_property(ROWS, "limit")
+    loss = row_property(ROWS, "loss")
+    loss_limit = row_property(ROWS, "loss_limit")
+    spiked_recently = row_property(ROWS, "spiked_recently")
 
     @property
     def memories(self) -> tuple[PyTree, PyTree]:
         """What the rules of norm and loss remember."""
-        return unpack(self.ROWS, Arrays(*self))
+        return unpack(self.ROWS, StateArrays(*self))
 
 
 def record_spikes(
@@ -127,8 +128,8 @@ def record_spikes(
 ) -> optax.GradientTransformationExtraArgs:
     """Counts the steps whose norm or loss stands out, for `metrics`. Changes nothing.
     The loss must be the same on all devices, so average it with `lax.pmean`. In pmap
-    and in shard_map(check_vma=False) nothing shows that it differs, and each replica
-    counts its own: `check_replicated` shows it, as in `skip_step`.
+    and in shard_map(check_vma=False) a loss that differs is not noticed, and each
+    replica counts its own spikes: `check_replicated` shows it, as in `skip_step`.
 
     The norm is that of the gradient as it comes in, so the recorder goes before the
     clipper. Behind one no norm is above its limit.
@@ -196,7 +197,7 @@ def record_spikes(
     ) -> Any:
         check_state(call, state, SpikeState)
         norm, loss = judge.norm_and_loss(updates, extra_args)
-        judgement = judge.judge(state, norm, loss)
+        judgement = judge.decide(state, norm, loss)
         is_spike = judgement.is_rejected
         step = count_up(state.step)
         arrays = pack(

@@ -27,6 +27,7 @@ from jax.typing import ArrayLike
 
 from .. import _checks as checks
 from .. import _trees as trees
+from .._axes import Stacked
 from .._checks import Nonfinite, check_state
 from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
@@ -35,7 +36,7 @@ from .._mesh import MeshAxes
 from .._moduli import modulus_dtype, wide_dtype, with_modulus
 from .._norms import Norms, TensorNorm
 from .._options import check_measure
-from .._trees import PyTree, Stacked, arrays_of, clipped_leaves, put_back
+from .._trees import PyTree, arrays_of, clipped_leaves, put_back
 from ..rules._averages import Ema
 from ..rules._memory import count_up, new_where, root
 from ..rules._rule import Number, at_step, checked_number, rule_in

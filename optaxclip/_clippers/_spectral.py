@@ -34,15 +34,17 @@ from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
 from .. import _trees as trees
+from .._axes import Stacked, other_axes, stacked_axes
 from .._checks import Nonfinite, check_choice, check_known, check_length, shown
 from .._kernel import make_clipper
 from .._mesh_types import resharded, resharded_as
 from .._moduli import wide_dtype
 from .._norms import Norms, TensorNorm
 from .._options import static_axes
+from .._prefixes import for_each_leaf
 from .._reduce import LeafSpec
 from .._state import ClipState
-from .._trees import PyTree, Stacked, clipped_leaves, other_axes, put_back
+from .._trees import PyTree, clipped_leaves, put_back
 from ..rules._limits import LimitTree
 from ..rules._memory import root
 from ..shrinks import Shrink, hard, shrink_of, smooth
@@ -253,8 +255,8 @@ class SpectralNorm(NamedTuple):
         """The indices of the leaves that are matrices, by their layout."""
         entries = jax.tree.leaves_with_path(tree)
         shapes = [jnp.shape(leaf) for _, leaf in entries]
-        layers_of_leaves = trees.stacked_axes(self.stacked, tree, self.call, shapes)
-        columns = trees.for_each_leaf(self.columns, tree, f"{self.call}: columns")
+        layers_of_leaves = stacked_axes(self.stacked, tree, self.call, shapes)
+        columns = for_each_leaf(self.columns, tree, f"{self.call}: columns")
         layouts: dict[Layout, list[int]] = {}
         for index, (path, leaf) in enumerate(entries):
             shape = shapes[index]

@@ -15,8 +15,9 @@ from .._checks import check_flag, shown
 from .._exported import exported
 from .._mesh_types import has_types, manual_axes
 from .._norms import global_norm
+from .._prefixes import lookup, prefix_table
 from .._state import NUMBER_NAMES, ClipState
-from .._trees import PyTree, clipped_leaves, freeze, lookup, name
+from .._trees import PyTree, clipped_leaves, name
 from .budget import Budget, first_shares, new_budget, next_shares, spend
 from .layer_clips import ENTRY, LayerClip, shown_states
 from .optimizers import Optimizer, check_optimizer, entries_of, slices_of_state
@@ -139,7 +140,7 @@ def _trained_weights(params: PyTree, trainable: PyTree) -> Weights:
     # Names a leaf that is not an array.
     clipped_leaves(params, "release: params")
     mask = trainable(params) if callable(trainable) else trainable
-    flags = lookup(freeze(mask, _is_flag), params, "release: trainable")
+    flags = lookup(prefix_table(mask, _is_flag), params, "release: trainable")
     trained = {}
     for leaf, (array, flag) in enumerate(zip(jax.tree.leaves(params), flags)):
         check_flag("release: trainable", flag)

@@ -79,7 +79,8 @@ def carry_clipped(
     clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
 
     def init(params: PyTree) -> CarryState:
-        # Split over devices as the weights are, which may be jax.ShapeDtypeStruct.
+        # zeros_like, so that the carry is split over devices as the weights are. These
+        # may be jax.ShapeDtypeStruct.
         tree = clipped_leaves(params, call)
         carry = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x)), tree)
         return CarryState(carry, clipper.init(params))
@@ -88,7 +89,8 @@ def carry_clipped(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> Any:
         check_state(call, state, CarryState)
-        # The carry has no counter of steps, which would show a state of several models.
+        # A `CarryState` has no `step` whose shape would show several models. Its
+        # clippers have one.
         for clip_state in clip_states(state.clip_state):
             check_state(call, clip_state, ClipState)
         if extra_args.get("grad_norm") is not None:
@@ -102,7 +104,7 @@ def carry_clipped(
         clipped, new_clip_state = clipper.update(
             total, state.clip_state, params, **extra_args
         )
-        # Rounded before the carry is computed, so that the carry has the rounding too.
+        # Rounded first, so that what rounding cuts off is carried as well.
         clipped = jax.tree.map(_in_dtype_of, clipped, tree)
         carry = jax.tree.map(_cut_off, total, clipped, state.carry, is_leaf=is_none)
         return put_back(clipped, updates), CarryState(carry, new_clip_state)

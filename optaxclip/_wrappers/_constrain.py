@@ -4,7 +4,7 @@
 
 A weight plus its update is rounded to the weight's dtype, and so is the update. Where W
 is far from what it becomes, such as 100 that is clipped to 1.2, the second rounding may
-carry it beyond the limit. The update is then made one unit of rounding shorter.
+carry it beyond the limit. The update is then made one ulp shorter.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ def constrain(
     It changes the update, so it comes last in a chain, after the learning rate.
     `optax.apply_updates` then gives clip(W + u), rounded once to the weights' dtype.
     Weights are longer than their limit by this rounding at most. Where W is far beyond
-    its limit, as in a first step, the update is rounded as well: to shorter weights,
-    and not across a bound of 0. Where the update has fewer bits than W, its rounding
-    may leave weights beyond the limit. Weights that are within their limit get the
-    update as it came, and so do integer leaves.
+    its limit, as in a first step, the update is rounded too. This rounding is made
+    towards 0, and never across a bound of 0. A bound that keeps weights away from 0,
+    such as the lower one of `clip_by_value(1.0, 0.3)`, may be missed by it. Where
+    the update has fewer bits than W, its rounding may leave weights beyond the limit.
+    Weights that are within their limit get the update as it came, and so do integer
+    leaves.
 
     | constraint                        | clipper                                     |
     |-----------------------------------|---------------------------------------------|
@@ -92,15 +94,15 @@ def constrain(
             extra_args.pop(argument, None)
         moved = jax.tree.map(_moved, weights, tree)
         clipped, new_state = clipper.update(moved, state, params, **extra_args)
-        are_broken = [_are_broken(state) for state in clip_states(new_state)]
-        step_to = partial(_step_to, are_broken)
-        steps = jax.tree.map(step_to, tree, weights, moved, clipped)
-        return put_back(steps, updates), new_state
+        broken_norms = [_is_broken(state) for state in clip_states(new_state)]
+        update_to = partial(_update_to, broken_norms)
+        changes = jax.tree.map(update_to, tree, weights, moved, clipped)
+        return put_back(changes, updates), new_state
 
     return optax.GradientTransformationExtraArgs(clipper.init, update)
 
 
-def _are_broken(state: ClipState) -> Array:
+def _is_broken(state: ClipState) -> Array:
     """Which norms were broken in the last step, by themselves or by their limits."""
     return ~jnp.isfinite(state.norm) | jnp.isnan(state.limit)
 
@@ -115,57 +117,68 @@ def _moved(weight: Any, update: Any) -> Array:
 
 
 @jax.jit
-def _step_to(
-    are_broken: list[Array], update: Any, weight: Any, moved: Array, clipped: Array
+def _update_to(
+    broken_norms: list[Array], update: Any, weight: Any, moved: Array, clipped: Array
 ) -> Array:
     """The update that takes a weight to its clipped value.
 
-    `are_broken` says of the norms of each clipper which are, and `moved` is the weight
-    after the update as it came.
+    `broken_norms` says of the norms of each clipper which are broken, and `moved` is
+    the weight after the update as it came.
     """
     weight = jnp.asarray(weight)
     update = jnp.asarray(update)
     arguments = clipped, moved, weight, update
     if jnp.iscomplexobj(moved):
         # Each part is rounded by itself. reduce_precision takes no complex numbers.
-        real = _real_step(*(jnp.real(x) for x in arguments))
-        imag = _real_step(*(jnp.imag(x) for x in arguments))
-        step = lax.complex(real, imag)
+        real = _real_update_to(*(jnp.real(x) for x in arguments))
+        imag = _real_update_to(*(jnp.imag(x) for x in arguments))
+        change = lax.complex(real, imag)
     else:
-        step = _real_step(*arguments)
-    # Zeros that a clipper makes of a broken step are no weights. Which leaves share a
-    # norm is not known here, so each broken norm counts for all leaves.
-    for norms_are_broken in are_broken:
+        change = _real_update_to(*arguments)
+    # A clipper with nonfinite="zero" returns zeros for a broken step. They are no
+    # weights, so nothing is changed. Which leaves share a norm is not known here: one
+    # broken norm counts for every leaf.
+    for is_broken in broken_norms:
         # In shard_map an array that differs over more mesh axes than the update would
         # make it differ over them too.
-        if varying(norms_are_broken) <= varying(update):
-            is_cleared = (clipped == 0) & jnp.any(norms_are_broken)
-            step = jnp.where(is_cleared, jnp.zeros_like(step), step)
+        if varying(is_broken) <= varying(update):
+            is_cleared = (clipped == 0) & jnp.any(is_broken)
+            change = jnp.where(is_cleared, jnp.zeros_like(change), change)
     # Where the clipper changed nothing, the update keeps its bits.
-    return jnp.where(clipped == moved, update, step.astype(update.dtype))
+    return jnp.where(clipped == moved, update, change.astype(update.dtype))
 
 
-def _real_step(clipped: Array, moved: Array, weight: Array, update: Array) -> Array:
-    """`_step_to` for real numbers, rounded to the dtype of the update."""
+def _real_update_to(
+    clipped: Array, moved: Array, weight: Array, update: Array
+) -> Array:
+    """The update from `weight` to `clipped`, for real numbers.
+
+        goal       clipped, as the weight's dtype has it
+        change     goal - weight, as the update's dtype has it
+        arrived    weight + change, as `optax.apply_updates` rounds it
+
+    Where `arrived` is further from 0 than `goal`, on the side of `moved`, the change is
+    made one ulp shorter.
+    """
     start = weight.astype(clipped.dtype)
     goal = _rounded(clipped, weight.dtype)
-    step = _rounded(goal - start, update.dtype)
-    # The weight that `optax.apply_updates` makes of weight and update.
-    arrived = _rounded(start + step, weight.dtype)
+    change = _rounded(goal - start, update.dtype)
+    arrived = _rounded(start + change, weight.dtype)
     # 1 or -1: the side of the goal where weights are beyond the limit.
     outward = jnp.sign(moved)
     is_beyond = (arrived - goal) * outward > 0
-    # Between 3/4 and 3/2 units of rounding, so that rounding makes it one. All
-    # subnormal numbers have the same unit, which small steps of float16 need.
+    # Between 3/4 and 3/2 ulp, so that rounding makes it one. All subnormal numbers have
+    # the same ulp, which small changes of float16 need.
     info = jnp.finfo(update.dtype)
     least = float(info.smallest_subnormal)
-    unit = 0.75 * jnp.maximum(float(info.eps) * jnp.abs(step), least)
-    shorter = _rounded(step - outward * unit, update.dtype)
-    # One unit may carry a weight across 0, and make it longer on the other side. That
-    # is right only if 0 is the goal: no weight may stay beyond a bound of 0.
+    ulp = 0.75 * jnp.maximum(float(info.eps) * jnp.abs(change), least)
+    shorter = _rounded(change - outward * ulp, update.dtype)
+    # Near 0, one ulp may carry a weight to the other side and make it longer there.
+    # Then the update stays as it was, unless 0 is the goal: no weight may stay beyond a
+    # bound of 0.
     arrived_by_shorter = _rounded(start + shorter, weight.dtype)
     is_better = (goal == 0) | (jnp.abs(arrived_by_shorter) <= jnp.abs(arrived))
-    return jnp.where(is_beyond & is_better, shorter, step)
+    return jnp.where(is_beyond & is_better, shorter, change)
 
 
 def _rounded(x: Array, dtype: Any) -> Array:
@@ -181,6 +194,6 @@ def _rounded(x: Array, dtype: Any) -> Array:
     rounded = lax.reduce_precision(x, info.nexp, info.nmant)
     if info.nexp == wide_info.nexp:
         return rounded
-    # reduce_precision makes subnormal numbers 0, which small steps of float16 need.
-    unit = float(info.smallest_subnormal)
-    return jnp.where(jnp.abs(x) < float(info.tiny), jnp.round(x / unit) * unit, rounded)
+    # reduce_precision makes subnormal numbers 0, which small changes of float16 need.
+    ulp = float(info.smallest_subnormal)
+    return jnp.where(jnp.abs(x) < float(info.tiny), jnp.round(x / ulp) * ulp, rounded)

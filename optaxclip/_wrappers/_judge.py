@@ -29,7 +29,7 @@ from .._trees import PyTree, clipped_leaves
 from ..rules._rule import Rule, limit_of, limit_of_jitted
 
 
-class Held(NamedTuple):
+class Measured(NamedTuple):
     """A norm or a loss that was held against its limit."""
 
     value: Array
@@ -40,8 +40,8 @@ class Held(NamedTuple):
 class Judgement(NamedTuple):
     """What was decided of a step."""
 
-    norm: Held
-    loss: Held  # in a step without a loss, the one before
+    norm: Measured
+    loss: Measured  # in a step without a loss, the one before
     is_rejected: Array  # bool[]
     is_nonfinite: Array  # bool[]: whether norm or loss is NaN or inf
 
@@ -56,7 +56,7 @@ class Judge(NamedTuple):
     # The argument that makes every step need a loss, or "" where a step may go without.
     loss_needed_by: str = ""
 
-    def initial(self, params: PyTree) -> tuple[Held, Held]:
+    def initial(self, params: PyTree) -> tuple[Measured, Measured]:
         """Norm and loss before the first step."""
         # Only its dtype is needed: float64 if a leaf has 64 bits.
         tree = clipped_leaves(params, self.call)
@@ -66,8 +66,8 @@ class Judge(NamedTuple):
         loss_memory = self.loss_rule.init(zero) if self.loss_rule else ()
         # Not NaN, at which `jax_debug_nans` would raise.
         no_loss = jnp.full_like(zero, -jnp.inf)
-        norm = Held(zero, no_limit, self.rule.init(zero))
-        return norm, Held(no_loss, no_limit, loss_memory)
+        norm = Measured(zero, no_limit, self.rule.init(zero))
+        return norm, Measured(no_loss, no_limit, loss_memory)
 
     def norm_and_loss(
         self, updates: PyTree, extra_args: Mapping[str, Any]
@@ -92,7 +92,7 @@ class Judge(NamedTuple):
             return norm, None
         return norm, self._checked("value", loss)
 
-    def judge(
+    def decide(
         self, state: PyTree, norm: ArrayLike, loss: ArrayLike | None
     ) -> Judgement:
         """Holds norm and loss against the limits of their rules.
@@ -102,30 +102,28 @@ class Judge(NamedTuple):
         memory, loss_memory = state.memories
         # Numbers of the user's may have another dtype than the state.
         norm_value = self.varying_like(state.norm, jnp.array(norm, state.norm.dtype))
-        held_norm = self._hold(self.rule, norm_value, memory, state.step)
-        # Not `norm > limit`, which is False for NaN.
-        is_rejected = ~(held_norm.value <= held_norm.limit)
-        is_nonfinite = ~jnp.isfinite(held_norm.value)
+        measured_norm = self._measured(self.rule, norm_value, memory, state.step)
+        is_rejected = _is_rejected(measured_norm)
+        is_nonfinite = ~jnp.isfinite(measured_norm.value)
         if self.loss_rule is None or loss is None:
-            held_loss = Held(state.loss, state.loss_limit, loss_memory)
+            measured_loss = Measured(state.loss, state.loss_limit, loss_memory)
         else:
             value = self.varying_like(norm_value, jnp.array(loss, state.loss.dtype))
-            held_loss = self._hold(
+            measured_loss = self._measured(
                 self.loss_rule, value, loss_memory, state.step, is_loss=True
             )
-            is_rejected = is_rejected | ~(held_loss.value <= held_loss.limit)
-            is_nonfinite = is_nonfinite | ~jnp.isfinite(held_loss.value)
+            is_rejected = is_rejected | _is_rejected(measured_loss)
+            is_nonfinite = is_nonfinite | ~jnp.isfinite(measured_loss.value)
         return Judgement(
-            norm=held_norm,
-            loss=held_loss,
-            # inf would pass a limit of inf.
-            is_rejected=is_rejected | is_nonfinite,
+            norm=measured_norm,
+            loss=measured_loss,
+            is_rejected=is_rejected,
             is_nonfinite=is_nonfinite,
         )
 
     def varying_like(self, model: PyTree, values: PyTree) -> PyTree:
-        """The values, typed as differing between devices like the model, where each
-        device trains alone.
+        """The values. With mesh_axes=None, where each device trains alone, they are
+        typed as varying over the same mesh axes as the model.
         """
         if self.mesh_axes is None:
             return varying_as_any_of(values, model)
@@ -136,7 +134,7 @@ class Judge(NamedTuple):
         measure = GlobalNorm(self.call, mesh_axes=self.mesh_axes)
         return measure(clipped_leaves(updates, self.call)).values[0]
 
-    def _hold(
+    def _measured(
         self,
         rule: Rule,
         value: Array,
@@ -144,11 +142,12 @@ class Judge(NamedTuple):
         step: Array,
         *,
         is_loss: bool = False,
-    ) -> Held:
-        """A number beside its limit."""
-        # Inside the user's jit none of ours is used: its cache would keep a schedule,
-        # and what that refers to, alive.
-        limit_of_rule = limit_of if isinstance(step, Tracer) else limit_of_jitted
+    ) -> Measured:
+        """A value, the limit that its rule gives, and what the rule remembers then."""
+        # A traced step is one inside the user's jit. There a jit of ours would keep a
+        # schedule, and what it refers to, alive in its cache.
+        is_traced = isinstance(value, Tracer) or isinstance(step, Tracer)
+        limit_of_rule = limit_of if is_traced else limit_of_jitted
         argument = "loss_rule" if is_loss else "rule"
         limit, new_memory = limit_of_rule(
             rule,
@@ -158,11 +157,11 @@ class Judge(NamedTuple):
             argument=f"{self.call}: {argument}",
             signed=is_loss,
         )
-        return Held(value, limit, new_memory)
+        return Measured(value, limit, new_memory)
 
     def _checked(self, argument: str, number: Any) -> Any:
         """A norm or a loss that `update` was given, as JAX can carry it."""
-        # A loss for each example or device would make arrays of limit and decision.
+        # With a loss for each example, the limit and the decision would be arrays too.
         checks.check_scalar(f"{self.call}: {argument}", number)
         if argument == "grad_norm":
             checks.check_given_norm(f"{self.call}: {argument}", number)
@@ -193,14 +192,21 @@ class Judge(NamedTuple):
             )
 
 
+def _is_rejected(measured: Measured) -> Array:
+    """Whether it is above its limit, NaN or inf."""
+    # Not `value > limit`, which is False for NaN. inf would pass a limit of inf.
+    is_within = measured.value <= measured.limit
+    return ~(is_within & jnp.isfinite(measured.value))
+
+
 # ------------------------------------------------------------- the rows of two arrays
 
 # The fields of both arrays, counts first, and the names of their rows:
 # (("skip_counts", ("step", ...)), ("skip_numbers", ("norm", ...))).
-Rows = tuple[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]]
+RowNames = tuple[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]]
 
 
-class Arrays(NamedTuple):
+class StateArrays(NamedTuple):
     """The first fields of a `SkipState` or a `SpikeState`."""
 
     counts: Array  # int32[rows]
@@ -209,7 +215,7 @@ class Arrays(NamedTuple):
     loss_windows: PyTree
 
 
-def row(rows: Rows, name: str) -> property:
+def row_property(rows: RowNames, name: str) -> property:
     """The property of a state that reads a row."""
     (field, names), *_ = [entry for entry in rows if name in entry[1]]
     index = names.index(name)
@@ -217,7 +223,9 @@ def row(rows: Rows, name: str) -> property:
     return property(lambda state: getattr(state, field)[..., index])
 
 
-def pack(rows: Rows, norm: Held, loss: Held, **own_rows: Array) -> Arrays:
+def pack(
+    rows: RowNames, norm: Measured, loss: Measured, **own_rows: Array
+) -> StateArrays:
     """The arrays of a state. `own_rows` are what it counts itself, by name."""
     value_of_row = own_rows | {
         "norm": norm.value,
@@ -231,7 +239,7 @@ def pack(rows: Rows, norm: Held, loss: Held, **own_rows: Array) -> Arrays:
     dtype = norm.value.dtype
     numbers = [value_of_row[name].astype(dtype) for name in number_names]
     windows, loss_windows = memory.rest
-    return Arrays(
+    return StateArrays(
         counts=jnp.stack(counts + memory.counts),
         numbers=jnp.stack(numbers + memory.numbers),
         windows=windows,
@@ -239,7 +247,7 @@ def pack(rows: Rows, norm: Held, loss: Held, **own_rows: Array) -> Arrays:
     )
 
 
-def unpack(rows: Rows, arrays: Arrays) -> tuple[PyTree, PyTree]:
+def unpack(rows: RowNames, arrays: StateArrays) -> tuple[PyTree, PyTree]:
     """What the rules of norm and loss remember."""
     (_, count_names), (_, number_names) = rows
     return unpacked(

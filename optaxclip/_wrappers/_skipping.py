@@ -21,7 +21,7 @@ and under jit nothing is copied.
 Which rule? One that remembers raw norms (a window, as in `skip_step`) accepts a lasting
 change within its length, but frequent spikes raise its limit. One that remembers what
 it would have let through (`z_score`, `log_z_score`, `ema_ratio`) does not learn from
-spikes. But while it skips nothing moves, so where norms rise for good it can stand
+spikes. But no weight moves while it skips. Where norms rise for good, the run may stand
 still for long: give it room (`z_score(4.0)`) or `max_consecutive`.
 
 The gradient is measured as it comes in, so clippers go inside. Behind a clipper no norm
@@ -55,7 +55,7 @@ from ..rules._memory import count_up, in_place, moving_average
 from ..rules._rule import Number
 from ..rules._windows import step_rule
 from ._carry import CarryState
-from ._judge import Arrays, Judge, Judgement, pack, row, unpack
+from ._judge import Judge, Judgement, StateArrays, pack, row_property, unpack
 from ._select_early import update_unless
 
 
@@ -74,10 +74,11 @@ class SkipState(NamedTuple):
       step: updates seen, skipped ones counted.
       norm: the global norm of the last gradient.
       limit: what the norm was held against.
-      loss: the last loss, -inf until one arrives, and without a rule for it.
+      loss: the last loss that was judged. -inf before the first, and where no rule
+        looks at it.
       loss_limit: what the loss was held against.
       skipped: steps skipped.
-      skipped_recently: their share of about the last 100 steps.
+      skipped_recently: the share of skipped steps among about the last 100.
       nonfinite: steps whose norm or loss was NaN or inf.
       consecutive: steps skipped in a row, up to now.
     """
@@ -92,20 +93,20 @@ class SkipState(NamedTuple):
         ("skip_counts", ("step", "skipped", "nonfinite", "consecutive")),
         ("skip_numbers", ("norm", "limit", "loss", "loss_limit", "skipped_recently")),
     )
-    step = row(ROWS, "step")
-    skipped = row(ROWS, "skipped")
-    nonfinite = row(ROWS, "nonfinite")
-    consecutive = row(ROWS, "consecutive")
-    norm = row(ROWS, "norm")
-    limit = row(ROWS, "limit")
-    loss = row(ROWS, "loss")
-    loss_limit = row(ROWS, "loss_limit")
-    skipped_recently = row(ROWS, "skipped_recently")
+    step = row_property(ROWS, "step")
+    skipped = row_property(ROWS, "skipped")
+    nonfinite = row_property(ROWS, "nonfinite")
+    consecutive = row_property(ROWS, "consecutive")
+    norm = row_property(ROWS, "norm")
+    limit = row_property(ROWS, "limit")
+    loss = row_property(ROWS, "loss")
+    loss_limit = row_property(ROWS, "loss_limit")
+    skipped_recently = row_property(ROWS, "skipped_recently")
 
     @property
     def memories(self) -> tuple[PyTree, PyTree]:
         """What the rules of norm and loss remember."""
-        return unpack(self.ROWS, Arrays(*self[:4]))
+        return unpack(self.ROWS, StateArrays(*self[:4]))
 
 
 def skip_nonfinite(
@@ -162,8 +163,8 @@ def skip_step(
 ) -> optax.GradientTransformationExtraArgs:
     """Skips steps whose norm or loss is more than six deviations above the mean of the
     last 128, as OLMo-core does. The loss must be the same on all devices, so average it
-    with `lax.pmean`. In pmap and in shard_map(check_vma=False) nothing shows that it
-    differs, and the replicas part silently: see the second example.
+    with `lax.pmean`. In pmap and in shard_map(check_vma=False) a loss that differs is
+    not noticed, and the replicas drift apart: see the second example.
 
     The norm is that of the gradient as it comes in. So the clipper goes inside,
     `skip_step(optax.chain(clip, adam))`. Behind a clipper no norm is above its limit,
@@ -200,8 +201,8 @@ def skip_step(
       ValueError: a number out of its range, `update` without `value` with
         `on_loss=True`, or with a `value` that is no scalar, or that differs between
         devices where types show it.
-      TypeError: something that is no number, an `on_loss` that is not one of these, or
-        a loss under another name than `value`.
+      TypeError: something that is no number, an `on_loss` that is not None, True or
+        False, or a loss under another name than `value`.
 
     Example:
       >>> optimizer = optaxclip.skip_step(optax.sgd(0.5), window=4)
@@ -242,8 +243,8 @@ def skip_spikes(
 ) -> optax.GradientTransformationExtraArgs:
     """Skips steps whose gradient norm, or loss, is over the limit of a rule, or is NaN
     or inf. The loss must be the same on all devices, so average it with `lax.pmean`. In
-    pmap and in shard_map(check_vma=False) nothing shows that it differs, and the
-    replicas part silently: `check_replicated` shows it, as in `skip_step`.
+    pmap and in shard_map(check_vma=False) a loss that differs is not noticed, and the
+    replicas drift apart: `check_replicated` shows it, as in `skip_step`.
 
     The norm is that of the gradient as it comes in. So the clipper goes inside,
     `skip_spikes(optax.chain(clip, adam), rule)`. Behind a clipper no norm is above its
@@ -335,7 +336,7 @@ def _skipping(
     ) -> Any:
         checks.check_state(call, state, SkipState)
         norm, loss = judge.norm_and_loss(updates, extra_args)
-        judgement = judge.judge(state, norm, loss)
+        judgement = judge.decide(state, norm, loss)
         skip = judgement.is_rejected
         if max_consecutive is not None:
             skip = skip & (state.consecutive < max_consecutive)
@@ -363,11 +364,12 @@ def _next_state(
         consecutive=jnp.where(skip, count_up(state.consecutive), 0),
         skipped_recently=moving_average(state.skipped_recently, skip, step),
     )
-    arrays: Arrays = jax.tree.map(in_place, arrays, Arrays(*state[:4]))
+    arrays: StateArrays = jax.tree.map(in_place, arrays, StateArrays(*state[:4]))
     return SkipState(*arrays, inner_state)
 
 
-# Without the one of optax's clippers, EmptyState: `optax.scale(-0.1)` has it as well.
+# EmptyState is not among them. optax's clippers have it, but so does
+# `optax.scale(-0.1)`.
 STATES_OF_CLIPPERS = (ClipState, ClipByValueState, SpamState, CarryState)
 
 

@@ -62,12 +62,13 @@ import optax
 from jax.core import Tracer
 
 from .. import _norms as norms
-from .._checks import Tree, check_number, check_scalar, with_extra_args
+from .._axes import axes_within
+from .._checks import check_number, check_scalar, with_extra_args
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once, make_clipper
 from .._names import with_our_names
 from .._options import check_measure
-from .._trees import axes_within, clipped_leaves, name
+from .._trees import Tree, clipped_leaves, name
 
 __all__ = [
     "clip_by_average_norm",

@@ -53,10 +53,11 @@ from typing import Any
 import jax
 
 from .. import _norms as norms
-from .._checks import Tree, check_number, check_scalar, shown
+from .._checks import check_number, check_scalar, shown
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once
 from .._names import with_our_names
+from .._trees import Tree
 
 __all__ = [
     "clip_grad_norm",

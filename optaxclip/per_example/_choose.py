@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from .. import _trees as prefix
+from .. import _trees as trees
 from .._jaxpr import has_convolution, has_groups, work_of
 from .._mesh_types import is_on_one_device, manual_axes
 from ._ghost import Ghost, ghost_of
@@ -166,7 +166,7 @@ def possible_ghost(problem: Problem) -> tuple[Ghost | None, str]:
         array_type = jax.typeof(leaf)
         # Its cotangents would need their shardings as types.
         if any(array_type.sharding.spec):
-            name = f"{prefix.name(path)!r} of {array_type}"
+            name = f"{trees.name(path)!r} of {array_type}"
             return None, f"{name}, which Explicit mesh axes split beside the batch's"
         # It is chosen by sizes, and sizes of jax.export may be symbols.
         if not all(isinstance(size, int) for size in leaf.shape):

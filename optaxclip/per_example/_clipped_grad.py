@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _trees as prefix
+from .. import _trees as trees
 from .._checks import check_choice, check_flag, check_length, is_function, shown
 from .._mesh import MeshAxes
+from .._prefixes import lookup
 from ..shrinks import Shrink, shrink_of
 from ._choose import Choice, choose, costs_of, possible_ghost
 from ._explicit import DeviceResult, on_each_device
@@ -280,7 +281,7 @@ def clipped_grad(
         choice = choose(problem, method, microbatch)
         limits_on_device = limits._replace(
             values=problem.limits,
-            groups=prefix.lookup(limits.table, problem.params, f"{call}: max_norm"),
+            groups=lookup(limits.table, problem.params, f"{call}: max_norm"),
             splits=problem.splits,
             divisor=problem.divisor,
         )
@@ -521,7 +522,7 @@ def explain_clipped_grad(
             # As if all numbers had the dtype of the parameter.
             itemsize = leaf.dtype.itemsize
             explained = ExplainedLeaf(
-                name=prefix.name(path),  # DictKey("a"), SequenceKey(0) -> "a/0"
+                name=trees.name(path),  # DictKey("a"), SequenceKey(0) -> "a/0"
                 shape=leaf.shape,
                 way=plan.norm_by,
                 uses=", ".join(dict.fromkeys(use_names)),

@@ -17,11 +17,12 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from .. import _trees as prefix
-from .._checks import check_limit, check_scalar, held_in, is_function, shown
+from .. import _trees as trees
+from .._checks import check_limit, check_scalar, in_norm_dtype, is_function, shown
 from .._factors import factor_between, shrunk_by, times_square
 from .._mesh import Names
 from .._mesh_types import varying, varying_as_any_of
+from .._prefixes import Prefix
 from .._reduce import LeafSpec, norms_of
 from ..rules._rule import is_rule
 from ..shrinks import Shrink
@@ -46,7 +47,7 @@ class Limits(NamedTuple):
     # for each group a number, a function of its norms, or None for no limit
     values: list[Any]
     shrink: Shrink
-    table: prefix.Prefix = prefix.Prefix(())  # path in the tree, number of the group
+    table: Prefix = Prefix(())  # path in the tree, number of the group
     treedef: Any = None
     groups: Sequence[int] = ()  # for each leaf, the number of its group
     # for each leaf, the mesh axes over which it is split. () if no leaf is
@@ -70,7 +71,7 @@ class Limits(NamedTuple):
             return np.float64(math.hypot(*map(float, self.values)))
         dtype = jnp.result_type(float)
         # A traced limit may be negative, and then counts as 0.
-        limits = [jnp.maximum(held_in(dtype, limit), 0) for limit in self.values]
+        limits = [jnp.maximum(in_norm_dtype(dtype, limit), 0) for limit in self.values]
         return reduce(jnp.hypot, limits) * (1 + len(limits) * 2.0**-22)
 
     def weigh(
@@ -116,7 +117,7 @@ class Limits(NamedTuple):
                 check_scalar(f"{self.call}: what max_norm returns", limit)
                 # Without an example there is no median.
                 limit = jnp.where(jnp.any(counts), limit, 0)
-            limits.append(held_in(norms.dtype, limit))
+            limits.append(in_norm_dtype(norms.dtype, limit))
         # A traced limit may be negative, and then counts as 0.
         limits_of_groups = jnp.maximum(jnp.stack(limits), 0)
         limits_of_norms = jnp.broadcast_to(limits_of_groups, norms.shape)
@@ -128,7 +129,7 @@ class Limits(NamedTuple):
             factors=jnp.where(counts[:, None], factor.reported, 0.0),
             counts=counts,
             shares=jnp.ones_like(counted_norms[:, 0])
-            / held_in(norms.dtype, self.divisor),
+            / in_norm_dtype(norms.dtype, self.divisor),
         )
 
 
@@ -180,11 +181,11 @@ def limits_of(max_norm: Any, call: str, shrink: Shrink) -> Limits:
     groups = []
     for group, (path, limit) in enumerate(limits):
         if limit is not None and not is_function(limit):
-            argument_of_path = f"{argument} for {prefix.name(path)!r}"
+            argument_of_path = f"{argument} for {trees.name(path)!r}"
             check_limit(argument_of_path if path else argument, limit, is_scalar=True)
         values.append(limit)
         groups.append((path, group))
-    return Limits(call, values, shrink, prefix.Prefix(tuple(groups)), treedef)
+    return Limits(call, values, shrink, Prefix(tuple(groups)), treedef)
 
 
 def small_memory() -> int:

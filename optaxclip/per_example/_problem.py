@@ -14,6 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from .. import _mesh
 from .. import _mesh_types as mesh_types
 from .. import _trees as prefix
+from .. import _trees as trees
 from .._checks import shown
 from .._jaxpr import every_equation
 from .._mesh import MeshAxes, Names, listed
@@ -229,7 +230,7 @@ class Signature(NamedTuple):
                 # "argument 1 at 'x'", or "argument 2" for one that is an array itself.
                 name = f"argument {place}"
                 if path:
-                    name += f" at {prefix.name(path)!r}"
+                    name += f" at {trees.name(path)!r}"
                 # An array without axes is mostly a number for all, or one random key.
                 shape = jnp.shape(leaf)
                 sizes[name] = shape[0] if shape else "no axis"
@@ -254,7 +255,7 @@ class Signature(NamedTuple):
             if not jnp.issubdtype(dtype, jnp.inexact):
                 raise TypeError(
                     f"{self.call}: the parameters must have a float or complex dtype, "
-                    f"but the leaf {prefix.name(path)!r} is {dtype}. Give what is not "
+                    f"but the leaf {trees.name(path)!r} is {dtype}. Give what is not "
                     "learned in an argument of its own, named in shared_argnums."
                 )
         return jax.tree.map(jnp.asarray, tree)

@@ -254,7 +254,7 @@ class Joined(Rule):
             norms_of_rule = further_norms(rule, params_norm, total_norm)
             limit, new_memory = rule.update(norm, memory, step, *norms_of_rule)
             # Limits may be Python numbers or of any dtype, and jnp.minimum wants one.
-            limits.append(checks.held_in(norm.dtype, limit))
+            limits.append(checks.in_norm_dtype(norm.dtype, limit))
             new_memories.append(new_memory)
         return limits, tuple(new_memories)
 

@@ -246,7 +246,7 @@ def limit_of(
     if jnp.ndim(limit):
         checks.check_shape(jnp.shape(limit), norm.shape, argument)
     # A limit beyond the norm's dtype is its largest number: inf would not clip.
-    limit = checks.held_in(norm.dtype, limit)
+    limit = checks.in_norm_dtype(norm.dtype, limit)
     # A schedule may fall below 0, which counts as 0.
     if not signed:
         limit = jnp.maximum(limit, 0)
@@ -333,7 +333,7 @@ def at_step(step: jax.Array, dtype: Any, *numbers: Number) -> list[jax.Array]:
     """The numbers at this step, in the dtype of the norm."""
     values = [value(step) if callable(value) else value for value in numbers]
     # A number of a wider dtype would widen the limit, and the memory with it.
-    return [checks.held_in(dtype, value) for value in values]
+    return [checks.in_norm_dtype(dtype, value) for value in values]
 
 
 def warn_of_falling(argument: str, ratio: Any, stacklevel: int) -> None:

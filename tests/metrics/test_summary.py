@@ -84,6 +84,13 @@ def test_zero_over_a_limit_of_zero_is_zero():
     assert found["clip/worst_ratio"] == 0
 
 
+def test_zero_over_a_limit_of_nan_is_nan():
+    zeros = jax.tree.map(jnp.zeros_like, GRADS)
+    clipper = optaxclip.clip_by_tensor_norm(lambda step: jnp.nan)
+    found = summary(after(clipper, zeros))
+    assert np.isnan(found["clip/worst_ratio"])
+
+
 def test_one_norm_has_the_same_numbers():
     found = summary(after(optaxclip.clip_by_global_norm(1.0), GRADS))
     norm = np.sqrt(25 + 0.09 + 64)
