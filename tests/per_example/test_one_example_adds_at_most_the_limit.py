@@ -325,6 +325,9 @@ def test_what_is_proved_is_known_before_the_run():
         assert f"at most 1 + {change:.2g} limits\n" in str(found)
         assert f"{excess:.2g} by its rounding, {change - excess:.2g} by" in str(found)
         assert "with mask=: of batches that differ in size nothing" in str(found)
+    widest = explained("gram", 64, 256)
+    assert widest.excess <= 3e-4
+    assert widest.change <= 0.036
     # 2^24 additions may lose all of a sum.
     endless = explained("lookup", 2**24, 16)
     assert endless.excess == endless.change == np.inf
