@@ -360,9 +360,8 @@ def _fitted(
     for number, norm in zip(numbers, norms.values, strict=True):
         # In the dtype and sharding of what was measured, so that the state keeps its
         # types.
-        fitted.append(
-            mesh_types.resharded_as(number.astype(norm.dtype), jax.typeof(norm))
-        )
+        number = jnp.asarray(number).astype(norm.dtype)
+        fitted.append(mesh_types.resharded_as(number, jax.typeof(norm)))
     return fitted
 
 
@@ -503,5 +502,8 @@ def _raise_nonfinite(
         if count:
             name = trees.name(path)
             parts.append(f"{name!r}: {count} of {leaf.size} values are NaN or inf")
-    all_finite = "All values are finite: the norm is too large for its dtype."
+    all_finite = (
+        "All values are finite: the norm is too large for its dtype, or was not finite "
+        "when it was given."
+    )
     raise FloatingPointError(f"{text}. {'; '.join(parts) or all_finite}")

@@ -372,8 +372,7 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> jax.Arra
     """Returns whether all devices along some mesh axes hold the same values.
 
     For debugging inside pmap and shard_map, where JAX cannot tell. A gradient that is
-    the same on all devices is whole, so leave the axis out of a
-    clipper's `mesh_axes`.
+    the same on all devices is whole, so leave the axis out of a clipper's `mesh_axes`.
 
     Args:
       tree: a pytree of arrays.
@@ -387,10 +386,10 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> jax.Arra
       ValueError: a mesh axis that is not bound here.
 
     Example:
-      >>> def differs(x):
+      >>> def is_same(x):
       ...     return optaxclip.check_replicated(x, "devices")
       >>> x = jnp.ones((jax.local_device_count(), 2))
-      >>> print(jax.pmap(differs, axis_name="devices")(x)[0])
+      >>> print(jax.pmap(is_same, axis_name="devices")(x)[0])
       True
     """
     names = names_in(mesh_axes)

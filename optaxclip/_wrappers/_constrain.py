@@ -135,6 +135,8 @@ def _update_to(
         change = lax.complex(real, imag)
     else:
         change = _real_update_to(*arguments)
+    # Where the clipper changed nothing, the update keeps its bits.
+    change = jnp.where(clipped == moved, update, change.astype(update.dtype))
     # A clipper with nonfinite="zero" returns zeros for a broken step. They are no
     # weights, so nothing is changed. Which leaves share a norm is not known here: one
     # broken norm counts for every leaf.
@@ -144,8 +146,7 @@ def _update_to(
         if varying(is_broken) <= varying(update):
             is_cleared = (clipped == 0) & jnp.any(is_broken)
             change = jnp.where(is_cleared, jnp.zeros_like(change), change)
-    # Where the clipper changed nothing, the update keeps its bits.
-    return jnp.where(clipped == moved, update, change.astype(update.dtype))
+    return change
 
 
 def _real_update_to(

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optaxclip
@@ -264,3 +265,12 @@ def test_weights_whose_updates_are_missing_are_not_compared(clipper):
     clipped, state = apply(clipper, updates, params)
     assert jax.tree.leaves(state.limit) == [1.0]
     np.testing.assert_allclose(clipped["w"], [0.6, 0.8], rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", [{"limit": 2.0}, {"grad_norm": 10}])
+def test_a_python_number_overrides_what_a_schedule_says_under_jit(number):
+    clipper = optaxclip.clip_by_global_norm(optax.constant_schedule(4.0))
+    grads = jnp.array([3.0, 4.0])
+    update = jax.jit(lambda state: clipper.update(grads, state, **number))
+    clipped, _ = update(clipper.init(grads))
+    np.testing.assert_allclose(np.linalg.norm(clipped), 2, rtol=1e-6)

@@ -317,3 +317,10 @@ def test_a_rounded_step_leaves_no_longer_weight_than_another():
     weight, update = jnp.float32([364.9]), jnp.zeros(1, jnp.bfloat16)
     step, _ = apply(constrain(optaxclip.clip_by_value(0.3)), update, weight)
     assert step == -364
+
+
+def test_in_a_broken_step_weights_stay_where_an_update_would_make_them_0():
+    clipper = optaxclip.clip_by_global_norm(1.0, nonfinite="zero")
+    weights = jnp.array([0.5, 1.0])
+    step, _ = apply(constrain(clipper), jnp.array([-0.5, jnp.nan]), weights)
+    np.testing.assert_array_equal(step, [0, 0])
