@@ -1,8 +1,9 @@
 """How the norms of a step fit into the state of a clipper.
 
 A block is what is decided as one array: the norm of everything, the norms of all whole
-leaves as a vector, or the units of one leaf. Norms are found in the state by name. A
-leaf that is None in one step has the norm 0 in its block, from which no rule learns.
+leaves as a vector (inside shard_map one vector for each set of varying mesh axes), or
+the units of one leaf. Norms are found in the state by name. A leaf that is None in one
+step has the norm 0 in its block, from which no rule learns.
 """
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -29,18 +30,19 @@ from .rules._rule import Rule, is_rule
 class Block(NamedTuple):
     """Norms that are decided as one array."""
 
-    norm: Array  # [N] of whole leaves, [] of everything, or [1, units] of one leaf
+    norm: Array  # [n] of whole leaves, [] of everything, or [1, units] of one leaf
     # The same, apart: the norm of each whole leaf, or the units of one leaf, by name.
     norm_of_name: Mapping[str, Array]
     missing: frozenset[str]  # the leaves that this step does not have
-    positions: np.ndarray  # int[N]: where the norms are in a row of the state
+    # Its entries in a row of the state: n, or 1 for everything or a leaf with units.
+    positions: np.ndarray
     is_vector: bool  # whether `norm` joins the norms of whole leaves
     leaf_of_units: str | None = None  # the leaf whose units they are
     units_over: tuple[str, ...] = ()  # the mesh axes that split the units
 
     @property
     def are_here(self) -> np.ndarray:
-        """bool[N]: which entries of the state have a norm in this step."""
+        """For each position whether there is a norm in this step."""
         if not self.missing:
             return np.ones(len(self.positions), bool)
         entries = []

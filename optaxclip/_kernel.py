@@ -54,9 +54,9 @@ class Settings(NamedTuple):
     rules: Any  # the structure of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
     with_total: bool  # whether a rule needs the norm of all norms
-    # Whether a rule has a schedule. The cache of our jit would keep it alive, with all
-    # that it refers to, such as a model. So under the user's jit `_update` is called
-    # directly.
+    # Whether a rule has a schedule. Under the user's jit `_update` is then called
+    # directly, so that the cache of our jit does not keep the schedule alive, and with
+    # it a model. Outside jit the cache does keep it.
     has_schedule: bool
 
 
@@ -162,7 +162,7 @@ def make_clipper(
         tree = trees.gradients_of(call, updates, params)
         if not settings.only_measures and not jax.tree.leaves(tree):
             trees.warn_of_integers(call, updates)
-        # Weights that no rule looks at would only be another argument of the program.
+        # The weights are an argument of the program only if a rule reads them.
         weights = None
         if settings.with_params:
             weights = trees.weights_of(call, tree, params)
@@ -397,8 +397,8 @@ def _decide(policy: Policy, eps: Any, norm: Array, limit: Array) -> Decision:
         new_norm = jnp.where(is_off, 1.0, new_norm)
         old_norm = jnp.where(is_off, 1.0, old_norm)
     root, factor = factor_between(old_norm, new_norm)
-    # Zeros times any root are zeros: they are reported as not clipped, whatever eps or
-    # the shrink make of their norm.
+    # A norm of 0 counts as not clipped, even where eps or the shrink changes it: the
+    # updates stay zeros.
     is_zero = is_sound & (norm == 0)
     clipped = is_sound & (new_norm != old_norm) & ~is_zero
     outcome = Outcome(

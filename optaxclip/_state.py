@@ -102,8 +102,8 @@ class Names(NamedTuple):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    # Equal names may have different contents: open names, or a share of the layers. So
-    # no content can be hashed.
+    # Names may be equal though their contents differ (open names, a share of the
+    # layers), so the hash is a constant.
     def __hash__(self) -> int:
         return 0
 

@@ -118,7 +118,7 @@ def root_of_mean(count: ArrayLike, sums: Sums) -> jax.Array:
     up, plain, down = sums
     dtype = plain.dtype
     scale = dtype.type(SCALES[dtype])
-    # NaN is in all sums, and finite in none.
+    # NaN is in all sums, and NaN < inf is False.
     up_is_finite = up < jnp.inf
     plain_is_finite = plain < jnp.inf
     second = jnp.where(plain_is_finite, plain, down)
