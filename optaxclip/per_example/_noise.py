@@ -87,9 +87,10 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
     check_length("draw: examples", examples)
     check_number("draw: places", places, lowest=1, highest=examples, is_scalar=True)
     of_examples, of_places = jax.random.split(key)
-    # Of 32 bits, and never more often than `share`.
-    most = np.uint32(min(int(share * 2**32), 2**32 - 1))
-    is_drawn = jax.random.bits(of_examples, (examples,), np.uint32) < most
+    # The words have 32 bits. The threshold is rounded down, so that no example joins
+    # more often than `share` says.
+    threshold = np.uint32(min(int(share * 2**32), 2**32 - 1))
+    is_drawn = jax.random.bits(of_examples, (examples,), np.uint32) < threshold
     chosen = jnp.argsort(~is_drawn, stable=True)[:places]
     chosen = jax.random.permutation(of_places, chosen)
     return Drawn(chosen, is_drawn[chosen])

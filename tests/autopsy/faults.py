@@ -144,8 +144,11 @@ class Recurrent(eqx.Module):
     def __call__(self, inputs: Any, key: Any, offset: Any) -> Any:
         inputs = inputs.astype(self.readout.weight.dtype)
         start = jnp.zeros(WIDTH, inputs.dtype)
-        step = lambda state, x: (self.cell(x, state), None)  # noqa: E731
-        state, _ = jax.lax.scan(step, start, inputs)
+
+        def turn(state: Any, x: Any) -> tuple[Any, None]:
+            return self.cell(x, state), None
+
+        state, _ = jax.lax.scan(turn, start, inputs)
         state = normalized(state, offset)
         state = jax.nn.silu(self.hidden(state))
         return self.readout(self.dropout(state, key=key))
