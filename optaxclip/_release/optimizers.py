@@ -78,8 +78,17 @@ class Entries(NamedTuple):
     values: dict[str, Any]
 
 
+class StateEntry(NamedTuple):
+    """An entry of the state, while an optimizer is checked."""
+
+    name: str
+    is_shared: bool  # by all layers, as a counter is
+
+
 def entries_of(tree: PyTree) -> Entries:
-    paths, values = {}, {}
+    """The leaves of a state by their paths."""
+    paths = {}
+    values = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         paths[keystr(path)] = path
         values[keystr(path)] = leaf
@@ -140,20 +149,22 @@ def check_optimizer(
     keys_of_slices = slices_of_state(optimizer, leaves, slices)
     leaf_at = _leaf_at(params, leaves)
     names = [name(path) for path in leaf_at]
-    # The arguments of update, which are gradients, state and weights, by their names.
-    state_names, is_shared = [], []
+    state_entries = []
     entries = entries_of(state)
     for key, path in entries.paths.items():
-        entry, leaf = entries.values[key], leaf_of(path, leaf_at)
-        state_names.append(name(path))
-        is_sliced = key in keys_of_slices and entry.shape == shapes[leaf].shape
-        # The entries of other leaves are whole.
-        is_shared.append(not is_sliced and (leaf is None or leaf in slices))
-        if is_shared[-1]:
-            _check_shared(name(path), entry, whole.get(key))
+        value = entries.values[key]
+        leaf = leaf_of(path, leaf_at)
+        is_sliced = key in keys_of_slices and value.shape == shapes[leaf].shape
+        # The entries of leaves outside of the stacks are whole.
+        is_shared = not is_sliced and (leaf is None or leaf in slices)
+        if is_shared:
+            _check_shared(name(path), value, whole.get(key))
+        state_entries.append(StateEntry(name(path), is_shared))
     program = jax.make_jaxpr(optimizer.transformation.update)(params, state, params)
+    state_names = [entry.name for entry in state_entries]
+    shared_names = {entry.name for entry in state_entries if entry.is_shared}
+    # The arguments of update are gradients, state and weights.
     arguments = [*names, *state_names, *names]
-    shared = [name for name, flag in zip(state_names, is_shared) if flag]
     outputs = [*names, *state_names]
 
     def reads(index: int) -> tuple[Jaxpr, set[str]]:
@@ -162,9 +173,10 @@ def check_optimizer(
         needed, is_read = dce_jaxpr(program.jaxpr, wanted)
         return needed, {arguments[k] for k in np.flatnonzero(is_read)}
 
-    for index, flag in enumerate(is_shared, len(names)):
-        if flag:
-            _check_counter(outputs[index], reads(index)[1] - set(shared))
+    for index, entry in enumerate(state_entries, len(names)):
+        if entry.is_shared:
+            _, read = reads(index)
+            _check_counter(entry.name, read - shared_names)
     across = []
     for index, leaf in enumerate(leaf_at.values()):
         needed, read = reads(index)
