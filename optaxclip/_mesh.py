@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec
 from . import _trees as trees
 from ._checks import shown
 from ._mesh_types import (
-    Names,
+    AxisNames,
     entries_of,
     has_types,
     manual_axes,
@@ -55,7 +55,7 @@ MeshAxes: TypeAlias = (
 FORMS = "'auto', None, names of mesh axes, or a tree of PartitionSpecs"
 # How a leaf is split: the mesh axes that split its summed axes, and for each of its
 # axes the mesh axes that split it if it is kept. () if no kept axis is split.
-Split = tuple[Names, tuple[Names, ...]]
+Split = tuple[AxisNames, tuple[AxisNames, ...]]
 NOT_SPLIT: Split = ((), ())
 
 
@@ -172,8 +172,8 @@ def _split(
         )
     # Units of [in, out] with P("x", "y") are summed over x. Each device along y has
     # the units of its own outputs.
-    summed_over: Names = ()
-    kept_over: list[Names] = [()] * jnp.ndim(array)
+    summed_over: AxisNames = ()
+    kept_over: list[AxisNames] = [()] * jnp.ndim(array)
     for axis, names_of_axis in enumerate(names_by_axis):
         if axis in summed_axes:
             summed_over += names_of_axis
@@ -183,7 +183,7 @@ def _split(
 
 
 def _check_against_type(
-    argument: str, name: str, array: jax.Array, names: Names
+    argument: str, name: str, array: jax.Array, names: AxisNames
 ) -> None:
     """Raises ValueError for mesh axes over which a leaf cannot be split."""
     manual = manual_axes()
@@ -212,7 +212,7 @@ def _check_against_type(
 
 def _names_of_split(
     array: Any, entry: Any, argument: str
-) -> tuple[Names, list[Names] | None]:
+) -> tuple[AxisNames, list[AxisNames] | None]:
     """The manual mesh axes that split a leaf, by its entry of `mesh_axes`, and the same
     by array axis: None where it is not known which axis they split.
     """
@@ -229,10 +229,10 @@ def _names_of_split(
     return names, None
 
 
-def _names_of_spec(array: Any, spec: PartitionSpec, argument: str) -> list[Names]:
+def _names_of_spec(array: Any, spec: PartitionSpec, argument: str) -> list[AxisNames]:
     """For each axis of an array the manual mesh axes that split it."""
     manual = manual_axes()
-    names_by_axis: list[Names] = [()] * jnp.ndim(array)
+    names_by_axis: list[AxisNames] = [()] * jnp.ndim(array)
     # Outside shard_map specs change nothing, so they may name any axis.
     if not manual:
         return names_by_axis
@@ -254,14 +254,14 @@ def _names_of_spec(array: Any, spec: PartitionSpec, argument: str) -> list[Names
     return names_by_axis
 
 
-def names_in(entry: Any) -> Names:
+def names_in(entry: Any) -> AxisNames:
     """The names in an entry of a PartitionSpec: None, "x" or ("x", "y")."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
 
 
-def check_bound(names: Names, argument: str) -> None:
+def check_bound(names: AxisNames, argument: str) -> None:
     """Raises ValueError for what is not the name of a mesh axis here."""
     for name in names:
         if not isinstance(name, str):
@@ -304,7 +304,7 @@ def device_count(names: Iterable[str]) -> int:
 def joined(
     collective: Callable[..., Any],
     arrays: Sequence[jax.Array],
-    names_of_arrays: Sequence[Names],
+    names_of_arrays: Sequence[AxisNames],
 ) -> list[jax.Array]:
     """psum or pmax of each array over its own mesh axes. All arrays that share their
     mesh axes travel as one vector, in one collective.
@@ -335,7 +335,7 @@ def joined(
     return totals
 
 
-def among_zeros(numbers: jax.Array, kept_over: Sequence[Names]) -> jax.Array:
+def among_zeros(numbers: jax.Array, kept_over: Sequence[AxisNames]) -> jax.Array:
     """The numbers that this device has for its layers, among zeros for the layers of
     other devices.
 
@@ -351,7 +351,7 @@ def among_zeros(numbers: jax.Array, kept_over: Sequence[Names]) -> jax.Array:
     return lax.dynamic_update_slice(zeros, numbers, starts)
 
 
-def local_layers(layers: jax.Array, kept_over: Sequence[Names]) -> jax.Array:
+def local_layers(layers: jax.Array, kept_over: Sequence[AxisNames]) -> jax.Array:
     """The layers of this device, out of an array for the layers of all devices."""
     sizes = list(layers.shape)
     for axis, names in enumerate(kept_over):
@@ -359,7 +359,7 @@ def local_layers(layers: jax.Array, kept_over: Sequence[Names]) -> jax.Array:
     return lax.dynamic_slice(layers, _starts(sizes, kept_over), sizes)
 
 
-def _starts(sizes: Sequence[int], kept_over: Sequence[Names]) -> list[Any]:
+def _starts(sizes: Sequence[int], kept_over: Sequence[AxisNames]) -> list[Any]:
     """Where the part of this device, of these sizes, begins along each axis."""
     starts: list[Any] = []
     for size, names in zip(sizes, kept_over):

@@ -20,15 +20,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ._trees import PyTree
 
-Names = tuple[str, ...]
+AxisNames = tuple[str, ...]
 
 
-def manual_axes() -> Names:
+def manual_axes() -> AxisNames:
     """The mesh axes along which this program sees its own part only."""
     return jax.sharding.get_abstract_mesh().manual_axes
 
 
-def has_types(manual: Names) -> bool:
+def has_types(manual: AxisNames) -> bool:
     """Whether JAX tracks here which values differ between devices.
 
     It does not in pmap and with check_vma=False. There even axis_index has the type of

@@ -32,7 +32,7 @@ from jax.typing import ArrayLike
 from . import _mesh as mesh
 from . import _mesh_types as mesh_types
 from . import _sums as sums
-from ._mesh import Names
+from ._mesh import AxisNames
 from ._moduli import tangent_of_modulus
 from ._options import Ord
 from ._sums import Axes, Sums, divided, plain_sum, traced_once
@@ -50,26 +50,26 @@ class LeafSpec(NamedTuple):
     norm_index: Any  # an index into the norms, an int. None: the leaf is left alone
     # The axes that are summed, and stay with size 1. None: all, to a scalar.
     axes: Axes = None
-    summed_over: Names = ()  # the mesh axes that split the summed axes
+    summed_over: AxisNames = ()  # the mesh axes that split the summed axes
     # For each axis of the leaf, the mesh axes that split it if it is kept. () if no
     # kept axis is split.
-    kept_over: tuple[Names, ...] = ()
+    kept_over: tuple[AxisNames, ...] = ()
     # Whether kept axes are units, of which each device has the norms of its own.
     # Otherwise they are layers, and each device has the norms of all of them.
     has_units: bool = False
 
     @property
-    def units_over(self) -> Names:
+    def units_over(self) -> AxisNames:
         """The mesh axes that split its units."""
         return tuple(chain.from_iterable(self.kept_over)) if self.has_units else ()
 
     @property
-    def layers_over(self) -> Names:
+    def layers_over(self) -> AxisNames:
         """The mesh axes that split its layers."""
         return () if self.has_units else tuple(chain.from_iterable(self.kept_over))
 
     @property
-    def joined_over(self) -> Names:
+    def joined_over(self) -> AxisNames:
         """The mesh axes over which its norm is joined."""
         return self.summed_over + self.layers_over
 
@@ -348,7 +348,7 @@ def _joined(
     return treedef.unflatten(mesh.joined(join.collective, arrays, mesh_axes_of_arrays))
 
 
-def _counted_once(spec: LeafSpec, term: Term, mesh_axes: Names, join: Join) -> Term:
+def _counted_once(spec: LeafSpec, term: Term, mesh_axes: AxisNames, join: Join) -> Term:
     """The term of a leaf on this device, as a collective over these mesh axes takes it:
     layers stand among zeros for the layers of other devices, and a term that several
     devices have is divided by their number.

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._mesh import Names, names_in
+from .._mesh import AxisNames, names_in
 from .._trees import put_back
 from ._problem import Problem
 
@@ -49,7 +49,7 @@ def on_each_device(
     param_specs = [_spec_of(x) for x in jax.tree.leaves(problem.params)]
     batch_specs = [_spec_of(x) for x in jax.tree.leaves(problem.batch)]
     # Of the first array of the batch that is split
-    batch_axes: Names = ()
+    batch_axes: AxisNames = ()
     for spec in batch_specs:
         batch_axes = batch_axes or names_in(spec[0])
     other_dims = [spec[1:] for spec in batch_specs]
@@ -114,11 +114,11 @@ def _names(*specs: Any) -> set[str]:
     return names
 
 
-def _without(left_out: set[str], names: Names) -> Names:
+def _without(left_out: set[str], names: AxisNames) -> AxisNames:
     return tuple(name for name in names if name not in left_out)
 
 
-def _added(device_sum: jax.Array, batch_axes: Names, spec: P) -> jax.Array:
+def _added(device_sum: jax.Array, batch_axes: AxisNames, spec: P) -> jax.Array:
     """The sum over devices, or the part of it that a device keeps."""
     total = device_sum
     for dim, names in enumerate(map(names_in, spec)):

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from .. import _trees as trees
 from .._checks import check_limit, check_scalar, in_norm_dtype, is_function, shown
 from .._factors import factor_between, shrunk_by, times_square
-from .._mesh import Names
+from .._mesh import AxisNames
 from .._mesh_types import varying, varying_as_any_of
 from .._prefixes import Prefix
 from .._reduce import LeafSpec, norms_of
@@ -51,7 +51,7 @@ class Limits(NamedTuple):
     treedef: Any = None
     groups: Sequence[int] = ()  # for each leaf, the number of its group
     # for each leaf, the mesh axes over which it is split. () if no leaf is
-    splits: Sequence[Names] = ()
+    splits: Sequence[AxisNames] = ()
     divisor: Any = 1  # of the sum
 
     def joint(self) -> Any:

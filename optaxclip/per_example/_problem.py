@@ -17,7 +17,7 @@ from .. import _trees as prefix
 from .. import _trees as trees
 from .._checks import shown
 from .._jaxpr import every_equation
-from .._mesh import MeshAxes, Names, listed
+from .._mesh import AxisNames, MeshAxes, listed
 from .._mesh_types import varying
 from .._trees import check_leaves
 
@@ -40,7 +40,7 @@ class Problem(NamedTuple):
     present: jax.Array  # bool[batch]: not masked
     shared: list[Any]  # arguments that are the same for all examples
     # For each parameter, the mesh axes over which its gradient is split
-    splits: Sequence[Names] = ()
+    splits: Sequence[AxisNames] = ()
     limits: Sequence[Any] = ()  # the numbers of `max_norm`
     divisor: Any = 1  # of the sum of the clipped gradients
     is_sum: bool = True  # or a mean
@@ -146,7 +146,7 @@ class Signature(NamedTuple):
         self._check_program(gradient, batch)
         return problem
 
-    def _splits(self, params: Any, batch: Any) -> list[Names]:
+    def _splits(self, params: Any, batch: Any) -> list[AxisNames]:
         """For each parameter, the mesh axes over which its gradient is split."""
         batch_axes = varying(batch)
         leaves = jax.tree.leaves(params)
