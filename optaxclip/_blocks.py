@@ -242,8 +242,6 @@ def concatenated(arrays: Sequence[Array]) -> Array:
 
 def typed_alike(arrays: Sequence[Array]) -> list[Array]:
     """The arrays with one type of a mesh, as a stack or a vector needs it."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return list(arrays)
     arrays = [mesh_types.resharded(array) for array in arrays]
     return mesh_types.varying_as_any_of(arrays, arrays)
 

@@ -300,6 +300,11 @@ def _limits(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
         weight_norm = None
         if rule.needs_params:
             weight_norm = block.joined(inputs.weight_norm_of_name)
+        # Outside jax.set_mesh a new state has the type of no mesh.
+        norm_type = jax.typeof(block.norm)
+        memory = jax.tree.map(
+            lambda array: mesh_types.resharded_as(array, norm_type), memory
+        )
         memory = mesh_types.narrowed_as(memory, block.norm)
         limit, memory = _answer(inputs, rule, block.norm, weight_norm, memory)
         if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):

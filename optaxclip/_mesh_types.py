@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.core import ShapedArray
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ._trees import PyTree
 
@@ -93,7 +93,8 @@ def resharded_as(value: jax.Array, array_type: ShapedArray) -> jax.Array:
     """The value, split over the Explicit axes of the mesh as a type says. Array axes
     beyond those of the type are not split.
     """
-    return resharded(value, array_type.sharding.spec)
+    sharding = array_type.sharding
+    return resharded(value, sharding.spec, sharding.mesh)
 
 
 def types_of(function: Callable[..., Any], *args: Any) -> Any:
@@ -111,7 +112,7 @@ def typed_as(tree: PyTree, array_type: ShapedArray) -> Any:
 
     `lax.scan` and shard_map compare the types of a state before and after a step.
     """
-    # Without a mesh, as under plain jit, no type says anything of devices.
+    # Outside jax.set_mesh, JAX cannot place an array that depends on no other.
     if jax.sharding.get_abstract_mesh().empty:
         return tree
 
@@ -121,17 +122,19 @@ def typed_as(tree: PyTree, array_type: ShapedArray) -> Any:
     return jax.tree.map(typed, tree)
 
 
-def resharded(value: jax.Array, spec: Sequence[Any] = ()) -> jax.Array:
+def resharded(
+    value: jax.Array, spec: Sequence[Any] = (), mesh: AbstractMesh | None = None
+) -> jax.Array:
     """The value, split over Explicit mesh axes along its first axes as `spec` says, and
-    whole along the others.
+    whole along the others. `mesh` is for a value whose type has none.
     """
-    mesh = jax.typeof(value).sharding.mesh
-    # Outside jax.set_mesh only the type knows the mesh.
-    mesh = mesh if mesh.explicit_axes else jax.sharding.get_abstract_mesh()
+    # Outside jax.set_mesh only types know the mesh.
+    meshes = [jax.typeof(value).sharding.mesh, mesh, jax.sharding.get_abstract_mesh()]
+    for mesh in meshes:
+        if mesh is not None and mesh.explicit_axes:
+            return jax.reshard(value, NamedSharding(mesh, PartitionSpec(*spec)))
     # In Auto meshes the sharding is no part of a type, and XLA chooses it.
-    if not mesh.explicit_axes:
-        return value
-    return jax.reshard(value, NamedSharding(mesh, PartitionSpec(*spec)))
+    return value
 
 
 def entries_of(

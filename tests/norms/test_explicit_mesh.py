@@ -154,6 +154,28 @@ def check_shardings_and_values(name, kinds):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", BUILDS)
+def test_without_set_mesh_all_clip(name):
+    check_without_set_mesh(name)
+
+
+@pytest.mark.parametrize("name", ["windows of layers", "windows of units"])
+def test_without_set_mesh_layers_and_units_are_clipped(name):
+    check_without_set_mesh(name)
+
+
+def check_without_set_mesh(name):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
+    clipper = BUILDS[name]()
+    params = sharded.place(PARAMS, mesh, SPECS)
+    grads = sharded.place(GRADS, mesh, of_steps(SPECS))
+    state = clipper.init(params)
+    updates, _ = jax.jit(partial(scanned, clipper))(params, state, grads)
+    assert types(updates) == types(grads)
+    assert_same_values(updates, on_one_device(name)[0])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["svd", "newton_schulz"])
 def test_without_set_mesh_a_split_matrix_is_clipped(method):
     mesh = sharded.mesh_of((2, 2), kind=EXPLICIT)
