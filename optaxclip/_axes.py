@@ -18,7 +18,7 @@ Axis: TypeAlias = "int | Mapping[Any, Axis] | Sequence[Axis] | ByPath | None"
 Stacked: TypeAlias = "int | Mapping[Any, Stacked] | Sequence[Stacked] | ByPath | None"
 
 
-def is_axes(x: Any) -> TypeGuard[tuple[int, ...]]:
+def is_axes(x: object) -> TypeGuard[tuple[int, ...]]:
     """Whether it is a tuple of axes, and not a node of a tree."""
     # A NamedTuple of ints is a node of a tree, so the type is tuple itself.
     return type(x) is tuple and all(isinstance(i, (int, np.integer)) for i in x)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from . import _trees as trees
 from ._axes import axes_within
@@ -35,7 +36,7 @@ from ._mesh import MeshAxes
 from ._mesh_types import varying
 from ._norms import Measure, TensorNorm, UnitwiseNorm
 from ._options import Ord, check_measure
-from ._trees import Tree, clipped_leaves, put_back
+from ._trees import PyTree, Tree, clipped_leaves, put_back
 
 
 def clip_cotangent(
@@ -213,7 +214,7 @@ def _with_clipped_cotangent(
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _clipped_backward(
     measure: Measure | None,
-    treedef: Any,
+    treedef: PyTree,
     leaves: list[jax.Array],
     limit: jax.Array | _Bounds,
 ) -> list[jax.Array]:
@@ -221,13 +222,15 @@ def _clipped_backward(
     return leaves
 
 
-def _forward(measure: Any, treedef: Any, leaves: Any, limit: Any) -> tuple[Any, Any]:
+def _forward(
+    measure: Any, treedef: PyTree, leaves: list[Array], limit: Array
+) -> tuple[Any, Any]:
     # Only the limit is kept for the backward pass, and no activations.
     return leaves, limit
 
 
 def _backward(
-    measure: Measure | None, treedef: Any, limit: Any, cotangents: list[jax.Array]
+    measure: Measure | None, treedef: PyTree, limit: Any, cotangents: list[jax.Array]
 ) -> tuple[list[jax.Array], Any]:
     """The clipped cotangents of the leaves, and the cotangent of the limit, which is 0.
 
@@ -257,7 +260,9 @@ def _scaled(x: Any, scale: jax.Array) -> Any:
 
 
 @_scaled.defjvp
-def _scaled_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _scaled_jvp(
+    primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Any, Any]:
     x, scale = primals
     # Without the tangent of the scale, whose gradient therefore is 0.
     x_tangent, _ = tangents

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 from jax.tree_util import Partial
+from jax.typing import ArrayLike, DTypeLike
 
 # What becomes of updates whose norm is NaN or inf.
 Nonfinite = Literal["propagate", "zero", "raise"]
@@ -28,7 +29,7 @@ KEEP_THE_REST = (
 BEGIN_ANEW = f"{BEGIN} {KEEP_THE_REST}"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as errors show it: shortened, as a tree of gradients must be."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]} ..."
@@ -65,7 +66,7 @@ check_scalar = partial(check_real, is_scalar=True)
 
 def check_number(
     argument: str,
-    value: Any,
+    value: object,
     *,
     lowest: float = 0.0,
     highest: float = np.inf,
@@ -117,7 +118,7 @@ def check_number(
 check_limit = partial(check_number, is_limit=True)
 
 
-def check_given_norm(argument: str, norm: Any) -> None:
+def check_given_norm(argument: str, norm: ArrayLike) -> None:
     """Refuses anything but a norm: a real number, at least 0 or NaN."""
     check_real(argument, norm)
     # The value of a `jax.Array` is not checked: that would wait for the device.
@@ -137,7 +138,7 @@ def check_length(argument: str, value: Any, least: int = 1) -> None:
         raise ValueError(f"{argument} must be a whole number, got {shown(value)}.")
 
 
-def check_known(argument: str, value: Any) -> None:
+def check_known(argument: str, value: object) -> None:
     """Refuses a traced value."""
     if isinstance(value, Tracer):
         raise TypeError(
@@ -146,7 +147,7 @@ def check_known(argument: str, value: Any) -> None:
         )
 
 
-def check_flag(argument: str, value: Any, allowed: str = "True or False") -> None:
+def check_flag(argument: str, value: object, allowed: str = "True or False") -> None:
     """Refuses anything but True and False, 1 and 0. A traced value passes."""
     if isinstance(value, Tracer):
         return
@@ -156,7 +157,7 @@ def check_flag(argument: str, value: Any, allowed: str = "True or False") -> Non
         raise TypeError(f"{argument} must be {allowed}, got {shown(value)}.")
 
 
-def check_choice(argument: str, value: Any, allowed: Sequence[str]) -> None:
+def check_choice(argument: str, value: object, allowed: Sequence[str]) -> None:
     """Refuses anything but the allowed strings."""
     if value not in allowed:
         raise ValueError(
@@ -203,7 +204,7 @@ def number_for_jit(number: Any) -> Any:
     return wide if wide.ndim else float(wide)
 
 
-def in_norm_dtype(dtype: Any, number: Any) -> Any:
+def in_norm_dtype(dtype: DTypeLike, number: Any) -> Any:
     """Returns a number in the dtype of a norm, float32 or float64.
 
     A finite number beyond the range of float32 becomes the largest one that float32
@@ -219,7 +220,7 @@ def in_norm_dtype(dtype: Any, number: Any) -> Any:
     return jnp.asarray(array.astype(dtype))
 
 
-def kept_finite(dtype: Any, number: Any) -> Any:
+def kept_finite(dtype: DTypeLike, number: Any) -> Any:
     """The number clipped to the finite range of a narrower float dtype. NaN and inf
     stay.
     """
@@ -296,7 +297,7 @@ def check_takes(
         raise TypeError(text.strip()) from None
 
 
-def check_norm(call: str, norm: Any) -> None:
+def check_norm(call: str, norm: object) -> None:
     """Raises TypeError for a norm that is not a function."""
     if not callable(norm):
         raise TypeError(
@@ -326,7 +327,7 @@ def with_hash(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
+def is_function(x: object) -> TypeGuard[Callable[..., Any]]:
     """Whether it is a function, and not a tree of options with a `__call__`, such as an
     equinox module with a limit in the place of each array.
     """
@@ -340,7 +341,9 @@ def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
 # ------------------------------------------------- optimizers, their states and params
 
 
-def check_transformation(argument: str, value: Any, noun: str = "an optimizer") -> None:
+def check_transformation(
+    argument: str, value: object, noun: str = "an optimizer"
+) -> None:
     """Raises TypeError for anything but an object with `init` and `update`."""
     has_both = hasattr(value, "init") and hasattr(value, "update")
     # A rule has `init` and `update` too, for norms. So does a class of transformations.
@@ -358,7 +361,7 @@ def check_transformation(argument: str, value: Any, noun: str = "an optimizer") 
 
 
 def with_extra_args(
-    argument: str, value: Any, noun: str = "an optimizer"
+    argument: str, value: optax.GradientTransformation, noun: str = "an optimizer"
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation, checked, with an `update` that accepts extra arguments.
 
@@ -373,13 +376,13 @@ def with_extra_args(
     return optax.with_extra_args_support(value)
 
 
-def is_without_state(state: Any) -> bool:
+def is_without_state(state: object) -> bool:
     """Whether this stands for no state, as the clippers of optax have none."""
     # A checkpoint of a chain of optax has EmptyState where a clipper was.
     return state is None or isinstance(state, optax.EmptyState)
 
 
-def can_begin_anew(call: str, state: Any, numbers: Any) -> bool:
+def can_begin_anew(call: str, state: object, numbers: Any) -> bool:
     """Whether there is no state, as for a clipper of optax, and none is needed.
 
     Raises:
@@ -396,7 +399,7 @@ def can_begin_anew(call: str, state: Any, numbers: Any) -> bool:
     return True
 
 
-def missing_state_error(call: str, state: Any, why: str) -> str:
+def missing_state_error(call: str, state: object, why: str) -> str:
     """The error about a limit that needs a state."""
     return (
         f"{call}: its limit {why}, so update needs the state of the step before, got "
@@ -406,7 +409,7 @@ def missing_state_error(call: str, state: Any, why: str) -> str:
     )
 
 
-def check_state(call: str, state: Any, state_type: type) -> None:
+def check_state(call: str, state: object, state_type: type) -> None:
     """Refuses the wrong state.
 
     Raises:
@@ -425,7 +428,7 @@ def check_state(call: str, state: Any, state_type: type) -> None:
         )
 
 
-def foreign_state_error(call: str, state: Any, state_type: type) -> str:
+def foreign_state_error(call: str, state: object, state_type: type) -> str:
     """The error about a state that another transformation made."""
     got = state if is_without_state(state) else type(state).__name__
     advice = BEGIN_ANEW

@@ -20,7 +20,7 @@ def _type_of_placeholder() -> type:
     """The type of what `optax.tree_map_params` hands to `init`."""
     types = []
 
-    def init(placeholder: Any) -> tuple[()]:
+    def init(placeholder: object) -> tuple[()]:
         types.append(type(placeholder))
         return ()
 
@@ -54,7 +54,7 @@ def state_repr(self: Any) -> str:
     return call_repr(type(self).__name__, fields)
 
 
-def has_numbers(array: Any) -> bool:
+def has_numbers(array: object) -> bool:
     """Whether its numbers can be shown. Types and traced, donated and remote arrays
     have none here.
     """
@@ -77,7 +77,7 @@ def call_repr(name: str, fields: dict[str, Any]) -> str:
     return _cut(f"{name}({', '.join(texts)})", LONGEST)
 
 
-def _is_whole(x: Any) -> bool:
+def _is_whole(x: object) -> bool:
     return callable(x) or isinstance(x, optax.GradientTransformation)
 
 

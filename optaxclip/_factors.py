@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from ._checks import NUMBERS, broadcasts_to, check_shape, shown
 from ._mesh_types import entries_of
@@ -146,7 +146,7 @@ def roots_of_norms(
         # Without the barrier XLA computes the vector again for each leaf.
         return entries_of(lax.optimization_barrier(roots), array_types, take)
 
-    def decided_anew(_: Any, norms: Any, limits: Any) -> Any:
+    def decided_anew(_: object, norms: Array, limits: Array) -> Any:
         # Jitted, so that it is traced once.
         decide_one = jax.jit(decide)
         return [decide_one(norm, limit).root for norm, limit in zip(norms, limits)]
@@ -174,7 +174,7 @@ def _take_by_reduction(roots: jax.Array, index: int) -> jax.Array:
     return jnp.sum(jnp.where(is_entry, block, 0))
 
 
-def rescale(updates: PyTree, norms: Any, new_norms: Any) -> Any:
+def rescale(updates: PyTree, norms: Array, new_norms: Array) -> Any:
     """Stretches every part of `updates` from its norm to a new one.
 
     Args:

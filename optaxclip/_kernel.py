@@ -135,7 +135,7 @@ def make_clipper(
         *,
         grad_norm: PyTree = None,
         limit: PyTree = None,
-        **extra_args: Any,
+        **extra_args: object,
     ) -> tuple[PyTree, ClipState]:
         for wrong in OF_UPDATE["limit"].intersection(extra_args):
             raise TypeError(
@@ -182,7 +182,7 @@ def make_clipper(
 def _update(
     settings: Settings,
     rule_leaves: list[Any],
-    eps: Any,
+    eps: ArrayLike,
     tree: PyTree,
     state: ClipState,
     weights: PyTree,
@@ -333,7 +333,11 @@ def _limit_of_each(inputs: RuleInputs, block: Block) -> dict[str, Array]:
 
 
 def _answer(
-    inputs: RuleInputs, rule: Rule, norm: Array, weight_norm: Any, memory: PyTree
+    inputs: RuleInputs,
+    rule: Rule,
+    norm: Array,
+    weight_norm: Array | None,
+    memory: PyTree,
 ) -> tuple[Array, PyTree]:
     """The limit of a norm, or of each of a vector, and the new memory."""
     step = mesh_types.narrowed_as(inputs.step, norm)
@@ -385,7 +389,7 @@ class Policy(NamedTuple):
 # Jitted, so that it is traced once for all norms of one shape. Inlined, since XLA fuses
 # nothing across a call.
 @partial(jax.jit, static_argnums=0, inline=True)
-def _decide(policy: Policy, eps: Any, norm: Array, limit: Array) -> Decision:
+def _decide(policy: Policy, eps: ArrayLike, norm: Array, limit: Array) -> Decision:
     """What becomes of norms under their limits."""
     is_sound = jnp.isfinite(norm) & (limit == limit)
     old_norm = norm + jnp.asarray(eps).astype(norm.dtype)

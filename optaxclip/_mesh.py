@@ -282,7 +282,7 @@ def check_bound(names: AxisNames, argument: str) -> None:
             ) from None
 
 
-def _is_entry(x: Any) -> bool:
+def _is_entry(x: object) -> bool:
     """Whether it is one entry of `mesh_axes`: None, "auto", a name, a tuple of names or
     a PartitionSpec.
     """

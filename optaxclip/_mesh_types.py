@@ -158,7 +158,7 @@ def entries_of(
     return arrays
 
 
-def is_on_one_device(x: Any) -> bool:
+def is_on_one_device(x: object) -> bool:
     """Whether no part of the value can be on another device.
 
     Under jit the type of a value names the mesh that it lives on, though not how an

@@ -84,6 +84,6 @@ def rows_from(array: Any, start: int, axis: int = -1) -> Iterator[Any]:
         yield array[..., row] if axis == -1 else array[..., row, :]
 
 
-def is_mark(x: Any) -> bool:
+def is_mark(x: object) -> bool:
     """Whether it stands for an array."""
     return isinstance(x, (InCounts, InNumbers, InWindows))

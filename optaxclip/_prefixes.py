@@ -40,7 +40,7 @@ def prefix_table(prefix: PyTree, is_leaf: Callable[[Any], bool]) -> Prefix:
     if isinstance(prefix, Prefix):
         return prefix
 
-    def is_value(x: Any) -> bool:
+    def is_value(x: object) -> bool:
         # None is a value: no limit, or the default of an option.
         return x is None or is_box(x) or is_leaf(x)
 

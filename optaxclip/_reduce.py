@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from . import _mesh as mesh
 from . import _mesh_types as mesh_types
@@ -226,7 +226,7 @@ def _three_sums(
 
 
 def _counts(
-    specs: Specs, norm_count: int, ord: Ord, arrays: list[Array], dtype: Any
+    specs: Specs, norm_count: int, ord: Ord, arrays: list[Array], dtype: DTypeLike
 ) -> list[Any]:
     """For each norm the number of elements that its mean is over, on all devices, and
     at least 1. All 1 for an order that is no mean.
@@ -465,7 +465,11 @@ def _by_powers(
 
 @norms_of.defjvp
 def _norms_jvp(
-    specs: Specs, norm_count: int, ord: Ord, primals: Any, tangents: Any
+    specs: Specs,
+    norm_count: int,
+    ord: Ord,
+    primals: tuple[list[Array]],
+    tangents: tuple[list[Array]],
 ) -> Any:
     """By hand: sqrt has no finite derivative at 0, and squares may overflow.
 

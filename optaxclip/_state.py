@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from . import _trees as trees
 from ._checks import BEGIN_ANEW
@@ -279,7 +280,7 @@ class RecordState(ClipState):
 
 
 def state_of_rows(
-    names: Names, rows: StateRows, memory: tuple[PyTree, ...], dtype: Any
+    names: Names, rows: StateRows, memory: tuple[PyTree, ...], dtype: DTypeLike
 ) -> ClipState:
     """The state made of rows, with its numbers cast to a dtype, and of what its rule
     remembers of the norms of whole leaves, and then of the units of each leaf.

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from ._mesh_types import is_on_one_device
@@ -86,7 +86,7 @@ def per_platform(
 
 
 @partial(traced_once, static_argnums=(1, 2))
-def three_sums(array: jax.Array, axes: Axes, dtype: Any) -> Sums:
+def three_sums(array: jax.Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums of squares of an array, on each platform in its way."""
     if jnp.iscomplexobj(array):
         return _sums_of_both_parts(three_sums, array, axes, dtype)
@@ -102,7 +102,7 @@ def three_sums(array: jax.Array, axes: Axes, dtype: Any) -> Sums:
 
 
 def _sums_of_both_parts(
-    sums_of: Callable[..., Sums], array: jax.Array, axes: Axes, dtype: Any
+    sums_of: Callable[..., Sums], array: jax.Array, axes: Axes, dtype: np.dtype
 ) -> Sums:
     """The sums of a complex array. |a + bi|^2 = a^2 + b^2, so its parts are summed like
     two real arrays.
@@ -147,7 +147,7 @@ def float64_sum(array: jax.Array, axes: Axes) -> jax.Array:
     return jnp.sum(x * x, axes, keepdims=axes is not None)
 
 
-def _three_sums_on_a_cpu(array: jax.Array, axes: Axes, dtype: Any) -> Sums:
+def _three_sums_on_a_cpu(array: jax.Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums, made of one in float64."""
     scale = SCALES[dtype]
     # For these operations only. The program around them may have no float64.
@@ -158,7 +158,7 @@ def _three_sums_on_a_cpu(array: jax.Array, axes: Axes, dtype: Any) -> Sums:
 
 
 @partial(traced_once, static_argnums=(1, 2))
-def three_sums_in_jnp(array: jax.Array, axes: Axes, dtype: Any) -> Sums:
+def three_sums_in_jnp(array: jax.Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums in plain `jnp`, which a TPU computes in one read."""
     if jnp.iscomplexobj(array):
         return _sums_of_both_parts(three_sums_in_jnp, array, axes, dtype)
@@ -178,7 +178,7 @@ def _square(x: jax.Array, scale: Any) -> jax.Array:
 
 
 @partial(traced_once, static_argnums=(1, 2))
-def three_sums_on_a_gpu(array: jax.Array, axes: Axes, dtype: Any) -> Sums:
+def three_sums_on_a_gpu(array: jax.Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums in one reduction, of a complex number and a real one:
 
         (x * s)^2 + i (x / s)^2, x^2
@@ -216,7 +216,7 @@ def _add_both(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
     return left[0] + right[0], left[1] + right[1]
 
 
-def _over_columns(array: jax.Array, axes: tuple[int, ...], dtype: Any) -> Sums:
+def _over_columns(array: jax.Array, axes: tuple[int, ...], dtype: np.dtype) -> Sums:
     """Sums over other axes than the last. XLA on a GPU computes them in few threads, or
     writes the squares to memory first. So parts of the longest axis are summed first.
     """
@@ -239,7 +239,7 @@ def _over_columns(array: jax.Array, axes: tuple[int, ...], dtype: Any) -> Sums:
 
 
 def _side_by_side(
-    array: jax.Array, axes: Sequence[int], keep: bool, dtype: Any
+    array: jax.Array, axes: Sequence[int], keep: bool, dtype: np.dtype
 ) -> jax.Array:
     """One sum of the three squares along a new last axis, [..., 3]: one kernel on a
     GPU, and one collective on a mesh.
@@ -261,7 +261,7 @@ def _sums_of_last_axis(sums: jax.Array) -> Sums:
 
 
 @partial(traced_once, static_argnums=(1, 2))
-def largest_bits(array: jax.Array, axes: Axes, dtype: Any) -> jax.Array:
+def largest_bits(array: jax.Array, axes: Axes, dtype: np.dtype) -> jax.Array:
     """max |x|, as the bits of the number: integers in the same order, with NaN last. A
     maximum of floats drops NaN on a CPU, and over devices.
     """
@@ -294,14 +294,14 @@ def plain_sum(x: jax.Array, axes: Axes) -> jax.Array:
 # --------------------------------------------------------------- dtypes, and division
 
 
-def as_float(norm: Any) -> jax.Array:
+def as_float(norm: Array) -> jax.Array:
     """A norm in a float dtype of at least 32 bits."""
     # Strict promotion has no common dtype of an integer and a float.
     with jax.numpy_dtype_promotion("standard"):
         return jnp.asarray(norm, jnp.result_type(norm, np.float32))
 
 
-def norm_dtype(leaves: Any) -> Any:
+def norm_dtype(leaves: list[Array]) -> Any:
     """The dtype of norms: float32, or float64 if a leaf has 64 bits."""
     # The bits of a complex number are those of its real part.
     bits = [jnp.finfo(leaf.dtype).bits for leaf in jax.tree.leaves(leaves)]
@@ -322,7 +322,9 @@ def divided(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
 
 
 @divided.defjvp
-def _divided_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _divided_jvp(
+    primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[jax.Array, jax.Array]:
     """d(n/d) = (dn - (n/d) dd) / d. The rule of division squares d, which is 0 below
     1e-19.
     """

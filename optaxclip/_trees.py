@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 from ._checks import BEGIN_ANEW, NUMBERS, shown
 
@@ -63,7 +64,7 @@ def _clipped_leaf(leaf: Any) -> Any:
     return leaf if is_clippable else None
 
 
-def _is_foreign(dtype: Any) -> bool:
+def _is_foreign(dtype: DTypeLike | None) -> bool:
     """Whether NumPy has this dtype and JAX does not: objects, strings, times. JAX would
     refuse such an array in jit. Outside of jit it would pass unclipped.
     """
@@ -102,7 +103,7 @@ def check_sparse(tree: PyTree, begin: str) -> None:
     if sparse is None:
         return
 
-    def is_sparse(x: Any) -> bool:
+    def is_sparse(x: object) -> bool:
         return isinstance(x, sparse.JAXSparse)
 
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_sparse):
@@ -126,7 +127,7 @@ def put_back(changed: PyTree, tree: PyTree) -> PyTree:
     return treedef.unflatten(leaves)
 
 
-def is_box(x: Any) -> bool:
+def is_box(x: object) -> bool:
     """Whether it is an object that holds an array, by JAX's own protocol."""
     return callable(getattr(x, "__jax_array__", None))
 
@@ -149,12 +150,12 @@ def arrays_of(model: PyTree) -> PyTree:
     )
 
 
-def is_none(x: Any) -> bool:
+def is_none(x: object) -> bool:
     """Whether it is None. As `is_leaf` it makes `jax.tree.map` visit None."""
     return x is None
 
 
-def is_hole(x: Any) -> bool:
+def is_hole(x: object) -> bool:
     """Whether there is no leaf: None, or a node such as `optax.MaskedNode`."""
     return not jax.tree.leaves(x)
 

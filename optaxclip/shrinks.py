@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from ._checks import check_known, check_number, check_takes, shown, with_hash
 from ._names import with_our_names
@@ -34,7 +35,7 @@ Shrink = Callable[[jax.Array, jax.Array], jax.Array]
 __all__ = ["auto_s", "drop", "hard", "normalize", "psac", "smooth"]
 
 
-def hard(norm: Any = None, limit: Any = None) -> Any:
+def hard(norm: Array | None = None, limit: Any = None) -> Any:
     """Returns min(norm, limit). Norms within the limit keep their bits.
 
     Example:
@@ -45,7 +46,7 @@ def hard(norm: Any = None, limit: Any = None) -> Any:
     return hard if norm is None else jnp.minimum(norm, limit)
 
 
-def drop(norm: Any = None, limit: Any = None) -> Any:
+def drop(norm: Array | None = None, limit: Any = None) -> Any:
     """Returns the norm within the limit, and 0 beyond it.
 
     Example:
@@ -58,7 +59,7 @@ def drop(norm: Any = None, limit: Any = None) -> Any:
     return drop if norm is None else jnp.where(norm > limit, jnp.zeros_like(norm), norm)
 
 
-def normalize(norm: Any = None, limit: Any = None) -> Any:
+def normalize(norm: Array | None = None, limit: Any = None) -> Any:
     """Returns the limit, but 0 for a norm of 0, which has no direction.
 
     Example:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks as checks
 from .. import _trees as trees
@@ -105,7 +107,7 @@ def value_clipper(
 
     # A chain hands every argument to all of its links. This clipper takes none.
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
     ) -> Any:
         # A checkpoint of `optax.clip` has EmptyState in this place. Fixed bounds need
         # no count of steps, so it begins anew.
@@ -165,7 +167,9 @@ def clip(max_delta: Bounds) -> optax.GradientTransformation:
     return value_clipper("clip", ("max_delta", max_delta))
 
 
-def _bounds(call: str, name: str, bound: Any, lowest: float, no_bound: float) -> Prefix:
+def _bounds(
+    call: str, name: str, bound: ArrayLike, lowest: float, no_bound: float
+) -> Prefix:
     # A rule is taken as one value. The check then says that it is no number.
     table = prefix_table(bound, lambda x: is_function(x) or is_rule(x))
     entries = []
@@ -180,7 +184,7 @@ def _bounds(call: str, name: str, bound: Any, lowest: float, no_bound: float) ->
     return Prefix(tuple(entries))
 
 
-def _bound_at(step: jax.Array, bound: Any, argument: str) -> Any:
+def _bound_at(step: jax.Array, bound: ArrayLike, argument: str) -> Any:
     """A bound at a step, which a schedule follows."""
     if not callable(bound):
         return bound
@@ -189,7 +193,7 @@ def _bound_at(step: jax.Array, bound: Any, argument: str) -> Any:
     return value
 
 
-def _clipped(call: str, name: str, leaf: Any, high: Any, low: Any) -> Any:
+def _clipped(call: str, name: str, leaf: Array, high: ArrayLike, low: ArrayLike) -> Any:
     """One leaf between its bounds. Errors name the leaf."""
     dtype = jnp.result_type(leaf)
     if not jnp.issubdtype(dtype, jnp.number):  # bool, float0 or a key
@@ -223,7 +227,9 @@ def _clipped(call: str, name: str, leaf: Any, high: Any, low: Any) -> Any:
     return jnp.clip(x, low, high).astype(x.dtype)
 
 
-def _bound_in_dtype(bound: Any, dtype: Any, *, sign: int = 0, up: bool = False) -> Any:
+def _bound_in_dtype(
+    bound: ArrayLike, dtype: DTypeLike, *, sign: int = 0, up: bool = False
+) -> Any:
     """A bound in the dtype of a leaf. Beyond its range a bound is the end of it, and
     inf stays inf. For integers bounds are rounded inwards, to above for `up`. With a
     `sign` the bound stands alone, on the other side as well: below 0 it counts as 0.
@@ -238,7 +244,7 @@ def _bound_in_dtype(bound: Any, dtype: Any, *, sign: int = 0, up: bool = False) 
     return _held_in_integers(number, dtype)
 
 
-def _exact(bound: Any, dtype: Any, is_for_integers: bool) -> Any:
+def _exact(bound: ArrayLike, dtype: DTypeLike, is_for_integers: bool) -> Any:
     """A bound before it is rounded, for a leaf of this dtype. Whole numbers for a leaf
     of integers stay whole numbers.
     """
@@ -254,7 +260,7 @@ def _exact(bound: Any, dtype: Any, is_for_integers: bool) -> Any:
     return bound.astype(np.float64 if itemsize > 4 else np.float32)
 
 
-def _with_sign(number: Any, sign: int) -> Any:
+def _with_sign(number: Array | np.ndarray, sign: int) -> Any:
     """A bound that stands alone, on the side of `sign`. With 0 it is not alone."""
     if not sign:
         return number
@@ -271,7 +277,7 @@ def _with_sign(number: Any, sign: int) -> Any:
     return jnp.where(number > most, signed.min, -number.astype(signed.dtype))
 
 
-def _held_in_integers(number: Any, dtype: Any) -> Any:
+def _held_in_integers(number: Array | np.ndarray, dtype: DTypeLike) -> Any:
     """A whole number in a dtype of integers, beyond whose range it becomes an end."""
     info = jnp.iinfo(dtype)
     # JAX would cut numbers of 64 bits to 32. Python's ints do not wrap.

@@ -210,7 +210,7 @@ def larc(
     # A chain hands its `grad_norm` and `limit` to all of its links. This one computes
     # both, so it takes neither.
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
     ) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params)
@@ -368,7 +368,7 @@ def clippy(
     # A chain hands its `grad_norm` and `limit` to all of its links. This one computes
     # both, so it takes neither.
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
     ) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")

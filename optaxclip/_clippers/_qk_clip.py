@@ -175,7 +175,7 @@ def qk_clip(
         return kernel.init(zeros)
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
     ) -> Any:
         check_state(CALL, state, ClipState)
         tree = clipped_leaves(updates, CALL)
@@ -269,7 +269,7 @@ class Attention(NamedTuple):
     leaves: tuple[AttentionLeaf, ...]
 
 
-def find_attentions(roles: dict[str, Any], tree: Any) -> list[Attention]:
+def find_attentions(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
     """The attentions of a tree. `roles` has the arguments `queries`, `keys` and
     `rotary` of `qk_clip`, by name.
 

@@ -61,7 +61,7 @@ def record_norm(
         return RecordState(*clipper.init(params))
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         # `limit=` is for the clippers of the chain.
         extra_args.pop("limit", None)
@@ -193,7 +193,7 @@ def record_spikes(
         return judge.varying_like(params, SpikeState(*arrays))
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         check_state(call, state, SpikeState)
         norm, loss = judge.norm_and_loss(updates, extra_args)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
@@ -127,7 +128,7 @@ def spam(
         return SpamState(step, moment, no_elements_clipped() if count else ())
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         check_state(call, state, SpamState)
         tree = clipped_leaves(updates, call)
@@ -188,7 +189,11 @@ def _cut_down(
 
 
 def _blend(
-    step: jax.Array, decay: Number, x: ArrayLike | None, clipped: Any, moment: jax.Array
+    step: jax.Array,
+    decay: Number,
+    x: ArrayLike | None,
+    clipped: Array,
+    moment: jax.Array,
 ) -> jax.Array:
     """The average of squares after a step. A missing leaf keeps its average."""
     if x is None:
@@ -269,7 +274,7 @@ def adaclip(
     )
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         tree = clipped_leaves(updates, call)
         norms = measure(tree)
@@ -385,7 +390,7 @@ def reset_momentum(
         return ResetState(jnp.zeros((), jnp.int32), optimizer.init(params))
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         check_state(call, state, ResetState)
         since_reset = steps_since_reset(state.step, every)

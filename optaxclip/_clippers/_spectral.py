@@ -156,7 +156,7 @@ def clip_by_spectral_norm(
     )
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         tree = clipped_leaves(updates, call)
         # The chain's norm from elsewhere is none of singular values, and may be below
@@ -172,7 +172,11 @@ def clip_by_spectral_norm(
 
 
 def spectral_norm(
-    tree: Any, *, columns: Any = None, stacked: Stacked = None, method: Method = "svd"
+    tree: PyTree,
+    *,
+    columns: Any = None,
+    stacked: Stacked = None,
+    method: Method = "svd",
 ) -> Any:
     """Returns the largest singular value of each leaf.
 

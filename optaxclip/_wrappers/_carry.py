@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from .._checks import check_state, kept_finite, with_extra_args
 from .._exported import exported
@@ -86,7 +87,7 @@ def carry_clipped(
         return CarryState(carry, clipper.init(params))
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         check_state(call, state, CarryState)
         # A `CarryState` has no `step` whose shape would show several models. Its
@@ -112,7 +113,7 @@ def carry_clipped(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
+def _add_carry(grad: Array, carry: jax.Array) -> jax.Array | None:
     """What is clipped, and None for a leaf without a gradient in this step."""
     if grad is None:
         return None
@@ -120,7 +121,7 @@ def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
     return jnp.asarray(grad).astype(carry.dtype) + carry
 
 
-def _in_dtype_of(clipped: jax.Array, grad: Any) -> jax.Array:
+def _in_dtype_of(clipped: jax.Array, grad: Array) -> jax.Array:
     """The clipped leaf in the dtype of the gradient. No finite number becomes inf."""
     dtype = jnp.result_type(grad)
     if not jnp.iscomplexobj(clipped):
@@ -128,7 +129,7 @@ def _in_dtype_of(clipped: jax.Array, grad: Any) -> jax.Array:
     return clipped.astype(dtype)
 
 
-def _cut_off(total: Any, clipped: Any, carry: jax.Array) -> jax.Array:
+def _cut_off(total: Array, clipped: Array, carry: jax.Array) -> jax.Array:
     """The carry after a step."""
     # A leaf without a gradient in this step keeps its carry.
     if total is None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from .._checks import with_extra_args
 from .._mesh_types import varying
@@ -86,7 +87,7 @@ def constrain(
     clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")
@@ -107,7 +108,7 @@ def _is_broken(state: ClipState) -> Array:
     return ~jnp.isfinite(state.norm) | jnp.isnan(state.limit)
 
 
-def _moved(weight: Any, update: Any) -> Array:
+def _moved(weight: Array, update: Array) -> Array:
     """The weight after the update as it came, in float32 or wider."""
     weight = jnp.asarray(weight)
     update = jnp.asarray(update)
@@ -118,7 +119,11 @@ def _moved(weight: Any, update: Any) -> Array:
 
 @jax.jit
 def _update_to(
-    broken_norms: list[Array], update: Any, weight: Any, moved: Array, clipped: Array
+    broken_norms: list[Array],
+    update: Array,
+    weight: Array,
+    moved: Array,
+    clipped: Array,
 ) -> Array:
     """The update that takes a weight to its clipped value.
 
@@ -182,7 +187,7 @@ def _real_update_to(
     return jnp.where(is_beyond & is_better, shorter, change)
 
 
-def _rounded(x: Array, dtype: Any) -> Array:
+def _rounded(x: Array, dtype: DTypeLike) -> Array:
     """The number rounded to a narrower dtype, and still in its own."""
     info = jnp.finfo(dtype)
     wide_info = jnp.finfo(x.dtype)

@@ -93,7 +93,7 @@ def _run(jaxpr: Any, equation: Any, values: Mapping[Any, Any]) -> Sequence[Any]:
     return eval_jaxpr(program, [], *[values[variable] for variable in inputs])
 
 
-def _select(skip: Array, old: Any, new: Any) -> Array:
+def _select(skip: Array, old: Array | None, new: Array) -> Array:
     """The old leaf in a skipped step, else the new one. None stands for zeros."""
     new = jnp.asarray(new)
     old = jnp.zeros_like(new) if old is None else jnp.asarray(old)

@@ -332,7 +332,7 @@ def _skipping(
         return judge.varying_like(params, SkipState(*arrays, inner_state))
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         checks.check_state(call, state, SkipState)
         norm, loss = judge.norm_and_loss(updates, extra_args)

@@ -137,7 +137,7 @@ def rule_of(limit: Any, argument: str) -> Rule:
 def rules_of(limits: Any, argument: str) -> Any:
     """The rules of a tree of limits."""
 
-    def is_limit(x: Any) -> bool:
+    def is_limit(x: object) -> bool:
         # None and rules are nodes to JAX, and would be taken apart.
         return x is None or checks.is_function(x) or is_rule(x)
 
@@ -242,7 +242,7 @@ class Joined(Rule):
         return tuple(rule.init(norm) for rule in self.rules)
 
     def ask_each(
-        self, norm: Array, memories: Any, step: Array, more_norms: Sequence[Any]
+        self, norm: Array, memories: PyTree, step: Array, more_norms: Sequence[Any]
     ) -> tuple[list[Array], tuple[Any, ...]]:
         """The limit and the new memory of each rule."""
         # `more_norms` has what one of the rules needs, in the order of `further_norms`.

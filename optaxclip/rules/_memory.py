@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._mesh_types import resharded_as
+from .._trees import PyTree
 
 
 def count_up(counter: jax.Array, happened: ArrayLike = True) -> jax.Array:
@@ -66,7 +67,7 @@ def remembered(remember: str, norm: jax.Array, limit: jax.Array) -> jax.Array:
     return jnp.minimum(norm, limit) if remember == "clipped" else norm
 
 
-def new_unless_zero(remember: str, value: jax.Array, new: Any, old: Any) -> Any:
+def new_unless_zero(remember: str, value: jax.Array, new: PyTree, old: PyTree) -> Any:
     """The new memory, or the old one where a limit of 0 let nothing through: a norm of
     0 is not remembered, since limits could never leave it.
     """
@@ -89,7 +90,7 @@ def in_place(new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def new_where(is_new: jax.Array, new: Any, old: Any) -> Any:
+def new_where(is_new: jax.Array, new: PyTree, old: PyTree) -> Any:
     """The new memory where `is_new`, elementwise by norm, and the old one elsewhere."""
 
     def choose(new: ArrayLike, old: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.tree_util import Partial
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks as checks
 from .._exported import call_repr
@@ -210,7 +210,7 @@ def further_norms(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
 def limit_of(
     rule: Rule,
     norm: jax.Array,
-    memory: Any,
+    memory: PyTree,
     step: jax.Array,
     *more_norms: Any,
     argument: str,
@@ -324,12 +324,12 @@ def call_name(cls: type) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
-def is_rule(x: Any) -> TypeGuard[Rule]:
+def is_rule(x: object) -> TypeGuard[Rule]:
     """Whether it is a rule."""
     return isinstance(x, Rule)
 
 
-def at_step(step: jax.Array, dtype: Any, *numbers: Number) -> list[jax.Array]:
+def at_step(step: jax.Array, dtype: DTypeLike, *numbers: Number) -> list[jax.Array]:
     """The numbers at this step, in the dtype of the norm."""
     values = [value(step) if callable(value) else value for value in numbers]
     # A number of a wider dtype would widen the limit, and the memory with it.
