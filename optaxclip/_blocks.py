@@ -50,7 +50,7 @@ class Block(NamedTuple):
             entries += [name not in self.missing] * norm.size
         return np.array(entries)
 
-    def joined(self, value_of_name: Mapping[str, Array]) -> Array:
+    def as_array(self, value_of_name: Mapping[str, Array]) -> Array:
         """One array in the layout of `norm`, from values by name, 0 where one lacks."""
         values = []
         for name, norm in self.norm_of_name.items():
@@ -58,7 +58,7 @@ class Block(NamedTuple):
             values.append(jnp.zeros_like(norm) if value is None else value)
         return concatenated(values) if self.is_vector else values[0]
 
-    def apart(self, array: Array) -> dict[str, Array]:
+    def by_name(self, array: Array) -> dict[str, Array]:
         """The value of each norm, from the array of the block."""
         if self.is_vector:
             norm_types = [jax.typeof(norm) for norm in self.norm_of_name.values()]
@@ -84,13 +84,14 @@ class Block(NamedTuple):
         )
 
 
-def blocks_of(norms: Norms, state: ClipState, call: str) -> list[Block]:
-    """The norms of a step as blocks, those of units last.
+def blocks_of(
+    norms: Norms, names: list[str], state: ClipState, call: str
+) -> list[Block]:
+    """The norms of a step, with their names, as blocks. Those of units come last.
 
     Raises:
       ValueError: a norm that the state does not have, or with other layers or units.
     """
-    names = trees.names(norms.paths, state.names.layers_of_name)
     norm_of_name = dict(zip(names, norms.values))
     units_over = mesh_axes_of_units(norms, names)
     _check_names(state.names, norm_of_name, units_over, call)

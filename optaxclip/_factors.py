@@ -123,7 +123,7 @@ def shrunk_by(shrink: Shrink, norm: jax.Array, limit: jax.Array, call: str) -> A
     return jnp.where(stays, norm, new_norm)
 
 
-def roots_of_norms(
+def factor_roots(
     roots: jax.Array,
     norms: list[jax.Array],
     limits: list[jax.Array],

@@ -239,7 +239,7 @@ def _sums(norms: Norms, arrays: list[Any]) -> list[jax.Array]:
     """The sum of each array on all devices, over what the norm of its leaf sums."""
     terms = [plain_sum(x, spec.axes) for x, spec in zip(arrays, norms.specs)]
     names = [tuple(sorted(spec.summed_over)) for spec in norms.specs]
-    return mesh.joined(lax.psum, terms, names)
+    return mesh.joined_over_devices(lax.psum, terms, names)
 
 
 def _dots(norms: Norms, tree: Any, weights: Any) -> list[jax.Array]:

@@ -30,7 +30,7 @@ from . import _trees as trees
 from ._blocks import Block, blocks_of
 from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER
-from ._factors import factor_between, multiply, roots_of_norms, shrunk_by
+from ._factors import factor_between, factor_roots, multiply, shrunk_by
 from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
 from ._outcome import Decide, Decision, Memories, Outcome, first_state, next_state
@@ -46,7 +46,7 @@ class Settings(NamedTuple):
     """What is static in a clipper. Clippers with equal settings share a program."""
 
     call: str  # the function that the user called
-    label: str  # its limit: "clip_by_global_norm: max_norm"
+    argument: str  # its limit: "clip_by_global_norm: max_norm"
     measure: Measure
     shrink: Shrink
     nonfinite: Nonfinite
@@ -81,20 +81,20 @@ def make_clipper(
     checks.check_choice(f"{call}: nonfinite", nonfinite, checks.NONFINITE)
     checks.check_number(f"{call}: eps", eps, is_scalar=True)
     eps = checks.number_for_jit(eps)
-    label = f"{call}: {name}"
+    argument = f"{call}: {name}"
     # One norm takes one limit. Others take a tree prefix of limits.
     if isinstance(measure, GlobalNorm):
-        check_one_limit(label, limit)
+        check_one_limit(argument, limit)
     if isinstance(measure, GlobalNorm) or isinstance(limit, Rule):
-        rules: Any = rule_of(limit, label)
+        rules: Any = rule_of(limit, argument)
     else:
-        rules = rules_of(limit, label)
-        check_limits_of_parts(label, rules)
+        rules = rules_of(limit, argument)
+        check_limits_of_parts(argument, rules)
     rule_list = jax.tree.leaves(rules, is_leaf=is_rule)
     rule_leaves, structure = jax.tree.flatten(rules)
     settings = Settings(
         call=call,
-        label=label,
+        argument=argument,
         measure=measure,
         # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
         shrink=shrink_of(shrink, call),
@@ -110,23 +110,15 @@ def make_clipper(
         # optax.tree_map_params calls init without parameters.
         if isinstance(params, PLACEHOLDER):
             return state_of_placeholder()
-        first_measure: Any = measure
-        # A state is often made outside the shard_map that it goes into, where no mesh
-        # axis has a name. Norms of the user's and the spectral norm have no mesh_axes.
-        mesh_axes = getattr(measure, "mesh_axes", None)
-        is_table = isinstance(mesh_axes, Prefix)
-        has_names = not is_table and mesh_axes not in ("auto", None)
-        if has_names and not mesh_types.manual_axes():
-            first_measure = first_measure._replace(mesh_axes=None)
         tree = trees.clipped_leaves(params, call)
         if (
             isinstance(measure, UnitwiseNorm)
             and measure.axis is measure.stacked is None
         ):
             trees.warn_of_stacks(call, tree)
-        norms = mesh_types.types_of(partial(measured, first_measure), tree)
-        rules_by_norm = blocks.rules_of_norms(rules, norms, label)
-        return first_state(norms, rules_by_norm, label)
+        norms = mesh_types.types_of(partial(measured, _first_measure(measure)), tree)
+        rules_by_norm = blocks.rules_of_norms(rules, norms, argument)
+        return first_state(norms, rules_by_norm, argument)
 
     def update(
         updates: PyTree,
@@ -179,6 +171,20 @@ def make_clipper(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _first_measure(measure: Any) -> Measure:
+    """The measure of `init`.
+
+    A state is often made outside the shard_map that it goes into, where no mesh axis
+    has a name.
+    """
+    # Norms of the user's and the spectral norm have no mesh_axes.
+    mesh_axes = getattr(measure, "mesh_axes", None)
+    has_names = not isinstance(mesh_axes, Prefix) and mesh_axes not in ("auto", None)
+    if has_names and not mesh_types.manual_axes():
+        return measure._replace(mesh_axes=None)
+    return measure
+
+
 def _update(
     settings: Settings,
     rule_leaves: list[Any],
@@ -195,7 +201,10 @@ def _update(
         # XLA drops the norms that are not used then.
         values = _fitted("grad_norm", overrides.grad_norm, norms, settings)
         norms = norms._replace(values=values)
-    inputs = _rule_inputs(settings, rule_leaves, norms, state, weights, overrides)
+    names = trees.names(norms.paths, state.names.layers_of_name)
+    inputs = _rule_inputs(
+        settings, rule_leaves, norms, names, state, weights, overrides
+    )
     learns = bool(jax.tree.leaves(state.memory))
     policy = Policy(settings.call, settings.shrink, settings.nonfinite, learns)
     decide = partial(_decide, policy, eps)
@@ -205,7 +214,7 @@ def _update(
     # A product with 1 is a new array to XLA, which the next clipper of a chain would
     # read again.
     multiplies = overrides.limit is not None or not settings.only_measures
-    for block in blocks_of(norms, state, settings.call):
+    for block in blocks_of(norms, names, state, settings.call):
         # 2. Limit
         memory = memories[block.leaf_of_units]
         limits = _limits(inputs, block, block.taken_from(memory))
@@ -216,7 +225,6 @@ def _update(
         if multiplies:
             roots |= _roots(block, decision, limits.limit_of_name, decide)
     if multiplies:
-        names = trees.names(norms.paths, state.names.layers_of_name)
         roots_in_order = [roots[name] for name in names]
         zero_at_zero = settings.nonfinite == "zero"
         tree = multiply(tree, norms, roots_in_order, zero_at_zero=zero_at_zero)
@@ -234,7 +242,7 @@ _update_jitted = jax.jit(_update, static_argnums=0)
 class RuleInputs(NamedTuple):
     """What all blocks of a step have in common when their rules are asked."""
 
-    label: str  # the limit, as errors call it
+    argument: str  # the limit, as errors call it
     step: Array
     rules: Any  # one rule, or a tree prefix of rules: fixed limits of parts
     rule_of_name: dict[str, Rule]
@@ -256,6 +264,7 @@ def _rule_inputs(
     settings: Settings,
     rule_leaves: list[Any],
     norms: Norms,
+    names: list[str],
     state: ClipState,
     weights: PyTree,
     overrides: Overrides,
@@ -263,8 +272,9 @@ def _rule_inputs(
     """What all blocks of a step have in common when their rules are asked."""
     rules = settings.rules.unflatten(rule_leaves)
     names_of_state = state.names.layers_of_name
-    names = trees.names(norms.paths, names_of_state)
-    rules_in_order = blocks.rules_of_norms(rules, norms, settings.label, names_of_state)
+    rules_in_order = blocks.rules_of_norms(
+        rules, norms, settings.argument, names_of_state
+    )
     weight_norm_of_name = {}
     if settings.with_params:
         weight_norms = measured(settings.measure, weights).values
@@ -276,7 +286,7 @@ def _rule_inputs(
         limits = [jnp.maximum(limit, 0) for limit in limits]
         given_limit_of_name = dict(zip(names, limits))
     return RuleInputs(
-        label=settings.label,
+        argument=settings.argument,
         step=state.step,
         rules=rules,
         rule_of_name=dict(zip(names, rules_in_order)),
@@ -292,14 +302,14 @@ def _limits(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
     if not isinstance(inputs.rules, Rule):
         # Limits for parts of the updates, which remember nothing.
         limit_of_name = _limit_of_each(inputs, block)
-        limit = block.joined(limit_of_name)
+        limit = block.as_array(limit_of_name)
     else:
         rule = inputs.rules
         if block.is_vector:
             rule = blocks.rule_of_vector(rule, block.norm_of_name, block.missing)
         weight_norm = None
         if rule.needs_params:
-            weight_norm = block.joined(inputs.weight_norm_of_name)
+            weight_norm = block.as_array(inputs.weight_norm_of_name)
         # Outside jax.set_mesh a new state has the type of no mesh.
         norm_type = jax.typeof(block.norm)
         memory = jax.tree.map(
@@ -308,15 +318,15 @@ def _limits(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
         memory = mesh_types.narrowed_as(memory, block.norm)
         limit, memory = _answer(inputs, rule, block.norm, weight_norm, memory)
         if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
-            # A TPU decides each leaf by its own limit (`roots_of_norms`), so that no
+            # A TPU decides each leaf by its own limit (`factor_roots`), so that no
             # leaf waits until all weights are measured. Elsewhere XLA drops these.
             limit_of_name = _limit_of_each(inputs, block)
         else:
-            limit_of_name = block.apart(limit)
+            limit_of_name = block.by_name(limit)
     # The rule was asked all the same, for its memory.
     if inputs.given_limit_of_name is not None:
         limit_of_name = inputs.given_limit_of_name
-        limit = block.joined(limit_of_name)
+        limit = block.as_array(limit_of_name)
     return Limits(limit, limit_of_name, memory)
 
 
@@ -342,7 +352,7 @@ def _answer(
     """The limit of a norm, or of each of a vector, and the new memory."""
     step = mesh_types.narrowed_as(inputs.step, norm)
     further = further_norms(rule, weight_norm, inputs.total)
-    return inputs.limit_of(rule, norm, memory, step, *further, argument=inputs.label)
+    return inputs.limit_of(rule, norm, memory, step, *further, argument=inputs.argument)
 
 
 def _fitted(
@@ -426,13 +436,13 @@ def _roots(
 ) -> dict[str, Array]:
     """The root of the factor of each norm of a block."""
     if not block.is_vector:
-        return block.apart(decision.root)
+        return block.by_name(decision.root)
     names = list(block.norm_of_name)
     norms = list(block.norm_of_name.values())
     limits = [
         limit_of_name.get(name, norm) for name, norm in block.norm_of_name.items()
     ]
-    roots = roots_of_norms(decision.root, norms, limits, decide)
+    roots = factor_roots(decision.root, norms, limits, decide)
     return dict(zip(names, roots))
 
 

@@ -301,7 +301,7 @@ def device_count(names: Iterable[str]) -> int:
     return math.prod(int(lax.axis_size(name)) for name in names)
 
 
-def joined(
+def joined_over_devices(
     collective: Callable[..., Any],
     arrays: Sequence[jax.Array],
     names_of_arrays: Sequence[AxisNames],

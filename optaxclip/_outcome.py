@@ -22,7 +22,7 @@ from ._blocks import Block
 from ._checks import check_shape
 from ._norms import Norms
 from ._state import ClipState, Names, StateRows, state_of_rows
-from ._sums import written_by_a_gpu
+from ._sums import materialized_on_gpu
 from ._trees import PyTree
 from .rules._memory import count_up, in_place, moving_average
 from .rules._rule import Rule, call_name
@@ -157,7 +157,7 @@ def furthest_units(
     # [leaves, ...units]
     norms = jnp.stack([outcome.norm for outcome in outcomes])
     limits = jnp.stack([outcome.limit for outcome in outcomes])
-    norm, limit = written_by_a_gpu([norms, limits])
+    norm, limit = materialized_on_gpu([norms, limits])
     # Decided again for all leaves at once. Stacking the decisions of each leaf would
     # write more arrays to memory.
     outcome = decide(norm, limit).outcome
@@ -220,7 +220,9 @@ def _furthest(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
         return UnitNumbers(*rows, clipped=jnp.sum(numbers.clipped, axes))
     starts = [column.dtype.type(0) for column in numbers]
     starts[0] = starts[0] - np.inf
-    return UnitNumbers(*lax.reduce(tuple(numbers), tuple(starts), _further, axes))
+    return UnitNumbers(
+        *lax.reduce(tuple(numbers), tuple(starts), _furthest_of_two, axes)
+    )
 
 
 def _largest_or_nan(column: Array, is_candidate: Array, axes: Sequence[int]) -> Array:
@@ -233,7 +235,7 @@ def _largest_or_nan(column: Array, is_candidate: Array, axes: Sequence[int]) -> 
     return lax.bitcast_convert_type(largest, column.dtype)
 
 
-def _further(left: Any, right: Any) -> Any:
+def _furthest_of_two(left: Any, right: Any) -> Any:
     """Of two units the one that is further above its limit."""
     left = UnitNumbers(*left)
     right = UnitNumbers(*right)

@@ -282,7 +282,7 @@ def _roots(
         scalars = [getattr(totals[index], field) for index in scalar_indices]
         vectors.append(jnp.stack(scalars))
     count_vector = jnp.stack([counts[index] for index in scalar_indices])
-    norm_vector = _root(ord, count_vector, Sums(*sums.written_by_a_gpu(vectors)))
+    norm_vector = _root(ord, count_vector, Sums(*sums.materialized_on_gpu(vectors)))
     norm_of_index = dict(zip(scalar_indices, list(norm_vector)))
     norms = []
     for index, total in enumerate(totals):
@@ -345,7 +345,9 @@ def _joined(
     mesh_axes_of_arrays = []
     for total, mesh_axes in zip(totals, mesh_axes_of_norms):
         mesh_axes_of_arrays += [mesh_axes] * len(jax.tree.leaves(total))
-    return treedef.unflatten(mesh.joined(join.collective, arrays, mesh_axes_of_arrays))
+    return treedef.unflatten(
+        mesh.joined_over_devices(join.collective, arrays, mesh_axes_of_arrays)
+    )
 
 
 def _counted_once(spec: LeafSpec, term: Term, mesh_axes: AxisNames, join: Join) -> Term:

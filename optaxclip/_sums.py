@@ -132,7 +132,7 @@ def root_of_mean(count: ArrayLike, sums: Sums) -> jax.Array:
 
 # The arrays unchanged. On a GPU they are written to memory, and not computed again by
 # what follows: a step of AGC moves 12.27 GB on an H100, not 12.58.
-written_by_a_gpu = partial(per_platform, gpu=lax.optimization_barrier)
+materialized_on_gpu = partial(per_platform, gpu=lax.optimization_barrier)
 
 
 @partial(traced_once, static_argnums=1)
