@@ -1,22 +1,24 @@
 """The one reader of training logs, for `replay` and `doctor`.
 
-    bytes -> text, arrays or events -> rows (a dict for each line) -> columns
+    bytes -> rows, a dict for each line or step -> columns of numbers
 
-Its first bytes tell the format of a file, and not its name. What the reader leaves out
-or decides is in the notes of the log, for a person to read.
+The first bytes of a file tell its format, not its name. Notes say what the reader left
+out or decided.
 """
 
 import ast
 import csv
-import importlib
+import gzip
 import io
 import json
 import math
+import pkgutil
 import re
-import struct
-import zlib
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import reduce
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple, SupportsFloat
@@ -34,7 +36,7 @@ class Column(NamedTuple):
     steps: np.ndarray  # int64[entries], in ascending order
     values: np.ndarray  # float64[entries], NaN and inf among them
     notes: tuple[str, ...] = ()
-    empty: int = 0  # rows of a table that have no entry in it
+    empty: int = 0  # rows of a table without an entry in this column
 
 
 class Log(NamedTuple):
@@ -42,10 +44,14 @@ class Log(NamedTuple):
 
     columns: dict[str, Column]
     notes: Notes
-    texts: frozenset[str] = frozenset()  # names of columns of text
 
 
 # ------------------------------------------------------------------------------- files
+
+FORMATS = (
+    "The reader takes JSON lines, JSON, CSV with a header, printed dicts, .npy, .npz, "
+    "event files of TensorBoard, each also in gzip, and text as UTF-8"
+)
 
 
 def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
@@ -58,115 +64,87 @@ def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
         named groups are the columns. A group without a name is "grad_norm".
 
     Raises:
-      ValueError: the file is no log that can be read. The text begins with the call and
-        the path.
+      ValueError: the file is not a log. The text begins with the call and the path.
       OSError: the file cannot be opened.
     """
     data = Path(path).read_bytes()
     notes: Notes = []
     try:
         return log_of(_rows(data, pattern, notes), notes)
-    except (OSError, ValueError, csv.Error) as error:
-        raise ValueError(f"{call}: {path}: {error}") from None
+    # For a broken file NumPy, gzip and protobuf raise errors of many types.
+    except Exception as error:
+        raise ValueError(f"{call}: {path}: {error}") from error
 
 
 def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if data.startswith(b"\x1f\x8b"):
         return _rows(_unzipped(data, notes), pattern, notes)
-    # An Excel file is a zip file too.
-    is_npz = data.startswith(b"PK") and b".npy" in data
-    if is_npz or data.startswith(b"\x93NUMPY"):
+    if data.startswith((b"PK", b"\x93NUMPY")):
         return _rows_of_arrays(data)
-    # The first event of a file of TensorBoard.
+    # The first event of TensorBoard is the version of the file.
     if b"brain.Event:" in data[:64]:
         return _rows_of_events(data, notes)
-    # PowerShell writes UTF-16. Excel begins a CSV with a byte order mark.
-    is_utf16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
-    text = data.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")
-    # After a crash of the machine a file may end in bytes that were never written.
-    text = text.rstrip("\0").strip()
-    if "\0" in text or text.count("\ufffd") > len(text) / 10:
-        raise ValueError(
-            "this is no text, .npy, .npz, event file of TensorBoard, or gzip of one. "
-            "Logs are read as JSON lines, JSON, CSV, or text with a pattern."
-        )
+    # Excel begins a CSV with a byte order mark. After a crash of the machine a file may
+    # end in bytes that were never written.
+    text = data.decode("utf-8-sig", errors="replace").strip("\0\t\r\n ")
+    if not text or "\0" in text:
+        raise ValueError(f"the file is empty or binary. {FORMATS}.")
     if pattern is not None:
         return _rows_of_pattern(text, pattern)
-    if not text:
-        raise ValueError(
-            "the file is empty. A log has a line for each step, such as "
-            '{"step": 0, "loss": 2.5, "grad_norm": 1.0}.'
-        )
-    rows = _rows_of_json(text, notes) if text[0] in "{[" else _rows_of_csv(text, notes)
+    rows: Sequence[Row] = []
+    is_json = text[0] in "{["
+    if not is_json:
+        rows = _rows_of_table(text, notes)
     rows = rows or _rows_of_dicts(text, notes)
     if not rows:
-        raise ValueError(_advice_for_text(text))
+        raise ValueError(f"this is text, and not a table. {_advice_for_text(text)}")
     return rows
 
 
-def _rows_of_arrays(data: bytes) -> list[Row]:
-    """The rows of an .npz, or of an .npy, whose column is called "norm"."""
-    try:
-        loaded = np.load(io.BytesIO(data))
-        arrays = {"norm": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
-    # Of a broken file NumPy raises errors of many types.
-    except Exception as error:
-        raise ValueError(f"NumPy cannot read the file: {error}.") from None
-    columns = [np.atleast_1d(array) for array in arrays.values()]
-    return [dict(zip(arrays, line)) for line in zip_longest(*columns, fillvalue="")]
-
-
 def _unzipped(data: bytes, notes: Notes) -> bytes:
-    decoder = zlib.decompressobj(wbits=31)
-    text = b""
-    # Programs that append to a gzip file write one member behind the other.
-    while data:
+    pieces: list[bytes] = []
+    with gzip.open(io.BytesIO(data)) as file:
         try:
-            text += decoder.decompress(data)
-        except zlib.error as error:
-            raise ValueError(f"the gzip file is broken: {error}.") from None
-        if not decoder.eof:
+            while piece := file.read1():
+                pieces.append(piece)
+        except EOFError:
             notes.append("The gzip file is cut off, and read up to there.")
-            break
-        data = decoder.unused_data.lstrip(b"\0")
-        decoder = zlib.decompressobj(wbits=31)
-    return text
+    return b"".join(pieces)
+
+
+def _rows_of_arrays(data: bytes) -> Sequence[Row]:
+    """The rows of an .npz, or of an .npy, whose column is called "norm"."""
+    loaded = np.load(io.BytesIO(data))
+    arrays = {"norm": loaded} if isinstance(loaded, np.ndarray) else loaded
+    return _rows_in({name: np.asarray(arrays[name]).tolist() for name in arrays})
 
 
 def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
     event_type = None
     for package in ("tensorboard.compat", "tensorboardX"):
-        try:
-            event_type = importlib.import_module(f"{package}.proto.event_pb2").Event
-        except ImportError:
-            continue
-        break
+        with suppress(ImportError):
+            event_type = pkgutil.resolve_name(f"{package}.proto.event_pb2:Event")
     if event_type is None:
         raise ValueError(
             "this is an event file of TensorBoard, which needs a package to read: pip "
             "install tensorboard"
         )
-    decode_error = importlib.import_module("google.protobuf.message").DecodeError
     rows: list[Row] = []
-    place = 0
-    while place < len(data):
-        # A record is its length, a checksum of 4 bytes, an event, and another one.
-        start = place + 12
-        length = struct.unpack("<Q", data[place : place + 8].ljust(8, b"\0"))[0]
-        place = start + length + 4
-        if place > len(data):
+    end = 0
+    while end < len(data):
+        # A record is its length, a checksum of 4 bytes, an event, and another checksum.
+        start = end + 12
+        length = int.from_bytes(data[end : end + 8], "little")
+        end = start + length + 4
+        if end > len(data):
             notes.append("The event file is cut off, and read up to there.")
             break
-        try:
-            event = event_type.FromString(data[start : start + length])
-        except decode_error:
-            notes.append("The event file is broken, and read up to there.")
-            break
+        event = event_type.FromString(data[start : start + length])
         for value in event.summary.value:
             if value.HasField("simple_value"):
                 rows.append({"step": event.step, value.tag: value.simple_value})
             # TensorFlow 2 writes scalars as tensors. 1 is float32.
-            elif value.HasField("tensor") and value.tensor.dtype == 1:
+            elif value.tensor.dtype == 1:
                 content = np.frombuffer(value.tensor.tensor_content, np.float32)
                 numbers = [*value.tensor.float_val, *content]
                 if len(numbers) == 1:
@@ -174,185 +152,119 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
     return rows
 
 
-# -------------------------------------------------------------------------------- JSON
+# ------------------------------------------------------------------------------- dicts
 
 
-def _rows_of_json(text: str, notes: Notes) -> Sequence[Row]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        # JSON lines, or a file that was cut off.
-        return _rows_of_dicts(text, notes)
-    except RecursionError:
-        raise ValueError("the JSON is nested too deeply to be a log.") from None
-    if isinstance(value, dict):
-        # trainer_state.json of transformers has its rows in "log_history", and MLflow
-        # in "metrics".
-        tables = [table for table in value.values() if _has_rows(table)]
-        if not tables:
-            return _rows_of_lists(value) or [value]
-        value = max(tables, key=len)
-    # TensorBoard's JSON has no names: [[wall time, step, value], ...].
-    if value and all(isinstance(row, list) for row in value):
-        return [dict(zip(("wall time", "step", "value"), row)) for row in value]
-    rows = [row for row in value if isinstance(row, dict)]
-    if len(rows) < len(value):
-        others = next(row for row in value if not isinstance(row, dict))
-        if not rows:
-            raise ValueError(
-                "a list in JSON must have an object for each step, such as "
-                f'{{"grad_norm": 1.0}}, got {str(others)[:60]!r} in it.'
-            )
-        notes.append(
-            f"{len(value) - len(rows)} entries of the list are no objects and are left "
-            f"out, such as {str(others)[:60]!r}."
-        )
-    return rows
-
-
-def _has_rows(table: object) -> bool:
-    return isinstance(table, list) and any(isinstance(row, dict) for row in table)
-
-
-def _rows_of_lists(value: dict[str, object]) -> list[Row]:
-    """The rows of {"loss": [2.5, 1.5]}, or of {"loss": {"0": 2.5, "1": 1.5}}, which
-    pandas writes.
-    """
-    columns: dict[str, list[object]] = {}
-    for name, entry in _flattened(value, keep_numbered=True):
-        if isinstance(entry, list):
-            columns[name] = entry
-        elif isinstance(entry, dict):
-            columns[name] = list(entry.values())
-    return [
-        dict(zip(columns, line))
-        for line in zip_longest(*columns.values(), fillvalue="")
-    ]
-
-
-def _rows_of_dicts(text: str, notes: Notes) -> list[Row]:
+def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     """The dicts that stand in a text, as JSON or as Python prints them."""
-    decoder = json.JSONDecoder()
-    rows: list[Row] = []
-    broken: list[str] = []
-    outside: list[str] = []  # what stands between the dicts
-    end = 0
-    place = text.find("{")
-    while place >= 0:
-        try:
-            row, next_place = decoder.raw_decode(text, place)
-        except (json.JSONDecodeError, RecursionError):
-            row, next_place = _printed_dict(text, place)
-        if row is None:
-            broken.append(text[place:].partition("\n")[0][:60])
-        else:
-            rows.append(row)
-            outside.append(text[end:place])
-            end = next_place
-        place = text.find("{", next_place)
-    if not rows:
+    dicts: list[Row] = []
+    outside: list[str] = []  # the lines that stand between the dicts
+    end_of_last = 0
+    start = text.find("{")
+    while start >= 0:
+        row, end = _dict_at(text, start)
+        if row:
+            dicts.append(row)
+            outside += text[end_of_last:start].splitlines()
+            end_of_last = end
+        start = text.find("{", end)
+    outside += text[end_of_last:].splitlines()
+    rows = _rows_in(dicts[0]) if len(dicts) == 1 else dicts
+    # Programs in a text have braces too.
+    if not any(_has_number(_flattened(row).values()) for row in rows):
         return []
-    if broken and text[0] in "{[" and text[-1] not in "}]":
+    left_out = [line for line in outside if line.strip("\t ,[]")]
+    if left_out:
         notes.append(
-            f"The file is cut off, and read up to there: it ends in {broken[-1]!r}."
-        )
-    elif broken:
-        notes.append(
-            f"{len(broken)} entries in braces cannot be read and are left out, such as "
-            f"{broken[0]!r}."
-        )
-    if not broken:
-        outside.append(text[end:])
-    lines = [line for part in outside for line in part.splitlines()]
-    texts = [line for line in lines if line.strip(" ,[]\t")]
-    if texts and not broken:
-        notes.append(
-            f"{len(texts)} lines or parts of lines without braces are left out, such "
-            f"as {texts[0].strip()[:60]!r}."
+            f"{len(left_out)} lines or parts of lines are not in whole braces and are "
+            f"left out. The last one is {left_out[-1].strip()[:60]!r}."
         )
     return rows
 
 
-def _printed_dict(text: str, place: int) -> tuple[dict[str, object] | None, int]:
-    """A dict that Python printed, and where it ends: {'loss': nan, 'step': 3}."""
-    match = re.compile(r"\{[^{}\n]*\}").match(text, place)
-    if match is None:
-        return None, place + 1
-    # NumPy 2 prints np.float64(2.5). NaN and inf have no literal.
-    plain = re.sub(r"\bnp\.\w+\(([^()]*)\)", r"\1", match[0])
-    quoted = re.sub(r"-?\b(nan|inf)\b", r"'\g<0>'", plain)
+def _rows_in(row: Row) -> Sequence[Row]:
+    """The rows of trainer_state.json or of a dict of lists. Other dicts are one row."""
+    tables: list[Sequence[Row]] = []
+    lists: dict[str, list[object]] = {}
+    for name, entry in _flattened(row).items():
+        if isinstance(entry, list) and entry:
+            lists[name] = entry
+            if isinstance(entry[0], dict):
+                tables.append(entry)
+    if tables:
+        return max(tables, key=len)
+    if lists:
+        # At the end, short lists have empty entries.
+        lines = zip_longest(*lists.values(), fillvalue="")
+        return [dict(zip(lists, line)) for line in lines]
+    return [row]
+
+
+def _dict_at(text: str, start: int) -> tuple[Row, int]:
+    """The dict that begins at a place, and where it ends. It is empty if none does."""
     try:
-        row = ast.literal_eval(quoted)
-    # Such as the braces of other text.
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return None, place + 1
-    if not isinstance(row, dict):
-        return None, place + 1
-    return {str(name): entry for name, entry in row.items()}, match.end()
+        return json.JSONDecoder().raw_decode(text, start)
+    except (json.JSONDecodeError, RecursionError):
+        printed = re.compile(r"\{[^{}\n]*\}").match(text, start)
+    if printed is None:
+        return {}, start + 1
+    # NumPy and JAX print np.float64(2.5) and Array(2.5, dtype=float32).
+    literal = re.sub(r"\b[\w.]+\(([^(),]*)[^()]*\)", r"\1", printed[0])
+    # nan and inf are not literals. As text, float() reads them.
+    literal = re.sub(r": (-?nan|-?inf)\b", r": '\1'", literal)
+    try:
+        return dict(ast.literal_eval(literal)), printed.end()
+    # Such as braces in other text.
+    except (ValueError, SyntaxError, TypeError):
+        return {}, start + 1
 
 
 # ----------------------------------------------------------------------- CSV and text
 
 
-def _rows_of_csv(text: str, notes: Notes) -> list[Row]:
-    """The rows of a table, and none where the text is no table."""
-    # stable-baselines begins with a comment. Of NumPy's savetxt it has the names.
-    comments = []
+def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
+    """The rows of a table that begins with names. A text that is not one has none."""
+    # stable-baselines begins with a comment.
     while text.startswith("#"):
-        comment, _, text = text.partition("\n")
-        comments.append(comment.strip("# \r"))
-    first_line = text.partition("\n")[0]
-    delimiter = max(",;\t", key=first_line.count)
-    if delimiter in first_line:
-        file = io.StringIO(text, newline="")
-        lines = list(csv.reader(file, delimiter=delimiter, skipinitialspace=True))
-    else:
-        lines = [line.split() for line in text.splitlines()]
-    lines = [line for line in lines if line]
+        _, _, text = text.partition("\n")
+    first_line, _, _ = text.partition("\n")
+    delimiter = next((mark for mark in "\t;," if mark in first_line), " ")
+    if delimiter == ";":
+        # Such a table has decimal commas.
+        text = text.replace(",", ".")
+    file = io.StringIO(text, newline="")
+    reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
+    lines: list[list[str]] = []
+    # In other text a quotation mark may begin an endless entry.
+    with suppress(csv.Error):
+        lines = [line for line in reader if line]
     if not lines:
         return []
-    if all(is_number(name) for name in lines[0]):
-        if not comments:
-            raise ValueError(
-                "must begin with names of columns, such as step,grad_norm, got the "
-                f"numbers {listed(lines[0])}."
-            )
-        lines.insert(0, re.split(r"[,;\s]+", comments[-1]))
-    header = [name.strip() for name in lines[0]]
-    # A run that is resumed writes the header again.
-    lines = [line for line in lines[1:] if line[0].strip() != header[0]]
-    whole_lines = [line for line in lines if len(line) == len(header)]
-    numbers = [line for line in whole_lines if any(map(is_number, map(_plain, line)))]
-    if 2 * len(numbers) < len(lines) or any(map(is_number, header)):
+    names = [name.strip() for name in lines.pop(0)]
+    rows = [dict(zip(names, line)) for line in lines if len(line) == len(names)]
+    rows_with_numbers = [row for row in rows if _has_number(row.values())]
+    if 2 * len(rows_with_numbers) < len(lines) or _has_number(names):
         return []
-    if lines and len(lines[-1]) < len(header) and len(whole_lines) == len(lines) - 1:
-        notes.append(f"The last line is cut off, and left out: {lines.pop()}.")
-    # W&B runs may share a name, and then their columns do: name.1 and name.2.
-    for name in {name for name in header if header.count(name) > 1}:
-        for number in range(1, header.count(name) + 1):
-            header[header.index(name)] = f"{name}.{number}"
-    if delimiter == ",":
-        return [dict(zip(header, line)) for line in lines]
-    return [dict(zip(header, map(_plain, line))) for line in lines]
-
-
-def _plain(entry: str) -> str:
-    """An entry with a decimal point in the place of a decimal comma."""
-    entry = entry.strip()
-    return entry.replace(",", ".") if re.fullmatch(r"-?\d+,\d+", entry) else entry
+    others = [line for line in lines if len(line) != len(names)]
+    if others:
+        notes.append(
+            f"{len(others)} lines do not have {len(names)} entries and are left out. "
+            f"The last one is {others[-1]}."
+        )
+    # W&B runs may share a name, and then their columns do.
+    if len(set(names)) < len(names):
+        notes.append("Of columns with the same name the last one counts.")
+    return rows
 
 
 def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
-    try:
+    regex = None
+    with suppress(re.error):
         regex = re.compile(pattern)
-    except re.error as error:
+    if regex is None or not regex.groups:
         raise ValueError(
-            f"pattern must be a regular expression, got {pattern!r}: {error}."
-        ) from None
-    if not regex.groups:
-        raise ValueError(
-            "pattern must have a group for each column, such as "
-            f"'norm: (?P<grad_norm>\\S+)', got {pattern!r}."
+            "pattern must be a regular expression with a group for each column, such "
+            f"as 'norm: (?P<grad_norm>\\S+)', got {pattern!r}."
         )
     rows: list[Row] = []
     for line in text.splitlines():
@@ -369,60 +281,41 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
     return rows
 
 
-NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-# "norm: 1.5", "loss=2" and "step 3".
-LABELED = re.compile(rf"([A-Za-z][\w./-]*?)(\s*[:=]\s*|\s+)(?={NUMBER})")
+# What stands before a step, a loss and a norm in a line of text, by the column.
+LABELS = {
+    "step": "(step|iteration|iter|s)",
+    "loss": "((train|training|lm)[ _/-])?loss|trl",
+    "grad_norm": "((gradient|grad|g)[ _/-]?)?norm",
+}
 
 
 def _advice_for_text(text: str) -> str:
-    """What to do with a text, with a pattern for its most frequent line of numbers."""
-    shapes: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        if LABELED.search(line):
-            shapes.setdefault(re.sub(NUMBER, "#", line), []).append(line)
-    advice = (
-        "this is text, and no table. JSON lines, JSON, CSV with a header, printed "
-        "dicts, .npy and .npz are read as they are"
-    )
-    if not shapes:
-        return f"{advice}. There is no line of names and numbers in it."
-    # A line with a norm is what is looked for, also where others are more frequent.
-    words = ("norm", "loss")
-    ranks = {
-        shape: ([word in shape for word in words], len(lines))
-        for shape, lines in shapes.items()
-    }
-    line = shapes[max(ranks, key=lambda shape: ranks[shape])][0]
+    """What to do with a text, with a pattern of its most frequent labels."""
     parts: dict[str, str] = {}
-    for label, separator in LABELED.findall(line):
-        name = _name_of_label(label)
-        spaced = re.sub(r"\s+", r"\\s*", separator)
-        parts.setdefault(name, rf"\b{re.escape(label)}{spaced}(?P<{name}>[^\s,;]+)")
-    wanted = [name for name in ("step", "loss", "grad_norm") if name in parts]
+    for column, label in LABELS.items():
+        matches = re.finditer(rf"(?i)\b({label})[ :=]+(?=[-+]?\.?\d)", text)
+        labels = [match[0] for match in matches]
+        if labels:
+            most_frequent = re.sub(" +", r"\\s*", statistics.mode(labels))
+            parts[column] = rf"\b{most_frequent}(?P<{column}>[-+.\w]+)"
     if not {"loss", "grad_norm"} & parts.keys():
-        return f"{advice}. No line of it names a loss or a norm."
-    pattern = "|".join(parts[name] for name in wanted)
-    return f"{advice}. For others give a pattern, here --pattern '{pattern}'"
-
-
-def _name_of_label(label: str) -> str:
-    label = label.lower()
-    if "norm" in label:
-        return "grad_norm"
-    if label in ("s", "it", "iter", "iters", "iteration", "step", "steps", "update"):
-        return "step"
-    if label in ("loss", "trl", "train_loss", "train-loss", "train/loss", "lm_loss"):
-        return "loss"
-    return re.sub(r"\W", "_", label)
+        return f"{FORMATS}. No line of this text names a loss or a norm."
+    pattern = "|".join(parts.values())
+    return f"{FORMATS}. Other text needs a pattern, here --pattern '{pattern}'"
 
 
 # ----------------------------------------------------------------------------- columns
 
-# The step of a row, the surest name first.
-STEPS = ("step", "_step", "global_step", "train/global_step", "iteration", "iter")
-# Tables with a line for each metric and step have its name here: MLflow, Aim, tbparse.
-METRICS = ("key", "metric", "metric.name", "tag")
-RUNS = ("run_id", "Run ID", "run.hash")
+# Names of steps, the surest first.
+STEPS = (
+    "step",
+    "Step",
+    "_step",
+    "global_step",
+    "train/global_step",
+    "iteration",
+    "iter",
+)
 
 
 def log_of(rows: Sequence[Row], notes: Notes) -> Log:
@@ -431,190 +324,124 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
     Raises:
       ValueError: there is no number in them.
     """
-    flat_rows = [dict(_flattened(row)) for row in rows]
-    flat_rows = _wide(flat_rows)
-    name_of_steps = _name_of_steps(flat_rows)
-    steps = _steps_of(flat_rows, name_of_steps, notes)
-    entries: dict[str, list[tuple[int, object]]] = {}
-    for step, row in zip(steps, flat_rows):
-        for name, entry in row.items():
-            # Where a norm is NaN or inf, `metrics(json=True)` has null, and a CSV an
-            # empty entry. The column `counter` counts them.
-            if "norm" in name and _is_empty(entry):
-                counter = re.sub("norm(_before)?", "nonfinite_count", name, count=1)
-                entry = math.nan if is_number(row.get(counter)) else entry
-            entries.setdefault(name, []).append((step, entry))
+    # By the name of the column and the number of the row.
+    entries: dict[str, dict[int, object]] = defaultdict(dict)
+    for row_number, row in enumerate(rows):
+        for name, entry in _flattened(row).items():
+            entries[name][row_number] = entry
+    names_of_steps = [name for name in STEPS if name in entries]
+    if names_of_steps:
+        steps = _steps_of(entries.pop(names_of_steps[0]), len(rows))
+    else:
+        steps = range(len(rows))
     columns: dict[str, Column] = {}
-    repeated: set[int] = set()
-    for name, pairs in entries.items():
+    for name, entries_of_rows in entries.items():
+        column = _column(name, entries_of_rows, steps)
         # W&B adds the extremes of each number.
-        is_left_out = name == name_of_steps or name.endswith(("__MIN", "__MAX"))
-        if not is_left_out and any(is_number(entry) for _, entry in pairs):
-            columns[name] = _column(name, pairs, repeated)
+        if column.steps.size and not name.endswith(("__MIN", "__MAX")):
+            columns[name] = column
     if not columns:
         raise ValueError(
             f"there is no number in it. It has {len(rows)} rows with "
-            f"{listed(list(entries)) or 'no names'}."
+            f"{listed(list(entries)) or 'no names'}. A log has a row for each step, "
+            'such as {"loss": 2.5, "grad_norm": 1.0}.'
         )
-    if repeated:
-        notes.append(
-            f"Steps {min(repeated)} to {max(repeated)} come twice, as in a run that "
-            "was resumed: the later entries count."
-        )
-    texts = {
-        name
-        for name, pairs in entries.items()
-        if name not in columns and not all(_is_empty(entry) for _, entry in pairs)
-    }
-    return Log(columns, notes, frozenset(texts))
+    return Log(columns, notes)
 
 
-def _flattened(
-    row: Row, begin: str = "", keep_numbered: bool = False
-) -> Iterator[tuple[str, object]]:
-    """The entries of a row. {"train": {"loss": 1}} has train/loss.
-
-    `keep_numbered`: whether a dict whose names are numbers is one entry.
-    """
+def _flattened(row: Row, group: str = "") -> dict[str, object]:
+    """The entries of a row. {"train": {"loss": 1}} has train/loss."""
+    entries: dict[str, object] = {}
     for name, entry in row.items():
-        is_numbered = isinstance(entry, dict) and all(
-            str(key).isdigit() for key in entry
-        )
-        is_left = keep_numbered and is_numbered
-        if isinstance(entry, dict) and entry and not is_left:
-            yield from _flattened(entry, f"{begin}{name}/", keep_numbered)
+        if isinstance(entry, dict):
+            entries |= _flattened(entry, f"{group}{name}/")
         else:
-            yield f"{begin}{name}", entry
+            entries[f"{group}{name}"] = entry
+    return entries
 
 
-def _wide(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Rows with a column for each metric, of rows with a line for each metric."""
-    for name_of_metric in METRICS:
-        long_rows = [
-            row
-            for row in rows
-            if isinstance(row.get(name_of_metric), str) and "value" in row
-        ]
-        if not long_rows:
-            continue
-        runs = [name for name in RUNS if name in long_rows[0]]
-        is_one_run = len({row.get(run) for run in runs for row in long_rows}) <= 1
-        wide: list[dict[str, object]] = []
-        for row in long_rows:
-            metric = row[name_of_metric]
-            if not is_one_run:
-                # With the run in front, as W&B does.
-                metric = f"{row[runs[0]]} - {metric}"
-            wide.append({"step": row.get("step"), str(metric): row["value"]})
-        # In the order of metrics, as in MLflow's files, each metric begins anew.
-        names = [next(reversed(row)) for row in wide]
-        order = sorted(range(len(wide)), key=lambda place: names[place])
-        return [wide[place] for place in order]
-    return rows
-
-
-def _name_of_steps(rows: list[dict[str, object]]) -> str:
-    """The column with the step of most rows, "" where there is none."""
-    counts = Counter[str]()
-    for row in rows:
-        for name, entry in row.items():
-            if name.lower() in STEPS and _is_finite(entry):
-                counts[name] += 1
-    names = sorted(counts, key=lambda name: STEPS.index(name.lower()))
-    return max(names, key=lambda name: counts[name], default="")
-
-
-def _steps_of(rows: list[dict[str, object]], name: str, notes: Notes) -> list[int]:
-    """The step of each row: the number of the row where the log has no steps."""
-    if not name:
-        return list(range(len(rows)))
+def _steps_of(entries: Mapping[int, object], count: int) -> list[int]:
+    """The step of each row."""
     steps: list[int] = []
-    epoch = -math.inf
-    for row in rows:
+    step = 0
+    for row_number in range(count):
+        number = _number(entries.get(row_number))
         # A row without a step belongs to the row before.
-        step = steps[-1] if steps else 0
-        if _is_finite(row.get(name)):
-            step = int(number_of(row[name]))
-        epoch_before = epoch
-        if _is_finite(row.get("epoch")):
-            epoch = number_of(row["epoch"])
-        if steps and step < steps[-1] and epoch > epoch_before:
-            notes.append(f"{name!r} begins anew in each epoch, so rows are counted.")
-            return list(range(len(rows)))
+        if number is not None and math.isfinite(number):
+            step = int(number)
         steps.append(step)
     return steps
 
 
-def _column(name: str, pairs: list[tuple[int, object]], repeated: set[int]) -> Column:
-    """The numbers of a column, which has at least one."""
-    numbers: dict[int, float] = {}  # by step, in the order of the log
-    nulls: list[int] = []
+def _column(name: str, entries: Mapping[int, object], steps: Sequence[int]) -> Column:
+    """The numbers of a column, and notes on its other entries."""
+    values: dict[int, float] = {}  # by step, in ascending order
+    earlier_steps: list[int] = []
+    steps_of_nulls: list[int] = []
     texts: list[str] = []
     empty = 0
-    several = 0
-    last = -math.inf
-    for step, entry in pairs:
-        if is_number(entry):
-            several += step == last
+    for row_number, entry in entries.items():
+        step = steps[row_number]
+        number = _number(entry)
+        if number is not None:
             # A run that is resumed goes back to an earlier step.
-            while step < last and numbers and next(reversed(numbers)) >= step:
-                repeated.add(numbers.popitem()[0])
-            # float() also reads "NaN" and "Infinity", which some loggers write.
-            numbers[step] = number_of(entry)
-            last = step
+            while values and next(reversed(values)) >= step:
+                earlier_steps.append(values.popitem()[0])
+            values[step] = number
         elif entry is None:
-            nulls.append(step)
-        elif _is_empty(entry):
+            steps_of_nulls.append(step)
+        elif str(entry).strip():
+            texts.append(str(entry)[:40])
+        else:
             empty += 1
-        elif isinstance(entry, str):
-            texts.append(entry)
-    notes: list[str] = []
-    if several:
-        notes.append(f"{several} entries are followed by another one of their step.")
-    nulls = [step for step in dict.fromkeys(nulls) if step not in numbers]
-    # null is NaN in strict JSON. Where every third entry or more has it, as long as
-    # there are numbers, the column is logged more rarely than the row.
-    is_sparse = 2 * sum(step < last for step in nulls) >= len(numbers)
-    if nulls and is_sparse:
-        notes.append(f"{len(nulls)} rows have null there, and are left out.")
-    elif nulls:
-        notes.append(f"{len(nulls)} rows have null there, which is read as NaN.")
-        numbers |= dict.fromkeys(nulls, math.nan)
-    if texts:
+    nan_steps = _nan_steps(steps_of_nulls, values)
+    values |= dict.fromkeys(nan_steps, math.nan)
+    notes: Notes = []
+    if earlier_steps:
         notes.append(
-            f"{len(texts)} entries are text and left out, such as {texts[0][:40]!r}."
+            f"Steps {min(earlier_steps)} to {max(earlier_steps)} come twice "
+            f"({len(earlier_steps)} entries), as in a run that was resumed: the later "
+            "entries count."
         )
-    steps = sorted(numbers)
-    values = [numbers[step] for step in steps]
-    return Column(name, np.array(steps), np.array(values), tuple(notes), empty)
+    if nan_steps:
+        notes.append(f"{len(nan_steps)} rows have null there, which is read as NaN.")
+    if texts:
+        notes.append(f"{len(texts)} entries are text, and left out: {listed(texts)}.")
+    pairs = sorted(values.items())
+    return Column(
+        name,
+        steps=np.array([step for step, _ in pairs]),
+        values=np.array([number for _, number in pairs]),
+        notes=tuple(notes),
+        empty=empty + len(steps_of_nulls) - len(nan_steps),
+    )
 
 
-def number_of(entry: object) -> float:
-    """The number in an entry, also in a text. NaN is one.
-
-    Raises:
-      TypeError, ValueError, OverflowError: there is none.
+def _nan_steps(steps_of_nulls: Sequence[int], values: Mapping[int, float]) -> set[int]:
+    """The steps whose null stands for NaN, which strict JSON does not have. A column
+    with null in every third entry or more, as long as there are numbers, is logged more
+    rarely than the other columns.
     """
-    # A protocol is slow to ask, and most entries are of these types.
-    if isinstance(entry, (float, int, str, SupportsFloat)):
-        return float(entry)
-    raise TypeError("no number")
+    nulls = set(steps_of_nulls) - values.keys()
+    last_step = max(values, default=0)
+    nulls_among_numbers = [step for step in nulls if step < last_step]
+    is_rare = 2 * len(nulls_among_numbers) >= len(values)
+    return set() if is_rare else nulls
 
 
-def is_number(entry: object) -> bool:
+def _number(entry: object) -> float | None:
+    """The number in an entry, also in a text such as "NaN". None if there is none."""
+    # A protocol is slow to ask, and most entries are of the other types.
+    if not isinstance(entry, (float, int, str, SupportsFloat)):
+        return None
     try:
-        number_of(entry)
+        return float(entry)
     except (TypeError, ValueError, OverflowError):
-        return False
-    return True
+        return None
 
 
-def _is_finite(entry: object) -> bool:
-    return is_number(entry) and math.isfinite(number_of(entry))
-
-
-def _is_empty(entry: object) -> bool:
-    return entry is None or (isinstance(entry, str) and not entry.strip())
+def _has_number(entries: Iterable[object]) -> bool:
+    return any(_number(entry) is not None for entry in entries)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -625,51 +452,85 @@ def listed(names: Sequence[str]) -> str:
 
 # ------------------------------------------------------------------- norms and losses
 
-# Words of names that are no norm of the gradient of all weights before clipping.
-NO_NORM = re.compile(
-    r"(^|[^a-z])(args?|config|cfg|hparams?|max|min|clip|clipped|clipping|after|post"
-    r"|params?|parameters?|weights?|residual|loss|limit|threshold|target|ratio|scale"
-    r"|ema|std|var|ms|time|count|nonfinite|update|updates|moment|adam|noise|diff"
-    r"|relative|coef|penalty|layer|batch|rms)([^a-z]|$)"
+# Patterns of norms of the gradient, the surest first, for names in lower case with a
+# blank in the place of all signs.
+NORMS = (
+    r"((.* )?clip( \d+)?( .*)? )?norm before",
+    r"(.* )?record( \d+)?( .*)? norm",
+    # MaxText and others log the norm after clipping beside it, under a shorter name.
+    r"(.* )?(raw|unclipped|total|global|pre clip) (gradient|grad) ?norm",
+    r"(.* )?(gradients?|grads?|g) ?(l2|2 0|inf|global)? ?norm"
+    r"( (total|global|all|l2|before|before clip|pre clip))?"
+    r"|(.* )?(l2 norm grad global|global norm)",
+    r"(.* )?skip( \d+)?( .*)? norm",
+    r"(train |training )?norm",
 )
-GRADIENT = r"(gradients?|grads?)"
-# Names of norms, the surest first. They are held against the name in lower case.
-NORMS = [
-    re.compile(pattern)
-    for pattern in (
-        r"(.+/)?clip(_\d+)?/(.+/)?norm_before|(clip/)?norm_before",
-        r"(.+/)?record(_\d+)?/(.+/)?norm",
-        # MaxText and others: before clipping, beside the same name after it.
-        r"(.+[/._ ])?(raw|unclipped|total|global|pre_clip)"
-        rf"[/._ -]{GRADIENT}[._ -]?norm",
-        rf"(.+[/._ -])?({GRADIENT}|g)[/._ -]?(l2|2\.0|inf|global)?[/._ -]?norm"
-        r"([/._ -](total|global|all|l2|before|before_clip|pre_clip|preclip))?",
-        rf"(.+/)?(l2_norm/{GRADIENT}/global|{GRADIENT}/norm/total|global_norm)",
-        r"(.+/)?skip(_\d+)?/(.+/)?norm",
-        r"norm|(train|training)[/._]norm",
-    )
-]
+# Words in names of settings, of norms after clipping, and of norms of other things.
+OTHER_WORDS = re.compile(
+    r"\b(args?|config|cfg|hparams?|max|min|target|limit|threshold"
+    r"|clip|clipped|clipping|after|post"
+    r"|params?|parameters?|weights?|updates?|moment|adam|layer|batch|loss|residual"
+    r"|noise|diff|relative|coef|penalty|ema|rms|std|var|scale|ratio"
+    r"|time|ms|count|nonfinite)\b"
+)
 TENSORS = re.compile(
-    r"(.+[/._ -])?(norm_before|record(_\d+)?/(.+/)?norm"
-    rf"|{GRADIENT}[._ ]?(2\.0_)?norm)/.+"
+    r"(.*/)?(norm_before|record(_\d+)?/(.+/)?norm|(gradient|grad)s?(_2\.0)?_norm)/.+"
 )
-LOSSES = re.compile(r"(.*[/._])?(train|training|tr)[/._]loss|loss|(.+/)?(total_)?loss")
+LOSSES = re.compile(
+    r"(?!.*(val|eval|test|aux))(.*/)?((train|training|tr|total)[/._])?loss"
+)
 
 
 def norms_of(log: Log) -> list[Column]:
     """The columns whose names say that they are norms of the gradient: one, or one of
     each optimizer.
     """
-    names = {name: _plain_name(name) for name in log.columns}
-    for regex in NORMS:
-        columns = [
-            log.columns[name]
-            for name, plain in names.items()
-            if regex.fullmatch(plain) and not _is_no_norm(name, log.texts)
-        ]
-        if columns:
-            return [_of_every_step(log, column) for column in columns]
+    names = [name for name in log.columns if not _is_other_norm(name, log)]
+    for pattern in NORMS:
+        norms = [name for name in names if re.fullmatch(pattern, _words_of(name))]
+        if norms:
+            return [_of_every_step(log, log.columns[name]) for name in norms]
     return []
+
+
+def _without_run(name: str) -> str:
+    """A name without the run that W&B writes first: "sun-7 - train/grad_norm"."""
+    return name.rpartition(" - ")[2].lower()
+
+
+def _words_of(name: str) -> str:
+    """The words of a name: "train grad norm"."""
+    return re.sub("[^a-z0-9]+", " ", _without_run(name))
+
+
+def _is_other_norm(name: str, log: Log) -> bool:
+    # metrics(summary=True) has the norm of one tensor, with the number of that tensor.
+    prefix = name.removesuffix("_before").removesuffix("norm")
+    tensor = log.columns.get(f"{prefix}worst_index")
+    if tensor is not None and tensor.values.any():
+        return True
+    # In clip/norm_before, "clip" is the name of a clipper.
+    words = re.sub(
+        r"clip( \d+)?(?=( .*)? norm before)|(before|pre) clip", "", _words_of(name)
+    )
+    return OTHER_WORDS.search(words) is not None
+
+
+def _of_every_step(log: Log, column: Column) -> Column:
+    """The norms of a wrapper that skips steps, if the wrapper saw the same gradients. A
+    clipper inside the wrapper does not see skipped steps, and keeps an earlier norm.
+    """
+    name = re.sub("(clip|record)/(.*?)norm(_before)?$", r"skip/\2norm", column.name)
+    wrapper = log.columns.get(name)
+    flags = log.columns.get(f"{name.removesuffix('norm')}skipped")
+    if wrapper is None or flags is None:
+        return column
+    _, (seen, norms, skipped) = in_common([wrapper, column, flags])
+    is_skipped = skipped != 0
+    is_same = np.isclose(seen, norms, rtol=1e-3, atol=0, equal_nan=True)
+    # A clipper in front of the wrapper sees a new norm in each step.
+    is_kept = np.append(False, norms[1:] == norms[:-1])
+    return wrapper if np.where(is_skipped, is_kept, is_same).all() else column
 
 
 def norms_of_tensors(log: Log) -> list[Column]:
@@ -677,60 +538,23 @@ def norms_of_tensors(log: Log) -> list[Column]:
     return [
         column
         for name, column in log.columns.items()
-        if TENSORS.match(_plain_name(name))
+        if TENSORS.fullmatch(_without_run(name))
     ]
-
-
-def _plain_name(name: str) -> str:
-    """Without the run that W&B writes first, and without the number of a repeated name:
-    "lively-sun-7 - train/grad_norm.1".
-    """
-    return re.sub(r"\.\d+$", "", name.rpartition(" - ")[2].lower())
-
-
-def _is_no_norm(name: str, texts: Collection[str]) -> bool:
-    # The norm of the worst tensor, as in `metrics(summary=True)`.
-    if re.sub("norm(_before)?$", "worst_name", name) in texts:
-        return True
-    ours = re.sub(r"clip(_\d+)?/|(before|pre)_?clip", "", _plain_name(name))
-    return NO_NORM.search(ours) is not None
-
-
-def _of_every_step(log: Log, column: Column) -> Column:
-    """The norms of a wrapper that skips steps, if it saw the gradients of this column:
-    in a skipped step a clipper inside the wrapper keeps an earlier norm.
-    """
-    name = re.sub("(clip|record)/(.*?)norm(_before)?$", r"skip/\2norm", column.name)
-    skipped = log.columns.get(f"{name.removesuffix('norm')}skipped")
-    if name not in log.columns or name == column.name or skipped is None:
-        return column
-    wrapper = log.columns[name]
-    _, (seen, norms, flags) = in_common([wrapper, column, skipped])
-    is_skipped = flags != 0
-    # A clipper in front of the wrapper sees a new norm in each step.
-    is_kept = np.append(False, norms[1:] == norms[:-1])
-    same = np.isclose(seen, norms, rtol=1e-3, atol=0, equal_nan=True)
-    is_inside = is_kept[is_skipped].all() and same[~is_skipped].all()
-    return wrapper if is_inside else column
 
 
 def loss_of(log: Log) -> Column | None:
     """The column of the training loss, if its name says so."""
-    names = {name: _plain_name(name) for name in log.columns}
     losses = [
         column
         for name, column in log.columns.items()
-        if LOSSES.fullmatch(names[name])
-        and not re.search("val|eval|test|aux", names[name])
+        if LOSSES.fullmatch(_without_run(name))
     ]
     return max(losses, key=lambda column: len(column.steps), default=None)
 
 
 def in_common(columns: Sequence[Column]) -> tuple[np.ndarray, np.ndarray]:
     """The steps that all columns have, and their numbers, [columns, steps]."""
-    steps = columns[0].steps
-    for column in columns[1:]:
-        steps = np.intersect1d(steps, column.steps)
+    steps = reduce(np.intersect1d, [column.steps for column in columns])
     rows = [column.values[np.isin(column.steps, steps)] for column in columns]
     return steps, np.array(rows)
 
@@ -753,6 +577,6 @@ def clipped_share(values: np.ndarray) -> float:
     is_largest = finite >= finite.max() * (1 - 1e-3)
     share = float(is_largest.mean())
     # Norms with few digits are often equal, also below the largest.
-    digits = Counter(finite[~is_largest].tolist()).most_common(1)
-    most_frequent = digits[0][1] / len(finite) if digits else 0.0
+    _, counts = np.unique(finite[~is_largest], return_counts=True)
+    most_frequent = counts.max(initial=0) / len(finite)
     return share if share >= 0.05 and share > 3 * most_frequent else 0.0

@@ -1,7 +1,7 @@
 """What would a rule have done? It is run over recorded norms, without training.
 
-    python -m optaxclip.replay run.csv    a table of candidate rules, and run.png with
-                                          norms, limits and clipped steps
+    python -m optaxclip.replay run.csv                      a table of candidate rules
+    python -m optaxclip.replay run.csv --picture run.png    norms and clipped steps
 
     run             one rule over recorded norms
     suggest         candidate rules for them

@@ -18,14 +18,13 @@ def norm_at_batch(
     steps of noise share times squared norm.
 
     Args:
-      norms: float[steps]. Steps in which one of both is not finite are left out.
+      norms: float[steps]. Steps without a finite norm and noise share are left out.
       noise_shares: float[steps]: of `per_example.noise_share`.
       batch: B, the examples in a batch of the log.
       other_batch: B'.
 
     Raises:
-      ValueError: a batch size below 1, numbers of steps that differ, or no step that is
-        finite.
+      ValueError: a batch size below 1, or no step that counts.
 
     Reference: McCandlish, Kaplan, Amodei and others, An empirical model of large-batch
     training, 2018 (arXiv 1812.06162), appendix A.1.
@@ -35,13 +34,8 @@ def norm_at_batch(
             raise ValueError(f"replay: {option} must be at least 1, got {size}.")
     squares = np.square(np.asarray(norms, np.float64))
     shares = np.asarray(noise_shares, np.float64)
-    if squares.shape != shares.shape:
-        raise ValueError(
-            "replay: norms and noise_share must be there in the same steps, got "
-            f"{squares.size} norms and {shares.size} noise shares."
-        )
     is_known = np.isfinite(squares) & np.isfinite(shares)
-    if not squares[is_known].sum():
+    if not squares[is_known].any():
         raise ValueError("replay: no step has a norm above 0 and a noise share.")
     share = np.average(shares[is_known], weights=squares[is_known])
     # By chance the estimate may be above 1, where no gradient would remain.

@@ -25,7 +25,6 @@ def read_history(
 
     Args:
       path: the file, also in gzip. {"train": {"norm": 1.5}} has the column train/norm.
-        A table with a line for each metric and step has the metrics as columns.
       column: the name to read. None takes the one that is called a norm of the
         gradient: clip/norm_before, record/norm, grad_norm, train/grad_norm, norm and
         the like. Where steps were skipped with the clipper, it takes skip/norm, which
@@ -65,6 +64,11 @@ def read_history(
     return columns[0].values
 
 
+def named_norms(log: Log) -> list[Column]:
+    """The columns that are called a norm of the gradient, or of single tensors."""
+    return norms_of(log) or norms_of_tensors(log)
+
+
 def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
     """The column with a name, or all that are called a norm of the gradient.
 
@@ -73,7 +77,7 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
     """
     names = listed(list(log.columns))
     if name is None:
-        columns = norms_of(log) or norms_of_tensors(log)
+        columns = named_norms(log)
         if not columns:
             raise ValueError(
                 f"{call}: this file has no gradient norm. {ADVICE}. It has the columns "

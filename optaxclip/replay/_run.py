@@ -17,7 +17,7 @@ from .._checks import check_length, shown
 from .._factors import factor_between, shrunk_by
 from .._logs import clipped_share
 from ..rules import windowed_quantile, z_score
-from ..rules._limits import rule_without_params
+from ..rules._limits import Limit, rule_without_params
 from ..rules._rule import Number, Rule, limit_of
 from ..rules._windows import spike_rule, step_rule
 from ..shrinks import Shrink, drop, shrink_of
@@ -25,6 +25,9 @@ from ..shrinks import Shrink, drop, shrink_of
 # matplotlib is the extra `plot`, so only type checkers import it here.
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+PyTree = Any
 
 
 class Replay(NamedTuple):
@@ -45,7 +48,7 @@ class Replay(NamedTuple):
     clipped: jax.Array  # bool[steps, ...]
 
 
-def run(rule: Any, norms: ArrayLike, *, shrink: Shrink | None = None) -> Replay:
+def run(rule: Limit, norms: ArrayLike, *, shrink: Shrink | None = None) -> Replay:
     """Runs a rule over a history of norms, as one `lax.scan`.
 
     Many rules run at once under `jax.vmap`:
@@ -84,7 +87,7 @@ def run(rule: Any, norms: ArrayLike, *, shrink: Shrink | None = None) -> Replay:
     return _replayed(shrink, norms, limits_over(rule, norms, "replay.run: rule"))
 
 
-def history_of(call: str, norms: Any, *, signed: bool = False) -> jax.Array:
+def history_of(call: str, norms: object, *, signed: bool = False) -> jax.Array:
     """A history in float32, or in float64 where jax_enable_x64 is set.
 
     `signed`: losses, which may be negative.
@@ -120,22 +123,21 @@ def limits_over(
     """
     # Inside jit the length of a window would be a traced number.
     memory = rule.init(jnp.zeros_like(values[0]))
-    return _scan(rule, memory, values, argument=argument, signed=signed)
+    return _limits_from(rule, memory, values, argument=argument, signed=signed)
 
 
 @partial(jax.jit, static_argnames=("argument", "signed"))
-def _scan(
-    rule: Rule, memory: Any, values: jax.Array, *, argument: str, signed: bool
+def _limits_from(
+    rule: Rule, memory: PyTree, values: jax.Array, *, argument: str, signed: bool
 ) -> jax.Array:
-    def one_step(memory: Any, step_and_value: Any) -> tuple[Any, jax.Array]:
-        step, value = step_and_value
+    def one_step(carry: PyTree, value: jax.Array) -> tuple[PyTree, jax.Array]:
+        step, memory = carry
         limit, memory = limit_of(
             rule, value, memory, step, argument=argument, signed=signed
         )
-        return memory, limit
+        return (step + 1, memory), limit
 
-    steps = jnp.arange(len(values), dtype=jnp.int32)
-    _, limits = jax.lax.scan(one_step, memory, (steps, values))
+    _, limits = jax.lax.scan(one_step, (jnp.int32(0), memory), values)
     return limits
 
 
@@ -173,27 +175,39 @@ RECOMMENDED_RATE = 0.01
 # The highest recommended limit, in medians of the norms. Where more than 1 % of the
 # steps are broken, a limit that clips 1 % lies among their norms and is no help.
 HIGHEST = 20
-SKIP_STEP = "optaxclip.skip_step(optimizer, on_loss=False)"
-QUANTILE = "optaxclip.clip_by_global_norm(optaxclip.rules.windowed_quantile({}))"
 
 
-def _learning_rules(every: int) -> dict[str, Rule]:
-    """Rules that learn, by the Python text that makes a clipper or a wrapper with the
-    rule. Their windows are as many rows as these steps have.
-    """
+class Candidate(NamedTuple):
+    """A rule to suggest, and Python that makes a clipper or a wrapper with it."""
+
+    text: str
+    rule: Limit
+    shrink: Shrink | None = None
+
+
+def _learning_candidates(every: int) -> list[Candidate]:
+    """Rules that learn. Their windows are as many rows as these steps have."""
 
     def rows(steps: int) -> int:
         return max(2, round(steps / every))
 
-    return {
-        "optaxclip.autoclip(10)": windowed_quantile(0.1, rows(10_000), current=True),
-        QUANTILE.format("0.9, 1000"): windowed_quantile(0.9, rows(1000)),
-        QUANTILE.format("0.5, 100, factor=2.0"): windowed_quantile(
-            0.5, rows(100), factor=2.0
+    quantile = "optaxclip.clip_by_global_norm(optaxclip.rules.windowed_quantile({}))"
+    return [
+        Candidate(
+            "optaxclip.autoclip(10)", windowed_quantile(0.1, rows(10_000), current=True)
         ),
-        "optaxclip.zclip()": z_score(decay=0.97**every, warmup=rows(25)),
-        SKIP_STEP: step_rule(window=rows(128)),
-    }
+        Candidate(quantile.format("0.9, 1000"), windowed_quantile(0.9, rows(1000))),
+        Candidate(
+            quantile.format("0.5, 100, factor=2.0"),
+            windowed_quantile(0.5, rows(100), factor=2.0),
+        ),
+        Candidate("optaxclip.zclip()", z_score(decay=0.97**every, warmup=rows(25))),
+        Candidate(
+            "optaxclip.skip_step(optimizer, on_loss=False)",
+            step_rule(window=rows(128)),
+            shrink=drop,
+        ),
+    ]
 
 
 def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
@@ -241,61 +255,45 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
     median = float(np.median(finite))
     limits = [*np.quantile(finite, (0.5, 0.9, 0.95, 0.99)), 5 * median]
     rounded = sorted({float(f"{limit:.3g}") for limit in limits})
-    # Five times the median may be beyond the range of a limit.
-    largest = float(jnp.finfo(history.dtype).max)
-    rules: dict[str, Rule | float] = {}  # by the Python text that makes a clipper
-    for limit in rounded:
-        if limit <= largest:
-            rules[f"optaxclip.clip_by_global_norm({limit:g})"] = limit
-    fixed_count = len(rules)
-    rules |= _learning_rules(every)
-    suggestions = []
-    for text, rule in rules.items():
-        shrink = drop if text == SKIP_STEP else None
-        replay = jax.device_get(run(rule, finite, shrink=shrink))
-        factors = replay.factors[replay.clipped]
+    candidates = [
+        Candidate(f"optaxclip.clip_by_global_norm({limit:g})", limit)
+        for limit in rounded
+    ]
+    candidates += _learning_candidates(every)
+    suggestions: list[Suggestion] = []
+    for candidate in candidates:
+        replay = run(candidate.rule, finite, shrink=candidate.shrink)
+        factors = np.asarray(replay.factors)[replay.clipped]
         suggestion = Suggestion(
-            rule=text,
+            rule=candidate.text,
             limit=float(replay.limits[-1]),
-            clip_rate=float(replay.clipped.mean()),
+            clip_rate=float(np.mean(replay.clipped)),
             mean_factor=float(factors.mean()) if factors.size else 1.0,
         )
         suggestions.append(suggestion)
     if clipped_share(finite):
         return suggestions
-    fixed_limits = suggestions[:fixed_count]
-    candidates = [row for row in fixed_limits if row.limit <= HIGHEST * median]
-    best = min(candidates, key=lambda row: abs(row.clip_rate - RECOMMENDED_RATE))
+    fixed_limits = suggestions[: len(rounded)]
+    usual_limits = [row for row in fixed_limits if row.limit <= HIGHEST * median]
+    best = min(usual_limits, key=lambda row: abs(row.clip_rate - RECOMMENDED_RATE))
     return [row._replace(recommended=row is best) for row in suggestions]
 
 
 def plot_history(
-    history: Replay | ArrayLike,
-    limits: ArrayLike | None = None,
-    clipped: ArrayLike | None = None,
-    *,
-    steps: ArrayLike | None = None,
-    word: str = "clipped",
-    axis: Axes | None = None,
+    history: Replay, *, steps: ArrayLike | None = None, axis: Axes | None = None
 ) -> Axes:
     """Draws norms and limits over the steps, on a logarithmic scale, with the clipped
     steps marked. Needs matplotlib.
 
     Args:
-      history: a `Replay`, or the norms [steps].
-      limits: [steps], what the norms were held against. None for those of the `Replay`,
-        or for none at all. An infinite limit is not drawn.
-      clipped: bool[steps]. None for those of the `Replay`, or for norms above their
-        limit.
+      history: of `run`.
       steps: [steps], the number of each step. None counts from 0.
-      word: what the marked steps are called: "skipped" for a wrapper that skips.
       axis: where to draw. None makes a figure, which `axis.figure` gives.
 
     Returns:
-      The axis. NaN and inf among the norms are marked as crosses at the top.
+      The axis. Norms and limits that are NaN or inf are gaps in their lines.
 
     Raises:
-      ValueError: norms and limits of lengths that differ.
       ImportError: matplotlib is not installed.
 
     Example:
@@ -309,52 +307,21 @@ def plot_history(
         from matplotlib.figure import Figure
 
         axis = Figure(figsize=(9, 4), layout="constrained").add_subplot()
-    if isinstance(history, Replay):
-        limits = history.limits if limits is None else limits
-        clipped = history.clipped if clipped is None else clipped
-        history = history.norms
-    norms = np.asarray(history, np.float64)
-    limits = np.full_like(norms, np.inf) if limits is None else np.asarray(limits)
-    clipped = np.asarray(norms > limits if clipped is None else clipped, bool)
-    numbers = np.arange(norms.size) if steps is None else np.asarray(steps)
-    is_finite = np.isfinite(norms)
-    # Lines have gaps where they are NaN. "0.55" is a gray of matplotlib.
-    axis.semilogy(
-        numbers,
-        np.where(is_finite, norms, np.nan),
-        color="0.55",
-        lw=0.8,
-        label="norm before clipping",
-    )
-    finite_limits = np.where(np.isfinite(limits), limits, np.nan)
-    axis.semilogy(numbers, finite_limits, color="tab:blue", label="limit")
-    # The mean of no steps would be NaN, with a warning.
-    rate = clipped.mean() if clipped.size else 0
-    axis.plot(
-        numbers[clipped],
-        norms[clipped],
-        "r.",
-        markersize=4,
-        label=f"{word} ({rate:.1%})",
-    )
-    if not is_finite.all():
-        axis.plot(
-            numbers[~is_finite],
-            # The top of the axis is 1 in this transform.
-            np.ones(np.sum(~is_finite)),
-            "kx",
-            label="NaN or inf",
-            transform=axis.get_xaxis_transform(),
-            # Otherwise half of each cross would be cut off.
-            clip_on=False,
-        )
+    norms = np.asarray(history.norms)
+    clipped = np.asarray(history.clipped)
+    steps = np.arange(norms.size) if steps is None else np.asarray(steps)
+    # Lines have gaps where they are not finite. "0.55" is a gray of matplotlib.
+    axis.semilogy(steps, norms, color="0.55", lw=0.8, label="norm before clipping")
+    axis.semilogy(steps, history.limits, color="tab:blue", label="limit")
+    label = f"clipped ({clipped.mean():.1%})"
+    axis.plot(steps[clipped], norms[clipped], "r.", markersize=4, label=label)
     axis.set(xlabel="step", ylabel="gradient norm")
     axis.legend(loc="upper right", framealpha=0.8, edgecolor="none")
     return axis
 
 
 def spike_score(
-    *histories: ArrayLike, sigmas: Number = 6.0, window: Any = 128
+    *histories: ArrayLike, sigmas: Number = 6.0, window: int = 128
 ) -> jax.Array:
     """The share of steps at which a recorded number stands out.
 
