@@ -24,7 +24,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
-LINK = re.compile(r"\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+# A picture, which has a `!` in front, is no link.
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 PICTURE = re.compile(
     r'<picture>.*?alt="(.*?)" src="(?:docs/)?(\w+)\.png">.*?</picture>', re.DOTALL
 )

@@ -63,7 +63,13 @@ def test_every_public_name_is_in_the_reference_once():
 SMALL = {
     "pyproject.toml": "[tool.hatch.metadata.hooks.custom]\nrepository = ''\n",
     "README.md": "# Small\n\n[Page](docs/page.md), [gallery](examples), "
-    "[a file](data/x.json)\n",
+    '[a file](data/x.json)\n\n<picture>\n  <source srcset="docs/loss_dark.png">\n'
+    '  <img alt="A loss." src="docs/loss.png">\n</picture>\n',
+    # Pictures that a program of the README left beside it.
+    "loss.png": "a picture",
+    "loss_dark.png": "a dark picture",
+    "docs/loss.png": "a picture",
+    "docs/loss_dark.png": "a dark picture",
     "CHANGELOG.md": "# Changelog\n\n[Page](docs/page.md#part)\n",
     "data/x.json": "{}",
     "docs/page.md": "# Page\n\n## Part\n\n[A file](../data/x.json), "
@@ -133,6 +139,17 @@ def test_a_site_without_a_fault_is_built(small_site):
     signature = names[names.index("doc-signature", names.index('id="small.grow"')) :]
     words = re.sub("<.*?>", "", signature.partition("</code>")[0])
     assert "grow(rate=1.25)" in words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["", "https://example.org/me/small"])
+def test_pictures_beside_the_readme_do_not_displace_those_of_docs(small_site, address):
+    change(small_site, "pyproject.toml", "''", f"'{address}'")
+    status, printed = build(small_site)
+    assert status == 0, printed
+    index = (small_site / "build/site/index.html").read_text()
+    assert 'src="loss.png#only-light"' in index
+    assert 'src="loss_dark.png#only-dark"' in index
 
 
 @pytest.mark.slow
