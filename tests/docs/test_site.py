@@ -208,7 +208,7 @@ def test_the_search_finds_first(site, query, page):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("address", ["", "https://example.org/me/small"])
-def test_pictures_beside_the_readme_do_not_displace_those_of_docs(small_site, address):
+def test_a_picture_beside_the_readme_displaces_none(small_site, address):
     change(small_site, "pyproject.toml", "''", f"'{address}'")
     status, printed = build(small_site)
     assert status == 0, printed
