@@ -65,6 +65,10 @@ def has_numbers(array: object) -> bool:
     return array.is_fully_addressable and not array.is_deleted()
 
 
+# Transformations that do not know the call that made them.
+OF_OPTAX = (optax.GradientTransformation, optax.GradientTransformationExtraArgs)
+
+
 def call_repr(name: str, fields: dict[str, Any]) -> str:
     """A call with these arguments: numbers first, and cut at the end if it is long."""
     texts = []
@@ -92,6 +96,10 @@ class _Short(NamedTuple):
 
     def __repr__(self) -> str:
         leaf = self.leaf
+        if type(leaf) in OF_OPTAX:
+            # The init of `optax.chain` is called "chain.<locals>.init_fn".
+            name = getattr(leaf.init, "__qualname__", "transformation")
+            return f"{name.partition('.')[0]}(...)"
         # A schedule within a range is a partial with the schedule as its last argument.
         while isinstance(leaf, partial):
             last = leaf.args[-1] if leaf.args else None

@@ -3,6 +3,7 @@
     README.md       is index.md
     CHANGELOG.md    is changelog.md
     examples/*.py   are sections of gallery.md: docstring, picture and code
+    docs/api/*.md   are also the lines of names.md: each public name and its sentence
     other files     are links into the repository, once it has an address
     formulas        are MathML, which browsers show without a script
 
@@ -10,6 +11,7 @@ mkdocs calls the functions whose names begin with `on_`.
 """
 
 import ast
+import functools
 import html
 import posixpath
 import re
@@ -18,19 +20,22 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import griffe
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
-LINK = re.compile(r"\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+# A picture, which has a `!` in front, is no link.
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 PICTURE = re.compile(
     r'<picture>.*?alt="(.*?)" src="(?:docs/)?(\w+)\.png">.*?</picture>', re.DOTALL
 )
 FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL
 )
+FOLDED = re.compile(r'<details (class="(?:example|mkdocstrings-source)")')
 PARTS = re.compile(
     r"^(What it shows|What it does not show|How long it takes|What it prints)\.",
     re.MULTILINE,
@@ -58,6 +63,8 @@ def on_files(files: Files, config: Any) -> Files:
         file.edit_uri = f"../{source}"
         files.append(file)
     files.append(File.generated(config, "gallery.md", content=gallery()))
+    reference = re.findall(r"api/\w+\.md", str(config.nav))
+    files.append(File.generated(config, "names.md", content=names(reference)))
     return files
 
 
@@ -95,7 +102,11 @@ def _place(path: str, anchor: str) -> str | None:
 
 
 def on_page_content(html_text: str, **_: Any) -> str:
-    """Turns formulas into MathML."""
+    """Turns formulas into MathML, and keeps code that is folded out of the search.
+
+    The search has the docstring of that code already.
+    """
+    html_text = FOLDED.sub(r"<details data-search-exclude \1", html_text)
     return FORMULA.sub(_formula, html_text)
 
 
@@ -122,6 +133,44 @@ def gallery() -> str:
         lines += [textwrap.indent(f"````python\n{code}````", "    "), ""]
         lines += [PARTS.sub(r"**\1.**", docstring), ""]
     return "\n".join(lines)
+
+
+def names(reference: list[str]) -> str:
+    """A line for each name of these pages: a link, and what its docstring begins with.
+
+    The search has the names already, with their whole docstrings.
+    """
+    lines = ["---", "search: {exclude: true}", "---", "# All names", ""]
+    lines += ["Every public name, in the groups of the reference.", ""]
+    for page in reference:
+        text = (ROOT / "docs" / page).read_text()
+        title = re.search(r"^# (.*)$", text, re.MULTILINE)
+        lines += [f"## {title[1] if title else page}", ""]
+        for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE):
+            lines += _lines_of_names(name)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _lines_of_names(name: str) -> list[str]:
+    """The line of one name. A module has a line for each of its functions as well."""
+    package, _, rest = name.partition(".")
+    try:
+        described = _package(package)[rest]
+    except KeyError:
+        return []  # mkdocstrings warns of it
+    docstring = described.docstring.value if described.docstring else ""
+    sentence = re.split(r"(?<=[.:])\s", " ".join(docstring.split()), maxsplit=1)[0]
+    lines = [f"- [`{rest}`][{name}]: {sentence.rstrip(':.')}."]
+    if described.is_module:
+        for export in described.exports or ():
+            lines += _lines_of_names(f"{name}.{export}")
+    return lines
+
+
+@functools.cache
+def _package(name: str) -> Any:
+    return griffe.load(name, search_paths=[ROOT])
 
 
 def _picture(name: str, text: str) -> str:

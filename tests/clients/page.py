@@ -21,12 +21,12 @@ downloaded. The installed versions are used.
 """
 COLUMNS = """
 `losses` is the largest relative difference between the losses with optaxclip's clip and
-with optax's. `no clip` is that between no clip and optax's, and shows that the clip
-matters. `clipped` counts the clipped steps, which `optaxclip.metrics` read from the
-train state of the package. `checkpoint` names what saved and restored that state, and
-`same` says whether it came back bit for bit. The command fails if `losses` is above
-1e-5, if `no clip` is at most a hundred times as large as `losses` or as 1e-5, if
-nothing was clipped, or if a restored state differs.
+with optax's. `no clip` compares no clip with optax's in this way, and shows that the
+clip matters. `clipped` counts the clipped steps, which `optaxclip.metrics` read from
+the train state of the package. `checkpoint` names the call that saved and restored that
+state, and `same` says whether it came back bit for bit. The command fails if `losses`
+is above 1e-5, if `no clip` is at most a hundred times as large as `losses` or as 1e-5,
+if nothing was clipped, or if a restored state differs.
 """
 STATE = """
 These runs do not show how a run that was saved with optax's clip goes on with

@@ -87,7 +87,7 @@ CALLS = [
     ("carry_clipped", (CLIP,), {}, "carry_clipped(clipper=clip_by_global_norm("),
     ("clip_by_value", (1.0,), {}, "clip_by_value(max_value=1.0)"),
     ("clip", (0.5,), {}, "clip(max_delta=0.5)"),
-    ("skip_step", (optax.sgd(0.1),), {}, "skip_step(inner=GradientTransformation"),
+    ("skip_step", (optax.sgd(0.1),), {}, "skip_step(inner=chain(...))"),
 ]
 
 

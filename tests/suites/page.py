@@ -85,11 +85,11 @@ def page(recorded: dict[str, Any]) -> str:
         wrapped(COLUMNS),
         table(rows),
         wrapped(CASES),
-        "## What ours stand in for",
+        "## Functions that are replaced",
         "\n".join(replaced),
-        "## What differs, and why",
+        "## Tests that differ, and why",
         differences(rows),
-        "## What fails without ours as well",
+        "## Tests that fail without ours too",
         failures_of_their_own(rows),
     ]
     return "\n\n".join(parts) + "\n"
