@@ -8,7 +8,6 @@ Nothing is pickled, so a file runs no code when it is read.
 
 import ast
 import json
-import os
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,9 +112,6 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
     try:
         with open(part, "wb") as file:
             np.savez(file, **arrays)
-            # A machine that goes down now leaves no empty file behind the new name.
-            file.flush()
-            os.fsync(file.fileno())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -174,7 +170,7 @@ def load(path: str | Path, like: PyTree = None) -> Step:
             "why: like=(params, batch) must show the structure that was saved, unless "
             f"that is of dicts, lists and tuples: {header['tree'][:200]}"
         ) from None
-    return Step(params, batch, moments=moments, numbers=header["numbers"])
+    return Step(params=params, batch=batch, moments=moments, numbers=header["numbers"])
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:

@@ -12,7 +12,6 @@ broke its limit. Either is inf where it is not finite.
 """
 
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median_low
@@ -32,7 +31,6 @@ Loss = Callable[..., Any]
 ROUNDING = 0.1  # half of the digits of bfloat16: sqrt(2^-7)
 FAR_EXAMPLE = 5  # medians of the examples
 FAR_TENSOR = 10  # medians of the tensors
-NARROW = r":(bf16|f16)\["
 USUAL = 10  # medians of the examples: the limit of a step without one
 
 CAUSES = {
@@ -156,25 +154,24 @@ def why(
     # All others: in float32, whose matrices GPUs and TPUs multiply in fewer bits.
     program = _program(wide or loss, judged)
     params, batch = jax.tree.map(_in_float32, (step.params, step.batch))
-    # The text of a program has the dtype of each variable.
-    has_narrow = re.search(NARROW, str(jax.make_jaxpr(program)(params, batch)))
+    # The text of a program has the dtype of each variable: f16[8] or bf16[8].
+    has_16_bits = "f16[" in str(jax.make_jaxpr(program)(params, batch))
     with jax.default_matmul_precision("highest"):
         run = program(params, batch)
         sizes = _sizes_of_examples(program, params, batch, microbatch)
         usual = median_low([*sizes] or [math.nan])
-        is_far = sizes > FAR_EXAMPLE * usual
+        is_far = sizes > FAR_EXAMPLE * abs(usual)
         others = _rows(batch, ~is_far) if is_far.any() else batch
         size_of_others = float(program(params, others).size)
     examples = np.argsort(-sizes, kind="stable")[: is_far.sum()].tolist()
     size = float(run.size)
-    if limit == math.inf:
+    if limit == math.inf and sizes.size:
         limit = USUAL * usual
 
     norms = by_name(jax.tree.map(float, run.norms))
     growths = _growths(norms, step.moments)
     tensors = [name for name in norms if growths[name] > FAR_TENSOR]
-    norms_of_others = [norms[name] for name in norms if growths[name] <= FAR_TENSOR]
-    norm_of_others = math.hypot(*norms_of_others)
+    norm_of_others = math.hypot(*(norms[name] for name in norms if name not in tensors))
     broken = [x for x, leaf in by_name(params).items() if not np.isfinite(leaf).all()]
 
     if not is_same:
@@ -186,13 +183,13 @@ def why(
     elif size_of_others < limit:
         cause = "data"
     # A wrong gradient leaves the loss as it was.
-    elif judged == "norm" and norms_of_others and norm_of_others < limit:
+    elif judged == "norm" and 0 < norm_of_others < limit:
         cause = "layer"
     else:
         cause = "model"
     not_told = {
         "chip: no norm of the whole gradient was recorded": math.isnan(recorded),
-        "dtype: the loss converts to 16 bits itself, give wide=": has_narrow,
+        "dtype: the loss converts to 16 bits itself, give wide=": has_16_bits,
         "data: arrays of the batch differ in their first axes": not sizes.size,
         "layer: the state has no second moments of Adam": not step.moments,
     }

@@ -156,7 +156,7 @@ def test_nothing_is_pickled(tmp_path):
 
 
 def test_a_state_without_a_clipper_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"opt_state must be the state of .* a clipper"):
+    with pytest.raises(ValueError, match=r"metrics: opt_state must be .* a clipper"):
         save(tmp_path / "step.npz", PARAMS, (), optax.sgd(0.1).init(PARAMS))
 
 
