@@ -35,7 +35,7 @@ USUAL = 10  # medians of the examples: the limit of a step without one
 
 CAUSES = {
     "none": "the step is within its limit",
-    "chip": "one program gave several results. Or the loss is random, or another one",
+    "chip": "one program gave several norms. Or its loss is random, or not of the step",
     "dtype": "the step is within its limit in float32",
     "data": "the step is within its limit without these examples",
     "layer": "the step is within its limit without these tensors",
@@ -49,10 +49,10 @@ class Verdict(NamedTuple):
     Attributes:
       cause: "chip", "dtype", "data", "layer", "model", or "none" for a step that was
         within its limit.
-      examples: for "data", the places in the batch of the examples that did it. The
-        furthest from the others is first.
-      tensors: for "layer", the names of the weights whose gradients did it. For "model"
-        of the weights that are not finite, or of the gradient that grew most.
+      examples: the places in the batch of the examples that stand out, the furthest
+        first.
+      tensors: the names of the weights that are not finite. Where all are finite, those
+        whose gradients stand out, or the one whose gradient grew most.
       numbers: what was compared, by name.
       not_told: what could not be judged, and why.
     """
@@ -94,15 +94,16 @@ def why(
 
     | cause | is named where |
     |---|---|
-    | chip | three runs of one program, and what was recorded, are not the same |
-    | none | the recorded norm and loss are within their limits |
-    | dtype | the step is within its limit in float32 |
+    | chip | the recorded norm and those of three replays are not all the same |
+    | none | the recorded norm is within its limit |
+    | dtype | the norm is within the limit in float32 |
     | data | it is, without the examples whose norms stand out |
     | layer | it is, without the tensors that stand out against Adam's moments |
-    | model | in all other cases, and where weights are not finite |
+    | model | in all other cases |
 
     A step without a limit, as of `skip_nonfinite`, is held against ten times the median
-    of the norms of examples.
+    of the norms of examples. Where the loss alone broke its limit, losses are compared
+    in the place of norms.
 
     Args:
       loss: the function that the step differentiates, `loss(params, batch)`, or
@@ -117,7 +118,7 @@ def why(
         and names parts of so many examples.
 
     Returns:
-      A `Verdict`: `cause`, `numbers`, `not_told`, `examples` and `tensors`.
+      A `Verdict`: `cause`, `examples`, `tensors`, `numbers` and `not_told`.
 
     Raises:
       ValueError: a file that `save` did not write, files of some processes only, or a
@@ -151,23 +152,27 @@ def why(
     observed = [recorded, *replays]
     is_same = math.isclose(np.nanmin(observed), np.nanmax(observed), rel_tol=ROUNDING)
 
-    # All others: in float32, whose matrices GPUs and TPUs multiply in fewer bits.
+    # The dtype: in float32, whose matrices GPUs and TPUs else multiply in fewer bits.
     program = _program(wide or loss, judged)
     params, batch = jax.tree.map(_in_float32, (step.params, step.batch))
     # The text of a program has the dtype of each variable: f16[8] or bf16[8].
     has_16_bits = "f16[" in str(jax.make_jaxpr(program)(params, batch))
     with jax.default_matmul_precision("highest"):
         run = program(params, batch)
+        # The data: each example alone, then the batch without those that stand out.
         sizes = _sizes_of_examples(program, params, batch, microbatch)
         usual = median_low([*sizes] or [math.nan])
         is_far = sizes > FAR_EXAMPLE * abs(usual)
-        others = _rows(batch, ~is_far) if is_far.any() else batch
+        others = batch
+        if is_far.any():
+            others = _rows(batch, ~is_far)
         size_of_others = float(program(params, others).size)
     examples = np.argsort(-sizes, kind="stable")[: is_far.sum()].tolist()
     size = float(run.size)
     if limit == math.inf and sizes.size:
         limit = USUAL * usual
 
+    # The layer: the norm without the tensors that stand out.
     norms = by_name(jax.tree.map(float, run.norms))
     growths = _growths(norms, step.moments)
     tensors = [name for name in norms if growths[name] > FAR_TENSOR]
@@ -284,6 +289,8 @@ def _growths(norms: dict[str, float], moments: dict[str, Any]) -> dict[str, floa
     growths = {}
     for name, norm in norms.items():
         history = math.sqrt(np.sum(moments.get(name, 0), dtype=np.float64)) or math.inf
-        growths[name] = norm / history if norm < math.inf else norm
+        growths[name] = norm
+        if norm < math.inf:
+            growths[name] = norm / history
     usual = median_low([growth for growth in growths.values() if growth] or [1])
     return {name: growth / usual for name, growth in growths.items()}

@@ -153,7 +153,7 @@ def test_one_run_of_three_that_differs_is_of_the_chip(saved):
 def test_runs_that_all_differ_are_of_the_chip_or_random(saved):
     path = saved(PARAMS, outlier())
     verdict = why(erring(np.arange(1, 100)), path)
-    assert verdict.cause == "chip" and "Or the loss is random" in str(verdict)
+    assert verdict.cause == "chip" and "Or its loss is random" in str(verdict)
 
 
 def test_last_bits_that_differ_are_not_the_cause(saved):
