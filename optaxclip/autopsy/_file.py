@@ -1,7 +1,7 @@
 """A step in a file: weights, batch, Adam's second moments, and the numbers of a state.
 
-    header    JSON: the fields of `Step` that are no arrays, and a line for each leaf
-    arrays    the shards that this process holds, once each, by leaf and first indices
+    header    JSON: numbers, structure, and the shape and dtype of each leaf
+    arrays    the shards that this process holds, once each, by leaf and place
 
 Nothing is pickled, so a file runs no code when it is read.
 """
@@ -82,7 +82,7 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
         number = jax.process_index()
         path = path.with_name(f"{path.stem}.{number}-of-{processes}{path.suffix}")
     moments = {}
-    # Adam calls them `nu`, and may be in any wrapper.
+    # `nu` of Adam, in any wrapper.
     for _, nu in optax.tree.get_all_with_path(state, "nu"):
         moments |= by_name(nu)
     leaves, structure = jax.tree.flatten((params, batch, moments))

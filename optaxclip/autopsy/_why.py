@@ -23,9 +23,8 @@ import numpy as np
 
 from .._checks import check_length, is_function, shown
 from .._norms import global_norm, tensor_norm
-from ._file import by_name, load
+from ._file import PyTree, by_name, load
 
-PyTree = Any
 Loss = Callable[..., Any]
 
 ROUNDING = 0.1  # half of the digits of bfloat16: sqrt(2^-7)
@@ -76,7 +75,7 @@ class Verdict(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a program gives for weights and a batch. inf is what is not finite."""
+    """One replay. Numbers that are not finite are inf."""
 
     size: jax.Array  # the norm of the gradient, or the loss
     norms: PyTree  # of its tensors
@@ -177,7 +176,10 @@ def why(
     growths = _growths(norms, step.moments)
     tensors = [name for name in norms if growths[name] > FAR_TENSOR]
     norm_of_others = math.hypot(*(norms[name] for name in norms if name not in tensors))
-    broken = [x for x, leaf in by_name(params).items() if not np.isfinite(leaf).all()]
+    broken = []
+    for name, leaf in by_name(params).items():
+        if not np.isfinite(leaf).all():
+            broken.append(name)
 
     if not is_same:
         cause = "chip"
@@ -242,13 +244,16 @@ def _program(loss: Loss, judged: str) -> Callable[..., Run]:
         result = loss(params, *arguments)
         return result[0] if isinstance(result, tuple) else result
 
+    # Norms outside: they are compiled once for all programs of these weights.
+    value_and_grad = jax.jit(jax.value_and_grad(value))
+
     def program(params: PyTree, batch: PyTree) -> Run:
-        number, grads = jax.value_and_grad(value)(params, batch)
+        number, grads = value_and_grad(params, batch)
         size = number if judged == "loss" else global_norm(grads)
         run = Run(size, tensor_norm(grads))
         return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf), run)
 
-    return jax.jit(program)
+    return program
 
 
 def _in_float32(leaf: Any) -> Any:

@@ -252,6 +252,15 @@ def test_a_loss_that_breaks_only_its_own_limit(saved):
     assert (verdict.cause, verdict.examples[0]) == ("data", 5)
 
 
+def test_a_loss_below_zero_is_compared_by_its_size(saved):
+    def shifted(params, x, y):
+        return loss(params, x, y) - 1000
+
+    optimizer = optaxclip.skip_spikes(ADAM, 1e9, loss_rule=1e3)
+    verdict = why(shifted, saved(PARAMS, outlier(), None, optimizer, shifted))
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+
+
 def test_a_step_without_a_limit_is_held_against_its_examples(saved):
     optimizer = optaxclip.skip_nonfinite(ADAM)
     verdict = why(loss, saved(PARAMS, outlier(np.inf), None, optimizer))
@@ -280,6 +289,15 @@ def test_a_batch_whose_axes_differ_is_said(saved):
     verdict = why(weighted, saved(PARAMS, batch, loss=weighted))
     assert verdict.cause == "model"
     assert verdict.not_told == ["data: arrays of the batch differ in their first axes"]
+
+
+def test_a_step_without_limit_and_examples_is_held_against_inf(saved):
+    def weighted(params, x, y, weights):
+        return loss(params, x * weights.sum(), y)
+
+    batch = (INPUTS, TARGETS, np.ones(3, np.float32) / 3)
+    path = saved(PARAMS, batch, None, optaxclip.skip_nonfinite(ADAM), weighted)
+    assert why(weighted, path).cause == "none"
 
 
 def test_a_batch_may_be_one_argument(tmp_path, saved):
