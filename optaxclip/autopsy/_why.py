@@ -162,10 +162,10 @@ def why(
         sizes = _sizes_of_examples(program, params, batch, microbatch)
         usual = median_low([*sizes] or [math.nan])
         is_far = sizes > FAR_EXAMPLE * abs(usual)
-        others = batch
+        usual_batch = batch
         if is_far.any():
-            others = _rows(batch, ~is_far)
-        size_of_others = float(program(params, others).size)
+            usual_batch = _rows(batch, ~is_far)
+        size_without_far = float(program(params, usual_batch).size)
     examples = np.argsort(-sizes, kind="stable")[: is_far.sum()].tolist()
     size = float(run.size)
     if limit == math.inf and sizes.size:
@@ -174,8 +174,9 @@ def why(
     # The layer: the norm without the tensors that stand out.
     norms = by_name(jax.tree.map(float, run.norms))
     growths = _growths(norms, step.moments)
-    tensors = [name for name in norms if growths[name] > FAR_TENSOR]
-    norm_of_others = math.hypot(*(norms[name] for name in norms if name not in tensors))
+    far_tensors = [name for name in norms if growths[name] > FAR_TENSOR]
+    norms_without_far = [norms[name] for name in norms if name not in far_tensors]
+    norm_without_far = math.hypot(*norms_without_far)
     broken = []
     for name, leaf in by_name(params).items():
         if not np.isfinite(leaf).all():
@@ -187,10 +188,10 @@ def why(
         cause = "none"
     elif size < limit:
         cause = "dtype"
-    elif size_of_others < limit:
+    elif size_without_far < limit:
         cause = "data"
     # A wrong gradient leaves the loss as it was.
-    elif judged == "norm" and 0 < norm_of_others < limit:
+    elif judged == "norm" and 0 < norm_without_far < limit:
         cause = "layer"
     else:
         cause = "model"
@@ -203,7 +204,7 @@ def why(
     return Verdict(
         cause=cause,
         examples=examples,
-        tensors=broken or tensors or [max(growths, key=growths.__getitem__)],
+        tensors=broken or far_tensors or [max(growths, key=growths.__getitem__)],
         numbers={
             f"recorded {judged}": recorded,
             f"lowest {judged} of three replays": min(replays),
@@ -211,8 +212,8 @@ def why(
             "limit": limit,
             f"{judged} in float32": size,
             f"median {judged} of examples": usual,
-            f"{judged} without far examples": size_of_others,
-            "norm without far tensors": norm_of_others,
+            f"{judged} without far examples": size_without_far,
+            "norm without far tensors": norm_without_far,
         },
         not_told=[text for text, is_true in not_told.items() if is_true],
     )
