@@ -316,8 +316,9 @@ def divided(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
     XLA multiplies an array by the reciprocal of a scalar, which is flushed to 0 above
     2^126. So large numbers are scaled down first.
     """
-    # 2^128 / 8 = 2^125, whose reciprocal is a normal number.
-    scale = jnp.where(denominator > 1, 0.125, 1.0).astype(denominator.dtype)
+    # 2^128 / 8 = 2^125, whose reciprocal is a normal number. A numerator that becomes
+    # subnormal by 1/8 has the quotient 0 above 2^64.
+    scale = jnp.where(denominator > 2.0**64, 0.125, 1.0).astype(denominator.dtype)
     return numerator * scale / (denominator * scale)
 
 

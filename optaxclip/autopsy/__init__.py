@@ -12,7 +12,6 @@ there. It is saved, and replayed without each cause in turn.
 # `as` tells type checkers that a name is public.
 from .. import _names
 from ._file import save as save
-from ._why import Tensor as Tensor
 from ._why import Verdict as Verdict
 from ._why import why as why
 

@@ -8,6 +8,14 @@ from typing import Any
 from . import why
 
 
+def named(name: str) -> Any:
+    """What a module holds under a name: `module:name`."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (AttributeError, ImportError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"there is no {name!r}: {error}.") from None
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Replays a step that optaxclip.autopsy.save has written, and says what broke it:
     chip, dtype, data, layer or model.
@@ -16,25 +24,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m optaxclip.autopsy", None, main.__doc__)
     add = parser.add_argument
     add("file", help="the path that was given to save")
-    add("loss", metavar="module:loss", help="what the step differentiates")
-    add("--wide", metavar="module:loss", help="the same loss in float32")
-    add("--like", metavar="module:name", help="(params, batch), for their structure")
+    add("loss", type=named, help="module:loss, what the step differentiates")
+    add("--wide", type=named, help="module:loss, the same loss in float32")
     add("--microbatch", type=int, default=1, help="examples at once (default: 1)")
     options = parser.parse_args(arguments)
-
-    def resolved(name: str | None) -> Any:
-        try:
-            return name and pkgutil.resolve_name(name)
-        except (AttributeError, ImportError, ValueError) as error:
-            parser.error(f"there is no {name!r}: {error}.")
-
     try:
         verdict = why(
-            resolved(options.loss),
-            options.file,
-            wide=resolved(options.wide),
-            like=resolved(options.like),
-            microbatch=options.microbatch,
+            options.loss, options.file, wide=options.wide, microbatch=options.microbatch
         )
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:

@@ -1,31 +1,25 @@
-"""A step in a file: weights, batch, state of the optimizer, and its numbers.
+"""A step in a file: weights, batch, Adam's second moments, and the numbers of a state.
 
-    header    JSON: the numbers of `metrics`, versions and devices, and of each tree its
-              structure and its leaves
-    arrays    the pieces of each leaf that this process holds, each of them once
+    header    JSON: numbers, structure, and the shape and dtype of each leaf
+    arrays    the shards that this process holds, once each, by leaf and place
 
 Nothing is pickled, so a file runs no code when it is read.
 """
 
 import ast
 import json
-import os
-import tempfile
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from .._checks import shown
 from .._metrics import metrics
 
 PyTree = Any
-# The header of a file, and its arrays.
-Archive = tuple[dict[str, Any], Mapping[str, np.ndarray]]
 
 
 class Step(NamedTuple):
@@ -35,18 +29,14 @@ class Step(NamedTuple):
     batch: PyTree
     moments: dict[str, np.ndarray]  # second moments of Adam, by the name of a weight
     numbers: dict[str, float]  # of `metrics`
-    machine: dict[str, Any]  # versions and devices
 
 
-def machine() -> dict[str, Any]:
-    """What compiles programs, and for what."""
-    device = jax.devices()[0].device_kind
-    return {"jax": jax.__version__, "device": device, "devices": jax.device_count()}
-
-
-def name_of(keys: Any) -> str:
-    """A key path as a user reads it: `blocks/0/w`."""
-    return jax.tree_util.keystr(keys, simple=True, separator="/")
+def by_name(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by their paths, as a user reads them: `blocks/0/w`."""
+    leaves = {}
+    for keys, leaf in jax.tree.leaves_with_path(tree):
+        leaves[jax.tree_util.keystr(keys, simple=True, separator="/")] = leaf
+    return leaves
 
 
 def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path:
@@ -64,7 +54,7 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
         Random keys belong to it. Of several processes these are global arrays, or
         arrays that are the same on all.
       state: the state of the optimizer, with a skip, a clipper or a recorder of
-        optaxclip in it.
+        optaxclip in it. Its norms and limits are kept, and the second moments of Adam.
 
     Returns:
       The path of the file that was written.
@@ -87,60 +77,45 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
       'step.npz'
     """
     path = Path(path)
-    count = jax.process_count()
-    if count > 1:
-        process = f"{jax.process_index()}-of-{count}"
-        path = path.with_name(f"{path.stem}.{process}{path.suffix}")
-    try:
-        numbers = metrics(state, floats=True)
-    except ValueError:
-        raise ValueError(
-            "save: state must have a skip, a clipper or a recorder of optaxclip in it, "
-            f"got {shown(state)}."
-        ) from None
-    header: dict[str, Any] = {"numbers": numbers, "machine": machine(), "files": count}
-    arrays: dict[str, np.ndarray] = {}
-    for tree_name, tree in {"params": params, "batch": batch, "state": state}.items():
-        entries, structure = jax.tree.flatten_with_path(tree)
-        leaves = []
-        for number, (keys, leaf) in enumerate(entries):
-            name = name_of(keys)
-            description: dict[str, Any] = {"name": name, "begins": [], "key": ""}
-            # A JAX array of a leaf that is none, as jit makes it.
-            leaf = jnp.asarray(leaf)
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                description["key"] = str(jax.random.key_impl(leaf))
-                leaf = jax.random.key_data(leaf)
-            for shard in leaf.addressable_shards:
-                # Of copies on several devices the first one.
-                if shard.replica_id == 0:
-                    key = f"{tree_name}.{number}.{len(description['begins'])}"
-                    arrays[key] = np.asarray(shard.data)
-                    description["begins"].append([x.start or 0 for x in shard.index])
-            description["shape"] = leaf.shape
-            description["dtype"] = leaf.dtype.name
-            # Such as a Python number, which takes the dtype of what it meets.
-            description["is_weak"] = leaf.weak_type
-            leaves.append(description)
-        shape_of_tree = repr(jax.tree.unflatten(structure, range(len(entries))))
-        header[tree_name] = {"structure": shape_of_tree, "leaves": leaves}
+    processes = jax.process_count()
+    if processes > 1:
+        number = jax.process_index()
+        path = path.with_name(f"{path.stem}.{number}-of-{processes}{path.suffix}")
+    moments = {}
+    # `nu` of Adam, in any wrapper.
+    for _, nu in optax.tree.get_all_with_path(state, "nu"):
+        moments |= by_name(nu)
+    leaves, structure = jax.tree.flatten((params, batch, moments))
+    header = {
+        "numbers": metrics(state, floats=True),
+        "processes": processes,
+        "tree": repr(jax.tree.unflatten(structure, range(len(leaves)))),
+        "moments": list(moments),
+        "leaves": [],
+        "keys": [],
+    }
+    arrays: dict[str, Any] = {}
+    for number, leaf in enumerate(leaves):
+        # NumPy's arrays and Python's numbers become JAX's, as under jit.
+        array = jnp.asarray(leaf)
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            header["keys"].append([number, str(jax.random.key_impl(array))])
+            array = jax.random.key_data(array)
+        header["leaves"].append([array.shape, array.dtype.name])
+        for shard in array.addressable_shards:
+            # Of copies on several devices the first one.
+            if shard.replica_id == 0:
+                place = [(indices.start, indices.stop) for indices in shard.index]
+                arrays[json.dumps([number, place])] = np.asarray(shard.data)
     arrays["header"] = np.array(json.dumps(header))
-    _write(path, arrays)
-    return path
-
-
-def _write(path: Path, arrays: dict[str, Any]) -> None:
-    """A file is written beside its place, and takes it when it is whole."""
-    number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    part = path.with_name(f".{path.name}.part")
     try:
-        with open(number, "wb") as file:
+        with open(part, "wb") as file:
             np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
 
 
 def load(path: str | Path, like: PyTree = None) -> Step:
@@ -160,91 +135,50 @@ def load(path: str | Path, like: PyTree = None) -> Step:
     if not path.exists():
         pattern = f"{path.stem}.*-of-*{path.suffix}"
         paths = sorted(path.parent.glob(pattern)) or paths
-    archives = [_opened(each_path) for each_path in paths]
-    header = archives[0][0]
-    if len(archives) != header["files"]:
-        names = ", ".join(each_path.name for each_path in paths)
+    arrays: dict[str, np.ndarray] = {}
+    for file in paths:
+        for key, array in _arrays(file).items():
+            if arrays.setdefault(key, array).tobytes() != array.tobytes():
+                raise ValueError(
+                    f"why: {path}: arrays of shape {array.shape} differ between "
+                    "processes. Save one step, and global arrays."
+                )
+    header = json.loads(str(arrays.pop("header")))
+    if len(paths) != header["processes"]:
         raise ValueError(
-            f"why: {path} must have the files of {header['files']} processes, got "
-            f"{names}."
+            f"why: {path} must have the files of {header['processes']} processes, got "
+            f"{len(paths)}. Put them into one folder."
         )
-    for other, _ in archives:
-        # As text, in which NaN is equal to NaN.
-        if str(other["numbers"]) != str(header["numbers"]):
-            raise ValueError(f"why: {path} must be of one step in all processes.")
-    params_like, batch_like = like if like is not None else (None, None)
-    leaves = header["state"]["leaves"]
-    moments = {}
-    for number, description in enumerate(leaves):
-        # `nu` of Adam, in any wrapper.
-        _, separator, name = f"/{description['name']}/".rpartition("/nu/")
-        if separator:
-            moments[name.rstrip("/")] = _leaf(archives, "state", number)
-    return Step(
-        params=_tree(archives, "params", params_like),
-        batch=_tree(archives, "batch", batch_like),
-        moments=moments,
-        numbers=header["numbers"],
-        machine=header["machine"],
-    )
+    leaves = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in header["leaves"]]
+    for key, shard in arrays.items():
+        number, place = json.loads(key)
+        indices = tuple(slice(*bounds) for bounds in place)
+        # NumPy reads bfloat16 as bytes.
+        leaves[number][indices] = shard.view(leaves[number].dtype)
+    for number, impl in header["keys"]:
+        leaves[number] = jax.random.wrap_key_data(leaves[number], impl=impl)
+    try:
+        if like is None:
+            # Of dicts, lists and tuples, with the numbers of leaves in them.
+            tree = ast.literal_eval(header["tree"])
+        else:
+            tree = (*like, dict.fromkeys(header["moments"], 0))
+        structure = jax.tree.structure(tree)
+        params, batch, moments = jax.tree.unflatten(structure, leaves)
+    except (SyntaxError, ValueError):
+        raise ValueError(
+            "why: like=(params, batch) must show the structure that was saved, unless "
+            f"that is of dicts, lists and tuples: {header['tree'][:200]}"
+        ) from None
+    return Step(params=params, batch=batch, moments=moments, numbers=header["numbers"])
 
 
-def _opened(path: Path) -> Archive:
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of a file, with the header."""
     with open(path, "rb") as file:
         try:
             arrays = dict(np.load(file))
-            return json.loads(str(arrays["header"])), arrays
+            json.loads(str(arrays["header"]))
         except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile):
             raise ValueError(f"why: {path} must be a file of autopsy.save.") from None
-
-
-def _tree(archives: list[Archive], name: str, like: PyTree) -> PyTree:
-    header, _ = archives[0]
-    descriptions = header[name]["leaves"]
-    leaves = [_leaf(archives, name, number) for number in range(len(descriptions))]
-    if like is not None:
-        structure = jax.tree.structure(like)
-        if structure.num_leaves != len(leaves):
-            raise ValueError(
-                f"why: like must have {len(leaves)} leaves in {name}, got "
-                f"{structure.num_leaves}."
-            )
-        return jax.tree.unflatten(structure, leaves)
-    try:
-        # Dicts, lists, tuples and None, with the numbers of leaves in them.
-        numbers = ast.literal_eval(header[name]["structure"])
-    except (SyntaxError, ValueError):
-        raise ValueError(
-            f"why: like=(params, batch) must show the structure of {name}, which is "
-            f"not made of dicts, lists and tuples: {header[name]['structure'][:60]}"
-        ) from None
-    return jax.tree.map(lambda number: leaves[number], numbers)
-
-
-def _leaf(archives: list[Archive], tree: str, number: int) -> Any:
-    """One leaf, put together from the pieces of all processes."""
-    pieces: dict[tuple[int, ...], np.ndarray] = {}
-    description: dict[str, Any] = {}
-    for header, arrays in archives:
-        description = header[tree]["leaves"][number]
-        for place, begin in enumerate(description["begins"]):
-            piece = arrays[f"{tree}.{number}.{place}"]
-            known = pieces.setdefault(tuple(begin), piece)
-            if known.tobytes() != piece.tobytes():
-                raise ValueError(
-                    f"why: {tree}: {description['name']} differs between processes. "
-                    "Save a global array."
-                )
-    dtype = jnp.dtype(description["dtype"])
-    array = np.empty(description["shape"], dtype)
-    if sum(piece.size for piece in pieces.values()) != array.size:
-        raise ValueError(f"why: {tree}: {description['name']} lacks pieces.")
-    for begin, piece in pieces.items():
-        slices = [slice(first, first + size) for first, size in zip(begin, piece.shape)]
-        # NumPy reads bfloat16 as bytes.
-        array[tuple(slices)] = piece.view(dtype)
-    if description["is_weak"]:
-        return array.item()
-    if description["key"]:
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=description["key"])
-    return array
+    return arrays

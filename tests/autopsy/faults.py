@@ -411,7 +411,9 @@ def is_right(fault: Fault, verdict: Verdict) -> bool:
     """Whether the kind is named, and the tensor at fault, or first of all examples one
     that is at fault. Of several examples not all may stand out.
     """
-    if verdict.cause != fault.kind or fault.tensor not in verdict.evidence:
+    if verdict.cause != fault.kind:
+        return False
+    if fault.tensor and fault.tensor not in verdict.tensors:
         return False
     return not fault.examples or verdict.examples[0] in fault.examples
 

@@ -2,7 +2,6 @@
 those of float64 NumPy.
 """
 
-import json
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +46,7 @@ def norm_of(params, x, y):
     return np.sqrt(sum(np.sum(g.mean(0) ** 2) for g in gradients(params, x, y)))
 
 
+USUAL_GRADIENTS = gradients(PARAMS, INPUTS, TARGETS)
 LIMIT = 3 * norm_of(PARAMS, INPUTS, TARGETS)
 ADAM = optax.adam(1e-2)
 SKIP = optaxclip.skip_spikes(ADAM, LIMIT)
@@ -84,7 +84,12 @@ def test_a_step_within_its_limits_has_no_cause(saved):
     verdict = why(loss, saved(PARAMS, (INPUTS, TARGETS)))
     assert (verdict.cause, verdict.examples, verdict.not_told) == ("none", [], [])
     wanted = norm_of(PARAMS, INPUTS, TARGETS)
-    for name in ("recorded norm", "replayed norm", "norm in float32"):
+    for name in (
+        "recorded norm",
+        "lowest norm of three replays",
+        "highest norm of three replays",
+        "norm in float32",
+    ):
         assert verdict.numbers[name] == pytest.approx(wanted, rel=1e-5)
     assert verdict.numbers["limit"] == pytest.approx(LIMIT, rel=1e-6)
     of_each = [g.reshape(EXAMPLES, -1) for g in gradients(PARAMS, INPUTS, TARGETS)]
@@ -93,16 +98,15 @@ def test_a_step_within_its_limits_has_no_cause(saved):
     assert usual == pytest.approx(norms[EXAMPLES // 2 - 1], rel=1e-5)
 
 
-def test_the_tensors_are_measured(saved):
-    verdict = why(loss, saved(PARAMS, (INPUTS, TARGETS)))
-    tensors = {tensor.name: tensor for tensor in verdict.tensors}
-    for name, of_each in zip(PARAMS, gradients(PARAMS, INPUTS, TARGETS)):
-        mean = of_each.mean(axis=0)
-        assert tensors[name].norm == pytest.approx(np.linalg.norm(mean), rel=1e-5)
-        rms = np.sqrt(np.mean(PARAMS[name] ** 2))
-        assert tensors[name].rms == pytest.approx(rms, rel=1e-6)
-        # The gradient was the same in all steps before.
-        assert tensors[name].growth == pytest.approx(1, rel=1e-4)
+def test_what_was_compared_is_printed(saved):
+    verdict = why(loss, saved(PARAMS, outlier()))
+    lines = str(verdict).splitlines()
+    assert lines[0].startswith("data: ") and lines[1].startswith("examples [5]")
+    wanted = norm_of(PARAMS, *outlier())
+    assert f"{'recorded norm':40} {wanted:10.4g}" in lines
+    others = np.arange(EXAMPLES) != 5
+    wanted = norm_of(PARAMS, INPUTS[others], TARGETS[others])
+    assert f"{'norm without far examples':40} {wanted:10.4g}" in lines
 
 
 # ---------------------------------------------------------------------------- the chip
@@ -113,7 +117,10 @@ def test_a_norm_that_no_replay_gives_is_of_the_chip(saved, wrong):
     grads = jax.grad(loss)(PARAMS, INPUTS, TARGETS)
     grads["first"] = grads["first"].at[2, 3].set(wrong)
     verdict = why(loss, saved(PARAMS, (INPUTS, TARGETS), grads))
-    assert verdict.cause == "chip" and "recorded norm" in verdict.evidence
+    assert verdict.cause == "chip"
+    assert verdict.numbers["recorded norm"] > 1e3
+    highest = verdict.numbers["highest norm of three replays"]
+    assert highest == pytest.approx(norm_of(PARAMS, INPUTS, TARGETS), rel=1e-5)
 
 
 def erring(factors):
@@ -138,31 +145,21 @@ def test_one_run_of_three_that_differs_is_of_the_chip(saved):
         factors[run] = 2
         verdict = why(erring(factors), path)
         assert verdict.cause == "chip"
-        assert verdict.evidence.startswith("one run of one program differs: norms ")
+        lowest = verdict.numbers["lowest norm of three replays"]
+        highest = verdict.numbers["highest norm of three replays"]
+        assert highest == pytest.approx(2 * lowest, rel=1e-5)
 
 
 def test_runs_that_all_differ_are_of_the_chip_or_random(saved):
     path = saved(PARAMS, outlier())
     verdict = why(erring(np.arange(1, 100)), path)
-    assert verdict.cause == "chip" and "or it is random" in verdict.evidence
+    assert verdict.cause == "chip" and "Or its loss is random" in str(verdict)
 
 
-def test_last_bits_that_differ_are_said_and_are_not_the_cause(saved):
+def test_last_bits_that_differ_are_not_the_cause(saved):
     # As atomic sums of a GPU do.
     verdict = why(erring(1 + 1e-6 * np.arange(100)), saved(PARAMS, outlier()))
     assert (verdict.cause, verdict.examples) == ("data", [5])
-    assert verdict.not_told == ["chip: bits, since those of a random program differ"]
-
-
-def test_another_machine_is_said(saved):
-    path = saved(PARAMS, outlier())
-    arrays = dict(np.load(path))
-    header = json.loads(str(arrays["header"]))
-    header["machine"]["device"] = "TPU v9"
-    arrays["header"] = np.array(json.dumps(header))
-    np.savez(path, **arrays)
-    (text,) = why(loss, path).not_told
-    assert text.startswith("chip: bits, since the step ran on") and "TPU v9" in text
 
 
 # --------------------------------------------------------------------------- the dtype
@@ -186,7 +183,9 @@ def test_what_is_harmless_in_float32_is_of_the_dtype(saved):
     # Without it, the replay in float32 has float16 in it.
     verdict = why(in_float16, path)
     assert verdict.cause == "model"
-    assert verdict.not_told == ["dtype: the loss converts to f16 itself, give wide="]
+    assert verdict.not_told == [
+        "dtype: the loss converts to 16 bits itself, give wide="
+    ]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -203,7 +202,7 @@ def test_weights_of_16_bits_are_replayed_in_float32(saved, dtype):
     path = saved(params, (INPUTS + 100, TARGETS), None, optimizer, cancelling)
     verdict = why(cancelling, path)
     assert verdict.cause == "dtype" and verdict.not_told == []
-    assert not np.isfinite(verdict.numbers["replayed norm"])
+    assert not np.isfinite(verdict.numbers["lowest norm of three replays"])
 
 
 # ---------------------------------------------------------------------------- the data
@@ -253,28 +252,21 @@ def test_a_loss_that_breaks_only_its_own_limit(saved):
     assert (verdict.cause, verdict.examples[0]) == ("data", 5)
 
 
+def test_a_loss_below_zero_is_compared_by_its_size(saved):
+    def shifted(params, x, y):
+        return loss(params, x, y) - 1000
+
+    optimizer = optaxclip.skip_spikes(ADAM, 1e9, loss_rule=1e3)
+    verdict = why(shifted, saved(PARAMS, outlier(), None, optimizer, shifted))
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+
+
 def test_a_step_without_a_limit_is_held_against_its_examples(saved):
     optimizer = optaxclip.skip_nonfinite(ADAM)
     verdict = why(loss, saved(PARAMS, outlier(np.inf), None, optimizer))
     assert (verdict.cause, verdict.examples) == ("data", [5])
     usual = verdict.numbers["median norm of examples"]
     assert verdict.numbers["limit"] == 10 * usual
-
-
-@pytest.mark.parametrize("size, cause", [(49, "model"), (70, "data")])
-def test_an_example_is_named_if_the_norm_falls_to_seven_tenths(saved, size, cause):
-    # Examples that agree, and one that is above five medians.
-    x = INPUTS[:1] + np.float32(0.3) * INPUTS
-    y = np.full(EXAMPLES, -10, np.float32)
-    y[4] = -size
-    others = np.arange(EXAMPLES) != 4
-    norm, norm_of_others = norm_of(PARAMS, x, y), norm_of(PARAMS, x[others], y[others])
-    assert (norm_of_others < 0.7 * norm) == (cause == "data")
-    # The step is within its limit without the example.
-    limit = (norm + norm_of_others) / 2
-    path = saved(PARAMS, (x, y), None, optaxclip.skip_spikes(ADAM, limit))
-    verdict = why(loss, path)
-    assert (verdict.cause, verdict.examples) == (cause, [4] if cause == "data" else [])
 
 
 def test_keys_of_examples_and_keys_of_all_are_told_apart(saved):
@@ -297,6 +289,15 @@ def test_a_batch_whose_axes_differ_is_said(saved):
     verdict = why(weighted, saved(PARAMS, batch, loss=weighted))
     assert verdict.cause == "model"
     assert verdict.not_told == ["data: arrays of the batch differ in their first axes"]
+
+
+def test_a_step_without_limit_and_examples_is_held_against_inf(saved):
+    def weighted(params, x, y, weights):
+        return loss(params, x * weights.sum(), y)
+
+    batch = (INPUTS, TARGETS, np.ones(3, np.float32) / 3)
+    path = saved(PARAMS, batch, None, optaxclip.skip_nonfinite(ADAM), weighted)
+    assert why(weighted, path).cause == "none"
 
 
 def test_a_batch_may_be_one_argument(tmp_path, saved):
@@ -329,8 +330,7 @@ def slipping(factor):
 def test_a_tensor_without_which_all_is_well_is_named(saved, factor):
     wrong = slipping(jnp.float32(factor))
     verdict = why(wrong, saved(PARAMS, (INPUTS, TARGETS), loss=wrong))
-    assert verdict.cause == "layer" and verdict.evidence.endswith("without last")
-    assert verdict.tensors[0].name == "last"
+    assert (verdict.cause, verdict.tensors) == ("layer", ["last"])
 
 
 def test_without_moments_a_long_tensor_is_not_told(saved):
@@ -346,14 +346,18 @@ def test_weights_that_grew_are_of_the_model(saved):
     params = {name: 30 * w for name, w in PARAMS.items()}
     verdict = why(loss, saved(params, (INPUTS, TARGETS)))
     assert verdict.cause == "model" and verdict.not_told == []
-    assert f"{verdict.tensors[0].name} grew most" in verdict.evidence
+    # Against the usual gradient, which the state has seen three times.
+    growths = []
+    for new, old in zip(gradients(params, INPUTS, TARGETS), USUAL_GRADIENTS):
+        growths.append(np.linalg.norm(new.mean(0)) / np.linalg.norm(old.mean(0)))
+    assert verdict.tensors == [list(PARAMS)[np.argmax(growths)]]
 
 
 def test_weights_that_are_not_finite_are_named(saved):
     params = {**PARAMS, "last": np.full(6, np.nan, np.float32)}
     verdict = why(loss, saved(params, (INPUTS, TARGETS)))
     assert verdict.cause == "model"
-    assert "Weights of last are not finite" in verdict.evidence
+    assert verdict.tensors == ["last"]
 
 
 # ------------------------------------------------------------------- what was recorded
@@ -364,11 +368,10 @@ def test_weights_that_are_not_finite_are_named(saved):
     [
         optax.chain(optaxclip.record_norm(), ADAM),
         optax.chain(optaxclip.clip_by_global_norm(LIMIT), ADAM),
-        optax.named_chain(("a", optaxclip.clip_by_global_norm(LIMIT)), ("b", ADAM)),
         optax.chain(optaxclip.record_spikes(LIMIT), ADAM),
         optaxclip.skip_step(optax.chain(optaxclip.clip_by_global_norm(1.0), ADAM)),
     ],
-    ids=["record_norm", "clip", "named", "record_spikes", "skip_step"],
+    ids=["record_norm", "clip", "record_spikes", "skip_step"],
 )
 def test_the_norm_of_each_wrapper_is_found(saved, optimizer):
     verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))

@@ -49,6 +49,17 @@ def test_derivative_at_zero_is_finite_forward_and_reverse(real):
             np.testing.assert_array_equal(pulled_back, np.zeros((2, 3)))
 
 
+@pytest.mark.parametrize("largest", [2.0, 3.0, 7.0, 2.0**90, 3e38])
+def test_derivative_of_a_small_number_is_not_flushed(largest):
+    # x / norm is a normal number, whatever x and the norm are.
+    smallest = 1.125 * largest * float(np.finfo(np.float32).tiny)
+    leaf = np.array([largest, -smallest, 64 * smallest], np.float32)
+    slope_of_norm = jax.jit(jax.grad(optaxclip.global_norm))(leaf)
+    wide = np.float64(leaf)
+    wanted = wide / np.linalg.norm(wide)
+    np.testing.assert_allclose(slope_of_norm, wanted, 4 * EPS)
+
+
 @cache
 def slopes(scale):
     random = np.random.default_rng(14)
