@@ -13,7 +13,8 @@ A clipper answers three questions. How long is the gradient? (norm) How long may
                  reset_momentum
     once         clip_grads(grads, max_norm) -> (grads, norm)
     reading      metrics, record_norm, record_spikes, record_health
-    trainers     check_step, also as `python -m optaxclip.check`
+    trainers     check_step, also as `python -m optaxclip.check`. In tests
+                 check.assert_right
     weights      qk_clip, Heads
     backward     clip_cotangent, scale_cotangent, release
     your own     clip_by, rescale

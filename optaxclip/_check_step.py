@@ -2,11 +2,12 @@
 
 settings    who holds which part of weights and batch, and the limit
 gradients   their mean is known in float64, so norm and factor are known
-step        the user's own. It is run on eight CPU devices
-kinds       what the known bugs would have given instead, as numbers. The first that
-            agrees with what the step gave is named
+step        the user's own. It is run on CPU devices. Each run is a probe
+kinds       what each known bug would have given instead: norms, or gradients. The first
+            that agrees with what the step gave is named
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,61 +18,81 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from numpy.typing import ArrayLike
 
 from ._checks import check_choice, check_scalar, shown
 
 Tree = dict[str, Any]
+Step = Callable[..., Any]
 
 CALL = "check_step:"
 DEVICES = 8
 # How each setting differs from "replicated".
 SETTINGS: dict[str, dict[str, Any]] = {
     "replicated": {},
-    # So small that 1e-8 beside the norm shows.
-    "small_limit": {"max_norm": 1e-5},
+    # So small that 1e-8 beside the norm shows. With four devices a sum over devices and
+    # a scale of 8 are two numbers.
+    "small_limit": {"max_norm": 1e-6, "mesh_shape": (4, 1)},
     "accumulated": {"microbatches": 3},
     "fsdp": {"specs": {"experts": P(None, None, "data"), "matrix": P("data")}},
     "experts": {
+        "mesh_shape": (4, 2),
         "specs": {"experts": P("expert")},
         "batch_specs": {"experts": P("data", "expert")},
     },
     "bfloat16": {"dtype": jnp.bfloat16},
-    "float16": {"dtype": jnp.float16},
+    # So large that clipped gradients do not underflow.
+    "float16": {"dtype": jnp.float16, "max_norm": 64.0},
 }
 SHAPES = {"bias": (8,), "experts": (4, 8, 8), "matrix": (16, 8)}
 # Of 16 bits. Squares of many leaves are added one after the other.
 MANY = ["large", *(f"small_{number}" for number in range(64))]
+# The norm of gradients, in limits. 37 is no usual scale and no number of devices, and
+# with it some elements are above the limit. A loss scale of 2^16 does not bring the
+# norm below to the limit.
+LIMITS = {"above": 37.0, "below": 1e-6, "nan": 37.0}
 # What each kind of bug means, and what to do.
 KINDS = {
+    "nan_on_one_device": "a NaN is seen by some devices only: replicas part",
+    "zero_norm": "the norm is 0: it is of a state before its update, or of no gradient",
+    "norm_of_weights": "the norm is that of the weights: pass the gradients",
+    "after_clip": "the norm that is returned is that of clipped gradients",
+    "weights_added": "weights are in the update: leave weight decay and penalties out",
+    "microbatches_apart": "micro-batches are clipped or measured one by one: average "
+    "all of them first",
     "local_norm": "each device uses the gradient of its own batch: average first",
-    "gradients_summed": "gradients of devices are added: average them (lax.pmean)",
+    "low_precision_sum": "squares are added in bfloat16: add them in float32",
+    "squares_overflow": "squares in float16 are inf: convert to float32 first",
+    "own_shard": "squares of split leaves are not added (lax.psum)",
+    "averaged_norms": "norms or squares of shards are averaged: add squares",
+    "leaves_left_out": "only some leaves count, such as those that are split",
     "once_per_replica": "each replica counts: do not add squares of equal gradients",
     "whole_leaves_repeated": "leaves that all devices hold count once for each",
     "split_leaves_repeated": "split leaves (experts) count once for each copy",
     "all_leaves_repeated": "leaves count once for each device with the same part",
-    "own_shard": "squares of split leaves are not added (lax.psum)",
-    "leaves_left_out": "only split leaves count, or only those that are whole",
-    "averaged_norms": "norms or squares of shards are averaged: add squares",
+    "sum_of_norms": "norms of leaves are added: add their squares, then take the root",
+    "largest_element": "it is the largest element: take the root of the sum of squares",
+    "rms": "squares are averaged: add them",
+    "squared": "the root of the sum of squares is missing",
+    "clipped_twice": "the factor of one norm multiplies twice",
+    "eps": "the limit is divided by norm + eps: updates are below the limit",
+    "gradients_summed": "gradients of devices are added: average them (lax.pmean)",
     "accumulation_summed": "gradients of micro-batches are added: average them",
-    "after_clip": "the norm that is returned is that of clipped gradients",
-    "scaled": "gradients carry a power of two, as of a scaled loss",
-    "low_precision_sum": "squares are added in bfloat16: add them in float32",
-    "squares_overflow": "squares in float16 are inf: convert to float32 first",
-    "nan_on_one_device": "a NaN is seen by some devices only: replicas part",
+    "averaged_twice": "averaged gradients are divided by a number of parts again",
+    "scaled": "gradients carry a scale, as of a loss: divide by it before the clip",
     "own_factor": "each device clips by a factor of its own: replicas part",
     "groups_apart": "leaves have different factors: clip all of them together",
-    "eps": "the limit is divided by norm + eps: updates are below the limit",
-    "clipped_below_limit": "gradients below the limit are changed",
+    "clipped_by_value": "elements are clipped, and not the norm",
+    "other_direction": "the gradient is changed before the clip, or not by one factor",
     "not_clipped": "gradients above the limit are not clipped",
-    "other_direction": "clipped before the average, or not by the global norm",
+    "clipped_below_limit": "gradients below the limit are changed",
+    "other_limit": "the norm of updates is held at another limit",
+    "other_rate": "updates are multiplied: is the optimizer optax.sgd(1.0), run once?",
     "unknown": "no known bug gives this number",
 }
-# What another norm is, in one setting only, and whether it is above the right one.
-GUESSES = {
-    "small_limit": ("eps", True),
-    "bfloat16": ("low_precision_sum", False),
-    "float16": ("squares_overflow", True),
-}
+# Their ratio to the right number is the same in all settings, as that of a scale.
+RATIOS = ("zero_norm", "rms", "clipped_twice")
 
 
 class Setting(NamedTuple):
@@ -81,9 +102,10 @@ class Setting(NamedTuple):
     mesh: Mesh  # axes "data" and "expert"
     specs: Tree  # of params, gradients and updates
     batch_specs: Tree  # of gradients of examples, their first dimension
-    max_norm: float = 1.0
+    # Not 1: a square of the norm is divided by the limit, or not.
+    max_norm: float = 0.25
     microbatches: int = 1  # parts of a batch that are accumulated
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     @staticmethod
     def loss(params: Tree, batch: Tree) -> jax.Array:
@@ -106,16 +128,15 @@ class Finding(NamedTuple):
 
 
 def check_step(
-    make_step: Callable[[Any], Callable[..., Any]],
-    *,
-    settings: str | Sequence[str] = tuple(SETTINGS),
+    make_step: Callable[[Any], Step], *, settings: str | Sequence[str] = tuple(SETTINGS)
 ) -> list[Finding]:
     """Runs a training step on eight CPU devices with gradients that are known.
 
     Returns what is wrong with its norm and its clip by a global norm, by how much, and
     which known bug gives this number. It knows no clipper: a step with optax's, with
     ours, or one that is written by hand is checked alike. Run it in a test of a
-    trainer, or as a command that ends with 1 if there is a finding:
+    trainer (`optaxclip.check.assert_right`), or as a command that ends with 1 if there
+    is a finding:
 
         python -m optaxclip.check module:make_step
 
@@ -123,7 +144,8 @@ def check_step(
       make_step: a function of a setting that returns the step of a trainer. A setting
         has
 
-        - `mesh`: eight devices along the axes "data" and "expert",
+        - `mesh`: eight devices along the axes "data" and "expert", in "small_limit"
+          four,
         - `specs`: a PartitionSpec for each leaf of params, gradients and updates,
         - `batch_specs`: the same for a batch, whose first dimension is split along
           "data",
@@ -136,15 +158,16 @@ def check_step(
 
         The step is called as `step(params, batch)` with dicts of arrays, placed by
         these specs. A leaf of the batch holds the gradient of each example, and so has
-        one dimension more than that of params. The step returns a tuple: new params,
-        updates or clipped gradients, with SGD of learning rate 1 as the optimizer, and
-        the global norm before clipping, a scalar.
+        one dimension more than that of params. The first weight of each leaf is not 0,
+        and has no gradient. The step returns a tuple: new params, updates or clipped
+        gradients, with SGD of learning rate 1 as the optimizer, and the global norm
+        before clipping, a scalar.
       settings: what to run, a name or several.
 
         - "replicated": data parallel, gradients above the limit, below it, and with a
           NaN on one device.
-        - "small_limit": as before, with a limit of 1e-5.
-        - "accumulated": as before, in three micro-batches.
+        - "small_limit": as before, on four devices, with a limit of 1e-6.
+        - "accumulated": as "replicated", in three micro-batches.
         - "fsdp": two leaves are split along "data", one is not.
         - "experts": one leaf is split along "expert", gradients are averaged along
           "data".
@@ -158,7 +181,8 @@ def check_step(
       the kinds.
 
     Raises:
-      TypeError: what cannot be called, or a step that does not return such a tuple.
+      TypeError: what cannot be called with a setting, such as the step itself, or a
+        step that does not return such a tuple.
       ValueError: an unknown setting, or arrays of other shapes than those of params.
       RuntimeError: fewer than eight CPU devices.
 
@@ -175,10 +199,9 @@ def check_step(
       ...     return step
       >>> for row in optaxclip.check_step(make_step, settings="fsdp"):
       ...     print(row.gradients, row.what, round(row.wanted, 3), row.kind)
-      above norm 4.0 after_clip
+      above norm 9.25 after_clip
     """
-    if not callable(make_step):
-        raise TypeError(f"{CALL} make_step must be a function, got {shown(make_step)}.")
+    _check_make_step(make_step)
     names = (settings,) if isinstance(settings, str) else tuple(settings)
     for name in names or [settings]:
         check_choice(f"{CALL} settings", name, tuple(SETTINGS))
@@ -189,75 +212,49 @@ def check_step(
             f'jax.config.update("jax_num_cpu_devices", {DEVICES}) before anything is '
             "computed, or run python -m optaxclip.check."
         )
-    findings = []
+    runs = []
     for name in names:
         try:
-            findings += _check_setting(make_step, _setting(name))
+            runs += _runs(make_step, _setting(name))
         except Exception as error:
             note = f"This was in the setting {name!r}. settings=... leaves it out."
             error.add_note(f"{CALL} {note}")
             raise
+    # Runs to compare with: a ratio that all of them have is no number of devices.
+    peers = [
+        run
+        for run in runs
+        if run.gradients != "nan" and run.setting.dtype == jnp.float32
+    ]
+    findings = []
+    for run in runs:
+        findings += _findings(run, peers)
     return findings
 
 
-def _check_setting(make_step: Any, setting: Setting) -> Iterator[Finding]:
-    step = make_step(setting)
-    if not callable(step):
-        raise TypeError(f"{CALL} make_step must return a step, got {shown(step)}.")
-    is_float32 = setting.dtype == jnp.float32
-    for gradients in ("above", "below", "nan") if is_float32 else ("above",):
-        batch = _batch(setting, gradients)
-        mean = _mean(batch)
-        reference = _Reference(setting, batch, mean, _norm(mean))
-        norms, updates = _run(step, reference)
-        if gradients == "nan":
-            mistakes = _mistakes_with_nan(reference, norms, updates)
-        else:
-            mistakes = _mistakes(reference, norms, updates)
-        for mistake in mistakes:
-            yield Finding(
-                setting.name,
-                gradients,
-                mistake.what,
-                float(mistake.right),
-                float(mistake.actual),
-                mistake.kind,
-                KINDS[mistake.kind],
-            )
+def _check_make_step(make_step: Any) -> None:
+    """Refuses anything but a function that can be called with a setting."""
+    if not callable(make_step):
+        raise TypeError(f"{CALL} make_step must be a function, got {shown(make_step)}.")
+    signature = inspect.signature(make_step)
+    try:
+        signature.bind("setting")
+    except TypeError:
+        raise TypeError(
+            f"{CALL} make_step must take a setting and return a step, got a function "
+            f"of {signature}. Define the step inside make_step(setting), with "
+            "setting.loss as its loss."
+        ) from None
 
 
-# ------------------------------------------------------------ settings and gradients
-
-
-class _Reference(NamedTuple):
-    """Gradients of examples, their mean and its norm, in float64."""
-
-    setting: Setting
-    batch: Tree
-    mean: Tree
-    norm: float
-
-    def close(self, actual: Any, right: Any) -> np.ndarray:
-        # Rounding of float32 sums of at most 400 numbers. In 16 bits update, factor and
-        # norm are rounded once or twice each.
-        tolerance = 3e-5 if self.setting.dtype == jnp.float32 else 2.0**-6
-        return np.isclose(actual, right, rtol=tolerance, atol=0)
-
-
-class _Mistake(NamedTuple):
-    """A norm, or the length of an update, that is not right."""
-
-    what: str  # "norm" or "update"
-    right: float
-    actual: float
-    kind: str  # of the bug
+# --------------------------------------------------------------- settings and gradients
 
 
 def _setting(name: str) -> Setting:
     changes = dict(SETTINGS[name])
-    devices = np.array(jax.devices("cpu")[:DEVICES])
-    experts = 2 if name == "experts" else 1
-    mesh = Mesh(devices.reshape(-1, experts), ("data", "expert"))
+    mesh_shape = changes.pop("mesh_shape", (DEVICES, 1))
+    devices = np.array(jax.devices("cpu")[: math.prod(mesh_shape)])
+    mesh = Mesh(devices.reshape(mesh_shape), ("data", "expert"))
     leaves = MANY if "dtype" in changes else SHAPES
     specs = dict.fromkeys(leaves, P()) | changes.pop("specs", {})
     batch_specs = dict.fromkeys(leaves, P("data")) | changes.pop("batch_specs", {})
@@ -265,21 +262,33 @@ def _setting(name: str) -> Setting:
 
 
 def _batch(setting: Setting, gradients: str) -> Tree:
-    """Gradients of examples. The norm of their mean is four limits where it is above,
-    and a twelfth of the limit where it is below.
+    """Gradients of examples. All are alike but the first, so that any parts of a batch
+    have the same means. The first number of each leaf is 0.
     """
-    examples = DEVICES * setting.microbatches
-    if setting.dtype != jnp.float32:
-        # 16 bits hold these numbers and their mean. The squares of 4 add to 256, and
-        # bfloat16 has no number between it and 258. 300 * 300 is beyond float16.
+    count = setting.mesh.shape["data"] * setting.microbatches
+    if setting.dtype == jnp.float32:
+        # Other numbers in each run: what agrees in all of them agrees by no chance.
+        random = np.random.default_rng([*f"{setting.name} {gradients}".encode()])
+        batch: Tree = {
+            name: random.normal(0.5, 1.0, (count, *shape))
+            for name, shape in SHAPES.items()
+        }
+    else:
+        # 16 bits hold these numbers and their mean. The squares of 8 add to 1024, and
+        # bfloat16 has no number between it and 1032. 600 * 600 is beyond float16.
         large = 4.0 if setting.dtype == jnp.bfloat16 else 300.0
-        batch = dict.fromkeys(MANY, np.full((examples, 3), 0.5))
-        return batch | {"large": np.full((examples, 16), large)}
-    draw = partial(np.random.default_rng(0).normal, 0.5, 1.0)
-    batch: Tree = {name: draw((examples, *shape)) for name, shape in SHAPES.items()}
-    limits = 1 / 12 if gradients == "below" else 4.0
-    scale = limits * setting.max_norm / _norm(_mean(batch))
-    batch = {name: np.float32(leaf * scale) for name, leaf in batch.items()}
+        small = np.array([0.0, 0.5, 0.5, 0.25])
+        batch = {name: np.tile(small, (count, 1)) for name in MANY}
+        batch["large"] = np.full((count, 17), large)
+    for leaf in batch.values():
+        leaf.reshape(count, -1)[:, 0] = 0.0
+        leaf[1:] = leaf[-1]
+        # The mean of eight 16-bit numbers is twice the last.
+        leaf[0] *= 9.0
+    if setting.dtype == jnp.float32:
+        norm = _norm(_row(_mean(batch)))
+        scale = LIMITS[gradients] * setting.max_norm / norm
+        batch = {name: np.float32(leaf * scale) for name, leaf in batch.items()}
     if gradients == "nan":
         batch["experts"][-1, -1, -1, -1] = np.nan
     return batch
@@ -289,31 +298,17 @@ def _mean(batch: Tree) -> Tree:
     return {name: leaf.mean(0, np.float64) for name, leaf in batch.items()}
 
 
-def _norm(tree: Tree) -> float:
-    return math.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in tree.values()))
+def _row(tree: Tree) -> np.ndarray:
+    """All numbers of a tree, sorted by names."""
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
-def _run(step: Any, reference: _Reference) -> tuple[np.ndarray, Tree]:
-    """Returns the norm of each device, and the update."""
-    setting = reference.setting
-    batch = jax.tree.map(partial(jnp.asarray, dtype=setting.dtype), reference.batch)
-    # Weights of zero, so that new weights are the update.
-    params = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), batch)
-    weights = _placed(setting, setting.specs, params)
-    answer = step(weights, _placed(setting, setting.batch_specs, batch))
-    must = f"{CALL} the step must return (new params or updates, norm)"
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise TypeError(f"{must}, got {shown(answer)}.")
-    updates, norm = answer
-    check_scalar(f"{CALL} the norm", norm)
-    shapes, update_shapes = jax.tree.map(jnp.shape, (params, updates))
-    if update_shapes != shapes:
-        raise ValueError(
-            f"{must}, the first in the shapes of params, {shapes}, got "
-            f"{shown(update_shapes)}."
-        )
-    parts = _parts(setting, {"norm": P()}, {"norm": norm})
-    return np.array([part["norm"] for part in parts]), updates
+def _norm(row: ArrayLike) -> float:
+    return float(np.linalg.norm(row))
+
+
+def _norms(rows: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(rows, axis=1)
 
 
 def _placed(setting: Setting, specs: Tree, tree: Tree) -> Tree:
@@ -322,143 +317,326 @@ def _placed(setting: Setting, specs: Tree, tree: Tree) -> Tree:
     return jax.device_put(tree, shardings)
 
 
-def _parts(setting: Setting, specs: Tree, tree: Tree) -> list[Tree]:
-    """What each device holds of a tree, in float64."""
-    parts = [{} for _ in range(DEVICES)]
-    for name, leaf in _placed(setting, specs, tree).items():
-        places = {shard.device: shard.data for shard in leaf.addressable_shards}
-        for part, device in zip(parts, setting.mesh.devices.flat):
-            part[name] = np.float64(places[device])
-    return parts
+def _held(setting: Setting, specs: Tree, tree: Tree) -> list[np.ndarray]:
+    """For each leaf, sorted by names, [devices, numbers]: what each device holds."""
+    leaves = []
+    for leaf in jax.tree.leaves(_placed(setting, specs, tree)):
+        shards = {shard.device: shard.data for shard in leaf.addressable_shards}
+        parts = [np.float64(shards[device]) for device in setting.mesh.devices.flat]
+        leaves.append(np.reshape(parts, (len(parts), -1)))
+    return leaves
 
 
-# ------------------------------------------------------------------- what is wrong
+# ------------------------------------------------------------------------ runs of steps
 
 
-def _mistakes(
-    reference: _Reference, norms: np.ndarray, updates: Tree
-) -> Iterator[_Mistake]:
-    """The mistakes in the norms of devices, and in the update."""
-    if not reference.close(norms, reference.norm).all():
-        worst = norms[np.argmax(abs(norms - reference.norm))]
-        kind = _kind_of_norm(reference, norms)
-        yield _Mistake("norm", reference.norm, worst, kind)
-    kind = _kind_of_update(reference, updates)
-    if kind:
-        length = min(reference.norm, reference.setting.max_norm)
-        yield _Mistake("update", length, _norm(updates), kind)
+class _Run(NamedTuple):
+    """What a step returned for gradients that are known. Rows are sorted by names."""
+
+    setting: Setting
+    gradients: str  # "above" or "below" the limit, or with a "nan"
+    batch: Tree  # gradients of examples
+    mean: Tree  # of the examples, in float64
+    norm: float  # of the mean
+    norms: np.ndarray  # [devices]: what was returned
+    # [numbers]: 0 in place of those that have no gradient, and so may be weights.
+    update: np.ndarray
+    factors: np.ndarray  # [leaves, devices]: update over gradient. NaN if no number is
+    weights: np.ndarray  # [leaves]: change of weights that have no gradient
+    has_nan: np.ndarray  # [devices]
+    has_parted: bool  # devices hold different copies of new params or updates
+
+    def finding(self, what: str, right: float, actual: float, bug: str) -> Finding:
+        return Finding(
+            self.setting.name,
+            self.gradients,
+            what,
+            float(right),
+            float(actual),
+            bug,
+            KINDS[bug],
+        )
+
+    def ratio(self) -> float:
+        """The norm that was returned, over the right one. NaN if devices differ."""
+        return self.common(self.norms) / self.norm
+
+    def gain(self) -> float:
+        """The update over the right one. NaN if it is no multiple."""
+        right_factor = min(1.0, self.setting.max_norm / self.norm)
+        return self.common(self.factors) / right_factor
+
+    def common(self, numbers: np.ndarray) -> float:
+        """The number that all of them are. NaN if they differ."""
+        first = numbers.flat[0]
+        return first if self.close(numbers, first).all() else math.nan
+
+    def close(self, actual: ArrayLike, right: ArrayLike) -> np.ndarray:
+        # Rounding of float32 sums of at most 400 numbers. In 16 bits update, factor and
+        # norm are rounded once or twice each.
+        tolerance = 3e-5 if self.setting.dtype == jnp.float32 else 2.0**-6
+        return np.isclose(actual, right, rtol=tolerance, atol=0)
 
 
-def _mistakes_with_nan(
-    reference: _Reference, norms: np.ndarray, updates: Tree
-) -> Iterator[_Mistake]:
-    """Whether devices part after a NaN that one of them has, or the norm hides it.
-    The numbers count devices that have a NaN.
-    """
-    setting = reference.setting
-    kind = "nan_on_one_device"
-    if np.unique(norms).size > 1:
-        yield _Mistake("norm", DEVICES, sum(np.isnan(norms)), kind)
-    parts = _parts(setting, setting.specs, updates)
-    count = sum(np.isnan(_norm(part)) for part in parts)
-    is_hidden = count and np.isfinite(norms).all()
-    if is_hidden or _have_parted(setting, updates):
-        yield _Mistake("update", DEVICES, count, kind)
+def _runs(make_step: Callable[[Any], Any], setting: Setting) -> Iterator[_Run]:
+    step = make_step(setting)
+    if not callable(step):
+        raise TypeError(f"{CALL} make_step must return a step, got {shown(step)}.")
+    for gradients in LIMITS if setting.dtype == jnp.float32 else ["above"]:
+        yield _run(step, setting, gradients)
 
 
-def _have_parted(setting: Setting, updates: Tree) -> bool:
-    """Whether devices that should hold the same part of an array do not."""
-    parts = _parts(setting, setting.specs, updates)
-    # Made of one copy of each part.
-    one_copy = jax.tree.map(np.asarray, updates)
-    parts_of_one_copy = _parts(setting, setting.specs, one_copy)
+def _run(step: Step, setting: Setting, gradients: str) -> _Run:
+    batch = _batch(setting, gradients)
+    mean = _mean(batch)
+    # The first weight of each leaf is the limit. It has no gradient.
+    weight = np.float32(setting.max_norm)
+    params = {name: np.where(leaf, 0.0, weight) for name, leaf in mean.items()}
+    output, norm = _answer(step, setting, params, batch)
+    copy = jax.tree.map(np.float64, output)
+    gradient = _row(mean)
+    values = _row(copy)
+    # The first numbers of leaves: weights in new params, 0 in an update.
+    firsts = values[gradient == 0.0]
+    old_firsts = weight * np.round(firsts.mean() / weight)
+    outputs = _held(setting, setting.specs, output)
+    copies = _held(setting, setting.specs, copy)
+    means = _held(setting, setting.specs, mean)
     is_equal = partial(np.array_equal, equal_nan=True)
-    return not jax.tree.all(jax.tree.map(is_equal, parts, parts_of_one_copy))
+    equal_leaves = map(is_equal, outputs, copies)
+    return _Run(
+        setting,
+        gradients,
+        batch,
+        mean,
+        norm=_norm(gradient),
+        norms=_held(setting, {"norm": P()}, {"norm": norm})[0][:, 0],
+        update=np.where(gradient, values, 0.0),
+        factors=np.array(jax.tree.map(_factors, outputs, means)),
+        weights=firsts - old_firsts,
+        has_nan=np.isnan(_norms(np.hstack(outputs))),
+        has_parted=not all(equal_leaves),
+    )
 
 
-def _kind_of_norm(reference: _Reference, norms: np.ndarray) -> str:
-    """The bug that gives the norms of devices, or a norm that all of them have."""
-    setting, norm, mean = reference.setting, reference.norm, reference.mean
-    batches = _parts(setting, setting.batch_specs, reference.batch)
-    shards = _parts(setting, setting.specs, mean)
-    norms_of_batches = [_norm(_mean(batch)) for batch in batches]
-    norms_of_shards = [_norm(shard) for shard in shards]
-    if len(set(norms)) > 1:
-        if reference.close(norms, norms_of_batches).all():
-            return "local_norm"
-        if reference.close(norms, norms_of_shards).all():
-            return "own_shard"
+def _answer(
+    step: Step, setting: Setting, params: Tree, batch: Tree
+) -> tuple[Tree, jax.Array]:
+    """The new params, or updates, and the norm that the step returns."""
+    cast = partial(jnp.asarray, dtype=setting.dtype)
+    weights, examples = jax.tree.map(cast, (params, batch))
+    answer = step(
+        _placed(setting, setting.specs, weights),
+        _placed(setting, setting.batch_specs, examples),
+    )
+    must = f"{CALL} the step must return (new params or updates, norm)"
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise TypeError(f"{must}, got {shown(answer)}.")
+    output, norm = answer
+    check_scalar(f"{CALL} the norm", norm)
+    shapes, output_shapes = jax.tree.map(jnp.shape, (params, output))
+    if output_shapes != shapes:
+        raise ValueError(
+            f"{must}, the first in the shapes of params, {shapes}, got "
+            f"{shown(output_shapes)}."
+        )
+    return output, norm
+
+
+# inf - inf is NaN: no factor.
+@np.errstate(invalid="ignore")
+def _factors(updates: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+    """The factor from each row of gradients to that of updates. NaN if no number is."""
+    # Where there is no gradient there may be a weight.
+    updates = np.where(gradients, updates, 0.0)
+    factors = np.sum(updates * gradients, 1) / np.sum(gradients**2, 1)
+    differences = _norms(updates - factors[:, None] * gradients)
+    # Rounding is below a hundredth. The factor of new weights is negative.
+    is_along = differences <= 0.01 * _norms(updates)
+    return np.where(is_along, abs(factors), math.nan)
+
+
+# ------------------------------------------------------------------------ what is wrong
+
+
+def _findings(run: _Run, peers: list[_Run]) -> Iterator[Finding]:
+    """What is wrong with the norm and the update of a run. `peers`: all runs in float32
+    in which nothing is NaN.
+    """
+    norms = run.norms
+    if run.gradients == "nan":
+        # Devices part after a NaN that one of them has, or the norm hides it.
+        bug = "nan_on_one_device"
+        if np.unique(norms).size > 1:
+            yield run.finding("norm", norms.size, np.isnan(norms).sum(), bug)
+        is_hidden = run.has_nan.any() and np.isfinite(norms).all()
+        if is_hidden or run.has_parted:
+            yield run.finding("update", norms.size, run.has_nan.sum(), bug)
+        return
+    if not run.close(norms, run.norm).all():
+        worst = norms[np.argmax(abs(norms - run.norm))]
+        bug = _bug_of_norms(run, norms, peers, _Run.ratio)
+        yield run.finding("norm", run.norm, worst, bug)
+    bug = _bug_of_update(run, peers)
+    if bug:
+        right = min(run.norm, run.setting.max_norm)
+        length = _norm([*run.update, *run.weights])
+        yield run.finding("update", right, length, bug)
+
+
+def _bug_of_norms(
+    run: _Run, norms: np.ndarray, peers: list[_Run], ratio: Callable[[_Run], float]
+) -> str:
+    """The first bug that gives the norms of devices. Without one it is a scale, if all
+    peers have the same ratio of actual to right numbers.
+    """
+    ratios = [ratio(peer) for peer in peers]
+    is_scale = len(peers) > 1 and run.close(ratios, ratio(run)).all()
+    # A ratio that is the same on more devices is no number of devices or copies.
+    sizes = {peer.setting.mesh.size for peer in peers}
+    is_sure = is_scale and len(sizes) > 1
+    for bug, norms_of_bug in _norms_of_bugs(run).items():
+        is_chance = is_sure and bug not in RATIOS
+        is_equal = run.close(norms[:, None], norms_of_bug)
+        if is_equal.any(1).all() and not is_chance:
+            return bug
+    return "scaled" if is_scale else "unknown"
+
+
+# The norm of a factor of 0 is inf.
+@np.errstate(divide="ignore")
+def _bug_of_update(run: _Run, peers: list[_Run]) -> str:
+    """The bug that gives the update. Empty where it is right."""
+    if not np.isfinite(run.update).all():
         return "unknown"
-    # The norms of the leaves that are split over devices, and of all other leaves.
-    split = _norm({n: x for n, x in mean.items() if any(setting.specs[n])})
-    unsplit = math.sqrt(norm**2 - split**2)
+    gain = run.gain()
+    if math.isnan(gain):
+        return _bug_of_direction(run)
+    limit = run.setting.max_norm
+    factor = run.factors[0, 0]
+    gains = [peer.gain() for peer in peers]
+    is_above = run.gradients == "above"
+    tests = {
+        "weights_added": run.weights.any(),
+        "": run.close(gain, 1.0),
+        "other_rate": peers and run.close(gains, gain).all(),
+        "not_clipped": is_above and run.close(factor, 1.0),
+    }
+    for bug, is_so in tests.items():
+        if is_so:
+            return bug
+    # The norm that the step clipped by, or of a gradient that it did not clip.
+    norm = run.norm * factor
+    if is_above and factor < 1.0:
+        norm = limit / factor
+    if run.close(run.norms, norm).all():
+        return _bug_of_norms(run, run.norms, peers, _Run.ratio)
+    alike = [peer for peer in peers if peer.gradients == run.gradients]
+    bug = _bug_of_norms(run, np.array([norm]), alike, _Run.gain)
+    # The clip of gradients that are averaged twice is still right above the limit.
+    if is_above and bug in ("scaled", "averaged_twice"):
+        return "other_limit"
+    return bug
+
+
+def _bug_of_direction(run: _Run) -> str:
+    """The bug that gives an update that is no multiple of the gradient."""
+    is_along = np.isfinite(run.factors).all()
+    if run.has_parted:
+        return "own_factor" if is_along else "local_norm"
+    for bug, gradients in _gradients_of_bugs(run).items():
+        factors = _factors(run.update[None], gradients)
+        if run.close(factors, 1.0).any():
+            return bug
+    # Each leaf by itself may be a multiple.
+    return "groups_apart" if is_along else "other_direction"
+
+
+def _norms_of_bugs(run: _Run) -> dict[str, ArrayLike]:
+    """The norms that each bug gives in place of the right one."""
+    setting = run.setting
+    mean = run.mean
+    norm = run.norm
+    limit = setting.max_norm
     data, experts = setting.mesh.devices.shape
-    roots = np.sqrt([data, experts, DEVICES])
-    # Losses are scaled by 16 at least.
-    scales = 2.0 ** np.array([*range(-24, -3), *range(4, 25)])
-    norm_of_all_shards = np.linalg.norm(norms_of_shards)
-    # The norms that each bug gives.
+    roots = np.sqrt([data, experts, data * experts])
+    shards = _norms(np.hstack(_held(setting, setting.specs, mean)))
+    norm_of_shards = _norm(shards)
+    # Each device holds as many examples as there are micro-batches.
+    shape = (shards.size, setting.microbatches, -1)
+    batches = _held(setting, setting.batch_specs, run.batch)
+    means = [np.reshape(leaf, shape).mean(1) for leaf in batches]
+    norms_of_batches = _norms(np.hstack(means))
+    leaves = np.array([_norm(leaf) for leaf in mean.values()])
+    # The norms of the leaves that are split over devices, and of all other leaves.
+    is_split = [any(setting.specs[name]) for name in mean]
+    split = _norm(leaves[is_split])
+    unsplit = math.sqrt(norm**2 - split**2)
+    weights = limit * math.sqrt(leaves.size)
+    length = min(norm, limit)
+    lengths_after_clip = [length]
+    if norm > limit:
+        lengths_after_clip.append(_norm(run.update))
+    lengths = {bug: _norms(rows) for bug, rows in _gradients_of_bugs(run).items()}
     norms_of_bugs = {
-        "after_clip": min(norm, setting.max_norm),
-        "local_norm": [*norms_of_batches, np.mean(norms_of_batches)],
-        "own_shard": norms_of_shards,
-        "averaged_norms": [
-            np.mean(norms_of_shards),
-            norm_of_all_shards / math.sqrt(DEVICES),
+        "zero_norm": 0.0,
+        "after_clip": lengths_after_clip,
+        "norm_of_weights": [weights, math.hypot(weights, length)],
+        "clipped_below_limit": limit,
+        "weights_added": math.hypot(norm, _norm(run.weights)),
+    }
+    if setting.dtype == jnp.bfloat16:
+        # Of one large and many small squares some are lost, or all.
+        norms_of_bugs["low_precision_sum"] = np.linspace(leaves.max(), norm)
+    if setting.dtype == jnp.float16:
+        norms_of_bugs["squares_overflow"] = math.inf
+    return norms_of_bugs | {
+        # On all devices alike, so it comes before the norms of each device.
+        "microbatches_apart": lengths["microbatches_apart"],
+        "local_norm": [
+            *norms_of_batches,
+            norms_of_batches.mean(),
+            *lengths["local_norm"],
         ],
-        "leaves_left_out": [unsplit, split],
+        "own_shard": shards,
+        "averaged_norms": [shards.mean(), norm_of_shards / math.sqrt(shards.size)],
+        "leaves_left_out": [*leaves, *np.sqrt(norm**2 - leaves**2)],
         "once_per_replica": norm * roots,
         "whole_leaves_repeated": np.hypot(unsplit * roots, split),
         "split_leaves_repeated": np.hypot(unsplit, split * roots),
-        "all_leaves_repeated": norm_of_all_shards,
+        "all_leaves_repeated": norm_of_shards,
+        "sum_of_norms": leaves.sum(),
+        "largest_element": abs(_row(mean)).max(),
+        "rms": norm / math.sqrt(run.update.size),
+        "squared": norm**2,
+        "clipped_twice": norm**2 / limit,
+        "eps": norm + 10.0 ** -np.arange(5, 10),
         "gradients_summed": norm * data,
         "accumulation_summed": norm * setting.microbatches,
-        "scaled": norm * scales,
+        "averaged_twice": [norm / data, norm / setting.microbatches],
     }
-    actual_norm = norms[0]
-    for kind, norms_of_bug in norms_of_bugs.items():
-        if reference.close(actual_norm, norms_of_bug).any():
-            return kind
-    kind, is_above = GUESSES.get(setting.name, ("unknown", True))
-    return kind if (actual_norm > norm) == is_above else "unknown"
 
 
-def _factor(update: np.ndarray, gradient: np.ndarray) -> float:
-    """The factor from a gradient to its update. NaN if no number is."""
-    factor = np.vdot(update, gradient) / np.vdot(gradient, gradient)
-    difference = np.linalg.norm(update - factor * gradient)
-    # Rounding is below a hundredth. The factor of new weights is negative.
-    is_along = difference <= 0.01 * np.linalg.norm(update)
-    return abs(factor) if is_along else math.nan
+def _gradients_of_bugs(run: _Run) -> dict[str, np.ndarray]:
+    """[gradients, numbers]: what each bug gives in place of the right gradient."""
+    limit = run.setting.max_norm
+    return {
+        "clipped_by_value": np.clip(_row(run.mean), -limit, limit)[None],
+        "local_norm": _one_by_one(run, run.setting.mesh.shape["data"]),
+        "microbatches_apart": _one_by_one(run, run.setting.microbatches),
+    }
 
 
-def _kind_of_update(reference: _Reference, updates: Tree) -> str:
-    """The bug that gives the update. Empty where it is right."""
-    setting = reference.setting
-    if not np.isfinite(_norm(updates)):
-        return "unknown"
-    gradients = _parts(setting, setting.specs, reference.mean)
-    parts = _parts(setting, setting.specs, updates)
-    # [devices, leaves]: the factor of each device's part of each leaf.
-    numbers = jax.tree.leaves(jax.tree.map(_factor, parts, gradients))
-    factors = np.reshape(numbers, (DEVICES, -1))
-    if np.isnan(factors).any():
-        has_parted = _have_parted(setting, updates)
-        return "local_norm" if has_parted else "other_direction"
-    factor, limit = factors[0, 0], setting.max_norm
-    if not reference.close(factors, factors[0]).all():
-        return "own_factor"
-    if not reference.close(factors, factor).all():
-        return "groups_apart"
-    if reference.close(factor, min(1.0, limit / reference.norm)):
-        return ""
-    if reference.close(factor, 1.0):
-        return "not_clipped"
-    if factor < 1.0:
-        # The norm that the update was clipped by.
-        norm = limit / factor if factor else math.inf
-    else:
-        norm = reference.norm * factor
-    kind = _kind_of_norm(reference, np.array([norm]))
-    is_below = reference.norm < limit and kind in ("unknown", "eps")
-    return "clipped_below_limit" if is_below else kind
+def _one_by_one(run: _Run, count: int) -> np.ndarray:
+    """[gradients, numbers]: of steps that clip each of so many parts of a batch, have
+    the mean of their norms, or look at one of them.
+    """
+    mean = _row(run.mean)
+    last = _row({name: leaf[-1] for name, leaf in run.batch.items()})
+    # The first example is in the first part. All others are alike.
+    parts = np.tile(np.float64(last), (count, 1))
+    parts[0] += count * (mean - last)
+    norms = _norms(parts)
+    clipped = parts.T * np.minimum(1.0, run.setting.max_norm / norms)
+    mean_norm = mean * norms.mean() / run.norm
+    return np.vstack([clipped.mean(1), mean_norm, parts])

@@ -1,14 +1,122 @@
-"""The command `python -m optaxclip.check module:make_step`."""
+"""The command `python -m optaxclip.check module:make_step`, and what tests of trainers
+call: `assert_right` and `of_train_state`.
+"""
 
 import argparse
 import json
 import pkgutil
 import sys
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import jax
+import optax
+from jax.typing import ArrayLike
 
-from ._check_step import DEVICES, KINDS, SETTINGS, check_step
+from ._check_step import DEVICES, SETTINGS, Finding, Setting, Step, check_step
+
+__all__ = ["assert_right", "of_train_state"]
+
+
+def assert_right(
+    make_step: Callable[[Setting], Step],
+    *,
+    settings: str | Sequence[str] = tuple(SETTINGS),
+) -> None:
+    """Raises an AssertionError where `check_step` finds something, with a table of it.
+
+    Its place is a test of a trainer:
+
+        def test_norm_and_clip():
+            optaxclip.check.assert_right(make_step)
+
+    Args:
+      make_step: makes the step of a setting, as `check_step` takes it.
+      settings: what to run, a name or several.
+
+    Raises:
+      AssertionError: a norm or a clip is wrong.
+      TypeError, ValueError, RuntimeError: as `check_step`.
+
+    Example:
+      >>> def make_step(setting):
+      ...     def step(params, batch):
+      ...         grads = jax.grad(setting.loss)(params, batch)
+      ...         return grads, optax.tree.norm(grads)  # it does not clip
+      ...     return step
+      >>> optaxclip.check.assert_right(make_step, settings="replicated")
+      Traceback (most recent call last):
+      AssertionError: check_step found what is wrong:
+      setting      gradients  what      wanted     found  kind
+      replicated   above      update      0.25      9.25  not_clipped
+      not_clipped: gradients above the limit are not clipped
+    """
+    findings = check_step(make_step, settings=settings)
+    if findings:
+        raise AssertionError(f"check_step found what is wrong:\n{_table(findings)}")
+
+
+def of_train_state(
+    train_step: Callable[[Any, Any, Any], tuple[Any, Any]],
+    create: Callable[..., Any],
+    clip: Callable[[float], optax.GradientTransformation],
+    norm: Callable[[Any], ArrayLike],
+) -> Callable[[Setting], Step]:
+    """Returns `make_step` for a step from a train state to the next, as those of flax
+    and MaxText.
+
+    Args:
+      train_step: called as `train_step(state, batch, loss)`. It returns the next state,
+        which has `params`, and metrics.
+      create: `TrainState.create` of flax, or a function that is called the same way,
+        with `apply_fn`, `params` and `tx`. `apply_fn` is the loss.
+      clip: makes the clipper of a limit, such as `optax.clip_by_global_norm`. `tx` is
+        this clipper before `optax.sgd(1.0)`.
+      norm: a function from metrics to the global norm before clipping.
+
+    Returns:
+      A function for `check_step`, `assert_right` and the command.
+
+    Example:
+      >>> import collections
+      >>> State = collections.namedtuple("State", "apply_fn params tx")
+      >>> def train_step(state, batch, loss):
+      ...     grads = jax.grad(loss)(state.params, batch)
+      ...     updates, _ = state.tx.update(grads, state.tx.init(grads))
+      ...     params = optax.apply_updates(state.params, updates)
+      ...     return state._replace(params=params), {"norm": optax.tree.norm(updates)}
+      >>> make_step = optaxclip.check.of_train_state(
+      ...     train_step, State, optax.clip_by_global_norm, lambda log: log["norm"]
+      ... )
+      >>> for row in optaxclip.check_step(make_step, settings="replicated"):
+      ...     print(row.gradients, row.what, row.kind)
+      above norm after_clip
+    """
+
+    def make_step(setting: Setting) -> Step:
+        optimizer = optax.chain(clip(setting.max_norm), optax.sgd(1.0))
+
+        def step(params: Any, batch: Any) -> tuple[Any, ArrayLike]:
+            state = create(apply_fn=setting.loss, params=params, tx=optimizer)
+            state, metrics = train_step(state, batch, setting.loss)
+            return state.params, norm(metrics)
+
+        return step
+
+    return make_step
+
+
+def _table(findings: list[Finding]) -> str:
+    """A line for each finding, and one for each kind."""
+    lines = ["setting      gradients  what      wanted     found  kind"]
+    meanings = {}
+    for setting, gradients, what, right, actual, kind, meaning in findings:
+        place = f"{setting:12} {gradients:10} {what:6}"
+        lines.append(f"{place} {right:9.4g} {actual:9.4g}  {kind}")
+        meanings[kind] = meaning
+    lines += [f"{kind}: {meaning}" for kind, meaning in meanings.items()]
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -38,12 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
         text = json.dumps(rows, indent=2).replace(": Infinity,", ': "inf",')
         print(text.replace(": NaN,", ': "nan",'))
     else:
-        print("setting      gradients  what      wanted     found  kind")
-        for row in findings:
-            place = f"{row.setting:12} {row.gradients:10} {row.what:6}"
-            print(f"{place} {row.wanted:9.4g} {row.found:9.4g}  {row.kind}")
-        for kind in dict.fromkeys(row.kind for row in findings):
-            print(f"{kind}: {KINDS[kind]}")
+        print(_table(findings))
         names = {row.setting for row in findings}
         right = [name for name in options.settings if name not in names]
         print(f"right: {', '.join(right) or 'none'}")

@@ -112,6 +112,27 @@ RIGHT = {
 }
 
 
+def ours_pmap(setting):
+    """Our clipper in pmap, for settings in which each device holds all weights."""
+    clipper = optaxclip.clip_by_global_norm(setting.max_norm)
+    devices = list(setting.mesh.devices[:, 0])
+
+    def step(params, batch):
+        grads = lax.pmean(jax.grad(setting.loss)(params, batch), "data")
+        updates, state = clipper.update(grads, clipper.init(params))
+        return updates, state.norm
+
+    mapped = jax.pmap(step, "data", in_axes=(None, 0), out_axes=None, devices=devices)
+
+    def split_step(params, batch):
+        def split(leaf):
+            return leaf.reshape(len(devices), -1, *leaf.shape[1:])
+
+        return mapped(params, jax.tree.map(split, batch))
+
+    return split_step
+
+
 # ------------------------------------------------------- what trainers write by hand
 
 

@@ -20,8 +20,7 @@ from . import right_steps, wrong_steps
 WRONG = [
     ("local_norm", "replicated", "local_norm", {"norm", "update"}),
     ("local_norm", "experts", "local_norm", {"norm", "update"}),
-    ("clip_before_average", "replicated", "local_norm", {"norm"}),
-    ("clip_before_average", "replicated", "other_direction", {"update"}),
+    ("clip_before_average", "replicated", "local_norm", {"norm", "update"}),
     ("gradients_summed", "replicated", "gradients_summed", {"norm", "update"}),
     ("gradients_summed", "experts", "gradients_summed", {"norm", "update"}),
     ("every_square_summed", "replicated", "once_per_replica", {"norm", "update"}),
@@ -54,6 +53,12 @@ WRONG = [
     ("always_scaled", "small_limit", "clipped_below_limit", {"update"}),
     ("groups_apart", "replicated", "groups_apart", {"update"}),
     ("not_clipped", "replicated", "not_clipped", {"update"}),
+    ("not_clipped", "fsdp", "not_clipped", {"update"}),
+    ("averaged_twice", "replicated", "averaged_twice", {"norm", "update"}),
+    ("scale_in_log", "replicated", "scaled", {"norm"}),
+    ("norm_from_adam", "replicated", "after_clip", {"norm"}),
+    ("norm_from_adam", "replicated", "groups_apart", {"update"}),
+    ("skip_by_clipped_norm", "replicated", "after_clip", {"norm"}),
 ]
 
 
@@ -88,7 +93,7 @@ def test_a_number_that_is_hardly_off_is_found():
     for share in (1 + 4e-5, 1 - 4e-5):
         step = returning(lambda _, x, norm, k=share: (x, norm * k))
         (norm, *_) = rows = optaxclip.check_step(step, settings="replicated")
-        assert {(row.what, row.kind) for row in rows} == {("norm", "unknown")}
+        assert {(row.what, row.kind) for row in rows} == {("norm", "scaled")}
         assert norm.found == pytest.approx(norm.wanted * share, 1e-5)
         step = returning(lambda _, x, norm, k=share: (times(k, x), norm))
         rows = optaxclip.check_step(step, settings="replicated")
@@ -103,16 +108,22 @@ def test_a_right_step_is_right_in_every_setting(name):
     assert optaxclip.check_step(right_steps.RIGHT[name]) == []
 
 
+def test_pmap_is_right_where_devices_hold_all_weights():
+    settings = ["replicated", "small_limit", "accumulated", "bfloat16", "float16"]
+    assert optaxclip.check_step(right_steps.ours_pmap, settings=settings) == []
+
+
 def test_a_finding_says_by_how_much():
     step = wrong_steps.every_square_summed
     rows = optaxclip.check_step(step, settings=["replicated"])
     (norm,) = [row for row in rows if row[:3] == ("replicated", "above", "norm")]
-    assert norm.wanted == pytest.approx(4.0, rel=1e-6)
+    # 37 limits of 0.25.
+    assert norm.wanted == pytest.approx(9.25, rel=1e-6)
     # Eight devices, each with all squares.
-    assert norm.found == pytest.approx(4.0 * math.sqrt(8), rel=1e-5)
+    assert norm.found == pytest.approx(9.25 * math.sqrt(8), rel=1e-5)
     (update,) = [row for row in rows if row.what == "update"]
-    assert update.wanted == pytest.approx(1.0, rel=1e-6)
-    assert update.found == pytest.approx(1 / math.sqrt(8), rel=1e-5)
+    assert update.wanted == pytest.approx(0.25, rel=1e-6)
+    assert update.found == pytest.approx(0.25 / math.sqrt(8), rel=1e-5)
     assert "replica" in norm.meaning
 
 
@@ -169,7 +180,7 @@ def test_the_worst_norm_of_all_devices_is_shown():
     rows = optaxclip.check_step(returning(only_the_last_is_wrong), settings="fsdp")
     above = [row for row in rows if row.gradients == "above"]
     assert [(row.what, row.kind) for row in above] == [("norm", "unknown")]
-    assert above[0].found == pytest.approx(8.0, rel=1e-5)
+    assert above[0].found == pytest.approx(2 * 9.25, rel=1e-5)
 
 
 def test_an_error_of_the_step_says_in_which_setting():
@@ -183,3 +194,63 @@ def test_an_error_of_the_step_says_in_which_setting():
     (note,) = caught.value.__notes__
     assert "'experts'" in note
     assert "settings=" in note
+
+
+def test_weight_decay_and_penalties_show():
+    """Weights are not 0, so a step that adds them gives another update."""
+    for name in ("decay_before_clip", "penalty_in_loss"):
+        rows = optaxclip.check_step(getattr(wrong_steps, name), settings="replicated")
+        updates = [row for row in rows if row.what == "update"]
+        assert {row.gradients for row in updates} == {"above", "below"}
+        assert {row.kind for row in updates} == {"weights_added"}
+        (below,) = [row for row in updates if row.gradients == "below"]
+        # Each of three leaves has one weight of 0.25, the limit.
+        decay = {"decay_before_clip": 0.1, "penalty_in_loss": 1e-4}[name]
+        assert below.found == pytest.approx(decay * 0.25 * math.sqrt(3), rel=1e-4)
+
+
+def test_a_scale_of_8_is_no_sum_over_8_devices():
+    """Four devices tell them apart: a sum would be 4 there."""
+    settings = ["replicated", "small_limit"]
+    for name, kind in (("scale_of_8", "scaled"), ("gradients_summed",) * 2):
+        rows = optaxclip.check_step(getattr(wrong_steps, name), settings=settings)
+        assert {row.kind for row in rows} == {kind}
+        ratios = [row.found / row.wanted for row in rows if row.what == "norm"]
+        small = 8 if name == "scale_of_8" else 4
+        assert ratios == pytest.approx([8, 8, small, small], rel=1e-5)
+
+
+@pytest.mark.parametrize("ratio", [1 / 8, 1 / 3, 2, 3, 4])
+def test_a_ratio_of_all_settings_is_no_number_of_devices(ratio):
+    """Each of these is a number of devices, copies or micro-batches in some setting."""
+
+    def other_limit(setting):
+        limited = setting._replace(max_norm=setting.max_norm * ratio)
+        return right_steps.by_hand(limited)
+
+    steps = {
+        "scaled": returning(lambda _, x, norm: (x, norm * ratio)),
+        "other_rate": returning(lambda _, x, norm: (times(ratio, x), norm)),
+        "other_limit": other_limit,
+    }
+    for kind, make_step in steps.items():
+        settings = ["replicated", "small_limit", "accumulated"]
+        rows = optaxclip.check_step(make_step, settings=settings)
+        assert {row.kind for row in rows} == {kind}
+
+
+@pytest.mark.parametrize("share", [0.9, 0.96, 1.1])
+def test_a_low_precision_sum_loses_small_squares_and_no_more(share):
+    """Of squares that add to 1024 and 64 times 2.25, all small ones may be lost."""
+    least = math.sqrt(1024 / (1024 + 64 * 2.25))
+    step = returning(lambda _, x, norm: (x, norm * share))
+    (row,) = optaxclip.check_step(step, settings="bfloat16")
+    assert row.wanted == pytest.approx(math.sqrt(1024 + 64 * 2.25), rel=2**-8)
+    within = least * (1 - 2**-6) <= share < 1
+    assert row.kind == ("low_precision_sum" if within else "unknown")
+
+
+def test_a_step_in_place_of_make_step_is_told():
+    step = jax.jit(lambda params, batch: (params, 0.0))
+    with pytest.raises(TypeError, match=r"make_step must take a setting .*\(params, b"):
+        optaxclip.check_step(step)

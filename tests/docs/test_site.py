@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 
 import optaxclip
-from optaxclip import autopsy, doctor, dropin, per_example, replay, rules, shrinks
+from optaxclip import (
+    autopsy,
+    check,
+    doctor,
+    dropin,
+    per_example,
+    replay,
+    rules,
+    shrinks,
+)
 from tests.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -56,9 +65,8 @@ def test_every_public_name_is_in_the_reference_once():
     described = re.findall(r"^::: optaxclip\.(\S+)$", pages, re.MULTILINE)
     modules = {"per_example": per_example, "replay": replay, "rules": rules}
     modules |= {"shrinks": shrinks, "dropin": dropin, "doctor": doctor}
-    modules["autopsy"] = autopsy
-    # `check` is a command, and has no names.
-    public = set(optaxclip.__all__) - {"check", *modules, *per_example.__all__}
+    modules |= {"autopsy": autopsy, "check": check}
+    public = set(optaxclip.__all__) - {*modules, *per_example.__all__}
     for module in modules:
         public |= {f"{module}.{name}" for name in modules[module].__all__}
     assert sorted(described) == sorted(public)
