@@ -24,7 +24,7 @@ from ..rules._memory import moving_average
 
 # Over about how many steps the shares are averaged.
 REACH = 10
-# A group that never had a gradient must not make 0 / 0.
+# A group that never had a gradient must not make 0 / 0, nor 0 * inf.
 LEAST_SHARE = 1e-12
 
 
@@ -45,6 +45,7 @@ def first_shares(groups: int) -> Array:
 
 def new_budget(limit: Array, shares: Array) -> Budget:
     """The budget of a backward pass whose groups come in the order of their shares."""
+    shares = jnp.maximum(shares, LEAST_SHARE)
     shares_from_here = jnp.cumsum(shares[::-1])[::-1]
     # That of the last group is s / s, which is exactly 1.
     portions = (shares / shares_from_here).astype(limit.dtype)
@@ -75,6 +76,5 @@ def next_shares(shares: Array, norms: Array, step: Array) -> Array:
     A step whose norm is 0, NaN or inf changes nothing.
     """
     norm = global_norm(norms)
-    shares_of_step = jnp.maximum((norms / norm) ** 2, LEAST_SHARE)
-    averages = moving_average(shares, shares_of_step, step, REACH)
+    averages = moving_average(shares, (norms / norm) ** 2, step, REACH)
     return jnp.where(jnp.isfinite(norm) & (norm > 0), averages, shares)

@@ -341,3 +341,45 @@ def test_aux_may_be_any_tree_and_comes_back():
     assert_close((found[0], found_arrays), (wanted[0], arrays), 1e-12)
     grads, _ = jax.grad(loss, has_aux=True)(params, x)
     assert_close(new, {"layers": STACK - grads["layers"]}, 1e-12)
+
+
+def test_a_scan_for_aux_alone_leaves_the_other_a_stack():
+    """Whichever of the two runs first."""
+
+    def before(params, x):
+        y, _ = lax.scan(dense, x + 1, params["layers"])
+        return plain(params, x), y
+
+    def after(params, x):
+        loss = plain(params, x)
+        y, _ = lax.scan(dense, x + 1, params["layers"])
+        return loss, y
+
+    params, x = {"layers": STACK}, numbers(2, WIDTH)
+    grads = jax.grad(plain)(params, x)
+    for loss in (before, after):
+        trainer = release(loss, optax.sgd(1.0))
+        assert trainer.released(params, x) == ["layers"]
+        new, _, outputs = jax.jit(trainer.step)(params, trainer.init(params, x), x)
+        assert_close(new, {"layers": STACK - grads["layers"]}, 1e-12)
+        assert_close(outputs, jax.jit(loss)(params, x), 1e-12)
+
+
+def test_a_checkpoint_of_the_head_stays_one():
+    @jax.checkpoint
+    def head(x, table):
+        x, _ = lax.scan(lambda x, row: (jnp.tanh(x + row[None]), None), x, table)
+        return jnp.sum(x**2)
+
+    def loss(params, x):
+        x, _ = lax.scan(dense, x, params["layers"])
+        return head(x, 2 * params["layers"][:, 0])
+
+    def loss_of_two(params, x):
+        x, _ = lax.scan(dense, x, params["layers"])
+        return head(x, params["table"])
+
+    params, x = {"layers": STACK, "table": STACK[:, 0]}, numbers(2, WIDTH)
+    assert check_step(loss_of_two, params, x) == ["layers"]
+    with pytest.raises(ValueError, match="nothing else reads"):
+        release(loss, optax.sgd(1.0)).init({"layers": STACK}, x)
