@@ -71,6 +71,7 @@ class Optimizer(NamedTuple):
         leaf_of_entry = {}
         for key, entry in entries_of(self.shapes(leaves)).items():
             ends = [leaf for leaf in leaves if key.endswith(leaf.removeprefix(PARAMS))]
+            # The path of a leaf may end with that of another.
             leaf = max(ends, key=len, default=None)
             if leaf is not None and entry.shape != jnp.shape(leaves[leaf]):
                 leaf = None
@@ -80,7 +81,10 @@ class Optimizer(NamedTuple):
 
 def first_slices(entries: Entries, slices: dict[str, Slice]) -> Entries:
     """The entries of the first layer."""
-    return {key: slices[key].taken(jnp.asarray(entries[key]), 0) for key in slices}
+    first = {}
+    for key in slices:
+        first[key] = slices[key].taken(jnp.asarray(entries[key]), layer=0)
+    return first
 
 
 # ---------------------------------------------------------------------------- checks
@@ -95,10 +99,14 @@ def check_optimizer(
       ValueError: it adds up gradients, keeps something that has no entry for each
         layer, or mixes leaves.
     """
+    whole_entries = entries_of(optimizer.shapes(leaves))
     leaves = leaves | jax.eval_shape(lambda: first_slices(leaves, slices))
     params, state = optimizer.shapes(leaves)
-    _check_state(state)
+    _check_no_sums(state)
     leaf_of_entry = optimizer.leaf_of_entry(leaves)
+    for key, entry in entries_of((params, state)).items():
+        if leaf_of_entry[key] is None:
+            _check_shared(key, entry, whole_entries[key])
     program = jax.make_jaxpr(optimizer.transformation.update)(params, state, params)
     # Gradients, state and weights.
     inputs = [*leaf_of_entry, *entries_of((params,))]
@@ -106,15 +114,16 @@ def check_optimizer(
     for index, (key, leaf) in enumerate(leaf_of_entry.items()):
         is_output = [place == index for place in range(len(leaf_of_entry))]
         needed, is_read = dce_jaxpr(program.jaxpr, is_output)
-        leaves_read = {leaf_of_entry[x] for x, flag in zip(inputs, is_read) if flag}
-        others = [optimizer.names[x] for x in leaves_read - {None, leaf}]
+        others = set()
+        for entry, flag in zip(inputs, is_read):
+            other = leaf_of_entry[entry]
+            if flag and other is not None and other != leaf:
+                others.add(optimizer.names[other])
         if others:
             raise ValueError(
                 "release: optimizer must treat each array by itself, but its "
-                f"{optimizer.names.get(key, key)!r} depends on {listed(others)}. Its "
-                "state must be numbers, and arrays of the shape of a leaf, as that of "
-                "adafactor(factored=False). In the place of clips and skips set "
-                "max_norm and nonfinite here."
+                f"{optimizer.names.get(key, key)!r} depends on {listed(others)}. In "
+                "the place of clips and skips set max_norm and nonfinite here."
             )
         if leaf in slices and _sums_up(needed):
             across.add(optimizer.names[leaf])
@@ -127,23 +136,31 @@ def check_optimizer(
         )
 
 
-def _check_state(state: PyTree) -> None:
-    """Refuses an optimizer that adds up gradients, or draws random numbers."""
-    for entry in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, SUMS)):
-        if isinstance(entry, SUMS):
+def _check_no_sums(state: PyTree) -> None:
+    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, SUMS)):
+        if isinstance(node, SUMS):
             raise ValueError(
                 "release: optimizer must not add up gradients, as one with the state "
-                f"{type(entry).__name__} does. A gradient that is gone cannot be added "
+                f"{type(node).__name__} does. A gradient that is gone cannot be added "
                 "to: give step the whole batch."
             )
-        if jnp.issubdtype(entry.dtype, jax.dtypes.extended):
-            raise ValueError(
-                "release: optimizer must not draw random numbers, which would be the "
-                "same in all layers. Add noise to gradients before, or leave it out."
-            )
+
+
+def _check_shared(key: str, entry: Any, whole: Any) -> None:
+    """Refuses an entry of the state that layers can neither share nor cut."""
+    is_random = jnp.issubdtype(entry.dtype, jax.dtypes.extended)
+    if is_random or entry.shape != whole.shape:
+        raise ValueError(
+            "release: the state of optimizer must be numbers, and arrays of the shape "
+            f"of a leaf, but {key!r} is {whole.dtype}{list(whole.shape)}. Random keys "
+            "and factored moments are not: take adafactor(factored=False)."
+        )
 
 
 def _sums_up(program: Jaxpr) -> bool:
     """Whether a program makes fewer numbers of an array, as a norm does."""
-    sums = ("reduce_sum", "reduce_max", "dot_general")
-    return any(runs(primitive, eqn) for eqn in program.eqns for primitive in sums)
+    for equation in program.eqns:
+        for primitive in ("reduce_sum", "reduce_max", "dot_general"):
+            if runs(primitive, equation):
+                return True
+    return False

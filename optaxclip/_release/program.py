@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +28,7 @@ from .._trees import PyTree, listed
 from .stacks import Operation, Slice, Stack
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-
-    Atom = Var | Literal
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 JITS = frozenset({"jit", "pjit"})
 CALLS = JITS | {"closed_call", "core_call", "checkpoint", "remat2"}
@@ -54,8 +51,7 @@ RunInstead = Callable[["JaxprEqn", list[Array]], list[Array] | None]
 class Program(NamedTuple):
     """The program of a loss, in which calls are opened."""
 
-    jaxpr: Jaxpr
-    constants: Sequence[Array]
+    jaxpr: ClosedJaxpr
     structure: PyTree  # of what the loss returns
     stacks: dict[int, Stack]  # by `id` of their equations
 
@@ -95,13 +91,13 @@ def read_program(
     # Calls other than jits are opened only if need be: a checkpoint of the head should
     # stay one.
     for calls in (JITS, CALLS):
-        opened, constants = _opened(program, calls, jax.tree.leaves((params, batch)))
+        opened = _opened(program, calls, jax.tree.leaves((params, batch)))
         weights = {}
-        for leaf, var in zip(names, opened.invars):
+        for leaf, var in zip(names, opened.jaxpr.invars):
             if leaf in trained:
                 weights[var] = leaf
         # Who reads weights for aux alone adds nothing to their gradients.
-        of_loss = _needed(opened, [0])
+        of_loss = _needed(opened.jaxpr, [0])
         readers = Counter(_variables(of_loss.outvars))
         for equation in of_loss.eqns:
             readers.update(_variables(equation.invars))
@@ -114,27 +110,29 @@ def read_program(
                 "statistics of BatchNorm, by trainable=, and hand new values over as "
                 "aux."
             )
-        stacks = _stacks_of(opened, readers, weights)
+        stacks = _stacks_of(opened.jaxpr, readers, weights)
         if stacks:
-            return Program(opened, constants, structure, stacks)
+            return Program(opened, structure, stacks)
     raise ValueError(_no_stack(program))
 
 
 # ------------------------------------------------------------------------ running it
 
 
-def run(jaxpr: Jaxpr, inputs: Iterable[Array], instead: RunInstead) -> list[Array]:
-    """The outputs of a program. `inputs` begin with its constants."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs))
+def run(program: Any, inputs: Iterable[Array], instead: RunInstead) -> list[Array]:
+    """The outputs of a program, a jaxpr with its constants or without."""
+    jaxpr = jaxpr_of(program)
+    values = dict(zip(jaxpr.invars, inputs))
+    values.update(zip(jaxpr.constvars, getattr(program, "consts", ())))
 
-    def read(atom: Atom) -> Array:
-        if is_variable(atom):
-            return values[atom]
-        literal: Any = atom
-        return jnp.asarray(literal.val, type_of(literal).dtype)
+    def read(atom: Any) -> Array:
+        if is_literal(atom):
+            return jnp.asarray(atom.val, atom.aval.dtype)
+        return values[atom]
 
     for equation in jaxpr.eqns:
-        outputs = instead(equation, [read(atom) for atom in equation.invars])
+        arrays = [read(atom) for atom in equation.invars]
+        outputs = instead(equation, arrays)
         if outputs is None:
             outputs = _run_equation(equation, values)
         values.update(zip(equation.outvars, outputs))
@@ -144,31 +142,39 @@ def run(jaxpr: Jaxpr, inputs: Iterable[Array], instead: RunInstead) -> list[Arra
 def _run_equation(equation: JaxprEqn, values: dict[Var, Array]) -> list[Array]:
     from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, jaxpr_as_fun
 
-    variables = list(dict.fromkeys(_variables(equation.invars)))
+    # A dict, since an equation may read a variable twice.
+    variables = dict.fromkeys(_variables(equation.invars))
     # JAX warns of a program without it.
     debug_info = DebugInfo("release", "loss", None, None)
-    jaxpr = Jaxpr((), variables, equation.outvars, [equation], debug_info=debug_info)
+    jaxpr = Jaxpr(
+        constvars=(),
+        invars=[*variables],
+        outvars=equation.outvars,
+        eqns=[equation],
+        debug_info=debug_info,
+    )
     arrays = [values[var] for var in variables]
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*arrays)
 
 
 def _opened(
     program: ClosedJaxpr, calls: frozenset[str], inputs: list[Array]
-) -> tuple[Jaxpr, Sequence[Array]]:
-    """The program with equations in the place of calls, and its constants."""
+) -> ClosedJaxpr:
+    """The program with equations in the place of calls."""
+    from jax.extend.core import ClosedJaxpr
 
-    def open_call(equation: JaxprEqn, arrays: list[Array]) -> list[Array] | None:
-        if equation.primitive.name not in calls:
-            return None
-        return run_opened(body_of(equation), *arrays)
+    def open_call(equation: JaxprEqn, inputs: list[Array]) -> list[Array] | None:
+        if equation.primitive.name in calls:
+            return run(body_of(equation), inputs, open_call)
+        return None
 
-    def run_opened(program: ClosedJaxpr | Jaxpr, *arrays: Array) -> list[Array]:
-        constants = getattr(program, "consts", ())
-        return run(jaxpr_of(program), [*constants, *arrays], open_call)
+    def run_opened(*inputs: Array) -> list[Array]:
+        return run(program, inputs, open_call)
 
-    opened = jax.make_jaxpr(partial(run_opened, program))(*inputs)
+    opened = jax.make_jaxpr(run_opened)(*inputs)
     # nnx.scan returns its weights as ys, which nobody reads.
-    return _needed(opened.jaxpr, range(len(opened.out_avals))), opened.consts
+    jaxpr = _needed(opened.jaxpr, range(len(opened.out_avals)))
+    return ClosedJaxpr(jaxpr, opened.consts)
 
 
 def _needed(jaxpr: Jaxpr, outputs: Sequence[int]) -> Jaxpr:
@@ -178,13 +184,9 @@ def _needed(jaxpr: Jaxpr, outputs: Sequence[int]) -> Jaxpr:
     return needed
 
 
-def is_variable(atom: Atom) -> TypeGuard[Var]:
-    """Whether it is no number that stands in the program."""
-    return not is_literal(atom)
-
-
-def _variables(atoms: Iterable[Atom]) -> Iterator[Var]:
-    return (atom for atom in atoms if is_variable(atom))
+def _variables(atoms: Iterable[Any]) -> list[Var]:
+    """The variables among some inputs, which may be numbers too."""
+    return [atom for atom in atoms if not is_literal(atom)]
 
 
 # ---------------------------------------------------------------------------- stacks
@@ -194,20 +196,23 @@ def _stacks_of(
     jaxpr: Jaxpr, readers: Counter[Var], weights: dict[Var, str]
 ) -> dict[int, Stack]:
     """The scans that read weights slice by slice, by `id` of their equations."""
-    makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    makers = {}
+    for equation in jaxpr.eqns:
+        makers |= dict.fromkeys(equation.outvars, equation)
 
-    def slice_of(x: Atom, length: int) -> Slice | None:
+    def slice_of(x: Any, length: int) -> Slice | None:
         """The part of a leaf that is one entry of an input of a scan, or None."""
         axis = 0
         operations: list[Operation] = []
-        while axis is not None and is_variable(x) and readers[x] == 1:
+        while axis is not None and not is_literal(x) and readers[x] == 1:
             if x in weights:
-                return Slice(weights[x], axis, length, tuple(reversed(operations)))
-            if x not in makers or makers[x].primitive.name not in LAYOUT:
+                return Slice(weights[x], axis, length, operations[::-1])
+            maker = makers.get(x)
+            if maker is None or maker.primitive.name not in LAYOUT:
                 return None
-            operations.append(Operation(makers[x], axis))
-            axis = _axis_before(makers[x], axis, length)
-            x = makers[x].invars[0]
+            operations.append(Operation(maker, axis))
+            axis = _axis_before(maker, axis, length)
+            x = maker.invars[0]
         return None
 
     stacks = {}
@@ -219,8 +224,9 @@ def _stacks_of(
         if equation.primitive.name != "scan" or length == 0 or not reaches_loss:
             continue
         slices = {}
-        for place in range(sum(counts_of_scan(equation)), len(equation.invars)):
-            leaf_slice = slice_of(equation.invars[place], length)
+        first_x = sum(counts_of_scan(equation))
+        for place, x in enumerate(equation.invars):
+            leaf_slice = slice_of(x, length) if place >= first_x else None
             if leaf_slice is not None:
                 slices[place] = leaf_slice
         if slices:
@@ -255,10 +261,9 @@ def _check_scalar(shapes: PyTree) -> None:
         loss, _ = shapes
     is_scalar = getattr(loss, "shape", None) == ()
     if not is_scalar or not jnp.issubdtype(loss.dtype, jnp.floating):
-        types = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", shapes)
         raise TypeError(
             "release: loss must return a real scalar, or a pair of that and any other "
-            f"outputs, got {types}."
+            f"outputs, got {shapes}."
         )
 
 

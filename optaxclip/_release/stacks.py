@@ -44,7 +44,7 @@ class Slice(NamedTuple):
     leaf: str
     axis: int  # of the layers
     length: int  # how many layers there are
-    operations: tuple[Operation, ...]
+    operations: list[Operation]
 
     def taken(self, array: Array, layer: Array | int) -> Array:
         """The slice, in which the axis stays. It has several rows where the scan goes
@@ -98,7 +98,10 @@ class Stack(NamedTuple):
         return {x.leaf for x in self.slices.values()}
 
     def inputs_of(self, arrays: list[Any]) -> Inputs:
-        arrays = [None if k in self.slices else x for k, x in enumerate(arrays)]
+        """The inputs of the scan, without weights."""
+        arrays = list(arrays)
+        for place in self.slices:
+            arrays[place] = None
         consts, carries = counts_of_scan(self.equation)
         stop = consts + carries
         return Inputs(arrays[:consts], arrays[consts:stop], arrays[stop:])
@@ -125,6 +128,22 @@ def floats(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if is_float(x) else None, tree)
 
 
+def _zeros(array: Array) -> Array:
+    return typed_as(jnp.zeros_like(array), jax.typeof(array))
+
+
+def _gradients(
+    stack: Stack, weights: Entries, inputs: Inputs, cotangents: Any
+) -> tuple[Entries, Inputs]:
+    """The gradients of a layer by its weights, and the cotangents of its inputs."""
+
+    def run(weights: Entries, moving: Inputs) -> Any:
+        return floats(stack.run_layer(weights, put_back(moving, inputs)))
+
+    _, pull = jax.vjp(run, weights, floats(inputs))
+    return pull(cotangents)
+
+
 def run_stack(
     stack: Stack,
     visit: Visit,
@@ -144,6 +163,7 @@ def run_stack(
       limiter: hands on what is left of a limit, by its cotangent.
     """
     slices = {key: x for key, x in slices.items() if x.leaf in stack.leaves}
+    entries = {key: entries[key] for key in slices}
     is_reversed = stack.equation.params["reverse"]
     layers = jnp.arange(stack.length)
     order = layers[::-1] if is_reversed else layers
@@ -151,7 +171,16 @@ def run_stack(
     groups = -2 - stack.layers_before - order
 
     def taken(entries: Entries, layer: Array) -> Entries:
-        return {key: slices[key].taken(entries[key], layer) for key in slices}
+        entries_of_layer = {}
+        for key in slices:
+            entries_of_layer[key] = slices[key].taken(entries[key], layer)
+        return entries_of_layer
+
+    def put(entries: Entries, layer: Array, new: Entries) -> Entries:
+        new_entries = {}
+        for key in slices:
+            new_entries[key] = slices[key].put(entries[key], layer, new[key])
+        return new_entries
 
     def forward(inputs: Inputs, entries: Entries, limiter: Any) -> Any:
         def turn(carry: list[Array], row: Any) -> Any:
@@ -176,26 +205,18 @@ def run_stack(
             inputs_of_layer = Inputs(inputs.consts, carry, xs)
             entries_of_layer = taken(entries, layer)
 
-            def run(weights: Entries, moving: Inputs) -> Any:
-                moved_inputs = put_back(moving, inputs_of_layer)
-                return floats(stack.run_layer(weights, moved_inputs))
-
             weights = {leaf: entries_of_layer[leaf] for leaf in stack.leaves}
-            _, pull = jax.vjp(run, weights, floats(inputs_of_layer))
-            grads, below = pull((of_carry, of_ys))
+            grads, below = _gradients(
+                stack, weights, inputs_of_layer, cotangents=(of_carry, of_ys)
+            )
             new_entries, limiter = visit(group, grads, entries_of_layer, limiter)
             # Put back as they are, weights would be copied.
             if new_entries is not None:
-                entries = {
-                    key: slices[key].put(entries[key], layer, new_entries[key])
-                    for key in slices
-                }
+                entries = put(entries, layer, new_entries)
             of_consts = jax.tree.map(jnp.add, of_consts, below.consts)
             return (below.carry, of_consts, entries, limiter), below.xs
 
-        zeros = jax.tree.map(
-            lambda x: typed_as(jnp.zeros_like(x), jax.typeof(x)), floats(inputs.consts)
-        )
+        zeros = jax.tree.map(_zeros, floats(inputs.consts))
         (of_carry, of_consts, entries, limiter), of_xs = lax.scan(
             turn,
             (of_carry, zeros, entries, limiter),

@@ -45,7 +45,7 @@ class ReleaseState(NamedTuple):
     """
 
     optimizer: PyTree
-    clip: ClipState
+    clip: Any
     shares: Array
 
 
@@ -64,7 +64,7 @@ class Released:
 
     loss: Callable[..., Any]
     optimizer: optax.GradientTransformationExtraArgs
-    clip: optax.GradientTransformationExtraArgs  # of everything
+    clip: Any  # of everything. Its state is a `ClipState`
     passes: int
     trainable: PyTree
 
@@ -178,10 +178,12 @@ class _Step(NamedTuple):
         """A forward and a backward pass. Returns the value of the loss, the gradients
         of the rest, the new entries of layers, and what they leave of the limiter.
         """
-        program, slices = self.model.program, self.model.slices
+        program = self.model.program
+        slices = self.model.slices
         layers = {key: self.entries[key] for key in slices}
-        weights = self.model.weights
-        rest = {key: weights[key] for key in weights if key not in slices}
+        rest = {}
+        for key in self.model.weights.keys() - slices.keys():
+            rest[key] = self.entries[key]
 
         def loss(rest: Entries, layers: Entries, limiter: Limiter) -> Any:
             weights = self.entries | rest
@@ -203,7 +205,7 @@ class _Step(NamedTuple):
                 )
                 return outputs
 
-            inputs = [*program.constants, *leaves, *jax.tree.leaves(self.batch)]
+            inputs = [*leaves, *jax.tree.leaves(self.batch)]
             value, *aux = run(program.jaxpr, inputs, run_if_stack)
             return (value, limiter), aux
 
@@ -269,9 +271,8 @@ class _Step(NamedTuple):
 
     def _clip_after(self, budget: Budget) -> ClipState:
         """The state of the clip of everything after one pass."""
-        norm, norm_after = global_norm(budget.norms), global_norm(budget.norms_after)
-        is_clipped = jnp.any(budget.norms_after < budget.norms)
+        norm = global_norm(budget.norms)
         # The factor of everything is norm_after / norm, also below the limit.
-        clip = self._asked(norm, jnp.where(is_clipped, norm_after, budget.limit))
+        clip = self._asked(norm, limit=global_norm(budget.norms_after))
         row = NUMBER_NAMES.index("limit")
         return clip._replace(numbers=clip.numbers.at[row].set(budget.limit))

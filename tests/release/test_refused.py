@@ -81,11 +81,11 @@ MIXES = {
     "apply_if_finite": (optax.apply_if_finite(SGD, 3), "depends on 'layers/"),
     "noise": (
         optax.add_noise(0.1, 0.5, jax.random.key(0)),
-        "must not draw random numbers",
+        "but '[1].rng_key' is key<fry>[]. Random keys",
     ),
     "adafactor": (
         optax.adafactor(0.1, min_dim_size_to_factor=2),
-        "as that of adafactor(factored=False)",
+        "take adafactor(factored=False)",
     ),
     "prodigy": (optax.contrib.prodigy(0.1), "depends on 'layers/bias', 'layers/w'."),
     "novograd": (optax.novograd(0.1), "nu['bias']\" depends on 'bias'"),
