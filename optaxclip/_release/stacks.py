@@ -103,8 +103,10 @@ class Stack(NamedTuple):
         for place in self.slices:
             arrays[place] = None
         consts, carries = counts_of_scan(self.equation)
-        stop = consts + carries
-        return Inputs(arrays[:consts], arrays[consts:stop], arrays[stop:])
+        first_x = consts + carries
+        return Inputs(
+            consts=arrays[:consts], carry=arrays[consts:first_x], xs=arrays[first_x:]
+        )
 
     def run_layer(self, weights: Entries, inputs: Inputs) -> tuple[list[Array], Any]:
         """The carry after a layer, and its ys. `weights` are slices of leaves."""
@@ -162,8 +164,8 @@ def run_stack(
       slices: of these entries.
       limiter: hands on what is left of a limit, by its cotangent.
     """
-    slices = {key: x for key, x in slices.items() if x.leaf in stack.leaves}
-    entries = {key: entries[key] for key in slices}
+    keys = [key for key in slices if slices[key].leaf in stack.leaves]
+    entries = {key: entries[key] for key in keys}
     is_reversed = stack.equation.params["reverse"]
     layers = jnp.arange(stack.length)
     order = layers[::-1] if is_reversed else layers
@@ -172,13 +174,13 @@ def run_stack(
 
     def taken(entries: Entries, layer: Array) -> Entries:
         entries_of_layer = {}
-        for key in slices:
+        for key in keys:
             entries_of_layer[key] = slices[key].taken(entries[key], layer)
         return entries_of_layer
 
     def put(entries: Entries, layer: Array, new: Entries) -> Entries:
         new_entries = {}
-        for key in slices:
+        for key in keys:
             new_entries[key] = slices[key].put(entries[key], layer, new[key])
         return new_entries
 

@@ -96,7 +96,8 @@ class Released:
                 "release: state must be what init(params, *batch) or the step before "
                 f"returned, got {shown(state)}."
             )
-        return _Step(self, self._model(params, batch), params, state, batch).run()
+        model = self._model(params, batch)
+        return _Step(self, model, params, state, batch).run()
 
     def released(self, params: PyTree, *batch: PyTree) -> list[str]:
         """Returns the names of the leaves of params whose gradients are never whole.
@@ -109,7 +110,9 @@ class Released:
 
     def _model(self, params: PyTree, batch: tuple[PyTree, ...]) -> Model:
         weights = _trained_weights(params, self.trainable)
-        names = {keystr(path): name(path[1:]) for path in leaf_paths((params,))}
+        names = {}
+        for path in leaf_paths((params,)):
+            names[keystr(path)] = name(path[1:])
         program = read_program(self.loss, params, batch, names, weights)
         optimizer = Optimizer(self.optimizer, names, jax.tree.structure(params))
         slices = {}
@@ -212,7 +215,8 @@ class _Step(NamedTuple):
         outputs, pull, aux = jax.vjp(loss, rest, layers, limiter, has_aux=True)
         value, _ = outputs
         grads, layers, limiter = pull((jnp.ones_like(value), limiter))
-        return program.structure.unflatten([value, *aux]), grads, layers, limiter
+        value = program.structure.unflatten([value, *aux])
+        return value, grads, layers, limiter
 
     def _updated_layer(
         self, group: Array, grads: Entries, slices: Entries, limiter: Limiter
@@ -245,7 +249,8 @@ class _Step(NamedTuple):
         # Before the first norm, and after one that is broken, any norm is possible.
         # Some rules have no other limit yet than a multiple of the norm itself.
         is_norm = jnp.isfinite(norm) & (norm > 0)
-        return self._asked(jnp.where(is_norm, norm, jnp.finfo(norm.dtype).max)).limit
+        largest = jnp.finfo(norm.dtype).max
+        return self._asked(jnp.where(is_norm, norm, largest)).limit
 
     def _asked(self, norm: Array, limit: Array | None = None) -> ClipState:
         """The state of the clip of everything after a norm."""
@@ -275,4 +280,5 @@ class _Step(NamedTuple):
         # The factor of everything is norm_after / norm, also below the limit.
         clip = self._asked(norm, limit=global_norm(budget.norms_after))
         row = NUMBER_NAMES.index("limit")
-        return clip._replace(numbers=clip.numbers.at[row].set(budget.limit))
+        numbers = clip.numbers.at[row].set(budget.limit)
+        return clip._replace(numbers=numbers)
