@@ -261,9 +261,10 @@ def _check_scalar(shapes: PyTree) -> None:
         loss, _ = shapes
     is_scalar = getattr(loss, "shape", None) == ()
     if not is_scalar or not jnp.issubdtype(loss.dtype, jnp.floating):
+        types = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", shapes)
         raise TypeError(
             "release: loss must return a real scalar, or a pair of that and any other "
-            f"outputs, got {shapes}."
+            f"outputs, got {types}."
         )
 
 
