@@ -6,9 +6,9 @@ step makes all gradients, clips their global norm and hands them to Adam. A rele
 step does that for one layer at a time, for the same loss.
 
 What it prints. The last loss and the time of a step: of the usual step, of the usual
-one with jax.checkpoint, of released ones whose limit holds for everything (in one
-backward pass, and exactly the global clip in two) and for each tensor. With --device,
-arguments, temporary memory and GFLOP of a larger network, also without a scan:
+one with jax.checkpoint, and of released ones in one backward pass and in two, which
+are exactly the global clip. With --device, arguments, temporary memory and GFLOP of a
+larger network, also without a scan:
 
     PYTHONPATH=. .venv-tpu/bin/python examples/release.py --device v5e
 """
@@ -33,7 +33,6 @@ USUAL = optax.chain(optaxclip.clip_by_global_norm(LIMIT), ADAM)
 OPTIONS = {
     "one pass": {"max_norm": LIMIT},
     "two passes": {"max_norm": LIMIT, "passes": 2},
-    "tensors": {"layer_clip": optaxclip.clip_by_tensor_norm(LIMIT / 5)},
 }
 
 

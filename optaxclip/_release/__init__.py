@@ -1,9 +1,10 @@
 """Clips and optimizes inside the backward pass, one layer at a time (gradient release).
 
-    program       the loss is traced and cut at the scans that go through layers
-    passes        forward, then backward, layer by layer
+    program       the loss is traced: which of its scans go through layers
+    stacks        such a scan, in whose backward pass layers are updated
     budget        the limit of all gradients, in one backward pass
     optimizers    what a layer has of the optimizer's state
+    trainer       one step
 
 A gradient is as large as the weights, and the usual step holds that of all layers until
 the optimizer has seen them. Here the gradient of a layer is gone before that of the
@@ -34,7 +35,6 @@ def release(
     *,
     max_norm: Limit = None,
     passes: int = 1,
-    layer_clip: optax.GradientTransformation | None = None,
     trainable: PyTree = True,
     nonfinite: Nonfinite = "propagate",
 ) -> Released:
@@ -60,21 +60,17 @@ def release(
     |                      |        | is the clip of the global norm                  |
     | max_norm, passes=2   | 2      | the clip of the global norm: the first only     |
     |                      |        | measures                                        |
-    | layer_clip           | 1      | no limit: of each layer alone                   |
 
     Args:
       loss: returns the loss, a real scalar, or a pair of that and any pytree.
       optimizer: any optimizer of optax whose state follows its weights (SGD, Adam,
-        AdamW, Lion ...), without a clipper. It sees one layer at a time, with the
-        shapes and paths that the leaves have in params, but one layer long.
+        AdamW, Lion ...), without a clip of the global norm. It sees one layer at a
+        time, with the shapes and paths that the leaves have in params, but one layer
+        long.
       max_norm: the limit of the norm of all gradients: a number at least 0, a schedule,
         or a rule of `optaxclip.rules`. With one pass a rule is asked before the norm of
         the step is known, with that of the step before. None: no limit.
       passes: how many backward passes a step takes, 1 or 2.
-      layer_clip: a clipper of optaxclip or optax. It sees the gradient of one layer at
-        a time, in the shapes in which the layer sees its weights, and those of the rest
-        as one more: `clip_by_global_norm(0.1)` limits each layer as a whole,
-        `clip_by_tensor_norm(0.1)` each tensor of each layer. It comes before max_norm.
       trainable: which leaves are trained, as optax masks: True, a tree prefix of params
         with True and False, or a function from params to one. Leaves that are neither
         float nor complex never are. The optimizer sees None in place of the others.
@@ -90,17 +86,17 @@ def release(
       limits and factors, and `state.optimizer` is the optimizer's own state.
 
     Raises:
-      TypeError: a loss that is no function, an optimizer or a clipper without init and
-        update, a limit that is not a number. From init and step: a loss that is not a
+      TypeError: a loss that is no function, an optimizer without init and update, a
+        limit that is not a number. From init and step: a loss that is not a
         real scalar, a leaf of params that is not an array. From step: a state that is
         none.
       ValueError: a negative or NaN limit, a rule that needs weights, passes other than
         1 and 2, an unknown `nonfinite`. From init and step: a loss that scans no leaf
         of params, or only leaves that something else reads as well, and a float leaf
         that the loss does not depend on, such as statistics of BatchNorm. From init: an
-        optimizer that mixes leaves, that leaves out steps (`optax.MultiSteps`,
-        `skip_step`), or whose state does not follow the weights. From step: pmap, or
-        shard_map with check_vma=False.
+        optimizer that mixes leaves, that adds up gradients (`optax.MultiSteps`), or
+        whose state does not follow the weights. From step: pmap, or shard_map with
+        check_vma=False.
 
     Example:
       >>> def loss(params, target):
@@ -127,17 +123,11 @@ def release(
     if isinstance(passes, bool) or passes not in (1, 2):
         raise ValueError(f"release: passes must be 1 or 2, got {shown(passes)}.")
     rule_without_params(max_norm, "release: max_norm")
-    clip = None
-    if max_norm is not None:
-        measure = GlobalNorm("release")
-        clip = make_clipper(measure, max_norm, call="release", nonfinite=nonfinite)
-    if layer_clip is None:
-        layer_clip = optax.identity()
+    measure = GlobalNorm("release")
     return Released(
         loss,
         optimizer=with_extra_args("release: optimizer", optimizer),
-        clip=clip,
+        clip=make_clipper(measure, max_norm, call="release", nonfinite=nonfinite),
         passes=passes,
-        layer_clip=with_extra_args("release: layer_clip", layer_clip, "a clipper"),
         trainable=trainable,
     )

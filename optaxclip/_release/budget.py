@@ -24,7 +24,7 @@ from ..rules._memory import moving_average
 
 # Over about how many steps the shares are averaged.
 REACH = 10
-# A group that never had a gradient must not make 0 / 0.
+# A group that never had a gradient must not make 0 / 0, nor 0 * inf.
 LEAST_SHARE = 1e-12
 
 
@@ -45,11 +45,18 @@ def first_shares(groups: int) -> Array:
 
 def new_budget(limit: Array, shares: Array) -> Budget:
     """The budget of a backward pass whose groups come in the order of their shares."""
+    shares = jnp.maximum(shares, LEAST_SHARE)
     shares_from_here = jnp.cumsum(shares[::-1])[::-1]
     # That of the last group is s / s, which is exactly 1.
     portions = (shares / shares_from_here).astype(limit.dtype)
     zeros = jnp.zeros_like(portions)
-    return Budget(limit, portions, jnp.ones_like(limit), zeros, zeros)
+    return Budget(
+        limit=limit,
+        portions=portions,
+        left=jnp.ones_like(limit),
+        norms=zeros,
+        norms_after=zeros,
+    )
 
 
 def spend(budget: Budget, group: Array | int, norm: Array) -> tuple[Array, Budget]:
@@ -61,10 +68,11 @@ def spend(budget: Budget, group: Array | int, norm: Array) -> tuple[Array, Budge
     spent = jnp.where(is_over, portion, (norm / budget.limit) ** 2)
     # A group with a norm of NaN or inf is not applied, or breaks its weights anyway.
     spent = jnp.where(jnp.isfinite(norm), spent, 0.0)
+    norm_after = jnp.where(is_over, limit, norm)
     budget = budget._replace(
         left=jnp.maximum(budget.left - spent, 0.0),
         norms=budget.norms.at[group].set(norm),
-        norms_after=budget.norms_after.at[group].set(jnp.where(is_over, limit, norm)),
+        norms_after=budget.norms_after.at[group].set(norm_after),
     )
     return limit, budget
 
@@ -75,6 +83,7 @@ def next_shares(shares: Array, norms: Array, step: Array) -> Array:
     A step whose norm is 0, NaN or inf changes nothing.
     """
     norm = global_norm(norms)
-    shares_of_step = jnp.maximum((norms / norm) ** 2, LEAST_SHARE)
+    shares_of_step = (norms / norm) ** 2
     averages = moving_average(shares, shares_of_step, step, REACH)
-    return jnp.where(jnp.isfinite(norm) & (norm > 0), averages, shares)
+    is_norm = jnp.isfinite(norm) & (norm > 0)
+    return jnp.where(is_norm, averages, shares)

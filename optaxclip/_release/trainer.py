@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.tree_util import keystr
 
 from .._checks import check_flag, shown
 from .._exported import exported
@@ -17,17 +18,19 @@ from .._mesh_types import has_types, manual_axes
 from .._norms import global_norm
 from .._prefixes import lookup, prefix_table
 from .._state import NUMBER_NAMES, ClipState
-from .._trees import PyTree, clipped_leaves, name
+from .._trees import PyTree, clipped_leaves, is_none, leaf_paths, name
 from .budget import Budget, first_shares, new_budget, next_shares, spend
-from .layer_clips import ENTRY, LayerClip, shown_states
-from .optimizers import Optimizer, check_optimizer, entries_of, slices_of_state
-from .passes import Forward, Layer, Stored, backward_pass, forward_pass
-from .program import Program, read_program
+from .optimizers import Optimizer, check_optimizer, entries_of, filled, first_slices
+from .program import Program, read_program, run
+from .stacks import Entries, Slice, Visit, run_stack
 
-Weights = dict[int, Array]  # arrays by leaf of params
-Entries = dict[str, Array]  # arrays by path in the state of the optimizer
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
+
 # What limits the norm of everything: its budget, or with two passes that norm itself.
-Limiter = Budget | Array | None
+Limiter = Budget | Array
+# The group of the weights outside of the layers.
+REST = -1
 
 
 @exported
@@ -36,20 +39,23 @@ class ReleaseState(NamedTuple):
 
     Attributes:
       optimizer: the optimizer's state, as `optimizer.init(params)` makes it.
-      clip: the `ClipState` of the norm of everything. () without `max_norm`.
+      clip: the `ClipState` of the norm of everything.
       shares: float32[groups]: the usual share of each group in the square of the norm.
-        Groups are the layers, the last one first, and then all other weights. () with
-        two passes and without `max_norm`.
-      layer_clip: for each stack the arrays [layers, ...] of the states of `layer_clip`.
-      clips: what `metrics` shows of these: a `ClipState` of all layers for each clipper
-        in `layer_clip`, and the state of the other weights.
+        Groups are the layers, the last one first, and then all other weights.
     """
 
-    optimizer: Any
+    optimizer: PyTree
     clip: Any
-    shares: Any
-    layer_clip: Any
-    clips: Any
+    shares: Array
+
+
+class Model(NamedTuple):
+    """What is known of params and loss before a step."""
+
+    program: Program
+    optimizer: Optimizer
+    weights: Entries  # that are trained
+    slices: dict[str, Slice]  # of the weights of layers, and of their states
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +64,8 @@ class Released:
 
     loss: Callable[..., Any]
     optimizer: optax.GradientTransformationExtraArgs
-    clip: optax.GradientTransformationExtraArgs | None  # of everything
+    clip: Any  # of everything. Its state is a `ClipState`
     passes: int
-    layer_clip: optax.GradientTransformationExtraArgs
     trainable: PyTree
 
     def init(self, params: PyTree, *batch: PyTree) -> ReleaseState:
@@ -70,23 +75,10 @@ class Released:
         model = self._model(params, batch)
         check_optimizer(model.optimizer, model.weights, model.program.slices)
         trained = model.optimizer.tree_of(model.weights)
-        clip: Any = ()
-        shares: Any = ()
-        if self.clip is not None:
-            clip = self.clip.init(trained)
-        if self.clip is not None and self.passes == 1:
-            shares = first_shares(model.program.groups)
-        states_of_layers = []
-        for stack, layer_clip in zip(model.program.stacks, model.layer_clips):
-            states = layer_clip.first_states(model.weights, stack.length)
-            states_of_layers.append(states)
-        rest = self.layer_clip.init(model.optimizer.tree_of(model.rest))
         return ReleaseState(
             optimizer=self.optimizer.init(trained),
-            clip=clip,
-            shares=shares,
-            layer_clip=[jax.tree.leaves(states) for states in states_of_layers],
-            clips={"layers": shown_states(states_of_layers), "rest": rest},
+            clip=self.clip.init(trained),
+            shares=first_shares(model.program.layers + 1),
         )
 
     def step(
@@ -105,192 +97,149 @@ class Released:
                 f"returned, got {shown(state)}."
             )
         model = self._model(params, batch)
-        leaves, structure = jax.tree.flatten(params)
-        forward = forward_pass(model.program, [*leaves, *jax.tree.leaves(batch)])
-        new_weights, new_state = _Step(self, model, forward, state).run()
-        for leaf, array in new_weights.items():
-            leaves[leaf] = array
-        outputs = [forward.read(atom) for atom in model.program.outputs]
-        value = model.program.structure.unflatten(outputs)
-        return structure.unflatten(leaves), new_state, value
+        return _Step(self, model, params, state, batch).run()
 
     def released(self, params: PyTree, *batch: PyTree) -> list[str]:
         """Returns the names of the leaves of params whose gradients are never whole.
 
         All other gradients are in memory at the end of a step.
         """
-        slices = self._model(params, batch).program.slices
-        paths = [path for path, _ in jax.tree.leaves_with_path(params)]
-        return [name(paths[leaf]) for leaf in sorted(slices)]
+        model = self._model(params, batch)
+        names = model.optimizer.names
+        return [names[leaf] for leaf in names if leaf in model.slices]
 
-    def _model(self, params: PyTree, batch: tuple[PyTree, ...]) -> _Model:
+    def _model(self, params: PyTree, batch: tuple[PyTree, ...]) -> Model:
         weights = _trained_weights(params, self.trainable)
-        program = read_program(self.loss, params, batch, weights)
-        optimizer = Optimizer(self.optimizer, jax.tree.structure(params))
-        layer_clips = []
-        for stack in program.stacks:
-            slices = {x.leaf: x for x in stack.slices.values()}
-            layer_clips.append(LayerClip(self.layer_clip, optimizer, slices))
-        rest = {leaf: weights[leaf] for leaf in program.rest}
-        return _Model(program, optimizer, weights, rest, layer_clips)
+        names = {}
+        for path in leaf_paths((params,)):
+            names[keystr(path)] = name(path[1:])
+        program = read_program(self.loss, params, batch, names, weights)
+        optimizer = Optimizer(self.optimizer, names, jax.tree.structure(params))
+        slices = {}
+        for key, leaf in optimizer.leaf_of_entry(weights).items():
+            if leaf in program.slices:
+                slices[key] = program.slices[leaf]
+        return Model(program, optimizer, weights, slices)
 
 
-def _trained_weights(params: PyTree, trainable: PyTree) -> Weights:
+def _trained_weights(params: PyTree, trainable: PyTree) -> Entries:
     """The leaves that are trained: float or complex, not empty, and not masked."""
     # Names a leaf that is not an array.
     clipped_leaves(params, "release: params")
     mask = trainable(params) if callable(trainable) else trainable
-    flags = lookup(prefix_table(mask, _is_flag), params, "release: trainable")
+    flags = lookup(prefix_table(mask, is_none), params, "release: trainable")
     trained = {}
-    for leaf, (array, flag) in enumerate(zip(jax.tree.leaves(params), flags)):
+    for (key, array), flag in zip(entries_of((params,)).items(), flags):
         check_flag("release: trainable", flag)
         if flag and clipped_leaves(array) is not None:
-            trained[leaf] = array
+            trained[key] = array
     return trained
 
 
-def _is_flag(x: Any) -> bool:
-    return isinstance(x, bool)
+class _Step(NamedTuple):
+    """One step."""
 
+    trainer: Released
+    model: Model
+    params: PyTree
+    state: ReleaseState
+    batch: tuple[PyTree, ...]
 
-class _Model(NamedTuple):
-    """What is known of params and loss before a step."""
+    @property
+    def entries(self) -> Entries:
+        return entries_of((self.params, self.state.optimizer))
 
-    program: Program
-    optimizer: Optimizer
-    weights: Weights  # that are trained
-    rest: Weights  # of these, what is in no stack
-    layer_clips: list[LayerClip]  # for each stack
+    def run(self) -> tuple[PyTree, ReleaseState, Any]:
+        """Returns new params, the new state, and what the loss returned."""
+        budget = new_budget(self._limit_ahead(), self.state.shares)
+        limiter: Limiter = budget
+        if self.trainer.passes == 2:
+            budget = self._measured(budget)
+            # The norm of everything, in the place of what is left.
+            limiter = global_norm(budget.norms)
+        value, grads, layers, limiter = self._passes(self._updated_layer, limiter)
+        grads, limiter = self._clipped(REST, grads, limiter)
+        # With the first layers, for the counters that all layers share.
+        first = first_slices(layers, self.model.slices)
+        for leaf in self.model.program.slices:
+            grads[leaf] = jnp.zeros_like(first[leaf])
+        entries = self.entries | first
+        entries |= self.model.optimizer.updated(entries, grads)
+        tree = self.params, self.state.optimizer
+        params, optimizer = filled(tree, entries | layers)
+        if isinstance(limiter, Budget):
+            budget = limiter
+            clip = self._clip_after(budget)
+        else:
+            clip = self._asked(limiter)
+        shares = next_shares(self.state.shares, budget.norms, clip.step)
+        return params, ReleaseState(optimizer, clip, shares), value
 
+    def _passes(
+        self, visit: Visit, limiter: Limiter
+    ) -> tuple[PyTree, Entries, Entries, Any]:
+        """A forward and a backward pass. Returns the value of the loss, the gradients
+        of the rest, the new entries of layers, and what they leave of the limiter.
+        """
+        program = self.model.program
+        slices = self.model.slices
+        layers = {key: self.entries[key] for key in slices}
+        rest = {}
+        for key in self.model.weights.keys() - slices.keys():
+            rest[key] = self.entries[key]
 
-class _Step:
-    """One step, after its forward pass."""
+        def loss(rest: Entries, layers: Entries, limiter: Limiter) -> Any:
+            weights = self.entries | rest
+            leaves = [weights[key] for key in self.model.optimizer.names]
 
-    def __init__(
-        self, trainer: Released, model: _Model, forward: Forward, state: ReleaseState
-    ) -> None:
-        self.trainer = trainer
-        self.clip: Any = trainer.clip
-        self.model = model
-        self.forward = forward
-        self.state = state
-        self.old_entries = entries_of(state.optimizer).values
-        slices = slices_of_state(model.optimizer, model.weights, model.program.slices)
-        # For each stack the slices of its layers, and the arrays that these are of.
-        self.places: list[Stored] = []
-        self.stored: list[Stored] = []
-        for layer_clip, clips in zip(model.layer_clips, state.layer_clip):
-            leaves = layer_clip.slices
-            moments = {key: x for key, x in slices.items() if x.leaf in leaves}
-            places = Stored(leaves, moments, [ENTRY for _ in clips])
-            self.places.append(places)
-            weights = {leaf: model.weights[leaf] for leaf in leaves}
-            entries = {key: self.old_entries[key] for key in moments}
-            self.stored.append(Stored(weights, entries, clips))
+            def run_if_stack(
+                equation: JaxprEqn, inputs: list[Array]
+            ) -> list[Array] | None:
+                nonlocal limiter
+                if id(equation) not in program.stacks:
+                    return None
+                outputs, limiter = run_stack(
+                    program.stacks[id(equation)],
+                    visit,
+                    inputs=inputs,
+                    entries=layers,
+                    slices=slices,
+                    limiter=limiter,
+                )
+                return outputs
 
-    def run(self) -> tuple[Weights, ReleaseState]:
-        """Returns the new weights and the new state."""
-        limiter: Limiter = None
-        if self.clip is not None and self.trainer.passes == 2:
-            limiter = self._norm_of_everything()
-        elif self.clip is not None:
-            limiter = new_budget(self._limit_ahead(), self.state.shares)
-        grads, stored, limiter = self._backward(limiter, self._updated_layer)
-        rest, entries, rest_clip, limiter = self._updated_rest(grads, limiter)
-        new_weights = dict(rest)
-        new_entries = self.old_entries | self._shared_entries() | entries
-        states_of_layers = []
-        for arrays, layer_clip in zip(stored, self.model.layer_clips):
-            new_weights |= arrays.weights
-            new_entries |= arrays.moments
-            states_of_layers.append(layer_clip.states(arrays.clips, arrays.weights))
-        structure = jax.tree.structure(self.state.optimizer)
-        new_clip, new_shares = self._learned(limiter)
-        return new_weights, ReleaseState(
-            optimizer=structure.unflatten(
-                [new_entries[key] for key in self.old_entries]
-            ),
-            clip=new_clip,
-            shares=new_shares,
-            layer_clip=[arrays.clips for arrays in stored],
-            clips={"layers": shown_states(states_of_layers), "rest": rest_clip},
-        )
+            inputs = [*leaves, *jax.tree.leaves(self.batch)]
+            value, *aux = run(program.jaxpr, inputs, run_if_stack)
+            return (value, limiter), aux
 
-    # ------------------------------------------------------------- layers and the rest
-
-    def _backward(self, memory: Any, visit: Any) -> tuple[Weights, list[Stored], Any]:
-        return backward_pass(
-            self.model.program, self.forward, self.stored, self.places, memory, visit
-        )
+        outputs, pull, aux = jax.vjp(loss, rest, layers, limiter, has_aux=True)
+        value, _ = outputs
+        grads, layers, limiter = pull((jnp.ones_like(value), limiter))
+        value = program.structure.unflatten([value, *aux])
+        return value, grads, layers, limiter
 
     def _updated_layer(
-        self, layer: Layer, grads: Weights, slices: Stored, limiter: Limiter
-    ) -> tuple[Stored, Limiter]:
-        """The new slices of a layer."""
-        layer_clip = self.model.layer_clips[layer.stack]
-        grads, clips = layer_clip.updated(grads, slices.clips, slices.weights)
-        grads, limiter = self._shortened(grads, layer.group, limiter)
-        weights, entries = self.model.optimizer.updated(
-            slices.weights, grads, self.old_entries | slices.moments
-        )
-        moments = {key: entries[key] for key in slices.moments}
-        return Stored(weights, moments, clips), limiter
+        self, group: Array, grads: Entries, slices: Entries, limiter: Limiter
+    ) -> tuple[Entries, Limiter]:
+        """The new entries of a layer."""
+        grads, limiter = self._clipped(group, grads, limiter)
+        entries = self.model.optimizer.updated(self.entries | slices, grads)
+        return {key: entries[key] for key in slices}, limiter
 
-    def _updated_rest(
-        self, grads: Weights, limiter: Limiter
-    ) -> tuple[Weights, Entries, Any, Limiter]:
-        """The new weights outside of the layers, their entries in the state of the
-        optimizer, and the state of `layer_clip`.
-        """
-        model = self.model
-        if not model.rest:
-            return {}, {}, self.state.clips["rest"], limiter
-        grads, rest_clip = self._clipped_rest(grads)
-        grads, limiter = self._shortened(grads, model.program.groups - 1, limiter)
-        weights, entries = model.optimizer.updated(model.rest, grads, self.old_entries)
-        return weights, entries, rest_clip, limiter
+    # -------------------------------------------------------- the limit of everything
 
-    def _clipped_rest(self, grads: Weights) -> tuple[Weights, Any]:
-        optimizer = self.model.optimizer
-        tree, state = self.trainer.layer_clip.update(
-            optimizer.tree_of(grads),
-            self.state.clips["rest"],
-            optimizer.tree_of(self.model.rest),
-        )
-        return dict(zip(sorted(grads), jax.tree.leaves(tree), strict=True)), state
+    def _measured(self, budget: Budget) -> Budget:
+        """The budget after a backward pass that only measures norms."""
 
-    def _shared_entries(self) -> Entries:
-        """The new entries that all layers share, such as counters, from the first layer
-        of each stack.
-        """
-        shared: Entries = {}
-        for places, arrays in zip(self.places, self.stored):
-            first = jax.tree.map(lambda place, x: place.taken(x, 0), places, arrays)
-            _, entries = self.model.optimizer.updated(
-                first.weights, first.weights, self.old_entries | first.moments
-            )
-            for key in entries.keys() - first.moments.keys():
-                shared[key] = entries[key]
-        return shared
+        def visit(
+            group: Array, grads: Entries, entries: Entries, budget: Budget
+        ) -> tuple[None, Budget]:
+            _, budget = spend(budget, group, global_norm(grads))
+            return None, budget
 
-    # ---------------------------------------------------------- the limit of everything
-
-    def _norm_of_everything(self) -> Array:
-        """The global norm, by a backward pass that only measures."""
-
-        def measured(
-            layer: Layer, grads: Weights, slices: Stored, norms: Array
-        ) -> tuple[None, Array]:
-            layer_clip = self.model.layer_clips[layer.stack]
-            grads, _ = layer_clip.updated(grads, slices.clips, slices.weights)
-            return None, norms.at[layer.group].set(global_norm(grads))
-
-        norms = jnp.zeros(self.model.program.groups, self.state.clip.norm.dtype)
-        grads, _, norms = self._backward(norms, measured)
-        if grads:
-            grads, _ = self._clipped_rest(grads)
-            norms = norms.at[-1].set(global_norm(grads))
-        return global_norm(norms)
+        _, grads, _, budget = self._passes(visit, budget)
+        _, budget = spend(budget, REST, global_norm(grads))
+        return budget
 
     def _limit_ahead(self) -> Array:
         """The limit of this step, before its norm is known. Rules are asked with the
@@ -300,42 +249,36 @@ class _Step:
         # Before the first norm, and after one that is broken, any norm is possible.
         # Some rules have no other limit yet than a multiple of the norm itself.
         is_norm = jnp.isfinite(norm) & (norm > 0)
-        return self._asked(jnp.where(is_norm, norm, jnp.finfo(norm.dtype).max)).limit
+        largest = jnp.finfo(norm.dtype).max
+        return self._asked(jnp.where(is_norm, norm, largest)).limit
 
     def _asked(self, norm: Array, limit: Array | None = None) -> ClipState:
         """The state of the clip of everything after a norm."""
-        nothing = jnp.zeros_like(norm)
-        return self.clip.update(nothing, self.state.clip, grad_norm=norm, limit=limit)[
-            1
-        ]
+        zero = jnp.zeros_like(norm)
+        _, state = self.trainer.clip.update(
+            zero, self.state.clip, grad_norm=norm, limit=limit
+        )
+        return state
 
-    def _shortened(
-        self, grads: Weights, group: Array | int, limiter: Limiter
-    ) -> tuple[Weights, Limiter]:
-        """Clips the gradients of a group."""
-        if limiter is None:
-            return grads, limiter
+    def _clipped(
+        self, group: Array | int, grads: Entries, limiter: Any
+    ) -> tuple[Entries, Any]:
+        """The clipped gradients of a group, and the limiter for the next one."""
+        limit = None
+        norm = limiter
         if isinstance(limiter, Budget):
             norm = global_norm(grads)
             limit, limiter = spend(limiter, group, norm)
-            options = {"grad_norm": norm, "limit": limit}
-        else:
-            # The norm of everything, in the place of that of these gradients.
-            options = {"grad_norm": limiter}
-        grads, _ = self.clip.update(grads, self.state.clip, **options)
+        grads, _ = self.trainer.clip.update(
+            grads, self.state.clip, grad_norm=norm, limit=limit
+        )
         return grads, limiter
 
-    def _learned(self, limiter: Limiter) -> tuple[Any, Any]:
-        """The new state of the clip of everything, and the new shares."""
-        if limiter is None:
-            return (), ()
-        if not isinstance(limiter, Budget):
-            return self._asked(limiter), ()
-        norm, norm_after = global_norm(limiter.norms), global_norm(limiter.norms_after)
-        is_clipped = jnp.any(limiter.norms_after < limiter.norms)
+    def _clip_after(self, budget: Budget) -> ClipState:
+        """The state of the clip of everything after one pass."""
+        norm = global_norm(budget.norms)
         # The factor of everything is norm_after / norm, also below the limit.
-        clip = self._asked(norm, jnp.where(is_clipped, norm_after, limiter.limit))
+        clip = self._asked(norm, limit=global_norm(budget.norms_after))
         row = NUMBER_NAMES.index("limit")
-        clip = clip._replace(numbers=clip.numbers.at[row].set(limiter.limit))
-        shares = next_shares(self.state.shares, limiter.norms, clip.step)
-        return clip, shares
+        numbers = clip.numbers.at[row].set(budget.limit)
+        return clip._replace(numbers=numbers)

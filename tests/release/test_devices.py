@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import optaxclip
 from optaxclip import release
 from tests.release.test_release import TIGHT, batches, loss, new_params
 from tests.release.training import assert_close
@@ -24,8 +23,6 @@ SPECS = (
     },
     {"table": P(), "bias": P()},
 )
-TENSORS = optaxclip.clip_by_tensor_norm(TIGHT)
-BOTH = {"max_norm": TIGHT, "layer_clip": TENSORS}
 
 
 def one_step(params, trainer, batch):
@@ -38,7 +35,7 @@ def one_step(params, trainer, batch):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_weights_and_batch_that_jit_splits_give_the_same_step(kind, passes):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType[kind],) * 2)
-    trainer = release(loss, optax.adam(0.1), passes=passes, **BOTH)
+    trainer = release(loss, optax.adam(0.1), max_norm=TIGHT, passes=passes)
     params, batch = new_params(np.float32), next(batches(np.float32))
     wanted = one_step(params, trainer, batch)
 
@@ -64,8 +61,7 @@ def test_a_step_may_begin_on_an_explicit_mesh(passes):
         h, _ = jax.lax.scan(layer, x @ params["in"], params["layers"])
         return jnp.mean(h**2)
 
-    options = {"layer_clip": optaxclip.clip_by_tensor_norm(0.1), "max_norm": 0.1}
-    trainer = release(loss, optax.sgd(0.1), passes=passes, **options)
+    trainer = release(loss, optax.sgd(0.1), max_norm=0.1, passes=passes)
     params = {"layers": jnp.ones((3, 4, 4)), "in": jnp.ones((2, 4))}
     batch = jnp.linspace(0, 1, 16).reshape(8, 2)
 
@@ -88,7 +84,7 @@ def test_a_typed_shard_map_adds_up_gradients(passes):
         return jax.lax.pmean(loss(params, *batch), "x")
 
     params, batch = new_params(np.float32), next(batches(np.float32))
-    options = BOTH | {"passes": passes}
+    options = {"max_norm": TIGHT, "passes": passes}
     trainer = release(loss, optax.sgd(1.0), **options)
     wanted = one_step(params, trainer, batch)
     trainer = release(mean_loss, optax.sgd(1.0), **options)

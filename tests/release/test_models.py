@@ -121,6 +121,9 @@ OPTIMIZERS = {
         {"frozen": optax.set_to_zero(), "trained": optax.adam(1e-2)}, labels
     ),
     "bf16 moments": optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "conditional": optax.conditionally_mask(
+        optax.adam(1e-2), lambda step, *_: step % 2 == 0
+    ),
     "values": optax.chain(optax.clip(1e-4), optax.adam(1e-2)),
 }
 

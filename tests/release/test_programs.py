@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from optaxclip import release
-from tests.release.training import assert_close
+from tests.release.training import assert_close, norm
 
 LAYERS, WIDTH = 3, 4
 
@@ -341,3 +341,57 @@ def test_aux_may_be_any_tree_and_comes_back():
     assert_close((found[0], found_arrays), (wanted[0], arrays), 1e-12)
     grads, _ = jax.grad(loss, has_aux=True)(params, x)
     assert_close(new, {"layers": STACK - grads["layers"]}, 1e-12)
+
+
+def test_a_scan_for_aux_alone_leaves_the_other_a_stack():
+    """Whichever of the two runs first."""
+
+    def before(params, x):
+        y, _ = lax.scan(dense, x + 1, params["layers"])
+        return plain(params, x), y
+
+    def after(params, x):
+        loss = plain(params, x)
+        y, _ = lax.scan(dense, x + 1, params["layers"])
+        return loss, y
+
+    params, x = {"layers": STACK}, numbers(2, WIDTH)
+    grads = jax.grad(plain)(params, x)
+    for loss in (before, after):
+        trainer = release(loss, optax.sgd(1.0))
+        assert trainer.released(params, x) == ["layers"]
+        new, _, outputs = jax.jit(trainer.step)(params, trainer.init(params, x), x)
+        assert_close(new, {"layers": STACK - grads["layers"]}, 1e-12)
+        assert_close(outputs, jax.jit(loss)(params, x), 1e-12)
+
+
+def test_a_checkpoint_of_the_head_stays_one():
+    @jax.checkpoint
+    def head(x, table):
+        x, _ = lax.scan(lambda x, row: (jnp.tanh(x + row[None]), None), x, table)
+        return jnp.sum(x**2)
+
+    def loss(params, x):
+        x, _ = lax.scan(dense, x, params["layers"])
+        return head(x, params["table"])
+
+    params, x = {"layers": STACK, "table": STACK[:, 0]}, numbers(2, WIDTH)
+    assert check_step(loss, params, x) == ["layers"]
+    trainer = release(loss, optax.sgd(1.0))
+    program = jax.make_jaxpr(trainer.step)(params, trainer.init(params, x), x)
+    names = {equation.primitive.name for equation in program.eqns}
+    assert names & {"checkpoint", "remat2"}
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_layers_of_several_stacks_are_groups_of_their_own(passes):
+    # In float32, as the arrays of this file are.
+    params = {name: PARAMS[name] for name in ("layers", "more", "rest")}
+    x = numbers(2, WIDTH)
+    trainer = release(twice, optax.sgd(1.0), max_norm=0.1, passes=passes)
+    state = trainer.init(params, x)
+    new, state, _ = jax.jit(trainer.step)(params, state, x)
+    np.testing.assert_allclose(state.clip.norm, norm(jax.grad(twice)(params, x)), 1e-6)
+    moved = norm(jax.tree.map(lambda x, y: x - y, new, params))
+    assert 0.05 < moved < 0.1 * (1 + 1e-5)
+    np.testing.assert_allclose(moved, state.clip.norm * state.clip.factor, 1e-5)

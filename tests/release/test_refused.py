@@ -32,13 +32,9 @@ def loss(params, x):
 
 # ------------------------------------------------------------------------- optimizers
 
-PAUSES = {
-    "optax.MultiSteps": optax.MultiSteps(SGD, 2),
-    "optax.apply_every": optax.chain(optax.apply_every(2), SGD),
-    "optax.conditionally_mask": optax.conditionally_mask(SGD, lambda step: step > 3),
-    "optax.apply_if_finite": optax.apply_if_finite(SGD, 3),
-    "skip_nonfinite": optaxclip.skip_nonfinite(SGD),
-    "skip_step": optaxclip.skip_step(SGD),
+SUMS = {
+    "MultiSteps": optax.MultiSteps(SGD, 2),
+    "ApplyEvery": optax.chain(optax.apply_every(2), SGD),
 }
 
 
@@ -61,34 +57,39 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", PAUSES)
-def test_an_optimizer_that_leaves_out_steps_is_refused(name):
-    inner = PAUSES[name]
+@pytest.mark.parametrize("name", SUMS)
+def test_an_optimizer_that_adds_up_gradients_is_refused(name):
+    inner = SUMS[name]
     inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
     for wrapped in WRAPPED.values():
         trainer = release(loss, wrapped(inner), max_norm=1.0)
-        with pytest.raises(ValueError, match=f"optimizer must .*every step.*{name}"):
+        with pytest.raises(ValueError, match=f"must not add up .* {name}"):
             trainer.init(PARAMS, X)
 
 
 MIXES = {
     "clip": (
         optax.chain(optax.clip_by_global_norm(1.0), SGD),
-        "its update of 'bias' depends on 'layers/bias', 'layers/w'. A clip of the "
-        "global norm is max_norm here",
+        "its 'bias' depends on 'layers/bias', 'layers/w'.",
     ),
     "our clip": (
         optax.chain(optaxclip.clip_by_global_norm(1.0), SGD),
-        "its number '0/counts' depends on",
+        "depends on 'layers/bias', 'layers/w'",
     ),
-    "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), "the key 'rng_key'"),
+    "skip_nonfinite": (optaxclip.skip_nonfinite(SGD), "depends on 'layers/"),
+    "skip_step": (optaxclip.skip_step(SGD), "depends on 'layers/"),
+    "apply_if_finite": (optax.apply_if_finite(SGD, 3), "depends on 'layers/"),
+    "noise": (
+        optax.add_noise(0.1, 0.5, jax.random.key(0)),
+        "but '[1].rng_key' is key<fry>[]. Random keys",
+    ),
     "adafactor": (
         optax.adafactor(0.1, min_dim_size_to_factor=2),
         "take adafactor(factored=False)",
     ),
-    "prodigy": (optax.contrib.prodigy(0.1), "its number 'estim_lr' depends on"),
-    "novograd": (optax.novograd(0.1), "its number '0/nu/layers/bias' depends on"),
-    "sm3": (optax.sm3(0.1), "the state of optimizer must have the shape of each leaf"),
+    "prodigy": (optax.contrib.prodigy(0.1), "depends on 'layers/bias', 'layers/w'."),
+    "novograd": (optax.novograd(0.1), "nu['bias']\" depends on 'bias'"),
+    "sm3": (optax.sm3(0.1), "arrays of the shape of a leaf"),
 }
 
 
@@ -263,7 +264,7 @@ def test_statistics_of_nnx_are_masked():
         ({"layers": True}, "trainable has no value for the leaf 'bias'"),
         ({"layers": "no", "bias": True}, "trainable must be True or False, got 'no'"),
         ({"layers": True, "bias": True, "c": True}, "trainable has a value for 'c'"),
-        (False, "loss has no scan over layers"),
+        (False, "no scan of loss goes through layers"),
     ],
 )
 def test_a_mask_that_does_not_fit_is_refused(trainable, text):
@@ -307,20 +308,22 @@ def in_branch(params, x):
 
 
 SCANS = {
-    without_scan: "loss has no scan. release goes through layers that the loss scans",
-    over_numbers: "of length 3, reads 'layers/.*' whole in every layer",
-    over_time: "of length 4, has no leaf of params among its xs",
-    with_decay: r"of length 3, shares its weights 'layers/\w+' with .*py:",
-    in_branch: "of length 3, is inside a loop, a branch or a function",
+    without_scan: [],
+    over_numbers: [3],
+    over_time: [4],
+    with_decay: [3],
+    in_branch: [3],
 }
 
 
 @pytest.mark.parametrize("loss", SCANS, ids=lambda loss: loss.__name__)
 def test_a_loss_without_a_stack_says_which_scans_there_are(loss):
-    with pytest.raises(ValueError, match=f"release: .*{SCANS[loss]}") as caught:
+    with pytest.raises(ValueError, match="release: no scan of loss goes") as caught:
         release(loss, SGD).init(PARAMS, X)
-    if loss is not without_scan:
-        assert re.search(r"The scan at \S*test_refused.py:\d+", str(caught.value))
+    scans = r"one of length (\d+) at \S*test_refused.py:\d+"
+    lengths = [int(length) for length in re.findall(scans, str(caught.value))]
+    assert sorted(set(lengths)) == SCANS[loss]
+    assert ("no scan at all" in str(caught.value)) == (loss is without_scan)
 
 
 @pytest.mark.parametrize(

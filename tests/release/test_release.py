@@ -1,6 +1,5 @@
 """A released step is the usual step: the same weights, states and norms, in float64."""
 
-from functools import partial
 from itertools import product
 
 import jax
@@ -84,32 +83,8 @@ def shortened(tree, limit):
     return jax.tree.map(lambda x: x * factor, tree)
 
 
-def by_layer(clip, grads):
-    """Applies a function to the gradient of each layer, and to that of the rest."""
-    layers, rest = grads
-    each = []
-    for number in range(LAYERS):
-        each.append(clip(jax.tree.map(lambda x, i=number: x[i], layers)))
-    return jax.tree.map(lambda *own: np.stack(own), *each), clip(rest)
-
-
-def each_tensor(grads):
-    def clip(tree):
-        return jax.tree.map(lambda x: shortened(x, TIGHT), tree)
-
-    return by_layer(clip, grads)
-
-
-def each_layer(grads):
-    return by_layer(partial(shortened, limit=TIGHT), grads)
-
-
 def everything(grads):
     return shortened(grads, TIGHT)
-
-
-def tensors_first(grads):
-    return everything(each_tensor(grads))
 
 
 def labels(tree):
@@ -136,13 +111,9 @@ OPTIMIZERS = {
         {"matrix": optax.adam(0.03), "vector": optax.sgd(1.0)}, labels
     ),
 }
-TENSORS = optaxclip.clip_by_tensor_norm(TIGHT)
 LIMITS = {
     "none": ({}, lambda grads: grads),
-    "tensors": ({"layer_clip": TENSORS}, each_tensor),
-    "layers": ({"layer_clip": optaxclip.clip_by_global_norm(TIGHT)}, each_layer),
     "global": ({"max_norm": TIGHT, "passes": 2}, everything),
-    "both": ({"max_norm": TIGHT, "passes": 2, "layer_clip": TENSORS}, tensors_first),
 }
 
 
@@ -196,8 +167,7 @@ def assert_close(found, wanted, rtol=1e-9):
         np.testing.assert_allclose(one, other, rtol, rtol)
 
 
-PAIRS = [*product(OPTIMIZERS, ["tensors", "global"]), ("adam", "none")]
-PAIRS += product(["adam", "momentum"], ["layers", "both"])
+PAIRS = [*product(OPTIMIZERS, ["global"]), ("adam", "none")]
 
 
 @pytest.mark.parametrize(("optimizer", "limits"), PAIRS)
@@ -233,21 +203,14 @@ def test_a_rule_learns_from_the_norm_of_everything():
             assert_close(found.clip, wanted)
 
 
-def test_metrics_show_norms_of_layers_rest_and_everything():
+def test_metrics_show_the_norm_of_everything():
     with jax.enable_x64(True):
-        _, _, seen = usual_run(OPTIMIZERS["momentum"], tensors_first)
-        _, states, _ = released_run(OPTIMIZERS["momentum"], **LIMITS["both"][0])
-        report = optaxclip.metrics(states[-1], layers=True, floats=True)
-        worst = optaxclip.metrics(states[-1], floats=True)
-    layers, rest = seen[-1][1]
-    for name in ("up", "down", "bias"):
-        norms = [norm(x) for x in layers[name]]
-        for number, wanted in enumerate(norms):
-            key = f"clip/layers/norm_before/0/{name}/{number}"
-            assert report[key] == pytest.approx(wanted, rel=1e-9)
-        assert worst[f"clip/layers/norm_before/0/{name}"] == pytest.approx(max(norms))
-    assert report["clip/rest/norm_before/1/table"] == pytest.approx(norm(rest["table"]))
-    assert report["clip/norm_before"] == pytest.approx(norm(each_tensor(seen[-1][1])))
+        _, _, seen = usual_run(OPTIMIZERS["momentum"], everything)
+        options, _ = LIMITS["global"]
+        _, states, _ = released_run(OPTIMIZERS["momentum"], **options)
+        report = optaxclip.metrics(states[-1], floats=True)
+    _, grads = seen[-1]
+    assert report["clip/norm_before"] == pytest.approx(norm(grads), rel=1e-9)
     assert report["clip/limit"] == TIGHT and report["clip/clipped_count"] == STEPS
 
 
@@ -280,8 +243,7 @@ def test_no_array_of_the_program_holds_all_gradients(limits):
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes_of_weights_and_moments_stay(dtype, passes):
-    options = LIMITS["both"][0] | {"passes": passes}
-    trainer = release(loss, optax.adam(0.1), **options)
+    trainer = release(loss, optax.adam(0.1), max_norm=TIGHT, passes=passes)
     params = new_params(dtype)
     batch = next(batches(dtype))
     start = trainer.init(params, *batch)
@@ -320,8 +282,6 @@ def test_one_pass_never_steps_by_more_than_the_limit(dtype):
         ({"max_norm": 1.0, "nonfinite": "zero"}, True),
         ({"max_norm": 1.0, "passes": 2}, False),
         ({"max_norm": 1.0}, False),
-        ({"layer_clip": optaxclip.clip_by_global_norm(1.0, nonfinite="zero")}, True),
-        ({"layer_clip": optaxclip.clip_by_global_norm(1.0)}, False),
     ],
 )
 def test_a_broken_step_does_what_nonfinite_says(options, kept):

@@ -1,0 +1,237 @@
+"""A scan through layers, in whose backward pass the layers are updated.
+
+    forward     keeps the input of every layer
+    backward    last layer first: its gradient, then new weights and moments in place
+
+JAX asks a function for the cotangents of its inputs. Here those of weights and moments
+are the new weights and moments, and the cotangent of the limiter is what the layers
+leave of it. So JAX itself goes back through all that is between two stacks, and adds up
+the gradients of weights that are tied or shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._jaxpr import body_of, counts_of_scan, type_of
+from .._mesh_types import typed_as
+from .._trees import PyTree, put_back
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
+
+Entries = dict[str, Array]  # weights and the optimizer's state, by path
+# From the number of a group, the gradients of a layer, its entries and a limiter to new
+# entries (None where nothing is to be written) and the limiter for the layer below.
+Visit = Callable[[Array, Entries, Entries, Any], tuple[Entries | None, Any]]
+
+
+class Operation(NamedTuple):
+    """An equation between a leaf and its scan."""
+
+    equation: JaxprEqn
+    axis: int  # of the layers, in its result
+
+
+class Slice(NamedTuple):
+    """The part of a leaf, or of a moment, that belongs to one layer."""
+
+    leaf: str
+    axis: int  # of the layers
+    length: int  # how many layers there are
+    operations: list[Operation]
+
+    def taken(self, array: Array, layer: Array | int) -> Array:
+        """The slice, in which the axis stays. It has several rows where the scan goes
+        through groups of layers.
+        """
+        rows = array.shape[self.axis] // self.length
+        return lax.dynamic_slice_in_dim(array, layer * rows, rows, self.axis)
+
+    def put(self, array: Array, layer: Array | int, new: Array) -> Array:
+        """The array with another slice."""
+        start = layer * new.shape[self.axis]
+        return lax.dynamic_update_slice_in_dim(array, new, start, self.axis)
+
+    def as_layer_reads(self, array: Array) -> Array:
+        """What the body of the scan makes of the slice."""
+        for equation, axis in self.operations:
+            result = type_of(equation.outvars[0])
+            if equation.primitive.name == "transpose":
+                array = jnp.transpose(array, equation.params["permutation"])
+            else:
+                shape = list(result.shape)
+                shape[axis] //= self.length
+                array = array.reshape(shape)
+            array = array.astype(result.dtype)
+        return array.reshape(array.shape[1:])
+
+
+class Inputs(NamedTuple):
+    """The inputs of a scan, or of one of its layers, with None in the place of weights.
+    Or their cotangents, with None where there is none.
+    """
+
+    consts: list[Any]
+    carry: list[Any]
+    xs: list[Any]
+
+
+class Stack(NamedTuple):
+    """A scan that reads leaves of params layer by layer."""
+
+    equation: JaxprEqn
+    slices: dict[int, Slice]  # by place among the inputs of the scan
+    layers_before: int  # in other stacks
+
+    @property
+    def length(self) -> int:
+        return self.equation.params["length"]
+
+    @property
+    def leaves(self) -> set[str]:
+        return {x.leaf for x in self.slices.values()}
+
+    def inputs_of(self, arrays: list[Any]) -> Inputs:
+        """The inputs of the scan, without weights."""
+        arrays = list(arrays)
+        for place in self.slices:
+            arrays[place] = None
+        consts, carries = counts_of_scan(self.equation)
+        first_x = consts + carries
+        return Inputs(
+            consts=arrays[:consts], carry=arrays[consts:first_x], xs=arrays[first_x:]
+        )
+
+    def run_layer(self, weights: Entries, inputs: Inputs) -> tuple[list[Array], Any]:
+        """The carry after a layer, and its ys. `weights` are slices of leaves."""
+        from jax.extend.core import jaxpr_as_fun
+
+        arrays = [*inputs.consts, *inputs.carry, *inputs.xs]
+        for place, leaf_slice in self.slices.items():
+            arrays[place] = leaf_slice.as_layer_reads(weights[leaf_slice.leaf])
+        outputs = jaxpr_as_fun(body_of(self.equation))(*arrays)
+        count = len(inputs.carry)
+        return outputs[:count], outputs[count:]
+
+
+def is_float(x: Any) -> bool:
+    """Whether an array may have a gradient."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def floats(tree: PyTree) -> PyTree:
+    """The arrays that may have a gradient, with None in the place of all others."""
+    return jax.tree.map(lambda x: x if is_float(x) else None, tree)
+
+
+def _zeros(array: Array) -> Array:
+    return typed_as(jnp.zeros_like(array), jax.typeof(array))
+
+
+def _gradients(
+    stack: Stack, weights: Entries, inputs: Inputs, cotangents: Any
+) -> tuple[Entries, Inputs]:
+    """The gradients of a layer by its weights, and the cotangents of its inputs."""
+
+    def run(weights: Entries, moving: Inputs) -> Any:
+        return floats(stack.run_layer(weights, put_back(moving, inputs)))
+
+    _, pull = jax.vjp(run, weights, floats(inputs))
+    return pull(cotangents)
+
+
+def run_stack(
+    stack: Stack,
+    visit: Visit,
+    *,
+    inputs: list[Array],
+    entries: Entries,
+    slices: dict[str, Slice],
+    limiter: Any,
+) -> tuple[list[Array], Any]:
+    """Runs a scan, and returns its outputs and the limiter. In the backward pass each
+    layer is visited.
+
+    Args:
+      inputs: of the scan.
+      entries: weights and moments of layers. Their cotangents are the new ones.
+      slices: of these entries.
+      limiter: hands on what is left of a limit, by its cotangent.
+    """
+    keys = [key for key in slices if slices[key].leaf in stack.leaves]
+    entries = {key: entries[key] for key in keys}
+    is_reversed = stack.equation.params["reverse"]
+    layers = jnp.arange(stack.length)
+    order = layers[::-1] if is_reversed else layers
+    # Group -1 is all that is outside of layers.
+    groups = -2 - stack.layers_before - order
+
+    def taken(entries: Entries, layer: Array) -> Entries:
+        entries_of_layer = {}
+        for key in keys:
+            entries_of_layer[key] = slices[key].taken(entries[key], layer)
+        return entries_of_layer
+
+    def put(entries: Entries, layer: Array, new: Entries) -> Entries:
+        new_entries = {}
+        for key in keys:
+            new_entries[key] = slices[key].put(entries[key], layer, new[key])
+        return new_entries
+
+    def forward(inputs: Inputs, entries: Entries, limiter: Any) -> Any:
+        def turn(carry: list[Array], row: Any) -> Any:
+            layer, xs = row
+            inputs_of_layer = Inputs(inputs.consts, carry, xs)
+            new_carry, ys = stack.run_layer(taken(entries, layer), inputs_of_layer)
+            return new_carry, (ys, carry)
+
+        last_carry, (ys, carries) = lax.scan(
+            turn, inputs.carry, (layers, inputs.xs), reverse=is_reversed
+        )
+        saved = inputs._replace(carry=carries), entries
+        return (last_carry, ys, limiter), saved
+
+    def backward(saved: Any, cotangents: Any) -> Any:
+        inputs, entries = saved
+        of_carry, of_ys, limiter = floats(cotangents)
+
+        def turn(loop: Any, row: Any) -> Any:
+            of_carry, of_consts, entries, limiter = loop
+            layer, group, carry, xs, of_ys = row
+            inputs_of_layer = Inputs(inputs.consts, carry, xs)
+            entries_of_layer = taken(entries, layer)
+
+            weights = {leaf: entries_of_layer[leaf] for leaf in stack.leaves}
+            grads, below = _gradients(
+                stack, weights, inputs_of_layer, cotangents=(of_carry, of_ys)
+            )
+            new_entries, limiter = visit(group, grads, entries_of_layer, limiter)
+            # Put back as they are, weights would be copied.
+            if new_entries is not None:
+                entries = put(entries, layer, new_entries)
+            of_consts = jax.tree.map(jnp.add, of_consts, below.consts)
+            return (below.carry, of_consts, entries, limiter), below.xs
+
+        zeros = jax.tree.map(_zeros, floats(inputs.consts))
+        (of_carry, of_consts, entries, limiter), of_xs = lax.scan(
+            turn,
+            (of_carry, zeros, entries, limiter),
+            (layers, groups, inputs.carry, inputs.xs, of_ys),
+            reverse=not is_reversed,
+        )
+        return Inputs(of_consts, of_carry, of_xs), entries, limiter
+
+    @jax.custom_vjp
+    def run(inputs: Inputs, entries: Entries, limiter: Any) -> Any:
+        outputs, _ = forward(inputs, entries, limiter)
+        return outputs
+
+    run.defvjp(forward, backward)
+    carry, ys, limiter = run(stack.inputs_of(inputs), entries, limiter)
+    return [*carry, *ys], limiter
