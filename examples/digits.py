@@ -124,8 +124,8 @@ def draw(panels: Any, look: Look, found: dict[str, np.ndarray]) -> None:
         axis.set(xlabel="learning rate", ylabel="accuracy", xscale="log", ylim=(0, 1))
         axis.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
         axis.minorticks_off()
-        write(axis, "no clipping", (0.32, 0.5), look.orange)
-        write(axis, "guessing", (0.2, 0.18), look.grey)
+        write(axis, "no clipping", (0.29, 0.5), look.orange)
+        write(axis, "guessing", (0.2, 0.2), look.grey)
     write(panels[1], "each line: one seed", (0.97, 0.5), look.grey)
 
 
