@@ -33,15 +33,15 @@ BLOCK = re.compile(r"<!-- (table|number): (.*?) -->(.*?)<!-- end -->", re.DOTALL
 DIGEST = {
     "none": "nothing, Adam alone",
     "global norm": "`clip_by_global_norm`",
-    "optax, global norm": "the same of optax",
+    "optax, global norm": "`optax.clip_by_global_norm`",
     "tensor RMS": "`clip_by_tensor_rms`",
-    "optax, tensor RMS": "`clip_by_block_rms` of optax",
+    "optax, tensor RMS": "`optax.clip_by_block_rms`",
     "AGC": "`adaptive_grad_clip`",
-    "optax, AGC": "the same of optax",
+    "optax, AGC": "`optax.adaptive_grad_clip`",
     "by value": "`clip_by_value`",
-    "optax, by value": "`clip` of optax",
+    "optax, by value": "`optax.clip`",
     "skip": "`skip_nonfinite`",
-    "optax, skip": "`apply_if_finite` of optax",
+    "optax, skip": "`optax.apply_if_finite`",
     "zclip": "`zclip`",
 }
 # The rows that the README has of them.

@@ -68,7 +68,10 @@ def draw(panels: Any, look: Look, runs: dict[str, Seen]) -> None:
         label = f"{action.rpartition('/')[2]} ({len(steps) / len(norm):.1%})"
         axis.plot(norm, color=look.grey, linewidth=1, label="norm")
         axis.plot(limit, color=look.blue, linewidth=2.5, label="limit")
-        axis.plot(steps, norm[steps], ".", color=look.orange, label=label)
+        # Where nearly every step has a dot, the dots let the norm shine through.
+        opacity = 0.2 if len(steps) > len(norm) / 2 else 1.0
+        dots = {"color": look.orange, "alpha": opacity}
+        axis.plot(steps, norm[steps], ".", label=label, **dots)
         axis.set_title(name, weight="bold")
         axis.set(xlabel="step", yscale="log", ylim=(0.8 * norms.min(), 6 * norms.max()))
         axis.legend(loc="upper right", ncols=2, fontsize="small", frameon=False)

@@ -122,7 +122,8 @@ def draw(panels: Any, look: Look, runs: dict[str, Seen]) -> None:
         axis.set(xlabel="step", ylim=(1.0, 4.2))
         write(axis, f"final loss {final(runs[name]):.2f}", (0.97, 0.93), colour)
     panels[0].set_ylabel("loss on clean batches")
-    write(panels[1], "grey: no broken batches", (0.97, 0.83), look.grey)
+    grey = f"grey: no broken batches, {final(runs[CLEAN]):.2f}"
+    write(panels[1], grey, (0.97, 0.83), look.grey)
     write(panels[0], "▲ broken batch", (0.97, 0.14), look.orange)
 
 

@@ -82,7 +82,7 @@ def reported_states(opt_state: PyTree) -> Iterator[FoundState]:
         raise error(
             "metrics: opt_state must be the state of an optimizer with a clipper of "
             f"optaxclip in it, got {shown(opt_state)}: hand over what init and update "
-            "return. The clippers of optax keep no state, those of optaxclip do."
+            "return. The clippers of optax keep no state, but optaxclip's do."
         )
     counts = Counter[tuple[str, str]]()
     for scope, state in states:

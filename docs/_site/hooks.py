@@ -36,6 +36,8 @@ FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL
 )
 FOLDED = re.compile(r'<details (class="(?:example|mkdocstrings-source)")')
+# What a page of names says where its docstrings are not shown.
+NOT_ON_THE_SITE = re.compile(r"^> On GitHub .*\n(> .*\n)*\n", re.MULTILINE)
 PARTS = re.compile(
     r"^(What it shows|What it does not show|How long it takes|What it prints)\.",
     re.MULTILINE,
@@ -70,6 +72,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Leads links to where the site has what they name."""
+    markdown = NOT_ON_THE_SITE.sub("", markdown)
     here = page.file.src_uri
     folder = ROOT if here in PAGES.values() else ROOT / "docs" / posixpath.dirname(here)
 

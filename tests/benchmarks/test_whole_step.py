@@ -49,7 +49,7 @@ def test_the_digest_has_times_and_what_a_clip_adds(monkeypatch, tmp_path):
     for name in ("costs", "gpu"):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    lines = pages.costs().splitlines()
+    lines = pages.digest().splitlines()
     assert lines[2] == "| nothing, Adam alone | 1.00 | 1.00 | 50.00 |"
     assert lines[3] == "| `clip_by_global_norm` | 1.01 | 1.01 | +0.2 % |"
-    assert lines[4] == "| the same of optax | 1.02 | 1.02 | - |"
+    assert lines[4] == "| `optax.clip_by_global_norm` | 1.02 | 1.02 | - |"

@@ -72,6 +72,11 @@ def test_every_public_name_is_in_the_reference_once():
     assert sorted(described) == sorted(public)
 
 
+def test_a_page_of_names_says_where_their_docstrings_are():
+    for page in DOCS.glob("api/*.md"):
+        assert "\n> On GitHub this page has only names." in page.read_text(), page
+
+
 # A site as small as can be, built with the settings, the hooks and the command of ours.
 
 SMALL = {
@@ -88,7 +93,8 @@ SMALL = {
     "data/x.json": "{}",
     "docs/page.md": "# Page\n\n## Part\n\n[A file](../data/x.json), "
     "[program](../examples/first.py), [reference](api/names.md)\n",
-    "docs/api/names.md": "# Names\n\n::: small.double\n\n::: small.grow\n",
+    "docs/api/names.md": "# Names\n\n> On GitHub this page has only names. They are\n"
+    "> elsewhere.\n\n::: small.double\n\n::: small.grow\n",
     "examples/first.py": '"""A program.\n\nWhat it shows. Code.\n"""\n\nnumber = 3\n',
     "small/__init__.py": "from ._double import double\nfrom ._grow import Grow as grow"
     "\n\n__all__ = ['double', 'grow']\n",
@@ -149,7 +155,7 @@ def test_a_site_without_a_fault_is_built(small_site):
     assert 'href="gallery.html#first"' in page and "[A file]" not in page
     assert "Edit this page" not in page
     names = (small_site / "build/site/api/names.html").read_text()
-    assert "Source code in" in names
+    assert "Source code in" in names and "On GitHub" not in names
     signature = names[names.index("doc-signature", names.index('id="small.grow"')) :]
     words = re.sub("<.*?>", "", signature.partition("</code>")[0])
     assert "grow(rate=1.25)" in words
