@@ -80,7 +80,7 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
 
 def _makes_kernel_gradients(ghost: Ghost) -> bool:
     """Whether ghost clipping makes gradients of examples by a convolution's kernel."""
-    equations = [use.eqn for use in ghost.gradient_uses.values() if use.eqn]
+    equations = [site.eqn for site in ghost.gradient_sites if site.eqn]
     return any(map(has_convolution, equations))
 
 
@@ -90,15 +90,15 @@ def _most_at_once(problem: Problem, ghost: Ghost) -> dict[str, int]:
     captured = ghost.captured_size
     whole_gradient = 0
     for leaf, plan in zip(ghost.params, ghost.plans):
-        whole_gradient += max(leaf.size, plan.held)
-    numbers_of_example = {"ghost": ghost.held, "one_pass": whole_gradient}
+        whole_gradient += max(leaf.size, plan.kept_size)
+    numbers_of_example = {"ghost": ghost.kept_size, "one_pass": whole_gradient}
     most = {}
     for name, numbers in numbers_of_example.items():
         # Gradients of examples take a third of the memory of the activations that are
         # kept of the whole batch, or two of a part of it, of which less is kept.
         room = max(size * captured // 3, small_memory() // 4) // max(numbers, 1)
         most[name] = size if room >= size else min(2 * room, size // 2)
-    if ghost.held <= captured:
+    if ghost.kept_size <= captured:
         most["ghost"] = size
     if jax.default_backend() == "cpu" and not ghost.is_convolved:
         # A CPU is faster the more gradients stay in its cache: a transformer of 432,000
@@ -126,7 +126,7 @@ def costs_of(
             width = microbatch or _most_at_once(problem, ghost)["one_pass"]
             costs["one_pass"] *= 8 if width < size else 1.5
         # The data that are captured are written and read, too.
-        work = MULTIPLICATIONS_PER_NUMBER * (ghost.captured_size + ghost.held)
+        work = MULTIPLICATIONS_PER_NUMBER * (ghost.captured_size + ghost.kept_size)
         work += sum(plan.extra_work for plan in ghost.plans)
         costs["ghost"] = 1 + work / plain_work
     return costs

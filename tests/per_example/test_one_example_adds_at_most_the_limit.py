@@ -210,7 +210,7 @@ def test_two_groups_that_cancel_add_at_most_what_is_proved(
     lengths = [length(run(w, x[None], c[None]).grads) for x, c in examples]
     x, c = examples[0]
     found = explain_clipped_grad(loss, method="ghost")(w, x[None], c[None])
-    assert found.leaves[0].way == "gram"
+    assert found.leaves[0].norm_by == "gram"
     assert max(lengths) <= 1 + found.excess < 1.0003
     # And they are clipped, not made short.
     assert np.median(lengths) > (0.9 if platform == "cpu" else 0.4)

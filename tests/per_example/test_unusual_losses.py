@@ -241,7 +241,8 @@ def test_beside_a_rule_in_each_turn_norms_come_from_factors():
     params = {"w": np.ones((2, 4, 3), np.float32), "v": np.ones((2, 4, 5), np.float32)}
     explain = explain_clipped_grad(loss, method="ghost")
     ways = {
-        leaf.name: leaf.way for leaf in explain(params, XS[:6].reshape(3, 2, 4)).leaves
+        leaf.name: leaf.norm_by
+        for leaf in explain(params, XS[:6].reshape(3, 2, 4)).leaves
     }
     assert ways == {"w": "gradient", "v": "product"}
 
