@@ -194,8 +194,12 @@ def with_noise(p, x):
     return jnp.sum(lax.scan(turn, x, keys)[0] ** 2)
 
 
+def with_learned_padding(p, x):
+    return jnp.sum(lax.pad(layer(p, x), p["w"][0, 0], [(1, 2, 0)]) ** 2)
+
+
 def test_a_loss_that_is_another_in_parts_takes_one_pass():
-    for loss in (asking, with_noise):
+    for loss in (asking, with_noise, with_learned_padding):
         with pytest.raises(ValueError, match=r'must be "one_pass" or .*, got "ghost"'):
             clipped_grad(loss, 0.5, method="ghost")(PARAMS, ROWS)
         each = gradients(loss, PARAMS, ROWS)

@@ -143,10 +143,10 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
 
     Raises:
       CannotSplit: refs (jax.new_ref), which have no place in equations, a rule for
-        parameters that asks which of its inputs have a derivative, random bits that are
-        others under vmap, a kernel of a convolution that differs by example, whose
-        derivative lets NaN through to other examples on a CPU, or more operations on
-        parameters alone than Python can call in one another.
+        parameters that asks which of its inputs have a derivative, a learned value of
+        lax.pad, random bits that are others under vmap, a kernel of a convolution that
+        differs by example, whose derivative lets NaN through to other examples on a
+        CPU, or more operations on parameters alone than Python can call in one another.
     """
     if any(_jaxpr.has_refs(eqn) for eqn in loss.jaxpr.eqns):
         raise CannotSplit
@@ -299,6 +299,9 @@ def _check_equation(
     has_leaves = any(origin.leaves for origin in in_origins)
     if has_leaves and _jaxpr.asks_what_moves(eqn):
         raise CannotSplit
+    # JAX 0.10.2 cannot differentiate lax.pad by the padding value alone.
+    if eqn.primitive.name == "pad" and in_origins[1].leaves:
+        raise CannotSplit
     kernels = in_origins
     if eqn.primitive.name == "conv_general_dilated":
         kernels = in_origins[1:]
@@ -406,13 +409,6 @@ def bind(eqn: JaxprEqn, inputs: list[Any], is_wide: bool = False) -> list[Any]:
     that is possible.
     """
     params = eqn.params
-    if is_wide and eqn.primitive.name == "pad":
-        # JAX 0.10.2 cannot differentiate lax.pad by the value alone.
-        x, value = widened(inputs)
-        edges = params["padding_config"]
-        is_inside = lax.pad(jnp.ones(x.shape, bool), False, edges)
-        padded = lax.pad(x, jnp.zeros((), x.dtype), edges)
-        return [jnp.where(is_inside, padded, value)]
     if is_wide and eqn.primitive.name in WIDENED:
         inputs = widened(inputs)
         for key in ("new_dtype", "preferred_element_type"):
