@@ -10,7 +10,7 @@ import jax
 from jax.core import Tracer
 
 from .. import _trees as trees
-from .._jaxpr import has_convolution, has_groups, work_of
+from .._jaxpr import has_convolution, has_groups, has_window, work_of
 from .._mesh_types import is_on_one_device, manual_axes
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
@@ -120,11 +120,12 @@ def costs_of(
     plain_work = 3 * work_of(problem.program) + gradient_work / size
     costs = {"one_pass": 1 + gradient_work / plain_work}
     if ghost:
-        if ghost.is_convolved:
-            # XLA on a CPU takes about half as long again for the gradients of examples
-            # by a convolution, and in a loop eight times as long.
-            width = microbatch or _most_at_once(problem, ghost)["one_pass"]
-            costs["one_pass"] *= 8 if width < size else 1.5
+        # For the gradients of examples by a convolution XLA on a CPU takes about twice
+        # as long, and in a loop 11 to 70 times as long, also for patches of an image.
+        width = microbatch or _most_at_once(problem, ghost)["one_pass"]
+        slowdown = 16 if width < size else 2
+        convolved_work = 3 * work_of(problem.program, has_window)
+        costs["one_pass"] += (slowdown - 1) * convolved_work / plain_work
         # The data that are captured are written and read, too.
         work = MULTIPLICATIONS_PER_NUMBER * (ghost.captured_size + ghost.kept_size)
         work += sum(plan.extra_work for plan in ghost.plans)
@@ -176,6 +177,7 @@ def possible_ghost(problem: Problem) -> tuple[Ghost | None, str]:
     except CannotSplit:
         return None, (
             "a loss with refs (jax.new_ref), random numbers beside parameters that are "
-            "not of threefry keys, symbolic_zeros in a rule for them, 100 operations "
-            "on them in a row, or a convolution whose kernel depends on the example"
+            "not of threefry keys, symbolic_zeros in a rule for them, a learned value "
+            "of lax.pad, 100 operations on parameters in a row, or a convolution whose "
+            "kernel depends on the example"
         )

@@ -28,7 +28,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..._factors import times_square
-from ..._jaxpr import has_backward_rule, has_convolution
+from ..._jaxpr import has_backward_rule, has_window, work_of
 from ..._mesh_types import varying, varying_as_any_of
 from .. import _passes as passes
 from .._passes import Arrays, ExampleResults, Run, Weights, along_batch
@@ -359,5 +359,5 @@ def ghost_of(problem: Problem) -> Ghost:
         matrix_leaves=matrix_leaves,
         captured_size=sum(site.captured_size for site in program.sites),
         kept_size=sum(plan.kept_size for plan in plans),
-        is_convolved=any(map(has_convolution, problem.program.jaxpr.eqns)),
+        is_convolved=work_of(problem.program, has_window) > 0,
     )

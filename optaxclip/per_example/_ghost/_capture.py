@@ -32,7 +32,7 @@ from jax import Array, lax
 from jax.core import ShapedArray
 
 from ... import _jaxpr
-from ..._jaxpr import CALLS, Flags, type_of
+from ..._jaxpr import CALLS, Flags, Flow, type_of
 from ..._mesh_types import varying_as, varying_as_any_of
 from .._passes import is_narrow, widened, written
 
@@ -224,6 +224,20 @@ def _split(
                 steps.append(Step(None, [atom], [atom], site))
                 origins_by_id[id(atom)] = DATA
 
+    def split_body(
+        eqn: JaxprEqn, origins: list[Origin], flow: Flow, lengths: tuple[int, ...]
+    ) -> Program:
+        body = _split(
+            _jaxpr.body_of(eqn),
+            origins,
+            flow.from_outputs,
+            lengths,
+            numbers=numbers,
+            is_call=eqn.primitive.name in CALLS,
+        )
+        sites.extend(body.sites)
+        return body
+
     flows, _ = _jaxpr.backward_through(jaxpr, has_cotangent)
     for eqn, flow in zip(jaxpr.eqns, flows):
         name = eqn.primitive.name
@@ -236,31 +250,15 @@ def _split(
         body = None
         out_origins = [DATA] * len(eqn.outvars)
         if (leaves or convolves) and name in CALLS:
-            body = _split(
-                _jaxpr.body_of(eqn),
-                in_origins,
-                flow.from_outputs,
-                scan_lengths,
-                numbers=numbers,
-                is_call=True,
-            )
+            body = split_body(eqn, in_origins, flow, scan_lengths)
             out_origins = body.out_origins
         elif (is_site or (is_data and convolves)) and name == "scan":
-            consts_end, carry_end = _ends_of_scan(eqn)
             # The carry is data, since it differs from turn to turn.
-            carry = slice(consts_end, carry_end)
+            carry = slice(*_ends_of_scan(eqn))
             take_for_data(eqn.invars[carry], flow.to_inputs[carry])
-            depth = len(scan_lengths)
-            slices = [_slice(origin, depth) for origin in in_origins[carry_end:]]
-            carries = [DATA] * (carry_end - consts_end)
-            body = _split(
-                _jaxpr.body_of(eqn),
-                [*in_origins[:consts_end], *carries, *slices],
-                flow.from_outputs,
-                (*scan_lengths, eqn.params["length"]),
-                numbers=numbers,
-                is_call=False,
-            )
+            origins_in_turn = _origins_in_turn(eqn, in_origins, len(scan_lengths))
+            lengths = (*scan_lengths, eqn.params["length"])
+            body = split_body(eqn, origins_in_turn, flow, lengths)
         else:
             # Values of parameters alone are made for all turns of a scan at once.
             is_in_scan = len(scan_lengths) > 0
@@ -273,8 +271,6 @@ def _split(
                 sites.append(site)
             elif not is_data:
                 out_origins = _origins_without_data(eqn, in_origins, leaves)
-        if body:
-            sites += body.sites
         steps.append(Step(eqn, eqn.invars, eqn.outvars, site, body))
         for var, origin in zip(eqn.outvars, out_origins):
             origins_by_id[id(var)] = origin
@@ -288,6 +284,16 @@ def _ends_of_scan(eqn: JaxprEqn) -> tuple[int, int]:
     """Where constants end in the inputs of a scan, and where its carries end."""
     consts, carries = _jaxpr.counts_of_scan(eqn)
     return consts, consts + carries
+
+
+def _origins_in_turn(
+    eqn: JaxprEqn, in_origins: list[Origin], depth: int
+) -> list[Origin]:
+    """The origins of the inputs of a scan's body."""
+    consts_end, carry_end = _ends_of_scan(eqn)
+    carries = [DATA] * (carry_end - consts_end)
+    slices = [_slice(origin, depth) for origin in in_origins[carry_end:]]
+    return [*in_origins[:consts_end], *carries, *slices]
 
 
 def _check_equation(

@@ -6,8 +6,9 @@ matrices_of         sum_t a_t c_t'
 norms_by_gram       sqrt(sum_ts (a_t . a_s)(c_t . c_s))
 """
 
+import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,43 @@ def _scattered(rows: Array, c: Array, shape: tuple[int, ...]) -> Array:
     return jax.vmap(lambda x, rows, c: x.at[stack, rows].add(c))(zeros, rows, c)
 
 
+class GramTerms(NamedTuple):
+    """The outer products of all sites, of which each pair of positions makes a term."""
+
+    # Those of lookups and of all others: 32 sites had 32 x 32 blocks in one matrix.
+    a_arrays: list[Array]
+    c: Array
+    a_norms: Array  # of each position
+    c_norms: Array
+
+
+def _gram_terms(products: list[OuterProducts]) -> GramTerms:
+    wide = np.dtype(np.float32)
+    for x in jax.tree.leaves(products):
+        if not _is_lookup(x):
+            wide = np.promote_types(wide, x.dtype)
+    products = jax.tree.map(partial(_cast, dtype=wide), products)
+    lookups = [product for product in products if _is_lookup(product.a)]
+    others = [product for product in products if not _is_lookup(product.a)]
+    a_arrays = []
+    c_arrays = []
+    a_norms = []
+    for group in (lookups, others):
+        if group:
+            a, c = joined(group)
+            a_arrays.append(a)
+            c_arrays.append(c)
+            # A lookup is 1 in one row.
+            is_lookup = _is_lookup(a)
+            a_norms.append(jnp.ones_like(a, wide) if is_lookup else _norms_of_rows(a))
+    c = jnp.concatenate(c_arrays, 2)
+    terms = GramTerms(a_arrays, c, jnp.concatenate(a_norms, 2), _norms_of_rows(c))
+    if c.shape[1] == 1:
+        # With the axis of a stack of one XLA on a CPU would make the factors twice.
+        terms = jax.tree.map(lambda x: x[:, 0], terms)
+    return terms
+
+
 def norms_by_gram(
     products: list[OuterProducts], *, is_bounded: bool
 ) -> tuple[Array, Array]:
@@ -95,48 +133,20 @@ def norms_by_gram(
     in whatever order they are made. Where squares would leave the range of the dtype,
     the bound is the norm.
     """
-    wide = np.dtype(np.float32)
-    for x in jax.tree.leaves(products):
-        if not _is_lookup(x):
-            wide = np.promote_types(wide, x.dtype)
-    products = jax.tree.map(partial(_cast, dtype=wide), products)
-    # All lookups are joined, and all others: 32 sites had 32 x 32 blocks below.
-    lookups = [product for product in products if _is_lookup(product.a)]
-    others = [product for product in products if not _is_lookup(product.a)]
-    a_arrays = []
-    c_arrays = []
-    a_norms = []
-    if lookups:
-        a, c = joined(lookups)
-        a_arrays.append(a)
-        c_arrays.append(c)
-        # A lookup is 1 in one row.
-        a_norms.append(jnp.ones_like(a, wide))
-    if others:
-        a, c = joined(others)
-        a_arrays.append(a)
-        c_arrays.append(c)
-        a_norms.append(_norms_of_rows(a))
-    c = jnp.concatenate(c_arrays, 2)
-    a_norm = jnp.concatenate(a_norms, 2)
-    c_norm = _norms_of_rows(c)
-    stack = c.shape[1]
-    if stack == 1:
-        # With the axis of a stack of one XLA on a CPU would make the factors twice.
-        a_arrays = [a[:, 0] for a in a_arrays]
-        c, a_norm, c_norm = c[:, 0], a_norm[:, 0], c_norm[:, 0]
-    terms = jnp.where(a_norm < LARGEST_INPUT, a_norm, jnp.inf) * c_norm
+    a_arrays, c, a_norms, c_norms = _gram_terms(products)
+    sizes = jnp.where(a_norms < LARGEST_INPUT, a_norms, jnp.inf) * c_norms
     # The bound of a stack is that of all its matrices.
-    bounds = _norms_along_batch(jnp.sum(terms, -1))
-    is_relevant = (a_norm != 0) & (c_norm != 0)
-    fits = _fits(jnp.where(is_relevant, a_norm + c_norm, 0), bounds)
+    bounds = _norms_along_batch(jnp.sum(sizes, -1))
+    is_relevant = (a_norms != 0) & (c_norms != 0)
+    fits = _fits(jnp.where(is_relevant, a_norms + c_norms, 0), bounds)
 
     def rounded_up(a_arrays: list[Array], c: Array, is_relevant: Array) -> Array:
-        squares = _squares_by_gram(a_arrays, c, is_relevant, wide)
-        rows = a_arrays[-1].shape[-1] if others else 1
-        count = rows + c.shape[-1] + stack * c.shape[-2] ** 2 + 1
+        squares = _squares_by_gram(a_arrays, c, is_relevant, c.dtype)
+        rows = 1 if _is_lookup(a_arrays[-1]) else a_arrays[-1].shape[-1]
+        pairs = math.prod(c.shape[1:-1]) * c.shape[-2]
+        count = rows + c.shape[-1] + pairs + 1
         # At most the square of the bound: nothing is longer.
-        lost = min(rounding(count, wide), 1.0)
+        lost = min(rounding(count, c.dtype), 1.0)
         return jnp.maximum(squares, 0) + jnp.where(fits, lost * bounds**2, 0)
 
     if is_bounded:
@@ -144,12 +154,12 @@ def norms_by_gram(
             a_arrays,
             c,
             is_relevant,
-            cpu=partial(_squares_in_float64, dtype=wide),
+            cpu=_squares_in_float64,
             gpu=rounded_up,
             plain=rounded_up,
         )
     else:
-        squares = _squares_by_gram(a_arrays, c, is_relevant, wide)
+        squares = _squares_by_gram(a_arrays, c, is_relevant, c.dtype)
     is_long = fits & (squares > 0)
     is_zero = fits & (squares <= 0)
     # The derivative of sqrt(0) would be NaN.
@@ -176,12 +186,10 @@ def rounding(count: int, dtype: Any) -> float:
     return share / (1 - share) if share < 1 else np.inf
 
 
-def _squares_in_float64(
-    a_arrays: list[Array], c: Array, is_relevant: Array, *, dtype: Any
-) -> Array:
+def _squares_in_float64(a_arrays: list[Array], c: Array, is_relevant: Array) -> Array:
     with jax.enable_x64(True):
         squares = _squares_by_gram(a_arrays, c, is_relevant, np.float64)
-        return lax.convert_element_type(squares, dtype)
+        return lax.convert_element_type(squares, c.dtype)
 
 
 def _squares_by_gram(
