@@ -248,10 +248,23 @@ class Run(NamedTuple):
     microbatch: int | None
 
     def in_one_pass(self) -> tuple[Arrays, ExampleResults]:
+        value_and_grad = jax.value_and_grad(self.problem.of_one, has_aux=True)
+
+        def of_one(params: Any, example: Any) -> tuple[Any, Arrays]:
+            value_and_aux, grads = value_and_grad(params, example)
+            # A node of the user's may refuse gradients of several examples.
+            return value_and_aux, jax.tree.leaves(grads)
+
+        of_all = jax.vmap(of_one, (None, 0))
+
         def step(present: Array, example: Any) -> tuple[Arrays, ExampleResults]:
-            grads, results = self._grads_and_results(present, example)
-            sums = list(map(results.weights.total, grads, self.limits.groups))
-            return sums, results
+            (values, aux), grads = of_all(self.problem.params, example)
+            # XLA on a CPU would else write the float64 squares of gradients that only a
+            # norm reads.
+            grads = written(grads)
+            weights = self.limits.weigh(grads, present)
+            sums = list(map(weights.total, grads, self.limits.groups))
+            return sums, ExampleResults(weights, values, aux)
 
         return self.in_steps(step)
 
@@ -275,25 +288,6 @@ class Run(NamedTuple):
             # As lax.scan asks for: of the type of the sums that follow.
             zeros.append(varying_as_any_of(zero, (self.problem.batch, leaf)))
         return zeros
-
-    def _grads_and_results(
-        self, present: Array, example: Any
-    ) -> tuple[Arrays, ExampleResults]:
-        """The gradients of a microbatch, and the results of its examples."""
-        value_and_grad = jax.value_and_grad(self.problem.of_one, has_aux=True)
-
-        def of_one(params: Any, example: Any) -> tuple[Any, Arrays]:
-            value_and_aux, grads = value_and_grad(params, example)
-            # A node of the user's may refuse gradients of several examples.
-            return value_and_aux, jax.tree.leaves(grads)
-
-        of_all = jax.vmap(of_one, (None, 0))
-        (values, aux), grads = of_all(self.problem.params, example)
-        # XLA on a CPU would else write the float64 squares of gradients that only a
-        # norm reads.
-        leaves = written(grads)
-        weights = self.limits.weigh(leaves, present)
-        return leaves, ExampleResults(weights, values, aux)
 
 
 def in_microbatches(
