@@ -98,10 +98,11 @@ def _dp_accounting(call: str) -> Any:
     try:
         import dp_accounting
         import dp_accounting.pld
-    except ImportError:
-        raise ImportError(
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
             f"{call}: the account is that of dp-accounting, which is not installed: "
-            'pip install "optaxclip[privacy]".'
+            'pip install "optaxclip[privacy]".',
+            name=error.name,
         ) from None
     return dp_accounting
 
