@@ -20,7 +20,7 @@ from ._choose import Choice, choose, costs_of, possible_ghost
 from ._explicit import DeviceResult, on_each_device
 from ._ghost._norms import rounding
 from ._ghost._plans import LeafPlan
-from ._passes import CANCELS, Run, block_width, limits_of
+from ._passes import CANCELS, Run, block_size, limits_of
 from ._problem import Argnums, Problem, Signature, check_function
 
 METHODS = ("auto", "ghost", "one_pass")
@@ -342,9 +342,10 @@ def _bounds(problem: Problem, choice: Choice) -> Bounds:
         is_gram = plan.norm_by == "gram"
         terms = width
         if is_gram:
-            # Of a block, of Kahan's sum of all blocks, and of the sums of devices
-            terms = min(width, block_width(plan.positions)) * plan.positions
-            terms += 2 + problem.devices
+            # Of a block, of Kahan's sums of the blocks of an example and of all, and of
+            # the sums of devices
+            terms = min(width * plan.positions, block_size())
+            terms += 2 + 2 + problem.devices
         # The additions of a microbatch, of all microbatches, and the products.
         error = rounding(terms + turns + 4, dtype)
         for site in plan.sites:

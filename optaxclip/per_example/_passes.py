@@ -34,8 +34,6 @@ Step = Callable[..., tuple[Any, Any]]
 # How many times longer the terms of a gradient may be than their sum. Where they cancel
 # more, rounding is too large a part of it, and the example counts as longer than it is.
 CANCELS = 16
-# How many terms of such gradients are added up at once on a CPU.
-BLOCK = 256
 
 
 class Limits(NamedTuple):
@@ -351,12 +349,11 @@ def _plus(total: Array, term: Array) -> Array:
     return total + term.astype(total.dtype)
 
 
-def block_width(positions: int) -> int:
-    """How many examples, of so many terms each, are added up at once where terms may
-    cancel: blocks are short on a CPU, where what is lost between them is kept.
+def block_size() -> int:
+    """How many terms are added up at once where terms may cancel: few on a CPU, where
+    what is lost between blocks is kept.
     """
-    is_cpu = jax.default_backend() == "cpu"
-    return max(BLOCK // positions, 1) if is_cpu else sys.maxsize
+    return 256 if jax.default_backend() == "cpu" else sys.maxsize
 
 
 class KahanSum(NamedTuple):
@@ -372,6 +369,15 @@ class KahanSum(NamedTuple):
         term = term - self.excess
         total = self.total + term
         return KahanSum(total, (total - self.total) - term)
+
+    @staticmethod
+    def of(terms: Arrays) -> Array:
+        """The sum of some arrays."""
+        first, *later_terms = terms
+        sum_so_far = KahanSum(first, jnp.zeros_like(first))
+        for term in later_terms:
+            sum_so_far = sum_so_far.plus(term)
+        return sum_so_far.total
 
 
 def even_width(size: int, most: int) -> int:

@@ -227,6 +227,14 @@ def _weighted_sum(
     captured_of_leaf = plan.captured_of(captured)
     zeros = jnp.zeros(plan.matrix_shape, dtype)
     zeros = varying_as_any_of(zeros, (captured_of_leaf, param, weights.counts))
+    width = weights.counts.size
+    block = plan.positions
+    # The patches of all images may be more than all that was captured.
+    if plan.sites[0].name == "conv_general_dilated":
+        width = _width(plan, captured, width)
+    if plan.norm_by == "gram" and plan.is_bounded:
+        block = min(block, passes.block_size())
+        width = min(width, max(passes.block_size() // plan.positions, 1))
 
     def step(
         counts: Array,
@@ -240,30 +248,26 @@ def _weighted_sum(
             # The cotangents of each row have been added up.
             rows = jnp.sort(joined(products).a)
             products = [OuterProducts(rows, grads_or_norms)]
-        total = zeros
+        terms = []
         for matrix, (a, c) in zip(plan.matrices, products):
             # Selected, since 0 times NaN is NaN.
             a = jnp.where(along_batch(counts, a), a, 0)
             c = jnp.where(along_batch(counts, c), c, 0)
             weighted = times_square(c.astype(dtype), along_batch(root, c))
             weighted *= along_batch(share, c).astype(dtype)
-            if a.ndim == 3:
-                stack = jnp.arange(len(total))[:, None]
-                total = total.at[stack, a].add(weighted)
-            elif a.dtype == c.dtype == jnp.bfloat16:
+            factors = [weighted]
+            if a.dtype == c.dtype == jnp.bfloat16:
                 # As fast on a GPU and a TPU as one product that gives bfloat16.
-                for term in _in_bfloat16(weighted):
-                    total += _sum_of_products(a, term, matrix.site, dtype)
-            else:
-                total += _sum_of_products(a.astype(dtype), weighted, matrix.site, dtype)
-        return total, None
+                factors = _in_bfloat16(weighted)
+            elif a.ndim == 4:
+                a = a.astype(dtype)
+            for start in range(0, a.shape[2], block):
+                positions = slice(start, start + block)
+                for factor in factors:
+                    part = OuterProducts(a[:, :, positions], factor[:, :, positions])
+                    terms.append(_sum_of_products(part, matrix.site, zeros))
+        return passes.KahanSum.of(terms), None
 
-    width = weights.counts.size
-    # The patches of all images may be more than all that was captured.
-    if plan.sites[0].name == "conv_general_dilated":
-        width = _width(plan, captured, width)
-    if plan.norm_by == "gram" and plan.is_bounded:
-        width = min(width, passes.block_width(plan.positions))
     batch = captured_of_leaf, grads_or_norms, roots, weights.shares
     sums, _ = passes.in_microbatches(
         step,
@@ -303,10 +307,13 @@ def _in_bfloat16(weighted: Array) -> Arrays:
     return [leading.astype(jnp.bfloat16), (weighted - leading).astype(jnp.bfloat16)]
 
 
-def _sum_of_products(a: Array, c: Array, site: Site, dtype: Any) -> Array:
-    """The sum of the outer products over examples and positions, for each matrix of the
-    stack.
+def _sum_of_products(products: OuterProducts, site: Site, zeros: Array) -> Array:
+    """The sum of outer products over examples and positions, like `zeros`, which is
+    [stack, rows, columns].
     """
+    a, c = products
+    if a.ndim == 3:
+        return zeros.at[jnp.arange(len(zeros))[:, None], a].add(c)
     # An algorithm would also say in which dtype to add up.
     precision = site.eqn.params.get("precision")
     if not isinstance(precision, (tuple, lax.Precision)):
@@ -315,10 +322,10 @@ def _sum_of_products(a: Array, c: Array, site: Site, dtype: Any) -> Array:
         # One position. A CPU takes up to 6 % less for a gradient of small batches.
         # More positions, joined to the batch, would be gathered if devices split them.
         axes = ((0,), (0,)), ((), ())
-        total = lax.dot_general(a[:, 0, 0], c[:, 0, 0], axes, precision, dtype)
+        total = lax.dot_general(a[:, 0, 0], c[:, 0, 0], axes, precision, zeros.dtype)
         return total[None]
     axes = ((0, 2), (0, 2)), ((1,), (1,))
-    return lax.dot_general(a, c, axes, precision, dtype)
+    return lax.dot_general(a, c, axes, precision, zeros.dtype)
 
 
 def _after(before: Array, counts: Array) -> Array:
