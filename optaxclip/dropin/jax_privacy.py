@@ -22,6 +22,7 @@ training loop and Keras models run on it. Its noise in float32 ends at 5.2 devia
                                   rest is clipped         in jax_privacy 2.3)
     the same, nan_safe=False      NaN in their places     all NaN
     padding                       values, aux, norms      norms are 0
+    empty batch                   ValueError              zeros
     l2_clip_norm                  a number                or a tree of them (as in 2.3)
     microbatch_size               must divide the batch   need not
     spmd_axis_name                where jit splits vmap   no effect: the batch stays
@@ -199,7 +200,8 @@ def clipped_grad(
     Returns:
       A `BoundedSensitivityCallable`: a function of the arguments of `fun`, and of
       `is_padding_example=`. It returns the sum, or (sum, `AuxiliaryOutput`) with
-      `has_aux`, `return_values` or `return_grad_norms`. It should be jitted.
+      `has_aux`, `return_values` or `return_grad_norms`. Without examples the sum is 0.
+      It should be jitted.
 
     Raises:
       ValueError: a limit that is negative or NaN, `normalize_by` that is not above 0,
@@ -249,18 +251,22 @@ def clipped_grad(
 
     def total(*args: Any, is_padding_example: Any = None, **keywords: Any) -> Any:
         batch = [[args[place] for place in batch_places], keywords]
+        sizes = [jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)]
         # `per_example.clipped_grad` refuses sizes that differ, and a number.
-        shapes = map(jnp.shape, jax.tree.leaves(batch))
-        size = max((shape[0] for shape in shapes if shape), default=0)
+        size = 0 if set(sizes) == {(0,)} else (max(sizes, default=()) or (1,))[0]
         # A bound is that of a mask.
         mask = jnp.ones(size, bool)
         if is_padding_example is not None:
             mask = jnp.logical_not(is_padding_example)
+        if not size:
+            # One example of zeros that does not count.
+            mask = jnp.zeros(1, bool)
+            batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), batch)
         example_places = [*param_places, *batch_places]
         if prng_argnum is not None:
             example_places.append(prng_argnum)
             keys = args[prng_argnum]
-            batch += [jax.tree.map(lambda key: jax.random.split(key, size), keys)]
+            batch += [jax.tree.map(lambda key: jax.random.split(key, size or 1), keys)]
 
         # Not closed over, since such arrays may lack the types of an Explicit mesh.
         shared = {}
@@ -350,7 +356,7 @@ def clipped_grad(
             bounds.add(float(bound))
         if not has_auxiliary:
             return sums
-        return sums, auxiliary
+        return sums, jax.tree.map(lambda x: x[:size], auxiliary)
 
     return BoundedSensitivityCallable(
         total, limit / normalize_by, has_auxiliary, bounds

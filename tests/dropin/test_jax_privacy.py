@@ -213,9 +213,21 @@ def test_only_the_sum_comes_back_where_nothing_more_is_wanted():
     assert aux is None
 
 
-def test_an_empty_batch_is_refused():
-    with pytest.raises(ValueError, match=r"argument 1 .* has 0"):
-        make()(PARAMS, X[:0], Y[:0])
+@pytest.mark.parametrize("padding", [None, np.zeros(0, bool)])
+def test_an_empty_batch_gives_zeros(padding):
+    def noisy(params, x, y, key):
+        return loss(params, x, y) + jax.random.normal(key), {"x": x}
+
+    options = {"return_values": True, "return_grad_norms": True, "prng_argnum": 3}
+    grad = clipped_grad(
+        noisy, has_aux=True, l2_clip_norm=1.0, batch_argnums=(1, 2), **options
+    )
+    key = jax.random.key(0)
+    empty = X[:0], Y[:0]
+    found, seen = jax.jit(grad)(PARAMS, *empty, key, is_padding_example=padding)
+    assert_near(found, {"w": np.zeros(3), "b": np.zeros(())})
+    assert seen.values.shape == seen.grad_norms.shape == (0,)
+    assert seen.aux["x"].shape == (0, 3)
 
 
 def test_a_broken_example_is_left_out_unless_it_should_show():
