@@ -40,7 +40,7 @@ def test_a_long_chain_of_operations_on_parameters_takes_one_pass():
         exact = np.float64(SQUARE), np.float64(BATCH)
         each = np.asarray(jax.vmap(jax.grad(long_chain), (None, 0))(*exact))
     near(found.grads, mean_of_clipped(each, 1.0), 1e-4)
-    with pytest.raises(ValueError, match="100 operations on them in a row"):
+    with pytest.raises(ValueError, match="100 operations on parameters in a row"):
         clipped_grad(long_chain, 1.0, method="ghost")(SQUARE, BATCH)
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..._mesh_types import axes_of_type, varying
+from ..._mesh_types import varying
 from ._capture import Captured, CapturedOfSites, Origin, Site
 from ._forms import FORMS, LOOKUPS, Form, OuterProducts, form_of
 
@@ -187,7 +187,7 @@ def _plan_of(leaf: Array, operands: list[Operand], gradient_size: int) -> LeafPl
     axes_of_leaf = varying(leaf)
     for site in sites:
         for out_type in site.out_types:
-            if not axes_of_type(out_type) <= axes_of_leaf:
+            if not out_type.manual_axis_type.varying <= axes_of_leaf:
                 return by_gradient
     matrices = _matrices_of(operands)
     return _cheapest_plan(matrices, by_gradient) if matrices else by_gradient
