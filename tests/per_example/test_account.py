@@ -90,7 +90,8 @@ def test_epsilon_of_whole_batches_is_that_of_one_gaussian(steps):
 
 
 def test_epsilon_is_that_of_dp_accounting():
-    """As docs/private_training.md, by events of dp-accounting."""
+    """By its events, as in `epsilon_of`."""
+    pytest.importorskip("dp_accounting")
     assert epsilon(NOISE, 0.1, steps=300, delta=1e-4) == epsilon_of(NOISE)
     assert epsilon(NOISE, 0.02, steps=50, delta=1e-6) == epsilon_of(
         NOISE, delta=1e-6, share=0.02, steps=50
