@@ -335,7 +335,8 @@ def test_what_is_proved_is_known_before_the_run():
 
 
 @pytest.mark.parametrize(
-    ("times", "excess", "change"), [(256, 3e-4, 0.036), (2**13, 3e-4, 0.036)]
+    ("times", "excess", "change"),
+    [(256, 3e-4, 0.036), (2**13, 3e-4, 0.036), (2**20, 0.016, 0.05)],
 )
 def test_by_gram_the_bound_does_not_grow_with_positions(times, excess, change):
     """Matrices as large as such norms are for. Nothing but shapes is needed."""
