@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,15 +97,31 @@ def _types(eqn: JaxprEqn) -> Iterator[Any]:
             yield atom.aval
 
 
-def work_of(program: ClosedJaxpr | Jaxpr) -> int:
-    """For about how many multiplications a program runs."""
+def has_window(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a convolution whose window is more than one pixel."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return False
+    kernel_shape = type_of(eqn.invars[1]).shape
+    window_axes = eqn.params["dimension_numbers"].rhs_spec[2:]
+    return any(kernel_shape[axis] > 1 for axis in window_axes)
+
+
+def work_of(
+    program: ClosedJaxpr | Jaxpr, counts: Callable[[JaxprEqn], bool] | None = None
+) -> int:
+    """For about how many multiplications a program runs. `counts` says which equations
+    count, if not all do.
+    """
     from jax.extend.core import jaxprs_in_params
 
     total = 0
     for eqn in jaxpr_of(program).eqns:
-        work_of_bodies = [work_of(body) for body in jaxprs_in_params(eqn.params)]
+        bodies = jaxprs_in_params(eqn.params)
+        work_of_bodies = [work_of(body, counts) for body in bodies]
         if work_of_bodies:
             total += eqn.params.get("length", 1) * sum(work_of_bodies)
+            continue
+        if counts and not counts(eqn):
             continue
         # Other functions take as long as a few, but are mostly fused.
         work_per_output = 8

@@ -100,6 +100,7 @@ _NO_ARGUMENTS = {
 }
 # Names that people try for a function, and what to use instead.
 FUNCTIONS = {
+    "account": "per_example.epsilon(noise_multiplier, share, steps=..., delta=...)",
     "agc": "adaptive_grad_clip",
     "apply_if_finite": "skip_nonfinite",
     "clip_by_layer": "clip_by_tensor_norm, or clip_by_group_norm",
@@ -113,6 +114,7 @@ FUNCTIONS = {
     "clip_norm": "clip_by_global_norm",
     "clipper": "clip_by_global_norm",
     "dp_sgd": "clipped_grad(loss, max_norm, mean=False) and add_noise",
+    "epsilon": "per_example.epsilon(noise_multiplier, share, steps=..., delta=...)",
     "get_total_norm": "global_norm, or dropin.torch_style.get_total_norm",
     "ghost_clipping": 'clipped_grad(loss, max_norm, method="ghost")',
     "grad_norm": "global_norm(grads), or metrics(state) for a log",
@@ -120,7 +122,8 @@ FUNCTIONS = {
     "log_norm": "record_norm",
     "make_private": "clipped_grad(loss, max_norm, mean=False) and add_noise",
     "muon_clip": "qk_clip",
-    "noise_multiplier": "add_noise(result, noise_multiplier, key)",
+    "noise_multiplier": "per_example.noise_multiplier(epsilon, share, steps=..., "
+    "delta=...), or add_noise(result, noise_multiplier, key)",
     "norm": "global_norm",
     "per_sample_clip": "clipped_grad",
     "privacyengine": "clipped_grad(loss, max_norm, mean=False) and add_noise",
@@ -129,11 +132,7 @@ FUNCTIONS = {
     "zero_nans": 'clip_by_global_norm(..., nonfinite="zero")',
 }
 # Names of things that another library has.
-ELSEWHERE = {
-    "account": "dp-accounting, as docs/private_training.md shows",
-    "chain": "optax.chain",
-    "epsilon": "dp-accounting, as docs/private_training.md shows",
-}
+ELSEWHERE = {"chain": "optax.chain"}
 
 
 def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> None:

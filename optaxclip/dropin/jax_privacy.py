@@ -231,7 +231,7 @@ def clipped_grad(
     overlap = {*param_places} & {*batch_places}
     if not batch_places or min(param_places + batch_places) < 0 or overlap:
         must = f"{argnums=} and {batch_argnums=} must be at least 0, and not overlap"
-        raise ValueError(f"clipped_grad: {must}. batch_argnums must not be empty.")
+        raise ValueError(f"clipped_grad: {must}. Batch Argnums must not be empty.")
     limits = jax.tree.leaves(l2_clip_norm, is_leaf=lambda limit: limit is None)
     for limit in limits:
         check_number("clipped_grad: l2_clip_norm", limit, is_scalar=True)

@@ -6,7 +6,7 @@ example can do more than the limit allows.
 
 Everything else in this library gets the gradient of a batch, where an outlier is
 already mixed with the rest. Use this against outliers and wrong labels, against heavy
-tails, and for DP-SGD, with noise of `add_noise` and an account of dp-accounting:
+tails, and for DP-SGD, with noise of `add_noise` and the account of `epsilon`:
 docs/private_training.md.
 
     from a loss        clipped_grad: like jax.grad of a mean loss.
@@ -15,6 +15,7 @@ docs/private_training.md.
     from norms         noise_share: whether one part of a batch made its gradient.
     for privacy        draw: a batch by Poisson sampling.
                        add_noise: Gaussian noise for a sum of clipped gradients.
+                       epsilon, noise_multiplier: the account, by dp-accounting.
                        sensitivity: an audit of how much one example changes a sum
     shrinks            of optaxclip.shrinks. auto_s and psac were made for this
 
@@ -27,6 +28,8 @@ Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
 
 # `as` tells type checkers that a name is public.
 from .. import _names
+from ._account import epsilon as epsilon
+from ._account import noise_multiplier as noise_multiplier
 from ._clipped_grad import ClippedGrad as ClippedGrad
 from ._clipped_grad import ExplainedLeaf as ExplainedLeaf
 from ._clipped_grad import Explanation as Explanation

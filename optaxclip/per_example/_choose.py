@@ -10,7 +10,7 @@ import jax
 from jax.core import Tracer
 
 from .. import _trees as trees
-from .._jaxpr import has_convolution, has_groups, work_of
+from .._jaxpr import has_convolution, has_groups, has_window, work_of
 from .._mesh_types import is_on_one_device, manual_axes
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
@@ -80,7 +80,7 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
 
 def _makes_kernel_gradients(ghost: Ghost) -> bool:
     """Whether ghost clipping makes gradients of examples by a convolution's kernel."""
-    equations = [use.eqn for use in ghost.gradient_uses.values() if use.eqn]
+    equations = [site.eqn for site in ghost.gradient_sites if site.eqn]
     return any(map(has_convolution, equations))
 
 
@@ -90,15 +90,15 @@ def _most_at_once(problem: Problem, ghost: Ghost) -> dict[str, int]:
     captured = ghost.captured_size
     whole_gradient = 0
     for leaf, plan in zip(ghost.params, ghost.plans):
-        whole_gradient += max(leaf.size, plan.held)
-    numbers_of_example = {"ghost": ghost.held, "one_pass": whole_gradient}
+        whole_gradient += max(leaf.size, plan.kept_size)
+    numbers_of_example = {"ghost": ghost.kept_size, "one_pass": whole_gradient}
     most = {}
     for name, numbers in numbers_of_example.items():
         # Gradients of examples take a third of the memory of the activations that are
         # kept of the whole batch, or two of a part of it, of which less is kept.
         room = max(size * captured // 3, small_memory() // 4) // max(numbers, 1)
         most[name] = size if room >= size else min(2 * room, size // 2)
-    if ghost.held <= captured:
+    if ghost.kept_size <= captured:
         most["ghost"] = size
     if jax.default_backend() == "cpu" and not ghost.is_convolved:
         # A CPU is faster the more gradients stay in its cache: a transformer of 432,000
@@ -120,13 +120,14 @@ def costs_of(
     plain_work = 3 * work_of(problem.program) + gradient_work / size
     costs = {"one_pass": 1 + gradient_work / plain_work}
     if ghost:
-        if ghost.is_convolved:
-            # XLA on a CPU takes about half as long again for the gradients of examples
-            # by a convolution, and in a loop eight times as long.
-            width = microbatch or _most_at_once(problem, ghost)["one_pass"]
-            costs["one_pass"] *= 8 if width < size else 1.5
+        # For the gradients of examples by a convolution XLA on a CPU takes about twice
+        # as long, and in a loop 11 to 70 times as long, also for patches of an image.
+        width = microbatch or _most_at_once(problem, ghost)["one_pass"]
+        slowdown = 16 if width < size else 2
+        convolved_work = 3 * work_of(problem.program, has_window)
+        costs["one_pass"] += (slowdown - 1) * convolved_work / plain_work
         # The data that are captured are written and read, too.
-        work = MULTIPLICATIONS_PER_NUMBER * (ghost.captured_size + ghost.held)
+        work = MULTIPLICATIONS_PER_NUMBER * (ghost.captured_size + ghost.kept_size)
         work += sum(plan.extra_work for plan in ghost.plans)
         costs["ghost"] = 1 + work / plain_work
     return costs
@@ -176,6 +177,7 @@ def possible_ghost(problem: Problem) -> tuple[Ghost | None, str]:
     except CannotSplit:
         return None, (
             "a loss with refs (jax.new_ref), random numbers beside parameters that are "
-            "not of threefry keys, symbolic_zeros in a rule for them, 100 operations "
-            "on them in a row, or a convolution whose kernel depends on the example"
+            "not of threefry keys, symbolic_zeros in a rule for them, a learned value "
+            "of lax.pad, 100 operations on parameters in a row, or a convolution whose "
+            "kernel depends on the example"
         )

@@ -18,8 +18,9 @@ from .._prefixes import lookup
 from ..shrinks import Shrink, shrink_of
 from ._choose import Choice, choose, costs_of, possible_ghost
 from ._explicit import DeviceResult, on_each_device
-from ._ghost._norms import LeafPlan, rounding
-from ._passes import CANCELS, Run, block_width, limits_of
+from ._ghost._norms import rounding
+from ._ghost._plans import LeafPlan
+from ._passes import CANCELS, Run, block_size, limits_of
 from ._problem import Argnums, Problem, Signature, check_function
 
 METHODS = ("auto", "ghost", "one_pass")
@@ -142,8 +143,8 @@ def clipped_grad(
         narrow networks and long sequences. "auto": "ghost" or "one_pass", by the shapes
         of the loss. One pass then takes no more memory for gradients of examples than
         two thirds of what is kept of the batch, or one gradient, on a CPU 8 or a
-        megabyte. Convolutions it takes only all at once. `explain_clipped_grad` shows
-        the choice.
+        megabyte. A network of convolutions it takes all at once.
+        `explain_clipped_grad` shows the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.
@@ -311,12 +312,12 @@ class Bounds(NamedTuple):
 
 
 def _plans(problem: Problem, choice: Choice) -> list[LeafPlan]:
-    """How the norms of the gradients by each parameter are found."""
+    """How the norms of the gradients by each parameter are computed."""
     if choice.ghost:
         return choice.ghost.plans
     # One pass makes whole gradients, and captures nothing.
     leaves = jax.tree.leaves(problem.params)
-    return [LeafPlan("gradient", {}, held=leaf.size) for leaf in leaves]
+    return [LeafPlan("gradient", [], leaf.size) for leaf in leaves]
 
 
 def _bounds(problem: Problem, choice: Choice) -> Bounds:
@@ -329,25 +330,27 @@ def _bounds(problem: Problem, choice: Choice) -> Bounds:
     turns = -(-size // width)
     plans = _plans(problem, choice)
     for plan, leaf in zip(plans, jax.tree.leaves(problem.params)):
-        uses = list(plan.uses.values())
-        param_dtype = np.promote_types(leaf.dtype, np.float32)
-        # A loss may compute in fewer bits than its parameters have.
-        use_dtype = np.dtype(np.float32) if uses else param_dtype
-        for use in uses:
-            for out_type in use.out_types:
-                use_dtype = np.promote_types(use_dtype, out_type.dtype)
-        dtype = max(param_dtype, use_dtype, key=lambda x: float(jnp.finfo(x).eps))
+        out_types = [x for site in plan.sites for x in site.out_types]
+        dtype = np.promote_types(leaf.dtype, np.float32)
+        if out_types:
+            # A loss may compute in fewer bits than its parameters have.
+            computed = np.dtype(np.float32)
+            for out_type in out_types:
+                computed = np.promote_types(computed, out_type.dtype)
+            dtype = max(dtype, computed, key=lambda x: float(jnp.finfo(x).eps))
         # Other norms are those of the gradients that are added up.
         is_gram = plan.norm_by == "gram"
         terms = width
         if is_gram:
-            # Of a block, of Kahan's sum of all blocks, and of the sums of devices
-            terms = min(width, block_width(plan.positions)) * plan.positions
-            terms += 2 + problem.devices
+            # Of a block, of Kahan's sums of the blocks of an example and of all, and of
+            # the sums of devices
+            terms = min(width * plan.positions, block_size())
+            terms += 2 + 2 + problem.devices
         # The additions of a microbatch, of all microbatches, and the products.
         error = rounding(terms + turns + 4, dtype)
-        for use in uses:
-            if not plan.held and any(x.dtype == jnp.bfloat16 for x in use.out_types):
+        for site in plan.sites:
+            has_bfloat16 = any(x.dtype == jnp.bfloat16 for x in site.out_types)
+            if has_bfloat16 and not plan.kept_size:
                 # Two bfloat16 numbers round a cotangent times a factor.
                 error += 2.0**-16
         if is_gram:
@@ -367,7 +370,7 @@ class ExplainedLeaf(NamedTuple):
 
     name: str  # its path in the parameters
     shape: tuple[int, ...]
-    way: str  # a word of the table in `explain_clipped_grad`
+    norm_by: str  # a word of the table in `explain_clipped_grad`
     # the operations that it goes into, such as "gather, dot_general"
     uses: str
     # bytes kept of the microbatch from forward and backward pass, for this parameter
@@ -515,19 +518,19 @@ def explain_clipped_grad(
         for (path, leaf), plan in zip(entries, _plans(problem, choice)):
             use_names = []
             captured_size = 0
-            for use in plan.uses.values():
-                in_scan = " in scan" if use.scan_lengths else ""
-                use_names.append(use.name + in_scan)
-                captured_size += use.captured_size
+            for site in plan.sites:
+                in_scan = " in scan" if site.scan_lengths else ""
+                use_names.append(site.name + in_scan)
+                captured_size += site.captured_size
             # As if all numbers had the dtype of the parameter.
             itemsize = leaf.dtype.itemsize
             explained = ExplainedLeaf(
                 name=trees.name(path),  # DictKey("a"), SequenceKey(0) -> "a/0"
                 shape=leaf.shape,
-                way=plan.norm_by,
+                norm_by=plan.norm_by,
                 uses=", ".join(dict.fromkeys(use_names)),
                 kept=itemsize * width * captured_size,
-                made=itemsize * (plan.temporaries + plan.held),
+                made=itemsize * (plan.temporaries + plan.kept_size),
             )
             leaves.append(explained)
         ghost = choice.ghost or possible_ghost(problem)[0]

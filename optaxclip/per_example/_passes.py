@@ -34,8 +34,6 @@ Step = Callable[..., tuple[Any, Any]]
 # How many times longer the terms of a gradient may be than their sum. Where they cancel
 # more, rounding is too large a part of it, and the example counts as longer than it is.
 CANCELS = 16
-# How many terms of such gradients are added up at once on a CPU.
-BLOCK = 256
 
 
 class Limits(NamedTuple):
@@ -248,10 +246,23 @@ class Run(NamedTuple):
     microbatch: int | None
 
     def in_one_pass(self) -> tuple[Arrays, ExampleResults]:
+        value_and_grad = jax.value_and_grad(self.problem.of_one, has_aux=True)
+
+        def of_one(params: Any, example: Any) -> tuple[Any, Arrays]:
+            value_and_aux, grads = value_and_grad(params, example)
+            # A node of the user's may refuse gradients of several examples.
+            return value_and_aux, jax.tree.leaves(grads)
+
+        of_all = jax.vmap(of_one, (None, 0))
+
         def step(present: Array, example: Any) -> tuple[Arrays, ExampleResults]:
-            grads, results = self._grads_and_results(present, example)
-            sums = list(map(results.weights.total, grads, self.limits.groups))
-            return sums, results
+            (values, aux), grads = of_all(self.problem.params, example)
+            # XLA on a CPU would else write the float64 squares of gradients that only a
+            # norm reads.
+            grads = written(grads)
+            weights = self.limits.weigh(grads, present)
+            sums = list(map(weights.total, grads, self.limits.groups))
+            return sums, ExampleResults(weights, values, aux)
 
         return self.in_steps(step)
 
@@ -275,25 +286,6 @@ class Run(NamedTuple):
             # As lax.scan asks for: of the type of the sums that follow.
             zeros.append(varying_as_any_of(zero, (self.problem.batch, leaf)))
         return zeros
-
-    def _grads_and_results(
-        self, present: Array, example: Any
-    ) -> tuple[Arrays, ExampleResults]:
-        """The gradients of a microbatch, and the results of its examples."""
-        value_and_grad = jax.value_and_grad(self.problem.of_one, has_aux=True)
-
-        def of_one(params: Any, example: Any) -> tuple[Any, Arrays]:
-            value_and_aux, grads = value_and_grad(params, example)
-            # A node of the user's may refuse gradients of several examples.
-            return value_and_aux, jax.tree.leaves(grads)
-
-        of_all = jax.vmap(of_one, (None, 0))
-        (values, aux), grads = of_all(self.problem.params, example)
-        # XLA on a CPU would else write the float64 squares of gradients that only a
-        # norm reads.
-        leaves = written(grads)
-        weights = self.limits.weigh(leaves, present)
-        return leaves, ExampleResults(weights, values, aux)
 
 
 def in_microbatches(
@@ -357,12 +349,11 @@ def _plus(total: Array, term: Array) -> Array:
     return total + term.astype(total.dtype)
 
 
-def block_width(positions: int) -> int:
-    """How many examples, of so many terms each, are added up at once where terms may
-    cancel: blocks are short on a CPU, where what is lost between them is kept.
+def block_size() -> int:
+    """How many terms are added up at once where terms may cancel: few on a CPU, where
+    what is lost between blocks is kept.
     """
-    is_cpu = jax.default_backend() == "cpu"
-    return max(BLOCK // positions, 1) if is_cpu else sys.maxsize
+    return 256 if jax.default_backend() == "cpu" else sys.maxsize
 
 
 class KahanSum(NamedTuple):
@@ -378,6 +369,15 @@ class KahanSum(NamedTuple):
         term = term - self.excess
         total = self.total + term
         return KahanSum(total, (total - self.total) - term)
+
+    @staticmethod
+    def of(terms: Arrays) -> Array:
+        """The sum of some arrays."""
+        first, *later_terms = terms
+        sum_so_far = KahanSum(first, jnp.zeros_like(first))
+        for term in later_terms:
+            sum_so_far = sum_so_far.plus(term)
+        return sum_so_far.total
 
 
 def even_width(size: int, most: int) -> int:

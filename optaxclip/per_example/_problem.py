@@ -239,10 +239,11 @@ class Signature(NamedTuple):
         if other_sizes or size in (0, "no axis"):
             text = ", ".join(f"{name} has {size}" for name, size in sizes.items())
             raise ValueError(
-                f"{self.call}: the first axes of the batch count examples and must "
-                f"have one size, at least 1, but {text or 'there is no batch'}. Name "
-                "an argument that is the same for all examples in shared_argnums. Give "
-                "a random key for each example: jax.random.split(key, batch)."
+                f"{self.call}: the arrays of the batch must have the same size along "
+                "axis 0, the number of examples, at least 1, but "
+                f"{text or 'there is no batch'}. Name an argument that is the same for "
+                "all examples in shared_argnums. Give a random key for each example: "
+                "jax.random.split(key, batch)."
             )
         return size
 

@@ -2,13 +2,15 @@
 dp-accounting.
 """
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from optaxclip import add_noise, clipped_grad, sensitivity
-from optaxclip.per_example import draw
+from optaxclip.per_example import draw, epsilon, noise_multiplier
 
 NOISE, LIMIT, SIZE, D = 1.0, 0.7, 16, 1200
 X = np.random.default_rng(0).standard_normal((SIZE, D)).astype(np.float32)
@@ -65,3 +67,47 @@ def test_too_many_for_the_places_are_as_rare_as_the_page_says():
     count = np.sum(jax.jit(jax.vmap(others_fill_all))(keys))
     law = stats.binom(20_000, stats.binom(19, 0.3).sf(9 - 1))
     assert law.ppf(1e-5) <= count <= law.isf(1e-5)
+
+
+def delta_of_a_gaussian(noise, epsilon):
+    """Balle, Wang, Improving the Gaussian mechanism for differential privacy, 2018
+    (arXiv 1805.06530), theorem 8, for a sensitivity of 1.
+    """
+    cdf = pytest.importorskip("scipy.stats").norm.cdf
+    upper = cdf(1 / (2 * noise) - epsilon * noise)
+    return upper - np.exp(epsilon) * cdf(-1 / (2 * noise) - epsilon * noise)
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+def test_epsilon_of_whole_batches_is_that_of_one_gaussian(steps):
+    """So many steps with all examples are one with less noise, by the root."""
+    pytest.importorskip("dp_accounting")
+    found = epsilon(2.0, 1.0, steps=steps, delta=1e-5)
+    noise = 2.0 / np.sqrt(steps)
+    # From above, within the steps of 1e-4 that privacy losses are rounded to
+    assert delta_of_a_gaussian(noise, found) <= 1e-5
+    assert delta_of_a_gaussian(noise, found - 1e-4 * steps) > 1e-5
+
+
+def test_epsilon_is_that_of_dp_accounting():
+    """By its events, as in `epsilon_of`."""
+    pytest.importorskip("dp_accounting")
+    assert epsilon(NOISE, 0.1, steps=300, delta=1e-4) == epsilon_of(NOISE)
+    assert epsilon(NOISE, 0.02, steps=50, delta=1e-6) == epsilon_of(
+        NOISE, delta=1e-6, share=0.02, steps=50
+    )
+
+
+def test_noise_multiplier_is_the_inverse_of_epsilon():
+    pytest.importorskip("dp_accounting")
+    training = {"share": 0.1, "steps": 30, "delta": 1e-5}
+    noise = noise_multiplier(2.0, **training)
+    assert epsilon(noise, **training) <= 2.0 < epsilon(0.999 * noise, **training)
+
+
+@pytest.mark.parametrize("account", [epsilon, noise_multiplier])
+def test_the_account_names_the_package_that_is_missing(account, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    text = rf'{account.__name__}: .* pip install "optaxclip\[privacy\]"'
+    with pytest.raises(ImportError, match=text):
+        account(1.0, 0.1, steps=1, delta=1e-5)

@@ -55,7 +55,7 @@ def test_ghost_clipping_knows_the_norm_by_each_parameter():
     for name, model in MODELS.items():
         explain = explain_clipped_grad(model.loss, method="ghost")
         leaves = explain(model.params, model.batch).leaves
-        assert {leaf.name: leaf.way for leaf in leaves} == model.ways
+        assert {leaf.name: leaf.norm_by for leaf in leaves} == model.ways
         grads = examples(name)[1]
         norms = {leaf: norms_of([x]) for leaf, x in grads.items()}
         limits = {leaf: float(np.median(x)) for leaf, x in norms.items()}

@@ -43,7 +43,7 @@ def agree(loss, params, *examples):
 def ways(loss, params, *examples):
     with jax.numpy_rank_promotion("allow"):
         leaves = explain_clipped_grad(loss, method="ghost")(params, *examples).leaves
-    return {leaf.name: leaf.way for leaf in leaves}
+    return {leaf.name: leaf.norm_by for leaf in leaves}
 
 
 @pytest.mark.slow

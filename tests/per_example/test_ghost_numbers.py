@@ -25,7 +25,7 @@ def gradients(x, c):
 
 
 def way(loss, *args):
-    return explain_clipped_grad(loss, method="ghost")(*args).leaves[0].way
+    return explain_clipped_grad(loss, method="ghost")(*args).leaves[0].norm_by
 
 
 def by_ghost(loss, limit, *args):

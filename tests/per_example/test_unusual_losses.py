@@ -40,7 +40,7 @@ def test_a_long_chain_of_operations_on_parameters_takes_one_pass():
         exact = np.float64(SQUARE), np.float64(BATCH)
         each = np.asarray(jax.vmap(jax.grad(long_chain), (None, 0))(*exact))
     near(found.grads, mean_of_clipped(each, 1.0), 1e-4)
-    with pytest.raises(ValueError, match="100 operations on them in a row"):
+    with pytest.raises(ValueError, match="100 operations on parameters in a row"):
         clipped_grad(long_chain, 1.0, method="ghost")(SQUARE, BATCH)
 
 
@@ -194,8 +194,12 @@ def with_noise(p, x):
     return jnp.sum(lax.scan(turn, x, keys)[0] ** 2)
 
 
+def with_learned_padding(p, x):
+    return jnp.sum(lax.pad(layer(p, x), p["w"][0, 0], [(1, 2, 0)]) ** 2)
+
+
 def test_a_loss_that_is_another_in_parts_takes_one_pass():
-    for loss in (asking, with_noise):
+    for loss in (asking, with_noise, with_learned_padding):
         with pytest.raises(ValueError, match=r'must be "one_pass" or .*, got "ghost"'):
             clipped_grad(loss, 0.5, method="ghost")(PARAMS, ROWS)
         each = gradients(loss, PARAMS, ROWS)
@@ -241,7 +245,8 @@ def test_beside_a_rule_in_each_turn_norms_come_from_factors():
     params = {"w": np.ones((2, 4, 3), np.float32), "v": np.ones((2, 4, 5), np.float32)}
     explain = explain_clipped_grad(loss, method="ghost")
     ways = {
-        leaf.name: leaf.way for leaf in explain(params, XS[:6].reshape(3, 2, 4)).leaves
+        leaf.name: leaf.norm_by
+        for leaf in explain(params, XS[:6].reshape(3, 2, 4)).leaves
     }
     assert ways == {"w": "gradient", "v": "product"}
 

@@ -1,14 +1,17 @@
 """Ghost clipping with book-keeping: the clipped gradient of a batch from one backward
 pass, without the large gradients of its examples.
 
-    1. Run the loss of all examples. Capture what comes into each use of a parameter, x.
-    2. Run backward once, to the cotangents of what comes out of the uses, g.
-    3. Norms of the gradients of examples, from x and g. Gradients that are smaller than
-       these are made of them, and held.
-    4. The sum of the gradients with factors f, from x and f g: again no backward pass.
+    1. _capture  Run the loss of all examples. Capture what comes into each site where
+                 a parameter meets data, x. Run backward once, to the cotangents of what
+                 comes out of the sites, g.
+    2. _norms    Norms of the gradients of examples, from x and g. Gradients that are
+                 smaller than these are made of them, and kept. _plans has the cheapest
+                 of these for each parameter, _forms the products of x and g.
+    3. here      The sum of the gradients with factors f, from x and f g: again no
+                 backward pass.
 
-Where the gradient by a use of a parameter is not such a product of x and g, JAX makes
-the gradients of examples by that parameter.
+Where the gradient by a parameter is not such a product of x and g, JAX makes the
+gradients of examples by that parameter.
 
 References: Li, Tramer, Liang, Hashimoto, Large language models can be strong
 differentially private learners, 2022 (arXiv 2110.05679). Bu, Wang, Zha, Karypis,
@@ -25,22 +28,15 @@ import numpy as np
 from jax import Array, lax
 
 from ..._factors import times_square
-from ..._jaxpr import has_backward_rule, has_convolution
+from ..._jaxpr import has_backward_rule, has_window, work_of
 from ..._mesh_types import varying, varying_as_any_of
 from .. import _passes as passes
 from .._passes import Arrays, ExampleResults, Run, Weights, along_batch
 from .._problem import Problem
-from ._capture import Captured, Program, Use, bind, capture, split_loss
-from ._norms import (
-    LeafPlan,
-    MatrixUse,
-    OuterProducts,
-    grads_or_norms_of,
-    joined,
-    norms_by_gram,
-    outer_products_of,
-    plans_of,
-)
+from ._capture import CapturedOfSites, Program, Site, bind, capture, split_loss
+from ._forms import OuterProducts
+from ._norms import joined, matrices_of, norms_by_gram, norms_of_products, sums_of_rows
+from ._plans import LeafPlan, plans_of
 
 
 class Ghost(NamedTuple):
@@ -50,13 +46,13 @@ class Ghost(NamedTuple):
     params: Arrays
     plans: list[LeafPlan]  # of each parameter
     out_tree: Any  # of the value and aux
-    # The parameters by which gradients of examples are made, and their uses
+    # The parameters by which gradients of examples are made by JAX, and their sites
     gradient_leaves: list[int]
-    gradient_uses: dict[int, Use]
+    gradient_sites: list[Site]
     # The parameters whose gradients are sums of outer products, the last first
     matrix_leaves: list[int]
     captured_size: int  # how many numbers are captured in one example
-    held: int  # how many of its gradient are held until its factor is known
+    kept_size: int  # how many of its gradient are kept until its factor is known
     is_convolved: bool
 
     def in_steps(self, run: Run) -> tuple[Arrays, ExampleResults]:
@@ -65,13 +61,12 @@ class Ghost(NamedTuple):
         def step(present: Array, example: Any) -> tuple[Arrays, ExampleResults]:
             examples = jax.tree.leaves(example)
             outputs, captured = capture(self.program, self.params, examples)
-            # Gradients by some parameters, norms of gradients by others: their norm is
-            # that of the gradient.
+            # Gradients by some parameters, norms of gradients by others: the norm of a
+            # norm is itself.
             zeros = [jnp.zeros(present.size, jnp.float32) for _ in self.plans]
             grads_or_norms = list(zeros)
             term_bounds = list(zeros)
-            gradients = self._gradients(captured)
-            for leaf, gradient in zip(self.gradient_leaves, gradients):
+            for leaf, gradient in self._gradients(captured).items():
                 grads_or_norms[leaf] = gradient
             for leaf in self.matrix_leaves:
                 grads_or_norms[leaf], term_bounds[leaf] = _grads_or_norms_and_bounds(
@@ -84,43 +79,46 @@ class Ghost(NamedTuple):
 
         return run.in_steps(step)
 
-    def _gradients(self, captured: list[Captured]) -> Arrays:
+    def _gradients(self, captured: CapturedOfSites) -> dict[int, Array]:
         """The gradients of the examples by parameters without outer products."""
-        if not self.gradient_uses:
-            return []
+        if not self.gradient_sites:
+            return {}
 
-        def of_one(captured: list[Captured]) -> Arrays:
-            def outputs_of_uses(values: dict[Any, Any]) -> list[Arrays]:
-                outputs = []
-                for use, data in zip(self.gradient_uses.values(), captured):
-                    outputs.append(_tapped_outputs(values, use, data.inputs))
+        def of_one(captured: CapturedOfSites) -> dict[int, Array]:
+            def outputs_of_sites(values: dict[int, Any]) -> dict[int, Arrays]:
+                outputs = {}
+                for site in self.gradient_sites:
+                    inputs = captured[site.number].inputs
+                    outputs[site.number] = _tapped_outputs(values, site, inputs)
                 return outputs
 
-            outputs, pull = self._vjp(outputs_of_uses, self.gradient_leaves)
-            cotangents = [data.cotangents for data in captured]
+            outputs, pull = self._vjp(outputs_of_sites, self.gradient_leaves)
+            cotangents = {number: captured[number].cotangents for number in outputs}
             typed = jax.tree.map(lambda x, y: x.astype(y.dtype), cotangents, outputs)
             return pull(typed)[0]
 
-        captured = [captured[number] for number in self.gradient_uses]
+        numbers = [site.number for site in self.gradient_sites]
+        captured = {number: captured[number] for number in numbers}
         return passes.written(jax.vmap(of_one)(captured))
 
     def _vjp(
-        self, outputs_of: Callable[[dict[Any, Any]], Any], leaves: list[int]
+        self, outputs_of: Callable[[dict[int, Any]], Any], leaves: list[int]
     ) -> Any:
         """The derivative by some parameters, in float32 or wider, of a function of the
         values of parameters by their numbers.
         """
+        constants: dict[int, Any] = dict(enumerate(self.params))
 
-        def run(params: Arrays) -> Any:
-            values: dict[Any, Any] = dict(enumerate(self.params))
-            values.update(zip(leaves, params))
-            return outputs_of(values)
+        def run(params: dict[int, Array]) -> Any:
+            # A dict of its own, in which origins put what they have made.
+            return outputs_of(constants | params)
 
-        return jax.vjp(run, passes.widened([self.params[leaf] for leaf in leaves]))
+        params = {leaf: self.params[leaf] for leaf in leaves}
+        return jax.vjp(run, passes.widened(params))
 
     def _sums(
         self,
-        captured: list[Captured],
+        captured: CapturedOfSites,
         grads_or_norms: Arrays,
         weights: Weights,
         groups: Sequence[int],
@@ -144,28 +142,30 @@ class Ghost(NamedTuple):
             counts = _after(sums[leaf], weights.counts)
             weights = weights._replace(counts=counts)
 
-        # From matrices to parameters it is linear, so it is done once for all examples.
-        first_uses = [self.plans[leaf].matrix_uses[0] for leaf in self.matrix_leaves]
+        # From parameters to matrices it is linear, so it is done once for all examples.
+        def first_matrices(values: dict[int, Any]) -> dict[int, Array]:
+            matrices = {}
+            for leaf in self.matrix_leaves:
+                first, *_ = self.plans[leaf].matrices
+                matrices[leaf] = first.value(values)
+            return matrices
 
-        def matrices_of(values: dict[Any, Any]) -> Arrays:
-            return [use.matrices(values) for use in first_uses]
-
-        matrices, pull = self._vjp(matrices_of, self.matrix_leaves)
-        matrix_sums = []
-        for leaf, matrix in zip(self.matrix_leaves, matrices):
-            matrix_sums.append(sums[leaf].astype(matrix.dtype))
+        matrices, pull = self._vjp(first_matrices, self.matrix_leaves)
+        matrix_sums = {}
+        for leaf, matrix in matrices.items():
+            matrix_sums[leaf] = sums[leaf].astype(matrix.dtype)
         (sums_of_leaves,) = pull(matrix_sums)
-        for leaf, sum_of_leaf in zip(self.matrix_leaves, sums_of_leaves):
+        for leaf, sum_of_leaf in sums_of_leaves.items():
             sums[leaf] = sum_of_leaf
         return sums
 
 
-def _tapped_outputs(values: dict[Any, Any], use: Use, inputs: list[Any]) -> list[Any]:
-    """The outputs of a use in one example that a backward pass comes by."""
-    operands = [origin.make(values) for origin in use.operands.values()]
-    if use.eqn is None:
+def _tapped_outputs(values: dict[int, Any], site: Site, inputs: list[Any]) -> list[Any]:
+    """The outputs of a site in one example that a backward pass comes by."""
+    operands = [origin.make(values) for origin in site.operands.values()]
+    if site.eqn is None:
         return operands
-    has_rule = has_backward_rule(use.eqn)
+    has_rule = has_backward_rule(site.eqn)
 
     def run(operands: list[Any], inputs: list[Any], zero: Array) -> Any:
         if has_rule:
@@ -173,33 +173,35 @@ def _tapped_outputs(values: dict[Any, Any], use: Use, inputs: list[Any]) -> list
             operands = [x + zero.astype(x.dtype) for x in operands]
         arguments = list(inputs)
         # In the order of their places, each is inserted at its own.
-        for place, operand in zip(use.operands, operands):
+        for place, operand in zip(site.operands, operands):
             arguments.insert(place, operand)
-        outputs = bind(use.eqn, arguments, is_wide=True)
-        return [outputs[index] for index in use.tapped]
+        outputs = bind(site.eqn, arguments, is_wide=True)
+        return [outputs[index] for index in site.tapped]
 
     # The innermost scan first, so that the axis of the outermost is in front.
-    for depth, length in reversed(list(enumerate(use.scan_lengths))):
-        axes = [0 if depth in x.scans else None for x in use.operands.values()]
+    for depth, length in reversed(list(enumerate(site.scan_lengths))):
+        axes = [0 if depth in x.scans else None for x in site.operands.values()]
         run = jax.vmap(run, (axes, 0, 0), axis_size=length)
-    return run(operands, inputs, jnp.zeros(use.scan_lengths))
+    return run(operands, inputs, jnp.zeros(site.scan_lengths))
 
 
 def _grads_or_norms_and_bounds(
-    plan: LeafPlan, captured: list[Captured], counts: Array
+    plan: LeafPlan, captured: CapturedOfSites, counts: Array
 ) -> tuple[Array, Array]:
-    """Of a parameter with outer products, the norms of the examples' gradients, or the
+    """For a parameter with outer products, the norms of the examples' gradients, or the
     gradients, and bounds of their terms that are still to be added up.
     """
 
-    def step(_: Array, captured: list[Captured]) -> tuple[None, tuple[Array, Array]]:
-        products = []
-        for matrix_use, data in zip(plan.matrix_uses, captured):
-            can_shift = plan.norm_by == "matrix"
-            products.append(outer_products_of(matrix_use, data, can_shift=can_shift))
+    def step(_: Array, captured: CapturedOfSites) -> tuple[None, tuple[Array, Array]]:
+        products = plan.outer_products(captured, can_shift=plan.norm_by == "matrix")
         if plan.norm_by == "gram":
             return None, norms_by_gram(products, is_bounded=plan.is_bounded)
-        grads_or_norms = grads_or_norms_of(plan, products)
+        if plan.norm_by == "product":
+            grads_or_norms = norms_of_products(*products)
+        elif plan.norm_by == "rows":
+            grads_or_norms = sums_of_rows(products)
+        else:
+            grads_or_norms = matrices_of(products, plan.matrix_shape)
         # The norms are those of what is added up.
         return None, (grads_or_norms, jnp.zeros(len(grads_or_norms), jnp.float32))
 
@@ -212,7 +214,7 @@ def _grads_or_norms_and_bounds(
 def _weighted_sum(
     plan: LeafPlan,
     param: Array,
-    captured: list[Captured],
+    captured: CapturedOfSites,
     grads_or_norms: Array,
     weights: Weights,
     group: int,
@@ -225,30 +227,47 @@ def _weighted_sum(
     captured_of_leaf = plan.captured_of(captured)
     zeros = jnp.zeros(plan.matrix_shape, dtype)
     zeros = varying_as_any_of(zeros, (captured_of_leaf, param, weights.counts))
+    width = weights.counts.size
+    block = plan.positions
+    # The patches of all images may be more than all that was captured.
+    if plan.sites[0].name == "conv_general_dilated":
+        width = _width(plan, captured, width)
+    if plan.norm_by == "gram" and plan.is_bounded:
+        block = min(block, passes.block_size())
+        width = min(width, max(passes.block_size() // plan.positions, 1))
 
     def step(
         counts: Array,
-        captured: list[Captured],
+        captured: CapturedOfSites,
         grads_or_norms: Array,
         root: Array,
         share: Array,
     ) -> tuple[Array, None]:
-        total = zeros
-        products = list(map(outer_products_of, plan.matrix_uses, captured))
+        products = plan.outer_products(captured)
         if plan.norm_by == "rows":
             # The cotangents of each row have been added up.
             rows = jnp.sort(joined(products).a)
             products = [OuterProducts(rows, grads_or_norms)]
-        for matrix_use, product in zip(plan.matrix_uses, products):
-            total = _plus_weighted(total, matrix_use, product, root, share, counts)
-        return total, None
+        terms = []
+        for matrix, (a, c) in zip(plan.matrices, products):
+            # Selected, since 0 times NaN is NaN.
+            a = jnp.where(along_batch(counts, a), a, 0)
+            c = jnp.where(along_batch(counts, c), c, 0)
+            weighted = times_square(c.astype(dtype), along_batch(root, c))
+            weighted *= along_batch(share, c).astype(dtype)
+            factors = [weighted]
+            if a.dtype == c.dtype == jnp.bfloat16:
+                # As fast on a GPU and a TPU as one product that gives bfloat16.
+                factors = _in_bfloat16(weighted)
+            elif a.ndim == 4:
+                a = a.astype(dtype)
+            for start in range(0, a.shape[2], block):
+                positions = slice(start, start + block)
+                for factor in factors:
+                    part = OuterProducts(a[:, :, positions], factor[:, :, positions])
+                    terms.append(_sum_of_products(part, matrix.site, zeros))
+        return passes.KahanSum.of(terms), None
 
-    width = weights.counts.size
-    # The patches of all images may be more than all that was captured.
-    if plan.matrix_uses[0].use.name == "conv_general_dilated":
-        width = _width(plan, captured, width)
-    if plan.norm_by == "gram" and plan.is_bounded:
-        width = min(width, passes.block_width(plan.positions))
     batch = captured_of_leaf, grads_or_norms, roots, weights.shares
     sums, _ = passes.in_microbatches(
         step,
@@ -261,7 +280,7 @@ def _weighted_sum(
     return sums.total
 
 
-def _width(plan: LeafPlan, captured: list[Captured], size: int) -> int:
+def _width(plan: LeafPlan, captured: CapturedOfSites, size: int) -> int:
     """How many examples are looked at at once: the temporaries of norms may be larger
     than all that was captured.
     """
@@ -277,61 +296,43 @@ def _width(plan: LeafPlan, captured: list[Captured], size: int) -> int:
     return 1 << (max(width, 1).bit_length() - 1)
 
 
-def _plus_weighted(
-    total: Array,
-    matrix_use: MatrixUse,
-    products: OuterProducts,
-    root: Array,
-    share: Array,
-    counts: Array,
-) -> Array:
-    """The total, plus the outer products of the examples that count, each times the
-    square of its root and its share.
+def _in_bfloat16(weighted: Array) -> Arrays:
+    """Float32 as a sum of two arrays of bfloat16: one would round the factors.
+
+    The first is cut and not rounded, so that without the second, which may be flushed
+    to 0, the gradient is shorter.
     """
-    # Selected, since 0 times NaN is NaN.
-    a = jnp.where(along_batch(counts, products.a), products.a, 0)
-    c = jnp.where(along_batch(counts, products.c), products.c, 0)
-    wide = total.dtype
-    is_bfloat16 = a.dtype == c.dtype == jnp.bfloat16
-    c = times_square(c.astype(wide), along_batch(root, c))
-    c = c * along_batch(share, c).astype(wide)
+    bits = lax.bitcast_convert_type(weighted, np.uint32) & np.uint32(0xFFFF0000)
+    leading = lax.bitcast_convert_type(bits, np.float32)
+    return [leading.astype(jnp.bfloat16), (weighted - leading).astype(jnp.bfloat16)]
+
+
+def _sum_of_products(products: OuterProducts, site: Site, zeros: Array) -> Array:
+    """The sum of outer products over examples and positions, like `zeros`, which is
+    [stack, rows, columns].
+    """
+    a, c = products
     if a.ndim == 3:
-        return total.at[jnp.arange(len(total))[:, None], a].add(c)
-    a = a.astype(wide)
-    c_terms = [c]
-    if is_bfloat16:
-        # As fast on a GPU and a TPU as one that gives bfloat16. The cotangents, which
-        # have the factors of the examples in them, are then two arrays: one of bfloat16
-        # would round the factors. The first is cut and not rounded, so that without the
-        # second, which may be flushed to 0, the gradient is shorter.
-        bits = lax.bitcast_convert_type(c, np.uint32) & np.uint32(0xFFFF0000)
-        leading = lax.bitcast_convert_type(bits, np.float32)
-        remainder = c - leading
-        a = a.astype(jnp.bfloat16)
-        c_terms = [leading.astype(jnp.bfloat16), remainder.astype(jnp.bfloat16)]
-    # Over examples and positions, for each matrix of the stack.
-    dimension_numbers = ((0, 2), (0, 2)), ((1,), (1,))
+        return zeros.at[jnp.arange(len(zeros))[:, None], a].add(c)
     # An algorithm would also say in which dtype to add up.
-    precision = matrix_use.use.eqn.params.get("precision")
+    precision = site.eqn.params.get("precision")
     if not isinstance(precision, (tuple, lax.Precision)):
         precision = None
     if a.shape[1:3] == (1, 1):
         # One position. A CPU takes up to 6 % less for a gradient of small batches.
         # More positions, joined to the batch, would be gathered if devices split them.
-        a = a[:, 0, 0]
-        c_terms = [x[:, 0, 0] for x in c_terms]
-        dimension_numbers = ((0,), (0,)), ((), ())
-    for c in c_terms:
-        product = lax.dot_general(a, c, dimension_numbers, precision, wide)
-        total = total + product.reshape(total.shape)
-    return total
+        axes = ((0,), (0,)), ((), ())
+        total = lax.dot_general(a[:, 0, 0], c[:, 0, 0], axes, precision, zeros.dtype)
+        return total[None]
+    axes = ((0, 2), (0, 2)), ((1,), (1,))
+    return lax.dot_general(a, c, axes, precision, zeros.dtype)
 
 
 def _after(before: Array, counts: Array) -> Array:
-    """The same booleans, known only after another value is.
+    """The same booleans, which the compiler cannot compute before another value.
 
-    XLA on a CPU computes as soon as it can. It would copy what was captured at all uses
-    before it sums the first: a perceptron took a quarter more memory.
+    XLA on a CPU computes as soon as it can. It would copy what was captured at all
+    sites before it sums the first: a perceptron took a quarter more memory.
     """
     if not varying(before) <= varying(counts):
         # It would give the type of a split parameter to all sums that follow.
@@ -344,20 +345,16 @@ def _after(before: Array, counts: Array) -> Array:
 def ghost_of(problem: Problem) -> Ghost:
     """The loss of a problem. Raises CannotSplit where it cannot be split."""
     params = jax.tree.leaves(problem.params)
-    loss = problem.program
-    program = split_loss(loss, params)
-    uses = program.uses()
-    plans = []
-    for plan in plans_of(uses, params):
-        plans.append(plan._replace(is_bounded=problem.is_sum))
+    program = split_loss(problem.program, params)
+    plans = plans_of(program.sites, params, is_bounded=problem.is_sum)
     gradient_leaves = []
-    gradient_uses: dict[int, Use] = {}
+    gradient_sites: dict[int, Site] = {}
     matrix_leaves = []
     for leaf, plan in enumerate(plans):
         if plan.norm_by == "gradient":
             gradient_leaves.append(leaf)
-            gradient_uses |= plan.uses
-        elif plan.matrix_uses:
+            gradient_sites |= {site.number: site for site in plan.sites}
+        elif plan.matrices:
             matrix_leaves.insert(0, leaf)
     return Ghost(
         program,
@@ -365,9 +362,9 @@ def ghost_of(problem: Problem) -> Ghost:
         plans,
         out_tree=jax.tree.structure(problem.returned),
         gradient_leaves=gradient_leaves,
-        gradient_uses=gradient_uses,
+        gradient_sites=list(gradient_sites.values()),
         matrix_leaves=matrix_leaves,
-        captured_size=sum(use.captured_size for use in uses),
-        held=sum(plan.held for plan in plans),
-        is_convolved=any(map(has_convolution, loss.jaxpr.eqns)),
+        captured_size=sum(site.captured_size for site in program.sites),
+        kept_size=sum(plan.kept_size for plan in plans),
+        is_convolved=work_of(problem.program, has_window) > 0,
     )

@@ -2,18 +2,17 @@
 
 The program of the loss of one example (its jaxpr) is split. Some values are made of
 parameters alone, such as a weight that was cast or transposed. An equation where such a
-value, an operand, meets data is a use, for example the matrix product of a layer. The
-gradient of an example is known from the data that come into each use and the cotangents
+value, an operand, meets data is a site, for example the matrix product of a layer. The
+gradient of an example follows from the data that come into each site and the cotangents
 of its outputs.
 
-    split_loss   finds the uses, and what operands are made of
-    capture      runs the losses of a batch forward and backward. Each output of a use
+    split_loss   finds the sites, and what operands are made of
+    capture      runs the losses of a batch forward and backward. Each output of a site
                  has a tap: a value whose cotangent is that of the output
 
 Calls of jit and jax.checkpoint are entered, and so is the body of a scan. Any other
-equation that has a body (cond, while, custom derivatives) is one use as a whole. So is
-a backward rule of the user's (custom_vjp) even without data, since it may not be
-linear.
+equation that has a body (cond, while, custom derivatives) is one site. So is a backward
+rule of the user's (custom_vjp) even without data, since it may not be linear.
 
 A value in a scan has axes for its turns in front, the outermost scan first.
 """
@@ -21,8 +20,9 @@ A value in a scan has axes for its turns in front, the outermost scan first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -32,14 +32,14 @@ from jax import Array, lax
 from jax.core import ShapedArray
 
 from ... import _jaxpr
-from ..._jaxpr import CALLS, Flags, type_of
+from ..._jaxpr import CALLS, Flags, Flow, type_of
 from ..._mesh_types import varying_as, varying_as_any_of
 from .._passes import is_narrow, widened, written
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-# Uses that are sums: their gradient does not need what comes in beside the operand.
+# Sites that are sums: their gradient does not need what comes in beside the operand.
 SUMS = ("add", "sub", "add_any", "concatenate")
 # They keep all numbers of a parameter, maybe in another order.
 KEEPS = ("convert_element_type", "copy", "pvary", "sharding_constraint")
@@ -53,7 +53,7 @@ WIDENED |= {"slice", "split", "conv_general_dilated", "dot_general"}
 class View(NamedTuple):
     """A parameter, or what scans take of it in a turn, in another order."""
 
-    # What was done to it, but for casts and transposes. Uses of a parameter with the
+    # What was done to it, but for casts and transposes. Views of a parameter with the
     # same path have the same numbers at the same places.
     path: tuple[Any, ...]
     axes: tuple[int, ...]  # where its axes were before it was transposed
@@ -80,9 +80,10 @@ class Origin(NamedTuple):
 DATA = Origin({}.get, is_data=True)
 
 
-class Use(NamedTuple):
+class Site(NamedTuple):
     """An equation in which operands meet data."""
 
+    number: int  # Sites are counted as the program runs into them.
     eqn: Any  # None where an operand is taken for data as it is
     name: str  # of its primitive
     operands: dict[int, Origin]  # by their places among the inputs
@@ -107,35 +108,30 @@ class Step(NamedTuple):
     eqn: JaxprEqn | None  # None where a variable is taken for data
     invars: Sequence[Any]  # variables, or literals
     outvars: Sequence[Any]
-    use: Use | None = None
+    site: Site | None = None
     # The body of a call or scan, if it is entered
     body: Program | None = None
 
 
 class Program(NamedTuple):
-    """A program, split at its uses."""
+    """A program, split at its sites."""
 
     jaxpr: Jaxpr
     consts: Sequence[Any]
     steps: list[Step]
     out_origins: list[Origin]
-
-    def uses(self) -> list[Use]:
-        """All uses, in the order in which the program runs into them."""
-        uses: list[Use] = []
-        for step in self.steps:
-            if step.use:
-                uses.append(step.use)
-            if step.body:
-                uses += step.body.uses()
-        return uses
+    sites: list[Site]  # also those of bodies
 
 
 class Captured(NamedTuple):
-    """What is captured of one use. Arrays are [example, *turns of scans, ...]."""
+    """The arrays of one site, [example, *turns of scans, ...]."""
 
     inputs: list[Array]  # the data that came in
     cotangents: list[Array]  # of the outputs that are tapped
+
+
+# By the numbers of sites
+CapturedOfSites = dict[int, Captured]
 
 
 class CannotSplit(Exception):
@@ -147,10 +143,10 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
 
     Raises:
       CannotSplit: refs (jax.new_ref), which have no place in equations, a rule for
-        parameters that asks which of its inputs have a derivative, random bits that are
-        others under vmap, a kernel of a convolution that differs by example, whose
-        derivative lets NaN through to other examples on a CPU, or more operations on
-        parameters alone than Python can call in one another.
+        parameters that asks which of its inputs have a derivative, a learned value of
+        lax.pad, random bits that are others under vmap, a kernel of a convolution that
+        differs by example, whose derivative lets NaN through to other examples on a
+        CPU, or more operations on parameters alone than Python can call in one another.
     """
     if any(_jaxpr.has_refs(eqn) for eqn in loss.jaxpr.eqns):
         raise CannotSplit
@@ -158,7 +154,7 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
     origins += [DATA] * (len(loss.jaxpr.invars) - len(params))
     # After the value of the loss comes aux, which has no cotangents.
     has_cotangent = [index == 0 for index in range(len(loss.jaxpr.outvars))]
-    return _split(loss, origins, has_cotangent, scan_lengths=(), is_call=False)
+    return _split(loss, origins, has_cotangent, (), numbers=count(), is_call=False)
 
 
 def _parameter(number: int, ndim: int) -> Origin:
@@ -175,6 +171,8 @@ def _split(
     origins: list[Origin],
     has_cotangent: Flags,
     scan_lengths: tuple[int, ...],
+    *,
+    numbers: Iterator[int],
     is_call: bool,
 ) -> Program:
     """Splits a program.
@@ -184,6 +182,7 @@ def _split(
       origins: of its inputs.
       has_cotangent: of each output, whether a backward pass comes from it.
       scan_lengths: of the scans around it, outermost first.
+      numbers: of the sites to come.
       is_call: whether outputs may be operands. Elsewhere they are taken for data.
     """
     jaxpr = _jaxpr.jaxpr_of(program)
@@ -195,6 +194,7 @@ def _split(
     for var, origin in zip(jaxpr.invars, origins):
         origins_by_id[id(var)] = origin
     steps: list[Step] = []
+    sites: list[Site] = []
 
     def origin_of(atom: Any) -> Origin:
         return origins_by_id.get(id(atom)) or _constant(atom.val)
@@ -210,7 +210,8 @@ def _split(
         for atom, is_reached in zip(atoms, has_derivative):
             origin = origin_of(atom)
             if is_reached and origin.leaves:
-                use = Use(
+                site = Site(
+                    number=next(numbers),
                     eqn=None,
                     name="identity",
                     operands={0: origin},
@@ -219,8 +220,23 @@ def _split(
                     tapped=(0,),
                     scan_lengths=scan_lengths,
                 )
-                steps.append(Step(None, [atom], [atom], use))
+                sites.append(site)
+                steps.append(Step(None, [atom], [atom], site))
                 origins_by_id[id(atom)] = DATA
+
+    def split_body(
+        eqn: JaxprEqn, origins: list[Origin], flow: Flow, lengths: tuple[int, ...]
+    ) -> Program:
+        body = _split(
+            _jaxpr.body_of(eqn),
+            origins,
+            flow.from_outputs,
+            lengths,
+            numbers=numbers,
+            is_call=eqn.primitive.name in CALLS,
+        )
+        sites.extend(body.sites)
+        return body
 
     flows, _ = _jaxpr.backward_through(jaxpr, has_cotangent)
     for eqn, flow in zip(jaxpr.eqns, flows):
@@ -228,56 +244,56 @@ def _split(
         in_origins = origins_of(eqn.invars, flow.to_inputs)
         leaves = NONE.union(*(origin.leaves for origin in in_origins))
         is_data = any(origin.is_data for origin in in_origins)
-        is_use = bool(leaves) and (is_data or _jaxpr.has_backward_rule(eqn))
+        is_site = bool(leaves) and (is_data or _jaxpr.has_backward_rule(eqn))
         convolves = _jaxpr.has_convolution(eqn)
-        use = None
+        site = None
         body = None
         out_origins = [DATA] * len(eqn.outvars)
         if (leaves or convolves) and name in CALLS:
-            body = _split(
-                _jaxpr.body_of(eqn),
-                in_origins,
-                flow.from_outputs,
-                scan_lengths,
-                is_call=True,
-            )
+            body = split_body(eqn, in_origins, flow, scan_lengths)
             out_origins = body.out_origins
-        elif (is_use or (is_data and convolves)) and name == "scan":
-            consts_end, carry_end = _ends_of_scan(eqn)
+        elif (is_site or (is_data and convolves)) and name == "scan":
             # The carry is data, since it differs from turn to turn.
-            carry = slice(consts_end, carry_end)
+            carry = slice(*_ends_of_scan(eqn))
             take_for_data(eqn.invars[carry], flow.to_inputs[carry])
-            depth = len(scan_lengths)
-            slices = [_slice(origin, depth) for origin in in_origins[carry_end:]]
-            carries = [DATA] * (carry_end - consts_end)
-            body = _split(
-                _jaxpr.body_of(eqn),
-                [*in_origins[:consts_end], *carries, *slices],
-                flow.from_outputs,
-                (*scan_lengths, eqn.params["length"]),
-                is_call=False,
-            )
+            origins_in_turn = _origins_in_turn(eqn, in_origins, len(scan_lengths))
+            lengths = (*scan_lengths, eqn.params["length"])
+            body = split_body(eqn, origins_in_turn, flow, lengths)
         else:
             # Values of parameters alone are made for all turns of a scan at once.
             is_in_scan = len(scan_lengths) > 0
-            is_mapped = is_use or (is_in_scan and not is_data)
+            is_mapped = is_site or (is_in_scan and not is_data)
             _check_equation(eqn, in_origins, is_mapped=is_mapped)
-            if is_use:
-                use = _use_of(eqn, in_origins, flow.from_outputs, scan_lengths)
+            if is_site:
+                site = _site_of(
+                    eqn, in_origins, flow.from_outputs, scan_lengths, next(numbers)
+                )
+                sites.append(site)
             elif not is_data:
                 out_origins = _origins_without_data(eqn, in_origins, leaves)
-        steps.append(Step(eqn, eqn.invars, eqn.outvars, use, body))
+        steps.append(Step(eqn, eqn.invars, eqn.outvars, site, body))
         for var, origin in zip(eqn.outvars, out_origins):
             origins_by_id[id(var)] = origin
     if not is_call:
         take_for_data(jaxpr.outvars, has_cotangent)
-    return Program(jaxpr, consts, steps, [origin_of(var) for var in jaxpr.outvars])
+    out_origins = [origin_of(var) for var in jaxpr.outvars]
+    return Program(jaxpr, consts, steps, out_origins, sites)
 
 
 def _ends_of_scan(eqn: JaxprEqn) -> tuple[int, int]:
     """Where constants end in the inputs of a scan, and where its carries end."""
     consts, carries = _jaxpr.counts_of_scan(eqn)
     return consts, consts + carries
+
+
+def _origins_in_turn(
+    eqn: JaxprEqn, in_origins: list[Origin], depth: int
+) -> list[Origin]:
+    """The origins of the inputs of a scan's body."""
+    consts_end, carry_end = _ends_of_scan(eqn)
+    carries = [DATA] * (carry_end - consts_end)
+    slices = [_slice(origin, depth) for origin in in_origins[carry_end:]]
+    return [*in_origins[:consts_end], *carries, *slices]
 
 
 def _check_equation(
@@ -289,6 +305,9 @@ def _check_equation(
     has_leaves = any(origin.leaves for origin in in_origins)
     if has_leaves and _jaxpr.asks_what_moves(eqn):
         raise CannotSplit
+    # JAX 0.10.2 cannot differentiate lax.pad by the padding value alone.
+    if eqn.primitive.name == "pad" and in_origins[1].leaves:
+        raise CannotSplit
     kernels = in_origins
     if eqn.primitive.name == "conv_general_dilated":
         kernels = in_origins[1:]
@@ -296,13 +315,14 @@ def _check_equation(
         raise CannotSplit
 
 
-def _use_of(
+def _site_of(
     eqn: JaxprEqn,
     in_origins: list[Origin],
     has_cotangent: Flags,
     scan_lengths: tuple[int, ...],
-) -> Use:
-    """An equation as a use. Its inputs are operands where they have leaves."""
+    number: int,
+) -> Site:
+    """An equation as a site. Its inputs are operands where they have leaves."""
     operands = {}
     data_types = []
     for place, (var, origin) in enumerate(zip(eqn.invars, in_origins)):
@@ -315,7 +335,8 @@ def _use_of(
     for index, out_type in enumerate(out_types):
         if has_cotangent[index] and jnp.issubdtype(out_type.dtype, jnp.inexact):
             tapped.append(index)
-    return Use(
+    return Site(
+        number=number,
         eqn=eqn,
         name=eqn.primitive.name,
         operands=operands,
@@ -394,13 +415,6 @@ def bind(eqn: JaxprEqn, inputs: list[Any], is_wide: bool = False) -> list[Any]:
     that is possible.
     """
     params = eqn.params
-    if is_wide and eqn.primitive.name == "pad":
-        # JAX 0.10.2 cannot differentiate lax.pad by the value alone.
-        x, value = widened(inputs)
-        edges = params["padding_config"]
-        is_inside = lax.pad(jnp.ones(x.shape, bool), False, edges)
-        padded = lax.pad(x, jnp.zeros((), x.dtype), edges)
-        return [jnp.where(is_inside, padded, value)]
     if is_wide and eqn.primitive.name in WIDENED:
         inputs = widened(inputs)
         for key in ("new_dtype", "preferred_element_type"):
@@ -423,19 +437,18 @@ def _as_narrow_as(x: Any, var: Any) -> Any:
 
 def capture(
     program: Program, params: list[Array], batch: list[Array]
-) -> tuple[list[Array], list[Captured]]:
-    """The outputs of the losses of a batch, and what is captured at each use."""
+) -> tuple[list[Array], CapturedOfSites]:
+    """The outputs of the losses of a batch, and what is captured at each site."""
     size = batch[0].shape[0]
-    taps = []
-    for use in program.uses():
-        taps_of_use = []
-        for index in use.tapped:
-            out_type = use.out_types[index]
+    taps: dict[int, list[Array]] = {}
+    for site in program.sites:
+        taps[site.number] = []
+        for index in site.tapped:
+            out_type = site.out_types[index]
             # [example, *turns, ...]: stands for an output, to get its cotangent.
-            shape = size, *use.scan_lengths, *out_type.shape
+            shape = size, *site.scan_lengths, *out_type.shape
             tap = jnp.zeros(shape, out_type.dtype)
-            taps_of_use.append(varying_as(tap, out_type))
-        taps.append(taps_of_use)
+            taps[site.number].append(varying_as(tap, out_type))
     # In shard_map cotangents of another type would be summed over devices.
     zeros, taps = varying_as_any_of((jnp.zeros(size, jnp.float32), taps), batch)
 
@@ -448,18 +461,21 @@ def capture(
     # Each tap belongs to one example, so that one pass gives all cotangents.
     (cotangents,) = pull(jnp.ones_like(values))
     inputs, cotangents = written((inputs, cotangents))
-    return [values, *aux], list(map(Captured, inputs, cotangents))
+    captured = {}
+    for number, data in inputs.items():
+        captured[number] = Captured(data, cotangents[number])
+    return [values, *aux], captured
 
 
 def _run(
-    program: Program, args: Sequence[Any], taps: Sequence[Any], zero: Array
-) -> tuple[list[Any], list[Any]]:
-    """The outputs of a program, and the data that came into each use.
+    program: Program, args: Sequence[Any], taps: dict[int, list[Array]], zero: Array
+) -> tuple[list[Any], dict[int, list[Any]]]:
+    """The outputs of a program, and by the numbers of sites the data that came in.
 
     Args:
       program: the program.
       args: its inputs.
-      taps: for each use a list, with a tap for each output that has one.
+      taps: by the numbers of sites, a tap for each output that has one.
       zero: float32[], a part of the example.
     """
     # By identity, as in `_split`.
@@ -474,26 +490,24 @@ def _run(
 
     write(program.jaxpr.constvars, program.consts)
     write(program.jaxpr.invars, args)
-    data_of_uses = []
-    for eqn, invars, outvars, use, body in program.steps:
+    data_of_sites: dict[int, list[Any]] = {}
+    for eqn, invars, outvars, site, body in program.steps:
         inputs = read(invars)
-        # Uses come in order, and each takes its taps.
-        position = len(data_of_uses)
         if eqn and body:
-            taps_of_body = list(taps[position : position + len(body.uses())])
+            taps_of_body = {inner.number: taps[inner.number] for inner in body.sites}
             outputs, data_of_body = _body_runner(eqn, body)(inputs, taps_of_body, zero)
-            data_of_uses += data_of_body
+            data_of_sites |= data_of_body
         else:
             outputs = bind(eqn, inputs) if eqn else list(inputs)
-        if use:
-            for index, tap in zip(use.tapped, taps[position]):
+        if site:
+            for index, tap in zip(site.tapped, taps[site.number]):
                 # What is the same for all examples would have one cotangent for all.
                 output = outputs[index] + zero.astype(outputs[index].dtype)
                 outputs[index] = _tapped(output, tap)
-            data = [x for place, x in enumerate(inputs) if place not in use.operands]
-            data_of_uses.append(data)
+            data = [x for place, x in enumerate(inputs) if place not in site.operands]
+            data_of_sites[site.number] = data
         write(outvars, outputs)
-    return read(program.jaxpr.outvars), data_of_uses
+    return read(program.jaxpr.outvars), data_of_sites
 
 
 @jax.custom_vjp
@@ -520,7 +534,7 @@ def _body_runner(eqn: JaxprEqn, body: Program) -> Callable[..., Any]:
         return run
     consts_end, carry_end = _ends_of_scan(eqn)
 
-    def loop(inputs: list[Any], taps: list[Any], zero: Array) -> Any:
+    def loop(inputs: list[Any], taps: Any, zero: Array) -> Any:
         consts = inputs[:consts_end]
 
         def turn(carry: list[Any], xs: Any) -> tuple[Any, Any]:

@@ -1,0 +1,126 @@
+"""The account of private training, by dp-accounting:
+
+epsilon            what a noise multiplier is worth
+noise_multiplier   the noise that an epsilon needs
+"""
+
+from typing import Any
+
+from .._checks import check_length, check_number
+
+
+def epsilon(
+    noise_multiplier: float, share: float, *, steps: int, delta: float
+) -> float:
+    """Returns the epsilon of training with `draw`, `clipped_grad` and `add_noise`:
+    (epsilon, delta)-differential privacy for adding or removing one example.
+
+    A thin call of `dp_accounting.pld.PLDAccountant`. The noise of `add_noise` has limit
+    and rounding in it. What `draw` leaves out of a full batch is added to delta
+    (docs/private_training.md).
+
+    Args:
+      noise_multiplier: of `add_noise`, above 0.
+      share: of `draw`: the probability that an example joins a batch, above 0 and at
+        most 1.
+      steps: how many steps are taken, at least 1.
+      delta: the probability with which epsilon may be exceeded, above 0 and at most 1.
+        Usually less than 1 over the number of examples.
+
+    Returns:
+      A float.
+
+    Raises:
+      ValueError: a number out of its range.
+      TypeError: something that is not a number.
+      ImportError: dp-accounting is not installed.
+
+    Example:
+      >>> from optaxclip.per_example import epsilon
+      >>> round(epsilon(1.0, 0.1, steps=300, delta=1e-4), 2)
+      10.81
+
+    Reference: Sommer, Meiser, Mohammadi, Privacy loss classes: the central limit
+    theorem in differential privacy, 2019. Koskela, Jälkö, Honkela, Computing tight
+    differential privacy guarantees using FFT, 2020 (arXiv 1906.03049).
+    """
+    _check_positive("epsilon: noise_multiplier", noise_multiplier)
+    _check_training("epsilon", share, steps, delta)
+    dp_accounting = _dp_accounting("epsilon")
+    accountant = dp_accounting.pld.PLDAccountant()
+    accountant.compose(_training(dp_accounting, noise_multiplier, share, steps))
+    return float(accountant.get_epsilon(delta))
+
+
+def noise_multiplier(
+    epsilon: float, share: float, *, steps: int, delta: float
+) -> float:
+    """Returns the least noise multiplier whose `epsilon` is not exceeded: the inverse
+    of `optaxclip.per_example.epsilon`, to 1e-6. It takes some seconds.
+
+    A thin call of `dp_accounting.calibrate_dp_mechanism`.
+
+    Args:
+      epsilon: the epsilon of the whole training, above 0.
+      share: as in `epsilon`.
+      steps: as in `epsilon`.
+      delta: as in `epsilon`.
+
+    Returns:
+      A float, for `add_noise`.
+
+    Raises:
+      ValueError: a number out of its range.
+      TypeError: something that is not a number.
+      ImportError: dp-accounting is not installed.
+
+    Example:
+      >>> from optaxclip.per_example import noise_multiplier
+      >>> round(noise_multiplier(3.0, 0.1, steps=300, delta=1e-4), 2)
+      2.29
+
+    Reference: as of `epsilon`.
+    """
+    _check_positive("noise_multiplier: epsilon", epsilon)
+    _check_training("noise_multiplier", share, steps, delta)
+    dp_accounting = _dp_accounting("noise_multiplier")
+
+    def training(noise: float) -> Any:
+        return _training(dp_accounting, noise, share, steps)
+
+    accountant = dp_accounting.pld.PLDAccountant
+    noise = dp_accounting.calibrate_dp_mechanism(accountant, training, epsilon, delta)
+    return float(noise)
+
+
+def _dp_accounting(call: str) -> Any:
+    """The package, which takes seconds to import."""
+    try:
+        import dp_accounting
+        import dp_accounting.pld
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{call}: the account is that of dp-accounting, which is not installed: "
+            'pip install "optaxclip[privacy]".',
+            name=error.name,
+        ) from None
+    return dp_accounting
+
+
+def _training(dp_accounting: Any, noise: float, share: float, steps: int) -> Any:
+    """All steps of a training, as an event of dp-accounting."""
+    step = dp_accounting.GaussianDpEvent(noise)
+    step = dp_accounting.PoissonSampledDpEvent(share, step)
+    return dp_accounting.SelfComposedDpEvent(step, steps)
+
+
+def _check_training(call: str, share: float, steps: int, delta: float) -> None:
+    _check_positive(f"{call}: share", share, highest=1.0)
+    check_length(f"{call}: steps", steps)
+    _check_positive(f"{call}: delta", delta, highest=1.0)
+
+
+def _check_positive(argument: str, value: float, highest: float = 1e30) -> None:
+    check_number(argument, value, highest=highest, is_scalar=True)
+    if not value > 0:
+        raise ValueError(f"{argument} must be above 0, got {value}.")
