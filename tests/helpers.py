@@ -26,10 +26,6 @@ FORCED = os.environ.get("OPTAXCLIP_PLATFORM")
 only_by_a_cpu = pytest.mark.skipif(
     FORCED in ("gpu", "plain"), reason="looks at what is compiled for a CPU"
 )
-only_without_squares = pytest.mark.skipif(
-    FORCED in ("gpu", "plain") or jax.__version_info__ < (0, 10, 2),
-    reason="before JAX 0.10.2 XLA writes float64 squares to memory",
-)
 
 
 def with_rows(state, **rows):

@@ -13,7 +13,7 @@ import pytest
 import optaxclip
 from optaxclip import rules
 from tests.core.steps import apply, compiled_step, count_compilations
-from tests.helpers import CLIPPERS, only_without_squares, random_tree
+from tests.helpers import CLIPPERS, only_by_a_cpu, random_tree
 from tests.methods import METHODS
 
 
@@ -67,7 +67,7 @@ IN_PLACE["ratio, drop"] = optaxclip.clip_by_tensor_norm(
 )
 
 
-@only_without_squares
+@only_by_a_cpu
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_train_step_holds_no_copy_of_the_gradients(name):
     assert compiled_step(IN_PLACE[name]) <= 0.01
@@ -81,28 +81,28 @@ WRAPPED = {
 }
 
 
-@only_without_squares
+@only_by_a_cpu
 @pytest.mark.parametrize("name", WRAPPED)
 def test_wrapped_optimizers_copy_neither_gradients_nor_moments(name):
     assert compiled_step(WRAPPED[name], then=optax.identity()) <= 0.01
 
 
-@only_without_squares
+@only_by_a_cpu
 def test_the_largest_element_is_found_without_a_copy():
     assert compiled_step(optaxclip.clip_by_global_norm(0.5, ord=np.inf)) <= 0.01
 
 
-@only_without_squares
+@only_by_a_cpu
 def test_bfloat16_gradients_are_copied_at_most_once():
     assert compiled_step(optaxclip.clip_by_global_norm(0.5), jnp.bfloat16) <= 1.01
 
 
-@only_without_squares
+@only_by_a_cpu
 def test_float16_gradients_take_at_most_four_times_their_size():
     assert compiled_step(optaxclip.clip_by_global_norm(0.5), jnp.float16) <= 4.01
 
 
-@only_without_squares
+@only_by_a_cpu
 def test_measuring_beside_a_global_clip_costs_no_second_read():
     grads = {f"w{i}": np.ones((64, 32 + i), np.float32) for i in range(3)}
 

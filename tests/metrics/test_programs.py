@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import optaxclip
-from tests.helpers import only_by_a_cpu, only_without_squares
+from tests.helpers import only_by_a_cpu
 
 SHAPES = [(256, 512), (512, 128), (128, 640), (300, 200)]
 SIZE = 4 * sum(rows * columns for rows, columns in SHAPES)  # bytes of the gradients
@@ -52,7 +52,7 @@ def test_spikes_beside_a_global_clip_are_no_second_read(clipped):
     assert bytes_of_a_step(optimizer, report=True) < clipped + 0.01
 
 
-@only_without_squares
+@only_by_a_cpu
 @pytest.mark.slow
 def test_health_reads_more_only_when_asked(clipped):
     for asked, most in (("", 0.01), ("weights", 5.01), ("values", 9.01)):
