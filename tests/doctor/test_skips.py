@@ -86,9 +86,9 @@ def test_a_skip_that_sees_clipped_norms_is_named(name):
     assert ("'spike" if name == "record_spikes" else "'skip") in found.evidence
     named = [{f"train/{key}": x for key, x in row.items()} for row in rows]
     assert [each.step for each in of_setup(named)] == [found.step]
-    # A hundred steps are needed, and one that was clipped.
-    assert of_setup(rows[:99]) == []
-    assert [each.step for each in of_setup(rows[:100])] == [found.step]
+    # A step that was clipped is needed.
+    assert of_setup(rows[:step]) == []
+    assert [finding.step for finding in of_setup(rows[: step + 1])] == [step]
     assert of_setup(skip_log(CLIP_FIRST[name], np.minimum(norms, 0.99))) == []
 
 
@@ -119,11 +119,9 @@ def test_a_recorder_behind_a_clip_is_named():
     )
     norms = np.exp(np.random.default_rng(0).normal(size=200))
     (found,) = of_setup(skip_log(optimizer, norms))
-    assert (
-        found.cause == "norm after clip" and "'health/gradients/norm'" in found.evidence
-    )
+    assert found.cause == "norm after clip" and "'health/gradients'" in found.evidence
     assert found.value == pytest.approx(np.mean(norms > 1), abs=0.01)
-    assert found.evidence.endswith("are exactly 1")
+    assert found.evidence.endswith("are exactly the largest of them")
 
 
 def test_recorders_without_names_are_named():
