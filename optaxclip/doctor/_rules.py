@@ -152,8 +152,8 @@ def vanishing(norm: Array, loss: Array | None = None) -> Array:
 
 
 def clipped_always(norm: Array, limit: Array) -> Array:
-    """The median of norms over limits, in all rows."""
-    return np.full(len(norm), np.median(norm / limit))
+    """The median of norms over limits, in all rows of a log that is not short."""
+    return np.full(len(norm), np.median(norm / limit)) * (len(norm) >= LONG)
 
 
 def norm_after_clip(norm: Array) -> Array:
@@ -178,7 +178,8 @@ def learning_rate(lengths: Array, weights: Array) -> Array:
     ratios = np.where(weights == 0, 0.0, lengths / weights)
     is_finite = np.isfinite(ratios)
     lengths = np.where(is_finite, ratios, np.inf)
-    past, future = (f(lengths, SHORT, least=SHORT) for f in (medians, medians_ahead))
+    past = medians(lengths, SHORT, least=SHORT)
+    future = medians_ahead(lengths, SHORT, least=SHORT)
     is_long = np.fmax(past, future) > RATE
     return np.where(is_finite & is_long, ratios, 0.0)
 

@@ -142,7 +142,7 @@ def signals_of(log: Log, loss_name: str | None = None) -> Signals:
     if not _is_of_a_loss_scale(norms, log):
         columns[LOSS_OR_NORM] += _alone(logged_norms) + columns[GRADIENTS]
     # Ratios of losses that change their sign say nothing.
-    if all(np.nanmin(loss.values) > 0 for loss in losses):
+    if all(np.nanmin(loss.values, initial=np.inf) > 0 for loss in losses):
         columns[LOSS] = _alone(losses)
         columns[NORM_AND_LOSS] = [(norm, *losses) for norm in norms]
     columns[CLIP] = _with_limits(log, CLIPS)
