@@ -369,7 +369,7 @@ def report_of(log: Log, loss_name: str | None = None) -> Report:
     return Report(findings + hints, names, not_judged, notes)
 
 
-def _finding(cause: Cause, candidates: list[tuple[Column, ...]]) -> Finding | None:
+def _finding(cause: Cause, candidates: signals.Signals) -> Finding | None:
     """Where a cause shows, and how much. None where it does not."""
     hits: list[Column] = []
     for columns in candidates:

@@ -48,11 +48,6 @@ def before(values: Array) -> Array:
     return np.append(np.nan, values[:-1])
 
 
-def _spread(values: Array) -> float:
-    """A standard deviation that single rows do not move."""
-    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
-
-
 # -------------------------------------------------------------------- loss and one norm
 
 
@@ -102,25 +97,33 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array:
     """
     factors = np.zeros(len(norm))
     logs = np.log(norm)
-    usual = before(medians(logs, LONG // 2, least=LONG // 2))
-    leaps = medians_ahead(logs, LONG // 2, least=LONG // 2) - usual
-    leaps[~np.isfinite(leaps)] = 0.0
-    # Medians see a leap some rows too early and too late.
-    row = int(np.argmax(np.minimum(leaps, np.diff(logs, prepend=logs[0]))))
-    leap = leaps[row]
-    if leap < np.log(SCALE):
+    rises = medians_ahead(logs, SHORT, SHORT) - before(medians(logs, SHORT, SHORT))
+    # Medians see a rise some rows too early and too late.
+    rises = np.minimum(rises, logs - before(logs))
+    row = int(np.argmax(np.nan_to_num(rises)))
+    if row < LONG // 2 or row > len(logs) - LONG // 2:
         return factors
-    past = slice(max(0, row - LONG), row)
-    future = slice(row, row + LONG)
-    noise = max(_spread(logs[past]), _spread(logs[future]))
+    rise, noise = _rise(logs, row)
     # A norm that only comes back to what it was has not changed.
-    is_new = np.median(logs[row:]) - np.median(logs[:row]) > 0.6 * leap
+    is_new = np.median(logs[row:]) - np.median(logs[:row]) > 0.6 * rise
+    is_new &= rise > 4 * noise
     if loss is not None:
-        leap_of_loss = np.log(np.median(loss[future]) / np.median(loss[past]))
-        difference = min(abs(leap_of_loss), abs(leap_of_loss - leap))
-        is_new &= difference < 0.3 * min(leap, 1.0)
-    factors[row] = np.exp(leap) * (is_new and leap > 4 * noise)
+        rise_of_loss, noise = _rise(np.log(loss), row)
+        difference = min(abs(rise_of_loss), abs(rise_of_loss - rise))
+        is_new &= difference < min(0.3 * rise, max(0.3, 4 * noise))
+    factors[row] = np.exp(rise) * is_new
     return factors
+
+
+def _rise(values: Array, row: int) -> tuple[float, float]:
+    """The median of the rows from one on minus that of those before, and their noise:
+    a standard deviation that single rows do not move.
+    """
+    past = values[max(0, row - LONG) : row]
+    future = values[row : row + LONG]
+    rise = np.median(future) - np.median(past)
+    distances = [np.abs(rows - np.median(rows)) for rows in (past, future)]
+    return rise, 1.4826 * max(np.median(rows) for rows in distances)
 
 
 def fall_of_scale(norm: Array, loss: Array | None = None) -> Array:
@@ -133,7 +136,9 @@ def growth(values: Array) -> Array:
         return np.zeros(len(values))
     fifths = np.array([np.median(fifth) for fifth in np.array_split(values, 5)])
     is_rising = (fifths[2:] > 1.3 * fifths[1:-1]).all()
-    return is_rising * medians(values, SHORT, least=SHORT) / fifths[1]
+    # A few high rows in the middle are not yet growth.
+    levels = np.minimum(medians(values, SHORT, least=SHORT), fifths[4])
+    return is_rising * levels / fifths[1]
 
 
 def vanishing(norm: Array, loss: Array | None = None) -> Array:

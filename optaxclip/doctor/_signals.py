@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import chain, product
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -42,13 +42,8 @@ NAMES_OF_LOGITS = re.compile(
 OVERFLOWS = 0.1  # of the rows, under a dynamic loss scale
 
 
-class Signals(NamedTuple):
-    """What a log has for the doctor."""
-
-    # By what a rule needs: the columns that it reads together, the first of which has
-    # the name for the report. Empty where the log lacks them.
-    columns: dict[str, list[tuple[Column, ...]]]
-    looked_at: list[Column]
+# The columns that a rule reads together, as often as a log has them.
+Signals = list[tuple[Column, ...]]
 
 
 class Recorder(NamedTuple):
@@ -64,7 +59,7 @@ class Recorder(NamedTuple):
         place = self.name.rfind("health")
         return "update" in self.name[place:].lower()
 
-    def tensors(self, *signs: str) -> list[tuple[Column, ...]]:
+    def tensors(self, *signs: str) -> Signals:
         """For each tensor that has these signs, or for the summary of all."""
         tables = [self.signs.get(sign, {}) for sign in signs]
         names = sorted(set.intersection(*map(set, tables)))
@@ -91,8 +86,15 @@ def total_of(name: str, norms: Sequence[Column]) -> Column:
 # ------------------------------------------------------------------------------- a log
 
 
-def signals_of(log: Log, loss_name: str | None = None) -> Signals:
+def signals_of(
+    log: Log, loss_name: str | None = None
+) -> tuple[dict[str, Signals], list[Column]]:
     """Finds the columns that say something about a run.
+
+    Returns:
+      By what a rule needs the columns that it reads together, the first of which has
+      the name for the report. Empty where the log lacks them. And the columns that are
+      looked at, with the norm of each recorder.
 
     Raises:
       ValueError: there is no column `loss_name`.
@@ -115,7 +117,7 @@ def signals_of(log: Log, loss_name: str | None = None) -> Signals:
     ]
     looked_at = [*losses, *logged_norms, *logits]
 
-    columns: dict[str, list[tuple[Column, ...]]] = defaultdict(list)
+    columns: dict[str, Signals] = defaultdict(list)
     totals: list[Column] = []  # the norms of gradients
     recorders = _recorders_of(log)
     for recorder in recorders:
@@ -148,10 +150,10 @@ def signals_of(log: Log, loss_name: str | None = None) -> Signals:
     columns[CLIP] = _with_limits(log, CLIPS)
     for skip, clip in product(_with_limits(log, SKIPS), columns[CLIP]):
         columns[SKIP_AND_CLIP].append(skip + clip)
-    return Signals(columns, looked_at)
+    return columns, looked_at
 
 
-def _alone(columns: Sequence[Column]) -> list[tuple[Column, ...]]:
+def _alone(columns: Sequence[Column]) -> Signals:
     return [(column,) for column in columns]
 
 
@@ -168,9 +170,9 @@ def _is_of_a_loss_scale(norms: list[Column], log: Log) -> bool:
     return True
 
 
-def _with_limits(log: Log, names: re.Pattern[str]) -> list[tuple[Column, ...]]:
+def _with_limits(log: Log, names: re.Pattern[str]) -> Signals:
     """The norm of each clipper, or of each skip, and its limit."""
-    pairs: list[tuple[Column, ...]] = []
+    pairs: Signals = []
     for name, norm in log.columns.items():
         match = names.fullmatch(name)
         limit = log.columns.get(f"{match[1]}limit") if match else None
@@ -195,19 +197,22 @@ def _recorders_of(log: Log) -> list[Recorder]:
     the norm of w in a recorder "ratio", or the ratio of a tensor norm/w. The reading
     counts under which a recorder has most signs.
     """
-    readings = {name: list(_readings(name)) for name in log.columns}
     signs: dict[str, set[str]] = defaultdict(set)
-    for reading in chain.from_iterable(readings.values()):
-        signs[reading.recorder].add(reading.sign)
+    for name in log.columns:
+        for reading in _readings(name):
+            signs[reading.recorder].add(reading.sign)
+
+    def sign_count(reading: Reading) -> int:
+        return len(signs[reading.recorder])
+
     recorders: dict[str, Recorder] = {}
     for name, column in log.columns.items():
-        if not readings[name]:
-            continue
-        reading = max(readings[name], key=lambda reading: len(signs[reading.recorder]))
-        empty = Recorder(reading.recorder, defaultdict(dict))
-        recorder = recorders.setdefault(reading.recorder, empty)
-        tensor = column._replace(name=reading.tensor or reading.recorder)
-        recorder.signs[reading.sign][reading.tensor] = tensor
+        reading = max(_readings(name), key=sign_count, default=None)
+        if reading is not None:
+            empty = Recorder(reading.recorder, defaultdict(dict))
+            recorder = recorders.setdefault(reading.recorder, empty)
+            tensor = column._replace(name=reading.tensor or reading.recorder)
+            recorder.signs[reading.sign][reading.tensor] = tensor
     return list(recorders.values())
 
 
