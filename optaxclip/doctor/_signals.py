@@ -162,12 +162,13 @@ def _is_of_a_loss_scale(norms: list[Column], log: Log) -> bool:
     skips. NaN too, if the log has the scale.
     """
     has_scale = any(re.search("loss.?scale|scaler", name) for name in log.columns)
+    shares = [0.0]  # of broken rows
     for norm in norms:
         is_broken = ~np.isfinite(norm.values)
-        is_rare = is_broken.mean() <= OVERFLOWS and not is_broken[-1]
-        if not is_rare or (np.isnan(norm.values).any() and not has_scale):
+        shares.append(is_broken.mean())
+        if is_broken[-1] or (np.isnan(norm.values).any() and not has_scale):
             return False
-    return True
+    return 0 < max(shares) <= OVERFLOWS
 
 
 def _with_limits(log: Log, names: re.Pattern[str]) -> Signals:

@@ -66,6 +66,8 @@ def test_what_is_judged_is_named_where_nothing_is_found():
     report = examine(rows_of(loss=calm()))
     assert report.findings == [] and report.looked_at == ["'loss' (60 rows)"]
     assert report.not_judged["a gradient norm"] == ["bad batch", "steady growth"]
+    report = examine(rows_of(grad_norm=calm()))
+    assert "a loss or a gradient norm" not in report.not_judged
 
 
 @pytest.mark.parametrize(
