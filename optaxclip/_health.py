@@ -127,13 +127,14 @@ def record_health(
     check_flag(f"{CALL}: values", values)
     check_length(f"{CALL}: patience", patience)
     tables = (embeddings,) if isinstance(embeddings, str) else tuple(embeddings)
-    measure = check_measure(CALL, None, stacked=stacked, mesh_axes=mesh_axes)
-    options = Options(TensorNorm(**measure), values, patience)
+    measure = TensorNorm(
+        **check_measure(CALL, None, stacked=stacked, mesh_axes=mesh_axes)
+    )
     signs = OF_WEIGHTS if weights else ()
     signs += OF_VALUES if values else ()
 
     def init(params: PyTree) -> HealthState:
-        norms: Any = options.recorder.init(params)
+        norms: Any = _recorder(measure).init(params)
         # optax.tree_map_params calls init without parameters.
         if isinstance(params, PLACEHOLDER):
             zeros = jnp.zeros(())
@@ -164,41 +165,40 @@ def record_health(
                     f"{CALL}: state was made for {len(steps)} rows in {name!r}, but "
                     f"the updates have {rows}. {BEGIN_ANEW}"
                 )
-        weights_of_tree = weights_of(CALL, tree, params) if weights else None
-        return updates, _after_step(options, tree, state, weights_of_tree)
+        tree_of_weights = weights_of(CALL, tree, params) if weights else None
+        new = _after_step(measure, values, patience, tree, state, tree_of_weights)
+        return updates, new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class Options(NamedTuple):
-    """What is static in a step. Equal recorders share a program."""
-
-    measure: TensorNorm
-    values: bool
-    patience: int
-
-    @property
-    def recorder(self) -> optax.GradientTransformationExtraArgs:
-        """What keeps the norms."""
-        return make_clipper(self.measure, None, call=CALL, name="norm")
+def _recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
+    """What keeps the norms, and their names."""
+    return make_clipper(measure, None, call=CALL, name="norm")
 
 
 # Jitted at module level, as the update of a clipper.
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _after_step(
-    options: Options, tree: PyTree, state: HealthState, weights: PyTree
+    measure: TensorNorm,
+    values: bool,
+    patience: int,
+    tree: PyTree,
+    state: HealthState,
+    weights: PyTree,
 ) -> HealthState:
-    norms = options.measure(tree)
-    signs: dict[str, list[Array]] = {}
+    norms = measure(tree)
+    lengths = norms.local_values()
+    signs = _signs_of_values(measure, tree) if values else {}
     if weights is not None:
-        signs |= _signs_of_weights(options, norms, weights)
-    if options.values:
-        signs |= _signs_of_values(options, tree)
+        roundings = [jnp.finfo(w.dtype).eps for w in jax.tree.leaves(weights)]
+        signs["rounding"] = list(map(jnp.full_like, lengths, roundings))
+        signs["weight_norm"] = measure(weights).local_values()
 
     def recorded(numbers: list[Array]) -> PyTree:
         """The numbers of leaves, where the kernel puts their norms."""
         given_norms = norms._replace(values=norms.gathered(numbers))
-        return options.recorder.update(tree, state.norms, grad_norm=given_norms)[1]
+        return _recorder(measure).update(tree, state.norms, grad_norm=given_norms)[1]
 
     if state.idle:
         _check_whole(norms)
@@ -210,12 +210,12 @@ def _after_step(
         # An Explicit mesh would split it like the rows of the table.
         has_gradient = mesh_types.resharded(has_gradient)
         idle[name] = jnp.where(has_gradient, 0, jnp.minimum(steps, 2**30) + 1)
-        share = jnp.mean(idle[name] >= options.patience, dtype=jnp.float32)
+        share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
         # Before, no row can have been idle for as long.
-        is_early = state.step + 1 < options.patience
+        is_early = state.step + 1 < patience
         dead[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
     new = HealthState(
-        recorded(norms.local_values()),
+        recorded(lengths),
         {sign: recorded(x).norm.astype(jnp.float32) for sign, x in signs.items()},
         idle,
         dead,
@@ -247,25 +247,15 @@ def _check_whole(norms: Norms) -> None:
 # ------------------------------------------------------------------- numbers of leaves
 
 
-def _signs_of_weights(
-    options: Options, norms: Norms, weights: PyTree
-) -> dict[str, list[Array]]:
-    roundings = [jnp.finfo(w.dtype).eps for w in jax.tree.leaves(weights)]
-    return {
-        "weight_norm": options.measure(weights).local_values(),
-        "rounding": list(map(jnp.full_like, norms.local_values(), roundings)),
-    }
-
-
-def _signs_of_values(options: Options, tree: PyTree) -> dict[str, list[Array]]:
+def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]]:
     """Counts as squares of norms of masks, in which layers and devices are right. A
     mean of squares is a share.
     """
-    share = options.measure._replace(ord="rms")
+    share = measure._replace(ord="rms")
     squares = {
         "zeros": share(jax.tree.map(_is_zero, tree)),
         "subnormals": share(jax.tree.map(_is_subnormal, tree)),
-        "nonfinite": options.measure(jax.tree.map(_is_nonfinite, tree)),
+        "nonfinite": measure(jax.tree.map(_is_nonfinite, tree)),
     }
     signs = {
         sign: [jnp.square(norm) for norm in norms.local_values()]
