@@ -354,7 +354,10 @@ def report_of(log: Log, loss_name: str | None = None) -> Report:
         elif finding is not None:
             findings.append(finding)
         elif not columns[cause.needs] and not cause.is_of_setup:
-            not_judged.setdefault(cause.needs, []).append(cause.name)
+            names = not_judged.setdefault(cause.needs, [])
+            # A change of scale is two rows of the table.
+            if cause.name not in names:
+                names.append(cause.name)
     findings.sort(key=lambda finding: finding.step)
     notes = list(log.notes)
     distance = distance_of_steps(looked_at[0])
@@ -365,8 +368,8 @@ def report_of(log: Log, loss_name: str | None = None) -> Report:
         )
     for column in looked_at:
         notes += [f"{column.name!r}: {note}" for note in column.notes]
-    names = [f"{column.name!r} ({len(column.steps)} rows)" for column in looked_at]
-    return Report(findings + hints, names, not_judged, notes)
+    texts = [f"{column.name!r} ({len(column.steps)} rows)" for column in looked_at]
+    return Report(findings + hints, texts, not_judged, notes)
 
 
 def _finding(cause: Cause, candidates: signals.Signals) -> Finding | None:
