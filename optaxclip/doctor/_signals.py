@@ -99,13 +99,7 @@ def signals_of(
     Raises:
       ValueError: there is no column `loss_name`.
     """
-    loss = loss_of(log)
-    if loss_name is not None:
-        if loss_name not in log.columns:
-            names = listed(list(log.columns))
-            raise ValueError(f"there is no loss {loss_name!r} in it, only {names}.")
-        loss = log.columns[loss_name]
-    losses = [] if loss is None else [loss]
+    losses = _losses_of(log, loss_name)
     logged_norms = norms_of(log)
     tensors = norms_of_tensors(log)
     if not logged_norms and tensors:
@@ -151,6 +145,17 @@ def signals_of(
     for skip, clip in product(_with_limits(log, SKIPS), columns[CLIP]):
         columns[SKIP_AND_CLIP].append(skip + clip)
     return columns, looked_at
+
+
+def _losses_of(log: Log, name: str | None) -> list[Column]:
+    """The column of the loss, and nothing where the log has none."""
+    if name is None:
+        loss = loss_of(log)
+        return [] if loss is None else [loss]
+    if name not in log.columns:
+        names = listed(list(log.columns))
+        raise ValueError(f"there is no loss {name!r} in it, only {names}.")
+    return [log.columns[name]]
 
 
 def _alone(columns: Sequence[Column]) -> Signals:
