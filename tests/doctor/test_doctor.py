@@ -124,6 +124,18 @@ def test_tensors_that_are_logged_now_and_then_hide_no_leap():
     assert causes_of(rows) == [("bad batch", 42)]
 
 
+def test_a_summary_beside_tensors_is_not_named_too():
+    rows = rows_of(health__norm=calm(40), health__norm__a=calm(40))
+    rows[30] |= {"health/norm": float("nan"), "health/norm/a": float("nan")}
+    (finding,) = diagnose(rows)
+    assert finding.evidence == "NaN or inf begins in 'a'"
+    # Without tensors the recorder is.
+    for row in rows:
+        del row["health/norm/a"]
+    (finding,) = diagnose(rows)
+    assert finding.evidence == "NaN or inf begins in 'health'"
+
+
 def test_norms_of_tensors_are_judged_together():
     other = calm()[::-1]
     rows = rows_of(clip__norm_before__a=calm(), clip__norm_before__b=other)

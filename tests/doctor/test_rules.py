@@ -89,6 +89,11 @@ def test_a_spike_is_held_against_the_median_of_20_rows():
     assert diagnose(rows_of(norm=changed(calm(), {1: 90.0, 30: 14.0}))) == []
 
 
+def test_a_spike_in_the_last_row_is_named():
+    norms = changed(calm(), {59: 50.0})
+    assert causes_of(rows_of(grad_norm=norms)) == [("bad batch", 59)]
+
+
 def test_norms_that_stay_high_are_no_bad_batch():
     norms = np.concatenate([calm(40), 30 * calm(40)])
     assert causes_of(rows_of(norm=norms)) == [("change of scale", 40)]
@@ -106,7 +111,9 @@ def test_a_loss_that_does_not_come_back_has_diverged():
     rising = np.geomspace(1.0, 8.0, 60)
     losses = np.concatenate([falling, rising, np.full(40, 8.0)]) * noisy()
     (finding,) = diagnose(rows_of(loss=losses, grad_norm=noisy(seed=1)))
-    assert finding.cause == "divergence" and 100 < finding.step < 150
+    # It has lost half of its rise to 8.
+    row = 100 + 60 * np.log(4.5) / np.log(8)
+    assert finding.cause == "divergence" and abs(finding.step - row) < 6
     assert finding.value == pytest.approx(8, rel=0.2)
     # A loss that comes back has not.
     losses = np.concatenate([falling, rising, falling[60:]]) * noisy()
@@ -160,6 +167,14 @@ def test_a_factor_that_stays_is_a_change_of_scale(factor):
     assert found(rows_of(loss=losses, grad_norm=norms), "change of scale") is None
 
 
+def test_a_factor_of_norm_and_loss_is_a_change_of_scale():
+    factors = np.where(np.arange(200) < 150, 1.0, 8.0)
+    norms = noisy(spread=0.2) * factors
+    losses = noisy(seed=1) * factors
+    causes = causes_of(rows_of(loss=losses, grad_norm=norms))
+    assert causes == [("change of scale", 150), ("divergence", 150)]
+
+
 def test_a_factor_that_does_not_stay_or_is_in_the_noise_is_none():
     rows = np.arange(200)
     norms = noisy(spread=0.2) * np.where((rows >= 60) & (rows < 90), 4.0, 1.0)
@@ -190,6 +205,9 @@ def test_a_norm_of_nearly_0_is_vanishing_unless_the_loss_is_too():
         if x.cause == "vanishing"
     ]
     assert 90 <= finding.step < 100
+    # Nor is a norm that comes back.
+    norms[150:] = 1.0
+    assert found(rows_of(loss=calm(200), grad_norm=norms), "vanishing") is None
     losses = np.geomspace(3.0, 1e-3, 200)
     norms = np.geomspace(1.0, 1e-5, 200)
     assert diagnose(rows_of(loss=losses, grad_norm=norms)) == []
@@ -219,9 +237,20 @@ def test_updates_right_before_nan_are_a_high_rate_after_few_steps():
     assert causes_of(rows) == [("learning rate", 0), ("not finite", 3)]
 
 
+def test_a_single_long_update_is_a_high_rate_if_nan_follows():
+    ratios = [0.01] * 10 + [0.3, 0.01, 0.01, 0.01, 0.01]
+    assert found(rows_of(**of_updates(ratios)), "learning rate") is None
+    ratios[11:] = [NAN] * 4
+    assert found(rows_of(**of_updates(ratios)), "learning rate").step == 10
+
+
 def test_weights_of_0_have_no_rate():
     columns = of_updates(np.full(30, 1.0))
     columns["health__updates__weight_norm__a"] *= 0
+    assert found(rows_of(**columns), "learning rate") is None
+    # Nor do they make that of the next row a long one.
+    columns = of_updates([1.0] * 4 + [0.12] + [0.01] * 20)
+    columns["health__updates__weight_norm__a"][:4] = 0
     assert found(rows_of(**columns), "learning rate") is None
 
 
@@ -256,6 +285,8 @@ def test_a_tensor_without_a_gradient_is_named_from_its_last_one_on():
         # In turns, and only at first, as the B of LoRA.
         "health__norm__turns": np.arange(100) % 2,
         "health__norm__late": np.arange(100) >= 30,
+        # Not for long enough.
+        "health__norm__pause": np.arange(100) < 95,
     }
     (finding,) = diagnose(rows_of(**columns))
     assert (finding.cause, finding.step, finding.rows) == ("no gradient", 60, 40)

@@ -142,5 +142,12 @@ def test_a_limit_far_below_all_norms_is_named():
     (found,) = of_setup(skip_log(optax.chain(CLIP, DESCENT), norms))
     assert found.cause == "clipped always" and found.rows == 60
     assert found.value == pytest.approx(np.median(norms), rel=1e-4)
+    # Hints on the set-up come last.
+    norms[40] = 5000.0
+    causes = [x.cause for x in diagnose(skip_log(optax.chain(CLIP, DESCENT), norms))]
+    assert causes == ["bad batch", "clipped always"]
+    norms = np.where(np.arange(60) % 3 == 0, 50.0, 5.0)
+    assert of_setup(skip_log(optax.chain(CLIP, DESCENT), norms)) == []
     # Norms of twice the limit are clipped always too, and that is usual.
-    assert of_setup(skip_log(optax.chain(CLIP, DESCENT), norms / 20)) == []
+    norms = 2.5 * np.exp(0.3 * np.random.default_rng(0).normal(size=60))
+    assert of_setup(skip_log(optax.chain(CLIP, DESCENT), norms)) == []
