@@ -285,12 +285,13 @@ def test_a_tensor_without_a_gradient_is_named_from_its_last_one_on():
         # In turns, and only at first, as the B of LoRA.
         "health__norm__turns": np.arange(100) % 2,
         "health__norm__late": np.arange(100) >= 30,
-        # Not for long enough.
-        "health__norm__pause": np.arange(100) < 95,
     }
     (finding,) = diagnose(rows_of(**columns))
     assert (finding.cause, finding.step, finding.rows) == ("no gradient", 60, 40)
     assert finding.evidence.startswith("'gone' has a gradient of 0")
+    # Not yet for long.
+    columns["health__norm__gone"] = np.arange(100) < 95
+    assert diagnose(rows_of(**columns)) == []
     columns["health__norm__never"] = np.zeros(100)
     finding = found(rows_of(**columns), "no gradient")
     assert (finding.step, finding.evidence[:7]) == (0, "'never'")
