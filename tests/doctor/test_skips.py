@@ -98,7 +98,9 @@ def test_a_skip_that_sees_raw_norms_is_not_named():
     # norm of one of them is the limit.
     losses[100:110] = np.nan
     # With the broken batches, which are skipped by their norm, and without them.
-    histories = product((spiky(), np.minimum(spiky(), 1.2)), (np.zeros(200), losses))
+    # Norms that are hardly above the limit are seen as it, too.
+    all_norms = [np.minimum(spiky(), largest) for largest in (np.inf, 1.2, 1.005)]
+    histories = product(all_norms, (np.zeros(200), losses))
     for norms, given in histories:
         for name, optimizer in SKIP_FIRST.items():
             assert of_setup(skip_log(optimizer, norms, given)) == [], name
