@@ -67,6 +67,8 @@ def test_each_sign_is_that_of_numpy():
         params |= {f"{dtype} w": array((9, 7), kind), f"{dtype} b": array((5,), kind)}
         grads[f"{dtype} w"][2:4] = 0
     grads["float16 w"][5] = 3e-6
+    # Not 0, though its real part is.
+    grads["complex64 w"][5] = 2j
     found = found_in(recorded(optaxclip.record_health(), grads, params))
     for name in grads:
         assert_signs(found, signs_of(grads[name], params[name]), name)
