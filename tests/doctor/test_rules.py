@@ -184,6 +184,10 @@ def test_a_factor_that_does_not_stay_or_is_in_the_noise_is_none():
 
 
 def test_a_norm_that_falls_step_by_step_is_no_change_of_scale():
+    for first in (20.0, 1e4):
+        norms = np.geomspace(first, 1.0, 200) * noisy()
+        rows = rows_of(loss=calm(200), grad_norm=norms)
+        assert found(rows, "change of scale") is None
     norms = np.geomspace(20.0, 1.0, 200) * noisy()
     assert diagnose(rows_of(loss=calm(200), grad_norm=norms)) == []
 
