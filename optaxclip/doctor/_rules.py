@@ -108,7 +108,7 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array:
     is_new = np.median(logs[row:]) - np.median(logs[:row]) > 0.6 * rise
     is_new &= rise > 4 * noise
     # One that grows step by step has not leaped.
-    is_new &= rises[row] > 0.4 * rise
+    is_new &= rises[row] > 0.5 * rise
     if loss is not None:
         rise_of_loss, noise = _rise(np.log(loss), row)
         difference = min(abs(rise_of_loss), abs(rise_of_loss - rise))
