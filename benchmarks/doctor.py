@@ -2,7 +2,7 @@
 
     python -m benchmarks.doctor                 the half that limits were set on
     python -m benchmarks.doctor --half aside    the half that was kept aside
-    python -m benchmarks.doctor --only GAN      those whose names have this in them
+    python -m benchmarks.doctor --offset 5000   with other random numbers
 
 Each is a few hundred steps of a small model. Its log has the loss, the norm of the
 gradient and all of `record_health`. A second verdict is of loss and norm alone, which
@@ -13,7 +13,6 @@ belongs to was drawn by a seed before that, too.
 
 import argparse
 import random
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,18 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
+from jax import Array, lax
 
 import optaxclip
-from optaxclip.doctor import Finding, diagnose
+from optaxclip.doctor import diagnose
 
 STEPS = 300
 AT = 180  # the step at which most faults begin
 SIZE = 32  # examples in a batch
 TOKENS, LENGTH, WIDTH = 32, 12, 16
 OFFSET = 0  # of all seeds
+
 Rows = list[dict[str, float]]
-Tree = Any
+PyTree = Any
+Params = dict[str, Any]
 
 
 class Training(NamedTuple):
@@ -44,52 +45,56 @@ class Training(NamedTuple):
     causes: tuple[str, ...] = ()  # of which one must come first. None if healthy
 
 
-# ------------------------------------------------------------------------------ loops
+class Problem(NamedTuple):
+    """A model, and the batches that it is trained on."""
+
+    loss: Callable[..., Array]  # (params, *batch) -> float32[]
+    params: Params
+    batches: tuple[np.ndarray, ...]  # [STEPS, ...] each
 
 
-def recorded(core: Any, embeddings: Any = (), weights: bool = True) -> Any:
+# ------------------------------------------------------------------------------- loops
+
+
+def recorded(core: Any, embeddings: str | tuple[()] = ()) -> Any:
     """An optimizer between two recorders, as docs/doctor.md has it."""
     record = optaxclip.record_health
     return optax.named_chain(
         ("gradients", record(embeddings=embeddings, patience=20, weights=False)),
         ("core", core),
-        ("updates", record(values=False, weights=weights)),
+        ("updates", record(values=False)),
     )
 
 
-def rows_of(step: Callable[..., Any], carry: Tree, inputs: Tree) -> Rows:
+def rows_of(step: Callable[..., Any], carry: PyTree, inputs: PyTree) -> Rows:
     """The rows of a step that returns what it logs."""
-    _, columns = jax.jit(lambda carry, inputs: lax.scan(step, carry, inputs))(
-        carry, inputs
-    )
-    columns = jax.device_get(columns)
-    steps = len(next(iter(columns.values())))
-    return [
-        {"step": row, **{name: float(column[row]) for name, column in columns.items()}}
-        for row in range(steps)
-    ]
+    scan = jax.jit(lambda carry, inputs: lax.scan(step, carry, inputs)[1])
+    columns = jax.device_get(scan(carry, inputs))
+    rows: Rows = [{"step": row} for row in range(STEPS)]
+    for name, values in columns.items():
+        for row, value in zip(rows, values):
+            row[name] = float(value)
+    return rows
 
 
 def train(
-    loss: Callable[..., Any],
-    params: Tree,
-    batches: Tree,
+    problem: Problem,
     core: Any,
     *,
-    scale: Any = 1.0,
-    embeddings: Any = (),
-    logged: Callable[..., Any] | None = None,
+    scale: np.ndarray | float = 1.0,
+    embeddings: str | tuple[()] = (),
+    logged: Callable[..., dict[str, Array]] | None = None,
 ) -> Rows:
-    """A plain loop. `scale` [steps] is what gradients are multiplied by, and `logged`
+    """A plain loop. `scale` [STEPS] is what gradients are multiplied by, and `logged`
     adds columns.
     """
     optimizer = recorded(core, embeddings)
-    params = jax.tree.map(jnp.asarray, params)
+    params = jax.tree.map(jnp.asarray, problem.params)
 
-    def step(carry: Tree, inputs: Tree) -> Tree:
+    def step(carry, inputs):
         params, state = carry
         batch, factor = inputs
-        value, grads = jax.value_and_grad(loss)(params, *batch)
+        value, grads = jax.value_and_grad(problem.loss)(params, *batch)
         grads = jax.tree.map(lambda x: x * factor.astype(x.dtype), grads)
         updates, state = optimizer.update(grads, state, params)
         row = {"loss": value, "grad_norm": optax.tree.norm(grads)}
@@ -99,7 +104,8 @@ def train(
         return (optax.apply_updates(params, updates), state), row
 
     factors = np.broadcast_to(float32(scale), STEPS)
-    return rows_of(step, (params, optimizer.init(params)), (batches, factors))
+    inputs = problem.batches, factors
+    return rows_of(step, (params, optimizer.init(params)), inputs)
 
 
 def float32(numbers: Any) -> np.ndarray:
@@ -110,9 +116,9 @@ def generator(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed + OFFSET)
 
 
-def from_step(before: Any, after: Any, at: int = AT) -> np.ndarray:
-    """[steps]: one number before a step, and another one from it on."""
-    return np.where(np.arange(STEPS) < at, before, after).astype(np.float32)
+def from_step(before: float, after: float, at: int = AT) -> np.ndarray:
+    """[STEPS]: one number before a step, and another one from it on."""
+    return float32(np.where(np.arange(STEPS) < at, before, after))
 
 
 def schedule(rates: np.ndarray) -> Callable[[Any], Any]:
@@ -122,9 +128,9 @@ def schedule(rates: np.ndarray) -> Callable[[Any], Any]:
 # -------------------------------------------------------------------------- regression
 
 
-def mlp(seed: int, widths: tuple[int, ...] = (8, 32, 32, 1)) -> dict[str, np.ndarray]:
+def mlp(seed: int, widths: tuple[int, ...] = (8, 32, 32, 1)) -> Params:
     draw = generator(seed)
-    params = {}
+    params: Params = {}
     for number, (fan_in, fan_out) in enumerate(pairwise(widths)):
         weights = draw.normal(size=(fan_in, fan_out)) / fan_in**0.5
         params[f"layer_{number}/w"] = float32(weights)
@@ -132,7 +138,7 @@ def mlp(seed: int, widths: tuple[int, ...] = (8, 32, 32, 1)) -> dict[str, np.nda
     return params
 
 
-def outputs(params: Tree, x: Any, activation: Any = jnp.tanh) -> Any:
+def outputs(params: Params, x: Any, activation: Any = jnp.tanh) -> Array:
     layers = len(params) // 2
     for number in range(layers):
         x = x.astype(params[f"layer_{number}/w"].dtype)
@@ -141,25 +147,25 @@ def outputs(params: Tree, x: Any, activation: Any = jnp.tanh) -> Any:
     return x.astype(jnp.float32)
 
 
-def squared(params: Tree, x: Any, y: Any) -> Any:
+def squared(params: Params, x: Any, y: Any) -> Array:
     return jnp.mean((outputs(params, x)[:, 0] - y) ** 2)
 
 
-def points(seed: int, size: int = SIZE, noise: float = 0.3) -> tuple[Any, Any]:
+def regression(seed: int, size: int = SIZE, noise: float = 0.3) -> Problem:
     draw = generator(seed + 1000)
     x = draw.normal(size=(STEPS, size, 8))
     y = np.sin(2 * x[..., 0]) + x[..., 1] * x[..., 2]
     y += noise * draw.normal(size=(STEPS, size))
-    return float32(x), float32(y)
+    return Problem(squared, mlp(seed), (float32(x), float32(y)))
 
 
-# --------------------------------------------------------------------------- next token
+# -------------------------------------------------------------------------- next token
 
 
-def decoder(seed: int, blocks: int = 2) -> dict[str, np.ndarray]:
+def decoder(seed: int, blocks: int = 2) -> Params:
     draw = generator(seed)
 
-    def matrix(*shape: int) -> np.ndarray:
+    def matrix(*shape):
         return float32(draw.normal(size=shape) / shape[-2] ** 0.5)
 
     params = {"embed": float32(0.5 * draw.normal(size=(TOKENS, WIDTH)))}
@@ -172,18 +178,17 @@ def decoder(seed: int, blocks: int = 2) -> dict[str, np.ndarray]:
     return params | {"head": matrix(WIDTH, TOKENS)}
 
 
-def normed(x: Any) -> Any:
+def normed(x: Any) -> Array:
     return x / jnp.sqrt(jnp.mean(x.astype(jnp.float32) ** 2, -1, keepdims=True) + 1e-5)
 
 
-def attention_scores(params: Tree, x: Any, block: int, normal: bool = True) -> Any:
-    x = normed(x) if normal else x
+def attention_scores(params: Params, x: Any, block: int) -> Array:
     query = x @ params[f"block_{block}/attention/query"]
     key = x @ params[f"block_{block}/attention/key"]
     return jnp.einsum("btd,bsd->bts", query, key) / WIDTH**0.5
 
 
-def next_token(params: Tree, tokens: Any, frozen: int = -1) -> Any:
+def next_token(params: Params, tokens: Any, frozen: int = -1) -> Array:
     """The cross entropy of a decoder without biases. `frozen`: a block that gets no
     gradient.
     """
@@ -192,24 +197,23 @@ def next_token(params: Tree, tokens: Any, frozen: int = -1) -> Any:
     mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
     blocks = sum(name.endswith("/up") for name in params)
     for block in range(blocks):
-        own = params
+        weights = params
         if block == frozen:
-            own = jax.tree.map(lax.stop_gradient, params)
-        scores = jnp.where(mask, attention_scores(own, x, block), -1e9)
-        mixed = jax.nn.softmax(scores) @ normed(x)
-        x += (
-            mixed
-            @ own[f"block_{block}/attention/value"]
-            @ own[f"block_{block}/attention/out"]
-        )
-        hidden = jax.nn.gelu(normed(x) @ own[f"block_{block}/up"])
-        x += hidden @ own[f"block_{block}/down"]
+            weights = jax.tree.map(lax.stop_gradient, params)
+        scores = attention_scores(weights, normed(x), block)
+        mixed = jax.nn.softmax(jnp.where(mask, scores, -1e9)) @ normed(x)
+        value = mixed @ weights[f"block_{block}/attention/value"]
+        x += value @ weights[f"block_{block}/attention/out"]
+        hidden = jax.nn.gelu(normed(x) @ weights[f"block_{block}/up"])
+        x += hidden @ weights[f"block_{block}/down"]
     logits = (normed(x) @ params["head"]).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return jnp.mean(losses)
 
 
-def texts(seed: int, size: int = SIZE, tokens: int = TOKENS, chain: int = 0) -> Any:
+def texts(
+    seed: int, size: int = SIZE, tokens: int = TOKENS, chain: int = 0
+) -> np.ndarray:
     """Tokens of a Markov chain, in which four tokens follow each."""
     draw = generator(seed + 2000)
     followers = np.random.default_rng(chain).integers(tokens, size=(TOKENS, 4))
@@ -221,433 +225,412 @@ def texts(seed: int, size: int = SIZE, tokens: int = TOKENS, chain: int = 0) -> 
     return text
 
 
+def language(seed: int, blocks: int = 2) -> Problem:
+    return Problem(next_token, decoder(seed, blocks), (texts(seed),))
+
+
 # ------------------------------------------------------------------------------- broken
 
 
-def rate_leaps(seed: int, text: bool) -> Rows:
-    rates = from_step(3e-3, 0.3)
-    core = optax.adam(schedule(rates))
-    if text:
-        return train(next_token, decoder(seed), (texts(seed),), core)
-    return train(squared, mlp(seed), points(seed), core)
+def rate_leaps(problem: Problem) -> Rows:
+    return train(problem, optax.adam(schedule(from_step(3e-3, 0.3))))
 
 
-def rate_too_high(seed: int, rate: float) -> Rows:
-    return train(squared, mlp(seed), points(seed), optax.sgd(rate))
-
-
-def rate_grows(seed: int, text: bool) -> Rows:
-    if text:
-        core = optax.adam(schedule(np.geomspace(1e-3, 0.3, STEPS)))
-        return train(next_token, decoder(seed), (texts(seed),), core)
-    core = optax.sgd(schedule(np.linspace(0.0, 2.0, STEPS)), 0.9)
-    return train(squared, mlp(seed), points(seed), core)
+def rate_grows(problem: Problem) -> Rows:
+    if problem.loss is next_token:
+        return train(problem, optax.adam(schedule(np.geomspace(1e-3, 0.3, STEPS))))
+    return train(problem, optax.sgd(schedule(np.linspace(0.0, 2.0, STEPS)), 0.9))
 
 
 def bad_targets(seed: int, value: float) -> Rows:
-    x, y = points(seed)
-    y[AT : AT + 2] = value
-    return train(squared, mlp(seed), (x, y), optax.adam(3e-3))
+    problem = regression(seed)
+    problem.batches[1][AT : AT + 2] = value
+    return train(problem, optax.adam(3e-3))
 
 
 def one_token(seed: int) -> Rows:
-    text = texts(seed)
-    text[AT] = 5
-    return train(next_token, decoder(seed), (text,), optax.sgd(0.3, 0.9))
+    problem = language(seed)
+    problem.batches[0][AT] = 5
+    return train(problem, optax.sgd(0.3, 0.9))
 
 
-def nan_in_an_input(seed: int, text: bool) -> Rows:
-    x, y = points(seed)
-    x[AT, 3, 2] = np.nan
-    core = optax.adam(3e-3)
-    if text:
-        # Skipped, so that the run goes on.
-        core = optaxclip.skip_nonfinite(core)
-    return train(squared, mlp(seed), (x, y), core)
+def nan_in_an_input(seed: int, core: Any) -> Rows:
+    problem = regression(seed)
+    problem.batches[0][AT, 3, 2] = np.nan
+    return train(problem, core)
 
 
 def masked_mean(seed: int) -> Rows:
     """A batch in which nothing is left by the mask: 0 / 0."""
-    x, y = points(seed)
+    problem = regression(seed)
+    x, y = problem.batches
     mask = float32(generator(seed).uniform(size=y.shape) < 0.5)
     mask[AT] = 0
 
-    def loss(params: Tree, x: Any, y: Any, mask: Any) -> Any:
+    def loss(params, x, y, mask):
         errors = (outputs(params, x)[:, 0] - y) ** 2
         return jnp.sum(errors * mask) / jnp.sum(mask)
 
-    return train(loss, mlp(seed), (x, y, mask), optax.adam(3e-3))
+    return train(Problem(loss, problem.params, (x, y, mask)), optax.adam(3e-3))
 
 
 def nan_in_the_backward(seed: int) -> Rows:
     """A length has no slope at 0: in two examples of each batch all inputs are."""
-    x, y = points(seed)
-    x[AT:, :2] = 0
+    problem = regression(seed)
+    problem.batches[0][AT:, :2] = 0
 
-    def loss(params: Tree, x: Any, y: Any) -> Any:
+    def loss(params, x, y):
         lengths = jnp.linalg.norm(x @ params["layer_0/w"], axis=-1)
         return squared(params, x, y) + 0.01 * jnp.mean(lengths)
 
     # Skipped, so that the loss stays finite.
     core = optaxclip.skip_nonfinite(optax.adam(3e-3))
-    return train(loss, mlp(seed), (x, y), core)
+    return train(problem._replace(loss=loss), core)
 
 
-def factor_from_a_step(seed: int, text: bool, factor: float, at: int = AT) -> Rows:
-    scale = from_step(1.0, factor, at)
-    core = optax.adam(3e-3)
-    if text:
-        return train(next_token, decoder(seed), (texts(seed),), core, scale=scale)
-    return train(squared, mlp(seed), points(seed), core, scale=scale)
+def factor_from_a_step(problem: Problem, factor: float, at: int = AT) -> Rows:
+    return train(problem, optax.adam(3e-3), scale=from_step(1.0, factor, at))
 
 
-def labels_shuffled(seed: int, text: bool) -> Rows:
-    draw = generator(seed)
-    if text:
-        tokens = texts(seed)
-        # Each text is of tokens in any order from there on.
-        tokens[AT:] = draw.permuted(tokens[AT:].reshape(-1)).reshape(tokens[AT:].shape)
-        return train(next_token, decoder(seed), (tokens,), optax.adam(1e-2))
-    x, y = points(seed, noise=0.1)
-    y[AT:] = draw.permuted(y[AT:], axis=1)
-    return train(squared, mlp(seed), (x, y), optax.adam(1e-2))
+def labels_shuffled(seed: int) -> Rows:
+    problem = regression(seed, noise=0.1)
+    y = problem.batches[1]
+    y[AT:] = generator(seed).permuted(y[AT:], axis=1)
+    return train(problem, optax.adam(1e-2))
+
+
+def tokens_shuffled(seed: int) -> Rows:
+    problem = language(seed)
+    late = problem.batches[0][AT:]
+    late[:] = generator(seed).permuted(late.reshape(-1)).reshape(late.shape)
+    return train(problem, optax.adam(1e-2))
 
 
 def inputs_not_scaled(seed: int, factor: float) -> Rows:
-    x, y = points(seed)
-    x[AT:] *= factor
-    return train(squared, mlp(seed), (x, y), optax.sgd(0.05))
+    problem = regression(seed)
+    problem.batches[0][AT:] *= factor
+    return train(problem, optax.sgd(0.05))
 
 
-def decay_of_wrong_sign(seed: int, text: bool) -> Rows:
-    core = optax.chain(
-        optax.scale_by_adam(), optax.add_decayed_weights(-5.0), optax.scale(-3e-3)
-    )
-    if text:
-        return train(next_token, decoder(seed), (texts(seed),), core)
-    return train(squared, mlp(seed), points(seed), core)
+def decay_of_wrong_sign(problem: Problem) -> Rows:
+    decay = optax.add_decayed_weights(-5.0)
+    return train(problem, optax.chain(optax.scale_by_adam(), decay, optax.scale(-3e-3)))
 
 
 def block_without_gradient(seed: int, block: int) -> Rows:
-    def loss(params: Tree, tokens: Any) -> Any:
+    def loss(params, tokens):
         return next_token(params, tokens, frozen=block)
 
-    return train(loss, decoder(seed), (texts(seed),), optax.adam(1e-2))
+    return train(language(seed)._replace(loss=loss), optax.adam(1e-2))
 
 
-def dead_units(seed: int, deep: bool) -> Rows:
+def dead_units(seed: int) -> Rows:
     """After one broken batch no unit of a ReLU layer is above 0 any more."""
-    x, y = points(seed)
-    y[60 : 60 + 3] = -1e4
-    widths = (8, 16, 16, 16, 1) if deep else (8, 16, 1)
+    problem = regression(seed)
+    problem.batches[1][60:63] = -1e4
 
-    def loss(params: Tree, x: Any, y: Any) -> Any:
-        out = outputs(params, x, jax.nn.relu)[:, 0]
-        return jnp.mean((out - y) ** 2)
+    def loss(params, x, y):
+        return jnp.mean((outputs(params, x, jax.nn.relu)[:, 0] - y) ** 2)
 
-    return train(loss, mlp(seed, widths), (x, y), optax.sgd(0.1))
+    params = mlp(seed, (8, 16, 16, 16, 1))
+    return train(Problem(loss, params, problem.batches), optax.sgd(0.1))
 
 
-def updates_lost(seed: int, text: bool) -> Rows:
-    core = optax.adam(1e-4)
-    if text:
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), decoder(seed))
-        return train(next_token, params, (texts(seed),), core)
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), mlp(seed))
-    return train(squared, params, points(seed), core)
+def in_dtype(problem: Problem, dtype: Any) -> Problem:
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), problem.params)
+    return problem._replace(params=params)
+
+
+def in_bfloat16(problem: Problem, rate: float) -> Rows:
+    return train(in_dtype(problem, jnp.bfloat16), optax.adam(rate))
 
 
 def underflows(seed: int, smallest: float) -> Rows:
     """The loss is divided by more and more, in float16."""
-    scale = np.geomspace(1.0, smallest, STEPS, dtype=np.float32)
-    x, y = points(seed)
+    problem = in_dtype(regression(seed), jnp.float16)
+    factors = np.geomspace(1.0, smallest, STEPS, dtype=np.float32)
 
-    def loss(params: Tree, x: Any, y: Any, scale: Any) -> Any:
-        return scale * squared(params, x, y)
+    def loss(params, x, y, factor):
+        return factor * squared(params, x, y)
 
-    params = jax.tree.map(np.float16, mlp(seed))
-    return train(loss, params, (x, y, scale), optax.sgd(0.05))
+    batches = *problem.batches, factors
+    return train(Problem(loss, problem.params, batches), optax.sgd(0.05))
 
 
 def static_scale(seed: int) -> Rows:
-    def loss(params: Tree, x: Any, y: Any) -> Any:
+    def loss(params, x, y):
         return 2.0**18 * squared(params, x, y)
 
-    params = jax.tree.map(np.float16, mlp(seed))
-    core = optax.chain(optax.scale(2.0**-18), optaxclip.skip_nonfinite(optax.sgd(0.05)))
-    return train(loss, params, points(seed), core)
+    problem = in_dtype(regression(seed), jnp.float16)._replace(loss=loss)
+    skip = optaxclip.skip_nonfinite(optax.sgd(0.05))
+    return train(problem, optax.chain(optax.scale(2.0**-18), skip))
 
 
 def tokens_vanish(seed: int, at: int) -> Rows:
     """The pipeline makes one token of half of them."""
-    tokens = texts(seed)
-    tokens[at:] = np.where(tokens[at:] >= TOKENS // 2, 0, tokens[at:])
-    core = optax.adamw(1e-2, weight_decay=0.1)
-    return train(next_token, decoder(seed), (tokens,), core, embeddings="embed")
+    problem = language(seed)
+    late = problem.batches[0][at:]
+    late[late >= TOKENS // 2] = 0
+    return train(problem, optax.adamw(1e-2, weight_decay=0.1), embeddings="embed")
 
 
 def logits_explode(seed: int, rate: float) -> Rows:
     """Tokens look for themselves, so sharper attention is always better."""
-    draw = generator(seed)
-    x = float32(3 * draw.normal(size=(STEPS, 8, 8, WIDTH)))
-    keys = ("block_0/attention/query", "block_0/attention/key")
-    params = {name: decoder(seed)[name] for name in keys}
+    x = float32(3 * generator(seed).normal(size=(STEPS, 8, 8, WIDTH)))
+    names = "block_0/attention/query", "block_0/attention/key"
+    params = {name: decoder(seed)[name] for name in names}
 
-    def loss(params: Tree, x: Any) -> Any:
-        weights = jax.nn.softmax(attention_scores(params, x, 0, normal=False))
+    def loss(params, x):
+        weights = jax.nn.softmax(attention_scores(params, x, 0))
         return jnp.mean((weights @ x - x) ** 2)
 
-    def logged(params: Tree, x: Any) -> Any:
-        scores = attention_scores(params, x, 0, normal=False)
-        return {"attention/max_logit": jnp.max(scores)}
+    def logged(params, x):
+        return {"attention/max_logit": jnp.max(attention_scores(params, x, 0))}
 
-    return train(loss, params, (x,), optax.adam(rate), logged=logged)
-
-
-def skip_behind(seed: int) -> Rows:
-    clip = optaxclip.clip_by_global_norm(0.5)
-    core = optax.chain(clip, optaxclip.skip_step(optax.sgd(0.05)))
-    return train(squared, mlp(seed), points(seed), core)
+    return train(Problem(loss, params, (x,)), optax.adam(rate), logged=logged)
 
 
-def limit_too_small(seed: int, text: bool) -> Rows:
-    core = optax.chain(optaxclip.clip_by_global_norm(1e-3), optax.sgd(0.1))
-    if text:
-        return train(next_token, decoder(seed), (texts(seed),), core)
-    return train(squared, mlp(seed), points(seed), core)
+def clipped(problem: Problem, limit: float, core: Any) -> Rows:
+    return train(problem, optax.chain(optaxclip.clip_by_global_norm(limit), core))
 
 
 def logged_after_the_clip(seed: int) -> Rows:
     """The log has the norms behind a clip, of which a third is at its limit."""
-    rows = train(squared, mlp(seed), points(seed), optax.sgd(0.02))
+    rows = loss_and_norm(train(regression(seed), optax.sgd(0.02)))
     limit = np.quantile([row["grad_norm"] for row in rows], 0.7)
-    names = ("step", "loss", "grad_norm")
-    rows = [{name: row[name] for name in names} for row in rows]
     return [row | {"grad_norm": min(row["grad_norm"], limit)} for row in rows]
+
+
+def loss_and_norm(rows: Rows) -> Rows:
+    return [{name: row[name] for name in ("step", "loss", "grad_norm")} for row in rows]
 
 
 def moments_lost(seed: int) -> Rows:
     """A run is resumed without the state of Adam, at a high rate."""
-    params, (x, y) = mlp(seed), points(seed)
     adam = optax.scale_by_adam(b2=0.999, eps_root=0.0)
 
-    def update(updates: Tree, state: Tree, params: Tree = None) -> Tree:
+    def update(updates, state, params=None):
         count, inner = state
         fresh = adam.init(updates)
         inner = jax.tree.map(lambda a, b: jnp.where(count == AT, a, b), fresh, inner)
         updates, inner = adam.update(updates, inner, params)
         return updates, (count + 1, inner)
 
-    def init(params: Tree) -> Tree:
+    def init(params):
         return jnp.zeros((), jnp.int32), adam.init(params)
 
     forgetful = optax.GradientTransformation(init, update)
-    return train(squared, params, (x, y), optax.chain(forgetful, optax.scale(-1e-2)))
+    return train(regression(seed), optax.chain(forgetful, optax.scale(-1e-2)))
 
 
 def q_learning(seed: int, discount: float) -> Rows:
     """Without a target network, and with a maximum over actions far from the data."""
     draw = generator(seed)
-    x, y = (float32(draw.normal(size=(STEPS, SIZE, 8))) for _ in range(2))
+    x = float32(draw.normal(size=(STEPS, SIZE, 8)))
+    next_x = float32(draw.normal(size=(STEPS, SIZE, 8)))
     rewards = float32(draw.normal(size=(STEPS, SIZE)))
     actions = draw.integers(4, size=(STEPS, SIZE))
 
-    def loss(params: Tree, x: Any, y: Any, reward: Any, action: Any) -> Any:
+    def loss(params, x, next_x, reward, action):
         values = jnp.take_along_axis(outputs(params, x), action[:, None], 1)[:, 0]
-        target = reward + discount * jnp.max(outputs(params, 3 * y), -1)
+        target = reward + discount * jnp.max(outputs(params, 3 * next_x), -1)
         return jnp.mean((values - target) ** 2)
 
     params = mlp(seed, (8, 32, 4))
-    core = optax.sgd(0.3)
+    batches = x, next_x, rewards, actions
+    return train(Problem(loss, params, batches), optax.sgd(0.3))
 
-    def activated(params: Tree, *batch: Any) -> Any:
-        return loss(params, *batch)
 
-    return train(activated, params, (x, y, rewards, actions), core)
+def numbered(
+    name: str, *logs: Callable[[], Rows], causes: tuple[str, ...] = ()
+) -> list[Training]:
+    return [
+        Training(f"{name} ({number})", rows, causes)
+        for number, rows in enumerate(logs, start=1)
+    ]
+
+
+def on_both(
+    name: str,
+    rows: Callable[[Problem], Rows],
+    seed: int = 10,
+    causes: tuple[str, ...] = (),
+) -> list[Training]:
+    """A training of the regression, and one of the language."""
+    return numbered(
+        name,
+        lambda: rows(regression(seed)),
+        lambda: rows(language(seed + 1)),
+        causes=causes,
+    )
 
 
 BROKEN = [
-    Training(f"{name} ({number})", rows, causes)
-    for name, causes, variants in (
-        (
-            "Adam's rate x 100",
-            ("learning rate", "divergence"),
-            (lambda: rate_leaps(0, False), lambda: rate_leaps(1, True)),
-        ),
-        (
-            "SGD's rate too high from the start",
-            ("learning rate",),
-            (lambda: rate_too_high(0, 2.0), lambda: rate_too_high(1, 8.0)),
-        ),
-        (
-            "a rate that never stops growing",
-            ("learning rate", "divergence"),
-            (lambda: rate_grows(0, False), lambda: rate_grows(1, True)),
-        ),
-        (
-            "targets of -500 in two batches",
-            ("bad batch",),
-            (lambda: bad_targets(0, -500.0), lambda: bad_targets(1, 100.0)),
-        ),
-        ("one batch of one token", ("bad batch",), (lambda: one_token(0),)),
-        (
-            "NaN in an input",
-            ("not finite",),
-            (lambda: nan_in_an_input(0, False), lambda: nan_in_an_input(1, True)),
-        ),
-        ("0/0 in a masked mean", ("not finite",), (lambda: masked_mean(0),)),
-        (
-            "NaN in the backward pass alone",
-            ("not finite",),
-            (lambda: nan_in_the_backward(0),),
-        ),
-        (
-            "loss scale x 1024 not undone",
-            ("change of scale",),
-            (
-                lambda: factor_from_a_step(0, False, 1024.0),
-                lambda: factor_from_a_step(1, True, 1024.0, 90),
-            ),
-        ),
-        (
-            "sum of 8 devices in place of the mean",
-            ("change of scale",),
-            (
-                lambda: factor_from_a_step(2, True, 8.0),
-                lambda: factor_from_a_step(3, False, 8.0, 120),
-            ),
-        ),
-        (
-            "half of the replicas missing",
-            ("change of scale",),
-            (lambda: factor_from_a_step(4, True, 0.5),),
-        ),
-        (
-            "labels shuffled from a step on",
-            ("change of data", "divergence"),
-            (lambda: labels_shuffled(0, False), lambda: labels_shuffled(1, True)),
-        ),
-        (
-            "inputs not scaled from a step on",
-            ("change of data", "divergence"),
-            (lambda: inputs_not_scaled(0, 20.0),),
-        ),
-        (
-            "weight decay with the wrong sign",
-            ("growing weights",),
-            (
-                lambda: decay_of_wrong_sign(0, False),
-                lambda: decay_of_wrong_sign(1, True),
-            ),
-        ),
-        (
-            "a block without a gradient",
-            ("no gradient",),
-            (
-                lambda: block_without_gradient(0, 0),
-                lambda: block_without_gradient(1, 1),
-            ),
-        ),
-        (
-            "units that die in a bad batch",
-            ("bad batch", "no gradient", "vanishing"),
-            (lambda: dead_units(1, True),),
-        ),
-        (
-            "updates below the rounding of bfloat16",
-            ("lost updates",),
-            (lambda: updates_lost(0, False), lambda: updates_lost(1, True)),
-        ),
-        (
-            "a loss that underflows in float16",
-            ("underflow",),
-            (lambda: underflows(0, 1e-5),),
-        ),
-        ("a static loss scale too large", ("not finite",), (lambda: static_scale(0),)),
-        (
-            "half of the tokens vanish",
-            ("dead embedding",),
-            (lambda: tokens_vanish(0, AT), lambda: tokens_vanish(1, 100)),
-        ),
-        (
-            "attention logits explode",
-            ("attention logits",),
-            (lambda: logits_explode(0, 2e-2), lambda: logits_explode(1, 2e-2)),
-        ),
-        ("skip_step behind a clip", ("skip behind clip",), (lambda: skip_behind(0),)),
-        (
-            "a limit 1,000 times too small",
-            ("clipped always",),
-            (lambda: limit_too_small(0, False),),
-        ),
-        (
-            "norms after the clip",
-            ("norm after clip",),
-            (lambda: logged_after_the_clip(0),),
-        ),
-        (
-            "Adam's moments lost at a resume",
-            ("learning rate", "divergence"),
-            (lambda: moments_lost(0),),
-        ),
-        (
-            "Q-learning without a target network",
-            ("divergence", "steady growth", "learning rate", "growing weights"),
-            (lambda: q_learning(0, 0.99), lambda: q_learning(1, 1.2)),
-        ),
-    )
-    for number, rows in enumerate(variants, 1)
+    *on_both(
+        "Adam's rate x 100", rate_leaps, seed=0, causes=("learning rate", "divergence")
+    ),
+    *numbered(
+        "SGD's rate too high from the start",
+        lambda: train(regression(0), optax.sgd(2.0)),
+        lambda: train(regression(1), optax.sgd(8.0)),
+        causes=("learning rate",),
+    ),
+    *on_both(
+        "a rate that never stops growing",
+        rate_grows,
+        seed=0,
+        causes=("learning rate", "divergence"),
+    ),
+    *numbered(
+        "targets of -500 in two batches",
+        lambda: bad_targets(0, -500.0),
+        lambda: bad_targets(1, 100.0),
+        causes=("bad batch",),
+    ),
+    *numbered("one batch of one token", lambda: one_token(0), causes=("bad batch",)),
+    *numbered(
+        "NaN in an input",
+        lambda: nan_in_an_input(0, optax.adam(3e-3)),
+        # Skipped, so that the run goes on.
+        lambda: nan_in_an_input(1, optaxclip.skip_nonfinite(optax.adam(3e-3))),
+        causes=("not finite",),
+    ),
+    *numbered("0/0 in a masked mean", lambda: masked_mean(0), causes=("not finite",)),
+    *numbered(
+        "NaN in the backward pass alone",
+        lambda: nan_in_the_backward(0),
+        causes=("not finite",),
+    ),
+    *numbered(
+        "loss scale x 1024 not undone",
+        lambda: factor_from_a_step(regression(0), 1024.0),
+        lambda: factor_from_a_step(language(1), 1024.0, at=90),
+        causes=("change of scale",),
+    ),
+    *numbered(
+        "sum of 8 devices in place of the mean",
+        lambda: factor_from_a_step(language(2), 8.0),
+        lambda: factor_from_a_step(regression(3), 8.0, at=120),
+        causes=("change of scale",),
+    ),
+    *numbered(
+        "half of the replicas missing",
+        lambda: factor_from_a_step(language(4), 0.5),
+        causes=("change of scale",),
+    ),
+    *numbered(
+        "labels shuffled from a step on",
+        lambda: labels_shuffled(0),
+        lambda: tokens_shuffled(1),
+        causes=("divergence",),
+    ),
+    *numbered(
+        "inputs not scaled from a step on",
+        lambda: inputs_not_scaled(0, 20.0),
+        causes=("divergence",),
+    ),
+    *on_both(
+        "weight decay with the wrong sign",
+        decay_of_wrong_sign,
+        seed=0,
+        causes=("growing weights",),
+    ),
+    *numbered(
+        "a block without a gradient",
+        lambda: block_without_gradient(0, block=0),
+        lambda: block_without_gradient(1, block=1),
+        causes=("no gradient",),
+    ),
+    *numbered(
+        "units that die in a bad batch",
+        lambda: dead_units(1),
+        causes=("bad batch", "no gradient", "vanishing"),
+    ),
+    *on_both(
+        "updates below the rounding of bfloat16",
+        lambda problem: in_bfloat16(problem, 1e-4),
+        seed=0,
+        causes=("lost updates",),
+    ),
+    *numbered(
+        "a loss that underflows in float16",
+        lambda: underflows(0, 1e-5),
+        causes=("underflow",),
+    ),
+    *numbered(
+        "a static loss scale too large", lambda: static_scale(0), causes=("not finite",)
+    ),
+    *numbered(
+        "half of the tokens vanish",
+        lambda: tokens_vanish(0, AT),
+        lambda: tokens_vanish(1, 100),
+        causes=("dead embedding",),
+    ),
+    *numbered(
+        "attention logits explode",
+        lambda: logits_explode(0, 2e-2),
+        lambda: logits_explode(1, 2e-2),
+        causes=("attention logits",),
+    ),
+    *numbered(
+        "skip_step behind a clip",
+        lambda: clipped(regression(0), 0.5, optaxclip.skip_step(optax.sgd(0.05))),
+        causes=("skip behind clip",),
+    ),
+    *numbered(
+        "a limit 1,000 times too small",
+        lambda: clipped(regression(0), 1e-3, optax.sgd(0.1)),
+        causes=("clipped always",),
+    ),
+    *numbered(
+        "norms after the clip",
+        lambda: logged_after_the_clip(0),
+        causes=("norm after clip",),
+    ),
+    *numbered(
+        "Adam's moments lost at a resume",
+        lambda: moments_lost(0),
+        causes=("learning rate", "divergence"),
+    ),
+    *numbered(
+        "Q-learning without a target network",
+        lambda: q_learning(0, 0.99),
+        lambda: q_learning(1, 1.2),
+        causes=("divergence", "steady growth", "learning rate", "growing weights"),
+    ),
 ]
 
 
 # ------------------------------------------------------------------------------ healthy
 
 
-def cosine_to_zero(seed: int, text: bool) -> Rows:
-    core = optax.adamw(optax.cosine_decay_schedule(1e-2, STEPS))
-    if text:
-        return train(next_token, decoder(seed), (texts(seed),), core)
-    return train(squared, mlp(seed), points(seed), core)
+def without(problem: Problem, *names: str) -> Problem:
+    """The same model, with zeros in the weights whose names end so."""
+    params = dict(problem.params)
+    for name in params:
+        if name.endswith(names):
+            params[name] = 0 * params[name]
+    return problem._replace(params=params)
 
 
-def head_of_zeros(seed: int, text: bool) -> Rows:
-    if text:
-        params = decoder(seed)
-        params["head"] *= 0
-        return train(next_token, params, (texts(seed),), optax.adam(1e-2))
-    params = mlp(seed)
-    params["layer_2/w"] *= 0
-    return train(squared, params, points(seed), optax.adam(1e-2))
-
-
-def large_batch(seed: int, text: bool) -> Rows:
-    if text:
-        return train(next_token, decoder(seed), (texts(seed, 256),), optax.adam(1e-2))
-    return train(squared, mlp(seed), points(seed, 1024), optax.sgd(0.1))
-
-
-def batch_ramp(seed: int, text: bool) -> Rows:
+def batch_ramp(problem: Problem) -> Rows:
     """Batches that double twice. Of the others examples are repeated."""
     sizes = np.repeat([8, 16, 32], STEPS // 3)
-    places = np.arange(SIZE)[None] % sizes[:, None]
-    if text:
-        tokens = np.take_along_axis(texts(seed), places[..., None], 1)
-        return train(next_token, decoder(seed), (tokens,), optax.adam(1e-2))
-    x, y = points(seed)
-    x = np.take_along_axis(x, places[..., None], 1)
-    y = np.take_along_axis(y, places, 1)
-    return train(squared, mlp(seed), (x, y), optax.adam(1e-2))
+    batches = []
+    for array in problem.batches:
+        places = np.arange(SIZE) % sizes[:, None]
+        batches.append(array[np.arange(STEPS)[:, None], places])
+    return train(problem._replace(batches=tuple(batches)), optax.adam(1e-2))
 
 
-def reinforce(seed: int, rewards: tuple[float, float]) -> Rows:
+def reinforce(seed: int, before: float, after: float) -> Rows:
     """A bandit with a state, whose rewards change their scale."""
     draw = generator(seed)
     x = float32(draw.normal(size=(STEPS, SIZE, 8)))
     best = np.argmax(x[..., :4], -1)
     noise = draw.gumbel(size=(STEPS, SIZE, 4))
-    size = from_step(*rewards)
 
-    def loss(params: Tree, x: Any, best: Any, noise: Any, size: Any) -> Any:
+    def loss(params, x, best, noise, size):
         logits = outputs(params, x)
         action = jnp.argmax(lax.stop_gradient(logits) + noise, -1)
         reward = size * (action == best)
@@ -655,8 +638,8 @@ def reinforce(seed: int, rewards: tuple[float, float]) -> Rows:
         chosen = jnp.take_along_axis(chances, action[:, None], 1)[:, 0]
         return -jnp.mean(chosen * (reward - jnp.mean(reward)))
 
-    params = mlp(seed, (8, 32, 4))
-    return train(loss, params, (x, best, noise, size), optax.adam(1e-2))
+    batches = x, best, noise, from_step(before, after)
+    return train(Problem(loss, mlp(seed, (8, 32, 4)), batches), optax.adam(1e-2))
 
 
 def gan(seed: int, rate: float) -> Rows:
@@ -667,231 +650,210 @@ def gan(seed: int, rate: float) -> Rows:
     is_turn = np.arange(STEPS) % 2 == 0
     params = {"g": mlp(seed, (4, 32, 2)), "d": mlp(seed + 1, (2, 32, 1))}
 
-    def loss(params: Tree, real: Any, noise: Any, is_turn: Any) -> Any:
+    def loss(params, real, noise, is_turn):
         fake = outputs(params["g"], noise)
-        of_real, of_fake = outputs(params["d"], real), outputs(params["d"], fake)
-        judge = jnp.mean(jax.nn.softplus(-of_real) + jax.nn.softplus(of_fake))
-        held = jax.tree.map(lax.stop_gradient, params["d"])
-        maker = jnp.mean(jax.nn.softplus(-outputs(held, fake)))
-        fake = lax.stop_gradient(fake)
-        judge = jnp.mean(jax.nn.softplus(-of_real)) + jnp.mean(
-            jax.nn.softplus(outputs(params["d"], fake))
-        )
+        of_real = outputs(params["d"], real)
+        of_fake = outputs(params["d"], fake)
+        judge = jnp.mean(jax.nn.softplus(-of_real)) + jnp.mean(jax.nn.softplus(of_fake))
+        fixed = jax.tree.map(lax.stop_gradient, params["d"])
+        maker = jnp.mean(jax.nn.softplus(-outputs(fixed, fake)))
         return jnp.where(is_turn, judge, maker)
 
-    return train(loss, params, (real, noise, is_turn), optax.adam(rate, b1=0.5))
+    core = optax.adam(rate, b1=0.5)
+    return train(Problem(loss, params, (real, noise, is_turn)), core)
 
 
 def lora(seed: int, rank: int) -> Rows:
-    base, draw = mlp(seed), generator(seed)
-    params = {}
-    for name in ("layer_0/w", "layer_1/w", "layer_2/w"):
-        rows, columns = base[name].shape
+    problem = regression(seed)
+    draw = generator(seed)
+    names = "layer_0/w", "layer_1/w", "layer_2/w"
+    params: Params = {}
+    for name in names:
+        rows, columns = problem.params[name].shape
         params[f"{name}/a"] = float32(draw.normal(size=(rows, rank)) / rows**0.5)
         params[f"{name}/b"] = np.zeros((rank, columns), np.float32)
 
-    def loss(params: Tree, x: Any, y: Any) -> Any:
-        whole = dict(base)
-        for name in ("layer_0/w", "layer_1/w", "layer_2/w"):
-            whole[name] = base[name] + params[f"{name}/a"] @ params[f"{name}/b"]
-        return squared(whole, x, y)
+    def loss(params, x, y):
+        merged = dict(problem.params)
+        for name in names:
+            merged[name] += params[f"{name}/a"] @ params[f"{name}/b"]
+        return squared(merged, x, y)
 
-    return train(loss, params, points(seed), optax.adam(1e-2))
+    return train(Problem(loss, params, problem.batches), optax.adam(1e-2))
 
 
 def by_heart(seed: int, batches: int) -> Rows:
     """Few batches again and again, until the loss is nearly 0."""
-    places = np.arange(STEPS) % batches
-    tokens = texts(seed, 8)[places]
-    core = optax.adam(2e-2)
-    return train(next_token, decoder(seed), (tokens,), core, embeddings="embed")
+    tokens = texts(seed, size=8)[np.arange(STEPS) % batches]
+    problem = Problem(next_token, decoder(seed), (tokens,))
+    return train(problem, optax.adam(2e-2), embeddings="embed")
 
 
-def warm_restarts(seed: int, text: bool) -> Rows:
-    rates = 1e-2 * (0.5 + 0.5 * np.cos(np.pi * (np.arange(STEPS) % 100) / 100))
-    core = optax.adam(schedule(rates))
-    if text:
-        return train(next_token, decoder(seed), (texts(seed),), core)
-    return train(squared, mlp(seed), points(seed), core)
-
-
-def bfloat16(seed: int, text: bool) -> Rows:
-    if text:
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), decoder(seed))
-        return train(next_token, params, (texts(seed),), optax.adam(1e-2))
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), mlp(seed))
-    return train(squared, params, points(seed), optax.adam(1e-2))
-
-
-def muon(seed: int, rate: float) -> Rows:
-    core = optax.contrib.muon(rate)
-    return train(next_token, decoder(seed), (texts(seed),), core)
-
-
-def lion(seed: int, text: bool) -> Rows:
-    core = optax.lion(1e-3)
-    if text:
-        return train(next_token, decoder(seed), (texts(seed),), core)
-    return train(squared, mlp(seed), points(seed), core)
-
-
-def residuals_of_zeros(seed: int, blocks: int) -> Rows:
-    params = decoder(seed, blocks)
-    for name in params:
-        if name.endswith(("down", "out")):
-            params[name] = 0 * params[name]
-    return train(next_token, params, (texts(seed),), optax.adam(5e-3))
+def warm_restarts(problem: Problem) -> Rows:
+    turns = np.arange(STEPS) % 100 / 100
+    return train(
+        problem, optax.adam(schedule(1e-2 * (0.5 + 0.5 * np.cos(np.pi * turns))))
+    )
 
 
 def experts(seed: int, count: int) -> Rows:
     """Of which each example sees one, in batches of 8."""
     draw = generator(seed)
-    params = {"route": float32(draw.normal(size=(8, count)))}
+    params: Params = {"route": float32(draw.normal(size=(8, count)))}
     for number in range(count):
         params[f"expert_{number}"] = float32(draw.normal(size=(8, 1)) / 3)
 
-    def loss(params: Tree, x: Any, y: Any) -> Any:
+    def loss(params, x, y):
         chances = jax.nn.softmax(x @ params["route"])
         best = jnp.argmax(chances, -1)
-        values = jnp.concatenate(
-            [x @ params[f"expert_{number}"] for number in range(count)], -1
-        )
-        chosen = jnp.take_along_axis(values * chances, best[:, None], 1)[:, 0]
+        values = [x @ params[f"expert_{number}"] for number in range(count)]
+        weighted = jnp.concatenate(values, -1) * chances
+        chosen = jnp.take_along_axis(weighted, best[:, None], 1)[:, 0]
         return jnp.mean((chosen - y) ** 2)
 
-    return train(loss, params, points(seed, 8), optax.adam(1e-2))
+    batches = regression(seed, size=8).batches
+    return train(Problem(loss, params, batches), optax.adam(1e-2))
 
 
 def zipf(seed: int, power: float) -> Rows:
     draw = generator(seed)
     chances = np.arange(1, 401.0) ** -power
     tokens = draw.choice(400, p=chances / chances.sum(), size=(STEPS, 64))
-    params = {
+    params: Params = {
         "embed": float32(draw.normal(size=(400, 8))),
         "head": float32(draw.normal(size=(8, 32)) / 8**0.5),
     }
 
-    def loss(params: Tree, tokens: Any) -> Any:
+    def loss(params, tokens):
         logits = params["embed"][tokens] @ params["head"]
         labels = (5 * tokens + 3) % 32
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return jnp.mean(losses)
 
-    return train(loss, params, (tokens,), optax.adam(1e-2), embeddings="embed")
+    return train(Problem(loss, params, (tokens,)), optax.adam(1e-2), embeddings="embed")
 
 
 def curriculum(seed: int, tokens: int) -> Rows:
     """Easy texts, and then those of another source with other tokens."""
     text = texts(seed, tokens=tokens)
     text[150:] = texts(seed + 1, chain=1)[150:]
-    core = optax.adam(1e-2)
-    return train(next_token, decoder(seed), (text,), core, embeddings="embed")
+    problem = Problem(next_token, decoder(seed), (text,))
+    return train(problem, optax.adam(1e-2), embeddings="embed")
 
 
 def dynamic_scale(seed: int, interval: int) -> Rows:
     """float16 with a loss scale that is halved by inf, and doubled after a while."""
-    params = jax.tree.map(jnp.float16, mlp(seed))
+    problem = in_dtype(regression(seed), jnp.float16)
     optimizer = recorded(optaxclip.skip_nonfinite(optax.sgd(0.05)))
 
-    def step(carry: Tree, batch: Tree) -> Tree:
+    def step(carry, batch):
         params, state, scale, good = carry
 
-        def scaled(params: Tree) -> Any:
+        def scaled(params):
             return scale * squared(params, *batch)
 
         value, grads = jax.value_and_grad(scaled)(params)
         grads = jax.tree.map(lambda x: x.astype(jnp.float32) / scale, grads)
         norm = optax.tree.norm(grads)
         updates, state = optimizer.update(grads, state, params)
-        is_good = jnp.isfinite(norm)
-        is_next = good + 1 >= interval
-        grown = jnp.where(is_next, 2 * scale, scale)
-        new_scale = jnp.where(is_good, grown, scale / 2)
-        good = jnp.where(is_good & ~is_next, good + 1, 0)
         row = {"loss": value / scale, "grad_norm": norm, "loss_scale": scale}
         row |= optaxclip.metrics(state)
         params = optax.apply_updates(params, updates)
-        return (params, state, new_scale, good), row
+        is_good = jnp.isfinite(norm)
+        is_next = good + 1 >= interval
+        grown = jnp.where(is_next, 2 * scale, scale)
+        scale = jnp.where(is_good, grown, scale / 2)
+        good = jnp.where(is_good & ~is_next, good + 1, 0)
+        return (params, state, scale, good), row
 
-    carry = params, optimizer.init(params), jnp.float32(2.0**14), jnp.int32(0)
-    return rows_of(step, carry, points(seed))
-
-
-def momentum(seed: int, rate: float) -> Rows:
-    core = optax.sgd(rate, 0.9)
-    return train(squared, mlp(seed), points(seed), core)
+    state = optimizer.init(problem.params)
+    carry = problem.params, state, jnp.float32(2.0**14), jnp.int32(0)
+    return rows_of(step, carry, problem.batches)
 
 
 def dropout(seed: int, share: float) -> Rows:
-    x, y = points(seed)
-    keep = generator(seed).uniform(size=x.shape) > share
-    core = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adamw(5e-3))
-    return train(squared, mlp(seed), (x * keep, y), core)
+    problem = regression(seed)
+    x = problem.batches[0]
+    x *= generator(seed).uniform(size=x.shape) > share
+    return clipped(problem, 1.0, optax.adamw(5e-3))
 
 
 def long_tails(seed: int, freedom: float) -> Rows:
     """Targets whose noise has long tails, under a clip."""
-    x, y = points(seed)
+    problem = regression(seed)
+    y = problem.batches[1]
     noise = generator(seed).standard_t(freedom, size=y.shape)
-    core = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(0.05))
-    return train(squared, mlp(seed), (x, float32(y + 0.3 * noise)), core)
+    y[:] = y + 0.3 * noise
+    return clipped(problem, 1.0, optax.sgd(0.05))
+
+
+def cosine_to_zero(problem: Problem) -> Rows:
+    return train(problem, optax.adamw(optax.cosine_decay_schedule(1e-2, STEPS)))
+
+
+def large_text(seed: int) -> Problem:
+    return Problem(next_token, decoder(seed), (texts(seed, size=256),))
 
 
 HEALTHY = [
-    Training(f"{name} ({number})", rows)
-    for name, variants in (
-        (
-            "cosine to zero",
-            (lambda: cosine_to_zero(10, False), lambda: cosine_to_zero(11, True)),
-        ),
-        (
-            "a head of zeros",
-            (lambda: head_of_zeros(10, False), lambda: head_of_zeros(11, True)),
-        ),
-        (
-            "a large batch",
-            (lambda: large_batch(10, False), lambda: large_batch(11, True)),
-        ),
-        ("a batch ramp", (lambda: batch_ramp(10, False), lambda: batch_ramp(11, True))),
-        (
-            "REINFORCE, changing rewards",
-            (lambda: reinforce(10, (1.0, 10.0)), lambda: reinforce(11, (5.0, 1.0))),
-        ),
-        ("a GAN in turns", (lambda: gan(10, 2e-3), lambda: gan(11, 5e-3))),
-        ("LoRA with B = 0", (lambda: lora(10, 2), lambda: lora(11, 4))),
-        (
-            "batches learnt by heart",
-            (lambda: by_heart(10, 4), lambda: by_heart(11, 40)),
-        ),
-        (
-            "warm restarts",
-            (lambda: warm_restarts(10, False), lambda: warm_restarts(11, True)),
-        ),
-        ("bfloat16 weights", (lambda: bfloat16(10, False), lambda: bfloat16(11, True))),
-        ("Muon", (lambda: muon(10, 0.02), lambda: muon(11, 0.01))),
-        ("Lion", (lambda: lion(10, False), lambda: lion(11, True))),
-        (
-            "residual branches of zeros",
-            (lambda: residuals_of_zeros(10, 2), lambda: residuals_of_zeros(11, 3)),
-        ),
-        (
-            "top-1 experts, batches of 8",
-            (lambda: experts(10, 4), lambda: experts(11, 8)),
-        ),
-        ("tokens by Zipf's law", (lambda: zipf(10, 1.0), lambda: zipf(11, 1.3))),
-        ("a curriculum", (lambda: curriculum(10, 20), lambda: curriculum(11, 32))),
-        (
-            "float16, dynamic scale",
-            (lambda: dynamic_scale(10, 25), lambda: dynamic_scale(11, 60)),
-        ),
-        ("SGD with momentum", (lambda: momentum(10, 0.02), lambda: momentum(11, 0.05))),
-        ("dropout, AdamW, clip", (lambda: dropout(10, 0.1), lambda: dropout(11, 0.5))),
-        (
-            "targets with long tails",
-            (lambda: long_tails(10, 3.0), lambda: long_tails(11, 2.0)),
-        ),
-    )
-    for number, rows in enumerate(variants, 1)
+    *on_both("cosine to zero", cosine_to_zero),
+    *numbered(
+        "a head of zeros",
+        lambda: train(without(regression(10), "layer_2/w"), optax.adam(1e-2)),
+        lambda: train(without(language(11), "head"), optax.adam(1e-2)),
+    ),
+    *numbered(
+        "a large batch",
+        lambda: train(regression(10, size=1024), optax.sgd(0.1)),
+        lambda: train(large_text(11), optax.adam(1e-2)),
+    ),
+    *on_both("a batch ramp", batch_ramp),
+    *numbered(
+        "REINFORCE, changing rewards",
+        lambda: reinforce(10, 1.0, 10.0),
+        lambda: reinforce(11, 5.0, 1.0),
+    ),
+    *numbered("a GAN in turns", lambda: gan(10, 2e-3), lambda: gan(11, 5e-3)),
+    *numbered("LoRA with B = 0", lambda: lora(10, 2), lambda: lora(11, 4)),
+    *numbered(
+        "batches learnt by heart", lambda: by_heart(10, 4), lambda: by_heart(11, 40)
+    ),
+    *on_both("warm restarts", warm_restarts),
+    *on_both("bfloat16 weights", lambda problem: in_bfloat16(problem, 1e-2)),
+    *numbered(
+        "Muon",
+        lambda: train(language(10), optax.contrib.muon(0.02)),
+        lambda: train(language(11), optax.contrib.muon(0.01)),
+    ),
+    *on_both("Lion", lambda problem: train(problem, optax.lion(1e-3))),
+    *numbered(
+        "residual branches of zeros",
+        lambda: train(without(language(10), "down", "out"), optax.adam(5e-3)),
+        lambda: train(without(language(11, 3), "down", "out"), optax.adam(5e-3)),
+    ),
+    *numbered(
+        "top-1 experts, batches of 8", lambda: experts(10, 4), lambda: experts(11, 8)
+    ),
+    *numbered("tokens by Zipf's law", lambda: zipf(10, 1.0), lambda: zipf(11, 1.3)),
+    *numbered("a curriculum", lambda: curriculum(10, 20), lambda: curriculum(11, 32)),
+    *numbered(
+        "float16, dynamic scale",
+        lambda: dynamic_scale(10, 25),
+        lambda: dynamic_scale(11, 60),
+    ),
+    *numbered(
+        "SGD with momentum",
+        lambda: train(regression(10), optax.sgd(0.02, 0.9)),
+        lambda: train(regression(11), optax.sgd(0.05, 0.9)),
+    ),
+    *numbered(
+        "dropout, AdamW, clip", lambda: dropout(10, 0.1), lambda: dropout(11, 0.5)
+    ),
+    *numbered(
+        "targets with long tails",
+        lambda: long_tails(10, 3.0),
+        lambda: long_tails(11, 2.0),
+    ),
 ]
 
 
@@ -909,50 +871,44 @@ def half_of(trainings: list[Training], half: str) -> list[Training]:
     ]
 
 
-def first_cause(findings: list[Finding]) -> str:
-    return f"{findings[0].cause} {findings[0].step}" if findings else "nothing"
+class Verdict(NamedTuple):
+    """What the doctor says of a log."""
+
+    is_right: bool
+    text: str
+
+
+def verdict_on(log: Rows, causes: tuple[str, ...]) -> Verdict:
+    findings = diagnose(log)
+    texts = [f"{finding.cause} {finding.step}" for finding in findings]
+    text = ", ".join(texts) or "nothing"
+    first_cause = [finding.cause for finding in findings[:1]]
+    is_right = set(first_cause) <= set(causes) and bool(findings) == bool(causes)
+    return Verdict(is_right, text if is_right else f"**wrong** {text}")
+
+
+def report(title: str, trainings: list[Training]) -> None:
+    print(f"\n| {title} | all columns | loss and norm |\n|---|---|---|")
+    right = [0, 0]
+    for training in trainings:
+        rows = training.rows()
+        verdict = verdict_on(rows, training.causes)
+        plain = verdict_on(loss_and_norm(rows), training.causes)
+        right[0] += verdict.is_right
+        right[1] += plain.is_right
+        print(f"| {training.name} | {verdict.text} | {plain.text} |", flush=True)
+    print(f"| right of {len(trainings)} | {right[0]} | {right[1]} |")
 
 
 def main() -> None:
+    global OFFSET
     parser = argparse.ArgumentParser("python -m benchmarks.doctor", None, __doc__)
     parser.add_argument("--half", choices=("set", "aside", "all"), default="set")
-    parser.add_argument("--only", default="")
     parser.add_argument("--offset", type=int, default=0, help="of all seeds")
     options = parser.parse_args()
-    global OFFSET
     OFFSET = options.offset
-    for title, trainings in (("broken", BROKEN), ("healthy", HEALTHY)):
-        chosen = [
-            training
-            for training in half_of(trainings, options.half)
-            if options.only in training.name
-        ]
-        right = {"all columns": 0, "loss and norm": 0}
-        print(
-            f"\n| {title} | all columns | loss and norm | ends at |\n|---|---|---|---|"
-        )
-        for training in chosen:
-            start = time.perf_counter()
-            rows = training.rows()
-            names = ("step", "loss", "grad_norm")
-            plain = [{name: row[name] for name in names} for row in rows]
-            cells = []
-            for column, log in (("all columns", rows), ("loss and norm", plain)):
-                findings = diagnose(log)
-                cause = findings[0].cause if findings else ""
-                is_right = cause in training.causes if training.causes else not cause
-                right[column] += is_right
-                text = ", ".join(f"{x.cause} {x.step}" for x in findings) or "nothing"
-                cells.append(f"{'' if is_right else '**wrong** '}{text}")
-            losses = [row["loss"] for row in rows]
-            best = np.nanmin(losses)
-            ends = f"loss {losses[0]:.3g} to {losses[-1]:.3g}, best {best:.3g}"
-            seconds = time.perf_counter() - start
-            print(
-                f"| {training.name} | {' | '.join(cells)} | {ends}, {seconds:.1f} s |",
-                flush=True,
-            )
-        print(f"{title}: right of {len(chosen)}: {right}")
+    report("broken", half_of(BROKEN, options.half))
+    report("healthy", half_of(HEALTHY, options.half))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
+from jax import Array, lax
 
 from . import _mesh as mesh
 from . import _mesh_types as mesh_types
@@ -20,16 +20,14 @@ from ._checks import BEGIN_ANEW, check_flag, check_length, check_state, shown
 from ._exported import PLACEHOLDER, exported
 from ._kernel import make_clipper
 from ._mesh import MeshAxes
-from ._moduli import wide_dtype
 from ._norms import Norms, TensorNorm
 from ._options import check_measure
 from ._state import ClipState, sizes_of
-from ._sums import plain_sum
-from ._trees import clipped_leaves, weights_of
+from ._trees import PyTree, clipped_leaves, weights_of
 from .rules._memory import in_place
 
 CALL = "record_health"
-OF_WEIGHTS = ("weight_norm", "cosine", "rounding")
+OF_WEIGHTS = ("weight_norm", "rounding")
 OF_VALUES = ("zeros", "subnormals", "nonfinite")
 # The numbers of a report, in their order.
 HEALTH = ("norm", "ratio", *OF_WEIGHTS, *OF_VALUES, "dead_rows")
@@ -40,13 +38,13 @@ class HealthState(NamedTuple):
     """The state of `record_health`."""
 
     norms: ClipState  # the norm of each tensor, and their names
-    signs: dict[str, Any]  # float32[N] each: a number for each of these norms
+    signs: dict[str, Array]  # float32[N] each: a number for each of these norms
     # int32[rows] of each embedding: steps since the row had a gradient
-    idle: dict[str, Any]
-    dead: dict[str, Any]  # float32[] of each: the share of its rows that is dead
+    idle: dict[str, Array]
+    dead: dict[str, Array]  # float32[] of each: the share of its rows that is dead
 
     @property
-    def step(self) -> Any:
+    def step(self) -> Array:
         """int32[]: updates seen."""
         return self.norms.step
 
@@ -78,8 +76,6 @@ def record_health(
         health/norm          |x|
         health/weight_norm   |w|
         health/ratio         |x| / |w|, inf for weights of 0
-        health/cosine        <x, w> / (|x| |w|), 0 where either is 0. An update that
-                             keeps pointing along its weights makes them grow
         health/rounding      the distance from 1 to the next number in the dtype of w,
                              0.0078 in bfloat16. Updates whose ratio is below a quarter
                              of it are mostly rounded away
@@ -92,8 +88,8 @@ def record_health(
                              passed, so that the first number is what is usual
 
     Args:
-      weights: whether to read the weights, for `weight_norm`, `ratio`, `cosine` and
-        `rounding`. `update` needs params then.
+      weights: whether to read the weights, for `weight_norm`, `ratio` and `rounding`.
+        `update` needs params then.
       values: whether to look at elements, for `zeros`, `subnormals` and `nonfinite`.
       embeddings: the path of a leaf, such as "embed/table", or several, whose rows are
         counted. A row is an entry along axis 0. Each keeps an integer.
@@ -108,8 +104,7 @@ def record_health(
         or a tree prefix of PartitionSpec, which stacked leaves that are split need.
 
     Returns:
-      A transformation with a `HealthState`. The cosine is summed in float32 (float64 on
-      a CPU) of products in float32, so it is 0 or NaN if these leave the range.
+      A transformation with a `HealthState`.
 
     Raises:
       ValueError: a `patience` that is not whole or below 1, `weights` without params in
@@ -123,46 +118,42 @@ def record_health(
       >>> weights = jnp.array([10.0, 0.0, 0.0, 0.0])
       >>> _, state = recorder.update(grads, recorder.init(weights), weights)
       >>> found = optaxclip.metrics(state, floats=True)
-      >>> for name in ("ratio", "cosine", "zeros"):
+      >>> for name in ("ratio", "zeros"):
       ...     print(name, round(found[f"health/{name}"], 2))
       ratio 0.5
-      cosine 0.6
       zeros 0.5
-
-    Reference: the cosine is that of marin's log of a run of 535B, 2026 (issue 9148).
     """
     check_flag(f"{CALL}: weights", weights)
     check_flag(f"{CALL}: values", values)
     check_length(f"{CALL}: patience", patience)
-    tables = [embeddings] if isinstance(embeddings, str) else list(embeddings)
-    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
-    measure = TensorNorm(**check_measure(CALL, None, **numbers))
-    # Static, so that equal recorders share a program.
-    options = measure, values, patience
+    tables = (embeddings,) if isinstance(embeddings, str) else tuple(embeddings)
+    measure = TensorNorm(
+        **check_measure(CALL, None, stacked=stacked, mesh_axes=mesh_axes)
+    )
     signs = OF_WEIGHTS if weights else ()
     signs += OF_VALUES if values else ()
 
-    def init(params: Any) -> HealthState:
+    def init(params: PyTree) -> HealthState:
         norms: Any = _recorder(measure).init(params)
         # optax.tree_map_params calls init without parameters.
         if isinstance(params, PLACEHOLDER):
             zeros = jnp.zeros(())
-            sizes: dict[str, Any] = dict.fromkeys(tables, ())
+            shapes = [()] * len(tables)
         else:
             zeros = jnp.zeros_like(norms.norm, jnp.float32)
             tree = clipped_leaves(params, CALL)
-            sizes = {name: len(_table(tree, name)) for name in tables}
-        # Each is its own array, so that the state can be donated.
+            shapes = [_table(tree, name).shape[:1] for name in tables]
+        # Each sign has an array of its own, so that the state can be donated.
         return HealthState(
             norms,
-            {x: jnp.copy(zeros) for x in signs},
-            {x: jnp.zeros(size, jnp.int32) for x, size in sizes.items()},
-            {x: jnp.full((), jnp.nan, jnp.float32) for x in tables},
+            {sign: jnp.copy(zeros) for sign in signs},
+            {name: jnp.zeros(shape, jnp.int32) for name, shape in zip(tables, shapes)},
+            {name: jnp.full((), jnp.nan, jnp.float32) for name in tables},
         )
 
     def update(
-        updates: Any, state: Any, params: Any = None, **_: Any
-    ) -> tuple[Any, HealthState]:
+        updates: PyTree, state: PyTree, params: PyTree = None, **_: Any
+    ) -> tuple[PyTree, HealthState]:
         check_state(CALL, state, HealthState)
         if {*state.signs, *state.idle} != {*signs, *tables}:
             raise ValueError(f"{CALL}: state was made with other options. {BEGIN_ANEW}")
@@ -174,114 +165,65 @@ def record_health(
                     f"{CALL}: state was made for {len(steps)} rows in {name!r}, but "
                     f"the updates have {rows}. {BEGIN_ANEW}"
                 )
-        beside = weights_of(CALL, tree, params) if weights else None
-        return updates, _after_step(options, tree, state, beside)
+        tree_of_weights = weights_of(CALL, tree, params) if weights else None
+        new = _after_step(measure, values, patience, tree, state, tree_of_weights)
+        return updates, new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
+    """What keeps the norms, and their names."""
     return make_clipper(measure, None, call=CALL, name="norm")
 
 
 # Jitted at module level, as the update of a clipper.
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _after_step(
-    options: Any, tree: Any, state: HealthState, weights: Any
+    measure: TensorNorm,
+    values: bool,
+    patience: int,
+    tree: PyTree,
+    state: HealthState,
+    weights: PyTree,
 ) -> HealthState:
-    measure, values, patience = options
     norms = measure(tree)
-    update = _recorder(measure).update
-
-    def recorded(numbers: list[Any]) -> Any:
-        # The kernel puts numbers of leaves where their norms are.
-        own = norms._replace(values=norms.gathered(numbers))
-        return update(tree, state.norms, grad_norm=own)[1]
-
-    def vector(numbers: list[Any]) -> jax.Array:
-        return recorded(numbers).norm.astype(jnp.float32)
-
     lengths = norms.local_values()
-    found = {}
+    signs = _signs_of_values(measure, tree) if values else {}
     if weights is not None:
-        of_weights = measure(weights).local_values()
-        found["weight_norm"] = of_weights
-        dots = _dots(norms, tree, weights)
-        found["cosine"] = list(map(_cosine, dots, lengths, of_weights))
-        found["rounding"] = [
-            jnp.full_like(length, jnp.finfo(w.dtype).eps)
-            for length, w in zip(lengths, jax.tree.leaves(weights))
-        ]
-    if values:
-        found |= _of_values(norms, tree)
-    signs = {name: vector(numbers) for name, numbers in found.items()}
+        roundings = [jnp.finfo(w.dtype).eps for w in jax.tree.leaves(weights)]
+        signs["rounding"] = list(map(jnp.full_like, lengths, roundings))
+        signs["weight_norm"] = measure(weights).local_values()
+
+    def recorded(numbers: list[Array]) -> PyTree:
+        """The numbers of leaves, where the kernel puts their norms."""
+        given_norms = norms._replace(values=norms.gathered(numbers))
+        return _recorder(measure).update(tree, state.norms, grad_norm=given_norms)[1]
+
     if state.idle:
-        _check_whole(norms, "embeddings")
-    idle, dead = {}, {}
+        _check_whole(norms)
+    idle: dict[str, Array] = {}
+    dead: dict[str, Array] = {}
     for name, steps in state.idle.items():
         table = _table(tree, name)
-        alive = jnp.any(table != 0, tuple(range(1, table.ndim)))
+        has_gradient = jnp.any(table != 0, tuple(range(1, table.ndim)))
         # An Explicit mesh would split it like the rows of the table.
-        alive = mesh_types.resharded(alive)
-        idle[name] = jnp.where(alive, 0, jnp.minimum(steps, 2**30) + 1)
+        has_gradient = mesh_types.resharded(has_gradient)
+        idle[name] = jnp.where(has_gradient, 0, jnp.minimum(steps, 2**30) + 1)
         share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
         # Before, no row can have been idle for as long.
-        is_known = state.step + 1 >= patience
-        dead[name] = jnp.where(is_known, share, jnp.float32(jnp.nan))
-    new = HealthState(recorded(lengths), signs, idle, dead)
+        is_early = state.step + 1 < patience
+        dead[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
+    new = HealthState(
+        recorded(lengths),
+        {sign: recorded(x).norm.astype(jnp.float32) for sign, x in signs.items()},
+        idle,
+        dead,
+    )
     return jax.tree.map(in_place, new, state)
 
 
-# ------------------------------------------------------------------- numbers of leaves
-
-
-def _sums(norms: Norms, arrays: list[Any]) -> list[jax.Array]:
-    """The sum of each array on all devices, over what the norm of its leaf sums."""
-    terms = [plain_sum(x, spec.axes) for x, spec in zip(arrays, norms.specs)]
-    names = [tuple(sorted(spec.summed_over)) for spec in norms.specs]
-    return mesh.joined_over_devices(lax.psum, terms, names)
-
-
-def _dots(norms: Norms, tree: Any, weights: Any) -> list[jax.Array]:
-    products = []
-    for x, w in zip(jax.tree.leaves(tree), jax.tree.leaves(weights)):
-        wide = np.promote_types(wide_dtype(x), wide_dtype(w))
-        product = jnp.conj(x.astype(wide)) * w.astype(wide)
-        products.append(jnp.real(product))
-    return _sums(norms, products)
-
-
-def _cosine(dot: Any, one: Any, two: Any) -> jax.Array:
-    is_zero = (one == 0) | (two == 0)
-    one, two = jnp.where(is_zero, 1, one), jnp.where(is_zero, 1, two)
-    # |<x, w>| / |x| is at most |w|. Without the bounds XLA would divide by the product
-    # of both norms, which may leave the range.
-    return jnp.where(is_zero, 0, jnp.clip(dot / one, -two, two) / two)
-
-
-def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
-    counts, sizes = {name: list[Any]() for name in OF_VALUES}, []
-    for x, spec in zip(jax.tree.leaves(tree), norms.specs):
-        x = jnp.abs(x) if jnp.iscomplexobj(x) else x
-        info = jnp.finfo(x.dtype)
-        unsigned = np.dtype(f"uint{info.bits}")
-        # As integers, without the sign: a CPU takes subnormal numbers for 0.
-        bits = lax.bitcast_convert_type(x, unsigned)
-        bits = bits & unsigned.type(2 ** (info.bits - 1) - 1)
-        normal = np.asarray(info.tiny, x.dtype).view(unsigned)
-        # In the order of OF_VALUES.
-        each = bits == 0, (bits > 0) & (bits < normal), ~jnp.isfinite(x)
-        for own, is_one in zip(counts.values(), each):
-            own.append(is_one.astype(jnp.float32))
-        sizes.append(x.size * mesh.device_count(spec.summed_over))
-    found = {name: _sums(norms, own) for name, own in counts.items()}
-    for name in ("zeros", "subnormals"):
-        # Of the layers of a stacked leaf each has its part of the elements.
-        found[name] = [x * (x.size / n) for x, n in zip(found[name], sizes)]
-    return found
-
-
-def _table(tree: Any, name: str) -> Any:
+def _table(tree: PyTree, name: str) -> Array:
     leaves = {trees.name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
     if name not in leaves or not jnp.ndim(leaves[name]):
         raise ValueError(
@@ -291,15 +233,59 @@ def _table(tree: Any, name: str) -> Any:
     return leaves[name]
 
 
-def _check_whole(norms: Norms, option: str) -> None:
+def _check_whole(norms: Norms) -> None:
     for spec, path in zip(norms.specs, norms.paths):
-        over = {*spec.joined_over}
-        if over:
+        if spec.joined_over:
+            mesh_axes = mesh.listed({*spec.joined_over})
             raise ValueError(
-                f"{CALL}: {option} needs whole leaves, and {trees.name(path)!r} is "
-                f"split over {mesh.listed(over)} inside shard_map: record outside it, "
-                f"or without {option}."
+                f"{CALL}: embeddings needs whole leaves, and {trees.name(path)!r} is "
+                f"split over {mesh_axes} inside shard_map: record outside it, or "
+                "without embeddings."
             )
+
+
+# ------------------------------------------------------------------- numbers of leaves
+
+
+def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]]:
+    """Counts as squares of norms of masks, in which layers and devices are right. A
+    mean of squares is a share.
+    """
+    share = measure._replace(ord="rms")
+    squares = {
+        "zeros": share(jax.tree.map(_is_zero, tree)),
+        "subnormals": share(jax.tree.map(_is_subnormal, tree)),
+        "nonfinite": measure(jax.tree.map(_is_nonfinite, tree)),
+    }
+    signs = {
+        sign: [jnp.square(norm) for norm in norms.local_values()]
+        for sign, norms in squares.items()
+    }
+    signs["nonfinite"] = [jnp.round(count) for count in signs["nonfinite"]]
+    return signs
+
+
+def _is_zero(x: Array) -> Array:
+    return jnp.float32(_unsigned_bits(x) == 0)
+
+
+def _is_subnormal(x: Array) -> Array:
+    bits = _unsigned_bits(x)
+    normal = np.asarray(jnp.finfo(x.dtype).tiny, jnp.finfo(x.dtype).dtype)
+    return jnp.float32((bits > 0) & (bits < normal.view(bits.dtype)))
+
+
+def _is_nonfinite(x: Array) -> Array:
+    return jnp.float32(~jnp.isfinite(x))
+
+
+def _unsigned_bits(x: Array) -> Array:
+    """Numbers as integers, without the sign: a CPU takes subnormal numbers for 0."""
+    size = jnp.finfo(x.dtype).bits
+    unsigned = np.dtype(f"uint{size}")
+    moduli = jnp.abs(x) if jnp.iscomplexobj(x) else x
+    bits = lax.bitcast_convert_type(moduli, unsigned)
+    return bits & unsigned.type(2 ** (size - 1) - 1)
 
 
 # ------------------------------------------------------------------------- the report
@@ -307,7 +293,7 @@ def _check_whole(norms: Norms, option: str) -> None:
 
 def health_numbers(
     state: HealthState, *, summary: bool, layers: bool
-) -> Iterator[tuple[str, str, Any]]:
+) -> Iterator[tuple[str, str, Array]]:
     """Name, path and value of each number, for `metrics`."""
     sizes = sizes_of(state.norms, layers and not summary)
     if summary and sizes:
@@ -320,15 +306,16 @@ def health_numbers(
 
 
 @partial(jax.jit, static_argnums=0)
-def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, list[jax.Array]]:
-    """Of each sign the largest of so many entries."""
+def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, list[Array]]:
+    """For each sign the largest of so many entries, of which some are layers."""
     norm = state.norms.norm
     signs = {"norm": norm, **state.signs}
     if "weight_norm" in signs:
         ratio = jnp.where(norm == 0, 0, norm / signs["weight_norm"])
         signs["ratio"] = ratio.astype(jnp.float32)
-    found = {}
+    largest: dict[str, list[Array]] = {}
     for sign, numbers in signs.items():
-        parts = jnp.split(jnp.ravel(numbers), np.cumsum(sizes)[:-1])
-        found[sign] = [own[jnp.argmax(jnp.abs(own))] for own in parts[: len(sizes)]]
-    return found
+        entries = jnp.split(jnp.ravel(numbers), np.cumsum(sizes)[:-1])
+        # An empty tree has one part without an entry.
+        largest[sign] = [x[jnp.argmax(jnp.abs(x))] for x in entries[: len(sizes)]]
+    return largest

@@ -122,7 +122,7 @@ def metrics(
 
       Of `record_health`, of each tensor (with `summary` the largest of all):
 
-        health/norm, health/weight_norm, health/ratio, health/cosine, health/rounding,
+        health/norm, health/weight_norm, health/ratio, health/rounding,
         health/zeros, health/subnormals, health/nonfinite, health/dead_rows
 
       A clipper with one norm for each tensor or group adds the path:

@@ -2,7 +2,7 @@
 
     python -m optaxclip.doctor run.jsonl                         a table
     python -m optaxclip.doctor run.jsonl --json                  the same as JSON
-    python -m optaxclip.doctor run.jsonl --picture doctor.png    norms and causes
+    python -m optaxclip.doctor run.jsonl --loss objective        the column of the loss
 
     diagnose    the findings of a log: cause, steps, evidence, and the page that helps
     examine     the same with what was looked at, and what could not be judged

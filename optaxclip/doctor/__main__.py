@@ -6,11 +6,8 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
-
-from .._logs import Log, read_log
+from .._logs import read_log
 from ._causes import Finding, Report, report_of
-from ._signals import signals_of
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -21,28 +18,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m optaxclip.doctor", None, main.__doc__)
     add = parser.add_argument
     add("log", type=Path, help="JSON lines, JSON, CSV, event file, or text, also gzip")
+    add("--loss", help="the column of the loss, where its name does not say so")
     add("--pattern", help="for text: a regular expression with named groups")
     add("--json", action="store_true", help="print the findings as JSON")
-    add("--picture", type=Path, help="where to draw norms and causes")
     # None stands for the arguments of the command line.
     options = parser.parse_args(arguments)
     try:
         log = read_log(options.log, "doctor", options.pattern)
-        report = report_of(log)
+        report = report_of(log, options.loss)
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
-        begin = "" if str(error).startswith("doctor:") else f"doctor: {options.log}: "
-        sys.exit(f"{begin}{error}")
+        text = str(error).removeprefix(f"doctor: {options.log}: ")
+        sys.exit(f"doctor: {options.log}: {text}")
     if options.json:
         print(json.dumps([_plain(finding) for finding in report.findings], indent=1))
     else:
         print(_text(report))
-    if options.picture:
-        try:
-            _draw(log, report.findings, options.picture)
-        # Such as a folder that is not there, or a suffix that is no kind of picture.
-        except (ImportError, OSError, ValueError) as error:
-            sys.exit(f"No picture: {error}")
 
 
 def _plain(finding: Finding) -> dict[str, str | float]:
@@ -72,27 +63,6 @@ def _text(report: Report) -> str:
     for needs, causes in report.not_judged.items():
         lines.append(f"  {', '.join(causes)}: needs {needs}")
     return "\n".join(lines)
-
-
-def _draw(log: Log, findings: list[Finding], path: Path) -> None:
-    """Draws the loss and norms over the steps, with a line where each cause begins."""
-    from matplotlib.figure import Figure
-
-    signals = signals_of(log)
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    axis = figure.add_subplot()
-    losses = [] if signals.loss is None else [signals.loss]
-    for column in (*signals.norms, *losses):
-        # A logarithm has no place for the rest.
-        is_drawn = np.isfinite(column.values) & (column.values > 0)
-        values = np.where(is_drawn, column.values, np.nan)
-        axis.semilogy(column.steps, values, linewidth=0.8, label=column.name)
-    for number, finding in enumerate(findings):
-        label = f"{finding.cause} {finding.step}"
-        axis.axvline(finding.step, color=f"C{number + 2}", ls=":", label=label)
-    axis.set(xlabel="step")
-    axis.legend()
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .._checks import shown
-from .._logs import Column, Log, distance_of_steps, listed, log_of, read_log
+from .._logs import Column, Log, distance_of_steps, in_common, listed, log_of, read_log
 from . import _rules as rules
-from ._rules import Hits
-from ._signals import Signals, signals_of
+from . import _signals as signals
 
 
 class Finding(NamedTuple):
@@ -43,35 +42,55 @@ class Cause(NamedTuple):
     """A row of the table."""
 
     name: str
-    needs: str  # the columns, in words
-    rule: Callable[[Signals], Hits | None]
+    needs: str
+    rule: Callable[..., np.ndarray]  # from the numbers that it needs
     limit: float
-    text: str  # with {value}, {subject} and {detail}
+    text: str  # with {value} and {subject}
     page: str
     advice: str
     # Whether it says how a log or an optimizer is set up, and not what broke.
     is_of_setup: bool = False
+    sees_broken: bool = False  # whether the rule sees rows with NaN and inf too
 
 
-NORM = "a gradient norm"
-LOSS = "a loss above 0"
-BOTH = f"{NORM} and {LOSS}"
-UPDATES = "record_health() behind the optimizer, under a name with 'update' in it"
-GRADIENTS = "record_health() in front of the optimizer"
-CLIP = "metrics of a clipper of optaxclip"
+AT_ONE_STEP = "doctor.md#what-changes-at-one-step"
+SCALE_ADVICE = (
+    "look at the loss scale, at a sum in the place of a mean, and at how many devices "
+    "and microbatches are averaged"
+)
+# Of two that begin in the same step the upper one is named first.
 CAUSES = (
     Cause(
         "not finite",
-        "a loss or a gradient norm",
+        signals.LOSS_OR_NORM,
         rules.not_finite,
         0,
-        "NaN or inf in {subject}; {detail}",
-        "doctor.md#the-bracket-of-a-nan",
+        "NaN or inf begins in {subject}",
+        "doctor.md#where-a-nan-begins",
         "skip_nonfinite, and look at the batch and the backward pass of that step",
+        sees_broken=True,
+    ),
+    Cause(
+        "change of scale",
+        signals.NORM_AND_LOSS,
+        rules.growth_of_scale,
+        rules.SCALE,
+        "{subject} is {value:.4g} times as long from there on",
+        AT_ONE_STEP,
+        SCALE_ADVICE,
+    ),
+    Cause(
+        "change of scale",
+        signals.NORM_AND_LOSS,
+        rules.fall_of_scale,
+        rules.SCALE,
+        "{subject} is {value:.4g} times as short from there on",
+        AT_ONE_STEP,
+        SCALE_ADVICE,
     ),
     Cause(
         "bad batch",
-        NORM,
+        signals.NORM,
         rules.bad_batch,
         rules.SPIKE,
         "{subject} is {value:.3g} times the median of the rows before, and comes back",
@@ -80,75 +99,120 @@ CAUSES = (
     ),
     Cause(
         "divergence",
-        LOSS,
+        signals.LOSS,
         rules.divergence,
-        1 + rules.LOST_GAIN,
-        "{subject} ends {value:.3g} times as high as at its best; {detail}",
-        "run_health.md#rollback",
-        "go back to a checkpoint before, with a lower learning rate or skip_step",
-    ),
-    Cause(
-        "change of data",
-        BOTH,
-        rules.data_change,
-        1 + rules.LOST_GAIN,
-        "{subject} leaps, ends {value:.3g} times as high as at its best, and no norm "
-        "stands out",
-        "doctor.md#what-changes-at-one-step",
-        "look at labels and inputs from that step on: a file, an order, a mapping",
-    ),
-    Cause(
-        "change of scale",
-        f"{NORM}, and a loss that is above 0 if there is one",
-        rules.scale_change,
-        rules.SCALE,
-        "{subject} is {detail} from there on",
-        "doctor.md#what-changes-at-one-step",
-        "look at the loss scale, at a sum in the place of a mean, and at how many "
-        "devices and microbatches are averaged",
+        rules.RISE,
+        "{subject} is {value:.3g} times as high as at its best, and stays high",
+        AT_ONE_STEP,
+        "go back to a checkpoint before, with a lower learning rate or skip_step. If "
+        "it leaps and no norm does, look at the data",
     ),
     Cause(
         "steady growth",
-        NORM,
-        rules.steady_growth,
-        rules.GROWTH,
+        signals.NORM,
+        rules.growth,
+        10,
         "{subject} grows {value:.3g} times over the log",
         "run_health.md",
         "a lower learning rate, or weight decay",
     ),
     Cause(
         "vanishing",
-        BOTH,
+        signals.NORM_AND_LOSS,
         rules.vanishing,
-        -rules.VANISHED,
-        "{subject} falls to nearly 0 while the loss does not",
+        rules.VANISHED,
+        "{subject} falls to nearly 0, and the loss does not",
         "doctor.md#no-gradient",
         "look for units that are dead, a loss scale that underflows, a stop_gradient",
     ),
     Cause(
+        "learning rate",
+        signals.UPDATES,
+        rules.learning_rate,
+        rules.RATE,
+        "updates are {value:.2g} of the weights",
+        "run_health.md",
+        "a lower learning rate, or a longer warm-up",
+        sees_broken=True,
+    ),
+    Cause(
+        "growing weights",
+        signals.WEIGHTS,
+        rules.growth,
+        2,
+        "weights grow {value:.3g} times over the log",
+        "doctor.md#record",
+        "look at the sign of weight decay, and at the learning rate",
+    ),
+    Cause(
+        "lost updates",
+        signals.ROUNDING,
+        rules.lost_updates,
+        1,
+        "updates of {subject} are {value:.3g} times too small for the dtype of the "
+        "weights, which rounds most of them away",
+        "sharp_edges.md#mixed-precision-and-loss-scaling",
+        "float32 weights beside those of 16 bits, or a higher learning rate",
+    ),
+    Cause(
+        "no gradient",
+        signals.GRADIENTS,
+        rules.no_gradient,
+        0,
+        "{subject} has a gradient of 0 from there to the end",
+        "doctor.md#no-gradient",
+        "look for a stop_gradient, units that are dead, or a part that is not called",
+    ),
+    Cause(
+        "underflow",
+        signals.SUBNORMALS,
+        rules.underflow,
+        0.25,
+        "{value:.0%} of the elements that are not 0 are subnormal in {subject}",
+        "sharp_edges.md#mixed-precision-and-loss-scaling",
+        "a larger loss scale, or bfloat16",
+    ),
+    Cause(
+        "dead embedding",
+        signals.DEAD_ROWS,
+        rules.dead_rows,
+        0.2,
+        "{value:.0%} more rows than at first are without a gradient in {subject}",
+        "doctor.md#dead-rows",
+        "look at the tokens, and at weight decay of rows that are not read",
+    ),
+    Cause(
+        "attention logits",
+        signals.LOGITS,
+        rules.itself,
+        100,  # of Kimi K2
+        "{subject} is {value:.4g}",
+        "large_models.md#attention-logits-qk-clip",
+        "qk_clip after the optimizer, or a norm of queries and keys",
+    ),
+    Cause(
         "norm after clip",
-        NORM,
+        signals.EVERY_NORM,
         rules.norm_after_clip,
-        0.05,
-        "{value:.0%} of the rows of {subject} are exactly {detail}",
+        0,
+        "{value:.0%} of the rows of {subject} are exactly the largest of them",
         "choosing_a_limit.md#norms-after-a-clip",
         "log the norm before the clip: spikes cannot be seen in this one",
         is_of_setup=True,
     ),
     Cause(
         "clipped always",
-        CLIP,
+        signals.CLIP,
         rules.clipped_always,
-        rules.SHORTENED,
-        "{subject} is above its limit in nearly all steps, {value:.3g} times in the "
-        "median",
+        10,
+        "{subject} is {value:.3g} times its limit in the median of all rows",
         "choosing_a_limit.md",
         "a higher limit: this one is a second learning rate",
         is_of_setup=True,
     ),
     Cause(
         "skip behind clip",
-        "metrics of a clipper and of a skip",
+        signals.SKIP_AND_CLIP,
         rules.skip_behind_clip,
         1,
         "{subject} is at most the limit of a clipper, also of a gradient {value:.3g} "
@@ -159,77 +223,13 @@ CAUSES = (
     ),
     Cause(
         "unnamed recorders",
-        "two recorders",
-        rules.unnamed_recorders,
-        1,
+        signals.UNNAMED,
+        rules.first_row,
+        0,
         "{subject} do not say which of them sees updates",
         "doctor.md#record",
         "name them with optax.named_chain, one with 'update' in it",
         is_of_setup=True,
-    ),
-    Cause(
-        "learning rate",
-        UPDATES,
-        rules.learning_rate,
-        rules.RATE,
-        "updates are {value:.2g} of the weights",
-        "run_health.md",
-        "a lower learning rate, or a longer warm-up",
-    ),
-    Cause(
-        "growing weights",
-        "record_health() with weights=True",
-        rules.growing_weights,
-        rules.GROWN,
-        "weights grow {value:.3g} times in 100 steps",
-        "doctor.md#record",
-        "look at the sign of weight decay, and at the learning rate",
-    ),
-    Cause(
-        "lost updates",
-        UPDATES,
-        rules.lost_updates,
-        1,
-        "updates of {subject} are {value:.3g} times too small for the dtype of the "
-        "weights, which rounds most of them away",
-        "sharp_edges.md#mixed-precision-and-loss-scaling",
-        "float32 weights beside those of 16 bits, or a higher learning rate",
-    ),
-    Cause(
-        "no gradient",
-        GRADIENTS,
-        rules.no_gradient,
-        0.5,
-        "{subject} has a gradient of 0 from there to the end",
-        "doctor.md#no-gradient",
-        "look for a stop_gradient, units that are dead, or a part that is not called",
-    ),
-    Cause(
-        "underflow",
-        f"{GRADIENTS}, with values=True",
-        rules.underflow,
-        rules.SUBNORMAL,
-        "{value:.0%} of the elements that are not 0 are subnormal in {subject}",
-        "sharp_edges.md#mixed-precision-and-loss-scaling",
-        "a larger loss scale, or bfloat16",
-    ),
-    Cause(
-        "dead embedding",
-        f"{GRADIENTS}, with embeddings=",
-        rules.dead_embedding,
-        rules.DEAD,
-        "{value:.0%} more rows than at first are without a gradient in {subject}",
-        "doctor.md#dead-rows",
-        "look at the tokens, and at weight decay of rows that are not read",
-    ),
-    Cause(
-        "attention logits",
-        "a column with attn or attention and logit in its name, or of qk_clip(None)",
-        rules.attention_logits,
-        rules.LOGIT,
-        "{subject} {value:.4g}",
-        "large_models.md#attention-logits-qk-clip",
-        "qk_clip after the optimizer, or a norm of queries and keys",
     ),
 )
 
@@ -252,7 +252,10 @@ class Report(NamedTuple):
 
 
 def diagnose(
-    log: str | Path | Iterable[Mapping[str, object]], *, pattern: str | None = None
+    log: str | Path | Iterable[Mapping[str, object]],
+    *,
+    pattern: str | None = None,
+    loss: str | None = None,
 ) -> list[Finding]:
     """Names the causes that a log shows, the earliest first.
 
@@ -263,6 +266,7 @@ def diagnose(
         counted from 0.
       pattern: a regular expression with a named group for each column, for a log that
         is text: "loss (?P<loss>\\S+)".
+      loss: the column of the loss, where its name does not say so.
 
     Returns:
       A `Finding` for each cause. The first one is what to look at, since later ones may
@@ -270,8 +274,8 @@ def diagnose(
       what was looked at, and what could not be judged.
 
     Raises:
-      ValueError: a log in which no cause can be judged, or a file in a format that is
-        not known. The text says what was found.
+      ValueError: a log in which no cause can be judged, a file in a format that is not
+        known, or a column that is not there. The text says what was found.
       TypeError: a log that is neither a file nor rows.
       OSError: a file that cannot be opened.
 
@@ -283,17 +287,21 @@ def diagnose(
       >>> print(finding.step, finding.cause, round(finding.value, 1))
       30 bad batch 33.3
     """
-    return examine(log, pattern=pattern).findings
+    return examine(log, pattern=pattern, loss=loss).findings
 
 
 def examine(
-    log: str | Path | Iterable[Mapping[str, object]], *, pattern: str | None = None
+    log: str | Path | Iterable[Mapping[str, object]],
+    *,
+    pattern: str | None = None,
+    loss: str | None = None,
 ) -> Report:
     """Names the causes that a log shows, and those that it cannot show.
 
     Args:
       log: as of `diagnose`.
       pattern: as of `diagnose`.
+      loss: as of `diagnose`.
 
     Returns:
       A `Report`: findings, columns that were read, causes that were not judged with the
@@ -309,7 +317,7 @@ def examine(
       ['bad batch', 'steady growth']
     """
     if isinstance(log, (str, Path)):
-        return report_of(read_log(log, "diagnose", pattern))
+        return report_of(read_log(log, "diagnose", pattern), loss)
     rows = list(log) if isinstance(log, Iterable) else [log]
     if not all(isinstance(row, Mapping) for row in rows):
         raise TypeError(
@@ -317,82 +325,82 @@ def examine(
             f"{shown(log)}."
         )
     try:
-        return report_of(log_of(rows, []))
+        return report_of(log_of(rows, []), loss)
     except ValueError as error:
         raise ValueError(f"diagnose: {error}") from None
 
 
-def report_of(log: Log) -> Report:
+def report_of(log: Log, loss_name: str | None = None) -> Report:
     """The report of a log that was read.
 
     Raises:
-      ValueError: no cause can be judged.
+      ValueError: no cause can be judged, or there is no column `loss_name`.
     """
-    signals = signals_of(log)
-    findings: list[Finding] = []
-    not_judged: dict[str, list[str]] = {}
-    # A log may have NaN, which is above no limit.
-    with np.errstate(all="ignore"):
-        for cause in CAUSES:
-            hits = cause.rule(signals)
-            if hits is None and not cause.is_of_setup:
-                not_judged.setdefault(cause.needs, []).append(cause.name)
-            elif hits is not None and hits.steps.size:
-                findings.append(_finding(cause, hits))
-    columns = _columns_of(signals)
-    if not columns:
+    columns, looked_at = signals.signals_of(log, loss_name)
+    if not looked_at:
         raise ValueError(
             "there is neither a loss nor a gradient norm in it, nor the numbers of "
             f"record_health. It has the columns {listed(list(log.columns))}. Log the "
             "loss as 'loss' and the norm as 'grad_norm' (optaxclip.record_norm(), "
             "optax.tree.norm), or metrics(state)."
         )
+    findings: list[Finding] = []
+    hints: list[Finding] = []
+    not_judged: dict[str, list[str]] = {}
+    for cause in CAUSES:
+        finding = _finding(cause, columns[cause.needs])
+        if finding is not None and cause.is_of_setup:
+            hints.append(finding)
+        elif finding is not None:
+            findings.append(finding)
+        elif not columns[cause.needs] and not cause.is_of_setup:
+            names = not_judged.setdefault(cause.needs, [])
+            # A change of scale is two rows of the table.
+            if cause.name not in names:
+                names.append(cause.name)
+    findings.sort(key=lambda finding: finding.step)
     notes = list(log.notes)
-    looked_at = []
-    distance = distance_of_steps(next(iter(columns.values())))
+    distance = distance_of_steps(looked_at[0])
     if distance > 1:
         notes.append(
             f"The rows are {distance} steps apart. What happened between is not seen "
             "(transformers: logging_steps=1)."
         )
-    for name, column in columns.items():
-        looked_at.append(f"{name!r} ({len(column.steps)} rows)")
-        notes += [f"{name!r}: {note}" for note in column.notes]
-    is_of_setup = {cause.name: cause.is_of_setup for cause in CAUSES}
-    # Hints on the set-up come last, whatever their step.
-    findings.sort(key=lambda finding: (is_of_setup[finding.cause], finding.step))
-    return Report(findings, looked_at, not_judged, notes)
+    for column in looked_at:
+        notes += [f"{column.name!r}: {note}" for note in column.notes]
+    texts = [f"{column.name!r} ({len(column.steps)} rows)" for column in looked_at]
+    return Report(findings + hints, texts, not_judged, notes)
 
 
-def _columns_of(signals: Signals) -> dict[str, Column]:
-    """The columns that rules look at, by what they are called. A recorder is one."""
-    columns = {column.name: column for column in signals.norms}
-    if signals.loss is not None:
-        columns = {signals.loss.name: signals.loss} | columns
-    for recorder in (*signals.gradients, *signals.updates):
-        column = next(iter(recorder.tensors("norm").values()), None)
-        if column is not None:
-            columns[recorder.name] = column._replace(notes=())
-    for name, column in signals.columns.items():
-        if rules.LOGITS.fullmatch(name.lower()):
-            columns[name] = column
-    return columns
-
-
-def _finding(cause: Cause, hits: Hits) -> Finding:
-    values = np.where(np.isnan(hits.values), np.inf, hits.values)
+def _finding(cause: Cause, candidates: signals.Signals) -> Finding | None:
+    """Where a cause shows, and how much. None where it does not."""
+    hits: list[Column] = []
+    for columns in candidates:
+        steps, numbers = in_common(columns)
+        if not cause.sees_broken:
+            is_finite = np.isfinite(numbers).all(axis=0)
+            steps, numbers = steps[is_finite], numbers[:, is_finite]
+        if steps.size:
+            # Norms may be 0, and a rule may see NaN and inf.
+            with np.errstate(all="ignore"):
+                values = cause.rule(*numbers)
+            is_hit = values > cause.limit
+            hits.append(Column(columns[0].name, steps[is_hit], values[is_hit]))
+    if not any(hit.steps.size for hit in hits):
+        return None
+    steps = np.concatenate([hit.steps for hit in hits])
+    values = np.concatenate([hit.values for hit in hits])
     worst = int(np.argmax(values))
-    text = cause.text.format(
-        value=values[worst], subject=hits.subject, detail=hits.detail
-    )
+    names = [hit.name for hit in hits if steps.min() in hit.steps]
+    value = float(values[worst])
     return Finding(
         cause=cause.name,
-        step=int(hits.steps[0]),
-        worst=int(hits.steps[worst]),
-        rows=len(hits.steps),
-        value=float(values[worst]),
+        step=int(steps.min()),
+        worst=int(steps[worst]),
+        rows=len(np.unique(steps)),
+        value=value,
         limit=cause.limit,
-        evidence=text.removesuffix("; "),
+        evidence=cause.text.format(value=value, subject=listed(names)),
         page=cause.page,
         advice=cause.advice,
     )

@@ -1,35 +1,57 @@
-"""What a log has for the doctor: norms, a loss, and the numbers of `record_health`."""
+"""The numbers of a log that the rules of the doctor read."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from .._logs import Column, Log, in_common, loss_of, norms_of, norms_of_tensors
+from .._logs import Column, Log, in_common, listed, loss_of, norms_of, norms_of_tensors
+
+# What a rule needs, in the words that a report has for it.
+LOSS_OR_NORM = "a loss or a gradient norm"
+LOSS = "a loss above 0 (--loss NAME, if the log has one)"
+NORM = "a gradient norm"
+NORM_AND_LOSS = "a gradient norm, and a loss above 0 if there is one"
+EVERY_NORM = "a gradient norm, also one of record_health()"
+LOGITS = "a column with attn or attention and logit in its name, or of qk_clip(None)"
+CLIP = "metrics of a clipper of optaxclip"
+SKIP_AND_CLIP = "metrics of a skip and of a clipper"
+UPDATES = "record_health() behind the optimizer, under a name with 'update' in it"
+ROUNDING = "record_health() behind the optimizer, with weights=True"
+WEIGHTS = "record_health() with weights=True"
+GRADIENTS = "record_health() in front of the optimizer"
+SUBNORMALS = f"{GRADIENTS}, with values=True"
+DEAD_ROWS = f"{GRADIENTS}, with embeddings="
+UNNAMED = "two recorders"
 
 # The numbers of `record_health`.
-SIGNS = (
-    "norm",
-    "weight_norm",
-    "ratio",
-    "cosine",
-    "rounding",
-    "zeros",
-    "subnormals",
-    "nonfinite",
-    "dead_rows",
-)
+SIGNS = "norm weight_norm ratio rounding zeros subnormals nonfinite dead_rows"
 HEALTH = re.compile(r"(.*[. ])?health(_\d+)?")
-Tensors = dict[str, Column]  # by the name of the tensor, "" for all in one number
+# "train/clip/outer/norm_before", and "train/skip_2/norm".
+CLIPS = re.compile(r"((.*[/. ])?clip(_\d+)?/(.*/)?)norm_before")
+SKIPS = re.compile(r"((.*[/. ])?(skip|spike)(_\d+)?/(.*/)?)norm")
+# Of attention by their names, or of qk_clip under a name with "logit" or "qk".
+NAMES_OF_LOGITS = re.compile(
+    r"(?!.*(limit|factor|count|num|share|mean|std|entropy))"
+    r"(.*(attn|attention|(^|[/._])qk).*logit.*|.*logit.*(attn|attention).*"
+    r"|(.*[/. ])?(clip|record)(_\d+)?/[^/]*(logit|qk)[^/]*/norm(_before)?(/.*)?)"
+)
+OVERFLOWS = 0.1  # of the rows, under a dynamic loss scale
+
+
+# The columns that a rule reads together, as often as a log has them.
+Signals = list[tuple[Column, ...]]
 
 
 class Recorder(NamedTuple):
     """The columns of one `record_health`."""
 
     name: str  # such as health/updates
-    signs: dict[str, Tensors]
+    # By sign and tensor. The name of a summary of all tensors is "".
+    signs: dict[str, dict[str, Column]]
 
     @property
     def is_of_updates(self) -> bool:
@@ -37,102 +59,174 @@ class Recorder(NamedTuple):
         place = self.name.rfind("health")
         return "update" in self.name[place:].lower()
 
-    def tensors(self, sign: str) -> Tensors:
-        """The columns of a sign, of single tensors where there are such."""
-        columns = self.signs.get(sign, {})
-        single = {name: column for name, column in columns.items() if name}
-        return single or columns
+    def tensors(self, *signs: str) -> Signals:
+        """For each tensor that has these signs, or for the summary of all."""
+        tables = [self.signs.get(sign, {}) for sign in signs]
+        names = sorted(set.intersection(*map(set, tables)))
+        # Beside tensors a summary, the first of the names, says nothing new.
+        if len(names) > 1 and not names[0]:
+            names.pop(0)
+        return [tuple(table[name] for table in tables) for name in names]
 
-    def total(self, sign: str) -> Column | None:
-        """The norm of all tensors together. Of a summary the largest of them."""
-        columns = self.signs.get(sign, {})
-        summary = columns.get("")
-        single = [column for name, column in columns.items() if name]
-        if not single:
-            return summary
-        total = total_of(f"{self.name}/{sign}", single)
-        if summary is not None and len(summary.steps) > len(total.steps):
-            return summary
-        return total
+    def total(self, sign: str) -> list[Column]:
+        """The norm of all tensors together, of a summary the largest of them. Nothing
+        without this sign.
+        """
+        table = self.signs.get(sign, {})
+        norms = [table[""]] if "" in table else list(table.values())
+        return [total_of(self.name, norms)] if norms else []
 
 
 def total_of(name: str, norms: Sequence[Column]) -> Column:
     """The norm of several tensors together, in the steps that have all."""
     steps, numbers = in_common(norms)
-    with np.errstate(all="ignore"):
-        lengths = np.sqrt(np.sum(numbers**2, axis=0))
-    return Column(name, steps, lengths)
+    return Column(name, steps, np.sqrt(np.sum(numbers**2, axis=0)))
 
 
-class Signals(NamedTuple):
-    """What the rules of causes look at."""
-
-    columns: dict[str, Column]
-    loss: Column | None
-    norms: list[Column]  # of the gradient before clipping
-    gradients: list[Recorder]
-    updates: list[Recorder]
+# ------------------------------------------------------------------------------- a log
 
 
-def signals_of(log: Log) -> Signals:
-    """Finds the columns that say something about a run."""
-    recorders = list(_recorders(log))
-    gradients = [recorder for recorder in recorders if not recorder.is_of_updates]
-    updates = [recorder for recorder in recorders if recorder.is_of_updates]
-    norms = norms_of(log)
-    if not norms:
-        totals = [recorder.total("norm") for recorder in gradients]
-        norms = [total for total in totals if total is not None]
-    tensors = norms_of_tensors(log)
-    if not norms and tensors:
-        norms = [total_of("all tensors", tensors)]
-    return Signals(log.columns, loss_of(log), norms, gradients, updates)
+def signals_of(
+    log: Log, loss_name: str | None = None
+) -> tuple[dict[str, Signals], list[Column]]:
+    """Finds the columns that say something about a run.
 
+    Returns:
+      By what a rule needs the columns that it reads together, the first of which has
+      the name for the report. Empty where the log lacks them. And the columns that are
+      looked at, with the norm of each recorder.
 
-def _recorders(log: Log) -> Iterator[Recorder]:
-    """The recorders of a log. One may be called like a sign, and so may a tensor:
-    health/ratio/norm/w is the norm of w in a recorder "ratio", or the ratio of a tensor
-    norm/w. The reading counts under which a recorder has most signs.
+    Raises:
+      ValueError: there is no column `loss_name`.
     """
-    readings: dict[str, list[tuple[str, str, str]]] = {}
-    signs_of_names: dict[str, set[str]] = defaultdict(set)
-    for column in log.columns:
-        for name, sign, tensor in _readings(column):
-            readings.setdefault(column, []).append((name, sign, tensor))
-            signs_of_names[name].add(sign)
-
-    def rank(reading: tuple[str, str, str]) -> tuple[bool, int, int]:
-        name = reading[0]
-        signs = signs_of_names[name]
-        # Every recorder has norms. Of equal names the shorter one is no tensor's.
-        return "norm" in signs, len(signs), -len(name)
-
-    recorders: dict[str, dict[str, Tensors]] = {}
-    for column, candidates in readings.items():
-        name, sign, tensor = max(candidates, key=rank)
-        signs = recorders.setdefault(name, {})
-        signs.setdefault(sign, {})[tensor] = log.columns[column]
-    for name, signs in recorders.items():
-        yield Recorder(name, signs)
-
-
-def _readings(column: str) -> Iterator[tuple[str, str, str]]:
-    """Recorder, sign and tensor: train/health_2/updates/norm/blocks/w."""
-    parts = column.split("/")
-    starts = [place for place, part in enumerate(parts) if HEALTH.fullmatch(part)]
-    for place in range(starts[0] + 1 if starts else len(parts), len(parts)):
-        if parts[place] in SIGNS:
-            tensor = "/".join(parts[place + 1 :])
-            yield "/".join(parts[:place]), parts[place], tensor
-
-
-def in_order(names: Sequence[str]) -> list[str]:
-    """Layers by number: "blocks/2" before "blocks/10"."""
-    return sorted(names, key=_with_numbers)
-
-
-def _with_numbers(name: str) -> list[tuple[bool, int, str]]:
-    parts = re.split(r"(\d+)", name)
-    return [
-        (part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts
+    losses = _losses_of(log, loss_name)
+    logged_norms = norms_of(log)
+    tensors = norms_of_tensors(log)
+    if not logged_norms and tensors:
+        logged_norms = [total_of("all tensors", tensors)]
+    logits = [
+        column
+        for name, column in log.columns.items()
+        if NAMES_OF_LOGITS.fullmatch(name.lower())
     ]
+    looked_at = [*losses, *logged_norms, *logits]
+
+    columns: dict[str, Signals] = defaultdict(list)
+    totals: list[Column] = []  # the norms of gradients
+    recorders = _recorders_of(log)
+    for recorder in recorders:
+        norms = recorder.total("norm")
+        weight_norms = recorder.total("weight_norm")
+        looked_at += norms
+        columns[WEIGHTS] += _alone(weight_norms)
+        if recorder.is_of_updates:
+            columns[ROUNDING] += recorder.tensors("ratio", "rounding")
+            columns[UPDATES] += zip(norms, weight_norms)
+        else:
+            totals += norms
+            columns[GRADIENTS] += recorder.tensors("norm")
+            columns[SUBNORMALS] += recorder.tensors("subnormals", "zeros")
+            columns[DEAD_ROWS] += recorder.tensors("dead_rows")
+    if len(totals) == len(recorders) > 1:
+        columns[UNNAMED] = _alone(totals)
+
+    norms = logged_norms or totals
+    columns[NORM] = _alone(norms)
+    columns[EVERY_NORM] = _alone([*logged_norms, *totals])
+    columns[LOGITS] = _alone(logits)
+    columns[LOSS_OR_NORM] = _alone(losses)
+    if not _is_of_a_loss_scale(norms, log):
+        columns[LOSS_OR_NORM] += _alone(logged_norms) + columns[GRADIENTS]
+    # Ratios of losses that change their sign say nothing.
+    if all(np.nanmin(loss.values, initial=np.inf) > 0 for loss in losses):
+        columns[LOSS] = _alone(losses)
+        columns[NORM_AND_LOSS] = [(norm, *losses) for norm in norms]
+    columns[CLIP] = _with_limits(log, CLIPS)
+    for skip, clip in product(_with_limits(log, SKIPS), columns[CLIP]):
+        columns[SKIP_AND_CLIP].append(skip + clip)
+    return columns, looked_at
+
+
+def _losses_of(log: Log, name: str | None) -> list[Column]:
+    """The column of the loss, and nothing where the log has none."""
+    if name is None:
+        loss = loss_of(log)
+        return [] if loss is None else [loss]
+    if name not in log.columns:
+        names = listed(list(log.columns))
+        raise ValueError(f"there is no loss {name!r} in it, only {names}.")
+    return [log.columns[name]]
+
+
+def _alone(columns: Sequence[Column]) -> Signals:
+    return [(column,) for column in columns]
+
+
+def _is_of_a_loss_scale(norms: list[Column], log: Log) -> bool:
+    """Whether norms are inf now and then, as in the steps that a dynamic loss scale
+    skips. NaN too, if the log has the scale.
+    """
+    has_scale = any(re.search("loss.?scale|scaler", name) for name in log.columns)
+    shares = [0.0]  # of broken rows
+    for norm in norms:
+        is_broken = ~np.isfinite(norm.values)
+        shares.append(is_broken.mean())
+        if is_broken[-1] or (np.isnan(norm.values).any() and not has_scale):
+            return False
+    return 0 < max(shares) <= OVERFLOWS
+
+
+def _with_limits(log: Log, names: re.Pattern[str]) -> Signals:
+    """The norm of each clipper, or of each skip, and its limit."""
+    pairs: Signals = []
+    for name, norm in log.columns.items():
+        match = names.fullmatch(name)
+        limit = log.columns.get(f"{match[1]}limit") if match else None
+        if limit is not None:
+            pairs.append((norm, limit))
+    return pairs
+
+
+# --------------------------------------------------------------------------- recorders
+
+
+class Reading(NamedTuple):
+    """What the name of a column says: train/health_2/updates/norm/blocks/w."""
+
+    recorder: str  # train/health_2/updates
+    sign: str  # norm
+    tensor: str  # blocks/w
+
+
+def _recorders_of(log: Log) -> list[Recorder]:
+    """A recorder may be called like a sign, and so may a tensor: health/ratio/norm/w is
+    the norm of w in a recorder "ratio", or the ratio of a tensor norm/w. The reading
+    counts under which a recorder has most signs.
+    """
+    signs: dict[str, set[str]] = defaultdict(set)
+    for name in log.columns:
+        for reading in _readings(name):
+            signs[reading.recorder].add(reading.sign)
+
+    def sign_count(reading: Reading) -> int:
+        return len(signs[reading.recorder])
+
+    recorders: dict[str, Recorder] = {}
+    for name, column in log.columns.items():
+        reading = max(_readings(name), key=sign_count, default=None)
+        if reading is not None:
+            empty = Recorder(reading.recorder, defaultdict(dict))
+            recorder = recorders.setdefault(reading.recorder, empty)
+            tensor = column._replace(name=reading.tensor or reading.recorder)
+            recorder.signs[reading.sign][reading.tensor] = tensor
+    return list(recorders.values())
+
+
+def _readings(name: str) -> Iterator[Reading]:
+    parts = name.split("/")
+    is_behind_health = False
+    for place, part in enumerate(parts):
+        if is_behind_health and part in SIGNS.split():
+            tensor = "/".join(parts[place + 1 :])
+            yield Reading("/".join(parts[:place]), part, tensor)
+        is_behind_health = is_behind_health or HEALTH.fullmatch(part) is not None

@@ -36,7 +36,6 @@ def signs_of(x, w):
         "norm": norm,
         "weight_norm": weight_norm,
         "ratio": norm / weight_norm,
-        "cosine": np.sum(x.conj() * w).real / norm / weight_norm,
         "zeros": np.mean(size == 0),
         "subnormals": np.mean((size > 0) & (size < tiny)),
         "nonfinite": np.sum(~np.isfinite(size)),
@@ -68,6 +67,8 @@ def test_each_sign_is_that_of_numpy():
         params |= {f"{dtype} w": array((9, 7), kind), f"{dtype} b": array((5,), kind)}
         grads[f"{dtype} w"][2:4] = 0
     grads["float16 w"][5] = 3e-6
+    # Not 0, though its real part is.
+    grads["complex64 w"][5] = 2j
     found = found_in(recorded(optaxclip.record_health(), grads, params))
     for name in grads:
         assert_signs(found, signs_of(grads[name], params[name]), name)
@@ -86,22 +87,15 @@ def test_subnormals_are_counted_where_a_cpu_takes_them_for_0():
 def test_more_elements_than_float32_counts_are_counted():
     x = jnp.zeros(2**24 + 2**20).at[: 2**20].set(1.0)
     found = found_in(recorded(optaxclip.record_health(weights=False), x, x))
-    assert found["health/zeros"] == np.float32(2**24 / x.size)
+    assert found["health/zeros"] == pytest.approx(2**24 / x.size, rel=2**-23)
 
 
-def test_norms_of_0_have_no_cosine_and_no_ratio():
+def test_norms_of_0_have_no_ratio():
     zero, one = jnp.zeros(3), jnp.ones(3)
     recorder = optaxclip.record_health()
     for grads, params, ratio in ((zero, zero, 0), (zero, one, 0), (one, zero, np.inf)):
         found = found_in(recorded(recorder, grads, params))
-        assert (found["health/cosine"], found["health/ratio"]) == (0, ratio)
-
-
-def test_norms_far_apart_have_the_cosine_of_numpy():
-    # The product of both norms is beyond float32, that of elements is not.
-    grads, params = array((300, 1), size=2e18), array((300, 1), size=2e18)
-    found = found_in(recorded(optaxclip.record_health(), grads, params))
-    assert found["health/cosine"] == pytest.approx(signs_of(grads, params)["cosine"])
+        assert found["health/ratio"] == ratio
 
 
 def test_each_layer_has_its_own_signs():
@@ -140,7 +134,9 @@ def test_the_summary_is_the_largest_of_all_tensors():
     grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([0.0, 1.0])}
     state = recorded(optaxclip.record_health(), grads, grads)
     found = found_in(state, summary=True)
-    assert (found["health/norm"], found["health/zeros"]) == (5.0, 0.5)
+    assert found["health/norm"] == 5.0
+    # A share is the square of a rounded root.
+    assert found["health/zeros"] == pytest.approx(0.5, rel=2**-23)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -285,7 +281,7 @@ def test_several_models_have_their_own_signs():
 
 def test_without_weights_no_params_are_needed():
     _, state = apply(optaxclip.record_health(weights=False), jnp.ones(2))
-    assert "health/cosine" not in found_in(state)
+    assert "health/weight_norm" not in found_in(state)
 
 
 def test_gradients_of_16_bits_meet_other_weights_under_strict_promotion():
@@ -294,4 +290,4 @@ def test_gradients_of_16_bits_meet_other_weights_under_strict_promotion():
     recorder = optaxclip.record_health()
     with jax.numpy_dtype_promotion("strict"):
         _, state = recorder.update(grads, recorder.init(weights), weights)
-    np.testing.assert_allclose(state.signs["cosine"], [24 / 25] * 2, rtol=1e-6)
+    np.testing.assert_allclose(state.signs["weight_norm"], [5.0, 5.0], rtol=1e-6)
