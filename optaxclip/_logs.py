@@ -48,7 +48,7 @@ class Log(NamedTuple):
 
 # ------------------------------------------------------------------------------- files
 
-FORMATS = (
+FORMATS_TEXT = (
     "The reader takes JSON lines, JSON, CSV with a header, printed dicts, .npy, .npz, "
     "event files of TensorBoard, each also in gzip, and text as UTF-8"
 )
@@ -85,19 +85,19 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if b"brain.Event:" in data[:64]:
         return _rows_of_events(data, notes)
     # Excel begins a CSV with a byte order mark. After a crash of the machine a file may
-    # end in bytes that were never written.
-    text = data.decode("utf-8-sig", errors="replace").strip("\0\t\r\n ")
+    # end in bytes that were never written. A tab at an end is beside an empty cell.
+    text = data.decode("utf-8-sig", errors="replace").strip("\0\r\n ")
     if not text or "\0" in text:
-        raise ValueError(f"the file is empty or binary. {FORMATS}.")
+        raise ValueError(f"the file is empty or binary. {FORMATS_TEXT}.")
     if pattern is not None:
         return _rows_of_pattern(text, pattern)
-    rows: Sequence[Row] = []
-    is_json = text[0] in "{["
-    if not is_json:
-        rows = _rows_of_table(text, notes)
+    may_be_json = text[0] in "{["
+    rows = [] if may_be_json else _rows_of_table(text, notes)
     rows = rows or _rows_of_dicts(text, notes)
     if not rows:
-        raise ValueError(f"this is text, and not a table. {_advice_for_text(text)}")
+        raise ValueError(
+            f"there is no table of numbers in it. {_advice_for_text(text)}"
+        )
     return rows
 
 
@@ -113,7 +113,7 @@ def _unzipped(data: bytes, notes: Notes) -> bytes:
 
 
 def _rows_of_arrays(data: bytes) -> Sequence[Row]:
-    """The rows of an .npz, or of an .npy, whose column is called "norm"."""
+    """The rows of an .npz, one column per array, or of an .npy, as a column "norm"."""
     loaded = np.load(io.BytesIO(data))
     arrays = {"norm": loaded} if isinstance(loaded, np.ndarray) else loaded
     return _rows_in({name: np.asarray(arrays[name]).tolist() for name in arrays})
@@ -170,7 +170,7 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
         start = text.find("{", end)
     outside += text[end_of_last:].splitlines()
     rows = _rows_in(dicts[0]) if len(dicts) == 1 else dicts
-    # Programs in a text have braces too.
+    # Braces may be code in the text: without any number these are no rows.
     if not any(_has_number(_flattened(row).values()) for row in rows):
         return []
     left_out = [line for line in outside if line.strip("\t ,[]")]
@@ -205,7 +205,8 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except (json.JSONDecodeError, RecursionError):
-        printed = re.compile(r"\{[^{}\n]*\}").match(text, start)
+        # A printed dict may have dicts in it, but these have no more.
+        printed = re.compile(r"\{([^{}\n]|\{[^{}\n]*\})*\}").match(text, start)
     if printed is None:
         return {}, start + 1
     # NumPy and JAX print np.float64(2.5) and Array(2.5, dtype=float32).
@@ -227,8 +228,10 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     # stable-baselines begins with a comment.
     while text.startswith("#"):
         _, _, text = text.partition("\n")
-    first_line, _, _ = text.partition("\n")
-    delimiter = next((mark for mark in "\t;," if mark in first_line), " ")
+    # The head of a single column may have blanks in it, and its numbers have none.
+    first_lines = text.splitlines()[:2]
+    marks = [mark for mark in "\t;, " if all(mark in line for line in first_lines)]
+    delimiter = marks[0] if marks else ","
     if delimiter == ";":
         # Such a table has decimal commas.
         text = text.replace(",", ".")
@@ -245,11 +248,11 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     rows_with_numbers = [row for row in rows if _has_number(row.values())]
     if 2 * len(rows_with_numbers) < len(lines) or _has_number(names):
         return []
-    others = [line for line in lines if len(line) != len(names)]
-    if others:
+    ragged = [line for line in lines if len(line) != len(names)]
+    if ragged:
         notes.append(
-            f"{len(others)} lines do not have {len(names)} entries and are left out. "
-            f"The last one is {others[-1]}."
+            f"{len(ragged)} lines do not have {len(names)} entries and are left out. "
+            f"The last one is {ragged[-1]}."
         )
     # W&B runs may share a name, and then their columns do.
     if len(set(names)) < len(names):
@@ -299,15 +302,16 @@ def _advice_for_text(text: str) -> str:
             most_frequent = re.sub(" +", r"\\s*", statistics.mode(labels))
             parts[column] = rf"\b{most_frequent}(?P<{column}>[-+.\w]+)"
     if not {"loss", "grad_norm"} & parts.keys():
-        return f"{FORMATS}. No line of this text names a loss or a norm."
+        return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."
     pattern = "|".join(parts.values())
-    return f"{FORMATS}. Other text needs a pattern, here --pattern '{pattern}'"
+    return f"{FORMATS_TEXT}. Other text needs a pattern, here --pattern '{pattern}'"
 
 
 # ----------------------------------------------------------------------------- columns
 
-# Names of steps, the surest first.
-STEPS = (
+# Names of columns of steps, the surest first. The first of them that has a number in it
+# gives the steps, and without one the steps are the numbers of the rows.
+STEP_NAMES = (
     "step",
     "Step",
     "_step",
@@ -329,11 +333,11 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
     for row_number, row in enumerate(rows):
         for name, entry in _flattened(row).items():
             entries[name][row_number] = entry
-    names_of_steps = [name for name in STEPS if name in entries]
-    if names_of_steps:
-        steps = _steps_of(entries.pop(names_of_steps[0]), len(rows))
-    else:
-        steps = range(len(rows))
+    steps: Sequence[int] = range(len(rows))
+    for name in STEP_NAMES:
+        if _has_number(entries.get(name, {}).values()):
+            steps = _steps_of(entries.pop(name), len(rows))
+            break
     columns: dict[str, Column] = {}
     for name, entries_of_rows in entries.items():
         column = _column(name, entries_of_rows, steps)
@@ -376,17 +380,19 @@ def _steps_of(entries: Mapping[int, object], count: int) -> list[int]:
 def _column(name: str, entries: Mapping[int, object], steps: Sequence[int]) -> Column:
     """The numbers of a column, and notes on its other entries."""
     values: dict[int, float] = {}  # by step, in ascending order
-    earlier_steps: list[int] = []
+    replaced_steps: list[int] = []
     steps_of_nulls: list[int] = []
     texts: list[str] = []
     empty = 0
     for row_number, entry in entries.items():
         step = steps[row_number]
         number = _number(entry)
+        # A run that is resumed goes back to an earlier step.
+        while steps_of_nulls and steps_of_nulls[-1] > step:
+            steps_of_nulls.pop()
         if number is not None:
-            # A run that is resumed goes back to an earlier step.
             while values and next(reversed(values)) >= step:
-                earlier_steps.append(values.popitem()[0])
+                replaced_steps.append(values.popitem()[0])
             values[step] = number
         elif entry is None:
             steps_of_nulls.append(step)
@@ -397,11 +403,11 @@ def _column(name: str, entries: Mapping[int, object], steps: Sequence[int]) -> C
     nan_steps = _nan_steps(steps_of_nulls, values)
     values |= dict.fromkeys(nan_steps, math.nan)
     notes: Notes = []
-    if earlier_steps:
+    if replaced_steps:
         notes.append(
-            f"Steps {min(earlier_steps)} to {max(earlier_steps)} come twice "
-            f"({len(earlier_steps)} entries), as in a run that was resumed: the later "
-            "entries count."
+            f"Steps {min(replaced_steps)} to {max(replaced_steps)} come twice "
+            f"({len(replaced_steps)} entries), as in a run that was resumed, or where "
+            "steps begin again in each epoch: the later entries count."
         )
     if nan_steps:
         notes.append(f"{len(nan_steps)} rows have null there, which is read as NaN.")
@@ -418,9 +424,9 @@ def _column(name: str, entries: Mapping[int, object], steps: Sequence[int]) -> C
 
 
 def _nan_steps(steps_of_nulls: Sequence[int], values: Mapping[int, float]) -> set[int]:
-    """The steps whose null stands for NaN, which strict JSON does not have. A column
-    with null in every third entry or more, as long as there are numbers, is logged more
-    rarely than the other columns.
+    """The steps whose null stands for NaN. Null is NaN in strict JSON, unless a third
+    or more of the entries up to the last number are null: then the column is logged
+    more rarely.
     """
     nulls = set(steps_of_nulls) - values.keys()
     last_step = max(values, default=0)
@@ -431,7 +437,7 @@ def _nan_steps(steps_of_nulls: Sequence[int], values: Mapping[int, float]) -> se
 
 def _number(entry: object) -> float | None:
     """The number in an entry, also in a text such as "NaN". None if there is none."""
-    # A protocol is slow to ask, and most entries are of the other types.
+    # SupportsFloat comes last: checking a protocol is slow.
     if not isinstance(entry, (float, int, str, SupportsFloat)):
         return None
     try:
@@ -454,14 +460,19 @@ def listed(names: Sequence[str]) -> str:
 
 # Patterns of norms of the gradient, the surest first, for names in lower case with a
 # blank in the place of all signs.
-NORMS = (
+NORM_PATTERNS = (
+    # clip/norm_before, record/norm
     r"((.* )?clip( \d+)?( .*)? )?norm before",
     r"(.* )?record( \d+)?( .*)? norm",
-    # MaxText and others log the norm after clipping beside it, under a shorter name.
+    # learning/raw_grad_norm. MaxText and others log the norm after clipping beside it,
+    # under a shorter name.
     r"(.* )?(raw|unclipped|total|global|pre clip) (gradient|grad) ?norm",
+    # train/grad_norm, gnorm, grad_2.0_norm_total, grad_norm_before_clipping,
+    # l2_norm/grad/global
     r"(.* )?(gradients?|grads?|g) ?(l2|2 0|inf|global)? ?norm"
-    r"( (total|global|all|l2|before|before clip|pre clip))?"
+    r"( (total|global|all|l2|before|(before|pre) clip(ping)?))?"
     r"|(.* )?(l2 norm grad global|global norm)",
+    # skip/norm, norm
     r"(.* )?skip( \d+)?( .*)? norm",
     r"(train |training )?norm",
 )
@@ -473,11 +484,13 @@ OTHER_WORDS = re.compile(
     r"|noise|diff|relative|coef|penalty|ema|rms|std|var|scale|ratio"
     r"|time|ms|count|nonfinite)\b"
 )
-TENSORS = re.compile(
+# record/norm/w, grad_2.0_norm/w
+TENSOR_PATTERN = re.compile(
     r"(.*/)?(norm_before|record(_\d+)?/(.+/)?norm|(gradient|grad)s?(_2\.0)?_norm)/.+"
 )
-LOSSES = re.compile(
-    r"(?!.*(val|eval|test|aux))(.*/)?((train|training|tr|total)[/._])?loss"
+# train/loss, total_loss
+LOSS_PATTERN = re.compile(
+    r"(?!.*(?<![a-z])(val|eval|test|aux))(.*/)?((train|training|tr|total)[/._])?loss"
 )
 
 
@@ -486,10 +499,10 @@ def norms_of(log: Log) -> list[Column]:
     each optimizer.
     """
     names = [name for name in log.columns if not _is_other_norm(name, log)]
-    for pattern in NORMS:
+    for pattern in NORM_PATTERNS:
         norms = [name for name in names if re.fullmatch(pattern, _words_of(name))]
         if norms:
-            return [_of_every_step(log, log.columns[name]) for name in norms]
+            return [_norm_with_skipped_steps(log, log.columns[name]) for name in norms]
     return []
 
 
@@ -500,23 +513,26 @@ def _without_run(name: str) -> str:
 
 def _words_of(name: str) -> str:
     """The words of a name: "train grad norm"."""
-    return re.sub("[^a-z0-9]+", " ", _without_run(name))
+    return re.sub("[^a-z0-9]+", " ", _without_run(name)).strip()
 
 
 def _is_other_norm(name: str, log: Log) -> bool:
-    # metrics(summary=True) has the norm of one tensor, with the number of that tensor.
+    # metrics(summary=True) has the norm of one tensor, with the number of that tensor
+    # in worst_index. All 0 means there is only one.
     prefix = name.removesuffix("_before").removesuffix("norm")
-    tensor = log.columns.get(f"{prefix}worst_index")
-    if tensor is not None and tensor.values.any():
+    worst_index = log.columns.get(f"{prefix}worst_index")
+    if worst_index is not None and worst_index.values.any():
         return True
     # In clip/norm_before, "clip" is the name of a clipper.
     words = re.sub(
-        r"clip( \d+)?(?=( .*)? norm before)|(before|pre) clip", "", _words_of(name)
+        r"clip( \d+)?(?=( .*)? norm before)|\b(before|pre) clip(ping)?\b",
+        "",
+        _words_of(name),
     )
     return OTHER_WORDS.search(words) is not None
 
 
-def _of_every_step(log: Log, column: Column) -> Column:
+def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
     """The norms of a wrapper that skips steps, if the wrapper saw the same gradients. A
     clipper inside the wrapper does not see skipped steps, and keeps an earlier norm.
     """
@@ -525,12 +541,18 @@ def _of_every_step(log: Log, column: Column) -> Column:
     flags = log.columns.get(f"{name.removesuffix('norm')}skipped")
     if wrapper is None or flags is None:
         return column
-    _, (seen, norms, skipped) = in_common([wrapper, column, flags])
+    steps, (seen, norms, skipped) = in_common([wrapper, column, flags])
     is_skipped = skipped != 0
     is_same = np.isclose(seen, norms, rtol=1e-3, atol=0, equal_nan=True)
     # A clipper in front of the wrapper sees a new norm in each step.
     is_kept = np.append(False, norms[1:] == norms[:-1])
-    return wrapper if np.where(is_skipped, is_kept, is_same).all() else column
+    if distance_of_steps(column) > 1:
+        # The norm that is kept may be of a step that is not logged. A clipper in front
+        # sees norms that are at least as long as the wrapper's.
+        is_kept |= ~(seen <= norms * (1 + 1e-3))
+    if len(steps) and np.where(is_skipped, is_kept, is_same).all():
+        return wrapper
+    return column
 
 
 def norms_of_tensors(log: Log) -> list[Column]:
@@ -538,7 +560,7 @@ def norms_of_tensors(log: Log) -> list[Column]:
     return [
         column
         for name, column in log.columns.items()
-        if TENSORS.fullmatch(_without_run(name))
+        if TENSOR_PATTERN.fullmatch(_without_run(name))
     ]
 
 
@@ -547,7 +569,7 @@ def loss_of(log: Log) -> Column | None:
     losses = [
         column
         for name, column in log.columns.items()
-        if LOSSES.fullmatch(_without_run(name))
+        if LOSS_PATTERN.fullmatch(_without_run(name))
     ]
     return max(losses, key=lambda column: len(column.steps), default=None)
 
@@ -567,8 +589,8 @@ def distance_of_steps(column: Column) -> int:
 
 
 def clipped_share(values: np.ndarray) -> float:
-    """The share of norms that are the largest, where that looks like norms after a
-    clip, and 0 elsewhere.
+    """The share of norms at the maximum (to 0.1 %), if it is high enough to look like a
+    clip, else 0.
     """
     finite = values[np.isfinite(values) & (values > 0)]
     if len(finite) < 5:

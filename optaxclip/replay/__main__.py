@@ -9,10 +9,10 @@ import numpy as np
 
 from .._logs import Column, Log, clipped_share, distance_of_steps, in_common, read_log
 from . import Suggestion, plot_history, run, suggest
-from ._batch import norm_at_batch
+from ._batch import norm_ratio
 from ._history import columns_of, named_norms
 
-FEW = 20  # norms
+FEW_NORMS = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -32,13 +32,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if (options.batch is None) != (options.to is None):
         parser.error("--batch and --to go together: batch sizes of the log and to come")
+    if options.to is not None and min(options.batch, options.to) < 1:
+        parser.error("--batch and --to must be at least 1")
     try:
         log = read_log(options.log, "replay", options.pattern)
         columns = columns_of(log, options.column, f"replay: {options.log}")
         if len(columns) > 1:
             print("\n".join(_about_columns(log, columns)))
+            best = None
         else:
-            print("\n".join(_about_column(log, columns[0], options)))
+            suggestions = _suggestions_for(columns[0])
+            print("\n".join(_about_column(log, columns[0], suggestions, options)))
+            best = _recommended(suggestions)
+        if options.to is None and options.picture is None:
+            return
+        if best is None:
+            raise ValueError(
+                f"replay: {options.log}: --to and --picture need one column, and a "
+                "limit that is recommended for it."
+            )
+        if options.to is not None:
+            print(_at_batch(log, columns[0], best.limit, options))
+        if options.picture is not None:
+            _draw(columns[0], best.limit, options.picture)
     # A file that is of no use, or a picture that cannot be drawn, ends in one line on
     # stderr, without a traceback.
     except (OSError, ValueError, ImportError) as error:
@@ -74,12 +90,14 @@ def _range_of(column: Column) -> str:
     )
 
 
+def _recommended(suggestions: Sequence[Suggestion]) -> Suggestion | None:
+    return next((row for row in suggestions if row.recommended), None)
+
+
 def _advice(column: Column, suggestions: Sequence[Suggestion]) -> str:
-    for row in suggestions:
-        if row.recommended:
-            return (
-                f"Start with {row.rule}: it clips {row.clip_rate:.1%} of these steps."
-            )
+    best = _recommended(suggestions)
+    if best is not None:
+        return f"Start with {best.rule}: it clips {best.clip_rate:.1%} of these steps."
     largest = column.values[np.isfinite(column.values)].max()
     return (
         f"{clipped_share(column.values):.0%} of the rows are exactly {largest:.4g}: "
@@ -88,9 +106,13 @@ def _advice(column: Column, suggestions: Sequence[Suggestion]) -> str:
     )
 
 
-def _about_column(log: Log, column: Column, options: argparse.Namespace) -> list[str]:
+def _about_column(
+    log: Log,
+    column: Column,
+    suggestions: Sequence[Suggestion],
+    options: argparse.Namespace,
+) -> list[str]:
     """The column, the suggestions for it, and what they cannot tell."""
-    suggestions = _suggestions_for(column)
     lines = [
         *_about_source(log, column, options),
         _range_of(column),
@@ -98,32 +120,23 @@ def _about_column(log: Log, column: Column, options: argparse.Namespace) -> list
         # Each column is as wide as its head.
         "   limit at the end  steps clipped  mean factor  clipper, as Python",
     ]
-    for row in suggestions:
-        mark = "->" if row.recommended else "  "
-        shares = f"{row.clip_rate:13.1%}  {row.mean_factor:11.3f}"
-        lines.append(f"{mark} {row.limit:16.4g}  {shares}  {row.rule}")
-    lines += [
+    for suggestion in suggestions:
+        mark = "->" if suggestion.recommended else "  "
+        shares = f"{suggestion.clip_rate:13.1%}  {suggestion.mean_factor:11.3f}"
+        lines.append(f"{mark} {suggestion.limit:16.4g}  {shares}  {suggestion.rule}")
+    return [
+        *lines,
         "",
         _advice(column, suggestions),
         "These are estimates from the recorded norms. Clipping changes a run, so",
         "its norms will differ, and nothing here says how its loss would change.",
     ]
-    for row in suggestions:
-        if row.recommended and options.to is not None:
-            lines.append(_at_batch(log, column, row.limit, options))
-        if row.recommended and options.picture is not None:
-            _draw(column, row.limit, options.picture)
-    return lines
 
 
 def _draw(column: Column, limit: float, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    history = run(limit, column.values)
-    plot_history(history, steps=column.steps, axis=figure.add_subplot())
-    figure.suptitle(f"norms as recorded, and the recommended limit {limit:.4g}")
-    figure.savefig(path, dpi=120)
+    axis = plot_history(run(limit, column.values), steps=column.steps)
+    axis.set_title(f"norms as recorded, and the recommended limit {limit:.4g}")
+    axis.figure.canvas.print_figure(path)
 
 
 def _about_source(log: Log, column: Column, options: argparse.Namespace) -> list[str]:
@@ -131,7 +144,8 @@ def _about_source(log: Log, column: Column, options: argparse.Namespace) -> list
     lines = [f"Norms: column {column.name!r} of {options.log.name}."]
     if options.column is None:
         lines.append("It is taken by its name. --column NAME takes another one.")
-    if column.name not in [norm.name for norm in named_norms(log)]:
+    # Alone, so that no surer name comes before it.
+    if not named_norms(log._replace(columns={column.name: column})):
         lines.append("Its name does not say so, but it is taken for a gradient norm.")
     lines += [*log.notes, *column.notes]
     if column.empty:
@@ -149,7 +163,7 @@ def _about_source(log: Log, column: Column, options: argparse.Namespace) -> list
             "cures: skip_nonfinite leaves such steps out, and python -m "
             "optaxclip.doctor says what is known of them."
         )
-    if is_finite.sum() < FEW:
+    if is_finite.sum() < FEW_NORMS:
         lines.append(f"{is_finite.sum()} norms are too few to choose a limit from.")
     return lines
 
@@ -165,7 +179,7 @@ def _at_batch(
         )
     _, (norms, shares) = in_common([column, log.columns["noise_share"]])
     usual_norms = np.where(norms <= limit, norms, np.nan)
-    ratio = norm_at_batch(usual_norms, shares, options.batch, options.to)
+    ratio = norm_ratio(usual_norms, shares, options.batch, options.to)
     return (
         f"At batch size {options.to} norms are {ratio:.3g} times as long as at "
         f"{options.batch}: start with clip_by_global_norm({ratio * limit:.3g})."

@@ -6,7 +6,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 
-def norm_at_batch(
+def norm_ratio(
     norms: ArrayLike, noise_shares: ArrayLike, batch: int, other_batch: int
 ) -> float:
     """How long gradients are at another batch size, relative to those of the log.
@@ -20,18 +20,15 @@ def norm_at_batch(
     Args:
       norms: float[steps]. Steps without a finite norm and noise share are left out.
       noise_shares: float[steps]: of `per_example.noise_share`.
-      batch: B, the examples in a batch of the log.
-      other_batch: B'.
+      batch: B, the examples in a batch of the log, at least 1.
+      other_batch: B', at least 1.
 
     Raises:
-      ValueError: a batch size below 1, or no step that counts.
+      ValueError: no step counts.
 
     Reference: McCandlish, Kaplan, Amodei and others, An empirical model of large-batch
     training, 2018 (arXiv 1812.06162), appendix A.1.
     """
-    for option, size in {"--batch": batch, "--to": other_batch}.items():
-        if size < 1:
-            raise ValueError(f"replay: {option} must be at least 1, got {size}.")
     squares = np.square(np.asarray(norms, np.float64))
     shares = np.asarray(noise_shares, np.float64)
     is_known = np.isfinite(squares) & np.isfinite(shares)

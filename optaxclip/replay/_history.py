@@ -34,13 +34,15 @@ def read_history(
         "norm: (?P<grad_norm>\\S+)".
 
     Returns:
-      The norms, float64[steps]. What was left out is said in one warning.
+      The norms, float64[steps]. One warning says what was left out, but for rows that
+      have the column with an empty cell in it.
 
     Raises:
       ValueError: no such column in the file, none that is called a norm of the
         gradient, or several, a negative norm, no number at all, or a file in another
         format. The text has the names and says how to choose. Only a column with "loss"
         in its name may be negative: losses are read for `spike_score`.
+      OSError: the file cannot be opened.
 
     Example:
       >>> import pathlib, tempfile

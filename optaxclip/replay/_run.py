@@ -107,7 +107,7 @@ def history_of(call: str, norms: object, *, signed: bool = False) -> jax.Array:
     if not signed and (array < 0).any():
         negative = array[array < 0][0]
         raise ValueError(f"{call}: norms must be at least 0, got {negative}.")
-    # NumPy makes float64 of int32. In JAX an int64 of 2^40 would be 0.
+    # NumPy promotes int32 to float64 here. JAX would truncate an int64 of 2^40 to 0.
     dtype = np.promote_types(array.dtype, np.float32)
     # Numbers beyond the range of float32 become inf.
     with np.errstate(over="ignore"):
@@ -121,7 +121,7 @@ def limits_over(
 
     `argument` is the name of the rule in errors. `signed`: the values are losses.
     """
-    # Inside jit the length of a window would be a traced number.
+    # A rule is a pytree: under jit its window length is traced, and init needs an int.
     memory = rule.init(jnp.zeros_like(values[0]))
     return _limits_from(rule, memory, values, argument=argument, signed=signed)
 
@@ -174,7 +174,7 @@ class Suggestion(NamedTuple):
 RECOMMENDED_RATE = 0.01
 # The highest recommended limit, in medians of the norms. Where more than 1 % of the
 # steps are broken, a limit that clips 1 % lies among their norms and is no help.
-HIGHEST = 20
+MOST_MEDIANS = 20
 
 
 class Candidate(NamedTuple):
@@ -186,7 +186,7 @@ class Candidate(NamedTuple):
 
 
 def _learning_candidates(every: int) -> list[Candidate]:
-    """Rules that learn. Their windows are as many rows as these steps have."""
+    """Rules that learn. Windows are given in steps, and turned into rows of the log."""
 
     def rows(steps: int) -> int:
         return max(2, round(steps / every))
@@ -233,8 +233,8 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
       norms after a clip.
 
     Raises:
-      ValueError: a negative norm, fewer than two finite norms above 0, or an `every`
-        that is not whole or below 1.
+      ValueError: a history that is not [steps], a negative norm, fewer than two finite
+        norms above 0, or an `every` that is not whole or below 1.
       TypeError: a history that is not made of numbers.
 
     Example:
@@ -244,13 +244,12 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
       optaxclip.clip_by_global_norm(3.7) 0.25 0.925
     """
     check_length("suggest: every", every)
-    history = history_of("suggest", norms)
-    finite = np.asarray(history, np.float64).reshape(-1)
-    finite = finite[np.isfinite(finite) & (finite > 0)]
-    if finite.size < 2:
+    history = np.asarray(history_of("suggest", norms), np.float64)
+    finite = history[np.isfinite(history) & (history > 0)]
+    if history.ndim != 1 or finite.size < 2:
         raise ValueError(
-            "suggest: norms must hold at least two finite norms above 0, got "
-            f"{finite.size}."
+            "suggest: norms must hold at least two finite norms above 0, as [steps], "
+            f"got {finite.size} in an array of shape {history.shape}."
         )
     median = float(np.median(finite))
     limits = [*np.quantile(finite, (0.5, 0.9, 0.95, 0.99)), 5 * median]
@@ -274,9 +273,12 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
     if clipped_share(finite):
         return suggestions
     fixed_limits = suggestions[: len(rounded)]
-    usual_limits = [row for row in fixed_limits if row.limit <= HIGHEST * median]
-    best = min(usual_limits, key=lambda row: abs(row.clip_rate - RECOMMENDED_RATE))
-    return [row._replace(recommended=row is best) for row in suggestions]
+    usual = [fixed for fixed in fixed_limits if fixed.limit <= MOST_MEDIANS * median]
+    best = min(usual, key=lambda fixed: abs(fixed.clip_rate - RECOMMENDED_RATE))
+    return [
+        suggestion._replace(recommended=suggestion is best)
+        for suggestion in suggestions
+    ]
 
 
 def plot_history(
@@ -300,7 +302,7 @@ def plot_history(
       >>> history = optaxclip.replay.run(2.0, [1.0, 4.0, 3.0, 2.0])
       >>> axis = optaxclip.replay.plot_history(history)
       >>> print(axis.lines[2].get_label(), axis.lines[2].get_xdata())
-      clipped (50.0%) [1 2]
+      clipped (2 of 4) [1 2]
     """
     if axis is None:
         # Unlike pyplot, Figure opens no window and keeps no list of figures.
@@ -309,14 +311,15 @@ def plot_history(
         axis = Figure(figsize=(9, 4), layout="constrained").add_subplot()
     norms = np.asarray(history.norms)
     clipped = np.asarray(history.clipped)
-    steps = np.arange(norms.size) if steps is None else np.asarray(steps)
+    steps = np.arange(len(norms)) if steps is None else np.asarray(steps)
     # Lines have gaps where they are not finite. "0.55" is a gray of matplotlib.
     axis.semilogy(steps, norms, color="0.55", lw=0.8, label="norm before clipping")
     axis.semilogy(steps, history.limits, color="tab:blue", label="limit")
-    label = f"clipped ({clipped.mean():.1%})"
-    axis.plot(steps[clipped], norms[clipped], "r.", markersize=4, label=label)
+    label = f"clipped ({clipped.sum()} of {clipped.size})"
+    rows = np.nonzero(clipped)[0]
+    axis.plot(steps[rows], norms[clipped], "r.", markersize=4, label=label)
     axis.set(xlabel="step", ylabel="gradient norm")
-    axis.legend(loc="upper right", framealpha=0.8, edgecolor="none")
+    axis.legend(loc="upper right")
     return axis
 
 
@@ -361,7 +364,6 @@ def spike_score(
     values = jnp.stack(arrays, axis=1)
     # Signed: a loss of 0 or below is remembered like any other.
     limits = limits_over(spike_rule(call, sigmas, window), values, call, signed=True)
-    # Not `values > limits`, which is False for NaN.
-    spiked = ~(values <= limits) | ~jnp.isfinite(values)
+    spiked = (values > limits) | ~jnp.isfinite(values)
     # A step at which norm and loss both stand out counts once.
     return jnp.mean(spiked.any(axis=1))

@@ -11,7 +11,7 @@ import pytest
 
 from optaxclip.per_example import noise_share
 from optaxclip.replay import suggest
-from optaxclip.replay._batch import norm_at_batch
+from optaxclip.replay._batch import norm_ratio
 
 EXAMPLES, FEATURES, BATCH, PARTS = 2048, 12, 16, 8
 OTHER_BATCHES = (2, 4, 8, 32, 64, 128)
@@ -99,7 +99,7 @@ def errors_of(model):
     rows = {}
     for size in OTHER_BATCHES:
         measured, error_there = root_mean_square(gradients, size, size)
-        predicted = root * norm_at_batch(norms, shares, BATCH, size)
+        predicted = root * norm_ratio(norms, shares, BATCH, size)
         chance = 3 * (error / root + error_there / measured)
         rows[size] = predicted / measured, chance, root / measured
     return rows
@@ -128,22 +128,22 @@ def test_the_noise_scale_is_that_of_all_data(model):
 
 
 def test_the_same_batch_size_changes_nothing():
-    assert norm_at_batch([1.0, 2.0], [0.3, 0.9], 16, 16) == 1
+    assert norm_ratio([1.0, 2.0], [0.3, 0.9], 16, 16) == 1
 
 
 def test_noise_alone_goes_with_the_root_of_the_batch():
-    assert norm_at_batch([1.0, 2.0], [1.0, 1.5], 16, 64) == 0.5
-    assert norm_at_batch([1.0, 2.0], [0.0, 0.0], 16, 64) == 1
+    assert norm_ratio([1.0, 2.0], [1.0, 1.5], 16, 64) == 0.5
+    assert norm_ratio([1.0, 2.0], [0.0, 0.0], 16, 64) == 1
 
 
 def test_a_step_counts_by_its_squared_norm():
     # s^2 is 1 and 0, and |g|^2 is 1 and 9.
-    ratio = norm_at_batch([1.0, 3.0], [1.0, 0.0], 4, 1)
+    ratio = norm_ratio([1.0, 3.0], [1.0, 0.0], 4, 1)
     assert ratio == pytest.approx(np.sqrt(0.9 + 0.1 * 4))
 
 
 def test_broken_steps_are_left_out():
-    ratio = norm_at_batch([1.0, np.nan, 2.0, np.inf], [0.5, 0.1, np.nan, 0.5], 1, 4)
+    ratio = norm_ratio([1.0, np.nan, 2.0, np.inf], [0.5, 0.1, np.nan, 0.5], 1, 4)
     assert ratio == np.sqrt(0.5 + 0.5 / 4)
 
 
@@ -179,5 +179,8 @@ def test_the_command_names_what_is_missing(tmp_path, command, capsys):
     assert "--batch and --to go together" in capsys.readouterr().err
     rows = [{"grad_norm": 1.0 + i, "noise_share": 0.5} for i in range(9)]
     path = write(path, rows)
-    with pytest.raises(SystemExit, match="--to must be at least 1, got 0"):
-        command(path, "--batch", "32", "--to", "0")
+    # Before the file is read.
+    for sizes in (("32", "0"), ("-1", "32")):
+        with pytest.raises(SystemExit):
+            command(path.parent / "none", "--batch", sizes[0], "--to", sizes[1])
+        assert "--batch and --to must be at least 1" in capsys.readouterr().err

@@ -40,6 +40,11 @@ def test_a_column_of_another_name_is_said_to_be_taken_for_a_norm(log, command):
     assert "Its name does not say so, but it is taken for a gradient norm." in text
 
 
+def test_a_norm_beside_a_surer_one_has_a_name_that_says_so(log, command):
+    log.write_text(log.read_text().replace("train/loss", "clip/norm_before"))
+    assert "Its name does not" not in command(log, "--column", "train/grad_norm")
+
+
 def test_rows_that_are_missing_are_said_and_drawn_in_steps(log, command, monkeypatch):
     lines = [f"{10 * step},{norm}" for step, norm in enumerate(NORMS)]
     log.write_text("\n".join(["step,grad_norm", *lines]))
@@ -83,6 +88,8 @@ def test_no_limit_is_recommended_from_norms_after_a_clip(log, command):
     text = command(log)
     assert "46% of the rows are exactly 1." in text and "no limit can be chosen" in text
     assert "Start with" not in text
+    with pytest.raises(SystemExit, match="a limit that is recommended for it"):
+        command(log, "--picture", log.parent / "run.png")
     assert not any(row.recommended for row in suggest(norms))
 
 
@@ -97,6 +104,8 @@ def test_several_optimizers_have_a_row_each(log, command):
     log.write_text("\n".join(["step,actor/grad_norm,critic/grad_norm", *lines]))
     text = command(log).splitlines()
     assert text[0] == "2 columns are called a gradient norm."
+    with pytest.raises(SystemExit, match="--to and --picture need one column"):
+        command(log, "--batch", 1, "--to", 2)
     for name, factor in (("actor/grad_norm", 1), ("critic/grad_norm", 2)):
         (row,) = [line for line in text if line.startswith(name)]
         (best,) = [row for row in suggest(factor * NORMS) if row.recommended]

@@ -71,7 +71,8 @@ def test_other_columns_are_read_by_their_names(tmp_path):
 KNOWN = (
     "train/grad_norm a/b/grad_norm optim/gnorm x/gradient_norm grad-norm "
     "learning/raw_grad_norm l2_norm/grad/global grad/norm/total "
-    "train/grad_2.0_norm_total grad_inf_norm_total"
+    "train/grad_2.0_norm_total grad_inf_norm_total grad_norm_before_clipping "
+    "grad_norm(l2)"
 )
 
 

@@ -14,13 +14,21 @@ def test_the_picture_has_norms_limits_and_clipped_steps():
     steps = 10 * np.arange(NORMS.size)
     axis = plot_history(result, steps=steps)
     clipped = np.asarray(result.clipped)
-    share = f"clipped ({clipped.mean():.1%})"
+    share = f"clipped ({clipped.sum()} of 80)"
     drawn = {str(line.get_label()): line.get_data() for line in axis.lines}
     assert list(drawn) == ["norm before clipping", "limit", share] and clipped.any()
     np.testing.assert_array_equal(drawn["norm before clipping"], [steps, NORMS])
     np.testing.assert_array_equal(drawn["limit"], [steps, result.limits])
     np.testing.assert_array_equal(drawn[share], [steps[clipped], NORMS[clipped]])
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("step", "gradient norm")
+
+
+def test_several_histories_are_drawn():
+    norms = np.stack([NORMS, 2 * NORMS], axis=1)
+    axis = plot_history(optaxclip.replay.run(5.0, norms))
+    steps, _ = axis.lines[-1].get_data()
+    is_clipped = np.isfinite(norms) & (norms > 5)
+    np.testing.assert_array_equal(steps, np.nonzero(is_clipped)[0])
 
 
 def test_an_infinite_limit_does_not_stretch_the_picture():

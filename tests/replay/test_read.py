@@ -9,6 +9,7 @@ import zipfile
 import numpy as np
 import pytest
 
+from optaxclip import _logs
 from optaxclip.replay import read_history
 
 
@@ -38,6 +39,12 @@ FORMS = [
     '#{"t_start": 1.5}\nloss,grad_norm\n2,1.5\n1,2.5\n',
     "step  grad_norm\n   0        1.5\n   1        2.5\n",
     "step;grad norm\n0;1,5\n1;2,5\n",
+    # As pandas writes an index.
+    "\tstep\tgrad_norm\n0\t0\t1.5\n1\t1\t2.5\n",
+    "grad_norm\tval\n1.5\t2\n2.5\t\n",
+    "grad norm\n1.5\n2.5\n",
+    "step,grad_norm\n0/10,1.5\n1/10,2.5\n",
+    "{'params': {'norm': 3.0}, 'norm': 1.5}\n{'params': {'norm': 3.0}, 'norm': 2.5}\n",
     b'{"grad_norm": 1.5}\n{"grad_norm": 2.5}\n\0\0\0',
     gzip.compress(b"norm\n1.5\n", mtime=0) + gzip.compress(b"2.5\n", mtime=0),
 ]
@@ -70,7 +77,7 @@ def zipped():
 
 
 BINARY = "the file is empty or binary. The reader takes JSON lines, JSON, CSV"
-TEXT = "this is text, and not a table. The reader takes JSON lines, JSON, CSV"
+TEXT = "there is no table of numbers in it. The reader takes JSON lines, JSON, CSV"
 NO_NORM = "this file has no gradient norm. Log one in each step"
 
 
@@ -183,6 +190,14 @@ def test_of_a_step_that_comes_twice_the_later_run_counts(tmp_path):
     assert found.tolist() == [*range(30), *range(40, 60)]
 
 
+def test_nulls_that_a_resumed_run_replaces_are_no_norms(tmp_path):
+    norms = {**dict.fromkeys(range(95), 1.0), **dict.fromkeys(range(95, 101))}
+    rows = [{"step": step, "norm": norm} for step, norm in norms.items()]
+    rows += [{"step": step, "norm": 2.0} for step in range(60, 91)]
+    with pytest.warns(UserWarning, match="Steps 60 to 94 come twice"):
+        assert read(tmp_path, json.dumps(rows)).tolist() == 60 * [1.0] + 31 * [2.0]
+
+
 def test_text_among_numbers_is_counted_and_left_out(tmp_path):
     with pytest.warns(UserWarning, match="1 entries are text, and left out: 'N/A'"):
         assert read(tmp_path, "step,grad_norm\n0,N/A\n1,2.0\n").tolist() == [2.0]
@@ -228,6 +243,20 @@ SUREST = [
     ("clip max 0.5 - grad_norm,loss", "clip max 0.5 - grad_norm"),
     ("record/a/norm,skip/a/norm", "record/a/norm"),
 ]
+
+
+def test_the_training_loss_is_told_from_other_losses(tmp_path):
+    for name in ("train/loss", "latest/loss", "interval/loss", "total_loss"):
+        assert loss_name(tmp_path, name) == name
+    for name in ("val/loss", "my_val/loss", "test/loss", "aux/loss"):
+        assert loss_name(tmp_path, name) is None
+
+
+def loss_name(tmp_path, name):
+    path = tmp_path / "run.csv"
+    path.write_text(f"{name},lr\n2,1\n1,1\n")
+    loss = _logs.loss_of(_logs.read_log(path, "test"))
+    return loss and loss.name
 
 
 def test_the_surest_name_is_taken(tmp_path):

@@ -83,6 +83,22 @@ def test_a_step_that_is_skipped_for_its_loss_may_have_the_smallest_norm(tmp_path
     np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1, 0.5, 9])
 
 
+def test_norms_of_skipped_steps_are_read_where_every_tenth_is_logged(tmp_path):
+    """The norm that the clipper keeps is of a step between."""
+    path = tmp_path / "log.csv"
+    head = "step,clip/norm_before,skip/norm,skip/skipped"
+    for kept, skipped, wanted in ((2, 50, 50), (2, "nan", np.nan), (60, 50, 60)):
+        path.write_text(f"{head}\n0,1,1,0\n10,{kept},{skipped},1\n20,3,3,0\n")
+        found = optaxclip.replay.read_history(path)
+        np.testing.assert_array_equal(found, [1, wanted, 3])
+
+
+def test_a_wrapper_without_common_steps_is_not_read(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("clip/norm_before,skip/norm,skip/skipped\n1,,\n,2,0\n")
+    assert optaxclip.replay.read_history(path) == [1]
+
+
 def test_norms_of_a_scaled_loss_are_left(tmp_path):
     """The wrapper sees scaled gradients, and the clipper those of the loss."""
     clip = optaxclip.clip_by_global_norm(1.8)

@@ -34,6 +34,11 @@ def test_suggestions_count_the_steps_over_each_limit():
         eval(row.rule, {"optaxclip": optaxclip, "optimizer": optax.sgd(0.1)})
 
 
+def test_several_histories_at_once_are_refused():
+    with pytest.raises(ValueError, match=r"as \[steps\], got 4 in .* shape \(2, 2\)"):
+        suggest([[1.0, 2.0], [3.0, 4.0]])
+
+
 def test_skipped_steps_are_multiplied_by_0():
     norms = [1.0 + i % 7 / 10 for i in range(SIZE)]
     norms[-1] = 50.0

@@ -36,7 +36,9 @@ def text_file(tmp_path):
 
 
 def pattern_of(path):
-    with pytest.raises(ValueError, match="this is text, and not a table") as raised:
+    with pytest.raises(
+        ValueError, match="there is no table of numbers in it"
+    ) as raised:
         read_history(path)
     return re.search("--pattern '(.*)'$", str(raised.value))[1]
 
