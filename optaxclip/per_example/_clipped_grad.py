@@ -68,6 +68,9 @@ class ClippedGrad(NamedTuple):
         Its sensitivity is the larger one, and what rounding of this addition adds.
         `nonfinite` counts both. Norms, factors, values and aux are of this batch.
 
+        Raises:
+          ValueError: a mean. The sum of two means is not the mean of all examples.
+
         Example:
           >>> grad = optaxclip.clipped_grad(lambda w, x: w * x, 1.0, mean=False)
           >>> batch, mask = jnp.array([3.0, 0.5]), jnp.array([True, True])
@@ -76,6 +79,11 @@ class ClippedGrad(NamedTuple):
           >>> print(f"{both.grads:.3f} {both.sensitivity:.6f}")
           3.000 1.000002
         """
+        if self.divisor is not None or total.divisor is not None:
+            raise ValueError(
+                "added_to: both results must be sums, got a mean. Use mean=False, and "
+                "divide the total by the number of examples."
+            )
         sensitivity = None
         longest = None
         if self.sensitivity is not None and total.sensitivity is not None:

@@ -139,6 +139,9 @@ def test_a_sum_of_results_has_the_larger_sensitivity():
     # One of both has none.
     assert one.added_to(result_of(1.0, private=False)).sensitivity is None
     assert result_of(1.0, None).added_to(one).sensitivity is None
+    mean = clipped_grad(loss, 1.0)(PARAMS, broken, mask=MASK)
+    with pytest.raises(ValueError, match="added_to: both results must be sums"):
+        mean.added_to(mean)
 
 
 def test_results_add_up_in_a_loop():

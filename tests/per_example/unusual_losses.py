@@ -322,3 +322,46 @@ BEHIND_RULES = {
     )
 }
 CASES |= BEHIND_RULES
+
+
+def carry_that_is_a_constant_too(p, x):
+    """A recurrent network whose first state is learned, and restored on the way."""
+
+    def turn(state, number):
+        state = jnp.where(number > 0, p["b"], state)
+        return jnp.tanh(state + number * p["b"] + jnp.sum(p["w"], 0)), None
+
+    state, _ = lax.scan(turn, p["b"], x)
+    return jnp.sum(state**2)
+
+
+def carry_of_a_scan_in_a_scan(p, x):
+    """Each turn of the outer scan begins with the same learned state."""
+
+    def outer(total, number):
+        def inner(state, row):
+            return jnp.tanh(state * number + row), None
+
+        state, _ = lax.scan(inner, p["b"], p["w"])
+        return total + state, None
+
+    total, _ = lax.scan(outer, jnp.zeros(3), x)
+    return jnp.sum(total**2)
+
+
+def penalty_in_each_turn(p, x):
+    def turn(state, number):
+        return jnp.tanh(state + number * p["b"]), jnp.sum(p["w"] ** 2)
+
+    state, penalties = lax.scan(turn, jnp.zeros(3), x)
+    return jnp.sum(state**2) + 0.1 * jnp.sum(penalties)
+
+
+CASES |= {
+    loss.__name__: (loss, WEIGHTS, XS)
+    for loss in (
+        carry_that_is_a_constant_too,
+        carry_of_a_scan_in_a_scan,
+        penalty_in_each_turn,
+    )
+}

@@ -163,12 +163,11 @@ class Ghost(NamedTuple):
 def _tapped_outputs(values: dict[int, Any], site: Site, inputs: list[Any]) -> list[Any]:
     """The outputs of a site in one example that a backward pass comes by."""
     operands = [origin.make(values) for origin in site.operands.values()]
-    if site.eqn is None:
-        return operands
-    has_rule = has_backward_rule(site.eqn)
 
     def run(operands: list[Any], inputs: list[Any], zero: Array) -> Any:
-        if has_rule:
+        if site.eqn is None:
+            return operands
+        if has_backward_rule(site.eqn):
             # A rule of the user's sees the cotangent of each turn of a scan.
             operands = [x + zero.astype(x.dtype) for x in operands]
         arguments = list(inputs)

@@ -256,6 +256,9 @@ def _split(
             # The carry is data, since it differs from turn to turn.
             carry = slice(*_ends_of_scan(eqn))
             take_for_data(eqn.invars[carry], flow.to_inputs[carry])
+            # A parameter that is a carry may be another input as well. It is data there
+            # too, or its cotangent would be counted twice.
+            in_origins = origins_of(eqn.invars, flow.to_inputs)
             origins_in_turn = _origins_in_turn(eqn, in_origins, len(scan_lengths))
             lengths = (*scan_lengths, eqn.params["length"])
             body = split_body(eqn, origins_in_turn, flow, lengths)

@@ -180,7 +180,7 @@ def _plan_of(leaf: Array, operands: list[Operand], gradient_size: int) -> LeafPl
     sites_by_number = {operand.site.number: operand.site for operand in operands}
     sites = list(sites_by_number.values())
     if not sites or not leaf.size:
-        return LeafPlan("unused", sites, gradient_size)
+        return LeafPlan("unused", sites, kept_size=0)
     by_gradient = LeafPlan("gradient", sites, gradient_size)
     # Where outputs differ along more mesh axes than the parameter, its gradient is a
     # sum over devices.
