@@ -116,8 +116,8 @@ def why(
     | model | in all other cases |
 
     A step without a limit, as of `skip_nonfinite`, is held against ten times the median
-    of the norms of examples. Where the loss alone broke its limit, losses are compared
-    in the place of norms.
+    of the norms of examples that have a gradient. Where the loss alone broke its limit,
+    or is not finite, losses are compared in the place of norms.
 
     Args:
       loss: the function that the step differentiates, `loss(params, batch)`, or
@@ -135,8 +135,9 @@ def why(
       A `Verdict`: `cause`, `examples`, `tensors`, `numbers` and `not_told`.
 
     Raises:
-      ValueError: a file that `save` did not write, files of some processes only, or a
-        structure that does not fit. TypeError: a loss that is not a function.
+      ValueError: a file that `save` did not write, files of some processes only or of
+        two runs, or a structure that does not fit. TypeError: a loss that is not a
+        function.
       OSError: no such file.
 
     Example:
