@@ -80,22 +80,6 @@ class Run(NamedTuple):
     norms: PyTree  # of its tensors
 
 
-class Measured(NamedTuple):
-    """What the state recorded, and what the replays gave: norms or losses."""
-
-    quantity: str  # "norm" or "loss"
-    recorded: float  # NaN if the state has no norm of the whole gradient
-    limit: float
-    replays: list[float]
-    in_float32: float
-    median: float  # of the examples
-    without_far_examples: float
-    norm_without_far_tensors: float
-    examples: list[int]
-    tensors: list[str]
-    not_told: list[str]
-
-
 def why(
     loss: Loss,
     file: str | Path,
@@ -159,46 +143,10 @@ def why(
         if not is_function(function):
             raise TypeError(f"why: {name} must be a function, got {shown(function)}.")
     check_length("why: microbatch", microbatch)
-    measured = _measured(loss, wide or loss, load(file, like), microbatch)
-    quantity = measured.quantity
-    return Verdict(
-        cause=_cause(measured),
-        examples=measured.examples,
-        tensors=measured.tensors,
-        numbers={
-            f"recorded {quantity}": measured.recorded,
-            f"lowest {quantity} of three replays": min(measured.replays),
-            f"highest {quantity} of three replays": max(measured.replays),
-            "limit": measured.limit,
-            f"{quantity} in float32": measured.in_float32,
-            f"median {quantity} of examples": measured.median,
-            f"{quantity} without far examples": measured.without_far_examples,
-            "norm without far tensors": measured.norm_without_far_tensors,
-        },
-        not_told=measured.not_told,
-    )
+    return _verdict(loss, wide or loss, load(file, like), microbatch)
 
 
-def _cause(measured: Measured) -> str:
-    """The first cause whose removal brings the value within the limit."""
-    limit = measured.limit
-    values = [measured.recorded, *measured.replays]
-    if not math.isclose(np.nanmin(values), np.nanmax(values), rel_tol=ROUNDING):
-        return "chip"
-    if measured.recorded < limit:
-        return "none"
-    if measured.in_float32 < limit:
-        return "dtype"
-    if measured.without_far_examples < limit:
-        return "data"
-    # If the backward pass is wrong the loss is unaffected, so losses cannot blame a
-    # layer.
-    if measured.quantity == "norm" and 0 < measured.norm_without_far_tensors < limit:
-        return "layer"
-    return "model"
-
-
-def _measured(loss: Loss, wide: Loss, step: Step, microbatch: int) -> Measured:
+def _verdict(loss: Loss, wide: Loss, step: Step, microbatch: int) -> Verdict:
     """Replays a step as it was, in float32, and without what stands out."""
     quantity, recorded, limit = _recorded(step.numbers)
 
@@ -230,33 +178,49 @@ def _measured(loss: Loss, wide: Loss, step: Step, microbatch: int) -> Measured:
     growths = _growths(norms, step.moments)
     far_tensors = [name for name in norms if growths[name] > FAR_TENSOR]
     norms_without_far = [norms[name] for name in norms if name not in far_tensors]
+    norm_without_far = math.hypot(*norms_without_far)
     broken = []
     for name, leaf in by_name(params).items():
         if not np.isfinite(leaf).all():
             broken.append(name)
 
-    not_told = []
-    if math.isnan(recorded):
-        not_told.append("chip: no norm of the whole gradient was recorded")
-    if has_16_bits:
-        not_told.append("dtype: 16 bits are left in float32, wide= takes another loss")
-    if not values.size:
-        not_told.append("data: arrays of the batch differ in their first axes")
-    if not step.moments:
-        not_told.append("layer: the state has no second moments of Adam")
-    return Measured(
-        quantity=quantity,
-        recorded=recorded,
-        limit=limit,
-        replays=replays,
-        in_float32=float(run.value),
-        median=median,
-        without_far_examples=value_without_far,
-        norm_without_far_tensors=math.hypot(*norms_without_far),
+    without = {"none": recorded, "dtype": float(run.value), "data": value_without_far}
+    # If the backward pass is wrong the loss is unaffected, so losses cannot blame a
+    # layer.
+    if quantity == "norm" and norm_without_far > 0:
+        without["layer"] = norm_without_far
+    not_told = {
+        "chip: no norm of the whole gradient was recorded": math.isnan(recorded),
+        "dtype: 16 bits are left in float32, wide= takes another loss": has_16_bits,
+        "data: arrays of the batch differ in their first axes": not values.size,
+        "layer: the state has no second moments of Adam": not step.moments,
+    }
+    return Verdict(
+        cause=_cause([recorded, *replays], without, limit),
         examples=np.argsort(-values, kind="stable")[: is_far.sum()].tolist(),
         tensors=broken or far_tensors or [max(growths, key=growths.__getitem__)],
-        not_told=not_told,
+        numbers={
+            f"recorded {quantity}": recorded,
+            f"lowest {quantity} of three replays": min(replays),
+            f"highest {quantity} of three replays": max(replays),
+            "limit": limit,
+            f"{quantity} in float32": without["dtype"],
+            f"median {quantity} of examples": median,
+            f"{quantity} without far examples": value_without_far,
+            "norm without far tensors": norm_without_far,
+        },
+        not_told=[text for text, is_true in not_told.items() if is_true],
     )
+
+
+def _cause(observed: list[float], without: dict[str, float], limit: float) -> str:
+    """The first cause without which the value is within the limit."""
+    if not math.isclose(np.nanmin(observed), np.nanmax(observed), rel_tol=ROUNDING):
+        return "chip"
+    for cause, value in without.items():
+        if value < limit:
+            return cause
+    return "model"
 
 
 def _recorded(numbers: dict[str, float]) -> tuple[str, float, float]:
