@@ -370,9 +370,10 @@ class _Run(NamedTuple):
         return self.same_or_nan(self.factors) / wanted
 
     def same_or_nan(self, numbers: np.ndarray) -> float:
-        """The number that all of them are. NaN if they differ."""
+        """The finite number that all of them are, or NaN."""
         first = numbers.flat[0]
-        return first if self.close(numbers, first).all() else math.nan
+        is_same = np.isfinite(first) and self.close(numbers, first).all()
+        return first if is_same else math.nan
 
     def close(self, found: ArrayLike, wanted: ArrayLike) -> np.ndarray:
         # Rounding of float32 sums of at most 400 numbers. In 16 bits update, factor and
@@ -495,11 +496,10 @@ def _bug_of_norms(
     run: _Run, norms: np.ndarray, peers: list[_Run], ratio: Callable[[_Run], float]
 ) -> str:
     """The first bug that gives the norms of devices. Without one it is a scale, if all
-    peers have the same finite ratio of found to wanted numbers.
+    peers have the same ratio of found to wanted numbers.
     """
     ratios = [ratio(peer) for peer in peers]
-    is_constant = np.isfinite(ratios).all() and run.close(ratios, ratio(run)).all()
-    is_scale = len(peers) > 1 and is_constant
+    is_scale = len(peers) > 1 and run.close(ratios, ratio(run)).all()
     # Equal ratios on meshes of 4 and 8 cannot be a device count.
     sizes = {peer.setting.mesh.size for peer in peers}
     is_sure = is_scale and len(sizes) > 1
