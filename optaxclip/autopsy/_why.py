@@ -187,7 +187,7 @@ def _verdict(loss: Loss, wide: Loss, step: Step, microbatch: int) -> Verdict:
     without = {"none": recorded, "dtype": float(run.value), "data": value_without_far}
     # If the backward pass is wrong the loss is unaffected, so losses cannot blame a
     # layer.
-    if quantity == "norm" and norm_without_far > 0:
+    if quantity == "norm" and norm_without_far > 0 and not broken:
         without["layer"] = norm_without_far
     not_told = {
         "chip: no norm of the whole gradient was recorded": math.isnan(recorded),

@@ -396,6 +396,18 @@ def test_weights_that_are_not_finite_are_named(saved):
     assert verdict.tensors == ["last"]
 
 
+def test_weights_that_are_not_finite_are_no_backward_pass(saved):
+    def penalized(params, x, y):
+        finite = {"first": params["first"], "last": PARAMS["last"]}
+        return loss(finite, x, y) + params["last"].sum() ** 2
+
+    # The gradient of the other tensor is finite.
+    params = {**PARAMS, "last": np.full(6, np.nan, np.float32)}
+    path = saved(params, (INPUTS, TARGETS), loss=penalized)
+    verdict = why(penalized, path)
+    assert (verdict.cause, verdict.tensors) == ("model", ["last"])
+
+
 # ------------------------------------------------------------------- what was recorded
 
 
