@@ -1,10 +1,11 @@
 """Is the norm of a training step right, and does it clip as it should?
 
 settings    who holds which part of weights and batch, and the limit
-gradients   their mean is known in float64, so norm and factor are known
+case        gradients above the limit, below it, or with a NaN. Their mean is known in
+            float64, so norm and factor are known
 step        the user's own. It is run on CPU devices. Each run is a probe
-kinds       what each known bug would have given instead: norms, or gradients. The first
-            that agrees with what the step gave is named
+bugs        norms, or gradients, that each known bug would have given instead. The first
+            of MEANINGS whose norm agrees with that of the step is named
 """
 
 import inspect
@@ -31,8 +32,8 @@ DEVICES = 8
 # How each setting differs from "replicated".
 SETTINGS: dict[str, dict[str, Any]] = {
     "replicated": {},
-    # So small that 1e-8 beside the norm shows. With four devices a sum over devices and
-    # a scale of 8 are two numbers.
+    # So small that 1e-8 beside the norm shows. Four devices here, so that a factor of 8
+    # (a loss scale) is not mistaken for the device count.
     "small_limit": {"max_norm": 1e-6, "mesh_shape": (4, 1)},
     "accumulated": {"microbatches": 3},
     "fsdp": {"specs": {"experts": P(None, None, "data"), "matrix": P("data")}},
@@ -48,22 +49,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
 SHAPES = {"bias": (8,), "experts": (4, 8, 8), "matrix": (16, 8)}
 # Of 16 bits. Squares of many leaves are added one after the other.
 MANY = ["large", *(f"small_{number}" for number in range(64))]
-# The norm of gradients, in limits. 37 is no usual scale and no number of devices, and
+# norm / limit for each case. 37 is no usual scale and no number of devices, and
 # with it some elements are above the limit. A loss scale of 2^16 does not bring the
 # norm below to the limit.
-LIMITS = {"above": 37.0, "below": 1e-6, "nan": 37.0}
-# What each kind of bug means, and what to do.
-KINDS = {
+NORM_OVER_LIMIT = {"above": 37.0, "below": 1e-6, "nan": 37.0}
+# What each bug means, and what to do. Bugs of norms are looked for in this order.
+MEANINGS = {
     "nan_on_one_device": "a NaN is seen by some devices only: replicas part",
+    "nan_hidden": "the update has a NaN and the norm has none: let the norm be NaN",
     "zero_norm": "the norm is 0: it is of a state before its update, or of no gradient",
-    "norm_of_weights": "the norm is that of the weights: pass the gradients",
     "after_clip": "the norm that is returned is that of clipped gradients",
+    "norm_of_weights": "the norm is that of the weights: pass the gradients",
+    "clipped_below_limit": "gradients below the limit are changed",
     "weights_added": "weights are in the update: leave weight decay and penalties out",
+    "low_precision_sum": "squares are added in bfloat16: add them in float32",
+    "squares_overflow": "squares in float16 are inf: convert to float32 first",
     "microbatches_apart": "micro-batches are clipped or measured one by one: average "
     "all of them first",
     "local_norm": "each device uses the gradient of its own batch: average first",
-    "low_precision_sum": "squares are added in bfloat16: add them in float32",
-    "squares_overflow": "squares in float16 are inf: convert to float32 first",
     "own_shard": "squares of split leaves are not added (lax.psum)",
     "averaged_norms": "norms or squares of shards are averaged: add squares",
     "leaves_left_out": "only some leaves count, such as those that are split",
@@ -86,13 +89,12 @@ KINDS = {
     "clipped_by_value": "elements are clipped, and not the norm",
     "other_direction": "the gradient is changed before the clip, or not by one factor",
     "not_clipped": "gradients above the limit are not clipped",
-    "clipped_below_limit": "gradients below the limit are changed",
     "other_limit": "the norm of updates is held at another limit",
     "other_rate": "updates are multiplied: is the optimizer optax.sgd(1.0), run once?",
     "unknown": "no known bug gives this number",
 }
-# Their ratio to the right number is the same in all settings, as that of a scale.
-RATIOS = ("zero_norm", "rms", "clipped_twice")
+# Bugs whose ratio is constant, so a constant ratio does not prove a loss scale.
+CONSTANT_RATIO_BUGS = ("zero_norm", "rms", "clipped_twice")
 
 
 class Setting(NamedTuple):
@@ -118,7 +120,7 @@ class Finding(NamedTuple):
     """One number that is wrong."""
 
     setting: str
-    gradients: str  # "above" or "below" the limit, or with a "nan"
+    case: str  # gradients "above" or "below" the limit, or with a "nan"
     what: str  # "norm": what is returned. "update": the length of the update
     wanted: float
     # With a "nan": the number of devices that have one.
@@ -175,8 +177,8 @@ def check_step(
 
     Returns:
       A list of findings, empty where all is right. Each has the fields `setting`,
-      `gradients` ("above" or "below" the limit, or with a "nan"), `what` ("norm", or
-      "update" for its length), `wanted` and `found` (with a "nan" the numbers of
+      `case` (gradients "above" or "below" the limit, or with a "nan"), `what` ("norm",
+      or "update" for its length), `wanted` and `found` (with a "nan" the numbers of
       devices that have one), `kind` and `meaning`. The page "Wrong norms of 2026" lists
       the kinds.
 
@@ -198,12 +200,14 @@ def check_step(
       ...         return optax.apply_updates(params, updates), norm
       ...     return step
       >>> for row in optaxclip.check_step(make_step, settings="fsdp"):
-      ...     print(row.gradients, row.what, round(row.wanted, 3), row.kind)
+      ...     print(row.case, row.what, round(row.wanted, 3), row.kind)
       above norm 9.25 after_clip
     """
     _check_make_step(make_step)
     names = (settings,) if isinstance(settings, str) else tuple(settings)
-    for name in names or [settings]:
+    if not names:
+        raise ValueError(f"{CALL} settings must name at least one setting, got none.")
+    for name in names:
         check_choice(f"{CALL} settings", name, tuple(SETTINGS))
     count = len(jax.devices("cpu"))
     if count < DEVICES:
@@ -222,9 +226,7 @@ def check_step(
             raise
     # Runs to compare with: a ratio that all of them have is no number of devices.
     peers = [
-        run
-        for run in runs
-        if run.gradients != "nan" and run.setting.dtype == jnp.float32
+        run for run in runs if run.case != "nan" and run.setting.dtype == jnp.float32
     ]
     findings = []
     for run in runs:
@@ -261,21 +263,22 @@ def _setting(name: str) -> Setting:
     return Setting(name, mesh, specs, batch_specs, **changes)
 
 
-def _batch(setting: Setting, gradients: str) -> Tree:
+def _batch(setting: Setting, case: str) -> Tree:
     """Gradients of examples. All are alike but the first, so that any parts of a batch
     have the same means. The first number of each leaf is 0.
     """
     count = setting.mesh.shape["data"] * setting.microbatches
     if setting.dtype == jnp.float32:
         # Other numbers in each run: what agrees in all of them agrees by no chance.
-        random = np.random.default_rng([*f"{setting.name} {gradients}".encode()])
+        random = np.random.default_rng([*f"{setting.name} {case}".encode()])
         batch: Tree = {
             name: random.normal(0.5, 1.0, (count, *shape))
             for name, shape in SHAPES.items()
         }
     else:
-        # 16 bits hold these numbers and their mean. The squares of 8 add to 1024, and
-        # bfloat16 has no number between it and 1032. 600 * 600 is beyond float16.
+        # 16 bits hold these numbers and their means, which are twice as large (below).
+        # The squares of 16 means of 8 add to 1024, and bfloat16 has no number between
+        # it and 1032. A mean of 600 has a square beyond float16.
         large = 4.0 if setting.dtype == jnp.bfloat16 else 300.0
         small = np.array([0.0, 0.5, 0.5, 0.25])
         batch = {name: np.tile(small, (count, 1)) for name in MANY}
@@ -283,13 +286,13 @@ def _batch(setting: Setting, gradients: str) -> Tree:
     for leaf in batch.values():
         leaf.reshape(count, -1)[:, 0] = 0.0
         leaf[1:] = leaf[-1]
-        # The mean of eight 16-bit numbers is twice the last.
+        # The first is 9 times the rest, so the mean of eight is (9 + 7) / 8 = 2 times.
         leaf[0] *= 9.0
     if setting.dtype == jnp.float32:
-        norm = _norm(_row(_mean(batch)))
-        scale = LIMITS[gradients] * setting.max_norm / norm
+        norm = _norm(_flat(_mean(batch)))
+        scale = NORM_OVER_LIMIT[case] * setting.max_norm / norm
         batch = {name: np.float32(leaf * scale) for name, leaf in batch.items()}
-    if gradients == "nan":
+    if case == "nan":
         batch["experts"][-1, -1, -1, -1] = np.nan
     return batch
 
@@ -298,7 +301,7 @@ def _mean(batch: Tree) -> Tree:
     return {name: leaf.mean(0, np.float64) for name, leaf in batch.items()}
 
 
-def _row(tree: Tree) -> np.ndarray:
+def _flat(tree: Tree) -> np.ndarray:
     """All numbers of a tree, sorted by names."""
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
@@ -317,7 +320,7 @@ def _placed(setting: Setting, specs: Tree, tree: Tree) -> Tree:
     return jax.device_put(tree, shardings)
 
 
-def _held(setting: Setting, specs: Tree, tree: Tree) -> list[np.ndarray]:
+def _per_device(setting: Setting, specs: Tree, tree: Tree) -> list[np.ndarray]:
     """For each leaf, sorted by names, [devices, numbers]: what each device holds."""
     leaves = []
     for leaf in jax.tree.leaves(_placed(setting, specs, tree)):
@@ -334,7 +337,7 @@ class _Run(NamedTuple):
     """What a step returned for gradients that are known. Rows are sorted by names."""
 
     setting: Setting
-    gradients: str  # "above" or "below" the limit, or with a "nan"
+    case: str  # gradients "above" or "below" the limit, or with a "nan"
     batch: Tree  # gradients of examples
     mean: Tree  # of the examples, in float64
     norm: float  # of the mean
@@ -342,97 +345,100 @@ class _Run(NamedTuple):
     # [numbers]: 0 in place of those that have no gradient, and so may be weights.
     update: np.ndarray
     factors: np.ndarray  # [leaves, devices]: update over gradient. NaN if no number is
-    weights: np.ndarray  # [leaves]: change of weights that have no gradient
+    drift: np.ndarray  # [leaves]: change of weights that have no gradient
     has_nan: np.ndarray  # [devices]
-    has_parted: bool  # devices hold different copies of new params or updates
+    replicas_differ: bool  # devices hold different copies of new params or updates
 
-    def finding(self, what: str, right: float, actual: float, bug: str) -> Finding:
+    def finding(self, what: str, wanted: float, found: float, bug: str) -> Finding:
         return Finding(
-            self.setting.name,
-            self.gradients,
-            what,
-            float(right),
-            float(actual),
-            bug,
-            KINDS[bug],
+            setting=self.setting.name,
+            case=self.case,
+            what=what,
+            wanted=float(wanted),
+            found=float(found),
+            kind=bug,
+            meaning=MEANINGS[bug],
         )
 
     def ratio(self) -> float:
-        """The norm that was returned, over the right one. NaN if devices differ."""
-        return self.common(self.norms) / self.norm
+        """Norm found / norm wanted. NaN if devices differ."""
+        return self.same_or_nan(self.norms) / self.norm
 
     def gain(self) -> float:
-        """The update over the right one. NaN if it is no multiple."""
-        right_factor = min(1.0, self.setting.max_norm / self.norm)
-        return self.common(self.factors) / right_factor
+        """Factor found / factor wanted, min(1, limit / norm). NaN if leaves differ."""
+        wanted = min(1.0, self.setting.max_norm / self.norm)
+        return self.same_or_nan(self.factors) / wanted
 
-    def common(self, numbers: np.ndarray) -> float:
-        """The number that all of them are. NaN if they differ."""
+    def same_or_nan(self, numbers: np.ndarray) -> float:
+        """The finite number that all of them are, or NaN."""
         first = numbers.flat[0]
-        return first if self.close(numbers, first).all() else math.nan
+        is_same = np.isfinite(first) and self.close(numbers, first).all()
+        return first if is_same else math.nan
 
-    def close(self, actual: ArrayLike, right: ArrayLike) -> np.ndarray:
+    def close(self, found: ArrayLike, wanted: ArrayLike) -> np.ndarray:
         # Rounding of float32 sums of at most 400 numbers. In 16 bits update, factor and
         # norm are rounded once or twice each.
         tolerance = 3e-5 if self.setting.dtype == jnp.float32 else 2.0**-6
-        return np.isclose(actual, right, rtol=tolerance, atol=0)
+        return np.isclose(found, wanted, rtol=tolerance, atol=0)
 
 
 def _runs(make_step: Callable[[Any], Any], setting: Setting) -> Iterator[_Run]:
     step = make_step(setting)
     if not callable(step):
         raise TypeError(f"{CALL} make_step must return a step, got {shown(step)}.")
-    for gradients in LIMITS if setting.dtype == jnp.float32 else ["above"]:
-        yield _run(step, setting, gradients)
+    for case in NORM_OVER_LIMIT if setting.dtype == jnp.float32 else ["above"]:
+        yield _run(step, setting, case)
 
 
-def _run(step: Step, setting: Setting, gradients: str) -> _Run:
-    batch = _batch(setting, gradients)
+def _run(step: Step, setting: Setting, case: str) -> _Run:
+    batch = _batch(setting, case)
     mean = _mean(batch)
     # The first weight of each leaf is the limit. It has no gradient.
     weight = np.float32(setting.max_norm)
     params = {name: np.where(leaf, 0.0, weight) for name, leaf in mean.items()}
-    output, norm = _answer(step, setting, params, batch)
+    output, norm = _call_step(step, setting, params, batch)
     copy = jax.tree.map(np.float64, output)
-    gradient = _row(mean)
-    values = _row(copy)
+    gradient = _flat(mean)
+    values = _flat(copy)
     # The first numbers of leaves: weights in new params, 0 in an update.
     firsts = values[gradient == 0.0]
     old_firsts = weight * np.round(firsts.mean() / weight)
-    outputs = _held(setting, setting.specs, output)
-    copies = _held(setting, setting.specs, copy)
-    means = _held(setting, setting.specs, mean)
+    outputs = _per_device(setting, setting.specs, output)
+    copies = _per_device(setting, setting.specs, copy)
+    means = _per_device(setting, setting.specs, mean)
+    factors = np.array(jax.tree.map(_factors, outputs, means))
     is_equal = partial(np.array_equal, equal_nan=True)
     equal_leaves = map(is_equal, outputs, copies)
     return _Run(
         setting,
-        gradients,
+        case,
         batch,
         mean,
         norm=_norm(gradient),
-        norms=_held(setting, {"norm": P()}, {"norm": norm})[0][:, 0],
+        norms=_per_device(setting, {"norm": P()}, {"norm": norm})[0][:, 0],
         update=np.where(gradient, values, 0.0),
-        factors=np.array(jax.tree.map(_factors, outputs, means)),
-        weights=firsts - old_firsts,
+        # New params have negative factors. A leaf of the other sign stays negative.
+        factors=factors * np.copysign(1.0, factors[0, 0]),
+        drift=firsts - old_firsts,
         has_nan=np.isnan(_norms(np.hstack(outputs))),
-        has_parted=not all(equal_leaves),
+        replicas_differ=not all(equal_leaves),
     )
 
 
-def _answer(
+def _call_step(
     step: Step, setting: Setting, params: Tree, batch: Tree
 ) -> tuple[Tree, jax.Array]:
     """The new params, or updates, and the norm that the step returns."""
     cast = partial(jnp.asarray, dtype=setting.dtype)
     weights, examples = jax.tree.map(cast, (params, batch))
-    answer = step(
+    result = step(
         _placed(setting, setting.specs, weights),
         _placed(setting, setting.batch_specs, examples),
     )
     must = f"{CALL} the step must return (new params or updates, norm)"
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise TypeError(f"{must}, got {shown(answer)}.")
-    output, norm = answer
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"{must}, got {shown(result)}.")
+    output, norm = result
     check_scalar(f"{CALL} the norm", norm)
     shapes, output_shapes = jax.tree.map(jnp.shape, (params, output))
     if output_shapes != shapes:
@@ -451,9 +457,9 @@ def _factors(updates: np.ndarray, gradients: np.ndarray) -> np.ndarray:
     updates = np.where(gradients, updates, 0.0)
     factors = np.sum(updates * gradients, 1) / np.sum(gradients**2, 1)
     differences = _norms(updates - factors[:, None] * gradients)
-    # Rounding is below a hundredth. The factor of new weights is negative.
+    # Rounding is below a hundredth.
     is_along = differences <= 0.01 * _norms(updates)
-    return np.where(is_along, abs(factors), math.nan)
+    return np.where(is_along, factors, math.nan)
 
 
 # ------------------------------------------------------------------------ what is wrong
@@ -464,13 +470,15 @@ def _findings(run: _Run, peers: list[_Run]) -> Iterator[Finding]:
     in which nothing is NaN.
     """
     norms = run.norms
-    if run.gradients == "nan":
+    if run.case == "nan":
         # Devices part after a NaN that one of them has, or the norm hides it.
         bug = "nan_on_one_device"
         if np.unique(norms).size > 1:
             yield run.finding("norm", norms.size, np.isnan(norms).sum(), bug)
         is_hidden = run.has_nan.any() and np.isfinite(norms).all()
-        if is_hidden or run.has_parted:
+        if is_hidden and run.has_nan.all():
+            yield run.finding("norm", norms.size, 0, "nan_hidden")
+        elif is_hidden or run.replicas_differ:
             yield run.finding("update", norms.size, run.has_nan.sum(), bug)
         return
     if not run.close(norms, run.norm).all():
@@ -479,26 +487,27 @@ def _findings(run: _Run, peers: list[_Run]) -> Iterator[Finding]:
         yield run.finding("norm", run.norm, worst, bug)
     bug = _bug_of_update(run, peers)
     if bug:
-        right = min(run.norm, run.setting.max_norm)
-        length = _norm([*run.update, *run.weights])
-        yield run.finding("update", right, length, bug)
+        wanted = min(run.norm, run.setting.max_norm)
+        found = _norm([*run.update, *run.drift])
+        yield run.finding("update", wanted, found, bug)
 
 
 def _bug_of_norms(
     run: _Run, norms: np.ndarray, peers: list[_Run], ratio: Callable[[_Run], float]
 ) -> str:
     """The first bug that gives the norms of devices. Without one it is a scale, if all
-    peers have the same ratio of actual to right numbers.
+    peers have the same ratio of found to wanted numbers.
     """
     ratios = [ratio(peer) for peer in peers]
     is_scale = len(peers) > 1 and run.close(ratios, ratio(run)).all()
-    # A ratio that is the same on more devices is no number of devices or copies.
+    # Equal ratios on meshes of 4 and 8 cannot be a device count.
     sizes = {peer.setting.mesh.size for peer in peers}
     is_sure = is_scale and len(sizes) > 1
-    for bug, norms_of_bug in _norms_of_bugs(run).items():
-        is_chance = is_sure and bug not in RATIOS
-        is_equal = run.close(norms[:, None], norms_of_bug)
-        if is_equal.any(1).all() and not is_chance:
+    norms_of_bugs = _norms_of_bugs(run)
+    for bug in MEANINGS:
+        is_coincidence = is_sure and bug not in CONSTANT_RATIO_BUGS
+        is_equal = run.close(norms[:, None], norms_of_bugs.get(bug, []))
+        if is_equal.any(1).all() and not is_coincidence:
             return bug
     return "scaled" if is_scale else "unknown"
 
@@ -515,25 +524,25 @@ def _bug_of_update(run: _Run, peers: list[_Run]) -> str:
     limit = run.setting.max_norm
     factor = run.factors[0, 0]
     gains = [peer.gain() for peer in peers]
-    is_above = run.gradients == "above"
-    tests = {
-        "weights_added": run.weights.any(),
-        "": run.close(gain, 1.0),
-        "other_rate": peers and run.close(gains, gain).all(),
-        "not_clipped": is_above and run.close(factor, 1.0),
-    }
-    for bug, is_so in tests.items():
-        if is_so:
-            return bug
-    # The norm that the step clipped by, or of a gradient that it did not clip.
+    is_above = run.case == "above"
+    if run.drift.any():
+        return "weights_added"
+    if run.close(gain, 1.0):
+        return ""
+    if peers and run.close(gains, gain).all():
+        return "other_rate"
+    if is_above and run.close(factor, 1.0):
+        return "not_clipped"
+    # A gradient that is not clipped is as long as the update.
     norm = run.norm * factor
     if is_above and factor < 1.0:
+        # factor = limit / norm, so the step clipped by the norm limit / factor.
         norm = limit / factor
     if run.close(run.norms, norm).all():
         return _bug_of_norms(run, run.norms, peers, _Run.ratio)
-    alike = [peer for peer in peers if peer.gradients == run.gradients]
+    alike = [peer for peer in peers if peer.case == run.case]
     bug = _bug_of_norms(run, np.array([norm]), alike, _Run.gain)
-    # The clip of gradients that are averaged twice is still right above the limit.
+    # Above the limit a constant scale cancels, so only another limit remains.
     if is_above and bug in ("scaled", "averaged_twice"):
         return "other_limit"
     return bug
@@ -542,11 +551,11 @@ def _bug_of_update(run: _Run, peers: list[_Run]) -> str:
 def _bug_of_direction(run: _Run) -> str:
     """The bug that gives an update that is no multiple of the gradient."""
     is_along = np.isfinite(run.factors).all()
-    if run.has_parted:
+    if run.replicas_differ:
         return "own_factor" if is_along else "local_norm"
     for bug, gradients in _gradients_of_bugs(run).items():
         factors = _factors(run.update[None], gradients)
-        if run.close(factors, 1.0).any():
+        if run.close(abs(factors), 1.0).any():
             return bug
     # Each leaf by itself may be a multiple.
     return "groups_apart" if is_along else "other_direction"
@@ -560,11 +569,11 @@ def _norms_of_bugs(run: _Run) -> dict[str, ArrayLike]:
     limit = setting.max_norm
     data, experts = setting.mesh.devices.shape
     roots = np.sqrt([data, experts, data * experts])
-    shards = _norms(np.hstack(_held(setting, setting.specs, mean)))
+    shards = _norms(np.hstack(_per_device(setting, setting.specs, mean)))
     norm_of_shards = _norm(shards)
     # Each device holds as many examples as there are micro-batches.
     shape = (shards.size, setting.microbatches, -1)
-    batches = _held(setting, setting.batch_specs, run.batch)
+    batches = _per_device(setting, setting.batch_specs, run.batch)
     means = [np.reshape(leaf, shape).mean(1) for leaf in batches]
     norms_of_batches = _norms(np.hstack(means))
     leaves = np.array([_norm(leaf) for leaf in mean.values()])
@@ -572,26 +581,22 @@ def _norms_of_bugs(run: _Run) -> dict[str, ArrayLike]:
     is_split = [any(setting.specs[name]) for name in mean]
     split = _norm(leaves[is_split])
     unsplit = math.sqrt(norm**2 - split**2)
-    weights = limit * math.sqrt(leaves.size)
+    norm_of_weights = limit * math.sqrt(leaves.size)
     length = min(norm, limit)
     lengths_after_clip = [length]
     if norm > limit:
         lengths_after_clip.append(_norm(run.update))
     lengths = {bug: _norms(rows) for bug, rows in _gradients_of_bugs(run).items()}
-    norms_of_bugs = {
+    # Of one large and many small squares some are lost, or all.
+    in_bfloat16 = np.linspace(leaves.max(), norm)
+    return {
         "zero_norm": 0.0,
         "after_clip": lengths_after_clip,
-        "norm_of_weights": [weights, math.hypot(weights, length)],
+        "norm_of_weights": [norm_of_weights, math.hypot(norm_of_weights, length)],
         "clipped_below_limit": limit,
-        "weights_added": math.hypot(norm, _norm(run.weights)),
-    }
-    if setting.dtype == jnp.bfloat16:
-        # Of one large and many small squares some are lost, or all.
-        norms_of_bugs["low_precision_sum"] = np.linspace(leaves.max(), norm)
-    if setting.dtype == jnp.float16:
-        norms_of_bugs["squares_overflow"] = math.inf
-    return norms_of_bugs | {
-        # On all devices alike, so it comes before the norms of each device.
+        "weights_added": math.hypot(norm, _norm(run.drift)),
+        "low_precision_sum": in_bfloat16 if setting.dtype == jnp.bfloat16 else [],
+        "squares_overflow": math.inf if setting.dtype == jnp.float16 else [],
         "microbatches_apart": lengths["microbatches_apart"],
         "local_norm": [
             *norms_of_batches,
@@ -606,7 +611,7 @@ def _norms_of_bugs(run: _Run) -> dict[str, ArrayLike]:
         "split_leaves_repeated": np.hypot(unsplit, split * roots),
         "all_leaves_repeated": norm_of_shards,
         "sum_of_norms": leaves.sum(),
-        "largest_element": abs(_row(mean)).max(),
+        "largest_element": abs(_flat(mean)).max(),
         "rms": norm / math.sqrt(run.update.size),
         "squared": norm**2,
         "clipped_twice": norm**2 / limit,
@@ -621,18 +626,20 @@ def _gradients_of_bugs(run: _Run) -> dict[str, np.ndarray]:
     """[gradients, numbers]: what each bug gives in place of the right gradient."""
     limit = run.setting.max_norm
     return {
-        "clipped_by_value": np.clip(_row(run.mean), -limit, limit)[None],
-        "local_norm": _one_by_one(run, run.setting.mesh.shape["data"]),
-        "microbatches_apart": _one_by_one(run, run.setting.microbatches),
+        "clipped_by_value": np.clip(_flat(run.mean), -limit, limit)[None],
+        "local_norm": _gradients_of_parts(run, run.setting.mesh.shape["data"]),
+        "microbatches_apart": _gradients_of_parts(run, run.setting.microbatches),
     }
 
 
-def _one_by_one(run: _Run, count: int) -> np.ndarray:
-    """[gradients, numbers]: of steps that clip each of so many parts of a batch, have
-    the mean of their norms, or look at one of them.
+def _gradients_of_parts(run: _Run, count: int) -> np.ndarray:
+    """[gradients, numbers]: what steps give that take parts of a batch one by one.
+
+    The first row clips each part by its own norm. The second is as long as the parts
+    are on average. The others are the parts.
     """
-    mean = _row(run.mean)
-    last = _row({name: leaf[-1] for name, leaf in run.batch.items()})
+    mean = _flat(run.mean)
+    last = _flat({name: leaf[-1] for name, leaf in run.batch.items()})
     # The first example is in the first part. All others are alike.
     parts = np.tile(np.float64(last), (count, 1))
     parts[0] += count * (mean - last)

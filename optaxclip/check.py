@@ -4,8 +4,10 @@ call: `assert_right` and `of_train_state`.
 
 import argparse
 import json
+import math
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -48,8 +50,8 @@ def assert_right(
       >>> optaxclip.check.assert_right(make_step, settings="replicated")
       Traceback (most recent call last):
       AssertionError: check_step found what is wrong:
-      setting      gradients  what      wanted     found  kind
-      replicated   above      update      0.25      9.25  not_clipped
+      setting      case   what      wanted     found  kind
+      replicated   above  update      0.25      9.25  not_clipped
       not_clipped: gradients above the limit are not clipped
     """
     findings = check_step(make_step, settings=settings)
@@ -65,6 +67,9 @@ def of_train_state(
 ) -> Callable[[Setting], Step]:
     """Returns `make_step` for a step from a train state to the next, as those of flax
     and MaxText.
+
+    `train_step` is not told of a setting's mesh, specs and micro-batches. In
+    "accumulated" nothing is accumulated unless it splits batches by itself.
 
     Args:
       train_step: called as `train_step(state, batch, loss)`. It returns the next state,
@@ -90,7 +95,7 @@ def of_train_state(
       ...     train_step, State, optax.clip_by_global_norm, lambda log: log["norm"]
       ... )
       >>> for row in optaxclip.check_step(make_step, settings="replicated"):
-      ...     print(row.gradients, row.what, row.kind)
+      ...     print(row.case, row.what, row.kind)
       above norm after_clip
     """
 
@@ -109,19 +114,19 @@ def of_train_state(
 
 def _table(findings: list[Finding]) -> str:
     """A line for each finding, and one for each kind."""
-    lines = ["setting      gradients  what      wanted     found  kind"]
+    lines = ["setting      case   what      wanted     found  kind"]
     meanings = {}
-    for setting, gradients, what, right, actual, kind, meaning in findings:
-        place = f"{setting:12} {gradients:10} {what:6}"
-        lines.append(f"{place} {right:9.4g} {actual:9.4g}  {kind}")
-        meanings[kind] = meaning
+    for row in findings:
+        place = f"{row.setting:12} {row.case:6} {row.what:6}"
+        lines.append(f"{place} {row.wanted:9.4g} {row.found:9.4g}  {row.kind}")
+        meanings[row.kind] = row.meaning
     lines += [f"{kind}: {meaning}" for kind, meaning in meanings.items()]
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Checks norm and clip of a training step on eight CPU devices. Ends with 1 if
-    something is wrong, and with 2 if there is no such step.
+    something is wrong, and with 2 if there is no such step or it raises an error.
     """
     # Before Python 3.14 argparse would call the program `check.py`.
     parser = argparse.ArgumentParser("python -m optaxclip.check", None, main.__doc__)
@@ -139,12 +144,19 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError("it must be module:make_step")
     except (AttributeError, ImportError, ValueError) as error:
         parser.error(f"there is no step {options.step!r}: {error}.")
-    findings = check_step(make_step, settings=options.settings)
+    try:
+        findings = check_step(make_step, settings=options.settings)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(2)
     if options.json:
-        rows = [row._asdict() for row in findings]
-        # JSON has no inf and no NaN.
-        text = json.dumps(rows, indent=2).replace(": Infinity,", ': "inf",')
-        print(text.replace(": NaN,", ': "nan",'))
+        rows = []
+        for row in findings:
+            # JSON has no inf and no NaN.
+            if not math.isfinite(row.found):
+                row = row._replace(found=str(row.found))
+            rows.append(row._asdict())
+        print(json.dumps(rows, indent=2))
     else:
         print(_table(findings))
         names = {row.setting for row in findings}

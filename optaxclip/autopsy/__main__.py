@@ -26,14 +26,22 @@ def main(arguments: list[str] | None = None) -> None:
     add("file", help="the path that was given to save")
     add("loss", type=named, help="module:loss, what the step differentiates")
     add("--wide", type=named, help="module:loss, the same loss in float32")
+    add("--like", type=named, help="module:trees, (params, batch) as they were saved")
     add("--microbatch", type=int, default=1, help="examples at once (default: 1)")
     options = parser.parse_args(arguments)
     try:
         verdict = why(
-            options.loss, options.file, wide=options.wide, microbatch=options.microbatch
+            options.loss,
+            options.file,
+            wide=options.wide,
+            like=options.like,
+            microbatch=options.microbatch,
         )
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
+        # An error of the loss needs its traceback.
+        if isinstance(error, ValueError) and not str(error).startswith("why: "):
+            raise
         sys.exit(str(error))
     print(verdict)
 

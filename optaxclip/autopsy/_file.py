@@ -90,6 +90,7 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
         "numbers": metrics(state, floats=True),
         "processes": processes,
         "tree": repr(jax.tree.unflatten(structure, range(len(leaves)))),
+        "names": list(by_name((params, batch, moments))),
         "moments": list(moments),
         "leaves": [],
         "keys": [],
@@ -126,15 +127,17 @@ def load(path: str | Path, like: PyTree = None) -> Step:
       like: (params, batch) with the structure of these, or None.
 
     Raises:
-      ValueError: a file that `save` did not write, files of other steps or of some
-        processes only, a structure that is not that of the file.
+      ValueError: a file that `save` did not write, files of other steps or runs, or of
+        some processes only, a structure that is not that of the file.
       OSError: no such file.
     """
     path = Path(path)
-    paths = [path]
-    if not path.exists():
-        pattern = f"{path.stem}.*-of-*{path.suffix}"
-        paths = sorted(path.parent.glob(pattern)) or paths
+    paths = sorted(path.parent.glob(f"{path.stem}.*-of-*{path.suffix}"))
+    if path.exists() and paths:
+        raise ValueError(
+            f"why: {path} and {paths[0].name} are of two runs. Remove the older one."
+        )
+    paths = paths or [path]
     arrays: dict[str, np.ndarray] = {}
     for file in paths:
         for key, array in _arrays(file).items():
@@ -144,12 +147,15 @@ def load(path: str | Path, like: PyTree = None) -> Step:
                     "processes. Save one step, and global arrays."
                 )
     header = json.loads(str(arrays.pop("header")))
-    if len(paths) != header["processes"]:
+    leaves = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in header["leaves"]]
+    size = sum(leaf.size for leaf in leaves)
+    saved_size = sum(shard.size for shard in arrays.values())
+    if saved_size != size:
         raise ValueError(
             f"why: {path} must have the files of {header['processes']} processes, got "
-            f"{len(paths)}. Put them into one folder."
+            f"{len(paths)} with {saved_size} of {size} numbers. Put them into one "
+            "folder."
         )
-    leaves = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in header["leaves"]]
     for key, shard in arrays.items():
         number, place = json.loads(key)
         indices = tuple(slice(*bounds) for bounds in place)
@@ -163,13 +169,15 @@ def load(path: str | Path, like: PyTree = None) -> Step:
             tree = ast.literal_eval(header["tree"])
         else:
             tree = (*like, dict.fromkeys(header["moments"], 0))
-        structure = jax.tree.structure(tree)
-        params, batch, moments = jax.tree.unflatten(structure, leaves)
     except (SyntaxError, ValueError):
+        tree = ()
+    # Of two structures with as many leaves, names tell which leaf is which.
+    if list(by_name(tree)) != header["names"]:
         raise ValueError(
             "why: like=(params, batch) must show the structure that was saved, unless "
             f"that is of dicts, lists and tuples: {header['tree'][:200]}"
-        ) from None
+        )
+    params, batch, moments = jax.tree.unflatten(jax.tree.structure(tree), leaves)
     return Step(params=params, batch=batch, moments=moments, numbers=header["numbers"])
 
 

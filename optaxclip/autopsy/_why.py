@@ -1,5 +1,4 @@
-"""What broke a step: it is replayed without each cause in turn, and the first without
-which it is within its limit is named.
+"""What broke a step: the first cause whose removal brings it within the limit.
 
     chip     the same program again, three times
     dtype    in float32
@@ -23,14 +22,14 @@ import numpy as np
 
 from .._checks import check_length, is_function, shown
 from .._norms import global_norm, tensor_norm
-from ._file import PyTree, by_name, load
+from ._file import PyTree, Step, by_name, load
 
 Loss = Callable[..., Any]
 
-ROUNDING = 0.1  # half of the digits of bfloat16: sqrt(2^-7)
+ROUNDING = 0.1  # relative tolerance, about sqrt(bfloat16 eps)
 FAR_EXAMPLE = 5  # medians of the examples
 FAR_TENSOR = 10  # medians of the tensors
-USUAL = 10  # medians of the examples: the limit of a step without one
+LIMIT_IN_MEDIANS = 10  # of the examples, for a step without a limit
 
 CAUSES = {
     "none": "the step is within its limit",
@@ -77,7 +76,7 @@ class Verdict(NamedTuple):
 class Run(NamedTuple):
     """One replay. Numbers that are not finite are inf."""
 
-    size: jax.Array  # the norm of the gradient, or the loss
+    value: jax.Array  # the norm of the gradient, or the loss
     norms: PyTree  # of its tensors
 
 
@@ -101,8 +100,8 @@ def why(
     | model | in all other cases |
 
     A step without a limit, as of `skip_nonfinite`, is held against ten times the median
-    of the norms of examples. Where the loss alone broke its limit, losses are compared
-    in the place of norms.
+    of the norms of examples that have a gradient. Where the loss alone broke its limit,
+    or is not finite, losses are compared in the place of norms.
 
     Args:
       loss: the function that the step differentiates, `loss(params, batch)`, or
@@ -120,8 +119,9 @@ def why(
       A `Verdict`: `cause`, `examples`, `tensors`, `numbers` and `not_told`.
 
     Raises:
-      ValueError: a file that `save` did not write, files of some processes only, or a
-        structure that does not fit. TypeError: a loss that is not a function.
+      ValueError: a file that `save` did not write, files of some processes only or of
+        two runs, or a structure that does not fit. TypeError: a loss that is not a
+        function.
       OSError: no such file.
 
     Example:
@@ -139,37 +139,39 @@ def why(
       >>> print(verdict.cause, verdict.examples)
       data [5]
     """
-    if not is_function(loss):
-        raise TypeError(f"why: loss must be a function, got {shown(loss)}.")
+    for name, function in (("loss", loss), ("wide", wide or loss)):
+        if not is_function(function):
+            raise TypeError(f"why: {name} must be a function, got {shown(function)}.")
     check_length("why: microbatch", microbatch)
-    step = load(file, like)
-    judged, recorded, limit = _recorded(step.numbers)
+    return _verdict(loss, wide or loss, load(file, like), microbatch)
+
+
+def _verdict(loss: Loss, wide: Loss, step: Step, microbatch: int) -> Verdict:
+    """Replays a step as it was, in float32, and without what stands out."""
+    quantity, recorded, limit = _recorded(step.numbers)
 
     # The chip: the same program again, three times.
-    program = _program(loss, judged)
-    replays = [float(program(step.params, step.batch).size) for _ in range(3)]
-    observed = [recorded, *replays]
-    is_same = math.isclose(np.nanmin(observed), np.nanmax(observed), rel_tol=ROUNDING)
+    program = _program(loss, quantity)
+    replays = [float(program(step.params, step.batch).value) for _ in range(3)]
 
-    # The dtype: in float32, whose matrices GPUs and TPUs else multiply in fewer bits.
-    program = _program(wide or loss, judged)
+    # The dtype: float32 matmuls run in lower precision by default on GPU and TPU.
+    program = _program(wide, quantity)
     params, batch = jax.tree.map(_in_float32, (step.params, step.batch))
     # The text of a program has the dtype of each variable: f16[8] or bf16[8].
     has_16_bits = "f16[" in str(jax.make_jaxpr(program)(params, batch))
     with jax.default_matmul_precision("highest"):
         run = program(params, batch)
         # The data: each example alone, then the batch without those that stand out.
-        sizes = _sizes_of_examples(program, params, batch, microbatch)
-        usual = median_low([*sizes] or [math.nan])
-        is_far = sizes > FAR_EXAMPLE * abs(usual)
+        values = _values_of_examples(program, params, batch, microbatch)
+        # Masked examples have no gradient.
+        median = median_low([value for value in values if value] or [math.nan])
+        is_far = values > FAR_EXAMPLE * abs(median)
         usual_batch = batch
         if is_far.any():
             usual_batch = _rows(batch, ~is_far)
-        size_without_far = float(program(params, usual_batch).size)
-    examples = np.argsort(-sizes, kind="stable")[: is_far.sum()].tolist()
-    size = float(run.size)
-    if limit == math.inf and sizes.size:
-        limit = USUAL * usual
+        value_without_far = float(program(params, usual_batch).value)
+    if limit == math.inf and values.size:
+        limit = LIMIT_IN_MEDIANS * abs(median)
 
     # The layer: the norm without the tensors that stand out.
     norms = by_name(jax.tree.map(float, run.norms))
@@ -182,61 +184,66 @@ def why(
         if not np.isfinite(leaf).all():
             broken.append(name)
 
-    if not is_same:
-        cause = "chip"
-    elif recorded < limit:
-        cause = "none"
-    elif size < limit:
-        cause = "dtype"
-    elif size_without_far < limit:
-        cause = "data"
-    # A wrong gradient leaves the loss as it was.
-    elif judged == "norm" and 0 < norm_without_far < limit:
-        cause = "layer"
-    else:
-        cause = "model"
+    without = {"none": recorded, "dtype": float(run.value), "data": value_without_far}
+    # If the backward pass is wrong the loss is unaffected, so losses cannot blame a
+    # layer.
+    if quantity == "norm" and norm_without_far > 0 and not broken:
+        without["layer"] = norm_without_far
     not_told = {
         "chip: no norm of the whole gradient was recorded": math.isnan(recorded),
-        "dtype: the loss converts to 16 bits itself, give wide=": has_16_bits,
-        "data: arrays of the batch differ in their first axes": not sizes.size,
+        "dtype: 16 bits are left in float32, wide= takes another loss": has_16_bits,
+        "data: arrays of the batch differ in their first axes": not values.size,
         "layer: the state has no second moments of Adam": not step.moments,
     }
     return Verdict(
-        cause=cause,
-        examples=examples,
+        cause=_cause([recorded, *replays], without, limit),
+        examples=np.argsort(-values, kind="stable")[: is_far.sum()].tolist(),
         tensors=broken or far_tensors or [max(growths, key=growths.__getitem__)],
         numbers={
-            f"recorded {judged}": recorded,
-            f"lowest {judged} of three replays": min(replays),
-            f"highest {judged} of three replays": max(replays),
+            f"recorded {quantity}": recorded,
+            f"lowest {quantity} of three replays": min(replays),
+            f"highest {quantity} of three replays": max(replays),
             "limit": limit,
-            f"{judged} in float32": size,
-            f"median {judged} of examples": usual,
-            f"{judged} without far examples": size_without_far,
+            f"{quantity} in float32": without["dtype"],
+            f"median {quantity} of examples": median,
+            f"{quantity} without far examples": value_without_far,
             "norm without far tensors": norm_without_far,
         },
         not_told=[text for text, is_true in not_told.items() if is_true],
     )
 
 
+def _cause(observed: list[float], without: dict[str, float], limit: float) -> str:
+    """The first cause without which the value is within the limit."""
+    if not math.isclose(np.nanmin(observed), np.nanmax(observed), rel_tol=ROUNDING):
+        return "chip"
+    for cause, value in without.items():
+        if value < limit:
+            return cause
+    return "model"
+
+
 def _recorded(numbers: dict[str, float]) -> tuple[str, float, float]:
     """What is judged, "norm" or "loss", and what the state says of it: the number and
     its limit. NaN is a norm that it does not know.
     """
-    for name in ("skip/norm", "spike/norm", "record/norm", "clip/norm_before"):
-        if name in numbers:
-            wrapper, _ = name.split("/")
-            norm = numbers[name]
+    # Of two wrappers the one that skipped.
+    flags = [name for name in numbers if name.endswith("/skipped") and numbers[name]]
+    skipped = [name.removesuffix("/skipped") for name in flags]
+    for wrapper in (*skipped, "skip", "spike", "record", "clip"):
+        norm = numbers.get(f"{wrapper}/norm", numbers.get(f"{wrapper}/norm_before"))
+        if norm is not None:
             limit = numbers.get(f"{wrapper}/limit", math.inf)
             loss = numbers.get(f"{wrapper}/loss", -math.inf)
             loss_limit = numbers.get(f"{wrapper}/loss_limit", math.inf)
-            if norm < limit and loss > loss_limit:
-                return "loss", loss, loss_limit
+            # A NaN is not within its limit, nor is inf.
+            if norm < limit and not loss < loss_limit:
+                return "loss", loss if math.isfinite(loss) else math.inf, loss_limit
             return "norm", norm if math.isfinite(norm) else math.inf, limit
     return "norm", math.nan, math.inf
 
 
-def _program(loss: Loss, judged: str) -> Callable[..., Run]:
+def _program(loss: Loss, quantity: str) -> Callable[..., Run]:
     """A replay, compiled once for each shape."""
 
     def value(params: PyTree, batch: PyTree) -> jax.Array:
@@ -249,9 +256,10 @@ def _program(loss: Loss, judged: str) -> Callable[..., Run]:
     value_and_grad = jax.jit(jax.value_and_grad(value))
 
     def program(params: PyTree, batch: PyTree) -> Run:
-        number, grads = value_and_grad(params, batch)
-        size = number if judged == "loss" else global_norm(grads)
-        run = Run(size, tensor_norm(grads))
+        result, grads = value_and_grad(params, batch)
+        if quantity == "norm":
+            result = global_norm(grads)
+        run = Run(result, tensor_norm(grads))
         return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf), run)
 
     return program
@@ -274,23 +282,23 @@ def _rows(batch: PyTree, rows: Any) -> PyTree:
     return jax.tree.map(lambda x: x[rows] if _counts_examples(x) else x, batch)
 
 
-def _sizes_of_examples(
+def _values_of_examples(
     program: Callable[..., Run], params: PyTree, batch: PyTree, microbatch: int
 ) -> np.ndarray:
     """float64[examples]: what the microbatch of an example gives. Empty where arrays of
     the batch differ in how many examples they have.
     """
     counts = {len(leaf) for leaf in jax.tree.leaves(batch) if _counts_examples(leaf)}
-    sizes = np.empty(min(counts) if len(counts) == 1 else 0)
-    for begin in range(0, sizes.size, microbatch):
+    values = np.empty(min(counts) if len(counts) == 1 else 0)
+    for begin in range(0, values.size, microbatch):
         rows = slice(begin, begin + microbatch)
-        sizes[rows] = program(params, _rows(batch, rows)).size
-    return sizes
+        values[rows] = program(params, _rows(batch, rows)).value
+    return values
 
 
 def _growths(norms: dict[str, float], moments: dict[str, Any]) -> dict[str, float]:
     """Norms over the roots of Adam's second moments, in medians of all tensors. 0 where
-    there are no moments, and inf where the norm is inf.
+    moments are 0 or none are there, and inf where the norm is inf.
     """
     growths = {}
     for name, norm in norms.items():
@@ -298,5 +306,5 @@ def _growths(norms: dict[str, float], moments: dict[str, Any]) -> dict[str, floa
         growths[name] = norm
         if norm < math.inf:
             growths[name] = norm / history
-    usual = median_low([growth for growth in growths.values() if growth] or [1])
-    return {name: growth / usual for name, growth in growths.items()}
+    median = median_low([x for x in growths.values() if 0 < x < math.inf] or [1])
+    return {name: growth / median for name, growth in growths.items()}

@@ -22,6 +22,12 @@ import jax.numpy as jnp
 
 def loss(w, x, y):
     return jnp.mean((x @ w - y) ** 2)
+
+def broken(w, x, y):
+    raise ValueError("of the loss")
+
+like = 0, (0, 0)
+other = 0, 0
 """
 
 
@@ -66,6 +72,18 @@ def test_a_file_of_no_use_ends_in_one_line(path):
         command([str(path), "train_of_test:loss"])
     with pytest.raises(SystemExit, match="No such file"):
         command(["nothing.npz", "train_of_test:loss"])
+
+
+def test_an_error_of_the_loss_keeps_its_traceback(path):
+    with pytest.raises(ValueError, match="of the loss"):
+        command([str(path), "train_of_test:broken"])
+
+
+def test_another_structure_is_shown_by_name(path, capsys):
+    command([str(path), "train_of_test:loss", "--like", "train_of_test:like"])
+    assert capsys.readouterr().out == f"{why(loss, path)}\n"
+    with pytest.raises(SystemExit, match=r"like=.* must show the structure"):
+        command([str(path), "train_of_test:loss", "--like", "train_of_test:other"])
 
 
 @pytest.mark.slow

@@ -87,7 +87,9 @@ def test_another_structure_needs_to_be_shown(tmp_path):
     with pytest.raises(ValueError, match=r"like=.* show the structure .*EmaState"):
         load(path)
     assert bits(load(path, like=(params, (0,))).params) == bits(params)
-    for other in ((1, (0,)), (params, (0,), 0)):
+    # In another order weights would be swapped.
+    swapped = {"trace": 0, "count": 0}
+    for other in ((1, (0,)), (params, (0,), 0), (swapped, (0,))):
         with pytest.raises(ValueError, match=r"like=.* must show the structure"):
             load(path, like=other)
 
@@ -221,6 +223,23 @@ def test_a_missing_process_is_named(folder_of_processes, tmp_path):
     for path in (tmp_path / "step.npz", tmp_path / name):
         with pytest.raises(ValueError, match="files of 2 processes, got 1"):
             load(path)
+
+
+def test_a_file_in_two_copies_does_not_stand_for_another(folder_of_processes, tmp_path):
+    data = (folder_of_processes / "step.1-of-2.npz").read_bytes()
+    for process in range(PROCESSES):
+        (tmp_path / f"step.{process}-of-2.npz").write_bytes(data)
+    with pytest.raises(ValueError, match=r"got 2 with \d+ of \d+ numbers"):
+        load(tmp_path / "step.npz")
+
+
+def test_an_older_file_of_one_process_is_not_taken(folder_of_processes, tmp_path):
+    path = save(tmp_path / "step.npz", PARAMS, (), STATE)
+    for process in range(PROCESSES):
+        name = f"step.{process}-of-2.npz"
+        (tmp_path / name).write_bytes((folder_of_processes / name).read_bytes())
+    with pytest.raises(ValueError, match=r"step\.0-of-2\.npz are of two runs"):
+        load(path)
 
 
 def test_files_of_two_steps_are_refused(folder_of_processes, tmp_path):

@@ -184,7 +184,7 @@ def test_what_is_harmless_in_float32_is_of_the_dtype(saved):
     verdict = why(in_float16, path)
     assert verdict.cause == "model"
     assert verdict.not_told == [
-        "dtype: the loss converts to 16 bits itself, give wide="
+        "dtype: 16 bits are left in float32, wide= takes another loss"
     ]
 
 
@@ -252,6 +252,22 @@ def test_a_loss_that_breaks_only_its_own_limit(saved):
     assert (verdict.cause, verdict.examples[0]) == ("data", 5)
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("loss_rule", [30.0, np.inf])
+def test_a_loss_that_is_not_finite_breaks_any_limit(saved, wrong, loss_rule):
+    def shifted(params, x, y, shifts):
+        return loss(params, x, y) + jax.lax.stop_gradient(shifts).mean()
+
+    shifts = np.zeros(EXAMPLES, np.float32)
+    shifts[5] = wrong
+    optimizer = optaxclip.skip_spikes(ADAM, 1e9, loss_rule=loss_rule)
+    batch = (INPUTS, TARGETS, shifts)
+    grads = jax.grad(loss)(PARAMS, INPUTS, TARGETS)
+    verdict = why(shifted, saved(PARAMS, batch, grads, optimizer, shifted))
+    assert (verdict.cause, verdict.examples[0]) == ("data", 5)
+    assert verdict.numbers["recorded loss"] == np.inf
+
+
 def test_a_loss_below_zero_is_compared_by_its_size(saved):
     def shifted(params, x, y):
         return loss(params, x, y) - 1000
@@ -267,6 +283,18 @@ def test_a_step_without_a_limit_is_held_against_its_examples(saved):
     assert (verdict.cause, verdict.examples) == ("data", [5])
     usual = verdict.numbers["median norm of examples"]
     assert verdict.numbers["limit"] == 10 * usual
+
+
+def test_masked_examples_are_no_measure_of_the_others(saved):
+    def masked(params, x, y, mask):
+        y = jnp.where(mask, y, jnp.tanh(x @ params["first"]) @ params["last"])
+        return loss(params, x, jax.lax.stop_gradient(y))
+
+    batch = (*outlier(np.inf), np.arange(EXAMPLES) < 6)
+    path = saved(PARAMS, batch, None, optaxclip.skip_nonfinite(ADAM), masked)
+    verdict = why(masked, path)
+    assert verdict.cause == "data" and verdict.examples[0] == 5
+    assert verdict.numbers["limit"] > 0
 
 
 def test_keys_of_examples_and_keys_of_all_are_told_apart(saved):
@@ -342,6 +370,14 @@ def test_without_moments_a_long_tensor_is_not_told(saved):
     assert verdict.not_told == ["layer: the state has no second moments of Adam"]
 
 
+def test_a_tensor_that_is_inf_is_named_without_moments(saved):
+    wrong = slipping(jnp.float32(np.inf))
+    optimizer = optaxclip.skip_nonfinite(optax.sgd(0.1))
+    path = saved(PARAMS, (INPUTS, TARGETS), None, optimizer, wrong)
+    verdict = why(wrong, path)
+    assert (verdict.cause, verdict.tensors) == ("layer", ["last"])
+
+
 def test_weights_that_grew_are_of_the_model(saved):
     params = {name: 30 * w for name, w in PARAMS.items()}
     verdict = why(loss, saved(params, (INPUTS, TARGETS)))
@@ -358,6 +394,18 @@ def test_weights_that_are_not_finite_are_named(saved):
     verdict = why(loss, saved(params, (INPUTS, TARGETS)))
     assert verdict.cause == "model"
     assert verdict.tensors == ["last"]
+
+
+def test_weights_that_are_not_finite_are_no_backward_pass(saved):
+    def penalized(params, x, y):
+        finite = {"first": params["first"], "last": PARAMS["last"]}
+        return loss(finite, x, y) + params["last"].sum() ** 2
+
+    # The gradient of the other tensor is finite.
+    params = {**PARAMS, "last": np.full(6, np.nan, np.float32)}
+    path = saved(params, (INPUTS, TARGETS), loss=penalized)
+    verdict = why(penalized, path)
+    assert (verdict.cause, verdict.tensors) == ("model", ["last"])
 
 
 # ------------------------------------------------------------------- what was recorded
@@ -379,6 +427,16 @@ def test_the_norm_of_each_wrapper_is_found(saved, optimizer):
     assert verdict.numbers["recorded norm"] == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_of_two_wrappers_the_one_that_skipped_is_asked(saved, is_outside):
+    if is_outside:
+        optimizer = optaxclip.skip_nonfinite(SKIP)
+    else:
+        optimizer = optaxclip.skip_spikes(optaxclip.skip_nonfinite(ADAM), LIMIT)
+    verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
+    assert verdict.numbers["limit"] == pytest.approx(LIMIT, rel=1e-6)
+
+
 def test_norms_of_parts_are_not_those_of_the_step(saved):
     optimizer = optax.chain(optaxclip.clip_by_tensor_norm(LIMIT), ADAM)
     verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
@@ -390,5 +448,7 @@ def test_wrong_arguments_are_refused(saved):
     path = saved(PARAMS, outlier())
     with pytest.raises(TypeError, match="why: loss must be a function, got 'loss'"):
         why("loss", path)
+    with pytest.raises(TypeError, match="why: wide must be a function, got 'loss'"):
+        why(loss, path, wide="loss")
     with pytest.raises(ValueError, match="why: microbatch must be at least 1, got 0"):
         why(loss, path, microbatch=0)

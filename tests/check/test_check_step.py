@@ -41,6 +41,7 @@ WRONG = [
     ("own_dtype", "float16", "squares_overflow", {"norm", "update"}),
     ("reported_in_float32", "bfloat16", "low_precision_sum", {"update"}),
     ("own_nan", "fsdp", "nan_on_one_device", {"norm", "update"}),
+    ("norm_without_nan", "replicated", "nan_hidden", {"norm"}),
     # A NaN is seen by the devices whose batch, shard or expert has it.
     ("local_norm", "replicated", "nan_on_one_device", {"norm", "update"}),
     ("local_norm", "experts", "nan_on_one_device", {"norm", "update"}),
@@ -129,9 +130,30 @@ def test_a_finding_says_by_how_much():
 
 def test_a_nan_is_counted_in_devices():
     rows = optaxclip.check_step(wrong_steps.own_shard, settings="fsdp")
-    seen = [row[2:5] for row in rows if row.gradients == "nan"]
+    seen = [row[2:5] for row in rows if row.case == "nan"]
     # The shard of one device has it, and no other device clips by it.
     assert seen == [("norm", 8, 1), ("update", 8, 1)]
+
+
+def test_a_nan_that_the_norm_hides_is_no_difference_of_devices():
+    rows = optaxclip.check_step(wrong_steps.norm_without_nan, settings="replicated")
+    # All eight devices have it in their weights, and none in its norm.
+    assert [row[1:6] for row in rows] == [("nan", "norm", 8, 0, "nan_hidden")]
+
+
+def test_a_norm_that_is_always_inf_is_no_scale():
+    step = returning(lambda _, x, norm: (x, norm * np.inf))
+    rows = optaxclip.check_step(step, settings=["replicated", "small_limit"])
+    assert {row.kind for row in rows} == {"unknown"}
+
+
+def test_a_leaf_of_the_other_sign_is_found():
+    def flipped(setting, updates, norm):
+        return {**updates, "bias": -updates["bias"]}, norm
+
+    rows = optaxclip.check_step(returning(flipped), settings="fsdp")
+    kinds = {(row.case, row.what, row.kind) for row in rows}
+    assert kinds == {(case, "update", "groups_apart") for case in ("above", "below")}
 
 
 def test_the_gradient_of_the_loss_is_the_mean_of_the_batch():
@@ -178,7 +200,7 @@ def test_the_worst_norm_of_all_devices_is_shown():
         return updates, jax.make_array_from_single_device_arrays((), sharding, copies)
 
     rows = optaxclip.check_step(returning(only_the_last_is_wrong), settings="fsdp")
-    above = [row for row in rows if row.gradients == "above"]
+    above = [row for row in rows if row.case == "above"]
     assert [(row.what, row.kind) for row in above] == [("norm", "unknown")]
     assert above[0].found == pytest.approx(2 * 9.25, rel=1e-5)
 
@@ -201,9 +223,9 @@ def test_weight_decay_and_penalties_show():
     for name in ("decay_before_clip", "penalty_in_loss"):
         rows = optaxclip.check_step(getattr(wrong_steps, name), settings="replicated")
         updates = [row for row in rows if row.what == "update"]
-        assert {row.gradients for row in updates} == {"above", "below"}
+        assert {row.case for row in updates} == {"above", "below"}
         assert {row.kind for row in updates} == {"weights_added"}
-        (below,) = [row for row in updates if row.gradients == "below"]
+        (below,) = [row for row in updates if row.case == "below"]
         # Each of three leaves has one weight of 0.25, the limit.
         decay = {"decay_before_clip": 0.1, "penalty_in_loss": 1e-4}[name]
         assert below.found == pytest.approx(decay * 0.25 * math.sqrt(3), rel=1e-4)

@@ -75,7 +75,7 @@ def test_json_holds_every_finding(run):
     assert found.returncode == 1
     rows = json.loads(found.stdout)
     assert {row["kind"] for row in rows} == {"nan_on_one_device"}
-    keys = ["setting", "gradients", "what", "wanted", "found", "kind", "meaning"]
+    keys = ["setting", "case", "what", "wanted", "found", "kind", "meaning"]
     assert all(list(row) == keys for row in rows)
 
 
@@ -83,6 +83,29 @@ def test_json_has_no_number_that_json_does_not_know(run):
     found = run(f"{STEPS}:own_dtype", "--settings", "float16", "--json")
     norm, _ = json.loads(found.stdout, parse_constant=pytest.fail)
     assert norm["found"] == "inf"
+    found = run(f"{__name__}:below_zero", "--settings", "replicated", "--json")
+    norm, *_ = json.loads(found.stdout, parse_constant=pytest.fail)
+    assert norm["found"] == "-inf"
+
+
+def below_zero(setting):
+    """A right step, with a norm of -inf."""
+
+    def step(params, batch):
+        updates, norm = right_steps.ours_jit(setting)(params, batch)
+        return updates, norm * -np.inf
+
+    return step
+
+
+def crashing(setting):
+    raise KeyError("of the trainer")
+
+
+def test_an_error_of_the_step_ends_with_2_and_its_traceback(run):
+    found = run(f"{__name__}:crashing", "--settings", "replicated")
+    assert found.returncode == 2
+    assert "KeyError: 'of the trainer'" in found.stderr
 
 
 def broken(setting):
@@ -98,7 +121,7 @@ def broken(setting):
 def test_a_step_that_gives_nan_has_no_known_bug(run):
     found = run(f"{__name__}:broken", "--settings", "replicated", "--json")
     rows = json.loads(found.stdout, parse_constant=pytest.fail)
-    above = [row for row in rows if row["gradients"] == "above"]
+    above = [row for row in rows if row["case"] == "above"]
     assert [row["found"] for row in above] == ["nan", "nan"]
     assert {row["kind"] for row in above} == {"unknown"}
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from optaxclip._check_step import KINDS
+from optaxclip._check_step import MEANINGS
 
 from . import wrong_steps
 from .test_check_step import WRONG
@@ -31,8 +31,8 @@ def test_every_kind_has_a_row_and_a_tested_program():
     tested = {(name, kind) for name, _, kind, _ in WRONG}
     for name, norm, update in PLANTED:
         tested |= {(name, norm), (name, update)}
-    kinds = {row[0]: row[2] for row in rows(3) if row[0] in KINDS}
-    assert list(kinds) == list(KINDS)
+    kinds = {row[0]: row[2] for row in rows(3) if row[0] in MEANINGS}
+    assert list(kinds) == list(MEANINGS)
     del kinds["unknown"]
     assert {(program, kind) for kind, program in kinds.items()} <= tested
 

@@ -58,7 +58,7 @@ def test_a_planted_fault_has_its_name(name, norm, update):
     kinds = defaultdict(set)
     make_step = getattr(wrong_steps, name)
     for row in optaxclip.check_step(make_step, settings=SETTINGS):
-        if row.gradients != "nan" and row.kind != AS_WELL.get(name):
+        if row.case != "nan" and row.kind != AS_WELL.get(name):
             kinds[row.what].add(row.kind)
     wanted = {"norm": norm, "update": update}
     assert kinds == {what: {kind} for what, kind in wanted.items() if kind}

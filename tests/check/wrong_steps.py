@@ -557,6 +557,16 @@ def nan_to_0(setting):
     return under_jit(setting, outcome)
 
 
+def norm_without_nan(setting):
+    """NaN is 0 in the norm, and stays in the update."""
+
+    def outcome(grads, params):
+        norm = global_norm(jax.tree.map(jnp.nan_to_num, grads))
+        return scaled(grads, factor(setting, norm)), norm
+
+    return under_jit(setting, outcome)
+
+
 # ---------------------------------------------------------- what was public in 2026
 
 
