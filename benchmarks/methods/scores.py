@@ -1,0 +1,110 @@
+"""From where runs ended to tables.
+
+A score is how far a run came from the untrained weights, over how far no clip came
+without a fault at its best rate (with DP-SGD: the first method). A run that ended worse than it began has 0.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..report import grid
+
+CLOSE = 0.98  # of the best score, in which another rate is as good
+
+
+class Best(NamedTuple):
+    """A method in one task, with the best of the rates for each fault."""
+
+    scores: np.ndarray  # float[faults, seeds]
+    at: np.ndarray  # int[faults]: the place of the best rate
+    widths: np.ndarray  # float[faults]: largest over smallest rate that are close
+
+
+def scores_of(row: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Of one task and each method float[faults, rates, seeds]."""
+    start = np.mean(row["untrained"])
+    costs = {name: np.asarray(ends, float) for name, ends in row["costs"].items()}
+    reference = next(iter(costs.values()))[0].mean(-1)
+    way = start - np.nanmin(reference)
+    return {
+        name: np.nan_to_num(np.maximum((start - ends) / way, 0.0))
+        for name, ends in costs.items()
+    }
+
+
+def best(scores: np.ndarray, rates: list[float]) -> Best:
+    """The rate of the highest mean over all seeds."""
+    means = scores.mean(-1)
+    at = means.argmax(-1)
+    faults = range(len(at))
+    chosen = scores[faults, at]
+    widths = []
+    for fault in faults:
+        low = high = at[fault]
+        close = means[fault] >= CLOSE * means[fault].max()
+        while low > 0 and close[low - 1]:
+            low -= 1
+        while high + 1 < len(rates) and close[high + 1]:
+            high += 1
+        widths.append(rates[high] / rates[low])
+    return Best(chosen, at, np.asarray(widths))
+
+
+def all_best(content: dict[str, Any]) -> dict[str, dict[str, Best]]:
+    """Of each task and each method."""
+    return {
+        task: {
+            name: best(scores, row["rates"]) for name, scores in scores_of(row).items()
+        }
+        for task, row in content["tasks"].items()
+    }
+
+
+def mean_and_error(scores: np.ndarray) -> tuple[float, float]:
+    """The mean over seeds, and its standard error."""
+    return float(scores.mean()), float(scores.std(ddof=1) / len(scores) ** 0.5)
+
+
+def over_tasks(content: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Of each method float[faults, seeds], the mean over all tasks."""
+    tasks = list(all_best(content).values())
+    return {
+        name: np.mean([task[name].scores for task in tasks], axis=0)
+        for name in tasks[0]
+    }
+
+
+def shown(scores: np.ndarray) -> str:
+    mean, error = mean_and_error(scores)
+    return f"{mean:.2f} ± {error:.2f}"
+
+
+def faults_table(content: dict[str, Any]) -> str:
+    """The mean over all tasks, and how much the rate may differ without a fault."""
+    tasks = list(all_best(content).values())
+    lines = []
+    for name, scores in over_tasks(content).items():
+        widths = [task[name].widths[0] for task in tasks]
+        width = np.exp(np.mean(np.log(widths)))
+        lines.append([f"`{name}`", *map(shown, scores), f"{width:.0f}"])
+    header = ["method", *content["faults"], "rates within 2 %"]
+    return grid(header, lines)
+
+
+def tasks_table(content: dict[str, Any], fault: int) -> str:
+    """All tasks under one fault."""
+    bests = all_best(content)
+    lines = []
+    for name in next(iter(bests.values())):
+        cells = [shown(bests[task][name].scores[fault]) for task in bests]
+        lines.append([f"`{name}`", *cells])
+    return grid(["method", *bests], lines)
+
+
+def rows(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each method, from which pages take single numbers."""
+    return [
+        {"method": name, **dict(zip(content["faults"], scores.mean(-1).tolist()))}
+        for name, scores in over_tasks(content).items()
+    ]
