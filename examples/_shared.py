@@ -174,7 +174,8 @@ def draw_both(
     path.parent.mkdir(parents=True, exist_ok=True)
     for look in (LIGHT, DARK):
         with style.context(look.style), rc_context({"font.size": 14}):
-            figure = Figure((13, height), layout="constrained", facecolor=look.background)
+            figure = Figure((13, height), layout="constrained")
+            figure.set_facecolor(look.background)
             FigureCanvasAgg(figure)
             axes = figure.subplots(1, panels, sharex=True, sharey=True)
             for axis in axes:

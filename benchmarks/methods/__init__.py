@@ -1,10 +1,10 @@
 """Which clip helps: `python -m benchmarks.methods` trains six small tasks with every
-method, four faults, six rates and five seeds, and writes where each run ended as JSON.
+method, four faults, five rates and five seeds, and writes where each run ended as JSON.
 
-    python -m benchmarks.methods             all: 40 minutes of processor time
+    python -m benchmarks.methods             all: an hour on two cores
     python -m benchmarks.methods --quick     few methods, one seed, short runs: to see
                                              that it works. Its numbers mean nothing
-    python -m benchmarks.methods --papers    what papers claim beside what the JSON shows
+    python -m benchmarks.methods --papers    claims of papers, beside the JSON's numbers
     python -m benchmarks.methods --json PATH in place of methods.json. What is in this
                                              file is not trained again
     python -m benchmarks.pages               writes docs/which_clip_helps.md from it

@@ -1,7 +1,8 @@
 """From where runs ended to tables.
 
 A score is how far a run came from the untrained weights, over how far no clip came
-without a fault at its best rate (with DP-SGD: the first method). A run that ended worse than it began has 0.
+without a fault at its best rate. With DP-SGD the first method stands for no clip. A run
+that ended worse than it began has 0.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ class Best(NamedTuple):
     """A method in one task, with the best of the rates for each fault."""
 
     scores: np.ndarray  # float[faults, seeds]
-    at: np.ndarray  # int[faults]: the place of the best rate
+    places: np.ndarray  # int[faults]: of the best rate among the rates
     widths: np.ndarray  # float[faults]: largest over smallest rate that are close
 
 
@@ -26,9 +27,9 @@ def scores_of(row: dict[str, Any]) -> dict[str, np.ndarray]:
     start = np.mean(row["untrained"])
     costs = {name: np.asarray(ends, float) for name, ends in row["costs"].items()}
     reference = next(iter(costs.values()))[0].mean(-1)
-    way = start - np.nanmin(reference)
+    distance = start - np.nanmin(reference)
     return {
-        name: np.nan_to_num(np.maximum((start - ends) / way, 0.0))
+        name: np.nan_to_num(np.maximum((start - ends) / distance, 0.0))
         for name, ends in costs.items()
     }
 
@@ -36,19 +37,19 @@ def scores_of(row: dict[str, Any]) -> dict[str, np.ndarray]:
 def best(scores: np.ndarray, rates: list[float]) -> Best:
     """The rate of the highest mean over all seeds."""
     means = scores.mean(-1)
-    at = means.argmax(-1)
-    faults = range(len(at))
-    chosen = scores[faults, at]
+    places = means.argmax(-1)
+    faults = range(len(places))
+    chosen = scores[faults, places]
     widths = []
     for fault in faults:
-        low = high = at[fault]
+        low = high = places[fault]
         close = means[fault] >= CLOSE * means[fault].max()
         while low > 0 and close[low - 1]:
             low -= 1
         while high + 1 < len(rates) and close[high + 1]:
             high += 1
         widths.append(rates[high] / rates[low])
-    return Best(chosen, at, np.asarray(widths))
+    return Best(chosen, places, np.asarray(widths))
 
 
 def all_best(content: dict[str, Any]) -> dict[str, dict[str, Best]]:

@@ -12,7 +12,7 @@ from jax import lax, random
 from jax.flatten_util import ravel_pytree
 
 from .clippers import Method
-from .tasks import ROUND, Batch, Params, Task
+from .tasks import GAMES, ROUND, Batch, Params, Task
 
 
 class Fault(NamedTuple):
@@ -40,7 +40,7 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one step is given."""
+    """The inputs of one step of training."""
 
     number: Any
     batch: Batch
@@ -77,11 +77,11 @@ def train(task: Task, method: Method, starts: Params, run: Run) -> jax.Array:
 
     optimizer = method(task.optimizer, rate)
 
-    def step(trained: Any, given: Step) -> tuple[Any, None]:
+    def step(trained: Any, inputs: Step) -> tuple[Any, None]:
         params, state = trained
-        batch = broken_batch(task, run.fault, steps, given)
+        batch = broken_batch(task, run.fault, steps, inputs)
         grads = jax.grad(task.loss)(params, batch)
-        grads = broken_gradient(grads, run.fault, steps, given)
+        grads = broken_gradient(grads, run.fault, steps, inputs)
         updates, state = optimizer.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), None
 
@@ -94,32 +94,32 @@ def train(task: Task, method: Method, starts: Params, run: Run) -> jax.Array:
 
     params = jax.tree.map(lambda leaves: leaves[run.seed], starts)
     trained = params, optimizer.init(params)
-    carry = trained, jnp.zeros((16, 4)), random.key(run.seed)
+    carry = trained, jnp.zeros((GAMES, 4)), random.key(run.seed)
     numbers = jnp.arange(steps).reshape(-1, ROUND)
     ((params, _), _, _), _ = lax.scan(round_of_steps, carry, numbers)
     return task.cost(params)
 
 
-def broken_batch(task: Task, fault: Fault, steps: int, given: Step) -> Batch:
+def broken_batch(task: Task, fault: Fault, steps: int, inputs: Step) -> Batch:
     """The batch, or what is broken in its place."""
-    is_broken = fault.batches & is_late(steps, given) & (given.number % 25 == 0)
-    spoilt = task.spoil(given.key, given.batch)
-    return jax.tree.map(partial(jnp.where, is_broken), spoilt, given.batch)
+    is_broken = fault.batches & is_late(steps, inputs) & (inputs.number % 25 == 0)
+    spoilt = task.spoil(inputs.key, inputs.batch)
+    return jax.tree.map(partial(jnp.where, is_broken), spoilt, inputs.batch)
 
 
-def broken_gradient(grads: Params, fault: Fault, steps: int, given: Step) -> Params:
+def broken_gradient(grads: Params, fault: Fault, steps: int, inputs: Step) -> Params:
     """The gradient, with single elements or one tensor times 1,000."""
-    late = is_late(steps, given)
+    late = is_late(steps, inputs)
     gradient, unravel = ravel_pytree(grads)
     sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
     tensors = np.repeat(np.arange(len(sizes)), sizes)  # the tensor of each element
-    of_layer = tensors == given.number // 25 % len(sizes)
-    spikes = fault.layer & late & (given.number % 25 == 0) & of_layer
-    chance = random.bernoulli(given.key, 1e-4, gradient.shape)
+    of_layer = tensors == inputs.number // 25 % len(sizes)
+    spikes = fault.layer & late & (inputs.number % 25 == 0) & of_layer
+    chance = random.bernoulli(inputs.key, 1e-4, gradient.shape)
     spikes = spikes | (fault.elements & late & chance)
     return unravel(gradient * jnp.where(spikes, 1000.0, 1.0))
 
 
-def is_late(steps: int, given: Step) -> Any:
+def is_late(steps: int, inputs: Step) -> Any:
     """Whether a third of the run is over."""
-    return given.number >= steps // 3
+    return inputs.number >= steps // 3

@@ -35,6 +35,7 @@ def test_every_command_for_numbers_is_beside_them():
         text = Path(page).read_text()
         tables = re.findall(r"<!-- table: (\w+) -->", text)
         for name in tables:
-            file = "per_example" if name.startswith("each_") else "costs"
+            files = {"each": "per_example", "methods": "methods"}
+            file = files.get(name.partition("_")[0], "costs")
             command = f"benchmarks/results/{file}.json"
             assert command in text or not pages.results(file), (page, name)

@@ -1,0 +1,150 @@
+"""The benchmark of methods: its faults, tasks and scores, and what its page says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import pages
+from benchmarks.methods import claims, scores
+from tests.methods import METHODS as REGISTRY
+
+STEPS = 96
+
+
+@pytest.fixture(scope="module")
+def benchmark(as_programs_run):
+    """The modules that read data and import gymnasium."""
+    pytest.importorskip("gymnasium")
+    pytest.importorskip("sklearn")
+    from benchmarks.methods import clippers, tasks, training
+
+    return clippers, tasks, training
+
+
+def broken(training, fault, number):
+    """A gradient of ones, as a step gets it."""
+    step = training.Step(number, (), jax.random.key(number))
+    grads = {"a": jnp.ones((100, 100)), "b": jnp.ones(50)}
+    return training.broken_gradient(grads, fault, STEPS, step)
+
+
+def test_a_fault_of_elements_is_one_in_ten_thousand(benchmark):
+    *_, training = benchmark
+    fault = training.Fault(elements=True)
+    steps = range(32, 64)
+    counts = [np.sum(broken(training, fault, step)["a"] == 1000) for step in steps]
+    # A Poisson number of mean 32, within five deviations.
+    assert abs(sum(counts) - 32) < 5 * 32**0.5
+    assert np.all(broken(training, fault, 31)["a"] == 1)
+
+
+def test_a_fault_of_a_layer_takes_turns(benchmark):
+    *_, training = benchmark
+    fault = training.Fault(layer=True)
+    for step, sizes in {50: (1000, 1), 75: (1, 1000), 60: (1, 1), 25: (1, 1)}.items():
+        grads = broken(training, fault, step)
+        assert np.all(grads["a"] == sizes[0]) and np.all(grads["b"] == sizes[1]), step
+
+
+def test_the_pole_falls_as_that_of_gymnasium(benchmark):
+    import gymnasium
+
+    _, tasks, _ = benchmark
+    game = gymnasium.make("CartPole-v1").unwrapped
+    game.reset(seed=0)
+    terminated = False
+    while not terminated:
+        state = jnp.asarray(game.state)[None]
+        after, fell = tasks.pushed(state, jnp.array([1]))
+        expected, _, terminated, *_ = game.step(1)
+        np.testing.assert_allclose(after[0], expected, rtol=1e-5, atol=1e-6)
+        assert not fell[0]
+    # The fall is seen in the next step.
+    fallen = jnp.asarray(game.state)[None]
+    assert tasks.pushed(fallen, jnp.array([1]))[1][0]
+
+
+def test_four_bits_have_fifteen_numbers_and_a_slope_of_one(benchmark):
+    _, tasks, _ = benchmark
+    x = jnp.linspace(-2.0, 2.0, 1000)  # without ties
+    rounded = np.asarray(tasks.in_4_bits(x), np.float64)
+    spacing = np.max(np.abs(np.float64(x))) / 7
+    expected = np.rint(np.float64(x) / spacing) * spacing
+    np.testing.assert_allclose(rounded, expected, rtol=1e-5, atol=1e-6)
+    assert len(np.unique(np.rint(rounded / spacing))) == 15
+    np.testing.assert_array_equal(jax.grad(lambda x: tasks.in_4_bits(x).sum())(x), 1.0)
+
+
+def test_faults_rates_and_seeds_are_trained_in_their_order(benchmark):
+    clippers, tasks, training = benchmark
+    task = tasks.TASKS["regression"]._replace(rounds=6)
+    ends = training.costs(task, clippers.METHODS["none"], [0.001, 0.01], seeds=2)
+    assert ends.shape == (4, 2, 2)
+    for fault, rate, seed in np.ndindex(4, 2, 2):
+        run = training.Run(
+            list(training.FAULTS.values())[fault], [0.001, 0.01][rate], seed
+        )
+        if (fault, rate, seed) in ((0, 0, 1), (3, 1, 0)):
+            starts = {"w": jnp.zeros((2, 20)), "b": jnp.zeros(2)}
+            end = training.train(task, clippers.METHODS["none"], starts, run)
+            np.testing.assert_allclose(ends[fault, rate, seed], end, rtol=1e-3)
+    healthy, broken = ends[0].mean(), ends[1:].mean(axis=(1, 2))
+    assert healthy < 1 < broken[0] and broken[2] > 1
+
+
+# Scores of made-up runs, whose numbers are those of the definition.
+
+RATES = [1.0, 4.0, 16.0]
+ROW = {
+    "rates": RATES,
+    "untrained": [4.0, 4.0],
+    "costs": {
+        "none": [[[3.0, 3.2], [2.0, 2.0], [None, 2.1]]],
+        "other": [[[2.0, 2.0], [1.98, 2.0], [3.0, 5.0]]],
+    },
+}
+
+
+def test_a_score_is_the_way_from_untrained_over_that_of_none():
+    of_none, of_other = scores.scores_of(ROW).values()
+    np.testing.assert_allclose(of_none[0], [[0.5, 0.4], [1, 1], [0, 0.95]])
+    np.testing.assert_allclose(of_other[0, 2], [0.5, 0.0])
+
+
+def test_the_best_rate_has_the_highest_mean_and_a_width():
+    of_none, of_other = scores.scores_of(ROW).values()
+    best = scores.best(of_none, RATES)
+    assert (best.places[0], best.widths[0]) == (1, 1)
+    assert scores.best(of_other, RATES).widths[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("won", "verdict"),
+    [([True, True], "appears"), ([True, False], "in part"), ([False], "does not")],
+)
+def test_a_claim_appears_where_all_its_duels_are_won(won, verdict):
+    assert claims.verdict(won) == verdict
+
+
+def test_a_duel_is_won_by_more_than_two_errors():
+    duel = claims.Duel("digits", "other", "none")
+    row = {"tasks": {"digits": ROW}, "private": {}}
+    mean, error = claims.difference(row, duel)
+    np.testing.assert_allclose([mean, error], [0.005, 0.005], atol=1e-9)
+    assert not claims.wins(duel, mean, error)
+    assert claims.wins(duel._replace(may_be_equal=True), mean, error)
+    assert claims.wins(duel, 2.1 * error, error)
+
+
+# The page.
+
+PAGE = (pages.ROOT / "docs/which_clip_helps.md").read_text()
+
+
+def test_every_method_was_run_or_the_page_says_why_not():
+    ran = " ".join(scores.over_tasks(pages.results("methods")))
+    left_out = PAGE.partition("## What was left out")[2]
+    for method in REGISTRY.values():
+        name = method.function.__name__
+        assert name in ran or f"`{name}`" in left_out, name
