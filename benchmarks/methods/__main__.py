@@ -18,6 +18,7 @@ from .training import FAULTS, costs, untrained
 
 STEP = 4  # from one rate to the next
 SEEDS = 5
+GROUP = 6  # methods of one program
 QUICK = ["none", "clip_by_global_norm(1.0)", "skip_step(global)"]
 
 
@@ -46,16 +47,18 @@ def train_all(path: Path, quick: bool) -> None:
         stored = json.loads(path.read_text())
         content = stored if stored["quick"] == quick else content
     start = time.perf_counter()
-    trainings = list(itertools.product(methods, TASKS))
-    for number, (method, name) in enumerate(trainings, 1):
-        show_progress(number, len(trainings), f"{method}, {name}", start)
+    groups = [methods[first : first + GROUP] for first in range(0, len(methods), GROUP)]
+    programs = list(itertools.product(groups, TASKS))
+    for number, (group, name) in enumerate(programs, 1):
+        show_progress(number, len(programs), f"{name}, {group[0]} ...", start)
         task = TASKS[name]._replace(rounds=2) if quick else TASKS[name]
         rates = [float(f"{task.rate * STEP**power:.2g}") for power in powers]
         row = {"rates": rates, "untrained": untrained(task, seeds), "costs": {}}
         row = content["tasks"].setdefault(name, row)
-        if method not in row["costs"]:
-            ends = costs(task, METHODS[method], rates, seeds)
-            row["costs"][method] = shown(ends)
+        missing = [method for method in group if method not in row["costs"]]
+        if missing:
+            ends = costs(task, [METHODS[method] for method in missing], rates, seeds)
+            row["costs"] |= zip(missing, shown(ends))
             write(path, content)
     if "private" not in content:
         content["private"] = private.row(seeds, steps=10 if quick else 200)

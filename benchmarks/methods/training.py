@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -39,14 +40,6 @@ class Run(NamedTuple):
     seed: Any
 
 
-class Step(NamedTuple):
-    """The inputs of one step of training."""
-
-    number: Any
-    batch: Batch
-    key: Any
-
-
 def runs(rates: list[float], seeds: int) -> Run:
     """All faults with all rates and all seeds, in this order."""
     rows = itertools.product(FAULTS.values(), rates, range(seeds))
@@ -54,72 +47,93 @@ def runs(rates: list[float], seeds: int) -> Run:
     return jax.tree.map(lambda *numbers: np.asarray(numbers), *records)
 
 
-def costs(task: Task, method: Method, rates: list[float], seeds: int) -> np.ndarray:
-    """What every run ends at: float[faults, rates, seeds]."""
-    starts = [task.start(seed=seed) for seed in range(seeds)]
-    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *starts)
-    program = jax.jit(jax.vmap(partial(train, task, method, params)))
-    return np.reshape(program(runs(rates, seeds)), (len(FAULTS), len(rates), seeds))
+def costs(
+    task: Task, methods: list[Method], rates: list[float], seeds: int
+) -> np.ndarray:
+    """The costs at the end of all runs: float[methods, faults, rates, seeds]."""
+    starts = stacked([task.start(seed=seed) for seed in range(seeds)])
+    program = jax.vmap(partial(train, task, methods, starts), out_axes=1)
+    ends = np.asarray(jax.jit(program)(runs(rates, seeds)))
+    return ends.reshape(len(methods), len(FAULTS), len(rates), seeds)
 
 
 def untrained(task: Task, seeds: int) -> list[float]:
-    """What the runs start from."""
+    """The costs before the first step."""
     return [float(task.cost(task.start(seed=seed))) for seed in range(seeds)]
 
 
-def train(task: Task, method: Method, starts: Params, run: Run) -> jax.Array:
-    """One run. Returns the cost of data that were never trained on."""
+def train(task: Task, methods: list[Method], starts: Params, run: Run) -> jax.Array:
+    """One run by several methods. They stand in one program, which compiles in less
+    time than a program for each. Returns float[methods]: the costs at the end.
+    """
     steps = task.rounds * ROUND
 
     def rate(step: Any) -> Any:
         """Rises over a twelfth of the run, and falls to 0."""
         return run.rate * jnp.minimum(12 * (step + 1) / steps, 1) * (1 - step / steps)
 
-    optimizer = method(task.optimizer, rate)
+    optimizers = [method(task.optimizer, rate) for method in methods]
 
-    def step(trained: Any, inputs: Step) -> tuple[Any, None]:
-        params, state = trained
-        batch = broken_batch(task, run.fault, steps, inputs)
+    def gradient(params: Params, batch: Batch, number: Any, key: jax.Array) -> Params:
+        is_late = number >= steps // 3
+        is_spike = is_late & (number % 25 == 0)
+        spoilt = task.spoil(key, batch)
+        is_broken = run.fault.batches & is_spike
+        batch = jax.tree.map(partial(jnp.where, is_broken), spoilt, batch)
         grads = jax.grad(task.loss)(params, batch)
-        grads = broken_gradient(grads, run.fault, steps, inputs)
-        updates, state = optimizer.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), None
+        place = jnp.where(run.fault.layer & is_spike, number // 25, -1)
+        share = jnp.where(run.fault.elements & is_late, 1e-4, 0.0)
+        return with_spikes(grads, place, share, key)
+
+    def step(trained: Any, inputs: Any) -> tuple[Any, None]:
+        params, states = trained
+        grads = jax.vmap(gradient, (0, 0, None, None))(params, *inputs)
+        new_params = []
+        new_states = []
+        for place, optimizer in enumerate(optimizers):
+            weights = jax.tree.map(itemgetter(place), params)
+            slopes = jax.tree.map(itemgetter(place), grads)
+            updates, state = optimizer.update(slopes, states[place], weights)
+            new_params.append(optax.apply_updates(weights, updates))
+            new_states.append(state)
+        return (stacked(new_params), new_states), None
 
     def round_of_steps(carry: Any, numbers: jax.Array) -> tuple[Any, None]:
         trained, games, key = carry
         key, key_draw, *keys = random.split(key, ROUND + 2)
-        batches, games = task.draw(trained[0], games, key_draw)
-        trained, _ = lax.scan(step, trained, Step(numbers, batches, jnp.stack(keys)))
+        draw = jax.vmap(task.draw, in_axes=(0, 0, None), out_axes=(1, 0))
+        batches, games = draw(trained[0], games, key_draw)
+        trained, _ = lax.scan(step, trained, (batches, numbers, jnp.stack(keys)))
         return (trained, games, key), None
 
     params = jax.tree.map(lambda leaves: leaves[run.seed], starts)
-    trained = params, optimizer.init(params)
-    carry = trained, jnp.zeros((GAMES, 4)), random.key(run.seed)
+    states = [optimizer.init(params) for optimizer in optimizers]
+    trained = stacked([params] * len(methods)), states
+    games = jnp.zeros((len(methods), GAMES, 4))
     numbers = jnp.arange(steps).reshape(-1, ROUND)
-    ((params, _), _, _), _ = lax.scan(round_of_steps, carry, numbers)
-    return task.cost(params)
+    carry = trained, games, random.key(run.seed)
+    ((params, _), *_), _ = lax.scan(round_of_steps, carry, numbers)
+    return jax.vmap(task.cost)(params)
 
 
-def broken_batch(task: Task, fault: Fault, steps: int, inputs: Step) -> Batch:
-    """The batch, or what is broken in its place."""
-    is_broken = fault.batches & is_late(steps, inputs) & (inputs.number % 25 == 0)
-    spoilt = task.spoil(inputs.key, inputs.batch)
-    return jax.tree.map(partial(jnp.where, is_broken), spoilt, inputs.batch)
+def stacked(trees: list[Params]) -> Params:
+    """One tree, whose leaves have one more axis in front."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def broken_gradient(grads: Params, fault: Fault, steps: int, inputs: Step) -> Params:
-    """The gradient, with single elements or one tensor times 1,000."""
-    late = is_late(steps, inputs)
+def with_spikes(grads: Params, place: Any, share: Any, key: jax.Array) -> Params:
+    """The gradient, with a share of its elements and one of its tensors times 1,000.
+
+    Args:
+      grads: the gradient.
+      place: of the tensor among all tensors, which are counted round and round. -1 for
+        none.
+      share: of the elements, which are drawn.
+      key: for the draw.
+    """
     gradient, unravel = ravel_pytree(grads)
     sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
     tensors = np.repeat(np.arange(len(sizes)), sizes)  # the tensor of each element
-    of_layer = tensors == inputs.number // 25 % len(sizes)
-    spikes = fault.layer & late & (inputs.number % 25 == 0) & of_layer
-    chance = random.bernoulli(inputs.key, 1e-4, gradient.shape)
-    spikes = spikes | (fault.elements & late & chance)
+    of_tensor = (place >= 0) & (tensors == place % len(sizes))
+    spikes = of_tensor | random.bernoulli(key, share, gradient.shape)
     return unravel(gradient * jnp.where(spikes, 1000.0, 1.0))
-
-
-def is_late(steps: int, inputs: Step) -> Any:
-    """Whether a third of the run is over."""
-    return inputs.number >= steps // 3

@@ -9,8 +9,6 @@ from benchmarks import pages
 from benchmarks.methods import claims, scores
 from tests.methods import METHODS as REGISTRY
 
-STEPS = 96
-
 
 @pytest.fixture(scope="module")
 def benchmark(as_programs_run):
@@ -22,29 +20,26 @@ def benchmark(as_programs_run):
     return clippers, tasks, training
 
 
-def broken(training, fault, number):
-    """A gradient of ones, as a step gets it."""
-    step = training.Step(number, (), jax.random.key(number))
-    grads = {"a": jnp.ones((100, 100)), "b": jnp.ones(50)}
-    return training.broken_gradient(grads, fault, STEPS, step)
+GRADS = {"a": jnp.ones((100, 100)), "b": jnp.ones(50)}
 
 
-def test_a_fault_of_elements_is_one_in_ten_thousand(benchmark):
+def test_a_share_of_elements_spikes(benchmark):
     *_, training = benchmark
-    fault = training.Fault(elements=True)
-    steps = range(32, 64)
-    counts = [np.sum(broken(training, fault, step)["a"] == 1000) for step in steps]
-    # A Poisson number of mean 32, within five deviations.
-    assert abs(sum(counts) - 32) < 5 * 32**0.5
-    assert np.all(broken(training, fault, 31)["a"] == 1)
+    keys = jax.random.split(jax.random.key(0), 50)
+    spiked = jax.vmap(lambda key: training.with_spikes(GRADS, -1, 1e-3, key))(keys)
+    count = np.sum(spiked["a"] == 1000)
+    # A Poisson number of mean 500, within five deviations.
+    assert abs(count - 500) < 5 * 500**0.5
+    assert count + np.sum(spiked["a"] == 1) == spiked["a"].size
 
 
-def test_a_fault_of_a_layer_takes_turns(benchmark):
+@pytest.mark.parametrize(
+    ("place", "sizes"), [(2, (1000, 1)), (3, (1, 1000)), (-1, (1, 1))]
+)
+def test_tensors_spike_in_turn(benchmark, place, sizes):
     *_, training = benchmark
-    fault = training.Fault(layer=True)
-    for step, sizes in {50: (1000, 1), 75: (1, 1000), 60: (1, 1), 25: (1, 1)}.items():
-        grads = broken(training, fault, step)
-        assert np.all(grads["a"] == sizes[0]) and np.all(grads["b"] == sizes[1]), step
+    spiked = training.with_spikes(GRADS, place, 0.0, jax.random.key(0))
+    assert np.all(spiked["a"] == sizes[0]) and np.all(spiked["b"] == sizes[1])
 
 
 def test_the_pole_falls_as_that_of_gymnasium(benchmark):
@@ -76,21 +71,20 @@ def test_four_bits_have_fifteen_numbers_and_a_slope_of_one(benchmark):
     np.testing.assert_array_equal(jax.grad(lambda x: tasks.in_4_bits(x).sum())(x), 1.0)
 
 
-def test_faults_rates_and_seeds_are_trained_in_their_order(benchmark):
+def test_costs_are_in_the_order_of_methods_faults_rates_and_seeds(benchmark):
     clippers, tasks, training = benchmark
     task = tasks.TASKS["regression"]._replace(rounds=6)
-    ends = training.costs(task, clippers.METHODS["none"], [0.001, 0.01], seeds=2)
-    assert ends.shape == (4, 2, 2)
-    for fault, rate, seed in np.ndindex(4, 2, 2):
-        run = training.Run(
-            list(training.FAULTS.values())[fault], [0.001, 0.01][rate], seed
-        )
-        if (fault, rate, seed) in ((0, 0, 1), (3, 1, 0)):
-            starts = {"w": jnp.zeros((2, 20)), "b": jnp.zeros(2)}
-            end = training.train(task, clippers.METHODS["none"], starts, run)
-            np.testing.assert_allclose(ends[fault, rate, seed], end, rtol=1e-3)
-    healthy, broken = ends[0].mean(), ends[1:].mean(axis=(1, 2))
-    assert healthy < 1 < broken[0] and broken[2] > 1
+    methods = [clippers.METHODS[name] for name in ("none", "clip_by_global_norm(1.0)")]
+    rates = [0.001, 0.01]
+    ends = training.costs(task, methods, rates, seeds=2)
+    assert ends.shape == (2, 4, 2, 2)
+    starts = {"w": jnp.zeros((2, 20)), "b": jnp.zeros(2)}
+    run = training.Run(training.Fault(layer=True), rates[1], 0)
+    alone = training.train(task, methods[::-1], starts, run)
+    np.testing.assert_allclose(ends[:, 3, 1, 0], alone[::-1], rtol=1e-3)
+    without_clip, with_clip = ends.mean(axis=(2, 3))
+    assert without_clip[0] < 1 < without_clip[1] and without_clip[3] > 1
+    assert np.all(with_clip < 1)
 
 
 # Scores of made-up runs, whose numbers are those of the definition.
