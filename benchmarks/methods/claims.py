@@ -132,7 +132,7 @@ def ends_at(scores: Any, name: str, duel: Duel, rates: list[float]) -> np.ndarra
     """float[seeds] at the best rate of the method, or at a high rate."""
     if not duel.is_high:
         return best(scores[name], rates).scores[duel.fault]
-    place = best(scores["none"], rates).places[0] + HIGH
+    place = best(scores["none"], rates).place + HIGH
     return scores[name][duel.fault, min(place, len(rates) - 1)]
 
 

@@ -18,89 +18,76 @@ Rate = Callable[[Any], Any]  # a schedule
 # (optimizer without a rate, rate) to the whole optimizer
 Method = Callable[[Optimizer, Rate], Optimizer]
 
+NOTHING = optax.identity()
+GLOBAL = oc.clip_by_global_norm(1.0)
 
-def before(*clippers: Optimizer) -> Method:
-    """The gradient is clipped."""
+
+def chained(
+    *clippers: Optimizer, direction: Optimizer = NOTHING, update: Optimizer = NOTHING
+) -> Method:
+    """Clips the gradient, the direction that the optimizer takes, or the update."""
 
     def build(optimizer: Optimizer, rate: Rate) -> Optimizer:
-        return optax.chain(*clippers, optimizer, optax.scale_by_learning_rate(rate))
+        descend = optax.scale_by_learning_rate(rate)
+        return optax.chain(*clippers, optimizer, direction, descend, update)
 
     return build
 
 
-def after(clipper: Optimizer) -> Method:
-    """What the optimizer made of the gradient is clipped, before the rate."""
-
-    def build(optimizer: Optimizer, rate: Rate) -> Optimizer:
-        return optax.chain(optimizer, clipper, optax.scale_by_learning_rate(rate))
-
-    return build
-
-
-def last(clipper: Optimizer) -> Method:
-    """The update is clipped, behind the rate."""
-
-    def build(optimizer: Optimizer, rate: Rate) -> Optimizer:
-        return optax.chain(optimizer, optax.scale_by_learning_rate(rate), clipper)
-
-    return build
-
-
-def around(wrap: Callable[[Optimizer], Optimizer], method: Method) -> Method:
-    """The whole optimizer is wrapped."""
-    return lambda optimizer, rate: wrap(method(optimizer, rate))
-
-
-def inside(clipper: Optimizer, **options: Any) -> Method:
-    """The moments are reset now and then."""
-
-    def build(optimizer: Optimizer, rate: Rate) -> Optimizer:
-        return before(clipper)(oc.reset_momentum(optimizer, **options), rate)
-
-    return build
+def spam_with_resets(optimizer: Optimizer, rate: Rate) -> Optimizer:
+    momentum = oc.reset_momentum(optimizer, every=80, warmup=20)
+    return chained(oc.spam(every=80))(momentum, rate)
 
 
 def larc(optimizer: Optimizer, rate: Rate) -> Optimizer:
-    return before(oc.larc(rate))(optimizer, rate)
+    return chained(oc.larc(rate))(optimizer, rate)
+
+
+def skip_step(optimizer: Optimizer, rate: Rate) -> Optimizer:
+    return oc.skip_step(chained(GLOBAL)(optimizer, rate))
+
+
+def skip_spikes(optimizer: Optimizer, rate: Rate) -> Optimizer:
+    rule = oc.rules.log_z_score(4.0, warmup=25)
+    return oc.skip_spikes(chained(GLOBAL)(optimizer, rate), rule)
 
 
 def matrices_and_vectors(tree: Any) -> Any:
     return jax.tree.map(lambda x: "matrix" if jnp.ndim(x) > 1 else "vector", tree)
 
 
-GLOBAL = oc.clip_by_global_norm(1.0)
-SPIKES = oc.rules.log_z_score(4.0, warmup=25)
+BY_RANK = oc.clip_by_group_norm(0.1, matrices_and_vectors)
 
 METHODS: dict[str, Method] = {
-    "none": before(),
-    "clip_by_global_norm(1.0)": before(GLOBAL),
-    "skip_step(global)": around(oc.skip_step, before(GLOBAL)),
-    "zclip()": before(oc.zclip()),
-    "adagc()": before(oc.adagc(warmup=50)),
-    "spam(), reset_momentum()": inside(oc.spam(every=80), every=80, warmup=20),
-    "adaptive_grad_clip(0.01)": before(oc.adaptive_grad_clip(0.01)),
-    "autoclip(10)": before(oc.autoclip(10, 1000)),
-    "adaclip(), adagn()": before(oc.adaclip(0.99), oc.adagn()),
-    "clip_by_tensor_rms(1.0)": after(oc.clip_by_tensor_rms(1.0)),
-    "clip_by_global_norm(0.1)": before(oc.clip_by_global_norm(0.1)),
-    "clip_by_tensor_norm(0.1)": before(oc.clip_by_tensor_norm(0.1)),
-    "clip_by_value(0.1)": before(oc.clip_by_value(0.1)),
-    "autoclip(90)": before(oc.autoclip(90, 1000)),
-    "clip_by_unitwise_norm(0.1)": before(oc.clip_by_unitwise_norm(0.1)),
-    "clip_by_group_norm(0.1)": before(oc.clip_by_group_norm(0.1, matrices_and_vectors)),
-    "spam()": before(oc.spam()),
-    "skip_spikes(global)": around(
-        lambda optimizer: oc.skip_spikes(optimizer, SPIKES), before(GLOBAL)
+    "none": chained(),
+    "clip_by_global_norm(1.0)": chained(GLOBAL),
+    "skip_step(global)": skip_step,
+    "zclip()": chained(oc.zclip()),
+    "adagc()": chained(oc.adagc(warmup=50)),
+    "spam(), reset_momentum()": spam_with_resets,
+    "adaptive_grad_clip(0.01)": chained(oc.adaptive_grad_clip(0.01)),
+    "autoclip(10)": chained(oc.autoclip(10, 1000)),
+    "adaclip(), adagn()": chained(oc.adaclip(0.99), oc.adagn()),
+    "clip_by_tensor_rms(1.0)": chained(direction=oc.clip_by_tensor_rms(1.0)),
+    "clip_by_global_norm(0.1)": chained(oc.clip_by_global_norm(0.1)),
+    "clip_by_tensor_norm(0.1)": chained(oc.clip_by_tensor_norm(0.1)),
+    "clip_by_value(0.1)": chained(oc.clip_by_value(0.1)),
+    "autoclip(90)": chained(oc.autoclip(90, 1000)),
+    "clip_by_unitwise_norm(0.1)": chained(oc.clip_by_unitwise_norm(0.1)),
+    "clip_by_group_norm(0.1)": chained(
+        oc.clip_by_group_norm(0.1, matrices_and_vectors)
     ),
-    "clippy()": last(oc.clippy()),
+    "spam()": chained(oc.spam()),
+    "skip_spikes(global)": skip_spikes,
+    "clippy()": chained(update=oc.clippy()),
     "larc(rate)": larc,
-    "aggc()": before(oc.aggc(scope="tensor")),
-    "adaclip()": before(oc.adaclip(0.99)),
-    "adagn()": before(oc.adagn()),
-    "carry_clipped(global)": before(oc.carry_clipped(GLOBAL)),
-    "constrain(unitwise)": last(oc.constrain(oc.clip_by_unitwise_norm(2.0))),
-    "clip_by_average_norm(0.001)": before(oc.clip_by_average_norm(0.001)),
-    "clip_by_spectral_norm(0.1)": before(
+    "aggc()": chained(oc.aggc(scope="tensor")),
+    "adaclip()": chained(oc.adaclip(0.99)),
+    "adagn()": chained(oc.adagn()),
+    "carry_clipped(global)": chained(oc.carry_clipped(GLOBAL)),
+    "constrain(unitwise)": chained(update=oc.constrain(oc.clip_by_unitwise_norm(2.0))),
+    "clip_by_average_norm(0.001)": chained(oc.clip_by_average_norm(0.001)),
+    "clip_by_spectral_norm(0.1)": chained(
         oc.clip_by_spectral_norm(0.1, method="newton_schulz")
     ),
 }

@@ -15,11 +15,11 @@ CLOSE = 0.98  # of the best score, in which another rate is as good
 
 
 class Best(NamedTuple):
-    """A method in one task, with the best of the rates for each fault."""
+    """A method in one task, at its best rates."""
 
-    scores: np.ndarray  # float[faults, seeds]
-    places: np.ndarray  # int[faults]: of the best rate among the rates
-    widths: np.ndarray  # float[faults]: largest over smallest rate that are close
+    scores: np.ndarray  # float[faults, seeds], at the best rate for each fault
+    place: int  # of the best rate without a fault
+    width: float  # the largest rate over the smallest that are close to it
 
 
 def scores_of(row: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -35,21 +35,17 @@ def scores_of(row: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def best(scores: np.ndarray, rates: list[float]) -> Best:
-    """The rate of the highest mean over all seeds."""
+    """The rates with the highest mean over all seeds."""
     means = scores.mean(-1)
     places = means.argmax(-1)
-    faults = range(len(places))
-    chosen = scores[faults, places]
-    widths = []
-    for fault in faults:
-        low = high = places[fault]
-        close = means[fault] >= CLOSE * means[fault].max()
-        while low > 0 and close[low - 1]:
-            low -= 1
-        while high + 1 < len(rates) and close[high + 1]:
-            high += 1
-        widths.append(rates[high] / rates[low])
-    return Best(chosen, places, np.asarray(widths))
+    at_best = scores[np.arange(len(places)), places]
+    is_close = means[0] >= CLOSE * means[0].max()
+    low = high = int(places[0])
+    while low > 0 and is_close[low - 1]:
+        low -= 1
+    while high + 1 < len(rates) and is_close[high + 1]:
+        high += 1
+    return Best(at_best, int(places[0]), rates[high] / rates[low])
 
 
 def all_best(content: dict[str, Any]) -> dict[str, dict[str, Best]]:
@@ -86,7 +82,7 @@ def faults_table(content: dict[str, Any]) -> str:
     tasks = list(all_best(content).values())
     lines = []
     for name, scores in over_tasks(content).items():
-        widths = [task[name].widths[0] for task in tasks]
+        widths = [task[name].width for task in tasks]
         width = np.exp(np.mean(np.log(widths)))
         lines.append([f"`{name}`", *map(shown, scores), f"{width:.0f}"])
     header = ["method", *content["faults"], "rates within 2 %"]

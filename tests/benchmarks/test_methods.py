@@ -109,8 +109,8 @@ def test_a_score_is_the_way_from_untrained_over_that_of_none():
 def test_the_best_rate_has_the_highest_mean_and_a_width():
     of_none, of_other = scores.scores_of(ROW).values()
     best = scores.best(of_none, RATES)
-    assert (best.places[0], best.widths[0]) == (1, 1)
-    assert scores.best(of_other, RATES).widths[0] == 4
+    assert (best.place, best.width) == (1, 1)
+    assert scores.best(of_other, RATES).width == 4
 
 
 @pytest.mark.parametrize(
