@@ -207,6 +207,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "each_choice": each_choice,
     "methods_claims": lambda: claims.table(results("methods")),
     "methods_faults": lambda: scores.faults_table(results("methods")),
+    "methods_worse": lambda: scores.worse_table(results("methods")),
     "methods_healthy": lambda: scores.tasks_table(results("methods"), 0),
     "methods_batches": lambda: scores.tasks_table(results("methods"), 1),
     "methods_elements": lambda: scores.tasks_table(results("methods"), 2),

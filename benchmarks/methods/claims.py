@@ -10,7 +10,8 @@ from .scores import best, mean_and_error, scores_of
 GLOBAL = "clip_by_global_norm(1.0)"
 SPAM = "spam(), reset_momentum()"
 STABLE_SPAM = "adaclip(), adagn()"
-HIGH = 1  # places of the rates above the best one without a clip: 4 times as much
+HIGH = 2  # places of the rates above the best one without a clip: 16 times as much
+EQUAL = 0.01  # how much lower a score may be that is as good
 
 
 class Duel(NamedTuple):
@@ -20,7 +21,7 @@ class Duel(NamedTuple):
     method: str
     other: str
     fault: int = 0
-    is_high: bool = False  # at 4 times the best rate without a clip
+    is_high: bool = False  # at 16 times the best rate without a clip
     may_be_equal: bool = False
 
 
@@ -137,8 +138,8 @@ def ends_at(scores: Any, name: str, duel: Duel, rates: list[float]) -> np.ndarra
 
 
 def wins(duel: Duel, mean: float, error: float) -> bool:
-    """Whether the difference is above two standard errors, or not below them."""
-    return mean >= -2 * error if duel.may_be_equal else mean > 2 * error
+    """Whether the first method is better by two standard errors, or as good."""
+    return mean >= -EQUAL if duel.may_be_equal else mean > 2 * error
 
 
 def verdict(won: list[bool]) -> str:
@@ -148,8 +149,8 @@ def verdict(won: list[bool]) -> str:
 
 
 def described(duel: Duel, result: tuple[float, float]) -> str:
-    rate = ", 4 times the rate" if duel.is_high else ""
+    rate = ", 16 times the rate" if duel.is_high else ""
     fault = ", broken batches" if duel.fault == 1 else ""
     spikes = ", elements x 1000" if duel.fault == 2 else ""
     names = f"{duel.method} over {duel.other}, {duel.task}{rate}{fault}{spikes}"
-    return f"{names}: {result[0]:+.2f} ± {result[1]:.2f}"
+    return f"{names}: {result[0]:+.3f} ± {result[1]:.3f}"

@@ -26,6 +26,7 @@ def draw(results: Path, picture: Path) -> None:
                 colour = look.grey
                 if abs(gain) > 2 * doubt:
                     colour = look.green if gain > 0 else look.orange
+                panel.hlines(place, unclipped.mean(), mean, color=colour)
                 panel.errorbar(mean, place, xerr=error, fmt="o", color=colour)
             panel.set_title(faults[fault], weight="bold")
             panel.set(xlim=(-0.02, 1.12), xlabel="learnt")
