@@ -134,6 +134,9 @@ def test_a_duel_is_won_by_more_than_two_errors():
 
 # The page.
 
+ROWS = {row["method"]: row for row in scores.rows(pages.results("methods"))}
+FAULTS = "broken batches", "elements x 1000", "a layer x 1000"
+NONE, GLOBAL = ROWS["none"], ROWS["clip_by_global_norm(1.0)"]
 PAGE = (pages.ROOT / "docs/which_clip_helps.md").read_text()
 
 
@@ -143,3 +146,31 @@ def test_every_method_was_run_or_the_page_says_why_not():
     for method in REGISTRY.values():
         name = method.function.__name__
         assert name in ran or f"`{name}`" in left_out, name
+
+
+def test_without_a_fault_most_methods_equal_none_and_the_rate_matters():
+    close = [abs(row["no fault"] - 1) < 0.05 for row in ROWS.values()]
+    assert sum(close) >= 0.8 * len(close)
+    assert abs(GLOBAL["no fault"] - 1) < 0.02
+    assert NONE["beside"] < 0.85 < 0.9 < GLOBAL["beside"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_with_a_fault_a_clip_of_the_norm_saves_the_run(fault):
+    assert NONE[fault] < 0.95 < 0.98 < GLOBAL[fault]
+    skip = ROWS["skip_step(global)"][fault]
+    assert abs(skip - GLOBAL[fault]) < 0.02
+
+
+def test_limits_of_tensors_are_best_for_elements():
+    name = "elements x 1000"
+    assert ROWS["adaclip(), adagn()"][name] > GLOBAL[name] + 0.02
+    assert ROWS["clip_by_tensor_norm(0.1)"][name] > GLOBAL[name] + 0.02
+
+
+def test_methods_that_the_page_warns_of_are_worse():
+    agc = ROWS["adaptive_grad_clip(0.01)"]
+    assert agc["regression"] < 0.01
+    assert agc["transformer"] == max(row["transformer"] for row in ROWS.values())
+    for name in ("spam(), reset_momentum()", "clip_by_tensor_rms(1.0)"):
+        assert ROWS[name]["a layer x 1000"] < GLOBAL["a layer x 1000"] - 0.1
