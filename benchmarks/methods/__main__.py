@@ -44,8 +44,9 @@ def train_all(path: Path, quick: bool) -> None:
     methods = QUICK if quick else list(METHODS)
     content: dict[str, Any] = {"quick": quick, "faults": list(FAULTS), "tasks": {}}
     if path.exists():
-        stored = json.loads(path.read_text())
-        content = stored if stored["quick"] == quick else content
+        content = json.loads(path.read_text())
+        if content["quick"] != quick:
+            raise SystemExit(f"{path} is of another kind of run. Give another --json")
     start = time.perf_counter()
     groups = [methods[first : first + GROUP] for first in range(0, len(methods), GROUP)]
     programs = list(itertools.product(groups, TASKS))
