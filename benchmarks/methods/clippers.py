@@ -74,9 +74,7 @@ METHODS: dict[str, Method] = {
     "clip_by_value(0.1)": chained(oc.clip_by_value(0.1)),
     "autoclip(90)": chained(oc.autoclip(90, 1000)),
     "clip_by_unitwise_norm(0.1)": chained(oc.clip_by_unitwise_norm(0.1)),
-    "clip_by_group_norm(0.1)": chained(
-        oc.clip_by_group_norm(0.1, matrices_and_vectors)
-    ),
+    "clip_by_group_norm(0.1)": chained(BY_RANK),
     "spam()": chained(oc.spam()),
     "skip_spikes(global)": skip_spikes,
     "clippy()": chained(update=oc.clippy()),
@@ -87,7 +85,4 @@ METHODS: dict[str, Method] = {
     "carry_clipped(global)": chained(oc.carry_clipped(GLOBAL)),
     "constrain(unitwise)": chained(update=oc.constrain(oc.clip_by_unitwise_norm(2.0))),
     "clip_by_average_norm(0.001)": chained(oc.clip_by_average_norm(0.001)),
-    "clip_by_spectral_norm(0.1)": chained(
-        oc.clip_by_spectral_norm(0.1, method="newton_schulz")
-    ),
 }
