@@ -172,5 +172,11 @@ def test_methods_that_the_page_warns_of_are_worse():
     agc = ROWS["adaptive_grad_clip(0.01)"]
     assert agc["regression"] < 0.01
     assert agc["transformer"] == max(row["transformer"] for row in ROWS.values())
-    for name in ("spam(), reset_momentum()", "clip_by_tensor_rms(1.0)"):
+    assert ROWS["clippy()"]["no fault"] < 0.2
+    for name in (
+        "aggc()",
+        "carry_clipped(global)",
+        "clip_by_tensor_rms(1.0)",
+        "spam(), reset_momentum()",
+    ):
         assert ROWS[name]["a layer x 1000"] < GLOBAL["a layer x 1000"] - 0.1
