@@ -54,8 +54,10 @@ def train_all(path: Path, quick: bool) -> None:
         show_progress(number, len(programs), f"{name}, {group[0]} ...", start)
         task = TASKS[name]._replace(rounds=2) if quick else TASKS[name]
         rates = [float(f"{task.rate * STEP**power:.2g}") for power in powers]
-        row = {"rates": rates, "untrained": untrained(task, seeds), "costs": {}}
-        row = content["tasks"].setdefault(name, row)
+        if name not in content["tasks"]:
+            row = {"rates": rates, "untrained": untrained(task, seeds), "costs": {}}
+            content["tasks"][name] = row
+        row = content["tasks"][name]
         missing = [method for method in group if method not in row["costs"]]
         if missing:
             ends = costs(task, [METHODS[method] for method in missing], rates, seeds)
