@@ -1,7 +1,7 @@
 """Which clip helps: `python -m benchmarks.methods` trains six small tasks with every
 method, four faults, five rates and five seeds, and writes where each run ended as JSON.
 
-    python -m benchmarks.methods             all: an hour on two cores
+    python -m benchmarks.methods             all: less than an hour
     python -m benchmarks.methods --quick     few methods, one seed, short runs: to see
                                              that it works. Its numbers mean nothing
     python -m benchmarks.methods --papers    claims of papers, beside the JSON's numbers
