@@ -23,6 +23,8 @@ is read from disk is not measured. The machine must do nothing else.
     per_example        gradients whose examples are clipped
     timing, report     runs in turns, and tables
     pages, pictures    write what README.md and docs/ show
+
+`python -m benchmarks.methods` asks another question: which clip helps.
 """
 
 from .command import main as main

@@ -47,9 +47,9 @@ def at_hand(quick: bool) -> dict[str, Network]:
     return found | {"transformer": decoder(small), "convolutions": convolutions()}
 
 
-def started(params: Params) -> Params:
+def started(params: Params, seed: int = 0) -> Params:
     """Random weights, scales of 1 and biases of 0."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
 
     def start(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         shape = leaf.shape

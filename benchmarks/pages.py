@@ -15,6 +15,7 @@ does not have what this would write. Where the JSON is from:
     results/broken_batches.json  python examples/broken_batches.py --table PATH
     results/suites.json          python -m tests.suites --json PATH, which also writes
     results/clients.json         python -m tests.clients --json PATH    their pages
+    results/methods.json         python -m benchmarks.methods --json PATH
 """
 
 import json
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .methods import claims, scores
 from .report import all_rows, grid, shown
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +95,10 @@ def rows_of(name: str, table: str) -> list[dict[str, Any]]:
 def number(path: str) -> str:
     """One number of a list of rows, which are named by their first columns."""
     file, name, column = path.split("/")
-    rows = {next(iter(row.values())): row for row in results(file)}
+    content = results(file)
+    if file == "methods":
+        content = scores.rows(content)
+    rows = {next(iter(row.values())): row for row in content}
     return f"{rows[name][column]:.2f}"
 
 
@@ -214,6 +219,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "each_memory": each_memory,
     "each_package": each_package,
     "each_choice": each_choice,
+    "methods_claims": lambda: claims.table(results("methods")),
+    "methods_faults": lambda: scores.faults_table(results("methods")),
+    "methods_worse": lambda: scores.worse_table(results("methods")),
+    "methods_healthy": lambda: scores.tasks_table(results("methods"), 0),
+    "methods_batches": lambda: scores.tasks_table(results("methods"), 1),
+    "methods_elements": lambda: scores.tasks_table(results("methods"), 2),
+    "methods_layer": lambda: scores.tasks_table(results("methods"), 3),
     "each_compiled": lambda: _rows("per_example_compiled", show=str),
 }
 

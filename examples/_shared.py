@@ -161,7 +161,9 @@ DARK = Look(
 )
 
 
-def draw_both(path: Path, panels: int, draw: Callable[[Any, Look], None]) -> None:
+def draw_both(
+    path: Path, panels: int, draw: Callable[[Any, Look], None], height: float = 4
+) -> None:
     """Saves what `draw(axes, look)` draws into panels that share their axes to `path`,
     and for dark pages with "_dark" in its name.
     """
@@ -172,7 +174,8 @@ def draw_both(path: Path, panels: int, draw: Callable[[Any, Look], None]) -> Non
     path.parent.mkdir(parents=True, exist_ok=True)
     for look in (LIGHT, DARK):
         with style.context(look.style), rc_context({"font.size": 14}):
-            figure = Figure((13, 4), layout="constrained", facecolor=look.background)
+            figure = Figure((13, height), layout="constrained")
+            figure.set_facecolor(look.background)
             FigureCanvasAgg(figure)
             axes = figure.subplots(1, panels, sharex=True, sharey=True)
             for axis in axes:

@@ -39,6 +39,8 @@ def test_every_command_for_numbers_is_beside_them():
                 file = "gpu"
             elif name.startswith("each_"):
                 file = "per_example"
+            elif name.startswith("methods"):
+                file = "methods"
             else:
                 file = "costs"
             command = f"benchmarks/results/{file}.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks.pictures import PICTURES
+from benchmarks.pictures import PICTURES, SCORES
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
@@ -99,5 +99,6 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, package):
 
 def test_one_command_draws_every_picture_of_the_docs():
     found = {path.stem for path in (ROOT / "docs").glob("*.png")}
-    assert found == {*PICTURES, *(f"{name}_dark" for name in PICTURES)}
+    drawn = {*PICTURES, SCORES.removesuffix(".png")}
+    assert found == {*drawn, *(f"{name}_dark" for name in drawn)}
     assert set(PICTURES) <= set(PROGRAMS)

@@ -1,0 +1,95 @@
+"""`python -m benchmarks.methods`: trains, and writes after each method what it has."""
+
+import argparse
+import itertools
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import claims, private, scores
+from .clippers import METHODS
+from .tasks import TASKS
+from .training import FAULTS, costs, untrained
+
+STEP = 4  # from one rate to the next
+SEEDS = 5
+GROUP = 6  # methods of one program
+QUICK = ["none", "clip_by_global_norm(1.0)", "skip_step(global)"]
+
+
+def main() -> None:
+    """Trains what the file does not have yet."""
+    parser = argparse.ArgumentParser("python -m benchmarks.methods")
+    parser.add_argument("--quick", action="store_true", help="few methods, short runs")
+    parser.add_argument("--papers", action="store_true", help="train nothing, compare")
+    parser.add_argument("--json", type=Path, default=Path("methods.json"))
+    options = parser.parse_args()
+    if not options.papers:
+        train_all(options.json, options.quick)
+    content = json.loads(options.json.read_text())
+    if not options.quick:
+        print(claims.table(content))
+    print(scores.faults_table(content))
+
+
+def train_all(path: Path, quick: bool) -> None:
+    """Trains all tasks by all methods."""
+    seeds = 2 if quick else SEEDS
+    powers = range(-1, 1) if quick else range(-2, 3)
+    methods = QUICK if quick else list(METHODS)
+    content: dict[str, Any] = {"quick": quick, "faults": list(FAULTS), "tasks": {}}
+    if path.exists():
+        content = json.loads(path.read_text())
+        if content["quick"] != quick:
+            raise SystemExit(f"{path} is of another kind of run. Give another --json")
+    start = time.perf_counter()
+    groups = [methods[first : first + GROUP] for first in range(0, len(methods), GROUP)]
+    programs = list(itertools.product(groups, TASKS))
+    for number, (group, name) in enumerate(programs, 1):
+        show_progress(number, len(programs), f"{name}, {group[0]} ...", start)
+        task = TASKS[name]._replace(rounds=2) if quick else TASKS[name]
+        rates = [float(f"{task.rate * STEP**power:.2g}") for power in powers]
+        if name not in content["tasks"]:
+            row = {"rates": rates, "untrained": untrained(task, seeds), "costs": {}}
+            content["tasks"][name] = row
+        row = content["tasks"][name]
+        missing = [method for method in group if method not in row["costs"]]
+        if missing:
+            ends = costs(task, [METHODS[method] for method in missing], rates, seeds)
+            row["costs"] |= zip(missing, shown(ends))
+            write(path, content)
+    if "private" not in content:
+        content["private"] = private.row(seeds, steps=10 if quick else 200)
+        write(path, content)
+    print(file=sys.stderr)
+
+
+def shown(ends: np.ndarray) -> Any:
+    """Lists with four digits. None stands for a run that ended at no number."""
+    if ends.ndim:
+        return [shown(row) for row in ends]
+    return float(f"{ends:.4g}") if np.isfinite(ends) else None
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Writes a line for each method."""
+    text = json.dumps(content, indent=1)
+    path.write_text(re.sub(r"\n *(?=[\]\[\d-]|null)", " ", text) + "\n")
+
+
+def show_progress(number: int, count: int, name: str, start: float) -> None:
+    """Rewrites one line of the terminal."""
+    filled = 30 * number // count
+    bar = "#" * filled + "." * (30 - filled)
+    minutes = (time.perf_counter() - start) / 60
+    line = f"\r{bar} {number} of {count}, {minutes:.0f} min: {name:42}"
+    print(line, end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

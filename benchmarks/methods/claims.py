@@ -1,0 +1,156 @@
+"""What papers claim, and what the runs show of it."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..report import grid
+from .scores import best, mean_and_error, scores_of
+
+GLOBAL = "clip_by_global_norm(1.0)"
+SPAM = "spam(), reset_momentum()"
+STABLE_SPAM = "adaclip(), adagn()"
+HIGH = 2  # places of the rates above the best one without a clip: 16 times as much
+EQUAL = 0.01  # how much lower a score may be that is as good
+
+
+class Duel(NamedTuple):
+    """Two methods of one task, of which the paper says that the first is better."""
+
+    task: str
+    method: str
+    other: str
+    fault: int = 0
+    is_high: bool = False  # at 16 times the best rate without a clip
+    may_be_equal: bool = False
+
+
+class Claim(NamedTuple):
+    """One sentence of a paper, and the duels that would show it."""
+
+    paper: str
+    place: str
+    text: str
+    duels: list[Duel]
+
+
+CLAIMS = [
+    Claim(
+        "ZClip, [2504.02507](https://arxiv.org/abs/2504.02507)",
+        "figure 1",
+        "at a high rate no clip and the limit 1.0 diverge, ZClip does not",
+        [
+            Duel("transformer", "zclip()", "none", is_high=True),
+            Duel("transformer", "zclip()", GLOBAL, is_high=True),
+        ],
+    ),
+    Claim(
+        "AdaGC, [2502.11034](https://arxiv.org/abs/2502.11034)",
+        "abstract",
+        "better than the global norm, with and without broken data",
+        [
+            Duel("transformer", "adagc()", GLOBAL),
+            Duel("transformer", "adagc()", GLOBAL, fault=1),
+        ],
+    ),
+    Claim(
+        "AGC, [2102.06171](https://arxiv.org/abs/2102.06171)",
+        "figure 2",
+        "networks without normalisation train at large rates, and no worse",
+        [
+            Duel("digits", "adaptive_grad_clip(0.01)", "none", is_high=True),
+            Duel("digits", "adaptive_grad_clip(0.01)", "none", may_be_equal=True),
+        ],
+    ),
+    Claim(
+        "AutoClip, [2007.14469](https://arxiv.org/abs/2007.14469)",
+        "abstract",
+        "better than no clip (theirs: recurrent networks)",
+        [
+            Duel("recurrent", "autoclip(10)", "none"),
+            Duel("transformer", "autoclip(10)", "none"),
+        ],
+    ),
+    Claim(
+        "SPAM, [2501.06842](https://arxiv.org/abs/2501.06842)",
+        "table 1",
+        "better than Adam, and with spikes better than Adam with a clip",
+        [Duel("transformer", SPAM, "none"), Duel("transformer", SPAM, GLOBAL, fault=2)],
+    ),
+    Claim(
+        "Stable-SPAM, [2502.17055](https://arxiv.org/abs/2502.17055)",
+        "abstract",
+        "in 4 bits better than Adam and than SPAM, above all at high rates",
+        [
+            Duel("4 bits", STABLE_SPAM, "none"),
+            Duel("4 bits", STABLE_SPAM, SPAM),
+            Duel("4 bits", STABLE_SPAM, "none", is_high=True),
+        ],
+    ),
+    Claim(
+        "Gorbunov, [2005.10785](https://arxiv.org/abs/2005.10785)",
+        "figure 1",
+        "noise with heavy tails: SGD with a clip beats SGD",
+        [Duel("regression", GLOBAL, "none")],
+    ),
+    Claim(
+        "AUTO-S, [2206.07136](https://arxiv.org/abs/2206.07136)",
+        "abstract",
+        "as good as the best limit for each example, which matters much",
+        [
+            Duel("private", "auto_s", "hard, limit 0.1", may_be_equal=True),
+            Duel("private", "auto_s", "hard, limit 1", may_be_equal=True),
+            Duel("private", "auto_s", "hard, limit 10"),
+        ],
+    ),
+]
+
+
+def table(content: dict[str, Any]) -> str:
+    """A line for each claim: what was run, and whether it appears."""
+    lines = []
+    for claim in CLAIMS:
+        results = [difference(content, duel) for duel in claim.duels]
+        won = [wins(duel, *result) for duel, result in zip(claim.duels, results)]
+        duels = [described(*pair) for pair in zip(claim.duels, results)]
+        line = [claim.paper, claim.place, claim.text, ". ".join(duels), verdict(won)]
+        lines.append(line)
+    return grid(["paper", "where", "claim", "score here", "verdict"], lines)
+
+
+def difference(content: dict[str, Any], duel: Duel) -> tuple[float, float]:
+    """How much higher the first method scores, and the standard error."""
+    tasks = content["tasks"] | {"private": content["private"]}
+    row = tasks[duel.task]
+    scores = scores_of(row)
+    first, second = (
+        ends_at(scores, name, duel, row["rates"]) for name in (duel.method, duel.other)
+    )
+    return mean_and_error(first - second)
+
+
+def ends_at(scores: Any, name: str, duel: Duel, rates: list[float]) -> np.ndarray:
+    """float[seeds] at the best rate of the method, or at a high rate."""
+    if not duel.is_high:
+        return best(scores[name], rates).scores[duel.fault]
+    place = best(scores["none"], rates).place + HIGH
+    return scores[name][duel.fault, min(place, len(rates) - 1)]
+
+
+def wins(duel: Duel, mean: float, error: float) -> bool:
+    """Whether the first method is better by two standard errors, or as good."""
+    return mean >= -EQUAL if duel.may_be_equal else mean > 2 * error
+
+
+def verdict(won: list[bool]) -> str:
+    if all(won):
+        return "appears"
+    return "in part" if any(won) else "does not"
+
+
+def described(duel: Duel, result: tuple[float, float]) -> str:
+    rate = ", 16 times the rate" if duel.is_high else ""
+    fault = ", broken batches" if duel.fault == 1 else ""
+    spikes = ", elements x 1000" if duel.fault == 2 else ""
+    names = f"{duel.method} over {duel.other}, {duel.task}{rate}{fault}{spikes}"
+    return f"{names}: {result[0]:+.3f} ± {result[1]:.3f}"

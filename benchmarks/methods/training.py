@@ -1,0 +1,139 @@
+"""Trainings of one task by one method: all faults, rates and seeds in one program."""
+
+import itertools
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax, random
+from jax.flatten_util import ravel_pytree
+
+from .clippers import Method
+from .tasks import GAMES, ROUND, Batch, Params, Task
+
+
+class Fault(NamedTuple):
+    """What goes wrong from a third of the run on."""
+
+    batches: bool = False  # the data of every 25th batch are spoilt
+    elements: bool = False  # one element in 10,000 of each gradient is times 1,000
+    layer: bool = False  # one tensor of every 25th gradient is times 1,000
+
+
+FAULTS = {
+    "no fault": Fault(),
+    "broken batches": Fault(batches=True),
+    "elements x 1000": Fault(elements=True),
+    "a layer x 1000": Fault(layer=True),
+}
+
+
+class Run(NamedTuple):
+    """One training. In `runs` each number is an array, of all trainings."""
+
+    fault: Fault
+    rate: Any
+    seed: Any
+
+
+def runs(rates: list[float], seeds: int) -> Run:
+    """All faults with all rates and all seeds, in this order."""
+    rows = itertools.product(FAULTS.values(), rates, range(seeds))
+    records = [Run(*row) for row in rows]
+    return jax.tree.map(lambda *numbers: np.asarray(numbers), *records)
+
+
+def costs(
+    task: Task, methods: list[Method], rates: list[float], seeds: int
+) -> np.ndarray:
+    """The costs at the end of all runs: float[methods, faults, rates, seeds]."""
+    starts = stacked([task.start(seed=seed) for seed in range(seeds)])
+    program = jax.vmap(partial(train, task, methods, starts), out_axes=1)
+    ends = np.asarray(jax.jit(program)(runs(rates, seeds)))
+    return ends.reshape(len(methods), len(FAULTS), len(rates), seeds)
+
+
+def untrained(task: Task, seeds: int) -> list[float]:
+    """The costs before the first step."""
+    return [float(task.cost(task.start(seed=seed))) for seed in range(seeds)]
+
+
+def train(task: Task, methods: list[Method], starts: Params, run: Run) -> jax.Array:
+    """One run by several methods. They stand in one program, which compiles in less
+    time than a program for each. Returns float[methods]: the costs at the end.
+    """
+    steps = task.rounds * ROUND
+
+    def rate(step: Any) -> Any:
+        """Rises over a twelfth of the run, and falls to 0."""
+        return run.rate * jnp.minimum(12 * (step + 1) / steps, 1) * (1 - step / steps)
+
+    optimizers = [method(task.optimizer, rate) for method in methods]
+
+    def gradient(params: Params, batch: Batch, number: Any, key: jax.Array) -> Params:
+        is_late = number >= steps // 3
+        is_spike = is_late & (number % 25 == 0)
+        spoilt = task.spoil(key, batch)
+        is_broken = run.fault.batches & is_spike
+        batch = jax.tree.map(partial(jnp.where, is_broken), spoilt, batch)
+        grads = jax.grad(task.loss)(params, batch)
+        place = jnp.where(run.fault.layer & is_spike, number // 25, -1)
+        share = jnp.where(run.fault.elements & is_late, 1e-4, 0.0)
+        return with_spikes(grads, place, share, key)
+
+    def step(trained: Any, inputs: Any) -> tuple[Any, None]:
+        params, states = trained
+        grads = jax.vmap(gradient, (0, 0, None, None))(params, *inputs)
+        new_params = []
+        new_states = []
+        for place, optimizer in enumerate(optimizers):
+            weights = jax.tree.map(itemgetter(place), params)
+            slopes = jax.tree.map(itemgetter(place), grads)
+            updates, state = optimizer.update(slopes, states[place], weights)
+            new_params.append(optax.apply_updates(weights, updates))
+            new_states.append(state)
+        return (stacked(new_params), new_states), None
+
+    def round_of_steps(carry: Any, numbers: jax.Array) -> tuple[Any, None]:
+        trained, games, key = carry
+        key, key_draw, *keys = random.split(key, ROUND + 2)
+        draw = jax.vmap(task.draw, in_axes=(0, 0, None), out_axes=(1, 0))
+        batches, games = draw(trained[0], games, key_draw)
+        trained, _ = lax.scan(step, trained, (batches, numbers, jnp.stack(keys)))
+        return (trained, games, key), None
+
+    params = jax.tree.map(lambda leaves: leaves[run.seed], starts)
+    states = [optimizer.init(params) for optimizer in optimizers]
+    trained = stacked([params] * len(methods)), states
+    games = jnp.zeros((len(methods), GAMES, 4))
+    numbers = jnp.arange(steps).reshape(-1, ROUND)
+    carry = trained, games, random.key(run.seed)
+    ((params, _), *_), _ = lax.scan(round_of_steps, carry, numbers)
+    return jax.vmap(task.cost)(params)
+
+
+def stacked(trees: list[Params]) -> Params:
+    """One tree, whose leaves have one more axis in front."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def with_spikes(grads: Params, place: Any, share: Any, key: jax.Array) -> Params:
+    """The gradient, with a share of its elements and one of its tensors times 1,000.
+
+    Args:
+      grads: the gradient.
+      place: of the tensor among all tensors, which are counted round and round. -1 for
+        none.
+      share: of the elements, which are drawn.
+      key: for the draw.
+    """
+    gradient, unravel = ravel_pytree(grads)
+    sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
+    tensors = np.repeat(np.arange(len(sizes)), sizes)  # the tensor of each element
+    of_tensor = (place >= 0) & (tensors == place % len(sizes))
+    spikes = of_tensor | random.bernoulli(key, share, gradient.shape)
+    return unravel(gradient * jnp.where(spikes, 1000.0, 1.0))
