@@ -52,7 +52,7 @@ def _text(report: Report) -> str:
             lines.append(
                 f"{indent}{finding.rows} rows show it, step {finding.worst} most"
             )
-        lines.append(f"{indent}{finding.advice}: {finding.page}")
+        lines.append(f"{indent}{finding.advice}. See {finding.page}")
     if not report.findings:
         lines.append("Nothing found. That does not say that the run is healthy.")
     lines += ["", f"Looked at {', '.join(report.looked_at)}."]

@@ -23,7 +23,8 @@ class Finding(NamedTuple):
       value: the number in the worst step.
       limit: what it was held against.
       evidence: the number in words, with the columns or tensors.
-      page: of the documentation, with the section.
+      page: where the documentation says more, such as "docs/run_health.md (Rollback)",
+        a file of the repository and the title of a section.
       advice: what to do, in a line.
     """
 
@@ -53,7 +54,7 @@ class Cause(NamedTuple):
     sees_broken: bool = False  # whether the rule sees rows with NaN and inf too
 
 
-AT_ONE_STEP = "doctor.md#what-changes-at-one-step"
+AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
 SCALE_ADVICE = (
     "look at the loss scale, at a sum in the place of a mean, and at how many devices "
     "and microbatches are averaged"
@@ -66,7 +67,7 @@ CAUSES = (
         rules.not_finite,
         0,
         "NaN or inf begins in {subject}",
-        "doctor.md#where-a-nan-begins",
+        "docs/doctor.md (Where a NaN begins)",
         "skip_nonfinite, and look at the batch and the backward pass of that step",
         sees_broken=True,
     ),
@@ -94,8 +95,8 @@ CAUSES = (
         rules.bad_batch,
         rules.SPIKE,
         "{subject} is {value:.3g} times the median of the rows before, and comes back",
-        "run_health.md#rollback",
-        "skip_step, and look at the batch",
+        "docs/run_health.md (Rollback)",
+        "skip_step around the optimizer, and look at the batch",
     ),
     Cause(
         "divergence",
@@ -113,7 +114,7 @@ CAUSES = (
         rules.growth,
         10,
         "{subject} grows {value:.3g} times over the log",
-        "run_health.md",
+        "docs/run_health.md",
         "a lower learning rate, or weight decay",
     ),
     Cause(
@@ -122,7 +123,7 @@ CAUSES = (
         rules.vanishing,
         rules.VANISHED,
         "{subject} falls to nearly 0, and the loss does not",
-        "doctor.md#no-gradient",
+        "docs/doctor.md (No gradient)",
         "look for units that are dead, a loss scale that underflows, a stop_gradient",
     ),
     Cause(
@@ -131,7 +132,7 @@ CAUSES = (
         rules.learning_rate,
         rules.RATE,
         "updates are {value:.2g} of the weights",
-        "run_health.md",
+        "docs/run_health.md",
         "a lower learning rate, or a longer warm-up",
         sees_broken=True,
     ),
@@ -141,7 +142,7 @@ CAUSES = (
         rules.growth,
         2,
         "weights grow {value:.3g} times over the log",
-        "doctor.md#record",
+        "docs/doctor.md (Record)",
         "look at the sign of weight decay, and at the learning rate",
     ),
     Cause(
@@ -151,7 +152,7 @@ CAUSES = (
         1,
         "updates of {subject} are {value:.3g} times too small for the dtype of the "
         "weights, which rounds most of them away",
-        "sharp_edges.md#mixed-precision-and-loss-scaling",
+        "docs/sharp_edges.md (Mixed precision and loss scaling)",
         "float32 weights beside those of 16 bits, or a higher learning rate",
     ),
     Cause(
@@ -160,7 +161,7 @@ CAUSES = (
         rules.no_gradient,
         0,
         "{subject} has a gradient of 0 from there to the end",
-        "doctor.md#no-gradient",
+        "docs/doctor.md (No gradient)",
         "look for a stop_gradient, units that are dead, or a part that is not called",
     ),
     Cause(
@@ -169,7 +170,7 @@ CAUSES = (
         rules.underflow,
         0.25,
         "{value:.0%} of the elements that are not 0 are subnormal in {subject}",
-        "sharp_edges.md#mixed-precision-and-loss-scaling",
+        "docs/sharp_edges.md (Mixed precision and loss scaling)",
         "a larger loss scale, or bfloat16",
     ),
     Cause(
@@ -178,7 +179,7 @@ CAUSES = (
         rules.dead_rows,
         0.2,
         "{value:.0%} more rows than at first are without a gradient in {subject}",
-        "doctor.md#dead-rows",
+        "docs/doctor.md (Dead rows)",
         "look at the tokens, and at weight decay of rows that are not read",
     ),
     Cause(
@@ -187,7 +188,7 @@ CAUSES = (
         rules.itself,
         100,  # of Kimi K2
         "{subject} is {value:.4g}",
-        "large_models.md#attention-logits-qk-clip",
+        "docs/large_models.md (Attention logits: QK-Clip)",
         "qk_clip after the optimizer, or a norm of queries and keys",
     ),
     Cause(
@@ -196,7 +197,7 @@ CAUSES = (
         rules.norm_after_clip,
         0,
         "{value:.0%} of the rows of {subject} are exactly the largest of them",
-        "choosing_a_limit.md#norms-after-a-clip",
+        "docs/choosing_a_limit.md (Norms after a clip)",
         "log the norm before the clip: spikes cannot be seen in this one",
         is_of_setup=True,
     ),
@@ -206,7 +207,7 @@ CAUSES = (
         rules.clipped_always,
         10,
         "{subject} is {value:.3g} times its limit in the median of all rows",
-        "choosing_a_limit.md",
+        "docs/choosing_a_limit.md",
         "a higher limit: this one is a second learning rate",
         is_of_setup=True,
     ),
@@ -217,7 +218,7 @@ CAUSES = (
         1,
         "{subject} is at most the limit of a clipper, also of a gradient {value:.3g} "
         "times as long",
-        "sharp_edges.md#a-skip-behind-a-clipper",
+        "docs/sharp_edges.md (A skip behind a clipper)",
         "skip_step(optax.chain(clipper, optimizer)), and not the clipper in front",
         is_of_setup=True,
     ),
@@ -227,7 +228,7 @@ CAUSES = (
         rules.first_row,
         0,
         "{subject} do not say which of them sees updates",
-        "doctor.md#record",
+        "docs/doctor.md (Record)",
         "name them with optax.named_chain, one with 'update' in it",
         is_of_setup=True,
     ),

@@ -106,9 +106,9 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array:
     rise, noise = _rise(logs, row)
     # A norm that only comes back to what it was has not changed.
     is_new = np.median(logs[row:]) - np.median(logs[:row]) > 0.6 * rise
-    is_new &= rise > 4 * noise
     # One that grows step by step has not leaped.
-    is_new &= rises[row] > 0.5 * rise
+    leap = min(rise, rise - _drift(logs, row))
+    is_new &= leap > 4 * noise
     if loss is not None:
         rise_of_loss, noise = _rise(np.log(loss), row)
         difference = min(abs(rise_of_loss), abs(rise_of_loss - rise))
@@ -117,12 +117,27 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array:
     return factors
 
 
+def _beside(values: Array, row: int) -> tuple[Array, Array]:
+    """The rows before a row, and those from it on."""
+    return values[max(0, row - LONG) : row], values[row : row + LONG]
+
+
+def _drift(values: Array, row: int) -> float:
+    """The rise within the rows before a row, and within those from it on. If values
+    rise by the same in each row, this is the rise between both.
+    """
+    drift = 0.0
+    for rows in _beside(values, row):
+        first_half, second_half = np.array_split(rows, 2)
+        drift += np.median(second_half) - np.median(first_half)
+    return drift
+
+
 def _rise(values: Array, row: int) -> tuple[float, float]:
     """The median of the rows from one on minus that of those before, and their noise:
     a standard deviation that single rows do not move.
     """
-    past = values[max(0, row - LONG) : row]
-    future = values[row : row + LONG]
+    past, future = _beside(values, row)
     rise = np.median(future) - np.median(past)
     distances = [np.abs(rows - np.median(rows)) for rows in (past, future)]
     return rise, 1.4826 * max(np.median(rows) for rows in distances)
