@@ -104,10 +104,18 @@ def check_optimizer(
     params, state = optimizer.shapes(leaves)
     _check_no_sums(state)
     leaf_of_entry = optimizer.leaf_of_entry(leaves)
+    different = whole_entries.keys() ^ leaf_of_entry.keys()
+    if different:
+        raise ValueError(
+            "release: the state of optimizer must have the same entries for any number "
+            f"of layers, but {listed(different)} depends on it."
+        )
     for key, entry in entries_of((params, state)).items():
         if leaf_of_entry[key] is None:
             _check_shared(key, entry, whole_entries[key])
-    program = jax.make_jaxpr(optimizer.transformation.update)(params, state, params)
+    update = jax.make_jaxpr(optimizer.transformation.update, return_shape=True)
+    program, outputs = update(params, state, params)
+    new_entries = entries_of(outputs)
     # Gradients, state and weights.
     inputs = [*leaf_of_entry, *entries_of((params,))]
     across = set()
@@ -124,6 +132,12 @@ def check_optimizer(
                 "release: optimizer must treat each array by itself, but its "
                 f"{optimizer.names.get(key, key)!r} depends on {listed(others)}. In "
                 "the place of clips and skips set max_norm and nonfinite here."
+            )
+        dtype = whole_entries[key].dtype
+        if leaf in slices and key not in leaves and new_entries[key].dtype != dtype:
+            raise ValueError(
+                "release: optimizer must keep the dtypes of its state, but update "
+                f"makes {new_entries[key].dtype} of {key!r}, which is {dtype} at first."
             )
         if leaf in slices and _sums_up(needed):
             across.add(optimizer.names[leaf])
@@ -148,8 +162,11 @@ def _check_no_sums(state: PyTree) -> None:
 
 def _check_shared(key: str, entry: Any, whole: Any) -> None:
     """Refuses an entry of the state that layers can neither share nor cut."""
-    is_random = jnp.issubdtype(entry.dtype, jax.dtypes.extended)
-    if is_random or entry.shape != whole.shape:
+    is_key = jnp.issubdtype(entry.dtype, jax.dtypes.extended)
+    # `jax.random.PRNGKey` makes uint32[2]. Other arrays may be shared: the coefficients
+    # of muon are float32[3].
+    is_legacy_key = entry.dtype == jnp.uint32 and entry.shape != ()
+    if is_key or is_legacy_key or entry.shape != whole.shape:
         raise ValueError(
             "release: the state of optimizer must be numbers, and arrays of the shape "
             f"of a leaf, but {key!r} is {whole.dtype}{list(whole.shape)}. Random keys "

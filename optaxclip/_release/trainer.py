@@ -97,7 +97,9 @@ class Released:
                 f"returned, got {shown(state)}."
             )
         model = self._model(params, batch)
-        return _Step(self, model, params, state, batch).run()
+        _check_groups(state, model.program)
+        entries = entries_of((params, state.optimizer))
+        return _Step(self, model, params, state, batch, entries).run()
 
     def released(self, params: PyTree, *batch: PyTree) -> list[str]:
         """Returns the names of the leaves of params whose gradients are never whole.
@@ -122,6 +124,15 @@ class Released:
         return Model(program, optimizer, weights, slices)
 
 
+def _check_groups(state: ReleaseState, program: Program) -> None:
+    layers = state.shares.size - 1
+    if layers != program.layers:
+        raise ValueError(
+            f"release: state must be of the layers that loss scans, got a state for "
+            f"{layers} layers in a step of {program.layers}: make it by init."
+        )
+
+
 def _trained_weights(params: PyTree, trainable: PyTree) -> Entries:
     """The leaves that are trained: float or complex, not empty, and not masked."""
     # Names a leaf that is not an array.
@@ -144,10 +155,7 @@ class _Step(NamedTuple):
     params: PyTree
     state: ReleaseState
     batch: tuple[PyTree, ...]
-
-    @property
-    def entries(self) -> Entries:
-        return entries_of((self.params, self.state.optimizer))
+    entries: Entries  # of params and the optimizer's state
 
     def run(self) -> tuple[PyTree, ReleaseState, Any]:
         """Returns new params, the new state, and what the loss returned."""
