@@ -422,7 +422,7 @@ def test_a_state_of_another_number_of_layers_is_refused(passes):
 
     trainer = release(loss, SGD, max_norm=1.0, passes=passes)
     state = trainer.init(params_of(4), X)
-    text = "release: state must .* got a state for 4 layers in a step of 6: make it"
+    text = "release: state must .* got 4 in a step of 6 layers: make it by init"
     with pytest.raises(ValueError, match=text):
         trainer.step(params_of(6), state, X)
     trainer.step(params_of(4), state, X)
