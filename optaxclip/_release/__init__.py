@@ -75,8 +75,8 @@ def release(
         with True and False, or a function from params to one. Leaves that are neither
         float nor complex never are. The optimizer sees None in place of the others.
       nonfinite: what `max_norm` makes of a norm that is NaN or inf: "propagate" makes
-        the gradients NaN, "zero" zero, "raise" raises. With one pass these are the
-        gradients of the layer, which earlier layers do not see.
+        the gradients NaN, "zero" zero, "raise" raises. With one pass only the layer
+        whose norm is broken is replaced. Layers below use their own norms.
 
     Returns:
       `init(params, *batch)` makes the state. `step(params, state, *batch)` returns new
@@ -88,15 +88,15 @@ def release(
     Raises:
       TypeError: a loss that is no function, an optimizer without init and update, a
         limit that is not a number. From init and step: a loss that is not a
-        real scalar, a leaf of params that is not an array. From step: a state that is
-        none.
+        real scalar, a leaf of params that is not an array. From step: a state that
+        neither init nor step returned.
       ValueError: a negative or NaN limit, a rule that needs weights, passes other than
         1 and 2, an unknown `nonfinite`. From init and step: a loss that scans no leaf
         of params, or only leaves that something else reads as well, and a float leaf
         that the loss does not depend on, such as statistics of BatchNorm. From init: an
         optimizer that mixes leaves, that adds up gradients (`optax.MultiSteps`), or
-        whose state does not follow the weights. From step: pmap, or shard_map with
-        check_vma=False.
+        whose state does not follow the weights. From step: a state of another number of
+        layers, pmap, or shard_map with check_vma=False.
 
     Example:
       >>> def loss(params, target):
@@ -127,7 +127,7 @@ def release(
     return Released(
         loss,
         optimizer=with_extra_args("release: optimizer", optimizer),
-        clip=make_clipper(measure, max_norm, call="release", nonfinite=nonfinite),
+        clipper=make_clipper(measure, max_norm, call="release", nonfinite=nonfinite),
         passes=passes,
         trainable=trainable,
     )

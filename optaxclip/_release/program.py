@@ -25,7 +25,7 @@ from .._jaxpr import (
     type_of,
 )
 from .._trees import PyTree, listed
-from .stacks import Operation, Slice, Stack
+from .stacks import LayoutStep, Slice, Stack
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
@@ -45,7 +45,7 @@ LAYOUT = {
     "sharding_constraint",
 }
 # The outputs of an equation from its inputs, or None to run it as it is.
-RunInstead = Callable[["JaxprEqn", list[Array]], list[Array] | None]
+ReplaceEquation = Callable[["JaxprEqn", list[Array]], list[Array] | None]
 
 
 class Program(NamedTuple):
@@ -64,7 +64,7 @@ class Program(NamedTuple):
         return slices
 
     @property
-    def layers(self) -> int:
+    def layer_count(self) -> int:
         return sum(stack.length for stack in self.stacks.values())
 
 
@@ -85,13 +85,13 @@ def read_program(
       TypeError: a loss that is not a real scalar.
       ValueError: a leaf that the loss does not depend on, or a loss without a stack.
     """
-    program, shapes = jax.make_jaxpr(loss, return_shape=True)(params, *batch)
+    traced, shapes = jax.make_jaxpr(loss, return_shape=True)(params, *batch)
     _check_scalar(shapes)
     structure = jax.tree.structure(shapes)
     # Calls other than jits are opened only if need be: a checkpoint of the head should
     # stay one.
     for calls in (JITS, CALLS):
-        opened = _opened(program, calls, jax.tree.leaves((params, batch)))
+        opened = _opened(traced, calls, jax.tree.leaves((params, batch)))
         weights = {}
         for leaf, var in zip(names, opened.jaxpr.invars):
             if leaf in trained:
@@ -113,17 +113,19 @@ def read_program(
         stacks = _stacks_of(opened.jaxpr, readers, weights)
         if stacks:
             return Program(opened, structure, stacks)
-    raise ValueError(_no_stack(program))
+    raise ValueError(_no_stack(traced))
 
 
 # ------------------------------------------------------------------------ running it
 
 
-def run(program: Any, inputs: Iterable[Array], instead: RunInstead) -> list[Array]:
-    """The outputs of a program, a jaxpr with its constants or without."""
-    jaxpr = jaxpr_of(program)
+def run_equations(
+    traced: Any, inputs: Iterable[Array], replace: ReplaceEquation
+) -> list[Array]:
+    """The outputs of a jaxpr, with its constants or without."""
+    jaxpr = jaxpr_of(traced)
     values = dict(zip(jaxpr.invars, inputs))
-    values.update(zip(jaxpr.constvars, getattr(program, "consts", ())))
+    values.update(zip(jaxpr.constvars, getattr(traced, "consts", ())))
 
     def read(atom: Any) -> Array:
         if is_literal(atom):
@@ -132,7 +134,7 @@ def run(program: Any, inputs: Iterable[Array], instead: RunInstead) -> list[Arra
 
     for equation in jaxpr.eqns:
         arrays = [read(atom) for atom in equation.invars]
-        outputs = instead(equation, arrays)
+        outputs = replace(equation, arrays)
         if outputs is None:
             outputs = _run_equation(equation, values)
         values.update(zip(equation.outvars, outputs))
@@ -142,6 +144,7 @@ def run(program: Any, inputs: Iterable[Array], instead: RunInstead) -> list[Arra
 def _run_equation(equation: JaxprEqn, values: dict[Var, Array]) -> list[Array]:
     from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, jaxpr_as_fun
 
+    # Not `primitive.bind`, which would lose the named scopes of the equation.
     # A dict, since an equation may read a variable twice.
     variables = dict.fromkeys(_variables(equation.invars))
     # JAX warns of a program without it.
@@ -158,18 +161,18 @@ def _run_equation(equation: JaxprEqn, values: dict[Var, Array]) -> list[Array]:
 
 
 def _opened(
-    program: ClosedJaxpr, calls: frozenset[str], inputs: list[Array]
+    traced: ClosedJaxpr, calls: frozenset[str], inputs: list[Array]
 ) -> ClosedJaxpr:
     """The program with equations in the place of calls."""
     from jax.extend.core import ClosedJaxpr
 
     def open_call(equation: JaxprEqn, inputs: list[Array]) -> list[Array] | None:
         if equation.primitive.name in calls:
-            return run(body_of(equation), inputs, open_call)
+            return run_equations(body_of(equation), inputs, open_call)
         return None
 
     def run_opened(*inputs: Array) -> list[Array]:
-        return run(program, inputs, open_call)
+        return run_equations(traced, inputs, open_call)
 
     opened = jax.make_jaxpr(run_opened)(*inputs)
     # nnx.scan returns its weights as ys, which nobody reads.
@@ -203,20 +206,20 @@ def _stacks_of(
     def slice_of(x: Any, length: int) -> Slice | None:
         """The part of a leaf that is one entry of an input of a scan, or None."""
         axis = 0
-        operations: list[Operation] = []
+        layout_steps: list[LayoutStep] = []
         while axis is not None and not is_literal(x) and readers[x] == 1:
             if x in weights:
-                return Slice(weights[x], axis, length, operations[::-1])
+                return Slice(weights[x], axis, length, layout_steps[::-1])
             maker = makers.get(x)
             if maker is None or maker.primitive.name not in LAYOUT:
                 return None
-            operations.append(Operation(maker, axis))
+            layout_steps.append(LayoutStep(maker, axis))
             axis = _axis_before(maker, axis, length)
             x = maker.invars[0]
         return None
 
     stacks = {}
-    layers = 0
+    layer_count = 0
     for equation in jaxpr.eqns:
         length = equation.params.get("length", 0)
         # A scan for aux alone has no gradient.
@@ -230,8 +233,8 @@ def _stacks_of(
             if leaf_slice is not None:
                 slices[place] = leaf_slice
         if slices:
-            stacks[id(equation)] = Stack(equation, slices, layers_before=layers)
-            layers += length
+            stacks[id(equation)] = Stack(equation, slices, layers_before=layer_count)
+            layer_count += length
     return stacks
 
 
@@ -268,13 +271,13 @@ def _check_scalar(shapes: PyTree) -> None:
         )
 
 
-def _no_stack(program: ClosedJaxpr) -> str:
+def _no_stack(traced: ClosedJaxpr) -> str:
     """The error of a loss without a stack: which scans there are, and what it needs."""
     from jax.extend.source_info_util import summarize
 
     # A dict, since a scan may be called twice.
     scans: dict[str, None] = {}
-    for equation in program.eqns:
+    for equation in traced.eqns:
         for inner in every_equation(equation):
             if inner.primitive.name == "scan":
                 line = summarize(inner.source_info)

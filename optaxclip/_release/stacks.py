@@ -31,7 +31,7 @@ Entries = dict[str, Array]  # weights and the optimizer's state, by path
 Visit = Callable[[Array, Entries, Entries, Any], tuple[Entries | None, Any]]
 
 
-class Operation(NamedTuple):
+class LayoutStep(NamedTuple):
     """An equation between a leaf and its scan."""
 
     equation: JaxprEqn
@@ -44,7 +44,7 @@ class Slice(NamedTuple):
     leaf: str
     axis: int  # of the layers
     length: int  # how many layers there are
-    operations: list[Operation]
+    layout_steps: list[LayoutStep]
 
     def taken(self, array: Array, layer: Array | int) -> Array:
         """The slice, in which the axis stays. It has several rows where the scan goes
@@ -60,7 +60,7 @@ class Slice(NamedTuple):
 
     def as_layer_reads(self, array: Array) -> Array:
         """What the body of the scan makes of the slice."""
-        for equation, axis in self.operations:
+        for equation, axis in self.layout_steps:
             result = type_of(equation.outvars[0])
             if equation.primitive.name == "transpose":
                 array = jnp.transpose(array, equation.params["permutation"])
@@ -87,7 +87,7 @@ class Stack(NamedTuple):
 
     equation: JaxprEqn
     slices: dict[int, Slice]  # by place among the inputs of the scan
-    layers_before: int  # in other stacks
+    layers_before: int  # in stacks that run earlier
 
     @property
     def length(self) -> int:
@@ -139,10 +139,10 @@ def _gradients(
 ) -> tuple[Entries, Inputs]:
     """The gradients of a layer by its weights, and the cotangents of its inputs."""
 
-    def run(weights: Entries, moving: Inputs) -> Any:
+    def float_outputs(weights: Entries, moving: Inputs) -> Any:
         return floats(stack.run_layer(weights, put_back(moving, inputs)))
 
-    _, pull = jax.vjp(run, weights, floats(inputs))
+    _, pull = jax.vjp(float_outputs, weights, floats(inputs))
     return pull(cotangents)
 
 
@@ -167,16 +167,17 @@ def run_stack(
     keys = [key for key in slices if slices[key].leaf in stack.leaves]
     entries = {key: entries[key] for key in keys}
     is_reversed = stack.equation.params["reverse"]
-    layers = jnp.arange(stack.length)
-    order = layers[::-1] if is_reversed else layers
-    # Group -1 is all that is outside of layers.
+    indices = jnp.arange(stack.length)
+    order = indices[::-1] if is_reversed else indices
+    # Groups are numbered from the end of the shares, with the rest at -1. Of 3 layers,
+    # layer 2 is group -4 (index 0, the first that a backward pass sees), layer 0 is -2.
     groups = -2 - stack.layers_before - order
 
     def taken(entries: Entries, layer: Array) -> Entries:
-        entries_of_layer = {}
+        arrays_of_layer = {}
         for key in keys:
-            entries_of_layer[key] = slices[key].taken(entries[key], layer)
-        return entries_of_layer
+            arrays_of_layer[key] = slices[key].taken(entries[key], layer)
+        return arrays_of_layer
 
     def put(entries: Entries, layer: Array, new: Entries) -> Entries:
         new_entries = {}
@@ -185,53 +186,66 @@ def run_stack(
         return new_entries
 
     def forward(inputs: Inputs, entries: Entries, limiter: Any) -> Any:
-        def turn(carry: list[Array], row: Any) -> Any:
-            layer, xs = row
+        def one_layer(carry: list[Array], layer_inputs: Any) -> Any:
+            layer, xs = layer_inputs
             inputs_of_layer = Inputs(inputs.consts, carry, xs)
             new_carry, ys = stack.run_layer(taken(entries, layer), inputs_of_layer)
             return new_carry, (ys, carry)
 
         last_carry, (ys, carries) = lax.scan(
-            turn, inputs.carry, (layers, inputs.xs), reverse=is_reversed
+            one_layer,
+            inputs.carry,
+            (indices, inputs.xs),
+            reverse=is_reversed,
+            unroll=stack.equation.params["unroll"],
         )
         saved = inputs._replace(carry=carries), entries
         return (last_carry, ys, limiter), saved
 
     def backward(saved: Any, cotangents: Any) -> Any:
         inputs, entries = saved
-        of_carry, of_ys, limiter = floats(cotangents)
+        carry_cotangent, ys_cotangent, limiter = floats(cotangents)
 
-        def turn(loop: Any, row: Any) -> Any:
-            of_carry, of_consts, entries, limiter = loop
-            layer, group, carry, xs, of_ys = row
+        def one_layer(loop: Any, layer_inputs: Any) -> Any:
+            carry_cotangent, consts_cotangent, entries, limiter = loop
+            layer, group, carry, xs, ys_cotangent = layer_inputs
             inputs_of_layer = Inputs(inputs.consts, carry, xs)
-            entries_of_layer = taken(entries, layer)
+            arrays_of_layer = taken(entries, layer)
 
-            weights = {leaf: entries_of_layer[leaf] for leaf in stack.leaves}
-            grads, below = _gradients(
-                stack, weights, inputs_of_layer, cotangents=(of_carry, of_ys)
+            weights = {leaf: arrays_of_layer[leaf] for leaf in stack.leaves}
+            grads, input_cotangents = _gradients(
+                stack,
+                weights,
+                inputs_of_layer,
+                cotangents=(carry_cotangent, ys_cotangent),
             )
-            new_entries, limiter = visit(group, grads, entries_of_layer, limiter)
-            # Put back as they are, weights would be copied.
+            new_entries, limiter = visit(group, grads, arrays_of_layer, limiter)
+            # Writing back unchanged slices would make XLA copy the weights.
             if new_entries is not None:
                 entries = put(entries, layer, new_entries)
-            of_consts = jax.tree.map(jnp.add, of_consts, below.consts)
-            return (below.carry, of_consts, entries, limiter), below.xs
+            consts_cotangent = jax.tree.map(
+                jnp.add, consts_cotangent, input_cotangents.consts
+            )
+            loop = input_cotangents.carry, consts_cotangent, entries, limiter
+            return loop, input_cotangents.xs
 
         zeros = jax.tree.map(_zeros, floats(inputs.consts))
-        (of_carry, of_consts, entries, limiter), of_xs = lax.scan(
-            turn,
-            (of_carry, zeros, entries, limiter),
-            (layers, groups, inputs.carry, inputs.xs, of_ys),
+        # Not unrolled, since gradients of several layers could then be alive at once.
+        # `_split_transpose` of the user's scan has no meaning for a loop of our own.
+        loop, xs_cotangent = lax.scan(
+            one_layer,
+            (carry_cotangent, zeros, entries, limiter),
+            (indices, groups, inputs.carry, inputs.xs, ys_cotangent),
             reverse=not is_reversed,
         )
-        return Inputs(of_consts, of_carry, of_xs), entries, limiter
+        carry_cotangent, consts_cotangent, entries, limiter = loop
+        return Inputs(consts_cotangent, carry_cotangent, xs_cotangent), entries, limiter
 
     @jax.custom_vjp
-    def run(inputs: Inputs, entries: Entries, limiter: Any) -> Any:
+    def scan_layers(inputs: Inputs, entries: Entries, limiter: Any) -> Any:
         outputs, _ = forward(inputs, entries, limiter)
         return outputs
 
-    run.defvjp(forward, backward)
-    carry, ys, limiter = run(stack.inputs_of(inputs), entries, limiter)
+    scan_layers.defvjp(forward, backward)
+    carry, ys, limiter = scan_layers(stack.inputs_of(inputs), entries, limiter)
     return [*carry, *ys], limiter

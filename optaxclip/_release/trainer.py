@@ -20,8 +20,14 @@ from .._prefixes import lookup, prefix_table
 from .._state import NUMBER_NAMES, ClipState
 from .._trees import PyTree, clipped_leaves, is_none, leaf_paths, name
 from .budget import Budget, first_shares, new_budget, next_shares, spend
-from .optimizers import Optimizer, check_optimizer, entries_of, filled, first_slices
-from .program import Program, read_program, run
+from .optimizers import (
+    Optimizer,
+    arrays_by_path,
+    check_optimizer,
+    first_layer_of,
+    tree_from_entries,
+)
+from .program import Program, read_program, run_equations
 from .stacks import Entries, Slice, Visit, run_stack
 
 if TYPE_CHECKING:
@@ -64,7 +70,7 @@ class Released:
 
     loss: Callable[..., Any]
     optimizer: optax.GradientTransformationExtraArgs
-    clip: Any  # of everything. Its state is a `ClipState`
+    clipper: Any  # of everything. Its state is a `ClipState`
     passes: int
     trainable: PyTree
 
@@ -77,8 +83,8 @@ class Released:
         trained = model.optimizer.tree_of(model.weights)
         return ReleaseState(
             optimizer=self.optimizer.init(trained),
-            clip=self.clip.init(trained),
-            shares=first_shares(model.program.layers + 1),
+            clip=self.clipper.init(trained),
+            shares=first_shares(model.program.layer_count + 1),
         )
 
     def step(
@@ -97,7 +103,15 @@ class Released:
                 f"returned, got {shown(state)}."
             )
         model = self._model(params, batch)
-        return _Step(self, model, params, state, batch).run()
+        layers = state.shares.size - 1
+        if layers != model.program.layer_count:
+            raise ValueError(
+                "release: state must be of the layers that loss scans, got "
+                f"{layers} in a step of {model.program.layer_count} layers: make it by "
+                "init."
+            )
+        entries = arrays_by_path((params, state.optimizer))
+        return _Step(self, model, params, state, batch, entries).run()
 
     def released(self, params: PyTree, *batch: PyTree) -> list[str]:
         """Returns the names of the leaves of params whose gradients are never whole.
@@ -129,7 +143,7 @@ def _trained_weights(params: PyTree, trainable: PyTree) -> Entries:
     mask = trainable(params) if callable(trainable) else trainable
     flags = lookup(prefix_table(mask, is_none), params, "release: trainable")
     trained = {}
-    for (key, array), flag in zip(entries_of((params,)).items(), flags):
+    for (key, array), flag in zip(arrays_by_path((params,)).items(), flags):
         check_flag("release: trainable", flag)
         if flag and clipped_leaves(array) is not None:
             trained[key] = array
@@ -144,10 +158,7 @@ class _Step(NamedTuple):
     params: PyTree
     state: ReleaseState
     batch: tuple[PyTree, ...]
-
-    @property
-    def entries(self) -> Entries:
-        return entries_of((self.params, self.state.optimizer))
+    entries: Entries  # of params and the optimizer's state
 
     def run(self) -> tuple[PyTree, ReleaseState, Any]:
         """Returns new params, the new state, and what the loss returned."""
@@ -157,38 +168,44 @@ class _Step(NamedTuple):
             budget = self._measured(budget)
             # The norm of everything, in the place of what is left.
             limiter = global_norm(budget.norms)
-        value, grads, layers, limiter = self._passes(self._updated_layer, limiter)
+        value, grads, layer_arrays, limiter = self._forward_and_backward(
+            self._updated_layer, limiter
+        )
         grads, limiter = self._clipped(REST, grads, limiter)
-        # With the first layers, for the counters that all layers share.
-        first = first_slices(layers, self.model.slices)
+        # The first layer takes part, with gradients of 0, for the counters that layers
+        # share: they advance here, once a step. Its own new arrays are not used.
+        first = first_layer_of(layer_arrays, self.model.slices)
         for leaf in self.model.program.slices:
             grads[leaf] = jnp.zeros_like(first[leaf])
         entries = self.entries | first
         entries |= self.model.optimizer.updated(entries, grads)
         tree = self.params, self.state.optimizer
-        params, optimizer = filled(tree, entries | layers)
+        params, optimizer = tree_from_entries(tree, entries | layer_arrays)
         if isinstance(limiter, Budget):
             budget = limiter
-            clip = self._clip_after(budget)
+            clip_state = self._clip_after(budget)
         else:
-            clip = self._asked(limiter)
-        shares = next_shares(self.state.shares, budget.norms, clip.step)
-        return params, ReleaseState(optimizer, clip, shares), value
+            clip_state = self._clip_state_for(limiter)
+        shares = next_shares(self.state.shares, budget.norms, clip_state.step)
+        return params, ReleaseState(optimizer, clip_state, shares), value
 
-    def _passes(
+    def _forward_and_backward(
         self, visit: Visit, limiter: Limiter
     ) -> tuple[PyTree, Entries, Entries, Any]:
         """A forward and a backward pass. Returns the value of the loss, the gradients
         of the rest, the new entries of layers, and what they leave of the limiter.
+
+        The cotangent of the limiter starts as the limiter and is spent layer by layer.
+        The cotangent of the layers is the new layers.
         """
         program = self.model.program
         slices = self.model.slices
-        layers = {key: self.entries[key] for key in slices}
+        layer_arrays = {key: self.entries[key] for key in slices}
         rest = {}
         for key in self.model.weights.keys() - slices.keys():
             rest[key] = self.entries[key]
 
-        def loss(rest: Entries, layers: Entries, limiter: Limiter) -> Any:
+        def loss(rest: Entries, layer_arrays: Entries, limiter: Limiter) -> Any:
             weights = self.entries | rest
             leaves = [weights[key] for key in self.model.optimizer.names]
 
@@ -202,29 +219,29 @@ class _Step(NamedTuple):
                     program.stacks[id(equation)],
                     visit,
                     inputs=inputs,
-                    entries=layers,
+                    entries=layer_arrays,
                     slices=slices,
                     limiter=limiter,
                 )
                 return outputs
 
             inputs = [*leaves, *jax.tree.leaves(self.batch)]
-            value, *aux = run(program.jaxpr, inputs, run_if_stack)
+            value, *aux = run_equations(program.jaxpr, inputs, run_if_stack)
             return (value, limiter), aux
 
-        outputs, pull, aux = jax.vjp(loss, rest, layers, limiter, has_aux=True)
+        outputs, pull, aux = jax.vjp(loss, rest, layer_arrays, limiter, has_aux=True)
         value, _ = outputs
-        grads, layers, limiter = pull((jnp.ones_like(value), limiter))
+        grads, layer_arrays, limiter = pull((jnp.ones_like(value), limiter))
         value = program.structure.unflatten([value, *aux])
-        return value, grads, layers, limiter
+        return value, grads, layer_arrays, limiter
 
     def _updated_layer(
-        self, group: Array, grads: Entries, slices: Entries, limiter: Limiter
+        self, group: Array, grads: Entries, arrays: Entries, limiter: Limiter
     ) -> tuple[Entries, Limiter]:
         """The new entries of a layer."""
         grads, limiter = self._clipped(group, grads, limiter)
-        entries = self.model.optimizer.updated(self.entries | slices, grads)
-        return {key: entries[key] for key in slices}, limiter
+        entries = self.model.optimizer.updated(self.entries | arrays, grads)
+        return {key: entries[key] for key in arrays}, limiter
 
     # -------------------------------------------------------- the limit of everything
 
@@ -232,12 +249,12 @@ class _Step(NamedTuple):
         """The budget after a backward pass that only measures norms."""
 
         def visit(
-            group: Array, grads: Entries, entries: Entries, budget: Budget
+            group: Array, grads: Entries, arrays: Entries, budget: Budget
         ) -> tuple[None, Budget]:
             _, budget = spend(budget, group, global_norm(grads))
             return None, budget
 
-        _, grads, _, budget = self._passes(visit, budget)
+        _, grads, _, budget = self._forward_and_backward(visit, budget)
         _, budget = spend(budget, REST, global_norm(grads))
         return budget
 
@@ -247,15 +264,15 @@ class _Step(NamedTuple):
         """
         norm = self.state.clip.norm
         # Before the first norm, and after one that is broken, any norm is possible.
-        # Some rules have no other limit yet than a multiple of the norm itself.
+        # finfo.max: a rule without memory then returns no limit.
         is_norm = jnp.isfinite(norm) & (norm > 0)
         largest = jnp.finfo(norm.dtype).max
-        return self._asked(jnp.where(is_norm, norm, largest)).limit
+        return self._clip_state_for(jnp.where(is_norm, norm, largest)).limit
 
-    def _asked(self, norm: Array, limit: Array | None = None) -> ClipState:
+    def _clip_state_for(self, norm: Array, limit: Array | None = None) -> ClipState:
         """The state of the clip of everything after a norm."""
         zero = jnp.zeros_like(norm)
-        _, state = self.trainer.clip.update(
+        _, state = self.trainer.clipper.update(
             zero, self.state.clip, grad_norm=norm, limit=limit
         )
         return state
@@ -269,7 +286,7 @@ class _Step(NamedTuple):
         if isinstance(limiter, Budget):
             norm = global_norm(grads)
             limit, limiter = spend(limiter, group, norm)
-        grads, _ = self.trainer.clip.update(
+        grads, _ = self.trainer.clipper.update(
             grads, self.state.clip, grad_norm=norm, limit=limit
         )
         return grads, limiter
@@ -278,7 +295,7 @@ class _Step(NamedTuple):
         """The state of the clip of everything after one pass."""
         norm = global_norm(budget.norms)
         # The factor of everything is norm_after / norm, also below the limit.
-        clip = self._asked(norm, limit=global_norm(budget.norms_after))
-        row = NUMBER_NAMES.index("limit")
-        numbers = clip.numbers.at[row].set(budget.limit)
-        return clip._replace(numbers=numbers)
+        clip_state = self._clip_state_for(norm, limit=global_norm(budget.norms_after))
+        index = NUMBER_NAMES.index("limit")
+        numbers = clip_state.numbers.at[index].set(budget.limit)
+        return clip_state._replace(numbers=numbers)

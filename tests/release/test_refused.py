@@ -67,6 +67,14 @@ def test_an_optimizer_that_adds_up_gradients_is_refused(name):
             trainer.init(PARAMS, X)
 
 
+def with_state(init):
+    return optax.GradientTransformation(init, lambda grads, state, _: (grads, state))
+
+
+def halves(params):
+    return optax.tree.cast(params, jnp.float16)
+
+
 MIXES = {
     "clip": (
         optax.chain(optax.clip_by_global_norm(1.0), SGD),
@@ -82,6 +90,18 @@ MIXES = {
     "noise": (
         optax.add_noise(0.1, 0.5, jax.random.key(0)),
         "but '[1].rng_key' is key<fry>[]. Random keys",
+    ),
+    "legacy key": (
+        with_state(lambda params: jax.random.PRNGKey(0)),
+        "but '[1]' is uint32[2]. Random keys",
+    ),
+    "state by shape": (
+        with_state(lambda params: {f"rows_{params['layers']['w'].shape[0]}": 0.0}),
+        "\"[1]['rows_1']\", \"[1]['rows_3']\" depends on it.",
+    ),
+    "dtype": (
+        optax.GradientTransformation(halves, lambda grads, *_: (grads, grads)),
+        "update makes float32 of \"[1]['layers']['bias']\", which is float16",
     ),
     "adafactor": (
         optax.adafactor(0.1, min_dim_size_to_factor=2),
@@ -392,3 +412,17 @@ def test_a_rule_lets_through_what_it_does_in_the_usual_step(name):
         moved = norm(jax.tree.map(lambda x, y: x - y, new, params))
         assert moved > 0.5e-3 * norm(wanted) - 1e-9
         params = new
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_state_of_another_number_of_layers_is_refused(passes):
+    def params_of(layers):
+        stack = {"w": jnp.ones((layers, 2, 2)), "bias": jnp.ones((layers, 2))}
+        return {"layers": stack, "bias": jnp.ones(2)}
+
+    trainer = release(loss, SGD, max_norm=1.0, passes=passes)
+    state = trainer.init(params_of(4), X)
+    text = "release: state must .* got 4 in a step of 6 layers: make it by init"
+    with pytest.raises(ValueError, match=text):
+        trainer.step(params_of(6), state, X)
+    trainer.step(params_of(4), state, X)
