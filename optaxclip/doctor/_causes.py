@@ -391,13 +391,16 @@ def _finding(cause: Cause, candidates: signals.Signals) -> Finding | None:
         return None
     steps = np.concatenate([hit.steps for hit in hits])
     values = np.concatenate([hit.values for hit in hits])
-    worst = int(np.argmax(values))
-    names = [hit.name for hit in hits if steps.min() in hit.steps]
-    value = float(values[worst])
+    value = float(values.max())
+    worst = int(steps[values == value].min())
+    names = []
+    for hit in hits:
+        if value in hit.values[hit.steps == worst]:
+            names.append(hit.name)
     return Finding(
         cause=cause.name,
         step=int(steps.min()),
-        worst=int(steps[worst]),
+        worst=worst,
         rows=len(np.unique(steps)),
         value=value,
         limit=cause.limit,

@@ -100,8 +100,11 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array:
     rises = medians_ahead(logs, SHORT, SHORT) - before(medians(logs, SHORT, SHORT))
     # Medians see a rise some rows too early and too late.
     rises = np.minimum(rises, logs - before(logs))
-    row = int(np.argmax(np.nan_to_num(rises)))
-    if row < LONG // 2 or row > len(logs) - LONG // 2:
+    # At the ends of a log there are too few rows to compare with.
+    rises[: LONG // 2] = 0
+    rises[len(logs) - LONG // 2 + 1 :] = 0
+    row = int(np.argmax(np.where(np.isfinite(rises), rises, 0)))
+    if rises[row] <= 0:
         return factors
     rise, noise = _rise(logs, row)
     # A norm that only comes back to what it was has not changed.
@@ -213,7 +216,8 @@ def lost_updates(ratios: Array, rounding: Array) -> Array:
     # A tensor without an update loses nothing.
     shortfalls = LOST * rounding / np.where(ratios == 0, np.nan, ratios)
     first_rows = shortfalls[: max(LONG, len(ratios) // 4)]
-    is_lost = len(first_rows) >= LONG and np.median(first_rows) > 1
+    updates = first_rows[~np.isnan(first_rows)]
+    is_lost = len(updates) >= LONG // 2 and np.median(updates) > 1
     return is_lost * shortfalls
 
 

@@ -56,7 +56,7 @@ class Recorder(NamedTuple):
     @property
     def is_of_updates(self) -> bool:
         """By the name, without what a logger puts in front."""
-        place = self.name.rfind("health")
+        place = self.name.find("health")
         return "update" in self.name[place:].lower()
 
     def tensors(self, *signs: str) -> Signals:
@@ -169,6 +169,8 @@ def _is_of_a_loss_scale(norms: list[Column], log: Log) -> bool:
     has_scale = any(re.search("loss.?scale|scaler", name) for name in log.columns)
     shares = [0.0]  # of broken rows
     for norm in norms:
+        if not norm.steps.size:
+            continue
         is_broken = ~np.isfinite(norm.values)
         shares.append(is_broken.mean())
         if is_broken[-1] or (np.isnan(norm.values).any() and not has_scale):

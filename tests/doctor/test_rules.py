@@ -358,3 +358,33 @@ def test_logits_are_of_attention_by_their_name():
         assert diagnose([row | {name: 100.0}] * 3) == [], name
     for name in OTHERS.split():
         assert found([row | {name: 300.0}] * 3, "attention logits") is None, name
+
+
+def test_one_step_without_an_update_hides_no_rounding():
+    columns = of_updates(np.full(40, 1e-4))
+    columns["health__updates__ratio__w"] = changed(np.full(40, 1e-5), {3: 0.0})
+    columns["health__updates__rounding__w"] = np.full(40, 2**-7)
+    assert found(rows_of(**columns), "lost updates").step == 0
+
+
+def test_the_worst_value_is_said_of_its_own_column():
+    columns = {
+        "layer0__attn__max_logit": changed(calm(), {10: 101.0}),
+        "layer5__attn__max_logit": changed(calm(), {40: 5000.0}),
+    }
+    finding = found(rows_of(**columns), "attention logits")
+    assert (finding.step, finding.worst, finding.value) == (10, 40, 5000.0)
+    assert "'layer5/attn/max_logit'" in finding.evidence
+    assert "layer0" not in finding.evidence
+
+
+def test_a_jump_in_the_last_rows_hides_no_change_of_scale():
+    norms = noisy(spread=0.01)
+    norms[100:] *= 8
+    norms[-3:] *= 100
+    assert ("change of scale", 100) in causes_of(rows_of(grad_norm=norms))
+
+
+def test_tensors_that_are_never_logged_together_are_read():
+    rows = [{"grad_norm/a": 1.0}, {"grad_norm/b": 2.0}] * 30
+    assert diagnose(rows) == []
