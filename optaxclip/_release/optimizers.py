@@ -18,7 +18,7 @@ from jax.tree_util import keystr
 
 from .._jaxpr import runs
 from .._trees import PyTree, listed
-from .stacks import Entries, Slice, is_float
+from .stacks import Entries, Slice, is_float, layer_of
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr
@@ -83,14 +83,6 @@ class Optimizer(NamedTuple):
         return leaf_of_entry
 
 
-def first_layer_of(entries: Entries, slices: dict[str, Slice]) -> Entries:
-    """The arrays of the first layer."""
-    first = {}
-    for key in slices:
-        first[key] = slices[key].taken(jnp.asarray(entries[key]), layer=0)
-    return first
-
-
 # ---------------------------------------------------------------------------- checks
 
 
@@ -105,7 +97,7 @@ def check_optimizer(
         layer, or mixes leaves.
     """
     whole_entries = arrays_by_path(optimizer.abstract_params_and_state(leaves))
-    leaves = leaves | jax.eval_shape(lambda: first_layer_of(leaves, slices))
+    leaves = leaves | jax.eval_shape(lambda: layer_of(leaves, slices, layer=0))
     tree = optimizer.abstract_params_and_state(leaves)
     _check_no_sums(tree)
     entries = arrays_by_path(tree)
@@ -122,13 +114,14 @@ def check_optimizer(
     updated = jax.make_jaxpr(optimizer.updated, return_shape=True)
     traced, new_entries = updated(entries, leaves)
     # JAX sorts the keys of a dict.
-    inputs = [*sorted(entries), *sorted(leaves)]
+    outputs = sorted(entries)
+    inputs = [*outputs, *sorted(leaves)]
     leaves_reduced = set()
     # One program per output: JAX then sees into calls and branches. For 20 leaves this
     # takes 0.3 s, once in init.
-    for index, key in enumerate(sorted(entries)):
+    for key in outputs:
         leaf = leaf_of_entry[key]
-        is_output = [place == index for place in range(len(entries))]
+        is_output = [output == key for output in outputs]
         needed, is_read = dce_jaxpr(traced.jaxpr, is_output)
         others = set()
         for entry, flag in zip(inputs, is_read):

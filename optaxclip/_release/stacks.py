@@ -120,6 +120,11 @@ class Stack(NamedTuple):
         return outputs[:count], outputs[count:]
 
 
+def layer_of(entries: Entries, slices: dict[str, Slice], layer: Array | int) -> Entries:
+    """The slices of one layer."""
+    return {key: slices[key].taken(jnp.asarray(entries[key]), layer) for key in slices}
+
+
 def is_float(x: Any) -> bool:
     """Whether an array may have a gradient."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
@@ -164,8 +169,8 @@ def run_stack(
       slices: of these entries.
       limiter: hands on what is left of a limit, by its cotangent.
     """
-    keys = [key for key in slices if slices[key].leaf in stack.leaves]
-    entries = {key: entries[key] for key in keys}
+    slices = {key: x for key, x in slices.items() if x.leaf in stack.leaves}
+    entries = {key: entries[key] for key in slices}
     is_reversed = stack.equation.params["reverse"]
     indices = jnp.arange(stack.length)
     order = indices[::-1] if is_reversed else indices
@@ -173,23 +178,12 @@ def run_stack(
     # layer 2 is group -4 (index 0, the first that a backward pass sees), layer 0 is -2.
     groups = -2 - stack.layers_before - order
 
-    def taken(entries: Entries, layer: Array) -> Entries:
-        arrays_of_layer = {}
-        for key in keys:
-            arrays_of_layer[key] = slices[key].taken(entries[key], layer)
-        return arrays_of_layer
-
-    def put(entries: Entries, layer: Array, new: Entries) -> Entries:
-        new_entries = {}
-        for key in keys:
-            new_entries[key] = slices[key].put(entries[key], layer, new[key])
-        return new_entries
-
     def forward(inputs: Inputs, entries: Entries, limiter: Any) -> Any:
         def one_layer(carry: list[Array], layer_inputs: Any) -> Any:
             layer, xs = layer_inputs
             inputs_of_layer = Inputs(inputs.consts, carry, xs)
-            new_carry, ys = stack.run_layer(taken(entries, layer), inputs_of_layer)
+            arrays_of_layer = layer_of(entries, slices, layer)
+            new_carry, ys = stack.run_layer(arrays_of_layer, inputs_of_layer)
             return new_carry, (ys, carry)
 
         last_carry, (ys, carries) = lax.scan(
@@ -210,7 +204,7 @@ def run_stack(
             carry_cotangent, consts_cotangent, entries, limiter = loop
             layer, group, carry, xs, ys_cotangent = layer_inputs
             inputs_of_layer = Inputs(inputs.consts, carry, xs)
-            arrays_of_layer = taken(entries, layer)
+            arrays_of_layer = layer_of(entries, slices, layer)
 
             weights = {leaf: arrays_of_layer[leaf] for leaf in stack.leaves}
             grads, input_cotangents = _gradients(
@@ -222,7 +216,10 @@ def run_stack(
             new_entries, limiter = visit(group, grads, arrays_of_layer, limiter)
             # Writing back unchanged slices would make XLA copy the weights.
             if new_entries is not None:
-                entries = put(entries, layer, new_entries)
+                entries = {
+                    key: slices[key].put(entries[key], layer, new_entries[key])
+                    for key in slices
+                }
             consts_cotangent = jax.tree.map(
                 jnp.add, consts_cotangent, input_cotangents.consts
             )

@@ -20,15 +20,9 @@ from .._prefixes import lookup, prefix_table
 from .._state import NUMBER_NAMES, ClipState
 from .._trees import PyTree, clipped_leaves, is_none, leaf_paths, name
 from .budget import Budget, first_shares, new_budget, next_shares, spend
-from .optimizers import (
-    Optimizer,
-    arrays_by_path,
-    check_optimizer,
-    first_layer_of,
-    tree_from_entries,
-)
+from .optimizers import Optimizer, arrays_by_path, check_optimizer, tree_from_entries
 from .program import Program, read_program, run_equations
-from .stacks import Entries, Slice, Visit, run_stack
+from .stacks import Entries, Slice, Visit, layer_of, run_stack
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -129,10 +123,11 @@ class Released:
             names[keystr(path)] = name(path[1:])
         program = read_program(self.loss, params, batch, names, weights)
         optimizer = Optimizer(self.optimizer, names, jax.tree.structure(params))
+        slices_by_leaf = program.slices
         slices = {}
         for key, leaf in optimizer.leaf_of_entry(weights).items():
-            if leaf in program.slices:
-                slices[key] = program.slices[leaf]
+            if leaf in slices_by_leaf:
+                slices[key] = slices_by_leaf[leaf]
         return Model(program, optimizer, weights, slices)
 
 
@@ -174,7 +169,7 @@ class _Step(NamedTuple):
         grads, limiter = self._clipped(REST, grads, limiter)
         # The first layer takes part, with gradients of 0, for the counters that layers
         # share: they advance here, once a step. Its own new arrays are not used.
-        first = first_layer_of(layer_arrays, self.model.slices)
+        first = layer_of(layer_arrays, self.model.slices, layer=0)
         for leaf in self.model.program.slices:
             grads[leaf] = jnp.zeros_like(first[leaf])
         entries = self.entries | first
