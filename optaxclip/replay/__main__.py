@@ -75,7 +75,14 @@ def _about_columns(log: Log, columns: Sequence[Column]) -> list[str]:
 
 
 def _suggestions_for(column: Column) -> list[Suggestion]:
-    return suggest(column.values, every=distance_of_steps(column))
+    suggestions = suggest(column.values, every=distance_of_steps(column))
+    if _finite_count(column) < FEW_NORMS:
+        return [row._replace(recommended=False) for row in suggestions]
+    return suggestions
+
+
+def _finite_count(column: Column) -> int:
+    return int(np.isfinite(column.values).sum())
 
 
 def _range_of(column: Column) -> str:
@@ -98,6 +105,8 @@ def _advice(column: Column, suggestions: Sequence[Suggestion]) -> str:
     best = _recommended(suggestions)
     if best is not None:
         return f"Start with {best.rule}: it clips {best.clip_rate:.1%} of these steps."
+    if _finite_count(column) < FEW_NORMS:
+        return f"{_finite_count(column)} norms are too few to choose a limit from."
     largest = column.values[np.isfinite(column.values)].max()
     return (
         f"{clipped_share(column.values):.0%} of the rows are exactly {largest:.4g}: "
@@ -163,8 +172,6 @@ def _about_source(log: Log, column: Column, options: argparse.Namespace) -> list
             "cures: skip_nonfinite leaves such steps out, and python -m "
             "optaxclip.doctor says what is known of them."
         )
-    if is_finite.sum() < FEW_NORMS:
-        lines.append(f"{is_finite.sum()} norms are too few to choose a limit from.")
     return lines
 
 

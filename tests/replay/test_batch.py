@@ -171,13 +171,13 @@ def test_the_command_says_the_limit_at_the_other_size(tmp_path, command):
 
 
 def test_the_command_names_what_is_missing(tmp_path, command, capsys):
-    path = write(tmp_path / "run.jsonl", [{"grad_norm": 1.0 + i} for i in range(9)])
+    path = write(tmp_path / "run.jsonl", [{"grad_norm": 1.0 + i} for i in range(40)])
     with pytest.raises(SystemExit, match=r"log optaxclip\.per_example\.noise_share"):
         command(path, "--batch", "32", "--to", "512")
     with pytest.raises(SystemExit):
         command(path, "--to", "512")
     assert "--batch and --to go together" in capsys.readouterr().err
-    rows = [{"grad_norm": 1.0 + i, "noise_share": 0.5} for i in range(9)]
+    rows = [{"grad_norm": 1.0 + i, "noise_share": 0.5} for i in range(40)]
     path = write(path, rows)
     # Before the file is read.
     for sizes in (("32", "0"), ("-1", "32")):
