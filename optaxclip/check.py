@@ -16,7 +16,8 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from ._check_step import DEVICES, SETTINGS, Finding, Setting, Step, check_step
+from ._check_step import Finding, check_step
+from ._check_step.runs import DEVICES, SETTINGS, Setting, Step
 
 __all__ = ["assert_right", "of_train_state"]
 
@@ -116,24 +117,40 @@ def _table(findings: list[Finding]) -> str:
     """A line for each finding, and one for each kind."""
     lines = ["setting      case   what      wanted     found  kind"]
     meanings = {}
-    for row in findings:
-        place = f"{row.setting:12} {row.case:6} {row.what:6}"
-        lines.append(f"{place} {row.wanted:9.4g} {row.found:9.4g}  {row.kind}")
-        meanings[row.kind] = row.meaning
+    for finding in findings:
+        place = f"{finding.setting:12} {finding.case:6} {finding.what:6}"
+        numbers = f"{finding.wanted:9.4g} {finding.found:9.4g}"
+        lines.append(f"{place} {numbers}  {finding.kind}")
+        meanings[finding.kind] = finding.meaning
     lines += [f"{kind}: {meaning}" for kind, meaning in meanings.items()]
     return "\n".join(lines)
+
+
+def _json(findings: list[Finding]) -> str:
+    """A list of findings. A number that JSON does not have is a string: "inf"."""
+    rows = []
+    for finding in findings:
+        row = finding._asdict()
+        if not math.isfinite(finding.found):
+            row["found"] = str(finding.found)
+        rows.append(row)
+    return json.dumps(rows, indent=2)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Checks norm and clip of a training step on eight CPU devices. Ends with 1 if
     something is wrong, and with 2 if there is no such step or it raises an error.
     """
-    # Before Python 3.14 argparse would call the program `check.py`.
-    parser = argparse.ArgumentParser("python -m optaxclip.check", None, main.__doc__)
-    add = parser.add_argument
-    add("step", metavar="module:make_step", help="see help(optaxclip.check_step)")
-    add("--settings", nargs="+", choices=SETTINGS, default=[*SETTINGS])
-    add("--json", action="store_true", help="print a list of findings as JSON")
+    parser = argparse.ArgumentParser(
+        prog="python -m optaxclip.check", description=main.__doc__
+    )
+    parser.add_argument(
+        "step", metavar="module:make_step", help="see help(optaxclip.check_step)"
+    )
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=[*SETTINGS])
+    parser.add_argument(
+        "--json", action="store_true", help="print a list of findings as JSON"
+    )
     options = parser.parse_args(arguments)
     # Before the module of the step computes anything.
     jax.config.update("jax_platforms", "cpu")
@@ -150,17 +167,11 @@ def main(arguments: list[str] | None = None) -> None:
         traceback.print_exc()
         sys.exit(2)
     if options.json:
-        rows = []
-        for row in findings:
-            # JSON has no inf and no NaN.
-            if not math.isfinite(row.found):
-                row = row._replace(found=str(row.found))
-            rows.append(row._asdict())
-        print(json.dumps(rows, indent=2))
+        print(_json(findings))
     else:
         print(_table(findings))
-        names = {row.setting for row in findings}
-        right = [name for name in options.settings if name not in names]
+        wrong = {finding.setting for finding in findings}
+        right = [name for name in options.settings if name not in wrong]
         print(f"right: {', '.join(right) or 'none'}")
     sys.exit(1 if findings else 0)
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from optaxclip._check_step import MEANINGS
+from optaxclip._check_step.bugs import MEANINGS
 
 from . import wrong_steps
 from .test_check_step import WRONG

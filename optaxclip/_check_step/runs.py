@@ -1,0 +1,328 @@
+"""Runs of a training step, with gradients that are known.
+
+setting     who holds which part of weights and batch, and the limit
+case        gradients above the limit, below it, or with a NaN
+run         what a step gave for a setting and a case, beside the right numbers
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from numpy.typing import ArrayLike
+
+from .._checks import check_scalar, shown
+
+Step = Callable[..., Any]
+PyTree = Any
+Arrays = dict[str, np.ndarray]
+Specs = dict[str, P]
+
+CALL = "check_step:"
+DEVICES = 8
+
+# ----------------------------------------------------------------------------- settings
+
+SHAPES = {"bias": (8,), "experts": (4, 8, 8), "matrix": (16, 8)}
+REPLICATED = dict.fromkeys(SHAPES, P())
+SPLIT_BATCH = dict.fromkeys(SHAPES, P("data"))
+# Leaves of 16 bits. A step adds their squares one after the other.
+MANY_LEAVES = ["large", *(f"small_{number}" for number in range(64))]
+
+
+class Setting(NamedTuple):
+    """What `make_step` is told."""
+
+    name: str
+    mesh_shape: tuple[int, int] = (DEVICES, 1)
+    specs: Specs = REPLICATED  # of params, gradients and updates
+    batch_specs: Specs = SPLIT_BATCH  # of gradients of examples
+    # Not 1: a square of the norm is divided by the limit, or not.
+    max_norm: float = 0.25
+    microbatches: int = 1  # parts of a batch that are accumulated
+    dtype: DTypeLike = jnp.float32
+
+    @property
+    def mesh(self) -> Mesh:
+        """CPU devices along "data" and "expert"."""
+        devices = np.array(jax.devices("cpu")[: math.prod(self.mesh_shape)])
+        return Mesh(devices.reshape(self.mesh_shape), ("data", "expert"))
+
+    @staticmethod
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
+        """A loss whose gradient is the mean over the examples of `batch`."""
+        means = jax.tree.map(lambda w, x: jnp.sum(w[None] * x) / len(x), params, batch)
+        return sum(jax.tree.leaves(means), jnp.zeros(()))
+
+
+IN_16_BITS = Setting(
+    name="16 bits",
+    specs=dict.fromkeys(MANY_LEAVES, P()),
+    batch_specs=dict.fromkeys(MANY_LEAVES, P("data")),
+)
+SETTINGS = {
+    "replicated": Setting("replicated"),
+    # A limit so small that 1e-8 beside the norm shows. Four devices, so that a factor
+    # of 8 (a loss scale) is not mistaken for the number of devices.
+    "small_limit": Setting("small_limit", mesh_shape=(4, 1), max_norm=1e-6),
+    "accumulated": Setting("accumulated", microbatches=3),
+    "fsdp": Setting(
+        name="fsdp",
+        specs={"bias": P(), "experts": P(None, None, "data"), "matrix": P("data")},
+    ),
+    "experts": Setting(
+        name="experts",
+        mesh_shape=(4, 2),
+        specs=REPLICATED | {"experts": P("expert")},
+        batch_specs=SPLIT_BATCH | {"experts": P("data", "expert")},
+    ),
+    "bfloat16": IN_16_BITS._replace(name="bfloat16", dtype=jnp.bfloat16),
+    # A limit so large that clipped gradients do not underflow.
+    "float16": IN_16_BITS._replace(name="float16", dtype=jnp.float16, max_norm=64.0),
+}
+
+# ---------------------------------------------------------------------------- gradients
+
+# norm / limit of each case. 37 is no usual scale and no number of devices, and with it
+# some elements are above the limit. A loss scale of 2^16 does not bring the norm below
+# to the limit.
+NORM_OVER_LIMIT = {"above": 37.0, "below": 1e-6, "nan": 37.0}
+
+
+def batch_of(setting: Setting, case: str) -> Arrays:
+    """The gradients of examples: [examples, ...] for each leaf.
+
+    All examples are alike but the first. So one part of a batch differs and all other
+    parts have the same mean, whichever way a step cuts the batch. The first number of
+    each leaf is 0: this weight has no gradient.
+    """
+    count = setting.mesh_shape[0] * setting.microbatches
+    batch = {}
+    for name, (first, other) in _two_examples(setting, case).items():
+        # Where both are equal, the mean of eight is (9 + 7) / 8 = 2 times as large.
+        leaf = np.stack([9.0 * first] + [other] * (count - 1))
+        leaf.reshape(count, -1)[:, 0] = 0.0
+        batch[name] = leaf
+    if setting.dtype != jnp.float32:
+        return batch
+    norm = norm_of(_flat(_mean(batch)))
+    scale = NORM_OVER_LIMIT[case] * setting.max_norm / norm
+    batch = {name: (scale * leaf).astype("f4") for name, leaf in batch.items()}
+    if case == "nan":
+        batch["experts"][-1, -1, -1, -1] = np.nan
+    return batch
+
+
+def _two_examples(setting: Setting, case: str) -> Arrays:
+    """The first example and the one that all others are: [2, ...] for each leaf."""
+    if setting.dtype == jnp.float32:
+        # Another draw in each run: what agrees in all of them agrees by no chance.
+        seed = [*f"{setting.name} {case}".encode()]
+        random = np.random.default_rng(seed)
+        shapes = SHAPES.items()
+        return {name: random.normal(0.5, 1.0, (2, *shape)) for name, shape in shapes}
+    # 16 bits hold these numbers and their means. The squares of 16 means of 8 add to
+    # 1024, and bfloat16 has no number between it and 1032. A mean of 600 has a square
+    # beyond float16.
+    large = 4.0 if setting.dtype == jnp.bfloat16 else 300.0
+    small = np.array([0.0, 0.5, 0.5, 0.25])
+    examples = {name: np.tile(small, (2, 1)) for name in MANY_LEAVES}
+    examples["large"] = np.full((2, 17), large)
+    return examples
+
+
+def _mean(batch: Arrays) -> Arrays:
+    return {name: leaf.mean(0, np.float64) for name, leaf in batch.items()}
+
+
+def _flat(tree: PyTree) -> np.ndarray:
+    """All numbers of a tree, sorted by names."""
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def norm_of(row: ArrayLike) -> float:
+    return float(np.linalg.norm(row))
+
+
+def norms_of(rows: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(rows, axis=1)
+
+
+# --------------------------------------------------------------------------------- runs
+
+
+class Run(NamedTuple):
+    """Right numbers of a setting and a case, and what a step gave. Rows are sorted by
+    the names of leaves.
+    """
+
+    setting: Setting
+    case: str  # gradients "above" or "below" the limit, or with a "nan"
+
+    # Right numbers, in float64.
+    batch: np.ndarray  # [examples, numbers]: gradients of examples
+    gradient: np.ndarray  # [numbers]: their mean
+    leaf_norms: np.ndarray  # [leaves]: of the gradient
+    shards: np.ndarray  # [devices, its numbers]: the gradient that a device holds
+    batch_means: np.ndarray  # [devices, its numbers]: mean of a device's examples
+
+    # What the step gave.
+    norms_found: np.ndarray  # [devices]
+    # [numbers]: 0 where no gradient is, since a weight may be there.
+    update: np.ndarray
+    # [leaves, devices]: update over gradient. NaN where it is no multiple.
+    factors_found: np.ndarray
+    drift: np.ndarray  # [leaves]: change of weights that have no gradient
+    has_nan: np.ndarray  # [devices]: of the update
+    replicas_differ: bool  # devices hold different copies of new params or updates
+
+    @property
+    def limit(self) -> float:
+        return self.setting.max_norm
+
+    @property
+    def norm(self) -> float:
+        """The right norm."""
+        return norm_of(self.gradient)
+
+    @property
+    def factor(self) -> float:
+        """The right factor."""
+        return min(1.0, self.limit / self.norm)
+
+    def norm_ratio(self) -> float:
+        """Norm found / right norm. NaN if devices differ."""
+        return self.same_or_nan(self.norms_found) / self.norm
+
+    def factor_ratio(self) -> float:
+        """Factor found / right factor. NaN if leaves or devices differ."""
+        return self.same_or_nan(self.factors_found) / self.factor
+
+    def same_or_nan(self, numbers: np.ndarray) -> float:
+        """The finite number that all of them are, or NaN."""
+        first = numbers.flat[0]
+        is_same = np.isfinite(first) and self.close(numbers, first).all()
+        return first if is_same else math.nan
+
+    def close(self, numbers: ArrayLike, others: ArrayLike) -> np.ndarray:
+        # Rounding of float32 sums of at most 400 numbers. In 16 bits update, factor and
+        # norm are rounded once or twice each.
+        tolerance = 3e-5 if self.setting.dtype == jnp.float32 else 2.0**-6
+        return np.isclose(numbers, others, rtol=tolerance, atol=0)
+
+
+def runs_of(make_step: Callable[[Setting], Step], setting: Setting) -> list[Run]:
+    """Runs the step of a setting, in 16 bits with gradients above the limit only."""
+    step = make_step(setting)
+    if not callable(step):
+        raise TypeError(f"{CALL} make_step must return a step, got {shown(step)}.")
+    cases = NORM_OVER_LIMIT if setting.dtype == jnp.float32 else ["above"]
+    return [_run(step, setting, case) for case in cases]
+
+
+def _run(step: Step, setting: Setting, case: str) -> Run:
+    batch = batch_of(setting, case)
+    mean = _mean(batch)
+    gradient = _flat(mean)
+    # Weights without a gradient are the limit, all others are 0.
+    weight = np.float32(setting.max_norm)
+    params = {name: np.where(leaf, 0.0, weight) for name, leaf in mean.items()}
+
+    output, norm = _call_step(step, setting, params, batch)
+    first_copy = jax.tree.map(np.float64, output)
+    numbers = _flat(first_copy)
+    outputs = _per_device(setting, setting.specs, output)
+    copies = _per_device(setting, setting.specs, first_copy)
+    shards = _per_device(setting, setting.specs, mean)
+    factors = np.array(jax.tree.map(factors_of, outputs, shards))
+    is_same = np.array_equal(np.hstack(outputs), np.hstack(copies), equal_nan=True)
+    (norms,) = _per_device(setting, {"norm": P()}, {"norm": norm})
+    # New params have these weights, and an update has 0 there.
+    weights = numbers[gradient == 0.0]
+    old_weights = weight * np.round(weights.mean() / weight)
+
+    # Each device holds as many examples as there are micro-batches.
+    shape = (setting.mesh.size, setting.microbatches, -1)
+    batch_means = [
+        leaf.reshape(shape).mean(axis=1)
+        for leaf in _per_device(setting, setting.batch_specs, batch)
+    ]
+    examples = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(batch)]
+    leaf_norms = [norm_of(leaf) for leaf in jax.tree.leaves(mean)]
+    return Run(
+        setting=setting,
+        case=case,
+        batch=np.hstack(examples),
+        gradient=gradient,
+        leaf_norms=np.array(leaf_norms),
+        shards=np.hstack(shards),
+        batch_means=np.hstack(batch_means),
+        norms_found=norms[:, 0],
+        update=np.where(gradient, numbers, 0.0),
+        # New params have negative factors. A leaf of the other sign stays negative.
+        factors_found=factors * np.copysign(1.0, factors[0, 0]),
+        drift=weights - old_weights,
+        has_nan=np.isnan(norms_of(np.hstack(outputs))),
+        replicas_differ=not is_same,
+    )
+
+
+def _call_step(
+    step: Step, setting: Setting, params: Arrays, batch: Arrays
+) -> tuple[PyTree, jax.Array]:
+    """The new params, or updates, and the norm that the step returns."""
+    cast = partial(jnp.asarray, dtype=setting.dtype)
+    weights, examples = jax.tree.map(cast, (params, batch))
+    result = step(
+        _placed(setting, setting.specs, weights),
+        _placed(setting, setting.batch_specs, examples),
+    )
+    must = f"{CALL} the step must return (new params or updates, norm)"
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"{must}, got {shown(result)}.")
+    output, norm = result
+    check_scalar(f"{CALL} the norm", norm)
+    shapes = jax.tree.map(jnp.shape, params)
+    output_shapes = jax.tree.map(jnp.shape, output)
+    if output_shapes != shapes:
+        raise ValueError(
+            f"{must}, the first in the shapes of params, {shapes}, got "
+            f"{shown(output_shapes)}."
+        )
+    return output, norm
+
+
+def _placed(setting: Setting, specs: Specs, tree: PyTree) -> PyTree:
+    shardings = jax.tree.map(partial(NamedSharding, setting.mesh), specs)
+    # Leaves what is there already, so that differing copies stay as they are.
+    return jax.device_put(tree, shardings)
+
+
+def _per_device(setting: Setting, specs: Specs, tree: PyTree) -> list[np.ndarray]:
+    """What each device holds: [devices, its numbers] for each leaf."""
+    leaves = []
+    for leaf in jax.tree.leaves(_placed(setting, specs, tree)):
+        shards = {shard.device: shard.data for shard in leaf.addressable_shards}
+        parts = [np.float64(shards[device]) for device in setting.mesh.devices.flat]
+        leaves.append(np.reshape(parts, (len(parts), -1)))
+    return leaves
+
+
+# inf - inf is NaN: no factor.
+@np.errstate(invalid="ignore")
+def factors_of(updates: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+    """[rows]: update over gradient. NaN where one is no multiple of the other."""
+    # Where there is no gradient there may be a weight.
+    updates = np.where(gradients, updates, 0.0)
+    factors = np.sum(updates * gradients, 1) / np.sum(gradients**2, 1)
+    differences = norms_of(updates - factors[:, None] * gradients)
+    # Rounding is below a hundredth.
+    is_along = differences <= 0.01 * norms_of(updates)
+    return np.where(is_along, factors, math.nan)
