@@ -4,9 +4,9 @@ method, four faults, five rates and five seeds, and writes where each run ended 
     python -m benchmarks.methods             all: less than an hour
     python -m benchmarks.methods --quick     few methods, one seed, short runs: to see
                                              that it works. Its numbers mean nothing
-    python -m benchmarks.methods --papers    claims of papers, beside the JSON's numbers
     python -m benchmarks.methods --json PATH in place of methods.json. What is in this
-                                             file is not trained again
+                                             file is not trained again. With a full
+                                             file it prints tables and claims of papers
     python -m benchmarks.pages               writes docs/which_clip_helps.md from it
     python -m benchmarks.pictures            draws its picture
 

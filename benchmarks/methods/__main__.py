@@ -1,4 +1,4 @@
-"""`python -m benchmarks.methods`: trains, and writes after each method what it has."""
+"""`python -m benchmarks.methods`: trains, and writes after each program what it has."""
 
 import argparse
 import itertools
@@ -17,31 +17,33 @@ from .tasks import TASKS
 from .training import FAULTS, costs, untrained
 
 STEP = 4  # from one rate to the next
-SEEDS = 5
 GROUP = 6  # methods of one program
 QUICK = ["none", "clip_by_global_norm(1.0)", "skip_step(global)"]
 
 
 def main() -> None:
-    """Trains what the file does not have yet."""
+    """Trains what the file does not have yet, and prints the tables."""
     parser = argparse.ArgumentParser("python -m benchmarks.methods")
     parser.add_argument("--quick", action="store_true", help="few methods, short runs")
-    parser.add_argument("--papers", action="store_true", help="train nothing, compare")
     parser.add_argument("--json", type=Path, default=Path("methods.json"))
     options = parser.parse_args()
-    if not options.papers:
-        train_all(options.json, options.quick)
-    content = json.loads(options.json.read_text())
+    content = train_all(options.json, options.quick)
     if not options.quick:
         print(claims.table(content))
     print(scores.faults_table(content))
 
 
-def train_all(path: Path, quick: bool) -> None:
-    """Trains all tasks by all methods."""
-    seeds = 2 if quick else SEEDS
-    powers = range(-1, 1) if quick else range(-2, 3)
-    methods = QUICK if quick else list(METHODS)
+def train_all(path: Path, quick: bool) -> dict[str, Any]:
+    """Trains all tasks by all methods. Returns the content of the file."""
+    methods = list(METHODS)
+    powers = range(-2, 3)
+    seeds = 5
+    private_steps = 200
+    if quick:
+        methods = QUICK
+        powers = range(-1, 1)
+        seeds = 2
+        private_steps = 10
     content: dict[str, Any] = {"quick": quick, "faults": list(FAULTS), "tasks": {}}
     if path.exists():
         content = json.loads(path.read_text())
@@ -49,30 +51,35 @@ def train_all(path: Path, quick: bool) -> None:
             raise SystemExit(f"{path} is of another kind of run. Give another --json")
     start = time.perf_counter()
     groups = [methods[first : first + GROUP] for first in range(0, len(methods), GROUP)]
-    programs = list(itertools.product(groups, TASKS))
-    for number, (group, name) in enumerate(programs, 1):
+    programs = list(itertools.product(groups, TASKS.items()))
+    for number, (group, (name, task)) in enumerate(programs, 1):
         show_progress(number, len(programs), f"{name}, {group[0]} ...", start)
-        task = TASKS[name]._replace(rounds=2) if quick else TASKS[name]
+        if quick:
+            task = task._replace(rounds=2)
         rates = [float(f"{task.rate * STEP**power:.2g}") for power in powers]
         if name not in content["tasks"]:
-            row = {"rates": rates, "untrained": untrained(task, seeds), "costs": {}}
-            content["tasks"][name] = row
-        row = content["tasks"][name]
-        missing = [method for method in group if method not in row["costs"]]
+            content["tasks"][name] = {
+                "rates": rates,
+                "untrained": untrained(task, seeds),
+                "costs": {},
+            }
+        trained = content["tasks"][name]["costs"]
+        missing = [method for method in group if method not in trained]
         if missing:
             ends = costs(task, [METHODS[method] for method in missing], rates, seeds)
-            row["costs"] |= zip(missing, shown(ends))
+            trained |= zip(missing, rounded(ends))
             write(path, content)
     if "private" not in content:
-        content["private"] = private.row(seeds, steps=10 if quick else 200)
+        content["private"] = private.row(seeds, private_steps)
         write(path, content)
     print(file=sys.stderr)
+    return content
 
 
-def shown(ends: np.ndarray) -> Any:
+def rounded(ends: np.ndarray) -> Any:
     """Lists with four digits. None stands for a run that ended at no number."""
     if ends.ndim:
-        return [shown(row) for row in ends]
+        return [rounded(row) for row in ends]
     return float(f"{ends:.4g}") if np.isfinite(ends) else None
 
 

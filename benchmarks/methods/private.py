@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax, random
 
 import optaxclip as oc
-from examples._shared import cross_entropy, new_perceptron, perceptron
+from examples._shared import new_perceptron, perceptron
+from examples.private_digits import loss_of
 from optaxclip.per_example import draw
 
 from .tasks import DIGITS, TRAINING_DIGITS
@@ -28,9 +29,8 @@ def row(seeds: int, steps: int) -> dict[str, Any]:
     """The shares of digits that each method reads wrongly in the end."""
     costs = {}
     for name, (shrink, limit) in METHODS.items():
-        program = partial(wrong_share, shrink, limit, steps)
-        over_rates = jax.vmap(program, in_axes=(None, None, 0))
-        trained = jax.jit(over_rates)
+        one_rate = partial(wrong_share, shrink, limit, steps)
+        trained = jax.jit(jax.vmap(one_rate, in_axes=(None, None, 0)))
         columns = []
         for seed in range(seeds):
             start = new_perceptron(64, 32, 10, seed=seed)
@@ -47,10 +47,7 @@ def wrong_share(
     images, labels = map(jnp.asarray, TRAINING_DIGITS)
     share = BATCH / len(labels)
 
-    def loss(params: Any, image: jax.Array, label: jax.Array) -> jax.Array:
-        return cross_entropy(perceptron(params, image), label)
-
-    grad = oc.clipped_grad(loss, limit, shrink=shrink, mean=False)
+    grad = oc.clipped_grad(loss_of, limit, shrink=shrink, mean=False)
 
     def step(params: Any, key: jax.Array) -> tuple[Any, None]:
         key_batch, key_noise = random.split(key)

@@ -59,7 +59,8 @@ def draw_texts(length: int, size: int, _: Params, games: Any, key: jax.Array) ->
     """Pieces of the text."""
     last = len(TEXT.training) - length
     starts = random.randint(key, (ROUND, size, 1), 0, last)
-    return (TEXT.training[starts + jnp.arange(length + 1)],), games
+    places = starts + jnp.arange(length + 1)
+    return (TEXT.training[places],), games
 
 
 def random_characters(key: jax.Array, batch: Batch) -> Batch:
@@ -130,9 +131,10 @@ def low_precision_loss(params: Params, batch: Batch) -> jax.Array:
 
 
 def draw_digits(params: Params, games: Any, key: jax.Array) -> Any:
-    chosen = random.randint(key, (ROUND, 32), 0, len(TRAINING_DIGITS.labels))
-    images = jnp.asarray(TRAINING_DIGITS.images)[chosen]
-    return (images, jnp.asarray(TRAINING_DIGITS.labels)[chosen]), games
+    images = jnp.asarray(TRAINING_DIGITS.images)
+    labels = jnp.asarray(TRAINING_DIGITS.labels)
+    chosen = random.randint(key, (ROUND, 32), 0, len(labels))
+    return (images[chosen], labels[chosen]), games
 
 
 def unscaled_and_mislabelled(key: jax.Array, batch: Batch) -> Batch:
@@ -172,13 +174,15 @@ def draw_points(params: Params, games: Any, key: jax.Array) -> Any:
 
 
 def wrong_unit(key: jax.Array, batch: Batch) -> Batch:
-    """All but the first array are 100 times as large."""
-    return (batch[0], *(100 * array for array in batch[1:]))
+    """Targets are 100 times as large."""
+    inputs, targets = batch
+    return inputs, 100 * targets
 
 
 def squared_error(params: Params, batch: Batch) -> jax.Array:
     inputs, targets = batch
-    return jnp.mean((inputs @ params["w"] + params["b"] - targets) ** 2)
+    predictions = inputs @ params["w"] + params["b"]
+    return jnp.mean((predictions - targets) ** 2)
 
 
 def distance_from_the_truth(params: Params) -> jax.Array:
@@ -196,10 +200,14 @@ def new_actor_and_critic(seed: int) -> Params:
 def pushed(games: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The cart 0.02 seconds later, and whether the pole fell (Barto 1983)."""
     place, speed, angle, spin = games.T
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    force = (jnp.where(action == 1, 10.0, -10.0) + 0.05 * spin**2 * sin) / 1.1
-    turn = (9.8 * sin - cos * force) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
-    change = jnp.stack([speed, force - 0.05 * turn * cos / 1.1, spin, turn], axis=-1)
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
+    push = jnp.where(action == 1, 10.0, -10.0)
+    force = (push + 0.05 * spin**2 * sin) / 1.1
+    inertia = 0.5 * (4 / 3 - 0.1 * cos**2 / 1.1)
+    turn = (9.8 * sin - cos * force) / inertia
+    acceleration = force - 0.05 * turn * cos / 1.1
+    change = jnp.stack([speed, acceleration, spin, turn], axis=-1)
     fell = (jnp.abs(place) > 2.4) | (jnp.abs(angle) > 0.2095)
     return games + 0.02 * change, fell
 
@@ -219,10 +227,12 @@ def play(params: Params, games: jax.Array, key: jax.Array) -> tuple[Batch, jax.A
         return jnp.where(fell[:, None], new_games(key), after), row
 
     games, rollout = lax.scan(step, games, random.split(key, LENGTH))
-    old = log_probabilities(params, *rollout[:2])
-    samples = (*rollout[:2], old, *judge(params["critic"], rollout))
-    order = random.randint(key, (ROUND, 64), 0, LENGTH * GAMES)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[order], samples), games
+    seen, actions, _, _ = rollout
+    old = log_probabilities(params, seen, actions)
+    gains, goals = judge(params["critic"], rollout)
+    samples = seen, actions, old, gains, goals
+    chosen = random.randint(key, (ROUND, 64), 0, LENGTH * GAMES)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[chosen], samples), games
 
 
 def wrong_returns(key: jax.Array, batch: Batch) -> Batch:
@@ -235,11 +245,13 @@ def share_of_time_fallen(params: Params) -> jax.Array:
 
     def step(carry: Any, _: None) -> Any:
         games, stands = carry
-        games, fell = pushed(games, perceptron(params["actor"], games).argmax(-1))
+        action = perceptron(params["actor"], games).argmax(-1)
+        games, fell = pushed(games, action)
         return (games, stands & ~fell), stands
 
     start = new_games(random.key(1)), jnp.ones(GAMES, bool)
-    return 1 - jnp.mean(lax.scan(step, start, length=500)[1])
+    _, stood = lax.scan(step, start, length=500)
+    return 1 - jnp.mean(stood)
 
 
 ADAM = optax.scale_by_adam()

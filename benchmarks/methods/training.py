@@ -42,8 +42,9 @@ class Run(NamedTuple):
 
 def runs(rates: list[float], seeds: int) -> Run:
     """All faults with all rates and all seeds, in this order."""
-    rows = itertools.product(FAULTS.values(), rates, range(seeds))
-    records = [Run(*row) for row in rows]
+    records = []
+    for fault, rate, seed in itertools.product(FAULTS.values(), rates, range(seeds)):
+        records.append(Run(fault, rate, seed))
     return jax.tree.map(lambda *numbers: np.asarray(numbers), *records)
 
 
@@ -53,8 +54,8 @@ def costs(
     """The costs at the end of all runs: float[methods, faults, rates, seeds]."""
     starts = stacked([task.start(seed=seed) for seed in range(seeds)])
     program = jax.vmap(partial(train, task, methods, starts), out_axes=1)
-    ends = np.asarray(jax.jit(program)(runs(rates, seeds)))
-    return ends.reshape(len(methods), len(FAULTS), len(rates), seeds)
+    ends = jax.jit(program)(runs(rates, seeds))
+    return np.reshape(ends, (len(methods), len(FAULTS), len(rates), seeds))
 
 
 def untrained(task: Task, seeds: int) -> list[float]:
@@ -70,31 +71,22 @@ def train(task: Task, methods: list[Method], starts: Params, run: Run) -> jax.Ar
 
     def rate(step: Any) -> Any:
         """Rises over a twelfth of the run, and falls to 0."""
-        return run.rate * jnp.minimum(12 * (step + 1) / steps, 1) * (1 - step / steps)
+        rise = jnp.minimum(12 * (step + 1) / steps, 1)
+        return run.rate * rise * (1 - step / steps)
 
     optimizers = [method(task.optimizer, rate) for method in methods]
 
-    def gradient(params: Params, batch: Batch, number: Any, key: jax.Array) -> Params:
-        is_late = number >= steps // 3
-        is_spike = is_late & (number % 25 == 0)
-        spoilt = task.spoil(key, batch)
-        is_broken = run.fault.batches & is_spike
-        batch = jax.tree.map(partial(jnp.where, is_broken), spoilt, batch)
-        grads = jax.grad(task.loss)(params, batch)
-        place = jnp.where(run.fault.layer & is_spike, number // 25, -1)
-        share = jnp.where(run.fault.elements & is_late, 1e-4, 0.0)
-        return with_spikes(grads, place, share, key)
-
     def step(trained: Any, inputs: Any) -> tuple[Any, None]:
-        params, states = trained
-        grads = jax.vmap(gradient, (0, 0, None, None))(params, *inputs)
+        all_params, states = trained
+        grads = jax.vmap(partial(gradient, task, run.fault), in_axes=(0, 0, None, None))
+        all_grads = grads(all_params, *inputs)
         new_params = []
         new_states = []
         for place, optimizer in enumerate(optimizers):
-            weights = jax.tree.map(itemgetter(place), params)
-            slopes = jax.tree.map(itemgetter(place), grads)
-            updates, state = optimizer.update(slopes, states[place], weights)
-            new_params.append(optax.apply_updates(weights, updates))
+            params = jax.tree.map(itemgetter(place), all_params)
+            grad = jax.tree.map(itemgetter(place), all_grads)
+            updates, state = optimizer.update(grad, states[place], params)
+            new_params.append(optax.apply_updates(params, updates))
             new_states.append(state)
         return (stacked(new_params), new_states), None
 
@@ -112,8 +104,24 @@ def train(task: Task, methods: list[Method], starts: Params, run: Run) -> jax.Ar
     games = jnp.zeros((len(methods), GAMES, 4))
     numbers = jnp.arange(steps).reshape(-1, ROUND)
     carry = trained, games, random.key(run.seed)
-    ((params, _), *_), _ = lax.scan(round_of_steps, carry, numbers)
+    (trained, _, _), _ = lax.scan(round_of_steps, carry, numbers)
+    params, _ = trained
     return jax.vmap(task.cost)(params)
+
+
+def gradient(
+    task: Task, fault: Fault, params: Params, batch: Batch, number: Any, key: jax.Array
+) -> Params:
+    """The gradient of the step of this number, with its fault."""
+    is_late = number >= task.rounds * ROUND // 3
+    is_spike = is_late & (number % 25 == 0)
+    is_broken = fault.batches & is_spike
+    spoilt = task.spoil(key, batch)
+    batch = jax.tree.map(partial(jnp.where, is_broken), spoilt, batch)
+    grads = jax.grad(task.loss)(params, batch)
+    place = jnp.where(fault.layer & is_spike, number // 25, -1)
+    share = jnp.where(fault.elements & is_late, 1e-4, 0.0)
+    return with_spikes(grads, place, share, key)
 
 
 def stacked(trees: list[Params]) -> Params:
