@@ -14,7 +14,7 @@ import numpy as np
 
 from .._checks import check_choice, shown
 from .bugs import MEANINGS, bug_of_norm, bug_of_update
-from .runs import CALL, DEVICES, SETTINGS, Run, Step, norm_of, runs_of
+from .runs import CALL, DEVICES, SETTINGS, Run, Setting, Step, norm_of, runs_of
 
 
 class Finding(NamedTuple):
@@ -31,7 +31,9 @@ class Finding(NamedTuple):
 
 
 def check_step(
-    make_step: Callable[[Any], Step], *, settings: str | Sequence[str] = tuple(SETTINGS)
+    make_step: Callable[[Setting], Step],
+    *,
+    settings: str | Sequence[str] = tuple(SETTINGS),
 ) -> list[Finding]:
     """Runs a training step on eight CPU devices with gradients that are known.
 

@@ -116,7 +116,8 @@ class Bug(NamedTuple):
     has_constant_ratio: bool = False
 
 
-# In this order. `n` is the right norm.
+# The first whose norm agrees is named. Those without norms and gradients are told by
+# the functions below.
 BUGS = [
     Bug("nan_on_one_device", "a NaN is seen by some devices only: replicas part"),
     Bug(
@@ -325,9 +326,9 @@ def bug_of_update(run: Run, peers: Sequence[Run]) -> str:
 
 def _bug_of_direction(run: Run) -> str:
     """The kind of bug of an update that is no multiple of the gradient."""
-    is_each_leaf_along = np.isfinite(run.factors_found).all()
+    is_multiple_in_leaves = np.isfinite(run.factors_found).all()
     if run.replicas_differ:
-        return "own_factor" if is_each_leaf_along else "local_norm"
+        return "own_factor" if is_multiple_in_leaves else "local_norm"
     for bug in BUGS:
         for gradient in bug.gradients(run):
             # A bug that gives the right direction here does not explain another one.
@@ -336,7 +337,7 @@ def _bug_of_direction(run: Run) -> str:
             factor = abs(_factor(run.update, gradient))
             if run.close(factor, 1.0) and not is_right:
                 return bug.kind
-    return "groups_apart" if is_each_leaf_along else "other_direction"
+    return "groups_apart" if is_multiple_in_leaves else "other_direction"
 
 
 def _factor(update: np.ndarray, gradient: np.ndarray) -> float:
@@ -348,7 +349,7 @@ def _first_bug(
     run: Run, norms: np.ndarray, peers: Sequence[Run], ratio: Callable[[Run], float]
 ) -> str:
     """The first kind of bug that gives the norms of devices. Without one it is a scale,
-    if all peers have one ratio of the norm, or the factor, to the right one.
+    if all peers have the same ratio: of the norm, or the factor, to the right one.
     """
     is_constant = _is_constant(run, peers, ratio)
     # No number of devices is a ratio on meshes of 4 and of 8.
