@@ -220,7 +220,10 @@ class Run(NamedTuple):
 
 def runs_of(make_step: Callable[[Setting], Step], setting: Setting) -> list[Run]:
     """Runs the step of a setting, in 16 bits with gradients above the limit only."""
-    step = make_step(setting)
+    # With copies, since a trainer may write into them.
+    specs = dict(setting.specs)
+    batch_specs = dict(setting.batch_specs)
+    step = make_step(setting._replace(specs=specs, batch_specs=batch_specs))
     if not callable(step):
         raise TypeError(f"{CALL} make_step must return a step, got {shown(step)}.")
     cases = NORM_OVER_LIMIT if setting.dtype == jnp.float32 else ["above"]

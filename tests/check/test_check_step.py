@@ -219,6 +219,17 @@ def test_the_worst_norm_of_all_devices_is_shown():
     assert above[0].found == pytest.approx(2 * 9.25, rel=1e-5)
 
 
+def test_a_step_may_change_its_specs():
+    def make_step(setting):
+        step = right_steps.ours_jit(setting)
+        setting.specs.clear()
+        setting.batch_specs.clear()
+        return step
+
+    assert optaxclip.check_step(make_step, settings=["fsdp", "accumulated"]) == []
+    assert optaxclip.check_step(right_steps.ours_jit, settings="fsdp") == []
+
+
 def test_an_error_of_the_step_says_in_which_setting():
     def make_step(setting):
         if "experts" not in setting.name:
