@@ -4,7 +4,7 @@
     backward    last layer first: its gradient, then new weights and moments in place
 
 JAX asks a function for the cotangents of its inputs. Here those of weights and moments
-are the new weights and moments, and the cotangent of the limiter is what the layers
+are the new weights and moments, and the cotangent of the budget is what the layers
 leave of it. So JAX itself goes back through all that is between two stacks, and adds up
 the gradients of weights that are tied or shared.
 """
@@ -21,14 +21,15 @@ from jax import Array, lax
 from .._jaxpr import body_of, counts_of_scan, type_of
 from .._mesh_types import typed_as
 from .._trees import PyTree, put_back
+from .budget import Budget
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
 
 Entries = dict[str, Array]  # weights and the optimizer's state, by path
-# From the number of a group, the gradients of a layer, its entries and a limiter to new
-# entries (None where nothing is to be written) and the limiter for the layer below.
-Visit = Callable[[Array, Entries, Entries, Any], tuple[Entries | None, Any]]
+# From the number of a group, the gradients of a layer, its entries and a budget to new
+# entries (None where nothing is to be written) and the budget of the layer below.
+Visit = Callable[[Array, Entries, Entries, Budget], tuple[Entries | None, Budget]]
 
 
 class LayoutStep(NamedTuple):
@@ -158,16 +159,16 @@ def run_stack(
     inputs: list[Array],
     entries: Entries,
     slices: dict[str, Slice],
-    limiter: Any,
-) -> tuple[list[Array], Any]:
-    """Runs a scan, and returns its outputs and the limiter. In the backward pass each
+    budget: Budget,
+) -> tuple[list[Array], Budget]:
+    """Runs a scan, and returns its outputs and the budget. In the backward pass each
     layer is visited.
 
     Args:
       inputs: of the scan.
       entries: weights and moments of layers. Their cotangents are the new ones.
       slices: of these entries.
-      limiter: hands on what is left of a limit, by its cotangent.
+      budget: its cotangent hands on what is left of it.
     """
     slices = {key: x for key, x in slices.items() if x.leaf in stack.leaves}
     entries = {key: entries[key] for key in slices}
@@ -178,7 +179,7 @@ def run_stack(
     # layer 2 is group -4 (index 0, the first that a backward pass sees), layer 0 is -2.
     groups = -2 - stack.layers_before - order
 
-    def forward(inputs: Inputs, entries: Entries, limiter: Any) -> Any:
+    def forward(inputs: Inputs, entries: Entries, budget: Budget) -> Any:
         def one_layer(carry: list[Array], layer_inputs: Any) -> Any:
             layer, xs = layer_inputs
             inputs_of_layer = Inputs(inputs.consts, carry, xs)
@@ -194,14 +195,14 @@ def run_stack(
             unroll=stack.equation.params["unroll"],
         )
         saved = inputs._replace(carry=carries), entries
-        return (last_carry, ys, limiter), saved
+        return (last_carry, ys, budget), saved
 
     def backward(saved: Any, cotangents: Any) -> Any:
         inputs, entries = saved
-        carry_cotangent, ys_cotangent, limiter = floats(cotangents)
+        carry_cotangent, ys_cotangent, budget = floats(cotangents)
 
         def one_layer(loop: Any, layer_inputs: Any) -> Any:
-            carry_cotangent, consts_cotangent, entries, limiter = loop
+            carry_cotangent, consts_cotangent, entries, budget = loop
             layer, group, carry, xs, ys_cotangent = layer_inputs
             inputs_of_layer = Inputs(inputs.consts, carry, xs)
             arrays_of_layer = layer_of(entries, slices, layer)
@@ -213,7 +214,7 @@ def run_stack(
                 inputs_of_layer,
                 cotangents=(carry_cotangent, ys_cotangent),
             )
-            new_entries, limiter = visit(group, grads, arrays_of_layer, limiter)
+            new_entries, budget = visit(group, grads, arrays_of_layer, budget)
             # Writing back unchanged slices would make XLA copy the weights.
             if new_entries is not None:
                 entries = {
@@ -223,7 +224,7 @@ def run_stack(
             consts_cotangent = jax.tree.map(
                 jnp.add, consts_cotangent, input_cotangents.consts
             )
-            loop = input_cotangents.carry, consts_cotangent, entries, limiter
+            loop = input_cotangents.carry, consts_cotangent, entries, budget
             return loop, input_cotangents.xs
 
         zeros = jax.tree.map(_zeros, floats(inputs.consts))
@@ -231,18 +232,18 @@ def run_stack(
         # `_split_transpose` of the user's scan has no meaning for a loop of our own.
         loop, xs_cotangent = lax.scan(
             one_layer,
-            (carry_cotangent, zeros, entries, limiter),
+            (carry_cotangent, zeros, entries, budget),
             (indices, groups, inputs.carry, inputs.xs, ys_cotangent),
             reverse=not is_reversed,
         )
-        carry_cotangent, consts_cotangent, entries, limiter = loop
-        return Inputs(consts_cotangent, carry_cotangent, xs_cotangent), entries, limiter
+        carry_cotangent, consts_cotangent, entries, budget = loop
+        return Inputs(consts_cotangent, carry_cotangent, xs_cotangent), entries, budget
 
     @jax.custom_vjp
-    def scan_layers(inputs: Inputs, entries: Entries, limiter: Any) -> Any:
-        outputs, _ = forward(inputs, entries, limiter)
+    def scan_layers(inputs: Inputs, entries: Entries, budget: Budget) -> Any:
+        outputs, _ = forward(inputs, entries, budget)
         return outputs
 
     scan_layers.defvjp(forward, backward)
-    carry, ys, limiter = scan_layers(stack.inputs_of(inputs), entries, limiter)
-    return [*carry, *ys], limiter
+    carry, ys, budget = scan_layers(stack.inputs_of(inputs), entries, budget)
+    return [*carry, *ys], budget

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -27,8 +28,8 @@ from .stacks import Entries, Slice, Visit, layer_of, run_stack
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
 
-# What limits the norm of everything: its budget, or with two passes that norm itself.
-Limiter = Budget | Array
+# The clipped gradients of a group, and what they leave of the budget.
+ClipGroup = Callable[[Array | int, Entries, Budget], tuple[Entries, Budget]]
 # The group of the weights outside of the layers.
 REST = -1
 
@@ -158,15 +159,23 @@ class _Step(NamedTuple):
     def run(self) -> tuple[PyTree, ReleaseState, Any]:
         """Returns new params, the new state, and what the loss returned."""
         budget = new_budget(self._limit_ahead(), self.state.shares)
-        limiter: Limiter = budget
+        clip_group: ClipGroup = self._clip_by_budget
         if self.trainer.passes == 2:
             budget = self._measured(budget)
-            # The norm of everything, in the place of what is left.
-            limiter = global_norm(budget.norms)
-        value, grads, layer_arrays, limiter = self._forward_and_backward(
-            self._updated_layer, limiter
+            norm = global_norm(budget.norms)
+            clip_group = partial(self._clip_by_norm, norm)
+
+        def update_layer(
+            group: Array, grads: Entries, arrays: Entries, budget: Budget
+        ) -> tuple[Entries, Budget]:
+            grads, budget = clip_group(group, grads, budget)
+            entries = self.model.optimizer.updated(self.entries | arrays, grads)
+            return {key: entries[key] for key in arrays}, budget
+
+        value, grads, layer_arrays, budget = self._forward_and_backward(
+            update_layer, budget
         )
-        grads, limiter = self._clipped(REST, grads, limiter)
+        grads, budget = clip_group(REST, grads, budget)
         # The first layer takes part, with gradients of 0, for the counters that layers
         # share: they advance here, once a step. Its own new arrays are not used.
         first = layer_of(layer_arrays, self.model.slices, layer=0)
@@ -176,21 +185,17 @@ class _Step(NamedTuple):
         entries |= self.model.optimizer.updated(entries, grads)
         tree = self.params, self.state.optimizer
         params, optimizer = tree_from_entries(tree, entries | layer_arrays)
-        if isinstance(limiter, Budget):
-            budget = limiter
-            clip_state = self._clip_after(budget)
-        else:
-            clip_state = self._clip_state_for(limiter)
+        clip_state = self._clip_state_after(budget)
         shares = next_shares(self.state.shares, budget.norms, clip_state.step)
         return params, ReleaseState(optimizer, clip_state, shares), value
 
     def _forward_and_backward(
-        self, visit: Visit, limiter: Limiter
-    ) -> tuple[PyTree, Entries, Entries, Any]:
+        self, visit: Visit, budget: Budget
+    ) -> tuple[PyTree, Entries, Entries, Budget]:
         """A forward and a backward pass. Returns the value of the loss, the gradients
-        of the rest, the new entries of layers, and what they leave of the limiter.
+        of the rest, the new entries of layers, and what they leave of the budget.
 
-        The cotangent of the limiter starts as the limiter and is spent layer by layer.
+        The cotangent of the budget starts as the budget and is spent layer by layer.
         The cotangent of the layers is the new layers.
         """
         program = self.model.program
@@ -200,43 +205,35 @@ class _Step(NamedTuple):
         for key in self.model.weights.keys() - slices.keys():
             rest[key] = self.entries[key]
 
-        def loss(rest: Entries, layer_arrays: Entries, limiter: Limiter) -> Any:
+        def loss(rest: Entries, layer_arrays: Entries, budget: Budget) -> Any:
             weights = self.entries | rest
             leaves = [weights[key] for key in self.model.optimizer.names]
 
             def run_if_stack(
                 equation: JaxprEqn, inputs: list[Array]
             ) -> list[Array] | None:
-                nonlocal limiter
+                nonlocal budget
                 if id(equation) not in program.stacks:
                     return None
-                outputs, limiter = run_stack(
+                outputs, budget = run_stack(
                     program.stacks[id(equation)],
                     visit,
                     inputs=inputs,
                     entries=layer_arrays,
                     slices=slices,
-                    limiter=limiter,
+                    budget=budget,
                 )
                 return outputs
 
             inputs = [*leaves, *jax.tree.leaves(self.batch)]
             value, *aux = run_equations(program.jaxpr, inputs, run_if_stack)
-            return (value, limiter), aux
+            return (value, budget), aux
 
-        outputs, pull, aux = jax.vjp(loss, rest, layer_arrays, limiter, has_aux=True)
+        outputs, pull, aux = jax.vjp(loss, rest, layer_arrays, budget, has_aux=True)
         value, _ = outputs
-        grads, layer_arrays, limiter = pull((jnp.ones_like(value), limiter))
+        grads, layer_arrays, budget = pull((jnp.ones_like(value), budget))
         value = program.structure.unflatten([value, *aux])
-        return value, grads, layer_arrays, limiter
-
-    def _updated_layer(
-        self, group: Array, grads: Entries, arrays: Entries, limiter: Limiter
-    ) -> tuple[Entries, Limiter]:
-        """The new entries of a layer."""
-        grads, limiter = self._clipped(group, grads, limiter)
-        entries = self.model.optimizer.updated(self.entries | arrays, grads)
-        return {key: entries[key] for key in arrays}, limiter
+        return value, grads, layer_arrays, budget
 
     # -------------------------------------------------------- the limit of everything
 
@@ -272,23 +269,34 @@ class _Step(NamedTuple):
         )
         return state
 
+    def _clip_by_budget(
+        self, group: Array | int, grads: Entries, budget: Budget
+    ) -> tuple[Entries, Budget]:
+        """One pass: a group is clipped to its portion of what is left."""
+        norm = global_norm(grads)
+        limit, budget = spend(budget, group, norm)
+        return self._clipped(grads, norm, limit), budget
+
+    def _clip_by_norm(
+        self, norm: Array, group: Array | int, grads: Entries, budget: Budget
+    ) -> tuple[Entries, Budget]:
+        """Two passes: all groups are clipped by the norm of everything."""
+        return self._clipped(grads, norm), budget
+
     def _clipped(
-        self, group: Array | int, grads: Entries, limiter: Any
-    ) -> tuple[Entries, Any]:
-        """The clipped gradients of a group, and the limiter for the next one."""
-        limit = None
-        norm = limiter
-        if isinstance(limiter, Budget):
-            norm = global_norm(grads)
-            limit, limiter = spend(limiter, group, norm)
+        self, grads: Entries, norm: Array, limit: Array | None = None
+    ) -> Entries:
+        """Gradients times min(1, limit / norm). None: the limit of everything."""
         grads, _ = self.trainer.clipper.update(
             grads, self.state.clip, grad_norm=norm, limit=limit
         )
-        return grads, limiter
+        return grads
 
-    def _clip_after(self, budget: Budget) -> ClipState:
-        """The state of the clip of everything after one pass."""
+    def _clip_state_after(self, budget: Budget) -> ClipState:
+        """The state of the clip of everything after this step."""
         norm = global_norm(budget.norms)
+        if self.trainer.passes == 2:
+            return self._clip_state_for(norm)
         # The factor of everything is norm_after / norm, also below the limit.
         clip_state = self._clip_state_for(norm, limit=global_norm(budget.norms_after))
         index = NUMBER_NAMES.index("limit")
