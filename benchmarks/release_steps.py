@@ -34,7 +34,7 @@ TIMED = ("usual", "remat", "one pass", "two passes")
 # The last one takes minutes to compile.
 COMPILED = (*TIMED, "unrolled remat")
 TOKENS = 4096  # in a batch of the compiled steps
-SECONDS, ROUNDS = 0.3, 21
+SECONDS, ROUNDS = 0.05, 15
 
 
 def main(table: str = "time") -> None:
