@@ -7,13 +7,9 @@ step does that for one layer at a time, for the same loss.
 
 What it prints. The last loss and the time of a step: of the usual step, of the usual
 one with jax.checkpoint, and of released ones in one backward pass and in two, which
-are exactly the global clip. With --device, arguments, temporary memory and GFLOP of a
-larger network, also without a scan:
-
-    PYTHONPATH=. .venv-tpu/bin/python examples/release.py --device v5e
+are exactly the global clip.
 """
 
-import os
 import time
 from functools import partial
 from typing import Any
@@ -27,7 +23,6 @@ from _shared import cross_entropy, read_text, run
 import optaxclip
 
 LIMIT, HEADS, LENGTH = 0.5, 4, 64
-TOKENS = 4096  # of the larger network, in a batch
 ADAM = optax.adam(2e-3)
 USUAL = optax.chain(optaxclip.clip_by_global_norm(LIMIT), ADAM)
 OPTIONS = {
@@ -36,17 +31,8 @@ OPTIONS = {
 }
 
 
-def main(steps: int = 100, device: str = "") -> dict[str, Any]:
-    """Returns the losses of each way to train, or its temporary bytes."""
-    if device:
-        from benchmarks.compiled.targets import environment_of
-
-        # Read when JAX looks for devices, which it has not done yet.
-        os.environ |= environment_of(device).variables
-        jax.config.update("jax_platforms", "cpu")
-        # The last one takes minutes to compile.
-        names = ("usual", "remat", *OPTIONS, "unrolled")
-        return {name: compiled(name, device) for name in names}
+def main(steps: int = 100) -> dict[str, Any]:
+    """Returns the losses of each way to train."""
     text, losses = read_text(), {}
     random = np.random.default_rng(0)
     starts = random.integers(len(text.training) - LENGTH - 1, size=(steps, 16, 1))
@@ -98,7 +84,7 @@ def loss_of(params: Any, windows: jax.Array, name: str = "remat") -> jax.Array:
     x = params["words"][windows[:, :-1]] + params["places"]
     run = layer if name == "usual" else jax.checkpoint(layer)
     layers = params["layers"]["qkv"].shape[0]
-    unroll = layers if name == "unrolled" else 1
+    unroll = layers if name == "unrolled remat" else 1
     x, _ = jax.lax.scan(run, x, params["layers"], unroll=unroll)
     logits = jax.nn.standardize(x) @ params["words"].T
     return cross_entropy(logits, windows[:, 1:])
@@ -122,26 +108,5 @@ def training(name: str) -> tuple[Any, Any]:
     return init, step
 
 
-def compiled(name: str, device: str) -> int:
-    from benchmarks.compiled.step import compiled_for, described
-    from benchmarks.compiled.targets import placement
-
-    init, step = training(name)
-    params = jax.eval_shape(lambda: new_params(512, 16, 1024))
-    batch = jax.ShapeDtypeStruct((TOKENS // LENGTH, LENGTH + 1), np.int32)
-    state = jax.eval_shape(init, params, batch)
-    arguments = described((params, state, batch), placement(device))
-    program, _ = compiled_for(device, step, *arguments, donate=(0, 1))
-    memory = program.memory_analysis()
-    temporary = memory.temp_size_in_bytes
-    flops = (program.cost_analysis() or {}).get("flops", np.nan)
-    print(
-        f"{name:10} {memory.argument_size_in_bytes / 1e6:5.0f} MB of arguments, "
-        f"{temporary / 1e6:5.0f} MB beside them, {flops / 1e9:.1f} GFLOP",
-        flush=True,
-    )
-    return temporary
-
-
 if __name__ == "__main__":
-    run(main, device="compile for this device instead: h100 or v5e")
+    run(main)

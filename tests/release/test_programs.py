@@ -117,6 +117,16 @@ def carried(params, x):
     return jnp.sum(x**2) * count + total
 
 
+def rounded(params, x):
+    """A carry of integers alone, which has no derivative."""
+
+    def layer(count, w):
+        return count + jnp.round(10 * jnp.sum(w)).astype(int), None
+
+    count, _ = lax.scan(layer, 0, params["layers"])
+    return jnp.sum(x * params["rest"][None]) * count
+
+
 def over_nothing(params, x):
     """A scan without turns before the stack."""
     none = params["rest"][None][:0].reshape(0, 2, 2)
@@ -191,6 +201,7 @@ LOSSES = {
     laid_out: ["flat", "groups", "second", "wide"],
     nested: ["layers", "more"],
     carried: ["layers"],
+    rounded: ["layers"],
     alone: ["layers"],
     over_nothing: ["layers"],
     in_part: ["layers"],
@@ -200,7 +211,7 @@ LOSSES = {
 }
 REST = {twice: ["rest"], cross: ["rest"], nested: ["rest"], carried: ["rest"]}
 REST[in_part] = ["more", "wide"]
-REST[over_nothing] = ["rest"]
+REST[over_nothing] = REST[rounded] = ["rest"]
 
 
 def check_step(loss, params, x, **options):

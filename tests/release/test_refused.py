@@ -10,6 +10,7 @@ import pytest
 
 import optaxclip
 from optaxclip import release
+from optaxclip._release import optimizers
 from tests.release.models import plain
 from tests.release.training import assert_close, norm, released_run, shortened
 
@@ -151,6 +152,36 @@ def test_what_looks_across_a_leaf_warns_and_sees_one_layer(name):
 def test_muon_looks_across_the_layers_of_a_vector():
     with pytest.warns(UserWarning, match="all numbers of 'layers/bias' together"):
         release(loss, optax.contrib.muon(0.01)).init(PARAMS, X)
+
+
+def equations_read_by_init(leaf_count, monkeypatch):
+    """How many equations the check of the optimizer hands to JAX."""
+    dce_jaxpr = optimizers.dce_jaxpr
+    lengths = []
+
+    def counted(jaxpr, *args):
+        lengths.append(len(jaxpr.eqns))
+        return dce_jaxpr(jaxpr, *args)
+
+    def sum_loss(params, x):
+        def layer(x, weights):
+            return x + jnp.stack(jax.tree.leaves(weights)).sum(0), None
+
+        x, _ = jax.lax.scan(layer, x, params)
+        return jnp.sum(x)
+
+    params = {f"w{index}": jnp.ones((3, 2)) for index in range(leaf_count)}
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizers, "dce_jaxpr", counted)
+        release(sum_loss, optax.adamw(0.1)).init(params, jnp.ones(2))
+    return sum(lengths)
+
+
+def test_init_reads_twice_the_program_for_twice_the_leaves(monkeypatch):
+    """n log(n) is 2.4 times as much, and n**2 would be 4 times."""
+    of_20 = equations_read_by_init(20, monkeypatch)
+    of_40 = equations_read_by_init(40, monkeypatch)
+    assert 2 * of_20 <= of_40 < 2.6 * of_20
 
 
 def row_loss(params, x):

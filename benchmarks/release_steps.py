@@ -1,0 +1,129 @@
+"""What a step of `release` takes: time on this device, memory on an H100 and a v5e.
+
+    PYTHONPATH=examples python -m benchmarks.release_steps
+    PYTHONPATH=examples python -m benchmarks.release_steps --table memory
+
+The transformer of examples/release.py, with float32 weights and Adam. Times are of 4
+layers of width 64. All steps run in turns, and ratios are within a turn. Memory is of
+16 layers of width 1024 and 4,096 tokens, compiled for devices that are only described:
+nothing runs there.
+
+    usual             the clip of the global norm, activations kept
+    remat             the same, with jax.checkpoint around each layer
+    unrolled remat    the same, without a loop
+    one pass          release(max_norm=...)
+    two passes        release(max_norm=..., passes=2)
+"""
+
+from collections.abc import Callable
+from statistics import median, quantiles
+from typing import Any
+
+import jax
+import numpy as np
+
+from examples._shared import read_text, run
+from examples.release import LENGTH, new_params, training
+
+from .compiled import processes, targets
+from .compiled.step import compiled_for, described
+from .report import Table, all_rows
+from .timing import race, ratios, repeated
+
+TIMED = ("usual", "remat", "one pass", "two passes")
+# The last one takes minutes to compile.
+COMPILED = (*TIMED, "unrolled remat")
+TOKENS = 4096  # in a batch of the compiled steps
+SECONDS, ROUNDS = 0.05, 15
+
+
+def main(table: str = "time") -> None:
+    """Prints one of the tables."""
+    tables = {"time": times, "memory": memory}
+    result = tables[table]()
+    print(all_rows(result.columns, result.rows))
+    print(result.note)
+
+
+# ------------------------------------------------------------------------------- time
+
+
+def times() -> Table:
+    """Steps on the device at hand."""
+    contestants = {name: repeated([runner(name)], SECONDS) for name in TIMED}
+    seconds = race(contestants, ROUNDS)
+    rows = []
+    for name in TIMED:
+        over_remat = ratios(seconds[name], seconds["remat"])
+        first_quarter, _, last_quarter = quantiles(over_remat, n=4)
+        rows.append(
+            {
+                "step": name,
+                "ms": 1000 * median(seconds[name]),
+                "over remat": median(over_remat),
+                "middle half": f"{first_quarter:.2f} to {last_quarter:.2f}",
+            }
+        )
+    columns = ("step", "ms", "over remat", "middle half")
+    note = f"Medians of {ROUNDS} rounds."
+    return Table("time of a step", columns, rows, note)
+
+
+def runner(name: str) -> Callable[[], Any]:
+    """Goes on training for one step, and returns the loss."""
+    text = read_text()
+    init, step = training(name)
+    step = jax.jit(step, donate_argnums=(0, 1))
+    starts = np.random.default_rng(0).integers(len(text.training) - LENGTH, size=16)
+    windows = text.training[starts[:, None] + np.arange(LENGTH + 1)]
+    params = new_params(len(text.alphabet), 4, 64)
+    state = init(params, windows)
+
+    def run_step() -> Any:
+        nonlocal params, state
+        params, state, loss = step(params, state, windows)
+        return loss
+
+    return run_step
+
+
+# ----------------------------------------------------------------------------- memory
+
+
+def memory() -> Table:
+    """Steps compiled for an H100 and a v5e, in processes of their own."""
+    cases = []
+    for device in ("h100", "v5e"):
+        cases.append((device, [(name, device) for name in COMPILED]))
+    columns = ("step", "device", "arguments MB", "temporary MB", "GFLOP")
+    return processes.table(
+        "benchmarks.release_steps",
+        cases,
+        title="memory of a step",
+        columns=columns,
+        note="Compiled for devices that are only described.",
+    )
+
+
+def row(name: str, device: str) -> dict[str, Any]:
+    """What a step takes on one device."""
+    init, step = training(name)
+    params = jax.eval_shape(lambda: new_params(512, 16, 1024))
+    batch = jax.ShapeDtypeStruct((TOKENS // LENGTH, LENGTH + 1), np.int32)
+    state = jax.eval_shape(init, params, batch)
+    arguments = described((params, state, batch), targets.placement(device))
+    program, _ = compiled_for(device, step, *arguments, donate=(0, 1))
+    sizes = program.memory_analysis()
+    # XLA counts the body of a loop once.
+    flops = (program.cost_analysis() or {}).get("flops", np.nan)
+    return {
+        "step": name,
+        "device": device,
+        "arguments MB": round(sizes.argument_size_in_bytes / 1e6),
+        "temporary MB": round(sizes.temp_size_in_bytes / 1e6),
+        "GFLOP": round(flops / 1e9, 1),
+    }
+
+
+if __name__ == "__main__":
+    run(main, table="time or memory")
