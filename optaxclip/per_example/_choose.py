@@ -10,6 +10,7 @@ import jax
 from jax.core import Tracer
 
 from .. import _trees as trees
+from .._checks import is_function
 from .._jaxpr import has_convolution, has_groups, has_window, work_of
 from .._mesh_types import is_on_one_device, manual_axes
 from ._ghost import Ghost, ghost_of
@@ -27,6 +28,12 @@ SPLIT_KERNELS = (
     "examples. Or put clipped_grad into jax.shard_map, with mean=False, and lax.psum "
     'its gradients. Got method="{}".'
 )
+KERNELS_OF_GROUPS = (
+    "clipped_grad: max_norm must be a number for a convolution with "
+    "feature_group_count, got a function. Its gradients are made one example at a "
+    "time, and a function needs the norms of all examples first. Or use each kernel "
+    'once and as it is, with method="ghost".'
+)
 
 
 class Choice(NamedTuple):
@@ -39,8 +46,7 @@ class Choice(NamedTuple):
 
 def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     """The method that was asked for, or the one that takes the least time."""
-    if microbatch:
-        microbatch = max(microbatch // problem.devices, 1)
+    microbatch = on_one_device(problem, microbatch)
     hindrance = ""
     ghost = None
     if method != "one_pass":
@@ -65,6 +71,8 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
         else:
             _refuse_a_split(problem.batch, SPLIT_KERNELS.format(method))
             if has_several_groups:
+                if any(map(is_function, problem.limits)):
+                    raise ValueError(KERNELS_OF_GROUPS)
                 microbatch = 1
     if not ghost:
         return Choice("one_pass", microbatch)
@@ -76,6 +84,11 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     if not microbatch and most_at_once[method] < size:
         microbatch = even_width(size, max(most_at_once[method], 1))
     return Choice(method, microbatch, ghost if method == "ghost" else None)
+
+
+def on_one_device(problem: Problem, microbatch: int | None) -> int | None:
+    """How many examples of a microbatch each of the devices takes that share it."""
+    return max(microbatch // problem.devices, 1) if microbatch else None
 
 
 def _makes_kernel_gradients(ghost: Ghost) -> bool:

@@ -13,10 +13,10 @@ import numpy as np
 
 from .. import _trees as trees
 from .._checks import check_choice, check_flag, check_length, is_function, shown
-from .._mesh import MeshAxes
+from .._mesh import MeshAxes, device_count
 from .._prefixes import lookup
 from ..shrinks import Shrink, shrink_of
-from ._choose import Choice, choose, costs_of, possible_ghost
+from ._choose import Choice, choose, costs_of, on_one_device, possible_ghost
 from ._explicit import DeviceResult, on_each_device
 from ._ghost._norms import rounding
 from ._ghost._plans import LeafPlan
@@ -170,24 +170,27 @@ def clipped_grad(
       A function of the arguments of `loss`, by position, with batches for examples,
       and of `mask=`: bool[batch], False for padding. It returns a `ClippedGrad`. Sums
       are in float32 or wider. The function should be jitted. Inside shard_map it gets
-      the examples of its own device: take the sum (`mean=False`), and `lax.psum` it. On
-      a mesh with Explicit axes it enters shard_map itself, and the gradient is split as
+      the examples of its own device: take the sum (`mean=False`), and `lax.psum` it.
+      `sensitivity` and `longest` are already those of the sum over all devices. On a
+      mesh with Explicit axes it enters shard_map itself, and the gradient is split as
       the parameters are.
 
     Raises:
       ValueError: a limit that is negative, NaN or an array, an unknown method, a
         microbatch below 1. A limit that is a function without `private=False`, or with
-        a microbatch. From the function: mesh axes that contradict the types, "auto" for
-        a loss that joins devices (`lax.psum`) in pmap or with check_vma=False, a loss
-        that joins devices with different examples, a loss that `jax.vmap` shows the
-        whole batch (`jax.custom_batching`, callbacks and `ffi_call` with a
-        `vmap_method` other than "sequential"), limits that do not fit the parameters,
-        batches whose first axes are missing or differ, or a mask of the wrong shape.
-        "ghost" raises where Explicit mesh axes split parameters, but not the batch, for
-        symbolic sizes, and for a loss that cannot be split, such as one with refs
-        (`jax.new_ref`). For a convolution of a batch that jit splits over devices all
-        methods raise, but for "ghost" if each kernel is used once: JaxRuntimeError,
-        when it is compiled, if only `in_shardings` of jit splits the batch.
+        a microbatch, or for a convolution with `feature_group_count` that ghost
+        clipping cannot take. From the function: mesh axes that contradict the types,
+        "auto" for a loss that joins devices (`lax.psum`) in pmap or with
+        check_vma=False, a loss that joins devices with different examples, a loss that
+        `jax.vmap` shows the whole batch (`jax.custom_batching`, callbacks and
+        `ffi_call` with a `vmap_method` other than "sequential"), limits that do not fit
+        the parameters, batches whose first axes are missing or differ, or a mask of the
+        wrong shape. "ghost" raises where Explicit mesh axes split parameters, but not
+        the batch, for symbolic sizes, and for a loss that cannot be split, such as one
+        with refs (`jax.new_ref`). For a convolution of a batch that jit splits over
+        devices all methods raise, but for "ghost" if each kernel is used once:
+        JaxRuntimeError, when it is compiled, if only `in_shardings` of jit splits the
+        batch.
       NotImplementedError: from the function: a loss that closes over an array on a mesh
         with Explicit axes. Make it a shared argument.
       TypeError: a limit that is not a number, a loss or a shrink that is not a
@@ -271,8 +274,7 @@ def clipped_grad(
         is_bounded = private and not mean and mask is not None
         if is_bounded and limit is not None and np.isfinite(bounds[0].change):
             sensitivity = limit * (1 + bounds[0].change) * ROUNDED_UP
-            size = problem.present.size
-            longest = limit * size * (1 + bounds[0].excess) * ROUNDED_UP
+            longest = limit * bounds[0].longest * ROUNDED_UP
         return ClippedGrad(
             grads=treedef.unflatten(sums),
             norms=norms,
@@ -313,10 +315,11 @@ def clipped_grad(
 
 
 class Bounds(NamedTuple):
-    """Proved bounds of what an example does to the sum, over the limit."""
+    """Proved bounds of the sum over all devices, over the limit."""
 
-    excess: float
-    change: float
+    excess: float  # what one example adds, less 1
+    change: float  # how much the sum changes by one example, less 1
+    longest: float  # how long the sum is
 
 
 def _plans(problem: Problem, choice: Choice) -> list[LeafPlan]:
@@ -332,9 +335,11 @@ def _bounds(problem: Problem, choice: Choice) -> Bounds:
     """The bounds that docs/numerics.md derives."""
     error_of_sum = 0.0
     error_of_norm = 0.0
-    size = problem.present.size * problem.devices
+    # In shard_map and pmap the caller adds up the sums of devices, by lax.psum.
+    devices = device_count(problem.mesh_axes)
+    size = problem.present.size * devices
     # How many examples are summed at once
-    width = min((choice.microbatch or size) * problem.devices, size)
+    width = min((choice.microbatch or size) * devices, size)
     turns = -(-size // width)
     plans = _plans(problem, choice)
     for plan, leaf in zip(plans, jax.tree.leaves(problem.params)):
@@ -353,7 +358,7 @@ def _bounds(problem: Problem, choice: Choice) -> Bounds:
             # Of a block, of Kahan's sums of the blocks of an example and of all, and of
             # the sums of devices
             terms = min(width * plan.positions, block_size())
-            terms += 2 + 2 + problem.devices
+            terms += 2 + 2 + devices
         # The additions of a microbatch, of all microbatches, and the products.
         error = rounding(terms + turns + 4, dtype)
         for site in plan.sites:
@@ -370,7 +375,11 @@ def _bounds(problem: Problem, choice: Choice) -> Bounds:
             error_of_norm = max(error_of_norm, error_of_gram)
         error_of_sum = max(error_of_sum, error)
     excess = error_of_norm + error_of_sum
-    return Bounds(excess, change=excess + 2 * (size - 1) * error_of_sum)
+    return Bounds(
+        excess,
+        change=excess + 2 * (size - 1) * error_of_sum,
+        longest=size * (1 + excess),
+    )
 
 
 class ExplainedLeaf(NamedTuple):
@@ -552,7 +561,7 @@ def explain_clipped_grad(
             leaves=leaves,
             excess=bounds.excess,
             change=bounds.change,
-            costs=costs_of(problem, ghost, microbatch),
+            costs=costs_of(problem, ghost, on_one_device(problem, microbatch)),
         )
 
     return of_batch

@@ -44,7 +44,10 @@ class Problem(NamedTuple):
     limits: Sequence[Any] = ()  # the numbers of `max_norm`
     divisor: Any = 1  # of the sum of the clipped gradients
     is_sum: bool = True  # or a mean
-    devices: int = 1  # that share the batch, of which this has a part
+    # Known on a device of an Explicit mesh: how many share the batch
+    devices: int = 1
+    # Inside shard_map and pmap: the mesh axes along which examples differ
+    mesh_axes: AxisNames = ()
     # The program of the loss of one example, and the types of what it returns. Known on
     # the device.
     program: Any = None
@@ -136,7 +139,9 @@ class Signature(NamedTuple):
         params, batch = problem.params, problem.batch
         splits = self._splits(params, batch)
         params = mesh_types.varying_as_any_of(params, batch)
-        problem = problem._replace(params=params, splits=splits)
+        problem = problem._replace(
+            params=params, splits=splits, mesh_axes=_axes_of_batch(batch, splits)
+        )
         program, returned = problem.traced(problem.of_one)
         self._check_program(program, batch)
         problem = problem._replace(program=program, returned=returned)
@@ -288,6 +293,16 @@ def _place_of(eqn: Any) -> str:
         if not frame.file_name.startswith(LIBRARIES):
             return f" ({frame.file_name}:{frame.line_num})"
     return ""
+
+
+def _axes_of_batch(batch: Any, splits: Sequence[AxisNames]) -> AxisNames:
+    """The mesh axes along which devices have different examples. Where types do not
+    tell, all axes that split no parameter.
+    """
+    manual = mesh_types.manual_axes()
+    if mesh_types.has_types(manual):
+        return tuple(sorted(varying(batch)))
+    return tuple(sorted(set(manual).difference(*splits)))
 
 
 def _joined_axes(eqn: Any) -> set[str]:

@@ -134,10 +134,11 @@ def norms_by_gram(
     the bound is the norm.
     """
     a_arrays, c, a_norms, c_norms = _gram_terms(products)
-    sizes = jnp.where(a_norms < LARGEST_INPUT, a_norms, jnp.inf) * c_norms
+    is_relevant = (a_norms != 0) & (c_norms != 0)
+    is_too_large = is_relevant & (a_norms >= LARGEST_INPUT)
+    sizes = jnp.where(is_too_large, jnp.inf, a_norms * c_norms)
     # The bound of a stack is that of all its matrices.
     bounds = _norms_along_batch(jnp.sum(sizes, -1))
-    is_relevant = (a_norms != 0) & (c_norms != 0)
     fits = _fits(jnp.where(is_relevant, a_norms + c_norms, 0), bounds)
 
     def rounded_up(a_arrays: list[Array], c: Array, is_relevant: Array) -> Array:
