@@ -201,6 +201,20 @@ def each_choice() -> str:
     return grid(["model", "batch", *titles, "over the best", "memory"], lines)
 
 
+def each_unseen() -> str:
+    """The same for models by which no estimate was set, with the method chosen."""
+    rows, ways, lines = rows_of("per_example", "per_example_unseen"), EACH[:4], []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of_model = [row for row in rows if row["model"] == model]
+        auto = of_model[1]["gradient"].removeprefix("optaxclip, auto: ")
+        times = [shown(_smallest(of_model, model, name, "time")) for name, _ in ways]
+        over_best = float(times[0]) / min(map(float, times[1:]))
+        memory = _smallest(of_model, model, ways[0][0], "memory")
+        lines.append([model, auto, *times, shown(over_best), shown(memory)])
+    titles = [title for _, title in ways]
+    return grid(["model", "chosen", *titles, "over the best", "memory"], lines)
+
+
 def _rows(table: str, file: str = "per_example", show: Any = shown) -> str:
     """All rows of a table."""
     found = results(file)["tables"][table]
@@ -219,6 +233,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "each_memory": each_memory,
     "each_package": each_package,
     "each_choice": each_choice,
+    "each_unseen": each_unseen,
     "methods_claims": lambda: claims.table(results("methods")),
     "methods_faults": lambda: scores.faults_table(results("methods")),
     "methods_worse": lambda: scores.worse_table(results("methods")),

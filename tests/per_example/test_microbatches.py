@@ -79,14 +79,31 @@ def test_a_loop_over_convolutions_costs_more_than_one_for_all():
     def loss(kernel, image):
         return jnp.sum(jax.lax.conv(image, kernel, (1, 1), "SAME"))
 
-    # Forward: 144 sums of 18 products, and a number for 8. A plain gradient: as above.
-    plain = 3 * (144 * 18 + 8) + 48 * 72 / 4
+    # Forward: 144 sums of 18 products, each of which counts twice in a convolution, and
+    # a number for 8. A plain gradient: as above.
+    products = 144 * 18 * 2
+    plain = 3 * (products + 8) + 48 * 72 / 4
     for microbatch, times in ((None, 2), (4, 2), (1, 16)):
         explain = explain_clipped_grad(loss, microbatch=microbatch)
         found = explain(jnp.ones((4, 2, 3, 3)), jnp.ones((4, 1, 2, 6, 6)))
-        slower = (times - 1) * 3 * 144 * 18
+        slower = (times - 1) * 3 * products
         expected = 1 + (48 * 72 + slower) / plain
         assert found.costs["one_pass"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("stride", "times"), [(1, 2), (2, 2), (3, 1), (4, 1)])
+def test_products_of_windows_that_overlap_count_twice(stride, times):
+    """Ghost clipping keeps the image, cotangents of the outputs, and a gradient."""
+
+    def loss(kernel, image):
+        return jnp.sum(jax.lax.conv(image, kernel, (stride, stride), "VALID"))
+
+    outputs = ((24 - 3) // stride + 1) ** 2 * 2
+    plain = 3 * (times * 9 * outputs + 8) + 48 * 18 / 4
+    explain = explain_clipped_grad(loss, method="ghost")
+    found = explain(jnp.ones((2, 1, 3, 3)), jnp.ones((4, 1, 1, 24, 24)))
+    extra = 48 * (24**2 + outputs + 18)
+    assert found.costs["ghost"] == pytest.approx(1 + extra / plain)
 
 
 @pytest.mark.parametrize(("window", "most"), [(4, 0.1), (1, 0.0)])
