@@ -28,6 +28,11 @@ Argnums = int | Sequence[int]
 # The values of `vmap_method` by which a callback sees one example at a time. With None
 # JAX raises an error where an argument of the callback depends on the example.
 ONE_BY_ONE = (None, "sequential", "sequential_unrolled")
+SPLIT_LOOKUP = (
+    "an Explicit mesh axis splits a parameter, but not the batch. In the loss look up "
+    "rows of such a table by table.at[rows].get(out_sharding=jax.sharding."
+    "PartitionSpec()), or make the axis Auto."
+)
 
 
 class Problem(NamedTuple):
@@ -142,7 +147,13 @@ class Signature(NamedTuple):
         problem = problem._replace(
             params=params, splits=splits, mesh_axes=_axes_of_batch(batch, splits)
         )
-        program, returned = problem.traced(problem.of_one)
+        try:
+            program, returned = problem.traced(problem.of_one)
+        except Exception as error:
+            # JAX has no public name for its error.
+            if "out_sharding" in str(error):
+                error.add_note(f"{self.call}: {SPLIT_LOOKUP}")
+            raise
         self._check_program(program, batch)
         problem = problem._replace(program=program, returned=returned)
         # Rules of jax.custom_jvp and jax.custom_vjp are functions in the loss. Only in

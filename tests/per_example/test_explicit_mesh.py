@@ -226,8 +226,13 @@ def test_rows_of_a_table_may_be_split_over_another_axis(method):
         parts = jax.reshard(table, P("model")), jax.reshard(words, P("data"))
         found = grad(*parts)
         assert jax.typeof(found.grads).sharding.spec == P("model", None)
-        with pytest.raises(Exception, match="out_sharding="):
+        with pytest.raises(Exception, match="out_sharding=") as caught:
             jax.jit(clipped_grad(whole, 0.5, method=method))(*parts)
+        cure = "table.at[rows].get(out_sharding=jax.sharding.PartitionSpec())"
+        assert any(
+            note.startswith("clipped_grad: ") and cure in note
+            for note in caught.value.__notes__
+        )
     assert np.any(wanted.factors < 1)
     np.testing.assert_allclose(found.grads, wanted.grads, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(found.norms, wanted.norms, rtol=1e-5)
