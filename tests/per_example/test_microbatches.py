@@ -45,16 +45,45 @@ def long_sequence(w, x):
     return jnp.sum(jnp.tanh(x @ w) ** 2)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_auto_chooses_microbatches_that_fill_the_batch(monkeypatch, backend):
+@pytest.mark.parametrize(("backend", "batch"), [("cpu", 64), ("gpu", 32)])
+def test_auto_chooses_microbatches_that_fill_the_batch(monkeypatch, backend, batch):
     # A cache of a CPU has room for the gradients of 16 examples of 128 x 128, but not
-    # of 256 x 256. A GPU has room for all.
+    # of 256 x 256. A GPU has room for 32.
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     for size, on_cpu in ((128, 16), (256, 8)):
-        args = jnp.ones((size, size)), jnp.ones((32, 144, size))
+        args = jnp.ones((size, size)), jnp.ones((batch, 144, size))
         choice = explain_clipped_grad(long_sequence)(*args)
         width = {"cpu": on_cpu}.get(backend)
         assert (choice.method, choice.microbatch) == ("one_pass", width)
+
+
+@pytest.mark.parametrize(("size", "microbatch"), [(39, None), (40, 14)])
+def test_a_batch_of_eight_megabytes_is_taken_at_once(size, microbatch):
+    """Of each example 144 inputs and cotangents of 128 numbers, and a gradient."""
+    found = explain_clipped_grad(long_sequence)(
+        jnp.ones((128, 128)), jnp.ones((size, 144, 128))
+    )
+    # 2^21 numbers
+    assert 39 < 2**21 / (144 * 2 * 128 + 128**2) < 40
+    assert (found.method, found.microbatch) == ("one_pass", microbatch)
+
+
+@pytest.mark.parametrize(("images", "microbatch"), [(1, 8), (16, None)])
+def test_convolutions_keep_a_batch_together_by_their_share(images, microbatch):
+    """If they would take longer in a loop than all else."""
+
+    def loss(p, image):
+        out = jax.lax.conv(image, p["kernel"], (4, 4), "VALID")
+        x = out[0].reshape(8, 144).T @ p["in"]
+        return jnp.sum(jnp.tanh(x @ p["w"]) ** 2)
+
+    p = {
+        "kernel": jnp.ones((8, 3, 4, 4)),
+        "in": jnp.ones((8, 256)),
+        "w": jnp.ones((256, 256)),
+    }
+    found = explain_clipped_grad(loss)(p, jnp.ones((64, images, 3, 48, 48)))
+    assert (found.method, found.microbatch) == ("one_pass", microbatch)
 
 
 @pytest.mark.parametrize("method", ["auto", "one_pass"])

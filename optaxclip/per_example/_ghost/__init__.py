@@ -53,7 +53,7 @@ class Ghost(NamedTuple):
     matrix_leaves: list[int]
     captured_size: int  # how many numbers are captured in one example
     kept_size: int  # how many of its gradient are kept until its factor is known
-    is_convolved: bool
+    is_convolved: bool  # In a loop convolutions would take longer than all else.
 
     def in_steps(self, run: Run) -> tuple[Arrays, ExampleResults]:
         """The weighted sums of the gradients, and the results of the examples."""
@@ -355,6 +355,7 @@ def ghost_of(problem: Problem) -> Ghost:
             gradient_sites |= {site.number: site for site in plan.sites}
         elif plan.matrices:
             matrix_leaves.insert(0, leaf)
+    convolved_work = work_of(problem.program, has_window)
     return Ghost(
         program,
         params,
@@ -365,5 +366,5 @@ def ghost_of(problem: Problem) -> Ghost:
         matrix_leaves=matrix_leaves,
         captured_size=sum(site.captured_size for site in program.sites),
         kept_size=sum(plan.kept_size for plan in plans),
-        is_convolved=work_of(problem.program, has_window) > 0,
+        is_convolved=16 * convolved_work > work_of(problem.program),
     )
