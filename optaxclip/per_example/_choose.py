@@ -15,6 +15,7 @@ from .._jaxpr import has_convolution, has_groups, has_window, work_of
 from .._mesh_types import is_on_one_device, manual_axes
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
+from ._ghost._plans import LeafPlan
 from ._passes import even_width, small_memory
 from ._problem import Problem
 
@@ -42,6 +43,14 @@ class Choice(NamedTuple):
     method: str  # "ghost" or "one_pass"
     microbatch: int | None  # how many examples at once. None: all
     ghost: Ghost | None = None  # set if that is the method
+
+    def plans(self, problem: Problem) -> list[LeafPlan]:
+        """How the norms of the gradients by each parameter are computed."""
+        if self.ghost:
+            return self.ghost.plans
+        # One pass makes all gradients of examples, and captures nothing.
+        leaves = jax.tree.leaves(problem.params)
+        return [LeafPlan("gradient", [], leaf.size) for leaf in leaves]
 
 
 def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:

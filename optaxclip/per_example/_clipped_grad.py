@@ -13,14 +13,13 @@ import numpy as np
 
 from .. import _trees as trees
 from .._checks import check_choice, check_flag, check_length, is_function, shown
-from .._mesh import MeshAxes, device_count
+from .._mesh import MeshAxes
 from .._prefixes import lookup
 from ..shrinks import Shrink, shrink_of
-from ._choose import Choice, choose, costs_of, on_one_device, possible_ghost
+from ._bounds import Bounds, bounds_of
+from ._choose import choose, costs_of, on_one_device, possible_ghost
 from ._explicit import DeviceResult, on_each_device
-from ._ghost._norms import rounding
-from ._ghost._plans import LeafPlan
-from ._passes import CANCELS, Run, block_size, limits_of
+from ._passes import Run, limits_of
 from ._problem import Argnums, Problem, Signature, check_function
 
 METHODS = ("auto", "ghost", "one_pass")
@@ -255,6 +254,7 @@ def clipped_grad(
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
             problem = problem._replace(divisor=divisor, is_sum=False)
+        # Plain numbers, which shard_map does not return.
         bounds: list[Bounds] = []
 
         def bounded(problem: Problem) -> DeviceResult:
@@ -310,77 +310,9 @@ def clipped_grad(
         factors = limits.treedef.unflatten(weights.factors.T)
         nonfinite = jnp.sum(problem.present & ~weights.counts, dtype=jnp.int32)
         result = DeviceResult(sums, nonfinite, (norms, factors, values, aux))
-        return result, _bounds(problem, choice)
+        return result, bounds_of(problem, choice)
 
     return of_batch
-
-
-class Bounds(NamedTuple):
-    """Proved bounds of the sum over all devices, over the limit."""
-
-    excess: float  # what one example adds, less 1
-    change: float  # how much the sum changes by one example, less 1
-    longest: float  # how long the sum is
-
-
-def _plans(problem: Problem, choice: Choice) -> list[LeafPlan]:
-    """How the norms of the gradients by each parameter are computed."""
-    if choice.ghost:
-        return choice.ghost.plans
-    # One pass makes whole gradients, and captures nothing.
-    leaves = jax.tree.leaves(problem.params)
-    return [LeafPlan("gradient", [], leaf.size) for leaf in leaves]
-
-
-def _bounds(problem: Problem, choice: Choice) -> Bounds:
-    """The bounds that docs/numerics.md derives."""
-    error_of_sum = 0.0
-    error_of_norm = 0.0
-    # In shard_map and pmap the caller adds up the sums of devices, by lax.psum.
-    devices = device_count(problem.mesh_axes)
-    size = problem.present.size * devices
-    # How many examples are summed at once
-    width = min((choice.microbatch or size) * devices, size)
-    turns = -(-size // width)
-    plans = _plans(problem, choice)
-    for plan, leaf in zip(plans, jax.tree.leaves(problem.params)):
-        out_types = [x for site in plan.sites for x in site.out_types]
-        dtype = np.promote_types(leaf.dtype, np.float32)
-        if out_types:
-            # A loss may compute in fewer bits than its parameters have.
-            computed = np.dtype(np.float32)
-            for out_type in out_types:
-                computed = np.promote_types(computed, out_type.dtype)
-            dtype = max(dtype, computed, key=lambda x: float(jnp.finfo(x).eps))
-        # Other norms are those of the gradients that are added up.
-        is_gram = plan.norm_by == "gram"
-        terms = width
-        if is_gram:
-            # Of a block, of Kahan's sums of the blocks of an example and of all, and of
-            # the sums of devices
-            terms = min(width * plan.positions, block_size())
-            terms += 2 + 2 + devices
-        # The additions of a microbatch, of all microbatches, and the products.
-        error = rounding(terms + turns + 4, dtype)
-        for site in plan.sites:
-            has_bfloat16 = any(x.dtype == jnp.bfloat16 for x in site.out_types)
-            if has_bfloat16 and not plan.kept_size:
-                # Two bfloat16 numbers round a cotangent times a factor.
-                error += 2.0**-16
-        if is_gram:
-            error *= CANCELS + 1
-            stack, rows, columns = plan.matrix_shape
-            terms = rows + columns + stack * plan.positions**2 + 1
-            error_of_square = rounding(terms, np.float64)
-            error_of_gram = np.sqrt(1 + CANCELS**2 * error_of_square) - 1
-            error_of_norm = max(error_of_norm, error_of_gram)
-        error_of_sum = max(error_of_sum, error)
-    excess = error_of_norm + error_of_sum
-    return Bounds(
-        excess,
-        change=excess + 2 * (size - 1) * error_of_sum,
-        longest=size * (1 + excess),
-    )
 
 
 class ExplainedLeaf(NamedTuple):
@@ -533,7 +465,7 @@ def explain_clipped_grad(
         width = min(choice.microbatch or size, size)
         entries = jax.tree.leaves_with_path(problem.params)
         leaves = []
-        for (path, leaf), plan in zip(entries, _plans(problem, choice)):
+        for (path, leaf), plan in zip(entries, choice.plans(problem)):
             use_names = []
             captured_size = 0
             for site in plan.sites:
@@ -552,7 +484,7 @@ def explain_clipped_grad(
             )
             leaves.append(explained)
         ghost = choice.ghost or possible_ghost(problem)[0]
-        bounds = _bounds(problem, choice)
+        bounds = bounds_of(problem, choice)
         microbatch_of_all = choice.microbatch
         if microbatch_of_all:
             microbatch_of_all *= problem.devices
