@@ -9,8 +9,8 @@ does not have what this would write. Where the JSON is from:
     results/costs.json           python -m benchmarks --only whole_step
                                      --only whole_step_compiled --only step --json PATH
     results/per_example.json     python -m benchmarks --only per_example --only
-                                     per_example_auto --only per_example_compiled
-                                     --json PATH
+                                     per_example_auto --only per_example_unseen
+                                     --only per_example_compiled --json PATH
     results/gpu.json             on a GPU, by the commands in costs.md, per_example.md
     results/broken_batches.json  python examples/broken_batches.py --table PATH
     results/suites.json          python -m tests.suites --json PATH, which also writes

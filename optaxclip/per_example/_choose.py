@@ -132,18 +132,15 @@ def _most_at_once(problem: Problem, ghost: Ghost) -> dict[str, int]:
     }
     if ghost.kept_size <= ghost.captured_size:
         most["ghost"] = size
-    if jax.default_backend() != "cpu" or ghost.is_convolved:
-        return most
-    if size * (gradient_size + ghost.captured_size) <= 8 * small_memory():
-        # Two recurrent networks and a neural ODE with 16 to 64 examples took 0.75 to
-        # 0.95 of the time that they took with 8 at once.
-        most["one_pass"] = size
-        return most
-    # A CPU is faster the more gradients stay in its cache: a transformer of 432,000
-    # parameters took half as long with 8 at once as with 16. All gradients of a
-    # megabyte do: LoRA took 0.6 with 16 or 32, and 0.7 to 0.8 with 8.
-    in_cache = max(8, small_memory() // max(gradient_size, 1))
-    most["one_pass"] = min(most["one_pass"], in_cache)
+    is_small = size * (gradient_size + ghost.captured_size) <= 8 * small_memory()
+    if jax.default_backend() == "cpu" and not ghost.is_convolved and not is_small:
+        # A CPU is faster the more gradients stay in its cache: a transformer of 432,000
+        # parameters took half as long with 8 at once as with 16. All gradients of a
+        # megabyte do: LoRA took 0.6 with 16 or 32, and 0.7 to 0.8 with 8. Where all
+        # that the batch keeps does, turns only cost: a neural ODE took 0.85 with 32 at
+        # once of its time with 8.
+        in_cache = max(8, small_memory() // max(gradient_size, 1))
+        most["one_pass"] = min(most["one_pass"], in_cache)
     return most
 
 

@@ -150,8 +150,7 @@ def clipped_grad(
         narrow networks and long sequences. "auto": "ghost" or "one_pass", by the shapes
         of the loss. One pass then takes no more memory for gradients of examples than
         two thirds of what is kept of the batch, or one gradient, on a CPU 8 or a
-        megabyte. It takes a network of convolutions all at once, and on a CPU a batch
-        of 8 megabytes.
+        megabyte. A network of convolutions it takes all at once.
         `explain_clipped_grad` shows the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
