@@ -137,7 +137,7 @@ def _most_at_once(problem: Problem, ghost: Ghost) -> dict[str, int]:
         # A CPU is faster the more gradients stay in its cache: a transformer of 432,000
         # parameters took half as long with 8 at once as with 16. All gradients of a
         # megabyte do: LoRA took 0.6 with 16 or 32, and 0.7 to 0.8 with 8. Where all
-        # that the batch keeps does, turns only cost: a neural ODE took 0.85 with 32 at
+        # that the batch keeps does, turns only cost: a neural ODE took 0.8 with 32 at
         # once of its time with 8.
         in_cache = max(8, small_memory() // max(gradient_size, 1))
         most["one_pass"] = min(most["one_pass"], in_cache)
