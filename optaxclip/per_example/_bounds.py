@@ -22,7 +22,8 @@ from .._mesh import device_count
 from ._choose import Choice
 from ._ghost._norms import rounding
 from ._ghost._plans import LeafPlan
-from ._passes import CANCELS, block_size
+from ._limits import CANCELS
+from ._passes import block_size
 from ._problem import Problem
 
 

@@ -19,7 +19,8 @@ from ..shrinks import Shrink, shrink_of
 from ._bounds import Bounds, bounds_of
 from ._choose import choose, costs_of, on_one_device, possible_ghost
 from ._explicit import DeviceResult, on_each_device
-from ._passes import Run, limits_of
+from ._limits import limits_of
+from ._passes import Run
 from ._problem import Argnums, Problem, Signature, check_function
 
 METHODS = ("auto", "ghost", "one_pass")
