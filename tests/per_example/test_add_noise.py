@@ -200,6 +200,24 @@ def test_in_shard_map_the_bound_is_of_the_sum_over_all_devices(check_vma):
     assert 16 * 2 <= longest < 16 * 2.0001
 
 
+def test_in_shard_map_noise_is_for_the_sum_over_all_devices():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    grad = clipped_grad(loss, 2.0, mean=False)
+    batch = jnp.tile(jnp.eye(3), (16, 1))[:16]
+    mask = jnp.arange(16) < 15
+
+    def noisy(batch, mask):
+        result = grad(PARAMS, batch, mask=mask)
+        grads = jax.lax.psum(result.grads, "x")
+        return add_noise(result._replace(grads=grads), SIGMA, KEY)
+
+    run = jax.shard_map(noisy, mesh=mesh, in_specs=P("x"), out_specs=P())
+    found = jax.jit(run)(batch, mask)
+    wanted = add_noise(grad(PARAMS, batch, mask=mask), SIGMA, KEY)
+    for name, leaf in wanted.items():
+        np.testing.assert_allclose(found[name], leaf, rtol=1e-5)
+
+
 INF = jnp.array(np.inf)
 WITHOUT_LIMIT = {
     "max_norm=None": lambda: result_of(None),
