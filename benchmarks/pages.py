@@ -203,16 +203,17 @@ def each_choice() -> str:
 
 def each_unseen() -> str:
     """The same for models by which no estimate was set, with the method chosen."""
-    rows, ways, lines = rows_of("per_example", "per_example_unseen"), EACH[:4], []
+    rows = rows_of("per_example", "per_example_unseen")
+    lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
-        of_model = [row for row in rows if row["model"] == model]
-        auto = of_model[1]["gradient"].removeprefix("optaxclip, auto: ")
-        times = [shown(_smallest(of_model, model, name, "time")) for name, _ in ways]
-        over_best = float(times[0]) / min(map(float, times[1:]))
-        memory = _smallest(of_model, model, ways[0][0], "memory")
-        lines.append([model, auto, *times, shown(over_best), shown(memory)])
-    titles = [title for _, title in ways]
-    return grid(["model", "chosen", *titles, "over the best", "memory"], lines)
+        plain, auto, *others = [row for row in rows if row["model"] == model]
+        chosen = auto["gradient"].removeprefix("optaxclip, auto: ")
+        times = [_smallest(rows, model, name, "time") for name, _ in EACH[:4]]
+        over_best = auto["time"] / min(row["time"] for row in others)
+        line = [model, str(plain["batch"]), chosen, *map(shown, times)]
+        lines.append([*line, shown(over_best), shown(auto["memory"])])
+    titles = [title for _, title in EACH[:4]]
+    return grid(["model", "batch", "chosen", *titles, "over the best", "memory"], lines)
 
 
 def _rows(table: str, file: str = "per_example", show: Any = shown) -> str:
