@@ -19,6 +19,9 @@ TABLES: dict[str, Callable[[bool], report.Table]] = {
     "per_example_auto": partial(
         per_example.rows.table, models=per_example.losses.each_kind
     ),
+    "per_example_unseen": partial(
+        per_example.rows.table, models=per_example.unseen.unseen
+    ),
     "per_example_compiled": per_example.devices.table,
 }
 

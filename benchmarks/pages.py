@@ -9,8 +9,8 @@ does not have what this would write. Where the JSON is from:
     results/costs.json           python -m benchmarks --only whole_step
                                      --only whole_step_compiled --only step --json PATH
     results/per_example.json     python -m benchmarks --only per_example --only
-                                     per_example_auto --only per_example_compiled
-                                     --json PATH
+                                     per_example_auto --only per_example_unseen
+                                     --only per_example_compiled --json PATH
     results/gpu.json             on a GPU, by the commands in costs.md, per_example.md
     results/broken_batches.json  python examples/broken_batches.py --table PATH
     results/suites.json          python -m tests.suites --json PATH, which also writes
@@ -201,6 +201,21 @@ def each_choice() -> str:
     return grid(["model", "batch", *titles, "over the best", "memory"], lines)
 
 
+def each_unseen() -> str:
+    """The same for models by which no estimate was set, with the method chosen."""
+    rows = rows_of("per_example", "per_example_unseen")
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        plain, auto, *others = [row for row in rows if row["model"] == model]
+        chosen = auto["gradient"].removeprefix("optaxclip, auto: ")
+        times = [_smallest(rows, model, name, "time") for name, _ in EACH[:4]]
+        over_best = auto["time"] / min(row["time"] for row in others)
+        line = [model, str(plain["batch"]), chosen, *map(shown, times)]
+        lines.append([*line, shown(over_best), shown(auto["memory"])])
+    titles = [title for _, title in EACH[:4]]
+    return grid(["model", "batch", "chosen", *titles, "over the best", "memory"], lines)
+
+
 def _rows(table: str, file: str = "per_example", show: Any = shown) -> str:
     """All rows of a table."""
     found = results(file)["tables"][table]
@@ -219,6 +234,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "each_memory": each_memory,
     "each_package": each_package,
     "each_choice": each_choice,
+    "each_unseen": each_unseen,
     "methods_claims": lambda: claims.table(results("methods")),
     "methods_faults": lambda: scores.faults_table(results("methods")),
     "methods_worse": lambda: scores.worse_table(results("methods")),

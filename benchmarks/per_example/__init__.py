@@ -7,3 +7,4 @@ devices   bytes moved and temporary bytes, compiled for a GPU and a TPU
 from . import devices as devices
 from . import losses as losses
 from . import rows as rows
+from . import unseen as unseen

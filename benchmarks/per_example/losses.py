@@ -77,15 +77,15 @@ def _case(kind: str, batch: int, limit: float, **sizes: Any) -> Case:
     name = ", ".join([kind, *shown, f"batch {batch}"])
     labels = jnp.arange(batch) % 10
     if kind == "transformer":
-        text = _drawn((sizes["length"] + 1,), batch, WORDS)
+        text = drawn((sizes["length"] + 1,), batch, WORDS)
         examples = text[:, :-1], text[:, 1:]
     elif kind == "perceptron":
-        examples = _drawn((784,), batch), labels
+        examples = drawn((784,), batch), labels
     else:
         size, channels = sizes["size"], sizes["channels"]
-        examples = _drawn((size, size, channels[0]), batch), labels
+        examples = drawn((size, size, channels[0]), batch), labels
     loss = partial(KINDS[kind], **sizes)
-    return Case(name, kind, sizes, loss, _started(loss, examples), examples, limit)
+    return Case(name, kind, sizes, loss, started(loss, examples), examples, limit)
 
 
 def each_kind(quick: bool) -> list[Case]:
@@ -93,13 +93,13 @@ def each_kind(quick: bool) -> list[Case]:
     found = []
     for name, (loss, shape, most) in list(MODELS.items())[: 1 if quick else None]:
         for size in (2,) if quick else (16, 256):
-            examples = (_drawn(shape, size, most),)
-            params = _started(loss, examples)
+            examples = (drawn(shape, size, most),)
+            params = started(loss, examples)
             found.append(Case(name, name, {}, loss, params, examples, 1.0))
     return found
 
 
-def _drawn(shape: tuple[int, ...], batch: int, most: int = 0) -> jax.Array:
+def drawn(shape: tuple[int, ...], batch: int, most: int = 0) -> jax.Array:
     """Random numbers for each example, or integers below a number."""
     generator, shape = np.random.default_rng(1), (batch, *shape)
     if most:
@@ -107,7 +107,7 @@ def _drawn(shape: tuple[int, ...], batch: int, most: int = 0) -> jax.Array:
     return jnp.asarray(generator.standard_normal(shape), jnp.float32)
 
 
-def _started(loss: Callable[..., Any], examples: tuple[Any, ...]) -> Params:
+def started(loss: Callable[..., Any], examples: tuple[Any, ...]) -> Params:
     params: Params = {}
     jax.eval_shape(partial(loss, params), *(x[0] for x in examples))
     return jax.tree.map(jnp.asarray, params)

@@ -10,10 +10,12 @@ import jax
 from jax.core import Tracer
 
 from .. import _trees as trees
+from .._checks import is_function
 from .._jaxpr import has_convolution, has_groups, has_window, work_of
 from .._mesh_types import is_on_one_device, manual_axes
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
+from ._ghost._plans import LeafPlan
 from ._passes import even_width, small_memory
 from ._problem import Problem
 
@@ -27,6 +29,12 @@ SPLIT_KERNELS = (
     "examples. Or put clipped_grad into jax.shard_map, with mean=False, and lax.psum "
     'its gradients. Got method="{}".'
 )
+KERNELS_OF_GROUPS = (
+    "clipped_grad: max_norm must be a number for a convolution with "
+    "feature_group_count, got a function. Its gradients are made one example at a "
+    "time, and a function needs the norms of all examples first. Or use each kernel "
+    'once and as it is, with method="ghost".'
+)
 
 
 class Choice(NamedTuple):
@@ -36,46 +44,57 @@ class Choice(NamedTuple):
     microbatch: int | None  # how many examples at once. None: all
     ghost: Ghost | None = None  # set if that is the method
 
+    def plans(self, problem: Problem) -> list[LeafPlan]:
+        """How the norms of the gradients by each parameter are computed."""
+        if self.ghost:
+            return self.ghost.plans
+        # One pass makes all gradients of examples, and captures nothing.
+        leaves = jax.tree.leaves(problem.params)
+        return [LeafPlan("gradient", [], leaf.size) for leaf in leaves]
+
 
 def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     """The method that was asked for, or the one that takes the least time."""
-    if microbatch:
-        microbatch = max(microbatch // problem.devices, 1)
-    hindrance = ""
+    microbatch = on_one_device(problem, microbatch)
     ghost = None
     if method != "one_pass":
-        ghost, hindrance = possible_ghost(problem)
-    if hindrance and method == "ghost":
-        raise ValueError(
-            f'clipped_grad: method must be "one_pass" or "auto" for {hindrance}, got '
-            '"ghost".'
-        )
-    equations = problem.program.jaxpr.eqns
-    has_several_groups = any(map(has_groups, equations))
-    is_split = _is_split(problem.batch)
-    may_be_split = is_split is None or is_split
-    if has_several_groups or (may_be_split and any(map(has_convolution, equations))):
-        # XLA makes gradients of examples by a kernel wrong where the batch is split, as
-        # it does those of jax.vmap(jax.grad(loss)). With several groups NaN of one
-        # example reaches the others, on a CPU.
+        ghost, obstacle = possible_ghost(problem)
+        if method == "ghost" and not ghost:
+            raise ValueError(
+                f'clipped_grad: method must be "one_pass" or "auto" for {obstacle}, '
+                'got "ghost".'
+            )
+    if _has_risky_kernels(problem):
         if ghost and not _makes_kernel_gradients(ghost):
             method = "ghost"
-        elif is_split:
-            raise ValueError(SPLIT_KERNELS.format(method))
         else:
-            _refuse_a_split(problem.batch, SPLIT_KERNELS.format(method))
-            if has_several_groups:
-                microbatch = 1
+            microbatch = _safe_microbatch(problem, method, microbatch)
     if not ghost:
         return Choice("one_pass", microbatch)
-    size = problem.present.size
-    most_at_once = _most_at_once(problem, ghost)
     if method == "auto":
         costs = costs_of(problem, ghost, microbatch)
-        method = min(most_at_once, key=lambda name: costs[name])
-    if not microbatch and most_at_once[method] < size:
-        microbatch = even_width(size, max(most_at_once[method], 1))
+        method = min(("ghost", "one_pass"), key=lambda name: costs[name])
+    size = problem.present.size
+    most_at_once = _most_at_once(problem, ghost)[method]
+    if not microbatch and most_at_once < size:
+        microbatch = even_width(size, max(most_at_once, 1))
     return Choice(method, microbatch, ghost if method == "ghost" else None)
+
+
+def on_one_device(problem: Problem, microbatch: int | None) -> int | None:
+    """How many examples of a microbatch each of the devices takes that share it."""
+    return max(microbatch // problem.devices, 1) if microbatch else None
+
+
+def _has_risky_kernels(problem: Problem) -> bool:
+    """Whether XLA may make the gradients of examples by the kernel of a convolution
+    wrong, as it does those of jax.vmap(jax.grad(loss)): where jit splits the batch, and
+    of several groups, where on a CPU the NaN of one example reaches all.
+    """
+    equations = problem.program.jaxpr.eqns
+    may_be_split = _is_split(problem.batch) is not False
+    is_split_kernel = may_be_split and any(map(has_convolution, equations))
+    return is_split_kernel or any(map(has_groups, equations))
 
 
 def _makes_kernel_gradients(ghost: Ghost) -> bool:
@@ -84,29 +103,55 @@ def _makes_kernel_gradients(ghost: Ghost) -> bool:
     return any(map(has_convolution, equations))
 
 
+def _safe_microbatch(
+    problem: Problem, method: str, microbatch: int | None
+) -> int | None:
+    """The microbatch with which XLA makes gradients by risky kernels right: 1 for
+    several groups. Raises ValueError, or lets the compiler, for a batch that is split.
+    """
+    error_text = SPLIT_KERNELS.format(method)
+    if _is_split(problem.batch):
+        raise ValueError(error_text)
+    _refuse_a_split(problem.batch, error_text)
+    if not any(map(has_groups, problem.program.jaxpr.eqns)):
+        return microbatch
+    if any(map(is_function, problem.limits)):
+        raise ValueError(KERNELS_OF_GROUPS)
+    return 1
+
+
 def _most_at_once(problem: Problem, ghost: Ghost) -> dict[str, int]:
-    """For both methods of "auto", for how many examples at once there is memory."""
+    """For both methods of "auto", how many examples to take at once."""
     size = problem.present.size
-    captured = ghost.captured_size
-    whole_gradient = 0
+    gradient_size = 0
     for leaf, plan in zip(ghost.params, ghost.plans):
-        whole_gradient += max(leaf.size, plan.kept_size)
-    numbers_of_example = {"ghost": ghost.kept_size, "one_pass": whole_gradient}
-    most = {}
-    for name, numbers in numbers_of_example.items():
-        # Gradients of examples take a third of the memory of the activations that are
-        # kept of the whole batch, or two of a part of it, of which less is kept.
-        room = max(size * captured // 3, small_memory() // 4) // max(numbers, 1)
-        most[name] = size if room >= size else min(2 * room, size // 2)
-    if ghost.kept_size <= captured:
+        gradient_size += max(leaf.size, plan.kept_size)
+    most = {
+        "ghost": _most_with_memory(size, ghost, ghost.kept_size),
+        "one_pass": _most_with_memory(size, ghost, gradient_size),
+    }
+    if ghost.kept_size <= ghost.captured_size:
         most["ghost"] = size
-    if jax.default_backend() == "cpu" and not ghost.is_convolved:
+    is_small = size * (gradient_size + ghost.captured_size) <= 8 * small_memory()
+    if jax.default_backend() == "cpu" and not ghost.is_convolved and not is_small:
         # A CPU is faster the more gradients stay in its cache: a transformer of 432,000
         # parameters took half as long with 8 at once as with 16. All gradients of a
-        # megabyte do: LoRA took 0.6 with 16 or 32, and 0.7 to 0.8 with 8.
-        in_cache = max(8, small_memory() // max(whole_gradient, 1))
+        # megabyte do: LoRA took 0.6 with 16 or 32, and 0.7 to 0.8 with 8. Where all
+        # that the batch keeps does, turns only cost: a neural ODE took 0.8 with 32 at
+        # once of its time with 8.
+        in_cache = max(8, small_memory() // max(gradient_size, 1))
         most["one_pass"] = min(most["one_pass"], in_cache)
     return most
+
+
+def _most_with_memory(size: int, ghost: Ghost, kept_size: int) -> int:
+    """For how many of the examples there is memory, if as many numbers are kept of
+    each: all, if these take a third of the memory of what is captured of the batch.
+    Else they may take two thirds, since of a part of the batch less is captured.
+    """
+    room = max(size * ghost.captured_size // 3, small_memory() // 4)
+    fitting = room // max(kept_size, 1)
+    return size if fitting >= size else min(2 * fitting, size // 2)
 
 
 def costs_of(
@@ -114,23 +159,24 @@ def costs_of(
 ) -> dict[str, float]:
     """For each method, about how many times as long as the plain gradient it takes."""
     size = problem.present.size
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
-    gradient_work = MULTIPLICATIONS_PER_NUMBER * numbers
-    # Forward, and backward to the inputs and to the parameters of all examples.
+    gradient_size = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
+    gradient_work = MULTIPLICATIONS_PER_NUMBER * gradient_size
+    # Forward, and backward to the inputs and to the parameters of all examples. The
+    # plain gradient is written once for the batch.
     plain_work = 3 * work_of(problem.program) + gradient_work / size
-    costs = {"one_pass": 1 + gradient_work / plain_work}
-    if ghost:
-        # For the gradients of examples by a convolution XLA on a CPU takes about twice
-        # as long, and in a loop 11 to 70 times as long, also for patches of an image.
-        width = microbatch or _most_at_once(problem, ghost)["one_pass"]
-        slowdown = 16 if width < size else 2
-        convolved_work = 3 * work_of(problem.program, has_window)
-        costs["one_pass"] += (slowdown - 1) * convolved_work / plain_work
-        # The data that are captured are written and read, too.
-        work = MULTIPLICATIONS_PER_NUMBER * (ghost.captured_size + ghost.kept_size)
-        work += sum(plan.extra_work for plan in ghost.plans)
-        costs["ghost"] = 1 + work / plain_work
-    return costs
+    one_pass_work = plain_work + gradient_work
+    if not ghost:
+        return {"one_pass": one_pass_work / plain_work}
+    # For the gradients of examples by a convolution XLA on a CPU takes about twice as
+    # long, and in a loop 11 to 70 times as long, also for patches of an image.
+    width = microbatch or _most_at_once(problem, ghost)["one_pass"]
+    slowdown = 16 if width < size else 2
+    one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_window)
+    # The data that are captured are written and read, too.
+    written_size = ghost.captured_size + ghost.kept_size
+    ghost_work = plain_work + MULTIPLICATIONS_PER_NUMBER * written_size
+    ghost_work += sum(plan.extra_work for plan in ghost.plans)
+    return {"one_pass": one_pass_work / plain_work, "ghost": ghost_work / plain_work}
 
 
 def _is_split(batch: Any) -> bool | None:

@@ -16,11 +16,11 @@ from .._checks import check_choice, check_flag, check_length, is_function, shown
 from .._mesh import MeshAxes
 from .._prefixes import lookup
 from ..shrinks import Shrink, shrink_of
-from ._choose import Choice, choose, costs_of, possible_ghost
+from ._bounds import Bounds, bounds_of
+from ._choose import choose, costs_of, on_one_device, possible_ghost
 from ._explicit import DeviceResult, on_each_device
-from ._ghost._norms import rounding
-from ._ghost._plans import LeafPlan
-from ._passes import CANCELS, Run, block_size, limits_of
+from ._limits import limits_of
+from ._passes import Run
 from ._problem import Argnums, Problem, Signature, check_function
 
 METHODS = ("auto", "ghost", "one_pass")
@@ -170,24 +170,27 @@ def clipped_grad(
       A function of the arguments of `loss`, by position, with batches for examples,
       and of `mask=`: bool[batch], False for padding. It returns a `ClippedGrad`. Sums
       are in float32 or wider. The function should be jitted. Inside shard_map it gets
-      the examples of its own device: take the sum (`mean=False`), and `lax.psum` it. On
-      a mesh with Explicit axes it enters shard_map itself, and the gradient is split as
+      the examples of its own device: take the sum (`mean=False`), and `lax.psum` it.
+      `sensitivity` and `longest` are already those of the sum over all devices. On a
+      mesh with Explicit axes it enters shard_map itself, and the gradient is split as
       the parameters are.
 
     Raises:
       ValueError: a limit that is negative, NaN or an array, an unknown method, a
         microbatch below 1. A limit that is a function without `private=False`, or with
-        a microbatch. From the function: mesh axes that contradict the types, "auto" for
-        a loss that joins devices (`lax.psum`) in pmap or with check_vma=False, a loss
-        that joins devices with different examples, a loss that `jax.vmap` shows the
-        whole batch (`jax.custom_batching`, callbacks and `ffi_call` with a
-        `vmap_method` other than "sequential"), limits that do not fit the parameters,
-        batches whose first axes are missing or differ, or a mask of the wrong shape.
-        "ghost" raises where Explicit mesh axes split parameters, but not the batch, for
-        symbolic sizes, and for a loss that cannot be split, such as one with refs
-        (`jax.new_ref`). For a convolution of a batch that jit splits over devices all
-        methods raise, but for "ghost" if each kernel is used once: JaxRuntimeError,
-        when it is compiled, if only `in_shardings` of jit splits the batch.
+        a microbatch, or for a convolution with `feature_group_count` that ghost
+        clipping cannot take. From the function: mesh axes that contradict the types,
+        "auto" for a loss that joins devices (`lax.psum`) in pmap or with
+        check_vma=False, a loss that joins devices with different examples, a loss that
+        `jax.vmap` shows the whole batch (`jax.custom_batching`, callbacks and
+        `ffi_call` with a `vmap_method` other than "sequential"), limits that do not fit
+        the parameters, batches whose first axes are missing or differ, or a mask of the
+        wrong shape. "ghost" raises where Explicit mesh axes split parameters, but not
+        the batch, for symbolic sizes, and for a loss that cannot be split, such as one
+        with refs (`jax.new_ref`). For a convolution of a batch that jit splits over
+        devices all methods raise, but for "ghost" if each kernel is used once:
+        JaxRuntimeError, when it is compiled, if only `in_shardings` of jit splits the
+        batch.
       NotImplementedError: from the function: a loss that closes over an array on a mesh
         with Explicit axes. Make it a shared argument.
       TypeError: a limit that is not a number, a loss or a shrink that is not a
@@ -251,6 +254,7 @@ def clipped_grad(
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
             problem = problem._replace(divisor=divisor, is_sum=False)
+        # Plain numbers, which shard_map does not return.
         bounds: list[Bounds] = []
 
         def bounded(problem: Problem) -> DeviceResult:
@@ -271,8 +275,7 @@ def clipped_grad(
         is_bounded = private and not mean and mask is not None
         if is_bounded and limit is not None and np.isfinite(bounds[0].change):
             sensitivity = limit * (1 + bounds[0].change) * ROUNDED_UP
-            size = problem.present.size
-            longest = limit * size * (1 + bounds[0].excess) * ROUNDED_UP
+            longest = limit * bounds[0].longest * ROUNDED_UP
         return ClippedGrad(
             grads=treedef.unflatten(sums),
             norms=norms,
@@ -307,70 +310,9 @@ def clipped_grad(
         factors = limits.treedef.unflatten(weights.factors.T)
         nonfinite = jnp.sum(problem.present & ~weights.counts, dtype=jnp.int32)
         result = DeviceResult(sums, nonfinite, (norms, factors, values, aux))
-        return result, _bounds(problem, choice)
+        return result, bounds_of(problem, choice)
 
     return of_batch
-
-
-class Bounds(NamedTuple):
-    """Proved bounds of what an example does to the sum, over the limit."""
-
-    excess: float
-    change: float
-
-
-def _plans(problem: Problem, choice: Choice) -> list[LeafPlan]:
-    """How the norms of the gradients by each parameter are computed."""
-    if choice.ghost:
-        return choice.ghost.plans
-    # One pass makes whole gradients, and captures nothing.
-    leaves = jax.tree.leaves(problem.params)
-    return [LeafPlan("gradient", [], leaf.size) for leaf in leaves]
-
-
-def _bounds(problem: Problem, choice: Choice) -> Bounds:
-    """The bounds that docs/numerics.md derives."""
-    error_of_sum = 0.0
-    error_of_norm = 0.0
-    size = problem.present.size * problem.devices
-    # How many examples are summed at once
-    width = min((choice.microbatch or size) * problem.devices, size)
-    turns = -(-size // width)
-    plans = _plans(problem, choice)
-    for plan, leaf in zip(plans, jax.tree.leaves(problem.params)):
-        out_types = [x for site in plan.sites for x in site.out_types]
-        dtype = np.promote_types(leaf.dtype, np.float32)
-        if out_types:
-            # A loss may compute in fewer bits than its parameters have.
-            computed = np.dtype(np.float32)
-            for out_type in out_types:
-                computed = np.promote_types(computed, out_type.dtype)
-            dtype = max(dtype, computed, key=lambda x: float(jnp.finfo(x).eps))
-        # Other norms are those of the gradients that are added up.
-        is_gram = plan.norm_by == "gram"
-        terms = width
-        if is_gram:
-            # Of a block, of Kahan's sums of the blocks of an example and of all, and of
-            # the sums of devices
-            terms = min(width * plan.positions, block_size())
-            terms += 2 + 2 + problem.devices
-        # The additions of a microbatch, of all microbatches, and the products.
-        error = rounding(terms + turns + 4, dtype)
-        for site in plan.sites:
-            has_bfloat16 = any(x.dtype == jnp.bfloat16 for x in site.out_types)
-            if has_bfloat16 and not plan.kept_size:
-                # Two bfloat16 numbers round a cotangent times a factor.
-                error += 2.0**-16
-        if is_gram:
-            error *= CANCELS + 1
-            stack, rows, columns = plan.matrix_shape
-            terms = rows + columns + stack * plan.positions**2 + 1
-            error_of_square = rounding(terms, np.float64)
-            error_of_gram = np.sqrt(1 + CANCELS**2 * error_of_square) - 1
-            error_of_norm = max(error_of_norm, error_of_gram)
-        error_of_sum = max(error_of_sum, error)
-    excess = error_of_norm + error_of_sum
-    return Bounds(excess, change=excess + 2 * (size - 1) * error_of_sum)
 
 
 class ExplainedLeaf(NamedTuple):
@@ -523,7 +465,7 @@ def explain_clipped_grad(
         width = min(choice.microbatch or size, size)
         entries = jax.tree.leaves_with_path(problem.params)
         leaves = []
-        for (path, leaf), plan in zip(entries, _plans(problem, choice)):
+        for (path, leaf), plan in zip(entries, choice.plans(problem)):
             use_names = []
             captured_size = 0
             for site in plan.sites:
@@ -542,7 +484,7 @@ def explain_clipped_grad(
             )
             leaves.append(explained)
         ghost = choice.ghost or possible_ghost(problem)[0]
-        bounds = _bounds(problem, choice)
+        bounds = bounds_of(problem, choice)
         microbatch_of_all = choice.microbatch
         if microbatch_of_all:
             microbatch_of_all *= problem.devices
@@ -552,7 +494,7 @@ def explain_clipped_grad(
             leaves=leaves,
             excess=bounds.excess,
             change=bounds.change,
-            costs=costs_of(problem, ghost, microbatch),
+            costs=costs_of(problem, ghost, on_one_device(problem, microbatch)),
         )
 
     return of_batch

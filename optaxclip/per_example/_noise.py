@@ -72,7 +72,7 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
     Raises:
       ValueError: a share outside 0 to 1, fewer than one place, or more places than
         examples.
-      TypeError: something that is not a number.
+      TypeError: a share that is not a number, or examples or places that are no int.
 
     Example:
       >>> from optaxclip.per_example import draw
@@ -86,6 +86,13 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
     check_number("draw: share", share, highest=1.0, is_scalar=True)
     check_length("draw: examples", examples)
     check_number("draw: places", places, lowest=1, highest=examples, is_scalar=True)
+    for name, count in {"examples": examples, "places": places}.items():
+        # A float would be refused as the shape of an array, without its name.
+        if not isinstance(count, (int, np.integer)):
+            raise TypeError(
+                f"draw: {name} must be an int, got {shown(count)}. Round it: "
+                f"{name}=int({shown(count)})."
+            )
     of_examples, of_places = jax.random.split(key)
     # The words have 32 bits. The threshold is rounded down, so that no example joins
     # more often than `share` says.

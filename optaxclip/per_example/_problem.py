@@ -28,6 +28,11 @@ Argnums = int | Sequence[int]
 # The values of `vmap_method` by which a callback sees one example at a time. With None
 # JAX raises an error where an argument of the callback depends on the example.
 ONE_BY_ONE = (None, "sequential", "sequential_unrolled")
+SPLIT_LOOKUP = (
+    "an Explicit mesh axis splits a parameter, but not the batch. In the loss look up "
+    "rows of such a table by table.at[rows].get(out_sharding=jax.sharding."
+    "PartitionSpec()), or make the axis Auto."
+)
 
 
 class Problem(NamedTuple):
@@ -44,7 +49,10 @@ class Problem(NamedTuple):
     limits: Sequence[Any] = ()  # the numbers of `max_norm`
     divisor: Any = 1  # of the sum of the clipped gradients
     is_sum: bool = True  # or a mean
-    devices: int = 1  # that share the batch, of which this has a part
+    # Known on a device of an Explicit mesh: how many share the batch
+    devices: int = 1
+    # Inside shard_map and pmap: the mesh axes along which examples differ
+    mesh_axes: AxisNames = ()
     # The program of the loss of one example, and the types of what it returns. Known on
     # the device.
     program: Any = None
@@ -136,8 +144,16 @@ class Signature(NamedTuple):
         params, batch = problem.params, problem.batch
         splits = self._splits(params, batch)
         params = mesh_types.varying_as_any_of(params, batch)
-        problem = problem._replace(params=params, splits=splits)
-        program, returned = problem.traced(problem.of_one)
+        problem = problem._replace(
+            params=params, splits=splits, mesh_axes=_axes_of_batch(batch, splits)
+        )
+        try:
+            program, returned = problem.traced(problem.of_one)
+        except Exception as error:
+            # JAX has no public name for its error.
+            if "out_sharding" in str(error):
+                error.add_note(f"{self.call}: {SPLIT_LOOKUP}")
+            raise
         self._check_program(program, batch)
         problem = problem._replace(program=program, returned=returned)
         # Rules of jax.custom_jvp and jax.custom_vjp are functions in the loss. Only in
@@ -288,6 +304,16 @@ def _place_of(eqn: Any) -> str:
         if not frame.file_name.startswith(LIBRARIES):
             return f" ({frame.file_name}:{frame.line_num})"
     return ""
+
+
+def _axes_of_batch(batch: Any, splits: Sequence[AxisNames]) -> AxisNames:
+    """The mesh axes along which devices have different examples. Where types do not
+    tell, all axes that split no parameter.
+    """
+    manual = mesh_types.manual_axes()
+    if mesh_types.has_types(manual):
+        return tuple(sorted(varying(batch)))
+    return tuple(sorted(set(manual).difference(*splits)))
 
 
 def _joined_axes(eqn: Any) -> set[str]:

@@ -79,6 +79,16 @@ def test_auto_is_near_the_best_method_of_as_little_memory():
         assert auto["time"] <= 1.3 * best, case
 
 
+def test_auto_is_near_the_best_method_for_unseen_models():
+    rows = pages.rows_of("per_example", "per_example_unseen")
+    models = {row["model"] for row in rows}
+    assert len(models) == 12
+    for model in models:
+        _, auto, *others = [row for row in rows if row["model"] == model]
+        assert "auto" in auto["gradient"]
+        assert auto["time"] <= 1.15 * min(row["time"] for row in others), model
+
+
 def written(path, rows):
     report.write(path, {"quick": True}, {"compiled": report.Table("", (), rows)})
     return json.loads(path.read_text())["tables"]["compiled"]["rows"]

@@ -177,6 +177,47 @@ def test_the_sum_of_results_is_rounded_within_its_bound():
     assert both.sensitivity - here.sensitivity >= 2.0 * 2.0**-23 * 2.0**24
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_shard_map_the_bound_is_of_the_sum_over_all_devices(check_vma):
+    """16 examples on 8 devices, which lax.psum adds up, as on one device."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    grad = clipped_grad(loss, 2.0, mean=False)
+    batch = jnp.ones((16, 3))
+    mask = jnp.ones(16, bool)
+
+    def bounds(batch, mask):
+        result = grad(PARAMS, batch, mask=mask)
+        return jnp.float32(result.sensitivity), jnp.float32(result.longest)
+
+    run = jax.shard_map(
+        bounds, mesh=mesh, in_specs=P(("x", "y")), out_specs=P(), check_vma=check_vma
+    )
+    sensitivity, longest = jax.jit(run)(batch, mask)
+    # The sum of 16 gradients, in one turn, and the products: 16 + 1 + 4 roundings.
+    roundings = 21 * 2.0**-24 / (1 - 21 * 2.0**-24)
+    change = roundings + 2 * 15 * roundings
+    assert 2 * (1 + change) <= np.float64(sensitivity) <= 2 * (1 + change) * 1.000001
+    assert 16 * 2 <= longest < 16 * 2.0001
+
+
+def test_in_shard_map_noise_is_for_the_sum_over_all_devices():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    grad = clipped_grad(loss, 2.0, mean=False)
+    batch = jnp.tile(jnp.eye(3), (16, 1))[:16]
+    mask = jnp.arange(16) < 15
+
+    def noisy(batch, mask):
+        result = grad(PARAMS, batch, mask=mask)
+        grads = jax.lax.psum(result.grads, "x")
+        return add_noise(result._replace(grads=grads), SIGMA, KEY)
+
+    run = jax.shard_map(noisy, mesh=mesh, in_specs=P("x"), out_specs=P())
+    found = jax.jit(run)(batch, mask)
+    wanted = add_noise(grad(PARAMS, batch, mask=mask), SIGMA, KEY)
+    for name, leaf in wanted.items():
+        np.testing.assert_allclose(found[name], leaf, rtol=1e-5)
+
+
 INF = jnp.array(np.inf)
 WITHOUT_LIMIT = {
     "max_norm=None": lambda: result_of(None),

@@ -145,6 +145,22 @@ def test_a_kernel_of_groups_lets_no_nan_through(method, loss):
         np.testing.assert_allclose(norms, wanted, rtol=64 * EPS, err_msg=str(shape))
 
 
+@pytest.mark.parametrize("method", ["auto", "one_pass"])
+def test_a_kernel_of_groups_needs_ghosts_for_a_limit_of_all_norms(method):
+    """Gradients of one example at a time would need a limit before all norms."""
+    kernel, images = normal(0, 3, 3, 2, 4), normal(1, 5, 6, 6, 4)
+    images[2] = np.nan
+    options = {"private": False, "method": method}
+    with pytest.raises(ValueError, match=r"clipped_grad: max_norm must be a number fo"):
+        clipped_grad(standardized, jnp.nanmedian, **options)(kernel, images)
+    # Ghost clipping, which gets by without gradients of examples, does it.
+    if method == "auto":
+        norms = jax.jit(clipped_grad(one_kernel, jnp.nanmedian, **options))(
+            kernel, images
+        ).norms
+        assert np.isnan(norms).tolist() == [False, False, True, False, False]
+
+
 def test_products_with_what_adapters_make_are_for_a_few_examples():
     """Merged LoRA: the gradient by a @ b of an example is as large as the weights."""
 

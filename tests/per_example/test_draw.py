@@ -85,11 +85,13 @@ WRONG = {
     "draw: examples must be a whole number": (0.1, 2.5, 2),
     "draw: places must be at most 20, got 21": (0.1, 20, 21),
     "draw: places must be at least 1, got 0": (0.1, 20, 0),
+    "draw: places must be an int, got 5.0": (0.1, 20, 5.0),
+    "draw: examples must be an int, got 20.0": (0.1, 20.0, 5),
 }
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_an_error_names_the_argument(text):
     share, examples, places = WRONG[text]
-    with pytest.raises(ValueError, match=f"^{text}"):
+    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
         draw(jax.random.key(0), share, examples=examples, places=places)

@@ -166,6 +166,20 @@ def test_explain_tells_what_a_device_keeps():
         assert explain(*split("batch")).microbatch == width
 
 
+def test_costs_are_those_of_what_a_device_takes_at_once():
+    """Four images on two devices, two at once, are one for each in a loop."""
+
+    def loss(kernel, image):
+        return jnp.sum(jax.lax.conv(image[None], kernel, (1, 1), "SAME"))
+
+    kernel, images = normal(0, 4, 2, 3, 3), normal(1, 4, 2, 6, 6)
+    half = explain_clipped_grad(loss, microbatch=1)(kernel, images[:2])
+    explain = explain_clipped_grad(loss, microbatch=2)
+    found = explain(placed(kernel, P()), placed(images, P("x")))
+    assert found.costs == half.costs
+    assert found.costs != explain_clipped_grad(loss)(kernel, images[:2]).costs
+
+
 # What follows has layers that are split over an axis that does not split the batch.
 GRADIENTS = normal(4, 6, 8)
 TENSOR_PARALLEL = {
@@ -212,8 +226,13 @@ def test_rows_of_a_table_may_be_split_over_another_axis(method):
         parts = jax.reshard(table, P("model")), jax.reshard(words, P("data"))
         found = grad(*parts)
         assert jax.typeof(found.grads).sharding.spec == P("model", None)
-        with pytest.raises(Exception, match="out_sharding="):
+        with pytest.raises(Exception, match="out_sharding=") as caught:
             jax.jit(clipped_grad(whole, 0.5, method=method))(*parts)
+        cure = "table.at[rows].get(out_sharding=jax.sharding.PartitionSpec())"
+        assert any(
+            note.startswith("clipped_grad: ") and cure in note
+            for note in caught.value.__notes__
+        )
     assert np.any(wanted.factors < 1)
     np.testing.assert_allclose(found.grads, wanted.grads, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(found.norms, wanted.norms, rtol=1e-5)

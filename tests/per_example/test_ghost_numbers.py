@@ -147,6 +147,20 @@ def test_positions_without_a_part_do_not_lengthen_a_norm(empty):
     np.testing.assert_allclose(norms, gradients(*data)[1], rtol=16 * EPS)
 
 
+@pytest.mark.parametrize("large", [2.0**104, 3e37])
+def test_a_large_input_without_a_cotangent_has_no_part(large):
+    x, c = normal(0, 4, 8, 64), normal(1, 4, 8, 64)
+    x[0, 3], c[0, 3] = large, 0
+    assert way(linear, np.zeros((64, 64), np.float32), x, c) == "gram"
+    result = by_ghost(linear, None, np.zeros((64, 64), np.float32), x, c)
+    grads, norms = gradients(x, c)
+    np.testing.assert_allclose(result.norms, norms, rtol=16 * EPS)
+    np.testing.assert_allclose(result.grads, grads.mean(0), rtol=0, atol=64 * EPS)
+    # With a cotangent it counts as inf, since its product may be flushed to 0.
+    c[0, 3] = 1e-30
+    assert by_ghost(linear, None, np.zeros((64, 64), np.float32), x, c).nonfinite == 1
+
+
 @pytest.mark.parametrize("count", [1, 3, 5])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_narrower_parameters_where_jax_has_64_bits(dtype, count):

@@ -45,16 +45,45 @@ def long_sequence(w, x):
     return jnp.sum(jnp.tanh(x @ w) ** 2)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_auto_chooses_microbatches_that_fill_the_batch(monkeypatch, backend):
+@pytest.mark.parametrize(("backend", "batch"), [("cpu", 64), ("gpu", 32)])
+def test_auto_chooses_microbatches_that_fill_the_batch(monkeypatch, backend, batch):
     # A cache of a CPU has room for the gradients of 16 examples of 128 x 128, but not
-    # of 256 x 256. A GPU has room for all.
+    # of 256 x 256. A GPU has room for 32.
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     for size, on_cpu in ((128, 16), (256, 8)):
-        args = jnp.ones((size, size)), jnp.ones((32, 144, size))
+        args = jnp.ones((size, size)), jnp.ones((batch, 144, size))
         choice = explain_clipped_grad(long_sequence)(*args)
         width = {"cpu": on_cpu}.get(backend)
         assert (choice.method, choice.microbatch) == ("one_pass", width)
+
+
+@pytest.mark.parametrize(("size", "microbatch"), [(25, None), (26, 13)])
+def test_a_batch_of_eight_megabytes_is_taken_at_once(size, microbatch):
+    """Of each example 256 inputs and cotangents of 128 numbers, and a gradient."""
+    found = explain_clipped_grad(long_sequence)(
+        jnp.ones((128, 128)), jnp.ones((size, 256, 128))
+    )
+    # 2^21 numbers
+    assert 25 < 2**21 / (256 * 2 * 128 + 128**2) < 26
+    assert (found.method, found.microbatch) == ("one_pass", microbatch)
+
+
+@pytest.mark.parametrize(("images", "microbatch"), [(1, 8), (16, None)])
+def test_convolutions_keep_a_batch_together_by_their_share(images, microbatch):
+    """If they would take longer in a loop than all else."""
+
+    def loss(p, image):
+        out = jax.lax.conv(image, p["kernel"], (4, 4), "VALID")
+        x = out[0].reshape(8, 144).T @ p["in"]
+        return jnp.sum(jnp.tanh(x @ p["w"]) ** 2)
+
+    p = {
+        "kernel": jnp.ones((8, 3, 4, 4)),
+        "in": jnp.ones((8, 256)),
+        "w": jnp.ones((256, 256)),
+    }
+    found = explain_clipped_grad(loss)(p, jnp.ones((64, images, 3, 48, 48)))
+    assert (found.method, found.microbatch) == ("one_pass", microbatch)
 
 
 @pytest.mark.parametrize("method", ["auto", "one_pass"])
@@ -79,14 +108,31 @@ def test_a_loop_over_convolutions_costs_more_than_one_for_all():
     def loss(kernel, image):
         return jnp.sum(jax.lax.conv(image, kernel, (1, 1), "SAME"))
 
-    # Forward: 144 sums of 18 products, and a number for 8. A plain gradient: as above.
-    plain = 3 * (144 * 18 + 8) + 48 * 72 / 4
+    # Forward: 144 sums of 18 products, each of which counts twice in a convolution, and
+    # a number for 8. A plain gradient: as above.
+    products = 144 * 18 * 2
+    plain = 3 * (products + 8) + 48 * 72 / 4
     for microbatch, times in ((None, 2), (4, 2), (1, 16)):
         explain = explain_clipped_grad(loss, microbatch=microbatch)
         found = explain(jnp.ones((4, 2, 3, 3)), jnp.ones((4, 1, 2, 6, 6)))
-        slower = (times - 1) * 3 * 144 * 18
+        slower = (times - 1) * 3 * products
         expected = 1 + (48 * 72 + slower) / plain
         assert found.costs["one_pass"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("stride", "times"), [(1, 2), (2, 2), (3, 1), (4, 1)])
+def test_products_of_windows_that_overlap_count_twice(stride, times):
+    """Ghost clipping keeps the image, cotangents of the outputs, and a gradient."""
+
+    def loss(kernel, image):
+        return jnp.sum(jax.lax.conv(image, kernel, (stride, stride), "VALID"))
+
+    outputs = ((24 - 3) // stride + 1) ** 2 * 2
+    plain = 3 * (times * 9 * outputs + 8) + 48 * 18 / 4
+    explain = explain_clipped_grad(loss, method="ghost")
+    found = explain(jnp.ones((2, 1, 3, 3)), jnp.ones((4, 1, 1, 24, 24)))
+    extra = 48 * (24**2 + outputs + 18)
+    assert found.costs["ghost"] == pytest.approx(1 + extra / plain)
 
 
 @pytest.mark.parametrize(("window", "most"), [(4, 0.1), (1, 0.0)])

@@ -31,7 +31,8 @@ from ..._factors import times_square
 from ..._jaxpr import has_backward_rule, has_window, work_of
 from ..._mesh_types import varying, varying_as_any_of
 from .. import _passes as passes
-from .._passes import Arrays, ExampleResults, Run, Weights, along_batch
+from .._limits import Arrays, Weights, along_batch
+from .._passes import ExampleResults, Run
 from .._problem import Problem
 from ._capture import CapturedOfSites, Program, Site, bind, capture, split_loss
 from ._forms import OuterProducts
@@ -53,7 +54,7 @@ class Ghost(NamedTuple):
     matrix_leaves: list[int]
     captured_size: int  # how many numbers are captured in one example
     kept_size: int  # how many of its gradient are kept until its factor is known
-    is_convolved: bool
+    is_convolved: bool  # In a loop convolutions would take longer than all else.
 
     def in_steps(self, run: Run) -> tuple[Arrays, ExampleResults]:
         """The weighted sums of the gradients, and the results of the examples."""
@@ -61,8 +62,8 @@ class Ghost(NamedTuple):
         def step(present: Array, example: Any) -> tuple[Arrays, ExampleResults]:
             examples = jax.tree.leaves(example)
             outputs, captured = capture(self.program, self.params, examples)
-            # Gradients by some parameters, norms of gradients by others: the norm of a
-            # norm is itself.
+            # Of each parameter the gradients, or their norms: the norm of a norm is
+            # itself.
             zeros = [jnp.zeros(present.size, jnp.float32) for _ in self.plans]
             grads_or_norms = list(zeros)
             term_bounds = list(zeros)
@@ -218,8 +219,10 @@ def _weighted_sum(
     weights: Weights,
     group: int,
 ) -> Array:
-    """The weighted sum of the gradients by a parameter with outer products, as matrices
-    [stack, rows, columns].
+    """The weighted sum of the gradients by a parameter with outer products, over
+    examples b and positions t, as matrices [stack, rows, columns]:
+
+        sum_b f_b sum_t a_bt c_bt'
     """
     roots = weights.roots[:, group]
     dtype = np.promote_types(param.dtype, roots.dtype)
@@ -248,22 +251,11 @@ def _weighted_sum(
             rows = jnp.sort(joined(products).a)
             products = [OuterProducts(rows, grads_or_norms)]
         terms = []
-        for matrix, (a, c) in zip(plan.matrices, products):
-            # Selected, since 0 times NaN is NaN.
-            a = jnp.where(along_batch(counts, a), a, 0)
-            c = jnp.where(along_batch(counts, c), c, 0)
-            weighted = times_square(c.astype(dtype), along_batch(root, c))
-            weighted *= along_batch(share, c).astype(dtype)
-            factors = [weighted]
-            if a.dtype == c.dtype == jnp.bfloat16:
-                # As fast on a GPU and a TPU as one product that gives bfloat16.
-                factors = _in_bfloat16(weighted)
-            elif a.ndim == 4:
-                a = a.astype(dtype)
-            for start in range(0, a.shape[2], block):
-                positions = slice(start, start + block)
-                for factor in factors:
-                    part = OuterProducts(a[:, :, positions], factor[:, :, positions])
+        for matrix, product in zip(plan.matrices, products):
+            for a, c in _weighted(product, counts, root, share, dtype):
+                for start in range(0, a.shape[2], block):
+                    positions = slice(start, start + block)
+                    part = OuterProducts(a[:, :, positions], c[:, :, positions])
                     terms.append(_sum_of_products(part, matrix.site, zeros))
         return passes.KahanSum.of(terms), None
 
@@ -279,8 +271,28 @@ def _weighted_sum(
     return sums.total
 
 
+def _weighted(
+    product: OuterProducts, counts: Array, roots: Array, shares: Array, dtype: np.dtype
+) -> list[OuterProducts]:
+    """Outer products a_t (f c_t)', 0 in examples that do not count. Of bfloat16 they
+    are two, whose sum that is.
+    """
+    a, c = product
+    # Selected, since 0 times NaN is NaN.
+    a = jnp.where(along_batch(counts, a), a, 0)
+    c = jnp.where(along_batch(counts, c), c, 0)
+    weighted = times_square(c.astype(dtype), along_batch(roots, c))
+    weighted *= along_batch(shares, c).astype(dtype)
+    if a.dtype == c.dtype == jnp.bfloat16:
+        # As fast on a GPU and a TPU as one product that gives bfloat16.
+        leading, trailing = _in_bfloat16(weighted)
+        return [OuterProducts(a, leading), OuterProducts(a, trailing)]
+    # Numbers of rows have an axis less.
+    return [OuterProducts(a.astype(dtype) if a.ndim == 4 else a, weighted)]
+
+
 def _width(plan: LeafPlan, captured: CapturedOfSites, size: int) -> int:
-    """How many examples are looked at at once: the temporaries of norms may be larger
+    """For how many examples at once norms are made, whose temporaries may be larger
     than all that was captured.
     """
     captured_bytes = sum(x.nbytes for x in jax.tree.leaves(captured))
@@ -355,6 +367,7 @@ def ghost_of(problem: Problem) -> Ghost:
             gradient_sites |= {site.number: site for site in plan.sites}
         elif plan.matrices:
             matrix_leaves.insert(0, leaf)
+    convolved_work = work_of(problem.program, has_window)
     return Ghost(
         program,
         params,
@@ -365,5 +378,5 @@ def ghost_of(problem: Problem) -> Ghost:
         matrix_leaves=matrix_leaves,
         captured_size=sum(site.captured_size for site in program.sites),
         kept_size=sum(plan.kept_size for plan in plans),
-        is_convolved=work_of(problem.program, has_window) > 0,
+        is_convolved=16 * convolved_work > work_of(problem.program),
     )

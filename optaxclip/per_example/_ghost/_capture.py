@@ -59,7 +59,7 @@ class View(NamedTuple):
     axes: tuple[int, ...]  # where its axes were before it was transposed
 
 
-NONE = frozenset[int]()
+NO_INDICES = frozenset[int]()
 
 
 class Origin(NamedTuple):
@@ -70,8 +70,8 @@ class Origin(NamedTuple):
     # that is possible.
     make: Callable[[dict[Any, Any]], Any]
     # The parameters that it has a derivative by, as indices of leaves
-    leaves: frozenset[int] = NONE
-    scans: frozenset[int] = NONE  # the scans that slice it, by depth
+    leaves: frozenset[int] = NO_INDICES
+    scans: frozenset[int] = NO_INDICES  # the scans that slice it, by depth
     is_data: bool = False  # whether the example is in it
     depth: int = 0  # how many operations on parameters are before it
     view: View | None = None  # set where it is one parameter, rearranged
@@ -203,7 +203,7 @@ def _split(
         origins = []
         for atom, is_reached in zip(atoms, has_derivative):
             origin = origin_of(atom)
-            origins.append(origin if is_reached else origin._replace(leaves=NONE))
+            origins.append(origin if is_reached else origin._replace(leaves=NO_INDICES))
         return origins
 
     def take_for_data(atoms: Sequence[Any], has_derivative: Flags) -> None:
@@ -242,17 +242,18 @@ def _split(
     for eqn, flow in zip(jaxpr.eqns, flows):
         name = eqn.primitive.name
         in_origins = origins_of(eqn.invars, flow.to_inputs)
-        leaves = NONE.union(*(origin.leaves for origin in in_origins))
+        leaves = NO_INDICES.union(*(origin.leaves for origin in in_origins))
         is_data = any(origin.is_data for origin in in_origins)
         is_site = bool(leaves) and (is_data or _jaxpr.has_backward_rule(eqn))
-        convolves = _jaxpr.has_convolution(eqn)
+        # Kernels are looked for in all bodies, since one may differ by example.
+        has_kernel = _jaxpr.has_convolution(eqn)
         site = None
         body = None
         out_origins = [DATA] * len(eqn.outvars)
-        if (leaves or convolves) and name in CALLS:
+        if (leaves or has_kernel) and name in CALLS:
             body = split_body(eqn, in_origins, flow, scan_lengths)
             out_origins = body.out_origins
-        elif (is_site or (is_data and convolves)) and name == "scan":
+        elif (is_site or (is_data and has_kernel)) and name == "scan":
             # The carry is data, since it differs from turn to turn.
             carry = slice(*_ends_of_scan(eqn))
             take_for_data(eqn.invars[carry], flow.to_inputs[carry])
@@ -354,7 +355,7 @@ def _origins_without_data(
     eqn: JaxprEqn, in_origins: list[Origin], leaves: frozenset[int]
 ) -> list[Origin]:
     """The origins of the outputs of an equation without data."""
-    scans = NONE.union(*(origin.scans for origin in in_origins))
+    scans = NO_INDICES.union(*(origin.scans for origin in in_origins))
     depth = 1 + max((origin.depth for origin in in_origins), default=0)
     # Python would call all of them in one another.
     if depth > 100:
@@ -372,7 +373,7 @@ def _origins_without_data(
         return values[outputs]
 
     if _jaxpr.is_stop(eqn):
-        leaves = NONE
+        leaves = NO_INDICES
     view = _view_after(eqn, [origin.view for origin in in_origins])
     out_origins = []
     for index in range(len(eqn.outvars)):
@@ -441,7 +442,11 @@ def _as_narrow_as(x: Any, var: Any) -> Any:
 def capture(
     program: Program, params: list[Array], batch: list[Array]
 ) -> tuple[list[Array], CapturedOfSites]:
-    """The outputs of the losses of a batch, and what is captured at each site."""
+    """Runs the losses of a batch forward and backward.
+
+    Returns:
+      The outputs of the losses, and what is captured at each site.
+    """
     size = batch[0].shape[0]
     taps: dict[int, list[Array]] = {}
     for site in program.sites:
@@ -473,13 +478,16 @@ def capture(
 def _run(
     program: Program, args: Sequence[Any], taps: dict[int, list[Array]], zero: Array
 ) -> tuple[list[Any], dict[int, list[Any]]]:
-    """The outputs of a program, and by the numbers of sites the data that came in.
+    """Runs a program, with a tap at each output of a site that has one.
 
     Args:
       program: the program.
       args: its inputs.
-      taps: by the numbers of sites, a tap for each output that has one.
-      zero: float32[], a part of the example.
+      taps: by the numbers of sites.
+      zero: float32[], 0 in each example, so that what is added to it is data.
+
+    Returns:
+      The outputs, and by the numbers of sites the data that came in.
     """
     # By identity, as in `_split`.
     values: dict[int, Any] = {}

@@ -92,11 +92,17 @@ class GramTerms(NamedTuple):
     # Those of lookups and of all others: 32 sites had 32 x 32 blocks in one matrix.
     a_arrays: list[Array]
     c: Array
-    a_norms: Array  # of each position
-    c_norms: Array
+    a_norms: Array  # |a_t| of each position
+    c_norms: Array  # |c_t|
+
+    @property
+    def has_part(self) -> Array:
+        """Whether the gradient has a part from a position."""
+        return (self.a_norms != 0) & (self.c_norms != 0)
 
 
 def _gram_terms(products: list[OuterProducts]) -> GramTerms:
+    """The outer products in one dtype, the lookups first."""
     wide = np.dtype(np.float32)
     for x in jax.tree.leaves(products):
         if not _is_lookup(x):
@@ -107,14 +113,17 @@ def _gram_terms(products: list[OuterProducts]) -> GramTerms:
     a_arrays = []
     c_arrays = []
     a_norms = []
-    for group in (lookups, others):
-        if group:
-            a, c = joined(group)
-            a_arrays.append(a)
-            c_arrays.append(c)
-            # A lookup is 1 in one row.
-            is_lookup = _is_lookup(a)
-            a_norms.append(jnp.ones_like(a, wide) if is_lookup else _norms_of_rows(a))
+    if lookups:
+        a, c = joined(lookups)
+        a_arrays.append(a)
+        c_arrays.append(c)
+        # A lookup is 1 in one row.
+        a_norms.append(jnp.ones_like(a, wide))
+    if others:
+        a, c = joined(others)
+        a_arrays.append(a)
+        c_arrays.append(c)
+        a_norms.append(_norms_of_rows(a))
     c = jnp.concatenate(c_arrays, 2)
     terms = GramTerms(a_arrays, c, jnp.concatenate(a_norms, 2), _norms_of_rows(c))
     if c.shape[1] == 1:
@@ -126,45 +135,53 @@ def _gram_terms(products: list[OuterProducts]) -> GramTerms:
 def norms_by_gram(
     products: list[OuterProducts], *, is_bounded: bool
 ) -> tuple[Array, Array]:
-    """The norms in Gram form, and sum_t |a_t| |c_t|, which bounds the terms.
+    """For each example the norm of its gradient G, and a bound of it and of its terms:
+
+        |G|^2 = sum_ts (a_t . a_s)(c_t . c_s)
+        |G| <= sum_t |a_t| |c_t|
 
     With `is_bounded` a gradient is never longer than its norm. A CPU then adds up in
     float64. Elsewhere the norm is rounded up by the most that its additions may lose,
     in whatever order they are made. Where squares would leave the range of the dtype,
     the bound is the norm.
     """
-    a_arrays, c, a_norms, c_norms = _gram_terms(products)
-    sizes = jnp.where(a_norms < LARGEST_INPUT, a_norms, jnp.inf) * c_norms
+    terms = _gram_terms(products)
+    dtype = terms.c.dtype
+    is_too_large = terms.has_part & (terms.a_norms >= LARGEST_INPUT)
+    sizes = jnp.where(is_too_large, jnp.inf, terms.a_norms * terms.c_norms)
     # The bound of a stack is that of all its matrices.
     bounds = _norms_along_batch(jnp.sum(sizes, -1))
-    is_relevant = (a_norms != 0) & (c_norms != 0)
-    fits = _fits(jnp.where(is_relevant, a_norms + c_norms, 0), bounds)
+    fits = _fits(jnp.where(terms.has_part, terms.a_norms + terms.c_norms, 0), bounds)
+    # At most the square of the bound: nothing is longer.
+    lost_share = min(rounding(_additions(terms), dtype), 1.0)
 
-    def rounded_up(a_arrays: list[Array], c: Array, is_relevant: Array) -> Array:
-        squares = _squares_by_gram(a_arrays, c, is_relevant, c.dtype)
-        rows = 1 if _is_lookup(a_arrays[-1]) else a_arrays[-1].shape[-1]
-        pairs = math.prod(c.shape[1:-1]) * c.shape[-2]
-        count = rows + c.shape[-1] + pairs + 1
-        # At most the square of the bound: nothing is longer.
-        lost = min(rounding(count, c.dtype), 1.0)
-        return jnp.maximum(squares, 0) + jnp.where(fits, lost * bounds**2, 0)
+    def rounded_up(terms: GramTerms) -> Array:
+        lost = jnp.where(fits, lost_share * bounds**2, 0)
+        return jnp.maximum(_squares_by_gram(terms, dtype), 0) + lost
 
     if is_bounded:
         squares = per_platform(
-            a_arrays,
-            c,
-            is_relevant,
-            cpu=_squares_in_float64,
-            gpu=rounded_up,
-            plain=rounded_up,
+            terms, cpu=_squares_in_float64, gpu=rounded_up, plain=rounded_up
         )
     else:
-        squares = _squares_by_gram(a_arrays, c, is_relevant, c.dtype)
+        squares = _squares_by_gram(terms, dtype)
     is_long = fits & (squares > 0)
     is_zero = fits & (squares <= 0)
     # The derivative of sqrt(0) would be NaN.
     norms = jnp.sqrt(jnp.where(is_long, squares, 1))
     return jnp.where(is_long, norms, jnp.where(is_zero, 0, bounds)), bounds
+
+
+def _additions(terms: GramTerms) -> int:
+    """How many roundings a square in Gram form has at most: of both inner products, of
+    the sum over pairs of positions, and one.
+    """
+    a = terms.a_arrays[-1]
+    rows = 1 if _is_lookup(a) else a.shape[-1]
+    columns = terms.c.shape[-1]
+    # [example, *stack, position, column]
+    pairs = math.prod(terms.c.shape[1:-1]) * terms.c.shape[-2]
+    return rows + columns + pairs + 1
 
 
 def _fits(sizes: Array, bounds: Array) -> Array:
@@ -186,25 +203,23 @@ def rounding(count: int, dtype: Any) -> float:
     return share / (1 - share) if share < 1 else np.inf
 
 
-def _squares_in_float64(a_arrays: list[Array], c: Array, is_relevant: Array) -> Array:
+def _squares_in_float64(terms: GramTerms) -> Array:
     with jax.enable_x64(True):
-        squares = _squares_by_gram(a_arrays, c, is_relevant, np.float64)
-        return lax.convert_element_type(squares, c.dtype)
+        squares = _squares_by_gram(terms, np.float64)
+        return lax.convert_element_type(squares, terms.c.dtype)
 
 
-def _squares_by_gram(
-    a_arrays: list[Array], c: Array, is_relevant: Array, dtype: Any
-) -> Array:
+def _squares_by_gram(terms: GramTerms, dtype: Any) -> Array:
     """The squares of the norms: sum_ts (a_t . a_s)(c_t . c_s)."""
-    a_arrays = [_cast(a, dtype) for a in a_arrays]
-    c = _cast(c, dtype)
+    a_arrays = [_cast(a, dtype) for a in terms.a_arrays]
+    c = _cast(terms.c, dtype)
     blocks = []
     for a in a_arrays:
         blocks.append([_inner_products(a, b, dtype) for b in a_arrays])
-    both_relevant = is_relevant[..., :, None] & is_relevant[..., None, :]
-    # Selected, since beside a cotangent of 0 the product of inputs may be inf.
     products = jnp.block(blocks) * _inner_products(c, c, dtype)
-    return _sums(jnp.where(both_relevant, products, 0))
+    # Selected, since beside a cotangent of 0 the product of inputs may be inf.
+    both_have_part = terms.has_part[..., :, None] & terms.has_part[..., None, :]
+    return _sums(jnp.where(both_have_part, products, 0))
 
 
 def _cast(x: Array, dtype: Any) -> Array:
