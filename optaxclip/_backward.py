@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from . import _trees as trees
 from ._axes import axes_within
@@ -42,9 +43,9 @@ from ._trees import PyTree, Tree, clipped_leaves, put_back
 def clip_cotangent(
     x: Tree,
     *,
-    max_value: Any = None,
-    min_value: Any = None,
-    max_norm: Any = None,
+    max_value: ArrayLike | None = None,
+    min_value: ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
     axis: int | tuple[int, ...] | None = None,
     ord: Ord = None,
     mesh_axes: MeshAxes = "auto",
@@ -156,7 +157,7 @@ def clip_cotangent(
     return _with_clipped_cotangent(measure, arrays, limit, x)
 
 
-def scale_cotangent(x: Tree, scale: Any) -> Tree:
+def scale_cotangent(x: Tree, scale: ArrayLike) -> Tree:
     """Returns `x`, and multiplies its derivative.
 
         y = x,   dL/dx = scale * dL/dy
@@ -201,8 +202,8 @@ class _Bounds(NamedTuple):
 
 
 def _with_clipped_cotangent(
-    measure: Measure | None, arrays: Any, limit: jax.Array | _Bounds, x: Any
-) -> Any:
+    measure: Measure | None, arrays: PyTree, limit: jax.Array | _Bounds, x: Tree
+) -> Tree:
     # A list of leaves, since JAX would put placeholders into nodes of the user's.
     leaves, treedef = jax.tree.flatten(arrays)
     new_leaves = _clipped_backward(measure, treedef, leaves, limit)
@@ -223,7 +224,7 @@ def _clipped_backward(
 
 
 def _forward(
-    measure: Any, treedef: PyTree, leaves: list[Array], limit: Array
+    measure: Measure | None, treedef: PyTree, leaves: list[Array], limit: Array
 ) -> tuple[Any, Any]:
     # Only the limit is kept for the backward pass, and no activations.
     return leaves, limit
@@ -254,7 +255,7 @@ _clipped_backward.defvjp(_forward, _backward)
 # JAX transposes a JVP that is linear in the tangent for reverse mode. A clip is not
 # linear, so `clip_cotangent` has a custom VJP and no forward mode.
 @jax.custom_jvp
-def _scaled(x: Any, scale: jax.Array) -> Any:
+def _scaled(x: PyTree, scale: jax.Array) -> PyTree:
     """The identity. Its derivative is multiplied."""
     return x
 

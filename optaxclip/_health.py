@@ -152,7 +152,7 @@ def record_health(
         )
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **_: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **_: object
     ) -> tuple[PyTree, HealthState]:
         check_state(CALL, state, HealthState)
         if {*state.signs, *state.idle} != {*signs, *tables}:

@@ -37,7 +37,13 @@ from ._outcome import Decide, Decision, Memories, Outcome, first_state, next_sta
 from ._prefixes import Prefix
 from ._state import ClipState, state_of_placeholder
 from ._trees import PyTree
-from .rules._limits import check_limits_of_parts, check_one_limit, rule_of, rules_of
+from .rules._limits import (
+    LimitTree,
+    check_limits_of_parts,
+    check_one_limit,
+    rule_of,
+    rules_of,
+)
 from .rules._rule import Rule, further_norms, is_rule, limit_of, limit_of_jitted
 from .shrinks import Shrink, shrink_of
 
@@ -69,7 +75,7 @@ class Overrides(NamedTuple):
 
 def make_clipper(
     measure: Measure,
-    limit: Any,
+    limit: LimitTree,
     *,
     call: str,
     name: str = "max_norm",
@@ -451,12 +457,12 @@ def _roots(
 
 def clip_once(
     tree: PyTree,
-    limit: Any,
+    limit: LimitTree,
     measure: Measure,
     *,
     call: str,
     name: str,
-    grad_norm: Any = None,
+    grad_norm: PyTree = None,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Clips every norm of a tree to at most `limit`, with no state to carry. `options`

@@ -23,6 +23,8 @@ In this module `axes` are axes of an array, `mesh_axes` is the option, and `name
 names of mesh axes.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -62,7 +64,7 @@ NOT_SPLIT: Split = ((), ())
 # ----------------------------------------------------------------- the option mesh_axes
 
 
-def static_mesh_axes(mesh_axes: Any, call: str) -> Any:
+def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Prefix:
     """`mesh_axes` as a hashable value.
 
     Raises:
@@ -83,7 +85,9 @@ def static_mesh_axes(mesh_axes: Any, call: str) -> Any:
     return prefix_table(mesh_axes, _is_entry)
 
 
-def mesh_axes_of_leaves(mesh_axes: Any, tree: PyTree, call: str) -> list[Any]:
+def mesh_axes_of_leaves(
+    mesh_axes: MeshAxes | Prefix, tree: PyTree, call: str
+) -> list[Any]:
     """The entry of `mesh_axes` for each leaf."""
     mesh_axes = static_mesh_axes(mesh_axes, call)
     if isinstance(mesh_axes, Prefix):
@@ -92,7 +96,7 @@ def mesh_axes_of_leaves(mesh_axes: Any, tree: PyTree, call: str) -> list[Any]:
     return [mesh_axes] * len(jax.tree.leaves(tree))
 
 
-def global_shapes(mesh_axes: Any, tree: PyTree, call: str) -> list[Any]:
+def global_shapes(mesh_axes: MeshAxes | Prefix, tree: PyTree, call: str) -> list[Any]:
     """The shape of each leaf over all devices. None where it is not known which axis is
     split.
     """
@@ -114,7 +118,9 @@ def global_shapes(mesh_axes: Any, tree: PyTree, call: str) -> list[Any]:
     return shapes
 
 
-def splits(mesh_axes: Any, tree: PyTree, axes: Sequence[Any], call: str) -> list[Split]:
+def splits(
+    mesh_axes: MeshAxes | Prefix, tree: PyTree, axes: Sequence[Any], call: str
+) -> list[Split]:
     """For each leaf, how it is split if its norm is taken over its axes `axes` (None:
     all).
 
@@ -135,7 +141,11 @@ def splits(mesh_axes: Any, tree: PyTree, axes: Sequence[Any], call: str) -> list
 
 
 def _split(
-    name: str, array: jax.Array, entry: Any, summed_axes: Any, call: str
+    name: str,
+    array: jax.Array,
+    entry: Any,
+    summed_axes: tuple[int, ...] | None,
+    call: str,
 ) -> Split:
     """How one leaf is split, by its entry of `mesh_axes`."""
     argument = f"{call}: mesh_axes"
@@ -211,7 +221,7 @@ def _check_against_type(
 
 
 def _names_of_split(
-    array: Any, entry: Any, argument: str
+    array: jax.Array, entry: Any, argument: str
 ) -> tuple[AxisNames, list[AxisNames] | None]:
     """The manual mesh axes that split a leaf, by its entry of `mesh_axes`, and the same
     by array axis: None where it is not known which axis they split.
@@ -229,7 +239,9 @@ def _names_of_split(
     return names, None
 
 
-def _names_of_spec(array: Any, spec: PartitionSpec, argument: str) -> list[AxisNames]:
+def _names_of_spec(
+    array: jax.Array, spec: PartitionSpec, argument: str
+) -> list[AxisNames]:
     """For each axis of an array the manual mesh axes that split it."""
     manual = manual_axes()
     names_by_axis: list[AxisNames] = [()] * jnp.ndim(array)
@@ -254,7 +266,7 @@ def _names_of_spec(array: Any, spec: PartitionSpec, argument: str) -> list[AxisN
     return names_by_axis
 
 
-def names_in(entry: Any) -> AxisNames:
+def names_in(entry: str | tuple[str, ...] | None) -> AxisNames:
     """The names in an entry of a PartitionSpec: None, "x" or ("x", "y")."""
     if entry is None:
         return ()

@@ -74,7 +74,7 @@ def varying_as_any_of(values: PyTree, models: PyTree) -> Any:
     return jax.tree.map(lambda x: varying_over(x, names), values)
 
 
-def narrowed_as(values: Any, model: jax.Array) -> Any:
+def narrowed_as(values: PyTree, model: jax.Array) -> PyTree:
     """The arrays of a tree, typed as the same on all devices along the mesh axes along
     which `model` is.
 
@@ -97,7 +97,7 @@ def resharded_as(value: jax.Array, array_type: ShapedArray) -> jax.Array:
     return resharded(value, sharding.spec, sharding.mesh)
 
 
-def types_of(function: Callable[..., Any], *args: Any) -> Any:
+def types_of(function: Callable[..., Any], *args: object) -> PyTree:
     """The types of the arrays that a function returns.
 
     `jax.eval_shape` drops the shardings of a mesh that has both Explicit and Auto axes,

@@ -119,7 +119,10 @@ class SpikeNumbers(NamedTuple):
     score_recent: Array
 
 
-def _rows_of(numbers: Any, path: str = "") -> Iterator[Row]:
+Numbers = ClipNumbers | RecordNumbers | ElementNumbers | SkipNumbers | SpikeNumbers
+
+
+def _rows_of(numbers: Numbers, path: str = "") -> Iterator[Row]:
     """A row for each number of one of these records."""
     for metric, value in numbers._asdict().items():
         if value is not None:

@@ -78,7 +78,7 @@ def unpacked(
     return jax.tree.map(filled, windows, is_leaf=is_mark)
 
 
-def rows_from(array: Any, start: int, axis: int = -1) -> Iterator[Any]:
+def rows_from(array: Array, start: int, axis: int = -1) -> Iterator[Array]:
     """The rows of an array behind the first ones."""
     for row in range(start, array.shape[axis]):
         yield array[..., row] if axis == -1 else array[..., row, :]

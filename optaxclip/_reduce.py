@@ -433,7 +433,7 @@ def _largest(specs: Specs, norm_count: int, arrays: list[Array]) -> list[Array]:
 
 
 def _by_powers(
-    specs: Specs, norm_count: int, ord: Any, arrays: list[Array]
+    specs: Specs, norm_count: int, ord: float, arrays: list[Array]
 ) -> list[Array]:
     """The norms of order p. Elements are divided by the largest of their norm first, so
     that no power leaves the range. The division is a second read.
@@ -534,7 +534,7 @@ def _slope(array: Array, tangent: Array, norm: Array) -> Array:
     return quotient * tangent.astype(norm.dtype)
 
 
-def _weight(ord: Any, moduli: Array, norm: Array) -> Array:
+def _weight(ord: float, moduli: Array, norm: Array) -> Array:
     """The derivative of a norm by the moduli of a leaf. For order inf it is 1 for each
     of the largest.
     """

@@ -217,7 +217,7 @@ class ClipState(_Fields):
     def _number(self, name: str) -> Any:
         return self._row(self.numbers, NUMBER_NAMES.index(name))
 
-    def _row(self, array: Any, index: int) -> Any:
+    def _row(self, array: Array, index: int) -> Any:
         return array[..., index] if self.names.is_global else array[..., index, :]
 
     def __repr__(self) -> str:

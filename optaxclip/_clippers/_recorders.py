@@ -124,7 +124,7 @@ class SpikeState(NamedTuple):
 
 
 def record_spikes(
-    sigmas: Number = 6.0, window: Any = 128, *, mesh_axes: MeshAxes = "auto"
+    sigmas: Number = 6.0, window: int | jax.Array = 128, *, mesh_axes: MeshAxes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
     """Counts the steps whose norm or loss stands out, for `metrics`. Changes nothing.
     The loss must be the same on all devices, so average it with `lax.pmean`. In pmap

@@ -117,7 +117,7 @@ def spam(
         checks.check_length(f"{call}: every", every)
     checks.check_flag(f"{call}: count", count)
 
-    def zero_moment(leaf: Any) -> jax.Array:
+    def zero_moment(leaf: ArrayLike) -> jax.Array:
         return jnp.zeros_like(leaf, jnp.finfo(wide_dtype(leaf)).dtype)
 
     def init(params: PyTree) -> SpamState:
@@ -411,7 +411,7 @@ def reset_momentum(
         rise = 1 - 0.99 * (1 + jnp.cos(jnp.pi * progress)) / 2
         factor = jnp.where(is_rising, rise, 1.0)
 
-        def scaled(x: Any) -> jax.Array:
+        def scaled(x: ArrayLike) -> jax.Array:
             wide = _widened(x)
             return (wide * factor.astype(wide.dtype)).astype(jnp.result_type(x))
 

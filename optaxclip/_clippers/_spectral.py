@@ -23,8 +23,9 @@ Reference: Jiang, Semenov, Stich, SPECTRA, 2026 (arXiv 2603.14315). Yukhimchuk e
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
 from .. import _trees as trees
-from .._axes import Stacked, other_axes, stacked_axes
+from .._axes import ByPath, Stacked, other_axes, stacked_axes
 from .._checks import Nonfinite, check_choice, check_known, check_length, shown
 from .._kernel import make_clipper
 from .._mesh_types import resharded, resharded_as
@@ -50,6 +51,8 @@ from ..rules._memory import root
 from ..shrinks import Shrink, hard, shrink_of, smooth
 
 Method = Literal["svd", "newton_schulz"]
+# An int, a tree prefix of ints, or a function of path and leaf.
+Columns: TypeAlias = "int | Mapping[Any, Columns] | Sequence[Columns] | ByPath | None"
 
 
 def clip_by_spectral_norm(
@@ -58,7 +61,7 @@ def clip_by_spectral_norm(
     shrink: Shrink | None = None,
     method: Method = "svd",
     steps: int | None = None,
-    columns: Any = None,
+    columns: Columns = None,
     stacked: Stacked = None,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
@@ -174,7 +177,7 @@ def clip_by_spectral_norm(
 def spectral_norm(
     tree: PyTree,
     *,
-    columns: Any = None,
+    columns: Columns = None,
     stacked: Stacked = None,
     method: Method = "svd",
 ) -> Any:
@@ -207,7 +210,9 @@ def spectral_norm(
     return measure(clipped_leaves(tree, "spectral_norm")).tree()
 
 
-def _measure(call: str, method: Method, columns: Any, stacked: Any) -> SpectralNorm:
+def _measure(
+    call: str, method: Method, columns: Columns, stacked: Stacked
+) -> SpectralNorm:
     """The measure of these arguments, which are checked."""
     check_choice(f"{call}: method", method, get_args(Method))
     # A tuple is a node of the tree, as `columns` has one number for each leaf.

@@ -40,8 +40,8 @@ Reference: keras/src/optimizers/base_optimizer.py, Keras 3.15.
 from __future__ import annotations
 
 import math
-from typing import Any
 
+import numpy as np
 import optax
 from jax.core import Tracer
 
@@ -50,12 +50,15 @@ from .._clippers._by_value import value_clipper
 from .._kernel import make_clipper
 from .._names import with_our_names
 from .._norms import GlobalNorm, TensorNorm
+from ..rules._rule import Number
 
 __all__ = ["clip_gradients"]
 
 
 def clip_gradients(
-    clipnorm: Any = None, clipvalue: Any = None, global_clipnorm: Any = None
+    clipnorm: Number | None = None,
+    clipvalue: Number | None = None,
+    global_clipnorm: Number | None = None,
 ) -> optax.GradientTransformation:
     """Returns the clipper that a Keras optimizer with this argument would use.
 
@@ -105,7 +108,7 @@ def clip_gradients(
         check_number(argument, value, lowest=-math.inf, is_scalar=True)
         # 0 would make zeros in the library. Code that is ported should not find out
         # about either by accident.
-        if not isinstance(value, Tracer) and value <= 0:
+        if not isinstance(value, Tracer) and np.less_equal(value, 0):
             raise ValueError(
                 f"{argument} must be above 0, got {shown(value)}: Keras does not clip "
                 "then; leave it out for that."

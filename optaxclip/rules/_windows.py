@@ -351,7 +351,7 @@ class QuantileTracker(Rule):
 
 
 def step_rule(
-    sigmas: Number = 6.0, window: Any = 128, *, call: str = "windowed_mean"
+    sigmas: Number = 6.0, window: int | Array = 128, *, call: str = "windowed_mean"
 ) -> Rule:
     """The rule of `skip_step`: the first limit comes after half a window."""
     check_length(f"{call}: window", window, least=2)
@@ -368,13 +368,13 @@ def step_rule(
     )
 
 
-def spike_rule(call: str, sigmas: Number, window: Any) -> Rule:
+def spike_rule(call: str, sigmas: Number, window: int | Array) -> Rule:
     """The rule of OLMo-core's spike score: what is over its limit is a spike."""
     # Nothing is a spike before the window is full.
     return rule_in(call, WindowedMean, sigmas=sigmas, window=window, warmup=window)
 
 
-def moments(ddof: Any, window: Window) -> tuple[Array, Array]:
+def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
     """Mean and standard deviation of the norms in a window.
 
     Both are taken of differences from one of the norms, divided by the largest
