@@ -18,6 +18,8 @@ Reference: Graves, Generating sequences with recurrent neural networks, 2013 (ar
 1308.0850), clips the cotangents of an LSTM's inputs to [-1, 1] or [-10, 10].
 """
 
+from __future__ import annotations
+
 import math
 from functools import partial
 from typing import Any, NamedTuple
@@ -197,12 +199,12 @@ def scale_cotangent(x: Tree, scale: ArrayLike) -> Tree:
 class _Bounds(NamedTuple):
     """The bounds of each element."""
 
-    high: jax.Array
-    low: jax.Array | None  # None: -high
+    high: Array
+    low: Array | None  # None: -high
 
 
 def _with_clipped_cotangent(
-    measure: Measure | None, arrays: PyTree, limit: jax.Array | _Bounds, x: Tree
+    measure: Measure | None, arrays: PyTree, limit: Array | _Bounds, x: Tree
 ) -> Tree:
     # A list of leaves, since JAX would put placeholders into nodes of the user's.
     leaves, treedef = jax.tree.flatten(arrays)
@@ -216,9 +218,9 @@ def _with_clipped_cotangent(
 def _clipped_backward(
     measure: Measure | None,
     treedef: PyTree,
-    leaves: list[jax.Array],
-    limit: jax.Array | _Bounds,
-) -> list[jax.Array]:
+    leaves: list[Array],
+    limit: Array | _Bounds,
+) -> list[Array]:
     """The identity. Its cotangent is clipped by norm, or by value without a measure."""
     return leaves
 
@@ -231,8 +233,8 @@ def _forward(
 
 
 def _backward(
-    measure: Measure | None, treedef: PyTree, limit: Any, cotangents: list[jax.Array]
-) -> tuple[list[jax.Array], Any]:
+    measure: Measure | None, treedef: PyTree, limit: Any, cotangents: list[Array]
+) -> tuple[list[Array], Any]:
     """The clipped cotangents of the leaves, and the cotangent of the limit, which is 0.
 
     A backward pass has nowhere to keep a state, so that of the clipper is dropped.
@@ -255,7 +257,7 @@ _clipped_backward.defvjp(_forward, _backward)
 # JAX transposes a JVP that is linear in the tangent for reverse mode. A clip is not
 # linear, so `clip_cotangent` has a custom VJP and no forward mode.
 @jax.custom_jvp
-def _scaled(x: PyTree, scale: jax.Array) -> PyTree:
+def _scaled(x: PyTree, scale: Array) -> PyTree:
     """The identity. Its derivative is multiplied."""
     return x
 
@@ -268,7 +270,7 @@ def _scaled_jvp(
     # Without the tangent of the scale, whose gradient therefore is 0.
     x_tangent, _ = tangents
 
-    def multiplied(tangent: jax.Array) -> jax.Array:
+    def multiplied(tangent: Array) -> Array:
         # Rounded once: a scale of 0.1 would be 0.1001 in bfloat16.
         # By NumPy, since JAX does not promote floats of 8 bits.
         wide = np.promote_types(tangent.dtype, scale.dtype)
@@ -277,7 +279,7 @@ def _scaled_jvp(
     return x, jax.tree.map(multiplied, x_tangent)
 
 
-def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:
+def _scalar(argument: str, value: Any, lowest: float = 0.0) -> Array:
     """A number as a float scalar, which can have a cotangent.
 
     A traced number below the lowest counts as the lowest.

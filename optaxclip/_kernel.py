@@ -154,7 +154,7 @@ def make_clipper(
             checks.check_given_norm(f"{call}: grad_norm", number)
         for number in jax.tree.leaves(limit):
             # The value of an array is not checked: that would wait for the device.
-            if not isinstance(number, jax.Array):
+            if not isinstance(number, Array):
                 checks.check_limit(f"{call}: limit", number)
         overrides = jax.tree.map(checks.number_for_jit, Overrides(grad_norm, limit))
         tree = trees.gradients_of(call, updates, params)

@@ -109,8 +109,8 @@ class Names(NamedTuple):
         return 0
 
 
-def _is_share(count: int, whole: int) -> bool:
-    return count == whole or (0 < count < whole and whole % count == 0)
+def _is_share(count: int, total: int) -> bool:
+    return count == total or (0 < count < total and total % count == 0)
 
 
 class _Fields(NamedTuple):
@@ -294,13 +294,13 @@ def state_of_rows(
     else:
         row_type = jax.ShapeDtypeStruct(rows.norm.shape, dtype)
         memory_rows = packed(memory, row_type)
-    structure = jax.tree.map(lambda _: InWindows(), memory_rows.rest)
+    structure = jax.tree.map(lambda _: InWindows(), memory_rows.windows)
     numbers = [number.astype(dtype) for number in numbers + memory_rows.numbers]
     return ClipState(
         names._replace(windows_structure=structure),
         counts=jnp.stack(counts + memory_rows.counts),
         numbers=jnp.stack(numbers),
-        windows=memory_rows.rest,
+        windows=memory_rows.windows,
     )
 
 

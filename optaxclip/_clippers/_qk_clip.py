@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
@@ -211,7 +212,7 @@ def _clip(
     """The updates that lead to the weights times their scales."""
     updates, treedef = jax.tree.flatten(tree)
     entries = state.by_name()
-    scales: dict[int, jax.Array] = {}
+    scales: dict[int, Array] = {}
     for attention in attentions:
         # The state has a scalar where there is one head. Here it is [heads] or
         # [layers, heads].
@@ -230,7 +231,7 @@ def _clip(
     return treedef.unflatten(updates)
 
 
-def _scaled(update: jax.Array, weight: ArrayLike, scale: jax.Array) -> jax.Array:
+def _scaled(update: Array, weight: ArrayLike, scale: Array) -> Array:
     """scale (weight + update) - weight, without its cancellation."""
     wide = np.promote_types(update.dtype, scale.dtype)
     scale = scale.astype(wide)
@@ -440,7 +441,7 @@ def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
     return shape
 
 
-def scale_of(leaf: AttentionLeaf, factor: jax.Array) -> jax.Array:
+def scale_of(leaf: AttentionLeaf, factor: Array) -> Array:
     """The numbers that a leaf is multiplied by, 1 where it has no query and no key.
     They broadcast to the leaf.
 
@@ -459,7 +460,7 @@ def scale_of(leaf: AttentionLeaf, factor: jax.Array) -> jax.Array:
     return jnp.expand_dims(scale, other_axes(leaf.axes, leaf.rank))
 
 
-def logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, jax.Array]:
+def logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Array]:
     """The largest logit of each attention's heads of keys, at least 0.
 
     Raises:
@@ -488,7 +489,7 @@ def logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, jax.
 
 def _arrays_of_attentions(
     attentions: list[Attention], max_logits: PyTree
-) -> list[jax.Array]:
+) -> list[Array]:
     """The array of each attention: the one whose path begins with that of the
     attention, or with which that begins.
 

@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
@@ -298,7 +298,7 @@ class Layout(NamedTuple):
     rows: int
     columns: int
 
-    def stack(self, leaves: list[jax.Array]) -> jax.Array:
+    def stack(self, leaves: list[Array]) -> Array:
         """The leaves as matrices [leaves, *layers, rows, columns], in at least float32,
         transposed where they would have fewer rows than columns.
 
@@ -315,7 +315,7 @@ class Layout(NamedTuple):
         matrices = jnp.stack(matrices_of_leaves).astype(dtype)
         return adjoint(matrices) if self.rows < self.columns else matrices
 
-    def unstack(self, matrices: jax.Array, like: jax.Array) -> jax.Array:
+    def unstack(self, matrices: Array, like: Array) -> Array:
         """One leaf out of a stack, [*layers, rows, columns], typed like another."""
         if self.rows < self.columns:
             matrices = adjoint(matrices)
@@ -380,7 +380,7 @@ def _with_shrunk_values(
     return treedef.unflatten(leaves)
 
 
-def _divided(matrices: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _divided(matrices: Array, sizes: Array) -> tuple[Array, Array]:
     """Matrices divided by a power of 2 near their size, so that squares do not
     overflow, and these powers. Matrices whose size is NaN or inf become zeros.
     """
@@ -431,22 +431,22 @@ SQUARINGS = 17
 POLAR_STEPS = {4: 24, 8: 48}
 
 
-def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+def matmul(a: Array, b: Array) -> Array:
     """a @ b, with factors that are not rounded."""
     # By default accelerators round float32 factors to bfloat16 or TF32.
     return jnp.matmul(a, b, precision="highest")
 
 
-def adjoint(x: jax.Array) -> jax.Array:
+def adjoint(x: Array) -> Array:
     """The conjugate transpose of each matrix."""
     return jnp.conj(x.mT)
 
 
-def largest_singular_values(x: jax.Array) -> jax.Array:
+def largest_singular_values(x: Array) -> Array:
     """The largest singular value of each matrix, [..., 1, 1]."""
     gram = matmul(adjoint(x), x)
 
-    def square(_: int, power: jax.Array) -> jax.Array:
+    def square(_: int, power: Array) -> Array:
         power = matmul(power, power)
         trace = jnp.real(jnp.trace(power, axis1=-2, axis2=-1))[..., None, None]
         # Zeros stay zeros.
@@ -461,8 +461,8 @@ def largest_singular_values(x: jax.Array) -> jax.Array:
 
 
 def shrunk_by_products(
-    x: jax.Array, limit: jax.Array, norm: jax.Array, steps: int | None, *, is_hard: bool
-) -> jax.Array:
+    x: Array, limit: Array, norm: Array, steps: int | None, *, is_hard: bool
+) -> Array:
     """Matrices with their singular values shrunk, by `hard` or by `smooth(2)`.
 
     `norm` is their largest singular value. `steps` None means as many as the dtype
@@ -489,7 +489,7 @@ def shrunk_by_products(
     return limit * b
 
 
-def _inverse_of_largest(z: jax.Array, steps: int) -> jax.Array:
+def _inverse_of_largest(z: Array, steps: int) -> Array:
     """max(b, z)^-1 for Hermitian Z, where b^2 = 1 - z^2."""
     eye = _eye(z)
     difference = eye - 2 * matmul(z, adjoint(z))
@@ -498,7 +498,7 @@ def _inverse_of_largest(z: jax.Array, steps: int) -> jax.Array:
 
     # The inverse root of a matrix with eigenvalues in [1/2, 1]. The error 1 - square
     # y^2 is 1/2 for y = 1, then 0.22, 0.04, 1e-3, 1e-6, 1e-12, 1e-24.
-    def step(_: int, y: jax.Array) -> jax.Array:
+    def step(_: int, y: Array) -> Array:
         return 0.5 * matmul(y, 3 * eye - matmul(square, matmul(y, y)))
 
     # The first step, from y = 1, multiplies no matrices.
@@ -509,7 +509,7 @@ def _inverse_of_largest(z: jax.Array, steps: int) -> jax.Array:
     return inverse / math.sqrt(1 + _lowest_in_reach(steps))
 
 
-def _polar(x: jax.Array, lowest: ArrayLike, steps: int) -> jax.Array:
+def _polar(x: Array, lowest: ArrayLike, steps: int) -> Array:
     """Turns all singular values in [lowest, 1] into 1, by the iteration
     x <- r x (3 - r^2 x^2) / 2. For a Hermitian matrix this is the sign.
 
@@ -540,7 +540,7 @@ def _lowest_in_reach(steps: int) -> float:
     return min(1.0, 2.46 ** (4.1 - steps))
 
 
-def _eye(x: jax.Array) -> jax.Array:
+def _eye(x: Array) -> Array:
     """The identity matrix [1, ..., columns, columns] for matrices [..., columns]."""
     eye = jnp.eye(x.shape[-1], dtype=x.dtype)
     return jnp.expand_dims(eye, range(x.ndim - 2))

@@ -86,20 +86,23 @@ def clip_gradients(
       >>> print(*(f"{x:.4f}" for x in updates[0]), updates[1])
       0.6000 0.8000 [0.5]
     """
-    arguments = {"clipnorm": clipnorm, "clipvalue": clipvalue}
-    arguments["global_clipnorm"] = global_clipnorm
-    # A limit of 0 is given: it is refused below instead of counting as none.
-    given = {name: x for name, x in arguments.items() if x is not None}
-    if not given:
+    arguments = {
+        "clipnorm": clipnorm,
+        "clipvalue": clipvalue,
+        "global_clipnorm": global_clipnorm,
+    }
+    # A limit of 0 stays: it is refused below instead of counting as none.
+    limits = {name: limit for name, limit in arguments.items() if limit is not None}
+    if not limits:
         return optax.identity()
     # As in Keras, whose optimizers apply at most one of them.
-    if len(given) > 1:
-        all_given = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
+    if len(limits) > 1:
+        texts = [f"{name}={shown(limit)}" for name, limit in limits.items()]
         raise ValueError(
             "clip_gradients: only one of clipnorm, clipvalue and global_clipnorm can "
-            f"be set, got {all_given}."
+            f"be set, got {', '.join(texts)}."
         )
-    ((name, value),) = given.items()
+    ((name, value),) = limits.items()
     call = "clip_gradients"
     argument = f"{call}: {name}"
     # The numbers of a schedule are not known before its steps.

@@ -60,6 +60,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -200,7 +201,7 @@ def clip_by_average_norm(t: Tree, clip_norm: ArrayLike) -> Tree:
 
 def clip_by_global_norm(
     t_list: Tree, clip_norm: ArrayLike, use_norm: ArrayLike | None = None
-) -> tuple[Tree, jax.Array]:
+) -> tuple[Tree, Array]:
     """Clips the norm of all tensors together: t * min(1, clip_norm / |t_list|).
 
     Args:
@@ -232,7 +233,7 @@ def clip_by_global_norm(
     return clip_once(t_list, clip_norm, norms.GlobalNorm(call), **options)
 
 
-def global_norm(t_list: PyTree) -> jax.Array:
+def global_norm(t_list: PyTree) -> Array:
     """Returns the norm of all tensors together: sqrt(sum |t|^2).
 
     None is ignored, and the norm of an empty list is 0.

@@ -50,7 +50,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
+from jax import Array
 from jax.typing import ArrayLike
 
 from .. import _norms as norms
@@ -76,7 +76,7 @@ def clip_grad_norm(
     max_norm: ArrayLike,
     norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
-) -> tuple[Tree, jax.Array]:
+) -> tuple[Tree, Array]:
     """Clips the norm of all gradients together, and returns it.
 
         grads * min(1, max_norm / (total_norm + 1e-6))
@@ -144,7 +144,7 @@ def clip_grad_value(grads: Tree, clip_value: ArrayLike) -> Tree:
 
 def get_total_norm(
     grads: PyTree, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
-) -> jax.Array:
+) -> Array:
     """Returns the norm of all gradients together, as if they were one vector.
 
     Args:
@@ -216,7 +216,7 @@ def _clipped(
     max_norm: ArrayLike | None,
     norm_type: float | str,
     error_if_nonfinite: bool,
-) -> tuple[Tree, jax.Array]:
+) -> tuple[Tree, Array]:
     """The clipped gradients and their norm. `call` is the name that errors quote."""
     try:
         # torch reads texts too: "inf" becomes inf.
