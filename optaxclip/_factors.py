@@ -113,7 +113,9 @@ def shrunk_by(shrink: Shrink, norm: Array, limit: Array, call: str) -> Any:
     # Zeros stay zeros, and a limit of inf clips nothing. There a shrink, such as norm *
     # (limit / norm), or its derivative may be NaN. So it gets a norm and limit of 1.
     stays = (norm == 0) | (limit == jnp.inf)
-    new_norm = shrink(jnp.where(stays, 1.0, norm), jnp.where(stays, 1.0, limit))
+    finite_norm = jnp.where(stays, 1.0, norm)
+    finite_limit = jnp.where(stays, 1.0, limit)
+    new_norm = shrink(finite_norm, finite_limit)
     is_number = isinstance(new_norm, NUMBERS)
     if not is_number or not broadcasts_to(jnp.shape(new_norm), norm.shape):
         raise TypeError(

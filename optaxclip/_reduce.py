@@ -530,7 +530,8 @@ def _slope(array: Array, tangent: Array, norm: Array) -> Array:
         return real + _slope(jnp.imag(array), jnp.imag(tangent), norm)
     # Where the norm is 0 all x are 0: 0 / 1 is 0. A norm that is NaN also divides by 1,
     # and the NaN in x shows.
-    quotient = divided(array.astype(norm.dtype), jnp.where(norm > 0, norm, 1.0))
+    divisor = jnp.where(norm > 0, norm, 1.0)
+    quotient = divided(array.astype(norm.dtype), divisor)
     return quotient * tangent.astype(norm.dtype)
 
 
@@ -540,7 +541,8 @@ def _weight(ord: float, moduli: Array, norm: Array) -> Array:
     """
     if ord == math.inf:
         return (moduli == norm).astype(moduli.dtype)
-    quotient = divided(moduli, jnp.where(norm > 0, norm, 1.0))
+    divisor = jnp.where(norm > 0, norm, 1.0)
+    quotient = divided(moduli, divisor)
     # Two wheres: at 0 a power below 1 does not exist, and the unused branch of a where
     # must stay finite as well.
     power = jnp.where(quotient > 0, quotient, 1.0) ** (float(ord) - 1.0)

@@ -96,9 +96,11 @@ class Names(NamedTuple):
             return False
         if [*self.unit_leaves] != [*other.unit_leaves]:
             return False
-        counts = self.layer_counts(), other.layer_counts()
+        counts = self.layer_counts()
+        other_counts = other.layer_counts()
         # Inside shard_map a device may hold a share of the layers of each leaf.
-        return all(map(_is_share, *counts)) or all(map(_is_share, *reversed(counts)))
+        is_share = all(map(_is_share, counts, other_counts))
+        return is_share or all(map(_is_share, other_counts, counts))
 
     def __ne__(self, other: object) -> bool:
         return not self == other

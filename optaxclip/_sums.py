@@ -177,7 +177,8 @@ def _square(x: Array, scale: ArrayLike) -> Array:
     # Without the bounds XLA makes x^2 * scale^2 of it, and scale^2 is 0 or inf. The
     # square of a bound is inf.
     bound = x.dtype.type(jnp.finfo(x.dtype).max / 2)
-    return lax.square(lax.clamp(-bound, x * jnp.asarray(scale, x.dtype), bound))
+    product = x * jnp.asarray(scale, x.dtype)
+    return lax.square(lax.clamp(-bound, product, bound))
 
 
 @partial(traced_once, static_argnums=(1, 2))
@@ -233,7 +234,8 @@ def _over_columns(array: Array, axes: tuple[int, ...], dtype: np.dtype) -> Sums:
         return three_sums_in_jnp(array, axes, dtype)
     length = max(sizes)
     longest = axes[sizes.index(length)]
-    parts = math.gcd(length, max(8, 2 ** (length // 2048).bit_length()))
+    most_parts = max(8, 2 ** (length // 2048).bit_length())
+    parts = math.gcd(length, most_parts)
     shape = list(array.shape)
     shape[longest : longest + 1] = parts, length // parts
     # The longest axis is two axes now. The first of them stays for the second sum.

@@ -179,7 +179,8 @@ def _cut_down(
     # Roots first: threshold * v overflows for gradients of 1e18, v being their square.
     limit = root(threshold) * root(moment)
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
-    is_spike = (jnp.abs(wide).astype(moment.dtype) > limit) & (moment > 0) & is_warm
+    is_over = jnp.abs(wide).astype(moment.dtype) > limit
+    is_spike = is_over & (moment > 0) & is_warm
     largest = float(jnp.finfo(jnp.result_type(x)).max)
     # Where nothing is cut the limit may be inf, which is NaN times the sign of 0. The
     # limit of an infinite coordinate may be beyond the dtype of the leaf.

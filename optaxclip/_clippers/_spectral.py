@@ -448,7 +448,8 @@ def largest_singular_values(x: Array) -> Array:
 
     def square(_: int, power: Array) -> Array:
         power = matmul(power, power)
-        trace = jnp.real(jnp.trace(power, axis1=-2, axis2=-1))[..., None, None]
+        trace = jnp.real(jnp.trace(power, axis1=-2, axis2=-1))
+        trace = trace[..., None, None]
         # Zeros stay zeros.
         return power / jnp.where(trace > 0, trace, 1.0)
 
@@ -523,7 +524,8 @@ def _polar(x: Array, lowest: ArrayLike, steps: int) -> Array:
         low = jnp.maximum(lowest, 0.1)
         r = jnp.sqrt(3 / (1 + low + low**2))
         lowest = 0.5 * r * lowest * (3 - (r * lowest) ** 2)
-        factor = 0.5 * r * (3 * _eye(x) - r**2 * matmul(adjoint(x), x))
+        gram = matmul(adjoint(x), x)
+        factor = 0.5 * r * (3 * _eye(x) - r**2 * gram)
         return (matmul(x, factor), lowest), None
 
     # Below this reach `lowest` would keep r large up to the last step, and singular
