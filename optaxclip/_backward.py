@@ -18,6 +18,8 @@ Reference: Graves, Generating sequences with recurrent neural networks, 2013 (ar
 1308.0850), clips the cotangents of an LSTM's inputs to [-1, 1] or [-10, 10].
 """
 
+from __future__ import annotations
+
 import math
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from . import _trees as trees
 from ._axes import axes_within
@@ -42,9 +45,9 @@ from ._trees import PyTree, Tree, clipped_leaves, put_back
 def clip_cotangent(
     x: Tree,
     *,
-    max_value: Any = None,
-    min_value: Any = None,
-    max_norm: Any = None,
+    max_value: ArrayLike | None = None,
+    min_value: ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
     axis: int | tuple[int, ...] | None = None,
     ord: Ord = None,
     mesh_axes: MeshAxes = "auto",
@@ -156,7 +159,7 @@ def clip_cotangent(
     return _with_clipped_cotangent(measure, arrays, limit, x)
 
 
-def scale_cotangent(x: Tree, scale: Any) -> Tree:
+def scale_cotangent(x: Tree, scale: ArrayLike) -> Tree:
     """Returns `x`, and multiplies its derivative.
 
         y = x,   dL/dx = scale * dL/dy
@@ -196,13 +199,13 @@ def scale_cotangent(x: Tree, scale: Any) -> Tree:
 class _Bounds(NamedTuple):
     """The bounds of each element."""
 
-    high: jax.Array
-    low: jax.Array | None  # None: -high
+    high: Array
+    low: Array | None  # None: -high
 
 
 def _with_clipped_cotangent(
-    measure: Measure | None, arrays: Any, limit: jax.Array | _Bounds, x: Any
-) -> Any:
+    measure: Measure | None, arrays: PyTree, limit: Array | _Bounds, x: Tree
+) -> Tree:
     # A list of leaves, since JAX would put placeholders into nodes of the user's.
     leaves, treedef = jax.tree.flatten(arrays)
     new_leaves = _clipped_backward(measure, treedef, leaves, limit)
@@ -215,23 +218,23 @@ def _with_clipped_cotangent(
 def _clipped_backward(
     measure: Measure | None,
     treedef: PyTree,
-    leaves: list[jax.Array],
-    limit: jax.Array | _Bounds,
-) -> list[jax.Array]:
+    leaves: list[Array],
+    limit: Array | _Bounds,
+) -> list[Array]:
     """The identity. Its cotangent is clipped by norm, or by value without a measure."""
     return leaves
 
 
 def _forward(
-    measure: Any, treedef: PyTree, leaves: list[Array], limit: Array
+    measure: Measure | None, treedef: PyTree, leaves: list[Array], limit: Array
 ) -> tuple[Any, Any]:
     # Only the limit is kept for the backward pass, and no activations.
     return leaves, limit
 
 
 def _backward(
-    measure: Measure | None, treedef: PyTree, limit: Any, cotangents: list[jax.Array]
-) -> tuple[list[jax.Array], Any]:
+    measure: Measure | None, treedef: PyTree, limit: Any, cotangents: list[Array]
+) -> tuple[list[Array], Any]:
     """The clipped cotangents of the leaves, and the cotangent of the limit, which is 0.
 
     A backward pass has nowhere to keep a state, so that of the clipper is dropped.
@@ -254,7 +257,7 @@ _clipped_backward.defvjp(_forward, _backward)
 # JAX transposes a JVP that is linear in the tangent for reverse mode. A clip is not
 # linear, so `clip_cotangent` has a custom VJP and no forward mode.
 @jax.custom_jvp
-def _scaled(x: Any, scale: jax.Array) -> Any:
+def _scaled(x: PyTree, scale: Array) -> PyTree:
     """The identity. Its derivative is multiplied."""
     return x
 
@@ -267,7 +270,7 @@ def _scaled_jvp(
     # Without the tangent of the scale, whose gradient therefore is 0.
     x_tangent, _ = tangents
 
-    def multiplied(tangent: jax.Array) -> jax.Array:
+    def multiplied(tangent: Array) -> Array:
         # Rounded once: a scale of 0.1 would be 0.1001 in bfloat16.
         # By NumPy, since JAX does not promote floats of 8 bits.
         wide = np.promote_types(tangent.dtype, scale.dtype)
@@ -276,7 +279,7 @@ def _scaled_jvp(
     return x, jax.tree.map(multiplied, x_tangent)
 
 
-def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:
+def _scalar(argument: str, value: Any, lowest: float = 0.0) -> Array:
     """A number as a float scalar, which can have a cotangent.
 
     A traced number below the lowest counts as the lowest.

@@ -251,7 +251,7 @@ def typed_alike(arrays: Sequence[Array]) -> list[Array]:
 
 
 def rules_of_norms(
-    rules: Any, norms: Norms, argument: str, names: Iterable[str] = ()
+    rules: PyTree, norms: Norms, argument: str, names: Iterable[str] = ()
 ) -> list[Rule]:
     """The rule of each norm, from one rule or a tree prefix of rules.
 

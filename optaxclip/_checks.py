@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.core import Tracer
 from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
@@ -19,7 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 # What becomes of updates whose norm is NaN or inf.
 Nonfinite = Literal["propagate", "zero", "raise"]
 NONFINITE = get_args(Nonfinite)
-NUMBERS = (int, float, np.generic, np.ndarray, jax.Array)
+NUMBERS = (int, float, np.generic, np.ndarray, Array)
 LAST_STEP = 2**31 - 1  # the step of a state counts no further
 BEGIN = "Begin with a new one: state = optimizer.init(params)."
 KEEP_THE_REST = (
@@ -122,7 +123,7 @@ def check_given_norm(argument: str, norm: ArrayLike) -> None:
     """Refuses anything but a norm: a real number, at least 0 or NaN."""
     check_real(argument, norm)
     # The value of a `jax.Array` is not checked: that would wait for the device.
-    if not isinstance(norm, jax.Array) and np.less(norm, 0).any():
+    if not isinstance(norm, Array) and np.less(norm, 0).any():
         raise ValueError(f"{argument} must be at least 0, got {shown(norm)}.")
 
 
@@ -210,7 +211,7 @@ def in_norm_dtype(dtype: DTypeLike, number: Any) -> Any:
     A finite number beyond the range of float32 becomes the largest one that float32
     has: a conversion would make it inf, which is no limit.
     """
-    if isinstance(number, jax.Array):
+    if isinstance(number, Array):
         array = number
     else:
         array = np.asarray(number).astype(np.float64)
@@ -224,7 +225,7 @@ def kept_finite(dtype: DTypeLike, number: Any) -> Any:
     """The number clipped to the finite range of a narrower float dtype. NaN and inf
     stay.
     """
-    numpy = jnp if isinstance(number, jax.Array) else np
+    numpy = jnp if isinstance(number, Array) else np
     most = float(jnp.finfo(dtype).max)
     clipped = numpy.clip(number, -most, most)
     return numpy.where(numpy.isinf(number), number, clipped)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.core import Tracer
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ def has_numbers(array: object) -> bool:
     """
     if isinstance(array, np.ndarray):
         return True
-    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
+    if not isinstance(array, Array) or isinstance(array, Tracer):
         return False
     return array.is_fully_addressable and not array.is_deleted()
 

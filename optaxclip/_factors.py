@@ -28,12 +28,12 @@ from .shrinks import Shrink, hard
 class Factor(NamedTuple):
     """What updates are multiplied by, to bring a norm to a new one."""
 
-    root: jax.Array  # its square ends 4 eps below the quotient of the norms
-    reported: jax.Array  # for states: within the normal numbers of its dtype
+    root: Array  # its square ends 4 eps below the quotient of the norms
+    reported: Array  # for states: within the normal numbers of its dtype
 
 
 @traced_once
-def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
+def factor_between(norm: Array, new_norm: Array) -> Factor:
     """The factor from a norm to a new one.
 
     Both numbers are exactly 1 where the norms are equal, and 0 where the new norm is 0.
@@ -55,7 +55,7 @@ def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     denominator = jnp.where(is_exact, 1.0, jnp.sqrt(norm))
     numerator = jnp.sqrt(new_norm) * (1 - 2 * info.eps)
 
-    def or_exact(x: jax.Array) -> jax.Array:
+    def or_exact(x: Array) -> Array:
         # 1 where the norms are equal, 0 where the new one is 0.
         return jnp.where(is_same, 1.0, jnp.where(is_zero, 0.0, x))
 
@@ -84,7 +84,7 @@ def multiply(
 
 # Jitted, so that it is traced once for all leaves of one shape.
 @jax.jit
-def times_square(x: jax.Array, root: jax.Array) -> jax.Array:
+def times_square(x: Array, root: Array) -> Array:
     """x * root * root, rounded once to the dtype of x, and x where the root is 1."""
     if jnp.iscomplexobj(x):
         # In parts. (inf + 0i) * (1 + 0i) is inf + NaN i: of 0 * inf.
@@ -102,7 +102,7 @@ def times_square(x: jax.Array, root: jax.Array) -> jax.Array:
     return jnp.where(wide_x * 0 == roots - 1, x, product)
 
 
-def shrunk_by(shrink: Shrink, norm: jax.Array, limit: jax.Array, call: str) -> Any:
+def shrunk_by(shrink: Shrink, norm: Array, limit: Array, call: str) -> Any:
     """What norms become under their limits.
 
     Raises:
@@ -113,7 +113,9 @@ def shrunk_by(shrink: Shrink, norm: jax.Array, limit: jax.Array, call: str) -> A
     # Zeros stay zeros, and a limit of inf clips nothing. There a shrink, such as norm *
     # (limit / norm), or its derivative may be NaN. So it gets a norm and limit of 1.
     stays = (norm == 0) | (limit == jnp.inf)
-    new_norm = shrink(jnp.where(stays, 1.0, norm), jnp.where(stays, 1.0, limit))
+    finite_norm = jnp.where(stays, 1.0, norm)
+    finite_limit = jnp.where(stays, 1.0, limit)
+    new_norm = shrink(finite_norm, finite_limit)
     is_number = isinstance(new_norm, NUMBERS)
     if not is_number or not broadcasts_to(jnp.shape(new_norm), norm.shape):
         raise TypeError(
@@ -124,11 +126,8 @@ def shrunk_by(shrink: Shrink, norm: jax.Array, limit: jax.Array, call: str) -> A
 
 
 def factor_roots(
-    roots: jax.Array,
-    norms: list[jax.Array],
-    limits: list[jax.Array],
-    decide: Callable[..., Any],
-) -> list[jax.Array]:
+    roots: Array, norms: list[Array], limits: list[Array], decide: Callable[..., Any]
+) -> list[Array]:
     """The root of each norm, from the vector `roots`, or anew by `decide`.
 
     A TPU decides a few roots anew, each from its own norm and limit. So no leaf waits
@@ -137,11 +136,11 @@ def factor_roots(
     """
 
     def taken_from_vector(
-        roots: jax.Array,
-        norms: list[jax.Array],
-        _: list[jax.Array],
-        take: Callable[[jax.Array, int], jax.Array] = getitem,
-    ) -> list[jax.Array]:
+        roots: Array,
+        norms: list[Array],
+        _: list[Array],
+        take: Callable[[Array, int], Array] = getitem,
+    ) -> list[Array]:
         array_types = [jax.typeof(norm) for norm in norms]
         # Without the barrier XLA computes the vector again for each leaf.
         return entries_of(lax.optimization_barrier(roots), array_types, take)
@@ -162,7 +161,7 @@ def factor_roots(
     )
 
 
-def _take_by_reduction(roots: jax.Array, index: int) -> jax.Array:
+def _take_by_reduction(roots: Array, index: int) -> Array:
     """roots[index], as a sum of which all other terms are 0. XLA on a CPU fuses a slice
     into the kernels of the optimizer, which then no longer share their code: 148
     tensors took 14 s to compile instead of 4.

@@ -152,7 +152,7 @@ def record_health(
         )
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **_: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **_: object
     ) -> tuple[PyTree, HealthState]:
         check_state(CALL, state, HealthState)
         if {*state.signs, *state.idle} != {*signs, *tables}:
@@ -299,23 +299,28 @@ def health_numbers(
     if summary and sizes:
         sizes = {"": sum(sizes.values())}
     for sign, numbers in _largest(tuple(sizes.values()), state).items():
-        for name, value in zip(sizes, numbers):
+        # Taken apart here: the results of a compiled call take long to compile.
+        for name, value in zip(sizes, list(numbers)):
             yield sign, name, value
     for name, share in state.dead.items():
         yield "dead_rows", name, share
 
 
 @partial(jax.jit, static_argnums=0)
-def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, list[Array]]:
-    """For each sign the largest of so many entries, of which some are layers."""
+def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, Array]:
+    """For each sign the largest of so many entries, of which some are layers: a number
+    for each size.
+    """
     norm = state.norms.norm
     signs = {"norm": norm, **state.signs}
     if "weight_norm" in signs:
         ratio = jnp.where(norm == 0, 0, norm / signs["weight_norm"])
         signs["ratio"] = ratio.astype(jnp.float32)
-    largest: dict[str, list[Array]] = {}
+    # The common case: no leaf has layers.
+    if all(size == 1 for size in sizes):
+        return {sign: jnp.ravel(numbers) for sign, numbers in signs.items()}
+    largest: dict[str, Array] = {}
     for sign, numbers in signs.items():
         entries = jnp.split(jnp.ravel(numbers), np.cumsum(sizes)[:-1])
-        # An empty tree has one part without an entry.
-        largest[sign] = [x[jnp.argmax(jnp.abs(x))] for x in entries[: len(sizes)]]
+        largest[sign] = jnp.stack([x[jnp.argmax(jnp.abs(x))] for x in entries])
     return largest

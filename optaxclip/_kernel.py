@@ -37,7 +37,13 @@ from ._outcome import Decide, Decision, Memories, Outcome, first_state, next_sta
 from ._prefixes import Prefix
 from ._state import ClipState, state_of_placeholder
 from ._trees import PyTree
-from .rules._limits import check_limits_of_parts, check_one_limit, rule_of, rules_of
+from .rules._limits import (
+    LimitTree,
+    check_limits_of_parts,
+    check_one_limit,
+    rule_of,
+    rules_of,
+)
 from .rules._rule import Rule, further_norms, is_rule, limit_of, limit_of_jitted
 from .shrinks import Shrink, shrink_of
 
@@ -69,7 +75,7 @@ class Overrides(NamedTuple):
 
 def make_clipper(
     measure: Measure,
-    limit: Any,
+    limit: LimitTree,
     *,
     call: str,
     name: str = "max_norm",
@@ -148,7 +154,7 @@ def make_clipper(
             checks.check_given_norm(f"{call}: grad_norm", number)
         for number in jax.tree.leaves(limit):
             # The value of an array is not checked: that would wait for the device.
-            if not isinstance(number, jax.Array):
+            if not isinstance(number, Array):
                 checks.check_limit(f"{call}: limit", number)
         overrides = jax.tree.map(checks.number_for_jit, Overrides(grad_norm, limit))
         tree = trees.gradients_of(call, updates, params)
@@ -451,12 +457,12 @@ def _roots(
 
 def clip_once(
     tree: PyTree,
-    limit: Any,
+    limit: LimitTree,
     measure: Measure,
     *,
     call: str,
     name: str,
-    grad_norm: Any = None,
+    grad_norm: PyTree = None,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Clips every norm of a tree to at most `limit`, with no state to carry. `options`

@@ -23,6 +23,8 @@ In this module `axes` are axes of an array, `mesh_axes` is the option, and `name
 names of mesh axes.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -31,7 +33,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from . import _trees as trees
@@ -62,7 +64,7 @@ NOT_SPLIT: Split = ((), ())
 # ----------------------------------------------------------------- the option mesh_axes
 
 
-def static_mesh_axes(mesh_axes: Any, call: str) -> Any:
+def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Prefix:
     """`mesh_axes` as a hashable value.
 
     Raises:
@@ -73,7 +75,7 @@ def static_mesh_axes(mesh_axes: Any, call: str) -> Any:
         return mesh_axes
     for value in jax.tree.leaves(mesh_axes, is_leaf=_is_entry):
         # Static arguments must be hashable, which arrays are not.
-        if isinstance(value, (np.ndarray, jax.Array)):
+        if isinstance(value, (np.ndarray, Array)):
             raise TypeError(f"{call}: mesh_axes must be {FORMS}, got {shown(value)}.")
     if isinstance(mesh_axes, list) and all(isinstance(x, str) for x in mesh_axes):
         raise TypeError(
@@ -83,7 +85,9 @@ def static_mesh_axes(mesh_axes: Any, call: str) -> Any:
     return prefix_table(mesh_axes, _is_entry)
 
 
-def mesh_axes_of_leaves(mesh_axes: Any, tree: PyTree, call: str) -> list[Any]:
+def mesh_axes_of_leaves(
+    mesh_axes: MeshAxes | Prefix, tree: PyTree, call: str
+) -> list[Any]:
     """The entry of `mesh_axes` for each leaf."""
     mesh_axes = static_mesh_axes(mesh_axes, call)
     if isinstance(mesh_axes, Prefix):
@@ -92,7 +96,7 @@ def mesh_axes_of_leaves(mesh_axes: Any, tree: PyTree, call: str) -> list[Any]:
     return [mesh_axes] * len(jax.tree.leaves(tree))
 
 
-def global_shapes(mesh_axes: Any, tree: PyTree, call: str) -> list[Any]:
+def global_shapes(mesh_axes: MeshAxes | Prefix, tree: PyTree, call: str) -> list[Any]:
     """The shape of each leaf over all devices. None where it is not known which axis is
     split.
     """
@@ -114,7 +118,9 @@ def global_shapes(mesh_axes: Any, tree: PyTree, call: str) -> list[Any]:
     return shapes
 
 
-def splits(mesh_axes: Any, tree: PyTree, axes: Sequence[Any], call: str) -> list[Split]:
+def splits(
+    mesh_axes: MeshAxes | Prefix, tree: PyTree, axes: Sequence[Any], call: str
+) -> list[Split]:
     """For each leaf, how it is split if its norm is taken over its axes `axes` (None:
     all).
 
@@ -135,7 +141,7 @@ def splits(mesh_axes: Any, tree: PyTree, axes: Sequence[Any], call: str) -> list
 
 
 def _split(
-    name: str, array: jax.Array, entry: Any, summed_axes: Any, call: str
+    name: str, array: Array, entry: Any, summed_axes: tuple[int, ...] | None, call: str
 ) -> Split:
     """How one leaf is split, by its entry of `mesh_axes`."""
     argument = f"{call}: mesh_axes"
@@ -183,7 +189,7 @@ def _split(
 
 
 def _check_against_type(
-    argument: str, name: str, array: jax.Array, names: AxisNames
+    argument: str, name: str, array: Array, names: AxisNames
 ) -> None:
     """Raises ValueError for mesh axes over which a leaf cannot be split."""
     manual = manual_axes()
@@ -211,7 +217,7 @@ def _check_against_type(
 
 
 def _names_of_split(
-    array: Any, entry: Any, argument: str
+    array: Array, entry: Any, argument: str
 ) -> tuple[AxisNames, list[AxisNames] | None]:
     """The manual mesh axes that split a leaf, by its entry of `mesh_axes`, and the same
     by array axis: None where it is not known which axis they split.
@@ -229,7 +235,7 @@ def _names_of_split(
     return names, None
 
 
-def _names_of_spec(array: Any, spec: PartitionSpec, argument: str) -> list[AxisNames]:
+def _names_of_spec(array: Array, spec: PartitionSpec, argument: str) -> list[AxisNames]:
     """For each axis of an array the manual mesh axes that split it."""
     manual = manual_axes()
     names_by_axis: list[AxisNames] = [()] * jnp.ndim(array)
@@ -254,7 +260,7 @@ def _names_of_spec(array: Any, spec: PartitionSpec, argument: str) -> list[AxisN
     return names_by_axis
 
 
-def names_in(entry: Any) -> AxisNames:
+def names_in(entry: str | tuple[str, ...] | None) -> AxisNames:
     """The names in an entry of a PartitionSpec: None, "x" or ("x", "y")."""
     if entry is None:
         return ()
@@ -303,9 +309,9 @@ def device_count(names: Iterable[str]) -> int:
 
 def joined_over_devices(
     collective: Callable[..., Any],
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[Array],
     names_of_arrays: Sequence[AxisNames],
-) -> list[jax.Array]:
+) -> list[Array]:
     """psum or pmax of each array over its own mesh axes. All arrays that share their
     mesh axes travel as one vector, in one collective.
     """
@@ -335,7 +341,7 @@ def joined_over_devices(
     return totals
 
 
-def among_zeros(numbers: jax.Array, kept_over: Sequence[AxisNames]) -> jax.Array:
+def among_zeros(numbers: Array, kept_over: Sequence[AxisNames]) -> Array:
     """The numbers that this device has for its layers, among zeros for the layers of
     other devices.
 
@@ -351,7 +357,7 @@ def among_zeros(numbers: jax.Array, kept_over: Sequence[AxisNames]) -> jax.Array
     return lax.dynamic_update_slice(zeros, numbers, starts)
 
 
-def local_layers(layers: jax.Array, kept_over: Sequence[AxisNames]) -> jax.Array:
+def local_layers(layers: Array, kept_over: Sequence[AxisNames]) -> Array:
     """The layers of this device, out of an array for the layers of all devices."""
     sizes = list(layers.shape)
     for axis, names in enumerate(kept_over):
@@ -368,7 +374,7 @@ def _starts(sizes: Sequence[int], kept_over: Sequence[AxisNames]) -> list[Any]:
     return starts
 
 
-def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> jax.Array:
+def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:
     """Returns whether all devices along some mesh axes hold the same values.
 
     For debugging inside pmap and shard_map, where JAX cannot tell. A gradient that is

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
+from jax import Array, lax
 from jax.core import ShapedArray
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -45,17 +45,18 @@ def varying(tree: PyTree) -> frozenset[str]:
     return names
 
 
-def varying_over(x: jax.Array, names: Iterable[str]) -> jax.Array:
+def varying_over(x: Array, names: Iterable[str]) -> Array:
     """The value, typed as one that differs along these mesh axes."""
     manual = manual_axes()
     # pcast refuses an axis along which the value varies already.
-    missing = tuple(n for n in names if n in manual and n not in varying(x))
+    varying_axes = varying(x)
+    missing = tuple(n for n in names if n in manual and n not in varying_axes)
     if missing and has_types(missing):
         return lax.pcast(x, missing, to="varying")
     return x
 
 
-def varying_as(value: jax.Array, array_type: ShapedArray) -> jax.Array:
+def varying_as(value: Array, array_type: ShapedArray) -> Array:
     """The value, typed as differing between devices where a type says so."""
     return varying_over(value, sorted(array_type.manual_axis_type.varying))
 
@@ -74,7 +75,7 @@ def varying_as_any_of(values: PyTree, models: PyTree) -> Any:
     return jax.tree.map(lambda x: varying_over(x, names), values)
 
 
-def narrowed_as(values: Any, model: jax.Array) -> Any:
+def narrowed_as(values: PyTree, model: Array) -> PyTree:
     """The arrays of a tree, typed as the same on all devices along the mesh axes along
     which `model` is.
 
@@ -82,14 +83,14 @@ def narrowed_as(values: Any, model: jax.Array) -> Any:
     the number came out of a vector with others.
     """
 
-    def narrowed(value: jax.Array) -> jax.Array:
+    def narrowed(value: Array) -> Array:
         too_many = tuple(sorted(varying(value) - varying(model)))
         return lax.pmax(value, too_many) if too_many else value
 
     return jax.tree.map(narrowed, values) if manual_axes() else values
 
 
-def resharded_as(value: jax.Array, array_type: ShapedArray) -> jax.Array:
+def resharded_as(value: Array, array_type: ShapedArray) -> Array:
     """The value, split over the Explicit axes of the mesh as a type says. Array axes
     beyond those of the type are not split.
     """
@@ -97,7 +98,7 @@ def resharded_as(value: jax.Array, array_type: ShapedArray) -> jax.Array:
     return resharded(value, sharding.spec, sharding.mesh)
 
 
-def types_of(function: Callable[..., Any], *args: Any) -> Any:
+def types_of(function: Callable[..., Any], *args: object) -> PyTree:
     """The types of the arrays that a function returns.
 
     `jax.eval_shape` drops the shardings of a mesh that has both Explicit and Auto axes,
@@ -116,15 +117,15 @@ def typed_as(tree: PyTree, array_type: ShapedArray) -> Any:
     if jax.sharding.get_abstract_mesh().empty:
         return tree
 
-    def typed(value: jax.Array) -> jax.Array:
+    def typed(value: Array) -> Array:
         return varying_as(resharded_as(value, array_type), array_type)
 
     return jax.tree.map(typed, tree)
 
 
 def resharded(
-    value: jax.Array, spec: Sequence[Any] = (), mesh: AbstractMesh | None = None
-) -> jax.Array:
+    value: Array, spec: Sequence[Any] = (), mesh: AbstractMesh | None = None
+) -> Array:
     """The value, split over Explicit mesh axes along its first axes as `spec` says, and
     whole along the others. `mesh` is for a value whose type has none.
     """
@@ -138,10 +139,10 @@ def resharded(
 
 
 def entries_of(
-    vector: jax.Array,
+    vector: Array,
     array_types: Sequence[ShapedArray],
-    take: Callable[[jax.Array, int], jax.Array] = operator.getitem,
-) -> list[jax.Array]:
+    take: Callable[[Array, int], Array] = operator.getitem,
+) -> list[Array]:
     """Arrays of these types, one after the other out of a vector. `take` takes out a
     single number.
     """

@@ -119,7 +119,10 @@ class SpikeNumbers(NamedTuple):
     score_recent: Array
 
 
-def _rows_of(numbers: Any, path: str = "") -> Iterator[Row]:
+Numbers = ClipNumbers | RecordNumbers | ElementNumbers | SkipNumbers | SpikeNumbers
+
+
+def _rows_of(numbers: Numbers, path: str = "") -> Iterator[Row]:
     """A row for each number of one of these records."""
     for metric, value in numbers._asdict().items():
         if value is not None:
@@ -198,17 +201,18 @@ class Span(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The entries of a state, or of a span of it: vectors."""
+    """The entries of a state, or an entry for each span: vectors."""
 
     norm: Array
     limit: Array
     factor: Array
     severity: Array  # see `_severity`
     is_clipped: Array  # bool: whether the last step clipped it
-    share_clipped: Array  # of its units in the last step. Without units 0 or 1
-    clipped: Array  # int32: steps
-    clipped_recently: Array  # a share of steps
-    nonfinite: Array  # int32: steps
+    units_clipped: Array  # a share, in the last step. Without units 0 or 1
+    clipped: Array  # float32: steps
+    clipped_share: Array  # of all steps
+    clipped_recently: Array  # of about the last 100 steps
+    nonfinite: Array  # float32: steps
 
 
 def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
@@ -226,12 +230,17 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
         if options.with_names:
             yield Row("worst_name", "", WorstName(tuple(names), numbers.worst_index))
         return
-    numbers_by_span = _numbers_of_spans(spans, state)
+    numbers = _numbers_of_spans(spans, state)
     indices = range(len(spans))
     if options.top is not None:
         indices = _furthest_spans(spans, state)[: int(options.top)]
+    # Taken apart here: as results of the compiled call, scalars of 148 tensors took 22
+    # seconds to compile on a CPU.
+    scalars = jax.tree.map(list, numbers)
     for index in indices:
-        yield from _rows_of(numbers_by_span[index], names[index])
+        for metric, scalars_of_spans in scalars._asdict().items():
+            if scalars_of_spans is not None:
+                yield Row(metric, names[index], scalars_of_spans[index])
 
 
 def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[Row]:
@@ -265,62 +274,75 @@ def _furthest_spans(spans: tuple[Span, ...], state: ClipState) -> np.ndarray:
 @partial(jax.jit, static_argnums=0)
 def _numbers_of_spans(
     spans: tuple[Span, ...], state: ClipState
-) -> list[ClipNumbers | RecordNumbers]:
-    """The numbers of each span."""
-    columns = _columns_of(state)
-    numbers_by_span = []
-    for start, stop in spans:
-        columns_of_span = Columns(*[column[start:stop] for column in columns])
-        furthest = jnp.argmax(columns_of_span.severity)
-        if isinstance(state, RecordState):
-            numbers = _record_numbers(columns_of_span, furthest)
-        else:
-            numbers = _clip_numbers(columns_of_span, furthest, state)
-        numbers_by_span.append(numbers)
-    return numbers_by_span
+) -> ClipNumbers | RecordNumbers:
+    """The numbers of all spans: vectors."""
+    return _numbers(_columns_of_spans(spans, _columns_of(state)), state)
 
 
 @partial(jax.jit, static_argnums=0)
 def _summary(spans: tuple[Span, ...], state: ClipState) -> ClipNumbers | RecordNumbers:
     """The numbers of all entries together."""
     columns = _columns_of(state)
-    furthest = jnp.argmax(columns.severity)
+    all_entries = Span(0, len(columns.norm))
+    columns_of_all = _columns_of_spans((all_entries,), columns)
+    numbers = jax.tree.map(jnp.squeeze, _numbers(columns_of_all, state))
     # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
     span_of_entry = np.repeat(
         range(len(spans)), [stop - start for start, stop in spans]
     )
+    furthest = jnp.argmax(columns.severity)
     worst_index = _float32(jnp.asarray(span_of_entry)[furthest])
-    if isinstance(state, RecordState):
-        return _record_numbers(columns, furthest)._replace(worst_index=worst_index)
-    norm = columns.norm[furthest]
-    limit = columns.limit[furthest]
+    numbers = numbers._replace(worst_index=worst_index)
+    if isinstance(numbers, RecordNumbers):
+        return numbers
     # 0 over a limit of 0 is 0. Over a limit of NaN it is NaN.
-    is_zero = (norm == 0) & ~jnp.isnan(limit)
-    ratio = jnp.where(is_zero, 0.0, norm / limit)
-    return _clip_numbers(columns, furthest, state)._replace(
-        norms_clipped=jnp.mean(columns.share_clipped),
-        worst_ratio=ratio,
-        worst_index=worst_index,
+    is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
+    ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
+    return numbers._replace(
+        norms_clipped=jnp.mean(columns.units_clipped), worst_ratio=ratio
     )
 
 
 def _columns_of(state: ClipState) -> Columns:
     """All entries of a state."""
     is_clipped = _is_clipped(state)
-    share_clipped = state.units_clipped if state.names.unit_leaves else is_clipped
+    units_clipped = state.units_clipped if state.names.unit_leaves else is_clipped
+    clipped = _float32(state.clipped)
     columns = Columns(
         norm=state.norm,
         limit=state.limit,
         factor=state.factor,
         severity=_severity(state.norm, state.limit),
         is_clipped=is_clipped,
-        share_clipped=_float32(share_clipped),
-        clipped=state.clipped,
-        clipped_recently=state.clipped_recently,
-        nonfinite=state.nonfinite,
+        units_clipped=_float32(units_clipped),
+        clipped=clipped,
+        clipped_share=clipped / _steps(state),
+        clipped_recently=_float32(state.clipped_recently),
+        nonfinite=_float32(state.nonfinite),
     )
     # One norm of everything is a scalar.
     return Columns(*[jnp.atleast_1d(column) for column in columns])
+
+
+def _columns_of_spans(spans: tuple[Span, ...], columns: Columns) -> Columns:
+    """One entry for each span."""
+    # The common case: a span is one entry.
+    if all(stop - start == 1 for start, stop in spans):
+        return columns
+    entries = []
+    for start, stop in spans:
+        part = Columns(*[column[start:stop] for column in columns])
+        furthest = jnp.argmax(part.severity)
+        entry = Columns(*[column[furthest] for column in part])
+        entries.append(
+            entry._replace(
+                clipped=jnp.max(part.clipped),
+                clipped_share=jnp.mean(part.clipped_share),
+                clipped_recently=jnp.mean(part.clipped_recently),
+                nonfinite=jnp.max(part.nonfinite),
+            )
+        )
+    return jax.tree.map(lambda *scalars: jnp.stack(scalars), *entries)
 
 
 def _severity(norm: Array, limit: Array) -> Array:
@@ -346,37 +368,25 @@ def _is_clipped(state: ClipState) -> Array:
     return is_changed & is_sound
 
 
-def _record_numbers(columns: Columns, furthest: Array) -> RecordNumbers:
-    """The numbers of some entries of a recorder, the furthest of which is shown."""
-    return RecordNumbers(
-        norm=columns.norm[furthest],
-        nonfinite_count=_float32(jnp.max(columns.nonfinite)),
-    )
-
-
-def _clip_numbers(columns: Columns, furthest: Array, state: ClipState) -> ClipNumbers:
-    """The numbers of some entries of a clipper, the furthest of which is shown."""
-    norm = columns.norm[furthest]
-    limit = columns.limit[furthest]
-    factor = columns.factor[furthest]
+def _numbers(columns: Columns, state: ClipState) -> ClipNumbers | RecordNumbers:
+    """The numbers of entries of a clipper, or of a recorder."""
+    if isinstance(state, RecordState):
+        return RecordNumbers(columns.norm, columns.nonfinite)
     # The factor new_norm / norm is cut to the range of its dtype. Where it was cut,
     # norm * factor is not the new norm, which is the limit.
+    factor = columns.factor
     factor_range = jnp.finfo(factor.dtype)
     is_at_end = (factor == factor_range.tiny) | (factor == factor_range.max)
-    product = jnp.where(factor == 0, 0.0, norm * factor)
-    clipped = _float32(columns.clipped)
-    units_clipped = None
-    if state.names.unit_leaves:
-        units_clipped = columns.share_clipped[furthest]
+    product = jnp.where(factor == 0, 0.0, columns.norm * factor)
     return ClipNumbers(
-        norm_before=norm,
-        limit=limit,
+        norm_before=columns.norm,
+        limit=columns.limit,
         factor=factor,
-        norm_after=jnp.where(is_at_end, limit, product),
-        clipped=_float32(columns.is_clipped[furthest]),
-        clipped_share=jnp.mean(clipped / _steps(state)),
-        clipped_share_recent=jnp.mean(_float32(columns.clipped_recently)),
-        clipped_count=jnp.max(clipped),
-        nonfinite_count=_float32(jnp.max(columns.nonfinite)),
-        units_clipped=units_clipped,
+        norm_after=jnp.where(is_at_end, columns.limit, product),
+        clipped=_float32(columns.is_clipped),
+        clipped_share=columns.clipped_share,
+        clipped_share_recent=columns.clipped_recently,
+        clipped_count=columns.clipped,
+        nonfinite_count=columns.nonfinite,
+        units_clipped=columns.units_clipped if state.names.unit_leaves else None,
     )

@@ -164,7 +164,7 @@ def metrics(
     levels = np.atleast_1d(quantiles)
     for level in levels.tolist():
         check_number("metrics: quantiles", level, highest=1.0)
-    wanted = _wanted_metrics(only)
+    metrics_in_report = _metrics_of(only)
     options = Options(
         summary=summary,
         layers=layers,
@@ -177,7 +177,7 @@ def metrics(
     for prefix, scope, state in reported_states(opt_state):
         for metric, path, value in KINDS[type(state)].rows(state, options):
             available[metric] = None
-            if metric in wanted:
+            if metric in metrics_in_report:
                 # "clip", "a", "limit", "blocks/w" -> "clip/a/limit/blocks/w".
                 key = [part for part in (prefix, scope, metric, path) if part]
                 report["/".join(key)] = value
@@ -195,19 +195,19 @@ def metrics(
     return report
 
 
-def _wanted_metrics(only: Any) -> Collection[str]:
-    """The metrics that are asked for."""
+def _metrics_of(only: Any) -> Collection[str]:
+    """The metrics that `only` names, all for None."""
     if only is None:
         return METRICS
     # A string is a collection as well, of its letters.
     is_one = isinstance(only, str) or not isinstance(only, Collection)
-    wanted = [only] if is_one else only
-    if not all(metric in METRICS for metric in wanted):
+    metric_names = [only] if is_one else only
+    if not all(metric in METRICS for metric in metric_names):
         raise ValueError(
             f"metrics: only must be among {', '.join(map(repr, METRICS))}, got "
             f"{shown(only)}."
         )
-    return wanted
+    return metric_names
 
 
 def _in_floats(report: dict[str, Any], json: bool) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 
-def direction(x: jax.Array) -> jax.Array:
+def direction(x: Array) -> Array:
     """x / |x|, 0 at 0, and NaN for an infinite complex number. The modulus itself may
     be beyond the range of the dtype.
     """
@@ -27,7 +28,7 @@ def direction(x: jax.Array) -> jax.Array:
     return jax.lax.complex(real * inverse, imag * inverse)
 
 
-def with_modulus(modulus: jax.Array, x: jax.Array) -> jax.Array:
+def with_modulus(modulus: Array, x: Array) -> Array:
     """modulus * x / |x|."""
     towards = direction(x)
     if not jnp.iscomplexobj(x):
@@ -36,7 +37,7 @@ def with_modulus(modulus: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.complex(modulus * jnp.real(towards), modulus * jnp.imag(towards))
 
 
-def tangent_of_modulus(x: jax.Array, tangent: jax.Array) -> jax.Array:
+def tangent_of_modulus(x: Array, tangent: Array) -> Array:
     """The tangent of |x|, from that of x."""
     if not jnp.iscomplexobj(x):
         return (jnp.sign(x) * tangent).astype(modulus_dtype(x))
@@ -46,7 +47,7 @@ def tangent_of_modulus(x: jax.Array, tangent: jax.Array) -> jax.Array:
     return real + jnp.imag(towards) * jnp.imag(tangent)
 
 
-def modulus_dtype(x: jax.Array) -> Any:
+def modulus_dtype(x: Array) -> Any:
     """The real dtype of a leaf's elements."""
     return jnp.finfo(x.dtype).dtype
 

@@ -148,7 +148,7 @@ def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> 
     public_names = [name for name in vars(module) if not name.startswith("_")]
     vars(module).setdefault("__all__", sorted([*public_names, *later]))
 
-    def show(name: str, value: Any) -> Any:
+    def show(name: str, value: object) -> object:
         if inspect.isfunction(value):
             if "GradientTransformation" in str(value.__annotations__.get("return")):
                 _set_init_and_update(value, name)
@@ -191,7 +191,7 @@ def checked(function: Callable[..., Any], call: str = "") -> Callable[..., Any]:
 
     # `help` and `inspect.signature` show the arguments of the function.
     @functools.wraps(function)
-    def checked_call(*args: Any, **kwargs: Any) -> Any:
+    def checked_call(*args: object, **kwargs: object) -> Any:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -240,7 +240,7 @@ def _checked_method(
 ) -> Callable[..., Any]:
     """`init` or `update`, with a TypeError in our words for a missing argument."""
 
-    def check_arguments(*args: Any, **kwargs: Any) -> None:
+    def check_arguments(*args: object, **kwargs: object) -> None:
         try:
             inspect.signature(function).bind(*args, **kwargs)
         except TypeError as error:
@@ -250,7 +250,7 @@ def _checked_method(
             ) from None
 
     @functools.wraps(function)
-    def checked_call(*args: Any, **kwargs: Any) -> Any:
+    def checked_call(*args: object, **kwargs: object) -> Any:
         try:
             return function(*args, **kwargs)
         except TypeError:
@@ -266,7 +266,7 @@ def _set_init_and_update(function: Callable[..., Any], call: str) -> None:
     a TypeError: `optax.chain(clip_by_global_norm, adam)` calls them.
     """
 
-    def uncalled(*_: Any, **__: Any) -> NoReturn:
+    def uncalled(*_: object, **__: object) -> NoReturn:
         raise TypeError(
             f"{call}: must be a transformation with init and update, got the function "
             f"{call}: call it, as in {call}(...)."

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from . import _mesh as mesh
 from . import _trees as trees
@@ -280,7 +280,7 @@ def given_norms(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms:
     )
 
 
-def total_norm(norms: Norms) -> jax.Array:
+def total_norm(norms: Norms) -> Array:
     """The norm of all norms together, without a derivative."""
     # The norms themselves are the leaves here. They are split over devices where they
     # are norms of units, and otherwise the same on all devices.
@@ -423,7 +423,7 @@ def unitwise_norm(
 
 def group_norm(
     tree: PyTree, labels: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto"
-) -> dict[Any, jax.Array]:
+) -> dict[Any, Array]:
     """Returns one norm for each label, over all leaves that carry it.
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax import Array
 
 from . import _mesh as mesh
 from . import _trees as trees
@@ -49,7 +50,7 @@ def static_order(ord: Any, call: str) -> Ord:
         return ord
     # The order decides which program is compiled, so a traced one comes too late.
     check_known(f"{call}: ord", ord)
-    is_array = isinstance(ord, (np.number, np.ndarray, jax.Array))
+    is_array = isinstance(ord, (np.number, np.ndarray, Array))
     is_scalar_array = is_array and not np.ndim(ord)
     is_number = is_scalar_array or isinstance(ord, (int, float))
     # True is an int in Python. As an order it is a slip.
@@ -95,7 +96,7 @@ def static_axes(
             raise TypeError(
                 f"{call}: {option} must be a whole number, got {shown(value)}: {cure}."
             )
-        if isinstance(value, (np.ndarray, jax.Array)):
+        if isinstance(value, (np.ndarray, Array)):
             raise TypeError(
                 f"{call}: {option} must be known when the clipper is built, got "
                 f"{shown(value)}: under inject_hyperparams name it in static_args."

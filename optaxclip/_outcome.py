@@ -66,7 +66,8 @@ def next_state(
     steps = count_up(state.counts[0])
     if not outcomes:
         # A tree without leaves.
-        return state._replace(counts=jnp.asarray(state.counts).at[0].set(steps))
+        counts = jnp.asarray(state.counts).at[0].set(steps)
+        return state._replace(counts=counts)
     outcome = _in_state_order(state, outcomes, decide)
     rows = StateRows(
         step=steps,
@@ -173,7 +174,8 @@ def furthest_units(
     if units_over:
         # Each device knows its own units.
         table = jnp.stack(furthest)[..., None]
-        tables = lax.psum(mesh.among_zeros(table, ((), (), units_over)), units_over)
+        tables = mesh.among_zeros(table, ((), (), units_over))
+        tables = lax.psum(tables, units_over)
         furthest = _furthest(UnitNumbers(*tables), (1,))
     unit_count = norm.size // len(outcomes) * mesh.device_count(units_over)
     share = furthest.clipped / unit_count
@@ -195,7 +197,8 @@ def _ratio(norm: Array, limit: Array, is_sound: Array) -> Array:
     ratio = jnp.minimum(norm / jnp.maximum(limit, 2.0**-60), largest)
     # A limit of inf gives a negative ratio, -1 / norm, so that of units without a limit
     # the longest is the furthest.
-    ratio = jnp.where(limit == jnp.inf, jnp.maximum(-1 / norm, -largest), ratio)
+    ratio_without_limit = jnp.maximum(-1 / norm, -largest)
+    ratio = jnp.where(limit == jnp.inf, ratio_without_limit, ratio)
     # A broken unit is the furthest.
     return jnp.where(is_sound, ratio, jnp.inf)
 
@@ -235,7 +238,9 @@ def _largest_or_nan(column: Array, is_candidate: Array, axes: Sequence[int]) -> 
     return lax.bitcast_convert_type(largest, column.dtype)
 
 
-def _furthest_of_two(left: Any, right: Any) -> Any:
+def _furthest_of_two(
+    left: Sequence[Array], right: Sequence[Array]
+) -> tuple[Array, ...]:
     """Of two units the one that is further above its limit."""
     left = UnitNumbers(*left)
     right = UnitNumbers(*right)

@@ -40,7 +40,7 @@ class InWindows(NamedTuple):
 class Packed(NamedTuple):
     """A memory, taken apart."""
 
-    rest: PyTree  # the memory, with marks in the place of rows
+    windows: PyTree  # the memory, with marks in the place of rows
     counts: list[Array]  # rows
     numbers: list[Array]  # rows
 
@@ -49,18 +49,18 @@ def packed(memory: PyTree, row_type: Array | jax.ShapeDtypeStruct) -> Packed:
     """Takes all numbers out of the memory of a rule that have the type of a row."""
     counts = []
     numbers = []
-    rest = []
+    windows = []
     leaves, treedef = jax.tree.flatten(memory)
     for leaf in leaves:
         if leaf.shape != row_type.shape or leaf.dtype not in (np.int32, row_type.dtype):
-            rest.append(leaf)
+            windows.append(leaf)
         elif leaf.dtype == np.int32:
             counts.append(leaf)
-            rest.append(InCounts())
+            windows.append(InCounts())
         else:
             numbers.append(leaf)
-            rest.append(InNumbers())
-    return Packed(treedef.unflatten(rest), counts, numbers)
+            windows.append(InNumbers())
+    return Packed(treedef.unflatten(windows), counts, numbers)
 
 
 def unpacked(
@@ -78,7 +78,7 @@ def unpacked(
     return jax.tree.map(filled, windows, is_leaf=is_mark)
 
 
-def rows_from(array: Any, start: int, axis: int = -1) -> Iterator[Any]:
+def rows_from(array: Array, start: int, axis: int = -1) -> Iterator[Array]:
     """The rows of an array behind the first ones."""
     for row in range(start, array.shape[axis]):
         yield array[..., row] if axis == -1 else array[..., row, :]

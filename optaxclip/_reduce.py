@@ -433,7 +433,7 @@ def _largest(specs: Specs, norm_count: int, arrays: list[Array]) -> list[Array]:
 
 
 def _by_powers(
-    specs: Specs, norm_count: int, ord: Any, arrays: list[Array]
+    specs: Specs, norm_count: int, ord: float, arrays: list[Array]
 ) -> list[Array]:
     """The norms of order p. Elements are divided by the largest of their norm first, so
     that no power leaves the range. The division is a second read.
@@ -530,17 +530,19 @@ def _slope(array: Array, tangent: Array, norm: Array) -> Array:
         return real + _slope(jnp.imag(array), jnp.imag(tangent), norm)
     # Where the norm is 0 all x are 0: 0 / 1 is 0. A norm that is NaN also divides by 1,
     # and the NaN in x shows.
-    quotient = divided(array.astype(norm.dtype), jnp.where(norm > 0, norm, 1.0))
+    divisor = jnp.where(norm > 0, norm, 1.0)
+    quotient = divided(array.astype(norm.dtype), divisor)
     return quotient * tangent.astype(norm.dtype)
 
 
-def _weight(ord: Any, moduli: Array, norm: Array) -> Array:
+def _weight(ord: float, moduli: Array, norm: Array) -> Array:
     """The derivative of a norm by the moduli of a leaf. For order inf it is 1 for each
     of the largest.
     """
     if ord == math.inf:
         return (moduli == norm).astype(moduli.dtype)
-    quotient = divided(moduli, jnp.where(norm > 0, norm, 1.0))
+    divisor = jnp.where(norm > 0, norm, 1.0)
+    quotient = divided(moduli, divisor)
     # Two wheres: at 0 a power below 1 does not exist, and the unused branch of a where
     # must stay finite as well.
     power = jnp.where(quotient > 0, quotient, 1.0) ** (float(ord) - 1.0)

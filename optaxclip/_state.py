@@ -96,9 +96,11 @@ class Names(NamedTuple):
             return False
         if [*self.unit_leaves] != [*other.unit_leaves]:
             return False
-        counts = self.layer_counts(), other.layer_counts()
+        counts = self.layer_counts()
+        other_counts = other.layer_counts()
         # Inside shard_map a device may hold a share of the layers of each leaf.
-        return all(map(_is_share, *counts)) or all(map(_is_share, *reversed(counts)))
+        is_share = all(map(_is_share, counts, other_counts))
+        return is_share or all(map(_is_share, other_counts, counts))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -109,8 +111,8 @@ class Names(NamedTuple):
         return 0
 
 
-def _is_share(count: int, whole: int) -> bool:
-    return count == whole or (0 < count < whole and whole % count == 0)
+def _is_share(count: int, total: int) -> bool:
+    return count == total or (0 < count < total and total % count == 0)
 
 
 class _Fields(NamedTuple):
@@ -217,7 +219,7 @@ class ClipState(_Fields):
     def _number(self, name: str) -> Any:
         return self._row(self.numbers, NUMBER_NAMES.index(name))
 
-    def _row(self, array: Any, index: int) -> Any:
+    def _row(self, array: Array, index: int) -> Any:
         return array[..., index] if self.names.is_global else array[..., index, :]
 
     def __repr__(self) -> str:
@@ -294,13 +296,13 @@ def state_of_rows(
     else:
         row_type = jax.ShapeDtypeStruct(rows.norm.shape, dtype)
         memory_rows = packed(memory, row_type)
-    structure = jax.tree.map(lambda _: InWindows(), memory_rows.rest)
+    structure = jax.tree.map(lambda _: InWindows(), memory_rows.windows)
     numbers = [number.astype(dtype) for number in numbers + memory_rows.numbers]
     return ClipState(
         names._replace(windows_structure=structure),
         counts=jnp.stack(counts + memory_rows.counts),
         numbers=jnp.stack(numbers),
-        windows=memory_rows.rest,
+        windows=memory_rows.windows,
     )
 
 

@@ -58,9 +58,9 @@ traced_once = partial(jax.jit, inline=True)
 class Sums(NamedTuple):
     """Sums of the squares of the numbers scaled up, as they are, and scaled down."""
 
-    up: jax.Array
-    plain: jax.Array
-    down: jax.Array
+    up: Array
+    plain: Array
+    down: Array
 
 
 def per_platform(
@@ -86,7 +86,7 @@ def per_platform(
 
 
 @partial(traced_once, static_argnums=(1, 2))
-def three_sums(array: jax.Array, axes: Axes, dtype: np.dtype) -> Sums:
+def three_sums(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums of squares of an array, on each platform in its way."""
     if jnp.iscomplexobj(array):
         return _sums_of_both_parts(three_sums, array, axes, dtype)
@@ -102,7 +102,7 @@ def three_sums(array: jax.Array, axes: Axes, dtype: np.dtype) -> Sums:
 
 
 def _sums_of_both_parts(
-    sums_of: Callable[..., Sums], array: jax.Array, axes: Axes, dtype: np.dtype
+    sums_of: Callable[..., Sums], array: Array, axes: Axes, dtype: np.dtype
 ) -> Sums:
     """The sums of a complex array. |a + bi|^2 = a^2 + b^2, so its parts are summed like
     two real arrays.
@@ -113,7 +113,7 @@ def _sums_of_both_parts(
 
 
 @traced_once
-def root_of_mean(count: ArrayLike, sums: Sums) -> jax.Array:
+def root_of_mean(count: ArrayLike, sums: Sums) -> Array:
     """sqrt(sum / count), of the first of the three sums that is finite."""
     up, plain, down = sums
     dtype = plain.dtype
@@ -136,7 +136,7 @@ materialized_on_gpu = partial(per_platform, gpu=lax.optimization_barrier)
 
 
 @partial(traced_once, static_argnums=1)
-def float64_sum(array: jax.Array, axes: Axes) -> jax.Array:
+def float64_sum(array: Array, axes: Axes) -> Array:
     """The sum of squares in float64, in one read. No square of a float32 number leaves
     the range.
     """
@@ -147,7 +147,7 @@ def float64_sum(array: jax.Array, axes: Axes) -> jax.Array:
     return jnp.sum(x * x, axes, keepdims=axes is not None)
 
 
-def _three_sums_on_a_cpu(array: jax.Array, axes: Axes, dtype: np.dtype) -> Sums:
+def _three_sums_on_a_cpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums, made of one in float64."""
     scale = SCALES[dtype]
     # For these operations only. The program around them may have no float64.
@@ -158,27 +158,31 @@ def _three_sums_on_a_cpu(array: jax.Array, axes: Axes, dtype: np.dtype) -> Sums:
 
 
 @partial(traced_once, static_argnums=(1, 2))
-def three_sums_in_jnp(array: jax.Array, axes: Axes, dtype: np.dtype) -> Sums:
+def three_sums_in_jnp(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums in plain `jnp`, which a TPU computes in one read."""
     if jnp.iscomplexobj(array):
         return _sums_of_both_parts(three_sums_in_jnp, array, axes, dtype)
     x = array.astype(dtype)
     scale = SCALES[dtype]
     sum_axes = partial(jnp.sum, axis=axes, keepdims=axes is not None)
-    squares = [_square(x, s) for s in (scale, 1.0, 1 / scale)]
-    return Sums(*map(sum_axes, squares))
+    return Sums(
+        up=sum_axes(_square(x, scale)),
+        plain=sum_axes(_square(x, 1.0)),
+        down=sum_axes(_square(x, 1 / scale)),
+    )
 
 
-def _square(x: jax.Array, scale: Any) -> jax.Array:
+def _square(x: Array, scale: ArrayLike) -> Array:
     """(x * scale)^2."""
     # Without the bounds XLA makes x^2 * scale^2 of it, and scale^2 is 0 or inf. The
     # square of a bound is inf.
     bound = x.dtype.type(jnp.finfo(x.dtype).max / 2)
-    return lax.square(lax.clamp(-bound, x * jnp.asarray(scale, x.dtype), bound))
+    product = x * jnp.asarray(scale, x.dtype)
+    return lax.square(lax.clamp(-bound, product, bound))
 
 
 @partial(traced_once, static_argnums=(1, 2))
-def three_sums_on_a_gpu(array: jax.Array, axes: Axes, dtype: np.dtype) -> Sums:
+def three_sums_on_a_gpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums in one reduction, of a complex number and a real one:
 
         (x * s)^2 + i (x / s)^2, x^2
@@ -193,7 +197,8 @@ def three_sums_on_a_gpu(array: jax.Array, axes: Axes, dtype: np.dtype) -> Sums:
     summed_axes = tuple(range(array.ndim)) if axes is None else axes
     # Without a mesh in its type nothing is known. The real operand keeps that case
     # right.
-    if not jax.typeof(array).sharding.mesh.empty and not is_on_one_device(array):
+    has_mesh = not jax.typeof(array).sharding.mesh.empty
+    if has_mesh and not is_on_one_device(array):
         keep = axes is not None
         return _sums_of_last_axis(_side_by_side(array, summed_axes, keep, dtype))
     if array.ndim and array.ndim - 1 not in summed_axes:
@@ -202,10 +207,12 @@ def three_sums_on_a_gpu(array: jax.Array, axes: Axes, dtype: np.dtype) -> Sums:
     scale = SCALES[dtype]
     # XLA must not know the scales, or it squares them: scale^2 is 0 or inf.
     scales = lax.optimization_barrier(np.array([scale, 1 / scale], dtype))
-    scaled = lax.complex(lax.square(x * scales[0]), lax.square(x * scales[1]))
-    start = np.complex64(0), dtype.type(0)
-    total, plain = lax.reduce((scaled, x * x), start, _add_both, summed_axes)
-    sums = Sums(jnp.real(total), plain, jnp.imag(total))
+    up = lax.square(x * scales[0])
+    down = lax.square(x * scales[1])
+    operands = lax.complex(up, down), x * x
+    starts = np.complex64(0), dtype.type(0)
+    up_and_down, plain = lax.reduce(operands, starts, _add_both, summed_axes)
+    sums = Sums(jnp.real(up_and_down), plain, jnp.imag(up_and_down))
     if axes is not None:
         sums = jax.tree.map(lambda x: jnp.expand_dims(x, axes), sums)
     return sums
@@ -216,7 +223,7 @@ def _add_both(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
     return left[0] + right[0], left[1] + right[1]
 
 
-def _over_columns(array: jax.Array, axes: tuple[int, ...], dtype: np.dtype) -> Sums:
+def _over_columns(array: Array, axes: tuple[int, ...], dtype: np.dtype) -> Sums:
     """Sums over other axes than the last. XLA on a GPU computes them in few threads, or
     writes the squares to memory first. So parts of the longest axis are summed first.
     """
@@ -227,20 +234,21 @@ def _over_columns(array: jax.Array, axes: tuple[int, ...], dtype: np.dtype) -> S
         return three_sums_in_jnp(array, axes, dtype)
     length = max(sizes)
     longest = axes[sizes.index(length)]
-    parts = math.gcd(length, max(8, 2 ** (length // 2048).bit_length()))
+    most_parts = max(8, 2 ** (length // 2048).bit_length())
+    parts = math.gcd(length, most_parts)
     shape = list(array.shape)
     shape[longest : longest + 1] = parts, length // parts
     # The longest axis is two axes now. The first of them stays for the second sum.
-    inner = [axis + (axis >= longest) for axis in axes]
-    sums = _side_by_side(array.reshape(shape), inner, True, dtype)
+    inner_axes = [axis + (axis >= longest) for axis in axes]
+    sums = _side_by_side(array.reshape(shape), inner_axes, True, dtype)
     # Without the barrier XLA makes one sum of both.
     sums = lax.optimization_barrier(sums)
     return _sums_of_last_axis(jnp.sum(sums, longest))
 
 
 def _side_by_side(
-    array: jax.Array, axes: Sequence[int], keep: bool, dtype: np.dtype
-) -> jax.Array:
+    array: Array, axes: Sequence[int], keep: bool, dtype: np.dtype
+) -> Array:
     """One sum of the three squares along a new last axis, [..., 3]: one kernel on a
     GPU, and one collective on a mesh.
     """
@@ -252,7 +260,7 @@ def _side_by_side(
     return jnp.sum(squares, tuple(axes), keepdims=keep)
 
 
-def _sums_of_last_axis(sums: jax.Array) -> Sums:
+def _sums_of_last_axis(sums: Array) -> Sums:
     """The three sums out of one array, [..., 3]."""
     return Sums(up=sums[..., 0], plain=sums[..., 1], down=sums[..., 2])
 
@@ -261,7 +269,7 @@ def _sums_of_last_axis(sums: jax.Array) -> Sums:
 
 
 @partial(traced_once, static_argnums=(1, 2))
-def largest_bits(array: jax.Array, axes: Axes, dtype: np.dtype) -> jax.Array:
+def largest_bits(array: Array, axes: Axes, dtype: np.dtype) -> Array:
     """max |x|, as the bits of the number: integers in the same order, with NaN last. A
     maximum of floats drops NaN on a CPU, and over devices.
     """
@@ -279,11 +287,11 @@ def largest_bits(array: jax.Array, axes: Axes, dtype: np.dtype) -> jax.Array:
 
 
 @partial(traced_once, static_argnums=1)
-def plain_sum(x: jax.Array, axes: Axes) -> jax.Array:
+def plain_sum(x: Array, axes: Axes) -> Array:
     """The sum of numbers, none of which leaves the range, in float64 on a CPU."""
     sum_axes = partial(jnp.sum, axis=axes, keepdims=axes is not None)
 
-    def sum_axes_on_a_cpu(x: jax.Array) -> jax.Array:
+    def sum_axes_on_a_cpu(x: Array) -> Array:
         with jax.enable_x64(True):
             wide = lax.convert_element_type(x, np.float64)
             return lax.convert_element_type(sum_axes(wide), x.dtype)
@@ -294,7 +302,7 @@ def plain_sum(x: jax.Array, axes: Axes) -> jax.Array:
 # --------------------------------------------------------------- dtypes, and division
 
 
-def as_float(norm: Array) -> jax.Array:
+def as_float(norm: Array) -> Array:
     """A norm in a float dtype of at least 32 bits."""
     # Strict promotion has no common dtype of an integer and a float.
     with jax.numpy_dtype_promotion("standard"):
@@ -309,7 +317,7 @@ def norm_dtype(leaves: list[Array]) -> Any:
 
 
 @jax.custom_jvp
-def divided(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+def divided(numerator: Array, denominator: Array) -> Array:
     """numerator / denominator, for a denominator that is a positive normal number and a
     quotient within the range.
 
@@ -325,7 +333,7 @@ def divided(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
 @divided.defjvp
 def _divided_jvp(
     primals: tuple[Array, ...], tangents: tuple[Array, ...]
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """d(n/d) = (dn - (n/d) dd) / d. The rule of division squares d, which is 0 below
     1e-19.
     """

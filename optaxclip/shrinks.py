@@ -23,14 +23,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from ._checks import check_known, check_number, check_takes, shown, with_hash
 from ._names import with_our_names
 
-Shrink = Callable[[jax.Array, jax.Array], jax.Array]
+Shrink = Callable[[Array, Array], Array]
 
 __all__ = ["auto_s", "drop", "hard", "normalize", "psac", "smooth"]
 
@@ -176,7 +175,7 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
 # nothing anew.
 @cache
 def _smooth(power: float) -> Shrink:
-    def shrink(norm: jax.Array, limit: jax.Array) -> jax.Array:
+    def shrink(norm: Array, limit: Array) -> Array:
         # n / (1 + (n/c)^p)^(1/p) stays the same with n and c exchanged. So the quotient
         # may be the smaller by the larger, which cannot overflow.
         smaller = jnp.minimum(norm, limit)
@@ -193,7 +192,7 @@ def _smooth(power: float) -> Shrink:
 
 @cache
 def _auto_s(gamma: float) -> Shrink:
-    def shrink(norm: jax.Array, limit: jax.Array) -> jax.Array:
+    def shrink(norm: Array, limit: Array) -> Array:
         # gamma and the norm may both be 0. As in `normalize` 0 stays 0.
         return limit * _quotient(norm, norm + gamma)
 
@@ -203,7 +202,7 @@ def _auto_s(gamma: float) -> Shrink:
 
 @cache
 def _psac(r: float) -> Shrink:
-    def shrink(norm: jax.Array, limit: jax.Array) -> jax.Array:
+    def shrink(norm: Array, limit: Array) -> Array:
         info = jnp.finfo(jnp.result_type(norm))
         # The dtype cannot hold such an r, which would only change norms below sqrt(r).
         if r < float(info.tiny):
@@ -217,7 +216,7 @@ def _psac(r: float) -> Shrink:
     return shrink
 
 
-def _quotient(norm: jax.Array, divisor: jax.Array) -> jax.Array:
+def _quotient(norm: Array, divisor: Array) -> Array:
     """norm / divisor, and 0 / 0 = 0."""
     return norm / jnp.where(divisor == 0, 1.0, divisor)
 

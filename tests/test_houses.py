@@ -1,5 +1,5 @@
 """Three houses, one direction: the core needs neither per-example clipping nor tools,
-and per-example clipping needs no tools.
+per-example clipping needs no tools, and tools compute by public names of the core.
 """
 
 import ast
@@ -11,19 +11,51 @@ PACKAGE = Path(optaxclip.__file__).parent
 PER_EXAMPLE = {"per_example"}
 TOOLS = {"_check_step", "_logs", "_release", "autopsy", "check", "doctor", "replay"}
 OTHER_NAMES = {"dropin"}  # of other libraries
+# Files that clip nothing, and that every house may use. They word errors, name leaves,
+# register states, match tree prefixes, read traced programs and types.
+SHARED = {
+    "_checks",
+    "_exported",
+    "_jaxpr",
+    "_mesh_types",
+    "_names",
+    "_prefixes",
+    "_trees",
+}
+TYPES = {"Limit", "Number", "Shrink"}  # of public arguments
+# Private names by which a tool computes what a clipper does, number for number. They
+# take what no user has, such as the name of the call for an error.
+AS_CLIPPERS = {
+    # A limit for a history of norms, and the factor and the shrink that follow.
+    ("replay", "factor_between"),
+    ("replay", "limit_of"),
+    ("replay", "rule_without_params"),
+    ("replay", "shrink_of"),
+    ("replay", "shrunk_by"),
+    # The rules of `skip_step` and `record_spikes`.
+    ("replay", "spike_rule"),
+    ("replay", "step_rule"),
+    # The clipper of `release`, whose errors name `release`, and a row of its state.
+    ("_release", "GlobalNorm"),
+    ("_release", "NUMBER_NAMES"),
+    ("_release", "make_clipper"),
+    ("_release", "moving_average"),
+    ("_release", "rule_without_params"),
+}
 
 
-def imports_of(path):
-    """The first parts of the modules of optaxclip that a file imports."""
+def names_imported(path):
+    """Pairs of a name that a file imports from optaxclip, and the first part of its
+    module. Both are the same for a module.
+    """
     parents = path.relative_to(PACKAGE).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for name in node.names:
                 package, *parts = name.name.split(".")
                 if package == "optaxclip" and parts:
-                    yield parts[0]
+                    yield parts[0], parts[0]
         elif isinstance(node, ast.ImportFrom):
-            names = [name.name for name in node.names]
             parts = (node.module or "").split(".") if node.module else []
             if node.level:
                 parts = [*parents[: len(parents) - node.level + 1], *parts]
@@ -31,7 +63,13 @@ def imports_of(path):
                 parts = parts[1:]
             else:
                 continue
-            yield from parts[:1] or names
+            for name in node.names:
+                yield name.name, parts[0] if parts else name.name
+
+
+def imports_of(path):
+    """The first parts of the modules of optaxclip that a file imports."""
+    return {module for _, module in names_imported(path)}
 
 
 def wrong_imports():
@@ -45,8 +83,21 @@ def wrong_imports():
         forbidden = TOOLS | OTHER_NAMES
         if house not in PER_EXAMPLE:
             forbidden |= PER_EXAMPLE
-        for name in set(imports_of(path)) & forbidden:
+        for name in imports_of(path) & forbidden:
             yield str(relative), name
+
+
+def private_names_of_core():
+    """Pairs of a tool and a private name of the core that it imports."""
+    public = {*optaxclip.__all__, *optaxclip.rules.__all__, *optaxclip.shrinks.__all__}
+    for path in PACKAGE.rglob("*.py"):
+        tool = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if tool not in TOOLS:
+            continue
+        for name, module in names_imported(path):
+            is_of_core = module not in TOOLS | SHARED
+            if is_of_core and name not in public | TYPES:
+                yield tool, name
 
 
 def test_core_needs_neither_examples_nor_tools():
@@ -55,3 +106,8 @@ def test_core_needs_neither_examples_nor_tools():
     assert "per_example" in imports_of(PACKAGE / "dropin/jax_privacy.py")
     assert "_kernel" in imports_of(PACKAGE / "_release/__init__.py")
     assert "rules" in imports_of(PACKAGE / "_kernel.py")
+
+
+def test_tools_compute_by_public_names():
+    # A name that no tool needs any more leaves the list.
+    assert set(private_names_of_core()) == AS_CLIPPERS

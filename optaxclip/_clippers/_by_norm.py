@@ -437,7 +437,7 @@ def clip_by_average_norm(
     )
 
 
-def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
+def clip_by_block_rms(threshold: LimitTree) -> optax.GradientTransformationExtraArgs:
     """Clips the root mean square of each leaf, as `optax.clip_by_block_rms`.
 
     Args:

@@ -30,7 +30,7 @@ Bounds: TypeAlias = "Number | Mapping[Any, Bounds] | Sequence[Bounds] | None"
 class ClipByValueState(NamedTuple):
     """The state of `clip_by_value`."""
 
-    step: jax.Array  # int32[]: updates seen, for bounds that follow a schedule
+    step: Array  # int32[]: updates seen, for bounds that follow a schedule
     # Which share of them was clipped, where that is counted, else ().
     elements: Shares
 
@@ -184,7 +184,7 @@ def _bounds(
     return Prefix(tuple(entries))
 
 
-def _bound_at(step: jax.Array, bound: ArrayLike, argument: str) -> Any:
+def _bound_at(step: Array, bound: ArrayLike, argument: str) -> Any:
     """A bound at a step, which a schedule follows."""
     if not callable(bound):
         return bound
@@ -239,7 +239,7 @@ def _bound_in_dtype(
     if not is_for_integers:
         return checks.kept_finite(dtype, number).astype(dtype)
     if jnp.issubdtype(number.dtype, jnp.floating):
-        numpy = jnp if isinstance(number, jax.Array) else np
+        numpy = jnp if isinstance(number, Array) else np
         number = numpy.ceil(number) if up or sign < 0 else numpy.floor(number)
     return _held_in_integers(number, dtype)
 
@@ -248,7 +248,7 @@ def _exact(bound: ArrayLike, dtype: DTypeLike, is_for_integers: bool) -> Any:
     """A bound before it is rounded, for a leaf of this dtype. Whole numbers for a leaf
     of integers stay whole numbers.
     """
-    if not isinstance(bound, jax.Array):
+    if not isinstance(bound, Array):
         array = np.asarray(bound)
         # Python's ints have any size.
         is_whole = is_for_integers and array.dtype.kind in "iuO"
@@ -264,7 +264,7 @@ def _with_sign(number: Array | np.ndarray, sign: int) -> Any:
     """A bound that stands alone, on the side of `sign`. With 0 it is not alone."""
     if not sign:
         return number
-    numpy = jnp if isinstance(number, jax.Array) else np
+    numpy = jnp if isinstance(number, Array) else np
     size = numpy.asarray(numpy.maximum(number, 0))
     if sign > 0:
         return size
@@ -281,18 +281,18 @@ def _held_in_integers(number: Array | np.ndarray, dtype: DTypeLike) -> Any:
     """A whole number in a dtype of integers, beyond whose range it becomes an end."""
     info = jnp.iinfo(dtype)
     # JAX would cut numbers of 64 bits to 32. Python's ints do not wrap.
-    if not isinstance(number, jax.Array):
+    if not isinstance(number, Array):
         number = np.clip(number.astype(object), int(info.min), int(info.max))
         return np.asarray(number).astype(dtype)
     is_float = jnp.issubdtype(number.dtype, jnp.floating)
     number_info = jnp.finfo(number.dtype) if is_float else jnp.iinfo(number.dtype)
-    held = number.astype(dtype)
+    integers = number.astype(dtype)
     # The ends are selected: what a conversion makes of larger numbers is not defined.
     # float32 rounds 2^31 - 1 to 2^31, which is beyond the range too.
     if number_info.max > info.max:
         is_above = number >= np.array(info.max, number.dtype)
-        held = jnp.where(is_above, np.array(info.max, dtype), held)
+        integers = jnp.where(is_above, np.array(info.max, dtype), integers)
     if number_info.min < info.min:
         is_below = number <= np.array(info.min, number.dtype)
-        held = jnp.where(is_below, np.array(info.min, dtype), held)
-    return held
+        integers = jnp.where(is_below, np.array(info.min, dtype), integers)
+    return integers

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
+from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from .. import _trees as trees
@@ -202,7 +204,7 @@ def qk_clip(
 @partial(jax.jit, static_argnums=0)
 def _clip(
     attentions: tuple[Attention, ...],
-    alpha: Any,
+    alpha: ArrayLike,
     tree: PyTree,
     weights: PyTree,
     state: PyTree,
@@ -210,7 +212,7 @@ def _clip(
     """The updates that lead to the weights times their scales."""
     updates, treedef = jax.tree.flatten(tree)
     entries = state.by_name()
-    scales: dict[int, jax.Array] = {}
+    scales: dict[int, Array] = {}
     for attention in attentions:
         # The state has a scalar where there is one head. Here it is [heads] or
         # [layers, heads].
@@ -229,7 +231,7 @@ def _clip(
     return treedef.unflatten(updates)
 
 
-def _scaled(update: jax.Array, weight: Any, scale: jax.Array) -> jax.Array:
+def _scaled(update: Array, weight: ArrayLike, scale: Array) -> Array:
     """scale (weight + update) - weight, without its cancellation."""
     wide = np.promote_types(update.dtype, scale.dtype)
     scale = scale.astype(wide)
@@ -358,7 +360,7 @@ def _leaves_of_role(role: str, where: Where, entries: list[Any]) -> list[Attenti
 
 
 def _attention_leaf(
-    position: int, path: Any, role: str, heads: Any, shape: Shape
+    position: int, path: KeyPath, role: str, heads: Any, shape: Shape
 ) -> AttentionLeaf:
     """Where a leaf has its heads. Raises for heads that it does not have."""
     if not isinstance(heads, Heads):
@@ -405,7 +407,7 @@ def _selected(ends: Range, count: int) -> int:
     return len(range(count)[slice(*ends)]) if is_within else 0
 
 
-def _names(path: Any) -> Path:
+def _names(path: KeyPath) -> Path:
     return tuple(trees.name((key,)) for key in path)
 
 
@@ -439,7 +441,7 @@ def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
     return shape
 
 
-def scale_of(leaf: AttentionLeaf, factor: jax.Array) -> jax.Array:
+def scale_of(leaf: AttentionLeaf, factor: Array) -> Array:
     """The numbers that a leaf is multiplied by, 1 where it has no query and no key.
     They broadcast to the leaf.
 
@@ -458,7 +460,7 @@ def scale_of(leaf: AttentionLeaf, factor: jax.Array) -> jax.Array:
     return jnp.expand_dims(scale, other_axes(leaf.axes, leaf.rank))
 
 
-def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, jax.Array]:
+def logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Array]:
     """The largest logit of each attention's heads of keys, at least 0.
 
     Raises:
@@ -486,8 +488,8 @@ def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, jax.Arr
 
 
 def _arrays_of_attentions(
-    attentions: list[Attention], max_logits: Any
-) -> list[jax.Array]:
+    attentions: list[Attention], max_logits: PyTree
+) -> list[Array]:
     """The array of each attention: the one whose path begins with that of the
     attention, or with which that begins.
 

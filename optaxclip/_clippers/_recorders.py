@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from .._checks import check_norm, check_state, with_hash
 from .._exported import exported
@@ -99,8 +100,8 @@ class SpikeState(NamedTuple):
       spiked_recently: the share of spikes among about the last 10,000 steps.
     """
 
-    spike_counts: jax.Array
-    spike_numbers: jax.Array
+    spike_counts: Array
+    spike_numbers: Array
     windows: PyTree
     loss_windows: PyTree
 
@@ -124,7 +125,7 @@ class SpikeState(NamedTuple):
 
 
 def record_spikes(
-    sigmas: Number = 6.0, window: Any = 128, *, mesh_axes: MeshAxes = "auto"
+    sigmas: Number = 6.0, window: int | Array = 128, *, mesh_axes: MeshAxes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
     """Counts the steps whose norm or loss stands out, for `metrics`. Changes nothing.
     The loss must be the same on all devices, so average it with `lax.pmean`. In pmap

@@ -47,7 +47,7 @@ from ..rules._rule import Number, at_step, checked_number, rule_in
 class SpamState(NamedTuple):
     """The state of `spam`."""
 
-    step: jax.Array  # int32[]: updates seen
+    step: Array  # int32[]: updates seen
     # float32[...] for each clipped leaf (float64 if it has 64 bits): the average of
     # squares, not corrected for its start
     second_moment: Any
@@ -117,7 +117,7 @@ def spam(
         checks.check_length(f"{call}: every", every)
     checks.check_flag(f"{call}: count", count)
 
-    def zero_moment(leaf: Any) -> jax.Array:
+    def zero_moment(leaf: ArrayLike) -> Array:
         return jnp.zeros_like(leaf, jnp.finfo(wide_dtype(leaf)).dtype)
 
     def init(params: PyTree) -> SpamState:
@@ -162,12 +162,12 @@ def spam(
 
 
 def _cut_down(
-    step: jax.Array,
+    step: Array,
     threshold: Number,
-    is_warm: jax.Array,
+    is_warm: Array,
     x: ArrayLike | None,
     moment: ArrayLike,
-) -> jax.Array | None:
+) -> Array | None:
     """A leaf with its spikes cut down. None is a leaf that is missing in this step."""
     if x is None:
         return None
@@ -179,7 +179,8 @@ def _cut_down(
     # Roots first: threshold * v overflows for gradients of 1e18, v being their square.
     limit = root(threshold) * root(moment)
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
-    is_spike = (jnp.abs(wide).astype(moment.dtype) > limit) & (moment > 0) & is_warm
+    is_over = jnp.abs(wide).astype(moment.dtype) > limit
+    is_spike = is_over & (moment > 0) & is_warm
     largest = float(jnp.finfo(jnp.result_type(x)).max)
     # Where nothing is cut the limit may be inf, which is NaN times the sign of 0. The
     # limit of an infinite coordinate may be beyond the dtype of the leaf.
@@ -189,12 +190,8 @@ def _cut_down(
 
 
 def _blend(
-    step: jax.Array,
-    decay: Number,
-    x: ArrayLike | None,
-    clipped: Array,
-    moment: jax.Array,
-) -> jax.Array:
+    step: Array, decay: Number, x: ArrayLike | None, clipped: Array, moment: Array
+) -> Array:
     """The average of squares after a step. A missing leaf keeps its average."""
     if x is None:
         return moment
@@ -211,7 +208,7 @@ def _blend(
     return jnp.where(is_finite, new_moment, moment)
 
 
-def _widened(x: ArrayLike) -> jax.Array:
+def _widened(x: ArrayLike) -> Array:
     """The array in at least 32 bits. JAX itself does not promote floats of 8 bits."""
     x = jnp.asarray(x)
     return x.astype(wide_dtype(x))
@@ -314,9 +311,7 @@ def _norms_and_limits(state: PyTree, norms: Norms) -> tuple[list[Any], list[Any]
     )
 
 
-def _scaled_over_limit(
-    x: jax.Array, scaled: jax.Array, norm: ArrayLike, limit: jax.Array
-) -> jax.Array:
+def _scaled_over_limit(x: Array, scaled: Array, norm: ArrayLike, limit: Array) -> Array:
     """A tensor whose coordinates above the limit are scaled. A broken tensor is what
     the kernel made of it: all NaN, or all 0.
     """
@@ -334,7 +329,7 @@ def _scaled_over_limit(
 class ResetState(NamedTuple):
     """The state of `reset_momentum`."""
 
-    step: jax.Array  # int32[]: updates seen
+    step: Array  # int32[]: updates seen
     inner_state: Any  # the inner transformation's
 
 
@@ -411,7 +406,7 @@ def reset_momentum(
         rise = 1 - 0.99 * (1 + jnp.cos(jnp.pi * progress)) / 2
         factor = jnp.where(is_rising, rise, 1.0)
 
-        def scaled(x: Any) -> jax.Array:
+        def scaled(x: ArrayLike) -> Array:
             wide = _widened(x)
             return (wide * factor.astype(wide.dtype)).astype(jnp.result_type(x))
 
@@ -421,7 +416,7 @@ def reset_momentum(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def steps_since_reset(step: jax.Array, every: ArrayLike | None) -> jax.Array:
+def steps_since_reset(step: Array, every: ArrayLike | None) -> Array:
     """Steps since the last reset. Resets are before the updates number `every`,
     2 `every` and so on. Without resets, the number of the update.
     """

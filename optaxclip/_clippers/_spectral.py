@@ -23,18 +23,19 @@ Reference: Jiang, Semenov, Stich, SPECTRA, 2026 (arXiv 2603.14315). Yukhimchuk e
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
 from .. import _trees as trees
-from .._axes import Stacked, other_axes, stacked_axes
+from .._axes import ByPath, Stacked, other_axes, stacked_axes
 from .._checks import Nonfinite, check_choice, check_known, check_length, shown
 from .._kernel import make_clipper
 from .._mesh_types import resharded, resharded_as
@@ -50,6 +51,8 @@ from ..rules._memory import root
 from ..shrinks import Shrink, hard, shrink_of, smooth
 
 Method = Literal["svd", "newton_schulz"]
+# An int, a tree prefix of ints, or a function of path and leaf.
+Columns: TypeAlias = "int | Mapping[Any, Columns] | Sequence[Columns] | ByPath | None"
 
 
 def clip_by_spectral_norm(
@@ -58,7 +61,7 @@ def clip_by_spectral_norm(
     shrink: Shrink | None = None,
     method: Method = "svd",
     steps: int | None = None,
-    columns: Any = None,
+    columns: Columns = None,
     stacked: Stacked = None,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
@@ -174,7 +177,7 @@ def clip_by_spectral_norm(
 def spectral_norm(
     tree: PyTree,
     *,
-    columns: Any = None,
+    columns: Columns = None,
     stacked: Stacked = None,
     method: Method = "svd",
 ) -> Any:
@@ -207,7 +210,9 @@ def spectral_norm(
     return measure(clipped_leaves(tree, "spectral_norm")).tree()
 
 
-def _measure(call: str, method: Method, columns: Any, stacked: Any) -> SpectralNorm:
+def _measure(
+    call: str, method: Method, columns: Columns, stacked: Stacked
+) -> SpectralNorm:
     """The measure of these arguments, which are checked."""
     check_choice(f"{call}: method", method, get_args(Method))
     # A tuple is a node of the tree, as `columns` has one number for each leaf.
@@ -293,7 +298,7 @@ class Layout(NamedTuple):
     rows: int
     columns: int
 
-    def stack(self, leaves: list[jax.Array]) -> jax.Array:
+    def stack(self, leaves: list[Array]) -> Array:
         """The leaves as matrices [leaves, *layers, rows, columns], in at least float32,
         transposed where they would have fewer rows than columns.
 
@@ -310,7 +315,7 @@ class Layout(NamedTuple):
         matrices = jnp.stack(matrices_of_leaves).astype(dtype)
         return adjoint(matrices) if self.rows < self.columns else matrices
 
-    def unstack(self, matrices: jax.Array, like: jax.Array) -> jax.Array:
+    def unstack(self, matrices: Array, like: Array) -> Array:
         """One leaf out of a stack, [*layers, rows, columns], typed like another."""
         if self.rows < self.columns:
             matrices = adjoint(matrices)
@@ -375,7 +380,7 @@ def _with_shrunk_values(
     return treedef.unflatten(leaves)
 
 
-def _divided(matrices: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _divided(matrices: Array, sizes: Array) -> tuple[Array, Array]:
     """Matrices divided by a power of 2 near their size, so that squares do not
     overflow, and these powers. Matrices whose size is NaN or inf become zeros.
     """
@@ -426,24 +431,25 @@ SQUARINGS = 17
 POLAR_STEPS = {4: 24, 8: 48}
 
 
-def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+def matmul(a: Array, b: Array) -> Array:
     """a @ b, with factors that are not rounded."""
     # By default accelerators round float32 factors to bfloat16 or TF32.
     return jnp.matmul(a, b, precision="highest")
 
 
-def adjoint(x: jax.Array) -> jax.Array:
+def adjoint(x: Array) -> Array:
     """The conjugate transpose of each matrix."""
     return jnp.conj(x.mT)
 
 
-def largest_singular_values(x: jax.Array) -> jax.Array:
+def largest_singular_values(x: Array) -> Array:
     """The largest singular value of each matrix, [..., 1, 1]."""
     gram = matmul(adjoint(x), x)
 
-    def square(_: int, power: jax.Array) -> jax.Array:
+    def square(_: int, power: Array) -> Array:
         power = matmul(power, power)
-        trace = jnp.real(jnp.trace(power, axis1=-2, axis2=-1))[..., None, None]
+        trace = jnp.real(jnp.trace(power, axis1=-2, axis2=-1))
+        trace = trace[..., None, None]
         # Zeros stay zeros.
         return power / jnp.where(trace > 0, trace, 1.0)
 
@@ -456,8 +462,8 @@ def largest_singular_values(x: jax.Array) -> jax.Array:
 
 
 def shrunk_by_products(
-    x: jax.Array, limit: jax.Array, norm: jax.Array, steps: int | None, *, is_hard: bool
-) -> jax.Array:
+    x: Array, limit: Array, norm: Array, steps: int | None, *, is_hard: bool
+) -> Array:
     """Matrices with their singular values shrunk, by `hard` or by `smooth(2)`.
 
     `norm` is their largest singular value. `steps` None means as many as the dtype
@@ -484,7 +490,7 @@ def shrunk_by_products(
     return limit * b
 
 
-def _inverse_of_largest(z: jax.Array, steps: int) -> jax.Array:
+def _inverse_of_largest(z: Array, steps: int) -> Array:
     """max(b, z)^-1 for Hermitian Z, where b^2 = 1 - z^2."""
     eye = _eye(z)
     difference = eye - 2 * matmul(z, adjoint(z))
@@ -493,7 +499,7 @@ def _inverse_of_largest(z: jax.Array, steps: int) -> jax.Array:
 
     # The inverse root of a matrix with eigenvalues in [1/2, 1]. The error 1 - square
     # y^2 is 1/2 for y = 1, then 0.22, 0.04, 1e-3, 1e-6, 1e-12, 1e-24.
-    def step(_: int, y: jax.Array) -> jax.Array:
+    def step(_: int, y: Array) -> Array:
         return 0.5 * matmul(y, 3 * eye - matmul(square, matmul(y, y)))
 
     # The first step, from y = 1, multiplies no matrices.
@@ -504,7 +510,7 @@ def _inverse_of_largest(z: jax.Array, steps: int) -> jax.Array:
     return inverse / math.sqrt(1 + _lowest_in_reach(steps))
 
 
-def _polar(x: jax.Array, lowest: ArrayLike, steps: int) -> jax.Array:
+def _polar(x: Array, lowest: ArrayLike, steps: int) -> Array:
     """Turns all singular values in [lowest, 1] into 1, by the iteration
     x <- r x (3 - r^2 x^2) / 2. For a Hermitian matrix this is the sign.
 
@@ -518,7 +524,8 @@ def _polar(x: jax.Array, lowest: ArrayLike, steps: int) -> jax.Array:
         low = jnp.maximum(lowest, 0.1)
         r = jnp.sqrt(3 / (1 + low + low**2))
         lowest = 0.5 * r * lowest * (3 - (r * lowest) ** 2)
-        factor = 0.5 * r * (3 * _eye(x) - r**2 * matmul(adjoint(x), x))
+        gram = matmul(adjoint(x), x)
+        factor = 0.5 * r * (3 * _eye(x) - r**2 * gram)
         return (matmul(x, factor), lowest), None
 
     # Below this reach `lowest` would keep r large up to the last step, and singular
@@ -535,7 +542,7 @@ def _lowest_in_reach(steps: int) -> float:
     return min(1.0, 2.46 ** (4.1 - steps))
 
 
-def _eye(x: jax.Array) -> jax.Array:
+def _eye(x: Array) -> Array:
     """The identity matrix [1, ..., columns, columns] for matrices [..., columns]."""
     eye = jnp.eye(x.shape[-1], dtype=x.dtype)
     return jnp.expand_dims(eye, range(x.ndim - 2))

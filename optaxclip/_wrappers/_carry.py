@@ -113,7 +113,7 @@ def carry_clipped(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _add_carry(grad: Array, carry: jax.Array) -> jax.Array | None:
+def _add_carry(grad: Array, carry: Array) -> Array | None:
     """What is clipped, and None for a leaf without a gradient in this step."""
     if grad is None:
         return None
@@ -121,7 +121,7 @@ def _add_carry(grad: Array, carry: jax.Array) -> jax.Array | None:
     return jnp.asarray(grad).astype(carry.dtype) + carry
 
 
-def _in_dtype_of(clipped: jax.Array, grad: Array) -> jax.Array:
+def _in_dtype_of(clipped: Array, grad: Array) -> Array:
     """The clipped leaf in the dtype of the gradient. No finite number becomes inf."""
     dtype = jnp.result_type(grad)
     if not jnp.iscomplexobj(clipped):
@@ -129,7 +129,7 @@ def _in_dtype_of(clipped: jax.Array, grad: Array) -> jax.Array:
     return clipped.astype(dtype)
 
 
-def _cut_off(total: Array, clipped: Array, carry: jax.Array) -> jax.Array:
+def _cut_off(total: Array, clipped: Array, carry: Array) -> Array:
     """The carry after a step."""
     # A leaf without a gradient in this step keeps its carry.
     if total is None:

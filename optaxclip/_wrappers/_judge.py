@@ -238,7 +238,7 @@ def pack(
     counts = [value_of_row[name] for name in count_names]
     dtype = norm.value.dtype
     numbers = [value_of_row[name].astype(dtype) for name in number_names]
-    windows, loss_windows = memory.rest
+    windows, loss_windows = memory.windows
     return StateArrays(
         counts=jnp.stack(counts + memory.counts),
         numbers=jnp.stack(numbers + memory.numbers),

@@ -50,7 +50,7 @@ from .._exported import exported
 from .._mesh import MeshAxes
 from .._state import ClipState
 from .._trees import PyTree, arrays_of
-from ..rules._limits import Constant, rule_without_params
+from ..rules._limits import Constant, Limit, rule_without_params
 from ..rules._memory import count_up, in_place, moving_average
 from ..rules._rule import Number
 from ..rules._windows import step_rule
@@ -156,7 +156,7 @@ def skip_nonfinite(
 def skip_step(
     inner: optax.GradientTransformation,
     sigmas: Number = 6.0,
-    window: Any = 128,
+    window: int | Array = 128,
     *,
     on_loss: bool | None = None,
     mesh_axes: MeshAxes = "auto",
@@ -235,8 +235,8 @@ def skip_step(
 
 def skip_spikes(
     inner: optax.GradientTransformation,
-    rule: Any,
-    loss_rule: Any = None,
+    rule: Limit,
+    loss_rule: Limit = None,
     *,
     max_consecutive: ArrayLike | None = None,
     mesh_axes: MeshAxes = "auto",

@@ -40,8 +40,8 @@ Reference: keras/src/optimizers/base_optimizer.py, Keras 3.15.
 from __future__ import annotations
 
 import math
-from typing import Any
 
+import numpy as np
 import optax
 from jax.core import Tracer
 
@@ -50,12 +50,15 @@ from .._clippers._by_value import value_clipper
 from .._kernel import make_clipper
 from .._names import with_our_names
 from .._norms import GlobalNorm, TensorNorm
+from ..rules._rule import Number
 
 __all__ = ["clip_gradients"]
 
 
 def clip_gradients(
-    clipnorm: Any = None, clipvalue: Any = None, global_clipnorm: Any = None
+    clipnorm: Number | None = None,
+    clipvalue: Number | None = None,
+    global_clipnorm: Number | None = None,
 ) -> optax.GradientTransformation:
     """Returns the clipper that a Keras optimizer with this argument would use.
 
@@ -83,20 +86,23 @@ def clip_gradients(
       >>> print(*(f"{x:.4f}" for x in updates[0]), updates[1])
       0.6000 0.8000 [0.5]
     """
-    arguments = {"clipnorm": clipnorm, "clipvalue": clipvalue}
-    arguments["global_clipnorm"] = global_clipnorm
-    # A limit of 0 is given: it is refused below instead of counting as none.
-    given = {name: x for name, x in arguments.items() if x is not None}
-    if not given:
+    arguments = {
+        "clipnorm": clipnorm,
+        "clipvalue": clipvalue,
+        "global_clipnorm": global_clipnorm,
+    }
+    # A limit of 0 stays: it is refused below instead of counting as none.
+    limits = {name: limit for name, limit in arguments.items() if limit is not None}
+    if not limits:
         return optax.identity()
     # As in Keras, whose optimizers apply at most one of them.
-    if len(given) > 1:
-        all_given = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
+    if len(limits) > 1:
+        texts = [f"{name}={shown(limit)}" for name, limit in limits.items()]
         raise ValueError(
             "clip_gradients: only one of clipnorm, clipvalue and global_clipnorm can "
-            f"be set, got {all_given}."
+            f"be set, got {', '.join(texts)}."
         )
-    ((name, value),) = given.items()
+    ((name, value),) = limits.items()
     call = "clip_gradients"
     argument = f"{call}: {name}"
     # The numbers of a schedule are not known before its steps.
@@ -105,7 +111,7 @@ def clip_gradients(
         check_number(argument, value, lowest=-math.inf, is_scalar=True)
         # 0 would make zeros in the library. Code that is ported should not find out
         # about either by accident.
-        if not isinstance(value, Tracer) and value <= 0:
+        if not isinstance(value, Tracer) and np.less_equal(value, 0):
             raise ValueError(
                 f"{argument} must be above 0, got {shown(value)}: Keras does not clip "
                 "then; leave it out for that."

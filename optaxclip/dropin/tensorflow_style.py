@@ -54,12 +54,15 @@ tensorflow/contrib/estimator/python/estimator/extenders.py, TensorFlow 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from .. import _norms as norms
 from .._axes import axes_within
@@ -68,7 +71,8 @@ from .._clippers._by_value import value_clipper
 from .._kernel import clip_once, make_clipper
 from .._names import with_our_names
 from .._options import check_measure
-from .._trees import Tree, clipped_leaves, name
+from .._trees import PyTree, Tree, clipped_leaves, name
+from ..rules._limits import Limit
 
 __all__ = [
     "clip_by_average_norm",
@@ -80,7 +84,9 @@ __all__ = [
 ]
 
 
-def clip_by_value(t: Tree, clip_value_min: Any, clip_value_max: Any) -> Tree:
+def clip_by_value(
+    t: Tree, clip_value_min: ArrayLike, clip_value_max: ArrayLike
+) -> Tree:
     """Clips every element to [clip_value_min, clip_value_max].
 
     NaN stays NaN, and inf becomes the bound.
@@ -120,7 +126,9 @@ def clip_by_value(t: Tree, clip_value_min: Any, clip_value_max: Any) -> Tree:
     return clipper.update(t, clipper.init(t))[0]
 
 
-def clip_by_norm(t: Tree, clip_norm: Any, axes: Any = None) -> Tree:
+def clip_by_norm(
+    t: Tree, clip_norm: ArrayLike, axes: int | Sequence[int] | None = None
+) -> Tree:
     """Clips the norm of each tensor, whole or along axes: t * min(1, clip_norm / |t|).
 
     Args:
@@ -162,7 +170,7 @@ def clip_by_norm(t: Tree, clip_norm: Any, axes: Any = None) -> Tree:
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
 
 
-def clip_by_average_norm(t: Tree, clip_norm: Any) -> Tree:
+def clip_by_average_norm(t: Tree, clip_norm: ArrayLike) -> Tree:
     """Clips the average norm of each tensor: t * min(1, clip_norm / (|t| / size)).
 
     This is not a root mean square. It divides by the size, not by its root.
@@ -192,8 +200,8 @@ def clip_by_average_norm(t: Tree, clip_norm: Any) -> Tree:
 
 
 def clip_by_global_norm(
-    t_list: Tree, clip_norm: Any, use_norm: Any = None
-) -> tuple[Tree, jax.Array]:
+    t_list: Tree, clip_norm: ArrayLike, use_norm: ArrayLike | None = None
+) -> tuple[Tree, Array]:
     """Clips the norm of all tensors together: t * min(1, clip_norm / |t_list|).
 
     Args:
@@ -225,7 +233,7 @@ def clip_by_global_norm(
     return clip_once(t_list, clip_norm, norms.GlobalNorm(call), **options)
 
 
-def global_norm(t_list: Any) -> jax.Array:
+def global_norm(t_list: PyTree) -> Array:
     """Returns the norm of all tensors together: sqrt(sum |t|^2).
 
     None is ignored, and the norm of an empty list is 0.
@@ -245,7 +253,7 @@ def global_norm(t_list: Any) -> jax.Array:
 
 
 def clip_gradients_by_norm(
-    optimizer: optax.GradientTransformation, clip_norm: Any
+    optimizer: optax.GradientTransformation, clip_norm: Limit
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer with its gradients clipped first, by their global norm.
 

@@ -50,14 +50,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
+from jax import Array
+from jax.typing import ArrayLike
 
 from .. import _norms as norms
 from .._checks import check_number, check_scalar, shown
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once
 from .._names import with_our_names
-from .._trees import Tree
+from .._trees import PyTree, Tree
 
 __all__ = [
     "clip_grad_norm",
@@ -71,8 +72,11 @@ EPS = 1e-6  # torch adds it to the norm that it divides by
 
 
 def clip_grad_norm(
-    grads: Tree, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False
-) -> tuple[Tree, jax.Array]:
+    grads: Tree,
+    max_norm: ArrayLike,
+    norm_type: float | str = 2.0,
+    error_if_nonfinite: bool = False,
+) -> tuple[Tree, Array]:
     """Clips the norm of all gradients together, and returns it.
 
         grads * min(1, max_norm / (total_norm + 1e-6))
@@ -108,7 +112,7 @@ def clip_grad_norm(
     return _clipped(call, grads, max_norm, norm_type, error_if_nonfinite)
 
 
-def clip_grad_value(grads: Tree, clip_value: Any) -> Tree:
+def clip_grad_value(grads: Tree, clip_value: ArrayLike) -> Tree:
     """Clips every element to [-clip_value, clip_value].
 
     NaN stays NaN, and inf becomes the bound, or NaN if it is complex.
@@ -139,8 +143,8 @@ def clip_grad_value(grads: Tree, clip_value: Any) -> Tree:
 
 
 def get_total_norm(
-    grads: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False
-) -> jax.Array:
+    grads: PyTree, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
+) -> Array:
     """Returns the norm of all gradients together, as if they were one vector.
 
     Args:
@@ -168,7 +172,9 @@ def get_total_norm(
     return _clipped("get_total_norm", grads, None, norm_type, error_if_nonfinite)[1]
 
 
-def clip_grads_with_norm(grads: Tree, max_norm: Any, total_norm: Any) -> Tree:
+def clip_grads_with_norm(
+    grads: Tree, max_norm: ArrayLike, total_norm: ArrayLike
+) -> Tree:
     """Clips gradients whose norm is known.
 
         grads * min(1, max_norm / (total_norm + 1e-6))
@@ -205,8 +211,12 @@ def clip_grads_with_norm(grads: Tree, max_norm: Any, total_norm: Any) -> Tree:
 
 
 def _clipped(
-    call: str, grads: Any, max_norm: Any, norm_type: Any, error_if_nonfinite: bool
-) -> tuple[Any, jax.Array]:
+    call: str,
+    grads: Tree,
+    max_norm: ArrayLike | None,
+    norm_type: float | str,
+    error_if_nonfinite: bool,
+) -> tuple[Tree, Array]:
     """The clipped gradients and their norm. `call` is the name that errors quote."""
     try:
         # torch reads texts too: "inf" becomes inf.

@@ -59,7 +59,7 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
     return checks.number_for_jit(limit)
 
 
-def check_one_limit(argument: str, limit: Any) -> None:
+def check_one_limit(argument: str, limit: LimitTree) -> None:
     """Refuses a tree or an array of limits, where there is one norm.
 
     Raises:
@@ -120,7 +120,7 @@ class Constant(Rule):
 STRUCTURE_OF_CONSTANT = jax.tree.structure(Constant(0.0))
 
 
-def rule_of(limit: Any, argument: str) -> Rule:
+def rule_of(limit: LimitTree, argument: str) -> Rule:
     """The rule itself, or the constant rule of a number, an array, a schedule, None.
 
     A rule without parentheses is the rule with its defaults.
@@ -134,7 +134,7 @@ def rule_of(limit: Any, argument: str) -> Rule:
     return STRUCTURE_OF_CONSTANT.unflatten([checked_limit(argument, limit)])
 
 
-def rules_of(limits: Any, argument: str) -> Any:
+def rules_of(limits: LimitTree, argument: str) -> PyTree:
     """The rules of a tree of limits."""
 
     def is_limit(x: object) -> bool:
@@ -144,7 +144,7 @@ def rules_of(limits: Any, argument: str) -> Any:
     return jax.tree.map(partial(rule_of, argument=argument), limits, is_leaf=is_limit)
 
 
-def check_limits_of_parts(argument: str, rules: Any) -> None:
+def check_limits_of_parts(argument: str, rules: PyTree) -> None:
     """Refuses rules that learn in a tree of limits.
 
     Raises:
@@ -204,7 +204,7 @@ class ShareOfParams(Rule):
         return multiple(share, weights), memory
 
 
-def rule_without_params(limit: Any, argument: str) -> Rule:
+def rule_without_params(limit: Limit, argument: str) -> Rule:
     """The rule of a limit, asked without the norm of the weights or of all norms.
 
     Raises:
@@ -263,7 +263,7 @@ class Minimum(Joined):
     """The smallest limit of several rules."""
 
     def update(
-        self, norm: Array, memory: PyTree, step: Array, *more_norms: Any
+        self, norm: Array, memory: PyTree, step: Array, *more_norms: Array
     ) -> Answer:
         limits, new_memories = self.ask_each(norm, memory, step, more_norms)
         return reduce(jnp.minimum, limits), new_memories
@@ -273,7 +273,7 @@ class Maximum(Joined):
     """The largest limit of several rules."""
 
     def update(
-        self, norm: Array, memory: PyTree, step: Array, *more_norms: Any
+        self, norm: Array, memory: PyTree, step: Array, *more_norms: Array
     ) -> Answer:
         limits, new_memories = self.ask_each(norm, memory, step, more_norms)
         return reduce(jnp.maximum, limits), new_memories
@@ -289,7 +289,7 @@ class WarmUp(Joined):
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
 
     def update(
-        self, norm: Array, memory: PyTree, step: Array, *more_norms: Any
+        self, norm: Array, memory: PyTree, step: Array, *more_norms: Array
     ) -> Answer:
         seen, memories = memory
         # Both rules are asked in every step, so the second has learnt when its limit
@@ -300,7 +300,7 @@ class WarmUp(Joined):
         return limit, (count_up(seen), new_memories)
 
 
-def minimum(*rules: Any) -> Rule:
+def minimum(*rules: Limit) -> Rule:
     """The smallest limit of several rules: a rule that learns, under a fixed cap.
 
     Each rule updates its memory from the norm and its own limit, whatever the limits
@@ -322,7 +322,7 @@ def minimum(*rules: Any) -> Rule:
     return Minimum(_rules("minimum", rules))
 
 
-def maximum(*rules: Any) -> Rule:
+def maximum(*rules: Limit) -> Rule:
     """The largest limit of several rules: a rule that learns, above a fixed floor.
 
     Each rule updates its memory from the norm and its own limit, whatever the limits
@@ -343,7 +343,7 @@ def maximum(*rules: Any) -> Rule:
     return Maximum(_rules("maximum", rules))
 
 
-def warm_up(steps: Number, before: Any, after: Any) -> Rule:
+def warm_up(steps: Number, before: Limit, after: Limit) -> Rule:
     """One rule for the first norms, and another from then on.
 
     Both learn from the first norm on.
@@ -367,7 +367,7 @@ def warm_up(steps: Number, before: Any, after: Any) -> Rule:
     return WarmUp((first, rule_of(after, "warm_up: after")), steps)
 
 
-def _rules(call: str, rules: tuple[Any, ...]) -> tuple[Rule, ...]:
+def _rules(call: str, rules: tuple[Limit, ...]) -> tuple[Rule, ...]:
     # The smallest of no limits would be an error of `reduce` in the first step.
     if not rules:
         raise ValueError(f"{call}: rules must be at least one, got none.")

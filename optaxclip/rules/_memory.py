@@ -10,22 +10,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import ArrayLike
 
 from .._mesh_types import resharded_as
 from .._trees import PyTree
 
 
-def count_up(counter: jax.Array, happened: ArrayLike = True) -> jax.Array:
+def count_up(counter: Array, happened: ArrayLike = True) -> Array:
     """The counter after a step. It stays at the largest int32."""
     counter = jnp.asarray(counter)
     has_room = counter < jnp.iinfo(counter.dtype).max
     return counter + (happened & has_room).astype(counter.dtype)
 
 
-def moving_average(
-    old: jax.Array, new: jax.Array, steps: jax.Array, reach: int = 100
-) -> jax.Array:
+def moving_average(old: Array, new: Array, steps: Array, reach: int = 100) -> Array:
     """The moving average of a number after `steps` steps, the last of which gave `new`.
 
     It is the mean of all steps while these are at most `reach`, so it needs no
@@ -35,7 +34,7 @@ def moving_average(
     return old + (new.astype(old.dtype) - old) / count
 
 
-def between(old: jax.Array, new: jax.Array, decay: jax.Array) -> jax.Array:
+def between(old: Array, new: Array, decay: Array) -> Array:
     """decay * old + (1 - decay) * new."""
     # A step from the nearer value is exact while the norm does not change, and right
     # where one value is nothing beside the other. A sum of products is not.
@@ -43,31 +42,31 @@ def between(old: jax.Array, new: jax.Array, decay: jax.Array) -> jax.Array:
     return jnp.where(decay < 0.5, new - decay * change, old + (1 - decay) * change)
 
 
-def root(x: jax.Array) -> jax.Array:
+def root(x: Array) -> Array:
     """sqrt(x), with the derivative 0 at 0, where `jnp.sqrt` has an infinite one."""
     positive = jnp.where(x == 0, 1.0, x)
     return jnp.where(x == 0, 0.0, jnp.sqrt(positive))
 
 
-def hypot(x: jax.Array, y: jax.Array) -> jax.Array:
+def hypot(x: Array, y: Array) -> Array:
     """sqrt(x^2 + y^2), with the derivative 0 at 0, where JAX 0.12 has NaN."""
     is_zero = (x == 0) & (y == 0)
     return jnp.where(is_zero, 0.0, jnp.hypot(jnp.where(is_zero, 1.0, x), y))
 
 
-def multiple(factor: jax.Array, norm: jax.Array) -> jax.Array:
+def multiple(factor: Array, norm: Array) -> Array:
     """factor * norm, and inf where either is infinite, which means no limit."""
     # inf * 0 is NaN, and updates under a limit of NaN become NaN.
     is_free = jnp.maximum(factor, norm) == jnp.inf
     return jnp.where(is_free, jnp.inf, factor * norm)
 
 
-def remembered(remember: str, norm: jax.Array, limit: jax.Array) -> jax.Array:
+def remembered(remember: str, norm: Array, limit: Array) -> Array:
     """The norm as it came ("raw"), or as it was let through ("clipped")."""
     return jnp.minimum(norm, limit) if remember == "clipped" else norm
 
 
-def new_unless_zero(remember: str, value: jax.Array, new: PyTree, old: PyTree) -> Any:
+def new_unless_zero(remember: str, value: Array, new: PyTree, old: PyTree) -> Any:
     """The new memory, or the old one where a limit of 0 let nothing through: a norm of
     0 is not remembered, since limits could never leave it.
     """
@@ -75,7 +74,7 @@ def new_unless_zero(remember: str, value: jax.Array, new: PyTree, old: PyTree) -
     return new_where(value != 0, new, old) if remember == "clipped" else new
 
 
-def in_place(new: jax.Array, old: jax.Array) -> jax.Array:
+def in_place(new: Array, old: Array) -> Array:
     """The new array, which jit may write where the old one is (`donate_argnums`).
 
     JAX drops an argument that nothing reads, so the old array is read here. Otherwise
@@ -90,10 +89,10 @@ def in_place(new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def new_where(is_new: jax.Array, new: PyTree, old: PyTree) -> Any:
+def new_where(is_new: Array, new: PyTree, old: PyTree) -> Any:
     """The new memory where `is_new`, elementwise by norm, and the old one elsewhere."""
 
-    def choose(new: ArrayLike, old: jax.Array) -> jax.Array:
+    def choose(new: ArrayLike, old: Array) -> Array:
         new = resharded_as(jnp.asarray(new).astype(old.dtype), jax.typeof(old))
         # A scalar fits every array. On an Explicit mesh it goes with any sharding.
         if not is_new.ndim:

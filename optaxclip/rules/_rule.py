@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar, dataclass_transform
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.core import Tracer
 from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
@@ -87,7 +87,7 @@ class _Within(NamedTuple):
         value = schedule(step)
         checks.check_real(f"{self.argument}: what a schedule returns", value)
         # NumPy clips numbers of Python and NumPy, since JAX would make inf of 1e39.
-        numpy = jnp if isinstance(value, jax.Array) else np
+        numpy = jnp if isinstance(value, Array) else np
         return numpy.clip(value, self.lowest, self.highest)
 
 
@@ -188,7 +188,7 @@ class Rule:
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         return call_repr(call_name(type(self)), values)
 
-    def init(self, norm: jax.Array) -> Any:
+    def init(self, norm: Array) -> Any:
         """Returns the memory before the first norm."""
         return ()
 
@@ -209,13 +209,13 @@ def further_norms(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
 
 def limit_of(
     rule: Rule,
-    norm: jax.Array,
+    norm: Array,
     memory: PyTree,
-    step: jax.Array,
+    step: Array,
     *more_norms: Any,
     argument: str,
     signed: bool = False,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Array, Any]:
     """The limit of a norm by a rule, and the rule's new memory.
 
     `more_norms` is what `further_norms` gives. The limit has the norm's dtype and
@@ -263,7 +263,7 @@ def limit_of(
 limit_of_jitted = jax.jit(limit_of, static_argnames=("argument", "signed"))
 
 
-def _checked_memory(rule: Rule, norm: jax.Array, memory: PyTree, argument: str) -> Any:
+def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> Any:
     """The memory in the form of the rule's own.
 
     Raises for the memory of another rule. The length of a window is not compared: under
@@ -329,7 +329,7 @@ def is_rule(x: object) -> TypeGuard[Rule]:
     return isinstance(x, Rule)
 
 
-def at_step(step: jax.Array, dtype: DTypeLike, *numbers: Number) -> list[jax.Array]:
+def at_step(step: Array, dtype: DTypeLike, *numbers: Number) -> list[Array]:
     """The numbers at this step, in the dtype of the norm."""
     values = [value(step) if callable(value) else value for value in numbers]
     # A number of a wider dtype would widen the limit, and the memory with it.

@@ -150,7 +150,8 @@ def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
     old = jnp.where(is_full, oldest, jnp.inf)
     end = jnp.full_like(ordered[..., :1], jnp.inf)
     padded = jnp.concatenate([-end, ordered, end], axis=-1)
-    before, after = padded[..., :-2], padded[..., 2:]
+    before = padded[..., :-2]
+    after = padded[..., 2:]
     # [1, 3, 5] without 1, with 4: what is between both moves down, [3, 4, 5].
     down = jnp.where(ordered < old, ordered, jnp.clip(new, ordered, after))
     # [1, 3, 5] without 5, with 2: what is between both moves up, [1, 2, 3].
@@ -168,12 +169,13 @@ def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
         index = place.astype(jnp.int32)[..., None]
         return jnp.take_along_axis(ordered, index, axis=-1)[..., 0]
 
-    low, high = norm_at(jnp.floor(place)), norm_at(jnp.ceil(place))
-    # Without any norm both numbers are inf, whose difference is NaN. The largest number
+    # Without any norm both norms are inf, whose difference is NaN. The largest number
     # stands for inf here, and `update` takes inf then.
-    most = jnp.finfo(low.dtype).max
-    low, high = jnp.minimum(low, most), jnp.minimum(high, most)
-    return low + (place - jnp.floor(place)) * (high - low)
+    most = jnp.finfo(ordered.dtype).max
+    floor = jnp.floor(place)
+    low = jnp.minimum(norm_at(floor), most)
+    high = jnp.minimum(norm_at(jnp.ceil(place)), most)
+    return low + (place - floor) * (high - low)
 
 
 class WindowedMean(Rule):
@@ -295,7 +297,8 @@ class Growth(Rule):
         # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
         has_last = memory < jnp.inf
         last = jnp.maximum(jnp.where(has_last, memory, 0.0), floor)
-        limit = jnp.minimum(jnp.where(has_last, multiple(rate, last), jnp.inf), cap)
+        grown = jnp.where(has_last, multiple(rate, last), jnp.inf)
+        limit = jnp.minimum(grown, cap)
         # This is what a hard clip lets through. A rule does not know the shrink.
         passed = jnp.minimum(norm, limit)
         # From a last norm of 0 there would be no growth.
@@ -351,7 +354,7 @@ class QuantileTracker(Rule):
 
 
 def step_rule(
-    sigmas: Number = 6.0, window: Any = 128, *, call: str = "windowed_mean"
+    sigmas: Number = 6.0, window: int | Array = 128, *, call: str = "windowed_mean"
 ) -> Rule:
     """The rule of `skip_step`: the first limit comes after half a window."""
     check_length(f"{call}: window", window, least=2)
@@ -368,13 +371,13 @@ def step_rule(
     )
 
 
-def spike_rule(call: str, sigmas: Number, window: Any) -> Rule:
+def spike_rule(call: str, sigmas: Number, window: int | Array) -> Rule:
     """The rule of OLMo-core's spike score: what is over its limit is a spike."""
     # Nothing is a spike before the window is full.
     return rule_in(call, WindowedMean, sigmas=sigmas, window=window, warmup=window)
 
 
-def moments(ddof: Any, window: Window) -> tuple[Array, Array]:
+def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
     """Mean and standard deviation of the norms in a window.
 
     Both are taken of differences from one of the norms, divided by the largest
@@ -382,7 +385,8 @@ def moments(ddof: Any, window: Window) -> tuple[Array, Array]:
     leaves the range.
     """
     is_filled = place_numbers(window) < window.seen[..., None]
-    count = jnp.clip(window.seen, 1, window.past.shape[-1]).astype(window.past.dtype)
+    length = window.past.shape[-1]
+    count = jnp.clip(window.seen, 1, length).astype(window.past.dtype)
     # A float32 sum of norms such as 8192 + 2^-9 would lose what they differ by.
     anchor = window.past[..., :1]
     # Empty places hold 0, which is no norm.

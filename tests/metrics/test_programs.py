@@ -69,3 +69,18 @@ def test_a_second_read_would_be_seen(clipped):
     recorder = optaxclip.record_norm(lambda tree: jax.tree.map(jnp.median, tree))
     optimizer = optax.chain(recorder, CLIPPING)
     assert bytes_of_a_step(optimizer, report=True) > clipped + 0.9
+
+
+def lines_of_report(tensors):
+    """Lines of the program of `metrics`, and how many numbers it returns."""
+    clipper = optaxclip.clip_by_tensor_norm(1.0)
+    tree = [jnp.ones(2)] * tensors
+    lowered = jax.jit(optaxclip.metrics).lower(clipper.init(tree))
+    return lowered.as_text().count("\n"), len(lowered.out_info)
+
+
+def test_numbers_of_tensors_are_computed_as_vectors():
+    few_lines, few_numbers = lines_of_report(10)
+    many_lines, many_numbers = lines_of_report(20)
+    # A slice of a vector and a reshape for each number, and no arithmetic.
+    assert many_lines - few_lines <= 2 * (many_numbers - few_numbers)

@@ -93,6 +93,8 @@ def run(optimizer, **extra):
 PAIRS = [*product(OURS, WRAPPERS), *product(OF_OPTAX | SPELLINGS, OURS)]
 
 
+# `skip_step(carry_clipped(...))` without an optimizer warns, as it should.
+@pytest.mark.filterwarnings("ignore:.*inner has only a CarryState:UserWarning")
 @pytest.mark.parametrize(("outer", "inner"), PAIRS)
 def test_extra_arguments_reach_what_two_wrappers_hold(outer, inner):
     kept_back = KEPT_BACK.get(outer, set()) | KEPT_BACK.get(inner, set())
