@@ -73,7 +73,7 @@ CAUSES = (
     ),
     Cause(
         "change of scale",
-        signals.NORM_AND_LOSS,
+        signals.NORM_AND_ANY_LOSS,
         rules.growth_of_scale,
         rules.SCALE,
         "{subject} is {value:.4g} times as long from there on",
@@ -82,7 +82,7 @@ CAUSES = (
     ),
     Cause(
         "change of scale",
-        signals.NORM_AND_LOSS,
+        signals.NORM_AND_ANY_LOSS,
         rules.fall_of_scale,
         rules.SCALE,
         "{subject} is {value:.4g} times as short from there on",

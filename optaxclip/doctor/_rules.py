@@ -161,9 +161,9 @@ def growth(values: Array) -> Array:
     return is_rising * levels / fifths[1]
 
 
-def vanishing(norm: Array, loss: Array | None = None) -> Array:
+def vanishing(norm: Array, loss: Array) -> Array:
     """The first norms over those of each row, if the loss stays and they do not."""
-    if loss is None or len(norm) < LONG:
+    if len(norm) < LONG:
         return np.zeros(len(norm))
     rows = max(SHORT, len(loss) // 10)
     is_solved = np.median(loss[-rows:]) < 0.2 * np.median(loss[:SHORT])
@@ -227,7 +227,7 @@ def no_gradient(norm: Array) -> Array:
     return is_at_end * (is_at_end.sum() >= max(LONG, len(norm) // 10))
 
 
-def underflow(subnormals: Array, zeros: Array) -> Array:
+def underflow(subnormals: Array, zeros: Array | float = 0.0) -> Array:
     """The share of subnormal elements among those that are not 0."""
     return medians(subnormals / (1 - zeros), SHORT, least=SHORT)
 

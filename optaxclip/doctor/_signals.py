@@ -14,7 +14,8 @@ from .._logs import Column, Log, in_common, listed, loss_of, norms_of, norms_of_
 LOSS_OR_NORM = "a loss or a gradient norm"
 LOSS = "a loss above 0 (--loss NAME, if the log has one)"
 NORM = "a gradient norm"
-NORM_AND_LOSS = "a gradient norm, and a loss above 0 if there is one"
+NORM_AND_ANY_LOSS = "a gradient norm, and a loss above 0 if there is one"
+NORM_AND_LOSS = "a gradient norm, and a loss above 0 (--loss NAME)"
 EVERY_NORM = "a gradient norm, also one of record_health()"
 LOGITS = "a column with attn or attention and logit in its name, or of qk_clip(None)"
 CLIP = "metrics of a clipper of optaxclip"
@@ -68,6 +69,14 @@ class Recorder(NamedTuple):
             names.pop(0)
         return [tuple(table[name] for table in tables) for name in names]
 
+    def subnormals(self) -> Signals:
+        """For each tensor the share of subnormal elements, and the share of zeros."""
+        names = self.signs.get("subnormals", {})
+        if list(names) == [""]:
+            # The largest shares of a summary may be of two tensors.
+            return self.tensors("subnormals")
+        return self.tensors("subnormals", "zeros")
+
     def total(self, sign: str) -> list[Column]:
         """The norm of all tensors together, of a summary the largest of them. Nothing
         without this sign.
@@ -100,15 +109,19 @@ def signals_of(
       ValueError: there is no column `loss_name`.
     """
     losses = _losses_of(log, loss_name)
-    logged_norms = norms_of(log)
-    tensors = norms_of_tensors(log)
+    logits: list[Column] = []
+    other_columns: dict[str, Column] = {}
+    for name, column in log.columns.items():
+        if NAMES_OF_LOGITS.fullmatch(name.lower()):
+            logits.append(column)
+        else:
+            other_columns[name] = column
+    # qk_clip writes its logits under names of norms.
+    log_of_norms = log._replace(columns=other_columns)
+    logged_norms = norms_of(log_of_norms)
+    tensors = norms_of_tensors(log_of_norms)
     if not logged_norms and tensors:
         logged_norms = [total_of("all tensors", tensors)]
-    logits = [
-        column
-        for name, column in log.columns.items()
-        if NAMES_OF_LOGITS.fullmatch(name.lower())
-    ]
     looked_at = [*losses, *logged_norms, *logits]
 
     columns: dict[str, Signals] = defaultdict(list)
@@ -125,7 +138,7 @@ def signals_of(
         else:
             totals += norms
             columns[GRADIENTS] += recorder.tensors("norm")
-            columns[SUBNORMALS] += recorder.tensors("subnormals", "zeros")
+            columns[SUBNORMALS] += recorder.subnormals()
             columns[DEAD_ROWS] += recorder.tensors("dead_rows")
     if len(totals) == len(recorders) > 1:
         columns[UNNAMED] = _alone(totals)
@@ -134,13 +147,15 @@ def signals_of(
     columns[NORM] = _alone(norms)
     columns[EVERY_NORM] = _alone([*logged_norms, *totals])
     columns[LOGITS] = _alone(logits)
-    columns[LOSS_OR_NORM] = _alone(losses)
-    if not _is_of_a_loss_scale(norms, log):
-        columns[LOSS_OR_NORM] += _alone(logged_norms) + columns[GRADIENTS]
+    norms_of_all = _alone(logged_norms) + columns[GRADIENTS]
+    if _is_of_a_loss_scale(norms, log):
+        norms_of_all = [_without_broken_rows(norm) for (norm,) in norms_of_all]
+    columns[LOSS_OR_NORM] = _alone(losses) + norms_of_all
     # Ratios of losses that change their sign say nothing.
     if all(np.nanmin(loss.values, initial=np.inf) > 0 for loss in losses):
         columns[LOSS] = _alone(losses)
-        columns[NORM_AND_LOSS] = [(norm, *losses) for norm in norms]
+        columns[NORM_AND_ANY_LOSS] = [(norm, *losses) for norm in norms]
+        columns[NORM_AND_LOSS] = list(product(norms, losses))
     columns[CLIP] = _with_limits(log, CLIPS)
     for skip, clip in product(_with_limits(log, SKIPS), columns[CLIP]):
         columns[SKIP_AND_CLIP].append(skip + clip)
@@ -176,6 +191,12 @@ def _is_of_a_loss_scale(norms: list[Column], log: Log) -> bool:
         if is_broken[-1] or (np.isnan(norm.values).any() and not has_scale):
             return False
     return 0 < max(shares) <= OVERFLOWS
+
+
+def _without_broken_rows(column: Column) -> tuple[Column]:
+    is_finite = np.isfinite(column.values)
+    steps, values = column.steps[is_finite], column.values[is_finite]
+    return (column._replace(steps=steps, values=values),)
 
 
 def _with_limits(log: Log, names: re.Pattern[str]) -> Signals:
