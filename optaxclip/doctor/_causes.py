@@ -44,7 +44,7 @@ class Cause(NamedTuple):
 
     name: str
     needs: str
-    rule: Callable[..., np.ndarray]  # from the numbers that it needs
+    rule: Callable[..., np.ndarray | float]  # from the numbers that it needs
     limit: float
     text: str  # with {value} and {subject}
     page: str
@@ -52,6 +52,7 @@ class Cause(NamedTuple):
     # Whether it says how a log or an optimizer is set up, and not what broke.
     is_of_setup: bool = False
     sees_broken: bool = False  # whether the rule sees rows with NaN and inf too
+    least_rows: int = 1  # of a log that the rule can judge
 
 
 AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
@@ -79,6 +80,7 @@ CAUSES = (
         "{subject} is {value:.4g} times as long from there on",
         AT_ONE_STEP,
         SCALE_ADVICE,
+        least_rows=20,
     ),
     Cause(
         "change of scale",
@@ -88,6 +90,7 @@ CAUSES = (
         "{subject} is {value:.4g} times as short from there on",
         AT_ONE_STEP,
         SCALE_ADVICE,
+        least_rows=20,
     ),
     Cause(
         "bad batch",
@@ -107,6 +110,7 @@ CAUSES = (
         AT_ONE_STEP,
         "go back to a checkpoint before, with a lower learning rate or skip_step. If "
         "it leaps and no norm does, look at the data",
+        least_rows=20,
     ),
     Cause(
         "steady growth",
@@ -116,6 +120,7 @@ CAUSES = (
         "{subject} grows {value:.3g} times over the log",
         "docs/run_health.md",
         "a lower learning rate, or weight decay",
+        least_rows=40,
     ),
     Cause(
         "vanishing",
@@ -125,6 +130,7 @@ CAUSES = (
         "{subject} falls to nearly 0, and the loss does not",
         "docs/doctor.md (No gradient)",
         "look for units that are dead, a loss scale that underflows, a stop_gradient",
+        least_rows=20,
     ),
     Cause(
         "learning rate",
@@ -144,6 +150,7 @@ CAUSES = (
         "weights grow {value:.3g} times over the log",
         "docs/doctor.md (Record)",
         "look at the sign of weight decay, and at the learning rate",
+        least_rows=40,
     ),
     Cause(
         "lost updates",
@@ -210,6 +217,7 @@ CAUSES = (
         "docs/choosing_a_limit.md",
         "a higher limit: this one is a second learning rate",
         is_of_setup=True,
+        least_rows=20,
     ),
     Cause(
         "skip behind clip",
@@ -381,10 +389,10 @@ def _finding(cause: Cause, candidates: signals.Signals) -> Finding | None:
         if not cause.sees_broken:
             is_finite = np.isfinite(numbers).all(axis=0)
             steps, numbers = steps[is_finite], numbers[:, is_finite]
-        if steps.size:
+        if len(steps) >= cause.least_rows:
             # Norms may be 0, and a rule may see NaN and inf.
             with np.errstate(all="ignore"):
-                values = cause.rule(*numbers)
+                values = np.broadcast_to(cause.rule(*numbers), steps.shape)
             is_hit = values > cause.limit
             hits.append(Column(columns[0].name, steps[is_hit], values[is_hit]))
     if not any(hit.steps.size for hit in hits):
