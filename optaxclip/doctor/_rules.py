@@ -36,25 +36,33 @@ def medians(values: Array, rows: int, least: int | None = None) -> Array:
     """For each row the median of the last `rows` rows, itself among them. NaN where
     fewer than `least` of them are numbers: all, if None.
     """
+    least = rows if least is None else least
     padding = np.full(rows - 1, np.nan)
     padded = np.append(padding, values)
     windows = sliding_window_view(padded, rows)
-    number_counts = np.sum(~np.isnan(windows), axis=1)
-    is_enough = number_counts >= (rows if least is None else least)
+    is_number = ~np.isnan(windows)
+    has_enough = is_number.sum(axis=1) >= least
     result = np.full(len(values), np.nan)
-    result[is_enough] = np.nanmedian(windows[is_enough], axis=1)
+    result[has_enough] = np.nanmedian(windows[has_enough], axis=1)
     return result
 
 
 def medians_ahead(values: Array, rows: int) -> Array:
     """For each row the median of the next `rows` rows, itself among them."""
-    return medians(values[::-1], rows)[::-1]
+    backwards = values[::-1]
+    return medians(backwards, rows)[::-1]
 
 
 def medians_around(values: Array) -> Array:
     """For each row the median of five rows, of which it is the middle one."""
     padded = np.append(values, [np.nan, np.nan])
     return medians(padded, 5, least=3)[2:]
+
+
+def lowest_ahead(values: Array) -> Array:
+    """For each row the lowest of it and all rows to come."""
+    backwards = values[::-1]
+    return np.minimum.accumulate(backwards)[::-1]
 
 
 def before(values: Array) -> Array:
@@ -76,10 +84,11 @@ def not_finite(values: Array) -> Array:
 def bad_batch(norm: Array) -> Array:
     """Norms over the median of those before, if a low norm follows within 20 rows."""
     usual_norm = before(medians(norm, LONG, least=2))
-    # Behind the end of a log the rows to come are unknown, and taken for low.
-    rows_to_come = np.append(norm[1:], np.zeros(LONG))
-    lowest_to_come = sliding_window_view(rows_to_come, LONG).min(axis=1)
-    comes_back = lowest_to_come < BACK * usual_norm
+    # Rows behind the end of a log are unknown. They are taken for low.
+    unknown = np.zeros(LONG)
+    next_rows = np.append(norm[1:], unknown)
+    windows = sliding_window_view(next_rows, LONG)
+    comes_back = windows.min(axis=1) < BACK * usual_norm
     return np.where(comes_back, norm / usual_norm, 0.0)
 
 
@@ -90,33 +99,33 @@ def divergence(loss: Array) -> Array | float:
     lowest_row = np.nanargmin(levels)
     lowest = levels[lowest_row]
     fall = np.median(loss[:SHORT]) - lowest
-    rise = np.median(loss[-2 * width :]) - lowest
-    # The two losses of a GAN take turns, which looks like noise.
-    rows_at_lowest = loss[max(0, lowest_row - LONG) : lowest_row + 1]
-    low, high = np.quantile(rows_at_lowest, (0.2, 0.8))
+    last_rows = loss[-2 * width :]
+    rise = np.median(last_rows) - lowest
+    # Quantiles, since the two losses of a GAN take turns.
+    start = max(0, lowest_row - LONG)
+    low, high = np.quantile(loss[start : lowest_row + 1], (0.2, 0.8))
     noise = high - low
-    if rise <= LOST_GAIN * fall or rise <= LOSS_NOISE * noise:
+    if rise <= max(LOST_GAIN * fall, LOSS_NOISE * noise):
         return 0.0
     middles = medians_around(loss)
-    lowest_to_come = np.minimum.accumulate(middles[::-1])[::-1]
-    stays_high = lowest_to_come > lowest + rise / 2
+    stays_high = lowest_ahead(middles) > lowest + rise / 2
     return np.where(stays_high, middles / lowest, 0.0)
 
 
 def growth(values: Array) -> Array | float:
     """Medians over that of the second fifth, if each fifth after it is higher."""
     fifths = np.array_split(values, 5)
-    levels = np.array([np.median(fifth) for fifth in fifths])
-    is_rising = levels[2:] > 1.3 * levels[1:-1]
-    if not is_rising.all():
+    _, second, third, fourth, last = [np.median(fifth) for fifth in fifths]
+    is_rising = third > 1.3 * second and fourth > 1.3 * third and last > 1.3 * fourth
+    if not is_rising:
         return 0.0
     # A few high rows in the middle are not yet growth.
-    values = np.minimum(medians(values, SHORT), levels[-1])
-    return values / levels[1]
+    levels = np.minimum(medians(values, SHORT), last)
+    return levels / second
 
 
 def vanishing(norm: Array, loss: Array) -> Array | float:
-    """The first norms over those of each row, if the loss stays and they do not."""
+    """The first norms over the norm of each row, if the loss does not fall as well."""
     tenth = max(SHORT, len(loss) // 10)
     first_loss = np.median(loss[:SHORT])
     last_loss = np.median(loss[-tenth:])
@@ -141,7 +150,7 @@ class Change(NamedTuple):
     noise: float  # the median distance from these medians
 
 
-def change_at(row: int, values: Array) -> Change:
+def change_at(values: Array, row: int) -> Change:
     past = values[max(0, row - LONG) : row]
     future = values[row : row + LONG]
     rise = np.median(future) - np.median(past)
@@ -167,19 +176,22 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
     row = _row_of_leap(logs)
     if row is None:
         return 0.0
-    change = change_at(row, logs)
+    change = change_at(logs, row)
     # A norm that grows step by step has not leaped.
     leap = change.rise - max(0.0, change.drift)
     if leap < LEAP * change.noise:
         return 0.0
     # A norm that only comes back to what it was has not changed.
-    rise_of_all_rows = np.median(logs[row:]) - np.median(logs[:row])
-    if rise_of_all_rows < 0.6 * change.rise:
+    rows_before, rows_behind = np.split(logs, [row])
+    rise_of_all = np.median(rows_behind) - np.median(rows_before)
+    if rise_of_all < 0.6 * change.rise:
         return 0.0
     if loss is not None:
-        loss_change = change_at(row, np.log(loss))
-        difference = min(abs(loss_change.rise), abs(loss_change.rise - change.rise))
-        if difference > min(0.3 * change.rise, max(0.3, 6 * loss_change.noise)):
+        loss_change = change_at(np.log(loss), row)
+        # From no change, and from the same change.
+        distances = np.abs([loss_change.rise, loss_change.rise - change.rise])
+        tolerance = max(0.3, 6 * loss_change.noise)
+        if min(distances) > min(tolerance, 0.3 * change.rise):
             return 0.0
     factors = np.zeros(len(norm))
     factors[row] = np.exp(change.rise)
@@ -255,20 +267,21 @@ def lost_updates(ratio: Array, rounding: Array) -> Array | float:
     # A step without an update loses nothing.
     ratio = np.where(ratio == 0, np.nan, ratio)
     shortfalls = LOST * rounding / ratio
-    first_rows = shortfalls[: max(LONG, len(ratio) // 4)]
-    first_updates = first_rows[~np.isnan(first_rows)]
-    if len(first_updates) < LONG // 2 or np.median(first_updates) <= 1:
+    quarter = max(LONG, len(ratio) // 4)
+    first_rows = shortfalls[:quarter]
+    updates = first_rows[~np.isnan(first_rows)]
+    if len(updates) < LONG // 2 or np.median(updates) <= 1:
         return 0.0
     return shortfalls
 
 
 def no_gradient(norm: Array) -> Array | float:
     """1 in the rows behind the last gradient, if there are many."""
-    highest_to_come = np.maximum.accumulate(norm[::-1])[::-1]
-    is_gone = highest_to_come == 0
-    if is_gone.sum() < max(LONG, len(norm) // 10):
+    is_zero = norm == 0
+    stays_zero = lowest_ahead(is_zero)
+    if stays_zero.sum() < max(LONG, len(norm) // 10):
         return 0.0
-    return np.where(is_gone, 1.0, 0.0)
+    return np.where(stays_zero, 1.0, 0.0)
 
 
 def underflow(subnormals: Array, zeros: Array | float = 0.0) -> Array:
@@ -283,4 +296,5 @@ def dead_rows(share: Array) -> Array:
 
 
 def first_row(norm: Array) -> Array:
-    return np.where(np.arange(len(norm)) == 0, 1.0, 0.0)
+    rows = np.arange(len(norm))
+    return np.where(rows == 0, 1.0, 0.0)
