@@ -73,6 +73,15 @@ CAUSES = (
         sees_broken=True,
     ),
     Cause(
+        "bad batch",
+        signals.NORM,
+        rules.bad_batch,
+        rules.SPIKE,
+        "{subject} is {value:.3g} times the median of the rows before, and comes back",
+        "docs/run_health.md (Rollback)",
+        "skip_step around the optimizer, and look at the batch",
+    ),
+    Cause(
         "change of scale",
         signals.NORM_AND_ANY_LOSS,
         rules.growth_of_scale,
@@ -91,15 +100,6 @@ CAUSES = (
         AT_ONE_STEP,
         SCALE_ADVICE,
         least_rows=20,
-    ),
-    Cause(
-        "bad batch",
-        signals.NORM,
-        rules.bad_batch,
-        rules.SPIKE,
-        "{subject} is {value:.3g} times the median of the rows before, and comes back",
-        "docs/run_health.md (Rollback)",
-        "skip_step around the optimizer, and look at the batch",
     ),
     Cause(
         "divergence",

@@ -185,6 +185,13 @@ def test_a_factor_of_norm_and_loss_is_a_change_of_scale():
     assert causes == [("change of scale", 150), ("divergence", 150)]
 
 
+def test_a_spike_comes_before_the_change_of_scale_that_it_leaves():
+    norms = noisy() * np.where(np.arange(200) < 100, 1.0, 3.0)
+    norms[100] = 60.0
+    causes = causes_of(rows_of(grad_norm=norms))
+    assert causes == [("bad batch", 100), ("change of scale", 100)]
+
+
 def test_a_factor_that_does_not_stay_or_is_in_the_noise_is_none():
     rows = np.arange(200)
     norms = noisy(spread=0.2) * np.where((rows >= 60) & (rows < 90), 4.0, 1.0)
