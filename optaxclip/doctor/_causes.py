@@ -308,16 +308,23 @@ def examine(
     """Names the causes that a log shows, and those that it cannot show.
 
     Args:
-      log: as of `diagnose`.
-      pattern: as of `diagnose`.
-      loss: as of `diagnose`.
+      log: a file that `optaxclip.replay.read_history` can read, or its rows: a dict for
+        each step, such as {"step": 3, "loss": 2.5, "grad_norm": 1.0}, also with all of
+        `optaxclip.metrics(state, floats=True)`. Without a column of steps rows are
+        counted from 0.
+      pattern: a regular expression with a named group for each column, for a log that
+        is text: "loss (?P<loss>\\S+)".
+      loss: the column of the loss, where its name does not say so.
 
     Returns:
       A `Report`: findings, columns that were read, causes that were not judged with the
       columns that they need, and notes of the reader.
 
     Raises:
-      ValueError, TypeError, OSError: as of `diagnose`.
+      ValueError: a log in which no cause can be judged, a file in a format that is not
+        known, or a column that is not there. The text says what was found.
+      TypeError: a log that is neither a file nor rows.
+      OSError: a file that cannot be opened.
 
     Example:
       >>> from optaxclip.doctor import examine
