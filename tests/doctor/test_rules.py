@@ -411,7 +411,7 @@ def test_logits_of_qk_clip_are_no_norms():
         _, state = optimizer.update(params, state, params, max_logits=logits)
         rows.append(optaxclip.metrics(state, floats=True) | {"loss": 1.0})
     report = examine(rows)
-    assert "attention logits" not in sum(report.not_judged.values(), [])
+    assert ["attention logits"] not in report.not_judged.values()
     assert "bad batch" in report.not_judged["a gradient norm"]
     assert len(report.looked_at) == len(set(report.looked_at))
     # Beside norms they are no second column of them.
