@@ -220,6 +220,10 @@ def test_a_norm_that_grows_to_the_end_is_steady_growth():
     # The last fifth over the second.
     assert finding.value == pytest.approx(60**0.6, rel=0.2)
     assert diagnose(rows_of(grad_norm=np.geomspace(1.0, 8.0, 200) * noisy())) == []
+    # One that grows in two steps is not.
+    for levels in ((1, 1, 1, 4, 14), (1, 1, 4, 14, 14), (1, 1, 4, 4, 14)):
+        norms = np.repeat(levels, 40) * noisy()
+        assert found(rows_of(grad_norm=norms), "steady growth") is None
 
 
 def test_a_norm_of_nearly_0_is_vanishing_unless_the_loss_is_too():
