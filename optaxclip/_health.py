@@ -203,7 +203,7 @@ def _after_step(
     if weights is not None:
         signs |= _signs_of_weights(measure, weights)
 
-    def recorded(numbers: list[Array]) -> ClipState:
+    def recorded(numbers: list[Array]) -> PyTree:
         """The numbers of leaves, where the kernel puts their norms."""
         numbers_as_norms = norms._replace(values=norms.gathered(numbers))
         recorder = _recorder(measure)
