@@ -183,6 +183,9 @@ def test_a_factor_of_norm_and_loss_is_a_change_of_scale():
     losses = noisy(seed=1) * factors
     causes = causes_of(rows_of(loss=losses, grad_norm=norms))
     assert causes == [("change of scale", 150), ("divergence", 150)]
+    # So is one by which both fall.
+    causes = causes_of(rows_of(loss=losses[::-1], grad_norm=norms[::-1]))
+    assert causes == [("change of scale", 50)]
 
 
 def test_a_spike_comes_before_the_change_of_scale_that_it_leaves():
