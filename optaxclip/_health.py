@@ -339,7 +339,10 @@ def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, list[Array
         signs["ratio"] = ratio.astype(jnp.float32)
     largest: dict[str, list[Array]] = {}
     for sign, numbers in signs.items():
-        entries = jnp.split(jnp.ravel(numbers), np.cumsum(sizes)[:-1])
-        # An empty tree has one part without an entry.
-        largest[sign] = [x[jnp.argmax(jnp.abs(x))] for x in entries[: len(sizes)]]
+        ends = np.cumsum(sizes)
+        entries_of_parts = jnp.split(jnp.ravel(numbers), ends[:-1])
+        largest[sign] = []
+        # An empty tree has one part without an entry, and no size.
+        for entries, _ in zip(entries_of_parts, sizes):
+            largest[sign].append(entries[jnp.argmax(jnp.abs(entries))])
     return largest

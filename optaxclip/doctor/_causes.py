@@ -388,20 +388,9 @@ def report_of(log: Log, loss_name: str | None = None) -> Report:
     return Report(findings + hints, texts, not_judged, notes)
 
 
-def _finding(cause: Cause, candidates: signals.Signals) -> Finding | None:
-    """Where a cause shows, and how much. None where it does not."""
-    hits: list[Column] = []
-    for columns in candidates:
-        steps, numbers = in_common(columns)
-        if not cause.sees_broken:
-            is_finite = np.isfinite(numbers).all(axis=0)
-            steps, numbers = steps[is_finite], numbers[:, is_finite]
-        if len(steps) >= cause.least_rows:
-            # Norms may be 0, and a rule may see NaN and inf.
-            with np.errstate(all="ignore"):
-                values = np.broadcast_to(cause.rule(*numbers), steps.shape)
-            is_hit = values > cause.limit
-            hits.append(Column(columns[0].name, steps[is_hit], values[is_hit]))
+def _finding(cause: Cause, columns_of_rule: signals.Signals) -> Finding | None:
+    """Where a cause shows, and how much. None if it does not."""
+    hits = [_hits(cause, columns) for columns in columns_of_rule]
     if not any(hit.steps.size for hit in hits):
         return None
     steps = np.concatenate([hit.steps for hit in hits])
@@ -423,3 +412,19 @@ def _finding(cause: Cause, candidates: signals.Signals) -> Finding | None:
         page=cause.page,
         advice=cause.advice,
     )
+
+
+def _hits(cause: Cause, columns: tuple[Column, ...]) -> Column:
+    """The rows that show a cause, under the name of the first column."""
+    steps, numbers = in_common(columns)
+    if not cause.sees_broken:
+        is_finite = np.isfinite(numbers).all(axis=0)
+        steps = steps[is_finite]
+        numbers = numbers[:, is_finite]
+    values = np.zeros(len(steps))
+    if len(steps) >= cause.least_rows:
+        # Norms may be 0, and a rule may see NaN and inf.
+        with np.errstate(all="ignore"):
+            values[:] = cause.rule(*numbers)
+    is_hit = values > cause.limit
+    return Column(columns[0].name, steps[is_hit], values[is_hit])
