@@ -126,48 +126,56 @@ def record_health(
     check_flag(f"{CALL}: weights", weights)
     check_flag(f"{CALL}: values", values)
     check_length(f"{CALL}: patience", patience)
-    tables = (embeddings,) if isinstance(embeddings, str) else tuple(embeddings)
+    if isinstance(embeddings, str):
+        embeddings = (embeddings,)
+    table_names = tuple(embeddings)
     measure = TensorNorm(
         **check_measure(CALL, None, stacked=stacked, mesh_axes=mesh_axes)
     )
-    signs = OF_WEIGHTS if weights else ()
-    signs += OF_VALUES if values else ()
+    signs: tuple[str, ...] = ()
+    if weights:
+        signs += OF_WEIGHTS
+    if values:
+        signs += OF_VALUES
 
     def init(params: PyTree) -> HealthState:
         norms: Any = _recorder(measure).init(params)
+        idle: dict[str, Array] = {}
         # optax.tree_map_params calls init without parameters.
         if isinstance(params, PLACEHOLDER):
             zeros = jnp.zeros(())
-            shapes = [()] * len(tables)
+            for name in table_names:
+                idle[name] = jnp.zeros((), jnp.int32)
         else:
             zeros = jnp.zeros_like(norms.norm, jnp.float32)
             tree = clipped_leaves(params, CALL)
-            shapes = [_table(tree, name).shape[:1] for name in tables]
-        # Each sign has an array of its own, so that the state can be donated.
+            for name in table_names:
+                idle[name] = jnp.zeros(len(_table(tree, name)), jnp.int32)
         return HealthState(
             norms,
+            # Each sign has an array of its own, so that the state can be donated.
             {sign: jnp.copy(zeros) for sign in signs},
-            {name: jnp.zeros(shape, jnp.int32) for name, shape in zip(tables, shapes)},
-            {name: jnp.full((), jnp.nan, jnp.float32) for name in tables},
+            idle,
+            {name: jnp.full((), jnp.nan, jnp.float32) for name in table_names},
         )
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **_: object
     ) -> tuple[PyTree, HealthState]:
         check_state(CALL, state, HealthState)
-        if {*state.signs, *state.idle} != {*signs, *tables}:
+        if {*state.signs, *state.idle} != {*signs, *table_names}:
             raise ValueError(f"{CALL}: state was made with other options. {BEGIN_ANEW}")
         tree = clipped_leaves(updates, CALL)
         for name, steps in state.idle.items():
-            rows = len(_table(tree, name))
-            if len(steps) != rows:
+            row_count = len(_table(tree, name))
+            if len(steps) != row_count:
                 raise ValueError(
                     f"{CALL}: state was made for {len(steps)} rows in {name!r}, but "
-                    f"the updates have {rows}. {BEGIN_ANEW}"
+                    f"the updates have {row_count}. {BEGIN_ANEW}"
                 )
         tree_of_weights = weights_of(CALL, tree, params) if weights else None
-        new = _after_step(measure, values, patience, tree, state, tree_of_weights)
-        return updates, new
+        new_state = _after_step(measure, values, patience, tree, state, tree_of_weights)
+        return updates, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -189,38 +197,46 @@ def _after_step(
 ) -> HealthState:
     norms = measure(tree)
     lengths = norms.local_values()
-    signs = _signs_of_values(measure, tree) if values else {}
+    signs: dict[str, list[Array]] = {}
+    if values:
+        signs |= _signs_of_values(measure, tree)
     if weights is not None:
-        roundings = [jnp.finfo(w.dtype).eps for w in jax.tree.leaves(weights)]
-        signs["rounding"] = list(map(jnp.full_like, lengths, roundings))
-        signs["weight_norm"] = measure(weights).local_values()
+        signs |= _signs_of_weights(measure, weights)
 
     def recorded(numbers: list[Array]) -> PyTree:
         """The numbers of leaves, where the kernel puts their norms."""
-        given_norms = norms._replace(values=norms.gathered(numbers))
-        return _recorder(measure).update(tree, state.norms, grad_norm=given_norms)[1]
+        numbers_as_norms = norms._replace(values=norms.gathered(numbers))
+        recorder = _recorder(measure)
+        _, new_norms = recorder.update(tree, state.norms, grad_norm=numbers_as_norms)
+        return new_norms
 
     if state.idle:
         _check_whole(norms)
     idle: dict[str, Array] = {}
     dead: dict[str, Array] = {}
     for name, steps in state.idle.items():
-        table = _table(tree, name)
-        has_gradient = jnp.any(table != 0, tuple(range(1, table.ndim)))
-        # An Explicit mesh would split it like the rows of the table.
-        has_gradient = mesh_types.resharded(has_gradient)
-        idle[name] = jnp.where(has_gradient, 0, jnp.minimum(steps, 2**30) + 1)
+        idle[name] = _idle_steps(_table(tree, name), steps)
         share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
         # Before, no row can have been idle for as long.
         is_early = state.step + 1 < patience
         dead[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
-    new = HealthState(
+    new_state = HealthState(
         recorded(lengths),
         {sign: recorded(x).norm.astype(jnp.float32) for sign, x in signs.items()},
         idle,
         dead,
     )
-    return jax.tree.map(in_place, new, state)
+    return jax.tree.map(in_place, new_state, state)
+
+
+def _idle_steps(table: Array, steps: Array) -> Array:
+    """int32[rows]: steps since each row of a table had a gradient."""
+    entry_axes = tuple(range(1, table.ndim))
+    has_gradient = jnp.any(table != 0, entry_axes)
+    # An Explicit mesh would split it like the rows of the table.
+    has_gradient = mesh_types.resharded(has_gradient)
+    # The count ends before it overflows.
+    return jnp.where(has_gradient, 0, jnp.minimum(steps, 2**30) + 1)
 
 
 def _table(tree: PyTree, name: str) -> Array:
@@ -247,20 +263,27 @@ def _check_whole(norms: Norms) -> None:
 # ------------------------------------------------------------------- numbers of leaves
 
 
+def _signs_of_weights(measure: TensorNorm, weights: PyTree) -> dict[str, list[Array]]:
+    weight_norms = measure(weights).local_values()
+    roundings = []
+    for norm, leaf in zip(weight_norms, jax.tree.leaves(weights)):
+        roundings.append(jnp.full_like(norm, jnp.finfo(leaf.dtype).eps))
+    return {"rounding": roundings, "weight_norm": weight_norms}
+
+
 def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]]:
-    """Counts as squares of norms of masks, in which layers and devices are right. A
-    mean of squares is a share.
+    """Shares and counts of elements. The norm of a mask is the root of a count, and its
+    root mean square is the root of a share. Norms know layers and devices.
     """
-    share = measure._replace(ord="rms")
-    squares = {
-        "zeros": share(jax.tree.map(_is_zero, tree)),
-        "subnormals": share(jax.tree.map(_is_subnormal, tree)),
+    root_mean_square = measure._replace(ord="rms")
+    roots = {
+        "zeros": root_mean_square(jax.tree.map(_is_zero, tree)),
+        "subnormals": root_mean_square(jax.tree.map(_is_subnormal, tree)),
         "nonfinite": measure(jax.tree.map(_is_nonfinite, tree)),
     }
-    signs = {
-        sign: [jnp.square(norm) for norm in norms.local_values()]
-        for sign, norms in squares.items()
-    }
+    signs: dict[str, list[Array]] = {}
+    for sign, norms in roots.items():
+        signs[sign] = [jnp.square(norm) for norm in norms.local_values()]
     signs["nonfinite"] = [jnp.round(count) for count in signs["nonfinite"]]
     return signs
 
@@ -271,8 +294,9 @@ def _is_zero(x: Array) -> Array:
 
 def _is_subnormal(x: Array) -> Array:
     bits = _unsigned_bits(x)
-    normal = np.asarray(jnp.finfo(x.dtype).tiny, jnp.finfo(x.dtype).dtype)
-    return jnp.float32((bits > 0) & (bits < normal.view(bits.dtype)))
+    finfo = jnp.finfo(x.dtype)
+    smallest_normal = np.asarray(finfo.tiny, finfo.dtype)
+    return jnp.float32((bits > 0) & (bits < smallest_normal.view(bits.dtype)))
 
 
 def _is_nonfinite(x: Array) -> Array:
@@ -321,6 +345,8 @@ def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, Array]:
         return {sign: jnp.ravel(numbers) for sign, numbers in signs.items()}
     largest: dict[str, Array] = {}
     for sign, numbers in signs.items():
-        entries = jnp.split(jnp.ravel(numbers), np.cumsum(sizes)[:-1])
-        largest[sign] = jnp.stack([x[jnp.argmax(jnp.abs(x))] for x in entries])
+        entries_of_parts = jnp.split(jnp.ravel(numbers), np.cumsum(sizes)[:-1])
+        largest[sign] = jnp.stack(
+            [entries[jnp.argmax(jnp.abs(entries))] for entries in entries_of_parts]
+        )
     return largest

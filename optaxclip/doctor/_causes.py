@@ -44,7 +44,7 @@ class Cause(NamedTuple):
 
     name: str
     needs: str
-    rule: Callable[..., np.ndarray]  # from the numbers that it needs
+    rule: Callable[..., np.ndarray | float]  # from the numbers that it needs
     limit: float
     text: str  # with {value} and {subject}
     page: str
@@ -52,6 +52,7 @@ class Cause(NamedTuple):
     # Whether it says how a log or an optimizer is set up, and not what broke.
     is_of_setup: bool = False
     sees_broken: bool = False  # whether the rule sees rows with NaN and inf too
+    least_rows: int = 1  # of a log that the rule can judge
 
 
 AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
@@ -72,24 +73,6 @@ CAUSES = (
         sees_broken=True,
     ),
     Cause(
-        "change of scale",
-        signals.NORM_AND_LOSS,
-        rules.growth_of_scale,
-        rules.SCALE,
-        "{subject} is {value:.4g} times as long from there on",
-        AT_ONE_STEP,
-        SCALE_ADVICE,
-    ),
-    Cause(
-        "change of scale",
-        signals.NORM_AND_LOSS,
-        rules.fall_of_scale,
-        rules.SCALE,
-        "{subject} is {value:.4g} times as short from there on",
-        AT_ONE_STEP,
-        SCALE_ADVICE,
-    ),
-    Cause(
         "bad batch",
         signals.NORM,
         rules.bad_batch,
@@ -97,6 +80,26 @@ CAUSES = (
         "{subject} is {value:.3g} times the median of the rows before, and comes back",
         "docs/run_health.md (Rollback)",
         "skip_step around the optimizer, and look at the batch",
+    ),
+    Cause(
+        "change of scale",
+        signals.NORM_AND_ANY_LOSS,
+        rules.growth_of_scale,
+        rules.SCALE,
+        "{subject} is {value:.4g} times as long from there on",
+        AT_ONE_STEP,
+        SCALE_ADVICE,
+        least_rows=20,
+    ),
+    Cause(
+        "change of scale",
+        signals.NORM_AND_ANY_LOSS,
+        rules.fall_of_scale,
+        rules.SCALE,
+        "{subject} is {value:.4g} times as short from there on",
+        AT_ONE_STEP,
+        SCALE_ADVICE,
+        least_rows=20,
     ),
     Cause(
         "divergence",
@@ -107,6 +110,7 @@ CAUSES = (
         AT_ONE_STEP,
         "go back to a checkpoint before, with a lower learning rate or skip_step. If "
         "it leaps and no norm does, look at the data",
+        least_rows=20,
     ),
     Cause(
         "steady growth",
@@ -116,6 +120,7 @@ CAUSES = (
         "{subject} grows {value:.3g} times over the log",
         "docs/run_health.md",
         "a lower learning rate, or weight decay",
+        least_rows=40,
     ),
     Cause(
         "vanishing",
@@ -125,6 +130,7 @@ CAUSES = (
         "{subject} falls to nearly 0, and the loss does not",
         "docs/doctor.md (No gradient)",
         "look for units that are dead, a loss scale that underflows, a stop_gradient",
+        least_rows=20,
     ),
     Cause(
         "learning rate",
@@ -144,6 +150,7 @@ CAUSES = (
         "weights grow {value:.3g} times over the log",
         "docs/doctor.md (Record)",
         "look at the sign of weight decay, and at the learning rate",
+        least_rows=40,
     ),
     Cause(
         "lost updates",
@@ -210,6 +217,7 @@ CAUSES = (
         "docs/choosing_a_limit.md",
         "a higher limit: this one is a second learning rate",
         is_of_setup=True,
+        least_rows=20,
     ),
     Cause(
         "skip behind clip",
@@ -300,16 +308,23 @@ def examine(
     """Names the causes that a log shows, and those that it cannot show.
 
     Args:
-      log: as of `diagnose`.
-      pattern: as of `diagnose`.
-      loss: as of `diagnose`.
+      log: a file that `optaxclip.replay.read_history` can read, or its rows: a dict for
+        each step, such as {"step": 3, "loss": 2.5, "grad_norm": 1.0}, also with all of
+        `optaxclip.metrics(state, floats=True)`. Without a column of steps rows are
+        counted from 0.
+      pattern: a regular expression with a named group for each column, for a log that
+        is text: "loss (?P<loss>\\S+)".
+      loss: the column of the loss, where its name does not say so.
 
     Returns:
       A `Report`: findings, columns that were read, causes that were not judged with the
       columns that they need, and notes of the reader.
 
     Raises:
-      ValueError, TypeError, OSError: as of `diagnose`.
+      ValueError: a log in which no cause can be judged, a file in a format that is not
+        known, or a column that is not there. The text says what was found.
+      TypeError: a log that is neither a file nor rows.
+      OSError: a file that cannot be opened.
 
     Example:
       >>> from optaxclip.doctor import examine
@@ -373,20 +388,9 @@ def report_of(log: Log, loss_name: str | None = None) -> Report:
     return Report(findings + hints, texts, not_judged, notes)
 
 
-def _finding(cause: Cause, candidates: signals.Signals) -> Finding | None:
-    """Where a cause shows, and how much. None where it does not."""
-    hits: list[Column] = []
-    for columns in candidates:
-        steps, numbers = in_common(columns)
-        if not cause.sees_broken:
-            is_finite = np.isfinite(numbers).all(axis=0)
-            steps, numbers = steps[is_finite], numbers[:, is_finite]
-        if steps.size:
-            # Norms may be 0, and a rule may see NaN and inf.
-            with np.errstate(all="ignore"):
-                values = cause.rule(*numbers)
-            is_hit = values > cause.limit
-            hits.append(Column(columns[0].name, steps[is_hit], values[is_hit]))
+def _finding(cause: Cause, columns_of_rule: signals.Signals) -> Finding | None:
+    """Where a cause shows, and how much. None if it does not."""
+    hits = [_hits(cause, columns) for columns in columns_of_rule]
     if not any(hit.steps.size for hit in hits):
         return None
     steps = np.concatenate([hit.steps for hit in hits])
@@ -408,3 +412,19 @@ def _finding(cause: Cause, candidates: signals.Signals) -> Finding | None:
         page=cause.page,
         advice=cause.advice,
     )
+
+
+def _hits(cause: Cause, columns: tuple[Column, ...]) -> Column:
+    """The rows that show a cause, under the name of the first column."""
+    steps, numbers = in_common(columns)
+    if not cause.sees_broken:
+        is_finite = np.isfinite(numbers).all(axis=0)
+        steps = steps[is_finite]
+        numbers = numbers[:, is_finite]
+    values = np.zeros(len(steps))
+    if len(steps) >= cause.least_rows:
+        # Norms may be 0, and a rule may see NaN and inf.
+        with np.errstate(all="ignore"):
+            values[:] = cause.rule(*numbers)
+    is_hit = values > cause.limit
+    return Column(columns[0].name, steps[is_hit], values[is_hit])

@@ -1,8 +1,12 @@
-"""The rules of the doctor: which numbers are held against the limit of a cause.
+"""The rules of the doctor: which number of each row is held against the limit of a
+cause.
 
-Each takes arrays, float64[rows], and returns one. NaN is above no limit. Rows are
-compared with medians of others, so that no row hides behind another.
+A rule takes columns, float64[rows], and returns a number for each row, or one for all
+rows. NaN is above no limit. Rows are compared with medians of other rows, so that no
+spike hides behind another one.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -11,36 +15,54 @@ from .._logs import clipped_share
 
 Array = np.ndarray
 
-# Limits, set on one half of benchmarks/doctor.py.
-SPIKE = 15.0  # medians of the rows before
-LOST_GAIN = 0.5  # of what the loss had gained
-RISE = 1.4  # the loss over its best
-NOISE = 2.0  # times what the loss moves at its best
-SCALE = 1.7  # the factor of a change that lasts
+# Limits, set on one half of the trainings in benchmarks/doctor.py.
+SPIKE = 15.0  # a norm over the median of those before
+BACK = 5.0  # a norm that has come back, over the same median
+RISE = 1.4  # the loss over its lowest
+LOST_GAIN = 0.5  # the rise of the loss over its fall
+LOSS_NOISE = 2.0  # the rise of the loss over its noise
+SCALE = 1.7  # a norm over those before it, from one row to the next
+LEAP = 3.7  # the logarithm of that factor over the noise of logarithms
 VANISHED = 1000.0  # the first norms over the last ones
-RATE = 0.1  # updates over weights
-LOST = 0.25  # of the rounding of weights, updates over weights
-CLOSE = 0.01  # more than bfloat16 gradients lose
-# Rows of a median.
+RATE = 0.075  # updates over weights
+LOST = 0.25  # updates over weights, over the rounding of the weights
+CLOSE = 0.01  # a relative difference, more than bfloat16 makes
+# How many rows a median is of.
 LONG = 20
 SHORT = 5
 
 
-def medians(values: Array, rows: int, least: int) -> Array:
-    """The median of each row and those before it, `rows` of them together. NaN where
-    there are less than `least` numbers.
+def medians(values: Array, rows: int, least: int | None = None) -> Array:
+    """For each row the median of the last `rows` rows, itself among them. NaN where
+    fewer than `least` of them are numbers: all, if None.
     """
-    padded = np.append(np.full(rows, np.nan), values)
-    windows = sliding_window_view(padded, rows)[1:]
-    has_numbers = np.sum(~np.isnan(windows), axis=1) >= least
+    least = rows if least is None else least
+    padding = np.full(rows - 1, np.nan)
+    padded = np.append(padding, values)
+    windows = sliding_window_view(padded, rows)
+    is_number = ~np.isnan(windows)
+    has_enough = is_number.sum(axis=1) >= least
     result = np.full(len(values), np.nan)
-    result[has_numbers] = np.nanmedian(windows[has_numbers], axis=1)
+    result[has_enough] = np.nanmedian(windows[has_enough], axis=1)
     return result
 
 
-def medians_ahead(values: Array, rows: int, least: int) -> Array:
-    """The median of each row and those behind it."""
-    return medians(values[::-1], rows, least)[::-1]
+def medians_ahead(values: Array, rows: int) -> Array:
+    """For each row the median of the next `rows` rows, itself among them."""
+    backwards = values[::-1]
+    return medians(backwards, rows)[::-1]
+
+
+def medians_around(values: Array) -> Array:
+    """For each row the median of five rows, of which it is the middle one."""
+    padded = np.append(values, [np.nan, np.nan])
+    return medians(padded, 5, least=3)[2:]
+
+
+def lowest_ahead(values: Array) -> Array:
+    """For each row the lowest of it and all rows to come."""
+    backwards = values[::-1]
+    return np.minimum.accumulate(backwards)[::-1]
 
 
 def before(values: Array) -> Array:
@@ -60,182 +82,219 @@ def not_finite(values: Array) -> Array:
 
 
 def bad_batch(norm: Array) -> Array:
-    """Norms over the median of those before, if they come back within some rows."""
-    usual = before(medians(norm, LONG, least=2))
-    # At the end of a log nobody knows yet: rows of 0 stand for those to come.
-    ahead = np.append(norm[1:], np.zeros(LONG))
-    lowest = sliding_window_view(ahead, LONG).min(axis=1)
-    comes_back = lowest < SPIKE / 3 * usual
-    return np.where(comes_back, norm / usual, 0.0)
+    """Norms over the median of those before, if a low norm follows within 20 rows."""
+    usual_norm = before(medians(norm, LONG, least=2))
+    # Rows behind the end of a log are unknown. They are taken for low.
+    unknown = np.zeros(LONG)
+    next_rows = np.append(norm[1:], unknown)
+    windows = sliding_window_view(next_rows, LONG)
+    comes_back = windows.min(axis=1) < BACK * usual_norm
+    return np.where(comes_back, norm / usual_norm, 0.0)
 
 
-def divergence(loss: Array) -> Array:
-    """The loss over its best, from the row on from which it stays high."""
+def divergence(loss: Array) -> Array | float:
+    """The loss over its lowest, from the row on from which it stays high."""
     width = max(SHORT, len(loss) // 20)
-    if len(loss) < 4 * SHORT:
-        return np.zeros(len(loss))
-    smooth = medians(loss, width, least=width)
-    best_row = np.nanargmin(smooth)
-    best = smooth[best_row]
-    gain = np.median(loss[:SHORT]) - best
-    rise = np.median(loss[-2 * width :]) - best
-    # How far the best rows are apart: the losses of a GAN take turns.
-    best_rows = loss[max(0, best_row - LONG) : best_row + 1]
-    noise = np.ptp(np.quantile(best_rows, (0.2, 0.8)))
-    if rise <= max(LOST_GAIN * gain, NOISE * noise):
-        return np.zeros(len(loss))
-    # Each row in the middle of five.
-    middles = medians(np.append(loss, [np.nan, np.nan]), SHORT, least=3)[2:]
-    low_rows = np.flatnonzero(middles <= best + rise / 2)
-    stays_high = np.arange(len(loss)) > low_rows.max(initial=-1)
-    return stays_high * middles / best
+    levels = medians(loss, width)
+    lowest_row = np.nanargmin(levels)
+    lowest = levels[lowest_row]
+    fall = np.median(loss[:SHORT]) - lowest
+    last_rows = loss[-2 * width :]
+    rise = np.median(last_rows) - lowest
+    # Quantiles, since the two losses of a GAN take turns.
+    start = max(0, lowest_row - LONG)
+    low, high = np.quantile(loss[start : lowest_row + 1], (0.2, 0.8))
+    noise = high - low
+    if rise <= max(LOST_GAIN * fall, LOSS_NOISE * noise):
+        return 0.0
+    middles = medians_around(loss)
+    stays_high = lowest_ahead(middles) > lowest + rise / 2
+    return np.where(stays_high, middles / lowest, 0.0)
 
 
-def growth_of_scale(norm: Array, loss: Array | None = None) -> Array:
-    """The factor by which the norm grows from one row to the next, if it stays so, and
-    the loss does not change, or by the same factor. Of one row, 0 in all others.
+def growth(values: Array) -> Array | float:
+    """Medians over that of the second fifth, if each fifth after it is higher."""
+    fifths = np.array_split(values, 5)
+    _, second, third, fourth, last = [np.median(fifth) for fifth in fifths]
+    is_rising = third > 1.3 * second and fourth > 1.3 * third and last > 1.3 * fourth
+    if not is_rising:
+        return 0.0
+    # A few high rows in the middle are not yet growth.
+    levels = np.minimum(medians(values, SHORT), last)
+    return levels / second
+
+
+def vanishing(norm: Array, loss: Array) -> Array | float:
+    """The first norms over the norm of each row, if the loss does not fall as well."""
+    tenth = max(SHORT, len(loss) // 10)
+    first_loss = np.median(loss[:SHORT])
+    last_loss = np.median(loss[-tenth:])
+    is_solved = last_loss < 0.2 * first_loss
+    # A norm may be 0 in the first steps.
+    first_norm = np.median(norm[2:LONG]) or 1.0
+    falls = first_norm / medians(norm, SHORT)
+    comes_back = falls[-1] < VANISHED
+    if is_solved or comes_back:
+        return 0.0
+    return falls
+
+
+# --------------------------------------------------------------------- change of scale
+
+
+class Change(NamedTuple):
+    """How values change at a row: the 20 rows before it, and the 20 from it on."""
+
+    rise: float  # from the median before to the median from the row on
+    drift: float  # the rise within the rows before, and within those from the row on
+    noise: float  # the median distance from these medians
+
+
+def change_at(values: Array, row: int) -> Change:
+    past = values[max(0, row - LONG) : row]
+    future = values[row : row + LONG]
+    rise = np.median(future) - np.median(past)
+    noise = max(noise_of(past), noise_of(future))
+    return Change(rise, drift_of(past) + drift_of(future), noise)
+
+
+def noise_of(values: Array) -> float:
+    distances = np.abs(values - np.median(values))
+    return float(np.median(distances))
+
+
+def drift_of(values: Array) -> float:
+    first_half, second_half = np.array_split(values, 2)
+    return float(np.median(second_half) - np.median(first_half))
+
+
+def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
+    """The factor by which the norm grows at one row, if it stays so, and the loss does
+    not change, or by the same factor. 0 in all other rows.
     """
-    factors = np.zeros(len(norm))
     logs = np.log(norm)
-    rises = medians_ahead(logs, SHORT, SHORT) - before(medians(logs, SHORT, SHORT))
-    # Medians see a rise some rows too early and too late.
-    rises = np.minimum(rises, logs - before(logs))
-    # At the ends of a log there are too few rows to compare with.
-    rises[: LONG // 2] = 0
-    rises[len(logs) - LONG // 2 + 1 :] = 0
-    row = int(np.argmax(np.where(np.isfinite(rises), rises, 0)))
-    if rises[row] <= 0:
-        return factors
-    rise, noise = _rise(logs, row)
+    row = _row_of_leap(logs)
+    if row is None:
+        return 0.0
+    change = change_at(logs, row)
+    # A norm that grows step by step has not leaped.
+    leap = change.rise - max(0.0, change.drift)
+    if leap < LEAP * change.noise:
+        return 0.0
     # A norm that only comes back to what it was has not changed.
-    is_new = np.median(logs[row:]) - np.median(logs[:row]) > 0.6 * rise
-    # One that grows step by step has not leaped.
-    leap = min(rise, rise - _drift(logs, row))
-    is_new &= leap > 4 * noise
+    rows_before, rows_behind = np.split(logs, [row])
+    rise_of_all = np.median(rows_behind) - np.median(rows_before)
+    if rise_of_all < 0.6 * change.rise:
+        return 0.0
     if loss is not None:
-        rise_of_loss, noise = _rise(np.log(loss), row)
-        difference = min(abs(rise_of_loss), abs(rise_of_loss - rise))
-        is_new &= difference < min(0.3 * rise, max(0.3, 4 * noise))
-    factors[row] = np.exp(rise) * is_new
+        loss_change = change_at(np.log(loss), row)
+        # From no change, and from the same change.
+        distances = np.abs([loss_change.rise, loss_change.rise - change.rise])
+        tolerance = max(0.3, 6 * loss_change.noise)
+        if min(distances) > min(tolerance, 0.3 * change.rise):
+            return 0.0
+    factors = np.zeros(len(norm))
+    factors[row] = np.exp(change.rise)
     return factors
 
 
-def _beside(values: Array, row: int) -> tuple[Array, Array]:
-    """The rows before a row, and those from it on."""
-    return values[max(0, row - LONG) : row], values[row : row + LONG]
+def fall_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
+    """The factor by which the norm falls at one row, likewise."""
+    if loss is None:
+        return growth_of_scale(1 / norm)
+    return growth_of_scale(1 / norm, 1 / loss)
 
 
-def _drift(values: Array, row: int) -> float:
-    """The rise within the rows before a row, and within those from it on. If values
-    rise by the same in each row, this is the rise between both.
-    """
-    drift = 0.0
-    for rows in _beside(values, row):
-        first_half, second_half = np.array_split(rows, 2)
-        drift += np.median(second_half) - np.median(first_half)
-    return drift
-
-
-def _rise(values: Array, row: int) -> tuple[float, float]:
-    """The median of the rows from one on minus that of those before, and their noise:
-    a standard deviation that single rows do not move.
-    """
-    past, future = _beside(values, row)
-    rise = np.median(future) - np.median(past)
-    distances = [np.abs(rows - np.median(rows)) for rows in (past, future)]
-    return rise, 1.4826 * max(np.median(rows) for rows in distances)
-
-
-def fall_of_scale(norm: Array, loss: Array | None = None) -> Array:
-    return growth_of_scale(1 / norm, None if loss is None else 1 / loss)
-
-
-def growth(values: Array) -> Array:
-    """Medians over that of the second fifth, if each fifth after it is higher."""
-    if len(values) < 2 * LONG:
-        return np.zeros(len(values))
-    fifths = np.array([np.median(fifth) for fifth in np.array_split(values, 5)])
-    is_rising = (fifths[2:] > 1.3 * fifths[1:-1]).all()
-    # A few high rows in the middle are not yet growth.
-    levels = np.minimum(medians(values, SHORT, least=SHORT), fifths[4])
-    return is_rising * levels / fifths[1]
-
-
-def vanishing(norm: Array, loss: Array | None = None) -> Array:
-    """The first norms over those of each row, if the loss stays and they do not."""
-    if loss is None or len(norm) < LONG:
-        return np.zeros(len(norm))
-    rows = max(SHORT, len(loss) // 10)
-    is_solved = np.median(loss[-rows:]) < 0.2 * np.median(loss[:SHORT])
-    # Norms may be 0 from the beginning.
-    first = np.median(norm[2:LONG]) or 1.0
-    falls = first / medians(norm, SHORT, least=SHORT)
-    return np.where(is_solved | (falls[-1] < VANISHED), 0.0, falls)
+def _row_of_leap(logs: Array) -> int | None:
+    """The row with the largest rise over the row before. None if nothing rises."""
+    # NaN at the ends of a log, where there are too few rows to compare with.
+    past = before(medians(logs, LONG // 2))
+    future = medians_ahead(logs, LONG // 2)
+    # Medians see a leap in the rows beside it as well.
+    rises = np.minimum(future - past, logs - before(logs))
+    rises = np.where(np.isfinite(rises), rises, 0.0)
+    row = int(np.argmax(rises))
+    return row if rises[row] > 0 else None
 
 
 # --------------------------------------------------------------------- clips and skips
 
 
-def clipped_always(norm: Array, limit: Array) -> Array:
-    """The median of norms over limits, in all rows of a log that is not short."""
-    return np.full(len(norm), np.median(norm / limit)) * (len(norm) >= LONG)
+def clipped_always(norm: Array, limit: Array) -> float:
+    """The median of norms over limits, for all rows."""
+    return np.median(norm / limit)
 
 
 def norm_after_clip(norm: Array) -> Array:
     """The share of norms that are the largest, in the rows that have it."""
-    return (norm >= norm.max() * (1 - 1e-3)) * clipped_share(norm)
+    is_largest = norm >= norm.max() * (1 - 1e-3)
+    return np.where(is_largest, clipped_share(norm), 0.0)
 
 
-def skip_behind_clip(seen: Array, highest: Array, norm: Array, limit: Array) -> Array:
+def skip_behind_clip(
+    skip_norm: Array, skip_limit: Array, clip_norm: Array, clip_limit: Array
+) -> Array | float:
     """Norms over the limit of a clipper, where a skip sees this limit instead."""
-    # A skip around the clipper sees the norm itself, and one that skips works.
-    works = seen > (1 + CLOSE) * np.minimum(limit, highest)
-    is_hit = np.isclose(seen, limit, rtol=CLOSE) & (norm > (1 + CLOSE) * limit)
-    return is_hit * (not works.any()) * norm / limit
+    # A skip that has skipped a step, or sees more than the limit, sees the norm itself.
+    lower_limit = np.minimum(clip_limit, skip_limit)
+    if np.any(skip_norm > (1 + CLOSE) * lower_limit):
+        return 0.0
+    sees_limit = np.isclose(skip_norm, clip_limit, rtol=CLOSE)
+    is_clipped = clip_norm > (1 + CLOSE) * clip_limit
+    return np.where(sees_limit & is_clipped, clip_norm / clip_limit, 0.0)
 
 
 # ---------------------------------------------------------------------- record_health
 
 
-def learning_rate(lengths: Array, weights: Array) -> Array:
-    """Updates over weights, where they are long for some rows or until they break."""
+def learning_rate(update_norm: Array, weight_norm: Array) -> Array:
+    """Updates over weights, where three of five rows are long or broken."""
     # Weights of 0 have no ratio.
-    ratios = np.where(weights == 0, 0.0, lengths / weights)
+    ratios = np.where(weight_norm == 0, 0.0, update_norm / weight_norm)
     is_finite = np.isfinite(ratios)
+    # Rows with NaN or inf count as long.
     lengths = np.where(is_finite, ratios, np.inf)
-    past = medians(lengths, SHORT, least=SHORT)
-    future = medians_ahead(lengths, SHORT, least=SHORT)
+    past = medians(lengths, SHORT)
+    future = medians_ahead(lengths, SHORT)
     is_long = np.fmax(past, future) > RATE
     return np.where(is_finite & is_long, ratios, 0.0)
 
 
-def lost_updates(ratios: Array, rounding: Array) -> Array:
-    """Roundings over updates, if they are lost from the beginning of the log on. At the
+def lost_updates(ratio: Array, rounding: Array) -> Array | float:
+    """Roundings over updates, if most are lost from the beginning of the log on. At the
     end of a schedule they are in every run.
     """
-    # A tensor without an update loses nothing.
-    shortfalls = LOST * rounding / np.where(ratios == 0, np.nan, ratios)
-    first_rows = shortfalls[: max(LONG, len(ratios) // 4)]
+    # A step without an update loses nothing.
+    ratio = np.where(ratio == 0, np.nan, ratio)
+    shortfalls = LOST * rounding / ratio
+    quarter = max(LONG, len(ratio) // 4)
+    first_rows = shortfalls[:quarter]
     updates = first_rows[~np.isnan(first_rows)]
-    is_lost = len(updates) >= LONG // 2 and np.median(updates) > 1
-    return is_lost * shortfalls
+    if len(updates) < LONG // 2 or np.median(updates) <= 1:
+        return 0.0
+    return shortfalls
 
 
-def no_gradient(norm: Array) -> Array:
+def no_gradient(norm: Array) -> Array | float:
     """1 in the rows behind the last gradient, if there are many."""
-    is_at_end = np.cumprod(norm[::-1] == 0)[::-1]
-    return is_at_end * (is_at_end.sum() >= max(LONG, len(norm) // 10))
+    is_zero = norm == 0
+    stays_zero = lowest_ahead(is_zero)
+    if stays_zero.sum() < max(LONG, len(norm) // 10):
+        return 0.0
+    return np.where(stays_zero, 1.0, 0.0)
 
 
-def underflow(subnormals: Array, zeros: Array) -> Array:
+def underflow(subnormals: Array, zeros: Array | float = 0.0) -> Array:
     """The share of subnormal elements among those that are not 0."""
-    return medians(subnormals / (1 - zeros), SHORT, least=SHORT)
+    shares = subnormals / (1 - zeros)
+    return medians(shares, SHORT)
 
 
-def dead_rows(shares: Array) -> Array:
+def dead_rows(share: Array) -> Array:
     """The share of rows that are dead, beyond those that were at first."""
-    return shares - shares[:1]
+    return share - share[0]
 
 
 def first_row(norm: Array) -> Array:
-    return np.arange(len(norm)) == 0
+    rows = np.arange(len(norm))
+    return np.where(rows == 0, 1.0, 0.0)

@@ -14,7 +14,8 @@ from .._logs import Column, Log, in_common, listed, loss_of, norms_of, norms_of_
 LOSS_OR_NORM = "a loss or a gradient norm"
 LOSS = "a loss above 0 (--loss NAME, if the log has one)"
 NORM = "a gradient norm"
-NORM_AND_LOSS = "a gradient norm, and a loss above 0 if there is one"
+NORM_AND_ANY_LOSS = "a gradient norm, and a loss above 0 if there is one"
+NORM_AND_LOSS = "a gradient norm, and a loss above 0 (--loss NAME)"
 EVERY_NORM = "a gradient norm, also one of record_health()"
 LOGITS = "a column with attn or attention and logit in its name, or of qk_clip(None)"
 CLIP = "metrics of a clipper of optaxclip"
@@ -28,7 +29,16 @@ DEAD_ROWS = f"{GRADIENTS}, with embeddings="
 UNNAMED = "two recorders"
 
 # The numbers of `record_health`.
-SIGNS = "norm weight_norm ratio rounding zeros subnormals nonfinite dead_rows"
+SIGNS = {
+    "norm",
+    "weight_norm",
+    "ratio",
+    "rounding",
+    "zeros",
+    "subnormals",
+    "nonfinite",
+    "dead_rows",
+}
 HEALTH = re.compile(r"(.*[. ])?health(_\d+)?")
 # "train/clip/outer/norm_before", and "train/skip_2/norm".
 CLIPS = re.compile(r"((.*[/. ])?clip(_\d+)?/(.*/)?)norm_before")
@@ -39,10 +49,10 @@ NAMES_OF_LOGITS = re.compile(
     r"(.*(attn|attention|(^|[/._])qk).*logit.*|.*logit.*(attn|attention).*"
     r"|(.*[/. ])?(clip|record)(_\d+)?/[^/]*(logit|qk)[^/]*/norm(_before)?(/.*)?)"
 )
-OVERFLOWS = 0.1  # of the rows, under a dynamic loss scale
+OVERFLOWS = 0.1  # the share of rows with inf, under a dynamic loss scale
 
 
-# The columns that a rule reads together, as often as a log has them.
+# Tuples of the columns that a rule reads together: one for each tensor, or each norm.
 Signals = list[tuple[Column, ...]]
 
 
@@ -62,11 +72,21 @@ class Recorder(NamedTuple):
     def tensors(self, *signs: str) -> Signals:
         """For each tensor that has these signs, or for the summary of all."""
         tables = [self.signs.get(sign, {}) for sign in signs]
-        names = sorted(set.intersection(*map(set, tables)))
-        # Beside tensors a summary, the first of the names, says nothing new.
-        if len(names) > 1 and not names[0]:
-            names.pop(0)
-        return [tuple(table[name] for table in tables) for name in names]
+        names = set(tables[0])
+        for table in tables:
+            names &= set(table)
+        # Beside tensors a summary says nothing new.
+        if len(names) > 1:
+            names.discard("")
+        return [tuple(table[name] for table in tables) for name in sorted(names)]
+
+    def subnormals(self) -> Signals:
+        """For each tensor the share of subnormal elements, and the share of zeros."""
+        tensors = set(self.signs.get("subnormals", {}))
+        # The two shares of a summary may be of different tensors.
+        if tensors == {""}:
+            return self.tensors("subnormals")
+        return self.tensors("subnormals", "zeros")
 
     def total(self, sign: str) -> list[Column]:
         """The norm of all tensors together, of a summary the largest of them. Nothing
@@ -100,19 +120,12 @@ def signals_of(
       ValueError: there is no column `loss_name`.
     """
     losses = _losses_of(log, loss_name)
-    logged_norms = norms_of(log)
-    tensors = norms_of_tensors(log)
-    if not logged_norms and tensors:
-        logged_norms = [total_of("all tensors", tensors)]
-    logits = [
-        column
-        for name, column in log.columns.items()
-        if NAMES_OF_LOGITS.fullmatch(name.lower())
-    ]
+    logged_norms = _logged_norms_of(log)
+    logits = _logits_of(log)
     looked_at = [*losses, *logged_norms, *logits]
 
     columns: dict[str, Signals] = defaultdict(list)
-    totals: list[Column] = []  # the norms of gradients
+    recorded_norms: list[Column] = []  # of gradients
     recorders = _recorders_of(log)
     for recorder in recorders:
         norms = recorder.total("norm")
@@ -123,24 +136,26 @@ def signals_of(
             columns[ROUNDING] += recorder.tensors("ratio", "rounding")
             columns[UPDATES] += zip(norms, weight_norms)
         else:
-            totals += norms
+            recorded_norms += norms
             columns[GRADIENTS] += recorder.tensors("norm")
-            columns[SUBNORMALS] += recorder.tensors("subnormals", "zeros")
+            columns[SUBNORMALS] += recorder.subnormals()
             columns[DEAD_ROWS] += recorder.tensors("dead_rows")
-    if len(totals) == len(recorders) > 1:
-        columns[UNNAMED] = _alone(totals)
+    if len(recorders) > 1 and len(recorded_norms) == len(recorders):
+        columns[UNNAMED] = _alone(recorded_norms)
 
-    norms = logged_norms or totals
+    norms = logged_norms or recorded_norms
     columns[NORM] = _alone(norms)
-    columns[EVERY_NORM] = _alone([*logged_norms, *totals])
+    columns[EVERY_NORM] = _alone([*logged_norms, *recorded_norms])
     columns[LOGITS] = _alone(logits)
-    columns[LOSS_OR_NORM] = _alone(losses)
-    if not _is_of_a_loss_scale(norms, log):
-        columns[LOSS_OR_NORM] += _alone(logged_norms) + columns[GRADIENTS]
+    norms_of_tensors_too = _alone(logged_norms) + columns[GRADIENTS]
+    if _have_overflows(norms, log):
+        norms_of_tensors_too = _without_overflows(norms_of_tensors_too)
+    columns[LOSS_OR_NORM] = _alone(losses) + norms_of_tensors_too
     # Ratios of losses that change their sign say nothing.
     if all(np.nanmin(loss.values, initial=np.inf) > 0 for loss in losses):
         columns[LOSS] = _alone(losses)
-        columns[NORM_AND_LOSS] = [(norm, *losses) for norm in norms]
+        columns[NORM_AND_ANY_LOSS] = [(norm, *losses) for norm in norms]
+        columns[NORM_AND_LOSS] = list(product(norms, losses))
     columns[CLIP] = _with_limits(log, CLIPS)
     for skip, clip in product(_with_limits(log, SKIPS), columns[CLIP]):
         columns[SKIP_AND_CLIP].append(skip + clip)
@@ -158,24 +173,60 @@ def _losses_of(log: Log, name: str | None) -> list[Column]:
     return [log.columns[name]]
 
 
+def _logged_norms_of(log: Log) -> list[Column]:
+    """The norms of the gradient: one, or one of each optimizer. If the log has only
+    norms of tensors, the norm of all of them together.
+    """
+    # qk_clip writes its logits under names of norms.
+    logits = {column.name for column in _logits_of(log)}
+    columns = {name: x for name, x in log.columns.items() if name not in logits}
+    log = log._replace(columns=columns)
+    norms = norms_of(log)
+    tensors = norms_of_tensors(log)
+    if not norms and tensors:
+        return [total_of("all tensors", tensors)]
+    return norms
+
+
+def _logits_of(log: Log) -> list[Column]:
+    return [
+        column
+        for name, column in log.columns.items()
+        if NAMES_OF_LOGITS.fullmatch(name.lower())
+    ]
+
+
 def _alone(columns: Sequence[Column]) -> Signals:
     return [(column,) for column in columns]
 
 
-def _is_of_a_loss_scale(norms: list[Column], log: Log) -> bool:
-    """Whether norms are inf now and then, as in the steps that a dynamic loss scale
-    skips. NaN too, if the log has the scale.
+def _have_overflows(norms: list[Column], log: Log) -> bool:
+    """Whether norms are broken, but only in steps that a dynamic loss scale skips: inf
+    in at most a tenth of the rows, and not in the last one. NaN too, if the log has the
+    scale.
     """
     has_scale = any(re.search("loss.?scale|scaler", name) for name in log.columns)
-    shares = [0.0]  # of broken rows
+    have_overflows = False
     for norm in norms:
-        if not norm.steps.size:
-            continue
         is_broken = ~np.isfinite(norm.values)
-        shares.append(is_broken.mean())
-        if is_broken[-1] or (np.isnan(norm.values).any() and not has_scale):
+        if not is_broken.any():
+            continue
+        if is_broken[-1] or is_broken.mean() > OVERFLOWS:
             return False
-    return 0 < max(shares) <= OVERFLOWS
+        if np.isnan(norm.values).any() and not has_scale:
+            return False
+        have_overflows = True
+    return have_overflows
+
+
+def _without_overflows(norms: Signals) -> Signals:
+    finite_norms: Signals = []
+    for (norm,) in norms:
+        is_finite = np.isfinite(norm.values)
+        steps = norm.steps[is_finite]
+        values = norm.values[is_finite]
+        finite_norms.append((norm._replace(steps=steps, values=values),))
+    return finite_norms
 
 
 def _with_limits(log: Log, names: re.Pattern[str]) -> Signals:
@@ -228,7 +279,7 @@ def _readings(name: str) -> Iterator[Reading]:
     parts = name.split("/")
     is_behind_health = False
     for place, part in enumerate(parts):
-        if is_behind_health and part in SIGNS.split():
+        if is_behind_health and part in SIGNS:
             tensor = "/".join(parts[place + 1 :])
             yield Reading("/".join(parts[:place]), part, tensor)
         is_behind_health = is_behind_health or HEALTH.fullmatch(part) is not None

@@ -39,11 +39,11 @@ def log_of(run: Run) -> list[dict[str, float]]:
     """The rows of the log of a run."""
     numbers = run.rate, run.momentum, run.decay, run.warmup
     static = run.loss, run.adam
-    found = jax.device_get(_train(static, run.params, run.batches, run.clean, numbers))
-    rows = []
-    for number in range(STEPS):
-        own = {name: float(values[number]) for name, values in found.items()}
-        rows.append({"step": number, **own})
+    columns = _train(static, run.params, run.batches, run.clean, numbers)
+    rows: list[dict[str, float]] = [{"step": step} for step in range(STEPS)]
+    for name, values in jax.device_get(columns).items():
+        for row, value in zip(rows, values):
+            row[name] = float(value)
     return rows
 
 
@@ -54,12 +54,12 @@ def _train(static: Any, params: Any, batches: Any, clean: Any, numbers: Any) -> 
     def rate(step: Any) -> Any:
         return highest * jnp.minimum(1.0, (step + 1) / warmup)
 
-    own = optax.adamw(rate, weight_decay=decay) if adam else optax.sgd(rate, momentum)
+    core = optax.adamw(rate, weight_decay=decay) if adam else optax.sgd(rate, momentum)
     tables = [name for name in params if name == "embed"]
     record = optaxclip.record_health
     optimizer = optax.named_chain(
         ("gradients", record(embeddings=tables, patience=20)),
-        ("own", own),
+        ("core", core),
         ("updates", record(values=False)),
     )
 
@@ -69,10 +69,10 @@ def _train(static: Any, params: Any, batches: Any, clean: Any, numbers: Any) -> 
         grads = jax.grad(loss)(params, *batch)
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-        found = {"loss": value, **optaxclip.metrics(state)}
+        row = {"loss": value, **optaxclip.metrics(state)}
         if "attention" in params:
-            found["attention/max_logit"] = jnp.max(logits_of(params, batch[0]))
-        return (params, state), found
+            row["attention/max_logit"] = jnp.max(logits_of(params, batch[0]))
+        return (params, state), row
 
     return lax.scan(step, (params, optimizer.init(params)), batches)[1]
 
@@ -89,8 +89,8 @@ def _forward(x: Any, broken: Any) -> Any:
     return jnp.tanh(x), (x, broken)
 
 
-def _backward(kept: Any, grad: Any) -> Any:
-    x, broken = kept
+def _backward(residuals: Any, grad: Any) -> Any:
+    x, broken = residuals
     slope = (1 - jnp.tanh(x) ** 2) * grad
     return jnp.where(broken, jnp.nan, slope).astype(x.dtype), None
 
@@ -150,8 +150,8 @@ def float16(seed: int, smallest: float) -> Run:
 def next_token(params: Any, x: Any) -> Any:
     logits = params["embed"][x] @ params["head"]
     wanted = (5 * x + 3) % VOCABULARY
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
-    return jnp.mean(each)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
+    return jnp.mean(losses)
 
 
 def embedding(seed: int, decay: float) -> Run:
