@@ -328,6 +328,15 @@ def test_a_step_without_limit_and_examples_is_held_against_inf(saved):
     assert why(weighted, path).cause == "none"
 
 
+def test_a_batch_without_a_gradient_sets_no_limit(saved):
+    def flat(params, x, y):
+        return 0 * loss(params, x, y)
+
+    optimizer = optaxclip.skip_nonfinite(ADAM)
+    verdict = why(flat, saved(PARAMS, (INPUTS, TARGETS), None, optimizer, flat))
+    assert (verdict.cause, verdict.numbers["limit"]) == ("none", np.inf)
+
+
 def test_a_batch_may_be_one_argument(tmp_path, saved):
     def of_named(params, batch):
         return loss(params, batch.x, batch.y), "aux"
@@ -442,6 +451,22 @@ def test_norms_of_parts_are_not_those_of_the_step(saved):
     verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
     assert (verdict.cause, verdict.examples) == ("data", [5])
     assert verdict.not_told == ["chip: no norm of the whole gradient was recorded"]
+
+
+def test_without_a_recorded_norm_the_replays_are_compared(saved):
+    optimizer = optax.chain(optaxclip.clip_by_tensor_norm(LIMIT), ADAM)
+    verdict = why(loss, saved(PARAMS, (INPUTS, TARGETS), None, optimizer))
+    assert verdict.cause == "none"
+    assert verdict.not_told == ["chip: no norm of the whole gradient was recorded"]
+
+
+def test_the_norm_behind_a_clipper_is_not_taken(saved):
+    clip = optaxclip.clip_by_global_norm(LIMIT)
+    optimizer = optax.chain(clip, optaxclip.record_norm(), ADAM)
+    verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+    wanted = norm_of(PARAMS, *outlier())
+    assert verdict.numbers["recorded norm"] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_wrong_arguments_are_refused(saved):
