@@ -6,8 +6,8 @@
     layer    without the tensors that stand out
     model    none of these: weights, learning rate, or the batch as a whole
 
-What is held against a limit is the norm of the gradient, or the loss where that alone
-broke its limit. Either is inf where it is not finite.
+The value that is held against a limit is the norm of the gradient, or the loss where
+only the loss broke its limit. A value that is not finite counts as inf.
 """
 
 import math
@@ -84,7 +84,7 @@ class Record(NamedTuple):
 class Examples(NamedTuple):
     """Replays of each example alone, and of the batch without those that stand out."""
 
-    count: int  # 0 where the batch cannot be cut into examples
+    size: int  # how many examples, 0 where the batch cannot be cut into examples
     median: float  # NaN where no example has a gradient
     far: list[int]  # places in the batch, the furthest first
     value_without_far: float
@@ -129,18 +129,18 @@ def why(
 ) -> Verdict:
     """Replays a step that `save` has written, and says what broke it.
 
-    | cause | is named where |
+    | cause | is named if |
     |---|---|
     | chip | the recorded norm and those of three replays are not all the same |
     | none | the recorded norm is within its limit |
     | dtype | the norm is within the limit in float32 |
     | data | it is, without the examples whose norms stand out |
     | layer | it is, without the tensors that stand out against Adam's moments |
-    | model | in all other cases |
+    | model | no other cause is |
 
-    A step without a limit, as of `skip_nonfinite`, is held against ten times the median
-    of the norms of examples that have a gradient. Where the loss alone broke its limit,
-    or is not finite, losses are compared in the place of norms.
+    `skip_nonfinite` has no limit. There the limit is ten times the median norm of the
+    examples that have a gradient. If only the loss is above its limit, or not finite,
+    losses are compared instead of norms.
 
     Args:
       loss: the function that the step differentiates, `loss(params, batch)`, or
@@ -151,8 +151,8 @@ def why(
         with a dtype do. None takes `loss`, with weights and batch in float32.
       like: trees (params, batch) of the structure that was saved, where it is not made
         of dicts, lists and tuples. Their numbers are not used.
-      microbatch: how many examples are differentiated together. More than 1 is faster,
-        and names parts of so many examples.
+      microbatch: how many examples are differentiated together, at least 1. More than 1
+        is faster, and names all examples of a microbatch that stands out.
 
     Returns:
       A `Verdict`: `cause`, `examples`, `tensors`, `numbers` and `not_told`.
@@ -256,7 +256,7 @@ def _replays(
     # The text of a program has the dtype of each variable: f16[8] or bf16[8].
     if "f16[" in str(jax.make_jaxpr(wide_program)(params, batch)):
         not_told.append("dtype: 16 bits are left in float32, wide= takes another loss")
-    if examples.count == 0:
+    if examples.size == 0:
         not_told.append("data: arrays of the batch differ in their first axes")
     if not step.moments:
         not_told.append("layer: the state has no second moments of Adam")
@@ -290,13 +290,13 @@ def _examples(
     program: Program, params: PyTree, batch: PyTree, microbatch: int
 ) -> Examples:
     """Replays each microbatch alone, and the batch without those that stand out."""
-    counts = {len(leaf) for leaf in jax.tree.leaves(batch) if _counts_examples(leaf)}
-    count = 0
-    if len(counts) == 1:
-        count = counts.pop()
+    sizes = {len(leaf) for leaf in jax.tree.leaves(batch) if _counts_examples(leaf)}
+    size = 0
+    if len(sizes) == 1:
+        size = sizes.pop()
     # All examples of a microbatch have its value.
-    values = np.empty(count)
-    for begin in range(0, count, microbatch):
+    values = np.empty(size)
+    for begin in range(0, size, microbatch):
         rows = slice(begin, begin + microbatch)
         values[rows] = program(params, _rows(batch, rows)).value
     # Masked examples have no gradient.
@@ -305,7 +305,7 @@ def _examples(
     if is_far.any():
         batch = _rows(batch, ~is_far)
     return Examples(
-        count=count,
+        size=size,
         median=float(median),
         far=np.argsort(-values, kind="stable")[: is_far.sum()].tolist(),
         value_without_far=float(program(params, batch).value),

@@ -118,6 +118,14 @@ def test_a_file_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["step.npz"] and path.read_bytes() == old
 
 
+def test_the_old_file_is_replaced_and_not_rewritten(tmp_path):
+    path = save(tmp_path / "step.npz", PARAMS, (), STATE)
+    data = path.read_bytes()
+    with open(path, "rb") as old_file:
+        save(path, PARAMS, jnp.ones(3), STATE)
+        assert old_file.read() == data != path.read_bytes()
+
+
 KILLED = """
 import sys
 import jax.numpy as jnp, optax, optaxclip
@@ -201,12 +209,15 @@ def test_each_process_saves_its_shards(folder_of_processes):
     step = load(folder_of_processes / "step.npz")
     assert bits(step.params) == bits({"b": weights()[0], "w": weights()})
     assert bits(step.batch) == bits((weights(), jax.random.key(3)))
-    # Neither of the files has all.
-    sizes = []
+    # Neither of the files has all shards of "w", and only one has the copies of "b".
+    sizes = {0: [], 1: []}
     for process in range(PROCESSES):
         arrays = np.load(folder_of_processes / f"step.{process}-of-2.npz")
-        sizes.append(sum(arrays[x].size for x in arrays if x.startswith("[1, ")))
-    assert sizes == [weights().size // 2] * 2
+        for leaf, leaf_sizes in sizes.items():
+            prefix = f"[{leaf}, "
+            shards = [arrays[key] for key in arrays if key.startswith(prefix)]
+            leaf_sizes.append(sum(shard.size for shard in shards))
+    assert sizes == {0: [6, 0], 1: [24, 24]}
     np.testing.assert_allclose(step.moments["w"], 0.001 * weights() ** 2, rtol=1e-5)
 
 

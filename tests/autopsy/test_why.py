@@ -370,6 +370,36 @@ def test_a_tensor_without_which_all_is_well_is_named(saved, factor):
     assert (verdict.cause, verdict.tensors) == ("layer", ["last"])
 
 
+def test_tensors_without_a_gradient_are_no_measure_of_the_others(saved):
+    def frozen(params, x, y):
+        rest = [jax.lax.stop_gradient(params[name]).sum() for name in "abc"]
+        return slipping(1e3)(params, x, y + 0 * sum(rest))
+
+    params = PARAMS | dict.fromkeys("abc", np.ones(2, np.float32))
+    optimizer = optaxclip.skip_spikes(ADAM, LIMIT)
+    state = optimizer.init(params)
+    for _ in range(3):
+        grads = jax.grad(loss)(params, INPUTS, TARGETS)
+        _, state = jax.jit(optimizer.update)(grads, state, params)
+    path = saved(PARAMS, (INPUTS, TARGETS))
+    grads = jax.grad(frozen)(params, INPUTS, TARGETS)
+    _, state = optimizer.update(grads, state, params)
+    verdict = why(frozen, save(path, params, (INPUTS, TARGETS), state))
+    assert (verdict.cause, verdict.tensors) == ("layer", ["last"])
+
+
+def test_a_loss_blames_no_layer(saved):
+    def shifted(params, x, y):
+        return loss(params, x, y) + 1000
+
+    optimizer = optaxclip.skip_spikes(ADAM, 1e9, loss_rule=30.0)
+    path = saved(PARAMS, (INPUTS, TARGETS), None, optimizer, shifted)
+    verdict = why(shifted, path)
+    assert verdict.cause == "model"
+    # Norms are below the limit of the loss.
+    assert verdict.numbers["norm without far tensors"] < verdict.numbers["limit"] == 30
+
+
 def test_without_moments_a_long_tensor_is_not_told(saved):
     optimizer = optaxclip.skip_spikes(optax.sgd(0.1), LIMIT)
     wrong = slipping(1e3)
