@@ -35,7 +35,11 @@ def by_name(tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by their paths, as a user reads them: `blocks/0/w`."""
     leaves = {}
     for keys, leaf in jax.tree.leaves_with_path(tree):
-        leaves[jax.tree_util.keystr(keys, simple=True, separator="/")] = leaf
+        name = jax.tree_util.keystr(keys, simple=True, separator="/")
+        if name in leaves:
+            # A key with a slash: {"a": {"b": 1}, "a/b": 2}.
+            name = jax.tree_util.keystr(keys)
+        leaves[name] = leaf
     return leaves
 
 
