@@ -1,7 +1,7 @@
 """A step in a file: weights, batch, Adam's second moments, and the numbers of a state.
 
     header    JSON: numbers, structure, and the shape and dtype of each leaf
-    arrays    the shards that this process holds, once each, by leaf and place
+    shards    arrays that this process holds, once each, by leaf number and indices
 
 Nothing is pickled, so a file runs no code when it is read.
 """
@@ -35,7 +35,11 @@ def by_name(tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by their paths, as a user reads them: `blocks/0/w`."""
     leaves = {}
     for keys, leaf in jax.tree.leaves_with_path(tree):
-        leaves[jax.tree_util.keystr(keys, simple=True, separator="/")] = leaf
+        name = jax.tree_util.keystr(keys, simple=True, separator="/")
+        if name in leaves:
+            # A key with a slash: {"a": {"b": 1}, "a/b": 2}.
+            name = jax.tree_util.keystr(keys)
+        leaves[name] = leaf
     return leaves
 
 
@@ -79,18 +83,19 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
     path = Path(path)
     processes = jax.process_count()
     if processes > 1:
-        number = jax.process_index()
-        path = path.with_name(f"{path.stem}.{number}-of-{processes}{path.suffix}")
+        process = f"{jax.process_index()}-of-{processes}"
+        path = path.with_name(f"{path.stem}.{process}{path.suffix}")
     moments = {}
     # `nu` of Adam, in any wrapper.
     for _, nu in optax.tree.get_all_with_path(state, "nu"):
         moments |= by_name(nu)
-    leaves, structure = jax.tree.flatten((params, batch, moments))
+    trees = (params, batch, moments)
+    leaves, structure = jax.tree.flatten(trees)
     header = {
         "numbers": metrics(state, floats=True),
         "processes": processes,
         "tree": repr(jax.tree.unflatten(structure, range(len(leaves)))),
-        "names": list(by_name((params, batch, moments))),
+        "names": list(by_name(trees)),
         "moments": list(moments),
         "leaves": [],
         "keys": [],
@@ -106,8 +111,8 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
         for shard in array.addressable_shards:
             # Of copies on several devices the first one.
             if shard.replica_id == 0:
-                place = [(indices.start, indices.stop) for indices in shard.index]
-                arrays[json.dumps([number, place])] = np.asarray(shard.data)
+                indices = [(axis.start, axis.stop) for axis in shard.index]
+                arrays[json.dumps([number, indices])] = np.asarray(shard.data)
     arrays["header"] = np.array(json.dumps(header))
     part = path.with_name(f".{path.name}.part")
     try:
@@ -141,12 +146,14 @@ def load(path: str | Path, like: PyTree = None) -> Step:
     arrays: dict[str, np.ndarray] = {}
     for file in paths:
         for key, array in _arrays(file).items():
+            # What several processes hold is the same, as are their headers.
             if arrays.setdefault(key, array).tobytes() != array.tobytes():
                 raise ValueError(
-                    f"why: {path}: arrays of shape {array.shape} differ between "
-                    "processes. Save one step, and global arrays."
+                    f"why: {paths[0]} and {file.name} differ in {key}. Save the same "
+                    "step in all processes, and global arrays."
                 )
     header = json.loads(str(arrays.pop("header")))
+    structure = _structure(header, like)
     leaves = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in header["leaves"]]
     size = sum(leaf.size for leaf in leaves)
     saved_size = sum(shard.size for shard in arrays.values())
@@ -157,32 +164,18 @@ def load(path: str | Path, like: PyTree = None) -> Step:
             "folder."
         )
     for key, shard in arrays.items():
-        number, place = json.loads(key)
-        indices = tuple(slice(*bounds) for bounds in place)
+        number, indices = json.loads(key)
+        slices = tuple(slice(*axis) for axis in indices)
         # NumPy reads bfloat16 as bytes.
-        leaves[number][indices] = shard.view(leaves[number].dtype)
+        leaves[number][slices] = shard.view(leaves[number].dtype)
     for number, impl in header["keys"]:
         leaves[number] = jax.random.wrap_key_data(leaves[number], impl=impl)
-    try:
-        if like is None:
-            # Of dicts, lists and tuples, with the numbers of leaves in them.
-            tree = ast.literal_eval(header["tree"])
-        else:
-            tree = (*like, dict.fromkeys(header["moments"], 0))
-    except (SyntaxError, ValueError):
-        tree = ()
-    # Of two structures with as many leaves, names tell which leaf is which.
-    if list(by_name(tree)) != header["names"]:
-        raise ValueError(
-            "why: like=(params, batch) must show the structure that was saved, unless "
-            f"that is of dicts, lists and tuples: {header['tree'][:200]}"
-        )
-    params, batch, moments = jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    params, batch, moments = jax.tree.unflatten(structure, leaves)
     return Step(params=params, batch=batch, moments=moments, numbers=header["numbers"])
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of a file, with the header."""
+    """Returns all arrays of a file, with the header."""
     with open(path, "rb") as file:
         try:
             arrays = dict(np.load(file))
@@ -190,3 +183,22 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile):
             raise ValueError(f"why: {path} must be a file of autopsy.save.") from None
     return arrays
+
+
+def _structure(header: dict[str, Any], like: PyTree) -> Any:
+    """Returns the structure of (params, batch, moments) that was saved."""
+    try:
+        if like is None:
+            # The text of dicts, lists and tuples, with the numbers of leaves in them.
+            tree = ast.literal_eval(header["tree"])
+        else:
+            tree = (*like, dict.fromkeys(header["moments"], 0))
+    except (SyntaxError, ValueError):
+        tree = None
+    # Of two structures with as many leaves, names tell which leaf is which.
+    if list(by_name(tree)) != header["names"]:
+        raise ValueError(
+            "why: like=(params, batch) must show the structure that was saved, unless "
+            f"that is of dicts, lists and tuples: {header['tree'][:200]}"
+        )
+    return jax.tree.structure(tree)

@@ -6,8 +6,8 @@
     layer    without the tensors that stand out
     model    none of these: weights, learning rate, or the batch as a whole
 
-What is held against a limit is the norm of the gradient, or the loss where that alone
-broke its limit. Either is inf where it is not finite.
+The value that is held against a limit is the norm of the gradient, or the loss where
+only the loss broke its limit. A value that is not finite counts as inf.
 """
 
 import math
@@ -73,11 +73,50 @@ class Verdict(NamedTuple):
         return "\n".join(lines)
 
 
+class Record(NamedTuple):
+    """What the state says of a step."""
+
+    quantity: str  # what is compared: "norm" or "loss"
+    value: float  # inf where it was not finite, NaN where the state does not have it
+    limit: float
+
+
+class Examples(NamedTuple):
+    """Replays of each example alone, and of the batch without those that stand out."""
+
+    size: int  # how many examples, 0 where the batch cannot be cut into examples
+    median: float  # NaN where no example has a gradient
+    far: list[int]  # places in the batch, the furthest first
+    value_without_far: float
+
+
+class Tensors(NamedTuple):
+    """Weights, and their gradients against Adam's second moments."""
+
+    not_finite: list[str]  # names of weights
+    far: list[str]  # names of weights whose gradients stand out
+    most_grown: str
+    norm_without_far: float
+
+
+class Replays(NamedTuple):
+    """What the replays of a step gave."""
+
+    repeats: list[float]  # of the step as it was
+    in_float32: float
+    examples: Examples
+    tensors: Tensors
+    not_told: list[str]  # what could not be replayed
+
+
 class Run(NamedTuple):
     """One replay. Numbers that are not finite are inf."""
 
-    value: jax.Array  # the norm of the gradient, or the loss
-    norms: PyTree  # of its tensors
+    value: jax.Array  # float[]: the norm of the gradient, or the loss
+    norms: PyTree  # float[] for each tensor
+
+
+Program = Callable[[PyTree, PyTree], Run]  # of weights and a batch
 
 
 def why(
@@ -90,18 +129,18 @@ def why(
 ) -> Verdict:
     """Replays a step that `save` has written, and says what broke it.
 
-    | cause | is named where |
+    | cause | is named if |
     |---|---|
     | chip | the recorded norm and those of three replays are not all the same |
     | none | the recorded norm is within its limit |
     | dtype | the norm is within the limit in float32 |
     | data | it is, without the examples whose norms stand out |
     | layer | it is, without the tensors that stand out against Adam's moments |
-    | model | in all other cases |
+    | model | no other cause is |
 
-    A step without a limit, as of `skip_nonfinite`, is held against ten times the median
-    of the norms of examples that have a gradient. Where the loss alone broke its limit,
-    or is not finite, losses are compared in the place of norms.
+    `skip_nonfinite` has no limit. There the limit is ten times the median norm of the
+    examples that have a gradient. If only the loss is above its limit, or not finite,
+    losses are compared instead of norms.
 
     Args:
       loss: the function that the step differentiates, `loss(params, batch)`, or
@@ -112,8 +151,8 @@ def why(
         with a dtype do. None takes `loss`, with weights and batch in float32.
       like: trees (params, batch) of the structure that was saved, where it is not made
         of dicts, lists and tuples. Their numbers are not used.
-      microbatch: how many examples are differentiated together. More than 1 is faster,
-        and names parts of so many examples.
+      microbatch: how many examples are differentiated together, at least 1. More than 1
+        is faster, and names all examples of a microbatch that stands out.
 
     Returns:
       A `Verdict`: `cause`, `examples`, `tensors`, `numbers` and `not_told`.
@@ -143,126 +182,91 @@ def why(
         if not is_function(function):
             raise TypeError(f"why: {name} must be a function, got {shown(function)}.")
     check_length("why: microbatch", microbatch)
-    return _verdict(loss, wide or loss, load(file, like), microbatch)
-
-
-def _verdict(loss: Loss, wide: Loss, step: Step, microbatch: int) -> Verdict:
-    """Replays a step as it was, in float32, and without what stands out."""
-    quantity, recorded, limit = _recorded(step.numbers)
-
-    # The chip: the same program again, three times.
-    program = _program(loss, quantity)
-    replays = [float(program(step.params, step.batch).value) for _ in range(3)]
-
-    # The dtype: float32 matmuls run in lower precision by default on GPU and TPU.
-    program = _program(wide, quantity)
-    params, batch = jax.tree.map(_in_float32, (step.params, step.batch))
-    # The text of a program has the dtype of each variable: f16[8] or bf16[8].
-    has_16_bits = "f16[" in str(jax.make_jaxpr(program)(params, batch))
-    with jax.default_matmul_precision("highest"):
-        run = program(params, batch)
-        # The data: each example alone, then the batch without those that stand out.
-        values = _values_of_examples(program, params, batch, microbatch)
-        # Masked examples have no gradient.
-        median = median_low([value for value in values if value] or [math.nan])
-        is_far = values > FAR_EXAMPLE * abs(median)
-        usual_batch = batch
-        if is_far.any():
-            usual_batch = _rows(batch, ~is_far)
-        value_without_far = float(program(params, usual_batch).value)
-    if limit == math.inf and values.size:
-        limit = LIMIT_IN_MEDIANS * abs(median)
-
-    # The layer: the norm without the tensors that stand out.
-    norms = by_name(jax.tree.map(float, run.norms))
-    growths = _growths(norms, step.moments)
-    far_tensors = [name for name in norms if growths[name] > FAR_TENSOR]
-    norms_without_far = [norms[name] for name in norms if name not in far_tensors]
-    norm_without_far = math.hypot(*norms_without_far)
-    broken = []
-    for name, leaf in by_name(params).items():
-        if not np.isfinite(leaf).all():
-            broken.append(name)
-
-    without = {"none": recorded, "dtype": float(run.value), "data": value_without_far}
-    # If the backward pass is wrong the loss is unaffected, so losses cannot blame a
-    # layer.
-    if quantity == "norm" and norm_without_far > 0 and not broken:
-        without["layer"] = norm_without_far
-    not_told = {
-        "chip: no norm of the whole gradient was recorded": math.isnan(recorded),
-        "dtype: 16 bits are left in float32, wide= takes another loss": has_16_bits,
-        "data: arrays of the batch differ in their first axes": not values.size,
-        "layer: the state has no second moments of Adam": not step.moments,
-    }
-    return Verdict(
-        cause=_cause([recorded, *replays], without, limit),
-        examples=np.argsort(-values, kind="stable")[: is_far.sum()].tolist(),
-        tensors=broken or far_tensors or [max(growths, key=growths.__getitem__)],
-        numbers={
-            f"recorded {quantity}": recorded,
-            f"lowest {quantity} of three replays": min(replays),
-            f"highest {quantity} of three replays": max(replays),
-            "limit": limit,
-            f"{quantity} in float32": without["dtype"],
-            f"median {quantity} of examples": median,
-            f"{quantity} without far examples": value_without_far,
-            "norm without far tensors": norm_without_far,
-        },
-        not_told=[text for text, is_true in not_told.items() if is_true],
+    step = load(file, like)
+    record = _record(step.numbers)
+    replays = _replays(
+        _program(loss, record.quantity),
+        _program(wide or loss, record.quantity),
+        step=step,
+        microbatch=microbatch,
     )
+    return _verdict(record, replays)
 
 
-def _cause(observed: list[float], without: dict[str, float], limit: float) -> str:
-    """The first cause without which the value is within the limit."""
-    if not math.isclose(np.nanmin(observed), np.nanmax(observed), rel_tol=ROUNDING):
-        return "chip"
-    for cause, value in without.items():
-        if value < limit:
-            return cause
-    return "model"
+# -------------------------------------------------------------------------- measuring
 
 
-def _recorded(numbers: dict[str, float]) -> tuple[str, float, float]:
-    """What is judged, "norm" or "loss", and what the state says of it: the number and
-    its limit. NaN is a norm that it does not know.
-    """
-    # Of two wrappers the one that skipped.
-    flags = [name for name in numbers if name.endswith("/skipped") and numbers[name]]
-    skipped = [name.removesuffix("/skipped") for name in flags]
-    for wrapper in (*skipped, "skip", "spike", "record", "clip"):
+def _record(numbers: dict[str, float]) -> Record:
+    """The norm and its limit, or the loss where that alone broke its limit."""
+    # A recorder may stand behind the clipper, and have the norm of clipped gradients.
+    wrappers = ["skip", "spike", "clip", "record"]
+    for name, number in numbers.items():
+        # Of two wrappers the one that skipped.
+        if name.endswith("/skipped") and number:
+            wrappers.insert(0, name.removesuffix("/skipped"))
+    for wrapper in wrappers:
         norm = numbers.get(f"{wrapper}/norm", numbers.get(f"{wrapper}/norm_before"))
-        if norm is not None:
-            limit = numbers.get(f"{wrapper}/limit", math.inf)
-            loss = numbers.get(f"{wrapper}/loss", -math.inf)
-            loss_limit = numbers.get(f"{wrapper}/loss_limit", math.inf)
-            # A NaN is not within its limit, nor is inf.
-            if norm < limit and not loss < loss_limit:
-                return "loss", loss if math.isfinite(loss) else math.inf, loss_limit
-            return "norm", norm if math.isfinite(norm) else math.inf, limit
-    return "norm", math.nan, math.inf
+        if norm is None:
+            continue
+        limit = numbers.get(f"{wrapper}/limit", math.inf)
+        loss = numbers.get(f"{wrapper}/loss", -math.inf)
+        loss_limit = numbers.get(f"{wrapper}/loss_limit", math.inf)
+        # NaN and inf are within no limit.
+        if norm < limit and not loss < loss_limit:
+            return Record("loss", math.inf if math.isnan(loss) else loss, loss_limit)
+        return Record("norm", math.inf if math.isnan(norm) else norm, limit)
+    return Record("norm", math.nan, math.inf)
 
 
-def _program(loss: Loss, quantity: str) -> Callable[..., Run]:
+def _program(loss: Loss, quantity: str) -> Program:
     """A replay, compiled once for each shape."""
 
-    def value(params: PyTree, batch: PyTree) -> jax.Array:
+    def loss_of_batch(params: PyTree, batch: PyTree) -> jax.Array:
         # A NamedTuple is one argument.
         arguments = batch if type(batch) is tuple else (batch,)
         result = loss(params, *arguments)
         return result[0] if isinstance(result, tuple) else result
 
     # Norms outside: they are compiled once for all programs of these weights.
-    value_and_grad = jax.jit(jax.value_and_grad(value))
+    value_and_grad = jax.jit(jax.value_and_grad(loss_of_batch))
 
     def program(params: PyTree, batch: PyTree) -> Run:
-        result, grads = value_and_grad(params, batch)
+        value, grads = value_and_grad(params, batch)
         if quantity == "norm":
-            result = global_norm(grads)
-        run = Run(result, tensor_norm(grads))
+            value = global_norm(grads)
+        run = Run(value, tensor_norm(grads))
         return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf), run)
 
     return program
+
+
+def _replays(
+    program: Program, wide_program: Program, *, step: Step, microbatch: int
+) -> Replays:
+    """Replays a step as it was, in float32, and without what stands out."""
+    repeats = []
+    for _ in range(3):
+        repeats.append(float(program(step.params, step.batch).value))
+    params, batch = jax.tree.map(_in_float32, (step.params, step.batch))
+    # Matmuls of float32 have fewer digits by default on GPU and TPU.
+    with jax.default_matmul_precision("highest"):
+        run = wide_program(params, batch)
+        examples = _examples(wide_program, params, batch, microbatch)
+    not_told = []
+    # The text of a program has the dtype of each variable: f16[8] or bf16[8].
+    if "f16[" in str(jax.make_jaxpr(wide_program)(params, batch)):
+        not_told.append("dtype: 16 bits are left in float32, wide= takes another loss")
+    if examples.size == 0:
+        not_told.append("data: arrays of the batch differ in their first axes")
+    if not step.moments:
+        not_told.append("layer: the state has no second moments of Adam")
+    return Replays(
+        repeats=repeats,
+        in_float32=float(run.value),
+        examples=examples,
+        tensors=_tensors(params, run.norms, step.moments),
+        not_told=not_told,
+    )
 
 
 def _in_float32(leaf: Any) -> Any:
@@ -277,34 +281,107 @@ def _counts_examples(leaf: Any) -> bool:
     return leaf.ndim > 0 and (leaf.shape, leaf.dtype) != ((2,), np.uint32)
 
 
-def _rows(batch: PyTree, rows: Any) -> PyTree:
+def _rows(batch: PyTree, rows: slice | np.ndarray) -> PyTree:
     """Some examples of a batch."""
     return jax.tree.map(lambda x: x[rows] if _counts_examples(x) else x, batch)
 
 
-def _values_of_examples(
-    program: Callable[..., Run], params: PyTree, batch: PyTree, microbatch: int
-) -> np.ndarray:
-    """float64[examples]: what the microbatch of an example gives. Empty where arrays of
-    the batch differ in how many examples they have.
-    """
-    counts = {len(leaf) for leaf in jax.tree.leaves(batch) if _counts_examples(leaf)}
-    values = np.empty(min(counts) if len(counts) == 1 else 0)
-    for begin in range(0, values.size, microbatch):
+def _examples(
+    program: Program, params: PyTree, batch: PyTree, microbatch: int
+) -> Examples:
+    """Replays each microbatch alone, and the batch without those that stand out."""
+    sizes = {len(leaf) for leaf in jax.tree.leaves(batch) if _counts_examples(leaf)}
+    size = 0
+    if len(sizes) == 1:
+        size = sizes.pop()
+    # All examples of a microbatch have its value.
+    values = np.empty(size)
+    for begin in range(0, size, microbatch):
         rows = slice(begin, begin + microbatch)
         values[rows] = program(params, _rows(batch, rows)).value
-    return values
+    # Masked examples have no gradient.
+    median = median_low([value for value in values if value] or [math.nan])
+    is_far = values > FAR_EXAMPLE * abs(median)
+    if is_far.any():
+        batch = _rows(batch, ~is_far)
+    return Examples(
+        size=size,
+        median=float(median),
+        far=np.argsort(-values, kind="stable")[: is_far.sum()].tolist(),
+        value_without_far=float(program(params, batch).value),
+    )
 
 
-def _growths(norms: dict[str, float], moments: dict[str, Any]) -> dict[str, float]:
-    """Norms over the roots of Adam's second moments, in medians of all tensors. 0 where
-    moments are 0 or none are there, and inf where the norm is inf.
-    """
+def _tensors(params: PyTree, norms: PyTree, moments: dict[str, np.ndarray]) -> Tensors:
+    """Finds the gradients that stand out against their history."""
+    norms_by_name = by_name(jax.tree.map(float, norms))
     growths = {}
-    for name, norm in norms.items():
-        history = math.sqrt(np.sum(moments.get(name, 0), dtype=np.float64)) or math.inf
+    for name, norm in norms_by_name.items():
         growths[name] = norm
         if norm < math.inf:
-            growths[name] = norm / history
+            # Moments are means of g^2. Without them no growth is seen.
+            sum_of_moments = np.sum(moments.get(name, 0), dtype=np.float64)
+            growths[name] = norm / (math.sqrt(sum_of_moments) or math.inf)
     median = median_low([x for x in growths.values() if 0 < x < math.inf] or [1])
-    return {name: growth / median for name, growth in growths.items()}
+    far = [name for name in growths if growths[name] > FAR_TENSOR * median]
+    other_norms = [norms_by_name[name] for name in growths if name not in far]
+    weights = by_name(params)
+    return Tensors(
+        not_finite=[name for name in weights if not np.isfinite(weights[name]).all()],
+        far=far,
+        most_grown=max(growths, key=growths.__getitem__),
+        norm_without_far=math.hypot(*other_norms),
+    )
+
+
+# ---------------------------------------------------------------------------- judging
+
+
+def _verdict(record: Record, replays: Replays) -> Verdict:
+    """Names the cause, and lists what was compared."""
+    quantity = record.quantity
+    examples = replays.examples
+    tensors = replays.tensors
+    limit = record.limit
+    if limit == math.inf and not math.isnan(examples.median):
+        limit = LIMIT_IN_MEDIANS * abs(examples.median)
+    not_told = replays.not_told
+    if math.isnan(record.value):
+        not_told = ["chip: no norm of the whole gradient was recorded", *not_told]
+    return Verdict(
+        cause=_cause(record, replays, limit),
+        examples=examples.far,
+        tensors=tensors.not_finite or tensors.far or [tensors.most_grown],
+        numbers={
+            f"recorded {quantity}": record.value,
+            f"lowest {quantity} of three replays": min(replays.repeats),
+            f"highest {quantity} of three replays": max(replays.repeats),
+            "limit": limit,
+            f"{quantity} in float32": replays.in_float32,
+            f"median {quantity} of examples": examples.median,
+            f"{quantity} without far examples": examples.value_without_far,
+            "norm without far tensors": tensors.norm_without_far,
+        },
+        not_told=not_told,
+    )
+
+
+def _cause(record: Record, replays: Replays, limit: float) -> str:
+    """The first cause without which the value is within the limit."""
+    values = replays.repeats
+    if not math.isnan(record.value):
+        values = [record.value, *values]
+    if not math.isclose(min(values), max(values), rel_tol=ROUNDING):
+        return "chip"
+    if values[0] < limit:
+        return "none"
+    if replays.in_float32 < limit:
+        return "dtype"
+    if replays.examples.value_without_far < limit:
+        return "data"
+    # Weights that are not finite make any gradient wrong, and a wrong backward pass
+    # leaves the loss as it is.
+    can_be_layer = record.quantity == "norm" and not replays.tensors.not_finite
+    if can_be_layer and 0 < replays.tensors.norm_without_far < limit:
+        return "layer"
+    return "model"

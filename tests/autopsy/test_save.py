@@ -81,6 +81,13 @@ def test_second_moments_have_the_names_of_weights(tmp_path):
     assert list(step.moments) == [""]
 
 
+def test_two_weights_never_share_a_name(tmp_path):
+    params = {"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(3)}
+    step = load(save(tmp_path / "step.npz", params, (), new_state(params)))
+    sizes = {name: moments.size for name, moments in step.moments.items()}
+    assert sizes == {"a/b": 2, "['a/b']": 3}
+
+
 def test_another_structure_needs_to_be_shown(tmp_path):
     params = optax.EmaState(jnp.int32(1), jnp.ones(3))
     path = save(tmp_path / "step.npz", params, (jnp.ones(2),), STATE)
@@ -116,6 +123,14 @@ def test_a_file_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         save(path, PARAMS, (), STATE)
     assert os.listdir(tmp_path) == ["step.npz"] and path.read_bytes() == old
+
+
+def test_the_old_file_is_replaced_and_not_rewritten(tmp_path):
+    path = save(tmp_path / "step.npz", PARAMS, (), STATE)
+    data = path.read_bytes()
+    with open(path, "rb") as old_file:
+        save(path, PARAMS, jnp.ones(3), STATE)
+        assert old_file.read() == data != path.read_bytes()
 
 
 KILLED = """
@@ -201,18 +216,22 @@ def test_each_process_saves_its_shards(folder_of_processes):
     step = load(folder_of_processes / "step.npz")
     assert bits(step.params) == bits({"b": weights()[0], "w": weights()})
     assert bits(step.batch) == bits((weights(), jax.random.key(3)))
-    # Neither of the files has all.
-    sizes = []
+    # Neither of the files has all shards of "w", and only one has the copies of "b".
+    sizes = {0: [], 1: []}
     for process in range(PROCESSES):
         arrays = np.load(folder_of_processes / f"step.{process}-of-2.npz")
-        sizes.append(sum(arrays[x].size for x in arrays if x.startswith("[1, ")))
-    assert sizes == [weights().size // 2] * 2
+        for leaf, leaf_sizes in sizes.items():
+            prefix = f"[{leaf}, "
+            shards = [arrays[key] for key in arrays if key.startswith(prefix)]
+            leaf_sizes.append(sum(shard.size for shard in shards))
+    assert sizes == {0: [6, 0], 1: [24, 24]}
     np.testing.assert_allclose(step.moments["w"], 0.001 * weights() ** 2, rtol=1e-5)
 
 
 def test_what_differs_between_processes_is_named(folder_of_processes):
+    # The batch, leaf 2 behind two weights.
     with pytest.raises(
-        ValueError, match=r"arrays of shape \(\) differ between processes"
+        ValueError, match=r"own\.0-of-2\.npz and own\.1-of-2\.npz differ in \[2, \[\]\]"
     ):
         load(folder_of_processes / "own.npz")
 
@@ -250,7 +269,7 @@ def test_files_of_two_steps_are_refused(folder_of_processes, tmp_path):
         header["numbers"]["skip/norm"] += process
         arrays["header"] = np.array(json.dumps(header))
         np.savez(tmp_path / name, **arrays)
-    with pytest.raises(ValueError, match=r"differ between processes\. Save one step"):
+    with pytest.raises(ValueError, match=r"step\.1-of-2\.npz differ in header"):
         load(tmp_path / "step.npz")
 
 

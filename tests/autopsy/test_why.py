@@ -328,6 +328,15 @@ def test_a_step_without_limit_and_examples_is_held_against_inf(saved):
     assert why(weighted, path).cause == "none"
 
 
+def test_a_batch_without_a_gradient_sets_no_limit(saved):
+    def flat(params, x, y):
+        return 0 * loss(params, x, y)
+
+    optimizer = optaxclip.skip_nonfinite(ADAM)
+    verdict = why(flat, saved(PARAMS, (INPUTS, TARGETS), None, optimizer, flat))
+    assert (verdict.cause, verdict.numbers["limit"]) == ("none", np.inf)
+
+
 def test_a_batch_may_be_one_argument(tmp_path, saved):
     def of_named(params, batch):
         return loss(params, batch.x, batch.y), "aux"
@@ -359,6 +368,36 @@ def test_a_tensor_without_which_all_is_well_is_named(saved, factor):
     wrong = slipping(jnp.float32(factor))
     verdict = why(wrong, saved(PARAMS, (INPUTS, TARGETS), loss=wrong))
     assert (verdict.cause, verdict.tensors) == ("layer", ["last"])
+
+
+def test_tensors_without_a_gradient_are_no_measure_of_the_others(saved):
+    def frozen(params, x, y):
+        rest = [jax.lax.stop_gradient(params[name]).sum() for name in "abc"]
+        return slipping(1e3)(params, x, y + 0 * sum(rest))
+
+    params = PARAMS | dict.fromkeys("abc", np.ones(2, np.float32))
+    optimizer = optaxclip.skip_spikes(ADAM, LIMIT)
+    state = optimizer.init(params)
+    for _ in range(3):
+        grads = jax.grad(loss)(params, INPUTS, TARGETS)
+        _, state = jax.jit(optimizer.update)(grads, state, params)
+    path = saved(PARAMS, (INPUTS, TARGETS))
+    grads = jax.grad(frozen)(params, INPUTS, TARGETS)
+    _, state = optimizer.update(grads, state, params)
+    verdict = why(frozen, save(path, params, (INPUTS, TARGETS), state))
+    assert (verdict.cause, verdict.tensors) == ("layer", ["last"])
+
+
+def test_a_loss_blames_no_layer(saved):
+    def shifted(params, x, y):
+        return loss(params, x, y) + 1000
+
+    optimizer = optaxclip.skip_spikes(ADAM, 1e9, loss_rule=30.0)
+    path = saved(PARAMS, (INPUTS, TARGETS), None, optimizer, shifted)
+    verdict = why(shifted, path)
+    assert verdict.cause == "model"
+    # Norms are below the limit of the loss.
+    assert verdict.numbers["norm without far tensors"] < verdict.numbers["limit"] == 30
 
 
 def test_without_moments_a_long_tensor_is_not_told(saved):
@@ -442,6 +481,22 @@ def test_norms_of_parts_are_not_those_of_the_step(saved):
     verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
     assert (verdict.cause, verdict.examples) == ("data", [5])
     assert verdict.not_told == ["chip: no norm of the whole gradient was recorded"]
+
+
+def test_without_a_recorded_norm_the_replays_are_compared(saved):
+    optimizer = optax.chain(optaxclip.clip_by_tensor_norm(LIMIT), ADAM)
+    verdict = why(loss, saved(PARAMS, (INPUTS, TARGETS), None, optimizer))
+    assert verdict.cause == "none"
+    assert verdict.not_told == ["chip: no norm of the whole gradient was recorded"]
+
+
+def test_the_norm_behind_a_clipper_is_not_taken(saved):
+    clip = optaxclip.clip_by_global_norm(LIMIT)
+    optimizer = optax.chain(clip, optaxclip.record_norm(), ADAM)
+    verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+    wanted = norm_of(PARAMS, *outlier())
+    assert verdict.numbers["recorded norm"] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_wrong_arguments_are_refused(saved):
