@@ -65,14 +65,14 @@ def draw(panels: Any, look: Look, runs: dict[str, Seen]) -> None:
         action = "skip/step/skipped" if name == "skip_step" else "clip/step/clipped"
         limit = seen[f"{action.rpartition('/')[0]}/limit"]
         (steps,) = np.nonzero(seen[action])
-        label = f"{action.rpartition('/')[2]} ({len(steps) / len(norm):.1%})"
+        verb = action.rpartition("/")[2]
         axis.plot(norm, color=look.grey, linewidth=1, label="norm")
         axis.plot(limit, color=look.blue, linewidth=2.5, label="limit")
         # Where nearly every step has a dot, the dots let the norm shine through.
         opacity = 0.2 if len(steps) > len(norm) / 2 else 1.0
-        dots = {"color": look.orange, "alpha": opacity}
-        axis.plot(steps, norm[steps], ".", label=label, **dots)
-        axis.set_title(name, weight="bold")
+        axis.plot(steps, norm[steps], ".", color=look.orange, alpha=opacity)
+        axis.plot([], [], ".", color=look.orange, label=f"{verb} step")
+        axis.set_title(f"{name}: {len(steps) / len(norm):.1%} {verb}", weight="bold")
         axis.set(xlabel="step", yscale="log", ylim=(0.8 * norms.min(), 6 * norms.max()))
         axis.legend(loc="upper right", ncols=2, fontsize="small", frameon=False)
     panels[0].set_ylabel("gradient norm")

@@ -36,6 +36,8 @@ TITLES = {
     "skip_step": "skip_step(optimizer)",
 }
 
+TICKS = 1, 2, 5, 10, 20, 50  # of the loss, without protection up to 45
+
 Seen = dict[str, Any]  # "loss" and all metrics, each with a number for each step
 
 
@@ -117,14 +119,16 @@ def draw(panels: Any, look: Look, runs: dict[str, Seen]) -> None:
     for axis, name, colour in zip(panels, TITLES, (look.orange, look.blue, look.green)):
         axis.plot(steps[19:], means[CLEAN], color=look.grey, linewidth=4)
         axis.plot(steps[19:], means[name], color=colour, linewidth=2)
-        axis.plot(marks, np.full(len(marks), 1.1), "^", c=colour)
+        axis.plot(marks, np.full(len(marks), 1.15), "^", c=colour)
         axis.set_title(TITLES[name], color=colour, weight="bold")
-        axis.set(xlabel="step", ylim=(1.0, 4.2))
+        axis.set(xlabel="step", yscale="log", ylim=(1.0, 120))
+        axis.set_yticks(TICKS, map(str, TICKS))
+        axis.set_yticks([], minor=True)
         write(axis, f"final loss {final(runs[name]):.2f}", (0.97, 0.93), colour)
     panels[0].set_ylabel("loss on clean batches")
     grey = f"grey: no broken batches, {final(runs[CLEAN]):.2f}"
     write(panels[1], grey, (0.97, 0.83), look.grey)
-    write(panels[0], "▲ broken batch", (0.97, 0.14), look.orange)
+    write(panels[0], "▲ broken batch", (0.48, 0.83), look.orange)
 
 
 if __name__ == "__main__":

@@ -65,9 +65,15 @@ def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
 
     Raises:
       ValueError: the file is not a log. The text begins with the call and the path.
-      OSError: the file cannot be opened.
+      OSError: the file cannot be opened. The text begins likewise.
     """
-    data = Path(path).read_bytes()
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise type(error)(
+            f"{call}: {path}: {error.strerror}. Give the path of a log file. This one "
+            f"is {Path(path).absolute()}."
+        ) from error
     notes: Notes = []
     try:
         return log_of(_rows(data, pattern, notes), notes)

@@ -100,8 +100,8 @@ def _dp_accounting(call: str) -> Any:
         import dp_accounting.pld
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{call}: the account is that of dp-accounting, which is not installed: "
-            'pip install "optaxclip[privacy]".',
+            f"{call} needs dp-accounting, which is not installed: "
+            "pip install dp-accounting",
             name=error.name,
         ) from None
     return dp_accounting

@@ -12,6 +12,8 @@ ADVICE = (
     "Log one in each step: metrics(state) with optaxclip.record_norm() in the "
     "optimizer, or optax.tree.norm(grads)"
 )
+# How to name a column, for errors of the command and of `read_history`.
+CHOICE = "--column NAME (in Python: column=NAME)"
 
 
 def read_history(
@@ -83,13 +85,14 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
         if not columns:
             raise ValueError(
                 f"{call}: this file has no gradient norm. {ADVICE}. It has the columns "
-                f"{names}. If one of them is a norm under another name, name it."
+                f"{names}. If one of them is a norm, name it with {CHOICE}."
             )
     elif name in log.columns:
         columns = [log.columns[name]]
     else:
         raise ValueError(
-            f"{call}: column={name!r} is not in this file, which has {names}."
+            f"{call}: this file has no column {name!r}. Name one with {CHOICE}: it has "
+            f"{names}."
         )
     for column in columns:
         # A loss may be negative.

@@ -54,7 +54,7 @@ def blocks_of(page):
     text = (DOCS / page).read_text()
     fences = list(FENCE.finditer(text))
     for fence, after in zip(fences, [*fences[1:], None]):
-        if fence[1] == "text":
+        if fence[1] in ("text", "diff"):
             continue
         line, printed = text.count("\n", 0, fence.start()) + 2, None
         if after and after[1] == "text":

@@ -112,7 +112,10 @@ WRONG = [
     ("[1, 2]", TEXT),
     ("{}", TEXT),
     ('{"loss": []}', TEXT),
-    ('{"usd": 1}\n', f"{NO_NORM}.* the columns 'usd'. If one of them is a norm"),
+    (
+        '{"usd": 1}\n',
+        f"{NO_NORM}.* the columns 'usd'. If one of them is a norm, name it with --col",
+    ),
 ]
 
 
@@ -217,10 +220,17 @@ def test_a_loss_may_be_negative_and_a_norm_may_not(tmp_path):
         read(tmp_path, "step,norm\n0,-1.5\n")
 
 
-def test_a_directory_or_no_file_is_named(tmp_path):
-    for path in (tmp_path, tmp_path / "none.csv"):
-        with pytest.raises(OSError, match=path.name):
-            read_history(path)
+def test_a_directory_or_no_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name, error, what in (
+        ("runs", IsADirectoryError, "Is a directory"),
+        ("none.csv", FileNotFoundError, "No such file or directory"),
+    ):
+        text = f"read_history: {name}: {what}. Give the path of a log file. This one "
+        with pytest.raises(error) as caught:
+            read_history(name)
+        assert str(caught.value) == f"{text}is {tmp_path / name}."
 
 
 SUREST = [
@@ -289,8 +299,11 @@ def test_the_norm_of_everything_comes_before_those_of_tensors(tmp_path):
 
 
 def test_a_column_that_is_not_there_is_named(tmp_path):
-    text = "column='norms' is not in this file, which has 'loss', 'norm'"
-    with pytest.raises(ValueError, match=text):
+    text = (
+        "this file has no column 'norms'. Name one with --column NAME (in Python: "
+        "column=NAME): it has 'loss', 'norm'."
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
         read(tmp_path, "loss,norm,note\n0,1.5,a\n", "norms")
 
 
