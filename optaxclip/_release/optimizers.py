@@ -130,7 +130,8 @@ def check_optimizer(
         (key,) = part.outputs
         leaf = leaf_of_entry[key]
         leaves_read = {leaf_of_entry[entry] for entry in part.inputs}
-        others = {optimizer.names[x] for x in leaves_read - {leaf, None}}
+        leaves_read -= {leaf}
+        others = {optimizer.names[x] for x in leaves_read if x is not None}
         if others:
             raise ValueError(
                 "release: optimizer must treat each array by itself, but its "
