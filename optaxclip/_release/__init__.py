@@ -75,8 +75,9 @@ def release(
         with True and False, or a function from params to one. Leaves that are neither
         float nor complex never are. The optimizer sees None in place of the others.
       nonfinite: what `max_norm` makes of a norm that is NaN or inf: "propagate" makes
-        the gradients NaN, "zero" zero, "raise" raises. With one pass only the layer
-        whose norm is broken is replaced. Layers below use their own norms.
+        the gradients NaN, "zero" zero, "raise" is a `checkify.check`. With one pass
+        only the layer whose norm is broken is replaced. Layers below use their own
+        norms.
 
     Returns:
       `init(params, *batch)` makes the state. `step(params, state, *batch)` returns new

@@ -66,7 +66,7 @@ def spend(budget: Budget, group: Array | int, norm: Array) -> tuple[Array, Budge
     is_over = norm >= limit
     # Relative to the limit, since the square of a norm may overflow.
     spent = jnp.where(is_over, portion, (norm / budget.limit) ** 2)
-    # A group with a norm of NaN or inf is not applied, or breaks its weights anyway.
+    # A group whose norm is NaN or inf becomes zeros or NaN, and spends nothing.
     spent = jnp.where(jnp.isfinite(norm), spent, 0.0)
     norm_after = jnp.where(is_over, limit, norm)
     budget = budget._replace(

@@ -193,7 +193,7 @@ def _check_no_sums(state: PyTree) -> None:
 
 
 def _check_shared(key: str, entry: Any, whole: Any) -> None:
-    """Refuses an entry of the state that layers can neither share nor cut."""
+    """Refuses an entry of the state that layers neither share nor have a slice of."""
     is_key = jnp.issubdtype(entry.dtype, jax.dtypes.extended)
     # `jax.random.PRNGKey` makes uint32[2]. Other arrays may be shared: the coefficients
     # of muon are float32[3].

@@ -96,13 +96,14 @@ def read_program(
         for leaf, var in zip(names, opened.jaxpr.invars):
             if leaf in trained:
                 weights[var] = leaf
-        # Who reads weights for aux alone adds nothing to their gradients.
+        # What is read for aux alone adds nothing to gradients.
         of_loss = _needed(opened.jaxpr, [0])
         readers = Counter(_variables(of_loss.outvars))
         for equation in of_loss.eqns:
             readers.update(_variables(equation.invars))
         unread = [names[weights[var]] for var in weights if not readers[var]]
-        # They would get moments and weight decay. `stop_gradient` makes no such leaf.
+        # An unread leaf would still get moments and weight decay. A leaf behind
+        # `stop_gradient` counts as read.
         if unread:
             raise ValueError(
                 "release: the loss must depend on every float leaf of params, but does "
@@ -110,7 +111,7 @@ def read_program(
                 "statistics of BatchNorm, by trainable=, and hand new values over as "
                 "aux."
             )
-        stacks = _stacks_of(opened.jaxpr, readers, weights)
+        stacks = _stacks_of(opened.jaxpr, of_loss, readers, weights)
         if stacks:
             return Program(opened, structure, stacks)
     raise ValueError(_no_stack(traced))
@@ -196,12 +197,22 @@ def _variables(atoms: Iterable[Any]) -> list[Var]:
 
 
 def _stacks_of(
-    jaxpr: Jaxpr, readers: Counter[Var], weights: dict[Var, str]
+    jaxpr: Jaxpr, of_loss: Jaxpr, readers: Counter[Var], weights: dict[Var, str]
 ) -> dict[int, Stack]:
-    """The scans that read weights slice by slice, by `id` of their equations."""
+    """The scans that read weights slice by slice, by `id` of their equations.
+
+    Args:
+      jaxpr: of the loss and aux.
+      of_loss: what of it the loss alone needs. A scan in it has fewer inputs.
+      readers: how often each variable is read in `of_loss`.
+    """
     makers = {}
     for equation in jaxpr.eqns:
         makers |= dict.fromkeys(equation.outvars, equation)
+    inputs_for_loss = {}
+    for equation in of_loss.eqns:
+        variables = _variables(equation.invars)
+        inputs_for_loss |= dict.fromkeys(equation.outvars, variables)
 
     def slice_of(x: Any, length: int) -> Slice | None:
         """The part of a leaf that is one entry of an input of a scan, or None."""
@@ -222,14 +233,18 @@ def _stacks_of(
     layer_count = 0
     for equation in jaxpr.eqns:
         length = equation.params.get("length", 0)
-        # A scan for aux alone has no gradient.
-        reaches_loss = any(readers[var] for var in equation.outvars)
-        if equation.primitive.name != "scan" or length == 0 or not reaches_loss:
+        if equation.primitive.name != "scan" or length == 0:
             continue
+        # Of a scan for aux alone nothing.
+        read_for_loss: set[Var] = set()
+        for output in equation.outvars:
+            read_for_loss.update(inputs_for_loss.get(output, ()))
         slices = {}
         first_x = sum(counts_of_scan(equation))
         for place, x in enumerate(equation.invars):
-            leaf_slice = slice_of(x, length) if place >= first_x else None
+            if place < first_x or is_literal(x) or x not in read_for_loss:
+                continue
+            leaf_slice = slice_of(x, length)
             if leaf_slice is not None:
                 slices[place] = leaf_slice
         if slices:

@@ -168,14 +168,15 @@ def run_stack(
       inputs: of the scan.
       entries: weights and moments of layers. Their cotangents are the new ones.
       slices: of these entries.
-      budget: its cotangent hands on what is left of it.
+      budget: its cotangent is what the layers above have left of it.
     """
     slices = {key: x for key, x in slices.items() if x.leaf in stack.leaves}
     entries = {key: entries[key] for key in slices}
     is_reversed = stack.equation.params["reverse"]
     indices = jnp.arange(stack.length)
     order = indices[::-1] if is_reversed else indices
-    # Groups are numbered from the end of the shares, with the rest at -1. Of 3 layers,
+    # Groups are numbered from the end of the shares, so that the rest is -1, however
+    # many layers there are. Of 3 layers,
     # layer 2 is group -4 (index 0, the first that a backward pass sees), layer 0 is -2.
     groups = -2 - stack.layers_before - order
 

@@ -134,7 +134,7 @@ class Released:
 
 def _trained_weights(params: PyTree, trainable: PyTree) -> Entries:
     """The leaves that are trained: float or complex, not empty, and not masked."""
-    # Names a leaf that is not an array.
+    # Raises for a leaf that is not an array, with its name.
     clipped_leaves(params, "release: params")
     mask = trainable(params) if callable(trainable) else trainable
     flags = lookup(prefix_table(mask, is_none), params, "release: trainable")
@@ -176,8 +176,9 @@ class _Step(NamedTuple):
             update_layer, budget
         )
         grads, budget = clip_group(REST, grads, budget)
-        # The first layer takes part, with gradients of 0, for the counters that layers
-        # share: they advance here, once a step. Its own new arrays are not used.
+        # The counters that layers share advance here, once a step. The optimizer needs
+        # all leaves for that, so the first layer stands in for the layers, with
+        # gradients of 0. Its new arrays are not used.
         first = layer_of(layer_arrays, self.model.slices, layer=0)
         for leaf in self.model.program.slices:
             grads[leaf] = jnp.zeros_like(first[leaf])
@@ -297,8 +298,13 @@ class _Step(NamedTuple):
         norm = global_norm(budget.norms)
         if self.trainer.passes == 2:
             return self._clip_state_for(norm)
-        # The factor of everything is norm_after / norm, also below the limit.
-        clip_state = self._clip_state_for(norm, limit=global_norm(budget.norms_after))
+        # A group may be clipped where everything is within the limit. With the norm
+        # after the clip as the limit, the factor becomes norm_after / norm.
+        norm_after = global_norm(budget.norms_after)
+        is_limited = jnp.isfinite(budget.limit)
+        clip_state = self._clip_state_for(
+            norm, limit=jnp.where(is_limited, norm_after, budget.limit)
+        )
         index = NUMBER_NAMES.index("limit")
         numbers = clip_state.numbers.at[index].set(budget.limit)
         return clip_state._replace(numbers=numbers)

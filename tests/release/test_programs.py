@@ -376,6 +376,43 @@ def test_a_scan_for_aux_alone_leaves_the_other_a_stack():
         assert_close(outputs, jax.jit(loss)(params, x), 1e-12)
 
 
+def test_a_leaf_that_a_scan_reads_for_aux_alone_is_none_of_its_layers():
+    """Its gradient comes from outside of the scan."""
+
+    def loss(params, x):
+        def layer(x, weights):
+            w, scale = weights
+            return x + jnp.tanh(x @ w), jnp.sum(scale)
+
+        x, logged = lax.scan(layer, x, (params["layers"], params["scale"]))
+        return jnp.sum(x**2) * jnp.sum(params["scale"] ** 2), logged
+
+    assert_step_is_gradient(
+        loss, {"layers": STACK, "scale": jnp.arange(1.0, LAYERS + 1)}
+    )
+
+
+def test_a_stack_that_another_scan_reads_for_aux_has_its_gradient_once():
+    def loss(params, x):
+        def layer(x, weights):
+            w, other = weights
+            return x + jnp.tanh(x @ w), jnp.sum(other)
+
+        x, logged = lax.scan(layer, x, (params["layers"], params["others"]))
+        x, _ = lax.scan(dense, x, params["others"])
+        return jnp.sum(x**2), logged
+
+    assert_step_is_gradient(loss, {"layers": STACK, "others": STACK / 2})
+
+
+def assert_step_is_gradient(loss, params):
+    x = numbers(2, WIDTH)
+    trainer = release(loss, optax.sgd(1.0))
+    new, _, _ = jax.jit(trainer.step)(params, trainer.init(params, x), x)
+    grads, _ = jax.grad(loss, has_aux=True)(params, x)
+    assert_close(new, jax.tree.map(jnp.subtract, params, grads), 1e-12)
+
+
 def test_a_checkpoint_of_the_head_stays_one():
     @jax.checkpoint
     def head(x, table):

@@ -300,6 +300,17 @@ def test_a_broken_step_does_what_nonfinite_says(options, kept):
 
 
 @pytest.mark.parametrize("passes", [1, 2])
+def test_without_a_limit_the_factor_of_a_broken_step_is_1(passes):
+    trainer = release(loss, optax.sgd(0.1), passes=passes, nonfinite="zero")
+    params = new_params(np.float32)
+    tokens, mask = next(batches(np.float32))
+    state = trainer.init(params, tokens, mask)
+    _, state, _ = jax.jit(trainer.step)(params, state, tokens, mask * jnp.nan)
+    report = optaxclip.metrics(state, floats=True)
+    assert report["clip/factor"] == 1.0 and report["clip/limit"] == np.inf
+
+
+@pytest.mark.parametrize("passes", [1, 2])
 def test_a_norm_that_is_not_finite_can_raise(passes):
     from jax.experimental import checkify
 
