@@ -130,7 +130,10 @@ def check_optimizer(
         (key,) = part.outputs
         leaf = leaf_of_entry[key]
         leaves_read = {leaf_of_entry[entry] for entry in part.inputs}
-        others = {optimizer.names[x] for x in leaves_read - {leaf, None}}
+        others = set()
+        for other in leaves_read:
+            if other is not None and other != leaf:
+                others.add(optimizer.names[other])
         if others:
             raise ValueError(
                 "release: optimizer must treat each array by itself, but its "
