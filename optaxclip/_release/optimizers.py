@@ -97,7 +97,7 @@ def _leaf_at_end(path: KeyPath, leaves: Entries) -> str | None:
 
 
 def check_optimizer(
-    optimizer: Optimizer, leaves: Entries, slices: dict[str, Slice]
+    optimizer: Optimizer, leaves: Entries, slice_of_leaf: dict[str, Slice]
 ) -> None:
     """Refuses an optimizer whose result for one layer differs from its result for the
     stack.
@@ -107,7 +107,7 @@ def check_optimizer(
         layer, or mixes leaves.
     """
     whole_entries = arrays_by_path(optimizer.abstract_params_and_state(leaves))
-    leaves = leaves | jax.eval_shape(lambda: layer_of(leaves, slices, layer=0))
+    leaves = leaves | jax.eval_shape(lambda: layer_of(leaves, slice_of_leaf, layer=0))
     tree = optimizer.abstract_params_and_state(leaves)
     _check_no_sums(tree)
     entries = arrays_by_path(tree)
@@ -139,12 +139,12 @@ def check_optimizer(
                 "the place of clips and skips set max_norm and nonfinite here."
             )
         dtype, new_dtype = entries[key].dtype, new_entries[key].dtype
-        if leaf in slices and new_dtype != dtype:
+        if leaf in slice_of_leaf and new_dtype != dtype:
             raise ValueError(
                 "release: optimizer must keep the dtypes of its state, but update "
                 f"makes {new_dtype} of {key!r}, which is {dtype} at first."
             )
-        if leaf in slices and _sums_up(part.jaxpr):
+        if leaf in slice_of_leaf and _sums_up(part.jaxpr):
             leaves_reduced.add(optimizer.names[leaf])
     if leaves_reduced:
         warnings.warn(

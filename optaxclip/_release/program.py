@@ -56,12 +56,12 @@ class Program(NamedTuple):
     stacks: dict[int, Stack]  # by `id` of their equations
 
     @property
-    def slices(self) -> dict[str, Slice]:
+    def slice_of_leaf(self) -> dict[str, Slice]:
         """The slices of all stacks, by leaf."""
-        slices = {}
+        slice_of_leaf = {}
         for stack in self.stacks.values():
-            slices |= {x.leaf: x for x in stack.slices.values()}
-        return slices
+            slice_of_leaf |= {x.leaf: x for x in stack.slice_of_input.values()}
+        return slice_of_leaf
 
     @property
     def layer_count(self) -> int:
@@ -239,16 +239,18 @@ def _stacks_of(
         read_for_loss: set[Var] = set()
         for output in equation.outvars:
             read_for_loss.update(inputs_for_loss.get(output, ()))
-        slices = {}
+        slice_of_input = {}
         first_x = sum(counts_of_scan(equation))
         for place, x in enumerate(equation.invars):
             if place < first_x or is_literal(x) or x not in read_for_loss:
                 continue
             leaf_slice = slice_of(x, length)
             if leaf_slice is not None:
-                slices[place] = leaf_slice
-        if slices:
-            stacks[id(equation)] = Stack(equation, slices, layers_before=layer_count)
+                slice_of_input[place] = leaf_slice
+        if slice_of_input:
+            stacks[id(equation)] = Stack(
+                equation, slice_of_input, layers_before=layer_count
+            )
             layer_count += length
     return stacks
 

@@ -44,14 +44,14 @@ class Slice(NamedTuple):
 
     leaf: str
     axis: int  # of the layers
-    length: int  # how many layers there are
+    layer_count: int
     layout_steps: list[LayoutStep]
 
     def taken(self, array: Array, layer: Array | int) -> Array:
         """The slice, in which the axis stays. It has several rows where the scan goes
         through groups of layers.
         """
-        rows = array.shape[self.axis] // self.length
+        rows = array.shape[self.axis] // self.layer_count
         return lax.dynamic_slice_in_dim(array, layer * rows, rows, self.axis)
 
     def put(self, array: Array, layer: Array | int, new: Array) -> Array:
@@ -67,7 +67,7 @@ class Slice(NamedTuple):
                 array = jnp.transpose(array, equation.params["permutation"])
             else:
                 shape = list(result.shape)
-                shape[axis] //= self.length
+                shape[axis] //= self.layer_count
                 array = array.reshape(shape)
             array = array.astype(result.dtype)
         return array.reshape(array.shape[1:])
@@ -87,7 +87,7 @@ class Stack(NamedTuple):
     """A scan that reads leaves of params layer by layer."""
 
     equation: JaxprEqn
-    slices: dict[int, Slice]  # by place among the inputs of the scan
+    slice_of_input: dict[int, Slice]  # by place among the inputs of the scan
     layers_before: int  # in stacks that run earlier
 
     @property
@@ -96,12 +96,12 @@ class Stack(NamedTuple):
 
     @property
     def leaves(self) -> set[str]:
-        return {x.leaf for x in self.slices.values()}
+        return {x.leaf for x in self.slice_of_input.values()}
 
     def inputs_of(self, arrays: list[Any]) -> Inputs:
         """The inputs of the scan, without weights."""
         arrays = list(arrays)
-        for place in self.slices:
+        for place in self.slice_of_input:
             arrays[place] = None
         consts, carries = counts_of_scan(self.equation)
         first_x = consts + carries
@@ -114,16 +114,21 @@ class Stack(NamedTuple):
         from jax.extend.core import jaxpr_as_fun
 
         arrays = [*inputs.consts, *inputs.carry, *inputs.xs]
-        for place, leaf_slice in self.slices.items():
+        for place, leaf_slice in self.slice_of_input.items():
             arrays[place] = leaf_slice.as_layer_reads(weights[leaf_slice.leaf])
         outputs = jaxpr_as_fun(body_of(self.equation))(*arrays)
         count = len(inputs.carry)
         return outputs[:count], outputs[count:]
 
 
-def layer_of(entries: Entries, slices: dict[str, Slice], layer: Array | int) -> Entries:
+def layer_of(
+    entries: Entries, slice_of_entry: dict[str, Slice], layer: Array | int
+) -> Entries:
     """The slices of one layer."""
-    return {key: slices[key].taken(jnp.asarray(entries[key]), layer) for key in slices}
+    return {
+        key: slice_of_entry[key].taken(jnp.asarray(entries[key]), layer)
+        for key in slice_of_entry
+    }
 
 
 def is_float(x: Any) -> bool:
@@ -158,7 +163,7 @@ def run_stack(
     *,
     inputs: list[Array],
     entries: Entries,
-    slices: dict[str, Slice],
+    slice_of_entry: dict[str, Slice],
     budget: Budget,
 ) -> tuple[list[Array], Budget]:
     """Runs a scan, and returns its outputs and the budget. In the backward pass each
@@ -167,11 +172,13 @@ def run_stack(
     Args:
       inputs: of the scan.
       entries: weights and moments of layers. Their cotangents are the new ones.
-      slices: of these entries.
+      slice_of_entry: of these entries.
       budget: its cotangent is what the layers above have left of it.
     """
-    slices = {key: x for key, x in slices.items() if x.leaf in stack.leaves}
-    entries = {key: entries[key] for key in slices}
+    slice_of_entry = {
+        key: x for key, x in slice_of_entry.items() if x.leaf in stack.leaves
+    }
+    entries = {key: entries[key] for key in slice_of_entry}
     is_reversed = stack.equation.params["reverse"]
     indices = jnp.arange(stack.length)
     order = indices[::-1] if is_reversed else indices
@@ -184,7 +191,7 @@ def run_stack(
         def one_layer(carry: list[Array], layer_inputs: Any) -> Any:
             layer, xs = layer_inputs
             inputs_of_layer = Inputs(inputs.consts, carry, xs)
-            arrays_of_layer = layer_of(entries, slices, layer)
+            arrays_of_layer = layer_of(entries, slice_of_entry, layer)
             new_carry, ys = stack.run_layer(arrays_of_layer, inputs_of_layer)
             return new_carry, (ys, carry)
 
@@ -206,7 +213,7 @@ def run_stack(
             carry_cotangent, consts_cotangent, entries, budget = loop
             layer, group, carry, xs, ys_cotangent = layer_inputs
             inputs_of_layer = Inputs(inputs.consts, carry, xs)
-            arrays_of_layer = layer_of(entries, slices, layer)
+            arrays_of_layer = layer_of(entries, slice_of_entry, layer)
 
             weights = {leaf: arrays_of_layer[leaf] for leaf in stack.leaves}
             grads, input_cotangents = _gradients(
@@ -219,8 +226,8 @@ def run_stack(
             # Writing back unchanged slices would make XLA copy the weights.
             if new_entries is not None:
                 entries = {
-                    key: slices[key].put(entries[key], layer, new_entries[key])
-                    for key in slices
+                    key: slice_of_entry[key].put(entries[key], layer, new_entries[key])
+                    for key in slice_of_entry
                 }
             consts_cotangent = jax.tree.map(
                 jnp.add, consts_cotangent, input_cotangents.consts

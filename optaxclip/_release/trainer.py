@@ -56,7 +56,7 @@ class Model(NamedTuple):
     program: Program
     optimizer: Optimizer
     weights: Entries  # that are trained
-    slices: dict[str, Slice]  # of the weights of layers, and of their states
+    slice_of_entry: dict[str, Slice]  # of the weights of layers, and of their states
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class Released:
         count, so `jax.ShapeDtypeStruct` will do.
         """
         model = self._model(params, batch)
-        check_optimizer(model.optimizer, model.weights, model.program.slices)
+        check_optimizer(model.optimizer, model.weights, model.program.slice_of_leaf)
         trained = model.optimizer.tree_of(model.weights)
         return ReleaseState(
             optimizer=self.optimizer.init(trained),
@@ -115,7 +115,7 @@ class Released:
         """
         model = self._model(params, batch)
         names = model.optimizer.names
-        return [names[leaf] for leaf in names if leaf in model.slices]
+        return [names[leaf] for leaf in names if leaf in model.slice_of_entry]
 
     def _model(self, params: PyTree, batch: tuple[PyTree, ...]) -> Model:
         weights = _trained_weights(params, self.trainable)
@@ -124,12 +124,12 @@ class Released:
             names[keystr(path)] = name(path[1:])
         program = read_program(self.loss, params, batch, names, weights)
         optimizer = Optimizer(self.optimizer, names, jax.tree.structure(params))
-        slices_by_leaf = program.slices
-        slices = {}
+        slice_of_leaf = program.slice_of_leaf
+        slice_of_entry = {}
         for key, leaf in optimizer.leaf_of_entry(weights).items():
-            if leaf in slices_by_leaf:
-                slices[key] = slices_by_leaf[leaf]
-        return Model(program, optimizer, weights, slices)
+            if leaf in slice_of_leaf:
+                slice_of_entry[key] = slice_of_leaf[leaf]
+        return Model(program, optimizer, weights, slice_of_entry)
 
 
 def _trained_weights(params: PyTree, trainable: PyTree) -> Entries:
@@ -179,8 +179,8 @@ class _Step(NamedTuple):
         # The counters that layers share advance here, once a step. The optimizer needs
         # all leaves for that, so the first layer stands in for the layers, with
         # gradients of 0. Its new arrays are not used.
-        first = layer_of(layer_arrays, self.model.slices, layer=0)
-        for leaf in self.model.program.slices:
+        first = layer_of(layer_arrays, self.model.slice_of_entry, layer=0)
+        for leaf in self.model.program.slice_of_leaf:
             grads[leaf] = jnp.zeros_like(first[leaf])
         entries = self.entries | first
         entries |= self.model.optimizer.updated(entries, grads)
@@ -200,10 +200,10 @@ class _Step(NamedTuple):
         The cotangent of the layers is the new layers.
         """
         program = self.model.program
-        slices = self.model.slices
-        layer_arrays = {key: self.entries[key] for key in slices}
+        slice_of_entry = self.model.slice_of_entry
+        layer_arrays = {key: self.entries[key] for key in slice_of_entry}
         rest = {}
-        for key in self.model.weights.keys() - slices.keys():
+        for key in self.model.weights.keys() - slice_of_entry.keys():
             rest[key] = self.entries[key]
 
         def loss(rest: Entries, layer_arrays: Entries, budget: Budget) -> Any:
@@ -221,7 +221,7 @@ class _Step(NamedTuple):
                     visit,
                     inputs=inputs,
                     entries=layer_arrays,
-                    slices=slices,
+                    slice_of_entry=slice_of_entry,
                     budget=budget,
                 )
                 return outputs
