@@ -129,8 +129,8 @@ def check_step(
             )
             error.add_note(f"{CALL} {note}")
             raise
-    # Runs to compare with: a ratio equal in all of them comes from a scale, not from
-    # a number of devices.
+    # Runs to compare with: a ratio equal in all of them does not come from a number of
+    # devices.
     peers = [
         run for run in runs if run.case != "nan" and run.setting.dtype == jnp.float32
     ]

@@ -129,8 +129,8 @@ class Bug(NamedTuple):
     meaning: str
     # The norms that steps with this bug return or clip by.
     norms: Callable[[Run], ArrayLike] = lambda run: []
-    # [gradients, numbers]: the gradients that they use.
-    gradients: Callable[[Run], Sequence[np.ndarray] | np.ndarray] = lambda run: []
+    # The gradients that they use.
+    gradients: Callable[[Run], Sequence[np.ndarray]] = lambda run: []
 
 
 # The first whose norm agrees is named. The functions below name bugs without norms and
