@@ -70,7 +70,7 @@ def of_train_state(
     and MaxText.
 
     `train_step` is not told of a setting's mesh, specs and micro-batches. In
-    "accumulated" nothing is accumulated unless it splits batches by itself.
+    "accumulated" nothing is accumulated unless `train_step` splits batches by itself.
 
     Args:
       train_step: called as `train_step(state, batch, loss)`. It returns the next state,
@@ -157,10 +157,12 @@ def main(arguments: list[str] | None = None) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     try:
         make_step = pkgutil.resolve_name(options.step)
-        if isinstance(make_step, ModuleType):
-            raise ValueError("it must be module:make_step")
-    except (AttributeError, ImportError, ValueError) as error:
-        parser.error(f"there is no step {options.step!r}: {error}.")
+    except Exception as error:
+        # With a traceback, since the module of the step may have raised it.
+        traceback.print_exc()
+        parser.error(f"cannot import {options.step!r}: {error}.")
+    if isinstance(make_step, ModuleType):
+        parser.error(f"the step must be module:make_step, got {options.step!r}.")
     try:
         findings = check_step(make_step, settings=options.settings)
     except Exception:
@@ -169,7 +171,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         print(_json(findings))
     else:
-        print(_table(findings))
+        if findings:
+            print(_table(findings))
         wrong = {finding.setting for finding in findings}
         right = [name for name in options.settings if name not in wrong]
         print(f"right: {', '.join(right) or 'none'}")

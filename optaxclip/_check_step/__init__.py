@@ -124,10 +124,13 @@ def check_step(
         try:
             runs += runs_of(make_step, SETTINGS[name])
         except Exception as error:
-            note = f"This was in the setting {name!r}. settings=... leaves it out."
+            note = (
+                f"Raised in setting {name!r}. Pass settings=... without it to skip it."
+            )
             error.add_note(f"{CALL} {note}")
             raise
-    # A ratio that all of these have is no number of devices.
+    # Runs to compare with: a ratio equal in all of them does not come from a number of
+    # devices.
     peers = [
         run for run in runs if run.case != "nan" and run.setting.dtype == jnp.float32
     ]
@@ -161,7 +164,7 @@ def _findings(run: Run, peers: Sequence[Run]) -> Iterator[Finding]:
         yield from _findings_of_nan(run)
         return
     norms = run.norms_found
-    if not run.close(norms, run.norm).all():
+    if not run.is_close(norms, run.norm).all():
         worst = norms[np.argmax(abs(norms - run.norm))]
         kind = bug_of_norm(run, peers)
         yield _finding(run, "norm", wanted=run.norm, found=worst, kind=kind)
@@ -173,7 +176,7 @@ def _findings(run: Run, peers: Sequence[Run]) -> Iterator[Finding]:
 
 
 def _findings_of_nan(run: Run) -> Iterator[Finding]:
-    """Devices part after a NaN that only some of them see. Or the norm hides it."""
+    """Devices diverge after a NaN that only some of them see. Or the norm hides it."""
     norms = run.norms_found
     devices = norms.size
     nan_updates = run.has_nan.sum()
@@ -184,19 +187,22 @@ def _findings_of_nan(run: Run) -> Iterator[Finding]:
             run, "norm", wanted=devices, found=nan_norms, kind="nan_on_one_device"
         )
     is_hidden = nan_updates > 0 and np.isfinite(norms).all()
-    if is_hidden and nan_updates == devices:
-        yield _finding(run, "norm", wanted=devices, found=0, kind="nan_hidden")
-    elif is_hidden or run.replicas_differ:
+    # A NaN in one shard is right on one device only. Copies show who diverges.
+    if run.replicas_differ and nan_updates < devices:
         yield _finding(
             run, "update", wanted=devices, found=nan_updates, kind="nan_on_one_device"
         )
+    elif is_hidden:
+        yield _finding(run, "norm", wanted=devices, found=0, kind="nan_hidden")
 
 
-def _finding(run: Run, what: str, *, wanted: float, found: float, kind: str) -> Finding:
+def _finding(
+    run: Run, quantity: str, *, wanted: float, found: float, kind: str
+) -> Finding:
     return Finding(
         setting=run.setting.name,
         case=run.case,
-        what=what,
+        what=quantity,
         wanted=float(wanted),
         found=float(found),
         kind=kind,

@@ -7,6 +7,10 @@ A right step has
 A bug gives another norm. Some steps return it, some clip by it. The norm that a step
 clips by is read from its update: factor = limit / norm, so norm = limit / factor. The
 first bug whose norm agrees is named. Other bugs give another gradient or factor.
+
+The peers of a run are all runs in float32 without a NaN. If the ratio of a wrong norm
+to the right one is equal in all peers, a bug must give the norms of all of them. If no
+bug does, the ratio is a scale.
 """
 
 import math
@@ -37,44 +41,59 @@ def norms_of_weights(run: Run) -> list[float]:
     return [before, math.hypot(before, run.norm * run.factor)]
 
 
+# drift / 0 is inf, or NaN.
+@np.errstate(divide="ignore", invalid="ignore")
+def norm_with_weights(run: Run) -> float:
+    """The norm of gradients with weights added, before the clip."""
+    weights = run.drift / run.same_or_nan(run.factors_found)
+    return math.hypot(run.norm, norm_of(weights))
+
+
 def norms_in_bfloat16(run: Run) -> np.ndarray:
-    """Norms without the squares of some small leaves, or of all."""
+    """Norms without the squares of some small leaves, or of all but the largest."""
     if run.setting.dtype != jnp.bfloat16:
         return np.array([])
     counts = np.arange(run.leaf_norms.size)
     return np.sqrt(run.leaf_norms.max() ** 2 + counts * run.leaf_norms.min() ** 2)
 
 
-def gradients_of_parts(run: Run, count: int) -> np.ndarray:
-    """[gradients, numbers]: what steps use that take parts of a batch one by one.
+def gradients_of_parts(run: Run, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """What steps use that take parts of a batch one by one.
 
-    The first is the mean of parts that are clipped separately. The others are the
-    parts themselves.
+    Returns:
+      [numbers]: the mean of parts that are clipped separately.
+      [parts, numbers]: the parts themselves.
     """
     parts = run.batch.reshape(count, -1, run.gradient.size).mean(axis=1)
     factors = np.minimum(1.0, run.limit / norms_of(parts))
-    clipped = factors[:, None] * parts
-    return np.vstack([clipped.mean(axis=0), parts])
+    clipped_mean = np.mean(factors[:, None] * parts, axis=0)
+    return clipped_mean, parts
 
 
-def gradients_of_microbatches(run: Run) -> np.ndarray:
-    return gradients_of_parts(run, run.setting.microbatches)
+def gradients_of_microbatches(run: Run) -> list[np.ndarray]:
+    clipped_mean, microbatches = gradients_of_parts(run, run.setting.microbatches)
+    return [clipped_mean, *microbatches]
 
 
-def gradients_of_devices(run: Run) -> np.ndarray:
-    return gradients_of_parts(run, run.setting.mesh.shape["data"])
+def gradients_of_devices(run: Run) -> list[np.ndarray]:
+    clipped_mean, batches = gradients_of_parts(run, run.setting.mesh.shape["data"])
+    return [clipped_mean, *batches]
 
 
-def norms_of_parts(gradients: np.ndarray) -> np.ndarray:
-    """Norms of `gradients_of_parts`, and the mean of the norms of parts."""
-    norms = norms_of(gradients)
-    return np.append(norms, norms[1:].mean())
+def norms_of_parts(run: Run, count: int) -> np.ndarray:
+    """Norms of the mean of clipped parts, and of each part, and the mean over parts."""
+    clipped_mean, parts = gradients_of_parts(run, count)
+    norms = norms_of(parts)
+    return np.hstack([norm_of(clipped_mean), norms, norms.mean()])
 
 
 def norms_of_devices(run: Run) -> np.ndarray:
-    """Norms of the gradients of each device's own batch, and their mean."""
+    """Norms of the mean of each device's batch, and their mean. Then the same of the
+    parts along "data", also clipped separately.
+    """
     norms = norms_of(run.batch_means)
-    return np.hstack([norms, norms.mean(), norms_of_parts(gradients_of_devices(run))])
+    norms_along_data = norms_of_parts(run, run.setting.mesh.shape["data"])
+    return np.hstack([norms, norms.mean(), norms_along_data])
 
 
 def split_norms(run: Run) -> tuple[float, float]:
@@ -110,16 +129,14 @@ class Bug(NamedTuple):
     meaning: str
     # The norms that steps with this bug return or clip by.
     norms: Callable[[Run], ArrayLike] = lambda run: []
-    # [gradients, numbers]: the gradients that they use.
-    gradients: Callable[[Run], Sequence[np.ndarray] | np.ndarray] = lambda run: []
-    # The norm over the right one is the same in all settings, as with a loss scale.
-    has_constant_ratio: bool = False
+    # The gradients that they use.
+    gradients: Callable[[Run], Sequence[np.ndarray]] = lambda run: []
 
 
-# The first whose norm agrees is named. Those without norms and gradients are told by
-# the functions below.
+# The first whose norm agrees is named. The functions below name bugs without norms and
+# gradients. `check_step` names the two of a NaN.
 BUGS = [
-    Bug("nan_on_one_device", "a NaN is seen by some devices only: replicas part"),
+    Bug("nan_on_one_device", "a NaN is seen by some devices only: replicas diverge"),
     Bug(
         "nan_hidden", "the update has a NaN and the norm has none: let the norm be NaN"
     ),
@@ -127,7 +144,10 @@ BUGS = [
         "zero_norm",
         "the norm is 0: it is of a state before its update, or of no gradient",
         norms=lambda run: 0.0,
-        has_constant_ratio=True,
+    ),
+    Bug(
+        "zero_update",
+        "the update is 0: are params returned as they were, or is no update due?",
     ),
     Bug(
         "after_clip",
@@ -147,7 +167,7 @@ BUGS = [
     Bug(
         "weights_added",
         "weights are in the update: leave weight decay and penalties out",
-        norms=lambda run: math.hypot(run.norm, norm_of(run.drift)),
+        norms=norm_with_weights,
     ),
     Bug(
         "low_precision_sum",
@@ -162,7 +182,7 @@ BUGS = [
     Bug(
         "microbatches_apart",
         "micro-batches are clipped or measured one by one: average all of them first",
-        norms=lambda run: norms_of_parts(gradients_of_microbatches(run)),
+        norms=lambda run: norms_of_parts(run, run.setting.microbatches),
         gradients=gradients_of_microbatches,
     ),
     Bug(
@@ -223,7 +243,6 @@ BUGS = [
         "rms",
         "squares are averaged: add them",
         norms=lambda run: run.norm / math.sqrt(run.gradient.size),
-        has_constant_ratio=True,
     ),
     Bug(
         "squared",
@@ -234,7 +253,6 @@ BUGS = [
         "clipped_twice",
         "the factor of one norm multiplies twice",
         norms=lambda run: run.norm**2 / run.limit,
-        has_constant_ratio=True,
     ),
     Bug(
         "eps",
@@ -262,7 +280,7 @@ BUGS = [
     Bug(
         "scaled", "gradients carry a scale, as of a loss: divide by it before the clip"
     ),
-    Bug("own_factor", "each device clips by a factor of its own: replicas part"),
+    Bug("own_factor", "each device clips by a factor of its own: replicas diverge"),
     Bug("groups_apart", "leaves have different factors: clip all of them together"),
     Bug(
         "clipped_by_value",
@@ -285,13 +303,33 @@ MEANINGS = {bug.kind: bug.meaning for bug in BUGS}
 
 # ------------------------------------------------------------------ which of them it is
 
+# What a step takes for the norm of a run: [devices].
+NormsOf = Callable[[Run], np.ndarray]
+
+
+def norms_returned(run: Run) -> np.ndarray:
+    return run.norms_found
+
+
+def norm_clipped_by(run: Run) -> np.ndarray:
+    """The norm that gives the factor of the step. Without a clip, the update's norm."""
+    factor = run.same_or_nan(run.factors_found)
+    if run.case == "above" and factor < 1.0:
+        return norm_above_limit(run)
+    return np.array([run.norm * factor])
+
+
+def norm_above_limit(run: Run) -> np.ndarray:
+    """The norm of factor = limit / norm."""
+    return run.limit / np.array([run.same_or_nan(run.factors_found)])
+
 
 def bug_of_norm(run: Run, peers: Sequence[Run]) -> str:
     """The kind of bug of the norm that the step returned."""
-    return _first_bug(run, run.norms_found, peers, Run.norm_ratio)
+    return _first_bug(run, peers, norms_returned)
 
 
-# The norm of a factor of 0 is inf.
+# limit / 0 is inf.
 @np.errstate(divide="ignore")
 def bug_of_update(run: Run, peers: Sequence[Run]) -> str:
     """The kind of bug of the update. Empty where it is right."""
@@ -301,26 +339,23 @@ def bug_of_update(run: Run, peers: Sequence[Run]) -> str:
         return _bug_of_direction(run)
     if run.drift.any():
         return "weights_added"
-    if run.close(run.factor_ratio(), 1.0):
+    if run.is_close(run.factor_ratio(), 1.0):
         return ""
     if _is_constant(run, peers, Run.factor_ratio):
-        return "other_rate"
+        return "other_rate" if run.update.any() else "zero_update"
     is_above = run.case == "above"
-    factor = run.factors_found[0, 0]
-    if is_above and run.close(factor, 1.0):
+    if is_above and run.is_close(run.factors_found, 1.0).all():
         return "not_clipped"
-    # A gradient that is not clipped is as long as the update.
-    norm = run.norm * factor
-    if is_above and factor < 1.0:
-        # factor = limit / norm.
-        norm = run.limit / factor
-    if run.close(run.norms_found, norm).all():
+    if run.is_close(run.norms_found, norm_clipped_by(run)).all():
         return bug_of_norm(run, peers)
     peers_of_case = [peer for peer in peers if peer.case == run.case]
-    kind = _first_bug(run, np.array([norm]), peers_of_case, Run.factor_ratio)
+    kind = _first_bug(run, peers_of_case, norm_clipped_by)
     # Above the limit a scale of gradients cancels, so only another limit remains.
     if is_above and kind in ("scaled", "averaged_twice"):
         return "other_limit"
+    # Below the limit, a norm above it may have shortened the gradient.
+    if not is_above and kind in ("scaled", "unknown"):
+        return _first_bug(run, peers_of_case, norm_above_limit)
     return kind
 
 
@@ -331,39 +366,49 @@ def _bug_of_direction(run: Run) -> str:
         return "own_factor" if is_multiple_in_leaves else "local_norm"
     for bug in BUGS:
         for gradient in bug.gradients(run):
-            # A bug that gives the right direction here does not explain another one.
-            is_right = math.isfinite(_factor(gradient, run.gradient))
-            # Clipped gradients have the factor 1, and new params have -1.
-            factor = abs(_factor(run.update, gradient))
-            if run.close(factor, 1.0) and not is_right:
+            # Skip bugs whose gradient is parallel to the right one in this run.
+            if math.isfinite(_factor_along(gradient, run.gradient)):
+                continue
+            # New params have a negative factor.
+            factor = abs(_factor_along(run.update, gradient))
+            clip_factor = min(1.0, run.limit / norm_of(gradient))
+            if run.is_close(factor, [1.0, clip_factor]).any():
                 return bug.kind
     return "groups_apart" if is_multiple_in_leaves else "other_direction"
 
 
-def _factor(update: np.ndarray, gradient: np.ndarray) -> float:
+def _factor_along(update: np.ndarray, gradient: np.ndarray) -> float:
     (factor,) = factors_of(update[None], gradient[None])
     return factor
 
 
-def _first_bug(
-    run: Run, norms: np.ndarray, peers: Sequence[Run], ratio: Callable[[Run], float]
-) -> str:
-    """The first kind of bug that gives the norms of devices. Without one it is a scale,
-    if all peers have the same ratio: of the norm, or the factor, to the right one.
+def _first_bug(run: Run, peers: Sequence[Run], norms_of_run: NormsOf) -> str:
+    """The first kind of bug that gives the norms of devices. If none does, "scaled"
+    when the ratio to the right norm is equal in all peers, else "unknown".
     """
+
+    def ratio(peer: Run) -> float:
+        return peer.same_or_nan(norms_of_run(peer)) / peer.norm
+
     is_constant = _is_constant(run, peers, ratio)
-    # No number of devices is a ratio on meshes of 4 and of 8.
-    mesh_sizes = {peer.setting.mesh.size for peer in peers}
-    is_scale = is_constant and len(mesh_sizes) > 1
+    runs = [run]
+    if is_constant:
+        # One reason explains all of them. A number of devices does not, since it is
+        # 4 on one mesh and 8 on another.
+        runs += peers
     for bug in BUGS:
-        is_coincidence = is_scale and not bug.has_constant_ratio
-        is_equal = run.close(norms[:, None], bug.norms(run))
-        if is_equal.any(axis=1).all() and not is_coincidence:
+        if all(_gives(bug, peer, norms_of_run(peer)) for peer in runs):
             return bug.kind
     return "scaled" if is_constant else "unknown"
 
 
+def _gives(bug: Bug, run: Run, norms: np.ndarray) -> bool:
+    """Whether the norm of every device is a norm of the bug."""
+    is_equal = run.is_close(norms[:, None], bug.norms(run))
+    return bool(is_equal.any(axis=1).all())
+
+
 def _is_constant(run: Run, peers: Sequence[Run], ratio: Callable[[Run], float]) -> bool:
-    """Whether a ratio of this run is that of all peers. One run shows nothing."""
+    """Whether a ratio of this run is equal in all peers. One run shows nothing."""
     ratios = [ratio(peer) for peer in peers]
-    return len(peers) > 1 and bool(run.close(ratios, ratio(run)).all())
+    return len(peers) > 1 and bool(run.is_close(ratios, ratio(run)).all())

@@ -44,7 +44,7 @@ class Setting(NamedTuple):
     mesh_shape: tuple[int, int] = (DEVICES, 1)
     specs: Specs = REPLICATED  # of params, gradients and updates
     batch_specs: Specs = SPLIT_BATCH  # of gradients of examples
-    # Not 1: a square of the norm is divided by the limit, or not.
+    # Not 1, so that norm**2 and norm**2 / limit can be told apart.
     max_norm: float = 0.25
     microbatches: int = 1  # parts of a batch that are accumulated
     dtype: DTypeLike = jnp.float32
@@ -91,8 +91,8 @@ SETTINGS = {
 # ---------------------------------------------------------------------------- gradients
 
 # norm / limit of each case. 37 is no usual scale and no number of devices, and with it
-# some elements are above the limit. A loss scale of 2^16 does not bring the norm below
-# to the limit.
+# some elements are above the limit. A loss scale of 2^16 keeps the norm of the case
+# "below" under the limit.
 NORM_OVER_LIMIT = {"above": 37.0, "below": 1e-6, "nan": 37.0}
 
 
@@ -166,7 +166,7 @@ class Run(NamedTuple):
     setting: Setting
     case: str  # gradients "above" or "below" the limit, or with a "nan"
 
-    # Right numbers, in float64.
+    # Right numbers, computed in float64. Those of devices are rounded to float32.
     batch: np.ndarray  # [examples, numbers]: gradients of examples
     gradient: np.ndarray  # [numbers]: their mean
     leaf_norms: np.ndarray  # [leaves]: of the gradient
@@ -197,10 +197,6 @@ class Run(NamedTuple):
         """The right factor."""
         return min(1.0, self.limit / self.norm)
 
-    def norm_ratio(self) -> float:
-        """Norm found / right norm. NaN if devices differ."""
-        return self.same_or_nan(self.norms_found) / self.norm
-
     def factor_ratio(self) -> float:
         """Factor found / right factor. NaN if leaves or devices differ."""
         return self.same_or_nan(self.factors_found) / self.factor
@@ -208,10 +204,10 @@ class Run(NamedTuple):
     def same_or_nan(self, numbers: np.ndarray) -> float:
         """The finite number that all of them are, or NaN."""
         first = numbers.flat[0]
-        is_same = np.isfinite(first) and self.close(numbers, first).all()
+        is_same = np.isfinite(first) and self.is_close(numbers, first).all()
         return first if is_same else math.nan
 
-    def close(self, numbers: ArrayLike, others: ArrayLike) -> np.ndarray:
+    def is_close(self, numbers: ArrayLike, others: ArrayLike) -> np.ndarray:
         # Rounding of float32 sums of at most 400 numbers. In 16 bits update, factor and
         # norm are rounded once or twice each.
         tolerance = 3e-5 if self.setting.dtype == jnp.float32 else 2.0**-6
@@ -234,29 +230,19 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
     batch = batch_of(setting, case)
     mean = _mean(batch)
     gradient = _flat(mean)
-    # Weights without a gradient are the limit, all others are 0.
-    weight = np.float32(setting.max_norm)
-    params = {name: np.where(leaf, 0.0, weight) for name, leaf in mean.items()}
-
+    # Weights without a gradient are the marker, all others are 0.
+    marker = np.float32(setting.max_norm)
+    params = {name: np.where(leaf, 0.0, marker) for name, leaf in mean.items()}
     output, norm = _call_step(step, setting, params, batch)
+
     first_copy = jax.tree.map(np.float64, output)
-    numbers = _flat(first_copy)
+    flat_output = _flat(first_copy)
     outputs = _per_device(setting, setting.specs, output)
     copies = _per_device(setting, setting.specs, first_copy)
+    is_same = np.array_equal(np.hstack(outputs), np.hstack(copies), equal_nan=True)
     shards = _per_device(setting, setting.specs, mean)
     factors = np.array(jax.tree.map(factors_of, outputs, shards))
-    is_same = np.array_equal(np.hstack(outputs), np.hstack(copies), equal_nan=True)
     (norms,) = _per_device(setting, {"norm": P()}, {"norm": norm})
-    # New params have these weights, and an update has 0 there.
-    weights = numbers[gradient == 0.0]
-    old_weights = weight * np.round(weights.mean() / weight)
-
-    # Each device holds as many examples as there are micro-batches.
-    shape = (setting.mesh.size, setting.microbatches, -1)
-    batch_means = [
-        leaf.reshape(shape).mean(axis=1)
-        for leaf in _per_device(setting, setting.batch_specs, batch)
-    ]
     examples = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(batch)]
     leaf_norms = [norm_of(leaf) for leaf in jax.tree.leaves(mean)]
     return Run(
@@ -266,15 +252,34 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
         gradient=gradient,
         leaf_norms=np.array(leaf_norms),
         shards=np.hstack(shards),
-        batch_means=np.hstack(batch_means),
+        batch_means=_batch_means(setting, batch),
         norms_found=norms[:, 0],
-        update=np.where(gradient, numbers, 0.0),
-        # New params have negative factors. A leaf of the other sign stays negative.
+        update=np.where(gradient, flat_output, 0.0),
+        # Make the first factor positive. A leaf of the opposite sign is then negative,
+        # and is found.
         factors_found=factors * np.copysign(1.0, factors[0, 0]),
-        drift=weights - old_weights,
+        drift=_drift(flat_output[gradient == 0.0], marker),
         has_nan=np.isnan(norms_of(np.hstack(outputs))),
         replicas_differ=not is_same,
     )
+
+
+def _batch_means(setting: Setting, batch: Arrays) -> np.ndarray:
+    """[devices, its numbers]: the mean of a device's examples."""
+    # Each device holds as many examples as there are micro-batches.
+    shape = (setting.mesh.size, setting.microbatches, -1)
+    means = [
+        leaf.reshape(shape).mean(axis=1)
+        for leaf in _per_device(setting, setting.batch_specs, batch)
+    ]
+    return np.hstack(means)
+
+
+def _drift(markers_found: np.ndarray, marker: np.float32) -> np.ndarray:
+    """The change of weights without a gradient: the marker, or 0 in updates."""
+    is_params = markers_found.mean() > marker / 2
+    markers_before = marker if is_params else 0.0
+    return markers_found - markers_before
 
 
 def _call_step(
@@ -304,7 +309,8 @@ def _call_step(
 
 def _placed(setting: Setting, specs: Specs, tree: PyTree) -> PyTree:
     shardings = jax.tree.map(partial(NamedSharding, setting.mesh), specs)
-    # Leaves what is there already, so that differing copies stay as they are.
+    # device_put moves nothing that is already placed so, so copies that differ stay
+    # different.
     return jax.device_put(tree, shardings)
 
 
@@ -312,9 +318,11 @@ def _per_device(setting: Setting, specs: Specs, tree: PyTree) -> list[np.ndarray
     """What each device holds: [devices, its numbers] for each leaf."""
     leaves = []
     for leaf in jax.tree.leaves(_placed(setting, specs, tree)):
-        shards = {shard.device: shard.data for shard in leaf.addressable_shards}
-        parts = [np.float64(shards[device]) for device in setting.mesh.devices.flat]
-        leaves.append(np.reshape(parts, (len(parts), -1)))
+        shard_of_device = {
+            shard.device: np.float64(shard.data) for shard in leaf.addressable_shards
+        }
+        shards = [shard_of_device[device] for device in setting.mesh.devices.flat]
+        leaves.append(np.reshape(shards, (len(shards), -1)))
     return leaves
 
 

@@ -48,7 +48,8 @@ WRONG = [
     ("own_shard", "fsdp", "nan_on_one_device", {"norm", "update"}),
     ("own_shard", "experts", "nan_on_one_device", {"norm", "update"}),
     ("own_factor", "experts", "nan_on_one_device", {"update"}),
-    ("split_leaves_left_out", "experts", "nan_on_one_device", {"update"}),
+    # No device has it in its norm, and leaves that all hold stay equal.
+    ("split_leaves_left_out", "experts", "nan_hidden", {"norm"}),
     ("eps_in_denominator", "small_limit", "eps", {"update"}),
     ("always_scaled", "replicated", "clipped_below_limit", {"update"}),
     ("always_scaled", "small_limit", "clipped_below_limit", {"update"}),
@@ -60,7 +61,10 @@ WRONG = [
     ("norm_from_adam", "replicated", "after_clip", {"norm"}),
     ("norm_from_adam", "replicated", "groups_apart", {"update"}),
     ("skip_by_clipped_norm", "replicated", "after_clip", {"norm"}),
+    ("not_updated", "replicated", "zero_update", {"update"}),
 ]
+
+ABOVE_BELOW = ("above", "below")
 
 
 def test_the_kind_of_a_bug_is_named():
@@ -136,9 +140,11 @@ def test_a_nan_is_counted_in_devices():
 
 
 def test_a_nan_that_the_norm_hides_is_no_difference_of_devices():
-    rows = optaxclip.check_step(wrong_steps.norm_without_nan, settings="replicated")
-    # All eight devices have it in their weights, and none in its norm.
-    assert [row[1:6] for row in rows] == [("nan", "norm", 8, 0, "nan_hidden")]
+    # All eight devices have it in their weights, or those of one shard or expert. None
+    # has it in its norm.
+    for setting in ("replicated", "fsdp", "experts"):
+        rows = optaxclip.check_step(wrong_steps.norm_without_nan, settings=setting)
+        assert [row[1:6] for row in rows] == [("nan", "norm", 8, 0, "nan_hidden")]
 
 
 def test_a_norm_that_is_always_inf_is_no_scale():
@@ -284,6 +290,104 @@ def test_a_ratio_of_all_settings_is_no_number_of_devices(ratio):
         settings = ["replicated", "small_limit", "accumulated"]
         rows = optaxclip.check_step(make_step, settings=settings)
         assert {row.kind for row in rows} == {kind}
+
+
+def clipped_by_weights(setting):
+    """A step that clips by the norm of weights, and returns the right norm."""
+
+    def outcome(grads, params):
+        number = right_steps.factor(setting, wrong_steps.global_norm(params))
+        return right_steps.scaled(grads, number), wrong_steps.global_norm(grads)
+
+    return wrong_steps.under_jit(setting, outcome)
+
+
+@pytest.mark.parametrize(
+    ("make_step", "kind"),
+    [
+        (wrong_steps.always_scaled, "clipped_below_limit"),
+        (clipped_by_weights, "norm_of_weights"),
+        (wrong_steps.not_updated, "zero_update"),
+    ],
+)
+def test_a_bug_of_all_settings_is_no_scale(make_step, kind):
+    """The norm of these over the right one is equal in all settings."""
+    settings = ["replicated", "small_limit", "accumulated", "fsdp", "experts"]
+    rows = optaxclip.check_step(make_step, settings=settings)
+    assert {row.setting for row in rows} == set(settings)
+    assert {(row.what, row.kind) for row in rows} == {("update", kind)}
+
+
+def test_a_large_eps_is_named_above_and_below_the_limit():
+    def outcome(setting, grads):
+        norm = wrong_steps.global_norm(grads)
+        number = jax.numpy.minimum(1.0, setting.max_norm / (norm + 1e-5))
+        return right_steps.scaled(grads, number), norm
+
+    def make_step(setting):
+        return wrong_steps.under_jit(setting, lambda grads, _: outcome(setting, grads))
+
+    rows = optaxclip.check_step(make_step, settings=["replicated", "small_limit"])
+    seen = [(row.setting, row.case, row.kind) for row in rows]
+    assert seen == [("small_limit", "above", "eps"), ("small_limit", "below", "eps")]
+
+
+def test_a_step_of_the_last_microbatch_has_its_name():
+    def make_step(setting):
+        def step(params, batch):
+            grads = jax.grad(setting.loss)(params, batch)
+            return wrong_steps.clipped(setting, grads), wrong_steps.global_norm(grads)
+
+        return lambda params, batch: step(
+            params, right_steps.microbatches(setting, batch)[-1]
+        )
+
+    rows = optaxclip.check_step(make_step, settings="accumulated")
+    seen = [row[1:3] for row in rows if row.kind == "microbatches_apart"]
+    assert seen == [(case, what) for case in ABOVE_BELOW for what in ("norm", "update")]
+
+
+@pytest.mark.parametrize("penalty", [0.2, 0.4])
+def test_a_large_penalty_on_weights_has_its_name(penalty):
+    """It counts in the norm before the clip, and is shortened by the clip."""
+
+    def outcome(setting, grads, params):
+        grads = jax.tree.map(lambda x, w: x + penalty * w, grads, params)
+        return wrong_steps.clipped(setting, grads), wrong_steps.global_norm(grads)
+
+    def make_step(setting):
+        return wrong_steps.under_jit(
+            setting, lambda grads, params: outcome(setting, grads, params)
+        )
+
+    rows = optaxclip.check_step(make_step, settings=["replicated", "small_limit"])
+    assert {row.kind for row in rows} == {"weights_added"}
+    assert {row.what for row in rows} == {"norm", "update"}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_weights_added_after_the_step_are_found(sign):
+    """A step that adds params to new params, or takes them from updates."""
+
+    def make_step(setting):
+        right = right_steps.by_hand(setting)
+
+        def step(params, batch):
+            updates, norm = right(params, batch)
+            new = jax.tree.map(
+                lambda w, x: (w - x) + w if sign > 0 else x - w, params, updates
+            )
+            return new, norm
+
+        return step
+
+    rows = optaxclip.check_step(make_step, settings=["replicated", "fsdp"])
+    seen = [(*row[:3], row.kind) for row in rows]
+    assert seen == [
+        (setting, case, "update", "weights_added")
+        for setting in ("replicated", "fsdp")
+        for case in ABOVE_BELOW
+    ]
 
 
 @pytest.mark.parametrize("share", [0.9, 0.96, 1.1])

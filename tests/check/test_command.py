@@ -67,7 +67,7 @@ def test_a_finding_ends_with_1_and_says_what_to_do(run):
 
 def test_a_right_step_ends_with_0(run):
     found = run("tests.check.right_steps:ours_jit", "--settings", "replicated")
-    assert (found.returncode, found.stderr) == (0, "")
+    assert found == (0, "right: replicated\n", "")
 
 
 def test_json_holds_every_finding(run):
@@ -135,8 +135,8 @@ def test_alone_it_has_eight_devices():
 
 
 WRONG_NAMES = {
-    "tests": "there is no step 'tests': it must be module:make_step",
-    "no trainer": "there is no step 'no trainer'",
+    "tests": "the step must be module:make_step, got 'tests'",
+    "no trainer": "cannot import 'no trainer'",
     "no_such_module:make_step": "no module named 'no_such_module'",
     f"{STEPS}:gone": f"module '{STEPS}' has no attribute 'gone'",
 }
@@ -147,3 +147,24 @@ def test_a_name_that_leads_nowhere_ends_with_2(run):
         found = run(name)
         assert found.returncode == 2
         assert text.lower() in found.stderr.lower()
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("def make_step(", "SyntaxError"),
+        ("make_step = undefined", "NameError"),
+        ("import optaxclip.gone", "ModuleNotFoundError"),
+    ],
+)
+def test_a_broken_module_ends_with_2_and_its_traceback(
+    run, tmp_path, monkeypatch, source, name
+):
+    module = f"trainer_of_{name}"
+    (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = run(f"{module}:make_step")
+    assert found.returncode == 2
+    # The line of the module, and the error.
+    assert f"    {source}" in found.stderr
+    assert f"{name}: " in found.stderr
