@@ -1,13 +1,14 @@
 """A step in a file: weights, batch, Adam's second moments, and the numbers of a state.
 
     header    JSON: numbers, structure, and the shape and dtype of each leaf
-    shards    arrays that this process holds, once each, by leaf number and indices
+    shards    arrays that this process holds, once each, by leaf index and bounds
 
 Nothing is pickled, so a file runs no code when it is read.
 """
 
 import ast
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,8 +47,8 @@ def by_name(tree: PyTree) -> dict[str, Any]:
 def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path:
     """Writes a step to a file, whole or not at all.
 
-    A skipped step leaves weights and moments bit for bit as they were. So all that made
-    its gradient is still there behind it, and `why` can replay it.
+    A skipped step leaves weights and moments bit for bit as they were. So params and
+    state after it are those before it, and `why` can replay it.
 
     Args:
       path: such as "step.npz". A file that is there is replaced. Of several processes
@@ -55,8 +56,8 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
         "step.0-of-4.npz".
       params: the weights, a pytree of arrays.
       batch: what the loss takes beside them: one argument, or a tuple of arguments.
-        Random keys belong to it. Of several processes these are global arrays, or
-        arrays that are the same on all.
+        Random keys belong to it. An array uint32[2] counts as one key. Of several
+        processes these are global arrays, or arrays that are the same on all.
       state: the state of the optimizer, with a skip, a clipper or a recorder of
         optaxclip in it. Its norms and limits are kept, and the second moments of Adam.
 
@@ -83,8 +84,8 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
     path = Path(path)
     processes = jax.process_count()
     if processes > 1:
-        process = f"{jax.process_index()}-of-{processes}"
-        path = path.with_name(f"{path.stem}.{process}{path.suffix}")
+        suffix = f".{jax.process_index()}-of-{processes}{path.suffix}"
+        path = path.with_name(path.stem + suffix)
     moments = {}
     # `nu` of Adam, in any wrapper.
     for _, nu in optax.tree.get_all_with_path(state, "nu"):
@@ -101,18 +102,18 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
         "keys": [],
     }
     arrays: dict[str, Any] = {}
-    for number, leaf in enumerate(leaves):
+    for leaf_index, leaf in enumerate(leaves):
         # NumPy's arrays and Python's numbers become JAX's, as under jit.
         array = jnp.asarray(leaf)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            header["keys"].append([number, str(jax.random.key_impl(array))])
+            header["keys"].append([leaf_index, str(jax.random.key_impl(array))])
             array = jax.random.key_data(array)
         header["leaves"].append([array.shape, array.dtype.name])
         for shard in array.addressable_shards:
             # Of copies on several devices the first one.
             if shard.replica_id == 0:
-                indices = [(axis.start, axis.stop) for axis in shard.index]
-                arrays[json.dumps([number, indices])] = np.asarray(shard.data)
+                bounds = [(extent.start, extent.stop) for extent in shard.index]
+                arrays[json.dumps([leaf_index, bounds])] = np.asarray(shard.data)
     arrays["header"] = np.array(json.dumps(header))
     part = path.with_name(f".{path.name}.part")
     try:
@@ -137,7 +138,9 @@ def load(path: str | Path, like: PyTree = None) -> Step:
       OSError: no such file.
     """
     path = Path(path)
-    paths = sorted(path.parent.glob(f"{path.stem}.*-of-*{path.suffix}"))
+    pattern = rf"{re.escape(path.stem)}\.\d+-of-\d+{re.escape(path.suffix)}"
+    siblings = sorted(path.parent.iterdir())
+    paths = [file for file in siblings if re.fullmatch(pattern, file.name)]
     if path.exists() and paths:
         raise ValueError(
             f"why: {path} and {paths[0].name} are of two runs. Remove the older one."
@@ -149,8 +152,9 @@ def load(path: str | Path, like: PyTree = None) -> Step:
             # What several processes hold is the same, as are their headers.
             if arrays.setdefault(key, array).tobytes() != array.tobytes():
                 raise ValueError(
-                    f"why: {paths[0]} and {file.name} differ in {key}. Save the same "
-                    "step in all processes, and global arrays."
+                    f"why: {paths[0]} and {file.name} differ in "
+                    f"{_place(key, arrays['header'])}. Save the same step in all "
+                    "processes, and global arrays."
                 )
     header = json.loads(str(arrays.pop("header")))
     structure = _structure(header, like)
@@ -164,12 +168,12 @@ def load(path: str | Path, like: PyTree = None) -> Step:
             "folder."
         )
     for key, shard in arrays.items():
-        number, indices = json.loads(key)
-        slices = tuple(slice(*axis) for axis in indices)
+        leaf_index, bounds = json.loads(key)
+        slices = tuple(slice(*start_and_stop) for start_and_stop in bounds)
         # NumPy reads bfloat16 as bytes.
-        leaves[number][slices] = shard.view(leaves[number].dtype)
-    for number, impl in header["keys"]:
-        leaves[number] = jax.random.wrap_key_data(leaves[number], impl=impl)
+        leaves[leaf_index][slices] = shard.view(leaves[leaf_index].dtype)
+    for leaf_index, impl in header["keys"]:
+        leaves[leaf_index] = jax.random.wrap_key_data(leaves[leaf_index], impl=impl)
     params, batch, moments = jax.tree.unflatten(structure, leaves)
     return Step(params=params, batch=batch, moments=moments, numbers=header["numbers"])
 
@@ -183,6 +187,15 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile):
             raise ValueError(f"why: {path} must be a file of autopsy.save.") from None
     return arrays
+
+
+def _place(key: str, header: np.ndarray) -> str:
+    """Names what a file holds under a key: the header, or a shard of a leaf."""
+    if key == "header":
+        return "header"
+    leaf_index, _ = json.loads(key)
+    name = json.loads(str(header))["names"][leaf_index]
+    return f"leaf {name} of (params, batch, moments)"
 
 
 def _structure(header: dict[str, Any], like: PyTree) -> Any:

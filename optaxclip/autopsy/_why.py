@@ -33,7 +33,10 @@ LIMIT_IN_MEDIANS = 10  # of the examples, for a step without a limit
 
 CAUSES = {
     "none": "the step is within its limit",
-    "chip": "one program gave several norms. Or its loss is random, or not of the step",
+    "chip": (
+        "one program gave several norms, or the loss is random, or another one than "
+        "was trained"
+    ),
     "dtype": "the step is within its limit in float32",
     "data": "the step is within its limit without these examples",
     "layer": "the step is within its limit without these tensors",
@@ -50,7 +53,8 @@ class Verdict(NamedTuple):
       examples: the places in the batch of the examples that stand out, the furthest
         first.
       tensors: the names of the weights that are not finite. Where all are finite, those
-        whose gradients stand out, or the one whose gradient grew most.
+        whose gradients stand out, or the one whose gradient grew most. Empty without
+        Adam's moments, unless a weight or a gradient is not finite.
       numbers: what was compared, by name.
       not_told: what could not be judged, and why.
     """
@@ -95,11 +99,11 @@ class Tensors(NamedTuple):
 
     not_finite: list[str]  # names of weights
     far: list[str]  # names of weights whose gradients stand out
-    most_grown: str
+    most_grown: list[str]  # the weight whose gradient grew most, none without moments
     norm_without_far: float
 
 
-class Replays(NamedTuple):
+class Evidence(NamedTuple):
     """What the replays of a step gave."""
 
     repeats: list[float]  # of the step as it was
@@ -109,14 +113,14 @@ class Replays(NamedTuple):
     not_told: list[str]  # what could not be replayed
 
 
-class Run(NamedTuple):
+class Replay(NamedTuple):
     """One replay. Numbers that are not finite are inf."""
 
     value: jax.Array  # float[]: the norm of the gradient, or the loss
     norms: PyTree  # float[] for each tensor
 
 
-Program = Callable[[PyTree, PyTree], Run]  # of weights and a batch
+Program = Callable[[PyTree, PyTree], Replay]  # of weights and a batch
 
 
 def why(
@@ -131,12 +135,15 @@ def why(
 
     | cause | is named if |
     |---|---|
-    | chip | the recorded norm and those of three replays are not all the same |
+    | chip | the recorded norm and those of three replays differ by more than 10% |
     | none | the recorded norm is within its limit |
     | dtype | the norm is within the limit in float32 |
-    | data | it is, without the examples whose norms stand out |
-    | layer | it is, without the tensors that stand out against Adam's moments |
+    | data | the norm is within the limit without the examples that stand out |
+    | layer | the norm is within the limit without the tensors that stand out |
     | model | no other cause is |
+
+    An example stands out by its norm among all examples. A tensor stands out if its
+    gradient is not finite, or is far above Adam's second moments.
 
     `skip_nonfinite` has no limit. There the limit is ten times the median norm of the
     examples that have a gradient. If only the loss is above its limit, or not finite,
@@ -159,8 +166,8 @@ def why(
 
     Raises:
       ValueError: a file that `save` did not write, files of some processes only or of
-        two runs, or a structure that does not fit. TypeError: a loss that is not a
-        function.
+        two runs, or a structure that does not fit.
+      TypeError: a loss that is not a function.
       OSError: no such file.
 
     Example:
@@ -183,20 +190,20 @@ def why(
             raise TypeError(f"why: {name} must be a function, got {shown(function)}.")
     check_length("why: microbatch", microbatch)
     step = load(file, like)
-    record = _record(step.numbers)
-    replays = _replays(
+    record = _recorded(step.numbers)
+    evidence = _evidence(
         _program(loss, record.quantity),
         _program(wide or loss, record.quantity),
         step=step,
         microbatch=microbatch,
     )
-    return _verdict(record, replays)
+    return _verdict(record, evidence)
 
 
 # -------------------------------------------------------------------------- measuring
 
 
-def _record(numbers: dict[str, float]) -> Record:
+def _recorded(numbers: dict[str, float]) -> Record:
     """The norm and its limit, or the loss where that alone broke its limit."""
     # A recorder may stand behind the clipper, and have the norm of clipped gradients.
     wrappers = ["skip", "spike", "clip", "record"]
@@ -230,19 +237,19 @@ def _program(loss: Loss, quantity: str) -> Program:
     # Norms outside: they are compiled once for all programs of these weights.
     value_and_grad = jax.jit(jax.value_and_grad(loss_of_batch))
 
-    def program(params: PyTree, batch: PyTree) -> Run:
+    def program(params: PyTree, batch: PyTree) -> Replay:
         value, grads = value_and_grad(params, batch)
         if quantity == "norm":
             value = global_norm(grads)
-        run = Run(value, tensor_norm(grads))
-        return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf), run)
+        replay = Replay(value, tensor_norm(grads))
+        return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf), replay)
 
     return program
 
 
-def _replays(
+def _evidence(
     program: Program, wide_program: Program, *, step: Step, microbatch: int
-) -> Replays:
+) -> Evidence:
     """Replays a step as it was, in float32, and without what stands out."""
     repeats = []
     for _ in range(3):
@@ -250,21 +257,24 @@ def _replays(
     params, batch = jax.tree.map(_in_float32, (step.params, step.batch))
     # Matmuls of float32 have fewer digits by default on GPU and TPU.
     with jax.default_matmul_precision("highest"):
-        run = wide_program(params, batch)
+        replay = wide_program(params, batch)
         examples = _examples(wide_program, params, batch, microbatch)
     not_told = []
     # The text of a program has the dtype of each variable: f16[8] or bf16[8].
     if "f16[" in str(jax.make_jaxpr(wide_program)(params, batch)):
         not_told.append("dtype: 16 bits are left in float32, wide= takes another loss")
     if examples.size == 0:
-        not_told.append("data: arrays of the batch differ in their first axes")
+        not_told.append("data: the arrays of the batch have no common first axis")
     if not step.moments:
-        not_told.append("layer: the state has no second moments of Adam")
-    return Replays(
+        not_told.append(
+            "layer: without second moments of Adam only gradients that are not finite "
+            "stand out"
+        )
+    return Evidence(
         repeats=repeats,
-        in_float32=float(run.value),
+        in_float32=float(replay.value),
         examples=examples,
-        tensors=_tensors(params, run.norms, step.moments),
+        tensors=_tensors(params, replay.norms, step.moments),
         not_told=not_told,
     )
 
@@ -319,17 +329,19 @@ def _tensors(params: PyTree, norms: PyTree, moments: dict[str, np.ndarray]) -> T
     for name, norm in norms_by_name.items():
         growths[name] = norm
         if norm < math.inf:
-            # Moments are means of g^2. Without them no growth is seen.
+            # Moments are means of g^2. Without them the growth is 0.
             sum_of_moments = np.sum(moments.get(name, 0), dtype=np.float64)
             growths[name] = norm / (math.sqrt(sum_of_moments) or math.inf)
     median = median_low([x for x in growths.values() if 0 < x < math.inf] or [1])
     far = [name for name in growths if growths[name] > FAR_TENSOR * median]
     other_norms = [norms_by_name[name] for name in growths if name not in far]
+    grown = [name for name in growths if growths[name] > 0]
+    grown.sort(key=growths.__getitem__, reverse=True)
     weights = by_name(params)
     return Tensors(
         not_finite=[name for name in weights if not np.isfinite(weights[name]).all()],
         far=far,
-        most_grown=max(growths, key=growths.__getitem__),
+        most_grown=grown[:1],
         norm_without_far=math.hypot(*other_norms),
     )
 
@@ -337,27 +349,32 @@ def _tensors(params: PyTree, norms: PyTree, moments: dict[str, np.ndarray]) -> T
 # ---------------------------------------------------------------------------- judging
 
 
-def _verdict(record: Record, replays: Replays) -> Verdict:
+def _verdict(record: Record, evidence: Evidence) -> Verdict:
     """Names the cause, and lists what was compared."""
     quantity = record.quantity
-    examples = replays.examples
-    tensors = replays.tensors
+    examples = evidence.examples
+    tensors = evidence.tensors
     limit = record.limit
     if limit == math.inf and not math.isnan(examples.median):
         limit = LIMIT_IN_MEDIANS * abs(examples.median)
-    not_told = replays.not_told
+    not_told = evidence.not_told
     if math.isnan(record.value):
-        not_told = ["chip: no norm of the whole gradient was recorded", *not_told]
+        # Under another name it may be the norm of a part, as in `optax.partition`.
+        without_norm = (
+            "chip: no norm of the whole gradient under skip/norm, spike/norm, "
+            "clip/norm_before or record/norm"
+        )
+        not_told = [without_norm, *not_told]
     return Verdict(
-        cause=_cause(record, replays, limit),
+        cause=_cause(record, evidence, limit),
         examples=examples.far,
-        tensors=tensors.not_finite or tensors.far or [tensors.most_grown],
+        tensors=tensors.not_finite or tensors.far or tensors.most_grown,
         numbers={
             f"recorded {quantity}": record.value,
-            f"lowest {quantity} of three replays": min(replays.repeats),
-            f"highest {quantity} of three replays": max(replays.repeats),
+            f"lowest {quantity} of three replays": min(evidence.repeats),
+            f"highest {quantity} of three replays": max(evidence.repeats),
             "limit": limit,
-            f"{quantity} in float32": replays.in_float32,
+            f"{quantity} in float32": evidence.in_float32,
             f"median {quantity} of examples": examples.median,
             f"{quantity} without far examples": examples.value_without_far,
             "norm without far tensors": tensors.norm_without_far,
@@ -366,22 +383,22 @@ def _verdict(record: Record, replays: Replays) -> Verdict:
     )
 
 
-def _cause(record: Record, replays: Replays, limit: float) -> str:
+def _cause(record: Record, evidence: Evidence, limit: float) -> str:
     """The first cause without which the value is within the limit."""
-    values = replays.repeats
+    values = evidence.repeats
     if not math.isnan(record.value):
         values = [record.value, *values]
     if not math.isclose(min(values), max(values), rel_tol=ROUNDING):
         return "chip"
     if values[0] < limit:
         return "none"
-    if replays.in_float32 < limit:
+    if evidence.in_float32 < limit:
         return "dtype"
-    if replays.examples.value_without_far < limit:
+    if evidence.examples.value_without_far < limit:
         return "data"
     # Weights that are not finite make any gradient wrong, and a wrong backward pass
     # leaves the loss as it is.
-    can_be_layer = record.quantity == "norm" and not replays.tensors.not_finite
-    if can_be_layer and 0 < replays.tensors.norm_without_far < limit:
+    can_be_layer = record.quantity == "norm" and not evidence.tensors.not_finite
+    if can_be_layer and 0 < evidence.tensors.norm_without_far < limit:
         return "layer"
     return "model"

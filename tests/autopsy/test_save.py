@@ -229,10 +229,8 @@ def test_each_process_saves_its_shards(folder_of_processes):
 
 
 def test_what_differs_between_processes_is_named(folder_of_processes):
-    # The batch, leaf 2 behind two weights.
-    with pytest.raises(
-        ValueError, match=r"own\.0-of-2\.npz and own\.1-of-2\.npz differ in \[2, \[\]\]"
-    ):
+    message = r"0-of-2\.npz and own\.1-of-2\.npz differ in leaf 1 of \(params, batch, m"
+    with pytest.raises(ValueError, match=message):
         load(folder_of_processes / "own.npz")
 
 
@@ -259,6 +257,24 @@ def test_an_older_file_of_one_process_is_not_taken(folder_of_processes, tmp_path
         (tmp_path / name).write_bytes((folder_of_processes / name).read_bytes())
     with pytest.raises(ValueError, match=r"step\.0-of-2\.npz are of two runs"):
         load(path)
+
+
+def test_a_step_whose_name_begins_alike_is_another(folder_of_processes, tmp_path):
+    path = save(tmp_path / "step.npz", PARAMS, (), STATE)
+    for process in range(PROCESSES):
+        data = (folder_of_processes / f"step.{process}-of-2.npz").read_bytes()
+        (tmp_path / f"step.100.{process}-of-2.npz").write_bytes(data)
+    assert bits(load(path).params) == bits(PARAMS)
+    other = load(tmp_path / "step.100.npz")
+    assert bits(other.params) == bits({"b": weights()[0], "w": weights()})
+
+
+def test_a_name_may_have_brackets(folder_of_processes, tmp_path):
+    for process in range(PROCESSES):
+        data = (folder_of_processes / f"step.{process}-of-2.npz").read_bytes()
+        (tmp_path / f"run[1].{process}-of-2.npz").write_bytes(data)
+    step = load(tmp_path / "run[1].npz")
+    assert bits(step.params) == bits({"b": weights()[0], "w": weights()})
 
 
 def test_files_of_two_steps_are_refused(folder_of_processes, tmp_path):

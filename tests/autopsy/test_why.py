@@ -50,6 +50,14 @@ USUAL_GRADIENTS = gradients(PARAMS, INPUTS, TARGETS)
 LIMIT = 3 * norm_of(PARAMS, INPUTS, TARGETS)
 ADAM = optax.adam(1e-2)
 SKIP = optaxclip.skip_spikes(ADAM, LIMIT)
+WITHOUT_MOMENTS = (
+    "layer: without second moments of Adam only gradients that are not finite stand out"
+)
+WITHOUT_EXAMPLES = "data: the arrays of the batch have no common first axis"
+WITHOUT_NORM = (
+    "chip: no norm of the whole gradient under skip/norm, spike/norm, "
+    "clip/norm_before or record/norm"
+)
 
 
 def trained(optimizer):
@@ -153,7 +161,7 @@ def test_one_run_of_three_that_differs_is_of_the_chip(saved):
 def test_runs_that_all_differ_are_of_the_chip_or_random(saved):
     path = saved(PARAMS, outlier())
     verdict = why(erring(np.arange(1, 100)), path)
-    assert verdict.cause == "chip" and "Or its loss is random" in str(verdict)
+    assert verdict.cause == "chip" and "or the loss is random" in str(verdict)
 
 
 def test_last_bits_that_differ_are_not_the_cause(saved):
@@ -316,7 +324,16 @@ def test_a_batch_whose_axes_differ_is_said(saved):
     batch = (*outlier(), np.ones(3, np.float32) / 3)
     verdict = why(weighted, saved(PARAMS, batch, loss=weighted))
     assert verdict.cause == "model"
-    assert verdict.not_told == ["data: arrays of the batch differ in their first axes"]
+    assert verdict.not_told == [WITHOUT_EXAMPLES]
+
+
+def test_a_batch_without_a_first_axis_is_said(saved):
+    def scaled(params, factor):
+        return factor * loss(params, INPUTS, TARGETS)
+
+    verdict = why(scaled, saved(PARAMS, (np.float32(1e3),), loss=scaled))
+    assert (verdict.cause, verdict.examples) == ("model", [])
+    assert verdict.not_told == [WITHOUT_EXAMPLES]
 
 
 def test_a_step_without_limit_and_examples_is_held_against_inf(saved):
@@ -405,8 +422,8 @@ def test_without_moments_a_long_tensor_is_not_told(saved):
     wrong = slipping(1e3)
     path = saved(PARAMS, (INPUTS, TARGETS), None, optimizer, wrong)
     verdict = why(wrong, path)
-    assert verdict.cause == "model"
-    assert verdict.not_told == ["layer: the state has no second moments of Adam"]
+    assert (verdict.cause, verdict.tensors) == ("model", [])
+    assert verdict.not_told == [WITHOUT_MOMENTS]
 
 
 def test_a_tensor_that_is_inf_is_named_without_moments(saved):
@@ -415,6 +432,7 @@ def test_a_tensor_that_is_inf_is_named_without_moments(saved):
     path = saved(PARAMS, (INPUTS, TARGETS), None, optimizer, wrong)
     verdict = why(wrong, path)
     assert (verdict.cause, verdict.tensors) == ("layer", ["last"])
+    assert verdict.not_told == [WITHOUT_MOMENTS]
 
 
 def test_weights_that_grew_are_of_the_model(saved):
@@ -480,14 +498,24 @@ def test_norms_of_parts_are_not_those_of_the_step(saved):
     optimizer = optax.chain(optaxclip.clip_by_tensor_norm(LIMIT), ADAM)
     verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
     assert (verdict.cause, verdict.examples) == ("data", [5])
-    assert verdict.not_told == ["chip: no norm of the whole gradient was recorded"]
+    assert verdict.not_told == [WITHOUT_NORM]
 
 
 def test_without_a_recorded_norm_the_replays_are_compared(saved):
     optimizer = optax.chain(optaxclip.clip_by_tensor_norm(LIMIT), ADAM)
     verdict = why(loss, saved(PARAMS, (INPUTS, TARGETS), None, optimizer))
     assert verdict.cause == "none"
-    assert verdict.not_told == ["chip: no norm of the whole gradient was recorded"]
+    assert verdict.not_told == [WITHOUT_NORM]
+
+
+def test_a_norm_under_a_name_of_your_own_is_not_taken(saved):
+    clip = optaxclip.clip_by_global_norm(LIMIT)
+    optimizer = optax.named_chain(("outer", clip), ("adam", ADAM))
+    verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+    assert verdict.not_told == [WITHOUT_NORM]
+    usual = verdict.numbers["median norm of examples"]
+    assert verdict.numbers["limit"] == 10 * usual
 
 
 def test_the_norm_behind_a_clipper_is_not_taken(saved):
