@@ -189,7 +189,7 @@ def _recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _after_step(
     measure: TensorNorm,
-    values: bool,
+    count_elements: bool,
     patience: int,
     tree: PyTree,
     state: HealthState,
@@ -198,13 +198,14 @@ def _after_step(
     norms = measure(tree)
     lengths = norms.local_values()
     signs: dict[str, list[Array]] = {}
-    if values:
+    if count_elements:
         signs |= _signs_of_values(measure, tree)
     if weights is not None:
         signs |= _signs_of_weights(measure, weights)
 
     def recorded(numbers: list[Array]) -> PyTree:
         """The numbers of leaves, where the kernel puts their norms."""
+        # A clipper without a limit clips nothing. We borrow the layout of its state.
         numbers_as_norms = norms._replace(values=norms.gathered(numbers))
         recorder = _recorder(measure)
         _, new_norms = recorder.update(tree, state.norms, grad_norm=numbers_as_norms)
@@ -212,19 +213,22 @@ def _after_step(
 
     if state.idle:
         _check_whole(norms)
-    idle: dict[str, Array] = {}
-    dead: dict[str, Array] = {}
+    idle_steps: dict[str, Array] = {}
+    dead_share: dict[str, Array] = {}
     for name, steps in state.idle.items():
-        idle[name] = _idle_steps(_table(tree, name), steps)
-        share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
+        idle_steps[name] = _idle_steps(_table(tree, name), steps)
+        share = jnp.mean(idle_steps[name] >= patience, dtype=jnp.float32)
         # Before, no row can have been idle for as long.
         is_early = state.step + 1 < patience
-        dead[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
+        dead_share[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
     new_state = HealthState(
         recorded(lengths),
-        {sign: recorded(x).norm.astype(jnp.float32) for sign, x in signs.items()},
-        idle,
-        dead,
+        {
+            sign: recorded(numbers).norm.astype(jnp.float32)
+            for sign, numbers in signs.items()
+        },
+        idle_steps,
+        dead_share,
     )
     return jax.tree.map(in_place, new_state, state)
 
@@ -304,7 +308,9 @@ def _is_nonfinite(x: Array) -> Array:
 
 
 def _unsigned_bits(x: Array) -> Array:
-    """Numbers as integers, without the sign: a CPU takes subnormal numbers for 0."""
+    """Bits without the sign. Bits are compared, since a CPU flushes subnormal floats to
+    0.
+    """
     size = jnp.finfo(x.dtype).bits
     unsigned = np.dtype(f"uint{size}")
     moduli = jnp.abs(x) if jnp.iscomplexobj(x) else x
@@ -332,8 +338,8 @@ def health_numbers(
 
 @partial(jax.jit, static_argnums=0)
 def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, Array]:
-    """For each sign the largest of so many entries, of which some are layers: a number
-    for each size.
+    """For each sign the largest entry of each tensor. `sizes` says how many entries
+    each tensor has.
     """
     norm = state.norms.norm
     signs = {"norm": norm, **state.signs}

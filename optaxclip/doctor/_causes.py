@@ -77,7 +77,8 @@ CAUSES = (
         signals.NORM,
         rules.bad_batch,
         rules.SPIKE,
-        "{subject} is {value:.3g} times the median of the rows before, and comes back",
+        "{subject} is {value:.3g} times the median of the rows before, for at most 20 "
+        "rows of the log",
         "docs/run_health.md (Rollback)",
         "skip_step around the optimizer, and look at the batch",
     ),
@@ -117,7 +118,7 @@ CAUSES = (
         signals.NORM,
         rules.growth,
         10,
-        "{subject} grows {value:.3g} times over the log",
+        "{subject} grows {value:.3g} times since its second fifth",
         "docs/run_health.md",
         "a lower learning rate, or weight decay",
         least_rows=40,
@@ -146,8 +147,8 @@ CAUSES = (
         "growing weights",
         signals.WEIGHTS,
         rules.growth,
-        2,
-        "weights grow {value:.3g} times over the log",
+        2,  # The rule asks for 1.3**3 = 2.2 in all. This limit sets the first row.
+        "weights grow {value:.3g} times since the second fifth of the log",
         "docs/doctor.md (Record)",
         "look at the sign of weight decay, and at the learning rate",
         least_rows=40,
@@ -192,7 +193,7 @@ CAUSES = (
     Cause(
         "attention logits",
         signals.LOGITS,
-        rules.itself,
+        rules.value,
         100,  # of Kimi K2
         "{subject} is {value:.4g}",
         "docs/large_models.md (Attention logits: QK-Clip)",
@@ -224,8 +225,8 @@ CAUSES = (
         signals.SKIP_AND_CLIP,
         rules.skip_behind_clip,
         1,
-        "{subject} is at most the limit of a clipper, also of a gradient {value:.3g} "
-        "times as long",
+        "{subject} never exceeds the clip limit, even when the gradient is {value:.3g} "
+        "times that",
         "docs/sharp_edges.md (A skip behind a clipper)",
         "skip_step(optax.chain(clipper, optimizer)), and not the clipper in front",
         is_of_setup=True,
@@ -233,7 +234,7 @@ CAUSES = (
     Cause(
         "unnamed recorders",
         signals.UNNAMED,
-        rules.first_row,
+        rules.is_first_row,
         0,
         "{subject} do not say which of them sees updates",
         "docs/doctor.md (Record)",
@@ -296,7 +297,7 @@ def diagnose(
       >>> print(finding.step, finding.cause, round(finding.value, 1))
       30 bad batch 33.3
     """
-    return examine(log, pattern=pattern, loss=loss).findings
+    return _examined("diagnose", log, pattern, loss).findings
 
 
 def examine(
@@ -332,18 +333,30 @@ def examine(
       >>> print(report.not_judged["a gradient norm"])
       ['bad batch', 'steady growth']
     """
-    if isinstance(log, (str, Path)):
-        return report_of(read_log(log, "diagnose", pattern), loss)
-    rows = list(log) if isinstance(log, Iterable) else [log]
-    if not all(isinstance(row, Mapping) for row in rows):
-        raise TypeError(
-            "diagnose: log must be a file, or a list with a dict for each step, got "
-            f"{shown(log)}."
-        )
+    return _examined("examine", log, pattern, loss)
+
+
+def _examined(
+    call: str,
+    log: str | Path | Iterable[Mapping[str, object]],
+    pattern: str | None,
+    loss: str | None,
+) -> Report:
+    """The report of a file or of rows. Errors begin with the call."""
     try:
+        if isinstance(log, (str, Path)):
+            return report_of(read_log(log, call, pattern), loss)
+        rows = list(log) if isinstance(log, Iterable) else [log]
+        if not all(isinstance(row, Mapping) for row in rows):
+            raise TypeError(
+                f"{call}: log must be a file, or a list with a dict for each step, got "
+                f"{shown(log)}."
+            )
         return report_of(log_of(rows, []), loss)
     except ValueError as error:
-        raise ValueError(f"diagnose: {error}") from None
+        # Errors of the file itself begin with the call already.
+        text = str(error).removeprefix(f"{call}: ")
+        raise ValueError(f"{call}: {text}") from None
 
 
 def report_of(log: Log, loss_name: str | None = None) -> Report:
@@ -352,6 +365,7 @@ def report_of(log: Log, loss_name: str | None = None) -> Report:
     Raises:
       ValueError: no cause can be judged, or there is no column `loss_name`.
     """
+    # A defaultdict: a need that the log does not meet has no columns.
     columns, looked_at = signals.signals_of(log, loss_name)
     if not looked_at:
         raise ValueError(
@@ -388,7 +402,7 @@ def report_of(log: Log, loss_name: str | None = None) -> Report:
     return Report(findings + hints, texts, not_judged, notes)
 
 
-def _finding(cause: Cause, columns_of_rule: signals.Signals) -> Finding | None:
+def _finding(cause: Cause, columns_of_rule: signals.ColumnGroups) -> Finding | None:
     """Where a cause shows, and how much. None if it does not."""
     hits = [_hits(cause, columns) for columns in columns_of_rule]
     if not any(hit.steps.size for hit in hits):

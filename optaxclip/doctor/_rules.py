@@ -1,5 +1,7 @@
-"""The rules of the doctor: which number of each row is held against the limit of a
-cause.
+"""The rules of the doctor.
+
+Each rule turns columns into a score per row. A row shows the cause if its score is
+above the limit.
 
 A rule takes columns, float64[rows], and returns a number for each row, or one for all
 rows. NaN is above no limit. Rows are compared with medians of other rows, so that no
@@ -22,10 +24,11 @@ RISE = 1.4  # the loss over its lowest
 LOST_GAIN = 0.5  # the rise of the loss over its fall
 LOSS_NOISE = 2.0  # the rise of the loss over its noise
 SCALE = 1.7  # a norm over those before it, from one row to the next
-LEAP = 3.7  # the logarithm of that factor over the noise of logarithms
+LEAP = 3.7  # the rise of log(norm), in units of its noise
 VANISHED = 1000.0  # the first norms over the last ones
+STEADY = 1.3  # a fifth of the log over the fifth before it
 RATE = 0.075  # updates over weights
-LOST = 0.25  # updates over weights, over the rounding of the weights
+LOST = 0.25  # LOST * rounding is the smallest update over weights that is kept
 CLOSE = 0.01  # a relative difference, more than bfloat16 makes
 # How many rows a median is of.
 LONG = 20
@@ -65,7 +68,7 @@ def lowest_ahead(values: Array) -> Array:
     return np.minimum.accumulate(backwards)[::-1]
 
 
-def before(values: Array) -> Array:
+def shifted(values: Array) -> Array:
     """For each row the number of the row before."""
     return np.append(np.nan, values[:-1])
 
@@ -73,7 +76,7 @@ def before(values: Array) -> Array:
 # -------------------------------------------------------------------- loss and one norm
 
 
-def itself(values: Array) -> Array:
+def value(values: Array) -> Array:
     return values
 
 
@@ -82,8 +85,10 @@ def not_finite(values: Array) -> Array:
 
 
 def bad_batch(norm: Array) -> Array:
-    """Norms over the median of those before, if a low norm follows within 20 rows."""
-    usual_norm = before(medians(norm, LONG, least=2))
+    """Norms over the median of those before, if a low norm follows within 20 rows, or
+    the log ends.
+    """
+    usual_norm = shifted(medians(norm, LONG, least=2))
     # Rows behind the end of a log are unknown. They are taken for low.
     unknown = np.zeros(LONG)
     next_rows = np.append(norm[1:], unknown)
@@ -113,11 +118,14 @@ def divergence(loss: Array) -> Array | float:
 
 
 def growth(values: Array) -> Array | float:
-    """Medians over that of the second fifth, if each fifth after it is higher."""
+    """Medians over the median of the second fifth, if each fifth after it is at least
+    1.3 times the fifth before.
+    """
     fifths = np.array_split(values, 5)
     _, second, third, fourth, last = [np.median(fifth) for fifth in fifths]
-    is_rising = third > 1.3 * second and fourth > 1.3 * third and last > 1.3 * fourth
-    if not is_rising:
+    steps = np.array([third / second, fourth / third, last / fourth])
+    # A rise from 0 has no factor.
+    if second == 0 or not np.all(steps > STEADY):
         return 0.0
     # A few high rows in the middle are not yet growth.
     levels = np.minimum(medians(values, SHORT), last)
@@ -126,17 +134,17 @@ def growth(values: Array) -> Array | float:
 
 def vanishing(norm: Array, loss: Array) -> Array | float:
     """The first norms over the norm of each row, if the loss does not fall as well."""
-    tenth = max(SHORT, len(loss) // 10)
+    tail_rows = max(SHORT, len(loss) // 10)
     first_loss = np.median(loss[:SHORT])
-    last_loss = np.median(loss[-tenth:])
+    last_loss = np.median(loss[-tail_rows:])
     is_solved = last_loss < 0.2 * first_loss
-    # A norm may be 0 in the first steps.
-    first_norm = np.median(norm[2:LONG]) or 1.0
-    falls = first_norm / medians(norm, SHORT)
-    comes_back = falls[-1] < VANISHED
-    if is_solved or comes_back:
+    # Adapters may begin with norms of 0, which no norm falls below.
+    first_norm = np.median(norm[2:LONG])
+    if is_solved or first_norm == 0:
         return 0.0
-    return falls
+    fall_factors = first_norm / medians(norm, SHORT)
+    comes_back = fall_factors[-1] < VANISHED
+    return 0.0 if comes_back else fall_factors
 
 
 # --------------------------------------------------------------------- change of scale
@@ -179,19 +187,23 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
     change = change_at(logs, row)
     # A norm that grows step by step has not leaped.
     leap = change.rise - max(0.0, change.drift)
-    if leap < LEAP * change.noise:
+    # Norms of 0 have a noise of NaN. They show no leap.
+    is_leap = leap >= LEAP * change.noise
+    if not is_leap:
         return 0.0
     # A norm that only comes back to what it was has not changed.
     rows_before, rows_behind = np.split(logs, [row])
     rise_of_all = np.median(rows_behind) - np.median(rows_before)
-    if rise_of_all < 0.6 * change.rise:
+    stays = rise_of_all >= 0.6 * change.rise
+    if not stays:
         return 0.0
     if loss is not None:
         loss_change = change_at(np.log(loss), row)
         # From no change, and from the same change.
         distances = np.abs([loss_change.rise, loss_change.rise - change.rise])
         tolerance = max(0.3, 6 * loss_change.noise)
-        if min(distances) > min(tolerance, 0.3 * change.rise):
+        is_explained = min(distances) <= min(tolerance, 0.3 * change.rise)
+        if not is_explained:
             return 0.0
     factors = np.zeros(len(norm))
     factors[row] = np.exp(change.rise)
@@ -208,10 +220,10 @@ def fall_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
 def _row_of_leap(logs: Array) -> int | None:
     """The row with the largest rise over the row before. None if nothing rises."""
     # NaN at the ends of a log, where there are too few rows to compare with.
-    past = before(medians(logs, LONG // 2))
+    past = shifted(medians(logs, LONG // 2))
     future = medians_ahead(logs, LONG // 2)
     # Medians see a leap in the rows beside it as well.
-    rises = np.minimum(future - past, logs - before(logs))
+    rises = np.minimum(future - past, logs - shifted(logs))
     rises = np.where(np.isfinite(rises), rises, 0.0)
     row = int(np.argmax(rises))
     return row if rises[row] > 0 else None
@@ -248,29 +260,31 @@ def skip_behind_clip(
 
 
 def learning_rate(update_norm: Array, weight_norm: Array) -> Array:
-    """Updates over weights, where three of five rows are long or broken."""
+    """Updates over weights, where of the last or the next five rows three have a ratio
+    above RATE or are not finite.
+    """
     # Weights of 0 have no ratio.
     ratios = np.where(weight_norm == 0, 0.0, update_norm / weight_norm)
     is_finite = np.isfinite(ratios)
-    # Rows with NaN or inf count as long.
-    lengths = np.where(is_finite, ratios, np.inf)
-    past = medians(lengths, SHORT)
-    future = medians_ahead(lengths, SHORT)
+    # Rows with NaN or inf count as above RATE.
+    ratios_or_inf = np.where(is_finite, ratios, np.inf)
+    past = medians(ratios_or_inf, SHORT)
+    future = medians_ahead(ratios_or_inf, SHORT)
     is_long = np.fmax(past, future) > RATE
     return np.where(is_finite & is_long, ratios, 0.0)
 
 
 def lost_updates(ratio: Array, rounding: Array) -> Array | float:
-    """Roundings over updates, if most are lost from the beginning of the log on. At the
-    end of a schedule they are in every run.
+    """The smallest update that is kept over the update, if most updates are lost from
+    the beginning of the log on. At the end of a schedule they are in every run.
     """
     # A step without an update loses nothing.
     ratio = np.where(ratio == 0, np.nan, ratio)
     shortfalls = LOST * rounding / ratio
     quarter = max(LONG, len(ratio) // 4)
     first_rows = shortfalls[:quarter]
-    updates = first_rows[~np.isnan(first_rows)]
-    if len(updates) < LONG // 2 or np.median(updates) <= 1:
+    early_shortfalls = first_rows[~np.isnan(first_rows)]
+    if len(early_shortfalls) < LONG // 2 or np.median(early_shortfalls) <= 1:
         return 0.0
     return shortfalls
 
@@ -295,6 +309,6 @@ def dead_rows(share: Array) -> Array:
     return share - share[0]
 
 
-def first_row(norm: Array) -> Array:
+def is_first_row(norm: Array) -> Array:
     rows = np.arange(len(norm))
     return np.where(rows == 0, 1.0, 0.0)

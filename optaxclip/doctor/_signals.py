@@ -39,7 +39,7 @@ SIGNS = {
     "nonfinite",
     "dead_rows",
 }
-HEALTH = re.compile(r"(.*[. ])?health(_\d+)?")
+HEALTH_SEGMENT = re.compile(r"(.*[. ])?health(_\d+)?")
 # "train/clip/outer/norm_before", and "train/skip_2/norm".
 CLIPS = re.compile(r"((.*[/. ])?clip(_\d+)?/(.*/)?)norm_before")
 SKIPS = re.compile(r"((.*[/. ])?(skip|spike)(_\d+)?/(.*/)?)norm")
@@ -53,7 +53,7 @@ OVERFLOWS = 0.1  # the share of rows with inf, under a dynamic loss scale
 
 
 # Tuples of the columns that a rule reads together: one for each tensor, or each norm.
-Signals = list[tuple[Column, ...]]
+ColumnGroups = list[tuple[Column, ...]]
 
 
 class Recorder(NamedTuple):
@@ -69,7 +69,7 @@ class Recorder(NamedTuple):
         place = self.name.find("health")
         return "update" in self.name[place:].lower()
 
-    def tensors(self, *signs: str) -> Signals:
+    def tensors(self, *signs: str) -> ColumnGroups:
         """For each tensor that has these signs, or for the summary of all."""
         tables = [self.signs.get(sign, {}) for sign in signs]
         names = set(tables[0])
@@ -80,7 +80,7 @@ class Recorder(NamedTuple):
             names.discard("")
         return [tuple(table[name] for table in tables) for name in sorted(names)]
 
-    def subnormals(self) -> Signals:
+    def subnormals(self) -> ColumnGroups:
         """For each tensor the share of subnormal elements, and the share of zeros."""
         tensors = set(self.signs.get("subnormals", {}))
         # The two shares of a summary may be of different tensors.
@@ -89,8 +89,8 @@ class Recorder(NamedTuple):
         return self.tensors("subnormals", "zeros")
 
     def total(self, sign: str) -> list[Column]:
-        """The norm of all tensors together, of a summary the largest of them. Nothing
-        without this sign.
+        """One column, or none. A summary has only the largest norm, which is then
+        used.
         """
         table = self.signs.get(sign, {})
         norms = [table[""]] if "" in table else list(table.values())
@@ -108,13 +108,13 @@ def total_of(name: str, norms: Sequence[Column]) -> Column:
 
 def signals_of(
     log: Log, loss_name: str | None = None
-) -> tuple[dict[str, Signals], list[Column]]:
+) -> tuple[dict[str, ColumnGroups], list[Column]]:
     """Finds the columns that say something about a run.
 
     Returns:
-      By what a rule needs the columns that it reads together, the first of which has
-      the name for the report. Empty where the log lacks them. And the columns that are
-      looked at, with the norm of each recorder.
+      A dict from a need (such as NORM) to tuples of columns. The first column of a
+      tuple names the finding. And the columns that are looked at, with the norm of each
+      recorder.
 
     Raises:
       ValueError: there is no column `loss_name`.
@@ -124,7 +124,7 @@ def signals_of(
     logits = _logits_of(log)
     looked_at = [*losses, *logged_norms, *logits]
 
-    columns: dict[str, Signals] = defaultdict(list)
+    columns: dict[str, ColumnGroups] = defaultdict(list)
     recorded_norms: list[Column] = []  # of gradients
     recorders = _recorders_of(log)
     for recorder in recorders:
@@ -147,11 +147,12 @@ def signals_of(
     columns[NORM] = _alone(norms)
     columns[EVERY_NORM] = _alone([*logged_norms, *recorded_norms])
     columns[LOGITS] = _alone(logits)
-    norms_of_tensors_too = _alone(logged_norms) + columns[GRADIENTS]
+    all_gradient_norms = _alone(logged_norms) + columns[GRADIENTS]
     if _have_overflows(norms, log):
-        norms_of_tensors_too = _without_overflows(norms_of_tensors_too)
-    columns[LOSS_OR_NORM] = _alone(losses) + norms_of_tensors_too
-    # Ratios of losses that change their sign say nothing.
+        all_gradient_norms = _without_overflows(all_gradient_norms)
+    columns[LOSS_OR_NORM] = _alone(losses) + all_gradient_norms
+    # Ratios of losses that change their sign say nothing. From the norm alone REINFORCE
+    # with rewards of another scale (benchmarks/doctor.py) would be a change of scale.
     if all(np.nanmin(loss.values, initial=np.inf) > 0 for loss in losses):
         columns[LOSS] = _alone(losses)
         columns[NORM_AND_ANY_LOSS] = [(norm, *losses) for norm in norms]
@@ -196,7 +197,7 @@ def _logits_of(log: Log) -> list[Column]:
     ]
 
 
-def _alone(columns: Sequence[Column]) -> Signals:
+def _alone(columns: Sequence[Column]) -> ColumnGroups:
     return [(column,) for column in columns]
 
 
@@ -205,7 +206,8 @@ def _have_overflows(norms: list[Column], log: Log) -> bool:
     in at most a tenth of the rows, and not in the last one. NaN too, if the log has the
     scale.
     """
-    has_scale = any(re.search("loss.?scale|scaler", name) for name in log.columns)
+    names = [name.lower() for name in log.columns]
+    has_scale = any(re.search("loss.?scale|scaler", name) for name in names)
     have_overflows = False
     for norm in norms:
         is_broken = ~np.isfinite(norm.values)
@@ -219,8 +221,8 @@ def _have_overflows(norms: list[Column], log: Log) -> bool:
     return have_overflows
 
 
-def _without_overflows(norms: Signals) -> Signals:
-    finite_norms: Signals = []
+def _without_overflows(norms: ColumnGroups) -> ColumnGroups:
+    finite_norms: ColumnGroups = []
     for (norm,) in norms:
         is_finite = np.isfinite(norm.values)
         steps = norm.steps[is_finite]
@@ -229,9 +231,9 @@ def _without_overflows(norms: Signals) -> Signals:
     return finite_norms
 
 
-def _with_limits(log: Log, names: re.Pattern[str]) -> Signals:
+def _with_limits(log: Log, names: re.Pattern[str]) -> ColumnGroups:
     """The norm of each clipper, or of each skip, and its limit."""
-    pairs: Signals = []
+    pairs: ColumnGroups = []
     for name, norm in log.columns.items():
         match = names.fullmatch(name)
         limit = log.columns.get(f"{match[1]}limit") if match else None
@@ -253,8 +255,8 @@ class Reading(NamedTuple):
 
 def _recorders_of(log: Log) -> list[Recorder]:
     """A recorder may be called like a sign, and so may a tensor: health/ratio/norm/w is
-    the norm of w in a recorder "ratio", or the ratio of a tensor norm/w. The reading
-    counts under which a recorder has most signs.
+    the norm of w in a recorder "ratio", or the ratio of a tensor norm/w. Of several
+    readings we take the one whose recorder has most signs.
     """
     signs: dict[str, set[str]] = defaultdict(set)
     for name in log.columns:
@@ -282,4 +284,5 @@ def _readings(name: str) -> Iterator[Reading]:
         if is_behind_health and part in SIGNS:
             tensor = "/".join(parts[place + 1 :])
             yield Reading("/".join(parts[:place]), part, tensor)
-        is_behind_health = is_behind_health or HEALTH.fullmatch(part) is not None
+        if HEALTH_SEGMENT.fullmatch(part):
+            is_behind_health = True

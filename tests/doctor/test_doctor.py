@@ -170,7 +170,8 @@ def test_a_log_of_nothing_that_is_known_is_refused(tmp_path):
     path = tmp_path / "run.csv"
     path.write_text("step,accuracy\n1,2.0\n")
     for call in (diagnose, examine):
-        with pytest.raises(ValueError, match=r"neither a loss .*'accuracy'.* metrics"):
+        text = rf"^{call.__name__}: there is neither a loss .*'accuracy'.* metrics"
+        with pytest.raises(ValueError, match=text):
             call(path)
     with pytest.raises(
         SystemExit, match=r"^doctor: .*run.csv: there is neither a loss"

@@ -48,7 +48,8 @@ def test_infinite_norms_now_and_then_are_those_of_a_loss_scale():
     norms[90] = NAN
     rows = rows_of(grad_norm=norms, loss=calm(200))
     assert causes_of(rows) == [("not finite", 3)]
-    assert diagnose([row | {"loss_scale": 2.0} for row in rows]) == []
+    for name in ("loss_scale", "train/LossScale"):
+        assert diagnose([row | {name: 2.0} for row in rows]) == []
     # A loss that is NaN is never.
     losses = changed(calm(200), {90: NAN})
     rows = rows_of(grad_norm=norms, loss=losses, loss_scale=calm(200))
@@ -102,7 +103,10 @@ def test_a_spike_is_held_against_the_median_of_20_rows():
 
 def test_a_spike_in_the_last_row_is_named():
     norms = changed(calm(), {59: 50.0})
-    assert causes_of(rows_of(grad_norm=norms)) == [("bad batch", 59)]
+    (finding,) = diagnose(rows_of(grad_norm=norms))
+    assert (finding.cause, finding.step) == ("bad batch", 59)
+    # Whether it comes back is not in the log.
+    assert finding.evidence.endswith("for at most 20 rows of the log")
 
 
 def test_norms_that_stay_high_are_no_bad_batch():
@@ -203,6 +207,11 @@ def test_a_factor_that_does_not_stay_or_is_in_the_noise_is_none():
     assert found(rows_of(loss=calm(200), grad_norm=norms), "change of scale") is None
 
 
+def test_norms_of_0_in_the_rows_before_have_no_scale():
+    norms = np.concatenate([np.zeros(40), np.ones(10), np.full(50, 3.0)])
+    assert found(rows_of(grad_norm=norms), "change of scale") is None
+
+
 def test_a_norm_that_falls_step_by_step_is_no_change_of_scale():
     for first in (20.0, 1e4):
         norms = np.geomspace(first, 1.0, 200) * noisy()
@@ -227,6 +236,16 @@ def test_a_norm_that_grows_to_the_end_is_steady_growth():
     for levels in ((1, 1, 1, 4, 14), (1, 1, 4, 14, 14), (1, 1, 4, 4, 14)):
         norms = np.repeat(levels, 40) * noisy()
         assert found(rows_of(grad_norm=norms), "steady growth") is None
+
+
+def test_a_norm_that_grows_from_0_has_no_factor():
+    norms = np.repeat([0.0, 0.0, 1.0, 2.0, 4.0], 40) * noisy()
+    assert found(rows_of(grad_norm=norms), "steady growth") is None
+
+
+def test_a_low_norm_after_norms_of_0_has_not_vanished():
+    norms = np.concatenate([np.zeros(30), np.full(70, 5e-4)])
+    assert found(rows_of(loss=calm(100), grad_norm=norms), "vanishing") is None
 
 
 def test_a_norm_of_nearly_0_is_vanishing_unless_the_loss_is_too():
