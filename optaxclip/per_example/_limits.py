@@ -165,10 +165,13 @@ def limits_of(max_norm: Any, call: str, shrink: Shrink) -> Limits:
         limit at all.
     """
     argument = f"{call}: max_norm"
-    # A rule is a tree to JAX. Examples have no steps that it could learn from.
-    limits, treedef = jax.tree.flatten_with_path(
-        max_norm, is_leaf=lambda limit: limit is None or is_rule(limit)
-    )
+
+    def is_limit(node: Any) -> bool:
+        # To JAX a rule is a tree, and so is a function of jax.tree_util.Partial. A rule
+        # is refused later: examples have no steps that it could learn from.
+        return node is None or is_rule(node) or is_function(node)
+
+    limits, treedef = jax.tree.flatten_with_path(max_norm, is_leaf=is_limit)
     if not limits:
         raise ValueError(f"{argument} has no limit in it, got {shown(max_norm)}.")
     values = []

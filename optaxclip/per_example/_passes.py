@@ -129,7 +129,7 @@ def in_microbatches(
     """Runs `step(counts, *examples) -> (terms, results)` on each microbatch, of at most
     `most` examples.
 
-    `counts` is False for examples that only fill up the last microbatch. `plus` adds
+    `counts` is False for examples that only fill up a microbatch. `plus` adds
     terms to the total, leaf by leaf if it is None.
 
     Returns:

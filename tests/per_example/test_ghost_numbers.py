@@ -215,3 +215,25 @@ def test_gradients_of_gradients_exist():
     assert np.any(inside) and not np.all(inside)
     found = jax.grad(outer)(jnp.float32(scale), x, c)
     np.testing.assert_allclose(found, np.sum(grads[inside]) / 4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_bfloat16_products_of_float64_parameters_have_their_gradient(dtype):
+    """The norms are float64 if one parameter is, and so are the weights of examples."""
+
+    def loss(params, x):
+        y = x.astype(jnp.bfloat16)[None] @ params["w"].astype(jnp.bfloat16)
+        return jnp.sum(jnp.tanh(y.astype(jnp.float64)) * params["scale"])
+
+    random = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        w = jnp.asarray(random.normal(size=(4, 3)), dtype)
+        params = {"w": w, "scale": jnp.ones((1, 3))}
+        x = jnp.asarray(random.normal(size=(6, 4)))
+        results = []
+        for method in ("ghost", "one_pass"):
+            clip = clipped_grad(loss, 0.5, mean=False, method=method)
+            results.append(clip(params, x).grads["w"])
+        ghost, one_pass = results
+        assert ghost.dtype == dtype
+        np.testing.assert_allclose(ghost, one_pass, rtol=2.0**-7, atol=2.0**-9)

@@ -19,7 +19,11 @@ PARAMS = {"w": np.ones((3, 2), np.float32), "b": np.zeros(2, np.float32)}
 random = np.random.default_rng(0)
 INPUTS = random.standard_normal((SIZE, 3)).astype(np.float32)
 SLOPES = random.standard_normal((SIZE, 2)).astype(np.float32)
-FUNCTIONS = {"median": (jnp.nanmedian, np.median), "minimum": (jnp.nanmin, np.min)}
+FUNCTIONS = {
+    "median": (jnp.nanmedian, np.median),
+    "minimum": (jnp.nanmin, np.min),
+    "a tree to JAX": (jax.tree_util.Partial(jnp.nanquantile, q=0.5), np.median),
+}
 
 
 def loss(params, x, slopes):
