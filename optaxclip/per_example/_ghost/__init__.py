@@ -297,8 +297,8 @@ def _width(plan: LeafPlan, captured: CapturedOfSites, size: int) -> int:
     """
     captured_bytes = sum(x.nbytes for x in jax.tree.leaves(captured))
     captured_size = captured_bytes // np.float32().nbytes
-    # With an eighth in place of this sixteenth, a network of convolutions took 1.42 times the memory of a plain
-    # gradient on a CPU instead of 1.30, and no less time.
+    # With an eighth in place of this sixteenth, a network of convolutions took 1.42
+    # times the memory of a plain gradient on a CPU instead of 1.30, and no less time.
     room = max(captured_size // 16, 2 * passes.small_memory())
     width = room // max(plan.temporaries, 1)
     if width >= size:
