@@ -177,7 +177,9 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     outside += text[end_of_last:].splitlines()
     rows = _rows_in(dicts[0]) if len(dicts) == 1 else dicts
     # Braces may be code in the text: without any number these are no rows.
-    if not any(_has_number(_flattened(row).values()) for row in rows):
+    has_numbers = any(_has_number(_flattened(row).values()) for row in rows)
+    # Rows with lists of numbers go on to `log_of`, which says how to write them.
+    if not has_numbers and not _longest_list(rows):
         return []
     left_out = [line for line in outside if line.strip("\t ,[]")]
     if left_out:
@@ -351,12 +353,28 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
         if column.steps.size and not name.endswith(("__MIN", "__MAX")):
             columns[name] = column
     if not columns:
+        count = _longest_list(rows)
+        if count:
+            raise ValueError(
+                f"it has lists of {count} numbers per row, such as one for each seed. "
+                "Write a column per seed, or take one of them."
+            )
         raise ValueError(
             f"there is no number in it. It has {len(rows)} rows with "
             f"{listed(list(entries)) or 'no names'}. A log has a row for each step, "
             'such as {"loss": 2.5, "grad_norm": 1.0}.'
         )
     return Log(columns, notes)
+
+
+def _longest_list(rows: Sequence[Row]) -> int:
+    """The length of the longest list in rows. It is 0 without lists of numbers."""
+    lengths = [0]
+    for row in rows:
+        for entry in _flattened(row).values():
+            if isinstance(entry, list) and _has_number(entry):
+                lengths.append(len(entry))
+    return max(lengths)
 
 
 def _flattened(row: Row, group: str = "") -> dict[str, object]:

@@ -223,6 +223,11 @@ def skip_step(
     2501.00656).
     """
     call = "skip_step"
+    if isinstance(sigmas, optax.GradientTransformation):
+        raise TypeError(
+            f"{call}: sigmas must be a real number, got an optimizer. Chain the two: "
+            "skip_step(optax.chain(clip, adam))."
+        )
     if on_loss is not None:
         checks.check_flag(f"{call}: on_loss", on_loss, "None, True or False")
     # Norm and loss share the rule, and each has a memory in the state.

@@ -71,6 +71,7 @@ def _about_columns(log: Log, columns: Sequence[Column]) -> list[str]:
         except ValueError as error:
             advice = str(error)
         lines.append(f"{column.name}: {_range_of(column)} {advice}")
+    lines.append("If one optimizer has them all, clip_by_group_norm takes all limits.")
     return [*lines, f"--column {columns[0].name!r} shows its table."]
 
 

@@ -104,6 +104,7 @@ def test_several_optimizers_have_a_row_each(log, command):
     log.write_text("\n".join(["step,actor/grad_norm,critic/grad_norm", *lines]))
     text = command(log).splitlines()
     assert text[0] == "2 columns are called a gradient norm."
+    assert text[-2].endswith("clip_by_group_norm takes all limits.")
     with pytest.raises(SystemExit, match="--to and --picture need one column"):
         command(log, "--batch", 1, "--to", 2)
     for name, factor in (("actor/grad_norm", 1), ("critic/grad_norm", 2)):
