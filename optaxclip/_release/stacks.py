@@ -183,8 +183,8 @@ def run_stack(
     indices = jnp.arange(stack.length)
     order = indices[::-1] if is_reversed else indices
     # Groups are numbered from the end of the shares, so that the rest is -1, however
-    # many layers there are. Of 3 layers,
-    # layer 2 is group -4 (index 0, the first that a backward pass sees), layer 0 is -2.
+    # many layers there are. Of 3 layers, layer 2 is group -4 (index 0, the first that a
+    # backward pass sees), and layer 0 is -2.
     groups = -2 - stack.layers_before - order
 
     def forward(inputs: Inputs, entries: Entries, budget: Budget) -> Any:

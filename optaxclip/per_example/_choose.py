@@ -110,9 +110,11 @@ def _safe_microbatch(
     several groups. Raises ValueError, or lets the compiler, for a batch that is split.
     """
     error_text = SPLIT_KERNELS.format(method)
-    if _is_split(problem.batch):
+    is_split = _is_split(problem.batch)
+    if is_split:
         raise ValueError(error_text)
-    _refuse_a_split(problem.batch, error_text)
+    if is_split is None:
+        _refuse_a_split(problem.batch, error_text)
     if not any(map(has_groups, problem.program.jaxpr.eqns)):
         return microbatch
     if any(map(is_function, problem.limits)):

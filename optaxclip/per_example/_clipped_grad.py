@@ -150,9 +150,9 @@ def clipped_grad(
         "one_pass": the gradients of a microbatch at a time. Often the fastest for
         narrow networks and long sequences. "auto": "ghost" or "one_pass", by the shapes
         of the loss. One pass then takes no more memory for gradients of examples than
-        two thirds of what is kept of the batch, or one gradient, on a CPU 8 or a
-        megabyte. A network of convolutions it takes all at once.
-        `explain_clipped_grad` shows the choice.
+        two thirds of what is kept of the batch, or one gradient. On a CPU it takes 8
+        examples at once or a megabyte of gradients, unless convolutions are much of the
+        work. `explain_clipped_grad` shows the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.

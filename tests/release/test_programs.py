@@ -380,11 +380,8 @@ def test_a_leaf_that_a_scan_reads_for_aux_alone_is_none_of_its_layers():
     """Its gradient comes from outside of the scan."""
 
     def loss(params, x):
-        def layer(x, weights):
-            w, scale = weights
-            return x + jnp.tanh(x @ w), jnp.sum(scale)
-
-        x, logged = lax.scan(layer, x, (params["layers"], params["scale"]))
+        layers = params["layers"], params["scale"]
+        x, logged = lax.scan(dense_that_logs, x, layers)
         return jnp.sum(x**2) * jnp.sum(params["scale"] ** 2), logged
 
     assert_step_is_gradient(
@@ -394,15 +391,17 @@ def test_a_leaf_that_a_scan_reads_for_aux_alone_is_none_of_its_layers():
 
 def test_a_stack_that_another_scan_reads_for_aux_has_its_gradient_once():
     def loss(params, x):
-        def layer(x, weights):
-            w, other = weights
-            return x + jnp.tanh(x @ w), jnp.sum(other)
-
-        x, logged = lax.scan(layer, x, (params["layers"], params["others"]))
+        layers = params["layers"], params["others"]
+        x, logged = lax.scan(dense_that_logs, x, layers)
         x, _ = lax.scan(dense, x, params["others"])
         return jnp.sum(x**2), logged
 
     assert_step_is_gradient(loss, {"layers": STACK, "others": STACK / 2})
+
+
+def dense_that_logs(x, weights):
+    w, logged = weights
+    return x + jnp.tanh(x @ w), jnp.sum(logged)
 
 
 def assert_step_is_gradient(loss, params):
