@@ -59,7 +59,9 @@ def new_budget(limit: Array, shares: Array) -> Budget:
     )
 
 
-def spend(budget: Budget, group: Array | int, norm: Array) -> tuple[Array, Budget]:
+def limit_of_group(
+    budget: Budget, group: Array | int, norm: Array
+) -> tuple[Array, Budget]:
     """Returns the limit of a group, and the budget for the groups after it."""
     portion = budget.left * budget.portions[group]
     limit = budget.limit * jnp.sqrt(portion)

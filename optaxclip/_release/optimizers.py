@@ -19,7 +19,7 @@ from jax.tree_util import KeyPath, keystr
 
 from .._jaxpr import runs
 from .._trees import PyTree, listed
-from .stacks import Entries, Slice, is_float, layer_of
+from .stacks import Entries, LayerSlice, is_float, layer_of
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr
@@ -97,7 +97,7 @@ def _leaf_at_end(path: KeyPath, leaves: Entries) -> str | None:
 
 
 def check_optimizer(
-    optimizer: Optimizer, leaves: Entries, slice_of_leaf: dict[str, Slice]
+    optimizer: Optimizer, leaves: Entries, slice_of_leaf: dict[str, LayerSlice]
 ) -> None:
     """Refuses an optimizer whose result for one layer differs from its result for the
     stack.

@@ -25,7 +25,7 @@ from .._jaxpr import (
     type_of,
 )
 from .._trees import PyTree, listed
-from .stacks import LayoutStep, Slice, Stack
+from .stacks import LayerSlice, LayoutStep, Stack
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
@@ -56,11 +56,11 @@ class Program(NamedTuple):
     stacks: dict[int, Stack]  # by `id` of their equations
 
     @property
-    def slice_of_leaf(self) -> dict[str, Slice]:
+    def slice_of_leaf(self) -> dict[str, LayerSlice]:
         """The slices of all stacks, by leaf."""
         slice_of_leaf = {}
         for stack in self.stacks.values():
-            slice_of_leaf |= {x.leaf: x for x in stack.slice_of_input.values()}
+            slice_of_leaf |= {x.leaf_path: x for x in stack.slice_of_input.values()}
         return slice_of_leaf
 
     @property
@@ -214,13 +214,13 @@ def _stacks_of(
         variables = _variables(equation.invars)
         inputs_for_loss |= dict.fromkeys(equation.outvars, variables)
 
-    def slice_of(x: Any, length: int) -> Slice | None:
+    def slice_of(x: Any, length: int) -> LayerSlice | None:
         """The part of a leaf that is one entry of an input of a scan, or None."""
         axis = 0
         layout_steps: list[LayoutStep] = []
         while axis is not None and not is_literal(x) and readers[x] == 1:
             if x in weights:
-                return Slice(weights[x], axis, length, layout_steps[::-1])
+                return LayerSlice(weights[x], axis, length, layout_steps[::-1])
             maker = makers.get(x)
             if maker is None or maker.primitive.name not in LAYOUT:
                 return None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Entries = dict[str, Array]  # weights and the optimizer's state, by path
 # From the number of a group, the gradients of a layer, its entries and a budget to new
 # entries (None where nothing is to be written) and the budget of the layer below.
-Visit = Callable[[Array, Entries, Entries, Budget], tuple[Entries | None, Budget]]
+UpdateLayer = Callable[[Array, Entries, Entries, Budget], tuple[Entries | None, Budget]]
 
 
 class LayoutStep(NamedTuple):
@@ -39,10 +39,10 @@ class LayoutStep(NamedTuple):
     axis: int  # of the layers, in its result
 
 
-class Slice(NamedTuple):
+class LayerSlice(NamedTuple):
     """The part of a leaf, or of a moment, that belongs to one layer."""
 
-    leaf: str
+    leaf_path: str
     axis: int  # of the layers
     layer_count: int
     layout_steps: list[LayoutStep]
@@ -73,7 +73,7 @@ class Slice(NamedTuple):
         return array.reshape(array.shape[1:])
 
 
-class Inputs(NamedTuple):
+class ScanInputs(NamedTuple):
     """The inputs of a scan, or of one of its layers, with None in the place of weights.
     Or their cotangents, with None where there is none.
     """
@@ -87,7 +87,7 @@ class Stack(NamedTuple):
     """A scan that reads leaves of params layer by layer."""
 
     equation: JaxprEqn
-    slice_of_input: dict[int, Slice]  # by place among the inputs of the scan
+    slice_of_input: dict[int, LayerSlice]  # by place among the inputs of the scan
     layers_before: int  # in stacks that run earlier
 
     @property
@@ -96,33 +96,35 @@ class Stack(NamedTuple):
 
     @property
     def leaves(self) -> set[str]:
-        return {x.leaf for x in self.slice_of_input.values()}
+        return {x.leaf_path for x in self.slice_of_input.values()}
 
-    def inputs_of(self, arrays: list[Any]) -> Inputs:
+    def inputs_of(self, arrays: list[Any]) -> ScanInputs:
         """The inputs of the scan, without weights."""
         arrays = list(arrays)
         for place in self.slice_of_input:
             arrays[place] = None
         consts, carries = counts_of_scan(self.equation)
         first_x = consts + carries
-        return Inputs(
+        return ScanInputs(
             consts=arrays[:consts], carry=arrays[consts:first_x], xs=arrays[first_x:]
         )
 
-    def run_layer(self, weights: Entries, inputs: Inputs) -> tuple[list[Array], Any]:
+    def run_layer(
+        self, weights: Entries, inputs: ScanInputs
+    ) -> tuple[list[Array], Any]:
         """The carry after a layer, and its ys. `weights` are slices of leaves."""
         from jax.extend.core import jaxpr_as_fun
 
         arrays = [*inputs.consts, *inputs.carry, *inputs.xs]
         for place, leaf_slice in self.slice_of_input.items():
-            arrays[place] = leaf_slice.as_layer_reads(weights[leaf_slice.leaf])
+            arrays[place] = leaf_slice.as_layer_reads(weights[leaf_slice.leaf_path])
         outputs = jaxpr_as_fun(body_of(self.equation))(*arrays)
         count = len(inputs.carry)
         return outputs[:count], outputs[count:]
 
 
 def layer_of(
-    entries: Entries, slice_of_entry: dict[str, Slice], layer: Array | int
+    entries: Entries, slice_of_entry: dict[str, LayerSlice], layer: Array | int
 ) -> Entries:
     """The slices of one layer."""
     return {
@@ -146,11 +148,11 @@ def _zeros(array: Array) -> Array:
 
 
 def _gradients(
-    stack: Stack, weights: Entries, inputs: Inputs, cotangents: Any
-) -> tuple[Entries, Inputs]:
+    stack: Stack, weights: Entries, inputs: ScanInputs, cotangents: Any
+) -> tuple[Entries, ScanInputs]:
     """The gradients of a layer by its weights, and the cotangents of its inputs."""
 
-    def float_outputs(weights: Entries, moving: Inputs) -> Any:
+    def float_outputs(weights: Entries, moving: ScanInputs) -> Any:
         return floats(stack.run_layer(weights, put_back(moving, inputs)))
 
     _, pull = jax.vjp(float_outputs, weights, floats(inputs))
@@ -159,11 +161,11 @@ def _gradients(
 
 def run_stack(
     stack: Stack,
-    visit: Visit,
+    update_layer: UpdateLayer,
     *,
     inputs: list[Array],
     entries: Entries,
-    slice_of_entry: dict[str, Slice],
+    slice_of_entry: dict[str, LayerSlice],
     budget: Budget,
 ) -> tuple[list[Array], Budget]:
     """Runs a scan, and returns its outputs and the budget. In the backward pass each
@@ -176,7 +178,7 @@ def run_stack(
       budget: its cotangent is what the layers above have left of it.
     """
     slice_of_entry = {
-        key: x for key, x in slice_of_entry.items() if x.leaf in stack.leaves
+        key: x for key, x in slice_of_entry.items() if x.leaf_path in stack.leaves
     }
     entries = {key: entries[key] for key in slice_of_entry}
     is_reversed = stack.equation.params["reverse"]
@@ -187,10 +189,10 @@ def run_stack(
     # backward pass sees), and layer 0 is -2.
     groups = -2 - stack.layers_before - order
 
-    def forward(inputs: Inputs, entries: Entries, budget: Budget) -> Any:
+    def forward(inputs: ScanInputs, entries: Entries, budget: Budget) -> Any:
         def one_layer(carry: list[Array], layer_inputs: Any) -> Any:
             layer, xs = layer_inputs
-            inputs_of_layer = Inputs(inputs.consts, carry, xs)
+            inputs_of_layer = ScanInputs(inputs.consts, carry, xs)
             arrays_of_layer = layer_of(entries, slice_of_entry, layer)
             new_carry, ys = stack.run_layer(arrays_of_layer, inputs_of_layer)
             return new_carry, (ys, carry)
@@ -212,7 +214,7 @@ def run_stack(
         def one_layer(loop: Any, layer_inputs: Any) -> Any:
             carry_cotangent, consts_cotangent, entries, budget = loop
             layer, group, carry, xs, ys_cotangent = layer_inputs
-            inputs_of_layer = Inputs(inputs.consts, carry, xs)
+            inputs_of_layer = ScanInputs(inputs.consts, carry, xs)
             arrays_of_layer = layer_of(entries, slice_of_entry, layer)
 
             weights = {leaf: arrays_of_layer[leaf] for leaf in stack.leaves}
@@ -222,7 +224,7 @@ def run_stack(
                 inputs_of_layer,
                 cotangents=(carry_cotangent, ys_cotangent),
             )
-            new_entries, budget = visit(group, grads, arrays_of_layer, budget)
+            new_entries, budget = update_layer(group, grads, arrays_of_layer, budget)
             # Writing back unchanged slices would make XLA copy the weights.
             if new_entries is not None:
                 entries = {
@@ -245,10 +247,14 @@ def run_stack(
             reverse=not is_reversed,
         )
         carry_cotangent, consts_cotangent, entries, budget = loop
-        return Inputs(consts_cotangent, carry_cotangent, xs_cotangent), entries, budget
+        return (
+            ScanInputs(consts_cotangent, carry_cotangent, xs_cotangent),
+            entries,
+            budget,
+        )
 
     @jax.custom_vjp
-    def scan_layers(inputs: Inputs, entries: Entries, budget: Budget) -> Any:
+    def scan_layers(inputs: ScanInputs, entries: Entries, budget: Budget) -> Any:
         outputs, _ = forward(inputs, entries, budget)
         return outputs
 

@@ -20,10 +20,10 @@ from .._norms import global_norm
 from .._prefixes import lookup, prefix_table
 from .._state import NUMBER_NAMES, ClipState
 from .._trees import PyTree, clipped_leaves, is_none, leaf_paths, name
-from .budget import Budget, first_shares, new_budget, next_shares, spend
+from .budget import Budget, first_shares, limit_of_group, new_budget, next_shares
 from .optimizers import Optimizer, arrays_by_path, check_optimizer, tree_from_entries
 from .program import Program, read_program, run_equations
-from .stacks import Entries, Slice, Visit, layer_of, run_stack
+from .stacks import Entries, LayerSlice, UpdateLayer, layer_of, run_stack
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -56,7 +56,7 @@ class Model(NamedTuple):
     program: Program
     optimizer: Optimizer
     weights: Entries  # that are trained
-    slice_of_entry: dict[str, Slice]  # of the weights of layers, and of their states
+    slice_of_entry: dict[str, LayerSlice]  # of the weights and states of layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +191,7 @@ class _Step(NamedTuple):
         return params, ReleaseState(optimizer, clip_state, shares), value
 
     def _forward_and_backward(
-        self, visit: Visit, budget: Budget
+        self, update_layer: UpdateLayer, budget: Budget
     ) -> tuple[PyTree, Entries, Entries, Budget]:
         """A forward and a backward pass. Returns the value of the loss, the gradients
         of the rest, the new entries of layers, and what they leave of the budget.
@@ -218,7 +218,7 @@ class _Step(NamedTuple):
                     return None
                 outputs, budget = run_stack(
                     program.stacks[id(equation)],
-                    visit,
+                    update_layer,
                     inputs=inputs,
                     entries=layer_arrays,
                     slice_of_entry=slice_of_entry,
@@ -241,14 +241,14 @@ class _Step(NamedTuple):
     def _measured(self, budget: Budget) -> Budget:
         """The budget after a backward pass that only measures norms."""
 
-        def visit(
+        def update_layer(
             group: Array, grads: Entries, arrays: Entries, budget: Budget
         ) -> tuple[None, Budget]:
-            _, budget = spend(budget, group, global_norm(grads))
+            _, budget = limit_of_group(budget, group, global_norm(grads))
             return None, budget
 
-        _, grads, _, budget = self._forward_and_backward(visit, budget)
-        _, budget = spend(budget, REST, global_norm(grads))
+        _, grads, _, budget = self._forward_and_backward(update_layer, budget)
+        _, budget = limit_of_group(budget, REST, global_norm(grads))
         return budget
 
     def _limit_ahead(self) -> Array:
@@ -275,7 +275,7 @@ class _Step(NamedTuple):
     ) -> tuple[Entries, Budget]:
         """One pass: a group is clipped to its portion of what is left."""
         norm = global_norm(grads)
-        limit, budget = spend(budget, group, norm)
+        limit, budget = limit_of_group(budget, group, norm)
         return self._clipped(grads, norm, limit), budget
 
     def _clip_by_norm(

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from optaxclip._release.budget import first_shares, new_budget, next_shares, spend
+from optaxclip._release.budget import (
+    first_shares,
+    limit_of_group,
+    new_budget,
+    next_shares,
+)
 
 GROUPS = 6
 EPS = np.finfo(np.float32).eps
@@ -26,7 +31,7 @@ def limits_of_groups(norms, shares, limit):
     """The limit of each group, from a backward pass over all of them."""
     budget, limits = new_budget(limit, shares), []
     for group in range(len(norms)):
-        limit, budget = spend(budget, group, norms[group])
+        limit, budget = limit_of_group(budget, group, norms[group])
         limits.append(limit)
     return jnp.stack(limits), budget
 
