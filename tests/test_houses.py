@@ -35,11 +35,9 @@ AS_CLIPPERS = {
     # The rules of `skip_step` and `record_spikes`.
     ("replay", "spike_rule"),
     ("replay", "step_rule"),
-    # The clipper of `release`, whose errors name `release`, and a row of its state.
+    # The clipper of `release`, whose errors name `release`.
     ("_release", "GlobalNorm"),
-    ("_release", "NUMBER_NAMES"),
     ("_release", "make_clipper"),
-    ("_release", "moving_average"),
     ("_release", "rule_without_params"),
 }
 

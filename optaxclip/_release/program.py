@@ -78,8 +78,8 @@ def read_program(
     """Traces the loss and finds its stacks.
 
     Args:
-      names: what errors call each leaf of params.
-      trained: the leaves that are trained.
+      names: what errors call each leaf of params, by its path.
+      trained: the paths of the leaves that are trained.
 
     Raises:
       TypeError: a loss that is not a real scalar.
@@ -87,34 +87,85 @@ def read_program(
     """
     traced, shapes = jax.make_jaxpr(loss, return_shape=True)(params, *batch)
     _check_scalar(shapes)
-    structure = jax.tree.structure(shapes)
+    _check_dependence(traced.jaxpr, names, trained)
+    inputs = jax.tree.leaves((params, batch))
     # Calls other than jits are opened only if need be: a checkpoint of the head should
     # stay one.
     for calls in (JITS, CALLS):
-        opened = _opened(traced, calls, jax.tree.leaves((params, batch)))
-        weights = {}
-        for leaf, var in zip(names, opened.jaxpr.invars):
-            if leaf in trained:
-                weights[var] = leaf
-        # What is read for aux alone adds nothing to gradients.
-        of_loss = _needed(opened.jaxpr, [0])
-        readers = Counter(_variables(of_loss.outvars))
-        for equation in of_loss.eqns:
-            readers.update(_variables(equation.invars))
-        unread = [names[weights[var]] for var in weights if not readers[var]]
-        # An unread leaf would still get moments and weight decay. A leaf behind
-        # `stop_gradient` counts as read.
-        if unread:
-            raise ValueError(
-                "release: the loss must depend on every float leaf of params, but does "
-                f"not on {listed(unread)}. Leave out what is not trained, such as "
-                "statistics of BatchNorm, by trainable=, and hand new values over as "
-                "aux."
-            )
-        stacks = _stacks_of(opened.jaxpr, of_loss, readers, weights)
+        opened = _opened(traced, calls, inputs)
+        weights = _trained_inputs(opened.jaxpr, names, trained)
+        stacks = _stacks_of(opened.jaxpr, weights)
         if stacks:
-            return Program(opened, structure, stacks)
-    raise ValueError(_no_stack(traced))
+            return Program(opened, jax.tree.structure(shapes), stacks)
+    raise ValueError(
+        "release: no scan of loss goes through layers. It has "
+        f"{', '.join(_scans_of(traced)) or 'no scan at all'}. Scan the layers "
+        "(jax.lax.scan, nn.scan, nnx.scan) outside of loops and branches. Among its xs "
+        "must be leaves of params that nothing else reads: no second scan, no penalty "
+        "of all weights, no index into them in a layer."
+    )
+
+
+def _trained_inputs(
+    jaxpr: Jaxpr, names: Iterable[str], trained: Container[str]
+) -> dict[Var, str]:
+    """The inputs of a program that are trained leaves, with their paths. The leaves of
+    params, of which `names` has the paths, are its first inputs.
+    """
+    weights = {}
+    for path, var in zip(names, jaxpr.invars):
+        if path in trained:
+            weights[var] = path
+    return weights
+
+
+def _scans_of(traced: ClosedJaxpr) -> list[str]:
+    """The lengths and lines of all scans, for an error."""
+    from jax.extend.source_info_util import summarize
+
+    # A dict, since a scan may be called twice.
+    scans: dict[str, None] = {}
+    for equation in traced.eqns:
+        for inner in every_equation(equation):
+            if inner.primitive.name == "scan":
+                line = summarize(inner.source_info)
+                scans[f"one of length {inner.params['length']} at {line}"] = None
+    return list(scans)
+
+
+# ---------------------------------------------------------------------------- checks
+
+
+def _check_scalar(shapes: PyTree) -> None:
+    """Raises TypeError for a loss that is neither a real scalar nor (scalar, aux)."""
+    loss = shapes
+    if type(shapes) is tuple and len(shapes) == 2:
+        loss, _ = shapes
+    is_scalar = getattr(loss, "shape", None) == ()
+    if not is_scalar or not jnp.issubdtype(loss.dtype, jnp.floating):
+        types = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", shapes)
+        raise TypeError(
+            "release: loss must return a real scalar, or a pair of that and any other "
+            f"outputs, got {types}."
+        )
+
+
+def _check_dependence(
+    jaxpr: Jaxpr, names: dict[str, str], trained: Container[str]
+) -> None:
+    """Raises ValueError for a trained leaf that the loss does not read. It would still
+    get moments and weight decay. A leaf behind `stop_gradient` counts as read.
+    """
+    weights = _trained_inputs(jaxpr, names, trained)
+    readers = _readers(_needed(jaxpr, [0]))
+    unread = [names[path] for var, path in weights.items() if not readers[var]]
+    if unread:
+        raise ValueError(
+            "release: the loss must depend on every float leaf of params, but does "
+            f"not on {listed(unread)}. Leave out what is not trained, such as "
+            "statistics of BatchNorm, by trainable=, and hand new values over as "
+            "aux."
+        )
 
 
 # ------------------------------------------------------------------------ running it
@@ -193,41 +244,52 @@ def _variables(atoms: Iterable[Any]) -> list[Var]:
     return [atom for atom in atoms if not is_literal(atom)]
 
 
-# ---------------------------------------------------------------------------- stacks
+def _readers(jaxpr: Jaxpr) -> Counter[Var]:
+    """How often each variable is read. An output is a reader too."""
+    readers = Counter(_variables(jaxpr.outvars))
+    for equation in jaxpr.eqns:
+        readers.update(_variables(equation.invars))
+    return readers
 
 
-def _stacks_of(
-    jaxpr: Jaxpr, of_loss: Jaxpr, readers: Counter[Var], weights: dict[Var, str]
-) -> dict[int, Stack]:
-    """The scans that read weights slice by slice, by `id` of their equations.
-
-    Args:
-      jaxpr: of the loss and aux.
-      of_loss: what of it the loss alone needs. A scan in it has fewer inputs.
-      readers: how often each variable is read in `of_loss`.
-    """
+def _makers(jaxpr: Jaxpr) -> dict[Var, JaxprEqn]:
+    """The equation that makes each variable."""
     makers = {}
     for equation in jaxpr.eqns:
         makers |= dict.fromkeys(equation.outvars, equation)
-    inputs_for_loss = {}
-    for equation in of_loss.eqns:
-        variables = _variables(equation.invars)
-        inputs_for_loss |= dict.fromkeys(equation.outvars, variables)
+    return makers
 
-    def slice_of(x: Any, length: int) -> LayerSlice | None:
-        """The part of a leaf that is one entry of an input of a scan, or None."""
-        axis = 0
-        layout_steps: list[LayoutStep] = []
-        while axis is not None and not is_literal(x) and readers[x] == 1:
-            if x in weights:
-                return LayerSlice(weights[x], axis, length, layout_steps[::-1])
-            maker = makers.get(x)
-            if maker is None or maker.primitive.name not in LAYOUT:
-                return None
-            layout_steps.append(LayoutStep(maker, axis))
-            axis = _axis_before(maker, axis, length)
-            x = maker.invars[0]
-        return None
+
+# ---------------------------------------------------------------------------- stacks
+
+
+def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
+    """The scans that read weights slice by slice, by `id` of their equations."""
+    # What is computed for aux alone adds nothing to gradients.
+    loss_only = _needed(jaxpr, [0])
+    readers = _readers(loss_only)
+    makers = _makers(jaxpr)
+    makers_for_loss = _makers(loss_only)
+
+    def slice_of(x: Any, axis: int, length: int) -> LayerSlice | None:
+        """The weights behind a variable whose layers are along an axis. None: behind it
+        are no weights, or something else reads them.
+        """
+        if is_literal(x) or readers[x] != 1:
+            return None
+        if x in weights:
+            return LayerSlice(weights[x], axis, length, layout_steps=[])
+        maker = makers.get(x)
+        if maker is None or maker.primitive.name not in LAYOUT:
+            return None
+        axis_before = _axis_before(maker, axis, length)
+        if axis_before is None:
+            return None
+        before = slice_of(maker.invars[0], axis_before, length)
+        if before is None:
+            return None
+        step = LayoutStep(maker, axis)
+        return before._replace(layout_steps=[*before.layout_steps, step])
 
     stacks = {}
     layer_count = 0
@@ -235,18 +297,18 @@ def _stacks_of(
         length = equation.params.get("length", 0)
         if equation.primitive.name != "scan" or length == 0:
             continue
-        # Of a scan for aux alone nothing.
+        # The same scan without what it computes for aux.
         read_for_loss: set[Var] = set()
         for output in equation.outvars:
-            read_for_loss.update(inputs_for_loss.get(output, ()))
+            if output in makers_for_loss:
+                read_for_loss.update(_variables(makers_for_loss[output].invars))
         slice_of_input = {}
         first_x = sum(counts_of_scan(equation))
-        for place, x in enumerate(equation.invars):
-            if place < first_x or is_literal(x) or x not in read_for_loss:
-                continue
-            leaf_slice = slice_of(x, length)
-            if leaf_slice is not None:
-                slice_of_input[place] = leaf_slice
+        for place, x in enumerate(equation.invars[first_x:], first_x):
+            if not is_literal(x) and x in read_for_loss:
+                layer_slice = slice_of(x, axis=0, length=length)
+                if layer_slice is not None:
+                    slice_of_input[place] = layer_slice
         if slice_of_input:
             stacks[id(equation)] = Stack(
                 equation, slice_of_input, layers_before=layer_count
@@ -269,40 +331,3 @@ def _axis_before(equation: JaxprEqn, axis: int, length: int) -> int | None:
         if math.prod(before[:k]) == start and size % length == 0:
             return k
     return None
-
-
-# ---------------------------------------------------------------------------- checks
-
-
-def _check_scalar(shapes: PyTree) -> None:
-    """Raises TypeError for a loss that is neither a real scalar nor (scalar, aux)."""
-    loss = shapes
-    if type(shapes) is tuple and len(shapes) == 2:
-        loss, _ = shapes
-    is_scalar = getattr(loss, "shape", None) == ()
-    if not is_scalar or not jnp.issubdtype(loss.dtype, jnp.floating):
-        types = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", shapes)
-        raise TypeError(
-            "release: loss must return a real scalar, or a pair of that and any other "
-            f"outputs, got {types}."
-        )
-
-
-def _no_stack(traced: ClosedJaxpr) -> str:
-    """The error of a loss without a stack: which scans there are, and what it needs."""
-    from jax.extend.source_info_util import summarize
-
-    # A dict, since a scan may be called twice.
-    scans: dict[str, None] = {}
-    for equation in traced.eqns:
-        for inner in every_equation(equation):
-            if inner.primitive.name == "scan":
-                line = summarize(inner.source_info)
-                scans[f"one of length {inner.params['length']} at {line}"] = None
-    return (
-        f"release: no scan of loss goes through layers. It has "
-        f"{', '.join(scans) or 'no scan at all'}. Scan the layers (jax.lax.scan, "
-        "nn.scan, nnx.scan) outside of loops and branches. Among its xs must be leaves "
-        "of params that nothing else reads: no second scan, no penalty of all weights, "
-        "no index into them in a layer."
-    )

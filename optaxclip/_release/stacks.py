@@ -3,10 +3,15 @@
     forward     keeps the input of every layer
     backward    last layer first: its gradient, then new weights and moments in place
 
-JAX asks a function for the cotangents of its inputs. Here those of weights and moments
-are the new weights and moments, and the cotangent of the budget is what the layers
-leave of it. So JAX itself goes back through all that is between two stacks, and adds up
-the gradients of weights that are tied or shared.
+JAX asks a function for the cotangents of its inputs. The function of this module
+returns other things in their place, which JAX then hands on:
+
+    input                 "cotangent"
+    weights, moments      the new weights and moments
+    budget                the budget that the layers of the scan leave
+
+So JAX itself goes back through all that is between two stacks, and adds up the
+gradients of weights that are tied or shared.
 """
 
 from __future__ import annotations
@@ -27,8 +32,8 @@ if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
 
 Entries = dict[str, Array]  # weights and the optimizer's state, by path
-# From the number of a group, the gradients of a layer, its entries and a budget to new
-# entries (None where nothing is to be written) and the budget of the layer below.
+# Called with the group of a layer, its gradients, its entries and the budget. Returns
+# the new entries, or None in a pass that only measures, and the budget that is left.
 UpdateLayer = Callable[[Array, Entries, Entries, Budget], tuple[Entries | None, Budget]]
 
 
@@ -40,7 +45,7 @@ class LayoutStep(NamedTuple):
 
 
 class LayerSlice(NamedTuple):
-    """The part of a leaf, or of a moment, that belongs to one layer."""
+    """Where the part of a layer is in a leaf, or in a moment of the leaf."""
 
     leaf_path: str
     axis: int  # of the layers
@@ -48,19 +53,19 @@ class LayerSlice(NamedTuple):
     layout_steps: list[LayoutStep]
 
     def taken(self, array: Array, layer: Array | int) -> Array:
-        """The slice, in which the axis stays. It has several rows where the scan goes
-        through groups of layers.
+        """The part of a layer. The axis of layers stays, with several rows where the
+        scan goes through groups of layers.
         """
         rows = array.shape[self.axis] // self.layer_count
         return lax.dynamic_slice_in_dim(array, layer * rows, rows, self.axis)
 
     def put(self, array: Array, layer: Array | int, new: Array) -> Array:
-        """The array with another slice."""
+        """The array with a new part for a layer."""
         start = layer * new.shape[self.axis]
         return lax.dynamic_update_slice_in_dim(array, new, start, self.axis)
 
     def as_layer_reads(self, array: Array) -> Array:
-        """What the body of the scan makes of the slice."""
+        """The part of a layer as the body of the scan reads it."""
         for equation, axis in self.layout_steps:
             result = type_of(equation.outvars[0])
             if equation.primitive.name == "transpose":
@@ -73,9 +78,19 @@ class LayerSlice(NamedTuple):
         return array.reshape(array.shape[1:])
 
 
+def layer_of(
+    entries: Entries, slice_of_entry: dict[str, LayerSlice], layer: Array | int
+) -> Entries:
+    """The entries of one layer."""
+    return {
+        path: layer_slice.taken(jnp.asarray(entries[path]), layer)
+        for path, layer_slice in slice_of_entry.items()
+    }
+
+
 class ScanInputs(NamedTuple):
-    """The inputs of a scan, or of one of its layers, with None in the place of weights.
-    Or their cotangents, with None where there is none.
+    """The inputs of a scan or of one of its layers, with None in the place of weights.
+    Also their cotangents, with None where there is none.
     """
 
     consts: list[Any]
@@ -95,42 +110,46 @@ class Stack(NamedTuple):
         return self.equation.params["length"]
 
     @property
-    def leaves(self) -> set[str]:
+    def is_reversed(self) -> bool:
+        return self.equation.params["reverse"]
+
+    @property
+    def leaf_paths(self) -> set[str]:
         return {x.leaf_path for x in self.slice_of_input.values()}
 
-    def inputs_of(self, arrays: list[Any]) -> ScanInputs:
-        """The inputs of the scan, without weights."""
-        arrays = list(arrays)
+    def groups(self) -> Array:
+        """The group of each layer in the budget. A backward pass goes through them in
+        order, and the weights outside of the layers come last. Groups are counted from
+        the end: -1 are these weights, -2 is the layer that runs first.
+        """
+        turns = jnp.arange(self.length)
+        if self.is_reversed:
+            turns = turns[::-1]
+        return -2 - self.layers_before - turns
+
+    def without_weights(self, inputs: list[Any]) -> ScanInputs:
+        """The inputs of the scan, with None in the place of weights."""
+        inputs = list(inputs)
         for place in self.slice_of_input:
-            arrays[place] = None
+            inputs[place] = None
         consts, carries = counts_of_scan(self.equation)
         first_x = consts + carries
         return ScanInputs(
-            consts=arrays[:consts], carry=arrays[consts:first_x], xs=arrays[first_x:]
+            consts=inputs[:consts], carry=inputs[consts:first_x], xs=inputs[first_x:]
         )
 
     def run_layer(
-        self, weights: Entries, inputs: ScanInputs
-    ) -> tuple[list[Array], Any]:
-        """The carry after a layer, and its ys. `weights` are slices of leaves."""
+        self, entries: Entries, inputs: ScanInputs
+    ) -> tuple[list[Array], list[Array]]:
+        """The carry after a layer, and its ys. `entries` are those of the layer."""
         from jax.extend.core import jaxpr_as_fun
 
         arrays = [*inputs.consts, *inputs.carry, *inputs.xs]
-        for place, leaf_slice in self.slice_of_input.items():
-            arrays[place] = leaf_slice.as_layer_reads(weights[leaf_slice.leaf_path])
+        for place, layer_slice in self.slice_of_input.items():
+            arrays[place] = layer_slice.as_layer_reads(entries[layer_slice.leaf_path])
         outputs = jaxpr_as_fun(body_of(self.equation))(*arrays)
         count = len(inputs.carry)
         return outputs[:count], outputs[count:]
-
-
-def layer_of(
-    entries: Entries, slice_of_entry: dict[str, LayerSlice], layer: Array | int
-) -> Entries:
-    """The slices of one layer."""
-    return {
-        key: slice_of_entry[key].taken(jnp.asarray(entries[key]), layer)
-        for key in slice_of_entry
-    }
 
 
 def is_float(x: Any) -> bool:
@@ -139,24 +158,14 @@ def is_float(x: Any) -> bool:
 
 
 def floats(tree: PyTree) -> PyTree:
-    """The arrays that may have a gradient, with None in the place of all others."""
+    """The arrays that may have a gradient, with None in the place of all others. The
+    cotangents of others are float0, which goes too.
+    """
     return jax.tree.map(lambda x: x if is_float(x) else None, tree)
 
 
 def _zeros(array: Array) -> Array:
     return typed_as(jnp.zeros_like(array), jax.typeof(array))
-
-
-def _gradients(
-    stack: Stack, weights: Entries, inputs: ScanInputs, cotangents: Any
-) -> tuple[Entries, ScanInputs]:
-    """The gradients of a layer by its weights, and the cotangents of its inputs."""
-
-    def float_outputs(weights: Entries, moving: ScanInputs) -> Any:
-        return floats(stack.run_layer(weights, put_back(moving, inputs)))
-
-    _, pull = jax.vjp(float_outputs, weights, floats(inputs))
-    return pull(cotangents)
 
 
 def run_stack(
@@ -168,68 +177,86 @@ def run_stack(
     slice_of_entry: dict[str, LayerSlice],
     budget: Budget,
 ) -> tuple[list[Array], Budget]:
-    """Runs a scan, and returns its outputs and the budget. In the backward pass each
-    layer is visited.
+    """Runs a scan, and returns its outputs and the budget. The backward pass updates
+    its layers.
 
     Args:
       inputs: of the scan.
-      entries: weights and moments of layers. Their cotangents are the new ones.
+      entries: weights and moments of the layers of all stacks.
       slice_of_entry: of these entries.
-      budget: its cotangent is what the layers above have left of it.
+      budget: is handed on as it is. Its cotangent is the budget that is left.
     """
-    slice_of_entry = {
-        key: x for key, x in slice_of_entry.items() if x.leaf_path in stack.leaves
+    own_slices = {
+        path: layer_slice
+        for path, layer_slice in slice_of_entry.items()
+        if layer_slice.leaf_path in stack.leaf_paths
     }
-    entries = {key: entries[key] for key in slice_of_entry}
-    is_reversed = stack.equation.params["reverse"]
-    indices = jnp.arange(stack.length)
-    order = indices[::-1] if is_reversed else indices
-    # Groups are numbered from the end of the shares, so that the rest is -1, however
-    # many layers there are. Of 3 layers, layer 2 is group -4 (index 0, the first that a
-    # backward pass sees), and layer 0 is -2.
-    groups = -2 - stack.layers_before - order
+    loops = _Loops(stack, update_layer, own_slices)
 
-    def forward(inputs: ScanInputs, entries: Entries, budget: Budget) -> Any:
-        def one_layer(carry: list[Array], layer_inputs: Any) -> Any:
-            layer, xs = layer_inputs
-            inputs_of_layer = ScanInputs(inputs.consts, carry, xs)
-            arrays_of_layer = layer_of(entries, slice_of_entry, layer)
-            new_carry, ys = stack.run_layer(arrays_of_layer, inputs_of_layer)
+    @jax.custom_vjp
+    def scan_layers(inputs: ScanInputs, entries: Entries, budget: Budget) -> Any:
+        outputs, _ = loops.forward(inputs, entries, budget)
+        return outputs
+
+    scan_layers.defvjp(loops.forward, loops.backward)
+    carry, ys, budget = scan_layers(
+        stack.without_weights(inputs),
+        {path: entries[path] for path in own_slices},
+        budget,
+    )
+    return [*carry, *ys], budget
+
+
+class _Loops(NamedTuple):
+    """The loops through the layers of a stack, as `jax.custom_vjp` wants them."""
+
+    stack: Stack
+    update_layer: UpdateLayer
+    slice_of_entry: dict[str, LayerSlice]
+
+    def forward(self, inputs: ScanInputs, entries: Entries, budget: Budget) -> Any:
+        """Returns (carry, ys, budget), and what the backward pass needs."""
+
+        def run_layer(carry: list[Array], of_layer: Any) -> Any:
+            layer, xs = of_layer
+            new_carry, ys = self.stack.run_layer(
+                layer_of(entries, self.slice_of_entry, layer),
+                ScanInputs(inputs.consts, carry, xs),
+            )
             return new_carry, (ys, carry)
 
         last_carry, (ys, carries) = lax.scan(
-            one_layer,
+            run_layer,
             inputs.carry,
-            (indices, inputs.xs),
-            reverse=is_reversed,
-            unroll=stack.equation.params["unroll"],
+            (jnp.arange(self.stack.length), inputs.xs),
+            reverse=self.stack.is_reversed,
+            unroll=self.stack.equation.params["unroll"],
         )
-        saved = inputs._replace(carry=carries), entries
-        return (last_carry, ys, budget), saved
+        inputs_of_layers = inputs._replace(carry=carries)
+        return (last_carry, ys, budget), (inputs_of_layers, entries)
 
-    def backward(saved: Any, cotangents: Any) -> Any:
+    def backward(self, saved: Any, cotangents: Any) -> Any:
+        """Returns the cotangents of the inputs, the new entries, and the budget that is
+        left.
+        """
         inputs, entries = saved
-        carry_cotangent, ys_cotangent, budget = floats(cotangents)
+        carry_cotangent, ys_cotangents, budget = floats(cotangents)
 
-        def one_layer(loop: Any, layer_inputs: Any) -> Any:
+        def update_layer(loop: Any, of_layer: Any) -> Any:
             carry_cotangent, consts_cotangent, entries, budget = loop
-            layer, group, carry, xs, ys_cotangent = layer_inputs
-            inputs_of_layer = ScanInputs(inputs.consts, carry, xs)
-            arrays_of_layer = layer_of(entries, slice_of_entry, layer)
-
-            weights = {leaf: arrays_of_layer[leaf] for leaf in stack.leaves}
-            grads, input_cotangents = _gradients(
-                stack,
-                weights,
-                inputs_of_layer,
+            layer, group, carry, xs, ys_cotangent = of_layer
+            old_entries = layer_of(entries, self.slice_of_entry, layer)
+            grads, input_cotangents = self._gradients(
+                old_entries,
+                ScanInputs(inputs.consts, carry, xs),
                 cotangents=(carry_cotangent, ys_cotangent),
             )
-            new_entries, budget = update_layer(group, grads, arrays_of_layer, budget)
-            # Writing back unchanged slices would make XLA copy the weights.
+            new_entries, budget = self.update_layer(group, grads, old_entries, budget)
+            # Writing back unchanged entries would make XLA copy the weights.
             if new_entries is not None:
                 entries = {
-                    key: slice_of_entry[key].put(entries[key], layer, new_entries[key])
-                    for key in slice_of_entry
+                    path: layer_slice.put(entries[path], layer, new_entries[path])
+                    for path, layer_slice in self.slice_of_entry.items()
                 }
             consts_cotangent = jax.tree.map(
                 jnp.add, consts_cotangent, input_cotangents.consts
@@ -238,26 +265,28 @@ def run_stack(
             return loop, input_cotangents.xs
 
         zeros = jax.tree.map(_zeros, floats(inputs.consts))
+        layers = jnp.arange(self.stack.length)
         # Not unrolled, since gradients of several layers could then be alive at once.
         # `_split_transpose` of the user's scan has no meaning for a loop of our own.
-        loop, xs_cotangent = lax.scan(
-            one_layer,
+        loop, xs_cotangents = lax.scan(
+            update_layer,
             (carry_cotangent, zeros, entries, budget),
-            (indices, groups, inputs.carry, inputs.xs, ys_cotangent),
-            reverse=not is_reversed,
+            (layers, self.stack.groups(), inputs.carry, inputs.xs, ys_cotangents),
+            reverse=not self.stack.is_reversed,
         )
         carry_cotangent, consts_cotangent, entries, budget = loop
-        return (
-            ScanInputs(consts_cotangent, carry_cotangent, xs_cotangent),
-            entries,
-            budget,
-        )
+        input_cotangents = ScanInputs(consts_cotangent, carry_cotangent, xs_cotangents)
+        return input_cotangents, entries, budget
 
-    @jax.custom_vjp
-    def scan_layers(inputs: ScanInputs, entries: Entries, budget: Budget) -> Any:
-        outputs, _ = forward(inputs, entries, budget)
-        return outputs
+    def _gradients(
+        self, entries: Entries, inputs: ScanInputs, cotangents: Any
+    ) -> tuple[Entries, ScanInputs]:
+        """The gradients of a layer by its weights, and the cotangents of its inputs."""
 
-    scan_layers.defvjp(forward, backward)
-    carry, ys, budget = scan_layers(stack.inputs_of(inputs), entries, budget)
-    return [*carry, *ys], budget
+        def float_outputs(weights: Entries, float_inputs: ScanInputs) -> Any:
+            inputs_of_layer = put_back(float_inputs, inputs)
+            return floats(self.stack.run_layer(weights, inputs_of_layer))
+
+        weights = {path: entries[path] for path in self.stack.leaf_paths}
+        _, pull = jax.vjp(float_outputs, weights, floats(inputs))
+        return pull(cotangents)
