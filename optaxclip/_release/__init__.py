@@ -1,15 +1,18 @@
 """Clips and optimizes inside the backward pass, one layer at a time (gradient release).
 
-    program       the loss is traced: which of its scans go through layers
-    stacks        such a scan, in whose backward pass layers are updated
-    budget        the limit of all gradients, in one backward pass
-    optimizers    what a layer has of the optimizer's state
-    trainer       one step
+    program             the loss is traced: which of its scans go through layers
+    stacks              such a scan, in whose backward pass layers are updated
+    model               loss and params together, and one backward pass
+    optimizers          one layer in the optimizer's state
+    optimizer_checks    whether the optimizer can see one layer at a time
+    budget              the limit of all gradients, in one backward pass
+    group_clip          the clip of one layer
+    trainer             one step
 
-A gradient is as large as the weights, and the usual step holds that of all layers until
-the optimizer has seen them. Here the gradient of a layer is gone before that of the
-layer below is computed. What stays is the input of every layer, from which the layer
-runs again, as under `jax.checkpoint`.
+Gradients are as large as the weights, and the usual step holds all of them until the
+optimizer has seen them. Here the gradient of a layer is gone before the layer below has
+one. Only the input of every layer stays. The layer runs again from it, as under
+`jax.checkpoint`.
 """
 
 from __future__ import annotations
@@ -41,15 +44,15 @@ def release(
     """Trains a model that scans its layers without ever holding the gradient of more
     than one of them.
 
-        value = loss(params, *batch)       a scalar, or a pair of that and any outputs
+        value = loss(params, *batch)       a scalar, or (scalar, any other outputs)
 
-    The loss is traced, and its program is cut at each `lax.scan` (also that of nn.scan
-    and nnx.scan) whose xs are leaves of params. A loop over these layers, the last one
+    The loss is traced, and its program is cut at each `lax.scan` (also in nn.scan and
+    nnx.scan) whose xs are leaves of params. A loop over these layers, the last one
     first, takes the gradient of each layer, clips it, and applies the optimizer to the
     slices of weights and state. All other weights are updated at the end.
 
-    With s_j the usual share of group j in the square of the norm, group 1 the last
-    layer, and the weights outside of the layers as the last group, one pass clips
+    Group 1 is the last layer, and the last group is all weights outside of the layers.
+    With s_j the usual share of group j in the square of the norm, one pass clips
 
         a_j = sqrt(left * s_j / (s_j + s_(j+1) + ...)),  left = max_norm^2 at first
         g_j = g_j * min(1, a_j / |g_j|),                 left -= min(|g_j|, a_j)^2
@@ -69,7 +72,7 @@ def release(
         long.
       max_norm: the limit of the norm of all gradients: a number at least 0, a schedule,
         or a rule of `optaxclip.rules`. With one pass a rule is asked before the norm of
-        the step is known, with that of the step before. None: no limit.
+        the step is known, with the norm of the step before. None: no limit.
       passes: how many backward passes a step takes, 1 or 2.
       trainable: which leaves are trained, as optax masks: True, a tree prefix of params
         with True and False, or a function from params to one. Leaves that are neither

@@ -36,7 +36,7 @@ class GroupClip(NamedTuple):
         largest = jnp.finfo(norm.dtype).max
         return self._next_state(jnp.where(is_norm, norm, largest)).limit
 
-    def clipped(
+    def clip(
         self, group: Array | int, grads: Entries, budget: Budget
     ) -> tuple[Entries, Budget]:
         """Returns the clipped gradients of a group, and the budget for the groups after

@@ -24,7 +24,7 @@ class PassResult(NamedTuple):
     """What a forward and a backward pass return."""
 
     value: Any  # what the loss returned
-    rest_grads: Entries  # of the weights outside of the layers
+    outer_grads: Entries  # of the weights outside of the layers
     layer_entries: Entries  # the new weights and states of all layers
     budget: Budget  # that the layers leave
 
@@ -46,15 +46,14 @@ class Model(NamedTuple):
     ) -> PassResult:
         """Goes through the loss forward and backward, and updates the layers.
 
-        The budget, and weights and states of layers, have cotangents of their own
-        (`stacks`): those of the passed budget are the budget that is left, and those of
-        the entries are the new entries.
+        The "cotangents" of the layers are their new entries, and that of the budget is
+        the budget that they leave (`stacks`).
         """
         layer_entries = {path: entries[path] for path in self.slice_of_entry}
-        rest_paths = self.weights.keys() - layer_entries.keys()
-        rest = {path: entries[path] for path in rest_paths}
+        outer_paths = self.weights.keys() - layer_entries.keys()
+        outer_weights = {path: entries[path] for path in outer_paths}
 
-        def loss(rest: Entries, layer_entries: Entries, budget: Budget) -> Any:
+        def loss(outer_weights: Entries, layer_entries: Entries, budget: Budget) -> Any:
             def run_if_stack(
                 equation: JaxprEqn, inputs: list[Array]
             ) -> list[Array] | None:
@@ -72,17 +71,19 @@ class Model(NamedTuple):
                 )
                 return outputs
 
-            weights = entries | rest
+            weights = entries | outer_weights
             leaves = [weights[path] for path in self.optimizer.names]
             inputs = [*leaves, *jax.tree.leaves(batch)]
             value, *aux = run_equations(self.program.jaxpr, inputs, run_if_stack)
             return (value, budget), aux
 
-        outputs, pull, aux = jax.vjp(loss, rest, layer_entries, budget, has_aux=True)
+        outputs, pull, aux = jax.vjp(
+            loss, outer_weights, layer_entries, budget, has_aux=True
+        )
         value, _ = outputs
-        rest_grads, layer_entries, budget = pull((jnp.ones_like(value), budget))
+        outer_grads, layer_entries, budget = pull((jnp.ones_like(value), budget))
         value = self.program.structure.unflatten([value, *aux])
-        return PassResult(value, rest_grads, layer_entries, budget)
+        return PassResult(value, outer_grads, layer_entries, budget)
 
 
 def trained_weights(params: PyTree, trainable: PyTree) -> Entries:

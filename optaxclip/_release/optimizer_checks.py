@@ -29,6 +29,14 @@ ACCUMULATOR_STATES = (optax.MultiStepsState, optax.ApplyEvery)
 REDUCTIONS = ("reduce_sum", "reduce_max", "dot_general")
 
 
+class Part(NamedTuple):
+    """The program of one new entry."""
+
+    output: str
+    inputs: list[str]  # that it reads
+    jaxpr: Jaxpr
+
+
 def check_optimizer(
     optimizer: Optimizer, weights: Entries, slice_of_leaf: dict[str, LayerSlice]
 ) -> None:
@@ -38,7 +46,7 @@ def check_optimizer(
 
     Raises:
       ValueError: it adds up gradients, keeps something that has no entry for each
-        layer, mixes leaves, or changes the dtypes of its state.
+        layer, or mixes leaves.
     """
     entries_of_stacks = arrays_by_path(optimizer.abstract_params_and_state(weights))
     layer = jax.eval_shape(lambda: layer_of(weights, slice_of_leaf, layer=0))
@@ -49,20 +57,15 @@ def check_optimizer(
     _check_accumulators(tree)
     _check_shared_entries(entries, entries_of_stacks, leaf_of_entry)
 
-    traced, new_entries = jax.make_jaxpr(optimizer.updated, return_shape=True)(
-        entries, weights_of_layer
-    )
+    traced = jax.make_jaxpr(optimizer.updated)(entries, weights_of_layer)
     # JAX sorts the keys of a dict.
     inputs = [*sorted(entries), *sorted(weights_of_layer)]
     reduced_leaves = set()
     for part in _parts(traced.jaxpr, inputs, sorted(entries)):
-        leaf = leaf_of_entry[part.output]
-        leaves_read = {leaf_of_entry[path] for path in part.inputs}
-        _check_one_leaf(optimizer, part.output, leaves_read - {leaf, None})
-        if leaf in slice_of_leaf:
-            _check_dtype(part.output, entries, new_entries)
-            if _reduces(part.jaxpr):
-                reduced_leaves.add(optimizer.names[leaf])
+        _check_one_leaf(part, leaf_of_entry, optimizer.names)
+        leaf_path = leaf_of_entry[part.output]
+        if leaf_path in slice_of_leaf and _reduces(part.jaxpr):
+            reduced_leaves.add(optimizer.names[leaf_path])
     if reduced_leaves:
         warnings.warn(
             f"release: optimizer looks at all numbers of {listed(reduced_leaves)} "
@@ -89,18 +92,15 @@ def _check_shared_entries(
 ) -> None:
     """Refuses a state with an entry that layers neither share nor have a part of."""
     for path in sorted(entries.keys() | entries_of_stacks.keys()):
-        entry = entries.get(path)
-        entry_of_stacks = entries_of_stacks.get(path)
-        is_in_both = entry is not None and entry_of_stacks is not None
-        if is_in_both and leaf_of_entry[path] is not None:
-            continue
-        if is_in_both and _can_be_shared(entry, entry_of_stacks):
-            continue
-        wrong = entry if entry_of_stacks is None else entry_of_stacks
+        if path in entries and path in entries_of_stacks:
+            follows_leaf = leaf_of_entry[path] is not None
+            if follows_leaf or _can_be_shared(entries[path], entries_of_stacks[path]):
+                continue
+        entry = (entries | entries_of_stacks)[path]
         raise ValueError(
             "release: the state of optimizer must be numbers, and arrays of the shape "
             f"of a leaf, for any number of layers, but {path!r} is "
-            f"{wrong.dtype}{list(wrong.shape)}. Random keys and factored moments are "
+            f"{entry.dtype}{list(entry.shape)}. Random keys and factored moments are "
             "not: take adafactor(factored=False)."
         )
 
@@ -115,26 +115,20 @@ def _can_be_shared(entry: Any, entry_of_stacks: Any) -> bool:
 
 
 def _check_one_leaf(
-    optimizer: Optimizer, path: str, other_leaves: set[str | None]
+    part: Part, leaf_of_entry: dict[str, str | None], names: dict[str, str]
 ) -> None:
     """Refuses an entry whose new value depends on other leaves than its own."""
-    if other_leaves:
-        names = {optimizer.names[leaf] for leaf in other_leaves if leaf is not None}
+    other_names = set()
+    for path in part.inputs:
+        leaf_path = leaf_of_entry[path]
+        if leaf_path not in (None, leaf_of_entry[part.output]):
+            other_names.add(names[leaf_path])
+    if other_names:
         raise ValueError(
             "release: optimizer must treat each array by itself, but its "
-            f"{optimizer.names.get(path, path)!r} depends on {listed(names)}. In the "
-            "place of clips and skips set max_norm and nonfinite here."
-        )
-
-
-def _check_dtype(path: str, entries: Entries, new_entries: Entries) -> None:
-    """Refuses an entry of a layer whose new value cannot be written in its place."""
-    dtype = entries[path].dtype
-    new_dtype = new_entries[path].dtype
-    if new_dtype != dtype:
-        raise ValueError(
-            "release: optimizer must keep the dtypes of its state, but update makes "
-            f"{new_dtype} of {path!r}, which is {dtype} at first."
+            f"{names.get(part.output, part.output)!r} depends on "
+            f"{listed(other_names)}. In the place of clips and skips set max_norm and "
+            "nonfinite here."
         )
 
 
@@ -145,14 +139,6 @@ def _reduces(jaxpr: Jaxpr) -> bool:
             if runs(primitive, equation):
                 return True
     return False
-
-
-class Part(NamedTuple):
-    """The program of one new entry."""
-
-    output: str
-    inputs: list[str]  # that it reads
-    jaxpr: Jaxpr
 
 
 def _parts(jaxpr: Jaxpr, inputs: list[str], outputs: list[str]) -> Iterator[Part]:

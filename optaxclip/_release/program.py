@@ -1,7 +1,8 @@
 """Reads the program of a loss: which of its scans go through layers.
 
-opened     the loss becomes a program (a jaxpr), with equations in place of calls
-stacks     scans that read leaves of params slice by slice, which nothing else reads
+traced    the loss becomes a program (a jaxpr)
+opened    equations take the place of calls, so that scans in calls are seen
+stacks    scans whose xs are leaves of params that nothing else reads
 """
 
 from __future__ import annotations
@@ -51,16 +52,17 @@ ReplaceEquation = Callable[["JaxprEqn", list[Array]], list[Array] | None]
 class Program(NamedTuple):
     """The program of a loss, in which calls are opened."""
 
-    jaxpr: ClosedJaxpr
+    jaxpr: ClosedJaxpr  # from params and batch to the loss, and then aux
     structure: PyTree  # of what the loss returns
     stacks: dict[int, Stack]  # by `id` of their equations
 
     @property
     def slice_of_leaf(self) -> dict[str, LayerSlice]:
-        """The slices of all stacks, by leaf."""
+        """Where layers are in the leaves of all stacks, by the path of the leaf."""
         slice_of_leaf = {}
         for stack in self.stacks.values():
-            slice_of_leaf |= {x.leaf_path: x for x in stack.slice_of_input.values()}
+            for layer_slice in stack.slice_of_input.values():
+                slice_of_leaf[layer_slice.leaf_path] = layer_slice
         return slice_of_leaf
 
     @property
@@ -174,7 +176,7 @@ def _check_dependence(
 def run_equations(
     traced: Any, inputs: Iterable[Array], replace: ReplaceEquation
 ) -> list[Array]:
-    """The outputs of a jaxpr, with its constants or without."""
+    """Runs a program equation by equation, and returns its outputs."""
     jaxpr = jaxpr_of(traced)
     values = dict(zip(jaxpr.invars, inputs))
     values.update(zip(jaxpr.constvars, getattr(traced, "consts", ())))
@@ -194,13 +196,14 @@ def run_equations(
 
 
 def _run_equation(equation: JaxprEqn, values: dict[Var, Array]) -> list[Array]:
+    """The outputs of an equation, from the values of variables."""
     from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, jaxpr_as_fun
 
-    # Not `primitive.bind`, which would lose the named scopes of the equation.
     # A dict, since an equation may read a variable twice.
     variables = dict.fromkeys(_variables(equation.invars))
     # JAX warns of a program without it.
     debug_info = DebugInfo("release", "loss", None, None)
+    # A program of one equation, since `primitive.bind` would lose its named scopes.
     jaxpr = Jaxpr(
         constvars=(),
         invars=[*variables],
@@ -233,7 +236,9 @@ def _opened(
 
 
 def _needed(jaxpr: Jaxpr, outputs: Sequence[int]) -> Jaxpr:
-    """What a program runs for some of its outputs."""
+    """A program without the equations that some of its outputs do not need. A scan in
+    it may have fewer inputs and outputs.
+    """
     is_needed = [index in outputs for index in range(len(jaxpr.outvars))]
     needed, _ = dce_jaxpr(jaxpr, is_needed, instantiate=True)
     return needed
@@ -265,21 +270,21 @@ def _makers(jaxpr: Jaxpr) -> dict[Var, JaxprEqn]:
 
 def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
     """The scans that read weights slice by slice, by `id` of their equations."""
-    # What is computed for aux alone adds nothing to gradients.
-    loss_only = _needed(jaxpr, [0])
-    readers = _readers(loss_only)
+    # Equations for aux alone add nothing to gradients.
+    program_of_loss = _needed(jaxpr, [0])
+    readers = _readers(program_of_loss)
     makers = _makers(jaxpr)
-    makers_for_loss = _makers(loss_only)
+    makers_for_loss = _makers(program_of_loss)
 
-    def slice_of(x: Any, axis: int, length: int) -> LayerSlice | None:
-        """The weights behind a variable whose layers are along an axis. None: behind it
-        are no weights, or something else reads them.
+    def slice_of(var: Any, axis: int, length: int) -> LayerSlice | None:
+        """Where the layers are in the leaf behind a variable, which has them along an
+        axis. None: there is no leaf behind it, or the loss reads the leaf twice.
         """
-        if is_literal(x) or readers[x] != 1:
+        if is_literal(var) or readers[var] != 1:
             return None
-        if x in weights:
-            return LayerSlice(weights[x], axis, length, layout_steps=[])
-        maker = makers.get(x)
+        if var in weights:
+            return LayerSlice(weights[var], axis, length, layout_steps=[])
+        maker = makers.get(var)
         if maker is None or maker.primitive.name not in LAYOUT:
             return None
         axis_before = _axis_before(maker, axis, length)
@@ -297,16 +302,12 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
         length = equation.params.get("length", 0)
         if equation.primitive.name != "scan" or length == 0:
             continue
-        # The same scan without what it computes for aux.
-        read_for_loss: set[Var] = set()
-        for output in equation.outvars:
-            if output in makers_for_loss:
-                read_for_loss.update(_variables(makers_for_loss[output].invars))
         slice_of_input = {}
+        read_for_loss = _inputs_for_loss(equation, makers_for_loss)
         first_x = sum(counts_of_scan(equation))
-        for place, x in enumerate(equation.invars[first_x:], first_x):
-            if not is_literal(x) and x in read_for_loss:
-                layer_slice = slice_of(x, axis=0, length=length)
+        for place, var in enumerate(equation.invars[first_x:], first_x):
+            if not is_literal(var) and var in read_for_loss:
+                layer_slice = slice_of(var, axis=0, length=length)
                 if layer_slice is not None:
                     slice_of_input[place] = layer_slice
         if slice_of_input:
@@ -317,17 +318,34 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
     return stacks
 
 
+def _inputs_for_loss(
+    equation: JaxprEqn, makers_for_loss: dict[Var, JaxprEqn]
+) -> set[Var]:
+    """The inputs of a scan that the loss needs: those of the same scan in the program
+    of the loss alone, if it is there.
+    """
+    inputs: set[Var] = set()
+    for output in equation.outvars:
+        if output in makers_for_loss:
+            inputs.update(_variables(makers_for_loss[output].invars))
+    return inputs
+
+
 def _axis_before(equation: JaxprEqn, axis: int, length: int) -> int | None:
-    """Along which axis the layers are, before an operation."""
+    """The axis of the layers before an equation that changes the layout. None: the
+    layers are no longer along one axis.
+    """
     before = type_of(equation.invars[0]).shape
     after = type_of(equation.outvars[0]).shape
     if equation.primitive.name == "transpose":
         return equation.params["permutation"][axis]
     if math.prod(before) != math.prod(after):
         return None
-    # [12, ...] -> [3, 4, ...] makes groups: each of 3 layers reads 4 rows.
-    start = math.prod(after[:axis])
-    for k, size in enumerate(before):
-        if math.prod(before[:k]) == start and size % length == 0:
-            return k
+    # A reshape keeps the numbers in front of the axis. [12, 5] -> [3, 4, 5] makes
+    # groups: each of 3 layers reads 4 rows.
+    numbers_in_front = math.prod(after[:axis])
+    for axis_before, size in enumerate(before):
+        is_same_place = math.prod(before[:axis_before]) == numbers_in_front
+        if is_same_place and size % length == 0:
+            return axis_before
     return None

@@ -25,8 +25,8 @@ from .optimizers import Optimizer, arrays_by_path, tree_from_entries
 from .program import read_program
 from .stacks import Entries, layer_of
 
-# The group of the weights outside of the layers: the last one.
-REST = -1
+# The group of the weights outside of the layers, which is the last one.
+OUTER_WEIGHTS = -1
 
 
 @exported
@@ -77,21 +77,23 @@ class Released:
         model = self._model(params, batch)
         _check_layer_count(state, model)
         entries = arrays_by_path((params, state.optimizer))
-        clip = GroupClip(self.clipper, state.clip)
-        budget = new_budget(clip.limit_ahead(), state.shares)
+        group_clip = GroupClip(self.clipper, state.clip)
+        budget = new_budget(group_clip.limit_ahead(), state.shares)
         if self.passes == 2:
             budget = _measured(model, entries, batch, budget)
-            clip = clip._replace(norm=global_norm(budget.norms))
+            group_clip = group_clip._replace(norm=global_norm(budget.norms))
 
         def update_layer(
             group: Array, grads: Entries, old_entries: Entries, budget: Budget
         ) -> tuple[Entries, Budget]:
-            grads, budget = clip.clipped(group, grads, budget)
+            grads, budget = group_clip.clip(group, grads, budget)
             new_entries = model.optimizer.updated(entries | old_entries, grads)
             return {path: new_entries[path] for path in old_entries}, budget
 
         result = model.forward_and_backward(update_layer, entries, batch, budget)
-        grads, budget = clip.clipped(REST, result.rest_grads, result.budget)
+        grads, budget = group_clip.clip(
+            OUTER_WEIGHTS, result.outer_grads, result.budget
+        )
         # The weights outside of the layers, and once a step the counters that all
         # layers share. A model may have no such weights, and optimizers want a leaf. So
         # the first layer takes part, with gradients of 0. Its new entries are not used.
@@ -102,7 +104,7 @@ class Released:
         entries |= result.layer_entries
 
         params, optimizer_state = tree_from_entries((params, state.optimizer), entries)
-        clip_state = clip.state_after(budget)
+        clip_state = group_clip.state_after(budget)
         shares = next_shares(state.shares, budget.norms, clip_state.step)
         return params, ReleaseState(optimizer_state, clip_state, shares), result.value
 
@@ -140,7 +142,7 @@ def _measured(
         return None, with_norm(budget, group, global_norm(grads))
 
     result = model.forward_and_backward(measure_layer, entries, batch, budget)
-    return with_norm(result.budget, REST, global_norm(result.rest_grads))
+    return with_norm(result.budget, OUTER_WEIGHTS, global_norm(result.outer_grads))
 
 
 # ---------------------------------------------------------------------------- checks

@@ -72,10 +72,6 @@ def with_state(init):
     return optax.GradientTransformation(init, lambda grads, state, _: (grads, state))
 
 
-def halves(params):
-    return optax.tree.cast(params, jnp.float16)
-
-
 MIXES = {
     "clip": (
         optax.chain(optax.clip_by_global_norm(1.0), SGD),
@@ -99,10 +95,6 @@ MIXES = {
     "state by shape": (
         with_state(lambda params: {f"rows_{params['layers']['w'].shape[0]}": 0.0}),
         "for any number of layers, but \"[1]['rows_1']\" is float32[].",
-    ),
-    "dtype": (
-        optax.GradientTransformation(halves, lambda grads, *_: (grads, grads)),
-        "update makes float32 of \"[1]['layers']['bias']\", which is float16",
     ),
     "adafactor": (
         optax.adafactor(0.1, min_dim_size_to_factor=2),
