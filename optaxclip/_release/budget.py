@@ -21,8 +21,8 @@ from jax import Array
 
 from .._norms import global_norm
 
-# Over about how many steps the shares are averaged. More steps follow the shares of a
-# run too late: with 30 and 100, more steps below the limit are shortened.
+# Over about how many steps the shares are averaged. Shares change while a model trains:
+# with 30 and 100, more steps below the limit are shortened (docs/release.md).
 REACH = 10
 # A group that never had a gradient must not make 0 / 0, nor 0 * inf.
 LEAST_SHARE = 1e-12

@@ -21,7 +21,7 @@ from .stacks import Entries
 class GroupClip(NamedTuple):
     """How the groups of one step are clipped."""
 
-    clipper: Any  # of the norm of everything
+    clipper: Any  # of the norm of everything, whose state is a `ClipState`
     state: ClipState  # its state before this step
     norm: Array | None = None  # of everything in this step, once it is measured
 

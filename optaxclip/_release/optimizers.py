@@ -67,11 +67,11 @@ class Optimizer(NamedTuple):
         params_and_state = self.abstract_params_and_state(leaves)
         for path, entry in jax.tree.leaves_with_path(params_and_state):
             leaf_path = _leaf_at_end(path, leaves)
-            follows = leaf_path is not None and is_float(entry)
-            if follows and entry.shape == jnp.shape(leaves[leaf_path]):
-                leaf_of_entry[keystr(path)] = leaf_path
-            else:
-                leaf_of_entry[keystr(path)] = None
+            if leaf_path is not None:
+                has_shape = entry.shape == jnp.shape(leaves[leaf_path])
+                if not has_shape or not is_float(entry):
+                    leaf_path = None
+            leaf_of_entry[keystr(path)] = leaf_path
         return leaf_of_entry
 
 

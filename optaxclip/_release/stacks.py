@@ -186,12 +186,12 @@ def run_stack(
       slice_of_entry: of these entries.
       budget: is handed on as it is. Its cotangent is the budget that is left.
     """
-    own_slices = {
+    slices_of_stack = {
         path: layer_slice
         for path, layer_slice in slice_of_entry.items()
         if layer_slice.leaf_path in stack.leaf_paths
     }
-    loops = _Loops(stack, update_layer, own_slices)
+    loops = _Loops(stack, update_layer, slices_of_stack)
 
     @jax.custom_vjp
     def scan_layers(inputs: ScanInputs, entries: Entries, budget: Budget) -> Any:
@@ -201,7 +201,7 @@ def run_stack(
     scan_layers.defvjp(loops.forward, loops.backward)
     carry, ys, budget = scan_layers(
         stack.without_weights(inputs),
-        {path: entries[path] for path in own_slices},
+        {path: entries[path] for path in slices_of_stack},
         budget,
     )
     return [*carry, *ys], budget
