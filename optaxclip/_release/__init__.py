@@ -99,8 +99,8 @@ def release(
         of params, or only leaves that something else reads as well, and a float leaf
         that the loss does not depend on, such as statistics of BatchNorm. From init: an
         optimizer that mixes leaves, that adds up gradients (`optax.MultiSteps`), or
-        whose state does not follow the weights. From step: a state of another number of
-        layers, pmap, or shard_map with check_vma=False.
+        whose state does not follow the weights. From step: a state of another optimizer
+        or of params of other shapes, pmap, or shard_map with check_vma=False.
 
     Example:
       >>> def loss(params, target):

@@ -76,6 +76,7 @@ class Released:
         _check_state(state)
         model = self._model(params, batch)
         _check_layer_count(state, model)
+        _check_optimizer_state(state, model)
         entries = arrays_by_path((params, state.optimizer))
         group_clip = GroupClip(self.clipper, state.clip)
         budget = new_budget(group_clip.limit_ahead(), state.shares)
@@ -174,4 +175,27 @@ def _check_layer_count(state: ReleaseState, model: Model) -> None:
         raise ValueError(
             f"release: state must be of the layers that loss scans, got {layers} in a "
             f"step of {model.program.layer_count} layers: make it by init."
+        )
+
+
+def _check_optimizer_state(state: ReleaseState, model: Model) -> None:
+    """Raises ValueError for the state of another optimizer, or of params of other
+    shapes.
+    """
+    _, wanted_state = model.optimizer.abstract_params_and_state(model.weights)
+    wanted = arrays_by_path(wanted_state)
+    entries = arrays_by_path(state.optimizer)
+    for path in sorted(wanted.keys() | entries.keys()):
+        if path not in entries:
+            fault = f"it has no {path!r}"
+        elif path not in wanted:
+            fault = f"it has {path!r}"
+        elif jnp.shape(entries[path]) != wanted[path].shape:
+            shape = list(jnp.shape(entries[path]))
+            fault = f"{path!r} is {shape} in place of {list(wanted[path].shape)}"
+        else:
+            continue
+        raise ValueError(
+            "release: state.optimizer must be of this optimizer and of params of these "
+            f"shapes, but {fault}: make it by init."
         )

@@ -449,3 +449,29 @@ def test_a_state_of_another_number_of_layers_is_refused(passes):
     with pytest.raises(ValueError, match=text):
         trainer.step(params_of(6), state, X)
     trainer.step(params_of(4), state, X)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (SGD, optax.adam(0.1), r"it has no '\[0\]\.count'"),
+        (optax.adam(0.1), SGD, r"it has '\[0\]\.count'"),
+    ],
+)
+def test_a_state_of_another_optimizer_is_refused(before, after, text):
+    state = release(loss, before).init(PARAMS, X)
+    text = rf"release: state\.optimizer must be of this optimizer .* {text}"
+    with pytest.raises(ValueError, match=text):
+        release(loss, after).step(PARAMS, state, X)
+
+
+def test_a_state_of_params_of_other_shapes_is_refused():
+    def params_of(width):
+        stack = {"w": jnp.ones((3, width, width)), "bias": jnp.ones((3, width))}
+        return {"layers": stack, "bias": jnp.ones(width)}
+
+    trainer = release(loss, optax.adam(0.1))
+    state = trainer.init(params_of(2), X)
+    text = r"params of these shapes, but .*mu\['bias'\].* is \[2\] in place of \[4\]"
+    with pytest.raises(ValueError, match=text):
+        trainer.step(params_of(4), state, jnp.ones((5, 4)))
