@@ -45,6 +45,7 @@ def check_optimizer(
     Warns of one that looks at all numbers of a leaf together.
 
     Raises:
+      TypeError: it wants more than gradients, state and params.
       ValueError: it adds up gradients, keeps something that has no entry for each
         layer, or mixes leaves.
     """
@@ -57,7 +58,14 @@ def check_optimizer(
     _check_accumulators(tree)
     _check_shared_entries(entries, entries_of_stacks, leaf_of_entry)
 
-    traced = jax.make_jaxpr(optimizer.updated)(entries, weights_of_layer)
+    try:
+        traced = jax.make_jaxpr(optimizer.updated)(entries, weights_of_layer)
+    except TypeError as error:
+        # Such as `reduce_on_plateau`, which wants the value of the loss.
+        raise TypeError(
+            "release: optimizer is called with gradients, state and params alone, and "
+            f"raised: {error}"
+        ) from error
     # JAX sorts the keys of a dict.
     inputs = [*sorted(entries), *sorted(weights_of_layer)]
     reduced_leaves = set()
@@ -101,7 +109,7 @@ def _check_shared_entries(
             "release: the state of optimizer must be numbers, and arrays of the shape "
             f"of a leaf, for any number of layers, but {path!r} is "
             f"{entry.dtype}{list(entry.shape)}. Random keys and factored moments are "
-            "not: take adafactor(factored=False)."
+            "not. Adafactor has none with factored=False."
         )
 
 
@@ -118,18 +126,26 @@ def _check_one_leaf(
     part: Part, leaf_of_entry: dict[str, str | None], names: dict[str, str]
 ) -> None:
     """Refuses an entry whose new value depends on other leaves than its own."""
+    leaf_of_output = leaf_of_entry[part.output]
     other_names = set()
     for path in part.inputs:
         leaf_path = leaf_of_entry[path]
-        if leaf_path not in (None, leaf_of_entry[part.output]):
+        if leaf_path not in (None, leaf_of_output):
             other_names.add(names[leaf_path])
-    if other_names:
+    if not other_names:
+        return
+    name = names.get(part.output, part.output)
+    if leaf_of_output is None:
         raise ValueError(
-            "release: optimizer must treat each array by itself, but its "
-            f"{names.get(part.output, part.output)!r} depends on "
-            f"{listed(other_names)}. In the place of clips and skips set max_norm and "
-            "nonfinite here."
+            "release: optimizer must keep no number that depends on gradients, unless "
+            f"each weight has one of its own, but {name!r} depends on "
+            f"{listed(other_names)}."
         )
+    raise ValueError(
+        f"release: optimizer must treat each array by itself, but its {name!r} depends "
+        f"on {listed(other_names)}. In the place of clips and skips set max_norm and "
+        "nonfinite here."
+    )
 
 
 def _reduces(jaxpr: Jaxpr) -> bool:
