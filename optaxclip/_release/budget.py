@@ -73,11 +73,10 @@ def limit_of_group(
     # A group whose norm is NaN or inf becomes zeros or NaN, and spends nothing.
     spent = jnp.where(jnp.isfinite(norm), spent, 0.0)
     norm_after = jnp.where(is_over, limit, norm)
-    budget = with_norm(budget, group, norm)._replace(
-        left=jnp.maximum(budget.left - spent, 0.0),
-        norms_after=budget.norms_after.at[group].set(norm_after),
-    )
-    return limit, budget
+    budget = with_norm(budget, group, norm)
+    left = jnp.maximum(budget.left - spent, 0.0)
+    norms_after = budget.norms_after.at[group].set(norm_after)
+    return limit, budget._replace(left=left, norms_after=norms_after)
 
 
 def with_norm(budget: Budget, group: Array | int, norm: Array) -> Budget:
@@ -92,9 +91,10 @@ def next_shares(shares: Array, norms: Array, step: Array) -> Array:
     A step whose norm is 0, NaN or inf changes nothing.
     """
     norm = global_norm(norms)
-    shares_of_step = ((norms / norm) ** 2).astype(shares.dtype)
+    squares = (norms / norm) ** 2
+    changes = squares.astype(shares.dtype) - shares
     # The mean of all steps, while there are few.
-    steps = jnp.minimum(step, REACH).astype(shares.dtype)
-    averages = shares + (shares_of_step - shares) / steps
+    steps = jnp.minimum(step, REACH)
+    averages = shares + changes / steps.astype(shares.dtype)
     is_norm = jnp.isfinite(norm) & (norm > 0)
     return jnp.where(is_norm, averages, shares)

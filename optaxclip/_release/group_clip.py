@@ -68,6 +68,7 @@ class GroupClip(NamedTuple):
 
     def _next_state(self, norm: Array, limit: Array | None = None) -> ClipState:
         """The state of the clipper after a norm."""
-        zero = jnp.zeros_like(norm)
-        _, state = self.clipper.update(zero, self.state, grad_norm=norm, limit=limit)
+        _, state = self.clipper.update(
+            jnp.zeros_like(norm), self.state, grad_norm=norm, limit=limit
+        )
         return state

@@ -442,3 +442,27 @@ def test_layers_of_several_stacks_are_groups_of_their_own(passes):
     moved = norm(jax.tree.map(lambda x, y: x - y, new, params))
     assert 0.05 < moved < 0.1 * (1 + 1e-5)
     np.testing.assert_allclose(moved, state.clip.norm * state.clip.factor, 1e-5)
+
+
+def test_one_pass_clips_each_layer_by_its_share():
+    """In the order of the backward pass, which a reversed scan turns around."""
+    params = {name: PARAMS[name] for name in ("layers", "more", "rest")}
+    trainer = release(twice, optax.sgd(0.1), max_norm=0.1)
+    state, run_step = trainer.init(params, numbers(2, WIDTH)), jax.jit(trainer.step)
+    shares = np.full(2 * LAYERS + 1, 1 / (2 * LAYERS + 1))
+    for step in range(1, 5):
+        x = numbers(2, WIDTH, seed=step)
+        grads = {name: np.array(x) for name, x in jax.grad(twice)(params, x).items()}
+        groups = [*grads["more"], *grads["layers"][::-1], grads["rest"]]
+        squares = np.array([np.sum(gradient**2) for gradient in groups])
+        left = 0.1**2
+        for group, gradient in enumerate(groups):
+            portion = left * shares[group] / shares[group:].sum()
+            # In place, so that `grads` changes.
+            gradient *= min(1, np.sqrt(portion / squares[group]))
+            left -= min(portion, squares[group])
+        shares += (squares / squares.sum() - shares) / step
+        wanted = {name: params[name] - 0.1 * grads[name] for name in params}
+        params, state, _ = run_step(params, state, x)
+        # Shares are float32.
+        assert_close(params, wanted, 1e-7)
