@@ -33,14 +33,14 @@ from typing import Any
 import numpy as np
 import optax
 from _shared import File, Look, draw_both, run
-from broken_batches import Seen, train_all
+from broken_batches import Log, train_all
 
 import optaxclip
 
 DRAWN = "autoclip", "zclip", "skip_step"
 
 
-def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, Seen]:
+def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, Log]:
     """Trains the networks. Returns what was seen of each."""
     sgd = optax.sgd(lr, momentum=0.9)
     protections = {
@@ -57,14 +57,14 @@ def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, See
     return runs
 
 
-def draw(panels: Any, look: Look, runs: dict[str, Seen]) -> None:
+def draw(panels: Any, look: Look, runs: dict[str, Log]) -> None:
     """Norm and limit of a run, and which steps it clipped or left out."""
     norms = np.concatenate([runs[name]["record/all/norm"] for name in DRAWN])
     for axis, name in zip(panels, DRAWN):
-        seen, norm = runs[name], runs[name]["record/all/norm"]
+        log, norm = runs[name], runs[name]["record/all/norm"]
         action = "skip/step/skipped" if name == "skip_step" else "clip/step/clipped"
-        limit = seen[f"{action.rpartition('/')[0]}/limit"]
-        (steps,) = np.nonzero(seen[action])
+        limit = log[f"{action.rpartition('/')[0]}/limit"]
+        (steps,) = np.nonzero(log[action])
         verb = action.rpartition("/")[2]
         axis.plot(norm, color=look.grey, linewidth=1, label="norm")
         axis.plot(limit, color=look.blue, linewidth=2.5, label="limit")

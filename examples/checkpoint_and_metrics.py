@@ -60,8 +60,8 @@ def main(steps: int = 300, folder: _shared.File = None) -> dict[str, Training]:
         norms = optaxclip.replay.read_history(place / "log.jsonl")
     for name, end in ends.items():
         print(f"{name}: {differing(end, straight)} arrays differ from straight")
-    for found in optaxclip.replay.suggest(norms)[:5]:
-        print(f"{found.rule} would have clipped {found.clip_rate:.1%} of the steps")
+    for row in optaxclip.replay.suggest(norms)[:5]:
+        print(f"{row.rule} would have clipped {row.clip_rate:.1%} of the steps")
     return ends
 
 

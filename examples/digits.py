@@ -53,15 +53,15 @@ def main(steps: int = 200, save: File = None) -> dict[str, np.ndarray]:
         trained = train(optimizer, network, batches)
         return jnp.mean(predict(trained, held_out.images).argmax(-1) == held_out.labels)
 
-    networks, found = [new_network(seed) for seed in range(SEEDS)], {}
+    networks, accuracies = [new_network(seed) for seed in range(SEEDS)], {}
     for method, limits in METHODS.items():
-        found[method] = np.zeros((len(RATES), SEEDS), np.float32)
-        for row, rate in zip(found[method], RATES):
+        accuracies[method] = np.zeros((len(RATES), SEEDS), np.float32)
+        for row, rate in zip(accuracies[method], RATES):
             row[:] = [accuracy(network, *limits, rate) for network in networks]
             print(f"{method:24}  rate {rate:<5}  accuracies {row.round(3)}", flush=True)
     if save is not None:
-        draw_both(save, 2, lambda panels, look: draw(panels, look, found))
-    return found
+        draw_both(save, 2, lambda panels, look: draw(panels, look, accuracies))
+    return accuracies
 
 
 def new_optimizer(clipping: Any, max_norm: Any, rate: Any) -> Any:
@@ -113,13 +113,13 @@ def predict(network: Network, images: Any) -> jax.Array:
     return x @ network["head"]
 
 
-def draw(panels: Any, look: Look, found: dict[str, np.ndarray]) -> None:
+def draw(panels: Any, look: Look, accuracies: dict[str, np.ndarray]) -> None:
     """A line for each seed, with and without each way to clip."""
-    none, *methods = found
+    none, *methods = accuracies
     for axis, method, colour in zip(panels, methods, (look.blue, look.green)):
         axis.axhline(CHANCE, color=look.grey, linestyle="--")
-        axis.plot(RATES, found[none], "o-", color=look.orange, linewidth=2)
-        axis.plot(RATES, found[method], "o-", color=colour, linewidth=2)
+        axis.plot(RATES, accuracies[none], "o-", color=look.orange, linewidth=2)
+        axis.plot(RATES, accuracies[method], "o-", color=colour, linewidth=2)
         axis.set_title(method, color=colour, weight="bold")
         axis.set(xlabel="learning rate", ylabel="accuracy", xscale="log", ylim=(0, 1))
         axis.set_xticks(RATES, [f"{rate:g}" for rate in RATES])

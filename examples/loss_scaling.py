@@ -53,12 +53,12 @@ def main(steps: int = 300) -> dict[str, dict[str, np.ndarray]]:
     print("run                     final loss  norm  clipped  skipped (unmoved)  scale")
     for dtype, order in zip(dtypes, orders):
         name = f"{dtype.__name__}: {', '.join(order)}"
-        runs[name] = seen = train(dtype, order, steps)
-        good = seen["skipped"] == 0
-        norm, clipped = np.median(seen["arrived"][good]), seen["clipped"][good].mean()
-        skipped = f"{(~good).sum()} ({seen['unmoved'].sum()})"
-        scale = f"2^{np.log2(seen['scale'][-1]):.0f}"
-        numbers = f"{seen['loss'][-20:].mean():10.4f}  {norm:.2g}  {clipped:7.1%}"
+        runs[name] = log = train(dtype, order, steps)
+        good = log["skipped"] == 0
+        norm, clipped = np.median(log["arrived"][good]), log["clipped"][good].mean()
+        skipped = f"{(~good).sum()} ({log['unmoved'].sum()})"
+        scale = f"2^{np.log2(log['scale'][-1]):.0f}"
+        numbers = f"{log['loss'][-20:].mean():10.4f}  {norm:.2g}  {clipped:7.1%}"
         print(f"{name:22}  {numbers}  {skipped:>17}  {scale}", flush=True)
     return runs
 
@@ -106,16 +106,16 @@ def train(dtype: Any, order: tuple[str, ...], steps: int) -> dict[str, np.ndarra
         updates, after = optimizer.update(grads, state, params, loss_scale=scale)
         new = optax.apply_updates(params, updates)
         report = optaxclip.metrics(after)
-        seen = {"loss": loss / scale, "scale": scale}
-        seen["arrived"] = report["record/arrived/norm"]
-        seen["clipped"] = report["clip/clipped"]
-        seen["skipped"] = report["skip/skipped"]
+        log = {"loss": loss / scale, "scale": scale}
+        log["arrived"] = report["record/arrived/norm"]
+        log["clipped"] = report["clip/clipped"]
+        log["skipped"] = report["skip/skipped"]
         both = (params, state.inner_state), (new, after.inner_state)
         same = jax.tree.map(lambda old, new: jnp.all(old == new), *both)
-        seen["unmoved"] = jnp.all(jnp.array(jax.tree.leaves(same)))
+        log["unmoved"] = jnp.all(jnp.array(jax.tree.leaves(same)))
         if is_scaled:
             loss_scale = adjust(loss_scale, report["skip/skipped"] == 1)
-        return (new, after, loss_scale), seen
+        return (new, after, loss_scale), log
 
     (images, labels), _ = read_digits(held_out=0)
     chosen = np.random.default_rng(0).integers(len(labels), size=(steps, BATCH))

@@ -56,7 +56,7 @@ def main(steps: int = 100, seed: int = 0) -> dict[str, np.ndarray]:
     target = np.float32(random.normal(size=(WIDTH, WIDTH)))
     shares, total = jnp.full(STAGES, 1 / STAGES), jnp.zeros(STAGES)
     squares = jnp.zeros(STAGES)
-    seen: dict[str, list[Any]] = {"loss": [], "squares": [], "limits": []}
+    log: dict[str, list[Any]] = {"loss": [], "squares": [], "limits": []}
     for number in range(steps):
         x = jnp.asarray(random.normal(size=(BATCH, WIDTH)), jnp.float32)
         # One batch in twenty is broken.
@@ -64,13 +64,13 @@ def main(steps: int = 100, seed: int = 0) -> dict[str, np.ndarray]:
         weights, shares, squares, total, loss, limits = step(
             weights, shares, squares, total, x, y
         )
-        for name, value in zip(seen, (loss[-1], squares, limits)):
-            seen[name].append(np.asarray(value))
+        for name, value in zip(log, (loss[-1], squares, limits)):
+            log[name].append(np.asarray(value))
         if number % 10 == 9:
             after = np.minimum(squares, limits**2).sum() ** 0.5
             before = float(squares.sum() ** 0.5)
             print(f"{loss[-1]:.3f}  {before:.3f}  {after / LIMIT:.6f}", flush=True)
-    return {name: np.array(values) for name, values in seen.items()}
+    return {name: np.array(values) for name, values in log.items()}
 
 
 def stage(weights: Array, x: Array) -> Array:

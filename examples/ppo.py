@@ -51,27 +51,27 @@ def learn(name: str, clipper: Any, steps: int, seed: int) -> np.ndarray:
     sizes = {"actor": (4, 64, 64, 2), "critic": (4, 64, 64, 1)}
     params = {part: new_perceptron(*sizes[part], seed=seed) for part in PARTS}
     state, update = optimizer.init(params), jax.jit(partial(improve, optimizer))
-    kind = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
-    games = gymnasium.make_vec("CartPole-v1", GAMES, "sync", vector_kwargs=kind)
+    options = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+    games = gymnasium.make_vec("CartPole-v1", GAMES, "sync", vector_kwargs=options)
     games = gymnasium.wrappers.vector.RecordEpisodeStatistics(games)
-    start, seen = games.reset(seed=seed)[0], np.zeros((steps, 4))
+    start, table = games.reset(seed=seed)[0], np.zeros((steps, 4))
     for number, key in enumerate(jax.random.split(jax.random.key(seed), steps)):
         rollout, start = play(params, games, start, key)
         params, state, report = update(params, state, rollout, key)
         numbers = [report[f"clip/all/norm_before/{part}"] for part in PARTS]
         numbers += [x for key, x in report.items() if "/limit/factor" in key]
-        seen[number] = np.mean(games.return_queue), *np.median(numbers[:3], axis=1)
+        table[number] = np.mean(games.return_queue), *np.median(numbers[:3], axis=1)
         if number % max(1, steps // 8) == 0:
-            shown = "{:6.1f}  {:10.3f}  {:11.2f}  {:12.3f}".format(*seen[number])
+            shown = "{:6.1f}  {:10.3f}  {:11.2f}  {:12.3f}".format(*table[number])
             print(f"{name:10}  {number:7}  {shown}", flush=True)
-    return seen
+    return table
 
 
 def play(params: Any, games: Any, observation: Any, key: Any) -> tuple[Any, Any]:
     """Observations, actions, rewards and ends of LENGTH steps, and what comes next."""
     rows = []
-    for own in jax.random.split(key, LENGTH):
-        action = np.asarray(draw(own, logits(params["actor"], observation)))
+    for move_key in jax.random.split(key, LENGTH):
+        action = np.asarray(draw(move_key, logits(params["actor"], observation)))
         after, reward, fell, lasted, _ = games.step(action)
         rows.append((observation, action, reward.astype(np.float32), fell | lasted))
         observation = after
@@ -117,12 +117,14 @@ def log_probabilities(params: Any, observations: Any, actions: Any) -> jax.Array
     return jnp.take_along_axis(scores, actions[..., None], axis=-1)[..., 0]
 
 
-def loss(params: Any, seen: Any, actions: Any, old: Any, gains: Any, goals: Any) -> Any:
+def loss(
+    params: Any, observations: Any, actions: Any, old: Any, gains: Any, goals: Any
+) -> Any:
     """PPO's own clip, which is one of probabilities, and the critic's squared error."""
-    ratio = jnp.exp(log_probabilities(params, seen, actions) - old)
+    ratio = jnp.exp(log_probabilities(params, observations, actions) - old)
     gains = (gains - gains.mean()) / (gains.std() + 1e-8)
     gain = jnp.minimum(ratio * gains, jnp.clip(ratio, 0.8, 1.2) * gains)
-    error = (perceptron(params["critic"], seen)[..., 0] - goals) ** 2
+    error = (perceptron(params["critic"], observations)[..., 0] - goals) ** 2
     return 0.25 * error.mean() - gain.mean()
 
 

@@ -36,16 +36,18 @@ def main(steps: int = 50) -> dict[str, np.ndarray]:
     """Trains in all ways. Returns float[steps, 2] of each: norms and losses."""
     (images, labels), _ = read_digits(held_out=0)
     chosen = np.random.default_rng(0).integers(len(labels), size=(steps, BATCH))
-    found: dict[str, np.ndarray] = {}
+    runs: dict[str, np.ndarray] = {}
     print("            first norm and loss  last norm and loss   apart")
     for way in (one_device, jit, shard_map, zero):
         step, params, state = way(new_perceptron(64, 128, 128, 16))
-        found[way.__name__] = seen = np.zeros((steps, 2))
-        for row, batch in zip(seen, chosen):
+        runs[way.__name__] = numbers = np.zeros((steps, 2))
+        for row, batch in zip(numbers, chosen):
             params, state, row[:] = step(params, state, images[batch], labels[batch])
-        apart = np.abs(seen / found["one_device"] - 1).max()
-        print(f"{way.__name__:10}  {seen[0]}  {seen[-1]}  {apart:.0e}", flush=True)
-    return found
+        apart = np.abs(numbers / runs["one_device"] - 1).max()
+        print(
+            f"{way.__name__:10}  {numbers[0]}  {numbers[-1]}  {apart:.0e}", flush=True
+        )
+    return runs
 
 
 def mean_loss(params: Any, images: Any, labels: Any) -> jax.Array:
@@ -99,9 +101,9 @@ def zero(params: Any) -> Any:
         add_up = partial(lax.psum_scatter, axis_name=AXIS, tiled=True)
         grads = jax.tree.map(lambda leaf: add_up(leaf) / DEVICES, grads)
         place = lax.axis_index(AXIS)
-        own = jax.tree.map(lambda x: jnp.stack(jnp.split(x, DEVICES))[place], params)
-        updates, state = optimizer.update(grads, state, own)
-        params = jax.tree.map(gathered, optax.apply_updates(own, updates))
+        shard = jax.tree.map(lambda x: jnp.stack(jnp.split(x, DEVICES))[place], params)
+        updates, state = optimizer.update(grads, state, shard)
+        params = jax.tree.map(gathered, optax.apply_updates(shard, updates))
         norm = optaxclip.metrics(state)["clip/norm_before"]
         return params, state, jnp.array([norm, lax.pmean(loss, AXIS)])
 
