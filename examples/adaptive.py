@@ -7,16 +7,16 @@ same learning rate.
     autoclip       the 10th percentile of the norms so far: clips nearly all steps
     zclip          clips norms more than 2.5 deviations above the running mean
     adagc          each tensor against its own average, from step 100 on
-    skip_spikes    leaves out the steps that are over the limit of ZClip, of which there
-                   are more in a run that skips: good steps are left out too.
-                   z_score(4.0) leaves out fewer
+    skip_spikes    leaves out the steps that are over the limit of ZClip. In a run that
+                   skips there are more of them, also good steps. z_score(4.0)
+                   leaves out fewer
     skip_step      leaves out steps six deviations above the last 128, of norm or loss,
                    as OLMo does
 
 What it does not show. Which protection is best: all end near the run without broken
 batches. AutoClip and AdaGC also clip good steps, which acts like a smaller learning
-rate. With twice as many broken batches skip_step may let some through, since the norms
-that it skipped are in its window too, and raise the limit for what comes next.
+rate. With twice as many broken batches skip_step may let some through: the norms that
+it skipped are in its window too, and raise the limit for later steps.
 
 What it prints. A line for each run as it ends. --save PATH draws norms and limits of
 three of them, and the same for dark pages.
@@ -41,7 +41,7 @@ DRAWN = "autoclip", "zclip", "skip_step"
 
 
 def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, Log]:
-    """Trains the networks. Returns what was seen of each."""
+    """Trains the networks. Returns the log of each."""
     sgd = optax.sgd(lr, momentum=0.9)
     protections = {
         # As in the paper, the window is the whole run.

@@ -44,7 +44,7 @@ Log = dict[str, Any]  # "loss" and all metrics, each with a number for each step
 def main(
     steps: int = 1000, lr: float = 0.2, save: File = None, table: File = None
 ) -> dict[str, Log]:
-    """Trains the four networks. Returns what was seen of each."""
+    """Trains the four networks. Returns the log of each."""
     sgd = optax.sgd(lr, momentum=0.9)
     clipped = optax.chain(optaxclip.clip_by_global_norm(1.0), sgd)
     protections = {CLEAN: sgd, "none": sgd, "global norm": clipped}
@@ -84,7 +84,7 @@ def final(log: Log) -> float:
 
 
 def train(optimizer: Any, broken: np.ndarray) -> Log:
-    """One run, as one compiled scan, which brings what was seen out of it at once."""
+    """One run, as one compiled scan, which returns the log of all steps at once."""
     # The first part clips nothing. It records the norm, also where a step is skipped.
     optimizer = optax.named_chain(("all", optaxclip.record_norm()), ("step", optimizer))
     text, random = read_text(), np.random.default_rng(SEED + 1)

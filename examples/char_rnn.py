@@ -47,7 +47,7 @@ def main(steps: int = 250, lr: float = 0.8) -> dict[str, dict[str, np.ndarray]]:
     text, runs = read_text(), {}
     print("clipping     final loss  validation  largest norm  steps clipped")
     for clipping, clipper in CLIPPERS.items():
-        # The norm before and after tells of any clipper whether it did something.
+        # If the norms before and after differ, the clipper did something.
         optimizer = optax.named_chain(
             ("before", optaxclip.record_norm()),
             ("clipper", clipper),
@@ -67,8 +67,8 @@ def main(steps: int = 250, lr: float = 0.8) -> dict[str, dict[str, np.ndarray]]:
 
 
 def new_network(characters: int) -> Network:
-    """Weights. An orthogonal recurrence neither stretches nor shrinks what goes through
-    it: it is training that makes the gradients grow.
+    """The first weights. An orthogonal recurrence neither stretches nor shrinks a
+    vector: training makes the gradients grow.
     """
     random = np.random.default_rng(SEED)
     weights = {

@@ -30,8 +30,8 @@ import optaxclip
 WIDTH, BLOCKS, HELD_OUT, SEEDS = 64, 8, 500, 2
 RATES = 0.005, 0.01, 0.02, 0.04, 0.08, 0.16
 CHANCE = 0.1  # the accuracy of guessing one of ten digits
-# Of each method the clipping of AGC and the limit of the global norm. An infinite limit
-# only measures, so that one compiled program serves all three.
+# The clipping of AGC and the limit of the global norm, for each method. An infinite
+# limit only measures, so that one compiled program serves all three.
 METHODS = {
     "none": (math.inf, math.inf),
     "adaptive_grad_clip(0.01)": (0.01, math.inf),
@@ -42,7 +42,7 @@ Network = dict[str, Any]
 
 
 def main(steps: int = 200, save: File = None) -> dict[str, np.ndarray]:
-    """Trains all networks. Returns accuracies: of each method float[rates, seeds]."""
+    """Trains all networks. Returns accuracies: float[rates, seeds] for each method."""
     training, held_out = read_digits(HELD_OUT)
     chosen = np.random.default_rng(0).integers(len(training.labels), size=(steps, 128))
     batches = training.images[chosen], training.labels[chosen]
@@ -66,7 +66,7 @@ def main(steps: int = 200, save: File = None) -> dict[str, np.ndarray]:
 
 def new_optimizer(clipping: Any, max_norm: Any, rate: Any) -> Any:
     """AGC on all but the last layer, the global norm on everything."""
-    # The blocks are stacked for a scan. Unsaid, all would be taken for one matrix.
+    # The blocks are stacked for a scan. Without `stacked` they count as one matrix.
     agc = optaxclip.adaptive_grad_clip(
         clipping, stacked=lambda path, leaf: int(path.startswith("blocks"))
     )

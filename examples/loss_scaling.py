@@ -9,13 +9,14 @@ and halves the scale, and 50 good steps in a row double it. The right order:
     unscale    the gradients come back `scale` times too long, and a limit is meant for
                the true ones
     clip       so the clip comes after that. In the other order nearly every gradient is
-               cut to the limit, and only then divided by the scale: next to nothing
+               cut to the limit and then divided by the scale, so that next to nothing
+               is left
     skip       around both, `optaxclip.skip_nonfinite`: on overflow parameters, momentum
                and counters stay bit for bit, without a copy of them
 
 `unscale` is a part of the chain that takes the scale as an extra argument. The same
-network in float32 shows what the right order should come to. No error tells of the
-mistake, and Adam would hide it. `clip/clipped_share` at 1 tells of it.
+network in float32 shows the loss that the right order should reach. The wrong order
+raises no error, and Adam would hide it. A `clip/clipped_share` of 1 shows it.
 
 What it prints. For each run the loss at the end, the median norm that arrived at the
 optimizer, the share of clipped steps, how many were skipped, and the last scale.
@@ -47,7 +48,7 @@ class LossScale(NamedTuple):
 
 
 def main(steps: int = 300) -> dict[str, dict[str, np.ndarray]]:
-    """Trains the three networks. Returns what was seen at every step of each."""
+    """Trains the three networks. Returns the log of each."""
     orders = ("clip", "unscale"), ("unscale", "clip"), ("clip", "unscale")
     dtypes, runs = (jnp.float32, jnp.float16, jnp.float16), {}
     print("run                     final loss  norm  clipped  skipped (unmoved)  scale")

@@ -7,8 +7,8 @@ be the same would drift apart without a word. Here two processes with two device
 clip under jit with sharded arrays, in a typed shard_map, and in pmap after gradients
 are averaged. No mode needs an argument that says how many processes there are.
 
-What it prints. For each mode and process the norm that the clipper measured, that of
-the clipped gradients, and a digest of their bits. It raises if processes differ.
+What it prints. For each mode and process the norm before the clip, the norm after it,
+and a digest of the clipped bits. It raises if processes differ.
 
     python examples/multi_process.py
 """
@@ -54,7 +54,7 @@ def main() -> list[Report]:
 
 
 def one_process(process: int, port: int) -> Report:
-    """What each process does: the same as the other, on its own devices."""
+    """Does in each process the same as in the other, on its own devices."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES_EACH)
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process)
@@ -83,7 +83,7 @@ def clip_in_shard_map() -> Any:
 
 def clip_in_pmap() -> Any:
     """Every device has gradients of its own, which are averaged and then clipped."""
-    # A process hands in those of its devices only.
+    # A process passes only the gradients of its devices.
     shares = np.array([[0.5, 1.5], [0.25, 1.75]], np.float32)[jax.process_index()]
     gradients = new_gradients()
     gradients = {name: np.multiply.outer(shares, x) for name, x in gradients.items()}
@@ -105,7 +105,7 @@ def new_mesh() -> jax.sharding.Mesh:
 
 
 def on_devices() -> Any:
-    """The gradients, of which every process places its part on its devices."""
+    """The gradients. Every process places its part on its devices."""
 
     def place(leaf: np.ndarray, spec: P) -> jax.Array:
         split = NamedSharding(new_mesh(), spec)
@@ -115,7 +115,7 @@ def on_devices() -> Any:
 
 
 def replicated(tree: Any) -> Any:
-    """The same arrays, with all of each on every device."""
+    """The same arrays, whole on every device."""
     everywhere = NamedSharding(new_mesh(), P())
     return jax.jit(lambda tree: tree, out_shardings=everywhere)(tree)
 

@@ -3,7 +3,7 @@ each for actor and critic.
 
 What it shows. Everybody's PPO clips actor and critic together by a global norm of 0.5.
 The critic has to learn returns of up to a hundred, so its gradient is many times as
-long as the actor's, and decides alone what the actor's is multiplied by.
+long as the actor's. It alone decides how much the actor's gradient is shortened.
 `clip_by_group_norm` has a limit for each. Which run learns faster depends on the seed.
 
 What it prints. Now and then the mean return of the last episodes (at most 500), and
@@ -44,7 +44,7 @@ def main(steps: int = 32, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def learn(name: str, clipper: Any, steps: int, seed: int) -> np.ndarray:
-    """One run, in games that begin anew as soon as one is over."""
+    """One run. A game that is over begins anew."""
     before = optaxclip.clip_by_group_norm(None, PARTS)  # only measures
     adam = optax.adam(1e-3, eps=1e-5)
     optimizer = optax.named_chain(("all", before), ("limit", clipper), ("adam", adam))
@@ -68,7 +68,7 @@ def learn(name: str, clipper: Any, steps: int, seed: int) -> np.ndarray:
 
 
 def play(params: Any, games: Any, observation: Any, key: Any) -> tuple[Any, Any]:
-    """Observations, actions, rewards and ends of LENGTH steps, and what comes next."""
+    """Observations, actions, rewards and ends of LENGTH steps, and where they end."""
     rows = []
     for move_key in jax.random.split(key, LENGTH):
         action = np.asarray(draw(move_key, logits(params["actor"], observation)))
@@ -79,7 +79,7 @@ def play(params: Any, games: Any, observation: Any, key: Any) -> tuple[Any, Any]
 
 
 def improve(optimizer: Any, params: Any, state: Any, rollout: Any, key: Any) -> Any:
-    """Some steps of the optimizer. The third result are their metrics."""
+    """Takes UPDATES steps. Returns weights, state and the metrics of each step."""
     observations, actions, _, _ = rollout
     old = log_probabilities(params, observations, actions)
     samples = observations, actions, old, *judge(params["critic"], rollout)
@@ -120,7 +120,7 @@ def log_probabilities(params: Any, observations: Any, actions: Any) -> jax.Array
 def loss(
     params: Any, observations: Any, actions: Any, old: Any, gains: Any, goals: Any
 ) -> Any:
-    """PPO's own clip, which is one of probabilities, and the critic's squared error."""
+    """PPO's loss, which clips ratios of probabilities, plus the critic's error."""
     ratio = jnp.exp(log_probabilities(params, observations, actions) - old)
     gains = (gains - gains.mean()) / (gains.std() + 1e-8)
     gain = jnp.minimum(ratio * gains, jnp.clip(ratio, 0.8, 1.2) * gains)
