@@ -64,6 +64,7 @@ def train_all(protections: dict[str, Any], steps: int) -> dict[str, Log]:
     print("protection       final loss  steps clipped  skipped")
     for name, optimizer in protections.items():
         log = train(optimizer, is_broken(steps) & (name != CLEAN))
+        # `adagc` has a flag for each tensor.
         flags = [log[key] for key in log if key.startswith("clip/step/clipped/")]
         clipped = np.mean(log.get("clip/step/clipped", np.any(flags, axis=0)))
         skipped = np.mean(log.get("skip/step/skipped", 0.0))

@@ -58,9 +58,10 @@ def learn(name: str, clipper: Any, steps: int, seed: int) -> np.ndarray:
     for number, key in enumerate(jax.random.split(jax.random.key(seed), steps)):
         rollout, start = play(params, games, start, key)
         params, state, report = update(params, state, rollout, key)
-        numbers = [report[f"clip/all/norm_before/{part}"] for part in PARTS]
-        numbers += [x for key, x in report.items() if "/limit/factor" in key]
-        table[number] = np.mean(games.return_queue), *np.median(numbers[:3], axis=1)
+        norms = [report[f"clip/all/norm_before/{part}"] for part in PARTS]
+        factor = report.get("clip/limit/factor", report.get("clip/limit/factor/actor"))
+        medians = np.median([*norms, factor], axis=1)
+        table[number] = np.mean(games.return_queue), *medians
         if number % max(1, steps // 8) == 0:
             shown = "{:6.1f}  {:10.3f}  {:11.2f}  {:12.3f}".format(*table[number])
             print(f"{name:10}  {number:7}  {shown}", flush=True)
