@@ -89,7 +89,8 @@ def play(params: Any, games: Any, observation: Any, key: jax.Array) -> Rollout:
         after, reward, fell, lasted, _ = games.step(action)
         rows.append((observation, action, reward.astype(np.float32), fell | lasted))
         observation = after
-    return Rollout(*map(np.stack, zip(*rows)), observation)
+    observations, actions, rewards, ends = map(np.stack, zip(*rows))
+    return Rollout(observations, actions, rewards, ends, observation)
 
 
 def improve(optimizer: Any, params: Any, state: Any, rollout: Any, key: Any) -> Any:
