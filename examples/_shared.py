@@ -1,5 +1,5 @@
-"""What the programs share: command lines, data that is always at hand, a perceptron,
-and pictures for light and for dark pages.
+"""Code that the programs share: command lines, data from installed packages, a
+perceptron, and pictures for light and for dark pages.
 """
 
 import argparse
@@ -16,26 +16,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-WINDOW = 65  # characters of a text that is held out, of which all but one are predicted
+WINDOW = 65  # characters of held-out text. The network predicts all but the first
 
-# What the help says of arguments that many programs have.
+# Help texts of arguments that many programs have.
 ABOUT = {
     "steps": "how many steps to train",
     "lr": "the learning rate",
-    "seed": "the seed of all that is drawn",
+    "seed": "the seed of all random numbers",
     "save": "draw a picture to this path",
 }
 
-File = Path | None  # of what is written only if it is asked for
+File = Path | None  # None: nothing is written
 Layers = list[dict[str, jax.Array]]
 
 
 def run(main: Callable[..., Any], **about: str) -> None:
-    """Calls `main` with what the command line says of its arguments.
+    """Calls `main` with the arguments of the command line.
 
     Args:
       main: a function whose arguments all have defaults. None stands for a path.
-      **about: what the help says of those that are not in ABOUT.
+      **about: help texts of arguments that are not in ABOUT.
     """
     about = ABOUT | about
     parser = argparse.ArgumentParser(
@@ -64,7 +64,7 @@ def _count(text: str) -> int:
 
 @contextmanager
 def packages() -> Iterator[None]:
-    """Says how to install what is imported inside, where it is missing."""
+    """Says how to install a missing package that is imported inside."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -81,8 +81,8 @@ class Text(NamedTuple):
 
 
 def read_text() -> Text:
-    """The help pages as one line of prose, without repeated paragraphs and without what
-    is no word: code, grammar, the rulers of tables.
+    """The help pages as one line of prose. Repeated paragraphs are left out, and so are
+    code, grammar and the rulers of tables.
     """
     paragraphs = dict.fromkeys("\n\n".join(topics.values()).split("\n\n"))
     words = " ".join(paragraphs).split()
@@ -106,7 +106,7 @@ class Digits(NamedTuple):
 
 
 def read_digits(held_out: int, seed: int = 0) -> tuple[Digits, Digits]:
-    """The digits to train on, and those that are held out, in a random order."""
+    """The digits to train on, and the held-out digits, in a random order."""
     with packages():
         from sklearn.datasets import load_digits
     images, labels = load_digits(return_X_y=True)
@@ -129,7 +129,7 @@ def new_perceptron(*sizes: int, seed: int = 0) -> Layers:
 
 
 def perceptron(layers: Layers, x: Any) -> jax.Array:
-    """The last layer's outputs. Those before it end in tanh."""
+    """The outputs of the last layer. All layers before it end in tanh."""
     *hidden, last = layers
     for layer in hidden:
         x = jnp.tanh(x @ layer["w"] + layer["b"])
@@ -187,6 +187,6 @@ def draw_both(
 
 
 def write(axis: Any, text: str, place: tuple[float, float], colour: str) -> None:
-    """Writes into a panel, right-aligned, beside what the text is about."""
+    """Writes into a panel, right-aligned."""
     corner = {"transform": axis.transAxes, "ha": "right", "va": "top"}
     axis.text(*place, text, color=colour, **corner)

@@ -7,16 +7,16 @@ same learning rate.
     autoclip       the 10th percentile of the norms so far: clips nearly all steps
     zclip          clips norms more than 2.5 deviations above the running mean
     adagc          each tensor against its own average, from step 100 on
-    skip_spikes    leaves out the steps that are over the limit of ZClip, of which there
-                   are more in a run that skips: good steps are left out too.
-                   z_score(4.0) leaves out fewer
+    skip_spikes    leaves out the steps that are over the limit of ZClip. In a run that
+                   skips there are more of them, also good steps. z_score(4.0)
+                   leaves out fewer
     skip_step      leaves out steps six deviations above the last 128, of norm or loss,
                    as OLMo does
 
 What it does not show. Which protection is best: all end near the run without broken
 batches. AutoClip and AdaGC also clip good steps, which acts like a smaller learning
-rate. With twice as many broken batches skip_step may let some through, since the norms
-that it skipped are in its window too, and raise the limit for what comes next.
+rate. With twice as many broken batches skip_step may let some through: the norms that
+it skipped are in its window too, and raise the limit for later steps.
 
 What it prints. A line for each run as it ends. --save PATH draws norms and limits of
 three of them, and the same for dark pages.
@@ -33,15 +33,15 @@ from typing import Any
 import numpy as np
 import optax
 from _shared import File, Look, draw_both, run
-from broken_batches import Seen, train_all
+from broken_batches import Log, train_all
 
 import optaxclip
 
 DRAWN = "autoclip", "zclip", "skip_step"
 
 
-def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, Seen]:
-    """Trains the networks. Returns what was seen of each."""
+def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, Log]:
+    """Trains the networks. Returns the log of each."""
     sgd = optax.sgd(lr, momentum=0.9)
     protections = {
         # As in the paper, the window is the whole run.
@@ -57,14 +57,14 @@ def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, See
     return runs
 
 
-def draw(panels: Any, look: Look, runs: dict[str, Seen]) -> None:
+def draw(panels: Any, look: Look, runs: dict[str, Log]) -> None:
     """Norm and limit of a run, and which steps it clipped or left out."""
     norms = np.concatenate([runs[name]["record/all/norm"] for name in DRAWN])
     for axis, name in zip(panels, DRAWN):
-        seen, norm = runs[name], runs[name]["record/all/norm"]
+        log, norm = runs[name], runs[name]["record/all/norm"]
         action = "skip/step/skipped" if name == "skip_step" else "clip/step/clipped"
-        limit = seen[f"{action.rpartition('/')[0]}/limit"]
-        (steps,) = np.nonzero(seen[action])
+        limit = log[f"{action.rpartition('/')[0]}/limit"]
+        (steps,) = np.nonzero(log[action])
         verb = action.rpartition("/")[2]
         axis.plot(norm, color=look.grey, linewidth=1, label="norm")
         axis.plot(limit, color=look.blue, linewidth=2.5, label="limit")

@@ -38,13 +38,13 @@ TITLES = {
 
 TICKS = 1, 2, 5, 10, 20, 50  # of the loss, without protection up to 45
 
-Seen = dict[str, Any]  # "loss" and all metrics, each with a number for each step
+Log = dict[str, Any]  # "loss" and all metrics, each with a number for each step
 
 
 def main(
     steps: int = 1000, lr: float = 0.2, save: File = None, table: File = None
-) -> dict[str, Seen]:
-    """Trains the four networks. Returns what was seen of each."""
+) -> dict[str, Log]:
+    """Trains the four networks. Returns the log of each."""
     sgd = optax.sgd(lr, momentum=0.9)
     clipped = optax.chain(optaxclip.clip_by_global_norm(1.0), sgd)
     protections = {CLEAN: sgd, "none": sgd, "global norm": clipped}
@@ -53,23 +53,24 @@ def main(
     if save is not None:
         draw_both(save, 3, lambda panels, look: draw(panels, look, runs))
     if table is not None:
-        rows = [{"run": name, "final_loss": final(seen)} for name, seen in runs.items()]
+        rows = [{"run": name, "final_loss": final(log)} for name, log in runs.items()]
         table.write_text(json.dumps(rows, indent=1) + "\n")
     return runs
 
 
-def train_all(protections: dict[str, Any], steps: int) -> dict[str, Seen]:
+def train_all(protections: dict[str, Any], steps: int) -> dict[str, Log]:
     """Runs that meet the same batches, but for the one named CLEAN."""
     runs = {}
     print("protection       final loss  steps clipped  skipped")
     for name, optimizer in protections.items():
-        seen = train(optimizer, is_broken(steps) & (name != CLEAN))
-        flags = [seen[key] for key in seen if key.startswith("clip/step/clipped/")]
-        clipped = np.mean(seen.get("clip/step/clipped", np.any(flags, axis=0)))
-        skipped = np.mean(seen.get("skip/step/skipped", 0.0))
+        log = train(optimizer, is_broken(steps) & (name != CLEAN))
+        # `adagc` has a flag for each tensor.
+        flags = [log[key] for key in log if key.startswith("clip/step/clipped/")]
+        clipped = np.mean(log.get("clip/step/clipped", np.any(flags, axis=0)))
+        skipped = np.mean(log.get("skip/step/skipped", 0.0))
         shares = f"{clipped:13.1%}  {skipped:7.1%}"
-        print(f"{name:15}  {final(seen):10.4g}  {shares}", flush=True)
-        runs[name] = seen
+        print(f"{name:15}  {final(log):10.4g}  {shares}", flush=True)
+        runs[name] = log
     return runs
 
 
@@ -78,13 +79,13 @@ def is_broken(steps: int) -> np.ndarray:
     return np.isin(np.arange(steps), np.arange(FIRST, steps, EVERY))
 
 
-def final(seen: Seen) -> float:
+def final(log: Log) -> float:
     """The mean loss of the last 50 clean batches."""
-    return float(seen["loss"][~is_broken(len(seen["loss"]))][-50:].mean())
+    return float(log["loss"][~is_broken(len(log["loss"]))][-50:].mean())
 
 
-def train(optimizer: Any, broken: np.ndarray) -> Seen:
-    """One run, as one compiled scan, which brings what was seen out of it at once."""
+def train(optimizer: Any, broken: np.ndarray) -> Log:
+    """One run, as one compiled scan, which returns the log of all steps at once."""
     # The first part clips nothing. It records the norm, also where a step is skipped.
     optimizer = optax.named_chain(("all", optaxclip.record_norm()), ("step", optimizer))
     text, random = read_text(), np.random.default_rng(SEED + 1)
@@ -98,8 +99,8 @@ def train(optimizer: Any, broken: np.ndarray) -> Seen:
         windows = jnp.where(is_stuck, character, windows)
         loss, grads = jax.value_and_grad(char_rnn.mean_loss)(network, windows)
         updates, state = optimizer.update(grads, state, network, value=loss)
-        seen = {"loss": loss, **optaxclip.metrics(state)}
-        return (optax.apply_updates(network, updates), state), seen
+        log = {"loss": loss, **optaxclip.metrics(state)}
+        return (optax.apply_updates(network, updates), state), log
 
     network = char_rnn.new_network(len(text.alphabet))
     batches = starts, stuck, broken
@@ -107,14 +108,14 @@ def train(optimizer: Any, broken: np.ndarray) -> Seen:
     return jax.device_get(scan((network, optimizer.init(network)))[1])
 
 
-def draw(panels: Any, look: Look, runs: dict[str, Seen]) -> None:
+def draw(panels: Any, look: Look, runs: dict[str, Log]) -> None:
     """One panel for each run that met the broken batches."""
     broken = is_broken(len(runs[CLEAN]["loss"]))
     (steps,), (marks,) = np.nonzero(~broken), np.nonzero(broken)
     # Means of 20 steps.
     means = {
-        name: np.convolve(seen["loss"][steps], np.full(20, 0.05), "valid")
-        for name, seen in runs.items()
+        name: np.convolve(log["loss"][steps], np.full(20, 0.05), "valid")
+        for name, log in runs.items()
     }
     for axis, name, colour in zip(panels, TITLES, (look.orange, look.blue, look.green)):
         axis.plot(steps[19:], means[CLEAN], color=look.grey, linewidth=4)

@@ -47,28 +47,28 @@ def main(steps: int = 250, lr: float = 0.8) -> dict[str, dict[str, np.ndarray]]:
     text, runs = read_text(), {}
     print("clipping     final loss  validation  largest norm  steps clipped")
     for clipping, clipper in CLIPPERS.items():
-        # The norm before and after tells of any clipper whether it did something.
+        # If the norms before and after differ, the clipper did something.
         optimizer = optax.named_chain(
             ("before", optaxclip.record_norm()),
             ("clipper", clipper),
             ("after", optaxclip.record_norm()),
             ("momentum", optax.sgd(lr, momentum=0.9)),
         )
-        network, seen = train(optimizer, text, steps)
+        network, log = train(optimizer, text, steps)
         validation = jax.jit(mean_loss)(network, text.validation)
-        clipped = np.mean(seen["after"] < seen["before"])
+        clipped = np.mean(log["after"] < log["before"])
         print(
-            f"{clipping:11}  {seen['loss'][-20:].mean():10.4g}  {validation:10.4g}  "
-            f"{seen['before'].max():12.4g}  {clipped:13.0%}",
+            f"{clipping:11}  {log['loss'][-20:].mean():10.4g}  {validation:10.4g}  "
+            f"{log['before'].max():12.4g}  {clipped:13.0%}",
             flush=True,
         )
-        runs[clipping] = seen
+        runs[clipping] = log
     return runs
 
 
 def new_network(characters: int) -> Network:
-    """Weights. An orthogonal recurrence neither stretches nor shrinks what goes through
-    it: it is training that makes the gradients grow.
+    """The first weights. An orthogonal recurrence neither stretches nor shrinks a
+    vector: training makes the gradients grow.
     """
     random = np.random.default_rng(SEED)
     weights = {
@@ -113,15 +113,15 @@ def train(optimizer: Any, text: Text, steps: int) -> tuple[Network, Any]:
         loss, gradient = jax.value_and_grad(mean_loss)(network, windows)
         updates, state = optimizer.update(gradient, state, network)
         report = optaxclip.metrics(state)
-        seen = {name: report[f"record/{name}/norm"] for name in ("before", "after")}
-        return (optax.apply_updates(network, updates), state), {"loss": loss} | seen
+        log = {name: report[f"record/{name}/norm"] for name in ("before", "after")}
+        return (optax.apply_updates(network, updates), state), {"loss": loss} | log
 
     network, random = new_network(len(text.alphabet)), np.random.default_rng(SEED + 1)
     last = len(text.training) - LENGTH
     starts: Any = random.integers(last, size=(steps, BATCH, 1))
     scan = jax.jit(lambda trained: jax.lax.scan(step, trained, starts))
-    (network, _), seen = scan((network, optimizer.init(network)))
-    return network, jax.device_get(seen)
+    (network, _), log = scan((network, optimizer.init(network)))
+    return network, jax.device_get(log)
 
 
 if __name__ == "__main__":

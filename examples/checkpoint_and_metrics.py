@@ -2,12 +2,12 @@
 continues it bit for bit, and finds a limit in the log.
 
 What it shows. `optaxclip.metrics(state)` is a flat dict of numbers, which any logger
-takes. They stay on the device until half of the run is done: to fetch them after every
-step would make it wait each time.
+takes. They stay on the device until half of the run is done: a fetch after every step
+would make the device wait each time.
 
-A limit that learns, as that of `zclip`, has its memory in the optimizer state. Saved
-halfway and restored into shapes alone, as in a new process, the run ends bit for bit
-like one without a break. Restored without the clip's memory it goes another way.
+A limit that learns, such as `zclip`'s, has its memory in the optimizer state. The run
+is saved halfway and restored from shapes alone, as in a new process. It ends bit for
+bit like a run without a break. Without the clip's memory it ends elsewhere.
 
 What it prints. How the runs end, and which share of steps some limits would have
 clipped. --folder PATH keeps log and checkpoint for `tensorboard --logdir PATH`.
@@ -60,8 +60,8 @@ def main(steps: int = 300, folder: _shared.File = None) -> dict[str, Training]:
         norms = optaxclip.replay.read_history(place / "log.jsonl")
     for name, end in ends.items():
         print(f"{name}: {differing(end, straight)} arrays differ from straight")
-    for found in optaxclip.replay.suggest(norms)[:5]:
-        print(f"{found.rule} would have clipped {found.clip_rate:.1%} of the steps")
+    for row in optaxclip.replay.suggest(norms)[:5]:
+        print(f"{row.rule} would have clipped {row.clip_rate:.1%} of the steps")
     return ends
 
 
@@ -102,7 +102,7 @@ def write_log(folder: Path, reports: list[Any]) -> None:
             numbers = {name: float(value) for name, value in report.items()}
             lines.write(json.dumps({"step": step, **numbers}) + "\n")
             for name, number in numbers.items():
-                if np.isfinite(number):  # a limit that there is none of yet is inf
+                if np.isfinite(number):  # inf: a limit that is not known yet
                     board.add_scalar(name, number, step)
 
 
@@ -112,7 +112,7 @@ def save(path: Path, training: Training) -> None:
 
 
 def restore(path: Path) -> Training:
-    """What a new process does: it needs shapes, dtypes and devices, and no values."""
+    """Restores as a new process does: from shapes, dtypes and devices alone."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = jax.eval_shape(new_training)
     shapes = jax.tree.map(lambda x: x.update(sharding=device), shapes)

@@ -30,8 +30,8 @@ import optaxclip
 WIDTH, BLOCKS, HELD_OUT, SEEDS = 64, 8, 500, 2
 RATES = 0.005, 0.01, 0.02, 0.04, 0.08, 0.16
 CHANCE = 0.1  # the accuracy of guessing one of ten digits
-# Of each method the clipping of AGC and the limit of the global norm. An infinite limit
-# only measures, so that one compiled program serves all three.
+# The clipping of AGC and the limit of the global norm, for each method. An infinite
+# limit only measures, so that one compiled program serves all three.
 METHODS = {
     "none": (math.inf, math.inf),
     "adaptive_grad_clip(0.01)": (0.01, math.inf),
@@ -42,7 +42,7 @@ Network = dict[str, Any]
 
 
 def main(steps: int = 200, save: File = None) -> dict[str, np.ndarray]:
-    """Trains all networks. Returns accuracies: of each method float[rates, seeds]."""
+    """Trains all networks. Returns accuracies: float[rates, seeds] for each method."""
     training, held_out = read_digits(HELD_OUT)
     chosen = np.random.default_rng(0).integers(len(training.labels), size=(steps, 128))
     batches = training.images[chosen], training.labels[chosen]
@@ -53,20 +53,20 @@ def main(steps: int = 200, save: File = None) -> dict[str, np.ndarray]:
         trained = train(optimizer, network, batches)
         return jnp.mean(predict(trained, held_out.images).argmax(-1) == held_out.labels)
 
-    networks, found = [new_network(seed) for seed in range(SEEDS)], {}
+    networks, accuracies = [new_network(seed) for seed in range(SEEDS)], {}
     for method, limits in METHODS.items():
-        found[method] = np.zeros((len(RATES), SEEDS), np.float32)
-        for row, rate in zip(found[method], RATES):
+        accuracies[method] = np.zeros((len(RATES), SEEDS), np.float32)
+        for row, rate in zip(accuracies[method], RATES):
             row[:] = [accuracy(network, *limits, rate) for network in networks]
             print(f"{method:24}  rate {rate:<5}  accuracies {row.round(3)}", flush=True)
     if save is not None:
-        draw_both(save, 2, lambda panels, look: draw(panels, look, found))
-    return found
+        draw_both(save, 2, lambda panels, look: draw(panels, look, accuracies))
+    return accuracies
 
 
 def new_optimizer(clipping: Any, max_norm: Any, rate: Any) -> Any:
     """AGC on all but the last layer, the global norm on everything."""
-    # The blocks are stacked for a scan. Unsaid, all would be taken for one matrix.
+    # The blocks are stacked for a scan. Without `stacked` they count as one matrix.
     agc = optaxclip.adaptive_grad_clip(
         clipping, stacked=lambda path, leaf: int(path.startswith("blocks"))
     )
@@ -113,13 +113,13 @@ def predict(network: Network, images: Any) -> jax.Array:
     return x @ network["head"]
 
 
-def draw(panels: Any, look: Look, found: dict[str, np.ndarray]) -> None:
+def draw(panels: Any, look: Look, accuracies: dict[str, np.ndarray]) -> None:
     """A line for each seed, with and without each way to clip."""
-    none, *methods = found
+    none, *methods = accuracies
     for axis, method, colour in zip(panels, methods, (look.blue, look.green)):
         axis.axhline(CHANCE, color=look.grey, linestyle="--")
-        axis.plot(RATES, found[none], "o-", color=look.orange, linewidth=2)
-        axis.plot(RATES, found[method], "o-", color=colour, linewidth=2)
+        axis.plot(RATES, accuracies[none], "o-", color=look.orange, linewidth=2)
+        axis.plot(RATES, accuracies[method], "o-", color=colour, linewidth=2)
         axis.set_title(method, color=colour, weight="bold")
         axis.set(xlabel="learning rate", ylabel="accuracy", xscale="log", ylim=(0, 1))
         axis.set_xticks(RATES, [f"{rate:g}" for rate in RATES])

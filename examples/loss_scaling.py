@@ -9,13 +9,14 @@ and halves the scale, and 50 good steps in a row double it. The right order:
     unscale    the gradients come back `scale` times too long, and a limit is meant for
                the true ones
     clip       so the clip comes after that. In the other order nearly every gradient is
-               cut to the limit, and only then divided by the scale: next to nothing
+               cut to the limit and then divided by the scale, so that next to nothing
+               is left
     skip       around both, `optaxclip.skip_nonfinite`: on overflow parameters, momentum
                and counters stay bit for bit, without a copy of them
 
 `unscale` is a part of the chain that takes the scale as an extra argument. The same
-network in float32 shows what the right order should come to. No error tells of the
-mistake, and Adam would hide it. `clip/clipped_share` at 1 tells of it.
+network in float32 shows the loss that the right order should reach. The wrong order
+raises no error, and Adam would hide it. A `clip/clipped_share` of 1 shows it.
 
 What it prints. For each run the loss at the end, the median norm that arrived at the
 optimizer, the share of clipped steps, how many were skipped, and the last scale.
@@ -47,18 +48,18 @@ class LossScale(NamedTuple):
 
 
 def main(steps: int = 300) -> dict[str, dict[str, np.ndarray]]:
-    """Trains the three networks. Returns what was seen at every step of each."""
+    """Trains the three networks. Returns the log of each."""
     orders = ("clip", "unscale"), ("unscale", "clip"), ("clip", "unscale")
     dtypes, runs = (jnp.float32, jnp.float16, jnp.float16), {}
     print("run                     final loss  norm  clipped  skipped (unmoved)  scale")
     for dtype, order in zip(dtypes, orders):
         name = f"{dtype.__name__}: {', '.join(order)}"
-        runs[name] = seen = train(dtype, order, steps)
-        good = seen["skipped"] == 0
-        norm, clipped = np.median(seen["arrived"][good]), seen["clipped"][good].mean()
-        skipped = f"{(~good).sum()} ({seen['unmoved'].sum()})"
-        scale = f"2^{np.log2(seen['scale'][-1]):.0f}"
-        numbers = f"{seen['loss'][-20:].mean():10.4f}  {norm:.2g}  {clipped:7.1%}"
+        runs[name] = log = train(dtype, order, steps)
+        good = log["skipped"] == 0
+        norm, clipped = np.median(log["arrived"][good]), log["clipped"][good].mean()
+        skipped = f"{(~good).sum()} ({log['unmoved'].sum()})"
+        scale = f"2^{np.log2(log['scale'][-1]):.0f}"
+        numbers = f"{log['loss'][-20:].mean():10.4f}  {norm:.2g}  {clipped:7.1%}"
         print(f"{name:22}  {numbers}  {skipped:>17}  {scale}", flush=True)
     return runs
 
@@ -106,16 +107,16 @@ def train(dtype: Any, order: tuple[str, ...], steps: int) -> dict[str, np.ndarra
         updates, after = optimizer.update(grads, state, params, loss_scale=scale)
         new = optax.apply_updates(params, updates)
         report = optaxclip.metrics(after)
-        seen = {"loss": loss / scale, "scale": scale}
-        seen["arrived"] = report["record/arrived/norm"]
-        seen["clipped"] = report["clip/clipped"]
-        seen["skipped"] = report["skip/skipped"]
+        log = {"loss": loss / scale, "scale": scale}
+        log["arrived"] = report["record/arrived/norm"]
+        log["clipped"] = report["clip/clipped"]
+        log["skipped"] = report["skip/skipped"]
         both = (params, state.inner_state), (new, after.inner_state)
         same = jax.tree.map(lambda old, new: jnp.all(old == new), *both)
-        seen["unmoved"] = jnp.all(jnp.array(jax.tree.leaves(same)))
+        log["unmoved"] = jnp.all(jnp.array(jax.tree.leaves(same)))
         if is_scaled:
             loss_scale = adjust(loss_scale, report["skip/skipped"] == 1)
-        return (new, after, loss_scale), seen
+        return (new, after, loss_scale), log
 
     (images, labels), _ = read_digits(held_out=0)
     chosen = np.random.default_rng(0).integers(len(labels), size=(steps, BATCH))

@@ -7,8 +7,8 @@ be the same would drift apart without a word. Here two processes with two device
 clip under jit with sharded arrays, in a typed shard_map, and in pmap after gradients
 are averaged. No mode needs an argument that says how many processes there are.
 
-What it prints. For each mode and process the norm that the clipper measured, that of
-the clipped gradients, and a digest of their bits. It raises if processes differ.
+What it prints. For each mode and process the norm before the clip, the norm after it,
+and a digest of the clipped bits. It raises if processes differ.
 
     python examples/multi_process.py
 """
@@ -31,10 +31,10 @@ PROCESSES, DEVICES_EACH, AXIS, MAX_NORM = 2, 2, "devices", 1.0
 SHAPES = {"embedding": (6, 12), "weight": (8, 5), "scale": (5,)}
 SPECS = {"embedding": P(None, AXIS), "weight": P(AXIS, None), "scale": P()}
 
-Seen = dict[str, tuple[float, float, str]]  # of each mode: two norms and a digest
+Report = dict[str, tuple[float, float, str]]  # of each mode: two norms and a digest
 
 
-def main() -> list[Seen]:
+def main() -> list[Report]:
     """Starts the processes, prints what each saw, and returns it."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -42,26 +42,26 @@ def main() -> list[Seen]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(PROCESSES, context) as pool:
         tasks = [pool.submit(one_process, n, port) for n in range(PROCESSES)]
-        seen = [task.result() for task in tasks]
+        reports = [task.result() for task in tasks]
     print("mode               process  norm before  norm after  digest")
-    for mode, first in seen[0].items():
-        for process, modes in enumerate(seen):
+    for mode, first in reports[0].items():
+        for process, modes in enumerate(reports):
             before, after, digest = modes[mode]
             print(f"{mode:17}  {process:7}  {before:11.7f}  {after:10.7f}  {digest}")
             if modes[mode] != first:
                 raise RuntimeError(f"{mode}: the processes saw different things")
-    return seen
+    return reports
 
 
-def one_process(process: int, port: int) -> Seen:
-    """What each process does: the same as the other, on its own devices."""
+def one_process(process: int, port: int) -> Report:
+    """Does in each process the same as in the other, on its own devices."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES_EACH)
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process)
     modes = clip_in_jit, clip_in_shard_map, clip_in_pmap
-    seen = {clip.__name__: described(*clip()) for clip in modes}
+    reports = {clip.__name__: described(*clip()) for clip in modes}
     jax.distributed.shutdown()
-    return seen
+    return reports
 
 
 def new_gradients() -> dict[str, np.ndarray]:
@@ -71,23 +71,24 @@ def new_gradients() -> dict[str, np.ndarray]:
 
 def clip_in_jit() -> Any:
     """Arrays know how they are split, and XLA adds the communication."""
-    return whole(jax.jit(clipped)(on_devices()))
+    return replicated(jax.jit(clipped)(on_devices()))
 
 
 def clip_in_shard_map() -> Any:
     """Every device sees its part. Types tell the clipper which leaves are parts."""
     split = jax.shard_map(clipped, in_specs=(SPECS,), out_specs=(SPECS, P()))
     with jax.set_mesh(new_mesh()):
-        return whole(jax.jit(split)(on_devices()))
+        return replicated(jax.jit(split)(on_devices()))
 
 
 def clip_in_pmap() -> Any:
     """Every device has gradients of its own, which are averaged and then clipped."""
-    # A process hands in those of its devices only.
+    # A process passes only the gradients of its devices.
     shares = np.array([[0.5, 1.5], [0.25, 1.75]], np.float32)[jax.process_index()]
-    own = {name: np.multiply.outer(shares, x) for name, x in new_gradients().items()}
+    gradients = new_gradients()
+    gradients = {name: np.multiply.outer(shares, x) for name, x in gradients.items()}
     clip = jax.pmap(lambda x: clipped(jax.lax.pmean(x, AXIS)), AXIS, out_axes=None)
-    return clip(own)
+    return clip(gradients)
 
 
 def clipped(gradients: Any) -> tuple[Any, Any]:
@@ -104,7 +105,7 @@ def new_mesh() -> jax.sharding.Mesh:
 
 
 def on_devices() -> Any:
-    """The gradients, of which every process places its part on its devices."""
+    """The gradients. Every process places its part on its devices."""
 
     def place(leaf: np.ndarray, spec: P) -> jax.Array:
         split = NamedSharding(new_mesh(), spec)
@@ -113,8 +114,8 @@ def on_devices() -> Any:
     return jax.tree.map(place, new_gradients(), SPECS)
 
 
-def whole(tree: Any) -> Any:
-    """The same arrays, with all of each on every device."""
+def replicated(tree: Any) -> Any:
+    """The same arrays, whole on every device."""
     everywhere = NamedSharding(new_mesh(), P())
     return jax.jit(lambda tree: tree, out_shardings=everywhere)(tree)
 

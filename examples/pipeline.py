@@ -3,10 +3,10 @@ its own, by the budget of `optaxclip.release`.
 
 What it shows. Each stage lives on a device of its own (parts of one CPU). The clip of
 the global norm needs the norms of all stages before any of them can update. A budget
-needs what is left of the limit, which goes down with the cotangent:
+needs only the rest of the limit, which goes down with the cotangent:
 
     forward     activation, sum of all squares, sum of the shares below
-    backward    cotangent, what is left of the limit, sum of the squares above
+    backward    cotangent, rest of the limit, sum of the squares above
 
 A stage clips its gradient by what it may spend, and updates at once. All stages
 together never step by more than the limit. Shares are averages of earlier steps.
@@ -37,12 +37,12 @@ from jax.sharding import PartitionSpec as P
 import optaxclip
 
 STAGES, WIDTH, BATCH, LIMIT, RATE, KEEP = 4, 16, 32, 0.5, 0.2, 0.9
-# Of one stage. The limit is given in each step.
+# Clips one stage. Each step passes its limit.
 CLIPPER = optaxclip.clip_by_global_norm(1.0, mesh_axes=None)
 
 
 class Message(NamedTuple):
-    """What a stage hands to the next one, or the one before."""
+    """A stage sends it to the next stage, or to the stage before."""
 
     array: Array  # an activation or its cotangent
     numbers: Array  # float[2]
@@ -56,7 +56,7 @@ def main(steps: int = 100, seed: int = 0) -> dict[str, np.ndarray]:
     target = np.float32(random.normal(size=(WIDTH, WIDTH)))
     shares, total = jnp.full(STAGES, 1 / STAGES), jnp.zeros(STAGES)
     squares = jnp.zeros(STAGES)
-    seen: dict[str, list[Any]] = {"loss": [], "squares": [], "limits": []}
+    log: dict[str, list[Any]] = {"loss": [], "squares": [], "limits": []}
     for number in range(steps):
         x = jnp.asarray(random.normal(size=(BATCH, WIDTH)), jnp.float32)
         # One batch in twenty is broken.
@@ -64,13 +64,13 @@ def main(steps: int = 100, seed: int = 0) -> dict[str, np.ndarray]:
         weights, shares, squares, total, loss, limits = step(
             weights, shares, squares, total, x, y
         )
-        for name, value in zip(seen, (loss[-1], squares, limits)):
-            seen[name].append(np.asarray(value))
+        for name, value in zip(log, (loss[-1], squares, limits)):
+            log[name].append(np.asarray(value))
         if number % 10 == 9:
             after = np.minimum(squares, limits**2).sum() ** 0.5
             before = float(squares.sum() ** 0.5)
             print(f"{loss[-1]:.3f}  {before:.3f}  {after / LIMIT:.6f}", flush=True)
-    return {name: np.array(values) for name, values in seen.items()}
+    return {name: np.array(values) for name, values in log.items()}
 
 
 def stage(weights: Array, x: Array) -> Array:
@@ -130,7 +130,6 @@ def step(
         limits = jnp.where(is_turn, limit, limits)
         total = above + norm**2
         message = sent(Message(cotangent, jnp.stack([left, total])), -1)
-    # Of the first stage, which the next step begins with.
     values = weights, share, square, total, loss, limits
     return tuple(value[None] for value in values)
 

@@ -3,7 +3,7 @@ each for actor and critic.
 
 What it shows. Everybody's PPO clips actor and critic together by a global norm of 0.5.
 The critic has to learn returns of up to a hundred, so its gradient is many times as
-long as the actor's, and decides alone what the actor's is multiplied by.
+long as the actor's. It alone decides how much the actor's gradient is shortened.
 `clip_by_group_norm` has a limit for each. Which run learns faster depends on the seed.
 
 What it prints. Now and then the mean return of the last episodes (at most 500), and
@@ -15,7 +15,7 @@ Reference: Andrychowicz et al., What matters in on-policy RL?, 2020 (arXiv 2006.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,50 +44,66 @@ def main(steps: int = 32, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def learn(name: str, clipper: Any, steps: int, seed: int) -> np.ndarray:
-    """One run, in games that begin anew as soon as one is over."""
+    """One run. A game that is over begins anew."""
     before = optaxclip.clip_by_group_norm(None, PARTS)  # only measures
     adam = optax.adam(1e-3, eps=1e-5)
     optimizer = optax.named_chain(("all", before), ("limit", clipper), ("adam", adam))
     sizes = {"actor": (4, 64, 64, 2), "critic": (4, 64, 64, 1)}
     params = {part: new_perceptron(*sizes[part], seed=seed) for part in PARTS}
-    state, update = optimizer.init(params), jax.jit(partial(improve, optimizer))
-    kind = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
-    games = gymnasium.make_vec("CartPole-v1", GAMES, "sync", vector_kwargs=kind)
+    state = optimizer.init(params)
+    update = jax.jit(partial(improve, optimizer))
+    options = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+    games = gymnasium.make_vec("CartPole-v1", GAMES, "sync", vector_kwargs=options)
     games = gymnasium.wrappers.vector.RecordEpisodeStatistics(games)
-    start, seen = games.reset(seed=seed)[0], np.zeros((steps, 4))
+    observation, _ = games.reset(seed=seed)
+    table = np.zeros((steps, 4))
     for number, key in enumerate(jax.random.split(jax.random.key(seed), steps)):
-        rollout, start = play(params, games, start, key)
-        params, state, report = update(params, state, rollout, key)
-        numbers = [report[f"clip/all/norm_before/{part}"] for part in PARTS]
-        numbers += [x for key, x in report.items() if "/limit/factor" in key]
-        seen[number] = np.mean(games.return_queue), *np.median(numbers[:3], axis=1)
+        play_key, batch_key = jax.random.split(key)
+        rollout = play(params, games, observation, play_key)
+        observation = rollout.last
+        params, state, report = update(params, state, rollout, batch_key)
+        norms = [report[f"clip/all/norm_before/{part}"] for part in PARTS]
+        factor = report.get("clip/limit/factor", report.get("clip/limit/factor/actor"))
+        medians = np.median([*norms, factor], axis=1)
+        table[number] = np.mean(games.return_queue), *medians
         if number % max(1, steps // 8) == 0:
-            shown = "{:6.1f}  {:10.3f}  {:11.2f}  {:12.3f}".format(*seen[number])
+            shown = "{:6.1f}  {:10.3f}  {:11.2f}  {:12.3f}".format(*table[number])
             print(f"{name:10}  {number:7}  {shown}", flush=True)
-    return seen
+    return table
 
 
-def play(params: Any, games: Any, observation: Any, key: Any) -> tuple[Any, Any]:
-    """Observations, actions, rewards and ends of LENGTH steps, and what comes next."""
+class Rollout(NamedTuple):
+    """LENGTH steps of all games."""
+
+    observations: Any  # float32[LENGTH, GAMES, 4]
+    actions: Any  # int[LENGTH, GAMES]
+    rewards: Any  # float32[LENGTH, GAMES]
+    ends: Any  # bool[LENGTH, GAMES]: the step ended the game
+    last: Any  # float32[GAMES, 4]: the observations after the last step
+
+
+def play(params: Any, games: Any, observation: Any, key: jax.Array) -> Rollout:
     rows = []
-    for own in jax.random.split(key, LENGTH):
-        action = np.asarray(draw(own, logits(params["actor"], observation)))
+    for move_key in jax.random.split(key, LENGTH):
+        action = np.asarray(draw(move_key, logits(params["actor"], observation)))
         after, reward, fell, lasted, _ = games.step(action)
         rows.append((observation, action, reward.astype(np.float32), fell | lasted))
         observation = after
-    return [np.stack(column) for column in zip(*rows)], observation
+    observations, actions, rewards, ends = map(np.stack, zip(*rows))
+    return Rollout(observations, actions, rewards, ends, observation)
 
 
 def improve(optimizer: Any, params: Any, state: Any, rollout: Any, key: Any) -> Any:
-    """Some steps of the optimizer. The third result are their metrics."""
-    observations, actions, _, _ = rollout
-    old = log_probabilities(params, observations, actions)
-    samples = observations, actions, old, *judge(params["critic"], rollout)
+    """Takes UPDATES steps. Returns weights, state and the metrics of each step."""
+    old = log_probabilities(params, rollout.observations, rollout.actions)
+    advantages, returns = judge(params["critic"], rollout)
+    samples = rollout.observations, rollout.actions, old, advantages, returns
     samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
 
     def step(trained: Any, chosen: jax.Array) -> Any:
         params, state = trained
-        grads = jax.grad(loss)(params, *(x[chosen] for x in samples))
+        batch = jax.tree.map(lambda x: x[chosen], samples)
+        grads = jax.grad(loss)(params, batch)
         updates, state = optimizer.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), optaxclip.metrics(state)
 
@@ -96,18 +112,20 @@ def improve(optimizer: Any, params: Any, state: Any, rollout: Any, key: Any) -> 
     return params, state, report
 
 
-def judge(critic: Any, rollout: Any) -> tuple[jax.Array, jax.Array]:
+def judge(critic: Any, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
     """Generalised advantages, and the returns that the critic should have expected."""
-    observations, _, rewards, ends = rollout
-    values = perceptron(critic, observations)[..., 0]
+    values = perceptron(critic, rollout.observations)[..., 0]
+    last_value = perceptron(critic, rollout.last)[..., 0]
 
     def backwards(later: Any, now: Any) -> Any:
-        (advantage, next_value), (reward, end, value) = later, now
+        advantage, next_value = later
+        reward, end, value = now
         surprise = reward + 0.99 * jnp.where(end, 0, next_value) - value
         advantage = surprise + 0.99 * 0.95 * jnp.where(end, 0, advantage)
         return (advantage, value), advantage
 
-    start, history = (jnp.zeros(GAMES), values[-1]), (rewards, ends, values)
+    start = jnp.zeros_like(last_value), last_value
+    history = rollout.rewards, rollout.ends, values
     _, advantages = jax.lax.scan(backwards, start, history, reverse=True)
     return advantages, advantages + values
 
@@ -117,12 +135,14 @@ def log_probabilities(params: Any, observations: Any, actions: Any) -> jax.Array
     return jnp.take_along_axis(scores, actions[..., None], axis=-1)[..., 0]
 
 
-def loss(params: Any, seen: Any, actions: Any, old: Any, gains: Any, goals: Any) -> Any:
-    """PPO's own clip, which is one of probabilities, and the critic's squared error."""
-    ratio = jnp.exp(log_probabilities(params, seen, actions) - old)
-    gains = (gains - gains.mean()) / (gains.std() + 1e-8)
-    gain = jnp.minimum(ratio * gains, jnp.clip(ratio, 0.8, 1.2) * gains)
-    error = (perceptron(params["critic"], seen)[..., 0] - goals) ** 2
+def loss(params: Any, samples: Any) -> jax.Array:
+    """PPO's loss, which clips ratios of probabilities, plus the critic's error."""
+    observations, actions, old, advantages, returns = samples
+    ratio = jnp.exp(log_probabilities(params, observations, actions) - old)
+    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    near_one = jnp.clip(ratio, 0.8, 1.2)
+    gain = jnp.minimum(ratio * advantages, near_one * advantages)
+    error = (perceptron(params["critic"], observations)[..., 0] - returns) ** 2
     return 0.25 * error.mean() - gain.mean()
 
 

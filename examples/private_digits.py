@@ -70,8 +70,8 @@ def main(
     print(f"noise scale: {scales[0]:.3g} before training, {scales[1]:.3g} after")
     norms = np.asarray(looks[1].norms)
     longest = np.argsort(norms)[::-1][:LONGEST]
-    found = np.sum(wrong[longest])
-    print(f"of {WRONG} wrong labels {found} are among the {LONGEST} longest gradients:")
+    count = np.sum(wrong[longest])
+    print(f"of {WRONG} wrong labels {count} are among the {LONGEST} longest gradients:")
     for image in longest[:10]:
         mark = "  wrong on purpose" if wrong[image] else ""
         print(f"image {image:4}  norm {norms[image]:6.2f}{mark}")

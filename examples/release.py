@@ -37,7 +37,7 @@ def main(steps: int = 100) -> dict[str, Any]:
     random = np.random.default_rng(0)
     starts = random.integers(len(text.training) - LENGTH - 1, size=(steps, 16, 1))
     for name in ("usual", "remat", *OPTIONS):
-        params, seen = new_params(len(text.alphabet), 4, 64), []
+        params, timed = new_params(len(text.alphabet), 4, 64), []
         init, step = training(name)
         windows = text.training[starts[0] + np.arange(LENGTH + 1)]
         state = init(params, windows)
@@ -46,10 +46,10 @@ def main(steps: int = 100) -> dict[str, Any]:
             begin = time.perf_counter()
             windows = text.training[start + np.arange(LENGTH + 1)]
             params, state, loss = step(params, state, windows)
-            seen.append((float(loss), time.perf_counter() - begin))
-        losses[name], seconds = np.transpose(seen)
+            timed.append((float(loss), time.perf_counter() - begin))
+        losses[name], seconds = np.transpose(timed)
         milliseconds = 1000 * np.median(seconds)
-        print(f"{name:10} loss {seen[-1][0]:.4f}  {milliseconds:.1f} ms", flush=True)
+        print(f"{name:10} loss {timed[-1][0]:.4f}  {milliseconds:.1f} ms", flush=True)
     return losses
 
 

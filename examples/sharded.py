@@ -1,13 +1,13 @@
 """Trains one network in three ways on eight devices, clipped by the global norm, and
 shows that all three are the same run.
 
-What it shows. A norm over devices counts what is split once for each part, and what is
-replicated only once. The same run on one device, and on eight (parts of one CPU):
+What it shows. A norm over devices counts every part of a split leaf, and a replicated
+leaf only once. The run is the same on one device and on eight (parts of one CPU):
 
     jit          matrices are split (FSDP). XLA sees to the communication
-    shard_map    the same by hand. Types tell the clipper what is split
+    shard_map    the same by hand. Types tell the clipper which leaves are split
     zero         each device updates an eighth of each leaf (ZeRO). Without types,
-                 mesh_axes="devices" says what is split
+                 mesh_axes="devices" says that leaves are split
 
 What it prints. The first and last norm and loss, and how far all are from one device's.
 
@@ -36,16 +36,18 @@ def main(steps: int = 50) -> dict[str, np.ndarray]:
     """Trains in all ways. Returns float[steps, 2] of each: norms and losses."""
     (images, labels), _ = read_digits(held_out=0)
     chosen = np.random.default_rng(0).integers(len(labels), size=(steps, BATCH))
-    found: dict[str, np.ndarray] = {}
+    runs: dict[str, np.ndarray] = {}
     print("            first norm and loss  last norm and loss   apart")
     for way in (one_device, jit, shard_map, zero):
         step, params, state = way(new_perceptron(64, 128, 128, 16))
-        found[way.__name__] = seen = np.zeros((steps, 2))
-        for row, batch in zip(seen, chosen):
+        runs[way.__name__] = numbers = np.zeros((steps, 2))
+        for row, batch in zip(numbers, chosen):
             params, state, row[:] = step(params, state, images[batch], labels[batch])
-        apart = np.abs(seen / found["one_device"] - 1).max()
-        print(f"{way.__name__:10}  {seen[0]}  {seen[-1]}  {apart:.0e}", flush=True)
-    return found
+        apart = np.abs(numbers / runs["one_device"] - 1).max()
+        print(
+            f"{way.__name__:10}  {numbers[0]}  {numbers[-1]}  {apart:.0e}", flush=True
+        )
+    return runs
 
 
 def mean_loss(params: Any, images: Any, labels: Any) -> jax.Array:
@@ -54,7 +56,7 @@ def mean_loss(params: Any, images: Any, labels: Any) -> jax.Array:
 
 def new_optimizer(mesh_axes: str = "auto") -> Any:
     clipper = optaxclip.clip_by_global_norm(MAX_NORM, mesh_axes=mesh_axes)
-    # Not Adam: where a gradient is almost zero, it makes another step of each rounding.
+    # Not Adam: where a gradient is almost zero, each rounding changes Adam's step.
     return optax.chain(clipper, optax.sgd(0.5, momentum=0.9))
 
 
@@ -66,7 +68,7 @@ def take_step(loss_of: Any, params: Any, state: Any, images: Any, labels: Any) -
 
 
 def one_device(params: Any) -> Any:
-    """A step, and the weights and the state that it begins with, as all ways give."""
+    """Returns a step, and its first weights and state, as all ways do."""
     return jax.jit(partial(take_step, mean_loss)), params, new_optimizer().init(params)
 
 
@@ -77,8 +79,8 @@ def jit(params: Any) -> Any:
 
 
 def shard_map(params: Any) -> Any:
-    """The loss is averaged inside the differentiated function: then the gradient of a
-    gathered leaf is scattered, and that of a replicated one summed, by itself.
+    """Averages the loss inside the differentiated function. Then JAX itself scatters
+    the gradient of a gathered leaf, and sums the gradient of a replicated leaf.
     """
     start = params, new_optimizer().init(params)
     specs = jax.tree.map(spec, start)
@@ -99,9 +101,9 @@ def zero(params: Any) -> Any:
         add_up = partial(lax.psum_scatter, axis_name=AXIS, tiled=True)
         grads = jax.tree.map(lambda leaf: add_up(leaf) / DEVICES, grads)
         place = lax.axis_index(AXIS)
-        own = jax.tree.map(lambda x: jnp.stack(jnp.split(x, DEVICES))[place], params)
-        updates, state = optimizer.update(grads, state, own)
-        params = jax.tree.map(gathered, optax.apply_updates(own, updates))
+        shard = jax.tree.map(lambda x: jnp.stack(jnp.split(x, DEVICES))[place], params)
+        updates, state = optimizer.update(grads, state, shard)
+        params = jax.tree.map(gathered, optax.apply_updates(shard, updates))
         norm = optaxclip.metrics(state)["clip/norm_before"]
         return params, state, jnp.array([norm, lax.pmean(loss, AXIS)])
 

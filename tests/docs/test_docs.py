@@ -204,8 +204,8 @@ METHODS = (DOCS / "methods.md").read_text()
 
 
 def test_every_public_name_of_the_tables_exists():
-    # The tables of clippers and of shrinks. That of switches names parameters.
-    tables = METHODS[: METHODS.index("### Four switches")]
+    # The tables of clippers and of shrinks. The table of choices names arguments.
+    tables = METHODS[: METHODS.index("### Four choices")]
     clippers, shrinks = tables.split("| shrink | new norm")
     names = re.findall(r"^\| `([\w.]+)", clippers, re.MULTILINE)
     names += [f"shrinks.{name}" for name in re.findall(r"^\| `(\w+)", shrinks, re.M)]

@@ -214,6 +214,25 @@ def test_one_limit_measures_the_critic_and_two_leave_the_actor_alone(ppo):
     assert (runs["two limits"][:, 3] == 1).all()
 
 
+def test_advantages_are_those_of_the_equation(ppo):
+    """In float64: the sum of later surprises, up to the end of the game."""
+    random, steps = np.random.default_rng(0), 12
+    critic = ppo.new_perceptron(4, 8, 1)
+    observations = random.normal(size=(steps + 1, 3, 4)).astype("float32")
+    rewards = random.normal(size=(steps, 3)).astype("float32")
+    ends = random.random((steps, 3)) < 0.2
+    rollout = ppo.Rollout(observations[:-1], None, rewards, ends, observations[-1])
+    advantages, returns = ppo.judge(critic, rollout)
+    values = np.float64(ppo.perceptron(critic, observations)[..., 0])
+    wanted, later = np.zeros((steps, 3)), np.zeros(3)
+    for step in reversed(range(steps)):
+        goes_on = 1 - ends[step]
+        surprise = rewards[step] + 0.99 * goes_on * values[step + 1] - values[step]
+        wanted[step] = later = surprise + 0.99 * 0.95 * goes_on * later
+    np.testing.assert_allclose(advantages, wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(returns, wanted + values[:-1], rtol=1e-4, atol=1e-5)
+
+
 # One layer at a time.
 
 

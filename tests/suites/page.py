@@ -11,11 +11,11 @@ HEAD = [
     "|---|---|---|---|---|---|---|",
 ]
 INTRO = """
-Other packages ship the tests of their clipping functions. `python -m tests.suites` runs
-these tests twice: as they are, and with our functions in place of theirs. It downloads
-nothing, and takes the versions that are installed. It fails if a test ends differently
-without an explanation below, if a test that is explained does not differ, or if the
-tests of a row never call one of our functions.
+Other packages test their clipping functions. `python -m tests.suites` runs these tests
+twice: as they are, and with our functions in place of theirs. Nearly all end alike. The
+others are explained below. The command downloads nothing, and takes the versions that
+are installed. It fails if a difference is not explained, if an explained difference is
+gone, or if the tests of a row never call one of our functions.
 """
 COLUMNS = """
 `theirs` and `with ours` count the tests that passed, failed and were skipped. `calls`
@@ -23,10 +23,10 @@ says how often the tests called our functions. `differ` counts the tests that en
 differently.
 """
 CASES = """
-Rows with `cases` in place of a version are numbers that were taken from tests which are
-not shipped, or need another language. They are in `tests/references/cases.json`, and
-`tests/core/test_conformance.py` compares all of them. There, `theirs` counts the cases,
-and a case counts as failed where we decide otherwise on purpose.
+Some tests are not shipped, or need another language. Their numbers were copied to
+`tests/references/cases.json`, and `tests/core/test_conformance.py` compares all of
+them. Their rows have `cases` in place of a version. There `theirs` counts the cases,
+and a case counts as failed if we decide otherwise on purpose.
 """
 
 
