@@ -46,7 +46,7 @@ CLAIMS = [
     ),
     Claim(
         "AdaGC, [2502.11034](https://arxiv.org/abs/2502.11034)",
-        "abstract",
+        "figure 1, abstract",
         "better than the global norm, and no spikes, such as those of broken data",
         [
             Duel("transformer", "adagc()", GLOBAL),
@@ -71,13 +71,13 @@ CLAIMS = [
     ),
     Claim(
         "SPAM, [2501.06842](https://arxiv.org/abs/2501.06842)",
-        "abstract",
+        "table 1, figure 2",
         "better than Adam and its variants, since it counters spikes of 1,000 times",
         [Duel("transformer", SPAM, "none"), Duel("transformer", SPAM, GLOBAL, fault=2)],
     ),
     Claim(
         "Stable-SPAM, [2502.17055](https://arxiv.org/abs/2502.17055)",
-        "abstract",
+        "figure 1, abstract",
         "in 4 bits better than Adam and than SPAM, above all at high rates",
         [
             Duel("4 bits", STABLE_SPAM, "none"),
