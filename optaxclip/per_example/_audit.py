@@ -1,0 +1,151 @@
+"""An audit of what noise must hide: it tries how much one example can change a sum.
+
+Each pattern takes the place of the first example. In cancelling patterns the positions
+of one array, along its first axis, are +-2^k times one direction, and all other arrays
+are the same at each position. So the terms of the positions cancel, and leave their
+rounding behind.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr
+
+from ._noise import sum_in
+from ._problem import check_function
+
+TRIED = 16  # examples, and tokens of each array
+
+
+class Sensitivity(NamedTuple):
+    """How much one example changes a sum, at the worst of what was tried.
+
+    Attributes:
+      change: the norm of the sum with the example, less the sum without it. inf where
+        this is not finite.
+      pattern: what the example was, such as "nan in batch[0]".
+      limit: what the change should not exceed but for rounding, as it was given.
+    """
+
+    change: float
+    pattern: str
+    limit: float
+
+
+def sensitivity(
+    grad_fn: Callable[..., Any], params: Any, *batch: Any, limit: float
+) -> Sensitivity:
+    """Tries examples that may change a sum of clipped gradients by more than the limit,
+    and returns the largest change.
+
+    In the place of the first example of the batch it puts others: large, small and
+    broken numbers, numbers that cancel, all alike or of random sizes, single tokens,
+    and the other examples of the batch. For each it compares the sum with the one in
+    which `mask=` leaves out the first place. It finds faults, such as a parameter that
+    is not clipped, or rounding that is not measured. It proves nothing: the `change` of
+    `explain_clipped_grad` is proved.
+
+    Args:
+      grad_fn: what training uses, `grad_fn(params, *batch, mask=mask)`, best jitted: it
+        is called ten times for each array of an example. It returns a sum, before noise
+        is added: a result of `clipped_grad(..., mean=False)` or a tree of gradients.
+      params: the parameters. Random ones will do.
+      batch: arguments with at least two examples, pytrees whose first axes count them.
+        Floats and integers are replaced, one array at a time, integers by values that
+        the batch has. Sequences should have at least 16 positions.
+      limit: the largest change that is allowed: `max_norm`, the root of the sum of
+        squares for several.
+
+    Returns:
+      A `Sensitivity`: the largest `change`, and the `pattern` that makes it.
+
+    Raises:
+      ValueError: a mean instead of a sum.
+      TypeError: a `grad_fn` that is not a function, or takes no `mask=`.
+
+    Example:
+      >>> def loss(w, x):
+      ...     return 0.5 * (w - x) ** 2
+      >>> grad = optaxclip.clipped_grad(loss, 1.0, mean=False)
+      >>> batch = jnp.array([2.5, 1.0, 4.0, 3.0])
+      >>> found = optaxclip.sensitivity(jax.jit(grad), 3.0, batch, limit=1.0)
+      >>> print(f"{found.change:.3f}")
+      1.000
+      >>> def no_clip(w, x, mask):
+      ...     return jnp.sum(jnp.where(mask, w - x, 0))
+      >>> optaxclip.sensitivity(no_clip, 3.0, batch, limit=1.0)
+      Sensitivity(change=inf, pattern='nan in batch[0]', limit=1.0)
+    """
+    check_function("sensitivity: grad_fn", grad_fn)
+    # On one device, also where a mesh has split it.
+    batch = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), batch)
+    is_present = np.ones(len(jax.tree.leaves(batch)[0]), bool)
+
+    def total(batch: Any, mask: np.ndarray) -> list[np.ndarray]:
+        sums = sum_in(grad_fn(params, *batch, mask=mask), "sensitivity")
+        return [np.asarray(x).astype(np.complex128) for x in jax.tree.leaves(sums)]
+
+    # In its place, since the gradients of others have other bits in a shorter batch.
+    sums_without = total(batch, np.arange(is_present.size) > 0)
+    results = []
+    with np.errstate(all="ignore"):
+        for pattern, example in _patterns(batch):
+            tried = jax.tree.map(lambda x, row: x.at[0].set(row), batch, example)
+            norms = []
+            for sum_with, sum_without in zip(total(tried, is_present), sums_without):
+                norms.append(np.linalg.norm(sum_with - sum_without))
+            change = float(np.linalg.norm(norms))
+            if not np.isfinite(change):
+                change = np.inf
+            results.append(Sensitivity(change, pattern, limit))
+    return max(results)
+
+
+def _patterns(batch: Any) -> Iterator[tuple[str, Any]]:
+    """The examples that are tried, with their names."""
+    entries, treedef = jax.tree.flatten_with_path(batch)
+    for index in range(min(TRIED, len(entries[0][1]))):
+        rows = [array[index] for _, array in entries]
+        yield f"example {index}", treedef.unflatten(rows)
+    examples = [array[0] for _, array in entries]
+    alike = [jnp.broadcast_to(x[:1], x.shape) if x.ndim else x for x in examples]
+    yield "all positions alike", treedef.unflatten(alike)
+    random = np.random.default_rng(0)
+    for index, (path, array) in enumerate(entries):
+        patterns: dict[str, Any] = {}
+        if jnp.issubdtype(array.dtype, jnp.inexact):
+            patterns = _numbers(array[0], random)
+        elif jnp.issubdtype(array.dtype, jnp.integer):
+            tokens = np.unique(array)
+            for token in random.choice(tokens, min(TRIED, tokens.size), replace=False):
+                patterns[str(token)] = np.full(array.shape[1:], token)
+        for pattern, tried in patterns.items():
+            arrays = list(alike)
+            arrays[index] = jnp.asarray(tried, array.dtype)
+            yield f"{pattern} in batch{keystr(path)}", treedef.unflatten(arrays)
+
+
+def _numbers(array: jax.Array, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Floats for an array of one example, by the names of patterns."""
+    count = array.shape[0] if array.ndim else 1
+    half = count // 2
+    top = int(jnp.finfo(array.dtype).maxexp)
+    direction = random.standard_normal(array.shape[1:])
+    powers = np.exp2(random.integers(top // 12, top // 2, half))
+    patterns: dict[str, Any] = {}
+    patterns["random +-2^k"] = random.permutation([*powers, *-powers])
+    patterns["random +-1e9"] = random.permutation(np.repeat([1e9, -1e9], half))
+    for power in (top // 4, top // 2, 3 * top // 4):
+        patterns[f"aligned +-2^{power}"] = [2.0**power, -(2.0**power), 12.3]
+    for size in (np.nan, np.inf, 1e-30, 1e9, 1e30):
+        patterns[f"{size:g}"] = np.full(count, size)
+    # All other positions are 0.
+    zeros = np.zeros(count)
+    arrays = {}
+    for name, numbers in patterns.items():
+        of_positions = np.resize([*numbers, *zeros], count)
+        arrays[name] = np.multiply.outer(of_positions, direction).reshape(array.shape)
+    return arrays
