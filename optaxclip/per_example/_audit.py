@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.tree_util import keystr
 
 from ._noise import sum_in
@@ -43,9 +44,9 @@ def sensitivity(
 
     In the place of the first example of the batch it puts others: large, small and
     broken numbers, numbers that cancel, all alike or of random sizes, single tokens,
-    and the other examples of the batch. For each it compares the sum with the one in
-    which `mask=` leaves out the first place. It finds faults, such as a parameter that
-    is not clipped, or rounding that is not measured. It proves nothing: the `change` of
+    and the other examples of the batch. Each sum is compared with the sum in which
+    `mask=` leaves out the first place. So it finds faults, such as a parameter that is
+    not clipped, or rounding that no bound has in it. It proves nothing: the `change` of
     `explain_clipped_grad` is proved.
 
     Args:
@@ -63,7 +64,7 @@ def sensitivity(
       A `Sensitivity`: the largest `change`, and the `pattern` that makes it.
 
     Raises:
-      ValueError: a mean instead of a sum.
+      ValueError: a mean instead of a sum, or no batch.
       TypeError: a `grad_fn` that is not a function, or takes no `mask=`.
 
     Example:
@@ -82,20 +83,26 @@ def sensitivity(
     check_function("sensitivity: grad_fn", grad_fn)
     # On one device, also where a mesh has split it.
     batch = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), batch)
-    is_present = np.ones(len(jax.tree.leaves(batch)[0]), bool)
+    if not jax.tree.leaves(batch):
+        raise ValueError(
+            "sensitivity: there is no batch. Give its arrays after the parameters: "
+            "sensitivity(grad_fn, params, x, y, limit=1.0)."
+        )
+    size = len(jax.tree.leaves(batch)[0])
 
-    def total(batch: Any, mask: np.ndarray) -> list[np.ndarray]:
+    def sums_of(batch: Any, mask: np.ndarray) -> list[np.ndarray]:
         sums = sum_in(grad_fn(params, *batch, mask=mask), "sensitivity")
         return [np.asarray(x).astype(np.complex128) for x in jax.tree.leaves(sums)]
 
-    # In its place, since the gradients of others have other bits in a shorter batch.
-    sums_without = total(batch, np.arange(is_present.size) > 0)
+    # Masked in its place: in a shorter batch the gradients of others have other bits.
+    sums_without = sums_of(batch, np.arange(size) > 0)
     results = []
     with np.errstate(all="ignore"):
-        for pattern, example in _patterns(batch):
-            tried = jax.tree.map(lambda x, row: x.at[0].set(row), batch, example)
+        for pattern, example in _examples_to_try(batch):
+            batch_with = jax.tree.map(lambda x, row: x.at[0].set(row), batch, example)
+            sums_with = sums_of(batch_with, np.ones(size, bool))
             norms = []
-            for sum_with, sum_without in zip(total(tried, is_present), sums_without):
+            for sum_with, sum_without in zip(sums_with, sums_without):
                 norms.append(np.linalg.norm(sum_with - sum_without))
             change = float(np.linalg.norm(norms))
             if not np.isfinite(change):
@@ -104,48 +111,61 @@ def sensitivity(
     return max(results)
 
 
-def _patterns(batch: Any) -> Iterator[tuple[str, Any]]:
-    """The examples that are tried, with their names."""
+def _examples_to_try(batch: Any) -> Iterator[tuple[str, Any]]:
+    """Patterns, by their names: examples of the batch, and examples in which one array
+    is replaced and each other array is the same at all positions.
+    """
     entries, treedef = jax.tree.flatten_with_path(batch)
-    for index in range(min(TRIED, len(entries[0][1]))):
-        rows = [array[index] for _, array in entries]
-        yield f"example {index}", treedef.unflatten(rows)
-    examples = [array[0] for _, array in entries]
-    alike = [jnp.broadcast_to(x[:1], x.shape) if x.ndim else x for x in examples]
+    arrays = [array for _, array in entries]
+    for index in range(min(TRIED, len(arrays[0]))):
+        yield f"example {index}", treedef.unflatten([array[index] for array in arrays])
+    alike = [_same_at_all_positions(array[0]) for array in arrays]
     yield "all positions alike", treedef.unflatten(alike)
     random = np.random.default_rng(0)
     for index, (path, array) in enumerate(entries):
-        patterns: dict[str, Any] = {}
+        replacements: dict[str, np.ndarray] = {}
         if jnp.issubdtype(array.dtype, jnp.inexact):
-            patterns = _numbers(array[0], random)
+            replacements = _floats_to_try(array[0], random)
         elif jnp.issubdtype(array.dtype, jnp.integer):
-            tokens = np.unique(array)
-            for token in random.choice(tokens, min(TRIED, tokens.size), replace=False):
-                patterns[str(token)] = np.full(array.shape[1:], token)
-        for pattern, tried in patterns.items():
-            arrays = list(alike)
-            arrays[index] = jnp.asarray(tried, array.dtype)
-            yield f"{pattern} in batch{keystr(path)}", treedef.unflatten(arrays)
+            replacements = _tokens_to_try(array, random)
+        for pattern, replacement in replacements.items():
+            example = list(alike)
+            example[index] = jnp.asarray(replacement, array.dtype)
+            yield f"{pattern} in batch{keystr(path)}", treedef.unflatten(example)
 
 
-def _numbers(array: jax.Array, random: np.random.Generator) -> dict[str, np.ndarray]:
-    """Floats for an array of one example, by the names of patterns."""
-    count = array.shape[0] if array.ndim else 1
-    half = count // 2
+def _same_at_all_positions(array: Array) -> Array:
+    """The first position of an array of one example, at all positions."""
+    return jnp.broadcast_to(array[:1], array.shape) if array.ndim else array
+
+
+def _tokens_to_try(array: Array, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """For integers, one token of the batch at all positions, by names of patterns."""
+    tokens = np.unique(array)
+    chosen = random.choice(tokens, min(TRIED, tokens.size), replace=False)
+    return {str(token): np.full(array.shape[1:], token) for token in chosen}
+
+
+def _floats_to_try(array: Array, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Floats for an array of one example, by names of patterns: a number for each
+    position, times a direction.
+    """
+    positions = array.shape[0] if array.ndim else 1
+    half = positions // 2
     top = int(jnp.finfo(array.dtype).maxexp)
     direction = random.standard_normal(array.shape[1:])
     powers = np.exp2(random.integers(top // 12, top // 2, half))
-    patterns: dict[str, Any] = {}
-    patterns["random +-2^k"] = random.permutation([*powers, *-powers])
-    patterns["random +-1e9"] = random.permutation(np.repeat([1e9, -1e9], half))
+    patterns: dict[str, Any] = {
+        "random +-2^k": random.permutation([*powers, *-powers]),
+        "random +-1e9": random.permutation(np.repeat([1e9, -1e9], half)),
+    }
     for power in (top // 4, top // 2, 3 * top // 4):
         patterns[f"aligned +-2^{power}"] = [2.0**power, -(2.0**power), 12.3]
     for size in (np.nan, np.inf, 1e-30, 1e9, 1e30):
-        patterns[f"{size:g}"] = np.full(count, size)
-    # All other positions are 0.
-    zeros = np.zeros(count)
+        patterns[f"{size:g}"] = np.full(positions, size)
     arrays = {}
     for name, numbers in patterns.items():
-        of_positions = np.resize([*numbers, *zeros], count)
-        arrays[name] = np.multiply.outer(of_positions, direction).reshape(array.shape)
+        # Filled up with zeros, or cut, to the number of positions.
+        factors = np.resize([*numbers, *np.zeros(positions)], positions)
+        arrays[name] = np.multiply.outer(factors, direction).reshape(array.shape)
     return arrays

@@ -34,8 +34,9 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
       key: a key of `jax.random`, another one for each step.
       share: the probability that an example joins, above 0 and at most 1.
       examples: how many examples the data have.
-      places: the size of the batch. If more are drawn, the last are left out, which the
-        account must add to delta: take so many that it is as good as impossible.
+      places: the size of the batch. If more examples are drawn, the last are left out,
+        and the account must add the probability of that to delta. Take so many places
+        that it is as good as impossible.
 
     Returns:
       A `Drawn`: `x[chosen]` is the batch, and `mask` goes to `clipped_grad`.
@@ -58,17 +59,18 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
     check_length("draw: examples", examples)
     check_number("draw: places", places, lowest=1, highest=examples, is_scalar=True)
     for name, count in {"examples": examples, "places": places}.items():
-        # A float would be refused as the shape of an array, without its name.
+        # JAX would refuse a float as the shape of an array, without its name.
         if not isinstance(count, (int, np.integer)):
             raise TypeError(
                 f"draw: {name} must be an int, got {shown(count)}. Round it: "
                 f"{name}=int({shown(count)})."
             )
-    of_examples, of_places = jax.random.split(key)
-    # The words have 32 bits. The threshold is rounded down, so that no example joins
-    # more often than `share` says.
+    example_key, place_key = jax.random.split(key)
+    # The threshold of random words is rounded down, so that no example joins more often
+    # than `share` says.
     threshold = np.uint32(min(int(share * 2**32), 2**32 - 1))
-    is_drawn = jax.random.bits(of_examples, (examples,), np.uint32) < threshold
+    is_drawn = jax.random.bits(example_key, (examples,), np.uint32) < threshold
+    # The examples that are drawn come first, then others fill up the batch.
     chosen = jnp.argsort(~is_drawn, stable=True)[:places]
-    chosen = jax.random.permutation(of_places, chosen)
+    chosen = jax.random.permutation(place_key, chosen)
     return Drawn(chosen, is_drawn[chosen])

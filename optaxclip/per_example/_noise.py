@@ -1,4 +1,4 @@
-"""Gaussian noise for a sum of clipped gradients, as strong as its sensitivity asks."""
+"""Gaussian noise for a sum of clipped gradients, in proportion to its sensitivity."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ from .._mesh_types import has_types, manual_axes, varying
 from ._clipped_grad import ClippedGrad
 from ._grid_noise import REACH, ROUNDING, with_grid_noise
 
-# The CRC-32 of b"optaxclip.add_noise". Keys that are split off, or that small numbers
-# are folded into, are never those of the noise.
+# Folded into the key, so that the noise has no key that a user gets by `split`, or by
+# `fold_in` of a small number. It is the CRC-32 of b"optaxclip.add_noise".
 SALT = 0xAA98C44C
-# Beyond these deviations steps of the grid would leave the range of float32.
+# With a deviation outside these, the steps of the grid would leave float32's range.
 LEAST_SIGMA = 1e-25
 MOST_SIGMA = 1e30
 
@@ -88,40 +88,29 @@ def add_noise(
     if manual and not has_types(manual):
         raise ValueError("add_noise: must be called outside pmap and check_vma=False.")
     leaves, treedef = jax.tree.flatten(sum_in(result, "add_noise"))
-    longest: Any = 0.0
     if isinstance(result, ClippedGrad):
-        if sensitivity is not None:
-            raise ValueError(
-                "add_noise: sensitivity is for a tree of gradients, but result has its "
-                "own. Leave it out, or give result.grads."
-            )
-        if result.sensitivity is None:
-            raise ValueError(
-                "add_noise: result has no sensitivity that noise could hide. "
-                "clipped_grad proves one with a finite max_norm, private=True, and a "
-                "batch that is padded to one size, with mask= for what is real "
-                "(per_example.draw makes both)."
-            )
-        sensitivity = result.sensitivity
-        longest = result.longest
+        sensitivity, longest = _bounds_in(result, sensitivity)
     elif sensitivity is None:
         raise ValueError(
             "add_noise: sensitivity must be given with a tree of gradients: by how "
             "much one example changes them. A result of clipped_grad(..., mean=False) "
             "has its own."
         )
+    else:
+        longest = 0.0
     check_number("add_noise: sensitivity", sensitivity, is_scalar=True)
     multiplier = jnp.asarray(number_for_jit(noise_multiplier), float)
-    change = jnp.asarray(number_for_jit(sensitivity), float)
-    # What rounding to the grid adds to the sensitivity, in units of sigma
+    limit = jnp.asarray(number_for_jit(sensitivity), float)
+    # Rounding to the grid adds this share of sigma to the sensitivity, so that sigma =
+    # multiplier (limit + rounding sigma).
     rounding = ROUNDING * _count_of(leaves) ** 0.5
-    sigma = multiplier * change / (1 - multiplier * rounding)
+    sigma = multiplier * limit / (1 - multiplier * rounding)
     is_private = (multiplier > 0) & (sigma >= LEAST_SIGMA) & (sigma <= MOST_SIGMA)
     is_private &= longest <= REACH * sigma
     if not isinstance(is_private, Tracer) and not is_private:
         raise ValueError(
             f"add_noise: noise_multiplier={shown(noise_multiplier)}, with the "
-            f"sensitivity {change:g}, gives noise of deviation {sigma:g}. It must "
+            f"sensitivity {limit:g}, gives noise of deviation {sigma:g}. It must "
             f"be between {LEAST_SIGMA:g} and {MOST_SIGMA:g}, and at least "
             f"{longest / REACH:.2g}, 2^-20 of what the sum may be. To go without "
             "noise, leave add_noise out, as in grads = result.grads."
@@ -142,13 +131,33 @@ def add_noise(
 
 def sum_in(result: Any, call: str) -> Any:
     """The sum of gradients in a result of `clipped_grad`, or the tree itself."""
-    is_result = isinstance(result, ClippedGrad)
-    if is_result and result.divisor is not None:
+    if not isinstance(result, ClippedGrad):
+        return result
+    if result.divisor is not None:
         raise ValueError(
             f"{call}: result must be a sum, got a mean, whose divisor changes with an "
             "example. Use mean=False, and divide by the expected number of examples."
         )
-    return result.grads if is_result else result
+    return result.grads
+
+
+def _bounds_in(
+    result: ClippedGrad, sensitivity: ArrayLike | None
+) -> tuple[ArrayLike, ArrayLike]:
+    """By how much one example changes a result, and how long it is, at most."""
+    if sensitivity is not None:
+        raise ValueError(
+            "add_noise: sensitivity is for a tree of gradients, but result has its "
+            "own. Leave it out, or give result.grads."
+        )
+    if result.sensitivity is None:
+        raise ValueError(
+            "add_noise: result has no sensitivity that noise could hide. clipped_grad "
+            "proves one with a finite max_norm, private=True, and a batch that is "
+            "padded to one size, with mask= for what is real (per_example.draw makes "
+            "both)."
+        )
+    return result.sensitivity, result.longest
 
 
 def _count_of(leaves: list[Array]) -> int:
@@ -167,8 +176,8 @@ def noisy_leaf(leaf: Array, sigma: Array, key: Array) -> Array:
         raise TypeError(f"add_noise: gradients must be floats, got {leaf.dtype}.")
     mesh_axes = tuple(sorted(varying(leaf)))
     if mesh_axes:
-        # One number for all axes. Keys of unsafe_rbg forget in which order several are
-        # folded in, and devices (0, 1) and (1, 0) would draw the same noise.
+        # One number for all axes. Keys of unsafe_rbg are the same in whatever order
+        # numbers are folded in: devices (0, 1) and (1, 0) would draw the same noise.
         key = jax.random.fold_in(key, lax.axis_index(mesh_axes))
     real_key, imaginary_key = jax.random.split(key)
     wide = leaf.astype(np.promote_types(leaf.dtype, np.float32))
