@@ -26,7 +26,7 @@ from .._mesh import device_count
 from ._choose import Choice
 from ._ghost._norms import rounding
 from ._ghost._plans import LeafPlan
-from ._limits import CANCELS
+from ._limits import MAX_CANCELLATION
 from ._passes import block_size
 from ._problem import Problem
 
@@ -51,7 +51,7 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     sum_errors = [0.0]
     for plan, leaf in zip(choice.plans(problem), jax.tree.leaves(problem.params)):
         if plan.norm_by == "gram":
-            terms_over_gradient = CANCELS + 1
+            terms_over_gradient = MAX_CANCELLATION + 1
             # The terms of a block, and two roundings of Kahan's sum twice: for the
             # blocks of an example, and for those of all examples
             block = min(width * plan.positions, block_size())
@@ -107,4 +107,4 @@ def _error_of_gram(plan: LeafPlan) -> float:
     stack, rows, columns = plan.matrix_shape
     terms = rows + columns + stack * plan.positions**2 + 1
     error_of_square = rounding(terms, np.float64)
-    return float(np.sqrt(1 + CANCELS**2 * error_of_square) - 1)
+    return float(np.sqrt(1 + MAX_CANCELLATION**2 * error_of_square) - 1)

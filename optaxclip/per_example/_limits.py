@@ -32,7 +32,7 @@ Arrays = list[Array]
 # How many times longer the terms of a gradient may be than their sum. Where they cancel
 # more, rounding is too large a part of the sum, and the example counts as longer than
 # it is.
-CANCELS = 16
+MAX_CANCELLATION = 16
 
 
 class Weights(NamedTuple):
@@ -95,7 +95,7 @@ class Limits(NamedTuple):
         norms_of_batch = jax.vmap(norms_of_one, axis_size=present.size)
         norms = norms_of_batch(leaves)
         if term_bounds:
-            least = norms_of_batch(lax.stop_gradient(term_bounds)) / CANCELS
+            least = norms_of_batch(lax.stop_gradient(term_bounds)) / MAX_CANCELLATION
             norms = jnp.maximum(norms, least.astype(norms.dtype))
         return self._weights(norms, present)
 
