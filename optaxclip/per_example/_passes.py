@@ -111,7 +111,8 @@ class Run(NamedTuple):
         """
         zeros = []
         for leaf in jax.tree.leaves(self.problem.params):
-            zero = jnp.zeros(leaf.shape, np.promote_types(leaf.dtype, np.float32))
+            # `zeros_like` keeps how an Explicit mesh splits it.
+            zero = jnp.zeros_like(leaf, np.promote_types(leaf.dtype, np.float32))
             # lax.scan needs the type of the sums that follow.
             zeros.append(varying_as_any_of(zero, (self.problem.batch, leaf)))
         return zeros
