@@ -78,9 +78,9 @@ def on_one_device(problem: Problem, microbatch: int | None) -> int | None:
 
 
 def _has_risky_kernels(problem: Problem) -> bool:
-    """Whether XLA may make the gradients of examples by the kernel of a convolution
-    wrong, as it does those of jax.vmap(jax.grad(loss)): where jit splits the batch, and
-    of several groups, where on a CPU the NaN of one example reaches all.
+    """Whether XLA may compute wrong gradients of examples by a convolution's kernel, as
+    it does for jax.vmap(jax.grad(loss)). It does so where jit splits the batch. On a
+    CPU it does so for several groups: the NaN of one example reaches all.
     """
     equations = problem.program.jaxpr.eqns
     may_be_split = _is_split(problem.batch) is not False
@@ -89,7 +89,7 @@ def _has_risky_kernels(problem: Problem) -> bool:
 
 
 def _makes_kernel_gradients(ghost: Ghost) -> bool:
-    """Whether ghost clipping makes gradients of examples by a convolution's kernel."""
+    """Whether ghost clipping needs gradients of examples by a convolution's kernel."""
     equations = [site.eqn for site in ghost.gradient_sites if site.eqn]
     return any(map(has_convolution, equations))
 
@@ -97,8 +97,9 @@ def _makes_kernel_gradients(ghost: Ghost) -> bool:
 def _safe_microbatch(
     problem: Problem, method: str, microbatch: int | None
 ) -> int | None:
-    """The microbatch with which XLA makes gradients by risky kernels right: 1 for
-    several groups. Raises ValueError, or lets the compiler, for a batch that is split.
+    """The microbatch with which XLA computes right gradients by risky kernels: 1 for
+    several groups. Raises ValueError for a batch that is split, or makes the compiler
+    raise it.
     """
     error_text = (
         f'{problem.call}: method must be "ghost", and each kernel used once, for '
@@ -227,15 +228,15 @@ def _refuse_a_split(batch: Any, text: str) -> None:
 
 
 def possible_ghost(problem: Problem) -> tuple[Ghost | None, str]:
-    """Ghost clipping, or None and what it cannot do."""
+    """Ghost clipping, or None and the obstacle, as errors name it."""
     roles = {"parameters": problem.params, "the batch": problem.batch}
     for path, leaf in jax.tree.leaves_with_path(roles):
         array_type = jax.typeof(leaf)
-        # Its cotangents would need their shardings as types.
+        # Cotangents of a split parameter would need the same sharding in their types.
         if any(array_type.sharding.spec):
             name = f"{trees.name(path)!r} of {array_type}"
             return None, f"{name}, which Explicit mesh axes split beside the batch's"
-        # It is chosen by sizes, and sizes of jax.export may be symbols.
+        # The plan depends on sizes, and sizes of jax.export may be symbols.
         if not all(isinstance(size, int) for size in leaf.shape):
             return None, f"sizes that are not known, here {leaf.shape}"
     try:

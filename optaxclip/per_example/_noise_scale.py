@@ -73,35 +73,37 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     if not isinstance(result, ClippedGrad):
         must = "noise_scale: result must be what clipped_grad's function returns"
         raise TypeError(f"{must}, got {shown(result)}.")
-    # [limits, batch]
+    # [groups, batch]
     norms = jnp.stack(jax.tree.leaves(result.norms))
     factors = jnp.stack(jax.tree.leaves(result.factors))
-    # Only where masked both are 0 for all limits, or in a gradient of zero, which a
-    # shrink made 0.
-    is_masked = jnp.all((norms == 0) & (factors == 0), 0)
-    counts = jnp.all(jnp.isfinite(norms), 0) & ~is_masked
-    clipped = counts & jnp.any(factors != 1, 0)
-    if not isinstance(clipped, Tracer) and jnp.any(clipped):
+    # Norms and factors are 0 if the example is masked. They are also 0 for a gradient
+    # of zero whose factor a shrink made 0.
+    is_masked = jnp.all((norms == 0) & (factors == 0), axis=0)
+    is_counted = jnp.all(jnp.isfinite(norms), axis=0) & ~is_masked
+    is_clipped = is_counted & jnp.any(factors != 1, axis=0)
+    if not isinstance(is_clipped, Tracer) and jnp.any(is_clipped):
         raise ValueError(
-            f"noise_scale: {int(jnp.sum(clipped))} of {clipped.size} examples were "
-            "clipped in result, so that its grads is not their mean gradient. Get "
+            f"noise_scale: {int(jnp.sum(is_clipped))} of {is_clipped.size} examples "
+            "were clipped in result, so that its grads is not their mean gradient. Get "
             "result from clipped_grad(loss, max_norm=None)."
         )
-    size = jnp.sum(counts, dtype=norms.dtype)
-    # The mean of clipped_grad is divided by the number of broken examples as well.
+    size = jnp.sum(is_counted, dtype=norms.dtype)
+    # `clipped_grad` divides a mean by the number of broken examples as well.
     divisor = 1 if result.divisor is None else result.divisor.astype(size.dtype)
-    mean = global_norm(result.grads) * (divisor / size)
-    norms = jnp.where(counts, norms, 0)
-    # Squares of norms beyond 1e19 or below 1e-19 leave the range of float32.
+    norm_of_mean = global_norm(result.grads) * (divisor / size)
+    norms = jnp.where(is_counted, norms, 0)
+    # Squares of norms beyond 1e19 or below 1e-19 leave the range of float32, so all
+    # squares are in units of the largest.
     longest = jnp.maximum(jnp.max(norms), jnp.finfo(norms.dtype).tiny)
     mean_square = jnp.sum(divided(norms, longest) ** 2) / size
-    square_of_mean = divided(mean, longest) ** 2
-    # By rounding alone it would be below 0.
+    square_of_mean = divided(norm_of_mean, longest) ** 2
+    # Rounding alone may make it negative.
     noise = jnp.maximum(mean_square - square_of_mean, 0) * size / (size - 1)
     signal = square_of_mean - noise / size
-    scale = noise / jnp.maximum(signal, 0)
     estimate = NoiseScale(
-        scale, noise=noise * longest * longest, signal=signal * longest * longest
+        scale=noise / jnp.maximum(signal, 0),
+        noise=noise * longest * longest,
+        signal=signal * longest * longest,
     )
-    is_known = (size > 1) & ~jnp.any(clipped)
-    return NoiseScale(*(jnp.where(is_known, x, jnp.nan) for x in estimate))
+    is_known = (size > 1) & ~jnp.any(is_clipped)
+    return jax.tree.map(lambda x: jnp.where(is_known, x, jnp.nan), estimate)

@@ -99,13 +99,13 @@ class Signature(NamedTuple):
         count = len(args)
         param_places = self._places("argnums", self.argnums, count)
         shared_places = self._places("shared_argnums", self.shared_argnums, count)
-        taken = {*param_places, *shared_places}
-        if len(taken) < len(param_places) + len(shared_places):
+        named_places = {*param_places, *shared_places}
+        if len(named_places) < len(param_places) + len(shared_places):
             raise ValueError(
                 f"{self.call}: argnums={shown(self.argnums)} and shared_argnums="
                 f"{shown(self.shared_argnums)} must be different arguments."
             )
-        batch_places = [place for place in range(count) if place not in taken]
+        batch_places = [place for place in range(count) if place not in named_places]
         size = self._size({place: args[place] for place in batch_places})
         batch = jax.tree.map(jnp.asarray, tuple(args[place] for place in batch_places))
         places = [*param_places, *batch_places, *shared_places]
