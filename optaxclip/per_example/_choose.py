@@ -8,16 +8,18 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
+from jax.extend.core import JaxprEqn
 
 from .. import _trees as trees
 from .._checks import is_function
-from .._jaxpr import has_convolution, has_groups, has_window, work_of
+from .._jaxpr import every_equation, has_convolution, has_groups, has_window, work_of
 from .._mesh_types import is_on_one_device, manual_axes
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
 from ._ghost._plans import LeafPlan
 from ._passes import even_width, small_memory
 from ._problem import Problem
+from ._problem import _place_of as place_of
 
 # To write and read one number takes as long as about this many multiplications in a
 # matrix product: so the estimates for twelve models on two CPU cores were near what was
@@ -82,10 +84,20 @@ def _has_risky_kernels(problem: Problem) -> bool:
     it does for jax.vmap(jax.grad(loss)). It does so where jit splits the batch. On a
     CPU it does so for several groups: the NaN of one example reaches all.
     """
-    equations = problem.program.jaxpr.eqns
-    may_be_split = _is_split(problem.batch) is not False
-    is_split_kernel = may_be_split and any(map(has_convolution, equations))
-    return is_split_kernel or any(map(has_groups, equations))
+    convolutions = _convolutions(problem)
+    if any(has_groups(eqn) for eqn in convolutions):
+        return True
+    return bool(convolutions) and _is_split(problem.batch) is not False
+
+
+def _convolutions(problem: Problem) -> list[JaxprEqn]:
+    """The convolutions in the loss."""
+    convolutions = []
+    for outer in problem.program.jaxpr.eqns:
+        for eqn in every_equation(outer):
+            if eqn.primitive.name == "conv_general_dilated":
+                convolutions.append(eqn)
+    return convolutions
 
 
 def _makes_kernel_gradients(ghost: Ghost) -> bool:
@@ -101,25 +113,29 @@ def _safe_microbatch(
     several groups. Raises ValueError for a batch that is split, or makes the compiler
     raise it.
     """
+    convolutions = _convolutions(problem)
+    place = place_of(convolutions[0])
     error_text = (
         f'{problem.call}: method must be "ghost", and each kernel used once, for '
-        "convolutions of a batch that jit splits over devices, where XLA computes "
-        "wrong gradients of examples. Or put clipped_grad into jax.shard_map, with "
-        f'mean=False, and lax.psum its gradients. Got method="{method}".'
+        f"convolutions{place} of a batch that jit splits over devices, where XLA "
+        "computes wrong gradients of examples. Or put clipped_grad into jax.shard_map, "
+        f'with mean=False, and lax.psum its gradients. Got method="{method}".'
     )
     is_split = _is_split(problem.batch)
     if is_split:
         raise ValueError(error_text)
     if is_split is None:
         _refuse_a_split(problem.batch, error_text)
-    if not any(map(has_groups, problem.program.jaxpr.eqns)):
+    grouped = [eqn for eqn in convolutions if has_groups(eqn)]
+    if not grouped:
         return microbatch
     if any(map(is_function, problem.limits)):
         raise ValueError(
             f"{problem.call}: max_norm must be a number for a convolution with "
-            "feature_group_count, got a function. Its gradients are made one example "
-            "at a time, and a function needs the norms of all examples first. Or use "
-            'each kernel once and as it is, with method="ghost".'
+            f"feature_group_count{place_of(grouped[0])}, got a function. Its gradients "
+            "are made one example at a time, and a function needs the norms of all "
+            "examples first. Or use each kernel once and as it is, with "
+            'method="ghost".'
         )
     return 1
 
