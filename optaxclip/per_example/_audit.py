@@ -99,16 +99,25 @@ def sensitivity(
     results = []
     with np.errstate(all="ignore"):
         for pattern, example in _examples_to_try(batch):
-            batch_with = jax.tree.map(lambda x, row: x.at[0].set(row), batch, example)
+            batch_with = jax.tree.map(_with_first, batch, example)
             sums_with = sums_of(batch_with, np.ones(size, bool))
-            norms = []
-            for sum_with, sum_without in zip(sums_with, sums_without):
-                norms.append(np.linalg.norm(sum_with - sum_without))
-            change = float(np.linalg.norm(norms))
-            if not np.isfinite(change):
-                change = np.inf
+            change = _distance(sums_with, sums_without)
             results.append(Sensitivity(change, pattern, limit))
     return max(results)
+
+
+def _with_first(array: Array, row: Array) -> Array:
+    """An array of the batch, with another example in the first place."""
+    return array.at[0].set(row)
+
+
+def _distance(sums_with: list[np.ndarray], sums_without: list[np.ndarray]) -> float:
+    """The norm of the difference of two sums over all leaves, inf for NaN."""
+    norms = []
+    for sum_with, sum_without in zip(sums_with, sums_without):
+        norms.append(np.linalg.norm(sum_with - sum_without))
+    distance = float(np.linalg.norm(norms))
+    return distance if np.isfinite(distance) else np.inf
 
 
 def _examples_to_try(batch: Any) -> Iterator[tuple[str, Any]]:
@@ -118,7 +127,8 @@ def _examples_to_try(batch: Any) -> Iterator[tuple[str, Any]]:
     entries, treedef = jax.tree.flatten_with_path(batch)
     arrays = [array for _, array in entries]
     for index in range(min(TRIED, len(arrays[0]))):
-        yield f"example {index}", treedef.unflatten([array[index] for array in arrays])
+        rows = [array[index] for array in arrays]
+        yield f"example {index}", treedef.unflatten(rows)
     alike = [_same_at_all_positions(array[0]) for array in arrays]
     yield "all positions alike", treedef.unflatten(alike)
     random = np.random.default_rng(0)
@@ -129,9 +139,10 @@ def _examples_to_try(batch: Any) -> Iterator[tuple[str, Any]]:
         elif jnp.issubdtype(array.dtype, jnp.integer):
             replacements = _tokens_to_try(array, random)
         for pattern, replacement in replacements.items():
-            example = list(alike)
-            example[index] = jnp.asarray(replacement, array.dtype)
-            yield f"{pattern} in batch{keystr(path)}", treedef.unflatten(example)
+            rows = list(alike)
+            rows[index] = jnp.asarray(replacement, array.dtype)
+            name = f"{pattern} in batch{keystr(path)}"
+            yield name, treedef.unflatten(rows)
 
 
 def _same_at_all_positions(array: Array) -> Array:
@@ -142,8 +153,11 @@ def _same_at_all_positions(array: Array) -> Array:
 def _tokens_to_try(array: Array, random: np.random.Generator) -> dict[str, np.ndarray]:
     """For integers, one token of the batch at all positions, by names of patterns."""
     tokens = np.unique(array)
-    chosen = random.choice(tokens, min(TRIED, tokens.size), replace=False)
-    return {str(token): np.full(array.shape[1:], token) for token in chosen}
+    count = min(TRIED, tokens.size)
+    rows = {}
+    for token in random.choice(tokens, count, replace=False):
+        rows[str(token)] = np.full(array.shape[1:], token)
+    return rows
 
 
 def _floats_to_try(array: Array, random: np.random.Generator) -> dict[str, np.ndarray]:
@@ -152,20 +166,22 @@ def _floats_to_try(array: Array, random: np.random.Generator) -> dict[str, np.nd
     """
     positions = array.shape[0] if array.ndim else 1
     half = positions // 2
-    top = int(jnp.finfo(array.dtype).maxexp)
     direction = random.standard_normal(array.shape[1:])
-    powers = np.exp2(random.integers(top // 12, top // 2, half))
-    patterns: dict[str, Any] = {
-        "random +-2^k": random.permutation([*powers, *-powers]),
-        "random +-1e9": random.permutation(np.repeat([1e9, -1e9], half)),
-    }
-    for power in (top // 4, top // 2, 3 * top // 4):
+    largest_power = int(jnp.finfo(array.dtype).maxexp)
+    powers = random.integers(largest_power // 12, largest_power // 2, half)
+    sizes = np.exp2(powers)
+    patterns: dict[str, Any] = {}
+    patterns["random +-2^k"] = random.permutation([*sizes, *-sizes])
+    patterns["random +-1e9"] = random.permutation(np.repeat([1e9, -1e9], half))
+    for quarters in (1, 2, 3):
+        power = quarters * largest_power // 4
         patterns[f"aligned +-2^{power}"] = [2.0**power, -(2.0**power), 12.3]
     for size in (np.nan, np.inf, 1e-30, 1e9, 1e30):
         patterns[f"{size:g}"] = np.full(positions, size)
-    arrays = {}
+    rows = {}
     for name, numbers in patterns.items():
         # Filled up with zeros, or cut, to the number of positions.
         factors = np.resize([*numbers, *np.zeros(positions)], positions)
-        arrays[name] = np.multiply.outer(factors, direction).reshape(array.shape)
-    return arrays
+        row = np.multiply.outer(factors, direction)
+        rows[name] = row.reshape(array.shape)
+    return rows

@@ -59,11 +59,14 @@ def alias_table() -> np.ndarray:
     small = []
     large = []
     for column, mass in enumerate(masses):
-        columns_alike = small if mass < COLUMN_MASS else large
-        columns_alike.append(column)
+        if mass < COLUMN_MASS:
+            small.append(column)
+        else:
+            large.append(column)
     # A column that needs no other value is its own alias.
     thresholds = [0] * COLUMNS
     aliases = list(range(COLUMNS))
+    # Each small column is filled up with mass of a large one.
     while small:
         column = small.pop()
         alias = large[-1]

@@ -141,7 +141,6 @@ class Limits(NamedTuple):
 class LimitTree(NamedTuple):
     """`max_norm`: a tree prefix of the parameters, with a limit for each group."""
 
-    call: str
     values: list[Any]  # as in `Limits`
     shrink: Shrink
     groups: Prefix  # the path of each limit, and the number of its group
@@ -153,11 +152,12 @@ class LimitTree(NamedTuple):
         Raises:
           ValueError: limits that do not fit the parameters.
         """
+        argument = f"{problem.call}: max_norm"
         return Limits(
-            self.call,
+            problem.call,
             problem.limits,
             self.shrink,
-            groups=lookup(self.groups, problem.params, f"{self.call}: max_norm"),
+            groups=lookup(self.groups, problem.params, argument),
             splits=problem.splits,
             divisor=problem.divisor,
         )
@@ -208,7 +208,7 @@ def limits_of(max_norm: Any, call: str, shrink: Shrink) -> LimitTree:
             check_limit(argument_of_path if path else argument, limit, is_scalar=True)
         values.append(limit)
         groups.append((path, group))
-    return LimitTree(call, values, shrink, Prefix(tuple(groups)), treedef)
+    return LimitTree(values, shrink, Prefix(tuple(groups)), treedef)
 
 
 def along_batch(per_example: Array, leaf: Array) -> Array:
