@@ -87,7 +87,7 @@ def test_convolutions_keep_a_batch_together_by_their_share(images, microbatch):
 
 
 @pytest.mark.parametrize(("backend", "width"), [("cpu", 8), ("gpu", None)])
-def test_a_loss_that_cannot_be_split_has_a_memory_too(monkeypatch, backend, width):
+def test_without_ghost_clipping_auto_keeps_to_a_memory(monkeypatch, backend, width):
     """Eight megabytes of gradients on a CPU, 256 elsewhere."""
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
 
