@@ -34,9 +34,9 @@ from ._problem import Problem
 class Bounds(NamedTuple):
     """Bounds of the sum over all devices, in units of the limit."""
 
-    excess: float  # what one example adds, less 1
-    change: float  # how much the sum changes by one example, less 1
-    longest: float  # how long the sum is
+    excess: float  # what one example adds at most, less 1
+    change: float  # how much one example changes the sum at most, less 1
+    longest: float  # how long the sum may be
 
 
 def bounds_of(problem: Problem, choice: Choice) -> Bounds:
