@@ -136,10 +136,10 @@ def clipped_grad(
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`: None or
         `hard`, `normalize` (AUTO-V), `auto_s()`, `psac()`, `smooth()`, `drop`, or a
         function from norm and limit to new norm.
-      microbatch: how many examples are differentiated at most at once, at least 1, or,
-        on a mesh with Explicit axes, one for each device that shares the batch. It need
-        not divide the batch: for 9, a batch of 32 becomes four microbatches of 8. None
-        for the whole batch, or for what "auto" chooses.
+      microbatch: the most examples that are differentiated at once, at least 1. On a
+        mesh with Explicit axes each device that shares the batch takes at least one. It
+        need not divide the batch: with 9, a batch of 32 becomes four microbatches of 8.
+        None for the whole batch, or for what "auto" chooses.
       method: "ghost", "one_pass" or "auto". Both methods give the same numbers, but for
         rounding and for gradients whose terms cancel.
 
@@ -155,10 +155,10 @@ def clipped_grad(
 
         "auto": the faster one, estimated from the shapes of the loss. One pass then
         takes a microbatch whose gradients fill at most two thirds of what is kept of
-        the batch. On a CPU these are 8 gradients or a megabyte, unless convolutions are
-        much of the work. For a loss that ghost clipping cannot take they are at most 8
-        MB on a CPU and 256 MB elsewhere. A single gradient may always be larger.
-        `explain_clipped_grad` shows the choice.
+        the batch. On a CPU it takes at most 8 gradients, or as many as fit into a
+        megabyte, unless convolutions are much of the work. For a loss that ghost
+        clipping cannot take, gradients fill at most 8 MB on a CPU and 256 MB elsewhere.
+        A single gradient may always be larger. `explain_clipped_grad` shows the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.
