@@ -392,10 +392,11 @@ def _size_of(batch: Any) -> int:
     """The number of examples. `per_example.clipped_grad` refuses sizes that differ, and
     arrays without axes.
     """
-    sizes = [jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)]
-    if set(sizes) == {(0,)}:
-        return 0
-    return max(max(sizes, default=()), (1,))[0]
+    sizes = []
+    for leaf in jax.tree.leaves(batch):
+        shape = jnp.shape(leaf)
+        sizes.append(shape[0] if shape else 1)
+    return max(sizes, default=1)
 
 
 def _share_rounded(sums: Any, normalize_by: float, dtype: Any) -> float:

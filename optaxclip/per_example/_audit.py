@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from jax.tree_util import keystr
 
+from .._trees import PyTree
 from ._noise import sum_in
 from ._problem import check_function
 
@@ -37,7 +38,7 @@ class Sensitivity(NamedTuple):
 
 
 def sensitivity(
-    grad_fn: Callable[..., Any], params: Any, *batch: Any, limit: float
+    grad_fn: Callable[..., Any], params: PyTree, *batch: PyTree, limit: float
 ) -> Sensitivity:
     """Tries examples that may change a sum of clipped gradients by more than the limit,
     and returns the largest change.
@@ -90,7 +91,7 @@ def sensitivity(
         )
     size = len(jax.tree.leaves(batch)[0])
 
-    def sums_of(batch: Any, mask: np.ndarray) -> list[np.ndarray]:
+    def sums_of(batch: PyTree, mask: np.ndarray) -> list[np.ndarray]:
         sums = sum_in(grad_fn(params, *batch, mask=mask), "sensitivity")
         return [np.asarray(x).astype(np.complex128) for x in jax.tree.leaves(sums)]
 
@@ -120,7 +121,7 @@ def _distance(sums_with: list[np.ndarray], sums_without: list[np.ndarray]) -> fl
     return distance if np.isfinite(distance) else np.inf
 
 
-def _examples_to_try(batch: Any) -> Iterator[tuple[str, Any]]:
+def _examples_to_try(batch: PyTree) -> Iterator[tuple[str, PyTree]]:
     """Patterns, by their names: examples of the batch, and examples in which one array
     is replaced and each other array is the same at all positions.
     """

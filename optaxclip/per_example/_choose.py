@@ -4,7 +4,7 @@ Ghost clipping takes time for norms, and to write and read what it captures. One
 takes time to write and read the gradient of each example. Both are counted from shapes.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -14,6 +14,7 @@ from .. import _trees as trees
 from .._checks import is_function
 from .._jaxpr import every_equation, has_convolution, has_groups, has_window, work_of
 from .._mesh_types import is_on_one_device, manual_axes
+from .._trees import PyTree
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
 from ._ghost._plans import LeafPlan
@@ -216,7 +217,7 @@ def costs_of(
     return {"one_pass": one_pass_work / plain_work, "ghost": ghost_work / plain_work}
 
 
-def _is_split(batch: Any) -> bool | None:
+def _is_split(batch: PyTree) -> bool | None:
     """Whether jit may split the batch over devices. None if only the compiler knows."""
     is_traced = False
     for leaf in jax.tree.leaves(batch):
@@ -232,7 +233,7 @@ def _is_split(batch: Any) -> bool | None:
     return False
 
 
-def _refuse_a_split(batch: Any, text: str) -> None:
+def _refuse_a_split(batch: PyTree, text: str) -> None:
     """Makes the compiler raise an error if it splits the batch."""
 
     def check(sharding: jax.sharding.Sharding) -> None:

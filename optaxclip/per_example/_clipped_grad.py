@@ -14,6 +14,7 @@ import numpy as np
 from .. import _trees as trees
 from .._checks import check_choice, check_flag, check_length, is_function, shown
 from .._mesh import MeshAxes
+from .._trees import PyTree
 from ..shrinks import Shrink, shrink_of
 from ._bounds import Bounds, bounds_of
 from ._choose import Choice, choose, costs_of, on_one_device, possible_ghost
@@ -50,13 +51,13 @@ class ClippedGrad(NamedTuple):
       longest: how long the sum may be at most. None like `sensitivity`.
     """
 
-    grads: Any
-    norms: Any  # float32[batch]
-    factors: Any  # float32[batch]
+    grads: PyTree
+    norms: PyTree  # float32[batch]
+    factors: PyTree  # float32[batch]
     nonfinite: jax.Array  # int32[]
     divisor: jax.Array | None  # int32[]
     values: jax.Array  # float[batch]
-    aux: Any  # [batch, ...]
+    aux: PyTree  # [batch, ...]
     sensitivity: Any  # float32[]
     longest: Any  # float32[]
 
@@ -100,7 +101,7 @@ class ClippedGrad(NamedTuple):
 
 def clipped_grad(
     loss: Callable[..., Any],
-    max_norm: Any,
+    max_norm: PyTree,
     *,
     argnums: Argnums = 0,
     shared_argnums: Argnums = (),

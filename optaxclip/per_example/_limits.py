@@ -7,7 +7,7 @@ each group.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from .._mesh import AxisNames
 from .._mesh_types import varying
 from .._prefixes import Prefix, lookup
 from .._reduce import LeafSpec, norms_of
+from .._trees import PyTree
 from ..rules._rule import is_rule
 from ..shrinks import Shrink
 from ._problem import Problem
@@ -125,7 +126,9 @@ class Limits(NamedTuple):
             shares=ones / in_norm_dtype(norms.dtype, self.divisor),
         )
 
-    def _limit_from(self, function: Any, norms: Array, counts: Array) -> Array:
+    def _limit_from(
+        self, function: Callable[[Array], Any], norms: Array, counts: Array
+    ) -> Array:
         """The limit that a function computes from the norms of a group, of all devices
         in shard_map too.
         """
@@ -183,7 +186,7 @@ class LimitTree(NamedTuple):
         return reduce(jnp.hypot, limits) * (1 + len(limits) * 2.0**-22)
 
 
-def limits_of(max_norm: Any, call: str, shrink: Shrink) -> LimitTree:
+def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> LimitTree:
     """The limits of a number, a function, or of a tree of them.
 
     Raises:
@@ -192,7 +195,7 @@ def limits_of(max_norm: Any, call: str, shrink: Shrink) -> LimitTree:
     """
     argument = f"{call}: max_norm"
 
-    def is_limit(node: Any) -> bool:
+    def is_limit(node: object) -> bool:
         # JAX takes a rule for a tree, and a function of jax.tree_util.Partial too. A
         # rule is refused later: examples have no steps that it could learn from.
         return node is None or is_rule(node) or is_function(node)

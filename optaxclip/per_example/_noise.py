@@ -1,7 +1,5 @@
 """Gaussian noise for a sum of clipped gradients, in proportion to its sensitivity."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,7 @@ from jax.typing import ArrayLike
 from .._checks import check_number, number_for_jit, shown
 from .._mesh import device_count
 from .._mesh_types import has_types, manual_axes, varying
+from .._trees import PyTree
 from ._clipped_grad import ClippedGrad
 from ._grid_noise import REACH, ROUNDING, with_grid_noise
 
@@ -24,12 +23,12 @@ MOST_SIGMA = 1e30
 
 
 def add_noise(
-    result: Any,
+    result: PyTree,
     noise_multiplier: ArrayLike,
     key: Array,
     *,
     sensitivity: ArrayLike | None = None,
-) -> Any:
+) -> PyTree:
     """Adds Gaussian noise to a sum of clipped gradients: g + sigma N(0, I), with
     sigma = noise_multiplier * sensitivity.
 
@@ -129,7 +128,7 @@ def add_noise(
     return treedef.unflatten(noisy_leaves)
 
 
-def sum_in(result: Any, call: str) -> Any:
+def sum_in(result: PyTree, call: str) -> PyTree:
     """The sum of gradients in a result of `clipped_grad`, or the tree itself."""
     if not isinstance(result, ClippedGrad):
         return result

@@ -16,11 +16,12 @@ import numpy as np
 from jax import Array, lax
 
 from .._mesh_types import varying_as_any_of
+from .._trees import PyTree
 from ._limits import Arrays, Limits, Weights
 from ._problem import Problem
 
 # (present, *examples) -> (terms of a sum, results of each example)
-Step = Callable[..., tuple[Any, Any]]
+Step = Callable[..., tuple[PyTree, PyTree]]
 
 
 def small_memory() -> int:
@@ -37,16 +38,16 @@ def is_narrow(x: Any) -> bool:
     return is_float and jnp.finfo(dtype).bits < 32
 
 
-def widened(tree: Any) -> Any:
+def widened(tree: PyTree) -> PyTree:
     """The arrays of a tree, with float32 instead of 16 bits."""
 
-    def wide(x: Any) -> Any:
+    def wide(x: Array) -> Array:
         return x.astype(np.float32) if is_narrow(x) else x
 
     return jax.tree.map(wide, tree)
 
 
-def written(tree: Any) -> Any:
+def written(tree: PyTree) -> PyTree:
     """The arrays of a tree, written to memory, so that norms and sums read the same
     numbers.
 
@@ -61,7 +62,7 @@ class ExampleResults(NamedTuple):
 
     weights: Weights
     values: Array  # float[batch]: of the loss
-    aux: Any  # [batch, ...]
+    aux: PyTree  # [batch, ...]
 
 
 class Run(NamedTuple):
@@ -77,14 +78,14 @@ class Run(NamedTuple):
         """Makes the gradients of the examples of each microbatch."""
         value_and_grad = jax.value_and_grad(self.problem.of_one, has_aux=True)
 
-        def of_one(params: Any, example: Any) -> tuple[Any, Arrays]:
+        def of_one(params: PyTree, example: PyTree) -> tuple[PyTree, Arrays]:
             value_and_aux, grads = value_and_grad(params, example)
             # As leaves: a class of the user's may refuse arrays with a batch axis.
             return value_and_aux, jax.tree.leaves(grads)
 
         of_all = jax.vmap(of_one, (None, 0))
 
-        def step(present: Array, example: Any) -> tuple[Arrays, ExampleResults]:
+        def step(present: Array, example: PyTree) -> tuple[Arrays, ExampleResults]:
             (values, aux), grads = of_all(self.problem.params, example)
             # Otherwise XLA on a CPU writes the float64 squares of the gradients, which
             # only the norms need, to memory.
@@ -120,12 +121,12 @@ class Run(NamedTuple):
 
 def in_microbatches(
     step: Step,
-    total: Any,
+    total: PyTree,
     present: Array,
-    batch: Any,
+    batch: PyTree,
     most: int | None,
-    plus: Callable[[Any, Any], Any] | None = None,
-) -> tuple[Any, Any]:
+    plus: Callable[[PyTree, PyTree], PyTree] | None = None,
+) -> tuple[PyTree, PyTree]:
     """Runs `step(present, *examples) -> (terms, results)` on each microbatch, of at
     most `most` examples, None for all.
 
@@ -164,7 +165,7 @@ def in_microbatches(
     is_real = np.arange(width * turns).reshape(width, turns) < size
     present, batch = jax.tree.map(split, (present, batch))
 
-    def take_turn(total: Any, turn: Array) -> tuple[Any, Any]:
+    def take_turn(total: PyTree, turn: Array) -> tuple[PyTree, PyTree]:
         # lax.scan slices first axes, and would need a transposed copy of the batch.
         def take(x: Array) -> Array:
             return lax.dynamic_index_in_dim(x, turn, 1, keepdims=False)

@@ -18,6 +18,7 @@ from .._checks import shown
 from .._jaxpr import every_equation
 from .._mesh import AxisNames, MeshAxes, listed
 from .._mesh_types import varying
+from .._trees import PyTree
 
 # The folders of JAX and of this library, whose lines tell a user nothing.
 LIBRARIES = tuple(str(Path(str(x.__file__)).parent) for x in (jax, trees))
@@ -38,9 +39,9 @@ class Problem(NamedTuple):
 
     call: str  # the function that the user called, for errors
     # (params, example, shared) -> (value, aux)
-    loss: Callable[[Any, Any, Any], tuple[jax.Array, Any]]
-    params: Any
-    batch: tuple[Any, ...]
+    loss: Callable[[PyTree, PyTree, list[Any]], tuple[jax.Array, PyTree]]
+    params: PyTree
+    batch: tuple[PyTree, ...]
     present: jax.Array  # bool[batch]: not masked
     shared: list[Any]  # arguments that are the same for all examples
     # For each parameter, the mesh axes over which its gradient is split
@@ -53,9 +54,9 @@ class Problem(NamedTuple):
     mesh_axes: AxisNames = ()
     # The traced loss of one example, and the types of its results, set by `on_device`
     program: Any = None
-    returned: Any = None
+    returned: PyTree = None
 
-    def of_one(self, params: Any, example: Any) -> tuple[jax.Array, Any]:
+    def of_one(self, params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
         """The loss of one example, and aux. A traced loss is run by its program, so
         that each compilation calls the user's function once.
         """
@@ -64,13 +65,15 @@ class Problem(NamedTuple):
         outputs = jaxpr_as_fun(self.program)(*jax.tree.leaves((params, example)))
         return jax.tree.unflatten(jax.tree.structure(self.returned), outputs)
 
-    def traced(self, of_one: Callable[[Any, Any], Any]) -> tuple[ClosedJaxpr, Any]:
+    def traced(
+        self, of_one: Callable[[PyTree, PyTree], PyTree]
+    ) -> tuple[ClosedJaxpr, PyTree]:
         """The program of a function of the parameters and one example, and the types of
         its results.
         """
         programs = []
 
-        def trace(params: Any, example: Any) -> jax.Array:
+        def trace(params: PyTree, example: PyTree) -> jax.Array:
             make_program = jax.make_jaxpr(of_one, return_shape=True)
             programs.append(make_program(params, example))
             return jnp.zeros(())
@@ -111,7 +114,9 @@ class Signature(NamedTuple):
         places = [*param_places, *batch_places, *shared_places]
         is_tree = not isinstance(self.argnums, (tuple, list))
 
-        def loss(params: Any, example: Any, shared: Any) -> tuple[jax.Array, Any]:
+        def loss(
+            params: PyTree, example: PyTree, shared: list[Any]
+        ) -> tuple[jax.Array, PyTree]:
             param_args = [params] if is_tree else params
             args = dict(zip(places, [*param_args, *example, *shared]))
             returned = self.loss(*(args[place] for place in range(count)))
@@ -158,7 +163,7 @@ class Signature(NamedTuple):
         self._check_program(gradient, batch)
         return problem
 
-    def _splits(self, params: Any, batch: Any) -> list[AxisNames]:
+    def _splits(self, params: PyTree, batch: PyTree) -> list[AxisNames]:
         """For each parameter, the mesh axes over which its gradient is split."""
         batch_axes = varying(batch)
         leaves = jax.tree.leaves(params)
@@ -178,7 +183,7 @@ class Signature(NamedTuple):
             axes_of_leaves.append(tuple(sorted(set(summed_over))))
         return axes_of_leaves
 
-    def _check_program(self, program: ClosedJaxpr, batch: Any) -> None:
+    def _check_program(self, program: ClosedJaxpr, batch: PyTree) -> None:
         """Raises ValueError for an equation that joins examples, or that joins devices
         along mesh axes of the batch.
         """
@@ -233,7 +238,7 @@ class Signature(NamedTuple):
         # Of three arguments -1 and 2 are the same.
         return [place % count for place in places]
 
-    def _size(self, batch_args: dict[int, Any]) -> int:
+    def _size(self, batch_args: dict[int, PyTree]) -> int:
         """The number of examples: the size that the first axes of the batch share."""
         sizes: dict[str, Any] = {}
         for place, tree in batch_args.items():
@@ -258,7 +263,7 @@ class Signature(NamedTuple):
             )
         return size
 
-    def _arrays(self, params: list[Any], is_tree: bool) -> Any:
+    def _arrays(self, params: list[PyTree], is_tree: bool) -> PyTree:
         """The parameters as arrays: one tree, or a tuple of several."""
         tree = params[0] if is_tree else tuple(params)
         trees.check_leaves(tree, f"{self.call}: ")
@@ -272,7 +277,7 @@ class Signature(NamedTuple):
                 )
         return jax.tree.map(jnp.asarray, tree)
 
-    def _check_returned(self, returned: Any) -> None:
+    def _check_returned(self, returned: PyTree) -> None:
         """Raises TypeError for a value that is not a loss. Ghost clipping would take
         several numbers for their sum.
         """
@@ -302,7 +307,7 @@ def _place_of(eqn: JaxprEqn) -> str:
     return ""
 
 
-def _axes_of_batch(batch: Any, splits: Sequence[AxisNames]) -> AxisNames:
+def _axes_of_batch(batch: PyTree, splits: Sequence[AxisNames]) -> AxisNames:
     """The mesh axes along which devices have different examples. Where types do not
     tell, all axes that split no parameter.
     """
@@ -321,7 +326,7 @@ def _joined_axes(eqn: JaxprEqn) -> set[str]:
     return {name for name in _mesh.names_in(axes) if isinstance(name, str)}
 
 
-def check_function(argument: str, value: Any) -> None:
+def check_function(argument: str, value: object) -> None:
     """Raises TypeError for a value that is not a function, such as gradients."""
     if not callable(value):
         raise TypeError(
