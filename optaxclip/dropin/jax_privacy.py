@@ -240,26 +240,26 @@ def clipped_grad(
     limit = _joint(limits)
     max_norm = l2_clip_norm
     shrink = None
-    rescaled = 1.0
+    # From the limits of the clip to the limits of the sum
+    rescaling = 1.0
     if rescale_to_unit_norm:
         limit = len(limits) ** 0.5
         shrink = _over_limit
         max_norm = jax.tree.map(_divisible, l2_clip_norm)
-        rescaled = limit / _joint(jax.tree.leaves(max_norm))
+        rescaling = limit / _joint(jax.tree.leaves(max_norm))
     has_auxiliary = has_aux or return_values or return_grad_norms
     bounds = set[float]()
 
-    def total(*args: Any, is_padding_example: Any = None, **keywords: Any) -> Any:
+    def clipped_sum(*args: Any, is_padding_example: Any = None, **keywords: Any) -> Any:
         batch = [[args[place] for place in batch_places], keywords]
-        sizes = [jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)]
-        # `per_example.clipped_grad` refuses sizes that differ, and a number.
-        size = 0 if set(sizes) == {(0,)} else (max(sizes, default=()) or (1,))[0]
-        # A bound is that of a mask.
-        mask = jnp.ones(size, bool)
-        if is_padding_example is not None:
+        size = _size_of(batch)
+        if is_padding_example is None:
+            # `per_example.clipped_grad` proves a bound only with a mask.
+            mask = jnp.ones(size, bool)
+        else:
             mask = jnp.logical_not(is_padding_example)
-        if not size:
-            # One example of zeros that does not count.
+        if size == 0:
+            # One example of zeros that does not count
             mask = jnp.zeros(1, bool)
             batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), batch)
         example_places = [*param_places, *batch_places]
@@ -267,77 +267,49 @@ def clipped_grad(
             example_places.append(prng_argnum)
             keys = args[prng_argnum]
             batch += [jax.tree.map(lambda key: jax.random.split(key, size or 1), keys)]
-
         # Not closed over, since such arrays may lack the types of an Explicit mesh.
         shared = {}
         for place, arg in enumerate(args):
             if place not in example_places and _has_arrays(arg):
                 shared[place] = arg
-
-        def loss(params: Any, example: Any, shared: Any) -> tuple[Any, Any]:
-            examples, keywords, *keys = example
-            if keep_batch_dim:
-                examples = jax.tree.map(lambda x: x[None], examples)
-            trees = [params] if isinstance(argnums, int) else params
-            of_example = dict(zip(example_places, [*trees, *examples, *keys]))
-            loss_args = dict(enumerate(args)) | shared | of_example
-            returned = fun(*loss_args.values(), **keywords)
-            return returned if has_aux else (returned, None)
-
-        def transformed_loss(
-            direction: Any, example: Any, params_and_shared: Any
-        ) -> tuple[Any, Any]:
-            """Its gradient is the transformed gradient of the loss."""
-            params, shared = params_and_shared
-            params = varying_as_any_of(params, example)
-            value_and_grad = jax.value_and_grad(loss, has_aux=True)
-            (value, aux), grads = value_and_grad(params, example, shared)
-            norm = partial(global_norm, mesh_axes=None)
-            norms = jax.tree.map(lambda _, part: norm(part), l2_clip_norm, grads)
-            grads = jax.lax.stop_gradient(pre_clipping_transform(grads))
-            directions = jax.tree.leaves(direction)
-            pairs = zip(directions, jax.tree.leaves(grads), strict=True)
-            return sum(jnp.sum(x * y) for x, y in pairs), (norms, value, aux)
-
-        params = jax.tree.map(lambda place: args[place], argnums)
-        # A tree of its own, which the transform may write to.
-        direction = pre_clipping_transform(jax.tree.map(lambda x: x, params))
-        if _identity_of(direction) == _identity_of(params):
-            is_same = True
-            loss_to_clip = loss
-            method = "auto"
-            shared_arg = shared
-        else:
-            is_same = False
-            loss_to_clip = transformed_loss
-            method = "one_pass"
-            shared_arg = params, shared
-        grad = per_example.clipped_grad(
-            loss_to_clip,
-            max_norm,
+        loss = _Loss(
+            fun,
+            args,
+            example_places,
+            is_tree=isinstance(argnums, int),
+            keep_batch_dim=keep_batch_dim,
+            has_aux=has_aux,
+        )
+        clip = partial(
+            per_example.clipped_grad,
+            max_norm=max_norm,
             shared_argnums=2,
             has_aux=True,
             shrink=shrink,
             microbatch=microbatch_size,
-            method=method,
             mean=False,
         )
-        # The transformed loss is linear: its gradient is the same everywhere, also at
-        # the parameters.
-        result = grad(direction, batch, shared_arg, mask=mask)
-        if is_same:
+        params = jax.tree.map(lambda place: args[place], argnums)
+        # A copy of the tree, which the transform may write to
+        transformed_params = pre_clipping_transform(jax.tree.map(lambda x: x, params))
+        if _identity_of(transformed_params) == _identity_of(params):
+            result = clip(loss)(params, batch, shared, mask=mask)
             norms = result.norms
             values = result.values
             aux = result.aux
         else:
+            transformed_loss = _TransformedLoss(
+                loss, pre_clipping_transform, l2_clip_norm
+            )
+            clip_transformed = clip(transformed_loss, method="one_pass")
+            # The transformed loss is linear: its gradient is the same everywhere, also
+            # at the parameters.
+            result = clip_transformed(
+                transformed_params, batch, (params, shared), mask=mask
+            )
             norms, values, aux = result.aux
         if keep_batch_dim:
             aux = jax.tree.map(lambda x: x[:, 0] if x.shape[1:2] == (1,) else x, aux)
-        auxiliary = AuxiliaryOutput(
-            values=values if return_values else None,
-            grad_norms=norms if return_grad_norms else None,
-            aux=aux,
-        )
 
         def normalized(x: jax.Array) -> jax.Array:
             if not nan_safe:
@@ -350,21 +322,85 @@ def clipped_grad(
             # The sums with and without one example are both rounded.
             share = 2 * _share_rounded(result.grads, normalize_by, dtype)
             bound = result.sensitivity + share * result.longest
-        bound *= rescaled / normalize_by
-        # That of a traced limit is not known.
+        bound *= rescaling / normalize_by
+        # The bound of a traced limit is not known.
         if not isinstance(bound, Tracer):
             bounds.add(float(bound))
         if not has_auxiliary:
             return sums
+        auxiliary = AuxiliaryOutput(
+            values=values if return_values else None,
+            grad_norms=norms if return_grad_norms else None,
+            aux=aux,
+        )
         return sums, jax.tree.map(lambda x: x[:size], auxiliary)
 
     return BoundedSensitivityCallable(
-        total, limit / normalize_by, has_auxiliary, bounds
+        clipped_sum, limit / normalize_by, has_auxiliary, bounds
     )
 
 
+class _Loss(NamedTuple):
+    """The loss of one example, as `per_example.clipped_grad` calls it: `fun` with the
+    arguments of a call, in which the parameters and the example are replaced.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    places: list[int]  # of the parameters, the batches, and the random key
+    is_tree: bool  # whether the parameters are one argument
+    keep_batch_dim: bool
+    has_aux: bool
+
+    def __call__(self, params: Any, example: Any, shared: Any) -> tuple[Any, Any]:
+        examples, keywords, *keys = example
+        if self.keep_batch_dim:
+            examples = jax.tree.map(lambda x: x[None], examples)
+        param_args = [params] if self.is_tree else params
+        replaced = dict(zip(self.places, [*param_args, *examples, *keys]))
+        args = dict(enumerate(self.args)) | shared | replaced
+        returned = self.fun(*args.values(), **keywords)
+        return returned if self.has_aux else (returned, None)
+
+
+class _TransformedLoss(NamedTuple):
+    """A loss whose gradient is the transformed gradient of another one, T(g): the inner
+    product of T(g) and `direction`. Its aux are the norms of g, and value and aux of
+    the other loss.
+    """
+
+    loss: _Loss
+    transform: Callable[[Any], Any]
+    limits: Any  # a tree prefix of the gradients
+
+    def __call__(
+        self, direction: Any, example: Any, params_and_shared: Any
+    ) -> tuple[Any, Any]:
+        params, shared = params_and_shared
+        params = varying_as_any_of(params, example)
+        value_and_grad = jax.value_and_grad(self.loss, has_aux=True)
+        (value, aux), grads = value_and_grad(params, example, shared)
+        norm = partial(global_norm, mesh_axes=None)
+        norms = jax.tree.map(lambda _, part: norm(part), self.limits, grads)
+        transformed = jax.lax.stop_gradient(self.transform(grads))
+        directions = jax.tree.leaves(direction)
+        pairs = zip(directions, jax.tree.leaves(transformed), strict=True)
+        return sum(jnp.sum(x * y) for x, y in pairs), (norms, value, aux)
+
+
+def _size_of(batch: Any) -> int:
+    """The number of examples. `per_example.clipped_grad` refuses sizes that differ, and
+    arrays without axes.
+    """
+    sizes = []
+    for leaf in jax.tree.leaves(batch):
+        shape = jnp.shape(leaf)
+        sizes.append(shape[0] if shape else 1)
+    return max(sizes, default=1)
+
+
 def _share_rounded(sums: Any, normalize_by: float, dtype: Any) -> float:
-    """The largest share of a sum that its division and cast round away."""
+    """The largest share of a sum that is lost when it is divided and cast."""
     largest = 0.0
     for leaf in jax.tree.leaves(sums):
         unit = float(jnp.finfo(leaf.dtype).eps) / 2
@@ -377,6 +413,7 @@ def _share_rounded(sums: Any, normalize_by: float, dtype: Any) -> float:
 
 
 def _has_arrays(tree: Any) -> bool:
+    """Whether all leaves are arrays."""
     return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
 
 

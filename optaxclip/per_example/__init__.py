@@ -30,18 +30,18 @@ Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
 from .. import _names
 from ._account import epsilon as epsilon
 from ._account import noise_multiplier as noise_multiplier
+from ._audit import Sensitivity as Sensitivity
+from ._audit import sensitivity as sensitivity
 from ._clipped_grad import ClippedGrad as ClippedGrad
 from ._clipped_grad import ExplainedLeaf as ExplainedLeaf
 from ._clipped_grad import Explanation as Explanation
 from ._clipped_grad import clipped_grad as clipped_grad
 from ._clipped_grad import explain_clipped_grad as explain_clipped_grad
-from ._noise import Drawn as Drawn
-from ._noise import NoiseScale as NoiseScale
-from ._noise import Sensitivity as Sensitivity
+from ._draw import Drawn as Drawn
+from ._draw import draw as draw
 from ._noise import add_noise as add_noise
-from ._noise import draw as draw
-from ._noise import noise_scale as noise_scale
-from ._noise import sensitivity as sensitivity
+from ._noise_scale import NoiseScale as NoiseScale
+from ._noise_scale import noise_scale as noise_scale
 from ._noise_share import noise_share as noise_share
 
 _names.with_our_names(__name__)

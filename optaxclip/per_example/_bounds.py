@@ -1,14 +1,18 @@
-"""What is proved of a sum of clipped gradients, in units of the limit.
+"""Proved bounds of a sum of clipped gradients, in units of the limit.
 
-    gamma(n) = n u / (1 - n u)               what n roundings take from a sum at most
-    excess = e + k gamma(N)                  one example adds 1 + excess
+    gamma(n) = n u / (1 - n u)               the most that n roundings take from a sum
+    excess = e + k gamma(N)                  one example adds at most 1 + excess
     change = excess + 2 (B - 1) k gamma(N)   one of B examples changes it by 1 + change
 
-e is the error of a norm, and N counts the roundings of a sum. The gradients of examples
-are terms of it, and k is 1. Norms by gram have an error, and terms that may be 16 times
-as long as their gradient: k is 17. The largest of all parameters count.
+u     the unit of rounding, 2^-24 for float32
+N     how many roundings a term of the sum goes through
+k     how long terms are over the gradient of an example. 1 where gradients are added
+      up. 17 where norms are by gram: there the terms of positions are added up, which
+      may cancel to 1/16
+e     the error of a norm by gram, 0 for other norms
+B     examples
 
-docs/numerics.md has the proof.
+e and k gamma(N) are the largest of all parameters. docs/numerics.md has the proof.
 """
 
 from typing import NamedTuple
@@ -22,42 +26,44 @@ from .._mesh import device_count
 from ._choose import Choice
 from ._ghost._norms import rounding
 from ._ghost._plans import LeafPlan
-from ._limits import CANCELS
+from ._limits import MAX_CANCELLATION
 from ._passes import block_size
 from ._problem import Problem
 
 
 class Bounds(NamedTuple):
-    """Bounds of the sum over all devices."""
+    """Bounds of the sum over all devices, in units of the limit."""
 
-    excess: float  # what one example adds, less 1
-    change: float  # how much the sum changes by one example, less 1
-    longest: float  # how long the sum is
+    excess: float  # what one example adds at most, less 1
+    change: float  # how much one example changes the sum at most, less 1
+    longest: float  # how long the sum may be
 
 
 def bounds_of(problem: Problem, choice: Choice) -> Bounds:
-    """The bounds of a problem, however its program is chosen."""
+    """The bounds of a problem whose gradients are clipped by a choice."""
     # In shard_map and pmap the caller adds up the sums of devices, by lax.psum.
     devices = device_count(problem.mesh_axes)
     size = problem.present.size * devices
-    # How many examples are summed at once, and how often
+    # All devices add up the examples of a turn, and then there is a sum over turns.
     width = min((choice.microbatch or size) * devices, size)
     turns = -(-size // width)
     norm_errors = [0.0]
     sum_errors = [0.0]
     for plan, leaf in zip(choice.plans(problem), jax.tree.leaves(problem.params)):
-        dtype = _dtype_of_sum(plan, leaf)
-        # Those of the products are 4.
-        roundings = turns + 4
-        if plan.norm_by != "gram":
-            error = rounding(width + roundings, dtype)
-            sum_errors.append(error + _error_of_factors(plan))
-            continue
-        # Two of Kahan's for the blocks of an example, and two for those of all
-        block = min(width * plan.positions, block_size())
-        error = rounding(block + 2 + 2 + devices + roundings, dtype)
-        sum_errors.append((CANCELS + 1) * (error + _error_of_factors(plan)))
-        norm_errors.append(_error_of_gram(plan))
+        if plan.norm_by == "gram":
+            terms_over_gradient = MAX_CANCELLATION + 1
+            # The terms of a block, and two roundings of Kahan's sum twice: for the
+            # blocks of an example, and for those of all examples
+            block = min(width * plan.positions, block_size())
+            roundings = block + 2 + 2 + devices
+            norm_errors.append(_error_of_gram(plan))
+        else:
+            terms_over_gradient = 1
+            roundings = width
+        # A gradient times its factor and the divisor is rounded four times.
+        error = rounding(roundings + turns + 4, _dtype_of_sum(plan, leaf))
+        error += _error_of_factors(plan)
+        sum_errors.append(terms_over_gradient * error)
     error_of_sum = max(sum_errors)
     excess = max(norm_errors) + error_of_sum
     return Bounds(
@@ -68,8 +74,8 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
 
 
 def _dtype_of_sum(plan: LeafPlan, leaf: Array) -> np.dtype:
-    """The dtype to which terms are rounded. A loss may compute in fewer bits than its
-    parameters have.
+    """The dtype to which terms are rounded. A loss may compute in fewer bits than the
+    parameter has.
     """
     dtype = np.promote_types(leaf.dtype, np.float32)
     out_types = [out_type for site in plan.sites for out_type in site.out_types]
@@ -82,7 +88,9 @@ def _dtype_of_sum(plan: LeafPlan, leaf: Array) -> np.dtype:
 
 
 def _error_of_factors(plan: LeafPlan) -> float:
-    """What two bfloat16 numbers lose of a cotangent times a factor, at all sites."""
+    """What a cotangent times a factor loses where it is written as two bfloat16
+    numbers, at all sites. Not where the gradient is kept instead.
+    """
     if plan.kept_size:
         return 0.0
     error = 0.0
@@ -93,8 +101,10 @@ def _error_of_factors(plan: LeafPlan) -> float:
 
 
 def _error_of_gram(plan: LeafPlan) -> float:
-    """e = sqrt(1 + 16^2 gamma(R + K + L T^2 + 1)) - 1, of sums in float64."""
+    """e = sqrt(1 + 16^2 gamma(R + K + L T^2 + 1)) - 1 for sums in float64, with R rows,
+    K columns, a stack of L matrices, and T positions.
+    """
     stack, rows, columns = plan.matrix_shape
     terms = rows + columns + stack * plan.positions**2 + 1
     error_of_square = rounding(terms, np.float64)
-    return float(np.sqrt(1 + CANCELS**2 * error_of_square) - 1)
+    return float(np.sqrt(1 + MAX_CANCELLATION**2 * error_of_square) - 1)

@@ -1,40 +1,31 @@
 """Which method clips examples, and how many at once.
 
-Ghost clipping pays for each norm and for what it keeps of each layer, one pass for each
-number of a gradient that it writes and reads again. All counts are known from shapes.
+Ghost clipping takes time for norms, and to write and read what it captures. One pass
+takes time to write and read the gradient of each example. Both are counted from shapes.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.core import Tracer
+from jax.extend.core import JaxprEqn
 
 from .. import _trees as trees
 from .._checks import is_function
-from .._jaxpr import has_convolution, has_groups, has_window, work_of
+from .._jaxpr import every_equation, has_convolution, has_groups, has_window, work_of
 from .._mesh_types import is_on_one_device, manual_axes
+from .._trees import PyTree
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
 from ._ghost._plans import LeafPlan
 from ._passes import even_width, small_memory
 from ._problem import Problem
+from ._problem import _place_of as place_of
 
 # To write and read one number takes as long as about this many multiplications in a
 # matrix product: so the estimates for twelve models on two CPU cores were near what was
 # measured (`each_kind` in benchmarks/per_example/losses.py).
 MULTIPLICATIONS_PER_NUMBER = 48
-SPLIT_KERNELS = (
-    'clipped_grad: method must be "ghost", and each kernel used once, for convolutions '
-    "of a batch that jit splits over devices, where XLA computes wrong gradients of "
-    "examples. Or put clipped_grad into jax.shard_map, with mean=False, and lax.psum "
-    'its gradients. Got method="{}".'
-)
-KERNELS_OF_GROUPS = (
-    "clipped_grad: max_norm must be a number for a convolution with "
-    "feature_group_count, got a function. Its gradients are made one example at a "
-    "time, and a function needs the norms of all examples first. Or use each kernel "
-    'once and as it is, with method="ghost".'
-)
 
 
 class Choice(NamedTuple):
@@ -54,31 +45,34 @@ class Choice(NamedTuple):
 
 
 def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
-    """The method that was asked for, or the one that takes the least time."""
+    """The method and the microbatch that were asked for. "auto" is the method that
+    takes less time, with a microbatch that fits into memory.
+    """
     microbatch = on_one_device(problem, microbatch)
-    ghost = None
-    if method != "one_pass":
-        ghost, obstacle = possible_ghost(problem)
-        if method == "ghost" and not ghost:
-            raise ValueError(
-                f'clipped_grad: method must be "one_pass" or "auto" for {obstacle}, '
-                'got "ghost".'
-            )
+    if method == "one_pass":
+        if _has_risky_kernels(problem):
+            microbatch = _safe_microbatch(problem, method, microbatch)
+        return Choice("one_pass", microbatch)
+    ghost, obstacle = possible_ghost(problem)
+    if method == "ghost" and not ghost:
+        raise ValueError(
+            f'{problem.call}: method must be "one_pass" or "auto" for {obstacle}, '
+            'got "ghost".'
+        )
     if _has_risky_kernels(problem):
         if ghost and not _makes_kernel_gradients(ghost):
             method = "ghost"
         else:
             microbatch = _safe_microbatch(problem, method, microbatch)
-    if not ghost:
-        return Choice("one_pass", microbatch)
-    if method == "auto":
+    if ghost and method == "auto":
         costs = costs_of(problem, ghost, microbatch)
-        method = min(("ghost", "one_pass"), key=lambda name: costs[name])
-    size = problem.present.size
-    most_at_once = _most_at_once(problem, ghost)[method]
-    if not microbatch and most_at_once < size:
-        microbatch = even_width(size, max(most_at_once, 1))
-    return Choice(method, microbatch, ghost if method == "ghost" else None)
+        if costs["ghost"] <= costs["one_pass"]:
+            method = "ghost"
+    if ghost and method == "ghost":
+        microbatch = microbatch or _microbatch_of_ghost(problem, ghost)
+        return Choice("ghost", microbatch, ghost)
+    microbatch = microbatch or _microbatch_of_one_pass(problem, ghost)
+    return Choice("one_pass", microbatch)
 
 
 def on_one_device(problem: Problem, microbatch: int | None) -> int | None:
@@ -87,18 +81,28 @@ def on_one_device(problem: Problem, microbatch: int | None) -> int | None:
 
 
 def _has_risky_kernels(problem: Problem) -> bool:
-    """Whether XLA may make the gradients of examples by the kernel of a convolution
-    wrong, as it does those of jax.vmap(jax.grad(loss)): where jit splits the batch, and
-    of several groups, where on a CPU the NaN of one example reaches all.
+    """Whether XLA may compute wrong gradients of examples by a convolution's kernel, as
+    it does for jax.vmap(jax.grad(loss)). It does so where jit splits the batch. On a
+    CPU it does so for several groups: the NaN of one example reaches all.
     """
-    equations = problem.program.jaxpr.eqns
-    may_be_split = _is_split(problem.batch) is not False
-    is_split_kernel = may_be_split and any(map(has_convolution, equations))
-    return is_split_kernel or any(map(has_groups, equations))
+    convolutions = _convolutions(problem)
+    if any(has_groups(eqn) for eqn in convolutions):
+        return True
+    return bool(convolutions) and _is_split(problem.batch) is not False
+
+
+def _convolutions(problem: Problem) -> list[JaxprEqn]:
+    """The convolutions in the loss."""
+    convolutions = []
+    for outer in problem.program.jaxpr.eqns:
+        for eqn in every_equation(outer):
+            if eqn.primitive.name == "conv_general_dilated":
+                convolutions.append(eqn)
+    return convolutions
 
 
 def _makes_kernel_gradients(ghost: Ghost) -> bool:
-    """Whether ghost clipping makes gradients of examples by a convolution's kernel."""
+    """Whether ghost clipping needs gradients of examples by a convolution's kernel."""
     equations = [site.eqn for site in ghost.gradient_sites if site.eqn]
     return any(map(has_convolution, equations))
 
@@ -106,54 +110,86 @@ def _makes_kernel_gradients(ghost: Ghost) -> bool:
 def _safe_microbatch(
     problem: Problem, method: str, microbatch: int | None
 ) -> int | None:
-    """The microbatch with which XLA makes gradients by risky kernels right: 1 for
-    several groups. Raises ValueError, or lets the compiler, for a batch that is split.
+    """The microbatch with which XLA computes right gradients by risky kernels: 1 for
+    several groups. Raises ValueError for a batch that is split, or makes the compiler
+    raise it.
     """
-    error_text = SPLIT_KERNELS.format(method)
+    convolutions = _convolutions(problem)
+    place = place_of(convolutions[0])
+    error_text = (
+        f'{problem.call}: method must be "ghost", and each kernel used once, for '
+        f"convolutions{place} of a batch that jit splits over devices, where XLA "
+        "computes wrong gradients of examples. Or put clipped_grad into jax.shard_map, "
+        f'with mean=False, and lax.psum its gradients. Got method="{method}".'
+    )
     is_split = _is_split(problem.batch)
     if is_split:
         raise ValueError(error_text)
     if is_split is None:
         _refuse_a_split(problem.batch, error_text)
-    if not any(map(has_groups, problem.program.jaxpr.eqns)):
+    grouped = [eqn for eqn in convolutions if has_groups(eqn)]
+    if not grouped:
         return microbatch
     if any(map(is_function, problem.limits)):
-        raise ValueError(KERNELS_OF_GROUPS)
+        raise ValueError(
+            f"{problem.call}: max_norm must be a number for a convolution with "
+            f"feature_group_count{place_of(grouped[0])}, got a function. Its gradients "
+            "are made one example at a time, and a function needs the norms of all "
+            "examples first. Or use each kernel once and as it is, with "
+            'method="ghost".'
+        )
     return 1
 
 
-def _most_at_once(problem: Problem, ghost: Ghost) -> dict[str, int]:
-    """For both methods of "auto", how many examples to take at once."""
+def _microbatch_of_ghost(problem: Problem, ghost: Ghost) -> int | None:
+    """How many examples ghost clipping takes at once, None for all."""
     size = problem.present.size
-    gradient_size = 0
-    for leaf, plan in zip(ghost.params, ghost.plans):
-        gradient_size += max(leaf.size, plan.kept_size)
-    most = {
-        "ghost": _most_with_memory(size, ghost, ghost.kept_size),
-        "one_pass": _most_with_memory(size, ghost, gradient_size),
-    }
     if ghost.kept_size <= ghost.captured_size:
-        most["ghost"] = size
+        return None
+    return _microbatch_of(size, _fitting(size, ghost.kept_size, ghost.captured_size))
+
+
+def _microbatch_of_one_pass(problem: Problem, ghost: Ghost | None) -> int | None:
+    """How many examples "auto" takes at once in one pass, None for all."""
+    size = problem.present.size
+    leaves = jax.tree.leaves(problem.params)
+    if not ghost:
+        # What the batch keeps is not known here. Sizes of jax.export may be symbols.
+        gradient_size = sum(leaf.size for leaf in leaves)
+        if not isinstance(gradient_size, int) or not isinstance(size, int):
+            return None
+        return _microbatch_of(size, 8 * small_memory() // max(gradient_size, 1))
+    gradient_size = 0
+    for leaf, plan in zip(leaves, ghost.plans):
+        gradient_size += max(leaf.size, plan.kept_size)
+    fitting = _fitting(size, gradient_size, ghost.captured_size)
     is_small = size * (gradient_size + ghost.captured_size) <= 8 * small_memory()
     if jax.default_backend() == "cpu" and not ghost.is_convolved and not is_small:
-        # A CPU is faster the more gradients stay in its cache: a transformer of 432,000
-        # parameters took half as long with 8 at once as with 16. All gradients of a
-        # megabyte do: LoRA took 0.6 with 16 or 32, and 0.7 to 0.8 with 8. Where all
-        # that the batch keeps does, turns only cost: a neural ODE took 0.8 with 32 at
+        # A CPU is faster if the gradients stay in its cache, as a megabyte does. A
+        # transformer of 432,000 parameters took half as long with 8 examples at once as
+        # with 16. LoRA took 0.6 with 16 or 32 at once, and 0.7 to 0.8 with 8. A small
+        # batch needs no turns, which only cost: a neural ODE took 0.8 with all 32 at
         # once of its time with 8.
         in_cache = max(8, small_memory() // max(gradient_size, 1))
-        most["one_pass"] = min(most["one_pass"], in_cache)
-    return most
+        fitting = min(fitting, in_cache)
+    return _microbatch_of(size, fitting)
 
 
-def _most_with_memory(size: int, ghost: Ghost, kept_size: int) -> int:
-    """For how many of the examples there is memory, if as many numbers are kept of
-    each: all, if these take a third of the memory of what is captured of the batch.
-    Else they may take two thirds, since of a part of the batch less is captured.
+def _fitting(size: int, example_size: int, captured_size: int) -> int:
+    """How many of the examples of a batch fit into memory, if `example_size` numbers
+    are kept of each beside those that are captured.
+
+    All fit if they take a third of what is captured of the batch. Otherwise they may
+    take two thirds, since less is captured of a microbatch.
     """
-    room = max(size * ghost.captured_size // 3, small_memory() // 4)
-    fitting = room // max(kept_size, 1)
+    third = max(size * captured_size // 3, small_memory() // 4)
+    fitting = third // max(example_size, 1)
     return size if fitting >= size else min(2 * fitting, size // 2)
+
+
+def _microbatch_of(size: int, fitting: int) -> int | None:
+    """The microbatch where so many examples fit, at least one. None for all."""
+    return even_width(size, max(fitting, 1)) if fitting < size else None
 
 
 def costs_of(
@@ -169,19 +205,19 @@ def costs_of(
     one_pass_work = plain_work + gradient_work
     if not ghost:
         return {"one_pass": one_pass_work / plain_work}
-    # For the gradients of examples by a convolution XLA on a CPU takes about twice as
-    # long, and in a loop 11 to 70 times as long, also for patches of an image.
-    width = microbatch or _most_at_once(problem, ghost)["one_pass"]
+    # XLA on a CPU takes about twice as long for the gradients of examples by the kernel
+    # of a convolution. In a loop it takes 11 to 70 times as long, also for patches.
+    width = microbatch or _microbatch_of_one_pass(problem, ghost) or size
     slowdown = 16 if width < size else 2
     one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_window)
-    # The data that are captured are written and read, too.
+    # What is captured, and what is kept of it, is written and read.
     written_size = ghost.captured_size + ghost.kept_size
     ghost_work = plain_work + MULTIPLICATIONS_PER_NUMBER * written_size
     ghost_work += sum(plan.extra_work for plan in ghost.plans)
     return {"one_pass": one_pass_work / plain_work, "ghost": ghost_work / plain_work}
 
 
-def _is_split(batch: Any) -> bool | None:
+def _is_split(batch: PyTree) -> bool | None:
     """Whether jit may split the batch over devices. None if only the compiler knows."""
     is_traced = False
     for leaf in jax.tree.leaves(batch):
@@ -197,7 +233,7 @@ def _is_split(batch: Any) -> bool | None:
     return False
 
 
-def _refuse_a_split(batch: Any, text: str) -> None:
+def _refuse_a_split(batch: PyTree, text: str) -> None:
     """Makes the compiler raise an error if it splits the batch."""
 
     def check(sharding: jax.sharding.Sharding) -> None:
@@ -209,15 +245,15 @@ def _refuse_a_split(batch: Any, text: str) -> None:
 
 
 def possible_ghost(problem: Problem) -> tuple[Ghost | None, str]:
-    """Ghost clipping, or None and what it cannot do."""
+    """Ghost clipping, or None and the obstacle, as errors name it."""
     roles = {"parameters": problem.params, "the batch": problem.batch}
     for path, leaf in jax.tree.leaves_with_path(roles):
         array_type = jax.typeof(leaf)
-        # Its cotangents would need their shardings as types.
+        # Cotangents of a split parameter would need the same sharding in their types.
         if any(array_type.sharding.spec):
             name = f"{trees.name(path)!r} of {array_type}"
             return None, f"{name}, which Explicit mesh axes split beside the batch's"
-        # It is chosen by sizes, and sizes of jax.export may be symbols.
+        # The plan depends on sizes, and sizes of jax.export may be symbols.
         if not all(isinstance(size, int) for size in leaf.shape):
             return None, f"sizes that are not known, here {leaf.shape}"
     try:

@@ -14,17 +14,17 @@ import numpy as np
 from .. import _trees as trees
 from .._checks import check_choice, check_flag, check_length, is_function, shown
 from .._mesh import MeshAxes
-from .._prefixes import lookup
+from .._trees import PyTree
 from ..shrinks import Shrink, shrink_of
 from ._bounds import Bounds, bounds_of
-from ._choose import choose, costs_of, on_one_device, possible_ghost
+from ._choose import Choice, choose, costs_of, on_one_device, possible_ghost
 from ._explicit import DeviceResult, on_each_device
 from ._limits import limits_of
 from ._passes import Run
 from ._problem import Argnums, Problem, Signature, check_function
 
 METHODS = ("auto", "ghost", "one_pass")
-# A bound that is computed in float32 is no longer one without this factor.
+# Up to four roundings of float32 may make a bound smaller. Times this it holds again.
 ROUNDED_UP = 1 + 2.0**-22
 
 
@@ -51,13 +51,13 @@ class ClippedGrad(NamedTuple):
       longest: how long the sum may be at most. None like `sensitivity`.
     """
 
-    grads: Any
-    norms: Any  # float32[batch]
-    factors: Any  # float32[batch]
+    grads: PyTree
+    norms: PyTree  # float32[batch]
+    factors: PyTree  # float32[batch]
     nonfinite: jax.Array  # int32[]
     divisor: jax.Array | None  # int32[]
     values: jax.Array  # float[batch]
-    aux: Any  # [batch, ...]
+    aux: PyTree  # [batch, ...]
     sensitivity: Any  # float32[]
     longest: Any  # float32[]
 
@@ -89,7 +89,7 @@ class ClippedGrad(NamedTuple):
         if self.sensitivity is not None and total.sensitivity is not None:
             longest = (self.longest + total.longest) * ROUNDED_UP
             larger = jnp.maximum(self.sensitivity, total.sensitivity)
-            # With and without an example a sum is rounded by 2^-24 of its length.
+            # The sum is rounded by 2^-24 of its length with an example, and without it.
             sensitivity = (larger + 2.0**-23 * longest) * ROUNDED_UP
         return self._replace(
             grads=jax.tree.map(jnp.add, self.grads, total.grads),
@@ -101,7 +101,7 @@ class ClippedGrad(NamedTuple):
 
 def clipped_grad(
     loss: Callable[..., Any],
-    max_norm: Any,
+    max_norm: PyTree,
     *,
     argnums: Argnums = 0,
     shared_argnums: Argnums = (),
@@ -127,8 +127,8 @@ def clipped_grad(
         separately. With `private=False` a limit may be a function from all norms of the
         batch, float32[batch] with NaN for an example that is masked or broken, to a
         number, such as `jnp.nanmedian`. It gets the norms of all devices, but in pmap
-        and with check_vma=False only those of its own. All norms are needed first, so
-        the whole batch is differentiated at once.
+        and with check_vma=False only those of its own. Such a limit needs all norms
+        first, so the whole batch is differentiated at once.
       argnums: which arguments to differentiate, as in `jax.grad`.
       shared_argnums: which arguments are the same for all examples. All others are
         batches: pytrees of arrays whose first axis counts examples. Random keys are a
@@ -137,22 +137,29 @@ def clipped_grad(
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`: None or
         `hard`, `normalize` (AUTO-V), `auto_s()`, `psac()`, `smooth()`, `drop`, or a
         function from norm and limit to new norm.
-      microbatch: how many examples are differentiated at once, at least 1, or, on a
-        mesh with Explicit axes, one for each device that shares the batch. It need not
-        divide the batch: 32 examples, 9 at once, are 4 times 8. None for the whole
-        batch, or for what "auto" chooses.
-      method: how it is computed. All give the same numbers but for rounding, and but
-        for what cancels in "ghost". "ghost": from one backward pass, without large
-        gradients of examples. Where norms are by gram (`explain_clipped_grad`), an
-        example whose terms cancel to less than 1/16 of their size counts as that long,
-        since it is summed with their rounding. Where squares leave the range of float32
-        it counts as that size, and with inputs of a layer above 2e31 as inf.
+      microbatch: the most examples that are differentiated at once, at least 1. On a
+        mesh with Explicit axes each device that shares the batch takes at least one. It
+        need not divide the batch: with 9, a batch of 32 becomes four microbatches of 8.
+        None for the whole batch, or for what "auto" chooses.
+      method: "ghost", "one_pass" or "auto". Both methods give the same numbers, but for
+        rounding and for gradients whose terms cancel.
+
+        "ghost": from one backward pass, without large gradients of examples. Where
+        norms are by gram (`explain_clipped_grad`), terms of several positions are added
+        up with those of other examples. If they cancel to less than 1/16 of their size,
+        the norm of the example counts as 1/16 of that size, since their rounding stays.
+        If squares leave the range of float32, the norm counts as that size, and with
+        inputs of a layer above 2e31 as inf.
+
         "one_pass": the gradients of a microbatch at a time. Often the fastest for
-        narrow networks and long sequences. "auto": "ghost" or "one_pass", by the shapes
-        of the loss. One pass then takes no more memory for gradients of examples than
-        two thirds of what is kept of the batch, or one gradient. On a CPU it takes 8
-        examples at once or a megabyte of gradients, unless convolutions are much of the
-        work. `explain_clipped_grad` shows the choice.
+        narrow networks and long sequences.
+
+        "auto": the faster one, estimated from the shapes of the loss. One pass then
+        takes a microbatch whose gradients fill at most two thirds of what is kept of
+        the batch. On a CPU it takes at most 8 gradients, or as many as fit into a
+        megabyte, unless convolutions are much of the work. For a loss that ghost
+        clipping cannot take, gradients fill at most 8 MB on a CPU and 256 MB elsewhere.
+        A single gradient may always be larger. `explain_clipped_grad` shows the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.
@@ -168,35 +175,41 @@ def clipped_grad(
 
     Returns:
       A function of the arguments of `loss`, by position, with batches for examples,
-      and of `mask=`: bool[batch], False for padding. It returns a `ClippedGrad`. Sums
-      are in float32 or wider. The function should be jitted. Inside shard_map it gets
-      the examples of its own device: take the sum (`mean=False`), and `lax.psum` it.
-      `sensitivity` and `longest` are already those of the sum over all devices. On a
-      mesh with Explicit axes it enters shard_map itself, and the gradient is split as
-      the parameters are.
+      and of `mask=`: bool[batch], False for padding. The function returns a
+      `ClippedGrad`, with sums in float32 or wider. It should be jitted. Inside
+      shard_map it gets the examples of its own device: take the sum (`mean=False`), and
+      `lax.psum` it. `sensitivity` and `longest` are already those of the sum over all
+      devices. On a mesh with Explicit axes it enters shard_map itself, and the gradient
+      is split as the parameters are.
 
     Raises:
-      ValueError: a limit that is negative, NaN or an array, an unknown method, a
+      ValueError: a limit that is negative, NaN or an array, an unknown method, or a
         microbatch below 1. A limit that is a function without `private=False`, or with
-        a microbatch, or for a convolution with `feature_group_count` that ghost
-        clipping cannot take. From the function: mesh axes that contradict the types,
-        "auto" for a loss that joins devices (`lax.psum`) in pmap or with
-        check_vma=False, a loss that joins devices with different examples, a loss that
-        `jax.vmap` shows the whole batch (`jax.custom_batching`, callbacks and
-        `ffi_call` with a `vmap_method` other than "sequential"), limits that do not fit
-        the parameters, batches whose first axes are missing or differ, or a mask of the
-        wrong shape. "ghost" raises where Explicit mesh axes split parameters, but not
-        the batch, for symbolic sizes, and for a loss that cannot be split, such as one
-        with refs (`jax.new_ref`). For a convolution of a batch that jit splits over
-        devices all methods raise, but for "ghost" if each kernel is used once:
-        JaxRuntimeError, when it is compiled, if only `in_shardings` of jit splits the
-        batch.
-      NotImplementedError: from the function: a loss that closes over an array on a mesh
-        with Explicit axes. Make it a shared argument.
-      TypeError: a limit that is not a number, a loss or a shrink that is not a
-        function. From the function: parameters that are no floats or complex numbers,
-        places that are no ints, arguments by name, and a loss that is not one real
-        number, or lacks the aux that `has_aux` says.
+        a microbatch.
+      TypeError: a limit that is not a number, or a loss or a shrink that is not a
+        function.
+
+    The function that it returns raises:
+      ValueError, for its arguments: batches whose first axes are missing or differ, a
+        mask of the wrong shape, or limits that do not fit the parameters.
+      ValueError, for the loss: one that `jax.vmap` shows the whole batch
+        (`jax.custom_batching`, callbacks and `ffi_call` with a `vmap_method` other than
+        "sequential"), or one that joins devices with different examples (`lax.psum`).
+        In pmap or with check_vma=False every loss that joins devices, with
+        `mesh_axes="auto"`. A convolution with `feature_group_count` that ghost clipping
+        cannot take, with a limit that is a function.
+      ValueError, for mesh axes that contradict the types.
+      ValueError, for "ghost": Explicit mesh axes that split parameters, but not the
+        batch, symbolic sizes, and a loss that cannot be split, such as one with refs
+        (`jax.new_ref`).
+      ValueError, for a convolution of a batch that jit splits over devices, unless
+        ghost clipping is possible and each kernel is used once. It is a JaxRuntimeError
+        of the compiler if only `in_shardings` of jit splits the batch.
+      NotImplementedError: a loss that closes over an array on a mesh with Explicit
+        axes. Make it a shared argument.
+      TypeError: parameters that are no floats or complex numbers, places that are no
+        ints, arguments by name, and a loss that is not one real number, or lacks the
+        aux that `has_aux` says.
 
     | an example that | contributes | divides the mean |
     |---|---|---|
@@ -254,28 +267,26 @@ def clipped_grad(
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
             problem = problem._replace(divisor=divisor, is_sum=False)
-        # Plain numbers, which shard_map does not return.
-        bounds: list[Bounds] = []
+        # Appended to in shard_map, which returns no plain numbers. All devices have the
+        # same bounds.
+        bounds_of_devices: list[Bounds] = []
 
-        def bounded(problem: Problem) -> DeviceResult:
-            result, bounds_on_device = on_device(problem)
-            bounds.append(bounds_on_device)
+        def run_on_device(problem: Problem) -> DeviceResult:
+            result, bounds = clip_on_device(problem)
+            bounds_of_devices.append(bounds)
             return result
 
-        sums, nonfinite, examples = on_each_device(bounded, problem)
+        sums, nonfinite, examples = on_each_device(run_on_device, problem)
+        norms, factors, values, aux = examples
         params, treedef = jax.tree.flatten(problem.params)
         if mean:
             sums = [x.astype(param.dtype) for x, param in zip(sums, params)]
-        norms, factors, values, aux = examples
         sensitivity = None
         longest = None
-        limit = limits.joint()
         # Without a mask, one example less is another program, in which the gradients of
         # all others may have other bits.
-        is_bounded = private and not mean and mask is not None
-        if is_bounded and limit is not None and np.isfinite(bounds[0].change):
-            sensitivity = limit * (1 + bounds[0].change) * ROUNDED_UP
-            longest = limit * bounds[0].longest * ROUNDED_UP
+        if private and not mean and mask is not None:
+            sensitivity, longest = bounds_of_sum(bounds_of_devices[0])
         return ClippedGrad(
             grads=treedef.unflatten(sums),
             norms=norms,
@@ -288,44 +299,47 @@ def clipped_grad(
             longest=longest,
         )
 
-    def on_device(problem: Problem) -> tuple[DeviceResult, Bounds]:
+    def clip_on_device(problem: Problem) -> tuple[DeviceResult, Bounds]:
         problem = signature.on_device(problem)
         choice = choose(problem, method, microbatch)
-        limits_on_device = limits._replace(
-            values=problem.limits,
-            groups=lookup(limits.table, problem.params, f"{call}: max_norm"),
-            splits=problem.splits,
-            divisor=problem.divisor,
-        )
-        # With a limit of all norms the first factor is known after the last norm.
+        # The limit of a function, and so each factor, is known after all norms.
         width = None if needs_all_norms else choice.microbatch
-        run = Run(problem, limits_on_device, width)
+        run = Run(problem, limits.on_device(problem), width)
         if choice.ghost:
             sums, results = choice.ghost.in_steps(run)
         else:
             sums, results = run.in_one_pass()
         weights, values, aux = results
-        # [batch, groups] -> for each limit [batch].
+        # [batch, groups] -> a tree like max_norm of [batch]
         norms = limits.treedef.unflatten(weights.norms.T)
         factors = limits.treedef.unflatten(weights.factors.T)
         nonfinite = jnp.sum(problem.present & ~weights.counts, dtype=jnp.int32)
         result = DeviceResult(sums, nonfinite, (norms, factors, values, aux))
         return result, bounds_of(problem, choice)
 
+    def bounds_of_sum(bounds: Bounds) -> tuple[Any, Any]:
+        """`sensitivity` and `longest`, None where nothing is proved."""
+        limit = limits.joint()
+        if limit is None or not np.isfinite(bounds.change):
+            return None, None
+        sensitivity = limit * (1 + bounds.change) * ROUNDED_UP
+        longest = limit * bounds.longest * ROUNDED_UP
+        return sensitivity, longest
+
     return of_batch
 
 
 class ExplainedLeaf(NamedTuple):
-    """How the norms of the gradients by one parameter are found."""
+    """How the norms of the gradients by one parameter are computed."""
 
     name: str  # its path in the parameters
     shape: tuple[int, ...]
     norm_by: str  # a word of the table in `explain_clipped_grad`
     # the operations that it goes into, such as "gather, dot_general"
     uses: str
-    # bytes kept of the microbatch from forward and backward pass, for this parameter
+    # bytes of the inputs and cotangents of its uses, for a microbatch
     kept: int
-    made: int  # bytes made of each example to find its norm
+    made: int  # bytes that are made of each example, to compute its norm
 
 
 class Explanation(NamedTuple):
@@ -342,9 +356,10 @@ class Explanation(NamedTuple):
         is proved. The bounds hold on a CPU: docs/numerics.md has the proof, and what
         was measured.
       costs: for each method, about how many times as long as the plain gradient it
-        takes, counted from shapes: on a CPU ratios of two methods are mostly right
-        within a factor of 2. "auto" takes the cheaper of "ghost" and "one_pass". There
-        is no "ghost" where the loss cannot be split.
+        takes with the microbatch that was given, or that "auto" takes. They are counted
+        from shapes: on a CPU ratios of two methods are mostly right within a factor of
+        2. "auto" takes the cheaper method. There is no "ghost" where the loss cannot be
+        split.
     """
 
     method: str
@@ -358,14 +373,16 @@ class Explanation(NamedTuple):
         width = self.microbatch or "the whole batch"
         costs = [f"{name} {cost:.2g}" for name, cost in self.costs.items()]
         slow = [name for name, cost in self.costs.items() if cost > 10]
-        others = self.change - self.excess if self.change < np.inf else np.inf
+        rounding_of_others = np.inf
+        if self.change < np.inf:
+            rounding_of_others = self.change - self.excess
         lines = [
             f"method {self.method}, microbatch: {width}",
             f"estimated time, in plain gradients: {', '.join(costs)}",
             *(f"more than ten plain gradients: {name}" for name in slow),
             f"one example changes the sum by at most 1 + {self.change:.2g} limits",
-            f"  1 by its limit, {self.excess:.2g} by its rounding, {others:.2g} by "
-            "that of the others",
+            f"  1 by its limit, {self.excess:.2g} by its rounding, "
+            f"{rounding_of_others:.2g} by that of the others",
             "  with mask=: of batches that differ in size nothing is proved",
         ]
         head = ("parameter", "shape", "norm by", "uses", "kept", "made")
@@ -386,11 +403,12 @@ def explain_clipped_grad(
     has_aux: bool = False,
     microbatch: int | None = None,
     method: str = "auto",
+    mesh_axes: MeshAxes = "auto",
 ) -> Callable[..., Explanation]:
-    """Makes a function that says how `clipped_grad` computes its gradient: by which
-    method, and from what the norms of each parameter's gradients are found.
+    """Makes a function that says how `clipped_grad` computes a sum (`mean=False`): by
+    which method, and how the norms of the gradients by each parameter are computed.
 
-    Nothing is computed. The loss is traced, and shapes are looked at.
+    It traces the loss and looks at shapes. It computes nothing.
 
     Args:
       loss: the loss of one example, as in `clipped_grad`.
@@ -399,13 +417,15 @@ def explain_clipped_grad(
       has_aux: whether the loss returns something beside its value.
       microbatch: how many examples are differentiated at once, or None.
       method: "auto", "ghost" or "one_pass".
+      mesh_axes: over which mesh axes parameters are split, as in `clipped_grad`.
 
     Returns:
       A function of the arguments of `loss`, with batches for examples. It returns an
-      `Explanation`, whose text is a table. Its `excess` and `change` are what is proved
-      about the share of one example in the sum. `kept` is the bytes of the inputs and
-      cotangents of a parameter's uses, for one microbatch. `made` is the bytes that one
-      example adds while its norm is computed.
+      `Explanation`, whose text is a table. Its `excess` and `change` are proved bounds
+      of what one example adds to the sum, and how much it changes the sum, whatever
+      `max_norm` is. `kept` is the bytes of the inputs and cotangents of a parameter's
+      uses, for one microbatch. `made` is the bytes that one example adds while its norm
+      is computed.
 
     | norm by | is | for |
     |---|---|---|
@@ -445,44 +465,27 @@ def explain_clipped_grad(
     if microbatch is not None:
         check_length(f"{call}: microbatch", microbatch)
     signature = Signature(
-        call, loss, argnums=argnums, shared_argnums=shared_argnums, has_aux=has_aux
+        call,
+        loss,
+        argnums=argnums,
+        shared_argnums=shared_argnums,
+        has_aux=has_aux,
+        mesh_axes=mesh_axes,
     )
 
     def of_batch(*args: Any) -> Explanation:
         problem = signature.problem_of(args)
         explanations: list[Explanation] = []
 
-        def on_device(problem: Problem) -> DeviceResult:
-            explanations.append(explain(signature.on_device(problem)))
+        def run_on_device(problem: Problem) -> DeviceResult:
+            explanations.append(explain_on_device(signature.on_device(problem)))
             return DeviceResult(jax.tree.leaves(problem.params), 0, ())
 
-        jax.eval_shape(lambda: on_each_device(on_device, problem))
+        jax.eval_shape(lambda: on_each_device(run_on_device, problem))
         return explanations[0]
 
-    def explain(problem: Problem) -> Explanation:
+    def explain_on_device(problem: Problem) -> Explanation:
         choice = choose(problem, method, microbatch)
-        size = problem.present.size
-        width = min(choice.microbatch or size, size)
-        entries = jax.tree.leaves_with_path(problem.params)
-        leaves = []
-        for (path, leaf), plan in zip(entries, choice.plans(problem)):
-            use_names = []
-            captured_size = 0
-            for site in plan.sites:
-                in_scan = " in scan" if site.scan_lengths else ""
-                use_names.append(site.name + in_scan)
-                captured_size += site.captured_size
-            # As if all numbers had the dtype of the parameter.
-            itemsize = leaf.dtype.itemsize
-            explained = ExplainedLeaf(
-                name=trees.name(path),  # DictKey("a"), SequenceKey(0) -> "a/0"
-                shape=leaf.shape,
-                norm_by=plan.norm_by,
-                uses=", ".join(dict.fromkeys(use_names)),
-                kept=itemsize * width * captured_size,
-                made=itemsize * (plan.temporaries + plan.kept_size),
-            )
-            leaves.append(explained)
         ghost = choice.ghost or possible_ghost(problem)[0]
         bounds = bounds_of(problem, choice)
         microbatch_of_all = choice.microbatch
@@ -491,10 +494,37 @@ def explain_clipped_grad(
         return Explanation(
             method=choice.method,
             microbatch=microbatch_of_all,
-            leaves=leaves,
+            leaves=explained_leaves(problem, choice),
             excess=bounds.excess,
             change=bounds.change,
             costs=costs_of(problem, ghost, on_one_device(problem, microbatch)),
         )
 
     return of_batch
+
+
+def explained_leaves(problem: Problem, choice: Choice) -> list[ExplainedLeaf]:
+    """How the norms are computed, for each parameter."""
+    size = problem.present.size
+    width = min(choice.microbatch or size, size)
+    leaves = []
+    entries = jax.tree.leaves_with_path(problem.params)
+    for (path, leaf), plan in zip(entries, choice.plans(problem)):
+        use_names = []
+        captured_size = 0
+        for site in plan.sites:
+            in_scan = " in scan" if site.scan_lengths else ""
+            use_names.append(site.name + in_scan)
+            captured_size += site.captured_size
+        # As if all numbers had the dtype of the parameter.
+        itemsize = leaf.dtype.itemsize
+        explained = ExplainedLeaf(
+            name=trees.name(path),  # DictKey("a"), SequenceKey(0) -> "a/0"
+            shape=leaf.shape,
+            norm_by=plan.norm_by,
+            uses=", ".join(dict.fromkeys(use_names)),
+            kept=itemsize * width * captured_size,
+            made=itemsize * (plan.temporaries + plan.kept_size),
+        )
+        leaves.append(explained)
+    return leaves

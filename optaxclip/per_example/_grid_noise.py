@@ -6,12 +6,12 @@
     U_1 to U_5     uniform in 0, 1, ..., 2^20 - 1, so that no gap of 2^20 J is empty
     U_6 to U_10    uniform in 0, 2^8, ..., 2^20 - 2^8. The mean of all is taken away
 
-So every sum of gradients has the same outputs, without a gap and without an end before
-11 sigma. Z is as good as a discrete Gaussian of deviation 2^26, whose account is that
-of the continuous one: docs/numerics.md has the proof.
+So every sum of gradients has the same possible outputs, without a gap up to 11 sigma. Z
+is as good as a discrete Gaussian of deviation 2^26, whose account is the same as for
+continuous noise: docs/numerics.md has the proof.
 
-Two words hold an integer of any size, top 2^24 + low, since float32 has 24 bits. There
-is no float64, no loop and no branch, so that one program serves CPU, GPU and TPU.
+An integer is two words, top 2^24 + low, since float32 has 24 bits. There is no float64,
+no loop and no branch, so that one program serves CPU, GPU and TPU.
 """
 
 import math
@@ -27,10 +27,10 @@ from jax import Array, lax
 WIDTH = 64  # the deviation of J
 SHIFT = 20  # J counts in 2^SHIFT steps of the grid
 STEPS = WIDTH << SHIFT  # sigma in steps of the grid: 2^26
-# By how much rounding to the grid lengthens a change, over sigma and the root of the
-# count of numbers. Rounding is right to 1/2 + 2^-7 of a step.
+# Rounding two sums to the grid adds at most this, times sigma and the root of the count
+# of numbers, to their difference. Each is rounded by at most 1/2 + 2^-7 of a step.
 ROUNDING = (1 + 2**-6) / STEPS
-# Numbers beyond so many sigma are cut, before there is noise.
+# Sums are cut to so many sigma before noise is added.
 REACH = 2.0**20
 COLUMNS = 2048  # of the table. J is in -1024, ..., 1023: 16 deviations
 COLUMN_MASS = 2**96 // COLUMNS
@@ -42,9 +42,10 @@ def alias_table() -> np.ndarray:
     """Walker's alias table of the discrete Gaussian, uint32[3, COLUMNS].
 
     The masses of all values of J are integers that add up to 2^96. Each column has an
-    equal share of it: its own value up to a threshold, and one other value, its alias,
-    beyond. Row 0 has the first 21 bits of the threshold and the 11 bits of the alias,
-    rows 1 and 2 have the other 64 bits of the threshold.
+    equal part of that. Up to a threshold it belongs to the value with the column's
+    number, and beyond to one other value, the alias. Row 0 has the first 21 bits of the
+    threshold and the 11 bits of the alias, rows 1 and 2 have the other 64 bits of the
+    threshold.
     """
     half = COLUMNS // 2
     with localcontext(prec=60):
@@ -53,14 +54,19 @@ def alias_table() -> np.ndarray:
             weights.append((-Decimal(j * j) / (2 * WIDTH**2)).exp())
         unit = 2**96 / sum(weights)
         masses = [int((weight * unit).to_integral_value()) for weight in weights]
-    # What rounding left over goes to 0, the largest.
+    # The rest that rounding left goes to J = 0, which has the largest mass.
     masses[half] += 2**96 - sum(masses)
-    columns = range(COLUMNS)
-    small = [column for column in columns if masses[column] < COLUMN_MASS]
-    large = [column for column in columns if masses[column] >= COLUMN_MASS]
+    small = []
+    large = []
+    for column, mass in enumerate(masses):
+        if mass < COLUMN_MASS:
+            small.append(column)
+        else:
+            large.append(column)
     # A column that needs no other value is its own alias.
     thresholds = [0] * COLUMNS
-    aliases = list(columns)
+    aliases = list(range(COLUMNS))
+    # Each small column is filled up with mass of a large one.
     while small:
         column = small.pop()
         alias = large[-1]
@@ -78,7 +84,7 @@ def alias_table() -> np.ndarray:
 
 def discrete_gaussian(high: Array, middle: Array, low: Array) -> Array:
     """J, int32, of three random words: 11 bits choose a column of the table, and 85
-    bits are held against its threshold.
+    bits are compared with its threshold.
     """
     column = high >> 21
     sharding = explicit_sharding(column)
@@ -89,23 +95,28 @@ def discrete_gaussian(high: Array, middle: Array, low: Array) -> Array:
         return entries.get(mode="promise_in_bounds", out_sharding=sharding)
 
     first, second, third = map(looked_up, alias_table())
-    is_below = (middle < second) | (middle == second) & (low < third)
+    alias = first & 0x7FF
+    # (high, middle, low) < (first, second, third), as numbers of 21, 32 and 32 bits
+    first = first >> 11
     high = high & 0x1FFFFF
-    threshold = first >> 11
-    is_below = (high < threshold) | (high == threshold) & is_below
-    value = jnp.where(is_below, column, first & 0x7FF)
+    is_below = (middle < second) | (middle == second) & (low < third)
+    is_below = (high < first) | (high == first) & is_below
+    value = jnp.where(is_below, column, alias)
     return value.astype(np.int32) - COLUMNS // 2
 
 
 def integer_noise(words: list[Array]) -> Array:
     """Z, int32, of eight random words. It is below 2^29.6 in size."""
-    # Five words give ten uniform numbers: 20 bits, and 12 bits in steps of 2^8.
-    uniforms = jnp.zeros_like(words[0])
-    for word in words[3:]:
+    high, middle, low, *words_of_uniforms = words
+    # Each of five words gives two uniform numbers: its first 20 bits, and its last 12
+    # bits in steps of 2^8.
+    uniforms = jnp.zeros_like(high)
+    for word in words_of_uniforms:
         uniforms += (word >> 12) + ((word & 0xFFF) << 8)
-    mean = (5 << SHIFT) - 642
-    j = discrete_gaussian(*words[:3])
-    return (j << SHIFT) + uniforms.astype(np.int32) - mean
+    # 5 (2^20 - 1) / 2 + 5 (2^20 - 2^8) / 2, rounded up to a whole number
+    mean_of_uniforms = (5 << SHIFT) - 642
+    j = discrete_gaussian(high, middle, low)
+    return (j << SHIFT) + uniforms.astype(np.int32) - mean_of_uniforms
 
 
 # ------------------------------------------------------------------------ random words
@@ -137,8 +148,9 @@ def threefry(key: Array, first: Array, second: Array) -> tuple[Array, Array]:
 def random_words(key: Array, leaf: Array) -> list[Array]:
     """Eight random words for each number of a leaf.
 
-    The counters are the place of a number in the whole leaf, however that is split: its
-    place along the first axes, and along the last axes.
+    The two counters are the place of a number in the whole leaf, however the leaf is
+    split over devices: its place along the first half of the axes, and along the other
+    half.
     """
     half = (leaf.ndim + 1) // 2
     if max(math.prod(leaf.shape[:half]), math.prod(leaf.shape[half:])) > 2**32:
@@ -179,13 +191,14 @@ class GridNumbers(NamedTuple):
 def steps_per_unit(sigma: Array) -> Array:
     """1 / s as a float32 of 12 bits, so that products of two such numbers are exact.
 
-    It is cut, so that sigma is never less than it should be, whatever a TPU makes of a
-    division.
+    It is rounded down, so that sigma is never less than it should be, however roughly a
+    TPU divides.
     """
     return cut_to_12_bits(STEPS / (sigma.astype(np.float32) * (1 + 2.0**-20)))
 
 
 def cut_to_12_bits(x: Array) -> Array:
+    """Float32 with its last 12 bits set to 0."""
     bits = lax.bitcast_convert_type(x, np.uint32) & np.uint32(0xFFFFF000)
     return lax.bitcast_convert_type(bits, np.float32)
 
@@ -193,7 +206,9 @@ def cut_to_12_bits(x: Array) -> Array:
 def on_grid(x: Array, per_unit: Array) -> GridNumbers:
     """round(x / s) of float32. All is exact, but for the sum of two fractions."""
     high = cut_to_12_bits(x)
-    tops, lows, fractions = [], [], []
+    tops = []
+    lows = []
+    fractions = []
     for part in (high, x - high):
         steps = part * per_unit
         top = jnp.round(steps * 2.0**-24)
@@ -207,8 +222,8 @@ def on_grid(x: Array, per_unit: Array) -> GridNumbers:
 
 
 def with_noise(numbers: GridNumbers, noise: Array) -> GridNumbers:
-    """The numbers plus integers, in the only form in which low is in [-2^23, 2^23):
-    what is rounded later then tells nothing but the sum.
+    """The numbers plus integers, with low in [-2^23, 2^23). An integer has one such
+    form, so that its rounding to float32 tells nothing but the integer.
     """
     low = numbers.low + noise
     carry = low + 2**23 >> 24
@@ -218,8 +233,8 @@ def with_noise(numbers: GridNumbers, noise: Array) -> GridNumbers:
 def with_grid_noise(leaf: Array, sigma: Array, key: Array) -> Array:
     """A leaf of float32 or float64 plus noise of deviation sigma."""
     per_unit = steps_per_unit(sigma)
-    most = (REACH * STEPS / per_unit).astype(leaf.dtype)
-    leaf = jnp.clip(leaf, -most, most)
+    largest = (REACH * STEPS / per_unit).astype(leaf.dtype)
+    leaf = jnp.clip(leaf, -largest, largest)
     noise = integer_noise(random_words(key, leaf))
     if leaf.dtype == np.float32:
         numbers = with_noise(on_grid(leaf, per_unit), noise)

@@ -2,11 +2,12 @@
 
     f_i = shrink(|g_i|, C) / |g_i|
 
-A group of parameters has a limit, and in each example a norm and a factor.
+Parameters that share a limit C are a group. Each example has a norm and a factor for
+each group.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -21,66 +22,152 @@ from .._checks import check_limit, check_scalar, in_norm_dtype, is_function, sho
 from .._factors import factor_between, shrunk_by, times_square
 from .._mesh import AxisNames
 from .._mesh_types import varying
-from .._prefixes import Prefix
+from .._prefixes import Prefix, lookup
 from .._reduce import LeafSpec, norms_of
+from .._trees import PyTree
 from ..rules._rule import is_rule
 from ..shrinks import Shrink
+from ._problem import Problem
 
 Arrays = list[Array]
 # How many times longer the terms of a gradient may be than their sum. Where they cancel
-# more, rounding is too large a part of it, and the example counts as longer than it is.
-CANCELS = 16
+# more, rounding is too large a part of the sum, and the example counts as longer than
+# it is.
+MAX_CANCELLATION = 16
 
 
 class Weights(NamedTuple):
     """Norms and factors of the examples of a batch."""
 
-    # float32[batch, groups]: 0 for an example that is not present
+    # float32[batch, groups]: 0 for an example that is masked
     norms: Array
-    # float32[batch, groups]: what each gradient is multiplied by twice. Without meaning
-    # for an example that does not count.
+    # float32[batch, groups]: the square roots of the factors. Without meaning for an
+    # example that does not count.
     roots: Array
-    # float32[batch, groups]: what each gradient is multiplied by altogether, for
-    # reports. 0 for an example that does not count.
+    # float32[batch, groups]: the factors, for reports. 0 for an example that does not
+    # count.
     factors: Array
-    counts: Array  # bool[batch]: is present and has finite norms
-    shares: Array  # float32[batch]: 1 over the divisor of the sum, for all the same
+    counts: Array  # bool[batch]: is not masked, and has finite norms
+    shares: Array  # float32[batch]: 1 / divisor, the same number for all examples
 
     def total(self, leaf: Array, group: int) -> Array:
         """The sum over the batch of the gradients that count, times the factors of a
-        group, in float32 or wider.
+        group and the shares, in float32 or wider.
         """
         root = along_batch(self.roots[:, group], leaf)
         counts = along_batch(self.counts, leaf)
         wide = np.promote_types(leaf.dtype, root.dtype)
         # Selected, since 0 times NaN is NaN.
-        kept = jnp.where(counts, times_square(leaf.astype(wide), root), 0)
+        clipped = jnp.where(counts, times_square(leaf.astype(wide), root), 0)
         # A dot, which on a CPU is four times as fast as a sum over the first axis. At
         # the highest precision, because GPU and TPU would round to fewer bits.
-        highest = lax.Precision.HIGHEST
-        shares = self.shares.astype(wide)
-        return jnp.tensordot(shares, kept, axes=1, precision=highest)
+        return jnp.tensordot(
+            self.shares.astype(wide), clipped, axes=1, precision=lax.Precision.HIGHEST
+        )
 
 
 class Limits(NamedTuple):
-    """A tree prefix of limits. Each part of the gradient that has a limit is a group,
-    with its own norm and factor.
-    """
+    """The limits of the groups, and the group of each parameter, on a device."""
 
-    call: str  # of the user
-    # for each group a number, a function of its norms, or None for no limit
-    values: list[Any]
+    call: str  # the function that the user called, for errors
+    # For each group a number, a function of its norms, or None for no limit
+    values: Sequence[Any]
     shrink: Shrink
-    table: Prefix = Prefix(())  # path in the tree, number of the group
-    treedef: Any = None
-    groups: Sequence[int] = ()  # for each leaf, the number of its group
-    # for each leaf, the mesh axes over which it is split. () if no leaf is
-    splits: Sequence[AxisNames] = ()
-    divisor: Any = 1  # of the sum
+    groups: Sequence[int]  # for each parameter, the number of its group
+    splits: Sequence[AxisNames]  # for each parameter, the mesh axes that split it
+    divisor: Any  # of the sum
+
+    def weigh(
+        self, leaves: Arrays, present: Array, term_bounds: Arrays | None = None
+    ) -> Weights:
+        """Norms and factors of gradients with a leading batch axis.
+
+        `term_bounds` has a number [batch] for each leaf: at least as long as all terms
+        of an example's gradient together, where these are only added up with those of
+        other examples. It is 0 where the gradient is made before, as all are for None.
+        """
+        specs = []
+        for group, mesh_axes in zip(self.groups, self.splits):
+            specs.append(LeafSpec(norm_index=group, summed_over=mesh_axes))
+
+        def norms_of_one(leaves: Arrays) -> Array:
+            return jnp.stack(norms_of(tuple(specs), len(self.values), None, leaves))
+
+        norms_of_batch = jax.vmap(norms_of_one, axis_size=present.size)
+        norms = norms_of_batch(leaves)
+        if term_bounds:
+            least = norms_of_batch(lax.stop_gradient(term_bounds)) / MAX_CANCELLATION
+            norms = jnp.maximum(norms, least.astype(norms.dtype))
+        return self._weights(norms, present)
+
+    def _weights(self, norms: Array, present: Array) -> Weights:
+        """Factors of gradients with these norms, [batch, groups]."""
+        counts = present & jnp.all(jnp.isfinite(norms), axis=1)
+        counted_norms = jnp.where(counts[:, None], norms, 0.0)
+        limits = []
+        for group, value in enumerate(self.values):
+            limit = value
+            if value is None:
+                limit = jnp.inf
+            elif is_function(value):
+                limit = self._limit_from(value, norms[:, group], counts)
+            limits.append(in_norm_dtype(norms.dtype, limit))
+        # A traced limit may be negative, and then counts as 0.
+        limits_of_groups = jnp.maximum(jnp.stack(limits), 0)
+        limits_of_norms = jnp.broadcast_to(limits_of_groups, norms.shape)
+        new_norms = shrunk_by(self.shrink, counted_norms, limits_of_norms, self.call)
+        factor = factor_between(counted_norms, new_norms)
+        ones = jnp.ones_like(counted_norms[:, 0])
+        return Weights(
+            norms=jnp.where(present[:, None], norms, 0.0),
+            roots=factor.root,
+            factors=jnp.where(counts[:, None], factor.reported, 0.0),
+            counts=counts,
+            shares=ones / in_norm_dtype(norms.dtype, self.divisor),
+        )
+
+    def _limit_from(
+        self, function: Callable[[Array], Any], norms: Array, counts: Array
+    ) -> Array:
+        """The limit that a function computes from the norms of a group, of all devices
+        in shard_map too.
+        """
+        all_norms = lax.stop_gradient(jnp.where(counts, norms, jnp.nan))
+        for name in sorted(varying(all_norms)):
+            all_norms = lax.all_gather(all_norms, name, tiled=True)
+        limit = function(all_norms)
+        check_scalar(f"{self.call}: what max_norm returns", limit)
+        # Without an example there is no median.
+        return jnp.where(jnp.any(counts), limit, 0)
+
+
+class LimitTree(NamedTuple):
+    """`max_norm`: a tree prefix of the parameters, with a limit for each group."""
+
+    values: list[Any]  # as in `Limits`
+    shrink: Shrink
+    groups: Prefix  # the path of each limit, and the number of its group
+    treedef: Any
+
+    def on_device(self, problem: Problem) -> Limits:
+        """The limits of a problem, whose numbers may be arrays of a device.
+
+        Raises:
+          ValueError: limits that do not fit the parameters.
+        """
+        argument = f"{problem.call}: max_norm"
+        return Limits(
+            problem.call,
+            problem.limits,
+            self.shrink,
+            groups=lookup(self.groups, problem.params, argument),
+            splits=problem.splits,
+            divisor=problem.divisor,
+        )
 
     def joint(self) -> Any:
         """The limit of all groups together: the root of the sum of their squares. None
-        if a group is known to have none.
+        if a group is known to have no limit.
         """
         is_traced = False
         for limit in self.values:
@@ -90,7 +177,7 @@ class Limits(NamedTuple):
                 is_traced = True
             elif math.isinf(limit):
                 return None
-        # Numbers that are not traced stay so, for `sensitivity` of dropin.jax_privacy.
+        # By NumPy, so that `sensitivity` of dropin.jax_privacy is no tracer under jit.
         if not is_traced:
             return np.float64(math.hypot(*map(float, self.values)))
         dtype = jnp.result_type(float)
@@ -98,66 +185,8 @@ class Limits(NamedTuple):
         limits = [jnp.maximum(in_norm_dtype(dtype, limit), 0) for limit in self.values]
         return reduce(jnp.hypot, limits) * (1 + len(limits) * 2.0**-22)
 
-    def weigh(
-        self, leaves: Arrays, present: Array, term_bounds: Arrays | None = None
-    ) -> Weights:
-        """Norms and factors of gradients with a leading batch axis.
 
-        `term_bounds` has for each leaf a bound of sum |term| over the terms of an
-        example's gradient that are added up together with those of the others, 0 where
-        the gradient is made before. None if all are made before.
-        """
-        splits = self.splits or [()] * len(leaves)
-        specs = []
-        for group, mesh_axes in zip(self.groups, splits):
-            specs.append(LeafSpec(norm_index=group, summed_over=mesh_axes))
-
-        def norms_of_one(leaves: Arrays) -> Array:
-            return jnp.stack(norms_of(tuple(specs), len(self.values), None, leaves))
-
-        norms_of_batch = jax.vmap(norms_of_one, axis_size=present.size)
-        norms = norms_of_batch(leaves)
-        if term_bounds:
-            least = norms_of_batch(lax.stop_gradient(term_bounds)) / CANCELS
-            norms = jnp.maximum(norms, least.astype(norms.dtype))
-        return self.weights(norms, present)
-
-    def weights(self, norms: Array, present: Array) -> Weights:
-        """Factors of gradients with these norms, [batch, groups]."""
-        counts = present & jnp.all(jnp.isfinite(norms), axis=1)
-        counted_norms = jnp.where(counts[:, None], norms, 0.0)
-        norms_or_nan = jnp.where(counts[:, None], norms, jnp.nan)
-        norms_or_nan = lax.stop_gradient(norms_or_nan)
-        limits = []
-        for group, limit in enumerate(self.values):
-            if limit is None:
-                limit = jnp.inf
-            if is_function(limit):
-                # Each device gets the norms of all, in shard_map too.
-                all_norms = norms_or_nan[:, group]
-                for name in sorted(varying(all_norms)):
-                    all_norms = lax.all_gather(all_norms, name, tiled=True)
-                limit = limit(all_norms)
-                check_scalar(f"{self.call}: what max_norm returns", limit)
-                # Without an example there is no median.
-                limit = jnp.where(jnp.any(counts), limit, 0)
-            limits.append(in_norm_dtype(norms.dtype, limit))
-        # A traced limit may be negative, and then counts as 0.
-        limits_of_groups = jnp.maximum(jnp.stack(limits), 0)
-        limits_of_norms = jnp.broadcast_to(limits_of_groups, norms.shape)
-        new_norms = shrunk_by(self.shrink, counted_norms, limits_of_norms, self.call)
-        factor = factor_between(counted_norms, new_norms)
-        return Weights(
-            norms=jnp.where(present[:, None], norms, 0.0),
-            roots=factor.root,
-            factors=jnp.where(counts[:, None], factor.reported, 0.0),
-            counts=counts,
-            shares=jnp.ones_like(counted_norms[:, 0])
-            / in_norm_dtype(norms.dtype, self.divisor),
-        )
-
-
-def limits_of(max_norm: Any, call: str, shrink: Shrink) -> Limits:
+def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> LimitTree:
     """The limits of a number, a function, or of a tree of them.
 
     Raises:
@@ -166,9 +195,9 @@ def limits_of(max_norm: Any, call: str, shrink: Shrink) -> Limits:
     """
     argument = f"{call}: max_norm"
 
-    def is_limit(node: Any) -> bool:
-        # To JAX a rule is a tree, and so is a function of jax.tree_util.Partial. A rule
-        # is refused later: examples have no steps that it could learn from.
+    def is_limit(node: object) -> bool:
+        # JAX takes a rule for a tree, and a function of jax.tree_util.Partial too. A
+        # rule is refused later: examples have no steps that it could learn from.
         return node is None or is_rule(node) or is_function(node)
 
     limits, treedef = jax.tree.flatten_with_path(max_norm, is_leaf=is_limit)
@@ -182,7 +211,7 @@ def limits_of(max_norm: Any, call: str, shrink: Shrink) -> Limits:
             check_limit(argument_of_path if path else argument, limit, is_scalar=True)
         values.append(limit)
         groups.append((path, group))
-    return Limits(call, values, shrink, Prefix(tuple(groups)), treedef)
+    return LimitTree(values, shrink, Prefix(tuple(groups)), treedef)
 
 
 def along_batch(per_example: Array, leaf: Array) -> Array:

@@ -59,7 +59,7 @@ def noise_share(norms_of_parts: ArrayLike, norm: ArrayLike) -> jax.Array:
             "noise_share: norms_of_parts must be norms [k] of at least two parts, got "
             f"an array of shape {norms.shape}."
         )
-    # As ratios, since squares of large norms leave the range of float32.
+    # Ratios, since the squares of large norms leave the range of float32.
     ratios = norms / jnp.asarray(norm, jnp.promote_types(norms.dtype, jnp.float32))
-    # By rounding alone it would be below 0.
+    # Rounding alone may make it negative.
     return jnp.maximum(jnp.mean(ratios**2) - 1, 0) / (norms.size - 1)

@@ -1,8 +1,8 @@
-"""A batch, a few examples at a time: the gradients of a microbatch, their norms, and
-their weighted sum.
+"""One pass: the gradient of each example by `jax.vmap`, their norms, and their weighted
+sum, a microbatch at a time. Ghost clipping runs its microbatches by the same loop.
 
-It needs no memory that grows with the batch beyond a few numbers for each example,
-apart from the activations of a microbatch.
+Memory grows with the microbatch. With the batch it grows by a few numbers for each
+example.
 """
 
 import sys
@@ -16,17 +16,18 @@ import numpy as np
 from jax import Array, lax
 
 from .._mesh_types import varying_as_any_of
+from .._trees import PyTree
 from ._limits import Arrays, Limits, Weights
 from ._problem import Problem
 
-# (counts, *examples) -> (terms of a sum, results of each example)
-Step = Callable[..., tuple[Any, Any]]
+# (present, *examples) -> (terms of a sum, results of each example)
+Step = Callable[..., tuple[PyTree, PyTree]]
 
 
 def small_memory() -> int:
-    """How many numbers of float32 are not worth a loop."""
-    # A megabyte on a CPU, which is the faster the more stays in its cache. Elsewhere a
-    # loop starts its kernels in each turn.
+    """How many float32 numbers are so few that a loop over parts of them is slower."""
+    # A megabyte on a CPU, which fits its cache. Elsewhere 32, since each turn of a loop
+    # starts kernels again.
     return 2**18 if jax.default_backend() == "cpu" else 2**23
 
 
@@ -37,21 +38,21 @@ def is_narrow(x: Any) -> bool:
     return is_float and jnp.finfo(dtype).bits < 32
 
 
-def widened(tree: Any) -> Any:
+def widened(tree: PyTree) -> PyTree:
     """The arrays of a tree, with float32 instead of 16 bits."""
 
-    def wide(x: Any) -> Any:
+    def wide(x: Array) -> Array:
         return x.astype(np.float32) if is_narrow(x) else x
 
     return jax.tree.map(wide, tree)
 
 
-def written(tree: Any) -> Any:
-    """The arrays of a tree, written to memory, where all readers get the same numbers.
+def written(tree: PyTree) -> PyTree:
+    """The arrays of a tree, written to memory, so that norms and sums read the same
+    numbers.
 
-    XLA computes a value with several readers several times, each time rounded
-    differently, and leaves out a rounding to 16 bits before a computation in float32.
-    The norms would be those of other numbers than are added up.
+    Without it XLA may compute an array again for each reader, rounded differently each
+    time. It also leaves out a rounding to 16 bits before a computation in float32.
     """
     return jax.tree.map(lax.optimization_barrier, tree)
 
@@ -61,14 +62,12 @@ class ExampleResults(NamedTuple):
 
     weights: Weights
     values: Array  # float[batch]: of the loss
-    aux: Any  # [batch, ...]
+    aux: PyTree  # [batch, ...]
 
 
 class Run(NamedTuple):
-    """One call of the function that `clipped_grad` made.
-
-    Each method returns the weighted sums of the gradients, and the results of the
-    examples.
+    """The clipping of one batch on a device. Both methods return the weighted sums of
+    the gradients, one for each parameter, and the results of the examples.
     """
 
     problem: Problem
@@ -76,19 +75,20 @@ class Run(NamedTuple):
     microbatch: int | None
 
     def in_one_pass(self) -> tuple[Arrays, ExampleResults]:
+        """Makes the gradients of the examples of each microbatch."""
         value_and_grad = jax.value_and_grad(self.problem.of_one, has_aux=True)
 
-        def of_one(params: Any, example: Any) -> tuple[Any, Arrays]:
+        def of_one(params: PyTree, example: PyTree) -> tuple[PyTree, Arrays]:
             value_and_aux, grads = value_and_grad(params, example)
-            # A node of the user's may refuse gradients of several examples.
+            # As leaves: a class of the user's may refuse arrays with a batch axis.
             return value_and_aux, jax.tree.leaves(grads)
 
         of_all = jax.vmap(of_one, (None, 0))
 
-        def step(present: Array, example: Any) -> tuple[Arrays, ExampleResults]:
+        def step(present: Array, example: PyTree) -> tuple[Arrays, ExampleResults]:
             (values, aux), grads = of_all(self.problem.params, example)
-            # XLA on a CPU would else write the float64 squares of gradients that only a
-            # norm reads.
+            # Otherwise XLA on a CPU writes the float64 squares of the gradients, which
+            # only the norms need, to memory.
             grads = written(grads)
             weights = self.limits.weigh(grads, present)
             sums = list(map(weights.total, grads, self.limits.groups))
@@ -97,6 +97,7 @@ class Run(NamedTuple):
         return self.in_steps(step)
 
     def in_steps(self, step: Step) -> tuple[Arrays, ExampleResults]:
+        """Runs `step(present, examples)` on each microbatch."""
         return in_microbatches(
             step,
             self._zeros(),
@@ -106,72 +107,73 @@ class Run(NamedTuple):
         )
 
     def _zeros(self) -> Arrays:
-        """Where gradients are summed: float32 or wider, so that many small 16-bit
-        gradients are not lost beside their sum.
+        """Sums of no gradients, in float32 or wider: in 16 bits small gradients would
+        be lost beside their sum.
         """
-
         zeros = []
         for leaf in jax.tree.leaves(self.problem.params):
-            zero = jnp.zeros(leaf.shape, np.promote_types(leaf.dtype, np.float32))
-            # As lax.scan asks for: of the type of the sums that follow.
+            # `zeros_like` keeps how an Explicit mesh splits it.
+            zero = jnp.zeros_like(leaf, np.promote_types(leaf.dtype, np.float32))
+            # lax.scan needs the type of the sums that follow.
             zeros.append(varying_as_any_of(zero, (self.problem.batch, leaf)))
         return zeros
 
 
 def in_microbatches(
     step: Step,
-    total: Any,
-    counts: Array,
-    batch: Any,
+    total: PyTree,
+    present: Array,
+    batch: PyTree,
     most: int | None,
-    plus: Callable[[Any, Any], Any] | None = None,
-) -> tuple[Any, Any]:
-    """Runs `step(counts, *examples) -> (terms, results)` on each microbatch, of at most
-    `most` examples.
+    plus: Callable[[PyTree, PyTree], PyTree] | None = None,
+) -> tuple[PyTree, PyTree]:
+    """Runs `step(present, *examples) -> (terms, results)` on each microbatch, of at
+    most `most` examples, None for all.
 
-    `counts` is False for examples that only fill up a microbatch. `plus` adds
-    terms to the total, leaf by leaf if it is None.
+    `present` is bool[batch]. A step gets False also for examples that only fill up its
+    microbatch. `plus` adds terms to the total. If it is None they are added leaf by
+    leaf.
 
     Returns:
       The total plus all terms, and the results of each example.
     """
     plus = plus or partial(jax.tree.map, _plus)
-    size = counts.size
+    size = present.size
     width = even_width(size, int(most or size))
-    count = -(-size // width)
-    if count == 1:
-        terms, results = step(counts, *batch)
+    turns = -(-size // width)
+    if turns == 1:
+        terms, results = step(present, *batch)
         return plus(total, terms), results
 
     def split(x: Array) -> Array:
-        """[batch, ...] as [width, count, ...].
+        """[batch, ...] as [width, turns, ...].
 
-        Each microbatch gets every count-th example instead of neighbours. Devices that
-        share a batch then have a part of every microbatch, and need not send any.
+        Microbatch n has the examples n, n + turns, n + 2 turns, and so on, instead of
+        neighbours. Devices that share a batch then have a part of every microbatch, and
+        need not send any.
         """
-        missing = width * count - size
+        missing = width * turns - size
         if missing:
-            # Fewer than width, so the batch has as many to fill up with.
+            # Fewer than width, so that the batch has enough to fill up with.
             x = jnp.concatenate([x, x[:missing]])
-        return x.reshape(width, count, *x.shape[1:])
+        return x.reshape(width, turns, *x.shape[1:])
 
     def joined(x: Array) -> Array:
-        """[count, width, ...] in the order of the batch."""
+        """[turns, width, ...] in the order of the batch."""
         return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])[:size]
 
-    # Entry k of turn n is example k * count + n of the batch.
-    is_real = np.arange(width * count).reshape(width, count) < size
-    counts, batch = jax.tree.map(split, (counts, batch))
+    is_real = np.arange(width * turns).reshape(width, turns) < size
+    present, batch = jax.tree.map(split, (present, batch))
 
-    def body(total: Any, turn: Array) -> tuple[Any, Any]:
+    def take_turn(total: PyTree, turn: Array) -> tuple[PyTree, PyTree]:
         # lax.scan slices first axes, and would need a transposed copy of the batch.
         def take(x: Array) -> Array:
             return lax.dynamic_index_in_dim(x, turn, 1, keepdims=False)
 
-        terms, results = step(*jax.tree.map(take, (counts & is_real, *batch)))
+        terms, results = step(*jax.tree.map(take, (present & is_real, *batch)))
         return plus(total, terms), results
 
-    total, results = lax.scan(body, total, jnp.arange(count))
+    total, results = lax.scan(take_turn, total, jnp.arange(turns))
     return total, jax.tree.map(joined, results)
 
 
@@ -180,14 +182,14 @@ def _plus(total: Array, term: Array) -> Array:
 
 
 def block_size() -> int:
-    """How many terms are added up at once where terms may cancel: few on a CPU, where
-    what is lost between blocks is kept.
+    """How many terms are added up at once where terms may cancel. A CPU adds up blocks
+    of few terms, and their sums by `KahanSum`.
     """
     return 256 if jax.default_backend() == "cpu" else sys.maxsize
 
 
 class KahanSum(NamedTuple):
-    """A sum, and what its last addition added too much.
+    """A sum, and what the rounding of its last addition added too much.
 
     Reference: Kahan, Further remarks on reducing truncation errors, 1965.
     """
@@ -196,6 +198,7 @@ class KahanSum(NamedTuple):
     excess: Array
 
     def plus(self, term: Array) -> "KahanSum":
+        """Adds a term, less the excess of the addition before."""
         term = term - self.excess
         total = self.total + term
         return KahanSum(total, (total - self.total) - term)
@@ -211,10 +214,10 @@ class KahanSum(NamedTuple):
 
 
 def even_width(size: int, most: int) -> int:
-    """How many examples are in each of the fewest microbatches of at most `most`.
+    """How many examples are in each microbatch, if there are as few microbatches of at
+    most `most` examples as possible.
 
-    32 examples, 9 at once, would be 4 microbatches with 4 examples to spare. 8 at once
-    they are 4 microbatches as well, with none.
+    32 examples with at most 9 are four microbatches of 8, not of 9, 9, 9 and 5.
     """
-    count = -(-size // min(most, size))
-    return -(-size // count)
+    turns = -(-size // min(most, size))
+    return -(-size // turns)

@@ -9,20 +9,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from .. import _mesh
 from .. import _mesh_types as mesh_types
-from .. import _trees as prefix
 from .. import _trees as trees
 from .._checks import shown
 from .._jaxpr import every_equation
 from .._mesh import AxisNames, MeshAxes, listed
 from .._mesh_types import varying
-from .._trees import check_leaves
+from .._trees import PyTree
 
-# Whose lines tell a user nothing: JAX's and ours.
-LIBRARIES = tuple(str(Path(str(x.__file__)).parent) for x in (jax, prefix))
+# The folders of JAX and of this library, whose lines tell a user nothing.
+LIBRARIES = tuple(str(Path(str(x.__file__)).parent) for x in (jax, trees))
 # As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
 Argnums = int | Sequence[int]
 # The values of `vmap_method` by which a callback sees one example at a time. With None
@@ -38,47 +37,48 @@ SPLIT_LOOKUP = (
 class Problem(NamedTuple):
     """A loss of one example, parameters, and a batch of examples."""
 
+    call: str  # the function that the user called, for errors
     # (params, example, shared) -> (value, aux)
-    loss: Callable[[Any, Any, Any], tuple[jax.Array, Any]]
-    params: Any
-    batch: tuple[Any, ...]
+    loss: Callable[[PyTree, PyTree, list[Any]], tuple[jax.Array, PyTree]]
+    params: PyTree
+    batch: tuple[PyTree, ...]
     present: jax.Array  # bool[batch]: not masked
     shared: list[Any]  # arguments that are the same for all examples
     # For each parameter, the mesh axes over which its gradient is split
     splits: Sequence[AxisNames] = ()
     limits: Sequence[Any] = ()  # the numbers of `max_norm`
     divisor: Any = 1  # of the sum of the clipped gradients
-    is_sum: bool = True  # or a mean
-    # Known on a device of an Explicit mesh: how many share the batch
-    devices: int = 1
+    is_sum: bool = True  # False: a mean
+    devices: int = 1  # of an Explicit mesh, that share the batch
     # Inside shard_map and pmap: the mesh axes along which examples differ
     mesh_axes: AxisNames = ()
-    # The program of the loss of one example, and the types of what it returns. Known on
-    # the device.
+    # The traced loss of one example, and the types of its results, set by `on_device`
     program: Any = None
-    returned: Any = None
+    returned: PyTree = None
 
-    def of_one(self, params: Any, example: Any) -> tuple[jax.Array, Any]:
-        """The loss of one example, and aux. Once it is traced, by its program: each
-        compilation calls the user's function once.
+    def of_one(self, params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
+        """The loss of one example, and aux. A traced loss is run by its program, so
+        that each compilation calls the user's function once.
         """
         if self.program is None:
             return self.loss(params, example, self.shared)
         outputs = jaxpr_as_fun(self.program)(*jax.tree.leaves((params, example)))
         return jax.tree.unflatten(jax.tree.structure(self.returned), outputs)
 
-    def traced(self, of_one: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+    def traced(
+        self, of_one: Callable[[PyTree, PyTree], PyTree]
+    ) -> tuple[ClosedJaxpr, PyTree]:
         """The program of a function of the parameters and one example, and the types of
-        what it returns.
+        its results.
         """
         programs = []
 
-        def trace(params: Any, example: Any) -> jax.Array:
+        def trace(params: PyTree, example: PyTree) -> jax.Array:
             make_program = jax.make_jaxpr(of_one, return_shape=True)
             programs.append(make_program(params, example))
             return jnp.zeros(())
 
-        # Inside vmap a batch has the types of its examples.
+        # Inside vmap the batch looks like one example.
         jax.make_jaxpr(jax.vmap(trace, (None, 0)))(self.params, self.batch)
         return programs[0]
 
@@ -102,19 +102,21 @@ class Signature(NamedTuple):
         count = len(args)
         param_places = self._places("argnums", self.argnums, count)
         shared_places = self._places("shared_argnums", self.shared_argnums, count)
-        taken = {*param_places, *shared_places}
-        if len(taken) < len(param_places) + len(shared_places):
+        named_places = {*param_places, *shared_places}
+        if len(named_places) < len(param_places) + len(shared_places):
             raise ValueError(
                 f"{self.call}: argnums={shown(self.argnums)} and shared_argnums="
                 f"{shown(self.shared_argnums)} must be different arguments."
             )
-        batch_places = [place for place in range(count) if place not in taken]
+        batch_places = [place for place in range(count) if place not in named_places]
         size = self._size({place: args[place] for place in batch_places})
         batch = jax.tree.map(jnp.asarray, tuple(args[place] for place in batch_places))
         places = [*param_places, *batch_places, *shared_places]
         is_tree = not isinstance(self.argnums, (tuple, list))
 
-        def loss(params: Any, example: Any, shared: Any) -> tuple[jax.Array, Any]:
+        def loss(
+            params: PyTree, example: PyTree, shared: list[Any]
+        ) -> tuple[jax.Array, PyTree]:
             param_args = [params] if is_tree else params
             args = dict(zip(places, [*param_args, *example, *shared]))
             returned = self.loss(*(args[place] for place in range(count)))
@@ -131,11 +133,11 @@ class Signature(NamedTuple):
         params = self._arrays([args[place] for place in param_places], is_tree)
         # Not an argument of jax.vmap, since it may be a function.
         shared = [args[place] for place in shared_places]
-        return Problem(loss, params, batch, present, shared)
+        return Problem(self.call, loss, params, batch, present, shared)
 
     def on_device(self, problem: Problem) -> Problem:
-        """The problem, with its program, and the mesh axes along which devices differ
-        here.
+        """The problem with its program, and with the mesh axes that split parameters
+        and the batch.
 
         Raises:
           ValueError: mesh axes that contradict types, or a loss that joins devices or
@@ -156,35 +158,34 @@ class Signature(NamedTuple):
             raise
         self._check_program(program, batch)
         problem = problem._replace(program=program, returned=returned)
-        # Rules of jax.custom_jvp and jax.custom_vjp are functions in the loss. Only in
-        # its gradient are they programs.
+        # A rule of jax.custom_jvp or jax.custom_vjp is a program in the gradient only.
         gradient, _ = problem.traced(jax.grad(problem.of_one, has_aux=True))
         self._check_program(gradient, batch)
         return problem
 
-    def _splits(self, params: Any, batch: Any) -> list[AxisNames]:
+    def _splits(self, params: PyTree, batch: PyTree) -> list[AxisNames]:
         """For each parameter, the mesh axes over which its gradient is split."""
         batch_axes = varying(batch)
         leaves = jax.tree.leaves(params)
         if isinstance(self.mesh_axes, str) and self.mesh_axes == "auto":
             # Along axes of the batch devices hold gradients of different examples.
             return [tuple(sorted(varying(leaf) - batch_axes)) for leaf in leaves]
-        dims = [None] * len(leaves)  # all
+        all_dims = [None] * len(leaves)
         axes_of_leaves = []
-        for summed_over, _ in _mesh.splits(self.mesh_axes, params, dims, self.call):
-            both = batch_axes & set(summed_over)
-            if both:
+        for summed_over, _ in _mesh.splits(self.mesh_axes, params, all_dims, self.call):
+            shared_axes = batch_axes & set(summed_over)
+            if shared_axes:
                 raise ValueError(
                     f"{self.call}: mesh_axes={self.mesh_axes!r} names "
-                    f"{listed(both)}, which splits the batch, so that a "
-                    "device has examples of its own. Gather the parameters first."
+                    f"{listed(shared_axes)}, which splits the batch, so that a device "
+                    "has examples of its own. Gather the parameters first."
                 )
             axes_of_leaves.append(tuple(sorted(set(summed_over))))
         return axes_of_leaves
 
-    def _check_program(self, program: Any, batch: Any) -> None:
-        """Raises ValueError for an equation that joins examples, or devices in a way
-        that norms of examples are not known.
+    def _check_program(self, program: ClosedJaxpr, batch: PyTree) -> None:
+        """Raises ValueError for an equation that joins examples, or that joins devices
+        along mesh axes of the batch.
         """
         manual = mesh_types.manual_axes()
         mesh_axes = varying(batch)
@@ -196,7 +197,7 @@ class Signature(NamedTuple):
                 self._check_examples(eqn)
                 self._check_devices(eqn, mesh_axes)
 
-    def _check_examples(self, eqn: Any) -> None:
+    def _check_examples(self, eqn: JaxprEqn) -> None:
         """Raises ValueError for an equation to which jax.vmap shows the whole batch."""
         name = eqn.primitive.name
         method = eqn.params.get("vmap_method")
@@ -213,7 +214,7 @@ class Signature(NamedTuple):
             f"others, and no limit would bound what it does. {cure}"
         )
 
-    def _check_devices(self, eqn: Any, mesh_axes: Iterable[str]) -> None:
+    def _check_devices(self, eqn: JaxprEqn, mesh_axes: Iterable[str]) -> None:
         """Raises ValueError for an equation that joins devices along these axes."""
         joined = _joined_axes(eqn).intersection(mesh_axes)
         if joined:
@@ -221,15 +222,14 @@ class Signature(NamedTuple):
                 f"{self.call}: the loss of one example has a {eqn.primitive} over "
                 f"{listed(joined)}{_place_of(eqn)}. Over axes that split the batch "
                 "gather parameters before the call, and add up gradients after it. In "
-                "pmap and with "
-                "check_vma=False mesh_axes='auto' knows no others: name them, or give "
-                "None if nothing else is split."
+                "pmap and with check_vma=False mesh_axes='auto' knows no others: name "
+                "them, or give None if nothing else is split."
             )
 
-    def _places(self, option: str, argnums: Any, count: int) -> list[int]:
+    def _places(self, option: str, argnums: Argnums, count: int) -> list[int]:
         """The places that an option names, of the `count` arguments of a call."""
-        is_several = isinstance(argnums, (tuple, list))
-        places = list(map(operator.index, argnums if is_several else [argnums]))
+        entries = argnums if isinstance(argnums, Sequence) else [argnums]
+        places = [operator.index(entry) for entry in entries]
         if not all(-count <= place < count for place in places):
             raise ValueError(
                 f"{self.call}: {option}={shown(argnums)}, but the function was called "
@@ -238,7 +238,7 @@ class Signature(NamedTuple):
         # Of three arguments -1 and 2 are the same.
         return [place % count for place in places]
 
-    def _size(self, batch_args: dict[int, Any]) -> int:
+    def _size(self, batch_args: dict[int, PyTree]) -> int:
         """The number of examples: the size that the first axes of the batch share."""
         sizes: dict[str, Any] = {}
         for place, tree in batch_args.items():
@@ -263,10 +263,10 @@ class Signature(NamedTuple):
             )
         return size
 
-    def _arrays(self, params: list[Any], is_tree: bool) -> Any:
+    def _arrays(self, params: list[PyTree], is_tree: bool) -> PyTree:
         """The parameters as arrays: one tree, or a tuple of several."""
         tree = params[0] if is_tree else tuple(params)
-        check_leaves(tree, f"{self.call}: ")
+        trees.check_leaves(tree, f"{self.call}: ")
         for path, leaf in jax.tree.leaves_with_path(tree):
             dtype = jnp.asarray(leaf).dtype
             if not jnp.issubdtype(dtype, jnp.inexact):
@@ -277,7 +277,7 @@ class Signature(NamedTuple):
                 )
         return jax.tree.map(jnp.asarray, tree)
 
-    def _check_returned(self, returned: Any) -> None:
+    def _check_returned(self, returned: PyTree) -> None:
         """Raises TypeError for a value that is not a loss. Ghost clipping would take
         several numbers for their sum.
         """
@@ -297,16 +297,17 @@ class Signature(NamedTuple):
             )
 
 
-def _place_of(eqn: Any) -> str:
+def _place_of(eqn: JaxprEqn) -> str:
     """The line of the user's code that an equation comes from, where JAX knows it."""
     traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():
+    frames = traceback.frames if traceback else ()
+    for frame in frames:
         if not frame.file_name.startswith(LIBRARIES):
             return f" ({frame.file_name}:{frame.line_num})"
     return ""
 
 
-def _axes_of_batch(batch: Any, splits: Sequence[AxisNames]) -> AxisNames:
+def _axes_of_batch(batch: PyTree, splits: Sequence[AxisNames]) -> AxisNames:
     """The mesh axes along which devices have different examples. Where types do not
     tell, all axes that split no parameter.
     """
@@ -316,7 +317,7 @@ def _axes_of_batch(batch: Any, splits: Sequence[AxisNames]) -> AxisNames:
     return tuple(sorted(set(manual).difference(*splits)))
 
 
-def _joined_axes(eqn: Any) -> set[str]:
+def _joined_axes(eqn: JaxprEqn) -> set[str]:
     """The mesh axes along which an equation joins values of several devices."""
     if eqn.primitive.name in ("axis_index", "pvary", "pcast"):
         return set()
@@ -325,7 +326,7 @@ def _joined_axes(eqn: Any) -> set[str]:
     return {name for name in _mesh.names_in(axes) if isinstance(name, str)}
 
 
-def check_function(argument: str, value: Any) -> None:
+def check_function(argument: str, value: object) -> None:
     """Raises TypeError for a value that is not a function, such as gradients."""
     if not callable(value):
         raise TypeError(

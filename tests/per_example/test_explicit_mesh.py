@@ -193,12 +193,14 @@ def product(w, gradient):
     return jnp.sum(w * gradient)
 
 
+@pytest.mark.parametrize("microbatch", [None, 2])
 @pytest.mark.parametrize("method", ["one_pass", "auto"])
-def test_other_axes_stay_explicit(method):
+def test_other_axes_stay_explicit(method, microbatch):
     norms = np.linalg.norm(np.float64(GRADIENTS), axis=1)
     mean = (GRADIENTS * np.minimum(1, 2 / norms)[:, None]).mean(0)
     for of_weights, of_batch in TENSOR_PARALLEL.values():
-        grad = jax.jit(clipped_grad(product, 2.0, method=method))
+        options = {"method": method, "microbatch": microbatch}
+        grad = jax.jit(clipped_grad(product, 2.0, **options))
         with jax.set_mesh(MESH):
             weights = placed(np.zeros(8, np.float32), of_weights)
             found = grad(weights, placed(GRADIENTS, of_batch))

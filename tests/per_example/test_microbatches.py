@@ -86,6 +86,30 @@ def test_convolutions_keep_a_batch_together_by_their_share(images, microbatch):
     assert (found.method, found.microbatch) == ("one_pass", microbatch)
 
 
+@pytest.mark.parametrize(("backend", "width"), [("cpu", 8), ("gpu", None)])
+def test_without_ghost_clipping_auto_keeps_to_a_memory(monkeypatch, backend, width):
+    """Eight megabytes of gradients on a CPU, 256 elsewhere."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+
+    def with_ref(w, x):
+        total = jax.new_ref(jnp.zeros(()))
+        total[...] += jnp.sum(jnp.tanh(x @ w))
+        return total[...]
+
+    batch = jnp.ones((64, 512))
+    found = explain_clipped_grad(with_ref)(jnp.ones((512, 512)), batch)
+    assert (found.method, found.microbatch) == ("one_pass", width)
+    # All of a small one, and one of a large one.
+    found = explain_clipped_grad(with_ref)(jnp.ones((512, 64)), batch)
+    assert found.microbatch is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    large = jax.ShapeDtypeStruct((512, 8192), jnp.float32)
+    explain = explain_clipped_grad(with_ref)
+    found = []
+    jax.eval_shape(lambda w: found.append(explain(w, batch)), large)
+    assert found[0].microbatch == 1
+
+
 @pytest.mark.parametrize("method", ["auto", "one_pass"])
 def test_costs_of_all_methods_are_shown(method):
     def loss(w, x):

@@ -101,6 +101,12 @@ def test_a_planted_fault_is_found(grad):
     assert found.limit == LIMIT
 
 
+def test_an_audit_without_a_batch_is_refused():
+    grad = clipped_grad(loss, LIMIT, mean=False)
+    with pytest.raises(ValueError, match="sensitivity: there is no batch"):
+        sensitivity(grad, PARAMS, limit=LIMIT)
+
+
 def test_change_and_pattern_are_those_of_the_worst_example():
     # Of the batch 3, 4, 5, and of what is tried between -100 and 100, or within 7.
     batch = np.array([3.0, 4.0, 5.0], np.float32)

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from optaxclip.per_example import clipped_grad
+from optaxclip.per_example import clipped_grad, explain_clipped_grad
 from tests.per_example.batches import METHODS, normal
 
 AUTO = (jax.sharding.AxisType.Auto,)
@@ -114,6 +114,21 @@ def test_in_pmap_names_of_mesh_axes_are_needed(method):
     run = jax.pmap(lambda w, x: grad(w, x).grads, "model", in_axes=(0, None))
     total = run(jnp.ones((4, 6, 2)), normal(0, 1, 6))
     np.testing.assert_allclose(np.linalg.norm(total), 1.0, rtol=1e-5)
+
+
+def test_in_pmap_an_explanation_takes_names_of_mesh_axes():
+    explain = explain_clipped_grad(added, mesh_axes="model")
+    found = []
+
+    def on_device(w, x):
+        found.append(explain(w, x))
+        return w
+
+    jax.pmap(on_device, "model", in_axes=(0, None))(
+        jnp.ones((4, 6, 2)), normal(0, 1, 6)
+    )
+    assert found[0].leaves[0].shape == (6, 2)
+    assert found[0].change < 1e-5
 
 
 def test_without_types_auto_refuses_a_loss_that_joins_devices():

@@ -88,8 +88,11 @@ def test_a_loss_with_refs_takes_one_pass():
     np.testing.assert_allclose(
         result.values, jax.vmap(in_refs, (None, 0))(SQUARE, BATCH)
     )
-    with pytest.raises(ValueError, match=r'for a loss with refs .*, got "ghost"'):
+    text = r'clipped_grad: .* for a loss with refs .*, got "ghost"'
+    with pytest.raises(ValueError, match="^" + text):
         clipped_grad(in_refs, 0.5, method="ghost")(SQUARE, BATCH)
+    with pytest.raises(ValueError, match="^explain_" + text):
+        explain_clipped_grad(in_refs, method="ghost")(SQUARE, BATCH)
 
 
 def products(w, x, c):

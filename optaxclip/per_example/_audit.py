@@ -1,0 +1,188 @@
+"""An audit of what noise must hide: it tries how much one example can change a sum.
+
+Each pattern takes the place of the first example. In cancelling patterns the positions
+of one array, along its first axis, are +-2^k times one direction, and all other arrays
+are the same at each position. So the terms of the positions cancel, and leave their
+rounding behind.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.tree_util import keystr
+
+from .._trees import PyTree
+from ._noise import sum_in
+from ._problem import check_function
+
+TRIED = 16  # examples, and tokens of each array
+
+
+class Sensitivity(NamedTuple):
+    """How much one example changes a sum, at the worst of what was tried.
+
+    Attributes:
+      change: the norm of the sum with the example, less the sum without it. inf where
+        this is not finite.
+      pattern: what the example was, such as "nan in batch[0]".
+      limit: what the change should not exceed but for rounding, as it was given.
+    """
+
+    change: float
+    pattern: str
+    limit: float
+
+
+def sensitivity(
+    grad_fn: Callable[..., Any], params: PyTree, *batch: PyTree, limit: float
+) -> Sensitivity:
+    """Tries examples that may change a sum of clipped gradients by more than the limit,
+    and returns the largest change.
+
+    In the place of the first example of the batch it puts others: large, small and
+    broken numbers, numbers that cancel, all alike or of random sizes, single tokens,
+    and the other examples of the batch. Each sum is compared with the sum in which
+    `mask=` leaves out the first place. So it finds faults, such as a parameter that is
+    not clipped, or rounding that no bound has in it. It proves nothing: the `change` of
+    `explain_clipped_grad` is proved.
+
+    Args:
+      grad_fn: what training uses, `grad_fn(params, *batch, mask=mask)`, best jitted: it
+        is called ten times for each array of an example. It returns a sum, before noise
+        is added: a result of `clipped_grad(..., mean=False)` or a tree of gradients.
+      params: the parameters. Random ones will do.
+      batch: arguments with at least two examples, pytrees whose first axes count them.
+        Floats and integers are replaced, one array at a time, integers by values that
+        the batch has. Sequences should have at least 16 positions.
+      limit: the largest change that is allowed: `max_norm`, the root of the sum of
+        squares for several.
+
+    Returns:
+      A `Sensitivity`: the largest `change`, and the `pattern` that makes it.
+
+    Raises:
+      ValueError: a mean instead of a sum, or no batch.
+      TypeError: a `grad_fn` that is not a function, or takes no `mask=`.
+
+    Example:
+      >>> def loss(w, x):
+      ...     return 0.5 * (w - x) ** 2
+      >>> grad = optaxclip.clipped_grad(loss, 1.0, mean=False)
+      >>> batch = jnp.array([2.5, 1.0, 4.0, 3.0])
+      >>> found = optaxclip.sensitivity(jax.jit(grad), 3.0, batch, limit=1.0)
+      >>> print(f"{found.change:.3f}")
+      1.000
+      >>> def no_clip(w, x, mask):
+      ...     return jnp.sum(jnp.where(mask, w - x, 0))
+      >>> optaxclip.sensitivity(no_clip, 3.0, batch, limit=1.0)
+      Sensitivity(change=inf, pattern='nan in batch[0]', limit=1.0)
+    """
+    check_function("sensitivity: grad_fn", grad_fn)
+    # On one device, also where a mesh has split it.
+    batch = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), batch)
+    if not jax.tree.leaves(batch):
+        raise ValueError(
+            "sensitivity: there is no batch. Give its arrays after the parameters: "
+            "sensitivity(grad_fn, params, x, y, limit=1.0)."
+        )
+    size = len(jax.tree.leaves(batch)[0])
+
+    def sums_of(batch: PyTree, mask: np.ndarray) -> list[np.ndarray]:
+        sums = sum_in(grad_fn(params, *batch, mask=mask), "sensitivity")
+        return [np.asarray(x).astype(np.complex128) for x in jax.tree.leaves(sums)]
+
+    # Masked in its place: in a shorter batch the gradients of others have other bits.
+    sums_without = sums_of(batch, np.arange(size) > 0)
+    results = []
+    with np.errstate(all="ignore"):
+        for pattern, example in _examples_to_try(batch):
+            batch_with = jax.tree.map(_with_first, batch, example)
+            sums_with = sums_of(batch_with, np.ones(size, bool))
+            change = _distance(sums_with, sums_without)
+            results.append(Sensitivity(change, pattern, limit))
+    return max(results)
+
+
+def _with_first(array: Array, row: Array) -> Array:
+    """An array of the batch, with another example in the first place."""
+    return array.at[0].set(row)
+
+
+def _distance(sums_with: list[np.ndarray], sums_without: list[np.ndarray]) -> float:
+    """The norm of the difference of two sums over all leaves, inf for NaN."""
+    norms = []
+    for sum_with, sum_without in zip(sums_with, sums_without):
+        norms.append(np.linalg.norm(sum_with - sum_without))
+    distance = float(np.linalg.norm(norms))
+    return distance if np.isfinite(distance) else np.inf
+
+
+def _examples_to_try(batch: PyTree) -> Iterator[tuple[str, PyTree]]:
+    """Patterns, by their names: examples of the batch, and examples in which one array
+    is replaced and each other array is the same at all positions.
+    """
+    entries, treedef = jax.tree.flatten_with_path(batch)
+    arrays = [array for _, array in entries]
+    for index in range(min(TRIED, len(arrays[0]))):
+        rows = [array[index] for array in arrays]
+        yield f"example {index}", treedef.unflatten(rows)
+    alike = [_same_at_all_positions(array[0]) for array in arrays]
+    yield "all positions alike", treedef.unflatten(alike)
+    random = np.random.default_rng(0)
+    for index, (path, array) in enumerate(entries):
+        replacements: dict[str, np.ndarray] = {}
+        if jnp.issubdtype(array.dtype, jnp.inexact):
+            replacements = _floats_to_try(array[0], random)
+        elif jnp.issubdtype(array.dtype, jnp.integer):
+            replacements = _tokens_to_try(array, random)
+        for pattern, replacement in replacements.items():
+            rows = list(alike)
+            rows[index] = jnp.asarray(replacement, array.dtype)
+            name = f"{pattern} in batch{keystr(path)}"
+            yield name, treedef.unflatten(rows)
+
+
+def _same_at_all_positions(array: Array) -> Array:
+    """The first position of an array of one example, at all positions."""
+    return jnp.broadcast_to(array[:1], array.shape) if array.ndim else array
+
+
+def _tokens_to_try(array: Array, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """For integers, one token of the batch at all positions, by names of patterns."""
+    tokens = np.unique(array)
+    count = min(TRIED, tokens.size)
+    rows = {}
+    for token in random.choice(tokens, count, replace=False):
+        rows[str(token)] = np.full(array.shape[1:], token)
+    return rows
+
+
+def _floats_to_try(array: Array, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Floats for an array of one example, by names of patterns: a number for each
+    position, times a direction.
+    """
+    positions = array.shape[0] if array.ndim else 1
+    half = positions // 2
+    direction = random.standard_normal(array.shape[1:])
+    largest_power = int(jnp.finfo(array.dtype).maxexp)
+    powers = random.integers(largest_power // 12, largest_power // 2, half)
+    sizes = np.exp2(powers)
+    patterns: dict[str, Any] = {}
+    patterns["random +-2^k"] = random.permutation([*sizes, *-sizes])
+    patterns["random +-1e9"] = random.permutation(np.repeat([1e9, -1e9], half))
+    for quarters in (1, 2, 3):
+        power = quarters * largest_power // 4
+        patterns[f"aligned +-2^{power}"] = [2.0**power, -(2.0**power), 12.3]
+    for size in (np.nan, np.inf, 1e-30, 1e9, 1e30):
+        patterns[f"{size:g}"] = np.full(positions, size)
+    rows = {}
+    for name, numbers in patterns.items():
+        # Filled up with zeros, or cut, to the number of positions.
+        factors = np.resize([*numbers, *np.zeros(positions)], positions)
+        row = np.multiply.outer(factors, direction)
+        rows[name] = row.reshape(array.shape)
+    return rows

@@ -1,0 +1,109 @@
+"""The gradient noise scale, from a gradient and the norms of the examples in it."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from .._checks import shown
+from .._norms import global_norm
+from .._sums import divided
+from ._clipped_grad import ClippedGrad
+
+
+class NoiseScale(NamedTuple):
+    """How much gradients of examples differ, beside what they have in common.
+
+    Attributes:
+      scale: noise / signal. inf where signal is not above 0: the batch is too small to
+        tell the gradient from noise.
+      noise: tr(Sigma), of the covariance of examples' gradients.
+      signal: |G|^2. By chance it may be negative.
+    """
+
+    scale: jax.Array  # float[]
+    noise: jax.Array  # float[]
+    signal: jax.Array  # float[]
+
+
+def noise_scale(result: ClippedGrad) -> NoiseScale:
+    """Estimates the simple gradient noise scale tr(Sigma) / |G|^2 from one batch:
+
+        S        = mean of |g_i|^2 over the B examples
+        noise    = (S - |G_B|^2) B / (B - 1)           estimates tr(Sigma)
+        signal   = (B |G_B|^2 - S) / (B - 1)           estimates |G|^2
+        scale    = noise / signal
+
+    with the mean gradient G_B of the batch, and G that of all data. It is a batch size.
+    Far below it, a batch twice as large halves the number of steps. Far above it, a
+    larger batch only costs more.
+
+    `noise` and `signal` are unbiased. Their quotient is not, and from one batch it is
+    rough: average both over many steps, and then divide.
+
+    Args:
+      result: of `clipped_grad(loss, max_norm=None)`, or of a limit that clipped
+        nothing. Examples that are masked, and those with NaN or inf in their gradient,
+        are left out. Its `grads` may be the mean or the sum.
+
+    Returns:
+      A `NoiseScale` of numbers, float32 or wider. All are NaN with fewer than two
+      examples, and, under jit, where gradients were clipped.
+
+    Raises:
+      ValueError: gradients that were clipped, whose mean is not the gradient. Under jit
+        this cannot be raised, and the numbers are NaN.
+      TypeError: something else than a result of `clipped_grad`.
+
+    Example:
+      >>> def loss(w, x):
+      ...     return 0.5 * (w - x) ** 2
+      >>> grad = optaxclip.per_example.clipped_grad(loss, max_norm=None)
+      >>> result = grad(jnp.array(3.0), jnp.array([2.5, 1.0, 4.0, 0.5]))
+      >>> found = optaxclip.per_example.noise_scale(result)
+      >>> print(f"{found.noise:.3f} / {found.signal:.3f} = {found.scale:.3f}")
+      2.500 / 0.375 = 6.667
+
+    Reference: McCandlish, Kaplan, Amodei and others, An empirical model of large-batch
+    training, 2018 (arXiv 1812.06162), appendix A. From the norms of examples: Gray,
+    Tiwari, Bergsma, Hestness, Normalization layer per-example gradients are sufficient
+    to predict gradient noise scale in transformers, 2024 (arXiv 2411.00999).
+    """
+    if not isinstance(result, ClippedGrad):
+        must = "noise_scale: result must be what clipped_grad's function returns"
+        raise TypeError(f"{must}, got {shown(result)}.")
+    # [groups, batch]
+    norms = jnp.stack(jax.tree.leaves(result.norms))
+    factors = jnp.stack(jax.tree.leaves(result.factors))
+    # Norms and factors are 0 if the example is masked. They are also 0 for a gradient
+    # of zero whose factor a shrink made 0.
+    is_masked = jnp.all((norms == 0) & (factors == 0), axis=0)
+    is_counted = jnp.all(jnp.isfinite(norms), axis=0) & ~is_masked
+    is_clipped = is_counted & jnp.any(factors != 1, axis=0)
+    if not isinstance(is_clipped, Tracer) and jnp.any(is_clipped):
+        raise ValueError(
+            f"noise_scale: {int(jnp.sum(is_clipped))} of {is_clipped.size} examples "
+            "were clipped in result, so that its grads is not their mean gradient. Get "
+            "result from clipped_grad(loss, max_norm=None)."
+        )
+    size = jnp.sum(is_counted, dtype=norms.dtype)
+    # `clipped_grad` divides a mean by the number of broken examples as well.
+    divisor = 1 if result.divisor is None else result.divisor.astype(size.dtype)
+    norm_of_mean = global_norm(result.grads) * (divisor / size)
+    norms = jnp.where(is_counted, norms, 0)
+    # Squares of norms beyond 1e19 or below 1e-19 leave the range of float32, so all
+    # squares are in units of the largest.
+    longest = jnp.maximum(jnp.max(norms), jnp.finfo(norms.dtype).tiny)
+    mean_square = jnp.sum(divided(norms, longest) ** 2) / size
+    square_of_mean = divided(norm_of_mean, longest) ** 2
+    # Rounding alone may make it negative.
+    noise = jnp.maximum(mean_square - square_of_mean, 0) * size / (size - 1)
+    signal = square_of_mean - noise / size
+    estimate = NoiseScale(
+        scale=noise / jnp.maximum(signal, 0),
+        noise=noise * longest * longest,
+        signal=signal * longest * longest,
+    )
+    is_known = (size > 1) & ~jnp.any(is_clipped)
+    return jax.tree.map(lambda x: jnp.where(is_known, x, jnp.nan), estimate)
