@@ -14,8 +14,8 @@ from .._checks import is_function
 from .._jaxpr import has_convolution, has_groups, has_window, work_of
 from .._mesh_types import is_on_one_device, manual_axes
 from ._ghost import Ghost, ghost_of
-from ._ghost._capture import CannotSplit
 from ._ghost._plans import LeafPlan
+from ._ghost._sites import CannotSplit
 from ._passes import even_width, small_memory
 from ._problem import Problem
 

@@ -34,10 +34,11 @@ from .. import _passes as passes
 from .._limits import Arrays, Weights, along_batch
 from .._passes import ExampleResults, Run
 from .._problem import Problem
-from ._capture import CapturedOfSites, Program, Site, bind, capture, split_loss
+from ._capture import CapturedOfSites, capture
 from ._forms import OuterProducts
 from ._norms import joined, matrices_of, norms_by_gram, norms_of_products, sums_of_rows
 from ._plans import LeafPlan, plans_of
+from ._sites import Program, Site, bind, split_loss
 
 
 class Ghost(NamedTuple):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ._capture import Site
+from ._sites import Site
 
 LOOKUPS = ("gather", "dynamic_slice")  # table[row] of one row is a slice
 
