@@ -164,7 +164,7 @@ class Ghost(NamedTuple):
 
 def _tapped_outputs(values: dict[int, Any], site: Site, inputs: list[Any]) -> list[Any]:
     """The outputs of a site in one example that a backward pass comes by."""
-    operands = [origin.make(values) for origin in site.operands.values()]
+    operands = [origin.value(values) for origin in site.operands.values()]
 
     def run(operands: list[Any], inputs: list[Any], zero: Array) -> Any:
         if site.eqn is None:
@@ -181,7 +181,7 @@ def _tapped_outputs(values: dict[int, Any], site: Site, inputs: list[Any]) -> li
 
     # The innermost scan first, so that the axis of the outermost is in front.
     for depth, length in reversed(list(enumerate(site.scan_lengths))):
-        axes = [0 if depth in x.scans else None for x in site.operands.values()]
+        axes = [0 if depth in x.slicing_scans else None for x in site.operands.values()]
         run = jax.vmap(run, (axes, 0, 0), axis_size=length)
     return run(operands, inputs, jnp.zeros(site.scan_lengths))
 

@@ -1,8 +1,10 @@
-"""Runs the losses of a batch forward and backward, and captures at each site the data
-that come in, and the cotangents of its outputs.
+"""Runs the losses of a batch forward and backward. Captures what the gradients of its
+examples are made of:
 
-The gradient of an example follows from these. Each output of a site has a tap: a value
-whose cotangent is that of the output.
+    inputs        the data that come into each site, a
+    cotangents    the cotangents of its outputs, c
+
+Each output of a site has a tap: a value whose cotangent is the cotangent of the output.
 
 A value in a scan has axes for its turns in front, the outermost scan first.
 """
@@ -34,6 +36,7 @@ class Captured(NamedTuple):
 
 # By the numbers of sites
 CapturedOfSites = dict[int, Captured]
+Taps = dict[int, list[Array]]
 
 
 def capture(
@@ -42,38 +45,38 @@ def capture(
     """Runs the losses of a batch forward and backward.
 
     Returns:
-      The outputs of the losses, and what is captured at each site.
+      The outputs of the losses, and the captured arrays of each site.
     """
     size = batch[0].shape[0]
-    taps: dict[int, list[Array]] = {}
+    taps: Taps = {}
     for site in program.sites:
         taps[site.number] = []
         for index in site.tapped:
             out_type = site.out_types[index]
-            # [example, *turns, ...]: stands for an output, to get its cotangent.
             shape = size, *site.scan_lengths, *out_type.shape
             tap = jnp.zeros(shape, out_type.dtype)
             taps[site.number].append(varying_as(tap, out_type))
     # In shard_map cotangents of another type would be summed over devices.
     zeros, taps = varying_as_any_of((jnp.zeros(size, jnp.float32), taps), batch)
 
-    def of_one(example: Any, zero: Array, taps: Any) -> Any:
-        (value, *aux), inputs = _run(program, [*params, *example], taps, zero)
+    def loss_of_one(example: list[Array], zero: Array, taps: Taps) -> Any:
+        outputs, inputs = _run(program, [*params, *example], taps, zero)
+        value, *aux = outputs
         return value, (aux, inputs)
 
-    of_all = partial(jax.vmap(of_one), batch, zeros)
-    values, pull, (aux, inputs) = jax.vjp(of_all, taps, has_aux=True)
+    losses = partial(jax.vmap(loss_of_one), batch, zeros)
+    values, backward, (aux, inputs) = jax.vjp(losses, taps, has_aux=True)
     # Each tap belongs to one example, so that one pass gives all cotangents.
-    (cotangents,) = pull(jnp.ones_like(values))
+    (cotangents,) = backward(jnp.ones_like(values))
     inputs, cotangents = written((inputs, cotangents))
     captured = {}
-    for number, data in inputs.items():
-        captured[number] = Captured(data, cotangents[number])
+    for number, inputs_of_site in inputs.items():
+        captured[number] = Captured(inputs_of_site, cotangents[number])
     return [values, *aux], captured
 
 
 def _run(
-    program: Program, args: Sequence[Any], taps: dict[int, list[Array]], zero: Array
+    program: Program, args: Sequence[Any], taps: Taps, zero: Array
 ) -> tuple[list[Any], dict[int, list[Any]]]:
     """Runs a program, with a tap at each output of a site that has one.
 
@@ -81,12 +84,12 @@ def _run(
       program: the program.
       args: its inputs.
       taps: by the numbers of sites.
-      zero: float32[], 0 in each example, so that what is added to it is data.
+      zero: float32[], 0 in each example, so that a value plus `zero` is data.
 
     Returns:
       The outputs, and by the numbers of sites the data that came in.
     """
-    # By identity, as in `_split`.
+    # By the identity of variables, since literals cannot be hashed.
     values: dict[int, Any] = {}
 
     def write(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
@@ -98,39 +101,51 @@ def _run(
 
     write(program.jaxpr.constvars, program.consts)
     write(program.jaxpr.invars, args)
-    data_of_sites: dict[int, list[Any]] = {}
+    inputs_of_sites: dict[int, list[Any]] = {}
     for eqn, invars, outvars, site, body in program.steps:
         inputs = read(invars)
-        if eqn and body:
-            taps_of_body = {inner.number: taps[inner.number] for inner in body.sites}
-            outputs, data_of_body = _body_runner(eqn, body)(inputs, taps_of_body, zero)
-            data_of_sites |= data_of_body
+        if eqn is None:
+            outputs = list(inputs)
+        elif body is None:
+            outputs = bind(eqn, inputs)
         else:
-            outputs = bind(eqn, inputs) if eqn else list(inputs)
+            taps_of_body = {inner.number: taps[inner.number] for inner in body.sites}
+            run = _runner_of_body(eqn, body)
+            outputs, inputs_of_body = run(inputs, taps_of_body, zero)
+            inputs_of_sites |= inputs_of_body
         if site:
             for index, tap in zip(site.tapped, taps[site.number]):
-                # What is the same for all examples would have one cotangent for all.
+                # An output that is the same for all examples would have one cotangent
+                # for all of them.
                 output = outputs[index] + zero.astype(outputs[index].dtype)
                 outputs[index] = _tapped(output, tap)
             data = [x for place, x in enumerate(inputs) if place not in site.operands]
-            data_of_sites[site.number] = data
+            inputs_of_sites[site.number] = data
         write(outvars, outputs)
-    return read(program.jaxpr.outvars), data_of_sites
+    return read(program.jaxpr.outvars), inputs_of_sites
 
 
 @jax.custom_vjp
-def _tapped(out: Array, tap: Array) -> Array:
+def _tapped(output: Array, tap: Array) -> Array:
     """The output, whose cotangent also goes to the tap.
 
     A sum with the tap would do, but the zeros that it adds would be held in memory.
     """
-    return out
+    return output
 
 
-_tapped.defvjp(lambda out, tap: (out, None), lambda _, x: (x, x))
+def _tapped_forward(output: Array, tap: Array) -> tuple[Array, None]:
+    return output, None
 
 
-def _body_runner(eqn: JaxprEqn, body: Program) -> Callable[..., Any]:
+def _tapped_backward(_: None, cotangent: Array) -> tuple[Array, Array]:
+    return cotangent, cotangent
+
+
+_tapped.defvjp(_tapped_forward, _tapped_backward)
+
+
+def _runner_of_body(eqn: JaxprEqn, body: Program) -> Callable[..., Any]:
     """`_run` of the body of a call or scan, as a function of inputs, taps and zero."""
     run = partial(_run, body)
     params = eqn.params
@@ -141,18 +156,20 @@ def _body_runner(eqn: JaxprEqn, body: Program) -> Callable[..., Any]:
     if eqn.primitive.name != "scan":
         return run
     consts_end, carry_end = ends_of_scan(eqn)
+    carry_count = carry_end - consts_end
 
-    def loop(inputs: list[Any], taps: Any, zero: Array) -> Any:
+    def scan(inputs: list[Any], taps: Taps, zero: Array) -> Any:
         consts = inputs[:consts_end]
 
-        def turn(carry: list[Any], xs: Any) -> tuple[Any, Any]:
-            slices, taps_of_turn = xs
-            outs, data = run([*consts, *carry, *slices], taps_of_turn, zero)
-            carry_count = carry_end - consts_end
-            return outs[:carry_count], (outs[carry_count:], data)
+        def turn(carry: list[Any], slices_and_taps: Any) -> tuple[Any, Any]:
+            slices, taps_of_turn = slices_and_taps
+            args = [*consts, *carry, *slices]
+            outputs, inputs_of_sites = run(args, taps_of_turn, zero)
+            new_carry = outputs[:carry_count]
+            return new_carry, (outputs[carry_count:], inputs_of_sites)
 
         # With the options of the loss, so that the loop runs as it asks for.
-        carry, (ys, data) = lax.scan(
+        carry, (outputs, inputs_of_sites) = lax.scan(
             turn,
             inputs[consts_end:carry_end],
             (inputs[carry_end:], taps),
@@ -160,6 +177,6 @@ def _body_runner(eqn: JaxprEqn, body: Program) -> Callable[..., Any]:
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-        return [*carry, *ys], data
+        return [*carry, *outputs], inputs_of_sites
 
-    return loop
+    return scan

@@ -51,7 +51,7 @@ class Matrix(NamedTuple):
         """The operand as [stack, rows, columns], from parameters by their numbers.
         Turns of scans that slice it belong to the stack.
         """
-        operand = self.origin.make(values)
+        operand = self.origin.value(values)
         form = self.form
         axes = np.array([*form.stack, *form.rows, *form.columns], int)
         turns = operand.ndim - len(axes)
@@ -64,7 +64,7 @@ class Matrix(NamedTuple):
         """The positions in all turns of scans that share the matrix."""
         positions = self.form.positions
         for depth, length in enumerate(self.site.scan_lengths):
-            if depth not in self.origin.scans:
+            if depth not in self.origin.slicing_scans:
                 positions *= length
         return positions
 
@@ -84,7 +84,7 @@ class Matrix(NamedTuple):
             split = jax.vmap(split)
         # [example, *turns, stack, position, ...] -> [example, *sliced turns, stack,
         # *shared turns, position, ...]
-        sliced_axes = sorted(1 + depth for depth in self.origin.scans)
+        sliced_axes = sorted(1 + depth for depth in self.origin.slicing_scans)
         shared_axes = [axis for axis in range(1, 1 + scans) if axis not in sliced_axes]
         order = 0, *sliced_axes, 1 + scans, *shared_axes, 2 + scans
         first_position_axis = 2 + len(sliced_axes)

@@ -69,9 +69,9 @@ def plans_of(
             continue
         for place, origin in site.operands.items():
             operand_size = site.eqn.invars[place].aval.size if site.eqn else 0
-            for depth in origin.scans:
+            for depth in origin.slicing_scans:
                 operand_size *= site.scan_lengths[depth]
-            for leaf in origin.leaves:
+            for leaf in origin.params:
                 operands_of_leaves[leaf].append(Operand(site, origin))
                 # The gradient by an operand, such as w + a @ b, gives that by each
                 # parameter that it is made of.

@@ -7,12 +7,15 @@ value, an operand, meets data is a site, for example the matrix product of a lay
 Calls of jit and jax.checkpoint are entered, and so is the body of a scan. Any other
 equation that has a body (cond, while, custom derivatives) is one site. So is a backward
 rule of the user's (custom_vjp) even without data, since it may not be linear.
+
+The parameters are numbered, and so are the sites.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,42 +33,60 @@ from .._passes import is_narrow, widened
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-# Sites that are sums: their gradient does not need what comes in beside the operand.
+# The gradient by one term of a sum does not depend on the other terms.
 SUMS = ("add", "sub", "add_any", "concatenate")
-# They keep all numbers of a parameter, maybe in another order.
-KEEPS = ("convert_element_type", "copy", "pvary", "sharding_constraint")
-MOVES = ("broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze")
-# What they compute is right with float32 instead of 16 bits.
-WIDENED = {*KEEPS, *MOVES, "add", "add_any", "sub", "mul", "div", "neg", "concatenate"}
-WIDENED |= {"transpose", "dynamic_slice", "gather", "select_n", "reduce_sum"}
-WIDENED |= {"slice", "split", "conv_general_dilated", "dot_general"}
+# The output has all numbers of the input, at the same place or at another.
+SAME_PLACES = ("convert_element_type", "copy", "pvary", "sharding_constraint")
+OTHER_PLACES = ("broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze")
+# Equations that may run in float32 instead of 16 bits.
+WIDENED = {
+    *SAME_PLACES,
+    *OTHER_PLACES,
+    *SUMS,
+    "mul",
+    "div",
+    "neg",
+    "transpose",
+    "dynamic_slice",
+    "gather",
+    "select_n",
+    "reduce_sum",
+    "slice",
+    "split",
+    "conv_general_dilated",
+    "dot_general",
+}
+MAX_DEPTH = 100
+
+# The parameters by their numbers. An origin adds the outputs of the equation that it
+# runs, under a key of its own, so that the equation runs once.
+Values = dict[Any, Any]
 
 
 class View(NamedTuple):
-    """A parameter, or what scans take of it in a turn, in another order."""
+    """A parameter, or the slice of it that a scan takes in one turn, rearranged."""
 
-    # What was done to it, but for casts and transposes. Views of a parameter with the
-    # same path have the same numbers at the same places.
+    # The operations that rearranged it, without casts and transposes. Two views of a
+    # parameter with the same path have the same numbers at the same places.
     path: tuple[Any, ...]
-    axes: tuple[int, ...]  # where its axes were before it was transposed
+    axes: tuple[int, ...]  # for each axis, its number before all transposes
 
 
-NO_INDICES = frozenset[int]()
+NO_NUMBERS = frozenset[int]()
 
 
 class Origin(NamedTuple):
-    """What a value is made of."""
+    """How a value of the program is made."""
 
-    # Returns the value, where the example is not in it: from parameters by their
-    # numbers, and from values made of them before. In float32 instead of 16 bits where
-    # that is possible.
-    make: Callable[[dict[Any, Any]], Any]
-    # The parameters that it has a derivative by, as indices of leaves
-    leaves: frozenset[int] = NO_INDICES
-    scans: frozenset[int] = NO_INDICES  # the scans that slice it, by depth
-    is_data: bool = False  # whether the example is in it
-    depth: int = 0  # how many operations on parameters are before it
-    view: View | None = None  # set where it is one parameter, rearranged
+    # Computes the value from the parameters, in float32 instead of 16 bits where that
+    # is possible. Only for values that do not depend on the example.
+    value: Callable[[Values], Any]
+    # The numbers of the parameters that it has a derivative by
+    params: frozenset[int] = NO_NUMBERS
+    slicing_scans: frozenset[int] = NO_NUMBERS  # the scans that slice it, by depth
+    is_data: bool = False  # whether it depends on the example
+    depth: int = 0  # how many operations lead from a parameter to it
+    view: View | None = None  # set for one parameter, rearranged
 
 
 DATA = Origin({}.get, is_data=True)
@@ -74,13 +95,13 @@ DATA = Origin({}.get, is_data=True)
 class Site(NamedTuple):
     """An equation in which operands meet data."""
 
-    number: int  # Sites are counted as the program runs into them.
-    eqn: Any  # None where an operand is taken for data as it is
+    number: int
+    eqn: Any  # None where an operand becomes data as it is
     name: str  # of its primitive
     operands: dict[int, Origin]  # by their places among the inputs
     data_types: list[ShapedArray]  # of its other inputs
     out_types: list[ShapedArray]
-    # The outputs that a backward pass from the loss to the parameters comes by
+    # The outputs whose cotangents a backward pass from the loss to parameters uses
     tapped: tuple[int, ...]
     scan_lengths: tuple[int, ...]  # of the scans around it, outermost first
 
@@ -94,14 +115,13 @@ class Site(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What to do with one equation."""
+    """One equation of a program."""
 
-    eqn: JaxprEqn | None  # None where a variable is taken for data
+    eqn: JaxprEqn | None  # None where an operand becomes data
     invars: Sequence[Any]  # variables, or literals
     outvars: Sequence[Any]
     site: Site | None = None
-    # The body of a call or scan, if it is entered
-    body: Program | None = None
+    body: Program | None = None  # of a call or scan that is entered
 
 
 class Program(NamedTuple):
@@ -111,7 +131,7 @@ class Program(NamedTuple):
     consts: Sequence[Any]
     steps: list[Step]
     out_origins: list[Origin]
-    sites: list[Site]  # also those of bodies
+    sites: list[Site]  # also the sites of bodies
 
 
 class CannotSplit(Exception):
@@ -130,138 +150,223 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
     """
     if any(_jaxpr.has_refs(eqn) for eqn in loss.jaxpr.eqns):
         raise CannotSplit
-    origins = [_parameter(number, leaf.ndim) for number, leaf in enumerate(params)]
-    origins += [DATA] * (len(loss.jaxpr.invars) - len(params))
-    # After the value of the loss comes aux, which has no cotangents.
+    in_origins = []
+    for number, param in enumerate(params):
+        in_origins.append(_origin_of_parameter(number, param.ndim))
+    data_count = len(loss.jaxpr.invars) - len(params)
+    in_origins += [DATA] * data_count
+    # The first output is the loss. The others, aux, have no cotangents.
     has_cotangent = [index == 0 for index in range(len(loss.jaxpr.outvars))]
-    return _split(loss, origins, has_cotangent, (), numbers=count(), is_call=False)
+    return _split(
+        loss,
+        in_origins,
+        has_cotangent,
+        scan_lengths=(),
+        site_numbers=count(),
+        is_call=False,
+    )
 
 
-def _parameter(number: int, ndim: int) -> Origin:
-    view = View((), tuple(range(ndim)))
-    return Origin(lambda values: values[number], frozenset([number]), view=view)
+def _origin_of_parameter(number: int, ndim: int) -> Origin:
+    def value(values: Values) -> Any:
+        return values[number]
+
+    view = View(path=(), axes=tuple(range(ndim)))
+    return Origin(value, params=frozenset([number]), view=view)
 
 
-def _constant(value: Any) -> Origin:
-    return Origin(lambda values: value)
+def _origin_of_constant(constant: Any) -> Origin:
+    def value(_: Values) -> Any:
+        return constant
+
+    return Origin(value)
 
 
 def _split(
     program: ClosedJaxpr | Jaxpr,
-    origins: list[Origin],
+    in_origins: list[Origin],
     has_cotangent: Flags,
-    scan_lengths: tuple[int, ...],
     *,
-    numbers: Iterator[int],
+    scan_lengths: tuple[int, ...],
+    site_numbers: Iterator[int],
     is_call: bool,
 ) -> Program:
     """Splits a program.
 
     Args:
       program: the program.
-      origins: of its inputs.
+      in_origins: of its inputs.
       has_cotangent: of each output, whether a backward pass comes from it.
       scan_lengths: of the scans around it, outermost first.
-      numbers: of the sites to come.
-      is_call: whether outputs may be operands. Elsewhere they are taken for data.
+      site_numbers: the numbers of its sites.
+      is_call: whether outputs may be operands. Elsewhere they become data.
     """
     jaxpr = _jaxpr.jaxpr_of(program)
     consts = getattr(program, "consts", [])
-    # By identity, since literals, which are constants too, cannot be hashed.
-    origins_by_id: dict[int, Origin] = {}
-    for var, value in zip(jaxpr.constvars, consts):
-        origins_by_id[id(var)] = _constant(value)
-    for var, origin in zip(jaxpr.invars, origins):
-        origins_by_id[id(var)] = origin
-    steps: list[Step] = []
-    sites: list[Site] = []
+    splitter = _Splitter(scan_lengths, site_numbers)
+    for var, constant in zip(jaxpr.constvars, consts):
+        splitter.origins_by_id[id(var)] = _origin_of_constant(constant)
+    splitter.set_origins(jaxpr.invars, in_origins)
+    flows, _ = _jaxpr.backward_through(jaxpr, has_cotangent)
+    for eqn, flow in zip(jaxpr.eqns, flows):
+        splitter.add_equation(eqn, flow)
+    if not is_call:
+        splitter.turn_into_data(jaxpr.outvars, has_cotangent)
+    out_origins = [splitter.origin_of(var) for var in jaxpr.outvars]
+    return Program(jaxpr, consts, splitter.steps, out_origins, splitter.sites)
 
-    def origin_of(atom: Any) -> Origin:
-        return origins_by_id.get(id(atom)) or _constant(atom.val)
 
-    def origins_of(atoms: Sequence[Any], has_derivative: Flags) -> list[Origin]:
+@dataclass
+class _Splitter:
+    """The steps and sites of a program up to one of its equations."""
+
+    scan_lengths: tuple[int, ...]
+    site_numbers: Iterator[int]
+    # By the identity of variables, since literals cannot be hashed.
+    origins_by_id: dict[int, Origin] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+
+    def origin_of(self, atom: Any) -> Origin:
+        """The origin of a variable or literal."""
+        if id(atom) in self.origins_by_id:
+            return self.origins_by_id[id(atom)]
+        return _origin_of_constant(atom.val)
+
+    def set_origins(self, variables: Sequence[Any], origins: list[Origin]) -> None:
+        for var, origin in zip(variables, origins):
+            self.origins_by_id[id(var)] = origin
+
+    def in_origins(self, eqn: JaxprEqn, flow: Flow) -> list[Origin]:
+        """The origins of inputs, without parameters where no backward pass arrives."""
         origins = []
-        for atom, is_reached in zip(atoms, has_derivative):
-            origin = origin_of(atom)
-            origins.append(origin if is_reached else origin._replace(leaves=NO_INDICES))
+        for atom, is_reached in zip(eqn.invars, flow.to_inputs):
+            origin = self.origin_of(atom)
+            if not is_reached:
+                origin = origin._replace(params=NO_NUMBERS)
+            origins.append(origin)
         return origins
 
-    def take_for_data(atoms: Sequence[Any], has_derivative: Flags) -> None:
-        for atom, is_reached in zip(atoms, has_derivative):
-            origin = origin_of(atom)
-            if is_reached and origin.leaves:
-                site = Site(
-                    number=next(numbers),
-                    eqn=None,
-                    name="identity",
-                    operands={0: origin},
-                    data_types=[],
-                    out_types=[atom.aval],
-                    tapped=(0,),
-                    scan_lengths=scan_lengths,
-                )
-                sites.append(site)
-                steps.append(Step(None, [atom], [atom], site))
-                origins_by_id[id(atom)] = DATA
+    def add_equation(self, eqn: JaxprEqn, flow: Flow) -> None:
+        name = eqn.primitive.name
+        in_origins = self.in_origins(eqn, flow)
+        has_params = any(origin.params for origin in in_origins)
+        is_data = any(origin.is_data for origin in in_origins)
+        is_site = has_params and (is_data or _jaxpr.has_backward_rule(eqn))
+        # A body is entered also for a kernel in it, which may differ by example.
+        has_kernel = _jaxpr.has_convolution(eqn)
+        if name in CALLS and (has_params or has_kernel):
+            self._add_call(eqn, in_origins, flow)
+        elif name == "scan" and (is_site or (is_data and has_kernel)):
+            self._add_scan(eqn, flow)
+        else:
+            # Inside a scan an equation without data runs for all turns at once.
+            is_mapped = is_site or (len(self.scan_lengths) > 0 and not is_data)
+            _check_equation(eqn, in_origins, is_mapped=is_mapped)
+            if is_site:
+                self._add_site(eqn, in_origins, flow)
+            elif is_data:
+                self._add_step(eqn, [DATA] * len(eqn.outvars))
+            else:
+                self._add_step(eqn, _origins_without_data(eqn, in_origins))
 
-    def split_body(
-        eqn: JaxprEqn, origins: list[Origin], flow: Flow, lengths: tuple[int, ...]
+    def turn_into_data(self, atoms: Sequence[Any], has_cotangent: Flags) -> None:
+        """Makes each operand among these values a site, and data from here on."""
+        for atom, is_reached in zip(atoms, has_cotangent):
+            origin = self.origin_of(atom)
+            if not (is_reached and origin.params):
+                continue
+            site = Site(
+                number=next(self.site_numbers),
+                eqn=None,
+                name="identity",
+                operands={0: origin},
+                data_types=[],
+                out_types=[atom.aval],
+                tapped=(0,),
+                scan_lengths=self.scan_lengths,
+            )
+            self.sites.append(site)
+            self.steps.append(Step(None, [atom], [atom], site))
+            self.set_origins([atom], [DATA])
+
+    def _add_call(self, eqn: JaxprEqn, in_origins: list[Origin], flow: Flow) -> None:
+        body = self._split_body(eqn, in_origins, flow, self.scan_lengths)
+        self._add_step(eqn, body.out_origins, body=body)
+
+    def _add_scan(self, eqn: JaxprEqn, flow: Flow) -> None:
+        consts_end, carry_end = ends_of_scan(eqn)
+        carry = slice(consts_end, carry_end)
+        # The carry is data, since it differs from turn to turn.
+        self.turn_into_data(eqn.invars[carry], flow.to_inputs[carry])
+        # A parameter that is a carry may be another input as well. It is data there
+        # too, or its cotangent would be counted twice.
+        in_origins = self.in_origins(eqn, flow)
+        depth = len(self.scan_lengths)
+        slices = [_slice(origin, depth) for origin in in_origins[carry_end:]]
+        origins_in_turn = [
+            *in_origins[:consts_end],
+            *[DATA] * (carry_end - consts_end),
+            *slices,
+        ]
+        lengths = (*self.scan_lengths, eqn.params["length"])
+        body = self._split_body(eqn, origins_in_turn, flow, lengths)
+        self._add_step(eqn, [DATA] * len(eqn.outvars), body=body)
+
+    def _split_body(
+        self,
+        eqn: JaxprEqn,
+        in_origins: list[Origin],
+        flow: Flow,
+        scan_lengths: tuple[int, ...],
     ) -> Program:
         body = _split(
             _jaxpr.body_of(eqn),
-            origins,
+            in_origins,
             flow.from_outputs,
-            lengths,
-            numbers=numbers,
+            scan_lengths=scan_lengths,
+            site_numbers=self.site_numbers,
             is_call=eqn.primitive.name in CALLS,
         )
-        sites.extend(body.sites)
+        self.sites.extend(body.sites)
         return body
 
-    flows, _ = _jaxpr.backward_through(jaxpr, has_cotangent)
-    for eqn, flow in zip(jaxpr.eqns, flows):
-        name = eqn.primitive.name
-        in_origins = origins_of(eqn.invars, flow.to_inputs)
-        leaves = NO_INDICES.union(*(origin.leaves for origin in in_origins))
-        is_data = any(origin.is_data for origin in in_origins)
-        is_site = bool(leaves) and (is_data or _jaxpr.has_backward_rule(eqn))
-        # Kernels are looked for in all bodies, since one may differ by example.
-        has_kernel = _jaxpr.has_convolution(eqn)
-        site = None
-        body = None
-        out_origins = [DATA] * len(eqn.outvars)
-        if (leaves or has_kernel) and name in CALLS:
-            body = split_body(eqn, in_origins, flow, scan_lengths)
-            out_origins = body.out_origins
-        elif (is_site or (is_data and has_kernel)) and name == "scan":
-            # The carry is data, since it differs from turn to turn.
-            carry = slice(*ends_of_scan(eqn))
-            take_for_data(eqn.invars[carry], flow.to_inputs[carry])
-            # A parameter that is a carry may be another input as well. It is data there
-            # too, or its cotangent would be counted twice.
-            in_origins = origins_of(eqn.invars, flow.to_inputs)
-            origins_in_turn = _origins_in_turn(eqn, in_origins, len(scan_lengths))
-            lengths = (*scan_lengths, eqn.params["length"])
-            body = split_body(eqn, origins_in_turn, flow, lengths)
-        else:
-            # Values of parameters alone are made for all turns of a scan at once.
-            is_in_scan = len(scan_lengths) > 0
-            is_mapped = is_site or (is_in_scan and not is_data)
-            _check_equation(eqn, in_origins, is_mapped=is_mapped)
-            if is_site:
-                site = _site_of(
-                    eqn, in_origins, flow.from_outputs, scan_lengths, next(numbers)
-                )
-                sites.append(site)
-            elif not is_data:
-                out_origins = _origins_without_data(eqn, in_origins, leaves)
-        steps.append(Step(eqn, eqn.invars, eqn.outvars, site, body))
-        for var, origin in zip(eqn.outvars, out_origins):
-            origins_by_id[id(var)] = origin
-    if not is_call:
-        take_for_data(jaxpr.outvars, has_cotangent)
-    out_origins = [origin_of(var) for var in jaxpr.outvars]
-    return Program(jaxpr, consts, steps, out_origins, sites)
+    def _add_site(self, eqn: JaxprEqn, in_origins: list[Origin], flow: Flow) -> None:
+        operands = {}
+        data_types = []
+        for place, (var, origin) in enumerate(zip(eqn.invars, in_origins)):
+            if origin.params:
+                operands[place] = origin
+            else:
+                data_types.append(type_of(var))
+        out_types = [type_of(var) for var in eqn.outvars]
+        tapped = []
+        for index, out_type in enumerate(out_types):
+            is_inexact = jnp.issubdtype(out_type.dtype, jnp.inexact)
+            if flow.from_outputs[index] and is_inexact:
+                tapped.append(index)
+        site = Site(
+            number=next(self.site_numbers),
+            eqn=eqn,
+            name=eqn.primitive.name,
+            operands=operands,
+            data_types=data_types,
+            out_types=out_types,
+            tapped=tuple(tapped),
+            scan_lengths=self.scan_lengths,
+        )
+        self.sites.append(site)
+        self._add_step(eqn, [DATA] * len(out_types), site=site)
+
+    def _add_step(
+        self,
+        eqn: JaxprEqn,
+        out_origins: list[Origin],
+        site: Site | None = None,
+        body: Program | None = None,
+    ) -> None:
+        self.steps.append(Step(eqn, eqn.invars, eqn.outvars, site, body))
+        self.set_origins(eqn.outvars, out_origins)
 
 
 def ends_of_scan(eqn: JaxprEqn) -> tuple[int, int]:
@@ -270,27 +375,17 @@ def ends_of_scan(eqn: JaxprEqn) -> tuple[int, int]:
     return consts, consts + carries
 
 
-def _origins_in_turn(
-    eqn: JaxprEqn, in_origins: list[Origin], depth: int
-) -> list[Origin]:
-    """The origins of the inputs of a scan's body."""
-    consts_end, carry_end = ends_of_scan(eqn)
-    carries = [DATA] * (carry_end - consts_end)
-    slices = [_slice(origin, depth) for origin in in_origins[carry_end:]]
-    return [*in_origins[:consts_end], *carries, *slices]
-
-
 def _check_equation(
     eqn: JaxprEqn, in_origins: list[Origin], *, is_mapped: bool
 ) -> None:
     """Raises CannotSplit where an equation would compute other numbers by itself."""
     if is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn):
         raise CannotSplit
-    has_leaves = any(origin.leaves for origin in in_origins)
-    if has_leaves and _jaxpr.asks_what_moves(eqn):
+    has_params = any(origin.params for origin in in_origins)
+    if has_params and _jaxpr.asks_what_moves(eqn):
         raise CannotSplit
     # JAX 0.10.2 cannot differentiate lax.pad by the padding value alone.
-    if eqn.primitive.name == "pad" and in_origins[1].leaves:
+    if eqn.primitive.name == "pad" and in_origins[1].params:
         raise CannotSplit
     kernels = in_origins
     if eqn.primitive.name == "conv_general_dilated":
@@ -299,99 +394,68 @@ def _check_equation(
         raise CannotSplit
 
 
-def _site_of(
-    eqn: JaxprEqn,
-    in_origins: list[Origin],
-    has_cotangent: Flags,
-    scan_lengths: tuple[int, ...],
-    number: int,
-) -> Site:
-    """An equation as a site. Its inputs are operands where they have leaves."""
-    operands = {}
-    data_types = []
-    for place, (var, origin) in enumerate(zip(eqn.invars, in_origins)):
-        if origin.leaves:
-            operands[place] = origin
-        else:
-            data_types.append(type_of(var))
-    out_types = [type_of(var) for var in eqn.outvars]
-    tapped = []
-    for index, out_type in enumerate(out_types):
-        if has_cotangent[index] and jnp.issubdtype(out_type.dtype, jnp.inexact):
-            tapped.append(index)
-    return Site(
-        number=number,
-        eqn=eqn,
-        name=eqn.primitive.name,
-        operands=operands,
-        data_types=data_types,
-        out_types=out_types,
-        tapped=tuple(tapped),
-        scan_lengths=scan_lengths,
-    )
-
-
-def _origins_without_data(
-    eqn: JaxprEqn, in_origins: list[Origin], leaves: frozenset[int]
-) -> list[Origin]:
+def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origin]:
     """The origins of the outputs of an equation without data."""
-    scans = NO_INDICES.union(*(origin.scans for origin in in_origins))
+    params = NO_NUMBERS.union(*(origin.params for origin in in_origins))
+    slicing_scans = NO_NUMBERS.union(*(origin.slicing_scans for origin in in_origins))
+    if _jaxpr.is_stop(eqn):
+        params = NO_NUMBERS
     depth = 1 + max((origin.depth for origin in in_origins), default=0)
-    # Python would call all of them in one another.
-    if depth > 100:
+    # `value` of each origin calls the one before.
+    if depth > MAX_DEPTH:
         raise CannotSplit
 
-    def outputs(values: dict[Any, Any]) -> list[Any]:
-        # Made once for all outputs.
+    def outputs(values: Values) -> list[Any]:
         if outputs not in values:
             run = partial(bind, eqn, is_wide=True)
             # For all turns at once. The axis of the outermost scan is in front.
-            for scan in sorted(scans, reverse=True):
-                axes = [0 if scan in origin.scans else None for origin in in_origins]
+            for scan in sorted(slicing_scans, reverse=True):
+                axes = []
+                for origin in in_origins:
+                    axes.append(0 if scan in origin.slicing_scans else None)
                 run = jax.vmap(run, (axes,))
-            values[outputs] = run([origin.make(values) for origin in in_origins])
+            values[outputs] = run([origin.value(values) for origin in in_origins])
         return values[outputs]
 
-    if _jaxpr.is_stop(eqn):
-        leaves = NO_INDICES
     view = _view_after(eqn, [origin.view for origin in in_origins])
     out_origins = []
     for index in range(len(eqn.outvars)):
 
-        def make(values: dict[Any, Any], index: int = index) -> Any:
+        def value(values: Values, index: int = index) -> Any:
             return outputs(values)[index]
 
-        out_origins.append(Origin(make, leaves, scans, depth=depth, view=view))
+        origin = Origin(value, params, slicing_scans, depth=depth, view=view)
+        out_origins.append(origin)
     return out_origins
 
 
 def _slice(origin: Origin, depth: int) -> Origin:
-    """What a scan hands to its body in one turn."""
+    """The slice that a scan of this depth hands to its body in one turn."""
     view = origin.view
     if view:
-        path = *view.path, ("scan", view.axes)
-        view = View(path, tuple(range(len(view.axes) - 1)))
-    return origin._replace(scans=origin.scans | {depth}, view=view)
+        path = (*view.path, ("scan", view.axes))
+        view = View(path, axes=tuple(range(len(view.axes) - 1)))
+    return origin._replace(slicing_scans=origin.slicing_scans | {depth}, view=view)
 
 
-def _view_after(eqn: Any, views: list[View | None]) -> View | None:
+def _view_after(eqn: JaxprEqn, views: list[View | None]) -> View | None:
     """The view that the output of an equation is, or None if it is not one."""
-    # A value of two values, such as a sum of weights, is not one rearranged. Nor are
-    # numbers that were copied, which would be counted more than once.
+    # A value of two values, such as a sum of weights, is not a view.
     if len(views) != 1 or views[0] is None or not eqn.outvars:
         return None
     path, axes = views[0]
-    before = eqn.invars[0].aval
-    after = eqn.outvars[0].aval
+    size_before = type_of(eqn.invars[0]).size
+    out_type = type_of(eqn.outvars[0])
     name = eqn.primitive.name
-    params = eqn.params
-    if name in KEEPS:
+    if name in SAME_PLACES:
         return views[0]
     if name == "transpose":
-        return View(path, tuple(axes[axis] for axis in params["permutation"]))
-    if name not in MOVES or before.size != after.size:
+        return View(path, tuple(axes[axis] for axis in eqn.params["permutation"]))
+    # Numbers that were copied would be counted more than once.
+    if name not in OTHER_PLACES or out_type.size != size_before:
         return None
-    return View((*path, (name, axes, str(params))), tuple(range(after.ndim)))
+    operation = name, axes, str(eqn.params)
+    return View((*path, operation), axes=tuple(range(out_type.ndim)))
 
 
 def bind(eqn: JaxprEqn, inputs: list[Any], is_wide: bool = False) -> list[Any]:
@@ -406,7 +470,7 @@ def bind(eqn: JaxprEqn, inputs: list[Any], is_wide: bool = False) -> list[Any]:
             if dtype is not None and is_narrow(dtype):
                 params = params | {key: np.dtype(np.float32)}
     elif is_wide:
-        inputs = list(map(_as_narrow_as, inputs, eqn.invars))
+        inputs = list(map(_narrow_as, inputs, eqn.invars))
     # A custom_jvp keeps its functions as programs. They are made functions again.
     params = eqn.primitive.get_bind_params(params)
     with eqn.ctx.manager:  # such as the device that compute_on asks for
@@ -414,6 +478,6 @@ def bind(eqn: JaxprEqn, inputs: list[Any], is_wide: bool = False) -> list[Any]:
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
-def _as_narrow_as(x: Any, var: Any) -> Any:
+def _narrow_as(x: Any, var: Any) -> Any:
     """The value, cast to the type of a variable that has 16 bits."""
     return x.astype(var.aval.dtype) if is_narrow(var.aval) else x
