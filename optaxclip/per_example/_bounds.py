@@ -21,7 +21,7 @@ from jax import Array
 from .._mesh import device_count
 from ._choose import Choice
 from ._ghost._norms import rounding
-from ._ghost._plans import LeafPlan
+from ._ghost._plans import GramPlan, LeafPlan
 from ._limits import CANCELS
 from ._passes import block_size
 from ._problem import Problem
@@ -49,7 +49,7 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
         dtype = _dtype_of_sum(plan, leaf)
         # Those of the products are 4.
         roundings = turns + 4
-        if plan.norm_by != "gram":
+        if not isinstance(plan, GramPlan):
             error = rounding(width + roundings, dtype)
             sum_errors.append(error + _error_of_factors(plan))
             continue
@@ -92,9 +92,9 @@ def _error_of_factors(plan: LeafPlan) -> float:
     return error
 
 
-def _error_of_gram(plan: LeafPlan) -> float:
+def _error_of_gram(plan: GramPlan) -> float:
     """e = sqrt(1 + 16^2 gamma(R + K + L T^2 + 1)) - 1, of sums in float64."""
-    stack, rows, columns = plan.matrix_shape
+    stack, rows, columns = plan.shape
     terms = rows + columns + stack * plan.positions**2 + 1
     error_of_square = rounding(terms, np.float64)
     return float(np.sqrt(1 + CANCELS**2 * error_of_square) - 1)

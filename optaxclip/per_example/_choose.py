@@ -14,7 +14,7 @@ from .._checks import is_function
 from .._jaxpr import has_convolution, has_groups, has_window, work_of
 from .._mesh_types import is_on_one_device, manual_axes
 from ._ghost import Ghost, ghost_of
-from ._ghost._plans import LeafPlan
+from ._ghost._plans import GradientPlan, LeafPlan
 from ._ghost._sites import CannotSplit
 from ._passes import even_width, small_memory
 from ._problem import Problem
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
             return self.ghost.plans
         # One pass makes all gradients of examples, and captures nothing.
         leaves = jax.tree.leaves(problem.params)
-        return [LeafPlan("gradient", [], leaf.size) for leaf in leaves]
+        return [GradientPlan([], leaf.size) for leaf in leaves]
 
 
 def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:

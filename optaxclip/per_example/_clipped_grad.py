@@ -301,7 +301,7 @@ def clipped_grad(
         width = None if needs_all_norms else choice.microbatch
         run = Run(problem, limits_on_device, width)
         if choice.ghost:
-            sums, results = choice.ghost.in_steps(run)
+            sums, results = choice.ghost.clipped_sums(run)
         else:
             sums, results = run.in_one_pass()
         weights, values, aux = results

@@ -31,6 +31,15 @@ class OuterProducts(NamedTuple):
     a: Array
     c: Array  # [stack, position, columns]
 
+    @property
+    def is_lookup(self) -> bool:
+        return has_row_numbers(self.a)
+
+
+def has_row_numbers(a: Array) -> bool:
+    """Whether the inputs of outer products are the numbers of rows."""
+    return jnp.issubdtype(a.dtype, jnp.integer)
+
 
 class Form(NamedTuple):
     """How the gradient by the operand of a site is a sum of outer products."""

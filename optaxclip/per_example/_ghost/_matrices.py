@@ -1,4 +1,8 @@
-"""A parameter as a stack of matrices, at each site that takes it."""
+"""A parameter as a stack of matrices, at each site that takes it.
+
+Turns of a scan that slices the parameter belong to the stack. Turns that share it are
+positions, and so are several sites of one parameter.
+"""
 
 import math
 from functools import partial
@@ -7,11 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from ._capture import Captured
 from ._forms import LOOKUPS, Form, OuterProducts, form_of
-from ._sites import Origin, Site
+from ._sites import Origin, Site, Values
 
 
 class Operand(NamedTuple):
@@ -37,6 +41,14 @@ class Layout(NamedTuple):
         return self._replace(rows=self.columns, columns=self.rows)
 
 
+class MatrixShape(NamedTuple):
+    """The shape of a stack of matrices."""
+
+    stack: int
+    rows: int
+    columns: int
+
+
 class Matrix(NamedTuple):
     """A parameter as a stack of matrices, where one site takes it."""
 
@@ -44,22 +56,23 @@ class Matrix(NamedTuple):
     origin: Origin  # of the operand that is the parameter
     form: Form
     layout: Layout
-    # Whether its rows are the columns of the first site, as those of a tied table.
+    # Whether its rows are the columns of the first site, as in a tied table.
     is_transposed: bool = False
 
-    def value(self, values: dict[Any, Any]) -> Array:
-        """The operand as [stack, rows, columns], from parameters by their numbers.
-        Turns of scans that slice it belong to the stack.
-        """
-        operand = self.origin.value(values)
-        form = self.form
-        axes = np.array([*form.stack, *form.rows, *form.columns], int)
-        turns = operand.ndim - len(axes)
-        rows, columns = form.matrix_shape(operand.shape[turns:])
-        x = jnp.transpose(operand, (*range(turns), *(turns + axes)))
-        x = jnp.swapaxes(x.reshape(-1, rows, form.groups, columns), 1, 2)
-        return x.reshape(-1, rows, columns)
+    @property
+    def is_lookup(self) -> bool:
+        return self.site.name in LOOKUPS
 
+    @property
+    def is_convolution(self) -> bool:
+        return self.site.name == "conv_general_dilated"
+
+    @property
+    def rows_and_columns(self) -> tuple[int, int]:
+        (place,) = self.site.operands
+        return self.form.matrix_shape(self.site.eqn.invars[place].aval.shape)
+
+    @property
     def positions(self) -> int:
         """The positions in all turns of scans that share the matrix."""
         positions = self.form.positions
@@ -68,43 +81,71 @@ class Matrix(NamedTuple):
                 positions *= length
         return positions
 
+    @property
+    def precision(self) -> Any:
+        """The precision that the loss asks for, for `lax.dot_general`."""
+        precision = self.site.eqn.params.get("precision")
+        # Not an algorithm, which would also say in which dtype to add up.
+        if isinstance(precision, (tuple, lax.Precision)):
+            return precision
+        return None
+
+    def value(self, values: Values) -> Array:
+        """The operand as [stack, rows, columns]."""
+        operand = self.origin.value(values)
+        form = self.form
+        axes = np.array([*form.stack, *form.rows, *form.columns], int)
+        turn_axes = operand.ndim - len(axes)
+        rows, columns = form.matrix_shape(operand.shape[turn_axes:])
+        order = (*range(turn_axes), *(turn_axes + axes))
+        matrices = jnp.transpose(operand, order)
+        matrices = matrices.reshape(-1, rows, form.groups, columns)
+        return jnp.swapaxes(matrices, 1, 2).reshape(-1, rows, columns)
+
     def outer_products(
         self, captured: Captured, *, can_shift: bool = False
     ) -> OuterProducts:
-        """The outer products for a batch. Turns of a scan that slices the operand
-        belong to the stack, and turns that share it are positions. With `can_shift`
-        cotangents may be shifted instead of pixels.
+        """The outer products for a batch. With `can_shift` cotangents may be shifted
+        instead of pixels.
         """
-        split = self.form.outer_products
+        make = self.form.outer_products
         if can_shift and self.form.shifts > 1 and not self.is_transposed:
-            split = partial(split, shifts=self.form.shifts)
+            make = partial(make, shifts=self.form.shifts)
         scans = len(self.site.scan_lengths)
-        # Under vmap over example and turns, it is one site outside any scan.
+        # Mapped over examples and turns, `make` sees one site outside any scan.
         for _ in range(1 + scans):
-            split = jax.vmap(split)
-        # [example, *turns, stack, position, ...] -> [example, *sliced turns, stack,
-        # *shared turns, position, ...]
-        sliced_axes = sorted(1 + depth for depth in self.origin.slicing_scans)
-        shared_axes = [axis for axis in range(1, 1 + scans) if axis not in sliced_axes]
-        order = 0, *sliced_axes, 1 + scans, *shared_axes, 2 + scans
-        first_position_axis = 2 + len(sliced_axes)
+            make = jax.vmap(make)
+        (cotangent,) = captured.cotangents
+        products = make(captured.inputs, cotangent)
+        # [example, *turns, stack, position, ...] -> [example, *slicing turns, stack,
+        # *sharing turns, position, ...]
+        slicing_axes = sorted(1 + depth for depth in self.origin.slicing_scans)
+        sharing_axes = []
+        for axis in range(1, 1 + scans):
+            if axis not in slicing_axes:
+                sharing_axes.append(axis)
+        stack_axis = 1 + scans
+        position_axis = stack_axis + 1
+        order = (0, *slicing_axes, stack_axis, *sharing_axes, position_axis)
+        stack_end = 2 + len(slicing_axes)
 
         def merged(x: Array) -> Array:
+            """As [example, stack, position, ...]."""
             x = jnp.transpose(x, (*order, *range(len(order), x.ndim)))
-            stack = math.prod(x.shape[1:first_position_axis])
-            positions = math.prod(x.shape[first_position_axis : len(order)])
+            stack = math.prod(x.shape[1:stack_end])
+            positions = math.prod(x.shape[stack_end : len(order)])
             return x.reshape(len(x), stack, positions, *x.shape[len(order) :])
 
-        (cotangent,) = captured.cotangents
-        products = split(captured.inputs, cotangent)
         a = merged(products.a)
         c = merged(products.c)
-        return OuterProducts(c, a) if self.is_transposed else OuterProducts(a, c)
+        if self.is_transposed:
+            return OuterProducts(c, a)
+        return OuterProducts(a, c)
 
 
 def matrices_at(operands: list[Operand]) -> list[Matrix]:
-    """The operands of a parameter as matrices. Empty where one of them is none, or
-    their layouts do not fit together.
+    """The operands of a parameter as matrices, lookups first. Empty where an operand is
+    no matrix, or where the layouts do not fit together.
     """
     matrices = []
     for site, origin in operands:
@@ -120,17 +161,17 @@ def matrices_at(operands: list[Operand]) -> list[Matrix]:
             columns=tuple(view.axes[axis] for axis in form.columns),
         )
         matrices.append(Matrix(site, origin, form, layout))
-    # Lookups come first: their rows are the rows of the table.
-    matrices.sort(key=lambda matrix: matrix.site.name not in LOOKUPS)
-    straight = matrices[0].layout
-    straight_matrices = []
-    transposed_matrices = []
+    # Lookups decide which axes are rows: their rows are the rows of the table.
+    matrices.sort(key=lambda matrix: not matrix.is_lookup)
+    first_layout = matrices[0].layout
+    same_layout = []
+    transposed_layout = []
     for matrix in matrices:
-        if matrix.layout == straight:
-            straight_matrices.append(matrix)
-        elif matrix.layout == straight.transposed() and matrix.site.name not in LOOKUPS:
+        if matrix.layout == first_layout:
+            same_layout.append(matrix)
+        elif matrix.layout == first_layout.transposed() and not matrix.is_lookup:
             # A tied table: the columns of its product are the rows of its lookup.
-            transposed_matrices.append(matrix._replace(is_transposed=True))
+            transposed_layout.append(matrix._replace(is_transposed=True))
         else:
             return []
-    return straight_matrices + transposed_matrices
+    return same_layout + transposed_layout
