@@ -222,10 +222,5 @@ def possible_ghost(problem: Problem) -> tuple[Ghost | None, str]:
             return None, f"sizes that are not known, here {leaf.shape}"
     try:
         return ghost_of(problem), ""
-    except CannotSplit:
-        return None, (
-            "a loss with refs (jax.new_ref), random numbers beside parameters that are "
-            "not of threefry keys, symbolic_zeros in a rule for them, a learned value "
-            "of lax.pad, 100 operations on parameters in a row, or a convolution whose "
-            "kernel depends on the example"
-        )
+    except CannotSplit as error:
+        return None, str(error)

@@ -102,7 +102,7 @@ def on_each_device(
         spec = roles.batch_spec if name in ("batch", "present") else P()
         specs += [spec] * len(jax.tree.leaves(argument))
     param_specs = [_spec_of(x) for x in jax.tree.leaves(problem.params)]
-    sum_specs = [roles.spec_in_shard_map(spec) for spec in param_specs]
+    sum_specs: list[Any] = [roles.spec_in_shard_map(spec) for spec in param_specs]
     devices = math.prod(roles.mesh.shape[name] for name in roles.batch_axes)
 
     def on_device(leaves: list[Array]) -> DeviceResult:

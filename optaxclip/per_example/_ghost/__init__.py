@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.tree_util import PyTreeDef
 
 from ..._jaxpr import has_backward_rule, has_window, work_of
 from ..._mesh_types import varying
@@ -46,7 +45,7 @@ class Ghost(NamedTuple):
     program: Program
     params: Arrays
     plans: list[LeafPlan]  # of each parameter
-    out_tree: PyTreeDef  # of the value and aux
+    out_tree: Any  # of the value and aux
     is_convolved: bool  # In a loop convolutions would take longer than all else.
 
     @property

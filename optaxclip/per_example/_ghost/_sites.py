@@ -29,6 +29,7 @@ from jax.core import ShapedArray
 from ... import _jaxpr
 from ..._jaxpr import CALLS, Flags, Flow, type_of
 from .._passes import is_narrow, widened
+from .._problem import _place_of as place_of
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -135,7 +136,12 @@ class Program(NamedTuple):
 
 
 class CannotSplit(Exception):
-    """The parts of a loss would compute other numbers than the whole."""
+    """The parts of a loss would compute other numbers than the whole. The text names
+    the obstacle, and its line in the user's code.
+    """
+
+    def __init__(self, obstacle: str, eqn: JaxprEqn) -> None:
+        super().__init__(obstacle + place_of(eqn))
 
 
 def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
@@ -148,8 +154,9 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
         differs by example, whose derivative lets NaN through to other examples on a
         CPU, or more operations on parameters alone than Python can call in one another.
     """
-    if any(_jaxpr.has_refs(eqn) for eqn in loss.jaxpr.eqns):
-        raise CannotSplit
+    for eqn in loss.jaxpr.eqns:
+        if _jaxpr.has_refs(eqn):
+            raise CannotSplit("a loss with refs (jax.new_ref)", eqn)
     in_origins = []
     for number, param in enumerate(params):
         in_origins.append(_origin_of_parameter(number, param.ndim))
@@ -380,18 +387,20 @@ def _check_equation(
 ) -> None:
     """Raises CannotSplit where an equation would compute other numbers by itself."""
     if is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn):
-        raise CannotSplit
+        obstacle = "random numbers beside parameters that are not of threefry keys"
+        raise CannotSplit(obstacle, eqn)
     has_params = any(origin.params for origin in in_origins)
     if has_params and _jaxpr.asks_what_moves(eqn):
-        raise CannotSplit
+        raise CannotSplit("symbolic_zeros in a rule for parameters", eqn)
     # JAX 0.10.2 cannot differentiate lax.pad by the padding value alone.
     if eqn.primitive.name == "pad" and in_origins[1].params:
-        raise CannotSplit
+        raise CannotSplit("a learned value of lax.pad", eqn)
     kernels = in_origins
     if eqn.primitive.name == "conv_general_dilated":
         kernels = in_origins[1:]
     if _jaxpr.has_convolution(eqn) and any(origin.is_data for origin in kernels):
-        raise CannotSplit
+        obstacle = "a convolution whose kernel depends on the example"
+        raise CannotSplit(obstacle, eqn)
 
 
 def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origin]:
@@ -403,7 +412,8 @@ def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origi
     depth = 1 + max((origin.depth for origin in in_origins), default=0)
     # `value` of each origin calls the one before.
     if depth > MAX_DEPTH:
-        raise CannotSplit
+        obstacle = f"{MAX_DEPTH} operations on parameters in a row"
+        raise CannotSplit(obstacle, eqn)
 
     def outputs(values: Values) -> list[Any]:
         if outputs not in values:
