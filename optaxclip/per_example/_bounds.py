@@ -94,7 +94,7 @@ def _error_of_factors(plan: LeafPlan) -> float:
 
 def _error_of_gram(plan: GramPlan) -> float:
     """e = sqrt(1 + 16^2 gamma(R + K + L T^2 + 1)) - 1, of sums in float64."""
-    stack, rows, columns = plan.shape
+    stack, rows, columns = plan.matrix_shape
     terms = rows + columns + stack * plan.positions**2 + 1
     error_of_square = rounding(terms, np.float64)
     return float(np.sqrt(1 + CANCELS**2 * error_of_square) - 1)

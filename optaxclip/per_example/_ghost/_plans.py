@@ -1,5 +1,5 @@
-"""How the norm of an example's gradient G by each parameter is computed. `norm_by` of a
-plan is one of:
+"""Plans: how the norm of an example's gradient G by each parameter is computed, and the
+weighted sum over examples. `norm_by` of a plan is one of:
 
     product    |a| |c|: one position
     rows       |c|, after the cotangents of each row are added up: lookups
@@ -8,7 +8,8 @@ plan is one of:
     gradient   the same by JAX's own derivative, where there are no outer products
     unused     0
 
-Each plan knows what its norm costs, and how the weighted sum over examples is made.
+Each has a class with what it costs, the source of its norms, and its weighted sum.
+`plans_of`, at the end, chooses the plan of each parameter.
 """
 
 import math
@@ -73,7 +74,7 @@ class UnusedPlan(LeafPlan):
 
 @dataclass(frozen=True)
 class GradientPlan(LeafPlan):
-    """|G|, of gradients that JAX's own derivative makes."""
+    """|G|, where JAX's own derivative makes the gradients."""
 
     norm_by = "gradient"
 
@@ -91,20 +92,20 @@ class GradientPlan(LeafPlan):
 
 @dataclass(frozen=True)
 class OuterProductPlan(LeafPlan, ABC):
-    """A norm of G = sum_t a_t c_t', with its source from the outer products."""
+    """A norm of G = sum_t a_t c_t', from the outer products of all sites."""
 
     leaf: Array  # the parameter
     matrices: list[Matrix]
-    shape: MatrixShape
-    # Whether a bound of what one example adds is proved, as for a sum. That takes
-    # longer.
+    matrix_shape: MatrixShape
+    # Whether the bound of what one example adds must be proved, as for the sum of a
+    # private training. That takes longer.
     is_bounded: bool
 
     # Whether cotangents may be shifted instead of pixels
     can_shift: ClassVar[bool] = False
 
     @abstractmethod
-    def source_of(self, products: list[OuterProducts]) -> NormSource:
+    def _source_from(self, products: list[OuterProducts]) -> NormSource:
         """The source of the norms, from the outer products of each matrix."""
 
     @property
@@ -112,18 +113,20 @@ class OuterProductPlan(LeafPlan, ABC):
         return sum(matrix.positions for matrix in self.matrices)
 
     @property
-    def copied_positions(self) -> int:
-        """How many patches, and as many pixels of the output, are made of an image."""
+    def copied_patches(self) -> int:
+        """How many patches of an image are written, each of them twice."""
         if self.matrices[0].is_convolution:
-            return 2 * self.shape.stack * self.positions
+            return 2 * self.matrix_shape.stack * self.positions
         return 0
 
     @property
-    def positions_at_once(self) -> int:
-        """How many positions of a microbatch are added up at once."""
+    def terms_at_once(self) -> int:
+        """How many terms of the sum are added up at once. Each position of an example
+        is a term.
+        """
         return sys.maxsize
 
-    def norm_source(self, captured: CapturedOfSites, counts: Array) -> NormSource:
+    def norm_source(self, captured: CapturedOfSites, present: Array) -> NormSource:
         """The source of the norms, a few examples at a time."""
 
         def step(_: Array, captured: CapturedOfSites) -> tuple[None, NormSource]:
@@ -132,14 +135,14 @@ class OuterProductPlan(LeafPlan, ABC):
                 arrays = captured[matrix.site.number]
                 product = matrix.outer_products(arrays, can_shift=self.can_shift)
                 products.append(product)
-            return None, self.source_of(products)
+            return None, self._source_from(products)
 
         _, source = passes.in_microbatches(
             step,
             None,
-            counts,
-            batch=(self._captured_here(captured),),
-            most=self._examples_at_once(captured, counts.size),
+            present,
+            batch=(self._of_this_leaf(captured),),
+            most=self._examples_at_once(captured, present.size),
         )
         return source
 
@@ -147,14 +150,14 @@ class OuterProductPlan(LeafPlan, ABC):
         self, captured: CapturedOfSites, source: Array, weights: Weights, group: int
     ) -> Array:
         """The sum of f G over examples, as [stack, rows, columns]."""
-        captured_here = self._captured_here(captured)
+        captured_of_leaf = self._of_this_leaf(captured)
         counts = weights.counts
         factors = SplitFactors(weights.roots[:, group], weights.shares)
         dtype = np.promote_types(self.leaf.dtype, factors.roots.dtype)
-        zeros = jnp.zeros(self.shape, dtype)
-        zeros = varying_as_any_of(zeros, (captured_here, self.leaf, counts))
-        examples_at_once = max(self.positions_at_once // self.positions, 1)
-        # The patches of all images may be more than all that was captured.
+        zeros = jnp.zeros(self.matrix_shape, dtype)
+        zeros = varying_as_any_of(zeros, (captured_of_leaf, self.leaf, counts))
+        examples_at_once = max(self.terms_at_once // self.positions, 1)
+        # The patches of all images may take more memory than all captured arrays.
         if self.matrices[0].is_convolution:
             fitting = self._examples_at_once(captured, counts.size)
             examples_at_once = min(examples_at_once, fitting)
@@ -172,7 +175,7 @@ class OuterProductPlan(LeafPlan, ABC):
                     counts,
                     factors,
                     zeros=zeros,
-                    positions_at_once=min(self.positions, self.positions_at_once),
+                    positions_at_once=min(self.positions, self.terms_at_once),
                     precision=matrix.precision,
                 )
             return passes.KahanSum.of(terms), None
@@ -181,7 +184,7 @@ class OuterProductPlan(LeafPlan, ABC):
             step,
             passes.KahanSum(zeros, zeros),
             counts,
-            batch=(captured_here, source, factors),
+            batch=(captured_of_leaf, source, factors),
             most=min(examples_at_once, counts.size),
             plus=passes.KahanSum.plus,
         )
@@ -197,13 +200,13 @@ class OuterProductPlan(LeafPlan, ABC):
             products.append((matrix, matrix.outer_products(arrays)))
         return products
 
-    def _captured_here(self, captured: CapturedOfSites) -> CapturedOfSites:
-        """The captured arrays of the sites of this parameter."""
+    def _of_this_leaf(self, captured: CapturedOfSites) -> CapturedOfSites:
+        """The captured arrays of the sites that take the parameter."""
         return {site.number: captured[site.number] for site in self.sites}
 
     def _examples_at_once(self, captured: CapturedOfSites, size: int) -> int:
-        """For how many examples at once norms are made, so that temporaries do not take
-        much more memory than all that was captured.
+        """How many examples are computed at once, so that temporaries take little
+        memory beside the captured arrays of all sites.
         """
         captured_bytes = sum(x.nbytes for x in jax.tree.leaves(captured))
         captured_size = captured_bytes // np.float32().nbytes
@@ -226,25 +229,25 @@ class ProductPlan(OuterProductPlan):
 
     @property
     def extra_work(self) -> int:
-        stack, rows, columns = self.shape
+        stack, rows, columns = self.matrix_shape
         return stack * (rows + columns)
 
-    def source_of(self, products: list[OuterProducts]) -> NormSource:
+    def _source_from(self, products: list[OuterProducts]) -> NormSource:
         (product,) = products
         return NormSource.of_added_up(norms_of_products(product))
 
 
 @dataclass(frozen=True)
 class RowsPlan(OuterProductPlan):
-    """|G|, of the rows of G that are looked up."""
+    """|G|, from the rows of G that are looked up. The others are 0."""
 
     norm_by = "rows"
 
     @property
     def kept_size(self) -> int:
-        return self.shape.stack * self.positions * self.shape.columns
+        return self.matrix_shape.stack * self.positions * self.matrix_shape.columns
 
-    def source_of(self, products: list[OuterProducts]) -> NormSource:
+    def _source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
         sums = passes.written(sums_of_rows(products))
         return NormSource.of_added_up(sums)
@@ -267,47 +270,49 @@ class GramPlan(OuterProductPlan):
 
     @property
     def position_pairs(self) -> int:
-        return self.shape.stack * self.positions**2
+        return self.matrix_shape.stack * self.positions**2
 
     @property
     def temporaries(self) -> int:
-        return 2 * self.position_pairs + self.copied_positions * self.shape.rows
+        return 2 * self.position_pairs + self.copied_patches * self.matrix_shape.rows
 
     @property
     def extra_work(self) -> int:
-        return self.position_pairs * (self.shape.rows + self.shape.columns)
+        return self.position_pairs * (
+            self.matrix_shape.rows + self.matrix_shape.columns
+        )
 
     @property
-    def positions_at_once(self) -> int:
+    def terms_at_once(self) -> int:
         return passes.block_size() if self.is_bounded else sys.maxsize
 
-    def source_of(self, products: list[OuterProducts]) -> NormSource:
-        # Written, or XLA would make the products once for each reader.
+    def _source_from(self, products: list[OuterProducts]) -> NormSource:
+        # Written, since norms and bounds have several readers.
         return passes.written(norms_by_gram(products, is_bounded=self.is_bounded))
 
 
 @dataclass(frozen=True)
 class MatrixPlan(OuterProductPlan):
-    """|G|, of gradients G = sum_t a_t c_t' that are made."""
+    """|G|, where the gradients G = sum_t a_t c_t' are made."""
 
     norm_by = "matrix"
     can_shift = True
 
     @property
     def kept_size(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.matrix_shape)
 
     @property
     def temporaries(self) -> int:
         shifts = self.matrices[0].form.shifts
-        numbers_of_position = self.shape.rows // shifts
+        numbers_of_position = self.matrix_shape.rows // shifts
         if shifts > 1:
-            numbers_of_position += shifts * self.shape.columns
-        return self.copied_positions * numbers_of_position
+            numbers_of_position += shifts * self.matrix_shape.columns
+        return self.copied_patches * numbers_of_position
 
-    def source_of(self, products: list[OuterProducts]) -> NormSource:
+    def _source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
-        gradients = passes.written(matrices_of(products, self.shape))
+        gradients = passes.written(matrices_of(products, self.matrix_shape))
         return NormSource.of_added_up(gradients)
 
     def weighted_sum(
@@ -361,9 +366,9 @@ def _plan_of(
     if not matrices:
         return GradientPlan(sites, gradient_size)
     rows, columns = matrices[0].rows_and_columns
-    shape = MatrixShape(leaf.size // (rows * columns), rows, columns)
-    plan_class = _cheapest_plan_class(matrices, shape)
-    return plan_class(sites, leaf, matrices, shape, is_bounded)
+    matrix_shape = MatrixShape(leaf.size // (rows * columns), rows, columns)
+    plan_class = _cheapest_plan_class(matrices, matrix_shape)
+    return plan_class(sites, leaf, matrices, matrix_shape, is_bounded)
 
 
 def _is_sum_over_devices(leaf: Array, sites: list[Site]) -> bool:

@@ -17,10 +17,12 @@ from ._forms import OuterProducts
 
 
 class SplitFactors(NamedTuple):
-    """The factors of examples, f = root * root * share. No f leaves its range so."""
+    """The factors of examples, f = root * root * share. A root stays in the range of
+    its dtype where f would leave it.
+    """
 
     roots: Array  # float32[example]
-    shares: Array  # float32[example]
+    shares: Array  # float32[example]: 1 over the divisor of the sum
 
 
 def terms_of_sum(
