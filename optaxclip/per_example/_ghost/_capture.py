@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..._jaxpr import is_literal
 from ..._mesh_types import varying_as, varying_as_any_of
 from .._passes import written
 from ._sites import Program, bind, ends_of_scan
@@ -97,7 +98,13 @@ def _run(
             values[id(var)] = array
 
     def read(atoms: Sequence[Any]) -> list[Any]:
-        return [values.get(id(atom), getattr(atom, "val", None)) for atom in atoms]
+        arrays = []
+        for atom in atoms:
+            if is_literal(atom):
+                arrays.append(atom.val)
+            else:
+                arrays.append(values[id(atom)])
+        return arrays
 
     write(program.jaxpr.constvars, program.consts)
     write(program.jaxpr.invars, args)

@@ -171,7 +171,8 @@ def _slice_of_rows(site: Site) -> Form | None:
 def _nearest_row(index: Array, last: int) -> Array:
     """The index, at least 0 and at most `last`, in its own dtype."""
     # The dtype may be too narrow for the number of rows, or wider than int32.
-    return jnp.clip(index, 0, min(last, jnp.iinfo(index.dtype).max))
+    largest = jnp.iinfo(index.dtype).max
+    return jnp.clip(index, 0, min(last, largest))
 
 
 def _convolution(site: Site) -> Form | None:
@@ -213,7 +214,9 @@ def _convolution(site: Site) -> Form | None:
             """[..., offsets, channels] as [groups, positions, numbers]."""
             offsets, channels = x.shape[-2:]
             x = x.reshape(-1, offsets, groups, channels // groups)
-            return jnp.moveaxis(x, 2, 0).reshape(groups, len(x), -1)
+            positions = len(x)
+            x = jnp.moveaxis(x, 2, 0)
+            return x.reshape(groups, positions, -1)
 
         patches = _patches(pixels, window, params)
         return OuterProducts(by_group(patches), by_group(c))
@@ -247,9 +250,10 @@ def _shifted(c: Array, shifts: int, step: int) -> Array:
       [images, height + margin, ..., shifts, channels].
     """
     margin = (shifts - 1) * step
-    unpadded = [(0, 0)] * (c.ndim - 2)
+    edges = [(0, 0)] * c.ndim
+    edges[1] = (margin, margin)
     # Padded once: XLA on a CPU takes four times as long to join padded arrays.
-    padded = jnp.pad(c, [(0, 0), (margin, margin), *unpadded])
+    padded = jnp.pad(c, edges)
     height = c.shape[1] + margin
     shifted = []
     for start in range(margin, -1, -step):
@@ -266,18 +270,22 @@ def _patches(image: Array, window: list[int], params: dict[str, Any]) -> Array:
         edges.append((low, high, step - 1))
     edges.append(unpadded)
     image = lax.pad(image, jnp.zeros((), image.dtype), edges)
+    images, *sizes, channels = image.shape
     strides = (1, *params["window_strides"], 1)
     dilation = np.array(params["rhs_dilation"])
     # From the first to the last pixel of a window, and in how many places it fits
     extents = (np.array(window) - 1) * dilation
-    places = np.array(image.shape[1:-1]) - extents
+    places = np.array(sizes) - extents
     pixels_by_offset = []
     for offset in np.ndindex(*window):
         # The pixel at this offset of the window, in all places at once.
         start = np.array(offset) * dilation
         stop = start + places
         pixels = lax.slice(
-            image, (0, *start, 0), (len(image), *stop, image.shape[-1]), strides
+            image,
+            start_indices=(0, *start, 0),
+            limit_indices=(images, *stop, channels),
+            strides=strides,
         )
         pixels_by_offset.append(pixels)
     return jnp.stack(pixels_by_offset, -2)

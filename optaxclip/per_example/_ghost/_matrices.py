@@ -128,13 +128,16 @@ class Matrix(NamedTuple):
         position_axis = stack_axis + 1
         order = (0, *slicing_axes, stack_axis, *sharing_axes, position_axis)
         stack_end = 2 + len(slicing_axes)
+        positions_end = len(order)
 
         def merged(x: Array) -> Array:
             """As [example, stack, position, ...]."""
-            x = jnp.transpose(x, (*order, *range(len(order), x.ndim)))
+            last_axes = range(positions_end, x.ndim)
+            x = jnp.transpose(x, (*order, *last_axes))
             stack = math.prod(x.shape[1:stack_end])
-            positions = math.prod(x.shape[stack_end : len(order)])
-            return x.reshape(len(x), stack, positions, *x.shape[len(order) :])
+            positions = math.prod(x.shape[stack_end:positions_end])
+            last_sizes = x.shape[positions_end:]
+            return x.reshape(len(x), stack, positions, *last_sizes)
 
         a = merged(products.a)
         c = merged(products.c)

@@ -48,7 +48,8 @@ class NormSource(NamedTuple):
 
 def _norm(array: Array) -> Array:
     """The norm of an array on this device."""
-    (norm,) = norms_of((LeafSpec(norm_index=0),), 1, None, [array])
+    specs = (LeafSpec(norm_index=0),)
+    (norm,) = norms_of(specs, 1, None, [array])
     return norm
 
 
@@ -81,10 +82,12 @@ def sums_of_rows(products: list[OuterProducts]) -> Array:
 
     Returns:
       [example, stack, position, columns]. After the positions are sorted by their rows,
-      a sum stands at the first position of its row. All dense are 0.
+      a sum stands at the first position of its row. All other numbers are 0.
     """
     rows, c = joined(products)
-    first_positions = jax.vmap(jax.vmap(jnp.searchsorted))(jnp.sort(rows), rows)
+    # Over examples and stack
+    first_places = jax.vmap(jax.vmap(jnp.searchsorted))
+    first_positions = first_places(jnp.sort(rows), rows)
     return _scattered(first_positions, c, c.shape[1:])
 
 
@@ -102,7 +105,8 @@ def matrices_of(products: list[OuterProducts], shape: tuple[int, ...]) -> Array:
         gradient = jnp.einsum("bstr,bstk->bsrk", a, c, precision=HIGHEST)
         # [..., rows / shifts, shifts, columns], of which shifts come first in a matrix.
         gradient = gradient.reshape(*gradient.shape[:3], -1, shape[2])
-        total += jnp.swapaxes(gradient, 2, 3).reshape(len(gradient), *shape)
+        gradient = jnp.swapaxes(gradient, 2, 3)
+        total += gradient.reshape(len(gradient), *shape)
     return total
 
 
@@ -119,7 +123,7 @@ def _scattered(rows: Array, c: Array, shape: tuple[int, ...]) -> Array:
 
 
 def norms_by_gram(products: list[OuterProducts], *, is_bounded: bool) -> NormSource:
-    """The norm of each gradient G, without G, and a bound of it and of its terms:
+    """The norm of each gradient G, without G, and a bound of |G| and of its terms:
 
         |G|^2 = sum_ts (a_t . a_s)(c_t . c_s)      Li et al., 2022
         |G| <= sum_t |a_t| |c_t|
@@ -164,7 +168,9 @@ class GramTerms(NamedTuple):
 
 
 def _gram_terms(products: list[OuterProducts]) -> GramTerms:
-    """The outer products in one dtype. Those of lookups alone never come here."""
+    """The outer products in one dtype. Not all of them are lookups: their norms would
+    be by rows.
+    """
     dtype = np.dtype(np.float32)
     for x in jax.tree.leaves(products):
         if not has_row_numbers(x):
@@ -190,7 +196,7 @@ def _gram_terms(products: list[OuterProducts]) -> GramTerms:
         c = jnp.concatenate([c_of_lookups, c], 2)
     terms = GramTerms(a_arrays, c, a_norms, _norms_of_vectors(c))
     if c.shape[1] == 1:
-        # With the axis of a stack of one XLA on a CPU would make the factors twice.
+        # With the axis of a stack of one, XLA on a CPU would compute a and c twice.
         terms = jax.tree.map(lambda x: x[:, 0], terms)
     return terms
 
@@ -265,8 +271,10 @@ def _squares(terms: GramTerms, dtype: Any) -> Array:
     gram_of_a = jnp.block(blocks)  # a_t . a_s at [..., t, s]
     gram_of_c = _inner_products(c, c, dtype)
     # Selected, since beside a cotangent of 0 the product of inputs may be inf.
-    pair_has_part = terms.has_part[..., :, None] & terms.has_part[..., None, :]
-    return _sums(jnp.where(pair_has_part, gram_of_a * gram_of_c, 0))
+    has_part = terms.has_part
+    pair_has_part = has_part[..., :, None] & has_part[..., None, :]
+    products = jnp.where(pair_has_part, gram_of_a * gram_of_c, 0)
+    return _sums(products)
 
 
 def _inner_products(a: Array, b: Array, dtype: Any) -> Array:
@@ -279,8 +287,9 @@ def _inner_products(a: Array, b: Array, dtype: Any) -> Array:
         return jnp.swapaxes(_inner_products(b, a, dtype), -1, -2)
     if has_row_numbers(b):
         # For a lookup of row r the product with a_t is the entry a_t[r].
-        index = jnp.broadcast_to(b[..., None, :], (*a.shape[:-1], b.shape[-1]))
-        return jnp.take_along_axis(a, index, axis=-1)
+        shape = *a.shape[:-1], b.shape[-1]
+        rows = jnp.broadcast_to(b[..., None, :], shape)
+        return jnp.take_along_axis(a, rows, axis=-1)
     stack_axes = tuple(range(a.ndim - 2))
     last_axis = (a.ndim - 1,)
     # Not `jnp.einsum`: it asks for its dtype by name, which vmap and derivatives do

@@ -90,7 +90,8 @@ class Origin(NamedTuple):
     view: View | None = None  # set for one parameter, rearranged
 
 
-DATA = Origin({}.get, is_data=True)
+# The value of data is never computed from parameters.
+DATA = Origin(lambda _: None, is_data=True)
 
 
 class Site(NamedTuple):
@@ -136,8 +137,8 @@ class Program(NamedTuple):
 
 
 class CannotSplit(Exception):
-    """The parts of a loss would compute other numbers than the whole. The text names
-    the obstacle, and its line in the user's code.
+    """The parts of a loss would compute other numbers than the loss as a whole. The
+    text names the obstacle, and its line in the user's code.
     """
 
     def __init__(self, obstacle: str, eqn: JaxprEqn) -> None:
@@ -385,7 +386,9 @@ def ends_of_scan(eqn: JaxprEqn) -> tuple[int, int]:
 def _check_equation(
     eqn: JaxprEqn, in_origins: list[Origin], *, is_mapped: bool
 ) -> None:
-    """Raises CannotSplit where an equation would compute other numbers by itself."""
+    """Raises CannotSplit for an equation that would compute other numbers apart from
+    the rest of the loss. `is_mapped` says that it may run under jax.vmap over turns.
+    """
     if is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn):
         obstacle = "random numbers beside parameters that are not of threefry keys"
         raise CannotSplit(obstacle, eqn)
@@ -410,7 +413,7 @@ def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origi
     if _jaxpr.is_stop(eqn):
         params = NO_NUMBERS
     depth = 1 + max((origin.depth for origin in in_origins), default=0)
-    # `value` of each origin calls the one before.
+    # Each `value` calls the values of its inputs, and Python limits how deep calls go.
     if depth > MAX_DEPTH:
         obstacle = f"{MAX_DEPTH} operations on parameters in a row"
         raise CannotSplit(obstacle, eqn)
