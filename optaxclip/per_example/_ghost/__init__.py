@@ -139,8 +139,10 @@ class Ghost(NamedTuple):
             (gradients,) = backward(cotangents)
             return gradients
 
-        captured_here = {site.number: captured[site.number] for site in sites}
-        return written(jax.vmap(gradients_of_one)(captured_here))
+        captured_of_sites = {}
+        for site in sites:
+            captured_of_sites[site.number] = captured[site.number]
+        return written(jax.vmap(gradients_of_one)(captured_of_sites))
 
     def _vjp(self, function: Callable[[Values], Any], numbers: list[int]) -> Any:
         """The derivative of a function of all parameters by some of them, in float32 or
