@@ -57,7 +57,7 @@ class Ghost(NamedTuple):
 
     @property
     def kept_size(self) -> int:
-        """How many numbers of its gradient are kept until its factor is known."""
+        """How many numbers of an example's gradient are kept until its factor is known."""
         return sum(plan.kept_size for plan in self.plans)
 
     @property
@@ -79,8 +79,8 @@ class Ghost(NamedTuple):
 
     @property
     def outer_product_plans(self) -> dict[int, OuterProductPlan]:
-        """By the numbers of parameters, the last first. Its arrays are freed before the
-        arrays of others are copied.
+        """By the numbers of parameters. The last is first, so that its captured arrays
+        are freed before the arrays of others are copied.
         """
         plans = {}
         for number, plan in reversed(list(enumerate(self.plans))):
@@ -94,6 +94,7 @@ class Ghost(NamedTuple):
         def step(present: Array, example: Any) -> tuple[Arrays, ExampleResults]:
             batch = jax.tree.leaves(example)
             outputs, captured = capture(self.program, self.params, batch)
+            # The norm of a gradient is the norm of the array in its source.
             sources = self._norm_sources(captured, present)
             arrays = [source.array for source in sources]
             term_bounds = [source.term_bounds for source in sources]
