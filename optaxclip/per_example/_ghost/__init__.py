@@ -57,7 +57,9 @@ class Ghost(NamedTuple):
 
     @property
     def kept_size(self) -> int:
-        """How many numbers of an example's gradient are kept until its factor is known."""
+        """How many numbers of the gradient of an example are kept until its factor is
+        known.
+        """
         return sum(plan.kept_size for plan in self.plans)
 
     @property
