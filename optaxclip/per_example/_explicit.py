@@ -50,15 +50,15 @@ class MeshRoles(NamedTuple):
         return P(self.batch_axes or None)
 
     def placed(self, x: Array, spec: P) -> Array:
-        """The array, split along manual axes as a spec says. Along other axes it stays
-        as it is split.
+        """The array, with its first dimensions split as a spec says. The others stay
+        split along other axes, and are gathered along manual axes.
         """
         entries = []
         for entry in _spec_of(x):
             names = _without(self.manual_axes, names_in(entry))
             entries.append(names or None)
-        entries[: len(spec)] = spec
-        return jax.reshard(x, NamedSharding(self.mesh, P(*entries)))
+        placed_spec = P(*spec, *entries[len(spec) :])
+        return jax.reshard(x, NamedSharding(self.mesh, placed_spec))
 
     def spec_in_shard_map(self, spec: P) -> P:
         """How the sum of gradients leaves shard_map, for a parameter with this spec."""
