@@ -242,6 +242,7 @@ class _Splitter:
         return _origin_of_constant(atom.val)
 
     def set_origins(self, variables: Sequence[Any], origins: list[Origin]) -> None:
+        """Remembers the origins of variables."""
         for var, origin in zip(variables, origins):
             self.origins_by_id[id(var)] = origin
 
@@ -256,6 +257,7 @@ class _Splitter:
         return origins
 
     def add_equation(self, eqn: JaxprEqn, flow: Flow) -> None:
+        """Adds the step of an equation. It may be a site, or a body to enter."""
         name = eqn.primitive.name
         in_origins = self.in_origins(eqn, flow)
         has_params = any(origin.params for origin in in_origins)
@@ -279,7 +281,7 @@ class _Splitter:
                 self._add_step(eqn, _origins_without_data(eqn, in_origins))
 
     def turn_into_data(self, atoms: Sequence[Any], has_cotangent: Flags) -> None:
-        """Makes each operand among these values a site, and data from here on."""
+        """Makes a site of each operand among these values. From here on it is data."""
         for atom, is_reached in zip(atoms, has_cotangent):
             origin = self.origin_of(atom)
             if not (is_reached and origin.params):
