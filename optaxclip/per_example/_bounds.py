@@ -25,7 +25,7 @@ from jax import Array
 from .._mesh import device_count
 from ._choose import Choice
 from ._ghost._norms import rounding
-from ._ghost._plans import LeafPlan
+from ._ghost._plans import GramPlan, LeafPlan
 from ._limits import MAX_CANCELLATION
 from ._passes import block_size
 from ._problem import Problem
@@ -50,7 +50,7 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     norm_errors = [0.0]
     sum_errors = [0.0]
     for plan, leaf in zip(choice.plans(problem), jax.tree.leaves(problem.params)):
-        if plan.norm_by == "gram":
+        if isinstance(plan, GramPlan):
             terms_over_gradient = MAX_CANCELLATION + 1
             # The terms of a block, and two roundings of Kahan's sum twice: for the
             # blocks of an example, and for those of all examples
@@ -100,7 +100,7 @@ def _error_of_factors(plan: LeafPlan) -> float:
     return error
 
 
-def _error_of_gram(plan: LeafPlan) -> float:
+def _error_of_gram(plan: GramPlan) -> float:
     """e = sqrt(1 + 16^2 gamma(R + K + L T^2 + 1)) - 1 for sums in float64, with R rows,
     K columns, a stack of L matrices, and T positions.
     """

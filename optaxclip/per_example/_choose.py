@@ -16,11 +16,10 @@ from .._jaxpr import every_equation, has_convolution, has_groups, has_window, wo
 from .._mesh_types import is_on_one_device, manual_axes
 from .._trees import PyTree
 from ._ghost import Ghost, ghost_of
-from ._ghost._capture import CannotSplit
-from ._ghost._plans import LeafPlan
+from ._ghost._plans import GradientPlan, LeafPlan
+from ._ghost._sites import CannotSplit
 from ._passes import even_width, small_memory
-from ._problem import Problem
-from ._problem import _place_of as place_of
+from ._problem import Problem, place_of
 
 # To write and read one number takes as long as about this many multiplications in a
 # matrix product: so the estimates for twelve models on two CPU cores were near what was
@@ -41,7 +40,7 @@ class Choice(NamedTuple):
             return self.ghost.plans
         # One pass makes all gradients of examples, and captures nothing.
         leaves = jax.tree.leaves(problem.params)
-        return [LeafPlan("gradient", [], leaf.size) for leaf in leaves]
+        return [GradientPlan([], leaf.size) for leaf in leaves]
 
 
 def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
@@ -258,10 +257,5 @@ def possible_ghost(problem: Problem) -> tuple[Ghost | None, str]:
             return None, f"sizes that are not known, here {leaf.shape}"
     try:
         return ghost_of(problem), ""
-    except CannotSplit:
-        return None, (
-            "a loss with refs (jax.new_ref), random numbers beside parameters that are "
-            "not of threefry keys, symbolic_zeros in a rule for them, a learned value "
-            "of lax.pad, 100 operations on parameters in a row, or a convolution whose "
-            "kernel depends on the example"
-        )
+    except CannotSplit as error:
+        return None, str(error)

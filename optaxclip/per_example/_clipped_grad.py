@@ -306,7 +306,7 @@ def clipped_grad(
         width = None if needs_all_norms else choice.microbatch
         run = Run(problem, limits.on_device(problem), width)
         if choice.ghost:
-            sums, results = choice.ghost.in_steps(run)
+            sums, results = choice.ghost.clipped_sums(run)
         else:
             sums, results = run.in_one_pass()
         weights, values, aux = results

@@ -209,7 +209,7 @@ class Signature(NamedTuple):
         else:
             return
         raise ValueError(
-            f"{self.call}: the loss of one example has a {name}{_place_of(eqn)}, which "
+            f"{self.call}: the loss of one example has a {name}{place_of(eqn)}, which "
             "sees the whole batch: one example could change the gradients of all "
             f"others, and no limit would bound what it does. {cure}"
         )
@@ -220,7 +220,7 @@ class Signature(NamedTuple):
         if joined:
             raise ValueError(
                 f"{self.call}: the loss of one example has a {eqn.primitive} over "
-                f"{listed(joined)}{_place_of(eqn)}. Over axes that split the batch "
+                f"{listed(joined)}{place_of(eqn)}. Over axes that split the batch "
                 "gather parameters before the call, and add up gradients after it. In "
                 "pmap and with check_vma=False mesh_axes='auto' knows no others: name "
                 "them, or give None if nothing else is split."
@@ -297,7 +297,7 @@ class Signature(NamedTuple):
             )
 
 
-def _place_of(eqn: JaxprEqn) -> str:
+def place_of(eqn: JaxprEqn) -> str:
     """The line of the user's code that an equation comes from, where JAX knows it."""
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback else ()

@@ -120,7 +120,7 @@ def test_a_kernel_of_each_example_lets_no_nan_through(kind):
         found = run(kernel, images, mask=mask)
         assert found.nonfinite == broken
         close([found.grads], wanted, 15)
-    with pytest.raises(ValueError, match="whose kernel depends on the example, got"):
+    with pytest.raises(ValueError, match=r"kernel depends on the example .*, got"):
         clipped_grad(loss, 0.5, method="ghost")(kernel, images)
     # XLA makes them wrong on a batch that is split, in the forward pass already.
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -2,6 +2,8 @@
 derivative and rules of their own, by the gradients of examples that were really made.
 """
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -210,6 +212,37 @@ def test_a_loss_that_is_another_in_parts_takes_one_pass():
         np.testing.assert_allclose(result.norms, norms_of(each), rtol=1e-6)
         values = jax.jit(jax.vmap(loss, (None, 0)))(PARAMS, ROWS)
         np.testing.assert_allclose(result.values, values, rtol=1e-6)
+
+
+def with_kernel_of_example(p, x):
+    kernel = jnp.tanh(p["w"] @ x)[None, None]
+    image = x[None, None]
+    return jnp.sum(lax.conv_general_dilated(image, kernel, (1,), "SAME"))
+
+
+OBSTACLES = {
+    in_refs: "a loss with refs (jax.new_ref)",
+    long_chain: "100 operations on parameters in a row",
+    asking: "symbolic_zeros in a rule for parameters",
+    with_noise: "random numbers beside parameters that are not of threefry keys",
+    with_learned_padding: "a learned value of lax.pad",
+    with_kernel_of_example: "a convolution whose kernel depends on the example",
+}
+
+
+@pytest.mark.parametrize("loss", OBSTACLES)
+def test_a_refusal_names_the_obstacle_and_its_line(loss):
+    args = (SQUARE, BATCH) if loss in (in_refs, long_chain) else (PARAMS, ROWS)
+    with pytest.raises(ValueError) as caught:
+        clipped_grad(loss, 0.5, method="ghost")(*args)
+    text = str(caught.value)
+    start = f'method must be "one_pass" or "auto" for {OBSTACLES[loss]} ('
+    assert start in text
+    place, _ = text.split(start)[1].split("), got ")
+    file, line = place.rsplit(":", 1)
+    lines, first_line = inspect.getsourcelines(loss)
+    assert file == inspect.getsourcefile(loss)
+    assert first_line < int(line) < first_line + len(lines)
 
 
 @pytest.mark.parametrize("microbatch", [1, 3, None])

@@ -1,11 +1,11 @@
-"""The gradient by a matrix, as a sum of outer products:
+"""The gradient by a matrix, as a sum of outer products over positions t:
 
     G = sum_t a_t c_t'
 
-a_t is what comes into the matrix at position t, and c_t the cotangent of what comes
-out. A matrix product has this form whatever its axes are. So has a convolution, whose
-a_t are the patches of the image, and a lookup in a table, whose a_t is 1 in one row.
-Several matrices are a stack.
+a_t is the input of the matrix at position t, and c_t the cotangent of its output. A
+matrix product has this form whatever its axes are. So has a convolution, whose a_t are
+the patches of the image, and a lookup in a table, whose a_t is 1 in one row. Several
+matrices are a stack.
 """
 
 import math
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ._capture import Site
+from ._sites import Site
 
 LOOKUPS = ("gather", "dynamic_slice")  # table[row] of one row is a slice
 
@@ -26,70 +26,85 @@ class OuterProducts(NamedTuple):
     front.
     """
 
-    # [stack, position, rows], or the numbers of rows that are looked up,
-    # int32[stack, position]
+    # [stack, position, rows]. For lookups the numbers of the rows, int32[stack,
+    # position], instead of vectors that are 1 there.
     a: Array
     c: Array  # [stack, position, columns]
+
+    @property
+    def is_lookup(self) -> bool:
+        return has_row_numbers(self.a)
+
+
+def has_row_numbers(a: Array) -> bool:
+    """Whether the inputs of outer products are the numbers of rows."""
+    return jnp.issubdtype(a.dtype, jnp.integer)
 
 
 class Form(NamedTuple):
     """How the gradient by the operand of a site is a sum of outer products."""
 
-    # The axes of the operand along which there is a matrix each, and those that are
-    # rows and columns of the matrix
+    # The axes of the operand along which matrices are stacked, and the axes that are
+    # rows and columns of a matrix
     stack: Sequence[int]
     rows: Sequence[int]
     columns: Sequence[int]
-    positions: int  # outside any scan
-    # From inputs and cotangent of one example, outside any scan
+    positions: int  # in one turn of a scan
+    # From inputs and cotangent of one example, in one turn of a scan
     outer_products: Callable[..., OuterProducts]
-    groups: int = 1  # of a convolution, which are columns of the operand too
-    # By how many offsets of its window `outer_products` can shift the cotangents,
-    # instead of the pixels: the matrix is then [rows / shifts, shifts * columns].
+    # Of a convolution. Each group has a part of the columns, and its own matrix.
+    groups: int = 1
+    # By how many offsets of its window `outer_products` can shift the cotangents
+    # instead of the pixels. The matrix is then [rows / shifts, shifts * columns].
     shifts: int = 1
 
     def matrix_shape(self, operand_shape: Sequence[int]) -> tuple[int, int]:
         """Rows and columns of one matrix."""
+        rows = _size(operand_shape, self.rows)
         columns = _size(operand_shape, self.columns) // self.groups
-        return _size(operand_shape, self.rows), columns
+        return rows, columns
 
 
 def form_of(site: Site) -> Form | None:
     """The form of a site, or None if its gradient is not known to have one."""
+    if site.name not in FORMS:
+        return None
     # The data of a lookup are the numbers of its rows.
     data_types = [] if site.name in LOOKUPS else site.data_types
     # Complex products would need conjugates. Integers have no derivative.
     for array_type in (*data_types, *site.out_types):
         if not jnp.issubdtype(array_type.dtype, jnp.floating):
             return None
-    form_of_primitive = FORMS.get(site.name)
-    return form_of_primitive(site) if form_of_primitive else None
+    return FORMS[site.name](site)
 
 
 def _dot_general(site: Site) -> Form:
     contracted_axes, stacked_axes = site.eqn.params["dimension_numbers"]
     (side,) = site.operands  # 0: the parameter is on the left
+    data_side = 1 - side
     operand_shape = site.eqn.invars[side].aval.shape
     data_shape = site.data_types[0].shape
     stack = stacked_axes[side]
     rows = contracted_axes[side]
     columns = _other_axes(operand_shape, (*stack, *rows))
-    data_stack = stacked_axes[1 - side]
-    data_rows = contracted_axes[1 - side]
+    data_stack = stacked_axes[data_side]
+    data_rows = contracted_axes[data_side]
     # Axes of the data that are neither stacked nor summed over are positions.
     data_positions = _other_axes(data_shape, (*data_stack, *data_rows))
     stack_size = _size(operand_shape, stack)
     positions = _size(data_shape, data_positions)
 
     def outer_products(inputs: list[Array], cotangent: Array) -> OuterProducts:
-        a = jnp.transpose(inputs[0], (*data_stack, *data_positions, *data_rows))
-        # The output has the stack first, then the other axes of the left, then those of
-        # the right.
+        (data,) = inputs
+        a = jnp.transpose(data, (*data_stack, *data_positions, *data_rows))
+        a = a.reshape(stack_size, positions, -1)
+        # The output has the stack first, then the other axes of the left, then the
+        # other axes of the right.
         if side == 0:
             c = cotangent.reshape(stack_size, -1, positions).mT
         else:
             c = cotangent.reshape(stack_size, positions, -1)
-        return OuterProducts(a.reshape(stack_size, positions, -1), c)
+        return OuterProducts(a, c)
 
     return Form(stack, rows, columns, positions, outer_products)
 
@@ -99,35 +114,43 @@ def _gather(site: Site) -> Form | None:
     params = site.eqn.params
     dims = params["dimension_numbers"]
     table_shape = site.eqn.invars[0].aval.shape
+    is_table = tuple(site.operands) == (0,)
     is_by_row = dims.collapsed_slice_dims == dims.start_index_map == (0,)
     is_one_row = tuple(params["slice_sizes"]) == (1, *table_shape[1:])
     is_lookup = is_by_row and is_one_row and not dims.operand_batching_dims
-    if tuple(site.operands) != (0,) or not is_lookup:
+    if not (is_table and is_lookup):
         return None
     out_shape = site.out_types[0].shape
     position_axes = _other_axes(out_shape, dims.offset_dims)
     positions = _size(out_shape, position_axes)
-    # table[index] reads the nearest row for an index beyond the table. Its derivative,
-    # a scatter, still drops what does not belong to a row. Only mode="clip" keeps it.
-    drops = params["mode"] != lax.GatherScatterMode.CLIP
+    # For an index beyond the table table[index] reads the nearest row. Its derivative,
+    # a scatter, drops the cotangent. Only with mode="clip" it goes to the nearest row.
+    drops_beyond = params["mode"] != lax.GatherScatterMode.CLIP
 
     def outer_products(inputs: list[Array], cotangent: Array) -> OuterProducts:
         index = inputs[0].reshape(1, positions)
         row = _nearest_row(index, table_shape[0] - 1)
         c = jnp.transpose(cotangent, (*position_axes, *dims.offset_dims))
         c = c.reshape(1, positions, -1)
-        if drops:
+        if drops_beyond:
             c = jnp.where((row == index)[:, :, None], c, 0)
         return OuterProducts(row.astype(jnp.int32), c)
 
-    return Form((), (0,), range(1, len(table_shape)), positions, outer_products)
+    return Form(
+        stack=(),
+        rows=(0,),
+        columns=range(1, len(table_shape)),
+        positions=positions,
+        outer_products=outer_products,
+    )
 
 
 def _slice_of_rows(site: Site) -> Form | None:
     """A lookup of neighbouring rows, mostly of one."""
     table_shape = site.eqn.invars[0].aval.shape
-    count, *slice_sizes = site.eqn.params["slice_sizes"]
-    if tuple(site.operands) != (0,) or tuple(slice_sizes) != table_shape[1:]:
+    count, *row_shape = site.eqn.params["slice_sizes"]
+    is_table = tuple(site.operands) == (0,)
+    if not is_table or tuple(row_shape) != table_shape[1:]:
         return None
 
     def outer_products(inputs: list[Array], cotangent: Array) -> OuterProducts:
@@ -136,20 +159,27 @@ def _slice_of_rows(site: Site) -> Form | None:
         rows = start + jnp.arange(count, dtype=jnp.int32)
         return OuterProducts(rows[None], cotangent.reshape(1, count, -1))
 
-    return Form((), (0,), range(1, len(table_shape)), count, outer_products)
+    return Form(
+        stack=(),
+        rows=(0,),
+        columns=range(1, len(table_shape)),
+        positions=count,
+        outer_products=outer_products,
+    )
 
 
 def _nearest_row(index: Array, last: int) -> Array:
-    """In the dtype of the index, which may be too narrow for the number of rows, or
-    wider than int32.
-    """
-    return jnp.clip(index, 0, min(last, jnp.iinfo(index.dtype).max))
+    """The index, at least 0 and at most `last`, in its own dtype."""
+    # The dtype may be too narrow for the number of rows, or wider than int32.
+    largest = jnp.iinfo(index.dtype).max
+    return jnp.clip(index, 0, min(last, largest))
 
 
 def _convolution(site: Site) -> Form | None:
     params = site.eqn.params
     # Only the kernel: an image that is made of parameters is no such matrix.
-    if tuple(site.operands) != (1,) or params["batch_group_count"] != 1:
+    is_kernel = tuple(site.operands) == (1,)
+    if not is_kernel or params["batch_group_count"] != 1:
         return None
     kernel_shape = site.eqn.invars[1].aval.shape
     groups = params["feature_group_count"]
@@ -159,7 +189,7 @@ def _convolution(site: Site) -> Form | None:
     # Positions are the pixels of the output, rows the numbers of a patch, columns the
     # output channels of a group.
     rows = (*window_axes, in_channel_axis)
-    # Shifted along the first axis of its window, where that makes fewer numbers: a
+    # Shifts are along the first axis of the window, where they make fewer numbers: a
     # kernel of 3 x 3 makes 3 of each pixel and 3 of each cotangent, instead of 9.
     possible_shifts = 1
     if params["window_strides"][:1] == (1,):
@@ -184,7 +214,9 @@ def _convolution(site: Site) -> Form | None:
             """[..., offsets, channels] as [groups, positions, numbers]."""
             offsets, channels = x.shape[-2:]
             x = x.reshape(-1, offsets, groups, channels // groups)
-            return jnp.moveaxis(x, 2, 0).reshape(groups, len(x), -1)
+            positions = len(x)
+            x = jnp.moveaxis(x, 2, 0)
+            return x.reshape(groups, positions, -1)
 
         patches = _patches(pixels, window, params)
         return OuterProducts(by_group(patches), by_group(c))
@@ -202,45 +234,65 @@ def _convolution(site: Site) -> Form | None:
 
 def _channels_last(axes: Sequence[int]) -> tuple[int, ...]:
     """The axes of a spec of `dimension_numbers`, which has channels second."""
-    images, channels, *places = axes
-    return (images, *places, channels)
+    image_axis, channel_axis, *place_axes = axes
+    return (image_axis, *place_axes, channel_axis)
 
 
 def _shifted(c: Array, shifts: int, step: int) -> Array:
-    """[images, height + margin, ..., shifts, channels] of [images, height, ..., 1,
-    channels]: cotangents, shifted along the first axis of the window by 0, `step`, ...
+    """Cotangents, shifted along the first axis of the window by 0, `step`, ...
+
+    Args:
+      c: [images, height, ..., 1, channels].
+      shifts: how many.
+      step: the dilation of the kernel.
+
+    Returns:
+      [images, height + margin, ..., shifts, channels].
     """
     margin = (shifts - 1) * step
-    unpadded = [(0, 0)] * (c.ndim - 2)
+    edges = [(0, 0)] * c.ndim
+    edges[1] = (margin, margin)
     # Padded once: XLA on a CPU takes four times as long to join padded arrays.
-    padded = jnp.pad(c, [(0, 0), (margin, margin), *unpadded])
-    size = c.shape[1] + margin
-    starts = range(margin, -1, -step)
-    return jnp.concatenate([padded[:, start : start + size] for start in starts], -2)
+    padded = jnp.pad(c, edges)
+    height = c.shape[1] + margin
+    shifted = []
+    for start in range(margin, -1, -step):
+        shifted.append(padded[:, start : start + height])
+    return jnp.concatenate(shifted, -2)
 
 
-def _patches(image: Array, window: list[int], params: Any) -> Array:
+def _patches(image: Array, window: list[int], params: dict[str, Any]) -> Array:
     """[images, *places, offsets in the window, channels] of [images, ..., channels]."""
     unpadded = (0, 0, 0)
     edges = [unpadded]
     for (low, high), step in zip(params["padding"], params["lhs_dilation"]):
         # lhs_dilation d puts d - 1 zeros between pixels.
         edges.append((low, high, step - 1))
-    zero = jnp.zeros((), image.dtype)
-    image = lax.pad(image, zero, [*edges, unpadded])
+    edges.append(unpadded)
+    image = lax.pad(image, jnp.zeros((), image.dtype), edges)
+    images, *sizes, channels = image.shape
     strides = (1, *params["window_strides"], 1)
     dilation = np.array(params["rhs_dilation"])
-    last = np.array(image.shape[1:-1]) - (np.array(window) - 1) * dilation
+    # From the first to the last pixel of a window, and in how many places it fits
+    extents = (np.array(window) - 1) * dilation
+    places = np.array(sizes) - extents
     pixels_by_offset = []
     for offset in np.ndindex(*window):
         # The pixel at this offset of the window, in all places at once.
         start = np.array(offset) * dilation
-        stop = len(image), *(start + last), image.shape[-1]
-        pixels_by_offset.append(lax.slice(image, (0, *start, 0), stop, strides))
+        stop = start + places
+        pixels = lax.slice(
+            image,
+            start_indices=(0, *start, 0),
+            limit_indices=(images, *stop, channels),
+            strides=strides,
+        )
+        pixels_by_offset.append(pixels)
     return jnp.stack(pixels_by_offset, -2)
 
 
 def _size(shape: Sequence[int], axes: Sequence[int]) -> int:
+    """How many numbers are along some axes."""
     return math.prod(shape[axis] for axis in axes)
 
 

@@ -1,9 +1,13 @@
-"""The norms of the gradients of examples, or the gradients, from their outer products:
+"""The norm of an example's gradient G = sum_t a_t c_t', from its outer products:
 
-norms_of_products   |a| |c|
-sums_of_rows        for lookups, the sum of the cotangents of each row
-matrices_of         sum_t a_t c_t'
-norms_by_gram       sqrt(sum_ts (a_t . a_s)(c_t . c_s))
+    norms_of_products    |G| = |a| |c|, for one position
+    sums_of_rows         for lookups, the sum of the cotangents of each row
+    matrices_of          G itself
+    norms_by_gram        |G| = sqrt(sum_ts (a_t . a_s)(c_t . c_s))
+
+References: Goodfellow, Efficient per-example gradient computations, 2015 (arXiv
+1510.01799), for one position. Li, Tramer, Liang, Hashimoto, Large language models can
+be strong differentially private learners, 2022 (arXiv 2110.05679), for several.
 """
 
 import math
@@ -17,23 +21,40 @@ from jax import Array, lax
 
 from ..._reduce import LeafSpec, norms_of
 from ..._sums import per_platform
-from ._forms import OuterProducts
+from ._forms import OuterProducts, has_row_numbers
 
-# A cotangent times its factor may be flushed to 0. Times inputs of a larger norm than
-# this the product that is lost would be large.
+# In the sum a cotangent times a small factor may be flushed to 0. If its input is
+# larger than this, the product that is lost would be large.
 LARGEST_INPUT = 2.0**104
-# GPU and TPU would else round the factors of a product to fewer bits.
+# GPU and TPU would round the factors of a product to fewer bits otherwise.
 HIGHEST = lax.Precision.HIGHEST
+
+
+class NormSource(NamedTuple):
+    """For each example an array whose norm is the norm of the gradient by a parameter:
+    the gradient, a smaller array, or the norm itself.
+    """
+
+    array: Array  # [example, ...]
+    # float32[example]: a bound of sum |term| over the terms of the gradient that the
+    # sum over examples adds up. 0 where they are added up before.
+    term_bounds: Array
+
+    @staticmethod
+    def of_added_up(array: Array) -> "NormSource":
+        """The source of a gradient whose terms are added up."""
+        return NormSource(array, term_bounds=jnp.zeros(len(array), jnp.float32))
 
 
 def _norm(array: Array) -> Array:
     """The norm of an array on this device."""
-    (norm,) = norms_of((LeafSpec(norm_index=0),), 1, None, [array])
+    specs = (LeafSpec(norm_index=0),)
+    (norm,) = norms_of(specs, 1, None, [array])
     return norm
 
 
 _norms_along_batch = jax.vmap(_norm)
-_norms_of_rows = jnp.vectorize(_norm, signature="(n)->()")
+_norms_of_vectors = jnp.vectorize(_norm, signature="(n)->()")
 
 
 def joined(products: list[OuterProducts]) -> OuterProducts:
@@ -44,54 +65,99 @@ def joined(products: list[OuterProducts]) -> OuterProducts:
 
 
 def norms_of_products(product: OuterProducts) -> Array:
-    """The norms of the gradients of one position: of a stack |G|^2 = sum_s |a_s|^2
-    |c_s|^2.
+    """The norms of gradients of one position. Of a stack |G|^2 = sum_s |a_s|^2 |c_s|^2.
+
+    |a c'| = |a| |c|: Goodfellow, 2015.
     """
-    a_norms = _norms_of_rows(product.a[:, :, 0])
-    c_norms = _norms_of_rows(product.c[:, :, 0])
-    norms = a_norms * c_norms
-    return _norms_along_batch(norms) if norms.shape[1] > 1 else norms[:, 0]
+    a_norms = _norms_of_vectors(product.a[:, :, 0])
+    c_norms = _norms_of_vectors(product.c[:, :, 0])
+    norms = a_norms * c_norms  # [example, stack]
+    if norms.shape[1] == 1:
+        return norms[:, 0]
+    return _norms_along_batch(norms)
 
 
 def sums_of_rows(products: list[OuterProducts]) -> Array:
-    """For lookups, the sum of the cotangents that belong to one row, at the first place
-    of it in the order of rows.
+    """For lookups, the sum of the cotangents of each row that is looked up.
+
+    Returns:
+      [example, stack, position, columns]. After the positions are sorted by their rows,
+      a sum stands at the first position of its row. All other numbers are 0.
     """
-    a, c = joined(products)
-    first_places = jax.vmap(jax.vmap(jnp.searchsorted))(jnp.sort(a), a)
-    return _scattered(first_places, c, c.shape[1:])
+    rows, c = joined(products)
+    # Over examples and stack
+    first_places = jax.vmap(jax.vmap(jnp.searchsorted))
+    first_positions = first_places(jnp.sort(rows), rows)
+    return _scattered(first_positions, c, c.shape[1:])
 
 
-def matrices_of(products: list[OuterProducts], matrix_shape: tuple[int, ...]) -> Array:
-    """The gradients of examples, [example, stack, rows, columns]."""
+def matrices_of(products: list[OuterProducts], shape: tuple[int, ...]) -> Array:
+    """The gradients of examples, [example, *shape]: with stack, rows and columns."""
     total: Any = 0.0
     for a, c in products:
-        if _is_lookup(a):
-            total += _scattered(a, c, matrix_shape)
+        if has_row_numbers(a):
+            total += _scattered(a, c, shape)
             continue
-        wide = np.promote_types(a.dtype, np.float32)
-        x = jnp.einsum(
-            "bstr,bstk->bsrk", a.astype(wide), c.astype(wide), precision=HIGHEST
-        )
-        # Shifts stand before columns.
-        x = x.reshape(*x.shape[:3], -1, matrix_shape[2])
-        total += jnp.swapaxes(x, 2, 3).reshape(len(x), *matrix_shape)
+        dtype = np.promote_types(a.dtype, np.float32)
+        a = a.astype(dtype)
+        c = c.astype(dtype)
+        # G = sum_t a_t c_t'
+        gradient = jnp.einsum("bstr,bstk->bsrk", a, c, precision=HIGHEST)
+        # [..., rows / shifts, shifts, columns], of which shifts come first in a matrix.
+        gradient = gradient.reshape(*gradient.shape[:3], -1, shape[2])
+        gradient = jnp.swapaxes(gradient, 2, 3)
+        total += gradient.reshape(len(gradient), *shape)
     return total
 
 
 def _scattered(rows: Array, c: Array, shape: tuple[int, ...]) -> Array:
     """The sums of the cotangents of each row of a stack, for each example."""
     stack = jnp.arange(shape[0])[:, None]
-    zeros = jnp.zeros((len(rows), *shape), np.promote_types(c.dtype, np.float32))
-    return jax.vmap(lambda x, rows, c: x.at[stack, rows].add(c))(zeros, rows, c)
+
+    def of_one(zeros: Array, rows: Array, c: Array) -> Array:
+        return zeros.at[stack, rows].add(c)
+
+    dtype = np.promote_types(c.dtype, np.float32)
+    zeros = jnp.zeros((len(rows), *shape), dtype)
+    return jax.vmap(of_one)(zeros, rows, c)
+
+
+def norms_by_gram(products: list[OuterProducts], *, is_bounded: bool) -> NormSource:
+    """The norm of each gradient G, without G, and a bound of |G| and of its terms:
+
+        |G|^2 = sum_ts (a_t . a_s)(c_t . c_s)      Li et al., 2022
+        |G| <= sum_t |a_t| |c_t|
+
+    With `is_bounded` a gradient is never longer than its norm. A CPU then adds up in
+    float64. Elsewhere the norm is rounded up by the most that its additions may lose,
+    in whatever order they are made. Where squares would leave the range of the dtype,
+    the bound is the norm.
+    """
+    terms = _gram_terms(products)
+    bounds = _bounds(terms)
+    is_in_range = _squares_are_in_range(terms, bounds)
+    if is_bounded:
+        squares = _bounded_squares(terms, bounds, is_in_range)
+    else:
+        squares = _squares(terms, terms.c.dtype)
+    is_positive = is_in_range & (squares > 0)
+    is_zero = is_in_range & (squares <= 0)
+    # The derivative of sqrt(0) would be NaN.
+    roots = jnp.sqrt(jnp.where(is_positive, squares, 1))
+    norms = jnp.where(is_zero, 0, bounds)
+    norms = jnp.where(is_positive, roots, norms)
+    return NormSource(norms, term_bounds=bounds)
 
 
 class GramTerms(NamedTuple):
-    """The outer products of all sites, of which each pair of positions makes a term."""
+    """The outer products of all sites, joined along positions. Each pair of positions
+    makes a term of the square.
+    """
 
-    # Those of lookups and of all others: 32 sites had 32 x 32 blocks in one matrix.
+    # The rows of lookups, if there are any, and the inputs of all other sites. With an
+    # array for each site, 32 sites had 32 x 32 blocks in one matrix.
     a_arrays: list[Array]
-    c: Array
+    c: Array  # of all sites, lookups first
     a_norms: Array  # |a_t| of each position
     c_norms: Array  # |c_t|
 
@@ -102,156 +168,145 @@ class GramTerms(NamedTuple):
 
 
 def _gram_terms(products: list[OuterProducts]) -> GramTerms:
-    """The outer products in one dtype, the lookups first."""
-    wide = np.dtype(np.float32)
+    """The outer products in one dtype. Not all of them are lookups: their norms would
+    be by rows.
+    """
+    dtype = np.dtype(np.float32)
     for x in jax.tree.leaves(products):
-        if not _is_lookup(x):
-            wide = np.promote_types(wide, x.dtype)
-    products = jax.tree.map(partial(_cast, dtype=wide), products)
-    lookups = [product for product in products if _is_lookup(product.a)]
-    others = [product for product in products if not _is_lookup(product.a)]
-    a_arrays = []
-    c_arrays = []
-    a_norms = []
+        if not has_row_numbers(x):
+            dtype = np.promote_types(dtype, x.dtype)
+    products = jax.tree.map(partial(_cast, dtype=dtype), products)
+    lookups = []
+    dense_products = []
+    for product in products:
+        if product.is_lookup:
+            lookups.append(product)
+        else:
+            dense_products.append(product)
+    dense = joined(dense_products)
+    a_arrays = [dense.a]
+    a_norms = _norms_of_vectors(dense.a)
+    c = dense.c
     if lookups:
-        a, c = joined(lookups)
-        a_arrays.append(a)
-        c_arrays.append(c)
-        # A lookup is 1 in one row.
-        a_norms.append(jnp.ones_like(a, wide))
-    if others:
-        a, c = joined(others)
-        a_arrays.append(a)
-        c_arrays.append(c)
-        a_norms.append(_norms_of_rows(a))
-    c = jnp.concatenate(c_arrays, 2)
-    terms = GramTerms(a_arrays, c, jnp.concatenate(a_norms, 2), _norms_of_rows(c))
+        rows, c_of_lookups = joined(lookups)
+        a_arrays = [rows, dense.a]
+        # The input of a lookup is 1 in one row.
+        ones = jnp.ones_like(rows, dtype)
+        a_norms = jnp.concatenate([ones, a_norms], 2)
+        c = jnp.concatenate([c_of_lookups, c], 2)
+    terms = GramTerms(a_arrays, c, a_norms, _norms_of_vectors(c))
     if c.shape[1] == 1:
-        # With the axis of a stack of one XLA on a CPU would make the factors twice.
+        # With the axis of a stack of one, XLA on a CPU would compute a and c twice.
         terms = jax.tree.map(lambda x: x[:, 0], terms)
     return terms
 
 
-def norms_by_gram(
-    products: list[OuterProducts], *, is_bounded: bool
-) -> tuple[Array, Array]:
-    """For each example the norm of its gradient G, and a bound of it and of its terms:
-
-        |G|^2 = sum_ts (a_t . a_s)(c_t . c_s)
-        |G| <= sum_t |a_t| |c_t|
-
-    With `is_bounded` a gradient is never longer than its norm. A CPU then adds up in
-    float64. Elsewhere the norm is rounded up by the most that its additions may lose,
-    in whatever order they are made. Where squares would leave the range of the dtype,
-    the bound is the norm.
+def _bounds(terms: GramTerms) -> Array:
+    """The bound of each gradient, sum_t |a_t| |c_t|. Of a stack the norm of the bounds
+    of its matrices.
     """
-    terms = _gram_terms(products)
-    dtype = terms.c.dtype
     is_too_large = terms.has_part & (terms.a_norms >= LARGEST_INPUT)
     sizes = jnp.where(is_too_large, jnp.inf, terms.a_norms * terms.c_norms)
-    # The bound of a stack is that of all its matrices.
-    bounds = _norms_along_batch(jnp.sum(sizes, -1))
-    fits = _fits(jnp.where(terms.has_part, terms.a_norms + terms.c_norms, 0), bounds)
-    # At most the square of the bound: nothing is longer.
-    lost_share = min(rounding(_additions(terms), dtype), 1.0)
-
-    def rounded_up(terms: GramTerms) -> Array:
-        lost = jnp.where(fits, lost_share * bounds**2, 0)
-        return jnp.maximum(_squares_by_gram(terms, dtype), 0) + lost
-
-    if is_bounded:
-        squares = per_platform(
-            terms, cpu=_squares_in_float64, gpu=rounded_up, plain=rounded_up
-        )
-    else:
-        squares = _squares_by_gram(terms, dtype)
-    is_long = fits & (squares > 0)
-    is_zero = fits & (squares <= 0)
-    # The derivative of sqrt(0) would be NaN.
-    norms = jnp.sqrt(jnp.where(is_long, squares, 1))
-    return jnp.where(is_long, norms, jnp.where(is_zero, 0, bounds)), bounds
+    return _norms_along_batch(jnp.sum(sizes, -1))
 
 
-def _additions(terms: GramTerms) -> int:
-    """How many roundings a square in Gram form has at most: of both inner products, of
-    the sum over pairs of positions, and one.
-    """
-    a = terms.a_arrays[-1]
-    rows = 1 if _is_lookup(a) else a.shape[-1]
-    columns = terms.c.shape[-1]
-    # [example, *stack, position, column]
-    pairs = math.prod(terms.c.shape[1:-1]) * terms.c.shape[-2]
-    return rows + columns + pairs + 1
-
-
-def _fits(sizes: Array, bounds: Array) -> Array:
-    """Whether squares stay in the range of the dtype, for each example. `sizes` has
-    |a_t| + |c_t| of each position.
-    """
+def _squares_are_in_range(terms: GramTerms, bounds: Array) -> Array:
+    """Whether squares stay in the range of the dtype, for each example."""
+    sizes = jnp.where(terms.has_part, terms.a_norms + terms.c_norms, 0)
+    total_size = _sums(sizes)
+    positions = sizes[0].size
     info = jnp.finfo(bounds.dtype)
     # Numbers that are flushed to 0 are less than eps / 2 of the square of the bound,
     # for up to 2^24 rows and columns, and 2^13 positions of all layers.
-    least = 2.0**13 * float(2 * info.tiny / info.eps) ** 0.5
-    size = _sums(sizes)
-    is_enough = bounds > least * (size + 2.0**-13 * sizes[0].size)
-    return is_enough & (jnp.maximum(bounds, size) < float(info.max) ** 0.5)
+    smallest = 2.0**13 * float(2 * info.tiny / info.eps) ** 0.5
+    is_large_enough = bounds > smallest * (total_size + 2.0**-13 * positions)
+    is_small_enough = jnp.maximum(bounds, total_size) < float(info.max) ** 0.5
+    return is_large_enough & is_small_enough
+
+
+def _bounded_squares(terms: GramTerms, bounds: Array, is_in_range: Array) -> Array:
+    """Squares that are not less than the square of the gradient."""
+    dtype = terms.c.dtype
+    # At most the square of the bound: nothing is longer.
+    lost_share = min(rounding(_count_roundings(terms), dtype), 1.0)
+
+    def in_float64(terms: GramTerms) -> Array:
+        with jax.enable_x64(True):
+            squares = _squares(terms, np.float64)
+            return lax.convert_element_type(squares, dtype)
+
+    def rounded_up(terms: GramTerms) -> Array:
+        lost = jnp.where(is_in_range, lost_share * bounds**2, 0)
+        return jnp.maximum(_squares(terms, dtype), 0) + lost
+
+    return per_platform(terms, cpu=in_float64, gpu=rounded_up, plain=rounded_up)
+
+
+def _count_roundings(terms: GramTerms) -> int:
+    """How many roundings a square in Gram form has at most: of both inner products, of
+    the sum over pairs of positions, and one.
+    """
+    rows = terms.a_arrays[-1].shape[-1]
+    # [example, *stack, position, column]
+    *stack, positions, columns = terms.c.shape[1:]
+    pairs = math.prod(stack) * positions * positions
+    return rows + columns + pairs + 1
 
 
 def rounding(count: int, dtype: Any) -> float:
     """The most that `count` roundings take from a sum, over the sizes of its terms."""
     share = count * float(jnp.finfo(dtype).eps) / 2
-    return share / (1 - share) if share < 1 else np.inf
+    if share >= 1:
+        return np.inf
+    return share / (1 - share)
 
 
-def _squares_in_float64(terms: GramTerms) -> Array:
-    with jax.enable_x64(True):
-        squares = _squares_by_gram(terms, np.float64)
-        return lax.convert_element_type(squares, terms.c.dtype)
-
-
-def _squares_by_gram(terms: GramTerms, dtype: Any) -> Array:
-    """The squares of the norms: sum_ts (a_t . a_s)(c_t . c_s)."""
+def _squares(terms: GramTerms, dtype: Any) -> Array:
+    """The squares of the norms, sum_ts (a_t . a_s)(c_t . c_s)."""
     a_arrays = [_cast(a, dtype) for a in terms.a_arrays]
     c = _cast(terms.c, dtype)
     blocks = []
     for a in a_arrays:
         blocks.append([_inner_products(a, b, dtype) for b in a_arrays])
-    products = jnp.block(blocks) * _inner_products(c, c, dtype)
+    gram_of_a = jnp.block(blocks)  # a_t . a_s at [..., t, s]
+    gram_of_c = _inner_products(c, c, dtype)
     # Selected, since beside a cotangent of 0 the product of inputs may be inf.
-    both_have_part = terms.has_part[..., :, None] & terms.has_part[..., None, :]
-    return _sums(jnp.where(both_have_part, products, 0))
+    has_part = terms.has_part
+    pair_has_part = has_part[..., :, None] & has_part[..., None, :]
+    products = jnp.where(pair_has_part, gram_of_a * gram_of_c, 0)
+    return _sums(products)
+
+
+def _inner_products(a: Array, b: Array, dtype: Any) -> Array:
+    """The inner products a_t . b_s, where a and b may be the rows of lookups."""
+    if has_row_numbers(a) and has_row_numbers(b):
+        # The inner product is 1 for the same row, and else 0.
+        is_same_row = a[..., :, None] == b[..., None, :]
+        return is_same_row.astype(dtype)
+    if has_row_numbers(a):
+        return jnp.swapaxes(_inner_products(b, a, dtype), -1, -2)
+    if has_row_numbers(b):
+        # For a lookup of row r the product with a_t is the entry a_t[r].
+        shape = *a.shape[:-1], b.shape[-1]
+        rows = jnp.broadcast_to(b[..., None, :], shape)
+        return jnp.take_along_axis(a, rows, axis=-1)
+    stack_axes = tuple(range(a.ndim - 2))
+    last_axis = (a.ndim - 1,)
+    # Not `jnp.einsum`: it asks for its dtype by name, which vmap and derivatives do
+    # again, where there may be no float64.
+    return lax.dot_general(
+        a,
+        b,
+        dimension_numbers=((last_axis, last_axis), (stack_axes, stack_axes)),
+        precision=HIGHEST,
+    )
 
 
 def _cast(x: Array, dtype: Any) -> Array:
     """The array in a dtype, or the numbers of rows as they are."""
-    return x if _is_lookup(x) else lax.convert_element_type(x, dtype)
+    return x if has_row_numbers(x) else lax.convert_element_type(x, dtype)
 
 
 def _sums(x: Array) -> Array:
     """For each example, over all other axes."""
     return jnp.sum(x, range(1, x.ndim))
-
-
-def _is_lookup(a: Array) -> bool:
-    return jnp.issubdtype(a.dtype, jnp.integer)
-
-
-def _inner_products(a: Array, b: Array, dtype: Any) -> Array:
-    """The products a_t . b_s of rows, of which a and b may have the numbers."""
-    if _is_lookup(a) and _is_lookup(b):
-        # 1 where both look up the same row, and else 0.
-        same = a[..., :, None] == b[..., None, :]
-        return same.astype(dtype)
-    if _is_lookup(a):
-        return jnp.swapaxes(_inner_products(b, a, dtype), -1, -2)
-    if _is_lookup(b):
-        # For a lookup of row r the product with a_t is the entry a_t[r].
-        index = jnp.broadcast_to(b[..., None, :], (*a.shape[:-1], b.shape[-1]))
-        return jnp.take_along_axis(a, index, axis=-1)
-    stacked = tuple(range(a.ndim - 2))
-    last = a.ndim - 1
-    # `jnp.einsum` asks for its dtype by name, which vmap and derivatives do again,
-    # where there may be no float64.
-    return lax.dot_general(
-        a, b, (((last,), (last,)), (stacked, stacked)), precision=HIGHEST
-    )

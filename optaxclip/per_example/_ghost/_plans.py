@@ -1,156 +1,333 @@
-"""How the norm of an example's gradient by each parameter is computed.
+"""Plans: how the norm of an example's gradient G by each parameter is computed, and the
+weighted sum over examples. `norm_by` of a plan is one of:
 
     product    |a| |c|: one position
-    rows       |c|, after those of one row are added up: lookups
+    rows       |c|, after the cotangents of each row are added up: lookups
     gram       sqrt(sum_ts (a_t . a_s)(c_t . c_s)): few positions, a large matrix
     matrix     |sum_t a_t c_t'|: many positions. The gradient of an example is made
     gradient   the same by JAX's own derivative, where there are no outer products
     unused     0
 
-Turns of a scan that share a matrix are positions too. The positions of several sites of
-a parameter are those of one.
+Each has a class with what it costs, the source of its norms, and its weighted sum.
+`plans_of`, at the end, chooses the plan of each parameter.
 """
 
 import math
-from functools import partial
-from typing import Any, NamedTuple
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..._mesh_types import varying
-from ._capture import Captured, CapturedOfSites, Origin, Site
-from ._forms import FORMS, LOOKUPS, Form, OuterProducts, form_of
+from ..._mesh_types import varying, varying_as_any_of
+from .. import _passes as passes
+from .._limits import Weights
+from ._capture import CapturedOfSites
+from ._forms import FORMS, OuterProducts
+from ._matrices import Matrix, MatrixShape, Operand, matrices_at
+from ._norms import (
+    NormSource,
+    joined,
+    matrices_of,
+    norms_by_gram,
+    norms_of_products,
+    sums_of_rows,
+)
+from ._sites import Site
+from ._weighted_sums import SplitFactors, terms_of_sum
 
 
-class Operand(NamedTuple):
-    """A value made of a parameter, where a site takes it."""
-
-    site: Site
-    origin: Origin
-
-
-class Layout(NamedTuple):
-    """How a parameter is read as matrices. The gradients of sites with one layout can
-    be added up.
-    """
-
-    path: tuple[Any, ...]  # of its view
-    groups: int
-    # The axes of the parameter that are the stack, rows and columns
-    stack: tuple[int, ...]
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-
-    def transposed(self) -> "Layout":
-        return self._replace(rows=self.columns, columns=self.rows)
-
-
-class Matrix(NamedTuple):
-    """A parameter as a stack of matrices, where one site takes it."""
-
-    site: Site
-    origin: Origin  # of the operand that is the parameter
-    form: Form
-    layout: Layout
-    # Whether its rows are the columns of the first site, as those of a tied table.
-    is_transposed: bool = False
-
-    def value(self, values: dict[Any, Any]) -> Array:
-        """The operand as [stack, rows, columns], from parameters by their numbers.
-        Turns of scans that slice it belong to the stack.
-        """
-        operand = self.origin.make(values)
-        form = self.form
-        axes = np.array([*form.stack, *form.rows, *form.columns], int)
-        turns = operand.ndim - len(axes)
-        rows, columns = form.matrix_shape(operand.shape[turns:])
-        x = jnp.transpose(operand, (*range(turns), *(turns + axes)))
-        x = jnp.swapaxes(x.reshape(-1, rows, form.groups, columns), 1, 2)
-        return x.reshape(-1, rows, columns)
-
-    def positions(self) -> int:
-        """The positions in all turns of scans that share the matrix."""
-        positions = self.form.positions
-        for depth, length in enumerate(self.site.scan_lengths):
-            if depth not in self.origin.scans:
-                positions *= length
-        return positions
-
-    def outer_products(
-        self, captured: Captured, *, can_shift: bool = False
-    ) -> OuterProducts:
-        """The outer products for a batch. Turns of a scan that slices the operand
-        belong to the stack, and turns that share it are positions. With `can_shift`
-        cotangents may be shifted instead of pixels.
-        """
-        split = self.form.outer_products
-        if can_shift and self.form.shifts > 1 and not self.is_transposed:
-            split = partial(split, shifts=self.form.shifts)
-        scans = len(self.site.scan_lengths)
-        # Under vmap over example and turns, it is one site outside any scan.
-        for _ in range(1 + scans):
-            split = jax.vmap(split)
-        # [example, *turns, stack, position, ...] -> [example, *sliced turns, stack,
-        # *shared turns, position, ...]
-        sliced_axes = sorted(1 + depth for depth in self.origin.scans)
-        shared_axes = [axis for axis in range(1, 1 + scans) if axis not in sliced_axes]
-        order = 0, *sliced_axes, 1 + scans, *shared_axes, 2 + scans
-        first_position_axis = 2 + len(sliced_axes)
-
-        def merged(x: Array) -> Array:
-            x = jnp.transpose(x, (*order, *range(len(order), x.ndim)))
-            stack = math.prod(x.shape[1:first_position_axis])
-            positions = math.prod(x.shape[first_position_axis : len(order)])
-            return x.reshape(len(x), stack, positions, *x.shape[len(order) :])
-
-        (cotangent,) = captured.cotangents
-        products = split(captured.inputs, cotangent)
-        a = merged(products.a)
-        c = merged(products.c)
-        return OuterProducts(c, a) if self.is_transposed else OuterProducts(a, c)
-
-
-class LeafPlan(NamedTuple):
+@dataclass(frozen=True)
+class LeafPlan:
     """How the norm of the gradient by one parameter is computed."""
 
-    norm_by: str  # a word of the table above
+    norm_by: ClassVar[str]
+
     sites: list[Site]
-    # How many numbers of one example are kept until the sum over examples
-    kept_size: int
-    temporaries: int = 0  # how many numbers are made of one example, and dropped
-    # About how many multiplications it takes that a plain gradient does not.
-    extra_work: int = 0
-    matrices: tuple[Matrix, ...] = ()  # where there are outer products
-    matrix_shape: tuple[int, ...] = ()  # stack, rows and columns
-    positions: int = 1
-    # Whether what one example adds is proved, as of a sum. That takes longer.
-    is_bounded: bool = False
 
-    def captured_of(self, captured: CapturedOfSites) -> CapturedOfSites:
-        """What was captured at its sites."""
-        return {site.number: captured[site.number] for site in self.sites}
+    @property
+    def kept_size(self) -> int:
+        """How many numbers of one example are kept until the sum over examples."""
+        return 0
 
-    def outer_products(
-        self, captured: CapturedOfSites, *, can_shift: bool = False
-    ) -> list[OuterProducts]:
-        """For each matrix the outer products of a batch."""
+    @property
+    def temporaries(self) -> int:
+        """How many numbers are made of one example, and dropped."""
+        return 0
+
+    @property
+    def extra_work(self) -> int:
+        """About how many multiplications it takes that a plain gradient does not."""
+        return 0
+
+
+@dataclass(frozen=True)
+class UnusedPlan(LeafPlan):
+    """G = 0."""
+
+    norm_by = "unused"
+
+
+@dataclass(frozen=True)
+class GradientPlan(LeafPlan):
+    """|G|, where JAX's own derivative makes the gradients."""
+
+    norm_by = "gradient"
+
+    gradient_size: int
+
+    @property
+    def kept_size(self) -> int:
+        return self.gradient_size
+
+    def weighted_sum(
+        self, captured: CapturedOfSites, source: Array, weights: Weights, group: int
+    ) -> Array:
+        return weights.total(source, group)
+
+
+@dataclass(frozen=True)
+class OuterProductPlan(LeafPlan, ABC):
+    """A norm of G = sum_t a_t c_t', from the outer products of all sites."""
+
+    leaf: Array  # the parameter
+    matrices: list[Matrix]
+    matrix_shape: MatrixShape
+    # Whether the bound of what one example adds must be proved, as for the sum of a
+    # private training. That takes longer.
+    is_bounded: bool
+
+    # Whether cotangents may be shifted instead of pixels
+    can_shift: ClassVar[bool] = False
+
+    @abstractmethod
+    def _source_from(self, products: list[OuterProducts]) -> NormSource:
+        """The source of the norms, from the outer products of each matrix."""
+
+    @property
+    def positions(self) -> int:
+        return sum(matrix.positions for matrix in self.matrices)
+
+    @property
+    def copied_patches(self) -> int:
+        """How many patches of an image are written, each of them twice."""
+        if self.matrices[0].is_convolution:
+            return 2 * self.matrix_shape.stack * self.positions
+        return 0
+
+    @property
+    def terms_at_once(self) -> int:
+        """How many terms of the sum are added up at once. Each position of an example
+        is a term.
+        """
+        return sys.maxsize
+
+    def norm_source(self, captured: CapturedOfSites, present: Array) -> NormSource:
+        """The source of the norms, a few examples at a time."""
+
+        def step(_: Array, captured: CapturedOfSites) -> tuple[None, NormSource]:
+            products = []
+            for matrix in self.matrices:
+                arrays = captured[matrix.site.number]
+                product = matrix.outer_products(arrays, can_shift=self.can_shift)
+                products.append(product)
+            return None, self._source_from(products)
+
+        _, source = passes.in_microbatches(
+            step,
+            None,
+            present,
+            batch=(self._of_this_leaf(captured),),
+            most=self._examples_at_once(captured, present.size),
+        )
+        return source
+
+    def weighted_sum(
+        self, captured: CapturedOfSites, source: Array, weights: Weights, group: int
+    ) -> Array:
+        """The sum of f G over examples, as [stack, rows, columns]."""
+        captured_of_leaf = self._of_this_leaf(captured)
+        counts = weights.counts
+        factors = SplitFactors(weights.roots[:, group], weights.shares)
+        dtype = np.promote_types(self.leaf.dtype, factors.roots.dtype)
+        zeros = jnp.zeros(self.matrix_shape, dtype)
+        zeros = varying_as_any_of(zeros, (captured_of_leaf, self.leaf, counts))
+        examples_at_once = max(self.terms_at_once // self.positions, 1)
+        # The patches of all images may take more memory than all captured arrays.
+        if self.matrices[0].is_convolution:
+            fitting = self._examples_at_once(captured, counts.size)
+            examples_at_once = min(examples_at_once, fitting)
+
+        def step(
+            counts: Array,
+            captured: CapturedOfSites,
+            source: Array,
+            factors: SplitFactors,
+        ) -> tuple[Array, None]:
+            terms = []
+            for matrix, product in self._products_to_sum(captured, source):
+                terms += terms_of_sum(
+                    product,
+                    counts,
+                    factors,
+                    zeros=zeros,
+                    positions_at_once=min(self.positions, self.terms_at_once),
+                    precision=matrix.precision,
+                )
+            return passes.KahanSum.of(terms), None
+
+        kahan_sum, _ = passes.in_microbatches(
+            step,
+            passes.KahanSum(zeros, zeros),
+            counts,
+            batch=(captured_of_leaf, source, factors),
+            most=min(examples_at_once, counts.size),
+            plus=passes.KahanSum.plus,
+        )
+        return kahan_sum.total
+
+    def _products_to_sum(
+        self, captured: CapturedOfSites, source: Array
+    ) -> list[tuple[Matrix, OuterProducts]]:
+        """The outer products of each matrix."""
         products = []
         for matrix in self.matrices:
-            data = captured[matrix.site.number]
-            products.append(matrix.outer_products(data, can_shift=can_shift))
+            arrays = captured[matrix.site.number]
+            products.append((matrix, matrix.outer_products(arrays)))
         return products
+
+    def _of_this_leaf(self, captured: CapturedOfSites) -> CapturedOfSites:
+        """The captured arrays of the sites that take the parameter."""
+        return {site.number: captured[site.number] for site in self.sites}
+
+    def _examples_at_once(self, captured: CapturedOfSites, size: int) -> int:
+        """How many examples are computed at once, so that temporaries take little
+        memory beside the captured arrays of all sites.
+        """
+        captured_bytes = sum(x.nbytes for x in jax.tree.leaves(captured))
+        captured_size = captured_bytes // np.float32().nbytes
+        # With an eighth in place of this sixteenth, a network of convolutions took 1.42
+        # times the memory of a plain gradient on a CPU instead of 1.30, and no less
+        # time.
+        room = max(captured_size // 16, 2 * passes.small_memory())
+        fitting = max(room // max(self.temporaries, 1), 1)
+        if fitting >= size:
+            return size
+        # A power of two mostly fills the batch.
+        return 1 << (fitting.bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class ProductPlan(OuterProductPlan):
+    """|G| = |a| |c|, of one position."""
+
+    norm_by = "product"
+
+    @property
+    def extra_work(self) -> int:
+        stack, rows, columns = self.matrix_shape
+        return stack * (rows + columns)
+
+    def _source_from(self, products: list[OuterProducts]) -> NormSource:
+        (product,) = products
+        return NormSource.of_added_up(norms_of_products(product))
+
+
+@dataclass(frozen=True)
+class RowsPlan(OuterProductPlan):
+    """|G|, from the rows of G that are looked up. The others are 0."""
+
+    norm_by = "rows"
+
+    @property
+    def kept_size(self) -> int:
+        return self.matrix_shape.stack * self.positions * self.matrix_shape.columns
+
+    def _source_from(self, products: list[OuterProducts]) -> NormSource:
+        # Written, since the weighted sum reads them as well.
+        sums = passes.written(sums_of_rows(products))
+        return NormSource.of_added_up(sums)
+
+    def _products_to_sum(
+        self, captured: CapturedOfSites, source: Array
+    ) -> list[tuple[Matrix, OuterProducts]]:
+        """The rows, and the sums of their cotangents."""
+        pairs = super()._products_to_sum(captured, source)
+        matrix, _ = pairs[0]
+        rows = joined([product for _, product in pairs]).a
+        return [(matrix, OuterProducts(jnp.sort(rows), source))]
+
+
+@dataclass(frozen=True)
+class GramPlan(OuterProductPlan):
+    """|G| = sqrt(sum_ts (a_t . a_s)(c_t . c_s))."""
+
+    norm_by = "gram"
+
+    @property
+    def position_pairs(self) -> int:
+        return self.matrix_shape.stack * self.positions**2
+
+    @property
+    def temporaries(self) -> int:
+        return 2 * self.position_pairs + self.copied_patches * self.matrix_shape.rows
+
+    @property
+    def extra_work(self) -> int:
+        return self.position_pairs * (
+            self.matrix_shape.rows + self.matrix_shape.columns
+        )
+
+    @property
+    def terms_at_once(self) -> int:
+        return passes.block_size() if self.is_bounded else sys.maxsize
+
+    def _source_from(self, products: list[OuterProducts]) -> NormSource:
+        # Written, since norms and bounds have several readers.
+        return passes.written(norms_by_gram(products, is_bounded=self.is_bounded))
+
+
+@dataclass(frozen=True)
+class MatrixPlan(OuterProductPlan):
+    """|G|, where the gradients G = sum_t a_t c_t' are made."""
+
+    norm_by = "matrix"
+    can_shift = True
+
+    @property
+    def kept_size(self) -> int:
+        return math.prod(self.matrix_shape)
+
+    @property
+    def temporaries(self) -> int:
+        shifts = self.matrices[0].form.shifts
+        numbers_of_position = self.matrix_shape.rows // shifts
+        if shifts > 1:
+            numbers_of_position += shifts * self.matrix_shape.columns
+        return self.copied_patches * numbers_of_position
+
+    def _source_from(self, products: list[OuterProducts]) -> NormSource:
+        # Written, since the weighted sum reads them as well.
+        gradients = passes.written(matrices_of(products, self.matrix_shape))
+        return NormSource.of_added_up(gradients)
+
+    def weighted_sum(
+        self, captured: CapturedOfSites, source: Array, weights: Weights, group: int
+    ) -> Array:
+        return weights.total(source, group)
 
 
 def plans_of(
     sites: list[Site], params: list[Array], *, is_bounded: bool
 ) -> list[LeafPlan]:
     """The plan of each parameter."""
-    operands_of_leaves: list[list[Operand]] = [[] for _ in params]
+    operands_of_params: list[list[Operand]] = [[] for _ in params]
     # How many numbers the gradient of an example has for each parameter
-    gradient_sizes = [leaf.size for leaf in params]
+    gradient_sizes = [param.size for param in params]
     for site in sites:
         # An empty site, such as the positions before the last of a sequence of one, has
         # no part in a gradient.
@@ -159,104 +336,63 @@ def plans_of(
             continue
         for place, origin in site.operands.items():
             operand_size = site.eqn.invars[place].aval.size if site.eqn else 0
-            for depth in origin.scans:
+            for depth in origin.slicing_scans:
                 operand_size *= site.scan_lengths[depth]
-            for leaf in origin.leaves:
-                operands_of_leaves[leaf].append(Operand(site, origin))
-                # The gradient by an operand, such as w + a @ b, gives that by each
-                # parameter that it is made of.
+            for number in origin.params:
+                operands_of_params[number].append(Operand(site, origin))
+                # The gradient by an operand, such as w + a @ b, gives the gradient by
+                # each parameter that it is made of.
                 if site.name in FORMS:
-                    gradient_sizes[leaf] = max(gradient_sizes[leaf], operand_size)
+                    gradient_sizes[number] = max(gradient_sizes[number], operand_size)
     plans = []
-    for leaf, operands, size in zip(params, operands_of_leaves, gradient_sizes):
-        plan = _plan_of(leaf, operands, size)
-        plans.append(plan._replace(is_bounded=is_bounded))
+    for param, operands, size in zip(params, operands_of_params, gradient_sizes):
+        plan = _plan_of(param, operands, gradient_size=size, is_bounded=is_bounded)
+        plans.append(plan)
     return plans
 
 
-def _plan_of(leaf: Array, operands: list[Operand], gradient_size: int) -> LeafPlan:
+def _plan_of(
+    leaf: Array, operands: list[Operand], *, gradient_size: int, is_bounded: bool
+) -> LeafPlan:
     """The plan of one parameter, from all operands that are made of it."""
     # Several operands of one site are one entry.
     sites_by_number = {operand.site.number: operand.site for operand in operands}
     sites = list(sites_by_number.values())
     if not sites or not leaf.size:
-        return LeafPlan("unused", sites, kept_size=0)
-    by_gradient = LeafPlan("gradient", sites, gradient_size)
-    # Where outputs differ along more mesh axes than the parameter, its gradient is a
-    # sum over devices.
-    axes_of_leaf = varying(leaf)
+        return UnusedPlan(sites)
+    matrices = []
+    if not _is_sum_over_devices(leaf, sites):
+        matrices = matrices_at(operands)
+    if not matrices:
+        return GradientPlan(sites, gradient_size)
+    rows, columns = matrices[0].rows_and_columns
+    matrix_shape = MatrixShape(leaf.size // (rows * columns), rows, columns)
+    plan_class = _cheapest_plan_class(matrices, matrix_shape)
+    return plan_class(sites, leaf, matrices, matrix_shape, is_bounded)
+
+
+def _is_sum_over_devices(leaf: Array, sites: list[Site]) -> bool:
+    """Whether the gradient is a sum over devices: outputs differ along more mesh axes
+    than the parameter.
+    """
+    mesh_axes = varying(leaf)
     for site in sites:
         for out_type in site.out_types:
-            if not out_type.manual_axis_type.varying <= axes_of_leaf:
-                return by_gradient
-    matrices = _matrices_of(operands)
-    return _cheapest_plan(matrices, by_gradient) if matrices else by_gradient
+            if not out_type.manual_axis_type.varying <= mesh_axes:
+                return True
+    return False
 
 
-def _matrices_of(operands: list[Operand]) -> list[Matrix]:
-    """The operands of a parameter as matrices. Empty where one of them is none, or
-    their layouts do not fit together.
-    """
-    matrices = []
-    for site, origin in operands:
-        form = form_of(site)
-        view = origin.view
-        if form is None or view is None:
-            return []
-        layout = Layout(
-            view.path,
-            form.groups,
-            stack=tuple(view.axes[axis] for axis in form.stack),
-            rows=tuple(view.axes[axis] for axis in form.rows),
-            columns=tuple(view.axes[axis] for axis in form.columns),
-        )
-        matrices.append(Matrix(site, origin, form, layout))
-    # Lookups come first: their rows are the rows of the table.
-    matrices.sort(key=lambda matrix: matrix.site.name not in LOOKUPS)
-    straight = matrices[0].layout
-    straight_matrices = []
-    transposed_matrices = []
-    for matrix in matrices:
-        if matrix.layout == straight:
-            straight_matrices.append(matrix)
-        elif matrix.layout == straight.transposed() and matrix.site.name not in LOOKUPS:
-            # A tied table: the columns of its product are the rows of its lookup.
-            transposed_matrices.append(matrix._replace(is_transposed=True))
-        else:
-            return []
-    return straight_matrices + transposed_matrices
-
-
-def _cheapest_plan(matrices: list[Matrix], by_gradient: LeafPlan) -> LeafPlan:
+def _cheapest_plan_class(
+    matrices: list[Matrix], shape: MatrixShape
+) -> type[OuterProductPlan]:
     """The plan that takes the fewest multiplications."""
-    positions = sum(matrix.positions() for matrix in matrices)
-    first, *_ = matrices
-    (place,) = first.site.operands
-    rows, columns = first.form.matrix_shape(first.site.eqn.invars[place].aval.shape)
-    stack = by_gradient.kept_size // (rows * columns)
-    plan = by_gradient._replace(
-        matrices=tuple(matrices),
-        matrix_shape=(stack, rows, columns),
-        positions=positions,
-    )
-    if all(matrix.site.name in LOOKUPS for matrix in matrices):
-        return plan._replace(norm_by="rows", kept_size=stack * positions * columns)
+    if all(matrix.is_lookup for matrix in matrices):
+        return RowsPlan
+    positions = sum(matrix.positions for matrix in matrices)
     if positions == 1:
-        work = stack * (rows + columns)
-        return plan._replace(norm_by="product", kept_size=0, extra_work=work)
-    is_convolution = first.site.name == "conv_general_dilated"
-    patches = 2 * stack * positions if is_convolution else 0
-    # positions^2 (rows + columns) against positions rows columns of matrix.
-    if positions * (rows + columns) <= rows * columns:
-        position_pairs = stack * positions**2
-        return plan._replace(
-            norm_by="gram",
-            temporaries=2 * position_pairs + patches * rows,
-            kept_size=0,
-            extra_work=position_pairs * (rows + columns),
-        )
-    shifts = first.form.shifts
-    numbers_of_patch = rows // shifts
-    if shifts > 1:
-        numbers_of_patch += shifts * columns
-    return plan._replace(norm_by="matrix", temporaries=patches * numbers_of_patch)
+        return ProductPlan
+    # For each matrix of the stack
+    work_of_gram = positions**2 * (shape.rows + shape.columns)
+    work_of_matrix = positions * shape.rows * shape.columns
+    return GramPlan if work_of_gram <= work_of_matrix else MatrixPlan

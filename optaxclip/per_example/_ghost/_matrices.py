@@ -1,0 +1,180 @@
+"""A parameter as a stack of matrices, at each site that takes it.
+
+Turns of a scan that slices the parameter belong to the stack. Turns that share it are
+positions, and so are several sites of one parameter.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ._capture import Captured
+from ._forms import LOOKUPS, Form, OuterProducts, form_of
+from ._sites import Origin, Site, Values
+
+
+class Operand(NamedTuple):
+    """A value made of a parameter, where a site takes it."""
+
+    site: Site
+    origin: Origin
+
+
+class Layout(NamedTuple):
+    """How a parameter is read as matrices. The gradients of sites with one layout can
+    be added up.
+    """
+
+    path: tuple[Any, ...]  # of its view
+    groups: int
+    # The axes of the parameter that are the stack, rows and columns
+    stack: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    def transposed(self) -> "Layout":
+        return self._replace(rows=self.columns, columns=self.rows)
+
+
+class MatrixShape(NamedTuple):
+    """The shape of a stack of matrices."""
+
+    stack: int
+    rows: int
+    columns: int
+
+
+class Matrix(NamedTuple):
+    """A parameter as a stack of matrices, where one site takes it."""
+
+    site: Site
+    origin: Origin  # of the operand that is the parameter
+    form: Form
+    layout: Layout
+    # Whether its rows are the columns of the first site, as in a tied table.
+    is_transposed: bool = False
+
+    @property
+    def is_lookup(self) -> bool:
+        return self.site.name in LOOKUPS
+
+    @property
+    def is_convolution(self) -> bool:
+        return self.site.name == "conv_general_dilated"
+
+    @property
+    def rows_and_columns(self) -> tuple[int, int]:
+        (place,) = self.site.operands
+        return self.form.matrix_shape(self.site.eqn.invars[place].aval.shape)
+
+    @property
+    def positions(self) -> int:
+        """The positions in all turns of scans that share the matrix."""
+        positions = self.form.positions
+        for depth, length in enumerate(self.site.scan_lengths):
+            if depth not in self.origin.slicing_scans:
+                positions *= length
+        return positions
+
+    @property
+    def precision(self) -> Any:
+        """The precision that the loss asks for, for `lax.dot_general`."""
+        precision = self.site.eqn.params.get("precision")
+        # Not an algorithm, which would also say in which dtype to add up.
+        if isinstance(precision, (tuple, lax.Precision)):
+            return precision
+        return None
+
+    def value(self, values: Values) -> Array:
+        """The operand as [stack, rows, columns]."""
+        operand = self.origin.value(values)
+        form = self.form
+        axes = np.array([*form.stack, *form.rows, *form.columns], int)
+        turn_axes = operand.ndim - len(axes)
+        rows, columns = form.matrix_shape(operand.shape[turn_axes:])
+        order = (*range(turn_axes), *(turn_axes + axes))
+        matrices = jnp.transpose(operand, order)
+        matrices = matrices.reshape(-1, rows, form.groups, columns)
+        return jnp.swapaxes(matrices, 1, 2).reshape(-1, rows, columns)
+
+    def outer_products(
+        self, captured: Captured, *, can_shift: bool = False
+    ) -> OuterProducts:
+        """The outer products for a batch. With `can_shift` cotangents may be shifted
+        instead of pixels.
+        """
+        make = self.form.outer_products
+        if can_shift and self.form.shifts > 1 and not self.is_transposed:
+            make = partial(make, shifts=self.form.shifts)
+        scans = len(self.site.scan_lengths)
+        # Mapped over examples and turns, `make` sees one site outside any scan.
+        for _ in range(1 + scans):
+            make = jax.vmap(make)
+        (cotangent,) = captured.cotangents
+        products = make(captured.inputs, cotangent)
+        # [example, *turns, stack, position, ...] -> [example, *slicing turns, stack,
+        # *sharing turns, position, ...]
+        slicing_axes = sorted(1 + depth for depth in self.origin.slicing_scans)
+        sharing_axes = []
+        for axis in range(1, 1 + scans):
+            if axis not in slicing_axes:
+                sharing_axes.append(axis)
+        stack_axis = 1 + scans
+        position_axis = stack_axis + 1
+        order = (0, *slicing_axes, stack_axis, *sharing_axes, position_axis)
+        stack_end = 2 + len(slicing_axes)
+        positions_end = len(order)
+
+        def merged(x: Array) -> Array:
+            """As [example, stack, position, ...]."""
+            last_axes = range(positions_end, x.ndim)
+            x = jnp.transpose(x, (*order, *last_axes))
+            stack = math.prod(x.shape[1:stack_end])
+            positions = math.prod(x.shape[stack_end:positions_end])
+            last_sizes = x.shape[positions_end:]
+            return x.reshape(len(x), stack, positions, *last_sizes)
+
+        a = merged(products.a)
+        c = merged(products.c)
+        if self.is_transposed:
+            return OuterProducts(c, a)
+        return OuterProducts(a, c)
+
+
+def matrices_at(operands: list[Operand]) -> list[Matrix]:
+    """The operands of a parameter as matrices, lookups first. Empty where an operand is
+    no matrix, or where the layouts do not fit together.
+    """
+    matrices = []
+    for site, origin in operands:
+        form = form_of(site)
+        view = origin.view
+        if form is None or view is None:
+            return []
+        layout = Layout(
+            view.path,
+            form.groups,
+            stack=tuple(view.axes[axis] for axis in form.stack),
+            rows=tuple(view.axes[axis] for axis in form.rows),
+            columns=tuple(view.axes[axis] for axis in form.columns),
+        )
+        matrices.append(Matrix(site, origin, form, layout))
+    # Lookups decide which axes are rows: their rows are the rows of the table.
+    matrices.sort(key=lambda matrix: not matrix.is_lookup)
+    first_layout = matrices[0].layout
+    same_layout = []
+    transposed_layout = []
+    for matrix in matrices:
+        if matrix.layout == first_layout:
+            same_layout.append(matrix)
+        elif matrix.layout == first_layout.transposed() and not matrix.is_lookup:
+            # A tied table: the columns of its product are the rows of its lookup.
+            transposed_layout.append(matrix._replace(is_transposed=True))
+        else:
+            return []
+    return same_layout + transposed_layout

@@ -1,0 +1,498 @@
+"""Sites: where the parameters of a loss meet data.
+
+The program of the loss of one example (its jaxpr) is split. Some values are made of
+parameters alone, such as a weight that was cast or transposed. An equation where such a
+value, an operand, meets data is a site, for example the matrix product of a layer.
+
+Calls of jit and jax.checkpoint are entered, and so is the body of a scan. Any other
+equation that has a body (cond, while, custom derivatives) is one site. So is a backward
+rule of the user's (custom_vjp) even without data, since it may not be linear.
+
+The parameters are numbered, and so are the sites.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import ShapedArray
+
+from ... import _jaxpr
+from ..._jaxpr import CALLS, Flags, Flow, type_of
+from .._passes import is_narrow, widened
+from .._problem import place_of
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+# The gradient by one term of a sum does not depend on the other terms.
+SUMS = ("add", "sub", "add_any", "concatenate")
+# The output has all numbers of the input, at the same place or at another.
+SAME_PLACES = ("convert_element_type", "copy", "pvary", "sharding_constraint")
+OTHER_PLACES = ("broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze")
+# Equations that may run in float32 instead of 16 bits.
+WIDENED = {
+    *SAME_PLACES,
+    *OTHER_PLACES,
+    *SUMS,
+    "mul",
+    "div",
+    "neg",
+    "transpose",
+    "dynamic_slice",
+    "gather",
+    "select_n",
+    "reduce_sum",
+    "slice",
+    "split",
+    "conv_general_dilated",
+    "dot_general",
+}
+MAX_DEPTH = 100
+
+# The parameters by their numbers. An origin adds the outputs of the equation that it
+# runs, under a key of its own, so that the equation runs once.
+Values = dict[Any, Any]
+
+
+class View(NamedTuple):
+    """A parameter, or the slice of it that a scan takes in one turn, rearranged."""
+
+    # The operations that rearranged it, without casts and transposes. Two views of a
+    # parameter with the same path have the same numbers at the same places.
+    path: tuple[Any, ...]
+    axes: tuple[int, ...]  # for each axis, its number before all transposes
+
+
+NO_NUMBERS = frozenset[int]()
+
+
+class Origin(NamedTuple):
+    """How a value of the program is made."""
+
+    # Computes the value from the parameters, in float32 instead of 16 bits where that
+    # is possible. Only for values that do not depend on the example.
+    value: Callable[[Values], Any]
+    # The numbers of the parameters that it has a derivative by
+    params: frozenset[int] = NO_NUMBERS
+    slicing_scans: frozenset[int] = NO_NUMBERS  # the scans that slice it, by depth
+    is_data: bool = False  # whether it depends on the example
+    depth: int = 0  # how many operations lead from a parameter to it
+    view: View | None = None  # set for one parameter, rearranged
+
+
+# The value of data is never computed from parameters.
+DATA = Origin(lambda _: None, is_data=True)
+
+
+class Site(NamedTuple):
+    """An equation in which operands meet data."""
+
+    number: int
+    eqn: Any  # None where an operand becomes data as it is
+    name: str  # of its primitive
+    operands: dict[int, Origin]  # by their places among the inputs
+    data_types: list[ShapedArray]  # of its other inputs
+    out_types: list[ShapedArray]
+    # The outputs whose cotangents a backward pass from the loss to parameters uses
+    tapped: tuple[int, ...]
+    scan_lengths: tuple[int, ...]  # of the scans around it, outermost first
+
+    @property
+    def captured_size(self) -> int:
+        """How many numbers are captured of it in one example."""
+        types = [self.out_types[index] for index in self.tapped]
+        if self.name not in SUMS:
+            types += self.data_types
+        return math.prod(self.scan_lengths) * sum(x.size for x in types)
+
+
+class Step(NamedTuple):
+    """One equation of a program."""
+
+    eqn: JaxprEqn | None  # None where an operand becomes data
+    invars: Sequence[Any]  # variables, or literals
+    outvars: Sequence[Any]
+    site: Site | None = None
+    body: Program | None = None  # of a call or scan that is entered
+
+
+class Program(NamedTuple):
+    """A program, split at its sites."""
+
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
+    steps: list[Step]
+    out_origins: list[Origin]
+    sites: list[Site]  # also the sites of bodies
+
+
+class CannotSplit(Exception):
+    """The parts of a loss would compute other numbers than the loss as a whole. The
+    text names the obstacle, and its line in the user's code.
+    """
+
+    def __init__(self, obstacle: str, eqn: JaxprEqn) -> None:
+        super().__init__(obstacle + place_of(eqn))
+
+
+def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
+    """Splits the program of the loss of one example.
+
+    Raises:
+      CannotSplit: refs (jax.new_ref), which have no place in equations, a rule for
+        parameters that asks which of its inputs have a derivative, a learned value of
+        lax.pad, random bits that are others under vmap, a kernel of a convolution that
+        differs by example, whose derivative lets NaN through to other examples on a
+        CPU, or more operations on parameters alone than Python can call in one another.
+    """
+    for eqn in loss.jaxpr.eqns:
+        if _jaxpr.has_refs(eqn):
+            raise CannotSplit("a loss with refs (jax.new_ref)", eqn)
+    in_origins = []
+    for number, param in enumerate(params):
+        in_origins.append(_origin_of_parameter(number, param.ndim))
+    data_count = len(loss.jaxpr.invars) - len(params)
+    in_origins += [DATA] * data_count
+    # The first output is the loss. The others, aux, have no cotangents.
+    has_cotangent = [index == 0 for index in range(len(loss.jaxpr.outvars))]
+    return _split(
+        loss,
+        in_origins,
+        has_cotangent,
+        scan_lengths=(),
+        site_numbers=count(),
+        is_call=False,
+    )
+
+
+def _origin_of_parameter(number: int, ndim: int) -> Origin:
+    def value(values: Values) -> Any:
+        return values[number]
+
+    view = View(path=(), axes=tuple(range(ndim)))
+    return Origin(value, params=frozenset([number]), view=view)
+
+
+def _origin_of_constant(constant: Any) -> Origin:
+    def value(_: Values) -> Any:
+        return constant
+
+    return Origin(value)
+
+
+def _split(
+    program: ClosedJaxpr | Jaxpr,
+    in_origins: list[Origin],
+    has_cotangent: Flags,
+    *,
+    scan_lengths: tuple[int, ...],
+    site_numbers: Iterator[int],
+    is_call: bool,
+) -> Program:
+    """Splits a program.
+
+    Args:
+      program: the program.
+      in_origins: of its inputs.
+      has_cotangent: of each output, whether a backward pass comes from it.
+      scan_lengths: of the scans around it, outermost first.
+      site_numbers: the numbers of its sites.
+      is_call: whether outputs may be operands. Elsewhere they become data.
+    """
+    jaxpr = _jaxpr.jaxpr_of(program)
+    consts = getattr(program, "consts", [])
+    splitter = _Splitter(scan_lengths, site_numbers)
+    for var, constant in zip(jaxpr.constvars, consts):
+        splitter.origins_by_id[id(var)] = _origin_of_constant(constant)
+    splitter.set_origins(jaxpr.invars, in_origins)
+    flows, _ = _jaxpr.backward_through(jaxpr, has_cotangent)
+    for eqn, flow in zip(jaxpr.eqns, flows):
+        splitter.add_equation(eqn, flow)
+    if not is_call:
+        splitter.turn_into_data(jaxpr.outvars, has_cotangent)
+    out_origins = [splitter.origin_of(var) for var in jaxpr.outvars]
+    return Program(jaxpr, consts, splitter.steps, out_origins, splitter.sites)
+
+
+@dataclass
+class _Splitter:
+    """The steps and sites of a program up to one of its equations."""
+
+    scan_lengths: tuple[int, ...]
+    site_numbers: Iterator[int]
+    # By the identity of variables, since literals cannot be hashed.
+    origins_by_id: dict[int, Origin] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+
+    def origin_of(self, atom: Any) -> Origin:
+        """The origin of a variable or literal."""
+        if id(atom) in self.origins_by_id:
+            return self.origins_by_id[id(atom)]
+        return _origin_of_constant(atom.val)
+
+    def set_origins(self, variables: Sequence[Any], origins: list[Origin]) -> None:
+        """Remembers the origins of variables."""
+        for var, origin in zip(variables, origins):
+            self.origins_by_id[id(var)] = origin
+
+    def in_origins(self, eqn: JaxprEqn, flow: Flow) -> list[Origin]:
+        """The origins of inputs, without parameters where no backward pass arrives."""
+        origins = []
+        for atom, is_reached in zip(eqn.invars, flow.to_inputs):
+            origin = self.origin_of(atom)
+            if not is_reached:
+                origin = origin._replace(params=NO_NUMBERS)
+            origins.append(origin)
+        return origins
+
+    def add_equation(self, eqn: JaxprEqn, flow: Flow) -> None:
+        """Adds the step of an equation. It may be a site, or a body to enter."""
+        name = eqn.primitive.name
+        in_origins = self.in_origins(eqn, flow)
+        has_params = any(origin.params for origin in in_origins)
+        is_data = any(origin.is_data for origin in in_origins)
+        is_site = has_params and (is_data or _jaxpr.has_backward_rule(eqn))
+        # A body is entered also for a kernel in it, which may differ by example.
+        has_kernel = _jaxpr.has_convolution(eqn)
+        if name in CALLS and (has_params or has_kernel):
+            self._add_call(eqn, in_origins, flow)
+        elif name == "scan" and (is_site or (is_data and has_kernel)):
+            self._add_scan(eqn, flow)
+        else:
+            # Inside a scan an equation without data runs for all turns at once.
+            is_mapped = is_site or (len(self.scan_lengths) > 0 and not is_data)
+            _check_equation(eqn, in_origins, is_mapped=is_mapped)
+            if is_site:
+                self._add_site(eqn, in_origins, flow)
+            elif is_data:
+                self._add_step(eqn, [DATA] * len(eqn.outvars))
+            else:
+                self._add_step(eqn, _origins_without_data(eqn, in_origins))
+
+    def turn_into_data(self, atoms: Sequence[Any], has_cotangent: Flags) -> None:
+        """Makes a site of each operand among these values. From here on it is data."""
+        for atom, is_reached in zip(atoms, has_cotangent):
+            origin = self.origin_of(atom)
+            if not (is_reached and origin.params):
+                continue
+            site = Site(
+                number=next(self.site_numbers),
+                eqn=None,
+                name="identity",
+                operands={0: origin},
+                data_types=[],
+                out_types=[atom.aval],
+                tapped=(0,),
+                scan_lengths=self.scan_lengths,
+            )
+            self.sites.append(site)
+            self.steps.append(Step(None, [atom], [atom], site))
+            self.set_origins([atom], [DATA])
+
+    def _add_call(self, eqn: JaxprEqn, in_origins: list[Origin], flow: Flow) -> None:
+        body = self._split_body(eqn, in_origins, flow, self.scan_lengths)
+        self._add_step(eqn, body.out_origins, body=body)
+
+    def _add_scan(self, eqn: JaxprEqn, flow: Flow) -> None:
+        consts_end, carry_end = ends_of_scan(eqn)
+        carry = slice(consts_end, carry_end)
+        # The carry is data, since it differs from turn to turn.
+        self.turn_into_data(eqn.invars[carry], flow.to_inputs[carry])
+        # A parameter that is a carry may be another input as well. It is data there
+        # too, or its cotangent would be counted twice.
+        in_origins = self.in_origins(eqn, flow)
+        depth = len(self.scan_lengths)
+        slices = [_slice(origin, depth) for origin in in_origins[carry_end:]]
+        origins_in_turn = [
+            *in_origins[:consts_end],
+            *[DATA] * (carry_end - consts_end),
+            *slices,
+        ]
+        lengths = (*self.scan_lengths, eqn.params["length"])
+        body = self._split_body(eqn, origins_in_turn, flow, lengths)
+        self._add_step(eqn, [DATA] * len(eqn.outvars), body=body)
+
+    def _split_body(
+        self,
+        eqn: JaxprEqn,
+        in_origins: list[Origin],
+        flow: Flow,
+        scan_lengths: tuple[int, ...],
+    ) -> Program:
+        body = _split(
+            _jaxpr.body_of(eqn),
+            in_origins,
+            flow.from_outputs,
+            scan_lengths=scan_lengths,
+            site_numbers=self.site_numbers,
+            is_call=eqn.primitive.name in CALLS,
+        )
+        self.sites.extend(body.sites)
+        return body
+
+    def _add_site(self, eqn: JaxprEqn, in_origins: list[Origin], flow: Flow) -> None:
+        operands = {}
+        data_types = []
+        for place, (var, origin) in enumerate(zip(eqn.invars, in_origins)):
+            if origin.params:
+                operands[place] = origin
+            else:
+                data_types.append(type_of(var))
+        out_types = [type_of(var) for var in eqn.outvars]
+        tapped = []
+        for index, out_type in enumerate(out_types):
+            is_inexact = jnp.issubdtype(out_type.dtype, jnp.inexact)
+            if flow.from_outputs[index] and is_inexact:
+                tapped.append(index)
+        site = Site(
+            number=next(self.site_numbers),
+            eqn=eqn,
+            name=eqn.primitive.name,
+            operands=operands,
+            data_types=data_types,
+            out_types=out_types,
+            tapped=tuple(tapped),
+            scan_lengths=self.scan_lengths,
+        )
+        self.sites.append(site)
+        self._add_step(eqn, [DATA] * len(out_types), site=site)
+
+    def _add_step(
+        self,
+        eqn: JaxprEqn,
+        out_origins: list[Origin],
+        site: Site | None = None,
+        body: Program | None = None,
+    ) -> None:
+        self.steps.append(Step(eqn, eqn.invars, eqn.outvars, site, body))
+        self.set_origins(eqn.outvars, out_origins)
+
+
+def ends_of_scan(eqn: JaxprEqn) -> tuple[int, int]:
+    """Where constants end in the inputs of a scan, and where its carries end."""
+    consts, carries = _jaxpr.counts_of_scan(eqn)
+    return consts, consts + carries
+
+
+def _check_equation(
+    eqn: JaxprEqn, in_origins: list[Origin], *, is_mapped: bool
+) -> None:
+    """Raises CannotSplit for an equation that would compute other numbers apart from
+    the rest of the loss. `is_mapped` says that it may run under jax.vmap over turns.
+    """
+    if is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn):
+        obstacle = "random numbers beside parameters that are not of threefry keys"
+        raise CannotSplit(obstacle, eqn)
+    has_params = any(origin.params for origin in in_origins)
+    if has_params and _jaxpr.asks_what_moves(eqn):
+        raise CannotSplit("symbolic_zeros in a rule for parameters", eqn)
+    # JAX 0.10.2 cannot differentiate lax.pad by the padding value alone.
+    if eqn.primitive.name == "pad" and in_origins[1].params:
+        raise CannotSplit("a learned value of lax.pad", eqn)
+    kernels = in_origins
+    if eqn.primitive.name == "conv_general_dilated":
+        kernels = in_origins[1:]
+    if _jaxpr.has_convolution(eqn) and any(origin.is_data for origin in kernels):
+        obstacle = "a convolution whose kernel depends on the example"
+        raise CannotSplit(obstacle, eqn)
+
+
+def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origin]:
+    """The origins of the outputs of an equation without data."""
+    params = NO_NUMBERS.union(*(origin.params for origin in in_origins))
+    slicing_scans = NO_NUMBERS.union(*(origin.slicing_scans for origin in in_origins))
+    if _jaxpr.is_stop(eqn):
+        params = NO_NUMBERS
+    depth = 1 + max((origin.depth for origin in in_origins), default=0)
+    # Each `value` calls the values of its inputs, and Python limits how deep calls go.
+    if depth > MAX_DEPTH:
+        obstacle = f"{MAX_DEPTH} operations on parameters in a row"
+        raise CannotSplit(obstacle, eqn)
+
+    def outputs(values: Values) -> list[Any]:
+        if outputs not in values:
+            run = partial(bind, eqn, is_wide=True)
+            # For all turns at once. The axis of the outermost scan is in front.
+            for scan in sorted(slicing_scans, reverse=True):
+                axes = []
+                for origin in in_origins:
+                    axes.append(0 if scan in origin.slicing_scans else None)
+                run = jax.vmap(run, (axes,))
+            values[outputs] = run([origin.value(values) for origin in in_origins])
+        return values[outputs]
+
+    view = _view_after(eqn, [origin.view for origin in in_origins])
+    out_origins = []
+    for index in range(len(eqn.outvars)):
+
+        def value(values: Values, index: int = index) -> Any:
+            return outputs(values)[index]
+
+        origin = Origin(value, params, slicing_scans, depth=depth, view=view)
+        out_origins.append(origin)
+    return out_origins
+
+
+def _slice(origin: Origin, depth: int) -> Origin:
+    """The slice that a scan of this depth hands to its body in one turn."""
+    view = origin.view
+    if view:
+        path = (*view.path, ("scan", view.axes))
+        view = View(path, axes=tuple(range(len(view.axes) - 1)))
+    return origin._replace(slicing_scans=origin.slicing_scans | {depth}, view=view)
+
+
+def _view_after(eqn: JaxprEqn, views: list[View | None]) -> View | None:
+    """The view that the output of an equation is, or None if it is not one."""
+    # A value of two values, such as a sum of weights, is not a view.
+    if len(views) != 1 or views[0] is None or not eqn.outvars:
+        return None
+    path, axes = views[0]
+    size_before = type_of(eqn.invars[0]).size
+    out_type = type_of(eqn.outvars[0])
+    name = eqn.primitive.name
+    if name in SAME_PLACES:
+        return views[0]
+    if name == "transpose":
+        return View(path, tuple(axes[axis] for axis in eqn.params["permutation"]))
+    # Numbers that were copied would be counted more than once.
+    if name not in OTHER_PLACES or out_type.size != size_before:
+        return None
+    operation = name, axes, str(eqn.params)
+    return View((*path, operation), axes=tuple(range(out_type.ndim)))
+
+
+def bind(eqn: JaxprEqn, inputs: list[Any], is_wide: bool = False) -> list[Any]:
+    """The outputs of an equation. With `is_wide`, in float32 instead of 16 bits where
+    that is possible.
+    """
+    params = eqn.params
+    if is_wide and eqn.primitive.name in WIDENED:
+        inputs = widened(inputs)
+        for key in ("new_dtype", "preferred_element_type"):
+            dtype = params.get(key)
+            if dtype is not None and is_narrow(dtype):
+                params = params | {key: np.dtype(np.float32)}
+    elif is_wide:
+        inputs = list(map(_narrow_as, inputs, eqn.invars))
+    # A custom_jvp keeps its functions as programs. They are made functions again.
+    params = eqn.primitive.get_bind_params(params)
+    with eqn.ctx.manager:  # such as the device that compute_on asks for
+        outputs = eqn.primitive.bind(*inputs, **params)
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def _narrow_as(x: Any, var: Any) -> Any:
+    """The value, cast to the type of a variable that has 16 bits."""
+    return x.astype(var.aval.dtype) if is_narrow(var.aval) else x
