@@ -31,7 +31,8 @@ from ._axes import Axis, Stacked, other_axes, stacked_axes, unit_axes
 from ._mesh import MeshAxes
 from ._options import Ord, check_labels, check_measure, labels_of, static_labels
 from ._prefixes import Prefix, lookup
-from ._reduce import LeafSpec, norms_of
+from ._reduce import norms_of
+from ._specs import LeafSpec, NormPlan
 from ._sums import Axes, as_float, traced_once
 from ._trees import PyTree, clipped_leaves
 
@@ -211,9 +212,10 @@ def _measure_leaves(
         leaf_has_units = has_units and summed_axes is not None
         specs.append(LeafSpec(norm_index, summed_axes, *split, leaf_has_units))
     entries, treedef = jax.tree.flatten_with_path(norm_tree)
+    plan = NormPlan(tuple(specs), len(entries), measure.ord)
     return Norms(
-        values=norms_of(tuple(specs), len(entries), measure.ord, arrays),
-        specs=tuple(specs),
+        values=norms_of(plan, arrays),
+        specs=plan.specs,
         paths=tuple(path for path, _ in entries),
         treedef=treedef,
         units=tuple(spec.norm_index for spec in specs if spec.has_units),
@@ -288,7 +290,8 @@ def total_norm(norms: Norms) -> Array:
     for spec in norms.specs:
         if spec.units_over:
             specs[spec.norm_index] = LeafSpec(norm_index=0, summed_over=spec.units_over)
-    (total,) = norms_of(tuple(specs), 1, None, norms.values)
+    plan = NormPlan(tuple(specs), norm_count=1, ord=None)
+    (total,) = norms_of(plan, norms.values)
     return lax.stop_gradient(total)
 
 

@@ -43,7 +43,7 @@ from .._moduli import wide_dtype
 from .._norms import Norms, TensorNorm
 from .._options import static_axes
 from .._prefixes import for_each_leaf
-from .._reduce import LeafSpec
+from .._specs import LeafSpec
 from .._state import ClipState
 from .._trees import PyTree, clipped_leaves, put_back
 from ..rules._limits import LimitTree

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ..._reduce import LeafSpec, norms_of
+from ..._reduce import norms_of
+from ..._specs import LeafSpec, NormPlan
 from ..._sums import per_platform
 from ._forms import OuterProducts
 
@@ -28,7 +29,8 @@ HIGHEST = lax.Precision.HIGHEST
 
 def _norm(array: Array) -> Array:
     """The norm of an array on this device."""
-    (norm,) = norms_of((LeafSpec(norm_index=0),), 1, None, [array])
+    plan = NormPlan((LeafSpec(norm_index=0),), norm_count=1, ord=None)
+    (norm,) = norms_of(plan, [array])
     return norm
 
 
