@@ -170,7 +170,7 @@ class GroupNorm(NamedTuple):
         return norms._replace(noun="label", allow_missing=self.allow_missing)
 
 
-class OwnNorm(NamedTuple):
+class UserNorm(NamedTuple):
     """A norm function of the user's: from a tree to a tree prefix of norms."""
 
     norm: Callable[[Any], Any]
