@@ -31,7 +31,7 @@ class Block(NamedTuple):
     """Norms that are decided as one array."""
 
     norm: Array  # [n] of whole leaves, [] of everything, or [1, units] of one leaf
-    # The same, apart: the norm of each whole leaf, or the units of one leaf, by name.
+    # The same numbers by name: the norm of each whole leaf, or the units of one leaf.
     norm_of_name: Mapping[str, Array]
     missing: frozenset[str]  # the leaves that this step does not have
     # Its entries in a row of the state: n, or 1 for everything or a leaf with units.
@@ -45,10 +45,10 @@ class Block(NamedTuple):
         """For each position whether there is a norm in this step."""
         if not self.missing:
             return np.ones(len(self.positions), bool)
-        entries = []
+        are_here = []
         for name, norm in self.norm_of_name.items():
-            entries += [name not in self.missing] * norm.size
-        return np.array(entries)
+            are_here += [name not in self.missing] * norm.size
+        return np.array(are_here)
 
     def as_array(self, value_of_name: Mapping[str, Array]) -> Array:
         """One array in the layout of `norm`, from values by name, 0 where one lacks."""
@@ -113,9 +113,9 @@ def blocks_of(
             places_of_type.setdefault(mesh_types.varying(place.norm), []).append(place)
         elif place.name not in state.names.unit_leaves:
             missing.append(place)
-    # Missing norms are 0 on every device, so any group may take them.
+    # Missing norms are 0 on every device, so they may join the first group.
     groups = list(places_of_type.values()) or [[]]
-    groups[0] = sorted(groups[0] + missing, key=lambda place: place.entries[0])
+    groups[0] = sorted(groups[0] + missing, key=lambda place: place.positions[0])
     blocks = []
     for group in groups:
         if group:
@@ -143,8 +143,8 @@ class _Place(NamedTuple):
     is_here: bool  # False for a leaf that is missing in this step, whose norm is 0
 
     @property
-    def entries(self) -> list[int]:
-        """Which entries of the row it has."""
+    def positions(self) -> list[int]:
+        """All its entries in the row."""
         if isinstance(self.position, slice):
             return list(range(self.position.start, self.position.stop))
         return [self.position] if isinstance(self.position, int) else [0]
@@ -180,7 +180,7 @@ def _block(places: list[_Place], *, is_vector: bool, **units: Any) -> Block:
         norm=concatenated(norms) if is_vector else norms[0],
         norm_of_name={place.name: place.norm for place in places},
         missing=frozenset(place.name for place in places if not place.is_here),
-        positions=np.concatenate([place.entries for place in places]),
+        positions=np.concatenate([place.positions for place in places]),
         is_vector=is_vector,
         **units,
     )
@@ -197,7 +197,7 @@ def _check_names(
     """
     new_names = set(names_of_step) - set(names.layers_of_name)
     new_units = set(unit_leaves) - set(names.unit_leaves)
-    # Leaves of units in the state, which are whole in this step.
+    # Leaves that have units in the state, and one norm in this step.
     lost_units = (set(names.unit_leaves) & set(names_of_step)) - set(unit_leaves)
     if new_names:
         norms_of_state = _shown(names.layers_of_name)

@@ -103,7 +103,7 @@ class GlobalNorm(NamedTuple):
 
     def __call__(self, tree: PyTree) -> Norms:
         leaf_count = len(jax.tree.leaves(tree))
-        # One norm is a tree of its own. Its path is empty, and its name "".
+        # A single leaf stands for the tree of norms: the path is empty, the name "".
         return _measure_leaves(self, tree, norm_tree=0, norm_indices=[0] * leaf_count)
 
 
@@ -124,7 +124,9 @@ class TensorNorm(NamedTuple):
                 axes.append(other_axes(layer_axes, jnp.ndim(array)))
             else:
                 axes.append(None)
-        return _measure_leaves(self, tree, tree, range(len(arrays)), axes)
+        return _measure_leaves(
+            self, tree, norm_tree=tree, norm_indices=range(len(arrays)), axes=axes
+        )
 
 
 class UnitwiseNorm(NamedTuple):
@@ -140,8 +142,14 @@ class UnitwiseNorm(NamedTuple):
         shapes = mesh.global_shapes(self.mesh_axes, tree, self.call)
         layer_axes = _layer_axes(self, tree, shapes)
         axes = unit_axes(self.axis, layer_axes, tree, self.call, shapes)
-        norm_indices = range(len(axes))
-        return _measure_leaves(self, tree, tree, norm_indices, axes, has_units=True)
+        return _measure_leaves(
+            self,
+            tree,
+            norm_tree=tree,
+            norm_indices=range(len(axes)),
+            axes=axes,
+            has_units=True,
+        )
 
 
 class GroupNorm(NamedTuple):
@@ -166,7 +174,10 @@ class GroupNorm(NamedTuple):
         # The order in which JAX flattens a dict: 2 before 10.
         ordered = sorted(labels)
         norm_indices = [ordered.index(label) for label in label_of_leaf]
-        norms = _measure_leaves(self, tree, dict.fromkeys(ordered, 0), norm_indices)
+        norm_tree = dict.fromkeys(ordered, 0)
+        norms = _measure_leaves(
+            self, tree, norm_tree=norm_tree, norm_indices=norm_indices
+        )
         return norms._replace(noun="label", allow_missing=self.allow_missing)
 
 
@@ -186,10 +197,10 @@ class UserNorm(NamedTuple):
 def _measure_leaves(
     measure: GlobalNorm | TensorNorm | UnitwiseNorm | GroupNorm,
     tree: PyTree,
+    *,
     norm_tree: PyTree,
     norm_indices: Sequence[int],
     axes: Sequence[Axes] | None = None,
-    *,
     has_units: bool = False,
 ) -> Norms:
     """The norms of a tree.
@@ -208,9 +219,15 @@ def _measure_leaves(
     splits = mesh.splits(measure.mesh_axes, tree, axes, measure.call)
     specs = []
     for norm_index, summed_axes, split in zip(norm_indices, axes, splits):
-        # A leaf that is summed whole has one norm, and no units.
-        leaf_has_units = has_units and summed_axes is not None
-        specs.append(LeafSpec(norm_index, summed_axes, *split, leaf_has_units))
+        spec = LeafSpec(
+            norm_index,
+            axes=summed_axes,
+            summed_over=split.summed_over,
+            kept_over=split.kept_over,
+            # A leaf that is summed whole has one norm, and no units.
+            has_units=has_units and summed_axes is not None,
+        )
+        specs.append(spec)
     entries, treedef = jax.tree.flatten_with_path(norm_tree)
     plan = NormPlan(tuple(specs), len(entries), measure.ord)
     return Norms(
