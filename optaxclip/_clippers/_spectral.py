@@ -29,6 +29,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jax.core import ShapedArray
@@ -280,10 +281,12 @@ class SpectralNorm(NamedTuple):
             if rank < 2:
                 continue
             column_axes = 1 if columns[index] is None else columns[index]
-            if column_axes not in range(1, rank):
+            is_whole = isinstance(column_axes, (int, np.integer))
+            if not is_whole or not 1 <= column_axes < rank:
                 raise ValueError(
-                    f"{self.call}: columns must be from 1 to {rank - 1} for the leaf "
-                    f"{trees.name(path)!r} of shape {shape}, got {shown(column_axes)}."
+                    f"{self.call}: columns must be a whole number from 1 to {rank - 1} "
+                    f"for the leaf {trees.name(path)!r} of shape {shape}, got "
+                    f"{shown(column_axes)}."
                 )
             row_count = math.prod(shape[axis] for axis in matrix_axes[:-column_axes])
             column_count = math.prod(shape[axis] for axis in matrix_axes[-column_axes:])
