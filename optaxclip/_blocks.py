@@ -230,6 +230,7 @@ def put(row: Array, positions: np.ndarray, values: Array) -> Array:
 
 
 def _covers(positions: np.ndarray, row: Array) -> bool:
+    """Whether positions are all entries of a row, in order."""
     return np.array_equal(positions, np.arange(len(row)))
 
 
@@ -318,6 +319,7 @@ def array_shapes(rule: Rule) -> list[tuple[int, ...]]:
 
 
 def _shown(names: Iterable[str]) -> str:
+    """Names for an error. The only norm of everything has the name ""."""
     if set(names) == {""}:
         return "everything"
     return trees.listed(names) or "nothing"

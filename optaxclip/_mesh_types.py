@@ -3,7 +3,15 @@
 Two parts of a type tell of devices. Inside a typed shard_map (check_vma=True) it names
 the manual mesh axes along which a value may differ between devices. On an Explicit mesh
 it has the sharding. Numbers that the library makes get the types of the arrays that
-they belong to.
+they belong to:
+
+    varying_over         differs between devices along these mesh axes
+    varying_as           differs where a type says so
+    varying_as_any_of    differs where some array of another tree does
+    narrowed_as          is the same where another array is
+    resharded            is split over an Explicit mesh as a spec says
+    resharded_as         is split as a type says
+    typed_as             differs and is split as a type says
 
 `names` are names of mesh axes.
 """

@@ -3,10 +3,10 @@
 Each platform sums the squares of a leaf, joins the sums of leaves, and takes roots in
 its own way:
 
-                             sums of a leaf       leaves joined    most single roots
-    CPU                      one, of float64      in pairs         all
-    GPU                      three (_sums.py)     in pairs         12
-    TPU, and any other       three in `jnp`       as a table       64
+              sums of a leaf       leaves are joined    roots
+    CPU       one, of float64      in pairs             one by one
+    GPU       three (_sums.py)     in pairs             of a vector, from 13 norms on
+    others    three in `jnp`       as a table           of a vector, from 65 norms on
 
 Leaves of 64 bits, and leaves whose sums cross devices, have three sums on all
 platforms.
@@ -29,8 +29,8 @@ from ._options import Ord
 from ._specs import LeafSpec, NormPlan, is_mean
 from ._sums import FEW_NORMS_ON_A_GPU, FEW_NORMS_ON_A_TPU, Sums, traced_once
 
-# Leaves of at most so many numbers are summed together on a GPU, by one kernel.
-MOST_NUMBERS_OF_SMALL = 2**16
+# Leaves of at most so many numbers are merged into a vector on a GPU.
+MOST_NUMBERS_TO_MERGE = 2**16
 
 
 def norms_by_squares(plan: NormPlan, arrays: list[Array]) -> list[Array]:
@@ -66,7 +66,7 @@ def _norms_on_a_cpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
 
 
 def _norms_on_a_gpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
-    """The norms by three sums of each leaf, or of several small ones."""
+    """The norms by three sums of each large leaf, and of small leaves together."""
     counts = plan.element_counts(arrays, sums.norm_dtype(arrays))
     merged_plan, vectors = _merged(plan, arrays)
     totals = _three_sums(merged_plan, vectors, sums.three_sums_on_a_gpu, join.in_pairs)
@@ -123,7 +123,7 @@ def _merged(plan: NormPlan, arrays: list[Array]) -> tuple[NormPlan, list[Array]]
     merged: list[Array] = []
     small: dict[Any, list[Array]] = {}  # by norm and dtype
     for spec, array in zip(plan.specs, arrays):
-        if _is_small(spec, array):
+        if _can_be_merged(spec, array):
             small.setdefault((spec.norm_index, array.dtype), []).append(array)
         else:
             specs.append(spec)
@@ -138,14 +138,14 @@ def _merged(plan: NormPlan, arrays: list[Array]) -> tuple[NormPlan, list[Array]]
     return plan._replace(specs=tuple(specs)), merged
 
 
-def _is_small(spec: LeafSpec, array: Array) -> bool:
+def _can_be_merged(spec: LeafSpec, array: Array) -> bool:
     """Whether a leaf may become part of a vector."""
     # Where jit splits leaves, a vector of them would take a collective.
     may_be_split = not jax.typeof(array).sharding.mesh.empty
     if spec.axes is not None or may_be_split or jnp.iscomplexobj(array):
         return False
     # A size of jax.export may be a symbol.
-    return isinstance(array.size, int) and array.size <= MOST_NUMBERS_OF_SMALL
+    return isinstance(array.size, int) and array.size <= MOST_NUMBERS_TO_MERGE
 
 
 # ------------------------------------------------------------------------------ roots
