@@ -25,7 +25,7 @@ TABLE_SIZE = 16
 Term = TypeVar("Term", Array, Sums)
 
 
-class Join(NamedTuple):
+class Operation(NamedTuple):
     """How terms become one."""
 
     pair: Callable[..., Array]  # joins two arrays
@@ -33,16 +33,17 @@ class Join(NamedTuple):
     collective: Callable[..., Array]  # joins the arrays of devices along mesh axes
 
 
-ADD = Join(jnp.add, jnp.sum, lax.psum)
-MAX = Join(jnp.maximum, jnp.max, lax.pmax)
+ADD = Operation(jnp.add, jnp.sum, lax.psum)
+MAX = Operation(jnp.maximum, jnp.max, lax.pmax)
 
 
 def per_norm(
     plan: NormPlan,
     terms: list[Term],
+    *,
     zero: Term,
-    join: Join,
-    join_leaves: Callable[[list[Term], Join], Term],
+    operation: Operation,
+    join_leaves: Callable[[list[Term], Operation], Term],
 ) -> list[Term]:
     """For each norm the terms of its leaves as one, over leaves and devices.
 
@@ -52,54 +53,54 @@ def per_norm(
       plan: which leaf has which norm.
       terms: of each leaf.
       zero: the value of a norm without leaves.
-      join: whether terms are added.
+      operation: `ADD` or `MAX`.
       join_leaves: joins the terms of several leaves, such as `in_pairs`.
     """
     mesh_axes_of_norms = _mesh_axes_of_norms(plan)
     terms_of_norms: list[list[Term]] = [[] for _ in range(plan.norm_count)]
     for spec, term in zip(plan.specs, terms):
         mesh_axes = mesh_axes_of_norms[spec.norm_index]
-        term = _counted_once(spec, term, mesh_axes, join)
+        term = _counted_once(spec, term, mesh_axes, operation)
         terms_of_norms[spec.norm_index].append(term)
     totals = []
     for terms_of_norm in terms_of_norms:
-        totals.append(join_leaves(terms_of_norm, join) if terms_of_norm else zero)
+        totals.append(join_leaves(terms_of_norm, operation) if terms_of_norm else zero)
     # A total of three sums is three arrays.
     arrays, treedef = jax.tree.flatten(totals)
     mesh_axes_of_arrays = []
     for total, mesh_axes in zip(totals, mesh_axes_of_norms):
         mesh_axes_of_arrays += [mesh_axes] * len(jax.tree.leaves(total))
-    joined = mesh.joined_over_devices(join.collective, arrays, mesh_axes_of_arrays)
+    joined = mesh.joined_over_devices(operation.collective, arrays, mesh_axes_of_arrays)
     return treedef.unflatten(joined)
 
 
 # --------------------------------------------------------------------------- leaves
 
 
-def by_platform(terms: list[Term], join: Join) -> Term:
+def by_platform(terms: list[Term], operation: Operation) -> Term:
     """The terms of one norm as one, in pairs or as a table."""
     if len(terms) == 1:
         return terms[0]
-    pairs = partial(in_pairs, join=join)
-    table = partial(as_table, join=join)
+    pairs = partial(in_pairs, operation=operation)
+    table = partial(as_table, operation=operation)
     return per_platform(terms, cpu=pairs, gpu=pairs, plain=table)
 
 
-def in_pairs(terms: list[Term], join: Join) -> Term:
+def in_pairs(terms: list[Term], operation: Operation) -> Term:
     """The terms joined in pairs, and the results in pairs again. XLA fuses the adds
     into the kernel that reads the result.
     """
     while len(terms) > 1:
         joined = []
         for left, right in zip(terms[::2], terms[1::2]):
-            joined.append(jax.tree.map(join.pair, left, right))
+            joined.append(jax.tree.map(operation.pair, left, right))
         if len(terms) % 2:
             joined.append(terms[-1])
         terms = joined
     return terms[0]
 
 
-def as_table(terms: list[Term], join: Join) -> Term:
+def as_table(terms: list[Term], operation: Operation) -> Term:
     """The terms, which are scalars, joined as columns of a table, a row for each of
     three sums. A TPU would run each add of a chain of adds by itself.
     """
@@ -114,7 +115,7 @@ def as_table(terms: list[Term], join: Join) -> Term:
             # The barrier keeps XLA from making a chain of the sum of a stack.
             stack = lax.optimization_barrier(jnp.stack(entries))
             table = stack.reshape(-1, len(columns))
-            joined.append(treedef.unflatten(list(join.table(table, 1))))
+            joined.append(treedef.unflatten(list(operation.table(table, 1))))
         terms = joined
     return terms[0]
 
@@ -137,7 +138,9 @@ def _mesh_axes_of_norms(plan: NormPlan) -> list[AxisNames]:
     return mesh_axes_of_norms
 
 
-def _counted_once(spec: LeafSpec, term: Term, mesh_axes: AxisNames, join: Join) -> Term:
+def _counted_once(
+    spec: LeafSpec, term: Term, mesh_axes: AxisNames, operation: Operation
+) -> Term:
     """The term of a leaf on this device, as a collective over these mesh axes takes it:
     layers stand among zeros for the layers of other devices, and a term that several
     devices have is divided by their number.
@@ -145,7 +148,7 @@ def _counted_once(spec: LeafSpec, term: Term, mesh_axes: AxisNames, join: Join) 
     if not mesh_axes:
         return term
     copies = 1
-    if join is ADD:
+    if operation is ADD:
         copies = mesh.device_count({*mesh_axes} - {*spec.joined_over})
 
     def counted_once(array: Array) -> Array:

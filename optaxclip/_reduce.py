@@ -58,8 +58,13 @@ def _largest(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     terms = []
     for spec, array in zip(plan.specs, arrays):
         terms.append(sums.largest_bits(array, spec.axes, dtype))
-    zero = jnp.zeros((), np.int64 if dtype == np.float64 else np.int32)
-    totals = join.per_norm(plan, terms, zero, join.MAX, join.by_platform)
+    totals = join.per_norm(
+        plan,
+        terms,
+        zero=jnp.zeros((), np.int64 if dtype == np.float64 else np.int32),
+        operation=join.MAX,
+        join_leaves=join.by_platform,
+    )
     return [lax.bitcast_convert_type(bits, dtype) for bits in totals]
 
 
@@ -90,8 +95,13 @@ def _by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[Array]
 
 def _added(plan: NormPlan, terms: list[Array], dtype: np.dtype) -> list[Array]:
     """The sum of each norm, from the sums of its leaves."""
-    zero = jnp.zeros((), dtype)
-    return join.per_norm(plan, terms, zero, join.ADD, join.by_platform)
+    return join.per_norm(
+        plan,
+        terms,
+        zero=jnp.zeros((), dtype),
+        operation=join.ADD,
+        join_leaves=join.by_platform,
+    )
 
 
 # -------------------------------------------------------------------------- derivative

@@ -55,8 +55,13 @@ def _norms_on_a_cpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
         terms = []
         for spec, array in zip(plan.specs, arrays):
             terms.append(sums.float64_sum(array, spec.axes))
-        zero = jnp.zeros((), np.float64)
-        totals = join.per_norm(plan, terms, zero, join.ADD, join.in_pairs)
+        totals = join.per_norm(
+            plan,
+            terms,
+            zero=jnp.zeros((), np.float64),
+            operation=join.ADD,
+            join_leaves=join.in_pairs,
+        )
         counts = plan.element_counts(arrays, np.float64)
         norms = []
         for total, count in zip(totals, counts):
@@ -111,35 +116,40 @@ def _three_sums(
         for spec, array in zip(plan.specs, arrays):
             terms.append(sums_of_leaf(array, spec.axes, dtype))
         zero = jnp.zeros((), dtype)
-        zeros = Sums(zero, zero, zero)
-        return join.per_norm(plan, terms, zeros, join.ADD, join_leaves)
+        return join.per_norm(
+            plan,
+            terms,
+            zero=Sums(zero, zero, zero),
+            operation=join.ADD,
+            join_leaves=join_leaves,
+        )
 
 
 def _merged(plan: NormPlan, arrays: list[Array]) -> tuple[NormPlan, list[Array]]:
     """The same norms of fewer leaves: small ones that share a norm and a dtype become
     one vector, since a GPU starts a kernel for each sum.
     """
-    specs: list[LeafSpec] = []
-    merged: list[Array] = []
-    small: dict[Any, list[Array]] = {}  # by norm and dtype
+    merged_specs: list[LeafSpec] = []
+    merged_arrays: list[Array] = []
+    small_arrays_of: dict[tuple[int, np.dtype], list[Array]] = {}
     for spec, array in zip(plan.specs, arrays):
-        if _can_be_merged(spec, array):
-            small.setdefault((spec.norm_index, array.dtype), []).append(array)
+        if _is_small(spec, array):
+            norm_and_dtype = spec.norm_index, array.dtype
+            small_arrays_of.setdefault(norm_and_dtype, []).append(array)
         else:
-            specs.append(spec)
-            merged.append(array)
-    for (norm_index, _), small_arrays in small.items():
-        specs.append(LeafSpec(norm_index))
-        if len(small_arrays) == 1:
-            merged.append(small_arrays[0])
-        else:
-            flat = [array.reshape(-1) for array in small_arrays]
-            merged.append(jnp.concatenate(flat))
-    return plan._replace(specs=tuple(specs)), merged
+            merged_specs.append(spec)
+            merged_arrays.append(array)
+    for (norm_index, _), small_arrays in small_arrays_of.items():
+        vector = small_arrays[0]
+        if len(small_arrays) > 1:
+            vector = jnp.concatenate([array.reshape(-1) for array in small_arrays])
+        merged_specs.append(LeafSpec(norm_index))
+        merged_arrays.append(vector)
+    return plan._replace(specs=tuple(merged_specs)), merged_arrays
 
 
-def _can_be_merged(spec: LeafSpec, array: Array) -> bool:
-    """Whether a leaf may become part of a vector."""
+def _is_small(spec: LeafSpec, array: Array) -> bool:
+    """Whether a leaf is merged with others."""
     # Where jit splits leaves, a vector of them would take a collective.
     may_be_split = not jax.typeof(array).sharding.mesh.empty
     if spec.axes is not None or may_be_split or jnp.iscomplexobj(array):
