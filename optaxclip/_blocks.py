@@ -171,10 +171,14 @@ def _places(
         yield _Place(name, norm, position, is_here=True)
 
 
-def _block(places: list[_Place], *, is_vector: bool, **units: Any) -> Block:
-    """The block of some norms. Without `is_vector` there is one array. `units` are the
-    fields of a block of units.
-    """
+def _block(
+    places: list[_Place],
+    *,
+    is_vector: bool,
+    leaf_of_units: str | None = None,
+    units_over: tuple[str, ...] = (),
+) -> Block:
+    """The block of some norms. Without `is_vector` there is one array."""
     norms = [place.norm for place in places]
     return Block(
         norm=concatenated(norms) if is_vector else norms[0],
@@ -182,7 +186,8 @@ def _block(places: list[_Place], *, is_vector: bool, **units: Any) -> Block:
         missing=frozenset(place.name for place in places if not place.is_here),
         positions=np.concatenate([place.positions for place in places]),
         is_vector=is_vector,
-        **units,
+        leaf_of_units=leaf_of_units,
+        units_over=units_over,
     )
 
 

@@ -24,8 +24,6 @@ sign function computation of a Hermitian matrix, 2014, for the scaling.
 """
 
 import math
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -85,8 +83,8 @@ def shrunk_by_products(
     steps = steps or POLAR_STEPS[x.real.dtype.itemsize]
     # Above 2^13 times the bound, 2^28 in float64, a limit shortens by less than the
     # dtype shows. The square of a limit without bound would overflow.
-    far = 2.0 ** (int(jnp.finfo(bound.dtype).nmant) // 2 + 2)
-    limit = jnp.minimum(limit, far * bound)
+    largest_ratio = 2.0 ** (int(jnp.finfo(bound.dtype).nmant) // 2 + 2)
+    limit = jnp.minimum(limit, largest_ratio * bound)
     joint_bound = jnp.sqrt(bound**2 + limit**2)  # of [cI; X]
     # On an Explicit mesh that splits layers, [cI] must be split as X is.
     limit_eye = resharded_as(limit * _eye(x), jax.typeof(x))
@@ -96,11 +94,11 @@ def shrunk_by_products(
     z = polar[..., :columns, :]
     b = polar[..., columns:, :]
     if is_hard:
-        b = matmul(b, _inverse_of_largest(z, steps))
+        b = matmul(b, _inverse_of_larger(z, steps))
     return limit * b
 
 
-def _inverse_of_largest(z: Array, steps: int) -> Array:
+def _inverse_of_larger(z: Array, steps: int) -> Array:
     """max(b, z)^-1 for Hermitian Z, where b^2 = 1 - z^2."""
     eye = _eye(z)
     difference = eye - 2 * matmul(z, adjoint(z))
@@ -115,8 +113,7 @@ def _inverse_of_largest(z: Array, steps: int) -> Array:
     # The first step, from y = 1, multiplies no matrices.
     more_steps = 4 if z.real.dtype.itemsize == 4 else 5
     inverse = lax.fori_loop(0, more_steps, step, 0.5 * (3 * eye - square))
-    # Where so few polar steps do not suffice, `absolute` is below |1 - 2 z^2|, down to
-    # 0.
+    # With too few polar steps `absolute` is below |1 - 2 z^2|, down to 0.
     return inverse / math.sqrt(1 + _lowest_in_reach(steps))
 
 
@@ -127,7 +124,7 @@ def _polar(x: Array, lowest: ArrayLike, steps: int) -> Array:
     Singular values that are too small for so many steps come out below 1.
     """
 
-    def step(carry: Any, _: None) -> Any:
+    def step(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
         x, lowest = carry
         # This r raises the lowest singular value most. For one near 0 it would send 1
         # to 0, and 1 + eps below 0, so r is computed for 0.1 at least.
@@ -138,8 +135,8 @@ def _polar(x: Array, lowest: ArrayLike, steps: int) -> Array:
         factor = 0.5 * r * (3 * _eye(x) - r**2 * gram)
         return (matmul(x, factor), lowest), None
 
-    # Below this reach `lowest` would keep r large up to the last step, and singular
-    # values near 1 would end anywhere.
+    # A `lowest` out of reach would keep r large up to the last step, and singular values
+    # near 1 would end anywhere.
     lowest = jnp.maximum(lax.stop_gradient(lowest), _lowest_in_reach(steps))
     (polar, _), _ = lax.scan(step, (x, lowest), length=steps)
     return polar
