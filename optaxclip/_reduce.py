@@ -119,7 +119,8 @@ def _norms_jvp(
         return norms, _tangents_by_squares(plan, norms, arrays, array_tangents)
     if plan.ord == math.inf:
         return norms, _tangents_of_largest(plan, norms, arrays, array_tangents)
-    return norms, _tangents_by_powers(plan, norms, arrays, array_tangents)
+    order = float(plan.ord)
+    return norms, _tangents_by_powers(plan, norms, arrays, array_tangents, order=order)
 
 
 def _tangents_by_squares(
@@ -170,7 +171,12 @@ def _tangents_of_largest(
 
 
 def _tangents_by_powers(
-    plan: NormPlan, norms: list[Array], arrays: list[Array], tangents: list[Array]
+    plan: NormPlan,
+    norms: list[Array],
+    arrays: list[Array],
+    tangents: list[Array],
+    *,
+    order: float,
 ) -> list[Array]:
     """The tangents of norms of order p: sum (|x| / norm)^(p-1) d|x|."""
     dtype = sums.norm_dtype(arrays)
@@ -182,7 +188,7 @@ def _tangents_by_powers(
         # Two wheres: at 0 a power below 1 does not exist, and the unused branch of a
         # where must stay finite as well.
         base = jnp.where(quotient > 0, quotient, 1.0)
-        power = jnp.where(quotient > 0, base ** (float(plan.ord) - 1.0), 0.0)
+        power = jnp.where(quotient > 0, base ** (order - 1.0), 0.0)
         modulus_tangent = tangent_of_modulus(array, tangent).astype(dtype)
         terms.append(sum_over(power * modulus_tangent, spec.axes))
     return _added(plan, terms, dtype)

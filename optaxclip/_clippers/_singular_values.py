@@ -136,8 +136,8 @@ def _polar(x: Array, lowest: ArrayLike, steps: int) -> Array:
         factor = 0.5 * r * (3 * _eye(x) - r**2 * gram)
         return (matmul(x, factor), lowest), None
 
-    # Below this reach r would stay large up to the last step, and singular values near 1
-    # would end anywhere.
+    # Below this reach r would stay large up to the last step, and singular values near
+    # 1 would end anywhere.
     lowest = jnp.maximum(lax.stop_gradient(lowest), _lowest_in_reach(steps))
     (polar, _), _ = lax.scan(step, (x, lowest), length=steps)
     return polar
