@@ -51,7 +51,7 @@ class Block(NamedTuple):
         return np.array(are_here)
 
     def as_array(self, value_of_name: Mapping[str, Array]) -> Array:
-        """One array in the layout of `norm`, from values by name, 0 where one lacks."""
+        """One array in the layout of `norm`, from values by name, 0 for other names."""
         values = []
         for name, norm in self.norm_of_name.items():
             value = value_of_name.get(name)
@@ -96,8 +96,8 @@ def blocks_of(
     units_over = mesh_axes_of_units(norms, names)
     _check_names(state.names, norm_of_name, units_over, call)
     blocks_of_units = []
-    # Inside shard_map, norms that each device has for itself are a block apart from
-    # those that are the same on all devices: a vector has one type.
+    # Inside shard_map some norms differ between devices, and others are the same on
+    # all. A vector has one type, so they are separate blocks.
     places_of_type: dict[Any, list[_Place]] = {}
     missing = []
     for place in _places(norm_of_name, state, call):

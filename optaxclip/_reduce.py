@@ -134,14 +134,14 @@ def _tangents_by_squares(
     """
     dtype = sums.norm_dtype(arrays)
     counts = plan.element_counts(arrays, dtype)
-    roots_of_sums = norms
+    roots = norms  # the norm or the rms, by which x is divided
     divisors = counts
     if plan.ord == "average":
-        roots_of_sums = [norm * count**0.5 for norm, count in zip(norms, counts)]
+        roots = [norm * count**0.5 for norm, count in zip(norms, counts)]
         divisors = [count * count**0.5 for count in counts]
     terms = []
     for spec, array, tangent in zip(plan.specs, arrays, tangents):
-        products = _slope(array, spec.local_value(roots_of_sums), tangent)
+        products = _slope(array, spec.local_value(roots), tangent)
         terms.append(sum_over(products, spec.axes))
     totals = _added(plan, terms, dtype)
     return [total / divisor for total, divisor in zip(totals, divisors)]
