@@ -210,6 +210,7 @@ def three_sums_on_a_gpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums, in the form that a GPU computes in one kernel."""
     summed_axes = tuple(range(array.ndim)) if axes is None else axes
     has_mesh = not jax.typeof(array).sharding.mesh.empty
+    # What jit splits is summed as one array, so that one collective joins the parts.
     if has_mesh and not is_on_one_device(array):
         sums = _sums_in_one_array(array, summed_axes, axes is not None, dtype)
         return _split_last_axis(sums)
@@ -228,9 +229,9 @@ def _sums_in_one_reduction(
 
         (x * s)^2 + i (x / s)^2, x^2
 
-    A GPU that sums several arrays that are computed, such as the step of Adam, first
-    writes each to memory. Two sums in one complex array avoid that. The third is a real
-    array because jit may split an array whose type has no mesh. XLA would then join a
+    XLA on a GPU writes several computed arrays, such as the step of Adam, to memory
+    before it sums them. So two of the squares are one complex array. The third stays
+    real because jit may split an array whose type has no mesh. XLA would then join a
     reduction of complex numbers alone by a collective that GPUs do not have.
     """
     x = array.astype(dtype)
