@@ -152,7 +152,7 @@ def _is_small(spec: LeafSpec, array: Array) -> bool:
     """Whether a leaf is merged with others."""
     # Where jit splits leaves, a vector of them would take a collective.
     may_be_split = not jax.typeof(array).sharding.mesh.empty
-    if spec.axes is not None or may_be_split or jnp.iscomplexobj(array):
+    if spec.axes is not None or may_be_split:
         return False
     # A size of jax.export may be a symbol.
     return isinstance(array.size, int) and array.size <= MOST_NUMBERS_TO_MERGE
