@@ -136,7 +136,7 @@ def _layer_axes(value: Any, leaf: str, shape: Shape, call: str) -> tuple[int, ..
 
 def unit_axes(
     axis: Axis,
-    layer_axes: Sequence[tuple[int, ...]],
+    layer_axes_of_leaves: Sequence[tuple[int, ...]],
     tree: PyTree,
     call: str,
     shapes: Sequence[Shape | None],
@@ -147,7 +147,7 @@ def unit_axes(
     Args:
       axis: the option. It counts axes within one layer: of [layers, in, out], its axis
         0 is axis 1 of the leaf.
-      layer_axes: for each leaf the axes that count layers.
+      layer_axes_of_leaves: for each leaf the axes that count layers.
       tree: the leaves.
       call: the function that the user called.
       shapes: of the leaves over all devices, None where a device knows its part only.
@@ -158,16 +158,17 @@ def unit_axes(
     summed_axes_of_leaves: list[tuple[int, ...] | None] = []
     for index, (path, leaf) in enumerate(entries):
         value = values[index]
-        axes_of_layer = other_axes(layer_axes[index], jnp.ndim(leaf))
+        layer_axes = layer_axes_of_leaves[index]
+        axes_of_layer = other_axes(layer_axes, jnp.ndim(leaf))
         rank = len(axes_of_layer)
-        if value is None and rank <= 1 and not layer_axes[index]:
+        if value is None and rank <= 1 and not layer_axes:
             # Its norm is a scalar, like the norm of a tensor.
             summed_axes_of_leaves.append(None)
             continue
         if value is None:
             shape = shapes[index]
             if shape is not None:
-                shape = tuple(shape[axis] for axis in axes_of_layer)
+                shape = tuple(shape[i] for i in axes_of_layer)
             places = _axes_by_shape(shape, argument, name(path), rank)
         else:
             places = axes_within(value, argument, name(path), rank)

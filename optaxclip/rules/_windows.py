@@ -32,7 +32,8 @@ from ._rule import (
 class Window(NamedTuple):
     """The last norms, in a ring."""
 
-    # float32[norm, length]: filled from the left, then the oldest is overwritten
+    # float32[norm, length]: the norms. They fill it from the left, and then overwrite
+    # the oldest.
     past: Array
     seen: Array  # int32[norm]: norms remembered so far
 
