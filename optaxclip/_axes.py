@@ -59,7 +59,7 @@ class _StackedValue(NamedTuple):
 class _FirstOfStack(NamedTuple):
     """The first leaf of a stack."""
 
-    leaf: str  # its name
+    name: str
     sizes: str  # of the axes that count layers, such as "12 x 8"
 
 
@@ -74,8 +74,8 @@ def stacked_axes(
         a tree prefix of these   another value for each part of the model
         function(path, leaf)     the value for each leaf: one of these, or None for 0
 
-    `shapes` are those of whole leaves, None where a device knows its part only. Leaves
-    that share one value are layers of one stack.
+    `shapes` has the shape of each leaf over all devices, None where a device knows its
+    part only. Leaves that share one value are layers of one stack.
 
     Raises:
       ValueError: an axis that a leaf does not have, or leaves that share one value but
@@ -95,7 +95,7 @@ def stacked_axes(
         if sizes != first.sizes:
             raise ValueError(
                 f"{call}: stacked={shown(value)} would count {first.sizes} in "
-                f"{first.leaf!r} and {sizes} in {name(path)!r}, but leaves of one "
+                f"{first.name!r} and {sizes} in {name(path)!r}, but leaves of one "
                 "stack have the same number of layers. Axes other than the leading "
                 "ones are a tuple, such as (1,) for axis 1. A leaf that is not stacked "
                 "takes None. Several stacks take a value each, as in "
@@ -136,36 +136,44 @@ def _layer_axes(value: Any, leaf: str, shape: Shape, call: str) -> tuple[int, ..
 
 def unit_axes(
     axis: Axis,
-    layers: Sequence[tuple[int, ...]],
+    layer_axes_of_leaves: Sequence[tuple[int, ...]],
     tree: PyTree,
     call: str,
     shapes: Sequence[Shape | None],
 ) -> list[tuple[int, ...] | None]:
-    """For each leaf, the dimensions that a unit norm sums, or None for a vector, which
-    is one unit.
+    """For each leaf, the axes that a unit norm sums, or None for a vector, which is one
+    unit.
 
-    `layers` are the axes of each leaf that count layers. `shapes` are those of whole
-    leaves, None where a device knows its part only.
+    Args:
+      axis: the option. It counts axes within one layer: of [layers, in, out], its axis
+        0 is axis 1 of the leaf.
+      layer_axes_of_leaves: for each leaf the axes that count layers.
+      tree: the leaves.
+      call: the function that the user called.
+      shapes: of the leaves over all devices, None where a device knows its part only.
     """
     argument = f"{call}: axis"
     entries = jax.tree.leaves_with_path(tree)
     values = for_each_leaf(axis, tree, argument, is_axes)
-    dims_of_leaves: list[tuple[int, ...] | None] = []
-    for (path, leaf), value, layer_axes, shape in zip(entries, values, layers, shapes):
-        # Axes count within one layer: of [layers, in, out], axis 0 is dimension 1.
-        dims = other_axes(layer_axes, jnp.ndim(leaf))
-        rank = len(dims)
+    summed_axes_of_leaves: list[tuple[int, ...] | None] = []
+    for index, (path, leaf) in enumerate(entries):
+        value = values[index]
+        layer_axes = layer_axes_of_leaves[index]
+        axes_of_layer = other_axes(layer_axes, jnp.ndim(leaf))
+        rank = len(axes_of_layer)
         if value is None and rank <= 1 and not layer_axes:
             # Its norm is a scalar, like the norm of a tensor.
-            dims_of_leaves.append(None)
+            summed_axes_of_leaves.append(None)
             continue
         if value is None:
-            layer_shape = None if shape is None else tuple(shape[dim] for dim in dims)
-            summed_axes = _axes_by_shape(layer_shape, argument, name(path), rank)
+            shape = shapes[index]
+            if shape is not None:
+                shape = tuple(shape[i] for i in axes_of_layer)
+            places = _axes_by_shape(shape, argument, name(path), rank)
         else:
-            summed_axes = axes_within(value, argument, name(path), rank)
-        dims_of_leaves.append(tuple(dims[axis] for axis in summed_axes))
-    return dims_of_leaves
+            places = axes_within(value, argument, name(path), rank)
+        summed_axes_of_leaves.append(tuple(axes_of_layer[i] for i in places))
+    return summed_axes_of_leaves
 
 
 def _axes_by_shape(
@@ -185,5 +193,5 @@ def _axes_by_shape(
         )
     # Kernels are [in, out], [in, heads, size], [height, width, in, out] or [depth,
     # height, width, in, out]. Rank 3 is taken for attention, as in optax.
-    input_axes = {2: 1, 3: 1, 4: 3, 5: 4}
-    return tuple(range(input_axes.get(rank, rank)))
+    input_axis_count = {2: 1, 3: 1, 4: 3, 5: 4}.get(rank, rank)
+    return tuple(range(input_axis_count))

@@ -31,7 +31,7 @@ class Block(NamedTuple):
     """Norms that are decided as one array."""
 
     norm: Array  # [n] of whole leaves, [] of everything, or [1, units] of one leaf
-    # The same, apart: the norm of each whole leaf, or the units of one leaf, by name.
+    # The same numbers by name: the norm of each whole leaf, or the units of one leaf.
     norm_of_name: Mapping[str, Array]
     missing: frozenset[str]  # the leaves that this step does not have
     # Its entries in a row of the state: n, or 1 for everything or a leaf with units.
@@ -45,13 +45,13 @@ class Block(NamedTuple):
         """For each position whether there is a norm in this step."""
         if not self.missing:
             return np.ones(len(self.positions), bool)
-        entries = []
+        are_here = []
         for name, norm in self.norm_of_name.items():
-            entries += [name not in self.missing] * norm.size
-        return np.array(entries)
+            are_here += [name not in self.missing] * norm.size
+        return np.array(are_here)
 
     def as_array(self, value_of_name: Mapping[str, Array]) -> Array:
-        """One array in the layout of `norm`, from values by name, 0 where one lacks."""
+        """One array in the layout of `norm`, from values by name, 0 for other names."""
         values = []
         for name, norm in self.norm_of_name.items():
             value = value_of_name.get(name)
@@ -96,8 +96,8 @@ def blocks_of(
     units_over = mesh_axes_of_units(norms, names)
     _check_names(state.names, norm_of_name, units_over, call)
     blocks_of_units = []
-    # Inside shard_map, norms that each device has for itself are a block apart from
-    # those that are the same on all devices: a vector has one type.
+    # Inside shard_map some norms differ between devices, and others are the same on
+    # all. A vector has one type, so they are separate blocks.
     places_of_type: dict[Any, list[_Place]] = {}
     missing = []
     for place in _places(norm_of_name, state, call):
@@ -113,9 +113,9 @@ def blocks_of(
             places_of_type.setdefault(mesh_types.varying(place.norm), []).append(place)
         elif place.name not in state.names.unit_leaves:
             missing.append(place)
-    # Missing norms are 0 on every device, so any group may take them.
+    # Missing norms are 0 on every device, so they may join the first group.
     groups = list(places_of_type.values()) or [[]]
-    groups[0] = sorted(groups[0] + missing, key=lambda place: place.entries[0])
+    groups[0] = sorted(groups[0] + missing, key=lambda place: place.positions[0])
     blocks = []
     for group in groups:
         if group:
@@ -143,8 +143,8 @@ class _Place(NamedTuple):
     is_here: bool  # False for a leaf that is missing in this step, whose norm is 0
 
     @property
-    def entries(self) -> list[int]:
-        """Which entries of the row it has."""
+    def positions(self) -> list[int]:
+        """All its entries in the row."""
         if isinstance(self.position, slice):
             return list(range(self.position.start, self.position.stop))
         return [self.position] if isinstance(self.position, int) else [0]
@@ -171,18 +171,23 @@ def _places(
         yield _Place(name, norm, position, is_here=True)
 
 
-def _block(places: list[_Place], *, is_vector: bool, **units: Any) -> Block:
-    """The block of some norms. Without `is_vector` there is one array. `units` are the
-    fields of a block of units.
-    """
+def _block(
+    places: list[_Place],
+    *,
+    is_vector: bool,
+    leaf_of_units: str | None = None,
+    units_over: tuple[str, ...] = (),
+) -> Block:
+    """The block of some norms. Without `is_vector` there is one array."""
     norms = [place.norm for place in places]
     return Block(
         norm=concatenated(norms) if is_vector else norms[0],
         norm_of_name={place.name: place.norm for place in places},
         missing=frozenset(place.name for place in places if not place.is_here),
-        positions=np.concatenate([place.entries for place in places]),
+        positions=np.concatenate([place.positions for place in places]),
         is_vector=is_vector,
-        **units,
+        leaf_of_units=leaf_of_units,
+        units_over=units_over,
     )
 
 
@@ -197,7 +202,7 @@ def _check_names(
     """
     new_names = set(names_of_step) - set(names.layers_of_name)
     new_units = set(unit_leaves) - set(names.unit_leaves)
-    # Leaves of units in the state, which are whole in this step.
+    # Leaves that have units in the state, and one norm in this step.
     lost_units = (set(names.unit_leaves) & set(names_of_step)) - set(unit_leaves)
     if new_names:
         norms_of_state = _shown(names.layers_of_name)
@@ -230,6 +235,7 @@ def put(row: Array, positions: np.ndarray, values: Array) -> Array:
 
 
 def _covers(positions: np.ndarray, row: Array) -> bool:
+    """Whether positions are all entries of a row, in order."""
     return np.array_equal(positions, np.arange(len(row)))
 
 
@@ -318,6 +324,7 @@ def array_shapes(rule: Rule) -> list[tuple[int, ...]]:
 
 
 def _shown(names: Iterable[str]) -> str:
+    """Names for an error. The only norm of everything has the name ""."""
     if set(names) == {""}:
         return "everything"
     return trees.listed(names) or "nothing"

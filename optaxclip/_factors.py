@@ -1,10 +1,10 @@
 """From a norm to a new one: the factors, and the multiplication of the updates.
 
-    root     sqrt(new_norm / norm), a hair less      one number for each norm
+    root     sqrt(new_norm / norm), rounded down     one number for each norm
     update   x * root * root
 
 The quotient of the norms may leave the range of the dtype, and its root does not. So
-all updates are multiplied twice. A choice for each leaf would cost more.
+all updates are multiplied twice. To choose for each leaf would cost more.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def factor_between(norm: Array, new_norm: Array) -> Factor:
     is_same = new_norm == norm
     is_zero = new_norm == 0
     info = jnp.finfo(norm.dtype)
-    # Where a quotient is not taken, it must be finite, with a finite derivative.
+    # A quotient that is not used must be finite too, with a finite derivative.
     is_exact = is_same | is_zero
     norm = jnp.where(is_exact | (norm == 0), 1.0, norm)
     new_norm = jnp.where(is_exact, 1.0, new_norm)
@@ -55,12 +55,12 @@ def factor_between(norm: Array, new_norm: Array) -> Factor:
     denominator = jnp.where(is_exact, 1.0, jnp.sqrt(norm))
     numerator = jnp.sqrt(new_norm) * (1 - 2 * info.eps)
 
-    def or_exact(x: Array) -> Array:
+    def with_exact_values(x: Array) -> Array:
         # 1 where the norms are equal, 0 where the new one is 0.
         return jnp.where(is_same, 1.0, jnp.where(is_zero, 0.0, x))
 
-    root = or_exact(numerator) / denominator
-    return Factor(root, reported=or_exact(quotient))
+    root = with_exact_values(numerator) / denominator
+    return Factor(root, reported=with_exact_values(quotient))
 
 
 def multiply(
@@ -91,10 +91,10 @@ def times_square(x: Array, root: Array) -> Array:
         real = times_square(jnp.real(x), root)
         return lax.complex(real, times_square(jnp.imag(x), root))
     # bfloat16 * float32 is float32, and is rounded once at the end.
-    wide = np.promote_types(x.dtype, root.dtype)
+    dtype = np.promote_types(x.dtype, root.dtype)
     # Spread once, where each product would spread the root again.
-    roots = jnp.broadcast_to(root.astype(wide), x.shape)
-    wide_x = x.astype(wide)
+    roots = jnp.broadcast_to(root.astype(dtype), x.shape)
+    wide_x = x.astype(dtype)
     product = (wide_x * roots * roots).astype(x.dtype)
     # Selected, since on a CPU and a TPU a product with 1 flushes subnormal numbers.
     # `wide_x * 0` is 0, and makes the condition one of each element. If it were one of
@@ -128,24 +128,22 @@ def shrunk_by(shrink: Shrink, norm: Array, limit: Array, call: str) -> Any:
 def factor_roots(
     roots: Array, norms: list[Array], limits: list[Array], decide: Callable[..., Any]
 ) -> list[Array]:
-    """The root of each norm, from the vector `roots`, or anew by `decide`.
+    """The root of each norm, out of the vector `roots`. On a TPU, of a few norms, it is
+    decided anew.
 
-    A TPU decides a few roots anew, each from its own norm and limit. So no leaf waits
-    until all are measured, and it is still on the chip when it is multiplied. A scanned
-    decoder of width 1024 then moves 5.28 GB on a v5e, instead of 5.61.
+    There each root follows from its norm and limit. So no leaf waits until all are
+    measured, and it is still on the chip when it is multiplied. A scanned decoder of
+    width 1024 then moves 5.28 GB on a v5e, instead of 5.61.
     """
+    norm_types = [jax.typeof(norm) for norm in norms]
 
     def taken_from_vector(
-        roots: Array,
-        norms: list[Array],
-        _: list[Array],
-        take: Callable[[Array, int], Array] = getitem,
+        roots: Array, *_: object, take: Callable[[Array, int], Array] = getitem
     ) -> list[Array]:
-        array_types = [jax.typeof(norm) for norm in norms]
         # Without the barrier XLA computes the vector again for each leaf.
-        return entries_of(lax.optimization_barrier(roots), array_types, take)
+        return entries_of(lax.optimization_barrier(roots), norm_types, take)
 
-    def decided_anew(_: object, norms: Array, limits: Array) -> Any:
+    def decided_anew(_: Array, norms: list[Array], limits: list[Array]) -> list[Array]:
         # Jitted, so that it is traced once.
         decide_one = jax.jit(decide)
         return [decide_one(norm, limit).root for norm, limit in zip(norms, limits)]
@@ -174,7 +172,7 @@ def _take_by_reduction(roots: Array, index: int) -> Array:
 
 
 def rescale(updates: PyTree, norms: Array, new_norms: Array) -> Any:
-    """Stretches every part of `updates` from its norm to a new one.
+    """Scales every part of `updates` from its norm to a new one.
 
     Args:
       updates: a pytree of arrays.

@@ -14,10 +14,10 @@ split over, and leaves that every device holds must count once. `mesh_axes` says
     PartitionSpec        shard_map. P() where every device holds the whole leaf
     None                 each device separately, without any collective
 
-Where there are types, it is a ValueError to name a mesh axis along which a leaf is the
-same, or to leave out one along which it varies, but for None. Norms that keep axes of a
-leaf (units, stacked layers) need a PartitionSpec where that leaf is split, because a
-name alone does not tell which of its axes is.
+Where there are types, errors are mesh axes along which a leaf is the same, and missing
+mesh axes along which it varies. None is never an error. Norms that keep axes of a leaf
+(units, stacked layers) need a PartitionSpec where that leaf is split, because a name
+alone does not tell which of its axes is split.
 
 In this module `axes` are axes of an array, `mesh_axes` is the option, and `names` are
 names of mesh axes.
@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -55,10 +55,20 @@ MeshAxes: TypeAlias = (
     "str | PartitionSpec | Mapping[Any, MeshAxes] | Sequence[MeshAxes] | None"
 )
 FORMS = "'auto', None, names of mesh axes, or a tree of PartitionSpecs"
-# How a leaf is split: the mesh axes that split its summed axes, and for each of its
-# axes the mesh axes that split it if it is kept. () if no kept axis is split.
-Split = tuple[AxisNames, tuple[AxisNames, ...]]
-NOT_SPLIT: Split = ((), ())
+
+
+class Split(NamedTuple):
+    """How a leaf is split over mesh axes. A norm sums some of its axes, and keeps the
+    others.
+    """
+
+    summed_over: AxisNames = ()  # the mesh axes that split summed axes
+    # For each axis of the leaf its mesh axes, () for a summed axis. () if no kept axis
+    # is split.
+    kept_over: tuple[AxisNames, ...] = ()
+
+
+NOT_SPLIT = Split()
 
 
 # ----------------------------------------------------------------- the option mesh_axes
@@ -110,7 +120,7 @@ def global_shapes(mesh_axes: MeshAxes | Prefix, tree: PyTree, call: str) -> list
         elif names_by_axis is None:
             shapes.append(None)
         else:
-            # They are manual mesh axes only: no others make a shape smaller.
+            # Only manual mesh axes make the shapes of a program smaller.
             shape = []
             for size, names_of_axis in zip(jnp.shape(array), names_by_axis):
                 shape.append(size * device_count(names_of_axis))
@@ -164,7 +174,7 @@ def _split(
     _check_against_type(argument, name, array, names)
     # Which axis is split does not matter where all are summed.
     if summed_axes is None or len(summed_axes) == jnp.ndim(array):
-        return names, ()
+        return Split(summed_over=names)
     if not names:
         return NOT_SPLIT
     if names_by_axis is None:
@@ -185,7 +195,7 @@ def _split(
             summed_over += names_of_axis
         else:
             kept_over[axis] = names_of_axis
-    return summed_over, tuple(kept_over) if any(kept_over) else ()
+    return Split(summed_over, tuple(kept_over) if any(kept_over) else ())
 
 
 def _check_against_type(
@@ -255,7 +265,7 @@ def _names_of_spec(array: Array, spec: PartitionSpec, argument: str) -> list[Axi
             f"{jnp.shape(array)} has dimensions."
         )
     for axis, names in enumerate(map(names_in, spec)):
-        # Axes that jit looks after need nothing here.
+        # Other mesh axes belong to jit, which adds the collectives.
         names_by_axis[axis] = tuple(name for name in names if name in manual)
     return names_by_axis
 

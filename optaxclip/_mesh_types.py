@@ -3,7 +3,15 @@
 Two parts of a type tell of devices. Inside a typed shard_map (check_vma=True) it names
 the manual mesh axes along which a value may differ between devices. On an Explicit mesh
 it has the sharding. Numbers that the library makes get the types of the arrays that
-they belong to.
+they belong to:
+
+    varying_over         differs between devices along these mesh axes
+    varying_as           differs where a type says so
+    varying_as_any_of    differs where some array of another tree does
+    narrowed_as          is the same where another array is
+    resharded            is split over an Explicit mesh as a spec says
+    resharded_as         is split as a type says
+    typed_as             differs and is split as a type says
 
 `names` are names of mesh axes.
 """
@@ -50,7 +58,9 @@ def varying_over(x: Array, names: Iterable[str]) -> Array:
     manual = manual_axes()
     # pcast refuses an axis along which the value varies already.
     varying_axes = varying(x)
-    missing = tuple(n for n in names if n in manual and n not in varying_axes)
+    missing = tuple(
+        name for name in names if name in manual and name not in varying_axes
+    )
     if missing and has_types(missing):
         return lax.pcast(x, missing, to="varying")
     return x
@@ -84,8 +94,8 @@ def narrowed_as(values: PyTree, model: Array) -> PyTree:
     """
 
     def narrowed(value: Array) -> Array:
-        too_many = tuple(sorted(varying(value) - varying(model)))
-        return lax.pmax(value, too_many) if too_many else value
+        names = tuple(sorted(varying(value) - varying(model)))
+        return lax.pmax(value, names) if names else value
 
     return jax.tree.map(narrowed, values) if manual_axes() else values
 
@@ -130,10 +140,10 @@ def resharded(
     whole along the others. `mesh` is for a value whose type has none.
     """
     # Outside jax.set_mesh only types know the mesh.
-    meshes = [jax.typeof(value).sharding.mesh, mesh, jax.sharding.get_abstract_mesh()]
-    for mesh in meshes:
-        if mesh is not None and mesh.explicit_axes:
-            return jax.reshard(value, NamedSharding(mesh, PartitionSpec(*spec)))
+    value_mesh = jax.typeof(value).sharding.mesh
+    for candidate in (value_mesh, mesh, jax.sharding.get_abstract_mesh()):
+        if candidate is not None and candidate.explicit_axes:
+            return jax.reshard(value, NamedSharding(candidate, PartitionSpec(*spec)))
     # In Auto meshes the sharding is no part of a type, and XLA chooses it.
     return value
 

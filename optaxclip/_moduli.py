@@ -30,21 +30,21 @@ def direction(x: Array) -> Array:
 
 def with_modulus(modulus: Array, x: Array) -> Array:
     """modulus * x / |x|."""
-    towards = direction(x)
+    unit_x = direction(x)
     if not jnp.iscomplexobj(x):
-        return modulus * towards
+        return modulus * unit_x
     # In parts: strict promotion has no product of a real and a complex number.
-    return jax.lax.complex(modulus * jnp.real(towards), modulus * jnp.imag(towards))
+    return jax.lax.complex(modulus * jnp.real(unit_x), modulus * jnp.imag(unit_x))
 
 
 def tangent_of_modulus(x: Array, tangent: Array) -> Array:
-    """The tangent of |x|, from that of x."""
+    """The tangent of |x|, from the tangent of x."""
     if not jnp.iscomplexobj(x):
         return (jnp.sign(x) * tangent).astype(modulus_dtype(x))
-    towards = direction(x)
+    unit_x = direction(x)
     # d|z| = Re(conj(z) / |z| * dz)
-    real = jnp.real(towards) * jnp.real(tangent)
-    return real + jnp.imag(towards) * jnp.imag(tangent)
+    real = jnp.real(unit_x) * jnp.real(tangent)
+    return real + jnp.imag(unit_x) * jnp.imag(tangent)
 
 
 def modulus_dtype(x: Array) -> Any:

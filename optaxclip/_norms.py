@@ -31,7 +31,8 @@ from ._axes import Axis, Stacked, other_axes, stacked_axes, unit_axes
 from ._mesh import MeshAxes
 from ._options import Ord, check_labels, check_measure, labels_of, static_labels
 from ._prefixes import Prefix, lookup
-from ._reduce import LeafSpec, norms_of
+from ._reduce import norms_of
+from ._specs import LeafSpec, NormPlan
 from ._sums import Axes, as_float, traced_once
 from ._trees import PyTree, clipped_leaves
 
@@ -102,7 +103,7 @@ class GlobalNorm(NamedTuple):
 
     def __call__(self, tree: PyTree) -> Norms:
         leaf_count = len(jax.tree.leaves(tree))
-        # One norm is a tree of its own. Its path is empty, and its name "".
+        # A single leaf stands for the tree of norms: the path is empty, the name "".
         return _measure_leaves(self, tree, norm_tree=0, norm_indices=[0] * leaf_count)
 
 
@@ -123,7 +124,9 @@ class TensorNorm(NamedTuple):
                 axes.append(other_axes(layer_axes, jnp.ndim(array)))
             else:
                 axes.append(None)
-        return _measure_leaves(self, tree, tree, range(len(arrays)), axes)
+        return _measure_leaves(
+            self, tree, norm_tree=tree, norm_indices=range(len(arrays)), axes=axes
+        )
 
 
 class UnitwiseNorm(NamedTuple):
@@ -139,8 +142,14 @@ class UnitwiseNorm(NamedTuple):
         shapes = mesh.global_shapes(self.mesh_axes, tree, self.call)
         layer_axes = _layer_axes(self, tree, shapes)
         axes = unit_axes(self.axis, layer_axes, tree, self.call, shapes)
-        norm_indices = range(len(axes))
-        return _measure_leaves(self, tree, tree, norm_indices, axes, has_units=True)
+        return _measure_leaves(
+            self,
+            tree,
+            norm_tree=tree,
+            norm_indices=range(len(axes)),
+            axes=axes,
+            has_units=True,
+        )
 
 
 class GroupNorm(NamedTuple):
@@ -165,11 +174,14 @@ class GroupNorm(NamedTuple):
         # The order in which JAX flattens a dict: 2 before 10.
         ordered = sorted(labels)
         norm_indices = [ordered.index(label) for label in label_of_leaf]
-        norms = _measure_leaves(self, tree, dict.fromkeys(ordered, 0), norm_indices)
+        norm_tree = dict.fromkeys(ordered, 0)
+        norms = _measure_leaves(
+            self, tree, norm_tree=norm_tree, norm_indices=norm_indices
+        )
         return norms._replace(noun="label", allow_missing=self.allow_missing)
 
 
-class OwnNorm(NamedTuple):
+class UserNorm(NamedTuple):
     """A norm function of the user's: from a tree to a tree prefix of norms."""
 
     norm: Callable[[Any], Any]
@@ -185,10 +197,10 @@ class OwnNorm(NamedTuple):
 def _measure_leaves(
     measure: GlobalNorm | TensorNorm | UnitwiseNorm | GroupNorm,
     tree: PyTree,
+    *,
     norm_tree: PyTree,
     norm_indices: Sequence[int],
     axes: Sequence[Axes] | None = None,
-    *,
     has_units: bool = False,
 ) -> Norms:
     """The norms of a tree.
@@ -207,13 +219,20 @@ def _measure_leaves(
     splits = mesh.splits(measure.mesh_axes, tree, axes, measure.call)
     specs = []
     for norm_index, summed_axes, split in zip(norm_indices, axes, splits):
-        # A leaf that is summed whole has one norm, and no units.
-        leaf_has_units = has_units and summed_axes is not None
-        specs.append(LeafSpec(norm_index, summed_axes, *split, leaf_has_units))
+        spec = LeafSpec(
+            norm_index,
+            axes=summed_axes,
+            summed_over=split.summed_over,
+            kept_over=split.kept_over,
+            # A leaf that is summed whole has one norm, and no units.
+            has_units=has_units and summed_axes is not None,
+        )
+        specs.append(spec)
     entries, treedef = jax.tree.flatten_with_path(norm_tree)
+    plan = NormPlan(tuple(specs), len(entries), measure.ord)
     return Norms(
-        values=norms_of(tuple(specs), len(entries), measure.ord, arrays),
-        specs=tuple(specs),
+        values=norms_of(plan, arrays),
+        specs=plan.specs,
         paths=tuple(path for path, _ in entries),
         treedef=treedef,
         units=tuple(spec.norm_index for spec in specs if spec.has_units),
@@ -288,7 +307,8 @@ def total_norm(norms: Norms) -> Array:
     for spec in norms.specs:
         if spec.units_over:
             specs[spec.norm_index] = LeafSpec(norm_index=0, summed_over=spec.units_over)
-    (total,) = norms_of(tuple(specs), 1, None, norms.values)
+    plan = NormPlan(tuple(specs), norm_count=1, ord=None)
+    (total,) = norms_of(plan, norms.values)
     return lax.stop_gradient(total)
 
 

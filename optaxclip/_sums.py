@@ -2,13 +2,13 @@
 
 A sum of squares is three numbers:
 
-    up       sum (x * s)^2    taken if it is finite           s = 2^83 in float32
-    plain    sum x^2          else taken if it is finite
-    down     sum (x / s)^2    else taken
+    up          sum (x * s)^2    taken if it is finite           s = 2^83 in float32
+    unscaled    sum x^2          else taken if it is finite
+    down        sum (x / s)^2    else taken
 
 The norm is the root of the first that is finite. No normal number is too small for
-`up`. If `up` overflows, the sum is large, so what underflows in `plain` is below 2^-50
-of it. Likewise for `down`. There is no branch, so neither vmap nor devices with
+`up`. If `up` overflows, the sum is large, so what underflows in `unscaled` is below
+2^-50 of it. Likewise for `down`. There is no branch, so neither vmap nor devices with
 different shards are a special case.
 
     CPU    one float64 sum. Where devices join their sums, three are made of it
@@ -24,8 +24,8 @@ import math
 import operator
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from functools import partial, wraps
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from ._mesh_types import is_on_one_device
+from ._trees import PyTree
 
 # Room for 2^37 of the largest numbers: (2^128 / s)^2 = 2^90. The smallest normal number
 # stays normal: (2^-126 * s)^2 = 2^-86.
@@ -50,27 +51,23 @@ FEW_NORMS_ON_A_TPU = 64
 # The array axes that are summed, and stay with size 1. None: all, to a scalar.
 Axes = tuple[int, ...] | None
 
+
+# --------------------------------------------------------------------------- platforms
+
+
 # Jitted, so that JAX traces a function once for all arrays of one type. Inlined, so
 # that XLA gets its operations and not a call, across which it fuses nothing.
 traced_once = partial(jax.jit, inline=True)
 
 
-class Sums(NamedTuple):
-    """Sums of the squares of the numbers scaled up, as they are, and scaled down."""
-
-    up: Array
-    plain: Array
-    down: Array
-
-
 def per_platform(
     *operands: Any,
+    cpu: Callable[..., Any],
     gpu: Callable[..., Any],
-    cpu: Callable[..., Any] = lambda x, *_: x,
-    plain: Callable[..., Any] = lambda x, *_: x,
+    plain: Callable[..., Any],
 ) -> Any:
-    """Calls the function of the platform that the program is compiled for. For a
-    platform without a function it returns the first operand.
+    """Calls the function of the platform that the program is compiled for. `plain` is
+    for a TPU and any other.
     """
     # OPTAXCLIP_PLATFORM=plain takes the form of plain `jnp` everywhere.
     forced = os.environ.get("OPTAXCLIP_PLATFORM")
@@ -85,11 +82,54 @@ def per_platform(
     return lax.platform_dependent(*operands, cpu=cpu, cuda=gpu, rocm=gpu, default=plain)
 
 
+def materialized_on_gpu(arrays: PyTree) -> Any:
+    """The arrays unchanged. On a GPU they are written to memory, so that no kernel that
+    reads them computes them again: a step of AGC moves 12.27 GB on an H100, not 12.58.
+    """
+
+    def unchanged(arrays: PyTree) -> PyTree:
+        return arrays
+
+    return per_platform(
+        arrays, cpu=unchanged, gpu=lax.optimization_barrier, plain=unchanged
+    )
+
+
+# ---------------------------------------------------------------------- sums of squares
+
+
+class Sums(NamedTuple):
+    """Sums of the squares of the numbers scaled up, as they are, and scaled down."""
+
+    up: Array
+    unscaled: Array
+    down: Array
+
+
+AnySums = TypeVar("AnySums", Array, Sums)
+
+
+def _also_of_complex(sums_of: Callable[..., AnySums]) -> Callable[..., AnySums]:
+    """Lets a function that sums squares of real numbers take complex ones too.
+
+    |a + bi|^2 = a^2 + b^2, so both parts are summed like two real arrays.
+    """
+
+    @wraps(sums_of)
+    def sums_of_any(array: Array, *args: Any, **kwargs: Any) -> AnySums:
+        if not jnp.iscomplexobj(array):
+            return sums_of(array, *args, **kwargs)
+        real = sums_of(jnp.real(array), *args, **kwargs)
+        imag = sums_of(jnp.imag(array), *args, **kwargs)
+        return jax.tree.map(operator.add, real, imag)
+
+    return sums_of_any
+
+
 @partial(traced_once, static_argnums=(1, 2))
+@_also_of_complex
 def three_sums(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums of squares of an array, on each platform in its way."""
-    if jnp.iscomplexobj(array):
-        return _sums_of_both_parts(three_sums, array, axes, dtype)
     # Programs for GPU and TPU have float64 only where a leaf has 64 bits.
     if dtype == np.float64:
         return three_sums_in_jnp(array, axes, dtype)
@@ -101,50 +141,14 @@ def three_sums(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     )
 
 
-def _sums_of_both_parts(
-    sums_of: Callable[..., Sums], array: Array, axes: Axes, dtype: np.dtype
-) -> Sums:
-    """The sums of a complex array. |a + bi|^2 = a^2 + b^2, so its parts are summed like
-    two real arrays.
-    """
-    real = sums_of(jnp.real(array), axes, dtype)
-    imag = sums_of(jnp.imag(array), axes, dtype)
-    return jax.tree.map(operator.add, real, imag)
-
-
-@traced_once
-def root_of_mean(count: ArrayLike, sums: Sums) -> Array:
-    """sqrt(sum / count), of the first of the three sums that is finite."""
-    up, plain, down = sums
-    dtype = plain.dtype
-    scale = dtype.type(SCALES[dtype])
-    # NaN is in all sums, and NaN < inf is False.
-    up_is_finite = up < jnp.inf
-    plain_is_finite = plain < jnp.inf
-    second = jnp.where(plain_is_finite, plain, down)
-    scale_of_second = jnp.where(plain_is_finite, dtype.type(1), 1 / scale)
-    # Divided before the root: a mean is finite even where the norm is not.
-    root = jnp.sqrt(jnp.where(up_is_finite, up, second) / count)
-    # Division comes last. XLA on a CPU computes what follows a division or a root again
-    # in each kernel that reads the norm.
-    return root / jnp.where(up_is_finite, scale, scale_of_second)
-
-
-# The arrays unchanged. On a GPU they are written to memory, and not computed again by
-# what follows: a step of AGC moves 12.27 GB on an H100, not 12.58.
-materialized_on_gpu = partial(per_platform, gpu=lax.optimization_barrier)
-
-
 @partial(traced_once, static_argnums=1)
+@_also_of_complex
 def float64_sum(array: Array, axes: Axes) -> Array:
     """The sum of squares in float64, in one read. No square of a float32 number leaves
     the range.
     """
-    if jnp.iscomplexobj(array):
-        real = float64_sum(jnp.real(array), axes)
-        return real + float64_sum(jnp.imag(array), axes)
     x = lax.convert_element_type(array, np.float64)
-    return jnp.sum(x * x, axes, keepdims=axes is not None)
+    return sum_over(x * x, axes)
 
 
 def _three_sums_on_a_cpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
@@ -153,22 +157,20 @@ def _three_sums_on_a_cpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     # For these operations only. The program around them may have no float64.
     with jax.enable_x64(True):
         total = float64_sum(array, axes)
-        sums = Sums(up=total * scale**2, plain=total, down=total * scale**-2)
+        sums = Sums(up=total * scale**2, unscaled=total, down=total * scale**-2)
         return jax.tree.map(lambda x: lax.convert_element_type(x, dtype), sums)
 
 
 @partial(traced_once, static_argnums=(1, 2))
+@_also_of_complex
 def three_sums_in_jnp(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums in plain `jnp`, which a TPU computes in one read."""
-    if jnp.iscomplexobj(array):
-        return _sums_of_both_parts(three_sums_in_jnp, array, axes, dtype)
     x = array.astype(dtype)
     scale = SCALES[dtype]
-    sum_axes = partial(jnp.sum, axis=axes, keepdims=axes is not None)
     return Sums(
-        up=sum_axes(_square(x, scale)),
-        plain=sum_axes(_square(x, 1.0)),
-        down=sum_axes(_square(x, 1 / scale)),
+        up=sum_over(_square(x, scale), axes),
+        unscaled=sum_over(_square(x, 1.0), axes),
+        down=sum_over(_square(x, 1 / scale), axes),
     )
 
 
@@ -181,28 +183,57 @@ def _square(x: Array, scale: ArrayLike) -> Array:
     return lax.square(lax.clamp(-bound, product, bound))
 
 
+@traced_once
+def root_of_mean(count: ArrayLike, sums: Sums) -> Array:
+    """sqrt(sum / count), of the first of the three sums that is finite."""
+    up, unscaled, down = sums
+    dtype = unscaled.dtype
+    scale = dtype.type(SCALES[dtype])
+    # NaN is in all sums, and NaN < inf is False.
+    up_is_finite = up < jnp.inf
+    unscaled_is_finite = unscaled < jnp.inf
+    second = jnp.where(unscaled_is_finite, unscaled, down)
+    scale_of_second = jnp.where(unscaled_is_finite, dtype.type(1), 1 / scale)
+    # Divided before the root: a mean is finite even where the norm is not.
+    root = jnp.sqrt(jnp.where(up_is_finite, up, second) / count)
+    # Division comes last. XLA on a CPU computes what follows a division or a root again
+    # in each kernel that reads the norm.
+    return root / jnp.where(up_is_finite, scale, scale_of_second)
+
+
+# ---------------------------------------------------------------- three sums on a GPU
+
+
 @partial(traced_once, static_argnums=(1, 2))
+@_also_of_complex
 def three_sums_on_a_gpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
-    """The three sums in one reduction, of a complex number and a real one:
+    """The three sums, in the form that a GPU computes in one kernel."""
+    summed_axes = tuple(range(array.ndim)) if axes is None else axes
+    has_mesh = not jax.typeof(array).sharding.mesh.empty
+    # What jit splits is summed as one array, so that one collective joins the parts.
+    if has_mesh and not is_on_one_device(array):
+        sums = _sums_in_one_array(array, summed_axes, axes is not None, dtype)
+        return _split_last_axis(sums)
+    if array.ndim and array.ndim - 1 not in summed_axes:
+        return _sums_of_columns(array, summed_axes, dtype)
+    sums = _sums_in_one_reduction(array, summed_axes, dtype)
+    if axes is not None:
+        sums = jax.tree.map(lambda x: jnp.expand_dims(x, axes), sums)
+    return sums
+
+
+def _sums_in_one_reduction(
+    array: Array, axes: tuple[int, ...], dtype: np.dtype
+) -> Sums:
+    """The three sums by one reduction of pairs, a complex number and a real one:
 
         (x * s)^2 + i (x / s)^2, x^2
 
-    A GPU that sums several arrays that are computed, such as the step of Adam, first
-    writes each to memory. A complex array is one. The real one stays in the reduction
-    beside it: where jit splits an array unseen, XLA would join a reduction of complex
-    numbers alone by a collective that GPUs do not have.
+    XLA on a GPU writes several computed arrays, such as the step of Adam, to memory
+    before it sums them. So two of the squares are one complex array. The third stays
+    real because jit may split an array whose type has no mesh. XLA would then join a
+    reduction of complex numbers alone by a collective that GPUs do not have.
     """
-    if jnp.iscomplexobj(array):
-        return _sums_of_both_parts(three_sums_on_a_gpu, array, axes, dtype)
-    summed_axes = tuple(range(array.ndim)) if axes is None else axes
-    # Without a mesh in its type nothing is known. The real operand keeps that case
-    # right.
-    has_mesh = not jax.typeof(array).sharding.mesh.empty
-    if has_mesh and not is_on_one_device(array):
-        keep = axes is not None
-        return _sums_of_last_axis(_side_by_side(array, summed_axes, keep, dtype))
-    if array.ndim and array.ndim - 1 not in summed_axes:
-        return _over_columns(array, summed_axes, dtype)
     x = array.astype(dtype)
     scale = SCALES[dtype]
     # XLA must not know the scales, or it squares them: scale^2 is 0 or inf.
@@ -211,24 +242,21 @@ def three_sums_on_a_gpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     down = lax.square(x * scales[1])
     operands = lax.complex(up, down), x * x
     starts = np.complex64(0), dtype.type(0)
-    up_and_down, plain = lax.reduce(operands, starts, _add_both, summed_axes)
-    sums = Sums(jnp.real(up_and_down), plain, jnp.imag(up_and_down))
-    if axes is not None:
-        sums = jax.tree.map(lambda x: jnp.expand_dims(x, axes), sums)
-    return sums
+    up_and_down, unscaled = lax.reduce(operands, starts, _added_pairs, axes)
+    return Sums(jnp.real(up_and_down), unscaled, jnp.imag(up_and_down))
 
 
-def _add_both(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The sums of two pairs of sums."""
+def _added_pairs(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The sums of two pairs of numbers."""
     return left[0] + right[0], left[1] + right[1]
 
 
-def _over_columns(array: Array, axes: tuple[int, ...], dtype: np.dtype) -> Sums:
+def _sums_of_columns(array: Array, axes: tuple[int, ...], dtype: np.dtype) -> Sums:
     """Sums over other axes than the last. XLA on a GPU computes them in few threads, or
     writes the squares to memory first. So parts of the longest axis are summed first.
     """
     sizes = [array.shape[axis] for axis in axes]
-    # A size of jax.export may be a symbol, and then no size is known as the largest.
+    # A size of jax.export may be a symbol, which does not compare with others.
     has_symbol = not all(isinstance(size, int) for size in sizes)
     if has_symbol or math.prod(sizes) < LEAST_ROWS_TO_SPLIT:
         return three_sums_in_jnp(array, axes, dtype)
@@ -240,32 +268,52 @@ def _over_columns(array: Array, axes: tuple[int, ...], dtype: np.dtype) -> Sums:
     shape[longest : longest + 1] = parts, length // parts
     # The longest axis is two axes now. The first of them stays for the second sum.
     inner_axes = [axis + (axis >= longest) for axis in axes]
-    sums = _side_by_side(array.reshape(shape), inner_axes, True, dtype)
+    sums_of_parts = _sums_in_one_array(array.reshape(shape), inner_axes, True, dtype)
     # Without the barrier XLA makes one sum of both.
-    sums = lax.optimization_barrier(sums)
-    return _sums_of_last_axis(jnp.sum(sums, longest))
+    sums_of_parts = lax.optimization_barrier(sums_of_parts)
+    return _split_last_axis(jnp.sum(sums_of_parts, longest))
 
 
-def _side_by_side(
-    array: Array, axes: Sequence[int], keep: bool, dtype: np.dtype
+def _sums_in_one_array(
+    array: Array, axes: Sequence[int], keepdims: bool, dtype: np.dtype
 ) -> Array:
-    """One sum of the three squares along a new last axis, [..., 3]: one kernel on a
-    GPU, and one collective on a mesh.
+    """The three sums along a new last axis, [..., 3]: one kernel on a GPU, and one
+    collective on a mesh.
     """
     scale = SCALES[dtype]
     shape = (*array.shape, 3)
     x = lax.broadcast_in_dim(array.astype(dtype), shape, range(array.ndim))
     scales = np.array([scale, 1, 1 / scale], dtype)
     squares = _square(x, jnp.broadcast_to(scales, shape))
-    return jnp.sum(squares, tuple(axes), keepdims=keep)
+    return jnp.sum(squares, tuple(axes), keepdims=keepdims)
 
 
-def _sums_of_last_axis(sums: Array) -> Sums:
+def _split_last_axis(sums: Array) -> Sums:
     """The three sums out of one array, [..., 3]."""
-    return Sums(up=sums[..., 0], plain=sums[..., 1], down=sums[..., 2])
+    return Sums(up=sums[..., 0], unscaled=sums[..., 1], down=sums[..., 2])
 
 
-# ------------------------------------------------------------------------ other orders
+# ------------------------------------------------------------------------- other sums
+
+
+def sum_over(x: Array, axes: Axes) -> Array:
+    """The sum over some axes, which stay with size 1, or over all, to a scalar."""
+    return jnp.sum(x, axes, keepdims=axes is not None)
+
+
+@partial(traced_once, static_argnums=1)
+def sum_in_range(x: Array, axes: Axes) -> Array:
+    """The sum of numbers that cannot overflow, in float64 on a CPU."""
+    sum_on_other_platforms = partial(sum_over, axes=axes)
+
+    def sum_on_a_cpu(x: Array) -> Array:
+        with jax.enable_x64(True):
+            wide = lax.convert_element_type(x, np.float64)
+            return lax.convert_element_type(sum_over(wide, axes), x.dtype)
+
+    return per_platform(
+        x, cpu=sum_on_a_cpu, gpu=sum_on_other_platforms, plain=sum_on_other_platforms
+    )
 
 
 @partial(traced_once, static_argnums=(1, 2))
@@ -274,29 +322,15 @@ def largest_bits(array: Array, axes: Axes, dtype: np.dtype) -> Array:
     maximum of floats drops NaN on a CPU, and over devices.
     """
     moduli = jnp.abs(array).astype(dtype)
-    keep = axes is not None
-    largest = jnp.max(moduli, axes, keepdims=keep)
+    largest = jnp.max(moduli, axes, keepdims=axes is not None)
     # NaN is found by a sum: 1 / (1 + inf) is 0, and 1 / (1 + NaN) is NaN. XLA on a CPU
     # writes the operand of a reduction to memory if it contains a comparison.
-    total = jnp.sum(1 / (1 + moduli * moduli), axes, keepdims=keep)
+    total = sum_over(1 / (1 + moduli * moduli), axes)
     largest = jnp.where(jnp.isnan(total), jnp.nan, largest)
     integer = np.int64 if dtype == np.float64 else np.int32
     # Without the sign, which NaN may have too.
     bits = lax.bitcast_convert_type(largest, integer)
     return bits & integer(np.iinfo(integer).max)
-
-
-@partial(traced_once, static_argnums=1)
-def plain_sum(x: Array, axes: Axes) -> Array:
-    """The sum of numbers, none of which leaves the range, in float64 on a CPU."""
-    sum_axes = partial(jnp.sum, axis=axes, keepdims=axes is not None)
-
-    def sum_axes_on_a_cpu(x: Array) -> Array:
-        with jax.enable_x64(True):
-            wide = lax.convert_element_type(x, np.float64)
-            return lax.convert_element_type(sum_axes(wide), x.dtype)
-
-    return per_platform(x, cpu=sum_axes_on_a_cpu, gpu=sum_axes, plain=sum_axes)
 
 
 # --------------------------------------------------------------- dtypes, and division
@@ -309,7 +343,7 @@ def as_float(norm: Array) -> Array:
         return jnp.asarray(norm, jnp.result_type(norm, np.float32))
 
 
-def norm_dtype(leaves: list[Array]) -> Any:
+def norm_dtype(leaves: list[Array]) -> np.dtype:
     """The dtype of norms: float32, or float64 if a leaf has 64 bits."""
     # The bits of a complex number are those of its real part.
     bits = [jnp.finfo(leaf.dtype).bits for leaf in jax.tree.leaves(leaves)]

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from .._checks import Nonfinite, check_norm, with_hash
 from .._kernel import clip_once, make_clipper
 from .._mesh import MeshAxes
-from .._norms import GlobalNorm, OwnNorm
+from .._norms import GlobalNorm, UserNorm
 from .._options import Ord, check_measure
 from .._trees import Tree
 from ..rules._limits import LimitTree
@@ -71,7 +71,7 @@ def clip_by(
     # The functions norm and shrink are static arguments of the jitted update: lambdas
     # that are made anew in every step compile in every step.
     return make_clipper(
-        OwnNorm(with_hash(norm)),
+        UserNorm(with_hash(norm)),
         limit,
         call="clip_by",
         name="limit",

@@ -28,7 +28,7 @@ from .._checks import check_number, check_state, shown
 from .._exported import PLACEHOLDER
 from .._kernel import make_clipper
 from .._mesh_types import resharded, typed_as, types_of, varying_as
-from .._norms import OwnNorm
+from .._norms import UserNorm
 from .._state import ClipState
 from .._sums import norm_dtype
 from .._trees import PyTree, clipped_leaves, put_back, weights_of
@@ -160,7 +160,7 @@ def qk_clip(
     roles = {"queries": queries, "keys": keys, "rotary": rotary}
     # The kernel measures nothing: the norms are the logits that the attentions report,
     # in a dict from the name of an attention to its heads.
-    kernel = make_clipper(OwnNorm(dict), max_logit, call=CALL, name="max_logit")
+    kernel = make_clipper(UserNorm(dict), max_logit, call=CALL, name="max_logit")
 
     def init(params: PyTree) -> Any:
         # `optax.tree_map_params` has no weights in which heads could be found.

@@ -14,7 +14,7 @@ from .._checks import check_norm, check_state, with_hash
 from .._exported import exported
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
-from .._norms import OwnNorm, global_norm
+from .._norms import UserNorm, global_norm
 from .._state import ClipState, RecordState
 from .._trees import PyTree
 from .._wrappers._judge import Judge, StateArrays, pack, row_property, unpack
@@ -55,7 +55,7 @@ def record_norm(
     check_norm(call, norm)
     # A limit of None: nothing is multiplied, not even by 1. XLA would take the product
     # for a new array, which the next clipper of the chain would have to read.
-    measure = OwnNorm(with_hash(norm), call)
+    measure = UserNorm(with_hash(norm), call)
     clipper: Any = make_clipper(measure, None, call=call, name="norm")
 
     def init(params: PyTree) -> RecordState:

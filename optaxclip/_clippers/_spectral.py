@@ -11,7 +11,7 @@ while the others stay as they are. Scaling the whole matrix would shorten all of
 
     svd              any shrink, as exact as the singular value decomposition, which is
                      slow on accelerators
-    newton_schulz    hard and smooth(2), by matrix products alone
+    newton_schulz    hard and smooth(2), by matrix products (_singular_values.py)
 
 Leaves of one type and shape are stacked. So a program has one decomposition, or the
 products of one matrix, for each shape, however many leaves there are.
@@ -29,10 +29,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jax.core import ShapedArray
-from jax.typing import ArrayLike
 
 from .. import _trees as trees
 from .._axes import ByPath, Stacked, other_axes, stacked_axes
@@ -43,12 +43,17 @@ from .._moduli import wide_dtype
 from .._norms import Norms, TensorNorm
 from .._options import static_axes
 from .._prefixes import for_each_leaf
-from .._reduce import LeafSpec
+from .._specs import LeafSpec
 from .._state import ClipState
 from .._trees import PyTree, clipped_leaves, put_back
 from ..rules._limits import LimitTree
-from ..rules._memory import root
 from ..shrinks import Shrink, hard, shrink_of, smooth
+from ._singular_values import (
+    adjoint,
+    largest_singular_values,
+    matmul,
+    shrunk_by_products,
+)
 
 Method = Literal["svd", "newton_schulz"]
 # An int, a tree prefix of ints, or a function of path and leaf.
@@ -245,6 +250,7 @@ class SpectralNorm(NamedTuple):
         values = l2_norms.local_values()
         for layout, indices in layouts.items():
             matrices = layout.stack([leaves[index] for index in indices])
+            # The largest elements are norms too, near enough to divide by.
             peaks = jnp.max(jnp.abs(matrices), (-2, -1), keepdims=True)
             quotients, divisors = _divided(matrices, peaks)
             if self.method == "svd":
@@ -275,10 +281,12 @@ class SpectralNorm(NamedTuple):
             if rank < 2:
                 continue
             column_axes = 1 if columns[index] is None else columns[index]
-            if column_axes not in range(1, rank):
+            is_whole = isinstance(column_axes, (int, np.integer))
+            if not is_whole or not 1 <= column_axes < rank:
                 raise ValueError(
-                    f"{self.call}: columns must be from 1 to {rank - 1} for the leaf "
-                    f"{trees.name(path)!r} of shape {shape}, got {shown(column_axes)}."
+                    f"{self.call}: columns must be a whole number from 1 to {rank - 1} "
+                    f"for the leaf {trees.name(path)!r} of shape {shape}, got "
+                    f"{shown(column_axes)}."
                 )
             row_count = math.prod(shape[axis] for axis in matrix_axes[:-column_axes])
             column_count = math.prod(shape[axis] for axis in matrix_axes[-column_axes:])
@@ -339,18 +347,19 @@ def _with_shrunk_values(
     """The tree with shrunk singular values. `scaled` and `state` are what the kernel
     returned for it.
     """
-    entries = jax.tree.leaves_with_path(tree)
+    gradients = jax.tree.leaves(tree)
+    scaled_leaves, treedef = jax.tree.flatten(scaled)
+    results = list(scaled_leaves)
     entry_by_name = state.by_name()
-    names = trees.names([path for path, _ in entries], entry_by_name)
-    gradients = [gradient for _, gradient in entries]
-    leaves, treedef = jax.tree.flatten(scaled)
+    paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+    names = trees.names(paths, entry_by_name)
     for layout, indices in measure.layouts(tree).items():
         matrices = layout.stack([gradients[index] for index in indices])
         # The norms and limits that the kernel found, [leaves, *layers, 1, 1].
-        entries_of_state = [entry_by_name[names[index]] for index in indices]
+        entries = [entry_by_name[names[index]] for index in indices]
         shape = *matrices.shape[:-2], 1, 1
-        norms = jnp.stack([entry.norm for entry in entries_of_state]).reshape(shape)
-        limits = jnp.stack([entry.limit for entry in entries_of_state]).reshape(shape)
+        norms = jnp.stack([entry.norm for entry in entries]).reshape(shape)
+        limits = jnp.stack([entry.limit for entry in entries]).reshape(shape)
         quotients, divisors = _divided(matrices, norms)
         # Zeros, broken matrices, and limits of 0 and inf are as the kernel left them.
         has_norm = jnp.isfinite(norms) & (norms > 0)
@@ -359,9 +368,9 @@ def _with_shrunk_values(
         limits = jnp.where(is_shrunk, limits, 1.0).astype(quotients.real.dtype)
         if measure.method == "svd":
             u, singular_values, vh = jnp.linalg.svd(quotients, full_matrices=False)
-            long = singular_values[..., None, :] * divisors
-            short = shrink(long, jnp.broadcast_to(limits, long.shape))
-            shrunk = matmul(u * short, vh)
+            values = singular_values[..., None, :] * divisors
+            shrunk_values = shrink(values, jnp.broadcast_to(limits, values.shape))
+            shrunk = matmul(u * shrunk_values, vh)
         else:
             shrunk = divisors * shrunk_by_products(
                 quotients,
@@ -373,176 +382,28 @@ def _with_shrunk_values(
         # With `hard` a matrix within its limit keeps its bits.
         if shrink is hard:
             is_shrunk = is_shrunk & (norms > limits)
-        scaled_matrices = layout.stack([leaves[index] for index in indices])
+        scaled_matrices = layout.stack([scaled_leaves[index] for index in indices])
         clipped = jnp.where(is_shrunk, shrunk, scaled_matrices)
         for index, matrices_of_leaf in zip(indices, clipped):
-            leaves[index] = layout.unstack(matrices_of_leaf, leaves[index])
-    return treedef.unflatten(leaves)
+            leaf = layout.unstack(matrices_of_leaf, like=scaled_leaves[index])
+            results[index] = leaf
+    return treedef.unflatten(results)
 
 
-def _divided(matrices: Array, sizes: Array) -> tuple[Array, Array]:
-    """Matrices divided by a power of 2 near their size, so that squares do not
-    overflow, and these powers. Matrices whose size is NaN or inf become zeros.
+def _divided(matrices: Array, norms: Array) -> tuple[Array, Array]:
+    """Matrices divided by a power of 2 near their norm, so that squares do not
+    overflow, and these powers. Matrices whose norm is NaN or inf become zeros.
     """
-    sizes = lax.stop_gradient(sizes).astype(matrices.real.dtype)
-    is_finite = jnp.isfinite(sizes)
-    sizes = jnp.where(is_finite & (sizes > 0), sizes, 1.0)
-    info = jnp.finfo(sizes.dtype)
+    norms = lax.stop_gradient(norms).astype(matrices.real.dtype)
+    is_finite = jnp.isfinite(norms)
+    norms = jnp.where(is_finite & (norms > 0), norms, 1.0)
+    info = jnp.finfo(norms.dtype)
     # A number without digits behind its first is a power of 2, by which a division
     # rounds nothing. On a CPU `exp2` is off by 3e-6.
-    powers = lax.reduce_precision(sizes, int(info.nexp), 0)
+    powers = lax.reduce_precision(norms, int(info.nexp), 0)
     # Divisors end at 2^125 in float32: XLA multiplies by the reciprocal, which above
     # 2^126 is flushed to 0.
     largest = 2.0 ** (int(info.maxexp) - 3)
     divisors = jnp.clip(powers, 1 / largest, largest)
     quotients = jnp.where(is_finite, matrices / divisors, jnp.zeros_like(matrices))
     return quotients, divisors
-
-
-# ------------------------------------------- singular values by matrix products alone
-#
-# The clipped matrices, by a hard or a smooth shrink, and the largest singular values.
-#
-# Both shrinks use the polar factor [Z; B] of a matrix with more rows than columns:
-#
-#     [cI; X]     = [Z; B] (X^H X + c^2 I)^(1/2)
-#     B           has the singular values b = s / sqrt(s^2 + c^2)
-#     Z           has the singular values z = c / sqrt(s^2 + c^2)
-#
-#     smooth(2)   c B = X (I + X^H X / c^2)^(-1/2)
-#     hard        the singular values c b / max(b, z), where
-#                 max(b, z)^2 = (1 + |1 - 2 z^2|) / 2, with |A| = A sign(A)
-#
-# The singular values of [cI; X] are at least c, so the iteration knows where to begin.
-# Accuracy is lost with s_max / c. A root of the Gram matrix would lose it with the
-# square of that.
-#
-# All functions take matrices [..., rows, columns] with at least as many rows as
-# columns, and numbers [..., 1, 1] for each of them.
-#
-# Reference: F. L. Cesista, Numerically stable spectral clipping via Newton-Schulz,
-# 2025, for sign iterations. Chen, Chow, A stable scaling of Newton-Schulz for improving
-# the sign function computation of a Hermitian matrix, 2014, for the scaling.
-
-# The Gram matrix is raised to the power 2^17. Where m singular values almost tie, the
-# largest is underestimated by m^(1 / 2^18).
-SQUARINGS = 17
-# Steps that turn eps into 1, and some more, by the bytes of a real number.
-POLAR_STEPS = {4: 24, 8: 48}
-
-
-def matmul(a: Array, b: Array) -> Array:
-    """a @ b, with factors that are not rounded."""
-    # By default accelerators round float32 factors to bfloat16 or TF32.
-    return jnp.matmul(a, b, precision="highest")
-
-
-def adjoint(x: Array) -> Array:
-    """The conjugate transpose of each matrix."""
-    return jnp.conj(x.mT)
-
-
-def largest_singular_values(x: Array) -> Array:
-    """The largest singular value of each matrix, [..., 1, 1]."""
-    gram = matmul(adjoint(x), x)
-
-    def square(_: int, power: Array) -> Array:
-        power = matmul(power, power)
-        trace = jnp.real(jnp.trace(power, axis1=-2, axis2=-1))
-        trace = trace[..., None, None]
-        # Zeros stay zeros.
-        return power / jnp.where(trace > 0, trace, 1.0)
-
-    power = lax.fori_loop(0, SQUARINGS, square, lax.stop_gradient(gram))
-    # This mean of the squared singular values, in which the largest outweighs all
-    # others, is never above the largest.
-    products = jnp.real(jnp.conj(power) * gram)
-    mean = jnp.sum(products, (-2, -1), keepdims=True)
-    return root(mean)
-
-
-def shrunk_by_products(
-    x: Array, limit: Array, norm: Array, steps: int | None, *, is_hard: bool
-) -> Array:
-    """Matrices with their singular values shrunk, by `hard` or by `smooth(2)`.
-
-    `norm` is their largest singular value. `steps` None means as many as the dtype
-    needs.
-    """
-    # The bound is above all singular values, also where `largest_singular_values`
-    # underestimates.
-    bound = 1.001 * lax.stop_gradient(norm)
-    steps = steps or POLAR_STEPS[x.real.dtype.itemsize]
-    # Above 2^13 times the bound, 2^28 in float64, a limit shortens by less than the
-    # dtype shows. The square of a limit without bound would overflow.
-    far = 2.0 ** (int(jnp.finfo(bound.dtype).nmant) // 2 + 2)
-    limit = jnp.minimum(limit, far * bound)
-    largest = jnp.sqrt(bound**2 + limit**2)
-    # On an Explicit mesh that splits layers, [cI] must be split as X is.
-    limit_eye = resharded_as(limit * _eye(x), jax.typeof(x))
-    limit_eye_and_x = jnp.concatenate([limit_eye, x], -2) / largest
-    polar = _polar(limit_eye_and_x, limit / largest, steps)
-    columns = x.shape[-1]
-    z = polar[..., :columns, :]
-    b = polar[..., columns:, :]
-    if is_hard:
-        b = matmul(b, _inverse_of_largest(z, steps))
-    return limit * b
-
-
-def _inverse_of_largest(z: Array, steps: int) -> Array:
-    """max(b, z)^-1 for Hermitian Z, where b^2 = 1 - z^2."""
-    eye = _eye(z)
-    difference = eye - 2 * matmul(z, adjoint(z))
-    absolute = matmul(difference, _polar(difference, jnp.finfo(z.dtype).eps, steps))
-    square = 0.5 * (eye + absolute)
-
-    # The inverse root of a matrix with eigenvalues in [1/2, 1]. The error 1 - square
-    # y^2 is 1/2 for y = 1, then 0.22, 0.04, 1e-3, 1e-6, 1e-12, 1e-24.
-    def step(_: int, y: Array) -> Array:
-        return 0.5 * matmul(y, 3 * eye - matmul(square, matmul(y, y)))
-
-    # The first step, from y = 1, multiplies no matrices.
-    more_steps = 4 if z.real.dtype.itemsize == 4 else 5
-    inverse = lax.fori_loop(0, more_steps, step, 0.5 * (3 * eye - square))
-    # Where so few polar steps do not suffice, `absolute` is below |1 - 2 z^2|, down to
-    # 0.
-    return inverse / math.sqrt(1 + _lowest_in_reach(steps))
-
-
-def _polar(x: Array, lowest: ArrayLike, steps: int) -> Array:
-    """Turns all singular values in [lowest, 1] into 1, by the iteration
-    x <- r x (3 - r^2 x^2) / 2. For a Hermitian matrix this is the sign.
-
-    Singular values that are too small for so many steps come out below 1.
-    """
-
-    def step(carry: Any, _: None) -> Any:
-        x, lowest = carry
-        # This r raises the lowest most. That of a lowest near 0 would send 1 to 0, and
-        # 1 + eps below 0, so r is computed from 0.1 at least.
-        low = jnp.maximum(lowest, 0.1)
-        r = jnp.sqrt(3 / (1 + low + low**2))
-        lowest = 0.5 * r * lowest * (3 - (r * lowest) ** 2)
-        gram = matmul(adjoint(x), x)
-        factor = 0.5 * r * (3 * _eye(x) - r**2 * gram)
-        return (matmul(x, factor), lowest), None
-
-    # Below this reach `lowest` would keep r large up to the last step, and singular
-    # values near 1 would end anywhere.
-    lowest = jnp.maximum(lax.stop_gradient(lowest), _lowest_in_reach(steps))
-    (polar, _), _ = lax.scan(step, (x, lowest), length=steps)
-    return polar
-
-
-def _lowest_in_reach(steps: int) -> float:
-    """The lowest singular value that so many steps turn into 1, to 4 eps of float64."""
-    # A step multiplies small singular values by 2.466. The last four steps are for
-    # those near 1.
-    return min(1.0, 2.46 ** (4.1 - steps))
-
-
-def _eye(x: Array) -> Array:
-    """The identity matrix [1, ..., columns, columns] for matrices [..., columns]."""
-    eye = jnp.eye(x.shape[-1], dtype=x.dtype)
-    return jnp.expand_dims(eye, range(x.ndim - 2))

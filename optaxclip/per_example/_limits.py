@@ -23,7 +23,8 @@ from .._factors import factor_between, shrunk_by, times_square
 from .._mesh import AxisNames
 from .._mesh_types import varying
 from .._prefixes import Prefix, lookup
-from .._reduce import LeafSpec, norms_of
+from .._reduce import norms_of
+from .._specs import LeafSpec, NormPlan
 from .._trees import PyTree
 from ..rules._rule import is_rule
 from ..shrinks import Shrink
@@ -89,9 +90,10 @@ class Limits(NamedTuple):
         specs = []
         for group, mesh_axes in zip(self.groups, self.splits):
             specs.append(LeafSpec(norm_index=group, summed_over=mesh_axes))
+        plan = NormPlan(tuple(specs), len(self.values), ord=None)
 
         def norms_of_one(leaves: Arrays) -> Array:
-            return jnp.stack(norms_of(tuple(specs), len(self.values), None, leaves))
+            return jnp.stack(norms_of(plan, leaves))
 
         norms_of_batch = jax.vmap(norms_of_one, axis_size=present.size)
         norms = norms_of_batch(leaves)

@@ -57,6 +57,7 @@ def blend(
     has_started = (average.weight > 0) | jnp.asarray(corrected)
     decay = jnp.where(has_started, decay, jnp.zeros_like(decay))
     weight, share = weigh(average.weight, decay)
+    # `between` takes the share of the old estimate.
     return Average(between(average.estimate, value, 1 - share), weight)
 
 

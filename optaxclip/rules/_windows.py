@@ -15,6 +15,7 @@ from .._checks import check_length, check_number
 from .._exported import exported
 from ._memory import count_up, multiple, new_unless_zero, new_where, remembered
 from ._rule import (
+    Answer,
     Number,
     Rule,
     at_step,
@@ -31,7 +32,8 @@ from ._rule import (
 class Window(NamedTuple):
     """The last norms, in a ring."""
 
-    # float32[norm, length]: filled from the left, then the oldest is overwritten
+    # float32[norm, length]: the norms. They fill it from the left, and then overwrite
+    # the oldest.
     past: Array
     seen: Array  # int32[norm]: norms remembered so far
 
@@ -123,15 +125,14 @@ class WindowedQuantile(Rule):
         recent = empty_window(self, norm)
         return recent, jnp.full_like(recent.past, jnp.inf)
 
-    def update(self, norm: Array, memory: QuantileMemory, step: Array) -> Any:
+    def update(self, norm: Array, memory: QuantileMemory, step: Array) -> Answer:
         quantile, factor = at_step(step, norm.dtype, self.quantile, self.factor)
-        current = jnp.asarray(self.current)
-        recent, ordered = new_where(current, push_ordered(memory, norm), memory)
+        # Both windows are made, since `current` may be traced.
+        with_current = push_ordered(memory, norm)
+        recent, ordered = new_where(jnp.asarray(self.current), with_current, memory)
         is_warm = recent.seen >= jnp.maximum(self.warmup, 1)
-        multiple_of_quantile = multiple(
-            factor, interpolated(quantile, recent.seen, ordered)
-        )
-        limit = jnp.where(is_warm, multiple_of_quantile, jnp.inf)
+        norm_at_quantile = interpolated(quantile, recent.seen, ordered)
+        limit = jnp.where(is_warm, multiple(factor, norm_at_quantile), jnp.inf)
         value = remembered(self.remember, norm, limit)
         new_memory = push_ordered(memory, value)
         return limit, new_unless_zero(self.remember, value, new_memory, memory)
@@ -147,16 +148,18 @@ def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
     is_full = recent.seen[..., None] >= ordered.shape[-1]
     oldest = jnp.take_along_axis(recent.past, next_place(recent), axis=-1)
     # Until the window is full nothing leaves but an inf at the end.
-    old = jnp.where(is_full, oldest, jnp.inf)
-    end = jnp.full_like(ordered[..., :1], jnp.inf)
-    padded = jnp.concatenate([-end, ordered, end], axis=-1)
-    before = padded[..., :-2]
-    after = padded[..., 2:]
-    # [1, 3, 5] without 1, with 4: what is between both moves down, [3, 4, 5].
-    down = jnp.where(ordered < old, ordered, jnp.clip(new, ordered, after))
-    # [1, 3, 5] without 5, with 2: what is between both moves up, [1, 2, 3].
-    up = jnp.where(ordered > old, ordered, jnp.clip(new, before, ordered))
-    return push(recent, norm), jnp.where(new < old, up, down)
+    leaving = jnp.where(is_full, oldest, jnp.inf)
+    infinity = jnp.full_like(ordered[..., :1], jnp.inf)
+    padded = jnp.concatenate([-infinity, ordered, infinity], axis=-1)
+    previous = padded[..., :-2]
+    following = padded[..., 2:]
+    # [1, 3, 5] without 1, with 4: norms between both move down, [3, 4, 5].
+    moved_down = jnp.clip(new, ordered, following)
+    moved_down = jnp.where(ordered < leaving, ordered, moved_down)
+    # [1, 3, 5] without 5, with 2: norms between both move up, [1, 2, 3].
+    moved_up = jnp.clip(new, previous, ordered)
+    moved_up = jnp.where(ordered > leaving, ordered, moved_up)
+    return push(recent, norm), jnp.where(new < leaving, moved_up, moved_down)
 
 
 def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
@@ -169,12 +172,12 @@ def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
         index = place.astype(jnp.int32)[..., None]
         return jnp.take_along_axis(ordered, index, axis=-1)[..., 0]
 
-    # Without any norm both norms are inf, whose difference is NaN. The largest number
-    # stands for inf here, and `update` takes inf then.
-    most = jnp.finfo(ordered.dtype).max
+    # An empty window holds inf only, and inf - inf is NaN. So the largest number stands
+    # for inf, and `update` has no limit then.
+    largest_number = jnp.finfo(ordered.dtype).max
     floor = jnp.floor(place)
-    low = jnp.minimum(norm_at(floor), most)
-    high = jnp.minimum(norm_at(jnp.ceil(place)), most)
+    low = jnp.minimum(norm_at(floor), largest_number)
+    high = jnp.minimum(norm_at(jnp.ceil(place)), largest_number)
     return low + (place - floor) * (high - low)
 
 
@@ -231,17 +234,69 @@ class WindowedMean(Rule):
     def init(self, norm: Array) -> Window:
         return empty_window(self, norm)
 
-    def update(self, norm: Array, past: Window, step: Array) -> Any:
+    def update(self, norm: Array, memory: Window, step: Array) -> Answer:
         sigmas, floor = at_step(step, norm.dtype, self.sigmas, self.floor)
         # Both windows are made, since `current` may be traced.
-        window = new_where(jnp.asarray(self.current), push(past, norm), past)
+        with_current = push(memory, norm)
+        window = new_where(jnp.asarray(self.current), with_current, memory)
         mean, deviation = moments(self.ddof, window)
         bound = mean + multiple(sigmas, jnp.maximum(deviation, floor))
         # With ddof 1 a deviation takes two norms, whatever the warmup is.
         is_warm = window.seen >= jnp.maximum(self.warmup, 1 + self.ddof)
         limit = jnp.where(is_warm, bound, jnp.inf)
-        # The norm goes onto `past`: `window` may have it already, as it came.
-        return limit, push(past, remembered(self.remember, norm, limit))
+        # The norm goes onto `memory`: `window` may have it already, as it came.
+        return limit, push(memory, remembered(self.remember, norm, limit))
+
+
+def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
+    """Mean and standard deviation of the norms in a window.
+
+    Both are taken of differences from one of the norms, divided by the largest
+    difference. So equal norms have exactly their mean and no deviation, and no square
+    leaves the range.
+    """
+    is_filled = place_numbers(window) < window.seen[..., None]
+    length = window.past.shape[-1]
+    count = jnp.clip(window.seen, 1, length).astype(window.past.dtype)
+    # A float32 sum of norms such as 8192 + 2^-9 would lose what they differ by.
+    anchor = window.past[..., :1]
+    # Empty places hold 0, which is no norm.
+    differences = jnp.where(is_filled, window.past - anchor, 0.0)
+    largest = jnp.max(jnp.abs(differences), axis=-1, keepdims=True)
+    # XLA multiplies with the reciprocal, which above 2^126 is flushed to 0.
+    largest = jnp.minimum(largest, jnp.finfo(differences.dtype).max / 8)
+    quotients = differences / jnp.where(largest > 0, largest, 1.0)
+    mean_quotient = jnp.sum(quotients, axis=-1, keepdims=True) / count[..., None]
+    deviations = jnp.where(is_filled, quotients - mean_quotient, 0.0)
+    squares = jnp.sum(deviations**2, axis=-1)
+    # The divisor is at least 1: for ddof norms it would be 0.
+    variance = squares / jnp.maximum(count - jnp.asarray(ddof, count.dtype), 1)
+    mean = anchor[..., 0] + (largest * mean_quotient)[..., 0]
+    return mean, largest[..., 0] * jnp.sqrt(variance)
+
+
+def step_rule(
+    sigmas: Number = 6.0, window: int | Array = 128, *, call: str = "windowed_mean"
+) -> Rule:
+    """The rule of `skip_step`: the first limit comes after half a window."""
+    check_length(f"{call}: window", window, least=2)
+    # OLMo-core counts the current norm too, which is not in the statistic: one less.
+    # Under inject_hyperparams the window is traced.
+    larger = jnp.maximum if isinstance(window, Array) else max
+    return rule_in(
+        call,
+        WindowedMean,
+        sigmas=sigmas,
+        window=window,
+        ddof=1,
+        warmup=larger(2, window // 2) - 1,
+    )
+
+
+def spike_rule(call: str, sigmas: Number, window: int | Array) -> Rule:
+    """The rule of OLMo-core's spike score: a norm over its limit is a spike."""
+    # Nothing is a spike before the window is full.
+    return rule_in(call, WindowedMean, sigmas=sigmas, window=window, warmup=window)
 
 
 class Growth(Rule):
@@ -249,10 +304,9 @@ class Growth(Rule):
 
     The last norm is what a hard clip let through, the smaller of norm and limit, unless
     that is 0. From one step to the next the norm grows by at most 1 %, however large
-    the spike. A lasting rise by a factor f takes
-    log(f) / log(rate) steps to pass. Fira, APOLLO, RACS and Alice apply this to each
-    tensor of the update: `clip_by_tensor_norm(rules.growth())` after the
-    preconditioner.
+    the spike. A lasting rise by a factor f takes log(f) / log(rate) steps to pass.
+    Fira, APOLLO, RACS and Alice apply this to each tensor of the update:
+    `clip_by_tensor_norm(rules.growth())` after the preconditioner.
 
     Args:
       rate: growth allowed in a step, at least 0. 1.01 is 1 %. A number or a schedule.
@@ -291,7 +345,7 @@ class Growth(Rule):
         # The first norm has no limit: inf times a rate above 0 is inf.
         return jnp.full_like(norm, jnp.inf)
 
-    def update(self, norm: Array, memory: Array, step: Array) -> Any:
+    def update(self, norm: Array, memory: Array, step: Array) -> Answer:
         cap = jnp.inf if self.cap is None else self.cap
         rate, floor, cap = at_step(step, norm.dtype, self.rate, self.floor, cap)
         # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
@@ -342,63 +396,12 @@ class QuantileTracker(Rule):
     def init(self, norm: Array) -> Array:
         return jnp.full_like(norm, self.start)
 
-    def update(self, norm: Array, limit: Array, step: Array) -> Any:
+    def update(self, norm: Array, limit: Array, step: Array) -> Answer:
         quantile, rate = at_step(step, norm.dtype, self.quantile, self.rate)
-        within = (norm <= limit).astype(norm.dtype)
+        is_within = (norm <= limit).astype(norm.dtype)
         # A limit of 0 or inf would stay for good, or become NaN.
         info = jnp.finfo(norm.dtype)
         old_limit = jnp.clip(limit, info.tiny, info.max)
-        # within - quantile is 1 - quantile or -quantile: a step down or up.
-        new_limit = old_limit * jnp.exp(-rate * (within - quantile))
+        # The difference is 1 - quantile or -quantile: a step down or up.
+        new_limit = old_limit * jnp.exp(-rate * (is_within - quantile))
         return limit, jnp.clip(new_limit, info.tiny, info.max)
-
-
-def step_rule(
-    sigmas: Number = 6.0, window: int | Array = 128, *, call: str = "windowed_mean"
-) -> Rule:
-    """The rule of `skip_step`: the first limit comes after half a window."""
-    check_length(f"{call}: window", window, least=2)
-    # OLMo-core counts the current norm too, which is not in the statistic: one less.
-    # Under inject_hyperparams the window is traced.
-    larger = jnp.maximum if isinstance(window, Array) else max
-    return rule_in(
-        call,
-        WindowedMean,
-        sigmas=sigmas,
-        window=window,
-        ddof=1,
-        warmup=larger(2, window // 2) - 1,
-    )
-
-
-def spike_rule(call: str, sigmas: Number, window: int | Array) -> Rule:
-    """The rule of OLMo-core's spike score: what is over its limit is a spike."""
-    # Nothing is a spike before the window is full.
-    return rule_in(call, WindowedMean, sigmas=sigmas, window=window, warmup=window)
-
-
-def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
-    """Mean and standard deviation of the norms in a window.
-
-    Both are taken of differences from one of the norms, divided by the largest
-    difference. So equal norms have exactly their mean and no deviation, and no square
-    leaves the range.
-    """
-    is_filled = place_numbers(window) < window.seen[..., None]
-    length = window.past.shape[-1]
-    count = jnp.clip(window.seen, 1, length).astype(window.past.dtype)
-    # A float32 sum of norms such as 8192 + 2^-9 would lose what they differ by.
-    anchor = window.past[..., :1]
-    # Empty places hold 0, which is no norm.
-    differences = jnp.where(is_filled, window.past - anchor, 0.0)
-    largest = jnp.max(jnp.abs(differences), axis=-1, keepdims=True)
-    # XLA multiplies with the reciprocal, which above 2^126 is flushed to 0.
-    largest = jnp.minimum(largest, jnp.finfo(differences.dtype).max / 8)
-    differences = differences / jnp.where(largest > 0, largest, 1.0)
-    shift = jnp.sum(differences, axis=-1, keepdims=True) / count[..., None]
-    deviations = jnp.where(is_filled, differences - shift, 0.0)
-    squares = jnp.sum(deviations**2, axis=-1)
-    # The divisor is at least 1: for ddof norms it would be 0.
-    variance = squares / jnp.maximum(count - jnp.asarray(ddof, count.dtype), 1)
-    mean = anchor[..., 0] + (largest * shift)[..., 0]
-    return mean, largest[..., 0] * jnp.sqrt(variance)

@@ -415,6 +415,12 @@ def test_columns_say_how_a_kernel_is_a_matrix(method):
         np.testing.assert_allclose(norm, longest(flat), rtol=4e-6)
 
 
+@pytest.mark.parametrize("columns", [1.0, lambda *_: 1.0])
+def test_columns_that_are_not_a_whole_number_are_refused(columns):
+    with pytest.raises(ValueError, match="columns must be a whole number from 1 to 2"):
+        spectral_norm(np.ones((12, 4, 5), np.float32), columns=columns)
+
+
 @pytest.mark.slow
 @both_forms
 def test_newton_schulz_has_a_finite_derivative_everywhere(form):

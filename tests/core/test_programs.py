@@ -159,6 +159,15 @@ def test_the_first_update_finds_the_norm_that_init_traced():
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize(("platform", "most"), [("cuda", 12), ("tpu", 64)])
+def test_many_norms_share_one_root_on_an_accelerator(platform, most):
+    for count, roots in ((most, most), (most + 1, 1)):
+        leaves = [jnp.ones(2)] * count
+        traced = jax.jit(optaxclip.tensor_norm).trace(leaves)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("stablehlo.sqrt") == roots
+
+
 def test_parts_of_an_update_are_inlined():
     """A call in their place is another program to XLA: of AGC a TPU v5e ran a fifth
     more kernels.

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ..._reduce import LeafSpec, norms_of
+from ..._reduce import norms_of
+from ..._specs import LeafSpec, NormPlan
 from ..._sums import per_platform
 from ._forms import OuterProducts, has_row_numbers
 
@@ -48,8 +49,8 @@ class NormSource(NamedTuple):
 
 def _norm(array: Array) -> Array:
     """The norm of an array on this device."""
-    specs = (LeafSpec(norm_index=0),)
-    (norm,) = norms_of(specs, 1, None, [array])
+    plan = NormPlan((LeafSpec(norm_index=0),), norm_count=1, ord=None)
+    (norm,) = norms_of(plan, [array])
     return norm
 
 

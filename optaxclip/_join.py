@@ -1,0 +1,161 @@
+"""Terms of leaves as norms: joined over leaves, and over devices.
+
+A term is what a leaf adds to its norm: an array, or three sums of squares. Terms are
+added, or the largest is taken. A norm of several leaves is a scalar, since leaves that
+keep axes have norms of their own.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from . import _mesh as mesh
+from . import _mesh_types as mesh_types
+from ._mesh import AxisNames
+from ._specs import LeafSpec, NormPlan
+from ._sums import Sums, per_platform
+
+# At most this many terms are stacked into one table on a TPU.
+TABLE_SIZE = 16
+
+Term = TypeVar("Term", Array, Sums)
+
+
+class Operation(NamedTuple):
+    """How terms become one."""
+
+    pair: Callable[..., Array]  # joins two arrays
+    table: Callable[..., Array]  # joins the columns of a table
+    collective: Callable[..., Array]  # joins the arrays of devices along mesh axes
+
+
+ADD = Operation(jnp.add, jnp.sum, lax.psum)
+MAX = Operation(jnp.maximum, jnp.max, lax.pmax)
+
+
+def per_norm(
+    plan: NormPlan,
+    terms: list[Term],
+    *,
+    zero: Term,
+    operation: Operation,
+    join_leaves: Callable[[list[Term], Operation], Term],
+) -> list[Term]:
+    """For each norm the terms of its leaves as one, over leaves and devices.
+
+    Arrays that jit splits are global, and need no collective: XLA adds up their parts.
+
+    Args:
+      plan: which leaf has which norm.
+      terms: of each leaf.
+      zero: the value of a norm without leaves.
+      operation: `ADD` or `MAX`.
+      join_leaves: joins the terms of several leaves, such as `in_pairs`.
+    """
+    mesh_axes_of_norms = _mesh_axes_of_norms(plan)
+    terms_of_norms: list[list[Term]] = [[] for _ in range(plan.norm_count)]
+    for spec, term in zip(plan.specs, terms):
+        mesh_axes = mesh_axes_of_norms[spec.norm_index]
+        term = _counted_once(spec, term, mesh_axes, operation)
+        terms_of_norms[spec.norm_index].append(term)
+    totals = []
+    for terms_of_norm in terms_of_norms:
+        totals.append(join_leaves(terms_of_norm, operation) if terms_of_norm else zero)
+    # A total of three sums is three arrays.
+    arrays, treedef = jax.tree.flatten(totals)
+    mesh_axes_of_arrays = []
+    for total, mesh_axes in zip(totals, mesh_axes_of_norms):
+        mesh_axes_of_arrays += [mesh_axes] * len(jax.tree.leaves(total))
+    joined = mesh.joined_over_devices(operation.collective, arrays, mesh_axes_of_arrays)
+    return treedef.unflatten(joined)
+
+
+# --------------------------------------------------------------------------- leaves
+
+
+def by_platform(terms: list[Term], operation: Operation) -> Term:
+    """The terms of one norm as one, in pairs or as a table."""
+    if len(terms) == 1:
+        return terms[0]
+    pairs = partial(in_pairs, operation=operation)
+    table = partial(as_table, operation=operation)
+    return per_platform(terms, cpu=pairs, gpu=pairs, plain=table)
+
+
+def in_pairs(terms: list[Term], operation: Operation) -> Term:
+    """The terms joined in pairs, and the results in pairs again. XLA fuses the adds
+    into the kernel that reads the result.
+    """
+    while len(terms) > 1:
+        joined = []
+        for left, right in zip(terms[::2], terms[1::2]):
+            joined.append(jax.tree.map(operation.pair, left, right))
+        if len(terms) % 2:
+            joined.append(terms[-1])
+        terms = joined
+    return terms[0]
+
+
+def as_table(terms: list[Term], operation: Operation) -> Term:
+    """The terms, which are scalars, joined as columns of a table, a row for each of
+    three sums. A TPU would run each add of a chain of adds by itself.
+    """
+    treedef = jax.tree.structure(terms[0])
+    while len(terms) > 1:
+        joined = []
+        for start in range(0, len(terms), TABLE_SIZE):
+            columns = terms[start : start + TABLE_SIZE]
+            entries = []
+            for row in zip(*map(jax.tree.leaves, columns)):
+                entries += row
+            # The barrier keeps XLA from making a chain of the sum of a stack.
+            stack = lax.optimization_barrier(jnp.stack(entries))
+            table = stack.reshape(-1, len(columns))
+            joined.append(treedef.unflatten(list(operation.table(table, 1))))
+        terms = joined
+    return terms[0]
+
+
+# -------------------------------------------------------------------------- devices
+
+
+def _mesh_axes_of_norms(plan: NormPlan) -> list[AxisNames]:
+    """The mesh axes over which each norm is joined: for all norms the same, by one
+    collective. Only units that devices split have mesh axes of their own.
+    """
+    shared: set[str] = set()
+    for spec in plan.specs:
+        if not spec.units_over:
+            shared.update(spec.joined_over)
+    mesh_axes_of_norms = [tuple(sorted(shared))] * plan.norm_count
+    for spec in plan.specs:
+        if spec.units_over:
+            mesh_axes_of_norms[spec.norm_index] = tuple(sorted(spec.summed_over))
+    return mesh_axes_of_norms
+
+
+def _counted_once(
+    spec: LeafSpec, term: Term, mesh_axes: AxisNames, operation: Operation
+) -> Term:
+    """The term of a leaf on this device, as a collective over these mesh axes takes it:
+    layers stand among zeros for the layers of other devices, and a term that several
+    devices have is divided by their number.
+    """
+    if not mesh_axes:
+        return term
+    copies = 1
+    if operation is ADD:
+        copies = mesh.device_count({*mesh_axes} - {*spec.joined_over})
+
+    def counted_once(array: Array) -> Array:
+        if spec.layers_over:
+            array = mesh.among_zeros(array, spec.kept_over)
+        if copies > 1:
+            array = array / copies
+        return mesh_types.varying_over(array, mesh_axes)
+
+    return jax.tree.map(counted_once, term)

@@ -1,0 +1,207 @@
+"""Norms of order 2, "rms" and "average": roots of sums of squares.
+
+Each platform sums the squares of a leaf, joins the sums of leaves, and takes roots in
+its own way:
+
+              sums of a leaf       leaves are joined    roots
+    CPU       one, of float64      in pairs             one by one
+    GPU       three (_sums.py)     in pairs             of a vector, from 13 norms on
+    others    three in `jnp`       as a table           of a vector, from 65 norms on
+
+Leaves of 64 bits, and leaves whose sums cross devices, have three sums on all
+platforms.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from . import _join as join
+from . import _sums as sums
+from ._options import Ord
+from ._specs import LeafSpec, NormPlan, is_mean
+from ._sums import FEW_NORMS_ON_A_GPU, FEW_NORMS_ON_A_TPU, Sums, traced_once
+
+# Leaves of at most so many numbers are merged into a vector on a GPU.
+MOST_NUMBERS_TO_MERGE = 2**16
+
+
+def norms_by_squares(plan: NormPlan, arrays: list[Array]) -> list[Array]:
+    """The norms of some leaves, by sums of squares."""
+    crosses_devices = any(spec.joined_over for spec in plan.specs)
+    if crosses_devices or sums.norm_dtype(arrays) == np.float64:
+        return _norms_anywhere(plan, arrays)
+    # One choice of the platform for all leaves, which is traced once.
+    return sums.per_platform(
+        arrays,
+        cpu=partial(_norms_on_a_cpu, plan),
+        gpu=partial(_norms_on_a_gpu, plan),
+        plain=partial(_norms_in_jnp, plan),
+    )
+
+
+def _norms_on_a_cpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
+    """The norms by one sum of each leaf: sums, means and roots in float64, rounded
+    once.
+    """
+    with jax.enable_x64(True):
+        terms = []
+        for spec, array in zip(plan.specs, arrays):
+            terms.append(sums.float64_sum(array, spec.axes))
+        totals = join.per_norm(
+            plan,
+            terms,
+            zero=jnp.zeros((), np.float64),
+            operation=join.ADD,
+            join_leaves=join.in_pairs,
+        )
+        counts = plan.element_counts(arrays, np.float64)
+        norms = []
+        for total, count in zip(totals, counts):
+            norm = _root(plan.ord, count, total)
+            norms.append(lax.convert_element_type(norm, np.float32))
+        return norms
+
+
+def _norms_on_a_gpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
+    """The norms by three sums of each large leaf, and of small leaves together."""
+    counts = plan.element_counts(arrays, sums.norm_dtype(arrays))
+    merged_plan, vectors = _merged(plan, arrays)
+    totals = _three_sums(merged_plan, vectors, sums.three_sums_on_a_gpu, join.in_pairs)
+    return _roots(plan, counts, totals, most_single=FEW_NORMS_ON_A_GPU)
+
+
+def _norms_in_jnp(plan: NormPlan, arrays: list[Array]) -> list[Array]:
+    """The norms on a TPU and any other platform."""
+    counts = plan.element_counts(arrays, sums.norm_dtype(arrays))
+    totals = _three_sums(plan, arrays, sums.three_sums_in_jnp, join.as_table)
+    return _roots(plan, counts, totals, most_single=FEW_NORMS_ON_A_TPU)
+
+
+def _norms_anywhere(plan: NormPlan, arrays: list[Array]) -> list[Array]:
+    """The norms by three sums on every platform. A CPU converts its float64 sum into
+    three.
+    """
+    counts = plan.element_counts(arrays, sums.norm_dtype(arrays))
+    totals = _three_sums(plan, arrays, sums.three_sums, join.by_platform)
+    return sums.per_platform(
+        totals,
+        cpu=partial(_roots, plan, counts),
+        gpu=partial(_roots, plan, counts, most_single=FEW_NORMS_ON_A_GPU),
+        plain=partial(_roots, plan, counts, most_single=FEW_NORMS_ON_A_TPU),
+    )
+
+
+# ------------------------------------------------------------------------------- sums
+
+
+def _three_sums(
+    plan: NormPlan,
+    arrays: list[Array],
+    sums_of_leaf: Callable[..., Sums],
+    join_leaves: Callable[..., Sums],
+) -> list[Sums]:
+    """The three sums of squares of each norm."""
+    dtype = sums.norm_dtype(arrays)
+    # One of the three sums may overflow, at which jax_debug_infs would raise.
+    with jax.debug_infs(False):
+        terms = []
+        for spec, array in zip(plan.specs, arrays):
+            terms.append(sums_of_leaf(array, spec.axes, dtype))
+        zero = jnp.zeros((), dtype)
+        return join.per_norm(
+            plan,
+            terms,
+            zero=Sums(zero, zero, zero),
+            operation=join.ADD,
+            join_leaves=join_leaves,
+        )
+
+
+def _merged(plan: NormPlan, arrays: list[Array]) -> tuple[NormPlan, list[Array]]:
+    """The same norms of fewer leaves: small ones that share a norm and a dtype become
+    one vector, since a GPU starts a kernel for each sum.
+    """
+    merged_specs: list[LeafSpec] = []
+    merged_arrays: list[Array] = []
+    small_arrays_of: dict[tuple[int, np.dtype], list[Array]] = {}
+    for spec, array in zip(plan.specs, arrays):
+        if _is_small(spec, array):
+            norm_and_dtype = spec.norm_index, array.dtype
+            small_arrays_of.setdefault(norm_and_dtype, []).append(array)
+        else:
+            merged_specs.append(spec)
+            merged_arrays.append(array)
+    for (norm_index, _), small_arrays in small_arrays_of.items():
+        vector = small_arrays[0]
+        if len(small_arrays) > 1:
+            vector = jnp.concatenate([array.reshape(-1) for array in small_arrays])
+        merged_specs.append(LeafSpec(norm_index))
+        merged_arrays.append(vector)
+    return plan._replace(specs=tuple(merged_specs)), merged_arrays
+
+
+def _is_small(spec: LeafSpec, array: Array) -> bool:
+    """Whether a leaf is merged with others."""
+    # Where jit splits leaves, a vector of them would take a collective.
+    may_be_split = not jax.typeof(array).sharding.mesh.empty
+    if spec.axes is not None or may_be_split:
+        return False
+    # A size of jax.export may be a symbol.
+    return isinstance(array.size, int) and array.size <= MOST_NUMBERS_TO_MERGE
+
+
+# ------------------------------------------------------------------------------ roots
+
+
+@partial(traced_once, static_argnums=0)
+def _root(ord: Ord, count: ArrayLike, total: Sums | Array) -> Array:
+    """The norm, from three sums of squares or from one in float64."""
+    if isinstance(total, Sums):
+        norm = sums.root_of_mean(count, total)
+    else:
+        norm = jnp.sqrt(total / count if is_mean(ord) else total)
+    if ord == "average":
+        # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
+        norm = norm / count**0.5
+    return norm
+
+
+def _roots(
+    plan: NormPlan, counts: list[Any], totals: list[Sums], most_single: float = math.inf
+) -> list[Array]:
+    """The norms from their sums. Of more norms than `most_single` the scalars are
+    stacked, and one root is taken of the vector.
+
+    XLA on a GPU would put the root of each into every kernel that takes all norms: a
+    step with AGC took 1.5 times as long to compile for an H100
+    (`python -m benchmarks --only whole_step_compiled`). A TPU would take each root by
+    itself.
+    """
+    scalars = []
+    counts_of_scalars = []
+    for total, count in zip(totals, counts):
+        if not total.unscaled.ndim:
+            scalars.append(total)
+            counts_of_scalars.append(count)
+    # Inside shard_map they may differ over different mesh axes.
+    types = {jax.typeof(total.unscaled) for total in scalars}
+    if len(totals) <= most_single or len(types) != 1:
+        return [_root(plan.ord, count, total) for count, total in zip(counts, totals)]
+    vectors = jax.tree.map(lambda *numbers: jnp.stack(numbers), *scalars)
+    vectors = sums.materialized_on_gpu(vectors)
+    norms_of_scalars = iter(_root(plan.ord, jnp.stack(counts_of_scalars), vectors))
+    norms = []
+    for total, count in zip(totals, counts):
+        if total.unscaled.ndim:
+            norms.append(_root(plan.ord, count, total))
+        else:
+            norms.append(next(norms_of_scalars))
+    return norms
