@@ -38,7 +38,8 @@ class Outcome(NamedTuple):
     factor: Array
     clipped: Array  # bool
     is_sound: Array  # bool: neither norm nor limit is broken
-    share: Array  # float: which share of the units was clipped, 0 or 1 of a whole leaf
+    # float: which share of the units was clipped. 0 or 1 for a whole leaf
+    clipped_share: Array
 
 
 class Decision(NamedTuple):
@@ -76,8 +77,10 @@ def next_state(
         norm=outcome.norm,
         limit=outcome.limit,
         factor=outcome.factor,
-        clipped_recently=moving_average(state.clipped_recently, outcome.share, steps),
-        units_clipped=outcome.share,
+        clipped_recently=moving_average(
+            state.clipped_recently, outcome.clipped_share, steps
+        ),
+        units_clipped=outcome.clipped_share,
     )
     dtype = state.numbers.dtype
     new_state = state_of_rows(state.names, rows, tuple(memories.values()), dtype)
@@ -144,7 +147,7 @@ class UnitNumbers(NamedTuple):
     norm: Array
     limit: Array
     factor: Array
-    clipped: Array  # 1 or 0, or how many were clipped
+    clipped_units: Array  # 1 or 0, or how many were clipped
 
 
 def furthest_units(
@@ -167,7 +170,7 @@ def furthest_units(
         norm=norm,
         limit=limit,
         factor=outcome.factor,
-        clipped=outcome.share,
+        clipped_units=outcome.clipped_share,
     )
     # JAX has no derivative of a reduction of several arrays.
     furthest = _furthest(lax.stop_gradient(numbers), range(1, norm.ndim))
@@ -178,15 +181,15 @@ def furthest_units(
         tables = lax.psum(tables, units_over)
         furthest = _furthest(UnitNumbers(*tables), (1,))
     unit_count = norm.size // len(outcomes) * mesh.device_count(units_over)
-    share = furthest.clipped / unit_count
+    clipped_share = furthest.clipped_units / unit_count
     is_sound = furthest.ratio < jnp.inf
     return Outcome(
         norm=furthest.norm,
         limit=furthest.limit,
         factor=furthest.factor,
-        clipped=is_sound & (share > 0),
+        clipped=is_sound & (clipped_share > 0),
         is_sound=is_sound,
-        share=share,
+        clipped_share=clipped_share,
     )
 
 
@@ -220,7 +223,7 @@ def _furthest(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
         rows = [largest_ratio.reshape(len(largest_ratio))]
         for column in (numbers.norm, numbers.limit, numbers.factor):
             rows.append(_largest_or_nan(column, is_furthest, axes))
-        return UnitNumbers(*rows, clipped=jnp.sum(numbers.clipped, axes))
+        return UnitNumbers(*rows, clipped_units=jnp.sum(numbers.clipped_units, axes))
     starts = [column.dtype.type(0) for column in numbers]
     starts[0] = starts[0] - np.inf
     return UnitNumbers(
@@ -248,7 +251,7 @@ def _furthest_of_two(
     is_longer = (left.norm >= right.norm) | (left.norm != left.norm)
     is_left = (left.ratio > right.ratio) | (left.ratio == right.ratio) & is_longer
     row = [lax.select(is_left, x, y) for x, y in zip(left[:-1], right[:-1])]
-    return *row, left.clipped + right.clipped
+    return *row, left.clipped_units + right.clipped_units
 
 
 # --------------------------------------------------------------------- the first state
@@ -262,7 +265,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     """
     zeros_of_name = {}
     rule_of_name = {}
-    names = trees.names(norms.paths)
+    names = trees.unique_names(norms.paths)
     for name, norm, rule in zip(names, norms.values, rules):
         for shape in blocks.array_shapes(rule):
             check_shape(shape, norm.shape, argument)

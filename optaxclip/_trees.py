@@ -350,7 +350,7 @@ def name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def names(paths: Sequence[KeyPath], in_state: Container[str] = ()) -> list[str]:
+def unique_names(paths: Sequence[KeyPath], in_state: Container[str] = ()) -> list[str]:
     """The names of all key paths of a tree, no two alike. Where `a/b` could be two
     leaves, both get their long names, as Python writes them. No name has line breaks.
 
@@ -359,16 +359,16 @@ def names(paths: Sequence[KeyPath], in_state: Container[str] = ()) -> list[str]:
     # {"a/b": x} and {"a": {"b": x}} both read a/b.
     short_names = [name(path).replace("\n", "\\n") for path in paths]
     counts = Counter(short_names)
-    unique_names = []
+    names = []
     for path, short in zip(paths, short_names):
         long = jax.tree_util.keystr(path)
         # The other leaf with this short name may be missing in this tree.
         is_long_in_state = short not in in_state and long in in_state
         if counts[short] > 1 or is_long_in_state:
-            unique_names.append(long)
+            names.append(long)
         else:
-            unique_names.append(short)
-    return unique_names
+            names.append(short)
+    return names
 
 
 def listed_paths(paths: Iterable[KeyPath]) -> str:

@@ -334,7 +334,7 @@ class Adagc(Rule):
             step, norm.dtype, self.ratio, self.decay, self.max_norm
         )
         seen, average = memory
-        is_warm = seen >= self.warmup
+        is_past_warmup = seen >= self.warmup
         is_over = total > max_norm
         # h = min(1, max_norm / |all|). The inner where keeps 0 out of the division.
         factor = jnp.where(is_over, max_norm / jnp.where(is_over, total, 1.0), 1.0)
@@ -343,14 +343,14 @@ class Adagc(Rule):
         # In the warm-up all tensors are clipped together, so a limit of NaN breaks all.
         early_limit = jnp.where(jnp.isfinite(total), early_limit, jnp.nan)
         # Before the first norm the average is inf. A derivative times inf would be NaN.
-        finite_average = jnp.where(is_warm, average, 0.0)
-        limit = jnp.where(is_warm, ratio * finite_average, early_limit)
+        finite_average = jnp.where(is_past_warmup, average, 0.0)
+        limit = jnp.where(is_past_warmup, ratio * finite_average, early_limit)
         # h |g|: the spike itself never enters the average.
         clipped_norm = jnp.minimum(norm, limit)
         later_average = between(finite_average, clipped_norm, decay)
         # During the warm-up the average is the smallest h |g| so far.
         early_average = jnp.minimum(average, clipped_norm)
-        new_average = jnp.where(is_warm, later_average, early_average)
+        new_average = jnp.where(is_past_warmup, later_average, early_average)
         # An average of 0 would stay 0. A CPU flushes subnormal numbers to 0, and a GPU
         # does not.
         is_learned = clipped_norm >= jnp.finfo(clipped_norm.dtype).tiny

@@ -227,11 +227,13 @@ def _clip(
             # Queries and keys may share a leaf. Each scale is 1 outside its heads.
             scales[leaf.position] = scale * scales.get(leaf.position, 1)
     for position, scale in scales.items():
-        updates[position] = _scaled(updates[position], weights[position], scale)
+        updates[position] = _update_of_scaled_weight(
+            updates[position], weights[position], scale
+        )
     return treedef.unflatten(updates)
 
 
-def _scaled(update: Array, weight: ArrayLike, scale: Array) -> Array:
+def _update_of_scaled_weight(update: Array, weight: ArrayLike, scale: Array) -> Array:
     """scale (weight + update) - weight, without its cancellation."""
     wide = np.promote_types(update.dtype, scale.dtype)
     scale = scale.astype(wide)
@@ -388,7 +390,7 @@ def _attention_leaf(
         )
     return AttentionLeaf(
         position,
-        _names(path),
+        path_names(path),
         rank,
         role,
         heads,
@@ -407,7 +409,7 @@ def _selected(ends: Range, count: int) -> int:
     return len(range(count)[slice(*ends)]) if is_within else 0
 
 
-def _names(path: KeyPath) -> Path:
+def path_names(path: KeyPath) -> Path:
     return tuple(trees.name((key,)) for key in path)
 
 
@@ -497,7 +499,7 @@ def _arrays_of_attentions(
       ValueError: an attention that has no array of its own, or an array too many.
     """
     entries = jax.tree.leaves_with_path(max_logits)
-    paths = [_names(path) for path, _ in entries]
+    paths = [path_names(path) for path, _ in entries]
     positions = []
     for attention in attentions:
         matching = []

@@ -164,7 +164,7 @@ def spam(
 def _cut_down(
     step: Array,
     threshold: Number,
-    is_warm: Array,
+    is_past_warmup: Array,
     x: ArrayLike | None,
     moment: ArrayLike,
 ) -> Array | None:
@@ -180,7 +180,7 @@ def _cut_down(
     limit = root(threshold) * root(moment)
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
     is_over = jnp.abs(wide).astype(moment.dtype) > limit
-    is_spike = is_over & (moment > 0) & is_warm
+    is_spike = is_over & (moment > 0) & is_past_warmup
     largest = float(jnp.finfo(jnp.result_type(x)).max)
     # Where nothing is cut the limit may be inf, which is NaN times the sign of 0. The
     # limit of an infinite coordinate may be beyond the dtype of the leaf.
@@ -298,7 +298,7 @@ def _norms_and_limits(state: PyTree, norms: Norms) -> tuple[list[Any], list[Any]
     which norms leaves have.
     """
     entry_by_name = state.by_name()
-    names = trees.names(norms.paths, entry_by_name)
+    names = trees.unique_names(norms.paths, entry_by_name)
     norm_values = []
     limit_values = []
     for name, norm in zip(names, norms.values):
@@ -406,11 +406,11 @@ def reset_momentum(
         rise = 1 - 0.99 * (1 + jnp.cos(jnp.pi * progress)) / 2
         factor = jnp.where(is_rising, rise, 1.0)
 
-        def scaled(x: ArrayLike) -> Array:
+        def times_factor(x: ArrayLike) -> Array:
             wide = _widened(x)
             return (wide * factor.astype(wide.dtype)).astype(jnp.result_type(x))
 
-        tree = jax.tree.map(scaled, clipped_leaves(updates, call))
+        tree = jax.tree.map(times_factor, clipped_leaves(updates, call))
         return put_back(tree, updates), ResetState(new_step, new_inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

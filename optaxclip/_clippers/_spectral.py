@@ -341,7 +341,7 @@ def _with_shrunk_values(
     """
     entries = jax.tree.leaves_with_path(tree)
     entry_by_name = state.by_name()
-    names = trees.names([path for path, _ in entries], entry_by_name)
+    names = trees.unique_names([path for path, _ in entries], entry_by_name)
     gradients = [gradient for _, gradient in entries]
     leaves, treedef = jax.tree.flatten(scaled)
     for layout, indices in measure.layouts(tree).items():

@@ -28,8 +28,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks as checks
 from .._exported import call_repr
+from .._foreign_names import with_argument_errors
 from .._mesh_types import typed_as
-from .._names import checked
 from .._trees import PyTree
 from ._memory import new_where
 
@@ -155,7 +155,7 @@ class Rule:
         # eq=False: == of arrays is no bool, and rules are hashed by identity.
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         # A wrong keyword would otherwise be an error about `ZScore.__init__`.
-        cls.__init__ = checked(cls.__init__, call_name(cls))
+        cls.__init__ = with_argument_errors(cls.__init__, call_name(cls))
         meta = [f.name for f in fields(cls) if f.metadata.get("static")]
         data = [f.name for f in fields(cls) if f.name not in meta]
         keys = [jax.tree_util.GetAttrKey(name) for name in data]
@@ -214,12 +214,12 @@ def limit_of(
     step: Array,
     *more_norms: Any,
     argument: str,
-    signed: bool = False,
+    is_loss: bool = False,
 ) -> tuple[Array, Any]:
     """The limit of a norm by a rule, and the rule's new memory.
 
     `more_norms` is what `further_norms` gives. The limit has the norm's dtype and
-    shape, and is at least 0. NaN, inf and 0 leave the memory unchanged. `signed`: the
+    shape, and is at least 0. NaN, inf and 0 leave the memory unchanged. `is_loss`: the
     value is a loss rather than a norm, so it and its limit may be 0 or negative.
 
     Raises:
@@ -248,19 +248,19 @@ def limit_of(
     # A limit beyond the norm's dtype is its largest number: inf would not clip.
     limit = checks.in_norm_dtype(norm.dtype, limit)
     # A schedule may fall below 0, which counts as 0.
-    if not signed:
+    if not is_loss:
         limit = jnp.maximum(limit, 0)
     limit = typed_as(jnp.broadcast_to(limit, norm.shape), jax.typeof(norm))
     if not remembers:
         return limit, memory
     # Only NaN differs from itself. `~isnan` is two operations on a TPU.
     learns = jnp.isfinite(norm) & (limit == limit)
-    if not signed:
+    if not is_loss:
         learns = learns & (norm > 0)
     return limit, new_where(learns, new_memory, memory)
 
 
-limit_of_jitted = jax.jit(limit_of, static_argnames=("argument", "signed"))
+limit_of_jitted = jax.jit(limit_of, static_argnames=("argument", "is_loss"))
 
 
 def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> Any:

@@ -152,7 +152,7 @@ def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> 
         if inspect.isfunction(value):
             if "GradientTransformation" in str(value.__annotations__.get("return")):
                 _set_init_and_update(value, name)
-            value = checked(value)
+            value = with_argument_errors(value)
             # pickle looks there for the function.
             value.__module__ = module_name
         setattr(module, name, value)
@@ -181,7 +181,9 @@ def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> 
 
 # Cached, so that a function in two modules is one object.
 @functools.cache
-def checked(function: Callable[..., Any], call: str = "") -> Callable[..., Any]:
+def with_argument_errors(
+    function: Callable[..., Any], call: str = ""
+) -> Callable[..., Any]:
     """The function, with a TypeError in our words for arguments that do not fit.
 
     `call` is the name in errors. "" is the function's own name.
