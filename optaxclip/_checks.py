@@ -222,12 +222,15 @@ def in_norm_dtype(dtype: DTypeLike, number: Any) -> Any:
 
 
 def kept_finite(dtype: DTypeLike, number: Any) -> Any:
-    """The number clipped to the finite range of a narrower float dtype. NaN and inf
-    stay.
+    """The number clipped to the finite range of a narrower float dtype. NaN stays, and
+    so does inf where the dtype has it.
     """
     numpy = jnp if isinstance(number, Array) else np
     most = float(jnp.finfo(dtype).max)
     clipped = numpy.clip(number, -most, most)
+    # float8_e4m3fn has no inf: a conversion would make it NaN.
+    if not np.isinf(np.array(np.inf).astype(dtype)):
+        return clipped
     return numpy.where(numpy.isinf(number), number, clipped)
 
 

@@ -11,7 +11,7 @@ Under jit the updates are read once for the norms, and XLA multiplies them in th
 in which the optimizer reads them. Without jit the whole update is one compiled call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ class Settings(NamedTuple):
     rules: Any  # the structure of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
     with_total: bool  # whether a rule needs the norm of all norms
+    inf_is_off: bool  # whether a limit of inf lets broken norms pass, see `Rule`
     # Whether a rule has a schedule. Under the user's jit `_update` is then called
     # directly, so that the cache of our jit does not keep the schedule alive, and with
     # it a model. Outside jit the cache does keep it.
@@ -71,6 +72,17 @@ class Overrides(NamedTuple):
 
     grad_norm: PyTree = None
     limit: PyTree = None
+
+
+def without_overrides(extra_args: Mapping[str, object]) -> dict[str, Any]:
+    """The extra arguments of an `update`, without the norms and limits that a chain
+    hands to all of its links.
+    """
+    arguments = {}
+    for name, value in extra_args.items():
+        if name not in Overrides._fields:
+            arguments[name] = value
+    return arguments
 
 
 def make_clipper(
@@ -109,6 +121,7 @@ def make_clipper(
         rules=structure,
         with_params=any(rule.needs_params for rule in rule_list),
         with_total=any(rule.needs_total for rule in rule_list),
+        inf_is_off=all(rule.inf_is_off for rule in rule_list),
         has_schedule=any(map(callable, jax.tree.leaves(rules, is_leaf=callable))),
     )
 
@@ -211,8 +224,13 @@ def _update(
     inputs = _rule_inputs(
         settings, rule_leaves, norms, names, state, weights, overrides
     )
-    learns = bool(jax.tree.leaves(state.memory))
-    policy = Policy(settings.call, settings.shrink, settings.nonfinite, learns)
+    policy = Policy(
+        settings.call,
+        settings.shrink,
+        settings.nonfinite,
+        # A limit of inf that `update` is given is the user's own word.
+        inf_is_off=settings.inf_is_off or overrides.limit is not None,
+    )
     decide = partial(_decide, policy, eps)
     memories: Memories = dict(zip((None, *state.names.unit_leaves), state.memory))
     outcomes: list[tuple[Block, Outcome]] = []
@@ -399,7 +417,7 @@ class Policy(NamedTuple):
     call: str
     shrink: Shrink
     nonfinite: Nonfinite
-    learns: bool  # whether a rule remembers earlier norms
+    inf_is_off: bool
 
 
 # Jitted, so that it is traced once for all norms of one shape. Inlined, since XLA fuses
@@ -415,9 +433,9 @@ def _decide(policy: Policy, eps: ArrayLike, norm: Array, limit: Array) -> Decisi
     new_norm_if_broken = 0.0 if policy.nonfinite == "zero" else jnp.nan
     new_norm = jnp.where(is_sound, new_norm, new_norm_if_broken)
     # A limit of inf that the user set only measures: the factor of equal norms is 1,
-    # also where the norm is NaN. A rule that learns says by inf that it has no limit
-    # yet, and lets no broken step through.
-    if not policy.learns:
+    # also where the norm is NaN. Other rules say by inf that they have no limit yet,
+    # and let no broken step through.
+    if policy.inf_is_off:
         is_off = limit == jnp.inf
         new_norm = jnp.where(is_off, 1.0, new_norm)
         norm_with_eps = jnp.where(is_off, 1.0, norm_with_eps)
@@ -526,7 +544,7 @@ def _raise_nonfinite(
             count = int(jnp.sum(~jnp.isfinite(leaf), dtype=np.int64))
         if count:
             name = trees.name(path)
-            parts.append(f"{name!r}: {count} of {leaf.size} values are NaN or inf")
+            parts.append(f"{name!r}: {count} of {jnp.size(leaf)} values are NaN or inf")
     all_finite = (
         "All values are finite: the norm is too large for its dtype, or was not finite "
         "when it was given."

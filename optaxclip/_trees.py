@@ -51,10 +51,12 @@ def clipped_leaves(tree: PyTree, call: str = "") -> PyTree:
 def _clipped_leaf(leaf: Any) -> Any:
     """The leaf, or None for one that does not count."""
     if is_box(leaf):
-        leaf = leaf.__jax_array__()
-        # A variable of NNX may hold a MaskedNode, which is not a leaf.
+        box = leaf
+        leaf = box.__jax_array__()
+        # A variable of NNX may hold a MaskedNode, which is not a leaf. The variable is
+        # a node of the tree, and other boxes are leaves.
         if is_hole(leaf):
-            return leaf
+            return leaf if is_hole(box) else None
     # A Python number has no dtype. Neither random keys nor float0 are inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if _is_foreign(dtype):
@@ -368,6 +370,9 @@ def unique_names(paths: Sequence[KeyPath], in_state: Container[str] = ()) -> lis
             names.append(long)
         else:
             names.append(short)
+    # A key may read as the long name of another leaf. Long names are all different.
+    if len(set(names)) < len(names):
+        return [jax.tree_util.keystr(path) for path in paths]
     return names
 
 

@@ -70,16 +70,17 @@ def spam(
 
     In the paper v is Adam's. Here it is a buffer of its own, as large as the
     parameters, unless `update(..., second_moment=v)` passes one in. A coordinate that
-    is NaN stays NaN, and an infinite one becomes the limit. Neither enters the average.
-    Complex coordinates are limited by modulus. An infinite one becomes NaN.
+    is NaN stays NaN. An infinite one becomes the limit, and stays where there is none:
+    in the warm-up, and where v is 0. Neither enters the average. Complex coordinates
+    are limited by modulus. An infinite one becomes NaN under a limit.
 
     Args:
       threshold: how many times its usual square a square may be. At least 0. A number
         or a schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
       warmup: how many updates from each reset on are not clipped, since v has seen too
-        little by then. At the start it is one fewer. Where v is 0, nothing is clipped
-        either. At least 0.
+        little by then. At the start of training `warmup - 1`. Where v is 0, nothing is
+        clipped either. At least 0.
       every: the average starts anew before each update whose number, from 1, is a
         multiple of this, as in `reset_momentum`. None for never. A whole number, at
         least 1.
@@ -177,10 +178,12 @@ def _cut_down(
     wide = _widened(x)
     (threshold,) = at_step(step, moment.dtype, threshold)
     # Roots first: threshold * v overflows for gradients of 1e18, v being their square.
-    limit = root(threshold) * root(moment)
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
+    is_usual = moment > 0
+    # A threshold of inf times 0 would be NaN.
+    limit = root(threshold) * jnp.where(is_usual, root(moment), 1.0)
     is_over = jnp.abs(wide).astype(moment.dtype) > limit
-    is_spike = is_over & (moment > 0) & is_past_warmup
+    is_spike = is_over & is_usual & is_past_warmup
     largest = float(jnp.finfo(jnp.result_type(x)).max)
     # Where nothing is cut the limit may be inf, which is NaN times the sign of 0. The
     # limit of an infinite coordinate may be beyond the dtype of the leaf.

@@ -19,13 +19,11 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from .._checks import with_extra_args
+from .._kernel import without_overrides
 from .._mesh_types import varying
 from .._moduli import wide_dtype
 from .._state import ClipState, clip_states
 from .._trees import PyTree, clipped_leaves, put_back, weights_of
-
-# Arguments of `update` that say something of gradients, and nothing of weights.
-ABOUT_GRADIENTS = ("grad_norm", "limit")
 
 
 def constrain(
@@ -91,8 +89,8 @@ def constrain(
     ) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")
-        for argument in ABOUT_GRADIENTS:
-            extra_args.pop(argument, None)
+        # Norms and limits of gradients say nothing of weights.
+        extra_args = without_overrides(extra_args)
         moved = jax.tree.map(_moved, weights, tree)
         clipped, new_state = clipper.update(moved, state, params, **extra_args)
         broken_norms = [_is_broken(state) for state in clip_states(new_state)]

@@ -103,6 +103,10 @@ def choice_field(*allowed: str, default: str) -> Any:
     return field(default=default, metadata={"check": check, "static": True})
 
 
+# What a rule says of itself, outside its fields.
+FLAGS = ("needs_params", "needs_total", "inf_is_off")
+
+
 # Tells type checkers that every subclass is a dataclass of its annotated fields.
 @dataclass_transform(
     frozen_default=True,
@@ -130,6 +134,10 @@ class Rule:
     that is a multiple of past norms could never leave 0. `step` counts these steps too,
     so count in the memory what was remembered. The limit has no derivative by updates.
 
+    A limit of inf clips no finite norm. Updates whose norm is NaN or inf become what
+    `nonfinite` of the clipper says, as under any other limit. A rule whose `inf_is_off`
+    is True lets them pass too, as the limits None and inf of a user do.
+
     Example:
       >>> class Median(optaxclip.rules.Rule):
       ...     factor: float = 2.0
@@ -147,13 +155,22 @@ class Rule:
     """
 
     # Whether `update` takes the norm of the weights as a fourth argument, and the norm
-    # of all norms as its last. A type would make these two fields of the dataclass.
+    # of all norms as its last.
     needs_params = False
     needs_total = False
+    # Whether a limit of inf switches the clipper off, so that even NaN passes.
+    inf_is_off = False
 
     def __init_subclass__(cls) -> None:
         # eq=False: == of arrays is no bool, and rules are hashed by identity.
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+        # A field is a leaf of the tree, which is traced. These flags must be static.
+        for spec in fields(cls):
+            if spec.name in FLAGS:
+                raise TypeError(
+                    f"{call_name(cls)}: {spec.name} must have no type, which makes it "
+                    f"a field: write {spec.name} = True."
+                )
         # A wrong keyword would otherwise be an error about `ZScore.__init__`.
         cls.__init__ = with_argument_errors(cls.__init__, call_name(cls))
         meta = [f.name for f in fields(cls) if f.metadata.get("static")]
