@@ -312,8 +312,8 @@ def check_norm(call: str, norm: object) -> None:
 
 def as_partial(function: Callable[..., Any]) -> Partial:
     """The function as a node of a pytree, so that JAX can carry it into a compiled
-    call. A `Partial` stays as it is: wrapped again, its arrays would count as code, and
-    each call would compile anew.
+    call. A `Partial` stays as it is: wrapped again, its arrays would be static
+    arguments, and each call would compile anew.
     """
     if isinstance(function, Partial):
         return function
@@ -321,7 +321,7 @@ def as_partial(function: Callable[..., Any]) -> Partial:
 
 
 def with_hash(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, or its bound method, which can be a static argument."""
+    """A hashable stand-in: the function itself, or its bound `__call__`."""
     try:
         hash(function)
     except TypeError:

@@ -140,8 +140,7 @@ def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> 
     do not fit its functions, an AttributeError that names what is meant, and a
     `__dir__` of its public names, which editors offer.
 
-    `later` are names that are imported at their first use, and the modules in it that
-    have them.
+    `later`: public name -> the submodule that it is imported from at its first use.
     """
     later = later or {}
     module = sys.modules[module_name]

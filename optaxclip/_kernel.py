@@ -5,10 +5,31 @@
     shrink     what if it is longer?  norms, limits -> new norms
 
 `make_clipper` joins the three into an optax transformation and does the rest once for
-all of them: zero, NaN, counters, state.
+all of them: zero, NaN, counters, state. The common case, a global norm under a number:
 
-Under jit the updates are read once for the norms, and XLA multiplies them in the loop
-in which the optimizer reads them. Without jit the whole update is one compiled call.
+    norm     = sqrt(sum(x^2 for all leaves))            measured
+    new_norm = min(norm, limit)                         _decide, shrunk_by
+    root     = sqrt(new_norm / norm)                    factor_between
+    updates  = x * root * root, for each leaf           multiply
+
+Words of this and the modules around it:
+
+    name       of a norm: the path of its leaf ("blocks/w"), the label of its group, or
+               "" for the norm of everything
+    unit       the weights that feed one output, with a norm of its own
+    whole leaf a leaf that is one tensor or a stack of layers, and not units
+    block      norms that are decided as one array: the norm of everything, the vector
+               of all whole leaves, or the units of one leaf (`_blocks.py`)
+    row        a number of the state, with an entry for each norm (`_packed.py`)
+    memory     what a rule remembers. Its numbers of one for each norm are rows, too
+    window     an array of a memory that is no row, such as the last 100 norms
+    sound      norm finite, and limit not NaN. Otherwise the norm is broken
+    clipped    sound, and changed by the shrink. Of units: one of them at least
+    furthest   of several norms the one with the largest norm / limit (`severity` in
+               `_outcome.py`). A broken one comes first
+
+Under jit the updates are read once for the norms, and the multiplication is fused into
+the optimizer's own loop. Without jit the whole update is one compiled call.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,9 +82,9 @@ class Settings(NamedTuple):
     with_params: bool  # whether a rule needs the norms of the weights
     with_total: bool  # whether a rule needs the norm of all norms
     inf_is_off: bool  # whether a limit of inf lets broken norms pass, see `Rule`
-    # Whether a rule has a schedule. Under the user's jit `_update` is then called
-    # directly, so that the cache of our jit does not keep the schedule alive, and with
-    # it a model. Outside jit the cache does keep it.
+    # Whether a rule has a schedule. A step inside the user's jit then calls `_update`
+    # without a jit of ours, whose cache would keep the schedule, and what it closes
+    # over, alive. Eager steps accept that.
     has_schedule: bool
 
 
@@ -334,20 +355,22 @@ def _limits_of_block(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
         weight_norm = None
         if rule.needs_params:
             weight_norm = block.as_array(inputs.weight_norm_of_name)
-        # Outside jax.set_mesh a new state has the type of no mesh.
+        # A state that was made outside jax.set_mesh has no mesh in its type: it gets
+        # that of the norm.
         norm_type = jax.typeof(block.norm)
         memory = jax.tree.map(
             lambda array: mesh_types.resharded_as(array, norm_type), memory
         )
         memory = mesh_types.narrowed_as(memory, block.norm)
+        # A rule learns also in a step whose limit was given.
         limit, memory = _ask_rule(inputs, rule, block.norm, weight_norm, memory)
         if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
-            # A TPU decides each leaf by its own limit (`factor_roots`), so that no
-            # leaf waits until all weights are measured. Elsewhere XLA drops these.
+            # Only for a TPU, where `factor_roots` decides each leaf by its own limit,
+            # so that no leaf waits until all weights are measured. On other platforms
+            # nothing uses these, and XLA removes them.
             limit_of_name = _limits_by_name(inputs, block)
         else:
             limit_of_name = block.by_name(limit)
-    # The rule was asked all the same, for its memory.
     if inputs.given_limit_of_name is not None:
         limit_of_name = inputs.given_limit_of_name
         limit = block.as_array(limit_of_name)

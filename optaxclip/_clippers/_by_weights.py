@@ -198,17 +198,10 @@ def larc(
     options = check_measure(call, ord=None, stacked=stacked, mesh_axes=mesh_axes)
     measure = TensorNorm(**options)
     kernel = make_clipper(
-        measure,
-        rule,
-        call=call,
-        name="learning_rate",
-        # Added to |g| + weight_decay * |p|, which the kernel takes for the norm.
-        eps=eps,
-        nonfinite=nonfinite,
+        measure, rule, call=call, name="learning_rate", eps=eps, nonfinite=nonfinite
     )
 
-    # A chain hands its `grad_norm` and `limit` to all of its links. This one computes
-    # both, so it takes neither.
+    # Norm and limit are computed here, so those that a chain hands over are dropped.
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
     ) -> Any:
@@ -227,8 +220,8 @@ def larc(
             decayed_grads.append(
                 _decayed(weight_decay, grad, weight, grad_norm, weight_norm)
             )
-        # apex divides by |g| + weight_decay * |p|, which is at least the norm of the
-        # decayed gradient. So the kernel takes this sum for the norm.
+        # As apex, the kernel divides by |g| + weight_decay * |p|. This sum is at least
+        # the norm of the decayed gradient.
         sums = []
         for grad_norm, weight_norm in zip(grad_norms.values, weight_norms.values):
             decay = jnp.asarray(weight_decay).astype(grad_norm.dtype)
@@ -366,8 +359,7 @@ def clippy(
     # The limit depends on single weights, so each update hands it to the kernel.
     kernel = make_clipper(measure, None, call=call, name="limit", nonfinite=nonfinite)
 
-    # A chain hands its `grad_norm` and `limit` to all of its links. This one computes
-    # both, so it takes neither.
+    # Norm and limit are computed here, so those that a chain hands over are dropped.
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
     ) -> Any:

@@ -83,7 +83,7 @@ def autoclip(
 
     Returns:
       A transformation with a `ClipState`. For each norm it remembers `window` numbers
-      twice, by age and by size.
+      twice, by age and by size. Its `update` also takes `grad_norm=` and `limit=`.
 
     Raises:
       ValueError: a percentile or window out of its range, an unknown scope, or
@@ -185,7 +185,8 @@ def zclip(
         or a tree prefix of PartitionSpec, which stacked leaves that are split need.
 
     Returns:
-      A transformation with a `ClipState`. For each norm it remembers three numbers.
+      A transformation with a `ClipState`. For each norm it remembers three numbers. Its
+      `update` also takes `grad_norm=` and `limit=`.
 
     Raises:
       ValueError: a number out of its range, an unknown target or scope, or `stacked` at
@@ -245,9 +246,9 @@ def adagc(
     so that the warm-up clips little.
 
     Args:
-      ratio: at least 0, and above 1: with 1 or less what is let through can only fall,
-        since the average is of that. The paper's code has 1.05 with a decay of 0.98,
-        later runs 1.04 with 0.99. A number or a schedule.
+      ratio: above 1. At least 0 is allowed, with a warning: with 1 or less what is let
+        through can only fall, since the average is of that. The paper's code has 1.05
+        with a decay of 0.98, later runs 1.04 with 0.99. A number or a schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
       max_norm: the global limit of the warm-up, at least 0. A number or a schedule.
       warmup: how many norms are seen under the global limit. At least 1.
@@ -265,7 +266,8 @@ def adagc(
         or a tree prefix of PartitionSpec, which stacked leaves that are split need.
 
     Returns:
-      A transformation with a `ClipState`. For each norm it remembers two numbers.
+      A transformation with a `ClipState`. For each norm it remembers two numbers. Its
+      `update` also takes `grad_norm=` and `limit=`.
 
     Raises:
       ValueError: a number out of its range, an unknown scope, or `stacked` at another
@@ -405,7 +407,8 @@ def aggc(
 
     Returns:
       A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
-      For each norm it remembers two numbers.
+      For each norm it remembers two numbers. Its `update` also takes `grad_norm=` and
+      `limit=`.
 
     Raises:
       ValueError: a number out of its range, an unknown scope, or `stacked` at another
@@ -489,7 +492,8 @@ def adagn(
 
     Returns:
       A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
-      For each norm it remembers four numbers.
+      For each norm it remembers four numbers. Its `update` also takes `grad_norm=` and
+      `limit=`.
 
     Raises:
       ValueError: a number out of its range, an unknown scope, or `stacked` at another

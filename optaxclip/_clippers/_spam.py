@@ -230,13 +230,14 @@ def adaclip(
         g_i <- g_i * T / max|g|                    where |g_i| > T
 
     Args:
-      decay: of the average, in [0, 1]. 1 is the mean of all steps. A number or a
+      decay: of the average T, in [0, 1]. 1 is the mean of all steps. A number or a
         schedule.
       stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
         leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
         leaf.
-      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
-        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      nonfinite: what a largest coordinate that is NaN or inf makes of its tensor:
+        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
+        `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,

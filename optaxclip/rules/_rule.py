@@ -215,7 +215,9 @@ class Rule:
 
 
 def further_norms(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
-    """What `update` takes after the step: the norms of the weights, and of all."""
+    """The extra arguments of `update`, behind `step`: the norms of the weights, and of
+    all.
+    """
     norms = []
     if rule.needs_params:
         norms.append(params_norm)
@@ -248,8 +250,8 @@ def limit_of(
         memory_of_rule = _checked_memory(rule, norm, memory, argument)
     else:
         memory_of_rule = memory
-    # stop_gradient: limits have no derivative by the updates. A broken norm becomes 0,
-    # so that the memory that is not taken has a finite derivative too.
+    # stop_gradient: limits have no derivative by the updates. A broken norm becomes 0:
+    # where the new memory is not selected, its derivative must still be finite.
     finite_norm = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
     answer = rule.update(finite_norm, memory_of_rule, step, *more_norms)
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
@@ -354,7 +356,7 @@ def at_step(step: Array, dtype: DTypeLike, *numbers: Number) -> list[Array]:
 
 
 def warn_of_falling(argument: str, ratio: Any, stacklevel: int) -> None:
-    """Warns of a limit that is at most as long as what it let through before.
+    """Warns of a ratio of at most 1, with which a limit can only fall.
 
     `stacklevel` is that of `warnings.warn`, seen from the caller.
     """
