@@ -54,7 +54,15 @@ from ._exported import PLACEHOLDER
 from ._factors import factor_between, factor_roots, multiply, shrunk_by
 from ._foreign_names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
-from ._outcome import Decide, Decision, Memories, Outcome, first_state, next_state
+from ._outcome import (
+    Decide,
+    Decision,
+    Memories,
+    Outcome,
+    are_sound,
+    first_state,
+    next_state,
+)
 from ._prefixes import Prefix
 from ._state import ClipState, state_of_placeholder
 from ._trees import PyTree
@@ -448,7 +456,7 @@ class Policy(NamedTuple):
 @partial(jax.jit, static_argnums=0, inline=True)
 def _decide(policy: Policy, eps: ArrayLike, norm: Array, limit: Array) -> Decision:
     """What becomes of norms under their limits."""
-    is_sound = jnp.isfinite(norm) & (limit == limit)
+    is_sound = are_sound(norm, limit)
     norm_with_eps = norm + jnp.asarray(eps).astype(norm.dtype)
     # With the shrink `hard`: min(norm_with_eps, limit).
     new_norm = shrunk_by(policy.shrink, norm_with_eps, limit, policy.call)

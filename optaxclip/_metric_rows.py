@@ -23,7 +23,7 @@ from ._clippers._by_value import ClipByValueState
 from ._clippers._recorders import SpikeState
 from ._clippers._spam import SpamState
 from ._health import HealthState, health_numbers
-from ._outcome import severity
+from ._outcome import are_sound, severity
 from ._state import ClipState, RecordState, sizes_of
 from ._trees import PyTree
 from ._wrappers._skipping import SkipState
@@ -353,8 +353,7 @@ def _is_clipped(state: ClipState) -> Array:
         # Of a leaf at least one unit.
         is_changed = state.units_clipped > 0
     # A broken step may have a factor of NaN or 0, and was not clipped.
-    is_sound = jnp.isfinite(state.norm) & ~jnp.isnan(state.limit)
-    return is_changed & is_sound
+    return is_changed & are_sound(state.norm, state.limit)
 
 
 def _numbers(columns: Columns, state: ClipState) -> ClipNumbers | RecordNumbers:

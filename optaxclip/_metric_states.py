@@ -1,7 +1,7 @@
 """The states that `metrics` reports: which there are, and where they are found."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -76,8 +76,8 @@ def reported_states(opt_state: PyTree) -> Iterator[FoundState]:
         optimizers = (optax.GradientTransformation, optax.MultiSteps)
         error = TypeError if isinstance(opt_state, optimizers) else ValueError
         hint = ""
-        # `nnx.state` makes nested mappings of a state, without its types and names.
-        if isinstance(opt_state, Mapping):
+        # `nnx.state` makes mappings of flax of a state, without its types and names.
+        if type(opt_state).__module__.startswith("flax."):
             hint = (
                 " With flax NNX hand over the nnx.Optimizer itself, and not its "
                 "nnx.state, which has lost the types. nnx.update(optimizer, state) "

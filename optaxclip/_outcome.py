@@ -56,6 +56,12 @@ Decide = Callable[[Array, Array], Decision]  # of norms and limits
 Memories = dict[str | None, PyTree]
 
 
+def are_sound(norms: Array, limits: Array) -> Array:
+    """Whether neither is broken: the norm is finite, and the limit is not NaN."""
+    # Only NaN differs from itself. `~isnan` is two operations on a TPU.
+    return jnp.isfinite(norms) & (limits == limits)
+
+
 def next_state(
     state: ClipState,
     outcomes: list[tuple[Block, Outcome]],

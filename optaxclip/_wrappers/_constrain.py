@@ -22,7 +22,8 @@ from .._checks import with_extra_args
 from .._kernel import without_overrides
 from .._mesh_types import varying
 from .._moduli import wide_dtype
-from .._state import ClipState, clip_states
+from .._outcome import are_sound
+from .._state import clip_states
 from .._trees import PyTree, clipped_leaves, put_back, weights_of
 
 
@@ -92,17 +93,14 @@ def constrain(
         extra_args = without_overrides(extra_args)
         moved = jax.tree.map(_moved, weights, tree)
         clipped, new_state = clipper.update(moved, state, params, **extra_args)
-        broken_norms = [_is_broken(state) for state in clip_states(new_state)]
+        broken_norms = []
+        for clip_state in clip_states(new_state):
+            broken_norms.append(~are_sound(clip_state.norm, clip_state.limit))
         update_to = partial(_update_to, broken_norms)
         changes = jax.tree.map(update_to, tree, weights, moved, clipped)
         return put_back(changes, updates), new_state
 
     return optax.GradientTransformationExtraArgs(clipper.init, update)
-
-
-def _is_broken(state: ClipState) -> Array:
-    """Which norms were broken in the last step, by themselves or by their limits."""
-    return ~jnp.isfinite(state.norm) | jnp.isnan(state.limit)
 
 
 def _moved(weight: Array, update: Array) -> Array:
