@@ -448,7 +448,7 @@ class Policy(NamedTuple):
     call: str
     shrink: Shrink
     nonfinite: Nonfinite
-    inf_is_off: bool
+    inf_is_off: bool  # see `Settings`
 
 
 # Jitted, so that it is traced once for all norms of one shape. Inlined, since XLA fuses

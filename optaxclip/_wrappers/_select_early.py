@@ -13,8 +13,8 @@ compiled for a TPU v5e, moves 7.35 GB, and 8.69 with optax.apply_if_finite, whic
 selects at the end. Where the step is skipped, the updates are computed from the old
 moments and thrown away.
 
-Without jit the optimizer is traced again in each step: 135 ms on a CPU for Adam on 20
-leaves, where Adam alone takes 17 and optax.apply_if_finite 511.
+Without jit the optimizer is traced again in each step: 80 ms on a CPU for Adam on 20
+leaves, where Adam alone takes 4 and optax.apply_if_finite 390.
 """
 
 from collections.abc import Callable, Mapping, Sequence
