@@ -237,7 +237,8 @@ def _bound_in_dtype(
     bound: ArrayLike, dtype: DTypeLike, *, sign: int = 0, up: bool = False
 ) -> Any:
     """A bound in the dtype of a leaf. Beyond its range a bound is the end of it, and
-    inf stays inf where the dtype has it. For integers a bound is rounded down, or up.
+    inf stays inf where the dtype has it. For integers a bound is rounded down, or up
+    for `up` and a `sign` of -1.
 
     `sign`: 1 or -1 for one bound of both sides, which is max(bound, 0) with this sign.
     0 for a bound of one side, which stays as it is.

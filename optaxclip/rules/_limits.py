@@ -197,7 +197,7 @@ class ShareOfParams(Rule):
 
     # `limit_of` hands over the norm of the weights.
     needs_params = True
-    # The limit is inf only for a share of inf, which the user set.
+    # The limit is inf only for a share or a floor of inf, which the user set.
     inf_is_off = True
 
     def update(
@@ -206,7 +206,10 @@ class ShareOfParams(Rule):
         share, floor = at_step(step, norm.dtype, self.share, self.floor)
         # Weights may have 64 bits where updates have 32.
         weights = jnp.maximum(params_norm.astype(norm.dtype), floor)
-        return multiple(share, weights), memory
+        # Weights that are infinite, or too large, are no wish for no limit.
+        limit = jnp.minimum(multiple(share, weights), jnp.finfo(norm.dtype).max)
+        has_no_limit = jnp.maximum(share, floor) == jnp.inf
+        return jnp.where(has_no_limit, jnp.inf, limit), memory
 
 
 def rule_without_params(limit: Limit, argument: str) -> Rule:

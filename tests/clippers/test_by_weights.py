@@ -338,3 +338,19 @@ def test_a_nan_in_the_first_step_of_a_rising_rate_does_not_stay():
         updates, state = optimizer.update(jnp.asarray(grads), state, params)
         params = optax.apply_updates(params, updates)
     assert np.isfinite(params).all()
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
+@pytest.mark.parametrize("clipping", [0.01, 2.0])
+def test_infinite_weights_let_no_broken_unit_through(clipping, nonfinite):
+    clipper = adaptive_grad_clip(clipping, nonfinite=nonfinite)
+    for weight in (np.inf, 3e38):
+        params = jnp.full((3, 2), weight)
+        grads = jnp.array([[np.nan, 3.0], [1.0, 0.1], [2.0, 0.0]])
+        updates, _ = apply(clipper, grads, params)
+        wanted = np.array(grads)
+        wanted[:, 0] = 0.0 if nonfinite == "zero" else np.nan
+        np.testing.assert_array_equal(updates, wanted)
+    # Without a clipping it only measures.
+    updates, _ = apply(adaptive_grad_clip(None, nonfinite=nonfinite), grads, params)
+    np.testing.assert_array_equal(updates, grads)
