@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._axes import Axis, Stacked
@@ -151,7 +152,7 @@ def larc(
       learning_rate: the rate of the optimizer after it: a number at least 0 or a
         schedule.
       trust: how long a step may be against the weights. At least 0. apex has 0.02, the
-        paper 0.001.
+        paper 0.001. inf only measures.
       weight_decay: added as weight_decay * p before clipping, so leave it out of the
         optimizer. At least 0.
       eps: added to the norm of the gradient before dividing. At least 0.
@@ -248,6 +249,11 @@ class Larc(Rule):
     trust: ArrayLike = number_field(schedule=False)
 
     needs_params = True
+
+    @property
+    def inf_is_off(self) -> bool:
+        # Weights or a rate of 0 are no wish for no limit. A trust of inf is.
+        return not isinstance(self.trust, Tracer) and bool(np.isinf(self.trust).all())
 
     def update(
         self, norm: Array, memory: PyTree, step: Array, params_norm: Array

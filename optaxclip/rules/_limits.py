@@ -298,8 +298,10 @@ class WarmUp(Joined):
     # ones too.
     steps: Number = number_field(schedule=False)
 
-    # Without a limit in the warm-up, a broken step is still broken.
-    inf_is_off = False
+    @property
+    def inf_is_off(self) -> bool:
+        # Without a limit in the warm-up, a broken step is still broken.
+        return False
 
     def init(self, norm: Array) -> Any:
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
