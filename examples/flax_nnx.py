@@ -7,8 +7,8 @@ network has batch normalisation, whose running averages are variables but no wei
 `wrt=nnx.Param` keeps them away from the optimizer and from the norm.
 
 `optaxclip.metrics(optimizer.opt_state)` reads the variables in which NNX keeps the
-state, inside jit or outside. `metrics(nnx.state(optimizer))` reads a checkpoint's
-state, where tensors are numbered instead of named, and a recorder looks like a clipper.
+state, inside jit or outside. A checkpoint's `nnx.state` is first put into an optimizer,
+by `nnx.update(optimizer, state)`.
 
 Two are in the chain: `record_norm(tensor_norm)` keeps the norm of each weight's
 gradient and changes nothing, and `clip_by_global_norm` clips. `named_chain` gives them

@@ -36,7 +36,7 @@ Example:
 import typing as _typing
 
 # `as` tells type checkers that a name is public.
-from . import _names
+from . import _foreign_names
 from . import rules as rules
 from . import shrinks as shrinks
 from ._backward import clip_cotangent as clip_cotangent
@@ -103,7 +103,7 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.2.0"
 
 # optaxclip.clip_grad_norm_ -> an AttributeError that names clip_grads.
-_names.with_our_names(
+_foreign_names.with_our_names(
     __name__,
     later={
         "autopsy": "autopsy",

@@ -193,7 +193,7 @@ def scale_cotangent(x: Tree, scale: ArrayLike) -> Tree:
     """
     scale = _scalar("scale_cotangent: scale", scale, lowest=-math.inf)
     arrays = jax.tree.map(jnp.asarray, clipped_leaves(x, "scale_cotangent"))
-    return put_back(_scaled(arrays, scale), x)
+    return put_back(_with_scaled_derivative(arrays, scale), x)
 
 
 class _Bounds(NamedTuple):
@@ -257,13 +257,13 @@ _clipped_backward.defvjp(_forward, _backward)
 # JAX transposes a JVP that is linear in the tangent for reverse mode. A clip is not
 # linear, so `clip_cotangent` has a custom VJP and no forward mode.
 @jax.custom_jvp
-def _scaled(x: PyTree, scale: Array) -> PyTree:
+def _with_scaled_derivative(x: PyTree, scale: Array) -> PyTree:
     """The identity. Its derivative is multiplied."""
     return x
 
 
-@_scaled.defjvp
-def _scaled_jvp(
+@_with_scaled_derivative.defjvp
+def _jvp_of_scaled(
     primals: tuple[Array, ...], tangents: tuple[Array, ...]
 ) -> tuple[Any, Any]:
     x, scale = primals

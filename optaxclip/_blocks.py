@@ -272,7 +272,7 @@ def rules_of_norms(
     # A leaf that is None is a hole in the tree of norms. A label whose leaves are all
     # None leaves no hole, so its rule is dropped here.
     if norms.noun == "label" and names:
-        missing = set(names) - set(trees.names(norms.paths))
+        missing = set(names) - set(trees.unique_names(norms.paths))
         entries = []
         for path, rule in table.entries:
             if trees.name(path) not in missing:

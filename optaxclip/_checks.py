@@ -222,12 +222,15 @@ def in_norm_dtype(dtype: DTypeLike, number: Any) -> Any:
 
 
 def kept_finite(dtype: DTypeLike, number: Any) -> Any:
-    """The number clipped to the finite range of a narrower float dtype. NaN and inf
-    stay.
+    """The number clipped to the finite range of a narrower float dtype. NaN stays, and
+    so does inf where the dtype has it.
     """
     numpy = jnp if isinstance(number, Array) else np
     most = float(jnp.finfo(dtype).max)
     clipped = numpy.clip(number, -most, most)
+    # float8_e4m3fn has no inf: a conversion would make it NaN.
+    if not np.isinf(np.array(np.inf).astype(dtype)):
+        return clipped
     return numpy.where(numpy.isinf(number), number, clipped)
 
 
@@ -309,8 +312,8 @@ def check_norm(call: str, norm: object) -> None:
 
 def as_partial(function: Callable[..., Any]) -> Partial:
     """The function as a node of a pytree, so that JAX can carry it into a compiled
-    call. A `Partial` stays as it is: wrapped again, its arrays would count as code, and
-    each call would compile anew.
+    call. A `Partial` stays as it is: wrapped again, its arrays would be static
+    arguments, and each call would compile anew.
     """
     if isinstance(function, Partial):
         return function
@@ -318,7 +321,7 @@ def as_partial(function: Callable[..., Any]) -> Partial:
 
 
 def with_hash(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, or its bound method, which can be a static argument."""
+    """A hashable stand-in: the function itself, or its bound `__call__`."""
     try:
         hash(function)
     except TypeError:

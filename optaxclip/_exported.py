@@ -17,8 +17,10 @@ LONGEST = 200  # characters of a state, and of its fields
 LONGEST_FIELD = 60
 
 
-def _type_of_placeholder() -> type:
-    """The type of what `optax.tree_map_params` hands to `init`."""
+def _types_of_placeholder() -> tuple[type, ...]:
+    """The type of what `optax.tree_map_params` hands to `init`. None in an optax in
+    which it hands over nothing of its own.
+    """
     types = []
 
     def init(placeholder: object) -> tuple[()]:
@@ -26,10 +28,10 @@ def _type_of_placeholder() -> type:
         return ()
 
     optax.tree_map_params(init, jnp.shape, ())
-    return types[0]
+    return tuple(types)
 
 
-PLACEHOLDER = _type_of_placeholder()
+PLACEHOLDER = _types_of_placeholder()
 
 
 def exported(state: type[T]) -> type[T]:

@@ -5,13 +5,34 @@
     shrink     what if it is longer?  norms, limits -> new norms
 
 `make_clipper` joins the three into an optax transformation and does the rest once for
-all of them: zero, NaN, counters, state.
+all of them: zero, NaN, counters, state. The common case, a global norm under a number:
 
-Under jit the updates are read once for the norms, and XLA multiplies them in the loop
-in which the optimizer reads them. Without jit the whole update is one compiled call.
+    norm     = sqrt(sum(x^2 for all leaves))            measured
+    new_norm = min(norm, limit)                         _decide, shrunk_by
+    root     = sqrt(new_norm / norm)                    factor_between
+    updates  = x * root * root, for each leaf           multiply
+
+Words of this and the modules around it:
+
+    name       of a norm: the path of its leaf ("blocks/w"), the label of its group, or
+               "" for the norm of everything
+    unit       the weights that feed one output, with a norm of its own
+    whole leaf a leaf that is one tensor or a stack of layers, and not units
+    block      norms that are decided as one array: the norm of everything, the vector
+               of all whole leaves, or the units of one leaf (`_blocks.py`)
+    row        a number of the state, with an entry for each norm (`_packed.py`)
+    memory     what a rule remembers. Its numbers of one for each norm are rows, too
+    window     an array of a memory that is no row, such as the last 100 norms
+    sound      norm finite, and limit not NaN. Otherwise the norm is broken
+    clipped    sound, and changed by the shrink. Of units: one of them at least
+    furthest   of several norms the one with the largest norm / limit (`severity` in
+               `_outcome.py`). A broken one comes first
+
+Under jit the updates are read once for the norms, and the multiplication is fused into
+the optimizer's own loop. Without jit the whole update is one compiled call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,9 +52,17 @@ from ._blocks import Block, blocks_of
 from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER
 from ._factors import factor_between, factor_roots, multiply, shrunk_by
-from ._names import OF_UPDATE
+from ._foreign_names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
-from ._outcome import Decide, Decision, Memories, Outcome, first_state, next_state
+from ._outcome import (
+    Decide,
+    Decision,
+    Memories,
+    Outcome,
+    are_sound,
+    first_state,
+    next_state,
+)
 from ._prefixes import Prefix
 from ._state import ClipState, state_of_placeholder
 from ._trees import PyTree
@@ -60,9 +89,10 @@ class Settings(NamedTuple):
     rules: Any  # the structure of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
     with_total: bool  # whether a rule needs the norm of all norms
-    # Whether a rule has a schedule. Under the user's jit `_update` is then called
-    # directly, so that the cache of our jit does not keep the schedule alive, and with
-    # it a model. Outside jit the cache does keep it.
+    inf_is_off: bool  # whether a limit of inf lets broken norms pass, see `Rule`
+    # Whether a rule has a schedule. A step inside the user's jit then calls `_update`
+    # without a jit of ours, whose cache would keep the schedule, and what it closes
+    # over, alive. Eager steps accept that.
     has_schedule: bool
 
 
@@ -71,6 +101,17 @@ class Overrides(NamedTuple):
 
     grad_norm: PyTree = None
     limit: PyTree = None
+
+
+def without_overrides(extra_args: Mapping[str, object]) -> dict[str, Any]:
+    """The extra arguments of an `update`, without the norms and limits that a chain
+    hands to all of its links.
+    """
+    arguments = {}
+    for name, value in extra_args.items():
+        if name not in Overrides._fields:
+            arguments[name] = value
+    return arguments
 
 
 def make_clipper(
@@ -109,6 +150,7 @@ def make_clipper(
         rules=structure,
         with_params=any(rule.needs_params for rule in rule_list),
         with_total=any(rule.needs_total for rule in rule_list),
+        inf_is_off=all(rule.inf_is_off for rule in rule_list),
         has_schedule=any(map(callable, jax.tree.leaves(rules, is_leaf=callable))),
     )
 
@@ -205,32 +247,37 @@ def _update(
     norms = measured(settings.measure, tree)
     if overrides.grad_norm is not None:
         # XLA drops the norms that are not used then.
-        values = _fitted("grad_norm", overrides.grad_norm, norms, settings)
+        values = _numbers_for_norms("grad_norm", overrides.grad_norm, norms, settings)
         norms = norms._replace(values=values)
-    names = trees.names(norms.paths, state.names.layers_of_name)
+    names = trees.unique_names(norms.paths, state.names.layers_of_name)
     inputs = _rule_inputs(
         settings, rule_leaves, norms, names, state, weights, overrides
     )
-    learns = bool(jax.tree.leaves(state.memory))
-    policy = Policy(settings.call, settings.shrink, settings.nonfinite, learns)
+    policy = Policy(
+        settings.call,
+        settings.shrink,
+        settings.nonfinite,
+        # A limit of inf that `update` is given is the user's own word.
+        inf_is_off=settings.inf_is_off or overrides.limit is not None,
+    )
     decide = partial(_decide, policy, eps)
     memories: Memories = dict(zip((None, *state.names.unit_leaves), state.memory))
     outcomes: list[tuple[Block, Outcome]] = []
     roots: dict[str, Array] = {}
     # A product with 1 is a new array to XLA, which the next clipper of a chain would
     # read again.
-    multiplies = overrides.limit is not None or not settings.only_measures
+    changes_updates = overrides.limit is not None or not settings.only_measures
     for block in blocks_of(norms, names, state, settings.call):
         # 2. Limit
         memory = memories[block.leaf_of_units]
-        limits = _limits(inputs, block, block.taken_from(memory))
+        limits = _limits_of_block(inputs, block, block.taken_from(memory))
         memories[block.leaf_of_units] = block.put_into(memory, limits.memory)
         # 3. Shrink
         decision = decide(block.norm, limits.limit)
         outcomes.append((block, decision.outcome))
-        if multiplies:
+        if changes_updates:
             roots |= _roots(block, decision, limits.limit_of_name, decide)
-    if multiplies:
+    if changes_updates:
         roots_in_order = [roots[name] for name in names]
         zero_at_zero = settings.nonfinite == "zero"
         tree = multiply(tree, norms, roots_in_order, zero_at_zero=zero_at_zero)
@@ -252,7 +299,7 @@ class RuleInputs(NamedTuple):
     step: Array
     rules: Any  # one rule, or a tree prefix of rules: fixed limits of parts
     rule_of_name: dict[str, Rule]
-    limit_of: Callable[..., tuple[Array, PyTree]]  # jitted or not
+    ask: Callable[..., tuple[Array, PyTree]]  # jitted or not
     weight_norm_of_name: dict[str, Array]  # empty where no rule needs them
     total: Array | None  # the norm of all norms
     given_limit_of_name: dict[str, Array] | None  # what `update` was given instead
@@ -288,7 +335,7 @@ def _rule_inputs(
     given_limit_of_name = None
     if overrides.limit is not None:
         # Below 0 a limit counts as 0, as it does in a schedule.
-        limits = _fitted("limit", overrides.limit, norms, settings)
+        limits = _numbers_for_norms("limit", overrides.limit, norms, settings)
         limits = [jnp.maximum(limit, 0) for limit in limits]
         given_limit_of_name = dict(zip(names, limits))
     return RuleInputs(
@@ -296,18 +343,18 @@ def _rule_inputs(
         step=state.step,
         rules=rules,
         rule_of_name=dict(zip(names, rules_in_order)),
-        limit_of=limit_of if settings.has_schedule else limit_of_jitted,
+        ask=limit_of if settings.has_schedule else limit_of_jitted,
         weight_norm_of_name=weight_norm_of_name,
         total=total_norm(norms) if settings.with_total else None,
         given_limit_of_name=given_limit_of_name,
     )
 
 
-def _limits(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
+def _limits_of_block(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
     """The limits of a block. `memory` is what its rule remembers of it."""
     if not isinstance(inputs.rules, Rule):
         # Limits for parts of the updates, which remember nothing.
-        limit_of_name = _limit_of_each(inputs, block)
+        limit_of_name = _limits_by_name(inputs, block)
         limit = block.as_array(limit_of_name)
     else:
         rule = inputs.rules
@@ -316,39 +363,41 @@ def _limits(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
         weight_norm = None
         if rule.needs_params:
             weight_norm = block.as_array(inputs.weight_norm_of_name)
-        # Outside jax.set_mesh a new state has the type of no mesh.
+        # A state that was made outside jax.set_mesh has no mesh in its type: it gets
+        # that of the norm.
         norm_type = jax.typeof(block.norm)
         memory = jax.tree.map(
             lambda array: mesh_types.resharded_as(array, norm_type), memory
         )
         memory = mesh_types.narrowed_as(memory, block.norm)
-        limit, memory = _answer(inputs, rule, block.norm, weight_norm, memory)
+        # A rule learns also in a step whose limit was given.
+        limit, memory = _ask_rule(inputs, rule, block.norm, weight_norm, memory)
         if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
-            # A TPU decides each leaf by its own limit (`factor_roots`), so that no
-            # leaf waits until all weights are measured. Elsewhere XLA drops these.
-            limit_of_name = _limit_of_each(inputs, block)
+            # Only for a TPU, where `factor_roots` decides each leaf by its own limit,
+            # so that no leaf waits until all weights are measured. On other platforms
+            # nothing uses these, and XLA removes them.
+            limit_of_name = _limits_by_name(inputs, block)
         else:
             limit_of_name = block.by_name(limit)
-    # The rule was asked all the same, for its memory.
     if inputs.given_limit_of_name is not None:
         limit_of_name = inputs.given_limit_of_name
         limit = block.as_array(limit_of_name)
     return Limits(limit, limit_of_name, memory)
 
 
-def _limit_of_each(inputs: RuleInputs, block: Block) -> dict[str, Array]:
+def _limits_by_name(inputs: RuleInputs, block: Block) -> dict[str, Array]:
     """The limit of each norm of a block, by rules that remember nothing."""
     limit_of_name = {}
     for name, norm in block.norm_of_name.items():
         if name not in block.missing:
             rule = inputs.rule_of_name[name]
             weight_norm = inputs.weight_norm_of_name.get(name)
-            limit, _ = _answer(inputs, rule, norm, weight_norm, ())
+            limit, _ = _ask_rule(inputs, rule, norm, weight_norm, ())
             limit_of_name[name] = limit
     return limit_of_name
 
 
-def _answer(
+def _ask_rule(
     inputs: RuleInputs,
     rule: Rule,
     norm: Array,
@@ -358,10 +407,10 @@ def _answer(
     """The limit of a norm, or of each of a vector, and the new memory."""
     step = mesh_types.narrowed_as(inputs.step, norm)
     further = further_norms(rule, weight_norm, inputs.total)
-    return inputs.limit_of(rule, norm, memory, step, *further, argument=inputs.argument)
+    return inputs.ask(rule, norm, memory, step, *further, argument=inputs.argument)
 
 
-def _fitted(
+def _numbers_for_norms(
     argument: str, tree: PyTree, norms: Norms, settings: Settings
 ) -> list[Array]:
     """Norms or limits of the user's, checked, in the order, dtype and sharding of the
@@ -381,13 +430,13 @@ def _fitted(
                 f"the norms that it measures, {shapes_of_norms}, got {shapes}."
             )
         numbers = norms.gathered(jax.tree.leaves(tree))
-    fitted = []
+    typed_numbers = []
     for number, norm in zip(numbers, norms.values, strict=True):
         # In the dtype and sharding of what was measured, so that the state keeps its
         # types.
         number = jnp.asarray(number).astype(norm.dtype)
-        fitted.append(mesh_types.resharded_as(number, jax.typeof(norm)))
-    return fitted
+        typed_numbers.append(mesh_types.resharded_as(number, jax.typeof(norm)))
+    return typed_numbers
 
 
 # ----------------------------------------------------------------------- 3. shrink
@@ -399,7 +448,7 @@ class Policy(NamedTuple):
     call: str
     shrink: Shrink
     nonfinite: Nonfinite
-    learns: bool  # whether a rule remembers earlier norms
+    inf_is_off: bool  # see `Settings`
 
 
 # Jitted, so that it is traced once for all norms of one shape. Inlined, since XLA fuses
@@ -407,32 +456,32 @@ class Policy(NamedTuple):
 @partial(jax.jit, static_argnums=0, inline=True)
 def _decide(policy: Policy, eps: ArrayLike, norm: Array, limit: Array) -> Decision:
     """What becomes of norms under their limits."""
-    is_sound = jnp.isfinite(norm) & (limit == limit)
-    old_norm = norm + jnp.asarray(eps).astype(norm.dtype)
-    # With the shrink `hard`: min(old_norm, limit).
-    new_norm = shrunk_by(policy.shrink, old_norm, limit, policy.call)
+    is_sound = are_sound(norm, limit)
+    norm_with_eps = norm + jnp.asarray(eps).astype(norm.dtype)
+    # With the shrink `hard`: min(norm_with_eps, limit).
+    new_norm = shrunk_by(policy.shrink, norm_with_eps, limit, policy.call)
     # A broken norm becomes NaN, and the updates with it, or 0.
     new_norm_if_broken = 0.0 if policy.nonfinite == "zero" else jnp.nan
     new_norm = jnp.where(is_sound, new_norm, new_norm_if_broken)
     # A limit of inf that the user set only measures: the factor of equal norms is 1,
-    # also where the norm is NaN. A rule that learns says by inf that it has no limit
-    # yet, and lets no broken step through.
-    if not policy.learns:
+    # also where the norm is NaN. Other rules say by inf that they have no limit yet,
+    # and let no broken step through.
+    if policy.inf_is_off:
         is_off = limit == jnp.inf
         new_norm = jnp.where(is_off, 1.0, new_norm)
-        old_norm = jnp.where(is_off, 1.0, old_norm)
-    root, factor = factor_between(old_norm, new_norm)
+        norm_with_eps = jnp.where(is_off, 1.0, norm_with_eps)
+    root, factor = factor_between(norm_with_eps, new_norm)
     # A norm of 0 counts as not clipped, even where eps or the shrink changes it: the
     # updates stay zeros.
     is_zero = is_sound & (norm == 0)
-    clipped = is_sound & (new_norm != old_norm) & ~is_zero
+    clipped = is_sound & (new_norm != norm_with_eps) & ~is_zero
     outcome = Outcome(
         norm=norm,
         limit=limit,
         factor=jnp.where(is_zero, 1.0, factor),
         clipped=clipped,
         is_sound=is_sound,
-        share=clipped.astype(norm.dtype),
+        clipped_share=clipped.astype(norm.dtype),
     )
     return Decision(root, outcome)
 
@@ -526,7 +575,7 @@ def _raise_nonfinite(
             count = int(jnp.sum(~jnp.isfinite(leaf), dtype=np.int64))
         if count:
             name = trees.name(path)
-            parts.append(f"{name!r}: {count} of {leaf.size} values are NaN or inf")
+            parts.append(f"{name!r}: {count} of {jnp.size(leaf)} values are NaN or inf")
     all_finite = (
         "All values are finite: the norm is too large for its dtype, or was not finite "
         "when it was given."

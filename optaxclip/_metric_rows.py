@@ -23,6 +23,7 @@ from ._clippers._by_value import ClipByValueState
 from ._clippers._recorders import SpikeState
 from ._clippers._spam import SpamState
 from ._health import HealthState, health_numbers
+from ._outcome import are_sound, severity
 from ._state import ClipState, RecordState, sizes_of
 from ._trees import PyTree
 from ._wrappers._skipping import SkipState
@@ -206,7 +207,7 @@ class Columns(NamedTuple):
     norm: Array
     limit: Array
     factor: Array
-    severity: Array  # see `_severity`
+    severity: Array  # see `severity`
     is_clipped: Array  # bool: whether the last step clipped it
     units_clipped: Array  # a share, in the last step. Without units 0 or 1
     clipped: Array  # float32: steps
@@ -234,8 +235,8 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     indices = range(len(spans))
     if options.top is not None:
         indices = _furthest_spans(spans, state)[: int(options.top)]
-    # Taken apart here: as results of the compiled call, scalars of 148 tensors took 22
-    # seconds to compile on a CPU.
+    # Taken apart here: as separate outputs of the compiled call, scalars of 148 tensors
+    # took 22 seconds to compile on a CPU.
     scalars = jax.tree.map(list, numbers)
     for index in indices:
         for metric, scalars_of_spans in scalars._asdict().items():
@@ -262,8 +263,8 @@ def _spans_of(sizes: Mapping[str, int]) -> tuple[Span, ...]:
 
 def _furthest_spans(spans: tuple[Span, ...], state: ClipState) -> np.ndarray:
     """The indices of all spans, beginning with the one furthest above its limit."""
-    severity = np.ravel(_severity(state.norm, state.limit))
-    largest = np.maximum.reduceat(severity, [span.start for span in spans])
+    severities = np.ravel(severity(state.norm, state.limit))
+    largest = np.maximum.reduceat(severities, [span.start for span in spans])
     # NaN counts as inf, since argsort would put it at the end.
     largest = np.where(np.isnan(largest), np.inf, largest)
     return np.argsort(-largest, kind="stable")
@@ -312,7 +313,7 @@ def _columns_of(state: ClipState) -> Columns:
         norm=state.norm,
         limit=state.limit,
         factor=state.factor,
-        severity=_severity(state.norm, state.limit),
+        severity=severity(state.norm, state.limit),
         is_clipped=is_clipped,
         units_clipped=_float32(units_clipped),
         clipped=clipped,
@@ -345,18 +346,6 @@ def _columns_of_spans(spans: tuple[Span, ...], columns: Columns) -> Columns:
     return jax.tree.map(lambda *scalars: jnp.stack(scalars), *entries)
 
 
-def _severity(norm: Array, limit: Array) -> Array:
-    """The numbers by which entries are ordered: norm / limit, and below 0 for finite
-    norms without a limit. argmax takes NaN for the largest.
-    """
-    # A limit of 0 would hide all differences, so it counts as tiny.
-    ratio = norm / jnp.maximum(limit, 2.0**-60)
-    # Finite norms without a limit come last. Among them -1 / norm rises with the norm.
-    is_last = (limit == jnp.inf) & (norm < jnp.inf)
-    smallest = jnp.finfo(norm.dtype).tiny
-    return jnp.where(is_last, -1 / jnp.maximum(norm, smallest), ratio)
-
-
 def _is_clipped(state: ClipState) -> Array:
     """Which norms the last step clipped."""
     is_changed = state.factor != 1
@@ -364,8 +353,7 @@ def _is_clipped(state: ClipState) -> Array:
         # Of a leaf at least one unit.
         is_changed = state.units_clipped > 0
     # A broken step may have a factor of NaN or 0, and was not clipped.
-    is_sound = jnp.isfinite(state.norm) & ~jnp.isnan(state.limit)
-    return is_changed & is_sound
+    return is_changed & are_sound(state.norm, state.limit)
 
 
 def _numbers(columns: Columns, state: ClipState) -> ClipNumbers | RecordNumbers:

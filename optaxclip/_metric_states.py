@@ -1,11 +1,10 @@
 """The states that `metrics` reports: which there are, and where they are found."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey
 
@@ -28,7 +27,7 @@ from ._metric_rows import (
     skip_rows,
     spike_rows,
 )
-from ._state import ClipState, Names, RecordState, check_one_model
+from ._state import ClipState, RecordState, check_one_model
 from ._trees import PyTree, unboxed
 from ._wrappers._skipping import SkipState
 
@@ -72,17 +71,22 @@ def reported_states(opt_state: PyTree) -> Iterator[FoundState]:
     """
     tree = unboxed(opt_state)
     states = list(_states_in(tree))
-    # `nnx.state` makes nested mappings of a state, in which none of our types is left.
-    if not states and isinstance(tree, Mapping):
-        states = list(_states_of_nnx(tree))
     if not states:
         # An optimizer is a tuple of functions to JAX, in which there is no state.
         optimizers = (optax.GradientTransformation, optax.MultiSteps)
         error = TypeError if isinstance(opt_state, optimizers) else ValueError
+        hint = ""
+        # `nnx.state` makes mappings of flax of a state, without its types and names.
+        if type(opt_state).__module__.startswith("flax."):
+            hint = (
+                " With flax NNX hand over the nnx.Optimizer itself, and not its "
+                "nnx.state, which has lost the types. nnx.update(optimizer, state) "
+                "puts a stored one back."
+            )
         raise error(
             "metrics: opt_state must be the state of an optimizer with a clipper of "
             f"optaxclip in it, got {shown(opt_state)}: hand over what init and update "
-            "return. The clippers of optax keep no state, but optaxclip's do."
+            f"return. The clippers of optax keep no state, but optaxclip's do.{hint}"
         )
     counts = Counter[tuple[str, str]]()
     for scope, state in states:
@@ -114,76 +118,3 @@ def _states_in(tree: PyTree, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:
         # reported with it, and not by itself.
         if isinstance(leaf, SkipState):
             yield from _states_in(leaf.inner_state, scope_of_state)
-
-
-# ------------------------------------------------------------ states in flax's mappings
-
-# `nnx.state` makes a mapping of each state, from the names of those fields that hold
-# arrays. These fields always do. The first holds integers, which tells a state from
-# weights with the same names. Only in a `HealthState` it is a `ClipState`.
-FIELDS_IN_NNX = {
-    ClipState: ("counts", "numbers"),
-    ClipByValueState: ("step",),
-    SpamState: ("step", "second_moment"),
-    SkipState: ("skip_counts", "skip_numbers"),
-    SpikeState: ("spike_counts", "spike_numbers"),
-    HealthState: ("norms",),
-}
-# Names of fields in which flax NNX and optax keep a state within a state.
-OUTER_FIELDS = {
-    "opt_state",
-    "inner_opt_state",
-    "inner_state",
-    "inner_states",
-    "clip_state",
-}
-
-
-def _states_of_nnx(
-    tree: Mapping[Any, Any], scope: Scope = ()
-) -> Iterator[tuple[Scope, Any]]:
-    """Every reported state of nested mappings, with its scope.
-
-    `scope` is the scope of the tree itself. Those of its states begin with it.
-    """
-    state = _state_of(tree)
-    if state is not None:
-        yield scope, state
-    for key, value in tree.items():
-        if not isinstance(value, Mapping):
-            continue
-        # A field of a state is no other state, but for those inside a `SkipState`.
-        if state is not None and key != "inner_state":
-            continue
-        # The places of a chain are numbers.
-        is_name = isinstance(key, str) and key not in OUTER_FIELDS
-        scope_of_value = (*scope, key) if is_name else scope
-        yield from _states_of_nnx(value, scope_of_value)
-
-
-def _state_of(mapping: Mapping[Any, Any]) -> Any:
-    """The state whose fields are the keys of a mapping, or None."""
-    for state_type, fields in FIELDS_IN_NNX.items():
-        if not set(fields) <= mapping.keys() <= set(state_type._fields):
-            continue
-        first_field = mapping[fields[0]]
-        if state_type is HealthState:
-            norms = _state_of(first_field) if isinstance(first_field, Mapping) else None
-            if isinstance(norms, ClipState):
-                empty = {"signs": {}, "idle": {}, "dead": {}}
-                return HealthState(**{**empty, **mapping, "norms": norms})
-        elif jnp.issubdtype(getattr(first_field, "dtype", float), jnp.integer):
-            return _restored(state_type, mapping)
-    return None
-
-
-def _restored(state_type: Any, mapping: Mapping[Any, Any]) -> Any:
-    """The state of a mapping of its fields. Fields that are missing were empty."""
-    fields: dict[str, Any] = dict.fromkeys(state_type._fields, ())
-    fields.update(mapping)
-    if state_type is ClipState:
-        shape = jnp.shape(mapping["numbers"])
-        # The names are lost, so norms are numbered.
-        names = [""] if len(shape) == 1 else map(str, range(shape[-1]))
-        fields["names"] = Names(dict.fromkeys(names))
-    return state_type(**fields)

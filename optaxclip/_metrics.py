@@ -39,9 +39,8 @@ def metrics(
 
     Args:
       opt_state: the state of any optimizer that has a clipper in it, concrete or
-        traced. Also a tree that holds such a state: flax's `TrainState`, an
-        `nnx.Optimizer`, or its `nnx.state`. An `nnx.state` has no names of tensors, so
-        they are numbered, and `record_norm` looks like a clipper in it.
+        traced. Also a tree that holds such a state: flax's `TrainState`, or an
+        `nnx.Optimizer`. Its `nnx.state` has lost the types of states, and is refused.
       only: names of numbers, such as "norm_before" or ("norm_before", "clipped"), to
         leave out the others. None for all.
       summary: whether a clipper with one norm for each tensor or group reports one row
@@ -90,7 +89,7 @@ def metrics(
         clip/worst_index      its number, in the order of `state.by_name()`
         clip/worst_name       with `floats` or `json`: its name, a string
 
-      Of clippers of elements (`clip_by_value`, `spam`), with `count=True`:
+      Of clippers of elements (`clip_by_value`, `spam`) that have `count=True`:
 
         clip/elements_clipped         the share of elements clipped in the last step
         clip/elements_clipped_mean    its mean over all steps

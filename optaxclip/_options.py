@@ -113,8 +113,12 @@ def static_labels(labels: Any, call: str) -> Any:
     if is_function(labels):
         return labels
     table = prefix_table(labels, trees.is_none)
-    if any(hasattr(label, "dtype") for _, label in table.entries):
-        raise TypeError(f"{call}: labels must be strings or ints, got {shown(labels)}.")
+    for _, label in table.entries:
+        # An integer of NumPy equals the int, and has its hash.
+        if hasattr(label, "dtype") and not isinstance(label, np.integer):
+            raise TypeError(
+                f"{call}: labels must be strings or ints, got {shown(labels)}."
+            )
     return table
 
 

@@ -85,5 +85,5 @@ def rows_from(array: Array, start: int, axis: int = -1) -> Iterator[Array]:
 
 
 def is_mark(x: object) -> bool:
-    """Whether it stands for an array."""
+    """Whether it is `InCounts`, `InNumbers` or `InWindows`."""
     return isinstance(x, (InCounts, InNumbers, InWindows))

@@ -26,7 +26,7 @@ from ._trees import PyTree
 
 
 class StateRows(NamedTuple):
-    """The rows of `counts`, then those of `numbers`."""
+    """All rows of a state. The first three are ints, in `counts`."""
 
     step: Array
     clipped: Array
@@ -98,7 +98,8 @@ class Names(NamedTuple):
             return False
         counts = self.layer_counts()
         other_counts = other.layer_counts()
-        # Inside shard_map a device may hold a share of the layers of each leaf.
+        # Inside shard_map a device may hold a share of the layers of each leaf. So
+        # states of 6 and 3 layers are equal, of 6 and 4 not (test_states_in_optax.py).
         is_share = all(map(_is_share, counts, other_counts))
         return is_share or all(map(_is_share, other_counts, counts))
 
@@ -138,7 +139,8 @@ class ClipState(_Fields):
       numbers: float32[rows, N], or float32[rows] (float64 where a leaf has 64 bits):
         `norm`, `limit`, `factor`, `clipped_recently`, in a clipper of units
         `units_clipped`, and then numbers that the rule remembers.
-      windows: what a rule remembers beyond that, such as the last 100 norms.
+      windows: the memory of the rule, without its numbers that are rows of the arrays
+        above: what is left are larger arrays, such as the last 100 norms.
       step: int32[]: updates seen.
       clipped: int32[N]: finite steps that changed the updates. Of units, steps in which
         one was changed at least.
@@ -387,12 +389,15 @@ def clip_states(tree: PyTree) -> list[ClipState]:
 class OpenNames:
     """The names of a state that `optax.tree_map_params` makes.
 
-    It calls `init` with a placeholder, maps over the result and a real state together,
-    and rebuilds the result. Which names there are depends on the parameters. So:
+    It compares the structure of `init(placeholder)` with that of a real state, maps
+    over both, and rebuilds the first. Which names there are depends on the parameters,
+    which a placeholder does not have. So:
 
         init(placeholder)   a state of one leaf for each field, with open names
         map with a state    JAX compares the names, and the open ones note the state's
         rebuild             with the names that were noted
+
+    tests/core/test_states_in_optax.py sees it break.
     """
 
     def __init__(self) -> None:
@@ -426,9 +431,8 @@ def _names_from_json(text: bytes) -> tuple[Names]:
     return (Names(layers, units, windows_structure=None),)
 
 
-# JAX compares dataclasses by their fields only. So that a recorder and a clipper with
-# equal names differ to it, recorders list their fields in another order. A recorder has
-# no windows.
+# A trick: the order of fields is the only thing by which JAX tells two registered
+# dataclasses with equal names apart. A recorder has no windows.
 FIELDS_OF_CLIPPERS = ["counts", "numbers", "windows"]
 FIELDS_OF_RECORDERS = ["windows", "counts", "numbers"]
 

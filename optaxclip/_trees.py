@@ -51,10 +51,12 @@ def clipped_leaves(tree: PyTree, call: str = "") -> PyTree:
 def _clipped_leaf(leaf: Any) -> Any:
     """The leaf, or None for one that does not count."""
     if is_box(leaf):
-        leaf = leaf.__jax_array__()
-        # A variable of NNX may hold a MaskedNode, which is not a leaf.
+        box = leaf
+        leaf = box.__jax_array__()
+        # A variable of NNX may hold a MaskedNode, which is not a leaf. The variable is
+        # a node of the tree, and other boxes are leaves.
         if is_hole(leaf):
-            return leaf
+            return leaf if is_hole(box) else None
     # A Python number has no dtype. Neither random keys nor float0 are inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if _is_foreign(dtype):
@@ -350,7 +352,7 @@ def name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def names(paths: Sequence[KeyPath], in_state: Container[str] = ()) -> list[str]:
+def unique_names(paths: Sequence[KeyPath], in_state: Container[str] = ()) -> list[str]:
     """The names of all key paths of a tree, no two alike. Where `a/b` could be two
     leaves, both get their long names, as Python writes them. No name has line breaks.
 
@@ -359,16 +361,19 @@ def names(paths: Sequence[KeyPath], in_state: Container[str] = ()) -> list[str]:
     # {"a/b": x} and {"a": {"b": x}} both read a/b.
     short_names = [name(path).replace("\n", "\\n") for path in paths]
     counts = Counter(short_names)
-    unique_names = []
+    names = []
     for path, short in zip(paths, short_names):
         long = jax.tree_util.keystr(path)
         # The other leaf with this short name may be missing in this tree.
         is_long_in_state = short not in in_state and long in in_state
         if counts[short] > 1 or is_long_in_state:
-            unique_names.append(long)
+            names.append(long)
         else:
-            unique_names.append(short)
-    return unique_names
+            names.append(short)
+    # A key may read as the long name of another leaf. Long names are all different.
+    if len(set(names)) < len(names):
+        return [jax.tree_util.keystr(path) for path in paths]
+    return names
 
 
 def listed_paths(paths: Iterable[KeyPath]) -> str:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ._checks import check_known, check_number, check_takes, shown, with_hash
-from ._names import with_our_names
+from ._foreign_names import with_our_names
 
 Shrink = Callable[[Array, Array], Array]
 

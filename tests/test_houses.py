@@ -18,7 +18,7 @@ SHARED = {
     "_exported",
     "_jaxpr",
     "_mesh_types",
-    "_names",
+    "_foreign_names",
     "_prefixes",
     "_trees",
 }

@@ -40,10 +40,16 @@ def clip_by_value(
 ) -> optax.GradientTransformation:
     """Clips every element to [min_value, max_value], or to [-max_value, max_value].
 
-    Complex elements are limited by modulus and take one bound. NaN stays NaN. An
-    infinite element becomes the bound, and a complex one NaN. Integer leaves keep their
-    dtype: the bounds are rounded inwards. Bools and keys pass. The direction of the
-    gradient changes. No collective is needed.
+    | element            | becomes                                                |
+    |--------------------|--------------------------------------------------------|
+    | between its bounds | itself, bit for bit                                    |
+    | NaN                | NaN                                                    |
+    | infinite           | the bound. A complex one becomes NaN                   |
+    | complex            | limited by modulus. It takes one bound                 |
+    | integer            | an integer of its dtype. Bounds are rounded inwards    |
+    | bool, key          | itself                                                 |
+
+    The direction of the gradient changes. No collective is needed.
 
     Args:
       max_value: the upper bound: a number, a schedule, an array that broadcasts to each
@@ -231,8 +237,11 @@ def _bound_in_dtype(
     bound: ArrayLike, dtype: DTypeLike, *, sign: int = 0, up: bool = False
 ) -> Any:
     """A bound in the dtype of a leaf. Beyond its range a bound is the end of it, and
-    inf stays inf. For integers bounds are rounded inwards, to above for `up`. With a
-    `sign` the bound stands alone, on the other side as well: below 0 it counts as 0.
+    inf stays inf where the dtype has it. For integers a bound is rounded down, or up
+    for `up` and a `sign` of -1.
+
+    `sign`: 1 or -1 for one bound of both sides, which is max(bound, 0) with this sign.
+    0 for a bound of one side, which stays as it is.
     """
     is_for_integers = bool(jnp.issubdtype(dtype, jnp.integer))
     number = _with_sign(_exact(bound, dtype, is_for_integers), sign)

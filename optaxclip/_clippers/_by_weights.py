@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._axes import Axis, Stacked
@@ -151,7 +152,7 @@ def larc(
       learning_rate: the rate of the optimizer after it: a number at least 0 or a
         schedule.
       trust: how long a step may be against the weights. At least 0. apex has 0.02, the
-        paper 0.001.
+        paper 0.001. inf only measures.
       weight_decay: added as weight_decay * p before clipping, so leave it out of the
         optimizer. At least 0.
       eps: added to the norm of the gradient before dividing. At least 0.
@@ -198,17 +199,10 @@ def larc(
     options = check_measure(call, ord=None, stacked=stacked, mesh_axes=mesh_axes)
     measure = TensorNorm(**options)
     kernel = make_clipper(
-        measure,
-        rule,
-        call=call,
-        name="learning_rate",
-        # Added to |g| + weight_decay * |p|, which the kernel takes for the norm.
-        eps=eps,
-        nonfinite=nonfinite,
+        measure, rule, call=call, name="learning_rate", eps=eps, nonfinite=nonfinite
     )
 
-    # A chain hands its `grad_norm` and `limit` to all of its links. This one computes
-    # both, so it takes neither.
+    # Norm and limit are computed here, so those that a chain hands over are dropped.
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
     ) -> Any:
@@ -227,8 +221,8 @@ def larc(
             decayed_grads.append(
                 _decayed(weight_decay, grad, weight, grad_norm, weight_norm)
             )
-        # apex divides by |g| + weight_decay * |p|, which is at least the norm of the
-        # decayed gradient. So the kernel takes this sum for the norm.
+        # As apex, the kernel divides by |g| + weight_decay * |p|. This sum is at least
+        # the norm of the decayed gradient.
         sums = []
         for grad_norm, weight_norm in zip(grad_norms.values, weight_norms.values):
             decay = jnp.asarray(weight_decay).astype(grad_norm.dtype)
@@ -241,8 +235,8 @@ def larc(
             params,
             grad_norm=grad_norms._replace(values=sums),
         )
-        rounded = jax.tree.map(_rounded, clipped_leaves(clipped), tree)
-        return put_back(rounded, updates), new_state
+        in_dtypes = jax.tree.map(_in_dtype_of, tree, clipped_leaves(clipped))
+        return put_back(in_dtypes, updates), new_state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
@@ -256,15 +250,20 @@ class Larc(Rule):
 
     needs_params = True
 
+    @property
+    def inf_is_off(self) -> bool:
+        # Weights or a rate of 0 are no wish for no limit. A trust of inf is.
+        return not isinstance(self.trust, Tracer) and bool(np.isinf(self.trust).all())
+
     def update(
         self, norm: Array, memory: PyTree, step: Array, params_norm: Array
     ) -> Answer:
         rate, trust = at_step(step, norm.dtype, self.learning_rate, self.trust)
         weight_norm = params_norm.astype(norm.dtype)
         # Weights of 0 would get a limit of 0 and never move. A rate of 0 moves nothing.
-        is_free = (weight_norm == 0) | (rate == 0)
-        limit = trust * weight_norm / jnp.where(is_free, 1.0, rate)
-        return jnp.where(is_free, jnp.inf, limit), memory
+        has_no_limit = (weight_norm == 0) | (rate == 0)
+        limit = trust * weight_norm / jnp.where(has_no_limit, 1.0, rate)
+        return jnp.where(has_no_limit, jnp.inf, limit), memory
 
 
 @jax.jit
@@ -288,8 +287,9 @@ def _decayed(
     return jnp.where(is_kept, grad, decayed)
 
 
-def _rounded(x: Array, like: Any) -> Array:
-    return x.astype(jnp.result_type(like))
+def _in_dtype_of(leaf: ArrayLike, x: Array) -> Array:
+    """`x`, rounded to the dtype of a leaf."""
+    return x.astype(jnp.result_type(leaf))
 
 
 def clippy(
@@ -360,22 +360,21 @@ def clippy(
     relative = checked_number(f"{call}: relative", relative, schedule=False)
     absolute = checked_number(f"{call}: absolute", absolute, schedule=False)
     options = check_measure(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
-    # The norm of order inf is the largest strain of the elements of a tensor.
+    # The norm of order inf is the largest ratio of an element to its bound.
     measure = TensorNorm(**options)
     # The limit depends on single weights, so each update hands it to the kernel.
     kernel = make_clipper(measure, None, call=call, name="limit", nonfinite=nonfinite)
 
-    # A chain hands its `grad_norm` and `limit` to all of its links. This one computes
-    # both, so it takes neither.
+    # Norm and limit are computed here, so those that a chain hands over are dropped.
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
     ) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")
-        is_free = jnp.isinf(relative) | jnp.isinf(absolute)
-        limit = jnp.where(is_free, jnp.inf, 1.0)
-        strain = partial(_strain, relative, absolute, is_free)
-        norms = measure(jax.tree.map(strain, tree, weights))
+        has_no_limit = jnp.isinf(relative) | jnp.isinf(absolute)
+        limit = jnp.where(has_no_limit, jnp.inf, 1.0)
+        bound_ratio = partial(_bound_ratio, relative, absolute, has_no_limit)
+        norms = measure(jax.tree.map(bound_ratio, tree, weights))
         finite_norms = []
         limits = []
         for norm in norms.values:
@@ -394,10 +393,10 @@ def clippy(
 
 
 @jax.jit
-def _strain(
+def _bound_ratio(
     relative: ArrayLike,
     absolute: ArrayLike,
-    is_free: Array,
+    has_no_limit: Array,
     update: ArrayLike,
     weight: ArrayLike,
 ) -> Array:
@@ -412,11 +411,11 @@ def _strain(
     absolute = jnp.asarray(absolute).astype(wide)
     bound = relative * weight_size + absolute
     # Without a bound, inf * |0| would be NaN.
-    bound = jnp.where(is_free, jnp.inf, bound)
+    bound = jnp.where(has_no_limit, jnp.inf, bound)
     size = jnp.abs(update).astype(wide)
     # The quotient must be finite also where it is not taken, for the derivative.
     is_zero = bound == 0
-    strain = size / jnp.where(is_zero, 1.0, bound)
-    strain = jnp.where(is_zero & (size > 0), jnp.inf, strain)
+    bound_ratio = size / jnp.where(is_zero, 1.0, bound)
+    bound_ratio = jnp.where(is_zero & (size > 0), jnp.inf, bound_ratio)
     # size * 0 is 0, and NaN where the size is inf.
-    return strain + size * 0
+    return bound_ratio + size * 0

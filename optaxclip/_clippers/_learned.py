@@ -83,7 +83,7 @@ def autoclip(
 
     Returns:
       A transformation with a `ClipState`. For each norm it remembers `window` numbers
-      twice, by age and by size.
+      twice, by age and by size. Its `update` also takes `grad_norm=` and `limit=`.
 
     Raises:
       ValueError: a percentile or window out of its range, an unknown scope, or
@@ -185,7 +185,8 @@ def zclip(
         or a tree prefix of PartitionSpec, which stacked leaves that are split need.
 
     Returns:
-      A transformation with a `ClipState`. For each norm it remembers three numbers.
+      A transformation with a `ClipState`. For each norm it remembers three numbers. Its
+      `update` also takes `grad_norm=` and `limit=`.
 
     Raises:
       ValueError: a number out of its range, an unknown target or scope, or `stacked` at
@@ -245,9 +246,9 @@ def adagc(
     so that the warm-up clips little.
 
     Args:
-      ratio: at least 0, and above 1: with 1 or less what is let through can only fall,
-        since the average is of that. The paper's code has 1.05 with a decay of 0.98,
-        later runs 1.04 with 0.99. A number or a schedule.
+      ratio: above 1. At least 0 is allowed, with a warning: with 1 or less what is let
+        through can only fall, since the average is of that. The paper's code has 1.05
+        with a decay of 0.98, later runs 1.04 with 0.99. A number or a schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
       max_norm: the global limit of the warm-up, at least 0. A number or a schedule.
       warmup: how many norms are seen under the global limit. At least 1.
@@ -265,7 +266,8 @@ def adagc(
         or a tree prefix of PartitionSpec, which stacked leaves that are split need.
 
     Returns:
-      A transformation with a `ClipState`. For each norm it remembers two numbers.
+      A transformation with a `ClipState`. For each norm it remembers two numbers. Its
+      `update` also takes `grad_norm=` and `limit=`.
 
     Raises:
       ValueError: a number out of its range, an unknown scope, or `stacked` at another
@@ -334,7 +336,7 @@ class Adagc(Rule):
             step, norm.dtype, self.ratio, self.decay, self.max_norm
         )
         seen, average = memory
-        is_warm = seen >= self.warmup
+        is_past_warmup = seen >= self.warmup
         is_over = total > max_norm
         # h = min(1, max_norm / |all|). The inner where keeps 0 out of the division.
         factor = jnp.where(is_over, max_norm / jnp.where(is_over, total, 1.0), 1.0)
@@ -343,14 +345,14 @@ class Adagc(Rule):
         # In the warm-up all tensors are clipped together, so a limit of NaN breaks all.
         early_limit = jnp.where(jnp.isfinite(total), early_limit, jnp.nan)
         # Before the first norm the average is inf. A derivative times inf would be NaN.
-        finite_average = jnp.where(is_warm, average, 0.0)
-        limit = jnp.where(is_warm, ratio * finite_average, early_limit)
+        finite_average = jnp.where(is_past_warmup, average, 0.0)
+        limit = jnp.where(is_past_warmup, ratio * finite_average, early_limit)
         # h |g|: the spike itself never enters the average.
         clipped_norm = jnp.minimum(norm, limit)
         later_average = between(finite_average, clipped_norm, decay)
         # During the warm-up the average is the smallest h |g| so far.
         early_average = jnp.minimum(average, clipped_norm)
-        new_average = jnp.where(is_warm, later_average, early_average)
+        new_average = jnp.where(is_past_warmup, later_average, early_average)
         # An average of 0 would stay 0. A CPU flushes subnormal numbers to 0, and a GPU
         # does not.
         is_learned = clipped_norm >= jnp.finfo(clipped_norm.dtype).tiny
@@ -405,7 +407,8 @@ def aggc(
 
     Returns:
       A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
-      For each norm it remembers two numbers.
+      For each norm it remembers two numbers. Its `update` also takes `grad_norm=` and
+      `limit=`.
 
     Raises:
       ValueError: a number out of its range, an unknown scope, or `stacked` at another
@@ -489,7 +492,8 @@ def adagn(
 
     Returns:
       A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
-      For each norm it remembers four numbers.
+      For each norm it remembers four numbers. Its `update` also takes `grad_norm=` and
+      `limit=`.
 
     Raises:
       ValueError: a number out of its range, an unknown scope, or `stacked` at another

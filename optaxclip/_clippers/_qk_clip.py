@@ -223,15 +223,19 @@ def _clip(
         powers = {"queries": power, "keys": 1 - power, "rotary": 1}
         for leaf in attention.leaves:
             factor_of_role = factor ** powers[leaf.role]
+            # NaN ** 0 is 1, and a broken head breaks its queries and its keys.
+            factor_of_role = jnp.where(jnp.isnan(factor), factor, factor_of_role)
             scale = scale_of(leaf, factor_of_role)
             # Queries and keys may share a leaf. Each scale is 1 outside its heads.
             scales[leaf.position] = scale * scales.get(leaf.position, 1)
     for position, scale in scales.items():
-        updates[position] = _scaled(updates[position], weights[position], scale)
+        updates[position] = _update_of_scaled_weight(
+            updates[position], weights[position], scale
+        )
     return treedef.unflatten(updates)
 
 
-def _scaled(update: Array, weight: ArrayLike, scale: Array) -> Array:
+def _update_of_scaled_weight(update: Array, weight: ArrayLike, scale: Array) -> Array:
     """scale (weight + update) - weight, without its cancellation."""
     wide = np.promote_types(update.dtype, scale.dtype)
     scale = scale.astype(wide)
@@ -340,6 +344,8 @@ def _leaves_of_role(role: str, where: Where, entries: list[Any]) -> list[Attenti
             f"of heads, or a function of path and leaf, got {shown(where)}."
         )
     leaves = []
+    # Patterns in which no leaf was seen so far.
+    idle_patterns = [] if callable(where) else list(where)
     for position, (path, array) in enumerate(entries):
         name = trees.name(path)
         if callable(where):
@@ -347,13 +353,15 @@ def _leaves_of_role(role: str, where: Where, entries: list[Any]) -> list[Attenti
         else:
             patterns = [pattern for pattern in where if fnmatchcase(name, pattern)]
             heads = where[patterns[0]] if patterns else None
+            idle_patterns = [x for x in idle_patterns if x not in patterns]
         if heads is not None:
             leaf = _attention_leaf(position, path, role, heads, jnp.shape(array))
             leaves.append(leaf)
     # A typo in a pattern would otherwise leave weights unclipped without a word.
-    if not leaves:
+    if idle_patterns or not leaves:
+        argument = repr(idle_patterns[0]) if leaves else shown(where)
         raise ValueError(
-            f"qk_clip: {role}={shown(where)} finds no leaf: the updates have "
+            f"qk_clip: {role}={argument} finds no leaf: the updates have "
             f"{trees.listed_paths(path for path, _ in entries)}."
         )
     return leaves
@@ -388,7 +396,7 @@ def _attention_leaf(
         )
     return AttentionLeaf(
         position,
-        _names(path),
+        path_names(path),
         rank,
         role,
         heads,
@@ -407,7 +415,7 @@ def _selected(ends: Range, count: int) -> int:
     return len(range(count)[slice(*ends)]) if is_within else 0
 
 
-def _names(path: KeyPath) -> Path:
+def path_names(path: KeyPath) -> Path:
     return tuple(trees.name((key,)) for key in path)
 
 
@@ -497,7 +505,7 @@ def _arrays_of_attentions(
       ValueError: an attention that has no array of its own, or an array too many.
     """
     entries = jax.tree.leaves_with_path(max_logits)
-    paths = [_names(path) for path, _ in entries]
+    paths = [path_names(path) for path, _ in entries]
     positions = []
     for attention in attentions:
         matching = []

@@ -12,7 +12,7 @@ from jax import Array
 
 from .._checks import check_norm, check_state, with_hash
 from .._exported import exported
-from .._kernel import make_clipper
+from .._kernel import make_clipper, without_overrides
 from .._mesh import MeshAxes
 from .._norms import UserNorm, global_norm
 from .._state import ClipState, RecordState
@@ -29,9 +29,9 @@ def record_norm(
     """Clips nothing, and keeps the norms for `metrics`: `record/norm`, and the steps in
     which it was NaN or inf, `record/nonfinite_count`.
 
-    `update(..., limit=)` of a chain is for its clippers, and changes nothing here. On a
-    CPU a recorder reads nothing more in the same jitted step as a clipper with the same
-    sums, since XLA computes equal sums once.
+    `grad_norm=` and `limit=` that a chain is given are for its clippers, and change
+    nothing here. On a CPU a recorder reads nothing more in the same jitted step as a
+    clipper with the same sums, since XLA computes equal sums once.
 
     Args:
       norm: from a tree to its norms: `global_norm`, `tensor_norm`, or a function of
@@ -64,8 +64,8 @@ def record_norm(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
-        # `limit=` is for the clippers of the chain.
-        extra_args.pop("limit", None)
+        # A recorder shows what it measured itself.
+        extra_args = without_overrides(extra_args)
         updates, new_state = clipper.update(updates, state, params, **extra_args)
         # Where there was no state, as for a clipper of optax, the kernel has made a
         # `ClipState`.

@@ -70,16 +70,17 @@ def spam(
 
     In the paper v is Adam's. Here it is a buffer of its own, as large as the
     parameters, unless `update(..., second_moment=v)` passes one in. A coordinate that
-    is NaN stays NaN, and an infinite one becomes the limit. Neither enters the average.
-    Complex coordinates are limited by modulus. An infinite one becomes NaN.
+    is NaN stays NaN. An infinite one becomes the limit, and stays where there is none:
+    in the warm-up, and where v is 0. Neither enters the average. Complex coordinates
+    are limited by modulus. An infinite one becomes NaN under a limit.
 
     Args:
       threshold: how many times its usual square a square may be. At least 0. A number
         or a schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
       warmup: how many updates from each reset on are not clipped, since v has seen too
-        little by then. At the start it is one fewer. Where v is 0, nothing is clipped
-        either. At least 0.
+        little by then. At the start of training `warmup - 1`. Where v is 0, nothing is
+        clipped either. At least 0.
       every: the average starts anew before each update whose number, from 1, is a
         multiple of this, as in `reset_momentum`. None for never. A whole number, at
         least 1.
@@ -164,7 +165,7 @@ def spam(
 def _cut_down(
     step: Array,
     threshold: Number,
-    is_warm: Array,
+    is_past_warmup: Array,
     x: ArrayLike | None,
     moment: ArrayLike,
 ) -> Array | None:
@@ -177,10 +178,12 @@ def _cut_down(
     wide = _widened(x)
     (threshold,) = at_step(step, moment.dtype, threshold)
     # Roots first: threshold * v overflows for gradients of 1e18, v being their square.
-    limit = root(threshold) * root(moment)
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
+    is_usual = moment > 0
+    # A threshold of inf times 0 would be NaN.
+    limit = root(threshold) * jnp.where(is_usual, root(moment), 1.0)
     is_over = jnp.abs(wide).astype(moment.dtype) > limit
-    is_spike = is_over & (moment > 0) & is_warm
+    is_spike = is_over & is_usual & is_past_warmup
     largest = float(jnp.finfo(jnp.result_type(x)).max)
     # Where nothing is cut the limit may be inf, which is NaN times the sign of 0. The
     # limit of an infinite coordinate may be beyond the dtype of the leaf.
@@ -227,13 +230,14 @@ def adaclip(
         g_i <- g_i * T / max|g|                    where |g_i| > T
 
     Args:
-      decay: of the average, in [0, 1]. 1 is the mean of all steps. A number or a
+      decay: of the average T, in [0, 1]. 1 is the mean of all steps. A number or a
         schedule.
       stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
         leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
         leaf.
-      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
-        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      nonfinite: what a largest coordinate that is NaN or inf makes of its tensor:
+        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
+        `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
@@ -298,7 +302,7 @@ def _norms_and_limits(state: PyTree, norms: Norms) -> tuple[list[Any], list[Any]
     which norms leaves have.
     """
     entry_by_name = state.by_name()
-    names = trees.names(norms.paths, entry_by_name)
+    names = trees.unique_names(norms.paths, entry_by_name)
     norm_values = []
     limit_values = []
     for name, norm in zip(names, norms.values):
@@ -406,11 +410,11 @@ def reset_momentum(
         rise = 1 - 0.99 * (1 + jnp.cos(jnp.pi * progress)) / 2
         factor = jnp.where(is_rising, rise, 1.0)
 
-        def scaled(x: ArrayLike) -> Array:
+        def times_factor(x: ArrayLike) -> Array:
             wide = _widened(x)
             return (wide * factor.astype(wide.dtype)).astype(jnp.result_type(x))
 
-        tree = jax.tree.map(scaled, clipped_leaves(updates, call))
+        tree = jax.tree.map(times_factor, clipped_leaves(updates, call))
         return put_back(tree, updates), ResetState(new_step, new_inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -352,7 +352,7 @@ def _with_shrunk_values(
     results = list(scaled_leaves)
     entry_by_name = state.by_name()
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-    names = trees.names(paths, entry_by_name)
+    names = trees.unique_names(paths, entry_by_name)
     for layout, indices in measure.layouts(tree).items():
         matrices = layout.stack([gradients[index] for index in indices])
         # The norms and limits that the kernel found, [leaves, *layers, 1, 1].

@@ -19,13 +19,12 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from .._checks import with_extra_args
+from .._kernel import without_overrides
 from .._mesh_types import varying
 from .._moduli import wide_dtype
-from .._state import ClipState, clip_states
+from .._outcome import are_sound
+from .._state import clip_states
 from .._trees import PyTree, clipped_leaves, put_back, weights_of
-
-# Arguments of `update` that say something of gradients, and nothing of weights.
-ABOUT_GRADIENTS = ("grad_norm", "limit")
 
 
 def constrain(
@@ -37,13 +36,12 @@ def constrain(
 
     It changes the update, so it comes last in a chain, after the learning rate.
     `optax.apply_updates` then gives clip(W + u), rounded once to the weights' dtype.
-    Weights are longer than their limit by this rounding at most. Where W is far beyond
-    its limit, as in a first step, the update is rounded too. This rounding is made
-    towards 0, and never across a bound of 0. A bound that keeps weights away from 0,
-    such as the lower one of `clip_by_value(1.0, 0.3)`, may be missed by it. Where
-    the update has fewer bits than W, its rounding may leave weights beyond the limit.
-    Weights that are within their limit get the update as it came, and so do integer
-    leaves.
+    This is exact up to that one rounding. Where W is far beyond its limit, as in a
+    first step, the update is rounded too, towards 0, and never across a bound of 0. A
+    bound that keeps weights away from 0, such as the lower one of
+    `clip_by_value(1.0, 0.3)`, may be missed by it. Where the update has fewer bits than
+    W, its rounding may leave weights beyond the limit. Weights that are within their
+    limit get the update as it came, and so do integer leaves.
 
     | constraint                        | clipper                                     |
     |-----------------------------------|---------------------------------------------|
@@ -91,21 +89,18 @@ def constrain(
     ) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")
-        for argument in ABOUT_GRADIENTS:
-            extra_args.pop(argument, None)
+        # Norms and limits of gradients say nothing of weights.
+        extra_args = without_overrides(extra_args)
         moved = jax.tree.map(_moved, weights, tree)
         clipped, new_state = clipper.update(moved, state, params, **extra_args)
-        broken_norms = [_is_broken(state) for state in clip_states(new_state)]
+        broken_norms = []
+        for clip_state in clip_states(new_state):
+            broken_norms.append(~are_sound(clip_state.norm, clip_state.limit))
         update_to = partial(_update_to, broken_norms)
         changes = jax.tree.map(update_to, tree, weights, moved, clipped)
         return put_back(changes, updates), new_state
 
     return optax.GradientTransformationExtraArgs(clipper.init, update)
-
-
-def _is_broken(state: ClipState) -> Array:
-    """Which norms were broken in the last step, by themselves or by their limits."""
-    return ~jnp.isfinite(state.norm) | jnp.isnan(state.limit)
 
 
 def _moved(weight: Array, update: Array) -> Array:

@@ -20,16 +20,16 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
+from .._foreign_names import OF_UPDATE
 from .._mesh import MeshAxes
 from .._mesh_types import varying, varying_as_any_of
-from .._names import OF_UPDATE
 from .._norms import GlobalNorm
 from .._packed import packed, rows_from, unpacked
 from .._trees import PyTree, clipped_leaves
 from ..rules._rule import Rule, limit_of, limit_of_jitted
 
 
-class Measured(NamedTuple):
+class Comparison(NamedTuple):
     """A norm or a loss that was held against its limit."""
 
     value: Array
@@ -40,8 +40,8 @@ class Measured(NamedTuple):
 class Judgement(NamedTuple):
     """What was decided of a step."""
 
-    norm: Measured
-    loss: Measured  # in a step without a loss, the one before
+    norm: Comparison
+    loss: Comparison  # in a step without a loss, the one before
     is_rejected: Array  # bool[]
     is_nonfinite: Array  # bool[]: whether norm or loss is NaN or inf
 
@@ -56,7 +56,7 @@ class Judge(NamedTuple):
     # The argument that makes every step need a loss, or "" where a step may go without.
     loss_needed_by: str = ""
 
-    def initial(self, params: PyTree) -> tuple[Measured, Measured]:
+    def initial(self, params: PyTree) -> tuple[Comparison, Comparison]:
         """Norm and loss before the first step."""
         # Only its dtype is needed: float64 if a leaf has 64 bits.
         tree = clipped_leaves(params, self.call)
@@ -66,8 +66,8 @@ class Judge(NamedTuple):
         loss_memory = self.loss_rule.init(zero) if self.loss_rule else ()
         # Not NaN, at which `jax_debug_nans` would raise.
         no_loss = jnp.full_like(zero, -jnp.inf)
-        norm = Measured(zero, no_limit, self.rule.init(zero))
-        return norm, Measured(no_loss, no_limit, loss_memory)
+        norm = Comparison(zero, no_limit, self.rule.init(zero))
+        return norm, Comparison(no_loss, no_limit, loss_memory)
 
     def norm_and_loss(
         self, updates: PyTree, extra_args: Mapping[str, Any]
@@ -102,21 +102,21 @@ class Judge(NamedTuple):
         memory, loss_memory = state.memories
         # Numbers of the user's may have another dtype than the state.
         norm_value = self.varying_like(state.norm, jnp.array(norm, state.norm.dtype))
-        measured_norm = self._measured(self.rule, norm_value, memory, state.step)
-        is_rejected = _is_rejected(measured_norm)
-        is_nonfinite = ~jnp.isfinite(measured_norm.value)
+        norm_and_limit = self._compared(self.rule, norm_value, memory, state.step)
+        is_rejected = _is_rejected(norm_and_limit)
+        is_nonfinite = ~jnp.isfinite(norm_and_limit.value)
         if self.loss_rule is None or loss is None:
-            measured_loss = Measured(state.loss, state.loss_limit, loss_memory)
+            loss_and_limit = Comparison(state.loss, state.loss_limit, loss_memory)
         else:
             value = self.varying_like(norm_value, jnp.array(loss, state.loss.dtype))
-            measured_loss = self._measured(
+            loss_and_limit = self._compared(
                 self.loss_rule, value, loss_memory, state.step, is_loss=True
             )
-            is_rejected = is_rejected | _is_rejected(measured_loss)
-            is_nonfinite = is_nonfinite | ~jnp.isfinite(measured_loss.value)
+            is_rejected = is_rejected | _is_rejected(loss_and_limit)
+            is_nonfinite = is_nonfinite | ~jnp.isfinite(loss_and_limit.value)
         return Judgement(
-            norm=measured_norm,
-            loss=measured_loss,
+            norm=norm_and_limit,
+            loss=loss_and_limit,
             is_rejected=is_rejected,
             is_nonfinite=is_nonfinite,
         )
@@ -134,7 +134,7 @@ class Judge(NamedTuple):
         measure = GlobalNorm(self.call, mesh_axes=self.mesh_axes)
         return measure(clipped_leaves(updates, self.call)).values[0]
 
-    def _measured(
+    def _compared(
         self,
         rule: Rule,
         value: Array,
@@ -142,7 +142,7 @@ class Judge(NamedTuple):
         step: Array,
         *,
         is_loss: bool = False,
-    ) -> Measured:
+    ) -> Comparison:
         """A value, the limit that its rule gives, and what the rule remembers then."""
         # A traced step is one inside the user's jit. There a jit of ours would keep a
         # schedule, and what it refers to, alive in its cache.
@@ -155,9 +155,9 @@ class Judge(NamedTuple):
             memory,
             step,
             argument=f"{self.call}: {argument}",
-            signed=is_loss,
+            is_loss=is_loss,
         )
-        return Measured(value, limit, new_memory)
+        return Comparison(value, limit, new_memory)
 
     def _checked(self, argument: str, number: Any) -> Any:
         """A norm or a loss that `update` was given, as JAX can carry it."""
@@ -192,11 +192,11 @@ class Judge(NamedTuple):
             )
 
 
-def _is_rejected(measured: Measured) -> Array:
+def _is_rejected(comparison: Comparison) -> Array:
     """Whether it is above its limit, NaN or inf."""
     # Not `value > limit`, which is False for NaN. inf would pass a limit of inf.
-    is_within = measured.value <= measured.limit
-    return ~(is_within & jnp.isfinite(measured.value))
+    is_within = comparison.value <= comparison.limit
+    return ~(is_within & jnp.isfinite(comparison.value))
 
 
 # ------------------------------------------------------------- the rows of two arrays
@@ -224,7 +224,7 @@ def row_property(rows: RowNames, name: str) -> property:
 
 
 def pack(
-    rows: RowNames, norm: Measured, loss: Measured, **own_rows: Array
+    rows: RowNames, norm: Comparison, loss: Comparison, **own_rows: Array
 ) -> StateArrays:
     """The arrays of a state. `own_rows` are what it counts itself, by name."""
     value_of_row = own_rows | {

@@ -12,6 +12,9 @@ alive at once, and XLA would copy them. A training step of a decoder of 4 layers
 compiled for a TPU v5e, moves 7.35 GB, and 8.69 with optax.apply_if_finite, which
 selects at the end. Where the step is skipped, the updates are computed from the old
 moments and thrown away.
+
+Without jit the optimizer is traced again in each step: 80 ms on a CPU for Adam on 20
+leaves, where Adam alone takes 4 and optax.apply_if_finite 390.
 """
 
 from collections.abc import Callable, Mapping, Sequence

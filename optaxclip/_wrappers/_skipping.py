@@ -21,8 +21,8 @@ and under jit nothing is copied.
 Which rule? One that remembers raw norms (a window, as in `skip_step`) accepts a lasting
 change within its length, but frequent spikes raise its limit. One that remembers what
 it would have let through (`z_score`, `log_z_score`, `ema_ratio`) does not learn from
-spikes. But no weight moves while it skips. Where norms rise for good, the run may stand
-still for long: give it room (`z_score(4.0)`) or `max_consecutive`.
+spikes. But if norms rise for good it may not accept them for long, and no weight moves
+while it skips: give it room (`z_score(4.0)`) or `max_consecutive`.
 
 The gradient is measured as it comes in, so clippers go inside. Behind a clipper no norm
 is above its limit, and no step is skipped for its norm.

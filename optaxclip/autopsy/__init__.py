@@ -10,10 +10,10 @@ there. It is saved, and replayed without each cause in turn.
 """
 
 # `as` tells type checkers that a name is public.
-from .. import _names
+from .. import _foreign_names
 from ._file import save as save
 from ._why import Verdict as Verdict
 from ._why import why as why
 
 # A misspelt name, as in `autopsy.wy`, raises an error with the right one.
-_names.with_our_names(__name__)
+_foreign_names.with_our_names(__name__)

@@ -47,8 +47,8 @@ from jax.core import Tracer
 
 from .. import per_example
 from .._checks import check_choice, check_number
+from .._foreign_names import with_our_names
 from .._mesh_types import varying_as_any_of
-from .._names import with_our_names
 from .._norms import global_norm
 from ..per_example._problem import check_function
 from ..shrinks import hard

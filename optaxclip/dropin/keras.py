@@ -47,8 +47,8 @@ from jax.core import Tracer
 
 from .._checks import check_number, shown
 from .._clippers._by_value import value_clipper
+from .._foreign_names import with_our_names
 from .._kernel import make_clipper
-from .._names import with_our_names
 from .._norms import GlobalNorm, TensorNorm
 from ..rules._rule import Number
 

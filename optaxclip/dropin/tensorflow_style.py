@@ -68,8 +68,8 @@ from .. import _norms as norms
 from .._axes import axes_within
 from .._checks import check_number, check_scalar, with_extra_args
 from .._clippers._by_value import value_clipper
+from .._foreign_names import with_our_names
 from .._kernel import clip_once, make_clipper
-from .._names import with_our_names
 from .._options import check_measure
 from .._trees import PyTree, Tree, clipped_leaves, name
 from ..rules._limits import Limit

@@ -56,8 +56,8 @@ from jax.typing import ArrayLike
 from .. import _norms as norms
 from .._checks import check_number, check_scalar, shown
 from .._clippers._by_value import value_clipper
+from .._foreign_names import with_our_names
 from .._kernel import clip_once
-from .._names import with_our_names
 from .._trees import PyTree, Tree
 
 __all__ = [

@@ -18,7 +18,7 @@ none.
 """
 
 # `as` tells type checkers that a name is public.
-from .. import _names
+from .. import _foreign_names
 from ._history import read_history as read_history
 from ._run import Replay as Replay
 from ._run import Suggestion as Suggestion
@@ -28,4 +28,4 @@ from ._run import spike_score as spike_score
 from ._run import suggest as suggest
 
 # A misspelt name, as in `replay.sugest`, raises an error with the right one.
-_names.with_our_names(__name__)
+_foreign_names.with_our_names(__name__)

@@ -133,7 +133,7 @@ def _limits_from(
     def one_step(carry: PyTree, value: jax.Array) -> tuple[PyTree, jax.Array]:
         step, memory = carry
         limit, memory = limit_of(
-            rule, value, memory, step, argument=argument, signed=signed
+            rule, value, memory, step, argument=argument, is_loss=signed
         )
         return (step + 1, memory), limit
 

@@ -112,6 +112,9 @@ class Constant(Rule):
 
     limit: Number | None = field(metadata={"check": checked_limit})
 
+    # The user set this inf.
+    inf_is_off = True
+
     def update(self, norm: Array, memory: PyTree, step: Array) -> Any:
         # `limit_of` brings what a schedule returns to the norm's dtype and shape.
         return self.limit(step) if callable(self.limit) else self.limit, memory
@@ -194,6 +197,8 @@ class ShareOfParams(Rule):
 
     # `limit_of` hands over the norm of the weights.
     needs_params = True
+    # The limit is inf only for a share or a floor of inf, which the user set.
+    inf_is_off = True
 
     def update(
         self, norm: Array, memory: PyTree, step: Array, params_norm: Array
@@ -201,7 +206,10 @@ class ShareOfParams(Rule):
         share, floor = at_step(step, norm.dtype, self.share, self.floor)
         # Weights may have 64 bits where updates have 32.
         weights = jnp.maximum(params_norm.astype(norm.dtype), floor)
-        return multiple(share, weights), memory
+        # Weights that are infinite, or too large, are no wish for no limit.
+        limit = jnp.minimum(multiple(share, weights), jnp.finfo(norm.dtype).max)
+        has_no_limit = jnp.maximum(share, floor) == jnp.inf
+        return jnp.where(has_no_limit, jnp.inf, limit), memory
 
 
 def rule_without_params(limit: Limit, argument: str) -> Rule:
@@ -237,6 +245,10 @@ class Joined(Rule):
     @property
     def needs_total(self) -> bool:
         return any(rule.needs_total for rule in self.rules)
+
+    @property
+    def inf_is_off(self) -> bool:
+        return all(rule.inf_is_off for rule in self.rules)
 
     def init(self, norm: Array) -> Any:
         return tuple(rule.init(norm) for rule in self.rules)
@@ -282,8 +294,14 @@ class Maximum(Joined):
 class WarmUp(Joined):
     """The first rule for some norms, the second from then on."""
 
-    # Norms that were remembered. The step of `update` counts broken norms as well.
+    # Counted in remembered norms, not in the `step` of `update`, which counts broken
+    # ones too.
     steps: Number = number_field(schedule=False)
+
+    @property
+    def inf_is_off(self) -> bool:
+        # Without a limit in the warm-up, a broken step is still broken.
+        return False
 
     def init(self, norm: Array) -> Any:
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)

@@ -28,8 +28,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks as checks
 from .._exported import call_repr
+from .._foreign_names import with_argument_errors
 from .._mesh_types import typed_as
-from .._names import checked
 from .._trees import PyTree
 from ._memory import new_where
 
@@ -103,6 +103,10 @@ def choice_field(*allowed: str, default: str) -> Any:
     return field(default=default, metadata={"check": check, "static": True})
 
 
+# What a rule says of itself, outside its fields.
+FLAGS = ("needs_params", "needs_total", "inf_is_off")
+
+
 # Tells type checkers that every subclass is a dataclass of its annotated fields.
 @dataclass_transform(
     frozen_default=True,
@@ -130,6 +134,10 @@ class Rule:
     that is a multiple of past norms could never leave 0. `step` counts these steps too,
     so count in the memory what was remembered. The limit has no derivative by updates.
 
+    A limit of inf clips no finite norm. Updates whose norm is NaN or inf become what
+    `nonfinite` of the clipper says, as under any other limit. A rule whose `inf_is_off`
+    is True lets them pass too, as the limits None and inf of a user do.
+
     Example:
       >>> class Median(optaxclip.rules.Rule):
       ...     factor: float = 2.0
@@ -147,15 +155,24 @@ class Rule:
     """
 
     # Whether `update` takes the norm of the weights as a fourth argument, and the norm
-    # of all norms as its last. A type would make these two fields of the dataclass.
+    # of all norms as its last.
     needs_params = False
     needs_total = False
+    # Whether a limit of inf switches the clipper off, so that even NaN passes.
+    inf_is_off = False
 
     def __init_subclass__(cls) -> None:
         # eq=False: == of arrays is no bool, and rules are hashed by identity.
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+        # A field is a leaf of the tree, which is traced. These flags must be static.
+        for spec in fields(cls):
+            if spec.name in FLAGS:
+                raise TypeError(
+                    f"{call_name(cls)}: {spec.name} must have no type, which makes it "
+                    f"a field: write {spec.name} = True."
+                )
         # A wrong keyword would otherwise be an error about `ZScore.__init__`.
-        cls.__init__ = checked(cls.__init__, call_name(cls))
+        cls.__init__ = with_argument_errors(cls.__init__, call_name(cls))
         meta = [f.name for f in fields(cls) if f.metadata.get("static")]
         data = [f.name for f in fields(cls) if f.name not in meta]
         keys = [jax.tree_util.GetAttrKey(name) for name in data]
@@ -198,7 +215,9 @@ class Rule:
 
 
 def further_norms(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
-    """What `update` takes after the step: the norms of the weights, and of all."""
+    """The extra arguments of `update`, behind `step`: the norms of the weights, and of
+    all.
+    """
     norms = []
     if rule.needs_params:
         norms.append(params_norm)
@@ -214,12 +233,12 @@ def limit_of(
     step: Array,
     *more_norms: Any,
     argument: str,
-    signed: bool = False,
+    is_loss: bool = False,
 ) -> tuple[Array, Any]:
     """The limit of a norm by a rule, and the rule's new memory.
 
     `more_norms` is what `further_norms` gives. The limit has the norm's dtype and
-    shape, and is at least 0. NaN, inf and 0 leave the memory unchanged. `signed`: the
+    shape, and is at least 0. NaN, inf and 0 leave the memory unchanged. `is_loss`: the
     value is a loss rather than a norm, so it and its limit may be 0 or negative.
 
     Raises:
@@ -231,8 +250,8 @@ def limit_of(
         memory_of_rule = _checked_memory(rule, norm, memory, argument)
     else:
         memory_of_rule = memory
-    # stop_gradient: limits have no derivative by the updates. A broken norm becomes 0,
-    # so that the memory that is not taken has a finite derivative too.
+    # stop_gradient: limits have no derivative by the updates. A broken norm becomes 0:
+    # where the new memory is not selected, its derivative must still be finite.
     finite_norm = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
     answer = rule.update(finite_norm, memory_of_rule, step, *more_norms)
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
@@ -248,19 +267,19 @@ def limit_of(
     # A limit beyond the norm's dtype is its largest number: inf would not clip.
     limit = checks.in_norm_dtype(norm.dtype, limit)
     # A schedule may fall below 0, which counts as 0.
-    if not signed:
+    if not is_loss:
         limit = jnp.maximum(limit, 0)
     limit = typed_as(jnp.broadcast_to(limit, norm.shape), jax.typeof(norm))
     if not remembers:
         return limit, memory
     # Only NaN differs from itself. `~isnan` is two operations on a TPU.
     learns = jnp.isfinite(norm) & (limit == limit)
-    if not signed:
+    if not is_loss:
         learns = learns & (norm > 0)
     return limit, new_where(learns, new_memory, memory)
 
 
-limit_of_jitted = jax.jit(limit_of, static_argnames=("argument", "signed"))
+limit_of_jitted = jax.jit(limit_of, static_argnames=("argument", "is_loss"))
 
 
 def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> Any:
@@ -337,7 +356,7 @@ def at_step(step: Array, dtype: DTypeLike, *numbers: Number) -> list[Array]:
 
 
 def warn_of_falling(argument: str, ratio: Any, stacklevel: int) -> None:
-    """Warns of a limit that is at most as long as what it let through before.
+    """Warns of a ratio of at most 1, with which a limit can only fall.
 
     `stacklevel` is that of `warnings.warn`, seen from the caller.
     """

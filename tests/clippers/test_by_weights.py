@@ -8,6 +8,7 @@ from itertools import product
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optaxclip
@@ -312,3 +313,44 @@ def test_a_gradient_that_larc_decays_may_leave_the_range():
         found, eps = updates["w"].astype("float32"), float(jnp.finfo(dtype).eps)
         # The factor ends a few eps of float32 below the quotient.
         np.testing.assert_allclose(found, wanted, rtol=eps / 2 + 8 * EPS)
+
+
+BROKEN = np.array([np.nan, 1.0], np.float32)
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
+@pytest.mark.parametrize("rate", [0.0, lambda step: 0.0 * step, 0.1])
+def test_larc_without_a_limit_lets_no_broken_tensor_through(rate, nonfinite):
+    wanted = 0.0 if nonfinite == "zero" else np.nan
+    for weights in ([1.0, 2.0], [0.0, 0.0]):
+        clipper = larc(rate, nonfinite=nonfinite)
+        updates, state = apply(clipper, jnp.asarray(BROKEN), jnp.array(weights))
+        np.testing.assert_array_equal(updates, np.full(2, wanted))
+        assert state.nonfinite == 1
+
+
+def test_a_nan_in_the_first_step_of_a_rising_rate_does_not_stay():
+    rate = optax.linear_schedule(0.0, 0.1, 10)
+    optimizer = optax.chain(larc(rate, nonfinite="zero"), optax.sgd(rate, momentum=0.9))
+    params = jnp.array([1.0, 2.0])
+    state = optimizer.init(params)
+    for grads in (BROKEN, np.ones(2, np.float32)):
+        updates, state = optimizer.update(jnp.asarray(grads), state, params)
+        params = optax.apply_updates(params, updates)
+    assert np.isfinite(params).all()
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
+@pytest.mark.parametrize("clipping", [0.01, 2.0])
+def test_infinite_weights_let_no_broken_unit_through(clipping, nonfinite):
+    clipper = adaptive_grad_clip(clipping, nonfinite=nonfinite)
+    for weight in (np.inf, 3e38):
+        params = jnp.full((3, 2), weight)
+        grads = jnp.array([[np.nan, 3.0], [1.0, 0.1], [2.0, 0.0]])
+        updates, _ = apply(clipper, grads, params)
+        wanted = np.array(grads)
+        wanted[:, 0] = 0.0 if nonfinite == "zero" else np.nan
+        np.testing.assert_array_equal(updates, wanted)
+    # Without a clipping it only measures.
+    updates, _ = apply(adaptive_grad_clip(None, nonfinite=nonfinite), grads, params)
+    np.testing.assert_array_equal(updates, grads)

@@ -284,3 +284,14 @@ def test_vmap_over_runs_gives_each_its_own():
     wanted = one(runs[0])["key"]["kernel"]
     np.testing.assert_allclose(found["key"]["kernel"][0], wanted, rtol=1e-6)
     np.testing.assert_array_equal(found["key"]["kernel"][1], zero["key"]["kernel"])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_a_broken_head_breaks_queries_and_keys_at_any_alpha(alpha):
+    params = {"q": jnp.ones((1, 2)), "k": jnp.ones((1, 2))}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    clipper = qk_clip(20.0, queries={"q": 1}, keys={"k": 1}, alpha=alpha)
+    logits = jnp.array([jnp.nan, 1.0])
+    updates, _ = clipper.update(zeros, clipper.init(params), params, max_logits=logits)
+    for update in updates.values():
+        np.testing.assert_array_equal(update, [[np.nan, 0.0]])

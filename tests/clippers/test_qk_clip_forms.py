@@ -295,3 +295,12 @@ def test_tree_map_params_passes_it():
     state = chain.init(params)
     mapped = optax.tree_map_params(chain, lambda x: x + 1, state)
     jax.tree.map(np.testing.assert_array_equal, mapped[1], state[1])
+
+
+def test_every_pattern_must_find_a_leaf():
+    params = {"a": {"q": jnp.ones((1, 2)), "k": jnp.ones((1, 2))}}
+    with pytest.raises(ValueError, match=r"queries='a/typo' finds no leaf"):
+        qk_clip(20.0, queries={"a/q": 1, "a/typo": 0}, keys={"a/k": 1}).init(params)
+    # A pattern finds a leaf also where an earlier one has it.
+    clipper = qk_clip(20.0, queries={"a/q": 1, "*/q": 0}, keys={"*/k": 1})
+    assert clipper.init(params).norm.shape == (2,)

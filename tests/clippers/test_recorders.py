@@ -48,3 +48,12 @@ def test_the_share_of_recent_spikes_is_of_about_10_000_steps():
         _, spike = recorder.update(jnp.array([jnp.nan]), state)
         shares = calm.spiked_recently, spike.spiked_recently
         np.testing.assert_allclose(shares, 0.5 + np.array([-0.5, 0.5]) / reach, 1e-6)
+
+
+def test_a_norm_given_to_the_chain_is_not_for_a_recorder():
+    recorder = optaxclip.record_norm(optaxclip.tensor_norm)
+    chain = optax.chain(recorder, optaxclip.clip_by_global_norm(1.0))
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([2.0])}
+    updates, state = chain.update(grads, chain.init(grads), grad_norm=10.0)
+    np.testing.assert_array_equal(state[0].norm, [5.0, 2.0])
+    np.testing.assert_allclose(updates["a"], [0.3, 0.4], rtol=1e-6)

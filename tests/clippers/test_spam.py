@@ -248,3 +248,12 @@ def test_a_second_moment_may_be_in_another_mapping():
     other = collections.OrderedDict(a=jnp.ones(5), w=jnp.ones(2))
     updates, _ = clipper.update(grads, clipper.init(grads), second_moment=other)
     np.testing.assert_array_equal(updates["w"], [1.0, 1.0])
+
+
+def test_an_infinite_threshold_is_no_nan_for_debug_nans():
+    grads = jnp.array([0.0, 3.0])
+    clipper = optaxclip.spam(np.inf, warmup=0)
+    with jax.debug_nans(True):
+        updates, state = clipper.update(grads, clipper.init(grads))
+        updates, _ = clipper.update(updates, state)
+    np.testing.assert_array_equal(updates, grads)

@@ -296,3 +296,19 @@ def test_a_schedule_of_bounds_must_return_numbers():
         TypeError, match=r"clip_by_value: max_value: what a schedule returns.*got None"
     ):
         apply(clipper, jnp.array([3.0]))
+
+
+WITHOUT_INF = ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+
+
+@pytest.mark.parametrize("dtype", WITHOUT_INF)
+def test_no_bound_is_no_nan_where_the_dtype_has_no_inf(dtype):
+    grads = jnp.array([-192.0, 2.0], "float32").astype(dtype)
+    numbers = grads.astype("float32")
+    for bounds in ((None,), (math.inf,), (math.inf, -math.inf)):
+        updates, _ = apply(optaxclip.clip_by_value(*bounds), grads)
+        np.testing.assert_array_equal(updates.astype("float32"), numbers)
+    updates, _ = apply(optaxclip.clip_by_value(math.inf, -1.0), grads)
+    np.testing.assert_array_equal(updates.astype("float32"), [-1.0, 2.0])
+    _, pull = jax.vjp(lambda x: optaxclip.clip_cotangent(x, max_value=math.inf), grads)
+    np.testing.assert_array_equal(pull(grads)[0].astype("float32"), numbers)

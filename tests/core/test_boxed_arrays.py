@@ -5,7 +5,9 @@ arrays to `update`, and puts the state into boxes of another kind.
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optaxclip
@@ -69,3 +71,21 @@ def test_boxes_change_nothing(name, boxes_in_update):
         jax.tree.map(np.testing.assert_array_equal, clipped, put(wanted))
     one, other = optaxclip.metrics(boxed(state)), optaxclip.metrics(steps[-1][2])
     jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+class Opaque:
+    """A box that JAX takes for a leaf."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __jax_array__(self):
+        return self.value
+
+
+def test_a_box_that_holds_no_leaf_comes_back_as_it_is():
+    tree = {"a": Opaque(optax.MaskedNode()), "b": jnp.array([3.0, 4.0])}
+    clipped, norm = optaxclip.clip_grads(tree, 1.0)
+    assert norm == 5.0
+    np.testing.assert_allclose(clipped["b"], [0.6, 0.8], rtol=1e-6)
+    assert clipped["a"] is tree["a"]

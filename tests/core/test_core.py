@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip import clip_by, shrinks
+from optaxclip import clip_by, rules, shrinks
 from optaxclip.rules import constant
 from tests import oracles
 from tests.helpers import apply, own_rule
@@ -274,3 +274,62 @@ def test_a_python_number_overrides_what_a_schedule_says_under_jit(number):
     update = jax.jit(lambda state: clipper.update(grads, state, **number))
     clipped, _ = update(clipper.init(grads))
     np.testing.assert_allclose(np.linalg.norm(clipped), 2, rtol=1e-6)
+
+
+class NotYet(rules.Rule):
+    """Remembers nothing, and has no limit in the first step."""
+
+    def update(self, norm, memory, step):
+        return jnp.where(step == 0, jnp.inf, 1.0), memory
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
+def test_a_rule_without_memory_lets_no_broken_step_through(nonfinite):
+    wanted = 0.0 if nonfinite == "zero" else np.nan
+    broken, rule = jnp.array([jnp.nan, 1.0]), NotYet()
+    for limit in (rule, rules.minimum(rule, None), rules.warm_up(2, None, 1.0)):
+        clipper = optaxclip.clip_by_global_norm(limit, nonfinite=nonfinite)
+        np.testing.assert_array_equal(apply(clipper, broken)[0], np.full(2, wanted))
+    # Finite updates keep their bits.
+    grads = jnp.array([3.0, 0.1])
+    clipper = optaxclip.clip_by_global_norm(rule)
+    np.testing.assert_array_equal(apply(clipper, grads)[0], grads)
+
+
+@pytest.mark.parametrize("limit", [1.0, rules.minimum(1.0, None), rules.growth(2.0)])
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
+def test_a_limit_of_inf_for_one_step_touches_nothing(limit, nonfinite):
+    clipper = optaxclip.clip_by_global_norm(limit, nonfinite=nonfinite)
+    grads = jnp.array([jnp.nan, 1.0])
+    updates, state = apply(clipper, grads, limit=jnp.inf)
+    np.testing.assert_array_equal(updates, grads)
+    assert state.nonfinite == 1
+
+
+@pytest.mark.parametrize("limit", [None, np.inf, rules.minimum(None, np.inf)])
+def test_a_limit_that_is_none_in_any_form_touches_nothing(limit):
+    clipper = optaxclip.clip_by_global_norm(limit, nonfinite="zero")
+    grads = jnp.array([jnp.nan, 1.0])
+    np.testing.assert_array_equal(apply(clipper, grads)[0], grads)
+
+
+def test_a_python_number_that_is_broken_raises_by_its_name():
+    error = r"'w': 1 of 1 values are NaN or inf"
+    for clip in (
+        lambda grads: optaxclip.clip_grads(grads, 1.0, nonfinite="raise"),
+        lambda grads: apply(
+            optaxclip.clip_by_global_norm(1.0, nonfinite="raise"), grads
+        ),
+    ):
+        with pytest.raises(FloatingPointError, match=error):
+            clip({"w": float("inf")})
+
+
+def test_labels_may_be_integers_of_numpy():
+    labels = {"a": np.int64(1), "b": np.int64(2)}
+    clipper = optaxclip.clip_by_group_norm({1: 1.0, 2: 2.0}, labels)
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([6.0, 8.0])}
+    updates, state = apply(clipper, grads)
+    np.testing.assert_allclose(updates["a"], [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(updates["b"], [1.2, 1.6], rtol=1e-6)
+    assert list(state.by_name()) == ["1", "2"]

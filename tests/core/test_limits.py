@@ -334,3 +334,9 @@ def test_the_raise_policy_names_order_and_leaves(name):
     checked, start = checkify.checkify(jax.jit(clipper.update)), clipper.init(good)
     assert "not finite" in checked(bad, start, params)[0].get()
     assert checked(good, start, params)[0].get() is None
+
+
+@pytest.mark.parametrize("flag", ["needs_params", "needs_total", "inf_is_off"])
+def test_a_flag_of_a_rule_must_not_be_a_field(flag):
+    with pytest.raises(TypeError, match=f"Typed: {flag} must have no type"):
+        type("Typed", (rules.Rule,), {flag: True, "__annotations__": {flag: bool}})

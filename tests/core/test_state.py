@@ -606,3 +606,16 @@ def test_a_state_of_several_models_is_told(name, several):
     one, _ = made.update(tree, jax.tree.map(lambda x: x[0], state), tree)
     for several_leaves, leaf in zip(jax.tree.leaves(updates), jax.tree.leaves(one)):
         np.testing.assert_allclose(several_leaves[0], leaf, rtol=1e-5)
+
+
+def test_a_key_that_reads_as_a_long_name_has_a_name_of_its_own():
+    tree = {
+        "a/b": jnp.array([3.0]),
+        "a": {"b": jnp.array([4.0])},
+        "['a/b']": jnp.array([100.0]),
+    }
+    updates, state = apply(optaxclip.clip_by_tensor_norm(1.0), tree)
+    jax.tree.map(lambda x: np.testing.assert_allclose(x, [1.0], rtol=1e-6), updates)
+    norms = {name: float(entry.norm) for name, entry in state.by_name().items()}
+    assert sorted(norms.values()) == [3.0, 4.0, 100.0]
+    assert norms["['a/b']"] == 3.0

@@ -169,7 +169,7 @@ def test_every_step_is_a_line_with_all_metrics(saved):
 
 def test_nnx_optimizer_clips_weights_and_reports_them():
     flax_nnx = example("flax_nnx", "flax", "sklearn")
-    reports, _, optimizer = flax_nnx.main(steps=30)
+    reports, _, _ = flax_nnx.main(steps=30)
     assert reports[-1]["loss"] < reports[0]["loss"]
     assert max(report["clip/all/norm_after"] for report in reports) <= 1 + 4 * EPS
     start = "record/tensors/norm/"
@@ -177,10 +177,6 @@ def test_nnx_optimizer_clips_weights_and_reports_them():
     layers = ("first", "second", "readout")
     kinds = {f"{layer}/{kind}" for layer in layers for kind in ("kernel", "bias")}
     assert weights == {*kinds, "average/scale", "average/bias"}
-    state = flax_nnx.nnx.state(optimizer)
-    assert float(optaxclip.metrics(state)["clip/all/norm_before"]) == pytest.approx(
-        reports[-1]["clip/all/norm_before"]
-    )
 
 
 def test_only_weights_of_an_equinox_model_are_clipped():

@@ -140,8 +140,7 @@ def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> 
     do not fit its functions, an AttributeError that names what is meant, and a
     `__dir__` of its public names, which editors offer.
 
-    `later` are names that are imported at their first use, and the modules in it that
-    have them.
+    `later`: public name -> the submodule that it is imported from at its first use.
     """
     later = later or {}
     module = sys.modules[module_name]
@@ -152,7 +151,7 @@ def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> 
         if inspect.isfunction(value):
             if "GradientTransformation" in str(value.__annotations__.get("return")):
                 _set_init_and_update(value, name)
-            value = checked(value)
+            value = with_argument_errors(value)
             # pickle looks there for the function.
             value.__module__ = module_name
         setattr(module, name, value)
@@ -181,7 +180,9 @@ def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> 
 
 # Cached, so that a function in two modules is one object.
 @functools.cache
-def checked(function: Callable[..., Any], call: str = "") -> Callable[..., Any]:
+def with_argument_errors(
+    function: Callable[..., Any], call: str = ""
+) -> Callable[..., Any]:
     """The function, with a TypeError in our words for arguments that do not fit.
 
     `call` is the name in errors. "" is the function's own name.
