@@ -447,8 +447,12 @@ def _notes(log: Log, looked_at: list[Column]) -> list[str]:
             f"The rows are {distance} steps apart. What happened between is not seen "
             "(transformers: logging_steps=1)."
         )
+    names_of_notes: dict[str, list[str]] = {}
     for column in looked_at:
-        notes += [f"{column.name!r}: {note}" for note in column.notes]
+        for note in column.notes:
+            names_of_notes.setdefault(note, []).append(column.name)
+    for note, names in names_of_notes.items():
+        notes.append(f"{listed(names)}: {note}")
     return notes
 
 

@@ -173,6 +173,9 @@ def test_a_recorder_of_a_resumed_run_is_said_to_be_resumed():
     rows = [{"step": step, "health/norm/w": x} for step, x in zip(steps, calm(70))]
     (note,) = examine(rows).notes
     assert note.startswith("'health': Steps 30 to 39 come twice")
+    # Once for all columns.
+    (note,) = examine([row | {"loss": 1.0} for row in rows]).notes
+    assert note.startswith("'loss', 'health': Steps 30 to 39 come twice")
 
 
 def test_a_loss_that_is_logged_rarely_hides_no_rows():
