@@ -140,7 +140,7 @@ def record_health(
         signs += OF_VALUES
 
     def init(params: PyTree) -> HealthState:
-        norms: Any = _recorder(measure).init(params)
+        norms: Any = _norm_recorder(measure).init(params)
         idle: dict[str, Array] = {}
         # optax.tree_map_params calls init without parameters.
         if isinstance(params, PLACEHOLDER):
@@ -181,7 +181,7 @@ def record_health(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
+def _norm_recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
     """A clipper without a limit. Its state keeps a number for each norm of a tree."""
     return make_clipper(measure, None, call=CALL, name="norm")
 
@@ -208,7 +208,7 @@ def _after_step(
         # Only the kernel knows the layout: layers, and leaves split over devices. So a
         # recorder gets the numbers in the place of norms.
         numbers_as_norms = norms._replace(values=norms.gathered(numbers))
-        recorder = _recorder(measure)
+        recorder = _norm_recorder(measure)
         _, laid_out = recorder.update(tree, state.norms, grad_norm=numbers_as_norms)
         return laid_out
 

@@ -526,8 +526,8 @@ LOSS_PATTERN = re.compile(
     r"(?!.*(?<![a-z])(val|eval|test|aux))"
     r"((.*/)?((train|training|tr|total|lm)[/._ ])?loss|(.*/)?loss/train)"
 )
-# Columns of record_health.
-HEALTH_PATTERN = re.compile(r"(.*[/. ])?health(_\d+)?/.*")
+# Norms of record_health: health/norm, health/gradients/norm/w
+HEALTH_PATTERN = re.compile(r"(.*[/. ])?health(_\d+)?/(.*/)?norm(/.*)?")
 
 
 def norms_of(log: Log) -> list[Column]:

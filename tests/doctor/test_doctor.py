@@ -205,6 +205,9 @@ def test_a_recorder_is_no_norm_of_all_gradients():
     assert examine(rows).looked_at == ["'health/gradients' (60 rows)"]
     with pytest.raises(ValueError, match="this file has no gradient norm"):
         columns_of(log_of(rows, []), None, "replay")
+    # A logger may have a group of this name.
+    (column,) = columns_of(log_of([{"health/grad_norm": 1.0}], []), None, "replay")
+    assert column.name == "health/grad_norm"
 
 
 def test_a_log_of_nothing_that_is_known_is_refused(tmp_path):
