@@ -70,6 +70,7 @@ def _about_columns(log: Log, columns: Sequence[Column]) -> list[str]:
     for column in columns:
         advice = _advice(column, _suggestions_for(column))
         lines.append(f"{column.name}: {_range_of(column)} {advice}")
+        lines += [f"  {note}" for note in _notes_on(column)]
     lines.append("If one optimizer has them all, clip_by_group_norm takes all limits.")
     return [*lines, f"--column {columns[0].name!r} shows its table."]
 
@@ -159,14 +160,19 @@ def _draw(column: Column, limit: float, path: Path) -> None:
 
 
 def _about_source(log: Log, column: Column, options: argparse.Namespace) -> list[str]:
-    """Which column it is, and what a reader should know of it."""
+    """Which column it is, why, and notes on it."""
     lines = [f"Norms: column {column.name!r} of {options.log.name}."]
     if options.column is None:
         lines.append("It is taken by its name. --column NAME takes another one.")
     # Alone, so that no surer name comes before it.
     if not named_norms(log._replace(columns={column.name: column})):
         lines.append("Its name does not say so, but it is taken for a gradient norm.")
-    lines += [*log.notes, *column.notes]
+    return [*lines, *log.notes, *_notes_on(column)]
+
+
+def _notes_on(column: Column) -> list[str]:
+    """What was left out of a column, and what it does not show."""
+    lines = list(column.notes)
     if column.empty:
         lines.append(f"{column.empty} rows have no entry in it, and are left out.")
     distance = distance_of_steps(column)

@@ -118,6 +118,15 @@ def test_several_optimizers_have_a_row_each(log, command):
         )
 
 
+def test_what_the_reader_decided_is_said_of_several_columns_too(log, command):
+    steps = [*range(0, 300, 10), *range(200, 400, 10)]
+    lines = [f"{step},{norm},{norm}" for step, norm in zip(steps, NORMS)]
+    log.write_text("\n".join(["step,actor/grad_norm,critic/grad_norm", *lines]))
+    text = command(log)
+    assert text.count("Steps 200 to 290 come twice") == 2
+    assert text.count("The rows are 10 steps apart") == 2
+
+
 def test_an_optimizer_without_norms_has_a_row_too(log, command):
     norms = np.minimum(NORMS, np.quantile(NORMS, 0.54))
     lines = [f"{norm},0,nan" for norm in norms]
