@@ -27,7 +27,7 @@ from .faults import (
     tokens_vanish,
     underflows,
 )
-from .loops import AT, clipped, in_bfloat16, train
+from .loops import BREAK_STEP, clipped, in_bfloat16, train
 from .models import language, regression
 from .table import Training, numbered, on_both
 
@@ -142,7 +142,7 @@ def broken(offset: int) -> list[Training]:
         ),
         *numbered(
             "half of the tokens vanish",
-            lambda: tokens_vanish(offset, AT),
+            lambda: tokens_vanish(offset, BREAK_STEP),
             lambda: tokens_vanish(offset + 1, 100),
             causes=("dead embedding",),
         ),

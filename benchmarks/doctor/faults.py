@@ -11,7 +11,7 @@ import optax
 import optaxclip
 
 from .loops import (
-    AT,
+    BREAK_STEP,
     STEPS,
     Problem,
     Rows,
@@ -53,19 +53,19 @@ def rate_grows(problem: Problem) -> Rows:
 
 def bad_targets(seed: int, value: float) -> Rows:
     problem = regression(seed)
-    problem.batches[1][AT : AT + 2] = value
+    problem.batches[1][BREAK_STEP : BREAK_STEP + 2] = value
     return train(problem, optax.adam(3e-3))
 
 
 def one_token(seed: int) -> Rows:
     problem = language(seed)
-    problem.batches[0][AT] = 5
+    problem.batches[0][BREAK_STEP] = 5
     return train(problem, optax.sgd(0.3, 0.9))
 
 
 def nan_in_an_input(seed: int, core: Any) -> Rows:
     problem = regression(seed)
-    problem.batches[0][AT, 3, 2] = np.nan
+    problem.batches[0][BREAK_STEP, 3, 2] = np.nan
     return train(problem, core)
 
 
@@ -74,7 +74,7 @@ def masked_mean(seed: int) -> Rows:
     problem = regression(seed)
     x, y = problem.batches
     mask = float32(generator(seed).uniform(size=y.shape) < 0.5)
-    mask[AT] = 0
+    mask[BREAK_STEP] = 0
 
     def loss(params, x, y, mask):
         squares = (outputs(params, x)[:, 0] - y) ** 2
@@ -87,7 +87,7 @@ def masked_mean(seed: int) -> Rows:
 def nan_in_the_backward(seed: int) -> Rows:
     """A length has no slope at 0: in two examples of each batch all inputs are."""
     problem = regression(seed)
-    problem.batches[0][AT:, :2] = 0
+    problem.batches[0][BREAK_STEP:, :2] = 0
 
     def loss(params, x, y):
         lengths = jnp.linalg.norm(x @ params["layer_0/w"], axis=-1)
@@ -98,20 +98,20 @@ def nan_in_the_backward(seed: int) -> Rows:
     return train(problem._replace(loss=loss), core)
 
 
-def factor_from_a_step(problem: Problem, factor: float, at: int = AT) -> Rows:
+def factor_from_a_step(problem: Problem, factor: float, at: int = BREAK_STEP) -> Rows:
     return train(problem, optax.adam(3e-3), scale=from_step(1.0, factor, at))
 
 
 def labels_shuffled(seed: int) -> Rows:
     problem = regression(seed, noise=0.1)
     y = problem.batches[1]
-    y[AT:] = generator(seed).permuted(y[AT:], axis=1)
+    y[BREAK_STEP:] = generator(seed).permuted(y[BREAK_STEP:], axis=1)
     return train(problem, optax.adam(1e-2))
 
 
 def tokens_shuffled(seed: int) -> Rows:
     problem = language(seed)
-    late = problem.batches[0][AT:]
+    late = problem.batches[0][BREAK_STEP:]
     shuffled = generator(seed).permuted(late.reshape(-1))
     late[:] = shuffled.reshape(late.shape)
     return train(problem, optax.adam(1e-2))
@@ -119,7 +119,7 @@ def tokens_shuffled(seed: int) -> Rows:
 
 def inputs_not_scaled(seed: int, factor: float) -> Rows:
     problem = regression(seed)
-    problem.batches[0][AT:] *= factor
+    problem.batches[0][BREAK_STEP:] *= factor
     return train(problem, optax.sgd(0.05))
 
 
@@ -212,7 +212,7 @@ def moments_lost(seed: int) -> Rows:
         step, moments = state
 
         def reset(old, new):
-            return jnp.where(step == AT, new, old)
+            return jnp.where(step == BREAK_STEP, new, old)
 
         moments = jax.tree.map(reset, moments, adam.init(updates))
         updates, moments = adam.update(updates, moments, params)

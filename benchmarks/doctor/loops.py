@@ -12,7 +12,7 @@ from jax import Array, lax
 import optaxclip
 
 STEPS = 300
-AT = 180  # the step at which most faults begin
+BREAK_STEP = 180  # the step at which most faults begin
 
 Rows = list[dict[str, float]]
 PyTree = Any
@@ -113,7 +113,7 @@ def generator(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def from_step(before: float, after: float, at: int = AT) -> np.ndarray:
+def from_step(before: float, after: float, at: int = BREAK_STEP) -> np.ndarray:
     """[STEPS]: one number before a step, and another one from it on."""
     return float32(np.where(np.arange(STEPS) < at, before, after))
 
