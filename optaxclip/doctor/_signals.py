@@ -118,9 +118,9 @@ def signals_of(
     """Finds the columns that say something about a run.
 
     Returns:
-      The columns that meet each need, such as NORM. The first column of a group names
-      the finding. A need that the log does not meet has no groups.
-      And the columns that are looked at, with the norm of each recorder.
+      Two things. The groups of columns that meet each need, such as NORM, none for a
+      need that the log does not meet. The first column of a group names the finding.
+      And all columns that are looked at, with the norm of each recorder.
 
     Raises:
       ValueError: there is no column `loss_name`.
@@ -129,24 +129,18 @@ def signals_of(
     logged_norms = _logged_norms_of(log)
     logits = _logits_of(log)
     recorders = _recorders_of(log)
-    recorders_of_updates = [x for x in recorders if x.is_of_updates]
-    recorders_of_gradients = [x for x in recorders if not x.is_of_updates]
-    update_norms = _norms_of_recorders(recorders_of_updates)
-    recorded_norms = _norms_of_recorders(recorders_of_gradients)
-
-    columns: dict[str, ColumnGroups] = defaultdict(list)
-    for recorder in recorders_of_gradients:
-        columns[GRADIENTS] += recorder.of_tensors("norm")
-        columns[SUBNORMALS] += recorder.subnormals()
-        columns[DEAD_ROWS] += recorder.of_tensors("dead_rows")
-    for recorder in recorders_of_updates:
-        columns[ROUNDING] += recorder.of_tensors("ratio", "rounding")
-        columns[UPDATES] += zip(recorder.total("norm"), recorder.total("weight_norm"))
+    update_norms: list[Column] = []
+    recorded_norms: list[Column] = []  # of gradients
     for recorder in recorders:
-        columns[WEIGHTS] += _one_by_one(recorder.total("weight_norm"))
-    if len(recorders) > 1 and not recorders_of_updates:
-        columns[UNNAMED] = _one_by_one(recorded_norms)
+        if recorder.is_of_updates:
+            update_norms += recorder.total("norm")
+        else:
+            recorded_norms += recorder.total("norm")
 
+    columns = _columns_of_recorders(recorders)
+    if len(recorders) > 1 and not update_norms:
+        columns[UNNAMED] = _one_by_one(recorded_norms)
+    # A recorder repeats what a clipper or the loop logs.
     gradient_norms = logged_norms or recorded_norms
     columns[NORM] = _one_by_one(gradient_norms)
     columns[EVERY_NORM] = _one_by_one([*logged_norms, *recorded_norms])
@@ -171,11 +165,19 @@ def signals_of(
     return columns, looked_at
 
 
-def _norms_of_recorders(recorders: Sequence[Recorder]) -> list[Column]:
-    norms: list[Column] = []
+def _columns_of_recorders(recorders: Sequence[Recorder]) -> dict[str, ColumnGroups]:
+    columns: dict[str, ColumnGroups] = defaultdict(list)
     for recorder in recorders:
-        norms += recorder.total("norm")
-    return norms
+        weight_norms = recorder.total("weight_norm")
+        columns[WEIGHTS] += _one_by_one(weight_norms)
+        if recorder.is_of_updates:
+            columns[ROUNDING] += recorder.of_tensors("ratio", "rounding")
+            columns[UPDATES] += zip(recorder.total("norm"), weight_norms)
+        else:
+            columns[GRADIENTS] += recorder.of_tensors("norm")
+            columns[SUBNORMALS] += recorder.subnormals()
+            columns[DEAD_ROWS] += recorder.of_tensors("dead_rows")
+    return columns
 
 
 def _losses_of(log: Log, name: str | None) -> list[Column]:
