@@ -38,7 +38,8 @@ class HealthState(NamedTuple):
     """The state of `record_health`."""
 
     norms: ClipState  # the norm of each tensor, and their names
-    signs: dict[str, Array]  # float32[N] each: a number for each of these norms
+    # weight_norm, zeros and the like, float32[N] each: a number for each of these norms
+    signs: dict[str, Array]
     # int32[rows] of each embedding: steps since the row had a gradient
     idle: dict[str, Array]
     dead: dict[str, Array]  # float32[] of each: the share of its rows that is dead
@@ -139,7 +140,7 @@ def record_health(
         signs += OF_VALUES
 
     def init(params: PyTree) -> HealthState:
-        norms: Any = _recorder(measure).init(params)
+        norms: Any = _norm_recorder(measure).init(params)
         idle: dict[str, Array] = {}
         # optax.tree_map_params calls init without parameters.
         if isinstance(params, PLACEHOLDER):
@@ -180,8 +181,8 @@ def record_health(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
-    """What keeps the norms, and their names."""
+def _norm_recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
+    """A clipper without a limit. Its state keeps a number for each norm of a tree."""
     return make_clipper(measure, None, call=CALL, name="norm")
 
 
@@ -196,20 +197,20 @@ def _after_step(
     weights: PyTree,
 ) -> HealthState:
     norms = measure(tree)
-    lengths = norms.local_values()
     signs: dict[str, list[Array]] = {}
     if count_elements:
         signs |= _signs_of_values(measure, tree)
     if weights is not None:
         signs |= _signs_of_weights(measure, weights)
 
-    def recorded(numbers: list[Array]) -> PyTree:
-        """The numbers of leaves, where the kernel puts their norms."""
-        # A clipper without a limit clips nothing. We borrow the layout of its state.
+    def in_layout_of_state(numbers: list[Array]) -> PyTree:
+        """The numbers of leaves, laid out as their norms are."""
+        # Only the kernel knows the layout: layers, and leaves split over devices. So a
+        # recorder gets the numbers in the place of norms.
         numbers_as_norms = norms._replace(values=norms.gathered(numbers))
-        recorder = _recorder(measure)
-        _, new_norms = recorder.update(tree, state.norms, grad_norm=numbers_as_norms)
-        return new_norms
+        recorder = _norm_recorder(measure)
+        _, laid_out = recorder.update(tree, state.norms, grad_norm=numbers_as_norms)
+        return laid_out
 
     if state.idle:
         _check_whole(norms)
@@ -221,15 +222,11 @@ def _after_step(
         # Before, no row can have been idle for as long.
         is_early = state.step + 1 < patience
         dead_share[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
-    new_state = HealthState(
-        recorded(lengths),
-        {
-            sign: recorded(numbers).norm.astype(jnp.float32)
-            for sign, numbers in signs.items()
-        },
-        idle_steps,
-        dead_share,
-    )
+    new_signs: dict[str, Array] = {}
+    for sign, numbers in signs.items():
+        new_signs[sign] = in_layout_of_state(numbers).norm.astype(jnp.float32)
+    new_norms = in_layout_of_state(norms.local_values())
+    new_state = HealthState(new_norms, new_signs, idle_steps, dead_share)
     return jax.tree.map(in_place, new_state, state)
 
 
@@ -293,11 +290,11 @@ def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]
 
 
 def _is_zero(x: Array) -> Array:
-    return jnp.float32(_unsigned_bits(x) == 0)
+    return jnp.float32(_bits_of_absolutes(x) == 0)
 
 
 def _is_subnormal(x: Array) -> Array:
-    bits = _unsigned_bits(x)
+    bits = _bits_of_absolutes(x)
     finfo = jnp.finfo(x.dtype)
     smallest_normal = np.asarray(finfo.tiny, finfo.dtype)
     return jnp.float32((bits > 0) & (bits < smallest_normal.view(bits.dtype)))
@@ -307,15 +304,15 @@ def _is_nonfinite(x: Array) -> Array:
     return jnp.float32(~jnp.isfinite(x))
 
 
-def _unsigned_bits(x: Array) -> Array:
-    """Bits without the sign. Bits are compared, since a CPU flushes subnormal floats to
-    0.
+def _bits_of_absolutes(x: Array) -> Array:
+    """The bits of |x|, as integers. Floats would not do: a CPU flushes subnormal ones
+    to 0 when it compares them.
     """
+    moduli = jnp.abs(x) if jnp.iscomplexobj(x) else x
     size = jnp.finfo(x.dtype).bits
     unsigned = np.dtype(f"uint{size}")
-    moduli = jnp.abs(x) if jnp.iscomplexobj(x) else x
-    bits = lax.bitcast_convert_type(moduli, unsigned)
-    return bits & unsigned.type(2 ** (size - 1) - 1)
+    all_but_the_first = unsigned.type(2 ** (size - 1) - 1)
+    return lax.bitcast_convert_type(moduli, unsigned) & all_but_the_first
 
 
 # ------------------------------------------------------------------------- the report
@@ -329,7 +326,7 @@ def health_numbers(
     if summary and sizes:
         sizes = {"": sum(sizes.values())}
     for sign, numbers in _largest(tuple(sizes.values()), state).items():
-        # Taken apart here: the results of a compiled call take long to compile.
+        # list() outside of jit: hundreds of results would take long to compile.
         for name, value in zip(sizes, list(numbers)):
             yield sign, name, value
     for name, share in state.dead.items():
@@ -339,7 +336,7 @@ def health_numbers(
 @partial(jax.jit, static_argnums=0)
 def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, Array]:
     """For each sign the largest entry of each tensor. `sizes` says how many entries
-    each tensor has.
+    each tensor has: one for each layer.
     """
     norm = state.norms.norm
     signs = {"norm": norm, **state.signs}
@@ -351,8 +348,9 @@ def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, Array]:
         return {sign: jnp.ravel(numbers) for sign, numbers in signs.items()}
     largest: dict[str, Array] = {}
     for sign, numbers in signs.items():
-        entries_of_parts = jnp.split(jnp.ravel(numbers), np.cumsum(sizes)[:-1])
-        largest[sign] = jnp.stack(
-            [entries[jnp.argmax(jnp.abs(entries))] for entries in entries_of_parts]
-        )
+        largest_of_tensors: list[Array] = []
+        for entries in jnp.split(jnp.ravel(numbers), np.cumsum(sizes)[:-1]):
+            # argmax finds NaN too.
+            largest_of_tensors.append(entries[jnp.argmax(entries)])
+        largest[sign] = jnp.stack(largest_of_tensors)
     return largest

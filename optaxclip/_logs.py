@@ -77,12 +77,17 @@ def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
     notes: Notes = []
     try:
         return log_of(_rows(data, pattern, notes), notes)
+    except ValueError as error:
+        raise ValueError(f"{call}: {path}: {error}") from error
     # For a broken file NumPy, gzip and protobuf raise errors of many types.
     except Exception as error:
-        raise ValueError(f"{call}: {path}: {error}") from error
+        raise ValueError(
+            f"{call}: {path}: the file is broken: {error}. {FORMATS_TEXT}."
+        ) from error
 
 
 def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
+    """The rows of a file, by the format that its first bytes tell."""
     if data.startswith(b"\x1f\x8b"):
         return _rows(_unzipped(data, notes), pattern, notes)
     if data.startswith((b"PK", b"\x93NUMPY")):
@@ -97,9 +102,13 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
         raise ValueError(f"the file is empty or binary. {FORMATS_TEXT}.")
     if pattern is not None:
         return _rows_of_pattern(text, pattern)
-    may_be_json = text[0] in "{["
-    rows = [] if may_be_json else _rows_of_table(text, notes)
-    rows = rows or _rows_of_dicts(text, notes)
+    rows: Sequence[Row] = []
+    is_json = text[0] in "{["
+    if not is_json:
+        rows = _rows_of_table(text, notes)
+    # JSON, or dicts among other text.
+    if not rows:
+        rows = _rows_of_dicts(text, notes)
     if not rows:
         raise ValueError(
             f"there is no table of numbers in it. {_advice_for_text(text)}"
@@ -317,8 +326,8 @@ def _advice_for_text(text: str) -> str:
 
 # ----------------------------------------------------------------------------- columns
 
-# Names of columns of steps, the surest first. The first of them that has a number in it
-# gives the steps, and without one the steps are the numbers of the rows.
+# Names of columns of steps, the surest first. Of several the first one that has numbers
+# gives the steps. A log without such a column has the steps 0, 1, 2 and so on.
 STEP_NAMES = (
     "step",
     "Step",
@@ -512,10 +521,13 @@ OTHER_WORDS = re.compile(
 TENSOR_PATTERN = re.compile(
     r"(.*/)?(norm_before|record(_\d+)?/(.+/)?norm|(gradient|grad)s?(_2\.0)?_norm)/.+"
 )
-# train/loss, total_loss
+# train/loss, total_loss, Loss/train
 LOSS_PATTERN = re.compile(
-    r"(?!.*(?<![a-z])(val|eval|test|aux))(.*/)?((train|training|tr|total)[/._])?loss"
+    r"(?!.*(?<![a-z])(val|eval|test|aux))"
+    r"((.*/)?((train|training|tr|total|lm)[/._ ])?loss|(.*/)?loss/train)"
 )
+# Norms of record_health: health/norm, health/gradients/norm/w
+HEALTH_PATTERN = re.compile(r"(.*[/. ])?health(_\d+)?/(.*/)?norm(/.*)?")
 
 
 def norms_of(log: Log) -> list[Column]:
@@ -541,6 +553,10 @@ def _words_of(name: str) -> str:
 
 
 def _is_other_norm(name: str, log: Log) -> bool:
+    """Whether a column is a setting, or the norm of something else."""
+    # record_health has norms of tensors, and in a summary the largest of them.
+    if HEALTH_PATTERN.fullmatch(name):
+        return True
     # metrics(summary=True) has the norm of one tensor, with the number of that tensor
     # in worst_index. All 0 means there is only one.
     prefix = name.removesuffix("_before").removesuffix("norm")
@@ -613,16 +629,21 @@ def distance_of_steps(column: Column) -> int:
 
 
 def clipped_share(values: np.ndarray) -> float:
-    """The share of norms at the maximum (to 0.1 %), if it is high enough to look like a
-    clip, else 0.
+    """The share of norms that are the largest, if it is so high that they look clipped,
+    else 0.
     """
-    finite = values[np.isfinite(values) & (values > 0)]
-    if len(finite) < 5:
+    norms = values[np.isfinite(values) & (values > 0)]
+    if len(norms) < 5:
         return 0.0
-    # bfloat16 has two to three digits.
-    is_largest = finite >= finite.max() * (1 - 1e-3)
+    is_largest = are_largest(norms)
     share = float(is_largest.mean())
     # Norms with few digits are often equal, also below the largest.
-    _, counts = np.unique(finite[~is_largest], return_counts=True)
-    most_frequent = counts.max(initial=0) / len(finite)
-    return share if share >= 0.05 and share > 3 * most_frequent else 0.0
+    _, counts = np.unique(norms[~is_largest], return_counts=True)
+    share_of_next = counts.max(initial=0) / len(norms)
+    looks_clipped = share >= 0.05 and share > 3 * share_of_next
+    return share if looks_clipped else 0.0
+
+
+def are_largest(norms: np.ndarray) -> np.ndarray:
+    """Which norms are the largest, to 0.1 %: bfloat16 has two to three digits."""
+    return norms >= norms.max() * (1 - 1e-3)

@@ -43,26 +43,33 @@ def _plain(finding: Finding) -> dict[str, str | float]:
 
 
 def _text(report: Report) -> str:
-    lines = []
+    lines: list[str] = []
     for finding in report.findings:
-        head = f"step {finding.step:6}  {finding.cause:18}"
-        lines.append(f"{head}{finding.evidence} (limit {finding.limit:.3g})")
-        indent = 13 * " "
-        if finding.rows > 1:
-            lines.append(
-                f"{indent}{finding.rows} rows show it, step {finding.worst} most"
-            )
-        lines.append(f"{indent}{finding.advice}. See {finding.page}")
+        lines += _lines_of(finding)
     if not report.findings:
         lines.append("Nothing found. That does not say that the run is healthy.")
     lines += ["", f"Looked at {', '.join(report.looked_at)}."]
     for note in report.notes:
         lines.append(f"Note: {note}")
     if report.not_judged:
-        lines.append("Not judged, because the log lacks a column:")
-    for needs, causes in report.not_judged.items():
-        lines.append(f"  {', '.join(causes)}: needs {needs}")
+        lines.append("Not judged, because the log lacks columns or rows:")
+    for lacking, causes in report.not_judged.items():
+        lines.append(f"  {', '.join(causes)}: needs {lacking}")
     return "\n".join(lines)
+
+
+def _lines_of(finding: Finding) -> list[str]:
+    # The texts of all lines begin below the name of the cause.
+    indent = 13 * " "
+    line = f"step {finding.step:6}  {finding.cause:18}{finding.evidence}"
+    # A limit of 0 says no more than the text does.
+    if finding.limit > 0:
+        line += f" (limit {finding.limit:.3g})"
+    lines = [line]
+    if finding.rows > 1:
+        lines.append(f"{indent}{finding.rows} rows show it, step {finding.worst} most")
+    lines.append(f"{indent}{finding.advice}. See {finding.page}")
+    return lines
 
 
 if __name__ == "__main__":

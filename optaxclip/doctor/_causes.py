@@ -43,9 +43,9 @@ class Cause(NamedTuple):
     """A row of the table."""
 
     name: str
-    needs: str
-    rule: Callable[..., np.ndarray | float]  # from the numbers that it needs
-    limit: float
+    needs: str  # which columns the rule reads, in words of `_signals`
+    rule: Callable[..., np.ndarray | float]  # from the numbers of these columns
+    limit: float  # a row whose number is above it shows the cause
     text: str  # with {value} and {subject}
     page: str
     advice: str
@@ -60,185 +60,220 @@ SCALE_ADVICE = (
     "look at the loss scale, at a sum in the place of a mean, and at how many devices "
     "and microbatches are averaged"
 )
-# Of two that begin in the same step the upper one is named first.
+# Of two that begin in the same step the upper one is named first. Limits were set on
+# one half of the trainings in benchmarks/doctor.
 CAUSES = (
     Cause(
-        "not finite",
-        signals.LOSS_OR_NORM,
-        rules.not_finite,
-        0,
-        "NaN or inf begins in {subject}",
-        "docs/doctor.md (Where a NaN begins)",
-        "skip_nonfinite, and look at the batch and the backward pass of that step",
+        name="not finite",
+        needs=signals.LOSS_OR_NORM,
+        rule=rules.not_finite,
+        limit=0,
+        text="NaN or inf begins in {subject}",
+        page="docs/doctor.md (Where a NaN begins)",
+        advice=(
+            "skip_nonfinite, and look at the batch and the backward pass of that step"
+        ),
         sees_broken=True,
     ),
     Cause(
-        "bad batch",
-        signals.NORM,
-        rules.bad_batch,
-        rules.SPIKE,
-        "{subject} is {value:.3g} times the median of the rows before, for at most 20 "
-        "rows of the log",
-        "docs/run_health.md (Rollback)",
-        "skip_step around the optimizer, and look at the batch",
+        name="bad batch",
+        needs=signals.NORM,
+        rule=rules.bad_batch,
+        limit=15,
+        text=(
+            "{subject} is {value:.3g} times the median of the rows before, for at most "
+            "20 rows of the log"
+        ),
+        page="docs/run_health.md (Rollback)",
+        advice="skip_step around the optimizer, and look at the batch",
+        least_rows=3,
     ),
     Cause(
-        "change of scale",
-        signals.NORM_AND_ANY_LOSS,
-        rules.growth_of_scale,
-        rules.SCALE,
-        "{subject} is {value:.4g} times as long from there on",
-        AT_ONE_STEP,
-        SCALE_ADVICE,
+        name="change of scale",
+        needs=signals.NORM_AND_ANY_LOSS,
+        rule=rules.growth_of_scale,
+        limit=1.7,
+        text="{subject} is {value:.4g} times as long from there on",
+        page=AT_ONE_STEP,
+        advice=SCALE_ADVICE,
         least_rows=20,
     ),
     Cause(
-        "change of scale",
-        signals.NORM_AND_ANY_LOSS,
-        rules.fall_of_scale,
-        rules.SCALE,
-        "{subject} is {value:.4g} times as short from there on",
-        AT_ONE_STEP,
-        SCALE_ADVICE,
+        name="change of scale",
+        needs=signals.NORM_AND_ANY_LOSS,
+        rule=rules.fall_of_scale,
+        limit=1.7,
+        text="{subject} is {value:.4g} times as short from there on",
+        page=AT_ONE_STEP,
+        advice=SCALE_ADVICE,
         least_rows=20,
     ),
     Cause(
-        "divergence",
-        signals.LOSS,
-        rules.divergence,
-        rules.RISE,
-        "{subject} is {value:.3g} times as high as at its best, and stays high",
-        AT_ONE_STEP,
-        "go back to a checkpoint before, with a lower learning rate or skip_step. If "
-        "it leaps and no norm does, look at the data",
+        name="divergence",
+        needs=signals.LOSS,
+        rule=rules.divergence,
+        limit=1.4,
+        text="{subject} is {value:.3g} times as high as at its best, and stays high",
+        page=AT_ONE_STEP,
+        advice=(
+            "go back to a checkpoint before, with a lower learning rate or skip_step. "
+            "If it leaps and no norm does, look at the data"
+        ),
         least_rows=20,
     ),
     Cause(
-        "steady growth",
-        signals.NORM,
-        rules.growth,
-        10,
-        "{subject} grows {value:.3g} times since its second fifth",
-        "docs/run_health.md",
-        "a lower learning rate, or weight decay",
+        name="steady growth",
+        needs=signals.NORM,
+        rule=rules.growth,
+        limit=10,
+        text="{subject} grows {value:.3g} times since its second fifth",
+        page="docs/run_health.md",
+        advice="a lower learning rate, or weight decay",
         least_rows=40,
     ),
     Cause(
-        "vanishing",
-        signals.NORM_AND_LOSS,
-        rules.vanishing,
-        rules.VANISHED,
-        "{subject} falls to nearly 0, and the loss does not",
-        "docs/doctor.md (No gradient)",
-        "look for units that are dead, a loss scale that underflows, a stop_gradient",
+        name="vanishing",
+        needs=signals.NORM_AND_LOSS,
+        rule=rules.vanishing,
+        limit=rules.VANISHED,
+        text="{subject} falls to nearly 0, and the loss does not",
+        page="docs/doctor.md (No gradient)",
+        advice=(
+            "look for units that are dead, a loss scale that underflows, a "
+            "stop_gradient"
+        ),
         least_rows=20,
     ),
     Cause(
-        "learning rate",
-        signals.UPDATES,
-        rules.learning_rate,
-        rules.RATE,
-        "updates are {value:.2g} of the weights",
-        "docs/run_health.md",
-        "a lower learning rate, or a longer warm-up",
+        name="learning rate",
+        needs=signals.UPDATES,
+        rule=rules.learning_rate,
+        limit=rules.RATE,
+        text="updates are {value:.2g} of the weights",
+        page="docs/run_health.md",
+        advice="a lower learning rate, or a longer warm-up",
+        sees_broken=True,
+        least_rows=5,
+    ),
+    Cause(
+        name="broken update",
+        needs=signals.UPDATES_AND_NORMS,
+        rule=rules.broken_update,
+        limit=0,
+        text="NaN or inf begins in {subject}, and the gradient has none",
+        page="docs/doctor.md (Where a NaN begins)",
+        advice="a lower learning rate, or a larger epsilon of the optimizer",
         sees_broken=True,
     ),
     Cause(
-        "growing weights",
-        signals.WEIGHTS,
-        rules.growth,
-        2,  # The rule asks for 1.3**3 = 2.2 in all. This limit sets the first row.
-        "weights grow {value:.3g} times since the second fifth of the log",
-        "docs/doctor.md (Record)",
-        "look at the sign of weight decay, and at the learning rate",
+        name="growing weights",
+        needs=signals.WEIGHTS,
+        rule=rules.growth,
+        # The rule asks for 1.3**3 = 2.2 in all. This limit sets the first row.
+        limit=2,
+        text="weights grow {value:.3g} times since the second fifth of the log",
+        page="docs/doctor.md (Record)",
+        advice="look at the sign of weight decay, and at the learning rate",
         least_rows=40,
     ),
     Cause(
-        "lost updates",
-        signals.ROUNDING,
-        rules.lost_updates,
-        1,
-        "updates of {subject} are {value:.3g} times too small for the dtype of the "
-        "weights, which rounds most of them away",
-        "docs/sharp_edges.md (Mixed precision and loss scaling)",
-        "float32 weights beside those of 16 bits, or a higher learning rate",
+        name="lost updates",
+        needs=signals.ROUNDING,
+        rule=rules.lost_updates,
+        limit=1,
+        text=(
+            "updates of {subject} are {value:.3g} times too small for the dtype of the "
+            "weights, which rounds most of them away"
+        ),
+        page="docs/sharp_edges.md (Mixed precision and loss scaling)",
+        advice="float32 weights beside those of 16 bits, or a higher learning rate",
+        least_rows=10,
     ),
     Cause(
-        "no gradient",
-        signals.GRADIENTS,
-        rules.no_gradient,
-        0,
-        "{subject} has a gradient of 0 from there to the end",
-        "docs/doctor.md (No gradient)",
-        "look for a stop_gradient, units that are dead, or a part that is not called",
+        name="no gradient",
+        needs=signals.GRADIENTS,
+        rule=rules.no_gradient,
+        limit=0,
+        text="{subject} has a gradient of 0 from there to the end",
+        page="docs/doctor.md (No gradient)",
+        advice=(
+            "look for a stop_gradient, units that are dead, or a part that is not "
+            "called"
+        ),
+        least_rows=20,
     ),
     Cause(
-        "underflow",
-        signals.SUBNORMALS,
-        rules.underflow,
-        0.25,
-        "{value:.0%} of the elements that are not 0 are subnormal in {subject}",
-        "docs/sharp_edges.md (Mixed precision and loss scaling)",
-        "a larger loss scale, or bfloat16",
+        name="underflow",
+        needs=signals.SUBNORMALS,
+        rule=rules.underflow,
+        limit=0.25,
+        text="{value:.0%} of the elements that are not 0 are subnormal in {subject}",
+        page="docs/sharp_edges.md (Mixed precision and loss scaling)",
+        advice="a larger loss scale, or bfloat16",
+        least_rows=5,
     ),
     Cause(
-        "dead embedding",
-        signals.DEAD_ROWS,
-        rules.dead_rows,
-        0.2,
-        "{value:.0%} more rows than at first are without a gradient in {subject}",
-        "docs/doctor.md (Dead rows)",
-        "look at the tokens, and at weight decay of rows that are not read",
+        name="dead embedding",
+        needs=signals.DEAD_ROWS,
+        rule=rules.dead_rows,
+        limit=0.2,
+        text="{value:.0%} more rows than at first are without a gradient in {subject}",
+        page="docs/doctor.md (Dead rows)",
+        advice="look at the tokens, and at weight decay of rows that are not read",
     ),
     Cause(
-        "attention logits",
-        signals.LOGITS,
-        rules.value,
-        100,  # of Kimi K2
-        "{subject} is {value:.4g}",
-        "docs/large_models.md (Attention logits: QK-Clip)",
-        "qk_clip after the optimizer, or a norm of queries and keys",
+        name="attention logits",
+        needs=signals.LOGITS,
+        rule=rules.unchanged,
+        limit=100,  # of Kimi K2
+        text="{subject} is {value:.4g}",
+        page="docs/large_models.md (Attention logits: QK-Clip)",
+        advice="qk_clip after the optimizer, or a norm of queries and keys",
     ),
     Cause(
-        "norm after clip",
-        signals.EVERY_NORM,
-        rules.norm_after_clip,
-        0,
-        "{value:.0%} of the rows of {subject} are exactly the largest of them",
-        "docs/choosing_a_limit.md (Norms after a clip)",
-        "log the norm before the clip: spikes cannot be seen in this one",
+        name="norm after clip",
+        needs=signals.EVERY_NORM,
+        rule=rules.norm_after_clip,
+        limit=0,
+        text="{value:.0%} of the rows of {subject} are exactly the largest of them",
+        page="docs/choosing_a_limit.md (Norms after a clip)",
+        advice="log the norm before the clip: spikes cannot be seen in this one",
         is_of_setup=True,
     ),
     Cause(
-        "clipped always",
-        signals.CLIP,
-        rules.clipped_always,
-        10,
-        "{subject} is {value:.3g} times its limit in the median of all rows",
-        "docs/choosing_a_limit.md",
-        "a higher limit: this one is a second learning rate",
+        name="clipped always",
+        needs=signals.CLIP,
+        rule=rules.clipped_always,
+        limit=10,
+        text="{subject} is {value:.3g} times its limit in the median of all rows",
+        page="docs/choosing_a_limit.md",
+        advice="a higher limit: this one is a second learning rate",
         is_of_setup=True,
         least_rows=20,
     ),
     Cause(
-        "skip behind clip",
-        signals.SKIP_AND_CLIP,
-        rules.skip_behind_clip,
-        1,
-        "{subject} never exceeds the clip limit, even when the gradient is {value:.3g} "
-        "times that",
-        "docs/sharp_edges.md (A skip behind a clipper)",
-        "skip_step(optax.chain(clipper, optimizer)), and not the clipper in front",
+        name="skip behind clip",
+        needs=signals.SKIP_AND_CLIP,
+        rule=rules.skip_behind_clip,
+        limit=1,
+        text=(
+            "{subject} never exceeds the clip limit, even when the gradient is "
+            "{value:.3g} times that"
+        ),
+        page="docs/sharp_edges.md (A skip behind a clipper)",
+        advice=(
+            "skip_step(optax.chain(clipper, optimizer)), and not the clipper in front"
+        ),
         is_of_setup=True,
     ),
     Cause(
-        "unnamed recorders",
-        signals.UNNAMED,
-        rules.is_first_row,
-        0,
-        "{subject} do not say which of them sees updates",
-        "docs/doctor.md (Record)",
-        "name them with optax.named_chain, one with 'update' in it",
+        name="unnamed recorders",
+        needs=signals.UNNAMED,
+        rule=rules.is_first_row,
+        limit=0,
+        text="{subject} do not say which of them sees updates",
+        page="docs/doctor.md (Record)",
+        advice="name them with optax.named_chain, one with 'update' in it",
         is_of_setup=True,
     ),
 )
@@ -250,8 +285,8 @@ class Report(NamedTuple):
     Attributes:
       findings: a `Finding` for each cause, the earliest first.
       looked_at: the columns and recorders that were read, and how many rows each has.
-      not_judged: for each set of columns that the log lacks the names of the causes
-        that need it.
+      not_judged: what the log lacks, columns or rows, and the names of the causes that
+        need it.
       notes: what the reader left out or decided.
     """
 
@@ -319,7 +354,7 @@ def examine(
 
     Returns:
       A `Report`: findings, columns that were read, causes that were not judged with the
-      columns that they need, and notes of the reader.
+      columns or rows that they need, and notes of the reader.
 
     Raises:
       ValueError: a log in which no cause can be judged, a file in a format that is not
@@ -365,80 +400,118 @@ def report_of(log: Log, loss_name: str | None = None) -> Report:
     Raises:
       ValueError: no cause can be judged, or there is no column `loss_name`.
     """
-    # A defaultdict: a need that the log does not meet has no columns.
-    columns, looked_at = signals.signals_of(log, loss_name)
+    columns_of_needs, looked_at = signals.signals_of(log, loss_name)
     if not looked_at:
         raise ValueError(
             "there is neither a loss nor a gradient norm in it, nor the numbers of "
-            f"record_health. It has the columns {listed(list(log.columns))}. Log the "
-            "loss as 'loss' and the norm as 'grad_norm' (optaxclip.record_norm(), "
+            f"record_health. It has the columns {listed(list(log.columns))}. If one of "
+            "them is a loss, name it with --loss NAME (in Python: loss=NAME). Else log "
+            "the loss as 'loss' and the norm as 'grad_norm' (optaxclip.record_norm(), "
             "optax.tree.norm), or metrics(state)."
         )
     findings: list[Finding] = []
-    hints: list[Finding] = []
+    findings_of_setup: list[Finding] = []
     not_judged: dict[str, list[str]] = {}
     for cause in CAUSES:
-        finding = _finding(cause, columns[cause.needs])
+        tables = [_table(cause, columns) for columns in columns_of_needs[cause.needs]]
+        judged = [table for table in tables if len(table.steps) >= cause.least_rows]
+        finding = _finding(cause, judged)
         if finding is not None and cause.is_of_setup:
-            hints.append(finding)
+            findings_of_setup.append(finding)
         elif finding is not None:
             findings.append(finding)
-        elif not columns[cause.needs] and not cause.is_of_setup:
-            names = not_judged.setdefault(cause.needs, [])
-            # A change of scale is two rows of the table.
+        elif not judged and not cause.is_of_setup:
+            lacking = cause.needs
+            if tables:
+                lacking = f"{cause.least_rows} rows with {cause.needs}"
+            names = not_judged.setdefault(lacking, [])
+            # A change of scale is two rows of the table of causes.
             if cause.name not in names:
                 names.append(cause.name)
     findings.sort(key=lambda finding: finding.step)
+    return Report(
+        findings=findings + findings_of_setup,
+        looked_at=[f"{x.name!r} ({len(x.steps)} rows)" for x in looked_at],
+        not_judged=not_judged,
+        notes=_notes(log, looked_at),
+    )
+
+
+def _notes(log: Log, looked_at: list[Column]) -> list[str]:
+    """What the reader left out or decided, and how many steps are not seen."""
     notes = list(log.notes)
-    distance = distance_of_steps(looked_at[0])
+    # Some columns are logged more rarely than others.
+    distance = min(distance_of_steps(column) for column in looked_at)
     if distance > 1:
         notes.append(
             f"The rows are {distance} steps apart. What happened between is not seen "
             "(transformers: logging_steps=1)."
         )
+    names_of_notes: dict[str, list[str]] = {}
     for column in looked_at:
-        notes += [f"{column.name!r}: {note}" for note in column.notes]
-    texts = [f"{column.name!r} ({len(column.steps)} rows)" for column in looked_at]
-    return Report(findings + hints, texts, not_judged, notes)
+        for note in column.notes:
+            names_of_notes.setdefault(note, []).append(column.name)
+    for note, names in names_of_notes.items():
+        notes.append(f"{listed(names)}: {note}")
+    return notes
 
 
-def _finding(cause: Cause, columns_of_rule: signals.ColumnGroups) -> Finding | None:
+class Table(NamedTuple):
+    """The numbers that a rule reads."""
+
+    name: str  # of the first column
+    steps: np.ndarray  # int64[rows]
+    numbers: np.ndarray  # float64[columns, rows]
+
+
+def _table(cause: Cause, columns: tuple[Column, ...]) -> Table:
+    """The rows that have a number in all columns."""
+    steps, numbers = in_common(columns)
+    if not cause.sees_broken:
+        is_finite = np.isfinite(numbers).all(axis=0)
+        steps = steps[is_finite]
+        numbers = numbers[:, is_finite]
+    return Table(columns[0].name, steps, numbers)
+
+
+class Hit(NamedTuple):
+    """A row that shows a cause."""
+
+    name: str  # of the column or tensor
+    step: int
+    value: float
+
+
+def _hits(cause: Cause, table: Table) -> list[Hit]:
+    # Norms may be 0, and a rule may see NaN and inf.
+    with np.errstate(all="ignore"):
+        values = cause.rule(*table.numbers)
+    # Some rules have one number for all rows.
+    values = np.broadcast_to(values, len(table.steps))
+    rows = np.flatnonzero(values > cause.limit)
+    return [Hit(table.name, int(table.steps[row]), float(values[row])) for row in rows]
+
+
+def _finding(cause: Cause, tables: list[Table]) -> Finding | None:
     """Where a cause shows, and how much. None if it does not."""
-    hits = [_hits(cause, columns) for columns in columns_of_rule]
-    if not any(hit.steps.size for hit in hits):
+    hits: list[Hit] = []
+    for table in tables:
+        hits += _hits(cause, table)
+    if not hits:
         return None
-    steps = np.concatenate([hit.steps for hit in hits])
-    values = np.concatenate([hit.values for hit in hits])
-    value = float(values.max())
-    worst = int(steps[values == value].min())
-    names = []
-    for hit in hits:
-        if value in hit.values[hit.steps == worst]:
-            names.append(hit.name)
+    value = max(hit.value for hit in hits)
+    worst_hits = [hit for hit in hits if hit.value == value]
+    worst_step = min(hit.step for hit in worst_hits)
+    names = [hit.name for hit in worst_hits if hit.step == worst_step]
+    steps = {hit.step for hit in hits}
     return Finding(
         cause=cause.name,
-        step=int(steps.min()),
-        worst=worst,
-        rows=len(np.unique(steps)),
+        step=min(steps),
+        worst=worst_step,
+        rows=len(steps),
         value=value,
         limit=cause.limit,
         evidence=cause.text.format(value=value, subject=listed(names)),
         page=cause.page,
         advice=cause.advice,
     )
-
-
-def _hits(cause: Cause, columns: tuple[Column, ...]) -> Column:
-    """The rows that show a cause, under the name of the first column."""
-    steps, numbers = in_common(columns)
-    if not cause.sees_broken:
-        is_finite = np.isfinite(numbers).all(axis=0)
-        steps = steps[is_finite]
-        numbers = numbers[:, is_finite]
-    values = np.zeros(len(steps))
-    if len(steps) >= cause.least_rows:
-        # Norms may be 0, and a rule may see NaN and inf.
-        with np.errstate(all="ignore"):
-            values[:] = cause.rule(*numbers)
-    is_hit = values > cause.limit
-    return Column(columns[0].name, steps[is_hit], values[is_hit])

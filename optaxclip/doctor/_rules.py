@@ -1,11 +1,9 @@
 """The rules of the doctor.
 
-Each rule turns columns into a score per row. A row shows the cause if its score is
-above the limit.
-
 A rule takes columns, float64[rows], and returns a number for each row, or one for all
-rows. NaN is above no limit. Rows are compared with medians of other rows, so that no
-spike hides behind another one.
+rows. A row shows the cause if its number is above the limit in the table of causes. NaN
+is above no limit. Rows are compared with medians of other rows, so that no spike hides
+behind another one.
 """
 
 from typing import NamedTuple
@@ -13,20 +11,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from .._logs import clipped_share
+from .._logs import are_largest, clipped_share
 
 Array = np.ndarray
 
-# Limits, set on one half of the trainings in benchmarks/doctor.py.
-SPIKE = 15.0  # a norm over the median of those before
-BACK = 5.0  # a norm that has come back, over the same median
-RISE = 1.4  # the loss over its lowest
+# What the rules themselves compare with. Set on one half of the trainings in
+# benchmarks/doctor, like the limits in the table of causes.
+BACK = 5.0  # a norm that has come back, over the median before the spike
 LOST_GAIN = 0.5  # the rise of the loss over its fall
 LOSS_NOISE = 2.0  # the rise of the loss over its noise
-SCALE = 1.7  # a norm over those before it, from one row to the next
-LEAP = 3.7  # the rise of log(norm), in units of its noise
-VANISHED = 1000.0  # the first norms over the last ones
 STEADY = 1.3  # a fifth of the log over the fifth before it
+SOLVED = 0.2  # the last losses over the first ones
+VANISHED = 1000.0  # the first norms over the last ones
+LEAP = 3.7  # the rise of log(norm), in units of its noise
+STAYS = 0.6  # the part of a leap that is left in all rows behind it
+SAME = 0.3  # a difference of log(loss), or its part of the leap of log(norm)
 RATE = 0.075  # updates over weights
 LOST = 0.25  # LOST * rounding is the smallest update over weights that is kept
 CLOSE = 0.01  # a relative difference, more than bfloat16 makes
@@ -39,12 +38,14 @@ def medians(values: Array, rows: int, least: int | None = None) -> Array:
     """For each row the median of the last `rows` rows, itself among them. NaN where
     fewer than `least` of them are numbers: all, if None.
     """
-    least = rows if least is None else least
+    if least is None:
+        least = rows
     padding = np.full(rows - 1, np.nan)
     padded = np.append(padding, values)
     windows = sliding_window_view(padded, rows)
     is_number = ~np.isnan(windows)
-    has_enough = is_number.sum(axis=1) >= least
+    counts = is_number.sum(axis=1)
+    has_enough = counts >= least
     result = np.full(len(values), np.nan)
     result[has_enough] = np.nanmedian(windows[has_enough], axis=1)
     return result
@@ -76,7 +77,8 @@ def shifted(values: Array) -> Array:
 # -------------------------------------------------------------------- loss and one norm
 
 
-def value(values: Array) -> Array:
+def unchanged(values: Array) -> Array:
+    """For a cause whose limit is one of the column itself."""
     return values
 
 
@@ -137,7 +139,7 @@ def vanishing(norm: Array, loss: Array) -> Array | float:
     tail_rows = max(SHORT, len(loss) // 10)
     first_loss = np.median(loss[:SHORT])
     last_loss = np.median(loss[-tail_rows:])
-    is_solved = last_loss < 0.2 * first_loss
+    is_solved = last_loss < SOLVED * first_loss
     # Adapters may begin with norms of 0, which no norm falls below.
     first_norm = np.median(norm[2:LONG])
     if is_solved or first_norm == 0:
@@ -185,29 +187,38 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
     if row is None:
         return 0.0
     change = change_at(logs, row)
-    # A norm that grows step by step has not leaped.
-    leap = change.rise - max(0.0, change.drift)
-    # Norms of 0 have a noise of NaN. They show no leap.
-    is_leap = leap >= LEAP * change.noise
-    if not is_leap:
-        return 0.0
-    # A norm that only comes back to what it was has not changed.
-    rows_before, rows_behind = np.split(logs, [row])
-    rise_of_all = np.median(rows_behind) - np.median(rows_before)
-    stays = rise_of_all >= 0.6 * change.rise
-    if not stays:
+    if not _is_leap(change) or not _stays(logs, row, change):
         return 0.0
     if loss is not None:
         loss_change = change_at(np.log(loss), row)
-        # From no change, and from the same change.
-        distances = np.abs([loss_change.rise, loss_change.rise - change.rise])
-        tolerance = max(0.3, 6 * loss_change.noise)
-        is_explained = min(distances) <= min(tolerance, 0.3 * change.rise)
-        if not is_explained:
+        if not _fits(loss_change, change):
             return 0.0
     factors = np.zeros(len(norm))
     factors[row] = np.exp(change.rise)
     return factors
+
+
+def _is_leap(change: Change) -> bool:
+    # A norm that grows step by step has not leaped.
+    leap = change.rise - max(0.0, change.drift)
+    # Among norms of 0 the noise is NaN, and then this is False.
+    return leap >= LEAP * change.noise
+
+
+def _stays(logs: Array, row: int, change: Change) -> bool:
+    """False for a norm that only comes back to where it was."""
+    rows_before, rows_behind = np.split(logs, [row])
+    rise_of_all_rows = np.median(rows_behind) - np.median(rows_before)
+    return rise_of_all_rows >= STAYS * change.rise
+
+
+def _fits(loss_change: Change, norm_change: Change) -> bool:
+    """Whether the loss does not change, or by the factor of the norm."""
+    tolerance = max(SAME, 6 * loss_change.noise)
+    tolerance = min(tolerance, SAME * norm_change.rise)
+    from_no_change = abs(loss_change.rise)
+    from_same_change = abs(loss_change.rise - norm_change.rise)
+    return min(from_no_change, from_same_change) <= tolerance
 
 
 def fall_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
@@ -239,8 +250,7 @@ def clipped_always(norm: Array, limit: Array) -> float:
 
 def norm_after_clip(norm: Array) -> Array:
     """The share of norms that are the largest, in the rows that have it."""
-    is_largest = norm >= norm.max() * (1 - 1e-3)
-    return np.where(is_largest, clipped_share(norm), 0.0)
+    return np.where(are_largest(norm), clipped_share(norm), 0.0)
 
 
 def skip_behind_clip(
@@ -272,6 +282,12 @@ def learning_rate(update_norm: Array, weight_norm: Array) -> Array:
     future = medians_ahead(ratios_or_inf, SHORT)
     is_long = np.fmax(past, future) > RATE
     return np.where(is_finite & is_long, ratios, 0.0)
+
+
+def broken_update(update_norm: Array, *gradient_norms: Array) -> Array:
+    """Inf where an update is not finite, and all gradients are."""
+    are_finite = np.isfinite(gradient_norms).all(axis=0)
+    return np.where(are_finite, not_finite(update_norm), 0.0)
 
 
 def lost_updates(ratio: Array, rounding: Array) -> Array | float:
@@ -310,5 +326,6 @@ def dead_rows(share: Array) -> Array:
 
 
 def is_first_row(norm: Array) -> Array:
+    """1 in the first row, for a cause that no number shows."""
     rows = np.arange(len(norm))
     return np.where(rows == 0, 1.0, 0.0)

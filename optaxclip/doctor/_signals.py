@@ -10,7 +10,8 @@ import numpy as np
 
 from .._logs import Column, Log, in_common, listed, loss_of, norms_of, norms_of_tensors
 
-# What a rule needs, in the words that a report has for it.
+# What a rule needs. A report prints these sentences, and `signals_of` returns the
+# columns that meet them, by sentence.
 LOSS_OR_NORM = "a loss or a gradient norm"
 LOSS = "a loss above 0 (--loss NAME, if the log has one)"
 NORM = "a gradient norm"
@@ -21,6 +22,7 @@ LOGITS = "a column with attn or attention and logit in its name, or of qk_clip(N
 CLIP = "metrics of a clipper of optaxclip"
 SKIP_AND_CLIP = "metrics of a skip and of a clipper"
 UPDATES = "record_health() behind the optimizer, under a name with 'update' in it"
+UPDATES_AND_NORMS = f"a gradient norm, and {UPDATES}"
 ROUNDING = "record_health() behind the optimizer, with weights=True"
 WEIGHTS = "record_health() with weights=True"
 GRADIENTS = "record_health() in front of the optimizer"
@@ -28,7 +30,7 @@ SUBNORMALS = f"{GRADIENTS}, with values=True"
 DEAD_ROWS = f"{GRADIENTS}, with embeddings="
 UNNAMED = "two recorders"
 
-# The numbers of `record_health`.
+# The signs of `record_health`: the last word of its columns, before the tensor.
 SIGNS = {
     "norm",
     "weight_norm",
@@ -40,9 +42,9 @@ SIGNS = {
     "dead_rows",
 }
 HEALTH_SEGMENT = re.compile(r"(.*[. ])?health(_\d+)?")
-# "train/clip/outer/norm_before", and "train/skip_2/norm".
-CLIPS = re.compile(r"((.*[/. ])?clip(_\d+)?/(.*/)?)norm_before")
-SKIPS = re.compile(r"((.*[/. ])?(skip|spike)(_\d+)?/(.*/)?)norm")
+# "train/clip/outer/norm_before" of a clipper, and "train/skip_2/norm" of a skip.
+NORM_OF_CLIP = re.compile(r"((.*[/. ])?clip(_\d+)?/(.*/)?)norm_before")
+NORM_OF_SKIP = re.compile(r"((.*[/. ])?(skip|spike)(_\d+)?/(.*/)?)norm")
 # Of attention by their names, or of qk_clip under a name with "logit" or "qk".
 NAMES_OF_LOGITS = re.compile(
     r"(?!.*(limit|factor|count|num|share|mean|std|entropy))"
@@ -52,7 +54,7 @@ NAMES_OF_LOGITS = re.compile(
 OVERFLOWS = 0.1  # the share of rows with inf, under a dynamic loss scale
 
 
-# Tuples of the columns that a rule reads together: one for each tensor, or each norm.
+# The columns that a rule reads together, several times: for each tensor, or each norm.
 ColumnGroups = list[tuple[Column, ...]]
 
 
@@ -69,38 +71,42 @@ class Recorder(NamedTuple):
         place = self.name.find("health")
         return "update" in self.name[place:].lower()
 
-    def tensors(self, *signs: str) -> ColumnGroups:
-        """For each tensor that has these signs, or for the summary of all."""
+    def of_tensors(self, *signs: str) -> ColumnGroups:
+        """The columns of these signs: of each tensor, or of the summary of all."""
         tables = [self.signs.get(sign, {}) for sign in signs]
-        names = set(tables[0])
+        tensors = set(tables[0])
         for table in tables:
-            names &= set(table)
+            tensors &= set(table)
         # Beside tensors a summary says nothing new.
-        if len(names) > 1:
-            names.discard("")
-        return [tuple(table[name] for table in tables) for name in sorted(names)]
+        if len(tensors) > 1:
+            tensors.discard("")
+        return [tuple(table[tensor] for table in tables) for tensor in sorted(tensors)]
 
     def subnormals(self) -> ColumnGroups:
         """For each tensor the share of subnormal elements, and the share of zeros."""
         tensors = set(self.signs.get("subnormals", {}))
         # The two shares of a summary may be of different tensors.
         if tensors == {""}:
-            return self.tensors("subnormals")
-        return self.tensors("subnormals", "zeros")
+            return self.of_tensors("subnormals")
+        return self.of_tensors("subnormals", "zeros")
 
     def total(self, sign: str) -> list[Column]:
-        """One column, or none. A summary has only the largest norm, which is then
-        used.
+        """The norm of all tensors together, and nothing without this sign. A summary
+        has the largest norm of a tensor instead.
         """
         table = self.signs.get(sign, {})
-        norms = [table[""]] if "" in table else list(table.values())
+        norms = list(table.values())
+        if "" in table:
+            norms = [table[""]]
         return [total_of(self.name, norms)] if norms else []
 
 
 def total_of(name: str, norms: Sequence[Column]) -> Column:
     """The norm of several tensors together, in the steps that have all."""
     steps, numbers = in_common(norms)
-    return Column(name, steps, np.sqrt(np.sum(numbers**2, axis=0)))
+    root_of_squares = np.sqrt(np.sum(numbers**2, axis=0))
+    # Tensors are logged together, so notes on one of them hold for all.
+    return Column(name, steps, root_of_squares, norms[0].notes)
 
 
 # ------------------------------------------------------------------------------- a log
@@ -112,9 +118,9 @@ def signals_of(
     """Finds the columns that say something about a run.
 
     Returns:
-      A dict from a need (such as NORM) to tuples of columns. The first column of a
-      tuple names the finding. And the columns that are looked at, with the norm of each
-      recorder.
+      Two things. The groups of columns that meet each need, such as NORM, none for a
+      need that the log does not meet. The first column of a group names the finding.
+      And all columns that are looked at, with the norm of each recorder.
 
     Raises:
       ValueError: there is no column `loss_name`.
@@ -122,45 +128,56 @@ def signals_of(
     losses = _losses_of(log, loss_name)
     logged_norms = _logged_norms_of(log)
     logits = _logits_of(log)
-    looked_at = [*losses, *logged_norms, *logits]
-
-    columns: dict[str, ColumnGroups] = defaultdict(list)
-    recorded_norms: list[Column] = []  # of gradients
     recorders = _recorders_of(log)
+    update_norms: list[Column] = []
+    recorded_norms: list[Column] = []  # of gradients
     for recorder in recorders:
-        norms = recorder.total("norm")
-        weight_norms = recorder.total("weight_norm")
-        looked_at += norms
-        columns[WEIGHTS] += _alone(weight_norms)
         if recorder.is_of_updates:
-            columns[ROUNDING] += recorder.tensors("ratio", "rounding")
-            columns[UPDATES] += zip(norms, weight_norms)
+            update_norms += recorder.total("norm")
         else:
-            recorded_norms += norms
-            columns[GRADIENTS] += recorder.tensors("norm")
-            columns[SUBNORMALS] += recorder.subnormals()
-            columns[DEAD_ROWS] += recorder.tensors("dead_rows")
-    if len(recorders) > 1 and len(recorded_norms) == len(recorders):
-        columns[UNNAMED] = _alone(recorded_norms)
+            recorded_norms += recorder.total("norm")
 
-    norms = logged_norms or recorded_norms
-    columns[NORM] = _alone(norms)
-    columns[EVERY_NORM] = _alone([*logged_norms, *recorded_norms])
-    columns[LOGITS] = _alone(logits)
-    all_gradient_norms = _alone(logged_norms) + columns[GRADIENTS]
-    if _have_overflows(norms, log):
-        all_gradient_norms = _without_overflows(all_gradient_norms)
-    columns[LOSS_OR_NORM] = _alone(losses) + all_gradient_norms
+    columns = _columns_of_recorders(recorders)
+    if len(recorders) > 1 and not update_norms:
+        columns[UNNAMED] = _one_by_one(recorded_norms)
+    # A recorder repeats what a clipper or the loop logs.
+    gradient_norms = logged_norms or recorded_norms
+    columns[NORM] = _one_by_one(gradient_norms)
+    columns[EVERY_NORM] = _one_by_one([*logged_norms, *recorded_norms])
+    if gradient_norms:
+        columns[UPDATES_AND_NORMS] = [(norm, *gradient_norms) for norm in update_norms]
+    columns[LOGITS] = _one_by_one(logits)
+    norms_to_be_finite = _one_by_one(logged_norms) + columns[GRADIENTS]
+    if _have_overflows(gradient_norms, log):
+        norms_to_be_finite = _without_overflows(norms_to_be_finite)
+    columns[LOSS_OR_NORM] = _one_by_one(losses) + norms_to_be_finite
     # Ratios of losses that change their sign say nothing. From the norm alone REINFORCE
-    # with rewards of another scale (benchmarks/doctor.py) would be a change of scale.
+    # with rewards of another scale (benchmarks/doctor) would be a change of scale.
     if all(np.nanmin(loss.values, initial=np.inf) > 0 for loss in losses):
-        columns[LOSS] = _alone(losses)
-        columns[NORM_AND_ANY_LOSS] = [(norm, *losses) for norm in norms]
-        columns[NORM_AND_LOSS] = list(product(norms, losses))
-    columns[CLIP] = _with_limits(log, CLIPS)
-    for skip, clip in product(_with_limits(log, SKIPS), columns[CLIP]):
+        columns[LOSS] = _one_by_one(losses)
+        columns[NORM_AND_ANY_LOSS] = [(norm, *losses) for norm in gradient_norms]
+        columns[NORM_AND_LOSS] = list(product(gradient_norms, losses))
+    columns[CLIP] = _with_limits(log, NORM_OF_CLIP)
+    skips = _with_limits(log, NORM_OF_SKIP)
+    for skip, clip in product(skips, columns[CLIP]):
         columns[SKIP_AND_CLIP].append(skip + clip)
+    looked_at = [*losses, *logged_norms, *logits, *recorded_norms, *update_norms]
     return columns, looked_at
+
+
+def _columns_of_recorders(recorders: Sequence[Recorder]) -> dict[str, ColumnGroups]:
+    columns: dict[str, ColumnGroups] = defaultdict(list)
+    for recorder in recorders:
+        weight_norms = recorder.total("weight_norm")
+        columns[WEIGHTS] += _one_by_one(weight_norms)
+        if recorder.is_of_updates:
+            columns[ROUNDING] += recorder.of_tensors("ratio", "rounding")
+            columns[UPDATES] += zip(recorder.total("norm"), weight_norms)
+        else:
+            columns[GRADIENTS] += recorder.of_tensors("norm")
+            columns[SUBNORMALS] += recorder.subnormals()
+            columns[DEAD_ROWS] += recorder.of_tensors("dead_rows")
+    return columns
 
 
 def _losses_of(log: Log, name: str | None) -> list[Column]:
@@ -197,7 +214,7 @@ def _logits_of(log: Log) -> list[Column]:
     ]
 
 
-def _alone(columns: Sequence[Column]) -> ColumnGroups:
+def _one_by_one(columns: Sequence[Column]) -> ColumnGroups:
     return [(column,) for column in columns]
 
 
@@ -231,12 +248,14 @@ def _without_overflows(norms: ColumnGroups) -> ColumnGroups:
     return finite_norms
 
 
-def _with_limits(log: Log, names: re.Pattern[str]) -> ColumnGroups:
-    """The norm of each clipper, or of each skip, and its limit."""
+def _with_limits(log: Log, pattern: re.Pattern[str]) -> ColumnGroups:
+    """The norms whose names fit a pattern, each with its limit."""
     pairs: ColumnGroups = []
     for name, norm in log.columns.items():
-        match = names.fullmatch(name)
-        limit = log.columns.get(f"{match[1]}limit") if match else None
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        limit = log.columns.get(f"{match[1]}limit")
         if limit is not None:
             pairs.append((norm, limit))
     return pairs

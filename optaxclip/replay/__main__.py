@@ -13,6 +13,9 @@ from ._batch import norm_ratio
 from ._history import columns_of, named_norms
 
 FEW_NORMS = 20
+# The first fifth of the norms over the last one, in medians. From this on the limit of
+# all norms hardly clips in the end.
+FALL = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,25 +68,22 @@ def _about_columns(log: Log, columns: Sequence[Column]) -> list[str]:
     """A row for each of several norms, such as of an actor and a critic."""
     lines = [f"{len(columns)} columns are called a gradient norm.", *log.notes]
     for column in columns:
-        try:
-            advice = _advice(column, _suggestions_for(column))
-        # Such as a column without norms above 0.
-        except ValueError as error:
-            advice = str(error)
+        advice = _advice(column, _suggestions_for(column))
         lines.append(f"{column.name}: {_range_of(column)} {advice}")
+        lines += [f"  {note}" for note in _notes_on(column)]
     lines.append("If one optimizer has them all, clip_by_group_norm takes all limits.")
     return [*lines, f"--column {columns[0].name!r} shows its table."]
 
 
 def _suggestions_for(column: Column) -> list[Suggestion]:
-    suggestions = suggest(column.values, every=distance_of_steps(column))
-    if _finite_count(column) < FEW_NORMS:
-        return [row._replace(recommended=False) for row in suggestions]
-    return suggestions
+    """Candidates for a column, none if it has few norms."""
+    if len(_norms_above_0(column)) < FEW_NORMS:
+        return []
+    return suggest(column.values, every=distance_of_steps(column))
 
 
-def _finite_count(column: Column) -> int:
-    return int(np.isfinite(column.values).sum())
+def _norms_above_0(column: Column) -> np.ndarray:
+    return column.values[np.isfinite(column.values) & (column.values > 0)]
 
 
 def _range_of(column: Column) -> str:
@@ -103,16 +103,28 @@ def _recommended(suggestions: Sequence[Suggestion]) -> Suggestion | None:
 
 
 def _advice(column: Column, suggestions: Sequence[Suggestion]) -> str:
+    norms = _norms_above_0(column)
+    if not suggestions:
+        return f"{len(norms)} norms above 0 are too few to choose a limit from."
     best = _recommended(suggestions)
-    if best is not None:
-        return f"Start with {best.rule}: it clips {best.clip_rate:.1%} of these steps."
-    if _finite_count(column) < FEW_NORMS:
-        return f"{_finite_count(column)} norms are too few to choose a limit from."
-    largest = column.values[np.isfinite(column.values)].max()
+    if best is None:
+        return (
+            f"{clipped_share(norms):.0%} of the rows are exactly {norms.max():.4g}: "
+            "these look like norms after a clip, from which no limit can be chosen. "
+            "Log the norm before the clip."
+        )
+    text = f"Start with {best.rule}: it clips {best.clip_rate:.1%} of these steps."
+    first_norms, *_, last_norms = np.array_split(norms, 5)
+    early = np.median(first_norms)
+    late = np.median(last_norms)
+    if early < FALL * late:
+        return text
     return (
-        f"{clipped_share(column.values):.0%} of the rows are exactly {largest:.4g}: "
-        "these look like norms after a clip, from which no limit can be chosen. Log "
-        "the norm before the clip."
+        f"{text}\n"
+        f"Norms fall: from a median of {early:.3g} in the first fifth of the log to "
+        f"{late:.3g} in the last.\n"
+        "This limit hardly clips in the end. Take a rule that learns, a schedule, or a "
+        "limit of the later norms."
     )
 
 
@@ -123,13 +135,11 @@ def _about_column(
     options: argparse.Namespace,
 ) -> list[str]:
     """The column, the suggestions for it, and what they cannot tell."""
-    lines = [
-        *_about_source(log, column, options),
-        _range_of(column),
-        "",
-        # Each column is as wide as its head.
-        "   limit at the end  steps clipped  mean factor  clipper, as Python",
-    ]
+    lines = [*_about_source(log, column, options), _range_of(column), ""]
+    if not suggestions:
+        return [*lines, _advice(column, suggestions)]
+    # Each column is as wide as its head.
+    lines.append("   limit at the end  steps clipped  mean factor  clipper, as Python")
     for suggestion in suggestions:
         mark = "->" if suggestion.recommended else "  "
         shares = f"{suggestion.clip_rate:13.1%}  {suggestion.mean_factor:11.3f}"
@@ -150,14 +160,19 @@ def _draw(column: Column, limit: float, path: Path) -> None:
 
 
 def _about_source(log: Log, column: Column, options: argparse.Namespace) -> list[str]:
-    """Which column it is, and what a reader should know of it."""
+    """Which column it is, why, and notes on it."""
     lines = [f"Norms: column {column.name!r} of {options.log.name}."]
     if options.column is None:
         lines.append("It is taken by its name. --column NAME takes another one.")
     # Alone, so that no surer name comes before it.
     if not named_norms(log._replace(columns={column.name: column})):
         lines.append("Its name does not say so, but it is taken for a gradient norm.")
-    lines += [*log.notes, *column.notes]
+    return [*lines, *log.notes, *_notes_on(column)]
+
+
+def _notes_on(column: Column) -> list[str]:
+    """What was left out of a column, and what it does not show."""
+    lines = list(column.notes)
     if column.empty:
         lines.append(f"{column.empty} rows have no entry in it, and are left out.")
     distance = distance_of_steps(column)

@@ -143,11 +143,16 @@ def _limits_from(
 
 @partial(jax.jit, static_argnums=0)
 def _replayed(shrink: Shrink, norms: jax.Array, limits: jax.Array) -> Replay:
+    new_norms = shrunk_by(shrink, norms, limits, "replay.run")
+    factors = factor_between(norms, new_norms).reported
     # As in a clipper, a step whose limit is NaN does not count as clipped.
     has_factor = jnp.isfinite(norms) & ~jnp.isnan(limits)
-    new_norms = shrunk_by(shrink, norms, limits, "replay.run")
-    factors = jnp.where(has_factor, factor_between(norms, new_norms).reported, jnp.nan)
-    return Replay(norms, limits, factors, clipped=has_factor & (new_norms != norms))
+    return Replay(
+        norms=norms,
+        limits=limits,
+        factors=jnp.where(has_factor, factors, jnp.nan),
+        clipped=has_factor & (new_norms != norms),
+    )
 
 
 class Suggestion(NamedTuple):
@@ -185,26 +190,37 @@ class Candidate(NamedTuple):
     shrink: Shrink | None = None
 
 
+def _fixed_candidates(norms: np.ndarray) -> list[Candidate]:
+    """Limits at quantiles of the norms, and at five medians, in ascending order."""
+    limits = [*np.quantile(norms, (0.5, 0.9, 0.95, 0.99)), 5 * np.median(norms)]
+    rounded_limits = sorted({float(f"{limit:.3g}") for limit in limits})
+    return [
+        Candidate(f"optaxclip.clip_by_global_norm({limit:g})", limit)
+        for limit in rounded_limits
+    ]
+
+
 def _learning_candidates(every: int) -> list[Candidate]:
     """Rules that learn. Windows are given in steps, and turned into rows of the log."""
 
-    def rows(steps: int) -> int:
+    def in_rows(steps: int) -> int:
         return max(2, round(steps / every))
 
     quantile = "optaxclip.clip_by_global_norm(optaxclip.rules.windowed_quantile({}))"
     return [
         Candidate(
-            "optaxclip.autoclip(10)", windowed_quantile(0.1, rows(10_000), current=True)
+            "optaxclip.autoclip(10)",
+            windowed_quantile(0.1, in_rows(10_000), current=True),
         ),
-        Candidate(quantile.format("0.9, 1000"), windowed_quantile(0.9, rows(1000))),
+        Candidate(quantile.format("0.9, 1000"), windowed_quantile(0.9, in_rows(1000))),
         Candidate(
             quantile.format("0.5, 100, factor=2.0"),
-            windowed_quantile(0.5, rows(100), factor=2.0),
+            windowed_quantile(0.5, in_rows(100), factor=2.0),
         ),
-        Candidate("optaxclip.zclip()", z_score(decay=0.97**every, warmup=rows(25))),
+        Candidate("optaxclip.zclip()", z_score(decay=0.97**every, warmup=in_rows(25))),
         Candidate(
             "optaxclip.skip_step(optimizer, on_loss=False)",
-            step_rule(window=rows(128)),
+            step_rule(window=in_rows(128)),
             shrink=drop,
         ),
     ]
@@ -245,40 +261,35 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
     """
     check_length("suggest: every", every)
     history = np.asarray(history_of("suggest", norms), np.float64)
-    finite = history[np.isfinite(history) & (history > 0)]
-    if history.ndim != 1 or finite.size < 2:
+    norms = history[np.isfinite(history) & (history > 0)]
+    if history.ndim != 1 or norms.size < 2:
         raise ValueError(
             "suggest: norms must hold at least two finite norms above 0, as [steps], "
-            f"got {finite.size} in an array of shape {history.shape}."
+            f"got {norms.size} in an array of shape {history.shape}."
         )
-    median = float(np.median(finite))
-    limits = [*np.quantile(finite, (0.5, 0.9, 0.95, 0.99)), 5 * median]
-    rounded = sorted({float(f"{limit:.3g}") for limit in limits})
-    candidates = [
-        Candidate(f"optaxclip.clip_by_global_norm({limit:g})", limit)
-        for limit in rounded
-    ]
-    candidates += _learning_candidates(every)
-    suggestions: list[Suggestion] = []
-    for candidate in candidates:
-        replay = run(candidate.rule, finite, shrink=candidate.shrink)
-        factors = np.asarray(replay.factors)[replay.clipped]
-        suggestion = Suggestion(
-            rule=candidate.text,
-            limit=float(replay.limits[-1]),
-            clip_rate=float(np.mean(replay.clipped)),
-            mean_factor=float(factors.mean()) if factors.size else 1.0,
-        )
-        suggestions.append(suggestion)
-    if clipped_share(finite):
-        return suggestions
-    fixed_limits = suggestions[: len(rounded)]
-    usual = [fixed for fixed in fixed_limits if fixed.limit <= MOST_MEDIANS * median]
-    best = min(usual, key=lambda fixed: abs(fixed.clip_rate - RECOMMENDED_RATE))
-    return [
-        suggestion._replace(recommended=suggestion is best)
-        for suggestion in suggestions
-    ]
+    fixed_limits = [_suggestion(x, norms) for x in _fixed_candidates(norms)]
+    learned_limits = [_suggestion(x, norms) for x in _learning_candidates(every)]
+    if not clipped_share(norms):
+        fixed_limits = _with_a_recommended(fixed_limits, float(np.median(norms)))
+    return fixed_limits + learned_limits
+
+
+def _suggestion(candidate: Candidate, norms: np.ndarray) -> Suggestion:
+    replay = run(candidate.rule, norms, shrink=candidate.shrink)
+    factors = np.asarray(replay.factors)[replay.clipped]
+    return Suggestion(
+        rule=candidate.text,
+        limit=float(replay.limits[-1]),
+        clip_rate=float(np.mean(replay.clipped)),
+        mean_factor=float(factors.mean()) if factors.size else 1.0,
+    )
+
+
+def _with_a_recommended(limits: list[Suggestion], median: float) -> list[Suggestion]:
+    """Marks the limit that clips nearest to 1 % of the steps."""
+    usual = [limit for limit in limits if limit.limit <= MOST_MEDIANS * median]
+    best = min(usual, key=lambda limit: abs(limit.clip_rate - RECOMMENDED_RATE))
+    return [limit._replace(recommended=limit is best) for limit in limits]
 
 
 def plot_history(

@@ -3,10 +3,14 @@
 import jax
 import pytest
 
-from benchmarks.doctor import BROKEN, HEALTHY, half_of
+from benchmarks.doctor.broken import broken
+from benchmarks.doctor.healthy import healthy
+from benchmarks.doctor.table import half_of
 from optaxclip.doctor import diagnose
 from optaxclip.doctor._causes import CAUSES
 
+BROKEN = broken(offset=0)
+HEALTHY = healthy(offset=0)
 NAMES = {cause.name for cause in CAUSES}
 
 
@@ -25,8 +29,8 @@ def test_there_are_40_of_each_in_as_many_ways_as_the_page_says():
 
 def test_every_cause_has_a_training_that_shows_it():
     shown = {cause for training in BROKEN for cause in training.causes}
-    # A log made by hand shows what is wrong with names.
-    assert NAMES - shown == {"unnamed recorders"}
+    # Logs made by hand show these two.
+    assert NAMES - shown == {"unnamed recorders", "broken update"}
 
 
 @pytest.mark.parametrize("trainings", [BROKEN, HEALTHY])

@@ -12,9 +12,11 @@ import optax
 import pytest
 
 import optaxclip
+from optaxclip._logs import log_of
 from optaxclip.doctor import diagnose, examine
 from optaxclip.doctor.__main__ import main
 from optaxclip.doctor._causes import CAUSES
+from optaxclip.replay._history import columns_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -166,6 +168,48 @@ def test_of_a_resumed_run_the_later_part_counts():
     assert causes_of(rows) == [("bad batch", 35)]
 
 
+def test_a_recorder_of_a_resumed_run_is_said_to_be_resumed():
+    steps = [*range(40), *range(30, 60)]
+    rows = [{"step": step, "health/norm/w": x} for step, x in zip(steps, calm(70))]
+    (note,) = examine(rows).notes
+    assert note.startswith("'health': Steps 30 to 39 come twice")
+    # Once for all columns.
+    (note,) = examine([row | {"loss": 1.0} for row in rows]).notes
+    assert note.startswith("'loss', 'health': Steps 30 to 39 come twice")
+
+
+def test_a_loss_that_is_logged_rarely_hides_no_rows():
+    rows = rows_of(step=range(60), grad_norm=calm())
+    for row in rows[::10]:
+        row["loss"] = 1.0
+    assert examine(rows).notes == []
+
+
+def test_rows_that_are_too_few_are_said():
+    rows = rows_of(loss=calm(12), grad_norm=calm(12))
+    not_judged = examine(rows).not_judged
+    assert not_judged["40 rows with a gradient norm"] == ["steady growth"]
+    (needs,) = [x for x, names in not_judged.items() if "divergence" in names]
+    assert needs.startswith("20 rows with a loss")
+    columns = dict.fromkeys(("health__norm__w", "health__subnormals__w"), calm(4))
+    not_judged = examine(rows_of(**columns, health__zeros__w=calm(4))).not_judged
+    (needs,) = [x for x, names in not_judged.items() if "underflow" in names]
+    assert needs.startswith("5 rows with record_health()")
+    not_judged = examine(rows_of(grad_norm=calm(2))).not_judged
+    assert not_judged["3 rows with a gradient norm"] == ["bad batch"]
+
+
+def test_a_recorder_is_no_norm_of_all_gradients():
+    """A summary has the norm of one tensor."""
+    rows = rows_of(health__gradients__norm=calm(), health__gradients__zeros=calm() - 1)
+    assert examine(rows).looked_at == ["'health/gradients' (60 rows)"]
+    with pytest.raises(ValueError, match="this file has no gradient norm"):
+        columns_of(log_of(rows, []), None, "replay")
+    # A logger may have a group of this name.
+    (column,) = columns_of(log_of([{"health/grad_norm": 1.0}], []), None, "replay")
+    assert column.name == "health/grad_norm"
+
+
 def test_a_log_of_nothing_that_is_known_is_refused(tmp_path):
     path = tmp_path / "run.csv"
     path.write_text("step,accuracy\n1,2.0\n")
@@ -179,6 +223,9 @@ def test_a_log_of_nothing_that_is_known_is_refused(tmp_path):
         main([str(path)])
     with pytest.raises(SystemExit, match=r"^doctor: .*none.csv"):
         main([str(tmp_path / "none.csv")])
+    # A loss of another name can be named.
+    with pytest.raises(ValueError, match=r"--loss NAME \(in Python: loss=NAME\)"):
+        diagnose([{"ce": 1.0}])
     for rows in ([], [{}], [{"loss": "high"}]):
         with pytest.raises(ValueError, match=r"^diagnose: there is no number in it"):
             diagnose(rows)

@@ -302,6 +302,22 @@ def test_a_single_long_update_is_a_high_rate_if_nan_follows():
     assert found(rows_of(**of_updates(ratios)), "learning rate").step == 10
 
 
+def test_a_nan_that_the_optimizer_makes_is_named():
+    """In the last row of a log the gradient does not show it yet."""
+    rows = rows_of(loss=calm(40), **of_updates(np.full(40, 0.01)))
+    rows = [
+        row | {"health/gradients/norm/w": 1.0 + i % 3} for i, row in enumerate(rows)
+    ]
+    assert diagnose(rows) == []
+    rows[39]["health/updates/norm/a"] = INF
+    (finding,) = diagnose(rows)
+    assert (finding.cause, finding.step) == ("broken update", 39)
+    assert "'health/updates'" in finding.evidence
+    # A gradient that is broken itself is another cause.
+    rows[39]["health/gradients/norm/w"] = NAN
+    assert causes_of(rows) == [("not finite", 39)]
+
+
 def test_weights_of_0_have_no_rate():
     columns = of_updates(np.full(30, 1.0))
     columns["health__updates__weight_norm__a"] *= 0

@@ -118,6 +118,15 @@ def test_several_optimizers_have_a_row_each(log, command):
         )
 
 
+def test_what_the_reader_decided_is_said_of_several_columns_too(log, command):
+    steps = [*range(0, 300, 10), *range(200, 400, 10)]
+    lines = [f"{step},{norm},{norm}" for step, norm in zip(steps, NORMS)]
+    log.write_text("\n".join(["step,actor/grad_norm,critic/grad_norm", *lines]))
+    text = command(log)
+    assert text.count("Steps 200 to 290 come twice") == 2
+    assert text.count("The rows are 10 steps apart") == 2
+
+
 def test_an_optimizer_without_norms_has_a_row_too(log, command):
     norms = np.minimum(NORMS, np.quantile(NORMS, 0.54))
     lines = [f"{norm},0,nan" for norm in norms]
@@ -125,7 +134,7 @@ def test_an_optimizer_without_norms_has_a_row_too(log, command):
     text = command(log)
     assert "a/grad_norm: 200 steps" in text and "46% of the rows are exactly" in text
     assert "b/grad_norm: 200 steps, 0 of them NaN or inf. Norms from 0 to 0" in text
-    assert "c/grad_norm: 200 steps, all of them NaN or inf. suggest: norms" in text
+    assert "c/grad_norm: 200 steps, all of them NaN or inf. 0 norms above 0" in text
 
 
 def test_nan_and_few_norms_are_said(log, command):
@@ -134,7 +143,27 @@ def test_nan_and_few_norms_are_said(log, command):
     log.write_text("\n".join(["step,grad_norm", *lines]))
     text = command(log)
     assert "75.0% of the norms are NaN or inf, which no clip cures" in text
-    assert "10 norms are too few to choose a limit from." in text
+    assert "10 norms above 0 are too few to choose a limit from." in text
+
+
+def test_a_log_without_a_norm_above_0_is_said(log, command):
+    for lines, count in (("step,grad_norm\n1,2.5", 1), ("grad_norm\n" + 40 * "0\n", 0)):
+        log.write_text(lines)
+        text = command(log)
+        assert text.startswith("Norms: column 'grad_norm' of run.csv.")
+        assert f"{count} norms above 0 are too few to choose a limit from." in text
+        assert "clipper, as Python" not in text
+
+
+def test_norms_that_fall_from_end_to_end_are_said(log, command):
+    for fall, is_said in ((0.0, False), (3.0, True)):
+        norms = NORMS**0.1 * np.exp(-fall * np.arange(SIZE) / SIZE)
+        lines = [f"{step},{norm}" for step, norm in enumerate(norms)]
+        log.write_text("\n".join(["step,grad_norm", *lines]))
+        early, late = np.median(norms[:40]), np.median(norms[-40:])
+        text = f"Norms fall: from a median of {early:.3g} in the first fifth of the log"
+        text += f" to {late:.3g} in the last."
+        assert (text in command(log)) == is_said
 
 
 def test_a_text_is_read_with_a_pattern(log, command):
@@ -212,9 +241,6 @@ def test_a_log_of_no_use_ends_in_one_line(tmp_path, command):
         command(path)
     path.write_text("loss\n1\n2\n")
     with pytest.raises(SystemExit, match="this file has no gradient norm"):
-        command(path)
-    path.write_text("norm\n1\n")
-    with pytest.raises(SystemExit, match="suggest: norms must hold at least two"):
         command(path)
 
 

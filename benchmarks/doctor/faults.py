@@ -1,0 +1,241 @@
+"""What breaks a training."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optaxclip
+
+from .loops import (
+    BREAK_STEP,
+    STEPS,
+    Problem,
+    Rows,
+    entries,
+    float32,
+    from_step,
+    generator,
+    in_dtype,
+    loss_and_norm,
+    schedule,
+    train,
+)
+from .models import (
+    SIZE,
+    TOKENS,
+    WIDTH,
+    attention_scores,
+    decoder,
+    language,
+    mlp,
+    next_token,
+    outputs,
+    regression,
+    squared,
+)
+
+
+def rate_leaps(problem: Problem) -> Rows:
+    return train(problem, optax.adam(schedule(from_step(3e-3, 0.3))))
+
+
+def rate_grows(problem: Problem) -> Rows:
+    if problem.loss is next_token:
+        rates = np.geomspace(1e-3, 0.3, STEPS)
+        return train(problem, optax.adam(schedule(rates)))
+    rates = np.linspace(0.0, 2.0, STEPS)
+    return train(problem, optax.sgd(schedule(rates), 0.9))
+
+
+def bad_targets(seed: int, value: float) -> Rows:
+    problem = regression(seed)
+    problem.batches[1][BREAK_STEP : BREAK_STEP + 2] = value
+    return train(problem, optax.adam(3e-3))
+
+
+def one_token(seed: int) -> Rows:
+    problem = language(seed)
+    problem.batches[0][BREAK_STEP] = 5
+    return train(problem, optax.sgd(0.3, 0.9))
+
+
+def nan_in_an_input(seed: int, core: Any) -> Rows:
+    problem = regression(seed)
+    problem.batches[0][BREAK_STEP, 3, 2] = np.nan
+    return train(problem, core)
+
+
+def masked_mean(seed: int) -> Rows:
+    """A batch in which nothing is left by the mask: 0 / 0."""
+    problem = regression(seed)
+    x, y = problem.batches
+    mask = float32(generator(seed).uniform(size=y.shape) < 0.5)
+    mask[BREAK_STEP] = 0
+
+    def loss(params, x, y, mask):
+        squares = (outputs(params, x)[:, 0] - y) ** 2
+        return jnp.sum(squares * mask) / jnp.sum(mask)
+
+    problem = Problem(loss, problem.params, (x, y, mask))
+    return train(problem, optax.adam(3e-3))
+
+
+def nan_in_the_backward(seed: int) -> Rows:
+    """A length has no slope at 0: in two examples of each batch all inputs are."""
+    problem = regression(seed)
+    problem.batches[0][BREAK_STEP:, :2] = 0
+
+    def loss(params, x, y):
+        lengths = jnp.linalg.norm(x @ params["layer_0/w"], axis=-1)
+        return squared(params, x, y) + 0.01 * jnp.mean(lengths)
+
+    # Skipped, so that the loss stays finite.
+    core = optaxclip.skip_nonfinite(optax.adam(3e-3))
+    return train(problem._replace(loss=loss), core)
+
+
+def factor_from_a_step(problem: Problem, factor: float, at: int = BREAK_STEP) -> Rows:
+    return train(problem, optax.adam(3e-3), scale=from_step(1.0, factor, at))
+
+
+def labels_shuffled(seed: int) -> Rows:
+    problem = regression(seed, noise=0.1)
+    y = problem.batches[1]
+    y[BREAK_STEP:] = generator(seed).permuted(y[BREAK_STEP:], axis=1)
+    return train(problem, optax.adam(1e-2))
+
+
+def tokens_shuffled(seed: int) -> Rows:
+    problem = language(seed)
+    late = problem.batches[0][BREAK_STEP:]
+    shuffled = generator(seed).permuted(late.reshape(-1))
+    late[:] = shuffled.reshape(late.shape)
+    return train(problem, optax.adam(1e-2))
+
+
+def inputs_not_scaled(seed: int, factor: float) -> Rows:
+    problem = regression(seed)
+    problem.batches[0][BREAK_STEP:] *= factor
+    return train(problem, optax.sgd(0.05))
+
+
+def decay_of_wrong_sign(problem: Problem) -> Rows:
+    core = optax.chain(
+        optax.scale_by_adam(), optax.add_decayed_weights(-5.0), optax.scale(-3e-3)
+    )
+    return train(problem, core)
+
+
+def block_without_gradient(seed: int, block: int) -> Rows:
+    def loss(params, tokens):
+        return next_token(params, tokens, frozen=block)
+
+    return train(language(seed)._replace(loss=loss), optax.adam(1e-2))
+
+
+def dead_units(seed: int) -> Rows:
+    """After one broken batch no unit of a ReLU layer is above 0 any more."""
+    problem = regression(seed)
+    problem.batches[1][60:63] = -1e4
+
+    params = mlp(seed, (8, 16, 16, 16, 1))
+    loss = partial(squared, activation=jax.nn.relu)
+    return train(Problem(loss, params, problem.batches), optax.sgd(0.1))
+
+
+def underflows(seed: int, smallest: float) -> Rows:
+    """The loss is divided by more and more, in float16."""
+    problem = in_dtype(regression(seed), jnp.float16)
+    factors = np.geomspace(1.0, smallest, STEPS, dtype=np.float32)
+
+    def loss(params, x, y, factor):
+        return factor * squared(params, x, y)
+
+    batches = *problem.batches, factors
+    return train(Problem(loss, problem.params, batches), optax.sgd(0.05))
+
+
+def static_scale(seed: int) -> Rows:
+    def loss(params, x, y):
+        return 2.0**18 * squared(params, x, y)
+
+    problem = in_dtype(regression(seed), jnp.float16)._replace(loss=loss)
+    skip = optaxclip.skip_nonfinite(optax.sgd(0.05))
+    return train(problem, optax.chain(optax.scale(2.0**-18), skip))
+
+
+def tokens_vanish(seed: int, at: int) -> Rows:
+    """The pipeline makes one token of half of them."""
+    problem = language(seed)
+    late = problem.batches[0][at:]
+    late[late >= TOKENS // 2] = 0
+    return train(problem, optax.adamw(1e-2, weight_decay=0.1), embeddings="embed")
+
+
+def logits_explode(seed: int, rate: float) -> Rows:
+    """Tokens look for themselves, so sharper attention is always better."""
+    x = float32(3 * generator(seed).normal(size=(STEPS, 8, 8, WIDTH)))
+    params = decoder(seed)
+    query = "block_0/attention/query"
+    key = "block_0/attention/key"
+    params = {query: params[query], key: params[key]}
+
+    def loss(params, x):
+        weights = jax.nn.softmax(attention_scores(params, x, 0))
+        return jnp.mean((weights @ x - x) ** 2)
+
+    def logged(params, x):
+        return {"attention/max_logit": jnp.max(attention_scores(params, x, 0))}
+
+    return train(Problem(loss, params, (x,)), optax.adam(rate), logged=logged)
+
+
+def logged_after_the_clip(seed: int) -> Rows:
+    """The log has the norms behind a clip, of which a third is at its limit."""
+    rows = loss_and_norm(train(regression(seed), optax.sgd(0.02)))
+    limit = np.quantile([row["grad_norm"] for row in rows], 0.7)
+    return [row | {"grad_norm": min(row["grad_norm"], limit)} for row in rows]
+
+
+def moments_lost(seed: int) -> Rows:
+    """A run is resumed without the state of Adam, at a high rate."""
+    adam = optax.scale_by_adam()
+
+    def init(params):
+        return jnp.zeros((), jnp.int32), adam.init(params)
+
+    def update(updates, state, params=None):
+        step, moments = state
+
+        def reset(old, new):
+            return jnp.where(step == BREAK_STEP, new, old)
+
+        moments = jax.tree.map(reset, moments, adam.init(updates))
+        updates, moments = adam.update(updates, moments, params)
+        return updates, (step + 1, moments)
+
+    forgetful = optax.GradientTransformation(init, update)
+    return train(regression(seed), optax.chain(forgetful, optax.scale(-1e-2)))
+
+
+def q_learning(seed: int, discount: float) -> Rows:
+    """Without a target network, and with a maximum over actions far from the data."""
+    draw = generator(seed)
+    x = float32(draw.normal(size=(STEPS, SIZE, 8)))
+    next_x = float32(draw.normal(size=(STEPS, SIZE, 8)))
+    rewards = float32(draw.normal(size=(STEPS, SIZE)))
+    actions = draw.integers(4, size=(STEPS, SIZE))
+
+    def loss(params, x, next_x, reward, action):
+        values = entries(outputs(params, x), action)
+        next_values = jnp.max(outputs(params, 3 * next_x), -1)
+        target = reward + discount * next_values
+        return jnp.mean((values - target) ** 2)
+
+    batches = x, next_x, rewards, actions
+    problem = Problem(loss, mlp(seed, (8, 32, 4)), batches)
+    return train(problem, optax.sgd(0.3))
