@@ -518,6 +518,15 @@ def test_a_norm_under_a_name_of_your_own_is_not_taken(saved):
     assert verdict.numbers["limit"] == 10 * usual
 
 
+def test_the_norm_of_a_skip_in_a_partition_is_not_taken(saved):
+    skip = optaxclip.skip_spikes(ADAM, LIMIT)
+    labels = {"first": "skipped", "last": "rest"}
+    optimizer = optax.partition({"skipped": skip, "rest": ADAM}, labels)
+    verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+    assert verdict.not_told == [WITHOUT_NORM]
+
+
 def test_the_norm_behind_a_clipper_is_not_taken(saved):
     clip = optaxclip.clip_by_global_norm(LIMIT)
     optimizer = optax.chain(clip, optaxclip.record_norm(), ADAM)
@@ -535,3 +544,6 @@ def test_wrong_arguments_are_refused(saved):
         why(loss, path, wide="loss")
     with pytest.raises(ValueError, match="why: microbatch must be at least 1, got 0"):
         why(loss, path, microbatch=0)
+    for like in (5, PARAMS, (PARAMS,)):
+        with pytest.raises(ValueError, match=r"why: like=\(params, batch\) must show"):
+            why(loss, path, like=like)
