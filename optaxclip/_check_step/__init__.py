@@ -163,41 +163,41 @@ def _findings(run: Run, peers: Sequence[Run]) -> Iterator[Finding]:
     if run.case == "nan":
         yield from _findings_of_nan(run)
         return
-    norms = run.norms_found
+    norms = run.step_norms
     if not run.is_close(norms, run.norm).all():
         worst = norms[np.argmax(abs(norms - run.norm))]
-        kind = bug_of_norm(run, peers)
-        yield _finding(run, "norm", wanted=run.norm, found=worst, kind=kind)
-    kind = bug_of_update(run, peers)
-    if kind:
+        bug = bug_of_norm(run, peers)
+        yield _finding(run, "norm", wanted=run.norm, found=worst, bug=bug)
+    bug = bug_of_update(run, peers)
+    if bug:
         length = norm_of([*run.update, *run.drift])
         wanted = min(run.norm, run.limit)
-        yield _finding(run, "update", wanted=wanted, found=length, kind=kind)
+        yield _finding(run, "update", wanted=wanted, found=length, bug=bug)
 
 
 def _findings_of_nan(run: Run) -> Iterator[Finding]:
     """Devices diverge after a NaN that only some of them see. Or the norm hides it."""
-    norms = run.norms_found
+    norms = run.step_norms
     devices = norms.size
     nan_updates = run.has_nan.sum()
     # All NaN are one number here.
     if np.unique(norms).size > 1:
         nan_norms = np.isnan(norms).sum()
         yield _finding(
-            run, "norm", wanted=devices, found=nan_norms, kind="nan_on_one_device"
+            run, "norm", wanted=devices, found=nan_norms, bug="nan_on_one_device"
         )
     is_hidden = nan_updates > 0 and np.isfinite(norms).all()
     # A NaN in one shard is right on one device only. Copies show who diverges.
     if run.replicas_differ and nan_updates < devices:
         yield _finding(
-            run, "update", wanted=devices, found=nan_updates, kind="nan_on_one_device"
+            run, "update", wanted=devices, found=nan_updates, bug="nan_on_one_device"
         )
     elif is_hidden:
-        yield _finding(run, "norm", wanted=devices, found=0, kind="nan_hidden")
+        yield _finding(run, "norm", wanted=devices, found=0, bug="nan_hidden")
 
 
 def _finding(
-    run: Run, quantity: str, *, wanted: float, found: float, kind: str
+    run: Run, quantity: str, *, wanted: float, found: float, bug: str
 ) -> Finding:
     return Finding(
         setting=run.setting.name,
@@ -205,6 +205,6 @@ def _finding(
         what=quantity,
         wanted=float(wanted),
         found=float(found),
-        kind=kind,
-        meaning=MEANINGS[kind],
+        kind=bug,
+        meaning=MEANINGS[bug],
     )

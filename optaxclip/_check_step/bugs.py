@@ -45,7 +45,7 @@ def norms_of_weights(run: Run) -> list[float]:
 @np.errstate(divide="ignore", invalid="ignore")
 def norm_with_weights(run: Run) -> float:
     """The norm of gradients with weights added, before the clip."""
-    weights = run.drift / run.same_or_nan(run.factors_found)
+    weights = run.drift / run.same_or_nan(run.step_factors)
     return math.hypot(run.norm, norm_of(weights))
 
 
@@ -125,7 +125,7 @@ def norms_with_split_leaves_repeated(run: Run) -> np.ndarray:
 class Bug(NamedTuple):
     """A bug, what it means and what to do, and what it gives."""
 
-    kind: str
+    name: str
     meaning: str
     # The norms that steps with this bug return or clip by.
     norms: Callable[[Run], ArrayLike] = lambda run: []
@@ -299,7 +299,7 @@ BUGS = [
     ),
     Bug("unknown", "no known bug gives this number"),
 ]
-MEANINGS = {bug.kind: bug.meaning for bug in BUGS}
+MEANINGS = {bug.name: bug.meaning for bug in BUGS}
 
 # ------------------------------------------------------------------ which of them it is
 
@@ -307,32 +307,32 @@ MEANINGS = {bug.kind: bug.meaning for bug in BUGS}
 NormsOf = Callable[[Run], np.ndarray]
 
 
-def norms_returned(run: Run) -> np.ndarray:
-    return run.norms_found
+def norms_in_log(run: Run) -> np.ndarray:
+    return run.step_norms
 
 
-def norm_clipped_by(run: Run) -> np.ndarray:
+def norm_from_factor(run: Run) -> np.ndarray:
     """The norm that gives the factor of the step. Without a clip, the update's norm."""
-    factor = run.same_or_nan(run.factors_found)
+    factor = run.same_or_nan(run.step_factors)
     if run.case == "above" and factor < 1.0:
-        return norm_above_limit(run)
+        return norm_if_clipped(run)
     return np.array([run.norm * factor])
 
 
-def norm_above_limit(run: Run) -> np.ndarray:
+def norm_if_clipped(run: Run) -> np.ndarray:
     """The norm of factor = limit / norm."""
-    return run.limit / np.array([run.same_or_nan(run.factors_found)])
+    return run.limit / np.array([run.same_or_nan(run.step_factors)])
 
 
 def bug_of_norm(run: Run, peers: Sequence[Run]) -> str:
-    """The kind of bug of the norm that the step returned."""
-    return _first_bug(run, peers, norms_returned)
+    """The bug of the norm that the step returned."""
+    return _first_bug(run, peers, norms_in_log)
 
 
 # limit / 0 is inf.
 @np.errstate(divide="ignore")
 def bug_of_update(run: Run, peers: Sequence[Run]) -> str:
-    """The kind of bug of the update. Empty where it is right."""
+    """The bug of the update. Empty where it is right."""
     if not np.isfinite(run.update).all():
         return "unknown"
     if math.isnan(run.factor_ratio()):
@@ -344,24 +344,24 @@ def bug_of_update(run: Run, peers: Sequence[Run]) -> str:
     if _is_constant(run, peers, Run.factor_ratio):
         return "other_rate" if run.update.any() else "zero_update"
     is_above = run.case == "above"
-    if is_above and run.is_close(run.factors_found, 1.0).all():
+    if is_above and run.is_close(run.step_factors, 1.0).all():
         return "not_clipped"
-    if run.is_close(run.norms_found, norm_clipped_by(run)).all():
+    if run.is_close(run.step_norms, norm_from_factor(run)).all():
         return bug_of_norm(run, peers)
     peers_of_case = [peer for peer in peers if peer.case == run.case]
-    kind = _first_bug(run, peers_of_case, norm_clipped_by)
+    bug = _first_bug(run, peers_of_case, norm_from_factor)
     # Above the limit a scale of gradients cancels, so only another limit remains.
-    if is_above and kind in ("scaled", "averaged_twice"):
+    if is_above and bug in ("scaled", "averaged_twice"):
         return "other_limit"
     # Below the limit, a norm above it may have shortened the gradient.
-    if not is_above and kind in ("scaled", "unknown"):
-        return _first_bug(run, peers_of_case, norm_above_limit)
-    return kind
+    if not is_above and bug in ("scaled", "unknown"):
+        return _first_bug(run, peers_of_case, norm_if_clipped)
+    return bug
 
 
 def _bug_of_direction(run: Run) -> str:
-    """The kind of bug of an update that is no multiple of the gradient."""
-    is_multiple_in_leaves = np.isfinite(run.factors_found).all()
+    """The bug of an update that is no multiple of the gradient."""
+    is_multiple_in_leaves = np.isfinite(run.step_factors).all()
     if run.replicas_differ:
         return "own_factor" if is_multiple_in_leaves else "local_norm"
     for bug in BUGS:
@@ -373,7 +373,7 @@ def _bug_of_direction(run: Run) -> str:
             factor = abs(_factor_along(run.update, gradient))
             clip_factor = min(1.0, run.limit / norm_of(gradient))
             if run.is_close(factor, [1.0, clip_factor]).any():
-                return bug.kind
+                return bug.name
     return "groups_apart" if is_multiple_in_leaves else "other_direction"
 
 
@@ -383,7 +383,7 @@ def _factor_along(update: np.ndarray, gradient: np.ndarray) -> float:
 
 
 def _first_bug(run: Run, peers: Sequence[Run], norms_of_run: NormsOf) -> str:
-    """The first kind of bug that gives the norms of devices. If none does, "scaled"
+    """The first bug that gives the norms of devices. If none does, "scaled"
     when the ratio to the right norm is equal in all peers, else "unknown".
     """
 
@@ -398,7 +398,7 @@ def _first_bug(run: Run, peers: Sequence[Run], norms_of_run: NormsOf) -> str:
         runs += peers
     for bug in BUGS:
         if all(_gives(bug, peer, norms_of_run(peer)) for peer in runs):
-            return bug.kind
+            return bug.name
     return "scaled" if is_constant else "unknown"
 
 

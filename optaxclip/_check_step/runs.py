@@ -174,11 +174,11 @@ class Run(NamedTuple):
     batch_means: np.ndarray  # [devices, its numbers]: mean of a device's examples
 
     # What the step gave.
-    norms_found: np.ndarray  # [devices]
+    step_norms: np.ndarray  # [devices]
     # [numbers]: 0 where no gradient is, since a weight may be there.
     update: np.ndarray
     # [leaves, devices]: update over gradient. NaN where it is no multiple.
-    factors_found: np.ndarray
+    step_factors: np.ndarray
     drift: np.ndarray  # [leaves]: change of weights that have no gradient
     has_nan: np.ndarray  # [devices]: of the update
     replicas_differ: bool  # devices hold different copies of new params or updates
@@ -199,7 +199,7 @@ class Run(NamedTuple):
 
     def factor_ratio(self) -> float:
         """Factor found / right factor. NaN if leaves or devices differ."""
-        return self.same_or_nan(self.factors_found) / self.factor
+        return self.same_or_nan(self.step_factors) / self.factor
 
     def same_or_nan(self, numbers: np.ndarray) -> float:
         """The finite number that all of them are, or NaN."""
@@ -253,11 +253,11 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
         leaf_norms=np.array(leaf_norms),
         shards=np.hstack(shards),
         batch_means=_batch_means(setting, batch),
-        norms_found=norms[:, 0],
+        step_norms=norms[:, 0],
         update=np.where(gradient, flat_output, 0.0),
         # Make the first factor positive. A leaf of the opposite sign is then negative,
         # and is found.
-        factors_found=factors * np.copysign(1.0, factors[0, 0]),
+        step_factors=factors * np.copysign(1.0, factors[0, 0]),
         drift=_drift(flat_output[gradient == 0.0], marker),
         has_nan=np.isnan(norms_of(np.hstack(outputs))),
         replicas_differ=not is_same,
