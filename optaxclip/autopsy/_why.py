@@ -125,7 +125,7 @@ class Replay(NamedTuple):
     """One replay. Numbers that are not finite are inf."""
 
     value: jax.Array  # float[]: the norm of the gradient, or the loss
-    norms: PyTree  # float[] for each tensor
+    norms: list[jax.Array]  # float[] for each tensor
 
 
 Program = Callable[[PyTree, PyTree], Replay]  # of weights and a batch
@@ -264,7 +264,7 @@ def _program(loss: Loss, quantity: str) -> Program:
         value, grads = value_and_grad(params, batch)
         if quantity == "norm":
             value = global_norm(grads)
-        replay = Replay(value, tensor_norm(grads))
+        replay = Replay(value, tensor_norm(jax.tree.leaves(grads)))
         return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf), replay)
 
     return program
@@ -347,9 +347,12 @@ def _examples(
     )
 
 
-def _tensors(params: PyTree, norms: PyTree, moments: dict[str, np.ndarray]) -> Tensors:
+def _tensors(
+    params: PyTree, norms: list[jax.Array], moments: dict[str, np.ndarray]
+) -> Tensors:
     """Finds the gradients that stand out against their history."""
-    norm_of = by_name(jax.tree.map(float, norms))
+    weights = by_name(params)
+    norm_of = dict(zip(weights, map(float, norms)))
     growth_of = {}
     for name, norm in norm_of.items():
         growth_of[name] = _growth(norm, moments.get(name))
@@ -359,7 +362,6 @@ def _tensors(params: PyTree, norms: PyTree, moments: dict[str, np.ndarray]) -> T
     far = [name for name in growth_of if growth_of[name] > FAR_TENSOR * median]
     other_norms = [norm_of[name] for name in norm_of if name not in far]
     grown = [name for name in growth_of if growth_of[name] > 0]
-    weights = by_name(params)
     return Tensors(
         not_finite=[name for name in weights if not np.isfinite(weights[name]).all()],
         far=far,

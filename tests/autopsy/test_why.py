@@ -387,6 +387,26 @@ def test_a_tensor_without_which_all_is_well_is_named(saved, factor):
     assert (verdict.cause, verdict.tensors) == ("layer", ["last"])
 
 
+def test_a_tensor_of_nnx_is_named(tmp_path):
+    """Its second moments stand under `last/value`, and its norm under `last`."""
+    nnx = pytest.importorskip("flax.nnx")
+    params = nnx.State({name: nnx.Param(jnp.asarray(PARAMS[name])) for name in PARAMS})
+
+    def of_state(params, x, y, loss=loss):
+        return loss({name: params[name][...] for name in PARAMS}, x, y)
+
+    def wrong(params, x, y):
+        return of_state(params, x, y, loss=slipping(jnp.float32(1e3)))
+
+    state = SKIP.init(params)
+    for slip in (of_state, of_state, wrong):
+        grads = jax.grad(slip)(params, INPUTS, TARGETS)
+        _, state = jax.jit(SKIP.update)(grads, state, params)
+    path = save(tmp_path / "step.npz", params, (INPUTS, TARGETS), state)
+    verdict = why(wrong, path, like=(params, (0, 0)))
+    assert (verdict.cause, verdict.tensors) == ("layer", ["last/value"])
+
+
 def test_tensors_without_a_gradient_are_no_measure_of_the_others(saved):
     def frozen(params, x, y):
         rest = [jax.lax.stop_gradient(params[name]).sum() for name in "abc"]
