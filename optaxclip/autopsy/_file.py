@@ -62,17 +62,17 @@ def by_name(tree: PyTree) -> dict[str, Any]:
 def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path:
     """Writes a step to a file, whole or not at all.
 
-    A skipped step leaves weights and moments bit for bit as they were. So params and
-    state after it are those before it, and `why` can replay it.
+    A skipped step leaves weights and moments bit for bit as they were. So `why` can
+    replay the step from the params and the state that come after it.
 
     Args:
-      path: such as "step.npz". A file that is there is replaced. Of several processes
-        each must call this, and writes what it holds to a file of its own, such as
+      path: such as "step.npz". An older file of this name is replaced. With several
+        processes, each must call `save`, and writes its shards to a file such as
         "step.0-of-4.npz".
       params: the weights, a pytree of arrays.
-      batch: what the loss takes beside them: one argument, or a tuple of arguments.
-        Random keys belong to it. An array uint32[2] counts as one key. Of several
-        processes these are global arrays, or arrays that are the same on all.
+      batch: the other arguments of the loss: one argument, or a tuple of arguments.
+        Random keys belong to it. An array uint32[2] counts as one key. With several
+        processes, arrays must be global, or equal in all processes.
       state: the state of the optimizer, with a skip, a clipper or a recorder of
         optaxclip in it. Its metrics are kept, and the second moments of Adam.
 

@@ -1,17 +1,18 @@
 """What broke a step: the first cause whose removal brings it within the limit.
 
-    chip     the same program again, three times
-    dtype    in float32
-    data     without the examples that stand out
-    layer    without the tensors that stand out
+    chip     replayed three times, the step has several values
+    dtype    in float32 it is within the limit
+    data     without the examples that stand out it is within the limit
+    layer    without the tensors that stand out it is within the limit
     model    none of these: weights, learning rate, or the batch as a whole
 
 The value of a step is the norm of its gradient, or its loss where only the loss broke
 its limit. A value that is not finite counts as inf.
 
-    recording    value and limit, as the state of the optimizer has them
-    replay       value, and the norm of each tensor, computed again from the file
+    recording    the value and its limit, from the state of the optimizer
+    replay       the value, and the norm of each tensor, computed from weights and batch
     evidence     all replays of a step
+    verdict      the cause, from recording and evidence
 """
 
 import math
@@ -32,11 +33,11 @@ Loss = Callable[..., Any]
 
 # Relative tolerance between values of equal steps: about the root of bfloat16's eps.
 ROUNDING = 0.1
-# An example stands out above so many medians of all examples, and a tensor above so
-# many medians of all tensors.
+# An example is far, or stands out, above so many medians of all examples. A tensor is
+# far if its gradient grew by so many medians of all tensors.
 FAR_EXAMPLE = 5
 FAR_TENSOR = 10
-# The limit of a step without a limit, in medians of its examples.
+# The limit where the state has none, in medians of the examples.
 LIMIT_IN_MEDIANS = 10
 
 CAUSES = {
@@ -53,18 +54,19 @@ CAUSES = {
 
 
 class Verdict(NamedTuple):
-    """What broke a step, and what shows it. As text it is what the command prints.
+    """What broke a step, and the numbers that show it. `str` is the command's output.
 
     Attributes:
       cause: "chip", "dtype", "data", "layer", "model", or "none" for a step that was
         within its limit.
       examples: the places in the batch of the examples that stand out, the furthest
         first.
-      tensors: the names of the weights that are not finite. Where all are finite, those
-        whose gradients stand out, or the one whose gradient grew most. Empty without
-        Adam's moments, unless a weight or a gradient is not finite.
-      numbers: what was compared, by name.
-      not_told: what could not be judged, and why.
+      tensors: the names of the weights that are not finite. If all weights are finite,
+        the names of the tensors whose gradients stand out, or the name of the tensor
+        whose gradient grew most. Empty without Adam's moments, unless a weight or a
+        gradient is not finite.
+      numbers: the numbers that were compared, by name.
+      not_told: the causes that could not be judged, and why.
     """
 
     cause: str
@@ -86,7 +88,7 @@ class Verdict(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The value of a step, as the state of its optimizer has it."""
+    """The value of a step and its limit, from the state of the optimizer."""
 
     quantity: str  # "norm" or "loss"
     value: float  # inf where it is not finite, NaN where the state does not have it
@@ -112,13 +114,13 @@ class Tensors(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What the replays of a step gave."""
+    """The results of all replays of a step."""
 
     repeats: list[float]  # values of three replays of the step as it was
     in_float32: float  # the value in float32
     examples: Examples
     tensors: Tensors
-    not_told: list[str]  # what could not be replayed
+    not_told: list[str]  # causes that could not be judged
 
 
 class Replay(NamedTuple):
@@ -210,18 +212,19 @@ def why(
 
 # -------------------------------------------------------------------------- measuring
 
-# Metrics that have the norm of the whole gradient. A recorder comes last, since behind
-# a clipper it has the norm of clipped gradients.
+# Prefixes of metrics that have the norm of the whole gradient. The recorder comes last:
+# behind a clipper it has the norm of clipped gradients.
 PREFIXES = ("skip", "spike", "clip", "record")
 
 
 def _recording(metrics: dict[str, float]) -> Recording:
-    """The norm and its limit, or the loss where only the loss broke its limit."""
+    """Finds the norm or the loss in the metrics of a state, with its limit."""
     prefixes = list(PREFIXES)
     for name, number in metrics.items():
         prefix, _, metric = name.partition("/")
-        # Of two skips the one that skipped, such as skip_2. A skip with a name of its
-        # own has a longer metric, a/skipped. In optax.partition it sees a part only.
+        # Of two skips, the one that skipped comes first: skip_2/skipped. A skip with a
+        # name of its own is left out: skip/a/skipped. In optax.partition it has the
+        # norm of a part of the gradient.
         if metric == "skipped" and number:
             prefixes.insert(0, prefix)
     for prefix in prefixes:
@@ -232,6 +235,7 @@ def _recording(metrics: dict[str, float]) -> Recording:
 
 
 def _norm_or_loss(metrics: dict[str, float], prefix: str, norm: float) -> Recording:
+    """The loss if only the loss broke its limit, else the norm."""
     limit = metrics.get(f"{prefix}/limit", math.inf)
     loss = metrics.get(f"{prefix}/loss", -math.inf)
     loss_limit = metrics.get(f"{prefix}/loss_limit", math.inf)
@@ -248,7 +252,7 @@ def _inf_if_nan(value: float) -> float:
 
 
 def _program(loss: Loss, quantity: str) -> Program:
-    """Returns a function that replays a step. It is compiled once for each shape."""
+    """Returns a function that replays a step. It compiles once for each shape."""
 
     def loss_of_batch(params: PyTree, batch: PyTree) -> jax.Array:
         # A NamedTuple is one argument.
@@ -256,8 +260,8 @@ def _program(loss: Loss, quantity: str) -> Program:
         result = loss(params, *arguments)
         return result[0] if isinstance(result, tuple) else result
 
-    # The norms stay outside of this jit. They have a jit of their own, which does not
-    # depend on the batch, so it compiles once for all batches.
+    # The norms are computed outside of this jit. They do not depend on the shape of the
+    # batch, so they compile only once.
     value_and_grad = jax.jit(jax.value_and_grad(loss_of_batch))
 
     def program(params: PyTree, batch: PyTree) -> Replay:
@@ -397,7 +401,7 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
         limit = LIMIT_IN_MEDIANS * abs(examples.median)
     not_told = evidence.not_told
     if math.isnan(recording.value):
-        # Under another name it may be the norm of a part, as in `optax.partition`.
+        # A norm with a name of its own may be of a part, as in `optax.partition`.
         without_norm = (
             "chip: no norm of the whole gradient under skip/norm, spike/norm, "
             "clip/norm_before or record/norm"
