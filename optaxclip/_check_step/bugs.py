@@ -59,8 +59,10 @@ def norms_in_bfloat16(run: Run) -> np.ndarray:
 
 
 def gradients_of_parts(run: Run, count: int) -> np.ndarray:
-    """[1 + parts, numbers]: gradients of steps that do not average `count` parts of
-    the batch first. They use the mean of parts that are clipped separately, or a part.
+    """[1 + parts, numbers]: gradients of steps that clip before they average.
+
+    The first row is the mean of parts that are clipped separately. The other rows are
+    the parts, for steps that do not average at all.
     """
     parts = run.batch.reshape(count, -1, run.gradient.size).mean(axis=1)
     factors = np.minimum(1.0, run.limit / norms_of(parts))
@@ -69,18 +71,15 @@ def gradients_of_parts(run: Run, count: int) -> np.ndarray:
 
 
 def norms_of_parts(run: Run, count: int) -> np.ndarray:
-    """Norms of these gradients, and the mean norm of the parts."""
+    """Norms of the gradients of parts, and the mean of the norms of all parts."""
     norms = norms_of(gradients_of_parts(run, count))
     return np.hstack([norms, norms[1:].mean()])
 
 
 def norms_of_devices(run: Run) -> np.ndarray:
-    """Norms of the means of devices' own batches, and their mean. Then the norms of
-    all parts along "data".
-    """
+    """Norms of steps that do not average over devices, or clip before they do."""
     norms = norms_of(run.batch_means)
-    norms_along_data = norms_of_parts(run, run.setting.mesh.shape["data"])
-    return np.hstack([norms, norms.mean(), norms_along_data])
+    return np.hstack([norms, norms.mean(), norms_of_parts(run, run.data_devices)])
 
 
 def norms_of_shards(run: Run) -> np.ndarray:
@@ -94,7 +93,7 @@ def averages_over_shards(run: Run) -> list[np.floating]:
     return [np.mean(norms), np.sqrt(np.mean(norms**2))]
 
 
-def norm_in_parts(run: Run) -> tuple[float, float]:
+def norms_of_whole_and_split(run: Run) -> tuple[float, float]:
     """The norm of leaves that are whole on all devices, and that of split leaves."""
     is_split = [any(spec) for spec in jax.tree.leaves(run.setting.specs)]
     split_norm = norm_of(run.leaf_norms[is_split])
@@ -102,18 +101,18 @@ def norm_in_parts(run: Run) -> tuple[float, float]:
 
 
 def roots_of_copies(run: Run) -> np.ndarray:
-    """Roots of the numbers of devices that squares may be added over."""
+    """Roots of the numbers of copies that a sum over mesh axes may count."""
     data, experts = run.setting.mesh_shape
     return np.sqrt([data, experts, data * experts])
 
 
 def norms_with_whole_leaves_repeated(run: Run) -> np.ndarray:
-    whole_norm, split_norm = norm_in_parts(run)
+    whole_norm, split_norm = norms_of_whole_and_split(run)
     return np.hypot(whole_norm * roots_of_copies(run), split_norm)
 
 
 def norms_with_split_leaves_repeated(run: Run) -> np.ndarray:
-    whole_norm, split_norm = norm_in_parts(run)
+    whole_norm, split_norm = norms_of_whole_and_split(run)
     return np.hypot(whole_norm, split_norm * roots_of_copies(run))
 
 
@@ -180,14 +179,14 @@ BUGS = [
     Bug(
         "microbatches_apart",
         "micro-batches are clipped or measured one by one: average all of them first",
-        norms=lambda run: norms_of_parts(run, run.setting.microbatches),
-        gradients=lambda run: gradients_of_parts(run, run.setting.microbatches),
+        norms=lambda run: norms_of_parts(run, run.microbatches),
+        gradients=lambda run: gradients_of_parts(run, run.microbatches),
     ),
     Bug(
         "local_norm",
         "each device uses the gradient of its own batch: average first",
         norms=norms_of_devices,
-        gradients=lambda run: gradients_of_parts(run, run.setting.mesh.shape["data"]),
+        gradients=lambda run: gradients_of_parts(run, run.data_devices),
     ),
     Bug(
         "own_shard",
@@ -257,20 +256,17 @@ BUGS = [
     Bug(
         "gradients_summed",
         "gradients of devices are added: average them (lax.pmean)",
-        norms=lambda run: run.norm * run.setting.mesh.shape["data"],
+        norms=lambda run: run.norm * run.data_devices,
     ),
     Bug(
         "accumulation_summed",
         "gradients of micro-batches are added: average them",
-        norms=lambda run: run.norm * run.setting.microbatches,
+        norms=lambda run: run.norm * run.microbatches,
     ),
     Bug(
         "averaged_twice",
         "averaged gradients are divided by a number of parts again",
-        norms=lambda run: [
-            run.norm / run.setting.mesh.shape["data"],
-            run.norm / run.setting.microbatches,
-        ],
+        norms=lambda run: [run.norm / run.data_devices, run.norm / run.microbatches],
     ),
     Bug(
         "scaled", "gradients carry a scale, as of a loss: divide by it before the clip"

@@ -98,17 +98,17 @@ SETTINGS = {
 
 # ---------------------------------------------------------------------------- gradients
 
-# norm / limit of each case. 37 is no usual scale and no number of devices, and with it
-# some elements are above the limit. A loss scale of 2^16 keeps the norm of the case
-# "below" under the limit.
+# norm / limit of each case. 37 is not a usual scale, nor a number of devices. It brings
+# some elements above the limit. In the case "below" a loss scale of 2^16 still leaves
+# the norm below the limit.
 NORM_OVER_LIMIT = {"above": 37.0, "below": 1e-6, "nan": 37.0}
 
 
 def batch_of(setting: Setting, case: str) -> Arrays:
     """The gradients of examples: [examples, ...] for each leaf.
 
-    All examples are equal but the first. So one part of a batch differs and all other
-    parts have the same mean, whichever way a step splits the batch.
+    All examples but the first are equal. So one part of a batch has another mean than
+    all other parts, whichever way a step splits the batch.
     """
     count = setting.mesh_shape[0] * setting.microbatches
     batch = {}
@@ -128,9 +128,9 @@ def batch_of(setting: Setting, case: str) -> Arrays:
 
 
 def _two_examples(setting: Setting, case: str) -> Arrays:
-    """The first example, and the one that all others equal: [2, ...] for each leaf."""
+    """The first example, and the example that is repeated: [2, ...] for each leaf."""
     if setting.dtype == jnp.float32:
-        # A draw for each run: what agrees in all of them does not agree by chance.
+        # Each run has its own draw, so that runs do not agree by chance.
         seed = [*f"{setting.name} {case}".encode()]
         random = np.random.default_rng(seed)
         examples = {}
@@ -148,11 +148,12 @@ def _two_examples(setting: Setting, case: str) -> Arrays:
 
 
 def _mean(batch: Arrays) -> Arrays:
+    """The mean of the examples."""
     return {name: leaf.mean(0, np.float64) for name, leaf in batch.items()}
 
 
 def _flat(tree: PyTree) -> np.ndarray:
-    """All numbers of a tree, sorted by names."""
+    """[numbers]: all numbers of a tree, with its leaves sorted by name."""
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
@@ -195,6 +196,15 @@ class Run(NamedTuple):
         return self.setting.max_norm
 
     @property
+    def microbatches(self) -> int:
+        return self.setting.microbatches
+
+    @property
+    def data_devices(self) -> int:
+        """The number of devices along "data"."""
+        return self.setting.mesh_shape[0]
+
+    @property
     def norm(self) -> float:
         """The right norm."""
         return norm_of(self.gradient)
@@ -224,7 +234,7 @@ class Run(NamedTuple):
 
 def runs_of(make_step: Callable[[Setting], Step], setting: Setting) -> list[Run]:
     """Runs the step of a setting, in 16 bits with gradients above the limit only."""
-    # A trainer may write into its specs, so it gets copies.
+    # A trainer may write into its specs. So it gets copies.
     specs = dict(setting.specs)
     batch_specs = dict(setting.batch_specs)
     step = make_step(setting._replace(specs=specs, batch_specs=batch_specs))
@@ -235,7 +245,8 @@ def runs_of(make_step: Callable[[Setting], Step], setting: Setting) -> list[Run]
 
 
 def _run(step: Step, setting: Setting, case: str) -> Run:
-    """Runs the step once, and compares what each device holds with the gradient."""
+    """Runs the step once, and reads its norm, update and factors from all devices."""
+    # Right numbers.
     batch = batch_of(setting, case)
     examples = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(batch)]
     mean = _mean(batch)
@@ -243,17 +254,17 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
     leaf_norms = [norm_of(leaf) for leaf in jax.tree.leaves(mean)]
     shards = _per_device(setting, setting.specs, mean)
 
+    # The step, with the marker where the gradient is 0.
     marker = np.float32(setting.max_norm)
     params = {name: np.where(leaf, 0.0, marker) for name, leaf in mean.items()}
     output, norm = _call_step(step, setting, params, batch)
     (norms,) = _per_device(setting, P(), norm)
-    # As the step left them on its devices, and all made of the first copy.
+    # `outputs` are as the step left them on each device. `copies` are made of the first
+    # copy, so they differ from outputs where replicas do.
     outputs = _per_device(setting, setting.specs, output)
     first_copy = jax.tree.map(np.float64, output)
-    equal_outputs = _per_device(setting, setting.specs, first_copy)
-    replicas_differ = not np.array_equal(
-        np.hstack(outputs), np.hstack(equal_outputs), equal_nan=True
-    )
+    copies = _per_device(setting, setting.specs, first_copy)
+    is_equal = np.array_equal(np.hstack(outputs), np.hstack(copies), equal_nan=True)
     flat_output = _flat(first_copy)
     factors = []
     for updates, gradients in zip(outputs, shards):
@@ -275,7 +286,7 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
         step_factors=step_factors,
         drift=_drift(flat_output[gradient == 0.0], marker),
         has_nan=np.isnan(norms_of(np.hstack(outputs))),
-        replicas_differ=replicas_differ,
+        replicas_differ=not is_equal,
     )
 
 
