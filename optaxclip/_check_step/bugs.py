@@ -23,16 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .runs import Run, factors_of, norm_of, norms_of
+from .runs import Run, norm_of, norms_of
 
 # ------------------------------------------------------------- norms that bugs give
 
 
 def norms_after_clip(run: Run) -> list[float]:
     """Norms of clipped gradients: clipped rightly, and as the step clipped them."""
-    if run.norm > run.limit:
-        return [run.limit, norm_of(run.update)]
-    return [run.norm]
+    if run.norm <= run.limit:
+        return [run.norm]
+    length = norm_of(run.update)
+    # A clip makes no update longer.
+    return [run.limit, length] if length < run.norm else [run.limit]
 
 
 def norms_of_weights(run: Run) -> list[float]:
@@ -246,7 +248,7 @@ BUGS = [
     Bug(
         "clipped_twice",
         "the factor of one norm multiplies twice",
-        norms=lambda run: run.norm**2 / run.limit,
+        norms=lambda run: run.norm**2 / run.limit if run.norm > run.limit else [],
     ),
     Bug(
         "eps",
@@ -358,19 +360,14 @@ def _bug_of_direction(run: Run) -> str:
         for gradient in bug.gradients(run):
             # Some gradients are parallel to the right one in this run. They explain no
             # other direction.
-            if math.isfinite(_factor_along(gradient, run.gradient)):
+            if math.isfinite(run.factor_along(gradient, run.gradient)):
                 continue
             # New params have a negative factor.
-            factor = abs(_factor_along(run.update, gradient))
+            factor = abs(run.factor_along(run.update, gradient))
             clip_factor = min(1.0, run.limit / norm_of(gradient))
             if run.is_close(factor, [1.0, clip_factor]).any():
                 return bug.name
     return "groups_apart" if is_multiple_in_leaves else "other_direction"
-
-
-def _factor_along(update: np.ndarray, gradient: np.ndarray) -> float:
-    (factor,) = factors_of(update[None], gradient[None])
-    return factor
 
 
 def _bug_of_factor(run: Run, peers: Sequence[Run]) -> str:

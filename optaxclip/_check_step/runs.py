@@ -226,10 +226,19 @@ class Run(NamedTuple):
 
     def is_close(self, numbers: ArrayLike, others: ArrayLike) -> np.ndarray:
         """Whether numbers are equal but for rounding."""
-        # A float32 sum has at most 400 numbers. In 16 bits update, factor and norm are
-        # rounded once or twice each.
-        tolerance = 3e-5 if self.setting.dtype == jnp.float32 else 2.0**-6
-        return np.isclose(numbers, others, rtol=tolerance, atol=0)
+        return np.isclose(numbers, others, rtol=_rounding(self.setting), atol=0)
+
+    def factor_along(self, update: np.ndarray, gradient: np.ndarray) -> float:
+        """Update over gradient, or NaN."""
+        (factor,) = factors_of(update[None], gradient[None], _rounding(self.setting))
+        return factor
+
+
+def _rounding(setting: Setting) -> float:
+    """The relative rounding of a norm, a factor or an update."""
+    # A float32 sum has at most 400 numbers. In 16 bits update, factor and norm are
+    # rounded once or twice each.
+    return 3e-5 if setting.dtype == jnp.float32 else 2.0**-6
 
 
 def runs_of(make_step: Callable[[Setting], Step], setting: Setting) -> list[Run]:
@@ -268,7 +277,7 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
     flat_output = _flat(first_copy)
     factors = []
     for updates, gradients in zip(outputs, shards):
-        factors.append(factors_of(updates, gradients))
+        factors.append(factors_of(updates, gradients, _rounding(setting)))
     step_factors = np.array(factors)
     # New params have a negative factor, updates a positive one. The first is made
     # positive, so that a leaf of the opposite sign is still found.
@@ -353,12 +362,13 @@ def _per_device(setting: Setting, specs: PyTree, tree: PyTree) -> list[np.ndarra
 
 # inf - inf is NaN: no factor.
 @np.errstate(invalid="ignore")
-def factors_of(updates: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+def factors_of(
+    updates: np.ndarray, gradients: np.ndarray, tolerance: float
+) -> np.ndarray:
     """[rows]: update over gradient. NaN where one is no multiple of the other."""
     # The markers are left out.
     updates = np.where(gradients, updates, 0.0)
     factors = np.sum(updates * gradients, 1) / np.sum(gradients**2, 1)
     differences = norms_of(updates - factors[:, None] * gradients)
-    # Rounding is below a hundredth.
-    is_along = differences <= 0.01 * norms_of(updates)
-    return np.where(is_along, factors, math.nan)
+    is_multiple = differences <= tolerance * norms_of(updates)
+    return np.where(is_multiple, factors, math.nan)
