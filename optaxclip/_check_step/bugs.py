@@ -282,7 +282,7 @@ BUGS = [
     ),
     Bug(
         "other_direction",
-        "the gradient is changed before the clip, or not by one factor",
+        "the gradient is changed by more than a factor, as by Adam, noise or rounding",
     ),
     Bug("not_clipped", "gradients above the limit are not clipped"),
     Bug("other_limit", "the norm of updates is held at another limit"),
