@@ -55,14 +55,19 @@ class Setting(NamedTuple):
     @property
     def mesh(self) -> Mesh:
         """CPU devices along "data" and "expert"."""
-        devices = np.array(jax.devices("cpu")[: math.prod(self.mesh_shape)])
+        count = math.prod(self.mesh_shape)
+        devices = np.array(jax.devices("cpu")[:count])
         return Mesh(devices.reshape(self.mesh_shape), ("data", "expert"))
 
     @staticmethod
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
         """A loss whose gradient is the mean over the examples of `batch`."""
-        means = jax.tree.map(lambda w, x: jnp.sum(w[None] * x) / len(x), params, batch)
-        return sum(jax.tree.leaves(means), jnp.zeros(()))
+
+        def mean_product(w: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.sum(w[None] * x) / len(x)
+
+        products = jax.tree.map(mean_product, params, batch)
+        return sum(jax.tree.leaves(products), jnp.zeros(()))
 
 
 def setting_in_16_bits(name: str, dtype: DTypeLike, max_norm: float) -> Setting:
@@ -368,7 +373,9 @@ def factors_of(
     """[rows]: update over gradient. NaN where one is no multiple of the other."""
     # The markers are left out.
     updates = np.where(gradients, updates, 0.0)
-    factors = np.sum(updates * gradients, 1) / np.sum(gradients**2, 1)
+    products = np.sum(updates * gradients, axis=1)
+    squares = np.sum(gradients**2, axis=1)
+    factors = products / squares
     differences = norms_of(updates - factors[:, None] * gradients)
     is_multiple = differences <= tolerance * norms_of(updates)
     return np.where(is_multiple, factors, math.nan)
