@@ -296,21 +296,22 @@ MEANINGS = {bug.name: bug.meaning for bug in BUGS}
 
 # -------------------------------------------------------------------- which bug it is
 
-# Reads from a run the norm that its step used: [devices].
+# A norm that the step of a run used: [devices], or [1] if all devices agree.
 NormsOf = Callable[[Run], np.ndarray]
 
 
 def norms_in_log(run: Run) -> np.ndarray:
+    """[devices]: the norm that the step returned."""
     return run.step_norms
 
 
 def norm_if_clipped(run: Run) -> np.ndarray:
-    """The norm of factor = limit / norm."""
+    """[1]: the norm of a step that clips: limit / factor."""
     return run.limit / np.array([run.same_or_nan(run.step_factors)])
 
 
 def norm_from_factor(run: Run) -> np.ndarray:
-    """The norm that a clip used. Without a clip, the norm of the update."""
+    """[1]: the norm that a clip used, or the norm of an update that was not clipped."""
     factor = run.same_or_nan(run.step_factors)
     if run.case == "above" and factor < 1.0:
         return norm_if_clipped(run)
