@@ -126,7 +126,7 @@ def batch_of(setting: Setting, case: str) -> Arrays:
         return batch
     norm = norm_of(_flat(_mean(batch)))
     scale = NORM_OVER_LIMIT[case] * setting.max_norm / norm
-    batch = {name: np.float32(scale * leaf) for name, leaf in batch.items()}
+    batch = {name: (scale * leaf).astype("f4") for name, leaf in batch.items()}
     if case == "nan":
         batch["experts"][-1, -1, -1, -1] = np.nan
     return batch

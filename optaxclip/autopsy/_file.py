@@ -114,7 +114,7 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
     trees = Trees(params, batch, moments)
 
     rows = []
-    shards = {}
+    arrays: dict[str, Any] = {}
     for leaf_index, (name, leaf) in enumerate(by_name(trees).items()):
         array = _as_array(name, leaf)
         random_key = None
@@ -129,7 +129,7 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
         }
         rows.append(row)
         for bounds, shard in _shards(array):
-            shards[json.dumps([leaf_index, bounds])] = shard
+            arrays[json.dumps([leaf_index, bounds])] = shard
     leaf_indices = jax.tree.unflatten(jax.tree.structure(trees), range(len(rows)))
     header = {
         "metrics": numbers,
@@ -138,8 +138,9 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
         "moments": list(moments),
         "trees": repr(tuple(leaf_indices)),
     }
+    arrays["header"] = np.array(json.dumps(header))
     path = _path_of_process(Path(path))
-    _write(path, {"header": np.array(json.dumps(header)), **shards})
+    _write(path, arrays)
     return path
 
 
@@ -172,7 +173,7 @@ def _path_of_process(path: Path) -> Path:
     return path.with_name(path.stem + suffix)
 
 
-def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
+def _write(path: Path, arrays: dict[str, Any]) -> None:
     """Writes a file beside `path`, and gives it its name when it is complete."""
     unfinished = path.with_name(f".{path.name}.part")
     try:

@@ -98,7 +98,7 @@ class Recording(NamedTuple):
 class Examples(NamedTuple):
     """Replays of each example alone, and of the batch without those that stand out."""
 
-    count: int  # 0 where the batch cannot be split into examples
+    size: int  # how many, 0 where the batch cannot be split into examples
     median: float  # NaN where no example has a gradient
     far: list[int]  # places in the batch, the furthest first
     value_without_far: float
@@ -219,7 +219,7 @@ PREFIXES = ("skip", "spike", "clip", "record")
 
 def _recording(metrics: dict[str, float]) -> Recording:
     """Finds the norm or the loss in the metrics of a state, with its limit."""
-    prefixes = list(PREFIXES)
+    prefixes: list[str] = list(PREFIXES)
     for name, number in metrics.items():
         prefix, _, metric = name.partition("/")
         # Of two skips, the one that skipped comes first: skip_2/skipped. A skip with a
@@ -290,7 +290,7 @@ def _evidence(
     # The text of a program has the dtype of each variable: f16[8] or bf16[8].
     if "f16[" in str(jax.make_jaxpr(wide_program)(params, batch)):
         not_told.append("dtype: 16 bits are left in float32, wide= takes another loss")
-    if examples.count == 0:
+    if examples.size == 0:
         not_told.append("data: the arrays of the batch have no common first axis")
     if not step.moments:
         not_told.append(
@@ -328,11 +328,11 @@ def _examples(
     program: Program, params: PyTree, batch: PyTree, microbatch: int
 ) -> Examples:
     """Replays each microbatch alone, and the batch without those that stand out."""
-    counts = {len(leaf) for leaf in jax.tree.leaves(batch) if _has_examples(leaf)}
-    count = counts.pop() if len(counts) == 1 else 0
+    sizes = {len(leaf) for leaf in jax.tree.leaves(batch) if _has_examples(leaf)}
+    size = sizes.pop() if len(sizes) == 1 else 0
     # All examples of a microbatch have its value.
-    values = np.empty(count)
-    for begin in range(0, count, microbatch):
+    values = np.empty(size)
+    for begin in range(0, size, microbatch):
         rows = slice(begin, begin + microbatch)
         values[rows] = program(params, _select(batch, rows)).value
     # Masked examples have no gradient.
@@ -344,7 +344,7 @@ def _examples(
         batch = _select(batch, ~is_far)
     from_the_furthest = np.argsort(-values, kind="stable")
     return Examples(
-        count=count,
+        size=size,
         median=float(median),
         far=[int(place) for place in from_the_furthest if is_far[place]],
         value_without_far=float(program(params, batch).value),
