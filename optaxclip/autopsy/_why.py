@@ -43,8 +43,8 @@ LIMIT_IN_MEDIANS = 10
 CAUSES = {
     "none": "the step is within its limit",
     "chip": (
-        "one program gave several norms, or the loss is random, or another one than "
-        "was trained"
+        "recorded value and replays differ: the chip erred, or the loss is random, or "
+        "loss or batch are not those of the step"
     ),
     "dtype": "the step is within its limit in float32",
     "data": "the step is within its limit without these examples",
