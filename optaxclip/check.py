@@ -1,5 +1,9 @@
-"""The command `python -m optaxclip.check module:make_step`, and what tests of trainers
-call: `assert_right` and `of_train_state`.
+"""Functions and the command around `check_step`.
+
+assert_right       raises in a test of a trainer
+of_train_state     makes `make_step` of a step from train state to train state
+
+python -m optaxclip.check module:make_step
 """
 
 import argparse
@@ -18,6 +22,7 @@ from jax.typing import ArrayLike
 
 from ._check_step import Finding, check_step
 from ._check_step.runs import DEVICES, SETTINGS, Setting, Step
+from ._checks import shown
 
 __all__ = ["assert_right", "of_train_state"]
 
@@ -27,20 +32,21 @@ def assert_right(
     *,
     settings: str | Sequence[str] = tuple(SETTINGS),
 ) -> None:
-    """Raises an AssertionError where `check_step` finds something, with a table of it.
+    """Raises an AssertionError with a table of what `check_step` finds.
 
-    Its place is a test of a trainer:
+    Call it in a test of a trainer:
 
         def test_norm_and_clip():
             optaxclip.check.assert_right(make_step)
 
     Args:
-      make_step: makes the step of a setting, as `check_step` takes it.
-      settings: what to run, a name or several.
+      make_step: a function of a setting that returns the step of a trainer, as
+        `check_step` takes it.
+      settings: the names of the settings to run, or one name.
 
     Raises:
       AssertionError: a norm or a clip is wrong.
-      TypeError, ValueError, RuntimeError: as `check_step`.
+      TypeError, ValueError, RuntimeError: the same as of `check_step`.
 
     Example:
       >>> def make_step(setting):
@@ -84,6 +90,9 @@ def of_train_state(
     Returns:
       A function for `check_step`, `assert_right` and the command.
 
+    Raises:
+      TypeError: an argument is not a function.
+
     Example:
       >>> import collections
       >>> State = collections.namedtuple("State", "apply_fn params tx")
@@ -100,6 +109,13 @@ def of_train_state(
       above norm after_clip
     """
 
+    functions = {"train_step": train_step, "create": create, "clip": clip, "norm": norm}
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(
+                f"of_train_state: {name} must be a function, got {shown(function)}."
+            )
+
     def make_step(setting: Setting) -> Step:
         optimizer = optax.chain(clip(setting.max_norm), optax.sgd(1.0))
 
@@ -114,7 +130,7 @@ def of_train_state(
 
 
 def _table(findings: list[Finding]) -> str:
-    """A line for each finding, and one for each kind."""
+    """A line for each finding, and a line for the meaning of each kind."""
     lines = ["setting      case   what      wanted     found  kind"]
     meanings = {}
     for finding in findings:

@@ -1,7 +1,7 @@
 """Is the norm of a training step right, and does it clip as it should?
 
-runs     the step is run with gradients whose norm is known in float64
-bugs     where it gives another norm or update, the bug that gives the same is named
+runs    runs the step with gradients whose norm is known in float64
+bugs    names the bug that gives the same wrong norm or update
 """
 
 import inspect
@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._checks import check_choice, shown
-from .bugs import MEANINGS, bug_of_norm, bug_of_update
+from .bugs import MEANINGS, bug_of_norm, bug_of_update, peers_of
 from .runs import CALL, DEVICES, SETTINGS, Run, Setting, Step, norm_of, runs_of
 
 
@@ -22,12 +21,11 @@ class Finding(NamedTuple):
 
     setting: str
     case: str  # gradients "above" or "below" the limit, or with a "nan"
-    what: str  # "norm": what is returned. "update": the length of the update
-    wanted: float
-    # With a "nan": the number of devices that have one.
-    found: float
-    kind: str
-    meaning: str  # of the kind, and what to do
+    what: str  # "norm", as it is returned, or "update", for its length
+    wanted: float  # with a "nan": the number of devices that should have one
+    found: float  # with a "nan": the number of devices that have one
+    kind: str  # the name of the bug
+    meaning: str  # what is wrong, and what to do
 
 
 def check_step(
@@ -82,8 +80,8 @@ def check_step(
       A list of findings, empty where all is right. Each has the fields `setting`,
       `case` (gradients "above" or "below" the limit, or with a "nan"), `what` ("norm",
       or "update" for its length), `wanted` and `found` (with a "nan" the numbers of
-      devices that have one), `kind` and `meaning`. The page "Wrong norms of 2026" lists
-      the kinds.
+      devices that have one), `kind` (the name of the bug) and `meaning`. The page
+      "Wrong norms of 2026" lists the kinds.
 
     Raises:
       TypeError: what cannot be called with a setting, such as the step itself, or a
@@ -129,11 +127,7 @@ def check_step(
             )
             error.add_note(f"{CALL} {note}")
             raise
-    # Runs to compare with: a ratio equal in all of them does not come from a number of
-    # devices.
-    peers = [
-        run for run in runs if run.case != "nan" and run.setting.dtype == jnp.float32
-    ]
+    peers = peers_of(runs)
     findings = []
     for run in runs:
         findings += _findings(run, peers)
@@ -163,41 +157,41 @@ def _findings(run: Run, peers: Sequence[Run]) -> Iterator[Finding]:
     if run.case == "nan":
         yield from _findings_of_nan(run)
         return
-    norms = run.norms_found
+    norms = run.step_norms
     if not run.is_close(norms, run.norm).all():
-        worst = norms[np.argmax(abs(norms - run.norm))]
-        kind = bug_of_norm(run, peers)
-        yield _finding(run, "norm", wanted=run.norm, found=worst, kind=kind)
-    kind = bug_of_update(run, peers)
-    if kind:
+        worst_norm = norms[np.argmax(abs(norms - run.norm))]
+        bug = bug_of_norm(run, peers)
+        yield _finding(run, "norm", wanted=run.norm, found=worst_norm, bug=bug)
+    bug = bug_of_update(run, peers)
+    if bug:
         length = norm_of([*run.update, *run.drift])
         wanted = min(run.norm, run.limit)
-        yield _finding(run, "update", wanted=wanted, found=length, kind=kind)
+        yield _finding(run, "update", wanted=wanted, found=length, bug=bug)
 
 
 def _findings_of_nan(run: Run) -> Iterator[Finding]:
-    """Devices diverge after a NaN that only some of them see. Or the norm hides it."""
-    norms = run.norms_found
+    """Only some devices see a NaN, so that devices diverge. Or the norm hides it."""
+    norms = run.step_norms
     devices = norms.size
+    nan_norms = np.isnan(norms).sum()
     nan_updates = run.has_nan.sum()
-    # All NaN are one number here.
+    # np.unique counts all NaN as one number.
     if np.unique(norms).size > 1:
-        nan_norms = np.isnan(norms).sum()
         yield _finding(
-            run, "norm", wanted=devices, found=nan_norms, kind="nan_on_one_device"
+            run, "norm", wanted=devices, found=nan_norms, bug="nan_on_one_device"
         )
-    is_hidden = nan_updates > 0 and np.isfinite(norms).all()
-    # A NaN in one shard is right on one device only. Copies show who diverges.
+    # A NaN in a leaf that is split is on one device, and rightly so. Copies that differ
+    # show that devices diverge.
     if run.replicas_differ and nan_updates < devices:
         yield _finding(
-            run, "update", wanted=devices, found=nan_updates, kind="nan_on_one_device"
+            run, "update", wanted=devices, found=nan_updates, bug="nan_on_one_device"
         )
-    elif is_hidden:
-        yield _finding(run, "norm", wanted=devices, found=0, kind="nan_hidden")
+    elif nan_updates > 0 and np.isfinite(norms).all():
+        yield _finding(run, "norm", wanted=devices, found=0, bug="nan_hidden")
 
 
 def _finding(
-    run: Run, quantity: str, *, wanted: float, found: float, kind: str
+    run: Run, quantity: str, *, wanted: float, found: float, bug: str
 ) -> Finding:
     return Finding(
         setting=run.setting.name,
@@ -205,6 +199,6 @@ def _finding(
         what=quantity,
         wanted=float(wanted),
         found=float(found),
-        kind=kind,
-        meaning=MEANINGS[kind],
+        kind=bug,
+        meaning=MEANINGS[bug],
     )

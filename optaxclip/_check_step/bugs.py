@@ -4,17 +4,18 @@ A right step has
 
     norm = |gradient|, factor = min(1, limit / norm), update = factor * gradient
 
-A bug gives another norm. Some steps return it, some clip by it. The norm that a step
-clips by is read from its update: factor = limit / norm, so norm = limit / factor. The
-first bug whose norm agrees is named. Other bugs give another gradient or factor.
+Most bugs give another norm. Some steps return it, and some clip by it. The norm that a
+step clips by is read from its update: norm = limit / factor. Few bugs give another
+gradient, or another factor.
 
-The peers of a run are all runs in float32 without a NaN. If the ratio of a wrong norm
-to the right one is equal in all peers, a bug must give the norms of all of them. If no
-bug does, the ratio is a scale.
+    BUGS                       each bug with the norms or gradients that it gives
+    bug_of_norm                the first bug that gives the norm which was returned
+    bug_of_update              the first bug that gives the norm of the factor, or the
+                               gradient that the update is a multiple of
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,21 +23,23 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .runs import Run, factors_of, norm_of, norms_of
+from .runs import Run, norm_of, norms_of
 
-# ------------------------------------------------------ what bugs give: the longer ones
+# ------------------------------------------------------------- norms that bugs give
 
 
 def norms_after_clip(run: Run) -> list[float]:
     """Norms of clipped gradients: clipped rightly, and as the step clipped them."""
-    if run.norm > run.limit:
-        return [run.limit, norm_of(run.update)]
-    return [run.norm]
+    if run.norm <= run.limit:
+        return [run.norm]
+    length = norm_of(run.update)
+    # A clip makes no update longer.
+    return [run.limit, length] if length < run.norm else [run.limit]
 
 
 def norms_of_weights(run: Run) -> list[float]:
     """Norms of the weights before the step, and after it."""
-    # One weight of each leaf is the limit. It has no gradient.
+    # Each leaf has one weight that is not 0. It is the limit, and has no gradient.
     before = run.limit * math.sqrt(run.leaf_norms.size)
     return [before, math.hypot(before, run.norm * run.factor)]
 
@@ -45,7 +48,7 @@ def norms_of_weights(run: Run) -> list[float]:
 @np.errstate(divide="ignore", invalid="ignore")
 def norm_with_weights(run: Run) -> float:
     """The norm of gradients with weights added, before the clip."""
-    weights = run.drift / run.same_or_nan(run.factors_found)
+    weights = run.drift / run.same_or_nan(run.step_factors)
     return math.hypot(run.norm, norm_of(weights))
 
 
@@ -57,84 +60,80 @@ def norms_in_bfloat16(run: Run) -> np.ndarray:
     return np.sqrt(run.leaf_norms.max() ** 2 + counts * run.leaf_norms.min() ** 2)
 
 
-def gradients_of_parts(run: Run, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """What steps use that take parts of a batch one by one.
+def gradients_of_parts(run: Run, count: int) -> np.ndarray:
+    """[1 + parts, numbers]: gradients of steps that clip before they average.
 
-    Returns:
-      [numbers]: the mean of parts that are clipped separately.
-      [parts, numbers]: the parts themselves.
+    The first row is the mean of parts that are clipped separately. The other rows are
+    the parts, for steps that do not average at all.
     """
     parts = run.batch.reshape(count, -1, run.gradient.size).mean(axis=1)
     factors = np.minimum(1.0, run.limit / norms_of(parts))
     clipped_mean = np.mean(factors[:, None] * parts, axis=0)
-    return clipped_mean, parts
-
-
-def gradients_of_microbatches(run: Run) -> list[np.ndarray]:
-    clipped_mean, microbatches = gradients_of_parts(run, run.setting.microbatches)
-    return [clipped_mean, *microbatches]
-
-
-def gradients_of_devices(run: Run) -> list[np.ndarray]:
-    clipped_mean, batches = gradients_of_parts(run, run.setting.mesh.shape["data"])
-    return [clipped_mean, *batches]
+    return np.vstack([clipped_mean, parts])
 
 
 def norms_of_parts(run: Run, count: int) -> np.ndarray:
-    """Norms of the mean of clipped parts, and of each part, and the mean over parts."""
-    clipped_mean, parts = gradients_of_parts(run, count)
-    norms = norms_of(parts)
-    return np.hstack([norm_of(clipped_mean), norms, norms.mean()])
+    """Norms of the gradients of parts, and the mean of the norms of all parts."""
+    norms = norms_of(gradients_of_parts(run, count))
+    return np.hstack([norms, norms[1:].mean()])
 
 
 def norms_of_devices(run: Run) -> np.ndarray:
-    """Norms of the mean of each device's batch, and their mean. Then the same of the
-    parts along "data", also clipped separately.
-    """
+    """Norms of steps that do not average over devices, or clip before they do."""
     norms = norms_of(run.batch_means)
-    norms_along_data = norms_of_parts(run, run.setting.mesh.shape["data"])
-    return np.hstack([norms, norms.mean(), norms_along_data])
+    return np.hstack([norms, norms.mean(), norms_of_parts(run, run.data_devices)])
 
 
-def split_norms(run: Run) -> tuple[float, float]:
-    """The norm of leaves that all devices hold, and that of leaves that are split."""
+def norms_of_shards(run: Run) -> np.ndarray:
+    """[devices]: the norm of what each device holds."""
+    return norms_of(run.shards)
+
+
+def averages_over_shards(run: Run) -> list[np.floating]:
+    """The mean of the norms of shards, and the root of the mean of their squares."""
+    norms = norms_of_shards(run)
+    return [np.mean(norms), np.sqrt(np.mean(norms**2))]
+
+
+def norms_of_whole_and_split(run: Run) -> tuple[float, float]:
+    """The norm of leaves that are whole on all devices, and that of split leaves."""
     is_split = [any(spec) for spec in jax.tree.leaves(run.setting.specs)]
-    split = norm_of(run.leaf_norms[is_split])
-    return math.sqrt(run.norm**2 - split**2), split
+    split_norm = norm_of(run.leaf_norms[is_split])
+    return math.sqrt(run.norm**2 - split_norm**2), split_norm
 
 
 def roots_of_copies(run: Run) -> np.ndarray:
-    """Roots of the numbers of devices that squares may be added over."""
+    """Roots of the numbers of copies that a sum over mesh axes may count."""
     data, experts = run.setting.mesh_shape
     return np.sqrt([data, experts, data * experts])
 
 
 def norms_with_whole_leaves_repeated(run: Run) -> np.ndarray:
-    whole, split = split_norms(run)
-    return np.hypot(whole * roots_of_copies(run), split)
+    whole_norm, split_norm = norms_of_whole_and_split(run)
+    return np.hypot(whole_norm * roots_of_copies(run), split_norm)
 
 
 def norms_with_split_leaves_repeated(run: Run) -> np.ndarray:
-    whole, split = split_norms(run)
-    return np.hypot(whole, split * roots_of_copies(run))
+    whole_norm, split_norm = norms_of_whole_and_split(run)
+    return np.hypot(whole_norm, split_norm * roots_of_copies(run))
 
 
-# ------------------------------------------------------------------------ the catalogue
+# ------------------------------------------------------------------------- all bugs
 
 
 class Bug(NamedTuple):
-    """A bug, what it means and what to do, and what it gives."""
+    """A bug, and the wrong numbers of a step that has it."""
 
-    kind: str
-    meaning: str
-    # The norms that steps with this bug return or clip by.
+    name: str
+    meaning: str  # what is wrong, and what to do
+    # The norms that such steps return or clip by.
     norms: Callable[[Run], ArrayLike] = lambda run: []
-    # The gradients that they use.
-    gradients: Callable[[Run], Sequence[np.ndarray]] = lambda run: []
+    # The gradients that their updates are multiples of.
+    gradients: Callable[[Run], Iterable[np.ndarray]] = lambda run: []
 
 
-# The first whose norm agrees is named. The functions below name bugs without norms and
-# gradients. `check_step` names the two of a NaN.
+# If several bugs give a number, the first is named. Bugs without norms and gradients
+# show in other ways, which are read below, and in `check_step` after a NaN.
 BUGS = [
     Bug("nan_on_one_device", "a NaN is seen by some devices only: replicas diverge"),
     Bug(
@@ -182,27 +181,24 @@ BUGS = [
     Bug(
         "microbatches_apart",
         "micro-batches are clipped or measured one by one: average all of them first",
-        norms=lambda run: norms_of_parts(run, run.setting.microbatches),
-        gradients=gradients_of_microbatches,
+        norms=lambda run: norms_of_parts(run, run.microbatches),
+        gradients=lambda run: gradients_of_parts(run, run.microbatches),
     ),
     Bug(
         "local_norm",
         "each device uses the gradient of its own batch: average first",
         norms=norms_of_devices,
-        gradients=gradients_of_devices,
+        gradients=lambda run: gradients_of_parts(run, run.data_devices),
     ),
     Bug(
         "own_shard",
         "squares of split leaves are not added (lax.psum)",
-        norms=lambda run: norms_of(run.shards),
+        norms=norms_of_shards,
     ),
     Bug(
         "averaged_norms",
         "norms or squares of shards are averaged: add squares",
-        norms=lambda run: [
-            np.mean(norms_of(run.shards)),
-            np.sqrt(np.mean(norms_of(run.shards) ** 2)),
-        ],
+        norms=averages_over_shards,
     ),
     Bug(
         "leaves_left_out",
@@ -252,7 +248,7 @@ BUGS = [
     Bug(
         "clipped_twice",
         "the factor of one norm multiplies twice",
-        norms=lambda run: run.norm**2 / run.limit,
+        norms=lambda run: run.norm**2 / run.limit if run.norm > run.limit else [],
     ),
     Bug(
         "eps",
@@ -262,20 +258,17 @@ BUGS = [
     Bug(
         "gradients_summed",
         "gradients of devices are added: average them (lax.pmean)",
-        norms=lambda run: run.norm * run.setting.mesh.shape["data"],
+        norms=lambda run: run.norm * run.data_devices,
     ),
     Bug(
         "accumulation_summed",
         "gradients of micro-batches are added: average them",
-        norms=lambda run: run.norm * run.setting.microbatches,
+        norms=lambda run: run.norm * run.microbatches,
     ),
     Bug(
         "averaged_twice",
         "averaged gradients are divided by a number of parts again",
-        norms=lambda run: [
-            run.norm / run.setting.mesh.shape["data"],
-            run.norm / run.setting.microbatches,
-        ],
+        norms=lambda run: [run.norm / run.data_devices, run.norm / run.microbatches],
     ),
     Bug(
         "scaled", "gradients carry a scale, as of a loss: divide by it before the clip"
@@ -289,7 +282,7 @@ BUGS = [
     ),
     Bug(
         "other_direction",
-        "the gradient is changed before the clip, or not by one factor",
+        "the gradient is changed by more than a factor, as by Adam, noise or rounding",
     ),
     Bug("not_clipped", "gradients above the limit are not clipped"),
     Bug("other_limit", "the norm of updates is held at another limit"),
@@ -299,40 +292,55 @@ BUGS = [
     ),
     Bug("unknown", "no known bug gives this number"),
 ]
-MEANINGS = {bug.kind: bug.meaning for bug in BUGS}
+MEANINGS = {bug.name: bug.meaning for bug in BUGS}
 
-# ------------------------------------------------------------------ which of them it is
+# -------------------------------------------------------------------- which bug it is
 
-# What a step takes for the norm of a run: [devices].
+# A norm that the step of a run used: [devices], or [1] if all devices agree.
 NormsOf = Callable[[Run], np.ndarray]
 
 
-def norms_returned(run: Run) -> np.ndarray:
-    return run.norms_found
+def norms_in_log(run: Run) -> np.ndarray:
+    """[devices]: the norm that the step returned."""
+    return run.step_norms
 
 
-def norm_clipped_by(run: Run) -> np.ndarray:
-    """The norm that gives the factor of the step. Without a clip, the update's norm."""
-    factor = run.same_or_nan(run.factors_found)
+def norm_if_clipped(run: Run) -> np.ndarray:
+    """[1]: the norm of a step that clips: limit / factor."""
+    return run.limit / np.array([run.same_or_nan(run.step_factors)])
+
+
+def norm_from_factor(run: Run) -> np.ndarray:
+    """[1]: the norm that a clip used, or the norm of an update that was not clipped."""
+    factor = run.same_or_nan(run.step_factors)
     if run.case == "above" and factor < 1.0:
-        return norm_above_limit(run)
+        return norm_if_clipped(run)
     return np.array([run.norm * factor])
 
 
-def norm_above_limit(run: Run) -> np.ndarray:
-    """The norm of factor = limit / norm."""
-    return run.limit / np.array([run.same_or_nan(run.factors_found)])
+def peers_of(runs: Sequence[Run]) -> list[Run]:
+    """The runs that are compared with each other: in float32, without a NaN.
+
+    If a wrong number over the right one is equal in all of them, one reason must
+    explain all of them. A number of devices does not: it is 4 on one mesh and 8 on
+    another.
+    """
+    peers = []
+    for run in runs:
+        if run.case != "nan" and run.setting.dtype == jnp.float32:
+            peers.append(run)
+    return peers
 
 
 def bug_of_norm(run: Run, peers: Sequence[Run]) -> str:
-    """The kind of bug of the norm that the step returned."""
-    return _first_bug(run, peers, norms_returned)
+    """The name of the bug of the norm that the step returned."""
+    return _first_bug(run, peers, norms_in_log)
 
 
 # limit / 0 is inf.
 @np.errstate(divide="ignore")
 def bug_of_update(run: Run, peers: Sequence[Run]) -> str:
-    """The kind of bug of the update. Empty where it is right."""
+    """The name of the bug of the update. Empty where it is right."""
     if not np.isfinite(run.update).all():
         return "unknown"
     if math.isnan(run.factor_ratio()):
@@ -341,64 +349,64 @@ def bug_of_update(run: Run, peers: Sequence[Run]) -> str:
         return "weights_added"
     if run.is_close(run.factor_ratio(), 1.0):
         return ""
-    if _is_constant(run, peers, Run.factor_ratio):
-        return "other_rate" if run.update.any() else "zero_update"
-    is_above = run.case == "above"
-    if is_above and run.is_close(run.factors_found, 1.0).all():
-        return "not_clipped"
-    if run.is_close(run.norms_found, norm_clipped_by(run)).all():
-        return bug_of_norm(run, peers)
-    peers_of_case = [peer for peer in peers if peer.case == run.case]
-    kind = _first_bug(run, peers_of_case, norm_clipped_by)
-    # Above the limit a scale of gradients cancels, so only another limit remains.
-    if is_above and kind in ("scaled", "averaged_twice"):
-        return "other_limit"
-    # Below the limit, a norm above it may have shortened the gradient.
-    if not is_above and kind in ("scaled", "unknown"):
-        return _first_bug(run, peers_of_case, norm_above_limit)
-    return kind
+    return _bug_of_factor(run, peers)
 
 
 def _bug_of_direction(run: Run) -> str:
-    """The kind of bug of an update that is no multiple of the gradient."""
-    is_multiple_in_leaves = np.isfinite(run.factors_found).all()
+    """The bug of an update that is no multiple of the gradient."""
+    is_multiple_in_leaves = np.isfinite(run.step_factors).all()
     if run.replicas_differ:
         return "own_factor" if is_multiple_in_leaves else "local_norm"
     for bug in BUGS:
         for gradient in bug.gradients(run):
-            # Skip bugs whose gradient is parallel to the right one in this run.
-            if math.isfinite(_factor_along(gradient, run.gradient)):
+            # Some gradients are parallel to the right one in this run. They explain no
+            # other direction.
+            if math.isfinite(run.factor_along(gradient, run.gradient)):
                 continue
             # New params have a negative factor.
-            factor = abs(_factor_along(run.update, gradient))
+            factor = abs(run.factor_along(run.update, gradient))
             clip_factor = min(1.0, run.limit / norm_of(gradient))
             if run.is_close(factor, [1.0, clip_factor]).any():
-                return bug.kind
+                return bug.name
     return "groups_apart" if is_multiple_in_leaves else "other_direction"
 
 
-def _factor_along(update: np.ndarray, gradient: np.ndarray) -> float:
-    (factor,) = factors_of(update[None], gradient[None])
-    return factor
+def _bug_of_factor(run: Run, peers: Sequence[Run]) -> str:
+    """The bug of an update with one wrong factor."""
+    if _is_constant(run, peers, Run.factor_ratio):
+        return "other_rate" if run.update.any() else "zero_update"
+    is_above = run.case == "above"
+    if is_above and run.is_close(run.step_factors, 1.0).all():
+        return "not_clipped"
+    if run.is_close(run.step_norms, norm_from_factor(run)).all():
+        # The step clips by the norm that it returns.
+        return bug_of_norm(run, peers)
+    peers_of_case = [peer for peer in peers if peer.case == run.case]
+    bug = _first_bug(run, peers_of_case, norm_from_factor)
+    # Above the limit a clip cancels the scale of gradients. So the limit is wrong.
+    if is_above and bug in ("scaled", "averaged_twice"):
+        return "other_limit"
+    # Below the limit, the step may have clipped by a norm that is above it.
+    if not is_above and bug in ("scaled", "unknown"):
+        return _first_bug(run, peers_of_case, norm_if_clipped)
+    return bug
 
 
 def _first_bug(run: Run, peers: Sequence[Run], norms_of_run: NormsOf) -> str:
-    """The first kind of bug that gives the norms of devices. If none does, "scaled"
-    when the ratio to the right norm is equal in all peers, else "unknown".
+    """The first bug that gives the norms of all devices.
+
+    If the norm over the right norm is equal in all peers, the bug must give the norms
+    of all of them. If no bug does, gradients are "scaled".
     """
 
     def ratio(peer: Run) -> float:
         return peer.same_or_nan(norms_of_run(peer)) / peer.norm
 
     is_constant = _is_constant(run, peers, ratio)
-    runs = [run]
-    if is_constant:
-        # One reason explains all of them. A number of devices does not, since it is
-        # 4 on one mesh and 8 on another.
-        runs += peers
+    runs = [run, *peers] if is_constant else [run]
     for bug in BUGS:
         if all(_gives(bug, peer, norms_of_run(peer)) for peer in runs):
-            return bug.kind
+            return bug.name
     return "scaled" if is_constant else "unknown"
 
 

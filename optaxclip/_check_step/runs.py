@@ -1,8 +1,11 @@
 """Runs of a training step, with gradients that are known.
 
-setting     who holds which part of weights and batch, and the limit
-case        gradients above the limit, below it, or with a NaN
-run         what a step gave for a setting and a case, beside the right numbers
+    setting    how weights and batch are split over devices, and the limit
+    case       gradients above the limit, below it, or with a NaN
+    run        what the step gave for a setting and a case, beside the right numbers
+
+`runs_of` makes the runs of a setting. Most weights are 0. The first weight of each leaf
+is the marker, and has no gradient: a step that changes it has added weights.
 """
 
 import math
@@ -33,17 +36,17 @@ DEVICES = 8
 SHAPES = {"bias": (8,), "experts": (4, 8, 8), "matrix": (16, 8)}
 REPLICATED = dict.fromkeys(SHAPES, P())
 SPLIT_BATCH = dict.fromkeys(SHAPES, P("data"))
-# Leaves of 16 bits. A step adds their squares one after the other.
+# The leaves of settings in 16 bits. A sum over so many squares shows its rounding.
 MANY_LEAVES = ["large", *(f"small_{number}" for number in range(64))]
 
 
 class Setting(NamedTuple):
-    """What `make_step` is told."""
+    """The argument of `make_step`."""
 
     name: str
     mesh_shape: tuple[int, int] = (DEVICES, 1)
     specs: Specs = REPLICATED  # of params, gradients and updates
-    batch_specs: Specs = SPLIT_BATCH  # of gradients of examples
+    batch_specs: Specs = SPLIT_BATCH  # of the batch
     # Not 1, so that norm**2 and norm**2 / limit can be told apart.
     max_norm: float = 0.25
     microbatches: int = 1  # parts of a batch that are accumulated
@@ -52,21 +55,31 @@ class Setting(NamedTuple):
     @property
     def mesh(self) -> Mesh:
         """CPU devices along "data" and "expert"."""
-        devices = np.array(jax.devices("cpu")[: math.prod(self.mesh_shape)])
+        count = math.prod(self.mesh_shape)
+        devices = np.array(jax.devices("cpu")[:count])
         return Mesh(devices.reshape(self.mesh_shape), ("data", "expert"))
 
     @staticmethod
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
         """A loss whose gradient is the mean over the examples of `batch`."""
-        means = jax.tree.map(lambda w, x: jnp.sum(w[None] * x) / len(x), params, batch)
-        return sum(jax.tree.leaves(means), jnp.zeros(()))
+
+        def mean_product(w: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.sum(w[None] * x) / len(x)
+
+        products = jax.tree.map(mean_product, params, batch)
+        return sum(jax.tree.leaves(products), jnp.zeros(()))
 
 
-IN_16_BITS = Setting(
-    name="16 bits",
-    specs=dict.fromkeys(MANY_LEAVES, P()),
-    batch_specs=dict.fromkeys(MANY_LEAVES, P("data")),
-)
+def setting_in_16_bits(name: str, dtype: DTypeLike, max_norm: float) -> Setting:
+    return Setting(
+        name=name,
+        specs=dict.fromkeys(MANY_LEAVES, P()),
+        batch_specs=dict.fromkeys(MANY_LEAVES, P("data")),
+        max_norm=max_norm,
+        dtype=dtype,
+    )
+
+
 SETTINGS = {
     "replicated": Setting("replicated"),
     # A limit so small that 1e-8 beside the norm shows. Four devices, so that a factor
@@ -83,32 +96,31 @@ SETTINGS = {
         specs=REPLICATED | {"experts": P("expert")},
         batch_specs=SPLIT_BATCH | {"experts": P("data", "expert")},
     ),
-    "bfloat16": IN_16_BITS._replace(name="bfloat16", dtype=jnp.bfloat16),
+    "bfloat16": setting_in_16_bits("bfloat16", jnp.bfloat16, max_norm=0.25),
     # A limit so large that clipped gradients do not underflow.
-    "float16": IN_16_BITS._replace(name="float16", dtype=jnp.float16, max_norm=64.0),
+    "float16": setting_in_16_bits("float16", jnp.float16, max_norm=64.0),
 }
 
 # ---------------------------------------------------------------------------- gradients
 
-# norm / limit of each case. 37 is no usual scale and no number of devices, and with it
-# some elements are above the limit. A loss scale of 2^16 keeps the norm of the case
-# "below" under the limit.
+# norm / limit of each case. 37 is not a usual scale, nor a number of devices. It brings
+# some elements above the limit. In the case "below" a loss scale of 2^16 still leaves
+# the norm below the limit.
 NORM_OVER_LIMIT = {"above": 37.0, "below": 1e-6, "nan": 37.0}
 
 
 def batch_of(setting: Setting, case: str) -> Arrays:
     """The gradients of examples: [examples, ...] for each leaf.
 
-    All examples are alike but the first. So one part of a batch differs and all other
-    parts have the same mean, whichever way a step cuts the batch. The first number of
-    each leaf is 0: this weight has no gradient.
+    All examples but the first are equal. So one part of a batch has another mean than
+    all other parts, whichever way a step splits the batch.
     """
     count = setting.mesh_shape[0] * setting.microbatches
     batch = {}
     for name, (first, other) in _two_examples(setting, case).items():
-        # Where both are equal, the mean of eight is (9 + 7) / 8 = 2 times as large.
+        # In 16 bits both are equal. Then the mean of eight is exact: (9 + 7) / 8 = 2.
         leaf = np.stack([9.0 * first] + [other] * (count - 1))
-        leaf.reshape(count, -1)[:, 0] = 0.0
+        leaf.reshape(count, -1)[:, 0] = 0.0  # the marker has no gradient
         batch[name] = leaf
     if setting.dtype != jnp.float32:
         return batch
@@ -121,16 +133,18 @@ def batch_of(setting: Setting, case: str) -> Arrays:
 
 
 def _two_examples(setting: Setting, case: str) -> Arrays:
-    """The first example and the one that all others are: [2, ...] for each leaf."""
+    """The first example, and the example that is repeated: [2, ...] for each leaf."""
     if setting.dtype == jnp.float32:
-        # Another draw in each run: what agrees in all of them agrees by no chance.
+        # Each run has its own draw, so that runs do not agree by chance.
         seed = [*f"{setting.name} {case}".encode()]
         random = np.random.default_rng(seed)
-        shapes = SHAPES.items()
-        return {name: random.normal(0.5, 1.0, (2, *shape)) for name, shape in shapes}
-    # 16 bits hold these numbers and their means. The squares of 16 means of 8 add to
-    # 1024, and bfloat16 has no number between it and 1032. A mean of 600 has a square
-    # beyond float16.
+        examples = {}
+        for name, shape in SHAPES.items():
+            examples[name] = random.normal(0.5, 1.0, (2, *shape))
+        return examples
+    # The means are twice these numbers, and 16 bits hold both. In bfloat16 the squares
+    # of 16 means of 8 add to 1024, and the next number is 1032. In float16 the square
+    # of a mean of 600 is beyond the largest number.
     large = 4.0 if setting.dtype == jnp.bfloat16 else 300.0
     small = np.array([0.0, 0.5, 0.5, 0.25])
     examples = {name: np.tile(small, (2, 1)) for name in MANY_LEAVES}
@@ -139,19 +153,22 @@ def _two_examples(setting: Setting, case: str) -> Arrays:
 
 
 def _mean(batch: Arrays) -> Arrays:
+    """The mean of the examples."""
     return {name: leaf.mean(0, np.float64) for name, leaf in batch.items()}
 
 
 def _flat(tree: PyTree) -> np.ndarray:
-    """All numbers of a tree, sorted by names."""
+    """[numbers]: all numbers of a tree, with its leaves sorted by name."""
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 def norm_of(row: ArrayLike) -> float:
+    """The norm of all numbers of a row."""
     return float(np.linalg.norm(row))
 
 
 def norms_of(rows: np.ndarray) -> np.ndarray:
+    """[rows]: the norm of each row."""
     return np.linalg.norm(rows, axis=1)
 
 
@@ -159,33 +176,38 @@ def norms_of(rows: np.ndarray) -> np.ndarray:
 
 
 class Run(NamedTuple):
-    """Right numbers of a setting and a case, and what a step gave. Rows are sorted by
-    the names of leaves.
-    """
+    """A step that was run for a setting and a case. Leaves are sorted by name."""
 
     setting: Setting
     case: str  # gradients "above" or "below" the limit, or with a "nan"
 
-    # Right numbers, computed in float64. Those of devices are rounded to float32.
-    batch: np.ndarray  # [examples, numbers]: gradients of examples
+    # Right numbers, in float64. Numbers of devices are rounded to float32.
+    batch: np.ndarray  # [examples, numbers]: gradients of the examples
     gradient: np.ndarray  # [numbers]: their mean
-    leaf_norms: np.ndarray  # [leaves]: of the gradient
-    shards: np.ndarray  # [devices, its numbers]: the gradient that a device holds
-    batch_means: np.ndarray  # [devices, its numbers]: mean of a device's examples
+    leaf_norms: np.ndarray  # [leaves]: norms of the gradient
+    shards: np.ndarray  # [devices, numbers]: the gradient that a device holds
+    batch_means: np.ndarray  # [devices, numbers]: the mean of a device's examples
 
     # What the step gave.
-    norms_found: np.ndarray  # [devices]
-    # [numbers]: 0 where no gradient is, since a weight may be there.
-    update: np.ndarray
-    # [leaves, devices]: update over gradient. NaN where it is no multiple.
-    factors_found: np.ndarray
-    drift: np.ndarray  # [leaves]: change of weights that have no gradient
-    has_nan: np.ndarray  # [devices]: of the update
+    step_norms: np.ndarray  # [devices]: the norm that it returned
+    update: np.ndarray  # [numbers]: of the first copy, 0 for the markers
+    step_factors: np.ndarray  # [leaves, devices]: update over gradient, or NaN
+    drift: np.ndarray  # [leaves]: change of the markers
+    has_nan: np.ndarray  # [devices]: a NaN is in the update
     replicas_differ: bool  # devices hold different copies of new params or updates
 
     @property
     def limit(self) -> float:
         return self.setting.max_norm
+
+    @property
+    def microbatches(self) -> int:
+        return self.setting.microbatches
+
+    @property
+    def data_devices(self) -> int:
+        """The number of devices along "data"."""
+        return self.setting.mesh_shape[0]
 
     @property
     def norm(self) -> float:
@@ -198,25 +220,35 @@ class Run(NamedTuple):
         return min(1.0, self.limit / self.norm)
 
     def factor_ratio(self) -> float:
-        """Factor found / right factor. NaN if leaves or devices differ."""
-        return self.same_or_nan(self.factors_found) / self.factor
+        """Factor of the step / right factor. NaN if leaves or devices differ."""
+        return self.same_or_nan(self.step_factors) / self.factor
 
     def same_or_nan(self, numbers: np.ndarray) -> float:
-        """The finite number that all of them are, or NaN."""
+        """The number that all are equal to, or NaN. It is finite."""
         first = numbers.flat[0]
         is_same = np.isfinite(first) and self.is_close(numbers, first).all()
         return first if is_same else math.nan
 
     def is_close(self, numbers: ArrayLike, others: ArrayLike) -> np.ndarray:
-        # Rounding of float32 sums of at most 400 numbers. In 16 bits update, factor and
-        # norm are rounded once or twice each.
-        tolerance = 3e-5 if self.setting.dtype == jnp.float32 else 2.0**-6
-        return np.isclose(numbers, others, rtol=tolerance, atol=0)
+        """Whether numbers are equal but for rounding."""
+        return np.isclose(numbers, others, rtol=_rounding(self.setting), atol=0)
+
+    def factor_along(self, update: np.ndarray, gradient: np.ndarray) -> float:
+        """Update over gradient, or NaN."""
+        (factor,) = factors_of(update[None], gradient[None], _rounding(self.setting))
+        return factor
+
+
+def _rounding(setting: Setting) -> float:
+    """The relative rounding of a norm, a factor or an update."""
+    # A float32 sum has at most 400 numbers. In 16 bits update, factor and norm are
+    # rounded once or twice each.
+    return 3e-5 if setting.dtype == jnp.float32 else 2.0**-6
 
 
 def runs_of(make_step: Callable[[Setting], Step], setting: Setting) -> list[Run]:
     """Runs the step of a setting, in 16 bits with gradients above the limit only."""
-    # With copies, since a trainer may write into them.
+    # A trainer may write into its specs. So it gets copies.
     specs = dict(setting.specs)
     batch_specs = dict(setting.batch_specs)
     step = make_step(setting._replace(specs=specs, batch_specs=batch_specs))
@@ -227,24 +259,34 @@ def runs_of(make_step: Callable[[Setting], Step], setting: Setting) -> list[Run]
 
 
 def _run(step: Step, setting: Setting, case: str) -> Run:
+    """Runs the step once, and reads its norm, update and factors from all devices."""
+    # Right numbers.
     batch = batch_of(setting, case)
+    examples = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(batch)]
     mean = _mean(batch)
     gradient = _flat(mean)
-    # Weights without a gradient are the marker, all others are 0.
+    leaf_norms = [norm_of(leaf) for leaf in jax.tree.leaves(mean)]
+    shards = _per_device(setting, setting.specs, mean)
+
+    # The step, with the marker where the gradient is 0.
     marker = np.float32(setting.max_norm)
     params = {name: np.where(leaf, 0.0, marker) for name, leaf in mean.items()}
     output, norm = _call_step(step, setting, params, batch)
-
-    first_copy = jax.tree.map(np.float64, output)
-    flat_output = _flat(first_copy)
+    (norms,) = _per_device(setting, P(), norm)
+    # `outputs` are as the step left them on each device. `copies` are made of the first
+    # copy, so they differ from outputs where replicas do.
     outputs = _per_device(setting, setting.specs, output)
+    first_copy = jax.tree.map(np.float64, output)
     copies = _per_device(setting, setting.specs, first_copy)
-    is_same = np.array_equal(np.hstack(outputs), np.hstack(copies), equal_nan=True)
-    shards = _per_device(setting, setting.specs, mean)
-    factors = np.array(jax.tree.map(factors_of, outputs, shards))
-    (norms,) = _per_device(setting, {"norm": P()}, {"norm": norm})
-    examples = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(batch)]
-    leaf_norms = [norm_of(leaf) for leaf in jax.tree.leaves(mean)]
+    is_equal = np.array_equal(np.hstack(outputs), np.hstack(copies), equal_nan=True)
+    flat_output = _flat(first_copy)
+    factors = []
+    for updates, gradients in zip(outputs, shards):
+        factors.append(factors_of(updates, gradients, _rounding(setting)))
+    step_factors = np.array(factors)
+    # New params have a negative factor, updates a positive one. The first is made
+    # positive, so that a leaf of the opposite sign is still found.
+    step_factors *= np.copysign(1.0, step_factors[0, 0])
     return Run(
         setting=setting,
         case=case,
@@ -253,39 +295,35 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
         leaf_norms=np.array(leaf_norms),
         shards=np.hstack(shards),
         batch_means=_batch_means(setting, batch),
-        norms_found=norms[:, 0],
+        step_norms=norms[:, 0],
         update=np.where(gradient, flat_output, 0.0),
-        # Make the first factor positive. A leaf of the opposite sign is then negative,
-        # and is found.
-        factors_found=factors * np.copysign(1.0, factors[0, 0]),
+        step_factors=step_factors,
         drift=_drift(flat_output[gradient == 0.0], marker),
         has_nan=np.isnan(norms_of(np.hstack(outputs))),
-        replicas_differ=not is_same,
+        replicas_differ=not is_equal,
     )
 
 
 def _batch_means(setting: Setting, batch: Arrays) -> np.ndarray:
-    """[devices, its numbers]: the mean of a device's examples."""
+    """[devices, numbers]: the mean of a device's examples."""
     # Each device holds as many examples as there are micro-batches.
     shape = (setting.mesh.size, setting.microbatches, -1)
-    means = [
-        leaf.reshape(shape).mean(axis=1)
-        for leaf in _per_device(setting, setting.batch_specs, batch)
-    ]
+    means = []
+    for leaf in _per_device(setting, setting.batch_specs, batch):
+        means.append(leaf.reshape(shape).mean(axis=1))
     return np.hstack(means)
 
 
-def _drift(markers_found: np.ndarray, marker: np.float32) -> np.ndarray:
-    """The change of weights without a gradient: the marker, or 0 in updates."""
-    is_params = markers_found.mean() > marker / 2
-    markers_before = marker if is_params else 0.0
-    return markers_found - markers_before
+def _drift(markers: np.ndarray, marker: np.float32) -> np.ndarray:
+    """[leaves]: the change of the markers. New params hold them, updates hold 0."""
+    is_params = markers.mean() > marker / 2
+    return markers - (marker if is_params else 0.0)
 
 
 def _call_step(
     step: Step, setting: Setting, params: Arrays, batch: Arrays
 ) -> tuple[PyTree, jax.Array]:
-    """The new params, or updates, and the norm that the step returns."""
+    """Returns what the step returns: new params or updates, and the norm."""
     cast = partial(jnp.asarray, dtype=setting.dtype)
     weights, examples = jax.tree.map(cast, (params, batch))
     result = step(
@@ -307,15 +345,16 @@ def _call_step(
     return output, norm
 
 
-def _placed(setting: Setting, specs: Specs, tree: PyTree) -> PyTree:
+def _placed(setting: Setting, specs: PyTree, tree: PyTree) -> PyTree:
+    """The tree on the devices of a setting."""
     shardings = jax.tree.map(partial(NamedSharding, setting.mesh), specs)
-    # device_put moves nothing that is already placed so, so copies that differ stay
-    # different.
+    # device_put leaves an array that already has its sharding as it is. So copies that
+    # differ stay different.
     return jax.device_put(tree, shardings)
 
 
-def _per_device(setting: Setting, specs: Specs, tree: PyTree) -> list[np.ndarray]:
-    """What each device holds: [devices, its numbers] for each leaf."""
+def _per_device(setting: Setting, specs: PyTree, tree: PyTree) -> list[np.ndarray]:
+    """The shards of each leaf: [devices, numbers]."""
     leaves = []
     for leaf in jax.tree.leaves(_placed(setting, specs, tree)):
         shard_of_device = {
@@ -328,12 +367,15 @@ def _per_device(setting: Setting, specs: Specs, tree: PyTree) -> list[np.ndarray
 
 # inf - inf is NaN: no factor.
 @np.errstate(invalid="ignore")
-def factors_of(updates: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+def factors_of(
+    updates: np.ndarray, gradients: np.ndarray, tolerance: float
+) -> np.ndarray:
     """[rows]: update over gradient. NaN where one is no multiple of the other."""
-    # Where there is no gradient there may be a weight.
+    # The markers are left out.
     updates = np.where(gradients, updates, 0.0)
-    factors = np.sum(updates * gradients, 1) / np.sum(gradients**2, 1)
+    products = np.sum(updates * gradients, axis=1)
+    squares = np.sum(gradients**2, axis=1)
+    factors = products / squares
     differences = norms_of(updates - factors[:, None] * gradients)
-    # Rounding is below a hundredth.
-    is_along = differences <= 0.01 * norms_of(updates)
-    return np.where(is_along, factors, math.nan)
+    is_multiple = differences <= tolerance * norms_of(updates)
+    return np.where(is_multiple, factors, math.nan)

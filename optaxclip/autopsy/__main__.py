@@ -8,8 +8,8 @@ from typing import Any
 from . import why
 
 
-def named(name: str) -> Any:
-    """What a module holds under a name: `module:name`."""
+def resolved(name: str) -> Any:
+    """The object of a name `module:name`."""
     try:
         return pkgutil.resolve_name(name)
     except (AttributeError, ImportError, ValueError) as error:
@@ -24,9 +24,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m optaxclip.autopsy", None, main.__doc__)
     add = parser.add_argument
     add("file", help="the path that was given to save")
-    add("loss", type=named, help="module:loss, what the step differentiates")
-    add("--wide", type=named, help="module:loss, the same loss in float32")
-    add("--like", type=named, help="module:trees, (params, batch) as they were saved")
+    add("loss", type=resolved, help="module:loss, what the step differentiates")
+    add("--wide", type=resolved, help="module:loss, the same loss in float32")
+    add("--like", type=resolved, help="module:trees, (params, batch) as saved")
     add("--microbatch", type=int, default=1, help="examples at once (default: 1)")
     options = parser.parse_args(arguments)
     try:
@@ -37,10 +37,11 @@ def main(arguments: list[str] | None = None) -> None:
             like=options.like,
             microbatch=options.microbatch,
         )
-    # A file that is of no use ends in one line on stderr, without a traceback.
-    except (OSError, ValueError) as error:
-        # An error of the loss needs its traceback.
-        if isinstance(error, ValueError) and not str(error).startswith("why: "):
+    except OSError as error:
+        sys.exit(str(error))
+    except (TypeError, ValueError) as error:
+        # An error of the loss needs its traceback, a wrong argument does not.
+        if not str(error).startswith("why: "):
             raise
         sys.exit(str(error))
     print(verdict)

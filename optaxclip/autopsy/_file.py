@@ -1,15 +1,19 @@
-"""A step in a file: weights, batch, Adam's second moments, and the numbers of a state.
+"""A step in a file: weights, batch, Adam's second moments, and the metrics of a state.
 
-    header    JSON: numbers, structure, and the shape and dtype of each leaf
-    shards    arrays that this process holds, once each, by leaf index and bounds
+A file is an archive of NumPy's arrays:
+
+    header    JSON: metrics, the structure of the trees, and a row for each leaf
+    shards    the parts of leaves that a process holds, by leaf index and bounds
 
 Nothing is pickled, so a file runs no code when it is read.
 """
 
 import ast
+import contextlib
 import json
 import re
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,19 +21,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
+from .._checks import shown
 from .._metrics import metrics
 
 PyTree = Any
 
 
-class Step(NamedTuple):
-    """What the files of a step hold."""
+class Trees(NamedTuple):
+    """What is saved of a step as arrays."""
 
     params: PyTree
     batch: PyTree
-    moments: dict[str, np.ndarray]  # second moments of Adam, by the name of a weight
-    numbers: dict[str, float]  # of `metrics`
+    moments: dict[str, Any]  # second moments of Adam, by the name of a weight
+
+
+class Step(NamedTuple):
+    """A step that was read."""
+
+    trees: Trees
+    metrics: dict[str, float]
 
 
 def by_name(tree: PyTree) -> dict[str, Any]:
@@ -44,31 +56,34 @@ def by_name(tree: PyTree) -> dict[str, Any]:
     return leaves
 
 
+# ----------------------------------------------------------------------------- writing
+
+
 def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path:
     """Writes a step to a file, whole or not at all.
 
-    A skipped step leaves weights and moments bit for bit as they were. So params and
-    state after it are those before it, and `why` can replay it.
+    A skipped step leaves weights and moments bit for bit as they were. So `why` can
+    replay the step from the params and the state that come after it.
 
     Args:
-      path: such as "step.npz". A file that is there is replaced. Of several processes
-        each must call this, and writes what it holds to a file of its own, such as
+      path: such as "step.npz". An older file of this name is replaced. With several
+        processes, each must call `save`, and writes its shards to a file such as
         "step.0-of-4.npz".
       params: the weights, a pytree of arrays.
-      batch: what the loss takes beside them: one argument, or a tuple of arguments.
-        Random keys belong to it. An array uint32[2] counts as one key. Of several
-        processes these are global arrays, or arrays that are the same on all.
+      batch: the other arguments of the loss: one argument, or a tuple of arguments.
+        Random keys belong to it. An array uint32[2] counts as one key. With several
+        processes, arrays must be global, or equal in all processes.
       state: the state of the optimizer, with a skip, a clipper or a recorder of
-        optaxclip in it. Its norms and limits are kept, and the second moments of Adam.
+        optaxclip in it. Its metrics are kept, and the second moments of Adam.
 
     Returns:
       The path of the file that was written.
 
     Raises:
       ValueError: a state without a skip, a clipper or a recorder.
-      TypeError: a leaf that is not an array or a number.
-      OSError: a folder that is not there, or a full disk. The file that was there
-        before is then as it was.
+      TypeError: a leaf that is not an array or a number, or a call inside jit.
+      OSError: a folder that is not there, or a full disk. An older file of this name
+        then stays as it was.
 
     Example:
       >>> import pathlib, tempfile
@@ -81,137 +96,200 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
       >>> path.name
       'step.npz'
     """
-    path = Path(path)
-    processes = jax.process_count()
-    if processes > 1:
-        suffix = f".{jax.process_index()}-of-{processes}{path.suffix}"
-        path = path.with_name(path.stem + suffix)
+    leaves = jax.tree.leaves((params, batch, state))
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        raise TypeError(
+            "save: params, batch and state have no values inside jit. Call save "
+            "outside, or by jax.debug.callback."
+        )
+    try:
+        numbers = metrics(state, floats=True)
+    except (TypeError, ValueError) as error:
+        error.add_note("save: opt_state is its argument state.")
+        raise
     moments = {}
     # `nu` of Adam, in any wrapper.
     for _, nu in optax.tree.get_all_with_path(state, "nu"):
         moments |= by_name(nu)
-    trees = (params, batch, moments)
-    leaves, structure = jax.tree.flatten(trees)
-    header = {
-        "numbers": metrics(state, floats=True),
-        "processes": processes,
-        "tree": repr(jax.tree.unflatten(structure, range(len(leaves)))),
-        "names": list(by_name(trees)),
-        "moments": list(moments),
-        "leaves": [],
-        "keys": [],
-    }
+    trees = Trees(params, batch, moments)
+
+    rows = []
     arrays: dict[str, Any] = {}
-    for leaf_index, leaf in enumerate(leaves):
-        # NumPy's arrays and Python's numbers become JAX's, as under jit.
-        array = jnp.asarray(leaf)
+    for leaf_index, (name, leaf) in enumerate(by_name(trees).items()):
+        array = _as_array(name, leaf)
+        random_key = None
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            header["keys"].append([leaf_index, str(jax.random.key_impl(array))])
+            random_key = str(jax.random.key_impl(array))
             array = jax.random.key_data(array)
-        header["leaves"].append([array.shape, array.dtype.name])
-        for shard in array.addressable_shards:
-            # Of copies on several devices the first one.
-            if shard.replica_id == 0:
-                bounds = [(extent.start, extent.stop) for extent in shard.index]
-                arrays[json.dumps([leaf_index, bounds])] = np.asarray(shard.data)
+        row = {
+            "name": name,
+            "shape": array.shape,
+            "dtype": array.dtype.name,
+            "random_key": random_key,
+        }
+        rows.append(row)
+        for bounds, shard in _shards(array):
+            arrays[json.dumps([leaf_index, bounds])] = shard
+    leaf_indices = jax.tree.unflatten(jax.tree.structure(trees), range(len(rows)))
+    header = {
+        "metrics": numbers,
+        "processes": jax.process_count(),
+        "leaves": rows,
+        "moments": list(moments),
+        "trees": repr(tuple(leaf_indices)),
+    }
     arrays["header"] = np.array(json.dumps(header))
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with open(part, "wb") as file:
-            np.savez(file, **arrays)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    path = _path_of_process(Path(path))
+    _write(path, arrays)
     return path
+
+
+def _as_array(name: str, leaf: Any) -> jax.Array:
+    """NumPy's arrays and Python's numbers become JAX's, as under jit."""
+    try:
+        return jnp.asarray(leaf)
+    except TypeError:
+        raise TypeError(
+            f"save: {name} must be an array or a number, got {shown(leaf)}. Save the "
+            "arrays only, as eqx.filter(model, eqx.is_array) returns them."
+        ) from None
+
+
+def _shards(array: jax.Array) -> Iterator[tuple[list[Any], np.ndarray]]:
+    """The shards that this process holds, each with its bounds along all axes."""
+    for shard in array.addressable_shards:
+        # Of copies on several devices the first one.
+        if shard.replica_id == 0:
+            bounds = [(extent.start, extent.stop) for extent in shard.index]
+            yield bounds, np.asarray(shard.data)
+
+
+def _path_of_process(path: Path) -> Path:
+    """The path itself, or, of four processes, that of a file `step.0-of-4.npz`."""
+    processes = jax.process_count()
+    if processes == 1:
+        return path
+    suffix = f".{jax.process_index()}-of-{processes}{path.suffix}"
+    return path.with_name(path.stem + suffix)
+
+
+def _write(path: Path, arrays: dict[str, Any]) -> None:
+    """Writes a file beside `path`, and gives it its name when it is complete."""
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        with open(unfinished, "wb") as file:
+            np.savez(file, **arrays)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+# ----------------------------------------------------------------------------- reading
 
 
 def load(path: str | Path, like: PyTree = None) -> Step:
     """Reads a step.
 
     Args:
-      path: as it was given to `save`.
-      like: (params, batch) with the structure of these, or None.
+      path: the path that was given to `save`.
+      like: (params, batch) of the structure that was saved, or None.
 
     Raises:
-      ValueError: a file that `save` did not write, files of other steps or runs, or of
-        some processes only, a structure that is not that of the file.
+      ValueError: a file that `save` did not write, files of two steps or runs, a
+        missing file of a process, or another structure than the saved one.
       OSError: no such file.
     """
     path = Path(path)
-    pattern = rf"{re.escape(path.stem)}\.\d+-of-\d+{re.escape(path.suffix)}"
-    siblings = sorted(path.parent.iterdir())
-    paths = [file for file in siblings if re.fullmatch(pattern, file.name)]
-    if path.exists() and paths:
-        raise ValueError(
-            f"why: {path} and {paths[0].name} are of two runs. Remove the older one."
-        )
-    paths = paths or [path]
-    arrays: dict[str, np.ndarray] = {}
-    for file in paths:
-        for key, array in _arrays(file).items():
-            # What several processes hold is the same, as are their headers.
-            if arrays.setdefault(key, array).tobytes() != array.tobytes():
-                raise ValueError(
-                    f"why: {paths[0]} and {file.name} differ in "
-                    f"{_place(key, arrays['header'])}. Save the same step in all "
-                    "processes, and global arrays."
-                )
+    paths = _paths_of_processes(path)
+    arrays = _merged(paths)
     header = json.loads(str(arrays.pop("header")))
     structure = _structure(header, like)
-    leaves = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in header["leaves"]]
+
+    leaves = []
+    for row in header["leaves"]:
+        leaves.append(np.empty(row["shape"], jnp.dtype(row["dtype"])))
     size = sum(leaf.size for leaf in leaves)
-    saved_size = sum(shard.size for shard in arrays.values())
-    if saved_size != size:
+    size_of_shards = sum(shard.size for shard in arrays.values())
+    if size_of_shards != size:
         raise ValueError(
             f"why: {path} must have the files of {header['processes']} processes, got "
-            f"{len(paths)} with {saved_size} of {size} numbers. Put them into one "
+            f"{len(paths)} with {size_of_shards} of {size} numbers. Put them into one "
             "folder."
         )
     for key, shard in arrays.items():
         leaf_index, bounds = json.loads(key)
-        slices = tuple(slice(*start_and_stop) for start_and_stop in bounds)
+        slices = tuple(slice(start, stop) for start, stop in bounds)
+        leaf = leaves[leaf_index]
         # NumPy reads bfloat16 as bytes.
-        leaves[leaf_index][slices] = shard.view(leaves[leaf_index].dtype)
-    for leaf_index, impl in header["keys"]:
-        leaves[leaf_index] = jax.random.wrap_key_data(leaves[leaf_index], impl=impl)
-    params, batch, moments = jax.tree.unflatten(structure, leaves)
-    return Step(params=params, batch=batch, moments=moments, numbers=header["numbers"])
+        leaf[slices] = shard.view(leaf.dtype)
+    for leaf_index, row in enumerate(header["leaves"]):
+        if row["random_key"]:
+            leaves[leaf_index] = jax.random.wrap_key_data(
+                leaves[leaf_index], impl=row["random_key"]
+            )
+    return Step(jax.tree.unflatten(structure, leaves), header["metrics"])
+
+
+def _paths_of_processes(path: Path) -> list[Path]:
+    """The files that several processes wrote for a path, or the path itself."""
+    name = re.compile(rf"{re.escape(path.stem)}\.\d+-of-\d+{re.escape(path.suffix)}")
+    paths = sorted(file for file in path.parent.iterdir() if name.fullmatch(file.name))
+    if path.exists() and paths:
+        raise ValueError(
+            f"why: {path} and {paths[0].name} are of two runs. Remove the older one."
+        )
+    return paths or [path]
+
+
+def _merged(paths: list[Path]) -> dict[str, np.ndarray]:
+    """The arrays of all files of a step. Headers are equal, and copies of a shard."""
+    merged: dict[str, np.ndarray] = {}
+    for path in paths:
+        for key, array in _arrays(path).items():
+            first_copy = merged.setdefault(key, array)
+            if array.tobytes() != first_copy.tobytes():
+                raise ValueError(
+                    f"why: {paths[0]} and {path.name} differ in "
+                    f"{_name(key, merged['header'])}. Save the same step in all "
+                    "processes, and global arrays."
+                )
+    return merged
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
-    """Returns all arrays of a file, with the header."""
+    """The arrays of one file, its header among them."""
     with open(path, "rb") as file:
         try:
             arrays = dict(np.load(file))
-            json.loads(str(arrays["header"]))
+            # A header of another program has no leaves.
+            json.loads(str(arrays["header"]))["leaves"]
         except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile):
             raise ValueError(f"why: {path} must be a file of autopsy.save.") from None
     return arrays
 
 
-def _place(key: str, header: np.ndarray) -> str:
-    """Names what a file holds under a key: the header, or a shard of a leaf."""
+def _name(key: str, header: np.ndarray) -> str:
+    """The name of the leaf whose shard has this key, or the word header."""
     if key == "header":
-        return "header"
+        return key
     leaf_index, _ = json.loads(key)
-    name = json.loads(str(header))["names"][leaf_index]
-    return f"leaf {name} of (params, batch, moments)"
+    return json.loads(str(header))["leaves"][leaf_index]["name"]
 
 
 def _structure(header: dict[str, Any], like: PyTree) -> Any:
-    """Returns the structure of (params, batch, moments) that was saved."""
-    try:
-        if like is None:
-            # The text of dicts, lists and tuples, with the numbers of leaves in them.
-            tree = ast.literal_eval(header["tree"])
-        else:
-            tree = (*like, dict.fromkeys(header["moments"], 0))
-    except (SyntaxError, ValueError):
-        tree = None
-    # Of two structures with as many leaves, names tell which leaf is which.
-    if list(by_name(tree)) != header["names"]:
+    """The structure of the trees that were saved."""
+    trees = None
+    if like is None:
+        # The text is no literal if it has classes in it: "Params(w=0, b=1)".
+        with contextlib.suppress(SyntaxError, ValueError):
+            trees = Trees(*ast.literal_eval(header["trees"]))
+    elif isinstance(like, (tuple, list)) and len(like) == 2:
+        params, batch = like
+        trees = Trees(params, batch, moments=dict.fromkeys(header["moments"], 0))
+    # Two structures may have as many leaves. Their names tell which leaf is which.
+    if list(by_name(trees)) != [row["name"] for row in header["leaves"]]:
         raise ValueError(
             "why: like=(params, batch) must show the structure that was saved, unless "
-            f"that is of dicts, lists and tuples: {header['tree'][:200]}"
+            f"that is of dicts, lists and tuples: {header['trees'][:200]}"
         )
-    return jax.tree.structure(tree)
+    return jax.tree.structure(trees)

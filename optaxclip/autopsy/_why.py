@@ -1,13 +1,18 @@
 """What broke a step: the first cause whose removal brings it within the limit.
 
-    chip     the same program again, three times
-    dtype    in float32
-    data     without the examples that stand out
-    layer    without the tensors that stand out
+    chip     replayed three times, the step has several values
+    dtype    in float32 it is within the limit
+    data     without the examples that stand out it is within the limit
+    layer    without the tensors that stand out it is within the limit
     model    none of these: weights, learning rate, or the batch as a whole
 
-The value that is held against a limit is the norm of the gradient, or the loss where
-only the loss broke its limit. A value that is not finite counts as inf.
+The value of a step is the norm of its gradient, or its loss where only the loss broke
+its limit. A value that is not finite counts as inf.
+
+    recording    the value and its limit, from the state of the optimizer
+    replay       the value, and the norm of each tensor, computed from weights and batch
+    evidence     all replays of a step
+    verdict      the cause, from recording and evidence
 """
 
 import math
@@ -22,20 +27,24 @@ import numpy as np
 
 from .._checks import check_length, is_function, shown
 from .._norms import global_norm, tensor_norm
-from ._file import PyTree, Step, by_name, load
+from ._file import PyTree, Trees, by_name, load
 
 Loss = Callable[..., Any]
 
-ROUNDING = 0.1  # relative tolerance, about sqrt(bfloat16 eps)
-FAR_EXAMPLE = 5  # medians of the examples
-FAR_TENSOR = 10  # medians of the tensors
-LIMIT_IN_MEDIANS = 10  # of the examples, for a step without a limit
+# Relative tolerance between values of equal steps: about the root of bfloat16's eps.
+ROUNDING = 0.1
+# An example is far, or stands out, above so many medians of all examples. A tensor is
+# far if its gradient grew by so many medians of all tensors.
+FAR_EXAMPLE = 5
+FAR_TENSOR = 10
+# The limit where the state has none, in medians of the examples.
+LIMIT_IN_MEDIANS = 10
 
 CAUSES = {
     "none": "the step is within its limit",
     "chip": (
-        "one program gave several norms, or the loss is random, or another one than "
-        "was trained"
+        "recorded value and replays differ: the chip erred, or the loss is random, or "
+        "loss or batch are not those of the step"
     ),
     "dtype": "the step is within its limit in float32",
     "data": "the step is within its limit without these examples",
@@ -45,18 +54,19 @@ CAUSES = {
 
 
 class Verdict(NamedTuple):
-    """What broke a step, and what shows it. As text it is what the command prints.
+    """What broke a step, and the numbers that show it. `str` is the command's output.
 
     Attributes:
       cause: "chip", "dtype", "data", "layer", "model", or "none" for a step that was
         within its limit.
       examples: the places in the batch of the examples that stand out, the furthest
         first.
-      tensors: the names of the weights that are not finite. Where all are finite, those
-        whose gradients stand out, or the one whose gradient grew most. Empty without
-        Adam's moments, unless a weight or a gradient is not finite.
-      numbers: what was compared, by name.
-      not_told: what could not be judged, and why.
+      tensors: the names of the weights that are not finite. If all weights are finite,
+        the names of the tensors whose gradients stand out, or the name of the tensor
+        whose gradient grew most. Empty without Adam's moments, unless a weight or a
+        gradient is not finite.
+      numbers: the numbers that were compared, by name.
+      not_told: the causes that could not be judged, and why.
     """
 
     cause: str
@@ -77,47 +87,47 @@ class Verdict(NamedTuple):
         return "\n".join(lines)
 
 
-class Record(NamedTuple):
-    """What the state says of a step."""
+class Recording(NamedTuple):
+    """The value of a step and its limit, from the state of the optimizer."""
 
-    quantity: str  # what is compared: "norm" or "loss"
-    value: float  # inf where it was not finite, NaN where the state does not have it
-    limit: float
+    quantity: str  # "norm" or "loss"
+    value: float  # inf where it is not finite, NaN where the state does not have it
+    limit: float  # inf where there is none
 
 
 class Examples(NamedTuple):
     """Replays of each example alone, and of the batch without those that stand out."""
 
-    size: int  # how many examples, 0 where the batch cannot be cut into examples
+    size: int  # how many, 0 where the batch cannot be split into examples
     median: float  # NaN where no example has a gradient
     far: list[int]  # places in the batch, the furthest first
     value_without_far: float
 
 
 class Tensors(NamedTuple):
-    """Weights, and their gradients against Adam's second moments."""
+    """Weights that are not finite, and gradients that grew, by name."""
 
-    not_finite: list[str]  # names of weights
-    far: list[str]  # names of weights whose gradients stand out
-    most_grown: list[str]  # the weight whose gradient grew most, none without moments
+    not_finite: list[str]  # weights
+    far: list[str]  # gradients that stand out
+    most_grown: list[str]  # the gradient that grew most, none without Adam's moments
     norm_without_far: float
 
 
 class Evidence(NamedTuple):
-    """What the replays of a step gave."""
+    """The results of all replays of a step."""
 
-    repeats: list[float]  # of the step as it was
-    in_float32: float
+    repeats: list[float]  # values of three replays of the step as it was
+    in_float32: float  # the value in float32
     examples: Examples
     tensors: Tensors
-    not_told: list[str]  # what could not be replayed
+    not_told: list[str]  # causes that could not be judged
 
 
 class Replay(NamedTuple):
     """One replay. Numbers that are not finite are inf."""
 
     value: jax.Array  # float[]: the norm of the gradient, or the loss
-    norms: PyTree  # float[] for each tensor
+    norms: list[jax.Array]  # float[] for each tensor
 
 
 Program = Callable[[PyTree, PyTree], Replay]  # of weights and a batch
@@ -190,43 +200,59 @@ def why(
             raise TypeError(f"why: {name} must be a function, got {shown(function)}.")
     check_length("why: microbatch", microbatch)
     step = load(file, like)
-    record = _recorded(step.numbers)
+    recording = _recording(step.metrics)
     evidence = _evidence(
-        _program(loss, record.quantity),
-        _program(wide or loss, record.quantity),
-        step=step,
+        _program(loss, recording.quantity),
+        _program(wide or loss, recording.quantity),
+        step=step.trees,
         microbatch=microbatch,
     )
-    return _verdict(record, evidence)
+    return _verdict(recording, evidence)
 
 
 # -------------------------------------------------------------------------- measuring
 
+# Prefixes of metrics that have the norm of the whole gradient. The recorder comes last:
+# behind a clipper it has the norm of clipped gradients.
+PREFIXES = ("skip", "spike", "clip", "record")
 
-def _recorded(numbers: dict[str, float]) -> Record:
-    """The norm and its limit, or the loss where that alone broke its limit."""
-    # A recorder may stand behind the clipper, and have the norm of clipped gradients.
-    wrappers = ["skip", "spike", "clip", "record"]
-    for name, number in numbers.items():
-        # Of two wrappers the one that skipped.
-        if name.endswith("/skipped") and number:
-            wrappers.insert(0, name.removesuffix("/skipped"))
-    for wrapper in wrappers:
-        norm = numbers.get(f"{wrapper}/norm", numbers.get(f"{wrapper}/norm_before"))
-        if norm is None:
-            continue
-        limit = numbers.get(f"{wrapper}/limit", math.inf)
-        loss = numbers.get(f"{wrapper}/loss", -math.inf)
-        loss_limit = numbers.get(f"{wrapper}/loss_limit", math.inf)
-        # NaN and inf are within no limit.
-        if norm < limit and not loss < loss_limit:
-            return Record("loss", math.inf if math.isnan(loss) else loss, loss_limit)
-        return Record("norm", math.inf if math.isnan(norm) else norm, limit)
-    return Record("norm", math.nan, math.inf)
+
+def _recording(metrics: dict[str, float]) -> Recording:
+    """Finds the norm or the loss in the metrics of a state, with its limit."""
+    prefixes: list[str] = list(PREFIXES)
+    for name, number in metrics.items():
+        prefix, _, metric = name.partition("/")
+        # Of two skips, the one that skipped comes first: skip_2/skipped. A skip with a
+        # name of its own is left out: skip/a/skipped. In optax.partition it has the
+        # norm of a part of the gradient.
+        if metric == "skipped" and number:
+            prefixes.insert(0, prefix)
+    for prefix in prefixes:
+        norm = metrics.get(f"{prefix}/norm", metrics.get(f"{prefix}/norm_before"))
+        if norm is not None:
+            return _norm_or_loss(metrics, prefix, norm)
+    return Recording("norm", value=math.nan, limit=math.inf)
+
+
+def _norm_or_loss(metrics: dict[str, float], prefix: str, norm: float) -> Recording:
+    """The loss if only the loss broke its limit, else the norm."""
+    limit = metrics.get(f"{prefix}/limit", math.inf)
+    loss = metrics.get(f"{prefix}/loss", -math.inf)
+    loss_limit = metrics.get(f"{prefix}/loss_limit", math.inf)
+    # NaN and inf are within no limit.
+    norm_is_within = norm < limit
+    loss_is_within = loss < loss_limit
+    if norm_is_within and not loss_is_within:
+        return Recording("loss", value=_inf_if_nan(loss), limit=loss_limit)
+    return Recording("norm", value=_inf_if_nan(norm), limit=limit)
+
+
+def _inf_if_nan(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def _program(loss: Loss, quantity: str) -> Program:
-    """A replay, compiled once for each shape."""
+    """Returns a function that replays a step. It compiles once for each shape."""
 
     def loss_of_batch(params: PyTree, batch: PyTree) -> jax.Array:
         # A NamedTuple is one argument.
@@ -234,21 +260,22 @@ def _program(loss: Loss, quantity: str) -> Program:
         result = loss(params, *arguments)
         return result[0] if isinstance(result, tuple) else result
 
-    # Norms outside: they are compiled once for all programs of these weights.
+    # The norms are computed outside of this jit. They do not depend on the shape of the
+    # batch, so they compile only once.
     value_and_grad = jax.jit(jax.value_and_grad(loss_of_batch))
 
     def program(params: PyTree, batch: PyTree) -> Replay:
         value, grads = value_and_grad(params, batch)
         if quantity == "norm":
             value = global_norm(grads)
-        replay = Replay(value, tensor_norm(grads))
+        replay = Replay(value, tensor_norm(jax.tree.leaves(grads)))
         return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf), replay)
 
     return program
 
 
 def _evidence(
-    program: Program, wide_program: Program, *, step: Step, microbatch: int
+    program: Program, wide_program: Program, *, step: Trees, microbatch: int
 ) -> Evidence:
     """Replays a step as it was, in float32, and without what stands out."""
     repeats = []
@@ -285,92 +312,107 @@ def _in_float32(leaf: Any) -> Any:
     return leaf
 
 
-def _counts_examples(leaf: Any) -> bool:
+def _has_examples(leaf: Any) -> bool:
     """Whether the first axis of an array counts examples."""
-    # (2,) is one key for all examples, from jax.random.PRNGKey.
-    return leaf.ndim > 0 and (leaf.shape, leaf.dtype) != ((2,), np.uint32)
+    # A key of jax.random.PRNGKey is uint32[2]. It is one key for all examples.
+    is_key = leaf.shape == (2,) and leaf.dtype == np.uint32
+    return leaf.ndim > 0 and not is_key
 
 
-def _rows(batch: PyTree, rows: slice | np.ndarray) -> PyTree:
-    """Some examples of a batch."""
-    return jax.tree.map(lambda x: x[rows] if _counts_examples(x) else x, batch)
+def _select(batch: PyTree, rows: slice | np.ndarray) -> PyTree:
+    """The examples of a batch in these rows."""
+    return jax.tree.map(lambda x: x[rows] if _has_examples(x) else x, batch)
 
 
 def _examples(
     program: Program, params: PyTree, batch: PyTree, microbatch: int
 ) -> Examples:
     """Replays each microbatch alone, and the batch without those that stand out."""
-    sizes = {len(leaf) for leaf in jax.tree.leaves(batch) if _counts_examples(leaf)}
-    size = 0
-    if len(sizes) == 1:
-        size = sizes.pop()
+    sizes = {len(leaf) for leaf in jax.tree.leaves(batch) if _has_examples(leaf)}
+    size = sizes.pop() if len(sizes) == 1 else 0
     # All examples of a microbatch have its value.
     values = np.empty(size)
     for begin in range(0, size, microbatch):
         rows = slice(begin, begin + microbatch)
-        values[rows] = program(params, _rows(batch, rows)).value
+        values[rows] = program(params, _select(batch, rows)).value
     # Masked examples have no gradient.
-    median = median_low([value for value in values if value] or [math.nan])
+    nonzero_values = values[values != 0]
+    median = median_low(nonzero_values) if nonzero_values.size else math.nan
+    # A loss may be negative.
     is_far = values > FAR_EXAMPLE * abs(median)
     if is_far.any():
-        batch = _rows(batch, ~is_far)
+        batch = _select(batch, ~is_far)
+    from_the_furthest = np.argsort(-values, kind="stable")
     return Examples(
         size=size,
         median=float(median),
-        far=np.argsort(-values, kind="stable")[: is_far.sum()].tolist(),
+        far=[int(place) for place in from_the_furthest if is_far[place]],
         value_without_far=float(program(params, batch).value),
     )
 
 
-def _tensors(params: PyTree, norms: PyTree, moments: dict[str, np.ndarray]) -> Tensors:
+def _tensors(
+    params: PyTree, norms: list[jax.Array], moments: dict[str, np.ndarray]
+) -> Tensors:
     """Finds the gradients that stand out against their history."""
-    norms_by_name = by_name(jax.tree.map(float, norms))
-    growths = {}
-    for name, norm in norms_by_name.items():
-        growths[name] = norm
-        if norm < math.inf:
-            # Moments are means of g^2. Without them the growth is 0.
-            sum_of_moments = np.sum(moments.get(name, 0), dtype=np.float64)
-            growths[name] = norm / (math.sqrt(sum_of_moments) or math.inf)
-    median = median_low([x for x in growths.values() if 0 < x < math.inf] or [1])
-    far = [name for name in growths if growths[name] > FAR_TENSOR * median]
-    other_norms = [norms_by_name[name] for name in growths if name not in far]
-    grown = [name for name in growths if growths[name] > 0]
-    grown.sort(key=growths.__getitem__, reverse=True)
     weights = by_name(params)
+    norm_of = dict(zip(weights, map(float, norms)))
+    growth_of = {}
+    for name, norm in norm_of.items():
+        growth_of[name] = _growth(norm, moments.get(name))
+    finite_growths = [x for x in growth_of.values() if 0 < x < math.inf]
+    # Without a history only gradients that are not finite are above the median.
+    median = median_low(finite_growths) if finite_growths else 0.0
+    far = [name for name in growth_of if growth_of[name] > FAR_TENSOR * median]
+    other_norms = [norm_of[name] for name in norm_of if name not in far]
+    grown = [name for name in growth_of if growth_of[name] > 0]
     return Tensors(
         not_finite=[name for name in weights if not np.isfinite(weights[name]).all()],
         far=far,
-        most_grown=grown[:1],
+        most_grown=sorted(grown, key=growth_of.__getitem__, reverse=True)[:1],
         norm_without_far=math.hypot(*other_norms),
     )
+
+
+def _growth(norm: float, moments: np.ndarray | None) -> float:
+    """A norm over its history, the root of Adam's second moments. 0 without a history.
+
+    Young moments are too small, by one factor for all tensors. It does not matter here:
+    growths are only compared with growths.
+    """
+    if norm == math.inf:
+        return math.inf
+    if moments is None:
+        return 0.0
+    history = math.sqrt(np.sum(moments, dtype=np.float64))
+    return norm / history if history else 0.0
 
 
 # ---------------------------------------------------------------------------- judging
 
 
-def _verdict(record: Record, evidence: Evidence) -> Verdict:
+def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
     """Names the cause, and lists what was compared."""
-    quantity = record.quantity
+    quantity = recording.quantity
     examples = evidence.examples
     tensors = evidence.tensors
-    limit = record.limit
+    limit = recording.limit
     if limit == math.inf and not math.isnan(examples.median):
         limit = LIMIT_IN_MEDIANS * abs(examples.median)
     not_told = evidence.not_told
-    if math.isnan(record.value):
-        # Under another name it may be the norm of a part, as in `optax.partition`.
+    if math.isnan(recording.value):
+        # A norm with a name of its own may be of a part, as in `optax.partition`.
         without_norm = (
             "chip: no norm of the whole gradient under skip/norm, spike/norm, "
             "clip/norm_before or record/norm"
         )
         not_told = [without_norm, *not_told]
     return Verdict(
-        cause=_cause(record, evidence, limit),
+        cause=_cause(recording, evidence, limit),
         examples=examples.far,
         tensors=tensors.not_finite or tensors.far or tensors.most_grown,
         numbers={
-            f"recorded {quantity}": record.value,
+            f"recorded {quantity}": recording.value,
             f"lowest {quantity} of three replays": min(evidence.repeats),
             f"highest {quantity} of three replays": max(evidence.repeats),
             "limit": limit,
@@ -383,11 +425,11 @@ def _verdict(record: Record, evidence: Evidence) -> Verdict:
     )
 
 
-def _cause(record: Record, evidence: Evidence, limit: float) -> str:
+def _cause(recording: Recording, evidence: Evidence, limit: float) -> str:
     """The first cause without which the value is within the limit."""
     values = evidence.repeats
-    if not math.isnan(record.value):
-        values = [record.value, *values]
+    if not math.isnan(recording.value):
+        values = [recording.value, *values]
     if not math.isclose(min(values), max(values), rel_tol=ROUNDING):
         return "chip"
     if values[0] < limit:
@@ -398,7 +440,7 @@ def _cause(record: Record, evidence: Evidence, limit: float) -> str:
         return "data"
     # Weights that are not finite make any gradient wrong, and a wrong backward pass
     # leaves the loss as it is.
-    can_be_layer = record.quantity == "norm" and not evidence.tensors.not_finite
+    can_be_layer = recording.quantity == "norm" and not evidence.tensors.not_finite
     if can_be_layer and 0 < evidence.tensors.norm_without_far < limit:
         return "layer"
     return "model"

@@ -74,6 +74,12 @@ def test_a_file_of_no_use_ends_in_one_line(path):
         command(["nothing.npz", "train_of_test:loss"])
 
 
+def test_what_is_no_function_ends_in_one_line(path):
+    for name, option in (("like", []), ("loss", ["--wide", "train_of_test:like"])):
+        with pytest.raises(SystemExit, match=r"why: \w+ must be a function, got \(0, "):
+            command([str(path), f"train_of_test:{name}", *option])
+
+
 def test_an_error_of_the_loss_keeps_its_traceback(path):
     with pytest.raises(ValueError, match="of the loss"):
         command([str(path), "train_of_test:broken"])

@@ -387,6 +387,26 @@ def test_a_tensor_without_which_all_is_well_is_named(saved, factor):
     assert (verdict.cause, verdict.tensors) == ("layer", ["last"])
 
 
+def test_a_tensor_of_nnx_is_named(tmp_path):
+    """Its second moments stand under `last/value`, and its norm under `last`."""
+    nnx = pytest.importorskip("flax.nnx")
+    params = nnx.State({name: nnx.Param(jnp.asarray(PARAMS[name])) for name in PARAMS})
+
+    def of_state(params, x, y, loss=loss):
+        return loss({name: params[name][...] for name in PARAMS}, x, y)
+
+    def wrong(params, x, y):
+        return of_state(params, x, y, loss=slipping(jnp.float32(1e3)))
+
+    state = SKIP.init(params)
+    for slip in (of_state, of_state, wrong):
+        grads = jax.grad(slip)(params, INPUTS, TARGETS)
+        _, state = jax.jit(SKIP.update)(grads, state, params)
+    path = save(tmp_path / "step.npz", params, (INPUTS, TARGETS), state)
+    verdict = why(wrong, path, like=(params, (0, 0)))
+    assert (verdict.cause, verdict.tensors) == ("layer", ["last/value"])
+
+
 def test_tensors_without_a_gradient_are_no_measure_of_the_others(saved):
     def frozen(params, x, y):
         rest = [jax.lax.stop_gradient(params[name]).sum() for name in "abc"]
@@ -518,6 +538,15 @@ def test_a_norm_under_a_name_of_your_own_is_not_taken(saved):
     assert verdict.numbers["limit"] == 10 * usual
 
 
+def test_the_norm_of_a_skip_in_a_partition_is_not_taken(saved):
+    skip = optaxclip.skip_spikes(ADAM, LIMIT)
+    labels = {"first": "skipped", "last": "rest"}
+    optimizer = optax.partition({"skipped": skip, "rest": ADAM}, labels)
+    verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+    assert verdict.not_told == [WITHOUT_NORM]
+
+
 def test_the_norm_behind_a_clipper_is_not_taken(saved):
     clip = optaxclip.clip_by_global_norm(LIMIT)
     optimizer = optax.chain(clip, optaxclip.record_norm(), ADAM)
@@ -535,3 +564,6 @@ def test_wrong_arguments_are_refused(saved):
         why(loss, path, wide="loss")
     with pytest.raises(ValueError, match="why: microbatch must be at least 1, got 0"):
         why(loss, path, microbatch=0)
+    for like in (5, PARAMS, (PARAMS,)):
+        with pytest.raises(ValueError, match=r"why: like=\(params, batch\) must show"):
+            why(loss, path, like=like)

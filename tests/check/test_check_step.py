@@ -176,6 +176,39 @@ def test_a_leaf_that_is_hardly_off_has_its_name():
         assert kinds == [("above", "groups_apart"), ("below", "groups_apart")]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_rounded_to_16_bits_are_no_groups(dtype):
+    """Their leaves have different factors, but not because each has its own clip."""
+
+    def outcome(setting, grads):
+        rounded = jax.tree.map(lambda x: x.astype(dtype).astype(x.dtype), grads)
+        return wrong_steps.clipped(setting, rounded), wrong_steps.global_norm(rounded)
+
+    def make_step(setting):
+        return wrong_steps.under_jit(setting, lambda grads, _: outcome(setting, grads))
+
+    rows = optaxclip.check_step(make_step, settings=["replicated", "accumulated"])
+    updates = [row for row in rows if (row.case, row.what) == ("above", "update")]
+    assert {row.kind for row in updates} == {"other_direction"}
+    norms = [row for row in rows if (row.case, row.what) == ("above", "norm")]
+    assert {row.kind for row in norms} <= {"unknown"}
+
+
+def test_a_longer_update_is_no_norm_after_the_clip():
+    """Updates of norm 1, above a limit of 1e-6."""
+
+    def outcome(grads, _):
+        norm = wrong_steps.global_norm(grads)
+        return right_steps.scaled(grads, 1 / norm), norm
+
+    rows = optaxclip.check_step(
+        lambda setting: wrong_steps.under_jit(setting, outcome),
+        settings=["replicated", "small_limit"],
+    )
+    kinds = {(row.what, row.kind) for row in rows}
+    assert kinds == {("update", "unknown")}
+
+
 def test_the_gradient_of_the_loss_is_the_mean_of_the_batch():
     def make_step(setting):
         right = right_steps.ours_jit(setting)
