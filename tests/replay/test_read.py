@@ -228,10 +228,10 @@ def test_a_directory_or_no_file_is_named(tmp_path, monkeypatch):
         ("runs", IsADirectoryError, "Is a directory"),
         ("none.csv", FileNotFoundError, "No such file or directory"),
     ):
-        text = f"read_history: {name}: {what}. Give the path of a log file. This one "
+        text = f"read_history: {name}: {what}. Give the path of a log file."
         with pytest.raises(error) as caught:
             read_history(name)
-        assert str(caught.value) == f"{text}is {tmp_path / name}."
+        assert str(caught.value) == f"{text} A relative path begins in {tmp_path}."
 
 
 SUREST = [
