@@ -9,7 +9,7 @@ learning rate: three meet the broken batches and one, drawn in grey, does not.
 
 What it does not show. Which protection is best: `adaptive.py` has more. Nor that every
 run needs one: the optimizer is SGD with momentum, and at half the learning rate
-(--lr 0.1) broken batches do little harm. Adam forgives most of them.
+(--lr 0.1) broken batches do little harm. With Adam at 0.003 they do little harm too.
 
 What it prints. A line for each run as it ends. --save PATH draws a picture, and one for
 dark pages with "_dark" in its name. --table PATH writes the losses as JSON.

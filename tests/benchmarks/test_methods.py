@@ -206,6 +206,11 @@ def test_tables_begin_with_no_clip_and_then_the_highest_mean():
     assert first.method == "none" and means == sorted(means, reverse=True)
 
 
+def test_what_rounds_to_no_difference_is_not_called_worse():
+    table = scores.worse_table(pages.results("methods"))
+    assert "-0.01" in table and "-0.00" not in table
+
+
 def test_every_task_has_one_optimizer(benchmark):
     _, tasks, _ = benchmark
     named = {"SGD with momentum": tasks.MOMENTUM, "Adam": tasks.ADAM}
