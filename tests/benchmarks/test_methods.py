@@ -231,3 +231,11 @@ def test_methods_that_the_page_warns_of_are_worse():
         "spam(), reset_momentum()",
     ):
         assert ROWS[name]["a layer x 1000"] < GLOBAL["a layer x 1000"] - 0.1
+
+
+@pytest.mark.parametrize("fault", [0, 1])
+@pytest.mark.parametrize("method", ["skip_step(global)", scores.GLOBAL])
+def test_the_page_of_rl_has_the_scores_of_the_pole(method, fault):
+    text = (pages.ROOT / "docs/reinforcement_learning.md").read_text()
+    summary = next(row for row in SUMMARIES if row.method == method)
+    assert scores.shown(summary.tasks["pole"].scores[fault]) in text
