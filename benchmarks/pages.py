@@ -235,6 +235,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "each_package": each_package,
     "each_choice": each_choice,
     "each_unseen": each_unseen,
+    "methods_optimizers": lambda: scores.optimizers_table(results("methods")),
     "methods_claims": lambda: claims.table(results("methods")),
     "methods_faults": lambda: scores.faults_table(results("methods")),
     "methods_worse": lambda: scores.worse_table(results("methods")),

@@ -60,7 +60,7 @@ def main(steps: int = 200, save: File = None) -> dict[str, np.ndarray]:
             row[:] = [accuracy(network, *limits, rate) for network in networks]
             print(f"{method:24}  rate {rate:<5}  accuracies {row.round(3)}", flush=True)
     if save is not None:
-        draw_both(save, 2, lambda panels, look: draw(panels, look, accuracies))
+        draw_both(save, 3, lambda panels, look: draw(panels, look, accuracies))
     return accuracies
 
 
@@ -114,19 +114,19 @@ def predict(network: Network, images: Any) -> jax.Array:
 
 
 def draw(panels: Any, look: Look, accuracies: dict[str, np.ndarray]) -> None:
-    """A line for each seed, with and without each way to clip."""
-    none, *methods = accuracies
-    for axis, method, colour in zip(panels, methods, (look.blue, look.green)):
+    """A panel for each method, and in it a line for each seed."""
+    colours = look.orange, look.blue, look.green
+    for axis, method, colour in zip(panels, accuracies, colours):
         axis.axhline(CHANCE, color=look.grey, linestyle="--")
-        axis.plot(RATES, accuracies[none], "o-", color=look.orange, linewidth=2)
         axis.plot(RATES, accuracies[method], "o-", color=colour, linewidth=2)
-        axis.set_title(method, color=colour, weight="bold")
-        axis.set(xlabel="learning rate", ylabel="accuracy", xscale="log", ylim=(0, 1))
-        axis.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
+        title = "no clip" if method == "none" else method
+        axis.set_title(title, color=colour, weight="bold", fontsize=14)
+        axis.set(xlabel="learning rate", xscale="log", ylim=(0, 1))
+        axis.set_xticks(RATES, [f"{rate:g}".lstrip("0") for rate in RATES])
         axis.minorticks_off()
-        write(axis, "no clipping", (0.29, 0.5), look.orange)
-        write(axis, "guessing", (0.2, 0.2), look.grey)
-    write(panels[1], "each line: one seed", (0.97, 0.5), look.grey)
+    panels[0].set_ylabel("test accuracy")
+    write(panels[0], "two seeds,\na line for each", (0.97, 0.5), look.grey)
+    write(panels[1], "guessing", (0.97, 0.19), look.grey)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..report import grid
-from .scores import best, mean_and_error, scores_of
+from .scores import GLOBAL, best, mean_and_error, scores_of
 
-GLOBAL = "clip_by_global_norm(1.0)"
 SPAM = "spam(), reset_momentum()"
 STABLE_SPAM = "adaclip(), adagn()"
 HIGH = 2  # places of the rates above the best one without a clip: 16 times as much
@@ -151,4 +150,5 @@ def verdict(won: list[bool]) -> str:
 def described(duel: Duel) -> str:
     rate = ", 16 times the rate" if duel.is_high else ""
     fault = ["", ", broken batches", ", elements x 1000"][duel.fault]
-    return f"{duel.method} over {duel.other}, {duel.task}{rate}{fault}"
+    other = "no clip" if duel.other == "none" else duel.other
+    return f"{duel.method} over {other}, {duel.task}{rate}{fault}"

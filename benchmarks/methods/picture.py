@@ -1,4 +1,6 @@
-"""Draws the scores of all methods: a panel for each fault, a line for each method."""
+"""Draws the scores of all methods: a panel for each fault, a row for each method,
+and an upright line for no clip.
+"""
 
 import json
 from pathlib import Path
@@ -6,18 +8,19 @@ from typing import Any
 
 from examples._shared import Look, draw_both
 
-from .scores import mean_and_error, summaries
+from .scores import mean_and_error, ranked
 
 
 def draw(results: Path, picture: Path) -> None:
     """Reads the JSON, and draws once for light and once for dark pages."""
     content = json.loads(results.read_text())
-    rows = summaries(content)
-    unclipped = rows[0].scores
-    rows.sort(key=lambda row: row.scores.mean())
+    best_first = ranked(content)
+    unclipped = best_first[0].scores
+    rows = best_first[:0:-1]  # the lowest row of a panel has place 0
     names = [row.method for row in rows]
 
     def draw_panels(panels: Any, look: Look) -> None:
+        corner: dict[str, Any] = {"color": look.orange, "ha": "right", "fontsize": 11}
         for fault, panel in enumerate(panels):
             line = unclipped[fault].mean()
             panel.axvline(line, color=look.orange, linewidth=2)
@@ -31,8 +34,9 @@ def draw(results: Path, picture: Path) -> None:
                     colour = look.orange
                 panel.hlines(place, line, mean, color=colour)
                 panel.errorbar(mean, place, xerr=error, fmt="o", color=colour)
+            panel.text(line - 0.03, len(rows) - 0.5, "no clip", **corner)
             panel.set_title(content["faults"][fault], weight="bold")
-            panel.set(xlim=(-0.02, 1.12), xlabel="learnt")
+            panel.set(xlim=(-0.02, 1.12), xlabel="score (1: as healthy)")
             panel.set_yticks(range(len(names)), names)
             panel.grid(axis="y", alpha=0.2)
 

@@ -12,7 +12,14 @@ import numpy as np
 from ..report import grid
 
 CLOSE = 0.98  # of the best score, in which another rate is as good
+SMALLEST = 0.005  # how much lower a score is that a table names
 NOISY = "pole"  # the task whose seeds differ more than its methods
+GLOBAL = "clip_by_global_norm(1.0)"
+# The tasks with each optimizer, without the noisy one.
+OPTIMIZERS = {
+    "SGD with momentum": ("digits", "recurrent", "regression"),
+    "Adam": ("transformer", "4 bits"),
+}
 
 
 class Best(NamedTuple):
@@ -101,13 +108,41 @@ def shown(scores: np.ndarray) -> str:
     return f"{mean:.2f} ± {error:.2f}"
 
 
+def ranked(content: dict[str, Any]) -> list[Summary]:
+    """No clip, and then all methods, those with the highest mean score first."""
+    unclipped, *others = summaries(content)
+    others.sort(key=lambda row: row.scores.mean(), reverse=True)
+    return [unclipped, *others]
+
+
+def titled(method: str) -> str:
+    """How a table calls a method."""
+    return "no clip" if method == "none" else f"`{method}`"
+
+
+def optimizers_table(content: dict[str, Any]) -> str:
+    """No clip and the usual clip, for the tasks with each optimizer."""
+    unclipped, *others = summaries(content)
+    usual = next(row for row in others if row.method == GLOBAL)
+    lines = []
+    for optimizer, names in OPTIMIZERS.items():
+        for row in (unclipped, usual):
+            tasks = [row.tasks[name] for name in names]
+            means = np.mean([task.scores.mean(-1) for task in tasks], axis=0)
+            beside = np.mean([task.beside for task in tasks])
+            cells = [f"{mean:.2f}" for mean in (*means, beside)]
+            lines.append([optimizer, titled(row.method), *cells])
+    faults = content["faults"]
+    return grid(["optimizer", "method", *faults, "rate 4 times off"], lines)
+
+
 def faults_table(content: dict[str, Any]) -> str:
     """The means over tasks, and how much the rate matters without a fault."""
     lines = []
-    for row in summaries(content):
+    for row in ranked(content):
         cells = [shown(scores) for scores in row.scores]
         rate = [f"{row.width:.1f}", f"{row.beside:.2f}"]
-        lines.append([f"`{row.method}`", *cells, *rate])
+        lines.append([titled(row.method), *cells, *rate])
     columns = ["rates within 2 %", "rate 4 times off"]
     return grid(["method", *content["faults"], *columns], lines)
 
@@ -115,15 +150,17 @@ def faults_table(content: dict[str, Any]) -> str:
 def tasks_table(content: dict[str, Any], fault: int) -> str:
     """All tasks under one fault."""
     lines = []
-    for row in summaries(content):
+    for row in ranked(content):
         cells = [shown(task.scores[fault]) for task in row.tasks.values()]
-        lines.append([f"`{row.method}`", *cells])
+        lines.append([titled(row.method), *cells])
     return grid(["method", *content["tasks"]], lines)
 
 
 def worse_table(content: dict[str, Any]) -> str:
-    """Where a method scores lower than no clip by more than two standard errors."""
-    unclipped, *others = summaries(content)
+    """Where a method scores lower than no clip by 0.005 or more, and by more than two
+    standard errors.
+    """
+    unclipped, *others = ranked(content)
     faults = content["faults"]
     lines = []
     for row in others:
@@ -133,7 +170,7 @@ def worse_table(content: dict[str, Any]) -> str:
             for task, clipped in row.tasks.items():
                 gain = clipped.scores[fault] - unclipped.tasks[task].scores[fault]
                 mean, error = mean_and_error(gain)
-                if mean < -2 * error:
+                if mean < -2 * error and mean <= -SMALLEST:
                     losses.append(f"{task} {mean:.2f}")
             cells.append(", ".join(losses))
         if any(cells):
