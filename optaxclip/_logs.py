@@ -71,8 +71,8 @@ def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
         data = Path(path).read_bytes()
     except OSError as error:
         raise type(error)(
-            f"{call}: {str(path)[:200]}: {error.strerror}. Give the path of a log file. "
-            f"A relative path begins in {Path.cwd()}."
+            f"{call}: {str(path)[:200]}: {error.strerror}. Give the path of a log "
+            f"file. A relative path begins in {Path.cwd()}."
         ) from error
     notes: Notes = []
     try:
