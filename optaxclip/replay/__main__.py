@@ -131,7 +131,8 @@ def _advice(column: Column, suggestions: Sequence[Suggestion]) -> list[str]:
         f"Recommended: {best.rule}, a guard that clips {best.clip_rate:.1%} of these "
         "steps.",
         f"The limit {USUAL_LIMIT}, which most trainers use, clips {usual_share:.1%} of "
-        "them. Keep it, unless that is most or none.",
+        "them.",
+        f"If that is most or none, take the recommended one. Else keep {USUAL_LIMIT}.",
     ]
     first_norms, *_, last_norms = np.array_split(norms, 5)
     early = np.median(first_norms)

@@ -185,7 +185,8 @@ def test_one_row_is_recommended_that_clips_one_percent(log, command):
 def test_it_says_how_many_steps_the_usual_limit_clips(log, command):
     share = np.mean(NORMS > 1.0)
     usual = f"The limit 1.0, which most trainers use, clips {share:.1%} of them."
-    assert f"\n{usual} Keep it, unless that is most or none." in command(log)
+    rule = "If that is most or none, take the recommended one. Else keep 1.0."
+    assert f"\n{usual}\n{rule}\n" in command(log)
 
 
 def test_few_norms_cannot_show_one_percent(log, command):
@@ -196,7 +197,7 @@ def test_few_norms_cannot_show_one_percent(log, command):
     few = "No limit is recommended: 30 norms cannot show 1 %. Log 100 steps or more."
     usual = "Until then take 1.0, the limit that most trainers use."
     assert f"\n{few}\n{usual}\n" in text
-    assert "->" not in text and "Keep it" not in text
+    assert "->" not in text and "Else keep" not in text
     with pytest.raises(SystemExit, match="a limit that is recommended for it"):
         command(log, "--picture", log.parent / "run.png")
 
