@@ -248,8 +248,8 @@ CAUSES = (
         text="{subject} is {value:.3g} times its limit in the median of all rows",
         page="docs/choosing_a_limit.md",
         advice=(
-            "a higher limit: in plain SGD this one is a second learning rate. With Adam "
-            "it may stay"
+            "a higher limit: in plain SGD this one is a second learning rate. With "
+            "Adam it may stay"
         ),
         is_of_setup=True,
         least_rows=20,
@@ -514,8 +514,8 @@ def _largest_norm(norms: signals.ColumnGroups) -> str:
         return ""
     largest = max(largest_norms, key=lambda hit: hit.value)
     return (
-        f"The largest norm is {largest.value:.1f} times its median: {largest.name!r} at "
-        f"step {largest.step}."
+        f"The largest norm is {largest.value:.1f} times its median: {largest.name!r} "
+        f"at step {largest.step}."
     )
 
 
