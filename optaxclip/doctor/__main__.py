@@ -48,6 +48,9 @@ def _text(report: Report) -> str:
         lines += _lines_of(finding)
     if not report.findings:
         lines.append("Nothing found. That does not say that the run is healthy.")
+        # A spike below the limit of a bad batch may still want a clip.
+        if report.largest_norm:
+            lines.append(f"{report.largest_norm} See docs/choosing_a_limit.md")
     lines += ["", f"Looked at {', '.join(report.looked_at)}."]
     for note in report.notes:
         lines.append(f"Note: {note}")

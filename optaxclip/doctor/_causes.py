@@ -217,7 +217,7 @@ CAUSES = (
         needs=signals.DEAD_ROWS,
         rule=rules.dead_rows,
         limit=0.2,
-        text="{value:.0%} more rows than at first are without a gradient in {subject}",
+        text="{value:.0%} of the rows of {subject} have no gradient any more",
         page="docs/doctor.md (Dead rows)",
         advice="look at the tokens, and at weight decay of rows that are not read",
     ),
@@ -247,7 +247,10 @@ CAUSES = (
         limit=10,
         text="{subject} is {value:.3g} times its limit in the median of all rows",
         page="docs/choosing_a_limit.md",
-        advice="a higher limit: this one is a second learning rate",
+        advice=(
+            "a higher limit: in plain SGD this one is a second learning rate. With "
+            "Adam it may stay"
+        ),
         is_of_setup=True,
         least_rows=20,
     ),
@@ -288,12 +291,15 @@ class Report(NamedTuple):
       not_judged: what the log lacks, columns or rows, and the names of the causes that
         need it.
       notes: what the reader left out or decided.
+      largest_norm: how many medians the largest norm has, and its step, in words. Empty
+        for a log without norms above 0.
     """
 
     findings: list[Finding]
     looked_at: list[str]
     not_judged: dict[str, list[str]]
     notes: list[str]
+    largest_norm: str
 
 
 def diagnose(
@@ -354,7 +360,7 @@ def examine(
 
     Returns:
       A `Report`: findings, columns that were read, causes that were not judged with the
-      columns or rows that they need, and notes of the reader.
+      columns or rows that they need, notes of the reader, and the largest norm.
 
     Raises:
       ValueError: a log in which no cause can be judged, a file in a format that is not
@@ -434,6 +440,7 @@ def report_of(log: Log, loss_name: str | None = None) -> Report:
         looked_at=[f"{x.name!r} ({len(x.steps)} rows)" for x in looked_at],
         not_judged=not_judged,
         notes=_notes(log, looked_at),
+        largest_norm=_largest_norm(columns_of_needs[signals.NORM]),
     )
 
 
@@ -490,6 +497,26 @@ def _hits(cause: Cause, table: Table) -> list[Hit]:
     values = np.broadcast_to(values, len(table.steps))
     rows = np.flatnonzero(values > cause.limit)
     return [Hit(table.name, int(table.steps[row]), float(values[row])) for row in rows]
+
+
+def _largest_norm(norms: signals.ColumnGroups) -> str:
+    """The norm that is longest in medians of its column, as a sentence."""
+    largest_norms: list[Hit] = []
+    for (norm,) in norms:
+        is_counted = np.isfinite(norm.values) & (norm.values > 0)
+        if not is_counted.any():
+            continue
+        values = norm.values[is_counted]
+        row = np.argmax(values)
+        step = int(norm.steps[is_counted][row])
+        largest_norms.append(Hit(norm.name, step, values[row] / np.median(values)))
+    if not largest_norms:
+        return ""
+    largest = max(largest_norms, key=lambda hit: hit.value)
+    return (
+        f"The largest norm is {largest.value:.1f} times its median: {largest.name!r} "
+        f"at step {largest.step}."
+    )
 
 
 def _finding(cause: Cause, tables: list[Table]) -> Finding | None:

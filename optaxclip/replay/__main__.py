@@ -11,8 +11,12 @@ from .._logs import Column, Log, clipped_share, distance_of_steps, in_common, re
 from . import Suggestion, plot_history, run, suggest
 from ._batch import norm_ratio
 from ._history import columns_of, named_norms
+from ._run import LEAST_NORMS
 
+# Fewer norms have no table.
 FEW_NORMS = 20
+# Most trainers clip the global norm to it.
+USUAL_LIMIT = 1.0
 # The first fifth of the norms over the last one, in medians. From this on the limit of
 # all norms hardly clips in the end.
 FALL = 2.0
@@ -58,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(_at_batch(log, columns[0], best.limit, options))
         if options.picture is not None:
             _draw(columns[0], best.limit, options.picture)
+            print(f"The picture is in {options.picture}.")
     # A file that is of no use, or a picture that cannot be drawn, ends in one line on
     # stderr, without a traceback.
     except (OSError, ValueError, ImportError) as error:
@@ -68,9 +73,9 @@ def _about_columns(log: Log, columns: Sequence[Column]) -> list[str]:
     """A row for each of several norms, such as of an actor and a critic."""
     lines = [f"{len(columns)} columns are called a gradient norm.", *log.notes]
     for column in columns:
-        advice = _advice(column, _suggestions_for(column))
+        advice, *further_advice = _advice(column, _suggestions_for(column))
         lines.append(f"{column.name}: {_range_of(column)} {advice}")
-        lines += [f"  {note}" for note in _notes_on(column)]
+        lines += [f"  {line}" for line in [*further_advice, *_notes_on(column)]]
     lines.append("If one optimizer has them all, clip_by_group_norm takes all limits.")
     return [*lines, f"--column {columns[0].name!r} shows its table."]
 
@@ -102,30 +107,44 @@ def _recommended(suggestions: Sequence[Suggestion]) -> Suggestion | None:
     return next((row for row in suggestions if row.recommended), None)
 
 
-def _advice(column: Column, suggestions: Sequence[Suggestion]) -> str:
+def _advice(column: Column, suggestions: Sequence[Suggestion]) -> list[str]:
+    """The recommended limit, or why there is none, in lines."""
     norms = _norms_above_0(column)
     if not suggestions:
-        return f"{len(norms)} norms above 0 are too few to choose a limit from."
-    best = _recommended(suggestions)
-    if best is None:
-        return (
-            f"{clipped_share(norms):.0%} of the rows are exactly {norms.max():.4g}: "
+        return [f"{len(norms)} norms above 0 are too few to choose a limit from."]
+    share_of_largest = clipped_share(norms)
+    if share_of_largest:
+        return [
+            f"{share_of_largest:.0%} of the rows are exactly {norms.max():.4g}: "
             "these look like norms after a clip, from which no limit can be chosen. "
             "Log the norm before the clip."
-        )
-    text = f"Start with {best.rule}: it clips {best.clip_rate:.1%} of these steps."
+        ]
+    best = _recommended(suggestions)
+    if best is None:
+        return [
+            f"No limit is recommended: {len(norms)} norms cannot show 1 %. "
+            f"Log {LEAST_NORMS} steps or more.",
+            f"Until then take {USUAL_LIMIT}, the limit that most trainers use.",
+        ]
+    usual_share = np.mean(norms > USUAL_LIMIT)
+    lines = [
+        f"Recommended: {best.rule}, a guard that clips {best.clip_rate:.1%} of these "
+        "steps.",
+        f"The limit {USUAL_LIMIT}, which most trainers use, clips {usual_share:.1%} of "
+        "them.",
+        f"If that is most or none, take the recommended one. Else keep {USUAL_LIMIT}.",
+    ]
     first_norms, *_, last_norms = np.array_split(norms, 5)
     early = np.median(first_norms)
     late = np.median(last_norms)
-    if early < FALL * late:
-        return text
-    return (
-        f"{text}\n"
-        f"Norms fall: from a median of {early:.3g} in the first fifth of the log to "
-        f"{late:.3g} in the last.\n"
-        "This limit hardly clips in the end. Take a rule that learns, a schedule, or a "
-        "limit of the later norms."
-    )
+    if early >= FALL * late:
+        lines += [
+            f"Norms fall: from a median of {early:.3g} in the first fifth of the log "
+            f"to {late:.3g} in the last.",
+            "The recommended limit hardly clips in the end. Take a rule that learns, a "
+            "schedule, or a limit of the later norms.",
+        ]
+    return lines
 
 
 def _about_column(
@@ -137,17 +156,21 @@ def _about_column(
     """The column, the suggestions for it, and what they cannot tell."""
     lines = [*_about_source(log, column, options), _range_of(column), ""]
     if not suggestions:
-        return [*lines, _advice(column, suggestions)]
+        return [*lines, *_advice(column, suggestions)]
     # Each column is as wide as its head.
-    lines.append("   limit at the end  steps clipped  mean factor  clipper, as Python")
+    lines.append("  limit (last step)  steps clipped  mean factor  clipper, as Python")
     for suggestion in suggestions:
         mark = "->" if suggestion.recommended else "  "
         shares = f"{suggestion.clip_rate:13.1%}  {suggestion.mean_factor:11.3f}"
-        lines.append(f"{mark} {suggestion.limit:16.4g}  {shares}  {suggestion.rule}")
+        row = f"{mark} {suggestion.limit:16.4g}  {shares}  {suggestion.rule}"
+        # A comment, so that the cell stays Python.
+        if suggestion.meaning:
+            row += f"  # {suggestion.meaning}"
+        lines.append(row)
     return [
         *lines,
         "",
-        _advice(column, suggestions),
+        *_advice(column, suggestions),
         "These are estimates from the recorded norms. Clipping changes a run, so",
         "its norms will differ, and nothing here says how its loss would change.",
     ]

@@ -165,7 +165,8 @@ class Suggestion(NamedTuple):
       clip_rate: the share of steps clipped, in [0, 1].
       mean_factor: what the clipped steps would have been multiplied by, on average: 0
         where they are skipped, and 1 without any.
-      recommended: whether to start with it. One candidate is marked.
+      recommended: whether it is the guard that clips about 1 %. At most one is.
+      meaning: for a fixed limit what it is of the norms, such as "99th percentile".
     """
 
     rule: str
@@ -173,6 +174,7 @@ class Suggestion(NamedTuple):
     clip_rate: float
     mean_factor: float
     recommended: bool = False
+    meaning: str = ""
 
 
 # The share of steps that the recommended limit clips, so that it clips spikes only.
@@ -180,6 +182,8 @@ RECOMMENDED_RATE = 0.01
 # The highest recommended limit, in medians of the norms. Where more than 1 % of the
 # steps are broken, a limit that clips 1 % lies among their norms and is no help.
 MOST_MEDIANS = 20
+# Among fewer norms no limit clips 1 % of them.
+LEAST_NORMS = 100
 
 
 class Candidate(NamedTuple):
@@ -188,16 +192,25 @@ class Candidate(NamedTuple):
     text: str
     rule: Limit
     shrink: Shrink | None = None
+    meaning: str = ""
 
 
 def _fixed_candidates(norms: np.ndarray) -> list[Candidate]:
     """Limits at quantiles of the norms, and at five medians, in ascending order."""
-    limits = [*np.quantile(norms, (0.5, 0.9, 0.95, 0.99)), 5 * np.median(norms)]
-    rounded_limits = sorted({float(f"{limit:.3g}") for limit in limits})
-    return [
-        Candidate(f"optaxclip.clip_by_global_norm({limit:g})", limit)
-        for limit in rounded_limits
-    ]
+    limits = {
+        "median": np.median(norms),
+        "90th percentile": np.quantile(norms, 0.9),
+        "95th percentile": np.quantile(norms, 0.95),
+        "99th percentile": np.quantile(norms, 0.99),
+        "five medians": 5 * np.median(norms),
+    }
+    candidates: dict[float, Candidate] = {}
+    for meaning, limit in limits.items():
+        rounded = float(f"{limit:.3g}")
+        text = f"optaxclip.clip_by_global_norm({rounded:g})"
+        # Of two limits that are equal, the first one has its meaning in the table.
+        candidates.setdefault(rounded, Candidate(text, rounded, meaning=meaning))
+    return [candidates[limit] for limit in sorted(candidates)]
 
 
 def _learning_candidates(every: int) -> list[Candidate]:
@@ -245,8 +258,8 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
       it is written in a program, its limit at the last step, the share of steps that it
       clips, their mean factor, and whether it is recommended: of the fixed limits up to
       twenty times the median, the one that clips nearest to 1 % of the steps. None is
-      recommended where 5 % of the norms or more are exactly the largest, as in a log of
-      norms after a clip.
+      recommended from fewer than 100 norms, which cannot show 1 %, and where 5 % of the
+      norms or more are exactly the largest, as in a log of norms after a clip.
 
     Raises:
       ValueError: a history that is not [steps], a negative norm, fewer than two finite
@@ -269,7 +282,7 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
         )
     fixed_limits = [_suggestion(x, norms) for x in _fixed_candidates(norms)]
     learned_limits = [_suggestion(x, norms) for x in _learning_candidates(every)]
-    if not clipped_share(norms):
+    if norms.size >= LEAST_NORMS and not clipped_share(norms):
         fixed_limits = _with_a_recommended(fixed_limits, float(np.median(norms)))
     return fixed_limits + learned_limits
 
@@ -282,6 +295,7 @@ def _suggestion(candidate: Candidate, norms: np.ndarray) -> Suggestion:
         limit=float(replay.limits[-1]),
         clip_rate=float(np.mean(replay.clipped)),
         mean_factor=float(factors.mean()) if factors.size else 1.0,
+        meaning=candidate.meaning,
     )
 
 
@@ -329,8 +343,11 @@ def plot_history(
     label = f"clipped ({clipped.sum()} of {clipped.size})"
     rows = np.nonzero(clipped)[0]
     axis.plot(steps[rows], norms[clipped], "r.", markersize=4, label=label)
+    # A band above all norms, so that the legend hides none of them.
+    low, high = axis.get_ylim()
+    axis.set_ylim(low, high * (high / low) ** 0.15)
     axis.set(xlabel="step", ylabel="gradient norm")
-    axis.legend(loc="upper right")
+    axis.legend(loc="upper right", ncols=3)
     return axis
 
 

@@ -267,6 +267,38 @@ def test_nothing_found_names_what_was_looked_at(tmp_path, capsys):
     assert "Looked at 'loss' (60 rows), 'grad_norm' (60 rows)." in text
 
 
+def test_nothing_found_names_the_largest_norm(tmp_path, capsys):
+    """Below the limit of a bad batch, a norm of 8 medians may still want a clip."""
+    other_norms = np.array([*calm(), np.inf])
+    norms = 1000 * other_norms
+    norms[40] = 8 * np.median(norms[:-1])
+    rows = rows_of(step=range(0, 610, 10), a__grad_norm=other_norms, b__grad_norm=norms)
+    # One norm that is inf, and is followed by others, is no cause.
+    rows.insert(50, rows.pop() | {"step": 495})
+    ratio = norms[40] / np.median(norms[np.isfinite(norms)])
+    sentence = (
+        f"The largest norm is {ratio:.1f} times its median: 'b/grad_norm' at step 400."
+    )
+    assert examine(rows).largest_norm == sentence
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    main([str(path)])
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("Nothing found.")
+    assert second == f"{sentence} See docs/choosing_a_limit.md"
+
+
+def test_a_log_without_norms_has_no_largest_one(tmp_path, capsys):
+    rows = rows_of(loss=calm())
+    for norms in ({}, {"grad_norm": 0.0}):
+        rows = [row | norms for row in rows]
+        assert examine(rows).largest_norm == ""
+        path = tmp_path / "run.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        main([str(path)])
+        assert "largest" not in capsys.readouterr().out
+
+
 def test_json_is_what_diagnose_returns(log, capsys):
     main([str(log), "--json"])
     found = json.loads(capsys.readouterr().out)

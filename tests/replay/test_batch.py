@@ -171,7 +171,7 @@ def test_the_command_says_the_limit_at_the_other_size(tmp_path, command):
 
 
 def test_the_command_names_what_is_missing(tmp_path, command, capsys):
-    path = write(tmp_path / "run.jsonl", [{"grad_norm": 1.0 + i} for i in range(40)])
+    path = write(tmp_path / "run.jsonl", [{"grad_norm": 1.0 + i} for i in range(200)])
     with pytest.raises(SystemExit, match=r"log optaxclip\.per_example\.noise_share"):
         command(path, "--batch", "32", "--to", "512")
     with pytest.raises(SystemExit):

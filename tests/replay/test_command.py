@@ -87,7 +87,7 @@ def test_no_limit_is_recommended_from_norms_after_a_clip(log, command):
     log.write_text("\n".join(["step,grad_norm", *lines]))
     text = command(log)
     assert "46% of the rows are exactly 1." in text and "no limit can be chosen" in text
-    assert "Start with" not in text
+    assert "Recommended" not in text
     with pytest.raises(SystemExit, match="a limit that is recommended for it"):
         command(log, "--picture", log.parent / "run.png")
     assert not any(row.recommended for row in suggest(norms))
@@ -113,8 +113,8 @@ def test_several_optimizers_have_a_row_each(log, command):
         low, middle, high = factor * np.quantile(NORMS, (0.0, 0.5, 1.0))
         assert row == (
             f"{name}: {SIZE} steps, 0 of them NaN or inf. Norms from {low:.4g} to "
-            f"{high:.4g}, median {middle:.4g}. Start with {best.rule}: it clips "
-            f"{best.clip_rate:.1%} of these steps."
+            f"{high:.4g}, median {middle:.4g}. Recommended: {best.rule}, a guard that "
+            f"clips {best.clip_rate:.1%} of these steps."
         )
 
 
@@ -177,8 +177,29 @@ def test_one_row_is_recommended_that_clips_one_percent(log, command):
     assert best.limit == pytest.approx(np.quantile(NORMS, 0.99), rel=0.01)
     text = command(log)
     (row,) = [line for line in text.splitlines() if line.startswith("->  ")]
-    assert row.endswith(best.rule)
-    assert f"\nStart with {best.rule}: it clips 1.0% of these steps." in text
+    assert row.endswith(f"{best.rule}  # 99th percentile")
+    advice = f"Recommended: {best.rule}, a guard that clips 1.0% of these steps."
+    assert f"\n{advice}\n" in text
+
+
+def test_it_says_how_many_steps_the_usual_limit_clips(log, command):
+    share = np.mean(NORMS > 1.0)
+    usual = f"The limit 1.0, which most trainers use, clips {share:.1%} of them."
+    rule = "If that is most or none, take the recommended one. Else keep 1.0."
+    assert f"\n{usual}\n{rule}\n" in command(log)
+
+
+def test_few_norms_cannot_show_one_percent(log, command):
+    norms = np.random.default_rng(0).uniform(size=30)
+    lines = [f"{step},{norm}" for step, norm in enumerate(norms)]
+    log.write_text("\n".join(["step,grad_norm", *lines]))
+    text = command(log)
+    few = "No limit is recommended: 30 norms cannot show 1 %. Log 100 steps or more."
+    usual = "Until then take 1.0, the limit that most trainers use."
+    assert f"\n{few}\n{usual}\n" in text
+    assert "->" not in text and "Else keep" not in text
+    with pytest.raises(SystemExit, match="a limit that is recommended for it"):
+        command(log, "--picture", log.parent / "run.png")
 
 
 def test_the_rows_of_the_table_are_python(log, command):
@@ -205,7 +226,8 @@ def test_the_recommended_limit_is_drawn_where_it_is_asked_for(
     command(log)
     assert not drawn and list(log.parent.iterdir()) == [log]
     picture = log.parent / "mine.png"
-    command(log, "--picture", picture)
+    text = command(log, "--picture", picture)
+    assert text.endswith(f"\nThe picture is in {picture}.\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
     (best,) = [row for row in suggest(NORMS) if row.recommended]
     np.testing.assert_array_equal(drawn[0].limits, np.float32(best.limit))
@@ -221,7 +243,7 @@ def test_a_picture_without_matplotlib_ends_in_one_line(log, command, monkeypatch
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit, match=r"matplotlib\.figure"):
         command(log, "--picture", log.parent / "run.png")
-    assert "Start with" in command(log)
+    assert "Recommended: " in command(log)
 
 
 def test_broken_norms_are_counted_and_left_out(tmp_path, command):

@@ -31,6 +31,16 @@ def test_several_histories_are_drawn():
     np.testing.assert_array_equal(steps, np.nonzero(is_clipped)[0])
 
 
+def test_the_legend_hides_no_norm():
+    for norms in (NORMS, np.float32([0.01, 0.02, 900.0, 0.01])):
+        axis = plot_history(optaxclip.replay.run(2.0, norms))
+        axis.figure.canvas.draw()
+        legend = axis.get_legend().get_window_extent()
+        highest = norms[np.isfinite(norms)].max()
+        _, height = axis.transData.transform((0, highest))
+        assert height < legend.y0 and legend.y1 < axis.bbox.y1
+
+
 def test_an_infinite_limit_does_not_stretch_the_picture():
     axis = plot_history(optaxclip.replay.run(None, NORMS))
     low, high = axis.get_ylim()

@@ -72,11 +72,28 @@ def test_suggestions_are_quantiles_five_medians_and_rules():
 
 
 def test_a_limit_among_the_norms_of_broken_steps_is_not_recommended():
-    # 1 % of the steps are above 3000, and 6 % are broken.
-    norms = [*np.linspace(0.5, 1.5, 60), 1000.0, 2000.0, 3000.0, 4000.0]
+    # 1 % of the steps are above 5000, and 6 % are broken.
+    broken = 1000.0 * np.arange(1, 7)
+    norms = [*np.linspace(0.5, 1.5, 94), *broken]
     (best,) = [row for row in suggest(norms) if row.recommended]
     assert best.limit == pytest.approx(5 * np.median(norms), 1e-3)
-    assert best.clip_rate == pytest.approx(4 / SIZE)
+    assert best.clip_rate == pytest.approx(6 / 100)
+
+
+def test_no_limit_is_recommended_from_fewer_than_100_norms():
+    norms = np.random.default_rng(0).uniform(size=100)
+    assert any(row.recommended for row in suggest(norms))
+    # Norms of 0 do not count.
+    norms[0] = 0.0
+    assert not any(row.recommended for row in suggest(norms))
+
+
+def test_fixed_limits_say_which_norm_they_are():
+    meanings = [row.meaning for row in suggest(np.arange(1.0, 65.0))]
+    names = ["median", "90th percentile", "95th percentile", "99th percentile"]
+    assert meanings == [*names, "five medians", *[""] * 5]
+    # All limits are equal here.
+    assert suggest(np.ones(SIZE))[0].meaning == "median"
 
 
 def test_norms_that_never_change_have_no_recommendation():
