@@ -117,6 +117,8 @@ FUNCTIONS = {
     "epsilon": "per_example.epsilon(noise_multiplier, share, steps=..., delta=...)",
     "get_total_norm": "global_norm, or dropin.torch_style.get_total_norm",
     "ghost_clipping": 'clipped_grad(loss, max_norm, method="ghost")',
+    "global_norm_clip": "clip_by_global_norm",
+    "grad_clip": "clip_by_global_norm",
     "grad_norm": "global_norm(grads), or metrics(state) for a log",
     "gradient_clipping": "clip_by_global_norm",
     "log_norm": "record_norm",

@@ -73,8 +73,11 @@ def reported_states(opt_state: PyTree) -> Iterator[FoundState]:
     states = list(_states_in(tree))
     if not states:
         # An optimizer is a tuple of functions to JAX, in which there is no state.
-        optimizers = (optax.GradientTransformation, optax.MultiSteps)
-        error = TypeError if isinstance(opt_state, optimizers) else ValueError
+        if isinstance(opt_state, (optax.GradientTransformation, optax.MultiSteps)):
+            raise TypeError(
+                "metrics: opt_state must be the state of an optimizer, got the "
+                "optimizer: pass the state that its init and update return."
+            )
         hint = ""
         # `nnx.state` makes mappings of flax of a state, without its types and names.
         if type(opt_state).__module__.startswith("flax."):
@@ -83,7 +86,7 @@ def reported_states(opt_state: PyTree) -> Iterator[FoundState]:
                 "nnx.state, which has lost the types. nnx.update(optimizer, state) "
                 "puts a stored one back."
             )
-        raise error(
+        raise ValueError(
             "metrics: opt_state must be the state of an optimizer with a clipper of "
             f"optaxclip in it, got {shown(opt_state)}: hand over what init and update "
             f"return. The clippers of optax keep no state, but optaxclip's do.{hint}"

@@ -1,7 +1,8 @@
 """Every code block of every page in docs/ runs, prints what the page says it prints,
 and raises what the page says it raises.
 
-The blocks of a page run from top to bottom in one namespace, which begins with `jax`,
+The blocks of a page run from top to bottom in one namespace. It begins empty, so that a
+reader can paste the blocks. Only for a page in `WITHOUT_IMPORTS` it begins with `jax`,
 `jnp`, `lax`, `np`, `optax`, `P` (PartitionSpec), `optaxclip` and all that it has. A
 ```text block right after a block of code is what it prints; where the code raises, the
 last lines are the error as Python shows it. ` ...` at the end of a line stands for the
@@ -38,6 +39,8 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 
 
+# Pages that say in words what their blocks import.
+WITHOUT_IMPORTS = {"each_method.md", "per_example.md"}
 # Packages that a page may show and that the library does not need.
 OPTIONAL = ("dp_accounting", "flax")
 COMMANDS = {"optaxclip.replay": replay_main, "optaxclip.doctor": doctor_main}
@@ -142,7 +145,7 @@ def assert_as_shown(shown, printed, where):
 def test_every_block_of_a_page_does_what_it_shows(page, tmp_path):
     if "import orbax" in (DOCS / page).read_text():
         pytest.importorskip("orbax.checkpoint")
-    namespace = names()
+    namespace = names() if page in WITHOUT_IMPORTS else {"__name__": "docs"}
     with chdir(tmp_path), jax.numpy_rank_promotion("allow"):  # as it is for users
         for block in blocks_of(page):
             printed = run(block, page, namespace)

@@ -204,7 +204,8 @@ def site(tmp_path_factory):
         ("NaN loss", "faq.html#does-clipping-fix-nan"),
         ("wandb", "getting_started.html#log-the-norm"),
         ("mixed precision", "sharp_edges.html#mixed-precision"),
-        ("epsilon", "api/per_example.html#optaxclip.per_example.epsilon"),
+        ("epsilon", "private_training.html#which-epsilon-and-delta"),
+        ("per_example.epsilon", "api/per_example.html#optaxclip.per_example.epsilon"),
         ("private training", "private_training.html"),
     ],
 )
