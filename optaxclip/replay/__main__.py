@@ -17,6 +17,8 @@ from ._run import LEAST_NORMS
 FEW_NORMS = 20
 # Most trainers clip the global norm to it.
 USUAL_LIMIT = 1.0
+# A limit that clips a larger share of the steps is no guard.
+MOST_STEPS = 0.5
 # The first fifth of the norms over the last one, in medians. From this on the limit of
 # all norms hardly clips in the end.
 FALL = 2.0
@@ -126,14 +128,7 @@ def _advice(column: Column, suggestions: Sequence[Suggestion]) -> list[str]:
             f"Log {LEAST_NORMS} steps or more.",
             f"Until then take {USUAL_LIMIT}, the limit that most trainers use.",
         ]
-    usual_share = np.mean(norms > USUAL_LIMIT)
-    lines = [
-        f"Recommended: {best.rule}, a guard that clips {best.clip_rate:.1%} of these "
-        "steps.",
-        f"The limit {USUAL_LIMIT}, which most trainers use, clips {usual_share:.1%} of "
-        "them.",
-        f"If that is most or none, take the recommended one. Else keep {USUAL_LIMIT}.",
-    ]
+    lines = _choice(best, float(np.mean(norms > USUAL_LIMIT)))
     first_norms, *_, last_norms = np.array_split(norms, 5)
     early = np.median(first_norms)
     late = np.median(last_norms)
@@ -145,6 +140,24 @@ def _advice(column: Column, suggestions: Sequence[Suggestion]) -> list[str]:
             "schedule, or a limit of the later norms.",
         ]
     return lines
+
+
+def _choice(guard: Suggestion, usual_share: float) -> list[str]:
+    """The usual limit or the guard, by the share of steps that the usual one clips."""
+    the_guard = f"{guard.rule}, a guard that clips {guard.clip_rate:.1%}"
+    if usual_share == 0:
+        return [f"Take {the_guard} of these steps. The usual {USUAL_LIMIT} clips none."]
+    if usual_share > MOST_STEPS:
+        return [
+            f"Take {the_guard} of these steps. The usual {USUAL_LIMIT} clips "
+            f"{usual_share:.1%}.",
+            f"With Adam {USUAL_LIMIT} may stay, if most steps are to be clipped.",
+        ]
+    return [
+        f"Take {USUAL_LIMIT}, as most trainers do: it clips {usual_share:.1%} of these "
+        "steps, neither none nor more than half.",
+        f"If accidents alone are to be clipped, take {the_guard}.",
+    ]
 
 
 def _about_column(

@@ -113,8 +113,9 @@ def test_several_optimizers_have_a_row_each(log, command):
         low, middle, high = factor * np.quantile(NORMS, (0.0, 0.5, 1.0))
         assert row == (
             f"{name}: {SIZE} steps, 0 of them NaN or inf. Norms from {low:.4g} to "
-            f"{high:.4g}, median {middle:.4g}. Recommended: {best.rule}, a guard that "
-            f"clips {best.clip_rate:.1%} of these steps."
+            f"{high:.4g}, median {middle:.4g}. "
+            f"Take {best.rule}, a guard that clips {best.clip_rate:.1%} of these "
+            f"steps. The usual 1.0 clips {np.mean(factor * NORMS > 1):.1%}."
         )
 
 
@@ -178,15 +179,24 @@ def test_one_row_is_recommended_that_clips_one_percent(log, command):
     text = command(log)
     (row,) = [line for line in text.splitlines() if line.startswith("->  ")]
     assert row.endswith(f"{best.rule}  # 99th percentile")
-    advice = f"Recommended: {best.rule}, a guard that clips 1.0% of these steps."
-    assert f"\n{advice}\n" in text
+    advice = f"Take {best.rule}, a guard that clips 1.0% of these steps."
+    assert f"\n{advice} The usual 1.0 clips 51.0%.\n" in text
 
 
-def test_it_says_how_many_steps_the_usual_limit_clips(log, command):
-    share = np.mean(NORMS > 1.0)
-    usual = f"The limit 1.0, which most trainers use, clips {share:.1%} of them."
-    rule = "If that is most or none, take the recommended one. Else keep 1.0."
-    assert f"\n{usual}\n{rule}\n" in command(log)
+@pytest.mark.parametrize(
+    ("length", "choice"),
+    [
+        (0.5, "Take 1.0, as most trainers do: it clips {share:.1%} of these steps"),
+        (1e-3, "Take {guard}, a guard that clips 1.0% of these steps. The usual 1.0"),
+        (1e3, "of these steps. The usual 1.0 clips 100.0%.\nWith Adam 1.0 may stay"),
+    ],
+)
+def test_it_chooses_between_the_usual_limit_and_a_guard(log, command, length, choice):
+    norms = length * NORMS
+    lines = [f"{step},{norm}" for step, norm in enumerate(norms)]
+    log.write_text("\n".join(["step,grad_norm", *lines]))
+    (best,) = [row for row in suggest(norms) if row.recommended]
+    assert choice.format(share=np.mean(norms > 1), guard=best.rule) in command(log)
 
 
 def test_few_norms_cannot_show_one_percent(log, command):
@@ -197,7 +207,7 @@ def test_few_norms_cannot_show_one_percent(log, command):
     few = "No limit is recommended: 30 norms cannot show 1 %. Log 100 steps or more."
     usual = "Until then take 1.0, the limit that most trainers use."
     assert f"\n{few}\n{usual}\n" in text
-    assert "->" not in text and "Else keep" not in text
+    assert "->" not in text and "guard" not in text
     with pytest.raises(SystemExit, match="a limit that is recommended for it"):
         command(log, "--picture", log.parent / "run.png")
 
@@ -243,7 +253,7 @@ def test_a_picture_without_matplotlib_ends_in_one_line(log, command, monkeypatch
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit, match=r"matplotlib\.figure"):
         command(log, "--picture", log.parent / "run.png")
-    assert "Recommended: " in command(log)
+    assert "a guard that clips" in command(log)
 
 
 def test_broken_norms_are_counted_and_left_out(tmp_path, command):
