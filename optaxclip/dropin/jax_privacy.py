@@ -50,8 +50,8 @@ from .._checks import check_choice, check_number
 from .._foreign_names import with_our_names
 from .._mesh_types import varying_as_any_of
 from .._norms import global_norm
+from ..per_example._limits import over_limit
 from ..per_example._problem import check_function
-from ..shrinks import hard
 
 __all__ = ["AuxiliaryOutput", "BoundedSensitivityCallable", "clipped_grad"]
 
@@ -244,7 +244,7 @@ def clipped_grad(
     rescaling = 1.0
     if rescale_to_unit_norm:
         limit = len(limits) ** 0.5
-        shrink = _over_limit
+        shrink = over_limit
         max_norm = jax.tree.map(_divisible, l2_clip_norm)
         rescaling = limit / _joint(jax.tree.leaves(max_norm))
     has_auxiliary = has_aux or return_values or return_grad_norms
@@ -432,11 +432,6 @@ def _divisible(limit: Any) -> Any:
     """The limit as a number that float32 can divide by, neither 0 nor inf."""
     numpy = jnp if isinstance(limit, jax.Array) else np
     return numpy.clip(limit, 1.2e-38, 3.4e38)
-
-
-def _over_limit(norm: jax.Array, limit: jax.Array) -> jax.Array:
-    """The clipped norm over the limit."""
-    return hard(norm, limit) / limit
 
 
 with_our_names(__name__)

@@ -47,7 +47,8 @@ class ClippedGrad(NamedTuple):
         rounding adds (`explain_clipped_grad` shows the parts). `add_noise` multiplies
         by it. It is for examples that join and leave at a place of their own, so there
         is none without `mask=`. Nor is there one for a mean, without a limit (None or
-        inf), with `private=False`, and where nothing is proved: then it is None.
+        inf), for a limit between 0 and 1e-5, with `private=False`, with some shrinks,
+        and where nothing is proved: then it is None.
       longest: how long the sum may be at most. None like `sensitivity`.
     """
 
@@ -136,7 +137,10 @@ def clipped_grad(
       has_aux: whether the loss returns something beside its value.
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`: None or
         `hard`, `normalize` (AUTO-V), `auto_s()`, `psac()`, `smooth()`, `drop`, or a
-        function from norm and limit to new norm.
+        function from norm and limit to new norm, of all examples of a microbatch at
+        once. `sensitivity` is None with a function of yours, which may return more than
+        the limit, and with a shrink that lengthens small gradients by more than 1e5
+        limits: `normalize`, `auto_s` below 1e-5 and `psac` below 2.5e-11.
       microbatch: the most examples that are differentiated at once, at least 1. On a
         mesh with Explicit axes each device that shares the batch takes at least one. It
         need not divide the batch: with 9, a batch of 32 becomes four microbatches of 8.

@@ -61,7 +61,8 @@ def add_noise(
 
     Raises:
       ValueError: a result without a sensitivity, such as a mean, one of a batch without
-        `mask=`, of `max_norm=None` or inf, or of `private=False`. A tree without
+        `mask=`, of `max_norm=None`, inf or below 1e-5, of `private=False`, or of a
+        shrink of your own or `normalize`. A tree without
         `sensitivity=`. Noise of 0, outside 1e-25 to 1e30, or below 2^-20 of what the
         sum may be. A leaf of more numbers than its counters count. A call in pmap, or
         in shard_map with check_vma=False, where it cannot be known which leaves are
@@ -152,7 +153,8 @@ def _bounds_in(
     if result.sensitivity is None:
         raise ValueError(
             "add_noise: result has no sensitivity that noise could hide. clipped_grad "
-            "proves one with a finite max_norm, private=True, and a batch that is "
+            "proves one with a finite max_norm of at least 1e-5, with private=True, "
+            "with a shrink of optaxclip.shrinks but normalize, and for a batch that is "
             "padded to one size, with mask= for what is real (per_example.draw makes "
             "both)."
         )
