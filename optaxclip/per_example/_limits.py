@@ -182,7 +182,8 @@ class LimitTree(NamedTuple):
                 return None
             if isinstance(limit, Tracer):
                 is_traced = True
-            elif math.isinf(limit) or 0 < limit < LEAST_LIMIT:
+            # As a float: under jit JAX would trace a comparison of an array.
+            elif math.isinf(limit) or 0 < float(limit) < LEAST_LIMIT:
                 return None
         # By NumPy, so that `sensitivity` of dropin.jax_privacy is no tracer under jit.
         if not is_traced:
