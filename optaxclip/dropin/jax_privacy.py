@@ -37,7 +37,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +51,8 @@ from .._foreign_names import with_our_names
 from .._mesh_types import varying_as_any_of
 from .._norms import global_norm
 from ..per_example._limits import over_limit
-from ..per_example._problem import check_function
+from ..per_example._noise import count_of_numbers
+from ..per_example._problem import check_function, places_in
 
 __all__ = ["AuxiliaryOutput", "BoundedSensitivityCallable", "clipped_grad"]
 
@@ -74,7 +75,8 @@ class AuxiliaryOutput(NamedTuple):
     aux: Any  # [batch, ...]
 
 
-@dataclass(frozen=True)
+# By identity, since JAX hashes functions, and a limit may be an array, which has none.
+@dataclass(frozen=True, eq=False)
 class BoundedSensitivityCallable:
     """A function, and how much one example can change its result.
 
@@ -94,7 +96,7 @@ class BoundedSensitivityCallable:
     fun: Callable[..., Any]
     limit: Any
     has_aux: bool
-    bounds: set[float] = field(default_factory=set, repr=False, compare=False)
+    bounds: set[float] = field(default_factory=set, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the sum, or (sum, `AuxiliaryOutput`).
@@ -120,7 +122,9 @@ class BoundedSensitivityCallable:
         Args:
           neighboring_relation: of `dp_accounting.NeighboringRelation`, or its name:
             ADD_OR_REMOVE_ONE and REPLACE_SPECIAL (by nothing) give the bound,
-            REPLACE_ONE twice the bound.
+            REPLACE_ONE twice the bound. The bound is inf where none is proved: for a
+            limit of inf or between 0 and 1e-5, with `rescale_to_unit_norm` also for 0,
+            and for 2^24 parameters or more where JAX has a GPU or TPU.
         """
         # No import of dp_accounting, which takes seconds and is not always there.
         name = getattr(neighboring_relation, "name", neighboring_relation)
@@ -226,8 +230,9 @@ def clipped_grad(
     `rescale_to_unit_norm`.
     """
     check_function("clipped_grad: fun", fun)
-    param_places = jax.tree.leaves(argnums)
-    batch_places = jax.tree.leaves(batch_argnums)
+    param_places = places_in(argnums)
+    batch_places = places_in(batch_argnums)
+    is_tree = not isinstance(argnums, Sequence)
     overlap = {*param_places} & {*batch_places}
     if not batch_places or min(param_places + batch_places) < 0 or overlap:
         must = f"{argnums=} and {batch_argnums=} must be at least 0, and not overlap"
@@ -276,7 +281,7 @@ def clipped_grad(
             fun,
             args,
             example_places,
-            is_tree=isinstance(argnums, int),
+            is_tree=is_tree,
             keep_batch_dim=keep_batch_dim,
             has_aux=has_aux,
         )
@@ -289,7 +294,9 @@ def clipped_grad(
             microbatch=microbatch_size,
             mean=False,
         )
-        params = jax.tree.map(lambda place: args[place], argnums)
+        params = tuple(args[place] for place in param_places)
+        if is_tree:
+            (params,) = params
         # A copy of the tree, which the transform may write to
         transformed_params = pre_clipping_transform(jax.tree.map(lambda x: x, params))
         if _identity_of(transformed_params) == _identity_of(params):
@@ -307,7 +314,8 @@ def clipped_grad(
             result = clip_transformed(
                 transformed_params, batch, (params, shared), mask=mask
             )
-            norms, values, aux = result.aux
+            norms_of_all, values, aux = result.aux
+            norms = jax.tree.map(lambda norm: jnp.where(mask, norm, 0), norms_of_all)
         if keep_batch_dim:
             aux = jax.tree.map(lambda x: x[:, 0] if x.shape[1:2] == (1,) else x, aux)
 
@@ -317,12 +325,7 @@ def clipped_grad(
             return (x / normalize_by).astype(x.dtype if dtype is None else dtype)
 
         sums = jax.tree.map(normalized, result.grads)
-        bound = math.inf
-        if result.sensitivity is not None:
-            # The sums with and without one example are both rounded.
-            share = 2 * _share_rounded(result.grads, normalize_by, dtype)
-            bound = result.sensitivity + share * result.longest
-        bound *= rescaling / normalize_by
+        bound = _bound_of(result, sums, normalize_by, rescaling)
         # The bound of a traced limit is not known.
         if not isinstance(bound, Tracer):
             bounds.add(float(bound))
@@ -399,17 +402,38 @@ def _size_of(batch: Any) -> int:
     return max(sizes, default=1)
 
 
-def _share_rounded(sums: Any, normalize_by: float, dtype: Any) -> float:
-    """The largest share of a sum that is lost when it is divided and cast."""
-    largest = 0.0
-    for leaf in jax.tree.leaves(sums):
-        unit = float(jnp.finfo(leaf.dtype).eps) / 2
-        share = 0.0 if normalize_by == 1 else unit
-        cast_unit = unit if dtype is None else float(jnp.finfo(dtype).eps) / 2
-        if cast_unit > unit:
-            share += cast_unit * (1 + share)
-        largest = max(largest, share)
-    return largest
+def _bound_of(
+    result: per_example.ClippedGrad, sums: Any, normalize_by: float, rescaling: float
+) -> Any:
+    """By how much one example changes the sums of a result that were divided and cast.
+    inf where nothing is proved.
+    """
+    if result.sensitivity is None:
+        return math.inf
+    scale = rescaling / normalize_by
+    longest = result.longest * scale
+    share = 0.0  # the largest share of a sum that is lost
+    square_lost = 0.0  # of numbers that are too small to lose a share
+    pairs = zip(jax.tree.leaves(result.grads), jax.tree.leaves(sums))
+    for before, after in pairs:
+        info = jnp.finfo(after.dtype)
+        if not isinstance(longest, Tracer) and longest > float(info.max):
+            return math.inf
+        leaf_share = 0.0
+        if normalize_by != 1:
+            leaf_share = float(jnp.finfo(before.dtype).eps) / 2
+        if after.dtype != before.dtype:
+            leaf_share += float(info.eps) / 2 * (1 + leaf_share)
+        if leaf_share:
+            lost = float(info.tiny)  # flushed to 0
+            if after.dtype == jnp.float16:
+                # Numbers below the normal ones are rounded.
+                lost = float(info.smallest_subnormal) / 2
+            square_lost += count_of_numbers([after]) * lost**2
+        share = max(share, leaf_share)
+    # The sums with and without one example are both rounded.
+    bound = (result.sensitivity + 2 * share * result.longest) * scale
+    return bound + 2 * square_lost**0.5
 
 
 def _has_arrays(tree: Any) -> bool:
@@ -425,7 +449,10 @@ def _identity_of(tree: Any) -> tuple[Any, list[int]]:
 
 def _joint(limits: Sequence[Any]) -> Any:
     """The limit of all parts together."""
-    return sum(limit**2 for limit in limits) ** 0.5
+    if any(isinstance(limit, Tracer) for limit in limits):
+        return reduce(jnp.hypot, limits)
+    # Squares of a float32 leave its range.
+    return math.hypot(*map(float, limits))
 
 
 def _divisible(limit: Any) -> Any:

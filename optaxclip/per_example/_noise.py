@@ -64,7 +64,7 @@ def add_noise(
         `mask=`, of `max_norm=None`, inf or below 1e-5, of `private=False`, or of a
         shrink of your own or `normalize`. A tree without
         `sensitivity=`. Noise of 0, outside 1e-25 to 1e30, or below 2^-20 of what the
-        sum may be. A leaf of more numbers than its counters count. A call in pmap, or
+        sum may be. A multiplier of 2^26 / sqrt(d) or more, for d numbers. A leaf of more numbers than its counters count. A call in pmap, or
         in shard_map with check_vma=False, where it cannot be known which leaves are
         split.
       TypeError: a noise multiplier that is not a number, a key that is none, or
@@ -103,7 +103,13 @@ def add_noise(
     limit = jnp.asarray(number_for_jit(sensitivity), float)
     # Rounding to the grid adds this share of sigma to the sensitivity, so that sigma =
     # multiplier (limit + rounding sigma).
-    rounding = ROUNDING * _count_of(leaves) ** 0.5
+    rounding = ROUNDING * count_of_numbers(leaves) ** 0.5
+    if not isinstance(multiplier, Tracer) and multiplier * rounding >= 1:
+        raise ValueError(
+            f"add_noise: noise_multiplier={shown(noise_multiplier)} must be below "
+            f"{1 / rounding:.2g} for {count_of_numbers(leaves)} numbers, whose "
+            "rounding to the grid would need more noise than there is."
+        )
     sigma = multiplier * limit / (1 - multiplier * rounding)
     is_private = (multiplier > 0) & (sigma >= LEAST_SIGMA) & (sigma <= MOST_SIGMA)
     is_private &= longest <= REACH * sigma
@@ -154,14 +160,14 @@ def _bounds_in(
         raise ValueError(
             "add_noise: result has no sensitivity that noise could hide. clipped_grad "
             "proves one with a finite max_norm of at least 1e-5, with private=True, "
-            "with a shrink of optaxclip.shrinks but normalize, and for a batch that is "
-            "padded to one size, with mask= for what is real (per_example.draw makes "
-            "both)."
+            "with a shrink of optaxclip.shrinks but normalize, for fewer than 2^24 "
+            "parameters where JAX has a GPU or TPU, and for a batch that is padded to "
+            "one size, with mask= for what is real (per_example.draw makes both)."
         )
     return result.sensitivity, result.longest
 
 
-def _count_of(leaves: list[Array]) -> int:
+def count_of_numbers(leaves: list[Array]) -> int:
     """How many real numbers the leaves have, over all devices."""
     count = 0
     for leaf in leaves:
