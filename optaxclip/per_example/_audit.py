@@ -52,8 +52,9 @@ def sensitivity(
 
     Args:
       grad_fn: what training uses, `grad_fn(params, *batch, mask=mask)`, best jitted: it
-        is called ten times for each array of an example. It returns a sum, before noise
-        is added: a result of `clipped_grad(..., mean=False)` or a tree of gradients.
+        is called up to 18 times, and for each array 10 times more if it is of floats,
+        and up to 16 if it is of integers. It returns a sum, before noise is added: a
+        result of `clipped_grad(..., mean=False)` or a tree of gradients.
       params: the parameters. Random ones will do.
       batch: arguments with at least two examples, pytrees whose first axes count them.
         Floats and integers are replaced, one array at a time, integers by values that

@@ -313,6 +313,15 @@ def test_too_little_noise_for_the_grid_lets_nothing_out():
         add_noise(result_of(1.0), 0.9 * least, KEY)
 
 
+def test_a_multiplier_that_the_grid_cannot_hold_is_refused():
+    # 2^26 / sqrt(10^4)
+    text = r"^add_noise: noise_multiplier=1000000.0 must be below 6.\de\+05 for 10000 n"
+    with pytest.raises(ValueError, match=text):
+        add(jnp.zeros(10_000), 1e6)
+    assert np.isnan(jax.jit(add)(jnp.zeros(10_000), 1e6)).all()
+    assert np.isfinite(add(jnp.zeros(10_000), 6e5)).all()
+
+
 def test_under_jit_a_limit_of_inf_lets_nothing_out():
     noisy = jax.jit(lambda limit: add_noise(result_of(limit), 1.0, KEY))
     assert np.isnan(noisy(np.inf)["w"]).all()
