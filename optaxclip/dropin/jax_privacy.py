@@ -10,9 +10,9 @@ the name and the arguments it has there.
 
 It is computed by `optaxclip.per_example.clipped_grad`: from one backward pass where
 that is fastest. Noise, sampling and accounting remain those of jax_privacy, whose
-training loop and Keras models run on it. Its noise in float32 ends at 5.2 deviations:
-`add_noise(grads, noise_multiplier, key, sensitivity=grad.sensitivity())` does not
-(docs/per_example.md).
+training loop and Keras models run on it. The noise of jax_privacy, in float32, ends at
+5.2 deviations. The noise of `add_noise(grads, noise_multiplier, key,
+sensitivity=grad.sensitivity())` reaches 11 (docs/per_example.md).
 
     case                          jax_privacy 2.0         here
     sums of 16-bit gradients      in 16 bits, unless      float32, unless `dtype` says
@@ -21,7 +21,7 @@ training loop and Keras models run on it. Its noise in float32 ends at 5.2 devia
     NaN or inf in a gradient      0 in their places, the  the example is left out (as
                                   rest is clipped         in jax_privacy 2.3)
     the same, nan_safe=False      NaN in their places     all NaN
-    padding                       values, aux, norms      norms are 0
+    padding                       values, aux, norms      the same, but norms are 0
     empty batch                   ValueError              zeros
     l2_clip_norm                  a number                or a tree of them (as in 2.3)
     microbatch_size               must divide the batch   need not
@@ -117,7 +117,8 @@ class BoundedSensitivityCallable:
     def sensitivity(self, neighboring_relation: Any = "REPLACE_SPECIAL") -> Any:
         """Returns by how much the sum can change between neighbouring batches.
 
-        Inside `jax.shard_map` it is the sum of one device.
+        Inside `jax.shard_map` the bound is for the sum over all devices, if `lax.psum`
+        is in float32.
 
         Args:
           neighboring_relation: of `dp_accounting.NeighboringRelation`, or its name:
@@ -195,8 +196,8 @@ def clipped_grad(
       nan_safe: whether an example with NaN or inf in its gradient contributes 0. If
         not, the sum is NaN.
       dtype: what the sum is returned in. None for that of the parameters, but for
-        float32 in the place of 16 bits, rounded to which one example could change the
-        sum by more than the limit.
+        float32 in the place of 16 bits. In 16 bits one example could change the sum by
+        more than the limit.
       prng_argnum: which argument is a random key. Each example gets its own, of
         `jax.random.split(key, batch)`.
       spmd_axis_name: has no effect. The batch stays split over devices as it came.
@@ -242,16 +243,16 @@ def clipped_grad(
         check_number("clipped_grad: l2_clip_norm", limit, is_scalar=True)
     if not normalize_by > 0:
         raise ValueError(f"clipped_grad: {normalize_by=} must be above 0.")
-    limit = _joint(limits)
+    sum_limit = _joint(limits)
     max_norm = l2_clip_norm
     shrink = None
     # From the limits of the clip to the limits of the sum
     rescaling = 1.0
     if rescale_to_unit_norm:
-        limit = len(limits) ** 0.5
+        sum_limit = len(limits) ** 0.5
         shrink = over_limit
         max_norm = jax.tree.map(_divisible, l2_clip_norm)
-        rescaling = limit / _joint(jax.tree.leaves(max_norm))
+        rescaling = sum_limit / _joint(jax.tree.leaves(max_norm))
     has_auxiliary = has_aux or return_values or return_grad_norms
     bounds = set[float]()
 
@@ -339,7 +340,7 @@ def clipped_grad(
         return sums, jax.tree.map(lambda x: x[:size], auxiliary)
 
     return BoundedSensitivityCallable(
-        clipped_sum, limit / normalize_by, has_auxiliary, bounds
+        clipped_sum, sum_limit / normalize_by, has_auxiliary, bounds
     )
 
 

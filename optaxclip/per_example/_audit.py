@@ -26,8 +26,7 @@ class Sensitivity(NamedTuple):
     """How much one example changes a sum, at the worst of what was tried.
 
     Attributes:
-      change: the norm of the sum with the example, less the sum without it. inf where
-        this is not finite.
+      change: |sum with - sum without| of the example. inf where this is not finite.
       pattern: what the example was, such as "nan in batch[0]".
       limit: what the change should not exceed but for rounding, as it was given.
     """

@@ -6,9 +6,9 @@
 
 u     the unit of rounding, 2^-24 for float32
 N     how many roundings a term of the sum goes through
-k     how long terms are over the gradient of an example. 1 where gradients are added
-      up. 17 where norms are by gram: there the terms of positions are added up, which
-      may cancel to 1/16
+k     ratio of the summed lengths of the terms to the length of the gradient. 1 where
+      gradients are added up. 17 where norms are by gram: there the terms of positions
+      are added up, which may cancel to 1/16
 e     the error of a norm: of its sum of squares, and of norms by gram
 B     examples
 
@@ -30,7 +30,6 @@ from ._ghost._plans import GramPlan, LeafPlan
 from ._limits import MAX_CANCELLATION
 from ._passes import block_size
 from ._problem import Problem
-
 
 # GPU and TPU round a quotient or a root up to four times as much as a CPU. A norm, its
 # factor, and the product with it have seven of them.

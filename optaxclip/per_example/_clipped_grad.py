@@ -24,7 +24,7 @@ from ._passes import Run, even_width
 from ._problem import Argnums, Problem, Signature, check_function
 
 METHODS = ("auto", "ghost", "one_pass")
-# Up to four roundings of float32 may make a bound smaller. Times this it holds again.
+# Multiplied by this, a bound still holds after four float32 roundings.
 ROUNDED_UP = 1 + 2.0**-22
 
 
@@ -65,7 +65,7 @@ class ClippedGrad(NamedTuple):
 
     def added_to(self, total: ClippedGrad) -> ClippedGrad:
         """Returns the sum of this result and another one, for batches that come in
-        several calls. An example may be in one of them.
+        several calls. No example may be in both.
 
         Its sensitivity is the larger one, and what rounding of this addition adds.
         `nonfinite` counts both. Norms, factors, values and aux are of this batch.
@@ -129,8 +129,8 @@ def clipped_grad(
         separately. With `private=False` a limit may be a function from all norms of the
         batch, float32[batch] with NaN for an example that is masked or broken, to a
         number, such as `jnp.nanmedian`. It gets the norms of all devices, but in pmap
-        and with check_vma=False only those of its own. Such a limit needs all norms
-        first, so the whole batch is differentiated at once.
+        and with check_vma=False only those of the device it runs on. Such a limit needs
+        all norms first, so the whole batch is differentiated at once.
       argnums: which arguments to differentiate, as in `jax.grad`.
       shared_argnums: which arguments are the same for all examples. All others are
         batches: pytrees of arrays whose first axis counts examples. Random keys are a
@@ -160,11 +160,12 @@ def clipped_grad(
         narrow networks and long sequences.
 
         "auto": the faster one, estimated from the shapes of the loss. One pass then
-        takes a microbatch whose gradients fill at most two thirds of what is kept of
-        the batch. On a CPU it takes at most 8 gradients, or as many as fit into a
-        megabyte, unless convolutions are much of the work. For a loss that ghost
-        clipping cannot take, gradients fill at most 8 MB on a CPU and 256 MB elsewhere.
-        A single gradient may always be larger. `explain_clipped_grad` shows the choice.
+        takes a microbatch whose gradients fill at most two thirds of the memory that
+        the backward pass keeps for the batch. On a CPU it takes at most 8 gradients, or
+        as many as fit into a megabyte, unless convolutions are much of the work. For a
+        loss that ghost clipping cannot take, gradients fill at most 8 MB on a CPU and
+        256 MB elsewhere. A single gradient may always be larger.
+        `explain_clipped_grad` shows the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.
@@ -305,9 +306,13 @@ def clipped_grad(
         )
 
     def clip_on_device(problem: Problem) -> tuple[DeviceResult, Bounds]:
+        # norms |g_i|, by Limits.weigh
+        # factors f_i = shrink(|g_i|, C) / |g_i|, as roots in Weights
+        # sums = sum_i f_i g_i / divisor, by Weights.total or from cotangents
         problem = signature.on_device(problem)
         choice = choose(problem, method, microbatch)
-        # The limit of a function, and so each factor, is known after all norms.
+        # A max_norm function needs all norms first, so the whole batch is one
+        # microbatch.
         width = None if needs_all_norms else choice.microbatch
         run = Run(problem, limits.on_device(problem), width)
         if choice.ghost:
@@ -390,7 +395,7 @@ class Explanation(NamedTuple):
             f"one example changes the sum by at most 1 + {self.change:.2g} limits",
             f"  1 by its limit, {self.excess:.2g} by its rounding, "
             f"{rounding_of_others:.2g} by that of the others",
-            "  with mask=: of batches that differ in size nothing is proved",
+            "  proved for one batch size, with mask= for absent examples",
         ]
         head = ("parameter", "shape", "norm by", "uses", "kept", "made")
         rows: list[tuple[str, ...]] = [head]
@@ -461,7 +466,7 @@ def explain_clipped_grad(
       estimated time, in plain gradients: one_pass 3.9, ghost 1.4
       one example changes the sum by at most 1 + 3.8e-06 limits
         1 by its limit, 5.4e-07 by its rounding, 3.2e-06 by that of the others
-        with mask=: of batches that differ in size nothing is proved
+        proved for one batch size, with mask= for absent examples
       parameter  shape     norm by   uses         kept  made
       b          (20,)     gradient  add          320   80
       w          (30, 20)  product   dot_general  800   0

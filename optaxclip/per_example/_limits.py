@@ -4,6 +4,10 @@
 
 Parameters that share a limit C are a group. Each example has a norm and a factor for
 each group.
+
+Limits exist three times. `LimitTree` is what the user gave, before any call. In
+`Problem.limits` its numbers are arguments of a call, which shard_map hands to each
+device. `Limits` joins these with the groups and the splits of the parameters.
 """
 
 import math
@@ -88,7 +92,8 @@ class Limits(NamedTuple):
 
         `term_bounds` has a number [batch] for each leaf: at least as long as all terms
         of an example's gradient together, where these are only added up with those of
-        other examples. It is 0 where the gradient is made before, as all are for None.
+        other examples. It is 0 where the gradient itself is made. None: all gradients
+        were made.
         """
         specs = []
         for group, mesh_axes in zip(self.groups, self.splits):

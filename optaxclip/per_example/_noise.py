@@ -48,7 +48,7 @@ def add_noise(
         drawn. The first key should come from the system: an observer may guess
         `jax.random.key(0)`.
       sensitivity: of a tree of gradients, by how much one example changes them at most,
-        as a norm of all leaves. Not of a result.
+        as a norm of all leaves. Must be left out if `result` is a ClippedGrad.
 
     Returns:
       The tree of gradients with noise, in the dtypes and the sharding that they had.
@@ -62,11 +62,11 @@ def add_noise(
     Raises:
       ValueError: a result without a sensitivity, such as a mean, one of a batch without
         `mask=`, of `max_norm=None`, inf or below 1e-5, of `private=False`, or of a
-        shrink of your own or `normalize`. A tree without
-        `sensitivity=`. Noise of 0, outside 1e-25 to 1e30, or below 2^-20 of what the
-        sum may be. A multiplier of 2^26 / sqrt(d) or more, for d numbers. A leaf of more numbers than its counters count. A call in pmap, or
-        in shard_map with check_vma=False, where it cannot be known which leaves are
-        split.
+        shrink of your own or `normalize`. A tree without `sensitivity=`. Noise of 0,
+        outside 1e-25 to 1e30, or below 2^-20 of what the sum may be. A multiplier of
+        2^26 / sqrt(d) or more, for d numbers. A leaf of more numbers than its counters
+        count. A call in pmap, or in shard_map with check_vma=False, where it cannot be
+        known which leaves are split.
       TypeError: a noise multiplier that is not a number, a key that is none, or
         several, or leaves that are not floats or complex.
 
@@ -125,7 +125,7 @@ def add_noise(
     sigma = jnp.where(is_private, sigma, jnp.nan)
     try:
         salted = jax.random.fold_in(key, SALT)
-        keys = jax.random.split(salted, len(leaves) + 1)
+        keys = jax.random.split(salted, len(leaves))
     except (TypeError, ValueError):
         must = "add_noise: key must be one key, such as jax.random.key(0)"
         raise TypeError(f"{must}, got {shown(key)}.") from None

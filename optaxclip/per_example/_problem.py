@@ -35,7 +35,15 @@ SPLIT_LOOKUP = (
 
 
 class Problem(NamedTuple):
-    """A loss of one example, parameters, and a batch of examples."""
+    """A loss of one example, parameters, and a batch of examples.
+
+    | fields | are set by |
+    |---|---|
+    | call, loss, params, batch, present, shared | `Signature.problem_of` |
+    | limits, divisor, is_sum | `clipped_grad`, for each call |
+    | devices | `on_each_device`, on a mesh with Explicit axes |
+    | splits, mesh_axes, program, returned | `Signature.on_device`, on each device |
+    """
 
     call: str  # the function that the user called, for errors
     # (params, example, shared) -> (value, aux)

@@ -325,7 +325,7 @@ def test_what_is_proved_is_known_before_the_run():
         assert found.change == pytest.approx(change, rel=1e-6), name
         assert f"at most 1 + {change:.2g} limits\n" in str(found)
         assert f"{excess:.2g} by its rounding, {change - excess:.2g} by" in str(found)
-        assert "with mask=: of batches that differ in size nothing" in str(found)
+        assert "proved for one batch size, with mask= for absent" in str(found)
     by_matrix = explained("matrix", 64, 1024)
     assert by_matrix.excess <= 4.3e-6
     assert by_matrix.change <= 5.3e-4
