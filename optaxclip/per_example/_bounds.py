@@ -70,7 +70,7 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
         error += _error_of_factors(plan)
         sum_errors.append(terms_over_gradient * error)
     error_of_sum = max(sum_errors)
-    excess = _error_of_squares(problem) + max(norm_errors) + error_of_sum
+    excess = _error_of_squares(problem, choice) + max(norm_errors) + error_of_sum
     return Bounds(
         excess,
         change=excess + 2 * (size - 1) * error_of_sum,
@@ -78,18 +78,22 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     )
 
 
-def _error_of_squares(problem: Problem) -> float:
+def _error_of_squares(problem: Problem, choice: Choice) -> float:
     """What the sum of all squares may miss of a norm: sqrt(1 + gamma(n)) - 1, for n
     squares, which only a CPU adds up in float64.
     """
     count = ROUNDINGS_OF_FACTOR
-    for leaf, mesh_axes in zip(jax.tree.leaves(problem.params), problem.splits):
-        # Sizes of jax.export may be symbols.
-        if not isinstance(leaf.size, int):
-            return np.inf
+    leaves = jax.tree.leaves(problem.params)
+    for plan, leaf, mesh_axes in zip(choice.plans(problem), leaves, problem.splits):
         # A norm by product has a square for each row and column, and one for itself:
         # at most two more than the parameter has numbers.
-        count += leaf.size * device_count(mesh_axes) + 2
+        count += 2
+        # A norm by gram is one number.
+        if not isinstance(plan, GramPlan):
+            # Sizes of jax.export may be symbols.
+            if not isinstance(leaf.size, int):
+                return np.inf
+            count += leaf.size * device_count(mesh_axes)
     error_of_square = rounding(count, np.float32 if has_accelerator() else np.float64)
     return float(np.sqrt(1 + error_of_square) - 1)
 
