@@ -151,6 +151,16 @@ def _static_number(argument: str, number: Any, lowest: float = 0.0) -> float:
     return float(number)
 
 
+def lengthening_of(shrink: Shrink) -> float:
+    """A number r such that the shrink returns at most the limit, and multiplies no norm
+    by more than 1 or r times the limit. inf where this is not proved, as for functions
+    of users.
+    """
+    if shrink is hard or shrink is drop:
+        return 0.0
+    return _LENGTHENING.get(shrink, math.inf)
+
+
 def shrink_of(shrink: Any, call: str) -> Shrink:
     """The shrink that a user means: `hard` for None, a factory's default for a factory.
 
@@ -171,6 +181,10 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
     return with_hash(shrink)
 
 
+# Of the shrinks that factories have made. `normalize` lengthens without an end.
+_LENGTHENING: dict[Shrink, float] = {}
+
+
 # Equal numbers give one function, so that a clipper that is built again compiles
 # nothing anew.
 @cache
@@ -187,6 +201,7 @@ def _smooth(power: float) -> Shrink:
         return smaller / (1 + quotient**power) ** (1 / power)
 
     shrink.__qualname__ = f"smooth({power:g})"
+    _LENGTHENING[shrink] = 0.0
     return shrink
 
 
@@ -197,6 +212,8 @@ def _auto_s(gamma: float) -> Shrink:
         return limit * _quotient(norm, norm + gamma)
 
     shrink.__qualname__ = f"auto_s({gamma:g})"
+    # limit / (norm + gamma) is largest for a norm of 0.
+    _LENGTHENING[shrink] = 1 / gamma if gamma else math.inf
     return shrink
 
 
@@ -213,6 +230,9 @@ def _psac(r: float) -> Shrink:
         return limit * _quotient(norm, norm + bend)
 
     shrink.__qualname__ = f"psac({r:g})"
+    # norm + r / (norm + r) is least for the norm sqrt(r) - r, or for 0.
+    least_divisor = 1.0 if r > 1 else 2 * r**0.5 - r
+    _LENGTHENING[shrink] = 1 / least_divisor if least_divisor else math.inf
     return shrink
 
 

@@ -10,9 +10,9 @@ the name and the arguments it has there.
 
 It is computed by `optaxclip.per_example.clipped_grad`: from one backward pass where
 that is fastest. Noise, sampling and accounting remain those of jax_privacy, whose
-training loop and Keras models run on it. Its noise in float32 ends at 5.2 deviations:
-`add_noise(grads, noise_multiplier, key, sensitivity=grad.sensitivity())` does not
-(docs/per_example.md).
+training loop and Keras models run on it. The noise of jax_privacy, in float32, ends at
+5.2 deviations. The noise of `add_noise(grads, noise_multiplier, key,
+sensitivity=grad.sensitivity())` reaches 11 (docs/per_example.md).
 
     case                          jax_privacy 2.0         here
     sums of 16-bit gradients      in 16 bits, unless      float32, unless `dtype` says
@@ -21,7 +21,7 @@ training loop and Keras models run on it. Its noise in float32 ends at 5.2 devia
     NaN or inf in a gradient      0 in their places, the  the example is left out (as
                                   rest is clipped         in jax_privacy 2.3)
     the same, nan_safe=False      NaN in their places     all NaN
-    padding                       values, aux, norms      norms are 0
+    padding                       values, aux, norms      the same, but norms are 0
     empty batch                   ValueError              zeros
     l2_clip_norm                  a number                or a tree of them (as in 2.3)
     microbatch_size               must divide the batch   need not
@@ -37,7 +37,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -50,8 +50,9 @@ from .._checks import check_choice, check_number
 from .._foreign_names import with_our_names
 from .._mesh_types import varying_as_any_of
 from .._norms import global_norm
-from ..per_example._problem import check_function
-from ..shrinks import hard
+from ..per_example._limits import over_limit
+from ..per_example._noise import count_of_numbers
+from ..per_example._problem import check_function, places_in
 
 __all__ = ["AuxiliaryOutput", "BoundedSensitivityCallable", "clipped_grad"]
 
@@ -74,7 +75,8 @@ class AuxiliaryOutput(NamedTuple):
     aux: Any  # [batch, ...]
 
 
-@dataclass(frozen=True)
+# By identity, since JAX hashes functions, and a limit may be an array, which has none.
+@dataclass(frozen=True, eq=False)
 class BoundedSensitivityCallable:
     """A function, and how much one example can change its result.
 
@@ -94,7 +96,7 @@ class BoundedSensitivityCallable:
     fun: Callable[..., Any]
     limit: Any
     has_aux: bool
-    bounds: set[float] = field(default_factory=set, repr=False, compare=False)
+    bounds: set[float] = field(default_factory=set, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the sum, or (sum, `AuxiliaryOutput`).
@@ -115,12 +117,15 @@ class BoundedSensitivityCallable:
     def sensitivity(self, neighboring_relation: Any = "REPLACE_SPECIAL") -> Any:
         """Returns by how much the sum can change between neighbouring batches.
 
-        Inside `jax.shard_map` it is the sum of one device.
+        Inside `jax.shard_map` the bound is for the sum over all devices, if `lax.psum`
+        is in float32.
 
         Args:
           neighboring_relation: of `dp_accounting.NeighboringRelation`, or its name:
             ADD_OR_REMOVE_ONE and REPLACE_SPECIAL (by nothing) give the bound,
-            REPLACE_ONE twice the bound.
+            REPLACE_ONE twice the bound. The bound is inf where none is proved: for a
+            limit of inf or between 0 and 1e-5, with `rescale_to_unit_norm` also for 0,
+            and for 2^24 parameters or more where JAX has a GPU or TPU.
         """
         # No import of dp_accounting, which takes seconds and is not always there.
         name = getattr(neighboring_relation, "name", neighboring_relation)
@@ -191,8 +196,8 @@ def clipped_grad(
       nan_safe: whether an example with NaN or inf in its gradient contributes 0. If
         not, the sum is NaN.
       dtype: what the sum is returned in. None for that of the parameters, but for
-        float32 in the place of 16 bits, rounded to which one example could change the
-        sum by more than the limit.
+        float32 in the place of 16 bits. In 16 bits one example could change the sum by
+        more than the limit.
       prng_argnum: which argument is a random key. Each example gets its own, of
         `jax.random.split(key, batch)`.
       spmd_axis_name: has no effect. The batch stays split over devices as it came.
@@ -226,8 +231,9 @@ def clipped_grad(
     `rescale_to_unit_norm`.
     """
     check_function("clipped_grad: fun", fun)
-    param_places = jax.tree.leaves(argnums)
-    batch_places = jax.tree.leaves(batch_argnums)
+    param_places = places_in(argnums)
+    batch_places = places_in(batch_argnums)
+    is_tree = not isinstance(argnums, Sequence)
     overlap = {*param_places} & {*batch_places}
     if not batch_places or min(param_places + batch_places) < 0 or overlap:
         must = f"{argnums=} and {batch_argnums=} must be at least 0, and not overlap"
@@ -237,16 +243,16 @@ def clipped_grad(
         check_number("clipped_grad: l2_clip_norm", limit, is_scalar=True)
     if not normalize_by > 0:
         raise ValueError(f"clipped_grad: {normalize_by=} must be above 0.")
-    limit = _joint(limits)
+    sum_limit = _joint(limits)
     max_norm = l2_clip_norm
     shrink = None
     # From the limits of the clip to the limits of the sum
     rescaling = 1.0
     if rescale_to_unit_norm:
-        limit = len(limits) ** 0.5
-        shrink = _over_limit
+        sum_limit = len(limits) ** 0.5
+        shrink = over_limit
         max_norm = jax.tree.map(_divisible, l2_clip_norm)
-        rescaling = limit / _joint(jax.tree.leaves(max_norm))
+        rescaling = sum_limit / _joint(jax.tree.leaves(max_norm))
     has_auxiliary = has_aux or return_values or return_grad_norms
     bounds = set[float]()
 
@@ -276,7 +282,7 @@ def clipped_grad(
             fun,
             args,
             example_places,
-            is_tree=isinstance(argnums, int),
+            is_tree=is_tree,
             keep_batch_dim=keep_batch_dim,
             has_aux=has_aux,
         )
@@ -289,7 +295,9 @@ def clipped_grad(
             microbatch=microbatch_size,
             mean=False,
         )
-        params = jax.tree.map(lambda place: args[place], argnums)
+        params = tuple(args[place] for place in param_places)
+        if is_tree:
+            (params,) = params
         # A copy of the tree, which the transform may write to
         transformed_params = pre_clipping_transform(jax.tree.map(lambda x: x, params))
         if _identity_of(transformed_params) == _identity_of(params):
@@ -307,7 +315,8 @@ def clipped_grad(
             result = clip_transformed(
                 transformed_params, batch, (params, shared), mask=mask
             )
-            norms, values, aux = result.aux
+            norms_of_all, values, aux = result.aux
+            norms = jax.tree.map(lambda norm: jnp.where(mask, norm, 0), norms_of_all)
         if keep_batch_dim:
             aux = jax.tree.map(lambda x: x[:, 0] if x.shape[1:2] == (1,) else x, aux)
 
@@ -317,12 +326,7 @@ def clipped_grad(
             return (x / normalize_by).astype(x.dtype if dtype is None else dtype)
 
         sums = jax.tree.map(normalized, result.grads)
-        bound = math.inf
-        if result.sensitivity is not None:
-            # The sums with and without one example are both rounded.
-            share = 2 * _share_rounded(result.grads, normalize_by, dtype)
-            bound = result.sensitivity + share * result.longest
-        bound *= rescaling / normalize_by
+        bound = _bound_of(result, sums, normalize_by, rescaling)
         # The bound of a traced limit is not known.
         if not isinstance(bound, Tracer):
             bounds.add(float(bound))
@@ -336,7 +340,7 @@ def clipped_grad(
         return sums, jax.tree.map(lambda x: x[:size], auxiliary)
 
     return BoundedSensitivityCallable(
-        clipped_sum, limit / normalize_by, has_auxiliary, bounds
+        clipped_sum, sum_limit / normalize_by, has_auxiliary, bounds
     )
 
 
@@ -399,17 +403,38 @@ def _size_of(batch: Any) -> int:
     return max(sizes, default=1)
 
 
-def _share_rounded(sums: Any, normalize_by: float, dtype: Any) -> float:
-    """The largest share of a sum that is lost when it is divided and cast."""
-    largest = 0.0
-    for leaf in jax.tree.leaves(sums):
-        unit = float(jnp.finfo(leaf.dtype).eps) / 2
-        share = 0.0 if normalize_by == 1 else unit
-        cast_unit = unit if dtype is None else float(jnp.finfo(dtype).eps) / 2
-        if cast_unit > unit:
-            share += cast_unit * (1 + share)
-        largest = max(largest, share)
-    return largest
+def _bound_of(
+    result: per_example.ClippedGrad, sums: Any, normalize_by: float, rescaling: float
+) -> Any:
+    """By how much one example changes the sums of a result that were divided and cast.
+    inf where nothing is proved.
+    """
+    if result.sensitivity is None:
+        return math.inf
+    scale = rescaling / normalize_by
+    longest = result.longest * scale
+    share = 0.0  # the largest share of a sum that is lost
+    square_lost = 0.0  # of numbers that are too small to lose a share
+    pairs = zip(jax.tree.leaves(result.grads), jax.tree.leaves(sums))
+    for before, after in pairs:
+        info = jnp.finfo(after.dtype)
+        if not isinstance(longest, Tracer) and longest > float(info.max):
+            return math.inf
+        leaf_share = 0.0
+        if normalize_by != 1:
+            leaf_share = float(jnp.finfo(before.dtype).eps) / 2
+        if after.dtype != before.dtype:
+            leaf_share += float(info.eps) / 2 * (1 + leaf_share)
+        if leaf_share:
+            lost = float(info.tiny)  # flushed to 0
+            if after.dtype == jnp.float16:
+                # Numbers below the normal ones are rounded.
+                lost = float(info.smallest_subnormal) / 2
+            square_lost += count_of_numbers([after]) * lost**2
+        share = max(share, leaf_share)
+    # The sums with and without one example are both rounded.
+    bound = (result.sensitivity + 2 * share * result.longest) * scale
+    return bound + 2 * square_lost**0.5
 
 
 def _has_arrays(tree: Any) -> bool:
@@ -425,18 +450,16 @@ def _identity_of(tree: Any) -> tuple[Any, list[int]]:
 
 def _joint(limits: Sequence[Any]) -> Any:
     """The limit of all parts together."""
-    return sum(limit**2 for limit in limits) ** 0.5
+    if any(isinstance(limit, Tracer) for limit in limits):
+        return reduce(jnp.hypot, limits)
+    # Squares of a float32 leave its range.
+    return math.hypot(*map(float, limits))
 
 
 def _divisible(limit: Any) -> Any:
     """The limit as a number that float32 can divide by, neither 0 nor inf."""
     numpy = jnp if isinstance(limit, jax.Array) else np
     return numpy.clip(limit, 1.2e-38, 3.4e38)
-
-
-def _over_limit(norm: jax.Array, limit: jax.Array) -> jax.Array:
-    """The clipped norm over the limit."""
-    return hard(norm, limit) / limit
 
 
 with_our_names(__name__)

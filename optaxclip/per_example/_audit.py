@@ -26,8 +26,7 @@ class Sensitivity(NamedTuple):
     """How much one example changes a sum, at the worst of what was tried.
 
     Attributes:
-      change: the norm of the sum with the example, less the sum without it. inf where
-        this is not finite.
+      change: |sum with - sum without| of the example. inf where this is not finite.
       pattern: what the example was, such as "nan in batch[0]".
       limit: what the change should not exceed but for rounding, as it was given.
     """
@@ -52,8 +51,9 @@ def sensitivity(
 
     Args:
       grad_fn: what training uses, `grad_fn(params, *batch, mask=mask)`, best jitted: it
-        is called ten times for each array of an example. It returns a sum, before noise
-        is added: a result of `clipped_grad(..., mean=False)` or a tree of gradients.
+        is called up to 18 times, and for each array 10 times more if it is of floats,
+        and up to 16 if it is of integers. It returns a sum, before noise is added: a
+        result of `clipped_grad(..., mean=False)` or a tree of gradients.
       params: the parameters. Random ones will do.
       batch: arguments with at least two examples, pytrees whose first axes count them.
         Floats and integers are replaced, one array at a time, integers by values that

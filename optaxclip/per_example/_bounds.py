@@ -6,10 +6,10 @@
 
 u     the unit of rounding, 2^-24 for float32
 N     how many roundings a term of the sum goes through
-k     how long terms are over the gradient of an example. 1 where gradients are added
-      up. 17 where norms are by gram: there the terms of positions are added up, which
-      may cancel to 1/16
-e     the error of a norm by gram, 0 for other norms
+k     ratio of the summed lengths of the terms to the length of the gradient. 1 where
+      gradients are added up. 17 where norms are by gram: there the terms of positions
+      are added up, which may cancel to 1/16
+e     the error of a norm: of its sum of squares, and of norms by gram
 B     examples
 
 e and k gamma(N) are the largest of all parameters. docs/numerics.md has the proof.
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.extend.backend import backends
 
 from .._mesh import device_count
 from ._choose import Choice
@@ -29,6 +30,10 @@ from ._ghost._plans import GramPlan, LeafPlan
 from ._limits import MAX_CANCELLATION
 from ._passes import block_size
 from ._problem import Problem
+
+# GPU and TPU round a quotient or a root up to four times as much as a CPU. A norm, its
+# factor, and the product with it have seven of them.
+ROUNDINGS_OF_FACTOR = 32
 
 
 class Bounds(NamedTuple):
@@ -65,12 +70,37 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
         error += _error_of_factors(plan)
         sum_errors.append(terms_over_gradient * error)
     error_of_sum = max(sum_errors)
-    excess = max(norm_errors) + error_of_sum
+    excess = _error_of_squares(problem, choice) + max(norm_errors) + error_of_sum
     return Bounds(
         excess,
         change=excess + 2 * (size - 1) * error_of_sum,
         longest=size * (1 + excess),
     )
+
+
+def _error_of_squares(problem: Problem, choice: Choice) -> float:
+    """What the sum of all squares may miss of a norm: sqrt(1 + gamma(n)) - 1, for n
+    squares, which only a CPU adds up in float64.
+    """
+    count = ROUNDINGS_OF_FACTOR
+    leaves = jax.tree.leaves(problem.params)
+    for plan, leaf, mesh_axes in zip(choice.plans(problem), leaves, problem.splits):
+        # A norm by product has a square for each row and column, and one for itself:
+        # at most two more than the parameter has numbers.
+        count += 2
+        # A norm by gram is one number.
+        if not isinstance(plan, GramPlan):
+            # Sizes of jax.export may be symbols.
+            if not isinstance(leaf.size, int):
+                return np.inf
+            count += leaf.size * device_count(mesh_axes)
+    error_of_square = rounding(count, np.float32 if has_accelerator() else np.float64)
+    return float(np.sqrt(1 + error_of_square) - 1)
+
+
+def has_accelerator() -> bool:
+    """Whether a program may run elsewhere than on a CPU."""
+    return set(backends()) != {"cpu"}
 
 
 def _dtype_of_sum(plan: LeafPlan, leaf: Array) -> np.dtype:

@@ -178,7 +178,7 @@ def _fitting(size: int, example_size: int, captured_size: int) -> int:
     """How many of the examples of a batch fit into memory, if `example_size` numbers
     are kept of each beside those that are captured.
 
-    All fit if they take a third of what is captured of the batch. Otherwise they may
+    All fit if they take at most a third of the captured memory. Otherwise they may
     take two thirds, since less is captured of a microbatch.
     """
     third = max(size * captured_size // 3, small_memory() // 4)
@@ -251,7 +251,8 @@ def possible_ghost(problem: Problem) -> tuple[Ghost | None, str]:
         # Cotangents of a split parameter would need the same sharding in their types.
         if any(array_type.sharding.spec):
             name = f"{trees.name(path)!r} of {array_type}"
-            return None, f"{name}, which Explicit mesh axes split beside the batch's"
+            obstacle = "is split over Explicit mesh axes that do not split the batch"
+            return None, f"{name}, which {obstacle}"
         # The plan depends on sizes, and sizes of jax.export may be symbols.
         if not all(isinstance(size, int) for size in leaf.shape):
             return None, f"sizes that are not known, here {leaf.shape}"

@@ -20,11 +20,11 @@ from ._bounds import Bounds, bounds_of
 from ._choose import Choice, choose, costs_of, on_one_device, possible_ghost
 from ._explicit import DeviceResult, on_each_device
 from ._limits import limits_of
-from ._passes import Run
+from ._passes import Run, even_width
 from ._problem import Argnums, Problem, Signature, check_function
 
 METHODS = ("auto", "ghost", "one_pass")
-# Up to four roundings of float32 may make a bound smaller. Times this it holds again.
+# Multiplied by this, a bound still holds after four float32 roundings.
 ROUNDED_UP = 1 + 2.0**-22
 
 
@@ -47,7 +47,9 @@ class ClippedGrad(NamedTuple):
         rounding adds (`explain_clipped_grad` shows the parts). `add_noise` multiplies
         by it. It is for examples that join and leave at a place of their own, so there
         is none without `mask=`. Nor is there one for a mean, without a limit (None or
-        inf), with `private=False`, and where nothing is proved: then it is None.
+        inf), for a limit between 0 and 1e-5, with `private=False`, with some shrinks,
+        for 2^24 parameters or more where JAX has a GPU or TPU, and where nothing else
+        is proved: then it is None.
       longest: how long the sum may be at most. None like `sensitivity`.
     """
 
@@ -63,7 +65,7 @@ class ClippedGrad(NamedTuple):
 
     def added_to(self, total: ClippedGrad) -> ClippedGrad:
         """Returns the sum of this result and another one, for batches that come in
-        several calls. An example may be in one of them.
+        several calls. No example may be in both.
 
         Its sensitivity is the larger one, and what rounding of this addition adds.
         `nonfinite` counts both. Norms, factors, values and aux are of this batch.
@@ -127,8 +129,8 @@ def clipped_grad(
         separately. With `private=False` a limit may be a function from all norms of the
         batch, float32[batch] with NaN for an example that is masked or broken, to a
         number, such as `jnp.nanmedian`. It gets the norms of all devices, but in pmap
-        and with check_vma=False only those of its own. Such a limit needs all norms
-        first, so the whole batch is differentiated at once.
+        and with check_vma=False only those of the device it runs on. Such a limit needs
+        all norms first, so the whole batch is differentiated at once.
       argnums: which arguments to differentiate, as in `jax.grad`.
       shared_argnums: which arguments are the same for all examples. All others are
         batches: pytrees of arrays whose first axis counts examples. Random keys are a
@@ -136,7 +138,10 @@ def clipped_grad(
       has_aux: whether the loss returns something beside its value.
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`: None or
         `hard`, `normalize` (AUTO-V), `auto_s()`, `psac()`, `smooth()`, `drop`, or a
-        function from norm and limit to new norm.
+        function from norm and limit to new norm, of all examples of a microbatch at
+        once. `sensitivity` is None with a function of yours, which may return more than
+        the limit, and with a shrink that lengthens small gradients by more than 1e5
+        limits: `normalize`, `auto_s` below 1e-5 and `psac` below 2.5e-11.
       microbatch: the most examples that are differentiated at once, at least 1. On a
         mesh with Explicit axes each device that shares the batch takes at least one. It
         need not divide the batch: with 9, a batch of 32 becomes four microbatches of 8.
@@ -155,11 +160,12 @@ def clipped_grad(
         narrow networks and long sequences.
 
         "auto": the faster one, estimated from the shapes of the loss. One pass then
-        takes a microbatch whose gradients fill at most two thirds of what is kept of
-        the batch. On a CPU it takes at most 8 gradients, or as many as fit into a
-        megabyte, unless convolutions are much of the work. For a loss that ghost
-        clipping cannot take, gradients fill at most 8 MB on a CPU and 256 MB elsewhere.
-        A single gradient may always be larger. `explain_clipped_grad` shows the choice.
+        takes a microbatch whose gradients fill at most two thirds of the memory that
+        the backward pass keeps for the batch. On a CPU it takes at most 8 gradients, or
+        as many as fit into a megabyte, unless convolutions are much of the work. For a
+        loss that ghost clipping cannot take, gradients fill at most 8 MB on a CPU and
+        256 MB elsewhere. A single gradient may always be larger.
+        `explain_clipped_grad` shows the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.
@@ -300,9 +306,13 @@ def clipped_grad(
         )
 
     def clip_on_device(problem: Problem) -> tuple[DeviceResult, Bounds]:
+        # norms |g_i|, by Limits.weigh
+        # factors f_i = shrink(|g_i|, C) / |g_i|, as roots in Weights
+        # sums = sum_i f_i g_i / divisor, by Weights.total or from cotangents
         problem = signature.on_device(problem)
         choice = choose(problem, method, microbatch)
-        # The limit of a function, and so each factor, is known after all norms.
+        # A max_norm function needs all norms first, so the whole batch is one
+        # microbatch.
         width = None if needs_all_norms else choice.microbatch
         run = Run(problem, limits.on_device(problem), width)
         if choice.ghost:
@@ -347,14 +357,16 @@ class Explanation(NamedTuple):
 
     Attributes:
       method: the method that was given or chosen.
-      microbatch: how many examples at once, None for the whole batch.
+      microbatch: how many examples at once, None for the whole batch. Of 32 examples
+        with `microbatch=9` it is 8.
       leaves: one `ExplainedLeaf` for each parameter.
       excess: what one example adds to the sum, with the rounding of its terms, is at
         most C (1 + excess), for the limit C and whatever the example holds.
       change: with an example, or with `mask=` False in its place, the sums differ by at
         most C (1 + change), even if all others were made to cancel. inf where nothing
-        is proved. The bounds hold on a CPU: docs/numerics.md has the proof, and what
-        was measured.
+        is proved. Both hold for limits from 1e-5 on, and shrinks with which
+        `clipped_grad` has a sensitivity. docs/numerics.md has the proof, what it needs
+        on a GPU or TPU, and what was measured.
       costs: for each method, about how many times as long as the plain gradient it
         takes with the microbatch that was given, or that "auto" takes. They are counted
         from shapes: on a CPU ratios of two methods are mostly right within a factor of
@@ -383,7 +395,7 @@ class Explanation(NamedTuple):
             f"one example changes the sum by at most 1 + {self.change:.2g} limits",
             f"  1 by its limit, {self.excess:.2g} by its rounding, "
             f"{rounding_of_others:.2g} by that of the others",
-            "  with mask=: of batches that differ in size nothing is proved",
+            "  proved for one batch size, with mask= for absent examples",
         ]
         head = ("parameter", "shape", "norm by", "uses", "kept", "made")
         rows: list[tuple[str, ...]] = [head]
@@ -454,7 +466,7 @@ def explain_clipped_grad(
       estimated time, in plain gradients: one_pass 3.9, ghost 1.4
       one example changes the sum by at most 1 + 3.8e-06 limits
         1 by its limit, 5.4e-07 by its rounding, 3.2e-06 by that of the others
-        with mask=: of batches that differ in size nothing is proved
+        proved for one batch size, with mask= for absent examples
       parameter  shape     norm by   uses         kept  made
       b          (20,)     gradient  add          320   80
       w          (30, 20)  product   dot_general  800   0
@@ -488,9 +500,11 @@ def explain_clipped_grad(
         choice = choose(problem, method, microbatch)
         ghost = choice.ghost or possible_ghost(problem)[0]
         bounds = bounds_of(problem, choice)
-        microbatch_of_all = choice.microbatch
-        if microbatch_of_all:
-            microbatch_of_all *= problem.devices
+        size = problem.present.size
+        microbatch_of_all = None
+        if choice.microbatch and choice.microbatch < size:
+            width = even_width(size, choice.microbatch)
+            microbatch_of_all = width * problem.devices
         return Explanation(
             method=choice.method,
             microbatch=microbatch_of_all,
@@ -506,7 +520,7 @@ def explain_clipped_grad(
 def explained_leaves(problem: Problem, choice: Choice) -> list[ExplainedLeaf]:
     """How the norms are computed, for each parameter."""
     size = problem.present.size
-    width = min(choice.microbatch or size, size)
+    width = even_width(size, choice.microbatch) if choice.microbatch else size
     leaves = []
     entries = jax.tree.leaves_with_path(problem.params)
     for (path, leaf), plan in zip(entries, choice.plans(problem)):

@@ -32,7 +32,8 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
 
     Args:
       key: a key of `jax.random`, another one for each step.
-      share: the probability that an example joins, above 0 and at most 1.
+      share: the probability that an example joins, from 0 to 1. The account needs one
+        above 0.
       examples: how many examples the data have.
       places: the size of the batch. If more examples are drawn, the last are left out,
         and the account must add the probability of that to delta. Take so many places

@@ -4,6 +4,10 @@
 
 Parameters that share a limit C are a group. Each example has a norm and a factor for
 each group.
+
+Limits exist three times. `LimitTree` is what the user gave, before any call. In
+`Problem.limits` its numbers are arguments of a call, which shard_map hands to each
+device. `Limits` joins these with the groups and the splits of the parameters.
 """
 
 import math
@@ -27,7 +31,7 @@ from .._reduce import norms_of
 from .._specs import LeafSpec, NormPlan
 from .._trees import PyTree
 from ..rules._rule import is_rule
-from ..shrinks import Shrink
+from ..shrinks import Shrink, hard, lengthening_of
 from ._problem import Problem
 
 Arrays = list[Array]
@@ -35,6 +39,9 @@ Arrays = list[Array]
 # more, rounding is too large a part of the sum, and the example counts as longer than
 # it is.
 MAX_CANCELLATION = 16
+# Numbers below 1.2e-38 may be flushed to 0. The bounds leave them out, which is proved
+# for limits from this on, and for factors up to the limit over this.
+LEAST_LIMIT = 1e-5
 
 
 class Weights(NamedTuple):
@@ -85,7 +92,8 @@ class Limits(NamedTuple):
 
         `term_bounds` has a number [batch] for each leaf: at least as long as all terms
         of an example's gradient together, where these are only added up with those of
-        other examples. It is 0 where the gradient is made before, as all are for None.
+        other examples. It is 0 where the gradient itself is made. None: all gradients
+        were made.
         """
         specs = []
         for group, mesh_axes in zip(self.groups, self.splits):
@@ -168,23 +176,30 @@ class LimitTree(NamedTuple):
         )
 
     def joint(self) -> Any:
-        """The limit of all groups together: the root of the sum of their squares. None
-        if a group is known to have no limit.
+        """The limit of all groups together, the root of the sum of their squares, or
+        None where none is proved. For a traced limit that is not proved it is inf.
         """
+        if not _is_proved(self.shrink):
+            return None
         is_traced = False
         for limit in self.values:
             if limit is None or is_function(limit):
                 return None
             if isinstance(limit, Tracer):
                 is_traced = True
-            elif math.isinf(limit):
+            # As a float: under jit JAX would trace a comparison of an array.
+            elif math.isinf(limit) or 0 < float(limit) < LEAST_LIMIT:
                 return None
         # By NumPy, so that `sensitivity` of dropin.jax_privacy is no tracer under jit.
         if not is_traced:
             return np.float64(math.hypot(*map(float, self.values)))
         dtype = jnp.result_type(float)
-        # A traced limit may be negative, and then counts as 0.
-        limits = [jnp.maximum(in_norm_dtype(dtype, limit), 0) for limit in self.values]
+        limits = []
+        for value in self.values:
+            # A traced limit may be negative, and then counts as 0.
+            limit = jnp.maximum(in_norm_dtype(dtype, value), 0)
+            is_too_small = (limit > 0) & (limit < LEAST_LIMIT)
+            limits.append(jnp.where(is_too_small, jnp.inf, limit))
         return reduce(jnp.hypot, limits) * (1 + len(limits) * 2.0**-22)
 
 
@@ -214,6 +229,19 @@ def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> LimitTree:
         values.append(limit)
         groups.append((path, group))
     return LimitTree(values, shrink, Prefix(tuple(groups)), treedef)
+
+
+def over_limit(norm: Array, limit: Array) -> Array:
+    """The shrink of `rescale_to_unit_norm` in dropin.jax_privacy: the clipped norm over
+    the limit.
+    """
+    return hard(norm, limit) / limit
+
+
+def _is_proved(shrink: Shrink) -> bool:
+    """Whether a sum clipped by this shrink has a proved bound."""
+    # `over_limit` multiplies by at most 1 over the limit, and its new limit is 1.
+    return shrink is over_limit or lengthening_of(shrink) <= 1 / LEAST_LIMIT
 
 
 def along_batch(per_example: Array, leaf: Array) -> Array:

@@ -48,7 +48,7 @@ def add_noise(
         drawn. The first key should come from the system: an observer may guess
         `jax.random.key(0)`.
       sensitivity: of a tree of gradients, by how much one example changes them at most,
-        as a norm of all leaves. Not of a result.
+        as a norm of all leaves. Must be left out if `result` is a ClippedGrad.
 
     Returns:
       The tree of gradients with noise, in the dtypes and the sharding that they had.
@@ -61,11 +61,12 @@ def add_noise(
 
     Raises:
       ValueError: a result without a sensitivity, such as a mean, one of a batch without
-        `mask=`, of `max_norm=None` or inf, or of `private=False`. A tree without
-        `sensitivity=`. Noise of 0, outside 1e-25 to 1e30, or below 2^-20 of what the
-        sum may be. A leaf of more numbers than its counters count. A call in pmap, or
-        in shard_map with check_vma=False, where it cannot be known which leaves are
-        split.
+        `mask=`, of `max_norm=None`, inf or below 1e-5, of `private=False`, or of a
+        shrink of your own or `normalize`. A tree without `sensitivity=`. Noise of 0,
+        outside 1e-25 to 1e30, or below 2^-20 of what the sum may be. A multiplier of
+        2^26 / sqrt(d) or more, for d numbers. A leaf of more numbers than its counters
+        count. A call in pmap, or in shard_map with check_vma=False, where it cannot be
+        known which leaves are split.
       TypeError: a noise multiplier that is not a number, a key that is none, or
         several, or leaves that are not floats or complex.
 
@@ -102,7 +103,13 @@ def add_noise(
     limit = jnp.asarray(number_for_jit(sensitivity), float)
     # Rounding to the grid adds this share of sigma to the sensitivity, so that sigma =
     # multiplier (limit + rounding sigma).
-    rounding = ROUNDING * _count_of(leaves) ** 0.5
+    rounding = ROUNDING * count_of_numbers(leaves) ** 0.5
+    if not isinstance(multiplier, Tracer) and multiplier * rounding >= 1:
+        raise ValueError(
+            f"add_noise: noise_multiplier={shown(noise_multiplier)} must be below "
+            f"{1 / rounding:.2g} for {count_of_numbers(leaves)} numbers, whose "
+            "rounding to the grid would need more noise than there is."
+        )
     sigma = multiplier * limit / (1 - multiplier * rounding)
     is_private = (multiplier > 0) & (sigma >= LEAST_SIGMA) & (sigma <= MOST_SIGMA)
     is_private &= longest <= REACH * sigma
@@ -118,7 +125,7 @@ def add_noise(
     sigma = jnp.where(is_private, sigma, jnp.nan)
     try:
         salted = jax.random.fold_in(key, SALT)
-        keys = jax.random.split(salted, len(leaves) + 1)
+        keys = jax.random.split(salted, len(leaves))
     except (TypeError, ValueError):
         must = "add_noise: key must be one key, such as jax.random.key(0)"
         raise TypeError(f"{must}, got {shown(key)}.") from None
@@ -152,14 +159,15 @@ def _bounds_in(
     if result.sensitivity is None:
         raise ValueError(
             "add_noise: result has no sensitivity that noise could hide. clipped_grad "
-            "proves one with a finite max_norm, private=True, and a batch that is "
-            "padded to one size, with mask= for what is real (per_example.draw makes "
-            "both)."
+            "proves one with a finite max_norm of at least 1e-5, with private=True, "
+            "with a shrink of optaxclip.shrinks but normalize, for fewer than 2^24 "
+            "parameters where JAX has a GPU or TPU, and for a batch that is padded to "
+            "one size, with mask= for what is real (per_example.draw makes both)."
         )
     return result.sensitivity, result.longest
 
 
-def _count_of(leaves: list[Array]) -> int:
+def count_of_numbers(leaves: list[Array]) -> int:
     """How many real numbers the leaves have, over all devices."""
     count = 0
     for leaf in leaves:

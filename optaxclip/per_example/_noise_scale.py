@@ -17,7 +17,7 @@ class NoiseScale(NamedTuple):
 
     Attributes:
       scale: noise / signal. inf where signal is not above 0: the batch is too small to
-        tell the gradient from noise.
+        tell the gradient from noise, or all gradients are 0.
       noise: tr(Sigma), of the covariance of examples' gradients.
       signal: |G|^2. By chance it may be negative.
     """
@@ -100,8 +100,9 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     # Rounding alone may make it negative.
     noise = jnp.maximum(mean_square - square_of_mean, 0) * size / (size - 1)
     signal = square_of_mean - noise / size
+    divisor = jnp.where(signal > 0, signal, 1)
     estimate = NoiseScale(
-        scale=noise / jnp.maximum(signal, 0),
+        scale=jnp.where(signal > 0, noise / divisor, jnp.inf),
         noise=noise * longest * longest,
         signal=signal * longest * longest,
     )

@@ -60,6 +60,9 @@ def noise_share(norms_of_parts: ArrayLike, norm: ArrayLike) -> jax.Array:
             f"an array of shape {norms.shape}."
         )
     # Ratios, since the squares of large norms leave the range of float32.
-    ratios = norms / jnp.asarray(norm, jnp.promote_types(norms.dtype, jnp.float32))
+    norm = jnp.asarray(norm, jnp.promote_types(norms.dtype, jnp.float32))
+    ratios = norms / norm
     # Rounding alone may make it negative.
-    return jnp.maximum(jnp.mean(ratios**2) - 1, 0) / (norms.size - 1)
+    share = jnp.maximum(jnp.mean(ratios**2) - 1, 0) / (norms.size - 1)
+    is_finite = jnp.isfinite(norm) & jnp.all(jnp.isfinite(norms))
+    return jnp.where(is_finite, share, jnp.nan)

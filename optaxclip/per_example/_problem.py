@@ -35,7 +35,15 @@ SPLIT_LOOKUP = (
 
 
 class Problem(NamedTuple):
-    """A loss of one example, parameters, and a batch of examples."""
+    """A loss of one example, parameters, and a batch of examples.
+
+    | fields | are set by |
+    |---|---|
+    | call, loss, params, batch, present, shared | `Signature.problem_of` |
+    | limits, divisor, is_sum | `clipped_grad`, for each call |
+    | devices | `on_each_device`, on a mesh with Explicit axes |
+    | splits, mesh_axes, program, returned | `Signature.on_device`, on each device |
+    """
 
     call: str  # the function that the user called, for errors
     # (params, example, shared) -> (value, aux)
@@ -112,7 +120,7 @@ class Signature(NamedTuple):
         size = self._size({place: args[place] for place in batch_places})
         batch = jax.tree.map(jnp.asarray, tuple(args[place] for place in batch_places))
         places = [*param_places, *batch_places, *shared_places]
-        is_tree = not isinstance(self.argnums, (tuple, list))
+        is_tree = not isinstance(self.argnums, Sequence)
 
         def loss(
             params: PyTree, example: PyTree, shared: list[Any]
@@ -228,8 +236,7 @@ class Signature(NamedTuple):
 
     def _places(self, option: str, argnums: Argnums, count: int) -> list[int]:
         """The places that an option names, of the `count` arguments of a call."""
-        entries = argnums if isinstance(argnums, Sequence) else [argnums]
-        places = [operator.index(entry) for entry in entries]
+        places = places_in(argnums)
         if not all(-count <= place < count for place in places):
             raise ValueError(
                 f"{self.call}: {option}={shown(argnums)}, but the function was called "
@@ -295,6 +302,12 @@ class Signature(NamedTuple):
                 f"{self.call}: loss must return {expected} for each example, got "
                 f"{shown(returned)}."
             )
+
+
+def places_in(argnums: Argnums) -> list[int]:
+    """The places that an option names, of one argument or several."""
+    entries = argnums if isinstance(argnums, Sequence) else [argnums]
+    return [operator.index(entry) for entry in entries]
 
 
 def place_of(eqn: JaxprEqn) -> str:

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from optaxclip import per_example
 from optaxclip.dropin.jax_privacy import clipped_grad
 from optaxclip.per_example import explain_clipped_grad
 
@@ -77,6 +78,9 @@ def test_the_sum_is_that_of_the_oracle(limit, microbatch_size, rescale):
     assert_near(found, summed(grads, factors / 4))
     np.testing.assert_allclose(seen.grad_norms, norms, rtol=RTOL)
     wanted = (1.0 if rescale else limit) / 4 * proved(SIZE, 4)
+    if rescale and limit == 0:
+        # Nothing is proved of a factor without an end.
+        wanted = math.inf
     assert grad.l2_norm_bound == pytest.approx(wanted, rel=1e-5)
 
 
@@ -127,6 +131,15 @@ def test_a_transform_changes_what_is_clipped():
     np.testing.assert_allclose(seen.grad_norms, norms_of(grads), rtol=RTOL)
 
 
+def test_with_a_transform_the_norms_of_padding_are_zero():
+    padding = np.arange(SIZE) % 3 == 1
+    halved = partial(jax.tree.map, lambda grad: grad / 2)
+    grad = make(pre_clipping_transform=halved, return_grad_norms=True)
+    _, seen = grad(PARAMS, X, Y, is_padding_example=padding)
+    wanted = norms_of(gradients()) * ~padding
+    np.testing.assert_allclose(seen.grad_norms, wanted, rtol=RTOL)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("transform", [lambda grads: grads, partial(jax.tree.map, abs)])
 def test_a_batch_over_devices_is_that_of_one(kind, transform):
@@ -164,6 +177,24 @@ def test_several_arguments_are_differentiated():
     (one,) = clipped_grad(of_two, [2], **options)(w, X, b, Y)
     factors = np.minimum(1, 1.5 / np.abs(gradients()["b"]))
     assert_near({"b": one}, summed({"b": gradients()["b"]}, factors))
+
+
+@pytest.mark.parametrize("place", [np.int64(0), np.int32(0)])
+def test_an_argument_may_be_named_by_an_int_of_numpy(place):
+    assert_near(make(argnums=place)(PARAMS, X, Y), make()(PARAMS, X, Y))
+    arrays = clipped_grad(lambda w, x: w * jnp.sum(x), place, l2_clip_norm=1.0)
+    assert jnp.shape(arrays(jnp.array(0.5), X)) == ()
+
+
+def test_arguments_may_be_named_by_a_range():
+    def of_two(w, b, x, y):
+        return loss({"w": w, "b": b}, x, y)
+
+    args = PARAMS["w"], PARAMS["b"], X, Y
+    both = clipped_grad(of_two, range(2), l2_clip_norm=1.5, batch_argnums=range(2, 4))
+    assert_near(dict(zip("wb", both(*args))), make()(PARAMS, X, Y))
+    grad = per_example.clipped_grad(of_two, 1.5, argnums=range(2), mean=False)
+    assert_near(dict(zip("wb", grad(*args).grads)), make()(PARAMS, X, Y))
 
 
 def test_keywords_have_an_entry_for_each_example():
@@ -350,6 +381,56 @@ def test_a_sum_that_is_rounded_to_16_bits_changes_by_more():
     sums = [float(grad(jnp.zeros(()), x)) for x in (ones, ones[1:], ones[2:])]
     change = max(abs(np.diff(sums)))
     assert 1.5 < change <= grad.sensitivity()
+
+
+@pytest.mark.parametrize("number", [float, np.float32, jnp.float32])
+@pytest.mark.parametrize("limit", [1e-4, 1e20, 1e30])
+def test_a_unit_norm_has_the_bound_one_of_any_limit(number, limit):
+    grad = make(l2_clip_norm=number(limit), rescale_to_unit_norm=True)
+    jax.eval_shape(grad, PARAMS, X, Y)
+    assert grad.sensitivity() == pytest.approx(proved(SIZE), rel=UP)
+
+
+@pytest.mark.parametrize("limit", [1e20, 1e37, 1e38])
+def test_a_limit_with_which_sums_are_finite_has_a_bound(limit):
+    grad = make(l2_clip_norm=limit)
+    jax.eval_shape(grad, PARAMS, X, Y)
+    # Of seven examples
+    wanted = limit * proved(SIZE) if 7 * limit < 3.4e38 else math.inf
+    assert grad.sensitivity() == pytest.approx(wanted, rel=UP)
+
+
+def test_a_sum_below_the_range_of_float16_changes_by_more():
+    """Next to 0 float16 has steps of 2^-24. One number of an example is 0.4 of them,
+    that of two is rounded to one.
+    """
+    count = 10_000
+    x = np.full((2, count), 0.4 * 2.0**-24 * 1e6, np.float32)
+    grad = clipped_grad(
+        lambda w, x: jnp.sum(w * x),
+        l2_clip_norm=float(np.linalg.norm(x[0])),
+        normalize_by=1e6,
+        keep_batch_dim=False,
+        dtype="float16",
+    )
+    both = np.asarray(grad(jnp.zeros(count), x), np.float64)
+    one = np.asarray(grad(jnp.zeros(count), x[:1]), np.float64)
+    change = np.linalg.norm(both - one)
+    assert 2 * np.linalg.norm(x[1]) / 1e6 < change <= grad.sensitivity()
+
+
+def test_a_sum_beyond_the_range_of_float16_has_no_bound():
+    options = {"l2_clip_norm": 60_000.0, "dtype": "float16"}
+    grad = clipped_grad(lambda w, x: jnp.sum(w * x), **options)
+    grad(jnp.zeros(()), np.ones((1, 1), np.float32))
+    assert grad.sensitivity() < math.inf
+    grad(jnp.zeros(()), np.ones((2, 1), np.float32))
+    assert grad.sensitivity() == math.inf
+
+
+def test_the_function_is_jitted_with_a_limit_that_is_an_array():
+    total = jax.jit(make(l2_clip_norm=jnp.array(1.5)))(PARAMS, X, Y)
+    assert_near(total, make()(PARAMS, X, Y))
 
 
 def test_sensitivity_without_a_program_is_the_limit_and_warns():

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optaxclip import add_noise, clipped_grad
+from optaxclip import add_noise, clipped_grad, shrinks
 from optaxclip.per_example import explain_clipped_grad
 from optaxclip.per_example._grid_noise import integer_noise, random_words
 from optaxclip.per_example._noise import noisy_leaf
@@ -218,6 +218,10 @@ def test_in_shard_map_noise_is_for_the_sum_over_all_devices():
         np.testing.assert_allclose(found[name], leaf, rtol=1e-5)
 
 
+def n_over_largest(norm, limit):
+    return norm / jnp.max(norm) * limit
+
+
 INF = jnp.array(np.inf)
 WITHOUT_LIMIT = {
     "max_norm=None": lambda: result_of(None),
@@ -228,6 +232,12 @@ WITHOUT_LIMIT = {
     "the median": lambda: result_of(jnp.nanmedian, private=False),
     "private=False": lambda: result_of(1.0, private=False),
     "no mask": lambda: result_of(1.0, None),
+    "too small a limit": lambda: result_of({"w": 1.0, "b": 0.9e-5}),
+    "a shrink over the limit": lambda: result_of(1.0, shrink=lambda n, c: 2 * n),
+    "a shrink that sees all": lambda: result_of(1.0, shrink=n_over_largest),
+    "normalize": lambda: result_of(1.0, shrink=shrinks.normalize),
+    "auto_s as normalize": lambda: result_of(1.0, shrink=shrinks.auto_s(0.9e-5)),
+    "psac as normalize": lambda: result_of(1.0, shrink=shrinks.psac(2.4e-11)),
 }
 
 
@@ -238,6 +248,38 @@ def test_a_result_without_a_bound_is_refused(jit):
         for run in (add_noise, jax.jit(add_noise)):
             with pytest.raises(ValueError, match=r"^add_noise: result has no sensi"):
                 run(result, 1.0, KEY)
+
+
+@pytest.mark.parametrize(
+    "shrink",
+    [
+        shrinks.hard,
+        shrinks.drop,
+        shrinks.smooth(3),
+        shrinks.auto_s,
+        shrinks.auto_s(1e-5),
+        shrinks.psac,
+        shrinks.psac(2.6e-11),
+        shrinks.psac(np.inf),
+    ],
+)
+def test_shrinks_that_lengthen_little_have_the_bound_of_the_limit(shrink):
+    assert is_bound(result_of(2.0, shrink=shrink).sensitivity, 2.0)
+    factor = shrinks.lengthening_of(shrinks.shrink_of(shrink, ""))
+    norms = np.geomspace(1e-12, 1e3, 10_000)
+    for limit in (1e-5, 2.0, 1e3):
+        found = shrinks.shrink_of(shrink, "")(jnp.float32(norms), jnp.float32(limit))
+        found = np.asarray(found, np.float64)
+        assert np.max(found) <= limit
+        # Five roundings of a norm and a new norm
+        most = max(1, factor * limit) * (1 + 5 * 2.0**-24)
+        assert np.max(found / np.float32(norms)) <= most
+
+
+def test_a_traced_limit_that_is_too_small_lets_nothing_out():
+    noisy = jax.jit(lambda limit: add_noise(result_of(limit), 1.0, KEY))
+    assert np.isnan(noisy(0.9e-5)["w"]).all()
+    assert np.isfinite(noisy(1.1e-5)["w"]).all()
 
 
 def test_where_nothing_is_proved_there_is_no_bound():
@@ -269,6 +311,15 @@ def test_too_little_noise_for_the_grid_lets_nothing_out():
         assert np.isfinite(noisy["w"]).all() == is_seen
     with pytest.raises(ValueError, match=r"2.9e-06, 2\^-20 of what the sum may be"):
         add_noise(result_of(1.0), 0.9 * least, KEY)
+
+
+def test_a_multiplier_that_the_grid_cannot_hold_is_refused():
+    # 2^26 / sqrt(10^4)
+    text = r"^add_noise: noise_multiplier=1000000.0 must be below 6.\de\+05 for 10000 n"
+    with pytest.raises(ValueError, match=text):
+        add(jnp.zeros(10_000), 1e6)
+    assert np.isnan(jax.jit(add)(jnp.zeros(10_000), 1e6)).all()
+    assert np.isfinite(add(jnp.zeros(10_000), 6e5)).all()
 
 
 def test_under_jit_a_limit_of_inf_lets_nothing_out():

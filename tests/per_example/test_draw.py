@@ -67,6 +67,9 @@ def test_no_example_comes_twice(drawn):
 def test_more_than_there_are_places_are_left_out():
     chosen, mask = draw(jax.random.key(0), 1.0, examples=20, places=7)
     assert mask.all() and len(np.unique(chosen)) == 7
+
+
+def test_with_a_share_of_zero_nobody_joins():
     chosen, mask = draw(jax.random.key(0), 0.0, examples=20, places=20)
     assert not mask.any() and len(np.unique(chosen)) == 20
 

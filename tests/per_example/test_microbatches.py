@@ -182,3 +182,23 @@ def test_a_convolution_counts_by_its_share(window, most):
     assert costs[0] - costs[1] <= most
     assert (costs[0] > costs[1]) == (window > 1)
     assert costs[0] - costs[1] <= slower / plain
+
+
+@pytest.mark.parametrize("method", ["ghost", "one_pass"])
+@pytest.mark.parametrize(
+    ("microbatch", "width"), [(9, 8), (32, None), (100, None), (31, 16), (8, 8)]
+)
+def test_the_microbatch_that_runs_is_explained(method, microbatch, width):
+    def loss(w, x):
+        return jnp.sum((x @ w) ** 2)
+
+    options = {"method": method, "microbatch": microbatch}
+    args = jnp.ones((4, 3)), jnp.ones((32, 4))
+    found = explain_clipped_grad(loss, **options)(*args)
+    assert found.microbatch == width
+    program = str(jax.make_jaxpr(clipped_grad(loss, 1.0, **options))(*args))
+    turns = 32 // width if width else 1
+    assert (f"length={turns}" in program) == (turns > 1)
+    # Inputs and cotangents, in float32
+    kept = 4 * (width or 32) * (4 + 3) if method == "ghost" else 0
+    assert found.leaves[0].kept == kept

@@ -128,6 +128,11 @@ def test_a_gradient_lost_in_noise_gives_inf():
     assert noise_scale(result) == (np.inf, 2.0, -1.0)
 
 
+def test_gradients_of_zero_give_inf():
+    result = clipped_grad(lambda w, x: 0 * w * x, None)(jnp.array(0.0), jnp.ones(3))
+    assert noise_scale(result) == (np.inf, 0.0, 0.0)
+
+
 @pytest.mark.slow
 def test_equal_gradients_have_no_noise():
     images, targets = IMAGES[[0] * 4], TARGETS[[0] * 4]

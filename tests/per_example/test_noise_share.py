@@ -62,6 +62,8 @@ def test_examples_give_the_noise_scale():
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_a_broken_norm_has_no_share(broken):
     assert np.isnan(noise_share([1.0, broken], broken))
+    assert np.isnan(noise_share([1.0, 2.0], broken))
+    assert np.isnan(noise_share([1.0, broken], 1.0))
     assert np.isnan(noise_share([0.0, 0.0], 0.0))
 
 

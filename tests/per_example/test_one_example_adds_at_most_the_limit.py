@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from optaxclip.per_example import _passes, clipped_grad, explain_clipped_grad
+from optaxclip.per_example import _bounds, _passes, clipped_grad, explain_clipped_grad
 from optaxclip.shrinks import normalize
 
 SIZE, TIMES = 64, 16
@@ -325,13 +325,40 @@ def test_what_is_proved_is_known_before_the_run():
         assert found.change == pytest.approx(change, rel=1e-6), name
         assert f"at most 1 + {change:.2g} limits\n" in str(found)
         assert f"{excess:.2g} by its rounding, {change - excess:.2g} by" in str(found)
-        assert "with mask=: of batches that differ in size nothing" in str(found)
+        assert "proved for one batch size, with mask= for absent" in str(found)
     by_matrix = explained("matrix", 64, 1024)
     assert by_matrix.excess <= 4.3e-6
     assert by_matrix.change <= 5.3e-4
     # 2^24 additions may lose all of a sum.
     endless = explained("lookup", 2**24, 16)
     assert endless.excess == endless.change == np.inf
+
+
+def test_sums_of_squares_in_float32_are_in_the_bound(monkeypatch):
+    """As on a GPU and a TPU."""
+
+    def sensitivity(size):
+        grad = clipped_grad(lambda w, x: jnp.sum(w * x), 2.0, mean=False)
+        bounds = []
+
+        def run(w, x):
+            bounds.append(grad(w, x, mask=np.ones(1, bool)).sensitivity)
+
+        w = jax.ShapeDtypeStruct((size,), np.float32)
+        x = jax.ShapeDtypeStruct((1, size), np.float32)
+        jax.eval_shape(run, w, x)
+        return bounds[0]
+
+    size = 2**22
+    sum_excess = lost_in(1 + 1 + 4)
+    assert sensitivity(size) == pytest.approx(2 * (1 + sum_excess), rel=3 * 2.0**-23)
+    monkeypatch.setattr(_bounds, "has_accelerator", lambda: True)
+    # A norm is off by a root of what its squares lose.
+    norm_excess = np.sqrt(1 + lost_in(size + 2 + 32)) - 1
+    wanted = 2 * (1 + norm_excess + sum_excess)
+    assert sensitivity(size) == pytest.approx(wanted, rel=3 * 2.0**-23)
+    # So many additions may lose all of a norm.
+    assert sensitivity(2**24) is None
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,18 @@ def test_keys_booleans_and_words_stay_what_they_are():
     assert 0.9 * LIMIT < found.change <= MOST
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(np.float32, 28), (np.int32, 34)])
+def test_calls_are_as_many_as_is_said(dtype, most):
+    calls = []
+
+    def grad(w, x, mask):
+        calls.append(mask)
+        return jnp.zeros(())
+
+    sensitivity(grad, 0.0, np.arange(40, dtype=dtype)[:, None], limit=1.0)
+    assert len(calls) == most
+
+
 def test_a_mean_is_refused():
     with pytest.raises(ValueError, match=r"^sensitivity: result must be a sum"):
         audit(clipped_grad(loss, LIMIT))
