@@ -1,11 +1,9 @@
 """Which norms some leaves have: how each leaf enters its norm, and of which order."""
 
-import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
@@ -13,7 +11,7 @@ from jax.typing import DTypeLike
 from . import _mesh as mesh
 from ._mesh import AxisNames
 from ._options import Ord
-from ._sums import Axes
+from ._sums import Axes, element_count
 
 
 class LeafSpec(NamedTuple):
@@ -82,14 +80,14 @@ class NormPlan(NamedTuple):
         """
         if not is_mean(self.ord):
             return list(np.ones(self.norm_count, dtype))
-        counts = [0] * self.norm_count
+        counts: list[Any] = [0.0] * self.norm_count
         for spec, array in zip(self.specs, arrays):
             axes = range(array.ndim) if spec.axes is None else spec.axes
-            count = math.prod(array.shape[axis] for axis in axes)
+            count = element_count([array.shape[axis] for axis in axes], dtype)
             counts[spec.norm_index] += count * mesh.device_count(spec.summed_over)
         numbers = []
         for count in counts:
-            # A size of jax.export may be a symbol, which only jnp makes an array.
-            number = np.asarray(count) if isinstance(count, int) else jnp.asarray(count)
+            # Only a count of symbols is an array already.
+            number = np.asarray(count) if isinstance(count, float) else count
             numbers.append(number.astype(dtype).clip(1))
         return numbers

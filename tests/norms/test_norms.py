@@ -466,6 +466,21 @@ def test_clip_cotangent_can_be_exported_for_batches_of_any_size(axis, ord):
     check_exported(jax.grad(lambda x: jnp.sum(clip(x) ** 2)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("ord", "wanted"), [("rms", 2.0), ("average", 2.0 / 51200.0)])
+def test_means_of_any_size_count_more_than_int32_does(ord, wanted):
+    (batch,) = jax.export.symbolic_shape("batch")
+
+    def norm(x):
+        # Never in memory: 2.6e9 numbers.
+        wide = jnp.broadcast_to(x[:, None], (x.shape[0], 65536))
+        return optaxclip.global_norm(wide, ord=ord)
+
+    shape = jax.ShapeDtypeStruct((batch,), jnp.float32)
+    exported = jax.export.export(jax.jit(norm))(shape)
+    np.testing.assert_allclose(exported.call(np.full(40000, 2.0, "f4")), wanted, 1e-6)
+
+
 def check_exported(function, sizes=(1, 5)):
     """The exported program gives for several sizes what the function itself gives."""
     (batch,) = jax.export.symbolic_shape("batch")
