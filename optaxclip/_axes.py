@@ -24,6 +24,23 @@ def is_axes(x: object) -> TypeGuard[tuple[int, ...]]:
     return type(x) is tuple and all(isinstance(i, (int, np.integer)) for i in x)
 
 
+def check_no_bool(argument: str, value: Any) -> None:
+    """Refuses bools as axes, or in a tuple of axes. To Python True is 1 and False is 0.
+
+    Raises:
+      TypeError: such a value. `argument` is the call and the option.
+    """
+    if value is True:
+        cure = "for one write 1"
+    elif value is False:
+        cure = "for none write None"
+    elif is_axes(value) and any(isinstance(axis, bool) for axis in value):
+        cure = f"write {tuple(map(int, value))}"
+    else:
+        return
+    raise TypeError(f"{argument} must be a whole number, got {shown(value)}: {cure}.")
+
+
 def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, ...]:
     """The axes of a leaf, counted from the front: (-1, 0) of rank 3 is (0, 2).
 
@@ -86,7 +103,10 @@ def stacked_axes(
     axes_of_leaves = []
     stacked_values = _stacked_values(stacked, tree, f"{call}: stacked")
     for (path, leaf), (value, stack), shape in zip(entries, stacked_values, shapes):
-        axes = _layer_axes(value, name(path), jnp.shape(leaf), call)
+        # The values of a tree are checked when a clipper is built, and those of a
+        # function here.
+        check_no_bool(f"{call}: stacked", value)
+        axes = _axes_of_layers(value, name(path), jnp.shape(leaf), call)
         axes_of_leaves.append(axes)
         if not axes or shape is None:
             continue
@@ -119,7 +139,7 @@ def _stacked_values(
     return lookup(Prefix(tuple(entries)), tree, argument)
 
 
-def _layer_axes(value: Any, leaf: str, shape: Shape, call: str) -> tuple[int, ...]:
+def _axes_of_layers(value: Any, leaf: str, shape: Shape, call: str) -> tuple[int, ...]:
     """The axes that count layers, of a leaf and its value of `stacked`."""
     rank = len(shape)
     if value is None:
@@ -158,6 +178,7 @@ def unit_axes(
     summed_axes_of_leaves: list[tuple[int, ...] | None] = []
     for index, (path, leaf) in enumerate(entries):
         value = values[index]
+        check_no_bool(argument, value)
         layer_axes = layer_axes_of_leaves[index]
         axes_of_layer = other_axes(layer_axes, jnp.ndim(leaf))
         rank = len(axes_of_layer)

@@ -122,10 +122,22 @@ AXES = {
     "tensor_norm: stacked": lambda x: optaxclip.tensor_norm(LEAF, stacked=x),
     "unitwise_norm: stacked": lambda x: optaxclip.unitwise_norm(LEAF, stacked=x),
     "unitwise_norm: axis": lambda x: optaxclip.unitwise_norm(LEAF, axis=x),
+    "spectral_norm: stacked": lambda x: optaxclip.spectral_norm(LEAF, stacked=x),
+    "spectral_norm: columns": lambda x: optaxclip.spectral_norm(LEAF, columns=x),
 }
 
 
-@pytest.mark.parametrize("value", [True, (True,), [True], jnp.array(1), np.array(1)])
+def one(path, leaf):
+    return True
+
+
+def none(path, leaf):
+    return False
+
+
+@pytest.mark.parametrize(
+    "value", [True, (True,), [True], jnp.array(1), np.array(1), one, none]
+)
 @pytest.mark.parametrize("argument", AXES)
 def test_norms_refuse_bools_and_arrays_as_axes(argument, value):
     with pytest.raises(TypeError, match=f"^{argument} must be "):
@@ -133,7 +145,7 @@ def test_norms_refuse_bools_and_arrays_as_axes(argument, value):
 
 
 def test_a_tuple_of_axes_may_not_hold_a_bool():
-    text = r"stacked must be a whole number, got \(True,\): write stacked=\(1,\)"
+    text = r"stacked must be a whole number, got \(True,\): write \(1,\)"
     with pytest.raises(TypeError, match=text):
         optaxclip.clip_by_tensor_norm(1.0, stacked=(True,))
 
