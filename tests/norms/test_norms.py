@@ -437,6 +437,23 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("order", [0.15, 0.3, 0.49])
+def test_small_orders_count_elements_far_below_the_largest(order):
+    small = np.full(10**6, 1e-36, np.float32)
+    grads = {"large": jnp.array([1e4]), "small": jnp.asarray(small)}
+    terms = np.append(np.float64(1e4), np.float64(small)) ** order
+    wanted = np.sum(terms) ** (1 / order)
+    # The relative error of a sum is multiplied by 1 / order.
+    norm = optaxclip.global_norm(grads, ord=order)
+    np.testing.assert_allclose(norm, wanted, rtol=1e-6 / order)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan, 0.0, 3.4e38, 1.2e-38])
+def test_small_orders_keep_both_ends_of_the_range(value):
+    norm = optaxclip.global_norm(jnp.array([value, 0.0]), ord=0.25)
+    np.testing.assert_allclose(norm, np.float32(value), rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ord", [None, 5.0, math.inf, "rms", "average"])
 def test_norms_can_be_exported_for_batches_of_any_size(ord):
