@@ -106,7 +106,7 @@ def stacked_axes(
         # The values of a tree are checked when a clipper is built, and those of a
         # function here.
         check_no_bool(f"{call}: stacked", value)
-        axes = _axes_of_layers(value, name(path), jnp.shape(leaf), call)
+        axes = _layer_axes(value, name(path), jnp.shape(leaf), call)
         axes_of_leaves.append(axes)
         if not axes or shape is None:
             continue
@@ -139,7 +139,7 @@ def _stacked_values(
     return lookup(Prefix(tuple(entries)), tree, argument)
 
 
-def _axes_of_layers(value: Any, leaf: str, shape: Shape, call: str) -> tuple[int, ...]:
+def _layer_axes(value: Any, leaf: str, shape: Shape, call: str) -> tuple[int, ...]:
     """The axes that count layers, of a leaf and its value of `stacked`."""
     rank = len(shape)
     if value is None:

@@ -14,10 +14,10 @@ split over, and leaves that every device holds must count once. `mesh_axes` says
     PartitionSpec        shard_map. P() where every device holds the whole leaf
     None                 each device separately, without any collective
 
-Where there are types, errors are mesh axes along which a leaf is the same, and missing
-mesh axes along which it varies. None is never an error. Norms that keep axes of a leaf
-(units, stacked layers) need a PartitionSpec where that leaf is split, because a name
-alone does not tell which of its axes is split.
+Where there are types, it is an error to name a mesh axis along which a leaf is the
+same, or to leave out one along which it varies. None is never an error. Norms that keep
+axes of a leaf (units, stacked layers) need a PartitionSpec where that leaf is split,
+because a name alone does not say which of its axes is split.
 
 In this module `axes` are axes of an array, `mesh_axes` is the option, and `names` are
 names of mesh axes.
@@ -62,10 +62,10 @@ class Split(NamedTuple):
     others.
     """
 
-    summed_over: AxisNames = ()  # the mesh axes that split summed axes
+    mesh_of_summed: AxisNames = ()  # the mesh axes that split summed axes
     # For each axis of the leaf its mesh axes, () for a summed axis. () if no kept axis
     # is split.
-    kept_over: tuple[AxisNames, ...] = ()
+    mesh_of_kept: tuple[AxisNames, ...] = ()
 
 
 NOT_SPLIT = Split()
@@ -174,13 +174,13 @@ def _split(
     _check_against_type(argument, name, array, names)
     # Which axis is split does not matter where all are summed.
     if summed_axes is None or len(summed_axes) == jnp.ndim(array):
-        return Split(summed_over=names)
+        return Split(mesh_of_summed=names)
     if not names:
         return NOT_SPLIT
     if names_by_axis is None:
         example = ", ".join(map(repr, names))
         raise ValueError(
-            f"{argument} tells that the leaf {name!r} of shape "
+            f"{argument} says that the leaf {name!r} of shape "
             f"{jnp.shape(array)} is split over {listed(names)}, but not which of "
             "its dimensions is, and its norms are taken over some of them only: give a "
             "tree of PartitionSpecs, such as "
@@ -188,14 +188,14 @@ def _split(
         )
     # Units of [in, out] with P("x", "y") are summed over x. Each device along y has
     # the units of its own outputs.
-    summed_over: AxisNames = ()
-    kept_over: list[AxisNames] = [()] * jnp.ndim(array)
+    mesh_of_summed: AxisNames = ()
+    mesh_of_kept: list[AxisNames] = [()] * jnp.ndim(array)
     for axis, names_of_axis in enumerate(names_by_axis):
         if axis in summed_axes:
-            summed_over += names_of_axis
+            mesh_of_summed += names_of_axis
         else:
-            kept_over[axis] = names_of_axis
-    return Split(summed_over, tuple(kept_over) if any(kept_over) else ())
+            mesh_of_kept[axis] = names_of_axis
+    return Split(mesh_of_summed, tuple(mesh_of_kept) if any(mesh_of_kept) else ())
 
 
 def _check_against_type(
@@ -351,34 +351,34 @@ def joined_over_devices(
     return totals
 
 
-def among_zeros(numbers: Array, kept_over: Sequence[AxisNames]) -> Array:
+def among_zeros(numbers: Array, mesh_of_kept: Sequence[AxisNames]) -> Array:
     """The numbers that this device has for its layers, among zeros for the layers of
     other devices.
 
     The last axes of `numbers` are the axes of the leaf, each split over its entry of
-    `kept_over`.
+    `mesh_of_kept`.
     """
-    first = numbers.ndim - len(kept_over)
+    first = numbers.ndim - len(mesh_of_kept)
     shape = list(numbers.shape)
-    for axis, names in enumerate(kept_over, first):
+    for axis, names in enumerate(mesh_of_kept, first):
         shape[axis] *= device_count(names)
-    starts = [0] * first + _starts(numbers.shape[first:], kept_over)
+    starts = [0] * first + _starts(numbers.shape[first:], mesh_of_kept)
     zeros = typed_as(jnp.zeros(shape, numbers.dtype), jax.typeof(numbers))
     return lax.dynamic_update_slice(zeros, numbers, starts)
 
 
-def local_layers(layers: Array, kept_over: Sequence[AxisNames]) -> Array:
+def local_layers(layers: Array, mesh_of_kept: Sequence[AxisNames]) -> Array:
     """The layers of this device, out of an array for the layers of all devices."""
     sizes = list(layers.shape)
-    for axis, names in enumerate(kept_over):
+    for axis, names in enumerate(mesh_of_kept):
         sizes[axis] //= device_count(names)
-    return lax.dynamic_slice(layers, _starts(sizes, kept_over), sizes)
+    return lax.dynamic_slice(layers, _starts(sizes, mesh_of_kept), sizes)
 
 
-def _starts(sizes: Sequence[int], kept_over: Sequence[AxisNames]) -> list[Any]:
+def _starts(sizes: Sequence[int], mesh_of_kept: Sequence[AxisNames]) -> list[Any]:
     """Where the part of this device, of these sizes, begins along each axis."""
     starts: list[Any] = []
-    for size, names in zip(sizes, kept_over):
+    for size, names in zip(sizes, mesh_of_kept):
         # The index of this device along these mesh axes. The first axis is the slowest.
         starts.append(lax.axis_index(names) * size if names else 0)
     return starts

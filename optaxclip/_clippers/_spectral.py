@@ -43,7 +43,7 @@ from .._mesh_types import resharded, resharded_as
 from .._moduli import wide_dtype
 from .._norms import Norms, TensorNorm
 from .._options import static_axes
-from .._prefixes import for_each_leaf
+from .._prefixes import Prefix, for_each_leaf
 from .._specs import LeafSpec
 from .._state import ClipState
 from .._trees import PyTree, clipped_leaves, put_back
@@ -246,8 +246,7 @@ class SpectralNorm(NamedTuple):
         layouts = self.layouts(tree)
         leaves = jax.tree.leaves(tree)
         # Vectors keep their L2 norm, which is their spectral norm.
-        treedef = jax.tree.structure(tree)
-        mesh_axes = treedef.unflatten(self.mesh_axes_of_leaves(tree))
+        mesh_axes = self.mesh_axes_of_leaves(tree)
         l2_norms = TensorNorm(stacked=self.stacked, mesh_axes=mesh_axes)(tree)
         values = l2_norms.local_values()
         for layout, indices in layouts.items():
@@ -268,12 +267,15 @@ class SpectralNorm(NamedTuple):
         specs = tuple(LeafSpec(norm_index=index) for index in range(len(values)))
         return l2_norms._replace(values=values, specs=specs)
 
-    def mesh_axes_of_leaves(self, tree: PyTree) -> list[str | None]:
-        """For each leaf the `mesh_axes` of its L2 norm."""
-        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
+    def mesh_axes_of_leaves(self, tree: PyTree) -> Prefix:
+        """The `mesh_axes` of L2 norms."""
+        entries = jax.tree.leaves_with_path(tree)
+        shapes = [jnp.shape(leaf) for _, leaf in entries]
         layers_of_leaves = stacked_axes(self.stacked, tree, self.call, shapes)
         # Norms of layers are not joined over devices, which may hold different layers.
-        return [None if layer_axes else "auto" for layer_axes in layers_of_leaves]
+        mesh_axes = [None if layer_axes else "auto" for layer_axes in layers_of_leaves]
+        paths = [path for path, _ in entries]
+        return Prefix(tuple(zip(paths, mesh_axes)))
 
     def layouts(self, tree: PyTree) -> dict[Layout, list[int]]:
         """The indices of the leaves that are matrices, by their layout."""
