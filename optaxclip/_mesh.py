@@ -55,6 +55,7 @@ MeshAxes: TypeAlias = (
     "str | PartitionSpec | Mapping[Any, MeshAxes] | Sequence[MeshAxes] | None"
 )
 FORMS = "'auto', None, names of mesh axes, or a tree of PartitionSpecs"
+NOT_NEEDED = "no mesh axes are needed: mesh_axes='auto' is right"
 
 
 class Split(NamedTuple):
@@ -87,7 +88,8 @@ def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Pref
         # Static arguments must be hashable, which arrays are not.
         if isinstance(value, (np.ndarray, Array)):
             raise TypeError(f"{call}: mesh_axes must be {FORMS}, got {shown(value)}.")
-    if isinstance(mesh_axes, list) and all(isinstance(x, str) for x in mesh_axes):
+    # An empty list may be an empty tree.
+    if isinstance(mesh_axes, list) and mesh_axes and all(isinstance(x, str) for x in mesh_axes):
         raise TypeError(
             f"{call}: mesh_axes must be a name or a tuple of names, got "
             f"{shown(mesh_axes)}: write mesh_axes={tuple(mesh_axes)!r}."
@@ -277,8 +279,10 @@ def names_in(entry: str | tuple[str, ...] | None) -> AxisNames:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
-def check_bound(names: AxisNames, argument: str) -> None:
-    """Raises ValueError for what is not the name of a mesh axis here."""
+def check_bound(names: AxisNames, argument: str, outside: str = NOT_NEEDED) -> None:
+    """Raises ValueError for what is not the name of a mesh axis here. `outside` is the
+    cure outside shard_map and pmap.
+    """
     for name in names:
         if not isinstance(name, str):
             raise ValueError(f"{argument} must be {FORMS}, got {shown(name)}.")
@@ -289,10 +293,7 @@ def check_bound(names: AxisNames, argument: str) -> None:
             if manual_axes():
                 hint = f"There is {listed(manual_axes())}."
             else:
-                hint = (
-                    "Outside shard_map and pmap no mesh axes are needed: "
-                    "mesh_axes='auto' is right."
-                )
+                hint = f"Outside shard_map and pmap {outside}."
             raise ValueError(
                 f"{argument}={shown(name)}: there is no such axis here. {hint}"
             ) from None
@@ -400,6 +401,7 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:
 
     Raises:
       ValueError: a mesh axis that is not bound here.
+      TypeError: something that is no name and no tuple of names.
 
     Example:
       >>> def is_same(x):
@@ -408,10 +410,22 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:
       >>> print(jax.pmap(is_same, axis_name="devices")(x)[0])
       True
     """
-    names = names_in(mesh_axes)
-    check_bound(names, "check_replicated: mesh_axes")
+    names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
+    if type(names) is not tuple or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            "check_replicated: mesh_axes must be the name of a mesh axis or a tuple of "
+            f"names, got {shown(mesh_axes)}."
+        )
+    check_bound(
+        names,
+        "check_replicated: mesh_axes",
+        outside="there are no mesh axes: call it inside one of them",
+    )
     different = jnp.zeros((), bool)
     for leaf in map(jnp.asarray, jax.tree.leaves(tree)):
+        # A gradient of an integer has no bits.
+        if leaf.dtype == jax.dtypes.float0:
+            continue
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         # Bits are compared, so NaN equals itself and 0 differs from -0. Of complex

@@ -261,7 +261,8 @@ class EmaBand(Rule):
         target = jnp.clip(target, down * norm, multiple(up, norm))
         # The first norm has no band yet.
         target = jnp.where(average.weight > 0, target, norm)
-        return target, blend(average, target, decay, corrected=False)
+        new_average = blend(average, target, decay, corrected=False)
+        return target, new_unless_zero("clipped", target, new_average, average)
 
 
 class MomentsRatio(Rule):
