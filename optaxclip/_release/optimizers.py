@@ -74,8 +74,8 @@ class Optimizer(NamedTuple):
 
 
 def _leaf_at_end(path: KeyPath, shape: tuple[int, ...], leaves: Entries) -> str | None:
-    """The leaf of a shape whose path is the end of a path. The longest one counts, since
-    the path of a leaf may end with the path of another.
+    """The leaf of a shape whose path is the end of a path. The longest one counts,
+    since the path of a leaf may end with the path of another.
     """
     # The first key of a path is 0 for params, or 1 for the state.
     for start in range(1, len(path) + 1):
