@@ -89,7 +89,8 @@ def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Pref
         if isinstance(value, (np.ndarray, Array)):
             raise TypeError(f"{call}: mesh_axes must be {FORMS}, got {shown(value)}.")
     # An empty list may be an empty tree.
-    if isinstance(mesh_axes, list) and mesh_axes and all(isinstance(x, str) for x in mesh_axes):
+    is_list = isinstance(mesh_axes, list) and mesh_axes
+    if is_list and all(isinstance(name, str) for name in mesh_axes):
         raise TypeError(
             f"{call}: mesh_axes must be a name or a tuple of names, got "
             f"{shown(mesh_axes)}: write mesh_axes={tuple(mesh_axes)!r}."
