@@ -83,7 +83,7 @@ def static_axes(
         return axes
     table = prefix_table(axes, is_value)
     for _, value in table.entries:
-        check_no_bool(f"{call}: {option}", value)
+        check_no_bool(call, option, value)
         if isinstance(value, (np.ndarray, Array)):
             raise TypeError(
                 f"{call}: {option} must be known when the clipper is built, got "

@@ -292,7 +292,7 @@ class SpectralNorm(NamedTuple):
             rank = len(matrix_axes)
             if rank < 2:
                 continue
-            check_no_bool(argument, columns[index])
+            check_no_bool(self.call, "columns", columns[index])
             column_axes = 1 if columns[index] is None else columns[index]
             is_whole = isinstance(column_axes, (int, np.integer))
             if not is_whole or not 1 <= column_axes < rank:

@@ -145,7 +145,7 @@ def test_norms_refuse_bools_and_arrays_as_axes(argument, value):
 
 
 def test_a_tuple_of_axes_may_not_hold_a_bool():
-    text = r"stacked must be a whole number, got \(True,\): write \(1,\)"
+    text = r"stacked must be a whole number, got \(True,\): write stacked=\(1,\)"
     with pytest.raises(TypeError, match=text):
         optaxclip.clip_by_tensor_norm(1.0, stacked=(True,))
 
