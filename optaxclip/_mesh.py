@@ -88,13 +88,14 @@ def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Pref
         # Static arguments must be hashable, which arrays are not.
         if isinstance(value, (np.ndarray, Array)):
             raise TypeError(f"{call}: mesh_axes must be {FORMS}, got {shown(value)}.")
-    # An empty list may be an empty tree.
-    is_list = isinstance(mesh_axes, list) and mesh_axes
-    if is_list and all(isinstance(name, str) for name in mesh_axes):
-        raise TypeError(
-            f"{call}: mesh_axes must be a name or a tuple of names, got "
-            f"{shown(mesh_axes)}: write mesh_axes={tuple(mesh_axes)!r}."
-        )
+    if isinstance(mesh_axes, list):
+        are_names = [isinstance(name, str) for name in mesh_axes]
+        # An empty list may be an empty tree.
+        if are_names and all(are_names):
+            raise TypeError(
+                f"{call}: mesh_axes must be a name or a tuple of names, got "
+                f"{shown(mesh_axes)}: write mesh_axes={tuple(mesh_axes)!r}."
+            )
     return prefix_table(mesh_axes, _is_entry)
 
 
