@@ -69,14 +69,14 @@ def _largest(plan: NormPlan, arrays: list[Array]) -> list[Array]:
 
 
 def _by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[Array]:
-    """The norms of order p. From 1/2 on, elements are divided by the largest of their
+    """The norms of order p. From 1/4 on, elements are divided by the largest of their
     norm first, so that no power leaves the range. The division is a second read.
     """
     dtype = sums.norm_dtype(arrays)
     divisors = []
     for largest in _largest(plan, arrays):
         ones = jnp.ones_like(largest)
-        if order < 0.5:
+        if order < 0.25:
             # These powers of all numbers are within the range. Quotients may vanish,
             # while their powers count: 1e-40^0.15 is 1e-6.
             divisors.append(ones)
@@ -86,7 +86,7 @@ def _by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[Array]
             divisors.append(jnp.where(divides, largest, ones))
     terms = []
     for spec, array in zip(plan.specs, arrays):
-        # From an order of 1/2 on in [0, 1], and one of them is 1. A power that vanishes
+        # From an order of 1/4 on in [0, 1], and one of them is 1. A power that vanishes
         # is too small to count.
         quotient = divided(jnp.abs(array).astype(dtype), spec.local_value(divisors))
         if order.is_integer():
