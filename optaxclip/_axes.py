@@ -24,6 +24,25 @@ def is_axes(x: object) -> TypeGuard[tuple[int, ...]]:
     return type(x) is tuple and all(isinstance(i, (int, np.integer)) for i in x)
 
 
+def check_no_bool(call: str, option: str, value: Any) -> None:
+    """Refuses bools as axes, or in a tuple of axes. To Python True is 1 and False is 0.
+
+    Raises:
+      TypeError: such a value of an option, "stacked", of the function `call`.
+    """
+    if value is True:
+        cure = f"for one write {option}=1"
+    elif value is False:
+        cure = f"for none write {option}=None"
+    elif is_axes(value) and any(isinstance(axis, bool) for axis in value):
+        cure = f"write {option}={tuple(map(int, value))}"
+    else:
+        return
+    raise TypeError(
+        f"{call}: {option} must be a whole number, got {shown(value)}: {cure}."
+    )
+
+
 def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, ...]:
     """The axes of a leaf, counted from the front: (-1, 0) of rank 3 is (0, 2).
 
@@ -86,6 +105,9 @@ def stacked_axes(
     axes_of_leaves = []
     stacked_values = _stacked_values(stacked, tree, f"{call}: stacked")
     for (path, leaf), (value, stack), shape in zip(entries, stacked_values, shapes):
+        # The values of a tree are checked when a clipper is built, and those of a
+        # function here.
+        check_no_bool(call, "stacked", value)
         axes = _layer_axes(value, name(path), jnp.shape(leaf), call)
         axes_of_leaves.append(axes)
         if not axes or shape is None:
@@ -158,6 +180,7 @@ def unit_axes(
     summed_axes_of_leaves: list[tuple[int, ...] | None] = []
     for index, (path, leaf) in enumerate(entries):
         value = values[index]
+        check_no_bool(call, "axis", value)
         layer_axes = layer_axes_of_leaves[index]
         axes_of_layer = other_axes(layer_axes, jnp.ndim(leaf))
         rank = len(axes_of_layer)

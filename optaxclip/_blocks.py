@@ -1,8 +1,9 @@
 """How the norms of a step fit into the state of a clipper.
 
-A block is what is decided as one array: the norm of everything, the norms of all whole
-leaves as a vector (inside shard_map one vector for each set of varying mesh axes), or
-the units of one leaf. Norms are found in the state by name. A leaf that is None in one
+A block is a set of norms whose limits and factors are computed as one array: the norm
+of everything, the norms of all whole leaves as a vector (inside shard_map one vector
+for each set of varying mesh axes), or the units of one leaf. Norms are found in the
+state by name. A leaf that is None in one
 step has the norm 0 in its block, from which no rule learns.
 """
 
@@ -28,27 +29,27 @@ from .rules._rule import Rule, is_rule
 
 
 class Block(NamedTuple):
-    """Norms that are decided as one array."""
+    """Norms whose limits and factors are computed as one array."""
 
     norm: Array  # [n] of whole leaves, [] of everything, or [1, units] of one leaf
     # The same numbers by name: the norm of each whole leaf, or the units of one leaf.
     norm_of_name: Mapping[str, Array]
     missing: frozenset[str]  # the leaves that this step does not have
-    # Its entries in a row of the state: n, or 1 for everything or a leaf with units.
+    # Indices in a row of the state: n, or 1 for everything or a leaf with units.
     positions: np.ndarray
     is_vector: bool  # whether `norm` joins the norms of whole leaves
     leaf_of_units: str | None = None  # the leaf whose units they are
-    units_over: tuple[str, ...] = ()  # the mesh axes that split the units
+    mesh_of_units: tuple[str, ...] = ()  # the mesh axes that split the units
 
     @property
-    def are_here(self) -> np.ndarray:
+    def is_present(self) -> np.ndarray:
         """For each position whether there is a norm in this step."""
         if not self.missing:
             return np.ones(len(self.positions), bool)
-        are_here = []
+        is_present = []
         for name, norm in self.norm_of_name.items():
-            are_here += [name not in self.missing] * norm.size
-        return np.array(are_here)
+            is_present += [name not in self.missing] * norm.size
+        return np.array(is_present)
 
     def as_array(self, value_of_name: Mapping[str, Array]) -> Array:
         """One array in the layout of `norm`, from values by name, 0 for other names."""
@@ -93,29 +94,30 @@ def blocks_of(
       ValueError: a norm that the state does not have, or with other layers or units.
     """
     norm_of_name = dict(zip(names, norms.values))
-    units_over = mesh_axes_of_units(norms, names)
-    _check_names(state.names, norm_of_name, units_over, call)
+    mesh_of_units = mesh_axes_of_units(norms, names)
+    _check_names(state.names, norm_of_name, mesh_of_units, call)
     blocks_of_units = []
     # Inside shard_map some norms differ between devices, and others are the same on
     # all. A vector has one type, so they are separate blocks.
-    places_of_type: dict[Any, list[_Place]] = {}
+    groups_by_axes: dict[Any, list[_StateNorm]] = {}
     missing = []
-    for place in _places(norm_of_name, state, call):
-        if place.name in units_over:
+    for state_norm in _norms_of_state(norm_of_name, state, call):
+        if state_norm.name in mesh_of_units:
             block = _block(
-                [place],
+                [state_norm],
                 is_vector=False,
-                leaf_of_units=place.name,
-                units_over=units_over[place.name],
+                leaf_of_units=state_norm.name,
+                mesh_of_units=mesh_of_units[state_norm.name],
             )
             blocks_of_units.append(block)
-        elif place.is_here:
-            places_of_type.setdefault(mesh_types.varying(place.norm), []).append(place)
-        elif place.name not in state.names.unit_leaves:
-            missing.append(place)
+        elif state_norm.is_present:
+            mesh_axes = mesh_types.varying(state_norm.norm)
+            groups_by_axes.setdefault(mesh_axes, []).append(state_norm)
+        elif state_norm.name not in state.names.unit_leaves:
+            missing.append(state_norm)
     # Missing norms are 0 on every device, so they may join the first group.
-    groups = list(places_of_type.values()) or [[]]
-    groups[0] = sorted(groups[0] + missing, key=lambda place: place.positions[0])
+    groups = list(groups_by_axes.values()) or [[]]
+    groups[0] = sorted(groups[0] + missing, key=lambda norm: norm.positions[0])
     blocks = []
     for group in groups:
         if group:
@@ -127,39 +129,39 @@ def mesh_axes_of_units(norms: Norms, names: list[str]) -> dict[str, tuple[str, .
     """The mesh axes that split the units of each leaf that has units. `names` are those
     of the norms.
     """
-    units_over = {}
+    mesh_of_units = {}
     for spec in norms.specs:
         if spec.norm_index in norms.units:
-            units_over[names[spec.norm_index]] = spec.units_over
-    return units_over
+            mesh_of_units[names[spec.norm_index]] = spec.mesh_of_units
+    return mesh_of_units
 
 
-class _Place(NamedTuple):
-    """A norm, and where it is in a row of the state."""
+class _StateNorm(NamedTuple):
+    """A norm of the state, with its value in this step."""
 
     name: str
     norm: Array
     position: Position
-    is_here: bool  # False for a leaf that is missing in this step, whose norm is 0
+    is_present: bool  # False for a leaf that is missing in this step, whose norm is 0
 
     @property
     def positions(self) -> list[int]:
-        """All its entries in the row."""
+        """Its indices in a row of the state."""
         if isinstance(self.position, slice):
             return list(range(self.position.start, self.position.stop))
         return [self.position] if isinstance(self.position, int) else [0]
 
 
-def _places(
+def _norms_of_state(
     norm_of_name: dict[str, Array], state: ClipState, call: str
-) -> Iterator[_Place]:
+) -> Iterator[_StateNorm]:
     """All norms of the state in order, with their values in this step."""
     dtype = next(iter(norm_of_name.values()), state.numbers).dtype
     for name, position in positions_of_name(state).items():
         size = size_at(position)
         if name not in norm_of_name:
             zeros = jnp.zeros(size if isinstance(position, slice) else (), dtype)
-            yield _Place(name, zeros, position, is_here=False)
+            yield _StateNorm(name, zeros, position, is_present=False)
             continue
         norm = norm_of_name[name]
         # The state has one entry for all units of a leaf.
@@ -168,26 +170,34 @@ def _places(
                 f"{call}: state was made for {size} norms in {name!r}, but the updates "
                 f"have {norm.size}. {BEGIN_ANEW}"
             )
-        yield _Place(name, norm, position, is_here=True)
+        yield _StateNorm(name, norm, position, is_present=True)
 
 
 def _block(
-    places: list[_Place],
+    state_norms: list[_StateNorm],
     *,
     is_vector: bool,
     leaf_of_units: str | None = None,
-    units_over: tuple[str, ...] = (),
+    mesh_of_units: tuple[str, ...] = (),
 ) -> Block:
     """The block of some norms. Without `is_vector` there is one array."""
-    norms = [place.norm for place in places]
+    norm_of_name = {}
+    missing = set()
+    positions = []
+    for state_norm in state_norms:
+        norm_of_name[state_norm.name] = state_norm.norm
+        positions += state_norm.positions
+        if not state_norm.is_present:
+            missing.add(state_norm.name)
+    norms = list(norm_of_name.values())
     return Block(
         norm=concatenated(norms) if is_vector else norms[0],
-        norm_of_name={place.name: place.norm for place in places},
-        missing=frozenset(place.name for place in places if not place.is_here),
-        positions=np.concatenate([place.positions for place in places]),
+        norm_of_name=norm_of_name,
+        missing=frozenset(missing),
+        positions=np.array(positions),
         is_vector=is_vector,
         leaf_of_units=leaf_of_units,
-        units_over=units_over,
+        mesh_of_units=mesh_of_units,
     )
 
 
@@ -200,34 +210,23 @@ def _check_names(
     """Refuses norms that the state does not have. It may have more: some leaves may be
     missing in a step.
     """
-    new_names = set(names_of_step) - set(names.layers_of_name)
-    new_units = set(unit_leaves) - set(names.unit_leaves)
-    # Leaves that have units in the state, and one norm in this step.
-    lost_units = (set(names.unit_leaves) & set(names_of_step)) - set(unit_leaves)
-    if new_names:
-        norms_of_state = _shown(names.layers_of_name)
-        norms_of_step = _shown(names_of_step)
-    elif new_units:
-        norms_of_state = _shown(names.layers_of_name)
-        norms_of_step = f"units in {_shown(sorted(new_units))}"
-    elif lost_units:
-        norms_of_state = f"units in {_shown(sorted(lost_units))}"
-        norms_of_step = _shown(sorted(lost_units))
-    else:
-        return
-    raise ValueError(
-        f"{call}: state was made for norms of {norms_of_state}, but the updates have "
-        f"norms of {norms_of_step}. {BEGIN_ANEW}"
-    )
+    units_of_state = set(names.unit_leaves).intersection(names_of_step)
+    is_known = set(names_of_step) <= set(names.layers_of_name)
+    if not is_known or units_of_state != set(unit_leaves):
+        raise ValueError(
+            f"{call}: state was made for norms of "
+            f"{_shown(names.layers_of_name, names.unit_leaves)}, but the updates have "
+            f"norms of {_shown(names_of_step, unit_leaves)}. {BEGIN_ANEW}"
+        )
 
 
 def take(row: Array, positions: np.ndarray) -> Array:
-    """Some entries of an array of all norms."""
+    """The numbers of an array of all norms at some positions."""
     return row if _covers(positions, row) else row[positions]
 
 
 def put(row: Array, positions: np.ndarray, values: Array) -> Array:
-    """An array of all norms with other values in some entries."""
+    """An array of all norms with other values at some positions."""
     if _covers(positions, row):
         return values
     row, values = typed_alike([row, values])
@@ -235,7 +234,7 @@ def put(row: Array, positions: np.ndarray, values: Array) -> Array:
 
 
 def _covers(positions: np.ndarray, row: Array) -> bool:
-    """Whether positions are all entries of a row, in order."""
+    """Whether positions are those of a whole row, in order."""
     return np.array_equal(positions, np.arange(len(row)))
 
 
@@ -294,7 +293,7 @@ def rule_of_vector(
     """The rule for a vector of norms: its arrays, which have one number for each layer,
     repeated for each leaf and joined. Missing leaves have 0 there.
     """
-    if not array_shapes(rule):
+    if not shapes_of_array_limits(rule):
         return rule
 
     def of_all_norms(number: Any) -> Any:
@@ -313,18 +312,23 @@ def rule_of_vector(
     return jax.tree.map(of_all_norms, rule, is_leaf=callable)
 
 
-def array_shapes(rule: Rule) -> list[tuple[int, ...]]:
+def shapes_of_array_limits(rule: Rule) -> list[tuple[int, ...]]:
     """The shapes of the arrays of a rule. A number fits every norm."""
     if isinstance(rule, Joined):
-        return list(chain.from_iterable(array_shapes(part) for part in rule.rules))
+        return list(
+            chain.from_iterable(shapes_of_array_limits(part) for part in rule.rules)
+        )
     # A plain field, of a rule of the user's, may be an array of any shape.
     checked = [field for field in fields(rule) if "check" in field.metadata]
     values = [getattr(rule, field.name) for field in checked]
     return [value.shape for value in values if getattr(value, "shape", ())]
 
 
-def _shown(names: Iterable[str]) -> str:
-    """Names for an error. The only norm of everything has the name ""."""
+def _shown(names: Collection[str], unit_leaves: Collection[str]) -> str:
+    """The names of norms for an error. The only norm of everything has the name ""."""
     if set(names) == {""}:
         return "everything"
-    return trees.listed(names) or "nothing"
+    listed_names = trees.listed(names) or "nothing"
+    if not unit_leaves:
+        return listed_names
+    return f"{listed_names} (with units in {trees.listed(unit_leaves)})"

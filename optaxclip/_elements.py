@@ -11,6 +11,7 @@ from jax import Array, lax
 from . import _mesh as mesh
 from . import _mesh_types as mesh_types
 from ._checks import BEGIN_ANEW
+from ._sums import element_count
 from .rules._memory import moving_average
 
 # float32[3]: the share of all elements that were clipped, in [0, 1]: in the last step,
@@ -53,7 +54,8 @@ def _shares_after(shares: Array, steps: Array, pairs: list[tuple[Any, Array]]) -
     size_of_all = 0.0
     for before, after in pairs:
         mesh_axes = tuple(sorted(mesh_types.varying(after)))
-        size_of_all += _float_size(after) * mesh.device_count(mesh_axes)
+        size = element_count(after.shape, np.float32)
+        size_of_all += size * mesh.device_count(mesh_axes)
         counts.append(_clipped_count(before, after))
         axes_of_counts.append(mesh_axes)
     counts = mesh.joined_over_devices(lax.psum, counts, axes_of_counts)
@@ -63,22 +65,14 @@ def _shares_after(shares: Array, steps: Array, pairs: list[tuple[Any, Array]]) -
     return jnp.stack([share, mean, moving_average(old_recent, share, steps)])
 
 
-def _float_size(leaf: Array) -> Any:
-    """The number of elements as a float, since int32 ends at 2^31."""
-    size = math.prod(leaf.shape)
-    if isinstance(size, int):
-        return float(size)
-    # A symbol of `jax.export`.
-    return jnp.asarray(size).astype(jnp.float32)
-
-
 def _clipped_count(before: Any, after: Array) -> Array:
     """How many elements the clip changed, float32[]. NaN was not clipped."""
     # NaN differs from itself.
     is_clipped = (before != after) & (before == before)
-    # float32 counts to 2^24, and uint32 to 2^32.
+    # float32 counts to 2^24, and uint32 to 2^32. A size of jax.export may be a symbol,
+    # which may become large.
     size = math.prod(after.shape)
-    is_large = isinstance(size, int) and size >= 2**32
+    is_small = isinstance(size, int) and size < 2**32
     with jax.enable_x64(True):
-        count = jnp.sum(is_clipped, dtype=np.int64 if is_large else np.uint32)
+        count = jnp.sum(is_clipped, dtype=np.uint32 if is_small else np.int64)
         return lax.convert_element_type(count, np.float32)

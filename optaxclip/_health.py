@@ -252,8 +252,8 @@ def _table(tree: PyTree, name: str) -> Array:
 
 def _check_whole(norms: Norms) -> None:
     for spec, path in zip(norms.specs, norms.paths):
-        if spec.joined_over:
-            mesh_axes = mesh.listed({*spec.joined_over})
+        if spec.joined_along:
+            mesh_axes = mesh.listed({*spec.joined_along})
             raise ValueError(
                 f"{CALL}: embeddings needs whole leaves, and {trees.name(path)!r} is "
                 f"split over {mesh_axes} inside shard_map: record outside it, or "

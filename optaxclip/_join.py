@@ -129,12 +129,12 @@ def _mesh_axes_of_norms(plan: NormPlan) -> list[AxisNames]:
     """
     shared: set[str] = set()
     for spec in plan.specs:
-        if not spec.units_over:
-            shared.update(spec.joined_over)
+        if not spec.mesh_of_units:
+            shared.update(spec.joined_along)
     mesh_axes_of_norms = [tuple(sorted(shared))] * plan.norm_count
     for spec in plan.specs:
-        if spec.units_over:
-            mesh_axes_of_norms[spec.norm_index] = tuple(sorted(spec.summed_over))
+        if spec.mesh_of_units:
+            mesh_axes_of_norms[spec.norm_index] = tuple(sorted(spec.mesh_of_summed))
     return mesh_axes_of_norms
 
 
@@ -149,11 +149,11 @@ def _counted_once(
         return term
     copies = 1
     if operation is ADD:
-        copies = mesh.device_count({*mesh_axes} - {*spec.joined_over})
+        copies = mesh.device_count({*mesh_axes} - {*spec.joined_along})
 
     def counted_once(array: Array) -> Array:
-        if spec.layers_over:
-            array = mesh.among_zeros(array, spec.kept_over)
+        if spec.mesh_of_layers:
+            array = mesh.among_zeros(array, spec.mesh_of_kept)
         if copies > 1:
             array = array / copies
         return mesh_types.varying_over(array, mesh_axes)

@@ -14,10 +14,10 @@ split over, and leaves that every device holds must count once. `mesh_axes` says
     PartitionSpec        shard_map. P() where every device holds the whole leaf
     None                 each device separately, without any collective
 
-Where there are types, errors are mesh axes along which a leaf is the same, and missing
-mesh axes along which it varies. None is never an error. Norms that keep axes of a leaf
-(units, stacked layers) need a PartitionSpec where that leaf is split, because a name
-alone does not tell which of its axes is split.
+Where there are types, it is an error to name a mesh axis along which a leaf is the
+same, or to leave out one along which it varies. None is never an error. Norms that keep
+axes of a leaf (units, stacked layers) need a PartitionSpec where that leaf is split,
+because a name alone does not say which of its axes is split.
 
 In this module `axes` are axes of an array, `mesh_axes` is the option, and `names` are
 names of mesh axes.
@@ -55,6 +55,7 @@ MeshAxes: TypeAlias = (
     "str | PartitionSpec | Mapping[Any, MeshAxes] | Sequence[MeshAxes] | None"
 )
 FORMS = "'auto', None, names of mesh axes, or a tree of PartitionSpecs"
+NOT_NEEDED = "no mesh axes are needed: mesh_axes='auto' is right"
 
 
 class Split(NamedTuple):
@@ -62,10 +63,10 @@ class Split(NamedTuple):
     others.
     """
 
-    summed_over: AxisNames = ()  # the mesh axes that split summed axes
+    mesh_of_summed: AxisNames = ()  # the mesh axes that split summed axes
     # For each axis of the leaf its mesh axes, () for a summed axis. () if no kept axis
     # is split.
-    kept_over: tuple[AxisNames, ...] = ()
+    mesh_of_kept: tuple[AxisNames, ...] = ()
 
 
 NOT_SPLIT = Split()
@@ -87,11 +88,14 @@ def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Pref
         # Static arguments must be hashable, which arrays are not.
         if isinstance(value, (np.ndarray, Array)):
             raise TypeError(f"{call}: mesh_axes must be {FORMS}, got {shown(value)}.")
-    if isinstance(mesh_axes, list) and all(isinstance(x, str) for x in mesh_axes):
-        raise TypeError(
-            f"{call}: mesh_axes must be a name or a tuple of names, got "
-            f"{shown(mesh_axes)}: write mesh_axes={tuple(mesh_axes)!r}."
-        )
+    if isinstance(mesh_axes, list):
+        are_names = [isinstance(name, str) for name in mesh_axes]
+        # An empty list may be an empty tree.
+        if are_names and all(are_names):
+            raise TypeError(
+                f"{call}: mesh_axes must be a name or a tuple of names, got "
+                f"{shown(mesh_axes)}: write mesh_axes={tuple(mesh_axes)!r}."
+            )
     return prefix_table(mesh_axes, _is_entry)
 
 
@@ -174,13 +178,13 @@ def _split(
     _check_against_type(argument, name, array, names)
     # Which axis is split does not matter where all are summed.
     if summed_axes is None or len(summed_axes) == jnp.ndim(array):
-        return Split(summed_over=names)
+        return Split(mesh_of_summed=names)
     if not names:
         return NOT_SPLIT
     if names_by_axis is None:
         example = ", ".join(map(repr, names))
         raise ValueError(
-            f"{argument} tells that the leaf {name!r} of shape "
+            f"{argument} says that the leaf {name!r} of shape "
             f"{jnp.shape(array)} is split over {listed(names)}, but not which of "
             "its dimensions is, and its norms are taken over some of them only: give a "
             "tree of PartitionSpecs, such as "
@@ -188,14 +192,14 @@ def _split(
         )
     # Units of [in, out] with P("x", "y") are summed over x. Each device along y has
     # the units of its own outputs.
-    summed_over: AxisNames = ()
-    kept_over: list[AxisNames] = [()] * jnp.ndim(array)
+    mesh_of_summed: AxisNames = ()
+    mesh_of_kept: list[AxisNames] = [()] * jnp.ndim(array)
     for axis, names_of_axis in enumerate(names_by_axis):
         if axis in summed_axes:
-            summed_over += names_of_axis
+            mesh_of_summed += names_of_axis
         else:
-            kept_over[axis] = names_of_axis
-    return Split(summed_over, tuple(kept_over) if any(kept_over) else ())
+            mesh_of_kept[axis] = names_of_axis
+    return Split(mesh_of_summed, tuple(mesh_of_kept) if any(mesh_of_kept) else ())
 
 
 def _check_against_type(
@@ -277,8 +281,10 @@ def names_in(entry: str | tuple[str, ...] | None) -> AxisNames:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
-def check_bound(names: AxisNames, argument: str) -> None:
-    """Raises ValueError for what is not the name of a mesh axis here."""
+def check_bound(names: AxisNames, argument: str, outside: str = NOT_NEEDED) -> None:
+    """Raises ValueError for what is not the name of a mesh axis here. `outside` is the
+    cure outside shard_map and pmap.
+    """
     for name in names:
         if not isinstance(name, str):
             raise ValueError(f"{argument} must be {FORMS}, got {shown(name)}.")
@@ -289,10 +295,7 @@ def check_bound(names: AxisNames, argument: str) -> None:
             if manual_axes():
                 hint = f"There is {listed(manual_axes())}."
             else:
-                hint = (
-                    "Outside shard_map and pmap no mesh axes are needed: "
-                    "mesh_axes='auto' is right."
-                )
+                hint = f"Outside shard_map and pmap {outside}."
             raise ValueError(
                 f"{argument}={shown(name)}: there is no such axis here. {hint}"
             ) from None
@@ -351,34 +354,34 @@ def joined_over_devices(
     return totals
 
 
-def among_zeros(numbers: Array, kept_over: Sequence[AxisNames]) -> Array:
+def among_zeros(numbers: Array, mesh_of_kept: Sequence[AxisNames]) -> Array:
     """The numbers that this device has for its layers, among zeros for the layers of
     other devices.
 
     The last axes of `numbers` are the axes of the leaf, each split over its entry of
-    `kept_over`.
+    `mesh_of_kept`.
     """
-    first = numbers.ndim - len(kept_over)
+    first = numbers.ndim - len(mesh_of_kept)
     shape = list(numbers.shape)
-    for axis, names in enumerate(kept_over, first):
+    for axis, names in enumerate(mesh_of_kept, first):
         shape[axis] *= device_count(names)
-    starts = [0] * first + _starts(numbers.shape[first:], kept_over)
+    starts = [0] * first + _starts(numbers.shape[first:], mesh_of_kept)
     zeros = typed_as(jnp.zeros(shape, numbers.dtype), jax.typeof(numbers))
     return lax.dynamic_update_slice(zeros, numbers, starts)
 
 
-def local_layers(layers: Array, kept_over: Sequence[AxisNames]) -> Array:
+def local_layers(layers: Array, mesh_of_kept: Sequence[AxisNames]) -> Array:
     """The layers of this device, out of an array for the layers of all devices."""
     sizes = list(layers.shape)
-    for axis, names in enumerate(kept_over):
+    for axis, names in enumerate(mesh_of_kept):
         sizes[axis] //= device_count(names)
-    return lax.dynamic_slice(layers, _starts(sizes, kept_over), sizes)
+    return lax.dynamic_slice(layers, _starts(sizes, mesh_of_kept), sizes)
 
 
-def _starts(sizes: Sequence[int], kept_over: Sequence[AxisNames]) -> list[Any]:
+def _starts(sizes: Sequence[int], mesh_of_kept: Sequence[AxisNames]) -> list[Any]:
     """Where the part of this device, of these sizes, begins along each axis."""
     starts: list[Any] = []
-    for size, names in zip(sizes, kept_over):
+    for size, names in zip(sizes, mesh_of_kept):
         # The index of this device along these mesh axes. The first axis is the slowest.
         starts.append(lax.axis_index(names) * size if names else 0)
     return starts
@@ -400,6 +403,7 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:
 
     Raises:
       ValueError: a mesh axis that is not bound here.
+      TypeError: something that is no name and no tuple of names.
 
     Example:
       >>> def is_same(x):
@@ -408,10 +412,22 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:
       >>> print(jax.pmap(is_same, axis_name="devices")(x)[0])
       True
     """
-    names = names_in(mesh_axes)
-    check_bound(names, "check_replicated: mesh_axes")
+    names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
+    if type(names) is not tuple or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            "check_replicated: mesh_axes must be the name of a mesh axis or a tuple of "
+            f"names, got {shown(mesh_axes)}."
+        )
+    check_bound(
+        names,
+        "check_replicated: mesh_axes",
+        outside="there are no mesh axes: call it inside one of them",
+    )
     different = jnp.zeros((), bool)
     for leaf in map(jnp.asarray, jax.tree.leaves(tree)):
+        # A gradient of an integer has no bits.
+        if leaf.dtype == jax.dtypes.float0:
+            continue
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         # Bits are compared, so NaN equals itself and 0 differs from -0. Of complex

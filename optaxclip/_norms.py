@@ -72,9 +72,9 @@ class Norms(NamedTuple):
         """
         values = list(local_values)
         for spec in self.specs:
-            if spec.norm_index is not None and spec.layers_over:
-                layers = mesh.among_zeros(values[spec.norm_index], spec.kept_over)
-                values[spec.norm_index] = lax.psum(layers, spec.layers_over)
+            if spec.norm_index is not None and spec.mesh_of_layers:
+                layers = mesh.among_zeros(values[spec.norm_index], spec.mesh_of_kept)
+                values[spec.norm_index] = lax.psum(layers, spec.mesh_of_layers)
         return values
 
 
@@ -103,7 +103,7 @@ class GlobalNorm(NamedTuple):
 
     def __call__(self, tree: PyTree) -> Norms:
         leaf_count = len(jax.tree.leaves(tree))
-        # A single leaf stands for the tree of norms: the path is empty, the name "".
+        # The tree of norms is a single leaf. Its path is empty, and its name "".
         return _measure_leaves(self, tree, norm_tree=0, norm_indices=[0] * leaf_count)
 
 
@@ -119,7 +119,7 @@ class TensorNorm(NamedTuple):
         arrays = jax.tree.leaves(tree)
         axes: list[Axes] = []
         # Axes of layers are kept, and all others are summed: one norm for each layer.
-        for array, layer_axes in zip(arrays, _layer_axes(self, tree)):
+        for array, layer_axes in zip(arrays, _stacked_axes(self, tree)):
             if layer_axes:
                 axes.append(other_axes(layer_axes, jnp.ndim(array)))
             else:
@@ -140,7 +140,7 @@ class UnitwiseNorm(NamedTuple):
 
     def __call__(self, tree: PyTree) -> Norms:
         shapes = mesh.global_shapes(self.mesh_axes, tree, self.call)
-        layer_axes = _layer_axes(self, tree, shapes)
+        layer_axes = _stacked_axes(self, tree, shapes)
         axes = unit_axes(self.axis, layer_axes, tree, self.call, shapes)
         return _measure_leaves(
             self,
@@ -222,8 +222,8 @@ def _measure_leaves(
         spec = LeafSpec(
             norm_index,
             axes=summed_axes,
-            summed_over=split.summed_over,
-            kept_over=split.kept_over,
+            mesh_of_summed=split.mesh_of_summed,
+            mesh_of_kept=split.mesh_of_kept,
             # A leaf that is summed whole has one norm, and no units.
             has_units=has_units and summed_axes is not None,
         )
@@ -240,7 +240,7 @@ def _measure_leaves(
     )
 
 
-def _layer_axes(
+def _stacked_axes(
     measure: TensorNorm | UnitwiseNorm,
     tree: PyTree,
     shapes: Sequence[trees.Shape | None] | None = None,
@@ -305,8 +305,10 @@ def total_norm(norms: Norms) -> Array:
     # are norms of units, and otherwise the same on all devices.
     specs = [LeafSpec(norm_index=0)] * len(norms.values)
     for spec in norms.specs:
-        if spec.units_over:
-            specs[spec.norm_index] = LeafSpec(norm_index=0, summed_over=spec.units_over)
+        if spec.mesh_of_units:
+            specs[spec.norm_index] = LeafSpec(
+                norm_index=0, mesh_of_summed=spec.mesh_of_units
+            )
     plan = NormPlan(tuple(specs), norm_count=1, ord=None)
     (total,) = norms_of(plan, norms.values)
     return lax.stop_gradient(total)
@@ -470,7 +472,7 @@ def group_norm(
       >>> print(norms["matrix"], norms["vector"])
       5.0 1.0
     """
-    # Leaves that do not count have labels too, whose norm may then be 0.
+    # Leaves that do not count have labels too. A label of such leaves only has norm 0.
     labels = labels_of(labels, trees.unboxed(tree))
     options = check_measure("group_norm", ord=ord, labels=labels, mesh_axes=mesh_axes)
     measure = GroupNorm(**options)

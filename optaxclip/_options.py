@@ -14,7 +14,7 @@ from jax import Array
 
 from . import _mesh as mesh
 from . import _trees as trees
-from ._axes import is_axes
+from ._axes import check_no_bool, is_axes
 from ._checks import check_known, check_takes, is_function, shown
 from ._prefixes import Prefix, for_each_leaf, prefix_table
 from ._trees import PyTree
@@ -83,19 +83,7 @@ def static_axes(
         return axes
     table = prefix_table(axes, is_value)
     for _, value in table.entries:
-        # To Python True is 1 and False is 0.
-        if value is True:
-            cure = f"for one write {option}=1"
-        elif value is False:
-            cure = f"for none write {option}=None"
-        elif is_axes(value) and any(isinstance(axis, bool) for axis in value):
-            cure = f"write {option}={tuple(map(int, value))}"
-        else:
-            cure = ""
-        if cure:
-            raise TypeError(
-                f"{call}: {option} must be a whole number, got {shown(value)}: {cure}."
-            )
+        check_no_bool(call, option, value)
         if isinstance(value, (np.ndarray, Array)):
             raise TypeError(
                 f"{call}: {option} must be known when the clipper is built, got "

@@ -91,13 +91,13 @@ def next_state(
     new_state = state_of_rows(state.names, rows, tuple(memories.values()), dtype)
     counts = new_state.counts
     numbers = new_state.numbers
-    is_here = np.zeros(state.norm.shape, bool)
+    is_present = np.zeros(state.norm.shape, bool)
     for block, _ in outcomes:
-        is_here.reshape(-1)[block.positions] = block.are_here
-    if not is_here.all():
+        is_present.reshape(-1)[block.positions] = block.is_present
+    if not is_present.all():
         # Leaves that are missing in this step keep what was known of them.
-        counts = jnp.where(is_here, counts, state.counts).at[0].set(steps)
-        numbers = jnp.where(is_here, numbers, state.numbers)
+        counts = jnp.where(is_present, counts, state.counts).at[0].set(steps)
+        numbers = jnp.where(is_present, numbers, state.numbers)
     return state._replace(
         names=new_state.names,
         counts=in_place(counts, state.counts),
@@ -121,11 +121,11 @@ def _in_state_order(
             positions.append(block.positions)
         else:
             # Leaves whose units have one shape, for one reduction of all of them.
-            key = jax.typeof(outcome.norm), block.units_over
+            key = jax.typeof(outcome.norm), block.mesh_of_units
             units_alike.setdefault(key, []).append((block, outcome))
-    for (_, units_over), alike in units_alike.items():
+    for (_, mesh_of_units), alike in units_alike.items():
         parts.append(
-            furthest_units([outcome for _, outcome in alike], units_over, decide)
+            furthest_units([outcome for _, outcome in alike], mesh_of_units, decide)
         )
         positions += [block.positions for block, _ in alike]
     if state.names.is_global:
@@ -156,12 +156,12 @@ class UnitNumbers(NamedTuple):
 
 
 def furthest_units(
-    outcomes: list[Outcome], units_over: tuple[str, ...], decide: Decide
+    outcomes: list[Outcome], mesh_of_units: tuple[str, ...], decide: Decide
 ) -> Outcome:
     """Of the units of some leaves of equal shape: the outcome of the unit of each leaf
     that is furthest above its limit, and the share of units that were clipped.
 
-    `units_over` are the mesh axes that split the units.
+    `mesh_of_units` are the mesh axes that split the units.
     """
     # [leaves, ...units]
     norms = jnp.stack([outcome.norm for outcome in outcomes])
@@ -179,13 +179,13 @@ def furthest_units(
     )
     # JAX has no derivative of a reduction of several arrays.
     furthest = _furthest(lax.stop_gradient(numbers), range(1, norm.ndim))
-    if units_over:
+    if mesh_of_units:
         # Each device knows its own units.
         table = jnp.stack(furthest)[..., None]
-        tables = mesh.among_zeros(table, ((), (), units_over))
-        tables = lax.psum(tables, units_over)
+        tables = mesh.among_zeros(table, ((), (), mesh_of_units))
+        tables = lax.psum(tables, mesh_of_units)
         furthest = _furthest(UnitNumbers(*tables), (1,))
-    unit_count = norm.size // len(outcomes) * mesh.device_count(units_over)
+    unit_count = norm.size // len(outcomes) * mesh.device_count(mesh_of_units)
     clipped_share = furthest.clipped_units / unit_count
     is_sound = furthest.severity < jnp.inf
     return Outcome(
@@ -285,16 +285,16 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     rule_of_name = {}
     names = trees.unique_names(norms.paths)
     for name, norm, rule in zip(names, norms.values, rules):
-        for shape in blocks.array_shapes(rule):
+        for shape in blocks.shapes_of_array_limits(rule):
             check_shape(shape, norm.shape, argument)
         zeros_of_name[name] = mesh_types.typed_as(
             jnp.zeros(norm.shape, norm.dtype), norm
         )
         rule_of_name[name] = rule
-    units_over = blocks.mesh_axes_of_units(norms, names)
-    whole = {name: x for name, x in zeros_of_name.items() if name not in units_over}
+    mesh_of_units = blocks.mesh_axes_of_units(norms, names)
+    whole = {name: x for name, x in zeros_of_name.items() if name not in mesh_of_units}
     # Leaves of units of one shape are looked at together, so they are neighbors.
-    unit_leaves = sorted(units_over, key=lambda name: zeros_of_name[name].shape)
+    unit_leaves = sorted(mesh_of_units, key=lambda name: zeros_of_name[name].shape)
     layers = {name: _layer_names(zeros.shape) for name, zeros in whole.items()}
     units = dict.fromkeys(unit_leaves)
     state_names = Names(layers | units, units)
@@ -304,7 +304,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         zeros = zeros_of_name[name]
         memories.append(_first_memory(rule_of_name[name], zeros))
         # Each device has its own units, and the same outcome of them.
-        other_axes = mesh_types.varying(zeros) - {*units_over[name]}
+        other_axes = mesh_types.varying(zeros) - {*mesh_of_units[name]}
         entries.append(mesh_types.varying_over(jnp.zeros((), zeros.dtype), other_axes))
     if not entries:
         row = jnp.zeros((), jnp.float32)

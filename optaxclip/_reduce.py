@@ -7,8 +7,8 @@
     any other              `_by_powers`   divided by the largest, then powers
 
 Each way computes a term of each leaf (_sums.py) and joins the terms over leaves and
-devices (_join.py). Norms are right for every finite input: no square overflows or is
-lost. The derivative is finite everywhere, and 0 at zero.
+devices (_join.py). Norms are right for zeros and all normal numbers: no square
+overflows or is lost. The derivative is finite everywhere, and 0 at zero.
 """
 
 import math
@@ -69,18 +69,25 @@ def _largest(plan: NormPlan, arrays: list[Array]) -> list[Array]:
 
 
 def _by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[Array]:
-    """The norms of order p. Elements are divided by the largest of their norm first, so
-    that no power leaves the range. The division is a second read.
+    """The norms of order p. From 1/4 on, elements are divided by the largest of their
+    norm first, so that no power leaves the range. The division is a second read.
     """
     dtype = sums.norm_dtype(arrays)
     divisors = []
     for largest in _largest(plan, arrays):
-        # 0, NaN and inf do not divide. They come out of the sum as they are.
-        divides = (largest > 0) & (largest < jnp.inf)
-        divisors.append(jnp.where(divides, largest, jnp.ones_like(largest)))
+        ones = jnp.ones_like(largest)
+        if order < 0.25:
+            # These powers of all numbers are within the range. Quotients may vanish,
+            # while their powers count: 1e-40^0.15 is 1e-6.
+            divisors.append(ones)
+        else:
+            # 0, NaN and inf do not divide. They come out of the sum as they are.
+            divides = (largest > 0) & (largest < jnp.inf)
+            divisors.append(jnp.where(divides, largest, ones))
     terms = []
     for spec, array in zip(plan.specs, arrays):
-        # In [0, 1], and one of them is 1. A power that vanishes is too small to count.
+        # From an order of 1/4 on in [0, 1], and one of them is 1. A power that vanishes
+        # is too small to count.
         quotient = divided(jnp.abs(array).astype(dtype), spec.local_value(divisors))
         if order.is_integer():
             power = lax.integer_pow(quotient, int(order))

@@ -35,7 +35,7 @@ MOST_NUMBERS_TO_MERGE = 2**16
 
 def norms_by_squares(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms of some leaves, by sums of squares."""
-    crosses_devices = any(spec.joined_over for spec in plan.specs)
+    crosses_devices = any(spec.joined_along for spec in plan.specs)
     if crosses_devices or sums.norm_dtype(arrays) == np.float64:
         return _norms_anywhere(plan, arrays)
     # One choice of the platform for all leaves, which is traced once.
@@ -180,10 +180,9 @@ def _roots(
     """The norms from their sums. Of more norms than `most_single` the scalars are
     stacked, and one root is taken of the vector.
 
-    XLA on a GPU would put the root of each into every kernel that takes all norms: a
-    step with AGC took 1.5 times as long to compile for an H100
-    (`python -m benchmarks --only whole_step_compiled`). A TPU would take each root by
-    itself.
+    Otherwise XLA recomputes every root in each kernel that reads all norms: a step with
+    AGC took 1.5 times as long to compile for an H100 (`python -m benchmarks --only
+    whole_step_compiled`). On a TPU each root is a scalar operation.
     """
     scalars = []
     counts_of_scalars = []
@@ -191,7 +190,7 @@ def _roots(
         if not total.unscaled.ndim:
             scalars.append(total)
             counts_of_scalars.append(count)
-    # Inside shard_map they may differ over different mesh axes.
+    # Inside shard_map sums may vary along different mesh axes. A stack has one type.
     types = {jax.typeof(total.unscaled) for total in scalars}
     if len(totals) <= most_single or len(types) != 1:
         return [_root(plan.ord, count, total) for count, total in zip(counts, totals)]

@@ -23,7 +23,7 @@ by size into three sums. Without sorting, there is less to compute for each.
 import math
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ._mesh_types import is_on_one_device
 from ._trees import PyTree
@@ -50,6 +50,17 @@ FEW_NORMS_ON_A_TPU = 64
 
 # The array axes that are summed, and stay with size 1. None: all, to a scalar.
 Axes = tuple[int, ...] | None
+
+
+def element_count(sizes: Iterable[int], dtype: DTypeLike) -> Any:
+    """The number of elements of an array with axes of these sizes, as a float."""
+    count = 1.0
+    for size in sizes:
+        # A size of jax.export may be a symbol, which only jnp makes an array. It is an
+        # int32, in which products would wrap at 2^31.
+        is_known = isinstance(size, int)
+        count *= float(size) if is_known else jnp.asarray(size).astype(dtype)
+    return count
 
 
 # --------------------------------------------------------------------------- platforms

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._axes import Axis, Stacked
@@ -22,7 +21,15 @@ from .._norms import TensorNorm, UnitwiseNorm
 from .._options import Ord, check_measure
 from .._trees import PyTree, clipped_leaves, put_back, weights_of
 from ..rules._limits import ShareOfParams
-from ..rules._rule import Answer, Number, Rule, at_step, checked_number, number_field
+from ..rules._rule import (
+    Answer,
+    Number,
+    Rule,
+    at_step,
+    checked_number,
+    is_inf,
+    number_field,
+)
 from ..shrinks import Shrink
 
 
@@ -253,7 +260,7 @@ class Larc(Rule):
     @property
     def inf_is_off(self) -> bool:
         # Weights or a rate of 0 are no wish for no limit. A trust of inf is.
-        return not isinstance(self.trust, Tracer) and bool(np.isinf(self.trust).all())
+        return is_inf(self.trust)
 
     def update(
         self, norm: Array, memory: PyTree, step: Array, params_norm: Array

@@ -60,7 +60,8 @@ def largest_singular_values(x: Array) -> Array:
         trace = jnp.real(jnp.trace(power, axis1=-2, axis2=-1))
         trace = trace[..., None, None]
         # Zeros stay zeros.
-        return power / jnp.where(trace > 0, trace, 1.0)
+        divisor = jnp.where(trace > 0, trace, 1.0)
+        return power / divisor.astype(power.dtype)
 
     power = lax.fori_loop(0, SQUARINGS, square, lax.stop_gradient(gram))
     # This mean of the squared singular values, in which the largest outweighs all
@@ -88,15 +89,16 @@ def shrunk_by_products(
     limit = jnp.minimum(limit, largest_ratio * bound)
     joint_bound = jnp.sqrt(bound**2 + limit**2)  # of [cI; X]
     # On an Explicit mesh that splits layers, [cI] must be split as X is.
-    limit_eye = resharded_as(limit * _eye(x), jax.typeof(x))
-    limit_eye_and_x = jnp.concatenate([limit_eye, x], -2) / joint_bound
+    limit_eye = resharded_as(limit.astype(x.dtype) * _eye(x), jax.typeof(x))
+    limit_eye_and_x = jnp.concatenate([limit_eye, x], -2)
+    limit_eye_and_x = limit_eye_and_x / joint_bound.astype(x.dtype)
     polar = _polar(limit_eye_and_x, limit / joint_bound, steps)
     columns = x.shape[-1]
     z = polar[..., :columns, :]
     b = polar[..., columns:, :]
     if is_hard:
         b = matmul(b, _inverse_of_larger(z, steps))
-    return limit * b
+    return limit.astype(x.dtype) * b
 
 
 def _inverse_of_larger(z: Array, steps: int) -> Array:
@@ -133,7 +135,9 @@ def _polar(x: Array, lowest: ArrayLike, steps: int) -> Array:
         r = jnp.sqrt(3 / (1 + low + low**2))
         lowest = 0.5 * r * lowest * (3 - (r * lowest) ** 2)
         gram = matmul(adjoint(x), x)
-        factor = 0.5 * r * (3 * _eye(x) - r**2 * gram)
+        half_r = (0.5 * r).astype(x.dtype)
+        r_squared = (r**2).astype(x.dtype)
+        factor = half_r * (3 * _eye(x) - r_squared * gram)
         return (matmul(x, factor), lowest), None
 
     # Below this reach r would stay large up to the last step, and singular values near

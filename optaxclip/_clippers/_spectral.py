@@ -35,14 +35,15 @@ from jax import Array, lax
 from jax.core import ShapedArray
 
 from .. import _trees as trees
-from .._axes import ByPath, Stacked, other_axes, stacked_axes
+from .._axes import ByPath, Stacked, check_no_bool, other_axes, stacked_axes
 from .._checks import Nonfinite, check_choice, check_known, check_length, shown
+from .._factors import shrunk_by
 from .._kernel import make_clipper
 from .._mesh_types import resharded, resharded_as
 from .._moduli import wide_dtype
 from .._norms import Norms, TensorNorm
 from .._options import static_axes
-from .._prefixes import for_each_leaf
+from .._prefixes import Prefix, for_each_leaf
 from .._specs import LeafSpec
 from .._state import ClipState
 from .._trees import PyTree, clipped_leaves, put_back
@@ -105,7 +106,8 @@ def clip_by_spectral_norm(
         of `optaxclip.rules` that learns from the largest singular value of each matrix,
         or a tree prefix of numbers and schedules.
       shrink: what each singular value becomes, of `optaxclip.shrinks`. None is `hard`.
-        "newton_schulz" knows `hard` and `smooth(2)`.
+        "newton_schulz" knows `hard` and `smooth(2)`. Singular values of at most eps *
+        max(rows, columns) * norm may be rounding noise, and are never lengthened.
       method: "svd" or "newton_schulz". Only "newton_schulz" has a derivative where
         singular values are equal. This derivative is right for `smooth(2)` only.
       steps: of Newton-Schulz, at least 1. None means 24, and 48 for 64-bit leaves. k
@@ -243,9 +245,8 @@ class SpectralNorm(NamedTuple):
         # called.
         layouts = self.layouts(tree)
         leaves = jax.tree.leaves(tree)
-        # Vectors keep their L2 norm, which is their spectral norm. Norms of layers are
-        # not joined over devices, which may hold different layers.
-        mesh_axes = "auto" if self.stacked is None else None
+        # Vectors keep their L2 norm, which is their spectral norm.
+        mesh_axes = self.mesh_axes_of_leaves(tree)
         l2_norms = TensorNorm(stacked=self.stacked, mesh_axes=mesh_axes)(tree)
         values = l2_norms.local_values()
         for layout, indices in layouts.items():
@@ -266,12 +267,23 @@ class SpectralNorm(NamedTuple):
         specs = tuple(LeafSpec(norm_index=index) for index in range(len(values)))
         return l2_norms._replace(values=values, specs=specs)
 
+    def mesh_axes_of_leaves(self, tree: PyTree) -> Prefix:
+        """The `mesh_axes` of L2 norms."""
+        entries = jax.tree.leaves_with_path(tree)
+        shapes = [jnp.shape(leaf) for _, leaf in entries]
+        layers_of_leaves = stacked_axes(self.stacked, tree, self.call, shapes)
+        # Norms of layers are not joined over devices, which may hold different layers.
+        mesh_axes = [None if layer_axes else "auto" for layer_axes in layers_of_leaves]
+        paths = [path for path, _ in entries]
+        return Prefix(tuple(zip(paths, mesh_axes)))
+
     def layouts(self, tree: PyTree) -> dict[Layout, list[int]]:
         """The indices of the leaves that are matrices, by their layout."""
         entries = jax.tree.leaves_with_path(tree)
         shapes = [jnp.shape(leaf) for _, leaf in entries]
         layers_of_leaves = stacked_axes(self.stacked, tree, self.call, shapes)
-        columns = for_each_leaf(self.columns, tree, f"{self.call}: columns")
+        argument = f"{self.call}: columns"
+        columns = for_each_leaf(self.columns, tree, argument)
         layouts: dict[Layout, list[int]] = {}
         for index, (path, leaf) in enumerate(entries):
             shape = shapes[index]
@@ -280,11 +292,12 @@ class SpectralNorm(NamedTuple):
             rank = len(matrix_axes)
             if rank < 2:
                 continue
+            check_no_bool(self.call, "columns", columns[index])
             column_axes = 1 if columns[index] is None else columns[index]
             is_whole = isinstance(column_axes, (int, np.integer))
             if not is_whole or not 1 <= column_axes < rank:
                 raise ValueError(
-                    f"{self.call}: columns must be a whole number from 1 to {rank - 1} "
+                    f"{argument} must be a whole number from 1 to {rank - 1} "
                     f"for the leaf {trees.name(path)!r} of shape {shape}, got "
                     f"{shown(column_axes)}."
                 )
@@ -369,16 +382,17 @@ def _with_shrunk_values(
         if measure.method == "svd":
             u, singular_values, vh = jnp.linalg.svd(quotients, full_matrices=False)
             values = singular_values[..., None, :] * divisors
-            shrunk_values = shrink(values, jnp.broadcast_to(limits, values.shape))
-            shrunk = matmul(u * shrunk_values, vh)
+            shrunk_values = _shrunk_values(shrink, values, limits, layout, measure.call)
+            shrunk = matmul(u * shrunk_values.astype(u.dtype), vh)
         else:
-            shrunk = divisors * shrunk_by_products(
+            shrunk_quotients = shrunk_by_products(
                 quotients,
                 limits / divisors,
                 norms / divisors,
                 steps,
                 is_hard=shrink is hard,
             )
+            shrunk = divisors.astype(quotients.dtype) * shrunk_quotients
         # With `hard` a matrix within its limit keeps its bits.
         if shrink is hard:
             is_shrunk = is_shrunk & (norms > limits)
@@ -388,6 +402,22 @@ def _with_shrunk_values(
             leaf = layout.unstack(matrices_of_leaf, like=scaled_leaves[index])
             results[index] = leaf
     return treedef.unflatten(results)
+
+
+def _shrunk_values(
+    shrink: Shrink, values: Array, limits: Array, layout: Layout, call: str
+) -> Array:
+    """The shrunk singular values [..., 1, values] of matrices, the largest first."""
+    limits = jnp.broadcast_to(limits, values.shape)
+    shrunk_values = shrunk_by(shrink, values, limits, call)
+    if shrink is hard:
+        return shrunk_values
+    # What LAPACK and NumPy's `matrix_rank` count as 0 may be rounding noise, with
+    # singular vectors of no meaning. `normalize` would bring it to the limit.
+    eps = jnp.finfo(values.dtype).eps
+    noise = eps * max(layout.rows, layout.columns) * values[..., :1]
+    is_noise = values <= noise
+    return jnp.where(is_noise, jnp.minimum(shrunk_values, values), shrunk_values)
 
 
 def _divided(matrices: Array, norms: Array) -> tuple[Array, Array]:
@@ -405,5 +435,7 @@ def _divided(matrices: Array, norms: Array) -> tuple[Array, Array]:
     # 2^126 is flushed to 0.
     largest = 2.0 ** (int(info.maxexp) - 3)
     divisors = jnp.clip(powers, 1 / largest, largest)
-    quotients = jnp.where(is_finite, matrices / divisors, jnp.zeros_like(matrices))
+    quotients = jnp.where(
+        is_finite, matrices / divisors.astype(matrices.dtype), jnp.zeros_like(matrices)
+    )
     return quotients, divisors

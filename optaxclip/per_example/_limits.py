@@ -97,7 +97,7 @@ class Limits(NamedTuple):
         """
         specs = []
         for group, mesh_axes in zip(self.groups, self.splits):
-            specs.append(LeafSpec(norm_index=group, summed_over=mesh_axes))
+            specs.append(LeafSpec(norm_index=group, mesh_of_summed=mesh_axes))
         plan = NormPlan(tuple(specs), len(self.values), ord=None)
 
         def norms_of_one(leaves: Arrays) -> Array:

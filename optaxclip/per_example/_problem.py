@@ -180,15 +180,17 @@ class Signature(NamedTuple):
             return [tuple(sorted(varying(leaf) - batch_axes)) for leaf in leaves]
         all_dims = [None] * len(leaves)
         axes_of_leaves = []
-        for summed_over, _ in _mesh.splits(self.mesh_axes, params, all_dims, self.call):
-            shared_axes = batch_axes & set(summed_over)
+        for mesh_of_summed, _ in _mesh.splits(
+            self.mesh_axes, params, all_dims, self.call
+        ):
+            shared_axes = batch_axes & set(mesh_of_summed)
             if shared_axes:
                 raise ValueError(
                     f"{self.call}: mesh_axes={self.mesh_axes!r} names "
                     f"{listed(shared_axes)}, which splits the batch, so that a device "
                     "has examples of its own. Gather the parameters first."
                 )
-            axes_of_leaves.append(tuple(sorted(set(summed_over))))
+            axes_of_leaves.append(tuple(sorted(set(mesh_of_summed))))
         return axes_of_leaves
 
     def _check_program(self, program: ClosedJaxpr, batch: PyTree) -> None:

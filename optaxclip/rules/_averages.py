@@ -66,9 +66,9 @@ def weigh(weight: Array, decay: Array) -> tuple[Array, Array]:
 
     The first value becomes the average, whatever the decay.
     """
-    # With a decay of 1 the weights of all values would be 0. Weights of 2^-60 make the
-    # mean, and count for nothing beside 2^-24, the least weight that a decay below 1
-    # gives in float32.
+    # With a decay of 1 all values would have the weight 0. They have 2^-60, so the
+    # average is their mean. A decay below 1 gives a value at least 2^-24 in float32,
+    # beside which 2^-60 is nothing.
     is_tiny = weight < 2.0**-30
     value_weight = jnp.where(is_tiny, jnp.maximum(1 - decay, 2.0**-60), 1 - decay)
     new_weight = decay * weight + value_weight
@@ -261,7 +261,8 @@ class EmaBand(Rule):
         target = jnp.clip(target, down * norm, multiple(up, norm))
         # The first norm has no band yet.
         target = jnp.where(average.weight > 0, target, norm)
-        return target, blend(average, target, decay, corrected=False)
+        new_average = blend(average, target, decay, corrected=False)
+        return target, new_unless_zero("clipped", target, new_average, average)
 
 
 class MomentsRatio(Rule):
@@ -332,8 +333,8 @@ class ZScore(Rule):
                             about the new mean
 
     The first `warmup` norms are not clipped. They give the mean and the population
-    deviation to start from. Until a norm is over it, the limit in the state is the one
-    at which clipping begins, mean + z * (deviation + eps). The public code adds a fixed
+    deviation to start from. For a norm that is not clipped, the limit in the state is
+    mean + z * (deviation + eps), where clipping begins. The public code adds a fixed
     cap of 1.0 in every step: `rules.minimum(rules.z_score(), 1.0)`. Its averages stay
     NaN after the first NaN norm. Here such a norm is not remembered.
 

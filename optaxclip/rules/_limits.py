@@ -28,6 +28,7 @@ from ._rule import (
     Schedule,
     at_step,
     further_norms,
+    is_inf,
     is_rule,
     number_field,
 )
@@ -197,8 +198,12 @@ class ShareOfParams(Rule):
 
     # `limit_of` hands over the norm of the weights.
     needs_params = True
-    # The limit is inf only for a share or a floor of inf, which the user set.
-    inf_is_off = True
+
+    @property
+    def inf_is_off(self) -> bool:
+        # Weights that are infinite, or too large, are no wish for no limit. A share or
+        # a floor of inf is.
+        return is_inf(self.share) or is_inf(self.floor)
 
     def update(
         self, norm: Array, memory: PyTree, step: Array, params_norm: Array
@@ -206,10 +211,7 @@ class ShareOfParams(Rule):
         share, floor = at_step(step, norm.dtype, self.share, self.floor)
         # Weights may have 64 bits where updates have 32.
         weights = jnp.maximum(params_norm.astype(norm.dtype), floor)
-        # Weights that are infinite, or too large, are no wish for no limit.
-        limit = jnp.minimum(multiple(share, weights), jnp.finfo(norm.dtype).max)
-        has_no_limit = jnp.maximum(share, floor) == jnp.inf
-        return jnp.where(has_no_limit, jnp.inf, limit), memory
+        return multiple(share, weights), memory
 
 
 def rule_without_params(limit: Limit, argument: str) -> Rule:

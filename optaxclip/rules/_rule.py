@@ -348,6 +348,13 @@ def is_rule(x: object) -> TypeGuard[Rule]:
     return isinstance(x, Rule)
 
 
+def is_inf(number: Number) -> bool:
+    """Whether a number of a rule is inf, and neither a schedule nor traced."""
+    if callable(number) or isinstance(number, Tracer):
+        return False
+    return bool(np.isinf(number).all())
+
+
 def at_step(step: Array, dtype: DTypeLike, *numbers: Number) -> list[Array]:
     """The numbers at this step, in the dtype of the norm."""
     values = [value(step) if callable(value) else value for value in numbers]

@@ -227,7 +227,7 @@ class WindowedMean(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A window of ddof norms has no deviation, however many norms were seen.
+        # The window must hold more than ddof norms.
         if not isinstance(self.window, Tracer):
             check_number("windowed_mean: ddof", self.ddof, highest=self.window - 1)
 

@@ -122,10 +122,22 @@ AXES = {
     "tensor_norm: stacked": lambda x: optaxclip.tensor_norm(LEAF, stacked=x),
     "unitwise_norm: stacked": lambda x: optaxclip.unitwise_norm(LEAF, stacked=x),
     "unitwise_norm: axis": lambda x: optaxclip.unitwise_norm(LEAF, axis=x),
+    "spectral_norm: stacked": lambda x: optaxclip.spectral_norm(LEAF, stacked=x),
+    "spectral_norm: columns": lambda x: optaxclip.spectral_norm(LEAF, columns=x),
 }
 
 
-@pytest.mark.parametrize("value", [True, (True,), [True], jnp.array(1), np.array(1)])
+def one(path, leaf):
+    return True
+
+
+def none(path, leaf):
+    return False
+
+
+@pytest.mark.parametrize(
+    "value", [True, (True,), [True], jnp.array(1), np.array(1), one, none]
+)
 @pytest.mark.parametrize("argument", AXES)
 def test_norms_refuse_bools_and_arrays_as_axes(argument, value):
     with pytest.raises(TypeError, match=f"^{argument} must be "):

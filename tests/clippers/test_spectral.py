@@ -295,6 +295,25 @@ def test_a_shrink_that_divides_by_the_limit_gives_zeros_at_0():
     np.testing.assert_array_equal(clip(x, 0.0, shrink=bent)[0], np.zeros((2, 3)))
 
 
+def test_a_shrink_that_divides_by_the_norm_keeps_zeros():
+    def divides(norm, limit):
+        return jnp.minimum(norm, norm * (limit / norm))
+
+    # The second singular value is 0, and 0 * (1 / 0) is NaN.
+    x = np.float32([[3.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    updates, _ = clip(x, 1.0, shrink=divides)
+    np.testing.assert_allclose(updates, x / 3, rtol=4e-6)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_normalize_does_not_lengthen_rounding_noise(rank):
+    x = matrix((16, 8), 5.0, 2.0, rank)
+    updates, _ = clip(x, 1.0, shrink=optaxclip.shrinks.normalize)
+    values = np.linalg.svd(oracles.wide(updates), compute_uv=False)
+    wanted = np.where(np.arange(8) < rank, 1.0, 0.0)
+    np.testing.assert_allclose(values, wanted, atol=2e-5)
+
+
 @both
 def test_a_broken_matrix_becomes_nan_and_is_counted(method):
     for broken in (math.nan, math.inf):
@@ -394,6 +413,33 @@ def test_devices_may_hold_different_layers(method):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.shard_map(own, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     np.testing.assert_allclose(jax.jit(split)(x), own(x), atol=1e-6)
+
+
+@both
+def test_vectors_beside_stacked_leaves_are_joined_over_devices(method):
+    tree = {"w": jnp.ones((4, 3, 2)), "b": jnp.arange(8.0)}
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    for stacked in (None, {"w": 1, "b": None}):
+        # Without layers the matrix is whole on every device.
+        specs = {"w": P("x") if stacked else P(), "b": P("x")}
+
+        def clipped(tree, stacked=stacked):
+            clipper = clip_by_spectral_norm(1.0, method=method, stacked=stacked)
+            return clipper.update(tree, clipper.init(tree))[0]["b"]
+
+        split = jax.shard_map(clipped, mesh=mesh, in_specs=(specs,), out_specs=P("x"))
+        wanted = np.arange(8.0) / np.linalg.norm(np.arange(8.0))
+        np.testing.assert_allclose(jax.jit(split)(tree), wanted, rtol=1e-6)
+
+
+@both
+@pytest.mark.parametrize("form", FORMS)
+def test_complex_matrices_need_no_promotion_of_dtypes(method, form):
+    parts = matrix((8, 20), 5.0, 0.1), matrix((8, 20), 4.0, 0.1, seed=1)
+    z = np.complex64(parts[0] + 1j * parts[1])
+    with jax.numpy_dtype_promotion("strict"):
+        updates, _ = clip(z, 1.0, method=method, shrink=FORMS[form][0])
+    assert error(updates, expected(z, 1.0, form)) <= 4e-6
 
 
 @both

@@ -375,6 +375,16 @@ def test_check_replicated_sees_one_bit_on_one_device(mode):
         assert answers.tolist() == [True, True] + [False] * len(SAME)
 
 
+def test_check_replicated_passes_over_gradients_of_integers():
+    def body(x):
+        tree = {"x": x, "count": np.zeros(2, jax.dtypes.float0)}
+        return optaxclip.check_replicated(tree, ("x", "y"))
+
+    check = on_each_part(body, mesh_of((2, 3)), (P("y"),), P(), check_vma=False)
+    assert not check(np.arange(3.0, dtype=np.float32))
+    assert check(np.ones(3, np.float32))
+
+
 def test_check_replicated_looks_along_the_axes_that_are_named():
     def body(x):
         along = "x", "y", ("x", "y")

@@ -437,6 +437,23 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("order", [0.15, 0.2, 0.24])
+def test_small_orders_count_elements_far_below_the_largest(order):
+    small = np.full(10**6, 1e-36, np.float32)
+    grads = {"large": jnp.array([1e4]), "small": jnp.asarray(small)}
+    terms = np.append(np.float64(1e4), np.float64(small)) ** order
+    wanted = np.sum(terms) ** (1 / order)
+    # The relative error of a sum is multiplied by 1 / order.
+    norm = optaxclip.global_norm(grads, ord=order)
+    np.testing.assert_allclose(norm, wanted, rtol=1e-6 / order)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan, 0.0, 3.4e38, 1.2e-38])
+def test_small_orders_keep_both_ends_of_the_range(value):
+    norm = optaxclip.global_norm(jnp.array([value, 0.0]), ord=0.2)
+    np.testing.assert_allclose(norm, np.float32(value), rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ord", [None, 5.0, math.inf, "rms", "average"])
 def test_norms_can_be_exported_for_batches_of_any_size(ord):
@@ -464,6 +481,21 @@ def test_units_by_rank_can_be_exported_for_batches_above_1():
 def test_clip_cotangent_can_be_exported_for_batches_of_any_size(axis, ord):
     clip = partial(optaxclip.clip_cotangent, max_norm=0.1, axis=axis, ord=ord)
     check_exported(jax.grad(lambda x: jnp.sum(clip(x) ** 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ord", "wanted"), [("rms", 2.0), ("average", 2.0 / 51200.0)])
+def test_means_of_any_size_count_more_than_int32_does(ord, wanted):
+    (batch,) = jax.export.symbolic_shape("batch")
+
+    def norm(x):
+        # Never in memory: 2.6e9 numbers.
+        wide = jnp.broadcast_to(x[:, None], (x.shape[0], 65536))
+        return optaxclip.global_norm(wide, ord=ord)
+
+    shape = jax.ShapeDtypeStruct((batch,), jnp.float32)
+    exported = jax.export.export(jax.jit(norm))(shape)
+    np.testing.assert_allclose(exported.call(np.full(40000, 2.0, "f4")), wanted, 1e-6)
 
 
 def check_exported(function, sizes=(1, 5)):

@@ -34,6 +34,15 @@ def test_a_long_mean_of_all_stays_a_mean():
     np.testing.assert_allclose(found, norms.mean(dtype=np.float64), rtol=1e-4)
 
 
+def test_a_band_of_0_is_left_again():
+    rule = rules.ema_band(
+        0.0, lambda step: jnp.where(step < 2, 0.0, 0.5), 0.0, floor=0.0, down=0.0
+    )
+    # Half of the first norm, then half of the limits before.
+    wanted = [1.0, 0.0, 0.5, 0.25, 0.125, 0.0625]
+    np.testing.assert_allclose(limits(rule), wanted)
+
+
 def then_1(step):
     return jnp.where(step < 2, 0.5, 1.0)
 
