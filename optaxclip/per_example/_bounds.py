@@ -4,7 +4,7 @@
     excess = e + k gamma(N)                  one example adds at most 1 + excess
     change = excess + 2 (B - 1) k gamma(N)   one of B examples changes it by 1 + change
 
-u     the unit of rounding, 2^-24 for float32
+u     the unit of rounding, 2^-24 for float32: products have the highest precision
 N     how many roundings a term of the sum goes through
 k     how long terms are over the gradient of an example. 1 where gradients are added
       up. 17 where norms are by gram: there the terms of positions are added up, which

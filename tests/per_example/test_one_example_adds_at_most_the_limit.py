@@ -390,3 +390,30 @@ def test_what_is_proved_is_of_the_dtype_that_a_loss_computes_in(name, least):
         wide = jax.tree.map(np.float64, params)
         explain = explain_clipped_grad(narrow, method="ghost")
         assert explain(wide, x, s, words).excess > least
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "times"), [("product", 1), ("gram", 16)])
+def test_a_proved_sum_has_the_highest_precision_on_a_gpu(name, times, dtype):
+    """Without a word from the loss a GPU would round its factors to TF32."""
+
+    def loss(w, x, c):
+        return jnp.sum((x @ w) * c)
+
+    w = jnp.zeros((40, 40), dtype)
+    x = c = jnp.ones((4, times, 40), dtype)
+    assert explain_clipped_grad(loss, method="ghost")(w, x, c).leaves[0].norm_by == name
+
+    def rounded_products(**options):
+        """How many products XLA may round, the one of the loss among them."""
+        grad = jax.jit(clipped_grad(loss, 1.0, method="ghost", **options))
+        lowered = grad.trace(w, x, c).lower(lowering_platforms=("cuda",))
+        lines = [
+            line for line in lowered.as_text().splitlines() if "dot_general" in line
+        ]
+        assert len(lines) > 1
+        return sum("[HIGHEST, HIGHEST]" not in line for line in lines)
+
+    assert rounded_products(mean=False) == 1
+    # A mean has no proof. Its sum is as precise as the loss.
+    assert rounded_products() > 1

@@ -30,6 +30,7 @@ from ._capture import CapturedOfSites
 from ._forms import FORMS, OuterProducts
 from ._matrices import Matrix, MatrixShape, Operand, matrices_at
 from ._norms import (
+    HIGHEST,
     NormSource,
     joined,
     matrices_of,
@@ -38,7 +39,7 @@ from ._norms import (
     sums_of_rows,
 )
 from ._sites import Site
-from ._weighted_sums import SplitFactors, terms_of_sum
+from ._weighted_sums import Precision, SplitFactors, terms_of_sum
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class OuterProductPlan(LeafPlan, ABC):
                     factors,
                     zeros=zeros,
                     positions_at_once=min(self.positions, self.terms_at_once),
-                    precision=matrix.precision,
+                    precision=self._precision_of_sum(matrix),
                 )
             return passes.KahanSum.of(terms), None
 
@@ -189,6 +190,12 @@ class OuterProductPlan(LeafPlan, ABC):
             plus=passes.KahanSum.plus,
         )
         return kahan_sum.total
+
+    def _precision_of_sum(self, matrix: Matrix) -> Precision:
+        """How many bits of the factors enter the products of the sum."""
+        # A proof counts roundings of float32. The loss may leave the precision to XLA,
+        # and a GPU would then round to TF32, and a TPU to bfloat16.
+        return HIGHEST if self.is_bounded else matrix.precision
 
     def _products_to_sum(
         self, captured: CapturedOfSites, source: Array

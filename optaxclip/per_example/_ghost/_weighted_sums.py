@@ -5,7 +5,7 @@
 It is a matrix product of a and f c.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +14,9 @@ from jax import Array, lax
 from ..._factors import times_square
 from .._limits import along_batch
 from ._forms import OuterProducts
+
+# Of `lax.dot_general`, for both factors or for each
+Precision = lax.Precision | tuple[lax.Precision, lax.Precision] | None
 
 
 class SplitFactors(NamedTuple):
@@ -32,7 +35,7 @@ def terms_of_sum(
     *,
     zeros: Array,
     positions_at_once: int,
-    precision: Any,
+    precision: Precision,
 ) -> list[Array]:
     """The weighted sum of the gradients of some examples, in parts: sums over at most
     `positions_at_once` positions of each. All are like `zeros`, [stack, rows, columns].
@@ -81,7 +84,9 @@ def _in_bfloat16(x: Array) -> tuple[Array, Array]:
     return leading.astype(jnp.bfloat16), trailing.astype(jnp.bfloat16)
 
 
-def _sum_of_products(product: OuterProducts, zeros: Array, precision: Any) -> Array:
+def _sum_of_products(
+    product: OuterProducts, zeros: Array, precision: Precision
+) -> Array:
     """The sum of outer products over examples and positions, like `zeros`."""
     a, c = product
     if product.is_lookup:
