@@ -146,8 +146,9 @@ def clipped_grad(
 
         "ghost": from one backward pass, without large gradients of examples. Where
         norms are by gram (`explain_clipped_grad`), terms of several positions are added
-        up with those of other examples. If they cancel to less than 1/16 of their size,
-        the norm of the example counts as 1/16 of that size, since their rounding stays.
+        up with those of other examples. If they cancel to less than 1/16 of their size
+        (1/256 in a mean), the norm of the example counts as 1/16 (1/256) of that size,
+        since their rounding stays.
         If squares leave the range of float32, the norm counts as that size, and with
         inputs of a layer above 2e31 as inf.
 

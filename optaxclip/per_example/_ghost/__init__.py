@@ -96,7 +96,8 @@ class Ghost(NamedTuple):
         def step(present: Array, example: Any) -> tuple[Arrays, ExampleResults]:
             batch = jax.tree.leaves(example)
             outputs, captured = capture(self.program, self.params, batch)
-            # The norm of a gradient is the norm of the array in its source.
+            # The norm of a gradient is the norm of the array in its source, or
+            # term_bounds / 16 if that is larger.
             sources = self._norm_sources(captured, present)
             arrays = [source.array for source in sources]
             term_bounds = [source.term_bounds for source in sources]

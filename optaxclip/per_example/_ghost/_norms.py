@@ -22,11 +22,17 @@ from jax import Array, lax
 from ..._reduce import norms_of
 from ..._specs import LeafSpec, NormPlan
 from ..._sums import per_platform
+from .._limits import MAX_CANCELLATION
 from ._forms import OuterProducts, has_row_numbers
 
 # In the sum a cotangent times a small factor may be flushed to 0. If its input is
 # larger than this, the product that is lost would be large.
 LARGEST_INPUT = 2.0**104
+# In a mean a norm by gram counts as at least 1 / 256 of sum |a_t| |c_t|. The square of a
+# shorter one is mostly rounding. It might be 0, which would not be clipped. 1 / 16, as
+# in a private sum, would lengthen the norms of ordinary examples: more than 256
+# positions that have nothing in common cancel further.
+MAX_CANCELLATION_IN_MEANS = 256
 # GPU and TPU would round the factors of a product to fewer bits otherwise.
 HIGHEST = lax.Precision.HIGHEST
 
@@ -37,8 +43,8 @@ class NormSource(NamedTuple):
     """
 
     array: Array  # [example, ...]
-    # float32[example]: a bound of sum |term| over the terms of the gradient that the
-    # sum over examples adds up. 0 where they are added up before.
+    # float[example]: bound of sum |a_t| |c_t|, if the weighted sum adds terms. 0 if it
+    # adds whole gradients. The norm counts as at least 1 / MAX_CANCELLATION of it.
     term_bounds: Array
 
     @staticmethod
@@ -147,7 +153,10 @@ def norms_by_gram(products: list[OuterProducts], *, is_bounded: bool) -> NormSou
     roots = jnp.sqrt(jnp.where(is_positive, squares, 1))
     norms = jnp.where(is_zero, 0, bounds)
     norms = jnp.where(is_positive, roots, norms)
-    return NormSource(norms, term_bounds=bounds)
+    term_bounds = bounds
+    if not is_bounded:
+        term_bounds = bounds * (MAX_CANCELLATION / MAX_CANCELLATION_IN_MEANS)
+    return NormSource(norms, term_bounds)
 
 
 class GramTerms(NamedTuple):
