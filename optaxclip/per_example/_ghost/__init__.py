@@ -152,11 +152,10 @@ class Ghost(NamedTuple):
         """The derivative of a function of all parameters by some of them, in float32 or
         wider.
         """
-        constants: Values = dict(enumerate(self.params))
+        constants = dict(enumerate(self.params))
 
         def function_of_some(params: dict[int, Array]) -> Any:
-            # Each call has a dict of its own, since origins write to it.
-            return function(constants | params)
+            return function(Values(constants | params))
 
         params = {number: self.params[number] for number in numbers}
         return jax.vjp(function_of_some, widened(params))
@@ -207,7 +206,7 @@ def _cast_as(x: Array, model: Array) -> Array:
 
 def _tapped_outputs(values: Values, site: Site, inputs: list[Any]) -> list[Any]:
     """The outputs of a site in one example whose cotangents were captured."""
-    operands = [origin.value(values) for origin in site.operands.values()]
+    operands = [values.value(origin) for origin in site.operands.values()]
 
     def outputs_of_turn(operands: list[Any], inputs: list[Any], zero: Array) -> Any:
         if site.eqn is None:

@@ -92,7 +92,7 @@ class Matrix(NamedTuple):
 
     def value(self, values: Values) -> Array:
         """The operand as [stack, rows, columns]."""
-        operand = self.origin.value(values)
+        operand = values.value(self.origin)
         form = self.form
         axes = np.array([*form.stack, *form.rows, *form.columns], int)
         turn_axes = operand.ndim - len(axes)

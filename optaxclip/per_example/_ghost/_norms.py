@@ -28,9 +28,9 @@ from ._forms import OuterProducts, has_row_numbers
 # In the sum a cotangent times a small factor may be flushed to 0. If its input is
 # larger than this, the product that is lost would be large.
 LARGEST_INPUT = 2.0**104
-# In a mean a norm by gram counts as at least 1 / 256 of sum |a_t| |c_t|. The square of a
-# shorter one is mostly rounding. It might be 0, which would not be clipped. 1 / 16, as
-# in a private sum, would lengthen the norms of ordinary examples: more than 256
+# In a mean a norm by gram counts as at least 1 / 256 of sum |a_t| |c_t|. The square of
+# a shorter one is mostly rounding. It might be 0, which would not be clipped. 1 / 16,
+# as in a private sum, would lengthen the norms of ordinary examples: more than 256
 # positions that have nothing in common cancel further.
 MAX_CANCELLATION_IN_MEANS = 256
 # GPU and TPU would round the factors of a product to fewer bits otherwise.

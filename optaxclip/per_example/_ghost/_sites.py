@@ -14,7 +14,7 @@ The parameters are numbered, and so are the sites.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -57,11 +57,6 @@ WIDENED = {
     "conv_general_dilated",
     "dot_general",
 }
-MAX_DEPTH = 100
-
-# The parameters by their numbers. An origin adds the outputs of the equation that it
-# runs, under a key of its own, so that the equation runs once.
-Values = dict[Any, Any]
 
 
 class View(NamedTuple):
@@ -77,21 +72,79 @@ NO_NUMBERS = frozenset[int]()
 
 
 class Origin(NamedTuple):
-    """How a value of the program is made."""
+    """How a value of the program is made: by a computation from parameters, or it is a
+    parameter, a constant, or data.
+    """
 
-    # Computes the value from the parameters, in float32 instead of 16 bits where that
-    # is possible. Only for values that do not depend on the example.
-    value: Callable[[Values], Any]
+    computation: Computation | None = None
+    out_index: int = 0  # among the outputs of the computation
+    param: int | None = None  # the number of the parameter that it is
+    constant: Any = None
     # The numbers of the parameters that it has a derivative by
     params: frozenset[int] = NO_NUMBERS
-    slicing_scans: frozenset[int] = NO_NUMBERS  # the scans that slice it, by depth
+    # The scans that slice it, by how many scans are around them
+    slicing_scans: frozenset[int] = NO_NUMBERS
     is_data: bool = False  # whether it depends on the example
-    depth: int = 0  # how many operations lead from a parameter to it
     view: View | None = None  # set for one parameter, rearranged
 
 
-# The value of data is never computed from parameters.
-DATA = Origin(lambda _: None, is_data=True)
+DATA = Origin(is_data=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Computation:
+    """An equation without data, in all turns of the scans that slice its inputs."""
+
+    eqn: JaxprEqn
+    in_origins: list[Origin]
+    slicing_scans: frozenset[int]
+
+    def outputs(self, inputs: list[Any]) -> list[Any]:
+        run = partial(bind, self.eqn, is_wide=True)
+        # The axis of the outermost scan is in front.
+        for scan in sorted(self.slicing_scans, reverse=True):
+            axes = []
+            for origin in self.in_origins:
+                axes.append(0 if scan in origin.slicing_scans else None)
+            run = jax.vmap(run, (axes,))
+        return run(inputs)
+
+
+class Values:
+    """Parameters, and the values that are computed from them, in float32 instead of 16
+    bits where that is possible. Each computation runs once.
+    """
+
+    def __init__(self, params: dict[int, Any]) -> None:
+        self.params = params  # by their numbers
+        self._outputs: dict[Computation, list[Any]] = {}
+
+    def value(self, origin: Origin) -> Any:
+        """The value with this origin, which is not data."""
+        # A stack, since Python limits how deep calls go: a loss may have a thousand
+        # operations on parameters in a row.
+        waiting = [origin.computation]
+        while waiting:
+            computation = waiting[-1]
+            if computation is None or computation in self._outputs:
+                waiting.pop()
+                continue
+            missing = [x.computation for x in computation.in_origins]
+            missing = [x for x in missing if x and x not in self._outputs]
+            if missing:
+                waiting += missing
+                continue
+            inputs = [self._ready(x) for x in computation.in_origins]
+            self._outputs[computation] = computation.outputs(inputs)
+        return self._ready(origin)
+
+    def _ready(self, origin: Origin) -> Any:
+        """The value, after its computation has run."""
+        if origin.computation:
+            return self._outputs[origin.computation][origin.out_index]
+        if origin.param is not None:
+            return self.params[origin.param]
+        return origin.constant
 
 
 class Site(NamedTuple):
@@ -151,9 +204,9 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
     Raises:
       CannotSplit: refs (jax.new_ref), which have no place in equations, a rule for
         parameters that asks which of its inputs have a derivative, a learned value of
-        lax.pad, random bits that are others under vmap, a kernel of a convolution that
-        differs by example, whose derivative lets NaN through to other examples on a
-        CPU, or more operations on parameters alone than Python can call in one another.
+        lax.pad, random bits that are others under vmap, or a kernel of a convolution
+        that differs by example, whose derivative lets NaN through to other examples on
+        a CPU.
     """
     for eqn in loss.jaxpr.eqns:
         if _jaxpr.has_refs(eqn):
@@ -176,18 +229,8 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
 
 
 def _origin_of_parameter(number: int, ndim: int) -> Origin:
-    def value(values: Values) -> Any:
-        return values[number]
-
     view = View(path=(), axes=tuple(range(ndim)))
-    return Origin(value, params=frozenset([number]), view=view)
-
-
-def _origin_of_constant(constant: Any) -> Origin:
-    def value(_: Values) -> Any:
-        return constant
-
-    return Origin(value)
+    return Origin(param=number, params=frozenset([number]), view=view)
 
 
 def _split(
@@ -213,7 +256,7 @@ def _split(
     consts = getattr(program, "consts", [])
     splitter = _Splitter(scan_lengths, site_numbers)
     for var, constant in zip(jaxpr.constvars, consts):
-        splitter.origins_by_id[id(var)] = _origin_of_constant(constant)
+        splitter.origins_by_id[id(var)] = Origin(constant=constant)
     splitter.set_origins(jaxpr.invars, in_origins)
     flows, _ = _jaxpr.backward_through(jaxpr, has_cotangent)
     for eqn, flow in zip(jaxpr.eqns, flows):
@@ -239,7 +282,7 @@ class _Splitter:
         """The origin of a variable or literal."""
         if id(atom) in self.origins_by_id:
             return self.origins_by_id[id(atom)]
-        return _origin_of_constant(atom.val)
+        return Origin(constant=atom.val)
 
     def set_origins(self, variables: Sequence[Any], origins: list[Origin]) -> None:
         """Remembers the origins of variables."""
@@ -414,34 +457,13 @@ def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origi
     slicing_scans = NO_NUMBERS.union(*(origin.slicing_scans for origin in in_origins))
     if _jaxpr.is_stop(eqn):
         params = NO_NUMBERS
-    depth = 1 + max((origin.depth for origin in in_origins), default=0)
-    # Each `value` calls the values of its inputs, and Python limits how deep calls go.
-    if depth > MAX_DEPTH:
-        obstacle = f"{MAX_DEPTH} operations on parameters in a row"
-        raise CannotSplit(obstacle, eqn)
-
-    def outputs(values: Values) -> list[Any]:
-        if outputs not in values:
-            run = partial(bind, eqn, is_wide=True)
-            # For all turns at once. The axis of the outermost scan is in front.
-            for scan in sorted(slicing_scans, reverse=True):
-                axes = []
-                for origin in in_origins:
-                    axes.append(0 if scan in origin.slicing_scans else None)
-                run = jax.vmap(run, (axes,))
-            values[outputs] = run([origin.value(values) for origin in in_origins])
-        return values[outputs]
-
-    view = _view_after(eqn, [origin.view for origin in in_origins])
-    out_origins = []
-    for index in range(len(eqn.outvars)):
-
-        def value(values: Values, index: int = index) -> Any:
-            return outputs(values)[index]
-
-        origin = Origin(value, params, slicing_scans, depth=depth, view=view)
-        out_origins.append(origin)
-    return out_origins
+    origin = Origin(
+        Computation(eqn, in_origins, slicing_scans),
+        params=params,
+        slicing_scans=slicing_scans,
+        view=_view_after(eqn, [origin.view for origin in in_origins]),
+    )
+    return [origin._replace(out_index=index) for index in range(len(eqn.outvars))]
 
 
 def _slice(origin: Origin, depth: int) -> Origin:
