@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optaxclip.per_example import clipped_grad, explain_clipped_grad
+from optaxclip.per_example import _passes, clipped_grad, explain_clipped_grad
 from tests.per_example.batches import EPS, mean_of_clipped, near, normal, norms_of
 
 
@@ -183,6 +183,22 @@ def test_a_large_input_without_a_cotangent_has_no_part(large):
     # With a cotangent it counts as inf, since its product may be flushed to 0.
     c[0, 3] = 1e-30
     assert by_ghost(linear, None, np.zeros((64, 64), np.float32), x, c).nonfinite == 1
+
+
+def test_the_sum_of_an_unused_parameter_of_16_bits_is_float32(monkeypatch):
+    dtypes = []
+    plus = _passes._plus
+
+    def recorded(total, term):
+        dtypes.append(term.dtype)
+        return plus(total, term)
+
+    monkeypatch.setattr(_passes, "_plus", recorded)
+    params = {"used": jnp.ones(3), "unused": jnp.ones(3, jnp.bfloat16)}
+    by_ghost(
+        lambda params, x: jnp.sum(params["used"] * x), 1.0, params, np.ones((2, 3))
+    )
+    assert dtypes == [jnp.float32, jnp.float32]
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])

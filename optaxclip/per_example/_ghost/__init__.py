@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ..._jaxpr import has_backward_rule, has_window, work_of
@@ -46,8 +47,8 @@ class Ghost(NamedTuple):
     params: Arrays
     plans: list[LeafPlan]  # of each parameter
     out_tree: Any  # of the value and aux
-    # Whether convolutions would take longer than all else in a loop, where XLA on a CPU
-    # takes 16 times as long for them
+    # In a loop, XLA on a CPU runs convolutions 16 times slower. Whether they would then
+    # take most of the time.
     is_convolved: bool
 
     @property
@@ -168,7 +169,10 @@ class Ghost(NamedTuple):
         groups: Sequence[int],
     ) -> Arrays:
         """The sum over examples of gradients times factors, in float32 or wider."""
-        sums = [jnp.zeros_like(param) for param in self.params]
+        sums = []
+        for param in self.params:
+            dtype = np.promote_types(param.dtype, np.float32)
+            sums.append(jnp.zeros_like(param, dtype))
         for number, plan in (self.gradient_plans | self.outer_product_plans).items():
             sums[number] = plan.weighted_sum(
                 captured, sources[number], weights, groups[number]
@@ -250,11 +254,12 @@ def ghost_of(problem: Problem) -> Ghost:
     """The loss of a problem. Raises CannotSplit where it cannot be split."""
     params = jax.tree.leaves(problem.params)
     program = split_loss(problem.program, params)
+    all_work = work_of(problem.program)
     convolved_work = work_of(problem.program, has_window)
     return Ghost(
         program,
         params,
         plans=plans_of(program.sites, params, is_bounded=problem.is_sum),
         out_tree=jax.tree.structure(problem.returned),
-        is_convolved=16 * convolved_work > work_of(problem.program),
+        is_convolved=16 * convolved_work > all_work,
     )

@@ -135,10 +135,10 @@ def norms_by_gram(products: list[OuterProducts], *, is_bounded: bool) -> NormSou
         |G|^2 = sum_ts (a_t . a_s)(c_t . c_s)      Li et al., 2022
         |G| <= sum_t |a_t| |c_t|
 
-    With `is_bounded` a gradient is never longer than its norm. A CPU then adds up in
-    float64. Elsewhere the norm is rounded up by the most that its additions may lose,
-    in whatever order they are made. Where squares would leave the range of the dtype,
-    the bound is the norm.
+    With `is_bounded` a gradient is at most 1 + e times as long as its norm, with the
+    error e of `_bounds`. A CPU then adds up in float64. Elsewhere the norm is rounded
+    up by the most that its additions may lose, in whatever order they are made. Where
+    squares would leave the range of the dtype, the bound is the norm.
     """
     terms = _gram_terms(products)
     bounds = _bounds(terms)
@@ -235,7 +235,9 @@ def _squares_are_in_range(terms: GramTerms, bounds: Array) -> Array:
 
 
 def _bounded_squares(terms: GramTerms, bounds: Array, is_in_range: Array) -> Array:
-    """Squares that are not less than the square of the gradient."""
+    """Squares that are hardly less than the square of the gradient on a CPU, by what
+    float64 loses, and elsewhere not less.
+    """
     dtype = terms.c.dtype
     # At most the square of the bound: nothing is longer.
     lost_share = min(rounding(_count_roundings(terms), dtype), 1.0)

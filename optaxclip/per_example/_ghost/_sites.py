@@ -313,7 +313,8 @@ class _Splitter:
         elif name == "scan" and (is_site or (is_data and has_kernel)):
             self._add_scan(eqn, flow)
         else:
-            # Inside a scan an equation without data runs for all turns at once.
+            # By jax.vmap, gradients of a site are made for all examples at once, and
+            # inside a scan an equation without data runs for all turns at once.
             is_mapped = is_site or (len(self.scan_lengths) > 0 and not is_data)
             _check_equation(eqn, in_origins, is_mapped=is_mapped)
             if is_site:
@@ -432,7 +433,8 @@ def _check_equation(
     eqn: JaxprEqn, in_origins: list[Origin], *, is_mapped: bool
 ) -> None:
     """Raises CannotSplit for an equation that would compute other numbers apart from
-    the rest of the loss. `is_mapped` says that it may run under jax.vmap over turns.
+    the rest of the loss. `is_mapped` says that it may run under jax.vmap, over examples
+    or over turns of a scan.
     """
     if is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn):
         obstacle = "random numbers beside parameters that are not of threefry keys"
