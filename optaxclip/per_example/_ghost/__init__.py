@@ -12,6 +12,9 @@ pass, without the large gradients of its examples. In the order in which to read
     _plans           which of these norms is the cheapest for each parameter
     here             all of it for a batch
 
+Beside this folder `_passes` runs microbatches (`Run.in_steps`), `_limits` makes factors
+of norms (`Limits.weigh`), and `_bounds` proves how much an example adds to a sum.
+
 Where the gradient by a parameter is not such a sum, JAX makes the gradients of examples
 by that parameter.
 
@@ -22,7 +25,9 @@ Differentially private optimization on large model at small cost, 2023 (arXiv
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +45,8 @@ from ._plans import GradientPlan, LeafPlan, OuterProductPlan, plans_of
 from ._sites import Program, Site, Values, bind, split_loss
 
 
-class Ghost(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Ghost:
     """The loss of one example, ready to be run on batches."""
 
     program: Program
@@ -63,7 +69,7 @@ class Ghost(NamedTuple):
         """
         return sum(plan.kept_size for plan in self.plans)
 
-    @property
+    @cached_property
     def gradient_plans(self) -> dict[int, GradientPlan]:
         """By the numbers of parameters."""
         plans = {}
@@ -72,7 +78,7 @@ class Ghost(NamedTuple):
                 plans[number] = plan
         return plans
 
-    @property
+    @cached_property
     def gradient_sites(self) -> list[Site]:
         """The sites of all gradient plans."""
         sites = {}
@@ -80,7 +86,7 @@ class Ghost(NamedTuple):
             sites |= {site.number: site for site in plan.sites}
         return list(sites.values())
 
-    @property
+    @cached_property
     def outer_product_plans(self) -> dict[int, OuterProductPlan]:
         """By the numbers of parameters. The last is first, so that its captured arrays
         are freed before the arrays of others are copied.
@@ -103,7 +109,8 @@ class Ghost(NamedTuple):
             arrays = [source.array for source in sources]
             term_bounds = [source.term_bounds for source in sources]
             weights = run.limits.weigh(arrays, present, term_bounds)
-            sums = self._sums(captured, arrays, weights, run.limits.groups)
+            groups = run.limits.groups
+            sums = self._weighted_sums(captured, arrays, weights, groups)
             values, aux = jax.tree.unflatten(self.out_tree, outputs)
             return sums, ExampleResults(weights, values, aux)
 
@@ -137,16 +144,12 @@ class Ghost(NamedTuple):
                 return outputs
 
             outputs, backward = self._vjp(outputs_of_sites, list(self.gradient_plans))
-            cotangents = {}
-            for number, arrays in captured.items():
-                cotangents[number] = arrays.cotangents
+            cotangents = {n: arrays.cotangents for n, arrays in captured.items()}
             cotangents = jax.tree.map(_cast_as, cotangents, outputs)
             (gradients,) = backward(cotangents)
             return gradients
 
-        captured_of_sites = {}
-        for site in sites:
-            captured_of_sites[site.number] = captured[site.number]
+        captured_of_sites = {site.number: captured[site.number] for site in sites}
         return written(jax.vmap(gradients_of_one)(captured_of_sites))
 
     def _vjp(self, function: Callable[[Values], Any], numbers: list[int]) -> Any:
@@ -161,12 +164,12 @@ class Ghost(NamedTuple):
         params = {number: self.params[number] for number in numbers}
         return jax.vjp(function_of_some, widened(params))
 
-    def _sums(
+    def _weighted_sums(
         self,
         captured: CapturedOfSites,
-        sources: Arrays,
+        norm_arrays: Arrays,
         weights: Weights,
-        groups: Sequence[int],
+        limit_groups: Sequence[int],
     ) -> Arrays:
         """The sum over examples of gradients times factors, in float32 or wider."""
         sums = []
@@ -175,13 +178,11 @@ class Ghost(NamedTuple):
             sums.append(jnp.zeros_like(param, dtype))
         for number, plan in (self.gradient_plans | self.outer_product_plans).items():
             sums[number] = plan.weighted_sum(
-                captured, sources[number], weights, groups[number]
+                captured, norm_arrays[number], weights, limit_groups[number]
             )
             counts = _after(sums[number], weights.counts)
             weights = weights._replace(counts=counts)
-        matrix_sums = {}
-        for number in self.outer_product_plans:
-            matrix_sums[number] = sums[number]
+        matrix_sums = {number: sums[number] for number in self.outer_product_plans}
         for number, total in self._sums_by_parameters(matrix_sums).items():
             sums[number] = total
         return sums
@@ -209,16 +210,20 @@ def _cast_as(x: Array, model: Array) -> Array:
 
 
 def _tapped_outputs(values: Values, site: Site, inputs: list[Any]) -> list[Any]:
-    """The outputs of a site in one example whose cotangents were captured."""
+    """The tapped outputs of a site, computed again for one example from its
+    operands.
+    """
     operands = [values.value(origin) for origin in site.operands.values()]
 
-    def outputs_of_turn(operands: list[Any], inputs: list[Any], zero: Array) -> Any:
+    def outputs_of_turn(
+        operands: list[Any], inputs: list[Any], turn_zero: Array
+    ) -> Any:
         if site.eqn is None:
             return operands
         if has_backward_rule(site.eqn):
             # With a zero for each turn, a rule of the user's sees the cotangent of each
             # turn of a scan.
-            operands = [x + zero.astype(x.dtype) for x in operands]
+            operands = [x + turn_zero.astype(x.dtype) for x in operands]
         arguments = list(inputs)
         # Places are in ascending order, so each operand is inserted at its place.
         for place, operand in zip(site.operands, operands):
@@ -228,10 +233,10 @@ def _tapped_outputs(values: Values, site: Site, inputs: list[Any]) -> list[Any]:
 
     run = outputs_of_turn
     # The innermost scan first, so that the axis of the outermost is in front.
-    for depth, length in reversed(list(enumerate(site.scan_lengths))):
+    for scan_depth, length in reversed(list(enumerate(site.scan_lengths))):
         operand_axes = []
         for origin in site.operands.values():
-            operand_axes.append(0 if depth in origin.slicing_scans else None)
+            operand_axes.append(0 if scan_depth in origin.slicing_scans else None)
         run = jax.vmap(run, (operand_axes, 0, 0), axis_size=length)
     return run(operands, inputs, jnp.zeros(site.scan_lengths))
 
@@ -243,11 +248,12 @@ def _after(first: Array, counts: Array) -> Array:
     sites before it sums the first: a perceptron took a quarter more memory.
     """
     if not varying(first) <= varying(counts):
-        # It would give the type of a split parameter to all sums that follow.
+        # `counts` would become varying over the axes of `first`, and so would all later
+        # sums.
         return counts
-    number = jnp.real(first.reshape(-1)[0])
+    entry = jnp.real(first.reshape(-1)[0])
     # True for every number, NaN included.
-    return counts & ((number >= 0) | (number < 0) | jnp.isnan(number))
+    return counts & ((entry >= 0) | (entry < 0) | jnp.isnan(entry))
 
 
 def ghost_of(problem: Problem) -> Ghost:

@@ -65,14 +65,16 @@ class View(NamedTuple):
     # The operations that rearranged it, without casts and transposes. Two views of a
     # parameter with the same path have the same numbers at the same places.
     path: tuple[Any, ...]
-    axes: tuple[int, ...]  # for each axis, its number before all transposes
+    # Axis i of the view is axis axes[i] of the array that the path gives, before
+    # transposes.
+    axes: tuple[int, ...]
 
 
 NO_NUMBERS = frozenset[int]()
 
 
 class Origin(NamedTuple):
-    """How a value of the program is made: by a computation from parameters, or it is a
+    """How a value of the program is made: by a computation without data, or it is a
     parameter, a constant, or data.
     """
 
@@ -80,7 +82,7 @@ class Origin(NamedTuple):
     out_index: int = 0  # among the outputs of the computation
     param: int | None = None  # the number of the parameter that it is
     constant: Any = None
-    # The numbers of the parameters that it has a derivative by
+    # The numbers of the parameters that it may be differentiated by
     params: frozenset[int] = NO_NUMBERS
     # The scans that slice it, by how many scans are around them
     slicing_scans: frozenset[int] = NO_NUMBERS
@@ -99,7 +101,13 @@ class Computation:
     in_origins: list[Origin]
     slicing_scans: frozenset[int]
 
+    @property
+    def inputs_from(self) -> list[Computation]:
+        """The computations that make its inputs."""
+        return [x.computation for x in self.in_origins if x.computation]
+
     def outputs(self, inputs: list[Any]) -> list[Any]:
+        """Its outputs, for the values of its inputs."""
         run = partial(bind, self.eqn, is_wide=True)
         # The axis of the outermost scan is in front.
         for scan in sorted(self.slicing_scans, reverse=True):
@@ -123,19 +131,17 @@ class Values:
         """The value with this origin, which is not data."""
         # A stack, since Python limits how deep calls go: a loss may have a thousand
         # operations on parameters in a row.
-        waiting = [origin.computation]
+        waiting = [origin.computation] if origin.computation else []
         while waiting:
             computation = waiting[-1]
-            if computation is None or computation in self._outputs:
-                waiting.pop()
-                continue
-            missing = [x.computation for x in computation.in_origins]
-            missing = [x for x in missing if x and x not in self._outputs]
+            missing = [x for x in computation.inputs_from if x not in self._outputs]
             if missing:
                 waiting += missing
                 continue
-            inputs = [self._ready(x) for x in computation.in_origins]
-            self._outputs[computation] = computation.outputs(inputs)
+            waiting.pop()
+            if computation not in self._outputs:
+                inputs = [self._ready(x) for x in computation.in_origins]
+                self._outputs[computation] = computation.outputs(inputs)
         return self._ready(origin)
 
     def _ready(self, origin: Origin) -> Any:
@@ -202,11 +208,7 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
     """Splits the program of the loss of one example.
 
     Raises:
-      CannotSplit: refs (jax.new_ref), which have no place in equations, a rule for
-        parameters that asks which of its inputs have a derivative, a learned value of
-        lax.pad, random bits that are others under vmap, or a kernel of a convolution
-        that differs by example, whose derivative lets NaN through to other examples on
-        a CPU.
+      CannotSplit: refs (jax.new_ref), and the obstacles of `_check_equation`.
     """
     for eqn in loss.jaxpr.eqns:
         if _jaxpr.has_refs(eqn):
@@ -224,7 +226,7 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
         has_cotangent,
         scan_lengths=(),
         site_numbers=count(),
-        is_call=False,
+        may_return_operands=False,
     )
 
 
@@ -240,7 +242,7 @@ def _split(
     *,
     scan_lengths: tuple[int, ...],
     site_numbers: Iterator[int],
-    is_call: bool,
+    may_return_operands: bool,
 ) -> Program:
     """Splits a program.
 
@@ -250,7 +252,7 @@ def _split(
       has_cotangent: of each output, whether a backward pass comes from it.
       scan_lengths: of the scans around it, outermost first.
       site_numbers: the numbers of its sites.
-      is_call: whether outputs may be operands. Elsewhere they become data.
+      may_return_operands: whether outputs may be operands. Elsewhere they become data.
     """
     jaxpr = _jaxpr.jaxpr_of(program)
     consts = getattr(program, "consts", [])
@@ -261,7 +263,7 @@ def _split(
     flows, _ = _jaxpr.backward_through(jaxpr, has_cotangent)
     for eqn, flow in zip(jaxpr.eqns, flows):
         splitter.add_equation(eqn, flow)
-    if not is_call:
+    if not may_return_operands:
         splitter.turn_into_data(jaxpr.outvars, has_cotangent)
     out_origins = [splitter.origin_of(var) for var in jaxpr.outvars]
     return Program(jaxpr, consts, splitter.steps, out_origins, splitter.sites)
@@ -356,8 +358,8 @@ class _Splitter:
         # A parameter that is a carry may be another input as well. It is data there
         # too, or its cotangent would be counted twice.
         in_origins = self.in_origins(eqn, flow)
-        depth = len(self.scan_lengths)
-        slices = [_slice(origin, depth) for origin in in_origins[carry_end:]]
+        scan_depth = len(self.scan_lengths)
+        slices = [_slice(origin, scan_depth) for origin in in_origins[carry_end:]]
         origins_in_turn = [
             *in_origins[:consts_end],
             *[DATA] * (carry_end - consts_end),
@@ -380,7 +382,7 @@ class _Splitter:
             flow.from_outputs,
             scan_lengths=scan_lengths,
             site_numbers=self.site_numbers,
-            is_call=eqn.primitive.name in CALLS,
+            may_return_operands=eqn.primitive.name in CALLS,
         )
         self.sites.extend(body.sites)
         return body
@@ -435,6 +437,12 @@ def _check_equation(
     """Raises CannotSplit for an equation that would compute other numbers apart from
     the rest of the loss. `is_mapped` says that it may run under jax.vmap, over examples
     or over turns of a scan.
+
+        random bits that are others under vmap
+        a rule for parameters that asks which of its inputs have a derivative
+        a learned value of lax.pad
+        a kernel that differs by example: on a CPU the derivative of its convolution
+        lets NaN through to other examples
     """
     if is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn):
         obstacle = "random numbers beside parameters that are not of threefry keys"
@@ -468,13 +476,15 @@ def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origi
     return [origin._replace(out_index=index) for index in range(len(eqn.outvars))]
 
 
-def _slice(origin: Origin, depth: int) -> Origin:
-    """The slice that a scan of this depth hands to its body in one turn."""
+def _slice(origin: Origin, scan_depth: int) -> Origin:
+    """The slice that a scan hands to its body in one turn, with so many scans around
+    it.
+    """
     view = origin.view
     if view:
         path = (*view.path, ("scan", view.axes))
         view = View(path, axes=tuple(range(len(view.axes) - 1)))
-    return origin._replace(slicing_scans=origin.slicing_scans | {depth}, view=view)
+    return origin._replace(slicing_scans=origin.slicing_scans | {scan_depth}, view=view)
 
 
 def _view_after(eqn: JaxprEqn, views: list[View | None]) -> View | None:
