@@ -4,7 +4,7 @@
     excess = e + k gamma(N)                  one example adds at most 1 + excess
     change = excess + 2 (B - 1) k gamma(N)   one of B examples changes it by 1 + change
 
-u     the unit of rounding, 2^-24 for float32
+u     the unit of rounding, 2^-24 for float32: products have the highest precision
 N     how many roundings a term of the sum goes through
 k     ratio of the summed lengths of the terms to the length of the gradient. 1 where
       gradients are added up. 17 where norms are by gram: there the terms of positions
@@ -34,6 +34,9 @@ from ._problem import Problem
 # GPU and TPU round a quotient or a root up to four times as much as a CPU. A norm, its
 # factor, and the product with it have seven of them.
 ROUNDINGS_OF_FACTOR = 32
+# XLA promises no order of a sum. That a GPU or TPU adds up a long one in at least this
+# many parts, in threads or in the lanes of its vectors, is assumed.
+PARTS_OF_A_SUM = 1024
 
 
 class Bounds(NamedTuple):
@@ -94,7 +97,11 @@ def _error_of_squares(problem: Problem, choice: Choice) -> float:
             if not isinstance(leaf.size, int):
                 return np.inf
             count += leaf.size * device_count(mesh_axes)
-    error_of_square = rounding(count, np.float32 if has_accelerator() else np.float64)
+    if has_accelerator():
+        one_after_another = min(count, count // PARTS_OF_A_SUM + PARTS_OF_A_SUM)
+        error_of_square = rounding(one_after_another, np.float32)
+    else:
+        error_of_square = rounding(count, np.float64)
     return float(np.sqrt(1 + error_of_square) - 1)
 
 

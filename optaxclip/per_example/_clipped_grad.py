@@ -48,8 +48,7 @@ class ClippedGrad(NamedTuple):
         by it. It is for examples that join and leave at a place of their own, so there
         is none without `mask=`. Nor is there one for a mean, without a limit (None or
         inf), for a limit between 0 and 1e-5, with `private=False`, with some shrinks,
-        for 2^24 parameters or more where JAX has a GPU or TPU, and where nothing else
-        is proved: then it is None.
+        and where nothing else is proved: then it is None.
       longest: how long the sum may be at most. None like `sensitivity`.
     """
 
@@ -151,8 +150,9 @@ def clipped_grad(
 
         "ghost": from one backward pass, without large gradients of examples. Where
         norms are by gram (`explain_clipped_grad`), terms of several positions are added
-        up with those of other examples. If they cancel to less than 1/16 of their size,
-        the norm of the example counts as 1/16 of that size, since their rounding stays.
+        up with those of other examples. If they cancel to less than 1/16 of their size
+        (1/256 in a mean), the norm of the example counts as 1/16 (1/256) of that size,
+        since their rounding stays.
         If squares leave the range of float32, the norm counts as that size, and with
         inputs of a layer above 2e31 as inf.
 

@@ -50,8 +50,8 @@ class MeshRoles(NamedTuple):
         return P(self.batch_axes or None)
 
     def placed(self, x: Array, spec: P) -> Array:
-        """The array, with its first dimensions split as a spec says. The others stay
-        split along other axes, and are gathered along manual axes.
+        """The array, with its first dimensions split as a spec says. Its other
+        dimensions are gathered along manual axes, and stay split along all others.
         """
         entries = []
         for entry in _spec_of(x):

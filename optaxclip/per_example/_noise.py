@@ -160,9 +160,9 @@ def _bounds_in(
         raise ValueError(
             "add_noise: result has no sensitivity that noise could hide. clipped_grad "
             "proves one with a finite max_norm of at least 1e-5, with private=True, "
-            "with a shrink of optaxclip.shrinks but normalize, for fewer than 2^24 "
-            "parameters where JAX has a GPU or TPU, and for a batch that is padded to "
-            "one size, with mask= for what is real (per_example.draw makes both)."
+            "with a shrink of optaxclip.shrinks but normalize, and for a batch that is "
+            "padded to one size, with mask= for what is real (per_example.draw makes "
+            "both)."
         )
     return result.sensitivity, result.longest
 

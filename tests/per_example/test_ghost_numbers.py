@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optaxclip.per_example import clipped_grad, explain_clipped_grad
+from optaxclip.per_example import _passes, clipped_grad, explain_clipped_grad
 from tests.per_example.batches import EPS, mean_of_clipped, near, normal, norms_of
 
 
@@ -139,6 +139,30 @@ def test_float64_norms_are_float64(dtype):
     np.testing.assert_allclose(result.norms, gradients(x, c)[1], rtol=1e-14)
 
 
+def test_many_positions_by_gram_keep_their_norm_in_a_mean():
+    """1024 positions that have nothing in common cancel to 1/32."""
+    x, c = normal(0, 2, 1024, 2048), normal(1, 2, 1024, 2048)
+    w = np.zeros((2048, 2048), np.float32)
+    assert way(linear, w, x, c) == "gram"
+    grads = jax.jit(jax.vmap(jax.grad(linear), (None, 0, 0)))(w, x, c)
+    norms = np.linalg.norm(np.float64(grads).reshape(2, -1), axis=1)
+    np.testing.assert_allclose(by_ghost(linear, None, w, x, c).norms, norms, rtol=1e-5)
+
+
+def test_an_outlier_that_cancels_is_clipped_in_a_mean():
+    """The square of its norm is lost in the rounding of its terms."""
+    half = normal(0, 20, 1, 64), normal(1, 20, 1, 64)
+    x = np.tile(half[0] * np.float32(1e5), (1, 8, 1))
+    signs = np.resize([1, -1 + 2e-5], 8)[None, :, None]
+    c = np.float32(half[1] * np.float32(1e5) * signs)
+    w = np.zeros((64, 64), np.float32)
+    assert way(linear, w, x, c) == "gram"
+    assert np.min(gradients(x, c)[1]) > 1e6
+    for k in range(20):
+        mean = by_ghost(linear, 1.0, w, x[k : k + 1], c[k : k + 1]).grads
+        assert np.linalg.norm(mean) <= 1.01
+
+
 @pytest.mark.parametrize("empty", [0, 1])
 def test_positions_without_a_part_do_not_lengthen_a_norm(empty):
     data = normal(0, 4, 8, 64), normal(1, 4, 8, 64) * np.float32(1e-4)
@@ -159,6 +183,22 @@ def test_a_large_input_without_a_cotangent_has_no_part(large):
     # With a cotangent it counts as inf, since its product may be flushed to 0.
     c[0, 3] = 1e-30
     assert by_ghost(linear, None, np.zeros((64, 64), np.float32), x, c).nonfinite == 1
+
+
+def test_the_sum_of_an_unused_parameter_of_16_bits_is_float32(monkeypatch):
+    dtypes = []
+    plus = _passes._plus
+
+    def recorded(total, term):
+        dtypes.append(term.dtype)
+        return plus(total, term)
+
+    monkeypatch.setattr(_passes, "_plus", recorded)
+    params = {"used": jnp.ones(3), "unused": jnp.ones(3, jnp.bfloat16)}
+    by_ghost(
+        lambda params, x: jnp.sum(params["used"] * x), 1.0, params, np.ones((2, 3))
+    )
+    assert dtypes == [jnp.float32, jnp.float32]
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])

@@ -23,9 +23,16 @@ def layer_by_number(w, x):
 def long_chain(w, x):
     """Many operations on parameters alone."""
     scale = w[0]
-    for _ in range(200):
+    for _ in range(500):
         scale = scale * w[1] + w[2]
     return jnp.sum(jnp.tanh(w @ x) @ w * scale)
+
+
+def long_chain_of_constants(w, x):
+    scale = jnp.arange(6.0)[None]
+    for _ in range(500):
+        scale = jnp.sin(scale) + 1.0
+    return jnp.sum(jnp.tanh((w * scale) @ x) @ w)
 
 
 def decay_by_time(w, x):

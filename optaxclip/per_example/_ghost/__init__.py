@@ -12,6 +12,9 @@ pass, without the large gradients of its examples. In the order in which to read
     _plans           which of these norms is the cheapest for each parameter
     here             all of it for a batch
 
+Beside this folder `_passes` runs microbatches (`Run.in_steps`), `_limits` makes factors
+of norms (`Limits.weigh`), and `_bounds` proves how much an example adds to a sum.
+
 Where the gradient by a parameter is not such a sum, JAX makes the gradients of examples
 by that parameter.
 
@@ -22,10 +25,13 @@ Differentially private optimization on large model at small cost, 2023 (arXiv
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ..._jaxpr import has_backward_rule, has_window, work_of
@@ -39,15 +45,16 @@ from ._plans import GradientPlan, LeafPlan, OuterProductPlan, plans_of
 from ._sites import Program, Site, Values, bind, split_loss
 
 
-class Ghost(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Ghost:
     """The loss of one example, ready to be run on batches."""
 
     program: Program
     params: Arrays
     plans: list[LeafPlan]  # of each parameter
     out_tree: Any  # of the value and aux
-    # Whether convolutions would take longer than all else in a loop, where XLA on a CPU
-    # takes 16 times as long for them
+    # In a loop, XLA on a CPU runs convolutions 16 times slower. Whether they would then
+    # take most of the time.
     is_convolved: bool
 
     @property
@@ -62,7 +69,7 @@ class Ghost(NamedTuple):
         """
         return sum(plan.kept_size for plan in self.plans)
 
-    @property
+    @cached_property
     def gradient_plans(self) -> dict[int, GradientPlan]:
         """By the numbers of parameters."""
         plans = {}
@@ -71,7 +78,7 @@ class Ghost(NamedTuple):
                 plans[number] = plan
         return plans
 
-    @property
+    @cached_property
     def gradient_sites(self) -> list[Site]:
         """The sites of all gradient plans."""
         sites = {}
@@ -79,7 +86,7 @@ class Ghost(NamedTuple):
             sites |= {site.number: site for site in plan.sites}
         return list(sites.values())
 
-    @property
+    @cached_property
     def outer_product_plans(self) -> dict[int, OuterProductPlan]:
         """By the numbers of parameters. The last is first, so that its captured arrays
         are freed before the arrays of others are copied.
@@ -96,12 +103,14 @@ class Ghost(NamedTuple):
         def step(present: Array, example: Any) -> tuple[Arrays, ExampleResults]:
             batch = jax.tree.leaves(example)
             outputs, captured = capture(self.program, self.params, batch)
-            # The norm of a gradient is the norm of the array in its source.
+            # The norm of a gradient is the norm of the array in its source, or
+            # term_bounds / 16 if that is larger.
             sources = self._norm_sources(captured, present)
             arrays = [source.array for source in sources]
             term_bounds = [source.term_bounds for source in sources]
             weights = run.limits.weigh(arrays, present, term_bounds)
-            sums = self._sums(captured, arrays, weights, run.limits.groups)
+            groups = run.limits.groups
+            sums = self._weighted_sums(captured, arrays, weights, groups)
             values, aux = jax.tree.unflatten(self.out_tree, outputs)
             return sums, ExampleResults(weights, values, aux)
 
@@ -135,49 +144,45 @@ class Ghost(NamedTuple):
                 return outputs
 
             outputs, backward = self._vjp(outputs_of_sites, list(self.gradient_plans))
-            cotangents = {}
-            for number, arrays in captured.items():
-                cotangents[number] = arrays.cotangents
+            cotangents = {n: arrays.cotangents for n, arrays in captured.items()}
             cotangents = jax.tree.map(_cast_as, cotangents, outputs)
             (gradients,) = backward(cotangents)
             return gradients
 
-        captured_of_sites = {}
-        for site in sites:
-            captured_of_sites[site.number] = captured[site.number]
+        captured_of_sites = {site.number: captured[site.number] for site in sites}
         return written(jax.vmap(gradients_of_one)(captured_of_sites))
 
     def _vjp(self, function: Callable[[Values], Any], numbers: list[int]) -> Any:
         """The derivative of a function of all parameters by some of them, in float32 or
         wider.
         """
-        constants: Values = dict(enumerate(self.params))
+        constants = dict(enumerate(self.params))
 
         def function_of_some(params: dict[int, Array]) -> Any:
-            # Each call has a dict of its own, since origins write to it.
-            return function(constants | params)
+            return function(Values(constants | params))
 
         params = {number: self.params[number] for number in numbers}
         return jax.vjp(function_of_some, widened(params))
 
-    def _sums(
+    def _weighted_sums(
         self,
         captured: CapturedOfSites,
-        sources: Arrays,
+        norm_arrays: Arrays,
         weights: Weights,
-        groups: Sequence[int],
+        limit_groups: Sequence[int],
     ) -> Arrays:
         """The sum over examples of gradients times factors, in float32 or wider."""
-        sums = [jnp.zeros_like(param) for param in self.params]
+        sums = []
+        for param in self.params:
+            dtype = np.promote_types(param.dtype, np.float32)
+            sums.append(jnp.zeros_like(param, dtype))
         for number, plan in (self.gradient_plans | self.outer_product_plans).items():
             sums[number] = plan.weighted_sum(
-                captured, sources[number], weights, groups[number]
+                captured, norm_arrays[number], weights, limit_groups[number]
             )
             counts = _after(sums[number], weights.counts)
             weights = weights._replace(counts=counts)
-        matrix_sums = {}
-        for number in self.outer_product_plans:
-            matrix_sums[number] = sums[number]
+        matrix_sums = {number: sums[number] for number in self.outer_product_plans}
         for number, total in self._sums_by_parameters(matrix_sums).items():
             sums[number] = total
         return sums
@@ -205,16 +210,20 @@ def _cast_as(x: Array, model: Array) -> Array:
 
 
 def _tapped_outputs(values: Values, site: Site, inputs: list[Any]) -> list[Any]:
-    """The outputs of a site in one example whose cotangents were captured."""
-    operands = [origin.value(values) for origin in site.operands.values()]
+    """The tapped outputs of a site, computed again for one example from its
+    operands.
+    """
+    operands = [values.value(origin) for origin in site.operands.values()]
 
-    def outputs_of_turn(operands: list[Any], inputs: list[Any], zero: Array) -> Any:
+    def outputs_of_turn(
+        operands: list[Any], inputs: list[Any], turn_zero: Array
+    ) -> Any:
         if site.eqn is None:
             return operands
         if has_backward_rule(site.eqn):
             # With a zero for each turn, a rule of the user's sees the cotangent of each
             # turn of a scan.
-            operands = [x + zero.astype(x.dtype) for x in operands]
+            operands = [x + turn_zero.astype(x.dtype) for x in operands]
         arguments = list(inputs)
         # Places are in ascending order, so each operand is inserted at its place.
         for place, operand in zip(site.operands, operands):
@@ -224,10 +233,10 @@ def _tapped_outputs(values: Values, site: Site, inputs: list[Any]) -> list[Any]:
 
     run = outputs_of_turn
     # The innermost scan first, so that the axis of the outermost is in front.
-    for depth, length in reversed(list(enumerate(site.scan_lengths))):
+    for scan_depth, length in reversed(list(enumerate(site.scan_lengths))):
         operand_axes = []
         for origin in site.operands.values():
-            operand_axes.append(0 if depth in origin.slicing_scans else None)
+            operand_axes.append(0 if scan_depth in origin.slicing_scans else None)
         run = jax.vmap(run, (operand_axes, 0, 0), axis_size=length)
     return run(operands, inputs, jnp.zeros(site.scan_lengths))
 
@@ -239,22 +248,24 @@ def _after(first: Array, counts: Array) -> Array:
     sites before it sums the first: a perceptron took a quarter more memory.
     """
     if not varying(first) <= varying(counts):
-        # It would give the type of a split parameter to all sums that follow.
+        # `counts` would become varying over the axes of `first`, and so would all later
+        # sums.
         return counts
-    number = jnp.real(first.reshape(-1)[0])
+    entry = jnp.real(first.reshape(-1)[0])
     # True for every number, NaN included.
-    return counts & ((number >= 0) | (number < 0) | jnp.isnan(number))
+    return counts & ((entry >= 0) | (entry < 0) | jnp.isnan(entry))
 
 
 def ghost_of(problem: Problem) -> Ghost:
     """The loss of a problem. Raises CannotSplit where it cannot be split."""
     params = jax.tree.leaves(problem.params)
     program = split_loss(problem.program, params)
+    all_work = work_of(problem.program)
     convolved_work = work_of(problem.program, has_window)
     return Ghost(
         program,
         params,
         plans=plans_of(program.sites, params, is_bounded=problem.is_sum),
         out_tree=jax.tree.structure(problem.returned),
-        is_convolved=16 * convolved_work > work_of(problem.program),
+        is_convolved=16 * convolved_work > all_work,
     )

@@ -57,15 +57,16 @@ def capture(
             shape = size, *site.scan_lengths, *out_type.shape
             tap = jnp.zeros(shape, out_type.dtype)
             taps[site.number].append(varying_as(tap, out_type))
-    # In shard_map cotangents of another type would be summed over devices.
-    zeros, taps = varying_as_any_of((jnp.zeros(size, jnp.float32), taps), batch)
+    # A tap that does not vary over the batch's mesh axes would get the psum of its
+    # cotangents. So taps vary as the batch does.
+    example_zeros, taps = varying_as_any_of((jnp.zeros(size, jnp.float32), taps), batch)
 
-    def loss_of_one(example: list[Array], zero: Array, taps: Taps) -> Any:
-        outputs, inputs = _run(program, [*params, *example], taps, zero)
+    def loss_of_one(example: list[Array], example_zero: Array, taps: Taps) -> Any:
+        outputs, inputs = _run(program, [*params, *example], taps, example_zero)
         value, *aux = outputs
         return value, (aux, inputs)
 
-    losses = partial(jax.vmap(loss_of_one), batch, zeros)
+    losses = partial(jax.vmap(loss_of_one), batch, example_zeros)
     values, backward, (aux, inputs) = jax.vjp(losses, taps, has_aux=True)
     # Each tap belongs to one example, so that one pass gives all cotangents.
     (cotangents,) = backward(jnp.ones_like(values))
@@ -77,7 +78,7 @@ def capture(
 
 
 def _run(
-    program: Program, args: Sequence[Any], taps: Taps, zero: Array
+    program: Program, args: Sequence[Any], taps: Taps, example_zero: Array
 ) -> tuple[list[Any], dict[int, list[Any]]]:
     """Runs a program, with a tap at each output of a site that has one.
 
@@ -85,7 +86,7 @@ def _run(
       program: the program.
       args: its inputs.
       taps: by the numbers of sites.
-      zero: float32[], 0 in each example, so that a value plus `zero` is data.
+      example_zero: float32[], 0 in each example. A value plus this zero is data.
 
     Returns:
       The outputs, and by the numbers of sites the data that came in.
@@ -118,13 +119,13 @@ def _run(
         else:
             taps_of_body = {inner.number: taps[inner.number] for inner in body.sites}
             run = _runner_of_body(eqn, body)
-            outputs, inputs_of_body = run(inputs, taps_of_body, zero)
+            outputs, inputs_of_body = run(inputs, taps_of_body, example_zero)
             inputs_of_sites |= inputs_of_body
         if site:
             for index, tap in zip(site.tapped, taps[site.number]):
                 # An output that is the same for all examples would have one cotangent
                 # for all of them.
-                output = outputs[index] + zero.astype(outputs[index].dtype)
+                output = outputs[index] + example_zero.astype(outputs[index].dtype)
                 outputs[index] = _tapped(output, tap)
             data = [x for place, x in enumerate(inputs) if place not in site.operands]
             inputs_of_sites[site.number] = data
@@ -153,7 +154,9 @@ _tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
 def _runner_of_body(eqn: JaxprEqn, body: Program) -> Callable[..., Any]:
-    """`_run` of the body of a call or scan, as a function of inputs, taps and zero."""
+    """`_run` of the body of a call or scan, as a function of inputs, taps and
+    example_zero.
+    """
     run = partial(_run, body)
     params = eqn.params
     if eqn.primitive.name in ("checkpoint", "remat2"):
@@ -165,13 +168,13 @@ def _runner_of_body(eqn: JaxprEqn, body: Program) -> Callable[..., Any]:
     consts_end, carry_end = ends_of_scan(eqn)
     carry_count = carry_end - consts_end
 
-    def scan(inputs: list[Any], taps: Taps, zero: Array) -> Any:
+    def scan(inputs: list[Any], taps: Taps, example_zero: Array) -> Any:
         consts = inputs[:consts_end]
 
         def turn(carry: list[Any], slices_and_taps: Any) -> tuple[Any, Any]:
             slices, taps_of_turn = slices_and_taps
             args = [*consts, *carry, *slices]
-            outputs, inputs_of_sites = run(args, taps_of_turn, zero)
+            outputs, inputs_of_sites = run(args, taps_of_turn, example_zero)
             new_carry = outputs[:carry_count]
             return new_carry, (outputs[carry_count:], inputs_of_sites)
 

@@ -26,10 +26,11 @@ class OuterProducts(NamedTuple):
     front.
     """
 
-    # [stack, position, rows]. For lookups the numbers of the rows, int32[stack,
-    # position], instead of vectors that are 1 there.
+    # [stack, position, rows]: inputs, or the cotangents of a matrix that is transposed.
+    # For lookups the numbers of the rows, int32[stack, position], instead of vectors
+    # that are 1 there.
     a: Array
-    c: Array  # [stack, position, columns]
+    c: Array  # [stack, position, columns]: the other factors
 
     @property
     def is_lookup(self) -> bool:
@@ -53,15 +54,16 @@ class Form(NamedTuple):
     # From inputs and cotangent of one example, in one turn of a scan
     outer_products: Callable[..., OuterProducts]
     # Of a convolution. Each group has a part of the columns, and its own matrix.
-    groups: int = 1
-    # By how many offsets of its window `outer_products` can shift the cotangents
-    # instead of the pixels. The matrix is then [rows / shifts, shifts * columns].
+    feature_groups: int = 1
+    # Convolutions: offsets along the first window axis that may be put on the
+    # cotangents instead of the pixels, 1 = none. The matrix is then
+    # [rows / shifts, shifts * columns].
     shifts: int = 1
 
     def matrix_shape(self, operand_shape: Sequence[int]) -> tuple[int, int]:
         """Rows and columns of one matrix."""
         rows = _size(operand_shape, self.rows)
-        columns = _size(operand_shape, self.columns) // self.groups
+        columns = _size(operand_shape, self.columns) // self.feature_groups
         return rows, columns
 
 
@@ -182,7 +184,7 @@ def _convolution(site: Site) -> Form | None:
     if not is_kernel or params["batch_group_count"] != 1:
         return None
     kernel_shape = site.eqn.invars[1].aval.shape
-    groups = params["feature_group_count"]
+    feature_groups = params["feature_group_count"]
     image_axes, kernel_axes, out_axes = params["dimension_numbers"]
     out_channel_axis, in_channel_axis, *window_axes = kernel_axes
     out_channels = kernel_shape[out_channel_axis]
@@ -194,7 +196,7 @@ def _convolution(site: Site) -> Form | None:
     possible_shifts = 1
     if params["window_strides"][:1] == (1,):
         possible_shifts = kernel_shape[window_axes[0]]
-    if _size(kernel_shape, rows) <= possible_shifts * out_channels // groups:
+    if _size(kernel_shape, rows) <= possible_shifts * out_channels // feature_groups:
         possible_shifts = 1
 
     def outer_products(
@@ -213,10 +215,10 @@ def _convolution(site: Site) -> Form | None:
         def by_group(x: Array) -> Array:
             """[..., offsets, channels] as [groups, positions, numbers]."""
             offsets, channels = x.shape[-2:]
-            x = x.reshape(-1, offsets, groups, channels // groups)
+            x = x.reshape(-1, offsets, feature_groups, channels // feature_groups)
             positions = len(x)
             x = jnp.moveaxis(x, 2, 0)
-            return x.reshape(groups, positions, -1)
+            return x.reshape(feature_groups, positions, -1)
 
         patches = _patches(pixels, window, params)
         return OuterProducts(by_group(patches), by_group(c))
@@ -227,7 +229,7 @@ def _convolution(site: Site) -> Form | None:
         columns=(out_channel_axis,),
         positions=site.out_types[0].size // out_channels,
         outer_products=outer_products,
-        groups=groups,
+        feature_groups=feature_groups,
         shifts=possible_shifts,
     )
 

@@ -31,7 +31,7 @@ class Layout(NamedTuple):
     """
 
     path: tuple[Any, ...]  # of its view
-    groups: int
+    feature_groups: int
     # The axes of the parameter that are the stack, rows and columns
     stack: tuple[int, ...]
     rows: tuple[int, ...]
@@ -76,8 +76,8 @@ class Matrix(NamedTuple):
     def positions(self) -> int:
         """The positions in all turns of scans that share the matrix."""
         positions = self.form.positions
-        for depth, length in enumerate(self.site.scan_lengths):
-            if depth not in self.origin.slicing_scans:
+        for scan_depth, length in enumerate(self.site.scan_lengths):
+            if scan_depth not in self.origin.slicing_scans:
                 positions *= length
         return positions
 
@@ -92,14 +92,14 @@ class Matrix(NamedTuple):
 
     def value(self, values: Values) -> Array:
         """The operand as [stack, rows, columns]."""
-        operand = self.origin.value(values)
+        operand = values.value(self.origin)
         form = self.form
         axes = np.array([*form.stack, *form.rows, *form.columns], int)
         turn_axes = operand.ndim - len(axes)
         rows, columns = form.matrix_shape(operand.shape[turn_axes:])
         order = (*range(turn_axes), *(turn_axes + axes))
         matrices = jnp.transpose(operand, order)
-        matrices = matrices.reshape(-1, rows, form.groups, columns)
+        matrices = matrices.reshape(-1, rows, form.feature_groups, columns)
         return jnp.swapaxes(matrices, 1, 2).reshape(-1, rows, columns)
 
     def outer_products(
@@ -119,7 +119,7 @@ class Matrix(NamedTuple):
         products = make(captured.inputs, cotangent)
         # [example, *turns, stack, position, ...] -> [example, *slicing turns, stack,
         # *sharing turns, position, ...]
-        slicing_axes = sorted(1 + depth for depth in self.origin.slicing_scans)
+        slicing_axes = sorted(1 + scan for scan in self.origin.slicing_scans)
         sharing_axes = []
         for axis in range(1, 1 + scans):
             if axis not in slicing_axes:
@@ -158,7 +158,7 @@ def matrices_at(operands: list[Operand]) -> list[Matrix]:
             return []
         layout = Layout(
             view.path,
-            form.groups,
+            form.feature_groups,
             stack=tuple(view.axes[axis] for axis in form.stack),
             rows=tuple(view.axes[axis] for axis in form.rows),
             columns=tuple(view.axes[axis] for axis in form.columns),

@@ -2,7 +2,7 @@
 
     norms_of_products    |G| = |a| |c|, for one position
     sums_of_rows         for lookups, the sum of the cotangents of each row
-    matrices_of          G itself
+    gradients_of         G itself
     norms_by_gram        |G| = sqrt(sum_ts (a_t . a_s)(c_t . c_s))
 
 References: Goodfellow, Efficient per-example gradient computations, 2015 (arXiv
@@ -22,11 +22,17 @@ from jax import Array, lax
 from ..._reduce import norms_of
 from ..._specs import LeafSpec, NormPlan
 from ..._sums import per_platform
+from .._limits import MAX_CANCELLATION
 from ._forms import OuterProducts, has_row_numbers
 
-# In the sum a cotangent times a small factor may be flushed to 0. If its input is
-# larger than this, the product that is lost would be large.
+# f * c may underflow to 0. With |a| >= 2^104 the lost a * (f * c) could matter, so such
+# an example gets an infinite bound (it does not count).
 LARGEST_INPUT = 2.0**104
+# In a mean a norm by gram counts as at least 1 / 256 of sum |a_t| |c_t|. The square of
+# a shorter one is mostly rounding. It might be 0, which would not be clipped. 1 / 16,
+# as in a private sum, would lengthen the norms of ordinary examples: more than 256
+# positions that have nothing in common cancel further.
+MAX_CANCELLATION_IN_MEANS = 256
 # GPU and TPU would round the factors of a product to fewer bits otherwise.
 HIGHEST = lax.Precision.HIGHEST
 
@@ -37,8 +43,8 @@ class NormSource(NamedTuple):
     """
 
     array: Array  # [example, ...]
-    # float32[example]: a bound of sum |term| over the terms of the gradient that the
-    # sum over examples adds up. 0 where they are added up before.
+    # float[example]: bound of sum |a_t| |c_t|, if the weighted sum adds terms. 0 if it
+    # adds whole gradients. The norm counts as at least 1 / MAX_CANCELLATION of it.
     term_bounds: Array
 
     @staticmethod
@@ -60,18 +66,18 @@ _norms_of_vectors = jnp.vectorize(_norm, signature="(n)->()")
 
 def joined(products: list[OuterProducts]) -> OuterProducts:
     """The outer products of several sites as those of one."""
-    a = jnp.concatenate([product.a for product in products], 2)
-    c = jnp.concatenate([product.c for product in products], 2)
+    a = jnp.concatenate([outer.a for outer in products], 2)
+    c = jnp.concatenate([outer.c for outer in products], 2)
     return OuterProducts(a, c)
 
 
-def norms_of_products(product: OuterProducts) -> Array:
+def norms_of_products(outer: OuterProducts) -> Array:
     """The norms of gradients of one position. Of a stack |G|^2 = sum_s |a_s|^2 |c_s|^2.
 
     |a c'| = |a| |c|: Goodfellow, 2015.
     """
-    a_norms = _norms_of_vectors(product.a[:, :, 0])
-    c_norms = _norms_of_vectors(product.c[:, :, 0])
+    a_norms = _norms_of_vectors(outer.a[:, :, 0])
+    c_norms = _norms_of_vectors(outer.c[:, :, 0])
     norms = a_norms * c_norms  # [example, stack]
     if norms.shape[1] == 1:
         return norms[:, 0]
@@ -92,7 +98,7 @@ def sums_of_rows(products: list[OuterProducts]) -> Array:
     return _scattered(first_positions, c, c.shape[1:])
 
 
-def matrices_of(products: list[OuterProducts], shape: tuple[int, ...]) -> Array:
+def gradients_of(products: list[OuterProducts], shape: tuple[int, ...]) -> Array:
     """The gradients of examples, [example, *shape]: with stack, rows and columns."""
     total: Any = 0.0
     for a, c in products:
@@ -129,10 +135,10 @@ def norms_by_gram(products: list[OuterProducts], *, is_bounded: bool) -> NormSou
         |G|^2 = sum_ts (a_t . a_s)(c_t . c_s)      Li et al., 2022
         |G| <= sum_t |a_t| |c_t|
 
-    With `is_bounded` a gradient is never longer than its norm. A CPU then adds up in
-    float64. Elsewhere the norm is rounded up by the most that its additions may lose,
-    in whatever order they are made. Where squares would leave the range of the dtype,
-    the bound is the norm.
+    With `is_bounded` a gradient is at most 1 + e times as long as its norm, with the
+    error e of `_bounds`. A CPU then adds up in float64. Elsewhere the norm is rounded
+    up by the most that its additions may lose, in whatever order they are made. Where
+    squares would leave the range of the dtype, the bound is the norm.
     """
     terms = _gram_terms(products)
     bounds = _bounds(terms)
@@ -143,11 +149,15 @@ def norms_by_gram(products: list[OuterProducts], *, is_bounded: bool) -> NormSou
         squares = _squares(terms, terms.c.dtype)
     is_positive = is_in_range & (squares > 0)
     is_zero = is_in_range & (squares <= 0)
-    # The derivative of sqrt(0) would be NaN.
+    # A user may differentiate `clipped_grad`, and the derivative of sqrt(0) would be
+    # NaN.
     roots = jnp.sqrt(jnp.where(is_positive, squares, 1))
     norms = jnp.where(is_zero, 0, bounds)
     norms = jnp.where(is_positive, roots, norms)
-    return NormSource(norms, term_bounds=bounds)
+    term_bounds = bounds
+    if not is_bounded:
+        term_bounds = bounds * (MAX_CANCELLATION / MAX_CANCELLATION_IN_MEANS)
+    return NormSource(norms, term_bounds)
 
 
 class GramTerms(NamedTuple):
@@ -155,8 +165,8 @@ class GramTerms(NamedTuple):
     makes a term of the square.
     """
 
-    # The rows of lookups, if there are any, and the inputs of all other sites. With an
-    # array for each site, 32 sites had 32 x 32 blocks in one matrix.
+    # The rows of lookups, if there are any, and the inputs of all other sites. Joined
+    # into at most two arrays: one per site would make sites^2 blocks.
     a_arrays: list[Array]
     c: Array  # of all sites, lookups first
     a_norms: Array  # |a_t| of each position
@@ -179,11 +189,11 @@ def _gram_terms(products: list[OuterProducts]) -> GramTerms:
     products = jax.tree.map(partial(_cast, dtype=dtype), products)
     lookups = []
     dense_products = []
-    for product in products:
-        if product.is_lookup:
-            lookups.append(product)
+    for outer in products:
+        if outer.is_lookup:
+            lookups.append(outer)
         else:
-            dense_products.append(product)
+            dense_products.append(outer)
     dense = joined(dense_products)
     a_arrays = [dense.a]
     a_norms = _norms_of_vectors(dense.a)
@@ -207,26 +217,32 @@ def _bounds(terms: GramTerms) -> Array:
     of its matrices.
     """
     is_too_large = terms.has_part & (terms.a_norms >= LARGEST_INPUT)
-    sizes = jnp.where(is_too_large, jnp.inf, terms.a_norms * terms.c_norms)
-    return _norms_along_batch(jnp.sum(sizes, -1))
+    term_norms = jnp.where(is_too_large, jnp.inf, terms.a_norms * terms.c_norms)
+    return _norms_along_batch(jnp.sum(term_norms, -1))
 
 
 def _squares_are_in_range(terms: GramTerms, bounds: Array) -> Array:
     """Whether squares stay in the range of the dtype, for each example."""
-    sizes = jnp.where(terms.has_part, terms.a_norms + terms.c_norms, 0)
-    total_size = _sums(sizes)
-    positions = sizes[0].size
+    norm_sums = jnp.where(terms.has_part, terms.a_norms + terms.c_norms, 0)
+    total = _sum_per_example(norm_sums)
+    position_count = norm_sums[0].size  # of the whole stack
     info = jnp.finfo(bounds.dtype)
-    # Numbers that are flushed to 0 are less than eps / 2 of the square of the bound,
-    # for up to 2^24 rows and columns, and 2^13 positions of all layers.
+    # Numbers below tiny are flushed to 0. Of P positions of the whole stack, R rows and
+    # K columns, with A = sum (|a_t| + |c_t|), inner products lose R tiny and K tiny,
+    # and their products tiny, together at most
+    #     max(R, K) tiny A^2 + P^2 tiny <= 2^26 tiny (A + 2^-13 P)^2
+    # for R, K up to 2^24. That is below eps / 2 of the square of a bound that exceeds
+    # 2^13 sqrt(2 tiny / eps) (A + 2^-13 P).
     smallest = 2.0**13 * float(2 * info.tiny / info.eps) ** 0.5
-    is_large_enough = bounds > smallest * (total_size + 2.0**-13 * positions)
-    is_small_enough = jnp.maximum(bounds, total_size) < float(info.max) ** 0.5
+    is_large_enough = bounds > smallest * (total + 2.0**-13 * position_count)
+    is_small_enough = jnp.maximum(bounds, total) < float(info.max) ** 0.5
     return is_large_enough & is_small_enough
 
 
 def _bounded_squares(terms: GramTerms, bounds: Array, is_in_range: Array) -> Array:
-    """Squares that are not less than the square of the gradient."""
+    """Squares that are hardly less than the square of the gradient on a CPU, by what
+    float64 loses, and elsewhere not less.
+    """
     dtype = terms.c.dtype
     # At most the square of the bound: nothing is longer.
     lost_share = min(rounding(_count_roundings(terms), dtype), 1.0)
@@ -275,7 +291,7 @@ def _squares(terms: GramTerms, dtype: Any) -> Array:
     has_part = terms.has_part
     pair_has_part = has_part[..., :, None] & has_part[..., None, :]
     products = jnp.where(pair_has_part, gram_of_a * gram_of_c, 0)
-    return _sums(products)
+    return _sum_per_example(products)
 
 
 def _inner_products(a: Array, b: Array, dtype: Any) -> Array:
@@ -308,6 +324,6 @@ def _cast(x: Array, dtype: Any) -> Array:
     return x if has_row_numbers(x) else lax.convert_element_type(x, dtype)
 
 
-def _sums(x: Array) -> Array:
+def _sum_per_example(x: Array) -> Array:
     """For each example, over all other axes."""
     return jnp.sum(x, range(1, x.ndim))

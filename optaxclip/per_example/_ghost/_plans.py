@@ -30,15 +30,16 @@ from ._capture import CapturedOfSites
 from ._forms import FORMS, OuterProducts
 from ._matrices import Matrix, MatrixShape, Operand, matrices_at
 from ._norms import (
+    HIGHEST,
     NormSource,
+    gradients_of,
     joined,
-    matrices_of,
     norms_by_gram,
     norms_of_products,
     sums_of_rows,
 )
 from ._sites import Site
-from ._weighted_sums import SplitFactors, terms_of_sum
+from ._weighted_sums import Precision, SplitFactors, terms_of_sum
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,21 @@ class GradientPlan(LeafPlan):
         return self.gradient_size
 
     def weighted_sum(
-        self, captured: CapturedOfSites, source: Array, weights: Weights, group: int
+        self,
+        captured: CapturedOfSites,
+        norm_array: Array,
+        weights: Weights,
+        limit_group: int,
     ) -> Array:
-        return weights.total(source, group)
+        """The sum of f G over examples, in float32 or wider.
+
+        Args:
+          captured: the arrays of all sites.
+          norm_array: of the source of the norms, here the gradients.
+          weights: the factors f, and which examples count.
+          limit_group: the number of the limit of the parameter.
+        """
+        return weights.total(norm_array, limit_group)
 
 
 @dataclass(frozen=True)
@@ -97,8 +110,8 @@ class OuterProductPlan(LeafPlan, ABC):
     leaf: Array  # the parameter
     matrices: list[Matrix]
     matrix_shape: MatrixShape
-    # Whether the bound of what one example adds must be proved, as for the sum of a
-    # private training. That takes longer.
+    # True: norms are upper bounds, and sums have the precision that the proof counts on
+    # (private training). That takes longer.
     is_bounded: bool
 
     # Whether cotangents may be shifted instead of pixels
@@ -130,11 +143,7 @@ class OuterProductPlan(LeafPlan, ABC):
         """The source of the norms, a few examples at a time."""
 
         def step(_: Array, captured: CapturedOfSites) -> tuple[None, NormSource]:
-            products = []
-            for matrix in self.matrices:
-                arrays = captured[matrix.site.number]
-                product = matrix.outer_products(arrays, can_shift=self.can_shift)
-                products.append(product)
+            products = self._outer_products(captured, can_shift=self.can_shift)
             return None, self._source_from(products)
 
         _, source = passes.in_microbatches(
@@ -147,12 +156,16 @@ class OuterProductPlan(LeafPlan, ABC):
         return source
 
     def weighted_sum(
-        self, captured: CapturedOfSites, source: Array, weights: Weights, group: int
+        self,
+        captured: CapturedOfSites,
+        norm_array: Array,
+        weights: Weights,
+        limit_group: int,
     ) -> Array:
         """The sum of f G over examples, as [stack, rows, columns]."""
         captured_of_leaf = self._of_this_leaf(captured)
         counts = weights.counts
-        factors = SplitFactors(weights.roots[:, group], weights.shares)
+        factors = SplitFactors(weights.roots[:, limit_group], weights.shares)
         dtype = np.promote_types(self.leaf.dtype, factors.roots.dtype)
         zeros = jnp.zeros(self.matrix_shape, dtype)
         zeros = varying_as_any_of(zeros, (captured_of_leaf, self.leaf, counts))
@@ -165,18 +178,18 @@ class OuterProductPlan(LeafPlan, ABC):
         def step(
             counts: Array,
             captured: CapturedOfSites,
-            source: Array,
+            norm_array: Array,
             factors: SplitFactors,
         ) -> tuple[Array, None]:
             terms = []
-            for matrix, product in self._products_to_sum(captured, source):
+            for matrix, outer in self._products_to_sum(captured, norm_array):
                 terms += terms_of_sum(
-                    product,
+                    outer,
                     counts,
                     factors,
                     zeros=zeros,
                     positions_at_once=min(self.positions, self.terms_at_once),
-                    precision=matrix.precision,
+                    precision=self._precision_of_sum(matrix),
                 )
             return passes.KahanSum.of(terms), None
 
@@ -184,21 +197,33 @@ class OuterProductPlan(LeafPlan, ABC):
             step,
             passes.KahanSum(zeros, zeros),
             counts,
-            batch=(captured_of_leaf, source, factors),
+            batch=(captured_of_leaf, norm_array, factors),
             most=min(examples_at_once, counts.size),
             plus=passes.KahanSum.plus,
         )
         return kahan_sum.total
 
-    def _products_to_sum(
-        self, captured: CapturedOfSites, source: Array
-    ) -> list[tuple[Matrix, OuterProducts]]:
+    def _precision_of_sum(self, matrix: Matrix) -> Precision:
+        """How many bits of the factors enter the products of the sum."""
+        # A proof counts roundings of float32. The loss may leave the precision to XLA,
+        # and a GPU would then round to TF32, and a TPU to bfloat16.
+        return HIGHEST if self.is_bounded else matrix.precision
+
+    def _outer_products(
+        self, captured: CapturedOfSites, *, can_shift: bool = False
+    ) -> list[OuterProducts]:
         """The outer products of each matrix."""
         products = []
         for matrix in self.matrices:
             arrays = captured[matrix.site.number]
-            products.append((matrix, matrix.outer_products(arrays)))
+            products.append(matrix.outer_products(arrays, can_shift=can_shift))
         return products
+
+    def _products_to_sum(
+        self, captured: CapturedOfSites, norm_array: Array
+    ) -> list[tuple[Matrix, OuterProducts]]:
+        """Matrices, and the outer products whose weighted sum is the result."""
+        return list(zip(self.matrices, self._outer_products(captured)))
 
     def _of_this_leaf(self, captured: CapturedOfSites) -> CapturedOfSites:
         """The captured arrays of the sites that take the parameter."""
@@ -233,8 +258,8 @@ class ProductPlan(OuterProductPlan):
         return stack * (rows + columns)
 
     def _source_from(self, products: list[OuterProducts]) -> NormSource:
-        (product,) = products
-        return NormSource.of_added_up(norms_of_products(product))
+        (outer,) = products
+        return NormSource.of_added_up(norms_of_products(outer))
 
 
 @dataclass(frozen=True)
@@ -253,13 +278,11 @@ class RowsPlan(OuterProductPlan):
         return NormSource.of_added_up(sums)
 
     def _products_to_sum(
-        self, captured: CapturedOfSites, source: Array
+        self, captured: CapturedOfSites, norm_array: Array
     ) -> list[tuple[Matrix, OuterProducts]]:
         """The rows, and the sums of their cotangents."""
-        pairs = super()._products_to_sum(captured, source)
-        matrix, _ = pairs[0]
-        rows = joined([product for _, product in pairs]).a
-        return [(matrix, OuterProducts(jnp.sort(rows), source))]
+        rows = joined(self._outer_products(captured)).a
+        return [(self.matrices[0], OuterProducts(jnp.sort(rows), norm_array))]
 
 
 @dataclass(frozen=True)
@@ -312,13 +335,17 @@ class MatrixPlan(OuterProductPlan):
 
     def _source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
-        gradients = passes.written(matrices_of(products, self.matrix_shape))
+        gradients = passes.written(gradients_of(products, self.matrix_shape))
         return NormSource.of_added_up(gradients)
 
     def weighted_sum(
-        self, captured: CapturedOfSites, source: Array, weights: Weights, group: int
+        self,
+        captured: CapturedOfSites,
+        norm_array: Array,
+        weights: Weights,
+        limit_group: int,
     ) -> Array:
-        return weights.total(source, group)
+        return weights.total(norm_array, limit_group)
 
 
 def plans_of(
@@ -336,8 +363,8 @@ def plans_of(
             continue
         for place, origin in site.operands.items():
             operand_size = site.eqn.invars[place].aval.size if site.eqn else 0
-            for depth in origin.slicing_scans:
-                operand_size *= site.scan_lengths[depth]
+            for scan_depth in origin.slicing_scans:
+                operand_size *= site.scan_lengths[scan_depth]
             for number in origin.params:
                 operands_of_params[number].append(Operand(site, origin))
                 # The gradient by an operand, such as w + a @ b, gives the gradient by

@@ -14,7 +14,7 @@ The parameters are numbered, and so are the sites.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -57,11 +57,6 @@ WIDENED = {
     "conv_general_dilated",
     "dot_general",
 }
-MAX_DEPTH = 100
-
-# The parameters by their numbers. An origin adds the outputs of the equation that it
-# runs, under a key of its own, so that the equation runs once.
-Values = dict[Any, Any]
 
 
 class View(NamedTuple):
@@ -70,28 +65,92 @@ class View(NamedTuple):
     # The operations that rearranged it, without casts and transposes. Two views of a
     # parameter with the same path have the same numbers at the same places.
     path: tuple[Any, ...]
-    axes: tuple[int, ...]  # for each axis, its number before all transposes
+    # Axis i of the view is axis axes[i] of the array that the path gives, before
+    # transposes.
+    axes: tuple[int, ...]
 
 
 NO_NUMBERS = frozenset[int]()
 
 
 class Origin(NamedTuple):
-    """How a value of the program is made."""
+    """How a value of the program is made: by a computation without data, or it is a
+    parameter, a constant, or data.
+    """
 
-    # Computes the value from the parameters, in float32 instead of 16 bits where that
-    # is possible. Only for values that do not depend on the example.
-    value: Callable[[Values], Any]
-    # The numbers of the parameters that it has a derivative by
+    computation: Computation | None = None
+    out_index: int = 0  # among the outputs of the computation
+    param: int | None = None  # the number of the parameter that it is
+    constant: Any = None
+    # The numbers of the parameters that it may be differentiated by
     params: frozenset[int] = NO_NUMBERS
-    slicing_scans: frozenset[int] = NO_NUMBERS  # the scans that slice it, by depth
+    # The scans that slice it, by how many scans are around them
+    slicing_scans: frozenset[int] = NO_NUMBERS
     is_data: bool = False  # whether it depends on the example
-    depth: int = 0  # how many operations lead from a parameter to it
     view: View | None = None  # set for one parameter, rearranged
 
 
-# The value of data is never computed from parameters.
-DATA = Origin(lambda _: None, is_data=True)
+DATA = Origin(is_data=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Computation:
+    """An equation without data, in all turns of the scans that slice its inputs."""
+
+    eqn: JaxprEqn
+    in_origins: list[Origin]
+    slicing_scans: frozenset[int]
+
+    @property
+    def inputs_from(self) -> list[Computation]:
+        """The computations that make its inputs."""
+        return [x.computation for x in self.in_origins if x.computation]
+
+    def outputs(self, inputs: list[Any]) -> list[Any]:
+        """Its outputs, for the values of its inputs."""
+        run = partial(bind, self.eqn, is_wide=True)
+        # The axis of the outermost scan is in front.
+        for scan in sorted(self.slicing_scans, reverse=True):
+            axes = []
+            for origin in self.in_origins:
+                axes.append(0 if scan in origin.slicing_scans else None)
+            run = jax.vmap(run, (axes,))
+        return run(inputs)
+
+
+class Values:
+    """Parameters, and the values that are computed from them, in float32 instead of 16
+    bits where that is possible. Each computation runs once.
+    """
+
+    def __init__(self, params: dict[int, Any]) -> None:
+        self.params = params  # by their numbers
+        self._outputs: dict[Computation, list[Any]] = {}
+
+    def value(self, origin: Origin) -> Any:
+        """The value with this origin, which is not data."""
+        # A stack, since Python limits how deep calls go: a loss may have a thousand
+        # operations on parameters in a row.
+        waiting = [origin.computation] if origin.computation else []
+        while waiting:
+            computation = waiting[-1]
+            missing = [x for x in computation.inputs_from if x not in self._outputs]
+            if missing:
+                waiting += missing
+                continue
+            waiting.pop()
+            if computation not in self._outputs:
+                inputs = [self._ready(x) for x in computation.in_origins]
+                self._outputs[computation] = computation.outputs(inputs)
+        return self._ready(origin)
+
+    def _ready(self, origin: Origin) -> Any:
+        """The value, after its computation has run."""
+        if origin.computation:
+            return self._outputs[origin.computation][origin.out_index]
+        if origin.param is not None:
+            return self.params[origin.param]
+        return origin.constant
 
 
 class Site(NamedTuple):
@@ -149,11 +208,7 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
     """Splits the program of the loss of one example.
 
     Raises:
-      CannotSplit: refs (jax.new_ref), which have no place in equations, a rule for
-        parameters that asks which of its inputs have a derivative, a learned value of
-        lax.pad, random bits that are others under vmap, a kernel of a convolution that
-        differs by example, whose derivative lets NaN through to other examples on a
-        CPU, or more operations on parameters alone than Python can call in one another.
+      CannotSplit: refs (jax.new_ref), and the obstacles of `_check_equation`.
     """
     for eqn in loss.jaxpr.eqns:
         if _jaxpr.has_refs(eqn):
@@ -171,23 +226,13 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
         has_cotangent,
         scan_lengths=(),
         site_numbers=count(),
-        is_call=False,
+        may_return_operands=False,
     )
 
 
 def _origin_of_parameter(number: int, ndim: int) -> Origin:
-    def value(values: Values) -> Any:
-        return values[number]
-
     view = View(path=(), axes=tuple(range(ndim)))
-    return Origin(value, params=frozenset([number]), view=view)
-
-
-def _origin_of_constant(constant: Any) -> Origin:
-    def value(_: Values) -> Any:
-        return constant
-
-    return Origin(value)
+    return Origin(param=number, params=frozenset([number]), view=view)
 
 
 def _split(
@@ -197,7 +242,7 @@ def _split(
     *,
     scan_lengths: tuple[int, ...],
     site_numbers: Iterator[int],
-    is_call: bool,
+    may_return_operands: bool,
 ) -> Program:
     """Splits a program.
 
@@ -207,18 +252,18 @@ def _split(
       has_cotangent: of each output, whether a backward pass comes from it.
       scan_lengths: of the scans around it, outermost first.
       site_numbers: the numbers of its sites.
-      is_call: whether outputs may be operands. Elsewhere they become data.
+      may_return_operands: whether outputs may be operands. Elsewhere they become data.
     """
     jaxpr = _jaxpr.jaxpr_of(program)
     consts = getattr(program, "consts", [])
     splitter = _Splitter(scan_lengths, site_numbers)
     for var, constant in zip(jaxpr.constvars, consts):
-        splitter.origins_by_id[id(var)] = _origin_of_constant(constant)
+        splitter.origins_by_id[id(var)] = Origin(constant=constant)
     splitter.set_origins(jaxpr.invars, in_origins)
     flows, _ = _jaxpr.backward_through(jaxpr, has_cotangent)
     for eqn, flow in zip(jaxpr.eqns, flows):
         splitter.add_equation(eqn, flow)
-    if not is_call:
+    if not may_return_operands:
         splitter.turn_into_data(jaxpr.outvars, has_cotangent)
     out_origins = [splitter.origin_of(var) for var in jaxpr.outvars]
     return Program(jaxpr, consts, splitter.steps, out_origins, splitter.sites)
@@ -239,7 +284,7 @@ class _Splitter:
         """The origin of a variable or literal."""
         if id(atom) in self.origins_by_id:
             return self.origins_by_id[id(atom)]
-        return _origin_of_constant(atom.val)
+        return Origin(constant=atom.val)
 
     def set_origins(self, variables: Sequence[Any], origins: list[Origin]) -> None:
         """Remembers the origins of variables."""
@@ -270,7 +315,8 @@ class _Splitter:
         elif name == "scan" and (is_site or (is_data and has_kernel)):
             self._add_scan(eqn, flow)
         else:
-            # Inside a scan an equation without data runs for all turns at once.
+            # By jax.vmap, gradients of a site are made for all examples at once, and
+            # inside a scan an equation without data runs for all turns at once.
             is_mapped = is_site or (len(self.scan_lengths) > 0 and not is_data)
             _check_equation(eqn, in_origins, is_mapped=is_mapped)
             if is_site:
@@ -312,8 +358,8 @@ class _Splitter:
         # A parameter that is a carry may be another input as well. It is data there
         # too, or its cotangent would be counted twice.
         in_origins = self.in_origins(eqn, flow)
-        depth = len(self.scan_lengths)
-        slices = [_slice(origin, depth) for origin in in_origins[carry_end:]]
+        scan_depth = len(self.scan_lengths)
+        slices = [_slice(origin, scan_depth) for origin in in_origins[carry_end:]]
         origins_in_turn = [
             *in_origins[:consts_end],
             *[DATA] * (carry_end - consts_end),
@@ -336,7 +382,7 @@ class _Splitter:
             flow.from_outputs,
             scan_lengths=scan_lengths,
             site_numbers=self.site_numbers,
-            is_call=eqn.primitive.name in CALLS,
+            may_return_operands=eqn.primitive.name in CALLS,
         )
         self.sites.extend(body.sites)
         return body
@@ -389,7 +435,14 @@ def _check_equation(
     eqn: JaxprEqn, in_origins: list[Origin], *, is_mapped: bool
 ) -> None:
     """Raises CannotSplit for an equation that would compute other numbers apart from
-    the rest of the loss. `is_mapped` says that it may run under jax.vmap over turns.
+    the rest of the loss. `is_mapped` says that it may run under jax.vmap, over examples
+    or over turns of a scan.
+
+        random bits that are others under vmap
+        a rule for parameters that asks which of its inputs have a derivative
+        a learned value of lax.pad
+        a kernel that differs by example: on a CPU the derivative of its convolution
+        lets NaN through to other examples
     """
     if is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn):
         obstacle = "random numbers beside parameters that are not of threefry keys"
@@ -414,43 +467,24 @@ def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origi
     slicing_scans = NO_NUMBERS.union(*(origin.slicing_scans for origin in in_origins))
     if _jaxpr.is_stop(eqn):
         params = NO_NUMBERS
-    depth = 1 + max((origin.depth for origin in in_origins), default=0)
-    # Each `value` calls the values of its inputs, and Python limits how deep calls go.
-    if depth > MAX_DEPTH:
-        obstacle = f"{MAX_DEPTH} operations on parameters in a row"
-        raise CannotSplit(obstacle, eqn)
-
-    def outputs(values: Values) -> list[Any]:
-        if outputs not in values:
-            run = partial(bind, eqn, is_wide=True)
-            # For all turns at once. The axis of the outermost scan is in front.
-            for scan in sorted(slicing_scans, reverse=True):
-                axes = []
-                for origin in in_origins:
-                    axes.append(0 if scan in origin.slicing_scans else None)
-                run = jax.vmap(run, (axes,))
-            values[outputs] = run([origin.value(values) for origin in in_origins])
-        return values[outputs]
-
-    view = _view_after(eqn, [origin.view for origin in in_origins])
-    out_origins = []
-    for index in range(len(eqn.outvars)):
-
-        def value(values: Values, index: int = index) -> Any:
-            return outputs(values)[index]
-
-        origin = Origin(value, params, slicing_scans, depth=depth, view=view)
-        out_origins.append(origin)
-    return out_origins
+    origin = Origin(
+        Computation(eqn, in_origins, slicing_scans),
+        params=params,
+        slicing_scans=slicing_scans,
+        view=_view_after(eqn, [origin.view for origin in in_origins]),
+    )
+    return [origin._replace(out_index=index) for index in range(len(eqn.outvars))]
 
 
-def _slice(origin: Origin, depth: int) -> Origin:
-    """The slice that a scan of this depth hands to its body in one turn."""
+def _slice(origin: Origin, scan_depth: int) -> Origin:
+    """The slice that a scan hands to its body in one turn, with so many scans around
+    it.
+    """
     view = origin.view
     if view:
         path = (*view.path, ("scan", view.axes))
         view = View(path, axes=tuple(range(len(view.axes) - 1)))
-    return origin._replace(slicing_scans=origin.slicing_scans | {depth}, view=view)
+    return origin._replace(slicing_scans=origin.slicing_scans | {scan_depth}, view=view)
 
 
 def _view_after(eqn: JaxprEqn, views: list[View | None]) -> View | None:

@@ -5,7 +5,7 @@
 It is a matrix product of a and f c.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +14,9 @@ from jax import Array, lax
 from ..._factors import times_square
 from .._limits import along_batch
 from ._forms import OuterProducts
+
+# Of `lax.dot_general`, for both factors or for each
+Precision = lax.Precision | tuple[lax.Precision, lax.Precision] | None
 
 
 class SplitFactors(NamedTuple):
@@ -26,34 +29,34 @@ class SplitFactors(NamedTuple):
 
 
 def terms_of_sum(
-    product: OuterProducts,
+    outer: OuterProducts,
     counts: Array,
     factors: SplitFactors,
     *,
     zeros: Array,
     positions_at_once: int,
-    precision: Any,
+    precision: Precision,
 ) -> list[Array]:
     """The weighted sum of the gradients of some examples, in parts: sums over at most
     `positions_at_once` positions of each. All are like `zeros`, [stack, rows, columns].
     """
     terms = []
-    for a, c in _weighted(product, counts, factors, zeros.dtype):
+    for a, c in _weighted(outer, counts, factors, zeros.dtype):
         positions = a.shape[2]
         for start in range(0, positions, positions_at_once):
             block = slice(start, start + positions_at_once)
-            block_product = OuterProducts(a[:, :, block], c[:, :, block])
-            terms.append(_sum_of_products(block_product, zeros, precision))
+            outer_of_block = OuterProducts(a[:, :, block], c[:, :, block])
+            terms.append(_sum_of_products(outer_of_block, zeros, precision))
     return terms
 
 
 def _weighted(
-    product: OuterProducts, counts: Array, factors: SplitFactors, dtype: np.dtype
+    outer: OuterProducts, counts: Array, factors: SplitFactors, dtype: np.dtype
 ) -> list[OuterProducts]:
     """Outer products a_t (f c_t)', 0 in examples that do not count. For bfloat16 there
     are two, whose sum it is.
     """
-    a, c = product
+    a, c = outer
     # Selected, since 0 times NaN is NaN.
     a = jnp.where(along_batch(counts, a), a, 0)
     c = jnp.where(along_batch(counts, c), c, 0)
@@ -64,7 +67,7 @@ def _weighted(
         # As fast on a GPU and a TPU as one product that gives bfloat16.
         leading, trailing = _in_bfloat16(weighted_c)
         return [OuterProducts(a, leading), OuterProducts(a, trailing)]
-    if not product.is_lookup:
+    if not outer.is_lookup:
         a = a.astype(dtype)
     return [OuterProducts(a, weighted_c)]
 
@@ -81,10 +84,10 @@ def _in_bfloat16(x: Array) -> tuple[Array, Array]:
     return leading.astype(jnp.bfloat16), trailing.astype(jnp.bfloat16)
 
 
-def _sum_of_products(product: OuterProducts, zeros: Array, precision: Any) -> Array:
+def _sum_of_products(outer: OuterProducts, zeros: Array, precision: Precision) -> Array:
     """The sum of outer products over examples and positions, like `zeros`."""
-    a, c = product
-    if product.is_lookup:
+    a, c = outer
+    if outer.is_lookup:
         stack = jnp.arange(len(zeros))[:, None]
         return zeros.at[stack, a].add(c)
     if a.shape[1:3] == (1, 1):
