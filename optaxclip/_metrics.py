@@ -137,7 +137,8 @@ def metrics(
       ValueError: a state without a clipper in it, a name in `only` that is no metric,
         or one that this state does not have, a `top` below 1, a quantile that is no
         share, the state of an ensemble (`jax.vmap(metrics)` reads the state of each
-        member), or, with `layers`, a leaf with the name of a layer of another.
+        member), rows that `jax.shard_map` joined from several devices, or, with
+        `layers`, a leaf with the name of a layer of another.
       TypeError: an optimizer in the place of its state, or `floats`, `json` or `top`
         under jit.
 

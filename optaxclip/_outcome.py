@@ -21,7 +21,7 @@ from . import _trees as trees
 from ._blocks import Block
 from ._checks import check_shape
 from ._norms import Norms
-from ._state import ClipState, Names, StateRows, state_of_rows
+from ._state import ClipState, Names, StateRows, names_here, state_of_rows
 from ._sums import materialized_on_gpu
 from ._trees import PyTree
 from .rules._memory import count_up, in_place, moving_average
@@ -88,7 +88,8 @@ def next_state(
         units_clipped=outcome.clipped_share,
     )
     dtype = state.numbers.dtype
-    new_state = state_of_rows(state.names, rows, tuple(memories.values()), dtype)
+    names = names_here(state)
+    new_state = state_of_rows(names, rows, tuple(memories.values()), dtype)
     counts = new_state.counts
     numbers = new_state.numbers
     is_here = np.zeros(state.norm.shape, bool)
