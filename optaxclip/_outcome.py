@@ -200,24 +200,23 @@ def furthest_units(
 
 
 def severity(norm: Array, limit: Array) -> Array:
-    """How far norms are above their limits, for a comparison: norm / limit, and below 0
-    for finite norms without a limit. NaN where one of both is.
+    """How far norms are above their limits, for a comparison: sqrt(norm / limit), and
+    below 0 for finite norms without a limit. NaN where one of both is.
     """
-    # A limit of 0 would hide all differences, so it counts as tiny.
-    ratio = norm / jnp.maximum(limit, 2.0**-60)
+    smallest = jnp.finfo(norm.dtype).tiny
+    # A limit of 0 would hide all differences, so it counts as the smallest number. The
+    # ratio of finite numbers may overflow. That of their roots does not.
+    root_of_ratio = jnp.sqrt(norm) / jnp.sqrt(jnp.maximum(limit, smallest))
     # Finite norms without a limit come last. Among them -1 / norm rises with the norm.
     is_last = (limit == jnp.inf) & (norm < jnp.inf)
-    smallest = jnp.finfo(norm.dtype).tiny
-    return jnp.where(is_last, -1 / jnp.maximum(norm, smallest), ratio)
+    return jnp.where(is_last, -1 / jnp.maximum(norm, smallest), root_of_ratio)
 
 
 def _severity_of_units(norm: Array, limit: Array, is_sound: Array) -> Array:
-    """The severity of units: finite, and inf for a broken unit, which so is the
-    furthest.
+    """The severity of units: finite, and inf for a broken unit, so that it counts as
+    the furthest.
     """
-    largest = jnp.finfo(norm.dtype).max
-    finite_severity = jnp.minimum(severity(norm, limit), largest)
-    return jnp.where(is_sound, finite_severity, jnp.inf)
+    return jnp.where(is_sound, severity(norm, limit), jnp.inf)
 
 
 def _furthest(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
