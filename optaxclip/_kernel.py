@@ -74,7 +74,7 @@ from .rules._limits import (
     rule_of,
     rules_of,
 )
-from .rules._rule import Rule, further_norms, is_rule, limit_of, limit_of_jitted
+from .rules._rule import Rule, is_rule, limit_of, limit_of_jitted, norms_for
 from .shrinks import Shrink, shrink_of
 
 
@@ -410,8 +410,8 @@ def _ask_rule(
 ) -> tuple[Array, PyTree]:
     """The limit of a norm, or of each of a vector, and the new memory."""
     step = mesh_types.narrowed_as(inputs.step, norm)
-    further = further_norms(rule, weight_norm, inputs.total)
-    return inputs.ask(rule, norm, memory, step, *further, argument=inputs.argument)
+    more_norms = norms_for(rule, weight_norm, inputs.total)
+    return inputs.ask(rule, norm, memory, step, *more_norms, argument=inputs.argument)
 
 
 def _numbers_for_norms(
