@@ -485,7 +485,7 @@ def _decide(policy: Policy, eps: ArrayLike, norm: Array, limit: Array) -> Decisi
         factor=jnp.where(is_zero, 1.0, factor),
         clipped=clipped,
         is_sound=is_sound,
-        clipped_share=clipped.astype(norm.dtype),
+        unit_share=clipped.astype(norm.dtype),
     )
     return Decision(root, outcome)
 

@@ -68,7 +68,8 @@ def metrics(
                               zero, NaN where it was made NaN
         clip/clipped          1 if the last step was clipped, else 0. A step whose norm
                               is NaN or inf, or whose limit is NaN, counts as 0
-        clip/clipped_share    clipped steps over all steps, in [0, 1]
+        clip/clipped_share    clipped steps over all steps, in [0, 1]. A step without
+                              the leaf counts as not clipped
         clip/clipped_share_recent
                               the same of about the last 100 steps, a moving average
         clip/clipped_count    steps that were clipped

@@ -21,7 +21,7 @@ from . import _trees as trees
 from ._blocks import Block
 from ._checks import check_shape
 from ._norms import Norms
-from ._state import ClipState, Names, StateRows, names_here, state_of_rows
+from ._state import NUMBER_NAMES, ClipState, Names, StateRows, names_here, state_of_rows
 from ._sums import materialized_on_gpu
 from ._trees import PyTree
 from .rules._memory import count_up, in_place, moving_average
@@ -38,8 +38,8 @@ class Outcome(NamedTuple):
     factor: Array
     clipped: Array  # bool
     is_sound: Array  # bool: neither norm nor limit is broken
-    # float: which share of the units was clipped. 0 or 1 for a whole leaf
-    clipped_share: Array
+    # float: the share of the units that were clipped. 0 or 1 for a whole leaf
+    unit_share: Array
 
 
 class Decision(NamedTuple):
@@ -83,9 +83,9 @@ def next_state(
         limit=outcome.limit,
         factor=outcome.factor,
         clipped_recently=moving_average(
-            state.clipped_recently, outcome.clipped_share, steps
+            state.clipped_recently, outcome.unit_share, steps
         ),
-        units_clipped=outcome.clipped_share,
+        units_clipped=outcome.unit_share,
     )
     dtype = state.numbers.dtype
     names = names_here(state)
@@ -96,9 +96,12 @@ def next_state(
     for block, _ in outcomes:
         is_here.reshape(-1)[block.positions] = block.are_here
     if not is_here.all():
-        # Leaves that are missing in this step keep what was known of them.
+        # Leaves that are missing in this step keep what was known of them. To the share
+        # of clipped steps it is one more step that clipped nothing.
         counts = jnp.where(is_here, counts, state.counts).at[0].set(steps)
-        numbers = jnp.where(is_here, numbers, state.numbers)
+        is_new = np.broadcast_to(is_here, numbers.shape).copy()
+        is_new[NUMBER_NAMES.index("clipped_recently")] = True
+        numbers = jnp.where(is_new, numbers, state.numbers)
     return state._replace(
         names=new_state.names,
         counts=in_place(counts, state.counts),
@@ -176,7 +179,7 @@ def furthest_units(
         norm=norm,
         limit=limit,
         factor=outcome.factor,
-        clipped_units=outcome.clipped_share,
+        clipped_units=outcome.unit_share,
     )
     # JAX has no derivative of a reduction of several arrays.
     furthest = _furthest(lax.stop_gradient(numbers), range(1, norm.ndim))
@@ -187,15 +190,15 @@ def furthest_units(
         tables = lax.psum(tables, units_over)
         furthest = _furthest(UnitNumbers(*tables), (1,))
     unit_count = norm.size // len(outcomes) * mesh.device_count(units_over)
-    clipped_share = furthest.clipped_units / unit_count
+    unit_share = furthest.clipped_units / unit_count
     is_sound = furthest.severity < jnp.inf
     return Outcome(
         norm=furthest.norm,
         limit=furthest.limit,
         factor=furthest.factor,
-        clipped=is_sound & (clipped_share > 0),
+        clipped=is_sound & (unit_share > 0),
         is_sound=is_sound,
-        clipped_share=clipped_share,
+        unit_share=unit_share,
     )
 
 

@@ -125,7 +125,7 @@ class Rule:
     * `init(norm) -> memory`: what the rule remembers before the first norm, from a
       norm of zeros. `()` for nothing.
     * `update(norm, memory, step) -> (limit, memory)`: `step` is an int32 scalar that
-      counts from 0. A rule whose `needs_params` is True gets the norm of the weights as
+      counts from 0. It is 0 in each update that is given no state. A rule whose `needs_params` is True gets the norm of the weights as
       a further argument, and then one whose `needs_total` is True gets the norm of all
       norms of the clipper together.
 
