@@ -461,8 +461,8 @@ def _names_from_json(text: bytes) -> tuple[Names]:
     return (Names(layers, units, windows_structure=None),)
 
 
-# A trick: the order of fields is the only thing by which JAX tells two registered
-# dataclasses with equal names apart. A recorder has no windows.
+# A trick: the order of fields is the only thing by which JAX tells a ClipState and a
+# RecordState whose `names` are equal apart. A recorder has no windows.
 FIELDS_OF_CLIPPERS = ["counts", "numbers", "windows"]
 FIELDS_OF_RECORDERS = ["windows", "counts", "numbers"]
 

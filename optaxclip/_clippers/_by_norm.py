@@ -125,7 +125,8 @@ def clip_by_tensor_norm(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        PartitionSpecs.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
@@ -342,7 +343,8 @@ def clip_by_tensor_rms(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        PartitionSpecs.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
@@ -407,7 +409,8 @@ def clip_by_average_norm(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        PartitionSpecs.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
