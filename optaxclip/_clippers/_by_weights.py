@@ -253,8 +253,8 @@ class Larc(Rule):
 
     @property
     def inf_is_off(self) -> bool:
-        # Weights or a rate of 0 do not mean that the user wants no limit. A trust of inf
-        # does.
+        # Weights or a rate of 0 do not mean that the user wants no limit. A trust of
+        # inf does.
         return not isinstance(self.trust, Tracer) and bool(np.isinf(self.trust).all())
 
     def update(
