@@ -327,16 +327,10 @@ def positions_of_name(
     # Inside shard_map a device may have a share of all layers, such as of the heads of
     # `qk_clip`.
     layers_here = state.numbers.shape[-1] - single_norms
-    # The layers of one leaf alone are in order on all devices together.
-    has_one_leaf = len(layer_counts) == 1 and not layers
-    if layers_here > sum(layer_counts) and not has_one_leaf:
-        raise ValueError(
-            f"{call}: the state must have one entry for each norm, but joins the rows "
-            f"of several devices: {state.numbers.shape[-1]} entries for "
-            f"{single_norms + sum(layer_counts)} norms. Read it inside shard_map, or "
-            "give the clipper mesh_axes=, the PartitionSpecs of the leaves, and the "
-            "state the spec P()."
-        )
+    # The layers of one stack alone are in order on all devices together.
+    is_one_stack = len(layer_counts) == 1 and single_norms == 0
+    if layers_here > sum(layer_counts) and (layers or not is_one_stack):
+        raise ValueError(_joined_rows_error(call, state))
     positions: dict[str, Position] = {}
     positions_of_leaf: dict[str, Position]
     stop = 0
@@ -359,6 +353,17 @@ def positions_of_name(
             )
         positions |= positions_of_leaf
     return positions
+
+
+def _joined_rows_error(call: str, state: ClipState) -> str:
+    """The error about rows that shard_map joined in the order of devices."""
+    norm_count = sum(count or 1 for count in state.names.layer_counts())
+    return (
+        f"{call}: the state must have one entry for each norm, but joins the rows of "
+        f"several devices: {state.numbers.shape[-1]} entries for {norm_count} norms. "
+        "Read it inside shard_map, or give the clipper mesh_axes=, the PartitionSpecs "
+        "of the leaves, and the state the spec P()."
+    )
 
 
 def names_here(state: ClipState) -> Names:
