@@ -1,5 +1,10 @@
-"""How a state is shown in a notebook, how `jax.export` finds it, and the placeholder of
-optax.
+"""What other libraries see of states and calls.
+
+exported       a decorator: `jax.export` finds the state by its name
+state_repr     how a notebook shows a state
+call_repr      how it shows the call that made a clipper or a rule
+has_numbers    whether the numbers of an array can be shown
+PLACEHOLDER    what `optax.tree_map_params` hands to `init` in the place of params
 """
 
 from functools import partial

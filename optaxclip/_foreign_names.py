@@ -149,7 +149,8 @@ def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> 
     public_names = [name for name in vars(module) if not name.startswith("_")]
     vars(module).setdefault("__all__", sorted([*public_names, *later]))
 
-    def show(name: str, value: object) -> object:
+    def publish(name: str, value: object) -> object:
+        """Sets a name of the module, a function with our errors."""
         if inspect.isfunction(value):
             if "GradientTransformation" in str(value.__annotations__.get("return")):
                 _set_init_and_update(value, name)
@@ -160,12 +161,12 @@ def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> 
         return value
 
     for name in set(module.__all__).difference(later):
-        show(name, getattr(module, name))
+        publish(name, getattr(module, name))
 
     def __getattr__(name: str) -> Any:
         if name in later:
             owner = importlib.import_module(f"{module_name}.{later[name]}")
-            return owner if name == later[name] else show(name, getattr(owner, name))
+            return owner if name == later[name] else publish(name, getattr(owner, name))
         text = f"module {module_name!r} has no attribute {name!r}."
         # JAX, pickle and others ask for attributes such as __path__.
         if not name.startswith("__"):

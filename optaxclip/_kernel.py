@@ -21,7 +21,8 @@ Words of this and the modules around it:
     block      norms that are decided as one array: the norm of everything, the vector
                of all whole leaves, or the units of one leaf (`_blocks.py`)
     row        a number of the state, with an entry for each norm (`_packed.py`)
-    memory     what a rule remembers. Its numbers of one for each norm are rows, too
+    memory     what a rule remembers. Arrays in it with one number for each norm are
+               rows, too
     window     an array of a memory that is no row, such as the last 100 norms
     sound      norm finite, and limit not NaN. Otherwise the norm is broken
     clipped    sound, and changed by the shrink. Of units: one of them at least
@@ -73,7 +74,7 @@ from .rules._limits import (
     rule_of,
     rules_of,
 )
-from .rules._rule import Rule, further_norms, is_rule, limit_of, limit_of_jitted
+from .rules._rule import Rule, is_rule, limit_of, limit_of_jitted, norms_for
 from .shrinks import Shrink, shrink_of
 
 
@@ -126,7 +127,9 @@ def make_clipper(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes a clipper. `call` and `name` are what errors call it and its limit."""
     checks.check_choice(f"{call}: nonfinite", nonfinite, checks.NONFINITE)
-    checks.check_number(f"{call}: eps", eps, is_scalar=True)
+    # The norm with an infinite eps would be inf, and all updates 0.
+    largest = float(jnp.finfo(jnp.float32).max)
+    checks.check_number(f"{call}: eps", eps, highest=largest, is_scalar=True)
     eps = checks.number_for_jit(eps)
     argument = f"{call}: {name}"
     # One norm takes one limit. Others take a tree prefix of limits.
@@ -196,7 +199,9 @@ def make_clipper(
             checks.check_given_norm(f"{call}: grad_norm", number)
         for number in jax.tree.leaves(limit):
             # The value of an array is not checked: that would wait for the device.
-            if not isinstance(number, Array):
+            if isinstance(number, Array):
+                checks.check_real(f"{call}: limit", number)
+            else:
                 checks.check_limit(f"{call}: limit", number)
         overrides = jax.tree.map(checks.number_for_jit, Overrides(grad_norm, limit))
         tree = trees.gradients_of(call, updates, params)
@@ -220,10 +225,9 @@ def make_clipper(
 
 
 def _first_measure(measure: Any) -> Measure:
-    """The measure of `init`.
+    """The measure without mesh axes, where none is bound.
 
-    A state is often made outside the shard_map that it goes into, where no mesh axis
-    has a name.
+    A state is often made outside the shard_map that it goes into.
     """
     # Norms of the user's and the spectral norm have no mesh_axes.
     mesh_axes = getattr(measure, "mesh_axes", None)
@@ -264,8 +268,8 @@ def _update(
     memories: Memories = dict(zip((None, *state.names.unit_leaves), state.memory))
     outcomes: list[tuple[Block, Outcome]] = []
     roots: dict[str, Array] = {}
-    # A product with 1 is a new array to XLA, which the next clipper of a chain would
-    # read again.
+    # A clipper that only measures returns its input: even a product with 1 would be
+    # written to a new array.
     changes_updates = overrides.limit is not None or not settings.only_measures
     for block in blocks_of(norms, names, state, settings.call):
         # 2. Limit
@@ -406,8 +410,8 @@ def _ask_rule(
 ) -> tuple[Array, PyTree]:
     """The limit of a norm, or of each of a vector, and the new memory."""
     step = mesh_types.narrowed_as(inputs.step, norm)
-    further = further_norms(rule, weight_norm, inputs.total)
-    return inputs.ask(rule, norm, memory, step, *further, argument=inputs.argument)
+    more_norms = norms_for(rule, weight_norm, inputs.total)
+    return inputs.ask(rule, norm, memory, step, *more_norms, argument=inputs.argument)
 
 
 def _numbers_for_norms(
@@ -481,7 +485,7 @@ def _decide(policy: Policy, eps: ArrayLike, norm: Array, limit: Array) -> Decisi
         factor=jnp.where(is_zero, 1.0, factor),
         clipped=clipped,
         is_sound=is_sound,
-        clipped_share=clipped.astype(norm.dtype),
+        unit_share=clipped.astype(norm.dtype),
     )
     return Decision(root, outcome)
 
@@ -550,24 +554,32 @@ def _raise_nonfinite(
     """
     # A leaf that is missing keeps its norm in the state, and is not counted.
     is_broken = state.nonfinite != old_state.nonfinite
-    text = f"{call}: the norm of the updates is not finite"
+    broken_norm = "the norm of the updates is not finite"
     if hasattr(measure, "ord"):
         # None means 2.
-        text = (
-            f"{call}: the norm of order {measure.ord or 2} of the updates is not finite"
-        )
+        order = measure.ord or 2
+        broken_norm = f"the norm of order {order} of the updates is not finite"
     # A traced value is not known, so only a check of the running program can fail.
     if isinstance(is_broken, Tracer):
         from jax.experimental import checkify
 
-        checkify.check(~jnp.any(is_broken), f"{text}, or its limit is NaN")
+        text = f"{call}: {broken_norm}, or its limit is NaN"
+        checkify.check(~jnp.any(is_broken), text)
         return
     if not jnp.any(is_broken):
         return
+    sentences = []
     is_nan_limit = is_broken & jnp.isfinite(state.norm)
     if jnp.any(is_nan_limit):
         norm = jnp.atleast_1d(state.norm)[jnp.argmax(is_nan_limit)]
-        raise FloatingPointError(f"{call}: the limit of the norm {norm} is NaN.")
+        sentences.append(f"the limit of the norm {norm} is NaN.")
+    if jnp.any(is_broken & ~is_nan_limit):
+        sentences.append(f"{broken_norm}. {_broken_leaves(updates)}")
+    raise FloatingPointError(f"{call}: {' Also '.join(sentences)}")
+
+
+def _broken_leaves(updates: PyTree) -> str:
+    """The leaves with values that are NaN or inf, and how many these are."""
     parts = []
     for path, leaf in jax.tree.leaves_with_path(updates):
         # int waits for each leaf, which only a step that failed has to do.
@@ -580,4 +592,4 @@ def _raise_nonfinite(
         "All values are finite: the norm is too large for its dtype, or was not finite "
         "when it was given."
     )
-    raise FloatingPointError(f"{text}. {'; '.join(parts) or all_finite}")
+    return "; ".join(parts) or all_finite

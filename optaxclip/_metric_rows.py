@@ -337,6 +337,7 @@ def _columns_of_spans(spans: tuple[Span, ...], columns: Columns) -> Columns:
         entry = Columns(*[column[furthest] for column in part])
         entries.append(
             entry._replace(
+                units_clipped=jnp.mean(part.units_clipped),
                 clipped=jnp.max(part.clipped),
                 clipped_share=jnp.mean(part.clipped_share),
                 clipped_recently=jnp.mean(part.clipped_recently),

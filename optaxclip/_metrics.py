@@ -68,7 +68,8 @@ def metrics(
                               zero, NaN where it was made NaN
         clip/clipped          1 if the last step was clipped, else 0. A step whose norm
                               is NaN or inf, or whose limit is NaN, counts as 0
-        clip/clipped_share    clipped steps over all steps, in [0, 1]
+        clip/clipped_share    clipped steps over all steps, in [0, 1]. A step without
+                              the leaf counts as not clipped
         clip/clipped_share_recent
                               the same of about the last 100 steps, a moving average
         clip/clipped_count    steps that were clipped
@@ -137,7 +138,8 @@ def metrics(
       ValueError: a state without a clipper in it, a name in `only` that is no metric,
         or one that this state does not have, a `top` below 1, a quantile that is no
         share, the state of an ensemble (`jax.vmap(metrics)` reads the state of each
-        member), or, with `layers`, a leaf with the name of a layer of another.
+        member), rows that `jax.shard_map` joined from several devices, or, with
+        `layers`, a leaf with the name of a layer of another.
       TypeError: an optimizer in the place of its state, or `floats`, `json` or `top`
         under jit.
 

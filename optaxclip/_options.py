@@ -51,7 +51,7 @@ def static_order(ord: Any, call: str) -> Ord:
     # The order decides which program is compiled, so a traced one comes too late.
     check_known(f"{call}: ord", ord)
     is_array = isinstance(ord, (np.number, np.ndarray, Array))
-    is_scalar_array = is_array and not np.ndim(ord)
+    is_scalar_array = is_array and not np.ndim(ord) and not np.iscomplexobj(ord)
     is_number = is_scalar_array or isinstance(ord, (int, float))
     # True is an int in Python. As an order it is a slip.
     is_bool = isinstance(ord, bool) or getattr(ord, "dtype", None) == np.dtype(bool)

@@ -21,7 +21,7 @@ from . import _trees as trees
 from ._blocks import Block
 from ._checks import check_shape
 from ._norms import Norms
-from ._state import ClipState, Names, StateRows, state_of_rows
+from ._state import NUMBER_NAMES, ClipState, Names, StateRows, names_here, state_of_rows
 from ._sums import materialized_on_gpu
 from ._trees import PyTree
 from .rules._memory import count_up, in_place, moving_average
@@ -38,8 +38,8 @@ class Outcome(NamedTuple):
     factor: Array
     clipped: Array  # bool
     is_sound: Array  # bool: neither norm nor limit is broken
-    # float: which share of the units was clipped. 0 or 1 for a whole leaf
-    clipped_share: Array
+    # float: the share of the units that were clipped. 0 or 1 for a whole leaf
+    unit_share: Array
 
 
 class Decision(NamedTuple):
@@ -83,21 +83,25 @@ def next_state(
         limit=outcome.limit,
         factor=outcome.factor,
         clipped_recently=moving_average(
-            state.clipped_recently, outcome.clipped_share, steps
+            state.clipped_recently, outcome.unit_share, steps
         ),
-        units_clipped=outcome.clipped_share,
+        units_clipped=outcome.unit_share,
     )
     dtype = state.numbers.dtype
-    new_state = state_of_rows(state.names, rows, tuple(memories.values()), dtype)
+    names = names_here(state)
+    new_state = state_of_rows(names, rows, tuple(memories.values()), dtype)
     counts = new_state.counts
     numbers = new_state.numbers
     is_present = np.zeros(state.norm.shape, bool)
     for block, _ in outcomes:
         is_present.reshape(-1)[block.positions] = block.is_present
     if not is_present.all():
-        # Leaves that are missing in this step keep what was known of them.
+        # Leaves that are missing in this step keep what was known of them. To the share
+        # of clipped steps it is one more step that clipped nothing.
         counts = jnp.where(is_present, counts, state.counts).at[0].set(steps)
-        numbers = jnp.where(is_present, numbers, state.numbers)
+        is_new = np.broadcast_to(is_present, numbers.shape).copy()
+        is_new[NUMBER_NAMES.index("clipped_recently")] = True
+        numbers = jnp.where(is_new, numbers, state.numbers)
     return state._replace(
         names=new_state.names,
         counts=in_place(counts, state.counts),
@@ -175,7 +179,7 @@ def furthest_units(
         norm=norm,
         limit=limit,
         factor=outcome.factor,
-        clipped_units=outcome.clipped_share,
+        clipped_units=outcome.unit_share,
     )
     # JAX has no derivative of a reduction of several arrays.
     furthest = _furthest(lax.stop_gradient(numbers), range(1, norm.ndim))
@@ -186,37 +190,36 @@ def furthest_units(
         tables = lax.psum(tables, mesh_of_units)
         furthest = _furthest(UnitNumbers(*tables), (1,))
     unit_count = norm.size // len(outcomes) * mesh.device_count(mesh_of_units)
-    clipped_share = furthest.clipped_units / unit_count
+    unit_share = furthest.clipped_units / unit_count
     is_sound = furthest.severity < jnp.inf
     return Outcome(
         norm=furthest.norm,
         limit=furthest.limit,
         factor=furthest.factor,
-        clipped=is_sound & (clipped_share > 0),
+        clipped=is_sound & (unit_share > 0),
         is_sound=is_sound,
-        clipped_share=clipped_share,
+        unit_share=unit_share,
     )
 
 
 def severity(norm: Array, limit: Array) -> Array:
-    """How far norms are above their limits, for a comparison: norm / limit, and below 0
-    for finite norms without a limit. NaN where one of both is.
+    """How far norms are above their limits, for a comparison: sqrt(norm / limit), and
+    below 0 for finite norms without a limit. NaN where one of both is.
     """
-    # A limit of 0 would hide all differences, so it counts as tiny.
-    ratio = norm / jnp.maximum(limit, 2.0**-60)
+    smallest = jnp.finfo(norm.dtype).tiny
+    # A limit of 0 would hide all differences, so it counts as the smallest number. The
+    # ratio of finite numbers may overflow. That of their roots does not.
+    root_of_ratio = jnp.sqrt(norm) / jnp.sqrt(jnp.maximum(limit, smallest))
     # Finite norms without a limit come last. Among them -1 / norm rises with the norm.
     is_last = (limit == jnp.inf) & (norm < jnp.inf)
-    smallest = jnp.finfo(norm.dtype).tiny
-    return jnp.where(is_last, -1 / jnp.maximum(norm, smallest), ratio)
+    return jnp.where(is_last, -1 / jnp.maximum(norm, smallest), root_of_ratio)
 
 
 def _severity_of_units(norm: Array, limit: Array, is_sound: Array) -> Array:
-    """The severity of units: finite, and inf for a broken unit, which so is the
-    furthest.
+    """The severity of units: finite, and inf for a broken unit, so that it counts as
+    the furthest.
     """
-    largest = jnp.finfo(norm.dtype).max
-    finite_severity = jnp.minimum(severity(norm, limit), largest)
-    return jnp.where(is_sound, finite_severity, jnp.inf)
+    return jnp.where(is_sound, severity(norm, limit), jnp.inf)
 
 
 def _furthest(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:

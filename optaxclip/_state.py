@@ -252,8 +252,9 @@ class ClipState(_Fields):
             device names its layers as the first ones are named: "blocks/w/0" and so on.
 
         Raises:
-          ValueError: a state of several models, as under `jax.vmap`, or a leaf with the
-            name of a layer of another.
+          ValueError: a state of several models, as under `jax.vmap`, a leaf with the
+            name of a layer of another, or rows that `jax.shard_map` joined from several
+            devices.
         """
         check_one_model("by_name: the state", "ClipState.by_name", self)
         memory_of_leaves, *memories_of_units = self.memory
@@ -315,7 +316,8 @@ def positions_of_name(
     has a name of its own, such as "w/0/3" for layer 0 and expert 3 of "w".
 
     Raises:
-      ValueError: a leaf is called "w/0", and a stack "w" has a layer 0.
+      ValueError: a leaf is called "w/0", and a stack "w" has a layer 0. Or the rows of
+        several devices were joined, which have an entry of each norm from each device.
     """
     if state.names.is_global:
         return dict.fromkeys(state.names.layers_of_name, ...)
@@ -325,6 +327,10 @@ def positions_of_name(
     # Inside shard_map a device may have a share of all layers, such as of the heads of
     # `qk_clip`.
     layers_here = state.numbers.shape[-1] - single_norms
+    # The layers of one stack alone are in order on all devices together.
+    is_one_stack = len(layer_counts) == 1 and single_norms == 0
+    if layers_here > sum(layer_counts) and (layers or not is_one_stack):
+        raise ValueError(_joined_rows_error(call, state))
     positions: dict[str, Position] = {}
     positions_of_leaf: dict[str, Position]
     stop = 0
@@ -347,6 +353,35 @@ def positions_of_name(
             )
         positions |= positions_of_leaf
     return positions
+
+
+def _joined_rows_error(call: str, state: ClipState) -> str:
+    """The error about rows that shard_map joined in the order of devices."""
+    norm_count = sum(count or 1 for count in state.names.layer_counts())
+    return (
+        f"{call}: the state must have one entry for each norm, but joins the rows of "
+        f"several devices: {state.numbers.shape[-1]} entries for {norm_count} norms. "
+        "Read it inside shard_map, or give the clipper mesh_axes=, the PartitionSpecs "
+        "of the leaves, and the state the spec P()."
+    )
+
+
+def names_here(state: ClipState) -> Names:
+    """The names of a state, with those of the layers that this device has."""
+    names = state.names
+    positions = positions_of_name(state)
+    entry_count = sum(map(size_at, positions.values()))
+    name_count = sum(count or 1 for count in names.layer_counts())
+    # One leaf keeps the names of all layers, which have one order on all devices.
+    if len(positions) == 1 or entry_count == name_count:
+        return names
+    layers_of_name = {}
+    for name, position in positions.items():
+        layers = names.layers_of_name[name]
+        if layers is not None:
+            layers = dict.fromkeys([*layers][: size_at(position)])
+        layers_of_name[name] = layers
+    return names._replace(layers_of_name=layers_of_name)
 
 
 def size_at(position: Position) -> int:
@@ -431,8 +466,8 @@ def _names_from_json(text: bytes) -> tuple[Names]:
     return (Names(layers, units, windows_structure=None),)
 
 
-# A trick: the order of fields is the only thing by which JAX tells two registered
-# dataclasses with equal names apart. A recorder has no windows.
+# A trick: the order of fields is the only thing by which JAX tells a ClipState and a
+# RecordState whose `names` are equal apart. A recorder has no windows.
 FIELDS_OF_CLIPPERS = ["counts", "numbers", "windows"]
 FIELDS_OF_RECORDERS = ["windows", "counts", "numbers"]
 

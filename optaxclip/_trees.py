@@ -53,8 +53,8 @@ def _clipped_leaf(leaf: Any) -> Any:
     if is_box(leaf):
         box = leaf
         leaf = box.__jax_array__()
-        # A variable of NNX may hold a MaskedNode, which is not a leaf. The variable is
-        # a node of the tree, and other boxes are leaves.
+        # A box may hold a hole. If the box is a node (NNX), the hole stays; if it is a
+        # leaf, None takes its place, so that `put_back` counts the same leaves.
         if is_hole(leaf):
             return leaf if is_hole(box) else None
     # A Python number has no dtype. Neither random keys nor float0 are inexact.

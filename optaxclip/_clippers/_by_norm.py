@@ -2,7 +2,8 @@
 the mean of tensors.
 
 limit 0          zeros, for zero updates as well
-limit None, inf  only measures: bit for bit the input, even where it is NaN
+limit None, inf  only measures: bit for bit the input, even where it is NaN.
+                 nonfinite="raise" raises for a norm that is NaN or inf all the same
 norm <= limit    bit for bit the input
 norm NaN or inf  all that was measured together becomes NaN (nonfinite="propagate")
 nothing to clip  the norm of an empty tree is 0. None, integer, bool and empty
@@ -124,7 +125,8 @@ def clip_by_tensor_norm(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        PartitionSpecs.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
@@ -341,7 +343,8 @@ def clip_by_tensor_rms(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        PartitionSpecs.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
@@ -406,7 +409,8 @@ def clip_by_average_norm(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        PartitionSpecs.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.tree_util import KeyPath
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks as checks
@@ -46,7 +47,8 @@ def clip_by_value(
     | NaN                | NaN                                                    |
     | infinite           | the bound. A complex one becomes NaN                   |
     | complex            | limited by modulus. It takes one bound                 |
-    | integer            | an integer of its dtype. Bounds are rounded inwards    |
+    | integer            | an integer of its dtype. Bounds are rounded inwards,   |
+    |                    | and a schedule that returns NaN is no bound            |
     | bool, key          | itself                                                 |
 
     The direction of the gradient changes. No collective is needed.
@@ -55,8 +57,8 @@ def clip_by_value(
       max_value: the upper bound: a number, a schedule, an array that broadcasts to each
         leaf, or a tree prefix of these, of any real dtype. None for no bound. At least
         0 when it stands alone. A schedule that falls below counts as 0 then.
-      min_value: the lower bound, likewise. None for -max_value. Where schedules cross,
-        the upper bound wins.
+      min_value: the lower bound, likewise. None for -max_value, also in a tree, where a
+        complex leaf needs it. Where schedules cross, the upper bound wins.
       count: whether to count which share of the elements is clipped, for `metrics`.
         On a CPU that takes a copy of the gradients, and as long as Adam.
 
@@ -98,14 +100,8 @@ def value_clipper(
         lower = Prefix((((), None),))
     else:
         upper = _bounds(call, *high, lowest=-math.inf, no_bound=math.inf)
-        lower = _bounds(call, *low, lowest=-math.inf, no_bound=-math.inf)
-        for low_path, low_bound in lower.entries:
-            for high_path, high_bound in upper.entries:
-                # Two bounds are compared if both are for the same leaves, or one is for
-                # a part of the leaves of the other.
-                length = min(len(low_path), len(high_path))
-                if low_path[:length] == high_path[:length]:
-                    checks.check_order(call, (low[0], low_bound), (high[0], high_bound))
+        lower = _bounds(call, *low, lowest=-math.inf, no_bound=None)
+        _check_room(call, low[0], lower, high[0], upper)
 
     def init(params: PyTree) -> ClipByValueState:
         elements = no_elements_clipped() if count else ()
@@ -142,7 +138,7 @@ def value_clipper(
             pairs = []
             for (_, leaf), clipped in zip(entries, clipped_leaves):
                 if clipped is not leaf:
-                    pairs.append((leaf, clipped))
+                    pairs.append((trees.unbox(leaf), clipped))
             elements = count_clipped(call, elements, step, pairs)
         new_state = ClipByValueState(step, elements)
         return jax.tree.unflatten(treedef, clipped_leaves), new_state
@@ -174,15 +170,16 @@ def clip(max_delta: Bounds) -> optax.GradientTransformation:
 
 
 def _bounds(
-    call: str, name: str, bound: ArrayLike, lowest: float, no_bound: float
+    call: str, name: str, bound: Bounds, lowest: float, no_bound: float | None
 ) -> Prefix:
+    """The bounds of all leaves, checked. `no_bound` takes the place of None."""
     # A rule is taken as one value. The check then says that it is no number.
     table = prefix_table(bound, lambda x: is_function(x) or is_rule(x))
     entries = []
     for path, value in table.entries:
         if value is None:
             value = no_bound
-        if callable(value):
+        elif callable(value):
             checks.check_schedule(f"{call}: {name}", value)
         else:
             checks.check_limit(f"{call}: {name}", value, lowest=lowest)
@@ -190,7 +187,39 @@ def _bounds(
     return Prefix(tuple(entries))
 
 
-def _bound_at(step: Array, bound: ArrayLike, argument: str) -> Any:
+def _check_room(
+    call: str, low_name: str, lower: Prefix, high_name: str, upper: Prefix
+) -> None:
+    """Raises ValueError for bounds of the same leaves that leave no room between them,
+    and for a negative upper bound that stands alone.
+    """
+    low_of_path = dict(lower.entries)
+    high_of_path = dict(upper.entries)
+    pairs = []
+    # A bound may be for a part of the leaves of another: its path begins with the other
+    # path.
+    for path, low_bound in lower.entries:
+        for start in _starts(path):
+            if start in high_of_path:
+                pairs.append((low_bound, high_of_path[start]))
+    for path, high_bound in upper.entries:
+        # The path itself was met above.
+        for start in _starts(path)[:-1]:
+            if start in low_of_path:
+                pairs.append((low_of_path[start], high_bound))
+    for low_bound, high_bound in pairs:
+        if low_bound is not None:
+            checks.check_order(call, (low_name, low_bound), (high_name, high_bound))
+        elif not callable(high_bound):
+            checks.check_limit(f"{call}: {high_name}", high_bound)
+
+
+def _starts(path: KeyPath) -> list[KeyPath]:
+    """A path, and all paths with which it begins."""
+    return [path[:length] for length in range(len(path) + 1)]
+
+
+def _bound_at(step: Array, bound: Number | None, argument: str) -> Any:
     """A bound at a step, which a schedule follows."""
     if not callable(bound):
         return bound
@@ -199,12 +228,17 @@ def _bound_at(step: Array, bound: ArrayLike, argument: str) -> Any:
     return value
 
 
-def _clipped(call: str, name: str, leaf: Array, high: ArrayLike, low: ArrayLike) -> Any:
+def _clipped(
+    call: str, name: str, leaf: Any, high: ArrayLike, low: ArrayLike | None
+) -> Any:
     """One leaf between its bounds. Errors name the leaf."""
-    dtype = jnp.result_type(leaf)
+    x = trees.unbox(leaf)
+    if trees.is_hole(x):
+        return leaf
+    dtype = jnp.result_type(x)
     if not jnp.issubdtype(dtype, jnp.number):  # bool, float0 or a key
         return leaf
-    x = jnp.asarray(leaf)
+    x = jnp.asarray(x)
     for bound in (high, low):
         shape = () if bound is None else jnp.shape(bound)
         if not broadcasts_to(shape, x.shape):
@@ -218,90 +252,117 @@ def _clipped(call: str, name: str, leaf: Array, high: ArrayLike, low: ArrayLike)
                 f"{call}: the leaf {name!r} is complex and has no order: give one "
                 "bound, for its modulus."
             )
-        most = _bound_in_dtype(high, jnp.finfo(dtype).dtype, sign=1)
+        _, most = _float_bounds(None, high, jnp.finfo(dtype).dtype)
         # The modulus of the largest complex numbers is inf, and so above the limit.
         return jnp.where(jnp.abs(x) > most, with_modulus(most, x), x)
-    if low is None:
-        low = _bound_in_dtype(high, dtype, sign=-1)
-        high = _bound_in_dtype(high, dtype, sign=1)
+    if jnp.issubdtype(dtype, jnp.integer):
+        least, most = _integer_bounds(low, high, dtype)
     else:
-        low = _bound_in_dtype(low, dtype, up=True)
-        high = _bound_in_dtype(high, dtype)
-    low = jnp.broadcast_to(low, x.shape)
-    high = jnp.broadcast_to(high, x.shape)
+        least, most = _float_bounds(low, high, dtype)
+    least = jnp.broadcast_to(least, x.shape)
+    most = jnp.broadcast_to(most, x.shape)
     # Where schedules cross the upper bound wins, as in `optax.clip`.
-    return jnp.clip(x, low, high).astype(x.dtype)
+    return jnp.clip(x, least, most).astype(x.dtype)
 
 
-def _bound_in_dtype(
-    bound: ArrayLike, dtype: DTypeLike, *, sign: int = 0, up: bool = False
-) -> Any:
-    """A bound in the dtype of a leaf. Beyond its range a bound is the end of it, and
-    inf stays inf where the dtype has it. For integers a bound is rounded down, or up
-    for `up` and a `sign` of -1.
-
-    `sign`: 1 or -1 for one bound of both sides, which is max(bound, 0) with this sign.
-    0 for a bound of one side, which stays as it is.
+def _float_bounds(
+    low: ArrayLike | None, high: ArrayLike, dtype: DTypeLike
+) -> tuple[Any, Any]:
+    """Both bounds in a dtype of floats. Beyond its range a bound is the end of it, and
+    inf stays inf where the dtype has it.
     """
-    is_for_integers = bool(jnp.issubdtype(dtype, jnp.integer))
-    number = _with_sign(_exact(bound, dtype, is_for_integers), sign)
-    if not is_for_integers:
-        return checks.kept_finite(dtype, number).astype(dtype)
-    if jnp.issubdtype(number.dtype, jnp.floating):
-        numpy = jnp if isinstance(number, Array) else np
-        number = numpy.ceil(number) if up or sign < 0 else numpy.floor(number)
-    return _held_in_integers(number, dtype)
+    most = _wide(high, dtype)
+    if low is None:
+        most = _at_least_0(most)
+        least = -most
+    else:
+        least = _wide(low, dtype)
+    return (
+        checks.kept_finite(dtype, least).astype(dtype),
+        checks.kept_finite(dtype, most).astype(dtype),
+    )
 
 
-def _exact(bound: ArrayLike, dtype: DTypeLike, is_for_integers: bool) -> Any:
-    """A bound before it is rounded, for a leaf of this dtype. Whole numbers for a leaf
-    of integers stay whole numbers.
+def _integer_bounds(
+    low: ArrayLike | None, high: ArrayLike, dtype: DTypeLike
+) -> tuple[Any, Any]:
+    """Both bounds in a dtype of integers, rounded inwards. Beyond its range a bound is
+    the end of it. NaN, which integers do not have, is no bound.
     """
+    most = _exact(high, dtype)
+    if low is None:
+        most = _at_least_0(most)
+        least = _negative(most)
+    else:
+        least = _exact(low, dtype)
+    return (
+        _in_integers(least, dtype, is_lower=True),
+        _in_integers(most, dtype, is_lower=False),
+    )
+
+
+def _wide(bound: ArrayLike, dtype: DTypeLike) -> Any:
+    """A bound as a float that holds the numbers of its own dtype and of another."""
     if not isinstance(bound, Array):
-        array = np.asarray(bound)
-        # Python's ints have any size.
-        is_whole = is_for_integers and array.dtype.kind in "iuO"
-        return array.astype(object if is_whole else np.float64)
-    if is_for_integers and bound.dtype.kind in "iu":
-        return bound
+        return np.asarray(bound).astype(np.float64)
     # JAX promotes no floats of 8 bits, and no numbers of 4. float32 holds them all.
     itemsize = max(bound.dtype.itemsize, np.dtype(dtype).itemsize)
     return bound.astype(np.float64 if itemsize > 4 else np.float32)
 
 
-def _with_sign(number: Array | np.ndarray, sign: int) -> Any:
-    """A bound that stands alone, on the side of `sign`. With 0 it is not alone."""
-    if not sign:
-        return number
+def _exact(bound: ArrayLike, dtype: DTypeLike) -> Any:
+    """A bound for integers: a whole number stays one, and others become floats."""
+    if isinstance(bound, Array):
+        is_whole = jnp.issubdtype(bound.dtype, jnp.integer)
+        return bound if is_whole else _wide(bound, dtype)
+    number = np.asarray(bound)
+    # Objects are Python's ints, which have any size.
+    return number.astype(object) if number.dtype.kind in "iuO" else _wide(bound, dtype)
+
+
+def _at_least_0(number: Array | np.ndarray) -> Any:
     numpy = jnp if isinstance(number, Array) else np
-    size = numpy.asarray(numpy.maximum(number, 0))
-    if sign > 0:
-        return size
+    return numpy.asarray(numpy.maximum(number, 0))
+
+
+def _negative(number: Array | np.ndarray) -> Any:
+    """-number, for a whole number or a float that is at least 0."""
     if number.dtype.kind != "u":
-        return numpy.asarray(-size)
-    # Unsigned numbers have no negative. Beyond the largest signed number the bound is
-    # below all leaves.
+        return np.asarray(-number) if isinstance(number, np.ndarray) else -number
+    # A bound above the largest signed number would wrap; its negative is the lowest.
     signed = jnp.iinfo(jnp.result_type(int))
     most = min(signed.max, jnp.iinfo(number.dtype).max)
     return jnp.where(number > most, signed.min, -number.astype(signed.dtype))
 
 
-def _held_in_integers(number: Array | np.ndarray, dtype: DTypeLike) -> Any:
-    """A whole number in a dtype of integers, beyond whose range it becomes an end."""
+def _in_integers(number: Any, dtype: DTypeLike, *, is_lower: bool) -> Any:
+    """A bound in a dtype of integers."""
     info = jnp.iinfo(dtype)
-    # JAX would cut numbers of 64 bits to 32. Python's ints do not wrap.
+    least = int(info.min)
+    most = int(info.max)
+    end = least if is_lower else most
     if not isinstance(number, Array):
-        number = np.clip(number.astype(object), int(info.min), int(info.max))
-        return np.asarray(number).astype(dtype)
-    is_float = jnp.issubdtype(number.dtype, jnp.floating)
-    number_info = jnp.finfo(number.dtype) if is_float else jnp.iinfo(number.dtype)
+        # In Python's ints, which do not wrap, and beside which floats are exact.
+        def held(value: float) -> int:
+            if math.isnan(value):
+                return end
+            value = min(max(value, least), most)
+            return math.ceil(value) if is_lower else math.floor(value)
+
+        return np.vectorize(held, otypes=[np.dtype(dtype)])(number)
+    if jnp.issubdtype(number.dtype, jnp.floating):
+        number = jnp.where(jnp.isnan(number), np.array(end, number.dtype), number)
+        number = jnp.ceil(number) if is_lower else jnp.floor(number)
+        number_info = jnp.finfo(number.dtype)
+    else:
+        number_info = jnp.iinfo(number.dtype)
     integers = number.astype(dtype)
     # The ends are selected: what a conversion makes of larger numbers is not defined.
     # float32 rounds 2^31 - 1 to 2^31, which is beyond the range too.
-    if number_info.max > info.max:
-        is_above = number >= np.array(info.max, number.dtype)
-        integers = jnp.where(is_above, np.array(info.max, dtype), integers)
-    if number_info.min < info.min:
-        is_below = number <= np.array(info.min, number.dtype)
-        integers = jnp.where(is_below, np.array(info.min, dtype), integers)
+    if number_info.max > most:
+        is_above = number >= np.array(most, number.dtype)
+        integers = jnp.where(is_above, np.array(most, dtype), integers)
+    if number_info.min < least:
+        is_below = number <= np.array(least, number.dtype)
+        integers = jnp.where(is_below, np.array(least, dtype), integers)
     return integers

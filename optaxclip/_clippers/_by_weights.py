@@ -53,8 +53,8 @@ def adaptive_grad_clip(
 
     Args:
       clipping: a number at least 0, an array or a schedule. None and inf are no limit.
-        0.01 is the paper's for batches of 1024 to 4096. Smaller batches take larger
-        ones.
+        0.01 is the paper's for batches of 1024 to 4096. Smaller batches take a larger
+        `clipping`.
       eps: weights shorter than this count as this long. At least 0.
       axis: the axes that are summed over: an int, a tuple, a tree prefix of these, or a
         function of path and leaf. None chooses by shape, as the paper's code and optax
@@ -171,7 +171,8 @@ def larc(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is |g| +
@@ -259,7 +260,8 @@ class Larc(Rule):
 
     @property
     def inf_is_off(self) -> bool:
-        # Weights or a rate of 0 are no wish for no limit. A trust of inf is.
+        # Weights or a rate of 0 do not mean that the user wants no limit. A trust of
+        # inf does.
         return is_inf(self.trust)
 
     def update(
@@ -317,8 +319,9 @@ def clippy(
     optaxclip.clippy())`. Its `update` needs params.
 
         update 0            stays 0, whatever the weights
-        weight 0            moves by at most `absolute`. With absolute=0 its tensor
-                            stays, as it does where |u_i| / bound leaves the dtype
+        weight 0            moves by at most `absolute`. With absolute=0 its whole
+                            tensor does not move, nor where |u_i| / bound leaves the
+                            dtype
         within the bounds   bit for bit the input
         update NaN or inf   the whole tensor becomes NaN (nonfinite="propagate"), and so
                             it does where a weight is NaN
@@ -339,7 +342,8 @@ def clippy(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is the largest

@@ -79,7 +79,8 @@ def autoclip(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`. For each norm it remembers `window` numbers
@@ -182,7 +183,8 @@ def zclip(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`. For each norm it remembers three numbers. Its
@@ -263,7 +265,8 @@ def adagc(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`. For each norm it remembers two numbers. Its
@@ -403,7 +406,8 @@ def aggc(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
@@ -488,7 +492,8 @@ def adagn(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.

@@ -136,7 +136,7 @@ def qk_clip(
         that do not fit, an alpha outside [0, 1], a negative limit, a rule that compares
         norms with weights, or `update` without params or with `max_logits` that do not
         fit the attentions.
-      TypeError: a limit or alpha that is not a number.
+      TypeError: a limit, an alpha or an axis that is not a number.
 
     Example:
       >>> clipper = optaxclip.qk_clip(20.0, queries={"q": 1}, keys={"k": 1})
@@ -154,7 +154,7 @@ def qk_clip(
     The rule for grouped queries is that of Megatron-LM.
     """
     # With alpha above 1 the keys, which take factor^(1 - alpha), would grow.
-    check_number(f"{CALL}: alpha", alpha, highest=1)
+    check_number(f"{CALL}: alpha", alpha, highest=1, is_scalar=True)
     # Logits have no norm of weights to be compared with.
     rule_without_params(max_logit, f"{CALL}: max_logit")
     roles = {"queries": queries, "keys": keys, "rotary": rotary}
@@ -286,24 +286,35 @@ def find_attentions(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
     entries = jax.tree.leaves_with_path(tree)
     leaves: list[AttentionLeaf] = []
     for role, where in roles.items():
-        if where is not None:
+        # Most attentions have no rotary queries.
+        if role != "rotary" or where is not None:
             leaves += _leaves_of_role(role, where, entries)
     by_path: dict[Path, list[AttentionLeaf]] = {}
     for leaf in leaves:
         by_path.setdefault(_attention_path(leaf, leaves), []).append(leaf)
     attentions = []
     for path, leaves_of_path in by_path.items():
-        # A query without a key of its own has its longest common path with a key of
-        # other attentions, which lie below that path.
-        others_below = [other for other in by_path if _begins(other, path)]
-        others_below.remove(path)
         roles_of_path = {leaf.role for leaf in leaves_of_path}
-        if others_below or not {"queries", "keys"} <= roles_of_path:
-            first = leaves_of_path[0]
+        first = leaves_of_path[0]
+        if not {"queries", "keys"} <= roles_of_path:
             missing = "queries" if first.role == "keys" else "keys"
             raise ValueError(
                 f"qk_clip: {missing} finds no leaf beside the {first.role} "
                 f"{'/'.join(first.path)!r}."
+            )
+        others_below = [other for other in by_path if _begins(other, path)]
+        others_below.remove(path)
+        if others_below:
+            # This query and this key may belong to attentions that lack the other.
+            key = next(leaf for leaf in leaves_of_path if leaf.role == "keys")
+            query_name = "/".join(first.path)
+            key_name = "/".join(key.path)
+            raise ValueError(
+                f"qk_clip: the queries {query_name!r} and the keys {key_name!r} share "
+                f"the path {'/'.join(path)!r}, below which lies the attention "
+                f"{'/'.join(others_below[0])!r}. If they belong together, move them "
+                f"into a module of their own. Otherwise name the keys of {query_name!r}"
+                f" and the queries of {key_name!r}."
             )
         attention = Attention(
             "/".join(path),
@@ -375,6 +386,12 @@ def _attention_leaf(
         heads = Heads(heads)
     axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
     rank = len(shape)
+    # To Python True is 1.
+    if any(isinstance(axis, bool) for axis in axes):
+        raise TypeError(
+            f"qk_clip: {role}: the axis of the heads of {trees.name(path)!r} must be a "
+            f"whole number, got {heads.axis}."
+        )
     axes_within(heads.axis, f"qk_clip: {role}", trees.name(path), rank)
     axes = tuple(axis % rank for axis in axes)
     # The axis of heads is the last: -2 and (0, -2) both end with it.
@@ -480,7 +497,8 @@ def logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Arra
     for attention, array in zip(attentions, arrays):
         shape = attention.shape
         logits = jnp.atleast_1d(array)
-        if logits.shape[:-1] != shape[:-1] or logits.shape[-1] % shape[-1]:
+        fits = logits.shape[:-1] == shape[:-1] and logits.shape[-1] % shape[-1] == 0
+        if not fits or logits.shape[-1] == 0:
             raise ValueError(
                 f"qk_clip: max_logits of the attention {attention.name!r} must have "
                 f"the shape {shape}, or a multiple of its last number where several "
@@ -498,8 +516,8 @@ def logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Arra
 def _arrays_of_attentions(
     attentions: list[Attention], max_logits: PyTree
 ) -> list[Array]:
-    """The array of each attention: the one whose path begins with that of the
-    attention, or with which that begins.
+    """The array of each attention: the one whose path begins with the path of the
+    attention, or is a beginning of the attention's path.
 
     Raises:
       ValueError: an attention that has no array of its own, or an array too many.

@@ -241,7 +241,8 @@ def adaclip(
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`: `norm` is the largest coordinate, `factor`

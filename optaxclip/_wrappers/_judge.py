@@ -41,7 +41,7 @@ class Judgement(NamedTuple):
     """What was decided of a step."""
 
     norm: Comparison
-    loss: Comparison  # in a step without a loss, the one before
+    loss: Comparison  # the comparison of the last step that had a loss
     is_rejected: Array  # bool[]
     is_nonfinite: Array  # bool[]: whether norm or loss is NaN or inf
 

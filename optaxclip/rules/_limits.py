@@ -27,9 +27,10 @@ from ._rule import (
     Rule,
     Schedule,
     at_step,
-    further_norms,
+    call_name,
     is_inf,
     is_rule,
+    norms_for,
     number_field,
 )
 
@@ -259,14 +260,18 @@ class Joined(Rule):
         self, norm: Array, memories: PyTree, step: Array, more_norms: Sequence[Any]
     ) -> tuple[list[Array], tuple[Any, ...]]:
         """The limit and the new memory of each rule."""
-        # `more_norms` has what one of the rules needs, in the order of `further_norms`.
+        # `more_norms` has what one of the rules needs, in the order of `norms_for`.
         params_norm = more_norms[0] if self.needs_params else None
         total_norm = more_norms[-1] if self.needs_total else None
         limits = []
         new_memories = []
-        for rule, memory in zip(self.rules, memories):
-            norms_of_rule = further_norms(rule, params_norm, total_norm)
-            limit, new_memory = rule.update(norm, memory, step, *norms_of_rule)
+        call = call_name(type(self))
+        for index, (rule, memory) in enumerate(zip(self.rules, memories)):
+            more_norms = norms_for(rule, params_norm, total_norm)
+            limit, new_memory = rule.update(norm, memory, step, *more_norms)
+            checks.check_real(
+                f"{call}: rules[{index}]: what a schedule or a rule returns", limit
+            )
             # Limits may be Python numbers or of any dtype, and jnp.minimum wants one.
             limits.append(checks.in_norm_dtype(norm.dtype, limit))
             new_memories.append(new_memory)

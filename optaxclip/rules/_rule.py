@@ -125,9 +125,10 @@ class Rule:
     * `init(norm) -> memory`: what the rule remembers before the first norm, from a
       norm of zeros. `()` for nothing.
     * `update(norm, memory, step) -> (limit, memory)`: `step` is an int32 scalar that
-      counts from 0. A rule whose `needs_params` is True gets the norm of the weights as
-      a further argument, and then one whose `needs_total` is True gets the norm of all
-      norms of the clipper together.
+      counts from 0, and is 0 in each update that is given no state. A rule whose
+      `needs_params` is True gets the norm of the weights as a further argument, and
+      then one whose `needs_total` is True gets the norm of all norms of the clipper
+      together.
 
     A norm that is NaN, inf or 0 leaves the memory as it was. A zero is not remembered
     because an absent gradient says nothing about the usual norm, and because a limit
@@ -214,16 +215,16 @@ class Rule:
         raise NotImplementedError(f"{type(self).__name__}: a rule must have an update.")
 
 
-def further_norms(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
-    """The extra arguments of `update`, behind `step`: the norms of the weights, and of
-    all.
+def norms_for(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
+    """The norms that `update` of a rule takes behind `step`: of the weights, and of all
+    norms.
     """
-    norms = []
+    more_norms = []
     if rule.needs_params:
-        norms.append(params_norm)
+        more_norms.append(params_norm)
     if rule.needs_total:
-        norms.append(total_norm)
-    return norms
+        more_norms.append(total_norm)
+    return more_norms
 
 
 def limit_of(
@@ -237,7 +238,7 @@ def limit_of(
 ) -> tuple[Array, Any]:
     """The limit of a norm by a rule, and the rule's new memory.
 
-    `more_norms` is what `further_norms` gives. The limit has the norm's dtype and
+    `more_norms` is what `norms_for` gives. The limit has the norm's dtype and
     shape, and is at least 0. NaN, inf and 0 leave the memory unchanged. `is_loss`: the
     value is a loss rather than a norm, so it and its limit may be 0 or negative.
 

@@ -1,5 +1,6 @@
 """The bounds of `clip_by_value`: of every dtype, at both ends, and by modulus."""
 
+import cProfile
 import math
 from itertools import product
 
@@ -312,3 +313,51 @@ def test_no_bound_is_no_nan_where_the_dtype_has_no_inf(dtype):
     np.testing.assert_array_equal(updates.astype("float32"), [-1.0, 2.0])
     _, pull = jax.vjp(lambda x: optaxclip.clip_cotangent(x, max_value=math.inf), grads)
     np.testing.assert_array_equal(pull(grads)[0].astype("float32"), numbers)
+
+
+def test_no_lower_bound_in_a_tree_is_that_of_the_upper_one():
+    grads = {name: jnp.array([-3.0, 3.0]) for name in "ab"} | {"z": jnp.array([-3j])}
+    found = clipped(
+        grads, {"a": 1.0, "b": 1.0, "z": 2.0}, {"a": -0.5, "b": None, "z": None}
+    )
+    np.testing.assert_array_equal(found["a"], [-0.5, 1.0])
+    np.testing.assert_array_equal(found["b"], [-1.0, 1.0])
+    np.testing.assert_array_equal(found["z"], [-2j])
+
+
+@pytest.mark.parametrize("nan", [np.nan, np.float32(np.nan), jnp.float32(jnp.nan)])
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32"])
+def test_a_schedule_that_returns_nan_leaves_integers(dtype, nan):
+    grads = jnp.array([0, 1, jnp.iinfo(dtype).max], dtype)
+    for bounds in ((lambda step: nan,), (lambda step: nan, lambda step: nan)):
+        np.testing.assert_array_equal(clipped(grads, *bounds), grads)
+        in_jit = jax.jit(lambda grads, bounds=bounds: clipped(grads, *bounds))
+        np.testing.assert_array_equal(in_jit(grads), grads)
+
+
+def calls_for_bounds(count):
+    """How many functions are called to compare two trees of bounds."""
+    names = range(count)
+    bounds = dict.fromkeys(names, 1.0), dict.fromkeys(names, -1.0)
+    profile = cProfile.Profile()
+    profile.runcall(optaxclip.clip_by_value, *bounds)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_many_bounds_take_time_in_proportion():
+    assert calls_for_bounds(400) < 3 * calls_for_bounds(200)
+
+
+def test_a_box_of_an_array_is_clipped():
+    class Box:
+        def __init__(self, array):
+            self.array = array
+
+        def __jax_array__(self):
+            return self.array
+
+    clipper = optaxclip.clip_by_value(1.0, count=True)
+    grads = {"w": Box(jnp.array([-3.0, 0.5])), "hole": Box(None)}
+    updates, state = clipper.update(grads, clipper.init(grads))
+    np.testing.assert_array_equal(updates["w"], [-1.0, 0.5])
+    assert updates["hole"] is grads["hole"] and state.elements[0] == 0.5

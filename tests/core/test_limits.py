@@ -340,3 +340,14 @@ def test_the_raise_policy_names_order_and_leaves(name):
 def test_a_flag_of_a_rule_must_not_be_a_field(flag):
     with pytest.raises(TypeError, match=f"Typed: {flag} must have no type"):
         type("Typed", (rules.Rule,), {flag: True, "__annotations__": {flag: bool}})
+
+
+def test_a_broken_limit_and_a_broken_leaf_are_both_named():
+    limits = {"a": lambda step: jnp.nan, "b": 1.0}
+    clipper = optaxclip.clip_by_tensor_norm(limits, nonfinite="raise")
+    grads = {"a": jnp.array([3.0]), "b": jnp.array([jnp.nan, 1.0])}
+    text = r"the limit of the norm 3\.0 is NaN\. Also the norm .*'b': 1 of 2 values"
+    with pytest.raises(FloatingPointError, match=text):
+        clipper.update(grads, clipper.init(grads))
+    with pytest.raises(FloatingPointError, match=r"the norm 3\.0 is NaN\.$"):
+        clipper.update(grads | {"b": jnp.ones(2)}, clipper.init(grads))

@@ -483,6 +483,52 @@ def test_norms_of_each_device_stand_beside_those_of_all(name):
         chex.assert_trees_all_close(parts, alone, rtol=1e-6)
 
 
+STACKS = {"a": jnp.arange(1.0, 7)[:, None], "b": jnp.arange(11.0, 15)[:, None]}
+
+
+def norms_on_devices(names, mesh_axes, of_state, is_new_inside):
+    """The state of stacks after a step on two devices, which split their layers."""
+    grads = {name: STACKS[name] for name in names}
+    specs = dict.fromkeys(names, P("x"))
+    stacked = dict.fromkeys(names, 1)
+    clipper = optaxclip.clip_by_tensor_norm(
+        9.0, stacked=stacked, mesh_axes=specs if mesh_axes else None
+    )
+
+    def run(grads, state=None):
+        state = clipper.init(grads) if state is None else state
+        return clipper.update(grads, state)[1]
+
+    arguments = (grads,) if is_new_inside else (grads, clipper.init(grads))
+    in_specs = (specs,) if is_new_inside else (specs, of_state)
+    mesh = mesh_of((2,), ("x",))
+    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=of_state)(
+        *arguments
+    )
+
+
+@pytest.mark.parametrize("is_new_inside", [True, False])
+def test_joined_rows_of_several_devices_are_refused(is_new_inside):
+    state = norms_on_devices("ab", None, P(None, "x"), is_new_inside)
+    joined = [1, 2, 3, 11, 12, 4, 5, 6, 13, 14]
+    np.testing.assert_array_equal(state.norm, joined)
+    text = r"joins the rows of several devices: 10 entries for 5 norms"
+    with pytest.raises(ValueError, match=f"by_name: the state.*{text}"):
+        state.by_name()
+    with pytest.raises(ValueError, match=f"metrics: the state.*{text}"):
+        optaxclip.metrics(state)
+
+
+@pytest.mark.parametrize("is_new_inside", [True, False])
+def test_layers_by_their_specs_and_of_one_leaf_are_in_order(is_new_inside):
+    cases = [("ab", True, P()), ("a", None, P(None, "x"))]
+    for names, mesh_axes, of_state in cases:
+        state = norms_on_devices(names, mesh_axes, of_state, is_new_inside)
+        for name in names:
+            norms = STACKS[name][:, 0]
+            np.testing.assert_array_equal(state.by_name()[name].norm, norms)
+
+
 def test_a_state_of_an_older_optaxclip_is_refused():
     text = (
         r"^ClipState: it was stored by an optaxclip in which a state had an array for "

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optaxclip
 from tests.helpers import after, scanned
@@ -41,3 +42,22 @@ def test_skipped_steps_are_a_moving_average():
     state, _ = scanned(optaxclip.skip_nonfinite(optax.sgd(0.1)), grads)
     found = optaxclip.metrics(state)["skip/skipped_share_recent"]
     np.testing.assert_allclose(found, moving_average(flags), rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_step_without_a_leaf_clips_nothing(is_first):
+    grads = {"w": jnp.array([3.0, 4.0]), "u": jnp.ones((2, 3))}
+    for clipper in (
+        optaxclip.clip_by_tensor_norm(0.1),
+        optaxclip.clip_by_unitwise_norm(0.1),
+    ):
+        absent = [{"w": None, "u": grads["u"]}] * 10
+        steps = [grads, *absent] if is_first else [*absent, grads]
+        state = clipper.init(grads)
+        for step in steps:
+            _, state = clipper.update(step, state)
+        found = optaxclip.metrics(state, floats=True)
+        assert found["clip/clipped_share/w"] == pytest.approx(1 / 11)
+        assert found["clip/clipped_share_recent/w"] == pytest.approx(1 / 11)
+        assert found["clip/clipped_share_recent/u"] == 1
+        assert found["clip/norm_before/w"] == 5

@@ -70,6 +70,35 @@ def test_units_name_the_tensor_of_the_worst_unit():
     assert found["clip/norms_clipped"] == pytest.approx(1 / 8)
 
 
+def test_the_share_of_clipped_units_is_a_mean_over_tensors():
+    # One of four units is clipped, and all three.
+    grads = {"a": jnp.ones((2, 4)).at[0, 0].set(50.0), "b": jnp.full((2, 3), 9.0)}
+    found = summary(after(optaxclip.clip_by_unitwise_norm(2.0), grads))
+    assert found["clip/worst_name"] == "a"
+    assert found["clip/units_clipped"] == pytest.approx((1 / 4 + 1) / 2)
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e-30, 1.0])
+def test_the_worst_is_right_under_the_smallest_limits(scale):
+    grads = {"a": jnp.array([np.float32(scale)]), "b": jnp.array([2.0])}
+    clipper = optaxclip.clip_by_tensor_norm({"a": scale / 100, "b": 1.0})
+    found = summary(after(clipper, grads))
+    assert found["clip/worst_name"] == "a"
+    assert found["clip/worst_ratio"] == pytest.approx(100, rel=1e-5)
+
+
+def test_a_limit_of_0_is_the_furthest_and_the_longest_norm_counts():
+    grads = {name: jnp.array([norm]) for name, norm in zip("abc", (9.0, 1e30, 9.0))}
+    clipper = optaxclip.clip_by_tensor_norm({"a": 0.0, "b": 0.0, "c": 1e-9})
+    assert summary(after(clipper, grads))["clip/worst_name"] == "b"
+
+
+def test_a_broken_norm_is_worse_than_any_norm_over_a_limit_of_0():
+    grads = {"a": jnp.array([3e38]), "b": jnp.array([np.inf])}
+    clipper = optaxclip.clip_by_tensor_norm({"a": 0.0, "b": 1.0})
+    assert summary(after(clipper, grads))["clip/worst_name"] == "b"
+
+
 def test_without_a_limit_the_longest_norm_is_shown():
     found = summary(after(optaxclip.record_norm(optaxclip.tensor_norm), GRADS))
     assert found["record/worst_name"] == "c" and found["record/norm"] == 8
