@@ -106,7 +106,8 @@ class Released:
 
         params, optimizer_state = tree_from_entries((params, state.optimizer), entries)
         clip_state = group_clip.state_after(budget)
-        shares = next_shares(state.shares, budget.norms, clip_state.step)
+        finite_steps = clip_state.step - clip_state.nonfinite
+        shares = next_shares(state.shares, budget.norms, finite_steps)
         return params, ReleaseState(optimizer_state, clip_state, shares), result.value
 
     def released(self, params: PyTree, *batch: PyTree) -> list[str]:
