@@ -339,7 +339,7 @@ def _axis_before(equation: JaxprEqn, axis: int, length: int) -> int | None:
     after = type_of(equation.outvars[0]).shape
     if equation.primitive.name == "transpose":
         return equation.params["permutation"][axis]
-    if math.prod(before) != math.prod(after):
+    if math.prod(before) != math.prod(after) or _also_transposes(equation):
         return None
     # A reshape keeps the numbers in front of the axis. [12, 5] -> [3, 4, 5] makes
     # groups: each of 3 layers reads 4 rows.
@@ -349,3 +349,13 @@ def _axis_before(equation: JaxprEqn, axis: int, length: int) -> int | None:
         if is_same_place and size % length == 0:
             return axis_before
     return None
+
+
+def _also_transposes(equation: JaxprEqn) -> bool:
+    """Whether a reshape or a broadcast changes the order of numbers as well."""
+    if equation.primitive.name == "reshape":
+        return equation.params["dimensions"] is not None
+    if equation.primitive.name == "broadcast_in_dim":
+        axes = equation.params["broadcast_dimensions"]
+        return list(axes) != sorted(axes)
+    return False

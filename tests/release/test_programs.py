@@ -154,6 +154,20 @@ def in_part(params, x):
     return jnp.sum(x**2) + 0.1 * jnp.sum(params["wide"] ** 2)
 
 
+def transposed_on_the_way(params, x):
+    """By a reshape and by a broadcast, which JAX lets transpose as well."""
+
+    def layer(x, inputs):
+        w, more, group = inputs
+        return jnp.tanh(x @ w @ more @ group[0] @ group[1]), None
+
+    more = lax.reshape(params["more"], (LAYERS, WIDTH, WIDTH), dimensions=(0, 2, 1))
+    groups = params["groups"].reshape(LAYERS, 2, WIDTH, WIDTH)
+    groups = lax.broadcast_in_dim(groups, groups.shape, (0, 1, 3, 2))
+    x, _ = lax.scan(layer, x, (params["layers"], more, groups))
+    return jnp.sum(x**2)
+
+
 def complex_numbers(params, x):
     def layer(x, w):
         return jnp.exp(1j * x.real) * x @ w, None
@@ -205,12 +219,14 @@ LOSSES = {
     alone: ["layers"],
     over_nothing: ["layers"],
     in_part: ["layers"],
+    transposed_on_the_way: ["layers"],
     complex_numbers: ["complex"],
     own_gradient: ["layers"],
     of_each_example: ["layers"],
 }
 REST = {twice: ["rest"], cross: ["rest"], nested: ["rest"], carried: ["rest"]}
 REST[in_part] = ["more", "wide"]
+REST[transposed_on_the_way] = ["more", "groups"]
 REST[over_nothing] = REST[rounded] = ["rest"]
 
 
