@@ -159,11 +159,12 @@ def transposed_on_the_way(params, x):
 
     def layer(x, inputs):
         w, more, group = inputs
-        return jnp.tanh(x @ w @ more @ group[0] @ group[1]), None
+        return jnp.tanh(x @ w @ more @ group[0, 0] @ group[0, 1]), None
 
     more = lax.reshape(params["more"], (LAYERS, WIDTH, WIDTH), dimensions=(0, 2, 1))
     groups = params["groups"].reshape(LAYERS, 2, WIDTH, WIDTH)
-    groups = lax.broadcast_in_dim(groups, groups.shape, (0, 1, 3, 2))
+    shape = (LAYERS, 1, 2, WIDTH, WIDTH)
+    groups = lax.broadcast_in_dim(groups, shape, (0, 2, 4, 3))
     x, _ = lax.scan(layer, x, (params["layers"], more, groups))
     return jnp.sum(x**2)
 
