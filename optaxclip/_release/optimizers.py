@@ -66,21 +66,20 @@ class Optimizer(NamedTuple):
         leaf_of_entry = {}
         params_and_state = self.abstract_params_and_state(leaves)
         for path, entry in jax.tree.leaves_with_path(params_and_state):
-            leaf_path = _leaf_at_end(path, leaves)
-            if leaf_path is not None:
-                has_shape = entry.shape == jnp.shape(leaves[leaf_path])
-                if not has_shape or not is_float(entry):
-                    leaf_path = None
+            leaf_path = None
+            if is_float(entry):
+                leaf_path = _leaf_at_end(path, entry.shape, leaves)
             leaf_of_entry[keystr(path)] = leaf_path
         return leaf_of_entry
 
 
-def _leaf_at_end(path: KeyPath, leaves: Entries) -> str | None:
-    """The leaf whose path is the end of a path. The longest one counts, since the path
-    of a leaf may end with the path of another.
+def _leaf_at_end(path: KeyPath, shape: tuple[int, ...], leaves: Entries) -> str | None:
+    """The leaf of a shape whose path is the end of a path. The longest one counts,
+    since the path of a leaf may end with the path of another.
     """
-    for start in range(len(path) + 1):
+    # The first key of a path is 0 for params and 1 for the state.
+    for start in range(1, len(path) + 1):
         leaf_path = PARAMS + keystr(path[start:])
-        if leaf_path in leaves:
+        if leaf_path in leaves and jnp.shape(leaves[leaf_path]) == shape:
             return leaf_path
     return None

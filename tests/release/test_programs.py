@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from optaxclip import release
-from tests.release.training import assert_close, norm
+from tests.release.training import assert_close, norm, released_run, usual_run
 
 LAYERS, WIDTH = 3, 4
 
@@ -247,6 +247,42 @@ def test_a_step_of_sgd_is_minus_the_gradient(loss):
     params = {name: PARAMS[name] for name in (*LOSSES[loss], *REST.get(loss, []))}
     released = check_step(loss, params, numbers(2, WIDTH, seed=2))
     assert released == LOSSES[loss]
+
+
+def test_params_may_be_nested_lists_and_tuples():
+    def loss(params, x):
+        (scale, shift), layers = params
+        x, _ = lax.scan(dense, x, layers)
+        return jnp.sum((x * scale + shift) ** 2)
+
+    outer = numbers(1, WIDTH, seed=1), numbers(1, WIDTH, seed=2)
+    for params in ([[*outer], STACK], (outer, STACK)):
+        assert check_step(loss, params, numbers(2, WIDTH)) == ["1"]
+
+
+def test_a_moment_follows_the_leaf_of_its_shape():
+    """Its path may also end with the path of another leaf."""
+
+    def init(params):
+        return {"layers": jax.tree.map(jnp.zeros_like, params)}
+
+    def update(grads, state, params):
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["layers"], grads)
+        return jax.tree.map(lambda m: -0.01 * m, moments), {"layers": moments}
+
+    def loss(params, x):
+        x, _ = lax.scan(dense, x, params["layers"]["w"])
+        return jnp.sum((x * params["w"][None]) ** 2)
+
+    params = {"layers": {"w": STACK / 4}, "w": numbers(WIDTH)}
+    model = loss, params, lambda seed: (numbers(2, WIDTH, seed=seed),)
+    optimizer = optax.GradientTransformation(init, update)
+    found, states, _ = released_run(model, optimizer, 3)
+    wanted, moments, _, _ = usual_run(
+        model, optimizer, lambda grads: grads, 3, has_aux=False
+    )
+    assert_close(found, wanted, 1e-12)
+    assert_close(states[-1].optimizer, moments, 1e-12)
 
 
 sections = st.lists(
