@@ -22,6 +22,7 @@ from .._jaxpr import (
     counts_of_scan,
     every_equation,
     is_literal,
+    is_stop,
     jaxpr_of,
     type_of,
 )
@@ -275,6 +276,7 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
     readers = _readers(program_of_loss)
     makers = _makers(jaxpr)
     makers_for_loss = _makers(program_of_loss)
+    dependent = _dependent_on(weights, jaxpr)
 
     def slice_of(var: Any, axis: int, length: int) -> LayerSlice | None:
         """Where the layers are in the leaf behind a variable, which has them along an
@@ -304,18 +306,37 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
             continue
         slice_of_input = {}
         read_for_loss = _inputs_for_loss(equation, makers_for_loss)
-        first_x = sum(counts_of_scan(equation))
+        consts, carries = counts_of_scan(equation)
+        first_x = consts + carries
         for place, var in enumerate(equation.invars[first_x:], first_x):
             if not is_literal(var) and var in read_for_loss:
                 layer_slice = slice_of(var, axis=0, length=length)
                 if layer_slice is not None:
                     slice_of_input[place] = layer_slice
         if slice_of_input:
+            # After one layer, what is carried depends on the weights of the layer.
+            dependent_inputs = set(range(consts, first_x))
+            for place, var in enumerate(equation.invars):
+                if not is_literal(var) and var in dependent:
+                    dependent_inputs.add(place)
             stacks[id(equation)] = Stack(
-                equation, slice_of_input, layers_before=layer_count
+                equation=equation,
+                slice_of_input=slice_of_input,
+                dependent_inputs=dependent_inputs,
+                layers_before=layer_count,
             )
             layer_count += length
     return stacks
+
+
+def _dependent_on(weights: Iterable[Var], jaxpr: Jaxpr) -> set[Var]:
+    """The variables that may have a gradient by weights."""
+    dependent = set(weights)
+    for equation in jaxpr.eqns:
+        reads_dependent = not dependent.isdisjoint(_variables(equation.invars))
+        if reads_dependent and not is_stop(equation):
+            dependent.update(equation.outvars)
+    return dependent
 
 
 def _inputs_for_loss(

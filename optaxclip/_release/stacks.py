@@ -103,6 +103,7 @@ class Stack(NamedTuple):
 
     equation: JaxprEqn
     slice_of_input: dict[int, LayerSlice]  # by place among the inputs of the scan
+    dependent_inputs: set[int]  # places of inputs that depend on trained leaves
     layers_before: int  # in stacks that run earlier
 
     @property
@@ -132,6 +133,21 @@ class Stack(NamedTuple):
         inputs = list(inputs)
         for place in self.slice_of_input:
             inputs[place] = None
+        return self._scan_inputs(inputs)
+
+    def differentiated(self, inputs: ScanInputs) -> ScanInputs:
+        """The inputs that may have a gradient, with None in the place of all others.
+
+        A layer may read the batch through a function that has no derivative, such as a
+        `while_loop`. So the batch has no gradient.
+        """
+        arrays = [*inputs.consts, *inputs.carry, *inputs.xs]
+        for place in range(len(arrays)):
+            if place not in self.dependent_inputs:
+                arrays[place] = None
+        return floats(self._scan_inputs(arrays))
+
+    def _scan_inputs(self, inputs: list[Any]) -> ScanInputs:
         consts, carries = counts_of_scan(self.equation)
         first_x = consts + carries
         return ScanInputs(
@@ -264,7 +280,7 @@ class _Loops(NamedTuple):
             loop = input_cotangents.carry, consts_cotangent, entries, budget
             return loop, input_cotangents.xs
 
-        zeros = jax.tree.map(_zeros, floats(inputs.consts))
+        zeros = jax.tree.map(_zeros, self.stack.differentiated(inputs).consts)
         layers = jnp.arange(self.stack.length)
         # Not unrolled, since gradients of several layers could then be alive at once.
         # `_split_transpose` of the user's scan has no meaning for a loop of our own.
@@ -283,10 +299,11 @@ class _Loops(NamedTuple):
     ) -> tuple[Entries, ScanInputs]:
         """The gradients of a layer by its weights, and the cotangents of its inputs."""
 
-        def float_outputs(weights: Entries, float_inputs: ScanInputs) -> Any:
-            inputs_of_layer = put_back(float_inputs, inputs)
+        def float_outputs(weights: Entries, differentiated: ScanInputs) -> Any:
+            inputs_of_layer = put_back(differentiated, inputs)
             return floats(self.stack.run_layer(weights, inputs_of_layer))
 
         weights = {path: entries[path] for path in self.stack.leaf_paths}
-        _, pull = jax.vjp(float_outputs, weights, floats(inputs))
+        differentiated = self.stack.differentiated(inputs)
+        _, pull = jax.vjp(float_outputs, weights, differentiated)
         return pull(cotangents)

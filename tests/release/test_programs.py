@@ -169,6 +169,29 @@ def transposed_on_the_way(params, x):
     return jnp.sum(x**2)
 
 
+def without_derivative(params, x):
+    """Layers read the batch through a loop and a callback that JAX cannot transpose."""
+
+    def halved(array):
+        return lax.while_loop(lambda y: jnp.max(y) > 0.1, lambda y: y / 2, array)
+
+    def doubled(array):
+        shape = jax.ShapeDtypeStruct(array.shape, array.dtype)
+        return jax.pure_callback(
+            lambda y: 2 * np.asarray(y), shape, array, vmap_method="sequential"
+        )
+
+    def layer(y, inputs):
+        w, row, stopped = inputs
+        bias = halved(x) + doubled(row)[None] + halved(stopped)[None]
+        return jnp.tanh(y @ w + bias) * params["rest"][None], None
+
+    rows = jnp.stack([x[0]] * LAYERS)
+    stopped = lax.stop_gradient(params["wide"])
+    x_out, _ = lax.scan(layer, x, (params["layers"], rows, stopped))
+    return jnp.sum(x_out**2) + jnp.sum(params["wide"])
+
+
 def complex_numbers(params, x):
     def layer(x, w):
         return jnp.exp(1j * x.real) * x @ w, None
@@ -221,12 +244,14 @@ LOSSES = {
     over_nothing: ["layers"],
     in_part: ["layers"],
     transposed_on_the_way: ["layers"],
+    without_derivative: ["layers"],
     complex_numbers: ["complex"],
     own_gradient: ["layers"],
     of_each_example: ["layers"],
 }
 REST = {twice: ["rest"], cross: ["rest"], nested: ["rest"], carried: ["rest"]}
 REST[in_part] = ["more", "wide"]
+REST[without_derivative] = ["rest", "wide"]
 REST[transposed_on_the_way] = ["more", "groups"]
 REST[over_nothing] = REST[rounded] = ["rest"]
 
