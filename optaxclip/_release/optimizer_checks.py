@@ -47,7 +47,7 @@ def check_optimizer(
     Raises:
       TypeError: it wants more than gradients, state and params.
       ValueError: it adds up gradients, keeps something that has no entry for each
-        layer, or mixes leaves.
+        layer or whose dtype an update changes, or mixes leaves.
     """
     entries_of_stacks = arrays_by_path(optimizer.abstract_params_and_state(weights))
     layer = jax.eval_shape(lambda: layer_of(weights, slice_of_leaf, layer=0))
@@ -59,13 +59,16 @@ def check_optimizer(
     _check_shared_entries(entries, entries_of_stacks, leaf_of_entry)
 
     try:
-        traced = jax.make_jaxpr(optimizer.updated)(entries, weights_of_layer)
+        traced, new_entries = jax.make_jaxpr(optimizer.updated, return_shape=True)(
+            entries, weights_of_layer
+        )
     except TypeError as error:
         # Such as `reduce_on_plateau`, which wants the value of the loss.
         raise TypeError(
             "release: optimizer is called with gradients, state and params alone, and "
             f"raised: {error}"
         ) from error
+    _check_dtypes(entries, new_entries)
     # JAX sorts the keys of a dict.
     inputs = [*sorted(entries), *sorted(weights_of_layer)]
     reduced_leaves = set()
@@ -111,6 +114,22 @@ def _check_shared_entries(
             f"{entry.dtype}{list(entry.shape)}. Random keys and factored moments are "
             "not. Adafactor has none with factored=False."
         )
+
+
+def _check_dtypes(entries: Entries, new_entries: Entries) -> None:
+    """Refuses a state that has another dtype after an update, as moments in bfloat16
+    have if the decay is a float32 array.
+    """
+    for path, entry in entries.items():
+        new_dtype = new_entries[path].dtype
+        if new_dtype != entry.dtype:
+            raise ValueError(
+                "release: optimizer must keep the dtypes of its state, but "
+                f"{path!r} is {entry.dtype} before an update and {new_dtype} after it. "
+                "Give decays as Python numbers, not as arrays. With "
+                "optax.inject_hyperparams name them in static_args: "
+                "('b1', 'b2', 'eps', 'eps_root') for Adam."
+            )
 
 
 def _can_be_shared(entry: Any, entry_of_stacks: Any) -> bool:

@@ -181,7 +181,7 @@ def _check_layer_count(state: ReleaseState, model: Model) -> None:
 
 def _check_optimizer_state(state: ReleaseState, model: Model) -> None:
     """Raises ValueError for the state of another optimizer, or of params of other
-    shapes.
+    shapes or dtypes.
     """
     _, wanted_state = model.optimizer.abstract_params_and_state(model.weights)
     wanted = arrays_by_path(wanted_state)
@@ -191,12 +191,18 @@ def _check_optimizer_state(state: ReleaseState, model: Model) -> None:
             fault = f"it has no {path!r}"
         elif path not in wanted:
             fault = f"it has {path!r}"
-        elif jnp.shape(entries[path]) != wanted[path].shape:
-            shape = list(jnp.shape(entries[path]))
-            fault = f"{path!r} is {shape} in place of {list(wanted[path].shape)}"
+        elif _type_text(entries[path]) != _type_text(wanted[path]):
+            got, expected = _type_text(entries[path]), _type_text(wanted[path])
+            fault = f"{path!r} is {got} in place of {expected}"
         else:
             continue
         raise ValueError(
             "release: state.optimizer must be of this optimizer and of params of these "
-            f"shapes, but {fault}: make it by init."
+            f"shapes and dtypes, but {fault}: make it by init."
         )
+
+
+def _type_text(array: object) -> str:
+    """The dtype and shape of an array, such as "float32[2, 3]"."""
+    array_type = jax.typeof(array)
+    return f"{array_type.dtype}{list(array_type.shape)}"
