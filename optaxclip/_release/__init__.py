@@ -126,12 +126,13 @@ def release(
         raise TypeError(f"release: loss must be a function, got {shown(loss)}.")
     if isinstance(passes, bool) or passes not in (1, 2):
         raise ValueError(f"release: passes must be 1 or 2, got {shown(passes)}.")
-    rule_without_params(max_norm, "release: max_norm")
+    rule = rule_without_params(max_norm, "release: max_norm")
     measure = GlobalNorm("release")
     return Released(
         loss,
         optimizer=with_extra_args("release: optimizer", optimizer),
         clipper=make_clipper(measure, max_norm, call="release", nonfinite=nonfinite),
+        inf_is_off=rule.inf_is_off,
         passes=passes,
         trainable=trainable,
     )

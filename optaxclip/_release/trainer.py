@@ -52,6 +52,7 @@ class Released:
     loss: Callable[..., Any]
     optimizer: optax.GradientTransformationExtraArgs
     clipper: Any  # of everything. Its state is a `ClipState`
+    inf_is_off: bool  # whether a limit of inf lets NaN pass, see `Rule`
     passes: int
     trainable: PyTree
 
@@ -78,7 +79,7 @@ class Released:
         _check_layer_count(state, model)
         _check_optimizer_state(state, model)
         entries = arrays_by_path((params, state.optimizer))
-        group_clip = GroupClip(self.clipper, state.clip)
+        group_clip = GroupClip(self.clipper, state.clip, self.inf_is_off)
         budget = new_budget(group_clip.limit_ahead(), state.shares)
         if self.passes == 2:
             budget = _measured(model, entries, batch, budget)
