@@ -23,7 +23,7 @@ from .._norms import global_norm
 
 # Over about how many steps the shares are averaged. Shares change while a model trains:
 # with 30 and 100, more steps below the limit are shortened (docs/release.md).
-REACH = 10
+STEPS_OF_AVERAGE = 10
 # A group that never had a gradient must not make 0 / 0, nor 0 * inf.
 LEAST_SHARE = 1e-12
 
@@ -78,8 +78,8 @@ def limit_of_group(
     spent = jnp.where(jnp.isfinite(norm), spent, 0.0)
     norm_after = jnp.where(is_over, limit, norm)
     budget = with_norm(budget, group, norm)
-    # `left - spent` would round what small groups have to 0: beside a group with all but
-    # 1e-8 of the square, they would never move.
+    # `left - spent` would round what small groups have to 0. Beside a group with all
+    # but 1e-8 of the square they would never move.
     unspent = jnp.maximum(square_of_limit - spent, 0.0)
     left = budget.left * budget.later_portions[group] + unspent
     norms_after = budget.norms_after.at[group].set(norm_after)
@@ -94,13 +94,13 @@ def with_norm(budget: Budget, group: Array | int, norm: Array) -> Budget:
 def next_shares(shares: Array, norms: Array, finite_steps: Array) -> Array:
     """The shares after a step: the moving average of (norm_j / norm)^2.
 
-    A step whose norm is 0, NaN or inf changes nothing. `finite_steps` counts the others,
-    with this one.
+    A step whose norm is 0, NaN or inf changes nothing. `finite_steps` counts the steps
+    whose norm is a number, with this one.
     """
     norm = global_norm(norms)
     squares = ((norms / norm) ** 2).astype(shares.dtype)
     # The mean of all steps, while there are few.
-    steps = jnp.clip(finite_steps, 1, REACH).astype(shares.dtype)
+    steps = jnp.clip(finite_steps, 1, STEPS_OF_AVERAGE).astype(shares.dtype)
     # No difference of shares, which would round small ones to 0.
     averages = shares * ((steps - 1) / steps) + squares / steps
     is_norm = jnp.isfinite(norm) & (norm > 0)

@@ -78,7 +78,8 @@ def read_program(
     names: dict[str, str],
     trained: Container[str],
 ) -> Program:
-    """Traces the loss and finds its stacks.
+    """Traces the loss and finds its stacks. One in a checkpoint is found only if there
+    is none outside of checkpoints.
 
     Args:
       names: what errors call each leaf of params, by its path.

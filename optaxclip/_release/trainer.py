@@ -124,7 +124,8 @@ class Released:
         weights = trained_weights(params, self.trainable)
         names = {}
         for path in leaf_paths((params,)):
-            names[keystr(path)] = name(path[1:])
+            # Params that are one array have no path.
+            names[keystr(path)] = name(path[1:]) or "params"
         program = read_program(self.loss, params, batch, names, weights)
         optimizer = Optimizer(self.optimizer, names, jax.tree.structure(params))
         slice_of_entry = {}

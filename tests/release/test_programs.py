@@ -285,6 +285,26 @@ def test_params_may_be_nested_lists_and_tuples():
         assert check_step(loss, params, numbers(2, WIDTH)) == ["1"]
 
 
+def test_params_that_are_one_array_are_called_params():
+    def loss(params, x):
+        x, _ = lax.scan(dense, x, params)
+        return jnp.sum(x**2)
+
+    assert check_step(loss, STACK, numbers(2, WIDTH)) == ["params"]
+
+
+def test_a_second_stack_in_a_checkpoint_is_not_released():
+    """The checkpoint stays. Opening it would keep more for the backward pass."""
+
+    def loss(params, x):
+        x, _ = lax.scan(dense, x, params["layers"])
+        more = jax.checkpoint(lambda x, more: lax.scan(dense, x, more)[0])
+        return jnp.sum(more(x, params["more"]) ** 2)
+
+    params = {name: PARAMS[name] for name in ("layers", "more")}
+    assert check_step(loss, params, numbers(2, WIDTH)) == ["layers"]
+
+
 def test_a_moment_follows_the_leaf_of_its_shape():
     """Its path may also end with the path of another leaf."""
 

@@ -516,7 +516,9 @@ def test_a_state_of_params_of_other_shapes_is_refused():
 
     trainer = release(loss, optax.adam(0.1))
     state = trainer.init(params_of(2), X)
-    text = r"params of these shapes .*, but .*mu\['bias'\].* is float32\[2\] in place of "
+    text = (
+        r"params of these shapes .*, but .*mu\['bias'\].* is float32\[2\] in place of "
+    )
     text += r"float32\[4\]"
     with pytest.raises(ValueError, match=text):
         trainer.step(params_of(4), state, jnp.ones((5, 4)))
