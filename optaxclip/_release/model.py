@@ -72,7 +72,7 @@ class Model(NamedTuple):
                 return outputs
 
             weights = entries | outer_weights
-            leaves = [weights[path] for path in self.optimizer.names]
+            leaves = [weights[path] for path in self.optimizer.name_of_leaf]
             inputs = [*leaves, *jax.tree.leaves(batch)]
             value, *aux = run_equations(self.program.jaxpr, inputs, run_if_stack)
             return (value, budget), aux

@@ -56,15 +56,7 @@ class Program(NamedTuple):
     jaxpr: ClosedJaxpr  # from params and batch to the loss, and then aux
     structure: PyTree  # of what the loss returns
     stacks: dict[int, Stack]  # by `id` of their equations
-
-    @property
-    def slice_of_leaf(self) -> dict[str, LayerSlice]:
-        """Where layers are in the leaves of all stacks, by the path of the leaf."""
-        slice_of_leaf = {}
-        for stack in self.stacks.values():
-            for layer_slice in stack.slice_of_input.values():
-                slice_of_leaf[layer_slice.leaf_path] = layer_slice
-        return slice_of_leaf
+    slice_of_leaf: dict[str, LayerSlice]  # where layers are in the leaves of all stacks
 
     @property
     def layer_count(self) -> int:
@@ -75,14 +67,14 @@ def read_program(
     loss: Callable[..., Any],
     params: PyTree,
     batch: Sequence[PyTree],
-    names: dict[str, str],
+    name_of_leaf: dict[str, str],
     trained: Container[str],
 ) -> Program:
     """Traces the loss and finds its stacks. One in a checkpoint is found only if there
     is none outside of checkpoints.
 
     Args:
-      names: what errors call each leaf of params, by its path.
+      name_of_leaf: what errors call each leaf of params, by its path.
       trained: the paths of the leaves that are trained.
 
     Raises:
@@ -91,16 +83,21 @@ def read_program(
     """
     traced, shapes = jax.make_jaxpr(loss, return_shape=True)(params, *batch)
     _check_scalar(shapes)
-    _check_dependence(traced.jaxpr, names, trained)
+    _check_dependence(traced.jaxpr, name_of_leaf, trained)
     inputs = jax.tree.leaves((params, batch))
     # Calls other than jits are opened only if need be: a checkpoint of the head should
     # stay one.
     for calls in (JITS, CALLS):
         opened = _opened(traced, calls, inputs)
-        weights = _trained_inputs(opened.jaxpr, names, trained)
+        weights = _trained_inputs(opened.jaxpr, name_of_leaf, trained)
         stacks = _stacks_of(opened.jaxpr, weights)
         if stacks:
-            return Program(opened, jax.tree.structure(shapes), stacks)
+            return Program(
+                jaxpr=opened,
+                structure=jax.tree.structure(shapes),
+                stacks=stacks,
+                slice_of_leaf=_slice_of_leaf(stacks.values()),
+            )
     raise ValueError(
         "release: no scan of loss goes through layers. It has "
         f"{', '.join(_scans_of(traced)) or 'no scan at all'}. Scan the layers "
@@ -110,14 +107,23 @@ def read_program(
     )
 
 
+def _slice_of_leaf(stacks: Iterable[Stack]) -> dict[str, LayerSlice]:
+    """Where layers are in the leaves of stacks, by the path of the leaf."""
+    slice_of_leaf = {}
+    for stack in stacks:
+        for layer_slice in stack.slice_of_input.values():
+            slice_of_leaf[layer_slice.leaf_path] = layer_slice
+    return slice_of_leaf
+
+
 def _trained_inputs(
-    jaxpr: Jaxpr, names: Iterable[str], trained: Container[str]
+    jaxpr: Jaxpr, leaf_paths: Iterable[str], trained: Container[str]
 ) -> dict[Var, str]:
-    """The inputs of a program that are trained leaves, with their paths. The leaves of
-    params, of which `names` has the paths, are its first inputs.
+    """The inputs of a program that are trained leaves, with their paths. Its first
+    inputs are the leaves of params, in the order of `leaf_paths`.
     """
     weights = {}
-    for path, var in zip(names, jaxpr.invars):
+    for path, var in zip(leaf_paths, jaxpr.invars):
         if path in trained:
             weights[var] = path
     return weights
@@ -155,17 +161,17 @@ def _check_scalar(shapes: PyTree) -> None:
 
 
 def _check_dependence(
-    jaxpr: Jaxpr, names: dict[str, str], trained: Container[str]
+    jaxpr: Jaxpr, name_of_leaf: dict[str, str], trained: Container[str]
 ) -> None:
     """Raises ValueError for a trained leaf that the loss does not read. It would still
     get moments and weight decay. A leaf behind `stop_gradient` counts as read.
     """
-    weights = _trained_inputs(jaxpr, names, trained)
+    weights = _trained_inputs(jaxpr, name_of_leaf, trained)
     readers = _readers(_needed(jaxpr, [0]))
-    unread = [names[path] for var, path in weights.items() if not readers[var]]
+    unread = [name_of_leaf[path] for var, path in weights.items() if not readers[var]]
     if unread:
         raise ValueError(
-            "release: the loss must depend on every float leaf of params, but does "
+            "release: the loss must depend on every trained leaf of params, but does "
             f"not on {listed(unread)}. Leave out what is not trained, such as "
             "statistics of BatchNorm, by trainable=, and hand new values over as "
             "aux."
@@ -238,8 +244,8 @@ def _opened(
 
 
 def _needed(jaxpr: Jaxpr, outputs: Sequence[int]) -> Jaxpr:
-    """A program without the equations that some of its outputs do not need. A scan in
-    it may have fewer inputs and outputs.
+    """A program cut down to what the outputs with these indices need. A scan in it may
+    have fewer inputs and outputs.
     """
     is_needed = [index in outputs for index in range(len(jaxpr.outvars))]
     needed, _ = dce_jaxpr(jaxpr, is_needed, instantiate=True)
@@ -272,7 +278,8 @@ def _makers(jaxpr: Jaxpr) -> dict[Var, JaxprEqn]:
 
 def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
     """The scans that read weights slice by slice, by `id` of their equations."""
-    # Equations for aux alone add nothing to gradients.
+    # A leaf that is read for aux alone is not read twice: readers are counted in the
+    # program of the loss. The stacks are equations of the program that runs, with aux.
     program_of_loss = _needed(jaxpr, [0])
     readers = _readers(program_of_loss)
     makers = _makers(jaxpr)
@@ -343,8 +350,8 @@ def _dependent_on(weights: Iterable[Var], jaxpr: Jaxpr) -> set[Var]:
 def _inputs_for_loss(
     equation: JaxprEqn, makers_for_loss: dict[Var, JaxprEqn]
 ) -> set[Var]:
-    """The inputs of a scan that the loss needs: those of the same scan in the program
-    of the loss alone, if it is there.
+    """The inputs of a scan that the loss needs. Removing what the loss does not need
+    may have taken inputs from this scan. These are left.
     """
     inputs: set[Var] = set()
     for output in equation.outvars:
@@ -364,7 +371,7 @@ def _axis_before(equation: JaxprEqn, axis: int, length: int) -> int | None:
     if math.prod(before) != math.prod(after) or _also_transposes(equation):
         return None
     # A reshape keeps the numbers in front of the axis. [12, 5] -> [3, 4, 5] makes
-    # groups: each of 3 layers reads 4 rows.
+    # blocks: each of 3 layers reads 4 rows.
     numbers_in_front = math.prod(after[:axis])
     for axis_before, size in enumerate(before):
         is_same_place = math.prod(before[:axis_before]) == numbers_in_front

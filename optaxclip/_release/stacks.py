@@ -54,7 +54,7 @@ class LayerSlice(NamedTuple):
 
     def taken(self, array: Array, layer: Array | int) -> Array:
         """The part of a layer. The axis of layers stays, with several rows where the
-        scan goes through groups of layers.
+        scan goes through blocks of layers.
         """
         rows = array.shape[self.axis] // self.layer_count
         return lax.dynamic_slice_in_dim(array, layer * rows, rows, self.axis)
@@ -89,8 +89,8 @@ def layer_of(
 
 
 class ScanInputs(NamedTuple):
-    """The inputs of a scan or of one of its layers, with None in the place of weights.
-    Also their cotangents, with None where there is none.
+    """The inputs of a scan or of one of its layers, or their cotangents. None stands in
+    the place of weights, and of a cotangent that there is not.
     """
 
     consts: list[Any]
@@ -168,7 +168,7 @@ class Stack(NamedTuple):
         return outputs[:count], outputs[count:]
 
 
-def is_float(x: Any) -> bool:
+def may_have_gradient(x: Any) -> bool:
     """Whether an array may have a gradient."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
@@ -177,7 +177,7 @@ def floats(tree: PyTree) -> PyTree:
     """The arrays that may have a gradient, with None in the place of all others. The
     cotangents of others are float0, which goes too.
     """
-    return jax.tree.map(lambda x: x if is_float(x) else None, tree)
+    return jax.tree.map(lambda x: x if may_have_gradient(x) else None, tree)
 
 
 def _zeros(array: Array) -> Array:
@@ -258,7 +258,7 @@ class _Loops(NamedTuple):
         inputs, entries = saved
         carry_cotangent, ys_cotangents, budget = floats(cotangents)
 
-        def update_layer(loop: Any, of_layer: Any) -> Any:
+        def layer_backward(loop: Any, of_layer: Any) -> Any:
             carry_cotangent, consts_cotangent, entries, budget = loop
             layer, group, carry, xs, ys_cotangent = of_layer
             old_entries = layer_of(entries, self.slice_of_entry, layer)
@@ -285,7 +285,7 @@ class _Loops(NamedTuple):
         # Not unrolled, since gradients of several layers could then be alive at once.
         # `_split_transpose` of the user's scan has no meaning for a loop of our own.
         loop, xs_cotangents = lax.scan(
-            update_layer,
+            layer_backward,
             (carry_cotangent, zeros, entries, budget),
             (layers, self.stack.groups(), inputs.carry, inputs.xs, ys_cotangents),
             reverse=not self.stack.is_reversed,

@@ -117,17 +117,19 @@ class Released:
         All other gradients are in memory at the end of a step.
         """
         model = self._model(params, batch)
-        names = model.optimizer.names
-        return [names[leaf] for leaf in names if leaf in model.slice_of_entry]
+        name_of_leaf = model.optimizer.name_of_leaf
+        return [
+            name_of_leaf[leaf] for leaf in name_of_leaf if leaf in model.slice_of_entry
+        ]
 
     def _model(self, params: PyTree, batch: tuple[PyTree, ...]) -> Model:
         weights = trained_weights(params, self.trainable)
-        names = {}
+        name_of_leaf = {}
         for path in leaf_paths((params,)):
             # Params that are one array have no path.
-            names[keystr(path)] = name(path[1:]) or "params"
-        program = read_program(self.loss, params, batch, names, weights)
-        optimizer = Optimizer(self.optimizer, names, jax.tree.structure(params))
+            name_of_leaf[keystr(path)] = name(path[1:]) or "params"
+        program = read_program(self.loss, params, batch, name_of_leaf, weights)
+        optimizer = Optimizer(self.optimizer, name_of_leaf, jax.tree.structure(params))
         slice_of_entry = {}
         for path, leaf_path in optimizer.leaf_of_entry(weights).items():
             if leaf_path in program.slice_of_leaf:
@@ -153,7 +155,9 @@ def _measured(
 
 
 def _check_devices() -> None:
-    """Raises ValueError where nothing adds up the gradients of devices."""
+    """Raises ValueError under pmap or untyped shard_map, where no psum would be
+    inserted.
+    """
     manual = manual_axes()
     if manual and not has_types(manual):
         raise ValueError(
