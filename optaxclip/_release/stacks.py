@@ -155,14 +155,16 @@ class Stack(NamedTuple):
         )
 
     def run_layer(
-        self, entries: Entries, inputs: ScanInputs
+        self, layer_entries: Entries, inputs: ScanInputs
     ) -> tuple[list[Array], list[Array]]:
-        """The carry after a layer, and its ys. `entries` are those of the layer."""
+        """The carry after a layer, and its ys."""
         from jax.extend.core import jaxpr_as_fun
 
         arrays = [*inputs.consts, *inputs.carry, *inputs.xs]
         for place, layer_slice in self.slice_of_input.items():
-            arrays[place] = layer_slice.as_layer_reads(entries[layer_slice.leaf_path])
+            arrays[place] = layer_slice.as_layer_reads(
+                layer_entries[layer_slice.leaf_path]
+            )
         outputs = jaxpr_as_fun(body_of(self.equation))(*arrays)
         count = len(inputs.carry)
         return outputs[:count], outputs[count:]
@@ -189,7 +191,7 @@ def run_stack(
     update_layer: UpdateLayer,
     *,
     inputs: list[Array],
-    entries: Entries,
+    stack_entries: Entries,
     slice_of_entry: dict[str, LayerSlice],
     budget: Budget,
 ) -> tuple[list[Array], Budget]:
@@ -198,7 +200,7 @@ def run_stack(
 
     Args:
       inputs: of the scan.
-      entries: weights and moments of the layers of all stacks.
+      stack_entries: weights and moments of the layers of all stacks.
       slice_of_entry: of these entries.
       budget: is handed on as it is. Its cotangent is the budget that is left.
     """
@@ -210,14 +212,14 @@ def run_stack(
     loops = _Loops(stack, update_layer, slices_of_stack)
 
     @jax.custom_vjp
-    def scan_layers(inputs: ScanInputs, entries: Entries, budget: Budget) -> Any:
-        outputs, _ = loops.forward(inputs, entries, budget)
+    def scan_layers(inputs: ScanInputs, stack_entries: Entries, budget: Budget) -> Any:
+        outputs, _ = loops.forward(inputs, stack_entries, budget)
         return outputs
 
     scan_layers.defvjp(loops.forward, loops.backward)
     carry, ys, budget = scan_layers(
         stack.without_weights(inputs),
-        {path: entries[path] for path in slices_of_stack},
+        {path: stack_entries[path] for path in slices_of_stack},
         budget,
     )
     return [*carry, *ys], budget
@@ -230,13 +232,15 @@ class _Loops(NamedTuple):
     update_layer: UpdateLayer
     slice_of_entry: dict[str, LayerSlice]
 
-    def forward(self, inputs: ScanInputs, entries: Entries, budget: Budget) -> Any:
+    def forward(
+        self, inputs: ScanInputs, stack_entries: Entries, budget: Budget
+    ) -> Any:
         """Returns (carry, ys, budget), and what the backward pass needs."""
 
         def run_layer(carry: list[Array], of_layer: Any) -> Any:
             layer, xs = of_layer
             new_carry, ys = self.stack.run_layer(
-                layer_of(entries, self.slice_of_entry, layer),
+                layer_of(stack_entries, self.slice_of_entry, layer),
                 ScanInputs(inputs.consts, carry, xs),
             )
             return new_carry, (ys, carry)
@@ -249,35 +253,35 @@ class _Loops(NamedTuple):
             unroll=self.stack.equation.params["unroll"],
         )
         inputs_of_layers = inputs._replace(carry=carries)
-        return (last_carry, ys, budget), (inputs_of_layers, entries)
+        return (last_carry, ys, budget), (inputs_of_layers, stack_entries)
 
     def backward(self, saved: Any, cotangents: Any) -> Any:
         """Returns the cotangents of the inputs, the new entries, and the budget that is
         left.
         """
-        inputs, entries = saved
+        inputs, stack_entries = saved
         carry_cotangent, ys_cotangents, budget = floats(cotangents)
 
         def layer_backward(loop: Any, of_layer: Any) -> Any:
-            carry_cotangent, consts_cotangent, entries, budget = loop
+            carry_cotangent, consts_cotangent, stack_entries, budget = loop
             layer, group, carry, xs, ys_cotangent = of_layer
-            old_entries = layer_of(entries, self.slice_of_entry, layer)
+            layer_entries = layer_of(stack_entries, self.slice_of_entry, layer)
             grads, input_cotangents = self._gradients(
-                old_entries,
+                layer_entries,
                 ScanInputs(inputs.consts, carry, xs),
                 cotangents=(carry_cotangent, ys_cotangent),
             )
-            new_entries, budget = self.update_layer(group, grads, old_entries, budget)
+            new_entries, budget = self.update_layer(group, grads, layer_entries, budget)
             # Writing back unchanged entries would make XLA copy the weights.
             if new_entries is not None:
-                entries = {
-                    path: layer_slice.put(entries[path], layer, new_entries[path])
+                stack_entries = {
+                    path: layer_slice.put(stack_entries[path], layer, new_entries[path])
                     for path, layer_slice in self.slice_of_entry.items()
                 }
             consts_cotangent = jax.tree.map(
                 jnp.add, consts_cotangent, input_cotangents.consts
             )
-            loop = input_cotangents.carry, consts_cotangent, entries, budget
+            loop = input_cotangents.carry, consts_cotangent, stack_entries, budget
             return loop, input_cotangents.xs
 
         zeros = jax.tree.map(_zeros, self.stack.differentiated(inputs).consts)
@@ -286,16 +290,16 @@ class _Loops(NamedTuple):
         # `_split_transpose` of the user's scan has no meaning for a loop of our own.
         loop, xs_cotangents = lax.scan(
             layer_backward,
-            (carry_cotangent, zeros, entries, budget),
+            (carry_cotangent, zeros, stack_entries, budget),
             (layers, self.stack.groups(), inputs.carry, inputs.xs, ys_cotangents),
             reverse=not self.stack.is_reversed,
         )
-        carry_cotangent, consts_cotangent, entries, budget = loop
+        carry_cotangent, consts_cotangent, stack_entries, budget = loop
         input_cotangents = ScanInputs(consts_cotangent, carry_cotangent, xs_cotangents)
-        return input_cotangents, entries, budget
+        return input_cotangents, stack_entries, budget
 
     def _gradients(
-        self, entries: Entries, inputs: ScanInputs, cotangents: Any
+        self, layer_entries: Entries, inputs: ScanInputs, cotangents: Any
     ) -> tuple[Entries, ScanInputs]:
         """The gradients of a layer by its weights, and the cotangents of its inputs."""
 
@@ -303,7 +307,7 @@ class _Loops(NamedTuple):
             inputs_of_layer = put_back(differentiated, inputs)
             return floats(self.stack.run_layer(weights, inputs_of_layer))
 
-        weights = {path: entries[path] for path in self.stack.leaf_paths}
+        weights = {path: layer_entries[path] for path in self.stack.leaf_paths}
         differentiated = self.stack.differentiated(inputs)
         _, pull = jax.vjp(float_outputs, weights, differentiated)
         return pull(cotangents)
