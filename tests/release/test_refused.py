@@ -478,6 +478,9 @@ def test_a_rule_lets_through_what_it_does_in_the_usual_step(name):
         new, state, _ = step(params, state, x)
         moved = norm(jax.tree.map(lambda x, y: x - y, new, params))
         assert moved > 0.5e-3 * norm(wanted) - 1e-9
+        assert state.clip.nonfinite == usual.nonfinite
+        if jnp.isnan(usual.norm):
+            assert state.clip.factor == usual.factor == 0
         params = new
 
 
