@@ -189,8 +189,8 @@ def _check_optimizer_state(state: ReleaseState, model: Model) -> None:
         elif path not in wanted:
             fault = f"it has {path!r}"
         elif _type_text(entries[path]) != _type_text(wanted[path]):
-            got, expected = _type_text(entries[path]), _type_text(wanted[path])
-            fault = f"{path!r} is {got} in place of {expected}"
+            wanted_type = _type_text(wanted[path])
+            fault = f"{path!r} is {_type_text(entries[path])} in place of {wanted_type}"
         else:
             continue
         raise ValueError(
