@@ -78,8 +78,9 @@ def limit_of_group(
     spent = jnp.where(jnp.isfinite(norm), spent, 0.0)
     norm_after = jnp.where(is_over, limit, norm)
     budget = with_norm(budget, group, norm)
-    # `left - spent` would round what small groups have to 0. Beside a group with all
-    # but 1e-8 of the square they would never move.
+    # `left - spent` as a sum: the part of the later groups, and what this group leaves.
+    # The difference would round a small part to 0. After a group with all but 1e-8 of
+    # the square, later groups would never move.
     unspent = jnp.maximum(square_of_limit - spent, 0.0)
     left = budget.left * budget.later_portions[group] + unspent
     norms_after = budget.norms_after.at[group].set(norm_after)
