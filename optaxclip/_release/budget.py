@@ -49,12 +49,14 @@ def first_shares(groups: int) -> Array:
 
 def new_budget(limit: Array, shares: Array) -> Budget:
     """The budget of a backward pass whose groups come in the order of their shares."""
-    shares = jnp.maximum(shares, LEAST_SHARE)
+    # In the dtype of the limit, so that the portions of a group and of all later groups
+    # add up to 1 in it.
+    shares = jnp.maximum(shares.astype(limit.dtype), LEAST_SHARE)
     shares_from_here = jnp.cumsum(shares[::-1])[::-1]
     # The last portion is s / s, which is exactly 1.
-    portions = (shares / shares_from_here).astype(limit.dtype)
+    portions = shares / shares_from_here
     shares_of_later = jnp.append(shares_from_here[1:], 0.0)
-    later_portions = (shares_of_later / shares_from_here).astype(limit.dtype)
+    later_portions = shares_of_later / shares_from_here
     zeros = jnp.zeros_like(portions)
     return Budget(
         limit=limit,
