@@ -44,7 +44,7 @@ def every_equation(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
             yield from every_equation(inner)
 
 
-def runs(primitive: str, eqn: JaxprEqn) -> bool:
+def runs_primitive_like(primitive: str, eqn: JaxprEqn) -> bool:
     """Whether an equation, or one that it runs, is of a primitive whose name begins
     so.
     """
@@ -52,8 +52,8 @@ def runs(primitive: str, eqn: JaxprEqn) -> bool:
 
 
 # A convolution, and a backward pass of the user's (custom_vjp).
-has_convolution = partial(runs, "conv_general_dilated")
-has_backward_rule = partial(runs, "custom_vjp_call")
+has_convolution = partial(runs_primitive_like, "conv_general_dilated")
+has_backward_rule = partial(runs_primitive_like, "custom_vjp_call")
 
 
 def has_groups(eqn: JaxprEqn) -> bool:
@@ -70,7 +70,7 @@ def has_groups(eqn: JaxprEqn) -> bool:
     return False
 
 
-def asks_what_moves(eqn: JaxprEqn) -> bool:
+def uses_symbolic_zeros(eqn: JaxprEqn) -> bool:
     """Whether a rule in an equation looks at which of its inputs have a derivative."""
     return any(x.params.get("symbolic_zeros") is True for x in every_equation(eqn))
 
@@ -87,7 +87,9 @@ def has_bits_that_vmap_changes(eqn: JaxprEqn) -> bool:
     """
     dtypes = {str(getattr(x, "dtype", None)) for x in _types(eqn)}
     key_dtypes = {dtype for dtype in dtypes if dtype.startswith("key<")}
-    return runs("rng_bit_generator", eqn) or not key_dtypes <= {"key<fry>"}
+    return runs_primitive_like("rng_bit_generator", eqn) or not key_dtypes <= {
+        "key<fry>"
+    }
 
 
 def _types(eqn: JaxprEqn) -> Iterator[Any]:

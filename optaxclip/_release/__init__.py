@@ -49,10 +49,13 @@ def release(
     The loss is traced, and its program is cut at each `lax.scan` (also in nn.scan and
     nnx.scan) whose xs are leaves of params. A loop over these layers, the last one
     first, takes the gradient of each layer, clips it, and applies the optimizer to the
-    slices of weights and state. All other weights are updated at the end.
+    slices of weights and state. All other weights are updated at the end. So are the
+    weights of a scan in a `jax.checkpoint`, if there is such a scan outside of all
+    checkpoints: that checkpoint stays as it is.
 
     Group 1 is the last layer, and the last group is all weights outside of the layers.
-    With s_j the usual share of group j in the square of the norm, one pass clips
+    One pass clips by the usual share s_j of group j in the square of the norm. s_j is
+    the average of about the last 10 steps. Before the first, all are equal.
 
         a_j = sqrt(left * s_j / (s_j + s_(j+1) + ...)),  left = max_norm^2 at first
         g_j = g_j * min(1, a_j / |g_j|),                 left -= min(|g_j|, a_j)^2
@@ -79,8 +82,8 @@ def release(
         float nor complex never are. The optimizer sees None in place of the others.
       nonfinite: what `max_norm` makes of a norm that is NaN or inf: "propagate" makes
         the gradients NaN, "zero" zero, "raise" is a `checkify.check`. With one pass
-        only the layer whose norm is broken is replaced. Layers below use their own
-        norms.
+        only the layer whose norm is broken is replaced. The layers above it have been
+        clipped as usual, and those below are clipped by their own norms.
 
     Returns:
       `init(params, *batch)` makes the state. `step(params, state, *batch)` returns new
@@ -99,8 +102,9 @@ def release(
         of params, or only leaves that something else reads as well, and a float leaf
         that the loss does not depend on, such as statistics of BatchNorm. From init: an
         optimizer that mixes leaves, that adds up gradients (`optax.MultiSteps`), or
-        whose state does not follow the weights. From step: a state of another optimizer
-        or of params of other shapes, pmap, or shard_map with check_vma=False.
+        whose state does not follow the weights or changes its dtype in an update. From
+        step: a state of another optimizer or of params of other shapes or dtypes, pmap,
+        or shard_map with check_vma=False.
 
     Example:
       >>> def loss(params, target):
@@ -126,12 +130,13 @@ def release(
         raise TypeError(f"release: loss must be a function, got {shown(loss)}.")
     if isinstance(passes, bool) or passes not in (1, 2):
         raise ValueError(f"release: passes must be 1 or 2, got {shown(passes)}.")
-    rule_without_params(max_norm, "release: max_norm")
+    rule = rule_without_params(max_norm, "release: max_norm")
     measure = GlobalNorm("release")
     return Released(
         loss,
         optimizer=with_extra_args("release: optimizer", optimizer),
         clipper=make_clipper(measure, max_norm, call="release", nonfinite=nonfinite),
+        inf_is_off=rule.inf_is_off,
         passes=passes,
         trainable=trainable,
     )

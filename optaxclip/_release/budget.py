@@ -23,7 +23,7 @@ from .._norms import global_norm
 
 # Over about how many steps the shares are averaged. Shares change while a model trains:
 # with 30 and 100, more steps below the limit are shortened (docs/release.md).
-REACH = 10
+STEPS_OF_AVERAGE = 10
 # A group that never had a gradient must not make 0 / 0, nor 0 * inf.
 LEAST_SHARE = 1e-12
 
@@ -36,6 +36,7 @@ class Budget(NamedTuple):
 
     limit: Array  # float[]: c
     portions: Array  # float[groups]: s_j / (s_j + shares of all later groups)
+    later_portions: Array  # float[groups]: 1 - portions, without its cancellation
     left: Array  # float[]: from 1 to 0
     norms: Array  # float[groups]: before the clip
     norms_after: Array  # float[groups]
@@ -48,14 +49,19 @@ def first_shares(groups: int) -> Array:
 
 def new_budget(limit: Array, shares: Array) -> Budget:
     """The budget of a backward pass whose groups come in the order of their shares."""
-    shares = jnp.maximum(shares, LEAST_SHARE)
+    # In the dtype of the limit, so that the portions of a group and of all later groups
+    # add up to 1 in it.
+    shares = jnp.maximum(shares.astype(limit.dtype), LEAST_SHARE)
     shares_from_here = jnp.cumsum(shares[::-1])[::-1]
     # The last portion is s / s, which is exactly 1.
-    portions = (shares / shares_from_here).astype(limit.dtype)
+    portions = shares / shares_from_here
+    shares_of_later = jnp.append(shares_from_here[1:], 0.0)
+    later_portions = shares_of_later / shares_from_here
     zeros = jnp.zeros_like(portions)
     return Budget(
         limit=limit,
         portions=portions,
+        later_portions=later_portions,
         left=jnp.ones_like(limit),
         norms=zeros,
         norms_after=zeros,
@@ -74,7 +80,11 @@ def limit_of_group(
     spent = jnp.where(jnp.isfinite(norm), spent, 0.0)
     norm_after = jnp.where(is_over, limit, norm)
     budget = with_norm(budget, group, norm)
-    left = jnp.maximum(budget.left - spent, 0.0)
+    # `left - spent` as a sum: the part of the later groups, and what this group leaves.
+    # The difference would round a small part to 0. After a group with all but 1e-8 of
+    # the square, later groups would never move.
+    unspent = jnp.maximum(square_of_limit - spent, 0.0)
+    left = budget.left * budget.later_portions[group] + unspent
     norms_after = budget.norms_after.at[group].set(norm_after)
     return limit, budget._replace(left=left, norms_after=norms_after)
 
@@ -84,17 +94,17 @@ def with_norm(budget: Budget, group: Array | int, norm: Array) -> Budget:
     return budget._replace(norms=budget.norms.at[group].set(norm))
 
 
-def next_shares(shares: Array, norms: Array, step: Array) -> Array:
-    """The shares after a step, the first of which is step 1: the moving average of
-    (norm_j / norm)^2.
+def next_shares(shares: Array, norms: Array, finite_steps: Array) -> Array:
+    """The shares after a step: the moving average of (norm_j / norm)^2.
 
-    A step whose norm is 0, NaN or inf changes nothing.
+    A step whose norm is 0, NaN or inf changes nothing. `finite_steps` counts the steps
+    whose norm is a number, with this one.
     """
     norm = global_norm(norms)
-    squares = (norms / norm) ** 2
-    changes = squares.astype(shares.dtype) - shares
+    squares = ((norms / norm) ** 2).astype(shares.dtype)
     # The mean of all steps, while there are few.
-    steps = jnp.minimum(step, REACH)
-    averages = shares + changes / steps.astype(shares.dtype)
+    steps = jnp.clip(finite_steps, 1, STEPS_OF_AVERAGE).astype(shares.dtype)
+    # No difference of shares, which would round small ones to 0.
+    averages = shares * ((steps - 1) / steps) + squares / steps
     is_norm = jnp.isfinite(norm) & (norm > 0)
     return jnp.where(is_norm, averages, shares)

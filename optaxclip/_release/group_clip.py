@@ -23,6 +23,7 @@ class GroupClip(NamedTuple):
 
     clipper: Any  # of the norm of everything, whose state is a `ClipState`
     state: ClipState  # its state before this step
+    inf_is_off: bool  # whether a limit of inf lets NaN pass, see `Rule`
     norm: Array | None = None  # of everything in this step, once it is measured
 
     def limit_ahead(self) -> Array:
@@ -45,9 +46,12 @@ class GroupClip(NamedTuple):
         if self.norm is None:
             norm = global_norm(grads)
             limit, budget = limit_of_group(budget, group, norm)
+            limit = self._as_argument(limit)
         else:
             norm = self.norm
             limit = None  # the limit of everything
+        # With `grad_norm` and `limit`, update multiplies by limit / grad_norm, or by 1.
+        # Without `limit` it asks the rule of the clipper.
         grads, _ = self.clipper.update(grads, self.state, grad_norm=norm, limit=limit)
         return grads, budget
 
@@ -55,16 +59,25 @@ class GroupClip(NamedTuple):
         """The state of the clipper after this step, of the norm of everything."""
         if self.norm is not None:
             return self._next_state(self.norm)
-        # A group may be clipped where everything is within the limit. With the norm
-        # after the clip in the place of the limit, the factor is norm_after / norm.
+        # The factor of a ClipState is limit / norm. With several groups it is
+        # norm_after / norm, so norm_after is handed over as the limit, and the true
+        # limit is put back below.
         norm_after = global_norm(budget.norms_after)
         # A limit of inf stays: with it the factor is 1 for a norm of NaN too.
         is_limited = budget.limit < jnp.inf
-        limit = jnp.where(is_limited, norm_after, budget.limit)
+        limit = jnp.where(is_limited, norm_after, self._as_argument(budget.limit))
         state = self._next_state(global_norm(budget.norms), limit)
         row = state.number_names.index("limit")
         numbers = state.numbers.at[row].set(budget.limit)
         return state._replace(numbers=numbers)
+
+    def _as_argument(self, limit: Array) -> Array:
+        """A limit as `update` is given it. An inf would let NaN pass there. That is
+        right if the user set it, but a rule says by inf that it has no limit yet.
+        """
+        if self.inf_is_off:
+            return limit
+        return jnp.minimum(limit, jnp.finfo(limit.dtype).max)
 
     def _next_state(self, norm: Array, limit: Array | None = None) -> ClipState:
         """The state of the clipper after a norm."""

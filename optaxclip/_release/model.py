@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
+from jax.tree_util import keystr
 
 from .._checks import check_flag
 from .._prefixes import lookup, prefix_table
-from .._trees import PyTree, clipped_leaves, is_none
+from .._trees import PyTree, clipped_leaves, is_none, leaf_paths, name
 from .budget import Budget
 from .optimizers import Optimizer, arrays_by_path
-from .program import Program, run_equations
+from .program import Program, read_program, run_equations
 from .stacks import Entries, LayerSlice, UpdateLayer, run_stack
 
 if TYPE_CHECKING:
@@ -25,7 +28,7 @@ class PassResult(NamedTuple):
 
     value: Any  # what the loss returned
     outer_grads: Entries  # of the weights outside of the layers
-    layer_entries: Entries  # the new weights and states of all layers
+    stack_entries: Entries  # the new weights and states of all layers
     budget: Budget  # that the layers leave
 
 
@@ -40,7 +43,7 @@ class Model(NamedTuple):
     def forward_and_backward(
         self,
         update_layer: UpdateLayer,
-        entries: Entries,
+        all_entries: Entries,
         batch: tuple[PyTree, ...],
         budget: Budget,
     ) -> PassResult:
@@ -49,11 +52,11 @@ class Model(NamedTuple):
         The "cotangents" of the layers are their new entries, and that of the budget is
         the budget that they leave (`stacks`).
         """
-        layer_entries = {path: entries[path] for path in self.slice_of_entry}
-        outer_paths = self.weights.keys() - layer_entries.keys()
-        outer_weights = {path: entries[path] for path in outer_paths}
+        stack_entries = {path: all_entries[path] for path in self.slice_of_entry}
+        outer_paths = self.weights.keys() - stack_entries.keys()
+        outer_weights = {path: all_entries[path] for path in outer_paths}
 
-        def loss(outer_weights: Entries, layer_entries: Entries, budget: Budget) -> Any:
+        def loss(outer_weights: Entries, stack_entries: Entries, budget: Budget) -> Any:
             def run_if_stack(
                 equation: JaxprEqn, inputs: list[Array]
             ) -> list[Array] | None:
@@ -65,28 +68,51 @@ class Model(NamedTuple):
                     stack,
                     update_layer,
                     inputs=inputs,
-                    entries=layer_entries,
+                    stack_entries=stack_entries,
                     slice_of_entry=self.slice_of_entry,
                     budget=budget,
                 )
                 return outputs
 
-            weights = entries | outer_weights
-            leaves = [weights[path] for path in self.optimizer.names]
+            weights = all_entries | outer_weights
+            leaves = [weights[path] for path in self.optimizer.name_of_leaf]
             inputs = [*leaves, *jax.tree.leaves(batch)]
             value, *aux = run_equations(self.program.jaxpr, inputs, run_if_stack)
             return (value, budget), aux
 
         outputs, pull, aux = jax.vjp(
-            loss, outer_weights, layer_entries, budget, has_aux=True
+            loss, outer_weights, stack_entries, budget, has_aux=True
         )
         value, _ = outputs
-        outer_grads, layer_entries, budget = pull((jnp.ones_like(value), budget))
+        outer_grads, stack_entries, budget = pull((jnp.ones_like(value), budget))
         value = self.program.structure.unflatten([value, *aux])
-        return PassResult(value, outer_grads, layer_entries, budget)
+        return PassResult(value, outer_grads, stack_entries, budget)
 
 
-def trained_weights(params: PyTree, trainable: PyTree) -> Entries:
+def read_model(
+    loss: Callable[..., Any],
+    params: PyTree,
+    batch: tuple[PyTree, ...],
+    *,
+    optimizer: optax.GradientTransformationExtraArgs,
+    trainable: PyTree,
+) -> Model:
+    """Traces the loss, and says where layers are in weights and moments."""
+    weights = _trained_weights(params, trainable)
+    name_of_leaf = {}
+    for path in leaf_paths((params,)):
+        # Params that are one array have no path.
+        name_of_leaf[keystr(path)] = name(path[1:]) or "params"
+    program = read_program(loss, params, batch, name_of_leaf, weights)
+    optimizer_of_leaves = Optimizer(optimizer, name_of_leaf, jax.tree.structure(params))
+    slice_of_entry = {}
+    for path, leaf_path in optimizer_of_leaves.leaf_of_entry(weights).items():
+        if leaf_path in program.slice_of_leaf:
+            slice_of_entry[path] = program.slice_of_leaf[leaf_path]
+    return Model(program, optimizer_of_leaves, weights, slice_of_entry)
+
+
+def _trained_weights(params: PyTree, trainable: PyTree) -> Entries:
     """The leaves that are trained: float or complex, not empty, and not masked."""
     # Raises for a leaf that is not an array, with its name.
     clipped_leaves(params, "release: params")

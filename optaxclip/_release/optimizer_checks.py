@@ -1,4 +1,4 @@
-"""Refuses an optimizer that would do something else to a layer than to the stack.
+"""Refuses an optimizer that would change a layer in another way than its stack.
 
 `init` traces one update, of a tree in which the stack is one layer long. The program
 says what the new value of each entry depends on.
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from .._jaxpr import runs
+from .._jaxpr import runs_primitive_like
 from .._trees import PyTree, listed
 from .optimizers import Optimizer, arrays_by_path
 from .stacks import Entries, LayerSlice, layer_of
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 # The states of optimizers that add up gradients.
 ACCUMULATOR_STATES = (optax.MultiStepsState, optax.ApplyEvery)
-# How norms begin.
+# The primitives that norms begin with.
 REDUCTIONS = ("reduce_sum", "reduce_max", "dot_general")
 
 
-class Part(NamedTuple):
+class OutputProgram(NamedTuple):
     """The program of one new entry."""
 
     output: str
@@ -47,7 +47,7 @@ def check_optimizer(
     Raises:
       TypeError: it wants more than gradients, state and params.
       ValueError: it adds up gradients, keeps something that has no entry for each
-        layer, or mixes leaves.
+        layer or whose dtype an update changes, or mixes leaves.
     """
     entries_of_stacks = arrays_by_path(optimizer.abstract_params_and_state(weights))
     layer = jax.eval_shape(lambda: layer_of(weights, slice_of_leaf, layer=0))
@@ -59,21 +59,24 @@ def check_optimizer(
     _check_shared_entries(entries, entries_of_stacks, leaf_of_entry)
 
     try:
-        traced = jax.make_jaxpr(optimizer.updated)(entries, weights_of_layer)
+        traced, new_entries = jax.make_jaxpr(optimizer.updated, return_shape=True)(
+            entries, weights_of_layer
+        )
     except TypeError as error:
         # Such as `reduce_on_plateau`, which wants the value of the loss.
         raise TypeError(
             "release: optimizer is called with gradients, state and params alone, and "
             f"raised: {error}"
         ) from error
+    _check_dtypes(entries, new_entries)
     # JAX sorts the keys of a dict.
     inputs = [*sorted(entries), *sorted(weights_of_layer)]
     reduced_leaves = set()
-    for part in _parts(traced.jaxpr, inputs, sorted(entries)):
-        _check_one_leaf(part, leaf_of_entry, optimizer.names)
-        leaf_path = leaf_of_entry[part.output]
-        if leaf_path in slice_of_leaf and _reduces(part.jaxpr):
-            reduced_leaves.add(optimizer.names[leaf_path])
+    for program in _output_programs(traced.jaxpr, inputs, sorted(entries)):
+        _check_one_leaf(program, leaf_of_entry, optimizer.name_of_leaf)
+        leaf_path = leaf_of_entry[program.output]
+        if leaf_path in slice_of_leaf and _reduces(program.jaxpr):
+            reduced_leaves.add(optimizer.name_of_leaf[leaf_path])
     if reduced_leaves:
         warnings.warn(
             f"release: optimizer looks at all numbers of {listed(reduced_leaves)} "
@@ -113,6 +116,22 @@ def _check_shared_entries(
         )
 
 
+def _check_dtypes(entries: Entries, new_entries: Entries) -> None:
+    """Refuses a state that has another dtype after an update, as moments in bfloat16
+    have if the decay is a float32 array.
+    """
+    for path, entry in entries.items():
+        new_dtype = new_entries[path].dtype
+        if new_dtype != entry.dtype:
+            raise ValueError(
+                "release: optimizer must keep the dtypes of its state, but "
+                f"{path!r} is {entry.dtype} before an update and {new_dtype} after it. "
+                "Give decays as Python numbers, not as arrays. With "
+                "optax.inject_hyperparams name them in static_args: "
+                "('b1', 'b2', 'eps', 'eps_root') for Adam."
+            )
+
+
 def _can_be_shared(entry: Any, entry_of_stacks: Any) -> bool:
     """Whether an entry of the state is the same for any number of layers."""
     is_key = jnp.issubdtype(entry.dtype, jax.dtypes.extended)
@@ -123,18 +142,20 @@ def _can_be_shared(entry: Any, entry_of_stacks: Any) -> bool:
 
 
 def _check_one_leaf(
-    part: Part, leaf_of_entry: dict[str, str | None], names: dict[str, str]
+    program: OutputProgram,
+    leaf_of_entry: dict[str, str | None],
+    name_of_leaf: dict[str, str],
 ) -> None:
     """Refuses an entry whose new value depends on other leaves than its own."""
-    leaf_of_output = leaf_of_entry[part.output]
+    leaf_of_output = leaf_of_entry[program.output]
     other_names = set()
-    for path in part.inputs:
+    for path in program.inputs:
         leaf_path = leaf_of_entry[path]
         if leaf_path not in (None, leaf_of_output):
-            other_names.add(names[leaf_path])
+            other_names.add(name_of_leaf[leaf_path])
     if not other_names:
         return
-    name = names.get(part.output, part.output)
+    name = name_of_leaf.get(program.output, program.output)
     if leaf_of_output is None:
         raise ValueError(
             "release: optimizer must keep no number that depends on gradients, unless "
@@ -152,22 +173,24 @@ def _reduces(jaxpr: Jaxpr) -> bool:
     """Whether a program makes fewer numbers of an array, as a norm does."""
     for equation in jaxpr.eqns:
         for primitive in REDUCTIONS:
-            if runs(primitive, equation):
+            if runs_primitive_like(primitive, equation):
                 return True
     return False
 
 
-def _parts(jaxpr: Jaxpr, inputs: list[str], outputs: list[str]) -> Iterator[Part]:
+def _output_programs(
+    jaxpr: Jaxpr, inputs: list[str], outputs: list[str]
+) -> Iterator[OutputProgram]:
     """The program of each output alone. JAX sees into calls and branches.
 
     Outputs are halved until each is alone, since the program of a half is half as long.
     One by one from the whole program would be quadratic in the leaves.
     """
     if len(outputs) == 1:
-        yield Part(outputs[0], inputs, jaxpr)
+        yield OutputProgram(outputs[0], inputs, jaxpr)
         return
     middle = len(outputs) // 2
     for half in (outputs[:middle], outputs[middle:]):
         needed, is_read = dce_jaxpr(jaxpr, [output in half for output in outputs])
         inputs_read = [x for x, flag in zip(inputs, is_read) if flag]
-        yield from _parts(needed, inputs_read, half)
+        yield from _output_programs(needed, inputs_read, half)

@@ -15,7 +15,7 @@ import optax
 from jax.tree_util import KeyPath, keystr
 
 from .._trees import PyTree
-from .stacks import Entries, is_float
+from .stacks import Entries, may_have_gradient
 
 # What the paths of weights begin with.
 PARAMS = "[0]"
@@ -38,12 +38,14 @@ class Optimizer(NamedTuple):
     """An optimizer of some leaves of params."""
 
     transformation: optax.GradientTransformationExtraArgs
-    names: dict[str, str]  # what errors call each leaf of params, by its path
+    name_of_leaf: dict[str, str]  # what errors call each leaf of params, by its path
     structure: Any  # of params
 
     def tree_of(self, leaves: Entries) -> PyTree:
         """Params with some leaves, and None in the place of the others."""
-        return self.structure.unflatten([leaves.get(path) for path in self.names])
+        return self.structure.unflatten(
+            [leaves.get(path) for path in self.name_of_leaf]
+        )
 
     def abstract_params_and_state(self, leaves: Entries) -> tuple[PyTree, PyTree]:
         """Shapes and dtypes of params with some leaves, and of the state for them."""
@@ -67,7 +69,7 @@ class Optimizer(NamedTuple):
         params_and_state = self.abstract_params_and_state(leaves)
         for path, entry in jax.tree.leaves_with_path(params_and_state):
             leaf_path = None
-            if is_float(entry):
+            if may_have_gradient(entry):
                 leaf_path = _leaf_at_end(path, entry.shape, leaves)
             leaf_of_entry[keystr(path)] = leaf_path
         return leaf_of_entry
@@ -77,7 +79,7 @@ def _leaf_at_end(path: KeyPath, shape: tuple[int, ...], leaves: Entries) -> str 
     """The leaf of a shape whose path is the end of a path. The longest one counts,
     since the path of a leaf may end with the path of another.
     """
-    # The first key of a path is 0 for params, or 1 for the state.
+    # The first key of a path is 0 for params and 1 for the state.
     for start in range(1, len(path) + 1):
         leaf_path = PARAMS + keystr(path[start:])
         if leaf_path in leaves and jnp.shape(leaves[leaf_path]) == shape:

@@ -22,6 +22,7 @@ from .._jaxpr import (
     counts_of_scan,
     every_equation,
     is_literal,
+    is_stop,
     jaxpr_of,
     type_of,
 )
@@ -55,15 +56,7 @@ class Program(NamedTuple):
     jaxpr: ClosedJaxpr  # from params and batch to the loss, and then aux
     structure: PyTree  # of what the loss returns
     stacks: dict[int, Stack]  # by `id` of their equations
-
-    @property
-    def slice_of_leaf(self) -> dict[str, LayerSlice]:
-        """Where layers are in the leaves of all stacks, by the path of the leaf."""
-        slice_of_leaf = {}
-        for stack in self.stacks.values():
-            for layer_slice in stack.slice_of_input.values():
-                slice_of_leaf[layer_slice.leaf_path] = layer_slice
-        return slice_of_leaf
+    slice_of_leaf: dict[str, LayerSlice]  # where layers are in the leaves of all stacks
 
     @property
     def layer_count(self) -> int:
@@ -74,13 +67,14 @@ def read_program(
     loss: Callable[..., Any],
     params: PyTree,
     batch: Sequence[PyTree],
-    names: dict[str, str],
+    name_of_leaf: dict[str, str],
     trained: Container[str],
 ) -> Program:
-    """Traces the loss and finds its stacks.
+    """Traces the loss and finds its stacks. One in a checkpoint is found only if there
+    is none outside of checkpoints.
 
     Args:
-      names: what errors call each leaf of params, by its path.
+      name_of_leaf: what errors call each leaf of params, by its path.
       trained: the paths of the leaves that are trained.
 
     Raises:
@@ -89,16 +83,21 @@ def read_program(
     """
     traced, shapes = jax.make_jaxpr(loss, return_shape=True)(params, *batch)
     _check_scalar(shapes)
-    _check_dependence(traced.jaxpr, names, trained)
+    _check_dependence(traced.jaxpr, name_of_leaf, trained)
     inputs = jax.tree.leaves((params, batch))
     # Calls other than jits are opened only if need be: a checkpoint of the head should
     # stay one.
     for calls in (JITS, CALLS):
         opened = _opened(traced, calls, inputs)
-        weights = _trained_inputs(opened.jaxpr, names, trained)
+        weights = _trained_inputs(opened.jaxpr, name_of_leaf, trained)
         stacks = _stacks_of(opened.jaxpr, weights)
         if stacks:
-            return Program(opened, jax.tree.structure(shapes), stacks)
+            return Program(
+                jaxpr=opened,
+                structure=jax.tree.structure(shapes),
+                stacks=stacks,
+                slice_of_leaf=_slice_of_leaf(stacks.values()),
+            )
     raise ValueError(
         "release: no scan of loss goes through layers. It has "
         f"{', '.join(_scans_of(traced)) or 'no scan at all'}. Scan the layers "
@@ -108,14 +107,23 @@ def read_program(
     )
 
 
+def _slice_of_leaf(stacks: Iterable[Stack]) -> dict[str, LayerSlice]:
+    """Where layers are in the leaves of stacks, by the path of the leaf."""
+    slice_of_leaf = {}
+    for stack in stacks:
+        for layer_slice in stack.slice_of_input.values():
+            slice_of_leaf[layer_slice.leaf_path] = layer_slice
+    return slice_of_leaf
+
+
 def _trained_inputs(
-    jaxpr: Jaxpr, names: Iterable[str], trained: Container[str]
+    jaxpr: Jaxpr, leaf_paths: Iterable[str], trained: Container[str]
 ) -> dict[Var, str]:
-    """The inputs of a program that are trained leaves, with their paths. The leaves of
-    params, of which `names` has the paths, are its first inputs.
+    """The inputs of a program that are trained leaves, with their paths. Its first
+    inputs are the leaves of params, in the order of `leaf_paths`.
     """
     weights = {}
-    for path, var in zip(names, jaxpr.invars):
+    for path, var in zip(leaf_paths, jaxpr.invars):
         if path in trained:
             weights[var] = path
     return weights
@@ -153,17 +161,17 @@ def _check_scalar(shapes: PyTree) -> None:
 
 
 def _check_dependence(
-    jaxpr: Jaxpr, names: dict[str, str], trained: Container[str]
+    jaxpr: Jaxpr, name_of_leaf: dict[str, str], trained: Container[str]
 ) -> None:
     """Raises ValueError for a trained leaf that the loss does not read. It would still
     get moments and weight decay. A leaf behind `stop_gradient` counts as read.
     """
-    weights = _trained_inputs(jaxpr, names, trained)
+    weights = _trained_inputs(jaxpr, name_of_leaf, trained)
     readers = _readers(_needed(jaxpr, [0]))
-    unread = [names[path] for var, path in weights.items() if not readers[var]]
+    unread = [name_of_leaf[path] for var, path in weights.items() if not readers[var]]
     if unread:
         raise ValueError(
-            "release: the loss must depend on every float leaf of params, but does "
+            "release: the loss must depend on every trained leaf of params, but does "
             f"not on {listed(unread)}. Leave out what is not trained, such as "
             "statistics of BatchNorm, by trainable=, and hand new values over as "
             "aux."
@@ -236,8 +244,8 @@ def _opened(
 
 
 def _needed(jaxpr: Jaxpr, outputs: Sequence[int]) -> Jaxpr:
-    """A program without the equations that some of its outputs do not need. A scan in
-    it may have fewer inputs and outputs.
+    """A program cut down to what the outputs with these indices need. A scan in it may
+    have fewer inputs and outputs.
     """
     is_needed = [index in outputs for index in range(len(jaxpr.outvars))]
     needed, _ = dce_jaxpr(jaxpr, is_needed, instantiate=True)
@@ -270,11 +278,13 @@ def _makers(jaxpr: Jaxpr) -> dict[Var, JaxprEqn]:
 
 def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
     """The scans that read weights slice by slice, by `id` of their equations."""
-    # Equations for aux alone add nothing to gradients.
+    # A leaf that is read for aux alone is not read twice: readers are counted in the
+    # program of the loss. The stacks are equations of the program that runs, with aux.
     program_of_loss = _needed(jaxpr, [0])
     readers = _readers(program_of_loss)
     makers = _makers(jaxpr)
     makers_for_loss = _makers(program_of_loss)
+    dependent = _dependent_on(weights, jaxpr)
 
     def slice_of(var: Any, axis: int, length: int) -> LayerSlice | None:
         """Where the layers are in the leaf behind a variable, which has them along an
@@ -304,25 +314,44 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
             continue
         slice_of_input = {}
         read_for_loss = _inputs_for_loss(equation, makers_for_loss)
-        first_x = sum(counts_of_scan(equation))
+        consts, carries = counts_of_scan(equation)
+        first_x = consts + carries
         for place, var in enumerate(equation.invars[first_x:], first_x):
             if not is_literal(var) and var in read_for_loss:
                 layer_slice = slice_of(var, axis=0, length=length)
                 if layer_slice is not None:
                     slice_of_input[place] = layer_slice
         if slice_of_input:
+            # After one layer, what is carried depends on the weights of the layer.
+            dependent_inputs = set(range(consts, first_x))
+            for place, var in enumerate(equation.invars):
+                if not is_literal(var) and var in dependent:
+                    dependent_inputs.add(place)
             stacks[id(equation)] = Stack(
-                equation, slice_of_input, layers_before=layer_count
+                equation=equation,
+                slice_of_input=slice_of_input,
+                dependent_inputs=dependent_inputs,
+                layers_before=layer_count,
             )
             layer_count += length
     return stacks
 
 
+def _dependent_on(weights: Iterable[Var], jaxpr: Jaxpr) -> set[Var]:
+    """The variables that may have a gradient by weights."""
+    dependent = set(weights)
+    for equation in jaxpr.eqns:
+        reads_dependent = not dependent.isdisjoint(_variables(equation.invars))
+        if reads_dependent and not is_stop(equation):
+            dependent.update(equation.outvars)
+    return dependent
+
+
 def _inputs_for_loss(
     equation: JaxprEqn, makers_for_loss: dict[Var, JaxprEqn]
 ) -> set[Var]:
-    """The inputs of a scan that the loss needs: those of the same scan in the program
-    of the loss alone, if it is there.
+    """The inputs of a scan that the loss needs. Removing what the loss does not need
+    may have taken inputs from this scan. These are left.
     """
     inputs: set[Var] = set()
     for output in equation.outvars:
@@ -339,13 +368,23 @@ def _axis_before(equation: JaxprEqn, axis: int, length: int) -> int | None:
     after = type_of(equation.outvars[0]).shape
     if equation.primitive.name == "transpose":
         return equation.params["permutation"][axis]
-    if math.prod(before) != math.prod(after):
+    if math.prod(before) != math.prod(after) or _also_transposes(equation):
         return None
     # A reshape keeps the numbers in front of the axis. [12, 5] -> [3, 4, 5] makes
-    # groups: each of 3 layers reads 4 rows.
+    # blocks: each of 3 layers reads 4 rows.
     numbers_in_front = math.prod(after[:axis])
     for axis_before, size in enumerate(before):
         is_same_place = math.prod(before[:axis_before]) == numbers_in_front
         if is_same_place and size % length == 0:
             return axis_before
     return None
+
+
+def _also_transposes(equation: JaxprEqn) -> bool:
+    """Whether a reshape or a broadcast changes the order of numbers as well."""
+    if equation.primitive.name == "reshape":
+        return equation.params["dimensions"] is not None
+    if equation.primitive.name == "broadcast_in_dim":
+        axes = equation.params["broadcast_dimensions"]
+        return list(axes) != sorted(axes)
+    return False

@@ -54,7 +54,7 @@ class LayerSlice(NamedTuple):
 
     def taken(self, array: Array, layer: Array | int) -> Array:
         """The part of a layer. The axis of layers stays, with several rows where the
-        scan goes through groups of layers.
+        scan goes through blocks of layers.
         """
         rows = array.shape[self.axis] // self.layer_count
         return lax.dynamic_slice_in_dim(array, layer * rows, rows, self.axis)
@@ -89,8 +89,8 @@ def layer_of(
 
 
 class ScanInputs(NamedTuple):
-    """The inputs of a scan or of one of its layers, with None in the place of weights.
-    Also their cotangents, with None where there is none.
+    """The inputs of a scan or of one of its layers, or their cotangents. None stands in
+    the place of weights, and of a cotangent that there is not.
     """
 
     consts: list[Any]
@@ -103,6 +103,7 @@ class Stack(NamedTuple):
 
     equation: JaxprEqn
     slice_of_input: dict[int, LayerSlice]  # by place among the inputs of the scan
+    dependent_inputs: set[int]  # places of inputs that depend on trained leaves
     layers_before: int  # in stacks that run earlier
 
     @property
@@ -132,6 +133,21 @@ class Stack(NamedTuple):
         inputs = list(inputs)
         for place in self.slice_of_input:
             inputs[place] = None
+        return self._scan_inputs(inputs)
+
+    def differentiated(self, inputs: ScanInputs) -> ScanInputs:
+        """The inputs that may have a gradient, with None in the place of all others.
+
+        A layer may read the batch through a function that has no derivative, such as a
+        `while_loop`. So the batch has no gradient.
+        """
+        arrays = [*inputs.consts, *inputs.carry, *inputs.xs]
+        for place in range(len(arrays)):
+            if place not in self.dependent_inputs:
+                arrays[place] = None
+        return floats(self._scan_inputs(arrays))
+
+    def _scan_inputs(self, inputs: list[Any]) -> ScanInputs:
         consts, carries = counts_of_scan(self.equation)
         first_x = consts + carries
         return ScanInputs(
@@ -139,20 +155,22 @@ class Stack(NamedTuple):
         )
 
     def run_layer(
-        self, entries: Entries, inputs: ScanInputs
+        self, layer_entries: Entries, inputs: ScanInputs
     ) -> tuple[list[Array], list[Array]]:
-        """The carry after a layer, and its ys. `entries` are those of the layer."""
+        """The carry after a layer, and its ys."""
         from jax.extend.core import jaxpr_as_fun
 
         arrays = [*inputs.consts, *inputs.carry, *inputs.xs]
         for place, layer_slice in self.slice_of_input.items():
-            arrays[place] = layer_slice.as_layer_reads(entries[layer_slice.leaf_path])
+            arrays[place] = layer_slice.as_layer_reads(
+                layer_entries[layer_slice.leaf_path]
+            )
         outputs = jaxpr_as_fun(body_of(self.equation))(*arrays)
         count = len(inputs.carry)
         return outputs[:count], outputs[count:]
 
 
-def is_float(x: Any) -> bool:
+def may_have_gradient(x: Any) -> bool:
     """Whether an array may have a gradient."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
@@ -161,7 +179,7 @@ def floats(tree: PyTree) -> PyTree:
     """The arrays that may have a gradient, with None in the place of all others. The
     cotangents of others are float0, which goes too.
     """
-    return jax.tree.map(lambda x: x if is_float(x) else None, tree)
+    return jax.tree.map(lambda x: x if may_have_gradient(x) else None, tree)
 
 
 def _zeros(array: Array) -> Array:
@@ -173,7 +191,7 @@ def run_stack(
     update_layer: UpdateLayer,
     *,
     inputs: list[Array],
-    entries: Entries,
+    stack_entries: Entries,
     slice_of_entry: dict[str, LayerSlice],
     budget: Budget,
 ) -> tuple[list[Array], Budget]:
@@ -182,7 +200,7 @@ def run_stack(
 
     Args:
       inputs: of the scan.
-      entries: weights and moments of the layers of all stacks.
+      stack_entries: weights and moments of the layers of all stacks.
       slice_of_entry: of these entries.
       budget: is handed on as it is. Its cotangent is the budget that is left.
     """
@@ -194,14 +212,14 @@ def run_stack(
     loops = _Loops(stack, update_layer, slices_of_stack)
 
     @jax.custom_vjp
-    def scan_layers(inputs: ScanInputs, entries: Entries, budget: Budget) -> Any:
-        outputs, _ = loops.forward(inputs, entries, budget)
+    def scan_layers(inputs: ScanInputs, stack_entries: Entries, budget: Budget) -> Any:
+        outputs, _ = loops.forward(inputs, stack_entries, budget)
         return outputs
 
     scan_layers.defvjp(loops.forward, loops.backward)
     carry, ys, budget = scan_layers(
         stack.without_weights(inputs),
-        {path: entries[path] for path in slices_of_stack},
+        {path: stack_entries[path] for path in slices_of_stack},
         budget,
     )
     return [*carry, *ys], budget
@@ -214,13 +232,15 @@ class _Loops(NamedTuple):
     update_layer: UpdateLayer
     slice_of_entry: dict[str, LayerSlice]
 
-    def forward(self, inputs: ScanInputs, entries: Entries, budget: Budget) -> Any:
+    def forward(
+        self, inputs: ScanInputs, stack_entries: Entries, budget: Budget
+    ) -> Any:
         """Returns (carry, ys, budget), and what the backward pass needs."""
 
         def run_layer(carry: list[Array], of_layer: Any) -> Any:
             layer, xs = of_layer
             new_carry, ys = self.stack.run_layer(
-                layer_of(entries, self.slice_of_entry, layer),
+                layer_of(stack_entries, self.slice_of_entry, layer),
                 ScanInputs(inputs.consts, carry, xs),
             )
             return new_carry, (ys, carry)
@@ -233,60 +253,61 @@ class _Loops(NamedTuple):
             unroll=self.stack.equation.params["unroll"],
         )
         inputs_of_layers = inputs._replace(carry=carries)
-        return (last_carry, ys, budget), (inputs_of_layers, entries)
+        return (last_carry, ys, budget), (inputs_of_layers, stack_entries)
 
     def backward(self, saved: Any, cotangents: Any) -> Any:
         """Returns the cotangents of the inputs, the new entries, and the budget that is
         left.
         """
-        inputs, entries = saved
+        inputs, stack_entries = saved
         carry_cotangent, ys_cotangents, budget = floats(cotangents)
 
-        def update_layer(loop: Any, of_layer: Any) -> Any:
-            carry_cotangent, consts_cotangent, entries, budget = loop
+        def layer_backward(loop: Any, of_layer: Any) -> Any:
+            carry_cotangent, consts_cotangent, stack_entries, budget = loop
             layer, group, carry, xs, ys_cotangent = of_layer
-            old_entries = layer_of(entries, self.slice_of_entry, layer)
+            layer_entries = layer_of(stack_entries, self.slice_of_entry, layer)
             grads, input_cotangents = self._gradients(
-                old_entries,
+                layer_entries,
                 ScanInputs(inputs.consts, carry, xs),
                 cotangents=(carry_cotangent, ys_cotangent),
             )
-            new_entries, budget = self.update_layer(group, grads, old_entries, budget)
+            new_entries, budget = self.update_layer(group, grads, layer_entries, budget)
             # Writing back unchanged entries would make XLA copy the weights.
             if new_entries is not None:
-                entries = {
-                    path: layer_slice.put(entries[path], layer, new_entries[path])
+                stack_entries = {
+                    path: layer_slice.put(stack_entries[path], layer, new_entries[path])
                     for path, layer_slice in self.slice_of_entry.items()
                 }
             consts_cotangent = jax.tree.map(
                 jnp.add, consts_cotangent, input_cotangents.consts
             )
-            loop = input_cotangents.carry, consts_cotangent, entries, budget
+            loop = input_cotangents.carry, consts_cotangent, stack_entries, budget
             return loop, input_cotangents.xs
 
-        zeros = jax.tree.map(_zeros, floats(inputs.consts))
+        zeros = jax.tree.map(_zeros, self.stack.differentiated(inputs).consts)
         layers = jnp.arange(self.stack.length)
         # Not unrolled, since gradients of several layers could then be alive at once.
         # `_split_transpose` of the user's scan has no meaning for a loop of our own.
         loop, xs_cotangents = lax.scan(
-            update_layer,
-            (carry_cotangent, zeros, entries, budget),
+            layer_backward,
+            (carry_cotangent, zeros, stack_entries, budget),
             (layers, self.stack.groups(), inputs.carry, inputs.xs, ys_cotangents),
             reverse=not self.stack.is_reversed,
         )
-        carry_cotangent, consts_cotangent, entries, budget = loop
+        carry_cotangent, consts_cotangent, stack_entries, budget = loop
         input_cotangents = ScanInputs(consts_cotangent, carry_cotangent, xs_cotangents)
-        return input_cotangents, entries, budget
+        return input_cotangents, stack_entries, budget
 
     def _gradients(
-        self, entries: Entries, inputs: ScanInputs, cotangents: Any
+        self, layer_entries: Entries, inputs: ScanInputs, cotangents: Any
     ) -> tuple[Entries, ScanInputs]:
         """The gradients of a layer by its weights, and the cotangents of its inputs."""
 
-        def float_outputs(weights: Entries, float_inputs: ScanInputs) -> Any:
-            inputs_of_layer = put_back(float_inputs, inputs)
+        def float_outputs(weights: Entries, differentiated: ScanInputs) -> Any:
+            inputs_of_layer = put_back(differentiated, inputs)
             return floats(self.stack.run_layer(weights, inputs_of_layer))
 
-        weights = {path: entries[path] for path in self.stack.leaf_paths}
-        _, pull = jax.vjp(float_outputs, weights, floats(inputs))
+        weights = {path: layer_entries[path] for path in self.stack.leaf_paths}
+        differentiated = self.stack.differentiated(inputs)
+        _, pull = jax.vjp(float_outputs, weights, differentiated)
         return pull(cotangents)

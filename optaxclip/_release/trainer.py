@@ -10,19 +10,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.tree_util import keystr
 
 from .._checks import shown
 from .._exported import exported
 from .._mesh_types import has_types, manual_axes
 from .._norms import global_norm
-from .._trees import PyTree, leaf_paths, name
+from .._trees import PyTree
 from .budget import Budget, first_shares, new_budget, next_shares, with_norm
 from .group_clip import GroupClip
-from .model import Model, trained_weights
+from .model import Model, read_model
 from .optimizer_checks import check_optimizer
-from .optimizers import Optimizer, arrays_by_path, tree_from_entries
-from .program import read_program
+from .optimizers import arrays_by_path, tree_from_entries
 from .stacks import Entries, layer_of
 
 # The group of the weights outside of the layers, which is the last one.
@@ -52,6 +50,7 @@ class Released:
     loss: Callable[..., Any]
     optimizer: optax.GradientTransformationExtraArgs
     clipper: Any  # of everything. Its state is a `ClipState`
+    inf_is_off: bool  # whether a limit of inf lets NaN pass, see `Rule`
     passes: int
     trainable: PyTree
 
@@ -77,36 +76,39 @@ class Released:
         model = self._model(params, batch)
         _check_layer_count(state, model)
         _check_optimizer_state(state, model)
-        entries = arrays_by_path((params, state.optimizer))
-        group_clip = GroupClip(self.clipper, state.clip)
+        all_entries = arrays_by_path((params, state.optimizer))
+        group_clip = GroupClip(self.clipper, state.clip, self.inf_is_off)
         budget = new_budget(group_clip.limit_ahead(), state.shares)
         if self.passes == 2:
-            budget = _measured(model, entries, batch, budget)
+            budget = _measured(model, all_entries, batch, budget)
             group_clip = group_clip._replace(norm=global_norm(budget.norms))
 
         def update_layer(
-            group: Array, grads: Entries, old_entries: Entries, budget: Budget
+            group: Array, grads: Entries, layer_entries: Entries, budget: Budget
         ) -> tuple[Entries, Budget]:
             grads, budget = group_clip.clip(group, grads, budget)
-            new_entries = model.optimizer.updated(entries | old_entries, grads)
-            return {path: new_entries[path] for path in old_entries}, budget
+            new_entries = model.optimizer.updated(all_entries | layer_entries, grads)
+            return {path: new_entries[path] for path in layer_entries}, budget
 
-        result = model.forward_and_backward(update_layer, entries, batch, budget)
+        result = model.forward_and_backward(update_layer, all_entries, batch, budget)
         grads, budget = group_clip.clip(
             OUTER_WEIGHTS, result.outer_grads, result.budget
         )
         # The weights outside of the layers, and once a step the counters that all
         # layers share. A model may have no such weights, and optimizers want a leaf. So
         # the first layer takes part, with gradients of 0. Its new entries are not used.
-        layer = layer_of(result.layer_entries, model.slice_of_entry, layer=0)
+        layer = layer_of(result.stack_entries, model.slice_of_entry, layer=0)
         for leaf_path in model.program.slice_of_leaf:
             grads[leaf_path] = jnp.zeros_like(layer[leaf_path])
-        entries |= model.optimizer.updated(entries | layer, grads)
-        entries |= result.layer_entries
+        all_entries |= model.optimizer.updated(all_entries | layer, grads)
+        all_entries |= result.stack_entries
 
-        params, optimizer_state = tree_from_entries((params, state.optimizer), entries)
+        params, optimizer_state = tree_from_entries(
+            (params, state.optimizer), all_entries
+        )
         clip_state = group_clip.state_after(budget)
-        shares = next_shares(state.shares, budget.norms, clip_state.step)
+        finite_steps = clip_state.step - clip_state.nonfinite
+        shares = next_shares(state.shares, budget.norms, finite_steps)
         return params, ReleaseState(optimizer_state, clip_state, shares), result.value
 
     def released(self, params: PyTree, *batch: PyTree) -> list[str]:
@@ -115,34 +117,28 @@ class Released:
         All other gradients are in memory at the end of a step.
         """
         model = self._model(params, batch)
-        names = model.optimizer.names
-        return [names[leaf] for leaf in names if leaf in model.slice_of_entry]
+        name_of_leaf = model.optimizer.name_of_leaf
+        return [
+            name_of_leaf[leaf] for leaf in name_of_leaf if leaf in model.slice_of_entry
+        ]
 
     def _model(self, params: PyTree, batch: tuple[PyTree, ...]) -> Model:
-        weights = trained_weights(params, self.trainable)
-        names = {}
-        for path in leaf_paths((params,)):
-            names[keystr(path)] = name(path[1:])
-        program = read_program(self.loss, params, batch, names, weights)
-        optimizer = Optimizer(self.optimizer, names, jax.tree.structure(params))
-        slice_of_entry = {}
-        for path, leaf_path in optimizer.leaf_of_entry(weights).items():
-            if leaf_path in program.slice_of_leaf:
-                slice_of_entry[path] = program.slice_of_leaf[leaf_path]
-        return Model(program, optimizer, weights, slice_of_entry)
+        return read_model(
+            self.loss, params, batch, optimizer=self.optimizer, trainable=self.trainable
+        )
 
 
 def _measured(
-    model: Model, entries: Entries, batch: tuple[PyTree, ...], budget: Budget
+    model: Model, all_entries: Entries, batch: tuple[PyTree, ...], budget: Budget
 ) -> Budget:
     """The budget with the norms of all groups, from a pass that changes nothing."""
 
     def measure_layer(
-        group: Array, grads: Entries, old_entries: Entries, budget: Budget
+        group: Array, grads: Entries, layer_entries: Entries, budget: Budget
     ) -> tuple[None, Budget]:
         return None, with_norm(budget, group, global_norm(grads))
 
-    result = model.forward_and_backward(measure_layer, entries, batch, budget)
+    result = model.forward_and_backward(measure_layer, all_entries, batch, budget)
     return with_norm(result.budget, OUTER_WEIGHTS, global_norm(result.outer_grads))
 
 
@@ -150,7 +146,9 @@ def _measured(
 
 
 def _check_devices() -> None:
-    """Raises ValueError where nothing adds up the gradients of devices."""
+    """Raises ValueError under pmap or untyped shard_map, where no psum would be
+    inserted.
+    """
     manual = manual_axes()
     if manual and not has_types(manual):
         raise ValueError(
@@ -180,7 +178,7 @@ def _check_layer_count(state: ReleaseState, model: Model) -> None:
 
 def _check_optimizer_state(state: ReleaseState, model: Model) -> None:
     """Raises ValueError for the state of another optimizer, or of params of other
-    shapes.
+    shapes or dtypes.
     """
     _, wanted_state = model.optimizer.abstract_params_and_state(model.weights)
     wanted = arrays_by_path(wanted_state)
@@ -190,12 +188,18 @@ def _check_optimizer_state(state: ReleaseState, model: Model) -> None:
             fault = f"it has no {path!r}"
         elif path not in wanted:
             fault = f"it has {path!r}"
-        elif jnp.shape(entries[path]) != wanted[path].shape:
-            shape = list(jnp.shape(entries[path]))
-            fault = f"{path!r} is {shape} in place of {list(wanted[path].shape)}"
+        elif _type_text(entries[path]) != _type_text(wanted[path]):
+            wanted_type = _type_text(wanted[path])
+            fault = f"{path!r} is {_type_text(entries[path])} in place of {wanted_type}"
         else:
             continue
         raise ValueError(
             "release: state.optimizer must be of this optimizer and of params of these "
-            f"shapes, but {fault}: make it by init."
+            f"shapes and dtypes, but {fault}: make it by init."
         )
+
+
+def _type_text(array: object) -> str:
+    """The dtype and shape of an array, such as "float32[2, 3]"."""
+    array_type = jax.typeof(array)
+    return f"{array_type.dtype}{list(array_type.shape)}"

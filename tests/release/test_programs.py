@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from optaxclip import release
-from tests.release.training import assert_close, norm
+from tests.release.training import assert_close, norm, released_run, usual_run
 
 LAYERS, WIDTH = 3, 4
 
@@ -154,6 +154,44 @@ def in_part(params, x):
     return jnp.sum(x**2) + 0.1 * jnp.sum(params["wide"] ** 2)
 
 
+def transposed_on_the_way(params, x):
+    """By a reshape and by a broadcast, which JAX lets transpose as well."""
+
+    def layer(x, inputs):
+        w, more, group = inputs
+        return jnp.tanh(x @ w @ more @ group[0, 0] @ group[0, 1]), None
+
+    more = lax.reshape(params["more"], (LAYERS, WIDTH, WIDTH), dimensions=(0, 2, 1))
+    groups = params["groups"].reshape(LAYERS, 2, WIDTH, WIDTH)
+    shape = (LAYERS, 1, 2, WIDTH, WIDTH)
+    groups = lax.broadcast_in_dim(groups, shape, (0, 2, 4, 3))
+    x, _ = lax.scan(layer, x, (params["layers"], more, groups))
+    return jnp.sum(x**2)
+
+
+def without_derivative(params, x):
+    """Layers read the batch through a loop and a callback that JAX cannot transpose."""
+
+    def halved(array):
+        return lax.while_loop(lambda y: jnp.max(y) > 0.1, lambda y: y / 2, array)
+
+    def doubled(array):
+        shape = jax.ShapeDtypeStruct(array.shape, array.dtype)
+        return jax.pure_callback(
+            lambda y: 2 * np.asarray(y), shape, array, vmap_method="sequential"
+        )
+
+    def layer(y, inputs):
+        w, row, stopped = inputs
+        bias = halved(x) + doubled(row)[None] + halved(stopped)[None]
+        return jnp.tanh(y @ w + bias) * params["rest"][None], None
+
+    rows = jnp.stack([x[0]] * LAYERS)
+    stopped = lax.stop_gradient(params["wide"])
+    x_out, _ = lax.scan(layer, x, (params["layers"], rows, stopped))
+    return jnp.sum(x_out**2) + jnp.sum(params["wide"])
+
+
 def complex_numbers(params, x):
     def layer(x, w):
         return jnp.exp(1j * x.real) * x @ w, None
@@ -205,12 +243,16 @@ LOSSES = {
     alone: ["layers"],
     over_nothing: ["layers"],
     in_part: ["layers"],
+    transposed_on_the_way: ["layers"],
+    without_derivative: ["layers"],
     complex_numbers: ["complex"],
     own_gradient: ["layers"],
     of_each_example: ["layers"],
 }
 REST = {twice: ["rest"], cross: ["rest"], nested: ["rest"], carried: ["rest"]}
 REST[in_part] = ["more", "wide"]
+REST[without_derivative] = ["rest", "wide"]
+REST[transposed_on_the_way] = ["more", "groups"]
 REST[over_nothing] = REST[rounded] = ["rest"]
 
 
@@ -230,6 +272,62 @@ def test_a_step_of_sgd_is_minus_the_gradient(loss):
     params = {name: PARAMS[name] for name in (*LOSSES[loss], *REST.get(loss, []))}
     released = check_step(loss, params, numbers(2, WIDTH, seed=2))
     assert released == LOSSES[loss]
+
+
+def test_params_may_be_nested_lists_and_tuples():
+    def loss(params, x):
+        (scale, shift), layers = params
+        x, _ = lax.scan(dense, x, layers)
+        return jnp.sum((x * scale + shift) ** 2)
+
+    outer = numbers(1, WIDTH, seed=1), numbers(1, WIDTH, seed=2)
+    for params in ([[*outer], STACK], (outer, STACK)):
+        assert check_step(loss, params, numbers(2, WIDTH)) == ["1"]
+
+
+def test_params_that_are_one_array_are_called_params():
+    def loss(params, x):
+        x, _ = lax.scan(dense, x, params)
+        return jnp.sum(x**2)
+
+    assert check_step(loss, STACK, numbers(2, WIDTH)) == ["params"]
+
+
+def test_a_second_stack_in_a_checkpoint_is_not_released():
+    """The checkpoint stays. Opening it would keep more for the backward pass."""
+
+    def loss(params, x):
+        x, _ = lax.scan(dense, x, params["layers"])
+        more = jax.checkpoint(lambda x, more: lax.scan(dense, x, more)[0])
+        return jnp.sum(more(x, params["more"]) ** 2)
+
+    params = {name: PARAMS[name] for name in ("layers", "more")}
+    assert check_step(loss, params, numbers(2, WIDTH)) == ["layers"]
+
+
+def test_a_moment_follows_the_leaf_of_its_shape():
+    """Its path may also end with the path of another leaf."""
+
+    def init(params):
+        return {"layers": jax.tree.map(jnp.zeros_like, params)}
+
+    def update(grads, state, params):
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["layers"], grads)
+        return jax.tree.map(lambda m: -0.01 * m, moments), {"layers": moments}
+
+    def loss(params, x):
+        x, _ = lax.scan(dense, x, params["layers"]["w"])
+        return jnp.sum((x * params["w"][None]) ** 2)
+
+    params = {"layers": {"w": STACK / 4}, "w": numbers(WIDTH)}
+    model = loss, params, lambda seed: (numbers(2, WIDTH, seed=seed),)
+    optimizer = optax.GradientTransformation(init, update)
+    found, states, _ = released_run(model, optimizer, 3)
+    wanted, moments, _, _ = usual_run(
+        model, optimizer, lambda grads: grads, 3, has_aux=False
+    )
+    assert_close(found, wanted, 1e-12)
+    assert_close(states[-1].optimizer, moments, 1e-12)
 
 
 sections = st.lists(

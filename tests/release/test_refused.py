@@ -150,6 +150,41 @@ def test_what_looks_across_a_leaf_warns_and_sees_one_layer(name):
     np.testing.assert_allclose(found["w"], jnp.concatenate(layers), rtol=1e-4)
 
 
+MIXED_DTYPES = {
+    "layers": jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS["layers"]),
+    "bias": PARAMS["bias"],
+}
+ADAM_WITH_ARRAYS = {
+    "inject": optax.inject_hyperparams(optax.adam)(0.1),
+    "array": optax.adam(0.1, b1=jnp.float32(0.9)),
+}
+
+
+def mixed_loss(params, x):
+    x, _ = jax.lax.scan(dense, x.astype(jnp.bfloat16), params["layers"])
+    return jnp.mean((x + params["bias"][None]) ** 2)
+
+
+@pytest.mark.parametrize("name", ADAM_WITH_ARRAYS)
+def test_a_state_whose_dtype_changes_in_an_update_is_refused(name):
+    text = r"must keep the dtypes of its state, but .*mu\['layers'\]\['bias'\].* is "
+    text += "bfloat16 before an update and float32 after it"
+    with pytest.raises(ValueError, match=text):
+        release(mixed_loss, ADAM_WITH_ARRAYS[name]).init(MIXED_DTYPES, X)
+
+
+def test_hyperparameters_that_are_numbers_keep_the_dtypes_of_moments():
+    """The cure in the error above."""
+    inject = optax.inject_hyperparams(
+        optax.adam, static_args=("b1", "b2", "eps", "eps_root")
+    )
+    trainer = release(mixed_loss, inject(0.1))
+    start = trainer.init(MIXED_DTYPES, X)
+    _, state, _ = trainer.step(MIXED_DTYPES, start, X)
+    dtypes = [[x.dtype for x in jax.tree.leaves(tree)] for tree in (state, start)]
+    assert dtypes[0] == dtypes[1]
+
+
 def test_muon_looks_across_the_layers_of_a_vector():
     with pytest.warns(UserWarning, match="all numbers of 'layers/bias' together"):
         release(loss, optax.contrib.muon(0.01)).init(PARAMS, X)
@@ -443,6 +478,9 @@ def test_a_rule_lets_through_what_it_does_in_the_usual_step(name):
         new, state, _ = step(params, state, x)
         moved = norm(jax.tree.map(lambda x, y: x - y, new, params))
         assert moved > 0.5e-3 * norm(wanted) - 1e-9
+        assert state.clip.nonfinite == usual.nonfinite
+        if jnp.isnan(usual.norm):
+            assert state.clip.factor == usual.factor == 0
         params = new
 
 
@@ -481,6 +519,20 @@ def test_a_state_of_params_of_other_shapes_is_refused():
 
     trainer = release(loss, optax.adam(0.1))
     state = trainer.init(params_of(2), X)
-    text = r"params of these shapes, but .*mu\['bias'\].* is \[2\] in place of \[4\]"
+    text = (
+        r"params of these shapes .*, but .*mu\['bias'\].* is float32\[2\] in place of "
+    )
+    text += r"float32\[4\]"
     with pytest.raises(ValueError, match=text):
         trainer.step(params_of(4), state, jnp.ones((5, 4)))
+
+
+def test_a_state_of_another_dtype_is_refused():
+    trainer = release(loss, optax.adam(0.1))
+    state = trainer.init(PARAMS, X)
+    moments = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if x.ndim else x, state.optimizer
+    )
+    text = r"mu\['bias'\].* is bfloat16\[2\] in place of float32\[2\]: make it by init"
+    with pytest.raises(ValueError, match=text):
+        trainer.step(PARAMS, state._replace(optimizer=moments), X)

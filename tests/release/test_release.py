@@ -275,6 +275,42 @@ def test_one_pass_never_steps_by_more_than_the_limit(dtype):
         params = new
 
 
+def test_one_pass_moves_weights_whose_share_of_the_norm_is_tiny():
+    """Their share of the square is below the precision of float32."""
+
+    def loss(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (x + x @ w, None), x, params["layers"])
+        return jnp.sum(x) + 3e-4 * jnp.sum(params["shift"])
+
+    params = {"layers": jnp.full((3, 4, 4), 0.1), "shift": jnp.ones(4)}
+    x = jnp.arange(1.0, 5.0)
+    grads = jax.tree.map(np.float64, jax.grad(loss)(params, x))
+    assert norm(grads["shift"]) ** 2 < 1e-9 * norm(grads) ** 2
+    wanted = -1e3 * grads["shift"] / norm(grads)
+    trainer = release(loss, optax.sgd(1e3), max_norm=1.0)
+    state, step = trainer.init(params, x), jax.jit(trainer.step)
+    # In the first step all shares are alike.
+    for _ in range(3):
+        new, state, _ = step(params, state, x)
+    moved = np.float64(new["shift"]) - np.float64(params["shift"])
+    # The weights are 1, of which 1e-7 is lost.
+    np.testing.assert_allclose(moved, wanted, rtol=1e-5, atol=2e-7)
+
+
+def test_shares_are_the_mean_of_the_steps_that_are_not_broken():
+    params = new_params(np.float32)
+    trainer = release(loss, optax.sgd(0.0), max_norm=1.0, nonfinite="zero")
+    tokens, mask = next(batches(np.float32))
+    start, step = trainer.init(params, tokens, mask), jax.jit(trainer.step)
+    state = start
+    for _ in range(3):
+        _, state, _ = step(params, state, tokens, mask * jnp.nan)
+    np.testing.assert_array_equal(state.shares, start.shares)
+    _, state, _ = step(params, state, tokens, mask)
+    _, wanted, _ = step(params, start, tokens, mask)
+    np.testing.assert_allclose(state.shares, wanted.shares, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "kept"),
     [

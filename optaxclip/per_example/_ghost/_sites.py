@@ -448,7 +448,7 @@ def _check_equation(
         obstacle = "random numbers beside parameters that are not of threefry keys"
         raise CannotSplit(obstacle, eqn)
     has_params = any(origin.params for origin in in_origins)
-    if has_params and _jaxpr.asks_what_moves(eqn):
+    if has_params and _jaxpr.uses_symbolic_zeros(eqn):
         raise CannotSplit("symbolic_zeros in a rule for parameters", eqn)
     # JAX 0.10.2 cannot differentiate lax.pad by the padding value alone.
     if eqn.primitive.name == "pad" and in_origins[1].params:
