@@ -51,8 +51,8 @@ def test_without_a_limit_the_loss_ends_where_it_says():
 def test_the_doctor_says_what_it_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program = PROGRAMS[1][0].replace("norm(5.0)", "norm(None)")
-    write_row = "    print(json.dumps(jax.tree.map(float, log)), file=file)\n    if i in"
-    program = program.replace("    if i in", write_row)
+    write_row = "    print(json.dumps(jax.tree.map(float, log)), file=file)\n"
+    program = program.replace("    if i in", write_row + "    if i in")
     with open("log.jsonl", "w") as file:
         run(program, {"json": json, "file": file})
     command, shown = DOCTOR.search(README).groups()
