@@ -34,7 +34,7 @@ CLEAN = "(clean batches)"
 AVERAGED = 50  # clean batches, whose mean loss is drawn and printed
 # skip_step has no panel: its curve would be the curve of the clip.
 TITLES = {
-    "none": "SGD with momentum, no clip",
+    "none": "SGD with momentum, rate {lr}, no clip",
     "global norm": "the same with clip_by_global_norm(1.0)",
 }
 
@@ -53,7 +53,7 @@ def main(
     protections["skip_step"] = optaxclip.skip_step(sgd)
     runs = train_all(protections, steps)
     if save is not None:
-        draw_both(save, 2, lambda panels, look: draw(panels, look, runs))
+        draw_both(save, 2, lambda panels, look: draw(panels, look, runs, lr))
     if table is not None:
         rows = [{"run": name, "final_loss": final(log)} for name, log in runs.items()]
         table.write_text(json.dumps(rows, indent=1) + "\n")
@@ -110,7 +110,7 @@ def train(optimizer: Any, broken: np.ndarray) -> Log:
     return jax.device_get(scan((network, optimizer.init(network)))[1])
 
 
-def draw(panels: Any, look: Look, runs: dict[str, Log]) -> None:
+def draw(panels: Any, look: Look, runs: dict[str, Log], lr: float) -> None:
     """One panel without protection, and one with the clip."""
     broken = is_broken(len(runs[CLEAN]["loss"]))
     (steps,), (marks,) = np.nonzero(~broken), np.nonzero(broken)
@@ -124,7 +124,7 @@ def draw(panels: Any, look: Look, runs: dict[str, Log]) -> None:
         axis.plot(ends, means[CLEAN], color=look.grey, linewidth=4)
         axis.plot(ends, means[name], color=colour, linewidth=2)
         axis.plot(marks, np.full(len(marks), 1.15), "^", c=colour)
-        axis.set_title(TITLES[name], color=colour, weight="bold")
+        axis.set_title(TITLES[name].format(lr=lr), color=colour, weight="bold")
         axis.set(xlabel="step", yscale="log", ylim=(1.0, 120))
         axis.set_yticks(TICKS, map(str, TICKS))
         axis.set_yticks([], minor=True)

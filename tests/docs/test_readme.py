@@ -2,7 +2,9 @@
 looks for them, and what it calls and links to exists.
 """
 
+import json
 import re
+import shlex
 from contextlib import redirect_stdout
 from io import StringIO
 from operator import attrgetter
@@ -12,11 +14,15 @@ import jax
 import optax
 
 import optaxclip
+from optaxclip.doctor.__main__ import main as doctor_main
 from tests.docs.test_docs import assert_as_shown
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", README, re.DOTALL)
+DOCTOR = re.compile(
+    r"```sh\n(python -m optaxclip.doctor .*)\n```\n```text\n(.*?)```", re.DOTALL
+)
 TABLE = re.compile(r"^\|.*\n", re.MULTILINE)
 
 
@@ -40,6 +46,20 @@ def test_without_a_limit_the_loss_ends_where_it_says():
     final = re.search(r"step 299: loss (\S+)", printed)
     claim = re.search(r"and the\s+final\s+loss\s+is\s+([\d.]+\d)", README)
     assert final and claim and final[1] == claim[1]
+
+
+def test_the_doctor_says_what_it_shows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = PROGRAMS[1][0].replace("norm(5.0)", "norm(None)")
+    write_row = "    print(json.dumps(jax.tree.map(float, log)), file=file)\n"
+    program = program.replace("    if i in", write_row + "    if i in")
+    with open("log.jsonl", "w") as file:
+        run(program, {"json": json, "file": file})
+    command, shown = DOCTOR.search(README).groups()
+    out = StringIO()
+    with redirect_stdout(out):
+        doctor_main(shlex.split(command)[3:])
+    assert_as_shown(shown, out.getvalue(), "README.md")
 
 
 def test_what_it_calls_exists():

@@ -20,11 +20,11 @@ SECTIONS = [
 # statement of any other section is left out.
 FAULTS = {
     "Gradient accumulation weighted by tokens": "count = len(tokens)",
-    "Microbatches are skipped, batches are clipped": "optimizer = optax.MultiSteps("
+    "Skip microbatches with NaN, clip whole batches": "optimizer = optax.MultiSteps("
     "inner, every_k_schedule=2)",
-    "Act on a spike inside jit": "norms = zeros",
-    "Which example did it": "examples = nobody",
-    "One microbatch, or all of them": "share = norms.std() / norms.mean()",
+    "Compute something only on a spike": "norms = zeros",
+    "Find the examples that made a spike": "examples = nobody",
+    "Find whether one microbatch made a spike": "share = norms.std() / norms.mean()",
     "fp8 statistics in the tree": "optimizer = of_weights",
     "Frozen leaves and LoRA inside `skip_spikes`": "optimizer = of_lora",
     "Experts": "clipper = optaxclip.clip_by_tensor_norm(1.0)",
