@@ -140,7 +140,7 @@ def clipped_grad(
         function from norm and limit to new norm, of all examples of a microbatch at
         once. `sensitivity` is None with a function of yours, which may return more than
         the limit, and with a shrink that lengthens small gradients by more than 1e5
-        limits: `normalize`, `auto_s` below 1e-5 and `psac` below 2.5e-11.
+        limits: `normalize`, `auto_s` below 1e-5 and `psac` below 2.6e-11.
       microbatch: the most examples that are differentiated at once, at least 1. On a
         mesh with Explicit axes each device that shares the batch takes at least one. It
         need not divide the batch: with 9, a batch of 32 becomes four microbatches of 8.

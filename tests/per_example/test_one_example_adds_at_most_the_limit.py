@@ -357,6 +357,10 @@ def test_sums_of_squares_in_float32_are_in_the_bound(monkeypatch):
     norm_excess = np.sqrt(1 + lost_in((size + 2 + 32) // 1024 + 1024)) - 1
     wanted = 2 * (1 + norm_excess + sum_excess)
     assert sensitivity(size) == pytest.approx(wanted, rel=3 * 2.0**-23)
+    # The page has three of them: of so many numbers, how much longer a norm may be.
+    for count, excess in ((10**6, 6e-5), (10**7, 3.3e-4), (10**9, 0.03)):
+        longer = sensitivity(count) / 2 - 1 - sum_excess
+        assert 0.9 * excess <= longer <= 1.02 * excess
     # Short sums have no parts.
     short_excess = np.sqrt(1 + lost_in(100 + 2 + 32)) - 1
     wanted = 2 * (1 + short_excess + sum_excess)
