@@ -290,6 +290,7 @@ def test_one_pass_moves_weights_whose_share_of_the_norm_is_tiny():
     trainer = release(loss, optax.sgd(1e3), max_norm=1.0)
     state, step = trainer.init(params, x), jax.jit(trainer.step)
     # In the first step all shares are alike.
+    new = params
     for _ in range(3):
         new, state, _ = step(params, state, x)
     moved = np.float64(new["shift"]) - np.float64(params["shift"])
