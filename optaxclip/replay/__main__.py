@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("log", type=Path, help="JSON lines, JSON, CSV, event file, .npy, .npz, or text")
     add("--column", metavar="NAME", help="the norm (default: by its name)")
     add("--pattern", help="for text: a regular expression with named groups")
-    add("--picture", type=Path, help="where to draw norms and the recommended limit")
+    add("--picture", type=Path, help="where to draw the norms and the guard")
     add("--batch", type=int, help="examples in a batch of the log, for --to")
     add("--to", type=int, help="examples in another batch: the limit that it needs")
     # None stands for the arguments of the command line.
@@ -110,7 +110,7 @@ def _recommended(suggestions: Sequence[Suggestion]) -> Suggestion | None:
 
 
 def _advice(column: Column, suggestions: Sequence[Suggestion]) -> list[str]:
-    """The recommended limit, or why there is none, in lines."""
+    """The limit to take, or why none is recommended, in lines."""
     norms = _norms_above_0(column)
     if not suggestions:
         return [f"{len(norms)} norms above 0 are too few to choose a limit from."]
@@ -136,7 +136,7 @@ def _advice(column: Column, suggestions: Sequence[Suggestion]) -> list[str]:
         lines += [
             f"Norms fall: from a median of {early:.3g} in the first fifth of the log "
             f"to {late:.3g} in the last.",
-            "The recommended limit hardly clips in the end. Take a rule that learns, a "
+            "So no fixed limit fits the whole run. Take a rule that learns, a "
             "schedule, or a limit of the later norms.",
         ]
     return lines
@@ -191,7 +191,7 @@ def _about_column(
 
 def _draw(column: Column, limit: float, path: Path) -> None:
     axis = plot_history(run(limit, column.values), steps=column.steps)
-    axis.set_title(f"norms as recorded, and the recommended limit {limit:.4g}")
+    axis.set_title(f"norms as recorded, and a guard of {limit:.4g}")
     axis.figure.canvas.print_figure(path)
 
 
