@@ -66,6 +66,7 @@ from ._outcome import (
 )
 from ._prefixes import Prefix
 from ._state import ClipState, state_of_placeholder
+from ._sums import traced_once
 from ._trees import PyTree
 from .rules._limits import (
     LimitTree,
@@ -455,9 +456,8 @@ class Policy(NamedTuple):
     inf_is_off: bool  # see `Settings`
 
 
-# Jitted, so that it is traced once for all norms of one shape. Inlined, since XLA fuses
-# nothing across a call.
-@partial(jax.jit, static_argnums=0, inline=True)
+# Traced once for all norms of one shape.
+@partial(traced_once, static_argnums=0)
 def _decide(policy: Policy, eps: ArrayLike, norm: Array, limit: Array) -> Decision:
     """What becomes of norms under their limits."""
     is_sound = are_sound(norm, limit)
