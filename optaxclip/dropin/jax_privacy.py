@@ -234,10 +234,14 @@ def clipped_grad(
     param_places = places_in(argnums)
     batch_places = places_in(batch_argnums)
     is_tree = not isinstance(argnums, Sequence)
-    overlap = {*param_places} & {*batch_places}
-    if not batch_places or min(param_places + batch_places) < 0 or overlap:
-        must = f"{argnums=} and {batch_argnums=} must be at least 0, and not overlap"
-        raise ValueError(f"clipped_grad: {must}. Batch Argnums must not be empty.")
+    key_places = [] if prng_argnum is None else places_in(prng_argnum)
+    example_places = [*param_places, *batch_places, *key_places]
+    is_repeated = len(set(example_places)) < len(example_places)
+    if not batch_places or min(example_places) < 0 or is_repeated:
+        raise ValueError(
+            f"clipped_grad: {argnums=}, {batch_argnums=} and {prng_argnum=} must be at "
+            "least 0, and not overlap. Batch Argnums must not be empty."
+        )
     limits = jax.tree.leaves(l2_clip_norm, is_leaf=lambda limit: limit is None)
     for limit in limits:
         check_number("clipped_grad: l2_clip_norm", limit, is_scalar=True)
@@ -257,6 +261,11 @@ def clipped_grad(
     bounds = set[float]()
 
     def clipped_sum(*args: Any, is_padding_example: Any = None, **keywords: Any) -> Any:
+        if max(example_places) >= len(args):
+            raise TypeError(
+                f"clipped_grad: {argnums=}, {batch_argnums=} and {prng_argnum=}, but "
+                f"the function was called with {len(args)} positional arguments."
+            )
         batch = [[args[place] for place in batch_places], keywords]
         size = _size_of(batch)
         if is_padding_example is None:
@@ -268,10 +277,8 @@ def clipped_grad(
             # One example of zeros that does not count
             mask = jnp.zeros(1, bool)
             batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), batch)
-        example_places = [*param_places, *batch_places]
-        if prng_argnum is not None:
-            example_places.append(prng_argnum)
-            keys = args[prng_argnum]
+        for place in key_places:
+            keys = args[place]
             batch += [jax.tree.map(lambda key: jax.random.split(key, size or 1), keys)]
         # Not closed over, since such arrays may lack the types of an Explicit mesh.
         shared = {}

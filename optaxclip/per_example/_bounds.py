@@ -52,12 +52,17 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     # In shard_map and pmap the caller adds up the sums of devices, by lax.psum.
     devices = device_count(problem.mesh_axes)
     size = problem.present.size * devices
+    leaves = jax.tree.leaves(problem.params)
+    sizes = [size, *(leaf.size for leaf in leaves)]
+    # Sizes of jax.export may be symbols.
+    if not all(isinstance(size, int) for size in sizes):
+        return Bounds(excess=np.inf, change=np.inf, longest=np.inf)
     # All devices add up the examples of a turn, and then there is a sum over turns.
     width = min((choice.microbatch or size) * devices, size)
     turns = -(-size // width)
     norm_errors = [0.0]
     sum_errors = [0.0]
-    for plan, leaf in zip(choice.plans(problem), jax.tree.leaves(problem.params)):
+    for plan, leaf in zip(choice.plans(problem), leaves):
         if isinstance(plan, GramPlan):
             terms_over_gradient = MAX_CANCELLATION + 1
             # The terms of a block, and two roundings of Kahan's sum twice: for the
@@ -93,9 +98,6 @@ def _error_of_squares(problem: Problem, choice: Choice) -> float:
         count += 2
         # A norm by gram is one number.
         if not isinstance(plan, GramPlan):
-            # Sizes of jax.export may be symbols.
-            if not isinstance(leaf.size, int):
-                return np.inf
             count += leaf.size * device_count(mesh_axes)
     if has_accelerator():
         one_after_another = min(count, count // PARTS_OF_A_SUM + PARTS_OF_A_SUM)

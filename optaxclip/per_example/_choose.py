@@ -201,6 +201,8 @@ def costs_of(
     # Forward, and backward to the inputs and to the parameters of all examples. The
     # plain gradient is written once for the batch.
     plain_work = 3 * work_of(problem.program) + gradient_work / size
+    # A loss without parameters may have no work.
+    plain_work = max(plain_work, 1.0)
     one_pass_work = plain_work + gradient_work
     if not ghost:
         return {"one_pass": one_pass_work / plain_work}

@@ -245,6 +245,7 @@ def clipped_grad(
     check_choice(f"{call}: method", method, METHODS)
     if microbatch is not None:
         check_length(f"{call}: microbatch", microbatch)
+        microbatch = int(microbatch)
     needs_all_norms = any(map(is_function, limits.values))
     if needs_all_norms and (private or microbatch):
         raise ValueError(
@@ -476,6 +477,7 @@ def explain_clipped_grad(
     check_choice(f"{call}: method", method, METHODS)
     if microbatch is not None:
         check_length(f"{call}: microbatch", microbatch)
+        microbatch = int(microbatch)
     signature = Signature(
         call,
         loss,

@@ -139,7 +139,7 @@ def in_microbatches(
     """
     plus = plus or partial(jax.tree.map, _plus)
     size = present.size
-    width = even_width(size, int(most or size))
+    width = even_width(size, most or size)
     turns = -(-size // width)
     if turns == 1:
         terms, results = step(present, *batch)

@@ -197,6 +197,17 @@ def test_arguments_may_be_named_by_a_range():
     assert_near(dict(zip("wb", grad(*args).grads)), make()(PARAMS, X, Y))
 
 
+def test_a_random_key_that_is_named_from_the_end_is_refused():
+    with pytest.raises(ValueError, match="prng_argnum=-1 must be at least 0"):
+        make(prng_argnum=-1)
+
+
+def test_a_missing_argument_is_named():
+    text = r"batch_argnums=\(1, 2\).* called with 2 positional arguments"
+    with pytest.raises(TypeError, match=text):
+        make()(PARAMS, X)
+
+
 def test_keywords_have_an_entry_for_each_example():
     shapes = []
 
