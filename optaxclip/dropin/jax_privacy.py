@@ -125,7 +125,8 @@ class BoundedSensitivityCallable:
             ADD_OR_REMOVE_ONE and REPLACE_SPECIAL (by nothing) give the bound,
             REPLACE_ONE twice the bound. The bound is inf where none is proved: for a
             limit of inf or between 0 and 1e-5, with `rescale_to_unit_norm` also for 0,
-            and for 2^24 parameters or more where JAX has a GPU or TPU.
+            for sums that `dtype` rounds to 16 bits, and for 2^24 parameters or more
+            where JAX has a GPU or TPU.
         """
         # No import of dp_accounting, which takes seconds and is not always there.
         name = getattr(neighboring_relation, "name", neighboring_relation)
@@ -197,7 +198,7 @@ def clipped_grad(
         not, the sum is NaN.
       dtype: what the sum is returned in. None for that of the parameters, but for
         float32 in the place of 16 bits. In 16 bits one example could change the sum by
-        more than the limit.
+        more than the limit, and `sensitivity()` is inf.
       prng_argnum: which argument is a random key. Each example gets its own, of
         `jax.random.split(key, batch)`.
       spmd_axis_name: has no effect. The batch stays split over devices as it came.
@@ -250,13 +251,10 @@ def clipped_grad(
     sum_limit = _joint(limits)
     max_norm = l2_clip_norm
     shrink = None
-    # From the limits of the clip to the limits of the sum
-    rescaling = 1.0
     if rescale_to_unit_norm:
         sum_limit = len(limits) ** 0.5
         shrink = over_limit
         max_norm = jax.tree.map(_divisible, l2_clip_norm)
-        rescaling = sum_limit / _joint(jax.tree.leaves(max_norm))
     has_auxiliary = has_aux or return_values or return_grad_norms
     bounds = set[float]()
 
@@ -280,14 +278,12 @@ def clipped_grad(
         for place in key_places:
             keys = args[place]
             batch += [jax.tree.map(lambda key: jax.random.split(key, size or 1), keys)]
-        # Not closed over, since such arrays may lack the types of an Explicit mesh.
-        shared = {}
-        for place, arg in enumerate(args):
-            if place not in example_places and _has_arrays(arg):
-                shared[place] = arg
+        # Not closed over, since arrays may lack the types of an Explicit mesh.
+        shared = dict(enumerate(args))
+        for place in example_places:
+            del shared[place]
         loss = _Loss(
             fun,
-            args,
             example_places,
             is_tree=is_tree,
             keep_batch_dim=keep_batch_dim,
@@ -333,7 +329,7 @@ def clipped_grad(
             return (x / normalize_by).astype(x.dtype if dtype is None else dtype)
 
         sums = jax.tree.map(normalized, result.grads)
-        bound = _bound_of(result, sums, normalize_by, rescaling)
+        bound = _bound_of(result, sums, normalize_by)
         # The bound of a traced limit is not known.
         if not isinstance(bound, Tracer):
             bounds.add(float(bound))
@@ -352,12 +348,11 @@ def clipped_grad(
 
 
 class _Loss(NamedTuple):
-    """The loss of one example, as `per_example.clipped_grad` calls it: `fun` with the
-    arguments of a call, in which the parameters and the example are replaced.
+    """The loss of one example, as `per_example.clipped_grad` calls it: `fun` with all
+    arguments in their places.
     """
 
     fun: Callable[..., Any]
-    args: tuple[Any, ...]
     places: list[int]  # of the parameters, the batches, and the random key
     is_tree: bool  # whether the parameters are one argument
     keep_batch_dim: bool
@@ -368,9 +363,8 @@ class _Loss(NamedTuple):
         if self.keep_batch_dim:
             examples = jax.tree.map(lambda x: x[None], examples)
         param_args = [params] if self.is_tree else params
-        replaced = dict(zip(self.places, [*param_args, *examples, *keys]))
-        args = dict(enumerate(self.args)) | shared | replaced
-        returned = self.fun(*args.values(), **keywords)
+        args = dict(zip(self.places, [*param_args, *examples, *keys])) | shared
+        returned = self.fun(*(args[place] for place in sorted(args)), **keywords)
         return returned if self.has_aux else (returned, None)
 
 
@@ -410,43 +404,26 @@ def _size_of(batch: Any) -> int:
     return max(sizes, default=1)
 
 
-def _bound_of(
-    result: per_example.ClippedGrad, sums: Any, normalize_by: float, rescaling: float
-) -> Any:
+def _bound_of(result: per_example.ClippedGrad, sums: Any, normalize_by: float) -> Any:
     """By how much one example changes the sums of a result that were divided and cast.
     inf where nothing is proved.
     """
     if result.sensitivity is None:
         return math.inf
-    scale = rescaling / normalize_by
-    longest = result.longest * scale
-    share = 0.0  # the largest share of a sum that is lost
-    square_lost = 0.0  # of numbers that are too small to lose a share
-    pairs = zip(jax.tree.leaves(result.grads), jax.tree.leaves(sums))
-    for before, after in pairs:
-        info = jnp.finfo(after.dtype)
-        if not isinstance(longest, Tracer) and longest > float(info.max):
+    leaves = jax.tree.leaves(sums)
+    longest = result.longest / normalize_by
+    for leaf in leaves:
+        info = jnp.finfo(leaf.dtype)
+        is_beyond_range = not isinstance(longest, Tracer) and longest > float(info.max)
+        if info.bits < 32 or is_beyond_range:
             return math.inf
-        leaf_share = 0.0
-        if normalize_by != 1:
-            leaf_share = float(jnp.finfo(before.dtype).eps) / 2
-        if after.dtype != before.dtype:
-            leaf_share += float(info.eps) / 2 * (1 + leaf_share)
-        if leaf_share:
-            lost = float(info.tiny)  # flushed to 0
-            if after.dtype == jnp.float16:
-                # Numbers below the normal ones are rounded.
-                lost = float(info.smallest_subnormal) / 2
-            square_lost += count_of_numbers([after]) * lost**2
-        share = max(share, leaf_share)
-    # The sums with and without one example are both rounded.
-    bound = (result.sensitivity + 2 * share * result.longest) * scale
-    return bound + 2 * square_lost**0.5
-
-
-def _has_arrays(tree: Any) -> bool:
-    """Whether all leaves are arrays."""
-    return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
+    bound = result.sensitivity / normalize_by
+    if normalize_by != 1:
+        # The sums with and without the example are rounded by 2^-24 of their length.
+        # Numbers below the normal ones may be flushed to 0.
+        flushed = float(jnp.finfo(jnp.float32).tiny) * count_of_numbers(leaves) ** 0.5
+        bound += 2.0**-23 * longest + 2 * flushed
+    return bound
 
 
 def _identity_of(tree: Any) -> tuple[Any, list[int]]:

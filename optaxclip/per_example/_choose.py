@@ -4,14 +4,14 @@ Ghost clipping takes time for norms, and to write and read what it captures. One
 takes time to write and read the gradient of each example. Both are counted from shapes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 from .. import _trees as trees
-from .._checks import is_function
+from .._checks import check_choice, check_length
 from .._jaxpr import every_equation, has_convolution, has_groups, has_window, work_of
 from .._mesh_types import is_on_one_device, manual_axes
 from .._trees import PyTree
@@ -21,6 +21,7 @@ from ._ghost._sites import CannotSplit
 from ._passes import even_width, small_memory
 from ._problem import Problem, place_of
 
+METHODS = ("auto", "ghost", "one_pass")
 # To write and read one number takes as long as about this many multiplications in a
 # matrix product: so the estimates for twelve models on two CPU cores were near what was
 # measured (`each_kind` in benchmarks/per_example/losses.py).
@@ -48,21 +49,21 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     takes less time, with a microbatch that fits into memory.
     """
     microbatch = on_one_device(problem, microbatch)
-    if method == "one_pass":
-        if _has_risky_kernels(problem):
-            microbatch = _safe_microbatch(problem, method, microbatch)
-        return Choice("one_pass", microbatch)
-    ghost, obstacle = possible_ghost(problem)
-    if method == "ghost" and not ghost:
-        raise ValueError(
-            f'{problem.call}: method must be "one_pass" or "auto" for {obstacle}, '
-            'got "ghost".'
-        )
+    ghost = None
+    if method != "one_pass":
+        ghost, obstacle = possible_ghost(problem)
+        if method == "ghost" and not ghost:
+            raise ValueError(
+                f'{problem.call}: method must be "one_pass" or "auto" for {obstacle}, '
+                'got "ghost".'
+            )
     if _has_risky_kernels(problem):
         if ghost and not _makes_kernel_gradients(ghost):
             method = "ghost"
         else:
             microbatch = _safe_microbatch(problem, method, microbatch)
+    if method == "one_pass":
+        return Choice("one_pass", microbatch)
     if ghost and method == "auto":
         costs = costs_of(problem, ghost, microbatch)
         if costs["ghost"] <= costs["one_pass"]:
@@ -72,6 +73,15 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
         return Choice("ghost", microbatch, ghost)
     microbatch = microbatch or _microbatch_of_one_pass(problem, ghost)
     return Choice("one_pass", microbatch)
+
+
+def checked_microbatch(call: str, method: str, microbatch: Any) -> int | None:
+    """The microbatch as an int. Raises for a wrong method or microbatch."""
+    check_choice(f"{call}: method", method, METHODS)
+    if microbatch is None:
+        return None
+    check_length(f"{call}: microbatch", microbatch)
+    return int(microbatch)
 
 
 def on_one_device(problem: Problem, microbatch: int | None) -> int | None:
@@ -129,7 +139,7 @@ def _safe_microbatch(
     grouped = [eqn for eqn in convolutions if has_groups(eqn)]
     if not grouped:
         return microbatch
-    if any(map(is_function, problem.limits)):
+    if problem.limits and problem.limits.need_all_norms:
         raise ValueError(
             f"{problem.call}: max_norm must be a number for a convolution with "
             f"feature_group_count{place_of(grouped[0])}, got a function. Its gradients "

@@ -12,18 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _trees as trees
-from .._checks import check_choice, check_flag, check_length, is_function, shown
+from .._checks import check_flag, shown
 from .._mesh import MeshAxes
 from .._trees import PyTree
 from ..shrinks import Shrink, shrink_of
 from ._bounds import Bounds, bounds_of
-from ._choose import Choice, choose, costs_of, on_one_device, possible_ghost
+from ._choose import (
+    Choice,
+    checked_microbatch,
+    choose,
+    costs_of,
+    on_one_device,
+    possible_ghost,
+)
 from ._explicit import DeviceResult, on_each_device
 from ._limits import limits_of
 from ._passes import Run, even_width
 from ._problem import Argnums, Problem, Signature, check_function
 
-METHODS = ("auto", "ghost", "one_pass")
 # Multiplied by this, a bound still holds after four float32 roundings.
 ROUNDED_UP = 1 + 2.0**-22
 
@@ -242,12 +248,8 @@ def clipped_grad(
     check_function(f"{call}: loss", loss)
     check_flag(f"{call}: mean", mean)
     limits = limits_of(max_norm, call, shrink_of(shrink, call))
-    check_choice(f"{call}: method", method, METHODS)
-    if microbatch is not None:
-        check_length(f"{call}: microbatch", microbatch)
-        microbatch = int(microbatch)
-    needs_all_norms = any(map(is_function, limits.values))
-    if needs_all_norms and (private or microbatch):
+    microbatch = checked_microbatch(call, method, microbatch)
+    if limits.need_all_norms and (private or microbatch):
         raise ValueError(
             f"{call}: max_norm={shown(max_norm)}, a function of all norms, needs "
             f"private=False and microbatch=None, got {private=} and {microbatch=}. For "
@@ -268,14 +270,16 @@ def clipped_grad(
                 f"{call}: there is no argument {name!r} beside mask. Hand over by "
                 "position what the loss takes."
             )
-        problem = signature.problem_of(args, mask)._replace(limits=limits.values)
+        problem = signature.problem_of(args, mask)
+        groups = limits.groups_of(problem.params)
+        problem = problem._replace(limits=limits, groups=groups)
         divisor = None
         if mean:
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
             problem = problem._replace(divisor=divisor, is_sum=False)
-        # Appended to in shard_map, which returns no plain numbers. All devices have the
-        # same bounds.
+        # Bounds are plain numbers, and shard_map returns arrays only. So each device
+        # appends its bounds, which are the same on all.
         bounds_of_devices: list[Bounds] = []
 
         def run_on_device(problem: Problem) -> DeviceResult:
@@ -290,10 +294,14 @@ def clipped_grad(
             sums = [x.astype(param.dtype) for x, param in zip(sums, params)]
         sensitivity = None
         longest = None
+        bounds = bounds_of_devices[0]
+        limit = limits.of_sum()
         # Without a mask, one example less is another program, in which the gradients of
         # all others may have other bits.
-        if private and not mean and mask is not None:
-            sensitivity, longest = bounds_of_sum(bounds_of_devices[0])
+        is_proved = private and not mean and mask is not None
+        if is_proved and limit is not None and np.isfinite(bounds.change):
+            sensitivity = limit * (1 + bounds.change) * ROUNDED_UP
+            longest = limit * bounds.longest * ROUNDED_UP
         return ClippedGrad(
             grads=treedef.unflatten(sums),
             norms=norms,
@@ -307,15 +315,14 @@ def clipped_grad(
         )
 
     def clip_on_device(problem: Problem) -> tuple[DeviceResult, Bounds]:
-        # norms |g_i|, by Limits.weigh
-        # factors f_i = shrink(|g_i|, C) / |g_i|, as roots in Weights
-        # sums = sum_i f_i g_i / divisor, by Weights.total or from cotangents
+        # norms |g_i| and factors f_i = shrink(|g_i|, C) / |g_i|, by `weights_of`
+        # sums = sum_i f_i g_i / divisor, by `Weights.total` or from cotangents
         problem = signature.on_device(problem)
         choice = choose(problem, method, microbatch)
         # A max_norm function needs all norms first, so the whole batch is one
         # microbatch.
-        width = None if needs_all_norms else choice.microbatch
-        run = Run(problem, limits.on_device(problem), width)
+        width = None if limits.need_all_norms else choice.microbatch
+        run = Run(problem, width)
         if choice.ghost:
             sums, results = choice.ghost.clipped_sums(run)
         else:
@@ -324,18 +331,9 @@ def clipped_grad(
         # [batch, groups] -> a tree like max_norm of [batch]
         norms = limits.treedef.unflatten(weights.norms.T)
         factors = limits.treedef.unflatten(weights.factors.T)
-        nonfinite = jnp.sum(problem.present & ~weights.counts, dtype=jnp.int32)
+        nonfinite = jnp.sum(problem.present & ~weights.is_counted, dtype=jnp.int32)
         result = DeviceResult(sums, nonfinite, (norms, factors, values, aux))
         return result, bounds_of(problem, choice)
-
-    def bounds_of_sum(bounds: Bounds) -> tuple[Any, Any]:
-        """`sensitivity` and `longest`, None where nothing is proved."""
-        limit = limits.joint()
-        if limit is None or not np.isfinite(bounds.change):
-            return None, None
-        sensitivity = limit * (1 + bounds.change) * ROUNDED_UP
-        longest = limit * bounds.longest * ROUNDED_UP
-        return sensitivity, longest
 
     return of_batch
 
@@ -385,14 +383,12 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         width = self.microbatch or "the whole batch"
         costs = [f"{name} {cost:.2g}" for name, cost in self.costs.items()]
-        slow = [name for name, cost in self.costs.items() if cost > 10]
         rounding_of_others = np.inf
         if self.change < np.inf:
             rounding_of_others = self.change - self.excess
         lines = [
             f"method {self.method}, microbatch: {width}",
             f"estimated time, in plain gradients: {', '.join(costs)}",
-            *(f"more than ten plain gradients: {name}" for name in slow),
             f"one example changes the sum by at most 1 + {self.change:.2g} limits",
             f"  1 by its limit, {self.excess:.2g} by its rounding, "
             f"{rounding_of_others:.2g} by that of the others",
@@ -474,10 +470,7 @@ def explain_clipped_grad(
     """
     call = "explain_clipped_grad"
     check_function(f"{call}: loss", loss)
-    check_choice(f"{call}: method", method, METHODS)
-    if microbatch is not None:
-        check_length(f"{call}: microbatch", microbatch)
-        microbatch = int(microbatch)
+    microbatch = checked_microbatch(call, method, microbatch)
     signature = Signature(
         call,
         loss,

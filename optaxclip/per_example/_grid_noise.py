@@ -56,16 +56,12 @@ def alias_table() -> np.ndarray:
         masses = [int((weight * unit).to_integral_value()) for weight in weights]
     # The rest that rounding left goes to J = 0, which has the largest mass.
     masses[half] += 2**96 - sum(masses)
-    small = []
-    large = []
-    for column, mass in enumerate(masses):
-        if mass < COLUMN_MASS:
-            small.append(column)
-        else:
-            large.append(column)
+    columns = range(COLUMNS)
+    small = [column for column in columns if masses[column] < COLUMN_MASS]
+    large = [column for column in columns if masses[column] >= COLUMN_MASS]
     # A column that needs no other value is its own alias.
     thresholds = [0] * COLUMNS
-    aliases = list(range(COLUMNS))
+    aliases = list(columns)
     # Each small column is filled up with mass of a large one.
     while small:
         column = small.pop()

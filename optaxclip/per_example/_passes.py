@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from .._mesh_types import varying_as_any_of
 from .._trees import PyTree
-from ._limits import Arrays, Limits, Weights
+from ._limits import Arrays, Weights, weights_of
 from ._problem import Problem
 
 # (present, *examples) -> (terms of a sum, results of each example)
@@ -71,7 +71,6 @@ class Run(NamedTuple):
     """
 
     problem: Problem
-    limits: Limits
     microbatch: int | None
 
     def in_one_pass(self) -> tuple[Arrays, ExampleResults]:
@@ -90,8 +89,8 @@ class Run(NamedTuple):
             # Otherwise XLA on a CPU writes the float64 squares of the gradients, which
             # only the norms need, to memory.
             grads = written(grads)
-            weights = self.limits.weigh(grads, present)
-            sums = list(map(weights.total, grads, self.limits.groups))
+            weights = weights_of(self.problem, grads, present)
+            sums = list(map(weights.total, grads, self.problem.groups))
             return sums, ExampleResults(weights, values, aux)
 
         return self.in_steps(step)

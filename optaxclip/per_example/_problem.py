@@ -40,7 +40,7 @@ class Problem(NamedTuple):
     | fields | are set by |
     |---|---|
     | call, loss, params, batch, present, shared | `Signature.problem_of` |
-    | limits, divisor, is_sum | `clipped_grad`, for each call |
+    | limits, groups, divisor, is_sum | `clipped_grad`, for each call |
     | devices | `on_each_device`, on a mesh with Explicit axes |
     | splits, mesh_axes, program, returned | `Signature.on_device`, on each device |
     """
@@ -54,7 +54,8 @@ class Problem(NamedTuple):
     shared: list[Any]  # arguments that are the same for all examples
     # For each parameter, the mesh axes over which its gradient is split
     splits: Sequence[AxisNames] = ()
-    limits: Sequence[Any] = ()  # the numbers of `max_norm`
+    limits: Any = None  # `Limits`, of `max_norm`. None in `explain_clipped_grad`
+    groups: Sequence[int] = ()  # for each parameter, the number of its limit
     divisor: Any = 1  # of the sum of the clipped gradients
     is_sum: bool = True  # False: a mean
     devices: int = 1  # of an Explicit mesh, that share the batch

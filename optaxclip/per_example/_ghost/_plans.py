@@ -164,8 +164,8 @@ class OuterProductPlan(LeafPlan, ABC):
     ) -> Array:
         """The sum of f G over examples, as [stack, rows, columns]."""
         captured_of_leaf = self._of_this_leaf(captured)
-        counts = weights.counts
-        factors = SplitFactors(weights.roots[:, limit_group], weights.shares)
+        counts = weights.is_counted
+        factors = SplitFactors(weights.roots[:, limit_group], weights.inverse_divisor)
         dtype = np.promote_types(self.leaf.dtype, factors.roots.dtype)
         zeros = jnp.zeros(self.matrix_shape, dtype)
         zeros = varying_as_any_of(zeros, (captured_of_leaf, self.leaf, counts))
