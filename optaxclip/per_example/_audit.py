@@ -89,7 +89,8 @@ def sensitivity(
             "sensitivity: there is no batch. Give its arrays after the parameters: "
             "sensitivity(grad_fn, params, x, y, limit=1.0)."
         )
-    size = len(jax.tree.leaves(batch)[0])
+    first_array, *_ = jax.tree.leaves(batch)
+    size = len(first_array)
 
     def sums_of(batch: PyTree, mask: np.ndarray) -> list[np.ndarray]:
         result = grad_fn(params, *batch, mask=mask)
@@ -103,8 +104,10 @@ def sensitivity(
         for pattern, example in _examples_to_try(batch):
             batch_with = jax.tree.map(_with_first, batch, example)
             sums_with = sums_of(batch_with, np.ones(size, bool))
-            change = _distance(sums_with, sums_without)
-            results.append(Sensitivity(change, pattern, limit))
+            result = Sensitivity(
+                change=_distance(sums_with, sums_without), pattern=pattern, limit=limit
+            )
+            results.append(result)
     return max(results)
 
 
@@ -172,14 +175,16 @@ def _floats_to_try(array: Array, random: np.random.Generator) -> dict[str, np.nd
     positions = array.shape[0] if array.ndim else 1
     direction = random.standard_normal(array.shape[1:])
     largest_power = int(jnp.finfo(array.dtype).maxexp)
-    lowest_power = largest_power // 12
-    powers = random.integers(lowest_power, largest_power // 2, positions // 2)
+    powers = random.integers(
+        low=largest_power // 12, high=largest_power // 2, size=positions // 2
+    )
     sizes = np.exp2(powers)
     size_by_pattern = {}
     size_by_pattern["random +-2^k"] = random.permutation([*sizes, *-sizes])
     for quarters in (1, 2, 3):
         power = quarters * largest_power // 4
         large = 2.0**power
+        # The third number is what rounding loses beside the large ones.
         size_by_pattern[f"aligned +-2^{power}"] = np.array([large, -large, 12.3])
     for size in (np.nan, np.inf, 1e-30, 1e9, 1e30):
         size_by_pattern[f"{size:g}"] = np.full(positions, size)

@@ -142,7 +142,7 @@ def clipped_grad(
       microbatch: the most examples that are differentiated at once, at least 1. On a
         mesh with Explicit axes each device that shares the batch takes at least one. It
         need not divide the batch: with 9, a batch of 32 becomes four microbatches of 8.
-        None for the whole batch, or for what "auto" chooses.
+        None: the whole batch with "one_pass", else what fits into memory.
       method: "ghost", "one_pass" or "auto". Both methods give the same numbers, but for
         rounding and for gradients whose terms cancel.
 

@@ -64,7 +64,8 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
     # The threshold of random words is rounded down, so that no example joins more often
     # than `share` says.
     # As a Python float: in float16 or int32 2^32 is out of range.
-    threshold = np.uint32(min(int(float(share) * 2**32), 2**32 - 1))
+    threshold = int(float(share) * 2**32)
+    threshold = np.uint32(min(threshold, 2**32 - 1))
     words = jax.random.bits(example_key, (int(examples),), np.uint32)
     is_drawn = words < threshold
     # The examples that are drawn come first, then others fill up the batch.

@@ -26,8 +26,8 @@ Step = Callable[..., tuple[PyTree, PyTree]]
 
 def small_memory() -> int:
     """How many float32 numbers are so few that a loop over parts of them is slower."""
-    # A megabyte on a CPU, which fits its cache. Elsewhere 32, since each turn of a loop
-    # starts kernels again.
+    # A megabyte on a CPU, which fits its cache. Elsewhere 32 megabytes, since each turn
+    # of a loop starts kernels again.
     return 2**18 if jax.default_backend() == "cpu" else 2**23
 
 
@@ -111,8 +111,9 @@ class Run(NamedTuple):
         """
         zeros = []
         for leaf in jax.tree.leaves(self.problem.params):
+            dtype = np.promote_types(leaf.dtype, np.float32)
             # `zeros_like` keeps how an Explicit mesh splits it.
-            zero = jnp.zeros_like(leaf, np.promote_types(leaf.dtype, np.float32))
+            zero = jnp.zeros_like(leaf, dtype)
             # lax.scan needs the type of the sums that follow.
             zeros.append(varying_as_any_of(zero, (self.problem.batch, leaf)))
         return zeros
@@ -161,7 +162,8 @@ def in_microbatches(
         """[turns, width, ...] in the order of the batch."""
         return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])[:size]
 
-    is_real = np.arange(width * turns).reshape(width, turns) < size
+    numbers = np.arange(width * turns).reshape(width, turns)
+    is_real = numbers < size
     present, batch = jax.tree.map(split, (present, batch))
 
     def take_turn(total: PyTree, turn: Array) -> tuple[PyTree, PyTree]:
@@ -169,7 +171,9 @@ def in_microbatches(
         def take(x: Array) -> Array:
             return lax.dynamic_index_in_dim(x, turn, 1, keepdims=False)
 
-        terms, results = step(*jax.tree.map(take, (present & is_real, *batch)))
+        is_present = present & is_real
+        arguments = jax.tree.map(take, (is_present, *batch))
+        terms, results = step(*arguments)
         return plus(total, terms), results
 
     total, results = lax.scan(take_turn, total, jnp.arange(turns))
