@@ -30,9 +30,6 @@ class ExplainedLeaf(NamedTuple):
     norm_by: str  # a word of the table in `explain_clipped_grad`
     # the operations that it goes into, such as "gather, dot_general"
     uses: str
-    # bytes of the inputs and cotangents of its uses, for a microbatch
-    kept: int
-    made: int  # bytes that are made of each example, to compute its norm
 
 
 class Explanation(NamedTuple):
@@ -67,18 +64,21 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         width = self.microbatch or "the whole batch"
         costs = [f"{name} {cost:.2g}" for name, cost in self.costs.items()]
-        rounding_of_others = np.inf
-        if self.change < np.inf:
-            rounding_of_others = self.change - self.excess
         lines = [
             f"method {self.method}, microbatch: {width}",
             f"estimated time, in plain gradients: {', '.join(costs)}",
-            f"one example changes the sum by at most 1 + {self.change:.2g} limits",
-            f"  1 by its limit, {self.excess:.2g} by its rounding, "
-            f"{rounding_of_others:.2g} by that of the others",
-            "  proved for one batch size, with mask= for absent examples",
         ]
-        head = ("parameter", "shape", "norm by", "uses", "kept", "made")
+        if self.change < np.inf:
+            rounding_of_others = self.change - self.excess
+            lines += [
+                f"one example changes the sum by at most 1 + {self.change:.2g} limits",
+                f"  1 by its limit, {self.excess:.2g} by its rounding, "
+                f"{rounding_of_others:.2g} by that of the others",
+                "  proved for one batch size, with mask= for absent examples",
+            ]
+        else:
+            lines.append("no bound is proved of how much one example changes the sum")
+        head = ("parameter", "shape", "norm by", "uses")
         rows: list[tuple[str, ...]] = [head]
         for leaf in self.leaves:
             rows.append(tuple(map(str, leaf)))
@@ -116,9 +116,7 @@ def explain_clipped_grad(
       A function of the arguments of `loss`, with batches for examples. It returns an
       `Explanation`, whose text is a table. Its `excess` and `change` are proved bounds
       of what one example adds to the sum, and how much it changes the sum, whatever
-      `max_norm` is. `kept` is the bytes of the inputs and cotangents of a parameter's
-      uses, for one microbatch. `made` is the bytes that one example adds while its norm
-      is computed.
+      `max_norm` is.
 
     | norm by | is | for |
     |---|---|---|
@@ -148,9 +146,9 @@ def explain_clipped_grad(
       one example changes the sum by at most 1 + 3.8e-06 limits
         1 by its limit, 5.4e-07 by its rounding, 3.2e-06 by that of the others
         proved for one batch size, with mask= for absent examples
-      parameter  shape     norm by   uses         kept  made
-      b          (20,)     gradient  add          320   80
-      w          (30, 20)  product   dot_general  800   0
+      parameter  shape     norm by   uses
+      b          (20,)     gradient  add
+      w          (30, 20)  product   dot_general
     """
     call = "explain_clipped_grad"
     check_function(f"{call}: loss", loss)
@@ -198,26 +196,18 @@ def explain_clipped_grad(
 
 def explained_leaves(problem: Problem, choice: Choice) -> list[ExplainedLeaf]:
     """How the norms are computed, for each parameter."""
-    size = problem.present.size
-    width = even_width(size, choice.microbatch) if choice.microbatch else size
     leaves = []
     entries = jax.tree.leaves_with_path(problem.params)
     for (path, leaf), plan in zip(entries, choice.plans(problem)):
-        use_names = []
-        captured_size = 0
+        uses = []
         for site in plan.sites:
             in_scan = " in scan" if site.scan_lengths else ""
-            use_names.append(site.name + in_scan)
-            captured_size += site.captured_size
-        # As if all numbers had the dtype of the parameter.
-        itemsize = leaf.dtype.itemsize
+            uses.append(site.name + in_scan)
         explained = ExplainedLeaf(
             name=trees.name(path),  # DictKey("a"), SequenceKey(0) -> "a/0"
             shape=leaf.shape,
             norm_by=plan.norm_by,
-            uses=", ".join(dict.fromkeys(use_names)),
-            kept=itemsize * width * captured_size,
-            made=itemsize * (plan.temporaries + plan.kept_size),
+            uses=", ".join(dict.fromkeys(uses)),
         )
         leaves.append(explained)
     return leaves
