@@ -234,7 +234,6 @@ def clipped_grad(
     check_function("clipped_grad: fun", fun)
     param_places = places_in(argnums)
     batch_places = places_in(batch_argnums)
-    is_tree = not isinstance(argnums, Sequence)
     key_places = [] if prng_argnum is None else places_in(prng_argnum)
     example_places = [*param_places, *batch_places, *key_places]
     is_repeated = len(set(example_places)) < len(example_places)
@@ -257,6 +256,39 @@ def clipped_grad(
         max_norm = jax.tree.map(_divisible, l2_clip_norm)
     has_auxiliary = has_aux or return_values or return_grad_norms
     bounds = set[float]()
+    clip = partial(
+        per_example.clipped_grad,
+        max_norm=max_norm,
+        has_aux=True,
+        shrink=shrink,
+        microbatch=microbatch_size,
+        mean=False,
+    )
+
+    def loss(*args_and_keywords: Any) -> tuple[Any, Any]:
+        """The loss of one example. Keywords are its last argument."""
+        *args, keywords = args_and_keywords
+        if keep_batch_dim:
+            for place in batch_places:
+                args[place] = jax.tree.map(lambda x: x[None], args[place])
+        returned = fun(*args, **keywords)
+        return returned if has_aux else (returned, None)
+
+    def transformed_loss(direction: Any, *args_and_keywords: Any) -> tuple[Any, Any]:
+        """A loss whose gradient is the transformed gradient of `loss`, T(g): the inner
+        product of T(g) and `direction`. Its aux are the norms of g, and value and aux
+        of `loss`.
+        """
+        args = list(args_and_keywords)
+        example = [args[place] for place in batch_places]
+        for place in param_places:
+            args[place] = varying_as_any_of(args[place], example)
+        (value, aux), grads = jax.value_and_grad(loss, argnums, has_aux=True)(*args)
+        norm = partial(global_norm, mesh_axes=None)
+        norms = jax.tree.map(lambda _, part: norm(part), l2_clip_norm, grads)
+        transformed = jax.lax.stop_gradient(pre_clipping_transform(grads))
+        products = jax.tree.map(lambda x, y: jnp.sum(x * y), direction, transformed)
+        return sum(jax.tree.leaves(products)), (norms, value, aux)
 
     def clipped_sum(*args: Any, is_padding_example: Any = None, **keywords: Any) -> Any:
         if max(example_places) >= len(args):
@@ -264,8 +296,9 @@ def clipped_grad(
                 f"clipped_grad: {argnums=}, {batch_argnums=} and {prng_argnum=}, but "
                 f"the function was called with {len(args)} positional arguments."
             )
-        batch = [[args[place] for place in batch_places], keywords]
-        size = _size_of(batch)
+        args_and_keywords = [*args, keywords]
+        batches = [*batch_places, len(args)]
+        size = _size_of([args_and_keywords[place] for place in batches])
         if is_padding_example is None:
             # `per_example.clipped_grad` proves a bound only with a mask.
             mask = jnp.ones(size, bool)
@@ -274,50 +307,34 @@ def clipped_grad(
         if size == 0:
             # One example of zeros that does not count
             mask = jnp.zeros(1, bool)
-            batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), batch)
+            for place in batches:
+                args_and_keywords[place] = jax.tree.map(
+                    lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype),
+                    args_and_keywords[place],
+                )
         for place in key_places:
-            keys = args[place]
-            batch += [jax.tree.map(lambda key: jax.random.split(key, size or 1), keys)]
-        # Not closed over, since arrays may lack the types of an Explicit mesh.
-        shared = dict(enumerate(args))
-        for place in example_places:
-            del shared[place]
-        loss = _Loss(
-            fun,
-            example_places,
-            is_tree=is_tree,
-            keep_batch_dim=keep_batch_dim,
-            has_aux=has_aux,
-        )
-        clip = partial(
-            per_example.clipped_grad,
-            max_norm=max_norm,
-            shared_argnums=2,
-            has_aux=True,
-            shrink=shrink,
-            microbatch=microbatch_size,
-            mean=False,
-        )
+            args_and_keywords[place] = jax.tree.map(
+                lambda key: jax.random.split(key, size or 1), args[place]
+            )
+        shared = [place for place in range(len(args)) if place not in example_places]
         params = tuple(args[place] for place in param_places)
-        if is_tree:
+        if not isinstance(argnums, Sequence):
             (params,) = params
         # A copy of the tree, which the transform may write to
         transformed_params = pre_clipping_transform(jax.tree.map(lambda x: x, params))
         if _identity_of(transformed_params) == _identity_of(params):
-            result = clip(loss)(params, batch, shared, mask=mask)
+            clip_loss = clip(loss, argnums=argnums, shared_argnums=shared)
+            result = clip_loss(*args_and_keywords, mask=mask)
             norms = result.norms
             values = result.values
             aux = result.aux
         else:
-            transformed_loss = _TransformedLoss(
-                loss, pre_clipping_transform, l2_clip_norm
-            )
-            clip_transformed = clip(transformed_loss, method="one_pass")
-            # The transformed loss is linear: its gradient is the same everywhere, also
-            # at the parameters.
-            result = clip_transformed(
-                transformed_params, batch, (params, shared), mask=mask
-            )
+            # One place further, behind the direction
+            fixed = [place + 1 for place in (*param_places, *shared)]
+            clip_loss = clip(transformed_loss, shared_argnums=fixed, method="one_pass")
+            # `transformed_loss` is linear in the direction, so its gradient is the same
+            # everywhere.
+            result = clip_loss(transformed_params, *args_and_keywords, mask=mask)
             norms_of_all, values, aux = result.aux
             norms = jax.tree.map(lambda norm: jnp.where(mask, norm, 0), norms_of_all)
         if keep_batch_dim:
@@ -345,52 +362,6 @@ def clipped_grad(
     return BoundedSensitivityCallable(
         clipped_sum, sum_limit / normalize_by, has_auxiliary, bounds
     )
-
-
-class _Loss(NamedTuple):
-    """The loss of one example, as `per_example.clipped_grad` calls it: `fun` with all
-    arguments in their places.
-    """
-
-    fun: Callable[..., Any]
-    places: list[int]  # of the parameters, the batches, and the random key
-    is_tree: bool  # whether the parameters are one argument
-    keep_batch_dim: bool
-    has_aux: bool
-
-    def __call__(self, params: Any, example: Any, shared: Any) -> tuple[Any, Any]:
-        examples, keywords, *keys = example
-        if self.keep_batch_dim:
-            examples = jax.tree.map(lambda x: x[None], examples)
-        param_args = [params] if self.is_tree else params
-        args = dict(zip(self.places, [*param_args, *examples, *keys])) | shared
-        returned = self.fun(*(args[place] for place in sorted(args)), **keywords)
-        return returned if self.has_aux else (returned, None)
-
-
-class _TransformedLoss(NamedTuple):
-    """A loss whose gradient is the transformed gradient of another one, T(g): the inner
-    product of T(g) and `direction`. Its aux are the norms of g, and value and aux of
-    the other loss.
-    """
-
-    loss: _Loss
-    transform: Callable[[Any], Any]
-    limits: Any  # a tree prefix of the gradients
-
-    def __call__(
-        self, direction: Any, example: Any, params_and_shared: Any
-    ) -> tuple[Any, Any]:
-        params, shared = params_and_shared
-        params = varying_as_any_of(params, example)
-        value_and_grad = jax.value_and_grad(self.loss, has_aux=True)
-        (value, aux), grads = value_and_grad(params, example, shared)
-        norm = partial(global_norm, mesh_axes=None)
-        norms = jax.tree.map(lambda _, part: norm(part), self.limits, grads)
-        transformed = jax.lax.stop_gradient(self.transform(grads))
-        directions = jax.tree.leaves(direction)
-        pairs = zip(directions, jax.tree.leaves(transformed), strict=True)
-        return sum(jnp.sum(x * y) for x, y in pairs), (norms, value, aux)
 
 
 def _size_of(batch: Any) -> int:
