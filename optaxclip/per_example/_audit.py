@@ -84,13 +84,13 @@ def sensitivity(
     check_function("sensitivity: grad_fn", grad_fn)
     # On one device, also where a mesh has split it.
     batch = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), batch)
-    if not jax.tree.leaves(batch):
+    arrays = jax.tree.leaves(batch)
+    if not arrays:
         raise ValueError(
             "sensitivity: there is no batch. Give its arrays after the parameters: "
             "sensitivity(grad_fn, params, x, y, limit=1.0)."
         )
-    first_array, *_ = jax.tree.leaves(batch)
-    size = len(first_array)
+    size = len(arrays[0])
 
     def sums_of(batch: PyTree, mask: np.ndarray) -> list[np.ndarray]:
         result = grad_fn(params, *batch, mask=mask)
@@ -98,12 +98,14 @@ def sensitivity(
         return [np.asarray(leaf).astype(np.complex128) for leaf in leaves]
 
     # Masked in its place: in a shorter batch the gradients of others have other bits.
-    sums_without = sums_of(batch, np.arange(size) > 0)
+    first_left_out = np.arange(size) > 0
+    sums_without = sums_of(batch, first_left_out)
+    all_present = np.ones(size, bool)
     results = []
     with np.errstate(all="ignore"):
         for pattern, example in _examples_to_try(batch):
             batch_with = jax.tree.map(_with_first, batch, example)
-            sums_with = sums_of(batch_with, np.ones(size, bool))
+            sums_with = sums_of(batch_with, all_present)
             result = Sensitivity(
                 change=_distance(sums_with, sums_without), pattern=pattern, limit=limit
             )

@@ -69,6 +69,7 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
     words = jax.random.bits(example_key, (int(examples),), np.uint32)
     is_drawn = words < threshold
     # The examples that are drawn come first, then others fill up the batch.
-    chosen = jnp.argsort(~is_drawn, stable=True)[: int(places)]
+    by_joining = jnp.argsort(~is_drawn, stable=True)
+    chosen = by_joining[: int(places)]
     chosen = jax.random.permutation(place_key, chosen)
     return Drawn(chosen, is_drawn[chosen])

@@ -74,7 +74,8 @@ def alias_table() -> np.ndarray:
             small.append(large.pop())
     words = []
     for threshold, alias in zip(thresholds, aliases):
-        first = threshold >> 64 << 11 | alias
+        first_bits = threshold >> 64
+        first = first_bits << 11 | alias
         second = threshold >> 32 & WORD
         third = threshold & WORD
         words.append((first, second, third))
@@ -245,11 +246,13 @@ def with_grid_noise(leaf: Array, sigma: Array, key: Array) -> Array:
     per_unit = steps_per_unit(sigma)
     largest = (REACH * STEPS / per_unit).astype(leaf.dtype)
     leaf = jnp.clip(leaf, -largest, largest)
-    noise = integer_noise(random_words(key, leaf))
+    words = random_words(key, leaf)
+    noise = integer_noise(words)
     if leaf.dtype == np.float32:
-        numbers = with_noise(on_grid(leaf, per_unit), noise)
-        low = numbers.low.astype(np.float32)
-        return (numbers.top * 2.0**24 + low) * (1 / per_unit)
+        numbers = on_grid(leaf, per_unit)
+        noisy = with_noise(numbers, noise)
+        low = noisy.low.astype(np.float32)
+        return (noisy.top * 2.0**24 + low) * (1 / per_unit)
     # Float64 holds all integers up to 2^53. A product of up to 2^46 is rounded by at
     # most 2^-7.
     per_unit = per_unit.astype(leaf.dtype)
