@@ -112,7 +112,7 @@ class BoundedSensitivityCallable:
     @property
     def l2_norm_bound(self) -> Any:
         """By how much the sum can change with or without one example."""
-        return self._proved("l2_norm_bound")
+        return self._largest_bound("l2_norm_bound")
 
     def sensitivity(self, neighboring_relation: Any = "REPLACE_SPECIAL") -> Any:
         """Returns by how much the sum can change between neighbouring batches.
@@ -131,9 +131,9 @@ class BoundedSensitivityCallable:
         # No import of dp_accounting, which takes seconds and is not always there.
         name = getattr(neighboring_relation, "name", neighboring_relation)
         check_choice("sensitivity: neighboring_relation", name, tuple(CHANGES))
-        return CHANGES[name] * self._proved("sensitivity")
+        return CHANGES[name] * self._largest_bound("sensitivity")
 
-    def _proved(self, call: str) -> Any:
+    def _largest_bound(self, call: str) -> Any:
         """The bound of all programs so far."""
         if not self.bounds:
             warnings.warn(
@@ -247,7 +247,7 @@ def clipped_grad(
         check_number("clipped_grad: l2_clip_norm", limit, is_scalar=True)
     if not normalize_by > 0:
         raise ValueError(f"clipped_grad: {normalize_by=} must be above 0.")
-    sum_limit = _joint(limits)
+    sum_limit = _limit_of_all(limits)
     max_norm = l2_clip_norm
     shrink = None
     if rescale_to_unit_norm:
@@ -403,7 +403,7 @@ def _identity_of(tree: Any) -> tuple[Any, list[int]]:
     return treedef, list(map(id, leaves))
 
 
-def _joint(limits: Sequence[Any]) -> Any:
+def _limit_of_all(limits: Sequence[Any]) -> Any:
     """The limit of all parts together."""
     if any(isinstance(limit, Tracer) for limit in limits):
         return reduce(jnp.hypot, limits)

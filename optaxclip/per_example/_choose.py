@@ -48,10 +48,10 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     """The method and the microbatch that were asked for. "auto" is the method that
     takes less time, with a microbatch that fits into memory.
     """
-    microbatch = on_one_device(problem, microbatch)
+    microbatch = microbatch_of_device(problem, microbatch)
     ghost = None
     if method != "one_pass":
-        ghost, obstacle = possible_ghost(problem)
+        ghost, obstacle = ghost_or_obstacle(problem)
         if method == "ghost" and not ghost:
             raise ValueError(
                 f'{problem.call}: method must be "one_pass" or "auto" for {obstacle}, '
@@ -84,7 +84,7 @@ def checked_microbatch(call: str, method: str, microbatch: Any) -> int | None:
     return int(microbatch)
 
 
-def on_one_device(problem: Problem, microbatch: int | None) -> int | None:
+def microbatch_of_device(problem: Problem, microbatch: int | None) -> int | None:
     """How many examples of a microbatch each of the devices takes that share it."""
     return max(microbatch // problem.devices, 1) if microbatch else None
 
@@ -255,7 +255,7 @@ def _refuse_a_split(batch: PyTree, text: str) -> None:
         jax.debug.inspect_array_sharding(leaf, callback=check)
 
 
-def possible_ghost(problem: Problem) -> tuple[Ghost | None, str]:
+def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
     """Ghost clipping, or None and the obstacle, as errors name it."""
     roles = {"parameters": problem.params, "the batch": problem.batch}
     for path, leaf in jax.tree.leaves_with_path(roles):

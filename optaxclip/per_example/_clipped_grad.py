@@ -308,7 +308,7 @@ def clipped_grad(
 
     def clip_on_device(problem: Problem) -> tuple[DeviceResult, Bounds]:
         # norms |g_i| and factors f_i = shrink(|g_i|, C) / |g_i|, by `weights_of`
-        # sums = sum_i f_i g_i / divisor, by `Weights.total` or from cotangents
+        # sums = sum_i f_i g_i / divisor, by `Weights.weighted_sum` or from cotangents
         problem = signature.on_device(problem)
         choice = choose(problem, method, microbatch)
         # A max_norm function needs all norms first, so the whole batch is one

@@ -14,8 +14,8 @@ from ._choose import (
     checked_microbatch,
     choose,
     costs_of,
-    on_one_device,
-    possible_ghost,
+    ghost_or_obstacle,
+    microbatch_of_device,
 )
 from ._explicit import DeviceResult, on_each_device
 from ._passes import even_width
@@ -175,7 +175,7 @@ def explain_clipped_grad(
 
     def explain_on_device(problem: Problem) -> Explanation:
         choice = choose(problem, method, microbatch)
-        ghost = choice.ghost or possible_ghost(problem)[0]
+        ghost = choice.ghost or ghost_or_obstacle(problem)[0]
         bounds = bounds_of(problem, choice)
         size = problem.present.size
         microbatch_of_all = None
@@ -188,7 +188,7 @@ def explain_clipped_grad(
             leaves=explained_leaves(problem, choice),
             excess=bounds.excess,
             change=bounds.change,
-            costs=costs_of(problem, ghost, on_one_device(problem, microbatch)),
+            costs=costs_of(problem, ghost, microbatch_of_device(problem, microbatch)),
         )
 
     return of_batch

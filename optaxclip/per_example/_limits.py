@@ -51,7 +51,7 @@ class Weights(NamedTuple):
     is_counted: Array  # bool[batch]: is not masked, and has finite norms
     inverse_divisor: Array  # float32[batch]: the same number for all examples
 
-    def total(self, leaf: Array, group: int) -> Array:
+    def weighted_sum(self, leaf: Array, group: int) -> Array:
         """The sum over the batch of the gradients that count, times the factors of a
         group, over the divisor, in float32 or wider.
         """

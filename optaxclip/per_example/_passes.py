@@ -90,7 +90,7 @@ class Run(NamedTuple):
             # only the norms need, to memory.
             grads = written(grads)
             weights = weights_of(self.problem, grads, present)
-            sums = list(map(weights.total, grads, self.problem.groups))
+            sums = list(map(weights.weighted_sum, grads, self.problem.groups))
             return sums, ExampleResults(weights, values, aux)
 
         return self.in_steps(step)

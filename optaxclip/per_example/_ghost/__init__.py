@@ -266,6 +266,6 @@ def ghost_of(problem: Problem) -> Ghost:
         program,
         params,
         plans=plans_of(program.sites, params, is_bounded=problem.is_sum),
-        out_tree=jax.tree.structure(problem.returned),
+        out_tree=jax.tree.structure(problem.result_types),
         is_convolved=16 * convolved_work > all_work,
     )

@@ -100,7 +100,7 @@ class GradientPlan(LeafPlan):
           weights: the factors f, and which examples count.
           limit_group: the number of the limit of the parameter.
         """
-        return weights.total(norm_array, limit_group)
+        return weights.weighted_sum(norm_array, limit_group)
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ class MatrixPlan(OuterProductPlan):
         weights: Weights,
         limit_group: int,
     ) -> Array:
-        return weights.total(norm_array, limit_group)
+        return weights.weighted_sum(norm_array, limit_group)
 
 
 def plans_of(
