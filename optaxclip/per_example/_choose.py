@@ -89,6 +89,103 @@ def microbatch_of_device(problem: Problem, microbatch: int | None) -> int | None
     return max(microbatch // problem.devices, 1) if microbatch else None
 
 
+def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
+    """Ghost clipping, or None and the obstacle, as errors name it."""
+    roles = {"parameters": problem.params, "the batch": problem.batch}
+    for path, leaf in jax.tree.leaves_with_path(roles):
+        array_type = jax.typeof(leaf)
+        # Cotangents of a split parameter would need the same sharding in their types.
+        if any(array_type.sharding.spec):
+            name = f"{trees.name(path)!r} of {array_type}"
+            obstacle = "is split over Explicit mesh axes that do not split the batch"
+            return None, f"{name}, which {obstacle}"
+        # The plan depends on sizes, and sizes of jax.export may be symbols.
+        if not all(isinstance(size, int) for size in leaf.shape):
+            return None, f"sizes that are not known, here {leaf.shape}"
+    try:
+        return ghost_of(problem), ""
+    except CannotSplit as error:
+        return None, str(error)
+
+
+def costs_of(
+    problem: Problem, ghost: Ghost | None, microbatch: int | None
+) -> dict[str, float]:
+    """For each method, about how many times as long as the plain gradient it takes."""
+    size = problem.present.size
+    gradient_size = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
+    gradient_work = MULTIPLICATIONS_PER_NUMBER * gradient_size
+    # Forward, and backward to the inputs and to the parameters of all examples. The
+    # plain gradient is written once for the batch.
+    plain_work = 3 * work_of(problem.program) + gradient_work / size
+    # A loss without parameters may have no work.
+    plain_work = max(plain_work, 1.0)
+    one_pass_work = plain_work + gradient_work
+    if not ghost:
+        return {"one_pass": one_pass_work / plain_work}
+    # XLA on a CPU takes about twice as long for the gradients of examples by the kernel
+    # of a convolution. In a loop it takes 11 to 70 times as long, also for patches.
+    width = microbatch or _microbatch_of_one_pass(problem, ghost) or size
+    slowdown = 16 if width < size else 2
+    one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_window)
+    # What is captured, and what is kept of it, is written and read.
+    written_size = ghost.captured_size + ghost.kept_size
+    ghost_work = plain_work + MULTIPLICATIONS_PER_NUMBER * written_size
+    ghost_work += sum(plan.extra_work for plan in ghost.plans)
+    return {"one_pass": one_pass_work / plain_work, "ghost": ghost_work / plain_work}
+
+
+def _microbatch_of_ghost(problem: Problem, ghost: Ghost) -> int | None:
+    """How many examples ghost clipping takes at once, None for all."""
+    size = problem.present.size
+    if ghost.kept_size <= ghost.captured_size:
+        return None
+    return _microbatch_of(size, _fitting(size, ghost.kept_size, ghost.captured_size))
+
+
+def _microbatch_of_one_pass(problem: Problem, ghost: Ghost | None) -> int | None:
+    """How many examples "auto" takes at once in one pass, None for all."""
+    size = problem.present.size
+    leaves = jax.tree.leaves(problem.params)
+    if not ghost:
+        # What the batch keeps is not known here. Sizes of jax.export may be symbols.
+        gradient_size = sum(leaf.size for leaf in leaves)
+        if not isinstance(gradient_size, int) or not isinstance(size, int):
+            return None
+        return _microbatch_of(size, 8 * small_memory() // max(gradient_size, 1))
+    gradient_size = 0
+    for leaf, plan in zip(leaves, ghost.plans):
+        gradient_size += max(leaf.size, plan.kept_size)
+    fitting = _fitting(size, gradient_size, ghost.captured_size)
+    is_small = size * (gradient_size + ghost.captured_size) <= 8 * small_memory()
+    if jax.default_backend() == "cpu" and not ghost.is_convolved and not is_small:
+        # A CPU is faster if the gradients stay in its cache, as a megabyte does. A
+        # transformer of 432,000 parameters took half as long with 8 examples at once as
+        # with 16. LoRA took 0.6 with 16 or 32 at once, and 0.7 to 0.8 with 8. A small
+        # batch needs no turns, which only cost: a neural ODE took 0.8 with all 32 at
+        # once of its time with 8.
+        in_cache = max(8, small_memory() // max(gradient_size, 1))
+        fitting = min(fitting, in_cache)
+    return _microbatch_of(size, fitting)
+
+
+def _fitting(size: int, example_size: int, captured_size: int) -> int:
+    """How many of the examples of a batch fit into memory, if `example_size` numbers
+    are kept of each beside those that are captured.
+
+    All fit if they take at most a third of the captured memory. Otherwise they may
+    take two thirds, since less is captured of a microbatch.
+    """
+    third = max(size * captured_size // 3, small_memory() // 4)
+    fitting = third // max(example_size, 1)
+    return size if fitting >= size else min(2 * fitting, size // 2)
+
+
+def _microbatch_of(size: int, fitting: int) -> int | None:
+    """The microbatch where so many examples fit, at least one. None for all."""
+    return even_width(size, max(fitting, 1)) if fitting < size else None
+
+
 def _has_risky_kernels(problem: Problem) -> bool:
     """Whether XLA may compute wrong gradients of examples by a convolution's kernel, as
     it does for jax.vmap(jax.grad(loss)). It does so where jit splits the batch. On a
@@ -150,84 +247,6 @@ def _safe_microbatch(
     return 1
 
 
-def _microbatch_of_ghost(problem: Problem, ghost: Ghost) -> int | None:
-    """How many examples ghost clipping takes at once, None for all."""
-    size = problem.present.size
-    if ghost.kept_size <= ghost.captured_size:
-        return None
-    return _microbatch_of(size, _fitting(size, ghost.kept_size, ghost.captured_size))
-
-
-def _microbatch_of_one_pass(problem: Problem, ghost: Ghost | None) -> int | None:
-    """How many examples "auto" takes at once in one pass, None for all."""
-    size = problem.present.size
-    leaves = jax.tree.leaves(problem.params)
-    if not ghost:
-        # What the batch keeps is not known here. Sizes of jax.export may be symbols.
-        gradient_size = sum(leaf.size for leaf in leaves)
-        if not isinstance(gradient_size, int) or not isinstance(size, int):
-            return None
-        return _microbatch_of(size, 8 * small_memory() // max(gradient_size, 1))
-    gradient_size = 0
-    for leaf, plan in zip(leaves, ghost.plans):
-        gradient_size += max(leaf.size, plan.kept_size)
-    fitting = _fitting(size, gradient_size, ghost.captured_size)
-    is_small = size * (gradient_size + ghost.captured_size) <= 8 * small_memory()
-    if jax.default_backend() == "cpu" and not ghost.is_convolved and not is_small:
-        # A CPU is faster if the gradients stay in its cache, as a megabyte does. A
-        # transformer of 432,000 parameters took half as long with 8 examples at once as
-        # with 16. LoRA took 0.6 with 16 or 32 at once, and 0.7 to 0.8 with 8. A small
-        # batch needs no turns, which only cost: a neural ODE took 0.8 with all 32 at
-        # once of its time with 8.
-        in_cache = max(8, small_memory() // max(gradient_size, 1))
-        fitting = min(fitting, in_cache)
-    return _microbatch_of(size, fitting)
-
-
-def _fitting(size: int, example_size: int, captured_size: int) -> int:
-    """How many of the examples of a batch fit into memory, if `example_size` numbers
-    are kept of each beside those that are captured.
-
-    All fit if they take at most a third of the captured memory. Otherwise they may
-    take two thirds, since less is captured of a microbatch.
-    """
-    third = max(size * captured_size // 3, small_memory() // 4)
-    fitting = third // max(example_size, 1)
-    return size if fitting >= size else min(2 * fitting, size // 2)
-
-
-def _microbatch_of(size: int, fitting: int) -> int | None:
-    """The microbatch where so many examples fit, at least one. None for all."""
-    return even_width(size, max(fitting, 1)) if fitting < size else None
-
-
-def costs_of(
-    problem: Problem, ghost: Ghost | None, microbatch: int | None
-) -> dict[str, float]:
-    """For each method, about how many times as long as the plain gradient it takes."""
-    size = problem.present.size
-    gradient_size = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
-    gradient_work = MULTIPLICATIONS_PER_NUMBER * gradient_size
-    # Forward, and backward to the inputs and to the parameters of all examples. The
-    # plain gradient is written once for the batch.
-    plain_work = 3 * work_of(problem.program) + gradient_work / size
-    # A loss without parameters may have no work.
-    plain_work = max(plain_work, 1.0)
-    one_pass_work = plain_work + gradient_work
-    if not ghost:
-        return {"one_pass": one_pass_work / plain_work}
-    # XLA on a CPU takes about twice as long for the gradients of examples by the kernel
-    # of a convolution. In a loop it takes 11 to 70 times as long, also for patches.
-    width = microbatch or _microbatch_of_one_pass(problem, ghost) or size
-    slowdown = 16 if width < size else 2
-    one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_window)
-    # What is captured, and what is kept of it, is written and read.
-    written_size = ghost.captured_size + ghost.kept_size
-    ghost_work = plain_work + MULTIPLICATIONS_PER_NUMBER * written_size
-    ghost_work += sum(plan.extra_work for plan in ghost.plans)
-    return {"one_pass": one_pass_work / plain_work, "ghost": ghost_work / plain_work}
-
-
 def _is_split(batch: PyTree) -> bool | None:
     """Whether jit may split the batch over devices. None if only the compiler knows."""
     is_traced = False
@@ -253,22 +272,3 @@ def _refuse_a_split(batch: PyTree, text: str) -> None:
 
     for leaf in jax.tree.leaves(batch):
         jax.debug.inspect_array_sharding(leaf, callback=check)
-
-
-def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
-    """Ghost clipping, or None and the obstacle, as errors name it."""
-    roles = {"parameters": problem.params, "the batch": problem.batch}
-    for path, leaf in jax.tree.leaves_with_path(roles):
-        array_type = jax.typeof(leaf)
-        # Cotangents of a split parameter would need the same sharding in their types.
-        if any(array_type.sharding.spec):
-            name = f"{trees.name(path)!r} of {array_type}"
-            obstacle = "is split over Explicit mesh axes that do not split the batch"
-            return None, f"{name}, which {obstacle}"
-        # The plan depends on sizes, and sizes of jax.export may be symbols.
-        if not all(isinstance(size, int) for size in leaf.shape):
-            return None, f"sizes that are not known, here {leaf.shape}"
-    try:
-        return ghost_of(problem), ""
-    except CannotSplit as error:
-        return None, str(error)

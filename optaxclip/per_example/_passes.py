@@ -24,39 +24,6 @@ from ._problem import Problem
 Step = Callable[..., tuple[PyTree, PyTree]]
 
 
-def small_memory() -> int:
-    """How many float32 numbers are so few that a loop over parts of them is slower."""
-    # A megabyte on a CPU, which fits its cache. Elsewhere 32 megabytes, since each turn
-    # of a loop starts kernels again.
-    return 2**18 if jax.default_backend() == "cpu" else 2**23
-
-
-def is_narrow(x: Any) -> bool:
-    """Whether an array, a type, or a dtype has floats of 16 bits or fewer."""
-    dtype = getattr(x, "dtype", x)
-    is_float = jnp.issubdtype(dtype, jnp.inexact)
-    return is_float and jnp.finfo(dtype).bits < 32
-
-
-def widened(tree: PyTree) -> PyTree:
-    """The arrays of a tree, with float32 instead of 16 bits."""
-
-    def wide(x: Array) -> Array:
-        return x.astype(np.float32) if is_narrow(x) else x
-
-    return jax.tree.map(wide, tree)
-
-
-def written(tree: PyTree) -> PyTree:
-    """The arrays of a tree, written to memory, so that norms and sums read the same
-    numbers.
-
-    Without it XLA may compute an array again for each reader, rounded differently each
-    time. It also leaves out a rounding to 16 bits before a computation in float32.
-    """
-    return jax.tree.map(lax.optimization_barrier, tree)
-
-
 class ExampleResults(NamedTuple):
     """The results of the examples of a batch."""
 
@@ -184,11 +151,14 @@ def _plus(total: Array, term: Array) -> Array:
     return total + term.astype(total.dtype)
 
 
-def block_size() -> int:
-    """How many terms are added up at once where terms may cancel. A CPU adds up blocks
-    of few terms, and their sums by `KahanSum`.
+def even_width(size: int, most: int) -> int:
+    """How many examples are in each microbatch, if there are as few microbatches of at
+    most `most` examples as possible.
+
+    32 examples with at most 9 are four microbatches of 8, not of 9, 9, 9 and 5.
     """
-    return 256 if jax.default_backend() == "cpu" else sys.maxsize
+    turns = -(-size // min(most, size))
+    return -(-size // turns)
 
 
 class KahanSum(NamedTuple):
@@ -216,11 +186,41 @@ class KahanSum(NamedTuple):
         return sum_so_far.total
 
 
-def even_width(size: int, most: int) -> int:
-    """How many examples are in each microbatch, if there are as few microbatches of at
-    most `most` examples as possible.
-
-    32 examples with at most 9 are four microbatches of 8, not of 9, 9, 9 and 5.
+def block_size() -> int:
+    """How many terms are added up at once where terms may cancel. A CPU adds up blocks
+    of few terms, and their sums by `KahanSum`.
     """
-    turns = -(-size // min(most, size))
-    return -(-size // turns)
+    return 256 if jax.default_backend() == "cpu" else sys.maxsize
+
+
+def small_memory() -> int:
+    """How many float32 numbers are so few that a loop over parts of them is slower."""
+    # A megabyte on a CPU, which fits its cache. Elsewhere 32 megabytes, since each turn
+    # of a loop starts kernels again.
+    return 2**18 if jax.default_backend() == "cpu" else 2**23
+
+
+def is_narrow(x: Any) -> bool:
+    """Whether an array, a type, or a dtype has floats of 16 bits or fewer."""
+    dtype = getattr(x, "dtype", x)
+    is_float = jnp.issubdtype(dtype, jnp.inexact)
+    return is_float and jnp.finfo(dtype).bits < 32
+
+
+def widened(tree: PyTree) -> PyTree:
+    """The arrays of a tree, with float32 instead of 16 bits."""
+
+    def wide(x: Array) -> Array:
+        return x.astype(np.float32) if is_narrow(x) else x
+
+    return jax.tree.map(wide, tree)
+
+
+def written(tree: PyTree) -> PyTree:
+    """The arrays of a tree, written to memory, so that norms and sums read the same
+    numbers.
+
+    Without it XLA may compute an array again for each reader, rounded differently each
+    time. It also leaves out a rounding to 16 bits before a computation in float32.
+    """
+    return jax.tree.map(lax.optimization_barrier, tree)
