@@ -294,7 +294,8 @@ def clipped_grad(
         if max(example_places) >= len(args):
             raise TypeError(
                 f"clipped_grad: {argnums=}, {batch_argnums=} and {prng_argnum=}, but "
-                f"the function was called with {len(args)} positional arguments."
+                f"the function was called with {len(args)} positional arguments. Give "
+                "all of these by position."
             )
         args_and_keywords = [*args, keywords]
         batches = [*batch_places, len(args)]
