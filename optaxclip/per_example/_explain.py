@@ -199,15 +199,15 @@ def explained_leaves(problem: Problem, choice: Choice) -> list[ExplainedLeaf]:
     leaves = []
     entries = jax.tree.leaves_with_path(problem.params)
     for (path, leaf), plan in zip(entries, choice.plans(problem)):
-        uses = []
+        use_names = []
         for site in plan.sites:
             in_scan = " in scan" if site.scan_lengths else ""
-            uses.append(site.name + in_scan)
+            use_names.append(site.name + in_scan)
         explained = ExplainedLeaf(
             name=trees.name(path),  # DictKey("a"), SequenceKey(0) -> "a/0"
             shape=leaf.shape,
             norm_by=plan.norm_by,
-            uses=", ".join(dict.fromkeys(uses)),
+            uses=", ".join(dict.fromkeys(use_names)),
         )
         leaves.append(explained)
     return leaves
