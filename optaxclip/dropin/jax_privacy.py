@@ -112,7 +112,7 @@ class BoundedSensitivityCallable:
     @property
     def l2_norm_bound(self) -> Any:
         """By how much the sum can change with or without one example."""
-        return self._proved("l2_norm_bound")
+        return self._largest_bound("l2_norm_bound")
 
     def sensitivity(self, neighboring_relation: Any = "REPLACE_SPECIAL") -> Any:
         """Returns by how much the sum can change between neighbouring batches.
@@ -125,14 +125,15 @@ class BoundedSensitivityCallable:
             ADD_OR_REMOVE_ONE and REPLACE_SPECIAL (by nothing) give the bound,
             REPLACE_ONE twice the bound. The bound is inf where none is proved: for a
             limit of inf or between 0 and 1e-5, with `rescale_to_unit_norm` also for 0,
-            and for 2^24 parameters or more where JAX has a GPU or TPU.
+            for sums that `dtype` rounds to 16 bits, and for 2^24 parameters or more
+            where JAX has a GPU or TPU.
         """
         # No import of dp_accounting, which takes seconds and is not always there.
         name = getattr(neighboring_relation, "name", neighboring_relation)
         check_choice("sensitivity: neighboring_relation", name, tuple(CHANGES))
-        return CHANGES[name] * self._proved("sensitivity")
+        return CHANGES[name] * self._largest_bound("sensitivity")
 
-    def _proved(self, call: str) -> Any:
+    def _largest_bound(self, call: str) -> Any:
         """The bound of all programs so far."""
         if not self.bounds:
             warnings.warn(
@@ -197,7 +198,7 @@ def clipped_grad(
         not, the sum is NaN.
       dtype: what the sum is returned in. None for that of the parameters, but for
         float32 in the place of 16 bits. In 16 bits one example could change the sum by
-        more than the limit.
+        more than the limit, and `sensitivity()` is inf.
       prng_argnum: which argument is a random key. Each example gets its own, of
         `jax.random.split(key, batch)`.
       spmd_axis_name: has no effect. The batch stays split over devices as it came.
@@ -233,32 +234,72 @@ def clipped_grad(
     check_function("clipped_grad: fun", fun)
     param_places = places_in(argnums)
     batch_places = places_in(batch_argnums)
-    is_tree = not isinstance(argnums, Sequence)
-    overlap = {*param_places} & {*batch_places}
-    if not batch_places or min(param_places + batch_places) < 0 or overlap:
-        must = f"{argnums=} and {batch_argnums=} must be at least 0, and not overlap"
-        raise ValueError(f"clipped_grad: {must}. Batch Argnums must not be empty.")
+    key_places = [] if prng_argnum is None else places_in(prng_argnum)
+    example_places = [*param_places, *batch_places, *key_places]
+    is_repeated = len(set(example_places)) < len(example_places)
+    if not batch_places or min(example_places) < 0 or is_repeated:
+        raise ValueError(
+            f"clipped_grad: {argnums=}, {batch_argnums=} and {prng_argnum=} must be at "
+            "least 0, and not overlap. Batch Argnums must not be empty."
+        )
     limits = jax.tree.leaves(l2_clip_norm, is_leaf=lambda limit: limit is None)
     for limit in limits:
         check_number("clipped_grad: l2_clip_norm", limit, is_scalar=True)
     if not normalize_by > 0:
         raise ValueError(f"clipped_grad: {normalize_by=} must be above 0.")
-    sum_limit = _joint(limits)
+    sum_limit = _limit_of_all(limits)
     max_norm = l2_clip_norm
     shrink = None
-    # From the limits of the clip to the limits of the sum
-    rescaling = 1.0
     if rescale_to_unit_norm:
         sum_limit = len(limits) ** 0.5
         shrink = over_limit
         max_norm = jax.tree.map(_divisible, l2_clip_norm)
-        rescaling = sum_limit / _joint(jax.tree.leaves(max_norm))
     has_auxiliary = has_aux or return_values or return_grad_norms
     bounds = set[float]()
+    clip = partial(
+        per_example.clipped_grad,
+        max_norm=max_norm,
+        has_aux=True,
+        shrink=shrink,
+        microbatch=microbatch_size,
+        mean=False,
+    )
+
+    def loss(*args_and_keywords: Any) -> tuple[Any, Any]:
+        """The loss of one example. Keywords are its last argument."""
+        *args, keywords = args_and_keywords
+        if keep_batch_dim:
+            for place in batch_places:
+                args[place] = jax.tree.map(lambda x: x[None], args[place])
+        returned = fun(*args, **keywords)
+        return returned if has_aux else (returned, None)
+
+    def transformed_loss(direction: Any, *args_and_keywords: Any) -> tuple[Any, Any]:
+        """A loss whose gradient is the transformed gradient of `loss`, T(g): the inner
+        product of T(g) and `direction`. Its aux are the norms of g, and value and aux
+        of `loss`.
+        """
+        args = list(args_and_keywords)
+        example = [args[place] for place in batch_places]
+        for place in param_places:
+            args[place] = varying_as_any_of(args[place], example)
+        (value, aux), grads = jax.value_and_grad(loss, argnums, has_aux=True)(*args)
+        norm = partial(global_norm, mesh_axes=None)
+        norms = jax.tree.map(lambda _, part: norm(part), l2_clip_norm, grads)
+        transformed = jax.lax.stop_gradient(pre_clipping_transform(grads))
+        products = jax.tree.map(lambda x, y: jnp.sum(x * y), direction, transformed)
+        return sum(jax.tree.leaves(products)), (norms, value, aux)
 
     def clipped_sum(*args: Any, is_padding_example: Any = None, **keywords: Any) -> Any:
-        batch = [[args[place] for place in batch_places], keywords]
-        size = _size_of(batch)
+        if max(example_places) >= len(args):
+            raise TypeError(
+                f"clipped_grad: {argnums=}, {batch_argnums=} and {prng_argnum=}, but "
+                f"the function was called with {len(args)} positional arguments. Give "
+                "all of these by position."
+            )
+        args_and_keywords = [*args, keywords]
+        batches = [*batch_places, len(args)]
+        size = _size_of([args_and_keywords[place] for place in batches])
         if is_padding_example is None:
             # `per_example.clipped_grad` proves a bound only with a mask.
             mask = jnp.ones(size, bool)
@@ -267,54 +308,34 @@ def clipped_grad(
         if size == 0:
             # One example of zeros that does not count
             mask = jnp.zeros(1, bool)
-            batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), batch)
-        example_places = [*param_places, *batch_places]
-        if prng_argnum is not None:
-            example_places.append(prng_argnum)
-            keys = args[prng_argnum]
-            batch += [jax.tree.map(lambda key: jax.random.split(key, size or 1), keys)]
-        # Not closed over, since such arrays may lack the types of an Explicit mesh.
-        shared = {}
-        for place, arg in enumerate(args):
-            if place not in example_places and _has_arrays(arg):
-                shared[place] = arg
-        loss = _Loss(
-            fun,
-            args,
-            example_places,
-            is_tree=is_tree,
-            keep_batch_dim=keep_batch_dim,
-            has_aux=has_aux,
-        )
-        clip = partial(
-            per_example.clipped_grad,
-            max_norm=max_norm,
-            shared_argnums=2,
-            has_aux=True,
-            shrink=shrink,
-            microbatch=microbatch_size,
-            mean=False,
-        )
+            for place in batches:
+                args_and_keywords[place] = jax.tree.map(
+                    lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype),
+                    args_and_keywords[place],
+                )
+        for place in key_places:
+            args_and_keywords[place] = jax.tree.map(
+                lambda key: jax.random.split(key, size or 1), args[place]
+            )
+        shared = [place for place in range(len(args)) if place not in example_places]
         params = tuple(args[place] for place in param_places)
-        if is_tree:
+        if not isinstance(argnums, Sequence):
             (params,) = params
         # A copy of the tree, which the transform may write to
         transformed_params = pre_clipping_transform(jax.tree.map(lambda x: x, params))
         if _identity_of(transformed_params) == _identity_of(params):
-            result = clip(loss)(params, batch, shared, mask=mask)
+            clip_loss = clip(loss, argnums=argnums, shared_argnums=shared)
+            result = clip_loss(*args_and_keywords, mask=mask)
             norms = result.norms
             values = result.values
             aux = result.aux
         else:
-            transformed_loss = _TransformedLoss(
-                loss, pre_clipping_transform, l2_clip_norm
-            )
-            clip_transformed = clip(transformed_loss, method="one_pass")
-            # The transformed loss is linear: its gradient is the same everywhere, also
-            # at the parameters.
-            result = clip_transformed(
-                transformed_params, batch, (params, shared), mask=mask
-            )
+            # One place further, behind the direction
+            fixed = [place + 1 for place in (*param_places, *shared)]
+            clip_loss = clip(transformed_loss, shared_argnums=fixed, method="one_pass")
+            # `transformed_loss` is linear in the direction, so its gradient is the same
+            # everywhere.
+            result = clip_loss(transformed_params, *args_and_keywords, mask=mask)
             norms_of_all, values, aux = result.aux
             norms = jax.tree.map(lambda norm: jnp.where(mask, norm, 0), norms_of_all)
         if keep_batch_dim:
@@ -326,7 +347,7 @@ def clipped_grad(
             return (x / normalize_by).astype(x.dtype if dtype is None else dtype)
 
         sums = jax.tree.map(normalized, result.grads)
-        bound = _bound_of(result, sums, normalize_by, rescaling)
+        bound = _bound_of(result, sums, normalize_by)
         # The bound of a traced limit is not known.
         if not isinstance(bound, Tracer):
             bounds.add(float(bound))
@@ -344,54 +365,6 @@ def clipped_grad(
     )
 
 
-class _Loss(NamedTuple):
-    """The loss of one example, as `per_example.clipped_grad` calls it: `fun` with the
-    arguments of a call, in which the parameters and the example are replaced.
-    """
-
-    fun: Callable[..., Any]
-    args: tuple[Any, ...]
-    places: list[int]  # of the parameters, the batches, and the random key
-    is_tree: bool  # whether the parameters are one argument
-    keep_batch_dim: bool
-    has_aux: bool
-
-    def __call__(self, params: Any, example: Any, shared: Any) -> tuple[Any, Any]:
-        examples, keywords, *keys = example
-        if self.keep_batch_dim:
-            examples = jax.tree.map(lambda x: x[None], examples)
-        param_args = [params] if self.is_tree else params
-        replaced = dict(zip(self.places, [*param_args, *examples, *keys]))
-        args = dict(enumerate(self.args)) | shared | replaced
-        returned = self.fun(*args.values(), **keywords)
-        return returned if self.has_aux else (returned, None)
-
-
-class _TransformedLoss(NamedTuple):
-    """A loss whose gradient is the transformed gradient of another one, T(g): the inner
-    product of T(g) and `direction`. Its aux are the norms of g, and value and aux of
-    the other loss.
-    """
-
-    loss: _Loss
-    transform: Callable[[Any], Any]
-    limits: Any  # a tree prefix of the gradients
-
-    def __call__(
-        self, direction: Any, example: Any, params_and_shared: Any
-    ) -> tuple[Any, Any]:
-        params, shared = params_and_shared
-        params = varying_as_any_of(params, example)
-        value_and_grad = jax.value_and_grad(self.loss, has_aux=True)
-        (value, aux), grads = value_and_grad(params, example, shared)
-        norm = partial(global_norm, mesh_axes=None)
-        norms = jax.tree.map(lambda _, part: norm(part), self.limits, grads)
-        transformed = jax.lax.stop_gradient(self.transform(grads))
-        directions = jax.tree.leaves(direction)
-        pairs = zip(directions, jax.tree.leaves(transformed), strict=True)
-        return sum(jnp.sum(x * y) for x, y in pairs), (norms, value, aux)
-
-
 def _size_of(batch: Any) -> int:
     """The number of examples. `per_example.clipped_grad` refuses sizes that differ, and
     arrays without axes.
@@ -403,43 +376,26 @@ def _size_of(batch: Any) -> int:
     return max(sizes, default=1)
 
 
-def _bound_of(
-    result: per_example.ClippedGrad, sums: Any, normalize_by: float, rescaling: float
-) -> Any:
+def _bound_of(result: per_example.ClippedGrad, sums: Any, normalize_by: float) -> Any:
     """By how much one example changes the sums of a result that were divided and cast.
     inf where nothing is proved.
     """
     if result.sensitivity is None:
         return math.inf
-    scale = rescaling / normalize_by
-    longest = result.longest * scale
-    share = 0.0  # the largest share of a sum that is lost
-    square_lost = 0.0  # of numbers that are too small to lose a share
-    pairs = zip(jax.tree.leaves(result.grads), jax.tree.leaves(sums))
-    for before, after in pairs:
-        info = jnp.finfo(after.dtype)
-        if not isinstance(longest, Tracer) and longest > float(info.max):
+    leaves = jax.tree.leaves(sums)
+    longest = result.longest / normalize_by
+    for leaf in leaves:
+        info = jnp.finfo(leaf.dtype)
+        is_beyond_range = not isinstance(longest, Tracer) and longest > float(info.max)
+        if info.bits < 32 or is_beyond_range:
             return math.inf
-        leaf_share = 0.0
-        if normalize_by != 1:
-            leaf_share = float(jnp.finfo(before.dtype).eps) / 2
-        if after.dtype != before.dtype:
-            leaf_share += float(info.eps) / 2 * (1 + leaf_share)
-        if leaf_share:
-            lost = float(info.tiny)  # flushed to 0
-            if after.dtype == jnp.float16:
-                # Numbers below the normal ones are rounded.
-                lost = float(info.smallest_subnormal) / 2
-            square_lost += count_of_numbers([after]) * lost**2
-        share = max(share, leaf_share)
-    # The sums with and without one example are both rounded.
-    bound = (result.sensitivity + 2 * share * result.longest) * scale
-    return bound + 2 * square_lost**0.5
-
-
-def _has_arrays(tree: Any) -> bool:
-    """Whether all leaves are arrays."""
-    return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
+    bound = result.sensitivity / normalize_by
+    if normalize_by != 1:
+        # The sums with and without the example are rounded by 2^-24 of their length.
+        # Numbers below the normal ones may be flushed to 0.
+        flushed = float(jnp.finfo(jnp.float32).tiny) * count_of_numbers(leaves) ** 0.5
+        bound += 2.0**-23 * longest + 2 * flushed
+    return bound
 
 
 def _identity_of(tree: Any) -> tuple[Any, list[int]]:
@@ -448,7 +404,7 @@ def _identity_of(tree: Any) -> tuple[Any, list[int]]:
     return treedef, list(map(id, leaves))
 
 
-def _joint(limits: Sequence[Any]) -> Any:
+def _limit_of_all(limits: Sequence[Any]) -> Any:
     """The limit of all parts together."""
     if any(isinstance(limit, Tracer) for limit in limits):
         return reduce(jnp.hypot, limits)

@@ -33,12 +33,12 @@ from ._account import noise_multiplier as noise_multiplier
 from ._audit import Sensitivity as Sensitivity
 from ._audit import sensitivity as sensitivity
 from ._clipped_grad import ClippedGrad as ClippedGrad
-from ._clipped_grad import ExplainedLeaf as ExplainedLeaf
-from ._clipped_grad import Explanation as Explanation
 from ._clipped_grad import clipped_grad as clipped_grad
-from ._clipped_grad import explain_clipped_grad as explain_clipped_grad
 from ._draw import Drawn as Drawn
 from ._draw import draw as draw
+from ._explain import ExplainedLeaf as ExplainedLeaf
+from ._explain import Explanation as Explanation
+from ._explain import explain_clipped_grad as explain_clipped_grad
 from ._noise import add_noise as add_noise
 from ._noise_scale import NoiseScale as NoiseScale
 from ._noise_scale import noise_scale as noise_scale

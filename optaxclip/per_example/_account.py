@@ -109,9 +109,10 @@ def _dp_accounting(call: str) -> Any:
 
 def _training(dp_accounting: Any, noise: float, share: float, steps: int) -> Any:
     """All steps of a training, as an event of dp-accounting."""
-    step = dp_accounting.GaussianDpEvent(noise)
-    step = dp_accounting.PoissonSampledDpEvent(share, step)
-    return dp_accounting.SelfComposedDpEvent(step, steps)
+    step = dp_accounting.GaussianDpEvent(float(noise))
+    step = dp_accounting.PoissonSampledDpEvent(float(share), step)
+    # dp-accounting takes no whole number but an int of Python.
+    return dp_accounting.SelfComposedDpEvent(step, int(steps))
 
 
 def _check_training(call: str, share: float, steps: int, delta: float) -> None:

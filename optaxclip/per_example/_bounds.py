@@ -52,12 +52,21 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     # In shard_map and pmap the caller adds up the sums of devices, by lax.psum.
     devices = device_count(problem.mesh_axes)
     size = problem.present.size * devices
+    leaves = jax.tree.leaves(problem.params)
+    sizes = [size, *(leaf.size for leaf in leaves)]
+    # Sizes of jax.export may be symbols.
+    if not all(isinstance(size, int) for size in sizes):
+        return Bounds(excess=np.inf, change=np.inf, longest=np.inf)
     # All devices add up the examples of a turn, and then there is a sum over turns.
     width = min((choice.microbatch or size) * devices, size)
     turns = -(-size // width)
+    squares = ROUNDINGS_OF_FACTOR
     norm_errors = [0.0]
     sum_errors = [0.0]
-    for plan, leaf in zip(choice.plans(problem), jax.tree.leaves(problem.params)):
+    for plan, leaf, mesh_axes in zip(choice.plans(problem), leaves, problem.splits):
+        # A norm by product has a square for each row and column, and one for itself:
+        # at most two more than the parameter has numbers.
+        squares += 2
         if isinstance(plan, GramPlan):
             terms_over_gradient = MAX_CANCELLATION + 1
             # The terms of a block, and two roundings of Kahan's sum twice: for the
@@ -68,12 +77,14 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
         else:
             terms_over_gradient = 1
             roundings = width
+            # A norm by gram is one number instead.
+            squares += leaf.size * device_count(mesh_axes)
         # A gradient times its factor and the divisor is rounded four times.
         error = rounding(roundings + turns + 4, _dtype_of_sum(plan, leaf))
         error += _error_of_factors(plan)
         sum_errors.append(terms_over_gradient * error)
     error_of_sum = max(sum_errors)
-    excess = _error_of_squares(problem, choice) + max(norm_errors) + error_of_sum
+    excess = _error_of_squares(squares) + max(norm_errors) + error_of_sum
     return Bounds(
         excess,
         change=excess + 2 * (size - 1) * error_of_sum,
@@ -81,22 +92,10 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     )
 
 
-def _error_of_squares(problem: Problem, choice: Choice) -> float:
+def _error_of_squares(count: int) -> float:
     """What the sum of all squares may miss of a norm: sqrt(1 + gamma(n)) - 1, for n
     squares, which only a CPU adds up in float64.
     """
-    count = ROUNDINGS_OF_FACTOR
-    leaves = jax.tree.leaves(problem.params)
-    for plan, leaf, mesh_axes in zip(choice.plans(problem), leaves, problem.splits):
-        # A norm by product has a square for each row and column, and one for itself:
-        # at most two more than the parameter has numbers.
-        count += 2
-        # A norm by gram is one number.
-        if not isinstance(plan, GramPlan):
-            # Sizes of jax.export may be symbols.
-            if not isinstance(leaf.size, int):
-                return np.inf
-            count += leaf.size * device_count(mesh_axes)
     if has_accelerator():
         one_after_another = min(count, count // PARTS_OF_A_SUM + PARTS_OF_A_SUM)
         error_of_square = rounding(one_after_another, np.float32)

@@ -4,14 +4,14 @@ Ghost clipping takes time for norms, and to write and read what it captures. One
 takes time to write and read the gradient of each example. Both are counted from shapes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 from .. import _trees as trees
-from .._checks import is_function
+from .._checks import check_choice, check_length
 from .._jaxpr import every_equation, has_convolution, has_groups, has_window, work_of
 from .._mesh_types import is_on_one_device, manual_axes
 from .._trees import PyTree
@@ -21,6 +21,7 @@ from ._ghost._sites import CannotSplit
 from ._passes import even_width, small_memory
 from ._problem import Problem, place_of
 
+METHODS = ("auto", "ghost", "one_pass")
 # To write and read one number takes as long as about this many multiplications in a
 # matrix product: so the estimates for twelve models on two CPU cores were near what was
 # measured (`each_kind` in benchmarks/per_example/losses.py).
@@ -47,22 +48,22 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     """The method and the microbatch that were asked for. "auto" is the method that
     takes less time, with a microbatch that fits into memory.
     """
-    microbatch = on_one_device(problem, microbatch)
-    if method == "one_pass":
-        if _has_risky_kernels(problem):
-            microbatch = _safe_microbatch(problem, method, microbatch)
-        return Choice("one_pass", microbatch)
-    ghost, obstacle = possible_ghost(problem)
-    if method == "ghost" and not ghost:
-        raise ValueError(
-            f'{problem.call}: method must be "one_pass" or "auto" for {obstacle}, '
-            'got "ghost".'
-        )
+    microbatch = microbatch_of_device(problem, microbatch)
+    ghost = None
+    if method != "one_pass":
+        ghost, obstacle = ghost_or_obstacle(problem)
+        if method == "ghost" and not ghost:
+            raise ValueError(
+                f'{problem.call}: method must be "one_pass" or "auto" for {obstacle}, '
+                'got "ghost".'
+            )
     if _has_risky_kernels(problem):
         if ghost and not _makes_kernel_gradients(ghost):
             method = "ghost"
         else:
             microbatch = _safe_microbatch(problem, method, microbatch)
+    if method == "one_pass":
+        return Choice("one_pass", microbatch)
     if ghost and method == "auto":
         costs = costs_of(problem, ghost, microbatch)
         if costs["ghost"] <= costs["one_pass"]:
@@ -74,70 +75,64 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     return Choice("one_pass", microbatch)
 
 
-def on_one_device(problem: Problem, microbatch: int | None) -> int | None:
+def checked_microbatch(call: str, method: str, microbatch: Any) -> int | None:
+    """The microbatch as an int. Raises for a wrong method or microbatch."""
+    check_choice(f"{call}: method", method, METHODS)
+    if microbatch is None:
+        return None
+    check_length(f"{call}: microbatch", microbatch)
+    return int(microbatch)
+
+
+def microbatch_of_device(problem: Problem, microbatch: int | None) -> int | None:
     """How many examples of a microbatch each of the devices takes that share it."""
     return max(microbatch // problem.devices, 1) if microbatch else None
 
 
-def _has_risky_kernels(problem: Problem) -> bool:
-    """Whether XLA may compute wrong gradients of examples by a convolution's kernel, as
-    it does for jax.vmap(jax.grad(loss)). It does so where jit splits the batch. On a
-    CPU it does so for several groups: the NaN of one example reaches all.
-    """
-    convolutions = _convolutions(problem)
-    if any(has_groups(eqn) for eqn in convolutions):
-        return True
-    return bool(convolutions) and _is_split(problem.batch) is not False
+def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
+    """Ghost clipping, or None and the obstacle, as errors name it."""
+    roles = {"parameters": problem.params, "the batch": problem.batch}
+    for path, leaf in jax.tree.leaves_with_path(roles):
+        array_type = jax.typeof(leaf)
+        # Cotangents of a split parameter would need the same sharding in their types.
+        if any(array_type.sharding.spec):
+            name = f"{trees.name(path)!r} of {array_type}"
+            obstacle = "is split over Explicit mesh axes that do not split the batch"
+            return None, f"{name}, which {obstacle}"
+        # The plan depends on sizes, and sizes of jax.export may be symbols.
+        if not all(isinstance(size, int) for size in leaf.shape):
+            return None, f"sizes that are not known, here {leaf.shape}"
+    try:
+        return ghost_of(problem), ""
+    except CannotSplit as error:
+        return None, str(error)
 
 
-def _convolutions(problem: Problem) -> list[JaxprEqn]:
-    """The convolutions in the loss."""
-    convolutions = []
-    for outer in problem.program.jaxpr.eqns:
-        for eqn in every_equation(outer):
-            if eqn.primitive.name == "conv_general_dilated":
-                convolutions.append(eqn)
-    return convolutions
-
-
-def _makes_kernel_gradients(ghost: Ghost) -> bool:
-    """Whether ghost clipping needs gradients of examples by a convolution's kernel."""
-    equations = [site.eqn for site in ghost.gradient_sites if site.eqn]
-    return any(map(has_convolution, equations))
-
-
-def _safe_microbatch(
-    problem: Problem, method: str, microbatch: int | None
-) -> int | None:
-    """The microbatch with which XLA computes right gradients by risky kernels: 1 for
-    several groups. Raises ValueError for a batch that is split, or makes the compiler
-    raise it.
-    """
-    convolutions = _convolutions(problem)
-    place = place_of(convolutions[0])
-    error_text = (
-        f'{problem.call}: method must be "ghost", and each kernel used once, for '
-        f"convolutions{place} of a batch that jit splits over devices, where XLA "
-        "computes wrong gradients of examples. Or put clipped_grad into jax.shard_map, "
-        f'with mean=False, and lax.psum its gradients. Got method="{method}".'
-    )
-    is_split = _is_split(problem.batch)
-    if is_split:
-        raise ValueError(error_text)
-    if is_split is None:
-        _refuse_a_split(problem.batch, error_text)
-    grouped = [eqn for eqn in convolutions if has_groups(eqn)]
-    if not grouped:
-        return microbatch
-    if any(map(is_function, problem.limits)):
-        raise ValueError(
-            f"{problem.call}: max_norm must be a number for a convolution with "
-            f"feature_group_count{place_of(grouped[0])}, got a function. Its gradients "
-            "are made one example at a time, and a function needs the norms of all "
-            "examples first. Or use each kernel once and as it is, with "
-            'method="ghost".'
-        )
-    return 1
+def costs_of(
+    problem: Problem, ghost: Ghost | None, microbatch: int | None
+) -> dict[str, float]:
+    """For each method, about how many times as long as the plain gradient it takes."""
+    size = problem.present.size
+    gradient_size = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
+    gradient_work = MULTIPLICATIONS_PER_NUMBER * gradient_size
+    # Forward, and backward to the inputs and to the parameters of all examples. The
+    # plain gradient is written once for the batch.
+    plain_work = 3 * work_of(problem.program) + gradient_work / size
+    # A loss without parameters may have no work.
+    plain_work = max(plain_work, 1.0)
+    one_pass_work = plain_work + gradient_work
+    if not ghost:
+        return {"one_pass": one_pass_work / plain_work}
+    # XLA on a CPU takes about twice as long for the gradients of examples by the kernel
+    # of a convolution. In a loop it takes 11 to 70 times as long, also for patches.
+    width = microbatch or _microbatch_of_one_pass(problem, ghost) or size
+    slowdown = 16 if width < size else 2
+    one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_window)
+    # What is captured, and what is kept of it, is written and read.
+    written_size = ghost.captured_size + ghost.kept_size
+    ghost_work = plain_work + MULTIPLICATIONS_PER_NUMBER * written_size
+    ghost_work += sum(plan.extra_work for plan in ghost.plans)
+    return {"one_pass": one_pass_work / plain_work, "ghost": ghost_work / plain_work}
 
 
 def _microbatch_of_ghost(problem: Problem, ghost: Ghost) -> int | None:
@@ -191,29 +186,65 @@ def _microbatch_of(size: int, fitting: int) -> int | None:
     return even_width(size, max(fitting, 1)) if fitting < size else None
 
 
-def costs_of(
-    problem: Problem, ghost: Ghost | None, microbatch: int | None
-) -> dict[str, float]:
-    """For each method, about how many times as long as the plain gradient it takes."""
-    size = problem.present.size
-    gradient_size = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
-    gradient_work = MULTIPLICATIONS_PER_NUMBER * gradient_size
-    # Forward, and backward to the inputs and to the parameters of all examples. The
-    # plain gradient is written once for the batch.
-    plain_work = 3 * work_of(problem.program) + gradient_work / size
-    one_pass_work = plain_work + gradient_work
-    if not ghost:
-        return {"one_pass": one_pass_work / plain_work}
-    # XLA on a CPU takes about twice as long for the gradients of examples by the kernel
-    # of a convolution. In a loop it takes 11 to 70 times as long, also for patches.
-    width = microbatch or _microbatch_of_one_pass(problem, ghost) or size
-    slowdown = 16 if width < size else 2
-    one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_window)
-    # What is captured, and what is kept of it, is written and read.
-    written_size = ghost.captured_size + ghost.kept_size
-    ghost_work = plain_work + MULTIPLICATIONS_PER_NUMBER * written_size
-    ghost_work += sum(plan.extra_work for plan in ghost.plans)
-    return {"one_pass": one_pass_work / plain_work, "ghost": ghost_work / plain_work}
+def _has_risky_kernels(problem: Problem) -> bool:
+    """Whether XLA may compute wrong gradients of examples by a convolution's kernel, as
+    it does for jax.vmap(jax.grad(loss)). It does so where jit splits the batch. On a
+    CPU it does so for several groups: the NaN of one example reaches all.
+    """
+    convolutions = _convolutions(problem)
+    if any(has_groups(eqn) for eqn in convolutions):
+        return True
+    return bool(convolutions) and _is_split(problem.batch) is not False
+
+
+def _convolutions(problem: Problem) -> list[JaxprEqn]:
+    """The convolutions in the loss."""
+    convolutions = []
+    for outer in problem.program.jaxpr.eqns:
+        for eqn in every_equation(outer):
+            if eqn.primitive.name == "conv_general_dilated":
+                convolutions.append(eqn)
+    return convolutions
+
+
+def _makes_kernel_gradients(ghost: Ghost) -> bool:
+    """Whether ghost clipping needs gradients of examples by a convolution's kernel."""
+    equations = [site.eqn for site in ghost.gradient_sites if site.eqn]
+    return any(map(has_convolution, equations))
+
+
+def _safe_microbatch(
+    problem: Problem, method: str, microbatch: int | None
+) -> int | None:
+    """The microbatch with which XLA computes right gradients by risky kernels: 1 for
+    several groups. Raises ValueError for a batch that is split, or makes the compiler
+    raise it.
+    """
+    convolutions = _convolutions(problem)
+    place = place_of(convolutions[0])
+    error_text = (
+        f'{problem.call}: method must be "ghost", and each kernel used once, for '
+        f"convolutions{place} of a batch that jit splits over devices, where XLA "
+        "computes wrong gradients of examples. Or put clipped_grad into jax.shard_map, "
+        f'with mean=False, and lax.psum its gradients. Got method="{method}".'
+    )
+    is_split = _is_split(problem.batch)
+    if is_split:
+        raise ValueError(error_text)
+    if is_split is None:
+        _refuse_a_split(problem.batch, error_text)
+    grouped = [eqn for eqn in convolutions if has_groups(eqn)]
+    if not grouped:
+        return microbatch
+    if problem.limits and problem.limits.need_all_norms:
+        raise ValueError(
+            f"{problem.call}: max_norm must be a number for a convolution with "
+            f"feature_group_count{place_of(grouped[0])}, got a function. Its gradients "
+            "are made one example at a time, and a function needs the norms of all "
+            "examples first. Or use each kernel once and as it is, with "
+            'method="ghost".'
+        )
+    return 1
 
 
 def _is_split(batch: PyTree) -> bool | None:
@@ -241,22 +272,3 @@ def _refuse_a_split(batch: PyTree, text: str) -> None:
 
     for leaf in jax.tree.leaves(batch):
         jax.debug.inspect_array_sharding(leaf, callback=check)
-
-
-def possible_ghost(problem: Problem) -> tuple[Ghost | None, str]:
-    """Ghost clipping, or None and the obstacle, as errors name it."""
-    roles = {"parameters": problem.params, "the batch": problem.batch}
-    for path, leaf in jax.tree.leaves_with_path(roles):
-        array_type = jax.typeof(leaf)
-        # Cotangents of a split parameter would need the same sharding in their types.
-        if any(array_type.sharding.spec):
-            name = f"{trees.name(path)!r} of {array_type}"
-            obstacle = "is split over Explicit mesh axes that do not split the batch"
-            return None, f"{name}, which {obstacle}"
-        # The plan depends on sizes, and sizes of jax.export may be symbols.
-        if not all(isinstance(size, int) for size in leaf.shape):
-            return None, f"sizes that are not known, here {leaf.shape}"
-    try:
-        return ghost_of(problem), ""
-    except CannotSplit as error:
-        return None, str(error)

@@ -1,5 +1,5 @@
 """A function transformation like `jax.grad`, whose gradient is a mean of gradients that
-were clipped one by one, and an explanation of how it is computed.
+were clipped one by one.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _trees as trees
-from .._checks import check_choice, check_flag, check_length, is_function, shown
+from .._checks import check_flag, shown
 from .._mesh import MeshAxes
 from .._trees import PyTree
 from ..shrinks import Shrink, shrink_of
 from ._bounds import Bounds, bounds_of
-from ._choose import Choice, choose, costs_of, on_one_device, possible_ghost
+from ._choose import checked_microbatch, choose
 from ._explicit import DeviceResult, on_each_device
 from ._limits import limits_of
-from ._passes import Run, even_width
+from ._passes import Run
 from ._problem import Argnums, Problem, Signature, check_function
 
-METHODS = ("auto", "ghost", "one_pass")
 # Multiplied by this, a bound still holds after four float32 roundings.
 ROUNDED_UP = 1 + 2.0**-22
 
@@ -144,7 +142,7 @@ def clipped_grad(
       microbatch: the most examples that are differentiated at once, at least 1. On a
         mesh with Explicit axes each device that shares the batch takes at least one. It
         need not divide the batch: with 9, a batch of 32 becomes four microbatches of 8.
-        None for the whole batch, or for what "auto" chooses.
+        None: the whole batch with "one_pass", else what fits into memory.
       method: "ghost", "one_pass" or "auto". Both methods give the same numbers, but for
         rounding and for gradients whose terms cancel.
 
@@ -242,11 +240,8 @@ def clipped_grad(
     check_function(f"{call}: loss", loss)
     check_flag(f"{call}: mean", mean)
     limits = limits_of(max_norm, call, shrink_of(shrink, call))
-    check_choice(f"{call}: method", method, METHODS)
-    if microbatch is not None:
-        check_length(f"{call}: microbatch", microbatch)
-    needs_all_norms = any(map(is_function, limits.values))
-    if needs_all_norms and (private or microbatch):
+    microbatch = checked_microbatch(call, method, microbatch)
+    if limits.need_all_norms and (private or microbatch):
         raise ValueError(
             f"{call}: max_norm={shown(max_norm)}, a function of all norms, needs "
             f"private=False and microbatch=None, got {private=} and {microbatch=}. For "
@@ -267,14 +262,16 @@ def clipped_grad(
                 f"{call}: there is no argument {name!r} beside mask. Hand over by "
                 "position what the loss takes."
             )
-        problem = signature.problem_of(args, mask)._replace(limits=limits.values)
+        problem = signature.problem_of(args, mask)
+        groups = limits.groups_of(problem.params)
+        problem = problem._replace(limits=limits, groups=groups)
         divisor = None
         if mean:
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
             problem = problem._replace(divisor=divisor, is_sum=False)
-        # Appended to in shard_map, which returns no plain numbers. All devices have the
-        # same bounds.
+        # Bounds are plain numbers, and shard_map returns arrays only. So each device
+        # appends its bounds, which are the same on all.
         bounds_of_devices: list[Bounds] = []
 
         def run_on_device(problem: Problem) -> DeviceResult:
@@ -289,10 +286,14 @@ def clipped_grad(
             sums = [x.astype(param.dtype) for x, param in zip(sums, params)]
         sensitivity = None
         longest = None
+        bounds = bounds_of_devices[0]
+        limit = limits.of_sum()
         # Without a mask, one example less is another program, in which the gradients of
         # all others may have other bits.
-        if private and not mean and mask is not None:
-            sensitivity, longest = bounds_of_sum(bounds_of_devices[0])
+        is_proved = private and not mean and mask is not None
+        if is_proved and limit is not None and np.isfinite(bounds.change):
+            sensitivity = limit * (1 + bounds.change) * ROUNDED_UP
+            longest = limit * bounds.longest * ROUNDED_UP
         return ClippedGrad(
             grads=treedef.unflatten(sums),
             norms=norms,
@@ -306,15 +307,14 @@ def clipped_grad(
         )
 
     def clip_on_device(problem: Problem) -> tuple[DeviceResult, Bounds]:
-        # norms |g_i|, by Limits.weigh
-        # factors f_i = shrink(|g_i|, C) / |g_i|, as roots in Weights
-        # sums = sum_i f_i g_i / divisor, by Weights.total or from cotangents
+        # norms |g_i| and factors f_i = shrink(|g_i|, C) / |g_i|, by `weights_of`
+        # sums = sum_i f_i g_i / divisor, by `Weights.weighted_sum` or from cotangents
         problem = signature.on_device(problem)
         choice = choose(problem, method, microbatch)
         # A max_norm function needs all norms first, so the whole batch is one
         # microbatch.
-        width = None if needs_all_norms else choice.microbatch
-        run = Run(problem, limits.on_device(problem), width)
+        width = None if limits.need_all_norms else choice.microbatch
+        run = Run(problem, width)
         if choice.ghost:
             sums, results = choice.ghost.clipped_sums(run)
         else:
@@ -323,222 +323,8 @@ def clipped_grad(
         # [batch, groups] -> a tree like max_norm of [batch]
         norms = limits.treedef.unflatten(weights.norms.T)
         factors = limits.treedef.unflatten(weights.factors.T)
-        nonfinite = jnp.sum(problem.present & ~weights.counts, dtype=jnp.int32)
+        nonfinite = jnp.sum(problem.present & ~weights.is_counted, dtype=jnp.int32)
         result = DeviceResult(sums, nonfinite, (norms, factors, values, aux))
         return result, bounds_of(problem, choice)
 
-    def bounds_of_sum(bounds: Bounds) -> tuple[Any, Any]:
-        """`sensitivity` and `longest`, None where nothing is proved."""
-        limit = limits.joint()
-        if limit is None or not np.isfinite(bounds.change):
-            return None, None
-        sensitivity = limit * (1 + bounds.change) * ROUNDED_UP
-        longest = limit * bounds.longest * ROUNDED_UP
-        return sensitivity, longest
-
     return of_batch
-
-
-class ExplainedLeaf(NamedTuple):
-    """How the norms of the gradients by one parameter are computed."""
-
-    name: str  # its path in the parameters
-    shape: tuple[int, ...]
-    norm_by: str  # a word of the table in `explain_clipped_grad`
-    # the operations that it goes into, such as "gather, dot_general"
-    uses: str
-    # bytes of the inputs and cotangents of its uses, for a microbatch
-    kept: int
-    made: int  # bytes that are made of each example, to compute its norm
-
-
-class Explanation(NamedTuple):
-    """What `clipped_grad` does. Its text is a table with a line for each parameter.
-
-    Attributes:
-      method: the method that was given or chosen.
-      microbatch: how many examples at once, None for the whole batch. Of 32 examples
-        with `microbatch=9` it is 8.
-      leaves: one `ExplainedLeaf` for each parameter.
-      excess: what one example adds to the sum, with the rounding of its terms, is at
-        most C (1 + excess), for the limit C and whatever the example holds.
-      change: with an example, or with `mask=` False in its place, the sums differ by at
-        most C (1 + change), even if all others were made to cancel. inf where nothing
-        is proved. Both hold for limits from 1e-5 on, and shrinks with which
-        `clipped_grad` has a sensitivity. docs/numerics.md has the proof, what it needs
-        on a GPU or TPU, and what was measured.
-      costs: for each method, about how many times as long as the plain gradient it
-        takes with the microbatch that was given, or that "auto" takes. They are counted
-        from shapes: on a CPU ratios of two methods are mostly right within a factor of
-        2. "auto" takes the cheaper method. There is no "ghost" where the loss cannot be
-        split.
-    """
-
-    method: str
-    microbatch: int | None
-    leaves: list[ExplainedLeaf]
-    excess: float
-    change: float
-    costs: dict[str, float]
-
-    def __str__(self) -> str:
-        width = self.microbatch or "the whole batch"
-        costs = [f"{name} {cost:.2g}" for name, cost in self.costs.items()]
-        slow = [name for name, cost in self.costs.items() if cost > 10]
-        rounding_of_others = np.inf
-        if self.change < np.inf:
-            rounding_of_others = self.change - self.excess
-        lines = [
-            f"method {self.method}, microbatch: {width}",
-            f"estimated time, in plain gradients: {', '.join(costs)}",
-            *(f"more than ten plain gradients: {name}" for name in slow),
-            f"one example changes the sum by at most 1 + {self.change:.2g} limits",
-            f"  1 by its limit, {self.excess:.2g} by its rounding, "
-            f"{rounding_of_others:.2g} by that of the others",
-            "  proved for one batch size, with mask= for absent examples",
-        ]
-        head = ("parameter", "shape", "norm by", "uses", "kept", "made")
-        rows: list[tuple[str, ...]] = [head]
-        for leaf in self.leaves:
-            rows.append(tuple(map(str, leaf)))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        for row in rows:
-            lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
-        return "\n".join(lines)
-
-
-def explain_clipped_grad(
-    loss: Callable[..., Any],
-    *,
-    argnums: Argnums = 0,
-    shared_argnums: Argnums = (),
-    has_aux: bool = False,
-    microbatch: int | None = None,
-    method: str = "auto",
-    mesh_axes: MeshAxes = "auto",
-) -> Callable[..., Explanation]:
-    """Makes a function that says how `clipped_grad` computes a sum (`mean=False`): by
-    which method, and how the norms of the gradients by each parameter are computed.
-
-    It traces the loss and looks at shapes. It computes nothing.
-
-    Args:
-      loss: the loss of one example, as in `clipped_grad`.
-      argnums: which arguments to differentiate.
-      shared_argnums: which arguments are the same for all examples.
-      has_aux: whether the loss returns something beside its value.
-      microbatch: how many examples are differentiated at once, or None.
-      method: "auto", "ghost" or "one_pass".
-      mesh_axes: over which mesh axes parameters are split, as in `clipped_grad`.
-
-    Returns:
-      A function of the arguments of `loss`, with batches for examples. It returns an
-      `Explanation`, whose text is a table. Its `excess` and `change` are proved bounds
-      of what one example adds to the sum, and how much it changes the sum, whatever
-      `max_norm` is. `kept` is the bytes of the inputs and cotangents of a parameter's
-      uses, for one microbatch. `made` is the bytes that one example adds while its norm
-      is computed.
-
-    | norm by | is | for |
-    |---|---|---|
-    | product | abs(a) abs(c), of input a and cotangent c | one position |
-    | rows | abs(c), of cotangents that are added up for each row | lookups in a table |
-    | gram | sqrt(sum_ts (a_t . a_s)(c_t . c_s)) | few positions, large matrices |
-    | matrix | abs(sum_t a_t c_t') | many positions, convolutions |
-    | gradient | abs(g), g by JAX's own derivative | biases, scales, all else |
-    | unused | 0 | parameters that the loss does not depend on |
-
-    In one pass it is "gradient" for all.
-
-    Raises:
-      ValueError: an unknown method, a microbatch below 1. From the function: batches
-        whose first axes are missing or differ, a loss that is shown the whole batch.
-      TypeError: a loss that is not a function. From the function: one that is not one
-        real number.
-
-    Example:
-      >>> def loss(params, x):
-      ...     return jnp.sum((x @ params["w"] + params["b"]) ** 2)
-      >>> params = {"w": jnp.ones((30, 20)), "b": jnp.ones(20)}
-      >>> explain = optaxclip.per_example.explain_clipped_grad(loss)
-      >>> print(explain(params, jnp.ones((4, 30))))
-      method ghost, microbatch: the whole batch
-      estimated time, in plain gradients: one_pass 3.9, ghost 1.4
-      one example changes the sum by at most 1 + 3.8e-06 limits
-        1 by its limit, 5.4e-07 by its rounding, 3.2e-06 by that of the others
-        proved for one batch size, with mask= for absent examples
-      parameter  shape     norm by   uses         kept  made
-      b          (20,)     gradient  add          320   80
-      w          (30, 20)  product   dot_general  800   0
-    """
-    call = "explain_clipped_grad"
-    check_function(f"{call}: loss", loss)
-    check_choice(f"{call}: method", method, METHODS)
-    if microbatch is not None:
-        check_length(f"{call}: microbatch", microbatch)
-    signature = Signature(
-        call,
-        loss,
-        argnums=argnums,
-        shared_argnums=shared_argnums,
-        has_aux=has_aux,
-        mesh_axes=mesh_axes,
-    )
-
-    def of_batch(*args: Any) -> Explanation:
-        problem = signature.problem_of(args)
-        explanations: list[Explanation] = []
-
-        def run_on_device(problem: Problem) -> DeviceResult:
-            explanations.append(explain_on_device(signature.on_device(problem)))
-            return DeviceResult(jax.tree.leaves(problem.params), 0, ())
-
-        jax.eval_shape(lambda: on_each_device(run_on_device, problem))
-        return explanations[0]
-
-    def explain_on_device(problem: Problem) -> Explanation:
-        choice = choose(problem, method, microbatch)
-        ghost = choice.ghost or possible_ghost(problem)[0]
-        bounds = bounds_of(problem, choice)
-        size = problem.present.size
-        microbatch_of_all = None
-        if choice.microbatch and choice.microbatch < size:
-            width = even_width(size, choice.microbatch)
-            microbatch_of_all = width * problem.devices
-        return Explanation(
-            method=choice.method,
-            microbatch=microbatch_of_all,
-            leaves=explained_leaves(problem, choice),
-            excess=bounds.excess,
-            change=bounds.change,
-            costs=costs_of(problem, ghost, on_one_device(problem, microbatch)),
-        )
-
-    return of_batch
-
-
-def explained_leaves(problem: Problem, choice: Choice) -> list[ExplainedLeaf]:
-    """How the norms are computed, for each parameter."""
-    size = problem.present.size
-    width = even_width(size, choice.microbatch) if choice.microbatch else size
-    leaves = []
-    entries = jax.tree.leaves_with_path(problem.params)
-    for (path, leaf), plan in zip(entries, choice.plans(problem)):
-        use_names = []
-        captured_size = 0
-        for site in plan.sites:
-            in_scan = " in scan" if site.scan_lengths else ""
-            use_names.append(site.name + in_scan)
-            captured_size += site.captured_size
-        # As if all numbers had the dtype of the parameter.
-        itemsize = leaf.dtype.itemsize
-        explained = ExplainedLeaf(
-            name=trees.name(path),  # DictKey("a"), SequenceKey(0) -> "a/0"
-            shape=leaf.shape,
-            norm_by=plan.norm_by,
-            uses=", ".join(dict.fromkeys(use_names)),
-            kept=itemsize * width * captured_size,
-            made=itemsize * (plan.temporaries + plan.kept_size),
-        )
-        leaves.append(explained)
-    return leaves

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._checks import check_length, check_number, shown
+from .._checks import check_length, check_number
 
 
 class Drawn(NamedTuple):
@@ -43,9 +43,9 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
       A `Drawn`: `x[chosen]` is the batch, and `mask` goes to `clipped_grad`.
 
     Raises:
-      ValueError: a share outside 0 to 1, fewer than one place, or more places than
-        examples.
-      TypeError: a share that is not a number, or examples or places that are no int.
+      ValueError: a share outside 0 to 1, fewer than one place, more places than
+        examples, or counts that are not whole.
+      TypeError: something that is not a number.
 
     Example:
       >>> from optaxclip.per_example import draw
@@ -58,20 +58,18 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
     """
     check_number("draw: share", share, highest=1.0, is_scalar=True)
     check_length("draw: examples", examples)
-    check_number("draw: places", places, lowest=1, highest=examples, is_scalar=True)
-    for name, count in {"examples": examples, "places": places}.items():
-        # JAX would refuse a float as the shape of an array, without its name.
-        if not isinstance(count, (int, np.integer)):
-            raise TypeError(
-                f"draw: {name} must be an int, got {shown(count)}. Round it: "
-                f"{name}=int({shown(count)})."
-            )
+    check_length("draw: places", places)
+    check_number("draw: places", places, highest=examples)
     example_key, place_key = jax.random.split(key)
     # The threshold of random words is rounded down, so that no example joins more often
     # than `share` says.
-    threshold = np.uint32(min(int(share * 2**32), 2**32 - 1))
-    is_drawn = jax.random.bits(example_key, (examples,), np.uint32) < threshold
+    # As a Python float: in float16 or int32 2^32 is out of range.
+    threshold = int(float(share) * 2**32)
+    threshold = np.uint32(min(threshold, 2**32 - 1))
+    words = jax.random.bits(example_key, (int(examples),), np.uint32)
+    is_drawn = words < threshold
     # The examples that are drawn come first, then others fill up the batch.
-    chosen = jnp.argsort(~is_drawn, stable=True)[:places]
+    by_joining = jnp.argsort(~is_drawn, stable=True)
+    chosen = by_joining[: int(places)]
     chosen = jax.random.permutation(place_key, chosen)
     return Drawn(chosen, is_drawn[chosen])

@@ -51,21 +51,18 @@ def alias_table() -> np.ndarray:
     with localcontext(prec=60):
         weights = []
         for j in range(-half, half):
-            weights.append((-Decimal(j * j) / (2 * WIDTH**2)).exp())
+            exponent = -Decimal(j * j) / (2 * WIDTH**2)
+            weights.append(exponent.exp())
         unit = 2**96 / sum(weights)
         masses = [int((weight * unit).to_integral_value()) for weight in weights]
     # The rest that rounding left goes to J = 0, which has the largest mass.
     masses[half] += 2**96 - sum(masses)
-    small = []
-    large = []
-    for column, mass in enumerate(masses):
-        if mass < COLUMN_MASS:
-            small.append(column)
-        else:
-            large.append(column)
+    columns = range(COLUMNS)
+    small = [column for column in columns if masses[column] < COLUMN_MASS]
+    large = [column for column in columns if masses[column] >= COLUMN_MASS]
     # A column that needs no other value is its own alias.
     thresholds = [0] * COLUMNS
-    aliases = list(range(COLUMNS))
+    aliases = list(columns)
     # Each small column is filled up with mass of a large one.
     while small:
         column = small.pop()
@@ -77,8 +74,11 @@ def alias_table() -> np.ndarray:
             small.append(large.pop())
     words = []
     for threshold, alias in zip(thresholds, aliases):
-        first = threshold >> 64 << 11 | alias
-        words.append((first, threshold >> 32 & WORD, threshold & WORD))
+        first_bits = threshold >> 64
+        first = first_bits << 11 | alias
+        second = threshold >> 32 & WORD
+        third = threshold & WORD
+        words.append((first, second, third))
     return np.array(words, np.uint32).T
 
 
@@ -99,7 +99,8 @@ def discrete_gaussian(high: Array, middle: Array, low: Array) -> Array:
     # (high, middle, low) < (first, second, third), as numbers of 21, 32 and 32 bits
     first = first >> 11
     high = high & 0x1FFFFF
-    is_below = (middle < second) | (middle == second) & (low < third)
+    is_below = low < third
+    is_below = (middle < second) | (middle == second) & is_below
     is_below = (high < first) | (high == first) & is_below
     value = jnp.where(is_below, column, alias)
     return value.astype(np.int32) - COLUMNS // 2
@@ -112,7 +113,9 @@ def integer_noise(words: list[Array]) -> Array:
     # bits in steps of 2^8.
     uniforms = jnp.zeros_like(high)
     for word in words_of_uniforms:
-        uniforms += (word >> 12) + ((word & 0xFFF) << 8)
+        first_bits = word >> 12
+        last_bits = word & 0xFFF
+        uniforms += first_bits + (last_bits << 8)
     # 5 (2^20 - 1) / 2 + 5 (2^20 - 2^8) / 2, rounded up to a whole number
     mean_of_uniforms = (5 << SHIFT) - 642
     j = discrete_gaussian(high, middle, low)
@@ -132,7 +135,8 @@ def threefry(key: Array, first: Array, second: Array) -> tuple[Array, Array]:
     Reference: Salmon, Moraes, Dror, Shaw, Parallel random numbers: as easy as 1, 2, 3,
     2011. Threefry-2x32 with 20 rounds.
     """
-    keys = key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
+    parity = key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
+    keys = key[0], key[1], parity
     rotations = (13, 15, 26, 6), (17, 29, 16, 24)
     first = first + keys[0]
     second = second + keys[1]
@@ -153,7 +157,9 @@ def random_words(key: Array, leaf: Array) -> list[Array]:
     half.
     """
     half = (leaf.ndim + 1) // 2
-    if max(math.prod(leaf.shape[:half]), math.prod(leaf.shape[half:])) > 2**32:
+    rows = math.prod(leaf.shape[:half])
+    columns = math.prod(leaf.shape[half:])
+    if max(rows, columns) > 2**32:
         raise ValueError(
             f"add_noise: a leaf of shape {leaf.shape} has more numbers along its first "
             "or last axes than are counted, 2^32. Give it as several leaves."
@@ -199,8 +205,9 @@ def steps_per_unit(sigma: Array) -> Array:
 
 def cut_to_12_bits(x: Array) -> Array:
     """Float32 with its last 12 bits set to 0."""
-    bits = lax.bitcast_convert_type(x, np.uint32) & np.uint32(0xFFFFF000)
-    return lax.bitcast_convert_type(bits, np.float32)
+    bits = lax.bitcast_convert_type(x, np.uint32)
+    first_bits = bits & np.uint32(0xFFFFF000)
+    return lax.bitcast_convert_type(first_bits, np.float32)
 
 
 def on_grid(x: Array, per_unit: Array) -> GridNumbers:
@@ -217,8 +224,10 @@ def on_grid(x: Array, per_unit: Array) -> GridNumbers:
         tops.append(top)
         lows.append(low.astype(np.int32))
         fractions.append(steps - low)
-    carry = jnp.round(fractions[0] + fractions[1]).astype(np.int32)
-    return GridNumbers(tops[0] + tops[1], lows[0] + lows[1] + carry)
+    carry = jnp.round(fractions[0] + fractions[1])
+    return GridNumbers(
+        top=tops[0] + tops[1], low=lows[0] + lows[1] + carry.astype(np.int32)
+    )
 
 
 def with_noise(numbers: GridNumbers, noise: Array) -> GridNumbers:
@@ -227,7 +236,9 @@ def with_noise(numbers: GridNumbers, noise: Array) -> GridNumbers:
     """
     low = numbers.low + noise
     carry = low + 2**23 >> 24
-    return GridNumbers(numbers.top + carry.astype(np.float32), low - (carry << 24))
+    return GridNumbers(
+        top=numbers.top + carry.astype(np.float32), low=low - (carry << 24)
+    )
 
 
 def with_grid_noise(leaf: Array, sigma: Array, key: Array) -> Array:
@@ -235,12 +246,15 @@ def with_grid_noise(leaf: Array, sigma: Array, key: Array) -> Array:
     per_unit = steps_per_unit(sigma)
     largest = (REACH * STEPS / per_unit).astype(leaf.dtype)
     leaf = jnp.clip(leaf, -largest, largest)
-    noise = integer_noise(random_words(key, leaf))
+    words = random_words(key, leaf)
+    noise = integer_noise(words)
     if leaf.dtype == np.float32:
-        numbers = with_noise(on_grid(leaf, per_unit), noise)
-        low = numbers.low.astype(np.float32)
-        return (numbers.top * 2.0**24 + low) * (1 / per_unit)
-    # Float64 holds all integers up to 2^53. It rounds a product of up to 2^46 to 2^-7.
+        numbers = on_grid(leaf, per_unit)
+        noisy = with_noise(numbers, noise)
+        low = noisy.low.astype(np.float32)
+        return (noisy.top * 2.0**24 + low) * (1 / per_unit)
+    # Float64 holds all integers up to 2^53. A product of up to 2^46 is rounded by at
+    # most 2^-7.
     per_unit = per_unit.astype(leaf.dtype)
     steps = jnp.round(leaf * per_unit)
     return (steps + noise.astype(leaf.dtype)) * (1 / per_unit)

@@ -4,15 +4,9 @@
 
 Parameters that share a limit C are a group. Each example has a norm and a factor for
 each group.
-
-Limits exist three times. `LimitTree` is what the user gave, before any call. In
-`Problem.limits` its numbers are arguments of a call, which shard_map hands to each
-device. `Limits` joins these with the groups and the splits of the parameters.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +18,6 @@ from jax.core import Tracer
 from .. import _trees as trees
 from .._checks import check_limit, check_scalar, in_norm_dtype, is_function, shown
 from .._factors import factor_between, shrunk_by, times_square
-from .._mesh import AxisNames
 from .._mesh_types import varying
 from .._prefixes import Prefix, lookup
 from .._reduce import norms_of
@@ -55,155 +48,140 @@ class Weights(NamedTuple):
     # float32[batch, groups]: the factors, for reports. 0 for an example that does not
     # count.
     factors: Array
-    counts: Array  # bool[batch]: is not masked, and has finite norms
-    shares: Array  # float32[batch]: 1 / divisor, the same number for all examples
+    is_counted: Array  # bool[batch]: is not masked, and has finite norms
+    inverse_divisor: Array  # float32[batch]: the same number for all examples
 
-    def total(self, leaf: Array, group: int) -> Array:
+    def weighted_sum(self, leaf: Array, group: int) -> Array:
         """The sum over the batch of the gradients that count, times the factors of a
-        group and the shares, in float32 or wider.
+        group, over the divisor, in float32 or wider.
         """
         root = along_batch(self.roots[:, group], leaf)
-        counts = along_batch(self.counts, leaf)
+        is_counted = along_batch(self.is_counted, leaf)
         wide = np.promote_types(leaf.dtype, root.dtype)
         # Selected, since 0 times NaN is NaN.
-        clipped = jnp.where(counts, times_square(leaf.astype(wide), root), 0)
+        clipped = jnp.where(is_counted, times_square(leaf.astype(wide), root), 0)
         # A dot, which on a CPU is four times as fast as a sum over the first axis. At
         # the highest precision, because GPU and TPU would round to fewer bits.
         return jnp.tensordot(
-            self.shares.astype(wide), clipped, axes=1, precision=lax.Precision.HIGHEST
+            self.inverse_divisor.astype(wide),
+            clipped,
+            axes=1,
+            precision=lax.Precision.HIGHEST,
         )
 
 
+def weights_of(
+    problem: Problem, leaves: Arrays, present: Array, term_bounds: Arrays | None = None
+) -> Weights:
+    """Norms and factors of gradients with a leading batch axis.
+
+    `term_bounds` has a number [batch] for each leaf: at least as long as all terms of
+    an example's gradient together, where these are only added up with those of other
+    examples. It is 0 where the gradient itself is made. None: all gradients were made.
+    """
+    limits = problem.limits
+    specs = []
+    for group, mesh_axes in zip(problem.groups, problem.splits):
+        specs.append(LeafSpec(norm_index=group, mesh_of_summed=mesh_axes))
+    plan = NormPlan(tuple(specs), len(limits.values), ord=None)
+
+    def norms_of_one(leaves: Arrays) -> Array:
+        return jnp.stack(norms_of(plan, leaves))
+
+    norms_of_batch = jax.vmap(norms_of_one, axis_size=present.size)
+    norms = norms_of_batch(leaves)  # [batch, groups]
+    if term_bounds:
+        least = norms_of_batch(lax.stop_gradient(term_bounds)) / MAX_CANCELLATION
+        norms = jnp.maximum(norms, least.astype(norms.dtype))
+    is_counted = present & jnp.all(jnp.isfinite(norms), axis=1)
+    counted_norms = jnp.where(is_counted[:, None], norms, 0.0)
+    limits_of_norms = jnp.broadcast_to(limits.of_groups(norms, is_counted), norms.shape)
+    new_norms = shrunk_by(limits.shrink, counted_norms, limits_of_norms, problem.call)
+    factor = factor_between(counted_norms, new_norms)
+    ones = jnp.ones_like(counted_norms[:, 0])
+    return Weights(
+        norms=jnp.where(present[:, None], norms, 0.0),
+        roots=factor.root,
+        factors=jnp.where(is_counted[:, None], factor.reported, 0.0),
+        is_counted=is_counted,
+        inverse_divisor=ones / in_norm_dtype(norms.dtype, problem.divisor),
+    )
+
+
 class Limits(NamedTuple):
-    """The limits of the groups, and the group of each parameter, on a device."""
+    """`max_norm`: a tree prefix of the parameters, with a limit for each group."""
 
     call: str  # the function that the user called, for errors
     # For each group a number, a function of its norms, or None for no limit
-    values: Sequence[Any]
+    values: list[Any]
     shrink: Shrink
-    groups: Sequence[int]  # for each parameter, the number of its group
-    splits: Sequence[AxisNames]  # for each parameter, the mesh axes that split it
-    divisor: Any  # of the sum
+    prefix: Prefix  # the path of each limit, and the number of its group
+    treedef: Any
 
-    def weigh(
-        self, leaves: Arrays, present: Array, term_bounds: Arrays | None = None
-    ) -> Weights:
-        """Norms and factors of gradients with a leading batch axis.
+    @property
+    def need_all_norms(self) -> bool:
+        """Whether a limit is a function of all norms of the batch."""
+        return any(map(is_function, self.values))
 
-        `term_bounds` has a number [batch] for each leaf: at least as long as all terms
-        of an example's gradient together, where these are only added up with those of
-        other examples. It is 0 where the gradient itself is made. None: all gradients
-        were made.
-        """
-        specs = []
-        for group, mesh_axes in zip(self.groups, self.splits):
-            specs.append(LeafSpec(norm_index=group, mesh_of_summed=mesh_axes))
-        plan = NormPlan(tuple(specs), len(self.values), ord=None)
+    def groups_of(self, params: PyTree) -> list[int]:
+        """The group of each parameter. Raises ValueError for limits that do not fit."""
+        return lookup(self.prefix, params, f"{self.call}: max_norm")
 
-        def norms_of_one(leaves: Arrays) -> Array:
-            return jnp.stack(norms_of(plan, leaves))
-
-        norms_of_batch = jax.vmap(norms_of_one, axis_size=present.size)
-        norms = norms_of_batch(leaves)
-        if term_bounds:
-            least = norms_of_batch(lax.stop_gradient(term_bounds)) / MAX_CANCELLATION
-            norms = jnp.maximum(norms, least.astype(norms.dtype))
-        return self._weights(norms, present)
-
-    def _weights(self, norms: Array, present: Array) -> Weights:
-        """Factors of gradients with these norms, [batch, groups]."""
-        counts = present & jnp.all(jnp.isfinite(norms), axis=1)
-        counted_norms = jnp.where(counts[:, None], norms, 0.0)
+    def of_groups(self, norms: Array, is_counted: Array) -> Array:
+        """The limits as numbers, for norms [batch, groups]."""
         limits = []
         for group, value in enumerate(self.values):
             limit = value
             if value is None:
                 limit = jnp.inf
             elif is_function(value):
-                limit = self._limit_from(value, norms[:, group], counts)
+                limit = self._limit_from(value, norms[:, group], is_counted)
             limits.append(in_norm_dtype(norms.dtype, limit))
         # A traced limit may be negative, and then counts as 0.
-        limits_of_groups = jnp.maximum(jnp.stack(limits), 0)
-        limits_of_norms = jnp.broadcast_to(limits_of_groups, norms.shape)
-        new_norms = shrunk_by(self.shrink, counted_norms, limits_of_norms, self.call)
-        factor = factor_between(counted_norms, new_norms)
-        ones = jnp.ones_like(counted_norms[:, 0])
-        return Weights(
-            norms=jnp.where(present[:, None], norms, 0.0),
-            roots=factor.root,
-            factors=jnp.where(counts[:, None], factor.reported, 0.0),
-            counts=counts,
-            shares=ones / in_norm_dtype(norms.dtype, self.divisor),
-        )
+        return jnp.maximum(jnp.stack(limits), 0)
 
     def _limit_from(
-        self, function: Callable[[Array], Any], norms: Array, counts: Array
+        self, function: Callable[[Array], Any], norms: Array, is_counted: Array
     ) -> Array:
         """The limit that a function computes from the norms of a group, of all devices
         in shard_map too.
         """
-        all_norms = lax.stop_gradient(jnp.where(counts, norms, jnp.nan))
+        all_norms = lax.stop_gradient(jnp.where(is_counted, norms, jnp.nan))
         for name in sorted(varying(all_norms)):
             all_norms = lax.all_gather(all_norms, name, tiled=True)
         limit = function(all_norms)
         check_scalar(f"{self.call}: what max_norm returns", limit)
         # Without an example there is no median.
-        return jnp.where(jnp.any(counts), limit, 0)
+        return jnp.where(jnp.any(is_counted), limit, 0)
 
-
-class LimitTree(NamedTuple):
-    """`max_norm`: a tree prefix of the parameters, with a limit for each group."""
-
-    values: list[Any]  # as in `Limits`
-    shrink: Shrink
-    groups: Prefix  # the path of each limit, and the number of its group
-    treedef: Any
-
-    def on_device(self, problem: Problem) -> Limits:
-        """The limits of a problem, whose numbers may be arrays of a device.
-
-        Raises:
-          ValueError: limits that do not fit the parameters.
-        """
-        argument = f"{problem.call}: max_norm"
-        return Limits(
-            problem.call,
-            problem.limits,
-            self.shrink,
-            groups=lookup(self.groups, problem.params, argument),
-            splits=problem.splits,
-            divisor=problem.divisor,
-        )
-
-    def joint(self) -> Any:
+    def of_sum(self) -> Any:
         """The limit of all groups together, the root of the sum of their squares, or
         None where none is proved. For a traced limit that is not proved it is inf.
         """
         if not _is_proved(self.shrink):
             return None
-        is_traced = False
-        for limit in self.values:
-            if limit is None or is_function(limit):
-                return None
-            if isinstance(limit, Tracer):
-                is_traced = True
-            # As a float: under jit JAX would trace a comparison of an array.
-            elif math.isinf(limit) or 0 < float(limit) < LEAST_LIMIT:
-                return None
+        is_traced = any(isinstance(limit, Tracer) for limit in self.values)
         # By NumPy, so that `sensitivity` of dropin.jax_privacy is no tracer under jit.
-        if not is_traced:
-            return np.float64(math.hypot(*map(float, self.values)))
-        dtype = jnp.result_type(float)
-        limits = []
+        numpy = jnp if is_traced else np
+        limit_of_sum = 0.0
         for value in self.values:
-            # A traced limit may be negative, and then counts as 0.
-            limit = jnp.maximum(in_norm_dtype(dtype, value), 0)
-            is_too_small = (limit > 0) & (limit < LEAST_LIMIT)
-            limits.append(jnp.where(is_too_small, jnp.inf, limit))
-        return reduce(jnp.hypot, limits) * (1 + len(limits) * 2.0**-22)
+            if value is None or is_function(value):
+                return None
+            if is_traced:
+                # It may be negative, and then counts as 0.
+                limit = jnp.maximum(in_norm_dtype(jnp.result_type(float), value), 0)
+            else:
+                limit = float(value)
+            is_proved = (limit == 0) | (limit >= LEAST_LIMIT) & (limit < np.inf)
+            longest = 1.0 if self.shrink is over_limit else limit
+            longest = numpy.where(is_proved, longest, np.inf)
+            limit_of_sum = numpy.hypot(limit_of_sum, longest)
+        if is_traced:
+            return limit_of_sum * (1 + len(self.values) * 2.0**-22)
+        return None if np.isinf(limit_of_sum) else limit_of_sum
 
 
-def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> LimitTree:
+def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> Limits:
     """The limits of a number, a function, or of a tree of them.
 
     Raises:
@@ -228,7 +206,7 @@ def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> LimitTree:
             check_limit(argument_of_path if path else argument, limit, is_scalar=True)
         values.append(limit)
         groups.append((path, group))
-    return LimitTree(values, shrink, Prefix(tuple(groups)), treedef)
+    return Limits(call, values, shrink, Prefix(tuple(groups)), treedef)
 
 
 def over_limit(norm: Array, limit: Array) -> Array:

@@ -104,13 +104,9 @@ def add_noise(
     # Rounding to the grid adds this share of sigma to the sensitivity, so that sigma =
     # multiplier (limit + rounding sigma).
     rounding = ROUNDING * count_of_numbers(leaves) ** 0.5
-    if not isinstance(multiplier, Tracer) and multiplier * rounding >= 1:
-        raise ValueError(
-            f"add_noise: noise_multiplier={shown(noise_multiplier)} must be below "
-            f"{1 / rounding:.2g} for {count_of_numbers(leaves)} numbers, whose "
-            "rounding to the grid would need more noise than there is."
-        )
-    sigma = multiplier * limit / (1 - multiplier * rounding)
+    # No noise is enough for a multiplier of 1 / rounding, 2^26 / sqrt(d).
+    share_left = jnp.maximum(1 - multiplier * rounding, 0)
+    sigma = multiplier * limit / share_left
     is_private = (multiplier > 0) & (sigma >= LEAST_SIGMA) & (sigma <= MOST_SIGMA)
     is_private &= longest <= REACH * sigma
     if not isinstance(is_private, Tracer) and not is_private:

@@ -78,8 +78,10 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     factors = jnp.stack(jax.tree.leaves(result.factors))
     # Norms and factors are 0 if the example is masked. They are also 0 for a gradient
     # of zero whose factor a shrink made 0.
-    is_masked = jnp.all((norms == 0) & (factors == 0), axis=0)
-    is_counted = jnp.all(jnp.isfinite(norms), axis=0) & ~is_masked
+    is_zero = (norms == 0) & (factors == 0)
+    is_masked = jnp.all(is_zero, axis=0)
+    is_finite = jnp.all(jnp.isfinite(norms), axis=0)
+    is_counted = is_finite & ~is_masked
     is_clipped = is_counted & jnp.any(factors != 1, axis=0)
     if not isinstance(is_clipped, Tracer) and jnp.any(is_clipped):
         raise ValueError(
@@ -95,7 +97,8 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     # Squares of norms beyond 1e19 or below 1e-19 leave the range of float32, so all
     # squares are in units of the largest.
     longest = jnp.maximum(jnp.max(norms), jnp.finfo(norms.dtype).tiny)
-    mean_square = jnp.sum(divided(norms, longest) ** 2) / size
+    squares = divided(norms, longest) ** 2
+    mean_square = jnp.sum(squares) / size
     square_of_mean = divided(norm_of_mean, longest) ** 2
     # Rounding alone may make it negative.
     noise = jnp.maximum(mean_square - square_of_mean, 0) * size / (size - 1)

@@ -17,44 +17,11 @@ from jax import Array, lax
 
 from .._mesh_types import varying_as_any_of
 from .._trees import PyTree
-from ._limits import Arrays, Limits, Weights
+from ._limits import Arrays, Weights, weights_of
 from ._problem import Problem
 
 # (present, *examples) -> (terms of a sum, results of each example)
 Step = Callable[..., tuple[PyTree, PyTree]]
-
-
-def small_memory() -> int:
-    """How many float32 numbers are so few that a loop over parts of them is slower."""
-    # A megabyte on a CPU, which fits its cache. Elsewhere 32, since each turn of a loop
-    # starts kernels again.
-    return 2**18 if jax.default_backend() == "cpu" else 2**23
-
-
-def is_narrow(x: Any) -> bool:
-    """Whether an array, a type, or a dtype has floats of 16 bits or fewer."""
-    dtype = getattr(x, "dtype", x)
-    is_float = jnp.issubdtype(dtype, jnp.inexact)
-    return is_float and jnp.finfo(dtype).bits < 32
-
-
-def widened(tree: PyTree) -> PyTree:
-    """The arrays of a tree, with float32 instead of 16 bits."""
-
-    def wide(x: Array) -> Array:
-        return x.astype(np.float32) if is_narrow(x) else x
-
-    return jax.tree.map(wide, tree)
-
-
-def written(tree: PyTree) -> PyTree:
-    """The arrays of a tree, written to memory, so that norms and sums read the same
-    numbers.
-
-    Without it XLA may compute an array again for each reader, rounded differently each
-    time. It also leaves out a rounding to 16 bits before a computation in float32.
-    """
-    return jax.tree.map(lax.optimization_barrier, tree)
 
 
 class ExampleResults(NamedTuple):
@@ -71,7 +38,6 @@ class Run(NamedTuple):
     """
 
     problem: Problem
-    limits: Limits
     microbatch: int | None
 
     def in_one_pass(self) -> tuple[Arrays, ExampleResults]:
@@ -90,8 +56,8 @@ class Run(NamedTuple):
             # Otherwise XLA on a CPU writes the float64 squares of the gradients, which
             # only the norms need, to memory.
             grads = written(grads)
-            weights = self.limits.weigh(grads, present)
-            sums = list(map(weights.total, grads, self.limits.groups))
+            weights = weights_of(self.problem, grads, present)
+            sums = list(map(weights.weighted_sum, grads, self.problem.groups))
             return sums, ExampleResults(weights, values, aux)
 
         return self.in_steps(step)
@@ -112,8 +78,9 @@ class Run(NamedTuple):
         """
         zeros = []
         for leaf in jax.tree.leaves(self.problem.params):
+            dtype = np.promote_types(leaf.dtype, np.float32)
             # `zeros_like` keeps how an Explicit mesh splits it.
-            zero = jnp.zeros_like(leaf, np.promote_types(leaf.dtype, np.float32))
+            zero = jnp.zeros_like(leaf, dtype)
             # lax.scan needs the type of the sums that follow.
             zeros.append(varying_as_any_of(zero, (self.problem.batch, leaf)))
         return zeros
@@ -139,7 +106,7 @@ def in_microbatches(
     """
     plus = plus or partial(jax.tree.map, _plus)
     size = present.size
-    width = even_width(size, int(most or size))
+    width = even_width(size, most or size)
     turns = -(-size // width)
     if turns == 1:
         terms, results = step(present, *batch)
@@ -162,7 +129,8 @@ def in_microbatches(
         """[turns, width, ...] in the order of the batch."""
         return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])[:size]
 
-    is_real = np.arange(width * turns).reshape(width, turns) < size
+    numbers = np.arange(width * turns).reshape(width, turns)
+    is_real = numbers < size
     present, batch = jax.tree.map(split, (present, batch))
 
     def take_turn(total: PyTree, turn: Array) -> tuple[PyTree, PyTree]:
@@ -170,7 +138,9 @@ def in_microbatches(
         def take(x: Array) -> Array:
             return lax.dynamic_index_in_dim(x, turn, 1, keepdims=False)
 
-        terms, results = step(*jax.tree.map(take, (present & is_real, *batch)))
+        is_present = present & is_real
+        arguments = jax.tree.map(take, (is_present, *batch))
+        terms, results = step(*arguments)
         return plus(total, terms), results
 
     total, results = lax.scan(take_turn, total, jnp.arange(turns))
@@ -181,11 +151,14 @@ def _plus(total: Array, term: Array) -> Array:
     return total + term.astype(total.dtype)
 
 
-def block_size() -> int:
-    """How many terms are added up at once where terms may cancel. A CPU adds up blocks
-    of few terms, and their sums by `KahanSum`.
+def even_width(size: int, most: int) -> int:
+    """How many examples are in each microbatch, if there are as few microbatches of at
+    most `most` examples as possible.
+
+    32 examples with at most 9 are four microbatches of 8, not of 9, 9, 9 and 5.
     """
-    return 256 if jax.default_backend() == "cpu" else sys.maxsize
+    turns = -(-size // min(most, size))
+    return -(-size // turns)
 
 
 class KahanSum(NamedTuple):
@@ -213,11 +186,41 @@ class KahanSum(NamedTuple):
         return sum_so_far.total
 
 
-def even_width(size: int, most: int) -> int:
-    """How many examples are in each microbatch, if there are as few microbatches of at
-    most `most` examples as possible.
-
-    32 examples with at most 9 are four microbatches of 8, not of 9, 9, 9 and 5.
+def block_size() -> int:
+    """How many terms are added up at once where terms may cancel. A CPU adds up blocks
+    of few terms, and their sums by `KahanSum`.
     """
-    turns = -(-size // min(most, size))
-    return -(-size // turns)
+    return 256 if jax.default_backend() == "cpu" else sys.maxsize
+
+
+def small_memory() -> int:
+    """How many float32 numbers are so few that a loop over parts of them is slower."""
+    # A megabyte on a CPU, which fits its cache. Elsewhere 32 megabytes, since each turn
+    # of a loop starts kernels again.
+    return 2**18 if jax.default_backend() == "cpu" else 2**23
+
+
+def is_narrow(x: Any) -> bool:
+    """Whether an array, a type, or a dtype has floats of 16 bits or fewer."""
+    dtype = getattr(x, "dtype", x)
+    is_float = jnp.issubdtype(dtype, jnp.inexact)
+    return is_float and jnp.finfo(dtype).bits < 32
+
+
+def widened(tree: PyTree) -> PyTree:
+    """The arrays of a tree, with float32 instead of 16 bits."""
+
+    def wide(x: Array) -> Array:
+        return x.astype(np.float32) if is_narrow(x) else x
+
+    return jax.tree.map(wide, tree)
+
+
+def written(tree: PyTree) -> PyTree:
+    """The arrays of a tree, written to memory, so that norms and sums read the same
+    numbers.
+
+    Without it XLA may compute an array again for each reader, rounded differently each
+    time. It also leaves out a rounding to 16 bits before a computation in float32.
+    """
+    return jax.tree.map(lax.optimization_barrier, tree)

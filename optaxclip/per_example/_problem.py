@@ -40,9 +40,9 @@ class Problem(NamedTuple):
     | fields | are set by |
     |---|---|
     | call, loss, params, batch, present, shared | `Signature.problem_of` |
-    | limits, divisor, is_sum | `clipped_grad`, for each call |
+    | limits, groups, divisor, is_sum | `clipped_grad`, for each call |
     | devices | `on_each_device`, on a mesh with Explicit axes |
-    | splits, mesh_axes, program, returned | `Signature.on_device`, on each device |
+    | splits, mesh_axes, program, result_types | `Signature.on_device`, on each device |
     """
 
     call: str  # the function that the user called, for errors
@@ -54,7 +54,8 @@ class Problem(NamedTuple):
     shared: list[Any]  # arguments that are the same for all examples
     # For each parameter, the mesh axes over which its gradient is split
     splits: Sequence[AxisNames] = ()
-    limits: Sequence[Any] = ()  # the numbers of `max_norm`
+    limits: Any = None  # `Limits`, of `max_norm`. None in `explain_clipped_grad`
+    groups: Sequence[int] = ()  # for each parameter, the number of its limit
     divisor: Any = 1  # of the sum of the clipped gradients
     is_sum: bool = True  # False: a mean
     devices: int = 1  # of an Explicit mesh, that share the batch
@@ -62,7 +63,7 @@ class Problem(NamedTuple):
     mesh_axes: AxisNames = ()
     # The traced loss of one example, and the types of its results, set by `on_device`
     program: Any = None
-    returned: PyTree = None
+    result_types: PyTree = None
 
     def of_one(self, params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
         """The loss of one example, and aux. A traced loss is run by its program, so
@@ -71,9 +72,9 @@ class Problem(NamedTuple):
         if self.program is None:
             return self.loss(params, example, self.shared)
         outputs = jaxpr_as_fun(self.program)(*jax.tree.leaves((params, example)))
-        return jax.tree.unflatten(jax.tree.structure(self.returned), outputs)
+        return jax.tree.unflatten(jax.tree.structure(self.result_types), outputs)
 
-    def traced(
+    def trace(
         self, of_one: Callable[[PyTree, PyTree], PyTree]
     ) -> tuple[ClosedJaxpr, PyTree]:
         """The program of a function of the parameters and one example, and the types of
@@ -81,13 +82,13 @@ class Problem(NamedTuple):
         """
         programs = []
 
-        def trace(params: PyTree, example: PyTree) -> jax.Array:
+        def record_program(params: PyTree, example: PyTree) -> jax.Array:
             make_program = jax.make_jaxpr(of_one, return_shape=True)
             programs.append(make_program(params, example))
             return jnp.zeros(())
 
         # Inside vmap the batch looks like one example.
-        jax.make_jaxpr(jax.vmap(trace, (None, 0)))(self.params, self.batch)
+        jax.make_jaxpr(jax.vmap(record_program, (None, 0)))(self.params, self.batch)
         return programs[0]
 
 
@@ -158,16 +159,16 @@ class Signature(NamedTuple):
             params=params, splits=splits, mesh_axes=_axes_of_batch(batch, splits)
         )
         try:
-            program, returned = problem.traced(problem.of_one)
+            program, result_types = problem.trace(problem.of_one)
         except Exception as error:
             # JAX has no public name for its error.
             if "out_sharding" in str(error):
                 error.add_note(f"{self.call}: {SPLIT_LOOKUP}")
             raise
         self._check_program(program, batch)
-        problem = problem._replace(program=program, returned=returned)
+        problem = problem._replace(program=program, result_types=result_types)
         # A rule of jax.custom_jvp or jax.custom_vjp is a program in the gradient only.
-        gradient, _ = problem.traced(jax.grad(problem.of_one, has_aux=True))
+        gradient, _ = problem.trace(jax.grad(problem.of_one, has_aux=True))
         self._check_program(gradient, batch)
         return problem
 

@@ -197,6 +197,17 @@ def test_arguments_may_be_named_by_a_range():
     assert_near(dict(zip("wb", grad(*args).grads)), make()(PARAMS, X, Y))
 
 
+def test_a_random_key_that_is_named_from_the_end_is_refused():
+    with pytest.raises(ValueError, match="prng_argnum=-1 must be at least 0"):
+        make(prng_argnum=-1)
+
+
+def test_a_missing_argument_is_named():
+    text = r"batch_argnums=\(1, 2\).* called with 2 positional arguments"
+    with pytest.raises(TypeError, match=text):
+        make()(PARAMS, X)
+
+
 def test_keywords_have_an_entry_for_each_example():
     shapes = []
 
@@ -375,12 +386,14 @@ def test_products_that_cancel_change_the_sum_by_what_is_proved():
     assert grad.sensitivity() == pytest.approx(1 + explain.change, rel=UP)
 
 
-def test_a_sum_that_is_rounded_to_16_bits_changes_by_more():
-    grad = clipped_grad(lambda w, x: jnp.sum(w * x), l2_clip_norm=1.0, dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_sum_that_is_rounded_to_16_bits_has_no_bound(dtype):
+    """In bfloat16 one example changes it by two limits."""
+    grad = clipped_grad(lambda w, x: jnp.sum(w * x), l2_clip_norm=1.0, dtype=dtype)
     ones = np.ones((302, 1), np.float32)
     sums = [float(grad(jnp.zeros(()), x)) for x in (ones, ones[1:], ones[2:])]
-    change = max(abs(np.diff(sums)))
-    assert 1.5 < change <= grad.sensitivity()
+    assert (max(abs(np.diff(sums))) > 1.5) == (dtype == "bfloat16")
+    assert grad.sensitivity() == math.inf
 
 
 @pytest.mark.parametrize("number", [float, np.float32, jnp.float32])
@@ -398,34 +411,6 @@ def test_a_limit_with_which_sums_are_finite_has_a_bound(limit):
     # Of seven examples
     wanted = limit * proved(SIZE) if 7 * limit < 3.4e38 else math.inf
     assert grad.sensitivity() == pytest.approx(wanted, rel=UP)
-
-
-def test_a_sum_below_the_range_of_float16_changes_by_more():
-    """Next to 0 float16 has steps of 2^-24. One number of an example is 0.4 of them,
-    that of two is rounded to one.
-    """
-    count = 10_000
-    x = np.full((2, count), 0.4 * 2.0**-24 * 1e6, np.float32)
-    grad = clipped_grad(
-        lambda w, x: jnp.sum(w * x),
-        l2_clip_norm=float(np.linalg.norm(x[0])),
-        normalize_by=1e6,
-        keep_batch_dim=False,
-        dtype="float16",
-    )
-    both = np.asarray(grad(jnp.zeros(count), x), np.float64)
-    one = np.asarray(grad(jnp.zeros(count), x[:1]), np.float64)
-    change = np.linalg.norm(both - one)
-    assert 2 * np.linalg.norm(x[1]) / 1e6 < change <= grad.sensitivity()
-
-
-def test_a_sum_beyond_the_range_of_float16_has_no_bound():
-    options = {"l2_clip_norm": 60_000.0, "dtype": "float16"}
-    grad = clipped_grad(lambda w, x: jnp.sum(w * x), **options)
-    grad(jnp.zeros(()), np.ones((1, 1), np.float32))
-    assert grad.sensitivity() < math.inf
-    grad(jnp.zeros(()), np.ones((2, 1), np.float32))
-    assert grad.sensitivity() == math.inf
 
 
 def test_the_function_is_jitted_with_a_limit_that_is_an_array():

@@ -98,6 +98,13 @@ def test_epsilon_is_that_of_dp_accounting():
     )
 
 
+@pytest.mark.parametrize("number", [np.float32, np.int32, jnp.float32])
+def test_epsilon_takes_numbers_of_every_type(number):
+    pytest.importorskip("dp_accounting")
+    found = epsilon(number(2), number(1), steps=number(9), delta=1e-5)
+    assert found == epsilon(2.0, 1.0, steps=9, delta=1e-5)
+
+
 def test_noise_multiplier_is_the_inverse_of_epsilon():
     pytest.importorskip("dp_accounting")
     training = {"share": 0.1, "steps": 30, "delta": 1e-5}

@@ -315,7 +315,7 @@ def test_too_little_noise_for_the_grid_lets_nothing_out():
 
 def test_a_multiplier_that_the_grid_cannot_hold_is_refused():
     # 2^26 / sqrt(10^4)
-    text = r"^add_noise: noise_multiplier=1000000.0 must be below 6.\de\+05 for 10000 n"
+    text = r"^add_noise: noise_multiplier=1000000.0, .* gives noise of deviation inf"
     with pytest.raises(ValueError, match=text):
         add(jnp.zeros(10_000), 1e6)
     assert np.isnan(jax.jit(add)(jnp.zeros(10_000), 1e6)).all()

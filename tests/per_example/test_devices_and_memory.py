@@ -172,8 +172,6 @@ def test_products_with_what_adapters_make_are_for_a_few_examples():
 
     adapter = {"a": normal(0, 512, 4), "b": normal(1, 4, 512)}
     assert explain_clipped_grad(loss)(adapter, normal(2, 64, 512)).microbatch == 1
-    found = explain_clipped_grad(loss, method="ghost")(adapter, normal(2, 64, 512))
-    assert [leaf.made for leaf in found.leaves] == [4 * 512**2] * 2
 
 
 @pytest.mark.parametrize("loss", [one_kernel, tied_kernels])

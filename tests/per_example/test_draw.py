@@ -82,14 +82,22 @@ def test_a_share_is_never_exceeded():
     assert stats.poisson(10).ppf(1e-6) <= mask.sum() <= stats.poisson(10).isf(1e-6)
 
 
+@pytest.mark.parametrize("number", [np.float16, np.float32, jnp.float32, jnp.int32])
+def test_numbers_of_every_type_draw_the_same(number):
+    share = number(1) / number(1)
+    found = draw(jax.random.key(0), share, examples=number(20), places=number(7))
+    wanted = draw(jax.random.key(0), 1.0, examples=20, places=7)
+    np.testing.assert_array_equal(found.chosen, wanted.chosen)
+    np.testing.assert_array_equal(found.mask, wanted.mask)
+
+
 WRONG = {
     "draw: share must be at most 1, got 1.5": (1.5, 20, 7),
     "draw: share must be at least 0, got -0.1": (-0.1, 20, 7),
     "draw: examples must be a whole number": (0.1, 2.5, 2),
     "draw: places must be at most 20, got 21": (0.1, 20, 21),
     "draw: places must be at least 1, got 0": (0.1, 20, 0),
-    "draw: places must be an int, got 5.0": (0.1, 20, 5.0),
-    "draw: examples must be an int, got 20.0": (0.1, 20.0, 5),
+    "draw: places must be a whole number": (0.1, 20, 2.5),
 }
 
 

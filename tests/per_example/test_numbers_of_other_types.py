@@ -116,6 +116,15 @@ def test_it_can_be_exported_for_any_size(method):
     np.testing.assert_allclose(found, grad(jnp.zeros(6), GRADIENTS).grads, 1e-6, 1e-7)
 
 
+def test_it_can_be_exported_for_any_batch():
+    (batch,) = jax.export.symbolic_shape("batch")
+    shapes = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((6,), (batch, 6))]
+    grad = clipped_grad(loss, 2.0)
+    program = jax.export.export(jax.jit(lambda *args: grad(*args).grads))(*shapes)
+    found = program.call(jnp.zeros(6), GRADIENTS)
+    np.testing.assert_allclose(found, grad(jnp.zeros(6), GRADIENTS).grads, 1e-6, 1e-7)
+
+
 @pytest.mark.slow
 def test_ghost_clipping_says_that_it_cannot():
     with pytest.raises(ValueError, match=r"for sizes that are not known, here \(size"):

@@ -332,6 +332,7 @@ def test_what_is_proved_is_known_before_the_run():
     # 2^24 additions may lose all of a sum.
     endless = explained("lookup", 2**24, 16)
     assert endless.excess == endless.change == np.inf
+    assert "no bound is proved" in str(endless)
 
 
 def test_sums_of_squares_in_float32_are_in_the_bound(monkeypatch):

@@ -79,4 +79,3 @@ def test_a_row_of_a_large_table_is_not_a_gradient_of_all_rows():
     explain = explain_clipped_grad(loss)(jnp.ones((1000, 4)), jnp.arange(50))
     assert (explain.method, explain.leaves[0].norm_by) == ("ghost", "rows")
     assert explain.costs["one_pass"] > 10 > explain.costs["ghost"]
-    assert "more than ten plain gradients: one_pass" in str(explain)

@@ -13,7 +13,7 @@ pass, without the large gradients of its examples. In the order in which to read
     here             all of it for a batch
 
 Beside this folder `_passes` runs microbatches (`Run.in_steps`), `_limits` makes factors
-of norms (`Limits.weigh`), and `_bounds` proves how much an example adds to a sum.
+of norms (`weights_of`), and `_bounds` proves how much an example adds to a sum.
 
 Where the gradient by a parameter is not such a sum, JAX makes the gradients of examples
 by that parameter.
@@ -36,7 +36,7 @@ from jax import Array
 
 from ..._jaxpr import has_backward_rule, has_window, work_of
 from ..._mesh_types import varying
-from .._limits import Arrays, Weights
+from .._limits import Arrays, Weights, weights_of
 from .._passes import ExampleResults, Run, widened, written
 from .._problem import Problem
 from ._capture import CapturedOfSites, capture
@@ -108,8 +108,8 @@ class Ghost:
             sources = self._norm_sources(captured, present)
             arrays = [source.array for source in sources]
             term_bounds = [source.term_bounds for source in sources]
-            weights = run.limits.weigh(arrays, present, term_bounds)
-            groups = run.limits.groups
+            weights = weights_of(run.problem, arrays, present, term_bounds)
+            groups = run.problem.groups
             sums = self._weighted_sums(captured, arrays, weights, groups)
             values, aux = jax.tree.unflatten(self.out_tree, outputs)
             return sums, ExampleResults(weights, values, aux)
@@ -180,8 +180,8 @@ class Ghost:
             sums[number] = plan.weighted_sum(
                 captured, norm_arrays[number], weights, limit_groups[number]
             )
-            counts = _after(sums[number], weights.counts)
-            weights = weights._replace(counts=counts)
+            is_counted = _after(sums[number], weights.is_counted)
+            weights = weights._replace(is_counted=is_counted)
         matrix_sums = {number: sums[number] for number in self.outer_product_plans}
         for number, total in self._sums_by_parameters(matrix_sums).items():
             sums[number] = total
@@ -266,6 +266,6 @@ def ghost_of(problem: Problem) -> Ghost:
         program,
         params,
         plans=plans_of(program.sites, params, is_bounded=problem.is_sum),
-        out_tree=jax.tree.structure(problem.returned),
+        out_tree=jax.tree.structure(problem.result_types),
         is_convolved=16 * convolved_work > all_work,
     )

@@ -100,7 +100,7 @@ class GradientPlan(LeafPlan):
           weights: the factors f, and which examples count.
           limit_group: the number of the limit of the parameter.
         """
-        return weights.total(norm_array, limit_group)
+        return weights.weighted_sum(norm_array, limit_group)
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class OuterProductPlan(LeafPlan, ABC):
     ) -> Array:
         """The sum of f G over examples, as [stack, rows, columns]."""
         captured_of_leaf = self._of_this_leaf(captured)
-        counts = weights.counts
-        factors = SplitFactors(weights.roots[:, limit_group], weights.shares)
+        counts = weights.is_counted
+        factors = SplitFactors(weights.roots[:, limit_group], weights.inverse_divisor)
         dtype = np.promote_types(self.leaf.dtype, factors.roots.dtype)
         zeros = jnp.zeros(self.matrix_shape, dtype)
         zeros = varying_as_any_of(zeros, (captured_of_leaf, self.leaf, counts))
@@ -345,7 +345,7 @@ class MatrixPlan(OuterProductPlan):
         weights: Weights,
         limit_group: int,
     ) -> Array:
-        return weights.total(norm_array, limit_group)
+        return weights.weighted_sum(norm_array, limit_group)
 
 
 def plans_of(
