@@ -390,7 +390,11 @@ def _bound_of(result: per_example.ClippedGrad, sums: Any, normalize_by: float) -
         if info.bits < 32 or is_beyond_range:
             return math.inf
     bound = result.sensitivity / normalize_by
-    if normalize_by != 1:
+    is_cast = any(
+        sum_before.dtype != sum_after.dtype
+        for sum_before, sum_after in zip(jax.tree.leaves(result.grads), leaves)
+    )
+    if normalize_by != 1 or is_cast:
         # The sums with and without the example are rounded by 2^-24 of their length.
         # Numbers below the normal ones may be flushed to 0.
         flushed = float(jnp.finfo(jnp.float32).tiny) * count_of_numbers(leaves) ** 0.5

@@ -396,6 +396,22 @@ def test_a_sum_that_is_rounded_to_16_bits_has_no_bound(dtype):
     assert grad.sensitivity() == math.inf
 
 
+def test_the_bound_covers_a_cast_to_float32():
+    with jax.enable_x64(True):
+        grad = clipped_grad(
+            lambda w, x: jnp.sum(w * x), l2_clip_norm=1.0, dtype=np.float32
+        )
+        changes = []
+        # The sum passes 256, above which float32 has half as many numbers.
+        batch = np.ones((257, 1))
+        mask = np.arange(257) == 256
+        for number in np.random.default_rng(0).uniform(0, 1, 20):
+            batch[0] = number
+            without = grad(jnp.zeros(()), batch, is_padding_example=mask)
+            changes.append(float(grad(jnp.zeros(()), batch)) - float(without))
+        assert 1.00001 < max(changes) <= grad.sensitivity() < 1.0001
+
+
 @pytest.mark.parametrize("number", [float, np.float32, jnp.float32])
 @pytest.mark.parametrize("limit", [1e-4, 1e20, 1e30])
 def test_a_unit_norm_has_the_bound_one_of_any_limit(number, limit):
