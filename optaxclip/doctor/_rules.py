@@ -34,21 +34,11 @@ LONG = 20
 SHORT = 5
 
 
-def medians(values: Array, rows: int, least: int | None = None) -> Array:
-    """For each row the median of the last `rows` rows, itself among them. NaN where
-    fewer than `least` of them are numbers: all, if None.
+def medians(values: Array, rows: int) -> Array:
+    """For each row the median of the last `rows` rows, itself among them. NaN in the
+    first rows, which have fewer before them.
     """
-    if least is None:
-        least = rows
-    padding = np.full(rows - 1, np.nan)
-    padded = np.append(padding, values)
-    windows = sliding_window_view(padded, rows)
-    is_number = ~np.isnan(windows)
-    counts = is_number.sum(axis=1)
-    has_enough = counts >= least
-    result = np.full(len(values), np.nan)
-    result[has_enough] = np.nanmedian(windows[has_enough], axis=1)
-    return result
+    return np.median(windows_behind(values, rows), axis=1)
 
 
 def medians_ahead(values: Array, rows: int) -> Array:
@@ -57,10 +47,10 @@ def medians_ahead(values: Array, rows: int) -> Array:
     return medians(backwards, rows)[::-1]
 
 
-def medians_around(values: Array) -> Array:
-    """For each row the median of five rows, of which it is the middle one."""
-    padded = np.append(values, [np.nan, np.nan])
-    return medians(padded, 5, least=3)[2:]
+def windows_behind(values: Array, rows: int) -> Array:
+    """For each row the last `rows` rows. They are NaN before the log begins."""
+    padded = np.pad(values, (rows - 1, 0), constant_values=np.nan)
+    return sliding_window_view(padded, rows)
 
 
 def lowest_ahead(values: Array) -> Array:
@@ -90,21 +80,24 @@ def bad_batch(norm: Array) -> Array:
     """Norms over the median of those before, if a low norm follows within 20 rows, or
     the log ends.
     """
-    usual_norm = shifted(medians(norm, LONG, least=2))
+    usual_norm = shifted(np.nanmedian(windows_behind(norm, LONG), axis=1))
+    # One row before is too few to judge by.
+    usual_norm[1] = np.nan
     # Rows behind the end of a log are unknown. They are taken for low.
-    unknown = np.zeros(LONG)
-    next_rows = np.append(norm[1:], unknown)
-    windows = sliding_window_view(next_rows, LONG)
-    comes_back = windows.min(axis=1) < BACK * usual_norm
+    next_rows = np.pad(norm[1:], (0, LONG))
+    lowest_of_next = sliding_window_view(next_rows, LONG).min(axis=1)
+    comes_back = lowest_of_next < BACK * usual_norm
     return np.where(comes_back, norm / usual_norm, 0.0)
 
 
 def divergence(loss: Array) -> Array | float:
     """The loss over its lowest, from the row on from which it stays high."""
     width = max(SHORT, len(loss) // 20)
-    levels = medians(loss, width)
-    lowest_row = np.nanargmin(levels)
-    lowest = levels[lowest_row]
+    # A thousand windows are enough: all of a long log would not fit into memory.
+    stride = max(1, len(loss) // 1000)
+    levels = np.median(sliding_window_view(loss, width)[::stride], axis=1)
+    lowest = levels.min()
+    lowest_row = width - 1 + stride * np.argmin(levels)
     fall = np.median(loss[:SHORT]) - lowest
     last_rows = loss[-2 * width :]
     rise = np.median(last_rows) - lowest
@@ -114,7 +107,9 @@ def divergence(loss: Array) -> Array | float:
     noise = high - low
     if rise <= max(LOST_GAIN * fall, LOSS_NOISE * noise):
         return 0.0
-    middles = medians_around(loss)
+    # Around each row five rows, fewer at the ends of the log.
+    padded = np.pad(loss, 2, constant_values=np.nan)
+    middles = np.nanmedian(sliding_window_view(padded, 5), axis=1)
     stays_high = lowest_ahead(middles) > lowest + rise / 2
     return np.where(stays_high, middles / lowest, 0.0)
 

@@ -1,5 +1,7 @@
 """Each cause in a log made by hand, and the log beside it that shows none."""
 
+import tracemalloc
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -133,6 +135,19 @@ def test_a_loss_that_does_not_come_back_has_diverged():
     # A loss that comes back has not.
     losses = np.concatenate([falling, rising, falling[60:]]) * noisy()
     assert diagnose(rows_of(loss=losses, grad_norm=noisy(seed=1))) == []
+
+
+def test_a_long_log_needs_little_memory():
+    """Windows of a twentieth of the log, one for each row, would be 160 MB here."""
+    size = 20_000
+    halves = np.repeat([1.0, 3.5], size // 2)
+    rows = rows_of(loss=halves * noisy(size), grad_norm=noisy(size, seed=1))
+    tracemalloc.start()
+    finding = found(rows, "divergence")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert finding.step == size // 2
+    assert peak < 100e6
 
 
 def test_a_loss_that_leaps_and_stays_has_diverged_from_that_row_on():
