@@ -130,6 +130,11 @@ def record_health(
     check_length(f"{CALL}: patience", patience)
     if isinstance(embeddings, str):
         embeddings = (embeddings,)
+    if not isinstance(embeddings, Collection):
+        raise TypeError(
+            f"{CALL}: embeddings must be the path of a leaf, or several, got "
+            f"{shown(embeddings)}."
+        )
     table_names = tuple(embeddings)
     measure = TensorNorm(
         **check_measure(CALL, None, stacked=stacked, mesh_axes=mesh_axes)
@@ -142,23 +147,19 @@ def record_health(
 
     def init(params: PyTree) -> HealthState:
         norms: Any = _norm_recorder(measure).init(params)
-        idle: dict[str, Array] = {}
         # optax.tree_map_params calls init without parameters.
         if isinstance(params, PLACEHOLDER):
-            zeros = jnp.zeros(())
-            for name in table_names:
-                idle[name] = jnp.zeros((), jnp.int32)
+            shape = ()
+            tables = dict.fromkeys(table_names, jnp.zeros(0))
         else:
-            zeros = jnp.zeros_like(norms.norm, jnp.float32)
-            tree = clipped_leaves(params, CALL)
-            for name in table_names:
-                idle[name] = jnp.zeros(len(_table(tree, name)), jnp.int32)
+            shape = norms.norm.shape
+            tables = _tables(clipped_leaves(params, CALL), table_names)
         return HealthState(
             norms,
             # Each sign has an array of its own, so that the state can be donated.
-            {sign: jnp.copy(zeros) for sign in signs},
-            idle,
-            {name: jnp.full((), jnp.nan, jnp.float32) for name in table_names},
+            signs={sign: jnp.zeros(shape, jnp.float32) for sign in signs},
+            idle={name: jnp.zeros(len(x), jnp.int32) for name, x in tables.items()},
+            dead={name: jnp.full((), jnp.nan, jnp.float32) for name in tables},
         )
 
     def update(
@@ -168,18 +169,34 @@ def record_health(
         if {*state.signs, *state.idle} != {*signs, *table_names}:
             raise ValueError(f"{CALL}: state was made with other options. {BEGIN_ANEW}")
         tree = clipped_leaves(updates, CALL)
-        for name, steps in state.idle.items():
-            row_count = len(_table(tree, name))
-            if len(steps) != row_count:
+        tables = _tables(tree, table_names)
+        for name, table in tables.items():
+            row_count = len(state.idle[name])
+            if len(table) != row_count:
                 raise ValueError(
-                    f"{CALL}: state was made for {len(steps)} rows in {name!r}, but "
-                    f"the updates have {row_count}. {BEGIN_ANEW}"
+                    f"{CALL}: state was made for {row_count} rows in {name!r}, but "
+                    f"the updates have {len(table)}. {BEGIN_ANEW}"
                 )
         tree_of_weights = weights_of(CALL, tree, params) if weights else None
-        new_state = _after_step(measure, values, patience, tree, state, tree_of_weights)
+        new_state = _after_step(measure, tree, tables, state, tree_of_weights, patience)
         return updates, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _tables(tree: PyTree, names: tuple[str, ...]) -> dict[str, Array]:
+    """The leaves with these paths. They must have rows."""
+    tables: dict[str, Array] = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if jnp.ndim(leaf):
+            tables[trees.name(path)] = leaf
+    for name in names:
+        if name not in tables:
+            raise ValueError(
+                f"{CALL}: embeddings must name leaves with rows, got {shown(name)}. "
+                f"There are {trees.listed(tables)}."
+            )
+    return {name: tables[name] for name in names}
 
 
 def _norm_recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
@@ -188,20 +205,20 @@ def _norm_recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs
 
 
 # Jitted at module level, as the update of a clipper.
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=0)
 def _after_step(
     measure: TensorNorm,
-    count_elements: bool,
-    patience: int,
     tree: PyTree,
+    tables: dict[str, Array],
     state: HealthState,
     weights: PyTree,
+    patience: int,
 ) -> HealthState:
     norms = measure(tree)
     signs: dict[str, list[Array]] = {}
-    if count_elements:
+    if "zeros" in state.signs:
         signs |= _signs_of_values(measure, tree)
-    if weights is not None:
+    if "rounding" in state.signs:
         signs |= _signs_of_weights(measure, weights)
 
     def in_layout_of_state(numbers: list[Array]) -> PyTree:
@@ -213,21 +230,21 @@ def _after_step(
         _, laid_out = recorder.update(tree, state.norms, grad_norm=numbers_as_norms)
         return laid_out
 
-    if state.idle:
-        _check_whole(norms)
-    idle_steps: dict[str, Array] = {}
-    dead_share: dict[str, Array] = {}
-    for name, steps in state.idle.items():
-        idle_steps[name] = _idle_steps(_table(tree, name), steps)
-        share = jnp.mean(idle_steps[name] >= patience, dtype=jnp.float32)
-        # Before, no row can have been idle for as long.
-        is_early = state.step + 1 < patience
-        dead_share[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
     new_signs: dict[str, Array] = {}
     for sign, numbers in signs.items():
         new_signs[sign] = in_layout_of_state(numbers).norm.astype(jnp.float32)
+    if tables:
+        _check_whole(norms)
+    idle: dict[str, Array] = {}
+    dead: dict[str, Array] = {}
+    # Before, no row can have been idle for as long.
+    is_early = state.step + 1 < patience
+    for name, table in tables.items():
+        idle[name] = _idle_steps(table, state.idle[name])
+        share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
+        dead[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
     new_norms = in_layout_of_state(norms.local_values())
-    new_state = HealthState(new_norms, new_signs, idle_steps, dead_share)
+    new_state = HealthState(new_norms, new_signs, idle, dead)
     return jax.tree.map(in_place, new_state, state)
 
 
@@ -239,16 +256,6 @@ def _idle_steps(table: Array, steps: Array) -> Array:
     has_gradient = mesh_types.resharded(has_gradient)
     # The count ends before it overflows.
     return jnp.where(has_gradient, 0, jnp.minimum(steps, 2**30) + 1)
-
-
-def _table(tree: PyTree, name: str) -> Array:
-    leaves = {trees.name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-    if name not in leaves or not jnp.ndim(leaves[name]):
-        raise ValueError(
-            f"{CALL}: embeddings must name leaves with rows, got {shown(name)}. "
-            f"There are {trees.listed(leaves)}."
-        )
-    return leaves[name]
 
 
 def _check_whole(norms: Norms) -> None:
@@ -344,14 +351,13 @@ def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, Array]:
     if "weight_norm" in signs:
         ratio = jnp.where(norm == 0, 0, norm / signs["weight_norm"])
         signs["ratio"] = ratio.astype(jnp.float32)
-    # The common case: no leaf has layers.
-    if all(size == 1 for size in sizes):
-        return {sign: jnp.ravel(numbers) for sign, numbers in signs.items()}
+    # int[tensors, layers]: where the entries of each tensor are. A tensor of fewer
+    # layers than another has its last one again.
+    ends = np.cumsum(np.array(sizes, int))
+    starts = ends - sizes
+    layers = np.arange(max(sizes, default=1))
+    places = np.minimum(starts[:, np.newaxis] + layers, ends[:, np.newaxis] - 1)
     largest: dict[str, Array] = {}
     for sign, numbers in signs.items():
-        largest_of_tensors: list[Array] = []
-        for entries in jnp.split(jnp.ravel(numbers), np.cumsum(sizes)[:-1]):
-            # argmax finds NaN too.
-            largest_of_tensors.append(entries[jnp.argmax(entries)])
-        largest[sign] = jnp.stack(largest_of_tensors)
+        largest[sign] = jnp.max(jnp.ravel(numbers)[places], axis=1)
     return largest
