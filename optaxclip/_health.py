@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -284,17 +284,19 @@ def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]
     """Shares and counts of elements. The norm of a mask is the root of a count, and its
     root mean square is the root of a share. Norms know layers and devices.
     """
+
+    def squares(
+        measure: TensorNorm, is_counted: Callable[[Array], Array]
+    ) -> list[Array]:
+        norms = measure(jax.tree.map(is_counted, tree))
+        return [jnp.square(norm) for norm in norms.local_values()]
+
     root_mean_square = measure._replace(ord="rms")
-    roots = {
-        "zeros": root_mean_square(jax.tree.map(_is_zero, tree)),
-        "subnormals": root_mean_square(jax.tree.map(_is_subnormal, tree)),
-        "nonfinite": measure(jax.tree.map(_is_nonfinite, tree)),
+    return {
+        "zeros": squares(root_mean_square, _is_zero),
+        "subnormals": squares(root_mean_square, _is_subnormal),
+        "nonfinite": [jnp.round(count) for count in squares(measure, _is_nonfinite)],
     }
-    signs: dict[str, list[Array]] = {}
-    for sign, norms in roots.items():
-        signs[sign] = [jnp.square(norm) for norm in norms.local_values()]
-    signs["nonfinite"] = [jnp.round(count) for count in signs["nonfinite"]]
-    return signs
 
 
 def _is_zero(x: Array) -> Array:
@@ -331,7 +333,9 @@ def health_numbers(
 ) -> Iterator[tuple[str, str, Array]]:
     """Name, path and value of each number, for `metrics`."""
     sizes = sizes_of(state.norms, layers and not summary)
-    if summary and sizes:
+    if not sizes:
+        return
+    if summary:
         sizes = {"": sum(sizes.values())}
     for sign, numbers in _largest(tuple(sizes.values()), state).items():
         # list() outside of jit: hundreds of results would take long to compile.
@@ -352,12 +356,11 @@ def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, Array]:
         ratio = jnp.where(norm == 0, 0, norm / signs["weight_norm"])
         signs["ratio"] = ratio.astype(jnp.float32)
     # int[tensors, layers]: where the entries of each tensor are. A tensor of fewer
-    # layers than another has its last one again.
-    ends = np.cumsum(np.array(sizes, int))
-    starts = ends - sizes
-    layers = np.arange(max(sizes, default=1))
-    places = np.minimum(starts[:, np.newaxis] + layers, ends[:, np.newaxis] - 1)
+    # layers than another has some of them twice.
+    places: list[np.ndarray] = []
+    for size, end in zip(sizes, np.cumsum(sizes)):
+        places.append(np.resize(np.arange(end - size, end), max(sizes)))
     largest: dict[str, Array] = {}
     for sign, numbers in signs.items():
-        largest[sign] = jnp.max(jnp.ravel(numbers)[places], axis=1)
+        largest[sign] = jnp.max(jnp.ravel(numbers)[np.array(places)], axis=1)
     return largest

@@ -179,7 +179,7 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
     """
     logs = np.log(norm)
     row = _row_of_leap(logs)
-    if row is None:
+    if row == 0:
         return 0.0
     change = change_at(logs, row)
     if not _is_leap(change) or not _stays(logs, row, change):
@@ -216,23 +216,19 @@ def _fits(loss_change: Change, norm_change: Change) -> bool:
     return min(from_no_change, from_same_change) <= tolerance
 
 
-def fall_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
+def fall_of_scale(*norm_and_loss: Array) -> Array | float:
     """The factor by which the norm falls at one row, likewise."""
-    if loss is None:
-        return growth_of_scale(1 / norm)
-    return growth_of_scale(1 / norm, 1 / loss)
+    return growth_of_scale(*[1 / column for column in norm_and_loss])
 
 
-def _row_of_leap(logs: Array) -> int | None:
-    """The row with the largest rise over the row before. None if nothing rises."""
+def _row_of_leap(logs: Array) -> int:
+    """The row with the largest rise over the row before. 0 if nothing rises."""
     # NaN at the ends of a log, where there are too few rows to compare with.
     past = shifted(medians(logs, LONG // 2))
     future = medians_ahead(logs, LONG // 2)
     # Medians see a leap in the rows beside it as well.
     rises = np.minimum(future - past, logs - shifted(logs))
-    rises = np.where(np.isfinite(rises), rises, 0.0)
-    row = int(np.argmax(rises))
-    return row if rises[row] > 0 else None
+    return int(np.argmax(np.where(np.isfinite(rises), rises, 0.0)))
 
 
 # --------------------------------------------------------------------- clips and skips
@@ -279,12 +275,6 @@ def learning_rate(update_norm: Array, weight_norm: Array) -> Array:
     return np.where(is_finite & is_long, ratios, 0.0)
 
 
-def broken_update(update_norm: Array, *gradient_norms: Array) -> Array:
-    """Inf where an update is not finite, and all gradients are."""
-    are_finite = np.isfinite(gradient_norms).all(axis=0)
-    return np.where(are_finite, not_finite(update_norm), 0.0)
-
-
 def lost_updates(ratio: Array, rounding: Array) -> Array | float:
     """The smallest update that is kept over the update, if most updates are lost from
     the beginning of the log on. At the end of a schedule they are in every run.
@@ -318,9 +308,3 @@ def underflow(subnormals: Array, zeros: Array | float = 0.0) -> Array:
 def dead_rows(share: Array) -> Array:
     """The share of rows that are dead, beyond those that were at first."""
     return share - share[0]
-
-
-def is_first_row(norm: Array) -> Array:
-    """1 in the first row, for a cause that no number shows."""
-    rows = np.arange(len(norm))
-    return np.where(rows == 0, 1.0, 0.0)

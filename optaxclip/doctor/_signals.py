@@ -15,20 +15,20 @@ from .._logs import Column, Log, in_common, listed, loss_of, norms_of, norms_of_
 LOSS_OR_NORM = "a loss or a gradient norm"
 LOSS = "a loss above 0 (--loss NAME, if the log has one)"
 NORM = "a gradient norm"
-NORM_AND_ANY_LOSS = "a gradient norm, and a loss above 0 if there is one"
+NORM_AND_ANY_LOSS = "a gradient norm, and no loss below 0 beside it"
 NORM_AND_LOSS = "a gradient norm, and a loss above 0 (--loss NAME)"
 EVERY_NORM = "a gradient norm, also one of record_health()"
 LOGITS = "a column with attn or attention and logit in its name, or of qk_clip(None)"
 CLIP = "metrics of a clipper of optaxclip"
 SKIP_AND_CLIP = "metrics of a skip and of a clipper"
-UPDATES = "record_health() behind the optimizer, under a name with 'update' in it"
-UPDATES_AND_NORMS = f"a gradient norm, and {UPDATES}"
-ROUNDING = "record_health() behind the optimizer, with weights=True"
-WEIGHTS = "record_health() with weights=True"
-GRADIENTS = "record_health() in front of the optimizer"
+RECORDER = "record_health()"
+ANY_RECORDER = f"{RECORDER} in the optimizer, see docs/doctor.md (Record)"
+UPDATES = f"{RECORDER} behind the optimizer, under a name with 'update' in it"
+ROUNDING = f"{RECORDER} behind the optimizer, with weights=True"
+WEIGHTS = f"{RECORDER} with weights=True"
+GRADIENTS = f"{RECORDER} in front of the optimizer"
 SUBNORMALS = f"{GRADIENTS}, with values=True"
 DEAD_ROWS = f"{GRADIENTS}, with embeddings="
-UNNAMED = "two recorders"
 
 # The signs of `record_health`: the last word of its columns, before the tensor.
 SIGNS = {
@@ -51,6 +51,7 @@ NAMES_OF_LOGITS = re.compile(
     r"(.*(attn|attention|(^|[/._])qk).*logit.*|.*logit.*(attn|attention).*"
     r"|(.*[/. ])?(clip|record)(_\d+)?/[^/]*(logit|qk)[^/]*/norm(_before)?(/.*)?)"
 )
+NAME_OF_SCALE = re.compile("loss.?scale|scaler")
 OVERFLOWS = 0.1  # the share of rows with inf, under a dynamic loss scale
 
 
@@ -112,15 +113,18 @@ def total_of(name: str, norms: Sequence[Column]) -> Column:
 # ------------------------------------------------------------------------------- a log
 
 
-def signals_of(
-    log: Log, loss_name: str | None = None
-) -> tuple[dict[str, ColumnGroups], list[Column]]:
-    """Finds the columns that say something about a run.
+class Signals(NamedTuple):
+    """What a log says about a run."""
 
-    Returns:
-      Two things. The groups of columns that meet each need, such as NORM, none for a
-      need that the log does not meet. The first column of a group names the finding.
-      And all columns that are looked at, with the norm of each recorder.
+    # For each need, such as NORM, the columns that meet it, none if the log does not.
+    # The first column of a group names the finding.
+    columns: dict[str, ColumnGroups]
+    looked_at: list[Column]  # with the norm of each recorder
+    recorders: list[Recorder]
+
+
+def signals_of(log: Log, loss_name: str | None) -> Signals:
+    """Finds the columns that say something about a run.
 
     Raises:
       ValueError: there is no column `loss_name`.
@@ -138,19 +142,18 @@ def signals_of(
             recorded_norms += recorder.total("norm")
 
     columns = _columns_of_recorders(recorders)
-    if len(recorders) > 1 and not update_norms:
-        columns[UNNAMED] = _one_by_one(recorded_norms)
     # A recorder repeats what a clipper or the loop logs.
     gradient_norms = logged_norms or recorded_norms
     columns[NORM] = _one_by_one(gradient_norms)
     columns[EVERY_NORM] = _one_by_one([*logged_norms, *recorded_norms])
-    if gradient_norms:
-        columns[UPDATES_AND_NORMS] = [(norm, *gradient_norms) for norm in update_norms]
     columns[LOGITS] = _one_by_one(logits)
-    norms_to_be_finite = _one_by_one(logged_norms) + columns[GRADIENTS]
-    if _have_overflows(gradient_norms, log):
-        norms_to_be_finite = _without_overflows(norms_to_be_finite)
-    columns[LOSS_OR_NORM] = _one_by_one(losses) + norms_to_be_finite
+    has_scale = any(NAME_OF_SCALE.search(name.lower()) for name in log.columns)
+    tensors = [column for (column,) in columns[GRADIENTS]]
+    finite_norms = [
+        _without_overflows(norm, has_scale)
+        for norm in [*logged_norms, *tensors, *update_norms]
+    ]
+    columns[LOSS_OR_NORM] = _one_by_one([*losses, *finite_norms])
     # Ratios of losses that change their sign say nothing. From the norm alone REINFORCE
     # with rewards of another scale (benchmarks/doctor) would be a change of scale.
     if all(np.nanmin(loss.values, initial=np.inf) > 0 for loss in losses):
@@ -162,7 +165,7 @@ def signals_of(
     for skip, clip in product(skips, columns[CLIP]):
         columns[SKIP_AND_CLIP].append(skip + clip)
     looked_at = [*losses, *logged_norms, *logits, *recorded_norms, *update_norms]
-    return columns, looked_at
+    return Signals(columns, looked_at, recorders)
 
 
 def _columns_of_recorders(recorders: Sequence[Recorder]) -> dict[str, ColumnGroups]:
@@ -218,34 +221,17 @@ def _one_by_one(columns: Sequence[Column]) -> ColumnGroups:
     return [(column,) for column in columns]
 
 
-def _have_overflows(norms: list[Column], log: Log) -> bool:
-    """Whether norms are broken, but only in steps that a dynamic loss scale skips: inf
-    in at most a tenth of the rows, and not in the last one. NaN too, if the log has the
-    scale.
+def _without_overflows(norm: Column, has_scale: bool) -> Column:
+    """A norm without the rows with inf, if a dynamic loss scale may have skipped them:
+    at most a tenth of all rows, and not the last one. Without NaN too, if the log has
+    the scale.
     """
-    names = [name.lower() for name in log.columns]
-    has_scale = any(re.search("loss.?scale|scaler", name) for name in names)
-    have_overflows = False
-    for norm in norms:
-        is_broken = ~np.isfinite(norm.values)
-        if not is_broken.any():
-            continue
-        if is_broken[-1] or is_broken.mean() > OVERFLOWS:
-            return False
-        if np.isnan(norm.values).any() and not has_scale:
-            return False
-        have_overflows = True
-    return have_overflows
-
-
-def _without_overflows(norms: ColumnGroups) -> ColumnGroups:
-    finite_norms: ColumnGroups = []
-    for (norm,) in norms:
-        is_finite = np.isfinite(norm.values)
-        steps = norm.steps[is_finite]
-        values = norm.values[is_finite]
-        finite_norms.append((norm._replace(steps=steps, values=values),))
-    return finite_norms
+    is_finite = np.isfinite(norm.values)
+    is_rare = np.sum(~is_finite) <= OVERFLOWS * len(is_finite)
+    has_other_nan = np.isnan(norm.values).any() and not has_scale
+    if not is_rare or not is_finite[-1:].all() or has_other_nan:
+        return norm
+    return norm._replace(steps=norm.steps[is_finite], values=norm.values[is_finite])
 
 
 def _with_limits(log: Log, pattern: re.Pattern[str]) -> ColumnGroups:
@@ -281,14 +267,11 @@ def _recorders_of(log: Log) -> list[Recorder]:
     for name in log.columns:
         for reading in _readings(name):
             signs[reading.recorder].add(reading.sign)
-
-    def sign_count(reading: Reading) -> int:
-        return len(signs[reading.recorder])
-
     recorders: dict[str, Recorder] = {}
     for name, column in log.columns.items():
-        reading = max(_readings(name), key=sign_count, default=None)
-        if reading is not None:
+        readings = list(_readings(name))
+        if readings:
+            reading = max(readings, key=lambda reading: len(signs[reading.recorder]))
             empty = Recorder(reading.recorder, defaultdict(dict))
             recorder = recorders.setdefault(reading.recorder, empty)
             tensor = column._replace(name=reading.tensor or reading.recorder)

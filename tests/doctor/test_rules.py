@@ -63,6 +63,13 @@ def test_infinite_norms_now_and_then_are_those_of_a_loss_scale():
     assert causes_of(rows_of(grad_norm=norms)) == [("not finite", 0)]
 
 
+def test_an_overflow_does_not_stand_for_a_nan_of_another_norm():
+    norms = changed(calm(200), {3: INF})
+    broken_norms = changed(calm(200), dict.fromkeys(range(150, 200), NAN))
+    rows = rows_of(a__grad_norm=norms, b__grad_norm=broken_norms)
+    assert causes_of(rows) == [("not finite", 150)]
+
+
 def test_norms_of_a_loss_scale_are_judged_too():
     norms = changed(calm(200), {3: INF, 90: INF})
     report = examine(rows_of(grad_norm=norms))
@@ -326,11 +333,12 @@ def test_a_nan_that_the_optimizer_makes_is_named():
     assert diagnose(rows) == []
     rows[39]["health/updates/norm/a"] = INF
     (finding,) = diagnose(rows)
-    assert (finding.cause, finding.step) == ("broken update", 39)
-    assert "'health/updates'" in finding.evidence
-    # A gradient that is broken itself is another cause.
+    assert (finding.cause, finding.step) == ("not finite", 39)
+    assert finding.evidence == "NaN or inf begins in 'health/updates'"
+    # A gradient that is broken itself is named before it.
     rows[39]["health/gradients/norm/w"] = NAN
-    assert causes_of(rows) == [("not finite", 39)]
+    (finding,) = diagnose(rows)
+    assert finding.evidence == "NaN or inf begins in 'w', 'health/updates'"
 
 
 def test_weights_of_0_have_no_rate():
