@@ -254,8 +254,7 @@ def _idle_steps(table: Array, steps: Array) -> Array:
     has_gradient = jnp.any(table != 0, entry_axes)
     # An Explicit mesh would split it like the rows of the table.
     has_gradient = mesh_types.resharded(has_gradient)
-    # The count ends before it overflows.
-    return jnp.where(has_gradient, 0, jnp.minimum(steps, 2**30) + 1)
+    return jnp.where(has_gradient, 0, steps + 1)
 
 
 def _check_whole(norms: Norms) -> None:

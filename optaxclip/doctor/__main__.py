@@ -1,8 +1,6 @@
 """The command `python -m optaxclip.doctor run.jsonl`."""
 
 import argparse
-import json
-import math
 import sys
 from pathlib import Path
 
@@ -21,7 +19,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("log", type=Path, help="JSON lines, JSON, CSV, event file, or text, also gzip")
     add("--loss", help="the column of the loss, where its name does not say so")
     add("--pattern", help="for text: a regular expression with named groups")
-    add("--json", action="store_true", help="print the findings as JSON")
     # None stands for the arguments of the command line.
     options = parser.parse_args(arguments)
     try:
@@ -29,16 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
         sys.exit(str(error))
-    if options.json:
-        print(json.dumps([_plain(finding) for finding in report.findings], indent=1))
-    else:
-        print(_text(report))
-
-
-def _plain(finding: Finding) -> dict[str, str | float]:
-    """The fields of a finding, with "inf" for what JSON cannot hold."""
-    fields = finding._asdict()
-    return fields if math.isfinite(finding.value) else fields | {"value": "inf"}
+    print(_text(report))
 
 
 def _text(report: Report) -> str:

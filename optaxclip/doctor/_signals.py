@@ -64,7 +64,7 @@ class Recorder(NamedTuple):
 
     name: str  # such as health/updates
     # By sign and tensor. The name of a summary of all tensors is "".
-    signs: dict[str, dict[str, Column]]
+    signs: defaultdict[str, dict[str, Column]]
 
     @property
     def is_of_updates(self) -> bool:
@@ -74,10 +74,8 @@ class Recorder(NamedTuple):
 
     def of_tensors(self, *signs: str) -> ColumnGroups:
         """The columns of these signs: of each tensor, or of the summary of all."""
-        tables = [self.signs.get(sign, {}) for sign in signs]
-        tensors = set(tables[0])
-        for table in tables:
-            tensors &= set(table)
+        tables = [self.signs[sign] for sign in signs]
+        tensors = set(tables[0]).intersection(*tables)
         # Beside tensors a summary says nothing new.
         if len(tensors) > 1:
             tensors.discard("")
@@ -85,9 +83,8 @@ class Recorder(NamedTuple):
 
     def subnormals(self) -> ColumnGroups:
         """For each tensor the share of subnormal elements, and the share of zeros."""
-        tensors = set(self.signs.get("subnormals", {}))
-        # The two shares of a summary may be of different tensors.
-        if tensors == {""}:
+        # A summary has the largest of both, which may be of two tensors.
+        if set(self.signs["subnormals"]) == {""}:
             return self.of_tensors("subnormals")
         return self.of_tensors("subnormals", "zeros")
 
@@ -95,11 +92,10 @@ class Recorder(NamedTuple):
         """The norm of all tensors together, and nothing without this sign. A summary
         has the largest norm of a tensor instead.
         """
-        table = self.signs.get(sign, {})
-        norms = list(table.values())
+        table = self.signs[sign]
         if "" in table:
-            norms = [table[""]]
-        return [total_of(self.name, norms)] if norms else []
+            return [table[""]._replace(name=self.name)]
+        return [total_of(self.name, list(table.values()))] if table else []
 
 
 def total_of(name: str, norms: Sequence[Column]) -> Column:
@@ -130,18 +126,25 @@ def signals_of(log: Log, loss_name: str | None) -> Signals:
       ValueError: there is no column `loss_name`.
     """
     losses = _losses_of(log, loss_name)
-    logged_norms = _logged_norms_of(log)
     logits = _logits_of(log)
+    logged_norms = _logged_norms_of(log, logits)
     recorders = _recorders_of(log)
     update_norms: list[Column] = []
     recorded_norms: list[Column] = []  # of gradients
+    columns: dict[str, ColumnGroups] = defaultdict(list)
     for recorder in recorders:
+        norms = recorder.total("norm")
+        weight_norms = recorder.total("weight_norm")
+        columns[WEIGHTS] += _one_by_one(weight_norms)
         if recorder.is_of_updates:
-            update_norms += recorder.total("norm")
+            update_norms += norms
+            columns[UPDATES] += zip(norms, weight_norms)
+            columns[ROUNDING] += recorder.of_tensors("ratio", "rounding")
         else:
-            recorded_norms += recorder.total("norm")
-
-    columns = _columns_of_recorders(recorders)
+            recorded_norms += norms
+            columns[GRADIENTS] += recorder.of_tensors("norm")
+            columns[SUBNORMALS] += recorder.subnormals()
+            columns[DEAD_ROWS] += recorder.of_tensors("dead_rows")
     # A recorder repeats what a clipper or the loop logs.
     gradient_norms = logged_norms or recorded_norms
     columns[NORM] = _one_by_one(gradient_norms)
@@ -168,21 +171,6 @@ def signals_of(log: Log, loss_name: str | None) -> Signals:
     return Signals(columns, looked_at, recorders)
 
 
-def _columns_of_recorders(recorders: Sequence[Recorder]) -> dict[str, ColumnGroups]:
-    columns: dict[str, ColumnGroups] = defaultdict(list)
-    for recorder in recorders:
-        weight_norms = recorder.total("weight_norm")
-        columns[WEIGHTS] += _one_by_one(weight_norms)
-        if recorder.is_of_updates:
-            columns[ROUNDING] += recorder.of_tensors("ratio", "rounding")
-            columns[UPDATES] += zip(recorder.total("norm"), weight_norms)
-        else:
-            columns[GRADIENTS] += recorder.of_tensors("norm")
-            columns[SUBNORMALS] += recorder.subnormals()
-            columns[DEAD_ROWS] += recorder.of_tensors("dead_rows")
-    return columns
-
-
 def _losses_of(log: Log, name: str | None) -> list[Column]:
     """The column of the loss, and nothing where the log has none."""
     if name is None:
@@ -194,13 +182,14 @@ def _losses_of(log: Log, name: str | None) -> list[Column]:
     return [log.columns[name]]
 
 
-def _logged_norms_of(log: Log) -> list[Column]:
+def _logged_norms_of(log: Log, logits: Sequence[Column]) -> list[Column]:
     """The norms of the gradient: one, or one of each optimizer. If the log has only
     norms of tensors, the norm of all of them together.
     """
     # qk_clip writes its logits under names of norms.
-    logits = {column.name for column in _logits_of(log)}
-    columns = {name: x for name, x in log.columns.items() if name not in logits}
+    columns = dict(log.columns)
+    for column in logits:
+        del columns[column.name]
     log = log._replace(columns=columns)
     norms = norms_of(log)
     tensors = norms_of_tensors(log)

@@ -304,16 +304,6 @@ def test_a_log_without_norms_has_no_largest_one():
         assert examine([row | norms for row in rows]).notes == []
 
 
-def test_json_is_what_diagnose_returns(log, capsys):
-    main([str(log), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found == [finding._asdict() for finding in diagnose(log)]
-    log.write_text("loss,grad_norm\n" + 40 * "1,1.5\n" + "1,inf\n")
-    main([str(log), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert ("not finite", "inf") in [(x["cause"], x["value"]) for x in found]
-
-
 def test_the_column_of_the_loss_is_given_by_name(tmp_path, capsys):
     losses = [*np.geomspace(4.0, 1.0, 60), *np.full(40, 9.0)]
     rows = rows_of(step=range(100), objective=losses)
