@@ -12,7 +12,6 @@ import numpy as np
 import optax
 from jax import Array, lax
 
-from . import _mesh as mesh
 from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._axes import Stacked
@@ -20,7 +19,7 @@ from ._checks import BEGIN_ANEW, check_flag, check_length, check_state, shown
 from ._exported import PLACEHOLDER, exported
 from ._kernel import make_clipper
 from ._mesh import MeshAxes
-from ._norms import Norms, TensorNorm
+from ._norms import TensorNorm
 from ._options import check_measure
 from ._state import ClipState, sizes_of
 from ._trees import PyTree, clipped_leaves, weights_of
@@ -221,20 +220,25 @@ def _after_step(
     if "rounding" in state.signs:
         signs |= _signs_of_weights(measure, weights)
 
-    def in_layout_of_state(numbers: list[Array]) -> PyTree:
-        """The numbers of leaves, laid out as their norms are."""
-        # Only the kernel knows the layout: layers, and leaves split over devices. So a
-        # recorder gets the numbers in the place of norms.
-        numbers_as_norms = norms._replace(values=norms.gathered(numbers))
-        recorder = _norm_recorder(measure)
-        _, laid_out = recorder.update(tree, state.norms, grad_norm=numbers_as_norms)
-        return laid_out
-
+    recorder = _norm_recorder(measure)
     new_signs: dict[str, Array] = {}
     for sign, numbers in signs.items():
-        new_signs[sign] = in_layout_of_state(numbers).norm.astype(jnp.float32)
-    if tables:
-        _check_whole(norms)
+        # Only the kernel knows the layout of a state: layers, and leaves split over
+        # devices. So a recorder gets the numbers in the place of norms.
+        numbers_as_norms = norms._replace(values=norms.gathered(numbers))
+        _, laid_out = recorder.update(tree, state.norms, grad_norm=numbers_as_norms)
+        new_signs[sign] = laid_out.norm.astype(jnp.float32)
+    split_leaves = [
+        trees.name(path)
+        for path, spec in zip(norms.paths, norms.specs)
+        if spec.joined_along
+    ]
+    if tables and split_leaves:
+        raise ValueError(
+            f"{CALL}: embeddings needs whole leaves, and devices have parts of "
+            f"{trees.listed(split_leaves)} inside shard_map: record outside it, or "
+            "without embeddings."
+        )
     idle: dict[str, Array] = {}
     dead: dict[str, Array] = {}
     # Before, no row can have been idle for as long.
@@ -243,7 +247,7 @@ def _after_step(
         idle[name] = _idle_steps(table, state.idle[name])
         share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
         dead[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
-    new_norms = in_layout_of_state(norms.local_values())
+    _, new_norms = recorder.update(tree, state.norms, grad_norm=norms)
     new_state = HealthState(new_norms, new_signs, idle, dead)
     return jax.tree.map(in_place, new_state, state)
 
@@ -255,17 +259,6 @@ def _idle_steps(table: Array, steps: Array) -> Array:
     # An Explicit mesh would split it like the rows of the table.
     has_gradient = mesh_types.resharded(has_gradient)
     return jnp.where(has_gradient, 0, steps + 1)
-
-
-def _check_whole(norms: Norms) -> None:
-    for spec, path in zip(norms.specs, norms.paths):
-        if spec.joined_along:
-            mesh_axes = mesh.listed({*spec.joined_along})
-            raise ValueError(
-                f"{CALL}: embeddings needs whole leaves, and {trees.name(path)!r} is "
-                f"split over {mesh_axes} inside shard_map: record outside it, or "
-                "without embeddings."
-            )
 
 
 # ------------------------------------------------------------------- numbers of leaves

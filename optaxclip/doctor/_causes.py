@@ -385,8 +385,8 @@ def report_on(
 # Norms may be 0, NaN and inf.
 @np.errstate(all="ignore")
 def _report_of(log: Log, loss_name: str | None) -> Report:
-    signals_of_log = signals.signals_of(log, loss_name)
-    if not signals_of_log.looked_at:
+    run = signals.run_of(log, loss_name)
+    if not run.looked_at:
         raise ValueError(
             "there is neither a loss nor a gradient norm in it, nor the numbers of "
             f"record_health. It has the columns {listed(list(log.columns))}. If one of "
@@ -398,7 +398,7 @@ def _report_of(log: Log, loss_name: str | None) -> Report:
     findings_of_setup: list[Finding] = []
     not_judged: dict[str, list[str]] = {}
     for cause in CAUSES:
-        groups = signals_of_log.columns[cause.needs]
+        groups = run.columns[cause.needs]
         hits_of_groups = [_hits(cause, columns) for columns in groups]
         judged = [hits for hits in hits_of_groups if hits is not None]
         hits = list(chain(*judged))
@@ -410,7 +410,7 @@ def _report_of(log: Log, loss_name: str | None) -> Report:
             lacking = cause.needs
             if groups:
                 lacking = f"{cause.least_rows} rows with {cause.needs}"
-            elif signals.RECORDER in cause.needs and not signals_of_log.recorders:
+            elif signals.RECORDER in cause.needs and not run.recorders:
                 lacking = signals.ANY_RECORDER
             names = not_judged.setdefault(lacking, [])
             # A change of scale is two rows of the table of causes.
@@ -420,31 +420,30 @@ def _report_of(log: Log, loss_name: str | None) -> Report:
     return Report(
         findings=findings + findings_of_setup,
         looked_at=[
-            f"{column.name!r} ({len(column.steps)} rows)"
-            for column in signals_of_log.looked_at
+            f"{column.name!r} ({len(column.steps)} rows)" for column in run.looked_at
         ],
         not_judged=not_judged,
-        notes=[*log.notes, *_notes(signals_of_log)],
+        notes=[*log.notes, *_notes(run)],
     )
 
 
-def _notes(signals_of_log: signals.Signals) -> list[str]:
+def _notes(run: signals.Run) -> list[str]:
     """What the log does not show, how columns were read, and the largest norms."""
     notes: list[str] = []
     # Some columns are logged more rarely than others.
-    distance = min(distance_of_steps(column) for column in signals_of_log.looked_at)
+    distance = min(distance_of_steps(column) for column in run.looked_at)
     if distance > 1:
         notes.append(
             f"The rows are {distance} steps apart. What happened between is not seen "
             "(transformers: logging_steps=1)."
         )
     names_of_notes: dict[str, list[str]] = {}
-    for column in signals_of_log.looked_at:
+    for column in run.looked_at:
         for note in column.notes:
             names_of_notes.setdefault(note, []).append(column.name)
     for note, names in names_of_notes.items():
         notes.append(f"{listed(names)}: {note}")
-    recorders = signals_of_log.recorders
+    recorders = run.recorders
     if len(recorders) > 1 and not any(recorder.is_of_updates for recorder in recorders):
         names = [recorder.name for recorder in recorders]
         notes.append(
@@ -452,7 +451,7 @@ def _notes(signals_of_log: signals.Signals) -> list[str]:
             "optax.named_chain, one with 'update' in it. See docs/doctor.md (Record)"
         )
     # A spike below the limit of a bad batch may still want a clip.
-    for (norm,) in signals_of_log.columns[signals.NORM]:
+    for (norm,) in run.columns[signals.NORM]:
         is_counted = np.isfinite(norm.values) & (norm.values > 0)
         if is_counted.any():
             values = norm.values[is_counted]

@@ -76,14 +76,16 @@ def bad_batch(norm: Array) -> Array:
     """Norms over the median of those before, if a low norm follows within 20 rows, or
     the log ends.
     """
-    usual_norm = shifted(np.nanmedian(windows_behind(norm, LONG), axis=1))
+    medians_so_far = np.nanmedian(windows_behind(norm, LONG), axis=1)
+    usual_norm = shifted(medians_so_far)
     # One row before is too few to judge by.
     usual_norm[1] = np.nan
     # Rows behind the end of a log are unknown. They are taken for low.
     next_rows = np.pad(norm[1:], (0, LONG))
     windows = sliding_window_view(next_rows, LONG)
     comes_back = windows.min(axis=1) < BACK * usual_norm
-    return np.where(comes_back, norm / usual_norm, 0.0)
+    ratios = norm / usual_norm
+    return np.where(comes_back, ratios, 0.0)
 
 
 def divergence(loss: Array) -> Array | float:
@@ -111,7 +113,8 @@ def divergence(loss: Array) -> Array | float:
     rows_around = sliding_window_view(padded, 5)
     middles = np.nanmedian(rows_around, axis=1)
     stays_high = lowest_ahead(middles) > lowest + rise / 2
-    return np.where(stays_high, middles / lowest, 0.0)
+    ratios = middles / lowest
+    return np.where(stays_high, ratios, 0.0)
 
 
 def growth(values: Array) -> Array | float:
@@ -180,8 +183,8 @@ def drift_of(values: Array) -> float:
 
 
 def noise_of(values: Array) -> float:
-    distances = np.abs(values - np.median(values))
-    return np.median(distances)
+    middle = np.median(values)
+    return np.median(np.abs(values - middle))
 
 
 def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
@@ -196,7 +199,8 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
     # A norm that grows step by step has not leaped.
     leap = change.rise - max(0.0, change.drift)
     # A norm that only comes back to where it was does not stay.
-    rise_of_all_rows = np.median(logs[row:]) - np.median(logs[:row])
+    rows_before, rows_behind = np.split(logs, [row])
+    rise_of_all_rows = np.median(rows_behind) - np.median(rows_before)
     # Among norms of 0 the noise is NaN, and then this is False.
     is_leap = leap >= LEAP * change.noise
     stays = rise_of_all_rows >= STAYS * change.rise
@@ -229,8 +233,9 @@ def _row_of_leap(logs: Array) -> int:
     # NaN at the ends of a log, where there are too few rows to compare with.
     past = shifted(medians(logs, LONG // 2))
     future = medians_ahead(logs, LONG // 2)
-    # Medians see a leap in the rows beside it as well.
-    rises = np.minimum(future - past, logs - shifted(logs))
+    rises_of_rows = logs - shifted(logs)
+    # Medians rise in the rows beside a leap as well.
+    rises = np.minimum(future - past, rises_of_rows)
     finite_rises = np.where(np.isfinite(rises), rises, 0.0)
     return int(np.argmax(finite_rises))
 
@@ -242,12 +247,14 @@ CLOSE = 0.01  # a relative difference, more than bfloat16 makes
 
 def clipped_always(norm: Array, limit: Array) -> float:
     """The median of norms over limits, for all rows."""
-    return np.median(norm / limit)
+    ratios = norm / limit
+    return np.median(ratios)
 
 
 def norm_after_clip(norm: Array) -> Array:
     """The share of norms that are the largest, in the rows that have it."""
-    return np.where(are_largest(norm), clipped_share(norm), 0.0)
+    share = clipped_share(norm)
+    return np.where(are_largest(norm), share, 0.0)
 
 
 def skip_behind_clip(
@@ -260,7 +267,8 @@ def skip_behind_clip(
         return 0.0
     sees_limit = np.isclose(skip_norm, clip_limit, rtol=CLOSE)
     is_clipped = clip_norm > (1 + CLOSE) * clip_limit
-    return np.where(sees_limit & is_clipped, clip_norm / clip_limit, 0.0)
+    ratios = clip_norm / clip_limit
+    return np.where(sees_limit & is_clipped, ratios, 0.0)
 
 
 # ---------------------------------------------------------------------- record_health
@@ -270,18 +278,19 @@ LOST = 0.25  # LOST * rounding is the smallest update over weights that is kept
 
 
 def learning_rate(update_norm: Array, weight_norm: Array) -> Array:
-    """Updates over weights, where of the last or the next five rows three have a ratio
-    above RATE or are not finite.
+    """Updates over weights, in rows of a long stretch: three of the last five rows, or
+    of the next five, are above RATE or not finite.
     """
     # Weights of 0 have no ratio.
-    ratios = np.where(weight_norm == 0, 0.0, update_norm / weight_norm)
+    ratios = update_norm / weight_norm
+    ratios = np.where(weight_norm == 0, 0.0, ratios)
     is_finite = np.isfinite(ratios)
     # Rows with NaN or inf count as above RATE.
     ratios_or_inf = np.where(is_finite, ratios, np.inf)
     past = medians(ratios_or_inf, SHORT)
     future = medians_ahead(ratios_or_inf, SHORT)
-    is_long = np.fmax(past, future) > RATE
-    return np.where(is_finite & is_long, ratios, 0.0)
+    is_in_stretch = np.fmax(past, future) > RATE
+    return np.where(is_finite & is_in_stretch, ratios, 0.0)
 
 
 def lost_updates(ratio: Array, rounding: Array) -> Array | float:
@@ -293,7 +302,8 @@ def lost_updates(ratio: Array, rounding: Array) -> Array | float:
     shortfalls = LOST * rounding / ratio
     quarter = max(LONG, len(ratio) // 4)
     first_rows = shortfalls[:quarter]
-    early_shortfalls = first_rows[~np.isnan(first_rows)]
+    is_number = ~np.isnan(first_rows)
+    early_shortfalls = first_rows[is_number]
     are_few = len(early_shortfalls) < LONG // 2
     if are_few or np.median(early_shortfalls) <= 1:
         return 0.0

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._logs import Column, Log, in_common, listed, loss_of, norms_of, norms_of_tensors
 
-# What a rule needs. A report prints these sentences, and `signals_of` returns the
+# What a rule needs. A report prints these sentences, and `run_of` returns the
 # columns that meet them, by sentence.
 LOSS_OR_NORM = "a loss or a gradient norm"
 LOSS = "a loss above 0 (--loss NAME, if the log has one)"
@@ -109,7 +109,7 @@ def total_of(name: str, norms: Sequence[Column]) -> Column:
 # ------------------------------------------------------------------------------- a log
 
 
-class Signals(NamedTuple):
+class Run(NamedTuple):
     """What a log says about a run."""
 
     # For each need, such as NORM, the columns that meet it, none if the log does not.
@@ -119,7 +119,7 @@ class Signals(NamedTuple):
     recorders: list[Recorder]
 
 
-def signals_of(log: Log, loss_name: str | None) -> Signals:
+def run_of(log: Log, loss_name: str | None) -> Run:
     """Finds the columns that say something about a run.
 
     Raises:
@@ -168,7 +168,7 @@ def signals_of(log: Log, loss_name: str | None) -> Signals:
     for skip, clip in product(skips, columns[CLIP]):
         columns[SKIP_AND_CLIP].append(skip + clip)
     looked_at = [*losses, *logged_norms, *logits, *recorded_norms, *update_norms]
-    return Signals(columns, looked_at, recorders)
+    return Run(columns, looked_at, recorders)
 
 
 def _losses_of(log: Log, name: str | None) -> list[Column]:
