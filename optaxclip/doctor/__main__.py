@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ._causes import Finding, Report, report_on
+from ._causes import Finding, Report, read_and_judge
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     # None stands for the arguments of the command line.
     options = parser.parse_args(arguments)
     try:
-        report = report_on("doctor", options.log, options.pattern, options.loss)
+        report = read_and_judge("doctor", options.log, options.pattern, options.loss)
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
         sys.exit(str(error))

@@ -318,7 +318,7 @@ def diagnose(
       >>> print(finding.step, finding.cause, round(finding.value, 1))
       30 bad batch 33.3
     """
-    return report_on("diagnose", log, pattern, loss).findings
+    return read_and_judge("diagnose", log, pattern, loss).findings
 
 
 def examine(
@@ -354,10 +354,10 @@ def examine(
       >>> print(report.not_judged["a gradient norm"])
       ['bad batch', 'steady growth']
     """
-    return report_on("examine", log, pattern, loss)
+    return read_and_judge("examine", log, pattern, loss)
 
 
-def report_on(
+def read_and_judge(
     call: str,
     log: str | Path | Iterable[Mapping[str, object]],
     pattern: str | None,
@@ -368,14 +368,14 @@ def report_on(
     try:
         if isinstance(log, (str, Path)):
             start = f"{call}: {log}: "
-            return _report_of(read_log(log, call, pattern), loss)
+            return _judge(read_log(log, call, pattern), loss)
         rows = list(log) if isinstance(log, Iterable) else [log]
         if not all(isinstance(row, Mapping) for row in rows):
             raise TypeError(
                 f"{call}: log must be a file, or a list with a dict for each step, got "
                 f"{shown(log)}."
             )
-        return _report_of(log_of(rows, []), loss)
+        return _judge(log_of(rows, []), loss)
     except ValueError as error:
         # The reader of files says the start itself.
         text = str(error).removeprefix(start)
@@ -384,7 +384,7 @@ def report_on(
 
 # Norms may be 0, NaN and inf.
 @np.errstate(all="ignore")
-def _report_of(log: Log, loss_name: str | None) -> Report:
+def _judge(log: Log, loss_name: str | None) -> Report:
     run = signals.run_of(log, loss_name)
     if not run.looked_at:
         raise ValueError(

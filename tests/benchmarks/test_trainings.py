@@ -29,7 +29,7 @@ def test_there_are_40_of_each_in_as_many_ways_as_the_page_says():
 
 def test_every_cause_has_a_training_that_shows_it():
     shown = {cause for training in BROKEN for cause in training.causes}
-    assert NAMES == shown
+    assert shown == NAMES
 
 
 @pytest.mark.parametrize("trainings", [BROKEN, HEALTHY])

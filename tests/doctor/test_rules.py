@@ -1,6 +1,7 @@
 """Each cause in a log made by hand, and the log beside it that shows none."""
 
 import tracemalloc
+import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -121,6 +122,14 @@ def test_a_spike_in_the_last_row_is_named():
 def test_norms_that_stay_high_are_no_bad_batch():
     norms = np.concatenate([calm(40), 30 * calm(40)])
     assert causes_of(rows_of(norm=norms)) == [("change of scale", 40)]
+
+
+def test_norms_whose_squares_overflow_are_judged_without_a_warning():
+    norms = 1e300 * changed(calm(), {40: 50.0})
+    rows = rows_of(health__norm__a=norms, health__norm__b=norms, grad_norm=norms)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert causes_of(rows) == [("bad batch", 40)]
 
 
 def test_what_follows_norms_of_0_is_no_spike():
