@@ -22,6 +22,7 @@ LOGITS = "a column with attn or attention and logit in its name, or of qk_clip(N
 CLIP = "metrics of a clipper of optaxclip"
 SKIP_AND_CLIP = "metrics of a skip and of a clipper"
 RECORDER = "record_health()"
+# What a report prints for all needs of a recorder, if the log has none.
 ANY_RECORDER = f"{RECORDER} in the optimizer, see docs/doctor.md (Record)"
 UPDATES = f"{RECORDER} behind the optimizer, under a name with 'update' in it"
 ROUNDING = f"{RECORDER} behind the optimizer, with weights=True"
@@ -94,7 +95,7 @@ class Recorder(NamedTuple):
         """
         table = self.signs[sign]
         if "" in table:
-            return [table[""]._replace(name=self.name)]
+            return [table[""]]
         return [total_of(self.name, list(table.values()))] if table else []
 
 
@@ -165,8 +166,9 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         columns[NORM_AND_LOSS] = list(product(gradient_norms, losses))
     columns[CLIP] = _with_limits(log, NORM_OF_CLIP)
     skips = _with_limits(log, NORM_OF_SKIP)
-    for skip, clip in product(skips, columns[CLIP]):
-        columns[SKIP_AND_CLIP].append(skip + clip)
+    columns[SKIP_AND_CLIP] = [
+        skip + clip for skip, clip in product(skips, columns[CLIP])
+    ]
     looked_at = [*losses, *logged_norms, *logits, *recorded_norms, *update_norms]
     return Run(columns, looked_at, recorders)
 
