@@ -19,7 +19,7 @@ from ._checks import BEGIN_ANEW, check_flag, check_length, check_state, shown
 from ._exported import PLACEHOLDER, exported
 from ._kernel import make_clipper
 from ._mesh import MeshAxes
-from ._norms import TensorNorm
+from ._norms import Norms, TensorNorm
 from ._options import check_measure
 from ._state import ClipState, sizes_of
 from ._trees import PyTree, clipped_leaves, weights_of
@@ -220,14 +220,18 @@ def _after_step(
     if "rounding" in state.signs:
         signs |= _signs_of_weights(measure, weights)
 
-    recorder = _norm_recorder(measure)
+    def recorded(numbers: Norms) -> PyTree:
+        """The state of a recorder that gets these numbers as norms."""
+        recorder = _norm_recorder(measure)
+        _, new_state = recorder.update(tree, state.norms, grad_norm=numbers)
+        return new_state
+
     new_signs: dict[str, Array] = {}
     for sign, numbers in signs.items():
         # Only the kernel knows the layout of a state: layers, and leaves split over
-        # devices. So a recorder gets the numbers in the place of norms.
+        # devices. So a recorder lays out the numbers of a sign.
         numbers_as_norms = norms._replace(values=norms.gathered(numbers))
-        _, laid_out = recorder.update(tree, state.norms, grad_norm=numbers_as_norms)
-        new_signs[sign] = laid_out.norm.astype(jnp.float32)
+        new_signs[sign] = recorded(numbers_as_norms).norm.astype(jnp.float32)
     split_leaves = [
         trees.name(path)
         for path, spec in zip(norms.paths, norms.specs)
@@ -247,8 +251,7 @@ def _after_step(
         idle[name] = _idle_steps(table, state.idle[name])
         share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
         dead[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
-    _, new_norms = recorder.update(tree, state.norms, grad_norm=norms)
-    new_state = HealthState(new_norms, new_signs, idle, dead)
+    new_state = HealthState(recorded(norms), new_signs, idle, dead)
     return jax.tree.map(in_place, new_state, state)
 
 
