@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ import numpy as np
 import optax
 from jax import Array, lax
 
-from . import _mesh as mesh
 from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._axes import Stacked
@@ -130,6 +129,11 @@ def record_health(
     check_length(f"{CALL}: patience", patience)
     if isinstance(embeddings, str):
         embeddings = (embeddings,)
+    if not isinstance(embeddings, Collection):
+        raise TypeError(
+            f"{CALL}: embeddings must be the path of a leaf, or several, got "
+            f"{shown(embeddings)}."
+        )
     table_names = tuple(embeddings)
     measure = TensorNorm(
         **check_measure(CALL, None, stacked=stacked, mesh_axes=mesh_axes)
@@ -142,23 +146,19 @@ def record_health(
 
     def init(params: PyTree) -> HealthState:
         norms: Any = _norm_recorder(measure).init(params)
-        idle: dict[str, Array] = {}
         # optax.tree_map_params calls init without parameters.
         if isinstance(params, PLACEHOLDER):
-            zeros = jnp.zeros(())
-            for name in table_names:
-                idle[name] = jnp.zeros((), jnp.int32)
+            shape = ()
+            tables = dict.fromkeys(table_names, jnp.zeros(0))
         else:
-            zeros = jnp.zeros_like(norms.norm, jnp.float32)
-            tree = clipped_leaves(params, CALL)
-            for name in table_names:
-                idle[name] = jnp.zeros(len(_table(tree, name)), jnp.int32)
+            shape = norms.norm.shape
+            tables = _tables(clipped_leaves(params, CALL), table_names)
         return HealthState(
             norms,
             # Each sign has an array of its own, so that the state can be donated.
-            {sign: jnp.copy(zeros) for sign in signs},
-            idle,
-            {name: jnp.full((), jnp.nan, jnp.float32) for name in table_names},
+            signs={sign: jnp.zeros(shape, jnp.float32) for sign in signs},
+            idle={name: jnp.zeros(len(x), jnp.int32) for name, x in tables.items()},
+            dead={name: jnp.full((), jnp.nan, jnp.float32) for name in tables},
         )
 
     def update(
@@ -168,18 +168,34 @@ def record_health(
         if {*state.signs, *state.idle} != {*signs, *table_names}:
             raise ValueError(f"{CALL}: state was made with other options. {BEGIN_ANEW}")
         tree = clipped_leaves(updates, CALL)
-        for name, steps in state.idle.items():
-            row_count = len(_table(tree, name))
-            if len(steps) != row_count:
+        tables = _tables(tree, table_names)
+        for name, table in tables.items():
+            row_count = len(state.idle[name])
+            if len(table) != row_count:
                 raise ValueError(
-                    f"{CALL}: state was made for {len(steps)} rows in {name!r}, but "
-                    f"the updates have {row_count}. {BEGIN_ANEW}"
+                    f"{CALL}: state was made for {row_count} rows in {name!r}, but "
+                    f"the updates have {len(table)}. {BEGIN_ANEW}"
                 )
         tree_of_weights = weights_of(CALL, tree, params) if weights else None
-        new_state = _after_step(measure, values, patience, tree, state, tree_of_weights)
+        new_state = _after_step(measure, tree, tables, state, tree_of_weights, patience)
         return updates, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _tables(tree: PyTree, names: tuple[str, ...]) -> dict[str, Array]:
+    """The leaves with these paths. They must have rows."""
+    tables: dict[str, Array] = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if jnp.ndim(leaf):
+            tables[trees.name(path)] = leaf
+    for name in names:
+        if name not in tables:
+            raise ValueError(
+                f"{CALL}: embeddings must name leaves with rows, got {shown(name)}. "
+                f"There are {trees.listed(tables)}."
+            )
+    return {name: tables[name] for name in names}
 
 
 def _norm_recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
@@ -188,46 +204,54 @@ def _norm_recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs
 
 
 # Jitted at module level, as the update of a clipper.
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=0)
 def _after_step(
     measure: TensorNorm,
-    count_elements: bool,
-    patience: int,
     tree: PyTree,
+    tables: dict[str, Array],
     state: HealthState,
     weights: PyTree,
+    patience: int,
 ) -> HealthState:
     norms = measure(tree)
     signs: dict[str, list[Array]] = {}
-    if count_elements:
+    if "zeros" in state.signs:
         signs |= _signs_of_values(measure, tree)
-    if weights is not None:
+    if "rounding" in state.signs:
         signs |= _signs_of_weights(measure, weights)
 
-    def in_layout_of_state(numbers: list[Array]) -> PyTree:
-        """The numbers of leaves, laid out as their norms are."""
-        # Only the kernel knows the layout: layers, and leaves split over devices. So a
-        # recorder gets the numbers in the place of norms.
-        numbers_as_norms = norms._replace(values=norms.gathered(numbers))
+    def recorded(numbers: Norms) -> PyTree:
+        """The state of a recorder that gets these numbers as norms."""
         recorder = _norm_recorder(measure)
-        _, laid_out = recorder.update(tree, state.norms, grad_norm=numbers_as_norms)
-        return laid_out
+        _, new_state = recorder.update(tree, state.norms, grad_norm=numbers)
+        return new_state
 
-    if state.idle:
-        _check_whole(norms)
-    idle_steps: dict[str, Array] = {}
-    dead_share: dict[str, Array] = {}
-    for name, steps in state.idle.items():
-        idle_steps[name] = _idle_steps(_table(tree, name), steps)
-        share = jnp.mean(idle_steps[name] >= patience, dtype=jnp.float32)
-        # Before, no row can have been idle for as long.
-        is_early = state.step + 1 < patience
-        dead_share[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
     new_signs: dict[str, Array] = {}
     for sign, numbers in signs.items():
-        new_signs[sign] = in_layout_of_state(numbers).norm.astype(jnp.float32)
-    new_norms = in_layout_of_state(norms.local_values())
-    new_state = HealthState(new_norms, new_signs, idle_steps, dead_share)
+        # Only the kernel knows the layout of a state: layers, and leaves split over
+        # devices. So a recorder lays out the numbers of a sign.
+        numbers_as_norms = norms._replace(values=norms.gathered(numbers))
+        new_signs[sign] = recorded(numbers_as_norms).norm.astype(jnp.float32)
+    split_leaves = [
+        trees.name(path)
+        for path, spec in zip(norms.paths, norms.specs)
+        if spec.joined_along
+    ]
+    if tables and split_leaves:
+        raise ValueError(
+            f"{CALL}: embeddings needs whole leaves, and devices have parts of "
+            f"{trees.listed(split_leaves)} inside shard_map: record outside it, or "
+            "without embeddings."
+        )
+    idle: dict[str, Array] = {}
+    dead: dict[str, Array] = {}
+    # Before, no row can have been idle for as long.
+    is_early = state.step + 1 < patience
+    for name, table in tables.items():
+        idle[name] = _idle_steps(table, state.idle[name])
+        share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
+        dead[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
+    new_state = HealthState(recorded(norms), new_signs, idle, dead)
     return jax.tree.map(in_place, new_state, state)
 
 
@@ -237,29 +261,7 @@ def _idle_steps(table: Array, steps: Array) -> Array:
     has_gradient = jnp.any(table != 0, entry_axes)
     # An Explicit mesh would split it like the rows of the table.
     has_gradient = mesh_types.resharded(has_gradient)
-    # The count ends before it overflows.
-    return jnp.where(has_gradient, 0, jnp.minimum(steps, 2**30) + 1)
-
-
-def _table(tree: PyTree, name: str) -> Array:
-    leaves = {trees.name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-    if name not in leaves or not jnp.ndim(leaves[name]):
-        raise ValueError(
-            f"{CALL}: embeddings must name leaves with rows, got {shown(name)}. "
-            f"There are {trees.listed(leaves)}."
-        )
-    return leaves[name]
-
-
-def _check_whole(norms: Norms) -> None:
-    for spec, path in zip(norms.specs, norms.paths):
-        if spec.joined_along:
-            mesh_axes = mesh.listed({*spec.joined_along})
-            raise ValueError(
-                f"{CALL}: embeddings needs whole leaves, and {trees.name(path)!r} is "
-                f"split over {mesh_axes} inside shard_map: record outside it, or "
-                "without embeddings."
-            )
+    return jnp.where(has_gradient, 0, steps + 1)
 
 
 # ------------------------------------------------------------------- numbers of leaves
@@ -277,17 +279,19 @@ def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]
     """Shares and counts of elements. The norm of a mask is the root of a count, and its
     root mean square is the root of a share. Norms know layers and devices.
     """
+
+    def squares(
+        measure: TensorNorm, is_counted: Callable[[Array], Array]
+    ) -> list[Array]:
+        norms = measure(jax.tree.map(is_counted, tree))
+        return [jnp.square(norm) for norm in norms.local_values()]
+
     root_mean_square = measure._replace(ord="rms")
-    roots = {
-        "zeros": root_mean_square(jax.tree.map(_is_zero, tree)),
-        "subnormals": root_mean_square(jax.tree.map(_is_subnormal, tree)),
-        "nonfinite": measure(jax.tree.map(_is_nonfinite, tree)),
+    return {
+        "zeros": squares(root_mean_square, _is_zero),
+        "subnormals": squares(root_mean_square, _is_subnormal),
+        "nonfinite": [jnp.round(count) for count in squares(measure, _is_nonfinite)],
     }
-    signs: dict[str, list[Array]] = {}
-    for sign, norms in roots.items():
-        signs[sign] = [jnp.square(norm) for norm in norms.local_values()]
-    signs["nonfinite"] = [jnp.round(count) for count in signs["nonfinite"]]
-    return signs
 
 
 def _is_zero(x: Array) -> Array:
@@ -324,7 +328,9 @@ def health_numbers(
 ) -> Iterator[tuple[str, str, Array]]:
     """Name, path and value of each number, for `metrics`."""
     sizes = sizes_of(state.norms, layers and not summary)
-    if summary and sizes:
+    if not sizes:
+        return
+    if summary:
         sizes = {"": sum(sizes.values())}
     for sign, numbers in _largest(tuple(sizes.values()), state).items():
         # list() outside of jit: hundreds of results would take long to compile.
@@ -344,14 +350,12 @@ def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, Array]:
     if "weight_norm" in signs:
         ratio = jnp.where(norm == 0, 0, norm / signs["weight_norm"])
         signs["ratio"] = ratio.astype(jnp.float32)
-    # The common case: no leaf has layers.
-    if all(size == 1 for size in sizes):
-        return {sign: jnp.ravel(numbers) for sign, numbers in signs.items()}
+    # int[tensors, layers]: where the entries of each tensor are. A tensor of fewer
+    # layers than another has some of them twice.
+    places: list[np.ndarray] = []
+    for size, end in zip(sizes, np.cumsum(sizes)):
+        places.append(np.resize(np.arange(end - size, end), max(sizes)))
     largest: dict[str, Array] = {}
     for sign, numbers in signs.items():
-        largest_of_tensors: list[Array] = []
-        for entries in jnp.split(jnp.ravel(numbers), np.cumsum(sizes)[:-1]):
-            # argmax finds NaN too.
-            largest_of_tensors.append(entries[jnp.argmax(entries)])
-        largest[sign] = jnp.stack(largest_of_tensors)
+        largest[sign] = jnp.max(jnp.ravel(numbers)[np.array(places)], axis=1)
     return largest

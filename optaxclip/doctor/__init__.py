@@ -1,7 +1,6 @@
 """Why does a run break? Reads its log, and names causes.
 
     python -m optaxclip.doctor run.jsonl                         a table
-    python -m optaxclip.doctor run.jsonl --json                  the same as JSON
     python -m optaxclip.doctor run.jsonl --loss objective        the column of the loss
 
     diagnose    the findings of a log: cause, steps, evidence, and the page that helps

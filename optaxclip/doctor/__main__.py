@@ -1,13 +1,10 @@
 """The command `python -m optaxclip.doctor run.jsonl`."""
 
 import argparse
-import json
-import math
 import sys
 from pathlib import Path
 
-from .._logs import read_log
-from ._causes import Finding, Report, report_of
+from ._causes import Finding, Report, read_and_judge
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -15,31 +12,21 @@ def main(arguments: list[str] | None = None) -> None:
     says what could not be judged.
     """
     # Before Python 3.14 argparse would call the program `__main__.py`.
-    parser = argparse.ArgumentParser("python -m optaxclip.doctor", None, main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m optaxclip.doctor", description=main.__doc__
+    )
     add = parser.add_argument
     add("log", type=Path, help="JSON lines, JSON, CSV, event file, or text, also gzip")
     add("--loss", help="the column of the loss, where its name does not say so")
     add("--pattern", help="for text: a regular expression with named groups")
-    add("--json", action="store_true", help="print the findings as JSON")
     # None stands for the arguments of the command line.
     options = parser.parse_args(arguments)
     try:
-        log = read_log(options.log, "doctor", options.pattern)
-        report = report_of(log, options.loss)
+        report = read_and_judge("doctor", options.log, options.pattern, options.loss)
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
-        text = str(error).removeprefix(f"doctor: {options.log}: ")
-        sys.exit(f"doctor: {options.log}: {text}")
-    if options.json:
-        print(json.dumps([_plain(finding) for finding in report.findings], indent=1))
-    else:
-        print(_text(report))
-
-
-def _plain(finding: Finding) -> dict[str, str | float]:
-    """The fields of a finding, with "inf" for what JSON cannot hold."""
-    fields = finding._asdict()
-    return fields if math.isfinite(finding.value) else fields | {"value": "inf"}
+        sys.exit(str(error))
+    print(_text(report))
 
 
 def _text(report: Report) -> str:
@@ -48,9 +35,6 @@ def _text(report: Report) -> str:
         lines += _lines_of(finding)
     if not report.findings:
         lines.append("Nothing found. That does not say that the run is healthy.")
-        # A spike below the limit of a bad batch may still want a clip.
-        if report.largest_norm:
-            lines.append(f"{report.largest_norm} See docs/choosing_a_limit.md")
     lines += ["", f"Looked at {', '.join(report.looked_at)}."]
     for note in report.notes:
         lines.append(f"Note: {note}")

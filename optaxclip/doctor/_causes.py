@@ -1,6 +1,7 @@
 """The table of causes: what each needs, how it is seen, and what helps."""
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,7 +72,8 @@ CAUSES = (
         text="NaN or inf begins in {subject}",
         page="docs/doctor.md (Where a NaN begins)",
         advice=(
-            "skip_nonfinite, and look at the batch and the backward pass of that step"
+            "skip_nonfinite, and look at batch, backward pass and optimizer of that "
+            "step"
         ),
         sees_broken=True,
     ),
@@ -154,16 +156,6 @@ CAUSES = (
         advice="a lower learning rate, or a longer warm-up",
         sees_broken=True,
         least_rows=5,
-    ),
-    Cause(
-        name="broken update",
-        needs=signals.UPDATES_AND_NORMS,
-        rule=rules.broken_update,
-        limit=0,
-        text="NaN or inf begins in {subject}, and the gradient has none",
-        page="docs/doctor.md (Where a NaN begins)",
-        advice="a lower learning rate, or a larger epsilon of the optimizer",
-        sees_broken=True,
     ),
     Cause(
         name="growing weights",
@@ -269,16 +261,6 @@ CAUSES = (
         ),
         is_of_setup=True,
     ),
-    Cause(
-        name="unnamed recorders",
-        needs=signals.UNNAMED,
-        rule=rules.is_first_row,
-        limit=0,
-        text="{subject} do not say which of them sees updates",
-        page="docs/doctor.md (Record)",
-        advice="name them with optax.named_chain, one with 'update' in it",
-        is_of_setup=True,
-    ),
 )
 
 
@@ -290,16 +272,14 @@ class Report(NamedTuple):
       looked_at: the columns and recorders that were read, and how many rows each has.
       not_judged: what the log lacks, columns or rows, and the names of the causes that
         need it.
-      notes: what the reader left out or decided.
-      largest_norm: how many medians the largest norm has, and its step, in words. Empty
-        for a log without norms above 0.
+      notes: what the reader left out or decided, how many medians the largest norm has,
+        and whether names of recorders are missing.
     """
 
     findings: list[Finding]
     looked_at: list[str]
     not_judged: dict[str, list[str]]
     notes: list[str]
-    largest_norm: str
 
 
 def diagnose(
@@ -338,7 +318,7 @@ def diagnose(
       >>> print(finding.step, finding.cause, round(finding.value, 1))
       30 bad batch 33.3
     """
-    return _examined("diagnose", log, pattern, loss).findings
+    return read_and_judge("diagnose", log, pattern, loss).findings
 
 
 def examine(
@@ -360,7 +340,7 @@ def examine(
 
     Returns:
       A `Report`: findings, columns that were read, causes that were not judged with the
-      columns or rows that they need, notes of the reader, and the largest norm.
+      columns or rows that they need, and notes.
 
     Raises:
       ValueError: a log in which no cause can be judged, a file in a format that is not
@@ -374,40 +354,39 @@ def examine(
       >>> print(report.not_judged["a gradient norm"])
       ['bad batch', 'steady growth']
     """
-    return _examined("examine", log, pattern, loss)
+    return read_and_judge("examine", log, pattern, loss)
 
 
-def _examined(
+def read_and_judge(
     call: str,
     log: str | Path | Iterable[Mapping[str, object]],
     pattern: str | None,
     loss: str | None,
 ) -> Report:
-    """The report of a file or of rows. Errors begin with the call."""
+    """The report of a file or of rows. Errors begin with the call, and the file."""
+    start = f"{call}: "
     try:
         if isinstance(log, (str, Path)):
-            return report_of(read_log(log, call, pattern), loss)
+            start = f"{call}: {log}: "
+            return _judge(read_log(log, call, pattern), loss)
         rows = list(log) if isinstance(log, Iterable) else [log]
         if not all(isinstance(row, Mapping) for row in rows):
             raise TypeError(
                 f"{call}: log must be a file, or a list with a dict for each step, got "
                 f"{shown(log)}."
             )
-        return report_of(log_of(rows, []), loss)
+        return _judge(log_of(rows, []), loss)
     except ValueError as error:
-        # Errors of the file itself begin with the call already.
-        text = str(error).removeprefix(f"{call}: ")
-        raise ValueError(f"{call}: {text}") from None
+        # The reader of files says the start itself.
+        text = str(error).removeprefix(start)
+        raise ValueError(f"{start}{text}") from None
 
 
-def report_of(log: Log, loss_name: str | None = None) -> Report:
-    """The report of a log that was read.
-
-    Raises:
-      ValueError: no cause can be judged, or there is no column `loss_name`.
-    """
-    columns_of_needs, looked_at = signals.signals_of(log, loss_name)
-    if not looked_at:
+# Norms may be 0, NaN and inf.
+@np.errstate(all="ignore")
+def _judge(log: Log, loss_name: str | None) -> Report:
+    run = signals.run_of(log, loss_name)
+    if not run.looked_at:
         raise ValueError(
             "there is neither a loss nor a gradient norm in it, nor the numbers of "
             f"record_health. It has the columns {listed(list(log.columns))}. If one of "
@@ -419,17 +398,20 @@ def report_of(log: Log, loss_name: str | None = None) -> Report:
     findings_of_setup: list[Finding] = []
     not_judged: dict[str, list[str]] = {}
     for cause in CAUSES:
-        tables = [_table(cause, columns) for columns in columns_of_needs[cause.needs]]
-        judged = [table for table in tables if len(table.steps) >= cause.least_rows]
-        finding = _finding(cause, judged)
-        if finding is not None and cause.is_of_setup:
-            findings_of_setup.append(finding)
-        elif finding is not None:
-            findings.append(finding)
+        groups = run.columns[cause.needs]
+        hits_of_groups = [_hits(cause, columns) for columns in groups]
+        judged = [hits for hits in hits_of_groups if hits is not None]
+        hits = list(chain(*judged))
+        if hits and cause.is_of_setup:
+            findings_of_setup.append(_finding(cause, hits))
+        elif hits:
+            findings.append(_finding(cause, hits))
         elif not judged and not cause.is_of_setup:
             lacking = cause.needs
-            if tables:
+            if groups:
                 lacking = f"{cause.least_rows} rows with {cause.needs}"
+            elif signals.RECORDER in cause.needs and not run.recorders:
+                lacking = signals.ANY_RECORDER
             names = not_judged.setdefault(lacking, [])
             # A change of scale is two rows of the table of causes.
             if cause.name not in names:
@@ -437,48 +419,49 @@ def report_of(log: Log, loss_name: str | None = None) -> Report:
     findings.sort(key=lambda finding: finding.step)
     return Report(
         findings=findings + findings_of_setup,
-        looked_at=[f"{x.name!r} ({len(x.steps)} rows)" for x in looked_at],
+        looked_at=[
+            f"{column.name!r} ({len(column.steps)} rows)" for column in run.looked_at
+        ],
         not_judged=not_judged,
-        notes=_notes(log, looked_at),
-        largest_norm=_largest_norm(columns_of_needs[signals.NORM]),
+        notes=[*log.notes, *_notes(run)],
     )
 
 
-def _notes(log: Log, looked_at: list[Column]) -> list[str]:
-    """What the reader left out or decided, and how many steps are not seen."""
-    notes = list(log.notes)
+def _notes(run: signals.Run) -> list[str]:
+    """What the log does not show, how columns were read, and the largest norms."""
+    notes: list[str] = []
     # Some columns are logged more rarely than others.
-    distance = min(distance_of_steps(column) for column in looked_at)
+    distance = min(distance_of_steps(column) for column in run.looked_at)
     if distance > 1:
         notes.append(
             f"The rows are {distance} steps apart. What happened between is not seen "
             "(transformers: logging_steps=1)."
         )
     names_of_notes: dict[str, list[str]] = {}
-    for column in looked_at:
+    for column in run.looked_at:
         for note in column.notes:
             names_of_notes.setdefault(note, []).append(column.name)
     for note, names in names_of_notes.items():
         notes.append(f"{listed(names)}: {note}")
+    recorders = run.recorders
+    if len(recorders) > 1 and not any(recorder.is_of_updates for recorder in recorders):
+        names = [recorder.name for recorder in recorders]
+        notes.append(
+            f"{listed(names)} do not say which of them sees updates: name them with "
+            "optax.named_chain, one with 'update' in it. See docs/doctor.md (Record)"
+        )
+    # A spike below the limit of a bad batch may still want a clip.
+    for (norm,) in run.columns[signals.NORM]:
+        is_counted = np.isfinite(norm.values) & (norm.values > 0)
+        if is_counted.any():
+            values = norm.values[is_counted]
+            steps = norm.steps[is_counted]
+            row = np.argmax(values)
+            notes.append(
+                f"The largest {norm.name!r} is {values[row] / np.median(values):.1f} "
+                f"times its median, at step {steps[row]}. See docs/choosing_a_limit.md"
+            )
     return notes
-
-
-class Table(NamedTuple):
-    """The numbers that a rule reads."""
-
-    name: str  # of the first column
-    steps: np.ndarray  # int64[rows]
-    numbers: np.ndarray  # float64[columns, rows]
-
-
-def _table(cause: Cause, columns: tuple[Column, ...]) -> Table:
-    """The rows that have a number in all columns."""
-    steps, numbers = in_common(columns)
-    if not cause.sees_broken:
-        is_finite = np.isfinite(numbers).all(axis=0)
-        steps = steps[is_finite]
-        numbers = numbers[:, is_finite]
-    return Table(columns[0].name, steps, numbers)
 
 
 class Hit(NamedTuple):
@@ -489,56 +472,34 @@ class Hit(NamedTuple):
     value: float
 
 
-def _hits(cause: Cause, table: Table) -> list[Hit]:
-    # Norms may be 0, and a rule may see NaN and inf.
-    with np.errstate(all="ignore"):
-        values = cause.rule(*table.numbers)
-    # Some rules have one number for all rows.
-    values = np.broadcast_to(values, len(table.steps))
-    rows = np.flatnonzero(values > cause.limit)
-    return [Hit(table.name, int(table.steps[row]), float(values[row])) for row in rows]
-
-
-def _largest_norm(norms: signals.ColumnGroups) -> str:
-    """The norm that is longest in medians of its column, as a sentence."""
-    largest_norms: list[Hit] = []
-    for (norm,) in norms:
-        is_counted = np.isfinite(norm.values) & (norm.values > 0)
-        if not is_counted.any():
-            continue
-        values = norm.values[is_counted]
-        row = np.argmax(values)
-        step = int(norm.steps[is_counted][row])
-        largest_norms.append(Hit(norm.name, step, values[row] / np.median(values)))
-    if not largest_norms:
-        return ""
-    largest = max(largest_norms, key=lambda hit: hit.value)
-    return (
-        f"The largest norm is {largest.value:.1f} times its median: {largest.name!r} "
-        f"at step {largest.step}."
-    )
-
-
-def _finding(cause: Cause, tables: list[Table]) -> Finding | None:
-    """Where a cause shows, and how much. None if it does not."""
-    hits: list[Hit] = []
-    for table in tables:
-        hits += _hits(cause, table)
-    if not hits:
+def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:
+    """The rows that show a cause. None if the columns have too few rows in common."""
+    steps, numbers = in_common(columns)
+    if not cause.sees_broken:
+        is_finite = np.isfinite(numbers).all(axis=0)
+        steps = steps[is_finite]
+        numbers = numbers[:, is_finite]
+    if len(steps) < cause.least_rows:
         return None
-    value = max(hit.value for hit in hits)
-    worst_hits = [hit for hit in hits if hit.value == value]
-    worst_step = min(hit.step for hit in worst_hits)
-    names = [hit.name for hit in worst_hits if hit.step == worst_step]
+    # Some rules have one number for all rows.
+    values = np.broadcast_to(cause.rule(*numbers), steps.shape)
+    rows = np.flatnonzero(values > cause.limit)
+    return [Hit(columns[0].name, int(steps[row]), float(values[row])) for row in rows]
+
+
+def _finding(cause: Cause, hits: list[Hit]) -> Finding:
+    """Where a cause shows, and how much."""
+    worst = max(hits, key=lambda hit: (hit.value, -hit.step))
+    names = [hit.name for hit in hits if hit == worst._replace(name=hit.name)]
     steps = {hit.step for hit in hits}
     return Finding(
         cause=cause.name,
         step=min(steps),
-        worst=worst_step,
+        worst=worst.step,
         rows=len(steps),
-        value=value,
+        value=worst.value,
         limit=cause.limit,
-        evidence=cause.text.format(value=value, subject=listed(names)),
+        evidence=cause.text.format(value=worst.value, subject=listed(names)),
         page=cause.page,
         advice=cause.advice,
     )

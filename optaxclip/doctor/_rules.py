@@ -15,40 +15,19 @@ from .._logs import are_largest, clipped_share
 
 Array = np.ndarray
 
-# What the rules themselves compare with. Set on one half of the trainings in
-# benchmarks/doctor, like the limits in the table of causes.
-BACK = 5.0  # a norm that has come back, over the median before the spike
-LOST_GAIN = 0.5  # the rise of the loss over its fall
-LOSS_NOISE = 2.0  # the rise of the loss over its noise
-STEADY = 1.3  # a fifth of the log over the fifth before it
-SOLVED = 0.2  # the last losses over the first ones
-VANISHED = 1000.0  # the first norms over the last ones
-LEAP = 3.7  # the rise of log(norm), in units of its noise
-STAYS = 0.6  # the part of a leap that is left in all rows behind it
-SAME = 0.3  # a difference of log(loss), or its part of the leap of log(norm)
-RATE = 0.075  # updates over weights
-LOST = 0.25  # LOST * rounding is the smallest update over weights that is kept
-CLOSE = 0.01  # a relative difference, more than bfloat16 makes
+# What rules compare with stands before them, and the limits of their numbers stand in
+# the table of causes. Both were set on one half of the trainings in benchmarks/doctor.
+
 # How many rows a median is of.
 LONG = 20
 SHORT = 5
 
 
-def medians(values: Array, rows: int, least: int | None = None) -> Array:
-    """For each row the median of the last `rows` rows, itself among them. NaN where
-    fewer than `least` of them are numbers: all, if None.
+def medians(values: Array, rows: int) -> Array:
+    """For each row the median of the last `rows` rows, itself among them. NaN in the
+    first rows, which have fewer before them.
     """
-    if least is None:
-        least = rows
-    padding = np.full(rows - 1, np.nan)
-    padded = np.append(padding, values)
-    windows = sliding_window_view(padded, rows)
-    is_number = ~np.isnan(windows)
-    counts = is_number.sum(axis=1)
-    has_enough = counts >= least
-    result = np.full(len(values), np.nan)
-    result[has_enough] = np.nanmedian(windows[has_enough], axis=1)
-    return result
+    return np.median(windows_behind(values, rows), axis=1)
 
 
 def medians_ahead(values: Array, rows: int) -> Array:
@@ -57,10 +36,10 @@ def medians_ahead(values: Array, rows: int) -> Array:
     return medians(backwards, rows)[::-1]
 
 
-def medians_around(values: Array) -> Array:
-    """For each row the median of five rows, of which it is the middle one."""
-    padded = np.append(values, [np.nan, np.nan])
-    return medians(padded, 5, least=3)[2:]
+def windows_behind(values: Array, rows: int) -> Array:
+    """For each row the last `rows` rows. They are NaN before the log begins."""
+    padded = np.pad(values, (rows - 1, 0), constant_values=np.nan)
+    return sliding_window_view(padded, rows)
 
 
 def lowest_ahead(values: Array) -> Array:
@@ -76,6 +55,13 @@ def shifted(values: Array) -> Array:
 
 # -------------------------------------------------------------------- loss and one norm
 
+BACK = 5.0  # a norm that has come back, over the median before the spike
+LOST_GAIN = 0.5  # the rise of the loss over its fall
+LOSS_NOISE = 2.0  # the rise of the loss over its noise
+STEADY = 1.3  # a fifth of the log over the fifth before it
+SOLVED = 0.2  # the last losses over the first ones
+VANISHED = 1000.0  # the first norms over the last ones
+
 
 def unchanged(values: Array) -> Array:
     """For a cause whose limit is one of the column itself."""
@@ -90,33 +76,45 @@ def bad_batch(norm: Array) -> Array:
     """Norms over the median of those before, if a low norm follows within 20 rows, or
     the log ends.
     """
-    usual_norm = shifted(medians(norm, LONG, least=2))
+    medians_so_far = np.nanmedian(windows_behind(norm, LONG), axis=1)
+    usual_norm = shifted(medians_so_far)
+    # One row before is too few to judge by.
+    usual_norm[1] = np.nan
     # Rows behind the end of a log are unknown. They are taken for low.
-    unknown = np.zeros(LONG)
-    next_rows = np.append(norm[1:], unknown)
+    next_rows = np.pad(norm[1:], (0, LONG))
     windows = sliding_window_view(next_rows, LONG)
     comes_back = windows.min(axis=1) < BACK * usual_norm
-    return np.where(comes_back, norm / usual_norm, 0.0)
+    ratios = norm / usual_norm
+    return np.where(comes_back, ratios, 0.0)
 
 
 def divergence(loss: Array) -> Array | float:
     """The loss over its lowest, from the row on from which it stays high."""
     width = max(SHORT, len(loss) // 20)
-    levels = medians(loss, width)
-    lowest_row = np.nanargmin(levels)
-    lowest = levels[lowest_row]
-    fall = np.median(loss[:SHORT]) - lowest
+    # A thousand windows are enough: all of a long log would not fit into memory.
+    stride = max(1, len(loss) // 1000)
+    windows = sliding_window_view(loss, width)[::stride]
+    levels = np.median(windows, axis=1)
+    lowest = levels.min()
+    end_of_lowest = width + stride * np.argmin(levels)
+    first_rows = loss[:SHORT]
     last_rows = loss[-2 * width :]
+    fall = np.median(first_rows) - lowest
     rise = np.median(last_rows) - lowest
     # Quantiles, since the two losses of a GAN take turns.
-    start = max(0, lowest_row - LONG)
-    low, high = np.quantile(loss[start : lowest_row + 1], (0.2, 0.8))
+    start = max(0, end_of_lowest - LONG - 1)
+    lowest_rows = loss[start:end_of_lowest]
+    low, high = np.quantile(lowest_rows, (0.2, 0.8))
     noise = high - low
     if rise <= max(LOST_GAIN * fall, LOSS_NOISE * noise):
         return 0.0
-    middles = medians_around(loss)
+    # Around each row five rows, fewer at the ends of the log.
+    padded = np.pad(loss, 2, constant_values=np.nan)
+    rows_around = sliding_window_view(padded, 5)
+    middles = np.nanmedian(rows_around, axis=1)
     stays_high = lowest_ahead(middles) > lowest + rise / 2
-    return np.where(stays_high, middles / lowest, 0.0)
+    ratios = middles / lowest
+    return np.where(stays_high, ratios, 0.0)
 
 
 def growth(values: Array) -> Array | float:
@@ -124,32 +122,40 @@ def growth(values: Array) -> Array | float:
     1.3 times the fifth before.
     """
     fifths = np.array_split(values, 5)
-    _, second, third, fourth, last = [np.median(fifth) for fifth in fifths]
-    steps = np.array([third / second, fourth / third, last / fourth])
+    _, *levels = [np.median(fifth) for fifth in fifths]
+    second = levels[0]
+    last = levels[-1]
+    factors = np.divide(levels[1:], levels[:-1])
     # A rise from 0 has no factor.
-    if second == 0 or not np.all(steps > STEADY):
+    if second == 0 or not np.all(factors > STEADY):
         return 0.0
     # A few high rows in the middle are not yet growth.
-    levels = np.minimum(medians(values, SHORT), last)
-    return levels / second
+    lengths = np.minimum(medians(values, SHORT), last)
+    return lengths / second
 
 
 def vanishing(norm: Array, loss: Array) -> Array | float:
     """The first norms over the norm of each row, if the loss does not fall as well."""
-    tail_rows = max(SHORT, len(loss) // 10)
+    tail = max(SHORT, len(loss) // 10)
     first_loss = np.median(loss[:SHORT])
-    last_loss = np.median(loss[-tail_rows:])
+    last_loss = np.median(loss[-tail:])
     is_solved = last_loss < SOLVED * first_loss
-    # Adapters may begin with norms of 0, which no norm falls below.
     first_norm = np.median(norm[2:LONG])
+    # Adapters may begin with norms of 0, which no norm falls below.
     if is_solved or first_norm == 0:
         return 0.0
-    fall_factors = first_norm / medians(norm, SHORT)
-    comes_back = fall_factors[-1] < VANISHED
-    return 0.0 if comes_back else fall_factors
+    factors = first_norm / medians(norm, SHORT)
+    comes_back = factors[-1] < VANISHED
+    if comes_back:
+        return 0.0
+    return factors
 
 
 # --------------------------------------------------------------------- change of scale
+
+LEAP = 3.7  # the rise of log(norm), in units of its noise
+STAYS = 0.6  # the part of a leap that is left in all rows behind it
+SAME = 0.3  # a difference of log(loss), or its part of the leap of log(norm)
 
 
 class Change(NamedTuple):
@@ -161,21 +167,24 @@ class Change(NamedTuple):
 
 
 def change_at(values: Array, row: int) -> Change:
-    past = values[max(0, row - LONG) : row]
+    start = max(0, row - LONG)
+    past = values[start:row]
     future = values[row : row + LONG]
-    rise = np.median(future) - np.median(past)
-    noise = max(noise_of(past), noise_of(future))
-    return Change(rise, drift_of(past) + drift_of(future), noise)
-
-
-def noise_of(values: Array) -> float:
-    distances = np.abs(values - np.median(values))
-    return float(np.median(distances))
+    return Change(
+        rise=np.median(future) - np.median(past),
+        drift=drift_of(past) + drift_of(future),
+        noise=max(noise_of(past), noise_of(future)),
+    )
 
 
 def drift_of(values: Array) -> float:
     first_half, second_half = np.array_split(values, 2)
-    return float(np.median(second_half) - np.median(first_half))
+    return np.median(second_half) - np.median(first_half)
+
+
+def noise_of(values: Array) -> float:
+    middle = np.median(values)
+    return np.median(np.abs(values - middle))
 
 
 def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
@@ -184,73 +193,68 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
     """
     logs = np.log(norm)
     row = _row_of_leap(logs)
-    if row is None:
+    if row == 0:
         return 0.0
     change = change_at(logs, row)
-    if not _is_leap(change) or not _stays(logs, row, change):
+    # A norm that grows step by step has not leaped.
+    leap = change.rise - max(0.0, change.drift)
+    # A norm that only comes back to where it was does not stay.
+    rows_before, rows_behind = np.split(logs, [row])
+    rise_of_all_rows = np.median(rows_behind) - np.median(rows_before)
+    # Among norms of 0 the noise is NaN, and then this is False.
+    is_leap = leap >= LEAP * change.noise
+    stays = rise_of_all_rows >= STAYS * change.rise
+    if not is_leap or not stays:
         return 0.0
-    if loss is not None:
-        loss_change = change_at(np.log(loss), row)
-        if not _fits(loss_change, change):
-            return 0.0
+    if loss is not None and not _fits(np.log(loss), row, change.rise):
+        return 0.0
     factors = np.zeros(len(norm))
     factors[row] = np.exp(change.rise)
     return factors
 
 
-def _is_leap(change: Change) -> bool:
-    # A norm that grows step by step has not leaped.
-    leap = change.rise - max(0.0, change.drift)
-    # Among norms of 0 the noise is NaN, and then this is False.
-    return leap >= LEAP * change.noise
-
-
-def _stays(logs: Array, row: int, change: Change) -> bool:
-    """False for a norm that only comes back to where it was."""
-    rows_before, rows_behind = np.split(logs, [row])
-    rise_of_all_rows = np.median(rows_behind) - np.median(rows_before)
-    return rise_of_all_rows >= STAYS * change.rise
-
-
-def _fits(loss_change: Change, norm_change: Change) -> bool:
+def _fits(logs_of_loss: Array, row: int, rise_of_norm: float) -> bool:
     """Whether the loss does not change, or by the factor of the norm."""
-    tolerance = max(SAME, 6 * loss_change.noise)
-    tolerance = min(tolerance, SAME * norm_change.rise)
-    from_no_change = abs(loss_change.rise)
-    from_same_change = abs(loss_change.rise - norm_change.rise)
-    return min(from_no_change, from_same_change) <= tolerance
+    change = change_at(logs_of_loss, row)
+    tolerance = max(SAME, 6 * change.noise)
+    tolerance = min(tolerance, SAME * rise_of_norm)
+    from_none = abs(change.rise)
+    from_same = abs(change.rise - rise_of_norm)
+    return min(from_none, from_same) <= tolerance
 
 
-def fall_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
+def fall_of_scale(*norm_and_loss: Array) -> Array | float:
     """The factor by which the norm falls at one row, likewise."""
-    if loss is None:
-        return growth_of_scale(1 / norm)
-    return growth_of_scale(1 / norm, 1 / loss)
+    return growth_of_scale(*[1 / column for column in norm_and_loss])
 
 
-def _row_of_leap(logs: Array) -> int | None:
-    """The row with the largest rise over the row before. None if nothing rises."""
+def _row_of_leap(logs: Array) -> int:
+    """The row with the largest rise over the row before. 0 if nothing rises."""
     # NaN at the ends of a log, where there are too few rows to compare with.
     past = shifted(medians(logs, LONG // 2))
     future = medians_ahead(logs, LONG // 2)
-    # Medians see a leap in the rows beside it as well.
-    rises = np.minimum(future - past, logs - shifted(logs))
-    rises = np.where(np.isfinite(rises), rises, 0.0)
-    row = int(np.argmax(rises))
-    return row if rises[row] > 0 else None
+    rises_of_rows = logs - shifted(logs)
+    # Medians rise in the rows beside a leap as well.
+    rises = np.minimum(future - past, rises_of_rows)
+    finite_rises = np.where(np.isfinite(rises), rises, 0.0)
+    return int(np.argmax(finite_rises))
 
 
 # --------------------------------------------------------------------- clips and skips
 
+CLOSE = 0.01  # a relative difference, more than bfloat16 makes
+
 
 def clipped_always(norm: Array, limit: Array) -> float:
     """The median of norms over limits, for all rows."""
-    return np.median(norm / limit)
+    ratios = norm / limit
+    return np.median(ratios)
 
 
 def norm_after_clip(norm: Array) -> Array:
     """The share of norms that are the largest, in the rows that have it."""
-    return np.where(are_largest(norm), clipped_share(norm), 0.0)
+    share = clipped_share(norm)
+    return np.where(are_largest(norm), share, 0.0)
 
 
 def skip_behind_clip(
@@ -263,31 +267,30 @@ def skip_behind_clip(
         return 0.0
     sees_limit = np.isclose(skip_norm, clip_limit, rtol=CLOSE)
     is_clipped = clip_norm > (1 + CLOSE) * clip_limit
-    return np.where(sees_limit & is_clipped, clip_norm / clip_limit, 0.0)
+    ratios = clip_norm / clip_limit
+    return np.where(sees_limit & is_clipped, ratios, 0.0)
 
 
 # ---------------------------------------------------------------------- record_health
 
+RATE = 0.075  # updates over weights
+LOST = 0.25  # LOST * rounding is the smallest update over weights that is kept
+
 
 def learning_rate(update_norm: Array, weight_norm: Array) -> Array:
-    """Updates over weights, where of the last or the next five rows three have a ratio
-    above RATE or are not finite.
+    """Updates over weights, in rows of a long stretch: three of the last five rows, or
+    of the next five, are above RATE or not finite.
     """
     # Weights of 0 have no ratio.
-    ratios = np.where(weight_norm == 0, 0.0, update_norm / weight_norm)
+    ratios = update_norm / weight_norm
+    ratios = np.where(weight_norm == 0, 0.0, ratios)
     is_finite = np.isfinite(ratios)
     # Rows with NaN or inf count as above RATE.
     ratios_or_inf = np.where(is_finite, ratios, np.inf)
     past = medians(ratios_or_inf, SHORT)
     future = medians_ahead(ratios_or_inf, SHORT)
-    is_long = np.fmax(past, future) > RATE
-    return np.where(is_finite & is_long, ratios, 0.0)
-
-
-def broken_update(update_norm: Array, *gradient_norms: Array) -> Array:
-    """Inf where an update is not finite, and all gradients are."""
-    are_finite = np.isfinite(gradient_norms).all(axis=0)
-    return np.where(are_finite, not_finite(update_norm), 0.0)
+    is_in_stretch = np.fmax(past, future) > RATE
+    return np.where(is_finite & is_in_stretch, ratios, 0.0)
 
 
 def lost_updates(ratio: Array, rounding: Array) -> Array | float:
@@ -299,8 +302,10 @@ def lost_updates(ratio: Array, rounding: Array) -> Array | float:
     shortfalls = LOST * rounding / ratio
     quarter = max(LONG, len(ratio) // 4)
     first_rows = shortfalls[:quarter]
-    early_shortfalls = first_rows[~np.isnan(first_rows)]
-    if len(early_shortfalls) < LONG // 2 or np.median(early_shortfalls) <= 1:
+    is_number = ~np.isnan(first_rows)
+    early_shortfalls = first_rows[is_number]
+    are_few = len(early_shortfalls) < LONG // 2
+    if are_few or np.median(early_shortfalls) <= 1:
         return 0.0
     return shortfalls
 
@@ -309,9 +314,10 @@ def no_gradient(norm: Array) -> Array | float:
     """1 in the rows behind the last gradient, if there are many."""
     is_zero = norm == 0
     stays_zero = lowest_ahead(is_zero)
-    if stays_zero.sum() < max(LONG, len(norm) // 10):
+    least_rows = max(LONG, len(norm) // 10)
+    if stays_zero.sum() < least_rows:
         return 0.0
-    return np.where(stays_zero, 1.0, 0.0)
+    return stays_zero
 
 
 def underflow(subnormals: Array, zeros: Array | float = 0.0) -> Array:
@@ -323,9 +329,3 @@ def underflow(subnormals: Array, zeros: Array | float = 0.0) -> Array:
 def dead_rows(share: Array) -> Array:
     """The share of rows that are dead, beyond those that were at first."""
     return share - share[0]
-
-
-def is_first_row(norm: Array) -> Array:
-    """1 in the first row, for a cause that no number shows."""
-    rows = np.arange(len(norm))
-    return np.where(rows == 0, 1.0, 0.0)

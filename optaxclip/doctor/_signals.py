@@ -10,25 +10,26 @@ import numpy as np
 
 from .._logs import Column, Log, in_common, listed, loss_of, norms_of, norms_of_tensors
 
-# What a rule needs. A report prints these sentences, and `signals_of` returns the
+# What a rule needs. A report prints these sentences, and `run_of` returns the
 # columns that meet them, by sentence.
 LOSS_OR_NORM = "a loss or a gradient norm"
 LOSS = "a loss above 0 (--loss NAME, if the log has one)"
 NORM = "a gradient norm"
-NORM_AND_ANY_LOSS = "a gradient norm, and a loss above 0 if there is one"
+NORM_AND_ANY_LOSS = "a gradient norm, and no loss below 0 beside it"
 NORM_AND_LOSS = "a gradient norm, and a loss above 0 (--loss NAME)"
 EVERY_NORM = "a gradient norm, also one of record_health()"
 LOGITS = "a column with attn or attention and logit in its name, or of qk_clip(None)"
 CLIP = "metrics of a clipper of optaxclip"
 SKIP_AND_CLIP = "metrics of a skip and of a clipper"
-UPDATES = "record_health() behind the optimizer, under a name with 'update' in it"
-UPDATES_AND_NORMS = f"a gradient norm, and {UPDATES}"
-ROUNDING = "record_health() behind the optimizer, with weights=True"
-WEIGHTS = "record_health() with weights=True"
-GRADIENTS = "record_health() in front of the optimizer"
+RECORDER = "record_health()"
+# What a report prints for all needs of a recorder, if the log has none.
+ANY_RECORDER = f"{RECORDER} in the optimizer, see docs/doctor.md (Record)"
+UPDATES = f"{RECORDER} behind the optimizer, under a name with 'update' in it"
+ROUNDING = f"{RECORDER} behind the optimizer, with weights=True"
+WEIGHTS = f"{RECORDER} with weights=True"
+GRADIENTS = f"{RECORDER} in front of the optimizer"
 SUBNORMALS = f"{GRADIENTS}, with values=True"
 DEAD_ROWS = f"{GRADIENTS}, with embeddings="
-UNNAMED = "two recorders"
 
 # The signs of `record_health`: the last word of its columns, before the tensor.
 SIGNS = {
@@ -51,6 +52,7 @@ NAMES_OF_LOGITS = re.compile(
     r"(.*(attn|attention|(^|[/._])qk).*logit.*|.*logit.*(attn|attention).*"
     r"|(.*[/. ])?(clip|record)(_\d+)?/[^/]*(logit|qk)[^/]*/norm(_before)?(/.*)?)"
 )
+NAME_OF_SCALE = re.compile("loss.?scale|scaler")
 OVERFLOWS = 0.1  # the share of rows with inf, under a dynamic loss scale
 
 
@@ -63,7 +65,7 @@ class Recorder(NamedTuple):
 
     name: str  # such as health/updates
     # By sign and tensor. The name of a summary of all tensors is "".
-    signs: dict[str, dict[str, Column]]
+    signs: defaultdict[str, dict[str, Column]]
 
     @property
     def is_of_updates(self) -> bool:
@@ -73,10 +75,8 @@ class Recorder(NamedTuple):
 
     def of_tensors(self, *signs: str) -> ColumnGroups:
         """The columns of these signs: of each tensor, or of the summary of all."""
-        tables = [self.signs.get(sign, {}) for sign in signs]
-        tensors = set(tables[0])
-        for table in tables:
-            tensors &= set(table)
+        tables = [self.signs[sign] for sign in signs]
+        tensors = set(tables[0]).intersection(*tables)
         # Beside tensors a summary says nothing new.
         if len(tensors) > 1:
             tensors.discard("")
@@ -84,9 +84,8 @@ class Recorder(NamedTuple):
 
     def subnormals(self) -> ColumnGroups:
         """For each tensor the share of subnormal elements, and the share of zeros."""
-        tensors = set(self.signs.get("subnormals", {}))
-        # The two shares of a summary may be of different tensors.
-        if tensors == {""}:
+        # A summary has the largest of both, which may be of two tensors.
+        if set(self.signs["subnormals"]) == {""}:
             return self.of_tensors("subnormals")
         return self.of_tensors("subnormals", "zeros")
 
@@ -94,11 +93,10 @@ class Recorder(NamedTuple):
         """The norm of all tensors together, and nothing without this sign. A summary
         has the largest norm of a tensor instead.
         """
-        table = self.signs.get(sign, {})
-        norms = list(table.values())
+        table = self.signs[sign]
         if "" in table:
-            norms = [table[""]]
-        return [total_of(self.name, norms)] if norms else []
+            return [table[""]]
+        return [total_of(self.name, list(table.values()))] if table else []
 
 
 def total_of(name: str, norms: Sequence[Column]) -> Column:
@@ -112,45 +110,54 @@ def total_of(name: str, norms: Sequence[Column]) -> Column:
 # ------------------------------------------------------------------------------- a log
 
 
-def signals_of(
-    log: Log, loss_name: str | None = None
-) -> tuple[dict[str, ColumnGroups], list[Column]]:
-    """Finds the columns that say something about a run.
+class Run(NamedTuple):
+    """What a log says about a run."""
 
-    Returns:
-      Two things. The groups of columns that meet each need, such as NORM, none for a
-      need that the log does not meet. The first column of a group names the finding.
-      And all columns that are looked at, with the norm of each recorder.
+    # For each need, such as NORM, the columns that meet it, none if the log does not.
+    # The first column of a group names the finding.
+    columns: dict[str, ColumnGroups]
+    looked_at: list[Column]  # with the norm of each recorder
+    recorders: list[Recorder]
+
+
+def run_of(log: Log, loss_name: str | None) -> Run:
+    """Finds the columns that say something about a run.
 
     Raises:
       ValueError: there is no column `loss_name`.
     """
     losses = _losses_of(log, loss_name)
-    logged_norms = _logged_norms_of(log)
     logits = _logits_of(log)
+    logged_norms = _logged_norms_of(log, logits)
     recorders = _recorders_of(log)
     update_norms: list[Column] = []
     recorded_norms: list[Column] = []  # of gradients
+    columns: dict[str, ColumnGroups] = defaultdict(list)
     for recorder in recorders:
+        norms = recorder.total("norm")
+        weight_norms = recorder.total("weight_norm")
+        columns[WEIGHTS] += _one_by_one(weight_norms)
         if recorder.is_of_updates:
-            update_norms += recorder.total("norm")
+            update_norms += norms
+            columns[UPDATES] += zip(norms, weight_norms)
+            columns[ROUNDING] += recorder.of_tensors("ratio", "rounding")
         else:
-            recorded_norms += recorder.total("norm")
-
-    columns = _columns_of_recorders(recorders)
-    if len(recorders) > 1 and not update_norms:
-        columns[UNNAMED] = _one_by_one(recorded_norms)
+            recorded_norms += norms
+            columns[GRADIENTS] += recorder.of_tensors("norm")
+            columns[SUBNORMALS] += recorder.subnormals()
+            columns[DEAD_ROWS] += recorder.of_tensors("dead_rows")
     # A recorder repeats what a clipper or the loop logs.
     gradient_norms = logged_norms or recorded_norms
     columns[NORM] = _one_by_one(gradient_norms)
     columns[EVERY_NORM] = _one_by_one([*logged_norms, *recorded_norms])
-    if gradient_norms:
-        columns[UPDATES_AND_NORMS] = [(norm, *gradient_norms) for norm in update_norms]
     columns[LOGITS] = _one_by_one(logits)
-    norms_to_be_finite = _one_by_one(logged_norms) + columns[GRADIENTS]
-    if _have_overflows(gradient_norms, log):
-        norms_to_be_finite = _without_overflows(norms_to_be_finite)
-    columns[LOSS_OR_NORM] = _one_by_one(losses) + norms_to_be_finite
+    has_scale = any(NAME_OF_SCALE.search(name.lower()) for name in log.columns)
+    tensors = [column for (column,) in columns[GRADIENTS]]
+    finite_norms = [
+        _without_overflows(norm, has_scale)
+        for norm in [*logged_norms, *tensors, *update_norms]
+    ]
+    columns[LOSS_OR_NORM] = _one_by_one([*losses, *finite_norms])
     # Ratios of losses that change their sign say nothing. From the norm alone REINFORCE
     # with rewards of another scale (benchmarks/doctor) would be a change of scale.
     if all(np.nanmin(loss.values, initial=np.inf) > 0 for loss in losses):
@@ -159,25 +166,11 @@ def signals_of(
         columns[NORM_AND_LOSS] = list(product(gradient_norms, losses))
     columns[CLIP] = _with_limits(log, NORM_OF_CLIP)
     skips = _with_limits(log, NORM_OF_SKIP)
-    for skip, clip in product(skips, columns[CLIP]):
-        columns[SKIP_AND_CLIP].append(skip + clip)
+    columns[SKIP_AND_CLIP] = [
+        skip + clip for skip, clip in product(skips, columns[CLIP])
+    ]
     looked_at = [*losses, *logged_norms, *logits, *recorded_norms, *update_norms]
-    return columns, looked_at
-
-
-def _columns_of_recorders(recorders: Sequence[Recorder]) -> dict[str, ColumnGroups]:
-    columns: dict[str, ColumnGroups] = defaultdict(list)
-    for recorder in recorders:
-        weight_norms = recorder.total("weight_norm")
-        columns[WEIGHTS] += _one_by_one(weight_norms)
-        if recorder.is_of_updates:
-            columns[ROUNDING] += recorder.of_tensors("ratio", "rounding")
-            columns[UPDATES] += zip(recorder.total("norm"), weight_norms)
-        else:
-            columns[GRADIENTS] += recorder.of_tensors("norm")
-            columns[SUBNORMALS] += recorder.subnormals()
-            columns[DEAD_ROWS] += recorder.of_tensors("dead_rows")
-    return columns
+    return Run(columns, looked_at, recorders)
 
 
 def _losses_of(log: Log, name: str | None) -> list[Column]:
@@ -191,13 +184,14 @@ def _losses_of(log: Log, name: str | None) -> list[Column]:
     return [log.columns[name]]
 
 
-def _logged_norms_of(log: Log) -> list[Column]:
+def _logged_norms_of(log: Log, logits: Sequence[Column]) -> list[Column]:
     """The norms of the gradient: one, or one of each optimizer. If the log has only
     norms of tensors, the norm of all of them together.
     """
     # qk_clip writes its logits under names of norms.
-    logits = {column.name for column in _logits_of(log)}
-    columns = {name: x for name, x in log.columns.items() if name not in logits}
+    columns = dict(log.columns)
+    for column in logits:
+        del columns[column.name]
     log = log._replace(columns=columns)
     norms = norms_of(log)
     tensors = norms_of_tensors(log)
@@ -218,34 +212,17 @@ def _one_by_one(columns: Sequence[Column]) -> ColumnGroups:
     return [(column,) for column in columns]
 
 
-def _have_overflows(norms: list[Column], log: Log) -> bool:
-    """Whether norms are broken, but only in steps that a dynamic loss scale skips: inf
-    in at most a tenth of the rows, and not in the last one. NaN too, if the log has the
-    scale.
+def _without_overflows(norm: Column, has_scale: bool) -> Column:
+    """A norm without the rows with inf, if a dynamic loss scale may have skipped them:
+    at most a tenth of all rows, and not the last one. Without NaN too, if the log has
+    the scale.
     """
-    names = [name.lower() for name in log.columns]
-    has_scale = any(re.search("loss.?scale|scaler", name) for name in names)
-    have_overflows = False
-    for norm in norms:
-        is_broken = ~np.isfinite(norm.values)
-        if not is_broken.any():
-            continue
-        if is_broken[-1] or is_broken.mean() > OVERFLOWS:
-            return False
-        if np.isnan(norm.values).any() and not has_scale:
-            return False
-        have_overflows = True
-    return have_overflows
-
-
-def _without_overflows(norms: ColumnGroups) -> ColumnGroups:
-    finite_norms: ColumnGroups = []
-    for (norm,) in norms:
-        is_finite = np.isfinite(norm.values)
-        steps = norm.steps[is_finite]
-        values = norm.values[is_finite]
-        finite_norms.append((norm._replace(steps=steps, values=values),))
-    return finite_norms
+    is_finite = np.isfinite(norm.values)
+    is_rare = np.sum(~is_finite) <= OVERFLOWS * len(is_finite)
+    has_other_nan = np.isnan(norm.values).any() and not has_scale
+    if not is_rare or not is_finite[-1:].all() or has_other_nan:
+        return norm
+    return norm._replace(steps=norm.steps[is_finite], values=norm.values[is_finite])
 
 
 def _with_limits(log: Log, pattern: re.Pattern[str]) -> ColumnGroups:
@@ -281,14 +258,11 @@ def _recorders_of(log: Log) -> list[Recorder]:
     for name in log.columns:
         for reading in _readings(name):
             signs[reading.recorder].add(reading.sign)
-
-    def sign_count(reading: Reading) -> int:
-        return len(signs[reading.recorder])
-
     recorders: dict[str, Recorder] = {}
     for name, column in log.columns.items():
-        reading = max(_readings(name), key=sign_count, default=None)
-        if reading is not None:
+        readings = list(_readings(name))
+        if readings:
+            reading = max(readings, key=lambda reading: len(signs[reading.recorder]))
             empty = Recorder(reading.recorder, defaultdict(dict))
             recorder = recorders.setdefault(reading.recorder, empty)
             tensor = column._replace(name=reading.tensor or reading.recorder)

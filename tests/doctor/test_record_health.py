@@ -291,3 +291,20 @@ def test_gradients_of_16_bits_meet_other_weights_under_strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
         _, state = recorder.update(grads, recorder.init(weights), weights)
     np.testing.assert_allclose(state.signs["weight_norm"], [5.0, 5.0], rtol=1e-6)
+
+
+def test_patience_may_be_an_array():
+    recorder = optaxclip.record_health(embeddings="t", patience=jnp.int32(2))
+    state = recorded(recorder, {"t": jnp.zeros(3)}, {"t": jnp.ones(3)}, steps=2)
+    assert found_in(state)["health/dead_rows/t"] == 1.0
+
+
+def test_embeddings_that_are_no_paths_of_tables_are_refused():
+    error = "record_health: embeddings must be the path of a leaf, or several, got "
+    for embeddings in (None, 3):
+        with pytest.raises(TypeError, match=f"{error}{embeddings}"):
+            optaxclip.record_health(embeddings=embeddings)
+    # Only leaves with rows are named.
+    recorder = optaxclip.record_health(embeddings="scale")
+    with pytest.raises(ValueError, match=r"got 'scale'. There are 't'\.$"):
+        recorder.init({"scale": jnp.ones(()), "t": jnp.ones(3)})
