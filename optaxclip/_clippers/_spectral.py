@@ -155,7 +155,6 @@ def clip_by_spectral_norm(
         check_known(f"{call}: steps", steps)
         check_length(f"{call}: steps", steps)
         steps = int(steps)
-    # `smooth(2)` is cached, so it is the same function each time.
     if method == "newton_schulz" and shrink not in (hard, smooth(2)):
         raise ValueError(
             f"{call}: method='newton_schulz' knows the shrinks hard and smooth(2), got "
