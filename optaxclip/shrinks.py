@@ -93,7 +93,7 @@ def smooth(power: float = 1.0) -> Shrink:
     """
     power = _static_number("smooth: power", power, lowest=1.0)
     # n / (1 + (n/c)^p)^(1/p) has no derivative at p = inf as it is written.
-    return hard if power == math.inf else Smooth(power)
+    return hard if power == math.inf else _Smooth(power)
 
 
 def auto_s(gamma: float = 0.01) -> Shrink:
@@ -117,7 +117,7 @@ def auto_s(gamma: float = 0.01) -> Shrink:
     Reference: Bu, Wang, Zha, Karypis, Automatic clipping: differentially private deep
     learning made easier and stronger, 2023 (arXiv 2206.07136).
     """
-    return AutoS(_static_number("auto_s: gamma", gamma))
+    return _AutoS(_static_number("auto_s: gamma", gamma))
 
 
 def psac(r: float = 0.1) -> Shrink:
@@ -141,7 +141,7 @@ def psac(r: float = 0.1) -> Shrink:
     Reference: Xia et al., Differentially private learning with per-sample adaptive
     clipping, 2023 (arXiv 2212.00328).
     """
-    return Psac(_static_number("psac: r", r))
+    return _Psac(_static_number("psac: r", r))
 
 
 # The shrinks that factories make. Equal numbers are equal shrinks, so a clipper that is
@@ -149,7 +149,7 @@ def psac(r: float = 0.1) -> Shrink:
 
 
 @dataclass(frozen=True)
-class Smooth:
+class _Smooth:
     """norm / (1 + (norm / limit)^power)^(1 / power)."""
 
     power: float
@@ -172,7 +172,7 @@ class Smooth:
 
 
 @dataclass(frozen=True)
-class AutoS:
+class _AutoS:
     """limit * norm / (norm + gamma)."""
 
     gamma: float
@@ -191,7 +191,7 @@ class AutoS:
 
 
 @dataclass(frozen=True)
-class Psac:
+class _Psac:
     """limit * norm / (norm + r / (norm + r))."""
 
     r: float
@@ -235,7 +235,7 @@ def lengthening_of(shrink: Shrink) -> float:
     """
     if shrink is hard or shrink is drop:
         return 0.0
-    if isinstance(shrink, (Smooth, AutoS, Psac)):
+    if isinstance(shrink, (_Smooth, _AutoS, _Psac)):
         return shrink.lengthening
     return math.inf
 
