@@ -43,8 +43,8 @@ class Average(NamedTuple):
 
 def empty_average(norm: Array) -> Average:
     """An average before the first value."""
-    zero = jnp.zeros_like(norm)
-    return Average(estimate=zero, weight=zero)
+    # Two arrays, since one array is not donated twice.
+    return Average(estimate=jnp.zeros_like(norm), weight=jnp.zeros_like(norm))
 
 
 def blend(
@@ -376,9 +376,10 @@ class ZScore(Rule):
     eps: Number = number_field(default=1e-6)
 
     def init(self, norm: Array) -> ZScoreMemory:
-        zero = jnp.zeros_like(norm)
         seen = jnp.zeros(norm.shape, jnp.int32)
-        return ZScoreMemory(seen, mean=zero, deviation=zero)
+        mean = jnp.zeros_like(norm)
+        deviation = jnp.zeros_like(norm)
+        return ZScoreMemory(seen, mean, deviation)
 
     def update(self, norm: Array, memory: ZScoreMemory, step: Array) -> Answer:
         z, decay, eps = at_step(step, norm.dtype, self.z, self.decay, self.eps)
