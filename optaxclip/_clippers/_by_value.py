@@ -92,15 +92,12 @@ def value_clipper(
     count: bool = False,
 ) -> optax.GradientTransformation:
     """The clipper of two bounds, each (name, bound). Errors name the call and these."""
-    # Alone, the upper bound limits the modulus, so it is at least 0. With a lower bound
-    # too, either may be negative.
-    if low is None:
-        upper = _bounds(call, *high, lowest=0.0, no_bound=math.inf)
-        lower = Prefix((((), None),))
-    else:
-        upper = _bounds(call, *high, lowest=-math.inf, no_bound=math.inf)
-        lower = _bounds(call, *low, lowest=-math.inf, no_bound=None)
-        _check_room(call, low[0], lower, high[0], upper)
+    low = low or ("", None)
+    upper = _bounds(call, *high, no_bound=math.inf)
+    lower = _bounds(call, *low, no_bound=None)
+    _check_room(call, low[0], lower, high[0], upper)
+    high_argument = f"{call}: {high[0]}"
+    low_argument = f"{call}: {low[0]}"
 
     def init(params: PyTree) -> ClipByValueState:
         elements = no_elements_clipped() if count else ()
@@ -117,8 +114,6 @@ def value_clipper(
         checks.check_state(call, state, ClipByValueState)
         trees.check_leaves(updates, f"{call}: ")
         trees.check_sparse(updates, f"{call}: ")
-        high_argument = f"{call}: {high[0]}"
-        low_argument = f"{call}: {low[0]}" if low else ""
         high_bounds = lookup(upper, updates, high_argument)
         low_bounds = lookup(lower, updates, low_argument)
         entries, treedef = jax.tree.flatten_with_path(updates)
@@ -168,9 +163,7 @@ def clip(max_delta: Bounds) -> optax.GradientTransformation:
     return value_clipper("clip", ("max_delta", max_delta))
 
 
-def _bounds(
-    call: str, name: str, bound: Bounds, lowest: float, no_bound: float | None
-) -> Prefix:
+def _bounds(call: str, name: str, bound: Bounds, *, no_bound: float | None) -> Prefix:
     """The bounds of all leaves, checked. `no_bound` takes the place of None."""
     # A rule is taken as one value. The check then says that it is no number.
     table = prefix_table(bound, lambda x: is_function(x) or is_rule(x))
@@ -181,7 +174,7 @@ def _bounds(
         elif callable(value):
             checks.check_schedule(f"{call}: {name}", value)
         else:
-            checks.check_limit(f"{call}: {name}", value, lowest=lowest)
+            checks.check_limit(f"{call}: {name}", value, lowest=-math.inf)
         entries.append((path, value))
     return Prefix(tuple(entries))
 
@@ -204,6 +197,7 @@ def _check_room(
             if low is not None:
                 checks.check_order(call, (low_name, low), (high_name, high))
             elif not callable(high):
+                # Alone, it limits the modulus.
                 checks.check_limit(f"{call}: {high_name}", high)
 
 

@@ -136,19 +136,19 @@ def spam(
         step = state.step
         since_reset = steps_since_reset(step, every)
         cut_down = partial(_cut_down, step, threshold, since_reset >= warmup)
+        # Where a leaf is missing in this step, the tree has None.
+        map_leaves = partial(jax.tree.map, is_leaf=trees.is_none)
         moment_of_caller = extra_args.get("second_moment")
         if moment_of_caller is None:
             # The step is traced, so a reset is a selection in every step.
             zeros = jax.tree.map(jnp.zeros_like, state.second_moment)
             moment = new_where(since_reset == 0, zeros, state.second_moment)
-            clipped = jax.tree.map(cut_down, tree, moment, is_leaf=trees.is_none)
+            clipped = map_leaves(cut_down, tree, moment)
             blend = partial(_blend, step, decay)
-            new_moment = jax.tree.map(
-                blend, tree, clipped, moment, is_leaf=trees.is_none
-            )
+            new_moment = map_leaves(blend, tree, clipped, moment)
         else:
             moment = trees.values_of(call, "second_moment", tree, moment_of_caller)
-            clipped = jax.tree.map(cut_down, tree, moment, is_leaf=trees.is_none)
+            clipped = map_leaves(cut_down, tree, moment)
             # The moment of the state is neither updated nor reset.
             new_moment = state.second_moment
         new_step = count_up(step)
