@@ -43,6 +43,8 @@ def test_clip_by_value_rounds_integer_bounds_inwards():
     for bounds, wanted in (
         ((2.5,), [-2, -2, -2, 2, 2, 2]),
         ((2.5, -3.5), [-3, -3, -2, 2, 2, 2]),
+        ((2.5, 0.5), [1, 1, 1, 2, 2, 2]),
+        ((-2.5, -3.5), [-3, -3, -3, -3, -3, -3]),
         ((1e9,), [-128, -3, -2, 2, 3, 127]),
     ):
         updates, _ = apply(optaxclip.clip_by_value(*bounds), whole)
