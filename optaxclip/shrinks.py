@@ -9,8 +9,8 @@
 
 A shrink is a function (norm, limit) -> new norm of two arrays of one shape. It goes
 as `shrink=` into `clip_by`, the clippers by global, tensor, unit, group, average and
-spectral norm and RMS, AGC, and `clipped_grad`. A factory may be given with or without
-parentheses: `shrink=smooth` is `shrink=smooth()`.
+spectral norm and RMS, AGC, and `clipped_grad`. `shrink=smooth`, a factory without
+parentheses, is `shrink=smooth()`.
 
 A limit of inf clips nothing, whatever the shrink: clippers call none with it. So a
 shrink may be NaN there, as `auto_s` and `psac` are for a norm of 0.
@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from ._checks import check_known, check_number, check_takes, shown, with_hash
 from ._foreign_names import with_our_names
@@ -34,18 +35,17 @@ Shrink = Callable[[Array, Array], Array]
 __all__ = ["auto_s", "drop", "hard", "normalize", "psac", "smooth"]
 
 
-def hard(norm: Array | None = None, limit: Any = None) -> Any:
+def hard(norm: Array, limit: ArrayLike) -> Array:
     """Returns min(norm, limit). Norms within the limit keep their bits.
 
     Example:
       >>> print(optaxclip.shrinks.hard(jnp.array([1.0, 3.0]), 2.0))
       [1. 2.]
     """
-    # `shrink=hard()` means `shrink=hard`, since `shrink=smooth()` is written so too.
-    return hard if norm is None else jnp.minimum(norm, limit)
+    return jnp.minimum(norm, limit)
 
 
-def drop(norm: Array | None = None, limit: Any = None) -> Any:
+def drop(norm: Array, limit: ArrayLike) -> Array:
     """Returns the norm within the limit, and 0 beyond it.
 
     Example:
@@ -55,10 +55,10 @@ def drop(norm: Array | None = None, limit: Any = None) -> Any:
     Reference: DI-engine and PPOxFamily (grad_ignore_norm), axlearn (drop_norm).
     """
     # NaN is not above the limit. The kernel decides what becomes of it.
-    return drop if norm is None else jnp.where(norm > limit, jnp.zeros_like(norm), norm)
+    return jnp.where(norm > limit, jnp.zeros_like(norm), norm)
 
 
-def normalize(norm: Array | None = None, limit: Any = None) -> Any:
+def normalize(norm: Array, limit: ArrayLike) -> Array:
     """Returns the limit, but 0 for a norm of 0, which has no direction.
 
     Example:
@@ -68,7 +68,7 @@ def normalize(norm: Array | None = None, limit: Any = None) -> Any:
     Reference: Bu et al., Automatic clipping, 2023 (arXiv 2206.07136), AUTO-V.
     """
     # Without the exception the factor limit / 0 would be inf, and inf * 0 is NaN.
-    return normalize if norm is None else jnp.where(norm == 0, norm, limit)
+    return jnp.where(norm == 0, norm, limit)
 
 
 def smooth(power: float = 1.0) -> Shrink:
@@ -93,7 +93,7 @@ def smooth(power: float = 1.0) -> Shrink:
     """
     power = _static_number("smooth: power", power, lowest=1.0)
     # n / (1 + (n/c)^p)^(1/p) has no derivative at p = inf as it is written.
-    return hard if power == math.inf else _smooth(power)
+    return hard if power == math.inf else _Smooth(power)
 
 
 def auto_s(gamma: float = 0.01) -> Shrink:
@@ -117,7 +117,7 @@ def auto_s(gamma: float = 0.01) -> Shrink:
     Reference: Bu, Wang, Zha, Karypis, Automatic clipping: differentially private deep
     learning made easier and stronger, 2023 (arXiv 2206.07136).
     """
-    return _auto_s(_static_number("auto_s: gamma", gamma))
+    return _AutoS(_static_number("auto_s: gamma", gamma))
 
 
 def psac(r: float = 0.1) -> Shrink:
@@ -141,7 +141,84 @@ def psac(r: float = 0.1) -> Shrink:
     Reference: Xia et al., Differentially private learning with per-sample adaptive
     clipping, 2023 (arXiv 2212.00328).
     """
-    return _psac(_static_number("psac: r", r))
+    return _Psac(_static_number("psac: r", r))
+
+
+# The shrinks that factories make. Equal numbers are equal shrinks, so a clipper that is
+# built again compiles nothing anew.
+
+
+@dataclass(frozen=True)
+class _Smooth:
+    """norm / (1 + (norm / limit)^power)^(1 / power)."""
+
+    power: float
+
+    lengthening = 0.0
+
+    def __call__(self, norm: Array, limit: Array) -> Array:
+        # n / (1 + (n/c)^p)^(1/p) stays the same with n and c exchanged. So the quotient
+        # may be the smaller by the larger, which cannot overflow.
+        smaller = jnp.minimum(norm, limit)
+        larger = jnp.maximum(norm, limit)
+        # The quotient must be finite also where it is not taken, for the derivative.
+        divisor = jnp.where((larger == 0) | jnp.isinf(larger), 1.0, larger)
+        # A norm against an infinite limit stays as it is.
+        quotient = jnp.where(jnp.isinf(larger), 0.0, smaller / divisor)
+        return smaller / (1 + quotient**self.power) ** (1 / self.power)
+
+    def __repr__(self) -> str:
+        return f"smooth({self.power:g})"
+
+
+@dataclass(frozen=True)
+class _AutoS:
+    """limit * norm / (norm + gamma)."""
+
+    gamma: float
+
+    @property
+    def lengthening(self) -> float:
+        # limit / (norm + gamma) is largest for a norm of 0.
+        return 1 / self.gamma if self.gamma else math.inf
+
+    def __call__(self, norm: Array, limit: Array) -> Array:
+        # gamma and the norm may both be 0. As in `normalize` 0 stays 0.
+        return limit * _quotient(norm, norm + self.gamma)
+
+    def __repr__(self) -> str:
+        return f"auto_s({self.gamma:g})"
+
+
+@dataclass(frozen=True)
+class _Psac:
+    """limit * norm / (norm + r / (norm + r))."""
+
+    r: float
+
+    @property
+    def lengthening(self) -> float:
+        # norm + r / (norm + r) is least for the norm sqrt(r) - r, or for 0.
+        least_divisor = 1.0 if self.r > 1 else 2 * self.r**0.5 - self.r
+        return 1 / least_divisor if least_divisor else math.inf
+
+    def __call__(self, norm: Array, limit: Array) -> Array:
+        info = jnp.finfo(jnp.result_type(norm))
+        # The dtype cannot hold such an r, which would only change norms below sqrt(r).
+        if self.r < float(info.tiny):
+            return limit * _quotient(norm, norm)
+        # r / (norm + r). Written so, its derivative would divide by the square of
+        # norm + r, which may be 0.
+        bend = 1 / (1 + norm / min(self.r, float(info.max)))
+        return limit * _quotient(norm, norm + bend)
+
+    def __repr__(self) -> str:
+        return f"psac({self.r:g})"
+
+
+def _quotient(norm: Array, divisor: Array) -> Array:
+    """norm / divisor, and 0 / 0 = 0."""
+    return norm / jnp.where(divisor == 0, 1.0, divisor)
 
 
 def _static_number(argument: str, number: Any, lowest: float = 0.0) -> float:
@@ -154,11 +231,13 @@ def _static_number(argument: str, number: Any, lowest: float = 0.0) -> float:
 def lengthening_of(shrink: Shrink) -> float:
     """A number r such that the shrink returns at most the limit, and multiplies no norm
     by more than 1 or r times the limit. inf where this is not proved, as for functions
-    of users.
+    of users, and for `normalize`, which lengthens without an end.
     """
     if shrink is hard or shrink is drop:
         return 0.0
-    return _LENGTHENING.get(shrink, math.inf)
+    if isinstance(shrink, (_Smooth, _AutoS, _Psac)):
+        return shrink.lengthening
+    return math.inf
 
 
 def shrink_of(shrink: Any, call: str) -> Shrink:
@@ -179,66 +258,6 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
         )
     check_takes(f"{call}: shrink must take norm and limit", shrink, 2)
     return with_hash(shrink)
-
-
-# Of the shrinks that factories have made. `normalize` lengthens without an end.
-_LENGTHENING: dict[Shrink, float] = {}
-
-
-# Equal numbers give one function, so that a clipper that is built again compiles
-# nothing anew.
-@cache
-def _smooth(power: float) -> Shrink:
-    def shrink(norm: Array, limit: Array) -> Array:
-        # n / (1 + (n/c)^p)^(1/p) stays the same with n and c exchanged. So the quotient
-        # may be the smaller by the larger, which cannot overflow.
-        smaller = jnp.minimum(norm, limit)
-        larger = jnp.maximum(norm, limit)
-        # The quotient must be finite also where it is not taken, for the derivative.
-        divisor = jnp.where((larger == 0) | jnp.isinf(larger), 1.0, larger)
-        # A norm against an infinite limit stays as it is.
-        quotient = jnp.where(jnp.isinf(larger), 0.0, smaller / divisor)
-        return smaller / (1 + quotient**power) ** (1 / power)
-
-    shrink.__qualname__ = f"smooth({power:g})"
-    _LENGTHENING[shrink] = 0.0
-    return shrink
-
-
-@cache
-def _auto_s(gamma: float) -> Shrink:
-    def shrink(norm: Array, limit: Array) -> Array:
-        # gamma and the norm may both be 0. As in `normalize` 0 stays 0.
-        return limit * _quotient(norm, norm + gamma)
-
-    shrink.__qualname__ = f"auto_s({gamma:g})"
-    # limit / (norm + gamma) is largest for a norm of 0.
-    _LENGTHENING[shrink] = 1 / gamma if gamma else math.inf
-    return shrink
-
-
-@cache
-def _psac(r: float) -> Shrink:
-    def shrink(norm: Array, limit: Array) -> Array:
-        info = jnp.finfo(jnp.result_type(norm))
-        # The dtype cannot hold such an r, which would only change norms below sqrt(r).
-        if r < float(info.tiny):
-            return limit * _quotient(norm, norm)
-        # r / (norm + r). Written so, its derivative would divide by the square of
-        # norm + r, which may be 0.
-        bend = 1 / (1 + norm / min(r, float(info.max)))
-        return limit * _quotient(norm, norm + bend)
-
-    shrink.__qualname__ = f"psac({r:g})"
-    # norm + r / (norm + r) is least for the norm sqrt(r) - r, or for 0.
-    least_divisor = 1.0 if r > 1 else 2 * r**0.5 - r
-    _LENGTHENING[shrink] = 1 / least_divisor if least_divisor else math.inf
-    return shrink
-
-
-def _quotient(norm: Array, divisor: Array) -> Array:
-    """norm / divisor, and 0 / 0 = 0."""
-    return norm / jnp.where(divisor == 0, 1.0, divisor)
 
 
 # `shrinks.norm` raises an AttributeError that lists the shrinks.

@@ -33,7 +33,7 @@ RULES: dict[Callable[..., Any], Part] = {
         {"quantile": 0.5, "window": 100, "factor": 1.0, "warmup": 1, **WINDOW},
     ),
     rules.windowed_mean: Part(
-        {"window": COUNT, **each("sigmas ddof floor warmup", POSITIVE)},
+        {"window": COUNT, **each("sigmas floor warmup", POSITIVE), "ddof": SHARE},
         {"sigmas": 3.0, "window": 128, "ddof": 0, "floor": 0.0, "warmup": 2, **WINDOW},
     ),
     rules.z_score: Part(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.tree_util import KeyPath
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks as checks
@@ -18,7 +17,7 @@ from .._checks import broadcasts_to, can_begin_anew, is_function
 from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._moduli import with_modulus
-from .._prefixes import Prefix, lookup, prefix_table
+from .._prefixes import Prefix, beginnings, lookup, prefix_table
 from .._trees import PyTree
 from ..rules._memory import count_up
 from ..rules._rule import Number, is_rule
@@ -32,7 +31,7 @@ class ClipByValueState(NamedTuple):
     """The state of `clip_by_value`."""
 
     step: Array  # int32[]: updates seen, for bounds that follow a schedule
-    # Which share of them was clipped, where that is counted, else ().
+    # With count=True the shares of elements that were clipped, else ().
     elements: Shares
 
 
@@ -47,8 +46,8 @@ def clip_by_value(
     | NaN                | NaN                                                    |
     | infinite           | the bound. A complex one becomes NaN                   |
     | complex            | limited by modulus. It takes one bound                 |
-    | integer            | an integer of its dtype. Bounds are rounded inwards,   |
-    |                    | and a schedule that returns NaN is no bound            |
+    | integer            | an integer of its dtype. Bounds are rounded inwards (a |
+    |                    | `jax.Array` to its float first). NaN is no bound       |
     | bool, key          | itself                                                 |
 
     The direction of the gradient changes. No collective is needed.
@@ -92,16 +91,13 @@ def value_clipper(
     *,
     count: bool = False,
 ) -> optax.GradientTransformation:
-    """The clipper of two bounds. `call` and their names are what errors call them."""
-    # Alone, the upper bound limits the modulus, so it is at least 0. With a lower bound
-    # too, either may be negative.
-    if low is None:
-        upper = _bounds(call, *high, lowest=0.0, no_bound=math.inf)
-        lower = Prefix((((), None),))
-    else:
-        upper = _bounds(call, *high, lowest=-math.inf, no_bound=math.inf)
-        lower = _bounds(call, *low, lowest=-math.inf, no_bound=None)
-        _check_room(call, low[0], lower, high[0], upper)
+    """The clipper of two bounds, each (name, bound). Errors name the call and these."""
+    low = low or ("", None)
+    upper = _bounds(call, *high, no_bound=math.inf)
+    lower = _bounds(call, *low, no_bound=None)
+    _check_room(call, low[0], lower, high[0], upper)
+    high_argument = f"{call}: {high[0]}"
+    low_argument = f"{call}: {low[0]}"
 
     def init(params: PyTree) -> ClipByValueState:
         elements = no_elements_clipped() if count else ()
@@ -118,8 +114,6 @@ def value_clipper(
         checks.check_state(call, state, ClipByValueState)
         trees.check_leaves(updates, f"{call}: ")
         trees.check_sparse(updates, f"{call}: ")
-        high_argument = f"{call}: {high[0]}"
-        low_argument = f"{call}: {low[0]}" if low else ""
         high_bounds = lookup(upper, updates, high_argument)
         low_bounds = lookup(lower, updates, low_argument)
         entries, treedef = jax.tree.flatten_with_path(updates)
@@ -127,9 +121,9 @@ def value_clipper(
         for (path, leaf), high_bound, low_bound in zip(
             entries, high_bounds, low_bounds
         ):
-            most = _bound_at(state.step, high_bound, high_argument)
-            least = _bound_at(state.step, low_bound, low_argument)
-            clipped = _clipped(call, trees.name(path), leaf, most, least)
+            high_value = _bound_at(state.step, high_bound, high_argument)
+            low_value = _bound_at(state.step, low_bound, low_argument)
+            clipped = _clipped(call, trees.name(path), leaf, high_value, low_value)
             clipped_leaves.append(clipped)
         step = count_up(state.step)
         elements = state.elements
@@ -169,9 +163,7 @@ def clip(max_delta: Bounds) -> optax.GradientTransformation:
     return value_clipper("clip", ("max_delta", max_delta))
 
 
-def _bounds(
-    call: str, name: str, bound: Bounds, lowest: float, no_bound: float | None
-) -> Prefix:
+def _bounds(call: str, name: str, bound: Bounds, *, no_bound: float | None) -> Prefix:
     """The bounds of all leaves, checked. `no_bound` takes the place of None."""
     # A rule is taken as one value. The check then says that it is no number.
     table = prefix_table(bound, lambda x: is_function(x) or is_rule(x))
@@ -182,7 +174,7 @@ def _bounds(
         elif callable(value):
             checks.check_schedule(f"{call}: {name}", value)
         else:
-            checks.check_limit(f"{call}: {name}", value, lowest=lowest)
+            checks.check_limit(f"{call}: {name}", value, lowest=-math.inf)
         entries.append((path, value))
     return Prefix(tuple(entries))
 
@@ -193,30 +185,20 @@ def _check_room(
     """Raises ValueError for bounds of the same leaves that leave no room between them,
     and for a negative upper bound that stands alone.
     """
-    low_of_path = dict(lower.entries)
-    high_of_path = dict(upper.entries)
-    pairs = []
-    # A bound may be for a part of the leaves of another: its path begins with the other
-    # path.
-    for path, low_bound in lower.entries:
-        for start in _starts(path):
-            if start in high_of_path:
-                pairs.append((low_bound, high_of_path[start]))
-    for path, high_bound in upper.entries:
-        # The path itself was met above.
-        for start in _starts(path)[:-1]:
-            if start in low_of_path:
-                pairs.append((low_of_path[start], high_bound))
-    for low_bound, high_bound in pairs:
-        if low_bound is not None:
-            checks.check_order(call, (low_name, low_bound), (high_name, high_bound))
-        elif not callable(high_bound):
-            checks.check_limit(f"{call}: {high_name}", high_bound)
-
-
-def _starts(path: KeyPath) -> list[KeyPath]:
-    """A path, and all paths with which it begins."""
-    return [path[:length] for length in range(len(path) + 1)]
+    low_bounds = dict(lower.entries)
+    high_bounds = dict(upper.entries)
+    # One of two bounds of the same leaves may be for more leaves: its path is then a
+    # beginning of the other path.
+    for path in low_bounds | high_bounds:
+        starts = list(beginnings(path))
+        lows = [low_bounds[start] for start in starts if start in low_bounds]
+        highs = [high_bounds[start] for start in starts if start in high_bounds]
+        for low, high in zip(lows, highs):
+            if low is not None:
+                checks.check_order(call, (low_name, low), (high_name, high))
+            elif not callable(high):
+                # Alone, it limits the modulus.
+                checks.check_limit(f"{call}: {high_name}", high)
 
 
 def _bound_at(step: Array, bound: Number | None, argument: str) -> Any:
@@ -252,52 +234,37 @@ def _clipped(
                 f"{call}: the leaf {name!r} is complex and has no order: give one "
                 "bound, for its modulus."
             )
-        _, most = _float_bounds(None, high, jnp.finfo(dtype).dtype)
+        _, largest = _bounds_in(None, high, jnp.finfo(dtype).dtype)
         # The modulus of the largest complex numbers is inf, and so above the limit.
-        return jnp.where(jnp.abs(x) > most, with_modulus(most, x), x)
-    if jnp.issubdtype(dtype, jnp.integer):
-        least, most = _integer_bounds(low, high, dtype)
-    else:
-        least, most = _float_bounds(low, high, dtype)
-    least = jnp.broadcast_to(least, x.shape)
-    most = jnp.broadcast_to(most, x.shape)
+        return jnp.where(jnp.abs(x) > largest, with_modulus(largest, x), x)
+    lower, upper = _bounds_in(low, high, dtype)
+    lower = jnp.broadcast_to(lower, x.shape)
+    upper = jnp.broadcast_to(upper, x.shape)
     # Where schedules cross the upper bound wins, as in `optax.clip`.
-    return jnp.clip(x, least, most).astype(x.dtype)
+    return jnp.clip(x, lower, upper).astype(x.dtype)
 
 
-def _float_bounds(
+def _bounds_in(
     low: ArrayLike | None, high: ArrayLike, dtype: DTypeLike
 ) -> tuple[Any, Any]:
-    """Both bounds in a dtype of floats. Beyond its range a bound is the end of it, and
-    inf stays inf where the dtype has it.
-    """
-    most = _wide(high, dtype)
+    """Both bounds in the dtype of a leaf. Beyond its range a bound is the end of it."""
+    upper = _wide(high, dtype)
     if low is None:
-        most = _at_least_0(most)
-        least = -most
+        numpy = _numpy_of(upper)
+        # A schedule below 0 counts as 0.
+        upper = numpy.maximum(upper, 0)
+        lower = -upper
     else:
-        least = _wide(low, dtype)
+        lower = _wide(low, dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return (
+            _in_integers(lower, dtype, is_lower=True),
+            _in_integers(upper, dtype, is_lower=False),
+        )
+    # inf stays inf where the dtype has it.
     return (
-        checks.kept_finite(dtype, least).astype(dtype),
-        checks.kept_finite(dtype, most).astype(dtype),
-    )
-
-
-def _integer_bounds(
-    low: ArrayLike | None, high: ArrayLike, dtype: DTypeLike
-) -> tuple[Any, Any]:
-    """Both bounds in a dtype of integers, rounded inwards. Beyond its range a bound is
-    the end of it. NaN, which integers do not have, is no bound.
-    """
-    most = _exact(high, dtype)
-    if low is None:
-        most = _at_least_0(most)
-        least = _negative(most)
-    else:
-        least = _exact(low, dtype)
-    return (
-        _in_integers(least, dtype, is_lower=True),
-        _in_integers(most, dtype, is_lower=False),
+        checks.kept_finite(dtype, lower).astype(dtype),
+        checks.kept_finite(dtype, upper).astype(dtype),
     )
 
 
@@ -310,59 +277,22 @@ def _wide(bound: ArrayLike, dtype: DTypeLike) -> Any:
     return bound.astype(np.float64 if itemsize > 4 else np.float32)
 
 
-def _exact(bound: ArrayLike, dtype: DTypeLike) -> Any:
-    """A bound for integers: a whole number stays one, and others become floats."""
-    if isinstance(bound, Array):
-        is_whole = jnp.issubdtype(bound.dtype, jnp.integer)
-        return bound if is_whole else _wide(bound, dtype)
-    number = np.asarray(bound)
-    # Objects are Python's ints, which have any size.
-    return number.astype(object) if number.dtype.kind in "iuO" else _wide(bound, dtype)
-
-
-def _at_least_0(number: Array | np.ndarray) -> Any:
-    numpy = jnp if isinstance(number, Array) else np
-    return numpy.asarray(numpy.maximum(number, 0))
-
-
-def _negative(number: Array | np.ndarray) -> Any:
-    """-number, for a whole number or a float that is at least 0."""
-    if number.dtype.kind != "u":
-        return np.asarray(-number) if isinstance(number, np.ndarray) else -number
-    # A bound above the largest signed number would wrap; its negative is the lowest.
-    signed = jnp.iinfo(jnp.result_type(int))
-    most = min(signed.max, jnp.iinfo(number.dtype).max)
-    return jnp.where(number > most, signed.min, -number.astype(signed.dtype))
-
-
-def _in_integers(number: Any, dtype: DTypeLike, *, is_lower: bool) -> Any:
-    """A bound in a dtype of integers."""
+def _in_integers(bound: Any, dtype: DTypeLike, *, is_lower: bool) -> Any:
+    """A float bound, rounded inwards to a dtype of integers. NaN is no bound."""
+    numpy = _numpy_of(bound)
     info = jnp.iinfo(dtype)
-    least = int(info.min)
-    most = int(info.max)
-    end = least if is_lower else most
-    if not isinstance(number, Array):
-        # In Python's ints, which do not wrap, and beside which floats are exact.
-        def held(value: float) -> int:
-            if math.isnan(value):
-                return end
-            value = min(max(value, least), most)
-            return math.ceil(value) if is_lower else math.floor(value)
-
-        return np.vectorize(held, otypes=[np.dtype(dtype)])(number)
-    if jnp.issubdtype(number.dtype, jnp.floating):
-        number = jnp.where(jnp.isnan(number), np.array(end, number.dtype), number)
-        number = jnp.ceil(number) if is_lower else jnp.floor(number)
-        number_info = jnp.finfo(number.dtype)
-    else:
-        number_info = jnp.iinfo(number.dtype)
-    integers = number.astype(dtype)
-    # The ends are selected: what a conversion makes of larger numbers is not defined.
+    least = np.array(info.min, dtype)
+    most = np.array(info.max, dtype)
+    rounded = numpy.ceil(bound) if is_lower else numpy.floor(bound)
+    # What a conversion makes of numbers beyond the range is not defined.
+    with np.errstate(invalid="ignore"):
+        integers = rounded.astype(dtype)
     # float32 rounds 2^31 - 1 to 2^31, which is beyond the range too.
-    if number_info.max > most:
-        is_above = number >= np.array(most, number.dtype)
-        integers = jnp.where(is_above, np.array(most, dtype), integers)
-    if number_info.min < least:
-        is_below = number <= np.array(least, number.dtype)
-        integers = jnp.where(is_below, np.array(least, dtype), integers)
-    return integers
+    integers = numpy.where(rounded >= float(info.max), most, integers)
+    integers = numpy.where(rounded <= float(info.min), least, integers)
+    return numpy.where(numpy.isnan(bound), least if is_lower else most, integers)
+
+
+def _numpy_of(number: object) -> Any:
+    """The NumPy of a number: JAX's for its arrays, else NumPy itself."""
+    return jnp if isinstance(number, Array) else np

@@ -23,7 +23,7 @@ from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from .. import _trees as trees
-from .._axes import axes_within, other_axes
+from .._axes import axes_within, check_no_bool, other_axes
 from .._checks import check_number, check_state, shown
 from .._exported import PLACEHOLDER
 from .._kernel import make_clipper
@@ -302,26 +302,12 @@ def find_attentions(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
                 f"qk_clip: {missing} finds no leaf beside the {first.role} "
                 f"{'/'.join(first.path)!r}."
             )
-        others_below = [other for other in by_path if _begins(other, path)]
-        others_below.remove(path)
-        if others_below:
-            # This query and this key may belong to attentions that lack the other.
-            key = next(leaf for leaf in leaves_of_path if leaf.role == "keys")
-            query_name = "/".join(first.path)
-            key_name = "/".join(key.path)
-            raise ValueError(
-                f"qk_clip: the queries {query_name!r} and the keys {key_name!r} share "
-                f"the path {'/'.join(path)!r}, below which lies the attention "
-                f"{'/'.join(others_below[0])!r}. If they belong together, move them "
-                f"into a module of their own. Otherwise name the keys of {query_name!r}"
-                f" and the queries of {key_name!r}."
-            )
         attention = Attention(
-            "/".join(path),
-            path,
-            _norm_shape(path, leaves_of_path),
-            norm_dtype(entries[leaves_of_path[0].position][1]),
-            tuple(leaves_of_path),
+            name="/".join(path),
+            path=path,
+            shape=_norm_shape(path, leaves_of_path),
+            dtype=norm_dtype(entries[first.position][1]),
+            leaves=tuple(leaves_of_path),
         )
         attentions.append(attention)
     return attentions
@@ -386,12 +372,7 @@ def _attention_leaf(
         heads = Heads(heads)
     axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
     rank = len(shape)
-    # To Python True is 1.
-    if any(isinstance(axis, bool) for axis in axes):
-        raise TypeError(
-            f"qk_clip: {role}: the axis of the heads of {trees.name(path)!r} must be a "
-            f"whole number, got {heads.axis}."
-        )
+    check_no_bool(CALL, role, heads.axis)
     axes_within(heads.axis, f"qk_clip: {role}", trees.name(path), rank)
     axes = tuple(axis % rank for axis in axes)
     # The axis of heads is the last: -2 and (0, -2) both end with it.
@@ -412,12 +393,12 @@ def _attention_leaf(
             "those of the leaf, and entries among those of a head."
         )
     return AttentionLeaf(
-        position,
-        path_names(path),
-        rank,
-        role,
-        heads,
-        axes,
+        position=position,
+        path=path_names(path),
+        rank=rank,
+        role=role,
+        heads=heads,
+        axes=axes,
         shape=(*(shape[layer] for layer in layers), selected_heads),
         head_count=head_count,
         entry_count=width,

@@ -197,8 +197,7 @@ def record_spikes(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         check_state(call, state, SpikeState)
-        norm, loss = judge.norm_and_loss(updates, extra_args)
-        judgement = judge.decide(state, norm, loss)
+        judgement = judge.decide(state, updates, extra_args)
         is_spike = judgement.is_rejected
         step = count_up(state.step)
         arrays = pack(

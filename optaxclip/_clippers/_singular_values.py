@@ -57,8 +57,8 @@ def largest_singular_values(x: Array) -> Array:
 
     def square(_: int, power: Array) -> Array:
         power = matmul(power, power)
-        trace = jnp.real(jnp.trace(power, axis1=-2, axis2=-1))
-        trace = trace[..., None, None]
+        trace = jnp.trace(power, axis1=-2, axis2=-1)
+        trace = jnp.real(trace)[..., None, None]
         # Zeros stay zeros.
         divisor = jnp.where(trace > 0, trace, 1.0)
         return power / divisor.astype(power.dtype)
@@ -66,8 +66,8 @@ def largest_singular_values(x: Array) -> Array:
     power = lax.fori_loop(0, SQUARINGS, square, lax.stop_gradient(gram))
     # This mean of the squared singular values, in which the largest outweighs all
     # others, is never above the largest.
-    products = jnp.real(jnp.conj(power) * gram)
-    mean = jnp.sum(products, (-2, -1), keepdims=True)
+    weighted = jnp.conj(power) * gram
+    mean = jnp.sum(jnp.real(weighted), (-2, -1), keepdims=True)
     return root(mean)
 
 
@@ -82,17 +82,21 @@ def shrunk_by_products(
     # The bound is above all singular values, also where `largest_singular_values`
     # underestimates.
     bound = 1.001 * lax.stop_gradient(norm)
-    steps = steps or POLAR_STEPS[x.real.dtype.itemsize]
+    if steps is None:
+        steps = POLAR_STEPS[x.real.dtype.itemsize]
     # Above 2^13 times the bound, 2^28 in float64, a limit shortens by less than the
     # dtype shows. The square of a limit without bound would overflow.
-    largest_ratio = 2.0 ** (int(jnp.finfo(bound.dtype).nmant) // 2 + 2)
+    digits = int(jnp.finfo(bound.dtype).nmant)
+    largest_ratio = 2.0 ** (digits // 2 + 2)
     limit = jnp.minimum(limit, largest_ratio * bound)
     joint_bound = jnp.sqrt(bound**2 + limit**2)  # of [cI; X]
     # On an Explicit mesh that splits layers, [cI] must be split as X is.
-    limit_eye = resharded_as(limit.astype(x.dtype) * _eye(x), jax.typeof(x))
-    limit_eye_and_x = jnp.concatenate([limit_eye, x], -2)
-    limit_eye_and_x = limit_eye_and_x / joint_bound.astype(x.dtype)
-    polar = _polar(limit_eye_and_x, limit / joint_bound, steps)
+    limit_eye = limit.astype(x.dtype) * _eye(x)
+    limit_eye = resharded_as(limit_eye, jax.typeof(x))
+    joint = jnp.concatenate([limit_eye, x], -2)
+    joint = joint / joint_bound.astype(x.dtype)
+    lowest = limit / joint_bound
+    polar = _polar(joint, lowest, steps)
     columns = x.shape[-1]
     z = polar[..., :columns, :]
     b = polar[..., columns:, :]
@@ -104,18 +108,22 @@ def shrunk_by_products(
 def _inverse_of_larger(z: Array, steps: int) -> Array:
     """max(b, z)^-1 for Hermitian Z, where b^2 = 1 - z^2."""
     eye = _eye(z)
-    difference = eye - 2 * matmul(z, adjoint(z))
-    absolute = matmul(difference, _polar(difference, jnp.finfo(z.dtype).eps, steps))
+    square_of_z = matmul(z, adjoint(z))
+    difference = eye - 2 * square_of_z
+    sign = _polar(difference, jnp.finfo(z.dtype).eps, steps)
+    absolute = matmul(difference, sign)
     square = 0.5 * (eye + absolute)
 
     # The inverse root of a matrix with eigenvalues in [1/2, 1]. The error 1 - square
     # y^2 is 1/2 for y = 1, then 0.22, 0.04, 1e-3, 1e-6, 1e-12, 1e-24.
     def step(_: int, y: Array) -> Array:
-        return 0.5 * matmul(y, 3 * eye - matmul(square, matmul(y, y)))
+        product = matmul(square, matmul(y, y))
+        return 0.5 * matmul(y, 3 * eye - product)
 
     # The first step, from y = 1, multiplies no matrices.
+    first = 0.5 * (3 * eye - square)
     more_steps = 4 if z.real.dtype.itemsize == 4 else 5
-    inverse = lax.fori_loop(0, more_steps, step, 0.5 * (3 * eye - square))
+    inverse = lax.fori_loop(0, more_steps, step, first)
     # With too few polar steps `absolute` is below |1 - 2 z^2|, down to 0.
     return inverse / math.sqrt(1 + _lowest_in_reach(steps))
 
@@ -133,12 +141,14 @@ def _polar(x: Array, lowest: ArrayLike, steps: int) -> Array:
         # to 0, and 1 + eps below 0, so r is computed for 0.1 at least.
         low = jnp.maximum(lowest, 0.1)
         r = jnp.sqrt(3 / (1 + low + low**2))
-        lowest = 0.5 * r * lowest * (3 - (r * lowest) ** 2)
+        raised = r * lowest
+        lowest = 0.5 * r * lowest * (3 - raised**2)
         gram = matmul(adjoint(x), x)
         half_r = (0.5 * r).astype(x.dtype)
         r_squared = (r**2).astype(x.dtype)
         factor = half_r * (3 * _eye(x) - r_squared * gram)
-        return (matmul(x, factor), lowest), None
+        new_x = matmul(x, factor)
+        return (new_x, lowest), None
 
     # Below this reach r would stay large up to the last step, and singular values near
     # 1 would end anywhere.

@@ -109,8 +109,6 @@ def spam(
     starts anew.
     """
     call = "spam"
-    # These are checked as a rule's numbers are. `spam` is no rule: its limits are of
-    # elements, and rules get norms.
     threshold = checked_number(f"{call}: threshold", threshold)
     decay = checked_number(f"{call}: decay", decay, highest=1.0)
     warmup = checked_number(f"{call}: warmup", warmup, schedule=False)
@@ -126,7 +124,8 @@ def spam(
         # jax.ShapeDtypeStruct.
         moment = jax.tree.map(zero_moment, clipped_leaves(params, call))
         step = jnp.zeros((), jnp.int32)
-        return SpamState(step, moment, no_elements_clipped() if count else ())
+        elements = no_elements_clipped() if count else ()
+        return SpamState(step, moment, elements)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
@@ -137,19 +136,19 @@ def spam(
         step = state.step
         since_reset = steps_since_reset(step, every)
         cut_down = partial(_cut_down, step, threshold, since_reset >= warmup)
+        # Where a leaf is missing in this step, the tree has None.
+        map_leaves = partial(jax.tree.map, is_leaf=trees.is_none)
         moment_of_caller = extra_args.get("second_moment")
         if moment_of_caller is None:
             # The step is traced, so a reset is a selection in every step.
             zeros = jax.tree.map(jnp.zeros_like, state.second_moment)
             moment = new_where(since_reset == 0, zeros, state.second_moment)
-            clipped = jax.tree.map(cut_down, tree, moment, is_leaf=trees.is_none)
+            clipped = map_leaves(cut_down, tree, moment)
             blend = partial(_blend, step, decay)
-            new_moment = jax.tree.map(
-                blend, tree, clipped, moment, is_leaf=trees.is_none
-            )
+            new_moment = map_leaves(blend, tree, clipped, moment)
         else:
             moment = trees.values_of(call, "second_moment", tree, moment_of_caller)
-            clipped = jax.tree.map(cut_down, tree, moment, is_leaf=trees.is_none)
+            clipped = map_leaves(cut_down, tree, moment)
             # The moment of the state is neither updated nor reset.
             new_moment = state.second_moment
         new_step = count_up(step)
@@ -181,15 +180,18 @@ def _cut_down(
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
     is_usual = moment > 0
     # A threshold of inf times 0 would be NaN.
-    limit = root(threshold) * jnp.where(is_usual, root(moment), 1.0)
-    is_over = jnp.abs(wide).astype(moment.dtype) > limit
-    is_spike = is_over & is_usual & is_past_warmup
-    largest = float(jnp.finfo(jnp.result_type(x)).max)
+    usual_size = jnp.where(is_usual, root(moment), 1.0)
+    limit = root(threshold) * usual_size
+    size = jnp.abs(wide).astype(moment.dtype)
+    is_spike = (size > limit) & is_usual & is_past_warmup
+    dtype = jnp.result_type(x)
+    largest = float(jnp.finfo(dtype).max)
     # Where nothing is cut the limit may be inf, which is NaN times the sign of 0. The
     # limit of an infinite coordinate may be beyond the dtype of the leaf.
-    modulus = jnp.where(is_spike, jnp.minimum(limit, largest), 1.0)
-    short = with_modulus(modulus.astype(modulus_dtype(wide)), wide)
-    return jnp.where(is_spike, short.astype(jnp.result_type(x)), x)
+    new_size = jnp.where(is_spike, jnp.minimum(limit, largest), 1.0)
+    new_size = new_size.astype(modulus_dtype(wide))
+    cut = with_modulus(new_size, wide)
+    return jnp.where(is_spike, cut.astype(dtype), x)
 
 
 def _blend(
@@ -201,13 +203,14 @@ def _blend(
     (decay,) = at_step(step, moment.dtype, decay)
     # An infinite coordinate is clipped to the limit, which is not learned from.
     is_finite = jnp.isfinite(_widened(x))
-    modulus = jnp.abs(_widened(clipped)).astype(moment.dtype)
-    modulus = jnp.where(is_finite, modulus, 0.0)
+    size = jnp.abs(_widened(clipped)).astype(moment.dtype)
+    size = jnp.where(is_finite, size, 0.0)
     # From 1.8e19 on the square of a float32 number is inf, and 0 * inf is NaN.
-    square = jnp.where(decay == 1, 0.0, modulus**2)
+    square = jnp.where(decay == 1, 0.0, size**2)
     new_moment = decay * moment + (1 - decay) * square
     # An average of inf would stay inf.
-    new_moment = jnp.minimum(new_moment, jnp.finfo(moment.dtype).max)
+    largest = jnp.finfo(moment.dtype).max
+    new_moment = jnp.minimum(new_moment, largest)
     return jnp.where(is_finite, new_moment, moment)
 
 
@@ -310,10 +313,9 @@ def _norms_and_limits(state: PyTree, norms: Norms) -> tuple[list[Any], list[Any]
         entry = entry_by_name[name]
         norm_values.append(entry.norm.reshape(norm.shape))
         limit_values.append(entry.limit.reshape(norm.shape))
-    return (
-        norms._replace(values=norm_values).local_values(),
-        norms._replace(values=limit_values).local_values(),
-    )
+    norms_of_leaves = norms._replace(values=norm_values).local_values()
+    limits_of_leaves = norms._replace(values=limit_values).local_values()
+    return norms_of_leaves, limits_of_leaves
 
 
 def _scaled_over_limit(x: Array, scaled: Array, norm: ArrayLike, limit: Array) -> Array:
@@ -396,7 +398,8 @@ def reset_momentum(
         since_reset = steps_since_reset(state.step, every)
         # Some optimizers keep a copy of the weights in their state, so `init` gets
         # them.
-        first_state = optimizer.init(updates if params is None else arrays_of(params))
+        weights = updates if params is None else arrays_of(params)
+        first_state = optimizer.init(weights)
         inner_state = new_where(since_reset == 0, first_state, state.inner_state)
         updates, new_inner_state = optimizer.update(
             updates, inner_state, params, **extra_args
@@ -413,7 +416,8 @@ def reset_momentum(
 
         def times_factor(x: ArrayLike) -> Array:
             wide = _widened(x)
-            return (wide * factor.astype(wide.dtype)).astype(jnp.result_type(x))
+            product = wide * factor.astype(wide.dtype)
+            return product.astype(jnp.result_type(x))
 
         tree = jax.tree.map(times_factor, clipped_leaves(updates, call))
         return put_back(tree, updates), ResetState(new_step, new_inner_state)

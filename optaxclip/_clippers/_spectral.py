@@ -155,7 +155,6 @@ def clip_by_spectral_norm(
         check_known(f"{call}: steps", steps)
         check_length(f"{call}: steps", steps)
         steps = int(steps)
-    # `smooth(2)` is cached, so it is the same function each time.
     if method == "newton_schulz" and shrink not in (hard, smooth(2)):
         raise ValueError(
             f"{call}: method='newton_schulz' knows the shrinks hard and smooth(2), got "
@@ -169,8 +168,7 @@ def clip_by_spectral_norm(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         tree = clipped_leaves(updates, call)
-        # The chain's norm from elsewhere is none of singular values, and may be below
-        # them.
+        # A norm that the chain was given is not a spectral norm, and may be smaller.
         extra_args.pop("grad_norm", None)
         # The kernel finds norms and limits, counts, and scales each leaf. Vectors,
         # zeros, broken steps, and limits of 0 and inf need no more than that.
@@ -252,13 +250,15 @@ class SpectralNorm(NamedTuple):
         for layout, indices in layouts.items():
             matrices = layout.stack([leaves[index] for index in indices])
             # The largest elements are norms too, near enough to divide by.
-            peaks = jnp.max(jnp.abs(matrices), (-2, -1), keepdims=True)
+            sizes = jnp.abs(matrices)
+            peaks = jnp.max(sizes, (-2, -1), keepdims=True)
             quotients, divisors = _divided(matrices, peaks)
             if self.method == "svd":
                 largest = jnp.linalg.svd(quotients, compute_uv=False)[..., :1, None]
             else:
                 largest = largest_singular_values(quotients)
-            spectral_norms = jnp.where(jnp.isfinite(peaks), largest * divisors, peaks)
+            is_finite = jnp.isfinite(peaks)
+            spectral_norms = jnp.where(is_finite, largest * divisors, peaks)
             for index, spectral_norm in zip(indices, spectral_norms):
                 l2_norm = values[index]
                 spectral_norm = spectral_norm.reshape(l2_norm.shape)
@@ -272,10 +272,11 @@ class SpectralNorm(NamedTuple):
         entries = jax.tree.leaves_with_path(tree)
         shapes = [jnp.shape(leaf) for _, leaf in entries]
         layers_of_leaves = stacked_axes(self.stacked, tree, self.call, shapes)
-        # Norms of layers are not joined over devices, which may hold different layers.
-        mesh_axes = [None if layer_axes else "auto" for layer_axes in layers_of_leaves]
-        paths = [path for path, _ in entries]
-        return Prefix(tuple(zip(paths, mesh_axes)))
+        mesh_axes = []
+        for (path, _), layer_axes in zip(entries, layers_of_leaves):
+            # Devices may hold different layers, whose norms are not joined.
+            mesh_axes.append((path, None if layer_axes else "auto"))
+        return Prefix(tuple(mesh_axes))
 
     def layouts(self, tree: PyTree) -> dict[Layout, list[int]]:
         """The indices of the leaves that are matrices, by their layout."""
@@ -301,12 +302,17 @@ class SpectralNorm(NamedTuple):
                     f"for the leaf {trees.name(path)!r} of shape {shape}, got "
                     f"{shown(column_axes)}."
                 )
-            row_count = math.prod(shape[axis] for axis in matrix_axes[:-column_axes])
-            column_count = math.prod(shape[axis] for axis in matrix_axes[-column_axes:])
+            sizes = [shape[axis] for axis in matrix_axes]
+            row_count = math.prod(sizes[:-column_axes])
+            column_count = math.prod(sizes[-column_axes:])
             # A matrix of one row or one column is a vector.
             if min(row_count, column_count) > 1:
-                leaf_type = jax.typeof(leaf)
-                layout = Layout(leaf_type, layer_axes, row_count, column_count)
+                layout = Layout(
+                    leaf_type=jax.typeof(leaf),
+                    layer_axes=layer_axes,
+                    rows=row_count,
+                    columns=column_count,
+                )
                 layouts.setdefault(layout, []).append(index)
         return layouts
 
@@ -343,7 +349,8 @@ class Layout(NamedTuple):
         matrix_axes = other_axes(self.layer_axes, like.ndim)
         sizes = [like.shape[axis] for axis in (*self.layer_axes, *matrix_axes)]
         layer_rank = len(self.layer_axes)
-        leaf = jnp.moveaxis(matrices.reshape(sizes), range(layer_rank), self.layer_axes)
+        leaf = matrices.reshape(sizes)
+        leaf = jnp.moveaxis(leaf, range(layer_rank), self.layer_axes)
         return resharded_as(leaf.astype(like.dtype), jax.typeof(like))
 
 
@@ -364,8 +371,7 @@ def _with_shrunk_values(
     scaled_leaves, treedef = jax.tree.flatten(scaled)
     results = list(scaled_leaves)
     entry_by_name = state.by_name()
-    paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
-    names = trees.unique_names(paths, entry_by_name)
+    names = trees.unique_names(trees.leaf_paths(tree), entry_by_name)
     for layout, indices in measure.layouts(tree).items():
         matrices = layout.stack([gradients[index] for index in indices])
         # The norms and limits that the kernel found, [leaves, *layers, 1, 1].
@@ -377,11 +383,12 @@ def _with_shrunk_values(
         # Zeros, broken matrices, and limits of 0 and inf are as the kernel left them.
         has_norm = jnp.isfinite(norms) & (norms > 0)
         is_shrunk = has_norm & jnp.isfinite(limits) & (limits > 0)
-        norms = jnp.where(is_shrunk, norms, 1.0).astype(quotients.real.dtype)
-        limits = jnp.where(is_shrunk, limits, 1.0).astype(quotients.real.dtype)
+        dtype = quotients.real.dtype
+        norms = jnp.where(is_shrunk, norms, 1.0).astype(dtype)
+        limits = jnp.where(is_shrunk, limits, 1.0).astype(dtype)
         if measure.method == "svd":
-            u, singular_values, vh = jnp.linalg.svd(quotients, full_matrices=False)
-            values = singular_values[..., None, :] * divisors
+            u, quotient_values, vh = jnp.linalg.svd(quotients, full_matrices=False)
+            values = quotient_values[..., None, :] * divisors
             shrunk_values = _shrunk_values(shrink, values, limits, layout, measure.call)
             shrunk = matmul(u * shrunk_values.astype(u.dtype), vh)
         else:
@@ -399,8 +406,8 @@ def _with_shrunk_values(
         scaled_matrices = layout.stack([scaled_leaves[index] for index in indices])
         clipped = jnp.where(is_shrunk, shrunk, scaled_matrices)
         for index, matrices_of_leaf in zip(indices, clipped):
-            leaf = layout.unstack(matrices_of_leaf, like=scaled_leaves[index])
-            results[index] = leaf
+            like = scaled_leaves[index]
+            results[index] = layout.unstack(matrices_of_leaf, like)
     return treedef.unflatten(results)
 
 
@@ -417,7 +424,8 @@ def _shrunk_values(
     eps = jnp.finfo(values.dtype).eps
     noise = eps * max(layout.rows, layout.columns) * values[..., :1]
     is_noise = values <= noise
-    return jnp.where(is_noise, jnp.minimum(shrunk_values, values), shrunk_values)
+    not_lengthened = jnp.minimum(shrunk_values, values)
+    return jnp.where(is_noise, not_lengthened, shrunk_values)
 
 
 def _divided(matrices: Array, norms: Array) -> tuple[Array, Array]:
@@ -435,7 +443,6 @@ def _divided(matrices: Array, norms: Array) -> tuple[Array, Array]:
     # 2^126 is flushed to 0.
     largest = 2.0 ** (int(info.maxexp) - 3)
     divisors = jnp.clip(powers, 1 / largest, largest)
-    quotients = jnp.where(
-        is_finite, matrices / divisors.astype(matrices.dtype), jnp.zeros_like(matrices)
-    )
+    quotients = matrices / divisors.astype(matrices.dtype)
+    quotients = jnp.where(is_finite, quotients, jnp.zeros_like(matrices))
     return quotients, divisors

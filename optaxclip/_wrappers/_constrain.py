@@ -95,7 +95,8 @@ def constrain(
         clipped, new_state = clipper.update(moved, state, params, **extra_args)
         broken_norms = []
         for clip_state in clip_states(new_state):
-            broken_norms.append(~are_sound(clip_state.norm, clip_state.limit))
+            is_sound = are_sound(clip_state.norm, clip_state.limit)
+            broken_norms.append(~is_sound)
         update_to = partial(_update_to, broken_norms)
         changes = jax.tree.map(update_to, tree, weights, moved, clipped)
         return put_back(changes, updates), new_state
@@ -135,8 +136,10 @@ def _update_to(
         change = lax.complex(real, imag)
     else:
         change = _real_update_to(*arguments)
+    change = change.astype(update.dtype)
     # Where the clipper changed nothing, the update keeps its bits.
-    change = jnp.where(clipped == moved, update, change.astype(update.dtype))
+    is_free = clipped == moved
+    change = jnp.where(is_free, update, change)
     # A clipper with nonfinite="zero" returns zeros for a broken step. They are no
     # weights, so nothing is changed. Which leaves share a norm is not known here: one
     # broken norm counts for every leaf.
@@ -171,14 +174,16 @@ def _real_update_to(
     # Between 3/4 and 3/2 ulp, so that rounding makes it one. All subnormal numbers have
     # the same ulp, which small changes of float16 need.
     info = jnp.finfo(update.dtype)
-    least = float(info.smallest_subnormal)
-    ulp = 0.75 * jnp.maximum(float(info.eps) * jnp.abs(change), least)
-    shorter = _rounded(change - outward * ulp, update.dtype)
+    least_ulp = float(info.smallest_subnormal)
+    ulp = jnp.maximum(float(info.eps) * jnp.abs(change), least_ulp)
+    shorter = change - outward * (0.75 * ulp)
+    shorter = _rounded(shorter, update.dtype)
     # Near 0, one ulp may carry a weight to the other side and make it longer there.
     # Then the update stays as it was, unless 0 is the goal: no weight may stay beyond a
     # bound of 0.
     arrived_by_shorter = _rounded(start + shorter, weight.dtype)
-    is_better = (goal == 0) | (jnp.abs(arrived_by_shorter) <= jnp.abs(arrived))
+    is_nearer_0 = jnp.abs(arrived_by_shorter) <= jnp.abs(arrived)
+    is_better = (goal == 0) | is_nearer_0
     return jnp.where(is_beyond & is_better, shorter, change)
 
 
@@ -197,4 +202,6 @@ def _rounded(x: Array, dtype: DTypeLike) -> Array:
         return rounded
     # reduce_precision makes subnormal numbers 0, which small changes of float16 need.
     ulp = float(info.smallest_subnormal)
-    return jnp.where(jnp.abs(x) < float(info.tiny), jnp.round(x / ulp) * ulp, rounded)
+    subnormal = jnp.round(x / ulp) * ulp
+    is_subnormal = jnp.abs(x) < float(info.tiny)
+    return jnp.where(is_subnormal, subnormal, rounded)

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
-from jax.typing import ArrayLike
 
 from .. import _checks as checks
 from .._foreign_names import OF_UPDATE
@@ -69,57 +68,46 @@ class Judge(NamedTuple):
         norm = Comparison(zero, no_limit, self.rule.init(zero))
         return norm, Comparison(no_loss, no_limit, loss_memory)
 
-    def norm_and_loss(
-        self, updates: PyTree, extra_args: Mapping[str, Any]
-    ) -> tuple[ArrayLike, ArrayLike | None]:
-        """Norm and loss of a step, and None for a loss that is not judged.
+    def decide(
+        self, state: PyTree, updates: PyTree, extra_args: Mapping[str, Any]
+    ) -> Judgement:
+        """Holds norm and loss of a step against the limits of their rules.
+
+        `state` is a `SkipState` or a `SpikeState`, and `extra_args` are those of
+        `update`.
 
         Raises:
           ValueError: a number that is no scalar, that differs between devices, or a
             loss that is missing.
           TypeError: something that is not a number, or a loss under another name.
         """
-        norm = extra_args.get("grad_norm")
-        loss = extra_args.get("value")
-        if norm is None:
-            norm = self._norm_of(updates)
-        else:
-            norm = self._checked("grad_norm", norm)
-        if self.loss_rule is None:
-            return norm, None
-        if loss is None:
-            self._check_no_loss(extra_args)
-            return norm, None
-        return norm, self._checked("value", loss)
-
-    def decide(
-        self, state: PyTree, norm: ArrayLike, loss: ArrayLike | None
-    ) -> Judgement:
-        """Holds norm and loss against the limits of their rules.
-
-        `state` is a `SkipState` or a `SpikeState`.
-        """
         memory, loss_memory = state.memories
-        # Numbers of the user's may have another dtype than the state.
-        norm_value = self.varying_like(state.norm, jnp.array(norm, state.norm.dtype))
-        norm_and_limit = self._compared(self.rule, norm_value, memory, state.step)
-        is_rejected = _is_rejected(norm_and_limit)
-        is_nonfinite = ~jnp.isfinite(norm_and_limit.value)
-        if self.loss_rule is None or loss is None:
-            loss_and_limit = Comparison(state.loss, state.loss_limit, loss_memory)
+        norm_value = extra_args.get("grad_norm")
+        if norm_value is None:
+            norm_value = self._norm_of(updates)
         else:
-            value = self.varying_like(norm_value, jnp.array(loss, state.loss.dtype))
-            loss_and_limit = self._compared(
-                self.loss_rule, value, loss_memory, state.step, is_loss=True
-            )
-            is_rejected = is_rejected | _is_rejected(loss_and_limit)
-            is_nonfinite = is_nonfinite | ~jnp.isfinite(loss_and_limit.value)
-        return Judgement(
-            norm=norm_and_limit,
-            loss=loss_and_limit,
-            is_rejected=is_rejected,
-            is_nonfinite=is_nonfinite,
-        )
+            norm_value = self._checked("grad_norm", norm_value)
+        # Numbers of the user's may have another dtype than the state.
+        norm_value = jnp.array(norm_value, state.norm.dtype)
+        norm_value = self.varying_like(state.norm, norm_value)
+        norm = self._compared(self.rule, norm_value, memory, state.step)
+        is_rejected = _is_rejected(norm)
+        is_nonfinite = ~jnp.isfinite(norm.value)
+        loss = Comparison(state.loss, state.loss_limit, loss_memory)
+        if self.loss_rule is not None:
+            loss_value = extra_args.get("value")
+            if loss_value is None:
+                self._check_no_loss(extra_args)
+            else:
+                loss_value = self._checked("value", loss_value)
+                loss_value = jnp.array(loss_value, state.loss.dtype)
+                loss_value = self.varying_like(norm_value, loss_value)
+                loss = self._compared(
+                    self.loss_rule, loss_value, loss_memory, state.step, is_loss=True
+                )
+                is_rejected = is_rejected | _is_rejected(loss)
+                is_nonfinite = is_nonfinite | ~jnp.isfinite(loss.value)
+        return Judgement(norm, loss, is_rejected, is_nonfinite)
 
     def varying_like(self, model: PyTree, values: PyTree) -> PyTree:
         """The values. With mesh_axes=None, where each device trains alone, they are
@@ -224,10 +212,10 @@ def row_property(rows: RowNames, name: str) -> property:
 
 
 def pack(
-    rows: RowNames, norm: Comparison, loss: Comparison, **own_rows: Array
+    rows: RowNames, norm: Comparison, loss: Comparison, **counts_and_shares: Array
 ) -> StateArrays:
-    """The arrays of a state. `own_rows` are what it counts itself, by name."""
-    value_of_row = own_rows | {
+    """The arrays of a state. Its own counts and shares come by name."""
+    value_of_row = counts_and_shares | {
         "norm": norm.value,
         "limit": norm.limit,
         "loss": loss.value,

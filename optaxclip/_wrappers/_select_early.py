@@ -26,7 +26,7 @@ from jax import Array
 from jax.core import eval_jaxpr
 
 from .._jaxpr import is_literal
-from .._trees import PyTree
+from .._trees import PyTree, leaf_paths
 
 
 def update_unless(
@@ -44,13 +44,14 @@ def update_unless(
       updates, state, params: its arguments.
     """
     arguments = updates, state, params
-    program, shapes = jax.make_jaxpr(update, return_shape=True)(*arguments)
+    trace = jax.make_jaxpr(update, return_shape=True)
+    program, shapes = trace(*arguments)
     jaxpr = program.jaxpr
     # The old leaf of each output. None stands for zeros: of the updates, and of a state
     # that a clipper makes in the place of optax's EmptyState.
     old_by_path = dict(jax.tree.leaves_with_path((None, state)))
     old_leaves = []
-    for path, _ in jax.tree.leaves_with_path(shapes):
+    for path in leaf_paths(shapes):
         old_leaves.append(old_by_path.get(path))
     values = dict(zip(jaxpr.constvars, program.consts))
     values.update(zip(jaxpr.invars, jax.tree.leaves(arguments)))
@@ -92,8 +93,9 @@ def _run(jaxpr: Any, equation: Any, values: Mapping[Any, Any]) -> Sequence[Any]:
     program = jaxpr.replace(
         constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation]
     )
+    arguments = [values[variable] for variable in inputs]
     # eval_jaxpr knows how each primitive is bound, jit and scan among them.
-    return eval_jaxpr(program, [], *[values[variable] for variable in inputs])
+    return eval_jaxpr(program, [], *arguments)
 
 
 def _select(skip: Array, old: Array | None, new: Array) -> Array:

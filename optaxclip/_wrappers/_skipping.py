@@ -223,11 +223,6 @@ def skip_step(
     2501.00656).
     """
     call = "skip_step"
-    if isinstance(sigmas, optax.GradientTransformation):
-        raise TypeError(
-            f"{call}: sigmas must be a real number, got an optimizer. Chain the two: "
-            "skip_step(optax.chain(clip, adam))."
-        )
     if on_loss is not None:
         checks.check_flag(f"{call}: on_loss", on_loss, "None, True or False")
     # Norm and loss share the rule, and each has a memory in the state.
@@ -340,8 +335,7 @@ def _skipping(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         checks.check_state(call, state, SkipState)
-        norm, loss = judge.norm_and_loss(updates, extra_args)
-        judgement = judge.decide(state, norm, loss)
+        judgement = judge.decide(state, updates, extra_args)
         skip = judgement.is_rejected
         if max_consecutive is not None:
             skip = skip & (state.consecutive < max_consecutive)

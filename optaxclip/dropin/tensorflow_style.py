@@ -229,8 +229,14 @@ def clip_by_global_norm(
     if use_norm is not None:
         check_scalar(f"{call}: use_norm", use_norm)
     # A norm that is given replaces the measured one, also in what is returned.
-    options = {"call": call, "name": "clip_norm", "grad_norm": use_norm}
-    return clip_once(t_list, clip_norm, norms.GlobalNorm(call), **options)
+    return clip_once(
+        t_list,
+        clip_norm,
+        norms.GlobalNorm(call),
+        call=call,
+        name="clip_norm",
+        grad_norm=use_norm,
+    )
 
 
 def global_norm(t_list: PyTree) -> Array:
@@ -282,8 +288,8 @@ def clip_gradients_by_norm(
     """
     call = "clip_gradients_by_norm"
     optimizer = with_extra_args(f"{call}: optimizer", optimizer)
-    options: Any = {"call": call, "name": "clip_norm"}
-    clipper = make_clipper(norms.GlobalNorm(call), clip_norm, **options)
+    measure = norms.GlobalNorm(call)
+    clipper = make_clipper(measure, clip_norm, call=call, name="clip_norm")
     return optax.chain(clipper, optimizer)
 
 

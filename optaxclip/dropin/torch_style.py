@@ -206,8 +206,16 @@ def clip_grads_with_norm(
     check_scalar(f"{call}: total_norm", total_norm)
     # It says that one norm belongs to all leaves. Its order does not matter, since the
     # norm that is given replaces the measured one.
-    options: Any = {"name": "max_norm", "eps": EPS, "grad_norm": total_norm}
-    return clip_once(grads, max_norm, norms.GlobalNorm(call), call=call, **options)[0]
+    clipped, _ = clip_once(
+        grads,
+        max_norm,
+        norms.GlobalNorm(call),
+        call=call,
+        name="max_norm",
+        eps=EPS,
+        grad_norm=total_norm,
+    )
+    return clipped
 
 
 def _clipped(
@@ -225,14 +233,23 @@ def _clipped(
         order = math.nan
     # float(True) is 1, which torch takes. Here a bool counts as a mistake.
     if not order > 0 or isinstance(norm_type, bool):
-        must = 'must be a number above 0, or a text of one such as "inf"'
-        raise ValueError(f"{call}: norm_type {must}, got {shown(norm_type)}.")
+        raise ValueError(
+            f"{call}: norm_type must be a number above 0, or a text of one such as "
+            f'"inf", got {shown(norm_type)}.'
+        )
     measure = norms.GlobalNorm(call, order)
     nonfinite = "raise" if error_if_nonfinite else "propagate"
-    # eps is only in the divisor: the norm comes back without it, as from torch.
-    options = {"call": call, "name": "max_norm", "eps": EPS}
     try:
-        return clip_once(grads, max_norm, measure, nonfinite=nonfinite, **options)
+        return clip_once(
+            grads,
+            max_norm,
+            measure,
+            call=call,
+            name="max_norm",
+            # It is only in the divisor: the norm comes back without it, as from torch.
+            eps=EPS,
+            nonfinite=nonfinite,
+        )
     except FloatingPointError as error:
         # Code that is ported catches a RuntimeError, as torch raises it.
         text = str(error).rstrip(".")

@@ -43,7 +43,8 @@ class Average(NamedTuple):
 
 def empty_average(norm: Array) -> Average:
     """An average before the first value."""
-    return Average(jnp.zeros_like(norm), jnp.zeros_like(norm))
+    # Two arrays, since one array is not donated twice.
+    return Average(estimate=jnp.zeros_like(norm), weight=jnp.zeros_like(norm))
 
 
 def blend(
@@ -58,7 +59,8 @@ def blend(
     decay = jnp.where(has_started, decay, jnp.zeros_like(decay))
     weight, share = weigh(average.weight, decay)
     # `between` takes the share of the old estimate.
-    return Average(between(average.estimate, value, 1 - share), weight)
+    estimate = between(average.estimate, value, 1 - share)
+    return Average(estimate, weight)
 
 
 def weigh(weight: Array, decay: Array) -> tuple[Array, Array]:
@@ -70,9 +72,11 @@ def weigh(weight: Array, decay: Array) -> tuple[Array, Array]:
     # average is their mean. A decay below 1 gives a value at least 2^-24 in float32,
     # beside which 2^-60 is nothing.
     is_tiny = weight < 2.0**-30
-    value_weight = jnp.where(is_tiny, jnp.maximum(1 - decay, 2.0**-60), 1 - decay)
+    least_weight = jnp.maximum(1 - decay, 2.0**-60)
+    value_weight = jnp.where(is_tiny, least_weight, 1 - decay)
     new_weight = decay * weight + value_weight
-    return new_weight, (value_weight / new_weight).astype(new_weight.dtype)
+    share = value_weight / new_weight
+    return new_weight, share.astype(new_weight.dtype)
 
 
 class Ema(Rule):
@@ -185,7 +189,8 @@ class EmaRatio(Rule):
         # Without target and target_decay both averages are the same, and so are both
         # limits. That takes two numbers more for each norm, and no second form of the
         # memory.
-        limit = jnp.where(norm > edge, target * target_average.estimate, edge)
+        limit_of_spike = target * target_average.estimate
+        limit = jnp.where(norm > edge, limit_of_spike, edge)
         # Without a norm there is no average, also with a warmup of 0.
         is_warm = seen >= jnp.maximum(self.warmup, 1)
         limit = jnp.where(is_warm, limit, jnp.inf)
@@ -310,9 +315,12 @@ class MomentsRatio(Rule):
         mean, rms = memory
         new_mean = blend(mean, norm, decay1)
         weight, share = weigh(rms.weight, decay2)
-        new_rms = hypot(root(1 - share) * rms.estimate, root(share) * norm)
+        old_part = root(1 - share) * rms.estimate
+        new_part = root(share) * norm
+        new_rms = hypot(old_part, new_part)
         # The root is 0 for a first norm of 0, and eps may be 0 too.
-        limit = new_mean.estimate / jnp.where(new_rms > 0, new_rms + eps, 1.0)
+        divisor = jnp.where(new_rms > 0, new_rms + eps, 1.0)
+        limit = new_mean.estimate / divisor
         return limit, (new_mean, Average(new_rms, weight))
 
 
@@ -369,7 +377,9 @@ class ZScore(Rule):
 
     def init(self, norm: Array) -> ZScoreMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)
-        return ZScoreMemory(seen, jnp.zeros_like(norm), jnp.zeros_like(norm))
+        mean = jnp.zeros_like(norm)
+        deviation = jnp.zeros_like(norm)
+        return ZScoreMemory(seen, mean, deviation)
 
     def update(self, norm: Array, memory: ZScoreMemory, step: Array) -> Answer:
         z, decay, eps = at_step(step, norm.dtype, self.z, self.decay, self.eps)
@@ -390,13 +400,17 @@ class ZScore(Rule):
         limit = jnp.where(is_warm, limit, jnp.inf)
         clipped_norm = jnp.minimum(norm, limit)
         # In the warm-up all norms count alike, in the mean and in the variance.
-        early_decay = seen.astype(norm.dtype) / (seen + 1).astype(norm.dtype)
-        decay = jnp.where(is_warm, decay, early_decay)
+        count = seen.astype(norm.dtype)
+        new_count = (seen + 1).astype(norm.dtype)
+        decay = jnp.where(is_warm, decay, count / new_count)
         new_mean = between(mean, clipped_norm, decay)
         # The paper's deviation is about the new mean. In the warm-up the geometric mean
         # of the distances to the old and the new one gives the exact variance.
-        distance = jnp.where(is_warm, decay, root(decay)) * (clipped_norm - mean)
-        new_deviation = hypot(root(decay) * deviation, root(1 - decay) * distance)
+        share_of_distance = jnp.where(is_warm, decay, root(decay))
+        distance = share_of_distance * (clipped_norm - mean)
+        old_part = root(decay) * deviation
+        new_part = root(1 - decay) * distance
+        new_deviation = hypot(old_part, new_part)
         return limit, ZScoreMemory(count_up(seen), new_mean, new_deviation)
 
 
@@ -453,10 +467,13 @@ class LogZScore(Rule):
         floor, spread = at_step(step, norm.dtype, self.floor, self.spread)
         # Norms seen, and mean and deviation of log(1 + norm).
         seen, mean, deviation = memory
-        log_limit = mean.estimate + multiple(z, jnp.maximum(deviation, spread))
+        unit_of_score = jnp.maximum(deviation, spread)
+        log_limit = mean.estimate + multiple(z, unit_of_score)
+        is_warm = seen >= self.warmup
         # expm1 and log1p keep the digits of norms far below 1.
-        limit = jnp.where(seen >= self.warmup, jnp.expm1(log_limit), jnp.inf)
-        log_norm = jnp.log1p(jnp.maximum(jnp.minimum(norm, limit), floor))
+        limit = jnp.where(is_warm, jnp.expm1(log_limit), jnp.inf)
+        clipped_norm = jnp.minimum(norm, limit)
+        log_norm = jnp.log1p(jnp.maximum(clipped_norm, floor))
         new_mean = blend(mean, log_norm, decay)
         _, share = weigh(mean.weight, decay)
         # The variance of a mixture of old values and the new one, never negative.

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -69,10 +68,6 @@ def check_one_limit(argument: str, limit: LimitTree) -> None:
       ValueError: an array of several numbers.
     """
     if limit is None or checks.is_function(limit) or is_rule(limit):
-        return
-    # A clipper in the place of a limit is a NamedTuple, but no tree of limits. It is
-    # refused by `rule_of`.
-    if isinstance(limit, optax.GradientTransformation):
         return
     advice = (
         "clip_by_tensor_norm takes a limit for each tensor, and clip_by_group_norm one "

@@ -21,7 +21,8 @@ def count_up(counter: Array, happened: ArrayLike = True) -> Array:
     """The counter after a step. It stays at the largest int32."""
     counter = jnp.asarray(counter)
     has_room = counter < jnp.iinfo(counter.dtype).max
-    return counter + (happened & has_room).astype(counter.dtype)
+    is_counted = happened & has_room
+    return counter + is_counted.astype(counter.dtype)
 
 
 def moving_average(old: Array, new: Array, steps: Array, reach: int = 100) -> Array:
@@ -31,7 +32,8 @@ def moving_average(old: Array, new: Array, steps: Array, reach: int = 100) -> Ar
     correction for its start.
     """
     count = jnp.minimum(steps, reach).astype(old.dtype)
-    return old + (new.astype(old.dtype) - old) / count
+    change = new.astype(old.dtype) - old
+    return old + change / count
 
 
 def between(old: Array, new: Array, decay: Array) -> Array:
@@ -39,7 +41,9 @@ def between(old: Array, new: Array, decay: Array) -> Array:
     # A step from the nearer value is exact while the norm does not change, and right
     # where one value is nothing beside the other. A sum of products is not.
     change = new - old
-    return jnp.where(decay < 0.5, new - decay * change, old + (1 - decay) * change)
+    from_new = new - decay * change
+    from_old = old + (1 - decay) * change
+    return jnp.where(decay < 0.5, from_new, from_old)
 
 
 def root(x: Array) -> Array:
@@ -51,27 +55,33 @@ def root(x: Array) -> Array:
 def hypot(x: Array, y: Array) -> Array:
     """sqrt(x^2 + y^2), with the derivative 0 at 0, where JAX 0.12 has NaN."""
     is_zero = (x == 0) & (y == 0)
-    return jnp.where(is_zero, 0.0, jnp.hypot(jnp.where(is_zero, 1.0, x), y))
+    positive = jnp.where(is_zero, 1.0, x)
+    return jnp.where(is_zero, 0.0, jnp.hypot(positive, y))
 
 
 def multiple(factor: Array, norm: Array) -> Array:
     """factor * norm, and inf where either is infinite, which means no limit."""
     # inf * 0 is NaN, and updates under a limit of NaN become NaN.
     is_free = jnp.maximum(factor, norm) == jnp.inf
-    return jnp.where(is_free, jnp.inf, factor * norm)
+    product = factor * norm
+    return jnp.where(is_free, jnp.inf, product)
 
 
 def remembered(remember: str, norm: Array, limit: Array) -> Array:
     """The norm as it came ("raw"), or as it was let through ("clipped")."""
-    return jnp.minimum(norm, limit) if remember == "clipped" else norm
+    if remember == "raw":
+        return norm
+    return jnp.minimum(norm, limit)
 
 
 def new_unless_zero(remember: str, value: Array, new: PyTree, old: PyTree) -> Any:
     """The new memory, or the old one where a limit of 0 let nothing through: a norm of
     0 is not remembered, since limits could never leave it.
     """
-    # With "raw" the value is the norm itself, and no rule learns from a norm of 0.
-    return new_where(value != 0, new, old) if remember == "clipped" else new
+    # The value is the norm itself, and no rule learns from a norm of 0.
+    if remember == "raw":
+        return new
+    return new_where(value != 0, new, old)
 
 
 def in_place(new: Array, old: Array) -> Array:
@@ -93,13 +103,15 @@ def new_where(is_new: Array, new: PyTree, old: PyTree) -> Any:
     """The new memory where `is_new`, elementwise by norm, and the old one elsewhere."""
 
     def choose(new: ArrayLike, old: Array) -> Array:
-        new = resharded_as(jnp.asarray(new).astype(old.dtype), jax.typeof(old))
+        new = jnp.asarray(new).astype(old.dtype)
+        new = resharded_as(new, jax.typeof(old))
         # A scalar fits every array. On an Explicit mesh it goes with any sharding.
         if not is_new.ndim:
             return jnp.where(is_new, new, old)
         # Axes that a memory has behind those of the norm, such as [N, window] for N
         # norms.
         more_axes = (1,) * (new.ndim - is_new.ndim)
-        return jnp.where(is_new.reshape(is_new.shape + more_axes), new, old)
+        condition = is_new.reshape(is_new.shape + more_axes)
+        return jnp.where(condition, new, old)
 
     return jax.tree.map(choose, new, old)

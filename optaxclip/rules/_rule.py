@@ -46,20 +46,15 @@ def checked_number(
     lowest: float = 0.0,
     highest: float = np.inf,
     schedule: bool = True,
-    whole: bool = False,
     optional: bool = False,
 ) -> Any:
     """A number in a range, in the form in which JAX carries it into a compiled call.
 
-    It may be a schedule from step to number, unless `schedule` is False. `whole`: it is
-    a whole number of at least 1, such as the length of a window. `optional`: it may be
-    None.
+    It may be a schedule from step to number, unless `schedule` is False. `optional`: it
+    may be None.
     """
     if optional and value is None:
         return None
-    if whole:
-        checks.check_length(argument, value)
-        return value
     # What a schedule returns is known in each step only.
     if schedule and callable(value):
         checks.check_schedule(argument, value)
@@ -91,6 +86,11 @@ class _Within(NamedTuple):
         return numpy.clip(value, self.lowest, self.highest)
 
 
+def length_field(default: int) -> Any:
+    """A field that is a whole number of at least 1, such as the length of a window."""
+    return field(default=default, metadata={"check": checks.check_length})
+
+
 def flag_field(default: bool) -> Any:
     """A field that is True or False, and may be traced."""
     return field(default=default, metadata={"check": checks.check_flag})
@@ -110,7 +110,7 @@ FLAGS = ("needs_params", "needs_total", "inf_is_off")
 # Tells type checkers that every subclass is a dataclass of its annotated fields.
 @dataclass_transform(
     frozen_default=True,
-    field_specifiers=(field, number_field, flag_field, choice_field),
+    field_specifiers=(field, number_field, length_field, flag_field, choice_field),
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Rule:

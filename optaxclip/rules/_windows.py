@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_length, check_number
+from .._checks import check_length
 from .._exported import exported
 from ._memory import count_up, multiple, new_unless_zero, new_where, remembered
 from ._rule import (
@@ -22,6 +22,7 @@ from ._rule import (
     call_name,
     choice_field,
     flag_field,
+    length_field,
     number_field,
     rule_in,
     warn_of_falling,
@@ -46,19 +47,24 @@ def empty_window(rule: Any, norm: Array) -> Window:
             f"{call_name(type(rule))}: window must be known when the state is made: "
             "under jit and inject_hyperparams name it in static_args."
         )
-    past = jnp.zeros((*norm.shape, int(rule.window)), norm.dtype)
-    return Window(past, jnp.zeros(norm.shape, jnp.int32))
+    length = int(rule.window)
+    past = jnp.zeros((*norm.shape, length), norm.dtype)
+    seen = jnp.zeros(norm.shape, jnp.int32)
+    return Window(past, seen)
 
 
 def place_numbers(window: Window) -> Array:
     """The number of each place in the window, int32[norm, length]."""
-    return lax.broadcasted_iota(jnp.int32, window.past.shape, window.past.ndim - 1)
+    shape = window.past.shape
+    return lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
 
 
 def next_place(window: Window) -> Array:
     """The place that the next norm takes, int32[norm, 1]."""
     # In a ring of 3 the norms 0, 1, 2, 3 take the places 0, 1, 2, 0.
-    return (window.seen % window.past.shape[-1])[..., None]
+    length = window.past.shape[-1]
+    place = window.seen % length
+    return place[..., None]
 
 
 def push(window: Window, norm: Array) -> Window:
@@ -96,9 +102,6 @@ class WindowedQuantile(Rule):
       ValueError: a number out of its range, or an unknown `remember`. TypeError:
         something that is no number.
 
-    Warns:
-      UserWarning: a factor of at most 1 with `remember="clipped"`.
-
     Example:
       >>> rule = optaxclip.rules.windowed_quantile(0.5, 3)
       >>> print(optaxclip.replay.run(rule, [1.0, 3.0, 2.0, 9.0]).limits)
@@ -109,17 +112,12 @@ class WindowedQuantile(Rule):
     """
 
     quantile: Number = number_field(default=0.5, highest=1.0)
-    window: Any = number_field(default=100, whole=True)
+    window: Any = length_field(default=100)
     _: KW_ONLY
     factor: Number = number_field(default=1.0)
     current: Any = flag_field(default=False)
     remember: str = choice_field("raw", "clipped", default="raw")
     warmup: Any = number_field(default=1, schedule=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.remember == "clipped":
-            warn_of_falling("windowed_quantile: factor", self.factor, stacklevel=4)
 
     def init(self, norm: Array) -> QuantileMemory:
         recent = empty_window(self, norm)
@@ -129,10 +127,12 @@ class WindowedQuantile(Rule):
         quantile, factor = at_step(step, norm.dtype, self.quantile, self.factor)
         # Both windows are made, since `current` may be traced.
         with_current = push_ordered(memory, norm)
-        recent, ordered = new_where(jnp.asarray(self.current), with_current, memory)
-        is_warm = recent.seen >= jnp.maximum(self.warmup, 1)
+        is_current = jnp.asarray(self.current)
+        recent, ordered = new_where(is_current, with_current, memory)
         norm_at_quantile = interpolated(quantile, recent.seen, ordered)
-        limit = jnp.where(is_warm, multiple(factor, norm_at_quantile), jnp.inf)
+        limit = multiple(factor, norm_at_quantile)
+        is_warm = recent.seen >= jnp.maximum(self.warmup, 1)
+        limit = jnp.where(is_warm, limit, jnp.inf)
         value = remembered(self.remember, norm, limit)
         new_memory = push_ordered(memory, value)
         return limit, new_unless_zero(self.remember, value, new_memory, memory)
@@ -159,7 +159,9 @@ def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
     # [1, 3, 5] without 5, with 2: norms between both move up, [1, 2, 3].
     moved_up = jnp.clip(new, previous, ordered)
     moved_up = jnp.where(ordered > leaving, ordered, moved_up)
-    return push(recent, norm), jnp.where(new < leaving, moved_up, moved_down)
+    new_recent = push(recent, norm)
+    new_ordered = jnp.where(new < leaving, moved_up, moved_down)
+    return new_recent, new_ordered
 
 
 def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
@@ -170,7 +172,8 @@ def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
 
     def norm_at(place: Array) -> Array:
         index = place.astype(jnp.int32)[..., None]
-        return jnp.take_along_axis(ordered, index, axis=-1)[..., 0]
+        norms = jnp.take_along_axis(ordered, index, axis=-1)
+        return norms[..., 0]
 
     # An empty window holds inf only, and inf - inf is NaN. So the largest number stands
     # for inf, and `update` has no limit then.
@@ -178,7 +181,8 @@ def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
     floor = jnp.floor(place)
     low = jnp.minimum(norm_at(floor), largest_number)
     high = jnp.minimum(norm_at(jnp.ceil(place)), largest_number)
-    return low + (place - floor) * (high - low)
+    share_of_high = place - floor
+    return low + share_of_high * (high - low)
 
 
 class WindowedMean(Rule):
@@ -193,7 +197,7 @@ class WindowedMean(Rule):
       window: how many norms are remembered. A whole number, at least 1. The length is
         part of the state: a restored state goes on with its own.
       ddof: what is taken off the count in the variance: 0 the population's, 1 the
-        sample's. Below the length of the window.
+        sample's.
       floor: the deviation counts as at least this much, in units of the norm. At least
         0. A number or a schedule.
       current: whether the norm of this step is in the statistic that it is held
@@ -217,19 +221,13 @@ class WindowedMean(Rule):
     """
 
     sigmas: Number = number_field(default=3.0)
-    window: Any = number_field(default=128, whole=True)
+    window: Any = length_field(default=128)
     _: KW_ONLY
-    ddof: Any = number_field(default=0, schedule=False)
+    ddof: Any = number_field(default=0, highest=1.0, schedule=False)
     floor: Number = number_field(default=0.0)
     current: Any = flag_field(default=False)
     remember: str = choice_field("raw", "clipped", default="raw")
     warmup: Any = number_field(default=2, schedule=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # The window must hold more than ddof norms.
-        if not isinstance(self.window, Tracer):
-            check_number("windowed_mean: ddof", self.ddof, highest=self.window - 1)
 
     def init(self, norm: Array) -> Window:
         return empty_window(self, norm)
@@ -238,14 +236,17 @@ class WindowedMean(Rule):
         sigmas, floor = at_step(step, norm.dtype, self.sigmas, self.floor)
         # Both windows are made, since `current` may be traced.
         with_current = push(memory, norm)
-        window = new_where(jnp.asarray(self.current), with_current, memory)
+        is_current = jnp.asarray(self.current)
+        window = new_where(is_current, with_current, memory)
         mean, deviation = moments(self.ddof, window)
-        bound = mean + multiple(sigmas, jnp.maximum(deviation, floor))
+        deviation = jnp.maximum(deviation, floor)
+        limit = mean + multiple(sigmas, deviation)
         # With ddof 1 a deviation takes two norms, whatever the warmup is.
         is_warm = window.seen >= jnp.maximum(self.warmup, 1 + self.ddof)
-        limit = jnp.where(is_warm, bound, jnp.inf)
-        # The norm goes onto `memory`: `window` may have it already, as it came.
-        return limit, push(memory, remembered(self.remember, norm, limit))
+        limit = jnp.where(is_warm, limit, jnp.inf)
+        # It goes onto `memory`: `window` may have the norm already, as it came.
+        value = remembered(self.remember, norm, limit)
+        return limit, push(memory, value)
 
 
 def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
@@ -265,14 +266,18 @@ def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
     largest = jnp.max(jnp.abs(differences), axis=-1, keepdims=True)
     # XLA multiplies with the reciprocal, which above 2^126 is flushed to 0.
     largest = jnp.minimum(largest, jnp.finfo(differences.dtype).max / 8)
-    quotients = differences / jnp.where(largest > 0, largest, 1.0)
-    mean_quotient = jnp.sum(quotients, axis=-1, keepdims=True) / count[..., None]
+    divisor = jnp.where(largest > 0, largest, 1.0)
+    quotients = differences / divisor
+    sum_of_quotients = jnp.sum(quotients, axis=-1, keepdims=True)
+    mean_quotient = sum_of_quotients / count[..., None]
     deviations = jnp.where(is_filled, quotients - mean_quotient, 0.0)
-    squares = jnp.sum(deviations**2, axis=-1)
+    sum_of_squares = jnp.sum(deviations**2, axis=-1)
     # The divisor is at least 1: for ddof norms it would be 0.
-    variance = squares / jnp.maximum(count - jnp.asarray(ddof, count.dtype), 1)
-    mean = anchor[..., 0] + (largest * mean_quotient)[..., 0]
-    return mean, largest[..., 0] * jnp.sqrt(variance)
+    degrees = jnp.maximum(count - jnp.asarray(ddof, count.dtype), 1)
+    deviation = largest[..., 0] * jnp.sqrt(sum_of_squares / degrees)
+    mean_difference = largest * mean_quotient
+    mean = anchor[..., 0] + mean_difference[..., 0]
+    return mean, deviation
 
 
 def step_rule(
@@ -280,16 +285,14 @@ def step_rule(
 ) -> Rule:
     """The rule of `skip_step`: the first limit comes after half a window."""
     check_length(f"{call}: window", window, least=2)
-    # OLMo-core counts the current norm too, which is not in the statistic: one less.
-    # Under inject_hyperparams the window is traced.
-    larger = jnp.maximum if isinstance(window, Array) else max
     return rule_in(
         call,
         WindowedMean,
         sigmas=sigmas,
         window=window,
         ddof=1,
-        warmup=larger(2, window // 2) - 1,
+        # OLMo-core counts the current norm too, which is not in the statistic.
+        warmup=window // 2 - 1,
     )
 
 
@@ -350,13 +353,15 @@ class Growth(Rule):
         rate, floor, cap = at_step(step, norm.dtype, self.rate, self.floor, cap)
         # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
         has_last = memory < jnp.inf
-        last = jnp.maximum(jnp.where(has_last, memory, 0.0), floor)
-        grown = jnp.where(has_last, multiple(rate, last), jnp.inf)
-        limit = jnp.minimum(grown, cap)
+        last = jnp.where(has_last, memory, 0.0)
+        last = jnp.maximum(last, floor)
+        limit = jnp.where(has_last, multiple(rate, last), jnp.inf)
+        limit = jnp.minimum(limit, cap)
         # This is what a hard clip lets through. A rule does not know the shrink.
         passed = jnp.minimum(norm, limit)
         # From a last norm of 0 there would be no growth.
-        return limit, jnp.where(passed > 0, passed, memory)
+        new_memory = jnp.where(passed > 0, passed, memory)
+        return limit, new_memory
 
 
 class QuantileTracker(Rule):
@@ -402,6 +407,8 @@ class QuantileTracker(Rule):
         # A limit of 0 or inf would stay for good, or become NaN.
         info = jnp.finfo(norm.dtype)
         old_limit = jnp.clip(limit, info.tiny, info.max)
-        # The difference is 1 - quantile or -quantile: a step down or up.
-        new_limit = old_limit * jnp.exp(-rate * (is_within - quantile))
-        return limit, jnp.clip(new_limit, info.tiny, info.max)
+        # A step down by 1 - quantile, or up by quantile.
+        change = is_within - quantile
+        new_limit = old_limit * jnp.exp(-rate * change)
+        new_limit = jnp.clip(new_limit, info.tiny, info.max)
+        return limit, new_limit

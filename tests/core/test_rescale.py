@@ -4,6 +4,7 @@ and updates without a limit, whose derivative is 1.
 """
 
 import math
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -235,6 +236,14 @@ def test_every_shrink_is_its_equation():
         found = shrink(jnp.float32(NORMS), jnp.float32(2.0))
         wanted = equation(NORMS, 2.0)
         np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=repr(shrink))
+
+
+def test_shrinks_of_equal_numbers_are_equal_and_pickle():
+    for make in (shrinks.smooth, shrinks.auto_s, shrinks.psac):
+        copied = pickle.loads(pickle.dumps(make(2)))
+        assert copied == make(2.0) and hash(copied) == hash(make(2.0))
+        assert copied != make(3)
+    assert shrinks.auto_s(2) != shrinks.psac(2)
 
 
 @pytest.mark.parametrize("power", [1, 3])

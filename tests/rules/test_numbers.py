@@ -87,9 +87,6 @@ FALLING = {
     "adagc: ratio": lambda ratio: optaxclip.adagc(ratio),
     "growth: rate": lambda ratio: rules.growth(ratio),
     "ema_ratio: ratio": lambda ratio: rules.ema_ratio(ratio),
-    "windowed_quantile: factor": lambda ratio: rules.windowed_quantile(
-        factor=ratio, remember="clipped"
-    ),
 }
 
 
@@ -117,7 +114,6 @@ def test_ratios_above_1_and_schedules_are_not_warned_of():
             jax.eval_shape(partial(as_an_array, build), 0.5)
         rules.growth(1.0, floor=0.1)
         rules.ema_ratio(0.9, remember="raw")
-        rules.windowed_quantile(factor=1.0)
 
 
 def test_a_percentile_below_one_percent_is_warned_of():
