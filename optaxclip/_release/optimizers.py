@@ -65,11 +65,16 @@ class Optimizer(NamedTuple):
 
     def leaf_of_entry(self, leaves: Entries) -> dict[str, str | None]:
         """The path of the leaf that each entry follows. None: all layers share it."""
+        # A number may have the name of a scalar leaf, such as the learning rate of
+        # optax.inject_hyperparams. It does not follow the leaf: it is there without it.
+        arrays = {path: leaf for path, leaf in leaves.items() if jnp.ndim(leaf) > 0}
+        without_scalars = arrays_by_path(self.abstract_params_and_state(arrays))
         leaf_of_entry = {}
         params_and_state = self.abstract_params_and_state(leaves)
         for path, entry in jax.tree.leaves_with_path(params_and_state):
             leaf_path = None
-            if may_have_gradient(entry):
+            is_number = entry.shape == () and keystr(path) in without_scalars
+            if may_have_gradient(entry) and not is_number:
                 leaf_path = _leaf_at_end(path, entry.shape, leaves)
             leaf_of_entry[keystr(path)] = leaf_path
         return leaf_of_entry

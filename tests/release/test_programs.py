@@ -192,6 +192,21 @@ def without_derivative(params, x):
     return jnp.sum(x_out**2) + jnp.sum(params["wide"])
 
 
+def carried_without_derivative(params, x):
+    """Layers carry a part of the batch, and read it through a loop that JAX cannot
+    transpose. What depends on the weights comes into the third carry in two layers.
+    """
+
+    def layer(carry, w):
+        x, before, total, bias = carry
+        halved = lax.while_loop(lambda y: jnp.max(y) > 0.1, lambda y: y / 2, bias)
+        return (jnp.tanh(x @ w) + halved, x, total + before, 0.9 * bias), None
+
+    carry = x, x, x, x
+    (x, _, total, _), _ = lax.scan(layer, carry, params["layers"])
+    return jnp.sum(x * total)
+
+
 def complex_numbers(params, x):
     def layer(x, w):
         return jnp.exp(1j * x.real) * x @ w, None
@@ -245,6 +260,7 @@ LOSSES = {
     in_part: ["layers"],
     transposed_on_the_way: ["layers"],
     without_derivative: ["layers"],
+    carried_without_derivative: ["layers"],
     complex_numbers: ["complex"],
     own_gradient: ["layers"],
     of_each_example: ["layers"],
@@ -328,6 +344,23 @@ def test_a_moment_follows_the_leaf_of_its_shape():
     )
     assert_close(found, wanted, 1e-12)
     assert_close(states[-1].optimizer, moments, 1e-12)
+
+
+@pytest.mark.parametrize("leaf", ["learning_rate", "b1"])
+def test_a_scalar_leaf_may_have_the_name_of_a_hyperparameter(leaf):
+    def loss(params, x):
+        x, _ = lax.scan(dense, x, params["layers"])
+        return params[leaf] * jnp.sum(x**2)
+
+    params = {"layers": STACK.astype(float) / 4, leaf: jnp.array(0.5)}
+    model = loss, params, lambda seed: (numbers(2, WIDTH, seed=seed),)
+    optimizer = optax.inject_hyperparams(optax.adam)(0.01)
+    found, states, _ = released_run(model, optimizer, 3)
+    wanted, state, _, _ = usual_run(
+        model, optimizer, lambda grads: grads, 3, has_aux=False
+    )
+    assert_close(found, wanted, 1e-12)
+    assert_close(states[-1].optimizer, state, 1e-12)
 
 
 sections = st.lists(
