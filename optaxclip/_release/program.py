@@ -322,15 +322,10 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
                 if layer_slice is not None:
                     slice_of_input[place] = layer_slice
         if slice_of_input:
-            # After one layer, what is carried depends on the weights of the layer.
-            dependent_inputs = set(range(consts, first_x))
-            for place, var in enumerate(equation.invars):
-                if not is_literal(var) and var in dependent:
-                    dependent_inputs.add(place)
             stacks[id(equation)] = Stack(
                 equation=equation,
                 slice_of_input=slice_of_input,
-                dependent_inputs=dependent_inputs,
+                dependent_inputs=_dependent_inputs(equation, dependent),
                 layers_before=layer_count,
             )
             layer_count += length
@@ -345,6 +340,27 @@ def _dependent_on(weights: Iterable[Var], jaxpr: Jaxpr) -> set[Var]:
         if reads_dependent and not is_stop(equation):
             dependent.update(equation.outvars)
     return dependent
+
+
+def _dependent_inputs(equation: JaxprEqn, dependent: set[Var]) -> set[int]:
+    """The places of the inputs of a scan that depend on weights, in any layer."""
+    places = set()
+    for place, var in enumerate(equation.invars):
+        if not is_literal(var) and var in dependent:
+            places.add(place)
+    body = jaxpr_of(body_of(equation))
+    consts, carries = counts_of_scan(equation)
+    read_by_carry = []
+    for carry in range(carries):
+        is_output = [index == carry for index in range(len(body.outvars))]
+        _, is_read = dce_jaxpr(body, is_output)
+        read_by_carry.append({place for place, flag in enumerate(is_read) if flag})
+    # A weight may come into one carry, and by the next layer into another.
+    for _ in range(carries):
+        for carry, places_read in enumerate(read_by_carry):
+            if places & places_read:
+                places.add(consts + carry)
+    return places
 
 
 def _inputs_for_loss(

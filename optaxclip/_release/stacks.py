@@ -147,6 +147,14 @@ class Stack(NamedTuple):
                 arrays[place] = None
         return floats(self._scan_inputs(arrays))
 
+    def differentiated_carry(self, carry: list[Any]) -> list[Any]:
+        """What is carried and may have a gradient, with None in place of all others."""
+        consts, _ = counts_of_scan(self.equation)
+        for index in range(len(carry)):
+            if consts + index not in self.dependent_inputs:
+                carry = [*carry[:index], None, *carry[index + 1 :]]
+        return floats(carry)
+
     def _scan_inputs(self, inputs: list[Any]) -> ScanInputs:
         consts, carries = counts_of_scan(self.equation)
         first_x = consts + carries
@@ -261,6 +269,7 @@ class _Loops(NamedTuple):
         """
         inputs, stack_entries = saved
         carry_cotangent, ys_cotangents, budget = floats(cotangents)
+        carry_cotangent = self.stack.differentiated_carry(carry_cotangent)
 
         def layer_backward(loop: Any, of_layer: Any) -> Any:
             carry_cotangent, consts_cotangent, stack_entries, budget = loop
@@ -305,7 +314,8 @@ class _Loops(NamedTuple):
 
         def float_outputs(weights: Entries, differentiated: ScanInputs) -> Any:
             inputs_of_layer = put_back(differentiated, inputs)
-            return floats(self.stack.run_layer(weights, inputs_of_layer))
+            carry, ys = self.stack.run_layer(weights, inputs_of_layer)
+            return self.stack.differentiated_carry(carry), floats(ys)
 
         weights = {path: layer_entries[path] for path in self.stack.leaf_paths}
         differentiated = self.stack.differentiated(inputs)
