@@ -44,10 +44,11 @@ def every_equation(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
 
 
 def runs_primitive_like(primitive: str, eqn: JaxprEqn) -> bool:
-    """Whether an equation, or one that it runs, is of a primitive whose name begins
-    so.
-    """
-    return any(x.primitive.name.startswith(primitive) for x in every_equation(eqn))
+    """Whether an equation runs a primitive whose name begins so."""
+    for inner in every_equation(eqn):
+        if inner.primitive.name.startswith(primitive):
+            return True
+    return False
 
 
 # A backward pass of the user's (custom_vjp).
@@ -56,28 +57,31 @@ has_backward_rule = partial(runs_primitive_like, "custom_vjp_call")
 
 def uses_symbolic_zeros(eqn: JaxprEqn) -> bool:
     """Whether a rule in an equation looks at which of its inputs have a derivative."""
-    return any(x.params.get("symbolic_zeros") is True for x in every_equation(eqn))
+    for inner in every_equation(eqn):
+        if inner.params.get("symbolic_zeros") is True:
+            return True
+    return False
 
 
 def has_refs(eqn: JaxprEqn) -> bool:
-    """Whether an equation, or one that it runs, has an array that can be written to."""
-    # A ref has a type that is not that of an array.
-    return not all(isinstance(x, ShapedArray) for x in _types(eqn))
+    """Whether an equation reads or writes an array that can be written to."""
+    # A ref has another type than an array.
+    return any(not isinstance(value_type, ShapedArray) for value_type in _types(eqn))
 
 
 def has_bits_that_vmap_changes(eqn: JaxprEqn) -> bool:
-    """Whether an equation makes random bits that vmap makes differ from those of a
-    loop. With keys of threefry they are the same.
+    """Whether an equation draws random bits, and others under vmap than in a loop.
+    With keys of threefry they are the same.
     """
-    dtypes = {str(getattr(x, "dtype", None)) for x in _types(eqn)}
-    key_dtypes = {dtype for dtype in dtypes if dtype.startswith("key<")}
-    return runs_primitive_like("rng_bit_generator", eqn) or not key_dtypes <= {
-        "key<fry>"
-    }
+    for value_type in _types(eqn):
+        dtype = str(getattr(value_type, "dtype", None))
+        if dtype.startswith("key<") and dtype != "key<fry>":
+            return True
+    return runs_primitive_like("rng_bit_generator", eqn)
 
 
 def _types(eqn: JaxprEqn) -> Iterator[Any]:
-    """The types of all values in an equation and in those that it runs."""
+    """The types of all values that an equation, or one that it runs, reads or makes."""
     for inner in every_equation(eqn):
         for atom in (*inner.invars, *inner.outvars):
             yield atom.aval
@@ -85,9 +89,10 @@ def _types(eqn: JaxprEqn) -> Iterator[Any]:
 
 def is_stop(eqn: JaxprEqn) -> bool:
     """Whether an equation has no derivative, as integers have none."""
-    dtypes = [type_of(x).dtype for x in eqn.outvars]
-    is_float = any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
-    return eqn.primitive.name in STOPS or not is_float
+    for output in eqn.outvars:
+        if jnp.issubdtype(type_of(output).dtype, jnp.inexact):
+            return eqn.primitive.name in STOPS
+    return True
 
 
 def body_of(eqn: JaxprEqn) -> Any:
