@@ -43,12 +43,9 @@ def every_equation(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
             yield from every_equation(inner)
 
 
-def runs_primitive_like(primitive: str, eqn: JaxprEqn) -> bool:
-    """Whether an equation runs a primitive whose name begins so."""
-    for inner in every_equation(eqn):
-        if inner.primitive.name.startswith(primitive):
-            return True
-    return False
+def runs_primitive_like(names: str | tuple[str, ...], eqn: JaxprEqn) -> bool:
+    """Whether an equation runs a primitive whose name begins with a name."""
+    return any(inner.primitive.name.startswith(names) for inner in every_equation(eqn))
 
 
 # A backward pass of the user's (custom_vjp).

@@ -101,8 +101,8 @@ def release(
         1 and 2, an unknown `nonfinite`. From init and step: a loss that scans no leaf
         of params, or only leaves that something else reads as well, and a float leaf
         that the loss does not depend on, such as statistics of BatchNorm. From init: an
-        optimizer that mixes leaves, that adds up gradients (`optax.MultiSteps`), or
-        whose state does not follow the weights or changes its dtype in an update. From
+        optimizer that mixes leaves, or whose state does not follow the weights or
+        changes its dtype in an update. From
         step: a state of another optimizer or of params of other shapes or dtypes, pmap,
         or shard_map with check_vma=False.
 

@@ -33,40 +33,6 @@ def loss(params, x):
 
 # ------------------------------------------------------------------------- optimizers
 
-SUMS = {
-    "MultiSteps": optax.MultiSteps(SGD, 2),
-    "ApplyEvery": optax.chain(optax.apply_every(2), SGD),
-}
-
-
-def all_true(tree):
-    return jax.tree.map(lambda _: True, tree)
-
-
-def labels(tree):
-    return jax.tree.map(lambda x: "b" if x.ndim == 1 else "a", tree)
-
-
-WRAPPED = {
-    "alone": lambda inner: inner,
-    "chain": lambda inner: optax.chain(optax.identity(), inner, optax.scale(0.5)),
-    "masked": lambda inner: optax.masked(inner, all_true),
-    "partition": lambda inner: optax.partition({"a": inner, "b": SGD}, labels),
-    "inject": lambda inner: optax.inject_hyperparams(
-        lambda rate: optax.chain(inner, optax.scale(rate))
-    )(0.5),
-}
-
-
-@pytest.mark.parametrize("name", SUMS)
-def test_an_optimizer_that_adds_up_gradients_is_refused(name):
-    inner = SUMS[name]
-    inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
-    for wrapped in WRAPPED.values():
-        trainer = release(loss, wrapped(inner), max_norm=1.0)
-        with pytest.raises(ValueError, match=f"must not add up .* {name}"):
-            trainer.init(PARAMS, X)
-
 
 def with_state(init):
     return optax.GradientTransformation(init, lambda grads, state, _: (grads, state))
