@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-from jax.core import ShapedArray
+from jax.core import ShapedArray, eval_jaxpr
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
@@ -30,6 +30,17 @@ def type_of(atom: Any) -> ShapedArray:
 def jaxpr_of(program: Any) -> Jaxpr:
     """A program without its constants, which it may have or not."""
     return getattr(program, "jaxpr", program)
+
+
+def run_equation(jaxpr: Jaxpr, eqn: JaxprEqn, value_of: Mapping[Any, Any]) -> list[Any]:
+    """The outputs of an equation of a program, from the values of variables."""
+    inputs = [atom for atom in eqn.invars if not is_literal(atom)]
+    program = jaxpr.replace(
+        constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn]
+    )
+    # eval_jaxpr knows how each primitive is bound, jit and scan among them, and keeps
+    # its named scopes.
+    return eval_jaxpr(program, [], *[value_of[atom] for atom in inputs])
 
 
 def every_equation(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
