@@ -29,7 +29,7 @@ from .._jaxpr import (
     type_of,
 )
 from .._trees import PyTree, listed
-from .stacks import LayerSlice, LayoutStep, Stack
+from .stacks import LayerSlice, LayoutStep, Stack, may_have_gradient, scan_inputs
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
@@ -65,7 +65,7 @@ class Program(NamedTuple):
         """Where layers are in the leaves of all stacks, by the path of the leaf."""
         slice_of_leaf = {}
         for stack in self.stacks.values():
-            for layer_slice in stack.slice_of_input.values():
+            for layer_slice in stack.slice_of_x.values():
                 slice_of_leaf[layer_slice.leaf_path] = layer_slice
         return slice_of_leaf
 
@@ -257,17 +257,19 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
         length = equation.params.get("length", 0)
         if equation.primitive.name != "scan" or length == 0:
             continue
-        slice_of_input = {}
-        first_x = sum(counts_of_scan(equation))
-        for place, var in enumerate(equation.invars[first_x:], first_x):
+        slice_of_x = {}
+        for index, var in enumerate(scan_inputs(equation, equation.invars).xs):
             layer_slice = slice_behind(var, length)
             if layer_slice is not None:
-                slice_of_input[place] = layer_slice
-        if slice_of_input:
+                slice_of_x[index] = layer_slice
+        if slice_of_x:
+            has_gradient = scan_inputs(equation, _has_gradient(equation, dependent))
+            for index in slice_of_x:
+                has_gradient.xs[index] = False
             stacks[id(equation)] = Stack(
                 equation=equation,
-                slice_of_input=slice_of_input,
-                dependent_inputs=_dependent_inputs(equation, dependent),
+                slice_of_x=slice_of_x,
+                has_gradient=has_gradient,
                 layers_before=layers_before,
             )
             layers_before += length
@@ -292,25 +294,24 @@ def _dependent_on(weights: Iterable[Var], jaxpr: Jaxpr) -> set[Var]:
     return dependent
 
 
-def _dependent_inputs(equation: JaxprEqn, dependent: set[Var]) -> set[int]:
-    """The places of the inputs of a scan that depend on weights, in any layer."""
-    places = set()
-    for place, var in enumerate(equation.invars):
-        if not is_literal(var) and var in dependent:
-            places.add(place)
+def _has_gradient(equation: JaxprEqn, dependent: set[Var]) -> list[bool]:
+    """Whether each input of a scan may have a gradient by weights, in any layer."""
+    flags = [not is_literal(var) and var in dependent for var in equation.invars]
     body = jaxpr_of(body_of(equation))
     consts, carries = counts_of_scan(equation)
-    read_by_carry = []
+    reads_of_carry = []
     for carry in range(carries):
         is_output = [index == carry for index in range(len(body.outvars))]
         _, is_read = dce_jaxpr(body, is_output)
-        read_by_carry.append({place for place, flag in enumerate(is_read) if flag})
-    # A weight may come into one carry, and by the next layer into another.
+        reads_of_carry.append(is_read)
+    # What one layer brings into a carry may come into another carry in the next.
     for _ in range(carries):
-        for carry, places_read in enumerate(read_by_carry):
-            if places & places_read:
-                places.add(consts + carry)
-    return places
+        for carry, is_read in enumerate(reads_of_carry):
+            if any(flag and is_read[place] for place, flag in enumerate(flags)):
+                flags[consts + carry] = True
+    for place, var in enumerate(equation.invars):
+        flags[place] = flags[place] and may_have_gradient(type_of(var))
+    return flags
 
 
 def _axis_before(equation: JaxprEqn, axis: int, length: int) -> int | None:

@@ -89,8 +89,8 @@ def layer_of(
 
 
 class ScanInputs(NamedTuple):
-    """The inputs of a scan or of one of its layers, or their cotangents. None stands in
-    the place of weights, and of a cotangent that there is not.
+    """The inputs of a scan, or something for each of them. A layer gets one slice of
+    the xs.
     """
 
     consts: list[Any]
@@ -98,12 +98,23 @@ class ScanInputs(NamedTuple):
     xs: list[Any]
 
 
+def scan_inputs(equation: JaxprEqn, inputs: list[Any]) -> ScanInputs:
+    """The inputs of a scan by their roles."""
+    consts, carries = counts_of_scan(equation)
+    first_x = consts + carries
+    return ScanInputs(
+        consts=inputs[:consts], carry=inputs[consts:first_x], xs=inputs[first_x:]
+    )
+
+
 class Stack(NamedTuple):
     """A scan that reads leaves of params layer by layer."""
 
     equation: JaxprEqn
-    slice_of_input: dict[int, LayerSlice]  # by place among the inputs of the scan
-    dependent_inputs: set[int]  # places of inputs that depend on trained leaves
+    slice_of_x: dict[int, LayerSlice]  # of the xs that are leaves of params
+    # Whether an input that is no leaf has a gradient (bools). The batch has none: a
+    # layer may read it through a function without a gradient, such as a `while_loop`.
+    has_gradient: ScanInputs
     layers_before: int  # in stacks that run earlier
 
     @property
@@ -116,7 +127,7 @@ class Stack(NamedTuple):
 
     @property
     def leaf_paths(self) -> set[str]:
-        return {x.leaf_path for x in self.slice_of_input.values()}
+        return {layer_slice.leaf_path for layer_slice in self.slice_of_x.values()}
 
     def groups(self) -> Array:
         """The group of each layer in the budget. A backward pass goes through them in
@@ -128,52 +139,20 @@ class Stack(NamedTuple):
             turns = turns[::-1]
         return -2 - self.layers_before - turns
 
-    def without_weights(self, inputs: list[Any]) -> ScanInputs:
-        """The inputs of the scan, with None in the place of weights."""
-        inputs = list(inputs)
-        for place in self.slice_of_input:
-            inputs[place] = None
-        return self._scan_inputs(inputs)
-
-    def differentiated(self, inputs: ScanInputs) -> ScanInputs:
-        """The inputs that may have a gradient, with None in the place of all others.
-
-        A layer may read the batch through a function that has no derivative, such as a
-        `while_loop`. So the batch has no gradient.
-        """
-        arrays = [*inputs.consts, *inputs.carry, *inputs.xs]
-        for place in range(len(arrays)):
-            if place not in self.dependent_inputs:
-                arrays[place] = None
-        return floats(self._scan_inputs(arrays))
-
-    def differentiated_carry(self, carry: list[Any]) -> list[Any]:
-        """What is carried and may have a gradient, with None in place of all others."""
-        consts, _ = counts_of_scan(self.equation)
-        for index in range(len(carry)):
-            if consts + index not in self.dependent_inputs:
-                carry = [*carry[:index], None, *carry[index + 1 :]]
-        return floats(carry)
-
-    def _scan_inputs(self, inputs: list[Any]) -> ScanInputs:
-        consts, carries = counts_of_scan(self.equation)
-        first_x = consts + carries
-        return ScanInputs(
-            consts=inputs[:consts], carry=inputs[consts:first_x], xs=inputs[first_x:]
-        )
-
     def run_layer(
         self, layer_entries: Entries, inputs: ScanInputs
     ) -> tuple[list[Array], list[Array]]:
-        """The carry after a layer, and its ys."""
+        """The carry after a layer, and its ys. The inputs have None in the place of
+        leaves.
+        """
         from jax.extend.core import jaxpr_as_fun
 
-        arrays = [*inputs.consts, *inputs.carry, *inputs.xs]
-        for place, layer_slice in self.slice_of_input.items():
-            arrays[place] = layer_slice.as_layer_reads(
-                layer_entries[layer_slice.leaf_path]
-            )
-        outputs = jaxpr_as_fun(body_of(self.equation))(*arrays)
+        xs = list(inputs.xs)
+        for index, layer_slice in self.slice_of_x.items():
+            weights = layer_entries[layer_slice.leaf_path]
+            xs[index] = layer_slice.as_layer_reads(weights)
+        run = jaxpr_as_fun(body_of(self.equation))
+        outputs = run(*inputs.consts, *inputs.carry, *xs)
         count = len(inputs.carry)
         return outputs[:count], outputs[count:]
 
@@ -183,11 +162,16 @@ def may_have_gradient(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def floats(tree: PyTree) -> PyTree:
+def floats(arrays: list[Array]) -> list[Array | None]:
     """The arrays that may have a gradient, with None in the place of all others. The
     cotangents of others are float0, which goes too.
     """
-    return jax.tree.map(lambda x: x if may_have_gradient(x) else None, tree)
+    return [array if may_have_gradient(array) else None for array in arrays]
+
+
+def selected(flags: PyTree, arrays: PyTree) -> Any:
+    """The arrays with a flag, with None in the place of all others."""
+    return jax.tree.map(lambda flag, array: array if flag else None, flags, arrays)
 
 
 def _zeros(array: Array) -> Array:
@@ -218,6 +202,10 @@ def run_stack(
         if layer_slice.leaf_path in stack.leaf_paths
     }
     loops = _Loops(stack, update_layer, slices_of_stack)
+    all_inputs = scan_inputs(stack.equation, inputs)
+    other_xs: list[Array | None] = list(all_inputs.xs)
+    for index in stack.slice_of_x:
+        other_xs[index] = None
 
     @jax.custom_vjp
     def scan_layers(inputs: ScanInputs, stack_entries: Entries, budget: Budget) -> Any:
@@ -226,7 +214,7 @@ def run_stack(
 
     scan_layers.defvjp(loops.forward, loops.backward)
     carry, ys, budget = scan_layers(
-        stack.without_weights(inputs),
+        all_inputs._replace(xs=other_xs),
         {path: stack_entries[path] for path in slices_of_stack},
         budget,
     )
@@ -268,8 +256,8 @@ class _Loops(NamedTuple):
         left.
         """
         inputs, stack_entries = saved
-        carry_cotangent, ys_cotangents, budget = floats(cotangents)
-        carry_cotangent = self.stack.differentiated_carry(carry_cotangent)
+        carry_cotangent, ys_cotangents, budget = cotangents
+        has_gradient = self.stack.has_gradient
 
         def layer_backward(loop: Any, of_layer: Any) -> Any:
             carry_cotangent, consts_cotangent, stack_entries, budget = loop
@@ -293,14 +281,25 @@ class _Loops(NamedTuple):
             loop = input_cotangents.carry, consts_cotangent, stack_entries, budget
             return loop, input_cotangents.xs
 
-        zeros = jax.tree.map(_zeros, self.stack.differentiated(inputs).consts)
+        consts = selected(has_gradient.consts, inputs.consts)
         layers = jnp.arange(self.stack.length)
         # Not unrolled, since gradients of several layers could then be alive at once.
         # `_split_transpose` of the user's scan has no meaning for a loop of our own.
         loop, xs_cotangents = lax.scan(
             layer_backward,
-            (carry_cotangent, zeros, stack_entries, budget),
-            (layers, self.stack.groups(), inputs.carry, inputs.xs, ys_cotangents),
+            (
+                selected(has_gradient.carry, carry_cotangent),
+                jax.tree.map(_zeros, consts),
+                stack_entries,
+                budget,
+            ),
+            (
+                layers,
+                self.stack.groups(),
+                inputs.carry,
+                inputs.xs,
+                floats(ys_cotangents),
+            ),
             reverse=not self.stack.is_reversed,
         )
         carry_cotangent, consts_cotangent, stack_entries, budget = loop
@@ -312,12 +311,13 @@ class _Loops(NamedTuple):
     ) -> tuple[Entries, ScanInputs]:
         """The gradients of a layer by its weights, and the cotangents of its inputs."""
 
+        has_gradient = self.stack.has_gradient
+
         def float_outputs(weights: Entries, differentiated: ScanInputs) -> Any:
-            inputs_of_layer = put_back(differentiated, inputs)
-            carry, ys = self.stack.run_layer(weights, inputs_of_layer)
-            return self.stack.differentiated_carry(carry), floats(ys)
+            carry, ys = self.stack.run_layer(weights, put_back(differentiated, inputs))
+            return selected(has_gradient.carry, carry), floats(ys)
 
         weights = {path: layer_entries[path] for path in self.stack.leaf_paths}
-        differentiated = self.stack.differentiated(inputs)
+        differentiated = selected(has_gradient, inputs)
         _, pull = jax.vjp(float_outputs, weights, differentiated)
         return pull(cotangents)
