@@ -6,7 +6,7 @@
     optimizers          one layer in the optimizer's state
     optimizer_checks    whether the optimizer can see one layer at a time
     budget              the limit of all gradients, in one backward pass
-    group_clip          the clip of one layer
+    step_clip           the clip of one layer, and the norm of everything
     trainer             one step
 
 Gradients are as large as the weights, and the usual step holds all of them until the

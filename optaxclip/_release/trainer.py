@@ -17,7 +17,7 @@ from .._mesh_types import has_types, manual_axes
 from .._norms import global_norm
 from .._trees import PyTree
 from .budget import Budget, first_shares, new_budget, next_shares, with_norm
-from .group_clip import GroupClip
+from .step_clip import StepClip
 from .model import Model, read_model
 from .optimizer_checks import check_optimizer
 from .optimizers import arrays_by_path, tree_from_entries
@@ -77,23 +77,21 @@ class Released:
         _check_layer_count(state, model)
         _check_optimizer_state(state, model)
         all_entries = arrays_by_path((params, state.optimizer))
-        group_clip = GroupClip(self.clipper, state.clip, self.inf_is_off)
-        budget = new_budget(group_clip.limit_ahead(), state.shares)
+        step_clip = StepClip(self.clipper, state.clip, self.inf_is_off)
+        budget = new_budget(step_clip.limit_ahead(), state.shares)
         if self.passes == 2:
             budget = _measured(model, all_entries, batch, budget)
-            group_clip = group_clip._replace(norm=global_norm(budget.norms))
+            step_clip = step_clip._replace(measured=global_norm(budget.norms))
 
         def update_layer(
             group: Array, grads: Entries, layer_entries: Entries, budget: Budget
         ) -> tuple[Entries, Budget]:
-            grads, budget = group_clip.clip(group, grads, budget)
+            grads, budget = step_clip.clip(group, grads, budget)
             new_entries = model.optimizer.updated(all_entries | layer_entries, grads)
             return {path: new_entries[path] for path in layer_entries}, budget
 
         result = model.forward_and_backward(update_layer, all_entries, batch, budget)
-        grads, budget = group_clip.clip(
-            OUTER_WEIGHTS, result.outer_grads, result.budget
-        )
+        grads, budget = step_clip.clip(OUTER_WEIGHTS, result.outer_grads, result.budget)
         # The weights outside of the layers, and once a step the counters that all
         # layers share. A model may have no such weights, and optimizers want a leaf. So
         # the first layer takes part, with gradients of 0. Its new entries are not used.
@@ -106,7 +104,7 @@ class Released:
         params, optimizer_state = tree_from_entries(
             (params, state.optimizer), all_entries
         )
-        clip_state = group_clip.state_after(budget)
+        clip_state = step_clip.state_after(budget)
         finite_steps = clip_state.step - clip_state.nonfinite
         shares = next_shares(state.shares, budget.norms, finite_steps)
         return params, ReleaseState(optimizer_state, clip_state, shares), result.value
