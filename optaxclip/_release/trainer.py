@@ -17,11 +17,11 @@ from .._mesh_types import has_types, manual_axes
 from .._norms import global_norm
 from .._trees import PyTree
 from .budget import Budget, first_shares, new_budget, next_shares, with_norm
-from .step_clip import StepClip
 from .model import Model, read_model
 from .optimizer_checks import check_optimizer
 from .optimizers import arrays_by_path, tree_from_entries
 from .stacks import Entries, layer_of
+from .step_clip import StepClip
 
 # The group of the weights outside of the layers, which is the last one.
 OUTER_WEIGHTS = -1
