@@ -40,6 +40,12 @@ class Model(NamedTuple):
     weights: Entries  # that are trained
     slice_of_entry: dict[str, LayerSlice]  # of the weights and states of layers
 
+    @property
+    def group_count(self) -> int:
+        """The layers of all stacks, and the weights outside of them."""
+        layer_counts = [stack.length for stack in self.program.stacks.values()]
+        return sum(layer_counts) + 1
+
     def forward_and_backward(
         self,
         update_layer: UpdateLayer,

@@ -29,7 +29,7 @@ from .._jaxpr import (
     type_of,
 )
 from .._trees import PyTree, listed
-from .stacks import LayerSlice, LayoutStep, Stack, may_have_gradient, scan_inputs
+from .stacks import LayerSlice, Layout, Stack, may_have_gradient, scan_inputs
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
@@ -55,10 +55,6 @@ class Program(NamedTuple):
     jaxpr: ClosedJaxpr  # from params and batch to the loss, and then aux
     structure: PyTree  # of what the loss returns
     stacks: dict[int, Stack]  # by `id` of their equations
-
-    @property
-    def layer_count(self) -> int:
-        return sum(stack.length for stack in self.stacks.values())
 
     @property
     def slice_of_leaf(self) -> dict[str, LayerSlice]:
@@ -225,10 +221,13 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
     Args:
       weights: the variables of trained leaves, with their paths.
     """
-    readers = _readers(jaxpr)
+    # How often each variable is read. An output is a reader too.
+    readers = Counter(_variables(jaxpr.outvars))
     maker_of = {}
     for equation in jaxpr.eqns:
-        maker_of |= dict.fromkeys(equation.outvars, equation)
+        readers.update(_variables(equation.invars))
+        for output in equation.outvars:
+            maker_of[output] = equation
     dependent = _dependent_on(weights, jaxpr)
 
     def slice_behind(var: Any, length: int) -> LayerSlice | None:
@@ -236,18 +235,18 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
         is no leaf behind it, or something else reads the leaf too.
         """
         axis = 0
-        layout_steps: list[LayoutStep] = []
+        layouts: list[Layout] = []
         while not is_literal(var) and readers[var] == 1:
             if var in weights:
-                return LayerSlice(weights[var], axis, length, layout_steps[::-1])
+                return LayerSlice(weights[var], axis, length, layouts[::-1])
             maker = maker_of.get(var)
             if maker is None or maker.primitive.name not in LAYOUT:
                 return None
-            layout_steps.append(LayoutStep(maker, axis))
-            axis_before = _axis_before(maker, axis, length)
-            if axis_before is None:
+            step = _layout_step(maker, axis, length)
+            if step is None:
                 return None
-            axis = axis_before
+            axis, layout = step
+            layouts.append(layout)
             var = maker.invars[0]
         return None
 
@@ -274,14 +273,6 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
             )
             layers_before += length
     return stacks
-
-
-def _readers(jaxpr: Jaxpr) -> Counter[Var]:
-    """How often each variable is read. An output is a reader too."""
-    readers = Counter(_variables(jaxpr.outvars))
-    for equation in jaxpr.eqns:
-        readers.update(_variables(equation.invars))
-    return readers
 
 
 def _dependent_on(weights: Iterable[Var], jaxpr: Jaxpr) -> set[Var]:
@@ -314,23 +305,35 @@ def _has_gradient(equation: JaxprEqn, dependent: set[Var]) -> list[bool]:
     return flags
 
 
-def _axis_before(equation: JaxprEqn, axis: int, length: int) -> int | None:
-    """The axis of the layers before an equation that changes the layout. None: the
-    layers are no longer along one axis.
+def _layout_step(
+    equation: JaxprEqn, axis: int, length: int
+) -> tuple[int, Layout] | None:
+    """The axis of the layers before an equation that changes the layout, and the same
+    change for one layer. None: before it, layers are not along one axis.
+
+    Args:
+      axis: of the layers after the equation.
+      length: how many layers there are.
     """
     params = equation.params
     if equation.primitive.name == "transpose":
-        return params["permutation"][axis]
+        permutation = params["permutation"]
+        return permutation[axis], lambda layer: jnp.transpose(layer, permutation)
     if equation.primitive.name == "reshape" and params["dimensions"] is not None:
         # `lax.reshape` can transpose as well.
         return None
     shape = type_of(equation.invars[0]).shape
-    new_shape = type_of(equation.outvars[0]).shape
+    new_type = type_of(equation.outvars[0])
     # A reshape keeps the numbers in front of the axis. [12, 5] -> [3, 4, 5] makes
     # blocks: each of 3 layers reads 4 rows.
-    numbers_in_front = math.prod(new_shape[:axis])
+    numbers_in_front = math.prod(new_type.shape[:axis])
+    layer_shape = list(new_type.shape)
+    layer_shape[axis] //= length
     for axis_before, size in enumerate(shape):
         is_same_place = math.prod(shape[:axis_before]) == numbers_in_front
         if is_same_place and size % length == 0:
-            return axis_before
+            return (
+                axis_before,
+                lambda layer: layer.reshape(layer_shape).astype(new_type.dtype),
+            )
     return None

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._jaxpr import body_of, counts_of_scan, type_of
+from .._jaxpr import body_of, counts_of_scan
 from .._mesh_types import typed_as
 from .._trees import PyTree, put_back
 from .budget import Budget
@@ -35,13 +35,8 @@ Entries = dict[str, Array]  # weights and the optimizer's state, by path
 # Called with the group of a layer, its gradients, its entries and the budget. Returns
 # the new entries, or None in a pass that only measures, and the budget that is left.
 UpdateLayer = Callable[[Array, Entries, Entries, Budget], tuple[Entries | None, Budget]]
-
-
-class LayoutStep(NamedTuple):
-    """An equation between a leaf and its scan."""
-
-    equation: JaxprEqn
-    axis: int  # of the layers, in its result
+# One layer of a leaf in another order, shape or dtype.
+Layout = Callable[[Array], Array]
 
 
 class LayerSlice(NamedTuple):
@@ -50,9 +45,9 @@ class LayerSlice(NamedTuple):
     leaf_path: str
     axis: int  # of the layers
     layer_count: int
-    layout_steps: list[LayoutStep]
+    layouts: list[Layout]  # from the leaf to the xs of the scan, one after the other
 
-    def taken(self, array: Array, layer: Array | int) -> Array:
+    def take(self, array: Array, layer: Array | int) -> Array:
         """The part of a layer. The axis of layers stays, with several rows where the
         scan goes through blocks of layers.
         """
@@ -66,15 +61,8 @@ class LayerSlice(NamedTuple):
 
     def as_layer_reads(self, array: Array) -> Array:
         """The part of a layer as the body of the scan reads it."""
-        for equation, axis in self.layout_steps:
-            result = type_of(equation.outvars[0])
-            if equation.primitive.name == "transpose":
-                array = jnp.transpose(array, equation.params["permutation"])
-            else:
-                shape = list(result.shape)
-                shape[axis] //= self.layer_count
-                array = array.reshape(shape)
-            array = array.astype(result.dtype)
+        for layout in self.layouts:
+            array = layout(array)
         return array.reshape(array.shape[1:])
 
 
@@ -83,7 +71,7 @@ def layer_of(
 ) -> Entries:
     """The entries of one layer."""
     return {
-        path: layer_slice.taken(jnp.asarray(entries[path]), layer)
+        path: layer_slice.take(jnp.asarray(entries[path]), layer)
         for path, layer_slice in slice_of_entry.items()
     }
 

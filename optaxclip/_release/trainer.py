@@ -64,7 +64,7 @@ class Released:
         return ReleaseState(
             optimizer=self.optimizer.init(trained),
             clip=self.clipper.init(trained),
-            shares=first_shares(model.program.layer_count + 1),
+            shares=first_shares(model.group_count),
         )
 
     def step(
@@ -72,10 +72,13 @@ class Released:
     ) -> tuple[PyTree, ReleaseState, Any]:
         """Returns new params, the new state, and what the loss returned."""
         _check_devices()
-        _check_state(state)
+        if not isinstance(state, ReleaseState):
+            raise TypeError(
+                "release: state must be what init(params, *batch) or the step before "
+                f"returned, got {shown(state)}."
+            )
         model = self._model(params, batch)
-        _check_layer_count(state, model)
-        _check_optimizer_state(state, model)
+        _check_state_of(state, model)
         all_entries = arrays_by_path((params, state.optimizer))
         step_clip = StepClip(self.clipper, state.clip, self.inf_is_off)
         budget = new_budget(step_clip.limit_ahead(), state.shares)
@@ -115,10 +118,11 @@ class Released:
         All other gradients are in memory at the end of a step.
         """
         model = self._model(params, batch)
-        name_of_leaf = model.optimizer.name_of_leaf
-        return [
-            name_of_leaf[leaf] for leaf in name_of_leaf if leaf in model.slice_of_entry
-        ]
+        names = []
+        for path, name in model.optimizer.name_of_leaf.items():
+            if path in model.slice_of_entry:
+                names.append(name)
+        return names
 
     def _model(self, params: PyTree, batch: tuple[PyTree, ...]) -> Model:
         return read_model(
@@ -155,49 +159,29 @@ def _check_devices() -> None:
         )
 
 
-def _check_state(state: object) -> None:
-    """Raises TypeError for a state that is not of `release`."""
-    if not isinstance(state, ReleaseState):
-        raise TypeError(
-            "release: state must be what init(params, *batch) or the step before "
-            f"returned, got {shown(state)}."
-        )
-
-
-def _check_layer_count(state: ReleaseState, model: Model) -> None:
-    """Raises ValueError for the state of another number of layers."""
-    layers = state.shares.size - 1
-    if layers != model.program.layer_count:
-        raise ValueError(
-            f"release: state must be of the layers that loss scans, got {layers} in a "
-            f"step of {model.program.layer_count} layers: make it by init."
-        )
-
-
-def _check_optimizer_state(state: ReleaseState, model: Model) -> None:
+def _check_state_of(state: ReleaseState, model: Model) -> None:
     """Raises ValueError for the state of another optimizer, or of params of other
-    shapes or dtypes.
+    layers, shapes or dtypes.
     """
-    _, wanted_state = model.optimizer.abstract_params_and_state(model.weights)
-    wanted = arrays_by_path(wanted_state)
-    entries = arrays_by_path(state.optimizer)
-    for path in sorted(wanted.keys() | entries.keys()):
-        if path not in entries:
-            fault = f"it has no {path!r}"
-        elif path not in wanted:
-            fault = f"it has {path!r}"
-        elif _type_text(entries[path]) != _type_text(wanted[path]):
-            wanted_type = _type_text(wanted[path])
-            fault = f"{path!r} is {_type_text(entries[path])} in place of {wanted_type}"
-        else:
-            continue
-        raise ValueError(
-            "release: state.optimizer must be of this optimizer and of params of these "
-            f"shapes and dtypes, but {fault}: make it by init."
-        )
+    _, optimizer = model.optimizer.abstract_params_and_state(model.weights)
+    shares = jax.eval_shape(lambda: first_shares(model.group_count))
+    wanted_types = _types_by_path(ReleaseState(optimizer, None, shares))
+    types = _types_by_path(state._replace(clip=None))
+    for path in sorted(wanted_types.keys() | types.keys()):
+        entry_type = types.get(path, "nothing")
+        wanted_type = wanted_types.get(path, "nothing")
+        if entry_type != wanted_type:
+            raise ValueError(
+                "release: state must be of this optimizer, and of params of these "
+                f"layers, shapes and dtypes, but state{path} is {entry_type} in place "
+                f"of {wanted_type}: make it by init."
+            )
 
 
-def _type_text(array: object) -> str:
-    """The dtype and shape of an array, such as "float32[2, 3]"."""
-    array_type = jax.typeof(array)
-    return f"{array_type.dtype}{list(array_type.shape)}"
+def _types_by_path(tree: PyTree) -> dict[str, str]:
+    """Dtypes and shapes, such as "float32[2, 3]", by path."""
+    types = {}
+    for path, array in arrays_by_path(tree).items():
+        array_type = jax.typeof(array)
+        types[path] = f"{array_type.dtype}{list(array_type.shape)}"
+    return types

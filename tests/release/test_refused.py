@@ -458,7 +458,9 @@ def test_a_state_of_another_number_of_layers_is_refused(passes):
 
     trainer = release(loss, SGD, max_norm=1.0, passes=passes)
     state = trainer.init(params_of(4), X)
-    text = "release: state must .* got 4 in a step of 6 layers: make it by init"
+    text = (
+        r"but state\.shares is float32\[5\] in place of float32\[7\]: make it by init"
+    )
     with pytest.raises(ValueError, match=text):
         trainer.step(params_of(6), state, X)
     trainer.step(params_of(4), state, X)
@@ -467,13 +469,13 @@ def test_a_state_of_another_number_of_layers_is_refused(passes):
 @pytest.mark.parametrize(
     ("before", "after", "text"),
     [
-        (SGD, optax.adam(0.1), r"it has no '\[0\]\.count'"),
-        (optax.adam(0.1), SGD, r"it has '\[0\]\.count'"),
+        (SGD, optax.adam(0.1), r"\[0\]\.count is nothing in place of int32\[\]"),
+        (optax.adam(0.1), SGD, r"\[0\]\.count is int32\[\] in place of nothing"),
     ],
 )
 def test_a_state_of_another_optimizer_is_refused(before, after, text):
     state = release(loss, before).init(PARAMS, X)
-    text = rf"release: state\.optimizer must be of this optimizer .* {text}"
+    text = rf"release: state must be of this optimizer, .* but state\.optimizer{text}"
     with pytest.raises(ValueError, match=text):
         release(loss, after).step(PARAMS, state, X)
 
@@ -485,10 +487,7 @@ def test_a_state_of_params_of_other_shapes_is_refused():
 
     trainer = release(loss, optax.adam(0.1))
     state = trainer.init(params_of(2), X)
-    text = (
-        r"params of these shapes .*, but .*mu\['bias'\].* is float32\[2\] in place of "
-    )
-    text += r"float32\[4\]"
+    text = r"but state.*mu\['bias'\].* is float32\[2\] in place of float32\[4\]"
     with pytest.raises(ValueError, match=text):
         trainer.step(params_of(4), state, jnp.ones((5, 4)))
 
