@@ -56,7 +56,8 @@ def every_equation(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
 
 def runs_primitive_like(names: str | tuple[str, ...], eqn: JaxprEqn) -> bool:
     """Whether an equation runs a primitive whose name begins with a name."""
-    return any(inner.primitive.name.startswith(names) for inner in every_equation(eqn))
+    primitives = [inner.primitive.name for inner in every_equation(eqn)]
+    return any(name.startswith(names) for name in primitives)
 
 
 # A backward pass of the user's (custom_vjp).
@@ -91,7 +92,9 @@ def has_bits_that_vmap_changes(eqn: JaxprEqn) -> bool:
 def _types(eqn: JaxprEqn) -> Iterator[Any]:
     """The types of all values that an equation, or one that it runs, reads or makes."""
     for inner in every_equation(eqn):
-        for atom in (*inner.invars, *inner.outvars):
+        for atom in inner.invars:
+            yield atom.aval
+        for atom in inner.outvars:
             yield atom.aval
 
 

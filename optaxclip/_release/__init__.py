@@ -49,9 +49,8 @@ def release(
     The loss is traced, and its program is cut at each `lax.scan` (also in nn.scan and
     nnx.scan) whose xs are leaves of params. A loop over these layers, the last one
     first, takes the gradient of each layer, clips it, and applies the optimizer to the
-    slices of weights and state. All other weights are updated at the end. So are the
-    weights of a scan in a `jax.checkpoint`, if there is such a scan outside of all
-    checkpoints: that checkpoint stays as it is.
+    slices of weights and state. All other weights are updated at the end. Layers in a
+    `jax.checkpoint` count as other weights, if there are layers outside of one.
 
     Group 1 is the last layer, and the last group is all weights outside of the layers.
     One pass clips by the usual share s_j of group j in the square of the norm. s_j is

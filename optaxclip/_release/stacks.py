@@ -70,15 +70,15 @@ def layer_of(
     entries: Entries, slice_of_entry: dict[str, LayerSlice], layer: Array | int
 ) -> Entries:
     """The entries of one layer."""
-    return {
-        path: layer_slice.take(jnp.asarray(entries[path]), layer)
-        for path, layer_slice in slice_of_entry.items()
-    }
+    layer_entries = {}
+    for path, layer_slice in slice_of_entry.items():
+        layer_entries[path] = layer_slice.take(jnp.asarray(entries[path]), layer)
+    return layer_entries
 
 
 class ScanInputs(NamedTuple):
-    """The inputs of a scan, or something for each of them. A layer gets one slice of
-    the xs.
+    """The inputs of a scan or of one of its layers, by their roles. None stands in the
+    place of leaves of params, and of what has no gradient.
     """
 
     consts: list[Any]
@@ -87,7 +87,7 @@ class ScanInputs(NamedTuple):
 
 
 def scan_inputs(equation: JaxprEqn, inputs: list[Any]) -> ScanInputs:
-    """The inputs of a scan by their roles."""
+    """A value for each input of a scan, by the roles of the inputs."""
     consts, carries = counts_of_scan(equation)
     first_x = consts + carries
     return ScanInputs(
@@ -99,7 +99,7 @@ class Stack(NamedTuple):
     """A scan that reads leaves of params layer by layer."""
 
     equation: JaxprEqn
-    slice_of_x: dict[int, LayerSlice]  # of the xs that are leaves of params
+    slice_of_x: dict[int, LayerSlice]  # by index: the xs that are leaves of params
     # Whether an input that is no leaf has a gradient (bools). The batch has none: a
     # layer may read it through a function without a gradient, such as a `while_loop`.
     has_gradient: ScanInputs
@@ -184,11 +184,12 @@ def run_stack(
       slice_of_entry: of these entries.
       budget: is handed on as it is. Its cotangent is the budget that is left.
     """
-    slices_of_stack = {
-        path: layer_slice
-        for path, layer_slice in slice_of_entry.items()
-        if layer_slice.leaf_path in stack.leaf_paths
-    }
+    entries_of_stack = {}
+    slices_of_stack = {}
+    for path, layer_slice in slice_of_entry.items():
+        if layer_slice.leaf_path in stack.leaf_paths:
+            entries_of_stack[path] = stack_entries[path]
+            slices_of_stack[path] = layer_slice
     loops = _Loops(stack, update_layer, slices_of_stack)
     all_inputs = scan_inputs(stack.equation, inputs)
     other_xs: list[Array | None] = list(all_inputs.xs)
@@ -202,9 +203,7 @@ def run_stack(
 
     scan_layers.defvjp(loops.forward, loops.backward)
     carry, ys, budget = scan_layers(
-        all_inputs._replace(xs=other_xs),
-        {path: stack_entries[path] for path in slices_of_stack},
-        budget,
+        all_inputs._replace(xs=other_xs), entries_of_stack, budget
     )
     return [*carry, *ys], budget
 
@@ -298,7 +297,6 @@ class _Loops(NamedTuple):
         self, layer_entries: Entries, inputs: ScanInputs, cotangents: Any
     ) -> tuple[Entries, ScanInputs]:
         """The gradients of a layer by its weights, and the cotangents of its inputs."""
-
         has_gradient = self.stack.has_gradient
 
         def float_outputs(weights: Entries, differentiated: ScanInputs) -> Any:
