@@ -94,8 +94,9 @@ def release(
     Raises:
       TypeError: a loss that is no function, an optimizer without init and update, a
         limit that is not a number. From init and step: a loss that is not a
-        real scalar, a leaf of params that is not an array. From step: a state that
-        neither init nor step returned.
+        real scalar, a leaf of params that is not an array. From init: an optimizer that
+        wants more than gradients, state and params, or every leaf. From step: a state
+        that neither init nor step returned.
       ValueError: a negative or NaN limit, a rule that needs weights, passes other than
         1 and 2, an unknown `nonfinite`. From init and step: a loss that scans no leaf
         of params, or only leaves that something else reads as well, and a float leaf

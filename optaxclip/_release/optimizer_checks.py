@@ -7,8 +7,8 @@ update says what the new value of each entry depends on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from .optimizers import Optimizer, arrays_by_path
 from .stacks import Entries, LayerSlice, layer_of
 
 if TYPE_CHECKING:
-    from jax.extend.core import Jaxpr
+    from jax.extend.core import ClosedJaxpr, Jaxpr
 
 # The primitives that norms begin with.
 REDUCTIONS = ("reduce_sum", "reduce_max", "dot_general")
@@ -43,7 +43,8 @@ def check_optimizer(
     Warns of one that looks at all numbers of a leaf together.
 
     Raises:
-      TypeError: it wants more than gradients, state and params.
+      TypeError: it wants more than gradients, state and params, or a gradient of
+        every leaf.
       ValueError: it keeps something that has no entry for each layer or whose dtype an
         update changes, or mixes leaves.
     """
@@ -56,16 +57,8 @@ def check_optimizer(
         if leaf_of_entry[path] is None:
             _check_shared_entry(path, entry, entries_of_stacks.get(path))
 
-    try:
-        traced, new_entries = jax.make_jaxpr(optimizer.updated, return_shape=True)(
-            entries, weights_of_one_layer
-        )
-    except TypeError as error:
-        # Such as `reduce_on_plateau`, which wants the value of the loss.
-        raise TypeError(
-            "release: optimizer is called with gradients, state and params alone, and "
-            f"raised: {error}"
-        ) from error
+    trace = jax.make_jaxpr(optimizer.updated, return_shape=True)
+    traced, new_entries = _traced_update(trace, entries, weights_of_one_layer)
     _check_dtypes(entries, new_entries)
     # JAX sorts the keys of a dict.
     inputs = [*sorted(entries), *sorted(weights_of_one_layer)]
@@ -75,6 +68,8 @@ def check_optimizer(
         leaf_path = leaf_of_entry[program.path]
         if leaf_path in slice_of_leaf and _reduces(program.jaxpr):
             reduced_leaves.add(optimizer.name_of_leaf[leaf_path])
+    # A step calls it for each stack, with None in the place of all other leaves.
+    _traced_update(trace, entries, layer)
     if reduced_leaves:
         warnings.warn(
             f"release: optimizer looks at all numbers of {listed(reduced_leaves)} "
@@ -82,6 +77,20 @@ def check_optimizer(
             "of the usual step, but of one with a list of layers in place of a stack.",
             stacklevel=3,
         )
+
+
+def _traced_update(
+    trace: Callable[..., Any], entries: Entries, grads: Entries
+) -> tuple[ClosedJaxpr, Entries]:
+    """The program of an update by these gradients, and types of the new entries."""
+    try:
+        return trace(entries, grads)
+    except Exception as error:
+        # Such as `reduce_on_plateau`, which wants the value of the loss.
+        raise TypeError(
+            "release: optimizer is called with gradients, state and params alone, and "
+            f"with None in the place of some leaves. It raised: {error}"
+        ) from error
 
 
 def _check_shared_entry(path: str, entry: Array, entry_of_stacks: Array | None) -> None:

@@ -74,8 +74,8 @@ MIXES = {
     ),
     "plateau": (
         optax.chain(SGD, optax.contrib.reduce_on_plateau()),
-        "optimizer is called with gradients, state and params alone, and raised: "
-        "reduce_on_plateau",
+        "optimizer is called with gradients, state and params alone, and with None in "
+        "the place of some leaves. It raised: reduce_on_plateau",
     ),
     "sm3": (optax.sm3(0.1), "arrays of the shape of a leaf"),
 }
@@ -86,6 +86,18 @@ def test_an_optimizer_that_mixes_layers_is_named_with_its_reason(name):
     optimizer, text = MIXES[name]
     with pytest.raises((TypeError, ValueError), match=re.escape(text)):
         release(loss, optimizer).init(PARAMS, X)
+
+
+def test_an_optimizer_that_wants_every_leaf_is_refused():
+    """The galore of optax 0.2.8 reads the dtype of each leaf, also of None."""
+
+    def loss(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (x + x @ w, None), x, params["layers"])
+        return jnp.sum(x * params["scale"][None])
+
+    params = {"layers": PARAMS["layers"]["w"], "scale": jnp.ones(2)}
+    with pytest.raises(TypeError, match="with None in the place of some leaves"):
+        release(loss, optax.contrib.galore(0.1)).init(params, X)
 
 
 ACROSS = {
