@@ -1,13 +1,14 @@
 """Clips and optimizes inside the backward pass, one layer at a time (gradient release).
+In the order in which to read:
 
-    program             the loss is traced: which of its scans go through layers
-    stacks              such a scan, in whose backward pass layers are updated
-    model               loss and params together, and one backward pass
-    optimizers          one layer in the optimizer's state
-    optimizer_checks    whether the optimizer can see one layer at a time
+    trainer             one step
     budget              the limit of all gradients, in one backward pass
     step_clip           the clip of one layer, and the norm of everything
-    trainer             one step
+    model               loss and params together, and one backward pass
+    program             the loss is traced: which of its scans go through layers
+    stacks              such a scan, in whose backward pass layers are updated
+    optimizers          one layer in the optimizer's state
+    optimizer_checks    whether the optimizer can see one layer at a time
 
 Gradients are as large as the weights, and the usual step holds all of them until the
 optimizer has seen them. Here the gradient of a layer is gone before the layer below has

@@ -33,7 +33,7 @@ class PassResult(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What is known of params and loss before a step."""
+    """The program of a loss, and where its layers are in weights and moments."""
 
     program: Program
     optimizer: Optimizer
@@ -55,8 +55,8 @@ class Model(NamedTuple):
     ) -> PassResult:
         """Goes through the loss forward and backward, and updates the layers.
 
-        The "cotangents" of the layers are their new entries, and that of the budget is
-        the budget that they leave (`stacks`).
+        In the place of cotangents, the layers return their new entries, and the budget
+        that they leave (`stacks`).
         """
         stack_entries = {path: all_entries[path] for path in self.slice_of_entry}
         outer_paths = self.weights.keys() - stack_entries.keys()
@@ -111,10 +111,11 @@ def read_model(
         name_of_leaf[keystr(path)] = name(path[1:]) or "params"
     program = read_program(loss, params, batch, name_of_leaf, weights)
     optimizer_of_leaves = Optimizer(optimizer, name_of_leaf, jax.tree.structure(params))
+    slice_of_leaf = program.slice_of_leaf
     slice_of_entry = {}
     for path, leaf_path in optimizer_of_leaves.leaf_of_entry(weights).items():
-        if leaf_path in program.slice_of_leaf:
-            slice_of_entry[path] = program.slice_of_leaf[leaf_path]
+        if leaf_path in slice_of_leaf:
+            slice_of_entry[path] = slice_of_leaf[leaf_path]
     return Model(program, optimizer_of_leaves, weights, slice_of_entry)
 
 

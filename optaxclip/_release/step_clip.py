@@ -59,9 +59,9 @@ class StepClip(NamedTuple):
         """The state of the clipper after this step, of the norm of everything."""
         if self.measured is not None:
             return self._next_state(self.measured)
-        # The factor of a ClipState is limit / norm. With several groups it is
-        # norm_after / norm, so norm_after is handed over as the limit, and the true
-        # limit is put back below.
+        # The clipper would note limit / norm as the factor. The groups together are
+        # multiplied by norm_after / norm. So it gets norm_after as the limit, and the
+        # true limit is put back below.
         norm_after = global_norm(budget.norms_after)
         # A limit of inf stays: with it the factor is 1 for a norm of NaN too.
         is_limited = budget.limit < jnp.inf
@@ -72,7 +72,7 @@ class StepClip(NamedTuple):
         return state._replace(numbers=numbers)
 
     def _for_update(self, limit: Array) -> Array:
-        """A limit as `update` is given it. An inf would let NaN pass there. That is
+        """The limit for `update`, which lets NaN pass under a limit of inf. That is
         right if the user set it, but a rule says by inf that it has no limit yet.
         """
         if self.inf_is_off:
