@@ -1,14 +1,14 @@
 """Refuses an optimizer that would not update a layer as it updates a stack of layers.
 
 `init` traces one update of weights with one layer in each stack. The program of the
-update says what the new value of each entry depends on.
+update says what the new entries of a leaf depend on.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +27,11 @@ if TYPE_CHECKING:
 REDUCTIONS = ("reduce_sum", "reduce_max", "dot_general")
 
 
-class EntryProgram(NamedTuple):
-    """The program of the new value of one entry."""
-
-    path: str  # of the entry
-    inputs: list[str]  # the paths of the entries and gradients that it reads
-    jaxpr: Jaxpr
-
-
 def check_optimizer(
     optimizer: Optimizer, weights: Entries, slice_of_leaf: dict[str, LayerSlice]
 ) -> None:
-    """Refuses an optimizer that does not treat each layer by itself.
+    """Refuses an optimizer that does not treat each leaf of a stack by itself. Other
+    leaves are updated together, so that it may mix these.
 
     Warns of one that looks at all numbers of a leaf together.
 
@@ -61,13 +54,34 @@ def check_optimizer(
     traced, new_entries = _traced_update(trace, entries, weights_of_one_layer)
     _check_dtypes(entries, new_entries)
     # JAX sorts the keys of a dict.
-    inputs = [*sorted(entries), *sorted(weights_of_one_layer)]
-    reduced_leaves = set()
-    for program in _entry_programs(traced.jaxpr, inputs, sorted(entries)):
-        _check_one_leaf(program, leaf_of_entry, optimizer.name_of_leaf)
-        leaf_path = leaf_of_entry[program.path]
-        if leaf_path in slice_of_leaf and _reduces(program.jaxpr):
-            reduced_leaves.add(optimizer.name_of_leaf[leaf_path])
+    outputs = sorted(entries)
+    inputs = [*outputs, *sorted(weights_of_one_layer)]
+
+    def program_of(paths: set[str]) -> tuple[Jaxpr, set[str]]:
+        """The program of some new entries, and the leaves that it reads."""
+        are_needed = [path in paths for path in outputs]
+        program, is_read = dce_jaxpr(traced.jaxpr, are_needed)
+        leaves_read = set()
+        for path, flag in zip(inputs, is_read):
+            leaf_path = leaf_of_entry[path]
+            if flag and leaf_path is not None:
+                leaves_read.add(leaf_path)
+        return program, leaves_read
+
+    reduced_leaves = []
+    other_paths = set(entries)
+    for leaf_path in slice_of_leaf:
+        paths = {path for path in entries if leaf_of_entry[path] == leaf_path}
+        program, leaves_read = program_of(paths)
+        _check_reads(optimizer, leaf_path, leaves_read - {leaf_path})
+        if any(runs_primitive_like(REDUCTIONS, equation) for equation in program.eqns):
+            reduced_leaves.append(optimizer.name_of_leaf[leaf_path])
+        other_paths -= paths
+    _, leaves_read = program_of(other_paths)
+    if leaves_read & slice_of_leaf.keys():
+        for path in sorted(other_paths):
+            _, leaves_read = program_of({path})
+            _check_reads(optimizer, path, leaves_read & slice_of_leaf.keys())
     # A step calls it for each stack, with None in the place of all other leaves.
     _traced_update(trace, entries, layer)
     if reduced_leaves:
@@ -127,52 +141,18 @@ def _check_dtypes(entries: Entries, new_entries: Entries) -> None:
             )
 
 
-def _check_one_leaf(
-    program: EntryProgram,
-    leaf_of_entry: dict[str, str | None],
-    name_of_leaf: dict[str, str],
-) -> None:
-    """Refuses an entry whose new value depends on other leaves than its own."""
-    leaf_path = leaf_of_entry[program.path]
-    other_names = set()
-    for path in program.inputs:
-        leaf_read = leaf_of_entry[path]
-        if leaf_read not in (None, leaf_path):
-            other_names.add(name_of_leaf[leaf_read])
-    if not other_names:
+def _check_reads(optimizer: Optimizer, path: str, wrong_leaves: set[str]) -> None:
+    """Refuses a new entry that depends on leaves on which it must not depend."""
+    if not wrong_leaves:
         return
-    name = name_of_leaf.get(program.path, program.path)
-    if leaf_path is None:
+    names = listed(optimizer.name_of_leaf[leaf_path] for leaf_path in wrong_leaves)
+    if path not in optimizer.name_of_leaf:
         raise ValueError(
             "release: optimizer must keep no number that depends on gradients, unless "
-            f"each weight has one of its own, but {name!r} depends on "
-            f"{listed(other_names)}."
+            f"each weight has one of its own, but {path!r} depends on {names}."
         )
     raise ValueError(
-        f"release: optimizer must treat each array by itself, but its {name!r} depends "
-        f"on {listed(other_names)}. In the place of clips and skips set max_norm and "
-        "nonfinite here."
+        "release: optimizer must treat each array by itself, but its "
+        f"{optimizer.name_of_leaf[path]!r} depends on {names}. In the place of clips "
+        "and skips set max_norm and nonfinite here."
     )
-
-
-def _reduces(jaxpr: Jaxpr) -> bool:
-    """Whether a program makes fewer numbers of an array, as a norm does."""
-    return any(runs_primitive_like(REDUCTIONS, equation) for equation in jaxpr.eqns)
-
-
-def _entry_programs(
-    jaxpr: Jaxpr, inputs: list[str], outputs: list[str]
-) -> Iterator[EntryProgram]:
-    """The program of each output alone. JAX sees into calls and branches.
-
-    Outputs are halved until each is alone, since the program of a half is half as long.
-    One by one from the whole program would be quadratic in the leaves.
-    """
-    if len(outputs) == 1:
-        yield EntryProgram(outputs[0], inputs, jaxpr)
-        return
-    middle = len(outputs) // 2
-    for half in (outputs[:middle], outputs[middle:]):
-        needed, is_read = dce_jaxpr(jaxpr, [output in half for output in outputs])
-        inputs_read = [path for path, flag in zip(inputs, is_read) if flag]
-        yield from _entry_programs(needed, inputs_read, half)
