@@ -133,7 +133,7 @@ def clip_cotangent(
     arrays = jax.tree.map(jnp.asarray, clipped_leaves(x, call))
     measure = None
     limit: Array | _Bounds
-    if max_norm is None:
+    if max_value is not None:
         limit = _bounds(max_value, min_value)
     else:
         limit = _scalar(f"{call}: max_norm", max_norm)

@@ -1,6 +1,6 @@
 """The optimizer of a released step: it sees one layer at a time.
 
-Weights and the optimizer's state are entries of one dict, by their paths. An entry
+Weights and the optimizer's state are entries of one dict, by their paths. An array
 follows a leaf if it has its shape, and a path that ends with the path of the leaf. Each
 layer is given its part. All layers share the other entries, such as counters.
 """
@@ -68,21 +68,17 @@ class Optimizer(NamedTuple):
 
     def leaf_of_entry(self, leaves: Entries) -> dict[str, str | None]:
         """The path of the leaf that each entry follows. None: all layers share it."""
-        # A number may have the name of a scalar leaf, such as the learning rate of
-        # optax.inject_hyperparams. It does not follow the leaf: it is there without it.
-        arrays = {}
-        for path, leaf in leaves.items():
-            if jnp.ndim(leaf) > 0:
-                arrays[path] = leaf
-        without_scalars = arrays_by_path(self.abstract_params_and_state(arrays))
         leaf_of_entry = {}
         params_and_state = self.abstract_params_and_state(leaves)
         for path, entry in jax.tree.leaves_with_path(params_and_state):
+            path_text = keystr(path)
             leaf_path = None
-            is_number = entry.shape == () and keystr(path) in without_scalars
-            if may_have_gradient(entry) and not is_number:
+            # A number of the state follows no leaf. It may have the name of a scalar
+            # leaf, such as the learning rate of optax.inject_hyperparams.
+            is_array = entry.shape != () and may_have_gradient(entry)
+            if path_text in leaves or is_array:
                 leaf_path = _leaf_at_end(path, entry.shape, leaves)
-            leaf_of_entry[keystr(path)] = leaf_path
+            leaf_of_entry[path_text] = leaf_path
         return leaf_of_entry
 
 
