@@ -15,7 +15,7 @@ from .._checks import check_flag
 from .._prefixes import lookup, prefix_table
 from .._trees import PyTree, clipped_leaves, is_none, leaf_paths, name
 from .budget import Budget
-from .optimizers import Optimizer, arrays_by_path
+from .optimizers import EntryOptimizer, arrays_by_path
 from .program import Program, read_program, run_equations
 from .stacks import Entries, LayerSlice, UpdateLayer, run_stack
 
@@ -36,7 +36,7 @@ class Model(NamedTuple):
     """The program of a loss, and where its layers are in weights and moments."""
 
     program: Program
-    optimizer: Optimizer
+    optimizer: EntryOptimizer
     weights: Entries  # that are trained
     slice_of_entry: dict[str, LayerSlice]  # of the weights and states of layers
 
@@ -110,7 +110,9 @@ def read_model(
         # Params that are one array have no path.
         name_of_leaf[keystr(path)] = name(path[1:]) or "params"
     program = read_program(loss, params, batch, name_of_leaf, weights)
-    optimizer_of_leaves = Optimizer(optimizer, name_of_leaf, jax.tree.structure(params))
+    optimizer_of_leaves = EntryOptimizer(
+        optimizer, name_of_leaf, jax.tree.structure(params)
+    )
     slice_of_leaf = program.slice_of_leaf
     slice_of_entry = {}
     for path, leaf_path in optimizer_of_leaves.leaf_of_entry(weights).items():

@@ -17,7 +17,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._jaxpr import runs_primitive_like
 from .._trees import listed
-from .optimizers import Optimizer, arrays_by_path
+from .optimizers import EntryOptimizer, arrays_by_path
 from .stacks import Entries, LayerSlice, layer_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ REDUCTIONS = ("reduce_sum", "reduce_max", "dot_general")
 
 
 def check_optimizer(
-    optimizer: Optimizer, weights: Entries, slice_of_leaf: dict[str, LayerSlice]
+    optimizer: EntryOptimizer, weights: Entries, slice_of_leaf: dict[str, LayerSlice]
 ) -> None:
     """Refuses an optimizer that does not treat each leaf of a stack by itself. Other
     leaves are updated together, so that it may mix these.
@@ -141,7 +141,7 @@ def _check_dtypes(entries: Entries, new_entries: Entries) -> None:
             )
 
 
-def _check_reads(optimizer: Optimizer, path: str, wrong_leaves: set[str]) -> None:
+def _check_reads(optimizer: EntryOptimizer, path: str, wrong_leaves: set[str]) -> None:
     """Refuses a new entry that depends on leaves on which it must not depend."""
     if not wrong_leaves:
         return

@@ -36,8 +36,8 @@ def tree_from_entries(params_and_state: PyTree, entries: Entries) -> Any:
     )
 
 
-class Optimizer(NamedTuple):
-    """An optimizer of some leaves of params."""
+class EntryOptimizer(NamedTuple):
+    """An optimizer of some leaves of params, whose weights and state are entries."""
 
     transformation: optax.GradientTransformationExtraArgs
     name_of_leaf: dict[str, str]  # what errors call each leaf of params, by its path
