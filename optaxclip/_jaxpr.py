@@ -108,13 +108,17 @@ def is_stop(eqn: JaxprEqn) -> bool:
 
 def body_of(eqn: JaxprEqn) -> Any:
     """The program of a call, or of one turn of a scan."""
-    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if "jaxpr" in eqn.params:
+        return eqn.params["jaxpr"]
+    return eqn.params["call_jaxpr"]
 
 
 def counts_of_scan(eqn: JaxprEqn) -> tuple[int, int]:
     """How many inputs of a scan are constants, and how many are carried."""
     if "num_carry" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
+        consts = eqn.params["num_consts"]
+        carries = eqn.params["num_carry"]
+        return consts, carries
     # So in JAX 0.12.
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carry)

@@ -197,10 +197,10 @@ def _inlined(
             return run_equations(body_of(equation), inputs, inline_call)
         return None
 
-    def run(*inputs: Array) -> list[Array]:
+    def run(inputs: list[Array]) -> list[Array]:
         return run_equations(traced, inputs, inline_call)
 
-    inlined = jax.make_jaxpr(run)(*inputs)
+    inlined = jax.make_jaxpr(run)(inputs)
     # nnx.scan returns its weights as ys, which nothing reads.
     are_needed = [True] * len(inlined.out_avals)
     jaxpr, _ = dce_jaxpr(inlined.jaxpr, are_needed, instantiate=True)
