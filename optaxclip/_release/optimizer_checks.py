@@ -68,6 +68,7 @@ def check_optimizer(
                 leaves_read.add(leaf_path)
         return program, leaves_read
 
+    # Each leaf of a stack by itself, and all other entries together.
     reduced_leaves = []
     other_paths = set(entries)
     for leaf_path in slice_of_leaf:
@@ -79,6 +80,7 @@ def check_optimizer(
         other_paths -= paths
     _, leaves_read = program_of(other_paths)
     if leaves_read & slice_of_leaf.keys():
+        # One of them depends on layers: which?
         for path in sorted(other_paths):
             _, leaves_read = program_of({path})
             _check_reads(optimizer, path, leaves_read & slice_of_leaf.keys())
