@@ -30,7 +30,6 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from . import _trees as trees
 from ._axes import axes_within
 from ._checks import check_limit, check_order, shown
 from ._clippers._by_value import value_clipper
@@ -39,7 +38,7 @@ from ._mesh import MeshAxes
 from ._mesh_types import varying
 from ._norms import Measure, TensorNorm, UnitwiseNorm
 from ._options import Ord, check_measure
-from ._trees import PyTree, Tree, clipped_leaves, put_back
+from ._trees import PyTree, Tree, clipped_leaves, name, put_back
 
 
 def clip_cotangent(
@@ -127,36 +126,22 @@ def clip_cotangent(
     else:
         needed = "max_value"
         unused = {"min_value": min_value}
-    for name, value in unused.items():
+    for argument, value in unused.items():
         if value is not None:
-            raise ValueError(f"{call}: {name}={shown(value)} belongs to {needed}.")
+            raise ValueError(f"{call}: {argument}={shown(value)} belongs to {needed}.")
     # Integers stay outside, since JAX gives them cotangents of dtype float0.
     arrays = jax.tree.map(jnp.asarray, clipped_leaves(x, call))
-    if max_norm is None:
-        # Two bounds may both be positive, such as 0.5 and 1. One alone is a modulus.
-        lowest = 0.0 if min_value is None else -math.inf
-        high = _scalar(f"{call}: max_value", max_value, lowest)
-        low = None
-        if min_value is not None:
-            low = _scalar(f"{call}: min_value", min_value, lowest)
-            check_order(call, ("min_value", min_value), ("max_value", max_value))
-        return _with_clipped_cotangent(None, arrays, _Bounds(high, low), x)
-    limit = _scalar(f"{call}: max_norm", max_norm)
-    if mesh_axes == "auto" and varying(arrays):
-        # The devices may hold parts of one array, or different examples of a vmap.
-        raise ValueError(
-            f"{call}: mesh_axes must be None, where devices have different examples, "
-            "or say what splits one array: x differs over "
-            f"{sorted(varying(arrays))}, got 'auto'."
-        )
-    measure: Measure = TensorNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
-    if axis is not None:
-        options = check_measure(call, ord, axis=axis, mesh_axes=mesh_axes)
-        measure = UnitwiseNorm(**options)
-        # Checked in the forward pass already: a cotangent has the shape of x.
-        for path, leaf in jax.tree.leaves_with_path(arrays):
-            axes_within(axis, f"{call}: axis", trees.name(path), leaf.ndim)
-    return _with_clipped_cotangent(measure, arrays, limit, x)
+    measure = None
+    limit: Array | _Bounds
+    if max_value is not None:
+        limit = _bounds(max_value, min_value)
+    else:
+        limit = _scalar(f"{call}: max_norm", max_norm)
+        measure = _measure(arrays, axis, ord, mesh_axes)
+    # A list of leaves, since JAX would put placeholders into nodes of the user's.
+    leaves, treedef = jax.tree.flatten(arrays)
+    new_leaves = _clipped_backward(measure, treedef, leaves, limit)
+    return put_back(treedef.unflatten(new_leaves), x)
 
 
 def scale_cotangent(x: Tree, scale: ArrayLike) -> Tree:
@@ -203,13 +188,37 @@ class _Bounds(NamedTuple):
     low: Array | None  # None: -high
 
 
-def _with_clipped_cotangent(
-    measure: Measure | None, arrays: PyTree, limit: Array | _Bounds, x: Tree
-) -> Tree:
-    # A list of leaves, since JAX would put placeholders into nodes of the user's.
-    leaves, treedef = jax.tree.flatten(arrays)
-    new_leaves = _clipped_backward(measure, treedef, leaves, limit)
-    return put_back(treedef.unflatten(new_leaves), x)
+def _bounds(max_value: ArrayLike, min_value: ArrayLike | None) -> _Bounds:
+    """The bounds as float scalars."""
+    call = "clip_cotangent"
+    if min_value is None:
+        return _Bounds(_scalar(f"{call}: max_value", max_value), None)
+    # Two bounds may both be positive, such as 0.5 and 1, or both negative.
+    high = _scalar(f"{call}: max_value", max_value, lowest=-math.inf)
+    low = _scalar(f"{call}: min_value", min_value, lowest=-math.inf)
+    check_order(call, ("min_value", min_value), ("max_value", max_value))
+    return _Bounds(high, low)
+
+
+def _measure(
+    arrays: PyTree, axis: int | tuple[int, ...] | None, ord: Ord, mesh_axes: MeshAxes
+) -> Measure:
+    """How the norms of cotangents of these arrays are measured."""
+    call = "clip_cotangent"
+    if mesh_axes == "auto" and varying(arrays):
+        # The devices may hold parts of one array, or different examples of a vmap.
+        raise ValueError(
+            f"{call}: mesh_axes must be None, where devices have different examples, "
+            "or say what splits one array: x differs over "
+            f"{sorted(varying(arrays))}, got 'auto'."
+        )
+    if axis is None:
+        return TensorNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
+    options = check_measure(call, ord, axis=axis, mesh_axes=mesh_axes)
+    # Checked in the forward pass already: a cotangent has the shape of x.
+    for path, leaf in jax.tree.leaves_with_path(arrays):
+        axes_within(axis, f"{call}: axis", name(path), leaf.ndim)
+    return UnitwiseNorm(**options)
 
 
 # The measure is hashable and part of the program. The limit is an operand, so

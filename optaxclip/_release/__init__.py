@@ -1,13 +1,14 @@
 """Clips and optimizes inside the backward pass, one layer at a time (gradient release).
+In the order in which to read:
 
+    trainer             one step
+    budget              the limit of all gradients, in one backward pass
+    step_clip           the clip of one layer, and the norm of everything
+    model               loss and params together, and one backward pass
     program             the loss is traced: which of its scans go through layers
     stacks              such a scan, in whose backward pass layers are updated
-    model               loss and params together, and one backward pass
     optimizers          one layer in the optimizer's state
     optimizer_checks    whether the optimizer can see one layer at a time
-    budget              the limit of all gradients, in one backward pass
-    group_clip          the clip of one layer
-    trainer             one step
 
 Gradients are as large as the weights, and the usual step holds all of them until the
 optimizer has seen them. Here the gradient of a layer is gone before the layer below has
@@ -49,9 +50,8 @@ def release(
     The loss is traced, and its program is cut at each `lax.scan` (also in nn.scan and
     nnx.scan) whose xs are leaves of params. A loop over these layers, the last one
     first, takes the gradient of each layer, clips it, and applies the optimizer to the
-    slices of weights and state. All other weights are updated at the end. So are the
-    weights of a scan in a `jax.checkpoint`, if there is such a scan outside of all
-    checkpoints: that checkpoint stays as it is.
+    slices of weights and state. All other weights are updated at the end. Layers in a
+    `jax.checkpoint` count as other weights, if there are layers outside of one.
 
     Group 1 is the last layer, and the last group is all weights outside of the layers.
     One pass clips by the usual share s_j of group j in the square of the norm. s_j is
@@ -95,14 +95,15 @@ def release(
     Raises:
       TypeError: a loss that is no function, an optimizer without init and update, a
         limit that is not a number. From init and step: a loss that is not a
-        real scalar, a leaf of params that is not an array. From step: a state that
-        neither init nor step returned.
+        real scalar, a leaf of params that is not an array. From init: an optimizer that
+        wants more than gradients, state and params, or every leaf. From step: a state
+        that neither init nor step returned.
       ValueError: a negative or NaN limit, a rule that needs weights, passes other than
         1 and 2, an unknown `nonfinite`. From init and step: a loss that scans no leaf
         of params, or only leaves that something else reads as well, and a float leaf
         that the loss does not depend on, such as statistics of BatchNorm. From init: an
-        optimizer that mixes leaves, that adds up gradients (`optax.MultiSteps`), or
-        whose state does not follow the weights or changes its dtype in an update. From
+        optimizer that mixes leaves, or whose state does not follow the weights or
+        changes its dtype in an update. From
         step: a state of another optimizer or of params of other shapes or dtypes, pmap,
         or shard_map with check_vma=False.
 

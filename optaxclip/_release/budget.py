@@ -57,14 +57,13 @@ def new_budget(limit: Array, shares: Array) -> Budget:
     portions = shares / shares_from_here
     shares_of_later = jnp.append(shares_from_here[1:], 0.0)
     later_portions = shares_of_later / shares_from_here
-    zeros = jnp.zeros_like(portions)
     return Budget(
         limit=limit,
         portions=portions,
         later_portions=later_portions,
         left=jnp.ones_like(limit),
-        norms=zeros,
-        norms_after=zeros,
+        norms=jnp.zeros_like(portions),
+        norms_after=jnp.zeros_like(portions),
     )
 
 
@@ -75,7 +74,8 @@ def limit_of_group(
     square_of_limit = budget.left * budget.portions[group]
     limit = budget.limit * jnp.sqrt(square_of_limit)
     is_over = norm >= limit
-    spent = jnp.where(is_over, square_of_limit, (norm / budget.limit) ** 2)
+    square = (norm / budget.limit) ** 2
+    spent = jnp.where(is_over, square_of_limit, square)
     # A group whose norm is NaN or inf becomes zeros or NaN, and spends nothing.
     spent = jnp.where(jnp.isfinite(norm), spent, 0.0)
     norm_after = jnp.where(is_over, limit, norm)
@@ -85,8 +85,10 @@ def limit_of_group(
     # the square, later groups would never move.
     unspent = jnp.maximum(square_of_limit - spent, 0.0)
     left = budget.left * budget.later_portions[group] + unspent
-    norms_after = budget.norms_after.at[group].set(norm_after)
-    return limit, budget._replace(left=left, norms_after=norms_after)
+    budget = budget._replace(
+        left=left, norms_after=budget.norms_after.at[group].set(norm_after)
+    )
+    return limit, budget
 
 
 def with_norm(budget: Budget, group: Array | int, norm: Array) -> Budget:
@@ -101,10 +103,12 @@ def next_shares(shares: Array, norms: Array, finite_steps: Array) -> Array:
     whose norm is a number, with this one.
     """
     norm = global_norm(norms)
-    squares = ((norms / norm) ** 2).astype(shares.dtype)
+    new_shares = (norms / norm) ** 2
+    new_shares = new_shares.astype(shares.dtype)
     # The mean of all steps, while there are few.
-    steps = jnp.clip(finite_steps, 1, STEPS_OF_AVERAGE).astype(shares.dtype)
+    steps = jnp.clip(finite_steps, 1, STEPS_OF_AVERAGE)
+    steps = steps.astype(shares.dtype)
     # No difference of shares, which would round small ones to 0.
-    averages = shares * ((steps - 1) / steps) + squares / steps
+    averages = shares * ((steps - 1) / steps) + new_shares / steps
     is_norm = jnp.isfinite(norm) & (norm > 0)
     return jnp.where(is_norm, averages, shares)

@@ -15,7 +15,7 @@ from .._checks import check_flag
 from .._prefixes import lookup, prefix_table
 from .._trees import PyTree, clipped_leaves, is_none, leaf_paths, name
 from .budget import Budget
-from .optimizers import Optimizer, arrays_by_path
+from .optimizers import EntryOptimizer, arrays_by_path
 from .program import Program, read_program, run_equations
 from .stacks import Entries, LayerSlice, UpdateLayer, run_stack
 
@@ -33,12 +33,18 @@ class PassResult(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What is known of params and loss before a step."""
+    """The program of a loss, and where its layers are in weights and moments."""
 
     program: Program
-    optimizer: Optimizer
+    optimizer: EntryOptimizer
     weights: Entries  # that are trained
     slice_of_entry: dict[str, LayerSlice]  # of the weights and states of layers
+
+    @property
+    def group_count(self) -> int:
+        """The layers of all stacks, and the weights outside of them."""
+        layer_counts = [stack.length for stack in self.program.stacks.values()]
+        return sum(layer_counts) + 1
 
     def forward_and_backward(
         self,
@@ -49,8 +55,8 @@ class Model(NamedTuple):
     ) -> PassResult:
         """Goes through the loss forward and backward, and updates the layers.
 
-        The "cotangents" of the layers are their new entries, and that of the budget is
-        the budget that they leave (`stacks`).
+        In the place of cotangents, the layers return their new entries, and the budget
+        that they leave (`stacks`).
         """
         stack_entries = {path: all_entries[path] for path in self.slice_of_entry}
         outer_paths = self.weights.keys() - stack_entries.keys()
@@ -104,11 +110,14 @@ def read_model(
         # Params that are one array have no path.
         name_of_leaf[keystr(path)] = name(path[1:]) or "params"
     program = read_program(loss, params, batch, name_of_leaf, weights)
-    optimizer_of_leaves = Optimizer(optimizer, name_of_leaf, jax.tree.structure(params))
+    optimizer_of_leaves = EntryOptimizer(
+        optimizer, name_of_leaf, jax.tree.structure(params)
+    )
+    slice_of_leaf = program.slice_of_leaf
     slice_of_entry = {}
     for path, leaf_path in optimizer_of_leaves.leaf_of_entry(weights).items():
-        if leaf_path in program.slice_of_leaf:
-            slice_of_entry[path] = program.slice_of_leaf[leaf_path]
+        if leaf_path in slice_of_leaf:
+            slice_of_entry[path] = slice_of_leaf[leaf_path]
     return Model(program, optimizer_of_leaves, weights, slice_of_entry)
 
 

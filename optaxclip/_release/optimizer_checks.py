@@ -1,82 +1,91 @@
-"""Refuses an optimizer that would change a layer in another way than its stack.
+"""Refuses an optimizer that would not update a layer as it updates a stack of layers.
 
-`init` traces one update, of a tree in which the stack is one layer long. The program
-says what the new value of each entry depends on.
+`init` traces one update of weights with one layer in each stack. The program of the
+update says what the new entries of a leaf depend on.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import optax
+from jax import Array
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._jaxpr import runs_primitive_like
-from .._trees import PyTree, listed
-from .optimizers import Optimizer, arrays_by_path
+from .._trees import listed
+from .optimizers import EntryOptimizer, arrays_by_path
 from .stacks import Entries, LayerSlice, layer_of
 
 if TYPE_CHECKING:
-    from jax.extend.core import Jaxpr
+    from jax.extend.core import ClosedJaxpr, Jaxpr
 
-# The states of optimizers that add up gradients.
-ACCUMULATOR_STATES = (optax.MultiStepsState, optax.ApplyEvery)
 # The primitives that norms begin with.
 REDUCTIONS = ("reduce_sum", "reduce_max", "dot_general")
 
 
-class OutputProgram(NamedTuple):
-    """The program of one new entry."""
-
-    output: str
-    inputs: list[str]  # that it reads
-    jaxpr: Jaxpr
-
-
 def check_optimizer(
-    optimizer: Optimizer, weights: Entries, slice_of_leaf: dict[str, LayerSlice]
+    optimizer: EntryOptimizer, weights: Entries, slice_of_leaf: dict[str, LayerSlice]
 ) -> None:
-    """Refuses an optimizer that does not treat each layer by itself.
+    """Refuses an optimizer that does not treat each leaf of a stack by itself. Other
+    leaves are updated together, so that it may mix these.
 
     Warns of one that looks at all numbers of a leaf together.
 
     Raises:
-      TypeError: it wants more than gradients, state and params.
-      ValueError: it adds up gradients, keeps something that has no entry for each
-        layer or whose dtype an update changes, or mixes leaves.
+      TypeError: it wants more than gradients, state and params, or a gradient of
+        every leaf.
+      ValueError: it keeps something that has no entry for each layer or whose dtype an
+        update changes, or mixes leaves.
     """
-    entries_of_stacks = arrays_by_path(optimizer.abstract_params_and_state(weights))
     layer = jax.eval_shape(lambda: layer_of(weights, slice_of_leaf, layer=0))
-    weights_of_layer = weights | layer
-    tree = optimizer.abstract_params_and_state(weights_of_layer)
-    entries = arrays_by_path(tree)
-    leaf_of_entry = optimizer.leaf_of_entry(weights_of_layer)
-    _check_accumulators(tree)
-    _check_shared_entries(entries, entries_of_stacks, leaf_of_entry)
+    weights_of_one_layer = weights | layer
+    entries = arrays_by_path(optimizer.abstract_params_and_state(weights_of_one_layer))
+    leaf_of_entry = optimizer.leaf_of_entry(weights_of_one_layer)
+    entries_of_stacks = arrays_by_path(optimizer.abstract_params_and_state(weights))
+    for path, entry in entries.items():
+        if leaf_of_entry[path] is None:
+            _check_shared_entry(path, entry, entries_of_stacks.get(path))
 
-    try:
-        traced, new_entries = jax.make_jaxpr(optimizer.updated, return_shape=True)(
-            entries, weights_of_layer
-        )
-    except TypeError as error:
-        # Such as `reduce_on_plateau`, which wants the value of the loss.
-        raise TypeError(
-            "release: optimizer is called with gradients, state and params alone, and "
-            f"raised: {error}"
-        ) from error
+    trace = jax.make_jaxpr(optimizer.updated, return_shape=True)
+    traced, new_entries = _traced_update(trace, entries, weights_of_one_layer)
     _check_dtypes(entries, new_entries)
     # JAX sorts the keys of a dict.
-    inputs = [*sorted(entries), *sorted(weights_of_layer)]
-    reduced_leaves = set()
-    for program in _output_programs(traced.jaxpr, inputs, sorted(entries)):
-        _check_one_leaf(program, leaf_of_entry, optimizer.name_of_leaf)
-        leaf_path = leaf_of_entry[program.output]
-        if leaf_path in slice_of_leaf and _reduces(program.jaxpr):
-            reduced_leaves.add(optimizer.name_of_leaf[leaf_path])
+    outputs = sorted(entries)
+    inputs = [*outputs, *sorted(weights_of_one_layer)]
+
+    def program_of(paths: set[str]) -> tuple[Jaxpr, set[str]]:
+        """The program of some new entries, and the leaves that it reads."""
+        are_needed = [path in paths for path in outputs]
+        program, is_read = dce_jaxpr(traced.jaxpr, are_needed)
+        leaves_read = set()
+        for path, flag in zip(inputs, is_read):
+            leaf_path = leaf_of_entry[path]
+            if flag and leaf_path is not None:
+                leaves_read.add(leaf_path)
+        return program, leaves_read
+
+    # Each leaf of a stack by itself, and all other entries together.
+    reduced_leaves = []
+    other_paths = set(entries)
+    for leaf_path in slice_of_leaf:
+        paths = {path for path in entries if leaf_of_entry[path] == leaf_path}
+        program, leaves_read = program_of(paths)
+        _check_reads(optimizer, leaf_path, leaves_read - {leaf_path})
+        if any(runs_primitive_like(REDUCTIONS, equation) for equation in program.eqns):
+            reduced_leaves.append(optimizer.name_of_leaf[leaf_path])
+        other_paths -= paths
+    _, leaves_read = program_of(other_paths)
+    if leaves_read & slice_of_leaf.keys():
+        # One of them depends on layers: which?
+        for path in sorted(other_paths):
+            _, leaves_read = program_of({path})
+            _check_reads(optimizer, path, leaves_read & slice_of_leaf.keys())
+    # A step calls it for each stack, with None in the place of all other leaves.
+    _traced_update(trace, entries, layer)
     if reduced_leaves:
         warnings.warn(
             f"release: optimizer looks at all numbers of {listed(reduced_leaves)} "
@@ -86,28 +95,30 @@ def check_optimizer(
         )
 
 
-def _check_accumulators(tree: PyTree) -> None:
-    """Refuses an optimizer that adds up the gradients of several steps."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ACCUMULATOR_STATES))
-    for node in nodes:
-        if isinstance(node, ACCUMULATOR_STATES):
-            raise ValueError(
-                "release: optimizer must not add up gradients, as one with the state "
-                f"{type(node).__name__} does. A gradient that is gone cannot be added "
-                "to: give step the whole batch."
-            )
+def _traced_update(
+    trace: Callable[..., Any], entries: Entries, grads: Entries
+) -> tuple[ClosedJaxpr, Entries]:
+    """The program of an update by these gradients, and types of the new entries."""
+    try:
+        return trace(entries, grads)
+    except Exception as error:
+        # Such as `reduce_on_plateau`, which wants the value of the loss.
+        raise TypeError(
+            "release: optimizer is called with gradients, state and params alone, and "
+            f"with None in the place of some leaves. It raised: {error}"
+        ) from error
 
 
-def _check_shared_entries(
-    entries: Entries, entries_of_stacks: Entries, leaf_of_entry: dict[str, str | None]
-) -> None:
-    """Refuses a state with an entry that layers neither share nor have a part of."""
-    for path in sorted(entries.keys() | entries_of_stacks.keys()):
-        if path in entries and path in entries_of_stacks:
-            follows_leaf = leaf_of_entry[path] is not None
-            if follows_leaf or _can_be_shared(entries[path], entries_of_stacks[path]):
-                continue
-        entry = (entries | entries_of_stacks)[path]
+def _check_shared_entry(path: str, entry: Array, entry_of_stacks: Array | None) -> None:
+    """Refuses an entry that follows no leaf, and is not the same for all layers."""
+    is_key = jnp.issubdtype(entry.dtype, jax.dtypes.extended)
+    # `jax.random.PRNGKey` makes uint32[2]. Other arrays may be shared: the coefficients
+    # of muon are float32[3].
+    is_legacy_key = entry.dtype == jnp.uint32 and entry.shape != ()
+    has_same_shape = (
+        entry_of_stacks is not None and entry_of_stacks.shape == entry.shape
+    )
+    if is_key or is_legacy_key or not has_same_shape:
         raise ValueError(
             "release: the state of optimizer must be numbers, and arrays of the shape "
             f"of a leaf, for any number of layers, but {path!r} is "
@@ -132,65 +143,18 @@ def _check_dtypes(entries: Entries, new_entries: Entries) -> None:
             )
 
 
-def _can_be_shared(entry: Any, entry_of_stacks: Any) -> bool:
-    """Whether an entry of the state is the same for any number of layers."""
-    is_key = jnp.issubdtype(entry.dtype, jax.dtypes.extended)
-    # `jax.random.PRNGKey` makes uint32[2]. Other arrays may be shared: the coefficients
-    # of muon are float32[3].
-    is_legacy_key = entry.dtype == jnp.uint32 and entry.shape != ()
-    return entry.shape == entry_of_stacks.shape and not is_key and not is_legacy_key
-
-
-def _check_one_leaf(
-    program: OutputProgram,
-    leaf_of_entry: dict[str, str | None],
-    name_of_leaf: dict[str, str],
-) -> None:
-    """Refuses an entry whose new value depends on other leaves than its own."""
-    leaf_of_output = leaf_of_entry[program.output]
-    other_names = set()
-    for path in program.inputs:
-        leaf_path = leaf_of_entry[path]
-        if leaf_path not in (None, leaf_of_output):
-            other_names.add(name_of_leaf[leaf_path])
-    if not other_names:
+def _check_reads(optimizer: EntryOptimizer, path: str, wrong_leaves: set[str]) -> None:
+    """Refuses a new entry that depends on leaves on which it must not depend."""
+    if not wrong_leaves:
         return
-    name = name_of_leaf.get(program.output, program.output)
-    if leaf_of_output is None:
+    names = listed(optimizer.name_of_leaf[leaf_path] for leaf_path in wrong_leaves)
+    if path not in optimizer.name_of_leaf:
         raise ValueError(
             "release: optimizer must keep no number that depends on gradients, unless "
-            f"each weight has one of its own, but {name!r} depends on "
-            f"{listed(other_names)}."
+            f"each weight has one of its own, but {path!r} depends on {names}."
         )
     raise ValueError(
-        f"release: optimizer must treat each array by itself, but its {name!r} depends "
-        f"on {listed(other_names)}. In the place of clips and skips set max_norm and "
-        "nonfinite here."
+        "release: optimizer must treat each array by itself, but its "
+        f"{optimizer.name_of_leaf[path]!r} depends on {names}. In the place of clips "
+        "and skips set max_norm and nonfinite here."
     )
-
-
-def _reduces(jaxpr: Jaxpr) -> bool:
-    """Whether a program makes fewer numbers of an array, as a norm does."""
-    for equation in jaxpr.eqns:
-        for primitive in REDUCTIONS:
-            if runs_primitive_like(primitive, equation):
-                return True
-    return False
-
-
-def _output_programs(
-    jaxpr: Jaxpr, inputs: list[str], outputs: list[str]
-) -> Iterator[OutputProgram]:
-    """The program of each output alone. JAX sees into calls and branches.
-
-    Outputs are halved until each is alone, since the program of a half is half as long.
-    One by one from the whole program would be quadratic in the leaves.
-    """
-    if len(outputs) == 1:
-        yield OutputProgram(outputs[0], inputs, jaxpr)
-        return
-    middle = len(outputs) // 2
-    for half in (outputs[:middle], outputs[middle:]):
-        needed, is_read = dce_jaxpr(jaxpr, [output in half for output in outputs])
-        inputs_read = [x for x, flag in zip(inputs, is_read) if flag]
-        yield from _output_programs(needed, inputs_read, half)

@@ -1,6 +1,6 @@
 """The optimizer of a released step: it sees one layer at a time.
 
-Weights and the optimizer's state are entries of one dict, by their paths. An entry
+Weights and the optimizer's state are entries of one dict, by their paths. An array
 follows a leaf if it has its shape, and a path that ends with the path of the leaf. Each
 layer is given its part. All layers share the other entries, such as counters.
 """
@@ -23,8 +23,10 @@ PARAMS = "[0]"
 
 def arrays_by_path(params_and_state: PyTree) -> Entries:
     """Weights and state by their paths as text, which can be sorted."""
-    entries = jax.tree.leaves_with_path(params_and_state)
-    return {keystr(path): entry for path, entry in entries}
+    entries = {}
+    for path, entry in jax.tree.leaves_with_path(params_and_state):
+        entries[keystr(path)] = entry
+    return entries
 
 
 def tree_from_entries(params_and_state: PyTree, entries: Entries) -> Any:
@@ -34,8 +36,8 @@ def tree_from_entries(params_and_state: PyTree, entries: Entries) -> Any:
     )
 
 
-class Optimizer(NamedTuple):
-    """An optimizer of some leaves of params."""
+class EntryOptimizer(NamedTuple):
+    """An optimizer of some leaves of params, whose weights and state are entries."""
 
     transformation: optax.GradientTransformationExtraArgs
     name_of_leaf: dict[str, str]  # what errors call each leaf of params, by its path
@@ -43,16 +45,16 @@ class Optimizer(NamedTuple):
 
     def tree_of(self, leaves: Entries) -> PyTree:
         """Params with some leaves, and None in the place of the others."""
-        return self.structure.unflatten(
-            [leaves.get(path) for path in self.name_of_leaf]
-        )
+        all_leaves = [leaves.get(path) for path in self.name_of_leaf]
+        return self.structure.unflatten(all_leaves)
 
     def abstract_params_and_state(self, leaves: Entries) -> tuple[PyTree, PyTree]:
         """Shapes and dtypes of params with some leaves, and of the state for them."""
-        return jax.eval_shape(
-            lambda params: (params, self.transformation.init(params)),
-            self.tree_of(leaves),
-        )
+
+        def params_and_state(params: PyTree) -> tuple[PyTree, PyTree]:
+            return params, self.transformation.init(params)
+
+        return jax.eval_shape(params_and_state, self.tree_of(leaves))
 
     def updated(self, entries: Entries, grads: Entries) -> Entries:
         """The new entries of the leaves that have gradients, and of the counters that
@@ -61,17 +63,22 @@ class Optimizer(NamedTuple):
         tree = self.abstract_params_and_state(grads)
         params, state = tree_from_entries(tree, entries)
         updates, state = self.transformation.update(self.tree_of(grads), state, params)
-        return arrays_by_path((optax.apply_updates(params, updates), state))
+        params = optax.apply_updates(params, updates)
+        return arrays_by_path((params, state))
 
     def leaf_of_entry(self, leaves: Entries) -> dict[str, str | None]:
         """The path of the leaf that each entry follows. None: all layers share it."""
         leaf_of_entry = {}
         params_and_state = self.abstract_params_and_state(leaves)
         for path, entry in jax.tree.leaves_with_path(params_and_state):
+            path_text = keystr(path)
             leaf_path = None
-            if may_have_gradient(entry):
+            # A number of the state follows no leaf. It may have the name of a scalar
+            # leaf, such as the learning rate of optax.inject_hyperparams.
+            is_array = entry.shape != () and may_have_gradient(entry)
+            if path_text in leaves or is_array:
                 leaf_path = _leaf_at_end(path, entry.shape, leaves)
-            leaf_of_entry[keystr(path)] = leaf_path
+            leaf_of_entry[path_text] = leaf_path
         return leaf_of_entry
 
 

@@ -1,8 +1,8 @@
 """Reads the program of a loss: which of its scans go through layers.
 
-traced    the loss becomes a program (a jaxpr)
-opened    equations take the place of calls, so that scans in calls are seen
-stacks    scans whose xs are leaves of params that nothing else reads
+traced     the loss becomes a program (a jaxpr)
+inlined    equations take the place of calls, so that scans in calls are seen
+stacks     scans whose xs are leaves of params that nothing else reads
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ from jax import Array
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._jaxpr import (
+    CALLS,
     body_of,
     counts_of_scan,
     every_equation,
     is_literal,
     is_stop,
     jaxpr_of,
+    run_equation,
     type_of,
 )
 from .._trees import PyTree, listed
-from .stacks import LayerSlice, LayoutStep, Stack
+from .stacks import LayerSlice, Layout, Stack, may_have_gradient, scan_inputs
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-JITS = frozenset({"jit", "pjit"})
-CALLS = JITS | {"closed_call", "core_call", "checkpoint", "remat2"}
+JITS = ("jit", "pjit")
 # What may stand between a leaf and the scan that reads it: the same numbers in another
 # order, shape or dtype.
 LAYOUT = {
     "transpose",
     "squeeze",
-    "broadcast_in_dim",
     "reshape",
     "convert_element_type",
     "copy",
-    "copy_p",
     "sharding_constraint",
 }
 # The outputs of an equation from its inputs, or None to run it as it is.
@@ -51,16 +50,20 @@ ReplaceEquation = Callable[["JaxprEqn", list[Array]], list[Array] | None]
 
 
 class Program(NamedTuple):
-    """The program of a loss, in which calls are opened."""
+    """The program of a loss, in which calls are inlined."""
 
     jaxpr: ClosedJaxpr  # from params and batch to the loss, and then aux
     structure: PyTree  # of what the loss returns
     stacks: dict[int, Stack]  # by `id` of their equations
-    slice_of_leaf: dict[str, LayerSlice]  # where layers are in the leaves of all stacks
 
     @property
-    def layer_count(self) -> int:
-        return sum(stack.length for stack in self.stacks.values())
+    def slice_of_leaf(self) -> dict[str, LayerSlice]:
+        """Where layers are in the leaves of all stacks, by the path of the leaf."""
+        slice_of_leaf = {}
+        for stack in self.stacks.values():
+            for layer_slice in stack.slice_of_x.values():
+                slice_of_leaf[layer_slice.leaf_path] = layer_slice
+        return slice_of_leaf
 
 
 def read_program(
@@ -85,19 +88,18 @@ def read_program(
     _check_scalar(shapes)
     _check_dependence(traced.jaxpr, name_of_leaf, trained)
     inputs = jax.tree.leaves((params, batch))
-    # Calls other than jits are opened only if need be: a checkpoint of the head should
+    # Calls other than jits are inlined only if need be: a checkpoint of the head should
     # stay one.
     for calls in (JITS, CALLS):
-        opened = _opened(traced, calls, inputs)
-        weights = _trained_inputs(opened.jaxpr, name_of_leaf, trained)
-        stacks = _stacks_of(opened.jaxpr, weights)
+        inlined = _inlined(traced, calls, inputs)
+        weights = {}
+        # The first inputs of the program are the leaves of params.
+        for path, var in zip(name_of_leaf, inlined.jaxpr.invars):
+            if path in trained:
+                weights[var] = path
+        stacks = _stacks_of(inlined.jaxpr, weights)
         if stacks:
-            return Program(
-                jaxpr=opened,
-                structure=jax.tree.structure(shapes),
-                stacks=stacks,
-                slice_of_leaf=_slice_of_leaf(stacks.values()),
-            )
+            return Program(inlined, jax.tree.structure(shapes), stacks)
     raise ValueError(
         "release: no scan of loss goes through layers. It has "
         f"{', '.join(_scans_of(traced)) or 'no scan at all'}. Scan the layers "
@@ -105,28 +107,6 @@ def read_program(
         "must be leaves of params that nothing else reads: no second scan, no penalty "
         "of all weights, no index into them in a layer."
     )
-
-
-def _slice_of_leaf(stacks: Iterable[Stack]) -> dict[str, LayerSlice]:
-    """Where layers are in the leaves of stacks, by the path of the leaf."""
-    slice_of_leaf = {}
-    for stack in stacks:
-        for layer_slice in stack.slice_of_input.values():
-            slice_of_leaf[layer_slice.leaf_path] = layer_slice
-    return slice_of_leaf
-
-
-def _trained_inputs(
-    jaxpr: Jaxpr, leaf_paths: Iterable[str], trained: Container[str]
-) -> dict[Var, str]:
-    """The inputs of a program that are trained leaves, with their paths. Its first
-    inputs are the leaves of params, in the order of `leaf_paths`.
-    """
-    weights = {}
-    for path, var in zip(leaf_paths, jaxpr.invars):
-        if path in trained:
-            weights[var] = path
-    return weights
 
 
 def _scans_of(traced: ClosedJaxpr) -> list[str]:
@@ -166,9 +146,12 @@ def _check_dependence(
     """Raises ValueError for a trained leaf that the loss does not read. It would still
     get moments and weight decay. A leaf behind `stop_gradient` counts as read.
     """
-    weights = _trained_inputs(jaxpr, name_of_leaf, trained)
-    readers = _readers(_needed(jaxpr, [0]))
-    unread = [name_of_leaf[path] for var, path in weights.items() if not readers[var]]
+    is_loss = [index == 0 for index in range(len(jaxpr.outvars))]
+    _, is_read = dce_jaxpr(jaxpr, is_loss)
+    unread = []
+    for path, flag in zip(name_of_leaf, is_read):
+        if path in trained and not flag:
+            unread.append(name_of_leaf[path])
     if unread:
         raise ValueError(
             "release: the loss must depend on every trained leaf of params, but does "
@@ -198,58 +181,30 @@ def run_equations(
         arrays = [read(atom) for atom in equation.invars]
         outputs = replace(equation, arrays)
         if outputs is None:
-            outputs = _run_equation(equation, values)
+            outputs = run_equation(jaxpr, equation, values)
         values.update(zip(equation.outvars, outputs))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _run_equation(equation: JaxprEqn, values: dict[Var, Array]) -> list[Array]:
-    """The outputs of an equation, from the values of variables."""
-    from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, jaxpr_as_fun
-
-    # A dict, since an equation may read a variable twice.
-    variables = dict.fromkeys(_variables(equation.invars))
-    # JAX warns of a program without it.
-    debug_info = DebugInfo("release", "loss", None, None)
-    # A program of one equation, since `primitive.bind` would lose its named scopes.
-    jaxpr = Jaxpr(
-        constvars=(),
-        invars=[*variables],
-        outvars=equation.outvars,
-        eqns=[equation],
-        debug_info=debug_info,
-    )
-    arrays = [values[var] for var in variables]
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*arrays)
-
-
-def _opened(
-    traced: ClosedJaxpr, calls: frozenset[str], inputs: list[Array]
+def _inlined(
+    traced: ClosedJaxpr, calls: Container[str], inputs: list[Array]
 ) -> ClosedJaxpr:
     """The program with equations in the place of calls."""
     from jax.extend.core import ClosedJaxpr
 
-    def open_call(equation: JaxprEqn, inputs: list[Array]) -> list[Array] | None:
+    def inline_call(equation: JaxprEqn, inputs: list[Array]) -> list[Array] | None:
         if equation.primitive.name in calls:
-            return run_equations(body_of(equation), inputs, open_call)
+            return run_equations(body_of(equation), inputs, inline_call)
         return None
 
-    def run_opened(*inputs: Array) -> list[Array]:
-        return run_equations(traced, inputs, open_call)
+    def run(inputs: list[Array]) -> list[Array]:
+        return run_equations(traced, inputs, inline_call)
 
-    opened = jax.make_jaxpr(run_opened)(*inputs)
-    # nnx.scan returns its weights as ys, which nobody reads.
-    jaxpr = _needed(opened.jaxpr, range(len(opened.out_avals)))
-    return ClosedJaxpr(jaxpr, opened.consts)
-
-
-def _needed(jaxpr: Jaxpr, outputs: Sequence[int]) -> Jaxpr:
-    """A program cut down to what the outputs with these indices need. A scan in it may
-    have fewer inputs and outputs.
-    """
-    is_needed = [index in outputs for index in range(len(jaxpr.outvars))]
-    needed, _ = dce_jaxpr(jaxpr, is_needed, instantiate=True)
-    return needed
+    inlined = jax.make_jaxpr(run)(inputs)
+    # nnx.scan returns its weights as ys, which nothing reads.
+    are_needed = [True] * len(inlined.out_avals)
+    jaxpr, _ = dce_jaxpr(inlined.jaxpr, are_needed, instantiate=True)
+    return ClosedJaxpr(jaxpr, inlined.consts)
 
 
 def _variables(atoms: Iterable[Any]) -> list[Var]:
@@ -257,83 +212,66 @@ def _variables(atoms: Iterable[Any]) -> list[Var]:
     return [atom for atom in atoms if not is_literal(atom)]
 
 
-def _readers(jaxpr: Jaxpr) -> Counter[Var]:
-    """How often each variable is read. An output is a reader too."""
-    readers = Counter(_variables(jaxpr.outvars))
-    for equation in jaxpr.eqns:
-        readers.update(_variables(equation.invars))
-    return readers
-
-
-def _makers(jaxpr: Jaxpr) -> dict[Var, JaxprEqn]:
-    """The equation that makes each variable."""
-    makers = {}
-    for equation in jaxpr.eqns:
-        makers |= dict.fromkeys(equation.outvars, equation)
-    return makers
-
-
 # ---------------------------------------------------------------------------- stacks
 
 
 def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
-    """The scans that read weights slice by slice, by `id` of their equations."""
-    # A leaf that is read for aux alone is not read twice: readers are counted in the
-    # program of the loss. The stacks are equations of the program that runs, with aux.
-    program_of_loss = _needed(jaxpr, [0])
-    readers = _readers(program_of_loss)
-    makers = _makers(jaxpr)
-    makers_for_loss = _makers(program_of_loss)
+    """The scans that read weights slice by slice, by `id` of their equations.
+
+    Args:
+      weights: the variables of trained leaves, with their paths.
+    """
+    # How often each variable is read. An output is a reader too.
+    readers = Counter(_variables(jaxpr.outvars))
+    maker_of = {}
+    for equation in jaxpr.eqns:
+        readers.update(_variables(equation.invars))
+        for output in equation.outvars:
+            maker_of[output] = equation
     dependent = _dependent_on(weights, jaxpr)
 
-    def slice_of(var: Any, axis: int, length: int) -> LayerSlice | None:
-        """Where the layers are in the leaf behind a variable, which has them along an
-        axis. None: there is no leaf behind it, or the loss reads the leaf twice.
+    def slice_behind(var: Any, length: int) -> LayerSlice | None:
+        """Where the layers are in the leaf that is scanned as a variable. None: there
+        is no leaf behind it, or something else reads the leaf too.
         """
-        if is_literal(var) or readers[var] != 1:
-            return None
-        if var in weights:
-            return LayerSlice(weights[var], axis, length, layout_steps=[])
-        maker = makers.get(var)
-        if maker is None or maker.primitive.name not in LAYOUT:
-            return None
-        axis_before = _axis_before(maker, axis, length)
-        if axis_before is None:
-            return None
-        before = slice_of(maker.invars[0], axis_before, length)
-        if before is None:
-            return None
-        step = LayoutStep(maker, axis)
-        return before._replace(layout_steps=[*before.layout_steps, step])
+        axis = 0
+        layouts: list[Layout] = []
+        while not is_literal(var) and readers[var] == 1:
+            if var in weights:
+                return LayerSlice(weights[var], axis, length, layouts[::-1])
+            maker = maker_of.get(var)
+            if maker is None or maker.primitive.name not in LAYOUT:
+                return None
+            step = _layout_step(maker, axis, length)
+            if step is None:
+                return None
+            axis, layout = step
+            layouts.append(layout)
+            var = maker.invars[0]
+        return None
 
     stacks = {}
-    layer_count = 0
+    layers_before = 0
     for equation in jaxpr.eqns:
         length = equation.params.get("length", 0)
         if equation.primitive.name != "scan" or length == 0:
             continue
-        slice_of_input = {}
-        read_for_loss = _inputs_for_loss(equation, makers_for_loss)
-        consts, carries = counts_of_scan(equation)
-        first_x = consts + carries
-        for place, var in enumerate(equation.invars[first_x:], first_x):
-            if not is_literal(var) and var in read_for_loss:
-                layer_slice = slice_of(var, axis=0, length=length)
-                if layer_slice is not None:
-                    slice_of_input[place] = layer_slice
-        if slice_of_input:
-            # After one layer, what is carried depends on the weights of the layer.
-            dependent_inputs = set(range(consts, first_x))
-            for place, var in enumerate(equation.invars):
-                if not is_literal(var) and var in dependent:
-                    dependent_inputs.add(place)
+        slice_of_x = {}
+        for index, var in enumerate(scan_inputs(equation, equation.invars).xs):
+            layer_slice = slice_behind(var, length)
+            if layer_slice is not None:
+                slice_of_x[index] = layer_slice
+        if slice_of_x:
+            has_gradient = scan_inputs(equation, _has_gradient(equation, dependent))
+            for index in slice_of_x:
+                has_gradient.xs[index] = False
             stacks[id(equation)] = Stack(
                 equation=equation,
-                slice_of_input=slice_of_input,
-                dependent_inputs=dependent_inputs,
-                layers_before=layer_count,
+                slice_of_x=slice_of_x,
+                has_gradient=has_gradient,
+                layers_before=layers_before,
             )
-            layer_count += length
+            layers_before += length
     return stacks
 
 
@@ -347,44 +285,55 @@ def _dependent_on(weights: Iterable[Var], jaxpr: Jaxpr) -> set[Var]:
     return dependent
 
 
-def _inputs_for_loss(
-    equation: JaxprEqn, makers_for_loss: dict[Var, JaxprEqn]
-) -> set[Var]:
-    """The inputs of a scan that the loss needs. Removing what the loss does not need
-    may have taken inputs from this scan. These are left.
-    """
-    inputs: set[Var] = set()
-    for output in equation.outvars:
-        if output in makers_for_loss:
-            inputs.update(_variables(makers_for_loss[output].invars))
-    return inputs
+def _has_gradient(equation: JaxprEqn, dependent: set[Var]) -> list[bool]:
+    """Whether each input of a scan may have a gradient by weights, in any layer."""
+    flags = [not is_literal(var) and var in dependent for var in equation.invars]
+    body = jaxpr_of(body_of(equation))
+    consts, carries = counts_of_scan(equation)
+    reads_of_carry = []
+    for carry in range(carries):
+        is_output = [index == carry for index in range(len(body.outvars))]
+        _, is_read = dce_jaxpr(body, is_output)
+        reads_of_carry.append(is_read)
+    # What one layer brings into a carry may come into another carry in the next.
+    for _ in range(carries):
+        for carry, is_read in enumerate(reads_of_carry):
+            if any(flag and is_read[place] for place, flag in enumerate(flags)):
+                flags[consts + carry] = True
+    for place, var in enumerate(equation.invars):
+        flags[place] = flags[place] and may_have_gradient(type_of(var))
+    return flags
 
 
-def _axis_before(equation: JaxprEqn, axis: int, length: int) -> int | None:
-    """The axis of the layers before an equation that changes the layout. None: the
-    layers are no longer along one axis.
+def _layout_step(
+    equation: JaxprEqn, axis: int, length: int
+) -> tuple[int, Layout] | None:
+    """The axis of the layers before an equation that changes the layout, and the same
+    change for one layer. None: before it, layers are not along one axis.
+
+    Args:
+      axis: of the layers after the equation.
+      length: how many layers there are.
     """
-    before = type_of(equation.invars[0]).shape
-    after = type_of(equation.outvars[0]).shape
+    params = equation.params
     if equation.primitive.name == "transpose":
-        return equation.params["permutation"][axis]
-    if math.prod(before) != math.prod(after) or _also_transposes(equation):
+        permutation = params["permutation"]
+        return permutation[axis], lambda layer: jnp.transpose(layer, permutation)
+    if equation.primitive.name == "reshape" and params["dimensions"] is not None:
+        # `lax.reshape` can transpose as well.
         return None
+    shape = type_of(equation.invars[0]).shape
+    new_type = type_of(equation.outvars[0])
     # A reshape keeps the numbers in front of the axis. [12, 5] -> [3, 4, 5] makes
     # blocks: each of 3 layers reads 4 rows.
-    numbers_in_front = math.prod(after[:axis])
-    for axis_before, size in enumerate(before):
-        is_same_place = math.prod(before[:axis_before]) == numbers_in_front
+    numbers_in_front = math.prod(new_type.shape[:axis])
+    layer_shape = list(new_type.shape)
+    layer_shape[axis] //= length
+    for axis_before, size in enumerate(shape):
+        is_same_place = math.prod(shape[:axis_before]) == numbers_in_front
         if is_same_place and size % length == 0:
-            return axis_before
+            return (
+                axis_before,
+                lambda layer: layer.reshape(layer_shape).astype(new_type.dtype),
+            )
     return None
-
-
-def _also_transposes(equation: JaxprEqn) -> bool:
-    """Whether a reshape or a broadcast changes the order of numbers as well."""
-    if equation.primitive.name == "reshape":
-        return equation.params["dimensions"] is not None
-    if equation.primitive.name == "broadcast_in_dim":
-        axes = equation.params["broadcast_dimensions"]
-        return list(axes) != sorted(axes)
-    return False

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._jaxpr import body_of, counts_of_scan, type_of
+from .._jaxpr import body_of, counts_of_scan
 from .._mesh_types import typed_as
 from .._trees import PyTree, put_back
 from .budget import Budget
@@ -35,13 +35,8 @@ Entries = dict[str, Array]  # weights and the optimizer's state, by path
 # Called with the group of a layer, its gradients, its entries and the budget. Returns
 # the new entries, or None in a pass that only measures, and the budget that is left.
 UpdateLayer = Callable[[Array, Entries, Entries, Budget], tuple[Entries | None, Budget]]
-
-
-class LayoutStep(NamedTuple):
-    """An equation between a leaf and its scan."""
-
-    equation: JaxprEqn
-    axis: int  # of the layers, in its result
+# One layer of a leaf in another order, shape or dtype.
+Layout = Callable[[Array], Array]
 
 
 class LayerSlice(NamedTuple):
@@ -50,9 +45,9 @@ class LayerSlice(NamedTuple):
     leaf_path: str
     axis: int  # of the layers
     layer_count: int
-    layout_steps: list[LayoutStep]
+    layouts: list[Layout]  # from the leaf to the xs of the scan, one after the other
 
-    def taken(self, array: Array, layer: Array | int) -> Array:
+    def take(self, array: Array, layer: Array | int) -> Array:
         """The part of a layer. The axis of layers stays, with several rows where the
         scan goes through blocks of layers.
         """
@@ -66,15 +61,8 @@ class LayerSlice(NamedTuple):
 
     def as_layer_reads(self, array: Array) -> Array:
         """The part of a layer as the body of the scan reads it."""
-        for equation, axis in self.layout_steps:
-            result = type_of(equation.outvars[0])
-            if equation.primitive.name == "transpose":
-                array = jnp.transpose(array, equation.params["permutation"])
-            else:
-                shape = list(result.shape)
-                shape[axis] //= self.layer_count
-                array = array.reshape(shape)
-            array = array.astype(result.dtype)
+        for layout in self.layouts:
+            array = layout(array)
         return array.reshape(array.shape[1:])
 
 
@@ -82,15 +70,15 @@ def layer_of(
     entries: Entries, slice_of_entry: dict[str, LayerSlice], layer: Array | int
 ) -> Entries:
     """The entries of one layer."""
-    return {
-        path: layer_slice.taken(jnp.asarray(entries[path]), layer)
-        for path, layer_slice in slice_of_entry.items()
-    }
+    layer_entries = {}
+    for path, layer_slice in slice_of_entry.items():
+        layer_entries[path] = layer_slice.take(jnp.asarray(entries[path]), layer)
+    return layer_entries
 
 
 class ScanInputs(NamedTuple):
-    """The inputs of a scan or of one of its layers, or their cotangents. None stands in
-    the place of weights, and of a cotangent that there is not.
+    """The inputs of a scan or of one of its layers, by their roles. None stands in the
+    place of leaves of params, and of what has no gradient.
     """
 
     consts: list[Any]
@@ -98,12 +86,23 @@ class ScanInputs(NamedTuple):
     xs: list[Any]
 
 
+def scan_inputs(equation: JaxprEqn, inputs: list[Any]) -> ScanInputs:
+    """A value for each input of a scan, by the roles of the inputs."""
+    consts, carries = counts_of_scan(equation)
+    first_x = consts + carries
+    return ScanInputs(
+        consts=inputs[:consts], carry=inputs[consts:first_x], xs=inputs[first_x:]
+    )
+
+
 class Stack(NamedTuple):
     """A scan that reads leaves of params layer by layer."""
 
     equation: JaxprEqn
-    slice_of_input: dict[int, LayerSlice]  # by place among the inputs of the scan
-    dependent_inputs: set[int]  # places of inputs that depend on trained leaves
+    slice_of_x: dict[int, LayerSlice]  # by index: the xs that are leaves of params
+    # Whether an input that is no leaf has a gradient (bools). The batch has none: a
+    # layer may read it through a function without a gradient, such as a `while_loop`.
+    has_gradient: ScanInputs
     layers_before: int  # in stacks that run earlier
 
     @property
@@ -116,7 +115,7 @@ class Stack(NamedTuple):
 
     @property
     def leaf_paths(self) -> set[str]:
-        return {x.leaf_path for x in self.slice_of_input.values()}
+        return {layer_slice.leaf_path for layer_slice in self.slice_of_x.values()}
 
     def groups(self) -> Array:
         """The group of each layer in the budget. A backward pass goes through them in
@@ -128,44 +127,20 @@ class Stack(NamedTuple):
             turns = turns[::-1]
         return -2 - self.layers_before - turns
 
-    def without_weights(self, inputs: list[Any]) -> ScanInputs:
-        """The inputs of the scan, with None in the place of weights."""
-        inputs = list(inputs)
-        for place in self.slice_of_input:
-            inputs[place] = None
-        return self._scan_inputs(inputs)
-
-    def differentiated(self, inputs: ScanInputs) -> ScanInputs:
-        """The inputs that may have a gradient, with None in the place of all others.
-
-        A layer may read the batch through a function that has no derivative, such as a
-        `while_loop`. So the batch has no gradient.
-        """
-        arrays = [*inputs.consts, *inputs.carry, *inputs.xs]
-        for place in range(len(arrays)):
-            if place not in self.dependent_inputs:
-                arrays[place] = None
-        return floats(self._scan_inputs(arrays))
-
-    def _scan_inputs(self, inputs: list[Any]) -> ScanInputs:
-        consts, carries = counts_of_scan(self.equation)
-        first_x = consts + carries
-        return ScanInputs(
-            consts=inputs[:consts], carry=inputs[consts:first_x], xs=inputs[first_x:]
-        )
-
     def run_layer(
         self, layer_entries: Entries, inputs: ScanInputs
     ) -> tuple[list[Array], list[Array]]:
-        """The carry after a layer, and its ys."""
+        """The carry after a layer, and its ys. The inputs have None in the place of
+        leaves.
+        """
         from jax.extend.core import jaxpr_as_fun
 
-        arrays = [*inputs.consts, *inputs.carry, *inputs.xs]
-        for place, layer_slice in self.slice_of_input.items():
-            arrays[place] = layer_slice.as_layer_reads(
-                layer_entries[layer_slice.leaf_path]
-            )
-        outputs = jaxpr_as_fun(body_of(self.equation))(*arrays)
+        xs = list(inputs.xs)
+        for index, layer_slice in self.slice_of_x.items():
+            weights = layer_entries[layer_slice.leaf_path]
+            xs[index] = layer_slice.as_layer_reads(weights)
+        run = jaxpr_as_fun(body_of(self.equation))
+        outputs = run(*inputs.consts, *inputs.carry, *xs)
         count = len(inputs.carry)
         return outputs[:count], outputs[count:]
 
@@ -175,11 +150,16 @@ def may_have_gradient(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def floats(tree: PyTree) -> PyTree:
+def floats(arrays: list[Array]) -> list[Array | None]:
     """The arrays that may have a gradient, with None in the place of all others. The
     cotangents of others are float0, which goes too.
     """
-    return jax.tree.map(lambda x: x if may_have_gradient(x) else None, tree)
+    return [array if may_have_gradient(array) else None for array in arrays]
+
+
+def selected(flags: PyTree, arrays: PyTree) -> Any:
+    """The arrays with a flag, with None in the place of all others."""
+    return jax.tree.map(lambda flag, array: array if flag else None, flags, arrays)
 
 
 def _zeros(array: Array) -> Array:
@@ -204,12 +184,17 @@ def run_stack(
       slice_of_entry: of these entries.
       budget: is handed on as it is. Its cotangent is the budget that is left.
     """
-    slices_of_stack = {
-        path: layer_slice
-        for path, layer_slice in slice_of_entry.items()
-        if layer_slice.leaf_path in stack.leaf_paths
-    }
+    entries_of_stack = {}
+    slices_of_stack = {}
+    for path, layer_slice in slice_of_entry.items():
+        if layer_slice.leaf_path in stack.leaf_paths:
+            entries_of_stack[path] = stack_entries[path]
+            slices_of_stack[path] = layer_slice
     loops = _Loops(stack, update_layer, slices_of_stack)
+    all_inputs = scan_inputs(stack.equation, inputs)
+    other_xs: list[Array | None] = list(all_inputs.xs)
+    for index in stack.slice_of_x:
+        other_xs[index] = None
 
     @jax.custom_vjp
     def scan_layers(inputs: ScanInputs, stack_entries: Entries, budget: Budget) -> Any:
@@ -218,9 +203,7 @@ def run_stack(
 
     scan_layers.defvjp(loops.forward, loops.backward)
     carry, ys, budget = scan_layers(
-        stack.without_weights(inputs),
-        {path: stack_entries[path] for path in slices_of_stack},
-        budget,
+        all_inputs._replace(xs=other_xs), entries_of_stack, budget
     )
     return [*carry, *ys], budget
 
@@ -260,7 +243,8 @@ class _Loops(NamedTuple):
         left.
         """
         inputs, stack_entries = saved
-        carry_cotangent, ys_cotangents, budget = floats(cotangents)
+        carry_cotangent, ys_cotangents, budget = cotangents
+        has_gradient = self.stack.has_gradient
 
         def layer_backward(loop: Any, of_layer: Any) -> Any:
             carry_cotangent, consts_cotangent, stack_entries, budget = loop
@@ -284,14 +268,25 @@ class _Loops(NamedTuple):
             loop = input_cotangents.carry, consts_cotangent, stack_entries, budget
             return loop, input_cotangents.xs
 
-        zeros = jax.tree.map(_zeros, self.stack.differentiated(inputs).consts)
+        consts = selected(has_gradient.consts, inputs.consts)
         layers = jnp.arange(self.stack.length)
         # Not unrolled, since gradients of several layers could then be alive at once.
         # `_split_transpose` of the user's scan has no meaning for a loop of our own.
         loop, xs_cotangents = lax.scan(
             layer_backward,
-            (carry_cotangent, zeros, stack_entries, budget),
-            (layers, self.stack.groups(), inputs.carry, inputs.xs, ys_cotangents),
+            (
+                selected(has_gradient.carry, carry_cotangent),
+                jax.tree.map(_zeros, consts),
+                stack_entries,
+                budget,
+            ),
+            (
+                layers,
+                self.stack.groups(),
+                inputs.carry,
+                inputs.xs,
+                floats(ys_cotangents),
+            ),
             reverse=not self.stack.is_reversed,
         )
         carry_cotangent, consts_cotangent, stack_entries, budget = loop
@@ -302,12 +297,13 @@ class _Loops(NamedTuple):
         self, layer_entries: Entries, inputs: ScanInputs, cotangents: Any
     ) -> tuple[Entries, ScanInputs]:
         """The gradients of a layer by its weights, and the cotangents of its inputs."""
+        has_gradient = self.stack.has_gradient
 
         def float_outputs(weights: Entries, differentiated: ScanInputs) -> Any:
-            inputs_of_layer = put_back(differentiated, inputs)
-            return floats(self.stack.run_layer(weights, inputs_of_layer))
+            carry, ys = self.stack.run_layer(weights, put_back(differentiated, inputs))
+            return selected(has_gradient.carry, carry), floats(ys)
 
         weights = {path: layer_entries[path] for path in self.stack.leaf_paths}
-        differentiated = self.stack.differentiated(inputs)
+        differentiated = selected(has_gradient, inputs)
         _, pull = jax.vjp(float_outputs, weights, differentiated)
         return pull(cotangents)

@@ -17,11 +17,11 @@ from .._mesh_types import has_types, manual_axes
 from .._norms import global_norm
 from .._trees import PyTree
 from .budget import Budget, first_shares, new_budget, next_shares, with_norm
-from .group_clip import GroupClip
 from .model import Model, read_model
 from .optimizer_checks import check_optimizer
 from .optimizers import arrays_by_path, tree_from_entries
 from .stacks import Entries, layer_of
+from .step_clip import StepClip
 
 # The group of the weights outside of the layers, which is the last one.
 OUTER_WEIGHTS = -1
@@ -64,7 +64,7 @@ class Released:
         return ReleaseState(
             optimizer=self.optimizer.init(trained),
             clip=self.clipper.init(trained),
-            shares=first_shares(model.program.layer_count + 1),
+            shares=first_shares(model.group_count),
         )
 
     def step(
@@ -72,28 +72,29 @@ class Released:
     ) -> tuple[PyTree, ReleaseState, Any]:
         """Returns new params, the new state, and what the loss returned."""
         _check_devices()
-        _check_state(state)
+        if not isinstance(state, ReleaseState):
+            raise TypeError(
+                "release: state must be what init(params, *batch) or the step before "
+                f"returned, got {shown(state)}."
+            )
         model = self._model(params, batch)
-        _check_layer_count(state, model)
-        _check_optimizer_state(state, model)
+        _check_state_of(state, model)
         all_entries = arrays_by_path((params, state.optimizer))
-        group_clip = GroupClip(self.clipper, state.clip, self.inf_is_off)
-        budget = new_budget(group_clip.limit_ahead(), state.shares)
+        step_clip = StepClip(self.clipper, state.clip, self.inf_is_off)
+        budget = new_budget(step_clip.limit_ahead(), state.shares)
         if self.passes == 2:
             budget = _measured(model, all_entries, batch, budget)
-            group_clip = group_clip._replace(norm=global_norm(budget.norms))
+            step_clip = step_clip._replace(measured=global_norm(budget.norms))
 
         def update_layer(
             group: Array, grads: Entries, layer_entries: Entries, budget: Budget
         ) -> tuple[Entries, Budget]:
-            grads, budget = group_clip.clip(group, grads, budget)
+            grads, budget = step_clip.clip(group, grads, budget)
             new_entries = model.optimizer.updated(all_entries | layer_entries, grads)
             return {path: new_entries[path] for path in layer_entries}, budget
 
         result = model.forward_and_backward(update_layer, all_entries, batch, budget)
-        grads, budget = group_clip.clip(
-            OUTER_WEIGHTS, result.outer_grads, result.budget
-        )
+        grads, budget = step_clip.clip(OUTER_WEIGHTS, result.outer_grads, result.budget)
         # The weights outside of the layers, and once a step the counters that all
         # layers share. A model may have no such weights, and optimizers want a leaf. So
         # the first layer takes part, with gradients of 0. Its new entries are not used.
@@ -106,7 +107,7 @@ class Released:
         params, optimizer_state = tree_from_entries(
             (params, state.optimizer), all_entries
         )
-        clip_state = group_clip.state_after(budget)
+        clip_state = step_clip.state_after(budget)
         finite_steps = clip_state.step - clip_state.nonfinite
         shares = next_shares(state.shares, budget.norms, finite_steps)
         return params, ReleaseState(optimizer_state, clip_state, shares), result.value
@@ -117,10 +118,11 @@ class Released:
         All other gradients are in memory at the end of a step.
         """
         model = self._model(params, batch)
-        name_of_leaf = model.optimizer.name_of_leaf
-        return [
-            name_of_leaf[leaf] for leaf in name_of_leaf if leaf in model.slice_of_entry
-        ]
+        names = []
+        for path, name in model.optimizer.name_of_leaf.items():
+            if path in model.slice_of_entry:
+                names.append(name)
+        return names
 
     def _model(self, params: PyTree, batch: tuple[PyTree, ...]) -> Model:
         return read_model(
@@ -157,49 +159,29 @@ def _check_devices() -> None:
         )
 
 
-def _check_state(state: object) -> None:
-    """Raises TypeError for a state that is not of `release`."""
-    if not isinstance(state, ReleaseState):
-        raise TypeError(
-            "release: state must be what init(params, *batch) or the step before "
-            f"returned, got {shown(state)}."
-        )
-
-
-def _check_layer_count(state: ReleaseState, model: Model) -> None:
-    """Raises ValueError for the state of another number of layers."""
-    layers = state.shares.size - 1
-    if layers != model.program.layer_count:
-        raise ValueError(
-            f"release: state must be of the layers that loss scans, got {layers} in a "
-            f"step of {model.program.layer_count} layers: make it by init."
-        )
-
-
-def _check_optimizer_state(state: ReleaseState, model: Model) -> None:
+def _check_state_of(state: ReleaseState, model: Model) -> None:
     """Raises ValueError for the state of another optimizer, or of params of other
-    shapes or dtypes.
+    layers, shapes or dtypes.
     """
-    _, wanted_state = model.optimizer.abstract_params_and_state(model.weights)
-    wanted = arrays_by_path(wanted_state)
-    entries = arrays_by_path(state.optimizer)
-    for path in sorted(wanted.keys() | entries.keys()):
-        if path not in entries:
-            fault = f"it has no {path!r}"
-        elif path not in wanted:
-            fault = f"it has {path!r}"
-        elif _type_text(entries[path]) != _type_text(wanted[path]):
-            wanted_type = _type_text(wanted[path])
-            fault = f"{path!r} is {_type_text(entries[path])} in place of {wanted_type}"
-        else:
-            continue
-        raise ValueError(
-            "release: state.optimizer must be of this optimizer and of params of these "
-            f"shapes and dtypes, but {fault}: make it by init."
-        )
+    _, optimizer = model.optimizer.abstract_params_and_state(model.weights)
+    shares = jax.eval_shape(lambda: first_shares(model.group_count))
+    wanted_types = _types_by_path(ReleaseState(optimizer, None, shares))
+    types = _types_by_path(state._replace(clip=None))
+    for path in sorted(wanted_types.keys() | types.keys()):
+        entry_type = types.get(path, "nothing")
+        wanted_type = wanted_types.get(path, "nothing")
+        if entry_type != wanted_type:
+            raise ValueError(
+                "release: state must be of this optimizer, and of params of these "
+                f"layers, shapes and dtypes, but state{path} is {entry_type} in place "
+                f"of {wanted_type}: make it by init."
+            )
 
 
-def _type_text(array: object) -> str:
-    """The dtype and shape of an array, such as "float32[2, 3]"."""
-    array_type = jax.typeof(array)
-    return f"{array_type.dtype}{list(array_type.shape)}"
+def _types_by_path(tree: PyTree) -> dict[str, str]:
+    """Dtypes and shapes, such as "float32[2, 3]", by path."""
+    types = {}
+    for path, array in arrays_by_path(tree).items():
+        array_type = jax.typeof(array)
+        types[path] = f"{array_type.dtype}{list(array_type.shape)}"
+    return types

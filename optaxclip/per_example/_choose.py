@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from .. import _trees as trees
 from .._checks import check_choice, check_length
-from .._jaxpr import every_equation, has_convolution, has_groups, has_window, work_of
+from .._jaxpr import every_equation
 from .._mesh_types import is_on_one_device, manual_axes
 from .._trees import PyTree
 from ._ghost import Ghost, ghost_of
@@ -20,6 +20,7 @@ from ._ghost._plans import GradientPlan, LeafPlan
 from ._ghost._sites import CannotSplit
 from ._passes import even_width, small_memory
 from ._problem import Problem, place_of
+from ._work import has_convolution, has_groups, has_window, work_of
 
 METHODS = ("auto", "ghost", "one_pass")
 # To write and read one number takes as long as about this many multiplications in a

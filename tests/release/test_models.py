@@ -124,6 +124,10 @@ OPTIMIZERS = {
     "conditional": optax.conditionally_mask(
         optax.adam(1e-2), lambda step, *_: step % 2 == 0
     ),
+    "multi_steps": optax.MultiSteps(
+        optax.adam(1e-2), every_k_schedule=3
+    ).gradient_transformation(),
+    "apply_every": optax.chain(optax.apply_every(2), optax.sgd(0.1)),
     "values": optax.chain(optax.clip(1e-4), optax.adam(1e-2)),
 }
 

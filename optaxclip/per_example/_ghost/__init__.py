@@ -2,6 +2,7 @@
 pass, without the large gradients of its examples. In the order in which to read:
 
     _sites           where parameters meet data in the program of the loss
+    _flow            where a backward pass goes through this program
     _capture         one run forward and backward. It captures the input a of each site,
                      and the cotangent c of its output
     _forms           the gradient of an example by the operand of a site: sum_t a_t c_t'
@@ -34,11 +35,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..._jaxpr import has_backward_rule, has_window, work_of
+from ..._jaxpr import has_backward_rule
 from ..._mesh_types import varying
 from .._limits import Arrays, Weights, weights_of
 from .._passes import ExampleResults, Run, widened, written
 from .._problem import Problem
+from .._work import has_window, work_of
 from ._capture import CapturedOfSites, capture
 from ._norms import NormSource
 from ._plans import GradientPlan, LeafPlan, OuterProductPlan, plans_of

@@ -27,9 +27,11 @@ from jax import Array
 from jax.core import ShapedArray
 
 from ... import _jaxpr
-from ..._jaxpr import CALLS, Flags, Flow, type_of
+from ..._jaxpr import CALLS, type_of
 from .._passes import is_narrow, widened
 from .._problem import place_of
+from .._work import has_convolution
+from ._flow import Flags, Flow, backward_through
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -260,7 +262,7 @@ def _split(
     for var, constant in zip(jaxpr.constvars, consts):
         splitter.origins_by_id[id(var)] = Origin(constant=constant)
     splitter.set_origins(jaxpr.invars, in_origins)
-    flows, _ = _jaxpr.backward_through(jaxpr, has_cotangent)
+    flows, _ = backward_through(jaxpr, has_cotangent)
     for eqn, flow in zip(jaxpr.eqns, flows):
         splitter.add_equation(eqn, flow)
     if not may_return_operands:
@@ -309,7 +311,7 @@ class _Splitter:
         is_data = any(origin.is_data for origin in in_origins)
         is_site = has_params and (is_data or _jaxpr.has_backward_rule(eqn))
         # A body is entered also for a kernel in it, which may differ by example.
-        has_kernel = _jaxpr.has_convolution(eqn)
+        has_kernel = has_convolution(eqn)
         if name in CALLS and (has_params or has_kernel):
             self._add_call(eqn, in_origins, flow)
         elif name == "scan" and (is_site or (is_data and has_kernel)):
@@ -456,7 +458,7 @@ def _check_equation(
     kernels = in_origins
     if eqn.primitive.name == "conv_general_dilated":
         kernels = in_origins[1:]
-    if _jaxpr.has_convolution(eqn) and any(origin.is_data for origin in kernels):
+    if has_convolution(eqn) and any(origin.is_data for origin in kernels):
         obstacle = "a convolution whose kernel depends on the example"
         raise CannotSplit(obstacle, eqn)
 

@@ -1,4 +1,4 @@
-"""The clip of one group of gradients: a layer, or the weights outside of the layers.
+"""How one step clips its groups of gradients: the layers, and all other weights.
 
 one pass      a group is clipped to its limit in the budget
 two passes    all groups are clipped by the norm of everything, which the first pass
@@ -18,13 +18,13 @@ from .budget import Budget, limit_of_group
 from .stacks import Entries
 
 
-class GroupClip(NamedTuple):
-    """How the groups of one step are clipped."""
+class StepClip(NamedTuple):
+    """How one step clips its groups."""
 
     clipper: Any  # of the norm of everything, whose state is a `ClipState`
     state: ClipState  # its state before this step
     inf_is_off: bool  # whether a limit of inf lets NaN pass, see `Rule`
-    norm: Array | None = None  # of everything in this step, once it is measured
+    measured: Array | None = None  # the norm of everything in this step. None: one pass
 
     def limit_ahead(self) -> Array:
         """The limit of everything, before the norm of this step is known. Rules are
@@ -43,12 +43,12 @@ class GroupClip(NamedTuple):
         """Returns the clipped gradients of a group, and the budget for the groups after
         it.
         """
-        if self.norm is None:
+        if self.measured is None:
             norm = global_norm(grads)
             limit, budget = limit_of_group(budget, group, norm)
-            limit = self._as_argument(limit)
+            limit = self._for_update(limit)
         else:
-            norm = self.norm
+            norm = self.measured
             limit = None  # the limit of everything
         # With `grad_norm` and `limit`, update multiplies by limit / grad_norm, or by 1.
         # Without `limit` it asks the rule of the clipper.
@@ -57,22 +57,22 @@ class GroupClip(NamedTuple):
 
     def state_after(self, budget: Budget) -> ClipState:
         """The state of the clipper after this step, of the norm of everything."""
-        if self.norm is not None:
-            return self._next_state(self.norm)
-        # The factor of a ClipState is limit / norm. With several groups it is
-        # norm_after / norm, so norm_after is handed over as the limit, and the true
-        # limit is put back below.
+        if self.measured is not None:
+            return self._next_state(self.measured)
+        # The clipper would note limit / norm as the factor. The groups together are
+        # multiplied by norm_after / norm. So it gets norm_after as the limit, and the
+        # true limit is put back below.
         norm_after = global_norm(budget.norms_after)
         # A limit of inf stays: with it the factor is 1 for a norm of NaN too.
         is_limited = budget.limit < jnp.inf
-        limit = jnp.where(is_limited, norm_after, self._as_argument(budget.limit))
+        limit = jnp.where(is_limited, norm_after, self._for_update(budget.limit))
         state = self._next_state(global_norm(budget.norms), limit)
         row = state.number_names.index("limit")
         numbers = state.numbers.at[row].set(budget.limit)
         return state._replace(numbers=numbers)
 
-    def _as_argument(self, limit: Array) -> Array:
-        """A limit as `update` is given it. An inf would let NaN pass there. That is
+    def _for_update(self, limit: Array) -> Array:
+        """The limit for `update`, which lets NaN pass under a limit of inf. That is
         right if the user set it, but a rule says by inf that it has no limit yet.
         """
         if self.inf_is_off:

@@ -1,0 +1,86 @@
+"""How much a program computes, and its convolutions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from .._jaxpr import every_equation, jaxpr_of, runs_primitive_like, type_of
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+has_convolution = partial(runs_primitive_like, "conv_general_dilated")
+
+
+def has_groups(eqn: JaxprEqn) -> bool:
+    """Whether an equation has a convolution of several groups, with more than one
+    channel in each: not one that is depthwise.
+    """
+    for inner in every_equation(eqn):
+        groups = inner.params.get("feature_group_count", 1)
+        if groups > 1:
+            outputs, inputs, *_ = inner.params["dimension_numbers"].rhs_spec
+            kernel_shape = type_of(inner.invars[1]).shape
+            if kernel_shape[inputs] > 1 or kernel_shape[outputs] > groups:
+                return True
+    return False
+
+
+def has_window(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a convolution whose window is more than one pixel."""
+    return any(size > 1 for size in _window_of(eqn))
+
+
+def windows_overlap(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a convolution whose windows share pixels. One of patches
+    side by side is a matrix product.
+    """
+    strides = eqn.params.get("window_strides", ())
+    return any(size > stride for size, stride in zip(_window_of(eqn), strides))
+
+
+def _window_of(eqn: JaxprEqn) -> list[int]:
+    """The sizes of the window of a convolution, none for other equations."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return []
+    kernel_shape = type_of(eqn.invars[1]).shape
+    window_axes = eqn.params["dimension_numbers"].rhs_spec[2:]
+    return [kernel_shape[axis] for axis in window_axes]
+
+
+def work_of(
+    program: ClosedJaxpr | Jaxpr, counts: Callable[[JaxprEqn], bool] | None = None
+) -> int:
+    """For about how many multiplications a program runs. `counts` says which equations
+    count, if not all do.
+    """
+    from jax.extend.core import jaxprs_in_params
+
+    total = 0
+    for eqn in jaxpr_of(program).eqns:
+        bodies = jaxprs_in_params(eqn.params)
+        work_of_bodies = [work_of(body, counts) for body in bodies]
+        if work_of_bodies:
+            total += eqn.params.get("length", 1) * sum(work_of_bodies)
+            continue
+        if counts and not counts(eqn):
+            continue
+        # Other functions take as long as a few, but are mostly fused.
+        work_per_output = 8
+        if eqn.primitive.name == "dot_general":
+            (axes, _), _ = eqn.params["dimension_numbers"]
+            left_shape = type_of(eqn.invars[0]).shape
+            work_per_output = math.prod(left_shape[axis] for axis in axes)
+        if eqn.primitive.name == "conv_general_dilated":
+            kernel = type_of(eqn.invars[1])
+            out_channels = eqn.params["dimension_numbers"].rhs_spec[0]
+            work_per_output = kernel.size // kernel.shape[out_channels]
+            # There a CPU multiplies about half as fast as in a matrix product: so the
+            # estimates for nine networks of 8 to 128 channels were nearest.
+            if windows_overlap(eqn):
+                work_per_output *= 2
+        total += work_per_output * sum(type_of(x).size for x in eqn.outvars)
+    return total
