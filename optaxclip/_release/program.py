@@ -221,13 +221,15 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
     Args:
       weights: the variables of trained leaves, with their paths.
     """
-    # How often each variable is read. An output is a reader too.
-    readers = Counter(_variables(jaxpr.outvars))
+    # How often the loss reads each variable. Aux may read the weights of layers too.
+    readers = Counter(_variables(jaxpr.outvars[:1]))
+    equations_of_loss = []
     maker_of = {}
-    for equation in jaxpr.eqns:
-        readers.update(_variables(equation.invars))
-        for output in equation.outvars:
-            maker_of[output] = equation
+    for equation in reversed(jaxpr.eqns):
+        if any(output in readers for output in equation.outvars):
+            equations_of_loss.append(equation)
+            readers.update(_variables(equation.invars))
+            maker_of.update(dict.fromkeys(equation.outvars, equation))
     dependent = _dependent_on(weights, jaxpr)
 
     def slice_behind(var: Any, length: int) -> LayerSlice | None:
@@ -252,7 +254,7 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
 
     stacks = {}
     layers_before = 0
-    for equation in jaxpr.eqns:
+    for equation in reversed(equations_of_loss):
         length = equation.params.get("length", 0)
         if equation.primitive.name != "scan" or length == 0:
             continue
