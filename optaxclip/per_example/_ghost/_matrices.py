@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ._capture import Captured
-from ._forms import LOOKUPS, Form, OuterProducts, form_of
+from ._forms import LOOKUPS, Form, OuterProducts, form_of, size_along
 from ._sites import Origin, Site, Values
-
 
 # Of the outer products of one example
 STACK_AXIS = 0
@@ -74,7 +73,9 @@ class Matrix(NamedTuple):
     @property
     def rows_and_columns(self) -> tuple[int, int]:
         (place,) = self.site.operands
-        return self.form.matrix_shape(self.site.eqn.invars[place].aval.shape)
+        shape = self.site.eqn.invars[place].aval.shape
+        columns = size_along(shape, self.form.columns) // self.form.feature_groups
+        return size_along(shape, self.form.rows), columns
 
     @property
     def positions(self) -> int:
@@ -109,9 +110,7 @@ class Matrix(NamedTuple):
             matrices_of = _in_turns(matrices_of, STACK_AXIS)
         return matrices_of(values.value(self.origin))
 
-    def outer_products(
-        self, captured: Captured, *, can_shift: bool = False
-    ) -> OuterProducts:
+    def outer_products(self, captured: Captured, *, can_shift: bool) -> OuterProducts:
         """The outer products for a batch. With `can_shift` cotangents may be shifted
         instead of pixels.
         """
