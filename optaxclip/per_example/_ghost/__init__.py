@@ -124,17 +124,17 @@ class Ghost:
             if isinstance(plan, GradientPlan):
                 numbers.append(number)
 
-        def gradients_of_one(captured: CapturedOfSites) -> dict[int, Array]:
+        def gradients_of_one(captured_of_one: CapturedOfSites) -> dict[int, Array]:
             def outputs_of_sites(values: Values) -> dict[int, Arrays]:
                 outputs = {}
                 for site in sites:
-                    inputs = captured[site.number].inputs
+                    inputs = captured_of_one[site.number].inputs
                     outputs[site.number] = _tapped_outputs(values, site, inputs)
                 return outputs
 
             outputs, backward = self._vjp(outputs_of_sites, numbers)
             cotangents = {}
-            for number, arrays in captured.items():
+            for number, arrays in captured_of_one.items():
                 cotangents[number] = arrays.cotangents
             (gradients,) = backward(jax.tree.map(_cast_as, cotangents, outputs))
             return gradients

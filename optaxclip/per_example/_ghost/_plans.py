@@ -107,7 +107,7 @@ class GradientPlan(LeafPlan):
 class OuterProductPlan(LeafPlan, ABC):
     """A norm of G = sum_t a_t c_t', from the outer products of all sites."""
 
-    leaf: Array  # the parameter
+    param: Array
     matrices: list[Matrix]
     matrix_shape: MatrixShape
     # True: norms are upper bounds, and sums have the precision that the proof counts on
@@ -142,7 +142,7 @@ class OuterProductPlan(LeafPlan, ABC):
             step,
             None,
             present,
-            batch=(self._of_this_leaf(captured),),
+            batch=(self._captured_here(captured),),
             most=self._examples_at_once(captured, present.size),
         )
         return source
@@ -155,7 +155,7 @@ class OuterProductPlan(LeafPlan, ABC):
             products.append(matrix.outer_products(arrays, can_shift=self.can_shift))
         return products
 
-    def _of_this_leaf(self, captured: CapturedOfSites) -> CapturedOfSites:
+    def _captured_here(self, captured: CapturedOfSites) -> CapturedOfSites:
         """The captured arrays of the sites that take the parameter."""
         return {site.number: captured[site.number] for site in self.sites}
 
@@ -195,12 +195,12 @@ class SummedPlan(OuterProductPlan):
         limit_group: int,
     ) -> Array:
         """The sum of f G over examples, as [stack, rows, columns]."""
-        captured_of_leaf = self._of_this_leaf(captured)
+        captured_here = self._captured_here(captured)
         counts = weights.counts
         factors = SplitFactors(weights.roots[:, limit_group], weights.shares)
-        dtype = np.promote_types(self.leaf.dtype, factors.roots.dtype)
+        dtype = np.promote_types(self.param.dtype, factors.roots.dtype)
         zeros = jnp.zeros(self.matrix_shape, dtype)
-        zeros = varying_as_any_of(zeros, (captured_of_leaf, self.leaf, counts))
+        zeros = varying_as_any_of(zeros, (captured_here, self.param, counts))
         positions_at_once = min(self.positions, self.terms_at_once)
         examples_at_once = max(self.terms_at_once // self.positions, 1)
         # The patches of all images may take more memory than all captured arrays.
@@ -233,7 +233,7 @@ class SummedPlan(OuterProductPlan):
             step,
             passes.KahanSum(zeros, zeros),
             counts,
-            batch=(captured_of_leaf, norm_array, factors),
+            batch=(captured_here, norm_array, factors),
             most=min(examples_at_once, counts.size),
             plus=passes.KahanSum.plus,
         )
@@ -372,26 +372,26 @@ def plans_of(
 
 
 def _plan_of(
-    leaf: Array, operands: list[Operand], *, gradient_size: int, is_bounded: bool
+    param: Array, operands: list[Operand], *, gradient_size: int, is_bounded: bool
 ) -> LeafPlan:
     """The plan of one parameter, from all operands that are made of it."""
     # Several operands of one site are one entry.
     sites_by_number = {operand.site.number: operand.site for operand in operands}
     sites = list(sites_by_number.values())
-    if not sites or not leaf.size:
+    if not sites or not param.size:
         return UnusedPlan(sites)
     matrices = []
-    if not _is_sum_over_devices(leaf, sites):
+    if not _is_sum_over_devices(param, sites):
         matrices = matrices_at(operands)
     if not matrices:
         return GradientPlan(sites, gradient_size)
     rows, columns = matrices[0].rows_and_columns
-    matrix_shape = MatrixShape(leaf.size // (rows * columns), rows, columns)
+    matrix_shape = MatrixShape(param.size // (rows * columns), rows, columns)
     plan_class = _cheapest_plan_class(matrices, matrix_shape)
-    return plan_class(sites, leaf, matrices, matrix_shape, is_bounded)
+    return plan_class(sites, param, matrices, matrix_shape, is_bounded)
 
 
-def _is_sum_over_devices(leaf: Array, sites: list[Site]) -> bool:
+def _is_sum_over_devices(param: Array, sites: list[Site]) -> bool:
     """Whether the gradient is a sum over devices: outputs differ along more mesh axes
     than the parameter.
     """
@@ -399,7 +399,7 @@ def _is_sum_over_devices(leaf: Array, sites: list[Site]) -> bool:
     for site in sites:
         for out_type in site.out_types:
             mesh_axes |= out_type.manual_axis_type.varying
-    return not mesh_axes <= varying(leaf)
+    return not mesh_axes <= varying(param)
 
 
 def _cheapest_plan_class(
