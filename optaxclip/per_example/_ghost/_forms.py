@@ -27,8 +27,8 @@ class OuterProducts(NamedTuple):
     """
 
     # [stack, position, rows]: inputs, or the cotangents of a matrix that is transposed.
-    # For lookups the numbers of the rows, int32[stack, position], instead of vectors
-    # that are 1 there.
+    # For lookups int32[stack, position]: the number of the row where the input is 1,
+    # and not 0.
     a: Array
     c: Array  # [stack, position, columns]: the other factors
 
@@ -51,9 +51,9 @@ class Form(NamedTuple):
     outer_products: Callable[..., OuterProducts]
     # Of a convolution. Each group has a part of the columns, and its own matrix.
     feature_groups: int = 1
-    # Convolutions: offsets along the first window axis that may be put on the
-    # cotangents instead of the pixels, 1 = none. The matrix is then
-    # [rows / shifts, shifts * columns].
+    # Of a convolution: along how many offsets of the first window axis cotangents may
+    # be shifted, in the place of pixels. The matrix is then
+    # [rows / shifts, shifts * columns]. 1: none are shifted.
     shifts: int = 1
 
 

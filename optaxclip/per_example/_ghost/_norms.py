@@ -24,13 +24,13 @@ from ..._sums import per_platform
 from .._limits import MAX_CANCELLATION
 from ._forms import OuterProducts
 
-# f * c may underflow to 0. With |a| >= 2^104 the lost a * (f * c) could matter, so such
-# an example gets an infinite bound (it does not count).
+# A product f * c that is too small becomes 0. Beside an input |a| >= 2^104 the lost
+# a * (f * c) could matter. So the bound of such an example is inf: it does not count.
 LARGEST_INPUT = 2.0**104
 # In a mean a norm by gram counts as at least 1 / 256 of sum |a_t| |c_t|. The square of
-# a shorter one is mostly rounding. It might be 0, which would not be clipped. 1 / 16,
-# as in a private sum, would lengthen the norms of ordinary examples: more than 256
-# positions that have nothing in common cancel further.
+# a shorter one is mostly rounding. It might be 0, and the example would not be clipped.
+# A private sum takes 1 / 16. In a mean that would lengthen the norms of ordinary
+# examples: more than 256 positions that have nothing in common cancel further.
 MAX_CANCELLATION_IN_MEANS = 256
 POSITION_AXIS = 2  # of outer products of a batch, [example, stack, position, ...]
 # GPU and TPU would round the factors of a product to fewer bits otherwise.

@@ -9,7 +9,9 @@ weighted sum over examples. `norm_by` of a plan is one of:
     unused     0
 
 Each has a class with what it costs, the source of its norms, and its weighted sum.
-`plans_of`, at the end, chooses the plan of each parameter.
+`plans_of`, at the end, chooses the plan of each parameter. A plan that keeps gradients
+adds them up (`LeafPlan.weighted_sum`). The others add up outer products, a_t (f c_t)',
+of many examples at once (`SummedPlan.weighted_sum`).
 """
 
 import math
@@ -110,8 +112,8 @@ class OuterProductPlan(LeafPlan, ABC):
     param: Array
     matrices: list[Matrix]
     matrix_shape: MatrixShape
-    # True: norms are upper bounds, and sums have the precision that the proof counts on
-    # (private training). That takes longer.
+    # Whether norms are upper bounds, and sums have the precision that the proof of
+    # `_bounds` counts on. That takes longer. False for a mean.
     is_bounded: bool
 
     # Whether cotangents may be shifted instead of pixels
