@@ -103,7 +103,8 @@ def on_each_device(
         specs += [spec] * len(jax.tree.leaves(argument))
     param_specs = [_spec_of(x) for x in jax.tree.leaves(problem.params)]
     sum_specs: list[Any] = [roles.spec_in_shard_map(spec) for spec in param_specs]
-    devices = math.prod(roles.mesh.shape[name] for name in roles.batch_axes)
+    axis_sizes = [roles.mesh.shape[name] for name in roles.batch_axes]
+    devices = math.prod(axis_sizes)
 
     def on_device(leaves: list[Array]) -> DeviceResult:
         problem_on_device = put_back(treedef.unflatten(leaves), problem)
@@ -133,7 +134,9 @@ def on_each_device(
 
 def _roles_of(arrays: Problem) -> MeshRoles:
     """What mesh axes split in the arrays of a problem."""
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
+    meshes = []
+    for x in jax.tree.leaves(arrays):
+        meshes.append(jax.typeof(x).sharding.mesh)
     mesh = max(meshes, key=lambda mesh: len(mesh.explicit_axes))
     batch_axes: AxisNames = ()
     split_names = set()

@@ -262,3 +262,32 @@ def test_memory_grows_with_the_microbatch():
     gradient = 4 * (64 * 256 + 256 * 256 + 256 * 10)
     small, large = temporary("one_pass", 1024, 8), temporary("one_pass", 1024, 32)
     assert large - small > 0.9 * 24 * gradient
+
+
+def test_a_perceptron_takes_the_memory_of_its_plain_gradient():
+    """Only one layer at a time has its captured arrays copied, after the gradients by
+    all biases are added up.
+    """
+
+    def loss(layers, x):
+        *hidden_layers, (bias, w) = layers
+        for hidden_bias, hidden_w in hidden_layers:
+            x = jax.nn.relu(x @ hidden_w + hidden_bias)
+        return jax.nn.logsumexp(x @ w + bias)
+
+    widths = (256, 256, 10)
+    layers = [(jnp.ones(width), jnp.ones((256, width))) for width in widths]
+    xs = jnp.ones((256, 256))
+
+    def plain(layers, xs):
+        values = jax.vmap(loss, (None, 0))
+        return jax.grad(lambda layers: jnp.mean(values(layers, xs)))(layers)
+
+    def ghost(layers, xs):
+        return clipped_grad(loss, 1.0, method="ghost")(layers, xs).grads
+
+    sizes = []
+    for run in (plain, ghost):
+        compiled = jax.jit(run).lower(layers, xs).compile()
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert sizes[1] <= 1.1 * sizes[0]

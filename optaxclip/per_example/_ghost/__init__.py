@@ -1,23 +1,26 @@
 """Ghost clipping with book-keeping: the clipped gradient of a batch from one backward
-pass, without the large gradients of its examples. In the order in which to read:
+pass, without the large gradients of its examples. The gradient of example b by a matrix
+is a sum over positions t of its inputs a and the cotangents c of its outputs:
 
-    _sites           where parameters meet data in the program of the loss
-    _flow            where a backward pass goes through this program
-    _capture         one run forward and backward. It captures the input a of each site,
-                     and the cotangent c of its output
-    _forms           the gradient of an example by the operand of a site: sum_t a_t c_t'
-    _matrices        the same by a parameter, as matrices with rows and columns
-    _norms           the norm of such a sum, without the sum:
-                     |G|^2 = sum_ts (a_t . a_s)(c_t . c_s)
-    _weighted_sums   the sum over examples b with factors f: sum_bt a_bt (f_b c_bt)'
-    _plans           which of these norms is the cheapest for each parameter
-    here             all of it for a batch
+    G_b = sum_t a_bt c_bt'
 
-Beside this folder `_passes` runs microbatches (`Run.in_steps`), `_limits` makes factors
-of norms (`weights_of`), and `_bounds` proves how much an example adds to a sum.
+While JAX traces, before any number is computed (`ghost_of`):
 
-Where the gradient by a parameter is not such a sum, JAX makes the gradients of examples
-by that parameter.
+    1. _sites           splits the loss where parameters meet data
+    2. _plans           chooses the cheapest norm for each parameter. _forms says how an
+                        equation makes a and c, _matrices which of a parameter's axes
+                        are rows and columns
+
+For each microbatch (`Ghost.clipped_sums`):
+
+    3. _capture         runs the loss forward and backward, and captures a and c
+    4. _norms           |G|^2 = sum_ts (a_t . a_s)(c_t . c_s), without G
+    5. ../_limits       factors f = shrink(|G|, C) / |G|
+    6. _weighted_sums   sum_b f_b G_b = sum_bt a_bt (f_b c_bt)'
+
+Where the gradient by a parameter has no such a and c, as by a bias, JAX makes it for
+each example (`Ghost._gradients`). `../_passes` runs microbatches (`Run.in_steps`), and
+`../_bounds` proves how much an example adds to a sum.
 
 References: Li, Tramer, Liang, Hashimoto, Large language models can be strong
 differentially private learners, 2022 (arXiv 2110.05679). Bu, Wang, Zha, Karypis,
@@ -27,7 +30,6 @@ Differentially private optimization on large model at small cost, 2023 (arXiv
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -43,8 +45,8 @@ from .._problem import Problem
 from .._work import has_window, work_of
 from ._capture import CapturedOfSites, capture
 from ._norms import NormSource
-from ._plans import GradientPlan, LeafPlan, OuterProductPlan, plans_of
-from ._sites import Program, Site, Values, bind, split_loss
+from ._plans import GradientPlan, LeafPlan, OuterProductPlan, UnusedPlan, plans_of
+from ._sites import Program, Site, Values, bind, over_turns, split_loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +57,8 @@ class Ghost:
     params: Arrays
     plans: list[LeafPlan]  # of each parameter
     out_tree: Any  # of the value and aux
-    # In a loop, XLA on a CPU runs convolutions 16 times slower. Whether they would then
-    # take most of the time.
+    # Whether convolutions would take most of the time in a loop, where XLA on a CPU
+    # runs them 16 times slower. For `_choose`.
     is_convolved: bool
 
     @property
@@ -71,33 +73,14 @@ class Ghost:
         """
         return sum(plan.kept_size for plan in self.plans)
 
-    @cached_property
-    def gradient_plans(self) -> dict[int, GradientPlan]:
-        """By the numbers of parameters."""
-        plans = {}
-        for number, plan in enumerate(self.plans):
-            if isinstance(plan, GradientPlan):
-                plans[number] = plan
-        return plans
-
-    @cached_property
+    @property
     def gradient_sites(self) -> list[Site]:
         """The sites of all gradient plans."""
         sites = {}
-        for plan in self.gradient_plans.values():
-            sites |= {site.number: site for site in plan.sites}
+        for plan in self.plans:
+            if isinstance(plan, GradientPlan):
+                sites |= {site.number: site for site in plan.sites}
         return list(sites.values())
-
-    @cached_property
-    def outer_product_plans(self) -> dict[int, OuterProductPlan]:
-        """By the numbers of parameters. The last is first, so that its captured arrays
-        are freed before the arrays of others are copied.
-        """
-        plans = {}
-        for number, plan in reversed(list(enumerate(self.plans))):
-            if isinstance(plan, OuterProductPlan):
-                plans[number] = plan
-        return plans
 
     def clipped_sums(self, run: Run) -> tuple[Arrays, ExampleResults]:
         """The weighted sums of the gradients, and the results of the examples."""
@@ -105,8 +88,6 @@ class Ghost:
         def step(present: Array, example: Any) -> tuple[Arrays, ExampleResults]:
             batch = jax.tree.leaves(example)
             outputs, captured = capture(self.program, self.params, batch)
-            # The norm of a gradient is the norm of the array in its source, or
-            # term_bounds / 16 if that is larger.
             sources = self._norm_sources(captured, present)
             arrays = [source.array for source in sources]
             term_bounds = [source.term_bounds for source in sources]
@@ -122,13 +103,16 @@ class Ghost:
         self, captured: CapturedOfSites, present: Array
     ) -> list[NormSource]:
         """For each parameter the source of the norms of the examples."""
+        gradients = self._gradients(captured)
         # The gradient by a parameter that is not used is 0.
-        zeros = NormSource.of_added_up(jnp.zeros(present.size, jnp.float32))
-        sources = [zeros for _ in self.plans]
-        for number, gradients in self._gradients(captured).items():
-            sources[number] = NormSource.of_added_up(gradients)
-        for number, plan in self.outer_product_plans.items():
-            sources[number] = plan.norm_source(captured, present)
+        zeros = jnp.zeros(present.size, jnp.float32)
+        sources = []
+        for number, plan in enumerate(self.plans):
+            if isinstance(plan, OuterProductPlan):
+                source = plan.norm_source(captured, present)
+            else:
+                source = NormSource.of_added_up(gradients.get(number, zeros))
+            sources.append(source)
         return sources
 
     def _gradients(self, captured: CapturedOfSites) -> dict[int, Array]:
@@ -136,19 +120,24 @@ class Ghost:
         sites = self.gradient_sites
         if not sites:
             return {}
+        numbers = []
+        for number, plan in enumerate(self.plans):
+            if isinstance(plan, GradientPlan):
+                numbers.append(number)
 
-        def gradients_of_one(captured: CapturedOfSites) -> dict[int, Array]:
+        def gradients_of_one(captured_of_one: CapturedOfSites) -> dict[int, Array]:
             def outputs_of_sites(values: Values) -> dict[int, Arrays]:
                 outputs = {}
                 for site in sites:
-                    inputs = captured[site.number].inputs
+                    inputs = captured_of_one[site.number].inputs
                     outputs[site.number] = _tapped_outputs(values, site, inputs)
                 return outputs
 
-            outputs, backward = self._vjp(outputs_of_sites, list(self.gradient_plans))
-            cotangents = {n: arrays.cotangents for n, arrays in captured.items()}
-            cotangents = jax.tree.map(_cast_as, cotangents, outputs)
-            (gradients,) = backward(cotangents)
+            outputs, backward = self._vjp(outputs_of_sites, numbers)
+            cotangents = {}
+            for number, arrays in captured_of_one.items():
+                cotangents[number] = arrays.cotangents
+            (gradients,) = backward(jax.tree.map(_cast_as, cotangents, outputs))
             return gradients
 
         captured_of_sites = {site.number: captured[site.number] for site in sites}
@@ -178,33 +167,39 @@ class Ghost:
         for param in self.params:
             dtype = np.promote_types(param.dtype, np.float32)
             sums.append(jnp.zeros_like(param, dtype))
-        for number, plan in (self.gradient_plans | self.outer_product_plans).items():
-            sums[number] = plan.weighted_sum(
+
+        def order(number: int) -> tuple[bool, int]:
+            """Gradients that were made are first, and free their memory. Then the last
+            parameter is first, so that its captured arrays are freed before the arrays
+            of others are copied.
+            """
+            return isinstance(self.plans[number], OuterProductPlan), -number
+
+        for number in sorted(range(len(self.plans)), key=order):
+            plan = self.plans[number]
+            if isinstance(plan, UnusedPlan):
+                continue
+            total = plan.weighted_sum(
                 captured, norm_arrays[number], weights, limit_groups[number]
             )
-            is_counted = _after(sums[number], weights.is_counted)
+            is_counted = _after(total, weights.is_counted)
             weights = weights._replace(is_counted=is_counted)
-        matrix_sums = {number: sums[number] for number in self.outer_product_plans}
-        for number, total in self._sums_by_parameters(matrix_sums).items():
+            if isinstance(plan, OuterProductPlan):
+                total = self._sum_by_parameter(number, plan, total)
             sums[number] = total
         return sums
 
-    def _sums_by_parameters(self, matrix_sums: dict[int, Array]) -> dict[int, Array]:
-        """The sums of gradients by parameters, from the sums by their matrices.
+    def _sum_by_parameter(
+        self, number: int, plan: OuterProductPlan, sum_by_matrix: Array
+    ) -> Array:
+        """The sum of gradients by a parameter, from the sum by its matrix.
 
-        The function from a parameter to its matrices is linear. So its derivative is
+        The function from a parameter to its matrix is linear. So its derivative is
         applied once, to the sum over examples.
         """
-
-        def matrices_of_params(values: Values) -> dict[int, Array]:
-            matrices = {}
-            for number, plan in self.outer_product_plans.items():
-                matrices[number] = plan.matrices[0].value(values)
-            return matrices
-
-        matrices, backward = self._vjp(matrices_of_params, list(matrix_sums))
-        (sums,) = backward(jax.tree.map(_cast_as, matrix_sums, matrices))
-        return sums
+        matrix, backward = self._vjp(plan.matrices[0].value, [number])
+        (sums,) = backward(sum_by_matrix.astype(matrix.dtype))
+        return sums[number]
 
 
 def _cast_as(x: Array, model: Array) -> Array:
@@ -218,8 +213,9 @@ def _tapped_outputs(values: Values, site: Site, inputs: list[Any]) -> list[Any]:
     operands = [values.value(origin) for origin in site.operands.values()]
 
     def outputs_of_turn(
-        operands: list[Any], inputs: list[Any], turn_zero: Array
-    ) -> Any:
+        operands: list[Any], data: tuple[list[Any], Array]
+    ) -> list[Any]:
+        inputs, turn_zero = data
         if site.eqn is None:
             return operands
         if has_backward_rule(site.eqn):
@@ -233,14 +229,10 @@ def _tapped_outputs(values: Values, site: Site, inputs: list[Any]) -> list[Any]:
         outputs = bind(site.eqn, arguments, is_wide=True)
         return [outputs[index] for index in site.tapped]
 
-    run = outputs_of_turn
-    # The innermost scan first, so that the axis of the outermost is in front.
-    for scan_depth, length in reversed(list(enumerate(site.scan_lengths))):
-        operand_axes = []
-        for origin in site.operands.values():
-            operand_axes.append(0 if scan_depth in origin.slicing_scans else None)
-        run = jax.vmap(run, (operand_axes, 0, 0), axis_size=length)
-    return run(operands, inputs, jnp.zeros(site.scan_lengths))
+    scan_depths = range(len(site.scan_lengths))
+    run = over_turns(outputs_of_turn, site.operands.values(), scan_depths)
+    turn_zeros = jnp.zeros(site.scan_lengths)
+    return run(operands, (inputs, turn_zeros))
 
 
 def _after(first: Array, counts: Array) -> Array:
@@ -254,8 +246,9 @@ def _after(first: Array, counts: Array) -> Array:
         # sums.
         return counts
     entry = jnp.real(first.reshape(-1)[0])
-    # True for every number, NaN included.
-    return counts & ((entry >= 0) | (entry < 0) | jnp.isnan(entry))
+    is_number = (entry >= 0) | (entry < 0)
+    # Always true. XLA does not see it.
+    return counts & (is_number | jnp.isnan(entry))
 
 
 def ghost_of(problem: Problem) -> Ghost:

@@ -59,7 +59,8 @@ def capture(
             taps[site.number].append(varying_as(tap, out_type))
     # A tap that does not vary over the batch's mesh axes would get the psum of its
     # cotangents. So taps vary as the batch does.
-    example_zeros, taps = varying_as_any_of((jnp.zeros(size, jnp.float32), taps), batch)
+    example_zeros = jnp.zeros(size, jnp.float32)
+    example_zeros, taps = varying_as_any_of((example_zeros, taps), batch)
 
     def loss_of_one(example: list[Array], example_zero: Array, taps: Taps) -> Any:
         outputs, inputs = _run(program, [*params, *example], taps, example_zero)
@@ -117,7 +118,9 @@ def _run(
         elif body is None:
             outputs = bind(eqn, inputs)
         else:
-            taps_of_body = {inner.number: taps[inner.number] for inner in body.sites}
+            taps_of_body = {}
+            for inner_site in body.sites:
+                taps_of_body[inner_site.number] = taps[inner_site.number]
             run = _runner_of_body(eqn, body)
             outputs, inputs_of_body = run(inputs, taps_of_body, example_zero)
             inputs_of_sites |= inputs_of_body
@@ -127,8 +130,10 @@ def _run(
                 # for all of them.
                 output = outputs[index] + example_zero.astype(outputs[index].dtype)
                 outputs[index] = _tapped(output, tap)
-            data = [x for place, x in enumerate(inputs) if place not in site.operands]
-            inputs_of_sites[site.number] = data
+            inputs_of_sites[site.number] = []
+            for place, array in enumerate(inputs):
+                if place not in site.operands:
+                    inputs_of_sites[site.number].append(array)
         write(outvars, outputs)
     return read(program.jaxpr.outvars), inputs_of_sites
 
@@ -142,15 +147,9 @@ def _tapped(output: Array, tap: Array) -> Array:
     return output
 
 
-def _tapped_forward(output: Array, tap: Array) -> tuple[Array, None]:
-    return output, None
-
-
-def _tapped_backward(_: None, cotangent: Array) -> tuple[Array, Array]:
-    return cotangent, cotangent
-
-
-_tapped.defvjp(_tapped_forward, _tapped_backward)
+_tapped.defvjp(
+    lambda output, tap: (output, None), lambda _, cotangent: (cotangent, cotangent)
+)
 
 
 def _runner_of_body(eqn: JaxprEqn, body: Program) -> Callable[..., Any]:

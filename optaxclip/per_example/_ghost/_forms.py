@@ -27,19 +27,15 @@ class OuterProducts(NamedTuple):
     """
 
     # [stack, position, rows]: inputs, or the cotangents of a matrix that is transposed.
-    # For lookups the numbers of the rows, int32[stack, position], instead of vectors
-    # that are 1 there.
+    # For lookups int32[stack, position]: the number of the row where the input is 1,
+    # and not 0.
     a: Array
     c: Array  # [stack, position, columns]: the other factors
 
     @property
     def is_lookup(self) -> bool:
-        return has_row_numbers(self.a)
-
-
-def has_row_numbers(a: Array) -> bool:
-    """Whether the inputs of outer products are the numbers of rows."""
-    return jnp.issubdtype(a.dtype, jnp.integer)
+        """Whether the inputs are the numbers of rows."""
+        return jnp.issubdtype(self.a.dtype, jnp.integer)
 
 
 class Form(NamedTuple):
@@ -55,16 +51,10 @@ class Form(NamedTuple):
     outer_products: Callable[..., OuterProducts]
     # Of a convolution. Each group has a part of the columns, and its own matrix.
     feature_groups: int = 1
-    # Convolutions: offsets along the first window axis that may be put on the
-    # cotangents instead of the pixels, 1 = none. The matrix is then
-    # [rows / shifts, shifts * columns].
+    # Of a convolution: along how many offsets of the first window axis cotangents may
+    # be shifted, in the place of pixels. The matrix is then
+    # [rows / shifts, shifts * columns]. 1: none are shifted.
     shifts: int = 1
-
-    def matrix_shape(self, operand_shape: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of one matrix."""
-        rows = _size(operand_shape, self.rows)
-        columns = _size(operand_shape, self.columns) // self.feature_groups
-        return rows, columns
 
 
 def form_of(site: Site) -> Form | None:
@@ -93,12 +83,13 @@ def _dot_general(site: Site) -> Form:
     data_rows = contracted_axes[data_side]
     # Axes of the data that are neither stacked nor summed over are positions.
     data_positions = _other_axes(data_shape, (*data_stack, *data_rows))
-    stack_size = _size(operand_shape, stack)
-    positions = _size(data_shape, data_positions)
+    stack_size = size_along(operand_shape, stack)
+    positions = size_along(data_shape, data_positions)
 
     def outer_products(inputs: list[Array], cotangent: Array) -> OuterProducts:
         (data,) = inputs
-        a = jnp.transpose(data, (*data_stack, *data_positions, *data_rows))
+        order = (*data_stack, *data_positions, *data_rows)
+        a = jnp.transpose(data, order)
         a = a.reshape(stack_size, positions, -1)
         # The output has the stack first, then the other axes of the left, then the
         # other axes of the right.
@@ -117,14 +108,14 @@ def _gather(site: Site) -> Form | None:
     dims = params["dimension_numbers"]
     table_shape = site.eqn.invars[0].aval.shape
     is_table = tuple(site.operands) == (0,)
-    is_by_row = dims.collapsed_slice_dims == dims.start_index_map == (0,)
+    is_by_row = dims.collapsed_slice_dims == (0,) and dims.start_index_map == (0,)
     is_one_row = tuple(params["slice_sizes"]) == (1, *table_shape[1:])
     is_lookup = is_by_row and is_one_row and not dims.operand_batching_dims
     if not (is_table and is_lookup):
         return None
     out_shape = site.out_types[0].shape
     position_axes = _other_axes(out_shape, dims.offset_dims)
-    positions = _size(out_shape, position_axes)
+    positions = size_along(out_shape, position_axes)
     # For an index beyond the table table[index] reads the nearest row. Its derivative,
     # a scatter, drops the cotangent. Only with mode="clip" it goes to the nearest row.
     drops_beyond = params["mode"] != lax.GatherScatterMode.CLIP
@@ -132,19 +123,15 @@ def _gather(site: Site) -> Form | None:
     def outer_products(inputs: list[Array], cotangent: Array) -> OuterProducts:
         index = inputs[0].reshape(1, positions)
         row = _nearest_row(index, table_shape[0] - 1)
-        c = jnp.transpose(cotangent, (*position_axes, *dims.offset_dims))
+        order = (*position_axes, *dims.offset_dims)
+        c = jnp.transpose(cotangent, order)
         c = c.reshape(1, positions, -1)
         if drops_beyond:
-            c = jnp.where((row == index)[:, :, None], c, 0)
+            is_in_table = row == index
+            c = jnp.where(is_in_table[:, :, None], c, 0)
         return OuterProducts(row.astype(jnp.int32), c)
 
-    return Form(
-        stack=(),
-        rows=(0,),
-        columns=range(1, len(table_shape)),
-        positions=positions,
-        outer_products=outer_products,
-    )
+    return _lookup(table_shape, positions, outer_products)
 
 
 def _slice_of_rows(site: Site) -> Form | None:
@@ -157,15 +144,25 @@ def _slice_of_rows(site: Site) -> Form | None:
 
     def outer_products(inputs: list[Array], cotangent: Array) -> OuterProducts:
         # A slice that would end beyond the table is moved, and so is its derivative.
-        start = _nearest_row(inputs[0], table_shape[0] - count).astype(jnp.int32)
-        rows = start + jnp.arange(count, dtype=jnp.int32)
-        return OuterProducts(rows[None], cotangent.reshape(1, count, -1))
+        start = _nearest_row(inputs[0], table_shape[0] - count)
+        rows = start.astype(jnp.int32) + jnp.arange(count, dtype=jnp.int32)
+        c = cotangent.reshape(1, count, -1)
+        return OuterProducts(rows[None], c)
 
+    return _lookup(table_shape, count, outer_products)
+
+
+def _lookup(
+    table_shape: Sequence[int],
+    positions: int,
+    outer_products: Callable[..., OuterProducts],
+) -> Form:
+    """The form of a lookup of rows of a table."""
     return Form(
         stack=(),
         rows=(0,),
         columns=range(1, len(table_shape)),
-        positions=count,
+        positions=positions,
         outer_products=outer_products,
     )
 
@@ -196,7 +193,10 @@ def _convolution(site: Site) -> Form | None:
     possible_shifts = 1
     if params["window_strides"][:1] == (1,):
         possible_shifts = kernel_shape[window_axes[0]]
-    if _size(kernel_shape, rows) <= possible_shifts * out_channels // feature_groups:
+    if (
+        size_along(kernel_shape, rows)
+        <= possible_shifts * out_channels // feature_groups
+    ):
         possible_shifts = 1
 
     def outer_products(
@@ -216,9 +216,8 @@ def _convolution(site: Site) -> Form | None:
             """[..., offsets, channels] as [groups, positions, numbers]."""
             offsets, channels = x.shape[-2:]
             x = x.reshape(-1, offsets, feature_groups, channels // feature_groups)
-            positions = len(x)
             x = jnp.moveaxis(x, 2, 0)
-            return x.reshape(feature_groups, positions, -1)
+            return lax.collapse(x, 2)
 
         patches = _patches(pixels, window, params)
         return OuterProducts(by_group(patches), by_group(c))
@@ -271,7 +270,8 @@ def _patches(image: Array, window: list[int], params: dict[str, Any]) -> Array:
         # lhs_dilation d puts d - 1 zeros between pixels.
         edges.append((low, high, step - 1))
     edges.append(unpadded)
-    image = lax.pad(image, jnp.zeros((), image.dtype), edges)
+    zero = jnp.zeros((), image.dtype)
+    image = lax.pad(image, zero, edges)
     images, *sizes, channels = image.shape
     strides = (1, *params["window_strides"], 1)
     dilation = np.array(params["rhs_dilation"])
@@ -293,7 +293,7 @@ def _patches(image: Array, window: list[int], params: dict[str, Any]) -> Array:
     return jnp.stack(pixels_by_offset, -2)
 
 
-def _size(shape: Sequence[int], axes: Sequence[int]) -> int:
+def size_along(shape: Sequence[int], axes: Sequence[int]) -> int:
     """How many numbers are along some axes."""
     return math.prod(shape[axis] for axis in axes)
 

@@ -4,18 +4,21 @@ Turns of a scan that slices the parameter belong to the stack. Turns that share 
 positions, and so are several sites of one parameter.
 """
 
-import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from ._capture import Captured
-from ._forms import LOOKUPS, Form, OuterProducts, form_of
+from ._forms import LOOKUPS, Form, OuterProducts, form_of, size_along
 from ._sites import Origin, Site, Values
+
+# Of the outer products of one example
+STACK_AXIS = 0
+POSITION_AXIS = 1
 
 
 class Operand(NamedTuple):
@@ -70,7 +73,9 @@ class Matrix(NamedTuple):
     @property
     def rows_and_columns(self) -> tuple[int, int]:
         (place,) = self.site.operands
-        return self.form.matrix_shape(self.site.eqn.invars[place].aval.shape)
+        shape = self.site.eqn.invars[place].aval.shape
+        columns = size_along(shape, self.form.columns) // self.form.feature_groups
+        return size_along(shape, self.form.rows), columns
 
     @property
     def positions(self) -> int:
@@ -92,58 +97,47 @@ class Matrix(NamedTuple):
 
     def value(self, values: Values) -> Array:
         """The operand as [stack, rows, columns]."""
-        operand = values.value(self.origin)
         form = self.form
-        axes = np.array([*form.stack, *form.rows, *form.columns], int)
-        turn_axes = operand.ndim - len(axes)
-        rows, columns = form.matrix_shape(operand.shape[turn_axes:])
-        order = (*range(turn_axes), *(turn_axes + axes))
-        matrices = jnp.transpose(operand, order)
-        matrices = matrices.reshape(-1, rows, form.feature_groups, columns)
-        return jnp.swapaxes(matrices, 1, 2).reshape(-1, rows, columns)
+        rows, columns = self.rows_and_columns
 
-    def outer_products(
-        self, captured: Captured, *, can_shift: bool = False
-    ) -> OuterProducts:
+        def matrices_of(operand: Array) -> Array:
+            order = (*form.stack, *form.rows, *form.columns)
+            x = jnp.transpose(operand, order)
+            x = x.reshape(-1, rows, form.feature_groups, columns)
+            return jnp.swapaxes(x, 1, 2).reshape(-1, rows, columns)
+
+        for _ in self.origin.slicing_scans:
+            matrices_of = _in_turns(matrices_of, STACK_AXIS)
+        return matrices_of(values.value(self.origin))
+
+    def outer_products(self, captured: Captured, *, can_shift: bool) -> OuterProducts:
         """The outer products for a batch. With `can_shift` cotangents may be shifted
         instead of pixels.
         """
         make = self.form.outer_products
         if can_shift and self.form.shifts > 1 and not self.is_transposed:
             make = partial(make, shifts=self.form.shifts)
-        scans = len(self.site.scan_lengths)
-        # Mapped over examples and turns, `make` sees one site outside any scan.
-        for _ in range(1 + scans):
-            make = jax.vmap(make)
+        # The innermost scan first, so that turns of the outermost are in front.
+        for scan_depth in reversed(range(len(self.site.scan_lengths))):
+            is_sliced = scan_depth in self.origin.slicing_scans
+            make = _in_turns(make, STACK_AXIS if is_sliced else POSITION_AXIS)
         (cotangent,) = captured.cotangents
-        products = make(captured.inputs, cotangent)
-        # [example, *turns, stack, position, ...] -> [example, *slicing turns, stack,
-        # *sharing turns, position, ...]
-        slicing_axes = sorted(1 + scan for scan in self.origin.slicing_scans)
-        sharing_axes = []
-        for axis in range(1, 1 + scans):
-            if axis not in slicing_axes:
-                sharing_axes.append(axis)
-        stack_axis = 1 + scans
-        position_axis = stack_axis + 1
-        order = (0, *slicing_axes, stack_axis, *sharing_axes, position_axis)
-        stack_end = 2 + len(slicing_axes)
-        positions_end = len(order)
-
-        def merged(x: Array) -> Array:
-            """As [example, stack, position, ...]."""
-            last_axes = range(positions_end, x.ndim)
-            x = jnp.transpose(x, (*order, *last_axes))
-            stack = math.prod(x.shape[1:stack_end])
-            positions = math.prod(x.shape[stack_end:positions_end])
-            last_sizes = x.shape[positions_end:]
-            return x.reshape(len(x), stack, positions, *last_sizes)
-
-        a = merged(products.a)
-        c = merged(products.c)
+        a, c = jax.vmap(make)(captured.inputs, cotangent)
         if self.is_transposed:
             return OuterProducts(c, a)
         return OuterProducts(a, c)
+
+
+def _in_turns(function: Callable[..., Any], axis: int) -> Callable[..., Any]:
+    """A function of arrays from all turns of a scan. The turns belong to an axis of its
+    results, where they come before the entries of one turn.
+    """
+    of_all_turns = jax.vmap(function, out_axes=axis)
+
+    def joined(x: Array) -> Array:
+        return lax.collapse(x, axis, axis + 2)
+
+    return lambda *arrays: jax.tree.map(joined, of_all_turns(*arrays))
 
 
 def matrices_at(operands: list[Operand]) -> list[Matrix]:

@@ -11,7 +11,6 @@ be strong differentially private learners, 2022 (arXiv 2110.05679), for several.
 """
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,16 +22,17 @@ from ..._reduce import norms_of
 from ..._specs import LeafSpec, NormPlan
 from ..._sums import per_platform
 from .._limits import MAX_CANCELLATION
-from ._forms import OuterProducts, has_row_numbers
+from ._forms import OuterProducts
 
-# f * c may underflow to 0. With |a| >= 2^104 the lost a * (f * c) could matter, so such
-# an example gets an infinite bound (it does not count).
+# A product f * c that is too small becomes 0. Beside an input |a| >= 2^104 the lost
+# a * (f * c) could matter. So the bound of such an example is inf: it does not count.
 LARGEST_INPUT = 2.0**104
 # In a mean a norm by gram counts as at least 1 / 256 of sum |a_t| |c_t|. The square of
-# a shorter one is mostly rounding. It might be 0, which would not be clipped. 1 / 16,
-# as in a private sum, would lengthen the norms of ordinary examples: more than 256
-# positions that have nothing in common cancel further.
+# a shorter one is mostly rounding. It might be 0, and the example would not be clipped.
+# A private sum takes 1 / 16. In a mean that would lengthen the norms of ordinary
+# examples: more than 256 positions that have nothing in common cancel further.
 MAX_CANCELLATION_IN_MEANS = 256
+POSITION_AXIS = 2  # of outer products of a batch, [example, stack, position, ...]
 # GPU and TPU would round the factors of a product to fewer bits otherwise.
 HIGHEST = lax.Precision.HIGHEST
 
@@ -50,12 +50,14 @@ class NormSource(NamedTuple):
     @staticmethod
     def of_added_up(array: Array) -> "NormSource":
         """The source of a gradient whose terms are added up."""
-        return NormSource(array, term_bounds=jnp.zeros(len(array), jnp.float32))
+        no_bounds = jnp.zeros(len(array), jnp.float32)
+        return NormSource(array, no_bounds)
 
 
 def _norm(array: Array) -> Array:
     """The norm of an array on this device."""
-    plan = NormPlan((LeafSpec(norm_index=0),), norm_count=1, ord=None)
+    spec = LeafSpec(norm_index=0)
+    plan = NormPlan((spec,), norm_count=1, ord=None)
     (norm,) = norms_of(plan, [array])
     return norm
 
@@ -66,22 +68,21 @@ _norms_of_vectors = jnp.vectorize(_norm, signature="(n)->()")
 
 def joined(products: list[OuterProducts]) -> OuterProducts:
     """The outer products of several sites as those of one."""
-    a = jnp.concatenate([outer.a for outer in products], 2)
-    c = jnp.concatenate([outer.c for outer in products], 2)
+    inputs = [outer.a for outer in products]
+    cotangents = [outer.c for outer in products]
+    a = jnp.concatenate(inputs, POSITION_AXIS)
+    c = jnp.concatenate(cotangents, POSITION_AXIS)
     return OuterProducts(a, c)
 
 
 def norms_of_products(outer: OuterProducts) -> Array:
-    """The norms of gradients of one position. Of a stack |G|^2 = sum_s |a_s|^2 |c_s|^2.
-
-    |a c'| = |a| |c|: Goodfellow, 2015.
-    """
-    a_norms = _norms_of_vectors(outer.a[:, :, 0])
-    c_norms = _norms_of_vectors(outer.c[:, :, 0])
-    norms = a_norms * c_norms  # [example, stack]
-    if norms.shape[1] == 1:
-        return norms[:, 0]
-    return _norms_along_batch(norms)
+    """The norm of each matrix of a gradient of one position, [example, stack]."""
+    a = outer.a[:, :, 0]
+    c = outer.c[:, :, 0]
+    a_norms = _norms_of_vectors(a)
+    c_norms = _norms_of_vectors(c)
+    # |G| = |a c'| = |a| |c|: Goodfellow, 2015
+    return a_norms * c_norms
 
 
 def sums_of_rows(products: list[OuterProducts]) -> Array:
@@ -94,26 +95,29 @@ def sums_of_rows(products: list[OuterProducts]) -> Array:
     rows, c = joined(products)
     # Over examples and stack
     first_places = jax.vmap(jax.vmap(jnp.searchsorted))
-    first_positions = first_places(jnp.sort(rows), rows)
+    sorted_rows = jnp.sort(rows)
+    first_positions = first_places(sorted_rows, rows)
     return _scattered(first_positions, c, c.shape[1:])
 
 
 def gradients_of(products: list[OuterProducts], shape: tuple[int, ...]) -> Array:
     """The gradients of examples, [example, *shape]: with stack, rows and columns."""
     total: Any = 0.0
-    for a, c in products:
-        if has_row_numbers(a):
-            total += _scattered(a, c, shape)
+    for outer in products:
+        if outer.is_lookup:
+            total += _scattered(outer.a, outer.c, shape)
             continue
-        dtype = np.promote_types(a.dtype, np.float32)
-        a = a.astype(dtype)
-        c = c.astype(dtype)
+        dtype = np.promote_types(outer.a.dtype, np.float32)
+        a = outer.a.astype(dtype)
+        c = outer.c.astype(dtype)
         # G = sum_t a_t c_t'
         gradient = jnp.einsum("bstr,bstk->bsrk", a, c, precision=HIGHEST)
         # [..., rows / shifts, shifts, columns], of which shifts come first in a matrix.
-        gradient = gradient.reshape(*gradient.shape[:3], -1, shape[2])
+        examples, stack, rows, _ = gradient.shape
+        columns = shape[2]
+        gradient = gradient.reshape(examples, stack, rows, -1, columns)
         gradient = jnp.swapaxes(gradient, 2, 3)
-        total += gradient.reshape(len(gradient), *shape)
+        total += gradient.reshape(examples, *shape)
     return total
 
 
@@ -125,7 +129,8 @@ def _scattered(rows: Array, c: Array, shape: tuple[int, ...]) -> Array:
         return zeros.at[stack, rows].add(c)
 
     dtype = np.promote_types(c.dtype, np.float32)
-    zeros = jnp.zeros((len(rows), *shape), dtype)
+    batch_shape = len(rows), *shape
+    zeros = jnp.zeros(batch_shape, dtype)
     return jax.vmap(of_one)(zeros, rows, c)
 
 
@@ -147,13 +152,12 @@ def norms_by_gram(products: list[OuterProducts], *, is_bounded: bool) -> NormSou
         squares = _bounded_squares(terms, bounds, is_in_range)
     else:
         squares = _squares(terms, terms.c.dtype)
-    is_positive = is_in_range & (squares > 0)
-    is_zero = is_in_range & (squares <= 0)
     # A user may differentiate `clipped_grad`, and the derivative of sqrt(0) would be
     # NaN.
-    roots = jnp.sqrt(jnp.where(is_positive, squares, 1))
-    norms = jnp.where(is_zero, 0, bounds)
-    norms = jnp.where(is_positive, roots, norms)
+    is_positive = is_in_range & (squares > 0)
+    positive_squares = jnp.where(is_positive, squares, 1)
+    roots = jnp.where(is_positive, jnp.sqrt(positive_squares), 0)
+    norms = jnp.where(is_in_range, roots, bounds)
     term_bounds = bounds
     if not is_bounded:
         term_bounds = bounds * (MAX_CANCELLATION / MAX_CANCELLATION_IN_MEANS)
@@ -165,9 +169,8 @@ class GramTerms(NamedTuple):
     makes a term of the square.
     """
 
-    # The rows of lookups, if there are any, and the inputs of all other sites. Joined
-    # into at most two arrays: one per site would make sites^2 blocks.
-    a_arrays: list[Array]
+    rows: Array | None  # of lookups, if there are any
+    a: Array  # the inputs of all other sites
     c: Array  # of all sites, lookups first
     a_norms: Array  # |a_t| of each position
     c_norms: Array  # |c_t|
@@ -182,30 +185,23 @@ def _gram_terms(products: list[OuterProducts]) -> GramTerms:
     """The outer products in one dtype. Not all of them are lookups: their norms would
     be by rows.
     """
-    dtype = np.dtype(np.float32)
-    for x in jax.tree.leaves(products):
-        if not has_row_numbers(x):
-            dtype = np.promote_types(dtype, x.dtype)
-    products = jax.tree.map(partial(_cast, dtype=dtype), products)
-    lookups = []
-    dense_products = []
-    for outer in products:
-        if outer.is_lookup:
-            lookups.append(outer)
-        else:
-            dense_products.append(outer)
-    dense = joined(dense_products)
-    a_arrays = [dense.a]
-    a_norms = _norms_of_vectors(dense.a)
+    lookups = [outer for outer in products if outer.is_lookup]
+    dense = joined([outer for outer in products if not outer.is_lookup])
+    # Numbers of rows are integers, and change no dtype.
+    dtype = jnp.result_type(np.float32, *jax.tree.leaves(products))
+    a = dense.a.astype(dtype)
+    a_norms = _norms_of_vectors(a)
     c = dense.c
+    rows = None
     if lookups:
         rows, c_of_lookups = joined(lookups)
-        a_arrays = [rows, dense.a]
         # The input of a lookup is 1 in one row.
         ones = jnp.ones_like(rows, dtype)
-        a_norms = jnp.concatenate([ones, a_norms], 2)
-        c = jnp.concatenate([c_of_lookups, c], 2)
-    terms = GramTerms(a_arrays, c, a_norms, _norms_of_vectors(c))
+        a_norms = jnp.concatenate([ones, a_norms], POSITION_AXIS)
+        c = jnp.concatenate([c_of_lookups, c], POSITION_AXIS)
+    c = c.astype(dtype)
+    c_norms = _norms_of_vectors(c)
+    terms = GramTerms(rows, a, c, a_norms, c_norms)
     if c.shape[1] == 1:
         # With the axis of a stack of one, XLA on a CPU would compute a and c twice.
         terms = jax.tree.map(lambda x: x[:, 0], terms)
@@ -216,8 +212,9 @@ def _bounds(terms: GramTerms) -> Array:
     """The bound of each gradient, sum_t |a_t| |c_t|. Of a stack the norm of the bounds
     of its matrices.
     """
+    term_norms = terms.a_norms * terms.c_norms
     is_too_large = terms.has_part & (terms.a_norms >= LARGEST_INPUT)
-    term_norms = jnp.where(is_too_large, jnp.inf, terms.a_norms * terms.c_norms)
+    term_norms = jnp.where(is_too_large, jnp.inf, term_norms)
     return _norms_along_batch(jnp.sum(term_norms, -1))
 
 
@@ -234,8 +231,10 @@ def _squares_are_in_range(terms: GramTerms, bounds: Array) -> Array:
     # for R, K up to 2^24. That is below eps / 2 of the square of a bound that exceeds
     # 2^13 sqrt(2 tiny / eps) (A + 2^-13 P).
     smallest = 2.0**13 * float(2 * info.tiny / info.eps) ** 0.5
-    is_large_enough = bounds > smallest * (total + 2.0**-13 * position_count)
-    is_small_enough = jnp.maximum(bounds, total) < float(info.max) ** 0.5
+    size = total + 2.0**-13 * position_count
+    is_large_enough = bounds > smallest * size
+    largest = float(info.max) ** 0.5
+    is_small_enough = jnp.maximum(bounds, total) < largest
     return is_large_enough & is_small_enough
 
 
@@ -244,8 +243,9 @@ def _bounded_squares(terms: GramTerms, bounds: Array, is_in_range: Array) -> Arr
     float64 loses, and elsewhere not less.
     """
     dtype = terms.c.dtype
+    lost_share = rounding(_count_roundings(terms), dtype)
     # At most the square of the bound: nothing is longer.
-    lost_share = min(rounding(_count_roundings(terms), dtype), 1.0)
+    lost_share = min(lost_share, 1.0)
 
     def in_float64(terms: GramTerms) -> Array:
         with jax.enable_x64(True):
@@ -263,7 +263,7 @@ def _count_roundings(terms: GramTerms) -> int:
     """How many roundings a square in Gram form has at most: of both inner products, of
     the sum over pairs of positions, and one.
     """
-    rows = terms.a_arrays[-1].shape[-1]
+    rows = terms.a.shape[-1]
     # [example, *stack, position, column]
     *stack, positions, columns = terms.c.shape[1:]
     pairs = math.prod(stack) * positions * positions
@@ -279,49 +279,46 @@ def rounding(count: int, dtype: Any) -> float:
 
 
 def _squares(terms: GramTerms, dtype: Any) -> Array:
-    """The squares of the norms, sum_ts (a_t . a_s)(c_t . c_s)."""
-    a_arrays = [_cast(a, dtype) for a in terms.a_arrays]
-    c = _cast(terms.c, dtype)
-    blocks = []
-    for a in a_arrays:
-        blocks.append([_inner_products(a, b, dtype) for b in a_arrays])
-    gram_of_a = jnp.block(blocks)  # a_t . a_s at [..., t, s]
-    gram_of_c = _inner_products(c, c, dtype)
+    """|G|^2 = sum_ts (a_t . a_s)(c_t . c_s), for each example."""
+    a = lax.convert_element_type(terms.a, dtype)
+    c = lax.convert_element_type(terms.c, dtype)
+    products_of_a = _inner_products(a)
+    products_of_c = _inner_products(c)
+    if terms.rows is not None:
+        products_of_a = _with_lookups(products_of_a, terms.rows, a)
     # Selected, since beside a cotangent of 0 the product of inputs may be inf.
     has_part = terms.has_part
     pair_has_part = has_part[..., :, None] & has_part[..., None, :]
-    products = jnp.where(pair_has_part, gram_of_a * gram_of_c, 0)
-    return _sum_per_example(products)
+    # (a_t . a_s)(c_t . c_s)
+    products = products_of_a * products_of_c
+    return _sum_per_example(jnp.where(pair_has_part, products, 0))
 
 
-def _inner_products(a: Array, b: Array, dtype: Any) -> Array:
-    """The inner products a_t . b_s, where a and b may be the rows of lookups."""
-    if has_row_numbers(a) and has_row_numbers(b):
-        # The inner product is 1 for the same row, and else 0.
-        is_same_row = a[..., :, None] == b[..., None, :]
-        return is_same_row.astype(dtype)
-    if has_row_numbers(a):
-        return jnp.swapaxes(_inner_products(b, a, dtype), -1, -2)
-    if has_row_numbers(b):
-        # For a lookup of row r the product with a_t is the entry a_t[r].
-        shape = *a.shape[:-1], b.shape[-1]
-        rows = jnp.broadcast_to(b[..., None, :], shape)
-        return jnp.take_along_axis(a, rows, axis=-1)
+def _inner_products(a: Array) -> Array:
+    """a_t . a_s of all pairs of positions, [..., t, s]."""
     stack_axes = tuple(range(a.ndim - 2))
     last_axis = (a.ndim - 1,)
     # Not `jnp.einsum`: it asks for its dtype by name, which vmap and derivatives do
     # again, where there may be no float64.
     return lax.dot_general(
         a,
-        b,
+        a,
         dimension_numbers=((last_axis, last_axis), (stack_axes, stack_axes)),
         precision=HIGHEST,
     )
 
 
-def _cast(x: Array, dtype: Any) -> Array:
-    """The array in a dtype, or the numbers of rows as they are."""
-    return x if has_row_numbers(x) else lax.convert_element_type(x, dtype)
+def _with_lookups(products_of_a: Array, rows: Array, a: Array) -> Array:
+    """The inner products of all inputs, where those of lookups are 1 in one row and
+    come first.
+    """
+    is_same_row = rows[..., :, None] == rows[..., None, :]
+    # The inner product of a_t with the input of a lookup is the entry a_t[row].
+    entries = jnp.take_along_axis(a, rows[..., None, :], axis=-1)
+    products_of_lookups = is_same_row.astype(a.dtype)
+    upper_half = [products_of_lookups, entries.mT]
+    lower_half = [entries, products_of_a]
+    return jnp.block([upper_half, lower_half])
 
 
 def _sum_per_example(x: Array) -> Array:

@@ -9,7 +9,9 @@ weighted sum over examples. `norm_by` of a plan is one of:
     unused     0
 
 Each has a class with what it costs, the source of its norms, and its weighted sum.
-`plans_of`, at the end, chooses the plan of each parameter.
+`plans_of`, at the end, chooses the plan of each parameter. A plan that keeps gradients
+adds them up (`LeafPlan.weighted_sum`). The others add up outer products, a_t (f c_t)',
+of many examples at once (`SummedPlan.weighted_sum`).
 """
 
 import math
@@ -39,7 +41,7 @@ from ._norms import (
     sums_of_rows,
 )
 from ._sites import Site
-from ._weighted_sums import Precision, SplitFactors, terms_of_sum
+from ._weighted_sums import SplitFactors, terms_of_sum
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,23 @@ class LeafPlan:
         """About how many multiplications it takes that a plain gradient does not."""
         return 0
 
+    def weighted_sum(
+        self,
+        captured: CapturedOfSites,
+        norm_array: Array,
+        weights: Weights,
+        limit_group: int,
+    ) -> Array:
+        """The sum of f G over examples, in float32 or wider.
+
+        Args:
+          captured: the arrays of all sites.
+          norm_array: of the source of the norms. Here it has the gradients.
+          weights: the factors f, and which examples count.
+          limit_group: the number of the limit of the parameter.
+        """
+        return weights.weighted_sum(norm_array, limit_group)
+
 
 @dataclass(frozen=True)
 class UnusedPlan(LeafPlan):
@@ -85,33 +104,16 @@ class GradientPlan(LeafPlan):
     def kept_size(self) -> int:
         return self.gradient_size
 
-    def weighted_sum(
-        self,
-        captured: CapturedOfSites,
-        norm_array: Array,
-        weights: Weights,
-        limit_group: int,
-    ) -> Array:
-        """The sum of f G over examples, in float32 or wider.
-
-        Args:
-          captured: the arrays of all sites.
-          norm_array: of the source of the norms, here the gradients.
-          weights: the factors f, and which examples count.
-          limit_group: the number of the limit of the parameter.
-        """
-        return weights.weighted_sum(norm_array, limit_group)
-
 
 @dataclass(frozen=True)
 class OuterProductPlan(LeafPlan, ABC):
     """A norm of G = sum_t a_t c_t', from the outer products of all sites."""
 
-    leaf: Array  # the parameter
+    param: Array
     matrices: list[Matrix]
     matrix_shape: MatrixShape
-    # True: norms are upper bounds, and sums have the precision that the proof counts on
-    # (private training). That takes longer.
+    # Whether norms are upper bounds, and sums have the precision that the proof of
+    # `_bounds` counts on. That takes longer. False for a mean.
     is_bounded: bool
 
     # Whether cotangents may be shifted instead of pixels
@@ -132,100 +134,30 @@ class OuterProductPlan(LeafPlan, ABC):
             return 2 * self.matrix_shape.stack * self.positions
         return 0
 
-    @property
-    def terms_at_once(self) -> int:
-        """How many terms of the sum are added up at once. Each position of an example
-        is a term.
-        """
-        return sys.maxsize
-
     def norm_source(self, captured: CapturedOfSites, present: Array) -> NormSource:
         """The source of the norms, a few examples at a time."""
 
         def step(_: Array, captured: CapturedOfSites) -> tuple[None, NormSource]:
-            products = self._outer_products(captured, can_shift=self.can_shift)
-            return None, self._source_from(products)
+            return None, self._source_from(self._outer_products(captured))
 
         _, source = passes.in_microbatches(
             step,
             None,
             present,
-            batch=(self._of_this_leaf(captured),),
+            batch=(self._captured_here(captured),),
             most=self._examples_at_once(captured, present.size),
         )
         return source
 
-    def weighted_sum(
-        self,
-        captured: CapturedOfSites,
-        norm_array: Array,
-        weights: Weights,
-        limit_group: int,
-    ) -> Array:
-        """The sum of f G over examples, as [stack, rows, columns]."""
-        captured_of_leaf = self._of_this_leaf(captured)
-        counts = weights.is_counted
-        factors = SplitFactors(weights.roots[:, limit_group], weights.inverse_divisor)
-        dtype = np.promote_types(self.leaf.dtype, factors.roots.dtype)
-        zeros = jnp.zeros(self.matrix_shape, dtype)
-        zeros = varying_as_any_of(zeros, (captured_of_leaf, self.leaf, counts))
-        examples_at_once = max(self.terms_at_once // self.positions, 1)
-        # The patches of all images may take more memory than all captured arrays.
-        if self.matrices[0].is_convolution:
-            fitting = self._examples_at_once(captured, counts.size)
-            examples_at_once = min(examples_at_once, fitting)
-
-        def step(
-            counts: Array,
-            captured: CapturedOfSites,
-            norm_array: Array,
-            factors: SplitFactors,
-        ) -> tuple[Array, None]:
-            terms = []
-            for matrix, outer in self._products_to_sum(captured, norm_array):
-                terms += terms_of_sum(
-                    outer,
-                    counts,
-                    factors,
-                    zeros=zeros,
-                    positions_at_once=min(self.positions, self.terms_at_once),
-                    precision=self._precision_of_sum(matrix),
-                )
-            return passes.KahanSum.of(terms), None
-
-        kahan_sum, _ = passes.in_microbatches(
-            step,
-            passes.KahanSum(zeros, zeros),
-            counts,
-            batch=(captured_of_leaf, norm_array, factors),
-            most=min(examples_at_once, counts.size),
-            plus=passes.KahanSum.plus,
-        )
-        return kahan_sum.total
-
-    def _precision_of_sum(self, matrix: Matrix) -> Precision:
-        """How many bits of the factors enter the products of the sum."""
-        # A proof counts roundings of float32. The loss may leave the precision to XLA,
-        # and a GPU would then round to TF32, and a TPU to bfloat16.
-        return HIGHEST if self.is_bounded else matrix.precision
-
-    def _outer_products(
-        self, captured: CapturedOfSites, *, can_shift: bool = False
-    ) -> list[OuterProducts]:
+    def _outer_products(self, captured: CapturedOfSites) -> list[OuterProducts]:
         """The outer products of each matrix."""
         products = []
         for matrix in self.matrices:
             arrays = captured[matrix.site.number]
-            products.append(matrix.outer_products(arrays, can_shift=can_shift))
+            products.append(matrix.outer_products(arrays, can_shift=self.can_shift))
         return products
 
-    def _products_to_sum(
-        self, captured: CapturedOfSites, norm_array: Array
-    ) -> list[tuple[Matrix, OuterProducts]]:
-        """Matrices, and the outer products whose weighted sum is the result."""
-        return list(zip(self.matrices, self._outer_products(captured)))
-
-    def _of_this_leaf(self, captured: CapturedOfSites) -> CapturedOfSites:
+    def _captured_here(self, captured: CapturedOfSites) -> CapturedOfSites:
         """The captured arrays of the sites that take the parameter."""
         return {site.number: captured[site.number] for site in self.sites}
 
@@ -247,7 +179,77 @@ class OuterProductPlan(LeafPlan, ABC):
 
 
 @dataclass(frozen=True)
-class ProductPlan(OuterProductPlan):
+class SummedPlan(OuterProductPlan):
+    """A norm without the gradient. So the outer products are summed over examples."""
+
+    @property
+    def terms_at_once(self) -> int:
+        """How many terms of the sum are added up at once. Each position of an example
+        is a term.
+        """
+        return sys.maxsize
+
+    def weighted_sum(
+        self,
+        captured: CapturedOfSites,
+        norm_array: Array,
+        weights: Weights,
+        limit_group: int,
+    ) -> Array:
+        """The sum of f G over examples, as [stack, rows, columns]."""
+        captured_here = self._captured_here(captured)
+        counts = weights.is_counted
+        factors = SplitFactors(weights.roots[:, limit_group], weights.inverse_divisor)
+        dtype = np.promote_types(self.param.dtype, factors.roots.dtype)
+        zeros = jnp.zeros(self.matrix_shape, dtype)
+        zeros = varying_as_any_of(zeros, (captured_here, self.param, counts))
+        positions_at_once = min(self.positions, self.terms_at_once)
+        examples_at_once = max(self.terms_at_once // self.positions, 1)
+        # The patches of all images may take more memory than all captured arrays.
+        if self.matrices[0].is_convolution:
+            fitting = self._examples_at_once(captured, counts.size)
+            examples_at_once = min(examples_at_once, fitting)
+
+        def step(
+            counts: Array,
+            captured: CapturedOfSites,
+            norm_array: Array,
+            factors: SplitFactors,
+        ) -> tuple[Array, None]:
+            terms = []
+            for matrix, outer in self._products_to_sum(captured, norm_array):
+                # A proof counts roundings of float32. The loss may leave the precision
+                # to XLA, and a GPU would then round to TF32, and a TPU to bfloat16.
+                precision = HIGHEST if self.is_bounded else matrix.precision
+                terms += terms_of_sum(
+                    outer,
+                    counts,
+                    factors,
+                    zeros=zeros,
+                    positions_at_once=positions_at_once,
+                    precision=precision,
+                )
+            return passes.KahanSum.of(terms), None
+
+        kahan_sum, _ = passes.in_microbatches(
+            step,
+            passes.KahanSum(zeros, zeros),
+            counts,
+            batch=(captured_here, norm_array, factors),
+            most=min(examples_at_once, counts.size),
+            plus=passes.KahanSum.plus,
+        )
+        return kahan_sum.total
+
+    def _products_to_sum(
+        self, captured: CapturedOfSites, norm_array: Array
+    ) -> list[tuple[Matrix, OuterProducts]]:
+        """Matrices, and the outer products whose weighted sum is the result."""
+        return list(zip(self.matrices, self._outer_products(captured)))
+
+
+@dataclass(frozen=True)
+class ProductPlan(SummedPlan):
     """|G| = |a| |c|, of one position."""
 
     norm_by = "product"
@@ -263,7 +265,7 @@ class ProductPlan(OuterProductPlan):
 
 
 @dataclass(frozen=True)
-class RowsPlan(OuterProductPlan):
+class RowsPlan(SummedPlan):
     """|G|, from the rows of G that are looked up. The others are 0."""
 
     norm_by = "rows"
@@ -286,7 +288,7 @@ class RowsPlan(OuterProductPlan):
 
 
 @dataclass(frozen=True)
-class GramPlan(OuterProductPlan):
+class GramPlan(SummedPlan):
     """|G| = sqrt(sum_ts (a_t . a_s)(c_t . c_s))."""
 
     norm_by = "gram"
@@ -338,15 +340,6 @@ class MatrixPlan(OuterProductPlan):
         gradients = passes.written(gradients_of(products, self.matrix_shape))
         return NormSource.of_added_up(gradients)
 
-    def weighted_sum(
-        self,
-        captured: CapturedOfSites,
-        norm_array: Array,
-        weights: Weights,
-        limit_group: int,
-    ) -> Array:
-        return weights.weighted_sum(norm_array, limit_group)
-
 
 def plans_of(
     sites: list[Site], params: list[Array], *, is_bounded: bool
@@ -362,15 +355,17 @@ def plans_of(
         if not math.prod(site.scan_lengths) * size:
             continue
         for place, origin in site.operands.items():
-            operand_size = site.eqn.invars[place].aval.size if site.eqn else 0
-            for scan_depth in origin.slicing_scans:
-                operand_size *= site.scan_lengths[scan_depth]
             for number in origin.params:
                 operands_of_params[number].append(Operand(site, origin))
-                # The gradient by an operand, such as w + a @ b, gives the gradient by
-                # each parameter that it is made of.
-                if site.name in FORMS:
-                    gradient_sizes[number] = max(gradient_sizes[number], operand_size)
+            if site.name not in FORMS:
+                continue
+            # The gradient by an operand, such as w + a @ b, gives the gradient by each
+            # parameter that it is made of.
+            size = site.eqn.invars[place].aval.size
+            for scan_depth in origin.slicing_scans:
+                size *= site.scan_lengths[scan_depth]
+            for number in origin.params:
+                gradient_sizes[number] = max(gradient_sizes[number], size)
     plans = []
     for param, operands, size in zip(params, operands_of_params, gradient_sizes):
         plan = _plan_of(param, operands, gradient_size=size, is_bounded=is_bounded)
@@ -379,35 +374,34 @@ def plans_of(
 
 
 def _plan_of(
-    leaf: Array, operands: list[Operand], *, gradient_size: int, is_bounded: bool
+    param: Array, operands: list[Operand], *, gradient_size: int, is_bounded: bool
 ) -> LeafPlan:
     """The plan of one parameter, from all operands that are made of it."""
     # Several operands of one site are one entry.
     sites_by_number = {operand.site.number: operand.site for operand in operands}
     sites = list(sites_by_number.values())
-    if not sites or not leaf.size:
+    if not sites or not param.size:
         return UnusedPlan(sites)
     matrices = []
-    if not _is_sum_over_devices(leaf, sites):
+    if not _is_sum_over_devices(param, sites):
         matrices = matrices_at(operands)
     if not matrices:
         return GradientPlan(sites, gradient_size)
     rows, columns = matrices[0].rows_and_columns
-    matrix_shape = MatrixShape(leaf.size // (rows * columns), rows, columns)
+    matrix_shape = MatrixShape(param.size // (rows * columns), rows, columns)
     plan_class = _cheapest_plan_class(matrices, matrix_shape)
-    return plan_class(sites, leaf, matrices, matrix_shape, is_bounded)
+    return plan_class(sites, param, matrices, matrix_shape, is_bounded)
 
 
-def _is_sum_over_devices(leaf: Array, sites: list[Site]) -> bool:
+def _is_sum_over_devices(param: Array, sites: list[Site]) -> bool:
     """Whether the gradient is a sum over devices: outputs differ along more mesh axes
     than the parameter.
     """
-    mesh_axes = varying(leaf)
+    mesh_axes: frozenset[str] = frozenset()
     for site in sites:
         for out_type in site.out_types:
-            if not out_type.manual_axis_type.varying <= mesh_axes:
-                return True
-    return False
+            mesh_axes |= out_type.manual_axis_type.varying
+    return not mesh_axes <= varying(param)
 
 
 def _cheapest_plan_class(
@@ -419,7 +413,7 @@ def _cheapest_plan_class(
     positions = sum(matrix.positions for matrix in matrices)
     if positions == 1:
         return ProductPlan
-    # For each matrix of the stack
-    work_of_gram = positions**2 * (shape.rows + shape.columns)
-    work_of_matrix = positions * shape.rows * shape.columns
+    # For each matrix of the stack and each position
+    work_of_gram = positions * (shape.rows + shape.columns)
+    work_of_matrix = shape.rows * shape.columns
     return GramPlan if work_of_gram <= work_of_matrix else MatrixPlan

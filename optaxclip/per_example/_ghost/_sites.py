@@ -14,10 +14,8 @@ The parameters are numbered, and so are the sites.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -103,21 +101,32 @@ class Computation:
     in_origins: list[Origin]
     slicing_scans: frozenset[int]
 
-    @property
-    def inputs_from(self) -> list[Computation]:
-        """The computations that make its inputs."""
-        return [x.computation for x in self.in_origins if x.computation]
-
     def outputs(self, inputs: list[Any]) -> list[Any]:
         """Its outputs, for the values of its inputs."""
-        run = partial(bind, self.eqn, is_wide=True)
-        # The axis of the outermost scan is in front.
-        for scan in sorted(self.slicing_scans, reverse=True):
-            axes = []
-            for origin in self.in_origins:
-                axes.append(0 if scan in origin.slicing_scans else None)
-            run = jax.vmap(run, (axes,))
-        return run(inputs)
+
+        def run(inputs: list[Any], _: Any) -> list[Any]:
+            return bind(self.eqn, inputs, is_wide=True)
+
+        no_data = ()
+        return over_turns(run, self.in_origins, self.slicing_scans)(inputs, no_data)
+
+
+def over_turns(
+    function: Callable[..., Any], origins: Collection[Origin], scans: Collection[int]
+) -> Callable[..., Any]:
+    """A function of values with these origins and of data, in all turns of some scans.
+
+    Args:
+      function: the same for one turn.
+      origins: of its values. Those that a scan does not slice are the same in its
+        turns.
+      scans: by how many scans are around them.
+    """
+    # The innermost scan first, so that the axis of the outermost is in front.
+    for scan in sorted(scans, reverse=True):
+        axes = [0 if scan in origin.slicing_scans else None for origin in origins]
+        function = jax.vmap(function, (axes, 0))
+    return function
 
 
 class Values:
@@ -136,7 +145,8 @@ class Values:
         waiting = [origin.computation] if origin.computation else []
         while waiting:
             computation = waiting[-1]
-            missing = [x for x in computation.inputs_from if x not in self._outputs]
+            made_by = [origin.computation for origin in computation.in_origins]
+            missing = [x for x in made_by if x and x not in self._outputs]
             if missing:
                 waiting += missing
                 continue
@@ -160,13 +170,17 @@ class Site(NamedTuple):
 
     number: int
     eqn: Any  # None where an operand becomes data as it is
-    name: str  # of its primitive
     operands: dict[int, Origin]  # by their places among the inputs
     data_types: list[ShapedArray]  # of its other inputs
     out_types: list[ShapedArray]
     # The outputs whose cotangents a backward pass from the loss to parameters uses
     tapped: tuple[int, ...]
     scan_lengths: tuple[int, ...]  # of the scans around it, outermost first
+
+    @property
+    def name(self) -> str:
+        """The name of its primitive."""
+        return self.eqn.primitive.name if self.eqn else "identity"
 
     @property
     def captured_size(self) -> int:
@@ -217,70 +231,58 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
             raise CannotSplit("a loss with refs (jax.new_ref)", eqn)
     in_origins = []
     for number, param in enumerate(params):
-        in_origins.append(_origin_of_parameter(number, param.ndim))
+        view = View(path=(), axes=tuple(range(param.ndim)))
+        params_of_view = frozenset([number])
+        in_origins.append(Origin(param=number, params=params_of_view, view=view))
     data_count = len(loss.jaxpr.invars) - len(params)
     in_origins += [DATA] * data_count
     # The first output is the loss. The others, aux, have no cotangents.
     has_cotangent = [index == 0 for index in range(len(loss.jaxpr.outvars))]
-    return _split(
-        loss,
-        in_origins,
-        has_cotangent,
-        scan_lengths=(),
-        site_numbers=count(),
-        may_return_operands=False,
-    )
-
-
-def _origin_of_parameter(number: int, ndim: int) -> Origin:
-    view = View(path=(), axes=tuple(range(ndim)))
-    return Origin(param=number, params=frozenset([number]), view=view)
-
-
-def _split(
-    program: ClosedJaxpr | Jaxpr,
-    in_origins: list[Origin],
-    has_cotangent: Flags,
-    *,
-    scan_lengths: tuple[int, ...],
-    site_numbers: Iterator[int],
-    may_return_operands: bool,
-) -> Program:
-    """Splits a program.
-
-    Args:
-      program: the program.
-      in_origins: of its inputs.
-      has_cotangent: of each output, whether a backward pass comes from it.
-      scan_lengths: of the scans around it, outermost first.
-      site_numbers: the numbers of its sites.
-      may_return_operands: whether outputs may be operands. Elsewhere they become data.
-    """
-    jaxpr = _jaxpr.jaxpr_of(program)
-    consts = getattr(program, "consts", [])
-    splitter = _Splitter(scan_lengths, site_numbers)
-    for var, constant in zip(jaxpr.constvars, consts):
-        splitter.origins_by_id[id(var)] = Origin(constant=constant)
-    splitter.set_origins(jaxpr.invars, in_origins)
-    flows, _ = backward_through(jaxpr, has_cotangent)
-    for eqn, flow in zip(jaxpr.eqns, flows):
-        splitter.add_equation(eqn, flow)
-    if not may_return_operands:
-        splitter.turn_into_data(jaxpr.outvars, has_cotangent)
-    out_origins = [splitter.origin_of(var) for var in jaxpr.outvars]
-    return Program(jaxpr, consts, splitter.steps, out_origins, splitter.sites)
+    splitter = _Splitter(scan_lengths=(), all_sites=[])
+    return splitter.split(loss, in_origins, has_cotangent, may_return_operands=False)
 
 
 @dataclass
 class _Splitter:
-    """The steps and sites of a program up to one of its equations."""
+    """The steps of a program up to one of its equations, and the sites of the loss."""
 
-    scan_lengths: tuple[int, ...]
-    site_numbers: Iterator[int]
+    scan_lengths: tuple[int, ...]  # of the scans around it, outermost first
+    all_sites: list[Site]
     # By the identity of variables, since literals cannot be hashed.
     origins_by_id: dict[int, Origin] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
-    sites: list[Site] = field(default_factory=list)
+
+    def split(
+        self,
+        program: ClosedJaxpr | Jaxpr,
+        in_origins: list[Origin],
+        has_cotangent: Flags,
+        *,
+        may_return_operands: bool,
+    ) -> Program:
+        """Splits a program.
+
+        Args:
+          program: the program.
+          in_origins: of its inputs.
+          has_cotangent: of each output, whether a backward pass comes from it.
+          may_return_operands: whether outputs may be operands. Elsewhere they become
+            data.
+        """
+        first_number = len(self.all_sites)
+        jaxpr = _jaxpr.jaxpr_of(program)
+        consts = getattr(program, "consts", [])
+        for var, constant in zip(jaxpr.constvars, consts):
+            self.origins_by_id[id(var)] = Origin(constant=constant)
+        self.set_origins(jaxpr.invars, in_origins)
+        flows, _ = backward_through(jaxpr, has_cotangent)
+        for eqn, flow in zip(jaxpr.eqns, flows):
+            self.add_equation(eqn, flow)
+        if not may_return_operands:
+            self.turn_into_data(jaxpr.outvars, has_cotangent)
+        out_origins = [self.origin_of(var) for var in jaxpr.outvars]
+        sites = self.all_sites[first_number:]
+        return Program(jaxpr, consts, self.steps, out_origins, sites)
 
     def origin_of(self, atom: Any) -> Origin:
         """The origin of a variable or literal."""
@@ -313,7 +315,8 @@ class _Splitter:
         # A body is entered also for a kernel in it, which may differ by example.
         has_kernel = has_convolution(eqn)
         if name in CALLS and (has_params or has_kernel):
-            self._add_call(eqn, in_origins, flow)
+            body = self._split_body(eqn, in_origins, flow, self.scan_lengths)
+            self._add_step(eqn, body.out_origins, body=body)
         elif name == "scan" and (is_site or (is_data and has_kernel)):
             self._add_scan(eqn, flow)
         else:
@@ -322,7 +325,17 @@ class _Splitter:
             is_mapped = is_site or (len(self.scan_lengths) > 0 and not is_data)
             _check_equation(eqn, in_origins, is_mapped=is_mapped)
             if is_site:
-                self._add_site(eqn, in_origins, flow)
+                operands = {}
+                for place, origin in enumerate(in_origins):
+                    if origin.params:
+                        operands[place] = origin
+                self._add_site(
+                    eqn,
+                    eqn.invars,
+                    eqn.outvars,
+                    operands=operands,
+                    tapped=_tapped_indices(eqn, flow),
+                )
             elif is_data:
                 self._add_step(eqn, [DATA] * len(eqn.outvars))
             else:
@@ -331,26 +344,9 @@ class _Splitter:
     def turn_into_data(self, atoms: Sequence[Any], has_cotangent: Flags) -> None:
         """Makes a site of each operand among these values. From here on it is data."""
         for atom, is_reached in zip(atoms, has_cotangent):
-            origin = self.origin_of(atom)
-            if not (is_reached and origin.params):
-                continue
-            site = Site(
-                number=next(self.site_numbers),
-                eqn=None,
-                name="identity",
-                operands={0: origin},
-                data_types=[],
-                out_types=[atom.aval],
-                tapped=(0,),
-                scan_lengths=self.scan_lengths,
-            )
-            self.sites.append(site)
-            self.steps.append(Step(None, [atom], [atom], site))
-            self.set_origins([atom], [DATA])
-
-    def _add_call(self, eqn: JaxprEqn, in_origins: list[Origin], flow: Flow) -> None:
-        body = self._split_body(eqn, in_origins, flow, self.scan_lengths)
-        self._add_step(eqn, body.out_origins, body=body)
+            operands = {0: self.origin_of(atom)}
+            if is_reached and operands[0].params:
+                self._add_site(None, [atom], [atom], operands=operands, tapped=(0,))
 
     def _add_scan(self, eqn: JaxprEqn, flow: Flow) -> None:
         consts_end, carry_end = ends_of_scan(eqn)
@@ -378,52 +374,44 @@ class _Splitter:
         flow: Flow,
         scan_lengths: tuple[int, ...],
     ) -> Program:
-        body = _split(
+        splitter = _Splitter(scan_lengths, self.all_sites)
+        return splitter.split(
             _jaxpr.body_of(eqn),
             in_origins,
             flow.from_outputs,
-            scan_lengths=scan_lengths,
-            site_numbers=self.site_numbers,
             may_return_operands=eqn.primitive.name in CALLS,
         )
-        self.sites.extend(body.sites)
-        return body
 
-    def _add_site(self, eqn: JaxprEqn, in_origins: list[Origin], flow: Flow) -> None:
-        operands = {}
+    def _add_site(
+        self,
+        eqn: JaxprEqn | None,
+        invars: Sequence[Any],
+        outvars: Sequence[Any],
+        *,
+        operands: dict[int, Origin],
+        tapped: tuple[int, ...],
+    ) -> None:
         data_types = []
-        for place, (var, origin) in enumerate(zip(eqn.invars, in_origins)):
-            if origin.params:
-                operands[place] = origin
-            else:
+        for place, var in enumerate(invars):
+            if place not in operands:
                 data_types.append(type_of(var))
-        out_types = [type_of(var) for var in eqn.outvars]
-        tapped = []
-        for index, out_type in enumerate(out_types):
-            is_inexact = jnp.issubdtype(out_type.dtype, jnp.inexact)
-            if flow.from_outputs[index] and is_inexact:
-                tapped.append(index)
         site = Site(
-            number=next(self.site_numbers),
+            number=len(self.all_sites),
             eqn=eqn,
-            name=eqn.primitive.name,
             operands=operands,
             data_types=data_types,
-            out_types=out_types,
-            tapped=tuple(tapped),
+            out_types=[type_of(var) for var in outvars],
+            tapped=tapped,
             scan_lengths=self.scan_lengths,
         )
-        self.sites.append(site)
-        self._add_step(eqn, [DATA] * len(out_types), site=site)
+        self.all_sites.append(site)
+        self.steps.append(Step(eqn, invars, outvars, site))
+        self.set_origins(outvars, [DATA] * len(outvars))
 
     def _add_step(
-        self,
-        eqn: JaxprEqn,
-        out_origins: list[Origin],
-        site: Site | None = None,
-        body: Program | None = None,
+        self, eqn: JaxprEqn, out_origins: list[Origin], body: Program | None = None
     ) -> None:
-        self.steps.append(Step(eqn, eqn.invars, eqn.outvars, site, body))
+        self.steps.append(Step(eqn, eqn.invars, eqn.outvars, body=body))
         self.set_origins(eqn.outvars, out_origins)
 
 
@@ -431,6 +419,16 @@ def ends_of_scan(eqn: JaxprEqn) -> tuple[int, int]:
     """Where constants end in the inputs of a scan, and where its carries end."""
     consts, carries = _jaxpr.counts_of_scan(eqn)
     return consts, consts + carries
+
+
+def _tapped_indices(eqn: JaxprEqn, flow: Flow) -> tuple[int, ...]:
+    """The outputs that have a derivative, and that a backward pass comes from."""
+    tapped = []
+    for index, var in enumerate(eqn.outvars):
+        is_inexact = jnp.issubdtype(type_of(var).dtype, jnp.inexact)
+        if flow.from_outputs[index] and is_inexact:
+            tapped.append(index)
+    return tuple(tapped)
 
 
 def _check_equation(
