@@ -14,8 +14,7 @@ import json
 import math
 import pkgutil
 import re
-import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
@@ -98,6 +97,8 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     # Excel begins a CSV with a byte order mark. After a crash of the machine a file may
     # end in bytes that were never written. A tab at an end is beside an empty cell.
     text = data.decode("utf-8-sig", errors="replace").strip("\0\r\n ")
+    # torchtitan prints in colors.
+    text = re.sub(r"\x1b\[[\d;]*m", "", text)
     if not text or "\0" in text:
         raise ValueError(f"the file is empty or binary. {FORMATS_TEXT}.")
     if pattern is not None:
@@ -305,21 +306,27 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
 LABELS = {
     "step": "(step|iteration|iter|s)",
     "loss": "((train|training|lm)[ _/-])?loss|trl",
-    "grad_norm": "((gradient|grad|g)[ _/-]?)?norm",
+    "grad_norm": "((total|global|gradient|grad|g)[ _/-]?)*norm",
 }
 
 
 def _advice_for_text(text: str) -> str:
     """What to do with a text, with a pattern of its most frequent labels."""
     parts: dict[str, str] = {}
+    counts = dict.fromkeys(LABELS, 0)
     for column, label in LABELS.items():
         matches = re.finditer(rf"(?i)\b({label})[ :=]+(?=[-+]?\.?\d)", text)
-        labels = [match[0] for match in matches]
-        if labels:
-            most_frequent = re.sub(" +", r"\\s*", statistics.mode(labels))
-            parts[column] = rf"\b{most_frequent}(?P<{column}>[-+.\w]+)"
-    if not {"loss", "grad_norm"} & parts.keys():
+        labels = Counter(re.sub(" +", r"\\s*", match[0]) for match in matches)
+        for most_frequent, count in labels.most_common(1):
+            counts[column] = count
+            # A full stop at the end of a line is not in the number.
+            parts[column] = rf"\b{most_frequent}(?P<{column}>[-+.\w]*\w)"
+    count_of_numbers = max(counts["loss"], counts["grad_norm"])
+    if count_of_numbers == 0:
         return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."
+    # Rarer steps stand in other lines, such as "saved step 100".
+    if counts["step"] < count_of_numbers / 2:
+        parts.pop("step", None)
     pattern = "|".join(parts.values())
     return f"{FORMATS_TEXT}. Other text needs a pattern, here --pattern '{pattern}'"
 
@@ -334,8 +341,10 @@ STEP_NAMES = (
     "_step",
     "global_step",
     "train/global_step",
+    "trainer/global_step",
     "iteration",
     "iter",
+    "num_updates",
 )
 
 
@@ -503,8 +512,8 @@ NORM_PATTERNS = (
     # train/grad_norm, gnorm, grad_2.0_norm_total, grad_norm_before_clipping,
     # l2_norm/grad/global
     r"(.* )?(gradients?|grads?|g) ?(l2|2 0|inf|global)? ?norm"
-    r"( (total|global|all|l2|before|(before|pre) clip(ping)?))?"
-    r"|(.* )?(l2 norm grad global|global norm)",
+    r"( (total|global|all|l2|step|before|(before|pre) clip(ping)?))?"
+    r"|(.* )?(l2 norm grad global|(global|total) norm)",
     # skip/norm, norm
     r"(.* )?skip( \d+)?( .*)? norm",
     r"(train |training )?norm",
