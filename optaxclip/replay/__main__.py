@@ -134,10 +134,10 @@ def _advice(column: Column, suggestions: Sequence[Suggestion]) -> list[str]:
     late = np.median(last_norms)
     if early >= FALL * late:
         lines += [
-            f"Norms fall: from a median of {early:.3g} in the first fifth of the log "
-            f"to {late:.3g} in the last.",
-            "So no fixed limit fits the whole run. Take a rule that learns, a "
-            "schedule, or a limit of the later norms.",
+            f"But norms fall: from a median of {early:.3g} in the first fifth of the "
+            f"log to {late:.3g} in the last.",
+            "A fixed limit then clips ever less. A rule that learns or a schedule can "
+            "follow the norms.",
         ]
     return lines
 
@@ -145,16 +145,18 @@ def _advice(column: Column, suggestions: Sequence[Suggestion]) -> list[str]:
 def _choice(guard: Suggestion, usual_share: float) -> list[str]:
     """The usual limit or the guard, by the share of steps that the usual one clips."""
     the_guard = f"{guard.rule}, a guard that clips {guard.clip_rate:.1%}"
+    # One step of a long run is not 0.0 %.
+    usual_percent = f"{100 * usual_share:.3g}%"
     if usual_share == 0:
         return [f"Take {the_guard} of these steps. The usual {USUAL_LIMIT} clips none."]
     if usual_share > MOST_STEPS:
         return [
             f"Take {the_guard} of these steps. The usual {USUAL_LIMIT} clips "
-            f"{usual_share:.1%}.",
+            f"{usual_percent}.",
             f"With Adam {USUAL_LIMIT} may stay, if most steps are to be clipped.",
         ]
     return [
-        f"Take {USUAL_LIMIT}, as most trainers do: it clips {usual_share:.1%} of these "
+        f"Take {USUAL_LIMIT}, as most trainers do: it clips {usual_percent} of these "
         "steps, neither none nor more than half.",
         f"If accidents alone are to be clipped, take {the_guard}.",
     ]
