@@ -187,9 +187,7 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     outside += text[end_of_last:].splitlines()
     rows = _rows_in(dicts[0]) if len(dicts) == 1 else dicts
     # Braces may be code in the text: without any number these are no rows.
-    has_numbers = any(_has_number(_flattened(row).values()) for row in rows)
-    # Rows with lists of numbers go on to `log_of`, which says how to write them.
-    if not has_numbers and not _longest_list(rows):
+    if not any(_has_number(_flattened(row).values()) for row in rows):
         return []
     left_out = [line for line in outside if line.strip("\t ,[]")]
     if left_out:
@@ -367,32 +365,15 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
     columns: dict[str, Column] = {}
     for name, entries_of_rows in entries.items():
         column = _column(name, entries_of_rows, steps)
-        # W&B adds the extremes of each number.
-        if column.steps.size and not name.endswith(("__MIN", "__MAX")):
+        if column.steps.size:
             columns[name] = column
     if not columns:
-        count = _longest_list(rows)
-        if count:
-            raise ValueError(
-                f"it has lists of {count} numbers per row, such as one for each seed. "
-                "Write a column per seed, or take one of them."
-            )
         raise ValueError(
             f"there is no number in it. It has {len(rows)} rows with "
             f"{listed(list(entries)) or 'no names'}. A log has a row for each step, "
-            'such as {"loss": 2.5, "grad_norm": 1.0}.'
+            'with a number under each name, such as {"loss": 2.5, "grad_norm": 1.0}.'
         )
     return Log(columns, notes)
-
-
-def _longest_list(rows: Sequence[Row]) -> int:
-    """The length of the longest list in rows. It is 0 without lists of numbers."""
-    lengths = [0]
-    for row in rows:
-        for entry in _flattened(row).values():
-            if isinstance(entry, list) and _has_number(entry):
-                lengths.append(len(entry))
-    return max(lengths)
 
 
 def _flattened(row: Row, group: str = "") -> dict[str, object]:
@@ -422,28 +403,27 @@ def _steps_of(entries: Mapping[int, object], count: int) -> list[int]:
 def _column(name: str, entries: Mapping[int, object], steps: Sequence[int]) -> Column:
     """The numbers of a column, and notes on its other entries."""
     values: dict[int, float] = {}  # by step, in ascending order
+    nulls_are_nan = _are_nulls_nan(entries.values())
     replaced_steps: list[int] = []
-    steps_of_nulls: list[int] = []
     texts: list[str] = []
+    nulls = 0
     empty = 0
     for row_number, entry in entries.items():
         step = steps[row_number]
         number = _number(entry)
-        # A run that is resumed goes back to an earlier step.
-        while steps_of_nulls and steps_of_nulls[-1] > step:
-            steps_of_nulls.pop()
+        # pandas writes null in other rows of a step, such as those of an evaluation.
+        if entry is None and nulls_are_nan and step > next(reversed(values), -math.inf):
+            number = math.nan
+            nulls += 1
         if number is not None:
+            # A run that is resumed goes back to an earlier step.
             while values and next(reversed(values)) >= step:
                 replaced_steps.append(values.popitem()[0])
             values[step] = number
-        elif entry is None:
-            steps_of_nulls.append(step)
-        elif str(entry).strip():
+        elif entry is not None and str(entry).strip():
             texts.append(str(entry)[:40])
         else:
             empty += 1
-    nan_steps = _nan_steps(steps_of_nulls, values)
-    values |= dict.fromkeys(nan_steps, math.nan)
     notes: Notes = []
     if replaced_steps:
         notes.append(
@@ -451,30 +431,33 @@ def _column(name: str, entries: Mapping[int, object], steps: Sequence[int]) -> C
             f"({len(replaced_steps)} entries), as in a run that was resumed, or where "
             "steps begin again in each epoch: the later entries count."
         )
-    if nan_steps:
-        notes.append(f"{len(nan_steps)} rows have null there, which is read as NaN.")
+    if nulls:
+        notes.append(f"{nulls} rows have null there, which is read as NaN.")
     if texts:
         notes.append(f"{len(texts)} entries are text, and left out: {listed(texts)}.")
-    pairs = sorted(values.items())
     return Column(
         name,
-        steps=np.array([step for step, _ in pairs]),
-        values=np.array([number for _, number in pairs]),
+        steps=np.array(list(values)),
+        values=np.array(list(values.values())),
         notes=tuple(notes),
-        empty=empty + len(steps_of_nulls) - len(nan_steps),
+        empty=empty,
     )
 
 
-def _nan_steps(steps_of_nulls: Sequence[int], values: Mapping[int, float]) -> set[int]:
-    """The steps whose null stands for NaN. Null is NaN in strict JSON, unless a third
-    or more of the entries up to the last number are null: then the column is logged
-    more rarely.
+def _are_nulls_nan(entries: Iterable[object]) -> bool:
+    """Strict JSON has null for NaN. But if a third or more of the entries up to the
+    last number are null, the column is logged more rarely than others.
     """
-    nulls = set(steps_of_nulls) - values.keys()
-    last_step = max(values, default=0)
-    nulls_among_numbers = [step for step in nulls if step < last_step]
-    is_rare = 2 * len(nulls_among_numbers) >= len(values)
-    return set() if is_rare else nulls
+    nulls = 0
+    numbers = 0
+    nulls_before_number = 0
+    for entry in entries:
+        if entry is None:
+            nulls += 1
+        elif _number(entry) is not None:
+            numbers += 1
+            nulls_before_number = nulls
+    return 2 * nulls_before_number < numbers
 
 
 def _number(entry: object) -> float | None:
@@ -582,26 +565,27 @@ def _is_other_norm(name: str, log: Log) -> bool:
 
 
 def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
-    """The norms of a wrapper that skips steps, if the wrapper saw the same gradients. A
-    clipper inside the wrapper does not see skipped steps, and keeps an earlier norm.
+    """The norms of a clipper, also in steps that a wrapper skipped.
+
+    A clipper inside the wrapper does not see such a step, and logs an earlier norm
+    again. But a wrapper behind the clipper logs the norm after the clip, which is
+    shorter. So in a skipped step the longer norm counts.
     """
     name = re.sub("(clip|record)/(.*?)norm(_before)?$", r"skip/\2norm", column.name)
     wrapper = log.columns.get(name)
     flags = log.columns.get(f"{name.removesuffix('norm')}skipped")
     if wrapper is None or flags is None:
         return column
-    steps, (seen, norms, skipped) = in_common([wrapper, column, flags])
+    steps, (norms_of_wrapper, norms, skipped) = in_common([wrapper, column, flags])
     is_skipped = skipped != 0
-    is_same = np.isclose(seen, norms, rtol=1e-3, atol=0, equal_nan=True)
-    # A clipper in front of the wrapper sees a new norm in each step.
-    is_kept = np.append(False, norms[1:] == norms[:-1])
-    if distance_of_steps(column) > 1:
-        # The norm that is kept may be of a step that is not logged. A clipper in front
-        # sees norms that are at least as long as the wrapper's.
-        is_kept |= ~(seen <= norms * (1 + 1e-3))
-    if len(steps) and np.where(is_skipped, is_kept, is_same).all():
-        return wrapper
-    return column
+    is_same = np.isclose(norms_of_wrapper, norms, rtol=1e-3, atol=0, equal_nan=True)
+    # The norm of the wrapper may be of a scaled loss.
+    if not (is_same | is_skipped).all():
+        return column
+    longer_norms = np.maximum(norms_of_wrapper, norms)  # NaN if one of them is
+    values = column.values.copy()
+    values[np.isin(column.steps, steps)] = np.where(is_skipped, longer_norms, norms)
+    return column._replace(values=values)
 
 
 def norms_of_tensors(log: Log) -> list[Column]:

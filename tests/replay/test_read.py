@@ -104,8 +104,8 @@ WRONG = [
     (gzip.compress(b"norm\n1\n", mtime=0)[:-12] + 12 * b"x", "decompress"),
     (zipped()[:-30], "the file is broken: File is not a zip file. The reader takes"),
     (array([1], [1, 2], dtype=object), "Object arrays cannot be loaded"),
-    (array([1.0, 2.0], dtype=float), "it has lists of 2 numbers per row"),
-    (2 * '{"grad_norm": [1.0, 2.0, 3.0]}\n', "lists of 3 numbers .* a column per seed"),
+    (array([1.0, 2.0], dtype=float), "no number in it. .* a number under each name"),
+    (2 * '{"grad_norm": [1.0, 2.0, 3.0]}\n', TEXT),
     (f'{{"norm": {"9" * 400}}}', TEXT),
     ("[{", TEXT),
     (20_000 * "[", TEXT),
@@ -198,7 +198,7 @@ def test_nulls_that_a_resumed_run_replaces_are_no_norms(tmp_path):
     norms = {**dict.fromkeys(range(95), 1.0), **dict.fromkeys(range(95, 101))}
     rows = [{"step": step, "norm": norm} for step, norm in norms.items()]
     rows += [{"step": step, "norm": 2.0} for step in range(60, 91)]
-    with pytest.warns(UserWarning, match="Steps 60 to 94 come twice"):
+    with pytest.warns(UserWarning, match="Steps 60 to 100 come twice"):
         assert read(tmp_path, json.dumps(rows)).tolist() == 60 * [1.0] + 31 * [2.0]
 
 
