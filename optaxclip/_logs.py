@@ -590,21 +590,21 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
 
 def norms_of_tensors(log: Log) -> list[Column]:
     """The columns whose names say that they are norms of single tensors."""
-    return [
-        column
-        for name, column in log.columns.items()
-        if TENSOR_PATTERN.fullmatch(_without_run(name))
-    ]
+    return _columns_named(TENSOR_PATTERN, log)
 
 
 def loss_of(log: Log) -> Column | None:
     """The column of the training loss, if its name says so."""
-    losses = [
+    losses = _columns_named(LOSS_PATTERN, log)
+    return max(losses, key=lambda column: len(column.steps), default=None)
+
+
+def _columns_named(pattern: re.Pattern[str], log: Log) -> list[Column]:
+    return [
         column
         for name, column in log.columns.items()
-        if LOSS_PATTERN.fullmatch(_without_run(name))
+        if pattern.fullmatch(_without_run(name))
     ]
-    return max(losses, key=lambda column: len(column.steps), default=None)
 
 
 def in_common(columns: Sequence[Column]) -> tuple[np.ndarray, np.ndarray]:
@@ -618,7 +618,7 @@ def distance_of_steps(column: Column) -> int:
     """How many steps lie between two rows, 1 where all are logged."""
     if len(column.steps) < 2:
         return 1
-    return max(1, int(np.median(np.diff(column.steps))))
+    return int(np.median(np.diff(column.steps)))
 
 
 def clipped_share(values: np.ndarray) -> float:

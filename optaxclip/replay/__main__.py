@@ -166,11 +166,7 @@ def _table(suggestions: Sequence[Suggestion]) -> list[str]:
     for suggestion in suggestions:
         mark = "->" if suggestion.recommended else "  "
         shares = f"{suggestion.clip_rate:13.1%}  {suggestion.mean_factor:11.3f}"
-        row = f"{mark} {suggestion.limit:16.4g}  {shares}  {suggestion.rule}"
-        # A comment, so that the cell stays Python.
-        if suggestion.meaning:
-            row += f"  # {suggestion.meaning}"
-        lines.append(row)
+        lines.append(f"{mark} {suggestion.limit:16.4g}  {shares}  {suggestion.rule}")
     return [*lines, ""]
 
 

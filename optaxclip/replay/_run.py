@@ -166,7 +166,6 @@ class Suggestion(NamedTuple):
       mean_factor: what the clipped steps would have been multiplied by, on average: 0
         where they are skipped, and 1 without any.
       recommended: whether it is the guard that clips about 1 %. At most one is.
-      meaning: for a fixed limit what it is of the norms, such as "99th percentile".
     """
 
     rule: str
@@ -174,7 +173,6 @@ class Suggestion(NamedTuple):
     clip_rate: float
     mean_factor: float
     recommended: bool = False
-    meaning: str = ""
 
 
 # The share of steps that the recommended limit clips, so that it clips spikes only.
@@ -186,56 +184,50 @@ MOST_MEDIANS = 20
 LEAST_NORMS = 100
 
 
-class Candidate(NamedTuple):
-    """A rule to suggest, and Python that makes a clipper or a wrapper with it."""
+def _suggestion(
+    text: str, rule: Limit, norms: np.ndarray, *, shrink: Shrink | None = None
+) -> Suggestion:
+    """What a rule does to norms. `text` is Python that makes a clipper with it."""
+    replay = run(rule, norms, shrink=shrink)
+    factors = np.asarray(replay.factors)[replay.clipped]
+    return Suggestion(
+        rule=text,
+        limit=float(replay.limits[-1]),
+        clip_rate=float(np.mean(replay.clipped)),
+        mean_factor=float(factors.mean()) if factors.size else 1.0,
+    )
 
-    text: str
-    rule: Limit
-    shrink: Shrink | None = None
-    meaning: str = ""
 
-
-def _fixed_candidates(norms: np.ndarray) -> list[Candidate]:
+def _fixed_limits(norms: np.ndarray) -> list[Suggestion]:
     """Limits at quantiles of the norms, and at five medians, in ascending order."""
-    limits = {
-        "median": np.median(norms),
-        "90th percentile": np.quantile(norms, 0.9),
-        "95th percentile": np.quantile(norms, 0.95),
-        "99th percentile": np.quantile(norms, 0.99),
-        "five medians": 5 * np.median(norms),
-    }
-    candidates: dict[float, Candidate] = {}
-    for meaning, limit in limits.items():
-        rounded = float(f"{limit:.3g}")
-        text = f"optaxclip.clip_by_global_norm({rounded:g})"
-        # Of two limits that are equal, the first one has its meaning in the table.
-        candidates.setdefault(rounded, Candidate(text, rounded, meaning=meaning))
-    return [candidates[limit] for limit in sorted(candidates)]
+    limits = [*np.quantile(norms, (0.5, 0.9, 0.95, 0.99)), 5 * np.median(norms)]
+    suggestions: list[Suggestion] = []
+    for limit in sorted({float(f"{limit:.3g}") for limit in limits}):
+        text = f"optaxclip.clip_by_global_norm({limit:g})"
+        suggestions.append(_suggestion(text, limit, norms))
+    return suggestions
 
 
-def _learning_candidates(every: int) -> list[Candidate]:
+def _learned_limits(norms: np.ndarray, every: int) -> list[Suggestion]:
     """Rules that learn. Windows are given in steps, and turned into rows of the log."""
 
     def in_rows(steps: int) -> int:
         return max(2, round(steps / every))
 
     quantile = "optaxclip.clip_by_global_norm(optaxclip.rules.windowed_quantile({}))"
+    rules = {
+        "optaxclip.autoclip(10)": windowed_quantile(0.1, in_rows(10_000), current=True),
+        quantile.format("0.9, 1000"): windowed_quantile(0.9, in_rows(1000)),
+        quantile.format("0.5, 100, factor=2.0"): windowed_quantile(
+            0.5, in_rows(100), factor=2.0
+        ),
+        "optaxclip.zclip()": z_score(decay=0.97**every, warmup=in_rows(25)),
+    }
+    skip_step = "optaxclip.skip_step(optimizer, on_loss=False)"
+    rule_of_skip = step_rule(window=in_rows(128))
     return [
-        Candidate(
-            "optaxclip.autoclip(10)",
-            windowed_quantile(0.1, in_rows(10_000), current=True),
-        ),
-        Candidate(quantile.format("0.9, 1000"), windowed_quantile(0.9, in_rows(1000))),
-        Candidate(
-            quantile.format("0.5, 100, factor=2.0"),
-            windowed_quantile(0.5, in_rows(100), factor=2.0),
-        ),
-        Candidate("optaxclip.zclip()", z_score(decay=0.97**every, warmup=in_rows(25))),
-        Candidate(
-            "optaxclip.skip_step(optimizer, on_loss=False)",
-            step_rule(window=in_rows(128)),
-            shrink=drop,
-        ),
+        *[_suggestion(text, rule, norms) for text, rule in rules.items()],
+        _suggestion(skip_step, rule_of_skip, norms, shrink=drop),
     ]
 
 
@@ -280,30 +272,17 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
             "suggest: norms must hold at least two finite norms above 0, as [steps], "
             f"got {norms.size} in an array of shape {history.shape}."
         )
-    fixed_limits = [_suggestion(x, norms) for x in _fixed_candidates(norms)]
-    learned_limits = [_suggestion(x, norms) for x in _learning_candidates(every)]
+    fixed_limits = _fixed_limits(norms)
     if norms.size >= LEAST_NORMS and not clipped_share(norms):
-        fixed_limits = _with_a_recommended(fixed_limits, float(np.median(norms)))
-    return fixed_limits + learned_limits
+        fixed_limits = _with_a_guard(fixed_limits, float(np.median(norms)))
+    return fixed_limits + _learned_limits(norms, every)
 
 
-def _suggestion(candidate: Candidate, norms: np.ndarray) -> Suggestion:
-    replay = run(candidate.rule, norms, shrink=candidate.shrink)
-    factors = np.asarray(replay.factors)[replay.clipped]
-    return Suggestion(
-        rule=candidate.text,
-        limit=float(replay.limits[-1]),
-        clip_rate=float(np.mean(replay.clipped)),
-        mean_factor=float(factors.mean()) if factors.size else 1.0,
-        meaning=candidate.meaning,
-    )
-
-
-def _with_a_recommended(limits: list[Suggestion], median: float) -> list[Suggestion]:
+def _with_a_guard(limits: list[Suggestion], median: float) -> list[Suggestion]:
     """Marks the limit that clips nearest to 1 % of the steps."""
-    usual = [limit for limit in limits if limit.limit <= MOST_MEDIANS * median]
-    best = min(usual, key=lambda limit: abs(limit.clip_rate - RECOMMENDED_RATE))
-    return [limit._replace(recommended=limit is best) for limit in limits]
+    usual = [row for row in limits if row.limit <= MOST_MEDIANS * median]
+    guard = min(usual, key=lambda row: abs(row.clip_rate - RECOMMENDED_RATE))
+    return [row._replace(recommended=row is guard) for row in limits]
 
 
 def plot_history(

@@ -178,7 +178,7 @@ def test_one_row_is_recommended_that_clips_one_percent(log, command):
     assert best.limit == pytest.approx(np.quantile(NORMS, 0.99), rel=0.01)
     text = command(log)
     (row,) = [line for line in text.splitlines() if line.startswith("->  ")]
-    assert row.endswith(f"{best.rule}  # 99th percentile")
+    assert row.endswith(f"  {best.rule}")
     advice = f"Take {best.rule}, a guard that clips 1.0% of these steps."
     assert f"\n{advice} The usual 1.0 clips 51%.\n" in text
 
