@@ -103,13 +103,7 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
         raise ValueError(f"the file is empty or binary. {FORMATS_TEXT}.")
     if pattern is not None:
         return _rows_of_pattern(text, pattern)
-    rows: Sequence[Row] = []
-    is_json = text[0] in "{["
-    if not is_json:
-        rows = _rows_of_table(text, notes)
-    # JSON, or dicts among other text.
-    if not rows:
-        rows = _rows_of_dicts(text, notes)
+    rows = _rows_of_table(text, notes) or _rows_of_dicts(text, notes)
     if not rows:
         raise ValueError(
             f"there is no table of numbers in it. {_advice_for_text(text)}"
@@ -244,6 +238,8 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     # stable-baselines begins with a comment.
     while text.startswith("#"):
         _, _, text = text.partition("\n")
+    if text.startswith(("{", "[")):
+        return []
     # The head of a single column may have blanks in it, and its numbers have none.
     first_lines = text.splitlines()[:2]
     marks = [mark for mark in "\t;, " if all(mark in line for line in first_lines)]
@@ -261,14 +257,14 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
         return []
     names = [name.strip() for name in lines.pop(0)]
     rows = [dict(zip(names, line)) for line in lines if len(line) == len(names)]
-    rows_with_numbers = [row for row in rows if _has_number(row.values())]
-    if 2 * len(rows_with_numbers) < len(lines) or _has_number(names):
+    rows_with_numbers = sum(_has_number(row.values()) for row in rows)
+    # In other text the first line is not one of names, and most lines have no number.
+    if 2 * rows_with_numbers < len(lines) or _has_number(names):
         return []
-    ragged = [line for line in lines if len(line) != len(names)]
-    if ragged:
+    left_out = len(lines) - len(rows)
+    if left_out:
         notes.append(
-            f"{len(ragged)} lines do not have {len(names)} entries and are left out. "
-            f"The last one is {ragged[-1]}."
+            f"{left_out} lines do not have {len(names)} entries and are left out."
         )
     # W&B runs may share a name, and then their columns do.
     if len(set(names)) < len(names):

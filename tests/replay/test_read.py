@@ -132,7 +132,7 @@ CUT_OFF = [
     ('[{"norm": 1},\n{"norm": 2},\n{"no', "The last one is '{\"no'"),
     ('[{"norm": 1}, {"norm": 2}, {', "1 lines or parts .* The last one is ', {'"),
     ('{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"no', "last one is '{\"no'"),
-    ("step,norm\n0,1\n1,2\n2", r"1 lines do not have 2 entries .* is \['2'\]"),
+    ("step,norm\n0,1\n1,2\n2", "1 lines do not have 2 entries and are left out"),
     (
         gzip.compress(b"norm\n1\n2\n" + 99 * b" ", mtime=0)[:-9],
         "The gzip file is cut off",
