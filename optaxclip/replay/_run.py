@@ -84,13 +84,14 @@ def run(rule: Limit, norms: ArrayLike, *, shrink: Shrink | None = None) -> Repla
         )
     rule = rule_without_params(rule, "replay.run: rule")
     shrink = shrink_of(shrink, "replay.run")
-    return _replayed(shrink, norms, limits_over(rule, norms, "replay.run: rule"))
+    limits = limits_over(rule, norms, argument="replay.run: rule")
+    return _replayed(shrink, norms, limits)
 
 
-def history_of(call: str, norms: object, *, signed: bool = False) -> jax.Array:
+def history_of(call: str, norms: object, *, is_loss: bool = False) -> jax.Array:
     """A history in float32, or in float64 where jax_enable_x64 is set.
 
-    `signed`: losses, which may be negative.
+    `is_loss`: the numbers are losses, which may be negative.
 
     Raises:
       TypeError: something that has no numbers, such as the name of a file.
@@ -104,7 +105,7 @@ def history_of(call: str, norms: object, *, signed: bool = False) -> jax.Array:
             f"{call}: norms must be an array of numbers, got {shown(norms)}. A file is "
             "read by optaxclip.replay.read_history."
         )
-    if not signed and (array < 0).any():
+    if not is_loss and (array < 0).any():
         negative = array[array < 0][0]
         raise ValueError(f"{call}: norms must be at least 0, got {negative}.")
     # NumPy promotes int32 to float64 here. JAX would truncate an int64 of 2^40 to 0.
@@ -115,25 +116,25 @@ def history_of(call: str, norms: object, *, signed: bool = False) -> jax.Array:
 
 
 def limits_over(
-    rule: Rule, values: jax.Array, argument: str, signed: bool = False
+    rule: Rule, values: jax.Array, *, argument: str, is_loss: bool = False
 ) -> jax.Array:
     """The limit that each value is held against, [steps, ...].
 
-    `argument` is the name of the rule in errors. `signed`: the values are losses.
+    `argument` is the name of the rule in errors.
     """
     # A rule is a pytree: under jit its window length is traced, and init needs an int.
     memory = rule.init(jnp.zeros_like(values[0]))
-    return _limits_from(rule, memory, values, argument=argument, signed=signed)
+    return _limits_from(rule, memory, values, argument=argument, is_loss=is_loss)
 
 
-@partial(jax.jit, static_argnames=("argument", "signed"))
+@partial(jax.jit, static_argnames=("argument", "is_loss"))
 def _limits_from(
-    rule: Rule, memory: PyTree, values: jax.Array, *, argument: str, signed: bool
+    rule: Rule, memory: PyTree, values: jax.Array, *, argument: str, is_loss: bool
 ) -> jax.Array:
     def one_step(carry: PyTree, value: jax.Array) -> tuple[PyTree, jax.Array]:
         step, memory = carry
         limit, memory = limit_of(
-            rule, value, memory, step, argument=argument, is_loss=signed
+            rule, value, memory, step, argument=argument, is_loss=is_loss
         )
         return (step + 1, memory), limit
 
@@ -194,7 +195,8 @@ def _suggestion(
         rule=text,
         limit=float(replay.limits[-1]),
         clip_rate=float(np.mean(replay.clipped)),
-        mean_factor=float(factors.mean()) if factors.size else 1.0,
+        # 1 without a clipped step.
+        mean_factor=float(np.mean(factors)) if factors.size else 1.0,
     )
 
 
@@ -362,15 +364,16 @@ def spike_score(
     2502.11034) count with 7 of 1000.
     """
     call = "spike_score"
-    arrays = [history_of(call, history, signed=True) for history in histories]
+    arrays = [history_of(call, history, is_loss=True) for history in histories]
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) != 1 or len(shapes[0]) != 1 or 0 in shapes[0]:
         raise ValueError(
             f"{call}: histories must be [steps] of one length, got shapes {shapes}."
         )
     values = jnp.stack(arrays, axis=1)
-    # Signed: a loss of 0 or below is remembered like any other.
-    limits = limits_over(spike_rule(call, sigmas, window), values, call, signed=True)
+    rule = spike_rule(call, sigmas, window)
+    # Also a loss of 0 or below is remembered.
+    limits = limits_over(rule, values, argument=call, is_loss=True)
     spiked = (values > limits) | ~jnp.isfinite(values)
     # A step at which norm and loss both stand out counts once.
     return jnp.mean(spiked.any(axis=1))
