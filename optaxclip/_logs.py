@@ -35,7 +35,7 @@ class Column(NamedTuple):
     steps: np.ndarray  # int64[entries], in ascending order
     values: np.ndarray  # float64[entries], NaN and inf among them
     notes: tuple[str, ...] = ()
-    empty: int = 0  # rows of a table without an entry in this column
+    empty_cells: int = 0
 
 
 class Log(NamedTuple):
@@ -95,7 +95,7 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if b"brain.Event:" in data[:64]:
         return _rows_of_events(data, notes)
     # Excel begins a CSV with a byte order mark. After a crash of the machine a file may
-    # end in bytes that were never written. A tab at an end is beside an empty cell.
+    # end in zeros. Tabs stay, since the last one of a line stands before an empty cell.
     text = data.decode("utf-8-sig", errors="replace").strip("\0\r\n ")
     # torchtitan prints in colors.
     text = re.sub(r"\x1b\[[\d;]*m", "", text)
@@ -168,22 +168,25 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
 def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     """The dicts that stand in a text, as JSON or as Python prints them."""
     dicts: list[Row] = []
-    outside: list[str] = []  # the lines that stand between the dicts
+    texts_between: list[str] = []
     end_of_last = 0
     start = text.find("{")
     while start >= 0:
         row, end = _dict_at(text, start)
         if row:
             dicts.append(row)
-            outside += text[end_of_last:start].splitlines()
+            texts_between.append(text[end_of_last:start])
             end_of_last = end
         start = text.find("{", end)
-    outside += text[end_of_last:].splitlines()
-    rows = _rows_in(dicts[0]) if len(dicts) == 1 else dicts
-    # Braces may be code in the text: without any number these are no rows.
+    texts_between.append(text[end_of_last:])
+    rows: Sequence[Row] = dicts
+    if len(dicts) == 1:
+        rows = _rows_in(dicts[0])
+    # Without any number the braces are code, or other text.
     if not any(_has_number(_flattened(row).values()) for row in rows):
         return []
-    left_out = [line for line in outside if line.strip("\t ,[]")]
+    lines_between = "\n".join(texts_between).splitlines()
+    left_out = [line for line in lines_between if line.strip("\t ,[]")]
     if left_out:
         notes.append(
             f"{len(left_out)} lines or parts of lines are not in whole braces and are "
@@ -204,18 +207,20 @@ def _rows_in(row: Row) -> Sequence[Row]:
     if tables:
         return max(tables, key=len)
     if lists:
-        # At the end, short lists have empty entries.
-        lines = zip_longest(*lists.values(), fillvalue="")
-        return [dict(zip(lists, line)) for line in lines]
+        # Where a list has ended, the entry is empty.
+        tuples = zip_longest(*lists.values(), fillvalue="")
+        return [dict(zip(lists, entries)) for entries in tuples]
     return [row]
 
 
 def _dict_at(text: str, start: int) -> tuple[Row, int]:
-    """The dict that begins at a place, and where it ends. It is empty if none does."""
+    """The dict that begins at a place, and where it ends. If none does, an empty dict,
+    and the next place.
+    """
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except (json.JSONDecodeError, RecursionError):
-        # A printed dict may have dicts in it, but these have no more.
+        # The pattern is of printed dicts, which may have dicts in them, but no deeper.
         printed = re.compile(r"\{([^{}\n]|\{[^{}\n]*\})*\}").match(text, start)
     if printed is None:
         return {}, start + 1
@@ -225,8 +230,8 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
     literal = re.sub(r": (-?nan|-?inf)\b", r": '\1'", literal)
     try:
         return dict(ast.literal_eval(literal)), printed.end()
-    # Such as braces in other text.
     except (ValueError, SyntaxError, TypeError):
+        # Braces of other text.
         return {}, start + 1
 
 
@@ -240,17 +245,20 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
         _, _, text = text.partition("\n")
     if text.startswith(("{", "[")):
         return []
-    # The head of a single column may have blanks in it, and its numbers have none.
+    # A delimiter is also in the second line: a name may have blanks in it, but the
+    # numbers of a single column have none.
     first_lines = text.splitlines()[:2]
-    marks = [mark for mark in "\t;, " if all(mark in line for line in first_lines)]
-    delimiter = marks[0] if marks else ","
+    delimiter = ","
+    for mark in " ,;\t":
+        if all(mark in line for line in first_lines):
+            delimiter = mark
     if delimiter == ";":
-        # Such a table has decimal commas.
+        # A spreadsheet writes it where it has decimal commas.
         text = text.replace(",", ".")
     file = io.StringIO(text, newline="")
     reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
     lines: list[list[str]] = []
-    # In other text a quotation mark may begin an endless entry.
+    # An entry may be too long where a quotation mark of other text begins it.
     with suppress(csv.Error):
         lines = [line for line in reader if line]
     if not lines:
@@ -258,7 +266,7 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     names = [name.strip() for name in lines.pop(0)]
     rows = [dict(zip(names, line)) for line in lines if len(line) == len(names)]
     rows_with_numbers = sum(_has_number(row.values()) for row in rows)
-    # In other text the first line is not one of names, and most lines have no number.
+    # Most lines of other text have no number.
     if 2 * rows_with_numbers < len(lines) or _has_number(names):
         return []
     left_out = len(lines) - len(rows)
@@ -266,7 +274,7 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
         notes.append(
             f"{left_out} lines do not have {len(names)} entries and are left out."
         )
-    # W&B runs may share a name, and then their columns do.
+    # Runs of W&B may share a name, and so their columns do.
     if len(set(names)) < len(names):
         notes.append("Of columns with the same name the last one counts.")
     return rows
@@ -296,7 +304,7 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
     return rows
 
 
-# What stands before a step, a loss and a norm in a line of text, by the column.
+# Patterns of what stands before a step, a loss and a norm in a line of text.
 LABELS = {
     "step": "(step|iteration|iter|s)",
     "loss": "((train|training|lm)[ _/-])?loss|trl",
@@ -306,7 +314,7 @@ LABELS = {
 
 def _advice_for_text(text: str) -> str:
     """What to do with a text, with a pattern of its most frequent labels."""
-    parts: dict[str, str] = {}
+    patterns: dict[str, str] = {}
     counts = dict.fromkeys(LABELS, 0)
     for column, label in LABELS.items():
         matches = re.finditer(rf"(?i)\b({label})[ :=]+(?=[-+]?\.?\d)", text)
@@ -314,14 +322,14 @@ def _advice_for_text(text: str) -> str:
         for most_frequent, count in labels.most_common(1):
             counts[column] = count
             # A full stop at the end of a line is not in the number.
-            parts[column] = rf"\b{most_frequent}(?P<{column}>[-+.\w]*\w)"
-    count_of_numbers = max(counts["loss"], counts["grad_norm"])
-    if count_of_numbers == 0:
+            patterns[column] = rf"\b{most_frequent}(?P<{column}>[-+.\w]*\w)"
+    count = max(counts["loss"], counts["grad_norm"])
+    if count == 0:
         return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."
     # Rarer steps stand in other lines, such as "saved step 100".
-    if counts["step"] < count_of_numbers / 2:
-        parts.pop("step", None)
-    pattern = "|".join(parts.values())
+    if counts["step"] < count / 2:
+        patterns.pop("step", None)
+    pattern = "|".join(patterns.values())
     return f"{FORMATS_TEXT}. Other text needs a pattern, here --pattern '{pattern}'"
 
 
@@ -403,7 +411,7 @@ def _column(name: str, entries: Mapping[int, object], steps: Sequence[int]) -> C
     replaced_steps: list[int] = []
     texts: list[str] = []
     nulls = 0
-    empty = 0
+    empty_cells = 0
     for row_number, entry in entries.items():
         step = steps[row_number]
         number = _number(entry)
@@ -419,7 +427,7 @@ def _column(name: str, entries: Mapping[int, object], steps: Sequence[int]) -> C
         elif entry is not None and str(entry).strip():
             texts.append(str(entry)[:40])
         else:
-            empty += 1
+            empty_cells += 1
     notes: Notes = []
     if replaced_steps:
         notes.append(
@@ -436,7 +444,7 @@ def _column(name: str, entries: Mapping[int, object], steps: Sequence[int]) -> C
         steps=np.array(list(values)),
         values=np.array(list(values.values())),
         notes=tuple(notes),
-        empty=empty,
+        empty_cells=empty_cells,
     )
 
 
@@ -545,8 +553,8 @@ def _is_other_norm(name: str, log: Log) -> bool:
     # record_health has norms of tensors, and in a summary the largest of them.
     if HEALTH_PATTERN.fullmatch(name):
         return True
-    # metrics(summary=True) has the norm of one tensor, with the number of that tensor
-    # in worst_index. All 0 means there is only one.
+    # metrics(summary=True) has the norm of the worst tensor, and in worst_index the
+    # number of that tensor. If it is always 0, there is only one.
     prefix = name.removesuffix("_before").removesuffix("norm")
     worst_index = log.columns.get(f"{prefix}worst_index")
     if worst_index is not None and worst_index.values.any():

@@ -127,8 +127,8 @@ def _about_source(log: Log, column: Column, options: argparse.Namespace) -> list
 def _notes_on(column: Column) -> list[str]:
     """What was left out of a column, and what it does not show."""
     lines = list(column.notes)
-    if column.empty:
-        lines.append(f"{column.empty} rows have no entry in it, and are left out.")
+    if column.empty_cells:
+        lines.append(f"{column.empty_cells} rows have no entry, and are left out.")
     distance = distance_of_steps(column)
     if distance > 1:
         lines.append(

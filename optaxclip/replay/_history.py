@@ -36,8 +36,8 @@ def read_history(
         "norm: (?P<grad_norm>\\S+)".
 
     Returns:
-      The norms, float64[steps]. One warning says what was left out, but for rows that
-      have the column with an empty cell in it.
+      The norms, float64[steps]. One warning says what was left out, except empty
+      cells.
 
     Raises:
       ValueError: no such column in the file, none that is called a norm of the

@@ -191,20 +191,24 @@ def _suggestion(
     """What a rule does to norms. `text` is Python that makes a clipper with it."""
     replay = run(rule, norms, shrink=shrink)
     factors = np.asarray(replay.factors)[replay.clipped]
+    mean_factor = 1.0
+    if factors.size:
+        mean_factor = float(factors.mean())
     return Suggestion(
         rule=text,
         limit=float(replay.limits[-1]),
         clip_rate=float(np.mean(replay.clipped)),
-        # 1 without a clipped step.
-        mean_factor=float(np.mean(factors)) if factors.size else 1.0,
+        mean_factor=mean_factor,
     )
 
 
 def _fixed_limits(norms: np.ndarray) -> list[Suggestion]:
     """Limits at quantiles of the norms, and at five medians, in ascending order."""
-    limits = [*np.quantile(norms, (0.5, 0.9, 0.95, 0.99)), 5 * np.median(norms)]
+    quantiles = np.quantile(norms, (0.5, 0.9, 0.95, 0.99))
+    five_medians = 5 * quantiles[0]
+    limits = {float(f"{limit:.3g}") for limit in (*quantiles, five_medians)}
     suggestions: list[Suggestion] = []
-    for limit in sorted({float(f"{limit:.3g}") for limit in limits}):
+    for limit in sorted(limits):
         text = f"optaxclip.clip_by_global_norm({limit:g})"
         suggestions.append(_suggestion(text, limit, norms))
     return suggestions
@@ -225,12 +229,11 @@ def _learned_limits(norms: np.ndarray, every: int) -> list[Suggestion]:
         ),
         "optaxclip.zclip()": z_score(decay=0.97**every, warmup=in_rows(25)),
     }
+    suggestions = [_suggestion(text, rule, norms) for text, rule in rules.items()]
     skip_step = "optaxclip.skip_step(optimizer, on_loss=False)"
     rule_of_skip = step_rule(window=in_rows(128))
-    return [
-        *[_suggestion(text, rule, norms) for text, rule in rules.items()],
-        _suggestion(skip_step, rule_of_skip, norms, shrink=drop),
-    ]
+    suggestions.append(_suggestion(skip_step, rule_of_skip, norms, shrink=drop))
+    return suggestions
 
 
 def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
@@ -317,7 +320,9 @@ def plot_history(
         axis = Figure(figsize=(9, 4), layout="constrained").add_subplot()
     norms = np.asarray(history.norms)
     clipped = np.asarray(history.clipped)
-    steps = np.arange(len(norms)) if steps is None else np.asarray(steps)
+    if steps is None:
+        steps = np.arange(len(norms))
+    steps = np.asarray(steps)
     # Lines have gaps where they are not finite. "0.55" is a gray of matplotlib.
     axis.semilogy(steps, norms, color="0.55", lw=0.8, label="norm before clipping")
     axis.semilogy(steps, history.limits, color="tab:blue", label="limit")
