@@ -581,14 +581,9 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
     if wrapper is None or flags is None:
         return column
     steps, (norms_of_wrapper, norms, skipped) = in_common([wrapper, column, flags])
-    is_skipped = skipped != 0
-    is_same = np.isclose(norms_of_wrapper, norms, rtol=1e-3, atol=0, equal_nan=True)
-    # The norm of the wrapper may be of a scaled loss.
-    if not (is_same | is_skipped).all():
-        return column
     longer_norms = np.maximum(norms_of_wrapper, norms)  # NaN if one of them is
     values = column.values.copy()
-    values[np.isin(column.steps, steps)] = np.where(is_skipped, longer_norms, norms)
+    values[np.isin(column.steps, steps)] = np.where(skipped > 0, longer_norms, norms)
     return column._replace(values=values)
 
 

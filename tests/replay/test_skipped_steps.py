@@ -74,10 +74,9 @@ def test_a_wrapper_without_common_steps_is_not_read(tmp_path):
     assert optaxclip.replay.read_history(path) == [1]
 
 
-def test_norms_of_a_scaled_loss_are_left(tmp_path):
+def test_of_a_scaled_loss_only_broken_norms_are_read(tmp_path):
     """The wrapper sees scaled gradients, and the clipper those of the loss."""
     clip = optaxclip.clip_by_global_norm(1.8)
     inner = optax.chain(optax.scale(2**-10), clip, optax.sgd(0.1))
     found = read_again(tmp_path, optaxclip.skip_nonfinite(inner))
-    scaled = np.array([1.0, 2.0, 100.0, 1.5, 1.5, 0.5]) / 2**10
-    np.testing.assert_array_equal(found, scaled)
+    np.testing.assert_array_equal(found, np.array(NORMS) / 2**10)
