@@ -76,13 +76,9 @@ def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
     notes: Notes = []
     try:
         return log_of(_rows(data, pattern, notes), notes)
-    except ValueError as error:
-        raise ValueError(f"{call}: {path}: {error}") from error
     # For a broken file NumPy, gzip and protobuf raise errors of many types.
     except Exception as error:
-        raise ValueError(
-            f"{call}: {path}: the file is broken: {error}. {FORMATS_TEXT}."
-        ) from error
+        raise ValueError(f"{call}: {path}: {error}") from error
 
 
 def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:

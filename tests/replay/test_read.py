@@ -102,7 +102,7 @@ WRONG = [
     # several processes another.
     (b"\x1f\x8b" + 30 * b"no gzip", "compression method"),
     (gzip.compress(b"norm\n1\n", mtime=0)[:-12] + 12 * b"x", "decompress"),
-    (zipped()[:-30], "the file is broken: File is not a zip file. The reader takes"),
+    (zipped()[:-30], "File is not a zip file"),
     (array([1], [1, 2], dtype=object), "Object arrays cannot be loaded"),
     (array([1.0, 2.0], dtype=float), "no number in it. .* a number under each name"),
     (2 * '{"grad_norm": [1.0, 2.0, 3.0]}\n', TEXT),
