@@ -25,6 +25,7 @@ from typing import NamedTuple, SupportsFloat
 import numpy as np
 
 Row = Mapping[str, object]
+Entry = tuple[int, object]  # of a column: a step, and a number, a text or None there
 Notes = list[str]
 
 
@@ -352,19 +353,22 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
     Raises:
       ValueError: there is no number in them.
     """
-    # By the name of the column and the number of the row.
-    entries: dict[str, dict[int, object]] = defaultdict(dict)
-    for row_number, row in enumerate(rows):
-        for name, entry in _flattened(row).items():
-            entries[name][row_number] = entry
-    steps: Sequence[int] = range(len(rows))
-    for name in STEP_NAMES:
-        if _has_number(entries.get(name, {}).values()):
-            steps = _steps_of(entries.pop(name), len(rows))
-            break
+    flat_rows = [_flattened(row) for row in rows]
+    step_name = _name_of_steps(flat_rows)
+    entries: dict[str, list[Entry]] = defaultdict(list)  # by column
+    step = 0
+    for row_number, row in enumerate(flat_rows):
+        number = float(row_number)
+        if step_name is not None:
+            number = _number(row.pop(step_name, None))
+        # A row without a step belongs to the row before.
+        if number is not None and math.isfinite(number):
+            step = int(number)
+        for name, entry in row.items():
+            entries[name].append((step, entry))
     columns: dict[str, Column] = {}
-    for name, entries_of_rows in entries.items():
-        column = _column(name, entries_of_rows, steps)
+    for name, entries_of_column in entries.items():
+        column = _column(name, entries_of_column)
         if column.steps.size:
             columns[name] = column
     if not columns:
@@ -374,6 +378,13 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
             'with a number under each name, such as {"loss": 2.5, "grad_norm": 1.0}.'
         )
     return Log(columns, notes)
+
+
+def _name_of_steps(rows: Sequence[Row]) -> str | None:
+    for name in STEP_NAMES:
+        if _has_number(row[name] for row in rows if name in row):
+            return name
+    return None
 
 
 def _flattened(row: Row, group: str = "") -> dict[str, object]:
@@ -387,29 +398,15 @@ def _flattened(row: Row, group: str = "") -> dict[str, object]:
     return entries
 
 
-def _steps_of(entries: Mapping[int, object], count: int) -> list[int]:
-    """The step of each row."""
-    steps: list[int] = []
-    step = 0
-    for row_number in range(count):
-        number = _number(entries.get(row_number))
-        # A row without a step belongs to the row before.
-        if number is not None and math.isfinite(number):
-            step = int(number)
-        steps.append(step)
-    return steps
-
-
-def _column(name: str, entries: Mapping[int, object], steps: Sequence[int]) -> Column:
+def _column(name: str, entries: Sequence[Entry]) -> Column:
     """The numbers of a column, and notes on its other entries."""
     values: dict[int, float] = {}  # by step, in ascending order
-    nulls_are_nan = _are_nulls_nan(entries.values())
+    nulls_are_nan = _are_nulls_nan(entries)
     replaced_steps: list[int] = []
     texts: list[str] = []
     nulls = 0
     empty_cells = 0
-    for row_number, entry in entries.items():
-        step = steps[row_number]
+    for step, entry in entries:
         number = _number(entry)
         # pandas writes null in other rows of a step, such as those of an evaluation.
         if entry is None and nulls_are_nan and step > next(reversed(values), -math.inf):
@@ -444,14 +441,14 @@ def _column(name: str, entries: Mapping[int, object], steps: Sequence[int]) -> C
     )
 
 
-def _are_nulls_nan(entries: Iterable[object]) -> bool:
+def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
     """Strict JSON has null for NaN. But if a third or more of the entries up to the
     last number are null, the column is logged more rarely than others.
     """
     nulls = 0
     numbers = 0
     nulls_before_number = 0
-    for entry in entries:
+    for _, entry in entries:
         if entry is None:
             nulls += 1
         elif _number(entry) is not None:
