@@ -93,13 +93,11 @@ def _print_report(options: argparse.Namespace) -> None:
 
 
 def _suggestions_for(column: Column) -> list[Suggestion]:
-    """The candidates, if one of them is the guard. Few norms show none, and neither do
-    norms after a clip.
-    """
-    if len(_norms_above_0(column)) < LEAST_NORMS:
+    """The candidates: none for few norms, and for norms after a clip."""
+    norms = _norms_above_0(column)
+    if len(norms) < LEAST_NORMS or clipped_share(norms):
         return []
-    suggestions = suggest(column.values, every=distance_of_steps(column))
-    return suggestions if _guard_of(suggestions) else []
+    return suggest(column.values, every=distance_of_steps(column))
 
 
 def _norms_above_0(column: Column) -> np.ndarray:
