@@ -220,20 +220,21 @@ def _learned_limits(norms: np.ndarray, every: int) -> list[Suggestion]:
     def in_rows(steps: int) -> int:
         return max(2, round(steps / every))
 
-    quantile = "optaxclip.clip_by_global_norm(optaxclip.rules.windowed_quantile({}))"
-    rules = {
-        "optaxclip.autoclip(10)": windowed_quantile(0.1, in_rows(10_000), current=True),
-        quantile.format("0.9, 1000"): windowed_quantile(0.9, in_rows(1000)),
-        quantile.format("0.5, 100, factor=2.0"): windowed_quantile(
-            0.5, in_rows(100), factor=2.0
-        ),
-        "optaxclip.zclip()": z_score(decay=0.97**every, warmup=in_rows(25)),
-    }
-    suggestions = [_suggestion(text, rule, norms) for text, rule in rules.items()]
-    skip_step = "optaxclip.skip_step(optimizer, on_loss=False)"
-    rule_of_skip = step_rule(window=in_rows(128))
-    suggestions.append(_suggestion(skip_step, rule_of_skip, norms, shrink=drop))
-    return suggestions
+    autoclip = windowed_quantile(0.1, in_rows(10_000), current=True)
+    two_medians = windowed_quantile(0.5, in_rows(100), factor=2.0)
+    zclip = z_score(decay=0.97**every, warmup=in_rows(25))
+    skip_step = step_rule(window=in_rows(128))
+    text_of_two_medians = (
+        "optaxclip.clip_by_global_norm("
+        "optaxclip.rules.windowed_quantile(0.5, 100, factor=2.0))"
+    )
+    text_of_skip = "optaxclip.skip_step(optimizer, on_loss=False)"
+    return [
+        _suggestion("optaxclip.autoclip(10)", autoclip, norms),
+        _suggestion(text_of_two_medians, two_medians, norms),
+        _suggestion("optaxclip.zclip()", zclip, norms),
+        _suggestion(text_of_skip, skip_step, norms, shrink=drop),
+    ]
 
 
 def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:

@@ -225,7 +225,7 @@ def test_few_norms_cannot_show_one_percent(log, command):
 def test_the_rows_of_the_table_are_python(log, command):
     lines = command(log).splitlines()
     rows = [line[2:].split(None, 3)[3] for line in lines if "%  " in line]
-    assert len(rows) == 10
+    assert len(rows) == 9
     names = {"optaxclip": optaxclip, "optimizer": optax.sgd(0.1)}
     for row in rows:
         _, state = apply(eval(row, names), {"w": np.ones(2)})
