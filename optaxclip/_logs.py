@@ -506,9 +506,10 @@ OTHER_WORDS = re.compile(
     r"|noise|diff|relative|coef|penalty|ema|rms|std|var|scale|ratio"
     r"|time|ms|count|nonfinite)\b"
 )
-# record/norm/w, grad_2.0_norm/w
+# record/norm/w, grad_2.0_norm/w, and not grad_norm/clipped
 TENSOR_PATTERN = re.compile(
-    r"(.*/)?(norm_before|record(_\d+)?/(.+/)?norm|(gradient|grad)s?(_2\.0)?_norm)/.+"
+    r"(.*/)?(norm_before|record(_\d+)?/(.+/)?norm|(gradient|grad)s?(_2\.0)?_norm)/"
+    r"(?!clipped$|after_).+"
 )
 # train/loss, total_loss, Loss/train
 LOSS_PATTERN = re.compile(

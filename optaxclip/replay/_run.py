@@ -247,8 +247,8 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
     Args:
       norms: the history, [steps]. Norms that are NaN, 0, or beyond the range of float32
         are left out, also of the shares.
-      every: how many steps lie between two norms. Windows of rules that learn are of so
-        many norms that they are as long in steps. At least 1.
+      every: how many steps lie between two norms. Of a window of 100 steps, a rule that
+        learns then sees 100 / every norms. At least 1.
 
     Returns:
       Fixed limits first, from quantiles of the norms (Pascanu et al. take half to ten

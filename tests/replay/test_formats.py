@@ -91,7 +91,8 @@ OTHERS = (
     "clip/norm_before_ema train/grad_norm_total_ms l2_norm/grad/global/x eval_wer "
     "max_grad_norm args/clip_grad_norm train_cfg.algorithm.max_grad_norm param_norm "
     "weight_norm clipped_grad_norm grad_norm_after_clip cfg/grad_norm update_norm "
-    "config.grad_norm grad_norm_threshold proxy/tgt_norm_mean residual_norm"
+    "config.grad_norm grad_norm_threshold proxy/tgt_norm_mean residual_norm "
+    "grad_norm/clipped grad_norm/after_clip"
 )
 
 
