@@ -567,7 +567,8 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
 
     A clipper inside the wrapper does not see such a step, and logs an earlier norm
     again. But a wrapper behind the clipper logs the norm after the clip, which is
-    shorter. So in a skipped step the longer norm counts.
+    shorter. So in a skipped step the norm of the wrapper counts if it is longer, or if
+    the clipper repeats itself.
     """
     name = re.sub("(clip|record)/(.*?)norm(_before)?$", r"skip/\2norm", column.name)
     wrapper = log.columns.get(name)
@@ -575,9 +576,11 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
     if wrapper is None or flags is None:
         return column
     steps, (norms_of_wrapper, norms, skipped) = in_common([wrapper, column, flags])
-    longer_norms = np.maximum(norms_of_wrapper, norms)  # NaN if one of them is
+    is_repeated = np.append(False, norms[1:] == norms[:-1])[: len(norms)]
+    is_longer = ~(norms_of_wrapper <= norms)  # or NaN
+    is_old = (skipped > 0) & (is_repeated | is_longer)
     values = column.values.copy()
-    values[np.isin(column.steps, steps)] = np.where(skipped > 0, longer_norms, norms)
+    values[np.isin(column.steps, steps)] = np.where(is_old, norms_of_wrapper, norms)
     return column._replace(values=values)
 
 
