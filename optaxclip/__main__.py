@@ -17,7 +17,7 @@ OPTAXCLIP_PLATFORM=plain                     plain jnp, if a new JAX breaks some
 
 
 def main() -> None:
-    """Prints them."""
+    """Prints versions, devices and the commands to go on with."""
     libraries = f"jax {jax.__version__}, optax {optax.__version__}"
     print(f"optaxclip {__version__}, {libraries}")
     print(f"Python {platform.python_version()} on {platform.platform()}")

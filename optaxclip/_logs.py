@@ -14,8 +14,7 @@ import json
 import math
 import pkgutil
 import re
-import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
@@ -26,6 +25,7 @@ from typing import NamedTuple, SupportsFloat
 import numpy as np
 
 Row = Mapping[str, object]
+Entry = tuple[int, object]  # of a column: a step, and a number, a text or None there
 Notes = list[str]
 
 
@@ -36,7 +36,7 @@ class Column(NamedTuple):
     steps: np.ndarray  # int64[entries], in ascending order
     values: np.ndarray  # float64[entries], NaN and inf among them
     notes: tuple[str, ...] = ()
-    empty: int = 0  # rows of a table without an entry in this column
+    empty_cells: int = 0
 
 
 class Log(NamedTuple):
@@ -77,13 +77,9 @@ def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
     notes: Notes = []
     try:
         return log_of(_rows(data, pattern, notes), notes)
-    except ValueError as error:
-        raise ValueError(f"{call}: {path}: {error}") from error
     # For a broken file NumPy, gzip and protobuf raise errors of many types.
     except Exception as error:
-        raise ValueError(
-            f"{call}: {path}: the file is broken: {error}. {FORMATS_TEXT}."
-        ) from error
+        raise ValueError(f"{call}: {path}: {error}") from error
 
 
 def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
@@ -96,19 +92,15 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if b"brain.Event:" in data[:64]:
         return _rows_of_events(data, notes)
     # Excel begins a CSV with a byte order mark. After a crash of the machine a file may
-    # end in bytes that were never written. A tab at an end is beside an empty cell.
+    # end in zeros. Tabs stay, since the last one of a line stands before an empty cell.
     text = data.decode("utf-8-sig", errors="replace").strip("\0\r\n ")
+    # torchtitan prints in colors.
+    text = re.sub(r"\x1b\[[\d;]*m", "", text)
     if not text or "\0" in text:
         raise ValueError(f"the file is empty or binary. {FORMATS_TEXT}.")
     if pattern is not None:
         return _rows_of_pattern(text, pattern)
-    rows: Sequence[Row] = []
-    is_json = text[0] in "{["
-    if not is_json:
-        rows = _rows_of_table(text, notes)
-    # JSON, or dicts among other text.
-    if not rows:
-        rows = _rows_of_dicts(text, notes)
+    rows = _rows_of_table(text, notes) or _rows_of_dicts(text, notes)
     if not rows:
         raise ValueError(
             f"there is no table of numbers in it. {_advice_for_text(text)}"
@@ -173,24 +165,25 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
 def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     """The dicts that stand in a text, as JSON or as Python prints them."""
     dicts: list[Row] = []
-    outside: list[str] = []  # the lines that stand between the dicts
+    texts_between: list[str] = []
     end_of_last = 0
     start = text.find("{")
     while start >= 0:
         row, end = _dict_at(text, start)
         if row:
             dicts.append(row)
-            outside += text[end_of_last:start].splitlines()
+            texts_between.append(text[end_of_last:start])
             end_of_last = end
         start = text.find("{", end)
-    outside += text[end_of_last:].splitlines()
-    rows = _rows_in(dicts[0]) if len(dicts) == 1 else dicts
-    # Braces may be code in the text: without any number these are no rows.
-    has_numbers = any(_has_number(_flattened(row).values()) for row in rows)
-    # Rows with lists of numbers go on to `log_of`, which says how to write them.
-    if not has_numbers and not _longest_list(rows):
+    texts_between.append(text[end_of_last:])
+    rows: Sequence[Row] = dicts
+    if len(dicts) == 1:
+        rows = _rows_in(dicts[0])
+    # Without any number the braces are code, or other text.
+    if not any(_has_number(_flattened(row).values()) for row in rows):
         return []
-    left_out = [line for line in outside if line.strip("\t ,[]")]
+    lines_between = "\n".join(texts_between).splitlines()
+    left_out = [line for line in lines_between if line.strip("\t ,[]")]
     if left_out:
         notes.append(
             f"{len(left_out)} lines or parts of lines are not in whole braces and are "
@@ -211,18 +204,20 @@ def _rows_in(row: Row) -> Sequence[Row]:
     if tables:
         return max(tables, key=len)
     if lists:
-        # At the end, short lists have empty entries.
-        lines = zip_longest(*lists.values(), fillvalue="")
-        return [dict(zip(lists, line)) for line in lines]
+        # Where a list has ended, the entry is empty.
+        tuples = zip_longest(*lists.values(), fillvalue="")
+        return [dict(zip(lists, entries)) for entries in tuples]
     return [row]
 
 
 def _dict_at(text: str, start: int) -> tuple[Row, int]:
-    """The dict that begins at a place, and where it ends. It is empty if none does."""
+    """The dict that begins at a place, and where it ends. If none does, an empty dict,
+    and the next place.
+    """
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except (json.JSONDecodeError, RecursionError):
-        # A printed dict may have dicts in it, but these have no more.
+        # The pattern is of printed dicts, which may have dicts in them, but no deeper.
         printed = re.compile(r"\{([^{}\n]|\{[^{}\n]*\})*\}").match(text, start)
     if printed is None:
         return {}, start + 1
@@ -232,8 +227,8 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
     literal = re.sub(r": (-?nan|-?inf)\b", r": '\1'", literal)
     try:
         return dict(ast.literal_eval(literal)), printed.end()
-    # Such as braces in other text.
     except (ValueError, SyntaxError, TypeError):
+        # Braces of other text.
         return {}, start + 1
 
 
@@ -245,33 +240,38 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     # stable-baselines begins with a comment.
     while text.startswith("#"):
         _, _, text = text.partition("\n")
-    # The head of a single column may have blanks in it, and its numbers have none.
+    if text.startswith(("{", "[")):
+        return []
+    # A delimiter is also in the second line: a name may have blanks in it, but the
+    # numbers of a single column have none.
     first_lines = text.splitlines()[:2]
-    marks = [mark for mark in "\t;, " if all(mark in line for line in first_lines)]
-    delimiter = marks[0] if marks else ","
+    delimiter = ","
+    for mark in " ,;\t":
+        if all(mark in line for line in first_lines):
+            delimiter = mark
     if delimiter == ";":
-        # Such a table has decimal commas.
+        # A spreadsheet writes it where it has decimal commas.
         text = text.replace(",", ".")
     file = io.StringIO(text, newline="")
     reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
     lines: list[list[str]] = []
-    # In other text a quotation mark may begin an endless entry.
+    # An entry may be too long where a quotation mark of other text begins it.
     with suppress(csv.Error):
         lines = [line for line in reader if line]
     if not lines:
         return []
     names = [name.strip() for name in lines.pop(0)]
     rows = [dict(zip(names, line)) for line in lines if len(line) == len(names)]
-    rows_with_numbers = [row for row in rows if _has_number(row.values())]
-    if 2 * len(rows_with_numbers) < len(lines) or _has_number(names):
+    rows_with_numbers = sum(_has_number(row.values()) for row in rows)
+    # Most lines of other text have no number.
+    if 2 * rows_with_numbers < len(lines) or _has_number(names):
         return []
-    ragged = [line for line in lines if len(line) != len(names)]
-    if ragged:
+    left_out = len(lines) - len(rows)
+    if left_out:
         notes.append(
-            f"{len(ragged)} lines do not have {len(names)} entries and are left out. "
-            f"The last one is {ragged[-1]}."
+            f"{left_out} lines do not have {len(names)} entries and are left out."
         )
-    # W&B runs may share a name, and then their columns do.
+    # Runs of W&B may share a name, and so their columns do.
     if len(set(names)) < len(names):
         notes.append("Of columns with the same name the last one counts.")
     return rows
@@ -301,26 +301,32 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
     return rows
 
 
-# What stands before a step, a loss and a norm in a line of text, by the column.
+# Patterns of what stands before a step, a loss and a norm in a line of text.
 LABELS = {
     "step": "(step|iteration|iter|s)",
     "loss": "((train|training|lm)[ _/-])?loss|trl",
-    "grad_norm": "((gradient|grad|g)[ _/-]?)?norm",
+    "grad_norm": "((total|global|gradient|grad|g)[ _/-]?)*norm",
 }
 
 
 def _advice_for_text(text: str) -> str:
     """What to do with a text, with a pattern of its most frequent labels."""
-    parts: dict[str, str] = {}
+    patterns: dict[str, str] = {}
+    counts = dict.fromkeys(LABELS, 0)
     for column, label in LABELS.items():
         matches = re.finditer(rf"(?i)\b({label})[ :=]+(?=[-+]?\.?\d)", text)
-        labels = [match[0] for match in matches]
-        if labels:
-            most_frequent = re.sub(" +", r"\\s*", statistics.mode(labels))
-            parts[column] = rf"\b{most_frequent}(?P<{column}>[-+.\w]+)"
-    if not {"loss", "grad_norm"} & parts.keys():
+        labels = Counter(re.sub(" +", r"\\s*", match[0]) for match in matches)
+        for most_frequent, count in labels.most_common(1):
+            counts[column] = count
+            # A full stop at the end of a line is not in the number.
+            patterns[column] = rf"\b{most_frequent}(?P<{column}>[-+.\w]*\w)"
+    count = max(counts["loss"], counts["grad_norm"])
+    if count == 0:
         return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."
-    pattern = "|".join(parts.values())
+    # Rarer steps stand in other lines, such as "saved step 100".
+    if counts["step"] < count / 2:
+        patterns.pop("step", None)
+    pattern = "|".join(patterns.values())
     return f"{FORMATS_TEXT}. Other text needs a pattern, here --pattern '{pattern}'"
 
 
@@ -334,8 +340,10 @@ STEP_NAMES = (
     "_step",
     "global_step",
     "train/global_step",
+    "trainer/global_step",
     "iteration",
     "iter",
+    "num_updates",
 )
 
 
@@ -345,45 +353,38 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
     Raises:
       ValueError: there is no number in them.
     """
-    # By the name of the column and the number of the row.
-    entries: dict[str, dict[int, object]] = defaultdict(dict)
-    for row_number, row in enumerate(rows):
-        for name, entry in _flattened(row).items():
-            entries[name][row_number] = entry
-    steps: Sequence[int] = range(len(rows))
-    for name in STEP_NAMES:
-        if _has_number(entries.get(name, {}).values()):
-            steps = _steps_of(entries.pop(name), len(rows))
-            break
+    flat_rows = [_flattened(row) for row in rows]
+    step_name = _name_of_steps(flat_rows)
+    entries: dict[str, list[Entry]] = defaultdict(list)  # by column
+    step = 0
+    for row_number, row in enumerate(flat_rows):
+        number = float(row_number)
+        if step_name is not None:
+            number = _number(row.pop(step_name, None))
+        # A row without a step belongs to the row before.
+        if number is not None and math.isfinite(number):
+            step = int(number)
+        for name, entry in row.items():
+            entries[name].append((step, entry))
     columns: dict[str, Column] = {}
-    for name, entries_of_rows in entries.items():
-        column = _column(name, entries_of_rows, steps)
-        # W&B adds the extremes of each number.
-        if column.steps.size and not name.endswith(("__MIN", "__MAX")):
+    for name, entries_of_column in entries.items():
+        column = _column(name, entries_of_column)
+        if column.steps.size:
             columns[name] = column
     if not columns:
-        count = _longest_list(rows)
-        if count:
-            raise ValueError(
-                f"it has lists of {count} numbers per row, such as one for each seed. "
-                "Write a column per seed, or take one of them."
-            )
         raise ValueError(
             f"there is no number in it. It has {len(rows)} rows with "
             f"{listed(list(entries)) or 'no names'}. A log has a row for each step, "
-            'such as {"loss": 2.5, "grad_norm": 1.0}.'
+            'with a number under each name, such as {"loss": 2.5, "grad_norm": 1.0}.'
         )
     return Log(columns, notes)
 
 
-def _longest_list(rows: Sequence[Row]) -> int:
-    """The length of the longest list in rows. It is 0 without lists of numbers."""
-    lengths = [0]
-    for row in rows:
-        for entry in _flattened(row).values():
-            if isinstance(entry, list) and _has_number(entry):
-                lengths.append(len(entry))
-    return max(lengths)
+def _name_of_steps(rows: Sequence[Row]) -> str | None:
+    for name in STEP_NAMES:
+        if _has_number(row[name] for row in rows if name in row):
+            return name
+    return None
 
 
 def _flattened(row: Row, group: str = "") -> dict[str, object]:
@@ -397,44 +398,29 @@ def _flattened(row: Row, group: str = "") -> dict[str, object]:
     return entries
 
 
-def _steps_of(entries: Mapping[int, object], count: int) -> list[int]:
-    """The step of each row."""
-    steps: list[int] = []
-    step = 0
-    for row_number in range(count):
-        number = _number(entries.get(row_number))
-        # A row without a step belongs to the row before.
-        if number is not None and math.isfinite(number):
-            step = int(number)
-        steps.append(step)
-    return steps
-
-
-def _column(name: str, entries: Mapping[int, object], steps: Sequence[int]) -> Column:
+def _column(name: str, entries: Sequence[Entry]) -> Column:
     """The numbers of a column, and notes on its other entries."""
     values: dict[int, float] = {}  # by step, in ascending order
+    nulls_are_nan = _are_nulls_nan(entries)
     replaced_steps: list[int] = []
-    steps_of_nulls: list[int] = []
     texts: list[str] = []
-    empty = 0
-    for row_number, entry in entries.items():
-        step = steps[row_number]
+    nulls = 0
+    empty_cells = 0
+    for step, entry in entries:
         number = _number(entry)
-        # A run that is resumed goes back to an earlier step.
-        while steps_of_nulls and steps_of_nulls[-1] > step:
-            steps_of_nulls.pop()
+        # pandas writes null in other rows of a step, such as those of an evaluation.
+        if entry is None and nulls_are_nan and step > next(reversed(values), -math.inf):
+            number = math.nan
+            nulls += 1
         if number is not None:
+            # A run that is resumed goes back to an earlier step.
             while values and next(reversed(values)) >= step:
                 replaced_steps.append(values.popitem()[0])
             values[step] = number
-        elif entry is None:
-            steps_of_nulls.append(step)
-        elif str(entry).strip():
+        elif entry is not None and str(entry).strip():
             texts.append(str(entry)[:40])
         else:
-            empty += 1
-    nan_steps = _nan_steps(steps_of_nulls, values)
-    values |= dict.fromkeys(nan_steps, math.nan)
+            empty_cells += 1
     notes: Notes = []
     if replaced_steps:
         notes.append(
@@ -442,30 +428,33 @@ def _column(name: str, entries: Mapping[int, object], steps: Sequence[int]) -> C
             f"({len(replaced_steps)} entries), as in a run that was resumed, or where "
             "steps begin again in each epoch: the later entries count."
         )
-    if nan_steps:
-        notes.append(f"{len(nan_steps)} rows have null there, which is read as NaN.")
+    if nulls:
+        notes.append(f"{nulls} rows have null there, which is read as NaN.")
     if texts:
         notes.append(f"{len(texts)} entries are text, and left out: {listed(texts)}.")
-    pairs = sorted(values.items())
     return Column(
         name,
-        steps=np.array([step for step, _ in pairs]),
-        values=np.array([number for _, number in pairs]),
+        steps=np.array(list(values)),
+        values=np.array(list(values.values())),
         notes=tuple(notes),
-        empty=empty + len(steps_of_nulls) - len(nan_steps),
+        empty_cells=empty_cells,
     )
 
 
-def _nan_steps(steps_of_nulls: Sequence[int], values: Mapping[int, float]) -> set[int]:
-    """The steps whose null stands for NaN. Null is NaN in strict JSON, unless a third
-    or more of the entries up to the last number are null: then the column is logged
-    more rarely.
+def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
+    """Strict JSON has null for NaN. But if a third or more of the entries up to the
+    last number are null, the column is logged more rarely than others.
     """
-    nulls = set(steps_of_nulls) - values.keys()
-    last_step = max(values, default=0)
-    nulls_among_numbers = [step for step in nulls if step < last_step]
-    is_rare = 2 * len(nulls_among_numbers) >= len(values)
-    return set() if is_rare else nulls
+    nulls = 0
+    numbers = 0
+    nulls_before_number = 0
+    for _, entry in entries:
+        if entry is None:
+            nulls += 1
+        elif _number(entry) is not None:
+            numbers += 1
+            nulls_before_number = nulls
+    return 2 * nulls_before_number < numbers
 
 
 def _number(entry: object) -> float | None:
@@ -503,8 +492,8 @@ NORM_PATTERNS = (
     # train/grad_norm, gnorm, grad_2.0_norm_total, grad_norm_before_clipping,
     # l2_norm/grad/global
     r"(.* )?(gradients?|grads?|g) ?(l2|2 0|inf|global)? ?norm"
-    r"( (total|global|all|l2|before|(before|pre) clip(ping)?))?"
-    r"|(.* )?(l2 norm grad global|global norm)",
+    r"( (total|global|all|l2|step|before|(before|pre) clip(ping)?))?"
+    r"|(.* )?(l2 norm grad global|(global|total) norm)",
     # skip/norm, norm
     r"(.* )?skip( \d+)?( .*)? norm",
     r"(train |training )?norm",
@@ -517,9 +506,10 @@ OTHER_WORDS = re.compile(
     r"|noise|diff|relative|coef|penalty|ema|rms|std|var|scale|ratio"
     r"|time|ms|count|nonfinite)\b"
 )
-# record/norm/w, grad_2.0_norm/w
+# record/norm/w, grad_2.0_norm/w, and not grad_norm/clipped
 TENSOR_PATTERN = re.compile(
-    r"(.*/)?(norm_before|record(_\d+)?/(.+/)?norm|(gradient|grad)s?(_2\.0)?_norm)/.+"
+    r"(.*/)?(norm_before|record(_\d+)?/(.+/)?norm|(gradient|grad)s?(_2\.0)?_norm)/"
+    r"(?!clipped$|after_).+"
 )
 # train/loss, total_loss, Loss/train
 LOSS_PATTERN = re.compile(
@@ -557,8 +547,8 @@ def _is_other_norm(name: str, log: Log) -> bool:
     # record_health has norms of tensors, and in a summary the largest of them.
     if HEALTH_PATTERN.fullmatch(name):
         return True
-    # metrics(summary=True) has the norm of one tensor, with the number of that tensor
-    # in worst_index. All 0 means there is only one.
+    # metrics(summary=True) has the norm of the worst tensor, and in worst_index the
+    # number of that tensor. If it is always 0, there is only one.
     prefix = name.removesuffix("_before").removesuffix("norm")
     worst_index = log.columns.get(f"{prefix}worst_index")
     if worst_index is not None and worst_index.values.any():
@@ -573,45 +563,44 @@ def _is_other_norm(name: str, log: Log) -> bool:
 
 
 def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
-    """The norms of a wrapper that skips steps, if the wrapper saw the same gradients. A
-    clipper inside the wrapper does not see skipped steps, and keeps an earlier norm.
+    """The norms of a clipper, also in steps that a wrapper skipped.
+
+    A clipper inside the wrapper does not see such a step, and logs an earlier norm
+    again. But a wrapper behind the clipper logs the norm after the clip, which is
+    shorter. So in a skipped step the norm of the wrapper counts if it is longer, or if
+    the clipper repeats itself.
     """
     name = re.sub("(clip|record)/(.*?)norm(_before)?$", r"skip/\2norm", column.name)
     wrapper = log.columns.get(name)
     flags = log.columns.get(f"{name.removesuffix('norm')}skipped")
     if wrapper is None or flags is None:
         return column
-    steps, (seen, norms, skipped) = in_common([wrapper, column, flags])
-    is_skipped = skipped != 0
-    is_same = np.isclose(seen, norms, rtol=1e-3, atol=0, equal_nan=True)
-    # A clipper in front of the wrapper sees a new norm in each step.
-    is_kept = np.append(False, norms[1:] == norms[:-1])
-    if distance_of_steps(column) > 1:
-        # The norm that is kept may be of a step that is not logged. A clipper in front
-        # sees norms that are at least as long as the wrapper's.
-        is_kept |= ~(seen <= norms * (1 + 1e-3))
-    if len(steps) and np.where(is_skipped, is_kept, is_same).all():
-        return wrapper
-    return column
+    steps, (norms_of_wrapper, norms, skipped) = in_common([wrapper, column, flags])
+    is_repeated = np.append(False, norms[1:] == norms[:-1])[: len(norms)]
+    is_longer = ~(norms_of_wrapper <= norms)  # or NaN
+    is_old = (skipped > 0) & (is_repeated | is_longer)
+    values = column.values.copy()
+    values[np.isin(column.steps, steps)] = np.where(is_old, norms_of_wrapper, norms)
+    return column._replace(values=values)
 
 
 def norms_of_tensors(log: Log) -> list[Column]:
     """The columns whose names say that they are norms of single tensors."""
-    return [
-        column
-        for name, column in log.columns.items()
-        if TENSOR_PATTERN.fullmatch(_without_run(name))
-    ]
+    return _columns_named(TENSOR_PATTERN, log)
 
 
 def loss_of(log: Log) -> Column | None:
     """The column of the training loss, if its name says so."""
-    losses = [
+    losses = _columns_named(LOSS_PATTERN, log)
+    return max(losses, key=lambda column: len(column.steps), default=None)
+
+
+def _columns_named(pattern: re.Pattern[str], log: Log) -> list[Column]:
+    return [
         column
         for name, column in log.columns.items()
-        if LOSS_PATTERN.fullmatch(_without_run(name))
+        if pattern.fullmatch(_without_run(name))
     ]
-    return max(losses, key=lambda column: len(column.steps), default=None)
 
 
 def in_common(columns: Sequence[Column]) -> tuple[np.ndarray, np.ndarray]:
@@ -625,7 +614,7 @@ def distance_of_steps(column: Column) -> int:
     """How many steps lie between two rows, 1 where all are logged."""
     if len(column.steps) < 2:
         return 1
-    return max(1, int(np.median(np.diff(column.steps))))
+    return int(np.median(np.diff(column.steps)))
 
 
 def clipped_share(values: np.ndarray) -> float:

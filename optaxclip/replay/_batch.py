@@ -29,7 +29,8 @@ def norm_ratio(
     Reference: McCandlish, Kaplan, Amodei and others, An empirical model of large-batch
     training, 2018 (arXiv 1812.06162), appendix A.1.
     """
-    squares = np.square(np.asarray(norms, np.float64))
+    norms = np.asarray(norms, np.float64)
+    squares = norms**2
     shares = np.asarray(noise_shares, np.float64)
     is_known = np.isfinite(squares) & np.isfinite(shares)
     if not squares[is_known].any():

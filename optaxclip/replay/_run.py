@@ -84,13 +84,14 @@ def run(rule: Limit, norms: ArrayLike, *, shrink: Shrink | None = None) -> Repla
         )
     rule = rule_without_params(rule, "replay.run: rule")
     shrink = shrink_of(shrink, "replay.run")
-    return _replayed(shrink, norms, limits_over(rule, norms, "replay.run: rule"))
+    limits = limits_over(rule, norms, argument="replay.run: rule")
+    return _replayed(shrink, norms, limits)
 
 
-def history_of(call: str, norms: object, *, signed: bool = False) -> jax.Array:
+def history_of(call: str, norms: object, *, is_loss: bool = False) -> jax.Array:
     """A history in float32, or in float64 where jax_enable_x64 is set.
 
-    `signed`: losses, which may be negative.
+    `is_loss`: the numbers are losses, which may be negative.
 
     Raises:
       TypeError: something that has no numbers, such as the name of a file.
@@ -104,7 +105,7 @@ def history_of(call: str, norms: object, *, signed: bool = False) -> jax.Array:
             f"{call}: norms must be an array of numbers, got {shown(norms)}. A file is "
             "read by optaxclip.replay.read_history."
         )
-    if not signed and (array < 0).any():
+    if not is_loss and (array < 0).any():
         negative = array[array < 0][0]
         raise ValueError(f"{call}: norms must be at least 0, got {negative}.")
     # NumPy promotes int32 to float64 here. JAX would truncate an int64 of 2^40 to 0.
@@ -115,25 +116,25 @@ def history_of(call: str, norms: object, *, signed: bool = False) -> jax.Array:
 
 
 def limits_over(
-    rule: Rule, values: jax.Array, argument: str, signed: bool = False
+    rule: Rule, values: jax.Array, *, argument: str, is_loss: bool = False
 ) -> jax.Array:
     """The limit that each value is held against, [steps, ...].
 
-    `argument` is the name of the rule in errors. `signed`: the values are losses.
+    `argument` is the name of the rule in errors.
     """
     # A rule is a pytree: under jit its window length is traced, and init needs an int.
     memory = rule.init(jnp.zeros_like(values[0]))
-    return _limits_from(rule, memory, values, argument=argument, signed=signed)
+    return _limits_from(rule, memory, values, argument=argument, is_loss=is_loss)
 
 
-@partial(jax.jit, static_argnames=("argument", "signed"))
+@partial(jax.jit, static_argnames=("argument", "is_loss"))
 def _limits_from(
-    rule: Rule, memory: PyTree, values: jax.Array, *, argument: str, signed: bool
+    rule: Rule, memory: PyTree, values: jax.Array, *, argument: str, is_loss: bool
 ) -> jax.Array:
     def one_step(carry: PyTree, value: jax.Array) -> tuple[PyTree, jax.Array]:
         step, memory = carry
         limit, memory = limit_of(
-            rule, value, memory, step, argument=argument, is_loss=signed
+            rule, value, memory, step, argument=argument, is_loss=is_loss
         )
         return (step + 1, memory), limit
 
@@ -166,7 +167,6 @@ class Suggestion(NamedTuple):
       mean_factor: what the clipped steps would have been multiplied by, on average: 0
         where they are skipped, and 1 without any.
       recommended: whether it is the guard that clips about 1 %. At most one is.
-      meaning: for a fixed limit what it is of the norms, such as "99th percentile".
     """
 
     rule: str
@@ -174,7 +174,6 @@ class Suggestion(NamedTuple):
     clip_rate: float
     mean_factor: float
     recommended: bool = False
-    meaning: str = ""
 
 
 # The share of steps that the recommended limit clips, so that it clips spikes only.
@@ -186,56 +185,55 @@ MOST_MEDIANS = 20
 LEAST_NORMS = 100
 
 
-class Candidate(NamedTuple):
-    """A rule to suggest, and Python that makes a clipper or a wrapper with it."""
+def _suggestion(
+    text: str, rule: Limit, norms: np.ndarray, *, shrink: Shrink | None = None
+) -> Suggestion:
+    """What a rule does to norms. `text` is Python that makes a clipper with it."""
+    replay = run(rule, norms, shrink=shrink)
+    factors = np.asarray(replay.factors)[replay.clipped]
+    mean_factor = 1.0
+    if factors.size:
+        mean_factor = float(factors.mean())
+    return Suggestion(
+        rule=text,
+        limit=float(replay.limits[-1]),
+        clip_rate=float(np.mean(replay.clipped)),
+        mean_factor=mean_factor,
+    )
 
-    text: str
-    rule: Limit
-    shrink: Shrink | None = None
-    meaning: str = ""
 
-
-def _fixed_candidates(norms: np.ndarray) -> list[Candidate]:
+def _fixed_limits(norms: np.ndarray) -> list[Suggestion]:
     """Limits at quantiles of the norms, and at five medians, in ascending order."""
-    limits = {
-        "median": np.median(norms),
-        "90th percentile": np.quantile(norms, 0.9),
-        "95th percentile": np.quantile(norms, 0.95),
-        "99th percentile": np.quantile(norms, 0.99),
-        "five medians": 5 * np.median(norms),
-    }
-    candidates: dict[float, Candidate] = {}
-    for meaning, limit in limits.items():
-        rounded = float(f"{limit:.3g}")
-        text = f"optaxclip.clip_by_global_norm({rounded:g})"
-        # Of two limits that are equal, the first one has its meaning in the table.
-        candidates.setdefault(rounded, Candidate(text, rounded, meaning=meaning))
-    return [candidates[limit] for limit in sorted(candidates)]
+    quantiles = np.quantile(norms, (0.5, 0.9, 0.95, 0.99))
+    five_medians = 5 * quantiles[0]
+    limits = {float(f"{limit:.3g}") for limit in (*quantiles, five_medians)}
+    suggestions: list[Suggestion] = []
+    for limit in sorted(limits):
+        text = f"optaxclip.clip_by_global_norm({limit:g})"
+        suggestions.append(_suggestion(text, limit, norms))
+    return suggestions
 
 
-def _learning_candidates(every: int) -> list[Candidate]:
+def _learned_limits(norms: np.ndarray, every: int) -> list[Suggestion]:
     """Rules that learn. Windows are given in steps, and turned into rows of the log."""
 
     def in_rows(steps: int) -> int:
         return max(2, round(steps / every))
 
-    quantile = "optaxclip.clip_by_global_norm(optaxclip.rules.windowed_quantile({}))"
+    autoclip = windowed_quantile(0.1, in_rows(10_000), current=True)
+    two_medians = windowed_quantile(0.5, in_rows(100), factor=2.0)
+    zclip = z_score(decay=0.97**every, warmup=in_rows(25))
+    skip_step = step_rule(window=in_rows(128))
+    text_of_two_medians = (
+        "optaxclip.clip_by_global_norm("
+        "optaxclip.rules.windowed_quantile(0.5, 100, factor=2.0))"
+    )
+    text_of_skip = "optaxclip.skip_step(optimizer, on_loss=False)"
     return [
-        Candidate(
-            "optaxclip.autoclip(10)",
-            windowed_quantile(0.1, in_rows(10_000), current=True),
-        ),
-        Candidate(quantile.format("0.9, 1000"), windowed_quantile(0.9, in_rows(1000))),
-        Candidate(
-            quantile.format("0.5, 100, factor=2.0"),
-            windowed_quantile(0.5, in_rows(100), factor=2.0),
-        ),
-        Candidate("optaxclip.zclip()", z_score(decay=0.97**every, warmup=in_rows(25))),
-        Candidate(
-            "optaxclip.skip_step(optimizer, on_loss=False)",
-            step_rule(window=in_rows(128)),
-            shrink=drop,
-        ),
+        _suggestion("optaxclip.autoclip(10)", autoclip, norms),
+        _suggestion(text_of_two_medians, two_medians, norms),
+        _suggestion("optaxclip.zclip()", zclip, norms),
+        _suggestion(text_of_skip, skip_step, norms, shrink=drop),
     ]
 
 
@@ -249,8 +247,8 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
     Args:
       norms: the history, [steps]. Norms that are NaN, 0, or beyond the range of float32
         are left out, also of the shares.
-      every: how many steps lie between two norms. Windows of rules that learn are of so
-        many norms that they are as long in steps. At least 1.
+      every: how many steps lie between two norms. Of a window of 100 steps, a rule that
+        learns then sees 100 / every norms. At least 1.
 
     Returns:
       Fixed limits first, from quantiles of the norms (Pascanu et al. take half to ten
@@ -280,30 +278,17 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
             "suggest: norms must hold at least two finite norms above 0, as [steps], "
             f"got {norms.size} in an array of shape {history.shape}."
         )
-    fixed_limits = [_suggestion(x, norms) for x in _fixed_candidates(norms)]
-    learned_limits = [_suggestion(x, norms) for x in _learning_candidates(every)]
+    fixed_limits = _fixed_limits(norms)
     if norms.size >= LEAST_NORMS and not clipped_share(norms):
-        fixed_limits = _with_a_recommended(fixed_limits, float(np.median(norms)))
-    return fixed_limits + learned_limits
+        fixed_limits = _with_a_guard(fixed_limits, float(np.median(norms)))
+    return fixed_limits + _learned_limits(norms, every)
 
 
-def _suggestion(candidate: Candidate, norms: np.ndarray) -> Suggestion:
-    replay = run(candidate.rule, norms, shrink=candidate.shrink)
-    factors = np.asarray(replay.factors)[replay.clipped]
-    return Suggestion(
-        rule=candidate.text,
-        limit=float(replay.limits[-1]),
-        clip_rate=float(np.mean(replay.clipped)),
-        mean_factor=float(factors.mean()) if factors.size else 1.0,
-        meaning=candidate.meaning,
-    )
-
-
-def _with_a_recommended(limits: list[Suggestion], median: float) -> list[Suggestion]:
+def _with_a_guard(limits: list[Suggestion], median: float) -> list[Suggestion]:
     """Marks the limit that clips nearest to 1 % of the steps."""
-    usual = [limit for limit in limits if limit.limit <= MOST_MEDIANS * median]
-    best = min(usual, key=lambda limit: abs(limit.clip_rate - RECOMMENDED_RATE))
-    return [limit._replace(recommended=limit is best) for limit in limits]
+    usual = [row for row in limits if row.limit <= MOST_MEDIANS * median]
+    guard = min(usual, key=lambda row: abs(row.clip_rate - RECOMMENDED_RATE))
+    return [row._replace(recommended=row is guard) for row in limits]
 
 
 def plot_history(
@@ -336,7 +321,9 @@ def plot_history(
         axis = Figure(figsize=(9, 4), layout="constrained").add_subplot()
     norms = np.asarray(history.norms)
     clipped = np.asarray(history.clipped)
-    steps = np.arange(len(norms)) if steps is None else np.asarray(steps)
+    if steps is None:
+        steps = np.arange(len(norms))
+    steps = np.asarray(steps)
     # Lines have gaps where they are not finite. "0.55" is a gray of matplotlib.
     axis.semilogy(steps, norms, color="0.55", lw=0.8, label="norm before clipping")
     axis.semilogy(steps, history.limits, color="tab:blue", label="limit")
@@ -383,15 +370,16 @@ def spike_score(
     2502.11034) count with 7 of 1000.
     """
     call = "spike_score"
-    arrays = [history_of(call, history, signed=True) for history in histories]
+    arrays = [history_of(call, history, is_loss=True) for history in histories]
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) != 1 or len(shapes[0]) != 1 or 0 in shapes[0]:
         raise ValueError(
             f"{call}: histories must be [steps] of one length, got shapes {shapes}."
         )
     values = jnp.stack(arrays, axis=1)
-    # Signed: a loss of 0 or below is remembered like any other.
-    limits = limits_over(spike_rule(call, sigmas, window), values, call, signed=True)
+    rule = spike_rule(call, sigmas, window)
+    # Also a loss of 0 or below is remembered.
+    limits = limits_over(rule, values, argument=call, is_loss=True)
     spiked = (values > limits) | ~jnp.isfinite(values)
     # A step at which norm and loss both stand out counts once.
     return jnp.mean(spiked.any(axis=1))

@@ -174,13 +174,9 @@ def test_the_command_names_what_is_missing(tmp_path, command, capsys):
     path = write(tmp_path / "run.jsonl", [{"grad_norm": 1.0 + i} for i in range(200)])
     with pytest.raises(SystemExit, match=r"log optaxclip\.per_example\.noise_share"):
         command(path, "--batch", "32", "--to", "512")
-    with pytest.raises(SystemExit):
-        command(path, "--to", "512")
-    assert "--batch and --to go together" in capsys.readouterr().err
-    rows = [{"grad_norm": 1.0 + i, "noise_share": 0.5} for i in range(40)]
-    path = write(path, rows)
     # Before the file is read.
-    for sizes in (("32", "0"), ("-1", "32")):
+    for sizes in (["--to=512"], ["--batch=32", "--to=0"], ["--batch=-1", "--to=32"]):
         with pytest.raises(SystemExit):
-            command(path.parent / "none", "--batch", sizes[0], "--to", sizes[1])
-        assert "--batch and --to must be at least 1" in capsys.readouterr().err
+            command(path.parent / "none", *sizes)
+        error = "--batch and --to go together, and must be at least 1"
+        assert error in capsys.readouterr().err

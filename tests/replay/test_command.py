@@ -35,9 +35,10 @@ def test_it_says_which_column_it_guessed_and_how_to_choose(log, command):
 
 
 def test_a_column_of_another_name_is_said_to_be_taken_for_a_norm(log, command):
+    said = "Its name does not say so, but it is taken for a gradient norm."
+    assert said in command(log, "--column", "train/loss")
     log.write_text(log.read_text().replace("train/grad_norm", "usd"))
-    text = command(log, "--column", "usd")
-    assert "Its name does not say so, but it is taken for a gradient norm." in text
+    assert said in command(log, "--column", "usd")
 
 
 def test_a_norm_beside_a_surer_one_has_a_name_that_says_so(log, command):
@@ -87,7 +88,7 @@ def test_no_limit_is_recommended_from_norms_after_a_clip(log, command):
     log.write_text("\n".join(["step,grad_norm", *lines]))
     text = command(log)
     assert "46% of the rows are exactly 1." in text and "no limit can be chosen" in text
-    assert "Recommended" not in text
+    assert "clipper, as Python" not in text
     with pytest.raises(SystemExit, match="a limit that is recommended for it"):
         command(log, "--picture", log.parent / "run.png")
     assert not any(row.recommended for row in suggest(norms))
@@ -115,7 +116,7 @@ def test_several_optimizers_have_a_row_each(log, command):
             f"{name}: {SIZE} steps, 0 of them NaN or inf. Norms from {low:.4g} to "
             f"{high:.4g}, median {middle:.4g}. "
             f"Take {best.rule}, a guard that clips {best.clip_rate:.1%} of these "
-            f"steps. The usual 1.0 clips {np.mean(factor * NORMS > 1):.1%}."
+            f"steps. The usual 1.0 clips {100 * np.mean(factor * NORMS > 1):.3g}%."
         )
 
 
@@ -162,8 +163,8 @@ def test_norms_that_fall_from_end_to_end_are_said(log, command):
         lines = [f"{step},{norm}" for step, norm in enumerate(norms)]
         log.write_text("\n".join(["step,grad_norm", *lines]))
         early, late = np.median(norms[:40]), np.median(norms[-40:])
-        text = f"Norms fall: from a median of {early:.3g} in the first fifth of the log"
-        text += f" to {late:.3g} in the last."
+        text = f"But norms fall: from a median of {early:.3g} in the first fifth of the"
+        text += f" log to {late:.3g} in the last.\nA fixed limit then clips ever less"
         assert (text in command(log)) == is_said
 
 
@@ -178,17 +179,17 @@ def test_one_row_is_recommended_that_clips_one_percent(log, command):
     assert best.limit == pytest.approx(np.quantile(NORMS, 0.99), rel=0.01)
     text = command(log)
     (row,) = [line for line in text.splitlines() if line.startswith("->  ")]
-    assert row.endswith(f"{best.rule}  # 99th percentile")
+    assert row.endswith(f"  {best.rule}")
     advice = f"Take {best.rule}, a guard that clips 1.0% of these steps."
-    assert f"\n{advice} The usual 1.0 clips 51.0%.\n" in text
+    assert f"\n{advice} The usual 1.0 clips 51%.\n" in text
 
 
 @pytest.mark.parametrize(
     ("length", "choice"),
     [
-        (0.5, "Take 1.0, as most trainers do: it clips {share:.1%} of these steps"),
+        (0.5, "Take 1.0, as most trainers do: it clips {share:.3g}% of these steps"),
         (1e-3, "Take {guard}, a guard that clips 1.0% of these steps. The usual 1.0"),
-        (1e3, "of these steps. The usual 1.0 clips 100.0%.\nWith Adam 1.0 may stay"),
+        (1e3, "of these steps. The usual 1.0 clips 100%.\nWith Adam 1.0 may stay"),
     ],
 )
 def test_it_chooses_between_the_usual_limit_and_a_guard(log, command, length, choice):
@@ -196,7 +197,16 @@ def test_it_chooses_between_the_usual_limit_and_a_guard(log, command, length, ch
     lines = [f"{step},{norm}" for step, norm in enumerate(norms)]
     log.write_text("\n".join(["step,grad_norm", *lines]))
     (best,) = [row for row in suggest(norms) if row.recommended]
-    assert choice.format(share=np.mean(norms > 1), guard=best.rule) in command(log)
+    assert choice.format(share=100 * np.mean(norms > 1), guard=best.rule) in command(
+        log
+    )
+
+
+def test_one_spike_of_a_long_run_is_not_none_of_the_steps(log, command):
+    norms = [*(NORMS.repeat(20) / NORMS.max() / 2), 9.0]
+    lines = [f"{step},{norm}" for step, norm in enumerate(norms)]
+    log.write_text("\n".join(["step,grad_norm", *lines]))
+    assert "Take 1.0, as most trainers do: it clips 0.025% of these" in command(log)
 
 
 def test_few_norms_cannot_show_one_percent(log, command):
@@ -204,10 +214,10 @@ def test_few_norms_cannot_show_one_percent(log, command):
     lines = [f"{step},{norm}" for step, norm in enumerate(norms)]
     log.write_text("\n".join(["step,grad_norm", *lines]))
     text = command(log)
-    few = "No limit is recommended: 30 norms cannot show 1 %. Log 100 steps or more."
+    few = "30 norms above 0 are too few to choose a limit from. Log 100 steps or more."
     usual = "Until then take 1.0, the limit that most trainers use."
     assert f"\n{few}\n{usual}\n" in text
-    assert "->" not in text and "guard" not in text
+    assert "clipper, as Python" not in text and "guard" not in text
     with pytest.raises(SystemExit, match="a limit that is recommended for it"):
         command(log, "--picture", log.parent / "run.png")
 
@@ -215,7 +225,7 @@ def test_few_norms_cannot_show_one_percent(log, command):
 def test_the_rows_of_the_table_are_python(log, command):
     lines = command(log).splitlines()
     rows = [line[2:].split(None, 3)[3] for line in lines if "%  " in line]
-    assert len(rows) == 10
+    assert len(rows) == 9
     names = {"optaxclip": optaxclip, "optimizer": optax.sgd(0.1)}
     for row in rows:
         _, state = apply(eval(row, names), {"w": np.ones(2)})

@@ -72,8 +72,16 @@ KNOWN = (
     "train/grad_norm a/b/grad_norm optim/gnorm x/gradient_norm grad-norm "
     "learning/raw_grad_norm l2_norm/grad/global grad/norm/total "
     "train/grad_2.0_norm_total grad_inf_norm_total grad_norm_before_clipping "
-    "grad_norm(l2)"
+    "grad_norm(l2) total_norm train/grad_norm_step"
 )
+
+
+def test_the_steps_of_other_libraries_are_known(tmp_path):
+    """Of Lightning in W&B, and of fairseq."""
+    for name in ("trainer/global_step", "num_updates"):
+        path = written(tmp_path, f"{name},gnorm\n0,9\n50,2.5\n50,1.5\n100,0.5\n")
+        with pytest.warns(UserWarning, match="Steps 50 to 50 come twice"):
+            assert read_history(path).tolist() == [9, 1.5, 0.5]
 
 
 # Norms of something else, settings, and what has nothing to do with norms.
@@ -83,7 +91,8 @@ OTHERS = (
     "clip/norm_before_ema train/grad_norm_total_ms l2_norm/grad/global/x eval_wer "
     "max_grad_norm args/clip_grad_norm train_cfg.algorithm.max_grad_norm param_norm "
     "weight_norm clipped_grad_norm grad_norm_after_clip cfg/grad_norm update_norm "
-    "config.grad_norm grad_norm_threshold proxy/tgt_norm_mean residual_norm"
+    "config.grad_norm grad_norm_threshold proxy/tgt_norm_mean residual_norm "
+    "grad_norm/clipped grad_norm/after_clip"
 )
 
 

@@ -102,10 +102,10 @@ WRONG = [
     # several processes another.
     (b"\x1f\x8b" + 30 * b"no gzip", "compression method"),
     (gzip.compress(b"norm\n1\n", mtime=0)[:-12] + 12 * b"x", "decompress"),
-    (zipped()[:-30], "the file is broken: File is not a zip file. The reader takes"),
+    (zipped()[:-30], "File is not a zip file"),
     (array([1], [1, 2], dtype=object), "Object arrays cannot be loaded"),
-    (array([1.0, 2.0], dtype=float), "it has lists of 2 numbers per row"),
-    (2 * '{"grad_norm": [1.0, 2.0, 3.0]}\n', "lists of 3 numbers .* a column per seed"),
+    (array([1.0, 2.0], dtype=float), "no number in it. .* a number under each name"),
+    (2 * '{"grad_norm": [1.0, 2.0, 3.0]}\n', TEXT),
     (f'{{"norm": {"9" * 400}}}', TEXT),
     ("[{", TEXT),
     (20_000 * "[", TEXT),
@@ -132,7 +132,7 @@ CUT_OFF = [
     ('[{"norm": 1},\n{"norm": 2},\n{"no', "The last one is '{\"no'"),
     ('[{"norm": 1}, {"norm": 2}, {', "1 lines or parts .* The last one is ', {'"),
     ('{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"no', "last one is '{\"no'"),
-    ("step,norm\n0,1\n1,2\n2", r"1 lines do not have 2 entries .* is \['2'\]"),
+    ("step,norm\n0,1\n1,2\n2", "1 lines do not have 2 entries and are left out"),
     (
         gzip.compress(b"norm\n1\n2\n" + 99 * b" ", mtime=0)[:-9],
         "The gzip file is cut off",
@@ -198,7 +198,7 @@ def test_nulls_that_a_resumed_run_replaces_are_no_norms(tmp_path):
     norms = {**dict.fromkeys(range(95), 1.0), **dict.fromkeys(range(95, 101))}
     rows = [{"step": step, "norm": norm} for step, norm in norms.items()]
     rows += [{"step": step, "norm": 2.0} for step in range(60, 91)]
-    with pytest.warns(UserWarning, match="Steps 60 to 94 come twice"):
+    with pytest.warns(UserWarning, match="Steps 60 to 100 come twice"):
         assert read(tmp_path, json.dumps(rows)).tolist() == 60 * [1.0] + 31 * [2.0]
 
 

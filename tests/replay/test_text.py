@@ -17,6 +17,13 @@ TEXTS = {
     "a loop": "step {step} loss={loss} grad_norm={norm} (5.1 ms)",
     "a table of bars": "Step {step} | Loss: {loss} | LR: 3e-04 | GradNorm: {norm} |",
     "equal signs": "[train] step = {step}, loss = {loss}, gnorm = {norm}, tokens = 512",
+    # In colors, as on a screen.
+    "torchtitan": (
+        "[titan] INFO \x1b[31mstep: {step:2}  \x1b[32mloss: {loss:7.4f}  "
+        "\x1b[38;2;180;60;0mgrad_norm: {norm:7.4f}  \x1b[34mtps: 8,000\x1b[39m"
+    ),
+    "OLMo": "[step={step}/99]\n    optim/total_grad_norm={norm}\n    loss={loss}",
+    "a sentence": "step {step}: the loss {loss} has a global norm {norm}.",
 }
 
 
@@ -61,6 +68,13 @@ def test_a_group_without_a_name_is_the_norm(text_file):
 def test_a_norm_is_looked_for_where_other_lines_are_more_frequent(text_file):
     path = text_file(TEXTS["a loop"], noise="\n".join(9 * ["eval 3 loss 2.5"]))
     assert "grad_norm" in pattern_of(path)
+
+
+def test_steps_that_other_lines_name_are_not_proposed(text_file):
+    path = text_file("[{step}] grad_norm={norm}", noise="saved step 10")
+    pattern = pattern_of(path)
+    assert pattern.startswith("\\bgrad_norm=")
+    assert len(read_history(path, pattern=pattern)) == 40
 
 
 def test_the_most_frequent_labels_are_proposed(text_file):
