@@ -5,7 +5,7 @@ bugs    names the bug that gives the same wrong norm or update
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,7 +105,8 @@ def check_step(
       above norm 9.25 after_clip
     """
     _check_make_step(make_step)
-    names = (settings,) if isinstance(settings, str) else tuple(settings)
+    is_one = isinstance(settings, str) or not isinstance(settings, Iterable)
+    names = (settings,) if is_one else tuple(settings)
     if not names:
         raise ValueError(f"{CALL} settings must name at least one setting, got none.")
     for name in names:

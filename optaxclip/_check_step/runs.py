@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -66,8 +67,7 @@ class Setting(NamedTuple):
         def mean_product(w: jax.Array, x: jax.Array) -> jax.Array:
             return jnp.sum(w[None] * x) / len(x)
 
-        products = jax.tree.map(mean_product, params, batch)
-        return sum(jax.tree.leaves(products), jnp.zeros(()))
+        return optax.tree.sum(jax.tree.map(mean_product, params, batch))
 
 
 def setting_in_16_bits(name: str, dtype: DTypeLike, max_norm: float) -> Setting:
@@ -337,7 +337,9 @@ def _call_step(
     check_scalar(f"{CALL} the norm", norm)
     shapes = jax.tree.map(jnp.shape, params)
     output_shapes = jax.tree.map(jnp.shape, output)
-    if output_shapes != shapes:
+    # A FrozenDict equals a dict.
+    is_same_tree = jax.tree.structure(output) == jax.tree.structure(params)
+    if not is_same_tree or output_shapes != shapes:
         raise ValueError(
             f"{must}, the first in the shapes of params, {shapes}, got "
             f"{shown(output_shapes)}."

@@ -3,6 +3,7 @@
 import argparse
 import pkgutil
 import sys
+import traceback
 from typing import Any
 
 from . import why
@@ -12,8 +13,10 @@ def resolved(name: str) -> Any:
     """The object of a name `module:name`."""
     try:
         return pkgutil.resolve_name(name)
-    except (AttributeError, ImportError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"there is no {name!r}: {error}.") from None
+    except Exception as error:
+        # With a traceback, since the module may have raised it.
+        traceback.print_exc()
+        raise argparse.ArgumentTypeError(f"cannot import {name!r}: {error}.") from None
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import json
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,8 +108,7 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
         error.add_note("save: opt_state is its argument state.")
         raise
     moments = {}
-    # `nu` of Adam, in any wrapper.
-    for _, nu in optax.tree.get_all_with_path(state, "nu"):
+    for _, nu in optax.tree.get_all_with_path(state, "nu", _is_field):
         moments |= by_name(nu)
     trees = Trees(params, batch, moments)
 
@@ -144,6 +143,11 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
     return path
 
 
+def _is_field(path: Sequence[Any], value: Any) -> bool:
+    """Whether a name is of a state, as `nu` of Adam is, and not of a weight."""
+    return isinstance(path[-1], optax.tree_utils.NamedTupleKey)
+
+
 def _as_array(name: str, leaf: Any) -> jax.Array:
     """NumPy's arrays and Python's numbers become JAX's, as under jit."""
     try:
@@ -161,7 +165,9 @@ def _shards(array: jax.Array) -> Iterator[tuple[list[Any], np.ndarray]]:
         # Of copies on several devices the first one.
         if shard.replica_id == 0:
             bounds = [(extent.start, extent.stop) for extent in shard.index]
-            yield bounds, np.asarray(shard.data)
+            # NumPy writes dtypes that are not its own as bytes, but not float8_e5m2.
+            as_bytes = np.dtype((np.void, array.dtype.itemsize))
+            yield bounds, np.asarray(shard.data).view(as_bytes)
 
 
 def _path_of_process(path: Path) -> Path:
@@ -220,7 +226,6 @@ def load(path: str | Path, like: PyTree = None) -> Step:
         leaf_index, bounds = json.loads(key)
         slices = tuple(slice(start, stop) for start, stop in bounds)
         leaf = leaves[leaf_index]
-        # NumPy reads bfloat16 as bytes.
         leaf[slices] = shard.view(leaf.dtype)
     for leaf_index, row in enumerate(header["leaves"]):
         if row["random_key"]:

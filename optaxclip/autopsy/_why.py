@@ -205,7 +205,7 @@ def why(
         _program(loss, recording.quantity),
         _program(wide or loss, recording.quantity),
         step=step.trees,
-        microbatch=microbatch,
+        microbatch=int(microbatch),
     )
     return _verdict(recording, evidence)
 
@@ -324,17 +324,24 @@ def _select(batch: PyTree, rows: slice | np.ndarray) -> PyTree:
     return jax.tree.map(lambda x: x[rows] if _has_examples(x) else x, batch)
 
 
-def _examples(
-    program: Program, params: PyTree, batch: PyTree, microbatch: int
-) -> Examples:
+def _examples(program: Program, params: PyTree, batch: PyTree, length: int) -> Examples:
     """Replays each microbatch alone, and the batch without those that stand out."""
     sizes = {len(leaf) for leaf in jax.tree.leaves(batch) if _has_examples(leaf)}
     size = sizes.pop() if len(sizes) == 1 else 0
+    parts = [slice(begin, begin + length) for begin in range(0, size, length)]
     # All examples of a microbatch have its value.
     values = np.empty(size)
-    for begin in range(0, size, microbatch):
-        rows = slice(begin, begin + microbatch)
-        values[rows] = program(params, _select(batch, rows)).value
+    for part in parts:
+        values[part] = program(params, _select(batch, part)).value
+    # A mean over weights is 0 / 0 for padding, whose weights are 0. With other examples
+    # it is finite.
+    is_finite = np.isfinite(values)
+    for part in parts:
+        if not is_finite[part].any():
+            rows = is_finite.copy()
+            rows[part] = True
+            if np.isfinite(program(params, _select(batch, rows)).value):
+                values[part] = 0.0
     # Masked examples have no gradient.
     nonzero_values = values[values != 0]
     median = median_low(nonzero_values) if nonzero_values.size else math.nan

@@ -28,6 +28,7 @@ BITS = np.array([np.nan, -0.0, np.inf, 1e-40, 3.0], np.float32)
 PARAMS = {
     "narrow": jnp.asarray(BITS, jnp.bfloat16).reshape(5, 1),
     "half": jnp.asarray(BITS, jnp.float16),
+    "eighth": jnp.asarray(BITS, jnp.float8_e5m2),
     "layers": [jnp.asarray(BITS), None, (jnp.ones((2, 3)), jnp.zeros((0, 3)))],
 }
 
@@ -70,6 +71,7 @@ def test_second_moments_have_the_names_of_weights(tmp_path):
     assert set(step.trees.moments) == {
         "narrow",
         "half",
+        "eighth",
         "layers/0",
         "layers/2/0",
         "layers/2/1",
@@ -79,6 +81,16 @@ def test_second_moments_have_the_names_of_weights(tmp_path):
     w = jnp.ones(3)
     step = load(save(tmp_path / "step.npz", w, (), new_state(w)))
     assert list(step.trees.moments) == [""]
+
+
+def test_weights_called_nu_are_no_second_moments(tmp_path):
+    """`mu` of Adam has a leaf of this name, too."""
+    params = {"nu": {"w": jnp.ones(2)}, "w": jnp.ones(3)}
+    state = new_state(params)
+    step = load(save(tmp_path / "step.npz", params, (), state))
+    wanted = state.inner_state[1][0].nu
+    assert list(step.trees.moments) == ["nu/w", "w"]
+    assert bits(step.trees.moments) == bits(wanted)
 
 
 def test_two_weights_never_share_a_name(tmp_path):

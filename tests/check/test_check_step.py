@@ -269,6 +269,26 @@ def test_a_step_may_change_its_specs():
     assert optaxclip.check_step(right_steps.ours_jit, settings="fsdp") == []
 
 
+@jax.numpy_dtype_promotion("strict")
+def test_strict_promotion_is_no_hindrance():
+    step = right_steps.ours_jit
+    assert optaxclip.check_step(step, settings=["replicated", "bfloat16"]) == []
+
+
+@pytest.mark.parametrize("settings", [3, None, ["replicated", 3]])
+def test_settings_that_are_no_names_are_refused(settings):
+    with pytest.raises((TypeError, ValueError), match="check_step: settings must"):
+        optaxclip.check_step(right_steps.ours_jit, settings=settings)
+
+
+def test_another_tree_than_params_is_refused():
+    """flax's FrozenDict equals a dict, and is another tree."""
+    freeze = pytest.importorskip("flax.core").freeze
+    step = returning(lambda _, x, norm: (freeze(x), norm))
+    with pytest.raises(ValueError, match="check_step: the step must return"):
+        optaxclip.check_step(step, settings="replicated")
+
+
 def test_an_error_of_the_step_says_in_which_setting():
     def make_step(setting):
         if "experts" not in setting.name:
