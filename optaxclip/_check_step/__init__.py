@@ -5,7 +5,7 @@ bugs    names the bug that gives the same wrong norm or update
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -106,7 +106,7 @@ def check_step(
     """
     _check_make_step(make_step)
     is_one = isinstance(settings, str) or not isinstance(settings, Iterable)
-    names = (settings,) if is_one else tuple(settings)
+    names = [settings] if is_one else [*settings]
     if not names:
         raise ValueError(f"{CALL} settings must name at least one setting, got none.")
     for name in names:
@@ -139,10 +139,7 @@ def _check_make_step(make_step: Any) -> None:
     """Refuses anything but a function that can be called with a setting."""
     if not callable(make_step):
         raise TypeError(f"{CALL} make_step must be a function, got {shown(make_step)}.")
-    try:
-        signature = inspect.signature(make_step)
-    except ValueError:
-        return  # some built-in functions have none
+    signature = inspect.signature(make_step)
     try:
         signature.bind("setting")
     except TypeError:
@@ -153,53 +150,54 @@ def _check_make_step(make_step: Any) -> None:
         ) from None
 
 
-def _findings(run: Run, peers: Sequence[Run]) -> Iterator[Finding]:
-    """What is wrong with the norm and the update of a run."""
+def _findings(run: Run, peers: Sequence[Run]) -> list[Finding]:
+    """The findings of a run: at most one of its norm, and one of its update."""
     if run.case == "nan":
-        yield from _findings_of_nan(run)
-        return
+        return _findings_of_nan(run)
+    findings = []
     norms = run.step_norms
     if not run.is_close(norms, run.norm).all():
         worst_norm = norms[np.argmax(abs(norms - run.norm))]
-        bug = bug_of_norm(run, peers)
-        yield _finding(run, "norm", wanted=run.norm, found=worst_norm, bug=bug)
-    bug = bug_of_update(run, peers)
-    if bug:
-        length = norm_of([*run.update, *run.drift])
+        kind = bug_of_norm(run, peers)
+        findings.append(
+            _finding(run, "norm", wanted=run.norm, found=worst_norm, kind=kind)
+        )
+    kind = bug_of_update(run, peers)
+    if kind:
         wanted = min(run.norm, run.limit)
-        yield _finding(run, "update", wanted=wanted, found=length, bug=bug)
+        length = norm_of([*run.update, *run.drift])
+        findings.append(_finding(run, "update", kind, wanted, length))
+    return findings
 
 
-def _findings_of_nan(run: Run) -> Iterator[Finding]:
-    """Only some devices see a NaN, so that devices diverge. Or the norm hides it."""
+def _findings_of_nan(run: Run) -> list[Finding]:
+    """The findings of a run with a NaN: it is on some devices only, or in no norm."""
+    findings = []
     norms = run.step_norms
     devices = norms.size
     nan_norms = np.isnan(norms).sum()
     nan_updates = run.has_nan.sum()
     # np.unique counts all NaN as one number.
     if np.unique(norms).size > 1:
-        yield _finding(
-            run, "norm", wanted=devices, found=nan_norms, bug="nan_on_one_device"
-        )
+        kind = "nan_on_one_device"
+        findings.append(_finding(run, "norm", kind, devices, nan_norms))
     # A NaN in a leaf that is split is on one device, and rightly so. Copies that differ
     # show that devices diverge.
     if run.replicas_differ and nan_updates < devices:
-        yield _finding(
-            run, "update", wanted=devices, found=nan_updates, bug="nan_on_one_device"
-        )
+        kind = "nan_on_one_device"
+        findings.append(_finding(run, "update", kind, devices, nan_updates))
     elif nan_updates > 0 and np.isfinite(norms).all():
-        yield _finding(run, "norm", wanted=devices, found=0, bug="nan_hidden")
+        findings.append(_finding(run, "norm", "nan_hidden", devices, 0))
+    return findings
 
 
-def _finding(
-    run: Run, quantity: str, *, wanted: float, found: float, bug: str
-) -> Finding:
+def _finding(run: Run, what: str, kind: str, wanted: float, found: float) -> Finding:
     return Finding(
         setting=run.setting.name,
         case=run.case,
-        what=quantity,
+        what=what,
         wanted=float(wanted),
         found=float(found),
-        kind=bug,
-        meaning=MEANINGS[bug],
+        kind=kind,
+        meaning=MEANINGS[kind],
     )

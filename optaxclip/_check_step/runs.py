@@ -106,7 +106,7 @@ SETTINGS = {
 # norm / limit of each case. 37 is not a usual scale, nor a number of devices. It brings
 # some elements above the limit. In the case "below" a loss scale of 2^16 still leaves
 # the norm below the limit.
-NORM_OVER_LIMIT = {"above": 37.0, "below": 1e-6, "nan": 37.0}
+CASES = {"above": 37.0, "below": 1e-6, "nan": 37.0}
 
 
 def batch_of(setting: Setting, case: str) -> Arrays:
@@ -125,7 +125,7 @@ def batch_of(setting: Setting, case: str) -> Arrays:
     if setting.dtype != jnp.float32:
         return batch
     norm = norm_of(_flat(_mean(batch)))
-    scale = NORM_OVER_LIMIT[case] * setting.max_norm / norm
+    scale = CASES[case] * setting.max_norm / norm
     batch = {name: (scale * leaf).astype("f4") for name, leaf in batch.items()}
     if case == "nan":
         batch["experts"][-1, -1, -1, -1] = np.nan
@@ -168,8 +168,8 @@ def norm_of(row: ArrayLike) -> float:
 
 
 def norms_of(rows: np.ndarray) -> np.ndarray:
-    """[rows]: the norm of each row."""
-    return np.linalg.norm(rows, axis=1)
+    """The norm of each row."""
+    return np.linalg.norm(rows, axis=-1)
 
 
 # --------------------------------------------------------------------------------- runs
@@ -180,18 +180,18 @@ class Run(NamedTuple):
 
     setting: Setting
     case: str  # gradients "above" or "below" the limit, or with a "nan"
+    rounding: float  # relative, of a norm, a factor or an update
 
-    # Right numbers, in float64. Numbers of devices are rounded to float32.
+    # Right numbers, in float64.
     batch: np.ndarray  # [examples, numbers]: gradients of the examples
     gradient: np.ndarray  # [numbers]: their mean
     leaf_norms: np.ndarray  # [leaves]: norms of the gradient
     shards: np.ndarray  # [devices, numbers]: the gradient that a device holds
-    batch_means: np.ndarray  # [devices, numbers]: the mean of a device's examples
 
     # What the step gave.
     step_norms: np.ndarray  # [devices]: the norm that it returned
     update: np.ndarray  # [numbers]: of the first copy, 0 for the markers
-    step_factors: np.ndarray  # [leaves, devices]: update over gradient, or NaN
+    step_factors: np.ndarray  # [devices, leaves]: update over gradient, or NaN
     drift: np.ndarray  # [leaves]: change of the markers
     has_nan: np.ndarray  # [devices]: a NaN is in the update
     replicas_differ: bool  # devices hold different copies of new params or updates
@@ -231,19 +231,7 @@ class Run(NamedTuple):
 
     def is_close(self, numbers: ArrayLike, others: ArrayLike) -> np.ndarray:
         """Whether numbers are equal but for rounding."""
-        return np.isclose(numbers, others, rtol=_rounding(self.setting), atol=0)
-
-    def factor_along(self, update: np.ndarray, gradient: np.ndarray) -> float:
-        """Update over gradient, or NaN."""
-        (factor,) = factors_of(update[None], gradient[None], _rounding(self.setting))
-        return factor
-
-
-def _rounding(setting: Setting) -> float:
-    """The relative rounding of a norm, a factor or an update."""
-    # A float32 sum has at most 400 numbers. In 16 bits update, factor and norm are
-    # rounded once or twice each.
-    return 3e-5 if setting.dtype == jnp.float32 else 2.0**-6
+        return np.isclose(numbers, others, rtol=self.rounding, atol=0)
 
 
 def runs_of(make_step: Callable[[Setting], Step], setting: Setting) -> list[Run]:
@@ -254,48 +242,50 @@ def runs_of(make_step: Callable[[Setting], Step], setting: Setting) -> list[Run]
     step = make_step(setting._replace(specs=specs, batch_specs=batch_specs))
     if not callable(step):
         raise TypeError(f"{CALL} make_step must return a step, got {shown(step)}.")
-    cases = NORM_OVER_LIMIT if setting.dtype == jnp.float32 else ["above"]
+    cases = CASES if setting.dtype == jnp.float32 else ["above"]
     return [_run(step, setting, case) for case in cases]
 
 
 def _run(step: Step, setting: Setting, case: str) -> Run:
     """Runs the step once, and reads its norm, update and factors from all devices."""
-    # Right numbers.
+    # A float32 sum has at most 400 numbers. In 16 bits update, factor and norm are
+    # rounded once or twice each.
+    rounding = 3e-5 if setting.dtype == jnp.float32 else 2.0**-6
+
     batch = batch_of(setting, case)
     examples = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(batch)]
     mean = _mean(batch)
     gradient = _flat(mean)
-    leaf_norms = [norm_of(leaf) for leaf in jax.tree.leaves(mean)]
     shards = _per_device(setting, setting.specs, mean)
 
-    # The step, with the marker where the gradient is 0.
+    # A marker stands where the gradient is 0.
     marker = np.float32(setting.max_norm)
     params = {name: np.where(leaf, 0.0, marker) for name, leaf in mean.items()}
     output, norm = _call_step(step, setting, params, batch)
-    (norms,) = _per_device(setting, P(), norm)
-    # `outputs` are as the step left them on each device. `copies` are made of the first
-    # copy, so they differ from outputs where replicas do.
+    (step_norms,) = _per_device(setting, P(), norm)
     outputs = _per_device(setting, setting.specs, output)
+    # If replicas differ, these are other numbers than `outputs`.
     first_copy = jax.tree.map(np.float64, output)
     copies = _per_device(setting, setting.specs, first_copy)
     is_equal = np.array_equal(np.hstack(outputs), np.hstack(copies), equal_nan=True)
-    flat_output = _flat(first_copy)
+
     factors = []
-    for updates, gradients in zip(outputs, shards):
-        factors.append(factors_of(updates, gradients, _rounding(setting)))
-    step_factors = np.array(factors)
-    # New params have a negative factor, updates a positive one. The first is made
-    # positive, so that a leaf of the opposite sign is still found.
+    for leaf, gradients in zip(outputs, shards):
+        factors.append(factors_of(leaf, gradients, rounding))
+    step_factors = np.stack(factors, axis=1)
+    # New params have a negative factor, updates a positive one. The first leaf has a
+    # positive one now, so a leaf of the opposite sign still shows.
     step_factors *= np.copysign(1.0, step_factors[0, 0])
+    flat_output = _flat(first_copy)
     return Run(
         setting=setting,
         case=case,
+        rounding=rounding,
         batch=np.hstack(examples),
         gradient=gradient,
-        leaf_norms=np.array(leaf_norms),
+        leaf_norms=np.array([norm_of(leaf) for leaf in jax.tree.leaves(mean)]),
         shards=np.hstack(shards),
-        batch_means=_batch_means(setting, batch),
-        step_norms=norms[:, 0],
+        step_norms=step_norms[:, 0],
         update=np.where(gradient, flat_output, 0.0),
         step_factors=step_factors,
         drift=_drift(flat_output[gradient == 0.0], marker),
@@ -304,32 +294,20 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
     )
 
 
-def _batch_means(setting: Setting, batch: Arrays) -> np.ndarray:
-    """[devices, numbers]: the mean of a device's examples."""
-    # Each device holds as many examples as there are micro-batches.
-    shape = (setting.mesh.size, setting.microbatches, -1)
-    means = []
-    for leaf in _per_device(setting, setting.batch_specs, batch):
-        means.append(leaf.reshape(shape).mean(axis=1))
-    return np.hstack(means)
-
-
 def _drift(markers: np.ndarray, marker: np.float32) -> np.ndarray:
     """[leaves]: the change of the markers. New params hold them, updates hold 0."""
     is_params = markers.mean() > marker / 2
-    return markers - (marker if is_params else 0.0)
+    return markers - marker if is_params else markers
 
 
 def _call_step(
     step: Step, setting: Setting, params: Arrays, batch: Arrays
-) -> tuple[PyTree, jax.Array]:
+) -> tuple[Arrays, ArrayLike]:
     """Returns what the step returns: new params or updates, and the norm."""
     cast = partial(jnp.asarray, dtype=setting.dtype)
-    weights, examples = jax.tree.map(cast, (params, batch))
-    result = step(
-        _placed(setting, setting.specs, weights),
-        _placed(setting, setting.batch_specs, examples),
-    )
+    weights = _placed(setting, setting.specs, jax.tree.map(cast, params))
+    examples = _placed(setting, setting.batch_specs, jax.tree.map(cast, batch))
+    result = step(weights, examples)
     must = f"{CALL} the step must return (new params or updates, norm)"
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"{must}, got {shown(result)}.")
@@ -337,9 +315,8 @@ def _call_step(
     check_scalar(f"{CALL} the norm", norm)
     shapes = jax.tree.map(jnp.shape, params)
     output_shapes = jax.tree.map(jnp.shape, output)
-    # A FrozenDict equals a dict.
-    is_same_tree = jax.tree.structure(output) == jax.tree.structure(params)
-    if not is_same_tree or output_shapes != shapes:
+    # A FrozenDict is equal to a dict.
+    if type(output) is not dict or output_shapes != shapes:
         raise ValueError(
             f"{must}, the first in the shapes of params, {shapes}, got "
             f"{shown(output_shapes)}."
@@ -359,25 +336,27 @@ def _per_device(setting: Setting, specs: PyTree, tree: PyTree) -> list[np.ndarra
     """The shards of each leaf: [devices, numbers]."""
     leaves = []
     for leaf in jax.tree.leaves(_placed(setting, specs, tree)):
-        shard_of_device = {
-            shard.device: np.float64(shard.data) for shard in leaf.addressable_shards
-        }
-        shards = [shard_of_device[device] for device in setting.mesh.devices.flat]
-        leaves.append(np.reshape(shards, (len(shards), -1)))
+        shards = {}
+        for shard in leaf.addressable_shards:
+            shards[shard.device] = np.ravel(np.float64(shard.data))
+        in_order = [shards[device] for device in setting.mesh.devices.flat]
+        leaves.append(np.stack(in_order))
     return leaves
 
 
 # inf - inf is NaN: no factor.
 @np.errstate(invalid="ignore")
 def factors_of(
-    updates: np.ndarray, gradients: np.ndarray, tolerance: float
+    updates: np.ndarray, gradients: np.ndarray, rounding: float
 ) -> np.ndarray:
-    """[rows]: update over gradient. NaN where one is no multiple of the other."""
+    """[...]: update over gradient, both [..., numbers]. NaN where one is no multiple of
+    the other.
+    """
     # The markers are left out.
     updates = np.where(gradients, updates, 0.0)
-    products = np.sum(updates * gradients, axis=1)
-    squares = np.sum(gradients**2, axis=1)
+    products = np.sum(updates * gradients, axis=-1)
+    squares = np.sum(gradients**2, axis=-1)
     factors = products / squares
-    differences = norms_of(updates - factors[:, None] * gradients)
-    is_multiple = differences <= tolerance * norms_of(updates)
+    differences = norms_of(updates - factors[..., None] * gradients)
+    is_multiple = differences <= rounding * norms_of(updates)
     return np.where(is_multiple, factors, math.nan)

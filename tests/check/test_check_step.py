@@ -19,14 +19,16 @@ from . import right_steps, wrong_steps
 # Step, setting in which its bug shows, kind, what is wrong.
 WRONG = [
     ("local_norm", "replicated", "local_norm", {"norm", "update"}),
-    ("local_norm", "experts", "local_norm", {"norm", "update"}),
+    ("local_norm", "experts", "local_norm", {"update"}),
+    # The norm of a device's share of experts, of its own batch.
+    ("local_norm", "experts", "unknown", {"norm"}),
     ("clip_before_average", "replicated", "local_norm", {"norm", "update"}),
     ("gradients_summed", "replicated", "gradients_summed", {"norm", "update"}),
     ("gradients_summed", "experts", "gradients_summed", {"norm", "update"}),
-    ("every_square_summed", "replicated", "once_per_replica", {"norm", "update"}),
-    ("every_square_summed", "fsdp", "whole_leaves_repeated", {"norm", "update"}),
-    ("every_square_summed", "experts", "all_leaves_repeated", {"norm", "update"}),
-    ("experts_repeated", "experts", "split_leaves_repeated", {"norm", "update"}),
+    ("every_square_summed", "replicated", "copies_counted", {"norm", "update"}),
+    ("every_square_summed", "fsdp", "copies_counted", {"norm", "update"}),
+    ("every_square_summed", "experts", "copies_counted", {"norm", "update"}),
+    ("experts_repeated", "experts", "copies_counted", {"norm", "update"}),
     ("own_shard", "fsdp", "own_shard", {"norm"}),
     ("own_shard", "fsdp", "own_factor", {"update"}),
     ("own_shard", "experts", "own_shard", {"norm"}),
@@ -129,7 +131,7 @@ def test_a_finding_says_by_how_much():
     (update,) = [row for row in rows if row.what == "update"]
     assert update.wanted == pytest.approx(0.25, rel=1e-6)
     assert update.found == pytest.approx(0.25 / math.sqrt(8), rel=1e-5)
-    assert "replica" in norm.meaning
+    assert "copies" in norm.meaning
 
 
 def test_a_nan_is_counted_in_devices():
@@ -151,6 +153,15 @@ def test_a_norm_that_is_always_inf_is_no_scale():
     step = returning(lambda _, x, norm: (x, norm * np.inf))
     rows = optaxclip.check_step(step, settings=["replicated", "small_limit"])
     assert {row.kind for row in rows} == {"unknown"}
+
+
+def test_a_step_that_gives_nan_has_no_known_bug():
+    """Its loss divides by 0."""
+    step = returning(lambda _, x, norm: (times(np.nan, x), norm * np.nan))
+    rows = optaxclip.check_step(step, settings="replicated")
+    above = [row for row in rows if row.case == "above"]
+    assert np.isnan([row.found for row in above]).tolist() == [True, True]
+    assert {row.kind for row in above} == {"unknown"}
 
 
 def test_a_leaf_of_the_other_sign_is_found():
@@ -458,9 +469,3 @@ def test_a_step_in_place_of_make_step_is_told():
     step = jax.jit(lambda params, batch: (params, 0.0))
     with pytest.raises(TypeError, match=r"make_step must take a setting .*\(params, b"):
         optaxclip.check_step(step)
-
-
-def test_a_function_without_a_signature_is_called():
-    """`str` has none that `inspect` can read. It returns no step."""
-    with pytest.raises(TypeError, match=r"make_step must return a step, got .Setting"):
-        optaxclip.check_step(str, settings="replicated")
