@@ -1,22 +1,10 @@
 """The command `python -m optaxclip.autopsy step.npz train:loss`."""
 
 import argparse
-import pkgutil
 import sys
-import traceback
-from typing import Any
 
+from ..check import object_of
 from . import why
-
-
-def resolved(name: str) -> Any:
-    """The object of a name `module:name`."""
-    try:
-        return pkgutil.resolve_name(name)
-    except Exception as error:
-        # With a traceback, since the module may have raised it.
-        traceback.print_exc()
-        raise argparse.ArgumentTypeError(f"cannot import {name!r}: {error}.") from None
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -27,9 +15,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m optaxclip.autopsy", None, main.__doc__)
     add = parser.add_argument
     add("file", help="the path that was given to save")
-    add("loss", type=resolved, help="module:loss, what the step differentiates")
-    add("--wide", type=resolved, help="module:loss, the same loss in float32")
-    add("--like", type=resolved, help="module:trees, (params, batch) as saved")
+    add("loss", type=object_of, help="module:loss, what the step differentiates")
+    add("--wide", type=object_of, help="module:loss, the same loss in float32")
+    add("--like", type=object_of, help="module:trees, (params, batch) as saved")
     add("--microbatch", type=int, default=1, help="examples at once (default: 1)")
     options = parser.parse_args(arguments)
     try:
