@@ -19,7 +19,6 @@ from jax.typing import ArrayLike
 
 from ._check_step import Finding, check_step
 from ._check_step.runs import DEVICES, SETTINGS, Setting, Step
-from ._checks import shown
 
 __all__ = ["assert_right", "of_train_state"]
 
@@ -87,9 +86,6 @@ def of_train_state(
     Returns:
       A function for `check_step`, `assert_right` and the command.
 
-    Raises:
-      TypeError: an argument is not a function.
-
     Example:
       >>> import collections
       >>> State = collections.namedtuple("State", "apply_fn params tx")
@@ -105,13 +101,6 @@ def of_train_state(
       ...     print(row.case, row.what, row.kind)
       above norm after_clip
     """
-
-    functions = {"train_step": train_step, "create": create, "clip": clip, "norm": norm}
-    for name, function in functions.items():
-        if not callable(function):
-            raise TypeError(
-                f"of_train_state: {name} must be a function, got {shown(function)}."
-            )
 
     def make_step(setting: Setting) -> Step:
         optimizer = optax.chain(clip(setting.max_norm), optax.sgd(1.0))

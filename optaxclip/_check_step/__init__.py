@@ -5,15 +5,15 @@ bugs    names the bug that gives the same wrong norm or update
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from .._checks import check_choice, shown
+from .._checks import check_choice
 from .bugs import MEANINGS, bug_of_norm, bug_of_update, peers_of
-from .runs import CALL, DEVICES, SETTINGS, Run, Setting, Step, norm_of, runs_of
+from .runs import DEVICES, SETTINGS, Run, Setting, Step, norm_of, runs_of
 
 
 class Finding(NamedTuple):
@@ -105,16 +105,17 @@ def check_step(
       above norm 9.25 after_clip
     """
     _check_make_step(make_step)
-    is_one = isinstance(settings, str) or not isinstance(settings, Iterable)
-    names = [settings] if is_one else [*settings]
+    names = settings if isinstance(settings, (list, tuple)) else [settings]
     if not names:
-        raise ValueError(f"{CALL} settings must name at least one setting, got none.")
+        raise ValueError(
+            "check_step: settings must name at least one setting, got none."
+        )
     for name in names:
-        check_choice(f"{CALL} settings", name, tuple(SETTINGS))
+        check_choice("check_step: settings", name, tuple(SETTINGS))
     count = len(jax.devices("cpu"))
     if count < DEVICES:
         raise RuntimeError(
-            f"{CALL} {DEVICES} CPU devices are needed, got {count}: call "
+            f"check_step: {DEVICES} CPU devices are needed, got {count}: call "
             f'jax.config.update("jax_num_cpu_devices", {DEVICES}) before anything is '
             "computed, or run python -m optaxclip.check."
         )
@@ -123,75 +124,65 @@ def check_step(
         try:
             runs += runs_of(make_step, SETTINGS[name])
         except Exception as error:
-            note = (
-                f"Raised in setting {name!r}. Pass settings=... without it to skip it."
+            error.add_note(
+                f"check_step: Raised in setting {name!r}. Pass settings=... without it "
+                "to skip it."
             )
-            error.add_note(f"{CALL} {note}")
             raise
     peers = peers_of(runs)
-    findings = []
+    findings: list[Finding] = []
     for run in runs:
-        findings += _findings(run, peers)
+        if run.case == "nan":
+            findings += _findings_of_nan(run)
+        else:
+            findings += _findings(run, peers)
     return findings
 
 
 def _check_make_step(make_step: Any) -> None:
     """Refuses anything but a function that can be called with a setting."""
-    if not callable(make_step):
-        raise TypeError(f"{CALL} make_step must be a function, got {shown(make_step)}.")
-    signature = inspect.signature(make_step)
     try:
-        signature.bind("setting")
-    except TypeError:
+        inspect.signature(make_step).bind("setting")
+    except TypeError as error:
         raise TypeError(
-            f"{CALL} make_step must take a setting and return a step, got a function "
-            f"of {signature}. Define the step inside make_step(setting), with "
-            "setting.loss as its loss."
+            f"check_step: make_step must take a setting and return a step: {error}. "
+            "Define the step inside make_step(setting), with setting.loss as its loss."
         ) from None
 
 
-def _findings(run: Run, peers: Sequence[Run]) -> list[Finding]:
-    """The findings of a run: at most one of its norm, and one of its update."""
-    if run.case == "nan":
-        return _findings_of_nan(run)
-    findings = []
+def _findings(run: Run, peers: Sequence[Run]) -> Iterator[Finding]:
+    """Finds what is wrong with the norm of a run, and with its update."""
     norms = run.step_norms
     if not run.is_close(norms, run.norm).all():
         worst_norm = norms[np.argmax(abs(norms - run.norm))]
         kind = bug_of_norm(run, peers)
-        findings.append(
-            _finding(run, "norm", wanted=run.norm, found=worst_norm, kind=kind)
-        )
+        yield _finding(run, "norm", wanted=run.norm, found=worst_norm, kind=kind)
     kind = bug_of_update(run, peers)
     if kind:
         wanted = min(run.norm, run.limit)
         length = norm_of([*run.update, *run.drift])
-        findings.append(_finding(run, "update", kind, wanted, length))
-    return findings
+        yield _finding(run, "update", wanted=wanted, found=length, kind=kind)
 
 
-def _findings_of_nan(run: Run) -> list[Finding]:
-    """The findings of a run with a NaN: it is on some devices only, or in no norm."""
-    findings = []
+def _findings_of_nan(run: Run) -> Iterator[Finding]:
+    """Finds devices that diverge after a NaN, or a norm that hides it."""
     norms = run.step_norms
     devices = norms.size
     nan_norms = np.isnan(norms).sum()
     nan_updates = run.has_nan.sum()
+    kind = "nan_on_one_device"
     # np.unique counts all NaN as one number.
     if np.unique(norms).size > 1:
-        kind = "nan_on_one_device"
-        findings.append(_finding(run, "norm", kind, devices, nan_norms))
+        yield _finding(run, "norm", wanted=devices, found=nan_norms, kind=kind)
     # A NaN in a leaf that is split is on one device, and rightly so. Copies that differ
     # show that devices diverge.
     if run.replicas_differ and nan_updates < devices:
-        kind = "nan_on_one_device"
-        findings.append(_finding(run, "update", kind, devices, nan_updates))
+        yield _finding(run, "update", wanted=devices, found=nan_updates, kind=kind)
     elif nan_updates > 0 and np.isfinite(norms).all():
-        findings.append(_finding(run, "norm", "nan_hidden", devices, 0))
-    return findings
+        yield _finding(run, "norm", wanted=devices, found=0, kind="nan_hidden")
 
 
-def _finding(run: Run, what: str, kind: str, wanted: float, found: float) -> Finding:
+def _finding(run: Run, what: str, *, wanted: float, found: float, kind: str) -> Finding:
     return Finding(
         setting=run.setting.name,
         case=run.case,

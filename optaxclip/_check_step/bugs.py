@@ -92,16 +92,9 @@ def norms_after_clip(run: Run) -> list[float]:
     return [length for length in lengths if length < run.norm]
 
 
-def norms_of_weights(run: Run) -> list[float]:
-    """Norms of the weights before the step, and after it."""
-    # Each leaf has one weight that is not 0. It is the limit, and has no gradient.
-    before = run.limit * math.sqrt(run.leaf_norms.size)
-    return [before, math.hypot(before, run.norm * run.factor)]
-
-
 def norm_with_weights(run: Run) -> float:
     """The norm of gradients with weights added, before the clip."""
-    weights = run.drift / run.same_or_nan(run.step_factors)
+    weights = run.drift / run.step_factors.mean()
     return math.hypot(run.norm, norm_of(weights))
 
 
@@ -131,10 +124,10 @@ def norms_of_parts(run: Run, count: int) -> np.ndarray:
     return np.hstack([norms, norms[1:].mean()])
 
 
-def averages_over_shards(run: Run) -> list[np.floating]:
-    """The mean of the norms of shards, and the root of the mean of their squares."""
-    norms = norms_of(run.shards)
-    return [np.mean(norms), np.sqrt(np.mean(norms**2))]
+def norms_of_some_leaves(run: Run) -> np.ndarray:
+    """The norm of each leaf, and of all leaves but one."""
+    squares = run.leaf_norms**2
+    return np.sqrt([squares, run.norm**2 - squares]).ravel()
 
 
 def norms_with_copies(run: Run) -> np.ndarray:
@@ -161,21 +154,25 @@ def norms_of_bugs(run: Run) -> dict[str, ArrayLike]:
 
     If several bugs give a norm, the first is named.
     """
+    devices, _ = run.setting.mesh_shape
+    microbatches = run.setting.microbatches
     is_above = run.norm > run.limit
     is_float16 = run.setting.dtype == jnp.float16
+    shard_norms = norms_of(run.shards)
     return {
         "zero_norm": 0.0,
         "after_clip": norms_after_clip(run),
-        "norm_of_weights": norms_of_weights(run),
+        # Each leaf has one weight that is not 0. It is the limit.
+        "norm_of_weights": run.limit * math.sqrt(run.leaf_norms.size),
         "clipped_below_limit": run.limit,
         "weights_added": norm_with_weights(run),
         "low_precision_sum": norms_in_bfloat16(run),
         "squares_overflow": math.inf if is_float16 else [],
-        "microbatches_apart": norms_of_parts(run, run.microbatches),
-        "local_norm": norms_of_parts(run, run.data_devices),
-        "own_shard": norms_of(run.shards),
-        "averaged_norms": averages_over_shards(run),
-        "leaves_left_out": [*run.leaf_norms, *np.sqrt(run.norm**2 - run.leaf_norms**2)],
+        "microbatches_apart": norms_of_parts(run, microbatches),
+        "local_norm": norms_of_parts(run, devices),
+        "own_shard": shard_norms,
+        "averaged_norms": [np.mean(shard_norms), np.sqrt(np.mean(shard_norms**2))],
+        "leaves_left_out": norms_of_some_leaves(run),
         "copies_counted": norms_with_copies(run),
         "sum_of_norms": run.leaf_norms.sum(),
         "largest_element": abs(run.gradient).max(),
@@ -183,43 +180,44 @@ def norms_of_bugs(run: Run) -> dict[str, ArrayLike]:
         "squared": run.norm**2,
         "clipped_twice": run.norm**2 / run.limit if is_above else [],
         "eps": run.norm + np.array([1e-5, 1e-6, 1e-7, 1e-8, 1e-9]),
-        "gradients_summed": run.norm * run.data_devices,
-        "accumulation_summed": run.norm * run.microbatches,
-        "averaged_twice": [run.norm / run.data_devices, run.norm / run.microbatches],
+        "gradients_summed": run.norm * devices,
+        "accumulation_summed": run.norm * microbatches,
+        "averaged_twice": [run.norm / devices, run.norm / microbatches],
     }
 
 
 def gradients_of_bugs(run: Run) -> dict[str, Sequence[np.ndarray]]:
     """The gradients that updates are multiples of, by the name of the bug."""
+    devices, _ = run.setting.mesh_shape
     return {
-        "microbatches_apart": gradients_of_parts(run, run.microbatches),
-        "local_norm": gradients_of_parts(run, run.data_devices),
+        "microbatches_apart": gradients_of_parts(run, run.setting.microbatches),
+        "local_norm": gradients_of_parts(run, devices),
         "clipped_by_value": [np.clip(run.gradient, -run.limit, run.limit)],
     }
 
 
 # -------------------------------------------------------------------- which bug it is
 
-# From a run to a norm that its step used: [devices], or [1] if all devices agree.
+# From a run to the norms that its step used: [devices].
 NormsOf = Callable[[Run], np.ndarray]
 
 
 def norms_in_log(run: Run) -> np.ndarray:
-    """[devices]: the norm that the step returned."""
+    """The norms that the step returned."""
     return run.step_norms
 
 
-def norm_if_clipped(run: Run) -> np.ndarray:
-    """[1]: the norm of a step that clips: limit / factor."""
-    return run.limit / np.array([run.same_or_nan(run.step_factors)])
+def norms_if_clipped(run: Run) -> np.ndarray:
+    """The norms of a step that clips: limit / factor."""
+    return run.limit / run.step_factors.mean(axis=1)
 
 
-def norm_from_factor(run: Run) -> np.ndarray:
-    """[1]: the norm that a clip used, or the norm of an update that was not clipped."""
-    factor = run.same_or_nan(run.step_factors)
-    if run.case == "above" and factor < 1.0:
-        return norm_if_clipped(run)
-    return np.array([run.norm * factor])
+def norms_from_factors(run: Run) -> np.ndarray:
+    """The norms that a clip used, or those of an update that was not clipped."""
+    factors = run.step_factors.mean(axis=1)
+    if run.case == "above" and (factors < 1.0).all():
+        return norms_if_clipped(run)
+    return run.norm * factors
 
 
 def peers_of(runs: Sequence[Run]) -> list[Run]:
@@ -236,9 +234,39 @@ def peers_of(runs: Sequence[Run]) -> list[Run]:
     return peers
 
 
-def bug_of_norm(run: Run, peers: Sequence[Run]) -> str:
-    """The name of the bug of the norm that the step returned."""
-    return _first_bug(run, peers, norms_in_log)
+def bug_of_norm(
+    run: Run, peers: Sequence[Run], norms_of_run: NormsOf = norms_in_log
+) -> str:
+    """The name of the first bug that gives the norms of a run on all devices.
+
+    If the norm over the right norm is equal in all peers, the bug must give the norms
+    of all of them. If no bug does, gradients are "scaled".
+    """
+
+    def ratio(peer: Run) -> float:
+        return peer.same_or_nan(norms_of_run(peer)) / peer.norm
+
+    is_constant = _is_constant(run, peers, ratio)
+    bugs = list(norms_of_bugs(run))
+    for peer in [run, *peers] if is_constant else [run]:
+        norms = norms_of_bugs(peer)
+        step_norms = norms_of_run(peer)
+        bugs = [bug for bug in bugs if _are_among(peer, step_norms, norms[bug])]
+    if bugs:
+        return bugs[0]
+    return "scaled" if is_constant else "unknown"
+
+
+def _are_among(run: Run, step_norms: np.ndarray, norms: ArrayLike) -> bool:
+    """Whether the norm of every device is one of the norms of a bug."""
+    is_equal = run.is_close(step_norms[:, None], norms)
+    return bool(is_equal.any(axis=1).all())
+
+
+def _is_constant(run: Run, peers: Sequence[Run], ratio: Callable[[Run], float]) -> bool:
+    """Whether a ratio of this run is equal in all peers. One run shows nothing."""
+    ratios = [ratio(peer) for peer in peers]
+    return len(peers) > 1 and bool(run.is_close(ratios, ratio(run)).all())
 
 
 # limit / 0 is inf.
@@ -282,48 +310,15 @@ def _bug_of_factor(run: Run, peers: Sequence[Run]) -> str:
     is_above = run.case == "above"
     if is_above and run.is_close(run.step_factors, 1.0).all():
         return "not_clipped"
-    if run.is_close(run.step_norms, norm_from_factor(run)).all():
+    if run.is_close(run.step_norms, norms_from_factors(run)).all():
         # The step clips by the norm that it returns.
         return bug_of_norm(run, peers)
     peers_of_case = [peer for peer in peers if peer.case == run.case]
-    bug = _first_bug(run, peers_of_case, norm_from_factor)
+    bug = bug_of_norm(run, peers_of_case, norms_from_factors)
     # Above the limit a clip cancels the scale of gradients. So the limit is wrong.
     if is_above and bug in ("scaled", "averaged_twice"):
         return "other_limit"
     # Below the limit, the step may have clipped by a norm that is above it.
     if not is_above and bug in ("scaled", "unknown"):
-        return _first_bug(run, peers_of_case, norm_if_clipped)
+        return bug_of_norm(run, peers_of_case, norms_if_clipped)
     return bug
-
-
-def _first_bug(run: Run, peers: Sequence[Run], norms_of_run: NormsOf) -> str:
-    """The first bug that gives the norms of all devices.
-
-    If the norm over the right norm is equal in all peers, the bug must give the norms
-    of all of them. If no bug does, gradients are "scaled".
-    """
-
-    def ratio(peer: Run) -> float:
-        return peer.same_or_nan(norms_of_run(peer)) / peer.norm
-
-    is_constant = _is_constant(run, peers, ratio)
-    bugs = list(norms_of_bugs(run))
-    for peer in [run, *peers] if is_constant else [run]:
-        norms = norms_of_bugs(peer)
-        step_norms = norms_of_run(peer)
-        bugs = [bug for bug in bugs if _are_among(peer, step_norms, norms[bug])]
-    if bugs:
-        return bugs[0]
-    return "scaled" if is_constant else "unknown"
-
-
-def _are_among(run: Run, step_norms: np.ndarray, norms: ArrayLike) -> bool:
-    """Whether the norm of every device is one of the norms of a bug."""
-    is_equal = run.is_close(step_norms[:, None], norms)
-    return bool(is_equal.any(axis=1).all())
-
-
-def _is_constant(run: Run, peers: Sequence[Run], ratio: Callable[[Run], float]) -> bool:
-    """Whether a ratio of this run is equal in all peers. One run shows nothing."""
-    ratios = [ratio(peer) for peer in peers]
-    return len(peers) > 1 and bool(run.is_close(ratios, ratio(run)).all())

@@ -10,6 +10,7 @@ is the marker, and has no gradient: a step that changes it has added weights.
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +30,6 @@ PyTree = Any
 Arrays = dict[str, np.ndarray]
 Specs = dict[str, P]
 
-CALL = "check_step:"
 DEVICES = 8
 
 # ----------------------------------------------------------------------------- settings
@@ -63,19 +63,18 @@ class Setting(NamedTuple):
     @staticmethod
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
         """A loss whose gradient is the mean over the examples of `batch`."""
-
-        def mean_product(w: jax.Array, x: jax.Array) -> jax.Array:
-            return jnp.sum(w[None] * x) / len(x)
-
-        return optax.tree.sum(jax.tree.map(mean_product, params, batch))
+        means = jax.tree.map(lambda x: x.mean(axis=0), batch)
+        products = jax.tree.map(lambda w, x: jnp.sum(w * x), params, means)
+        return optax.tree.sum(products)
 
 
-def setting_in_16_bits(name: str, dtype: DTypeLike, max_norm: float) -> Setting:
+def setting_in_16_bits(dtype: DTypeLike) -> Setting:
     return Setting(
-        name=name,
+        name=jnp.dtype(dtype).name,
         specs=dict.fromkeys(MANY_LEAVES, P()),
         batch_specs=dict.fromkeys(MANY_LEAVES, P("data")),
-        max_norm=max_norm,
+        # So large that clipped gradients do not underflow in float16.
+        max_norm=64.0,
         dtype=dtype,
     )
 
@@ -96,9 +95,8 @@ SETTINGS = {
         specs=REPLICATED | {"experts": P("expert")},
         batch_specs=SPLIT_BATCH | {"experts": P("data", "expert")},
     ),
-    "bfloat16": setting_in_16_bits("bfloat16", jnp.bfloat16, max_norm=0.25),
-    # A limit so large that clipped gradients do not underflow.
-    "float16": setting_in_16_bits("float16", jnp.float16, max_norm=64.0),
+    "bfloat16": setting_in_16_bits(jnp.bfloat16),
+    "float16": setting_in_16_bits(jnp.float16),
 }
 
 # ---------------------------------------------------------------------------- gradients
@@ -126,7 +124,8 @@ def batch_of(setting: Setting, case: str) -> Arrays:
         return batch
     norm = norm_of(_flat(_mean(batch)))
     scale = CASES[case] * setting.max_norm / norm
-    batch = {name: (scale * leaf).astype("f4") for name, leaf in batch.items()}
+    for name, leaf in batch.items():
+        batch[name] = np.float32(scale * leaf)
     if case == "nan":
         batch["experts"][-1, -1, -1, -1] = np.nan
     return batch
@@ -143,12 +142,12 @@ def _two_examples(setting: Setting, case: str) -> Arrays:
             examples[name] = random.normal(0.5, 1.0, (2, *shape))
         return examples
     # The means are twice these numbers, and 16 bits hold both. In bfloat16 the squares
-    # of 16 means of 8 add to 1024, and the next number is 1032. In float16 the square
-    # of a mean of 600 is beyond the largest number.
-    large = 4.0 if setting.dtype == jnp.bfloat16 else 300.0
-    small = np.array([0.0, 0.5, 0.5, 0.25])
-    examples = {name: np.tile(small, (2, 1)) for name in MANY_LEAVES}
-    examples["large"] = np.full((2, 17), large)
+    # of 16 means of 512 add to 2^22, and the next number is 2^22 + 2^15. The squares of
+    # a small leaf add to 9216. In float16 the square of 512 is inf.
+    examples = {}
+    for name in MANY_LEAVES:
+        examples[name] = np.tile([0.0, 32.0, 32.0, 16.0], (2, 1))
+    examples["large"] = np.full((2, 17), 256.0)
     return examples
 
 
@@ -159,7 +158,8 @@ def _mean(batch: Arrays) -> Arrays:
 
 def _flat(tree: PyTree) -> np.ndarray:
     """[numbers]: all numbers of a tree, with its leaves sorted by name."""
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+    leaves = jax.tree.leaves(tree)
+    return np.concatenate([np.ravel(leaf) for leaf in leaves])
 
 
 def norm_of(row: ArrayLike) -> float:
@@ -201,33 +201,21 @@ class Run(NamedTuple):
         return self.setting.max_norm
 
     @property
-    def microbatches(self) -> int:
-        return self.setting.microbatches
-
-    @property
-    def data_devices(self) -> int:
-        """The number of devices along "data"."""
-        return self.setting.mesh_shape[0]
-
-    @property
     def norm(self) -> float:
         """The right norm."""
         return norm_of(self.gradient)
 
-    @property
-    def factor(self) -> float:
-        """The right factor."""
-        return min(1.0, self.limit / self.norm)
-
     def factor_ratio(self) -> float:
         """Factor of the step / right factor. NaN if leaves or devices differ."""
-        return self.same_or_nan(self.step_factors) / self.factor
+        factor = min(1.0, self.limit / self.norm)
+        return self.same_or_nan(self.step_factors) / factor
 
     def same_or_nan(self, numbers: np.ndarray) -> float:
         """The number that all are equal to, or NaN. It is finite."""
         first = numbers.flat[0]
-        is_same = np.isfinite(first) and self.is_close(numbers, first).all()
-        return first if is_same else math.nan
+        if np.isfinite(first) and self.is_close(numbers, first).all():
+            return first
+        return math.nan
 
     def is_close(self, numbers: ArrayLike, others: ArrayLike) -> np.ndarray:
         """Whether numbers are equal but for rounding."""
@@ -236,12 +224,10 @@ class Run(NamedTuple):
 
 def runs_of(make_step: Callable[[Setting], Step], setting: Setting) -> list[Run]:
     """Runs the step of a setting, in 16 bits with gradients above the limit only."""
-    # A trainer may write into its specs. So it gets copies.
-    specs = dict(setting.specs)
-    batch_specs = dict(setting.batch_specs)
-    step = make_step(setting._replace(specs=specs, batch_specs=batch_specs))
+    # A trainer may write into its specs.
+    step = make_step(deepcopy(setting))
     if not callable(step):
-        raise TypeError(f"{CALL} make_step must return a step, got {shown(step)}.")
+        raise TypeError(f"check_step: make_step must return a step, got {shown(step)}.")
     cases = CASES if setting.dtype == jnp.float32 else ["above"]
     return [_run(step, setting, case) for case in cases]
 
@@ -260,23 +246,30 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
 
     # A marker stands where the gradient is 0.
     marker = np.float32(setting.max_norm)
-    params = {name: np.where(leaf, 0.0, marker) for name, leaf in mean.items()}
+    params = {}
+    for name, leaf in mean.items():
+        params[name] = np.where(leaf, 0.0, marker)
     output, norm = _call_step(step, setting, params, batch)
     (step_norms,) = _per_device(setting, P(), norm)
     outputs = _per_device(setting, setting.specs, output)
     # If replicas differ, these are other numbers than `outputs`.
     first_copy = jax.tree.map(np.float64, output)
     copies = _per_device(setting, setting.specs, first_copy)
-    is_equal = np.array_equal(np.hstack(outputs), np.hstack(copies), equal_nan=True)
-
+    replicas_are_equal = np.array_equal(
+        np.hstack(outputs), np.hstack(copies), equal_nan=True
+    )
     factors = []
-    for leaf, gradients in zip(outputs, shards):
-        factors.append(factors_of(leaf, gradients, rounding))
+    for leaf_outputs, leaf_shards in zip(outputs, shards):
+        factors.append(factors_of(leaf_outputs, leaf_shards, rounding))
     step_factors = np.stack(factors, axis=1)
     # New params have a negative factor, updates a positive one. The first leaf has a
     # positive one now, so a leaf of the opposite sign still shows.
     step_factors *= np.copysign(1.0, step_factors[0, 0])
+
     flat_output = _flat(first_copy)
+    markers = flat_output[gradient == 0.0]
+    # New params hold the markers, updates hold 0.
+    is_params = markers.mean() > marker / 2
     return Run(
         setting=setting,
         case=case,
@@ -288,16 +281,10 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
         step_norms=step_norms[:, 0],
         update=np.where(gradient, flat_output, 0.0),
         step_factors=step_factors,
-        drift=_drift(flat_output[gradient == 0.0], marker),
+        drift=markers - marker if is_params else markers,
         has_nan=np.isnan(norms_of(np.hstack(outputs))),
-        replicas_differ=not is_equal,
+        replicas_differ=not replicas_are_equal,
     )
-
-
-def _drift(markers: np.ndarray, marker: np.float32) -> np.ndarray:
-    """[leaves]: the change of the markers. New params hold them, updates hold 0."""
-    is_params = markers.mean() > marker / 2
-    return markers - marker if is_params else markers
 
 
 def _call_step(
@@ -305,14 +292,16 @@ def _call_step(
 ) -> tuple[Arrays, ArrayLike]:
     """Returns what the step returns: new params or updates, and the norm."""
     cast = partial(jnp.asarray, dtype=setting.dtype)
-    weights = _placed(setting, setting.specs, jax.tree.map(cast, params))
-    examples = _placed(setting, setting.batch_specs, jax.tree.map(cast, batch))
-    result = step(weights, examples)
-    must = f"{CALL} the step must return (new params or updates, norm)"
+    weights, examples = jax.tree.map(cast, (params, batch))
+    result = step(
+        _placed(setting, setting.specs, weights),
+        _placed(setting, setting.batch_specs, examples),
+    )
+    must = "check_step: the step must return (new params or updates, norm)"
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"{must}, got {shown(result)}.")
     output, norm = result
-    check_scalar(f"{CALL} the norm", norm)
+    check_scalar("check_step: the norm", norm)
     shapes = jax.tree.map(jnp.shape, params)
     output_shapes = jax.tree.map(jnp.shape, output)
     # A FrozenDict is equal to a dict.

@@ -28,13 +28,11 @@ def main(arguments: list[str] | None = None) -> None:
             like=options.like,
             microbatch=options.microbatch,
         )
-    except OSError as error:
-        sys.exit(str(error))
-    except (TypeError, ValueError) as error:
-        # An error of the loss needs its traceback, a wrong argument does not.
-        if not str(error).startswith("why: "):
-            raise
-        sys.exit(str(error))
+    except (OSError, TypeError, ValueError) as error:
+        # An error of the loss needs its traceback. A wrong file or argument does not.
+        if isinstance(error, OSError) or str(error).startswith("why: "):
+            sys.exit(str(error))
+        raise
     print(verdict)
 
 

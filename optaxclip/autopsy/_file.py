@@ -12,7 +12,7 @@ import ast
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,14 +95,11 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
             "save: params, batch and state have no values inside jit. Call save "
             "outside, or by jax.debug.callback."
         )
-    try:
-        numbers = metrics(state, floats=True)
-    except (TypeError, ValueError) as error:
-        error.add_note("save: opt_state is its argument state.")
-        raise
     moments = {}
-    for _, nu in optax.tree.get_all_with_path(state, "nu", _is_field):
-        moments |= by_name(nu)
+    # `nu` is a field of Adam's state. A weight may have this name, too.
+    for path_of_nu, nu in optax.tree.get_all_with_path(state, "nu"):
+        if isinstance(path_of_nu[-1], optax.tree_utils.NamedTupleKey):
+            moments |= by_name(nu)
     step = Step(params, batch, moments, metrics={})
 
     rows = {}
@@ -121,7 +118,7 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
         for bounds, shard in _shards(array):
             arrays[json.dumps([name, bounds])] = shard
     header = {
-        "metrics": numbers,
+        "metrics": metrics(state, floats=True),
         "leaves": rows,
         "moments": list(moments),
         "trees": repr(tuple(jax.tree.map(lambda _: 0, step))),
@@ -130,11 +127,6 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
     path = _path_of_process(Path(path))
     _write(path, arrays)
     return path
-
-
-def _is_field(path: Sequence[Any], value: Any) -> bool:
-    """Whether a name is of a state, as `nu` of Adam is, and not of a weight."""
-    return isinstance(path[-1], optax.tree_utils.NamedTupleKey)
 
 
 def _as_array(name: str, leaf: Any) -> jax.Array:

@@ -23,7 +23,7 @@ import numpy as np
 
 from .._checks import check_length, is_function, shown
 from .._norms import global_norm, tensor_norm
-from ._file import PyTree, Step, by_name, load
+from ._file import PyTree, by_name, load
 
 Loss = Callable[..., Any]
 
@@ -189,20 +189,47 @@ def why(
     check_length("why: microbatch", microbatch)
     step = load(file, like)
     recording = _recording(step.metrics)
-    evidence = _evidence(
-        _program(loss, recording.quantity),
-        _program(wide or loss, recording.quantity),
-        step=step,
-        microbatch=int(microbatch),
+    program = _program(loss, recording.quantity)
+    wide_program = _program(wide or loss, recording.quantity)
+
+    repeats = []
+    for _ in range(3):
+        value, _ = program(step.params, step.batch)
+        repeats.append(float(value))
+    params, batch = jax.tree.map(_in_float32, (step.params, step.batch))
+    # Matmuls of float32 have fewer digits by default on GPU and TPU.
+    with jax.default_matmul_precision("highest"):
+        value, grads = wide_program(params, batch)
+        examples = _examples(wide_program, params, batch, int(microbatch))
+
+    not_told = []
+    if math.isnan(recording.value):
+        # A norm with a name of its own may be of a part, as in `optax.partition`.
+        not_told.append(
+            "chip: no norm of the whole gradient under skip/norm, spike/norm, "
+            "clip/norm_before or record/norm"
+        )
+    # The text of a program has the dtype of each variable: f16[8] or bf16[8].
+    if "f16[" in str(jax.make_jaxpr(wide_program)(params, batch)):
+        not_told.append("dtype: 16 bits are left in float32, wide= takes another loss")
+    if _count(batch) == 0:
+        not_told.append("data: the arrays of the batch have no common first axis")
+    if not step.moments:
+        not_told.append(
+            "layer: without second moments of Adam only gradients that are not finite "
+            "stand out"
+        )
+    evidence = Evidence(
+        repeats=repeats,
+        in_float32=float(value),
+        examples=examples,
+        tensors=_tensors(params, grads, step.moments),
+        not_told=not_told,
     )
     return _verdict(recording, evidence)
 
 
 # -------------------------------------------------------------------------- measuring
-
-# Prefixes of metrics that have the norm of the whole gradient. The recorder comes last:
-# behind a clipper it has the norm of clipped gradients.
-PREFIXES = ("skip", "spike", "clip", "record")
 
 
 def _recording(metrics: dict[str, float]) -> Recording:
@@ -210,7 +237,9 @@ def _recording(metrics: dict[str, float]) -> Recording:
 
     The norm is NaN where the state has none.
     """
-    prefixes: list[str] = list(PREFIXES)
+    # Metrics of these states have the norm of the whole gradient. The recorder comes
+    # last: behind a clipper it has the norm of clipped gradients.
+    prefixes = ["skip", "spike", "clip", "record"]
     numbers = {}
     for name, number in metrics.items():
         # NaN is within no limit, and neither is inf.
@@ -256,39 +285,6 @@ def _program(loss: Loss, quantity: str) -> Program:
     return program
 
 
-def _evidence(
-    program: Program, wide_program: Program, *, step: Step, microbatch: int
-) -> Evidence:
-    """Replays a step as it was, in float32, and without what stands out."""
-    repeats = []
-    for _ in range(3):
-        value, _ = program(step.params, step.batch)
-        repeats.append(float(value))
-    params, batch = jax.tree.map(_in_float32, (step.params, step.batch))
-    # Matmuls of float32 have fewer digits by default on GPU and TPU.
-    with jax.default_matmul_precision("highest"):
-        value, grads = wide_program(params, batch)
-        examples = _examples(wide_program, params, batch, microbatch)
-    not_told = []
-    # The text of a program has the dtype of each variable: f16[8] or bf16[8].
-    if "f16[" in str(jax.make_jaxpr(wide_program)(params, batch)):
-        not_told.append("dtype: 16 bits are left in float32, wide= takes another loss")
-    if _count(batch) == 0:
-        not_told.append("data: the arrays of the batch have no common first axis")
-    if not step.moments:
-        not_told.append(
-            "layer: without second moments of Adam only gradients that are not finite "
-            "stand out"
-        )
-    return Evidence(
-        repeats=repeats,
-        in_float32=float(value),
-        examples=examples,
-        tensors=_tensors(params, grads, step.moments),
-        not_told=not_told,
-    )
-
-
 def _in_float32(leaf: Any) -> Any:
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         leaf = leaf.astype(jnp.promote_types(leaf.dtype, np.float32))
@@ -314,7 +310,7 @@ def _select(batch: PyTree, rows: slice | np.ndarray) -> PyTree:
 
 
 def _examples(program: Program, params: PyTree, batch: PyTree, length: int) -> Examples:
-    """Replays each microbatch of some length alone, and the batch without far ones."""
+    """Replays each microbatch alone, of this length, and the batch without far ones."""
 
     def value_of(rows: slice | np.ndarray) -> float:
         value, _ = program(params, _select(batch, rows))
@@ -349,40 +345,34 @@ def _examples(program: Program, params: PyTree, batch: PyTree, length: int) -> E
 
 
 def _tensors(params: PyTree, grads: PyTree, moments: dict[str, np.ndarray]) -> Tensors:
-    """Finds weights that are not finite, and gradients that stand out."""
+    """Finds weights that are not finite, and gradients that grew more than others.
+
+    The growth of a gradient is its norm over its history, the root of Adam's second
+    moments. It is 0 without a history.
+    """
     weights = by_name(params)
     norms = {}
     growths = {}
-    for name, norm in zip(weights, tensor_norm(jax.tree.leaves(grads))):
-        norms[name] = float(norm)
-        growths[name] = _growth(norms[name], moments.get(name))
+    for name, norm in zip(weights, map(float, tensor_norm(jax.tree.leaves(grads)))):
+        # Young moments are too small, by one factor for all tensors. It does not matter
+        # here: growths are only compared with growths.
+        history = math.sqrt(np.sum(moments.get(name, 0.0), dtype=np.float64))
+        norms[name] = norm
+        growths[name] = norm / history if history else 0.0
+        if not math.isfinite(norm):
+            growths[name] = math.inf
     finite_growths = [growth for growth in growths.values() if 0 < growth < math.inf]
-    # Without moments the median is 0, so all gradients that are not finite are far.
     median = median_low(finite_growths) if finite_growths else 0.0
+    # Without a history growths are 0, or inf where a gradient is not finite.
     far = [name for name in growths if growths[name] > FAR_TENSOR * median]
-    most_grown = [
-        name for name in growths if growths[name] == max(growths.values()) > 0
-    ]
     other_norms = [norms[name] for name in norms if name not in far]
+    if finite_growths and not far:
+        far = [max(growths, key=growths.__getitem__)]
     return Tensors(
         not_finite=[name for name in weights if not np.isfinite(weights[name]).all()],
-        far=far or most_grown,
+        far=far,
         norm_without_far=math.hypot(*other_norms),
     )
-
-
-def _growth(norm: float, moments: np.ndarray | None) -> float:
-    """A norm over its history, the root of Adam's second moments. 0 without a history.
-
-    Young moments are too small, by one factor for all tensors. It does not matter here:
-    growths are only compared with growths.
-    """
-    if not math.isfinite(norm):
-        return math.inf
-    if moments is None:
-        return 0.0
-    history = math.sqrt(np.sum(moments, dtype=np.float64))
-    return norm / history if history else 0.0
 
 
 # ---------------------------------------------------------------------------- judging
@@ -395,14 +385,6 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
     tensors = evidence.tensors
     if recording.limit == math.inf and not math.isnan(examples.median):
         recording = recording._replace(limit=LIMIT_IN_MEDIANS * abs(examples.median))
-    not_told = evidence.not_told
-    if math.isnan(recording.value):
-        # A norm with a name of its own may be of a part, as in `optax.partition`.
-        without_norm = (
-            "chip: no norm of the whole gradient under skip/norm, spike/norm, "
-            "clip/norm_before or record/norm"
-        )
-        not_told = [without_norm, *not_told]
     return Verdict(
         cause=_cause(recording, evidence),
         examples=examples.far,
@@ -417,7 +399,7 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
             f"{quantity} without far examples": examples.value_without_far,
             "norm without far tensors": tensors.norm_without_far,
         },
-        not_told=not_told,
+        not_told=evidence.not_told,
     )
 
 

@@ -201,12 +201,11 @@ def test_in_jit_it_says_how_to_call_it(tmp_path):
 def test_a_state_without_a_clipper_is_refused(tmp_path):
     path = tmp_path / "step.npz"
     state = optax.sgd(0.1).init(PARAMS)
-    with pytest.raises(ValueError, match=r"opt_state must be .* a clipper") as caught:
+    with pytest.raises(ValueError, match=r"opt_state must be .* a clipper"):
         save(path, PARAMS, (), state)
-    assert caught.value.__notes__ == ["save: opt_state is its argument state."]
-    with pytest.raises(TypeError, match="opt_state must be") as caught:
+    with pytest.raises(TypeError, match="opt_state must be"):
         save(path, PARAMS, (), optaxclip.skip_nonfinite(optax.sgd(0.1)))
-    assert caught.value.__notes__ == ["save: opt_state is its argument state."]
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("data", [b"", b"step,loss\n1,2", b"\x80\x04N.", b"PK\x05\x06"])

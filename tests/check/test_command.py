@@ -85,7 +85,7 @@ def test_alone_it_has_eight_devices():
 
 
 WRONG_NAMES = {
-    "tests": "make_step must be a function, got <module 'tests'",
+    "tests": "make_step must take a setting and return a step: <module 'tests'",
     "no trainer": "cannot import 'no trainer'",
     "no_such_module:make_step": "no module named 'no_such_module'",
     f"{STEPS}:gone": f"module '{STEPS}' has no attribute 'gone'",
