@@ -26,8 +26,8 @@ from .runs import Run, factors_of, norm_of, norms_of
 
 # ------------------------------------------------------------------------- all bugs
 
-# The name of each bug, what is wrong, and what to do. Bugs without a norm or a gradient
-# below show in other ways.
+# Each bug by name: what is wrong, and what to do. Bugs that give neither a norm nor a
+# gradient are found by `bug_of_update`, or after a NaN by `check_step`.
 MEANINGS = {
     "nan_on_one_device": "a NaN is seen by some devices only: replicas diverge",
     "nan_hidden": "the update has a NaN and the norm has none: let the norm be NaN",

@@ -118,7 +118,8 @@ def batch_of(setting: Setting, case: str) -> Arrays:
     for name, (first, other) in _two_examples(setting, case).items():
         # In 16 bits both are equal. Then the mean of eight is exact: (9 + 7) / 8 = 2.
         leaf = np.stack([9.0 * first] + [other] * (count - 1))
-        leaf.reshape(count, -1)[:, 0] = 0.0  # the marker has no gradient
+        # The marker has no gradient. `reshape` returns a view of the leaf.
+        leaf.reshape(count, -1)[:, 0] = 0.0
         batch[name] = leaf
     if setting.dtype != jnp.float32:
         return batch
@@ -134,7 +135,7 @@ def batch_of(setting: Setting, case: str) -> Arrays:
 def _two_examples(setting: Setting, case: str) -> Arrays:
     """The first example, and the example that is repeated: [2, ...] for each leaf."""
     if setting.dtype == jnp.float32:
-        # Each run has its own draw, so that runs do not agree by chance.
+        # The name of a run is its seed, so that runs do not agree by chance.
         seed = [*f"{setting.name} {case}".encode()]
         random = np.random.default_rng(seed)
         examples = {}
@@ -250,9 +251,10 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
     for name, leaf in mean.items():
         params[name] = np.where(leaf, 0.0, marker)
     output, norm = _call_step(step, setting, params, batch)
+    # A norm is a tree of one leaf, with one number on each device.
     (step_norms,) = _per_device(setting, P(), norm)
     outputs = _per_device(setting, setting.specs, output)
-    # If replicas differ, these are other numbers than `outputs`.
+    # If replicas differ, the copies are other numbers than the outputs.
     first_copy = jax.tree.map(np.float64, output)
     copies = _per_device(setting, setting.specs, first_copy)
     replicas_are_equal = np.array_equal(
