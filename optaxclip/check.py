@@ -42,7 +42,7 @@ def assert_right(
 
     Raises:
       AssertionError: a norm or a clip is wrong.
-      TypeError, ValueError, RuntimeError: the same as of `check_step`.
+      TypeError, ValueError, RuntimeError: as `check_step` raises them.
 
     Example:
       >>> def make_step(setting):
@@ -133,7 +133,7 @@ def object_of(name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except Exception as error:
-        # With a traceback, since the module may have raised it.
+        # The traceback shows an error of the module itself.
         traceback.print_exc()
         raise argparse.ArgumentTypeError(f"cannot import {name!r}: {error}.") from None
 

@@ -105,7 +105,8 @@ def check_step(
       above norm 9.25 after_clip
     """
     _check_make_step(make_step)
-    names = settings if isinstance(settings, (list, tuple)) else [settings]
+    is_several = isinstance(settings, (list, tuple))
+    names: Sequence[Any] = settings if is_several else [settings]
     if not names:
         raise ValueError(
             "check_step: settings must name at least one setting, got none."

@@ -15,7 +15,7 @@ gradient, or another factor.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +186,7 @@ def norms_of_bugs(run: Run) -> dict[str, ArrayLike]:
     }
 
 
-def gradients_of_bugs(run: Run) -> dict[str, Sequence[np.ndarray]]:
+def gradients_of_bugs(run: Run) -> dict[str, Iterable[np.ndarray]]:
     """The gradients that updates are multiples of, by the name of the bug."""
     devices, _ = run.setting.mesh_shape
     return {

@@ -65,7 +65,7 @@ class Setting(NamedTuple):
         """A loss whose gradient is the mean over the examples of `batch`."""
         means = jax.tree.map(lambda x: x.mean(axis=0), batch)
         products = jax.tree.map(lambda w, x: jnp.sum(w * x), params, means)
-        return optax.tree.sum(products)
+        return jnp.asarray(optax.tree.sum(products))
 
 
 def setting_in_16_bits(dtype: DTypeLike) -> Setting:
