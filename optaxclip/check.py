@@ -10,7 +10,7 @@ import argparse
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ __all__ = ["assert_right", "of_train_state"]
 def assert_right(
     make_step: Callable[[Setting], Step],
     *,
-    settings: str | Sequence[str] = tuple(SETTINGS),
+    settings: str | list[str] | tuple[str, ...] = tuple(SETTINGS),
 ) -> None:
     """Raises an AssertionError with a table of what `check_step` finds.
 

@@ -31,7 +31,7 @@ class Finding(NamedTuple):
 def check_step(
     make_step: Callable[[Setting], Step],
     *,
-    settings: str | Sequence[str] = tuple(SETTINGS),
+    settings: str | list[str] | tuple[str, ...] = tuple(SETTINGS),
 ) -> list[Finding]:
     """Runs a training step on eight CPU devices with gradients that are known.
 
@@ -105,8 +105,7 @@ def check_step(
       above norm 9.25 after_clip
     """
     _check_make_step(make_step)
-    is_several = isinstance(settings, (list, tuple))
-    names: Sequence[Any] = settings if is_several else [settings]
+    names = settings if isinstance(settings, (list, tuple)) else [settings]
     if not names:
         raise ValueError(
             "check_step: settings must name at least one setting, got none."
@@ -156,13 +155,13 @@ def _findings(run: Run, peers: Sequence[Run]) -> Iterator[Finding]:
     norms = run.step_norms
     if not run.is_close(norms, run.norm).all():
         worst_norm = norms[np.argmax(abs(norms - run.norm))]
-        kind = bug_of_norm(run, peers)
-        yield _finding(run, "norm", wanted=run.norm, found=worst_norm, kind=kind)
-    kind = bug_of_update(run, peers)
-    if kind:
+        bug = bug_of_norm(run, peers)
+        yield _finding(run, "norm", wanted=run.norm, found=worst_norm, bug=bug)
+    bug = bug_of_update(run, peers)
+    if bug:
         wanted = min(run.norm, run.limit)
         length = norm_of([*run.update, *run.drift])
-        yield _finding(run, "update", wanted=wanted, found=length, kind=kind)
+        yield _finding(run, "update", wanted=wanted, found=length, bug=bug)
 
 
 def _findings_of_nan(run: Run) -> Iterator[Finding]:
@@ -171,25 +170,25 @@ def _findings_of_nan(run: Run) -> Iterator[Finding]:
     devices = norms.size
     nan_norms = np.isnan(norms).sum()
     nan_updates = run.has_nan.sum()
-    kind = "nan_on_one_device"
+    bug = "nan_on_one_device"
     # np.unique counts all NaN as one number.
     if np.unique(norms).size > 1:
-        yield _finding(run, "norm", wanted=devices, found=nan_norms, kind=kind)
+        yield _finding(run, "norm", wanted=devices, found=nan_norms, bug=bug)
     # A NaN in a leaf that is split is on one device, and rightly so. Copies that differ
     # show that devices diverge.
     if run.replicas_differ and nan_updates < devices:
-        yield _finding(run, "update", wanted=devices, found=nan_updates, kind=kind)
+        yield _finding(run, "update", wanted=devices, found=nan_updates, bug=bug)
     elif nan_updates > 0 and np.isfinite(norms).all():
-        yield _finding(run, "norm", wanted=devices, found=0, kind="nan_hidden")
+        yield _finding(run, "norm", wanted=devices, found=0, bug="nan_hidden")
 
 
-def _finding(run: Run, what: str, *, wanted: float, found: float, kind: str) -> Finding:
+def _finding(run: Run, what: str, *, wanted: float, found: float, bug: str) -> Finding:
     return Finding(
         setting=run.setting.name,
         case=run.case,
         what=what,
         wanted=float(wanted),
         found=float(found),
-        kind=kind,
-        meaning=MEANINGS[kind],
+        kind=bug,
+        meaning=MEANINGS[bug],
     )

@@ -98,10 +98,8 @@ def norm_with_weights(run: Run) -> float:
     return math.hypot(run.norm, norm_of(weights))
 
 
-def norms_in_bfloat16(run: Run) -> np.ndarray:
+def norms_without_small_leaves(run: Run) -> np.ndarray:
     """Norms without the squares of some small leaves, or of all but the largest."""
-    if run.setting.dtype != jnp.bfloat16:
-        return np.array([])
     counts = np.arange(run.leaf_norms.size)
     return np.sqrt(run.leaf_norms.max() ** 2 + counts * run.leaf_norms.min() ** 2)
 
@@ -157,6 +155,7 @@ def norms_of_bugs(run: Run) -> dict[str, ArrayLike]:
     devices, _ = run.setting.mesh_shape
     microbatches = run.setting.microbatches
     is_above = run.norm > run.limit
+    is_bfloat16 = run.setting.dtype == jnp.bfloat16
     is_float16 = run.setting.dtype == jnp.float16
     shard_norms = norms_of(run.shards)
     return {
@@ -166,7 +165,7 @@ def norms_of_bugs(run: Run) -> dict[str, ArrayLike]:
         "norm_of_weights": run.limit * math.sqrt(run.leaf_norms.size),
         "clipped_below_limit": run.limit,
         "weights_added": norm_with_weights(run),
-        "low_precision_sum": norms_in_bfloat16(run),
+        "low_precision_sum": norms_without_small_leaves(run) if is_bfloat16 else [],
         "squares_overflow": math.inf if is_float16 else [],
         "microbatches_apart": norms_of_parts(run, microbatches),
         "local_norm": norms_of_parts(run, devices),

@@ -214,9 +214,8 @@ class Run(NamedTuple):
     def same_or_nan(self, numbers: np.ndarray) -> float:
         """The number that all are equal to, or NaN. It is finite."""
         first = numbers.flat[0]
-        if np.isfinite(first) and self.is_close(numbers, first).all():
-            return first
-        return math.nan
+        is_same = np.isfinite(first) and self.is_close(numbers, first).all()
+        return first if is_same else math.nan
 
     def is_close(self, numbers: ArrayLike, others: ArrayLike) -> np.ndarray:
         """Whether numbers are equal but for rounding."""

@@ -12,7 +12,9 @@ def main(arguments: list[str] | None = None) -> None:
     chip, dtype, data, layer or model.
     """
     # Before Python 3.14 argparse would call the program `__main__.py`.
-    parser = argparse.ArgumentParser("python -m optaxclip.autopsy", None, main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m optaxclip.autopsy", description=main.__doc__
+    )
     add = parser.add_argument
     add("file", help="the path that was given to save")
     add("loss", type=object_of, help="module:loss, what the step differentiates")
