@@ -7,13 +7,10 @@ python -m optaxclip.check module:make_step
 """
 
 import argparse
-import json
-import math
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +19,6 @@ from jax.typing import ArrayLike
 
 from ._check_step import Finding, check_step
 from ._check_step.runs import DEVICES, SETTINGS, Setting, Step
-from ._checks import shown
 
 __all__ = ["assert_right", "of_train_state"]
 
@@ -30,7 +26,7 @@ __all__ = ["assert_right", "of_train_state"]
 def assert_right(
     make_step: Callable[[Setting], Step],
     *,
-    settings: str | Sequence[str] = tuple(SETTINGS),
+    settings: str | list[str] | tuple[str, ...] = tuple(SETTINGS),
 ) -> None:
     """Raises an AssertionError with a table of what `check_step` finds.
 
@@ -46,7 +42,7 @@ def assert_right(
 
     Raises:
       AssertionError: a norm or a clip is wrong.
-      TypeError, ValueError, RuntimeError: the same as of `check_step`.
+      TypeError, ValueError, RuntimeError: as `check_step` raises them.
 
     Example:
       >>> def make_step(setting):
@@ -90,9 +86,6 @@ def of_train_state(
     Returns:
       A function for `check_step`, `assert_right` and the command.
 
-    Raises:
-      TypeError: an argument is not a function.
-
     Example:
       >>> import collections
       >>> State = collections.namedtuple("State", "apply_fn params tx")
@@ -108,13 +101,6 @@ def of_train_state(
       ...     print(row.case, row.what, row.kind)
       above norm after_clip
     """
-
-    functions = {"train_step": train_step, "create": create, "clip": clip, "norm": norm}
-    for name, function in functions.items():
-        if not callable(function):
-            raise TypeError(
-                f"of_train_state: {name} must be a function, got {shown(function)}."
-            )
 
     def make_step(setting: Setting) -> Step:
         optimizer = optax.chain(clip(setting.max_norm), optax.sgd(1.0))
@@ -142,56 +128,44 @@ def _table(findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _json(findings: list[Finding]) -> str:
-    """A list of findings. A number that JSON does not have is a string: "inf"."""
-    rows = []
-    for finding in findings:
-        row = finding._asdict()
-        if not math.isfinite(finding.found):
-            row["found"] = str(finding.found)
-        rows.append(row)
-    return json.dumps(rows, indent=2)
+def object_of(name: str) -> Any:
+    """The object of a name `module:name`, which stands on a command line."""
+    try:
+        return pkgutil.resolve_name(name)
+    except Exception as error:
+        # The traceback shows an error of the module itself.
+        traceback.print_exc()
+        raise argparse.ArgumentTypeError(f"cannot import {name!r}: {error}.") from None
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Checks norm and clip of a training step on eight CPU devices. Ends with 1 if
     something is wrong, and with 2 if there is no such step or it raises an error.
     """
+    # Before the module of the step computes anything.
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
     parser = argparse.ArgumentParser(
         prog="python -m optaxclip.check", description=main.__doc__
     )
     parser.add_argument(
-        "step", metavar="module:make_step", help="see help(optaxclip.check_step)"
+        "make_step",
+        type=object_of,
+        metavar="module:make_step",
+        help="see help(optaxclip.check_step)",
     )
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=[*SETTINGS])
-    parser.add_argument(
-        "--json", action="store_true", help="print a list of findings as JSON"
-    )
     options = parser.parse_args(arguments)
-    # Before the module of the step computes anything.
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES)
     try:
-        make_step = pkgutil.resolve_name(options.step)
-    except Exception as error:
-        # With a traceback, since the module of the step may have raised it.
-        traceback.print_exc()
-        parser.error(f"cannot import {options.step!r}: {error}.")
-    if isinstance(make_step, ModuleType):
-        parser.error(f"the step must be module:make_step, got {options.step!r}.")
-    try:
-        findings = check_step(make_step, settings=options.settings)
+        findings = check_step(options.make_step, settings=options.settings)
     except Exception:
         traceback.print_exc()
         sys.exit(2)
-    if options.json:
-        print(_json(findings))
-    else:
-        if findings:
-            print(_table(findings))
-        wrong = {finding.setting for finding in findings}
-        right = [name for name in options.settings if name not in wrong]
-        print(f"right: {', '.join(right) or 'none'}")
+    if findings:
+        print(_table(findings))
+    wrong = {finding.setting for finding in findings}
+    right = [name for name in options.settings if name not in wrong]
+    print(f"right: {', '.join(right) or 'none'}")
     sys.exit(1 if findings else 0)
 
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._checks import check_choice, shown
+from .._checks import check_choice
 from .bugs import MEANINGS, bug_of_norm, bug_of_update, peers_of
-from .runs import CALL, DEVICES, SETTINGS, Run, Setting, Step, norm_of, runs_of
+from .runs import DEVICES, SETTINGS, Run, Setting, Step, norm_of, runs_of
 
 
 class Finding(NamedTuple):
@@ -31,7 +31,7 @@ class Finding(NamedTuple):
 def check_step(
     make_step: Callable[[Setting], Step],
     *,
-    settings: str | Sequence[str] = tuple(SETTINGS),
+    settings: str | list[str] | tuple[str, ...] = tuple(SETTINGS),
 ) -> list[Finding]:
     """Runs a training step on eight CPU devices with gradients that are known.
 
@@ -105,15 +105,17 @@ def check_step(
       above norm 9.25 after_clip
     """
     _check_make_step(make_step)
-    names = (settings,) if isinstance(settings, str) else tuple(settings)
+    names = settings if isinstance(settings, (list, tuple)) else [settings]
     if not names:
-        raise ValueError(f"{CALL} settings must name at least one setting, got none.")
+        raise ValueError(
+            "check_step: settings must name at least one setting, got none."
+        )
     for name in names:
-        check_choice(f"{CALL} settings", name, tuple(SETTINGS))
+        check_choice("check_step: settings", name, tuple(SETTINGS))
     count = len(jax.devices("cpu"))
     if count < DEVICES:
         raise RuntimeError(
-            f"{CALL} {DEVICES} CPU devices are needed, got {count}: call "
+            f"check_step: {DEVICES} CPU devices are needed, got {count}: call "
             f'jax.config.update("jax_num_cpu_devices", {DEVICES}) before anything is '
             "computed, or run python -m optaxclip.check."
         )
@@ -122,41 +124,34 @@ def check_step(
         try:
             runs += runs_of(make_step, SETTINGS[name])
         except Exception as error:
-            note = (
-                f"Raised in setting {name!r}. Pass settings=... without it to skip it."
+            error.add_note(
+                f"check_step: Raised in setting {name!r}. Pass settings=... without it "
+                "to skip it."
             )
-            error.add_note(f"{CALL} {note}")
             raise
     peers = peers_of(runs)
-    findings = []
+    findings: list[Finding] = []
     for run in runs:
-        findings += _findings(run, peers)
+        if run.case == "nan":
+            findings += _findings_of_nan(run)
+        else:
+            findings += _findings(run, peers)
     return findings
 
 
 def _check_make_step(make_step: Any) -> None:
     """Refuses anything but a function that can be called with a setting."""
-    if not callable(make_step):
-        raise TypeError(f"{CALL} make_step must be a function, got {shown(make_step)}.")
     try:
-        signature = inspect.signature(make_step)
-    except ValueError:
-        return  # some built-in functions have none
-    try:
-        signature.bind("setting")
-    except TypeError:
+        inspect.signature(make_step).bind("setting")
+    except TypeError as error:
         raise TypeError(
-            f"{CALL} make_step must take a setting and return a step, got a function "
-            f"of {signature}. Define the step inside make_step(setting), with "
-            "setting.loss as its loss."
+            f"check_step: make_step must take a setting and return a step: {error}. "
+            "Define the step inside make_step(setting), with setting.loss as its loss."
         ) from None
 
 
 def _findings(run: Run, peers: Sequence[Run]) -> Iterator[Finding]:
-    """What is wrong with the norm and the update of a run."""
-    if run.case == "nan":
-        yield from _findings_of_nan(run)
-        return
+    """Finds what is wrong with the norm of a run, and with its update."""
     norms = run.step_norms
     if not run.is_close(norms, run.norm).all():
         worst_norm = norms[np.argmax(abs(norms - run.norm))]
@@ -164,39 +159,34 @@ def _findings(run: Run, peers: Sequence[Run]) -> Iterator[Finding]:
         yield _finding(run, "norm", wanted=run.norm, found=worst_norm, bug=bug)
     bug = bug_of_update(run, peers)
     if bug:
-        length = norm_of([*run.update, *run.drift])
         wanted = min(run.norm, run.limit)
+        length = norm_of([*run.update, *run.drift])
         yield _finding(run, "update", wanted=wanted, found=length, bug=bug)
 
 
 def _findings_of_nan(run: Run) -> Iterator[Finding]:
-    """Only some devices see a NaN, so that devices diverge. Or the norm hides it."""
+    """Finds devices that diverge after a NaN, or a norm that hides it."""
     norms = run.step_norms
     devices = norms.size
     nan_norms = np.isnan(norms).sum()
     nan_updates = run.has_nan.sum()
+    bug = "nan_on_one_device"
     # np.unique counts all NaN as one number.
     if np.unique(norms).size > 1:
-        yield _finding(
-            run, "norm", wanted=devices, found=nan_norms, bug="nan_on_one_device"
-        )
+        yield _finding(run, "norm", wanted=devices, found=nan_norms, bug=bug)
     # A NaN in a leaf that is split is on one device, and rightly so. Copies that differ
     # show that devices diverge.
     if run.replicas_differ and nan_updates < devices:
-        yield _finding(
-            run, "update", wanted=devices, found=nan_updates, bug="nan_on_one_device"
-        )
+        yield _finding(run, "update", wanted=devices, found=nan_updates, bug=bug)
     elif nan_updates > 0 and np.isfinite(norms).all():
         yield _finding(run, "norm", wanted=devices, found=0, bug="nan_hidden")
 
 
-def _finding(
-    run: Run, quantity: str, *, wanted: float, found: float, bug: str
-) -> Finding:
+def _finding(run: Run, what: str, *, wanted: float, found: float, bug: str) -> Finding:
     return Finding(
         setting=run.setting.name,
         case=run.case,
-        what=quantity,
+        what=what,
         wanted=float(wanted),
         found=float(found),
         kind=bug,

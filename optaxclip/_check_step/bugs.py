@@ -8,22 +8,77 @@ Most bugs give another norm. Some steps return it, and some clip by it. The norm
 step clips by is read from its update: norm = limit / factor. Few bugs give another
 gradient, or another factor.
 
-    BUGS                       each bug with the norms or gradients that it gives
-    bug_of_norm                the first bug that gives the norm which was returned
-    bug_of_update              the first bug that gives the norm of the factor, or the
-                               gradient that the update is a multiple of
+    MEANINGS         all bugs
+    bug_of_norm      the first bug that gives the norm which was returned
+    bug_of_update    the first bug that gives the norm of the factor, or the gradient
+                     that the update is a multiple of
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .runs import Run, norm_of, norms_of
+from .runs import Run, factors_of, norm_of, norms_of
+
+# ------------------------------------------------------------------------- all bugs
+
+# Each bug by name: what is wrong, and what to do. Bugs that give neither a norm nor a
+# gradient are found by `bug_of_update`, or after a NaN by `check_step`.
+MEANINGS = {
+    "nan_on_one_device": "a NaN is seen by some devices only: replicas diverge",
+    "nan_hidden": "the update has a NaN and the norm has none: let the norm be NaN",
+    "zero_norm": "the norm is 0: it is of a state before its update, or of no gradient",
+    "zero_update": (
+        "the update is 0: are params returned as they were, or is no update due?"
+    ),
+    "after_clip": "the norm that is returned is that of clipped gradients",
+    "norm_of_weights": "the norm is that of the weights: pass the gradients",
+    "clipped_below_limit": "gradients below the limit are changed",
+    "weights_added": (
+        "weights are in the update: leave weight decay and penalties out"
+    ),
+    "low_precision_sum": "squares are added in bfloat16: add them in float32",
+    "squares_overflow": "squares in float16 are inf: convert to float32 first",
+    "microbatches_apart": (
+        "micro-batches are clipped or measured one by one: average all of them first"
+    ),
+    "local_norm": "each device uses the gradient of its own batch: average first",
+    "own_shard": "squares of split leaves are not added (lax.psum)",
+    "averaged_norms": "norms or squares of shards are averaged: add squares",
+    "leaves_left_out": "only some leaves count, such as those that are split",
+    "copies_counted": (
+        "equal copies of a leaf count again: add its squares only over the mesh axes "
+        "that split it"
+    ),
+    "sum_of_norms": "norms of leaves are added: add their squares, then take the root",
+    "largest_element": (
+        "it is the largest element: take the root of the sum of squares"
+    ),
+    "rms": "squares are averaged: add them",
+    "squared": "the root of the sum of squares is missing",
+    "clipped_twice": "the factor of one norm multiplies twice",
+    "eps": "the limit is divided by norm + eps: updates are below the limit",
+    "gradients_summed": "gradients of devices are added: average them (lax.pmean)",
+    "accumulation_summed": "gradients of micro-batches are added: average them",
+    "averaged_twice": "averaged gradients are divided by a number of parts again",
+    "scaled": "gradients carry a scale, as of a loss: divide by it before the clip",
+    "own_factor": "each device clips by a factor of its own: replicas diverge",
+    "groups_apart": "leaves have different factors: clip all of them together",
+    "clipped_by_value": "elements are clipped, and not the norm",
+    "other_direction": (
+        "the gradient is changed by more than a factor, as by Adam, noise or rounding"
+    ),
+    "not_clipped": "gradients above the limit are not clipped",
+    "other_limit": "the norm of updates is held at another limit",
+    "other_rate": (
+        "updates are multiplied: is the optimizer optax.sgd(1.0), run once?"
+    ),
+    "unknown": "no known bug gives this number",
+}
 
 # ------------------------------------------------------------- norms that bugs give
 
@@ -31,31 +86,20 @@ from .runs import Run, norm_of, norms_of
 def norms_after_clip(run: Run) -> list[float]:
     """Norms of clipped gradients: clipped rightly, and as the step clipped them."""
     if run.norm <= run.limit:
-        return [run.norm]
-    length = norm_of(run.update)
-    # A clip makes no update longer.
-    return [run.limit, length] if length < run.norm else [run.limit]
+        return []
+    lengths = [run.limit, norm_of(run.update)]
+    # A clip makes no gradient longer.
+    return [length for length in lengths if length < run.norm]
 
 
-def norms_of_weights(run: Run) -> list[float]:
-    """Norms of the weights before the step, and after it."""
-    # Each leaf has one weight that is not 0. It is the limit, and has no gradient.
-    before = run.limit * math.sqrt(run.leaf_norms.size)
-    return [before, math.hypot(before, run.norm * run.factor)]
-
-
-# drift / 0 is inf, or NaN.
-@np.errstate(divide="ignore", invalid="ignore")
 def norm_with_weights(run: Run) -> float:
     """The norm of gradients with weights added, before the clip."""
-    weights = run.drift / run.same_or_nan(run.step_factors)
+    weights = run.drift / run.step_factors.mean()
     return math.hypot(run.norm, norm_of(weights))
 
 
-def norms_in_bfloat16(run: Run) -> np.ndarray:
+def norms_without_small_leaves(run: Run) -> np.ndarray:
     """Norms without the squares of some small leaves, or of all but the largest."""
-    if run.setting.dtype != jnp.bfloat16:
-        return np.array([])
     counts = np.arange(run.leaf_norms.size)
     return np.sqrt(run.leaf_norms.max() ** 2 + counts * run.leaf_norms.min() ** 2)
 
@@ -78,244 +122,101 @@ def norms_of_parts(run: Run, count: int) -> np.ndarray:
     return np.hstack([norms, norms[1:].mean()])
 
 
-def norms_of_devices(run: Run) -> np.ndarray:
-    """Norms of steps that do not average over devices, or clip before they do."""
-    norms = norms_of(run.batch_means)
-    return np.hstack([norms, norms.mean(), norms_of_parts(run, run.data_devices)])
+def norms_of_some_leaves(run: Run) -> np.ndarray:
+    """The norm of each leaf, and of all leaves but one."""
+    squares = run.leaf_norms**2
+    return np.sqrt([squares, run.norm**2 - squares]).ravel()
 
 
-def norms_of_shards(run: Run) -> np.ndarray:
-    """[devices]: the norm of what each device holds."""
-    return norms_of(run.shards)
+def norms_with_copies(run: Run) -> np.ndarray:
+    """Norms of sums over mesh axes, in which equal copies of a leaf count again.
 
-
-def averages_over_shards(run: Run) -> list[np.floating]:
-    """The mean of the norms of shards, and the root of the mean of their squares."""
-    norms = norms_of_shards(run)
-    return [np.mean(norms), np.sqrt(np.mean(norms**2))]
-
-
-def norms_of_whole_and_split(run: Run) -> tuple[float, float]:
-    """The norm of leaves that are whole on all devices, and that of split leaves."""
+    These are copies of all leaves, or only of those that are whole on all devices, or
+    only of those that are split.
+    """
+    data, experts = run.setting.mesh_shape
+    roots = np.sqrt([data, experts, data * experts])
     is_split = [any(spec) for spec in jax.tree.leaves(run.setting.specs)]
     split_norm = norm_of(run.leaf_norms[is_split])
-    return math.sqrt(run.norm**2 - split_norm**2), split_norm
+    whole_norm = math.sqrt(run.norm**2 - split_norm**2)
+    all_repeated = [*(run.norm * roots), norm_of(run.shards)]
+    whole_repeated = np.hypot(whole_norm * roots, split_norm)
+    split_repeated = np.hypot(whole_norm, split_norm * roots)
+    return np.hstack([all_repeated, whole_repeated, split_repeated])
 
 
-def roots_of_copies(run: Run) -> np.ndarray:
-    """Roots of the numbers of copies that a sum over mesh axes may count."""
-    data, experts = run.setting.mesh_shape
-    return np.sqrt([data, experts, data * experts])
+# drift / 0 is inf, or NaN.
+@np.errstate(divide="ignore", invalid="ignore")
+def norms_of_bugs(run: Run) -> dict[str, ArrayLike]:
+    """The norms that a step with a bug returns or clips by, by the name of the bug.
+
+    If several bugs give a norm, the first is named.
+    """
+    devices, _ = run.setting.mesh_shape
+    microbatches = run.setting.microbatches
+    is_above = run.norm > run.limit
+    is_bfloat16 = run.setting.dtype == jnp.bfloat16
+    is_float16 = run.setting.dtype == jnp.float16
+    shard_norms = norms_of(run.shards)
+    return {
+        "zero_norm": 0.0,
+        "after_clip": norms_after_clip(run),
+        # Each leaf has one weight that is not 0. It is the limit.
+        "norm_of_weights": run.limit * math.sqrt(run.leaf_norms.size),
+        "clipped_below_limit": run.limit,
+        "weights_added": norm_with_weights(run),
+        "low_precision_sum": norms_without_small_leaves(run) if is_bfloat16 else [],
+        "squares_overflow": math.inf if is_float16 else [],
+        "microbatches_apart": norms_of_parts(run, microbatches),
+        "local_norm": norms_of_parts(run, devices),
+        "own_shard": shard_norms,
+        "averaged_norms": [np.mean(shard_norms), np.sqrt(np.mean(shard_norms**2))],
+        "leaves_left_out": norms_of_some_leaves(run),
+        "copies_counted": norms_with_copies(run),
+        "sum_of_norms": run.leaf_norms.sum(),
+        "largest_element": abs(run.gradient).max(),
+        "rms": run.norm / math.sqrt(run.gradient.size),
+        "squared": run.norm**2,
+        "clipped_twice": run.norm**2 / run.limit if is_above else [],
+        "eps": run.norm + np.array([1e-5, 1e-6, 1e-7, 1e-8, 1e-9]),
+        "gradients_summed": run.norm * devices,
+        "accumulation_summed": run.norm * microbatches,
+        "averaged_twice": [run.norm / devices, run.norm / microbatches],
+    }
 
 
-def norms_with_whole_leaves_repeated(run: Run) -> np.ndarray:
-    whole_norm, split_norm = norms_of_whole_and_split(run)
-    return np.hypot(whole_norm * roots_of_copies(run), split_norm)
+def gradients_of_bugs(run: Run) -> dict[str, Iterable[np.ndarray]]:
+    """The gradients that updates are multiples of, by the name of the bug."""
+    devices, _ = run.setting.mesh_shape
+    return {
+        "microbatches_apart": gradients_of_parts(run, run.setting.microbatches),
+        "local_norm": gradients_of_parts(run, devices),
+        "clipped_by_value": [np.clip(run.gradient, -run.limit, run.limit)],
+    }
 
-
-def norms_with_split_leaves_repeated(run: Run) -> np.ndarray:
-    whole_norm, split_norm = norms_of_whole_and_split(run)
-    return np.hypot(whole_norm, split_norm * roots_of_copies(run))
-
-
-# ------------------------------------------------------------------------- all bugs
-
-
-class Bug(NamedTuple):
-    """A bug, and the wrong numbers of a step that has it."""
-
-    name: str
-    meaning: str  # what is wrong, and what to do
-    # The norms that such steps return or clip by.
-    norms: Callable[[Run], ArrayLike] = lambda run: []
-    # The gradients that their updates are multiples of.
-    gradients: Callable[[Run], Iterable[np.ndarray]] = lambda run: []
-
-
-# If several bugs give a number, the first is named. Bugs without norms and gradients
-# show in other ways, which are read below, and in `check_step` after a NaN.
-BUGS = [
-    Bug("nan_on_one_device", "a NaN is seen by some devices only: replicas diverge"),
-    Bug(
-        "nan_hidden", "the update has a NaN and the norm has none: let the norm be NaN"
-    ),
-    Bug(
-        "zero_norm",
-        "the norm is 0: it is of a state before its update, or of no gradient",
-        norms=lambda run: 0.0,
-    ),
-    Bug(
-        "zero_update",
-        "the update is 0: are params returned as they were, or is no update due?",
-    ),
-    Bug(
-        "after_clip",
-        "the norm that is returned is that of clipped gradients",
-        norms=norms_after_clip,
-    ),
-    Bug(
-        "norm_of_weights",
-        "the norm is that of the weights: pass the gradients",
-        norms=norms_of_weights,
-    ),
-    Bug(
-        "clipped_below_limit",
-        "gradients below the limit are changed",
-        norms=lambda run: run.limit,
-    ),
-    Bug(
-        "weights_added",
-        "weights are in the update: leave weight decay and penalties out",
-        norms=norm_with_weights,
-    ),
-    Bug(
-        "low_precision_sum",
-        "squares are added in bfloat16: add them in float32",
-        norms=norms_in_bfloat16,
-    ),
-    Bug(
-        "squares_overflow",
-        "squares in float16 are inf: convert to float32 first",
-        norms=lambda run: math.inf if run.setting.dtype == jnp.float16 else [],
-    ),
-    Bug(
-        "microbatches_apart",
-        "micro-batches are clipped or measured one by one: average all of them first",
-        norms=lambda run: norms_of_parts(run, run.microbatches),
-        gradients=lambda run: gradients_of_parts(run, run.microbatches),
-    ),
-    Bug(
-        "local_norm",
-        "each device uses the gradient of its own batch: average first",
-        norms=norms_of_devices,
-        gradients=lambda run: gradients_of_parts(run, run.data_devices),
-    ),
-    Bug(
-        "own_shard",
-        "squares of split leaves are not added (lax.psum)",
-        norms=norms_of_shards,
-    ),
-    Bug(
-        "averaged_norms",
-        "norms or squares of shards are averaged: add squares",
-        norms=averages_over_shards,
-    ),
-    Bug(
-        "leaves_left_out",
-        "only some leaves count, such as those that are split",
-        norms=lambda run: [*run.leaf_norms, *np.sqrt(run.norm**2 - run.leaf_norms**2)],
-    ),
-    Bug(
-        "once_per_replica",
-        "each replica counts: do not add squares of equal gradients",
-        norms=lambda run: run.norm * roots_of_copies(run),
-    ),
-    Bug(
-        "whole_leaves_repeated",
-        "leaves that all devices hold count once for each",
-        norms=norms_with_whole_leaves_repeated,
-    ),
-    Bug(
-        "split_leaves_repeated",
-        "split leaves (experts) count once for each copy",
-        norms=norms_with_split_leaves_repeated,
-    ),
-    Bug(
-        "all_leaves_repeated",
-        "leaves count once for each device with the same part",
-        norms=lambda run: norm_of(run.shards),
-    ),
-    Bug(
-        "sum_of_norms",
-        "norms of leaves are added: add their squares, then take the root",
-        norms=lambda run: run.leaf_norms.sum(),
-    ),
-    Bug(
-        "largest_element",
-        "it is the largest element: take the root of the sum of squares",
-        norms=lambda run: abs(run.gradient).max(),
-    ),
-    Bug(
-        "rms",
-        "squares are averaged: add them",
-        norms=lambda run: run.norm / math.sqrt(run.gradient.size),
-    ),
-    Bug(
-        "squared",
-        "the root of the sum of squares is missing",
-        norms=lambda run: run.norm**2,
-    ),
-    Bug(
-        "clipped_twice",
-        "the factor of one norm multiplies twice",
-        norms=lambda run: run.norm**2 / run.limit if run.norm > run.limit else [],
-    ),
-    Bug(
-        "eps",
-        "the limit is divided by norm + eps: updates are below the limit",
-        norms=lambda run: run.norm + np.array([1e-5, 1e-6, 1e-7, 1e-8, 1e-9]),
-    ),
-    Bug(
-        "gradients_summed",
-        "gradients of devices are added: average them (lax.pmean)",
-        norms=lambda run: run.norm * run.data_devices,
-    ),
-    Bug(
-        "accumulation_summed",
-        "gradients of micro-batches are added: average them",
-        norms=lambda run: run.norm * run.microbatches,
-    ),
-    Bug(
-        "averaged_twice",
-        "averaged gradients are divided by a number of parts again",
-        norms=lambda run: [run.norm / run.data_devices, run.norm / run.microbatches],
-    ),
-    Bug(
-        "scaled", "gradients carry a scale, as of a loss: divide by it before the clip"
-    ),
-    Bug("own_factor", "each device clips by a factor of its own: replicas diverge"),
-    Bug("groups_apart", "leaves have different factors: clip all of them together"),
-    Bug(
-        "clipped_by_value",
-        "elements are clipped, and not the norm",
-        gradients=lambda run: [np.clip(run.gradient, -run.limit, run.limit)],
-    ),
-    Bug(
-        "other_direction",
-        "the gradient is changed by more than a factor, as by Adam, noise or rounding",
-    ),
-    Bug("not_clipped", "gradients above the limit are not clipped"),
-    Bug("other_limit", "the norm of updates is held at another limit"),
-    Bug(
-        "other_rate",
-        "updates are multiplied: is the optimizer optax.sgd(1.0), run once?",
-    ),
-    Bug("unknown", "no known bug gives this number"),
-]
-MEANINGS = {bug.name: bug.meaning for bug in BUGS}
 
 # -------------------------------------------------------------------- which bug it is
 
-# A norm that the step of a run used: [devices], or [1] if all devices agree.
+# From a run to the norms that its step used: [devices].
 NormsOf = Callable[[Run], np.ndarray]
 
 
 def norms_in_log(run: Run) -> np.ndarray:
-    """[devices]: the norm that the step returned."""
+    """The norms that the step returned."""
     return run.step_norms
 
 
-def norm_if_clipped(run: Run) -> np.ndarray:
-    """[1]: the norm of a step that clips: limit / factor."""
-    return run.limit / np.array([run.same_or_nan(run.step_factors)])
+def norms_if_clipped(run: Run) -> np.ndarray:
+    """The norms of a step that clips: limit / factor."""
+    return run.limit / run.step_factors.mean(axis=1)
 
 
-def norm_from_factor(run: Run) -> np.ndarray:
-    """[1]: the norm that a clip used, or the norm of an update that was not clipped."""
-    factor = run.same_or_nan(run.step_factors)
-    if run.case == "above" and factor < 1.0:
-        return norm_if_clipped(run)
-    return np.array([run.norm * factor])
+def norms_from_factors(run: Run) -> np.ndarray:
+    """The norms that a clip used, or those of an update that was not clipped."""
+    factors = run.step_factors.mean(axis=1)
+    if run.case == "above" and (factors < 1.0).all():
+        return norms_if_clipped(run)
+    return run.norm * factors
 
 
 def peers_of(runs: Sequence[Run]) -> list[Run]:
@@ -332,9 +233,39 @@ def peers_of(runs: Sequence[Run]) -> list[Run]:
     return peers
 
 
-def bug_of_norm(run: Run, peers: Sequence[Run]) -> str:
-    """The name of the bug of the norm that the step returned."""
-    return _first_bug(run, peers, norms_in_log)
+def bug_of_norm(
+    run: Run, peers: Sequence[Run], norms_of_run: NormsOf = norms_in_log
+) -> str:
+    """The name of the first bug that gives the norms of a run on all devices.
+
+    If the norm over the right norm is equal in all peers, the bug must give the norms
+    of all of them. If no bug does, gradients are "scaled".
+    """
+
+    def ratio(peer: Run) -> float:
+        return peer.same_or_nan(norms_of_run(peer)) / peer.norm
+
+    is_constant = _is_constant(run, peers, ratio)
+    bugs = list(norms_of_bugs(run))
+    for peer in [run, *peers] if is_constant else [run]:
+        norms = norms_of_bugs(peer)
+        step_norms = norms_of_run(peer)
+        bugs = [bug for bug in bugs if _are_among(peer, step_norms, norms[bug])]
+    if bugs:
+        return bugs[0]
+    return "scaled" if is_constant else "unknown"
+
+
+def _are_among(run: Run, step_norms: np.ndarray, norms: ArrayLike) -> bool:
+    """Whether the norm of every device is one of the norms of a bug."""
+    is_equal = run.is_close(step_norms[:, None], norms)
+    return bool(is_equal.any(axis=1).all())
+
+
+def _is_constant(run: Run, peers: Sequence[Run], ratio: Callable[[Run], float]) -> bool:
+    """Whether a ratio of this run is equal in all peers. One run shows nothing."""
+    ratios = [ratio(peer) for peer in peers]
+    return len(peers) > 1 and bool(run.is_close(ratios, ratio(run)).all())
 
 
 # limit / 0 is inf.
@@ -357,17 +288,17 @@ def _bug_of_direction(run: Run) -> str:
     is_multiple_in_leaves = np.isfinite(run.step_factors).all()
     if run.replicas_differ:
         return "own_factor" if is_multiple_in_leaves else "local_norm"
-    for bug in BUGS:
-        for gradient in bug.gradients(run):
+    for bug, gradients in gradients_of_bugs(run).items():
+        for gradient in gradients:
             # Some gradients are parallel to the right one in this run. They explain no
             # other direction.
-            if math.isfinite(run.factor_along(gradient, run.gradient)):
+            if np.isfinite(factors_of(gradient, run.gradient, run.rounding)):
                 continue
             # New params have a negative factor.
-            factor = abs(run.factor_along(run.update, gradient))
+            factor = abs(factors_of(run.update, gradient, run.rounding))
             clip_factor = min(1.0, run.limit / norm_of(gradient))
             if run.is_close(factor, [1.0, clip_factor]).any():
-                return bug.name
+                return bug
     return "groups_apart" if is_multiple_in_leaves else "other_direction"
 
 
@@ -378,45 +309,15 @@ def _bug_of_factor(run: Run, peers: Sequence[Run]) -> str:
     is_above = run.case == "above"
     if is_above and run.is_close(run.step_factors, 1.0).all():
         return "not_clipped"
-    if run.is_close(run.step_norms, norm_from_factor(run)).all():
+    if run.is_close(run.step_norms, norms_from_factors(run)).all():
         # The step clips by the norm that it returns.
         return bug_of_norm(run, peers)
     peers_of_case = [peer for peer in peers if peer.case == run.case]
-    bug = _first_bug(run, peers_of_case, norm_from_factor)
+    bug = bug_of_norm(run, peers_of_case, norms_from_factors)
     # Above the limit a clip cancels the scale of gradients. So the limit is wrong.
     if is_above and bug in ("scaled", "averaged_twice"):
         return "other_limit"
     # Below the limit, the step may have clipped by a norm that is above it.
     if not is_above and bug in ("scaled", "unknown"):
-        return _first_bug(run, peers_of_case, norm_if_clipped)
+        return bug_of_norm(run, peers_of_case, norms_if_clipped)
     return bug
-
-
-def _first_bug(run: Run, peers: Sequence[Run], norms_of_run: NormsOf) -> str:
-    """The first bug that gives the norms of all devices.
-
-    If the norm over the right norm is equal in all peers, the bug must give the norms
-    of all of them. If no bug does, gradients are "scaled".
-    """
-
-    def ratio(peer: Run) -> float:
-        return peer.same_or_nan(norms_of_run(peer)) / peer.norm
-
-    is_constant = _is_constant(run, peers, ratio)
-    runs = [run, *peers] if is_constant else [run]
-    for bug in BUGS:
-        if all(_gives(bug, peer, norms_of_run(peer)) for peer in runs):
-            return bug.name
-    return "scaled" if is_constant else "unknown"
-
-
-def _gives(bug: Bug, run: Run, norms: np.ndarray) -> bool:
-    """Whether the norm of every device is a norm of the bug."""
-    is_equal = run.is_close(norms[:, None], bug.norms(run))
-    return bool(is_equal.any(axis=1).all())
-
-
-def _is_constant(run: Run, peers: Sequence[Run], ratio: Callable[[Run], float]) -> bool:
-    """Whether a ratio of this run is equal in all peers. One run shows nothing."""
-    ratios = [ratio(peer) for peer in peers]
-    return len(peers) > 1 and bool(run.is_close(ratios, ratio(run)).all())

@@ -10,12 +10,14 @@ is the marker, and has no gradient: a step that changes it has added weights.
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -28,7 +30,6 @@ PyTree = Any
 Arrays = dict[str, np.ndarray]
 Specs = dict[str, P]
 
-CALL = "check_step:"
 DEVICES = 8
 
 # ----------------------------------------------------------------------------- settings
@@ -62,20 +63,18 @@ class Setting(NamedTuple):
     @staticmethod
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
         """A loss whose gradient is the mean over the examples of `batch`."""
-
-        def mean_product(w: jax.Array, x: jax.Array) -> jax.Array:
-            return jnp.sum(w[None] * x) / len(x)
-
-        products = jax.tree.map(mean_product, params, batch)
-        return sum(jax.tree.leaves(products), jnp.zeros(()))
+        means = jax.tree.map(lambda x: x.mean(axis=0), batch)
+        products = jax.tree.map(lambda w, x: jnp.sum(w * x), params, means)
+        return jnp.asarray(optax.tree.sum(products))
 
 
-def setting_in_16_bits(name: str, dtype: DTypeLike, max_norm: float) -> Setting:
+def setting_in_16_bits(dtype: DTypeLike) -> Setting:
     return Setting(
-        name=name,
+        name=jnp.dtype(dtype).name,
         specs=dict.fromkeys(MANY_LEAVES, P()),
         batch_specs=dict.fromkeys(MANY_LEAVES, P("data")),
-        max_norm=max_norm,
+        # So large that clipped gradients do not underflow in float16.
+        max_norm=64.0,
         dtype=dtype,
     )
 
@@ -96,9 +95,8 @@ SETTINGS = {
         specs=REPLICATED | {"experts": P("expert")},
         batch_specs=SPLIT_BATCH | {"experts": P("data", "expert")},
     ),
-    "bfloat16": setting_in_16_bits("bfloat16", jnp.bfloat16, max_norm=0.25),
-    # A limit so large that clipped gradients do not underflow.
-    "float16": setting_in_16_bits("float16", jnp.float16, max_norm=64.0),
+    "bfloat16": setting_in_16_bits(jnp.bfloat16),
+    "float16": setting_in_16_bits(jnp.float16),
 }
 
 # ---------------------------------------------------------------------------- gradients
@@ -106,7 +104,7 @@ SETTINGS = {
 # norm / limit of each case. 37 is not a usual scale, nor a number of devices. It brings
 # some elements above the limit. In the case "below" a loss scale of 2^16 still leaves
 # the norm below the limit.
-NORM_OVER_LIMIT = {"above": 37.0, "below": 1e-6, "nan": 37.0}
+CASES = {"above": 37.0, "below": 1e-6, "nan": 37.0}
 
 
 def batch_of(setting: Setting, case: str) -> Arrays:
@@ -120,13 +118,15 @@ def batch_of(setting: Setting, case: str) -> Arrays:
     for name, (first, other) in _two_examples(setting, case).items():
         # In 16 bits both are equal. Then the mean of eight is exact: (9 + 7) / 8 = 2.
         leaf = np.stack([9.0 * first] + [other] * (count - 1))
-        leaf.reshape(count, -1)[:, 0] = 0.0  # the marker has no gradient
+        # The marker has no gradient. `reshape` returns a view of the leaf.
+        leaf.reshape(count, -1)[:, 0] = 0.0
         batch[name] = leaf
     if setting.dtype != jnp.float32:
         return batch
     norm = norm_of(_flat(_mean(batch)))
-    scale = NORM_OVER_LIMIT[case] * setting.max_norm / norm
-    batch = {name: (scale * leaf).astype("f4") for name, leaf in batch.items()}
+    scale = CASES[case] * setting.max_norm / norm
+    for name, leaf in batch.items():
+        batch[name] = np.float32(scale * leaf)
     if case == "nan":
         batch["experts"][-1, -1, -1, -1] = np.nan
     return batch
@@ -135,7 +135,7 @@ def batch_of(setting: Setting, case: str) -> Arrays:
 def _two_examples(setting: Setting, case: str) -> Arrays:
     """The first example, and the example that is repeated: [2, ...] for each leaf."""
     if setting.dtype == jnp.float32:
-        # Each run has its own draw, so that runs do not agree by chance.
+        # The name of a run is its seed, so that runs do not agree by chance.
         seed = [*f"{setting.name} {case}".encode()]
         random = np.random.default_rng(seed)
         examples = {}
@@ -143,23 +143,24 @@ def _two_examples(setting: Setting, case: str) -> Arrays:
             examples[name] = random.normal(0.5, 1.0, (2, *shape))
         return examples
     # The means are twice these numbers, and 16 bits hold both. In bfloat16 the squares
-    # of 16 means of 8 add to 1024, and the next number is 1032. In float16 the square
-    # of a mean of 600 is beyond the largest number.
-    large = 4.0 if setting.dtype == jnp.bfloat16 else 300.0
-    small = np.array([0.0, 0.5, 0.5, 0.25])
-    examples = {name: np.tile(small, (2, 1)) for name in MANY_LEAVES}
-    examples["large"] = np.full((2, 17), large)
+    # of 16 means of 512 add to 2^22, and the next number is 2^22 + 2^15. The squares of
+    # a small leaf add to 9216. In float16 the square of 512 is inf.
+    examples = {}
+    for name in MANY_LEAVES:
+        examples[name] = np.tile([0.0, 32.0, 32.0, 16.0], (2, 1))
+    examples["large"] = np.full((2, 17), 256.0)
     return examples
 
 
 def _mean(batch: Arrays) -> Arrays:
     """The mean of the examples."""
-    return {name: leaf.mean(0, np.float64) for name, leaf in batch.items()}
+    return jax.tree.map(lambda leaf: leaf.mean(0, np.float64), batch)
 
 
 def _flat(tree: PyTree) -> np.ndarray:
     """[numbers]: all numbers of a tree, with its leaves sorted by name."""
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+    leaves = jax.tree.leaves(tree)
+    return np.concatenate([np.ravel(leaf) for leaf in leaves])
 
 
 def norm_of(row: ArrayLike) -> float:
@@ -168,8 +169,8 @@ def norm_of(row: ArrayLike) -> float:
 
 
 def norms_of(rows: np.ndarray) -> np.ndarray:
-    """[rows]: the norm of each row."""
-    return np.linalg.norm(rows, axis=1)
+    """The norm of each row."""
+    return np.linalg.norm(rows, axis=-1)
 
 
 # --------------------------------------------------------------------------------- runs
@@ -180,18 +181,18 @@ class Run(NamedTuple):
 
     setting: Setting
     case: str  # gradients "above" or "below" the limit, or with a "nan"
+    rounding: float  # relative, of a norm, a factor or an update
 
-    # Right numbers, in float64. Numbers of devices are rounded to float32.
+    # Right numbers, in float64.
     batch: np.ndarray  # [examples, numbers]: gradients of the examples
     gradient: np.ndarray  # [numbers]: their mean
     leaf_norms: np.ndarray  # [leaves]: norms of the gradient
     shards: np.ndarray  # [devices, numbers]: the gradient that a device holds
-    batch_means: np.ndarray  # [devices, numbers]: the mean of a device's examples
 
     # What the step gave.
     step_norms: np.ndarray  # [devices]: the norm that it returned
     update: np.ndarray  # [numbers]: of the first copy, 0 for the markers
-    step_factors: np.ndarray  # [leaves, devices]: update over gradient, or NaN
+    step_factors: np.ndarray  # [devices, leaves]: update over gradient, or NaN
     drift: np.ndarray  # [leaves]: change of the markers
     has_nan: np.ndarray  # [devices]: a NaN is in the update
     replicas_differ: bool  # devices hold different copies of new params or updates
@@ -201,128 +202,98 @@ class Run(NamedTuple):
         return self.setting.max_norm
 
     @property
-    def microbatches(self) -> int:
-        return self.setting.microbatches
-
-    @property
-    def data_devices(self) -> int:
-        """The number of devices along "data"."""
-        return self.setting.mesh_shape[0]
-
-    @property
     def norm(self) -> float:
         """The right norm."""
         return norm_of(self.gradient)
 
-    @property
-    def factor(self) -> float:
-        """The right factor."""
-        return min(1.0, self.limit / self.norm)
-
     def factor_ratio(self) -> float:
         """Factor of the step / right factor. NaN if leaves or devices differ."""
-        return self.same_or_nan(self.step_factors) / self.factor
+        factor = min(1.0, self.limit / self.norm)
+        return self.same_or_nan(self.step_factors) / factor
 
     def same_or_nan(self, numbers: np.ndarray) -> float:
         """The number that all are equal to, or NaN. It is finite."""
         first = numbers.flat[0]
-        is_same = np.isfinite(first) and self.is_close(numbers, first).all()
-        return first if is_same else math.nan
+        if np.isfinite(first) and self.is_close(numbers, first).all():
+            return first
+        return math.nan
 
     def is_close(self, numbers: ArrayLike, others: ArrayLike) -> np.ndarray:
         """Whether numbers are equal but for rounding."""
-        return np.isclose(numbers, others, rtol=_rounding(self.setting), atol=0)
-
-    def factor_along(self, update: np.ndarray, gradient: np.ndarray) -> float:
-        """Update over gradient, or NaN."""
-        (factor,) = factors_of(update[None], gradient[None], _rounding(self.setting))
-        return factor
-
-
-def _rounding(setting: Setting) -> float:
-    """The relative rounding of a norm, a factor or an update."""
-    # A float32 sum has at most 400 numbers. In 16 bits update, factor and norm are
-    # rounded once or twice each.
-    return 3e-5 if setting.dtype == jnp.float32 else 2.0**-6
+        return np.isclose(numbers, others, rtol=self.rounding, atol=0)
 
 
 def runs_of(make_step: Callable[[Setting], Step], setting: Setting) -> list[Run]:
     """Runs the step of a setting, in 16 bits with gradients above the limit only."""
-    # A trainer may write into its specs. So it gets copies.
-    specs = dict(setting.specs)
-    batch_specs = dict(setting.batch_specs)
-    step = make_step(setting._replace(specs=specs, batch_specs=batch_specs))
+    # A trainer may write into its specs.
+    step = make_step(deepcopy(setting))
     if not callable(step):
-        raise TypeError(f"{CALL} make_step must return a step, got {shown(step)}.")
-    cases = NORM_OVER_LIMIT if setting.dtype == jnp.float32 else ["above"]
-    return [_run(step, setting, case) for case in cases]
+        raise TypeError(f"check_step: make_step must return a step, got {shown(step)}.")
+    if setting.dtype != jnp.float32:
+        return [_run(step, setting, "above")]
+    return [_run(step, setting, case) for case in CASES]
 
 
 def _run(step: Step, setting: Setting, case: str) -> Run:
     """Runs the step once, and reads its norm, update and factors from all devices."""
-    # Right numbers.
+    # A float32 sum has at most 400 numbers. In 16 bits update, factor and norm are
+    # rounded once or twice each.
+    rounding = 3e-5 if setting.dtype == jnp.float32 else 2.0**-6
+
     batch = batch_of(setting, case)
     examples = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(batch)]
     mean = _mean(batch)
     gradient = _flat(mean)
-    leaf_norms = [norm_of(leaf) for leaf in jax.tree.leaves(mean)]
     shards = _per_device(setting, setting.specs, mean)
 
-    # The step, with the marker where the gradient is 0.
+    # A marker stands where the gradient is 0.
     marker = np.float32(setting.max_norm)
-    params = {name: np.where(leaf, 0.0, marker) for name, leaf in mean.items()}
+    params = {}
+    for name, leaf in mean.items():
+        params[name] = np.where(leaf, 0.0, marker)
     output, norm = _call_step(step, setting, params, batch)
-    (norms,) = _per_device(setting, P(), norm)
-    # `outputs` are as the step left them on each device. `copies` are made of the first
-    # copy, so they differ from outputs where replicas do.
+    # A norm is a tree of one leaf, with one number on each device.
+    (step_norms,) = _per_device(setting, P(), norm)
     outputs = _per_device(setting, setting.specs, output)
+    # If replicas differ, the copies are other numbers than the outputs.
     first_copy = jax.tree.map(np.float64, output)
     copies = _per_device(setting, setting.specs, first_copy)
-    is_equal = np.array_equal(np.hstack(outputs), np.hstack(copies), equal_nan=True)
-    flat_output = _flat(first_copy)
+    replicas_are_equal = np.array_equal(
+        np.hstack(outputs), np.hstack(copies), equal_nan=True
+    )
     factors = []
-    for updates, gradients in zip(outputs, shards):
-        factors.append(factors_of(updates, gradients, _rounding(setting)))
-    step_factors = np.array(factors)
-    # New params have a negative factor, updates a positive one. The first is made
-    # positive, so that a leaf of the opposite sign is still found.
+    for leaf_outputs, leaf_shards in zip(outputs, shards):
+        factors.append(factors_of(leaf_outputs, leaf_shards, rounding))
+    step_factors = np.stack(factors, axis=1)
+    # New params have a negative factor, updates a positive one. The first leaf has a
+    # positive one now, so a leaf of the opposite sign still shows.
     step_factors *= np.copysign(1.0, step_factors[0, 0])
+
+    flat_output = _flat(first_copy)
+    drift = flat_output[gradient == 0.0]
+    # New params hold the markers, updates hold 0.
+    if drift.mean() > marker / 2:
+        drift = drift - marker
     return Run(
         setting=setting,
         case=case,
+        rounding=rounding,
         batch=np.hstack(examples),
         gradient=gradient,
-        leaf_norms=np.array(leaf_norms),
+        leaf_norms=np.array([norm_of(leaf) for leaf in jax.tree.leaves(mean)]),
         shards=np.hstack(shards),
-        batch_means=_batch_means(setting, batch),
-        step_norms=norms[:, 0],
+        step_norms=step_norms[:, 0],
         update=np.where(gradient, flat_output, 0.0),
         step_factors=step_factors,
-        drift=_drift(flat_output[gradient == 0.0], marker),
+        drift=drift,
         has_nan=np.isnan(norms_of(np.hstack(outputs))),
-        replicas_differ=not is_equal,
+        replicas_differ=not replicas_are_equal,
     )
-
-
-def _batch_means(setting: Setting, batch: Arrays) -> np.ndarray:
-    """[devices, numbers]: the mean of a device's examples."""
-    # Each device holds as many examples as there are micro-batches.
-    shape = (setting.mesh.size, setting.microbatches, -1)
-    means = []
-    for leaf in _per_device(setting, setting.batch_specs, batch):
-        means.append(leaf.reshape(shape).mean(axis=1))
-    return np.hstack(means)
-
-
-def _drift(markers: np.ndarray, marker: np.float32) -> np.ndarray:
-    """[leaves]: the change of the markers. New params hold them, updates hold 0."""
-    is_params = markers.mean() > marker / 2
-    return markers - (marker if is_params else 0.0)
 
 
 def _call_step(
     step: Step, setting: Setting, params: Arrays, batch: Arrays
-) -> tuple[PyTree, jax.Array]:
+) -> tuple[Arrays, ArrayLike]:
     """Returns what the step returns: new params or updates, and the norm."""
     cast = partial(jnp.asarray, dtype=setting.dtype)
     weights, examples = jax.tree.map(cast, (params, batch))
@@ -330,14 +301,15 @@ def _call_step(
         _placed(setting, setting.specs, weights),
         _placed(setting, setting.batch_specs, examples),
     )
-    must = f"{CALL} the step must return (new params or updates, norm)"
+    must = "check_step: the step must return (new params or updates, norm)"
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"{must}, got {shown(result)}.")
     output, norm = result
-    check_scalar(f"{CALL} the norm", norm)
+    check_scalar("check_step: the norm", norm)
     shapes = jax.tree.map(jnp.shape, params)
     output_shapes = jax.tree.map(jnp.shape, output)
-    if output_shapes != shapes:
+    # A FrozenDict is equal to a dict.
+    if type(output) is not dict or output_shapes != shapes:
         raise ValueError(
             f"{must}, the first in the shapes of params, {shapes}, got "
             f"{shown(output_shapes)}."
@@ -357,25 +329,27 @@ def _per_device(setting: Setting, specs: PyTree, tree: PyTree) -> list[np.ndarra
     """The shards of each leaf: [devices, numbers]."""
     leaves = []
     for leaf in jax.tree.leaves(_placed(setting, specs, tree)):
-        shard_of_device = {
-            shard.device: np.float64(shard.data) for shard in leaf.addressable_shards
-        }
-        shards = [shard_of_device[device] for device in setting.mesh.devices.flat]
-        leaves.append(np.reshape(shards, (len(shards), -1)))
+        shards = {}
+        for shard in leaf.addressable_shards:
+            shards[shard.device] = np.ravel(np.float64(shard.data))
+        in_order = [shards[device] for device in setting.mesh.devices.flat]
+        leaves.append(np.stack(in_order))
     return leaves
 
 
 # inf - inf is NaN: no factor.
 @np.errstate(invalid="ignore")
 def factors_of(
-    updates: np.ndarray, gradients: np.ndarray, tolerance: float
+    updates: np.ndarray, gradients: np.ndarray, rounding: float
 ) -> np.ndarray:
-    """[rows]: update over gradient. NaN where one is no multiple of the other."""
+    """[...]: update over gradient, both [..., numbers]. NaN where one is no multiple of
+    the other.
+    """
     # The markers are left out.
     updates = np.where(gradients, updates, 0.0)
-    products = np.sum(updates * gradients, axis=1)
-    squares = np.sum(gradients**2, axis=1)
+    products = np.sum(updates * gradients, axis=-1)
+    squares = np.sum(gradients**2, axis=-1)
     factors = products / squares
-    differences = norms_of(updates - factors[:, None] * gradients)
-    is_multiple = differences <= tolerance * norms_of(updates)
+    differences = norms_of(updates - factors[..., None] * gradients)
+    is_multiple = differences <= rounding * norms_of(updates)
     return np.where(is_multiple, factors, math.nan)

@@ -1,19 +1,10 @@
 """The command `python -m optaxclip.autopsy step.npz train:loss`."""
 
 import argparse
-import pkgutil
 import sys
-from typing import Any
 
+from ..check import object_of
 from . import why
-
-
-def resolved(name: str) -> Any:
-    """The object of a name `module:name`."""
-    try:
-        return pkgutil.resolve_name(name)
-    except (AttributeError, ImportError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"there is no {name!r}: {error}.") from None
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -21,12 +12,14 @@ def main(arguments: list[str] | None = None) -> None:
     chip, dtype, data, layer or model.
     """
     # Before Python 3.14 argparse would call the program `__main__.py`.
-    parser = argparse.ArgumentParser("python -m optaxclip.autopsy", None, main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m optaxclip.autopsy", description=main.__doc__
+    )
     add = parser.add_argument
     add("file", help="the path that was given to save")
-    add("loss", type=resolved, help="module:loss, what the step differentiates")
-    add("--wide", type=resolved, help="module:loss, the same loss in float32")
-    add("--like", type=resolved, help="module:trees, (params, batch) as saved")
+    add("loss", type=object_of, help="module:loss, what the step differentiates")
+    add("--wide", type=object_of, help="module:loss, the same loss in float32")
+    add("--like", type=object_of, help="module:trees, (params, batch) as saved")
     add("--microbatch", type=int, default=1, help="examples at once (default: 1)")
     options = parser.parse_args(arguments)
     try:
@@ -37,13 +30,11 @@ def main(arguments: list[str] | None = None) -> None:
             like=options.like,
             microbatch=options.microbatch,
         )
-    except OSError as error:
-        sys.exit(str(error))
-    except (TypeError, ValueError) as error:
-        # An error of the loss needs its traceback, a wrong argument does not.
-        if not str(error).startswith("why: "):
-            raise
-        sys.exit(str(error))
+    except (OSError, TypeError, ValueError) as error:
+        # An error of the loss needs its traceback. A wrong file or argument does not.
+        if isinstance(error, OSError) or str(error).startswith("why: "):
+            sys.exit(str(error))
+        raise
     print(verdict)
 
 

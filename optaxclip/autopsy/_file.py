@@ -3,7 +3,7 @@
 A file is an archive of NumPy's arrays:
 
     header    JSON: metrics, the structure of the trees, and a row for each leaf
-    shards    the parts of leaves that a process holds, by leaf index and bounds
+    shards    the parts of leaves that a process holds, by name of leaf and bounds
 
 Nothing is pickled, so a file runs no code when it is read.
 """
@@ -12,7 +12,6 @@ import ast
 import contextlib
 import json
 import re
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,19 +28,13 @@ from .._metrics import metrics
 PyTree = Any
 
 
-class Trees(NamedTuple):
-    """What is saved of a step as arrays."""
+class Step(NamedTuple):
+    """What is saved of a step."""
 
     params: PyTree
     batch: PyTree
     moments: dict[str, Any]  # second moments of Adam, by the name of a weight
-
-
-class Step(NamedTuple):
-    """A step that was read."""
-
-    trees: Trees
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # in the header, because they are no arrays
 
 
 def by_name(tree: PyTree) -> dict[str, Any]:
@@ -102,41 +95,33 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
             "save: params, batch and state have no values inside jit. Call save "
             "outside, or by jax.debug.callback."
         )
-    try:
-        numbers = metrics(state, floats=True)
-    except (TypeError, ValueError) as error:
-        error.add_note("save: opt_state is its argument state.")
-        raise
     moments = {}
-    # `nu` of Adam, in any wrapper.
-    for _, nu in optax.tree.get_all_with_path(state, "nu"):
-        moments |= by_name(nu)
-    trees = Trees(params, batch, moments)
+    # `nu` is a field of Adam's state. A weight may have this name, too.
+    for path_of_nu, nu in optax.tree.get_all_with_path(state, "nu"):
+        if isinstance(path_of_nu[-1], optax.tree_utils.NamedTupleKey):
+            moments |= by_name(nu)
+    step = Step(params, batch, moments, metrics={})
 
-    rows = []
+    rows = {}
     arrays: dict[str, Any] = {}
-    for leaf_index, (name, leaf) in enumerate(by_name(trees).items()):
+    for name, leaf in by_name(step).items():
         array = _as_array(name, leaf)
         random_key = None
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             random_key = str(jax.random.key_impl(array))
             array = jax.random.key_data(array)
-        row = {
-            "name": name,
+        rows[name] = {
             "shape": array.shape,
             "dtype": array.dtype.name,
             "random_key": random_key,
         }
-        rows.append(row)
         for bounds, shard in _shards(array):
-            arrays[json.dumps([leaf_index, bounds])] = shard
-    leaf_indices = jax.tree.unflatten(jax.tree.structure(trees), range(len(rows)))
+            arrays[json.dumps([name, bounds])] = shard
     header = {
-        "metrics": numbers,
-        "processes": jax.process_count(),
+        "metrics": metrics(state, floats=True),
         "leaves": rows,
         "moments": list(moments),
-        "trees": repr(tuple(leaf_indices)),
+        "trees": repr(tuple(jax.tree.map(lambda _: 0, step))),
     }
     arrays["header"] = np.array(json.dumps(header))
     path = _path_of_process(Path(path))
@@ -158,10 +143,12 @@ def _as_array(name: str, leaf: Any) -> jax.Array:
 def _shards(array: jax.Array) -> Iterator[tuple[list[Any], np.ndarray]]:
     """The shards that this process holds, each with its bounds along all axes."""
     for shard in array.addressable_shards:
-        # Of copies on several devices the first one.
+        # Copies on several devices are equal. The first one is written.
         if shard.replica_id == 0:
             bounds = [(extent.start, extent.stop) for extent in shard.index]
-            yield bounds, np.asarray(shard.data)
+            # NumPy writes dtypes that are not its own as bytes, but not float8_e5m2.
+            as_bytes = np.dtype((np.void, array.dtype.itemsize))
+            yield bounds, np.asarray(shard.data).view(as_bytes)
 
 
 def _path_of_process(path: Path) -> Path:
@@ -205,29 +192,28 @@ def load(path: str | Path, like: PyTree = None) -> Step:
     header = json.loads(str(arrays.pop("header")))
     structure = _structure(header, like)
 
-    leaves = []
-    for row in header["leaves"]:
-        leaves.append(np.empty(row["shape"], jnp.dtype(row["dtype"])))
-    size = sum(leaf.size for leaf in leaves)
+    leaves = {}
+    for name, row in header["leaves"].items():
+        leaves[name] = np.empty(row["shape"], jnp.dtype(row["dtype"]))
+    size = sum(leaf.size for leaf in leaves.values())
     size_of_shards = sum(shard.size for shard in arrays.values())
     if size_of_shards != size:
         raise ValueError(
-            f"why: {path} must have the files of {header['processes']} processes, got "
-            f"{len(paths)} with {size_of_shards} of {size} numbers. Put them into one "
-            "folder."
+            f"why: {path} must have the files of all processes, got {len(paths)} with "
+            f"{size_of_shards} of {size} numbers. Put them into one folder."
         )
     for key, shard in arrays.items():
-        leaf_index, bounds = json.loads(key)
+        name, bounds = json.loads(key)
         slices = tuple(slice(start, stop) for start, stop in bounds)
-        leaf = leaves[leaf_index]
-        # NumPy reads bfloat16 as bytes.
+        leaf = leaves[name]
         leaf[slices] = shard.view(leaf.dtype)
-    for leaf_index, row in enumerate(header["leaves"]):
+    for name, row in header["leaves"].items():
         if row["random_key"]:
-            leaves[leaf_index] = jax.random.wrap_key_data(
-                leaves[leaf_index], impl=row["random_key"]
+            leaves[name] = jax.random.wrap_key_data(
+                leaves[name], impl=row["random_key"]
             )
-    return Step(jax.tree.unflatten(structure, leaves), header["metrics"])
+    step = jax.tree.unflatten(structure, leaves.values())
+    return step._replace(metrics=header["metrics"])
 
 
 def _paths_of_processes(path: Path) -> list[Path]:
@@ -242,16 +228,15 @@ def _paths_of_processes(path: Path) -> list[Path]:
 
 
 def _merged(paths: list[Path]) -> dict[str, np.ndarray]:
-    """The arrays of all files of a step. Headers are equal, and copies of a shard."""
+    """The arrays of all files of a step. All files have the same header."""
     merged: dict[str, np.ndarray] = {}
     for path in paths:
         for key, array in _arrays(path).items():
             first_copy = merged.setdefault(key, array)
             if array.tobytes() != first_copy.tobytes():
                 raise ValueError(
-                    f"why: {paths[0]} and {path.name} differ in "
-                    f"{_name(key, merged['header'])}. Save the same step in all "
-                    "processes, and global arrays."
+                    f"why: {paths[0]} and {path.name} differ in {key}. Save the same "
+                    "step in all processes, and global arrays."
                 )
     return merged
 
@@ -263,33 +248,26 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
             arrays = dict(np.load(file))
             # A header of another program has no leaves.
             json.loads(str(arrays["header"]))["leaves"]
-        except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile):
+        except Exception:
+            # NumPy, zipfile and JSON have errors of ten types for a broken file.
             raise ValueError(f"why: {path} must be a file of autopsy.save.") from None
     return arrays
 
 
-def _name(key: str, header: np.ndarray) -> str:
-    """The name of the leaf whose shard has this key, or the word header."""
-    if key == "header":
-        return key
-    leaf_index, _ = json.loads(key)
-    return json.loads(str(header))["leaves"][leaf_index]["name"]
-
-
 def _structure(header: dict[str, Any], like: PyTree) -> Any:
-    """The structure of the trees that were saved."""
-    trees = None
+    """The structure of the step that was saved."""
+    step = None
     if like is None:
-        # The text is no literal if it has classes in it: "Params(w=0, b=1)".
+        # The text is no literal if it has classes in it: "Params(w=0, b=0)".
         with contextlib.suppress(SyntaxError, ValueError):
-            trees = Trees(*ast.literal_eval(header["trees"]))
+            step = Step(*ast.literal_eval(header["trees"]))
     elif isinstance(like, (tuple, list)) and len(like) == 2:
         params, batch = like
-        trees = Trees(params, batch, moments=dict.fromkeys(header["moments"], 0))
+        step = Step(params, batch, dict.fromkeys(header["moments"], 0), metrics={})
     # Two structures may have as many leaves. Their names tell which leaf is which.
-    if list(by_name(trees)) != [row["name"] for row in header["leaves"]]:
+    if list(by_name(step)) != list(header["leaves"]):
         raise ValueError(
             "why: like=(params, batch) must show the structure that was saved, unless "
             f"that is of dicts, lists and tuples: {header['trees'][:200]}"
         )
-    return jax.tree.structure(trees)
+    return jax.tree.structure(step)

@@ -1,18 +1,14 @@
-"""What broke a step: the first cause whose removal brings it within the limit.
-
-    chip     replayed three times, the step has several values
-    dtype    in float32 it is within the limit
-    data     without the examples that stand out it is within the limit
-    layer    without the tensors that stand out it is within the limit
-    model    none of these: weights, learning rate, or the batch as a whole
+"""What broke a step: the first cause without which it is within its limit.
 
 The value of a step is the norm of its gradient, or its loss where only the loss broke
 its limit. A value that is not finite counts as inf.
 
     recording    the value and its limit, from the state of the optimizer
-    replay       the value, and the norm of each tensor, computed from weights and batch
-    evidence     all replays of a step
+    replay       the value and the gradient, computed from weights and batch
+    evidence     what all replays of a step show
     verdict      the cause, from recording and evidence
+
+An example or a tensor is far if it stands out from the others.
 """
 
 import math
@@ -27,14 +23,14 @@ import numpy as np
 
 from .._checks import check_length, is_function, shown
 from .._norms import global_norm, tensor_norm
-from ._file import PyTree, Trees, by_name, load
+from ._file import PyTree, by_name, load
 
 Loss = Callable[..., Any]
 
 # Relative tolerance between values of equal steps: about the root of bfloat16's eps.
 ROUNDING = 0.1
-# An example is far, or stands out, above so many medians of all examples. A tensor is
-# far if its gradient grew by so many medians of all tensors.
+# An example is far above so many medians of all examples. A tensor is far if its
+# gradient grew by so many medians of all tensors.
 FAR_EXAMPLE = 5
 FAR_TENSOR = 10
 # The limit where the state has none, in medians of the examples.
@@ -96,41 +92,33 @@ class Recording(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """Replays of each example alone, and of the batch without those that stand out."""
+    """Replays of each example alone, and of the batch without the far ones."""
 
-    size: int  # how many, 0 where the batch cannot be split into examples
     median: float  # NaN where no example has a gradient
     far: list[int]  # places in the batch, the furthest first
     value_without_far: float
 
 
 class Tensors(NamedTuple):
-    """Weights that are not finite, and gradients that grew, by name."""
+    """Weights and gradients that may be at fault, by name."""
 
     not_finite: list[str]  # weights
-    far: list[str]  # gradients that stand out
-    most_grown: list[str]  # the gradient that grew most, none without Adam's moments
+    far: list[str]  # gradients. If none is far, the one that grew most
     norm_without_far: float
 
 
 class Evidence(NamedTuple):
-    """The results of all replays of a step."""
+    """What all replays of a step show."""
 
     repeats: list[float]  # values of three replays of the step as it was
     in_float32: float  # the value in float32
     examples: Examples
     tensors: Tensors
-    not_told: list[str]  # causes that could not be judged
+    not_told: list[str]  # causes that cannot be judged
 
 
-class Replay(NamedTuple):
-    """One replay. Numbers that are not finite are inf."""
-
-    value: jax.Array  # float[]: the norm of the gradient, or the loss
-    norms: list[jax.Array]  # float[] for each tensor
-
-
-Program = Callable[[PyTree, PyTree], Replay]  # of weights and a batch
+# A function of weights and batch, to the value of the step and its gradient.
+Program = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 
 
 def why(
@@ -201,54 +189,78 @@ def why(
     check_length("why: microbatch", microbatch)
     step = load(file, like)
     recording = _recording(step.metrics)
-    evidence = _evidence(
-        _program(loss, recording.quantity),
-        _program(wide or loss, recording.quantity),
-        step=step.trees,
-        microbatch=microbatch,
+    program = _program(loss, recording.quantity)
+    wide_program = _program(wide or loss, recording.quantity)
+
+    repeats = []
+    for _ in range(3):
+        value, _ = program(step.params, step.batch)
+        repeats.append(float(value))
+    params, batch = jax.tree.map(_in_float32, (step.params, step.batch))
+    # Matmuls of float32 have fewer digits by default on GPU and TPU.
+    with jax.default_matmul_precision("highest"):
+        value, grads = wide_program(params, batch)
+        examples = _examples(wide_program, params, batch, int(microbatch))
+
+    not_told = []
+    if math.isnan(recording.value):
+        # A norm with a name of its own may be of a part, as in `optax.partition`.
+        not_told.append(
+            "chip: no norm of the whole gradient under skip/norm, spike/norm, "
+            "clip/norm_before or record/norm"
+        )
+    # The text of a program has the dtype of each variable: f16[8] or bf16[8].
+    if "f16[" in str(jax.make_jaxpr(wide_program)(params, batch)):
+        not_told.append("dtype: 16 bits are left in float32, wide= takes another loss")
+    if _count(batch) == 0:
+        not_told.append("data: the arrays of the batch have no common first axis")
+    if not step.moments:
+        not_told.append(
+            "layer: without second moments of Adam only gradients that are not finite "
+            "stand out"
+        )
+    evidence = Evidence(
+        repeats=repeats,
+        in_float32=float(value),
+        examples=examples,
+        tensors=_tensors(params, grads, step.moments),
+        not_told=not_told,
     )
     return _verdict(recording, evidence)
 
 
 # -------------------------------------------------------------------------- measuring
 
-# Prefixes of metrics that have the norm of the whole gradient. The recorder comes last:
-# behind a clipper it has the norm of clipped gradients.
-PREFIXES = ("skip", "spike", "clip", "record")
-
 
 def _recording(metrics: dict[str, float]) -> Recording:
-    """Finds the norm or the loss in the metrics of a state, with its limit."""
-    prefixes: list[str] = list(PREFIXES)
+    """Finds the norm in the metrics of a state, or a loss that broke its limit alone.
+
+    The norm is NaN where the state has none.
+    """
+    # Metrics of these states have the norm of the whole gradient. The recorder comes
+    # last: behind a clipper it has the norm of clipped gradients.
+    prefixes = ["skip", "spike", "clip", "record"]
+    numbers = {}
     for name, number in metrics.items():
+        # NaN is within no limit, and neither is inf.
+        numbers[name] = math.inf if math.isnan(number) else number
         prefix, _, metric = name.partition("/")
-        # Of two skips, the one that skipped comes first: skip_2/skipped. A skip with a
-        # name of its own is left out: skip/a/skipped. In optax.partition it has the
-        # norm of a part of the gradient.
+        # Of two skips, the one that skipped comes first: skip_2/skipped. In
+        # optax.partition a skip has a name, as in skip/a/skipped. It is left out,
+        # because its norm is of one part of the gradient.
         if metric == "skipped" and number:
             prefixes.insert(0, prefix)
     for prefix in prefixes:
-        norm = metrics.get(f"{prefix}/norm", metrics.get(f"{prefix}/norm_before"))
-        if norm is not None:
-            return _norm_or_loss(metrics, prefix, norm)
+        norm = numbers.get(f"{prefix}/norm", numbers.get(f"{prefix}/norm_before"))
+        limit = numbers.get(f"{prefix}/limit", math.inf)
+        loss = numbers.get(f"{prefix}/loss", -math.inf)
+        loss_limit = numbers.get(f"{prefix}/loss_limit", math.inf)
+        if norm is None:
+            continue
+        if norm < limit and not loss < loss_limit:
+            return Recording("loss", value=loss, limit=loss_limit)
+        return Recording("norm", value=norm, limit=limit)
     return Recording("norm", value=math.nan, limit=math.inf)
-
-
-def _norm_or_loss(metrics: dict[str, float], prefix: str, norm: float) -> Recording:
-    """The loss if only the loss broke its limit, else the norm."""
-    limit = metrics.get(f"{prefix}/limit", math.inf)
-    loss = metrics.get(f"{prefix}/loss", -math.inf)
-    loss_limit = metrics.get(f"{prefix}/loss_limit", math.inf)
-    # NaN and inf are within no limit.
-    norm_is_within = norm < limit
-    loss_is_within = loss < loss_limit
-    if norm_is_within and not loss_is_within:
-        return Recording("loss", value=_inf_if_nan(loss), limit=loss_limit)
-    return Recording("norm", value=_inf_if_nan(norm), limit=limit)
-
-
-def _inf_if_nan(value: float) -> float:
-    return math.inf if math.isnan(value) else value
 
 
 def _program(loss: Loss, quantity: str) -> Program:
@@ -260,50 +272,17 @@ def _program(loss: Loss, quantity: str) -> Program:
         result = loss(params, *arguments)
         return result[0] if isinstance(result, tuple) else result
 
-    # The norms are computed outside of this jit. They do not depend on the shape of the
-    # batch, so they compile only once.
+    # The norm is computed outside of this jit. It does not depend on the shape of the
+    # batch, so it compiles only once.
     value_and_grad = jax.jit(jax.value_and_grad(loss_of_batch))
 
-    def program(params: PyTree, batch: PyTree) -> Replay:
+    def program(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         value, grads = value_and_grad(params, batch)
         if quantity == "norm":
             value = global_norm(grads)
-        replay = Replay(value, tensor_norm(jax.tree.leaves(grads)))
-        return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf), replay)
+        return jnp.where(jnp.isfinite(value), value, jnp.inf), grads
 
     return program
-
-
-def _evidence(
-    program: Program, wide_program: Program, *, step: Trees, microbatch: int
-) -> Evidence:
-    """Replays a step as it was, in float32, and without what stands out."""
-    repeats = []
-    for _ in range(3):
-        repeats.append(float(program(step.params, step.batch).value))
-    params, batch = jax.tree.map(_in_float32, (step.params, step.batch))
-    # Matmuls of float32 have fewer digits by default on GPU and TPU.
-    with jax.default_matmul_precision("highest"):
-        replay = wide_program(params, batch)
-        examples = _examples(wide_program, params, batch, microbatch)
-    not_told = []
-    # The text of a program has the dtype of each variable: f16[8] or bf16[8].
-    if "f16[" in str(jax.make_jaxpr(wide_program)(params, batch)):
-        not_told.append("dtype: 16 bits are left in float32, wide= takes another loss")
-    if examples.size == 0:
-        not_told.append("data: the arrays of the batch have no common first axis")
-    if not step.moments:
-        not_told.append(
-            "layer: without second moments of Adam only gradients that are not finite "
-            "stand out"
-        )
-    return Evidence(
-        repeats=repeats,
-        in_float32=float(replay.value),
-        examples=examples,
-        tensors=_tensors(params, replay.norms, step.moments),
-        not_told=not_told,
-    )
 
 
 def _in_float32(leaf: Any) -> Any:
@@ -319,73 +298,81 @@ def _has_examples(leaf: Any) -> bool:
     return leaf.ndim > 0 and not is_key
 
 
+def _count(batch: PyTree) -> int:
+    """The number of examples, or 0 if the arrays of the batch differ in it."""
+    counts = {len(leaf) for leaf in jax.tree.leaves(batch) if _has_examples(leaf)}
+    return counts.pop() if len(counts) == 1 else 0
+
+
 def _select(batch: PyTree, rows: slice | np.ndarray) -> PyTree:
     """The examples of a batch in these rows."""
     return jax.tree.map(lambda x: x[rows] if _has_examples(x) else x, batch)
 
 
-def _examples(
-    program: Program, params: PyTree, batch: PyTree, microbatch: int
-) -> Examples:
-    """Replays each microbatch alone, and the batch without those that stand out."""
-    sizes = {len(leaf) for leaf in jax.tree.leaves(batch) if _has_examples(leaf)}
-    size = sizes.pop() if len(sizes) == 1 else 0
+def _examples(program: Program, params: PyTree, batch: PyTree, length: int) -> Examples:
+    """Replays each microbatch alone, of this length, and the batch without far ones."""
+
+    def value_of(rows: slice | np.ndarray) -> float:
+        value, _ = program(params, _select(batch, rows))
+        return float(value)
+
+    count = _count(batch)
+    microbatches = [slice(begin, begin + length) for begin in range(0, count, length)]
     # All examples of a microbatch have its value.
-    values = np.empty(size)
-    for begin in range(0, size, microbatch):
-        rows = slice(begin, begin + microbatch)
-        values[rows] = program(params, _select(batch, rows)).value
+    values = np.empty(count)
+    for rows in microbatches:
+        values[rows] = value_of(rows)
+    # A mean over weights is 0 / 0 for padding, whose weights are 0. With other examples
+    # it is finite.
+    is_finite = np.isfinite(values)
+    for rows in microbatches:
+        if not is_finite[rows].any():
+            with_others = is_finite.copy()
+            with_others[rows] = True
+            if math.isfinite(value_of(with_others)):
+                values[rows] = 0.0
     # Masked examples have no gradient.
     nonzero_values = values[values != 0]
     median = median_low(nonzero_values) if nonzero_values.size else math.nan
     # A loss may be negative.
     is_far = values > FAR_EXAMPLE * abs(median)
-    if is_far.any():
-        batch = _select(batch, ~is_far)
     from_the_furthest = np.argsort(-values, kind="stable")
     return Examples(
-        size=size,
         median=float(median),
         far=[int(place) for place in from_the_furthest if is_far[place]],
-        value_without_far=float(program(params, batch).value),
+        value_without_far=value_of(~is_far if is_far.any() else slice(None)),
     )
 
 
-def _tensors(
-    params: PyTree, norms: list[jax.Array], moments: dict[str, np.ndarray]
-) -> Tensors:
-    """Finds the gradients that stand out against their history."""
+def _tensors(params: PyTree, grads: PyTree, moments: dict[str, np.ndarray]) -> Tensors:
+    """Finds weights that are not finite, and gradients that grew more than others.
+
+    The growth of a gradient is its norm over its history, the root of Adam's second
+    moments. It is 0 without a history.
+    """
     weights = by_name(params)
-    norm_of = dict(zip(weights, map(float, norms)))
-    growth_of = {}
-    for name, norm in norm_of.items():
-        growth_of[name] = _growth(norm, moments.get(name))
-    finite_growths = [x for x in growth_of.values() if 0 < x < math.inf]
-    # Without a history only gradients that are not finite are above the median.
+    norms = {}
+    growths = {}
+    for name, norm in zip(weights, map(float, tensor_norm(jax.tree.leaves(grads)))):
+        # Young moments are too small, by one factor for all tensors. It does not matter
+        # here: growths are only compared with growths.
+        history = math.sqrt(np.sum(moments.get(name, 0.0), dtype=np.float64))
+        norms[name] = norm
+        growths[name] = norm / history if history else 0.0
+        if not math.isfinite(norm):
+            growths[name] = math.inf
+    finite_growths = [growth for growth in growths.values() if 0 < growth < math.inf]
     median = median_low(finite_growths) if finite_growths else 0.0
-    far = [name for name in growth_of if growth_of[name] > FAR_TENSOR * median]
-    other_norms = [norm_of[name] for name in norm_of if name not in far]
-    grown = [name for name in growth_of if growth_of[name] > 0]
+    # Without a history growths are 0, or inf where a gradient is not finite.
+    far = [name for name in growths if growths[name] > FAR_TENSOR * median]
+    other_norms = [norms[name] for name in norms if name not in far]
+    if finite_growths and not far:
+        far = [max(growths, key=growths.__getitem__)]
     return Tensors(
         not_finite=[name for name in weights if not np.isfinite(weights[name]).all()],
         far=far,
-        most_grown=sorted(grown, key=growth_of.__getitem__, reverse=True)[:1],
         norm_without_far=math.hypot(*other_norms),
     )
-
-
-def _growth(norm: float, moments: np.ndarray | None) -> float:
-    """A norm over its history, the root of Adam's second moments. 0 without a history.
-
-    Young moments are too small, by one factor for all tensors. It does not matter here:
-    growths are only compared with growths.
-    """
-    if norm == math.inf:
-        return math.inf
-    if moments is None:
-        return 0.0
-    history = math.sqrt(np.sum(moments, dtype=np.float64))
-    return norm / history if history else 0.0
 
 
 # ---------------------------------------------------------------------------- judging
@@ -396,37 +383,29 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
     quantity = recording.quantity
     examples = evidence.examples
     tensors = evidence.tensors
-    limit = recording.limit
-    if limit == math.inf and not math.isnan(examples.median):
-        limit = LIMIT_IN_MEDIANS * abs(examples.median)
-    not_told = evidence.not_told
-    if math.isnan(recording.value):
-        # A norm with a name of its own may be of a part, as in `optax.partition`.
-        without_norm = (
-            "chip: no norm of the whole gradient under skip/norm, spike/norm, "
-            "clip/norm_before or record/norm"
-        )
-        not_told = [without_norm, *not_told]
+    if recording.limit == math.inf and not math.isnan(examples.median):
+        recording = recording._replace(limit=LIMIT_IN_MEDIANS * abs(examples.median))
     return Verdict(
-        cause=_cause(recording, evidence, limit),
+        cause=_cause(recording, evidence),
         examples=examples.far,
-        tensors=tensors.not_finite or tensors.far or tensors.most_grown,
+        tensors=tensors.not_finite or tensors.far,
         numbers={
             f"recorded {quantity}": recording.value,
             f"lowest {quantity} of three replays": min(evidence.repeats),
             f"highest {quantity} of three replays": max(evidence.repeats),
-            "limit": limit,
+            "limit": recording.limit,
             f"{quantity} in float32": evidence.in_float32,
             f"median {quantity} of examples": examples.median,
             f"{quantity} without far examples": examples.value_without_far,
             "norm without far tensors": tensors.norm_without_far,
         },
-        not_told=not_told,
+        not_told=evidence.not_told,
     )
 
 
-def _cause(recording: Recording, evidence: Evidence, limit: float) -> str:
+def _cause(recording: Recording, evidence: Evidence) -> str:
     """The first cause without which the value is within the limit."""
+    limit = recording.limit
     values = evidence.repeats
     if not math.isnan(recording.value):
         values = [recording.value, *values]

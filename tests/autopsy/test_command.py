@@ -63,7 +63,21 @@ def test_a_loss_that_is_not_there_is_named(path, capsys, name):
     with pytest.raises(SystemExit) as ended:
         command([str(path), name])
     assert ended.value.code == 2
-    assert f"there is no {name!r}" in capsys.readouterr().err
+    assert f"cannot import {name!r}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", ["TypeError", "ValueError", "ZeroDivisionError"])
+def test_a_module_that_raises_is_shown_with_its_line(
+    path, capsys, tmp_path, monkeypatch, error
+):
+    module = f"train_with_{error}"
+    (tmp_path / f"{module}.py").write_text(f"raise {error}('of the trainer')")
+    with pytest.raises(SystemExit) as ended:
+        command([str(path), f"{module}:loss"])
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert f"    raise {error}('of the trainer')" in printed
+    assert printed.endswith(f"cannot import '{module}:loss': of the trainer.\n")
 
 
 def test_a_file_of_no_use_ends_in_one_line(path):

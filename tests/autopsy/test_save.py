@@ -28,6 +28,7 @@ BITS = np.array([np.nan, -0.0, np.inf, 1e-40, 3.0], np.float32)
 PARAMS = {
     "narrow": jnp.asarray(BITS, jnp.bfloat16).reshape(5, 1),
     "half": jnp.asarray(BITS, jnp.float16),
+    "eighth": jnp.asarray(BITS, jnp.float8_e5m2),
     "layers": [jnp.asarray(BITS), None, (jnp.ones((2, 3)), jnp.zeros((0, 3)))],
 }
 
@@ -58,33 +59,44 @@ def test_weights_and_batch_come_back_bit_for_bit(tmp_path):
     batch = {"x": np.arange(4), "keys": keys, "raw": jax.random.PRNGKey(1)}
     path = save(tmp_path / "step.npz", PARAMS, batch, STATE)
     step = load(path)
-    for tree, saved in ((PARAMS, step.trees.params), (batch, step.trees.batch)):
+    for tree, saved in ((PARAMS, step.params), (batch, step.batch)):
         assert jax.tree.structure(saved) == jax.tree.structure(tree)
         assert bits(saved) == bits(jax.tree.map(jnp.asarray, tree))
-    assert step.trees.batch["keys"].dtype == keys.dtype
+    assert step.batch["keys"].dtype == keys.dtype
     assert step.metrics["clip/limit"] == 1
 
 
 def test_second_moments_have_the_names_of_weights(tmp_path):
     step = load(save(tmp_path / "step.npz", PARAMS, (), STATE))
-    assert set(step.trees.moments) == {
+    assert set(step.moments) == {
         "narrow",
         "half",
+        "eighth",
         "layers/0",
         "layers/2/0",
         "layers/2/1",
     }
     wanted = STATE.inner_state[1][0].nu["layers"][2][0]
-    assert bits(step.trees.moments["layers/2/0"]) == bits(wanted)
+    assert bits(step.moments["layers/2/0"]) == bits(wanted)
     w = jnp.ones(3)
     step = load(save(tmp_path / "step.npz", w, (), new_state(w)))
-    assert list(step.trees.moments) == [""]
+    assert list(step.moments) == [""]
+
+
+def test_weights_called_nu_are_no_second_moments(tmp_path):
+    """`mu` of Adam has a leaf of this name, too."""
+    params = {"nu": {"w": jnp.ones(2)}, "w": jnp.ones(3)}
+    state = new_state(params)
+    step = load(save(tmp_path / "step.npz", params, (), state))
+    wanted = state.inner_state[1][0].nu
+    assert list(step.moments) == ["nu/w", "w"]
+    assert bits(step.moments) == bits(wanted)
 
 
 def test_two_weights_never_share_a_name(tmp_path):
     params = {"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(3)}
     step = load(save(tmp_path / "step.npz", params, (), new_state(params)))
-    sizes = {name: moments.size for name, moments in step.trees.moments.items()}
+    sizes = {name: moments.size for name, moments in step.moments.items()}
     assert sizes == {"a/b": 2, "['a/b']": 3}
 
 
@@ -93,7 +105,7 @@ def test_another_structure_needs_to_be_shown(tmp_path):
     path = save(tmp_path / "step.npz", params, (jnp.ones(2),), STATE)
     with pytest.raises(ValueError, match=r"like=.* show the structure .*EmaState"):
         load(path)
-    assert bits(load(path, like=(params, (0,))).trees.params) == bits(params)
+    assert bits(load(path, like=(params, (0,))).params) == bits(params)
     # In another order weights would be swapped.
     swapped = {"trace": 0, "count": 0}
     for other in ((1, (0,)), (params, (0,), 0), (swapped, (0,))):
@@ -107,7 +119,7 @@ def test_shards_of_eight_devices_are_written_once(tmp_path):
     for spec in (P("a", "b"), P(None, "b"), P(("b", "a")), P()):
         params = {"w": jax.device_put(array, NamedSharding(mesh, spec))}
         path = save(tmp_path / "step.npz", params, (), STATE)
-        assert bits(load(path).trees.params) == bits({"w": array})
+        assert bits(load(path).params) == bits({"w": array})
         assert path.stat().st_size < 1.1 * array.nbytes + 20_000
 
 
@@ -159,14 +171,14 @@ def test_a_run_that_is_killed_leaves_a_whole_file(tmp_path):
             pass
         process.send_signal(signal.SIGKILL)
     assert len(os.listdir(tmp_path)) == 2
-    assert load(path).trees.params.sum() == 3_000_000
+    assert load(path).params.sum() == 3_000_000
 
 
 def test_nothing_is_pickled(tmp_path):
     path = save(tmp_path / "step.npz", PARAMS, (), STATE)
     arrays = np.load(path, allow_pickle=False)
     assert all(arrays[name].dtype != object for name in arrays)
-    assert json.loads(str(arrays["header"]))["processes"] == 1
+    assert json.loads(str(arrays["header"]))["metrics"]["clip/limit"] == 1
 
 
 def test_a_leaf_that_is_no_array_is_named(tmp_path):
@@ -189,12 +201,11 @@ def test_in_jit_it_says_how_to_call_it(tmp_path):
 def test_a_state_without_a_clipper_is_refused(tmp_path):
     path = tmp_path / "step.npz"
     state = optax.sgd(0.1).init(PARAMS)
-    with pytest.raises(ValueError, match=r"opt_state must be .* a clipper") as caught:
+    with pytest.raises(ValueError, match=r"opt_state must be .* a clipper"):
         save(path, PARAMS, (), state)
-    assert caught.value.__notes__ == ["save: opt_state is its argument state."]
-    with pytest.raises(TypeError, match="opt_state must be") as caught:
+    with pytest.raises(TypeError, match="opt_state must be"):
         save(path, PARAMS, (), optaxclip.skip_nonfinite(optax.sgd(0.1)))
-    assert caught.value.__notes__ == ["save: opt_state is its argument state."]
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("data", [b"", b"step,loss\n1,2", b"\x80\x04N.", b"PK\x05\x06"])
@@ -236,24 +247,22 @@ def folder_of_processes(tmp_path_factory):
 
 def test_each_process_saves_its_shards(folder_of_processes):
     step = load(folder_of_processes / "step.npz")
-    assert bits(step.trees.params) == bits({"b": weights()[0], "w": weights()})
-    assert bits(step.trees.batch) == bits((weights(), jax.random.key(3)))
+    assert bits(step.params) == bits({"b": weights()[0], "w": weights()})
+    assert bits(step.batch) == bits((weights(), jax.random.key(3)))
     # Neither of the files has all shards of "w", and only one has the copies of "b".
-    sizes = {0: [], 1: []}
+    sizes = {"params/b": [], "params/w": []}
     for process in range(PROCESSES):
         arrays = np.load(folder_of_processes / f"step.{process}-of-2.npz")
         for leaf, leaf_sizes in sizes.items():
-            prefix = f"[{leaf}, "
+            prefix = f'["{leaf}", '
             shards = [arrays[key] for key in arrays if key.startswith(prefix)]
             leaf_sizes.append(sum(shard.size for shard in shards))
-    assert sizes == {0: [6, 0], 1: [24, 24]}
-    np.testing.assert_allclose(
-        step.trees.moments["w"], 0.001 * weights() ** 2, rtol=1e-5
-    )
+    assert sizes == {"params/b": [6, 0], "params/w": [24, 24]}
+    np.testing.assert_allclose(step.moments["w"], 0.001 * weights() ** 2, rtol=1e-5)
 
 
 def test_what_differs_between_processes_is_named(folder_of_processes):
-    message = r"0-of-2\.npz and own\.1-of-2\.npz differ in batch"
+    message = r"0-of-2\.npz and own\.1-of-2\.npz differ in .*batch"
     with pytest.raises(ValueError, match=message):
         load(folder_of_processes / "own.npz")
 
@@ -262,7 +271,7 @@ def test_a_missing_process_is_named(folder_of_processes, tmp_path):
     name = "step.1-of-2.npz"
     (tmp_path / name).write_bytes((folder_of_processes / name).read_bytes())
     for path in (tmp_path / "step.npz", tmp_path / name):
-        with pytest.raises(ValueError, match="files of 2 processes, got 1"):
+        with pytest.raises(ValueError, match="files of all processes, got 1"):
             load(path)
 
 
@@ -288,9 +297,9 @@ def test_a_step_whose_name_begins_alike_is_another(folder_of_processes, tmp_path
     for process in range(PROCESSES):
         data = (folder_of_processes / f"step.{process}-of-2.npz").read_bytes()
         (tmp_path / f"step.100.{process}-of-2.npz").write_bytes(data)
-    assert bits(load(path).trees.params) == bits(PARAMS)
+    assert bits(load(path).params) == bits(PARAMS)
     other = load(tmp_path / "step.100.npz")
-    assert bits(other.trees.params) == bits({"b": weights()[0], "w": weights()})
+    assert bits(other.params) == bits({"b": weights()[0], "w": weights()})
 
 
 def test_a_name_may_have_brackets(folder_of_processes, tmp_path):
@@ -298,7 +307,7 @@ def test_a_name_may_have_brackets(folder_of_processes, tmp_path):
         data = (folder_of_processes / f"step.{process}-of-2.npz").read_bytes()
         (tmp_path / f"run[1].{process}-of-2.npz").write_bytes(data)
     step = load(tmp_path / "run[1].npz")
-    assert bits(step.trees.params) == bits({"b": weights()[0], "w": weights()})
+    assert bits(step.params) == bits({"b": weights()[0], "w": weights()})
 
 
 def test_files_of_two_steps_are_refused(folder_of_processes, tmp_path):

@@ -233,6 +233,7 @@ def test_examples_stand_in_the_order_of_their_norms(saved):
 def test_parts_of_a_batch_are_named_together(saved):
     path = saved(PARAMS, outlier())
     assert why(loss, path, microbatch=4).examples == [4, 5, 6, 7]
+    assert why(loss, path, microbatch=4.0).examples == [4, 5, 6, 7]
     # The last part is smaller.
     assert why(loss, path, microbatch=5).examples == [5, 6, 7, 8, 9]
     assert why(loss, saved(PARAMS, outlier(1e3, (11,))), microbatch=5).examples == [
@@ -303,6 +304,23 @@ def test_masked_examples_are_no_measure_of_the_others(saved):
     verdict = why(masked, path)
     assert verdict.cause == "data" and verdict.examples[0] == 5
     assert verdict.numbers["limit"] > 0
+
+
+@pytest.mark.parametrize("microbatch", [1, 2])
+@pytest.mark.parametrize("size", [1e3, np.nan])
+def test_padding_does_not_stand_out(saved, size, microbatch):
+    """A mean over weights is 0 / 0 where all examples have the weight 0."""
+
+    def weighted(params, x, y, weights):
+        errors = (jnp.tanh(x @ params["first"]) @ params["last"] - y) ** 2
+        return jnp.sum(weights * errors) / jnp.sum(weights)
+
+    weights = np.ones(EXAMPLES, np.float32)
+    weights[[2, 3, 10, 11]] = 0
+    batch = (*outlier(size), weights)
+    verdict = why(weighted, saved(PARAMS, batch, loss=weighted), microbatch=microbatch)
+    wanted = {1: [5], 2: [4, 5]}
+    assert (verdict.cause, verdict.examples) == ("data", wanted[microbatch])
 
 
 def test_keys_of_examples_and_keys_of_all_are_told_apart(saved):

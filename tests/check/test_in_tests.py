@@ -48,15 +48,6 @@ def test_a_step_of_a_train_state_is_checked_in_three_lines():
     assert_right(make_step, settings=[*SETTINGS, "fsdp", "experts"])
 
 
-def test_what_is_no_function_is_refused():
-    """A clipper in place of the function that makes it."""
-    clip = optax.clip_by_global_norm(1.0)
-    with pytest.raises(TypeError, match="of_train_state: clip must be a function, got"):
-        of_train_state(flax_step, create, clip, lambda log: log["grad_norm"])
-    with pytest.raises(TypeError, match="norm must be a function, got 'grad_norm'"):
-        of_train_state(flax_step, create, optax.clip_by_global_norm, "grad_norm")
-
-
 def maxtext_step(state, batch, loss):
     """A step as MaxText's: the norm in its log is that of clipped gradients."""
     raw_grads = jax.grad(loss)(state.params, batch)
