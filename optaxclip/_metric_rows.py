@@ -250,7 +250,9 @@ def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[Row]:
         return
     # A quantile between two norms is a weighted mean, in which 0 * inf would be NaN.
     norms = jnp.minimum(state.norm, jnp.finfo(state.norm.dtype).max)
-    for level, quantile in zip(levels, jnp.nanquantile(norms, levels)):
+    # JAX takes no ints as levels.
+    quantiles = jnp.nanquantile(norms, levels.astype(float))
+    for level, quantile in zip(levels, quantiles):
         # "0.9" of 0.9 in any dtype, and "1" of 1.0.
         yield Row("norm_quantile", str(level).removesuffix(".0"), quantile)
 

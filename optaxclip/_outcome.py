@@ -156,7 +156,7 @@ class UnitNumbers(NamedTuple):
     norm: Array
     limit: Array
     factor: Array
-    clipped_units: Array  # 1 or 0, or how many were clipped
+    clipped_units: Array  # int32: 1 or 0, or how many were clipped
 
 
 def furthest_units(
@@ -179,18 +179,20 @@ def furthest_units(
         norm=norm,
         limit=limit,
         factor=outcome.factor,
-        clipped_units=outcome.unit_share,
+        # float32 would count to 2^24 only.
+        clipped_units=outcome.clipped.astype(jnp.int32),
     )
     # JAX has no derivative of a reduction of several arrays.
     furthest = _furthest(lax.stop_gradient(numbers), range(1, norm.ndim))
     if mesh_of_units:
         # Each device knows its own units.
-        table = jnp.stack(furthest)[..., None]
+        columns = [column.astype(norm.dtype) for column in furthest]
+        table = jnp.stack(columns)[..., None]
         tables = mesh.among_zeros(table, ((), (), mesh_of_units))
         tables = lax.psum(tables, mesh_of_units)
         furthest = _furthest(UnitNumbers(*tables), (1,))
     unit_count = norm.size // len(outcomes) * mesh.device_count(mesh_of_units)
-    unit_share = furthest.clipped_units / unit_count
+    unit_share = furthest.clipped_units.astype(norm.dtype) / unit_count
     is_sound = furthest.severity < jnp.inf
     return Outcome(
         norm=furthest.norm,

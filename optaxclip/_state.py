@@ -59,6 +59,10 @@ class NormEntry(NamedTuple):
     memory: PyTree
 
 
+# The names of the layers of a stacked leaf. None for a single norm.
+Layers = Mapping[str, None] | None
+
+
 class Names(NamedTuple):
     """The names of the norms of a state, in the order of its entries.
 
@@ -68,7 +72,7 @@ class Names(NamedTuple):
 
     # {"blocks/w": {"0": None, "1": None}, "b": None}: names, and those of the layers of
     # stacked leaves. The norm of everything has the name "".
-    layers_of_name: Mapping[str, Mapping[str, None] | None]
+    layers_of_name: Mapping[str, Layers]
     # The names of leaves with units, which are the last ones of `layers_of_name`.
     unit_leaves: Mapping[str, None] = {}
     # The structure of `windows`, with `InWindows` for each of its arrays. None if
@@ -96,12 +100,12 @@ class Names(NamedTuple):
             return False
         if [*self.unit_leaves] != [*other.unit_leaves]:
             return False
-        counts = self.layer_counts()
-        other_counts = other.layer_counts()
+        layers = self.layers_of_name.values()
+        other_layers = other.layers_of_name.values()
         # Inside shard_map a device may hold a share of the layers of each leaf. So
         # states of 6 and 3 layers are equal, of 6 and 4 not (test_states_in_optax.py).
-        is_share = all(map(_is_share, counts, other_counts))
-        return is_share or all(map(_is_share, other_counts, counts))
+        is_share = all(map(_is_share, layers, other_layers))
+        return is_share or all(map(_is_share, other_layers, layers))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -112,8 +116,11 @@ class Names(NamedTuple):
         return 0
 
 
-def _is_share(count: int, total: int) -> bool:
-    return count == total or (0 < count < total and total % count == 0)
+def _is_share(layers: Layers, all_layers: Layers) -> bool:
+    """Whether the layers of a leaf may be a share of these, or all of them."""
+    if not layers or not all_layers or len(layers) == len(all_layers):
+        return layers == all_layers
+    return len(all_layers) % len(layers) == 0
 
 
 class _Fields(NamedTuple):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
-from ._checks import BEGIN_ANEW, NUMBERS, shown
+from ._checks import BEGIN_ANEW, shown
 
 Shape = tuple[Any, ...]  # a size may be a symbol of `jax.export`
 PyTree = Any  # JAX has no type for trees of arrays
@@ -57,6 +57,8 @@ def _clipped_leaf(leaf: Any) -> Any:
         # leaf, None takes its place, so that `put_back` counts the same leaves.
         if is_hole(leaf):
             return leaf if is_hole(box) else None
+    if not is_array(leaf):
+        raise TypeError("no array and no number")
     # A Python number has no dtype. Neither random keys nor float0 are inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if _is_foreign(dtype):
@@ -143,13 +145,20 @@ def unboxed(tree: PyTree) -> PyTree:
     return jax.tree.map(unbox, tree, is_leaf=is_box)
 
 
+def is_array(x: object) -> bool:
+    """Whether it is an array or a number, and not a dtype such as `jnp.float32`, which
+    has a dtype as well.
+    """
+    if isinstance(x, (int, float, complex)):
+        return True
+    return hasattr(x, "dtype") and not isinstance(x, type)
+
+
 def arrays_of(model: PyTree) -> PyTree:
     """The model, with None in the place of all leaves that are not arrays or numbers,
     such as functions.
     """
-    return jax.tree.map(
-        lambda x: x if hasattr(x, "dtype") or isinstance(x, NUMBERS) else None, model
-    )
+    return jax.tree.map(lambda x: x if is_array(x) else None, model)
 
 
 def is_none(x: object) -> bool:

@@ -84,6 +84,31 @@ def test_trees_that_jax_cannot_hold_are_refused(function):
     assert str(caught.value).startswith(f"{function}: the leaf ")
 
 
+# What configurations hold beside weights. JAX reads each as the dtype float32.
+DTYPES = ["float32", np.dtype("float32"), jnp.float32, float]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_among_arrays_are_refused(dtype):
+    tree = {"dtype": dtype, **OTHERS}
+    clipper = optaxclip.clip_by_global_norm(1.0)
+    calls = {
+        "global_norm": lambda: optaxclip.global_norm(tree),
+        "clip_grads": lambda: optaxclip.clip_grads(tree, 1.0),
+        "clip_by_global_norm": lambda: clipper.init(tree),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=rf"^{name}: the leaf 'dtype' must be an"):
+            call()
+
+
+def test_a_dtype_of_a_model_is_no_weight_of_a_skipping_optimizer():
+    params = {"dtype": jnp.float32, **OTHERS}
+    optimizer = optaxclip.skip_nonfinite(optax.sgd(0.1))
+    updates, _ = optimizer.update(OTHERS, optimizer.init(OTHERS), params)
+    np.testing.assert_allclose(updates["b"], [-0.1, -0.2], rtol=1e-6)
+
+
 PASSES = {
     "float0": np.zeros(2, jax.dtypes.float0),
     "a key": jax.random.key(0),

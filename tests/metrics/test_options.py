@@ -102,6 +102,11 @@ def test_close_quantiles_have_a_key_each():
     assert key == "clip/norm_quantile/0.9"
 
 
+def test_quantiles_may_be_whole_numbers(state):
+    found = optaxclip.metrics(state, only="norm_quantile", quantiles=[0, 1])
+    assert found == {"clip/norm_quantile/0": 5.0, "clip/norm_quantile/1": 5.0}
+
+
 def test_quantiles_are_left_out_by_only_as_all_numbers_are(state):
     found = optaxclip.metrics(state, only="limit", quantiles=0.5)
     assert list(found) == ["clip/limit/a", "clip/limit/b"]
