@@ -7,7 +7,8 @@ state by name. A leaf that is None in one
 step has the norm 0 in its block, from which no rule learns.
 """
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from . import _trees as trees
 from ._checks import BEGIN_ANEW
 from ._norms import Norms
 from ._prefixes import Prefix, lookup_paths, prefix_table
-from ._state import ClipState, Names, Position, positions_of_name, size_at
+from ._state import ClipState, positions_of_name
 from ._trees import PyTree
 from .rules._limits import Joined
 from .rules._rule import Rule, is_rule
@@ -34,7 +35,7 @@ class Block(NamedTuple):
     norm: Array  # [n] of whole leaves, [] of everything, or [1, units] of one leaf
     # The same numbers by name: the norm of each whole leaf, or the units of one leaf.
     norm_of_name: Mapping[str, Array]
-    missing: frozenset[str]  # the leaves that this step does not have
+    missing: frozenset[str]  # leaves of the state that this step does not have
     # Indices in a row of the state: n, or 1 for everything or a leaf with units.
     positions: np.ndarray
     is_vector: bool  # whether `norm` joins the norms of whole leaves
@@ -95,34 +96,59 @@ def blocks_of(
     """
     norm_of_name = dict(zip(names, norms.values))
     mesh_of_units = mesh_axes_of_units(norms, names)
-    _check_names(state.names, norm_of_name, mesh_of_units, call)
+    indices_of_name = _indices_of_names(state)
+    _check_norms(state, indices_of_name, norm_of_name, mesh_of_units, call)
+    dtype = next(iter(norm_of_name.values()), state.numbers).dtype
+    missing = set()
     blocks_of_units = []
     # Inside shard_map some norms differ between devices, and others are the same on
     # all. A vector has one type, so they are separate blocks.
-    groups_by_axes: dict[Any, list[_StateNorm]] = {}
-    missing = []
-    for state_norm in _norms_of_state(norm_of_name, state, call):
-        if state_norm.name in mesh_of_units:
-            block = _block(
-                [state_norm],
+    names_by_axes: dict[Any, set[str]] = {}
+    for name, indices in indices_of_name.items():
+        if name in mesh_of_units:
+            block = Block(
+                norm=norm_of_name[name],
+                norm_of_name={name: norm_of_name[name]},
+                missing=frozenset(),
+                positions=indices.reshape(-1),
                 is_vector=False,
-                leaf_of_units=state_norm.name,
-                mesh_of_units=mesh_of_units[state_norm.name],
+                leaf_of_units=name,
+                mesh_of_units=mesh_of_units[name],
             )
             blocks_of_units.append(block)
-        elif state_norm.is_present:
-            mesh_axes = mesh_types.varying(state_norm.norm)
-            groups_by_axes.setdefault(mesh_axes, []).append(state_norm)
-        elif state_norm.name not in state.names.unit_leaves:
-            missing.append(state_norm)
+        elif name in norm_of_name:
+            mesh_axes = mesh_types.varying(norm_of_name[name])
+            names_by_axes.setdefault(mesh_axes, set()).add(name)
+        elif name not in state.names.unit_leaves:
+            norm_of_name[name] = jnp.zeros(indices.shape, dtype)
+            missing.add(name)
     # Missing norms are 0 on every device, so they may join the first group.
-    groups = list(groups_by_axes.values()) or [[]]
-    groups[0] = sorted(groups[0] + missing, key=lambda norm: norm.positions[0])
+    groups = list(names_by_axes.values()) or [set()]
+    groups[0] |= missing
+    is_vector = not state.names.is_global
     blocks = []
-    for group in groups:
-        if group:
-            blocks.append(_block(group, is_vector=not state.names.is_global))
+    for group in filter(None, groups):
+        # In the order of the state.
+        members = [name for name in indices_of_name if name in group]
+        norms_of_block = [norm_of_name[name] for name in members]
+        positions = [indices_of_name[name].reshape(-1) for name in members]
+        block = Block(
+            norm=concatenated(norms_of_block) if is_vector else norms_of_block[0],
+            norm_of_name=dict(zip(members, norms_of_block)),
+            missing=frozenset(missing),
+            positions=np.concatenate(positions),
+            is_vector=is_vector,
+        )
+        blocks.append(block)
     return blocks + blocks_of_units
+
+
+def _indices_of_names(state: ClipState) -> dict[str, np.ndarray]:
+    """The indices of each norm in a row of the state: [], or [n] of n layers."""
+    row_shape = state.counts.shape[1:]
+    indices = np.arange(math.prod(row_shape)).reshape(row_shape)
+    positions = positions_of_name(state)
+    return {name: indices[position] for name, position in positions.items()}
 
 
 def mesh_axes_of_units(norms: Norms, names: list[str]) -> dict[str, tuple[str, ...]]:
@@ -136,88 +162,33 @@ def mesh_axes_of_units(norms: Norms, names: list[str]) -> dict[str, tuple[str, .
     return mesh_of_units
 
 
-class _StateNorm(NamedTuple):
-    """A norm of the state, with its value in this step."""
-
-    name: str
-    norm: Array
-    position: Position
-    is_present: bool  # False for a leaf that is missing in this step, whose norm is 0
-
-    @property
-    def positions(self) -> list[int]:
-        """Its indices in a row of the state."""
-        if isinstance(self.position, slice):
-            return list(range(self.position.start, self.position.stop))
-        return [self.position] if isinstance(self.position, int) else [0]
-
-
-def _norms_of_state(
-    norm_of_name: dict[str, Array], state: ClipState, call: str
-) -> Iterator[_StateNorm]:
-    """All norms of the state in order, with their values in this step."""
-    dtype = next(iter(norm_of_name.values()), state.numbers).dtype
-    for name, position in positions_of_name(state).items():
-        size = size_at(position)
-        if name not in norm_of_name:
-            zeros = jnp.zeros(size if isinstance(position, slice) else (), dtype)
-            yield _StateNorm(name, zeros, position, is_present=False)
-            continue
-        norm = norm_of_name[name]
+def _check_norms(
+    state: ClipState,
+    indices_of_name: Mapping[str, np.ndarray],
+    norm_of_name: Mapping[str, Array],
+    unit_leaves: Collection[str],
+    call: str,
+) -> None:
+    """Refuses norms that the state does not have, or not as many. It may have more:
+    some leaves may be missing in a step.
+    """
+    names = state.names
+    units_of_state = set(names.unit_leaves).intersection(norm_of_name)
+    is_known = set(norm_of_name) <= set(indices_of_name)
+    if not is_known or units_of_state != set(unit_leaves):
+        raise ValueError(
+            f"{call}: state was made for norms of "
+            f"{_shown(indices_of_name, names.unit_leaves)}, but the updates have "
+            f"norms of {_shown(norm_of_name, unit_leaves)}. {BEGIN_ANEW}"
+        )
+    for name, norm in norm_of_name.items():
+        size = indices_of_name[name].size
         # The state has one entry for all units of a leaf.
-        if name not in state.names.unit_leaves and norm.size != size:
+        if name not in unit_leaves and norm.size != size:
             raise ValueError(
                 f"{call}: state was made for {size} norms in {name!r}, but the updates "
                 f"have {norm.size}. {BEGIN_ANEW}"
             )
-        yield _StateNorm(name, norm, position, is_present=True)
-
-
-def _block(
-    state_norms: list[_StateNorm],
-    *,
-    is_vector: bool,
-    leaf_of_units: str | None = None,
-    mesh_of_units: tuple[str, ...] = (),
-) -> Block:
-    """The block of some norms. Without `is_vector` there is one array."""
-    norm_of_name = {}
-    missing = set()
-    positions = []
-    for state_norm in state_norms:
-        norm_of_name[state_norm.name] = state_norm.norm
-        positions += state_norm.positions
-        if not state_norm.is_present:
-            missing.add(state_norm.name)
-    norms = list(norm_of_name.values())
-    return Block(
-        norm=concatenated(norms) if is_vector else norms[0],
-        norm_of_name=norm_of_name,
-        missing=frozenset(missing),
-        positions=np.array(positions),
-        is_vector=is_vector,
-        leaf_of_units=leaf_of_units,
-        mesh_of_units=mesh_of_units,
-    )
-
-
-def _check_names(
-    names: Names,
-    names_of_step: Collection[str],
-    unit_leaves: Collection[str],
-    call: str,
-) -> None:
-    """Refuses norms that the state does not have. It may have more: some leaves may be
-    missing in a step.
-    """
-    units_of_state = set(names.unit_leaves).intersection(names_of_step)
-    is_known = set(names_of_step) <= set(names.layers_of_name)
-    if not is_known or units_of_state != set(unit_leaves):
-        raise ValueError(
-            f"{call}: state was made for norms of "
-            f"{_shown(names.layers_of_name, names.unit_leaves)}, but the updates have "
-            f"norms of {_shown(names_of_step, unit_leaves)}. {BEGIN_ANEW}"
-        )
 
 
 def take(row: Array, positions: np.ndarray) -> Array:
@@ -302,11 +273,8 @@ def rule_of_vector(
             return number
         numbers = []
         for name, norm in norm_of_name.items():
-            is_missing = name in missing
-            shape = norm.shape
-            numbers.append(
-                jnp.zeros(shape) if is_missing else jnp.broadcast_to(number, shape)
-            )
+            number_of_norm = 0.0 if name in missing else number
+            numbers.append(jnp.broadcast_to(number_of_norm, norm.shape))
         return concatenated(numbers)
 
     return jax.tree.map(of_all_norms, rule, is_leaf=callable)

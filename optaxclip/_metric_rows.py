@@ -59,7 +59,9 @@ class Options(NamedTuple):
 
 
 class ClipNumbers(NamedTuple):
-    """The numbers of a span, by the names of their metrics. None is left out."""
+    """The numbers of a clipper, by the names of their metrics: vectors with a number
+    for each entry, or for each span, and scalars in a summary. None is left out.
+    """
 
     norm_before: Array
     limit: Array
@@ -70,14 +72,14 @@ class ClipNumbers(NamedTuple):
     clipped_share_recent: Array
     clipped_count: Array
     nonfinite_count: Array
-    units_clipped: Array | None
+    units_clipped: Any  # without units that of `clipped`, and None in the report
     norms_clipped: Array | None = None
     worst_ratio: Array | None = None
     worst_index: Array | None = None
 
 
 class RecordNumbers(NamedTuple):
-    """The numbers of a span of norms that nothing clips."""
+    """The numbers of norms that nothing clips."""
 
     norm: Array
     nonfinite_count: Array
@@ -201,21 +203,6 @@ class Span(NamedTuple):
     stop: int
 
 
-class Columns(NamedTuple):
-    """The entries of a state, or an entry for each span: vectors."""
-
-    norm: Array
-    limit: Array
-    factor: Array
-    severity: Array  # see `severity`
-    is_clipped: Array  # bool: whether the last step clipped it
-    units_clipped: Array  # a share, in the last step. Without units 0 or 1
-    clipped: Array  # float32: steps
-    clipped_share: Array  # of all steps
-    clipped_recently: Array  # of about the last 100 steps
-    nonfinite: Array  # float32: steps
-
-
 def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     """The rows of a clipper, or of `record_norm`."""
     sizes = sizes_of(state, options.layers and not options.summary)
@@ -279,105 +266,94 @@ def _numbers_of_spans(
     spans: tuple[Span, ...], state: ClipState
 ) -> ClipNumbers | RecordNumbers:
     """The numbers of all spans: vectors."""
-    return _numbers(_columns_of_spans(spans, _columns_of(state)), state)
+    return _reported(_joined(spans, _numbers_of_entries(state)), state)
 
 
 @partial(jax.jit, static_argnums=0)
 def _summary(spans: tuple[Span, ...], state: ClipState) -> ClipNumbers | RecordNumbers:
-    """The numbers of all entries together."""
-    columns = _columns_of(state)
-    all_entries = Span(0, len(columns.norm))
-    columns_of_all = _columns_of_spans((all_entries,), columns)
-    numbers = jax.tree.map(jnp.squeeze, _numbers(columns_of_all, state))
+    """The numbers of all entries together: scalars."""
+    entries = _numbers_of_entries(state)
+    all_entries = Span(0, len(entries.norm_before))
+    numbers = _at(_joined((all_entries,), entries), 0)
     # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
     span_of_entry = np.repeat(
         range(len(spans)), [stop - start for start, stop in spans]
     )
-    furthest = jnp.argmax(columns.severity)
-    worst_index = _float32(jnp.asarray(span_of_entry)[furthest])
-    numbers = numbers._replace(worst_index=worst_index)
-    if isinstance(numbers, RecordNumbers):
-        return numbers
+    furthest = jnp.argmax(severity(entries.norm_before, entries.limit))
     # 0 over a limit of 0 is 0. Over a limit of NaN it is NaN.
     is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
     ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
-    return numbers._replace(
-        norms_clipped=jnp.mean(columns.units_clipped), worst_ratio=ratio
+    numbers = numbers._replace(
+        norms_clipped=jnp.mean(entries.units_clipped),
+        worst_ratio=ratio,
+        worst_index=_float32(jnp.asarray(span_of_entry)[furthest]),
     )
+    return _reported(numbers, state)
 
 
-def _columns_of(state: ClipState) -> Columns:
-    """All entries of a state."""
-    is_clipped = _is_clipped(state)
-    units_clipped = state.units_clipped if state.names.unit_leaves else is_clipped
-    clipped = _float32(state.clipped)
-    columns = Columns(
-        norm=state.norm,
-        limit=state.limit,
-        factor=state.factor,
-        severity=severity(state.norm, state.limit),
-        is_clipped=is_clipped,
-        units_clipped=_float32(units_clipped),
-        clipped=clipped,
-        clipped_share=clipped / _steps(state),
-        clipped_recently=_float32(state.clipped_recently),
-        nonfinite=_float32(state.nonfinite),
-    )
-    # One norm of everything is a scalar.
-    return Columns(*[jnp.atleast_1d(column) for column in columns])
+def _reported(numbers: ClipNumbers, state: ClipState) -> ClipNumbers | RecordNumbers:
+    """The numbers that a state of this type and these norms has in the report."""
+    if isinstance(state, RecordState):
+        return RecordNumbers(
+            numbers.norm_before, numbers.nonfinite_count, numbers.worst_index
+        )
+    if not state.names.unit_leaves:
+        return numbers._replace(units_clipped=None)
+    return numbers
 
 
-def _columns_of_spans(spans: tuple[Span, ...], columns: Columns) -> Columns:
-    """One entry for each span."""
+def _joined(spans: tuple[Span, ...], entries: ClipNumbers) -> ClipNumbers:
+    """The numbers of each span, from those of its entries."""
     # The common case: a span is one entry.
     if all(stop - start == 1 for start, stop in spans):
-        return columns
-    entries = []
+        return entries
+    severities = severity(entries.norm_before, entries.limit)
+    numbers_of_spans = []
     for start, stop in spans:
-        part = Columns(*[column[start:stop] for column in columns])
-        furthest = jnp.argmax(part.severity)
-        entry = Columns(*[column[furthest] for column in part])
-        entries.append(
-            entry._replace(
-                units_clipped=jnp.mean(part.units_clipped),
-                clipped=jnp.max(part.clipped),
+        part = _at(entries, slice(start, stop))
+        furthest = jnp.argmax(severities[start:stop])
+        numbers_of_spans.append(
+            _at(part, furthest)._replace(
                 clipped_share=jnp.mean(part.clipped_share),
-                clipped_recently=jnp.mean(part.clipped_recently),
-                nonfinite=jnp.max(part.nonfinite),
+                clipped_share_recent=jnp.mean(part.clipped_share_recent),
+                clipped_count=jnp.max(part.clipped_count),
+                nonfinite_count=jnp.max(part.nonfinite_count),
+                units_clipped=jnp.mean(part.units_clipped),
             )
         )
-    return jax.tree.map(lambda *scalars: jnp.stack(scalars), *entries)
+    return jax.tree.map(lambda *scalars: jnp.stack(scalars), *numbers_of_spans)
 
 
-def _is_clipped(state: ClipState) -> Array:
-    """Which norms the last step clipped."""
-    is_changed = state.factor != 1
-    if state.names.unit_leaves:
-        # Of a leaf at least one unit.
-        is_changed = state.units_clipped > 0
+def _at(numbers: ClipNumbers, index: Any) -> ClipNumbers:
+    """The numbers at an index, or a slice, of each vector."""
+    return jax.tree.map(lambda column: column[index], numbers)
+
+
+def _numbers_of_entries(state: ClipState) -> ClipNumbers:
+    """The numbers of all entries of a state: vectors."""
+    # Of a leaf with units at least one was changed.
+    has_units = bool(state.names.unit_leaves)
+    is_changed = state.units_clipped > 0 if has_units else state.factor != 1
     # A broken step may have a factor of NaN or 0, and was not clipped.
-    return is_changed & are_sound(state.norm, state.limit)
-
-
-def _numbers(columns: Columns, state: ClipState) -> ClipNumbers | RecordNumbers:
-    """The numbers of entries of a clipper, or of a recorder."""
-    if isinstance(state, RecordState):
-        return RecordNumbers(columns.norm, columns.nonfinite)
+    is_clipped = is_changed & are_sound(state.norm, state.limit)
+    clipped_count = _float32(state.clipped)
     # The factor new_norm / norm is cut to the range of its dtype. Where it was cut,
     # norm * factor is not the new norm, which is the limit.
-    factor = columns.factor
+    factor = state.factor
     factor_range = jnp.finfo(factor.dtype)
     is_at_end = (factor == factor_range.tiny) | (factor == factor_range.max)
-    product = jnp.where(factor == 0, 0.0, columns.norm * factor)
-    return ClipNumbers(
-        norm_before=columns.norm,
-        limit=columns.limit,
+    product = jnp.where(factor == 0, 0.0, state.norm * factor)
+    numbers = ClipNumbers(
+        norm_before=state.norm,
+        limit=state.limit,
         factor=factor,
-        norm_after=jnp.where(is_at_end, columns.limit, product),
-        clipped=_float32(columns.is_clipped),
-        clipped_share=columns.clipped_share,
-        clipped_share_recent=columns.clipped_recently,
-        clipped_count=columns.clipped,
-        nonfinite_count=columns.nonfinite,
-        units_clipped=columns.units_clipped if state.names.unit_leaves else None,
+        norm_after=jnp.where(is_at_end, state.limit, product),
+        clipped=_float32(is_clipped),
+        clipped_share=clipped_count / _steps(state),
+        clipped_share_recent=_float32(state.clipped_recently),
+        clipped_count=clipped_count,
+        nonfinite_count=_float32(state.nonfinite),
+        units_clipped=_float32(state.units_clipped if has_units else is_clipped),
     )
+    # One norm of everything is a scalar.
+    return jax.tree.map(jnp.atleast_1d, numbers)
