@@ -30,17 +30,12 @@ def check_no_bool(call: str, option: str, value: Any) -> None:
     Raises:
       TypeError: such a value of an option, "stacked", of the function `call`.
     """
-    if value is True:
-        cure = f"for one write {option}=1"
-    elif value is False:
-        cure = f"for none write {option}=None"
-    elif is_axes(value) and any(isinstance(axis, bool) for axis in value):
-        cure = f"write {option}={tuple(map(int, value))}"
-    else:
-        return
-    raise TypeError(
-        f"{call}: {option} must be a whole number, got {shown(value)}: {cure}."
-    )
+    axes = value if is_axes(value) else (value,)
+    if any(isinstance(axis, bool) for axis in axes):
+        raise TypeError(
+            f"{call}: {option} must be a whole number, or None for none, got "
+            f"{shown(value)}."
+        )
 
 
 def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, ...]:

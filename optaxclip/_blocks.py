@@ -8,7 +8,7 @@ step has the norm 0 in its block, from which no rule learns.
 """
 
 import math
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._checks import BEGIN_ANEW
 from ._norms import Norms
-from ._prefixes import Prefix, lookup_paths, prefix_table
+from ._prefixes import lookup_paths, prefix_table
 from ._state import ClipState, positions_of_name
 from ._trees import PyTree
 from .rules._limits import Joined
@@ -96,7 +96,7 @@ def blocks_of(
     """
     norm_of_name = dict(zip(names, norms.values))
     mesh_of_units = mesh_axes_of_units(norms, names)
-    indices_of_name = _indices_of_names(state)
+    indices_of_name = _indices_of_names(state, call)
     _check_norms(state, indices_of_name, norm_of_name, mesh_of_units, call)
     dtype = next(iter(norm_of_name.values()), state.numbers).dtype
     missing = set()
@@ -143,11 +143,11 @@ def blocks_of(
     return blocks + blocks_of_units
 
 
-def _indices_of_names(state: ClipState) -> dict[str, np.ndarray]:
+def _indices_of_names(state: ClipState, call: str) -> dict[str, np.ndarray]:
     """The indices of each norm in a row of the state: [], or [n] of n layers."""
     row_shape = state.counts.shape[1:]
     indices = np.arange(math.prod(row_shape)).reshape(row_shape)
-    positions = positions_of_name(state)
+    positions = positions_of_name(state, call=call)
     return {name: indices[position] for name, position in positions.items()}
 
 
@@ -226,30 +226,16 @@ def typed_alike(arrays: Sequence[Array]) -> list[Array]:
 # ----------------------------------------------------------------- rules of the norms
 
 
-def rules_of_norms(
-    rules: PyTree, norms: Norms, argument: str, names: Iterable[str] = ()
-) -> list[Rule]:
+def rules_of_norms(rules: PyTree, norms: Norms, argument: str) -> list[Rule]:
     """The rule of each norm, from one rule or a tree prefix of rules.
-
-    `names` are those of the state. A rule for one that this step lacks is no error.
 
     Raises:
       ValueError: a norm without a rule, or a rule without a norm.
     """
     if isinstance(rules, Rule):
         return [rules] * len(norms.values)
-    table = prefix_table(rules, is_rule)
-    # A leaf that is None is a hole in the tree of norms. A label whose leaves are all
-    # None leaves no hole, so its rule is dropped here.
-    if norms.noun == "label" and names:
-        missing = set(names) - set(trees.unique_names(norms.paths))
-        entries = []
-        for path, rule in table.entries:
-            if trees.name(path) not in missing:
-                entries.append((path, rule))
-        table = Prefix(tuple(entries))
     return lookup_paths(
-        table,
+        prefix_table(rules, is_rule),
         norms.paths,
         set(norms.holes),
         argument=argument,

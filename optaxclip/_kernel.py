@@ -328,10 +328,7 @@ def _rule_inputs(
 ) -> RuleInputs:
     """What all blocks of a step have in common when their rules are asked."""
     rules = settings.rules.unflatten(rule_leaves)
-    names_of_state = state.names.layers_of_name
-    rules_in_order = blocks.rules_of_norms(
-        rules, norms, settings.argument, names_of_state
-    )
+    rules_in_order = blocks.rules_of_norms(rules, norms, settings.argument)
     weight_norm_of_name = {}
     if settings.with_params:
         weight_norms = measured(settings.measure, weights).values

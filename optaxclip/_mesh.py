@@ -55,7 +55,6 @@ MeshAxes: TypeAlias = (
     "str | PartitionSpec | Mapping[Any, MeshAxes] | Sequence[MeshAxes] | None"
 )
 FORMS = "'auto', None, names of mesh axes, or a tree of PartitionSpecs"
-NOT_NEEDED = "no mesh axes are needed: mesh_axes='auto' is right"
 
 
 class Split(NamedTuple):
@@ -281,10 +280,8 @@ def names_in(entry: str | tuple[str, ...] | None) -> AxisNames:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
-def check_bound(names: AxisNames, argument: str, outside: str = NOT_NEEDED) -> None:
-    """Raises ValueError for what is not the name of a mesh axis here. `outside` is the
-    cure outside shard_map and pmap.
-    """
+def check_bound(names: AxisNames, argument: str) -> None:
+    """Raises ValueError for what is not the name of a mesh axis here."""
     for name in names:
         if not isinstance(name, str):
             raise ValueError(f"{argument} must be {FORMS}, got {shown(name)}.")
@@ -295,7 +292,7 @@ def check_bound(names: AxisNames, argument: str, outside: str = NOT_NEEDED) -> N
             if manual_axes():
                 hint = f"There is {listed(manual_axes())}."
             else:
-                hint = f"Outside shard_map and pmap {outside}."
+                hint = "Outside shard_map and pmap there is none, and none is needed."
             raise ValueError(
                 f"{argument}={shown(name)}: there is no such axis here. {hint}"
             ) from None
@@ -418,11 +415,7 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:
             "check_replicated: mesh_axes must be the name of a mesh axis or a tuple of "
             f"names, got {shown(mesh_axes)}."
         )
-    check_bound(
-        names,
-        "check_replicated: mesh_axes",
-        outside="there are no mesh axes: call it inside one of them",
-    )
+    check_bound(names, "check_replicated: mesh_axes")
     different = jnp.zeros((), bool)
     for leaf in map(jnp.asarray, jax.tree.leaves(tree)):
         # A gradient of an integer has no bits.
@@ -430,9 +423,7 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:
             continue
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        # Bits are compared, so NaN equals itself and 0 differs from -0. Of complex
-        # numbers each byte, since without x64 there is no uint64.
-        size = 1 if jnp.iscomplexobj(leaf) else leaf.dtype.itemsize
-        bits = varying_over(jnp.atleast_1d(leaf).view(f"uint{8 * size}"), names)
-        different |= jnp.any(lax.pmax(bits, names) != lax.pmin(bits, names))
+        # Bytes are compared, so NaN equals itself and 0 differs from -0.
+        numbers = varying_over(jnp.atleast_1d(leaf).view(np.uint8), names)
+        different |= jnp.any(lax.pmax(numbers, names) != lax.pmin(numbers, names))
     return ~different

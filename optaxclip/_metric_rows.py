@@ -22,7 +22,7 @@ from jax import Array
 from ._clippers._by_value import ClipByValueState
 from ._clippers._recorders import SpikeState
 from ._clippers._spam import SpamState
-from ._health import HealthState, health_numbers
+from ._health import HEALTH, HealthState, health_numbers
 from ._outcome import are_sound, severity
 from ._state import ClipState, RecordState, sizes_of
 from ._trees import PyTree
@@ -86,50 +86,37 @@ class RecordNumbers(NamedTuple):
     worst_index: Array | None = None
 
 
-class ElementNumbers(NamedTuple):
-    """The numbers of a clipper of elements."""
-
-    elements_clipped: Array
-    elements_clipped_mean: Array
-    elements_clipped_recent: Array
-
-
-class SkipNumbers(NamedTuple):
-    """The numbers of an optimizer that skips steps."""
-
-    norm: Array
-    limit: Array
-    loss: Array
-    loss_limit: Array
-    skipped: Array
-    skipped_share: Array
-    skipped_share_recent: Array
-    skipped_count: Array
-    consecutive_count: Array
-    nonfinite_count: Array
-
-
-class SpikeNumbers(NamedTuple):
-    """The numbers of `record_spikes`."""
-
-    norm: Array
-    limit: Array
-    loss: Array
-    loss_limit: Array
-    spiked: Array
-    spiked_count: Array
-    score: Array
-    score_recent: Array
+# All metrics that there are. Several kinds of state share some.
+METRICS = sorted(
+    {
+        *ClipNumbers._fields,
+        *RecordNumbers._fields,
+        "norm_quantile",
+        "worst_name",
+        "elements_clipped",
+        "elements_clipped_mean",
+        "elements_clipped_recent",
+        "loss",
+        "loss_limit",
+        "skipped",
+        "skipped_share",
+        "skipped_share_recent",
+        "skipped_count",
+        "consecutive_count",
+        "spiked",
+        "spiked_count",
+        "score",
+        "score_recent",
+        *HEALTH,
+    }
+)
 
 
-Numbers = ClipNumbers | RecordNumbers | ElementNumbers | SkipNumbers | SpikeNumbers
-
-
-def _rows_of(numbers: Numbers, path: str = "") -> Iterator[Row]:
-    """A row for each number of one of these records."""
-    for metric, value in numbers._asdict().items():
+def _rows_of(numbers: Mapping[str, Any]) -> Iterator[Row]:
+    """A row for each number of a state."""
+    for metric, value in numbers.items():
         if value is not None:
-            yield Row(metric, path, value)
+            yield Row(metric, "", value)
 
 
 # -------------------------------------- states whose numbers are reported as they are
@@ -140,41 +127,51 @@ def element_rows(
 ) -> Iterator[Row]:
     """The rows of a clipper of elements."""
     # () where nothing is counted.
-    if not isinstance(state.elements, tuple):
-        yield from _rows_of(ElementNumbers(*state.elements))
+    if isinstance(state.elements, tuple):
+        return iter(())
+    share, mean, recent = state.elements
+    return _rows_of(
+        {
+            "elements_clipped": share,
+            "elements_clipped_mean": mean,
+            "elements_clipped_recent": recent,
+        }
+    )
 
 
 def skip_rows(state: SkipState, options: Options) -> Iterator[Row]:
     """The rows of an optimizer that skips steps."""
-    numbers = SkipNumbers(
-        norm=state.norm,
-        limit=state.limit,
-        loss=state.loss,
-        loss_limit=state.loss_limit,
-        # The metric is of the last step, while state.skipped counts steps.
-        skipped=_float32(state.consecutive > 0),
-        skipped_share=_float32(state.skipped) / _steps(state),
-        skipped_share_recent=_float32(state.skipped_recently),
-        skipped_count=_float32(state.skipped),
-        consecutive_count=_float32(state.consecutive),
-        nonfinite_count=_float32(state.nonfinite),
+    return _rows_of(
+        {
+            "norm": state.norm,
+            "limit": state.limit,
+            "loss": state.loss,
+            "loss_limit": state.loss_limit,
+            # The metric is of the last step, while state.skipped counts steps.
+            "skipped": _float32(state.consecutive > 0),
+            "skipped_share": _float32(state.skipped) / _steps(state),
+            "skipped_share_recent": _float32(state.skipped_recently),
+            "skipped_count": _float32(state.skipped),
+            "consecutive_count": _float32(state.consecutive),
+            "nonfinite_count": _float32(state.nonfinite),
+        }
     )
-    return _rows_of(numbers)
 
 
 def spike_rows(state: SpikeState, options: Options) -> Iterator[Row]:
     """The rows of `record_spikes`."""
-    numbers = SpikeNumbers(
-        norm=state.norm,
-        limit=state.limit,
-        loss=state.loss,
-        loss_limit=state.loss_limit,
-        spiked=_float32(state.spiked),
-        spiked_count=_float32(state.spikes),
-        score=_float32(state.spikes) / _steps(state),
-        score_recent=_float32(state.spiked_recently),
+    return _rows_of(
+        {
+            "norm": state.norm,
+            "limit": state.limit,
+            "loss": state.loss,
+            "loss_limit": state.loss_limit,
+            "spiked": _float32(state.spiked),
+            "spiked_count": _float32(state.spikes),
+            "score": _float32(state.spikes) / _steps(state),
+            "score_recent": _float32(state.spiked_recently),
+        }
     )
-    return _rows_of(numbers)
 
 
 def health_rows(state: HealthState, options: Options) -> Iterator[Row]:
@@ -205,7 +202,8 @@ class Span(NamedTuple):
 
 def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     """The rows of a clipper, or of `record_norm`."""
-    sizes = sizes_of(state, options.layers and not options.summary)
+    has_layers = options.layers and not options.summary
+    sizes = sizes_of(state, has_layers, call="metrics")
     # An empty tree has no norm.
     if not sizes:
         return
@@ -214,7 +212,7 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     spans = _spans_of(sizes)
     if options.summary:
         numbers = _summary(spans, state)
-        yield from _rows_of(numbers)
+        yield from _rows_of(numbers._asdict())
         if options.with_names:
             yield Row("worst_name", "", WorstName(tuple(names), numbers.worst_index))
         return

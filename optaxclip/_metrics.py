@@ -13,12 +13,9 @@ import numpy as np
 from jax.core import Tracer
 
 from ._checks import check_flag, check_length, check_number, shown
-from ._metric_rows import Options, WorstName
+from ._metric_rows import METRICS, Options, WorstName
 from ._metric_states import KINDS, reported_states
 from ._trees import PyTree
-
-# All metrics that there are. Several kinds of state share some.
-METRICS = sorted(set().union(*[kind.metrics for kind in KINDS.values()]))
 
 
 def metrics(

@@ -4,7 +4,6 @@ Here they are checked, and made hashable, as static arguments of a jitted functi
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -50,19 +49,13 @@ def static_order(ord: Any, call: str) -> Ord:
         return ord
     # The order decides which program is compiled, so a traced one comes too late.
     check_known(f"{call}: ord", ord)
-    is_array = isinstance(ord, (np.number, np.ndarray, Array))
-    is_scalar_array = is_array and not np.ndim(ord) and not np.iscomplexobj(ord)
-    is_number = is_scalar_array or isinstance(ord, (int, float))
+    number = np.asarray(ord)
     # True is an int in Python. As an order it is a slip.
-    is_bool = isinstance(ord, bool) or getattr(ord, "dtype", None) == np.dtype(bool)
-    try:
-        order = float(ord) if is_number and not is_bool else math.nan
-    except (TypeError, ValueError, OverflowError):  # an array of text, or 10**400
-        order = math.nan
-    if math.isnan(order) or order <= 0:
+    is_real = number.dtype.kind in "iuf" and not number.ndim
+    if not is_real or not number > 0:
         raise ValueError(f"{call}: ord must be {ORDERS}, got {shown(ord)}.")
     # A float instead of an array, which cannot be hashed.
-    return ord if isinstance(ord, (int, float)) else order
+    return ord if isinstance(ord, (int, float)) else float(number)
 
 
 def static_axes(

@@ -116,8 +116,8 @@ def _in_state_order(
     """One outcome with an entry for each norm of the state. A leaf that is missing has
     a placeholder, which `next_state` replaces.
     """
-    parts: list[Outcome] = []
-    positions: list[np.ndarray] = []
+    parts = []
+    positions = []
     units_alike: dict[Any, list[tuple[Block, Outcome]]] = {}
     for block, outcome in outcomes:
         if block.leaf_of_units is None:
@@ -128,9 +128,8 @@ def _in_state_order(
             key = jax.typeof(outcome.norm), block.mesh_of_units
             units_alike.setdefault(key, []).append((block, outcome))
     for (_, mesh_of_units), alike in units_alike.items():
-        parts.append(
-            furthest_units([outcome for _, outcome in alike], mesh_of_units, decide)
-        )
+        outcomes_alike = [outcome for _, outcome in alike]
+        parts.append(furthest_units(outcomes_alike, mesh_of_units, decide))
         positions += [block.positions for block, _ in alike]
     if state.names.is_global:
         (outcome,) = parts
@@ -175,7 +174,8 @@ def furthest_units(
     # write more arrays to memory.
     outcome = decide(norm, limit).outcome
     numbers = UnitNumbers(
-        severity=_severity_of_units(norm, limit, outcome.is_sound),
+        # Finite, and inf for a broken unit, so that it counts as the furthest.
+        severity=jnp.where(outcome.is_sound, severity(norm, limit), jnp.inf),
         norm=norm,
         limit=limit,
         factor=outcome.factor,
@@ -215,13 +215,6 @@ def severity(norm: Array, limit: Array) -> Array:
     # Finite norms without a limit come last. Among them -1 / norm rises with the norm.
     is_last = (limit == jnp.inf) & (norm < jnp.inf)
     return jnp.where(is_last, -1 / jnp.maximum(norm, smallest), root_of_ratio)
-
-
-def _severity_of_units(norm: Array, limit: Array, is_sound: Array) -> Array:
-    """The severity of units: finite, and inf for a broken unit, so that it counts as
-    the furthest.
-    """
-    return jnp.where(is_sound, severity(norm, limit), jnp.inf)
 
 
 def _furthest(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
@@ -286,27 +279,33 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     Raises:
       ValueError: an array in a rule that is not one number for each entry of a norm.
     """
-    zeros_of_name = {}
-    rule_of_name = {}
     names = trees.unique_names(norms.paths)
-    for name, norm, rule in zip(names, norms.values, rules):
-        for shape in blocks.shapes_of_array_limits(rule):
-            check_shape(shape, norm.shape, argument)
-        zeros_of_name[name] = mesh_types.typed_as(
-            jnp.zeros(norm.shape, norm.dtype), norm
-        )
-        rule_of_name[name] = rule
     mesh_of_units = blocks.mesh_axes_of_units(norms, names)
-    whole = {name: x for name, x in zeros_of_name.items() if name not in mesh_of_units}
+    rule_of_name = dict(zip(names, rules))
+    zeros_of_leaves = {}
+    zeros_of_units = {}
+    for name, norm in zip(names, norms.values):
+        for shape in blocks.shapes_of_array_limits(rule_of_name[name]):
+            check_shape(shape, norm.shape, argument)
+        zeros_of = zeros_of_units if name in mesh_of_units else zeros_of_leaves
+        zeros_of[name] = mesh_types.typed_as(jnp.zeros(norm.shape, norm.dtype), norm)
     # Leaves of units of one shape are looked at together, so they are neighbors.
-    unit_leaves = sorted(mesh_of_units, key=lambda name: zeros_of_name[name].shape)
-    layers = {name: _layer_names(zeros.shape) for name, zeros in whole.items()}
+    unit_leaves = sorted(zeros_of_units, key=lambda name: zeros_of_units[name].shape)
+    layers = {name: _layer_names(x.shape) for name, x in zeros_of_leaves.items()}
     units = dict.fromkeys(unit_leaves)
     state_names = Names(layers | units, units)
-    memories = [_first_memory_of_leaves(rule_of_name, whole, state_names.is_global)]
-    entries = list(whole.values())
+    entries = list(zeros_of_leaves.values())
+    memories: list[PyTree] = [()]
+    if zeros_of_leaves:
+        # Only one rule for all leaves has a memory, so the first one speaks for all.
+        rule = rule_of_name[next(iter(zeros_of_leaves))]
+        zeros = entries[0]
+        if not state_names.is_global:
+            rule = blocks.rule_of_vector(rule, zeros_of_leaves)
+            zeros = blocks.concatenated(entries)
+        memories = [_first_memory(rule, zeros)]
     for name in unit_leaves:
-        zeros = zeros_of_name[name]
+        zeros = zeros_of_units[name]
         memories.append(_first_memory(rule_of_name[name], zeros))
         # Each device has its own units, and the same outcome of them.
         other_axes = mesh_types.varying(zeros) - {*mesh_of_units[name]}
@@ -317,38 +316,22 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         (row,) = entries
     else:
         row = blocks.concatenated(entries)
-    return _first_rows(state_names, row, tuple(memories))
+    return state_of_rows(state_names, _first_rows(row), tuple(memories), row.dtype)
 
 
-def _first_rows(names: Names, zeros: Array, memory: tuple[PyTree, ...]) -> ClipState:
-    """The state before the first step, of a row of zeros."""
-    count = jnp.zeros_like(zeros, jnp.int32)
-    rows = StateRows(
-        step=count,
-        clipped=count,
-        nonfinite=count,
+def _first_rows(zeros: Array) -> StateRows:
+    """The rows before the first step, from a row of zeros."""
+    no_steps = jnp.zeros_like(zeros, jnp.int32)
+    return StateRows(
+        step=no_steps,
+        clipped=no_steps,
+        nonfinite=no_steps,
         norm=zeros,
         limit=jnp.full_like(zeros, np.inf),
         factor=jnp.ones_like(zeros),
         clipped_recently=zeros,
         units_clipped=zeros,
     )
-    return state_of_rows(names, rows, memory, zeros.dtype)
-
-
-def _first_memory_of_leaves(
-    rule_of_name: dict[str, Rule], zeros_of_name: dict[str, Array], is_global: bool
-) -> PyTree:
-    """What a rule remembers of whole leaves before the first step."""
-    if not zeros_of_name:
-        return ()
-    # Only one rule for all leaves has a memory, so the first one speaks for all.
-    first_name = next(iter(zeros_of_name))
-    rule = rule_of_name[first_name]
-    if is_global:
-        return _first_memory(rule, zeros_of_name[first_name])
-    rule = blocks.rule_of_vector(rule, zeros_of_name)
-    return _first_memory(rule, blocks.concatenated(list(zeros_of_name.values())))
 
 
 def _first_memory(rule: Rule, norm: Array) -> PyTree:

@@ -639,10 +639,10 @@ def test_a_state_of_several_models_is_told(name, several):
     # `constrain` leaves the state to its clipper.
     call = "clip_by_global_norm" if call == "constrain" else call
     text = (
-        f"{call}: state is of several models, since its counter of steps has the shape "
-        "(4,), as under jax.vmap or jax.pmap. Call update under it too, such as "
-        "jax.vmap(optimizer.update)(grads, state, params), or take one of them, "
-        "jax.tree.map(lambda x: x[0], state)."
+        f"{call}: state must be of one model, but its counter of steps has the shape "
+        "(4,), as under jax.vmap or jax.pmap. Map over them, "
+        "jax.vmap(optimizer.update)(grads, opt_state, params), or take one, "
+        "jax.tree.map(lambda x: x[0], opt_state)."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         made.update(tree, state, tree)
