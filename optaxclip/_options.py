@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax import Array
 
 from . import _mesh as mesh
 from . import _trees as trees
 from ._axes import check_no_bool, is_axes
 from ._checks import check_known, check_takes, is_function, shown
-from ._prefixes import Prefix, for_each_leaf, prefix_table
+from ._prefixes import Prefix, for_each_leaf, static_table
 from ._trees import PyTree
 
 # The order of a norm. None means 2.
@@ -74,14 +73,9 @@ def static_axes(
     if is_function(axes):
         check_takes(f"{call}: {option} must take path and leaf", axes, 2)
         return axes
-    table = prefix_table(axes, is_value)
+    table = static_table(f"{call}: {option}", axes, is_value)
     for _, value in table.entries:
         check_no_bool(call, option, value)
-        if isinstance(value, (np.ndarray, Array)):
-            raise TypeError(
-                f"{call}: {option} must be known when the clipper is built, got "
-                f"{shown(value)}: under inject_hyperparams name it in static_args."
-            )
     return table
 
 
@@ -93,14 +87,7 @@ def static_labels(labels: Any, call: str) -> Any:
     """
     if is_function(labels):
         return labels
-    table = prefix_table(labels, trees.is_none)
-    for _, label in table.entries:
-        # An integer of NumPy equals the int, and has its hash.
-        if hasattr(label, "dtype") and not isinstance(label, np.integer):
-            raise TypeError(
-                f"{call}: labels must be strings or ints, got {shown(labels)}."
-            )
-    return table
+    return static_table(f"{call}: labels", labels, trees.is_none)
 
 
 def labels_of(labels: Any, tree: PyTree) -> Any:
