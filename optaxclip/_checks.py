@@ -261,10 +261,8 @@ def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") 
     if getattr(function, "__module__", None) == "optaxclip.shrinks":
         raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
     error_start = f"{argument}: a schedule must take the step alone"
-    check_takes(error_start, function, 1, hint)
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a function written in C has no signature
+    signature = check_takes(error_start, function, 1, hint)
+    if signature is None:
         return
     first = next(iter(signature.parameters))
     # `lambda grads: 0.1 * global_norm(grads)` would be called with the step.
@@ -279,18 +277,23 @@ def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") 
 
 def check_takes(
     error_start: str, function: Callable[..., Any], count: int, hint: str = ""
-) -> None:
+) -> inspect.Signature | None:
     """Refuses a function that cannot be called with `count` arguments. `hint` ends the
     error.
+
+    Returns its signature, None for a function written in C.
     """
     try:
-        inspect.signature(function).bind(*range(count))
-    except ValueError:  # a function written in C has no signature
-        return
+        signature = inspect.signature(function)
+    except ValueError:
+        return None
+    try:
+        signature.bind(*range(count))
     except TypeError:
         name = getattr(function, "__name__", repr(function))
-        text = f"{error_start}, got {name}{inspect.signature(function)}. {hint}"
+        text = f"{error_start}, got {name}{signature}. {hint}"
         raise TypeError(text.strip()) from None
+    return signature
 
 
 def check_norm(call: str, norm: object) -> None:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
-from jax.typing import DTypeLike
 
 from ._checks import BEGIN_ANEW, shown
 
@@ -58,22 +57,12 @@ def _clipped_leaf(leaf: Any) -> Any:
         if is_hole(leaf):
             return leaf if is_hole(box) else None
     if not is_array(leaf):
-        raise TypeError("no array and no number")
+        raise TypeError("neither an array nor a number")
     # A Python number has no dtype. Neither random keys nor float0 are inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    if _is_foreign(dtype):
-        raise TypeError(f"an array of {dtype}")
     is_float = jnp.issubdtype(dtype, jnp.inexact)
     is_clippable = is_float and 0 not in jnp.shape(leaf)
     return leaf if is_clippable else None
-
-
-def _is_foreign(dtype: DTypeLike | None) -> bool:
-    """Whether NumPy has this dtype and JAX does not: objects, strings, times. JAX would
-    refuse such an array in jit. Outside of jit it would pass unclipped.
-    """
-    # The dtypes of random keys have no kind.
-    return getattr(dtype, "kind", None) in ("O", "S", "U", "M", "m")
 
 
 def check_leaves(tree: PyTree, begin: str) -> None:
@@ -82,19 +71,14 @@ def check_leaves(tree: PyTree, begin: str) -> None:
     `begin` is what the error begins with: "clip_by_value: ".
     """
     for path, leaf in jax.tree.leaves_with_path(tree):
-        dtype = getattr(leaf, "dtype", None)
-        if _is_foreign(dtype):
-            raise TypeError(
-                f"{begin}the leaf {name(path)!r} must be an array of numbers, got one "
-                f"of {dtype}: make it float32, or hand over None for it."
-            )
         try:
             _clipped_leaf(leaf)
         except TypeError:
             raise TypeError(
                 f"{begin}the leaf {name(path)!r} must be an array or a number, got "
-                f"{shown(leaf)}: hand over arrays only, with None for everything else. "
-                "In equinox that is eqx.filter(model, eqx.is_inexact_array)."
+                f"{shown(leaf)}: hand over arrays of numbers only, with None for "
+                "everything else. In equinox that is eqx.filter(model, "
+                "eqx.is_inexact_array)."
             ) from None
 
 
@@ -145,13 +129,17 @@ def unboxed(tree: PyTree) -> PyTree:
     return jax.tree.map(unbox, tree, is_leaf=is_box)
 
 
-def is_array(x: object) -> bool:
-    """Whether it is an array or a number, and not a dtype such as `jnp.float32`, which
-    has a dtype as well.
+def is_array(x: Any) -> bool:
+    """Whether it is an array of JAX or NumPy, or a number, and not a dtype such as
+    `jnp.float32`, which has a dtype as well.
     """
     if isinstance(x, (int, float, complex)):
         return True
-    return hasattr(x, "dtype") and not isinstance(x, type)
+    if isinstance(x, type) or not hasattr(x, "dtype"):
+        return False
+    # NumPy's objects, strings and times. JAX would refuse them in jit, and outside of
+    # jit they would pass unclipped. The dtype of a random key has no kind.
+    return getattr(x.dtype, "kind", None) not in ("O", "S", "U", "M", "m")
 
 
 def arrays_of(model: PyTree) -> PyTree:

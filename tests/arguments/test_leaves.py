@@ -33,7 +33,10 @@ def says(call, array):
     # A wrapper of clippers leaves `init` to the one that it wraps.
     if call in ("carry_clipped", "constrain"):
         call = f"{call}|clip_by_global_norm"
-    return rf"^({call}): the leaf 'w' must be .* {re.escape(str(array.dtype))}: make it"
+    got = re.escape(repr(array))
+    return (
+        rf"^({call}): the leaf 'w' must be an array or a number, got {got}: hand over"
+    )
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
