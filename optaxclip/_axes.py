@@ -70,13 +70,6 @@ class _StackedValue(NamedTuple):
     stack: KeyPath | str
 
 
-class _FirstOfStack(NamedTuple):
-    """The first leaf of a stack."""
-
-    name: str
-    sizes: str  # of the axes that count layers, such as "12 x 8"
-
-
 def stacked_axes(
     stacked: Stacked, tree: PyTree, call: str, shapes: Sequence[Shape | None]
 ) -> list[tuple[int, ...]]:
@@ -96,7 +89,8 @@ def stacked_axes(
         not the number of layers.
     """
     entries = jax.tree.leaves_with_path(tree)
-    firsts: dict[KeyPath | str, _FirstOfStack] = {}
+    # Of the first leaf of each stack the name, and how many layers, such as "12 x 8".
+    firsts: dict[KeyPath | str, tuple[str, str]] = {}
     axes_of_leaves = []
     stacked_values = _stacked_values(stacked, tree, f"{call}: stacked")
     for (path, leaf), (value, stack), shape in zip(entries, stacked_values, shapes):
@@ -108,11 +102,11 @@ def stacked_axes(
         if not axes or shape is None:
             continue
         sizes = " x ".join(str(shape[axis]) for axis in axes)
-        first = firsts.setdefault(stack, _FirstOfStack(name(path), sizes))
-        if sizes != first.sizes:
+        first_name, first_sizes = firsts.setdefault(stack, (name(path), sizes))
+        if sizes != first_sizes:
             raise ValueError(
-                f"{call}: stacked={shown(value)} would count {first.sizes} in "
-                f"{first.name!r} and {sizes} in {name(path)!r}, but leaves of one "
+                f"{call}: stacked={shown(value)} would count {first_sizes} in "
+                f"{first_name!r} and {sizes} in {name(path)!r}, but leaves of one "
                 "stack have the same number of layers. Axes other than the leading "
                 "ones are a tuple, such as (1,) for axis 1. A leaf that is not stacked "
                 "takes None. Several stacks take a value each, as in "

@@ -3,14 +3,13 @@
 A block is a set of norms whose limits and factors are computed as one array: the norm
 of everything, the norms of all whole leaves as a vector (inside shard_map one vector
 for each set of varying mesh axes), or the units of one leaf. Norms are found in the
-state by name. A leaf that is None in one
-step has the norm 0 in its block, from which no rule learns.
+state by name. A leaf that is None in one step has the norm 0 in its block, from which
+no rule learns.
 """
 
 import math
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import fields
-from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -268,14 +267,17 @@ def rule_of_vector(
 
 def shapes_of_array_limits(rule: Rule) -> list[tuple[int, ...]]:
     """The shapes of the arrays of a rule. A number fits every norm."""
+    shapes = []
     if isinstance(rule, Joined):
-        return list(
-            chain.from_iterable(shapes_of_array_limits(part) for part in rule.rules)
-        )
-    # A plain field, of a rule of the user's, may be an array of any shape.
-    checked = [field for field in fields(rule) if "check" in field.metadata]
-    values = [getattr(rule, field.name) for field in checked]
-    return [value.shape for value in values if getattr(value, "shape", ())]
+        for part in rule.rules:
+            shapes += shapes_of_array_limits(part)
+        return shapes
+    for field in fields(rule):
+        shape = getattr(getattr(rule, field.name), "shape", ())
+        # A plain field, of a rule of the user's, may be an array of any shape.
+        if shape and "check" in field.metadata:
+            shapes.append(shape)
+    return shapes
 
 
 def _shown(names: Collection[str], unit_leaves: Collection[str]) -> str:

@@ -46,16 +46,9 @@ KINDS = {
 Scope = tuple[Any, ...]  # the names of mappings on the way to a state
 
 
-class FoundState(NamedTuple):
-    """A state in the state of an optimizer."""
-
-    prefix: str  # "clip", or "clip_2" for the second one of this scope
-    scope: str  # as a path: "outer/inner"
-    state: Any
-
-
-def reported_states(opt_state: PyTree) -> Iterator[FoundState]:
-    """Every state that is reported.
+def reported_states(opt_state: PyTree) -> Iterator[tuple[str, Any]]:
+    """Every state that is reported, and how its keys begin: "clip", or "clip_2/inner"
+    for the second clipper of the scope "inner".
 
     Raises:
       TypeError: an optimizer in the place of its state.
@@ -93,7 +86,9 @@ def reported_states(opt_state: PyTree) -> Iterator[FoundState]:
         counts[prefix, path] += 1
         number = counts[prefix, path]
         # The first keeps its name when a second one is added.
-        yield FoundState(prefix if number == 1 else f"{prefix}_{number}", path, state)
+        if number > 1:
+            prefix = f"{prefix}_{number}"
+        yield f"{prefix}/{path}" if path else prefix, state
 
 
 def _states_in(tree: PyTree, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:

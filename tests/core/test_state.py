@@ -361,6 +361,15 @@ def test_a_step_may_be_set_to_a_number(name):
     assert optax.tree.get(state, "step") == 6
 
 
+def test_an_update_refuses_the_joined_rows_of_several_devices():
+    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked={"w": 1, "b": None})
+    grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    rows = jax.tree.map(lambda x: jnp.tile(x, 2), clipper.init(grads))
+    text = "^clip_by_tensor_norm: the state must have one entry for each norm, but "
+    with pytest.raises(ValueError, match=text):
+        clipper.update(grads, rows)
+
+
 def test_by_name_refuses_the_state_of_several_models():
     clipper = optaxclip.clip_by_tensor_norm(1.0)
     grads = {"actor": jnp.ones((3, 2)), "critic": jnp.ones((3, 4))}
