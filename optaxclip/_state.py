@@ -309,21 +309,6 @@ def state_of_rows(
     )
 
 
-def positions_of_name(
-    state: ClipState, layers: bool = False, *, call: str
-) -> dict[str, Position]:
-    """Where the entries of each name of `sizes_of` are in a row of a state."""
-    if state.names.is_global:
-        return dict.fromkeys(state.names.layers_of_name, ...)
-    positions: dict[str, Position] = {}
-    start = 0
-    for name, size in sizes_of(state, layers, call=call).items():
-        is_stack = state.names.layers_of_name.get(name) is not None
-        positions[name] = slice(start, start + size) if is_stack else start
-        start += size
-    return positions
-
-
 def sizes_of(
     state: ClipState, layers: bool = False, *, call: str = "update"
 ) -> dict[str, int]:
@@ -361,8 +346,8 @@ def sizes_of(
             size = len(layers_of_leaf) * layers_here // layer_count
             sizes_of_leaf = {name: size}
             if layers:
-                names_here = [f"{name}/{layer}" for layer in [*layers_of_leaf][:size]]
-                sizes_of_leaf = dict.fromkeys(names_here, 1)
+                layer_names = [f"{name}/{layer}" for layer in layers_of_leaf]
+                sizes_of_leaf = dict.fromkeys(layer_names[:size], 1)
         if sizes.keys() & sizes_of_leaf.keys():
             leaves = trees.listed(layers_of_name)
             raise ValueError(
@@ -371,6 +356,22 @@ def sizes_of(
             )
         sizes |= sizes_of_leaf
     return sizes
+
+
+def positions_of_name(
+    state: ClipState, layers: bool = False, *, call: str
+) -> dict[str, Position]:
+    """Where the entries of each name of `sizes_of` are in a row of a state."""
+    if state.names.is_global:
+        return dict.fromkeys(state.names.layers_of_name, ...)
+    positions: dict[str, Position] = {}
+    start = 0
+    for name, size in sizes_of(state, layers, call=call).items():
+        # With `layers` each layer is a single norm.
+        is_stack = not layers and state.names.layers_of_name[name] is not None
+        positions[name] = slice(start, start + size) if is_stack else start
+        start += size
+    return positions
 
 
 def names_here(state: ClipState) -> Names:
