@@ -12,6 +12,7 @@ from ._checks import is_function, shown
 from ._prefixes import Prefix, for_each_leaf, lookup, prefix_table
 from ._trees import PyTree, Shape, name
 
+INTEGERS = (int, np.integer)
 ByPath = Callable[[str, Any], Any]  # a function of a leaf's path ("blocks/w") and leaf
 # An int or a tuple of ints, a tree prefix of these, or a function that returns these.
 Axis: TypeAlias = "int | Mapping[Any, Axis] | Sequence[Axis] | ByPath | None"
@@ -21,7 +22,7 @@ Stacked: TypeAlias = "int | Mapping[Any, Stacked] | Sequence[Stacked] | ByPath |
 def is_axes(x: object) -> TypeGuard[tuple[int, ...]]:
     """Whether it is a tuple of axes, and not a node of a tree."""
     # A NamedTuple of ints is a node of a tree, so the type is tuple itself.
-    return type(x) is tuple and all(isinstance(i, (int, np.integer)) for i in x)
+    return type(x) is tuple and all(isinstance(i, INTEGERS) for i in x)
 
 
 def check_no_bool(call: str, option: str, value: Any) -> None:
@@ -45,7 +46,7 @@ def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, .
       ValueError: an axis that the leaf does not have, or one that is named twice.
     """
     entries = value if isinstance(value, tuple) else (value,)
-    integers = [entry for entry in entries if isinstance(entry, (int, np.integer))]
+    integers = [entry for entry in entries if isinstance(entry, INTEGERS)]
     axes = {int(axis) % rank for axis in integers if -rank <= axis < rank}
     # An axis twice, as in (0, -3) of rank 3, makes the set smaller.
     if len(axes) < len(entries):
@@ -135,7 +136,7 @@ def _layer_axes(value: Any, leaf: str, shape: Shape, call: str) -> tuple[int, ..
     rank = len(shape)
     if value is None:
         return ()
-    if isinstance(value, (int, np.integer)) and 0 <= value <= rank:
+    if isinstance(value, INTEGERS) and 0 <= value <= rank:
         return tuple(range(int(value)))
     if is_axes(value):
         return axes_within(value, f"{call}: stacked", leaf, rank)

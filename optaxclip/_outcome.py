@@ -21,7 +21,15 @@ from . import _trees as trees
 from ._blocks import Block
 from ._checks import check_shape
 from ._norms import Norms
-from ._state import NUMBER_NAMES, ClipState, Names, StateRows, names_here, state_of_rows
+from ._state import (
+    NUMBER_NAMES,
+    ClipState,
+    Layers,
+    Names,
+    StateRows,
+    names_here,
+    state_of_rows,
+)
 from ._sums import materialized_on_gpu
 from ._trees import PyTree
 from .rules._memory import count_up, in_place, moving_average
@@ -134,7 +142,8 @@ def _in_state_order(
     if state.names.is_global:
         (outcome,) = parts
         # A tree of one array with units has one outcome for them, [1].
-        return jax.tree.map(lambda array: array.reshape(state.norm.shape), outcome)
+        shape = state.norm.shape
+        return jax.tree.map(lambda row: row.reshape(shape), outcome)
     all_positions = np.concatenate(positions)
 
     def row(*arrays: Array) -> Array:
@@ -211,10 +220,12 @@ def severity(norm: Array, limit: Array) -> Array:
     smallest = jnp.finfo(norm.dtype).tiny
     # A limit of 0 would hide all differences, so it counts as the smallest number. The
     # ratio of finite numbers may overflow. That of their roots does not.
-    root_of_ratio = jnp.sqrt(norm) / jnp.sqrt(jnp.maximum(limit, smallest))
+    positive_limit = jnp.maximum(limit, smallest)
+    root_of_ratio = jnp.sqrt(norm) / jnp.sqrt(positive_limit)
     # Finite norms without a limit come last. Among them -1 / norm rises with the norm.
     is_last = (limit == jnp.inf) & (norm < jnp.inf)
-    return jnp.where(is_last, -1 / jnp.maximum(norm, smallest), root_of_ratio)
+    positive_norm = jnp.maximum(norm, smallest)
+    return jnp.where(is_last, -1 / positive_norm, root_of_ratio)
 
 
 def _furthest(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
@@ -266,8 +277,10 @@ def _furthest_of_two(
     is_longer = (left.norm >= right.norm) | (left.norm != left.norm)
     is_equal = left.severity == right.severity
     is_left = (left.severity > right.severity) | is_equal & is_longer
-    row = [lax.select(is_left, x, y) for x, y in zip(left[:-1], right[:-1])]
-    return *row, left.clipped_units + right.clipped_units
+    columns = []
+    for left_column, right_column in zip(left[:-1], right[:-1]):
+        columns.append(lax.select(is_left, left_column, right_column))
+    return *columns, left.clipped_units + right.clipped_units
 
 
 # --------------------------------------------------------------------- the first state
@@ -287,8 +300,9 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     for name, norm in zip(names, norms.values):
         for shape in blocks.shapes_of_array_limits(rule_of_name[name]):
             check_shape(shape, norm.shape, argument)
+        zeros = jnp.zeros(norm.shape, norm.dtype)
         zeros_of = zeros_of_units if name in mesh_of_units else zeros_of_leaves
-        zeros_of[name] = mesh_types.typed_as(jnp.zeros(norm.shape, norm.dtype), norm)
+        zeros_of[name] = mesh_types.typed_as(zeros, norm)
     # Leaves of units of one shape are looked at together, so they are neighbors.
     unit_leaves = sorted(zeros_of_units, key=lambda name: zeros_of_units[name].shape)
     layers = {name: _layer_names(x.shape) for name, x in zeros_of_leaves.items()}
@@ -309,7 +323,8 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         memories.append(_first_memory(rule_of_name[name], zeros))
         # Each device has its own units, and the same outcome of them.
         other_axes = mesh_types.varying(zeros) - {*mesh_of_units[name]}
-        entries.append(mesh_types.varying_over(jnp.zeros((), zeros.dtype), other_axes))
+        zero = jnp.zeros((), zeros.dtype)
+        entries.append(mesh_types.varying_over(zero, other_axes))
     if not entries:
         row = jnp.zeros((), jnp.float32)
     elif state_names.is_global:
@@ -349,7 +364,7 @@ def _first_memory(rule: Rule, norm: Array) -> PyTree:
     return mesh_types.typed_as(memory, jax.typeof(norm))
 
 
-def _layer_names(shape: tuple[int, ...]) -> dict[str, None] | None:
+def _layer_names(shape: tuple[int, ...]) -> Layers:
     """The names of the layers of a norm, such as "0/3" for layer 0 and expert 3. None
     for a norm without layers.
     """
