@@ -3,12 +3,11 @@
 A block is a set of norms whose limits and factors are computed as one array: the norm
 of everything, the norms of all whole leaves as a vector (inside shard_map one vector
 for each set of varying mesh axes), or the units of one leaf. Norms are found in the
-state by name. A leaf that is None in one step has the norm 0 in its block, from which
-no rule learns.
+state by name. A leaf that is None in a step is in no block.
 """
 
 import math
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -34,29 +33,15 @@ class Block(NamedTuple):
     norm: Array  # [n] of whole leaves, [] of everything, or [1, units] of one leaf
     # The same numbers by name: the norm of each whole leaf, or the units of one leaf.
     norm_of_name: Mapping[str, Array]
-    missing: frozenset[str]  # leaves of the state that this step does not have
     # Indices in a row of the state: n, or 1 for everything or a leaf with units.
     positions: np.ndarray
     is_vector: bool  # whether `norm` joins the norms of whole leaves
     leaf_of_units: str | None = None  # the leaf whose units they are
     mesh_of_units: tuple[str, ...] = ()  # the mesh axes that split the units
 
-    @property
-    def is_present(self) -> np.ndarray:
-        """For each position whether there is a norm in this step."""
-        if not self.missing:
-            return np.ones(len(self.positions), bool)
-        is_present = []
-        for name, norm in self.norm_of_name.items():
-            is_present += [name not in self.missing] * norm.size
-        return np.array(is_present)
-
     def as_array(self, value_of_name: Mapping[str, Array]) -> Array:
-        """One array in the layout of `norm`, from values by name, 0 for other names."""
-        values = []
-        for name, norm in self.norm_of_name.items():
-            value = value_of_name.get(name)
-            values.append(jnp.zeros_like(norm) if value is None else value)
+        """One array in the layout of `norm`, from values by name."""
+        values = [value_of_name[name] for name in self.norm_of_name]
         return concatenated(values) if self.is_vector else values[0]
 
     def by_name(self, array: Array) -> dict[str, Array]:
@@ -97,18 +82,15 @@ def blocks_of(
     mesh_of_units = mesh_axes_of_units(norms, names)
     indices_of_name = _indices_of_names(state, call)
     _check_norms(state, indices_of_name, norm_of_name, mesh_of_units, call)
-    dtype = next(iter(norm_of_name.values()), state.numbers).dtype
-    missing = set()
     blocks_of_units = []
     # Inside shard_map some norms differ between devices, and others are the same on
     # all. A vector has one type, so they are separate blocks.
-    names_by_axes: dict[Any, set[str]] = {}
+    names_by_axes: dict[Any, list[str]] = {}
     for name, indices in indices_of_name.items():
         if name in mesh_of_units:
             block = Block(
                 norm=norm_of_name[name],
                 norm_of_name={name: norm_of_name[name]},
-                missing=frozenset(),
                 positions=indices.reshape(-1),
                 is_vector=False,
                 leaf_of_units=name,
@@ -117,24 +99,15 @@ def blocks_of(
             blocks_of_units.append(block)
         elif name in norm_of_name:
             mesh_axes = mesh_types.varying(norm_of_name[name])
-            names_by_axes.setdefault(mesh_axes, set()).add(name)
-        elif name not in state.names.unit_leaves:
-            norm_of_name[name] = jnp.zeros(indices.shape, dtype)
-            missing.add(name)
-    # Missing norms are 0 on every device, so they may join the first group.
-    groups = list(names_by_axes.values()) or [set()]
-    groups[0] |= missing
+            names_by_axes.setdefault(mesh_axes, []).append(name)
     is_vector = not state.names.is_global
     blocks = []
-    for group in filter(None, groups):
-        # In the order of the state.
-        members = [name for name in indices_of_name if name in group]
+    for members in names_by_axes.values():
         norms_of_block = [norm_of_name[name] for name in members]
         positions = [indices_of_name[name].reshape(-1) for name in members]
         block = Block(
             norm=concatenated(norms_of_block) if is_vector else norms_of_block[0],
             norm_of_name=dict(zip(members, norms_of_block)),
-            missing=frozenset(missing),
             positions=np.concatenate(positions),
             is_vector=is_vector,
         )
@@ -243,11 +216,9 @@ def rules_of_norms(rules: PyTree, norms: Norms, argument: str) -> list[Rule]:
     )
 
 
-def rule_of_vector(
-    rule: Rule, norm_of_name: Mapping[str, Array], missing: Container[str] = frozenset()
-) -> Rule:
+def rule_of_vector(rule: Rule, norms: Sequence[Array]) -> Rule:
     """The rule for a vector of norms: its arrays, which have one number for each layer,
-    repeated for each leaf and joined. Missing leaves have 0 there.
+    repeated for each leaf and joined.
     """
     if not shapes_of_array_limits(rule):
         return rule
@@ -256,11 +227,7 @@ def rule_of_vector(
         # A schedule and a scalar are for all norms.
         if callable(number) or not jnp.ndim(number):
             return number
-        numbers = []
-        for name, norm in norm_of_name.items():
-            number_of_norm = 0.0 if name in missing else number
-            numbers.append(jnp.broadcast_to(number_of_norm, norm.shape))
-        return concatenated(numbers)
+        return concatenated([jnp.broadcast_to(number, norm.shape) for norm in norms])
 
     return jax.tree.map(of_all_norms, rule, is_leaf=callable)
 

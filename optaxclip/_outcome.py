@@ -79,9 +79,13 @@ def next_state(
     """The state after a step."""
     steps = count_up(state.counts[0])
     if not outcomes:
-        # A tree without leaves.
+        # A step without leaves, which clips nothing.
+        nothing = jnp.zeros_like(state.clipped_recently)
+        recently = moving_average(state.clipped_recently, nothing, steps)
+        index = NUMBER_NAMES.index("clipped_recently")
         counts = jnp.asarray(state.counts).at[0].set(steps)
-        return state._replace(counts=counts)
+        numbers = jnp.asarray(state.numbers).at[index].set(recently)
+        return state._replace(counts=counts, numbers=numbers)
     outcome = _in_state_order(state, outcomes, decide)
     rows = StateRows(
         step=steps,
@@ -102,7 +106,7 @@ def next_state(
     numbers = new_state.numbers
     is_present = np.zeros(state.norm.shape, bool)
     for block, _ in outcomes:
-        is_present.reshape(-1)[block.positions] = block.is_present
+        is_present.reshape(-1)[block.positions] = True
     if not is_present.all():
         # Leaves that are missing in this step keep what was known of them. To the share
         # of clipped steps it is one more step that clipped nothing.
@@ -315,7 +319,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         rule = rule_of_name[next(iter(zeros_of_leaves))]
         zeros = entries[0]
         if not state_names.is_global:
-            rule = blocks.rule_of_vector(rule, zeros_of_leaves)
+            rule = blocks.rule_of_vector(rule, entries)
             zeros = blocks.concatenated(entries)
         memories = [_first_memory(rule, zeros)]
     for name in unit_leaves:

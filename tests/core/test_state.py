@@ -555,6 +555,23 @@ def test_a_state_of_an_older_optaxclip_is_refused():
     assert "moments" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "clip", [optaxclip.clip_by_tensor_norm, optaxclip.clip_by_unitwise_norm]
+)
+def test_a_step_without_leaves_clips_nothing(clip):
+    clipper = clip(rules.minimum(rules.ema(0.9), 1.0))
+    grads = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, 2.0)}
+    _, old = clipper.update(grads, clipper.init(grads))
+    updates, state = clipper.update({"w": None, "b": None}, old)
+    assert updates == {"w": None, "b": None} and state.step == 2
+    np.testing.assert_allclose(old.clipped_recently, 1.0)
+    np.testing.assert_allclose(state.clipped_recently, 0.5)
+    for name in ("norm", "limit", "factor", "clipped", "memory"):
+        jax.tree.map(
+            np.testing.assert_array_equal, getattr(state, name), getattr(old, name)
+        )
+
+
 def test_limits_stay_with_their_leaves_where_one_is_missing():
     clipper = optaxclip.clip_by_tensor_norm({"a": 0.5, "b": 1.0, "c": 2.0})
     grads = {name: tree(7)[name] for name in "abc"}
