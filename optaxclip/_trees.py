@@ -225,9 +225,16 @@ def warn_of_stacks(call: str, tree: PyTree) -> None:
         for length in range(len(path)):
             leaves_below.setdefault(path[:length], []).append((path, leaf))
     for parent, entries in leaves_below.items():
-        shapes = [jnp.shape(leaf) for _, leaf in entries]
-        if _looks_stacked(shapes):
-            size = shapes[0][0]
+        ranks = {jnp.ndim(leaf) for _, leaf in entries}
+        leading_sizes = {jnp.shape(leaf)[:1] for _, leaf in entries}
+        is_stack = (
+            len(entries) >= 3
+            and len(leading_sizes) == 1
+            and min(ranks) == 2
+            and max(ranks) >= 3
+        )
+        if is_stack:
+            size = jnp.shape(entries[0][1])[0]
             high_rank_paths = [path for path, leaf in entries if jnp.ndim(leaf) >= 3]
             warnings.warn(
                 f"{call}: the leaves below {name(parent)!r} look like {size} layers, "
@@ -238,18 +245,6 @@ def warn_of_stacks(call: str, tree: PyTree) -> None:
                 stacklevel=4,
             )
             return
-
-
-def _looks_stacked(shapes: Sequence[Shape]) -> bool:
-    """Whether leaves of these shapes look like layers on a leading axis."""
-    ranks = {len(shape) for shape in shapes}
-    leading_sizes = {shape[:1] for shape in shapes}
-    return (
-        len(shapes) >= 3
-        and len(leading_sizes) == 1
-        and min(ranks) == 2
-        and max(ranks) >= 3
-    )
 
 
 def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:
