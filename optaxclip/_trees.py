@@ -253,8 +253,7 @@ def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:
     """
     entries, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_none)
     try:
-        # A None in the tree stands for a whole subtree of the state. None in the state
-        # stands for what has no float dtype.
+        # A None in the tree stands for a whole subtree of the state.
         stored_leaves = treedef.flatten_up_to(stored)
     except (TypeError, ValueError):
         raise ValueError(
@@ -263,11 +262,19 @@ def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:
             f"{listed_paths(leaf_paths(tree))} in {type(tree).__name__}. {BEGIN_ANEW}"
         ) from None
     for (path, leaf), stored_leaf in zip(entries, stored_leaves):
-        shape = None if stored_leaf is None else jnp.shape(stored_leaf)
-        if leaf is not None and shape != jnp.shape(leaf):
+        if leaf is None:
+            continue
+        if stored_leaf is None:
             raise ValueError(
-                f"{call}: state was made for the leaf {name(path)!r} of shape {shape}, "
-                f"but its update has {jnp.shape(leaf)}. {BEGIN_ANEW}"
+                f"{call}: the update of the leaf {name(path)!r} is "
+                f"{jnp.result_type(leaf)}, but what init was given for it has no float "
+                "or complex dtype. Make that float32, or give None for the update."
+            )
+        if jnp.shape(leaf) != jnp.shape(stored_leaf):
+            raise ValueError(
+                f"{call}: state was made for the leaf {name(path)!r} of shape "
+                f"{jnp.shape(stored_leaf)}, but its update has {jnp.shape(leaf)}. "
+                f"{BEGIN_ANEW}"
             )
 
 
