@@ -12,6 +12,7 @@ from ._checks import is_function, shown
 from ._prefixes import Prefix, for_each_leaf, lookup, prefix_table
 from ._trees import PyTree, Shape, name
 
+INTEGERS = (int, np.integer)
 ByPath = Callable[[str, Any], Any]  # a function of a leaf's path ("blocks/w") and leaf
 # An int or a tuple of ints, a tree prefix of these, or a function that returns these.
 Axis: TypeAlias = "int | Mapping[Any, Axis] | Sequence[Axis] | ByPath | None"
@@ -21,7 +22,7 @@ Stacked: TypeAlias = "int | Mapping[Any, Stacked] | Sequence[Stacked] | ByPath |
 def is_axes(x: object) -> TypeGuard[tuple[int, ...]]:
     """Whether it is a tuple of axes, and not a node of a tree."""
     # A NamedTuple of ints is a node of a tree, so the type is tuple itself.
-    return type(x) is tuple and all(isinstance(i, (int, np.integer)) for i in x)
+    return type(x) is tuple and all(isinstance(i, INTEGERS) for i in x)
 
 
 def check_no_bool(call: str, option: str, value: Any) -> None:
@@ -30,17 +31,12 @@ def check_no_bool(call: str, option: str, value: Any) -> None:
     Raises:
       TypeError: such a value of an option, "stacked", of the function `call`.
     """
-    if value is True:
-        cure = f"for one write {option}=1"
-    elif value is False:
-        cure = f"for none write {option}=None"
-    elif is_axes(value) and any(isinstance(axis, bool) for axis in value):
-        cure = f"write {option}={tuple(map(int, value))}"
-    else:
-        return
-    raise TypeError(
-        f"{call}: {option} must be a whole number, got {shown(value)}: {cure}."
-    )
+    axes = value if is_axes(value) else (value,)
+    if any(isinstance(axis, bool) for axis in axes):
+        raise TypeError(
+            f"{call}: {option} must be a whole number, or None for none, got "
+            f"{shown(value)}."
+        )
 
 
 def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, ...]:
@@ -50,7 +46,7 @@ def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, .
       ValueError: an axis that the leaf does not have, or one that is named twice.
     """
     entries = value if isinstance(value, tuple) else (value,)
-    integers = [entry for entry in entries if isinstance(entry, (int, np.integer))]
+    integers = [entry for entry in entries if isinstance(entry, INTEGERS)]
     axes = {int(axis) % rank for axis in integers if -rank <= axis < rank}
     # An axis twice, as in (0, -3) of rank 3, makes the set smaller.
     if len(axes) < len(entries):
@@ -75,13 +71,6 @@ class _StackedValue(NamedTuple):
     stack: KeyPath | str
 
 
-class _FirstOfStack(NamedTuple):
-    """The first leaf of a stack."""
-
-    name: str
-    sizes: str  # of the axes that count layers, such as "12 x 8"
-
-
 def stacked_axes(
     stacked: Stacked, tree: PyTree, call: str, shapes: Sequence[Shape | None]
 ) -> list[tuple[int, ...]]:
@@ -101,7 +90,8 @@ def stacked_axes(
         not the number of layers.
     """
     entries = jax.tree.leaves_with_path(tree)
-    firsts: dict[KeyPath | str, _FirstOfStack] = {}
+    # Of the first leaf of each stack the name, and how many layers, such as "12 x 8".
+    firsts: dict[KeyPath | str, tuple[str, str]] = {}
     axes_of_leaves = []
     stacked_values = _stacked_values(stacked, tree, f"{call}: stacked")
     for (path, leaf), (value, stack), shape in zip(entries, stacked_values, shapes):
@@ -113,11 +103,11 @@ def stacked_axes(
         if not axes or shape is None:
             continue
         sizes = " x ".join(str(shape[axis]) for axis in axes)
-        first = firsts.setdefault(stack, _FirstOfStack(name(path), sizes))
-        if sizes != first.sizes:
+        first_name, first_sizes = firsts.setdefault(stack, (name(path), sizes))
+        if sizes != first_sizes:
             raise ValueError(
-                f"{call}: stacked={shown(value)} would count {first.sizes} in "
-                f"{first.name!r} and {sizes} in {name(path)!r}, but leaves of one "
+                f"{call}: stacked={shown(value)} would count {first_sizes} in "
+                f"{first_name!r} and {sizes} in {name(path)!r}, but leaves of one "
                 "stack have the same number of layers. Axes other than the leading "
                 "ones are a tuple, such as (1,) for axis 1. A leaf that is not stacked "
                 "takes None. Several stacks take a value each, as in "
@@ -146,7 +136,7 @@ def _layer_axes(value: Any, leaf: str, shape: Shape, call: str) -> tuple[int, ..
     rank = len(shape)
     if value is None:
         return ()
-    if isinstance(value, (int, np.integer)) and 0 <= value <= rank:
+    if isinstance(value, INTEGERS) and 0 <= value <= rank:
         return tuple(range(int(value)))
     if is_axes(value):
         return axes_within(value, f"{call}: stacked", leaf, rank)

@@ -3,13 +3,12 @@
 A block is a set of norms whose limits and factors are computed as one array: the norm
 of everything, the norms of all whole leaves as a vector (inside shard_map one vector
 for each set of varying mesh axes), or the units of one leaf. Norms are found in the
-state by name. A leaf that is None in one
-step has the norm 0 in its block, from which no rule learns.
+state by name. A leaf that is None in a step is in no block.
 """
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
-from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +20,8 @@ from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._checks import BEGIN_ANEW
 from ._norms import Norms
-from ._prefixes import Prefix, lookup_paths, prefix_table
-from ._state import ClipState, Names, Position, positions_of_name, size_at
+from ._prefixes import lookup_paths, prefix_table
+from ._state import ClipState, positions_of_name
 from ._trees import PyTree
 from .rules._limits import Joined
 from .rules._rule import Rule, is_rule
@@ -34,29 +33,15 @@ class Block(NamedTuple):
     norm: Array  # [n] of whole leaves, [] of everything, or [1, units] of one leaf
     # The same numbers by name: the norm of each whole leaf, or the units of one leaf.
     norm_of_name: Mapping[str, Array]
-    missing: frozenset[str]  # the leaves that this step does not have
     # Indices in a row of the state: n, or 1 for everything or a leaf with units.
     positions: np.ndarray
     is_vector: bool  # whether `norm` joins the norms of whole leaves
     leaf_of_units: str | None = None  # the leaf whose units they are
     mesh_of_units: tuple[str, ...] = ()  # the mesh axes that split the units
 
-    @property
-    def is_present(self) -> np.ndarray:
-        """For each position whether there is a norm in this step."""
-        if not self.missing:
-            return np.ones(len(self.positions), bool)
-        is_present = []
-        for name, norm in self.norm_of_name.items():
-            is_present += [name not in self.missing] * norm.size
-        return np.array(is_present)
-
     def as_array(self, value_of_name: Mapping[str, Array]) -> Array:
-        """One array in the layout of `norm`, from values by name, 0 for other names."""
-        values = []
-        for name, norm in self.norm_of_name.items():
-            value = value_of_name.get(name)
-            values.append(jnp.zeros_like(norm) if value is None else value)
+        """One array in the layout of `norm`, from values by name."""
+        values = [value_of_name[name] for name in self.norm_of_name]
         return concatenated(values) if self.is_vector else values[0]
 
     def by_name(self, array: Array) -> dict[str, Array]:
@@ -95,34 +80,47 @@ def blocks_of(
     """
     norm_of_name = dict(zip(names, norms.values))
     mesh_of_units = mesh_axes_of_units(norms, names)
-    _check_names(state.names, norm_of_name, mesh_of_units, call)
+    indices_of_name = _indices_of_names(state, call)
+    _check_norms(state, indices_of_name, norm_of_name, mesh_of_units, call)
     blocks_of_units = []
     # Inside shard_map some norms differ between devices, and others are the same on
     # all. A vector has one type, so they are separate blocks.
-    groups_by_axes: dict[Any, list[_StateNorm]] = {}
-    missing = []
-    for state_norm in _norms_of_state(norm_of_name, state, call):
-        if state_norm.name in mesh_of_units:
-            block = _block(
-                [state_norm],
+    names_by_axes: dict[Any, list[str]] = {}
+    for name, indices in indices_of_name.items():
+        if name in mesh_of_units:
+            block = Block(
+                norm=norm_of_name[name],
+                norm_of_name={name: norm_of_name[name]},
+                positions=indices.reshape(-1),
                 is_vector=False,
-                leaf_of_units=state_norm.name,
-                mesh_of_units=mesh_of_units[state_norm.name],
+                leaf_of_units=name,
+                mesh_of_units=mesh_of_units[name],
             )
             blocks_of_units.append(block)
-        elif state_norm.is_present:
-            mesh_axes = mesh_types.varying(state_norm.norm)
-            groups_by_axes.setdefault(mesh_axes, []).append(state_norm)
-        elif state_norm.name not in state.names.unit_leaves:
-            missing.append(state_norm)
-    # Missing norms are 0 on every device, so they may join the first group.
-    groups = list(groups_by_axes.values()) or [[]]
-    groups[0] = sorted(groups[0] + missing, key=lambda norm: norm.positions[0])
+        elif name in norm_of_name:
+            mesh_axes = mesh_types.varying(norm_of_name[name])
+            names_by_axes.setdefault(mesh_axes, []).append(name)
+    is_vector = not state.names.is_global
     blocks = []
-    for group in groups:
-        if group:
-            blocks.append(_block(group, is_vector=not state.names.is_global))
+    for members in names_by_axes.values():
+        norms_of_block = [norm_of_name[name] for name in members]
+        positions = [indices_of_name[name].reshape(-1) for name in members]
+        block = Block(
+            norm=concatenated(norms_of_block) if is_vector else norms_of_block[0],
+            norm_of_name=dict(zip(members, norms_of_block)),
+            positions=np.concatenate(positions),
+            is_vector=is_vector,
+        )
+        blocks.append(block)
     return blocks + blocks_of_units
+
+
+def _indices_of_names(state: ClipState, call: str) -> dict[str, np.ndarray]:
+    """The indices of each norm in a row of the state: [], or [n] of n layers."""
+    row_shape = state.counts.shape[1:]
+    indices = np.arange(math.prod(row_shape)).reshape(row_shape)
+    positions = positions_of_name(state, call=call)
+    return {name: indices[position] for name, position in positions.items()}
 
 
 def mesh_axes_of_units(norms: Norms, names: list[str]) -> dict[str, tuple[str, ...]]:
@@ -136,88 +134,33 @@ def mesh_axes_of_units(norms: Norms, names: list[str]) -> dict[str, tuple[str, .
     return mesh_of_units
 
 
-class _StateNorm(NamedTuple):
-    """A norm of the state, with its value in this step."""
-
-    name: str
-    norm: Array
-    position: Position
-    is_present: bool  # False for a leaf that is missing in this step, whose norm is 0
-
-    @property
-    def positions(self) -> list[int]:
-        """Its indices in a row of the state."""
-        if isinstance(self.position, slice):
-            return list(range(self.position.start, self.position.stop))
-        return [self.position] if isinstance(self.position, int) else [0]
-
-
-def _norms_of_state(
-    norm_of_name: dict[str, Array], state: ClipState, call: str
-) -> Iterator[_StateNorm]:
-    """All norms of the state in order, with their values in this step."""
-    dtype = next(iter(norm_of_name.values()), state.numbers).dtype
-    for name, position in positions_of_name(state).items():
-        size = size_at(position)
-        if name not in norm_of_name:
-            zeros = jnp.zeros(size if isinstance(position, slice) else (), dtype)
-            yield _StateNorm(name, zeros, position, is_present=False)
-            continue
-        norm = norm_of_name[name]
+def _check_norms(
+    state: ClipState,
+    indices_of_name: Mapping[str, np.ndarray],
+    norm_of_name: Mapping[str, Array],
+    unit_leaves: Collection[str],
+    call: str,
+) -> None:
+    """Refuses norms that the state does not have, or not as many. It may have more:
+    some leaves may be missing in a step.
+    """
+    names = state.names
+    units_of_state = set(names.unit_leaves).intersection(norm_of_name)
+    is_known = set(norm_of_name) <= set(indices_of_name)
+    if not is_known or units_of_state != set(unit_leaves):
+        raise ValueError(
+            f"{call}: state was made for norms of "
+            f"{_shown(indices_of_name, names.unit_leaves)}, but the updates have "
+            f"norms of {_shown(norm_of_name, unit_leaves)}. {BEGIN_ANEW}"
+        )
+    for name, norm in norm_of_name.items():
+        size = indices_of_name[name].size
         # The state has one entry for all units of a leaf.
-        if name not in state.names.unit_leaves and norm.size != size:
+        if name not in unit_leaves and norm.size != size:
             raise ValueError(
                 f"{call}: state was made for {size} norms in {name!r}, but the updates "
                 f"have {norm.size}. {BEGIN_ANEW}"
             )
-        yield _StateNorm(name, norm, position, is_present=True)
-
-
-def _block(
-    state_norms: list[_StateNorm],
-    *,
-    is_vector: bool,
-    leaf_of_units: str | None = None,
-    mesh_of_units: tuple[str, ...] = (),
-) -> Block:
-    """The block of some norms. Without `is_vector` there is one array."""
-    norm_of_name = {}
-    missing = set()
-    positions = []
-    for state_norm in state_norms:
-        norm_of_name[state_norm.name] = state_norm.norm
-        positions += state_norm.positions
-        if not state_norm.is_present:
-            missing.add(state_norm.name)
-    norms = list(norm_of_name.values())
-    return Block(
-        norm=concatenated(norms) if is_vector else norms[0],
-        norm_of_name=norm_of_name,
-        missing=frozenset(missing),
-        positions=np.array(positions),
-        is_vector=is_vector,
-        leaf_of_units=leaf_of_units,
-        mesh_of_units=mesh_of_units,
-    )
-
-
-def _check_names(
-    names: Names,
-    names_of_step: Collection[str],
-    unit_leaves: Collection[str],
-    call: str,
-) -> None:
-    """Refuses norms that the state does not have. It may have more: some leaves may be
-    missing in a step.
-    """
-    units_of_state = set(names.unit_leaves).intersection(names_of_step)
-    is_known = set(names_of_step) <= set(names.layers_of_name)
-    if not is_known or units_of_state != set(unit_leaves):
-        raise ValueError(
-            f"{call}: state was made for norms of "
-            f"{_shown(names.layers_of_name, names.unit_leaves)}, but the updates have "
-            f"norms of {_shown(names_of_step, unit_leaves)}. {BEGIN_ANEW}"
-        )
 
 
 def take(row: Array, positions: np.ndarray) -> Array:
@@ -255,30 +198,16 @@ def typed_alike(arrays: Sequence[Array]) -> list[Array]:
 # ----------------------------------------------------------------- rules of the norms
 
 
-def rules_of_norms(
-    rules: PyTree, norms: Norms, argument: str, names: Iterable[str] = ()
-) -> list[Rule]:
+def rules_of_norms(rules: PyTree, norms: Norms, argument: str) -> list[Rule]:
     """The rule of each norm, from one rule or a tree prefix of rules.
-
-    `names` are those of the state. A rule for one that this step lacks is no error.
 
     Raises:
       ValueError: a norm without a rule, or a rule without a norm.
     """
     if isinstance(rules, Rule):
         return [rules] * len(norms.values)
-    table = prefix_table(rules, is_rule)
-    # A leaf that is None is a hole in the tree of norms. A label whose leaves are all
-    # None leaves no hole, so its rule is dropped here.
-    if norms.noun == "label" and names:
-        missing = set(names) - set(trees.unique_names(norms.paths))
-        entries = []
-        for path, rule in table.entries:
-            if trees.name(path) not in missing:
-                entries.append((path, rule))
-        table = Prefix(tuple(entries))
     return lookup_paths(
-        table,
+        prefix_table(rules, is_rule),
         norms.paths,
         set(norms.holes),
         argument=argument,
@@ -287,11 +216,9 @@ def rules_of_norms(
     )
 
 
-def rule_of_vector(
-    rule: Rule, norm_of_name: Mapping[str, Array], missing: Container[str] = frozenset()
-) -> Rule:
+def rule_of_vector(rule: Rule, norms: Sequence[Array]) -> Rule:
     """The rule for a vector of norms: its arrays, which have one number for each layer,
-    repeated for each leaf and joined. Missing leaves have 0 there.
+    repeated for each leaf and joined.
     """
     if not shapes_of_array_limits(rule):
         return rule
@@ -300,28 +227,24 @@ def rule_of_vector(
         # A schedule and a scalar are for all norms.
         if callable(number) or not jnp.ndim(number):
             return number
-        numbers = []
-        for name, norm in norm_of_name.items():
-            is_missing = name in missing
-            shape = norm.shape
-            numbers.append(
-                jnp.zeros(shape) if is_missing else jnp.broadcast_to(number, shape)
-            )
-        return concatenated(numbers)
+        return concatenated([jnp.broadcast_to(number, norm.shape) for norm in norms])
 
     return jax.tree.map(of_all_norms, rule, is_leaf=callable)
 
 
 def shapes_of_array_limits(rule: Rule) -> list[tuple[int, ...]]:
     """The shapes of the arrays of a rule. A number fits every norm."""
+    shapes = []
     if isinstance(rule, Joined):
-        return list(
-            chain.from_iterable(shapes_of_array_limits(part) for part in rule.rules)
-        )
-    # A plain field, of a rule of the user's, may be an array of any shape.
-    checked = [field for field in fields(rule) if "check" in field.metadata]
-    values = [getattr(rule, field.name) for field in checked]
-    return [value.shape for value in values if getattr(value, "shape", ())]
+        for part in rule.rules:
+            shapes += shapes_of_array_limits(part)
+        return shapes
+    for field in fields(rule):
+        shape = getattr(getattr(rule, field.name), "shape", ())
+        # A plain field, of a rule of the user's, may be an array of any shape.
+        if shape and "check" in field.metadata:
+            shapes.append(shape)
+    return shapes
 
 
 def _shown(names: Collection[str], unit_leaves: Collection[str]) -> str:

@@ -44,14 +44,8 @@ def check_real(argument: str, value: Any, *, is_scalar: bool = False) -> None:
     dtype = getattr(value, "dtype", np.dtype(np.float64))
     # True is an int in Python. As a limit it is a slip.
     is_real = isinstance(value, NUMBERS) and not isinstance(value, bool)
-    # The dtype of a random key has no `kind`.
-    if is_real and getattr(dtype, "kind", "") == "O":
-        # To NumPy ints of more than 64 bits are objects.
-        is_real = all(type(number) is int for number in np.asarray(value).flat)
-    elif is_real:
-        is_float = jnp.issubdtype(dtype, jnp.floating)
-        is_real = is_float or jnp.issubdtype(dtype, jnp.integer)
-    if not is_real:
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    if not is_real or not (is_float or jnp.issubdtype(dtype, jnp.integer)):
         is_traced = isinstance(value, Tracer)
         got = f"an array of {dtype}" if is_traced else shown(value)
         raise TypeError(f"{argument} must be a real number, got {got}.")
@@ -89,14 +83,12 @@ def check_number(
         return
     # float32, or float64 where jax_enable_x64 is set.
     widest = jnp.finfo(jnp.result_type(float))
-    numbers = np.asarray(value)
-    # Only ints of more than 64 bits are objects here.
-    if numbers.dtype.kind == "O" and np.any(abs(numbers) > sys.float_info.max):
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
         raise ValueError(
             f"{argument} must be a number that {widest.dtype} can hold, got "
             f"{shown(value)}."
         )
-    numbers = numbers.astype(np.float64)
+    numbers = np.asarray(value).astype(np.float64)
     # 1e39 would be inf in float32, and so no limit at all.
     is_too_large = np.isfinite(numbers) & (abs(numbers) > widest.max)
     if np.isnan(numbers).any():
@@ -195,7 +187,7 @@ def number_for_jit(number: Any) -> Any:
     if not isinstance(number, (int, np.integer, np.ndarray)):
         return number
     array = np.asarray(number)
-    # NumPy has no dtype for ints of more than 64 bits, and keeps them as objects.
+    # To NumPy an int of more than 64 bits is an object.
     if array.dtype.kind not in "iuO":
         return number
     wide = array.astype(np.float64)
@@ -269,10 +261,8 @@ def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") 
     if getattr(function, "__module__", None) == "optaxclip.shrinks":
         raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
     error_start = f"{argument}: a schedule must take the step alone"
-    check_takes(error_start, function, 1, hint)
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a function written in C has no signature
+    signature = check_takes(error_start, function, 1, hint)
+    if signature is None:
         return
     first = next(iter(signature.parameters))
     # `lambda grads: 0.1 * global_norm(grads)` would be called with the step.
@@ -287,18 +277,23 @@ def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") 
 
 def check_takes(
     error_start: str, function: Callable[..., Any], count: int, hint: str = ""
-) -> None:
+) -> inspect.Signature | None:
     """Refuses a function that cannot be called with `count` arguments. `hint` ends the
     error.
+
+    Returns its signature, None for a function written in C.
     """
     try:
-        inspect.signature(function).bind(*range(count))
-    except ValueError:  # a function written in C has no signature
-        return
+        signature = inspect.signature(function)
+    except ValueError:
+        return None
+    try:
+        signature.bind(*range(count))
     except TypeError:
         name = getattr(function, "__name__", repr(function))
-        text = f"{error_start}, got {name}{inspect.signature(function)}. {hint}"
+        text = f"{error_start}, got {name}{signature}. {hint}"
         raise TypeError(text.strip()) from None
+    return signature
 
 
 def check_norm(call: str, norm: object) -> None:
@@ -422,13 +417,21 @@ def check_state(call: str, state: object, state_type: type) -> None:
     """
     if not isinstance(state, state_type):
         raise TypeError(foreign_state_error(call, state, state_type))
+    mapped = "jax.vmap(optimizer.update)(grads, opt_state, params)"
+    check_one_model(f"{call}: state", state, mapped)
+
+
+def check_one_model(argument: str, state: object, mapped: str) -> None:
+    """Raises ValueError for the states of several models, or devices, at once. `mapped`
+    is the call that maps over them.
+    """
+    # An array [members, rows, N] would be read as [rows, N].
     shape = jnp.shape(getattr(state, "step", 0))
     if shape:
         raise ValueError(
-            f"{call}: state is of several models, since its counter of steps has the "
-            f"shape {shape}, as under jax.vmap or jax.pmap. Call update under it too, "
-            "such as jax.vmap(optimizer.update)(grads, state, params), or take one of "
-            "them, jax.tree.map(lambda x: x[0], state)."
+            f"{argument} must be of one model, but its counter of steps has the shape "
+            f"{shape}, as under jax.vmap or jax.pmap. Map over them, {mapped}, or take "
+            "one, jax.tree.map(lambda x: x[0], opt_state)."
         )
 
 

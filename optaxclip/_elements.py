@@ -59,7 +59,8 @@ def _shares_after(shares: Array, steps: Array, pairs: list[tuple[Any, Array]]) -
         counts.append(_clipped_count(before, after))
         axes_of_counts.append(mesh_axes)
     counts = mesh.joined_over_devices(lax.psum, counts, axes_of_counts)
-    share = sum(counts, jnp.zeros((), jnp.float32)) / jnp.maximum(size_of_all, 1.0)
+    count = sum(counts, jnp.zeros((), jnp.float32))
+    share = count / jnp.maximum(size_of_all, 1.0)
     _, old_mean, old_recent = shares
     mean = old_mean + (share - old_mean) / steps.astype(jnp.float32)
     return jnp.stack([share, mean, moving_average(old_recent, share, steps)])

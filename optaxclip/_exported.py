@@ -1,6 +1,6 @@
 """What other libraries see of states and calls.
 
-exported       a decorator: `jax.export` finds the state by its name
+exported       a decorator: `jax.export` finds a state by its name
 state_repr     how a notebook shows a state
 call_repr      how it shows the call that made a clipper or a rule
 has_numbers    whether the numbers of an array can be shown
@@ -66,7 +66,7 @@ def has_numbers(array: object) -> bool:
     """Whether its numbers can be shown. Types and traced, donated and remote arrays
     have none here.
     """
-    if isinstance(array, np.ndarray):
+    if isinstance(array, (np.ndarray, np.generic)):
         return True
     if not isinstance(array, Array) or isinstance(array, Tracer):
         return False
@@ -74,7 +74,7 @@ def has_numbers(array: object) -> bool:
 
 
 # Transformations that do not know the call that made them.
-OF_OPTAX = (optax.GradientTransformation, optax.GradientTransformationExtraArgs)
+WITHOUT_CALL = (optax.GradientTransformation, optax.GradientTransformationExtraArgs)
 
 
 def call_repr(name: str, fields: dict[str, Any]) -> str:
@@ -83,13 +83,13 @@ def call_repr(name: str, fields: dict[str, Any]) -> str:
     for field, value in fields.items():
         if isinstance(value, tuple | dict) and not jax.tree.leaves(value):
             continue
-        text = repr(jax.tree.map(_Short, value, is_leaf=_is_whole))
+        text = repr(jax.tree.map(_Short, value, is_leaf=_is_function_or_clipper))
         texts.append(f"{field}={_cut(text, LONGEST_FIELD)}")
     texts.sort(key=lambda text: len(text) > LONGEST_FIELD / 2)
     return _cut(f"{name}({', '.join(texts)})", LONGEST)
 
 
-def _is_whole(x: object) -> bool:
+def _is_function_or_clipper(x: object) -> bool:
     return callable(x) or isinstance(x, optax.GradientTransformation)
 
 
@@ -104,7 +104,7 @@ class _Short(NamedTuple):
 
     def __repr__(self) -> str:
         leaf = self.leaf
-        if type(leaf) in OF_OPTAX:
+        if type(leaf) in WITHOUT_CALL:
             # The init of `optax.chain` is called "chain.<locals>.init_fn".
             name = getattr(leaf.init, "__qualname__", "transformation")
             return f"{name.partition('.')[0]}(...)"
@@ -116,13 +116,11 @@ class _Short(NamedTuple):
             return getattr(leaf, "__name__", type(leaf).__name__)
         if not hasattr(leaf, "dtype"):
             return repr(leaf)
-        kind = f"{leaf.dtype}{list(leaf.shape)}"
         # Keys are no numbers.
         is_number = jnp.issubdtype(leaf.dtype, jnp.number)
-        if not is_number or leaf.ndim > 1 or leaf.size > 3:
-            return kind
-        if not has_numbers(leaf) and not isinstance(leaf, np.generic):
-            return kind
+        is_large = leaf.ndim > 1 or leaf.size > 3
+        if not is_number or is_large or not has_numbers(leaf):
+            return f"{leaf.dtype}{list(leaf.shape)}"
         numbers = np.atleast_1d(np.asarray(leaf, leaf.dtype)).tolist()
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
         texts = [f"{x:.4g}" if is_float else str(x) for x in numbers]

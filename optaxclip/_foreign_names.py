@@ -133,8 +133,6 @@ FUNCTIONS = {
     "unitwise_clip": "clip_by_unitwise_norm",
     "zero_nans": 'clip_by_global_norm(..., nonfinite="zero")',
 }
-# Names of things that another library has.
-ELSEWHERE = {"chain": "optax.chain"}
 
 
 def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> None:
@@ -244,22 +242,19 @@ def _checked_method(
 ) -> Callable[..., Any]:
     """`init` or `update`, with a TypeError in our words for a missing argument."""
 
-    def check_arguments(*args: object, **kwargs: object) -> None:
-        try:
-            inspect.signature(function).bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(
-                f"{call}: {method}: {error}. Call state = init(params) once, and "
-                "updates, state = update(grads, state, params) in each step."
-            ) from None
-
     @functools.wraps(function)
     def checked_call(*args: object, **kwargs: object) -> Any:
         try:
             return function(*args, **kwargs)
         except TypeError:
             # Only after an error, since a check in each update would take time.
-            check_arguments(*args, **kwargs)
+            try:
+                inspect.signature(function).bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(
+                    f"{call}: {method}: {error}. Call state = init(params) once, and "
+                    "updates, state = update(grads, state, params) in each step."
+                ) from None
             raise
 
     return checked_call
@@ -316,8 +311,6 @@ def _hint_for_attribute(name: str, module: ModuleType) -> str:
     plain_name = name.lower().rstrip("_")
     if is_package and plain_name in FUNCTIONS:
         return f"Use {package.__name__}.{FUNCTIONS[plain_name]}."
-    if is_package and plain_name in ELSEWHERE:
-        return f"Use {ELSEWHERE[plain_name]}."
     modules = []
     for public_name in package.__all__:
         value = getattr(package, public_name)

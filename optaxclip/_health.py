@@ -327,7 +327,7 @@ def health_numbers(
     state: HealthState, *, summary: bool, layers: bool
 ) -> Iterator[tuple[str, str, Array]]:
     """Name, path and value of each number, for `metrics`."""
-    sizes = sizes_of(state.norms, layers and not summary)
+    sizes = sizes_of(state.norms, layers and not summary, call="metrics")
     if not sizes:
         return
     if summary:

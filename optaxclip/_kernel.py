@@ -329,10 +329,7 @@ def _rule_inputs(
 ) -> RuleInputs:
     """What all blocks of a step have in common when their rules are asked."""
     rules = settings.rules.unflatten(rule_leaves)
-    names_of_state = state.names.layers_of_name
-    rules_in_order = blocks.rules_of_norms(
-        rules, norms, settings.argument, names_of_state
-    )
+    rules_in_order = blocks.rules_of_norms(rules, norms, settings.argument)
     weight_norm_of_name = {}
     if settings.with_params:
         weight_norms = measured(settings.measure, weights).values
@@ -364,7 +361,7 @@ def _limits_of_block(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
     else:
         rule = inputs.rules
         if block.is_vector:
-            rule = blocks.rule_of_vector(rule, block.norm_of_name, block.missing)
+            rule = blocks.rule_of_vector(rule, [*block.norm_of_name.values()])
         weight_norm = None
         if rule.needs_params:
             weight_norm = block.as_array(inputs.weight_norm_of_name)
@@ -394,11 +391,10 @@ def _limits_by_name(inputs: RuleInputs, block: Block) -> dict[str, Array]:
     """The limit of each norm of a block, by rules that remember nothing."""
     limit_of_name = {}
     for name, norm in block.norm_of_name.items():
-        if name not in block.missing:
-            rule = inputs.rule_of_name[name]
-            weight_norm = inputs.weight_norm_of_name.get(name)
-            limit, _ = _ask_rule(inputs, rule, norm, weight_norm, ())
-            limit_of_name[name] = limit
+        rule = inputs.rule_of_name[name]
+        weight_norm = inputs.weight_norm_of_name.get(name)
+        limit, _ = _ask_rule(inputs, rule, norm, weight_norm, ())
+        limit_of_name[name] = limit
     return limit_of_name
 
 
@@ -498,9 +494,7 @@ def _roots(
         return block.by_name(decision.root)
     names = list(block.norm_of_name)
     norms = list(block.norm_of_name.values())
-    limits = [
-        limit_of_name.get(name, norm) for name, norm in block.norm_of_name.items()
-    ]
+    limits = [limit_of_name[name] for name in names]
     roots = factor_roots(decision.root, norms, limits, decide)
     return dict(zip(names, roots))
 

@@ -49,18 +49,16 @@ def varying(tree: PyTree) -> frozenset[str]:
     """The manual mesh axes over which some array of a tree may differ."""
     names: frozenset[str] = frozenset()
     for array in jax.tree.leaves(tree):
-        names |= jax.typeof(array).manual_axis_type.varying
+        axis_type = jax.typeof(array).manual_axis_type
+        names |= axis_type.varying
     return names
 
 
 def varying_over(x: Array, names: Iterable[str]) -> Array:
     """The value, typed as one that differs along these mesh axes."""
-    manual = manual_axes()
     # pcast refuses an axis along which the value varies already.
-    varying_axes = varying(x)
-    missing = tuple(
-        name for name in names if name in manual and name not in varying_axes
-    )
+    same_axes = set(manual_axes()) - varying(x)
+    missing = tuple(name for name in names if name in same_axes)
     if missing and has_types(missing):
         return lax.pcast(x, missing, to="varying")
     return x
@@ -68,7 +66,8 @@ def varying_over(x: Array, names: Iterable[str]) -> Array:
 
 def varying_as(value: Array, array_type: ShapedArray) -> Array:
     """The value, typed as differing between devices where a type says so."""
-    return varying_over(value, sorted(array_type.manual_axis_type.varying))
+    axis_type = array_type.manual_axis_type
+    return varying_over(value, sorted(axis_type.varying))
 
 
 def varying_as_any_of(values: PyTree, models: PyTree) -> Any:
@@ -79,9 +78,9 @@ def varying_as_any_of(values: PyTree, models: PyTree) -> Any:
     and the examples in it cannot be told apart.
     """
     # Outside shard_map the leaves of `models` need not be arrays.
-    names = sorted(varying(models)) if manual_axes() else ()
-    if not names:
+    if not manual_axes():
         return values
+    names = sorted(varying(models))
     return jax.tree.map(lambda x: varying_over(x, names), values)
 
 
@@ -93,11 +92,17 @@ def narrowed_as(values: PyTree, model: Array) -> PyTree:
     the number came out of a vector with others.
     """
 
-    def narrowed(value: Array) -> Array:
-        names = tuple(sorted(varying(value) - varying(model)))
-        return lax.pmax(value, names) if names else value
+    # Outside shard_map the leaves need not be arrays.
+    if not manual_axes():
+        return values
 
-    return jax.tree.map(narrowed, values) if manual_axes() else values
+    def narrowed(value: Array) -> Array:
+        wider_axes = varying(value) - varying(model)
+        if not wider_axes:
+            return value
+        return lax.pmax(value, tuple(sorted(wider_axes)))
+
+    return jax.tree.map(narrowed, values)
 
 
 def resharded_as(value: Array, array_type: ShapedArray) -> Array:
@@ -115,7 +120,8 @@ def types_of(function: Callable[..., Any], *args: object) -> PyTree:
     as seen in JAX 0.10.2.
     """
     program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
+    treedef = jax.tree.structure(shapes)
+    return treedef.unflatten(program.out_avals)
 
 
 def typed_as(tree: PyTree, array_type: ShapedArray) -> Any:
@@ -128,7 +134,8 @@ def typed_as(tree: PyTree, array_type: ShapedArray) -> Any:
         return tree
 
     def typed(value: Array) -> Array:
-        return varying_as(resharded_as(value, array_type), array_type)
+        value = resharded_as(value, array_type)
+        return varying_as(value, array_type)
 
     return jax.tree.map(typed, tree)
 
@@ -143,7 +150,8 @@ def resharded(
     value_mesh = jax.typeof(value).sharding.mesh
     for candidate in (value_mesh, mesh, jax.sharding.get_abstract_mesh()):
         if candidate is not None and candidate.explicit_axes:
-            return jax.reshard(value, NamedSharding(candidate, PartitionSpec(*spec)))
+            sharding = NamedSharding(candidate, PartitionSpec(*spec))
+            return jax.reshard(value, sharding)
     # In Auto meshes the sharding is no part of a type, and XLA chooses it.
     return value
 

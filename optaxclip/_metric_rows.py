@@ -22,7 +22,7 @@ from jax import Array
 from ._clippers._by_value import ClipByValueState
 from ._clippers._recorders import SpikeState
 from ._clippers._spam import SpamState
-from ._health import HealthState, health_numbers
+from ._health import HEALTH, HealthState, health_numbers
 from ._outcome import are_sound, severity
 from ._state import ClipState, RecordState, sizes_of
 from ._trees import PyTree
@@ -59,7 +59,9 @@ class Options(NamedTuple):
 
 
 class ClipNumbers(NamedTuple):
-    """The numbers of a span, by the names of their metrics. None is left out."""
+    """The numbers of a clipper, by the names of their metrics: vectors with a number
+    for each entry, or for each span, and scalars in a summary. None is left out.
+    """
 
     norm_before: Array
     limit: Array
@@ -70,64 +72,51 @@ class ClipNumbers(NamedTuple):
     clipped_share_recent: Array
     clipped_count: Array
     nonfinite_count: Array
-    units_clipped: Array | None
+    units_clipped: Any  # without units that of `clipped`, and None in the report
     norms_clipped: Array | None = None
     worst_ratio: Array | None = None
     worst_index: Array | None = None
 
 
 class RecordNumbers(NamedTuple):
-    """The numbers of a span of norms that nothing clips."""
+    """The numbers of norms that nothing clips."""
 
     norm: Array
     nonfinite_count: Array
     worst_index: Array | None = None
 
 
-class ElementNumbers(NamedTuple):
-    """The numbers of a clipper of elements."""
-
-    elements_clipped: Array
-    elements_clipped_mean: Array
-    elements_clipped_recent: Array
-
-
-class SkipNumbers(NamedTuple):
-    """The numbers of an optimizer that skips steps."""
-
-    norm: Array
-    limit: Array
-    loss: Array
-    loss_limit: Array
-    skipped: Array
-    skipped_share: Array
-    skipped_share_recent: Array
-    skipped_count: Array
-    consecutive_count: Array
-    nonfinite_count: Array
-
-
-class SpikeNumbers(NamedTuple):
-    """The numbers of `record_spikes`."""
-
-    norm: Array
-    limit: Array
-    loss: Array
-    loss_limit: Array
-    spiked: Array
-    spiked_count: Array
-    score: Array
-    score_recent: Array
+# All metrics that there are. Several kinds of state share some.
+METRICS = sorted(
+    {
+        *ClipNumbers._fields,
+        *RecordNumbers._fields,
+        "norm_quantile",
+        "worst_name",
+        "elements_clipped",
+        "elements_clipped_mean",
+        "elements_clipped_recent",
+        "loss",
+        "loss_limit",
+        "skipped",
+        "skipped_share",
+        "skipped_share_recent",
+        "skipped_count",
+        "consecutive_count",
+        "spiked",
+        "spiked_count",
+        "score",
+        "score_recent",
+        *HEALTH,
+    }
+)
 
 
-Numbers = ClipNumbers | RecordNumbers | ElementNumbers | SkipNumbers | SpikeNumbers
-
-
-def _rows_of(numbers: Numbers, path: str = "") -> Iterator[Row]:
-    """A row for each number of one of these records."""
-    for metric, value in numbers._asdict().items():
+def _rows_of(numbers: Mapping[str, Any]) -> Iterator[Row]:
+    """A row for each number of a state."""
+    for metric, value in numbers.items():
         if value is not None:
-            yield Row(metric, path, value)
+            yield Row(metric, "", value)
 
 
 # -------------------------------------- states whose numbers are reported as they are
@@ -138,41 +127,51 @@ def element_rows(
 ) -> Iterator[Row]:
     """The rows of a clipper of elements."""
     # () where nothing is counted.
-    if not isinstance(state.elements, tuple):
-        yield from _rows_of(ElementNumbers(*state.elements))
+    if isinstance(state.elements, tuple):
+        return iter(())
+    share, mean, recent = state.elements
+    return _rows_of(
+        {
+            "elements_clipped": share,
+            "elements_clipped_mean": mean,
+            "elements_clipped_recent": recent,
+        }
+    )
 
 
 def skip_rows(state: SkipState, options: Options) -> Iterator[Row]:
     """The rows of an optimizer that skips steps."""
-    numbers = SkipNumbers(
-        norm=state.norm,
-        limit=state.limit,
-        loss=state.loss,
-        loss_limit=state.loss_limit,
-        # The metric is of the last step, while state.skipped counts steps.
-        skipped=_float32(state.consecutive > 0),
-        skipped_share=_float32(state.skipped) / _steps(state),
-        skipped_share_recent=_float32(state.skipped_recently),
-        skipped_count=_float32(state.skipped),
-        consecutive_count=_float32(state.consecutive),
-        nonfinite_count=_float32(state.nonfinite),
+    return _rows_of(
+        {
+            "norm": state.norm,
+            "limit": state.limit,
+            "loss": state.loss,
+            "loss_limit": state.loss_limit,
+            # The metric is of the last step, while state.skipped counts steps.
+            "skipped": _float32(state.consecutive > 0),
+            "skipped_share": _float32(state.skipped) / _steps(state),
+            "skipped_share_recent": _float32(state.skipped_recently),
+            "skipped_count": _float32(state.skipped),
+            "consecutive_count": _float32(state.consecutive),
+            "nonfinite_count": _float32(state.nonfinite),
+        }
     )
-    return _rows_of(numbers)
 
 
 def spike_rows(state: SpikeState, options: Options) -> Iterator[Row]:
     """The rows of `record_spikes`."""
-    numbers = SpikeNumbers(
-        norm=state.norm,
-        limit=state.limit,
-        loss=state.loss,
-        loss_limit=state.loss_limit,
-        spiked=_float32(state.spiked),
-        spiked_count=_float32(state.spikes),
-        score=_float32(state.spikes) / _steps(state),
-        score_recent=_float32(state.spiked_recently),
+    return _rows_of(
+        {
+            "norm": state.norm,
+            "limit": state.limit,
+            "loss": state.loss,
+            "loss_limit": state.loss_limit,
+            "spiked": _float32(state.spiked),
+            "spiked_count": _float32(state.spikes),
+            "score": _float32(state.spikes) / _steps(state),
+            "score_recent": _float32(state.spiked_recently),
+        }
     )
-    return _rows_of(numbers)
 
 
 def health_rows(state: HealthState, options: Options) -> Iterator[Row]:
@@ -201,24 +200,10 @@ class Span(NamedTuple):
     stop: int
 
 
-class Columns(NamedTuple):
-    """The entries of a state, or an entry for each span: vectors."""
-
-    norm: Array
-    limit: Array
-    factor: Array
-    severity: Array  # see `severity`
-    is_clipped: Array  # bool: whether the last step clipped it
-    units_clipped: Array  # a share, in the last step. Without units 0 or 1
-    clipped: Array  # float32: steps
-    clipped_share: Array  # of all steps
-    clipped_recently: Array  # of about the last 100 steps
-    nonfinite: Array  # float32: steps
-
-
 def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     """The rows of a clipper, or of `record_norm`."""
-    sizes = sizes_of(state, options.layers and not options.summary)
+    has_layers = options.layers and not options.summary
+    sizes = sizes_of(state, has_layers, call="metrics")
     # An empty tree has no norm.
     if not sizes:
         return
@@ -227,7 +212,7 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     spans = _spans_of(sizes)
     if options.summary:
         numbers = _summary(spans, state)
-        yield from _rows_of(numbers)
+        yield from _rows_of(numbers._asdict())
         if options.with_names:
             yield Row("worst_name", "", WorstName(tuple(names), numbers.worst_index))
         return
@@ -250,7 +235,9 @@ def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[Row]:
         return
     # A quantile between two norms is a weighted mean, in which 0 * inf would be NaN.
     norms = jnp.minimum(state.norm, jnp.finfo(state.norm.dtype).max)
-    for level, quantile in zip(levels, jnp.nanquantile(norms, levels)):
+    # JAX takes no ints as levels.
+    quantiles = jnp.nanquantile(norms, levels.astype(float))
+    for level, quantile in zip(levels, quantiles):
         # "0.9" of 0.9 in any dtype, and "1" of 1.0.
         yield Row("norm_quantile", str(level).removesuffix(".0"), quantile)
 
@@ -277,105 +264,94 @@ def _numbers_of_spans(
     spans: tuple[Span, ...], state: ClipState
 ) -> ClipNumbers | RecordNumbers:
     """The numbers of all spans: vectors."""
-    return _numbers(_columns_of_spans(spans, _columns_of(state)), state)
+    return _reported(_joined(spans, _numbers_of_entries(state)), state)
 
 
 @partial(jax.jit, static_argnums=0)
 def _summary(spans: tuple[Span, ...], state: ClipState) -> ClipNumbers | RecordNumbers:
-    """The numbers of all entries together."""
-    columns = _columns_of(state)
-    all_entries = Span(0, len(columns.norm))
-    columns_of_all = _columns_of_spans((all_entries,), columns)
-    numbers = jax.tree.map(jnp.squeeze, _numbers(columns_of_all, state))
+    """The numbers of all entries together: scalars."""
+    entries = _numbers_of_entries(state)
+    all_entries = Span(0, len(entries.norm_before))
+    numbers = _at(_joined((all_entries,), entries), 0)
     # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
     span_of_entry = np.repeat(
         range(len(spans)), [stop - start for start, stop in spans]
     )
-    furthest = jnp.argmax(columns.severity)
-    worst_index = _float32(jnp.asarray(span_of_entry)[furthest])
-    numbers = numbers._replace(worst_index=worst_index)
-    if isinstance(numbers, RecordNumbers):
-        return numbers
+    furthest = jnp.argmax(severity(entries.norm_before, entries.limit))
     # 0 over a limit of 0 is 0. Over a limit of NaN it is NaN.
     is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
     ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
-    return numbers._replace(
-        norms_clipped=jnp.mean(columns.units_clipped), worst_ratio=ratio
+    numbers = numbers._replace(
+        norms_clipped=jnp.mean(entries.units_clipped),
+        worst_ratio=ratio,
+        worst_index=_float32(jnp.asarray(span_of_entry)[furthest]),
     )
+    return _reported(numbers, state)
 
 
-def _columns_of(state: ClipState) -> Columns:
-    """All entries of a state."""
-    is_clipped = _is_clipped(state)
-    units_clipped = state.units_clipped if state.names.unit_leaves else is_clipped
-    clipped = _float32(state.clipped)
-    columns = Columns(
-        norm=state.norm,
-        limit=state.limit,
-        factor=state.factor,
-        severity=severity(state.norm, state.limit),
-        is_clipped=is_clipped,
-        units_clipped=_float32(units_clipped),
-        clipped=clipped,
-        clipped_share=clipped / _steps(state),
-        clipped_recently=_float32(state.clipped_recently),
-        nonfinite=_float32(state.nonfinite),
-    )
-    # One norm of everything is a scalar.
-    return Columns(*[jnp.atleast_1d(column) for column in columns])
+def _reported(numbers: ClipNumbers, state: ClipState) -> ClipNumbers | RecordNumbers:
+    """The numbers that a state of this type and these norms has in the report."""
+    if isinstance(state, RecordState):
+        return RecordNumbers(
+            numbers.norm_before, numbers.nonfinite_count, numbers.worst_index
+        )
+    if not state.names.unit_leaves:
+        return numbers._replace(units_clipped=None)
+    return numbers
 
 
-def _columns_of_spans(spans: tuple[Span, ...], columns: Columns) -> Columns:
-    """One entry for each span."""
+def _joined(spans: tuple[Span, ...], entries: ClipNumbers) -> ClipNumbers:
+    """The numbers of each span, from those of its entries."""
     # The common case: a span is one entry.
     if all(stop - start == 1 for start, stop in spans):
-        return columns
-    entries = []
+        return entries
+    severities = severity(entries.norm_before, entries.limit)
+    numbers_of_spans = []
     for start, stop in spans:
-        part = Columns(*[column[start:stop] for column in columns])
-        furthest = jnp.argmax(part.severity)
-        entry = Columns(*[column[furthest] for column in part])
-        entries.append(
-            entry._replace(
-                units_clipped=jnp.mean(part.units_clipped),
-                clipped=jnp.max(part.clipped),
+        part = _at(entries, slice(start, stop))
+        furthest = jnp.argmax(severities[start:stop])
+        numbers_of_spans.append(
+            _at(part, furthest)._replace(
                 clipped_share=jnp.mean(part.clipped_share),
-                clipped_recently=jnp.mean(part.clipped_recently),
-                nonfinite=jnp.max(part.nonfinite),
+                clipped_share_recent=jnp.mean(part.clipped_share_recent),
+                clipped_count=jnp.max(part.clipped_count),
+                nonfinite_count=jnp.max(part.nonfinite_count),
+                units_clipped=jnp.mean(part.units_clipped),
             )
         )
-    return jax.tree.map(lambda *scalars: jnp.stack(scalars), *entries)
+    return jax.tree.map(lambda *scalars: jnp.stack(scalars), *numbers_of_spans)
 
 
-def _is_clipped(state: ClipState) -> Array:
-    """Which norms the last step clipped."""
-    is_changed = state.factor != 1
-    if state.names.unit_leaves:
-        # Of a leaf at least one unit.
-        is_changed = state.units_clipped > 0
+def _at(numbers: ClipNumbers, index: Any) -> ClipNumbers:
+    """The numbers at an index, or a slice, of each vector."""
+    return jax.tree.map(lambda column: column[index], numbers)
+
+
+def _numbers_of_entries(state: ClipState) -> ClipNumbers:
+    """The numbers of all entries of a state: vectors."""
+    # Of a leaf with units at least one was changed.
+    has_units = bool(state.names.unit_leaves)
+    is_changed = state.units_clipped > 0 if has_units else state.factor != 1
     # A broken step may have a factor of NaN or 0, and was not clipped.
-    return is_changed & are_sound(state.norm, state.limit)
-
-
-def _numbers(columns: Columns, state: ClipState) -> ClipNumbers | RecordNumbers:
-    """The numbers of entries of a clipper, or of a recorder."""
-    if isinstance(state, RecordState):
-        return RecordNumbers(columns.norm, columns.nonfinite)
+    is_clipped = is_changed & are_sound(state.norm, state.limit)
+    clipped_count = _float32(state.clipped)
     # The factor new_norm / norm is cut to the range of its dtype. Where it was cut,
     # norm * factor is not the new norm, which is the limit.
-    factor = columns.factor
+    factor = state.factor
     factor_range = jnp.finfo(factor.dtype)
     is_at_end = (factor == factor_range.tiny) | (factor == factor_range.max)
-    product = jnp.where(factor == 0, 0.0, columns.norm * factor)
-    return ClipNumbers(
-        norm_before=columns.norm,
-        limit=columns.limit,
+    product = jnp.where(factor == 0, 0.0, state.norm * factor)
+    numbers = ClipNumbers(
+        norm_before=state.norm,
+        limit=state.limit,
         factor=factor,
-        norm_after=jnp.where(is_at_end, columns.limit, product),
-        clipped=_float32(columns.is_clipped),
-        clipped_share=columns.clipped_share,
-        clipped_share_recent=columns.clipped_recently,
-        clipped_count=columns.clipped,
-        nonfinite_count=columns.nonfinite,
-        units_clipped=columns.units_clipped if state.names.unit_leaves else None,
+        norm_after=jnp.where(is_at_end, state.limit, product),
+        clipped=_float32(is_clipped),
+        clipped_share=clipped_count / _steps(state),
+        clipped_share_recent=_float32(state.clipped_recently),
+        clipped_count=clipped_count,
+        nonfinite_count=_float32(state.nonfinite),
+        units_clipped=_float32(state.units_clipped if has_units else is_clipped),
     )
+    # One norm of everything is a scalar.
+    return jax.tree.map(jnp.atleast_1d, numbers)

@@ -8,26 +8,21 @@ import jax
 import optax
 from jax.tree_util import DictKey
 
-from ._checks import shown
+from ._checks import check_one_model, shown
 from ._clippers._by_value import ClipByValueState
 from ._clippers._recorders import SpikeState
 from ._clippers._spam import SpamState
-from ._health import HEALTH, HealthState
+from ._health import HealthState
 from ._metric_rows import (
-    ClipNumbers,
-    ElementNumbers,
     Options,
-    RecordNumbers,
     Row,
-    SkipNumbers,
-    SpikeNumbers,
     clip_rows,
     element_rows,
     health_rows,
     skip_rows,
     spike_rows,
 )
-from ._state import ClipState, RecordState, check_one_model
+from ._state import ClipState, RecordState
 from ._trees import PyTree, unboxed
 from ._wrappers._skipping import SkipState
 
@@ -37,33 +32,23 @@ class Kind(NamedTuple):
 
     prefix: str  # of its keys
     rows: Callable[[Any, Options], Iterator[Row]]
-    metrics: tuple[str, ...]  # all that its rows may have
 
 
-CLIP_METRICS = ("norm_quantile", *ClipNumbers._fields, "worst_name")
-RECORD_METRICS = ("norm_quantile", *RecordNumbers._fields, "worst_name")
 KINDS = {
-    ClipState: Kind("clip", clip_rows, CLIP_METRICS),
-    RecordState: Kind("record", clip_rows, RECORD_METRICS),
-    ClipByValueState: Kind("clip", element_rows, ElementNumbers._fields),
-    SpamState: Kind("clip", element_rows, ElementNumbers._fields),
-    SkipState: Kind("skip", skip_rows, SkipNumbers._fields),
-    SpikeState: Kind("spike", spike_rows, SpikeNumbers._fields),
-    HealthState: Kind("health", health_rows, HEALTH),
+    ClipState: Kind("clip", clip_rows),
+    RecordState: Kind("record", clip_rows),
+    ClipByValueState: Kind("clip", element_rows),
+    SpamState: Kind("clip", element_rows),
+    SkipState: Kind("skip", skip_rows),
+    SpikeState: Kind("spike", spike_rows),
+    HealthState: Kind("health", health_rows),
 }
 Scope = tuple[Any, ...]  # the names of mappings on the way to a state
 
 
-class FoundState(NamedTuple):
-    """A state in the state of an optimizer."""
-
-    prefix: str  # "clip", or "clip_2" for the second one of this scope
-    scope: str  # as a path: "outer/inner"
-    state: Any
-
-
-def reported_states(opt_state: PyTree) -> Iterator[FoundState]:
-    """Every state that is reported.
+def reported_states(opt_state: PyTree) -> Iterator[tuple[str, Any]]:
+    """Every state that is reported, and how its keys begin: "clip", or "clip_2/inner"
+    for the second clipper of the scope "inner".
 
     Raises:
       TypeError: an optimizer in the place of its state.
@@ -93,14 +78,17 @@ def reported_states(opt_state: PyTree) -> Iterator[FoundState]:
         )
     counts = Counter[tuple[str, str]]()
     for scope, state in states:
-        check_one_model("metrics: opt_state", "metrics", state)
+        mapped = "jax.vmap(optaxclip.metrics)(opt_state)"
+        check_one_model("metrics: opt_state", state, mapped)
         prefix = KINDS[type(state)].prefix
         path = "/".join(str(name) for name in scope if name != prefix)
         # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
         counts[prefix, path] += 1
         number = counts[prefix, path]
         # The first keeps its name when a second one is added.
-        yield FoundState(prefix if number == 1 else f"{prefix}_{number}", path, state)
+        if number > 1:
+            prefix = f"{prefix}_{number}"
+        yield f"{prefix}/{path}" if path else prefix, state
 
 
 def _states_in(tree: PyTree, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:

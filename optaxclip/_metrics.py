@@ -13,12 +13,9 @@ import numpy as np
 from jax.core import Tracer
 
 from ._checks import check_flag, check_length, check_number, shown
-from ._metric_rows import Options, WorstName
+from ._metric_rows import METRICS, Options, WorstName
 from ._metric_states import KINDS, reported_states
 from ._trees import PyTree
-
-# All metrics that there are. Several kinds of state share some.
-METRICS = sorted(set().union(*[kind.metrics for kind in KINDS.values()]))
 
 
 def metrics(
@@ -175,13 +172,13 @@ def metrics(
     )
     report: dict[str, Any] = {}
     available: dict[str, None] = {}
-    for prefix, scope, state in reported_states(opt_state):
+    for prefix, state in reported_states(opt_state):
         for metric, path, value in KINDS[type(state)].rows(state, options):
             available[metric] = None
             if metric in metrics_in_report:
-                # "clip", "a", "limit", "blocks/w" -> "clip/a/limit/blocks/w".
-                key = [part for part in (prefix, scope, metric, path) if part]
-                report["/".join(key)] = value
+                # "clip/a", "limit", "blocks/w" -> "clip/a/limit/blocks/w".
+                key = f"{prefix}/{metric}"
+                report[f"{key}/{path}" if path else key] = value
     # Without `only` an empty report may be right: an empty tree has no norm.
     if only is not None and not report:
         raise ValueError(

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 
 def direction(x: Array) -> Array:
@@ -17,15 +16,17 @@ def direction(x: Array) -> Array:
     real = jnp.real(x)
     imag = jnp.imag(x)
     longer = jnp.maximum(jnp.abs(real), jnp.abs(imag))
-    divisor = jnp.where(longer == 0, 1.0, longer)
+    is_zero = longer == 0
+    divisor = jnp.where(is_zero, 1.0, longer)
     real = real / divisor
     imag = imag / divisor
+    square = real * real + imag * imag
     # The root has no derivative at 0, so it is not taken of 0.
-    square = jnp.where(longer == 0, 1.0, real * real + imag * imag)
+    square = jnp.where(is_zero, 1.0, square)
     # Not divided by the root: XLA joins two divisions in a row to one, by a product
     # that may leave the range.
-    inverse = jax.lax.rsqrt(square)
-    return jax.lax.complex(real * inverse, imag * inverse)
+    inverse = lax.rsqrt(square)
+    return lax.complex(real * inverse, imag * inverse)
 
 
 def with_modulus(modulus: Array, x: Array) -> Array:
@@ -34,17 +35,21 @@ def with_modulus(modulus: Array, x: Array) -> Array:
     if not jnp.iscomplexobj(x):
         return modulus * unit_x
     # In parts: strict promotion has no product of a real and a complex number.
-    return jax.lax.complex(modulus * jnp.real(unit_x), modulus * jnp.imag(unit_x))
+    real = modulus * jnp.real(unit_x)
+    imag = modulus * jnp.imag(unit_x)
+    return lax.complex(real, imag)
 
 
 def tangent_of_modulus(x: Array, tangent: Array) -> Array:
     """The tangent of |x|, from the tangent of x."""
     if not jnp.iscomplexobj(x):
-        return (jnp.sign(x) * tangent).astype(modulus_dtype(x))
+        tangent = jnp.sign(x) * tangent
+        return tangent.astype(modulus_dtype(x))
     unit_x = direction(x)
     # d|z| = Re(conj(z) / |z| * dz)
     real = jnp.real(unit_x) * jnp.real(tangent)
-    return real + jnp.imag(unit_x) * jnp.imag(tangent)
+    imag = jnp.imag(unit_x) * jnp.imag(tangent)
+    return real + imag
 
 
 def modulus_dtype(x: Array) -> Any:
@@ -54,4 +59,5 @@ def modulus_dtype(x: Array) -> Any:
 
 def wide_dtype(leaf: Any) -> Any:
     """The dtype that arithmetic on a leaf takes place in: at least 32 bits."""
-    return np.promote_types(jnp.result_type(leaf), np.float32)
+    dtype = jnp.result_type(leaf)
+    return np.promote_types(dtype, np.float32)

@@ -4,19 +4,17 @@ Here they are checked, and made hashable, as static arguments of a jitted functi
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax import Array
 
 from . import _mesh as mesh
 from . import _trees as trees
 from ._axes import check_no_bool, is_axes
 from ._checks import check_known, check_takes, is_function, shown
-from ._prefixes import Prefix, for_each_leaf, prefix_table
+from ._prefixes import Prefix, for_each_leaf, static_table
 from ._trees import PyTree
 
 # The order of a norm. None means 2.
@@ -50,19 +48,13 @@ def static_order(ord: Any, call: str) -> Ord:
         return ord
     # The order decides which program is compiled, so a traced one comes too late.
     check_known(f"{call}: ord", ord)
-    is_array = isinstance(ord, (np.number, np.ndarray, Array))
-    is_scalar_array = is_array and not np.ndim(ord) and not np.iscomplexobj(ord)
-    is_number = is_scalar_array or isinstance(ord, (int, float))
+    number = np.asarray(ord)
     # True is an int in Python. As an order it is a slip.
-    is_bool = isinstance(ord, bool) or getattr(ord, "dtype", None) == np.dtype(bool)
-    try:
-        order = float(ord) if is_number and not is_bool else math.nan
-    except (TypeError, ValueError, OverflowError):  # an array of text, or 10**400
-        order = math.nan
-    if math.isnan(order) or order <= 0:
+    is_real = number.dtype.kind in "iuf" and not number.ndim
+    if not is_real or not number > 0:
         raise ValueError(f"{call}: ord must be {ORDERS}, got {shown(ord)}.")
     # A float instead of an array, which cannot be hashed.
-    return ord if isinstance(ord, (int, float)) else order
+    return ord if isinstance(ord, (int, float)) else float(number)
 
 
 def static_axes(
@@ -81,14 +73,9 @@ def static_axes(
     if is_function(axes):
         check_takes(f"{call}: {option} must take path and leaf", axes, 2)
         return axes
-    table = prefix_table(axes, is_value)
+    table = static_table(f"{call}: {option}", axes, is_value)
     for _, value in table.entries:
         check_no_bool(call, option, value)
-        if isinstance(value, (np.ndarray, Array)):
-            raise TypeError(
-                f"{call}: {option} must be known when the clipper is built, got "
-                f"{shown(value)}: under inject_hyperparams name it in static_args."
-            )
     return table
 
 
@@ -100,14 +87,7 @@ def static_labels(labels: Any, call: str) -> Any:
     """
     if is_function(labels):
         return labels
-    table = prefix_table(labels, trees.is_none)
-    for _, label in table.entries:
-        # An integer of NumPy equals the int, and has its hash.
-        if hasattr(label, "dtype") and not isinstance(label, np.integer):
-            raise TypeError(
-                f"{call}: labels must be strings or ints, got {shown(labels)}."
-            )
-    return table
+    return static_table(f"{call}: labels", labels, trees.is_none)
 
 
 def labels_of(labels: Any, tree: PyTree) -> Any:

@@ -21,7 +21,15 @@ from . import _trees as trees
 from ._blocks import Block
 from ._checks import check_shape
 from ._norms import Norms
-from ._state import NUMBER_NAMES, ClipState, Names, StateRows, names_here, state_of_rows
+from ._state import (
+    NUMBER_NAMES,
+    ClipState,
+    Layers,
+    Names,
+    StateRows,
+    names_here,
+    state_of_rows,
+)
 from ._sums import materialized_on_gpu
 from ._trees import PyTree
 from .rules._memory import count_up, in_place, moving_average
@@ -71,9 +79,13 @@ def next_state(
     """The state after a step."""
     steps = count_up(state.counts[0])
     if not outcomes:
-        # A tree without leaves.
+        # A step without leaves, which clips nothing.
+        nothing = jnp.zeros_like(state.clipped_recently)
+        recently = moving_average(state.clipped_recently, nothing, steps)
+        index = NUMBER_NAMES.index("clipped_recently")
         counts = jnp.asarray(state.counts).at[0].set(steps)
-        return state._replace(counts=counts)
+        numbers = jnp.asarray(state.numbers).at[index].set(recently)
+        return state._replace(counts=counts, numbers=numbers)
     outcome = _in_state_order(state, outcomes, decide)
     rows = StateRows(
         step=steps,
@@ -94,7 +106,7 @@ def next_state(
     numbers = new_state.numbers
     is_present = np.zeros(state.norm.shape, bool)
     for block, _ in outcomes:
-        is_present.reshape(-1)[block.positions] = block.is_present
+        is_present.reshape(-1)[block.positions] = True
     if not is_present.all():
         # Leaves that are missing in this step keep what was known of them. To the share
         # of clipped steps it is one more step that clipped nothing.
@@ -116,8 +128,8 @@ def _in_state_order(
     """One outcome with an entry for each norm of the state. A leaf that is missing has
     a placeholder, which `next_state` replaces.
     """
-    parts: list[Outcome] = []
-    positions: list[np.ndarray] = []
+    parts = []
+    positions = []
     units_alike: dict[Any, list[tuple[Block, Outcome]]] = {}
     for block, outcome in outcomes:
         if block.leaf_of_units is None:
@@ -128,14 +140,14 @@ def _in_state_order(
             key = jax.typeof(outcome.norm), block.mesh_of_units
             units_alike.setdefault(key, []).append((block, outcome))
     for (_, mesh_of_units), alike in units_alike.items():
-        parts.append(
-            furthest_units([outcome for _, outcome in alike], mesh_of_units, decide)
-        )
+        outcomes_alike = [outcome for _, outcome in alike]
+        parts.append(furthest_units(outcomes_alike, mesh_of_units, decide))
         positions += [block.positions for block, _ in alike]
     if state.names.is_global:
         (outcome,) = parts
         # A tree of one array with units has one outcome for them, [1].
-        return jax.tree.map(lambda array: array.reshape(state.norm.shape), outcome)
+        shape = state.norm.shape
+        return jax.tree.map(lambda row: row.reshape(shape), outcome)
     all_positions = np.concatenate(positions)
 
     def row(*arrays: Array) -> Array:
@@ -156,7 +168,7 @@ class UnitNumbers(NamedTuple):
     norm: Array
     limit: Array
     factor: Array
-    clipped_units: Array  # 1 or 0, or how many were clipped
+    clipped_units: Array  # int32: 1 or 0, or how many were clipped
 
 
 def furthest_units(
@@ -175,22 +187,25 @@ def furthest_units(
     # write more arrays to memory.
     outcome = decide(norm, limit).outcome
     numbers = UnitNumbers(
-        severity=_severity_of_units(norm, limit, outcome.is_sound),
+        # Finite, and inf for a broken unit, so that it counts as the furthest.
+        severity=jnp.where(outcome.is_sound, severity(norm, limit), jnp.inf),
         norm=norm,
         limit=limit,
         factor=outcome.factor,
-        clipped_units=outcome.unit_share,
+        # float32 would count to 2^24 only.
+        clipped_units=outcome.clipped.astype(jnp.int32),
     )
     # JAX has no derivative of a reduction of several arrays.
     furthest = _furthest(lax.stop_gradient(numbers), range(1, norm.ndim))
     if mesh_of_units:
         # Each device knows its own units.
-        table = jnp.stack(furthest)[..., None]
+        columns = [column.astype(norm.dtype) for column in furthest]
+        table = jnp.stack(columns)[..., None]
         tables = mesh.among_zeros(table, ((), (), mesh_of_units))
         tables = lax.psum(tables, mesh_of_units)
         furthest = _furthest(UnitNumbers(*tables), (1,))
     unit_count = norm.size // len(outcomes) * mesh.device_count(mesh_of_units)
-    unit_share = furthest.clipped_units / unit_count
+    unit_share = furthest.clipped_units.astype(norm.dtype) / unit_count
     is_sound = furthest.severity < jnp.inf
     return Outcome(
         norm=furthest.norm,
@@ -209,17 +224,12 @@ def severity(norm: Array, limit: Array) -> Array:
     smallest = jnp.finfo(norm.dtype).tiny
     # A limit of 0 would hide all differences, so it counts as the smallest number. The
     # ratio of finite numbers may overflow. That of their roots does not.
-    root_of_ratio = jnp.sqrt(norm) / jnp.sqrt(jnp.maximum(limit, smallest))
+    positive_limit = jnp.maximum(limit, smallest)
+    root_of_ratio = jnp.sqrt(norm) / jnp.sqrt(positive_limit)
     # Finite norms without a limit come last. Among them -1 / norm rises with the norm.
     is_last = (limit == jnp.inf) & (norm < jnp.inf)
-    return jnp.where(is_last, -1 / jnp.maximum(norm, smallest), root_of_ratio)
-
-
-def _severity_of_units(norm: Array, limit: Array, is_sound: Array) -> Array:
-    """The severity of units: finite, and inf for a broken unit, so that it counts as
-    the furthest.
-    """
-    return jnp.where(is_sound, severity(norm, limit), jnp.inf)
+    positive_norm = jnp.maximum(norm, smallest)
+    return jnp.where(is_last, -1 / positive_norm, root_of_ratio)
 
 
 def _furthest(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumbers:
@@ -271,8 +281,10 @@ def _furthest_of_two(
     is_longer = (left.norm >= right.norm) | (left.norm != left.norm)
     is_equal = left.severity == right.severity
     is_left = (left.severity > right.severity) | is_equal & is_longer
-    row = [lax.select(is_left, x, y) for x, y in zip(left[:-1], right[:-1])]
-    return *row, left.clipped_units + right.clipped_units
+    columns = []
+    for left_column, right_column in zip(left[:-1], right[:-1]):
+        columns.append(lax.select(is_left, left_column, right_column))
+    return *columns, left.clipped_units + right.clipped_units
 
 
 # --------------------------------------------------------------------- the first state
@@ -284,69 +296,61 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     Raises:
       ValueError: an array in a rule that is not one number for each entry of a norm.
     """
-    zeros_of_name = {}
-    rule_of_name = {}
     names = trees.unique_names(norms.paths)
-    for name, norm, rule in zip(names, norms.values, rules):
-        for shape in blocks.shapes_of_array_limits(rule):
-            check_shape(shape, norm.shape, argument)
-        zeros_of_name[name] = mesh_types.typed_as(
-            jnp.zeros(norm.shape, norm.dtype), norm
-        )
-        rule_of_name[name] = rule
     mesh_of_units = blocks.mesh_axes_of_units(norms, names)
-    whole = {name: x for name, x in zeros_of_name.items() if name not in mesh_of_units}
+    rule_of_name = dict(zip(names, rules))
+    zeros_of_leaves = {}
+    zeros_of_units = {}
+    for name, norm in zip(names, norms.values):
+        for shape in blocks.shapes_of_array_limits(rule_of_name[name]):
+            check_shape(shape, norm.shape, argument)
+        zeros = jnp.zeros(norm.shape, norm.dtype)
+        zeros_of = zeros_of_units if name in mesh_of_units else zeros_of_leaves
+        zeros_of[name] = mesh_types.typed_as(zeros, norm)
     # Leaves of units of one shape are looked at together, so they are neighbors.
-    unit_leaves = sorted(mesh_of_units, key=lambda name: zeros_of_name[name].shape)
-    layers = {name: _layer_names(zeros.shape) for name, zeros in whole.items()}
+    unit_leaves = sorted(zeros_of_units, key=lambda name: zeros_of_units[name].shape)
+    layers = {name: _layer_names(x.shape) for name, x in zeros_of_leaves.items()}
     units = dict.fromkeys(unit_leaves)
     state_names = Names(layers | units, units)
-    memories = [_first_memory_of_leaves(rule_of_name, whole, state_names.is_global)]
-    entries = list(whole.values())
+    entries = list(zeros_of_leaves.values())
+    memories: list[PyTree] = [()]
+    if zeros_of_leaves:
+        # Only one rule for all leaves has a memory, so the first one speaks for all.
+        rule = rule_of_name[next(iter(zeros_of_leaves))]
+        zeros = entries[0]
+        if not state_names.is_global:
+            rule = blocks.rule_of_vector(rule, entries)
+            zeros = blocks.concatenated(entries)
+        memories = [_first_memory(rule, zeros)]
     for name in unit_leaves:
-        zeros = zeros_of_name[name]
+        zeros = zeros_of_units[name]
         memories.append(_first_memory(rule_of_name[name], zeros))
         # Each device has its own units, and the same outcome of them.
         other_axes = mesh_types.varying(zeros) - {*mesh_of_units[name]}
-        entries.append(mesh_types.varying_over(jnp.zeros((), zeros.dtype), other_axes))
+        zero = jnp.zeros((), zeros.dtype)
+        entries.append(mesh_types.varying_over(zero, other_axes))
     if not entries:
         row = jnp.zeros((), jnp.float32)
     elif state_names.is_global:
         (row,) = entries
     else:
         row = blocks.concatenated(entries)
-    return _first_rows(state_names, row, tuple(memories))
+    return state_of_rows(state_names, _first_rows(row), tuple(memories), row.dtype)
 
 
-def _first_rows(names: Names, zeros: Array, memory: tuple[PyTree, ...]) -> ClipState:
-    """The state before the first step, of a row of zeros."""
-    count = jnp.zeros_like(zeros, jnp.int32)
-    rows = StateRows(
-        step=count,
-        clipped=count,
-        nonfinite=count,
+def _first_rows(zeros: Array) -> StateRows:
+    """The rows before the first step, from a row of zeros."""
+    no_steps = jnp.zeros_like(zeros, jnp.int32)
+    return StateRows(
+        step=no_steps,
+        clipped=no_steps,
+        nonfinite=no_steps,
         norm=zeros,
         limit=jnp.full_like(zeros, np.inf),
         factor=jnp.ones_like(zeros),
         clipped_recently=zeros,
         units_clipped=zeros,
     )
-    return state_of_rows(names, rows, memory, zeros.dtype)
-
-
-def _first_memory_of_leaves(
-    rule_of_name: dict[str, Rule], zeros_of_name: dict[str, Array], is_global: bool
-) -> PyTree:
-    """What a rule remembers of whole leaves before the first step."""
-    if not zeros_of_name:
-        return ()
-    # Only one rule for all leaves has a memory, so the first one speaks for all.
-    first_name = next(iter(zeros_of_name))
-    rule = rule_of_name[first_name]
-    if is_global:
-        return _first_memory(rule, zeros_of_name[first_name])
-    rule = blocks.rule_of_vector(rule, zeros_of_name)
-    return _first_memory(rule, blocks.concatenated(list(zeros_of_name.values())))
 
 
 def _first_memory(rule: Rule, norm: Array) -> PyTree:
@@ -364,7 +368,7 @@ def _first_memory(rule: Rule, norm: Array) -> PyTree:
     return mesh_types.typed_as(memory, jax.typeof(norm))
 
 
-def _layer_names(shape: tuple[int, ...]) -> dict[str, None] | None:
+def _layer_names(shape: tuple[int, ...]) -> Layers:
     """The names of the layers of a norm, such as "0/3" for layer 0 and expert 3. None
     for a norm without layers.
     """

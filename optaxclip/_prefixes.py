@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax import Array
 from jax.tree_util import KeyPath
 
-from ._checks import is_function
+from ._checks import is_function, shown
 from ._trees import (
     PyTree,
     holes_of,
@@ -46,6 +48,25 @@ def prefix_table(prefix: PyTree, is_leaf: Callable[[Any], bool]) -> Prefix:
 
     entries = jax.tree.leaves_with_path(prefix, is_leaf=is_value)
     return Prefix(tuple((path, unbox(value)) for path, value in entries))
+
+
+def static_table(
+    argument: str, prefix: PyTree, is_leaf: Callable[[Any], bool]
+) -> Prefix:
+    """The table of an option that jit takes as a static argument.
+
+    Raises:
+      TypeError: an array, which has no hash. `optax.inject_hyperparams` makes one of
+        every number.
+    """
+    table = prefix_table(prefix, is_leaf)
+    for _, value in table.entries:
+        if isinstance(value, (np.ndarray, Array)):
+            raise TypeError(
+                f"{argument} must be known when the clipper is built, got "
+                f"{shown(value)}: under inject_hyperparams name it in static_args."
+            )
+    return table
 
 
 def beginnings(path: KeyPath) -> Iterator[KeyPath]:

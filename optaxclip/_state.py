@@ -19,7 +19,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from . import _trees as trees
-from ._checks import BEGIN_ANEW
+from ._checks import BEGIN_ANEW, check_one_model
 from ._exported import call_repr, has_numbers
 from ._packed import InWindows, Packed, is_mark, packed, rows_from, unpacked
 from ._trees import PyTree
@@ -59,6 +59,10 @@ class NormEntry(NamedTuple):
     memory: PyTree
 
 
+# The names of the layers of a stacked leaf. None for a single norm.
+Layers = Mapping[str, None] | None
+
+
 class Names(NamedTuple):
     """The names of the norms of a state, in the order of its entries.
 
@@ -68,7 +72,7 @@ class Names(NamedTuple):
 
     # {"blocks/w": {"0": None, "1": None}, "b": None}: names, and those of the layers of
     # stacked leaves. The norm of everything has the name "".
-    layers_of_name: Mapping[str, Mapping[str, None] | None]
+    layers_of_name: Mapping[str, Layers]
     # The names of leaves with units, which are the last ones of `layers_of_name`.
     unit_leaves: Mapping[str, None] = {}
     # The structure of `windows`, with `InWindows` for each of its arrays. None if
@@ -79,10 +83,6 @@ class Names(NamedTuple):
     def is_global(self) -> bool:
         """Whether there is one norm of everything. Its entries are scalars."""
         return self.layers_of_name in ({"": None}, {})
-
-    def layer_counts(self) -> list[int]:
-        """The layers of each name, 0 for a single norm."""
-        return [len(layers or ()) for layers in self.layers_of_name.values()]
 
     # JAX compares names where it compares the structures of two states.
     def __eq__(self, other: object) -> bool:
@@ -96,12 +96,12 @@ class Names(NamedTuple):
             return False
         if [*self.unit_leaves] != [*other.unit_leaves]:
             return False
-        counts = self.layer_counts()
-        other_counts = other.layer_counts()
+        layers = self.layers_of_name.values()
+        other_layers = other.layers_of_name.values()
         # Inside shard_map a device may hold a share of the layers of each leaf. So
         # states of 6 and 3 layers are equal, of 6 and 4 not (test_states_in_optax.py).
-        is_share = all(map(_is_share, counts, other_counts))
-        return is_share or all(map(_is_share, other_counts, counts))
+        is_share = all(map(_is_share, layers, other_layers))
+        return is_share or all(map(_is_share, other_layers, layers))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -112,8 +112,11 @@ class Names(NamedTuple):
         return 0
 
 
-def _is_share(count: int, total: int) -> bool:
-    return count == total or (0 < count < total and total % count == 0)
+def _is_share(layers: Layers, all_layers: Layers) -> bool:
+    """Whether the layers of a leaf may be a share of these, or all of them."""
+    if not layers or not all_layers or len(layers) == len(all_layers):
+        return layers == all_layers
+    return len(all_layers) % len(layers) == 0
 
 
 class _Fields(NamedTuple):
@@ -183,19 +186,19 @@ class ClipState(_Fields):
     @property
     def step(self) -> Any:
         # All entries have the same.
-        row = self._count("step")
+        row = self._row("step")
         return row if self.names.is_global else row[..., 0]
 
-    clipped = property(lambda self: self._count("clipped"))
-    nonfinite = property(lambda self: self._count("nonfinite"))
-    norm = property(lambda self: self._number("norm"))
-    limit = property(lambda self: self._number("limit"))
-    factor = property(lambda self: self._number("factor"))
-    clipped_recently = property(lambda self: self._number("clipped_recently"))
+    clipped = property(lambda self: self._row("clipped"))
+    nonfinite = property(lambda self: self._row("nonfinite"))
+    norm = property(lambda self: self._row("norm"))
+    limit = property(lambda self: self._row("limit"))
+    factor = property(lambda self: self._row("factor"))
+    clipped_recently = property(lambda self: self._row("clipped_recently"))
 
     @property
     def units_clipped(self) -> Any:
-        return self._number("units_clipped") if self.names.unit_leaves else ()
+        return self._row("units_clipped") if self.names.unit_leaves else ()
 
     @property
     def memory(self) -> tuple[PyTree, ...]:
@@ -215,27 +218,23 @@ class ClipState(_Fields):
         # States of several models have axes in front.
         return -1 if self.names.is_global else -2
 
-    def _count(self, name: str) -> Any:
-        return self._row(self.counts, COUNT_NAMES.index(name))
-
-    def _number(self, name: str) -> Any:
-        return self._row(self.numbers, NUMBER_NAMES.index(name))
-
-    def _row(self, array: Array, index: int) -> Any:
+    def _row(self, name: str) -> Any:
+        if name in COUNT_NAMES:
+            array = self.counts
+            index = COUNT_NAMES.index(name)
+        else:
+            array = self.numbers
+            index = NUMBER_NAMES.index(name)
         return array[..., index] if self.names.is_global else array[..., index, :]
 
     def __repr__(self) -> str:
         is_closed = isinstance(self.names, Names)
         names = [*self.names.layers_of_name] if is_closed else self.names
         if is_closed and has_numbers(self.counts) and has_numbers(self.numbers):
-            rows = (*COUNT_NAMES, *self.number_names)
-            fields = {name: getattr(self, name) for name in rows}
-            if jax.tree.leaves(self.memory):
-                fields["memory"] = self.memory
+            rows = (*COUNT_NAMES, *self.number_names, "memory")
         else:
-            fields = {"counts": self.counts, "numbers": self.numbers}
-            if jax.tree.leaves(self.windows):
-                fields["windows"] = self.windows
+            rows = ("counts", "numbers", "windows")
+        fields = {name: getattr(self, name) for name in rows}
         return call_repr(type(self).__name__, {**fields, "names": names})
 
     def by_name(self, *, layers: bool = False) -> dict[str, NormEntry]:
@@ -256,12 +255,13 @@ class ClipState(_Fields):
             name of a layer of another, or rows that `jax.shard_map` joined from several
             devices.
         """
-        check_one_model("by_name: the state", "ClipState.by_name", self)
+        mapped = "jax.vmap(optaxclip.ClipState.by_name)(opt_state)"
+        check_one_model("by_name: the state", self, mapped)
         memory_of_leaves, *memories_of_units = self.memory
         memory_of_units = dict(zip(self.names.unit_leaves, memories_of_units))
         rows = {name: getattr(self, name) for name in NormEntry._fields[:-1]}
         entries = {}
-        for name, position in positions_of_name(self, layers, "by_name").items():
+        for name, position in positions_of_name(self, layers, call="by_name").items():
             values = {field: _at(row, position) for field, row in rows.items()}
             if name in memory_of_units:
                 memory = memory_of_units[name]
@@ -309,107 +309,87 @@ def state_of_rows(
     )
 
 
-def positions_of_name(
-    state: ClipState, layers: bool = False, call: str = ""
-) -> dict[str, Position]:
-    """Where the entries of each name are in a row of a state. With `layers` each layer
-    has a name of its own, such as "w/0/3" for layer 0 and expert 3 of "w".
+def sizes_of(
+    state: ClipState, layers: bool = False, *, call: str = "update"
+) -> dict[str, int]:
+    """How many entries each name has in a row of a state, in order. With `layers` each
+    layer has a name of its own, such as "w/0/3" for layer 0 and expert 3 of "w".
 
     Raises:
       ValueError: a leaf is called "w/0", and a stack "w" has a layer 0. Or the rows of
         several devices were joined, which have an entry of each norm from each device.
     """
+    layers_of_name = state.names.layers_of_name
     if state.names.is_global:
-        return dict.fromkeys(state.names.layers_of_name, ...)
-    layer_counts = state.names.layer_counts()
-    single_norms = layer_counts.count(0)
-    all_layers = max(sum(layer_counts), 1)
+        return dict.fromkeys(layers_of_name, 1)
+    stacks = list(filter(None, layers_of_name.values()))
+    layer_count = sum(map(len, stacks))
+    single_count = len(layers_of_name) - len(stacks)
     # Inside shard_map a device may have a share of all layers, such as of the heads of
     # `qk_clip`.
-    layers_here = state.numbers.shape[-1] - single_norms
+    entry_count = state.numbers.shape[-1]
+    layers_here = entry_count - single_count
     # The layers of one stack alone are in order on all devices together.
-    is_one_stack = len(layer_counts) == 1 and single_norms == 0
-    if layers_here > sum(layer_counts) and (layers or not is_one_stack):
-        raise ValueError(_joined_rows_error(call, state))
-    positions: dict[str, Position] = {}
-    positions_of_leaf: dict[str, Position]
-    stop = 0
-    for name, layers_of_leaf in state.names.layers_of_name.items():
-        start = stop
-        if layers_of_leaf is None:
-            stop = start + 1
-            positions_of_leaf = {name: start}
-        else:
-            stop = start + len(layers_of_leaf) * layers_here // all_layers
-            positions_of_leaf = {name: slice(start, stop)}
-        if layers and layers_of_leaf is not None:
-            layer_names = [f"{name}/{layer}" for layer in layers_of_leaf]
-            positions_of_leaf = dict(zip(layer_names, range(start, stop)))
-        if positions.keys() & positions_of_leaf.keys():
-            leaves = trees.listed(state.names.layers_of_name)
+    is_one_stack = len(stacks) == 1 and single_count == 0
+    if layers_here > layer_count and (layers or not is_one_stack):
+        raise ValueError(
+            f"{call}: the state must have one entry for each norm, but joins the rows "
+            f"of several devices: {entry_count} entries for "
+            f"{layer_count + single_count} norms. Read it inside shard_map, or give "
+            "the clipper mesh_axes=, the PartitionSpecs of the leaves, and the state "
+            "the spec P()."
+        )
+    sizes: dict[str, int] = {}
+    for name, layers_of_leaf in layers_of_name.items():
+        sizes_of_leaf = {name: 1}
+        if layers_of_leaf is not None:
+            size = len(layers_of_leaf) * layers_here // layer_count
+            sizes_of_leaf = {name: size}
+            if layers:
+                layer_names = [f"{name}/{layer}" for layer in layers_of_leaf]
+                sizes_of_leaf = dict.fromkeys(layer_names[:size], 1)
+        if sizes.keys() & sizes_of_leaf.keys():
+            leaves = trees.listed(layers_of_name)
             raise ValueError(
                 f"{call}: layers=True: a leaf of {leaves} has the name of a layer of "
                 "another leaf. Rename it, or use layers=False."
             )
-        positions |= positions_of_leaf
+        sizes |= sizes_of_leaf
+    return sizes
+
+
+def positions_of_name(
+    state: ClipState, layers: bool = False, *, call: str
+) -> dict[str, Position]:
+    """Where the entries of each name of `sizes_of` are in a row of a state."""
+    if state.names.is_global:
+        return dict.fromkeys(state.names.layers_of_name, ...)
+    positions: dict[str, Position] = {}
+    start = 0
+    for name, size in sizes_of(state, layers, call=call).items():
+        # With `layers` each layer is a single norm.
+        is_stack = not layers and state.names.layers_of_name[name] is not None
+        positions[name] = slice(start, start + size) if is_stack else start
+        start += size
     return positions
-
-
-def _joined_rows_error(call: str, state: ClipState) -> str:
-    """The error about rows that shard_map joined in the order of devices."""
-    norm_count = sum(count or 1 for count in state.names.layer_counts())
-    return (
-        f"{call}: the state must have one entry for each norm, but joins the rows of "
-        f"several devices: {state.numbers.shape[-1]} entries for {norm_count} norms. "
-        "Read it inside shard_map, or give the clipper mesh_axes=, the PartitionSpecs "
-        "of the leaves, and the state the spec P()."
-    )
 
 
 def names_here(state: ClipState) -> Names:
     """The names of a state, with those of the layers that this device has."""
     names = state.names
-    positions = positions_of_name(state)
-    entry_count = sum(map(size_at, positions.values()))
-    name_count = sum(count or 1 for count in names.layer_counts())
     # One leaf keeps the names of all layers, which have one order on all devices.
-    if len(positions) == 1 or entry_count == name_count:
+    if len(names.layers_of_name) == 1:
         return names
     layers_of_name = {}
-    for name, position in positions.items():
+    for name, size in sizes_of(state).items():
         layers = names.layers_of_name[name]
         if layers is not None:
-            layers = dict.fromkeys([*layers][: size_at(position)])
+            layers = dict.fromkeys([*layers][:size])
         layers_of_name[name] = layers
+    # States of a run share the object, see `Names.__eq__`.
+    if layers_of_name == names.layers_of_name:
+        return names
     return names._replace(layers_of_name=layers_of_name)
-
-
-def size_at(position: Position) -> int:
-    """How many entries are at a position of a row."""
-    return position.stop - position.start if isinstance(position, slice) else 1
-
-
-def sizes_of(state: ClipState, layers: bool) -> dict[str, int]:
-    """How many entries each name of a state has, for `metrics`. With `layers` each
-    layer has a name of its own.
-    """
-    positions = positions_of_name(state, layers, "metrics")
-    return {name: size_at(position) for name, position in positions.items()}
-
-
-def check_one_model(argument: str, function: str, state: PyTree) -> None:
-    """Raises for arrays [members, rows, N], which would be read as [rows, N].
-
-    `function` is what reads the state of one model.
-    """
-    shape = jnp.shape(state.step)
-    if shape:
-        raise ValueError(
-            f"{argument} must be of one model, but its counter of steps has the shape "
-            f"{shape}, as under jax.vmap or jax.pmap. Map over them, "
-            f"jax.vmap(optaxclip.{function})(opt_state), or take one, "
-            "jax.tree.map(lambda x: x[0], opt_state)."
-        )
 
 
 def clip_states(tree: PyTree) -> list[ClipState]:

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
-from jax.typing import DTypeLike
 
-from ._checks import BEGIN_ANEW, NUMBERS, shown
+from ._checks import BEGIN_ANEW, shown
 
 Shape = tuple[Any, ...]  # a size may be a symbol of `jax.export`
 PyTree = Any  # JAX has no type for trees of arrays
@@ -57,21 +56,13 @@ def _clipped_leaf(leaf: Any) -> Any:
         # leaf, None takes its place, so that `put_back` counts the same leaves.
         if is_hole(leaf):
             return leaf if is_hole(box) else None
+    if not is_array(leaf):
+        raise TypeError("neither an array nor a number")
     # A Python number has no dtype. Neither random keys nor float0 are inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    if _is_foreign(dtype):
-        raise TypeError(f"an array of {dtype}")
     is_float = jnp.issubdtype(dtype, jnp.inexact)
     is_clippable = is_float and 0 not in jnp.shape(leaf)
     return leaf if is_clippable else None
-
-
-def _is_foreign(dtype: DTypeLike | None) -> bool:
-    """Whether NumPy has this dtype and JAX does not: objects, strings, times. JAX would
-    refuse such an array in jit. Outside of jit it would pass unclipped.
-    """
-    # The dtypes of random keys have no kind.
-    return getattr(dtype, "kind", None) in ("O", "S", "U", "M", "m")
 
 
 def check_leaves(tree: PyTree, begin: str) -> None:
@@ -80,19 +71,14 @@ def check_leaves(tree: PyTree, begin: str) -> None:
     `begin` is what the error begins with: "clip_by_value: ".
     """
     for path, leaf in jax.tree.leaves_with_path(tree):
-        dtype = getattr(leaf, "dtype", None)
-        if _is_foreign(dtype):
-            raise TypeError(
-                f"{begin}the leaf {name(path)!r} must be an array of numbers, got one "
-                f"of {dtype}: make it float32, or hand over None for it."
-            )
         try:
             _clipped_leaf(leaf)
         except TypeError:
             raise TypeError(
                 f"{begin}the leaf {name(path)!r} must be an array or a number, got "
-                f"{shown(leaf)}: hand over arrays only, with None for everything else. "
-                "In equinox that is eqx.filter(model, eqx.is_inexact_array)."
+                f"{shown(leaf)}: hand over arrays of numbers only, with None for "
+                "everything else. In equinox that is eqx.filter(model, "
+                "eqx.is_inexact_array)."
             ) from None
 
 
@@ -143,13 +129,24 @@ def unboxed(tree: PyTree) -> PyTree:
     return jax.tree.map(unbox, tree, is_leaf=is_box)
 
 
+def is_array(x: Any) -> bool:
+    """Whether it is an array of JAX or NumPy, or a number, and not a dtype such as
+    `jnp.float32`, which has a dtype as well.
+    """
+    if isinstance(x, (int, float, complex)):
+        return True
+    if isinstance(x, type) or not hasattr(x, "dtype"):
+        return False
+    # NumPy's objects, strings and times. JAX would refuse them in jit, and outside of
+    # jit they would pass unclipped. The dtype of a random key has no kind.
+    return getattr(x.dtype, "kind", None) not in ("O", "S", "U", "M", "m")
+
+
 def arrays_of(model: PyTree) -> PyTree:
     """The model, with None in the place of all leaves that are not arrays or numbers,
     such as functions.
     """
-    return jax.tree.map(
-        lambda x: x if hasattr(x, "dtype") or isinstance(x, NUMBERS) else None, model
-    )
+    return jax.tree.map(lambda x: x if is_array(x) else None, model)
 
 
 def is_none(x: object) -> bool:
@@ -228,9 +225,16 @@ def warn_of_stacks(call: str, tree: PyTree) -> None:
         for length in range(len(path)):
             leaves_below.setdefault(path[:length], []).append((path, leaf))
     for parent, entries in leaves_below.items():
-        shapes = [jnp.shape(leaf) for _, leaf in entries]
-        if _looks_stacked(shapes):
-            size = shapes[0][0]
+        ranks = {jnp.ndim(leaf) for _, leaf in entries}
+        leading_sizes = {jnp.shape(leaf)[:1] for _, leaf in entries}
+        is_stack = (
+            len(entries) >= 3
+            and len(leading_sizes) == 1
+            and min(ranks) == 2
+            and max(ranks) >= 3
+        )
+        if is_stack:
+            size = jnp.shape(entries[0][1])[0]
             high_rank_paths = [path for path, leaf in entries if jnp.ndim(leaf) >= 3]
             warnings.warn(
                 f"{call}: the leaves below {name(parent)!r} look like {size} layers, "
@@ -241,18 +245,6 @@ def warn_of_stacks(call: str, tree: PyTree) -> None:
                 stacklevel=4,
             )
             return
-
-
-def _looks_stacked(shapes: Sequence[Shape]) -> bool:
-    """Whether leaves of these shapes look like layers on a leading axis."""
-    ranks = {len(shape) for shape in shapes}
-    leading_sizes = {shape[:1] for shape in shapes}
-    return (
-        len(shapes) >= 3
-        and len(leading_sizes) == 1
-        and min(ranks) == 2
-        and max(ranks) >= 3
-    )
 
 
 def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:

@@ -112,8 +112,9 @@ def test_true_and_false_are_no_numbers_of_axes():
         "columns": partial(optaxclip.clip_by_spectral_norm, 1.0),
     }
     for option, build in builders.items():
-        for value, cure in {True: f"{option}=1", False: f"{option}=None"}.items():
-            with pytest.raises(TypeError, match=f"got {value}: .* write {cure}"):
+        for value in (True, False):
+            text = f"{option} must be a whole number, or None for none, got {value}"
+            with pytest.raises(TypeError, match=text):
                 build(**{option: value})
 
 
@@ -145,7 +146,7 @@ def test_norms_refuse_bools_and_arrays_as_axes(argument, value):
 
 
 def test_a_tuple_of_axes_may_not_hold_a_bool():
-    text = r"stacked must be a whole number, got \(True,\): write stacked=\(1,\)"
+    text = r"stacked must be a whole number, or None for none, got \(True,\)\."
     with pytest.raises(TypeError, match=text):
         optaxclip.clip_by_tensor_norm(1.0, stacked=(True,))
 

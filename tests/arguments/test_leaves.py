@@ -33,7 +33,10 @@ def says(call, array):
     # A wrapper of clippers leaves `init` to the one that it wraps.
     if call in ("carry_clipped", "constrain"):
         call = f"{call}|clip_by_global_norm"
-    return rf"^({call}): the leaf 'w' must be .* {re.escape(str(array.dtype))}: make it"
+    got = re.escape(repr(array))
+    return (
+        rf"^({call}): the leaf 'w' must be an array or a number, got {got}: hand over"
+    )
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
@@ -82,6 +85,31 @@ def test_trees_that_jax_cannot_hold_are_refused(function):
     with pytest.raises(TypeError) as caught:
         ONCE[function]({"w": ARRAYS["objects"], **OTHERS})
     assert str(caught.value).startswith(f"{function}: the leaf ")
+
+
+# What configurations hold beside weights. JAX reads each as the dtype float32.
+DTYPES = ["float32", np.dtype("float32"), jnp.float32, float]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_among_arrays_are_refused(dtype):
+    tree = {"dtype": dtype, **OTHERS}
+    clipper = optaxclip.clip_by_global_norm(1.0)
+    calls = {
+        "global_norm": lambda: optaxclip.global_norm(tree),
+        "clip_grads": lambda: optaxclip.clip_grads(tree, 1.0),
+        "clip_by_global_norm": lambda: clipper.init(tree),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=rf"^{name}: the leaf 'dtype' must be an"):
+            call()
+
+
+def test_a_dtype_of_a_model_is_no_weight_of_a_skipping_optimizer():
+    params = {"dtype": jnp.float32, **OTHERS}
+    optimizer = optaxclip.skip_nonfinite(optax.sgd(0.1))
+    updates, _ = optimizer.update(OTHERS, optimizer.init(OTHERS), params)
+    np.testing.assert_allclose(updates["b"], [-0.1, -0.2], rtol=1e-6)
 
 
 PASSES = {

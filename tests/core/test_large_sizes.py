@@ -64,3 +64,11 @@ def test_means_are_over_all_elements_of_a_large_leaf(ord):
 
     wanted = {"rms": 2.0, "average": 2.0 / 2**16.5}
     np.testing.assert_allclose(jax.jit(mean)(), wanted[ord], 1e-6)
+
+
+def test_all_of_many_units_are_counted():
+    # float32 counts to 2^24. A scanned stack without `stacked=` has more units.
+    grads = jnp.full((1, 2**24 + 2**22), 2.0, jnp.bfloat16)
+    clipper = optaxclip.clip_by_unitwise_norm(1.0, axis=0)
+    _, state = jax.jit(clipper.update)(grads, jax.jit(clipper.init)(grads))
+    assert state.units_clipped == 1

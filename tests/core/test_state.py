@@ -361,6 +361,15 @@ def test_a_step_may_be_set_to_a_number(name):
     assert optax.tree.get(state, "step") == 6
 
 
+def test_an_update_refuses_the_joined_rows_of_several_devices():
+    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked={"w": 1, "b": None})
+    grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    rows = jax.tree.map(lambda x: jnp.tile(x, 2), clipper.init(grads))
+    text = "^clip_by_tensor_norm: the state must have one entry for each norm, but "
+    with pytest.raises(ValueError, match=text):
+        clipper.update(grads, rows)
+
+
 def test_by_name_refuses_the_state_of_several_models():
     clipper = optaxclip.clip_by_tensor_norm(1.0)
     grads = {"actor": jnp.ones((3, 2)), "critic": jnp.ones((3, 4))}
@@ -546,6 +555,23 @@ def test_a_state_of_an_older_optaxclip_is_refused():
     assert "moments" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "clip", [optaxclip.clip_by_tensor_norm, optaxclip.clip_by_unitwise_norm]
+)
+def test_a_step_without_leaves_clips_nothing(clip):
+    clipper = clip(rules.minimum(rules.ema(0.9), 1.0))
+    grads = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, 2.0)}
+    _, old = clipper.update(grads, clipper.init(grads))
+    updates, state = clipper.update({"w": None, "b": None}, old)
+    assert updates == {"w": None, "b": None} and state.step == 2
+    np.testing.assert_allclose(old.clipped_recently, 1.0)
+    np.testing.assert_allclose(state.clipped_recently, 0.5)
+    for name in ("norm", "limit", "factor", "clipped", "memory"):
+        jax.tree.map(
+            np.testing.assert_array_equal, getattr(state, name), getattr(old, name)
+        )
+
+
 def test_limits_stay_with_their_leaves_where_one_is_missing():
     clipper = optaxclip.clip_by_tensor_norm({"a": 0.5, "b": 1.0, "c": 2.0})
     grads = {name: tree(7)[name] for name in "abc"}
@@ -639,10 +665,10 @@ def test_a_state_of_several_models_is_told(name, several):
     # `constrain` leaves the state to its clipper.
     call = "clip_by_global_norm" if call == "constrain" else call
     text = (
-        f"{call}: state is of several models, since its counter of steps has the shape "
-        "(4,), as under jax.vmap or jax.pmap. Call update under it too, such as "
-        "jax.vmap(optimizer.update)(grads, state, params), or take one of them, "
-        "jax.tree.map(lambda x: x[0], state)."
+        f"{call}: state must be of one model, but its counter of steps has the shape "
+        "(4,), as under jax.vmap or jax.pmap. Map over them, "
+        "jax.vmap(optimizer.update)(grads, opt_state, params), or take one, "
+        "jax.tree.map(lambda x: x[0], opt_state)."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         made.update(tree, state, tree)

@@ -178,3 +178,17 @@ def test_states_of_other_layers_are_other_trees():
         assert jax.tree.structure(one) != jax.tree.structure(other)
     other = clipper.init({"v": jnp.ones((6, 2))})
     assert jax.tree.structure(six) != jax.tree.structure(other)
+
+
+def test_a_jitted_report_names_the_layers_of_each_state():
+    """As many layers, counted along one axis and along two."""
+
+    @jax.jit
+    def report(state):
+        return optaxclip.metrics(state, layers=True, only="limit")
+
+    for count, shape, last in ((1, (6, 2), "5"), (2, (2, 3, 2), "1/2")):
+        clipper = optaxclip.clip_by_tensor_norm(1.0, stacked=count)
+        assert list(report(clipper.init({"w": jnp.ones(shape)})))[-1] == (
+            f"clip/limit/w/{last}"
+        )

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from optaxclip import clip_by_global_norm, rules
-from optaxclip._foreign_names import ELSEWHERE, FUNCTIONS
+from optaxclip._foreign_names import FUNCTIONS
 from tests.helpers import apply
 
 GRADS = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}
@@ -103,7 +103,7 @@ def test_every_error_says_what_to_do():
 
 def test_every_function_of_others_is_among_the_mistakes():
     tried = {code.removeprefix("optaxclip.").lower() for code in MISTAKES}
-    for name in (*FUNCTIONS, *ELSEWHERE):
+    for name in FUNCTIONS:
         assert {name, f"{name}_"} & tried, name
 
 

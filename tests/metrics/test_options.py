@@ -6,9 +6,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optaxclip
+from optaxclip._metric_rows import METRICS
 from tests.helpers import apply, with_rows
 
 GRADS = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([jnp.nan])}
@@ -102,6 +104,11 @@ def test_close_quantiles_have_a_key_each():
     assert key == "clip/norm_quantile/0.9"
 
 
+def test_quantiles_may_be_whole_numbers(state):
+    found = optaxclip.metrics(state, only="norm_quantile", quantiles=[0, 1])
+    assert found == {"clip/norm_quantile/0": 5.0, "clip/norm_quantile/1": 5.0}
+
+
 def test_quantiles_are_left_out_by_only_as_all_numbers_are(state):
     found = optaxclip.metrics(state, only="limit", quantiles=0.5)
     assert list(found) == ["clip/limit/a", "clip/limit/b"]
@@ -131,3 +138,20 @@ def test_names_of_the_worst_tensors_take_one_wait(state, monkeypatch):
     found = optaxclip.metrics((state, state), summary=True, floats=True)
     assert found["clip/worst_name"] == found["clip_2/worst_name"] == "b"
     assert optaxclip.metrics(state, summary=True, only="limit", json=True)
+
+
+def test_only_takes_every_number_that_there_is():
+    optimizer = optax.chain(
+        optaxclip.clip_by_unitwise_norm(1.0),
+        optaxclip.clip_by_value(1.0, count=True),
+        optaxclip.record_norm(),
+        optaxclip.record_spikes(),
+        optaxclip.record_health(embeddings="w"),
+        optaxclip.skip_step(optax.adam(0.1)),
+    )
+    state = optimizer.init({"w": jnp.ones((2, 3))})
+    report = optaxclip.metrics(state, summary=True, quantiles=0.5, floats=True)
+    assert {key.split("/")[1] for key in report} == set(METRICS)
+    for metric in METRICS:
+        options = {"summary": True, "quantiles": 0.5, "floats": True}
+        assert optaxclip.metrics(state, only=metric, **options)

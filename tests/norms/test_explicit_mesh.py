@@ -55,7 +55,8 @@ BUILDS |= {name: partial(fixed, name) for name in sharded.CASES}
 RULES = {
     "windows": rules.windowed_quantile(0.5, 4),
     "ema": rules.ema(0.9),
-    "band": rules.ema_band(),
+    # With the default `down` all units of a step are equally far above their limits.
+    "band": rules.ema_band(down=0.1),
     "moments": rules.moments_ratio(),
     "scores": rules.warm_up(1, None, rules.z_score(1.0, warmup=1)),
     "trackers": rules.minimum(rules.quantile_tracker(), rules.ema_ratio()),
