@@ -34,8 +34,7 @@ def check_no_bool(call: str, option: str, value: Any) -> None:
     axes = value if is_axes(value) else (value,)
     if any(isinstance(axis, bool) for axis in axes):
         raise TypeError(
-            f"{call}: {option} must name axes by whole numbers and not by bools, got "
-            f"{shown(value)}."
+            f"{call}: {option} must be whole numbers, not bools, got {shown(value)}."
         )
 
 

@@ -113,7 +113,7 @@ def test_true_and_false_are_no_numbers_of_axes():
     }
     for option, build in builders.items():
         for value in (True, False):
-            text = f"{option} must name axes by whole numbers and not by bools, got {value}"
+            text = f"{option} must be whole numbers, not bools, got {value}"
             with pytest.raises(TypeError, match=text):
                 build(**{option: value})
 
@@ -146,7 +146,7 @@ def test_norms_refuse_bools_and_arrays_as_axes(argument, value):
 
 
 def test_a_tuple_of_axes_may_not_hold_a_bool():
-    text = r"stacked must name axes by whole numbers and not by bools, got \(True,\)\."
+    text = r"stacked must be whole numbers, not bools, got \(True,\)\."
     with pytest.raises(TypeError, match=text):
         optaxclip.clip_by_tensor_norm(1.0, stacked=(True,))
 
