@@ -154,6 +154,7 @@ def norms_of_bugs(run: Run) -> dict[str, ArrayLike]:
     """
     devices, _ = run.setting.mesh_shape
     microbatches = run.setting.microbatches
+    accumulates = microbatches > 1
     is_above = run.norm > run.limit
     is_bfloat16 = run.setting.dtype == jnp.bfloat16
     is_float16 = run.setting.dtype == jnp.float16
@@ -167,7 +168,7 @@ def norms_of_bugs(run: Run) -> dict[str, ArrayLike]:
         "weights_added": norm_with_weights(run),
         "low_precision_sum": norms_without_small_leaves(run) if is_bfloat16 else [],
         "squares_overflow": math.inf if is_float16 else [],
-        "microbatches_apart": norms_of_parts(run, microbatches),
+        "microbatches_apart": norms_of_parts(run, microbatches) if accumulates else [],
         "local_norm": norms_of_parts(run, devices),
         "own_shard": shard_norms,
         "averaged_norms": [np.mean(shard_norms), np.sqrt(np.mean(shard_norms**2))],
