@@ -213,7 +213,7 @@ def why(
     if "f16[" in str(jax.make_jaxpr(wide_program)(params, batch)):
         not_told.append("dtype: 16 bits are left in float32, wide= takes another loss")
     if _count(batch) == 0:
-        not_told.append("data: the arrays of the batch have no common first axis")
+        not_told.append("data: the arrays of the batch share no first axis with rows")
     if not step.moments:
         not_told.append(
             "layer: without second moments of Adam only gradients that are not finite "
@@ -273,8 +273,9 @@ def _program(loss: Loss, quantity: str) -> Program:
         return result[0] if isinstance(result, tuple) else result
 
     # The norm is computed outside of this jit. It does not depend on the shape of the
-    # batch, so it compiles only once.
-    value_and_grad = jax.jit(jax.value_and_grad(loss_of_batch))
+    # batch, so it compiles only once. Weights may have integers among them, such as
+    # counters.
+    value_and_grad = jax.jit(jax.value_and_grad(loss_of_batch, allow_int=True))
 
     def program(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         value, grads = value_and_grad(params, batch)
@@ -353,7 +354,11 @@ def _tensors(params: PyTree, grads: PyTree, moments: dict[str, np.ndarray]) -> T
     weights = by_name(params)
     norms = {}
     growths = {}
-    for name, norm in zip(weights, map(float, tensor_norm(jax.tree.leaves(grads)))):
+    for name, norm in zip(weights, tensor_norm(jax.tree.leaves(grads))):
+        if norm is None:
+            # An integer, or a leaf of size 0.
+            continue
+        norm = float(norm)
         # Young moments are too small, by one factor for all tensors. It does not matter
         # here: growths are only compared with growths.
         history = math.sqrt(np.sum(moments.get(name, 0.0), dtype=np.float64))
