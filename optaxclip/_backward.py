@@ -10,9 +10,9 @@ the same matrix. If that stretches, the earliest steps outweigh all others, and 
 the sum does not bring them back. `clip_cotangent` inside the cell limits what goes back
 in every step, so that a sum over T steps grows at most as T.
 
-Under vmap each example is clipped separately, and what is the same for all examples
-once, in the sum of what comes back from them. All transformations of reverse mode work:
-jit, vmap, scan, checkpoint, grad of grad, and `jax.hessian`.
+Under vmap each example is clipped separately. An x that all examples share is clipped
+once, after their cotangents are added. All transformations of reverse mode work: jit,
+vmap, scan, checkpoint, grad of grad, and `jax.hessian`.
 
 Reference: Graves, Generating sequences with recurrent neural networks, 2013 (arXiv
 1308.0850), clips the cotangents of an LSTM's inputs to [-1, 1] or [-10, 10].
@@ -235,7 +235,10 @@ def _clipped_backward(
 
 
 def _forward(
-    measure: Measure | None, treedef: PyTree, leaves: list[Array], limit: Array
+    measure: Measure | None,
+    treedef: PyTree,
+    leaves: list[Array],
+    limit: Array | _Bounds,
 ) -> tuple[Any, Any]:
     # Only the limit is kept for the backward pass, and no activations.
     return leaves, limit

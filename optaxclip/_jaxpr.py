@@ -28,7 +28,7 @@ def type_of(atom: Any) -> ShapedArray:
 
 
 def jaxpr_of(program: Any) -> Jaxpr:
-    """A program without its constants, which it may have or not."""
+    """The open jaxpr of a program that is closed or open."""
     return getattr(program, "jaxpr", program)
 
 

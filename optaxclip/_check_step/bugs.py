@@ -223,9 +223,8 @@ def norms_from_factors(run: Run) -> np.ndarray:
 def peers_of(runs: Sequence[Run]) -> list[Run]:
     """The runs that are compared with each other: in float32, without a NaN.
 
-    If a wrong number over the right one is equal in all of them, one reason must
-    explain all of them. A number of devices does not: it is 4 on one mesh and 8 on
-    another.
+    If wrong / right is the same number in all of them, one reason must explain them
+    all. The number of devices cannot: it is 4 on one mesh and 8 on another.
     """
     peers = []
     for run in runs:
@@ -291,11 +290,11 @@ def _bug_of_direction(run: Run) -> str:
         return "own_factor" if is_multiple_in_leaves else "local_norm"
     for bug, gradients in gradients_of_bugs(run).items():
         for gradient in gradients:
-            # Some gradients are parallel to the right one in this run. They explain no
-            # other direction.
+            # Some gradients are parallel to the right one in this run, such as those of
+            # parts below the limit. They explain no other direction.
             if np.isfinite(factors_of(gradient, run.gradient, run.rounding)):
                 continue
-            # New params have a negative factor.
+            # New params and updates of SGD have a negative factor.
             factor = abs(factors_of(run.update, gradient, run.rounding))
             clip_factor = min(1.0, run.limit / norm_of(gradient))
             if run.is_close(factor, [1.0, clip_factor]).any():
@@ -315,7 +314,8 @@ def _bug_of_factor(run: Run, peers: Sequence[Run]) -> str:
         return bug_of_norm(run, peers)
     peers_of_case = [peer for peer in peers if peer.case == run.case]
     bug = bug_of_norm(run, peers_of_case, norms_from_factors)
-    # Above the limit a clip cancels the scale of gradients. So the limit is wrong.
+    # Above the limit a clip cancels any scale of gradients, also 1 / devices. So the
+    # limit is wrong.
     if is_above and bug in ("scaled", "averaged_twice"):
         return "other_limit"
     # Below the limit, the step may have clipped by a norm that is above it.

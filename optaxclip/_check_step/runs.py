@@ -81,8 +81,8 @@ def setting_in_16_bits(dtype: DTypeLike) -> Setting:
 
 SETTINGS = {
     "replicated": Setting("replicated"),
-    # A limit so small that 1e-8 beside the norm shows. Four devices, so that a factor
-    # of 8 (a loss scale) is not mistaken for the number of devices.
+    # So small a limit that an eps of 1e-8 added to the norm shows. Four devices, so
+    # that a factor of 8 (a loss scale) is not mistaken for the number of devices.
     "small_limit": Setting("small_limit", mesh_shape=(4, 1), max_norm=1e-6),
     "accumulated": Setting("accumulated", microbatches=3),
     "fsdp": Setting(
@@ -212,7 +212,7 @@ class Run(NamedTuple):
         return self.same_or_nan(self.step_factors) / factor
 
     def same_or_nan(self, numbers: np.ndarray) -> float:
-        """The number that all are equal to, or NaN. It is finite."""
+        """The finite number that all are equal to, else NaN."""
         first = numbers.flat[0]
         if np.isfinite(first) and self.is_close(numbers, first).all():
             return first
@@ -252,7 +252,7 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
     for name, leaf in mean.items():
         params[name] = np.where(leaf, 0.0, marker)
     output, norm = _call_step(step, setting, params, batch)
-    # A norm is a tree of one leaf, with one number on each device.
+    # A norm is a tree of one leaf. P(): each device holds a number of its own.
     (step_norms,) = _per_device(setting, P(), norm)
     outputs = _per_device(setting, setting.specs, output)
     # If replicas differ, the copies are other numbers than the outputs.
@@ -265,8 +265,9 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
     for leaf_outputs, leaf_shards in zip(outputs, shards):
         factors.append(factors_of(leaf_outputs, leaf_shards, rounding))
     step_factors = np.stack(factors, axis=1)
-    # New params have a negative factor, updates a positive one. The first leaf has a
-    # positive one now, so a leaf of the opposite sign still shows.
+    # New params and updates of SGD have a negative factor, clipped gradients a positive
+    # one. Now the first leaf has a positive one, and a leaf of the opposite sign still
+    # shows.
     step_factors *= np.copysign(1.0, step_factors[0, 0])
 
     flat_output = _flat(first_copy)

@@ -56,7 +56,7 @@ class Model(NamedTuple):
         """Goes through the loss forward and backward, and updates the layers.
 
         In the place of cotangents, the layers return their new entries, and the budget
-        that they leave (`stacks`).
+        that they leave (`stacks`). Only the weights outside of them get gradients.
         """
         stack_entries = {path: all_entries[path] for path in self.slice_of_entry}
         outer_paths = self.weights.keys() - stack_entries.keys()
@@ -80,8 +80,9 @@ class Model(NamedTuple):
                 )
                 return outputs
 
-            weights = all_entries | outer_weights
-            leaves = [weights[path] for path in self.optimizer.name_of_leaf]
+            # Of the leaves of layers only aux reads these: scans take `stack_entries`.
+            entries = all_entries | outer_weights
+            leaves = [entries[path] for path in self.optimizer.name_of_leaf]
             inputs = [*leaves, *jax.tree.leaves(batch)]
             value, *aux = run_equations(self.program.jaxpr, inputs, run_if_stack)
             return (value, budget), aux

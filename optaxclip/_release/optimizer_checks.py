@@ -30,8 +30,8 @@ REDUCTIONS = ("reduce_sum", "reduce_max", "dot_general")
 def check_optimizer(
     optimizer: EntryOptimizer, weights: Entries, slice_of_leaf: dict[str, LayerSlice]
 ) -> None:
-    """Refuses an optimizer that does not treat each leaf of a stack by itself. Other
-    leaves are updated together, so that it may mix these.
+    """Refuses an optimizer that does not treat each leaf of a stack by itself. Leaves
+    outside of stacks are updated together, and may be mixed.
 
     Warns of one that looks at all numbers of a leaf together.
 

@@ -120,7 +120,8 @@ class Stack(NamedTuple):
     def groups(self) -> Array:
         """The group of each layer in the budget. A backward pass goes through them in
         order, and the weights outside of the layers come last. Groups are counted from
-        the end: -1 are these weights, -2 is the layer that runs first.
+        the end: -1 are these weights, -2 is the layer that runs first. So group 0 is
+        the layer that runs last.
         """
         turns = jnp.arange(self.length)
         if self.is_reversed:
@@ -151,8 +152,8 @@ def may_have_gradient(x: Any) -> bool:
 
 
 def floats(arrays: list[Array]) -> list[Array | None]:
-    """The arrays that may have a gradient, with None in the place of all others. The
-    cotangents of others are float0, which goes too.
+    """The arrays that may have a gradient, with None in the place of all others.
+    Cotangents of integers are float0, and become None as well.
     """
     return [array if may_have_gradient(array) else None for array in arrays]
 

@@ -51,7 +51,8 @@ class StepClip(NamedTuple):
             norm = self.measured
             limit = None  # the limit of everything
         # With `grad_norm` and `limit`, update multiplies by limit / grad_norm, or by 1.
-        # Without `limit` it asks the rule of the clipper.
+        # Without `limit` it asks the rule of the clipper. The new state, in which the
+        # rule has learnt from this norm, is dropped.
         grads, _ = self.clipper.update(grads, self.state, grad_norm=norm, limit=limit)
         return grads, budget
 
@@ -63,7 +64,8 @@ class StepClip(NamedTuple):
         # multiplied by norm_after / norm. So it gets norm_after as the limit, and the
         # true limit is put back below.
         norm_after = global_norm(budget.norms_after)
-        # A limit of inf stays: with it the factor is 1 for a norm of NaN too.
+        # An inf of the user's stays inf, so that NaN passes with factor 1. An inf of a
+        # rule becomes the largest number.
         is_limited = budget.limit < jnp.inf
         limit = jnp.where(is_limited, norm_after, self._for_update(budget.limit))
         state = self._next_state(global_norm(budget.norms), limit)
@@ -72,15 +74,18 @@ class StepClip(NamedTuple):
         return state._replace(numbers=numbers)
 
     def _for_update(self, limit: Array) -> Array:
-        """The limit for `update`, which lets NaN pass under a limit of inf. That is
-        right if the user set it, but a rule says by inf that it has no limit yet.
+        """The largest number in place of a rule's inf. `update` lets NaN pass under a
+        limit of inf. That is right if the user set it, but a rule says by inf that it
+        has no limit yet.
         """
         if self.inf_is_off:
             return limit
         return jnp.minimum(limit, jnp.finfo(limit.dtype).max)
 
     def _next_state(self, norm: Array, limit: Array | None = None) -> ClipState:
-        """The state of the clipper after a norm."""
+        """The state of the clipper after a norm. Its rule learns from the norm, also
+        where a limit is given.
+        """
         _, state = self.clipper.update(
             jnp.zeros_like(norm), self.state, grad_norm=norm, limit=limit
         )

@@ -81,6 +81,7 @@ class Released:
         _check_state_of(state, model)
         all_entries = arrays_by_path((params, state.optimizer))
         step_clip = StepClip(self.clipper, state.clip, self.inf_is_off)
+        # With two passes only its norms are used.
         budget = new_budget(step_clip.limit_ahead(), state.shares)
         if self.passes == 2:
             budget = _measured(model, all_entries, batch, budget)
@@ -101,11 +102,11 @@ class Released:
         layer = layer_of(result.stack_entries, model.slice_of_entry, layer=0)
         for leaf_path in model.program.slice_of_leaf:
             grads[leaf_path] = jnp.zeros_like(layer[leaf_path])
-        all_entries |= model.optimizer.updated(all_entries | layer, grads)
-        all_entries |= result.stack_entries
+        new_entries = all_entries | model.optimizer.updated(all_entries | layer, grads)
+        new_entries |= result.stack_entries
 
         params, optimizer_state = tree_from_entries(
-            (params, state.optimizer), all_entries
+            (params, state.optimizer), new_entries
         )
         clip_state = step_clip.state_after(budget)
         finite_steps = clip_state.step - clip_state.nonfinite

@@ -1,4 +1,4 @@
-"""What broke a step: the first cause without which it is within its limit.
+"""What broke a step: the first cause whose removal brings it within its limit.
 
 The value of a step is the norm of its gradient, or its loss where only the loss broke
 its limit. A value that is not finite counts as inf.
@@ -104,7 +104,7 @@ class Tensors(NamedTuple):
 
     not_finite: list[str]  # weights
     far: list[str]  # gradients. If none is far, the one that grew most
-    norm_without_far: float
+    norm_without_far: float  # the norm of all gradients if none is far
 
 
 class Evidence(NamedTuple):
@@ -242,7 +242,7 @@ def _recording(metrics: dict[str, float]) -> Recording:
     prefixes = ["skip", "spike", "clip", "record"]
     numbers = {}
     for name, number in metrics.items():
-        # NaN is within no limit, and neither is inf.
+        # NaN counts as inf: neither is within a limit. A limit that is NaN is none.
         numbers[name] = math.inf if math.isnan(number) else number
         prefix, _, metric = name.partition("/")
         # Of two skips, the one that skipped comes first: skip_2/skipped. In
@@ -359,8 +359,8 @@ def _tensors(params: PyTree, grads: PyTree, moments: dict[str, np.ndarray]) -> T
             # An integer, or a leaf of size 0.
             continue
         norm = float(norm)
-        # Young moments are too small, by one factor for all tensors. It does not matter
-        # here: growths are only compared with growths.
+        # Adam's moments lack their bias correction, one factor for all tensors. Growths
+        # are only compared with each other, so it cancels.
         history = math.sqrt(np.sum(moments.get(name, 0.0), dtype=np.float64))
         norms[name] = norm
         growths[name] = norm / history if history else 0.0
@@ -371,12 +371,14 @@ def _tensors(params: PyTree, grads: PyTree, moments: dict[str, np.ndarray]) -> T
     # Without a history growths are 0, or inf where a gradient is not finite.
     far = [name for name in growths if growths[name] > FAR_TENSOR * median]
     other_norms = [norms[name] for name in norms if name not in far]
+    norm_without_far = math.hypot(*other_norms)
     if finite_growths and not far:
+        # Only shown: `norm_without_far` still has it, so it is not named as the cause.
         far = [max(growths, key=growths.__getitem__)]
     return Tensors(
         not_finite=[name for name in weights if not np.isfinite(weights[name]).all()],
         far=far,
-        norm_without_far=math.hypot(*other_norms),
+        norm_without_far=norm_without_far,
     )
 
 
@@ -409,7 +411,7 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
 
 
 def _cause(recording: Recording, evidence: Evidence) -> str:
-    """The first cause without which the value is within the limit."""
+    """The first cause whose removal brings the value within the limit."""
     limit = recording.limit
     values = evidence.repeats
     if not math.isnan(recording.value):
