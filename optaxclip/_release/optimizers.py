@@ -36,7 +36,7 @@ def tree_from_entries(params_and_state: PyTree, entries: Entries) -> Any:
     )
 
 
-class EntryOptimizer(NamedTuple):
+class LeafOptimizer(NamedTuple):
     """An optimizer of some leaves of params, whose weights and state are entries."""
 
     transformation: optax.GradientTransformationExtraArgs

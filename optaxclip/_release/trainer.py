@@ -59,8 +59,8 @@ class Released:
         count, so `jax.ShapeDtypeStruct` will do.
         """
         model = self._model(params, batch)
-        check_optimizer(model.optimizer, model.weights, model.program.slice_of_leaf)
-        trained = model.optimizer.tree_of(model.weights)
+        check_optimizer(model.optimizer, model.trained, model.program.slice_of_leaf)
+        trained = model.optimizer.tree_of(model.trained)
         return ReleaseState(
             optimizer=self.optimizer.init(trained),
             clip=self.clipper.init(trained),
@@ -85,7 +85,7 @@ class Released:
         budget = new_budget(step_clip.limit_ahead(), state.shares)
         if self.passes == 2:
             budget = _measured(model, all_entries, batch, budget)
-            step_clip = step_clip._replace(measured=global_norm(budget.norms))
+            step_clip = step_clip._replace(measured_norm=global_norm(budget.norms))
 
         def update_layer(
             group: Array, grads: Entries, layer_entries: Entries, budget: Budget
@@ -164,7 +164,7 @@ def _check_state_of(state: ReleaseState, model: Model) -> None:
     """Raises ValueError for the state of another optimizer, or of params of other
     layers, shapes or dtypes.
     """
-    _, optimizer = model.optimizer.abstract_params_and_state(model.weights)
+    _, optimizer = model.optimizer.abstract_params_and_state(model.trained)
     shares = jax.eval_shape(lambda: first_shares(model.group_count))
     wanted_types = _types_by_path(ReleaseState(optimizer, None, shares))
     types = _types_by_path(state._replace(clip=None))
