@@ -169,7 +169,7 @@ def _findings_of_nan(run: Run) -> Iterator[Finding]:
     norms = run.step_norms
     devices = norms.size
     nan_norms = np.isnan(norms).sum()
-    nan_updates = run.has_nan.sum()
+    nan_updates = run.update_has_nan.sum()
     bug = "nan_on_one_device"
     # np.unique counts all NaN as one number. Norms may differ without a NaN, where a
     # device has put 0 in its place.

@@ -134,8 +134,8 @@ def norms_with_copies(run: Run) -> np.ndarray:
     These are copies of all leaves, or only of those that are whole on all devices, or
     only of those that are split.
     """
-    data, experts = run.setting.mesh_shape
-    roots = np.sqrt([data, experts, data * experts])
+    data_size, expert_size = run.setting.mesh_shape
+    roots = np.sqrt([data_size, expert_size, data_size * expert_size])
     is_split = [any(spec) for spec in jax.tree.leaves(run.setting.specs)]
     split_norm = norm_of(run.leaf_norms[is_split])
     whole_norm = math.sqrt(run.norm**2 - split_norm**2)
@@ -152,7 +152,7 @@ def norms_of_bugs(run: Run) -> dict[str, ArrayLike]:
 
     If several bugs give a norm, the first is named.
     """
-    devices, _ = run.setting.mesh_shape
+    data_size, _ = run.setting.mesh_shape
     microbatches = run.setting.microbatches
     accumulates = microbatches > 1
     is_above = run.norm > run.limit
@@ -169,7 +169,7 @@ def norms_of_bugs(run: Run) -> dict[str, ArrayLike]:
         "low_precision_sum": norms_without_small_leaves(run) if is_bfloat16 else [],
         "squares_overflow": math.inf if is_float16 else [],
         "microbatches_apart": norms_of_parts(run, microbatches) if accumulates else [],
-        "local_norm": norms_of_parts(run, devices),
+        "local_norm": norms_of_parts(run, data_size),
         "own_shard": shard_norms,
         "averaged_norms": [np.mean(shard_norms), np.sqrt(np.mean(shard_norms**2))],
         "leaves_left_out": norms_of_some_leaves(run),
@@ -180,18 +180,18 @@ def norms_of_bugs(run: Run) -> dict[str, ArrayLike]:
         "squared": run.norm**2,
         "clipped_twice": run.norm**2 / run.limit if is_above else [],
         "eps": run.norm + np.array([1e-5, 1e-6, 1e-7, 1e-8, 1e-9]),
-        "gradients_summed": run.norm * devices,
+        "gradients_summed": run.norm * data_size,
         "accumulation_summed": run.norm * microbatches,
-        "averaged_twice": [run.norm / devices, run.norm / microbatches],
+        "averaged_twice": [run.norm / data_size, run.norm / microbatches],
     }
 
 
 def gradients_of_bugs(run: Run) -> dict[str, Iterable[np.ndarray]]:
     """The gradients that updates are multiples of, by the name of the bug."""
-    devices, _ = run.setting.mesh_shape
+    data_size, _ = run.setting.mesh_shape
     return {
         "microbatches_apart": gradients_of_parts(run, run.setting.microbatches),
-        "local_norm": gradients_of_parts(run, devices),
+        "local_norm": gradients_of_parts(run, data_size),
         "clipped_by_value": [np.clip(run.gradient, -run.limit, run.limit)],
     }
 
@@ -202,7 +202,7 @@ def gradients_of_bugs(run: Run) -> dict[str, Iterable[np.ndarray]]:
 NormsOf = Callable[[Run], np.ndarray]
 
 
-def norms_in_log(run: Run) -> np.ndarray:
+def returned_norms(run: Run) -> np.ndarray:
     """The norms that the step returned."""
     return run.step_norms
 
@@ -234,7 +234,7 @@ def peers_of(runs: Sequence[Run]) -> list[Run]:
 
 
 def bug_of_norm(
-    run: Run, peers: Sequence[Run], norms_of_run: NormsOf = norms_in_log
+    run: Run, peers: Sequence[Run], norms_of_run: NormsOf = returned_norms
 ) -> str:
     """The name of the first bug that gives the norms of a run on all devices.
 

@@ -194,7 +194,7 @@ class Run(NamedTuple):
     update: np.ndarray  # [numbers]: of the first copy, 0 for the markers
     step_factors: np.ndarray  # [devices, leaves]: update over gradient, or NaN
     drift: np.ndarray  # [leaves]: change of the markers
-    has_nan: np.ndarray  # [devices]: a NaN is in the update
+    update_has_nan: np.ndarray  # [devices]: a NaN is in the update
     replicas_differ: bool  # devices hold different copies of new params or updates
 
     @property
@@ -287,7 +287,7 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
         update=np.where(gradient, flat_output, 0.0),
         step_factors=step_factors,
         drift=drift,
-        has_nan=np.isnan(norms_of(np.hstack(outputs))),
+        update_has_nan=np.isnan(norms_of(np.hstack(outputs))),
         replicas_differ=not replicas_are_equal,
     )
 
