@@ -140,7 +140,7 @@ def clip_cotangent(
         measure = _measure(arrays, axis, ord, mesh_axes)
     # A list of leaves, since JAX would put placeholders into nodes of the user's.
     leaves, treedef = jax.tree.flatten(arrays)
-    new_leaves = _clipped_backward(measure, treedef, leaves, limit)
+    new_leaves = _with_clipped_cotangent(measure, treedef, leaves, limit)
     return put_back(treedef.unflatten(new_leaves), x)
 
 
@@ -224,7 +224,7 @@ def _measure(
 # The measure is hashable and part of the program. The limit is an operand, so
 # that it may be traced, and differ between the examples of a vmap.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _clipped_backward(
+def _with_clipped_cotangent(
     measure: Measure | None,
     treedef: PyTree,
     leaves: list[Array],
@@ -234,7 +234,7 @@ def _clipped_backward(
     return leaves
 
 
-def _forward(
+def _clip_forward(
     measure: Measure | None,
     treedef: PyTree,
     leaves: list[Array],
@@ -244,7 +244,7 @@ def _forward(
     return leaves, limit
 
 
-def _backward(
+def _clip_backward(
     measure: Measure | None, treedef: PyTree, limit: Any, cotangents: list[Array]
 ) -> tuple[list[Array], Any]:
     """The clipped cotangents of the leaves, and the cotangent of the limit, which is 0.
@@ -263,7 +263,7 @@ def _backward(
     return jax.tree.leaves(clipped), jax.tree.map(jnp.zeros_like, limit)
 
 
-_clipped_backward.defvjp(_forward, _backward)
+_with_clipped_cotangent.defvjp(_clip_forward, _clip_backward)
 
 
 # JAX transposes a JVP that is linear in the tangent for reverse mode. A clip is not
