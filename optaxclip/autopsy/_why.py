@@ -118,7 +118,7 @@ class Evidence(NamedTuple):
 
 
 # A function of weights and batch, to the value of the step and its gradient.
-Program = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
+Replay = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 
 
 def why(
@@ -189,18 +189,18 @@ def why(
     check_length("why: microbatch", microbatch)
     step = load(file, like)
     recording = _recording(step.metrics)
-    program = _program(loss, recording.quantity)
-    wide_program = _program(wide or loss, recording.quantity)
+    replay = _replay_of(loss, recording.quantity)
+    wide_replay = _replay_of(wide or loss, recording.quantity)
 
     repeats = []
     for _ in range(3):
-        value, _ = program(step.params, step.batch)
+        value, _ = replay(step.params, step.batch)
         repeats.append(float(value))
     params, batch = jax.tree.map(_in_float32, (step.params, step.batch))
     # Matmuls of float32 have fewer digits by default on GPU and TPU.
     with jax.default_matmul_precision("highest"):
-        value, grads = wide_program(params, batch)
-        examples = _examples(wide_program, params, batch, int(microbatch))
+        value, grads = wide_replay(params, batch)
+        examples = _examples(wide_replay, params, batch, int(microbatch))
 
     not_told = []
     if math.isnan(recording.value):
@@ -210,7 +210,7 @@ def why(
             "clip/norm_before or record/norm"
         )
     # The text of a program has the dtype of each variable: f16[8] or bf16[8].
-    if "f16[" in str(jax.make_jaxpr(wide_program)(params, batch)):
+    if "f16[" in str(jax.make_jaxpr(wide_replay)(params, batch)):
         not_told.append("dtype: 16 bits are left in float32, wide= takes another loss")
     if _count(batch) == 0:
         not_told.append("data: the arrays of the batch share no first axis with rows")
@@ -263,7 +263,7 @@ def _recording(metrics: dict[str, float]) -> Recording:
     return Recording("norm", value=math.nan, limit=math.inf)
 
 
-def _program(loss: Loss, quantity: str) -> Program:
+def _replay_of(loss: Loss, quantity: str) -> Replay:
     """Returns a function that replays a step. It compiles once for each shape."""
 
     def loss_of_batch(params: PyTree, batch: PyTree) -> jax.Array:
@@ -277,13 +277,13 @@ def _program(loss: Loss, quantity: str) -> Program:
     # counters.
     value_and_grad = jax.jit(jax.value_and_grad(loss_of_batch, allow_int=True))
 
-    def program(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def replay(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         value, grads = value_and_grad(params, batch)
         if quantity == "norm":
             value = global_norm(grads)
         return jnp.where(jnp.isfinite(value), value, jnp.inf), grads
 
-    return program
+    return replay
 
 
 def _in_float32(leaf: Any) -> Any:
@@ -310,11 +310,11 @@ def _select(batch: PyTree, rows: slice | np.ndarray) -> PyTree:
     return jax.tree.map(lambda x: x[rows] if _has_examples(x) else x, batch)
 
 
-def _examples(program: Program, params: PyTree, batch: PyTree, length: int) -> Examples:
+def _examples(replay: Replay, params: PyTree, batch: PyTree, length: int) -> Examples:
     """Replays each microbatch alone, of this length, and the batch without far ones."""
 
     def value_of(rows: slice | np.ndarray) -> float:
-        value, _ = program(params, _select(batch, rows))
+        value, _ = replay(params, _select(batch, rows))
         return float(value)
 
     count = _count(batch)
