@@ -226,11 +226,8 @@ def peers_of(runs: Sequence[Run]) -> list[Run]:
     If wrong / right is the same number in all of them, one reason must explain them
     all. The number of devices cannot: it is 4 on one mesh and 8 on another.
     """
-    peers = []
-    for run in runs:
-        if run.case != "nan" and run.setting.dtype == jnp.float32:
-            peers.append(run)
-    return peers
+    in_float32 = [run for run in runs if run.setting.dtype == jnp.float32]
+    return [run for run in in_float32 if run.case != "nan"]
 
 
 def bug_of_norm(

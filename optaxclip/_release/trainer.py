@@ -119,11 +119,8 @@ class Released:
         All other gradients are in memory at the end of a step.
         """
         model = self._model(params, batch)
-        names = []
-        for path, name in model.optimizer.name_of_leaf.items():
-            if path in model.slice_of_entry:
-                names.append(name)
-        return names
+        names = model.optimizer.name_of_leaf
+        return [names[path] for path in names if path in model.slice_of_entry]
 
     def _model(self, params: PyTree, batch: tuple[PyTree, ...]) -> Model:
         return read_model(

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
             like=options.like,
             microbatch=options.microbatch,
         )
-    except (OSError, TypeError, ValueError) as error:
+    except Exception as error:
         # An error of the loss needs its traceback. A wrong file or argument does not.
         if str(error).startswith("why: "):
             sys.exit(str(error))

@@ -355,10 +355,8 @@ def _tensors(params: PyTree, grads: PyTree, moments: dict[str, np.ndarray]) -> T
     norms = {}
     growths = {}
     for name, norm in zip(weights, tensor_norm(jax.tree.leaves(grads))):
-        if norm is None:
-            # An integer, or a leaf of size 0.
-            continue
-        norm = float(norm)
+        # An integer, or a leaf of size 0, has no norm.
+        norm = float(norm or 0.0)
         # Adam's moments lack their bias correction, one factor for all tensors. Growths
         # are only compared with each other, so it cancels.
         history = math.sqrt(np.sum(moments.get(name, 0.0), dtype=np.float64))
