@@ -10,9 +10,9 @@ the same matrix. If that stretches, the earliest steps outweigh all others, and 
 the sum does not bring them back. `clip_cotangent` inside the cell limits what goes back
 in every step, so that a sum over T steps grows at most as T.
 
-Under vmap each example is clipped separately, and what is the same for all examples
-once, in the sum of what comes back from them. All transformations of reverse mode work:
-jit, vmap, scan, checkpoint, grad of grad, and `jax.hessian`.
+Under vmap each example is clipped separately. An x that all examples share is clipped
+once, after their cotangents are added. All transformations of reverse mode work: jit,
+vmap, scan, checkpoint, grad of grad, and `jax.hessian`.
 
 Reference: Graves, Generating sequences with recurrent neural networks, 2013 (arXiv
 1308.0850), clips the cotangents of an LSTM's inputs to [-1, 1] or [-10, 10].
@@ -140,7 +140,7 @@ def clip_cotangent(
         measure = _measure(arrays, axis, ord, mesh_axes)
     # A list of leaves, since JAX would put placeholders into nodes of the user's.
     leaves, treedef = jax.tree.flatten(arrays)
-    new_leaves = _clipped_backward(measure, treedef, leaves, limit)
+    new_leaves = _with_clipped_cotangent(measure, treedef, leaves, limit)
     return put_back(treedef.unflatten(new_leaves), x)
 
 
@@ -190,13 +190,12 @@ class _Bounds(NamedTuple):
 
 def _bounds(max_value: ArrayLike, min_value: ArrayLike | None) -> _Bounds:
     """The bounds as float scalars."""
-    call = "clip_cotangent"
     if min_value is None:
-        return _Bounds(_scalar(f"{call}: max_value", max_value), None)
+        return _Bounds(_scalar("clip_cotangent: max_value", max_value), None)
     # Two bounds may both be positive, such as 0.5 and 1, or both negative.
-    high = _scalar(f"{call}: max_value", max_value, lowest=-math.inf)
-    low = _scalar(f"{call}: min_value", min_value, lowest=-math.inf)
-    check_order(call, ("min_value", min_value), ("max_value", max_value))
+    high = _scalar("clip_cotangent: max_value", max_value, lowest=-math.inf)
+    low = _scalar("clip_cotangent: min_value", min_value, lowest=-math.inf)
+    check_order("clip_cotangent", ("min_value", min_value), ("max_value", max_value))
     return _Bounds(high, low)
 
 
@@ -224,7 +223,7 @@ def _measure(
 # The measure is hashable and part of the program. The limit is an operand, so
 # that it may be traced, and differ between the examples of a vmap.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _clipped_backward(
+def _with_clipped_cotangent(
     measure: Measure | None,
     treedef: PyTree,
     leaves: list[Array],
@@ -234,14 +233,17 @@ def _clipped_backward(
     return leaves
 
 
-def _forward(
-    measure: Measure | None, treedef: PyTree, leaves: list[Array], limit: Array
+def _clip_forward(
+    measure: Measure | None,
+    treedef: PyTree,
+    leaves: list[Array],
+    limit: Array | _Bounds,
 ) -> tuple[Any, Any]:
     # Only the limit is kept for the backward pass, and no activations.
     return leaves, limit
 
 
-def _backward(
+def _clip_backward(
     measure: Measure | None, treedef: PyTree, limit: Any, cotangents: list[Array]
 ) -> tuple[list[Array], Any]:
     """The clipped cotangents of the leaves, and the cotangent of the limit, which is 0.
@@ -260,7 +262,7 @@ def _backward(
     return jax.tree.leaves(clipped), jax.tree.map(jnp.zeros_like, limit)
 
 
-_clipped_backward.defvjp(_forward, _backward)
+_with_clipped_cotangent.defvjp(_clip_forward, _clip_backward)
 
 
 # JAX transposes a JVP that is linear in the tangent for reverse mode. A clip is not

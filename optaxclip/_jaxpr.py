@@ -28,7 +28,7 @@ def type_of(atom: Any) -> ShapedArray:
 
 
 def jaxpr_of(program: Any) -> Jaxpr:
-    """A program without its constants, which it may have or not."""
+    """The open jaxpr of a program that is closed or open."""
     return getattr(program, "jaxpr", program)
 
 
@@ -92,9 +92,7 @@ def has_bits_that_vmap_changes(eqn: JaxprEqn) -> bool:
 def _types(eqn: JaxprEqn) -> Iterator[Any]:
     """The types of all values that an equation, or one that it runs, reads or makes."""
     for inner in every_equation(eqn):
-        for atom in inner.invars:
-            yield atom.aval
-        for atom in inner.outvars:
+        for atom in (*inner.invars, *inner.outvars):
             yield atom.aval
 
 

@@ -169,9 +169,10 @@ def _findings_of_nan(run: Run) -> Iterator[Finding]:
     norms = run.step_norms
     devices = norms.size
     nan_norms = np.isnan(norms).sum()
-    nan_updates = run.has_nan.sum()
+    nan_updates = run.update_has_nan.sum()
     bug = "nan_on_one_device"
-    # np.unique counts all NaN as one number.
+    # np.unique counts all NaN as one number. Norms may differ without a NaN, where a
+    # device has put 0 in its place.
     if np.unique(norms).size > 1:
         yield _finding(run, "norm", wanted=devices, found=nan_norms, bug=bug)
     # A NaN in a leaf that is split is on one device, and rightly so. Copies that differ

@@ -134,8 +134,8 @@ def norms_with_copies(run: Run) -> np.ndarray:
     These are copies of all leaves, or only of those that are whole on all devices, or
     only of those that are split.
     """
-    data, experts = run.setting.mesh_shape
-    roots = np.sqrt([data, experts, data * experts])
+    data_size, expert_size = run.setting.mesh_shape
+    roots = np.sqrt([data_size, expert_size, data_size * expert_size])
     is_split = [any(spec) for spec in jax.tree.leaves(run.setting.specs)]
     split_norm = norm_of(run.leaf_norms[is_split])
     whole_norm = math.sqrt(run.norm**2 - split_norm**2)
@@ -152,8 +152,9 @@ def norms_of_bugs(run: Run) -> dict[str, ArrayLike]:
 
     If several bugs give a norm, the first is named.
     """
-    devices, _ = run.setting.mesh_shape
+    data_size, _ = run.setting.mesh_shape
     microbatches = run.setting.microbatches
+    accumulates = microbatches > 1
     is_above = run.norm > run.limit
     is_bfloat16 = run.setting.dtype == jnp.bfloat16
     is_float16 = run.setting.dtype == jnp.float16
@@ -167,8 +168,8 @@ def norms_of_bugs(run: Run) -> dict[str, ArrayLike]:
         "weights_added": norm_with_weights(run),
         "low_precision_sum": norms_without_small_leaves(run) if is_bfloat16 else [],
         "squares_overflow": math.inf if is_float16 else [],
-        "microbatches_apart": norms_of_parts(run, microbatches),
-        "local_norm": norms_of_parts(run, devices),
+        "microbatches_apart": norms_of_parts(run, microbatches) if accumulates else [],
+        "local_norm": norms_of_parts(run, data_size),
         "own_shard": shard_norms,
         "averaged_norms": [np.mean(shard_norms), np.sqrt(np.mean(shard_norms**2))],
         "leaves_left_out": norms_of_some_leaves(run),
@@ -179,18 +180,18 @@ def norms_of_bugs(run: Run) -> dict[str, ArrayLike]:
         "squared": run.norm**2,
         "clipped_twice": run.norm**2 / run.limit if is_above else [],
         "eps": run.norm + np.array([1e-5, 1e-6, 1e-7, 1e-8, 1e-9]),
-        "gradients_summed": run.norm * devices,
+        "gradients_summed": run.norm * data_size,
         "accumulation_summed": run.norm * microbatches,
-        "averaged_twice": [run.norm / devices, run.norm / microbatches],
+        "averaged_twice": [run.norm / data_size, run.norm / microbatches],
     }
 
 
 def gradients_of_bugs(run: Run) -> dict[str, Iterable[np.ndarray]]:
     """The gradients that updates are multiples of, by the name of the bug."""
-    devices, _ = run.setting.mesh_shape
+    data_size, _ = run.setting.mesh_shape
     return {
         "microbatches_apart": gradients_of_parts(run, run.setting.microbatches),
-        "local_norm": gradients_of_parts(run, devices),
+        "local_norm": gradients_of_parts(run, data_size),
         "clipped_by_value": [np.clip(run.gradient, -run.limit, run.limit)],
     }
 
@@ -201,7 +202,7 @@ def gradients_of_bugs(run: Run) -> dict[str, Iterable[np.ndarray]]:
 NormsOf = Callable[[Run], np.ndarray]
 
 
-def norms_in_log(run: Run) -> np.ndarray:
+def returned_norms(run: Run) -> np.ndarray:
     """The norms that the step returned."""
     return run.step_norms
 
@@ -222,19 +223,15 @@ def norms_from_factors(run: Run) -> np.ndarray:
 def peers_of(runs: Sequence[Run]) -> list[Run]:
     """The runs that are compared with each other: in float32, without a NaN.
 
-    If a wrong number over the right one is equal in all of them, one reason must
-    explain all of them. A number of devices does not: it is 4 on one mesh and 8 on
-    another.
+    If wrong / right is the same number in all of them, one reason must explain them
+    all. The number of devices cannot: it is 4 on one mesh and 8 on another.
     """
-    peers = []
-    for run in runs:
-        if run.case != "nan" and run.setting.dtype == jnp.float32:
-            peers.append(run)
-    return peers
+    in_float32 = [run for run in runs if run.setting.dtype == jnp.float32]
+    return [run for run in in_float32 if run.case != "nan"]
 
 
 def bug_of_norm(
-    run: Run, peers: Sequence[Run], norms_of_run: NormsOf = norms_in_log
+    run: Run, peers: Sequence[Run], norms_of_run: NormsOf = returned_norms
 ) -> str:
     """The name of the first bug that gives the norms of a run on all devices.
 
@@ -290,11 +287,11 @@ def _bug_of_direction(run: Run) -> str:
         return "own_factor" if is_multiple_in_leaves else "local_norm"
     for bug, gradients in gradients_of_bugs(run).items():
         for gradient in gradients:
-            # Some gradients are parallel to the right one in this run. They explain no
-            # other direction.
+            # Some gradients are parallel to the right one in this run, such as those of
+            # parts below the limit. They explain no other direction.
             if np.isfinite(factors_of(gradient, run.gradient, run.rounding)):
                 continue
-            # New params have a negative factor.
+            # New params and updates of SGD have a negative factor.
             factor = abs(factors_of(run.update, gradient, run.rounding))
             clip_factor = min(1.0, run.limit / norm_of(gradient))
             if run.is_close(factor, [1.0, clip_factor]).any():
@@ -314,7 +311,8 @@ def _bug_of_factor(run: Run, peers: Sequence[Run]) -> str:
         return bug_of_norm(run, peers)
     peers_of_case = [peer for peer in peers if peer.case == run.case]
     bug = bug_of_norm(run, peers_of_case, norms_from_factors)
-    # Above the limit a clip cancels the scale of gradients. So the limit is wrong.
+    # Above the limit a clip cancels any scale of gradients, also 1 / devices. So the
+    # limit is wrong.
     if is_above and bug in ("scaled", "averaged_twice"):
         return "other_limit"
     # Below the limit, the step may have clipped by a norm that is above it.

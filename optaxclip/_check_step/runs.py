@@ -81,8 +81,8 @@ def setting_in_16_bits(dtype: DTypeLike) -> Setting:
 
 SETTINGS = {
     "replicated": Setting("replicated"),
-    # A limit so small that 1e-8 beside the norm shows. Four devices, so that a factor
-    # of 8 (a loss scale) is not mistaken for the number of devices.
+    # So small a limit that an eps of 1e-8 added to the norm shows. Four devices, so
+    # that a factor of 8 (a loss scale) is not mistaken for the number of devices.
     "small_limit": Setting("small_limit", mesh_shape=(4, 1), max_norm=1e-6),
     "accumulated": Setting("accumulated", microbatches=3),
     "fsdp": Setting(
@@ -194,7 +194,7 @@ class Run(NamedTuple):
     update: np.ndarray  # [numbers]: of the first copy, 0 for the markers
     step_factors: np.ndarray  # [devices, leaves]: update over gradient, or NaN
     drift: np.ndarray  # [leaves]: change of the markers
-    has_nan: np.ndarray  # [devices]: a NaN is in the update
+    update_has_nan: np.ndarray  # [devices]: a NaN is in the update
     replicas_differ: bool  # devices hold different copies of new params or updates
 
     @property
@@ -212,7 +212,7 @@ class Run(NamedTuple):
         return self.same_or_nan(self.step_factors) / factor
 
     def same_or_nan(self, numbers: np.ndarray) -> float:
-        """The number that all are equal to, or NaN. It is finite."""
+        """The finite number that all are equal to, else NaN."""
         first = numbers.flat[0]
         if np.isfinite(first) and self.is_close(numbers, first).all():
             return first
@@ -252,7 +252,7 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
     for name, leaf in mean.items():
         params[name] = np.where(leaf, 0.0, marker)
     output, norm = _call_step(step, setting, params, batch)
-    # A norm is a tree of one leaf, with one number on each device.
+    # A norm is a tree of one leaf. P(): each device holds a number of its own.
     (step_norms,) = _per_device(setting, P(), norm)
     outputs = _per_device(setting, setting.specs, output)
     # If replicas differ, the copies are other numbers than the outputs.
@@ -261,12 +261,11 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
     replicas_are_equal = np.array_equal(
         np.hstack(outputs), np.hstack(copies), equal_nan=True
     )
-    factors = []
-    for leaf_outputs, leaf_shards in zip(outputs, shards):
-        factors.append(factors_of(leaf_outputs, leaf_shards, rounding))
+    factors = [factors_of(*pair, rounding) for pair in zip(outputs, shards)]
     step_factors = np.stack(factors, axis=1)
-    # New params have a negative factor, updates a positive one. The first leaf has a
-    # positive one now, so a leaf of the opposite sign still shows.
+    # New params and updates of SGD have a negative factor, clipped gradients a positive
+    # one. Now the first leaf has a positive one, and a leaf of the opposite sign still
+    # shows.
     step_factors *= np.copysign(1.0, step_factors[0, 0])
 
     flat_output = _flat(first_copy)
@@ -286,7 +285,7 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
         update=np.where(gradient, flat_output, 0.0),
         step_factors=step_factors,
         drift=drift,
-        has_nan=np.isnan(norms_of(np.hstack(outputs))),
+        update_has_nan=np.isnan(norms_of(np.hstack(outputs))),
         replicas_differ=not replicas_are_equal,
     )
 

@@ -110,5 +110,5 @@ def next_shares(shares: Array, norms: Array, finite_steps: Array) -> Array:
     steps = steps.astype(shares.dtype)
     # No difference of shares, which would round small ones to 0.
     averages = shares * ((steps - 1) / steps) + new_shares / steps
-    is_norm = jnp.isfinite(norm) & (norm > 0)
-    return jnp.where(is_norm, averages, shares)
+    is_usable = jnp.isfinite(norm) & (norm > 0)
+    return jnp.where(is_usable, averages, shares)

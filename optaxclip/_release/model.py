@@ -15,7 +15,7 @@ from .._checks import check_flag
 from .._prefixes import lookup, prefix_table
 from .._trees import PyTree, clipped_leaves, is_none, leaf_paths, name
 from .budget import Budget
-from .optimizers import EntryOptimizer, arrays_by_path
+from .optimizers import LeafOptimizer, arrays_by_path
 from .program import Program, read_program, run_equations
 from .stacks import Entries, LayerSlice, UpdateLayer, run_stack
 
@@ -36,8 +36,8 @@ class Model(NamedTuple):
     """The program of a loss, and where its layers are in weights and moments."""
 
     program: Program
-    optimizer: EntryOptimizer
-    weights: Entries  # that are trained
+    optimizer: LeafOptimizer
+    trained: Entries  # weights
     slice_of_entry: dict[str, LayerSlice]  # of the weights and states of layers
 
     @property
@@ -56,10 +56,10 @@ class Model(NamedTuple):
         """Goes through the loss forward and backward, and updates the layers.
 
         In the place of cotangents, the layers return their new entries, and the budget
-        that they leave (`stacks`).
+        that they leave (`stacks`). Only the weights outside of them get gradients.
         """
         stack_entries = {path: all_entries[path] for path in self.slice_of_entry}
-        outer_paths = self.weights.keys() - stack_entries.keys()
+        outer_paths = self.trained.keys() - stack_entries.keys()
         outer_weights = {path: all_entries[path] for path in outer_paths}
 
         def loss(outer_weights: Entries, stack_entries: Entries, budget: Budget) -> Any:
@@ -80,8 +80,9 @@ class Model(NamedTuple):
                 )
                 return outputs
 
-            weights = all_entries | outer_weights
-            leaves = [weights[path] for path in self.optimizer.name_of_leaf]
+            # Of the leaves of layers only aux reads these: scans take `stack_entries`.
+            entries = all_entries | outer_weights
+            leaves = [entries[path] for path in self.optimizer.name_of_leaf]
             inputs = [*leaves, *jax.tree.leaves(batch)]
             value, *aux = run_equations(self.program.jaxpr, inputs, run_if_stack)
             return (value, budget), aux
@@ -110,7 +111,7 @@ def read_model(
         # Params that are one array have no path.
         name_of_leaf[keystr(path)] = name(path[1:]) or "params"
     program = read_program(loss, params, batch, name_of_leaf, weights)
-    optimizer_of_leaves = EntryOptimizer(
+    optimizer_of_leaves = LeafOptimizer(
         optimizer, name_of_leaf, jax.tree.structure(params)
     )
     slice_of_leaf = program.slice_of_leaf

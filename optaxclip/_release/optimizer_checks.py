@@ -17,7 +17,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._jaxpr import runs_primitive_like
 from .._trees import listed
-from .optimizers import EntryOptimizer, arrays_by_path
+from .optimizers import LeafOptimizer, arrays_by_path
 from .stacks import Entries, LayerSlice, layer_of
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ REDUCTIONS = ("reduce_sum", "reduce_max", "dot_general")
 
 
 def check_optimizer(
-    optimizer: EntryOptimizer, weights: Entries, slice_of_leaf: dict[str, LayerSlice]
+    optimizer: LeafOptimizer, weights: Entries, slice_of_leaf: dict[str, LayerSlice]
 ) -> None:
-    """Refuses an optimizer that does not treat each leaf of a stack by itself. Other
-    leaves are updated together, so that it may mix these.
+    """Refuses an optimizer that does not treat each leaf of a stack by itself. Leaves
+    outside of stacks are updated together, and may be mixed.
 
     Warns of one that looks at all numbers of a leaf together.
 
@@ -50,17 +50,19 @@ def check_optimizer(
         if leaf_of_entry[path] is None:
             _check_shared_entry(path, entry, entries_of_stacks.get(path))
 
-    trace = jax.make_jaxpr(optimizer.updated, return_shape=True)
-    traced, new_entries = _traced_update(trace, entries, weights_of_one_layer)
+    trace_update = jax.make_jaxpr(optimizer.updated, return_shape=True)
+    update_program, new_entries = _traced_update(
+        trace_update, entries, weights_of_one_layer
+    )
     _check_dtypes(entries, new_entries)
     # JAX sorts the keys of a dict.
     outputs = sorted(entries)
     inputs = [*outputs, *sorted(weights_of_one_layer)]
 
-    def program_of(paths: set[str]) -> tuple[Jaxpr, set[str]]:
+    def program_and_leaves(paths: set[str]) -> tuple[Jaxpr, set[str]]:
         """The program of some new entries, and the leaves that it reads."""
         are_needed = [path in paths for path in outputs]
-        program, is_read = dce_jaxpr(traced.jaxpr, are_needed)
+        program, is_read = dce_jaxpr(update_program.jaxpr, are_needed)
         leaves_read = set()
         for path, flag in zip(inputs, is_read):
             leaf_path = leaf_of_entry[path]
@@ -73,19 +75,19 @@ def check_optimizer(
     other_paths = set(entries)
     for leaf_path in slice_of_leaf:
         paths = {path for path in entries if leaf_of_entry[path] == leaf_path}
-        program, leaves_read = program_of(paths)
+        program, leaves_read = program_and_leaves(paths)
         _check_reads(optimizer, leaf_path, leaves_read - {leaf_path})
         if any(runs_primitive_like(REDUCTIONS, equation) for equation in program.eqns):
             reduced_leaves.append(optimizer.name_of_leaf[leaf_path])
         other_paths -= paths
-    _, leaves_read = program_of(other_paths)
+    _, leaves_read = program_and_leaves(other_paths)
     if leaves_read & slice_of_leaf.keys():
         # One of them depends on layers: which?
         for path in sorted(other_paths):
-            _, leaves_read = program_of({path})
+            _, leaves_read = program_and_leaves({path})
             _check_reads(optimizer, path, leaves_read & slice_of_leaf.keys())
     # A step calls it for each stack, with None in the place of all other leaves.
-    _traced_update(trace, entries, layer)
+    _traced_update(trace_update, entries, layer)
     if reduced_leaves:
         warnings.warn(
             f"release: optimizer looks at all numbers of {listed(reduced_leaves)} "
@@ -96,11 +98,11 @@ def check_optimizer(
 
 
 def _traced_update(
-    trace: Callable[..., Any], entries: Entries, grads: Entries
+    trace_update: Callable[..., Any], entries: Entries, grads: Entries
 ) -> tuple[ClosedJaxpr, Entries]:
     """The program of an update by these gradients, and types of the new entries."""
     try:
-        return trace(entries, grads)
+        return trace_update(entries, grads)
     except Exception as error:
         # Such as `reduce_on_plateau`, which wants the value of the loss.
         raise TypeError(
@@ -143,7 +145,7 @@ def _check_dtypes(entries: Entries, new_entries: Entries) -> None:
             )
 
 
-def _check_reads(optimizer: EntryOptimizer, path: str, wrong_leaves: set[str]) -> None:
+def _check_reads(optimizer: LeafOptimizer, path: str, wrong_leaves: set[str]) -> None:
     """Refuses a new entry that depends on leaves on which it must not depend."""
     if not wrong_leaves:
         return

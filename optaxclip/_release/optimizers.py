@@ -23,10 +23,8 @@ PARAMS = "[0]"
 
 def arrays_by_path(params_and_state: PyTree) -> Entries:
     """Weights and state by their paths as text, which can be sorted."""
-    entries = {}
-    for path, entry in jax.tree.leaves_with_path(params_and_state):
-        entries[keystr(path)] = entry
-    return entries
+    leaves = jax.tree.leaves_with_path(params_and_state)
+    return {keystr(path): entry for path, entry in leaves}
 
 
 def tree_from_entries(params_and_state: PyTree, entries: Entries) -> Any:
@@ -36,7 +34,7 @@ def tree_from_entries(params_and_state: PyTree, entries: Entries) -> Any:
     )
 
 
-class EntryOptimizer(NamedTuple):
+class LeafOptimizer(NamedTuple):
     """An optimizer of some leaves of params, whose weights and state are entries."""
 
     transformation: optax.GradientTransformationExtraArgs

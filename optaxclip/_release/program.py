@@ -244,10 +244,10 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
             maker = maker_of.get(var)
             if maker is None or maker.primitive.name not in LAYOUT:
                 return None
-            step = _layout_step(maker, axis, length)
-            if step is None:
+            change = _layout_change(maker, axis, length)
+            if change is None:
                 return None
-            axis, layout = step
+            axis, layout = change
             layouts.append(layout)
             var = maker.invars[0]
         return None
@@ -293,21 +293,21 @@ def _has_gradient(equation: JaxprEqn, dependent: set[Var]) -> list[bool]:
     body = jaxpr_of(body_of(equation))
     consts, carries = counts_of_scan(equation)
     reads_of_carry = []
-    for carry in range(carries):
-        is_output = [index == carry for index in range(len(body.outvars))]
+    for carry_index in range(carries):
+        is_output = [index == carry_index for index in range(len(body.outvars))]
         _, is_read = dce_jaxpr(body, is_output)
         reads_of_carry.append(is_read)
     # What one layer brings into a carry may come into another carry in the next.
     for _ in range(carries):
-        for carry, is_read in enumerate(reads_of_carry):
+        for carry_index, is_read in enumerate(reads_of_carry):
             if any(flag and is_read[place] for place, flag in enumerate(flags)):
-                flags[consts + carry] = True
+                flags[consts + carry_index] = True
     for place, var in enumerate(equation.invars):
         flags[place] = flags[place] and may_have_gradient(type_of(var))
     return flags
 
 
-def _layout_step(
+def _layout_change(
     equation: JaxprEqn, axis: int, length: int
 ) -> tuple[int, Layout] | None:
     """The axis of the layers before an equation that changes the layout, and the same

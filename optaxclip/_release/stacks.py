@@ -120,7 +120,8 @@ class Stack(NamedTuple):
     def groups(self) -> Array:
         """The group of each layer in the budget. A backward pass goes through them in
         order, and the weights outside of the layers come last. Groups are counted from
-        the end: -1 are these weights, -2 is the layer that runs first.
+        the end: -1 are these weights, -2 is the layer that runs first. So group 0 is
+        the layer that runs last.
         """
         turns = jnp.arange(self.length)
         if self.is_reversed:
@@ -150,9 +151,9 @@ def may_have_gradient(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def floats(arrays: list[Array]) -> list[Array | None]:
-    """The arrays that may have a gradient, with None in the place of all others. The
-    cotangents of others are float0, which goes too.
+def differentiable(arrays: list[Array]) -> list[Array | None]:
+    """The arrays that may have a gradient, with None in the place of all others.
+    Cotangents of integers are float0, and become None as well.
     """
     return [array if may_have_gradient(array) else None for array in arrays]
 
@@ -220,8 +221,8 @@ class _Loops(NamedTuple):
     ) -> Any:
         """Returns (carry, ys, budget), and what the backward pass needs."""
 
-        def run_layer(carry: list[Array], of_layer: Any) -> Any:
-            layer, xs = of_layer
+        def run_layer(carry: list[Array], layer_inputs: Any) -> Any:
+            layer, xs = layer_inputs
             new_carry, ys = self.stack.run_layer(
                 layer_of(stack_entries, self.slice_of_entry, layer),
                 ScanInputs(inputs.consts, carry, xs),
@@ -246,9 +247,9 @@ class _Loops(NamedTuple):
         carry_cotangent, ys_cotangents, budget = cotangents
         has_gradient = self.stack.has_gradient
 
-        def layer_backward(loop: Any, of_layer: Any) -> Any:
-            carry_cotangent, consts_cotangent, stack_entries, budget = loop
-            layer, group, carry, xs, ys_cotangent = of_layer
+        def layer_backward(loop_carry: Any, layer_inputs: Any) -> Any:
+            carry_cotangent, consts_cotangent, stack_entries, budget = loop_carry
+            layer, group, carry, xs, ys_cotangent = layer_inputs
             layer_entries = layer_of(stack_entries, self.slice_of_entry, layer)
             grads, input_cotangents = self._gradients(
                 layer_entries,
@@ -265,14 +266,14 @@ class _Loops(NamedTuple):
             consts_cotangent = jax.tree.map(
                 jnp.add, consts_cotangent, input_cotangents.consts
             )
-            loop = input_cotangents.carry, consts_cotangent, stack_entries, budget
-            return loop, input_cotangents.xs
+            loop_carry = input_cotangents.carry, consts_cotangent, stack_entries, budget
+            return loop_carry, input_cotangents.xs
 
         consts = selected(has_gradient.consts, inputs.consts)
         layers = jnp.arange(self.stack.length)
         # Not unrolled, since gradients of several layers could then be alive at once.
         # `_split_transpose` of the user's scan has no meaning for a loop of our own.
-        loop, xs_cotangents = lax.scan(
+        loop_carry, xs_cotangents = lax.scan(
             layer_backward,
             (
                 selected(has_gradient.carry, carry_cotangent),
@@ -285,11 +286,11 @@ class _Loops(NamedTuple):
                 self.stack.groups(),
                 inputs.carry,
                 inputs.xs,
-                floats(ys_cotangents),
+                differentiable(ys_cotangents),
             ),
             reverse=not self.stack.is_reversed,
         )
-        carry_cotangent, consts_cotangent, stack_entries, budget = loop
+        carry_cotangent, consts_cotangent, stack_entries, budget = loop_carry
         input_cotangents = ScanInputs(consts_cotangent, carry_cotangent, xs_cotangents)
         return input_cotangents, stack_entries, budget
 
@@ -299,11 +300,11 @@ class _Loops(NamedTuple):
         """The gradients of a layer by its weights, and the cotangents of its inputs."""
         has_gradient = self.stack.has_gradient
 
-        def float_outputs(weights: Entries, differentiated: ScanInputs) -> Any:
+        def differentiable_outputs(weights: Entries, differentiated: ScanInputs) -> Any:
             carry, ys = self.stack.run_layer(weights, put_back(differentiated, inputs))
-            return selected(has_gradient.carry, carry), floats(ys)
+            return selected(has_gradient.carry, carry), differentiable(ys)
 
         weights = {path: layer_entries[path] for path in self.stack.leaf_paths}
         differentiated = selected(has_gradient, inputs)
-        _, pull = jax.vjp(float_outputs, weights, differentiated)
+        _, pull = jax.vjp(differentiable_outputs, weights, differentiated)
         return pull(cotangents)

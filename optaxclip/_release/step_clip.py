@@ -24,7 +24,7 @@ class StepClip(NamedTuple):
     clipper: Any  # of the norm of everything, whose state is a `ClipState`
     state: ClipState  # its state before this step
     inf_is_off: bool  # whether a limit of inf lets NaN pass, see `Rule`
-    measured: Array | None = None  # the norm of everything in this step. None: one pass
+    measured_norm: Array | None = None  # of everything. None: one pass
 
     def limit_ahead(self) -> Array:
         """The limit of everything, before the norm of this step is known. Rules are
@@ -33,9 +33,9 @@ class StepClip(NamedTuple):
         norm = self.state.norm
         # Before the first norm, and after one that is broken, any norm is possible.
         # finfo.max: a rule without memory then returns no limit.
-        is_norm = jnp.isfinite(norm) & (norm > 0)
+        is_usable = jnp.isfinite(norm) & (norm > 0)
         largest = jnp.finfo(norm.dtype).max
-        return self._next_state(jnp.where(is_norm, norm, largest)).limit
+        return self._next_state(jnp.where(is_usable, norm, largest)).limit
 
     def clip(
         self, group: Array | int, grads: Entries, budget: Budget
@@ -43,44 +43,51 @@ class StepClip(NamedTuple):
         """Returns the clipped gradients of a group, and the budget for the groups after
         it.
         """
-        if self.measured is None:
+        if self.measured_norm is None:
             norm = global_norm(grads)
             limit, budget = limit_of_group(budget, group, norm)
-            limit = self._for_update(limit)
+            limit = self._without_inf_of_rule(limit)
         else:
-            norm = self.measured
+            norm = self.measured_norm
             limit = None  # the limit of everything
         # With `grad_norm` and `limit`, update multiplies by limit / grad_norm, or by 1.
-        # Without `limit` it asks the rule of the clipper.
+        # Without `limit` it asks the rule of the clipper. The new state, in which the
+        # rule has learnt from this norm, is dropped.
         grads, _ = self.clipper.update(grads, self.state, grad_norm=norm, limit=limit)
         return grads, budget
 
     def state_after(self, budget: Budget) -> ClipState:
         """The state of the clipper after this step, of the norm of everything."""
-        if self.measured is not None:
-            return self._next_state(self.measured)
+        if self.measured_norm is not None:
+            return self._next_state(self.measured_norm)
         # The clipper would note limit / norm as the factor. The groups together are
         # multiplied by norm_after / norm. So it gets norm_after as the limit, and the
         # true limit is put back below.
         norm_after = global_norm(budget.norms_after)
-        # A limit of inf stays: with it the factor is 1 for a norm of NaN too.
+        # An inf of the user's stays inf, so that NaN passes with factor 1. An inf of a
+        # rule becomes the largest number.
         is_limited = budget.limit < jnp.inf
-        limit = jnp.where(is_limited, norm_after, self._for_update(budget.limit))
+        limit = jnp.where(
+            is_limited, norm_after, self._without_inf_of_rule(budget.limit)
+        )
         state = self._next_state(global_norm(budget.norms), limit)
         row = state.number_names.index("limit")
         numbers = state.numbers.at[row].set(budget.limit)
         return state._replace(numbers=numbers)
 
-    def _for_update(self, limit: Array) -> Array:
-        """The limit for `update`, which lets NaN pass under a limit of inf. That is
-        right if the user set it, but a rule says by inf that it has no limit yet.
+    def _without_inf_of_rule(self, limit: Array) -> Array:
+        """The largest number in place of a rule's inf. `update` lets NaN pass under a
+        limit of inf. That is right if the user set it, but a rule says by inf that it
+        has no limit yet.
         """
         if self.inf_is_off:
             return limit
         return jnp.minimum(limit, jnp.finfo(limit.dtype).max)
 
     def _next_state(self, norm: Array, limit: Array | None = None) -> ClipState:
-        """The state of the clipper after a norm."""
+        """The state of the clipper after a norm. Its rule learns from the norm, also
+        where a limit is given.
+        """
         _, state = self.clipper.update(
             jnp.zeros_like(norm), self.state, grad_norm=norm, limit=limit
         )

@@ -59,8 +59,8 @@ class Released:
         count, so `jax.ShapeDtypeStruct` will do.
         """
         model = self._model(params, batch)
-        check_optimizer(model.optimizer, model.weights, model.program.slice_of_leaf)
-        trained = model.optimizer.tree_of(model.weights)
+        check_optimizer(model.optimizer, model.trained, model.program.slice_of_leaf)
+        trained = model.optimizer.tree_of(model.trained)
         return ReleaseState(
             optimizer=self.optimizer.init(trained),
             clip=self.clipper.init(trained),
@@ -81,10 +81,11 @@ class Released:
         _check_state_of(state, model)
         all_entries = arrays_by_path((params, state.optimizer))
         step_clip = StepClip(self.clipper, state.clip, self.inf_is_off)
+        # With two passes only its norms are used.
         budget = new_budget(step_clip.limit_ahead(), state.shares)
         if self.passes == 2:
             budget = _measured(model, all_entries, batch, budget)
-            step_clip = step_clip._replace(measured=global_norm(budget.norms))
+            step_clip = step_clip._replace(measured_norm=global_norm(budget.norms))
 
         def update_layer(
             group: Array, grads: Entries, layer_entries: Entries, budget: Budget
@@ -101,11 +102,11 @@ class Released:
         layer = layer_of(result.stack_entries, model.slice_of_entry, layer=0)
         for leaf_path in model.program.slice_of_leaf:
             grads[leaf_path] = jnp.zeros_like(layer[leaf_path])
-        all_entries |= model.optimizer.updated(all_entries | layer, grads)
-        all_entries |= result.stack_entries
+        new_entries = all_entries | model.optimizer.updated(all_entries | layer, grads)
+        new_entries |= result.stack_entries
 
         params, optimizer_state = tree_from_entries(
-            (params, state.optimizer), all_entries
+            (params, state.optimizer), new_entries
         )
         clip_state = step_clip.state_after(budget)
         finite_steps = clip_state.step - clip_state.nonfinite
@@ -118,11 +119,8 @@ class Released:
         All other gradients are in memory at the end of a step.
         """
         model = self._model(params, batch)
-        names = []
-        for path, name in model.optimizer.name_of_leaf.items():
-            if path in model.slice_of_entry:
-                names.append(name)
-        return names
+        names = model.optimizer.name_of_leaf
+        return [names[path] for path in names if path in model.slice_of_entry]
 
     def _model(self, params: PyTree, batch: tuple[PyTree, ...]) -> Model:
         return read_model(
@@ -163,7 +161,7 @@ def _check_state_of(state: ReleaseState, model: Model) -> None:
     """Raises ValueError for the state of another optimizer, or of params of other
     layers, shapes or dtypes.
     """
-    _, optimizer = model.optimizer.abstract_params_and_state(model.weights)
+    _, optimizer = model.optimizer.abstract_params_and_state(model.trained)
     shares = jax.eval_shape(lambda: first_shares(model.group_count))
     wanted_types = _types_by_path(ReleaseState(optimizer, None, shares))
     types = _types_by_path(state._replace(clip=None))

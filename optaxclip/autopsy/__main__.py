@@ -30,9 +30,9 @@ def main(arguments: list[str] | None = None) -> None:
             like=options.like,
             microbatch=options.microbatch,
         )
-    except (OSError, TypeError, ValueError) as error:
+    except Exception as error:
         # An error of the loss needs its traceback. A wrong file or argument does not.
-        if isinstance(error, OSError) or str(error).startswith("why: "):
+        if str(error).startswith("why: "):
             sys.exit(str(error))
         raise
     print(verdict)

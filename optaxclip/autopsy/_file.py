@@ -121,7 +121,7 @@ def save(path: str | Path, params: PyTree, batch: PyTree, state: PyTree) -> Path
         "metrics": metrics(state, floats=True),
         "leaves": rows,
         "moments": list(moments),
-        "trees": repr(tuple(jax.tree.map(lambda _: 0, step))),
+        "trees": repr(jax.tree.map(lambda _: 0, (params, batch))),
     }
     arrays["header"] = np.array(json.dumps(header))
     path = _path_of_process(Path(path))
@@ -187,8 +187,12 @@ def load(path: str | Path, like: PyTree = None) -> Step:
       OSError: no such file.
     """
     path = Path(path)
-    paths = _paths_of_processes(path)
-    arrays = _merged(paths)
+    try:
+        paths = _paths_of_processes(path)
+        arrays = _merged(paths)
+    except OSError as error:
+        # The loss may open files as well. "why: " tells its errors from this one.
+        raise type(error)(f"why: {error}") from None
     header = json.loads(str(arrays.pop("header")))
     structure = _structure(header, like)
 
@@ -256,12 +260,12 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 def _structure(header: dict[str, Any], like: PyTree) -> Any:
     """The structure of the step that was saved."""
-    step = None
     if like is None:
         # The text is no literal if it has classes in it: "Params(w=0, b=0)".
         with contextlib.suppress(SyntaxError, ValueError):
-            step = Step(*ast.literal_eval(header["trees"]))
-    elif isinstance(like, (tuple, list)) and len(like) == 2:
+            like = ast.literal_eval(header["trees"])
+    step = None
+    if isinstance(like, (tuple, list)) and len(like) == 2:
         params, batch = like
         step = Step(params, batch, dict.fromkeys(header["moments"], 0), metrics={})
     # Two structures may have as many leaves. Their names tell which leaf is which.

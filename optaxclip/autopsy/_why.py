@@ -1,4 +1,4 @@
-"""What broke a step: the first cause without which it is within its limit.
+"""What broke a step: the first cause whose removal brings it within its limit.
 
 The value of a step is the norm of its gradient, or its loss where only the loss broke
 its limit. A value that is not finite counts as inf.
@@ -104,7 +104,7 @@ class Tensors(NamedTuple):
 
     not_finite: list[str]  # weights
     far: list[str]  # gradients. If none is far, the one that grew most
-    norm_without_far: float
+    norm_without_far: float  # the norm of all gradients if none is far
 
 
 class Evidence(NamedTuple):
@@ -118,7 +118,7 @@ class Evidence(NamedTuple):
 
 
 # A function of weights and batch, to the value of the step and its gradient.
-Program = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
+Replay = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 
 
 def why(
@@ -189,18 +189,18 @@ def why(
     check_length("why: microbatch", microbatch)
     step = load(file, like)
     recording = _recording(step.metrics)
-    program = _program(loss, recording.quantity)
-    wide_program = _program(wide or loss, recording.quantity)
+    replay = _replay_of(loss, recording.quantity)
+    wide_replay = _replay_of(wide or loss, recording.quantity)
 
     repeats = []
     for _ in range(3):
-        value, _ = program(step.params, step.batch)
+        value, _ = replay(step.params, step.batch)
         repeats.append(float(value))
     params, batch = jax.tree.map(_in_float32, (step.params, step.batch))
     # Matmuls of float32 have fewer digits by default on GPU and TPU.
     with jax.default_matmul_precision("highest"):
-        value, grads = wide_program(params, batch)
-        examples = _examples(wide_program, params, batch, int(microbatch))
+        value, grads = wide_replay(params, batch)
+        examples = _examples(wide_replay, params, batch, int(microbatch))
 
     not_told = []
     if math.isnan(recording.value):
@@ -210,10 +210,10 @@ def why(
             "clip/norm_before or record/norm"
         )
     # The text of a program has the dtype of each variable: f16[8] or bf16[8].
-    if "f16[" in str(jax.make_jaxpr(wide_program)(params, batch)):
+    if "f16[" in str(jax.make_jaxpr(wide_replay)(params, batch)):
         not_told.append("dtype: 16 bits are left in float32, wide= takes another loss")
     if _count(batch) == 0:
-        not_told.append("data: the arrays of the batch have no common first axis")
+        not_told.append("data: the arrays of the batch share no first axis with rows")
     if not step.moments:
         not_told.append(
             "layer: without second moments of Adam only gradients that are not finite "
@@ -242,7 +242,7 @@ def _recording(metrics: dict[str, float]) -> Recording:
     prefixes = ["skip", "spike", "clip", "record"]
     numbers = {}
     for name, number in metrics.items():
-        # NaN is within no limit, and neither is inf.
+        # NaN counts as inf: neither is within a limit. A limit that is NaN is none.
         numbers[name] = math.inf if math.isnan(number) else number
         prefix, _, metric = name.partition("/")
         # Of two skips, the one that skipped comes first: skip_2/skipped. In
@@ -263,7 +263,7 @@ def _recording(metrics: dict[str, float]) -> Recording:
     return Recording("norm", value=math.nan, limit=math.inf)
 
 
-def _program(loss: Loss, quantity: str) -> Program:
+def _replay_of(loss: Loss, quantity: str) -> Replay:
     """Returns a function that replays a step. It compiles once for each shape."""
 
     def loss_of_batch(params: PyTree, batch: PyTree) -> jax.Array:
@@ -273,16 +273,17 @@ def _program(loss: Loss, quantity: str) -> Program:
         return result[0] if isinstance(result, tuple) else result
 
     # The norm is computed outside of this jit. It does not depend on the shape of the
-    # batch, so it compiles only once.
-    value_and_grad = jax.jit(jax.value_and_grad(loss_of_batch))
+    # batch, so it compiles only once. Weights may have integers among them, such as
+    # counters.
+    value_and_grad = jax.jit(jax.value_and_grad(loss_of_batch, allow_int=True))
 
-    def program(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def replay(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         value, grads = value_and_grad(params, batch)
         if quantity == "norm":
             value = global_norm(grads)
         return jnp.where(jnp.isfinite(value), value, jnp.inf), grads
 
-    return program
+    return replay
 
 
 def _in_float32(leaf: Any) -> Any:
@@ -309,11 +310,11 @@ def _select(batch: PyTree, rows: slice | np.ndarray) -> PyTree:
     return jax.tree.map(lambda x: x[rows] if _has_examples(x) else x, batch)
 
 
-def _examples(program: Program, params: PyTree, batch: PyTree, length: int) -> Examples:
+def _examples(replay: Replay, params: PyTree, batch: PyTree, length: int) -> Examples:
     """Replays each microbatch alone, of this length, and the batch without far ones."""
 
     def value_of(rows: slice | np.ndarray) -> float:
-        value, _ = program(params, _select(batch, rows))
+        value, _ = replay(params, _select(batch, rows))
         return float(value)
 
     count = _count(batch)
@@ -353,9 +354,11 @@ def _tensors(params: PyTree, grads: PyTree, moments: dict[str, np.ndarray]) -> T
     weights = by_name(params)
     norms = {}
     growths = {}
-    for name, norm in zip(weights, map(float, tensor_norm(jax.tree.leaves(grads)))):
-        # Young moments are too small, by one factor for all tensors. It does not matter
-        # here: growths are only compared with growths.
+    for name, norm in zip(weights, tensor_norm(jax.tree.leaves(grads))):
+        # An integer, or a leaf of size 0, has no norm.
+        norm = float(norm or 0.0)
+        # Adam's moments lack their bias correction, one factor for all tensors. Growths
+        # are only compared with each other, so it cancels.
         history = math.sqrt(np.sum(moments.get(name, 0.0), dtype=np.float64))
         norms[name] = norm
         growths[name] = norm / history if history else 0.0
@@ -366,12 +369,14 @@ def _tensors(params: PyTree, grads: PyTree, moments: dict[str, np.ndarray]) -> T
     # Without a history growths are 0, or inf where a gradient is not finite.
     far = [name for name in growths if growths[name] > FAR_TENSOR * median]
     other_norms = [norms[name] for name in norms if name not in far]
+    norm_without_far = math.hypot(*other_norms)
     if finite_growths and not far:
+        # Only shown: `norm_without_far` still has it, so it is not named as the cause.
         far = [max(growths, key=growths.__getitem__)]
     return Tensors(
         not_finite=[name for name in weights if not np.isfinite(weights[name]).all()],
         far=far,
-        norm_without_far=math.hypot(*other_norms),
+        norm_without_far=norm_without_far,
     )
 
 
@@ -404,7 +409,7 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
 
 
 def _cause(recording: Recording, evidence: Evidence) -> str:
-    """The first cause without which the value is within the limit."""
+    """The first cause whose removal brings the value within the limit."""
     limit = recording.limit
     values = evidence.repeats
     if not math.isnan(recording.value):

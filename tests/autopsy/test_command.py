@@ -26,6 +26,9 @@ def loss(w, x, y):
 def broken(w, x, y):
     raise ValueError("of the loss")
 
+def without_its_file(w, x, y):
+    open("tokens.bin")
+
 like = 0, (0, 0)
 other = 0, 0
 """
@@ -97,6 +100,8 @@ def test_what_is_no_function_ends_in_one_line(path):
 def test_an_error_of_the_loss_keeps_its_traceback(path):
     with pytest.raises(ValueError, match="of the loss"):
         command([str(path), "train_of_test:broken"])
+    with pytest.raises(FileNotFoundError, match=r"tokens\.bin"):
+        command([str(path), "train_of_test:without_its_file"])
 
 
 def test_another_structure_is_shown_by_name(path, capsys):

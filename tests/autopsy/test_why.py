@@ -53,7 +53,7 @@ SKIP = optaxclip.skip_spikes(ADAM, LIMIT)
 WITHOUT_MOMENTS = (
     "layer: without second moments of Adam only gradients that are not finite stand out"
 )
-WITHOUT_EXAMPLES = "data: the arrays of the batch have no common first axis"
+WITHOUT_EXAMPLES = "data: the arrays of the batch share no first axis with rows"
 WITHOUT_NORM = (
     "chip: no norm of the whole gradient under skip/norm, spike/norm, "
     "clip/norm_before or record/norm"
@@ -354,6 +354,11 @@ def test_a_batch_without_a_first_axis_is_said(saved):
     assert verdict.not_told == [WITHOUT_EXAMPLES]
 
 
+def test_a_batch_without_rows_is_said(saved):
+    batch = (INPUTS[:0], TARGETS[:0])
+    assert why(loss, saved(PARAMS, batch)).not_told == [WITHOUT_EXAMPLES]
+
+
 def test_a_step_without_limit_and_examples_is_held_against_inf(saved):
     def weighted(params, x, y, weights):
         return loss(params, x * weights.sum(), y)
@@ -441,6 +446,20 @@ def test_tensors_without_a_gradient_are_no_measure_of_the_others(saved):
     _, state = optimizer.update(grads, state, params)
     verdict = why(frozen, save(path, params, (INPUTS, TARGETS), state))
     assert (verdict.cause, verdict.tensors) == ("layer", ["last"])
+
+
+def test_weights_without_a_gradient_are_passed_over(tmp_path, saved):
+    """A counter, and a weight of no numbers. The grads of the step have neither."""
+    saved(PARAMS, outlier())
+    grads = jax.grad(loss)(PARAMS, *outlier())
+    _, state = SKIP.update(grads, trained(SKIP), PARAMS)
+    params = {"count": np.int32(7), "empty": np.zeros((0, 3), np.float32), **PARAMS}
+    path = save(tmp_path / "counted.npz", params, outlier(), state)
+    verdict = why(loss, path)
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+    wanted = norm_of(PARAMS, *outlier())
+    assert verdict.numbers["norm in float32"] == pytest.approx(wanted, rel=1e-5)
+    assert set(verdict.tensors) <= set(PARAMS)
 
 
 def test_a_loss_blames_no_layer(saved):
@@ -582,6 +601,8 @@ def test_wrong_arguments_are_refused(saved):
         why(loss, path, wide="loss")
     with pytest.raises(ValueError, match="why: microbatch must be at least 1, got 0"):
         why(loss, path, microbatch=0)
+    with pytest.raises(FileNotFoundError, match=r"why: .*nothing\.npz"):
+        why(loss, path.with_name("nothing.npz"))
     for like in (5, PARAMS, (PARAMS,)):
         with pytest.raises(ValueError, match=r"why: like=\(params, batch\) must show"):
             why(loss, path, like=like)

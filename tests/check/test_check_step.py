@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -409,6 +410,25 @@ def test_a_step_of_the_last_microbatch_has_its_name():
     rows = optaxclip.check_step(make_step, settings="accumulated")
     seen = [row[1:3] for row in rows if row.kind == "microbatches_apart"]
     assert seen == [(case, what) for case in ABOVE_BELOW for what in ("norm", "update")]
+
+
+def test_a_step_without_microbatches_does_not_clip_them_apart():
+    """One device returns the norm after the clip, and the others the norm before it."""
+
+    def make_step(setting):
+        def step(params, batch):
+            grads = right_steps.averaged(setting, batch)
+            norm = jnp.sqrt(sum(right_steps.squares(grads).values()))
+            factor = right_steps.factor(setting, norm)
+            is_first = jax.lax.axis_index("data") == 0
+            returned = jnp.where(is_first, factor * norm, norm)
+            return right_steps.scaled(grads, factor), returned
+
+        return right_steps.mapped(setting, step)
+
+    rows = optaxclip.check_step(make_step, settings="replicated")
+    assert [row[1:3] for row in rows] == [("above", "norm")]
+    assert rows[0].kind == "unknown"
 
 
 @pytest.mark.parametrize("penalty", [0.2, 0.4])
