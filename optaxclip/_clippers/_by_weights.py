@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .._axes import Axis, Stacked
-from .._checks import Nonfinite, check_flag, shown
+from .._checks import Nonfinite, check_flag, kept_finite, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, UnitwiseNorm
@@ -297,8 +297,12 @@ def _decayed(
 
 
 def _in_dtype_of(leaf: ArrayLike, x: Array) -> Array:
-    """`x`, rounded to the dtype of a leaf."""
-    return x.astype(jnp.result_type(leaf))
+    """`x`, rounded to the dtype of a leaf. No finite number becomes inf."""
+    dtype = jnp.result_type(leaf)
+    # Complex leaves have the dtype already.
+    if x.dtype != dtype:
+        x = kept_finite(dtype, x)
+    return x.astype(dtype)
 
 
 def clippy(

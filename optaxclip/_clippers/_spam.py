@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
@@ -416,13 +416,20 @@ def reset_momentum(
 
         def times_factor(x: ArrayLike) -> Array:
             wide = _widened(x)
-            product = wide * factor.astype(wide.dtype)
+            product = _times(wide, factor.astype(modulus_dtype(wide)))
             return product.astype(jnp.result_type(x))
 
         tree = jax.tree.map(times_factor, clipped_leaves(updates, call))
         return put_back(tree, updates), ResetState(new_step, new_inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _times(x: Array, factor: Array) -> Array:
+    """x * factor, a complex x in its parts: (inf + 0i) * (1 + 0i) is inf + NaN i."""
+    if jnp.iscomplexobj(x):
+        return lax.complex(jnp.real(x) * factor, jnp.imag(x) * factor)
+    return x * factor
 
 
 def steps_since_reset(step: Array, every: ArrayLike | None) -> Array:

@@ -132,8 +132,8 @@ def clip_by_spectral_norm(
 
     Raises:
       ValueError: a negative or NaN limit, an unknown method, a shrink that the method
-        does not know, fewer than 1 step, or a number of columns that a leaf does not
-        have.
+        does not know, fewer than 1 step, `steps` beside "svd", or a number of columns
+        that a leaf does not have.
       TypeError: a limit or a number of steps that is not a number.
 
     Example:
@@ -155,6 +155,11 @@ def clip_by_spectral_norm(
         check_known(f"{call}: steps", steps)
         check_length(f"{call}: steps", steps)
         steps = int(steps)
+        if method == "svd":
+            raise ValueError(
+                f"{call}: steps={steps} is for method='newton_schulz', and 'svd' takes "
+                "none."
+            )
     if method == "newton_schulz" and shrink not in (hard, smooth(2)):
         raise ValueError(
             f"{call}: method='newton_schulz' knows the shrinks hard and smooth(2), got "

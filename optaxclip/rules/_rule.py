@@ -323,11 +323,16 @@ def _form(tree: PyTree) -> Any:
 
 def rule_in(call: str, rule_class: type[R], **numbers: Any) -> R:
     """A rule of a clipper with the same arguments, whose errors name the clipper."""
+    checked = {}
     for spec in fields(rule_class):
-        if spec.name in numbers and "check" in spec.metadata:
-            # The rule checks the number again, under its own name.
-            check_field(call, spec.name, spec, numbers[spec.name])
-    return rule_class(**numbers)
+        name = spec.name
+        if name in numbers and "check" in spec.metadata:
+            checked[name] = check_field(call, name, spec, numbers[name])
+    rule = rule_class(**numbers)
+    # The rule checked its numbers too. What a schedule returns is checked in the step,
+    # under the name in the schedule.
+    vars(rule).update(checked)
+    return rule
 
 
 def check_field(call: str, name: str, spec: Any, value: Any) -> Any:
