@@ -12,8 +12,8 @@ as `shrink=` into `clip_by`, the clippers by global, tensor, unit, group, averag
 spectral norm and RMS, AGC, and `clipped_grad`. `shrink=smooth`, a factory without
 parentheses, is `shrink=smooth()`.
 
-A limit of inf clips nothing, whatever the shrink: clippers call none with it. So a
-shrink may be NaN there, as `auto_s` and `psac` are for a norm of 0.
+A limit of inf clips nothing, whatever the shrink: clippers do not call the shrink then.
+So a shrink may be NaN there, as `auto_s` and `psac` are for a norm of 0.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ def clip_by_value(
       min_value: the lower bound, likewise. None for -max_value, also in a tree, where a
         complex leaf needs it. Where schedules cross, the upper bound wins.
       count: whether to count which share of the elements is clipped, for `metrics`.
-        On a CPU that takes a copy of the gradients, and as long as Adam.
+        On a CPU that takes memory for a copy of the gradients, and the time of an Adam
+        step.
 
     Returns:
       A transformation with a `ClipByValueState`.

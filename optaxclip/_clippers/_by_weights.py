@@ -324,8 +324,8 @@ def clippy(
 
         update 0            stays 0, whatever the weights
         weight 0            moves by at most `absolute`. With absolute=0 its whole
-                            tensor does not move, nor where |u_i| / bound leaves the
-                            dtype
+                            tensor does not move. Nor does a tensor in which
+                            |u_i| / bound overflows
         within the bounds   bit for bit the input
         update NaN or inf   the whole tensor becomes NaN (nonfinite="propagate"), and so
                             it does where a weight is NaN

@@ -89,7 +89,8 @@ def qk_clip(
         key weights   W <- factor^(1 - alpha) (W + u)
 
     It comes last, after the optimizer, and returns the update that leads to these
-    weights: u' = sqrt(factor) (W + u) - W. So logits after the step are those that the
+    weights: u' = scale (W + u) - W. The scale is the power of the factor above, and the
+    factor itself for rotary queries. So logits after the step are those that the
     step alone would have led to, times the factor. All else is left alone, and so is a
     head within its limit, bit for bit.
 

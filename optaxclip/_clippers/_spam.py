@@ -83,7 +83,7 @@ def spam(
         clipped either. At least 0.
       every: the average starts anew before each update whose number, from 1, is a
         multiple of this, as in `reset_momentum`. None for never. A whole number, at
-        least 1.
+        least 1. Above `warmup`, or nothing is ever clipped.
       count: whether to count which share of the elements is clipped, for `metrics`.
 
     Returns:

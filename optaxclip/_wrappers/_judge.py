@@ -52,7 +52,8 @@ class Judge(NamedTuple):
     rule: Rule  # of the norm
     loss_rule: Rule | None  # None looks at no loss
     mesh_axes: MeshAxes
-    # The argument that makes every step need a loss, or "" where a step may go without.
+    # The argument that the error of a step without a loss names. "" where a step may go
+    # without.
     loss_needed_by: str = ""
 
     def initial(self, params: PyTree) -> tuple[Comparison, Comparison]:

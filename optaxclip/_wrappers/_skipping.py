@@ -162,9 +162,11 @@ def skip_step(
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Skips steps whose norm or loss is more than six deviations above the mean of the
-    last 128, as OLMo-core does. The loss must be the same on all devices, so average it
-    with `lax.pmean`. In pmap and in shard_map(check_vma=False) a loss that differs is
-    not noticed, and the replicas drift apart: see the second example.
+    last 128, as OLMo-core does.
+
+    The loss must be the same on all devices, so average it with `lax.pmean`. In pmap
+    and in shard_map(check_vma=False) a loss that differs is not noticed, and the
+    replicas drift apart: see the second example.
 
     The norm is that of the gradient as it comes in. So the clipper goes inside,
     `skip_step(optax.chain(clip, adam))`. Behind a clipper no norm is above its limit,
@@ -242,8 +244,10 @@ def skip_spikes(
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Skips steps whose gradient norm, or loss, is over the limit of a rule, or is NaN
-    or inf. The loss must be the same on all devices, so average it with `lax.pmean`. In
-    pmap and in shard_map(check_vma=False) a loss that differs is not noticed, and the
+    or inf.
+
+    The loss must be the same on all devices, so average it with `lax.pmean`. In pmap
+    and in shard_map(check_vma=False) a loss that differs is not noticed, and the
     replicas drift apart: `check_replicated` shows it, as in `skip_step`.
 
     The norm is that of the gradient as it comes in. So the clipper goes inside,

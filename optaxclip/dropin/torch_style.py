@@ -33,9 +33,9 @@ array is a tree.
     clip_value < 0                all become clip_value  ValueError
     max_norm, clip_value a text   read as a number       TypeError
     error_if_nonfinite            RuntimeError           the same without jit, a
-                                                         `checkify.check` under it;
-                                                         neither where only torch's
-                                                         powers overflow
+                                                         `checkify.check` under it.
+                                                         No error where the true norm
+                                                         is finite
     get_total_norm of None        an error               ignored, as in clip_grad_norm
     integer leaves                refused                neither measured nor clipped
                                                          by norm

@@ -123,12 +123,12 @@ class EmaRatio(Rule):
 
     The defaults remember the smaller of norm and limit, so that a spike does not raise
     the limit for the next one. With a ratio near 1 the norm then grows by at most
-    1 + (1 - decay) * (ratio - 1) a step.
+    the factor 1 + (1 - decay) * (ratio - 1) a step.
 
     Args:
-      ratio: a norm above this multiple of the average is clipped. At least 0, and above
-        1 unless norms are remembered as they came: otherwise limits can only fall. A
-        number or a schedule.
+      ratio: a norm above this multiple of the average is clipped. At least 0. With
+        remember="clipped" a ratio of at most 1 lets limits only fall. A number or a
+        schedule.
       decay: of the average, in [0, 1]. With 1 it stays at the first norm, or corrected
         is the mean of all. A number or a schedule.
       target: the multiple that clipped norms are brought to. None for `ratio`.
@@ -205,9 +205,12 @@ class EmaRatio(Rule):
 
 
 class EmaBand(Rule):
-    """limit = the norm, within [max(floor, low * average), high * average].
+    """limit = the norm, brought towards a band about the average.
 
-        limit within [down * norm, up * norm]
+        target = high * average             where the norm is above it
+                 max(floor, low * average)  for a norm below it, with raise_small=True
+                 norm                       for all others
+        limit = target, within [down * norm, up * norm]
         average <- decay * average + (1 - decay) * limit
 
     The limit may be above the norm, so use it with `shrink=shrinks.normalize`, as
@@ -218,13 +221,15 @@ class EmaBand(Rule):
 
     Args:
       low, high: the edges, as multiples of the average. At least 0. Numbers or
-        schedules. A norm above `high` is brought down to it, even where `low` is
-        higher. In the public scripts for LoRA both move linearly to later values,
-        `low` to 0.98 and `high` to 0.7, over 0.3 of the steps after the first 0.4:
+        schedules. `low` counts with raise_small=True only. A norm above `high` is
+        brought down to it, even where `low` is higher. In the public scripts for LoRA
+        both move linearly to later values, `low` to 0.98 and `high` to 0.7, over 0.3 of
+        the steps after the first 0.4:
         `high=optax.linear_schedule(0.6, 0.7, int(0.3 * steps), int(0.4 * steps))`.
       decay: of the average, in [0, 1]. With 1 it stays at the first norm. A number or a
         schedule.
-      floor: the lower edge is at least this, in units of the norm.
+      floor: the lower edge is at least this, in units of the norm, with
+        raise_small=True.
       up: how far one step is lengthened at most, at least 1.
       down: how far one step is shortened at most, in [0, 1].
       raise_small: whether norms below the band are lifted. Otherwise they pass.
@@ -352,8 +357,8 @@ class ZScore(Rule):
       target: what a clipped norm is brought to: "adaptive" is the equation above,
         "mean" the mean, "max" z deviations above it.
       warmup: how many norms are seen before the first is clipped. At least 1.
-      eps: added to the deviation when the score is computed, in units of the norm. It
-        must be above 0 for the first norms after a constant warm-up.
+      eps: added to the deviation when the score is computed, in units of the norm.
+        With 0, every norm above the mean is clipped after a warm-up of equal norms.
 
     Raises:
       ValueError: a number out of its range, or an unknown target. TypeError: something

@@ -298,7 +298,7 @@ class WarmUp(Joined):
 
     # Counted in remembered norms, not in the `step` of `update`, which counts broken
     # ones too.
-    steps: Number = number_field(schedule=False)
+    steps: ArrayLike = number_field(schedule=False)
 
     @property
     def inf_is_off(self) -> bool:
@@ -363,10 +363,11 @@ def maximum(*rules: Limit) -> Rule:
     return Maximum(_rules("maximum", rules))
 
 
-def warm_up(steps: Number, before: Limit, after: Limit) -> Rule:
+def warm_up(steps: ArrayLike, before: Limit, after: Limit) -> Rule:
     """One rule for the first norms, and another from then on.
 
-    Both learn from the first norm on.
+    Both learn from the first norm on. Updates whose norm is NaN or inf become what
+    `nonfinite` of the clipper says, also where `before` or `after` is None.
 
     Args:
       steps: how many norms are held against `before`. At least 0. Norms that are NaN,

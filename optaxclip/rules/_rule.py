@@ -126,8 +126,8 @@ class Rule:
       norm of zeros. `()` for nothing.
     * `update(norm, memory, step) -> (limit, memory)`: `step` is an int32 scalar that
       counts from 0, and is 0 in each update that is given no state. A rule whose
-      `needs_params` is True gets the norm of the weights as a further argument, and
-      then one whose `needs_total` is True gets the norm of all norms of the clipper
+      `needs_params` is True gets the norm of the weights as a further argument. After
+      it, a rule whose `needs_total` is True gets the norm of all norms of the clipper
       together.
 
     A norm that is NaN, inf or 0 leaves the memory as it was. A zero is not remembered

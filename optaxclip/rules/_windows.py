@@ -306,9 +306,9 @@ class Growth(Rule):
     """limit = min(cap, rate * max(last norm, floor)), in the first step the cap alone.
 
     The last norm is what a hard clip let through, the smaller of norm and limit, unless
-    that is 0. From one step to the next the norm grows by at most 1 %, however large
-    the spike. A lasting rise by a factor f takes log(f) / log(rate) steps to pass.
-    Fira, APOLLO, RACS and Alice apply this to each tensor of the update:
+    that is 0. From one step to the next the norm grows by at most the factor `rate`,
+    however large the spike. A lasting rise by a factor f takes log(f) / log(rate) steps
+    to pass. Fira, APOLLO, RACS and Alice apply this to each tensor of the update:
     `clip_by_tensor_norm(rules.growth())` after the preconditioner.
 
     Args:
