@@ -22,7 +22,7 @@ from .._options import Ord, check_measure
 from .._trees import PyTree, clipped_leaves, put_back, weights_of
 from ..rules._limits import ShareOfParams
 from ..rules._rule import (
-    Answer,
+    LimitAndMemory,
     Number,
     Rule,
     at_step,
@@ -212,7 +212,7 @@ def larc(
 
     # Norm and limit are computed here, so those that a chain hands over are dropped.
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params)
@@ -266,7 +266,7 @@ class Larc(Rule):
 
     def update(
         self, norm: Array, memory: PyTree, step: Array, params_norm: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         rate, trust = at_step(step, norm.dtype, self.learning_rate, self.trust)
         weight_norm = params_norm.astype(norm.dtype)
         # Weights of 0 would get a limit of 0 and never move. A rate of 0 moves nothing.
@@ -382,7 +382,7 @@ def clippy(
 
     # Norm and limit are computed here, so those that a chain hands over are dropped.
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")

@@ -23,7 +23,7 @@ from ..rules._averages import EmaBand, MomentsRatio, ZScore
 from ..rules._limits import Limit, minimum, rule_of
 from ..rules._memory import between, count_up
 from ..rules._rule import (
-    Answer,
+    LimitAndMemory,
     Number,
     Rule,
     Schedule,
@@ -335,7 +335,7 @@ class Adagc(Rule):
 
     def update(
         self, norm: Array, memory: AdaGCMemory, step: Array, total: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         ratio, decay, max_norm = at_step(
             step, norm.dtype, self.ratio, self.decay, self.max_norm
         )

@@ -178,13 +178,13 @@ def qk_clip(
         return kernel.init(zeros)
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         check_state(CALL, state, ClipState)
         tree = clipped_leaves(updates, CALL)
         weights = jax.tree.leaves(weights_of(CALL, tree, params, "updates"))
         attentions = find_attentions(roles, tree)
-        logits: Any = logits_of(attentions, extra.get("max_logits"))
+        logits: Any = logits_of(attentions, extra_args.get("max_logits"))
         # The kernel would clip the logits themselves. Only its state is used.
         new_state: Any = kernel.update(logits, state)[1]
         # Inside shard_map a state keeps its types from step to step, which `lax.scan`

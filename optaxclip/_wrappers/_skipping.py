@@ -231,8 +231,8 @@ def skip_step(
     rule = step_rule(sigmas, window, call=call)
     # With None a step without a loss is judged by its norm alone.
     loss_rule = rule if on_loss is None or on_loss else None
-    loss_needed_by = "on_loss=True" if on_loss else ""
-    return _skipping(inner, Judge(call, rule, loss_rule, mesh_axes, loss_needed_by))
+    loss_argument = "on_loss=True" if on_loss else ""
+    return _skipping(inner, Judge(call, rule, loss_rule, mesh_axes, loss_argument))
 
 
 def skip_spikes(

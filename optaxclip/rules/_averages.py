@@ -21,7 +21,7 @@ from ._memory import (
     root,
 )
 from ._rule import (
-    Answer,
+    LimitAndMemory,
     Number,
     Rule,
     at_step,
@@ -105,7 +105,7 @@ class Ema(Rule):
     def init(self, norm: Array) -> Average:
         return empty_average(norm)
 
-    def update(self, norm: Array, average: Average, step: Array) -> Answer:
+    def update(self, norm: Array, average: Average, step: Array) -> LimitAndMemory:
         (decay,) = at_step(step, norm.dtype, self.decay)
         # Blending comes first: the norm counts in the limit that it is held against.
         average = blend(average, norm, decay)
@@ -178,7 +178,7 @@ class EmaRatio(Rule):
 
     def update(
         self, norm: Array, memory: tuple[Array, Average, Average], step: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         ratio, decay = at_step(step, norm.dtype, self.ratio, self.decay)
         target = self.ratio if self.target is None else self.target
         target_decay = self.decay if self.target_decay is None else self.target_decay
@@ -192,8 +192,8 @@ class EmaRatio(Rule):
         limit_of_spike = target * target_average.estimate
         limit = jnp.where(norm > edge, limit_of_spike, edge)
         # Without a norm there is no average, also with a warmup of 0.
-        is_warm = seen >= jnp.maximum(self.warmup, 1)
-        limit = jnp.where(is_warm, limit, jnp.inf)
+        is_past_warmup = seen >= jnp.maximum(self.warmup, 1)
+        limit = jnp.where(is_past_warmup, limit, jnp.inf)
         # By default the clipped norm, so that a spike does not raise the next limit.
         value = remembered(self.remember, norm, limit)
         new_memory = (
@@ -258,7 +258,7 @@ class EmaBand(Rule):
     def init(self, norm: Array) -> Average:
         return empty_average(norm)
 
-    def update(self, norm: Array, average: Average, step: Array) -> Answer:
+    def update(self, norm: Array, average: Average, step: Array) -> LimitAndMemory:
         low, high, decay = at_step(step, norm.dtype, self.low, self.high, self.decay)
         floor, up, down = at_step(step, norm.dtype, self.floor, self.up, self.down)
         lower = jnp.maximum(floor, low * average.estimate)
@@ -311,7 +311,7 @@ class MomentsRatio(Rule):
 
     def update(
         self, norm: Array, memory: tuple[Average, Average], step: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         decay1, decay2, eps = at_step(
             step, norm.dtype, self.decay1, self.decay2, self.eps
         )
@@ -386,10 +386,10 @@ class ZScore(Rule):
         deviation = jnp.zeros_like(norm)
         return ZScoreMemory(seen, mean, deviation)
 
-    def update(self, norm: Array, memory: ZScoreMemory, step: Array) -> Answer:
+    def update(self, norm: Array, memory: ZScoreMemory, step: Array) -> LimitAndMemory:
         z, decay, eps = at_step(step, norm.dtype, self.z, self.decay, self.eps)
         seen, mean, deviation = memory
-        is_warm = seen >= self.warmup
+        is_past_warmup = seen >= self.warmup
         unit_of_score = deviation + eps
         edge = mean + multiple(z, unit_of_score)
         # With a unit of 0 the score is inf above the edge, and the target is the mean.
@@ -402,16 +402,16 @@ class ZScore(Rule):
             target_score = 0.0
         target = mean + target_score * deviation
         limit = jnp.where(norm > edge, target, edge)
-        limit = jnp.where(is_warm, limit, jnp.inf)
+        limit = jnp.where(is_past_warmup, limit, jnp.inf)
         clipped_norm = jnp.minimum(norm, limit)
         # In the warm-up all norms count alike, in the mean and in the variance.
         count = seen.astype(norm.dtype)
         new_count = (seen + 1).astype(norm.dtype)
-        decay = jnp.where(is_warm, decay, count / new_count)
+        decay = jnp.where(is_past_warmup, decay, count / new_count)
         new_mean = between(mean, clipped_norm, decay)
         # The paper's deviation is about the new mean. In the warm-up the geometric mean
         # of the distances to the old and the new one gives the exact variance.
-        share_of_distance = jnp.where(is_warm, decay, root(decay))
+        share_of_distance = jnp.where(is_past_warmup, decay, root(decay))
         distance = share_of_distance * (clipped_norm - mean)
         old_part = root(decay) * deviation
         new_part = root(1 - decay) * distance
@@ -467,16 +467,16 @@ class LogZScore(Rule):
 
     def update(
         self, norm: Array, memory: tuple[Array, Average, Array], step: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         z, decay = at_step(step, norm.dtype, self.z, self.decay)
         floor, spread = at_step(step, norm.dtype, self.floor, self.spread)
         # Norms seen, and mean and deviation of log(1 + norm).
         seen, mean, deviation = memory
         unit_of_score = jnp.maximum(deviation, spread)
         log_limit = mean.estimate + multiple(z, unit_of_score)
-        is_warm = seen >= self.warmup
+        is_past_warmup = seen >= self.warmup
         # expm1 and log1p keep the digits of norms far below 1.
-        limit = jnp.where(is_warm, jnp.expm1(log_limit), jnp.inf)
+        limit = jnp.where(is_past_warmup, jnp.expm1(log_limit), jnp.inf)
         clipped_norm = jnp.minimum(norm, limit)
         log_norm = jnp.log1p(jnp.maximum(clipped_norm, floor))
         new_mean = blend(mean, log_norm, decay)

@@ -21,7 +21,7 @@ from .. import _checks as checks
 from .._trees import PyTree
 from ._memory import count_up, multiple
 from ._rule import (
-    Answer,
+    LimitAndMemory,
     Number,
     Rule,
     Schedule,
@@ -203,11 +203,11 @@ class ShareOfParams(Rule):
 
     def update(
         self, norm: Array, memory: PyTree, step: Array, params_norm: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         share, floor = at_step(step, norm.dtype, self.share, self.floor)
         # Weights may have 64 bits where updates have 32.
-        weights = jnp.maximum(params_norm.astype(norm.dtype), floor)
-        return multiple(share, weights), memory
+        weight_norm = jnp.maximum(params_norm.astype(norm.dtype), floor)
+        return multiple(share, weight_norm), memory
 
 
 def rule_without_params(limit: Limit, argument: str) -> Rule:
@@ -262,8 +262,8 @@ class Joined(Rule):
         new_memories = []
         call = call_name(type(self))
         for index, (rule, memory) in enumerate(zip(self.rules, memories)):
-            more_norms = norms_for(rule, params_norm, total_norm)
-            limit, new_memory = rule.update(norm, memory, step, *more_norms)
+            norms_of_rule = norms_for(rule, params_norm, total_norm)
+            limit, new_memory = rule.update(norm, memory, step, *norms_of_rule)
             checks.check_real(
                 f"{call}: rules[{index}]: what a schedule or a rule returns", limit
             )
@@ -278,7 +278,7 @@ class Minimum(Joined):
 
     def update(
         self, norm: Array, memory: PyTree, step: Array, *more_norms: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         limits, new_memories = self.ask_each(norm, memory, step, more_norms)
         return reduce(jnp.minimum, limits), new_memories
 
@@ -288,7 +288,7 @@ class Maximum(Joined):
 
     def update(
         self, norm: Array, memory: PyTree, step: Array, *more_norms: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         limits, new_memories = self.ask_each(norm, memory, step, more_norms)
         return reduce(jnp.maximum, limits), new_memories
 
@@ -310,7 +310,7 @@ class WarmUp(Joined):
 
     def update(
         self, norm: Array, memory: PyTree, step: Array, *more_norms: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         seen, memories = memory
         # Both rules are asked in every step, so the second has learnt when its limit
         # counts.

@@ -36,7 +36,8 @@ from ._memory import new_where
 R = TypeVar("R", bound="Rule")
 Schedule = Callable[[ArrayLike], ArrayLike]
 Number = ArrayLike | Schedule
-Answer = tuple[ArrayLike, Any]  # of a rule: the limit of a norm, and the new memory
+# What a rule returns: the limit of a norm, and the new memory.
+LimitAndMemory = tuple[ArrayLike, Any]
 
 
 def checked_number(
@@ -174,19 +175,19 @@ class Rule:
                 )
         # A wrong keyword would otherwise be an error about `ZScore.__init__`.
         cls.__init__ = with_argument_errors(cls.__init__, call_name(cls))
-        meta = [f.name for f in fields(cls) if f.metadata.get("static")]
-        data = [f.name for f in fields(cls) if f.name not in meta]
-        keys = [jax.tree_util.GetAttrKey(name) for name in data]
+        static_names = [f.name for f in fields(cls) if f.metadata.get("static")]
+        leaf_names = [f.name for f in fields(cls) if f.name not in static_names]
+        keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
 
         def flatten(rule: Any) -> Any:
             leaves = [(key, getattr(rule, key.name)) for key in keys]
-            return leaves, tuple(getattr(rule, name) for name in meta)
+            return leaves, tuple(getattr(rule, name) for name in static_names)
 
         def unflatten(static: Any, leaves: Any) -> Any:
             # Fields are not checked: JAX also builds trees of what is no number.
             rule = object.__new__(cls)
-            vars(rule).update(zip(data, leaves))
-            vars(rule).update(zip(meta, static))
+            vars(rule).update(zip(leaf_names, leaves))
+            vars(rule).update(zip(static_names, static))
             return rule
 
         jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
@@ -210,7 +211,7 @@ class Rule:
         """Returns the memory before the first norm."""
         return ()
 
-    def update(self, *args: Any, **kwargs: Any) -> Answer:
+    def update(self, *args: Any, **kwargs: Any) -> LimitAndMemory:
         """Returns the limit of this step, and the new memory."""
         raise NotImplementedError(f"{type(self).__name__}: a rule must have an update.")
 
