@@ -34,7 +34,6 @@ what was skipped as `skip/...`. `_judge.py` decides, for `record_spikes` as well
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -343,9 +342,8 @@ def _skipping(
         skip = judgement.is_rejected
         if max_consecutive is not None:
             skip = skip & (state.consecutive < max_consecutive)
-        inner_update = partial(optimizer.update, **extra_args)
         updates, inner_state = update_unless(
-            skip, inner_update, updates, state.inner_state, arrays_of(params)
+            skip, optimizer, updates, state.inner_state, arrays_of(params), extra_args
         )
         return updates, _next_state(state, judgement, skip, inner_state)
 
