@@ -37,7 +37,7 @@ class ClipByValueState(NamedTuple):
 
 def clip_by_value(
     max_value: Bounds, min_value: Bounds = None, *, count: bool = False
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Clips every element to [min_value, max_value], or to [-max_value, max_value].
 
     | element            | becomes                                                |
@@ -91,7 +91,7 @@ def value_clipper(
     low: tuple[str, Any] | None = None,
     *,
     count: bool = False,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """The clipper of two bounds, each (name, bound). Errors name the call and these."""
     low = low or ("", None)
     upper = _bounds(call, *high, no_bound=math.inf)
@@ -141,7 +141,7 @@ def value_clipper(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def clip(max_delta: Bounds) -> optax.GradientTransformation:
+def clip(max_delta: Bounds) -> optax.GradientTransformationExtraArgs:
     """Clips every element to [-max_delta, max_delta], as `optax.clip`.
 
     Args:
