@@ -193,15 +193,7 @@ class Rule:
         jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
 
     def __post_init__(self) -> None:
-        call = call_name(type(self))
-        # A check may replace a value: a function becomes a Partial, a node for JAX. A
-        # frozen dataclass takes the new value by its dict only.
-        values = vars(self)
-        for spec in fields(self):
-            name = spec.name
-            # A plain field of a user's rule has no check.
-            if "check" in spec.metadata:
-                values[name] = check_field(call, name, spec, values[name])
+        check_fields(self, call_name(type(self)))
 
     def __repr__(self) -> str:
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
@@ -324,22 +316,27 @@ def _form(tree: PyTree) -> Any:
 
 def rule_in(call: str, rule_class: type[R], **numbers: Any) -> R:
     """A rule of a clipper with the same arguments, whose errors name the clipper."""
-    checked = {}
+    # `__init__` would check the numbers under the name of the rule.
+    rule = object.__new__(rule_class)
     for spec in fields(rule_class):
-        name = spec.name
-        if name in numbers and "check" in spec.metadata:
-            checked[name] = check_field(call, name, spec, numbers[name])
-    rule = rule_class(**numbers)
-    # The rule checked its numbers too. What a schedule returns is checked in the step,
-    # under the name in the schedule.
-    vars(rule).update(checked)
+        vars(rule)[spec.name] = numbers.get(spec.name, spec.default)
+    check_fields(rule, call)
     return rule
 
 
-def check_field(call: str, name: str, spec: Any, value: Any) -> Any:
-    """A value that passed the check of a field, which may return another for it."""
-    checked_value = spec.metadata["check"](f"{call}: {name}", value)
-    return value if checked_value is None else checked_value
+def check_fields(rule: Rule, call: str) -> None:
+    """Checks the numbers of a rule. Errors name the call."""
+    # A frozen dataclass takes a new value by its dict only.
+    values = vars(rule)
+    for spec in fields(rule):
+        # A plain field of a user's rule has no check.
+        if "check" in spec.metadata:
+            check = spec.metadata["check"]
+            value = check(f"{call}: {spec.name}", values[spec.name])
+            # Some checks return the value in another form: a function becomes a
+            # Partial, a node for JAX. The others return None.
+            if value is not None:
+                values[spec.name] = value
 
 
 def call_name(cls: type) -> str:
