@@ -390,13 +390,10 @@ def clippy(
         limit = jnp.where(has_no_limit, jnp.inf, 1.0)
         bound_ratio = partial(_bound_ratio, relative, absolute, has_no_limit)
         norms = measure(jax.tree.map(bound_ratio, tree, weights))
-        finite_norms = []
-        limits = []
-        for norm in norms.values:
-            # The state holds no norm of inf. One of NaN stays.
-            finite_norms.append(jnp.minimum(norm, jnp.finfo(norm.dtype).max))
-            # A norm of inf has an update beside a bound of 0, which lets nothing move.
-            limits.append(jnp.where(norm == jnp.inf, 0.0, limit))
+        # The state holds no norm of inf. One of NaN stays.
+        finite_norms = [jnp.minimum(x, jnp.finfo(x.dtype).max) for x in norms.values]
+        # A norm of inf has an update beside a bound of 0, which lets nothing move.
+        limits = [jnp.where(x == jnp.inf, 0.0, limit) for x in norms.values]
         return kernel.update(
             updates,
             state,

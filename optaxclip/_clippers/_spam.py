@@ -415,21 +415,18 @@ def reset_momentum(
         factor = jnp.where(is_rising, rise, 1.0)
 
         def times_factor(x: ArrayLike) -> Array:
+            if jnp.iscomplexobj(x):
+                # In parts. (inf + 0i) * (1 + 0i) is inf + NaN i: of 0 * inf.
+                real = times_factor(jnp.real(x))
+                return lax.complex(real, times_factor(jnp.imag(x)))
             wide = _widened(x)
-            product = _times(wide, factor.astype(modulus_dtype(wide)))
+            product = wide * factor.astype(wide.dtype)
             return product.astype(jnp.result_type(x))
 
         tree = jax.tree.map(times_factor, clipped_leaves(updates, call))
         return put_back(tree, updates), ResetState(new_step, new_inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _times(x: Array, factor: Array) -> Array:
-    """x * factor, a complex x in its parts: (inf + 0i) * (1 + 0i) is inf + NaN i."""
-    if jnp.iscomplexobj(x):
-        return lax.complex(jnp.real(x) * factor, jnp.imag(x) * factor)
-    return x * factor
 
 
 def steps_since_reset(step: Array, every: ArrayLike | None) -> Array:
