@@ -218,17 +218,14 @@ def larc(
         weights = weights_of(call, tree, params)
         grad_norms = measure(tree)
         weight_norms = measure(weights)
-        grads, treedef = jax.tree.flatten(tree)
-        decayed_grads = []
-        for grad, weight, grad_norm, weight_norm in zip(
-            grads,
-            jax.tree.leaves(weights),
-            grad_norms.local_values(),
-            weight_norms.local_values(),
-        ):
-            decayed_grads.append(
-                _decayed(weight_decay, grad, weight, grad_norm, weight_norm)
-            )
+        treedef = jax.tree.structure(tree)
+        decayed_grads = jax.tree.map(
+            partial(_decayed, weight_decay),
+            tree,
+            weights,
+            treedef.unflatten(grad_norms.local_values()),
+            treedef.unflatten(weight_norms.local_values()),
+        )
         # As apex, the kernel divides by |g| + weight_decay * |p|. This sum is at least
         # the norm of the decayed gradient.
         sums = []
@@ -238,7 +235,7 @@ def larc(
             total = grad_norm + decay * weight_norm
             sums.append(jnp.where(grad_norm == 0, grad_norm, total))
         clipped, new_state = kernel.update(
-            put_back(treedef.unflatten(decayed_grads), updates),
+            put_back(decayed_grads, updates),
             state,
             params,
             grad_norm=grad_norms._replace(values=sums),

@@ -290,13 +290,15 @@ def adaclip(
         # back their own bits.
         scaled, new_state = kernel.update(tree, state, params, **extra_args)
         norms_of_leaves, limits_of_leaves = _norms_and_limits(new_state, norms)
-        gradients, treedef = jax.tree.flatten(tree)
-        clipped = []
-        for gradient, scaled_gradient, norm, limit in zip(
-            gradients, jax.tree.leaves(scaled), norms_of_leaves, limits_of_leaves
-        ):
-            clipped.append(_scaled_over_limit(gradient, scaled_gradient, norm, limit))
-        return put_back(treedef.unflatten(clipped), updates), new_state
+        treedef = jax.tree.structure(tree)
+        clipped = jax.tree.map(
+            _scaled_over_limit,
+            tree,
+            scaled,
+            treedef.unflatten(norms_of_leaves),
+            treedef.unflatten(limits_of_leaves),
+        )
+        return put_back(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
