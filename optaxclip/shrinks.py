@@ -12,8 +12,8 @@ as `shrink=` into `clip_by`, the clippers by global, tensor, unit, group, averag
 spectral norm and RMS, AGC, and `clipped_grad`. `shrink=smooth`, a factory without
 parentheses, is `shrink=smooth()`.
 
-A limit of inf clips nothing, whatever the shrink: clippers call none with it. So a
-shrink may be NaN there, as `auto_s` and `psac` are for a norm of 0.
+A limit of inf clips nothing, whatever the shrink: clippers do not call the shrink then.
+So a shrink may be NaN there, as `auto_s` and `psac` are for a norm of 0.
 """
 
 from __future__ import annotations
@@ -198,9 +198,12 @@ class _Psac:
 
     @property
     def lengthening(self) -> float:
+        # A norm in float32 holds no such r, and is normalized.
+        if self.r < float(jnp.finfo(jnp.float32).tiny):
+            return math.inf
         # norm + r / (norm + r) is least for the norm sqrt(r) - r, or for 0.
         least_divisor = 1.0 if self.r > 1 else 2 * self.r**0.5 - self.r
-        return 1 / least_divisor if least_divisor else math.inf
+        return 1 / least_divisor
 
     def __call__(self, norm: Array, limit: Array) -> Array:
         info = jnp.finfo(jnp.result_type(norm))

@@ -2,8 +2,8 @@
 the mean of tensors.
 
 limit 0          zeros, for zero updates as well
-limit None, inf  only measures: bit for bit the input, even where it is NaN.
-                 nonfinite="raise" raises for a norm that is NaN or inf all the same
+limit None, inf  only measures: bit for bit the input. NaN and inf pass, except with
+                 nonfinite="raise", which raises
 norm <= limit    bit for bit the input
 norm NaN or inf  all that was measured together becomes NaN (nonfinite="propagate")
 nothing to clip  the norm of an empty tree is 0. None, integer, bool and empty

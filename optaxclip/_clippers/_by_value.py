@@ -37,7 +37,7 @@ class ClipByValueState(NamedTuple):
 
 def clip_by_value(
     max_value: Bounds, min_value: Bounds = None, *, count: bool = False
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Clips every element to [min_value, max_value], or to [-max_value, max_value].
 
     | element            | becomes                                                |
@@ -59,7 +59,8 @@ def clip_by_value(
       min_value: the lower bound, likewise. None for -max_value, also in a tree, where a
         complex leaf needs it. Where schedules cross, the upper bound wins.
       count: whether to count which share of the elements is clipped, for `metrics`.
-        On a CPU that takes a copy of the gradients, and as long as Adam.
+        On a CPU that takes memory for a copy of the gradients, and the time of an Adam
+        step.
 
     Returns:
       A transformation with a `ClipByValueState`.
@@ -90,7 +91,7 @@ def value_clipper(
     low: tuple[str, Any] | None = None,
     *,
     count: bool = False,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """The clipper of two bounds, each (name, bound). Errors name the call and these."""
     low = low or ("", None)
     upper = _bounds(call, *high, no_bound=math.inf)
@@ -105,7 +106,7 @@ def value_clipper(
 
     # A chain hands every argument to all of its links. This clipper takes none.
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         # A checkpoint of `optax.clip` has EmptyState in this place. Fixed bounds need
         # no count of steps, so it begins anew.
@@ -117,30 +118,30 @@ def value_clipper(
         high_bounds = lookup(upper, updates, high_argument)
         low_bounds = lookup(lower, updates, low_argument)
         entries, treedef = jax.tree.flatten_with_path(updates)
-        clipped_leaves = []
+        results = []
         for (path, leaf), high_bound, low_bound in zip(
             entries, high_bounds, low_bounds
         ):
             high_value = _bound_at(state.step, high_bound, high_argument)
             low_value = _bound_at(state.step, low_bound, low_argument)
             clipped = _clipped(call, trees.name(path), leaf, high_value, low_value)
-            clipped_leaves.append(clipped)
+            results.append(clipped)
         step = count_up(state.step)
         elements = state.elements
         if count:
             # A leaf without numbers, such as a key, is the same object as before.
             pairs = []
-            for (_, leaf), clipped in zip(entries, clipped_leaves):
+            for (_, leaf), clipped in zip(entries, results):
                 if clipped is not leaf:
                     pairs.append((trees.unbox(leaf), clipped))
             elements = count_clipped(call, elements, step, pairs)
         new_state = ClipByValueState(step, elements)
-        return jax.tree.unflatten(treedef, clipped_leaves), new_state
+        return jax.tree.unflatten(treedef, results), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def clip(max_delta: Bounds) -> optax.GradientTransformation:
+def clip(max_delta: Bounds) -> optax.GradientTransformationExtraArgs:
     """Clips every element to [-max_delta, max_delta], as `optax.clip`.
 
     Args:

@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .._axes import Axis, Stacked
-from .._checks import Nonfinite, check_flag, shown
+from .._checks import Nonfinite, check_flag, kept_finite, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, UnitwiseNorm
@@ -22,7 +22,7 @@ from .._options import Ord, check_measure
 from .._trees import PyTree, clipped_leaves, put_back, weights_of
 from ..rules._limits import ShareOfParams
 from ..rules._rule import (
-    Answer,
+    LimitAndMemory,
     Number,
     Rule,
     at_step,
@@ -212,23 +212,20 @@ def larc(
 
     # Norm and limit are computed here, so those that a chain hands over are dropped.
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params)
         grad_norms = measure(tree)
         weight_norms = measure(weights)
-        grads, treedef = jax.tree.flatten(tree)
-        decayed_grads = []
-        for grad, weight, grad_norm, weight_norm in zip(
-            grads,
-            jax.tree.leaves(weights),
-            grad_norms.local_values(),
-            weight_norms.local_values(),
-        ):
-            decayed_grads.append(
-                _decayed(weight_decay, grad, weight, grad_norm, weight_norm)
-            )
+        treedef = jax.tree.structure(tree)
+        decayed_grads = jax.tree.map(
+            partial(_decayed, weight_decay),
+            tree,
+            weights,
+            treedef.unflatten(grad_norms.local_values()),
+            treedef.unflatten(weight_norms.local_values()),
+        )
         # As apex, the kernel divides by |g| + weight_decay * |p|. This sum is at least
         # the norm of the decayed gradient.
         sums = []
@@ -238,7 +235,7 @@ def larc(
             total = grad_norm + decay * weight_norm
             sums.append(jnp.where(grad_norm == 0, grad_norm, total))
         clipped, new_state = kernel.update(
-            put_back(treedef.unflatten(decayed_grads), updates),
+            put_back(decayed_grads, updates),
             state,
             params,
             grad_norm=grad_norms._replace(values=sums),
@@ -266,7 +263,7 @@ class Larc(Rule):
 
     def update(
         self, norm: Array, memory: PyTree, step: Array, params_norm: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         rate, trust = at_step(step, norm.dtype, self.learning_rate, self.trust)
         weight_norm = params_norm.astype(norm.dtype)
         # Weights of 0 would get a limit of 0 and never move. A rate of 0 moves nothing.
@@ -297,8 +294,12 @@ def _decayed(
 
 
 def _in_dtype_of(leaf: ArrayLike, x: Array) -> Array:
-    """`x`, rounded to the dtype of a leaf."""
-    return x.astype(jnp.result_type(leaf))
+    """`x`, rounded to the dtype of a leaf. No finite number becomes inf."""
+    dtype = jnp.result_type(leaf)
+    # Complex leaves have the dtype already.
+    if x.dtype != dtype:
+        x = kept_finite(dtype, x)
+    return x.astype(dtype)
 
 
 def clippy(
@@ -320,8 +321,8 @@ def clippy(
 
         update 0            stays 0, whatever the weights
         weight 0            moves by at most `absolute`. With absolute=0 its whole
-                            tensor does not move, nor where |u_i| / bound leaves the
-                            dtype
+                            tensor does not move. Nor does a tensor in which
+                            |u_i| / bound overflows
         within the bounds   bit for bit the input
         update NaN or inf   the whole tensor becomes NaN (nonfinite="propagate"), and so
                             it does where a weight is NaN
@@ -378,7 +379,7 @@ def clippy(
 
     # Norm and limit are computed here, so those that a chain hands over are dropped.
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")
@@ -386,13 +387,10 @@ def clippy(
         limit = jnp.where(has_no_limit, jnp.inf, 1.0)
         bound_ratio = partial(_bound_ratio, relative, absolute, has_no_limit)
         norms = measure(jax.tree.map(bound_ratio, tree, weights))
-        finite_norms = []
-        limits = []
-        for norm in norms.values:
-            # The state holds no norm of inf. One of NaN stays.
-            finite_norms.append(jnp.minimum(norm, jnp.finfo(norm.dtype).max))
-            # A norm of inf has an update beside a bound of 0, which lets nothing move.
-            limits.append(jnp.where(norm == jnp.inf, 0.0, limit))
+        # The state holds no norm of inf. One of NaN stays.
+        finite_norms = [jnp.minimum(x, jnp.finfo(x.dtype).max) for x in norms.values]
+        # A norm of inf has an update beside a bound of 0, which lets nothing move.
+        limits = [jnp.where(x == jnp.inf, 0.0, limit) for x in norms.values]
         return kernel.update(
             updates,
             state,

@@ -97,7 +97,7 @@ def clip_grads(
     `clip_by_global_norm` into the chain, whose norms `metrics` reads.
 
     Args:
-      grads: a pytree of arrays, at most as long as `max_norm` afterwards.
+      grads: a pytree of arrays.
       max_norm: the limit: a number at least 0, a scalar array, or None to only measure.
         It may be traced.
       ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".

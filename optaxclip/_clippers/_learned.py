@@ -23,7 +23,7 @@ from ..rules._averages import EmaBand, MomentsRatio, ZScore
 from ..rules._limits import Limit, minimum, rule_of
 from ..rules._memory import between, count_up
 from ..rules._rule import (
-    Answer,
+    LimitAndMemory,
     Number,
     Rule,
     Schedule,
@@ -240,7 +240,7 @@ def adagc(
 
     After the warm-up one tensor that spikes is clipped alone. All others pass bit for
     bit, where a global clip would shorten them too. What is let through grows by at
-    most 1 + (1 - decay) * (ratio - 1) a step.
+    most the factor 1 + (1 - decay) * (ratio - 1) a step.
 
     In the warm-up one factor shortens all tensors, and the averages become the
     shortened norms. So a spike of 10,000 times the limit there holds every tensor back
@@ -249,8 +249,9 @@ def adagc(
 
     Args:
       ratio: above 1. At least 0 is allowed, with a warning: with 1 or less what is let
-        through can only fall, since the average is of that. The paper's code has 1.05
-        with a decay of 0.98, later runs 1.04 with 0.99. A number or a schedule.
+        through can only fall, since the average is taken over clipped norms. The
+        paper's code has 1.05 with a decay of 0.98, later runs 1.04 with 0.99. A number
+        or a schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
       max_norm: the global limit of the warm-up, at least 0. A number or a schedule.
       warmup: how many norms are seen under the global limit. At least 1.
@@ -334,7 +335,7 @@ class Adagc(Rule):
 
     def update(
         self, norm: Array, memory: AdaGCMemory, step: Array, total: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         ratio, decay, max_norm = at_step(
             step, norm.dtype, self.ratio, self.decay, self.max_norm
         )
@@ -379,8 +380,10 @@ def aggc(
 ) -> optax.GradientTransformationExtraArgs:
     """Holds the norm of each group in a band about its own running average.
 
-        new norm = the norm, within [max(floor, low * average), high * average]
-                   and within [down * norm, up * norm]
+        target = high * average             where the norm is above it
+                 max(floor, low * average)  for a norm below it, with raise_small=True
+                 norm                       for all others
+        new norm = target, within [down * norm, up * norm]
         average <- decay * average + (1 - decay) * new norm
 
     A group that explodes does not shorten the others, and one that dies away can be
@@ -389,11 +392,12 @@ def aggc(
 
     Args:
       low, high: the edges, as multiples of the average. At least 0. Numbers or
-        schedules.
+        schedules. `low` counts with raise_small=True only.
       scope: labels, such as the kind of the layer, as a tree prefix or a function of
         path and leaf, or "tensor" or "global".
       decay: of the average, in [0, 1]. A number or a schedule.
-      floor: the lower edge is at least this, in units of the norm. At least 0.
+      floor: the lower edge is at least this, in units of the norm, with
+        raise_small=True. At least 0.
       up: how far one step is lengthened at most, at least 1.
       down: how far one step is shortened at most, in [0, 1].
       raise_small: whether norms below the band are lifted. Otherwise they pass.

@@ -89,7 +89,8 @@ def qk_clip(
         key weights   W <- factor^(1 - alpha) (W + u)
 
     It comes last, after the optimizer, and returns the update that leads to these
-    weights: u' = sqrt(factor) (W + u) - W. So logits after the step are those that the
+    weights: u' = scale (W + u) - W. The scale is the power of the factor above, and the
+    factor itself for rotary queries. So logits after the step are those that the
     step alone would have led to, times the factor. All else is left alone, and so is a
     head within its limit, bit for bit.
 
@@ -177,13 +178,13 @@ def qk_clip(
         return kernel.init(zeros)
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         check_state(CALL, state, ClipState)
         tree = clipped_leaves(updates, CALL)
         weights = jax.tree.leaves(weights_of(CALL, tree, params, "updates"))
         attentions = find_attentions(roles, tree)
-        logits: Any = logits_of(attentions, extra.get("max_logits"))
+        logits: Any = logits_of(attentions, extra_args.get("max_logits"))
         # The kernel would clip the logits themselves. Only its state is used.
         new_state: Any = kernel.update(logits, state)[1]
         # Inside shard_map a state keeps its types from step to step, which `lax.scan`
@@ -436,8 +437,7 @@ def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
     """The layers and heads of the keys of an attention, which all leaves must fit."""
     shape = next(leaf.shape for leaf in leaves if leaf.role == "keys")
     for leaf in leaves:
-        # Grouped queries: 8 heads of queries may share 2 heads of keys.
-        fits = leaf.shape[:-1] == shape[:-1] and leaf.shape[-1] % shape[-1] == 0
+        fits = _shares_keys(leaf.shape, shape)
         if not fits or (leaf.role == "keys" and leaf.shape != shape):
             raise ValueError(
                 f"qk_clip: in the attention {'/'.join(path)!r} the heads of "
@@ -445,6 +445,14 @@ def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
                 f"the keys {shape}: queries must have a multiple of their heads."
             )
     return shape
+
+
+def _shares_keys(shape: Shape, shape_of_keys: Shape) -> bool:
+    """Whether the same number of heads of this shape shares each head of the keys.
+    Grouped queries: 8 heads of queries may share 2 heads of keys.
+    """
+    layers, heads = shape[:-1], shape[-1]
+    return layers == shape_of_keys[:-1] and heads % shape_of_keys[-1] == 0
 
 
 def scale_of(leaf: AttentionLeaf, factor: Array) -> Array:
@@ -478,8 +486,7 @@ def logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Arra
     for attention, array in zip(attentions, arrays):
         shape = attention.shape
         logits = jnp.atleast_1d(array)
-        fits = logits.shape[:-1] == shape[:-1] and logits.shape[-1] % shape[-1] == 0
-        if not fits or logits.shape[-1] == 0:
+        if not _shares_keys(logits.shape, shape) or logits.shape[-1] == 0:
             raise ValueError(
                 f"qk_clip: max_logits of the attention {attention.name!r} must have "
                 f"the shape {shape}, or a multiple of its last number where several "

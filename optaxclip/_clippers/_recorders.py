@@ -128,6 +128,7 @@ def record_spikes(
     sigmas: Number = 6.0, window: int | Array = 128, *, mesh_axes: MeshAxes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
     """Counts the steps whose norm or loss stands out, for `metrics`. Changes nothing.
+
     The loss must be the same on all devices, so average it with `lax.pmean`. In pmap
     and in shard_map(check_vma=False) a loss that differs is not noticed, and each
     replica counts its own spikes: `check_replicated` shows it, as in `skip_step`.

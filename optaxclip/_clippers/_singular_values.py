@@ -34,7 +34,7 @@ from .._mesh_types import resharded_as
 from ..rules._memory import root
 
 # The Gram matrix is raised to the power 2^17. Where m singular values almost tie, the
-# largest is underestimated by m^(1 / 2^18).
+# largest is underestimated by the factor m^(1 / 2^18).
 SQUARINGS = 17
 # Steps that turn eps into 1, and some more, by the bytes of a real number.
 POLAR_STEPS = {4: 24, 8: 48}
@@ -124,7 +124,8 @@ def _inverse_of_larger(z: Array, steps: int) -> Array:
     first = 0.5 * (3 * eye - square)
     more_steps = 4 if z.real.dtype.itemsize == 4 else 5
     inverse = lax.fori_loop(0, more_steps, step, first)
-    # With too few polar steps `absolute` is below |1 - 2 z^2|, down to 0.
+    # With too few polar steps `absolute` may be 0 where |1 - 2 z^2| is below the reach.
+    # `square` is then too small, at most by the factor 1 / (1 + reach).
     return inverse / math.sqrt(1 + _lowest_in_reach(steps))
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
@@ -83,7 +83,7 @@ def spam(
         clipped either. At least 0.
       every: the average starts anew before each update whose number, from 1, is a
         multiple of this, as in `reset_momentum`. None for never. A whole number, at
-        least 1.
+        least 1. Above `warmup`, or nothing is ever clipped.
       count: whether to count which share of the elements is clipped, for `metrics`.
 
     Returns:
@@ -290,13 +290,15 @@ def adaclip(
         # back their own bits.
         scaled, new_state = kernel.update(tree, state, params, **extra_args)
         norms_of_leaves, limits_of_leaves = _norms_and_limits(new_state, norms)
-        gradients, treedef = jax.tree.flatten(tree)
-        clipped = []
-        for gradient, scaled_gradient, norm, limit in zip(
-            gradients, jax.tree.leaves(scaled), norms_of_leaves, limits_of_leaves
-        ):
-            clipped.append(_scaled_over_limit(gradient, scaled_gradient, norm, limit))
-        return put_back(treedef.unflatten(clipped), updates), new_state
+        treedef = jax.tree.structure(tree)
+        clipped = jax.tree.map(
+            _scaled_over_limit,
+            tree,
+            scaled,
+            treedef.unflatten(norms_of_leaves),
+            treedef.unflatten(limits_of_leaves),
+        )
+        return put_back(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
@@ -415,6 +417,10 @@ def reset_momentum(
         factor = jnp.where(is_rising, rise, 1.0)
 
         def times_factor(x: ArrayLike) -> Array:
+            if jnp.iscomplexobj(x):
+                # In parts. (inf + 0i) * (1 + 0i) is inf + NaN i: of 0 * inf.
+                real = times_factor(jnp.real(x))
+                return lax.complex(real, times_factor(jnp.imag(x)))
             wide = _widened(x)
             product = wide * factor.astype(wide.dtype)
             return product.astype(jnp.result_type(x))

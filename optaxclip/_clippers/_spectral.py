@@ -132,8 +132,8 @@ def clip_by_spectral_norm(
 
     Raises:
       ValueError: a negative or NaN limit, an unknown method, a shrink that the method
-        does not know, fewer than 1 step, or a number of columns that a leaf does not
-        have.
+        does not know, fewer than 1 step, `steps` beside "svd", or a number of columns
+        that a leaf does not have.
       TypeError: a limit or a number of steps that is not a number.
 
     Example:
@@ -155,6 +155,11 @@ def clip_by_spectral_norm(
         check_known(f"{call}: steps", steps)
         check_length(f"{call}: steps", steps)
         steps = int(steps)
+        if method == "svd":
+            raise ValueError(
+                f"{call}: steps={steps} is for method='newton_schulz', and 'svd' takes "
+                "none."
+            )
     if method == "newton_schulz" and shrink not in (hard, smooth(2)):
         raise ValueError(
             f"{call}: method='newton_schulz' knows the shrinks hard and smooth(2), got "
@@ -252,7 +257,7 @@ class SpectralNorm(NamedTuple):
             # The largest elements are norms too, near enough to divide by.
             sizes = jnp.abs(matrices)
             peaks = jnp.max(sizes, (-2, -1), keepdims=True)
-            quotients, divisors = _divided(matrices, peaks)
+            quotients, divisors = _scaled_by_power_of_2(matrices, peaks)
             if self.method == "svd":
                 largest = jnp.linalg.svd(quotients, compute_uv=False)[..., :1, None]
             else:
@@ -294,24 +299,24 @@ class SpectralNorm(NamedTuple):
             if rank < 2:
                 continue
             check_no_bool(self.call, "columns", columns[index])
-            column_axes = 1 if columns[index] is None else columns[index]
-            is_whole = isinstance(column_axes, (int, np.integer))
-            if not is_whole or not 1 <= column_axes < rank:
+            column_axis_count = 1 if columns[index] is None else columns[index]
+            is_whole = isinstance(column_axis_count, (int, np.integer))
+            if not is_whole or not 1 <= column_axis_count < rank:
                 raise ValueError(
                     f"{argument} must be a whole number from 1 to {rank - 1} "
                     f"for the leaf {trees.name(path)!r} of shape {shape}, got "
-                    f"{shown(column_axes)}."
+                    f"{shown(column_axis_count)}."
                 )
             sizes = [shape[axis] for axis in matrix_axes]
-            row_count = math.prod(sizes[:-column_axes])
-            column_count = math.prod(sizes[-column_axes:])
+            row_count = math.prod(sizes[:-column_axis_count])
+            column_count = math.prod(sizes[-column_axis_count:])
             # A matrix of one row or one column is a vector.
             if min(row_count, column_count) > 1:
                 layout = Layout(
                     leaf_type=jax.typeof(leaf),
                     layer_axes=layer_axes,
-                    rows=row_count,
-                    columns=column_count,
+                    row_count=row_count,
+                    column_count=column_count,
                 )
                 layouts.setdefault(layout, []).append(index)
         return layouts
@@ -322,8 +327,8 @@ class Layout(NamedTuple):
 
     leaf_type: ShapedArray
     layer_axes: tuple[int, ...]  # the axes that count layers
-    rows: int
-    columns: int
+    row_count: int
+    column_count: int
 
     def stack(self, leaves: list[Array]) -> Array:
         """The leaves as matrices [leaves, *layers, rows, columns], in at least float32,
@@ -336,15 +341,15 @@ class Layout(NamedTuple):
         for leaf in leaves:
             x = jnp.moveaxis(leaf, self.layer_axes, range(layer_rank))
             x = resharded(x, jax.typeof(x).sharding.spec[:layer_rank])
-            shape = *x.shape[:layer_rank], self.rows, self.columns
+            shape = *x.shape[:layer_rank], self.row_count, self.column_count
             matrices_of_leaves.append(x.reshape(shape))
         dtype = wide_dtype(matrices_of_leaves[0])
         matrices = jnp.stack(matrices_of_leaves).astype(dtype)
-        return adjoint(matrices) if self.rows < self.columns else matrices
+        return adjoint(matrices) if self.row_count < self.column_count else matrices
 
     def unstack(self, matrices: Array, like: Array) -> Array:
         """One leaf out of a stack, [*layers, rows, columns], typed like another."""
-        if self.rows < self.columns:
+        if self.row_count < self.column_count:
             matrices = adjoint(matrices)
         matrix_axes = other_axes(self.layer_axes, like.ndim)
         sizes = [like.shape[axis] for axis in (*self.layer_axes, *matrix_axes)]
@@ -379,7 +384,7 @@ def _with_shrunk_values(
         shape = *matrices.shape[:-2], 1, 1
         norms = jnp.stack([entry.norm for entry in entries]).reshape(shape)
         limits = jnp.stack([entry.limit for entry in entries]).reshape(shape)
-        quotients, divisors = _divided(matrices, norms)
+        quotients, divisors = _scaled_by_power_of_2(matrices, norms)
         # Zeros, broken matrices, and limits of 0 and inf are as the kernel left them.
         has_norm = jnp.isfinite(norms) & (norms > 0)
         is_shrunk = has_norm & jnp.isfinite(limits) & (limits > 0)
@@ -422,13 +427,13 @@ def _shrunk_values(
     # What LAPACK and NumPy's `matrix_rank` count as 0 may be rounding noise, with
     # singular vectors of no meaning. `normalize` would bring it to the limit.
     eps = jnp.finfo(values.dtype).eps
-    noise = eps * max(layout.rows, layout.columns) * values[..., :1]
+    noise = eps * max(layout.row_count, layout.column_count) * values[..., :1]
     is_noise = values <= noise
     not_lengthened = jnp.minimum(shrunk_values, values)
     return jnp.where(is_noise, not_lengthened, shrunk_values)
 
 
-def _divided(matrices: Array, norms: Array) -> tuple[Array, Array]:
+def _scaled_by_power_of_2(matrices: Array, norms: Array) -> tuple[Array, Array]:
     """Matrices divided by a power of 2 near their norm, so that squares do not
     overflow, and these powers. Matrices whose norm is NaN or inf become zeros.
     """

@@ -52,8 +52,9 @@ class Judge(NamedTuple):
     rule: Rule  # of the norm
     loss_rule: Rule | None  # None looks at no loss
     mesh_axes: MeshAxes
-    # The argument that makes every step need a loss, or "" where a step may go without.
-    loss_needed_by: str = ""
+    # The argument that the error of a step without a loss names. "" where a step may go
+    # without.
+    loss_argument: str = ""
 
     def initial(self, params: PyTree) -> tuple[Comparison, Comparison]:
         """Norm and loss before the first step."""
@@ -173,9 +174,9 @@ class Judge(NamedTuple):
                 f"{self.call}: update has no argument {name!r}: the loss is value, as "
                 "in optax. Call update(grads, state, params, value=loss)."
             )
-        if self.loss_needed_by:
+        if self.loss_argument:
             raise ValueError(
-                f"{self.call}: {self.loss_needed_by} looks at the loss: call "
+                f"{self.call}: {self.loss_argument} looks at the loss: call "
                 "update(grads, state, params, value=loss), or leave that argument out."
             )
 

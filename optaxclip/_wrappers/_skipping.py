@@ -34,7 +34,6 @@ what was skipped as `skip/...`. `_judge.py` decides, for `record_spikes` as well
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -162,9 +161,11 @@ def skip_step(
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Skips steps whose norm or loss is more than six deviations above the mean of the
-    last 128, as OLMo-core does. The loss must be the same on all devices, so average it
-    with `lax.pmean`. In pmap and in shard_map(check_vma=False) a loss that differs is
-    not noticed, and the replicas drift apart: see the second example.
+    last 128, as OLMo-core does.
+
+    The loss must be the same on all devices, so average it with `lax.pmean`. In pmap
+    and in shard_map(check_vma=False) a loss that differs is not noticed, and the
+    replicas drift apart: see the second example.
 
     The norm is that of the gradient as it comes in. So the clipper goes inside,
     `skip_step(optax.chain(clip, adam))`. Behind a clipper no norm is above its limit,
@@ -229,8 +230,8 @@ def skip_step(
     rule = step_rule(sigmas, window, call=call)
     # With None a step without a loss is judged by its norm alone.
     loss_rule = rule if on_loss is None or on_loss else None
-    loss_needed_by = "on_loss=True" if on_loss else ""
-    return _skipping(inner, Judge(call, rule, loss_rule, mesh_axes, loss_needed_by))
+    loss_argument = "on_loss=True" if on_loss else ""
+    return _skipping(inner, Judge(call, rule, loss_rule, mesh_axes, loss_argument))
 
 
 def skip_spikes(
@@ -242,8 +243,10 @@ def skip_spikes(
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Skips steps whose gradient norm, or loss, is over the limit of a rule, or is NaN
-    or inf. The loss must be the same on all devices, so average it with `lax.pmean`. In
-    pmap and in shard_map(check_vma=False) a loss that differs is not noticed, and the
+    or inf.
+
+    The loss must be the same on all devices, so average it with `lax.pmean`. In pmap
+    and in shard_map(check_vma=False) a loss that differs is not noticed, and the
     replicas drift apart: `check_replicated` shows it, as in `skip_step`.
 
     The norm is that of the gradient as it comes in. So the clipper goes inside,
@@ -339,9 +342,8 @@ def _skipping(
         skip = judgement.is_rejected
         if max_consecutive is not None:
             skip = skip & (state.consecutive < max_consecutive)
-        inner_update = partial(optimizer.update, **extra_args)
         updates, inner_state = update_unless(
-            skip, inner_update, updates, state.inner_state, arrays_of(params)
+            skip, optimizer, updates, state.inner_state, arrays_of(params), extra_args
         )
         return updates, _next_state(state, judgement, skip, inner_state)
 

@@ -65,13 +65,14 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .. import _norms as norms
+from .. import _trees as trees
 from .._axes import axes_within
 from .._checks import check_number, check_scalar, with_extra_args
 from .._clippers._by_value import value_clipper
 from .._foreign_names import with_our_names
 from .._kernel import clip_once, make_clipper
 from .._options import check_measure
-from .._trees import PyTree, Tree, clipped_leaves, name
+from .._trees import PyTree, Tree, clipped_leaves
 from ..rules._limits import Limit
 
 __all__ = [
@@ -164,7 +165,7 @@ def clip_by_norm(
         axis = tuple(axes) if isinstance(axes, (list, tuple)) else (axes,)
         entries = jax.tree.leaves_with_path(clipped_leaves(t, call))
         for path, leaf in entries:
-            axes_within(axis, f"{call}: axes", name(path), jnp.ndim(leaf))
+            axes_within(axis, f"{call}: axes", trees.name(path), jnp.ndim(leaf))
         # axes are summed over, like `axis` of clip_by_unitwise_norm.
         measure = norms.UnitwiseNorm(**check_measure(call, None, axis=axis))
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]

@@ -33,9 +33,9 @@ array is a tree.
     clip_value < 0                all become clip_value  ValueError
     max_norm, clip_value a text   read as a number       TypeError
     error_if_nonfinite            RuntimeError           the same without jit, a
-                                                         `checkify.check` under it;
-                                                         neither where only torch's
-                                                         powers overflow
+                                                         `checkify.check` under it.
+                                                         No error where the true norm
+                                                         is finite
     get_total_norm of None        an error               ignored, as in clip_grad_norm
     integer leaves                refused                neither measured nor clipped
                                                          by norm
@@ -50,6 +50,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -232,7 +233,7 @@ def _clipped(
     except (TypeError, ValueError, OverflowError):
         order = math.nan
     # float(True) is 1, which torch takes. Here a bool counts as a mistake.
-    if not order > 0 or isinstance(norm_type, bool):
+    if not order > 0 or isinstance(norm_type, (bool, np.bool_)):
         raise ValueError(
             f"{call}: norm_type must be a number above 0, or a text of one such as "
             f'"inf", got {shown(norm_type)}.'

@@ -21,7 +21,7 @@ from ._memory import (
     root,
 )
 from ._rule import (
-    Answer,
+    LimitAndMemory,
     Number,
     Rule,
     at_step,
@@ -105,7 +105,7 @@ class Ema(Rule):
     def init(self, norm: Array) -> Average:
         return empty_average(norm)
 
-    def update(self, norm: Array, average: Average, step: Array) -> Answer:
+    def update(self, norm: Array, average: Average, step: Array) -> LimitAndMemory:
         (decay,) = at_step(step, norm.dtype, self.decay)
         # Blending comes first: the norm counts in the limit that it is held against.
         average = blend(average, norm, decay)
@@ -123,12 +123,12 @@ class EmaRatio(Rule):
 
     The defaults remember the smaller of norm and limit, so that a spike does not raise
     the limit for the next one. With a ratio near 1 the norm then grows by at most
-    1 + (1 - decay) * (ratio - 1) a step.
+    the factor 1 + (1 - decay) * (ratio - 1) a step.
 
     Args:
-      ratio: a norm above this multiple of the average is clipped. At least 0, and above
-        1 unless norms are remembered as they came: otherwise limits can only fall. A
-        number or a schedule.
+      ratio: a norm above this multiple of the average is clipped. At least 0. With
+        remember="clipped" a ratio of at most 1 lets limits only fall. A number or a
+        schedule.
       decay: of the average, in [0, 1]. With 1 it stays at the first norm, or corrected
         is the mean of all. A number or a schedule.
       target: the multiple that clipped norms are brought to. None for `ratio`.
@@ -178,7 +178,7 @@ class EmaRatio(Rule):
 
     def update(
         self, norm: Array, memory: tuple[Array, Average, Average], step: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         ratio, decay = at_step(step, norm.dtype, self.ratio, self.decay)
         target = self.ratio if self.target is None else self.target
         target_decay = self.decay if self.target_decay is None else self.target_decay
@@ -192,8 +192,8 @@ class EmaRatio(Rule):
         limit_of_spike = target * target_average.estimate
         limit = jnp.where(norm > edge, limit_of_spike, edge)
         # Without a norm there is no average, also with a warmup of 0.
-        is_warm = seen >= jnp.maximum(self.warmup, 1)
-        limit = jnp.where(is_warm, limit, jnp.inf)
+        is_past_warmup = seen >= jnp.maximum(self.warmup, 1)
+        limit = jnp.where(is_past_warmup, limit, jnp.inf)
         # By default the clipped norm, so that a spike does not raise the next limit.
         value = remembered(self.remember, norm, limit)
         new_memory = (
@@ -205,9 +205,12 @@ class EmaRatio(Rule):
 
 
 class EmaBand(Rule):
-    """limit = the norm, within [max(floor, low * average), high * average].
+    """limit = the norm, brought towards a band about the average.
 
-        limit within [down * norm, up * norm]
+        target = high * average             where the norm is above it
+                 max(floor, low * average)  for a norm below it, with raise_small=True
+                 norm                       for all others
+        limit = target, within [down * norm, up * norm]
         average <- decay * average + (1 - decay) * limit
 
     The limit may be above the norm, so use it with `shrink=shrinks.normalize`, as
@@ -218,13 +221,15 @@ class EmaBand(Rule):
 
     Args:
       low, high: the edges, as multiples of the average. At least 0. Numbers or
-        schedules. A norm above `high` is brought down to it, even where `low` is
-        higher. In the public scripts for LoRA both move linearly to later values,
-        `low` to 0.98 and `high` to 0.7, over 0.3 of the steps after the first 0.4:
+        schedules. `low` counts with raise_small=True only. A norm above `high` is
+        brought down to it, even where `low` is higher. In the public scripts for LoRA
+        both move linearly to later values, `low` to 0.98 and `high` to 0.7, over 0.3 of
+        the steps after the first 0.4:
         `high=optax.linear_schedule(0.6, 0.7, int(0.3 * steps), int(0.4 * steps))`.
       decay: of the average, in [0, 1]. With 1 it stays at the first norm. A number or a
         schedule.
-      floor: the lower edge is at least this, in units of the norm.
+      floor: the lower edge is at least this, in units of the norm, with
+        raise_small=True.
       up: how far one step is lengthened at most, at least 1.
       down: how far one step is shortened at most, in [0, 1].
       raise_small: whether norms below the band are lifted. Otherwise they pass.
@@ -253,7 +258,7 @@ class EmaBand(Rule):
     def init(self, norm: Array) -> Average:
         return empty_average(norm)
 
-    def update(self, norm: Array, average: Average, step: Array) -> Answer:
+    def update(self, norm: Array, average: Average, step: Array) -> LimitAndMemory:
         low, high, decay = at_step(step, norm.dtype, self.low, self.high, self.decay)
         floor, up, down = at_step(step, norm.dtype, self.floor, self.up, self.down)
         lower = jnp.maximum(floor, low * average.estimate)
@@ -306,7 +311,7 @@ class MomentsRatio(Rule):
 
     def update(
         self, norm: Array, memory: tuple[Average, Average], step: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         decay1, decay2, eps = at_step(
             step, norm.dtype, self.decay1, self.decay2, self.eps
         )
@@ -352,8 +357,8 @@ class ZScore(Rule):
       target: what a clipped norm is brought to: "adaptive" is the equation above,
         "mean" the mean, "max" z deviations above it.
       warmup: how many norms are seen before the first is clipped. At least 1.
-      eps: added to the deviation when the score is computed, in units of the norm. It
-        must be above 0 for the first norms after a constant warm-up.
+      eps: added to the deviation when the score is computed, in units of the norm.
+        With 0, every norm above the mean is clipped after a warm-up of equal norms.
 
     Raises:
       ValueError: a number out of its range, or an unknown target. TypeError: something
@@ -381,10 +386,10 @@ class ZScore(Rule):
         deviation = jnp.zeros_like(norm)
         return ZScoreMemory(seen, mean, deviation)
 
-    def update(self, norm: Array, memory: ZScoreMemory, step: Array) -> Answer:
+    def update(self, norm: Array, memory: ZScoreMemory, step: Array) -> LimitAndMemory:
         z, decay, eps = at_step(step, norm.dtype, self.z, self.decay, self.eps)
         seen, mean, deviation = memory
-        is_warm = seen >= self.warmup
+        is_past_warmup = seen >= self.warmup
         unit_of_score = deviation + eps
         edge = mean + multiple(z, unit_of_score)
         # With a unit of 0 the score is inf above the edge, and the target is the mean.
@@ -397,16 +402,16 @@ class ZScore(Rule):
             target_score = 0.0
         target = mean + target_score * deviation
         limit = jnp.where(norm > edge, target, edge)
-        limit = jnp.where(is_warm, limit, jnp.inf)
+        limit = jnp.where(is_past_warmup, limit, jnp.inf)
         clipped_norm = jnp.minimum(norm, limit)
         # In the warm-up all norms count alike, in the mean and in the variance.
         count = seen.astype(norm.dtype)
         new_count = (seen + 1).astype(norm.dtype)
-        decay = jnp.where(is_warm, decay, count / new_count)
+        decay = jnp.where(is_past_warmup, decay, count / new_count)
         new_mean = between(mean, clipped_norm, decay)
         # The paper's deviation is about the new mean. In the warm-up the geometric mean
         # of the distances to the old and the new one gives the exact variance.
-        share_of_distance = jnp.where(is_warm, decay, root(decay))
+        share_of_distance = jnp.where(is_past_warmup, decay, root(decay))
         distance = share_of_distance * (clipped_norm - mean)
         old_part = root(decay) * deviation
         new_part = root(1 - decay) * distance
@@ -462,16 +467,16 @@ class LogZScore(Rule):
 
     def update(
         self, norm: Array, memory: tuple[Array, Average, Array], step: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         z, decay = at_step(step, norm.dtype, self.z, self.decay)
         floor, spread = at_step(step, norm.dtype, self.floor, self.spread)
         # Norms seen, and mean and deviation of log(1 + norm).
         seen, mean, deviation = memory
         unit_of_score = jnp.maximum(deviation, spread)
         log_limit = mean.estimate + multiple(z, unit_of_score)
-        is_warm = seen >= self.warmup
+        is_past_warmup = seen >= self.warmup
         # expm1 and log1p keep the digits of norms far below 1.
-        limit = jnp.where(is_warm, jnp.expm1(log_limit), jnp.inf)
+        limit = jnp.where(is_past_warmup, jnp.expm1(log_limit), jnp.inf)
         clipped_norm = jnp.minimum(norm, limit)
         log_norm = jnp.log1p(jnp.maximum(clipped_norm, floor))
         new_mean = blend(mean, log_norm, decay)

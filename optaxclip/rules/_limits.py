@@ -21,7 +21,7 @@ from .. import _checks as checks
 from .._trees import PyTree
 from ._memory import count_up, multiple
 from ._rule import (
-    Answer,
+    LimitAndMemory,
     Number,
     Rule,
     Schedule,
@@ -203,11 +203,11 @@ class ShareOfParams(Rule):
 
     def update(
         self, norm: Array, memory: PyTree, step: Array, params_norm: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         share, floor = at_step(step, norm.dtype, self.share, self.floor)
         # Weights may have 64 bits where updates have 32.
-        weights = jnp.maximum(params_norm.astype(norm.dtype), floor)
-        return multiple(share, weights), memory
+        weight_norm = jnp.maximum(params_norm.astype(norm.dtype), floor)
+        return multiple(share, weight_norm), memory
 
 
 def rule_without_params(limit: Limit, argument: str) -> Rule:
@@ -262,8 +262,8 @@ class Joined(Rule):
         new_memories = []
         call = call_name(type(self))
         for index, (rule, memory) in enumerate(zip(self.rules, memories)):
-            more_norms = norms_for(rule, params_norm, total_norm)
-            limit, new_memory = rule.update(norm, memory, step, *more_norms)
+            norms_of_rule = norms_for(rule, params_norm, total_norm)
+            limit, new_memory = rule.update(norm, memory, step, *norms_of_rule)
             checks.check_real(
                 f"{call}: rules[{index}]: what a schedule or a rule returns", limit
             )
@@ -278,7 +278,7 @@ class Minimum(Joined):
 
     def update(
         self, norm: Array, memory: PyTree, step: Array, *more_norms: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         limits, new_memories = self.ask_each(norm, memory, step, more_norms)
         return reduce(jnp.minimum, limits), new_memories
 
@@ -288,7 +288,7 @@ class Maximum(Joined):
 
     def update(
         self, norm: Array, memory: PyTree, step: Array, *more_norms: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         limits, new_memories = self.ask_each(norm, memory, step, more_norms)
         return reduce(jnp.maximum, limits), new_memories
 
@@ -298,7 +298,7 @@ class WarmUp(Joined):
 
     # Counted in remembered norms, not in the `step` of `update`, which counts broken
     # ones too.
-    steps: Number = number_field(schedule=False)
+    steps: ArrayLike = number_field(schedule=False)
 
     @property
     def inf_is_off(self) -> bool:
@@ -310,7 +310,7 @@ class WarmUp(Joined):
 
     def update(
         self, norm: Array, memory: PyTree, step: Array, *more_norms: Array
-    ) -> Answer:
+    ) -> LimitAndMemory:
         seen, memories = memory
         # Both rules are asked in every step, so the second has learnt when its limit
         # counts.
@@ -363,10 +363,11 @@ def maximum(*rules: Limit) -> Rule:
     return Maximum(_rules("maximum", rules))
 
 
-def warm_up(steps: Number, before: Limit, after: Limit) -> Rule:
+def warm_up(steps: ArrayLike, before: Limit, after: Limit) -> Rule:
     """One rule for the first norms, and another from then on.
 
-    Both learn from the first norm on.
+    Both learn from the first norm on. Updates whose norm is NaN or inf become what
+    `nonfinite` of the clipper says, also where `before` or `after` is None.
 
     Args:
       steps: how many norms are held against `before`. At least 0. Norms that are NaN,

@@ -36,7 +36,8 @@ from ._memory import new_where
 R = TypeVar("R", bound="Rule")
 Schedule = Callable[[ArrayLike], ArrayLike]
 Number = ArrayLike | Schedule
-Answer = tuple[ArrayLike, Any]  # of a rule: the limit of a norm, and the new memory
+# What a rule returns: the limit of a norm, and the new memory.
+LimitAndMemory = tuple[ArrayLike, Any]
 
 
 def checked_number(
@@ -126,8 +127,8 @@ class Rule:
       norm of zeros. `()` for nothing.
     * `update(norm, memory, step) -> (limit, memory)`: `step` is an int32 scalar that
       counts from 0, and is 0 in each update that is given no state. A rule whose
-      `needs_params` is True gets the norm of the weights as a further argument, and
-      then one whose `needs_total` is True gets the norm of all norms of the clipper
+      `needs_params` is True gets the norm of the weights as a further argument. After
+      it, a rule whose `needs_total` is True gets the norm of all norms of the clipper
       together.
 
     A norm that is NaN, inf or 0 leaves the memory as it was. A zero is not remembered
@@ -174,33 +175,25 @@ class Rule:
                 )
         # A wrong keyword would otherwise be an error about `ZScore.__init__`.
         cls.__init__ = with_argument_errors(cls.__init__, call_name(cls))
-        meta = [f.name for f in fields(cls) if f.metadata.get("static")]
-        data = [f.name for f in fields(cls) if f.name not in meta]
-        keys = [jax.tree_util.GetAttrKey(name) for name in data]
+        static_names = [f.name for f in fields(cls) if f.metadata.get("static")]
+        leaf_names = [f.name for f in fields(cls) if f.name not in static_names]
+        keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
 
         def flatten(rule: Any) -> Any:
             leaves = [(key, getattr(rule, key.name)) for key in keys]
-            return leaves, tuple(getattr(rule, name) for name in meta)
+            return leaves, tuple(getattr(rule, name) for name in static_names)
 
         def unflatten(static: Any, leaves: Any) -> Any:
             # Fields are not checked: JAX also builds trees of what is no number.
             rule = object.__new__(cls)
-            vars(rule).update(zip(data, leaves))
-            vars(rule).update(zip(meta, static))
+            vars(rule).update(zip(leaf_names, leaves))
+            vars(rule).update(zip(static_names, static))
             return rule
 
         jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
 
     def __post_init__(self) -> None:
-        call = call_name(type(self))
-        # A check may replace a value: a function becomes a Partial, a node for JAX. A
-        # frozen dataclass takes the new value by its dict only.
-        values = vars(self)
-        for spec in fields(self):
-            name = spec.name
-            # A plain field of a user's rule has no check.
-            if "check" in spec.metadata:
-                values[name] = check_field(call, name, spec, values[name])
+        check_fields(self, call_name(type(self)))
 
     def __repr__(self) -> str:
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
@@ -210,7 +203,7 @@ class Rule:
         """Returns the memory before the first norm."""
         return ()
 
-    def update(self, *args: Any, **kwargs: Any) -> Answer:
+    def update(self, *args: Any, **kwargs: Any) -> LimitAndMemory:
         """Returns the limit of this step, and the new memory."""
         raise NotImplementedError(f"{type(self).__name__}: a rule must have an update.")
 
@@ -323,17 +316,27 @@ def _form(tree: PyTree) -> Any:
 
 def rule_in(call: str, rule_class: type[R], **numbers: Any) -> R:
     """A rule of a clipper with the same arguments, whose errors name the clipper."""
+    # `__init__` would check the numbers under the name of the rule.
+    rule = object.__new__(rule_class)
     for spec in fields(rule_class):
-        if spec.name in numbers and "check" in spec.metadata:
-            # The rule checks the number again, under its own name.
-            check_field(call, spec.name, spec, numbers[spec.name])
-    return rule_class(**numbers)
+        vars(rule)[spec.name] = numbers.get(spec.name, spec.default)
+    check_fields(rule, call)
+    return rule
 
 
-def check_field(call: str, name: str, spec: Any, value: Any) -> Any:
-    """A value that passed the check of a field, which may return another for it."""
-    checked_value = spec.metadata["check"](f"{call}: {name}", value)
-    return value if checked_value is None else checked_value
+def check_fields(rule: Rule, call: str) -> None:
+    """Checks the numbers of a rule. Errors name the call."""
+    # A frozen dataclass takes a new value by its dict only.
+    values = vars(rule)
+    for spec in fields(rule):
+        # A plain field of a user's rule has no check.
+        if "check" in spec.metadata:
+            check = spec.metadata["check"]
+            value = check(f"{call}: {spec.name}", values[spec.name])
+            # Some checks return the value in another form: a function becomes a
+            # Partial, a node for JAX. The others return None.
+            if value is not None:
+                values[spec.name] = value
 
 
 def call_name(cls: type) -> str:

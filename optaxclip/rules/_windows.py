@@ -15,7 +15,7 @@ from .._checks import check_length
 from .._exported import exported
 from ._memory import count_up, multiple, new_unless_zero, new_where, remembered
 from ._rule import (
-    Answer,
+    LimitAndMemory,
     Number,
     Rule,
     at_step,
@@ -123,7 +123,9 @@ class WindowedQuantile(Rule):
         recent = empty_window(self, norm)
         return recent, jnp.full_like(recent.past, jnp.inf)
 
-    def update(self, norm: Array, memory: QuantileMemory, step: Array) -> Answer:
+    def update(
+        self, norm: Array, memory: QuantileMemory, step: Array
+    ) -> LimitAndMemory:
         quantile, factor = at_step(step, norm.dtype, self.quantile, self.factor)
         # Both windows are made, since `current` may be traced.
         with_current = push_ordered(memory, norm)
@@ -131,8 +133,8 @@ class WindowedQuantile(Rule):
         recent, ordered = new_where(is_current, with_current, memory)
         norm_at_quantile = interpolated(quantile, recent.seen, ordered)
         limit = multiple(factor, norm_at_quantile)
-        is_warm = recent.seen >= jnp.maximum(self.warmup, 1)
-        limit = jnp.where(is_warm, limit, jnp.inf)
+        is_past_warmup = recent.seen >= jnp.maximum(self.warmup, 1)
+        limit = jnp.where(is_past_warmup, limit, jnp.inf)
         value = remembered(self.remember, norm, limit)
         new_memory = push_ordered(memory, value)
         return limit, new_unless_zero(self.remember, value, new_memory, memory)
@@ -232,7 +234,7 @@ class WindowedMean(Rule):
     def init(self, norm: Array) -> Window:
         return empty_window(self, norm)
 
-    def update(self, norm: Array, memory: Window, step: Array) -> Answer:
+    def update(self, norm: Array, memory: Window, step: Array) -> LimitAndMemory:
         sigmas, floor = at_step(step, norm.dtype, self.sigmas, self.floor)
         # Both windows are made, since `current` may be traced.
         with_current = push(memory, norm)
@@ -242,8 +244,8 @@ class WindowedMean(Rule):
         deviation = jnp.maximum(deviation, floor)
         limit = mean + multiple(sigmas, deviation)
         # With ddof 1 a deviation takes two norms, whatever the warmup is.
-        is_warm = window.seen >= jnp.maximum(self.warmup, 1 + self.ddof)
-        limit = jnp.where(is_warm, limit, jnp.inf)
+        is_past_warmup = window.seen >= jnp.maximum(self.warmup, 1 + self.ddof)
+        limit = jnp.where(is_past_warmup, limit, jnp.inf)
         # It goes onto `memory`: `window` may have the norm already, as it came.
         value = remembered(self.remember, norm, limit)
         return limit, push(memory, value)
@@ -306,9 +308,9 @@ class Growth(Rule):
     """limit = min(cap, rate * max(last norm, floor)), in the first step the cap alone.
 
     The last norm is what a hard clip let through, the smaller of norm and limit, unless
-    that is 0. From one step to the next the norm grows by at most 1 %, however large
-    the spike. A lasting rise by a factor f takes log(f) / log(rate) steps to pass.
-    Fira, APOLLO, RACS and Alice apply this to each tensor of the update:
+    that is 0. From one step to the next the norm grows by at most the factor `rate`,
+    however large the spike. A lasting rise by a factor f takes log(f) / log(rate) steps
+    to pass. Fira, APOLLO, RACS and Alice apply this to each tensor of the update:
     `clip_by_tensor_norm(rules.growth())` after the preconditioner.
 
     Args:
@@ -348,7 +350,7 @@ class Growth(Rule):
         # The first norm has no limit: inf times a rate above 0 is inf.
         return jnp.full_like(norm, jnp.inf)
 
-    def update(self, norm: Array, memory: Array, step: Array) -> Answer:
+    def update(self, norm: Array, memory: Array, step: Array) -> LimitAndMemory:
         cap = jnp.inf if self.cap is None else self.cap
         rate, floor, cap = at_step(step, norm.dtype, self.rate, self.floor, cap)
         # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
@@ -401,7 +403,7 @@ class QuantileTracker(Rule):
     def init(self, norm: Array) -> Array:
         return jnp.full_like(norm, self.start)
 
-    def update(self, norm: Array, limit: Array, step: Array) -> Answer:
+    def update(self, norm: Array, limit: Array, step: Array) -> LimitAndMemory:
         quantile, rate = at_step(step, norm.dtype, self.quantile, self.rate)
         is_within = (norm <= limit).astype(norm.dtype)
         # A limit of 0 or inf would stay for good, or become NaN.

@@ -315,6 +315,19 @@ def test_a_gradient_that_larc_decays_may_leave_the_range():
         np.testing.assert_allclose(found, wanted, rtol=eps / 2 + 8 * EPS)
 
 
+@pytest.mark.parametrize("options", [{"trust": math.inf}, {"learning_rate": 0.0}])
+def test_larc_without_a_limit_makes_no_finite_gradient_infinite(options):
+    clipper = larc(**{"learning_rate": 0.1, "weight_decay": 1.0} | options)
+    grads = jnp.array([6e4, -6e4, 1.0, math.inf], "float16")
+    largest = float(jnp.finfo("float16").max)
+    updates, _ = apply(clipper, {"w": grads[:3]}, {"w": grads[:3]})
+    np.testing.assert_array_equal(updates["w"], [largest, -largest, 2.0])
+    assert updates["w"].dtype == "float16"
+    # A weight of inf makes no finite gradient.
+    updates, _ = apply(clipper, jnp.ones(4, "float16"), grads)
+    assert not np.isfinite(updates[3])
+
+
 BROKEN = np.array([np.nan, 1.0], np.float32)
 
 

@@ -467,6 +467,13 @@ def test_columns_that_are_not_a_whole_number_are_refused(columns):
         spectral_norm(np.ones((12, 4, 5), np.float32), columns=columns)
 
 
+def test_svd_takes_no_steps():
+    text = r"^clip_by_spectral_norm: steps=3 is for method='newton_schulz'"
+    for options in ({}, {"method": "svd"}):
+        with pytest.raises(ValueError, match=text):
+            clip_by_spectral_norm(1.0, steps=3, **options)
+
+
 @pytest.mark.slow
 @both_forms
 def test_newton_schulz_has_a_finite_derivative_everywhere(form):

@@ -238,6 +238,16 @@ def test_every_shrink_is_its_equation():
         np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=repr(shrink))
 
 
+def test_psac_is_bounded_only_where_float32_holds_its_r():
+    norm = jnp.float32(1e-25)
+    shrink = shrinks.psac(1e-40)
+    assert float(shrink(norm, 1.0) / norm) > 1e24
+    assert shrinks.lengthening_of(shrink) == math.inf
+    # For r = 1e-6 the quotient norm + r / (norm + r) is least for the norm 1e-3 - 1e-6.
+    bound = shrinks.lengthening_of(shrinks.psac(1e-6))
+    np.testing.assert_allclose(bound, 1 / (2e-3 - 1e-6), rtol=1e-12)
+
+
 def test_shrinks_of_equal_numbers_are_equal_and_pickle():
     for make in (shrinks.smooth, shrinks.auto_s, shrinks.psac):
         copied = pickle.loads(pickle.dumps(make(2)))

@@ -192,6 +192,28 @@ def test_a_named_clipper_hands_all_its_arguments_to_its_rule():
         np.testing.assert_allclose(limit, end.limit, rtol=1e-6, err_msg=name)
 
 
+def no_number(step):
+    return "x"
+
+
+OF_NO_NUMBER = {
+    "zclip: z": optaxclip.zclip(no_number),
+    "autoclip: percentile": optaxclip.autoclip(no_number),
+    "adagc: ratio": optaxclip.adagc(no_number),
+    "aggc: high": optaxclip.aggc(high=no_number, scope="global"),
+    "adagn: decay1": optaxclip.adagn(no_number),
+    "adaclip: decay": optaxclip.adaclip(no_number),
+}
+
+
+@pytest.mark.parametrize("argument", OF_NO_NUMBER)
+def test_the_error_of_a_schedule_names_the_clipper(argument):
+    clipper = OF_NO_NUMBER[argument]
+    state = clipper.init(jnp.zeros(2))
+    with pytest.raises(TypeError, match=rf"^{argument}: what a schedule returns"):
+        clipper.update(jnp.ones(2), state)
+
+
 def test_each_argument_that_is_handed_on_changes_a_limit():
     for rule, options in OPTIONS:
         limits = optaxclip.replay.run(rule(**options), NORMS).limits
