@@ -26,7 +26,7 @@ from jax.extend.backend import backends
 from .._mesh import device_count
 from ._choose import Choice
 from ._ghost._norms import rounding
-from ._ghost._plans import GramPlan, LeafPlan
+from ._ghost._plans import GramPlan, LeafPlan, OuterProductPlan
 from ._limits import MAX_CANCELLATION
 from ._passes import block_size
 from ._problem import Problem
@@ -110,17 +110,16 @@ def has_accelerator() -> bool:
 
 
 def _dtype_of_sum(plan: LeafPlan, leaf: Array) -> np.dtype:
-    """The dtype to which terms are rounded. A loss may compute in fewer bits than the
-    parameter has.
+    """The dtype of the fewest bits to which terms or their sum are rounded, float32 or
+    wider. A loss may compute in fewer bits than the parameter has.
     """
-    dtype = np.promote_types(leaf.dtype, np.float32)
-    out_types = [out_type for site in plan.sites for out_type in site.out_types]
-    if not out_types:
-        return dtype
-    computed = np.dtype(np.float32)
-    for out_type in out_types:
-        computed = np.promote_types(computed, out_type.dtype)
-    return max(dtype, computed, key=lambda x: float(jnp.finfo(x).eps))
+    dtypes = [leaf.dtype]
+    for site in plan.sites:
+        dtypes += [site.out_types[index].dtype for index in site.tapped]
+    if isinstance(plan, OuterProductPlan):
+        dtypes += plan.matrices[0].dtypes
+    wide_dtypes = [np.promote_types(dtype, np.float32) for dtype in dtypes]
+    return max(wide_dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps))
 
 
 def _error_of_factors(plan: LeafPlan) -> float:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ._capture import Captured
@@ -94,6 +95,17 @@ class Matrix(NamedTuple):
         if isinstance(precision, (tuple, lax.Precision)):
             return precision
         return None
+
+    @property
+    def dtypes(self) -> list[np.dtype]:
+        """The dtypes of the operand and of the values between it and the parameter."""
+        dtypes = []
+        computation = self.origin.computation
+        # A view is made of one value, and that of another.
+        while computation:
+            dtypes.append(computation.eqn.outvars[0].aval.dtype)
+            computation = computation.in_origins[0].computation
+        return dtypes
 
     def value(self, values: Values) -> Array:
         """The operand as [stack, rows, columns]."""
