@@ -110,7 +110,7 @@ def sensitivity(
                 change=_distance(sums_with, sums_without), pattern=pattern, limit=limit
             )
             results.append(result)
-    return max(results)
+    return max(results, key=lambda result: result.change)
 
 
 def _with_first(array: Array, row: Array) -> Array:
