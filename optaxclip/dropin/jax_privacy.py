@@ -83,7 +83,8 @@ class BoundedSensitivityCallable:
     The bound has the rounding of the sum in it, as `explain_clipped_grad` proves it for
     a program and a size of the batch. So it is known once the function has run, or was
     traced: `jax.eval_shape(grad, params, batch)` is enough. Of several programs the
-    largest bound counts. Before that it is the limit alone, and asking for it warns.
+    largest bound counts. Before that, and always for a limit that jit traces, it is the
+    limit alone, and asking for it warns.
 
     Attributes:
       fun: the function.
@@ -137,10 +138,11 @@ class BoundedSensitivityCallable:
         """The bound of all programs so far."""
         if not self.bounds:
             warnings.warn(
-                f"{call}: the function has not run, so the rounding of its sum is not "
-                f"known, and the limit {self.limit} may be too little. Call it first, "
-                "or trace it: jax.eval_shape(grad, params, batch). If that is too "
-                "late, account for noise / (1 + change), with change from "
+                f"{call}: the function has not run, or has a limit that jit traces, so "
+                f"the rounding of its sum is not known, and the limit {self.limit} may "
+                "be too little. Make it with a number, and call it first, or trace it: "
+                "jax.eval_shape(grad, params, batch). If that is too late, account for "
+                "noise / (1 + change), with change from "
                 "optaxclip.per_example.explain_clipped_grad.",
                 # This method, the one that was called, then the user.
                 stacklevel=3,
@@ -305,6 +307,11 @@ def clipped_grad(
             mask = jnp.ones(size, bool)
         else:
             mask = jnp.logical_not(is_padding_example)
+            if mask.shape != (size,):
+                raise ValueError(
+                    f"clipped_grad: is_padding_example must be bool[{size}], one for "
+                    f"each example, got shape {mask.shape}."
+                )
         if size == 0:
             # One example of zeros that does not count
             mask = jnp.zeros(1, bool)
@@ -348,7 +355,7 @@ def clipped_grad(
 
         sums = jax.tree.map(normalized, result.grads)
         bound = _bound_of(result, sums, normalize_by)
-        # The bound of a traced limit is not known.
+        # The bound of a limit that jit traces is no number.
         if not isinstance(bound, Tracer):
             bounds.add(float(bound))
         if not has_auxiliary:
