@@ -35,7 +35,8 @@ def noise_share(norms_of_parts: ArrayLike, norm: ArrayLike) -> jax.Array:
       norm: float[]: the norm of the mean of their gradients, before any clip.
 
     Returns:
-      float[]: at least 0. NaN where a norm is NaN or inf, or all are 0.
+      float[]: at least 0. inf where `norm` is 0, but not all parts are. NaN where a
+        norm is NaN or inf, or all are 0.
 
     Raises:
       ValueError: fewer than two parts, norms that are not [k], or a norm that is not
