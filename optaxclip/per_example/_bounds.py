@@ -25,7 +25,7 @@ from jax.extend.backend import backends
 
 from .._mesh import device_count
 from ._choose import Choice
-from ._ghost._norms import rounding
+from ._ghost._norms import gamma
 from ._ghost._plans import GramPlan, LeafPlan, OuterProductPlan
 from ._limits import MAX_CANCELLATION
 from ._passes import block_size
@@ -80,7 +80,7 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
             # A norm by gram is one number instead.
             squares += leaf.size * device_count(mesh_axes)
         # A gradient times its factor and the divisor is rounded four times.
-        error = rounding(roundings + turns + 4, _dtype_of_sum(plan, leaf))
+        error = gamma(roundings + turns + 4, _dtype_of_sum(plan, leaf))
         error += _error_of_factors(plan)
         sum_errors.append(terms_over_gradient * error)
     error_of_sum = max(sum_errors)
@@ -98,9 +98,9 @@ def _error_of_squares(count: int) -> float:
     """
     if has_accelerator():
         one_after_another = min(count, count // PARTS_OF_A_SUM + PARTS_OF_A_SUM)
-        error_of_square = rounding(one_after_another, np.float32)
+        error_of_square = gamma(one_after_another, np.float32)
     else:
-        error_of_square = rounding(count, np.float64)
+        error_of_square = gamma(count, np.float64)
     return float(np.sqrt(1 + error_of_square) - 1)
 
 
@@ -141,5 +141,5 @@ def _error_of_gram(plan: GramPlan) -> float:
     """
     stack, rows, columns = plan.matrix_shape
     terms = rows + columns + stack * plan.positions**2 + 1
-    error_of_square = rounding(terms, np.float64)
+    error_of_square = gamma(terms, np.float64)
     return float(np.sqrt(1 + MAX_CANCELLATION**2 * error_of_square) - 1)

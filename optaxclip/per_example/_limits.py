@@ -173,9 +173,9 @@ class Limits(NamedTuple):
             else:
                 limit = float(value)
             is_proved = (limit == 0) | (limit >= LEAST_LIMIT) & (limit < np.inf)
-            longest = 1.0 if self.shrink is over_limit else limit
-            longest = numpy.where(is_proved, longest, np.inf)
-            limit_of_sum = numpy.hypot(limit_of_sum, longest)
+            new_limit = 1.0 if self.shrink is over_limit else limit
+            new_limit = numpy.where(is_proved, new_limit, np.inf)
+            limit_of_sum = numpy.hypot(limit_of_sum, new_limit)
         if is_traced:
             return limit_of_sum * (1 + len(self.values) * 2.0**-22)
         return None if np.isinf(limit_of_sum) else limit_of_sum
