@@ -139,7 +139,5 @@ def _error_of_gram(plan: GramPlan) -> float:
     """e = sqrt(1 + 16^2 gamma(R + K + L T^2 + 1)) - 1 for sums in float64, with R rows,
     K columns, a stack of L matrices, and T positions.
     """
-    stack, rows, columns = plan.matrix_shape
-    terms = rows + columns + stack * plan.positions**2 + 1
-    error_of_square = gamma(terms, np.float64)
+    error_of_square = gamma(plan.roundings, np.float64)
     return float(np.sqrt(1 + MAX_CANCELLATION**2 * error_of_square) - 1)

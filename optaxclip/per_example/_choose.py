@@ -103,9 +103,10 @@ def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
         array_type = jax.typeof(leaf)
         # Cotangents of a split parameter would need the same sharding in their types.
         if any(array_type.sharding.spec):
-            name = f"{trees.name(path)!r} of {array_type}"
-            obstacle = "is split over Explicit mesh axes that do not split the batch"
-            return None, f"{name}, which {obstacle}"
+            return None, (
+                f"{trees.name(path)!r} of {array_type}, which is split over Explicit "
+                "mesh axes that do not split the batch"
+            )
         # The plan depends on sizes, and sizes of jax.export may be symbols.
         if not all(isinstance(size, int) for size in leaf.shape):
             return None, f"sizes that are not known, here {leaf.shape}"

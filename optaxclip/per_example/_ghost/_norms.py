@@ -10,7 +10,6 @@ References: Goodfellow, Efficient per-example gradient computations, 2015 (arXiv
 be strong differentially private learners, 2022 (arXiv 2110.05679), for several.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -135,22 +134,23 @@ def _scattered(rows: Array, c: Array, shape: tuple[int, ...]) -> Array:
     return jax.vmap(of_one)(zeros, rows, c)
 
 
-def norms_by_gram(products: list[OuterProducts], *, is_bounded: bool) -> NormSource:
+def norms_by_gram(products: list[OuterProducts], roundings: int | None) -> NormSource:
     """The norm of each gradient G, without G, and a bound of |G| and of its terms:
 
         |G|^2 = sum_ts (a_t . a_s)(c_t . c_s)      Li et al., 2022
         |G| <= sum_t |a_t| |c_t|
 
-    With `is_bounded` a gradient is at most 1 + e times as long as its norm, with the
-    error e of `../_bounds`. A CPU then adds up in float64. Elsewhere the norm is
-    rounded up by the most that its additions may lose, in whatever order they are made.
-    Where squares would leave the range of the dtype, the bound is the norm.
+    With `roundings`, how many a square has at most, a gradient is at most 1 + e times
+    as long as its norm, with the error e of `../_bounds`. A CPU then adds up in
+    float64. Elsewhere the norm is rounded up by the most that its additions may lose,
+    in whatever order they are made. Where squares would leave the range of the dtype,
+    the bound is the norm.
     """
     terms = _gram_terms(products)
     bounds = _term_bounds(terms)
     is_in_range = _squares_are_in_range(terms, bounds)
-    if is_bounded:
-        squares = _bounded_squares(terms, bounds, is_in_range)
+    if roundings:
+        squares = _bounded_squares(terms, bounds, is_in_range, roundings)
     else:
         squares = _squares(terms, terms.c.dtype)
     # A user may differentiate `clipped_grad`, and the derivative of sqrt(0) would be
@@ -160,7 +160,7 @@ def norms_by_gram(products: list[OuterProducts], *, is_bounded: bool) -> NormSou
     roots = jnp.where(is_positive, jnp.sqrt(positive_squares), 0)
     norms = jnp.where(is_in_range, roots, bounds)
     term_bounds = bounds
-    if not is_bounded:
+    if not roundings:
         term_bounds = bounds * (MAX_CANCELLATION / MAX_CANCELLATION_IN_MEANS)
     return NormSource(norms, term_bounds)
 
@@ -239,12 +239,14 @@ def _squares_are_in_range(terms: GramTerms, bounds: Array) -> Array:
     return is_large_enough & is_small_enough
 
 
-def _bounded_squares(terms: GramTerms, bounds: Array, is_in_range: Array) -> Array:
+def _bounded_squares(
+    terms: GramTerms, bounds: Array, is_in_range: Array, roundings: int
+) -> Array:
     """Squares that are hardly less than the square of the gradient on a CPU, by what
     float64 loses, and elsewhere not less.
     """
     dtype = terms.c.dtype
-    lost_share = gamma(_count_roundings(terms), dtype)
+    lost_share = gamma(roundings, dtype)
     # At most the square of the bound: nothing is longer.
     lost_share = min(lost_share, 1.0)
 
@@ -258,17 +260,6 @@ def _bounded_squares(terms: GramTerms, bounds: Array, is_in_range: Array) -> Arr
         return jnp.maximum(_squares(terms, dtype), 0) + lost
 
     return per_platform(terms, cpu=in_float64, gpu=rounded_up, plain=rounded_up)
-
-
-def _count_roundings(terms: GramTerms) -> int:
-    """How many roundings a square in Gram form has at most: of both inner products, of
-    the sum over pairs of positions, and one.
-    """
-    rows = terms.a.shape[-1]
-    # [example, *stack, position, column]
-    *stack, positions, columns = terms.c.shape[1:]
-    pairs = math.prod(stack) * positions * positions
-    return rows + columns + pairs + 1
 
 
 def gamma(count: int, dtype: Any) -> float:

@@ -308,12 +308,21 @@ class GramPlan(SummedPlan):
         )
 
     @property
+    def roundings(self) -> int:
+        """How many roundings a square has at most: of both inner products, of the sum
+        over pairs of positions, and one.
+        """
+        _, rows, columns = self.matrix_shape
+        return rows + columns + self.position_pairs + 1
+
+    @property
     def terms_at_once(self) -> int:
         return passes.block_size() if self.is_bounded else sys.maxsize
 
     def _source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since norms and bounds have several readers.
-        return passes.written(norms_by_gram(products, is_bounded=self.is_bounded))
+        roundings = self.roundings if self.is_bounded else None
+        return passes.written(norms_by_gram(products, roundings))
 
 
 @dataclass(frozen=True)
