@@ -239,6 +239,7 @@ def clipped_grad(
     key_places = [] if prng_argnum is None else places_in(prng_argnum)
     example_places = [*param_places, *batch_places, *key_places]
     is_repeated = len(set(example_places)) < len(example_places)
+    # The tests of jax_privacy look for the last sentence of this error.
     if not batch_places or min(example_places) < 0 or is_repeated:
         raise ValueError(
             f"clipped_grad: {argnums=}, {batch_argnums=} and {prng_argnum=} must be at "
@@ -258,7 +259,7 @@ def clipped_grad(
         max_norm = jax.tree.map(_divisible, l2_clip_norm)
     has_auxiliary = has_aux or return_values or return_grad_norms
     bounds = set[float]()
-    clip = partial(
+    make_clipped_grad = partial(
         per_example.clipped_grad,
         max_norm=max_norm,
         has_aux=True,
@@ -331,18 +332,20 @@ def clipped_grad(
         # A copy of the tree, which the transform may write to
         transformed_params = pre_clipping_transform(jax.tree.map(lambda x: x, params))
         if _identity_of(transformed_params) == _identity_of(params):
-            clip_loss = clip(loss, argnums=argnums, shared_argnums=shared)
-            result = clip_loss(*args_and_keywords, mask=mask)
+            grad = make_clipped_grad(loss, argnums=argnums, shared_argnums=shared)
+            result = grad(*args_and_keywords, mask=mask)
             norms = result.norms
             values = result.values
             aux = result.aux
         else:
             # One place further, behind the direction
             fixed = [place + 1 for place in (*param_places, *shared)]
-            clip_loss = clip(transformed_loss, shared_argnums=fixed, method="one_pass")
+            grad = make_clipped_grad(
+                transformed_loss, shared_argnums=fixed, method="one_pass"
+            )
             # `transformed_loss` is linear in the direction, so its gradient is the same
             # everywhere.
-            result = clip_loss(transformed_params, *args_and_keywords, mask=mask)
+            result = grad(transformed_params, *args_and_keywords, mask=mask)
             norms_of_all, values, aux = result.aux
             norms = jax.tree.map(lambda norm: jnp.where(mask, norm, 0), norms_of_all)
         if keep_batch_dim:

@@ -33,7 +33,7 @@ Arrays = list[Array]
 # it is.
 MAX_CANCELLATION = 16
 # Numbers below 1.2e-38 may be flushed to 0. The bounds leave them out, which is proved
-# for limits from this on, and for factors up to the limit over this.
+# for limits C >= LEAST_LIMIT, and for factors up to C / LEAST_LIMIT.
 LEAST_LIMIT = 1e-5
 
 

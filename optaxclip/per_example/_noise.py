@@ -125,9 +125,7 @@ def add_noise(
     except (TypeError, ValueError):
         must = "add_noise: key must be one key, such as jax.random.key(0)"
         raise TypeError(f"{must}, got {shown(key)}.") from None
-    noisy_leaves = []
-    for leaf, leaf_key in zip(leaves, keys):
-        noisy_leaves.append(noisy_leaf(leaf, sigma, leaf_key))
+    noisy_leaves = [noisy_leaf(leaf, sigma, key) for leaf, key in zip(leaves, keys)]
     return treedef.unflatten(noisy_leaves)
 
 

@@ -1,16 +1,12 @@
 """How much a program computes, and its convolutions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 from .._jaxpr import every_equation, jaxpr_of, runs_primitive_like, type_of
-
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 # XLA on a CPU takes 11 to 70 times as long for the gradients of examples by a kernel,
 # also for patches.
@@ -60,8 +56,6 @@ def work_of(
     """For about how many multiplications a program runs. `is_included` says which
     equations count, if not all do.
     """
-    from jax.extend.core import jaxprs_in_params
-
     total = 0
     for eqn in jaxpr_of(program).eqns:
         bodies = jaxprs_in_params(eqn.params)

@@ -133,9 +133,9 @@ class Ghost:
                 return outputs
 
             outputs, backward = self._vjp(outputs_of_sites, numbers)
-            cotangents = {}
-            for number, arrays in captured_of_one.items():
-                cotangents[number] = arrays.cotangents
+            cotangents = {
+                number: arrays.cotangents for number, arrays in captured_of_one.items()
+            }
             (gradients,) = backward(jax.tree.map(_cast_as, cotangents, outputs))
             return gradients
 
@@ -254,12 +254,11 @@ def ghost_of(problem: Problem) -> Ghost:
     """The loss of a problem. Raises CannotSplit where it cannot be split."""
     params = jax.tree.leaves(problem.params)
     program = split_loss(problem.program, params)
-    all_work = work_of(problem.program)
-    convolved_work = work_of(problem.program, has_window)
+    convolved_work = CONVOLUTION_SLOWDOWN_IN_LOOP * work_of(problem.program, has_window)
     return Ghost(
         program,
         params,
         plans=plans_of(program.sites, params, is_bounded=problem.is_sum),
         out_tree=jax.tree.structure(problem.result_types),
-        is_convolved=CONVOLUTION_SLOWDOWN_IN_LOOP * convolved_work > all_work,
+        is_convolved=convolved_work > work_of(problem.program),
     )

@@ -68,10 +68,8 @@ _norms_of_vectors = jnp.vectorize(_norm, signature="(n)->()")
 
 def joined(products: list[OuterProducts]) -> OuterProducts:
     """The outer products of several sites as those of one."""
-    inputs = [outer.a for outer in products]
-    cotangents = [outer.c for outer in products]
-    a = jnp.concatenate(inputs, BATCHED_POSITION_AXIS)
-    c = jnp.concatenate(cotangents, BATCHED_POSITION_AXIS)
+    a = jnp.concatenate([outer.a for outer in products], BATCHED_POSITION_AXIS)
+    c = jnp.concatenate([outer.c for outer in products], BATCHED_POSITION_AXIS)
     return OuterProducts(a, c)
 
 

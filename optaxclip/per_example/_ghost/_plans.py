@@ -303,9 +303,8 @@ class GramPlan(SummedPlan):
 
     @property
     def extra_work(self) -> int:
-        return self.position_pairs * (
-            self.matrix_shape.rows + self.matrix_shape.columns
-        )
+        _, rows, columns = self.matrix_shape
+        return self.position_pairs * (rows + columns)
 
     @property
     def roundings(self) -> int:
