@@ -379,11 +379,8 @@ def _size_of(batch: Any) -> int:
     """The number of examples. `per_example.clipped_grad` refuses sizes that differ, and
     arrays without axes.
     """
-    sizes = []
-    for leaf in jax.tree.leaves(batch):
-        shape = jnp.shape(leaf)
-        sizes.append(shape[0] if shape else 1)
-    return max(sizes, default=1)
+    shapes = map(jnp.shape, jax.tree.leaves(batch))
+    return max((shape[0] if shape else 1 for shape in shapes), default=1)
 
 
 def _bound_of(result: per_example.ClippedGrad, sums: Any, normalize_by: float) -> Any:

@@ -182,8 +182,7 @@ def explain_clipped_grad(
         size = problem.present.size
         microbatch_of_all = None
         if choice.microbatch and choice.microbatch < size:
-            width = even_width(size, choice.microbatch)
-            microbatch_of_all = width * problem.devices
+            microbatch_of_all = even_width(size, choice.microbatch) * problem.devices
         return Explanation(
             method=choice.method,
             microbatch=microbatch_of_all,

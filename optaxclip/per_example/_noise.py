@@ -123,8 +123,10 @@ def add_noise(
         salted = jax.random.fold_in(key, SALT)
         keys = jax.random.split(salted, len(leaves))
     except (TypeError, ValueError):
-        must = "add_noise: key must be one key, such as jax.random.key(0)"
-        raise TypeError(f"{must}, got {shown(key)}.") from None
+        raise TypeError(
+            "add_noise: key must be one key, such as jax.random.key(0), got "
+            f"{shown(key)}."
+        ) from None
     noisy_leaves = [noisy_leaf(leaf, sigma, key) for leaf, key in zip(leaves, keys)]
     return treedef.unflatten(noisy_leaves)
 

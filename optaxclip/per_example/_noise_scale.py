@@ -71,8 +71,10 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     to predict gradient noise scale in transformers, 2024 (arXiv 2411.00999).
     """
     if not isinstance(result, ClippedGrad):
-        must = "noise_scale: result must be what clipped_grad's function returns"
-        raise TypeError(f"{must}, got {shown(result)}.")
+        raise TypeError(
+            "noise_scale: result must be what clipped_grad's function returns, got "
+            f"{shown(result)}."
+        )
     # [groups, batch]
     norms = jnp.stack(jax.tree.leaves(result.norms))
     factors = jnp.stack(jax.tree.leaves(result.factors))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ..._jaxpr import type_of
 from ._capture import Captured
 from ._forms import LOOKUPS, Form, OuterProducts, form_of, size_along
 from ._sites import Origin, Site, Values
@@ -103,7 +104,7 @@ class Matrix(NamedTuple):
         computation = self.origin.computation
         # A view is made of one value, and that of another.
         while computation:
-            dtypes.append(computation.eqn.outvars[0].aval.dtype)
+            dtypes.append(type_of(computation.eqn.outvars[0]).dtype)
             computation = computation.in_origins[0].computation
         return dtypes
 
