@@ -83,7 +83,8 @@ class BoundedSensitivityCallable:
     The bound has the rounding of the sum in it, as `explain_clipped_grad` proves it for
     a program and a size of the batch. So it is known once the function has run, or was
     traced: `jax.eval_shape(grad, params, batch)` is enough. Of several programs the
-    largest bound counts. Before that it is the limit alone, and asking for it warns.
+    largest bound counts. Before that, and always for a limit that jit traces, it is the
+    limit alone, and asking for it warns.
 
     Attributes:
       fun: the function.
@@ -137,10 +138,11 @@ class BoundedSensitivityCallable:
         """The bound of all programs so far."""
         if not self.bounds:
             warnings.warn(
-                f"{call}: the function has not run, so the rounding of its sum is not "
-                f"known, and the limit {self.limit} may be too little. Call it first, "
-                "or trace it: jax.eval_shape(grad, params, batch). If that is too "
-                "late, account for noise / (1 + change), with change from "
+                f"{call}: the function has not run, or has a limit that jit traces, so "
+                f"the rounding of its sum is not known, and the limit {self.limit} may "
+                "be too little. Make it with a number, and call it first, or trace it: "
+                "jax.eval_shape(grad, params, batch). If that is too late, account for "
+                "noise / (1 + change), with change from "
                 "optaxclip.per_example.explain_clipped_grad.",
                 # This method, the one that was called, then the user.
                 stacklevel=3,
@@ -237,6 +239,7 @@ def clipped_grad(
     key_places = [] if prng_argnum is None else places_in(prng_argnum)
     example_places = [*param_places, *batch_places, *key_places]
     is_repeated = len(set(example_places)) < len(example_places)
+    # The tests of jax_privacy look for the last sentence of this error.
     if not batch_places or min(example_places) < 0 or is_repeated:
         raise ValueError(
             f"clipped_grad: {argnums=}, {batch_argnums=} and {prng_argnum=} must be at "
@@ -256,7 +259,7 @@ def clipped_grad(
         max_norm = jax.tree.map(_divisible, l2_clip_norm)
     has_auxiliary = has_aux or return_values or return_grad_norms
     bounds = set[float]()
-    clip = partial(
+    make_clipped_grad = partial(
         per_example.clipped_grad,
         max_norm=max_norm,
         has_aux=True,
@@ -305,6 +308,11 @@ def clipped_grad(
             mask = jnp.ones(size, bool)
         else:
             mask = jnp.logical_not(is_padding_example)
+            if mask.shape != (size,):
+                raise ValueError(
+                    f"clipped_grad: is_padding_example must be bool[{size}], one for "
+                    f"each example, got shape {mask.shape}."
+                )
         if size == 0:
             # One example of zeros that does not count
             mask = jnp.zeros(1, bool)
@@ -324,18 +332,20 @@ def clipped_grad(
         # A copy of the tree, which the transform may write to
         transformed_params = pre_clipping_transform(jax.tree.map(lambda x: x, params))
         if _identity_of(transformed_params) == _identity_of(params):
-            clip_loss = clip(loss, argnums=argnums, shared_argnums=shared)
-            result = clip_loss(*args_and_keywords, mask=mask)
+            grad = make_clipped_grad(loss, argnums=argnums, shared_argnums=shared)
+            result = grad(*args_and_keywords, mask=mask)
             norms = result.norms
             values = result.values
             aux = result.aux
         else:
             # One place further, behind the direction
             fixed = [place + 1 for place in (*param_places, *shared)]
-            clip_loss = clip(transformed_loss, shared_argnums=fixed, method="one_pass")
+            grad = make_clipped_grad(
+                transformed_loss, shared_argnums=fixed, method="one_pass"
+            )
             # `transformed_loss` is linear in the direction, so its gradient is the same
             # everywhere.
-            result = clip_loss(transformed_params, *args_and_keywords, mask=mask)
+            result = grad(transformed_params, *args_and_keywords, mask=mask)
             norms_of_all, values, aux = result.aux
             norms = jax.tree.map(lambda norm: jnp.where(mask, norm, 0), norms_of_all)
         if keep_batch_dim:
@@ -348,7 +358,7 @@ def clipped_grad(
 
         sums = jax.tree.map(normalized, result.grads)
         bound = _bound_of(result, sums, normalize_by)
-        # The bound of a traced limit is not known.
+        # The bound of a limit that jit traces is no number.
         if not isinstance(bound, Tracer):
             bounds.add(float(bound))
         if not has_auxiliary:
@@ -369,11 +379,8 @@ def _size_of(batch: Any) -> int:
     """The number of examples. `per_example.clipped_grad` refuses sizes that differ, and
     arrays without axes.
     """
-    sizes = []
-    for leaf in jax.tree.leaves(batch):
-        shape = jnp.shape(leaf)
-        sizes.append(shape[0] if shape else 1)
-    return max(sizes, default=1)
+    shapes = map(jnp.shape, jax.tree.leaves(batch))
+    return max((shape[0] if shape else 1 for shape in shapes), default=1)
 
 
 def _bound_of(result: per_example.ClippedGrad, sums: Any, normalize_by: float) -> Any:

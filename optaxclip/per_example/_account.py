@@ -15,9 +15,9 @@ def epsilon(
     """Returns the epsilon of training with `draw`, `clipped_grad` and `add_noise`:
     (epsilon, delta)-differential privacy for adding or removing one example.
 
-    A thin call of `dp_accounting.pld.PLDAccountant`. The noise of `add_noise` has limit
-    and rounding in it. What `draw` leaves out of a full batch is added to delta
-    (docs/private_training.md).
+    A thin call of `dp_accounting.pld.PLDAccountant`. `add_noise` makes its noise
+    from limit and rounding, so the multiplier alone counts. What `draw` leaves out of a
+    full batch is added to delta (docs/private_training.md).
 
     Args:
       noise_multiplier: of `add_noise`, above 0.

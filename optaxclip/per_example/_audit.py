@@ -46,8 +46,8 @@ def sensitivity(
     broken numbers, numbers that cancel, all alike or of random sizes, single tokens,
     and the other examples of the batch. Each sum is compared with the sum in which
     `mask=` leaves out the first place. So it finds faults, such as a parameter that is
-    not clipped, or rounding that no bound has in it. It proves nothing: the `change` of
-    `explain_clipped_grad` is proved.
+    not clipped, or rounding that no bound has in it. It proves nothing. What is
+    proved is limit * (1 + change), with the `change` of `explain_clipped_grad`.
 
     Args:
       grad_fn: what training uses, `grad_fn(params, *batch, mask=mask)`, best jitted: it
@@ -106,11 +106,9 @@ def sensitivity(
         for pattern, example in _examples_to_try(batch):
             batch_with = jax.tree.map(_with_first, batch, example)
             sums_with = sums_of(batch_with, all_present)
-            result = Sensitivity(
-                change=_distance(sums_with, sums_without), pattern=pattern, limit=limit
-            )
-            results.append(result)
-    return max(results)
+            change = _distance(sums_with, sums_without)
+            results.append(Sensitivity(change, pattern, limit))
+    return max(results, key=lambda result: result.change)
 
 
 def _with_first(array: Array, row: Array) -> Array:
@@ -120,10 +118,8 @@ def _with_first(array: Array, row: Array) -> Array:
 
 def _distance(sums_with: list[np.ndarray], sums_without: list[np.ndarray]) -> float:
     """The norm of the difference of two sums over all leaves, inf for NaN."""
-    norms = []
-    for sum_with, sum_without in zip(sums_with, sums_without):
-        difference = sum_with - sum_without
-        norms.append(np.linalg.norm(difference))
+    differences = map(np.subtract, sums_with, sums_without)
+    norms = [np.linalg.norm(difference) for difference in differences]
     distance = float(np.linalg.norm(norms))
     return distance if np.isfinite(distance) else np.inf
 
@@ -164,10 +160,8 @@ def _tokens_to_try(array: Array, random: np.random.Generator) -> dict[str, np.nd
     tokens = np.unique(array)
     count = min(TRIED, tokens.size)
     shape = array.shape[1:]
-    rows = {}
-    for token in random.choice(tokens, count, replace=False):
-        rows[str(token)] = np.full(shape, token)
-    return rows
+    chosen = random.choice(tokens, count, replace=False)
+    return {str(token): np.full(shape, token) for token in chosen}
 
 
 def _floats_to_try(array: Array, random: np.random.Generator) -> dict[str, np.ndarray]:

@@ -25,8 +25,8 @@ from jax.extend.backend import backends
 
 from .._mesh import device_count
 from ._choose import Choice
-from ._ghost._norms import rounding
-from ._ghost._plans import GramPlan, LeafPlan
+from ._ghost._norms import gamma
+from ._ghost._plans import GramPlan, LeafPlan, OuterProductPlan
 from ._limits import MAX_CANCELLATION
 from ._passes import block_size
 from ._problem import Problem
@@ -80,7 +80,7 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
             # A norm by gram is one number instead.
             squares += leaf.size * device_count(mesh_axes)
         # A gradient times its factor and the divisor is rounded four times.
-        error = rounding(roundings + turns + 4, _dtype_of_sum(plan, leaf))
+        error = gamma(roundings + turns + 4, _dtype_of_sum(plan, leaf))
         error += _error_of_factors(plan)
         sum_errors.append(terms_over_gradient * error)
     error_of_sum = max(sum_errors)
@@ -98,9 +98,9 @@ def _error_of_squares(count: int) -> float:
     """
     if has_accelerator():
         one_after_another = min(count, count // PARTS_OF_A_SUM + PARTS_OF_A_SUM)
-        error_of_square = rounding(one_after_another, np.float32)
+        error_of_square = gamma(one_after_another, np.float32)
     else:
-        error_of_square = rounding(count, np.float64)
+        error_of_square = gamma(count, np.float64)
     return float(np.sqrt(1 + error_of_square) - 1)
 
 
@@ -110,17 +110,16 @@ def has_accelerator() -> bool:
 
 
 def _dtype_of_sum(plan: LeafPlan, leaf: Array) -> np.dtype:
-    """The dtype to which terms are rounded. A loss may compute in fewer bits than the
-    parameter has.
+    """The dtype of the fewest bits to which terms or their sum are rounded, float32 or
+    wider. A loss may compute in fewer bits than the parameter has.
     """
-    dtype = np.promote_types(leaf.dtype, np.float32)
-    out_types = [out_type for site in plan.sites for out_type in site.out_types]
-    if not out_types:
-        return dtype
-    computed = np.dtype(np.float32)
-    for out_type in out_types:
-        computed = np.promote_types(computed, out_type.dtype)
-    return max(dtype, computed, key=lambda x: float(jnp.finfo(x).eps))
+    dtypes = [leaf.dtype]
+    for site in plan.sites:
+        dtypes += [site.out_types[index].dtype for index in site.tapped]
+    if isinstance(plan, OuterProductPlan):
+        dtypes += plan.matrices[0].dtypes
+    wide_dtypes = [np.promote_types(dtype, np.float32) for dtype in dtypes]
+    return max(wide_dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps))
 
 
 def _error_of_factors(plan: LeafPlan) -> float:
@@ -140,7 +139,5 @@ def _error_of_gram(plan: GramPlan) -> float:
     """e = sqrt(1 + 16^2 gamma(R + K + L T^2 + 1)) - 1 for sums in float64, with R rows,
     K columns, a stack of L matrices, and T positions.
     """
-    stack, rows, columns = plan.matrix_shape
-    terms = rows + columns + stack * plan.positions**2 + 1
-    error_of_square = rounding(terms, np.float64)
+    error_of_square = gamma(plan.roundings, np.float64)
     return float(np.sqrt(1 + MAX_CANCELLATION**2 * error_of_square) - 1)

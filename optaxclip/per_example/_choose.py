@@ -20,7 +20,13 @@ from ._ghost._plans import GradientPlan, LeafPlan
 from ._ghost._sites import CannotSplit
 from ._passes import even_width, small_memory
 from ._problem import Problem, place_of
-from ._work import has_convolution, has_groups, has_window, work_of
+from ._work import (
+    CONVOLUTION_SLOWDOWN_IN_LOOP,
+    has_convolution,
+    has_groups,
+    has_window,
+    work_of,
+)
 
 METHODS = ("auto", "ghost", "one_pass")
 # To write and read one number takes as long as about this many multiplications in a
@@ -97,9 +103,10 @@ def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
         array_type = jax.typeof(leaf)
         # Cotangents of a split parameter would need the same sharding in their types.
         if any(array_type.sharding.spec):
-            name = f"{trees.name(path)!r} of {array_type}"
-            obstacle = "is split over Explicit mesh axes that do not split the batch"
-            return None, f"{name}, which {obstacle}"
+            return None, (
+                f"{trees.name(path)!r} of {array_type}, which is split over Explicit "
+                "mesh axes that do not split the batch"
+            )
         # The plan depends on sizes, and sizes of jax.export may be symbols.
         if not all(isinstance(size, int) for size in leaf.shape):
             return None, f"sizes that are not known, here {leaf.shape}"
@@ -125,9 +132,9 @@ def costs_of(
     if not ghost:
         return {"one_pass": one_pass_work / plain_work}
     # XLA on a CPU takes about twice as long for the gradients of examples by the kernel
-    # of a convolution. In a loop it takes 11 to 70 times as long, also for patches.
+    # of a convolution. Other platforms are taken to be alike.
     width = microbatch or _microbatch_of_one_pass(problem, ghost) or size
-    slowdown = 16 if width < size else 2
+    slowdown = CONVOLUTION_SLOWDOWN_IN_LOOP if width < size else 2
     one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_window)
     # What is captured, and what is kept of it, is written and read.
     written_size = ghost.captured_size + ghost.kept_size
@@ -177,8 +184,8 @@ def _fitting(size: int, example_size: int, captured_size: int) -> int:
     All fit if they take at most a third of the captured memory. Otherwise they may
     take two thirds, since less is captured of a microbatch.
     """
-    third = max(size * captured_size // 3, small_memory() // 4)
-    fitting = third // max(example_size, 1)
+    room = max(size * captured_size // 3, small_memory() // 4)
+    fitting = room // max(example_size, 1)
     return size if fitting >= size else min(2 * fitting, size // 2)
 
 

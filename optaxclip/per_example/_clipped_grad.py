@@ -43,10 +43,10 @@ class ClippedGrad(NamedTuple):
       aux: what the loss returned beside its value. None without `has_aux`.
       sensitivity: by how much one example changes the sum at most, with all that
         rounding adds (`explain_clipped_grad` shows the parts). `add_noise` multiplies
-        by it. It is for examples that join and leave at a place of their own, so there
-        is none without `mask=`. Nor is there one for a mean, without a limit (None or
-        inf), for a limit between 0 and 1e-5, with `private=False`, with some shrinks,
-        and where nothing else is proved: then it is None.
+        by it. It is for examples that join and leave at a place of their own, so it is
+        None without `mask=`. It is also None for a mean, without a limit (None or inf),
+        for a limit between 0 and 1e-5 (inf if jit traces the limit), with
+        `private=False`, with some shrinks, and where no finite bound is proved.
       longest: how long the sum may be at most. None like `sensitivity`.
     """
 
@@ -72,9 +72,10 @@ class ClippedGrad(NamedTuple):
 
         Example:
           >>> grad = optaxclip.clipped_grad(lambda w, x: w * x, 1.0, mean=False)
-          >>> batch, mask = jnp.array([3.0, 0.5]), jnp.array([True, True])
-          >>> result = grad(0.0, batch, mask=mask)
-          >>> both = result.added_to(result)
+          >>> mask = jnp.array([True, True])
+          >>> result = grad(0.0, jnp.array([3.0, 0.5]), mask=mask)
+          >>> other = grad(0.0, jnp.array([0.5, 2.0]), mask=mask)
+          >>> both = other.added_to(result)
           >>> print(f"{both.grads:.3f} {both.sensitivity:.6f}")
           3.000 1.000002
         """
@@ -190,8 +191,8 @@ def clipped_grad(
       ValueError: a limit that is negative, NaN or an array, an unknown method, or a
         microbatch below 1. A limit that is a function without `private=False`, or with
         a microbatch.
-      TypeError: a limit that is not a number, or a loss or a shrink that is not a
-        function.
+      TypeError: a limit that is not a number, a loss or a shrink that is not a
+        function, or `has_aux`, `mean` or `private` that is not True or False.
 
     The function that it returns raises:
       ValueError, for its arguments: batches whose first axes are missing or differ, a
@@ -211,9 +212,9 @@ def clipped_grad(
         of the compiler if only `in_shardings` of jit splits the batch.
       NotImplementedError: a loss that closes over an array on a mesh with Explicit
         axes. Make it a shared argument.
-      TypeError: parameters that are no floats or complex numbers, places that are no
-        ints, arguments by name, and a loss that is not one real number, or lacks the
-        aux that `has_aux` says.
+      TypeError: parameters that are no floats or complex numbers, `argnums` or
+        `shared_argnums` that are not ints, arguments by name, and a loss that is not
+        one real number, or lacks the aux that `has_aux` says.
 
     | an example that | contributes | divides the mean |
     |---|---|---|
@@ -238,7 +239,9 @@ def clipped_grad(
     """
     call = "clipped_grad"
     check_function(f"{call}: loss", loss)
+    check_flag(f"{call}: has_aux", has_aux)
     check_flag(f"{call}: mean", mean)
+    check_flag(f"{call}: private", private)
     limits = limits_of(max_norm, call, shrink_of(shrink, call))
     microbatch = checked_microbatch(call, method, microbatch)
     if limits.need_all_norms and (private or microbatch):

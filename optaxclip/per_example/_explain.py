@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from .. import _trees as trees
+from .._checks import check_flag
 from .._mesh import MeshAxes
 from ._bounds import bounds_of
 from ._choose import (
@@ -132,8 +133,8 @@ def explain_clipped_grad(
     Raises:
       ValueError: an unknown method, a microbatch below 1. From the function: batches
         whose first axes are missing or differ, a loss that is shown the whole batch.
-      TypeError: a loss that is not a function. From the function: one that is not one
-        real number.
+      TypeError: a loss that is not a function, or `has_aux` that is not True or False.
+        From the function: a loss that is not one real number.
 
     Example:
       >>> def loss(params, x):
@@ -152,6 +153,7 @@ def explain_clipped_grad(
     """
     call = "explain_clipped_grad"
     check_function(f"{call}: loss", loss)
+    check_flag(f"{call}: has_aux", has_aux)
     microbatch = checked_microbatch(call, method, microbatch)
     signature = Signature(
         call,
@@ -180,8 +182,7 @@ def explain_clipped_grad(
         size = problem.present.size
         microbatch_of_all = None
         if choice.microbatch and choice.microbatch < size:
-            width = even_width(size, choice.microbatch)
-            microbatch_of_all = width * problem.devices
+            microbatch_of_all = even_width(size, choice.microbatch) * problem.devices
         return Explanation(
             method=choice.method,
             microbatch=microbatch_of_all,

@@ -95,7 +95,7 @@ def on_each_device(
     # To shard_map an empty set means all axes.
     if not roles.manual_axes:
         return run(problem)
-    # In a list, since a node of the user's may refuse specs.
+    # In a list, since a pytree class of the user's may refuse specs as children.
     leaves, treedef = jax.tree.flatten(arrays)
     specs = []
     for name, argument in arrays._asdict().items():
@@ -134,9 +134,7 @@ def on_each_device(
 
 def _roles_of(arrays: Problem) -> MeshRoles:
     """What mesh axes split in the arrays of a problem."""
-    meshes = []
-    for x in jax.tree.leaves(arrays):
-        meshes.append(jax.typeof(x).sharding.mesh)
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
     mesh = max(meshes, key=lambda mesh: len(mesh.explicit_axes))
     batch_axes: AxisNames = ()
     split_names = set()

@@ -26,15 +26,15 @@ from jax import Array, lax
 
 WIDTH = 64  # the deviation of J
 SHIFT = 20  # J counts in 2^SHIFT steps of the grid
-STEPS = WIDTH << SHIFT  # sigma in steps of the grid: 2^26
+STEPS_PER_SIGMA = WIDTH << SHIFT  # sigma in steps of the grid: 2^26
 # Rounding two sums to the grid adds at most this, times sigma and the root of the count
 # of numbers, to their difference. Each is rounded by at most 1/2 + 2^-7 of a step.
-ROUNDING = (1 + 2**-6) / STEPS
+ROUNDING = (1 + 2**-6) / STEPS_PER_SIGMA
 # Sums are cut to so many sigma before noise is added.
-REACH = 2.0**20
+LARGEST_SUM = 2.0**20
 COLUMNS = 2048  # of the table. J is in -1024, ..., 1023: 16 deviations
 COLUMN_MASS = 2**96 // COLUMNS
-WORD = 2**32 - 1
+WORD_MASK = 2**32 - 1
 
 
 @cache
@@ -76,8 +76,8 @@ def alias_table() -> np.ndarray:
     for threshold, alias in zip(thresholds, aliases):
         first_bits = threshold >> 64
         first = first_bits << 11 | alias
-        second = threshold >> 32 & WORD
-        third = threshold & WORD
+        second = threshold >> 32 & WORD_MASK
+        third = threshold & WORD_MASK
         words.append((first, second, third))
     return np.array(words, np.uint32).T
 
@@ -200,7 +200,7 @@ def steps_per_unit(sigma: Array) -> Array:
     It is rounded down, so that sigma is never less than it should be, however roughly a
     TPU divides.
     """
-    return cut_to_12_bits(STEPS / (sigma.astype(np.float32) * (1 + 2.0**-20)))
+    return cut_to_12_bits(STEPS_PER_SIGMA / (sigma.astype(np.float32) * (1 + 2.0**-20)))
 
 
 def cut_to_12_bits(x: Array) -> Array:
@@ -244,7 +244,7 @@ def with_noise(numbers: GridNumbers, noise: Array) -> GridNumbers:
 def with_grid_noise(leaf: Array, sigma: Array, key: Array) -> Array:
     """A leaf of float32 or float64 plus noise of deviation sigma."""
     per_unit = steps_per_unit(sigma)
-    largest = (REACH * STEPS / per_unit).astype(leaf.dtype)
+    largest = (LARGEST_SUM * STEPS_PER_SIGMA / per_unit).astype(leaf.dtype)
     leaf = jnp.clip(leaf, -largest, largest)
     words = random_words(key, leaf)
     noise = integer_noise(words)

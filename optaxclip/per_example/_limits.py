@@ -33,7 +33,7 @@ Arrays = list[Array]
 # it is.
 MAX_CANCELLATION = 16
 # Numbers below 1.2e-38 may be flushed to 0. The bounds leave them out, which is proved
-# for limits from this on, and for factors up to the limit over this.
+# for limits C >= LEAST_LIMIT, and for factors up to C / LEAST_LIMIT.
 LEAST_LIMIT = 1e-5
 
 
@@ -173,9 +173,9 @@ class Limits(NamedTuple):
             else:
                 limit = float(value)
             is_proved = (limit == 0) | (limit >= LEAST_LIMIT) & (limit < np.inf)
-            longest = 1.0 if self.shrink is over_limit else limit
-            longest = numpy.where(is_proved, longest, np.inf)
-            limit_of_sum = numpy.hypot(limit_of_sum, longest)
+            new_limit = 1.0 if self.shrink is over_limit else limit
+            new_limit = numpy.where(is_proved, new_limit, np.inf)
+            limit_of_sum = numpy.hypot(limit_of_sum, new_limit)
         if is_traced:
             return limit_of_sum * (1 + len(self.values) * 2.0**-22)
         return None if np.isinf(limit_of_sum) else limit_of_sum

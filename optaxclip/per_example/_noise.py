@@ -12,7 +12,7 @@ from .._mesh import device_count
 from .._mesh_types import has_types, manual_axes, varying
 from .._trees import PyTree
 from ._clipped_grad import ClippedGrad
-from ._grid_noise import REACH, ROUNDING, with_grid_noise
+from ._grid_noise import LARGEST_SUM, ROUNDING, with_grid_noise
 
 # Folded into the key, so that the noise has no key that a user gets by `split`, or by
 # `fold_in` of a small number. It is the CRC-32 of b"optaxclip.add_noise".
@@ -100,21 +100,21 @@ def add_noise(
         longest = 0.0
     check_number("add_noise: sensitivity", sensitivity, is_scalar=True)
     multiplier = jnp.asarray(number_for_jit(noise_multiplier), float)
-    limit = jnp.asarray(number_for_jit(sensitivity), float)
+    change = jnp.asarray(number_for_jit(sensitivity), float)
     # Rounding to the grid adds this share of sigma to the sensitivity, so that sigma =
-    # multiplier (limit + rounding sigma).
+    # multiplier (change + rounding sigma).
     rounding = ROUNDING * count_of_numbers(leaves) ** 0.5
     # No noise is enough for a multiplier of 1 / rounding, 2^26 / sqrt(d).
     share_left = jnp.maximum(1 - multiplier * rounding, 0)
-    sigma = multiplier * limit / share_left
+    sigma = multiplier * change / share_left
     is_private = (multiplier > 0) & (sigma >= LEAST_SIGMA) & (sigma <= MOST_SIGMA)
-    is_private &= longest <= REACH * sigma
+    is_private &= longest <= LARGEST_SUM * sigma
     if not isinstance(is_private, Tracer) and not is_private:
         raise ValueError(
             f"add_noise: noise_multiplier={shown(noise_multiplier)}, with the "
-            f"sensitivity {limit:g}, gives noise of deviation {sigma:g}. It must "
+            f"sensitivity {change:g}, gives noise of deviation {sigma:g}. It must "
             f"be between {LEAST_SIGMA:g} and {MOST_SIGMA:g}, and at least "
-            f"{longest / REACH:.2g}, 2^-20 of what the sum may be. To go without "
+            f"{longest / LARGEST_SUM:.2g}, 2^-20 of what the sum may be. To go without "
             "noise, leave add_noise out, as in grads = result.grads."
         )
     # A traced number cannot be refused, but no sum may go out without noise.
@@ -123,11 +123,11 @@ def add_noise(
         salted = jax.random.fold_in(key, SALT)
         keys = jax.random.split(salted, len(leaves))
     except (TypeError, ValueError):
-        must = "add_noise: key must be one key, such as jax.random.key(0)"
-        raise TypeError(f"{must}, got {shown(key)}.") from None
-    noisy_leaves = []
-    for leaf, leaf_key in zip(leaves, keys):
-        noisy_leaves.append(noisy_leaf(leaf, sigma, leaf_key))
+        raise TypeError(
+            "add_noise: key must be one key, such as jax.random.key(0), got "
+            f"{shown(key)}."
+        ) from None
+    noisy_leaves = [noisy_leaf(leaf, sigma, key) for leaf, key in zip(leaves, keys)]
     return treedef.unflatten(noisy_leaves)
 
 

@@ -71,13 +71,15 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     to predict gradient noise scale in transformers, 2024 (arXiv 2411.00999).
     """
     if not isinstance(result, ClippedGrad):
-        must = "noise_scale: result must be what clipped_grad's function returns"
-        raise TypeError(f"{must}, got {shown(result)}.")
+        raise TypeError(
+            "noise_scale: result must be what clipped_grad's function returns, got "
+            f"{shown(result)}."
+        )
     # [groups, batch]
     norms = jnp.stack(jax.tree.leaves(result.norms))
     factors = jnp.stack(jax.tree.leaves(result.factors))
-    # Norms and factors are 0 if the example is masked. They are also 0 for a gradient
-    # of zero whose factor a shrink made 0.
+    # An example is masked if norm and factor are 0 in all groups. A gradient of zero
+    # has norm 0, and mostly a factor above 0.
     is_zero = (norms == 0) & (factors == 0)
     is_masked = jnp.all(is_zero, axis=0)
     is_finite = jnp.all(jnp.isfinite(norms), axis=0)
@@ -103,9 +105,9 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     # Rounding alone may make it negative.
     noise = jnp.maximum(mean_square - square_of_mean, 0) * size / (size - 1)
     signal = square_of_mean - noise / size
-    divisor = jnp.where(signal > 0, signal, 1)
+    safe_signal = jnp.where(signal > 0, signal, 1)
     estimate = NoiseScale(
-        scale=jnp.where(signal > 0, noise / divisor, jnp.inf),
+        scale=jnp.where(signal > 0, noise / safe_signal, jnp.inf),
         noise=noise * longest * longest,
         signal=signal * longest * longest,
     )

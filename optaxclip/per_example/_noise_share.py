@@ -21,8 +21,8 @@ def noise_share(norms_of_parts: ArrayLike, norm: ArrayLike) -> jax.Array:
     It tells one loud part from a loud batch, without a history:
 
     - 1: one part alone makes the gradient.
-    - Unchanged by a factor that all parts have, such as a loss scale.
     - Near 0: all parts agree.
+    - Unchanged by a factor that all parts have, such as a loss scale.
 
     From few parts it is rough, and may be above 1. Look at it in a step whose norm
     stands out, or average s^2 and |g|^2 over steps.
@@ -35,7 +35,8 @@ def noise_share(norms_of_parts: ArrayLike, norm: ArrayLike) -> jax.Array:
       norm: float[]: the norm of the mean of their gradients, before any clip.
 
     Returns:
-      float[]: at least 0. NaN where a norm is NaN or inf, or all are 0.
+      float[]: at least 0. inf where `norm` is 0, but not all parts are. NaN where a
+        norm is NaN or inf, or all are 0.
 
     Raises:
       ValueError: fewer than two parts, norms that are not [k], or a norm that is not

@@ -21,7 +21,7 @@ from ._limits import Arrays, Weights, weights_of
 from ._problem import Problem
 
 # (present, *examples) -> (terms of a sum, results of each example)
-Step = Callable[..., tuple[PyTree, PyTree]]
+MicrobatchFunction = Callable[..., tuple[PyTree, PyTree]]
 
 
 class ExampleResults(NamedTuple):
@@ -62,7 +62,7 @@ class Run(NamedTuple):
 
         return self.in_steps(step)
 
-    def in_steps(self, step: Step) -> tuple[Arrays, ExampleResults]:
+    def in_steps(self, step: MicrobatchFunction) -> tuple[Arrays, ExampleResults]:
         """Runs `step(present, examples)` on each microbatch."""
         return in_microbatches(
             step,
@@ -87,7 +87,7 @@ class Run(NamedTuple):
 
 
 def in_microbatches(
-    step: Step,
+    step: MicrobatchFunction,
     total: PyTree,
     present: Array,
     batch: PyTree,

@@ -61,7 +61,7 @@ class Problem(NamedTuple):
     devices: int = 1  # of an Explicit mesh, that share the batch
     # Inside shard_map and pmap: the mesh axes along which examples differ
     mesh_axes: AxisNames = ()
-    # The traced loss of one example, and the types of its results, set by `on_device`
+    # The traced loss of one example, a ClosedJaxpr, and the types of its results
     program: Any = None
     result_types: PyTree = None
 
@@ -233,8 +233,9 @@ class Signature(NamedTuple):
                 f"{self.call}: the loss of one example has a {eqn.primitive} over "
                 f"{listed(joined)}{place_of(eqn)}. Over axes that split the batch "
                 "gather parameters before the call, and add up gradients after it. In "
-                "pmap and with check_vma=False mesh_axes='auto' knows no others: name "
-                "them, or give None if nothing else is split."
+                "pmap and with check_vma=False mesh_axes='auto' takes every mesh axis "
+                "for one that splits the batch: name those that split parameters, or "
+                "give None if none does."
             )
 
     def _places(self, option: str, argnums: Argnums, count: int) -> list[int]:

@@ -451,6 +451,16 @@ def test_a_traced_limit_clips():
     assert_near(jax.jit(run)(0.5), summed(gradients(), factors))
 
 
+def test_sensitivity_of_a_traced_limit_is_the_limit_and_warns():
+    def run(limit):
+        grad = make(l2_clip_norm=limit)
+        grad(PARAMS, X, Y)
+        return grad.sensitivity()
+
+    with pytest.warns(UserWarning, match="^sensitivity: .*limit that jit traces"):
+        assert jax.jit(run)(0.5) == 0.5
+
+
 def test_sensitivity_follows_the_relation():
     grad = make(normalize_by=2.0)
     jax.eval_shape(grad, PARAMS, X, Y)

@@ -12,9 +12,9 @@ import pytest
 from scipy import stats
 
 from optaxclip.per_example._grid_noise import (
-    REACH,
+    LARGEST_SUM,
     ROUNDING,
-    STEPS,
+    STEPS_PER_SIGMA,
     alias_table,
     discrete_gaussian,
     integer_noise,
@@ -123,7 +123,7 @@ def test_draws_of_j_follow_the_law(drawn):
 
 
 def test_draws_of_z_follow_the_normal_law(drawn):
-    cuts = stats.norm.ppf(np.arange(1, 512) / 512) * STEPS
+    cuts = stats.norm.ppf(np.arange(1, 512) / 512) * STEPS_PER_SIGMA
     bins = np.searchsorted(cuts, drawn[1])
     assert uniform(np.bincount(bins, minlength=512)) > 1e-4
     # No low bit is rarer than another one, nor tells the bin, nor does a neighbour.
@@ -148,7 +148,7 @@ def test_as_many_lie_beyond_as_the_normal_law_says(drawn):
         share = stats.norm.sf(deviations / 1.0001)
         expected = stats.binom(DRAWS, share)
         for side in (drawn[1], -drawn[1]):
-            beyond = np.sum(side > deviations * STEPS)
+            beyond = np.sum(side > deviations * STEPS_PER_SIGMA)
             assert expected.ppf(1e-5) <= beyond <= expected.isf(1e-5)
 
 
@@ -198,7 +198,7 @@ def random_numbers(sigma):
     random = np.random.default_rng(0)
     sizes = 10.0 ** random.uniform(-7, 6, 100_000)
     numbers = random.standard_normal(sizes.size) * sizes * sigma
-    return np.concatenate([numbers, [0.0, REACH / 2 * sigma]]).astype(np.float32)
+    return np.concatenate([numbers, [0.0, LARGEST_SUM / 2 * sigma]]).astype(np.float32)
 
 
 @pytest.mark.parametrize("sigma", SIGMAS)
@@ -210,13 +210,14 @@ def test_numbers_are_rounded_to_the_grid_once(sigma):
     exact = x.astype(np.longdouble) * np.longdouble(per_unit)
     error = np.max(np.abs(steps - exact))
     assert 0.49 < error <= 0.5 + 2.0**-24
-    assert error * 2 <= ROUNDING * STEPS
+    assert error * 2 <= ROUNDING * STEPS_PER_SIGMA
 
 
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_the_step_is_never_shorter_than_sigma_says(sigma):
     per_unit = np.float64(steps_per_unit(jnp.float32(sigma)))
-    assert 1 <= 1 / (per_unit * np.float64(np.float32(sigma)) / STEPS) < 1 + 2.0**-10
+    per_sigma = per_unit * np.float64(np.float32(sigma))
+    assert 1 <= STEPS_PER_SIGMA / per_sigma < 1 + 2.0**-10
 
 
 @pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 0.37), (3.7, 4.7), (400, 401)])
@@ -262,7 +263,7 @@ def test_an_output_of_float64_is_an_integer_without_rounding():
 def test_numbers_beyond_the_reach_are_cut():
     x = jnp.array([1e38, -1e38, jnp.inf, jnp.nan])
     noisy = np.asarray(with_grid_noise(x, jnp.float32(1.0), KEY))
-    np.testing.assert_allclose(noisy[:3], REACH * np.array([1, -1, 1]), rtol=1e-3)
+    np.testing.assert_allclose(noisy[:3], LARGEST_SUM * np.array([1, -1, 1]), rtol=1e-3)
     assert np.isnan(noisy[3])
 
 

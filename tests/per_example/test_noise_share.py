@@ -67,6 +67,10 @@ def test_a_broken_norm_has_no_share(broken):
     assert np.isnan(noise_share([0.0, 0.0], 0.0))
 
 
+def test_parts_that_cancel_are_all_noise():
+    assert noise_share([1.0, 1.0], 0.0) == np.inf
+
+
 def test_wrong_norms_are_refused():
     with pytest.raises(ValueError, match=r"at least two parts, got .* shape \(1,\)"):
         noise_share([1.0], 1.0)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from optaxclip.per_example import clipped_grad
+from optaxclip.per_example import clipped_grad, explain_clipped_grad
 from tests.per_example.batches import EPS, METHODS, inner, normal
 
 
@@ -100,3 +100,42 @@ def test_what_is_rounded_to_16_bits_is_measured_as_it_is_summed(method):
     one = jnp.arange(4) == 1
     result = grad(jnp.zeros((32, 64)), xs, a, b, two, mask=one)
     assert np.linalg.norm(result.grads) <= 1e-2 * (1 + 8 * EPS)
+
+
+def narrow_site(w, x):
+    narrow = x.astype(np.float32) @ w.astype(np.float32)
+    return jnp.sum(narrow.astype(np.float64) + x @ w)
+
+
+def narrow_operand(w, x):
+    w = w.astype(np.float32)
+    return jnp.sum(jnp.matmul(x, w, preferred_element_type=np.float64) * 2)
+
+
+def narrow_on_the_way(w, x):
+    return jnp.sum(x @ w.astype(np.float32).astype(np.float64) * 2)
+
+
+@pytest.mark.parametrize("loss", [narrow_site, narrow_operand, narrow_on_the_way])
+def test_a_float64_parameter_has_the_bound_of_its_cast_to_float32(loss):
+    with jax.enable_x64(True):
+        grad = clipped_grad(loss, 1.0, mean=False, method="ghost")
+        changes = []
+        bounds = []
+        # Gradients are 2 x. The sum passes 256, above which float32 has half as many
+        # numbers.
+        batch = np.ones((257, 1, 1))
+        is_not_last = np.arange(257) < 256
+        for number in np.random.default_rng(0).uniform(0, 0.5, 20):
+            batch[0] = number
+            result = grad(np.zeros((1, 1)), batch, mask=np.ones(257, bool))
+            without = grad(np.zeros((1, 1)), batch, mask=is_not_last)
+            changes.append((result.grads - without.grads).item())
+            bounds.append(result.sensitivity)
+        assert 1.00001 < max(changes) <= min(bounds) < 1.01
+
+
+def test_a_float64_program_has_the_bound_of_float64():
+    with jax.enable_x64(True):
+        explain = explain_clipped_grad(lambda w, x: jnp.sum(x @ w), method="ghost")
+        assert explain(np.zeros((1, 1)), np.ones((257, 1, 1))).change < 1e-9

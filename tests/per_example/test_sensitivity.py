@@ -129,6 +129,14 @@ def test_change_and_pattern_are_those_of_the_worst_example():
     assert both.change == 35.0
 
 
+def test_of_patterns_that_change_alike_the_first_is_named():
+    def broken(params, x, mask):
+        return jnp.where(mask[0], jnp.nan, 0.0)
+
+    found = sensitivity(broken, None, np.ones((3, 2), np.float32), limit=2)
+    assert found == (np.inf, "example 0", 2)
+
+
 def test_the_gradients_of_others_keep_their_bits():
     """A batch one shorter computes x @ w in another order, and a loss may tell. The
     audit compares sums of one program, as the bound is proved.
@@ -173,7 +181,7 @@ def test_keys_booleans_and_words_stay_what_they_are():
     assert 0.9 * LIMIT < found.change <= MOST
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(np.float32, 28), (np.int32, 34)])
+@pytest.mark.parametrize(("dtype", "most"), [(np.float32, 27), (np.int32, 34)])
 def test_calls_are_as_many_as_is_said(dtype, most):
     calls = []
 

@@ -42,7 +42,7 @@ from ..._mesh_types import varying
 from .._limits import Arrays, Weights, weights_of
 from .._passes import ExampleResults, Run, widened, written
 from .._problem import Problem
-from .._work import has_window, work_of
+from .._work import CONVOLUTION_SLOWDOWN_IN_LOOP, has_window, work_of
 from ._capture import CapturedOfSites, capture
 from ._norms import NormSource
 from ._plans import GradientPlan, LeafPlan, OuterProductPlan, UnusedPlan, plans_of
@@ -53,18 +53,17 @@ from ._sites import Program, Site, Values, bind, over_turns, split_loss
 class Ghost:
     """The loss of one example, ready to be run on batches."""
 
-    program: Program
+    split_program: Program
     params: Arrays
     plans: list[LeafPlan]  # of each parameter
     out_tree: Any  # of the value and aux
-    # Whether convolutions would take most of the time in a loop, where XLA on a CPU
-    # runs them 16 times slower. For `_choose`.
+    # Whether convolutions would take most of the time in a loop. For `_choose`.
     is_convolved: bool
 
     @property
     def captured_size(self) -> int:
         """How many numbers are captured in one example."""
-        return sum(site.captured_size for site in self.program.sites)
+        return sum(site.captured_size for site in self.split_program.sites)
 
     @property
     def kept_size(self) -> int:
@@ -87,7 +86,7 @@ class Ghost:
 
         def step(present: Array, example: Any) -> tuple[Arrays, ExampleResults]:
             batch = jax.tree.leaves(example)
-            outputs, captured = capture(self.program, self.params, batch)
+            outputs, captured = capture(self.split_program, self.params, batch)
             sources = self._norm_sources(captured, present)
             arrays = [source.array for source in sources]
             term_bounds = [source.term_bounds for source in sources]
@@ -111,7 +110,7 @@ class Ghost:
             if isinstance(plan, OuterProductPlan):
                 source = plan.norm_source(captured, present)
             else:
-                source = NormSource.of_added_up(gradients.get(number, zeros))
+                source = NormSource.without_term_bounds(gradients.get(number, zeros))
             sources.append(source)
         return sources
 
@@ -134,9 +133,9 @@ class Ghost:
                 return outputs
 
             outputs, backward = self._vjp(outputs_of_sites, numbers)
-            cotangents = {}
-            for number, arrays in captured_of_one.items():
-                cotangents[number] = arrays.cotangents
+            cotangents = {
+                number: arrays.cotangents for number, arrays in captured_of_one.items()
+            }
             (gradients,) = backward(jax.tree.map(_cast_as, cotangents, outputs))
             return gradients
 
@@ -235,32 +234,31 @@ def _tapped_outputs(values: Values, site: Site, inputs: list[Any]) -> list[Any]:
     return run(operands, (inputs, turn_zeros))
 
 
-def _after(first: Array, counts: Array) -> Array:
-    """The same `counts`, which the compiler cannot compute before the array `first`.
+def _after(first: Array, is_counted: Array) -> Array:
+    """The same `is_counted`, which the compiler cannot compute before `first`.
 
     XLA on a CPU computes as soon as it can. It would copy the captured arrays of all
     sites before it sums the first: a perceptron took a quarter more memory.
     """
-    if not varying(first) <= varying(counts):
-        # `counts` would become varying over the axes of `first`, and so would all later
-        # sums.
-        return counts
+    if not varying(first) <= varying(is_counted):
+        # `is_counted` would become varying over the axes of `first`, and so would all
+        # later sums.
+        return is_counted
     entry = jnp.real(first.reshape(-1)[0])
     is_number = (entry >= 0) | (entry < 0)
     # Always true. XLA does not see it.
-    return counts & (is_number | jnp.isnan(entry))
+    return is_counted & (is_number | jnp.isnan(entry))
 
 
 def ghost_of(problem: Problem) -> Ghost:
     """The loss of a problem. Raises CannotSplit where it cannot be split."""
     params = jax.tree.leaves(problem.params)
     program = split_loss(problem.program, params)
-    all_work = work_of(problem.program)
-    convolved_work = work_of(problem.program, has_window)
+    convolved_work = CONVOLUTION_SLOWDOWN_IN_LOOP * work_of(problem.program, has_window)
     return Ghost(
         program,
         params,
         plans=plans_of(program.sites, params, is_bounded=problem.is_sum),
         out_tree=jax.tree.structure(problem.result_types),
-        is_convolved=16 * convolved_work > all_work,
+        is_convolved=convolved_work > work_of(problem.program),
     )

@@ -9,23 +9,19 @@ Each output of a site has a tap: a value whose cotangent is the cotangent of the
 A value in a scan has axes for its turns in front, the outermost scan first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import JaxprEqn
 
 from ..._jaxpr import is_literal
 from ..._mesh_types import varying_as, varying_as_any_of
 from .._passes import written
 from ._sites import Program, bind, ends_of_scan
-
-if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
 
 
 class Captured(NamedTuple):

@@ -1,13 +1,10 @@
 """Which inputs and outputs a backward pass goes through, equation by equation."""
 
-from __future__ import annotations
+from typing import Any, NamedTuple
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ..._jaxpr import CALLS, body_of, counts_of_scan, is_stop, jaxpr_of
-
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 Flags = list[bool]
 
@@ -15,8 +12,9 @@ Flags = list[bool]
 class Flow(NamedTuple):
     """How a backward pass goes through an equation."""
 
-    from_outputs: Flags  # from these outputs, and carries of earlier turns
-    to_inputs: Flags
+    # For each output, whether it has a cotangent: a carry also if the next turn has one
+    from_outputs: Flags
+    to_inputs: Flags  # for each input, whether it gets one
 
 
 def backward_through(

@@ -193,10 +193,9 @@ def _convolution(site: Site) -> Form | None:
     possible_shifts = 1
     if params["window_strides"][:1] == (1,):
         possible_shifts = kernel_shape[window_axes[0]]
-    if (
-        size_along(kernel_shape, rows)
-        <= possible_shifts * out_channels // feature_groups
-    ):
+    numbers_of_patch = size_along(kernel_shape, rows)
+    numbers_of_shifts = possible_shifts * out_channels // feature_groups
+    if numbers_of_patch <= numbers_of_shifts:
         possible_shifts = 1
 
     def outer_products(

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
+from ..._jaxpr import type_of
 from ._capture import Captured
 from ._forms import LOOKUPS, Form, OuterProducts, form_of, size_along
 from ._sites import Origin, Site, Values
@@ -94,6 +96,17 @@ class Matrix(NamedTuple):
         if isinstance(precision, (tuple, lax.Precision)):
             return precision
         return None
+
+    @property
+    def dtypes(self) -> list[np.dtype]:
+        """The dtypes of the operand and of the values between it and the parameter."""
+        dtypes = []
+        computation = self.origin.computation
+        # A view is made of one value, and that of another.
+        while computation:
+            dtypes.append(type_of(computation.eqn.outvars[0]).dtype)
+            computation = computation.in_origins[0].computation
+        return dtypes
 
     def value(self, values: Values) -> Array:
         """The operand as [stack, rows, columns]."""

@@ -10,7 +10,6 @@ References: Goodfellow, Efficient per-example gradient computations, 2015 (arXiv
 be strong differentially private learners, 2022 (arXiv 2110.05679), for several.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +31,8 @@ LARGEST_INPUT = 2.0**104
 # A private sum takes 1 / 16. In a mean that would lengthen the norms of ordinary
 # examples: more than 256 positions that have nothing in common cancel further.
 MAX_CANCELLATION_IN_MEANS = 256
-POSITION_AXIS = 2  # of outer products of a batch, [example, stack, position, ...]
+# Of outer products of a batch, [example, stack, position, ...]
+BATCHED_POSITION_AXIS = 2
 # GPU and TPU would round the factors of a product to fewer bits otherwise.
 HIGHEST = lax.Precision.HIGHEST
 
@@ -48,8 +48,8 @@ class NormSource(NamedTuple):
     term_bounds: Array
 
     @staticmethod
-    def of_added_up(array: Array) -> "NormSource":
-        """The source of a gradient whose terms are added up."""
+    def without_term_bounds(array: Array) -> "NormSource":
+        """The source of a norm that needs no bound of its terms."""
         no_bounds = jnp.zeros(len(array), jnp.float32)
         return NormSource(array, no_bounds)
 
@@ -68,10 +68,8 @@ _norms_of_vectors = jnp.vectorize(_norm, signature="(n)->()")
 
 def joined(products: list[OuterProducts]) -> OuterProducts:
     """The outer products of several sites as those of one."""
-    inputs = [outer.a for outer in products]
-    cotangents = [outer.c for outer in products]
-    a = jnp.concatenate(inputs, POSITION_AXIS)
-    c = jnp.concatenate(cotangents, POSITION_AXIS)
+    a = jnp.concatenate([outer.a for outer in products], BATCHED_POSITION_AXIS)
+    c = jnp.concatenate([outer.c for outer in products], BATCHED_POSITION_AXIS)
     return OuterProducts(a, c)
 
 
@@ -134,22 +132,23 @@ def _scattered(rows: Array, c: Array, shape: tuple[int, ...]) -> Array:
     return jax.vmap(of_one)(zeros, rows, c)
 
 
-def norms_by_gram(products: list[OuterProducts], *, is_bounded: bool) -> NormSource:
+def norms_by_gram(products: list[OuterProducts], roundings: int | None) -> NormSource:
     """The norm of each gradient G, without G, and a bound of |G| and of its terms:
 
         |G|^2 = sum_ts (a_t . a_s)(c_t . c_s)      Li et al., 2022
         |G| <= sum_t |a_t| |c_t|
 
-    With `is_bounded` a gradient is at most 1 + e times as long as its norm, with the
-    error e of `_bounds`. A CPU then adds up in float64. Elsewhere the norm is rounded
-    up by the most that its additions may lose, in whatever order they are made. Where
-    squares would leave the range of the dtype, the bound is the norm.
+    With `roundings`, how many a square has at most, a gradient is at most 1 + e times
+    as long as its norm, with the error e of `../_bounds`. A CPU then adds up in
+    float64. Elsewhere the norm is rounded up by the most that its additions may lose,
+    in whatever order they are made. Where squares would leave the range of the dtype,
+    the bound is the norm.
     """
     terms = _gram_terms(products)
-    bounds = _bounds(terms)
+    bounds = _term_bounds(terms)
     is_in_range = _squares_are_in_range(terms, bounds)
-    if is_bounded:
-        squares = _bounded_squares(terms, bounds, is_in_range)
+    if roundings:
+        squares = _bounded_squares(terms, bounds, is_in_range, roundings)
     else:
         squares = _squares(terms, terms.c.dtype)
     # A user may differentiate `clipped_grad`, and the derivative of sqrt(0) would be
@@ -159,7 +158,7 @@ def norms_by_gram(products: list[OuterProducts], *, is_bounded: bool) -> NormSou
     roots = jnp.where(is_positive, jnp.sqrt(positive_squares), 0)
     norms = jnp.where(is_in_range, roots, bounds)
     term_bounds = bounds
-    if not is_bounded:
+    if not roundings:
         term_bounds = bounds * (MAX_CANCELLATION / MAX_CANCELLATION_IN_MEANS)
     return NormSource(norms, term_bounds)
 
@@ -197,8 +196,8 @@ def _gram_terms(products: list[OuterProducts]) -> GramTerms:
         rows, c_of_lookups = joined(lookups)
         # The input of a lookup is 1 in one row.
         ones = jnp.ones_like(rows, dtype)
-        a_norms = jnp.concatenate([ones, a_norms], POSITION_AXIS)
-        c = jnp.concatenate([c_of_lookups, c], POSITION_AXIS)
+        a_norms = jnp.concatenate([ones, a_norms], BATCHED_POSITION_AXIS)
+        c = jnp.concatenate([c_of_lookups, c], BATCHED_POSITION_AXIS)
     c = c.astype(dtype)
     c_norms = _norms_of_vectors(c)
     terms = GramTerms(rows, a, c, a_norms, c_norms)
@@ -208,7 +207,7 @@ def _gram_terms(products: list[OuterProducts]) -> GramTerms:
     return terms
 
 
-def _bounds(terms: GramTerms) -> Array:
+def _term_bounds(terms: GramTerms) -> Array:
     """The bound of each gradient, sum_t |a_t| |c_t|. Of a stack the norm of the bounds
     of its matrices.
     """
@@ -238,12 +237,14 @@ def _squares_are_in_range(terms: GramTerms, bounds: Array) -> Array:
     return is_large_enough & is_small_enough
 
 
-def _bounded_squares(terms: GramTerms, bounds: Array, is_in_range: Array) -> Array:
+def _bounded_squares(
+    terms: GramTerms, bounds: Array, is_in_range: Array, roundings: int
+) -> Array:
     """Squares that are hardly less than the square of the gradient on a CPU, by what
     float64 loses, and elsewhere not less.
     """
     dtype = terms.c.dtype
-    lost_share = rounding(_count_roundings(terms), dtype)
+    lost_share = gamma(roundings, dtype)
     # At most the square of the bound: nothing is longer.
     lost_share = min(lost_share, 1.0)
 
@@ -259,19 +260,10 @@ def _bounded_squares(terms: GramTerms, bounds: Array, is_in_range: Array) -> Arr
     return per_platform(terms, cpu=in_float64, gpu=rounded_up, plain=rounded_up)
 
 
-def _count_roundings(terms: GramTerms) -> int:
-    """How many roundings a square in Gram form has at most: of both inner products, of
-    the sum over pairs of positions, and one.
+def gamma(count: int, dtype: Any) -> float:
+    """gamma(n) = n u / (1 - n u): the most that n roundings take from a sum, over the
+    sizes of its terms.
     """
-    rows = terms.a.shape[-1]
-    # [example, *stack, position, column]
-    *stack, positions, columns = terms.c.shape[1:]
-    pairs = math.prod(stack) * positions * positions
-    return rows + columns + pairs + 1
-
-
-def rounding(count: int, dtype: Any) -> float:
-    """The most that `count` roundings take from a sum, over the sizes of its terms."""
     share = count * float(jnp.finfo(dtype).eps) / 2
     if share >= 1:
         return np.inf

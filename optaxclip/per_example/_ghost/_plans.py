@@ -113,7 +113,7 @@ class OuterProductPlan(LeafPlan, ABC):
     matrices: list[Matrix]
     matrix_shape: MatrixShape
     # Whether norms are upper bounds, and sums have the precision that the proof of
-    # `_bounds` counts on. That takes longer. False for a mean.
+    # `../_bounds` counts on. That takes longer. False for a mean.
     is_bounded: bool
 
     # Whether cotangents may be shifted instead of pixels
@@ -198,20 +198,20 @@ class SummedPlan(OuterProductPlan):
     ) -> Array:
         """The sum of f G over examples, as [stack, rows, columns]."""
         captured_here = self._captured_here(captured)
-        counts = weights.is_counted
+        is_counted = weights.is_counted
         factors = SplitFactors(weights.roots[:, limit_group], weights.inverse_divisor)
         dtype = np.promote_types(self.param.dtype, factors.roots.dtype)
         zeros = jnp.zeros(self.matrix_shape, dtype)
-        zeros = varying_as_any_of(zeros, (captured_here, self.param, counts))
+        zeros = varying_as_any_of(zeros, (captured_here, self.param, is_counted))
         positions_at_once = min(self.positions, self.terms_at_once)
         examples_at_once = max(self.terms_at_once // self.positions, 1)
         # The patches of all images may take more memory than all captured arrays.
         if self.matrices[0].is_convolution:
-            fitting = self._examples_at_once(captured, counts.size)
+            fitting = self._examples_at_once(captured, is_counted.size)
             examples_at_once = min(examples_at_once, fitting)
 
         def step(
-            counts: Array,
+            is_counted: Array,
             captured: CapturedOfSites,
             norm_array: Array,
             factors: SplitFactors,
@@ -223,7 +223,7 @@ class SummedPlan(OuterProductPlan):
                 precision = HIGHEST if self.is_bounded else matrix.precision
                 terms += terms_of_sum(
                     outer,
-                    counts,
+                    is_counted,
                     factors,
                     zeros=zeros,
                     positions_at_once=positions_at_once,
@@ -234,9 +234,9 @@ class SummedPlan(OuterProductPlan):
         kahan_sum, _ = passes.in_microbatches(
             step,
             passes.KahanSum(zeros, zeros),
-            counts,
+            is_counted,
             batch=(captured_here, norm_array, factors),
-            most=min(examples_at_once, counts.size),
+            most=min(examples_at_once, is_counted.size),
             plus=passes.KahanSum.plus,
         )
         return kahan_sum.total
@@ -261,7 +261,7 @@ class ProductPlan(SummedPlan):
 
     def _source_from(self, products: list[OuterProducts]) -> NormSource:
         (outer,) = products
-        return NormSource.of_added_up(norms_of_products(outer))
+        return NormSource.without_term_bounds(norms_of_products(outer))
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ class RowsPlan(SummedPlan):
     def _source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
         sums = passes.written(sums_of_rows(products))
-        return NormSource.of_added_up(sums)
+        return NormSource.without_term_bounds(sums)
 
     def _products_to_sum(
         self, captured: CapturedOfSites, norm_array: Array
@@ -303,9 +303,16 @@ class GramPlan(SummedPlan):
 
     @property
     def extra_work(self) -> int:
-        return self.position_pairs * (
-            self.matrix_shape.rows + self.matrix_shape.columns
-        )
+        _, rows, columns = self.matrix_shape
+        return self.position_pairs * (rows + columns)
+
+    @property
+    def roundings(self) -> int:
+        """How many roundings a square has at most: of both inner products, of the sum
+        over pairs of positions, and one.
+        """
+        _, rows, columns = self.matrix_shape
+        return rows + columns + self.position_pairs + 1
 
     @property
     def terms_at_once(self) -> int:
@@ -313,7 +320,8 @@ class GramPlan(SummedPlan):
 
     def _source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since norms and bounds have several readers.
-        return passes.written(norms_by_gram(products, is_bounded=self.is_bounded))
+        roundings = self.roundings if self.is_bounded else None
+        return passes.written(norms_by_gram(products, roundings))
 
 
 @dataclass(frozen=True)
@@ -338,7 +346,7 @@ class MatrixPlan(OuterProductPlan):
     def _source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
         gradients = passes.written(gradients_of(products, self.matrix_shape))
-        return NormSource.of_added_up(gradients)
+        return NormSource.without_term_bounds(gradients)
 
 
 def plans_of(
@@ -351,8 +359,8 @@ def plans_of(
     for site in sites:
         # An empty site, such as the positions before the last of a sequence of one, has
         # no part in a gradient.
-        size = sum(site.out_types[index].size for index in site.tapped)
-        if not math.prod(site.scan_lengths) * size:
+        tapped_size = sum(site.out_types[index].size for index in site.tapped)
+        if not math.prod(site.scan_lengths) * tapped_size:
             continue
         for place, origin in site.operands.items():
             for number in origin.params:
@@ -361,11 +369,11 @@ def plans_of(
                 continue
             # The gradient by an operand, such as w + a @ b, gives the gradient by each
             # parameter that it is made of.
-            size = site.eqn.invars[place].aval.size
+            operand_size = site.eqn.invars[place].aval.size
             for scan_depth in origin.slicing_scans:
-                size *= site.scan_lengths[scan_depth]
+                operand_size *= site.scan_lengths[scan_depth]
             for number in origin.params:
-                gradient_sizes[number] = max(gradient_sizes[number], size)
+                gradient_sizes[number] = max(gradient_sizes[number], operand_size)
     plans = []
     for param, operands, size in zip(params, operands_of_params, gradient_sizes):
         plan = _plan_of(param, operands, gradient_size=size, is_bounded=is_bounded)

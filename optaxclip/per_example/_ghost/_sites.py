@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ... import _jaxpr
 from ..._jaxpr import CALLS, type_of
@@ -30,9 +31,6 @@ from .._passes import is_narrow, widened
 from .._problem import place_of
 from .._work import has_convolution
 from ._flow import Flags, Flow, backward_through
-
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 # The gradient by one term of a sum does not depend on the other terms.
 SUMS = ("add", "sub", "add_any", "concatenate")
@@ -391,15 +389,12 @@ class _Splitter:
         operands: dict[int, Origin],
         tapped: tuple[int, ...],
     ) -> None:
-        data_types = []
-        for place, var in enumerate(invars):
-            if place not in operands:
-                data_types.append(type_of(var))
+        data = [var for place, var in enumerate(invars) if place not in operands]
         site = Site(
             number=len(self.all_sites),
             eqn=eqn,
             operands=operands,
-            data_types=data_types,
+            data_types=[type_of(var) for var in data],
             out_types=[type_of(var) for var in outvars],
             tapped=tapped,
             scan_lengths=self.scan_lengths,
@@ -477,8 +472,8 @@ def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origi
 
 
 def _slice(origin: Origin, scan_depth: int) -> Origin:
-    """The slice that a scan hands to its body in one turn, with so many scans around
-    it.
+    """The slice that a scan hands to its body in one turn. `scan_depth` scans are
+    around that scan.
     """
     view = origin.view
     if view:

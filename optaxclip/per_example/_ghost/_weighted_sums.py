@@ -20,17 +20,17 @@ Precision = lax.Precision | tuple[lax.Precision, lax.Precision] | None
 
 
 class SplitFactors(NamedTuple):
-    """The factors of examples, f = root * root * share. A root stays in the range of
-    its dtype where f would leave it.
+    """The factors of examples, f = root * root * inverse_divisor. A root stays in the
+    range of its dtype where f would leave it.
     """
 
     roots: Array  # float32[example]
-    shares: Array  # float32[example]: 1 over the divisor of the sum
+    inverse_divisors: Array  # float32[example]: 1 over the divisor of the sum
 
 
 def terms_of_sum(
     outer: OuterProducts,
-    counts: Array,
+    is_counted: Array,
     factors: SplitFactors,
     *,
     zeros: Array,
@@ -41,7 +41,7 @@ def terms_of_sum(
     `positions_at_once` positions of each. All are like `zeros`, [stack, rows, columns].
     """
     terms = []
-    for a, c in _weighted(outer, counts, factors, zeros.dtype):
+    for a, c in _weighted(outer, is_counted, factors, zeros.dtype):
         positions = a.shape[2]
         for start in range(0, positions, positions_at_once):
             block = slice(start, start + positions_at_once)
@@ -51,17 +51,17 @@ def terms_of_sum(
 
 
 def _weighted(
-    outer: OuterProducts, counts: Array, factors: SplitFactors, dtype: np.dtype
+    outer: OuterProducts, is_counted: Array, factors: SplitFactors, dtype: np.dtype
 ) -> list[OuterProducts]:
     """Outer products a_t (f c_t)', 0 in examples that do not count. For bfloat16 there
     are two, whose sum it is.
     """
     a, c = outer
     # Selected, since 0 times NaN is NaN.
-    a = jnp.where(along_batch(counts, a), a, 0)
-    c = jnp.where(along_batch(counts, c), c, 0)
+    a = jnp.where(along_batch(is_counted, a), a, 0)
+    c = jnp.where(along_batch(is_counted, c), c, 0)
     weighted_c = times_square(c.astype(dtype), along_batch(factors.roots, c))
-    weighted_c *= along_batch(factors.shares, c).astype(dtype)
+    weighted_c *= along_batch(factors.inverse_divisors, c).astype(dtype)
     is_bfloat16 = a.dtype == c.dtype == jnp.bfloat16
     if is_bfloat16 and weighted_c.dtype == np.float32:
         # As fast on a GPU and a TPU as one product that gives bfloat16.
