@@ -315,12 +315,13 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     entries = list(zeros_of_leaves.values())
     memories: list[PyTree] = [()]
     if zeros_of_leaves:
-        # Only one rule for all leaves has a memory, so the first one speaks for all.
         rule = rule_of_name[next(iter(zeros_of_leaves))]
         zeros = entries[0]
         if not state_names.is_global:
-            rule = blocks.rule_of_vector(rule, entries)
             zeros = blocks.concatenated(entries)
+            # Limits of parts remember nothing, and their arrays fit no other leaf.
+            if all(other is rule for other in rules):
+                rule = blocks.rule_of_vector(rule, entries)
         memories = [_first_memory(rule, zeros)]
     for name in unit_leaves:
         zeros = zeros_of_units[name]
