@@ -168,7 +168,7 @@ def make_clipper(
             and measure.axis is measure.stacked is None
         ):
             trees.warn_of_stacks(call, tree)
-        norms = mesh_types.types_of(partial(measured, _first_measure(measure)), tree)
+        norms = mesh_types.types_of(partial(measured, _measure_for_init(measure)), tree)
         rules_by_norm = blocks.rules_of_norms(rules, norms, argument)
         return first_state(norms, rules_by_norm, argument)
 
@@ -225,17 +225,20 @@ def make_clipper(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _first_measure(measure: Any) -> Measure:
+def _measure_for_init(measure: Any) -> Measure:
     """The measure without mesh axes, where none is bound.
 
     A state is often made outside the shard_map that it goes into.
     """
     # Norms of the user's and the spectral norm have no mesh_axes.
     mesh_axes = getattr(measure, "mesh_axes", None)
-    has_names = not isinstance(mesh_axes, Prefix) and mesh_axes not in ("auto", None)
-    if has_names and not mesh_types.manual_axes():
-        return measure._replace(mesh_axes=None)
-    return measure
+    if mesh_axes is None or mesh_types.manual_axes():
+        return measure
+    not_split = None
+    # A tree is still compared with that of the parameters.
+    if isinstance(mesh_axes, Prefix):
+        not_split = Prefix(tuple((path, None) for path, _ in mesh_axes.entries))
+    return measure._replace(mesh_axes=not_split)
 
 
 def _update(
