@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from . import _trees as trees
 from ._checks import BEGIN_ANEW, check_one_model
 from ._exported import call_repr, has_numbers
-from ._packed import InWindows, Packed, is_mark, packed, rows_from, unpacked
+from ._packed import InWindows, Packed, is_mark, packed, row_at, rows_from, unpacked
 from ._trees import PyTree
 
 
@@ -106,8 +106,8 @@ class Names(NamedTuple):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    # Names may be equal though their contents differ (open names, a share of the
-    # layers), so the hash is a constant.
+    # Names may be equal though their contents differ (see `OpenNames`, and a share of
+    # the layers above), so the hash is a constant.
     def __hash__(self) -> int:
         return 0
 
@@ -202,21 +202,19 @@ class ClipState(_Fields):
 
     @property
     def memory(self) -> tuple[PyTree, ...]:
+        is_global = self.names.is_global
         return unpacked(
             self.windows,
-            counts=rows_from(self.counts, len(COUNT_NAMES), self._row_axis),
-            numbers=rows_from(self.numbers, len(self.number_names), self._row_axis),
+            counts=rows_from(self.counts, len(COUNT_NAMES), is_global=is_global),
+            numbers=rows_from(
+                self.numbers, len(self.number_names), is_global=is_global
+            ),
         )
 
     @property
     def number_names(self) -> tuple[str, ...]:
         """The names of the first rows of `numbers`."""
         return NUMBER_NAMES if self.names.unit_leaves else NUMBER_NAMES[:-1]
-
-    @property
-    def _row_axis(self) -> int:
-        # States of several models have axes in front.
-        return -1 if self.names.is_global else -2
 
     def _row(self, name: str) -> Any:
         if name in COUNT_NAMES:
@@ -225,7 +223,7 @@ class ClipState(_Fields):
         else:
             array = self.numbers
             index = NUMBER_NAMES.index(name)
-        return array[..., index] if self.names.is_global else array[..., index, :]
+        return row_at(array, index, is_global=self.names.is_global)
 
     def __repr__(self) -> str:
         is_closed = isinstance(self.names, Names)
@@ -446,8 +444,8 @@ def _names_from_json(text: bytes) -> tuple[Names]:
     return (Names(layers, units, windows_structure=None),)
 
 
-# A trick: the order of fields is the only thing by which JAX tells a ClipState and a
-# RecordState whose `names` are equal apart. A recorder has no windows.
+# JAX compares two dataclass nodes by their fields and `names`, and not by their types.
+# So clippers and recorders list their fields in different orders.
 FIELDS_OF_CLIPPERS = ["counts", "numbers", "windows"]
 FIELDS_OF_RECORDERS = ["windows", "counts", "numbers"]
 

@@ -240,6 +240,6 @@ def unpack(rows: RowNames, arrays: StateArrays) -> tuple[PyTree, PyTree]:
     (_, count_names), (_, number_names) = rows
     return unpacked(
         (arrays.windows, arrays.loss_windows),
-        counts=rows_from(arrays.counts, len(count_names)),
-        numbers=rows_from(arrays.numbers, len(number_names)),
+        counts=rows_from(arrays.counts, len(count_names), is_global=True),
+        numbers=rows_from(arrays.numbers, len(number_names), is_global=True),
     )
