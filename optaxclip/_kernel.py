@@ -92,8 +92,8 @@ class Settings(NamedTuple):
     with_params: bool  # whether a rule needs the norms of the weights
     with_total: bool  # whether a rule needs the norm of all norms
     inf_is_off: bool  # whether a limit of inf lets broken norms pass, see `Rule`
-    # Whether a rule has a schedule. A step inside the user's jit then calls `_update`
-    # without a jit of ours, whose cache would keep the schedule, and what it closes
+    # Whether a rule has a schedule. Inside the user's jit such a clipper runs `_update`
+    # itself: the cache of `_update_jitted` would keep the schedule, and what it closes
     # over, alive. Eager steps accept that.
     has_schedule: bool
 
@@ -163,10 +163,8 @@ def make_clipper(
         if isinstance(params, PLACEHOLDER):
             return state_of_placeholder()
         tree = trees.clipped_leaves(params, call)
-        if (
-            isinstance(measure, UnitwiseNorm)
-            and measure.axis is measure.stacked is None
-        ):
+        is_unitwise = isinstance(measure, UnitwiseNorm)
+        if is_unitwise and measure.axis is None and measure.stacked is None:
             trees.warn_of_stacks(call, tree)
         norms = mesh_types.types_of(partial(measured, _measure_for_init(measure)), tree)
         rules_by_norm = blocks.rules_of_norms(rules, norms, argument)
@@ -181,10 +179,11 @@ def make_clipper(
         limit: PyTree = None,
         **extra_args: object,
     ) -> tuple[PyTree, ClipState]:
-        for wrong in OF_UPDATE["limit"].intersection(extra_args):
+        wrong = sorted(OF_UPDATE["limit"].intersection(extra_args))
+        if wrong:
             raise TypeError(
-                f"{call}: update has no argument {wrong!r}: the limit of one step is "
-                "limit. Call update(grads, state, params, limit=...)."
+                f"{call}: update has no argument {wrong[0]!r}: the limit of one step "
+                "is limit. Call update(grads, state, params, limit=...)."
             )
         # None, as for a clipper of optax, begins anew.
         if checks.can_begin_anew(call, state, rules):
@@ -374,6 +373,7 @@ def _limits_of_block(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
         memory = jax.tree.map(
             lambda array: mesh_types.resharded_as(array, norm_type), memory
         )
+        # In shard_map it may come out of a vector of norms that vary more.
         memory = mesh_types.narrowed_as(memory, block.norm)
         # A rule learns also in a step whose limit was given.
         limit, memory = _ask_rule(inputs, rule, block.norm, weight_norm, memory)
