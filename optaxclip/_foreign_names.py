@@ -148,7 +148,7 @@ def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> 
     vars(module).setdefault("__all__", sorted([*public_names, *later]))
 
     def publish(name: str, value: object) -> object:
-        """Sets a name of the module, a function with our errors."""
+        """Sets a name of the module. A function is wrapped to raise our errors."""
         if inspect.isfunction(value):
             if "GradientTransformation" in str(value.__annotations__.get("return")):
                 _set_init_and_update(value, name)

@@ -329,7 +329,7 @@ def _at(numbers: ClipNumbers, index: Any) -> ClipNumbers:
 
 def _numbers_of_entries(state: ClipState) -> ClipNumbers:
     """The numbers of all entries of a state: vectors."""
-    # Of a leaf with units at least one was changed.
+    # A leaf with units is changed if one unit was.
     has_units = bool(state.names.unit_leaves)
     is_changed = state.units_clipped > 0 if has_units else state.factor != 1
     # A broken step may have a factor of NaN or 0, and was not clipped.

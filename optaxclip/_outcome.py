@@ -192,7 +192,7 @@ def furthest_units(
         norm=norm,
         limit=limit,
         factor=outcome.factor,
-        # float32 would count to 2^24 only.
+        # A sum of ones in float32 would stop at 2^24. As a float, a count is rounded.
         clipped_units=outcome.clipped.astype(jnp.int32),
     )
     # JAX has no derivative of a reduction of several arrays.
