@@ -1,11 +1,10 @@
 """What other libraries see of states and calls.
 
-exported       a decorator: `jax.export` finds a state by its name
-state_repr     how a notebook shows a state
-call_repr      how it shows the call that made a clipper or a rule
-has_numbers    whether the numbers of an array can be shown
-PLACEHOLDER    the types of what `optax.tree_map_params` hands to `init` in the place
-               of params, as isinstance takes them
+exported           a decorator: `jax.export` finds a state by its name
+state_repr         how a notebook shows a state
+call_repr          how it shows the call that made a clipper or a rule
+has_numbers        whether the numbers of an array can be shown
+PLACEHOLDER_TYPES  what `optax.tree_map_params` hands to `init` in the place of params
 """
 
 from functools import partial
@@ -37,7 +36,7 @@ def _types_of_placeholder() -> tuple[type, ...]:
     return tuple(types)
 
 
-PLACEHOLDER = _types_of_placeholder()
+PLACEHOLDER_TYPES = _types_of_placeholder()
 
 
 def exported(state: type[T]) -> type[T]:

@@ -51,9 +51,9 @@ from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._blocks import Block, blocks_of
 from ._checks import Nonfinite, shown
-from ._exported import PLACEHOLDER
+from ._exported import PLACEHOLDER_TYPES
 from ._factors import factor_between, factor_roots, multiply, shrunk_by
-from ._foreign_names import OF_UPDATE
+from ._foreign_names import OTHER_NAMES_IN_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
 from ._outcome import (
     Decide,
@@ -88,7 +88,7 @@ class Settings(NamedTuple):
     shrink: Shrink
     nonfinite: Nonfinite
     only_measures: bool  # the limit is None
-    rules: Any  # the structure of the rules, whose numbers are not static
+    rules_treedef: Any  # of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
     with_total: bool  # whether a rule needs the norm of all norms
     inf_is_off: bool  # whether a limit of inf lets broken norms pass, see `Rule`
@@ -142,7 +142,7 @@ def make_clipper(
         rules = rules_of(limit, argument)
         check_limits_of_parts(argument, rules)
     rule_list = jax.tree.leaves(rules, is_leaf=is_rule)
-    rule_leaves, structure = jax.tree.flatten(rules)
+    rule_leaves, treedef = jax.tree.flatten(rules)
     settings = Settings(
         call=call,
         argument=argument,
@@ -151,7 +151,7 @@ def make_clipper(
         shrink=shrink_of(shrink, call),
         nonfinite=nonfinite,
         only_measures=limit is None,
-        rules=structure,
+        rules_treedef=treedef,
         with_params=any(rule.needs_params for rule in rule_list),
         with_total=any(rule.needs_total for rule in rule_list),
         inf_is_off=all(rule.inf_is_off for rule in rule_list),
@@ -160,7 +160,7 @@ def make_clipper(
 
     def init(params: PyTree) -> ClipState:
         # optax.tree_map_params calls init without parameters.
-        if isinstance(params, PLACEHOLDER):
+        if isinstance(params, PLACEHOLDER_TYPES):
             return state_of_placeholder()
         tree = trees.clipped_leaves(params, call)
         is_unitwise = isinstance(measure, UnitwiseNorm)
@@ -179,7 +179,7 @@ def make_clipper(
         limit: PyTree = None,
         **extra_args: object,
     ) -> tuple[PyTree, ClipState]:
-        wrong = sorted(OF_UPDATE["limit"].intersection(extra_args))
+        wrong = sorted(OTHER_NAMES_IN_UPDATE["limit"].intersection(extra_args))
         if wrong:
             raise TypeError(
                 f"{call}: update has no argument {wrong[0]!r}: the limit of one step "
@@ -330,7 +330,7 @@ def _rule_inputs(
     overrides: Overrides,
 ) -> RuleInputs:
     """What all blocks of a step have in common when their rules are asked."""
-    rules = settings.rules.unflatten(rule_leaves)
+    rules = settings.rules_treedef.unflatten(rule_leaves)
     rules_in_order = blocks.rules_of_norms(rules, norms, settings.argument)
     weight_norm_of_name = {}
     if settings.with_params:

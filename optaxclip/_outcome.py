@@ -24,7 +24,7 @@ from ._norms import Norms
 from ._state import (
     NUMBER_NAMES,
     ClipState,
-    Layers,
+    LayerNames,
     Names,
     StateRows,
     names_here,
@@ -305,8 +305,8 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         for shape in blocks.shapes_of_array_limits(rule_of_name[name]):
             check_shape(shape, norm.shape, argument)
         zeros = jnp.zeros(norm.shape, norm.dtype)
-        zeros_of = zeros_of_units if name in mesh_of_units else zeros_of_leaves
-        zeros_of[name] = mesh_types.typed_as(zeros, norm)
+        zeros_by_name = zeros_of_units if name in mesh_of_units else zeros_of_leaves
+        zeros_by_name[name] = mesh_types.typed_as(zeros, norm)
     # Leaves of units of one shape are looked at together, so they are neighbors.
     unit_leaves = sorted(zeros_of_units, key=lambda name: zeros_of_units[name].shape)
     layers = {name: _layer_names(x.shape) for name, x in zeros_of_leaves.items()}
@@ -369,7 +369,7 @@ def _first_memory(rule: Rule, norm: Array) -> PyTree:
     return mesh_types.typed_as(memory, jax.typeof(norm))
 
 
-def _layer_names(shape: tuple[int, ...]) -> Layers:
+def _layer_names(shape: tuple[int, ...]) -> LayerNames:
     """The names of the layers of a norm, such as "0/3" for layer 0 and expert 3. None
     for a norm without layers.
     """

@@ -60,7 +60,7 @@ class NormEntry(NamedTuple):
 
 
 # The names of the layers of a stacked leaf. None for a single norm.
-Layers = Mapping[str, None] | None
+LayerNames = Mapping[str, None] | None
 
 
 class Names(NamedTuple):
@@ -72,7 +72,7 @@ class Names(NamedTuple):
 
     # {"blocks/w": {"0": None, "1": None}, "b": None}: names, and those of the layers of
     # stacked leaves. The norm of everything has the name "".
-    layers_of_name: Mapping[str, Layers]
+    layers_of_name: Mapping[str, LayerNames]
     # The names of leaves with units, which are the last ones of `layers_of_name`.
     unit_leaves: Mapping[str, None] = {}
     # The structure of `windows`, with `InWindows` for each of its arrays. None if
@@ -112,7 +112,7 @@ class Names(NamedTuple):
         return 0
 
 
-def _is_share(layers: Layers, all_layers: Layers) -> bool:
+def _is_share(layers: LayerNames, all_layers: LayerNames) -> bool:
     """Whether the layers of a leaf may be a share of these, or all of them."""
     if not layers or not all_layers or len(layers) == len(all_layers):
         return layers == all_layers
