@@ -163,8 +163,11 @@ def make_clipper(
         if isinstance(params, PLACEHOLDER_TYPES):
             return state_of_placeholder()
         tree = trees.clipped_leaves(params, call)
-        is_unitwise = isinstance(measure, UnitwiseNorm)
-        if is_unitwise and measure.axis is None and measure.stacked is None:
+        if (
+            isinstance(measure, UnitwiseNorm)
+            and measure.axis is None
+            and measure.stacked is None
+        ):
             trees.warn_of_stacks(call, tree)
         norms = mesh_types.types_of(partial(measured, _measure_for_init(measure)), tree)
         rules_by_norm = blocks.rules_of_norms(rules, norms, argument)
