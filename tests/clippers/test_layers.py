@@ -129,6 +129,7 @@ RULES = {
     "share": rules.share_of_params,
     "minimum": lambda x: rules.minimum(rules.growth(1.2), x),
     "warm-up": lambda x: rules.warm_up(2, x, rules.z_score(0.5, 0.5, warmup=1)),
+    "steps of a warm-up": lambda x: rules.warm_up(x, 0.5, rules.growth(1.2)),
     "z-score": lambda x: rules.z_score(x, 0.5, warmup=1),
 }
 
