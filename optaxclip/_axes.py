@@ -178,16 +178,16 @@ def unit_axes(
         part = "a layer of the leaf" if layer_axes else "the leaf"
         axes_of_layer = other_axes(layer_axes, jnp.ndim(leaf))
         rank = len(axes_of_layer)
-        if value is None and rank <= 1 and not layer_axes:
+        if value is not None:
+            places = axes_within(value, argument, name(path), rank, part=part)
+        elif rank <= 1 and not layer_axes:
             # Its norm is a scalar, like the norm of a tensor.
             summed_axes_of_leaves.append(None)
             continue
-        if value is None:
+        else:
             if shape is not None:
                 shape = tuple(shape[i] for i in axes_of_layer)
             places = _axes_by_shape(shape, argument, f"{part} {name(path)!r}", rank)
-        else:
-            places = axes_within(value, argument, name(path), rank, part=part)
         summed_axes_of_leaves.append(tuple(axes_of_layer[i] for i in places))
     return summed_axes_of_leaves
 

@@ -221,17 +221,14 @@ def rule_of_vector(rule: Rule, norms: Sequence[Array]) -> Rule:
     """The rule for a vector of norms: its arrays, which have one number for each layer,
     repeated for each leaf and joined.
     """
-    if not shapes_of_array_limits(rule):
-        return rule
-    values: dict[str, Any] = {}
+    # Not `dataclasses.replace`, which would check all fields again.
+    new_rule = copy(rule)
+    values = vars(new_rule)
     for field, array in _array_limits(rule).items():
         arrays = [jnp.broadcast_to(array, norm.shape) for norm in norms]
         values[field] = concatenated(arrays)
     if isinstance(rule, Joined):
         values["rules"] = tuple(rule_of_vector(part, norms) for part in rule.rules)
-    # Not `dataclasses.replace`, which would check all fields again.
-    new_rule = copy(rule)
-    vars(new_rule).update(values)
     return new_rule
 
 

@@ -177,8 +177,7 @@ def spike_rows(state: SpikeState, options: Options) -> Iterator[Row]:
 def health_rows(state: HealthState, options: Options) -> Iterator[Row]:
     """The rows of `record_health`."""
     rows = health_numbers(state, summary=options.summary, layers=options.layers)
-    for metric, path, value in rows:
-        yield Row(metric, path, value)
+    return itertools.starmap(Row, rows)
 
 
 def _steps(state: PyTree) -> Array:

@@ -99,9 +99,9 @@ def next_state(
         ),
         units_clipped=outcome.unit_share,
     )
-    dtype = state.numbers.dtype
-    names = names_here(state)
-    new_state = state_of_rows(names, rows, tuple(memories.values()), dtype)
+    new_state = state_of_rows(
+        names_here(state), rows, tuple(memories.values()), state.numbers.dtype
+    )
     counts = new_state.counts
     numbers = new_state.numbers
     is_present = np.zeros(state.norm.shape, bool)

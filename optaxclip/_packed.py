@@ -78,19 +78,13 @@ def unpacked(
     return jax.tree.map(filled, windows, is_leaf=is_mark)
 
 
-def rows_from(array: Array, first: int, *, is_global: bool) -> Iterator[Array]:
+def rows_from(array: Array, first: int, is_global: bool) -> Iterator[Array]:
     """The rows of an array, from number `first` on. Of one norm of everything a row is
     a scalar.
     """
     # States of several models have axes in front.
-    row_count = array.shape[-1 if is_global else -2]
-    for index in range(first, row_count):
-        yield row_at(array, index, is_global=is_global)
-
-
-def row_at(array: Array, index: int, *, is_global: bool) -> Array:
-    """A row of an array."""
-    return array[..., index] if is_global else array[..., index, :]
+    for index in range(first, array.shape[-1 if is_global else -2]):
+        yield array[..., index] if is_global else array[..., index, :]
 
 
 def is_mark(x: object) -> bool:

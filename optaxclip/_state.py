@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from . import _trees as trees
 from ._checks import BEGIN_ANEW, check_one_model
 from ._exported import call_repr, has_numbers
-from ._packed import InWindows, Packed, is_mark, packed, row_at, rows_from, unpacked
+from ._packed import InWindows, Packed, is_mark, packed, rows_from, unpacked
 from ._trees import PyTree
 
 
@@ -205,10 +205,8 @@ class ClipState(_Fields):
         is_global = self.names.is_global
         return unpacked(
             self.windows,
-            counts=rows_from(self.counts, len(COUNT_NAMES), is_global=is_global),
-            numbers=rows_from(
-                self.numbers, len(self.number_names), is_global=is_global
-            ),
+            counts=rows_from(self.counts, len(COUNT_NAMES), is_global),
+            numbers=rows_from(self.numbers, len(self.number_names), is_global),
         )
 
     @property
@@ -223,7 +221,7 @@ class ClipState(_Fields):
         else:
             array = self.numbers
             index = NUMBER_NAMES.index(name)
-        return row_at(array, index, is_global=self.names.is_global)
+        return array[..., index] if self.names.is_global else array[..., index, :]
 
     def __repr__(self) -> str:
         is_closed = isinstance(self.names, Names)
@@ -446,13 +444,12 @@ def _names_from_json(text: bytes) -> tuple[Names]:
 
 # JAX compares two dataclass nodes by their fields and `names`, and not by their types.
 # So clippers and recorders list their fields in different orders.
-FIELDS_OF_CLIPPERS = ["counts", "numbers", "windows"]
-FIELDS_OF_RECORDERS = ["windows", "counts", "numbers"]
+DATA_FIELDS = {
+    ClipState: ["counts", "numbers", "windows"],
+    RecordState: ["windows", "counts", "numbers"],
+}
 
-for state_type, fields in (
-    (ClipState, FIELDS_OF_CLIPPERS),
-    (RecordState, FIELDS_OF_RECORDERS),
-):
+for state_type, fields in DATA_FIELDS.items():
     # As a NamedTuple alone it would be a node in which JAX takes each name for a leaf.
     jax.tree_util.register_dataclass(
         state_type, data_fields=fields, meta_fields=["names"]

@@ -38,12 +38,13 @@ def clipped_leaves(tree: PyTree, call: str = "") -> PyTree:
       TypeError: a leaf that is neither an array nor a number.
       ValueError: a sparse array that may hold an index twice.
     """
-    check_sparse(tree, f"{call}: " if call else "")
+    error_start = f"{call}: " if call else ""
+    check_sparse(tree, error_start)
     try:
         return jax.tree.map(_clipped_leaf, tree, is_leaf=is_box)
     except TypeError:
         # Paths take time, so they are made only for the error.
-        check_leaves(tree, f"{call}: " if call else "")
+        check_leaves(tree, error_start)
         raise
 
 
