@@ -38,8 +38,11 @@ def check_no_bool(call: str, option: str, value: Any) -> None:
         )
 
 
-def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, ...]:
-    """The axes of a leaf, counted from the front: (-1, 0) of rank 3 is (0, 2).
+def axes_within(
+    value: Any, argument: str, leaf: str, rank: int, *, part: str = "the leaf"
+) -> tuple[int, ...]:
+    """The axes of a leaf, counted from the front: (-1, 0) of rank 3 is (0, 2). `part`
+    is what an error calls the leaf.
 
     Raises:
       ValueError: an axis that the leaf does not have, or one that is named twice.
@@ -50,7 +53,7 @@ def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, .
     # An axis twice, as in (0, -3) of rank 3, makes the set smaller.
     if len(axes) < len(entries):
         raise ValueError(
-            f"{argument}={shown(value)} does not fit the leaf {leaf!r}, a tensor of "
+            f"{argument}={shown(value)} does not fit {part} {leaf!r}, a tensor of "
             f"rank {rank}: give axes for each leaf, none of them twice."
         )
     return tuple(sorted(axes))
@@ -167,29 +170,29 @@ def unit_axes(
     entries = jax.tree.leaves_with_path(tree)
     values = for_each_leaf(axis, tree, argument, is_axes)
     summed_axes_of_leaves: list[tuple[int, ...] | None] = []
-    for index, (path, leaf) in enumerate(entries):
-        value = values[index]
+    for (path, leaf), value, layer_axes, shape in zip(
+        entries, values, layer_axes_of_leaves, shapes
+    ):
         check_no_bool(call, "axis", value)
-        layer_axes = layer_axes_of_leaves[index]
+        part = "a layer of the leaf" if layer_axes else "the leaf"
         axes_of_layer = other_axes(layer_axes, jnp.ndim(leaf))
         rank = len(axes_of_layer)
-        if value is None and rank <= 1 and not layer_axes:
+        if value is not None:
+            places = axes_within(value, argument, name(path), rank, part=part)
+        elif rank <= 1 and not layer_axes:
             # Its norm is a scalar, like the norm of a tensor.
             summed_axes_of_leaves.append(None)
             continue
-        if value is None:
-            shape = shapes[index]
+        else:
             if shape is not None:
                 shape = tuple(shape[i] for i in axes_of_layer)
-            places = _axes_by_shape(shape, argument, name(path), rank)
-        else:
-            places = axes_within(value, argument, name(path), rank)
+            places = _axes_by_shape(shape, argument, f"{part} {name(path)!r}", rank)
         summed_axes_of_leaves.append(tuple(axes_of_layer[i] for i in places))
     return summed_axes_of_leaves
 
 
 def _axes_by_shape(
-    shape: Shape | None, argument: str, leaf: str, rank: int
+    shape: Shape | None, argument: str, subject: str, rank: int
 ) -> tuple[int, ...]:
     """All axes of a leaf that squeezes to a vector, else those that feed one output."""
     # Axes of size 1 do not count: [1, 1, n] is a vector, as in optax. A symbol of
@@ -200,8 +203,8 @@ def _axes_by_shape(
             return tuple(range(rank))
     if rank > 5:
         raise ValueError(
-            f"{argument} must be given for the leaf {leaf!r} of rank {rank}: there is "
-            "no rule above rank 5."
+            f"{argument} must be given for {subject} of rank {rank}: there is no rule "
+            "above rank 5."
         )
     # Kernels are [in, out], [in, heads, size], [height, width, in, out] or [depth,
     # height, width, in, out]. Rank 3 is taken for attention, as in optax.

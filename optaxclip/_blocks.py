@@ -8,6 +8,7 @@ state by name. A leaf that is None in a step is in no block.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -220,31 +221,35 @@ def rule_of_vector(rule: Rule, norms: Sequence[Array]) -> Rule:
     """The rule for a vector of norms: its arrays, which have one number for each layer,
     repeated for each leaf and joined.
     """
-    if not shapes_of_array_limits(rule):
-        return rule
-
-    def of_all_norms(number: Any) -> Any:
-        # A schedule and a scalar are for all norms.
-        if callable(number) or not jnp.ndim(number):
-            return number
-        return concatenated([jnp.broadcast_to(number, norm.shape) for norm in norms])
-
-    return jax.tree.map(of_all_norms, rule, is_leaf=callable)
+    # Not `dataclasses.replace`, which would check all fields again.
+    new_rule = copy(rule)
+    values = vars(new_rule)
+    for field, array in _array_limits(rule).items():
+        arrays = [jnp.broadcast_to(array, norm.shape) for norm in norms]
+        values[field] = concatenated(arrays)
+    if isinstance(rule, Joined):
+        values["rules"] = tuple(rule_of_vector(part, norms) for part in rule.rules)
+    return new_rule
 
 
 def shapes_of_array_limits(rule: Rule) -> list[tuple[int, ...]]:
     """The shapes of the arrays of a rule. A number fits every norm."""
-    shapes = []
+    shapes = [array.shape for array in _array_limits(rule).values()]
     if isinstance(rule, Joined):
         for part in rule.rules:
             shapes += shapes_of_array_limits(part)
-        return shapes
-    for field in fields(rule):
-        shape = getattr(getattr(rule, field.name), "shape", ())
-        # A plain field, of a rule of the user's, may be an array of any shape.
-        if shape and "check" in field.metadata:
-            shapes.append(shape)
     return shapes
+
+
+def _array_limits(rule: Rule) -> dict[str, Array]:
+    """The fields of a rule that are arrays, with a number for each layer."""
+    arrays = {}
+    for field in fields(rule):
+        value = getattr(rule, field.name)
+        # A plain field, of a rule of the user's, may be an array of any shape.
+        if getattr(value, "shape", ()) and "check" in field.metadata:
+            arrays[field.name] = value
+    return arrays
 
 
 def _shown(names: Collection[str], unit_leaves: Collection[str]) -> str:

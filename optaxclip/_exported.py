@@ -1,10 +1,10 @@
 """What other libraries see of states and calls.
 
-exported       a decorator: `jax.export` finds a state by its name
-state_repr     how a notebook shows a state
-call_repr      how it shows the call that made a clipper or a rule
-has_numbers    whether the numbers of an array can be shown
-PLACEHOLDER    what `optax.tree_map_params` hands to `init` in the place of params
+exported           a decorator: `jax.export` finds a state by its name
+state_repr         how a notebook shows a state
+call_repr          how it shows the call that made a clipper or a rule
+has_numbers        whether the numbers of an array can be shown
+PLACEHOLDER_TYPES  what `optax.tree_map_params` hands to `init` in the place of params
 """
 
 from functools import partial
@@ -18,13 +18,13 @@ from jax import Array
 from jax.core import Tracer
 
 T = TypeVar("T")
-LONGEST = 200  # characters of a state, and of its fields
-LONGEST_FIELD = 60
+LONGEST = 200  # characters of a state
+LONGEST_FIELD = 60  # characters of one of its fields
 
 
 def _types_of_placeholder() -> tuple[type, ...]:
-    """The type of what `optax.tree_map_params` hands to `init`. None in an optax in
-    which it hands over nothing of its own.
+    """The types of what `optax.tree_map_params` hands to `init`: one, or none in an
+    optax that hands over nothing of its own.
     """
     types = []
 
@@ -36,11 +36,11 @@ def _types_of_placeholder() -> tuple[type, ...]:
     return tuple(types)
 
 
-PLACEHOLDER = _types_of_placeholder()
+PLACEHOLDER_TYPES = _types_of_placeholder()
 
 
 def exported(state: type[T]) -> type[T]:
-    """Tells JAX the name of a NamedTuple, by which it is read back."""
+    """Makes `jax.export` know a NamedTuple by its name, and gives it `state_repr`."""
     # `jax.export` knows no NamedTuple by itself: `serialize()` would raise.
     jax.export.register_namedtuple_serialization(
         state, serialized_name=f"optaxclip.{state.__name__}"
@@ -78,7 +78,7 @@ WITHOUT_CALL = (optax.GradientTransformation, optax.GradientTransformationExtraA
 
 
 def call_repr(name: str, fields: dict[str, Any]) -> str:
-    """A call with these arguments: numbers first, and cut at the end if it is long."""
+    """A call with these arguments: short ones first, and cut if it is long."""
     texts = []
     for field, value in fields.items():
         if isinstance(value, tuple | dict) and not jax.tree.leaves(value):

@@ -71,12 +71,12 @@ for _ours, _others in _OTHER_NAMES.items():
     _OUR_NAMES |= dict.fromkeys(_others.split(), _ours.split())
 # Other names for `limit` and `value` in `update`. A chain hands every argument to all
 # of its links, so names that may mean something else are left out.
-_OF_UPDATE = {
-    "limit": """clip_norm clipnorm global_clipnorm gradient_clip_val l2_clip_norm
-        l2_norm_clip max_grad_norm max_l2_norm max_norm max_rms""",
-    "value": "loss loss_value losses train_loss",
+_FOR_LIMIT = """clip_norm clipnorm global_clipnorm gradient_clip_val l2_clip_norm
+    l2_norm_clip max_grad_norm max_l2_norm max_norm max_rms"""
+OTHER_NAMES_IN_UPDATE = {
+    "limit": frozenset(_FOR_LIMIT.split()),
+    "value": frozenset({"loss", "loss_value", "losses", "train_loss"}),
 }
-OF_UPDATE = {ours: frozenset(names.split()) for ours, names in _OF_UPDATE.items()}
 # What the error adds to our name for an argument.
 _REMARKS = {
     # An average may be weighted from either end.
@@ -148,7 +148,7 @@ def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> 
     vars(module).setdefault("__all__", sorted([*public_names, *later]))
 
     def publish(name: str, value: object) -> object:
-        """Sets a name of the module, a function with our errors."""
+        """Sets a name of the module. A function is wrapped to raise our errors."""
         if inspect.isfunction(value):
             if "GradientTransformation" in str(value.__annotations__.get("return")):
                 _set_init_and_update(value, name)

@@ -51,9 +51,9 @@ from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._blocks import Block, blocks_of
 from ._checks import Nonfinite, shown
-from ._exported import PLACEHOLDER
+from ._exported import PLACEHOLDER_TYPES
 from ._factors import factor_between, factor_roots, multiply, shrunk_by
-from ._foreign_names import OF_UPDATE
+from ._foreign_names import OTHER_NAMES_IN_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
 from ._outcome import (
     Decide,
@@ -88,12 +88,12 @@ class Settings(NamedTuple):
     shrink: Shrink
     nonfinite: Nonfinite
     only_measures: bool  # the limit is None
-    rules: Any  # the structure of the rules, whose numbers are not static
+    rules_treedef: Any  # of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
     with_total: bool  # whether a rule needs the norm of all norms
     inf_is_off: bool  # whether a limit of inf lets broken norms pass, see `Rule`
-    # Whether a rule has a schedule. A step inside the user's jit then calls `_update`
-    # without a jit of ours, whose cache would keep the schedule, and what it closes
+    # Whether a rule has a schedule. Inside the user's jit such a clipper runs `_update`
+    # itself: the cache of `_update_jitted` would keep the schedule, and what it closes
     # over, alive. Eager steps accept that.
     has_schedule: bool
 
@@ -142,7 +142,7 @@ def make_clipper(
         rules = rules_of(limit, argument)
         check_limits_of_parts(argument, rules)
     rule_list = jax.tree.leaves(rules, is_leaf=is_rule)
-    rule_leaves, structure = jax.tree.flatten(rules)
+    rule_leaves, treedef = jax.tree.flatten(rules)
     settings = Settings(
         call=call,
         argument=argument,
@@ -151,7 +151,7 @@ def make_clipper(
         shrink=shrink_of(shrink, call),
         nonfinite=nonfinite,
         only_measures=limit is None,
-        rules=structure,
+        rules_treedef=treedef,
         with_params=any(rule.needs_params for rule in rule_list),
         with_total=any(rule.needs_total for rule in rule_list),
         inf_is_off=all(rule.inf_is_off for rule in rule_list),
@@ -160,15 +160,16 @@ def make_clipper(
 
     def init(params: PyTree) -> ClipState:
         # optax.tree_map_params calls init without parameters.
-        if isinstance(params, PLACEHOLDER):
+        if isinstance(params, PLACEHOLDER_TYPES):
             return state_of_placeholder()
         tree = trees.clipped_leaves(params, call)
         if (
             isinstance(measure, UnitwiseNorm)
-            and measure.axis is measure.stacked is None
+            and measure.axis is None
+            and measure.stacked is None
         ):
             trees.warn_of_stacks(call, tree)
-        norms = mesh_types.types_of(partial(measured, _first_measure(measure)), tree)
+        norms = mesh_types.types_of(partial(measured, _measure_for_init(measure)), tree)
         rules_by_norm = blocks.rules_of_norms(rules, norms, argument)
         return first_state(norms, rules_by_norm, argument)
 
@@ -181,10 +182,11 @@ def make_clipper(
         limit: PyTree = None,
         **extra_args: object,
     ) -> tuple[PyTree, ClipState]:
-        for wrong in OF_UPDATE["limit"].intersection(extra_args):
+        wrong = sorted(OTHER_NAMES_IN_UPDATE["limit"].intersection(extra_args))
+        if wrong:
             raise TypeError(
-                f"{call}: update has no argument {wrong!r}: the limit of one step is "
-                "limit. Call update(grads, state, params, limit=...)."
+                f"{call}: update has no argument {wrong[0]!r}: the limit of one step "
+                "is limit. Call update(grads, state, params, limit=...)."
             )
         # None, as for a clipper of optax, begins anew.
         if checks.can_begin_anew(call, state, rules):
@@ -225,17 +227,20 @@ def make_clipper(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _first_measure(measure: Any) -> Measure:
+def _measure_for_init(measure: Any) -> Measure:
     """The measure without mesh axes, where none is bound.
 
     A state is often made outside the shard_map that it goes into.
     """
     # Norms of the user's and the spectral norm have no mesh_axes.
     mesh_axes = getattr(measure, "mesh_axes", None)
-    has_names = not isinstance(mesh_axes, Prefix) and mesh_axes not in ("auto", None)
-    if has_names and not mesh_types.manual_axes():
-        return measure._replace(mesh_axes=None)
-    return measure
+    if mesh_axes is None or mesh_types.manual_axes():
+        return measure
+    not_split = None
+    # A tree is still compared with that of the parameters.
+    if isinstance(mesh_axes, Prefix):
+        not_split = Prefix(tuple((path, None) for path, _ in mesh_axes.entries))
+    return measure._replace(mesh_axes=not_split)
 
 
 def _update(
@@ -328,7 +333,7 @@ def _rule_inputs(
     overrides: Overrides,
 ) -> RuleInputs:
     """What all blocks of a step have in common when their rules are asked."""
-    rules = settings.rules.unflatten(rule_leaves)
+    rules = settings.rules_treedef.unflatten(rule_leaves)
     rules_in_order = blocks.rules_of_norms(rules, norms, settings.argument)
     weight_norm_of_name = {}
     if settings.with_params:
@@ -371,6 +376,7 @@ def _limits_of_block(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
         memory = jax.tree.map(
             lambda array: mesh_types.resharded_as(array, norm_type), memory
         )
+        # In shard_map it may come out of a vector of norms that vary more.
         memory = mesh_types.narrowed_as(memory, block.norm)
         # A rule learns also in a step whose limit was given.
         limit, memory = _ask_rule(inputs, rule, block.norm, weight_norm, memory)

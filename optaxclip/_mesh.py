@@ -154,7 +154,7 @@ def _split(
     name: str, array: Array, entry: Any, summed_axes: tuple[int, ...] | None, call: str
 ) -> Split:
     """How one leaf is split, by its entry of `mesh_axes`."""
-    argument = f"{call}: mesh_axes"
+    option = f"{call}: mesh_axes"
     array_type = jax.typeof(array)
     # Terms of a sum that is still to be taken. Types of shard_map say so, and specs of
     # Explicit meshes.
@@ -164,13 +164,13 @@ def _split(
     }
     if unreduced:
         raise ValueError(
-            f"{argument}: the leaf {name!r} is not yet summed over "
+            f"{option}: the leaf {name!r} is not yet summed over "
             f"{listed(unreduced)}: reshard it, or use lax.psum, before clipping."
         )
     if entry is None:
         return NOT_SPLIT
-    argument = f"{argument}={shown(entry)}"
-    names, names_by_axis = _names_of_split(array, entry, f"{call}: mesh_axes")
+    argument = f"{option}={shown(entry)}"
+    names, names_by_axis = _names_of_split(array, entry, option)
     _check_against_type(argument, name, array, names)
     # Which axis is split does not matter where all are summed.
     if summed_axes is None or len(summed_axes) == jnp.ndim(array):
@@ -347,8 +347,7 @@ def joined_over_devices(
 
 
 def among_zeros(numbers: Array, mesh_of_kept: Sequence[AxisNames]) -> Array:
-    """The numbers that this device has for its layers, among zeros for the layers of
-    other devices.
+    """The numbers of this device, among zeros for the numbers of other devices.
 
     The last axes of `numbers` are the axes of the leaf, each split over its entry of
     `mesh_of_kept`.
@@ -390,8 +389,8 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:
       mesh_axes: the name of a mesh axis, or several.
 
     Returns:
-      A bool scalar, the same on all devices. NaN equals NaN. An empty tree is
-      replicated.
+      A bool scalar, the same on all devices. NaN equals NaN, and 0 differs from -0.
+      An empty tree is replicated.
 
     Raises:
       ValueError: a mesh axis that is not bound here.

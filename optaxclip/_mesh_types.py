@@ -70,26 +70,26 @@ def varying_as(value: Array, array_type: ShapedArray) -> Array:
     return varying_over(value, sorted(axis_type.varying))
 
 
-def varying_as_any_of(values: PyTree, models: PyTree) -> Any:
+def varying_as_any_of(values: PyTree, like: PyTree) -> Any:
     """The arrays of a tree, typed as differing between devices along all mesh axes over
-    which some array of another tree, `models`, does.
+    which some array of another tree, `like`, does.
 
-    In shard_map the gradient by parameters of any other type comes summed over devices,
-    and the examples in it cannot be told apart.
+    In shard_map the gradient by such parameters stays separate on each device. By
+    others it comes summed over devices (`per_example`).
     """
-    # Outside shard_map the leaves of `models` need not be arrays.
+    # Outside shard_map the leaves of `like` need not be arrays.
     if not manual_axes():
         return values
-    names = sorted(varying(models))
+    names = sorted(varying(like))
     return jax.tree.map(lambda x: varying_over(x, names), values)
 
 
-def narrowed_as(values: PyTree, model: Array) -> PyTree:
+def narrowed_as(values: PyTree, like: Array) -> PyTree:
     """The arrays of a tree, typed as the same on all devices along the mesh axes along
-    which `model` is.
+    which `like` is.
 
-    The caller guarantees equal values without NaN. Only the type became "varying", as
-    the number came out of a vector with others.
+    The caller guarantees equal values without NaN. They vary only by type: they were
+    taken out of a vector whose other numbers vary.
     """
 
     # Outside shard_map the leaves need not be arrays.
@@ -97,7 +97,7 @@ def narrowed_as(values: PyTree, model: Array) -> PyTree:
         return values
 
     def narrowed(value: Array) -> Array:
-        wider_axes = varying(value) - varying(model)
+        wider_axes = varying(value) - varying(like)
         if not wider_axes:
             return value
         return lax.pmax(value, tuple(sorted(wider_axes)))

@@ -177,8 +177,7 @@ def spike_rows(state: SpikeState, options: Options) -> Iterator[Row]:
 def health_rows(state: HealthState, options: Options) -> Iterator[Row]:
     """The rows of `record_health`."""
     rows = health_numbers(state, summary=options.summary, layers=options.layers)
-    for sign, path, value in rows:
-        yield Row(sign, path, value)
+    return itertools.starmap(Row, rows)
 
 
 def _steps(state: PyTree) -> Array:
@@ -329,7 +328,7 @@ def _at(numbers: ClipNumbers, index: Any) -> ClipNumbers:
 
 def _numbers_of_entries(state: ClipState) -> ClipNumbers:
     """The numbers of all entries of a state: vectors."""
-    # Of a leaf with units at least one was changed.
+    # A leaf with units is changed if one unit was.
     has_units = bool(state.names.unit_leaves)
     is_changed = state.units_clipped > 0 if has_units else state.factor != 1
     # A broken step may have a factor of NaN or 0, and was not clipped.

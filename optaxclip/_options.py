@@ -4,7 +4,7 @@ Here they are checked, and made hashable, as static arguments of a jitted functi
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import jax
@@ -115,7 +115,7 @@ def _takes_the_tree(function: Callable[..., Any], tree: PyTree) -> bool:
     return True
 
 
-def check_labels(error_start: str, labels: Iterable[Any]) -> None:
+def check_labels(error_start: str, labels: Collection[Any]) -> None:
     """Raises TypeError for labels that do not sort. JAX sorts the keys of a dict.
     `error_start` is how the error begins: "group_norm: labels must be".
     """

@@ -24,7 +24,7 @@ from ._norms import Norms
 from ._state import (
     NUMBER_NAMES,
     ClipState,
-    Layers,
+    LayerNames,
     Names,
     StateRows,
     names_here,
@@ -99,9 +99,9 @@ def next_state(
         ),
         units_clipped=outcome.unit_share,
     )
-    dtype = state.numbers.dtype
-    names = names_here(state)
-    new_state = state_of_rows(names, rows, tuple(memories.values()), dtype)
+    new_state = state_of_rows(
+        names_here(state), rows, tuple(memories.values()), state.numbers.dtype
+    )
     counts = new_state.counts
     numbers = new_state.numbers
     is_present = np.zeros(state.norm.shape, bool)
@@ -192,7 +192,7 @@ def furthest_units(
         norm=norm,
         limit=limit,
         factor=outcome.factor,
-        # float32 would count to 2^24 only.
+        # A sum of ones in float32 would stop at 2^24. As a float, a count is rounded.
         clipped_units=outcome.clipped.astype(jnp.int32),
     )
     # JAX has no derivative of a reduction of several arrays.
@@ -305,8 +305,8 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         for shape in blocks.shapes_of_array_limits(rule_of_name[name]):
             check_shape(shape, norm.shape, argument)
         zeros = jnp.zeros(norm.shape, norm.dtype)
-        zeros_of = zeros_of_units if name in mesh_of_units else zeros_of_leaves
-        zeros_of[name] = mesh_types.typed_as(zeros, norm)
+        zeros_by_name = zeros_of_units if name in mesh_of_units else zeros_of_leaves
+        zeros_by_name[name] = mesh_types.typed_as(zeros, norm)
     # Leaves of units of one shape are looked at together, so they are neighbors.
     unit_leaves = sorted(zeros_of_units, key=lambda name: zeros_of_units[name].shape)
     layers = {name: _layer_names(x.shape) for name, x in zeros_of_leaves.items()}
@@ -315,12 +315,13 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     entries = list(zeros_of_leaves.values())
     memories: list[PyTree] = [()]
     if zeros_of_leaves:
-        # Only one rule for all leaves has a memory, so the first one speaks for all.
         rule = rule_of_name[next(iter(zeros_of_leaves))]
         zeros = entries[0]
         if not state_names.is_global:
-            rule = blocks.rule_of_vector(rule, entries)
             zeros = blocks.concatenated(entries)
+            # Limits of parts remember nothing, and their arrays fit no other leaf.
+            if all(other is rule for other in rules):
+                rule = blocks.rule_of_vector(rule, entries)
         memories = [_first_memory(rule, zeros)]
     for name in unit_leaves:
         zeros = zeros_of_units[name]
@@ -368,7 +369,7 @@ def _first_memory(rule: Rule, norm: Array) -> PyTree:
     return mesh_types.typed_as(memory, jax.typeof(norm))
 
 
-def _layer_names(shape: tuple[int, ...]) -> Layers:
+def _layer_names(shape: tuple[int, ...]) -> LayerNames:
     """The names of the layers of a norm, such as "0/3" for layer 0 and expert 3. None
     for a norm without layers.
     """

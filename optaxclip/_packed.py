@@ -66,7 +66,7 @@ def packed(memory: PyTree, row_type: Array | jax.ShapeDtypeStruct) -> Packed:
 def unpacked(
     windows: PyTree, counts: Iterator[Array], numbers: Iterator[Array]
 ) -> PyTree:
-    """Puts the next rows of `counts` and `numbers` where a memory has marks."""
+    """The memory, with the next rows of `counts` and `numbers` for its marks."""
 
     def filled(leaf: Any) -> Any:
         if isinstance(leaf, InCounts):
@@ -78,10 +78,13 @@ def unpacked(
     return jax.tree.map(filled, windows, is_leaf=is_mark)
 
 
-def rows_from(array: Array, start: int, axis: int = -1) -> Iterator[Array]:
-    """The rows of an array behind the first ones."""
-    for row in range(start, array.shape[axis]):
-        yield array[..., row] if axis == -1 else array[..., row, :]
+def rows_from(array: Array, first: int, is_global: bool) -> Iterator[Array]:
+    """The rows of an array, from number `first` on. Of one norm of everything a row is
+    a scalar.
+    """
+    # States of several models have axes in front.
+    for index in range(first, array.shape[-1 if is_global else -2]):
+        yield array[..., index] if is_global else array[..., index, :]
 
 
 def is_mark(x: object) -> bool:

@@ -60,7 +60,7 @@ class NormEntry(NamedTuple):
 
 
 # The names of the layers of a stacked leaf. None for a single norm.
-Layers = Mapping[str, None] | None
+LayerNames = Mapping[str, None] | None
 
 
 class Names(NamedTuple):
@@ -72,7 +72,7 @@ class Names(NamedTuple):
 
     # {"blocks/w": {"0": None, "1": None}, "b": None}: names, and those of the layers of
     # stacked leaves. The norm of everything has the name "".
-    layers_of_name: Mapping[str, Layers]
+    layers_of_name: Mapping[str, LayerNames]
     # The names of leaves with units, which are the last ones of `layers_of_name`.
     unit_leaves: Mapping[str, None] = {}
     # The structure of `windows`, with `InWindows` for each of its arrays. None if
@@ -106,13 +106,13 @@ class Names(NamedTuple):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    # Names may be equal though their contents differ (open names, a share of the
-    # layers), so the hash is a constant.
+    # Names may be equal though their contents differ (see `OpenNames`, and a share of
+    # the layers above), so the hash is a constant.
     def __hash__(self) -> int:
         return 0
 
 
-def _is_share(layers: Layers, all_layers: Layers) -> bool:
+def _is_share(layers: LayerNames, all_layers: LayerNames) -> bool:
     """Whether the layers of a leaf may be a share of these, or all of them."""
     if not layers or not all_layers or len(layers) == len(all_layers):
         return layers == all_layers
@@ -202,21 +202,17 @@ class ClipState(_Fields):
 
     @property
     def memory(self) -> tuple[PyTree, ...]:
+        is_global = self.names.is_global
         return unpacked(
             self.windows,
-            counts=rows_from(self.counts, len(COUNT_NAMES), self._row_axis),
-            numbers=rows_from(self.numbers, len(self.number_names), self._row_axis),
+            counts=rows_from(self.counts, len(COUNT_NAMES), is_global),
+            numbers=rows_from(self.numbers, len(self.number_names), is_global),
         )
 
     @property
     def number_names(self) -> tuple[str, ...]:
         """The names of the first rows of `numbers`."""
         return NUMBER_NAMES if self.names.unit_leaves else NUMBER_NAMES[:-1]
-
-    @property
-    def _row_axis(self) -> int:
-        # States of several models have axes in front.
-        return -1 if self.names.is_global else -2
 
     def _row(self, name: str) -> Any:
         if name in COUNT_NAMES:
@@ -446,15 +442,14 @@ def _names_from_json(text: bytes) -> tuple[Names]:
     return (Names(layers, units, windows_structure=None),)
 
 
-# A trick: the order of fields is the only thing by which JAX tells a ClipState and a
-# RecordState whose `names` are equal apart. A recorder has no windows.
-FIELDS_OF_CLIPPERS = ["counts", "numbers", "windows"]
-FIELDS_OF_RECORDERS = ["windows", "counts", "numbers"]
+# JAX compares two dataclass nodes by their fields and `names`, and not by their types.
+# So clippers and recorders list their fields in different orders.
+DATA_FIELDS = {
+    ClipState: ["counts", "numbers", "windows"],
+    RecordState: ["windows", "counts", "numbers"],
+}
 
-for state_type, fields in (
-    (ClipState, FIELDS_OF_CLIPPERS),
-    (RecordState, FIELDS_OF_RECORDERS),
-):
+for state_type, fields in DATA_FIELDS.items():
     # As a NamedTuple alone it would be a node in which JAX takes each name for a leaf.
     jax.tree_util.register_dataclass(
         state_type, data_fields=fields, meta_fields=["names"]

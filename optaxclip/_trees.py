@@ -38,12 +38,13 @@ def clipped_leaves(tree: PyTree, call: str = "") -> PyTree:
       TypeError: a leaf that is neither an array nor a number.
       ValueError: a sparse array that may hold an index twice.
     """
-    check_sparse(tree, f"{call}: " if call else "")
+    error_start = f"{call}: " if call else ""
+    check_sparse(tree, error_start)
     try:
         return jax.tree.map(_clipped_leaf, tree, is_leaf=is_box)
     except TypeError:
         # Paths take time, so they are made only for the error.
-        check_leaves(tree, f"{call}: " if call else "")
+        check_leaves(tree, error_start)
         raise
 
 
@@ -65,26 +66,26 @@ def _clipped_leaf(leaf: Any) -> Any:
     return leaf if is_clippable else None
 
 
-def check_leaves(tree: PyTree, begin: str) -> None:
+def check_leaves(tree: PyTree, error_start: str) -> None:
     """Raises TypeError for a leaf that is not an array, such as a function in a model.
 
-    `begin` is what the error begins with: "clip_by_value: ".
+    `error_start` is how the error begins: "clip_by_value: ".
     """
     for path, leaf in jax.tree.leaves_with_path(tree):
         try:
             _clipped_leaf(leaf)
         except TypeError:
             raise TypeError(
-                f"{begin}the leaf {name(path)!r} must be an array or a number, got "
-                f"{shown(leaf)}: hand over arrays of numbers only, with None for "
+                f"{error_start}the leaf {name(path)!r} must be an array or a number, "
+                f"got {shown(leaf)}: hand over arrays of numbers only, with None for "
                 "everything else. In equinox that is eqx.filter(model, "
                 "eqx.is_inexact_array)."
             ) from None
 
 
-def check_sparse(tree: PyTree, begin: str) -> None:
+def check_sparse(tree: PyTree, error_start: str) -> None:
     """Raises ValueError for a sparse array that may hold an index twice: the norm of
-    its data is not the norm of the array. The error begins with `begin`.
+    its data is not the norm of the array. The error begins with `error_start`.
     """
     # Not imported here, since that takes time. Without it there are no such arrays.
     sparse = sys.modules.get("jax.experimental.sparse")
@@ -100,9 +101,9 @@ def check_sparse(tree: PyTree, begin: str) -> None:
             subject = f"the leaf {name(path)!r}" if path else "it"
             advice = WITHOUT_DUPLICATES.get(type_name, "x.todense()")
             raise ValueError(
-                f"{begin}{subject} is a {type_name} that may hold an index twice, so "
-                "that the norm of its data is not its norm. Hand over one with "
-                f"unique_indices=True, or {advice}."
+                f"{error_start}{subject} is a {type_name} that may hold an index "
+                "twice, so that the norm of its data is not its norm. Hand over one "
+                f"with unique_indices=True, or {advice}."
             )
 
 

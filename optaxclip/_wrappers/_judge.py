@@ -19,7 +19,7 @@ from jax import Array
 from jax.core import Tracer
 
 from .. import _checks as checks
-from .._foreign_names import OF_UPDATE
+from .._foreign_names import OTHER_NAMES_IN_UPDATE
 from .._mesh import MeshAxes
 from .._mesh_types import varying, varying_as_any_of
 from .._norms import GlobalNorm
@@ -169,7 +169,7 @@ class Judge(NamedTuple):
 
     def _check_no_loss(self, extra_args: Mapping[str, Any]) -> None:
         """Raises where `update` has a loss under another name, or needs one."""
-        for name in OF_UPDATE["value"].intersection(extra_args):
+        for name in OTHER_NAMES_IN_UPDATE["value"].intersection(extra_args):
             raise TypeError(
                 f"{self.call}: update has no argument {name!r}: the loss is value, as "
                 "in optax. Call update(grads, state, params, value=loss)."
@@ -241,6 +241,6 @@ def unpack(rows: RowNames, arrays: StateArrays) -> tuple[PyTree, PyTree]:
     (_, count_names), (_, number_names) = rows
     return unpacked(
         (arrays.windows, arrays.loss_windows),
-        counts=rows_from(arrays.counts, len(count_names)),
-        numbers=rows_from(arrays.numbers, len(number_names)),
+        counts=rows_from(arrays.counts, len(count_names), is_global=True),
+        numbers=rows_from(arrays.numbers, len(number_names), is_global=True),
     )

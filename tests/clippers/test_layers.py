@@ -129,6 +129,7 @@ RULES = {
     "share": rules.share_of_params,
     "minimum": lambda x: rules.minimum(rules.growth(1.2), x),
     "warm-up": lambda x: rules.warm_up(2, x, rules.z_score(0.5, 0.5, warmup=1)),
+    "steps of a warm-up": lambda x: rules.warm_up(x, 0.5, rules.growth(1.2)),
     "z-score": lambda x: rules.z_score(x, 0.5, warmup=1),
 }
 
@@ -156,3 +157,21 @@ def test_a_rule_that_learns_may_begin_with_a_number_for_each_layer():
     grads = {"w": np.ones((3, 2, 2), np.float32), "v": np.ones((3, 2, 4), np.float32)}
     _, state = clipper.update(grads, clipper.init(grads))
     np.testing.assert_array_equal(state.limit, [1, 2, 3, 1, 2, 3])
+
+
+@pytest.mark.parametrize("depth", [None, 2], ids=["one tensor", "a second stack"])
+def test_in_a_tree_of_limits_each_leaf_has_its_numbers(depth):
+    limits = {"blocks": np.float32([[1.0], [2.0], [9.0]]), "head": 1.0}
+    grads = {"blocks": np.full((3, 4), 2.0, np.float32), "head": np.float32([3.0, 4.0])}
+    wanted = [1, 2, 9, 1]
+    if depth:
+        limits["head"] = np.full((depth, 1), 0.5, np.float32)
+        grads["head"] = np.ones((depth, 4), np.float32)
+        wanted = [1, 2, 9, 0.5, 0.5]
+    stacked = {"blocks": 1, "head": depth and 1}
+    clipper = clip_by_tensor_norm(limits, stacked=stacked)
+    updates, state = clipper.update(grads, clipper.init(grads))
+    np.testing.assert_array_equal(state.limit, wanted)
+    # The layers have norms of 4: the last one is below its limit.
+    blocks = np.repeat([[0.5], [1.0], [2.0]], 4, axis=1)
+    np.testing.assert_allclose(updates["blocks"], blocks, rtol=8 * EPS)

@@ -266,6 +266,21 @@ def test_specs_change_nothing_outside_shard_map(name):
     assert programs[0] == programs[1] == programs[2]
 
 
+@pytest.mark.parametrize("axes", ["x", {"columns": "x", "folded": ("x", "y")}], ids=str)
+def test_a_state_is_made_outside_shard_map_whatever_names_come(axes):
+    params = {name: UPDATES[name] for name in FULL}
+    state = optaxclip.clip_by_tensor_norm(0.5, mesh_axes=axes).init(params)
+    without = optaxclip.clip_by_tensor_norm(0.5).init(params)
+    chex.assert_trees_all_equal(state, without)
+
+
+def test_a_tree_of_names_that_misses_a_leaf_is_refused_by_init():
+    clipper = optaxclip.clip_by_tensor_norm(0.5, mesh_axes={"columns": "x"})
+    params = {name: UPDATES[name] for name in FULL}
+    with pytest.raises(ValueError, match=r"mesh_axes has no value for .*folded"):
+        clipper.init(params)
+
+
 # Clippers that are in no table of `sharded`.
 
 

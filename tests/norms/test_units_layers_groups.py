@@ -195,6 +195,16 @@ def test_a_leaf_that_is_not_stacked_raises_by_name():
     assert norms["table"].shape == ()
 
 
+def test_an_axis_that_a_layer_does_not_have_is_refused_with_its_rank():
+    layers = {"w": jnp.ones((3, 4, 5))}
+    text = r"axis=2 does not fit a layer of the leaf 'w', a tensor of rank 2"
+    with pytest.raises(ValueError, match=text):
+        optaxclip.unitwise_norm(layers, axis=2, stacked=1)
+    deep = {"w": jnp.ones((2, 2, 2, 2, 2, 2, 2))}
+    with pytest.raises(ValueError, match=r"for a layer of the leaf 'w' of rank 6"):
+        optaxclip.unitwise_norm(deep, stacked=1)
+
+
 def test_a_size_that_only_a_run_knows_is_compared_as_a_symbol():
     (n,) = jax.export.symbolic_shape("n")
     args = {"a": jax.ShapeDtypeStruct((2, n), np.float32)}

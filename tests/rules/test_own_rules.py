@@ -59,6 +59,20 @@ def test_a_rule_may_have_an_array_that_is_no_limit(taps):
     assert state.limit == 0
 
 
+def test_a_joined_rule_leaves_an_array_that_is_no_limit():
+    limits = np.float32([[2.0], [9.0]])
+    rule = rules.minimum(limits, WeighedSum(TAPS))
+    clipper = optaxclip.clip_by_tensor_norm(rule, stacked=1)
+    grads = {"v": jnp.ones((2, 1)), "w": jnp.ones((2, 1))}
+    state, found = clipper.init(grads), []
+    for norm in NORMS:
+        tree = jax.tree.map(lambda x, norm=norm: norm * x, grads)
+        _, state = clipper.update(tree, state)
+        found.append(state.limit)
+    wanted = [[min(x, 2), min(x, 9)] * 2 for x in EXPECTED]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
 class EMA(rules.Rule):
     k: float = 2.0
 
