@@ -272,8 +272,9 @@ class Report(NamedTuple):
       looked_at: the columns and recorders that were read, and how many rows each has.
       not_judged: what the log lacks, columns or rows, and the names of the causes that
         need it.
-      notes: what the reader left out or decided, how many medians the largest norm has,
-        and whether names of recorders are missing.
+      notes: what the reader left out or decided, at how many steps norms were taken for
+        overflows of a loss scale, how many medians the largest norm has, and whether
+        names of recorders are missing.
     """
 
     findings: list[Finding]
@@ -443,6 +444,12 @@ def _notes(run: signals.Run) -> list[str]:
             names_of_notes.setdefault(note, []).append(column.name)
     for note, names in names_of_notes.items():
         notes.append(f"{listed(names)}: {note}")
+    if run.overflow_steps:
+        notes.append(
+            f"Norms are not finite at {len(run.overflow_steps)} steps, the first of "
+            f"them step {min(run.overflow_steps)}. They are taken for overflows of a "
+            "dynamic loss scale."
+        )
     recorders = run.recorders
     if len(recorders) > 1 and not any(recorder.is_of_updates for recorder in recorders):
         names = [recorder.name for recorder in recorders]

@@ -173,7 +173,7 @@ def change_at(values: Array, row: int) -> Change:
     return Change(
         rise=np.median(future) - np.median(past),
         drift=drift_of(past) + drift_of(future),
-        noise=max(noise_of(past), noise_of(future)),
+        noise=np.maximum(noise_of(past), noise_of(future)),
     )
 
 
@@ -201,7 +201,7 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
     # A norm that only comes back to where it was does not stay.
     rows_before, rows_behind = np.split(logs, [row])
     rise_of_all_rows = np.median(rows_behind) - np.median(rows_before)
-    # Among norms of 0 the noise is NaN, and then this is False.
+    # Among norms of 0, before or behind, the noise is NaN, and then this is False.
     is_leap = leap >= LEAP * change.noise
     stays = rise_of_all_rows >= STAYS * change.rise
     if not is_leap or not stays:

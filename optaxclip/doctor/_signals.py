@@ -118,6 +118,7 @@ class Run(NamedTuple):
     columns: dict[str, ColumnGroups]
     looked_at: list[Column]  # with the norm of each recorder
     recorders: list[Recorder]
+    overflow_steps: set[int]  # steps without their norm, see `_without_overflows`
 
 
 def run_of(log: Log, loss_name: str | None) -> Run:
@@ -153,11 +154,12 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     columns[LOGITS] = _one_by_one(logits)
     has_scale = any(NAME_OF_SCALE.search(name.lower()) for name in log.columns)
     tensors = [column for (column,) in columns[GRADIENTS]]
-    finite_norms = [
-        _without_overflows(norm, has_scale)
-        for norm in [*logged_norms, *tensors, *update_norms]
-    ]
-    columns[LOSS_OR_NORM] = _one_by_one([*losses, *finite_norms])
+    columns[LOSS_OR_NORM] = _one_by_one(losses)
+    overflow_steps: set[int] = set()
+    for norm in [*logged_norms, *tensors, *update_norms]:
+        finite_norm = _without_overflows(norm, has_scale)
+        columns[LOSS_OR_NORM] += _one_by_one([finite_norm])
+        overflow_steps |= {*norm.steps} - {*finite_norm.steps}
     # Ratios of losses that change their sign say nothing. From the norm alone REINFORCE
     # with rewards of another scale (benchmarks/doctor) would be a change of scale.
     if all(np.nanmin(loss.values, initial=np.inf) > 0 for loss in losses):
@@ -170,7 +172,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         skip + clip for skip, clip in product(skips, columns[CLIP])
     ]
     looked_at = [*losses, *logged_norms, *logits, *recorded_norms, *update_norms]
-    return Run(columns, looked_at, recorders)
+    return Run(columns, looked_at, recorders, overflow_steps)
 
 
 def _losses_of(log: Log, name: str | None) -> list[Column]:
@@ -219,8 +221,8 @@ def _without_overflows(norm: Column, has_scale: bool) -> Column:
     """
     is_finite = np.isfinite(norm.values)
     is_rare = np.sum(~is_finite) <= OVERFLOWS * len(is_finite)
-    has_other_nan = np.isnan(norm.values).any() and not has_scale
-    if not is_rare or not is_finite[-1:].all() or has_other_nan:
+    has_unexplained_nan = np.isnan(norm.values).any() and not has_scale
+    if not is_rare or not is_finite[-1:].all() or has_unexplained_nan:
         return norm
     return norm._replace(steps=norm.steps[is_finite], values=norm.values[is_finite])
 
