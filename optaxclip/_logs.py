@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple, SupportsFloat
 
@@ -91,9 +91,12 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     # The first event of TensorBoard is the version of the file.
     if b"brain.Event:" in data[:64]:
         return _rows_of_events(data, notes)
-    # Excel begins a CSV with a byte order mark. After a crash of the machine a file may
-    # end in zeros. Tabs stay, since the last one of a line stands before an empty cell.
+    # Excel begins a CSV with a byte order mark. Tabs are not stripped: one at the end
+    # of a line marks an empty last cell.
     text = data.decode("utf-8-sig", errors="replace").strip("\0\r\n ")
+    # After a crash of the machine a file may have a block of zeros, and rows behind it
+    # if the run went on.
+    text = re.sub("\0{16,}", "\n", text)
     # torchtitan prints in colors.
     text = re.sub(r"\x1b\[[\d;]*m", "", text)
     if not text or "\0" in text:
@@ -221,8 +224,10 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
         printed = re.compile(r"\{([^{}\n]|\{[^{}\n]*\})*\}").match(text, start)
     if printed is None:
         return {}, start + 1
-    # NumPy and JAX print np.float64(2.5) and Array(2.5, dtype=float32).
-    literal = re.sub(r"\b[\w.]+\(([^(),]*)[^()]*\)", r"\1", printed[0])
+    # NumPy and JAX print np.float64(2.5) and Array(2.5, dtype=float32), and vectors as
+    # Array([1., nan], dtype=float32).
+    literal = re.sub(r"\b[\w.]+\((\[[^()]*\])[^()]*\)", _quoted_list, printed[0])
+    literal = re.sub(r"\b[\w.]+\(([^(),]*)[^()]*\)", r"\1", literal)
     # nan and inf are not literals. As text, float() reads them.
     literal = re.sub(r": (-?nan|-?inf)\b", r": '\1'", literal)
     try:
@@ -230,6 +235,11 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
     except (ValueError, SyntaxError, TypeError):
         # Braces of other text.
         return {}, start + 1
+
+
+def _quoted_list(match: re.Match[str]) -> str:
+    """The list in a match, with nan and inf as text."""
+    return re.sub(r"-?\b(nan|inf)\b", r"'\g<0>'", match[1])
 
 
 # ----------------------------------------------------------------------- CSV and text
@@ -249,6 +259,10 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     for mark in " ,;\t":
         if all(mark in line for line in first_lines):
             delimiter = mark
+    # A table has the names of its columns in the first line only.
+    line = first_lines[-1] if first_lines else ""
+    if delimiter == " " and (_labels("loss", line) or _labels("grad_norm", line)):
+        return []
     if delimiter == ";":
         # A spreadsheet writes it where it has decimal commas.
         text = text.replace(",", ".")
@@ -309,15 +323,20 @@ LABELS = {
 }
 
 
+def _labels(column: str, text: str) -> list[str]:
+    """What stands before the numbers of a column in a text: "loss: "."""
+    pattern = rf"(?i)\b({LABELS[column]})[ :=]+(?=[-+]?\.?\d)"
+    return [match[0] for match in re.finditer(pattern, text)]
+
+
 def _advice_for_text(text: str) -> str:
     """What to do with a text, with a pattern of its most frequent labels."""
     patterns: dict[str, str] = {}
     counts = dict.fromkeys(LABELS, 0)
-    for column, label in LABELS.items():
-        matches = re.finditer(rf"(?i)\b({label})[ :=]+(?=[-+]?\.?\d)", text)
-        labels = Counter(re.sub(" +", r"\\s*", match[0]) for match in matches)
-        for most_frequent, count in labels.most_common(1):
-            counts[column] = count
+    for column in LABELS:
+        labels = [re.sub(" +", r"\\s*", label) for label in _labels(column, text)]
+        if labels:
+            [(most_frequent, counts[column])] = Counter(labels).most_common(1)
             # A full stop at the end of a line is not in the number.
             patterns[column] = rf"\b{most_frequent}(?P<{column}>[-+.\w]*\w)"
     count = max(counts["loss"], counts["grad_norm"])
@@ -333,7 +352,8 @@ def _advice_for_text(text: str) -> str:
 # ----------------------------------------------------------------------------- columns
 
 # Names of columns of steps, the surest first. Of several the first one that has numbers
-# gives the steps. A log without such a column has the steps 0, 1, 2 and so on.
+# gives the steps, unless these begin again in each epoch. A log without such a column
+# has the steps 0, 1, 2 and so on.
 STEP_NAMES = (
     "step",
     "Step",
@@ -381,10 +401,20 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
 
 
 def _name_of_steps(rows: Sequence[Row]) -> str | None:
+    begins_again: dict[str, bool] = {}
     for name in STEP_NAMES:
-        if _has_number(row[name] for row in rows if name in row):
-            return name
-    return None
+        numbers = [_number(row[name]) for row in rows if name in row]
+        steps = [number for number in numbers if number is not None]
+        if steps:
+            begins_again[name] = _begin_again(steps)
+    # The first without, since False comes before True.
+    return min(begins_again, key=lambda name: begins_again[name], default=None)
+
+
+def _begin_again(steps: Sequence[float]) -> bool:
+    """Whether steps fall back to the first one. Those of a resumed run do not."""
+    first = steps[0]
+    return any(step <= first and step < before for before, step in pairwise(steps))
 
 
 def _flattened(row: Row, group: str = "") -> dict[str, object]:
@@ -402,20 +432,26 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
     """The numbers of a column, and notes on its other entries."""
     values: dict[int, float] = {}  # by step, in ascending order
     nulls_are_nan = _are_nulls_nan(entries)
+    null_steps: set[int] = set()
     replaced_steps: list[int] = []
     texts: list[str] = []
-    nulls = 0
     empty_cells = 0
     for step, entry in entries:
         number = _number(entry)
-        # pandas writes null in other rows of a step, such as those of an evaluation.
+        # Beside a number of the same step null is an empty cell: pandas writes it in
+        # other rows of the step, such as those of an evaluation.
         if entry is None and nulls_are_nan and step > next(reversed(values), -math.inf):
             number = math.nan
-            nulls += 1
+            null_steps.add(step)
         if number is not None:
             # A run that is resumed goes back to an earlier step.
             while values and next(reversed(values)) >= step:
-                replaced_steps.append(values.popitem()[0])
+                last_step, _ = values.popitem()
+                if last_step == step and step in null_steps:
+                    empty_cells += 1
+                else:
+                    replaced_steps.append(last_step)
+                null_steps.discard(last_step)
             values[step] = number
         elif entry is not None and str(entry).strip():
             texts.append(str(entry)[:40])
@@ -428,8 +464,9 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
             f"({len(replaced_steps)} entries), as in a run that was resumed, or where "
             "steps begin again in each epoch: the later entries count."
         )
-    if nulls:
-        notes.append(f"{nulls} rows have null there, which is read as NaN.")
+    if null_steps:
+        count = len(null_steps)
+        notes.append(f"{count} rows have null there, which is read as NaN.")
     if texts:
         notes.append(f"{len(texts)} entries are text, and left out: {listed(texts)}.")
     return Column(
@@ -570,9 +607,15 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
     shorter. So in a skipped step the norm of the wrapper counts if it is longer, or if
     the clipper repeats itself.
     """
-    name = re.sub("(clip|record)/(.*?)norm(_before)?$", r"skip/\2norm", column.name)
-    wrapper = log.columns.get(name)
-    flags = log.columns.get(f"{name.removesuffix('norm')}skipped")
+    # Of two optimizers the second has clip_2 and skip_2. Of two clippers in one wrapper
+    # the second has clip_2 and skip.
+    wrapper = flags = None
+    for replacement in (r"skip/\3", r"skip\2/\3"):
+        pattern = r"(clip|record)(_\d+)?/(.*?)norm(_before)?$"
+        prefix = re.sub(pattern, replacement, column.name)
+        if f"{prefix}skipped" in log.columns:
+            wrapper = log.columns.get(f"{prefix}norm")
+            flags = log.columns[f"{prefix}skipped"]
     if wrapper is None or flags is None:
         return column
     steps, (norms_of_wrapper, norms, skipped) = in_common([wrapper, column, flags])
