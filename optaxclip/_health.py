@@ -269,9 +269,10 @@ def _idle_steps(table: Array, steps: Array) -> Array:
 
 def _signs_of_weights(measure: TensorNorm, weights: PyTree) -> dict[str, list[Array]]:
     weight_norms = measure(weights).local_values()
-    roundings = []
-    for norm, leaf in zip(weight_norms, jax.tree.leaves(weights)):
-        roundings.append(jnp.full_like(norm, jnp.finfo(leaf.dtype).eps))
+    roundings = [
+        jnp.full_like(norm, jnp.finfo(leaf.dtype).eps)
+        for norm, leaf in zip(weight_norms, jax.tree.leaves(weights))
+    ]
     return {"rounding": roundings, "weight_norm": weight_norms}
 
 

@@ -224,10 +224,9 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
         printed = re.compile(r"\{([^{}\n]|\{[^{}\n]*\})*\}").match(text, start)
     if printed is None:
         return {}, start + 1
-    # NumPy and JAX print np.float64(2.5) and Array(2.5, dtype=float32), and vectors as
-    # Array([1., nan], dtype=float32).
-    literal = re.sub(r"\b[\w.]+\((\[[^()]*\])[^()]*\)", _quoted_list, printed[0])
-    literal = re.sub(r"\b[\w.]+\(([^(),]*)[^()]*\)", r"\1", literal)
+    # NumPy and JAX print np.float64(2.5) and Array([1., nan], dtype=float32).
+    call = r"\b[\w.]+\((\[[^()]*\]|[^(),]*)[^()]*\)"
+    literal = re.sub(call, _argument, printed[0])
     # nan and inf are not literals. As text, float() reads them.
     literal = re.sub(r": (-?nan|-?inf)\b", r": '\1'", literal)
     try:
@@ -237,9 +236,9 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
         return {}, start + 1
 
 
-def _quoted_list(match: re.Match[str]) -> str:
-    """The list in a match, with nan and inf as text."""
-    return re.sub(r"-?\b(nan|inf)\b", r"'\g<0>'", match[1])
+def _argument(call: re.Match[str]) -> str:
+    """The first argument of a call. In a list nan and inf become text."""
+    return re.sub(r"(?<=[\[ ,])(-?nan|-?inf)\b", r"'\1'", call[1])
 
 
 # ----------------------------------------------------------------------- CSV and text
@@ -259,9 +258,9 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     for mark in " ,;\t":
         if all(mark in line for line in first_lines):
             delimiter = mark
-    # A table has the names of its columns in the first line only.
-    line = first_lines[-1] if first_lines else ""
-    if delimiter == " " and (_labels("loss", line) or _labels("grad_norm", line)):
+    # Other text has names in each line: "step 1 loss 2.5".
+    named_number = r"(?i)(loss|norm)[ :=]+[-+.\d]"
+    if delimiter == " " and re.search(named_number, first_lines[-1]):
         return []
     if delimiter == ";":
         # A spreadsheet writes it where it has decimal commas.
@@ -323,20 +322,15 @@ LABELS = {
 }
 
 
-def _labels(column: str, text: str) -> list[str]:
-    """What stands before the numbers of a column in a text: "loss: "."""
-    pattern = rf"(?i)\b({LABELS[column]})[ :=]+(?=[-+]?\.?\d)"
-    return [match[0] for match in re.finditer(pattern, text)]
-
-
 def _advice_for_text(text: str) -> str:
     """What to do with a text, with a pattern of its most frequent labels."""
     patterns: dict[str, str] = {}
     counts = dict.fromkeys(LABELS, 0)
-    for column in LABELS:
-        labels = [re.sub(" +", r"\\s*", label) for label in _labels(column, text)]
+    for column, label in LABELS.items():
+        matches = re.finditer(rf"(?i)\b({label})[ :=]+(?=[-+]?\.?\d)", text)
+        labels = Counter(re.sub(" +", r"\\s*", match[0]) for match in matches)
         if labels:
-            [(most_frequent, counts[column])] = Counter(labels).most_common(1)
+            [(most_frequent, counts[column])] = labels.most_common(1)
             # A full stop at the end of a line is not in the number.
             patterns[column] = rf"\b{most_frequent}(?P<{column}>[-+.\w]*\w)"
     count = max(counts["loss"], counts["grad_norm"])
@@ -401,20 +395,19 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
 
 
 def _name_of_steps(rows: Sequence[Row]) -> str | None:
-    begins_again: dict[str, bool] = {}
+    begins_again: dict[str, bool] = {}  # by name
     for name in STEP_NAMES:
         numbers = [_number(row[name]) for row in rows if name in row]
         steps = [number for number in numbers if number is not None]
         if steps:
             begins_again[name] = _begin_again(steps)
-    # The first without, since False comes before True.
-    return min(begins_again, key=lambda name: begins_again[name], default=None)
+    # False comes before True.
+    return min(begins_again, key=begins_again.__getitem__, default=None)
 
 
 def _begin_again(steps: Sequence[float]) -> bool:
     """Whether steps fall back to the first one. Those of a resumed run do not."""
-    first = steps[0]
-    return any(step <= first and step < before for before, step in pairwise(steps))
+    return any(steps[0] >= step < before for before, step in pairwise(steps))
 
 
 def _flattened(row: Row, group: str = "") -> dict[str, object]:
@@ -607,15 +600,14 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
     shorter. So in a skipped step the norm of the wrapper counts if it is longer, or if
     the clipper repeats itself.
     """
-    # Of two optimizers the second has clip_2 and skip_2. Of two clippers in one wrapper
-    # the second has clip_2 and skip.
-    wrapper = flags = None
-    for replacement in (r"skip/\3", r"skip\2/\3"):
-        pattern = r"(clip|record)(_\d+)?/(.*?)norm(_before)?$"
-        prefix = re.sub(pattern, replacement, column.name)
-        if f"{prefix}skipped" in log.columns:
-            wrapper = log.columns.get(f"{prefix}norm")
-            flags = log.columns[f"{prefix}skipped"]
+    clipper = r"(clip|record)(_\d+)?/(.*?)norm(_before)?$"
+    prefix = re.sub(clipper, r"skip\2/\3", column.name)
+    # A second optimizer has clip_2 and skip_2. A second clipper in one wrapper has
+    # clip_2 and skip.
+    if f"{prefix}norm" not in log.columns:
+        prefix = re.sub(clipper, r"skip/\3", column.name)
+    wrapper = log.columns.get(f"{prefix}norm")
+    flags = log.columns.get(f"{prefix}skipped")
     if wrapper is None or flags is None:
         return column
     steps, (norms_of_wrapper, norms, skipped) = in_common([wrapper, column, flags])

@@ -232,11 +232,8 @@ def _with_limits(log: Log, pattern: re.Pattern[str]) -> ColumnGroups:
     pairs: ColumnGroups = []
     for name, norm in log.columns.items():
         match = pattern.fullmatch(name)
-        if match is None:
-            continue
-        limit = log.columns.get(f"{match[1]}limit")
-        if limit is not None:
-            pairs.append((norm, limit))
+        if match and f"{match[1]}limit" in log.columns:
+            pairs.append((norm, log.columns[f"{match[1]}limit"]))
     return pairs
 
 
