@@ -245,7 +245,7 @@ def _after_step(
         )
     idle: dict[str, Array] = {}
     dead: dict[str, Array] = {}
-    # Before, no row can have been idle for as long.
+    # Before `patience` updates no row can count as dead.
     is_early = state.step + 1 < patience
     for name, table in tables.items():
         idle[name] = _idle_steps(table, state.idle[name])

@@ -402,12 +402,13 @@ def _name_of_steps(rows: Sequence[Row]) -> str | None:
         if steps:
             begins_again[name] = _begin_again(steps)
     # False comes before True.
-    return min(begins_again, key=begins_again.__getitem__, default=None)
+    return min(begins_again, key=lambda name: begins_again[name], default=None)
 
 
 def _begin_again(steps: Sequence[float]) -> bool:
     """Whether steps fall back to the first one. Those of a resumed run do not."""
-    return any(steps[0] >= step < before for before, step in pairwise(steps))
+    first = steps[0]
+    return any(step <= first and step < before for before, step in pairwise(steps))
 
 
 def _flattened(row: Row, group: str = "") -> dict[str, object]:
@@ -578,7 +579,7 @@ def _is_other_norm(name: str, log: Log) -> bool:
     if HEALTH_PATTERN.fullmatch(name):
         return True
     # metrics(summary=True) has the norm of the worst tensor, and in worst_index the
-    # number of that tensor. If it is always 0, there is only one.
+    # number of that tensor. Always 0 is taken for the number of a single tensor.
     prefix = name.removesuffix("_before").removesuffix("norm")
     worst_index = log.columns.get(f"{prefix}worst_index")
     if worst_index is not None and worst_index.values.any():
@@ -621,16 +622,17 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
 
 def norms_of_tensors(log: Log) -> list[Column]:
     """The columns whose names say that they are norms of single tensors."""
-    return _columns_named(TENSOR_PATTERN, log)
+    return columns_named(TENSOR_PATTERN, log)
 
 
 def loss_of(log: Log) -> Column | None:
     """The column of the training loss, if its name says so."""
-    losses = _columns_named(LOSS_PATTERN, log)
+    losses = columns_named(LOSS_PATTERN, log)
     return max(losses, key=lambda column: len(column.steps), default=None)
 
 
-def _columns_named(pattern: re.Pattern[str], log: Log) -> list[Column]:
+def columns_named(pattern: re.Pattern[str], log: Log) -> list[Column]:
+    """The columns whose names fit a pattern for lower case."""
     return [
         column
         for name, column in log.columns.items()

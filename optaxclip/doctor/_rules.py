@@ -64,7 +64,7 @@ VANISHED = 1000.0  # the first norms over the last ones
 
 
 def unchanged(values: Array) -> Array:
-    """For a cause whose limit is one of the column itself."""
+    """The column itself, for a limit in its units."""
     return values
 
 
@@ -260,7 +260,9 @@ def norm_after_clip(norm: Array) -> Array:
 def skip_behind_clip(
     skip_norm: Array, skip_limit: Array, clip_norm: Array, clip_limit: Array
 ) -> Array | float:
-    """Norms over the limit of a clipper, where a skip sees this limit instead."""
+    """Norms over the limit of a clipper, in clipped rows where the norm of a skip equals
+    this limit: the skip is behind the clipper.
+    """
     # A skip that has skipped a step, or sees more than the limit, sees the norm itself.
     lower_limit = np.minimum(clip_limit, skip_limit)
     if np.any(skip_norm > (1 + CLOSE) * lower_limit):
@@ -274,7 +276,7 @@ def skip_behind_clip(
 # ---------------------------------------------------------------------- record_health
 
 RATE = 0.075  # updates over weights
-LOST = 0.25  # LOST * rounding is the smallest update over weights that is kept
+LOST = 0.25  # an update below this part of the rounding of its weights is lost
 
 
 def learning_rate(update_norm: Array, weight_norm: Array) -> Array:

@@ -8,7 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._logs import Column, Log, in_common, listed, loss_of, norms_of, norms_of_tensors
+from .._logs import (
+    Column,
+    Log,
+    columns_named,
+    in_common,
+    listed,
+    loss_of,
+    norms_of,
+    norms_of_tensors,
+)
 
 # What a rule needs. A report prints these sentences, and `run_of` returns the
 # columns that meet them, by sentence.
@@ -128,7 +137,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
       ValueError: there is no column `loss_name`.
     """
     losses = _losses_of(log, loss_name)
-    logits = _logits_of(log)
+    logits = columns_named(NAMES_OF_LOGITS, log)
     logged_norms = _logged_norms_of(log, logits)
     recorders = _recorders_of(log)
     update_norms: list[Column] = []
@@ -158,7 +167,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     overflow_steps: set[int] = set()
     for norm in [*logged_norms, *tensors, *update_norms]:
         finite_norm = _without_overflows(norm, has_scale)
-        columns[LOSS_OR_NORM] += _one_by_one([finite_norm])
+        columns[LOSS_OR_NORM].append((finite_norm,))
         overflow_steps |= {*norm.steps} - {*finite_norm.steps}
     # Ratios of losses that change their sign say nothing. From the norm alone REINFORCE
     # with rewards of another scale (benchmarks/doctor) would be a change of scale.
@@ -200,14 +209,6 @@ def _logged_norms_of(log: Log, logits: Sequence[Column]) -> list[Column]:
     if not norms and tensors:
         return [total_of("all tensors", tensors)]
     return norms
-
-
-def _logits_of(log: Log) -> list[Column]:
-    return [
-        column
-        for name, column in log.columns.items()
-        if NAMES_OF_LOGITS.fullmatch(name.lower())
-    ]
 
 
 def _one_by_one(columns: Sequence[Column]) -> ColumnGroups:
