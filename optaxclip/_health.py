@@ -214,11 +214,11 @@ def _after_step(
     patience: int,
 ) -> HealthState:
     norms = measure(tree)
-    signs: dict[str, list[Array]] = {}
+    local_numbers: dict[str, list[Array]] = {}
     if "zeros" in state.signs:
-        signs |= _signs_of_values(measure, tree)
+        local_numbers |= _signs_of_values(measure, tree)
     if "rounding" in state.signs:
-        signs |= _signs_of_weights(measure, weights)
+        local_numbers |= _signs_of_weights(measure, weights)
 
     def recorded(numbers: Norms) -> PyTree:
         """The state of a recorder that gets these numbers as norms."""
@@ -227,7 +227,7 @@ def _after_step(
         return new_state
 
     new_signs: dict[str, Array] = {}
-    for sign, numbers in signs.items():
+    for sign, numbers in local_numbers.items():
         # Only the kernel knows the layout of a state: layers, and leaves split over
         # devices. So a recorder lays out the numbers of a sign.
         numbers_as_norms = norms._replace(values=norms.gathered(numbers))
@@ -317,8 +317,8 @@ def _bits_of_absolutes(x: Array) -> Array:
     moduli = jnp.abs(x) if jnp.iscomplexobj(x) else x
     size = jnp.finfo(x.dtype).bits
     unsigned = np.dtype(f"uint{size}")
-    all_but_the_first = unsigned.type(2 ** (size - 1) - 1)
-    return lax.bitcast_convert_type(moduli, unsigned) & all_but_the_first
+    magnitude_bits = unsigned.type(2 ** (size - 1) - 1)
+    return lax.bitcast_convert_type(moduli, unsigned) & magnitude_bits
 
 
 # ------------------------------------------------------------------------- the report

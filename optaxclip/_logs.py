@@ -340,7 +340,10 @@ def _advice_for_text(text: str) -> str:
     if counts["step"] < count / 2:
         patterns.pop("step", None)
     pattern = "|".join(patterns.values())
-    return f"{FORMATS_TEXT}. Other text needs a pattern, here --pattern '{pattern}'"
+    return (
+        f"{FORMATS_TEXT}. Other text needs a pattern (in Python: pattern=...), here "
+        f"--pattern '{pattern}'"
+    )
 
 
 # ----------------------------------------------------------------------------- columns

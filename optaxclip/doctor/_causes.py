@@ -52,7 +52,7 @@ class Cause(NamedTuple):
     advice: str
     # Whether it says how a log or an optimizer is set up, and not what broke.
     is_of_setup: bool = False
-    sees_broken: bool = False  # whether the rule sees rows with NaN and inf too
+    sees_nonfinite: bool = False  # whether the rule sees rows with NaN and inf too
     least_rows: int = 1  # of a log that the rule can judge
 
 
@@ -75,7 +75,7 @@ CAUSES = (
             "skip_nonfinite, and look at batch, backward pass and optimizer of that "
             "step"
         ),
-        sees_broken=True,
+        sees_nonfinite=True,
     ),
     Cause(
         name="bad batch",
@@ -150,11 +150,11 @@ CAUSES = (
         name="learning rate",
         needs=signals.UPDATES,
         rule=rules.learning_rate,
-        limit=rules.RATE,
+        limit=rules.HIGH_RATIO,
         text="updates are {value:.2g} of the weights",
         page="docs/run_health.md",
         advice="a lower learning rate, or a longer warm-up",
-        sees_broken=True,
+        sees_nonfinite=True,
         least_rows=5,
     ),
     Cause(
@@ -366,10 +366,10 @@ def read_and_judge(
     loss: str | None,
 ) -> Report:
     """The report of a file or of rows. Errors begin with the call, and the file."""
-    start = f"{call}: "
+    prefix = f"{call}: "
     try:
         if isinstance(log, (str, Path)):
-            start = f"{call}: {log}: "
+            prefix = f"{call}: {log}: "
             return _judge(read_log(log, call, pattern), loss)
         rows = list(log) if isinstance(log, Iterable) else [log]
         if not all(isinstance(row, Mapping) for row in rows):
@@ -380,8 +380,8 @@ def read_and_judge(
         return _judge(log_of(rows, []), loss)
     except ValueError as error:
         # The reader of files says the start itself.
-        text = str(error).removeprefix(start)
-        raise ValueError(f"{start}{text}") from None
+        text = str(error).removeprefix(prefix)
+        raise ValueError(f"{prefix}{text}") from None
 
 
 # Norms may be 0, NaN and inf.
@@ -483,7 +483,7 @@ class Hit(NamedTuple):
 def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:
     """The rows that show a cause. None if the columns have too few rows in common."""
     steps, numbers = in_common(columns)
-    if not cause.sees_broken:
+    if not cause.sees_nonfinite:
         is_finite = np.isfinite(numbers).all(axis=0)
         steps = steps[is_finite]
         numbers = numbers[:, is_finite]

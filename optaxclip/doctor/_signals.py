@@ -74,7 +74,7 @@ class Recorder(NamedTuple):
 
     name: str  # such as health/updates
     # By sign and tensor. The name of a summary of all tensors is "".
-    signs: defaultdict[str, dict[str, Column]]
+    columns: defaultdict[str, dict[str, Column]]
 
     @property
     def is_of_updates(self) -> bool:
@@ -84,7 +84,7 @@ class Recorder(NamedTuple):
 
     def of_tensors(self, *signs: str) -> ColumnGroups:
         """The columns of these signs: of each tensor, or of the summary of all."""
-        tables = [self.signs[sign] for sign in signs]
+        tables = [self.columns[sign] for sign in signs]
         tensors = set(tables[0]).intersection(*tables)
         # Beside tensors a summary says nothing new.
         if len(tensors) > 1:
@@ -94,15 +94,15 @@ class Recorder(NamedTuple):
     def subnormals(self) -> ColumnGroups:
         """For each tensor the share of subnormal elements, and the share of zeros."""
         # A summary has the largest of both, which may be of two tensors.
-        if set(self.signs["subnormals"]) == {""}:
+        if set(self.columns["subnormals"]) == {""}:
             return self.of_tensors("subnormals")
         return self.of_tensors("subnormals", "zeros")
 
-    def total(self, sign: str) -> list[Column]:
-        """The norm of all tensors together, and nothing without this sign. A summary
-        has the largest norm of a tensor instead.
+    def norm_of_all(self, sign: str) -> list[Column]:
+        """One column: the norm of all tensors together, or in a summary the largest
+        norm of a tensor. No column if the sign was not recorded.
         """
-        table = self.signs[sign]
+        table = self.columns[sign]
         if "" in table:
             return [table[""]]
         return [total_of(self.name, list(table.values()))] if table else []
@@ -144,8 +144,8 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     recorded_norms: list[Column] = []  # of gradients
     columns: dict[str, ColumnGroups] = defaultdict(list)
     for recorder in recorders:
-        norms = recorder.total("norm")
-        weight_norms = recorder.total("weight_norm")
+        norms = recorder.norm_of_all("norm")
+        weight_norms = recorder.norm_of_all("weight_norm")
         columns[WEIGHTS] += _one_by_one(weight_norms)
         if recorder.is_of_updates:
             update_norms += norms
@@ -266,7 +266,7 @@ def _recorders_of(log: Log) -> list[Recorder]:
             empty = Recorder(reading.recorder, defaultdict(dict))
             recorder = recorders.setdefault(reading.recorder, empty)
             tensor = column._replace(name=reading.tensor or reading.recorder)
-            recorder.signs[reading.sign][reading.tensor] = tensor
+            recorder.columns[reading.sign][reading.tensor] = tensor
     return list(recorders.values())
 
 
