@@ -214,11 +214,11 @@ def _after_step(
     patience: int,
 ) -> HealthState:
     norms = measure(tree)
-    signs: dict[str, list[Array]] = {}
+    local_numbers: dict[str, list[Array]] = {}
     if "zeros" in state.signs:
-        signs |= _signs_of_values(measure, tree)
+        local_numbers |= _signs_of_values(measure, tree)
     if "rounding" in state.signs:
-        signs |= _signs_of_weights(measure, weights)
+        local_numbers |= _signs_of_weights(measure, weights)
 
     def recorded(numbers: Norms) -> PyTree:
         """The state of a recorder that gets these numbers as norms."""
@@ -227,7 +227,7 @@ def _after_step(
         return new_state
 
     new_signs: dict[str, Array] = {}
-    for sign, numbers in signs.items():
+    for sign, numbers in local_numbers.items():
         # Only the kernel knows the layout of a state: layers, and leaves split over
         # devices. So a recorder lays out the numbers of a sign.
         numbers_as_norms = norms._replace(values=norms.gathered(numbers))
@@ -245,7 +245,7 @@ def _after_step(
         )
     idle: dict[str, Array] = {}
     dead: dict[str, Array] = {}
-    # Before, no row can have been idle for as long.
+    # Before `patience` updates no row can count as dead.
     is_early = state.step + 1 < patience
     for name, table in tables.items():
         idle[name] = _idle_steps(table, state.idle[name])
@@ -269,9 +269,10 @@ def _idle_steps(table: Array, steps: Array) -> Array:
 
 def _signs_of_weights(measure: TensorNorm, weights: PyTree) -> dict[str, list[Array]]:
     weight_norms = measure(weights).local_values()
-    roundings = []
-    for norm, leaf in zip(weight_norms, jax.tree.leaves(weights)):
-        roundings.append(jnp.full_like(norm, jnp.finfo(leaf.dtype).eps))
+    roundings = [
+        jnp.full_like(norm, jnp.finfo(leaf.dtype).eps)
+        for norm, leaf in zip(weight_norms, jax.tree.leaves(weights))
+    ]
     return {"rounding": roundings, "weight_norm": weight_norms}
 
 
@@ -316,8 +317,8 @@ def _bits_of_absolutes(x: Array) -> Array:
     moduli = jnp.abs(x) if jnp.iscomplexobj(x) else x
     size = jnp.finfo(x.dtype).bits
     unsigned = np.dtype(f"uint{size}")
-    all_but_the_first = unsigned.type(2 ** (size - 1) - 1)
-    return lax.bitcast_convert_type(moduli, unsigned) & all_but_the_first
+    magnitude_bits = unsigned.type(2 ** (size - 1) - 1)
+    return lax.bitcast_convert_type(moduli, unsigned) & magnitude_bits
 
 
 # ------------------------------------------------------------------------- the report

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple, SupportsFloat
 
@@ -91,9 +91,12 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     # The first event of TensorBoard is the version of the file.
     if b"brain.Event:" in data[:64]:
         return _rows_of_events(data, notes)
-    # Excel begins a CSV with a byte order mark. After a crash of the machine a file may
-    # end in zeros. Tabs stay, since the last one of a line stands before an empty cell.
+    # Excel begins a CSV with a byte order mark. Tabs are not stripped: one at the end
+    # of a line marks an empty last cell.
     text = data.decode("utf-8-sig", errors="replace").strip("\0\r\n ")
+    # After a crash of the machine a file may have a block of zeros, and rows behind it
+    # if the run went on.
+    text = re.sub("\0{16,}", "\n", text)
     # torchtitan prints in colors.
     text = re.sub(r"\x1b\[[\d;]*m", "", text)
     if not text or "\0" in text:
@@ -221,8 +224,9 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
         printed = re.compile(r"\{([^{}\n]|\{[^{}\n]*\})*\}").match(text, start)
     if printed is None:
         return {}, start + 1
-    # NumPy and JAX print np.float64(2.5) and Array(2.5, dtype=float32).
-    literal = re.sub(r"\b[\w.]+\(([^(),]*)[^()]*\)", r"\1", printed[0])
+    # NumPy and JAX print np.float64(2.5) and Array([1., nan], dtype=float32).
+    call = r"\b[\w.]+\((\[[^()]*\]|[^(),]*)[^()]*\)"
+    literal = re.sub(call, _argument, printed[0])
     # nan and inf are not literals. As text, float() reads them.
     literal = re.sub(r": (-?nan|-?inf)\b", r": '\1'", literal)
     try:
@@ -230,6 +234,11 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
     except (ValueError, SyntaxError, TypeError):
         # Braces of other text.
         return {}, start + 1
+
+
+def _argument(call: re.Match[str]) -> str:
+    """The first argument of a call. In a list nan and inf become text."""
+    return re.sub(r"(?<=[\[ ,])(-?nan|-?inf)\b", r"'\1'", call[1])
 
 
 # ----------------------------------------------------------------------- CSV and text
@@ -249,6 +258,10 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     for mark in " ,;\t":
         if all(mark in line for line in first_lines):
             delimiter = mark
+    # Other text has names in each line: "step 1 loss 2.5".
+    named_number = r"(?i)(loss|norm)[ :=]+[-+.\d]"
+    if delimiter == " " and re.search(named_number, first_lines[-1]):
+        return []
     if delimiter == ";":
         # A spreadsheet writes it where it has decimal commas.
         text = text.replace(",", ".")
@@ -316,8 +329,8 @@ def _advice_for_text(text: str) -> str:
     for column, label in LABELS.items():
         matches = re.finditer(rf"(?i)\b({label})[ :=]+(?=[-+]?\.?\d)", text)
         labels = Counter(re.sub(" +", r"\\s*", match[0]) for match in matches)
-        for most_frequent, count in labels.most_common(1):
-            counts[column] = count
+        if labels:
+            [(most_frequent, counts[column])] = labels.most_common(1)
             # A full stop at the end of a line is not in the number.
             patterns[column] = rf"\b{most_frequent}(?P<{column}>[-+.\w]*\w)"
     count = max(counts["loss"], counts["grad_norm"])
@@ -327,13 +340,17 @@ def _advice_for_text(text: str) -> str:
     if counts["step"] < count / 2:
         patterns.pop("step", None)
     pattern = "|".join(patterns.values())
-    return f"{FORMATS_TEXT}. Other text needs a pattern, here --pattern '{pattern}'"
+    return (
+        f"{FORMATS_TEXT}. Other text needs a pattern (in Python: pattern=...), here "
+        f"--pattern '{pattern}'"
+    )
 
 
 # ----------------------------------------------------------------------------- columns
 
 # Names of columns of steps, the surest first. Of several the first one that has numbers
-# gives the steps. A log without such a column has the steps 0, 1, 2 and so on.
+# gives the steps, unless these begin again in each epoch. A log without such a column
+# has the steps 0, 1, 2 and so on.
 STEP_NAMES = (
     "step",
     "Step",
@@ -381,10 +398,20 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
 
 
 def _name_of_steps(rows: Sequence[Row]) -> str | None:
+    begins_again: dict[str, bool] = {}  # by name
     for name in STEP_NAMES:
-        if _has_number(row[name] for row in rows if name in row):
-            return name
-    return None
+        numbers = [_number(row[name]) for row in rows if name in row]
+        steps = [number for number in numbers if number is not None]
+        if steps:
+            begins_again[name] = _begin_again(steps)
+    # False comes before True.
+    return min(begins_again, key=lambda name: begins_again[name], default=None)
+
+
+def _begin_again(steps: Sequence[float]) -> bool:
+    """Whether steps fall back to the first one. Those of a resumed run do not."""
+    first = steps[0]
+    return any(step <= first and step < before for before, step in pairwise(steps))
 
 
 def _flattened(row: Row, group: str = "") -> dict[str, object]:
@@ -402,20 +429,26 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
     """The numbers of a column, and notes on its other entries."""
     values: dict[int, float] = {}  # by step, in ascending order
     nulls_are_nan = _are_nulls_nan(entries)
+    null_steps: set[int] = set()
     replaced_steps: list[int] = []
     texts: list[str] = []
-    nulls = 0
     empty_cells = 0
     for step, entry in entries:
         number = _number(entry)
-        # pandas writes null in other rows of a step, such as those of an evaluation.
+        # Beside a number of the same step null is an empty cell: pandas writes it in
+        # other rows of the step, such as those of an evaluation.
         if entry is None and nulls_are_nan and step > next(reversed(values), -math.inf):
             number = math.nan
-            nulls += 1
+            null_steps.add(step)
         if number is not None:
             # A run that is resumed goes back to an earlier step.
             while values and next(reversed(values)) >= step:
-                replaced_steps.append(values.popitem()[0])
+                last_step, _ = values.popitem()
+                if last_step == step and step in null_steps:
+                    empty_cells += 1
+                else:
+                    replaced_steps.append(last_step)
+                null_steps.discard(last_step)
             values[step] = number
         elif entry is not None and str(entry).strip():
             texts.append(str(entry)[:40])
@@ -428,8 +461,9 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
             f"({len(replaced_steps)} entries), as in a run that was resumed, or where "
             "steps begin again in each epoch: the later entries count."
         )
-    if nulls:
-        notes.append(f"{nulls} rows have null there, which is read as NaN.")
+    if null_steps:
+        count = len(null_steps)
+        notes.append(f"{count} rows have null there, which is read as NaN.")
     if texts:
         notes.append(f"{len(texts)} entries are text, and left out: {listed(texts)}.")
     return Column(
@@ -548,7 +582,7 @@ def _is_other_norm(name: str, log: Log) -> bool:
     if HEALTH_PATTERN.fullmatch(name):
         return True
     # metrics(summary=True) has the norm of the worst tensor, and in worst_index the
-    # number of that tensor. If it is always 0, there is only one.
+    # number of that tensor. Always 0 is taken for the number of a single tensor.
     prefix = name.removesuffix("_before").removesuffix("norm")
     worst_index = log.columns.get(f"{prefix}worst_index")
     if worst_index is not None and worst_index.values.any():
@@ -570,9 +604,14 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
     shorter. So in a skipped step the norm of the wrapper counts if it is longer, or if
     the clipper repeats itself.
     """
-    name = re.sub("(clip|record)/(.*?)norm(_before)?$", r"skip/\2norm", column.name)
-    wrapper = log.columns.get(name)
-    flags = log.columns.get(f"{name.removesuffix('norm')}skipped")
+    clipper = r"(clip|record)(_\d+)?/(.*?)norm(_before)?$"
+    prefix = re.sub(clipper, r"skip\2/\3", column.name)
+    # A second optimizer has clip_2 and skip_2. A second clipper in one wrapper has
+    # clip_2 and skip.
+    if f"{prefix}norm" not in log.columns:
+        prefix = re.sub(clipper, r"skip/\3", column.name)
+    wrapper = log.columns.get(f"{prefix}norm")
+    flags = log.columns.get(f"{prefix}skipped")
     if wrapper is None or flags is None:
         return column
     steps, (norms_of_wrapper, norms, skipped) = in_common([wrapper, column, flags])
@@ -586,16 +625,17 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
 
 def norms_of_tensors(log: Log) -> list[Column]:
     """The columns whose names say that they are norms of single tensors."""
-    return _columns_named(TENSOR_PATTERN, log)
+    return columns_named(TENSOR_PATTERN, log)
 
 
 def loss_of(log: Log) -> Column | None:
     """The column of the training loss, if its name says so."""
-    losses = _columns_named(LOSS_PATTERN, log)
+    losses = columns_named(LOSS_PATTERN, log)
     return max(losses, key=lambda column: len(column.steps), default=None)
 
 
-def _columns_named(pattern: re.Pattern[str], log: Log) -> list[Column]:
+def columns_named(pattern: re.Pattern[str], log: Log) -> list[Column]:
+    """The columns whose names fit a pattern for lower case."""
     return [
         column
         for name, column in log.columns.items()

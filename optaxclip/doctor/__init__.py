@@ -6,8 +6,8 @@
     diagnose    the findings of a log: cause, steps, evidence, and the page that helps
     examine     the same with what was looked at, and what could not be judged
 
-Any log with a loss and a gradient norm will do. What it knows is a log. A cause that
-leaves no mark in these numbers is not found, and where nothing is found the run may
+Any log with a loss and a gradient norm will do. The doctor sees only the log: a cause
+that leaves no mark in its numbers is not found, and where nothing is found the run may
 break all the same.
 """
 

@@ -52,7 +52,7 @@ class Cause(NamedTuple):
     advice: str
     # Whether it says how a log or an optimizer is set up, and not what broke.
     is_of_setup: bool = False
-    sees_broken: bool = False  # whether the rule sees rows with NaN and inf too
+    sees_nonfinite: bool = False  # whether the rule sees rows with NaN and inf too
     least_rows: int = 1  # of a log that the rule can judge
 
 
@@ -75,7 +75,7 @@ CAUSES = (
             "skip_nonfinite, and look at batch, backward pass and optimizer of that "
             "step"
         ),
-        sees_broken=True,
+        sees_nonfinite=True,
     ),
     Cause(
         name="bad batch",
@@ -150,18 +150,19 @@ CAUSES = (
         name="learning rate",
         needs=signals.UPDATES,
         rule=rules.learning_rate,
-        limit=rules.RATE,
+        limit=rules.HIGH_RATIO,
         text="updates are {value:.2g} of the weights",
         page="docs/run_health.md",
         advice="a lower learning rate, or a longer warm-up",
-        sees_broken=True,
+        sees_nonfinite=True,
         least_rows=5,
     ),
     Cause(
         name="growing weights",
         needs=signals.WEIGHTS,
         rule=rules.growth,
-        # The rule asks for 1.3**3 = 2.2 in all. This limit sets the first row.
+        # The rule asks for 1.3**3 = 2.2 in all. This limit only decides which row is
+        # named first.
         limit=2,
         text="weights grow {value:.3g} times since the second fifth of the log",
         page="docs/doctor.md (Record)",
@@ -227,7 +228,7 @@ CAUSES = (
         needs=signals.EVERY_NORM,
         rule=rules.norm_after_clip,
         limit=0,
-        text="{value:.0%} of the rows of {subject} are exactly the largest of them",
+        text="{value:.0%} of the rows of {subject} are within 0.1 % of the largest",
         page="docs/choosing_a_limit.md (Norms after a clip)",
         advice="log the norm before the clip: spikes cannot be seen in this one",
         is_of_setup=True,
@@ -272,8 +273,9 @@ class Report(NamedTuple):
       looked_at: the columns and recorders that were read, and how many rows each has.
       not_judged: what the log lacks, columns or rows, and the names of the causes that
         need it.
-      notes: what the reader left out or decided, how many medians the largest norm has,
-        and whether names of recorders are missing.
+      notes: what the reader left out or decided, at how many steps norms were taken for
+        overflows of a loss scale, how many medians the largest norm has, and whether
+        names of recorders are missing.
     """
 
     findings: list[Finding]
@@ -364,10 +366,10 @@ def read_and_judge(
     loss: str | None,
 ) -> Report:
     """The report of a file or of rows. Errors begin with the call, and the file."""
-    start = f"{call}: "
+    prefix = f"{call}: "
     try:
         if isinstance(log, (str, Path)):
-            start = f"{call}: {log}: "
+            prefix = f"{call}: {log}: "
             return _judge(read_log(log, call, pattern), loss)
         rows = list(log) if isinstance(log, Iterable) else [log]
         if not all(isinstance(row, Mapping) for row in rows):
@@ -378,8 +380,8 @@ def read_and_judge(
         return _judge(log_of(rows, []), loss)
     except ValueError as error:
         # The reader of files says the start itself.
-        text = str(error).removeprefix(start)
-        raise ValueError(f"{start}{text}") from None
+        text = str(error).removeprefix(prefix)
+        raise ValueError(f"{prefix}{text}") from None
 
 
 # Norms may be 0, NaN and inf.
@@ -443,6 +445,12 @@ def _notes(run: signals.Run) -> list[str]:
             names_of_notes.setdefault(note, []).append(column.name)
     for note, names in names_of_notes.items():
         notes.append(f"{listed(names)}: {note}")
+    if run.overflow_steps:
+        notes.append(
+            f"Norms are not finite at {len(run.overflow_steps)} steps, the first of "
+            f"them step {min(run.overflow_steps)}. They are taken for overflows of a "
+            "dynamic loss scale."
+        )
     recorders = run.recorders
     if len(recorders) > 1 and not any(recorder.is_of_updates for recorder in recorders):
         names = [recorder.name for recorder in recorders]
@@ -475,7 +483,7 @@ class Hit(NamedTuple):
 def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:
     """The rows that show a cause. None if the columns have too few rows in common."""
     steps, numbers = in_common(columns)
-    if not cause.sees_broken:
+    if not cause.sees_nonfinite:
         is_finite = np.isfinite(numbers).all(axis=0)
         steps = steps[is_finite]
         numbers = numbers[:, is_finite]

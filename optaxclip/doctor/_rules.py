@@ -55,7 +55,7 @@ def shifted(values: Array) -> Array:
 
 # -------------------------------------------------------------------- loss and one norm
 
-BACK = 5.0  # a norm that has come back, over the median before the spike
+CAME_BACK = 5.0  # a norm that has come back, over the median before the spike
 LOST_GAIN = 0.5  # the rise of the loss over its fall
 LOSS_NOISE = 2.0  # the rise of the loss over its noise
 STEADY = 1.3  # a fifth of the log over the fifth before it
@@ -64,7 +64,7 @@ VANISHED = 1000.0  # the first norms over the last ones
 
 
 def unchanged(values: Array) -> Array:
-    """For a cause whose limit is one of the column itself."""
+    """The column itself, for a limit in its units."""
     return values
 
 
@@ -83,7 +83,7 @@ def bad_batch(norm: Array) -> Array:
     # Rows behind the end of a log are unknown. They are taken for low.
     next_rows = np.pad(norm[1:], (0, LONG))
     windows = sliding_window_view(next_rows, LONG)
-    comes_back = windows.min(axis=1) < BACK * usual_norm
+    comes_back = windows.min(axis=1) < CAME_BACK * usual_norm
     ratios = norm / usual_norm
     return np.where(comes_back, ratios, 0.0)
 
@@ -154,8 +154,8 @@ def vanishing(norm: Array, loss: Array) -> Array | float:
 # --------------------------------------------------------------------- change of scale
 
 LEAP = 3.7  # the rise of log(norm), in units of its noise
-STAYS = 0.6  # the part of a leap that is left in all rows behind it
-SAME = 0.3  # a difference of log(loss), or its part of the leap of log(norm)
+LEAP_LEFT = 0.6  # the part of a leap that is left in all rows behind it
+SAME_LOG = 0.3  # a difference of log(loss), or its part of the leap of log(norm)
 
 
 class Change(NamedTuple):
@@ -173,7 +173,7 @@ def change_at(values: Array, row: int) -> Change:
     return Change(
         rise=np.median(future) - np.median(past),
         drift=drift_of(past) + drift_of(future),
-        noise=max(noise_of(past), noise_of(future)),
+        noise=np.maximum(noise_of(past), noise_of(future)),
     )
 
 
@@ -201,9 +201,9 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
     # A norm that only comes back to where it was does not stay.
     rows_before, rows_behind = np.split(logs, [row])
     rise_of_all_rows = np.median(rows_behind) - np.median(rows_before)
-    # Among norms of 0 the noise is NaN, and then this is False.
+    # Among norms of 0, before or behind, the noise is NaN, and then this is False.
     is_leap = leap >= LEAP * change.noise
-    stays = rise_of_all_rows >= STAYS * change.rise
+    stays = rise_of_all_rows >= LEAP_LEFT * change.rise
     if not is_leap or not stays:
         return 0.0
     if loss is not None and not _fits(np.log(loss), row, change.rise):
@@ -216,8 +216,8 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
 def _fits(logs_of_loss: Array, row: int, rise_of_norm: float) -> bool:
     """Whether the loss does not change, or by the factor of the norm."""
     change = change_at(logs_of_loss, row)
-    tolerance = max(SAME, 6 * change.noise)
-    tolerance = min(tolerance, SAME * rise_of_norm)
+    tolerance = max(SAME_LOG, 6 * change.noise)
+    tolerance = min(tolerance, SAME_LOG * rise_of_norm)
     from_none = abs(change.rise)
     from_same = abs(change.rise - rise_of_norm)
     return min(from_none, from_same) <= tolerance
@@ -242,7 +242,7 @@ def _row_of_leap(logs: Array) -> int:
 
 # --------------------------------------------------------------------- clips and skips
 
-CLOSE = 0.01  # a relative difference, more than bfloat16 makes
+RTOL = 0.01  # a relative difference, more than bfloat16 makes
 
 
 def clipped_always(norm: Array, limit: Array) -> float:
@@ -260,36 +260,38 @@ def norm_after_clip(norm: Array) -> Array:
 def skip_behind_clip(
     skip_norm: Array, skip_limit: Array, clip_norm: Array, clip_limit: Array
 ) -> Array | float:
-    """Norms over the limit of a clipper, where a skip sees this limit instead."""
+    """Norms over the limit of a clipper, in clipped rows where the norm of a skip is
+    this limit: the skip is behind the clipper.
+    """
     # A skip that has skipped a step, or sees more than the limit, sees the norm itself.
     lower_limit = np.minimum(clip_limit, skip_limit)
-    if np.any(skip_norm > (1 + CLOSE) * lower_limit):
+    if np.any(skip_norm > (1 + RTOL) * lower_limit):
         return 0.0
-    sees_limit = np.isclose(skip_norm, clip_limit, rtol=CLOSE)
-    is_clipped = clip_norm > (1 + CLOSE) * clip_limit
+    sees_limit = np.isclose(skip_norm, clip_limit, rtol=RTOL)
+    is_clipped = clip_norm > (1 + RTOL) * clip_limit
     ratios = clip_norm / clip_limit
     return np.where(sees_limit & is_clipped, ratios, 0.0)
 
 
 # ---------------------------------------------------------------------- record_health
 
-RATE = 0.075  # updates over weights
-LOST = 0.25  # LOST * rounding is the smallest update over weights that is kept
+HIGH_RATIO = 0.075  # updates over weights
+KEPT_PART = 0.25  # an update below this part of the rounding of its weights is lost
 
 
 def learning_rate(update_norm: Array, weight_norm: Array) -> Array:
     """Updates over weights, in rows of a long stretch: three of the last five rows, or
-    of the next five, are above RATE or not finite.
+    of the next five, are above HIGH_RATIO or not finite.
     """
     # Weights of 0 have no ratio.
     ratios = update_norm / weight_norm
     ratios = np.where(weight_norm == 0, 0.0, ratios)
     is_finite = np.isfinite(ratios)
-    # Rows with NaN or inf count as above RATE.
+    # Rows with NaN or inf count as above HIGH_RATIO.
     ratios_or_inf = np.where(is_finite, ratios, np.inf)
     past = medians(ratios_or_inf, SHORT)
     future = medians_ahead(ratios_or_inf, SHORT)
-    is_in_stretch = np.fmax(past, future) > RATE
+    is_in_stretch = np.fmax(past, future) > HIGH_RATIO
     return np.where(is_finite & is_in_stretch, ratios, 0.0)
 
 
@@ -299,7 +301,7 @@ def lost_updates(ratio: Array, rounding: Array) -> Array | float:
     """
     # A step without an update loses nothing.
     ratio = np.where(ratio == 0, np.nan, ratio)
-    shortfalls = LOST * rounding / ratio
+    shortfalls = KEPT_PART * rounding / ratio
     quarter = max(LONG, len(ratio) // 4)
     first_rows = shortfalls[:quarter]
     is_number = ~np.isnan(first_rows)

@@ -8,7 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._logs import Column, Log, in_common, listed, loss_of, norms_of, norms_of_tensors
+from .._logs import (
+    Column,
+    Log,
+    columns_named,
+    in_common,
+    listed,
+    loss_of,
+    norms_of,
+    norms_of_tensors,
+)
 
 # What a rule needs. A report prints these sentences, and `run_of` returns the
 # columns that meet them, by sentence.
@@ -65,7 +74,7 @@ class Recorder(NamedTuple):
 
     name: str  # such as health/updates
     # By sign and tensor. The name of a summary of all tensors is "".
-    signs: defaultdict[str, dict[str, Column]]
+    columns: defaultdict[str, dict[str, Column]]
 
     @property
     def is_of_updates(self) -> bool:
@@ -75,7 +84,7 @@ class Recorder(NamedTuple):
 
     def of_tensors(self, *signs: str) -> ColumnGroups:
         """The columns of these signs: of each tensor, or of the summary of all."""
-        tables = [self.signs[sign] for sign in signs]
+        tables = [self.columns[sign] for sign in signs]
         tensors = set(tables[0]).intersection(*tables)
         # Beside tensors a summary says nothing new.
         if len(tensors) > 1:
@@ -85,15 +94,15 @@ class Recorder(NamedTuple):
     def subnormals(self) -> ColumnGroups:
         """For each tensor the share of subnormal elements, and the share of zeros."""
         # A summary has the largest of both, which may be of two tensors.
-        if set(self.signs["subnormals"]) == {""}:
+        if set(self.columns["subnormals"]) == {""}:
             return self.of_tensors("subnormals")
         return self.of_tensors("subnormals", "zeros")
 
-    def total(self, sign: str) -> list[Column]:
-        """The norm of all tensors together, and nothing without this sign. A summary
-        has the largest norm of a tensor instead.
+    def norm_of_all(self, sign: str) -> list[Column]:
+        """One column: the norm of all tensors together, or in a summary the largest
+        norm of a tensor. No column if the sign was not recorded.
         """
-        table = self.signs[sign]
+        table = self.columns[sign]
         if "" in table:
             return [table[""]]
         return [total_of(self.name, list(table.values()))] if table else []
@@ -118,6 +127,7 @@ class Run(NamedTuple):
     columns: dict[str, ColumnGroups]
     looked_at: list[Column]  # with the norm of each recorder
     recorders: list[Recorder]
+    overflow_steps: set[int]  # steps without their norm, see `_without_overflows`
 
 
 def run_of(log: Log, loss_name: str | None) -> Run:
@@ -127,15 +137,15 @@ def run_of(log: Log, loss_name: str | None) -> Run:
       ValueError: there is no column `loss_name`.
     """
     losses = _losses_of(log, loss_name)
-    logits = _logits_of(log)
+    logits = columns_named(NAMES_OF_LOGITS, log)
     logged_norms = _logged_norms_of(log, logits)
     recorders = _recorders_of(log)
     update_norms: list[Column] = []
     recorded_norms: list[Column] = []  # of gradients
     columns: dict[str, ColumnGroups] = defaultdict(list)
     for recorder in recorders:
-        norms = recorder.total("norm")
-        weight_norms = recorder.total("weight_norm")
+        norms = recorder.norm_of_all("norm")
+        weight_norms = recorder.norm_of_all("weight_norm")
         columns[WEIGHTS] += _one_by_one(weight_norms)
         if recorder.is_of_updates:
             update_norms += norms
@@ -153,11 +163,12 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     columns[LOGITS] = _one_by_one(logits)
     has_scale = any(NAME_OF_SCALE.search(name.lower()) for name in log.columns)
     tensors = [column for (column,) in columns[GRADIENTS]]
-    finite_norms = [
-        _without_overflows(norm, has_scale)
-        for norm in [*logged_norms, *tensors, *update_norms]
-    ]
-    columns[LOSS_OR_NORM] = _one_by_one([*losses, *finite_norms])
+    columns[LOSS_OR_NORM] = _one_by_one(losses)
+    overflow_steps: set[int] = set()
+    for norm in [*logged_norms, *tensors, *update_norms]:
+        finite_norm = _without_overflows(norm, has_scale)
+        columns[LOSS_OR_NORM].append((finite_norm,))
+        overflow_steps |= {*norm.steps} - {*finite_norm.steps}
     # Ratios of losses that change their sign say nothing. From the norm alone REINFORCE
     # with rewards of another scale (benchmarks/doctor) would be a change of scale.
     if all(np.nanmin(loss.values, initial=np.inf) > 0 for loss in losses):
@@ -170,7 +181,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         skip + clip for skip, clip in product(skips, columns[CLIP])
     ]
     looked_at = [*losses, *logged_norms, *logits, *recorded_norms, *update_norms]
-    return Run(columns, looked_at, recorders)
+    return Run(columns, looked_at, recorders, overflow_steps)
 
 
 def _losses_of(log: Log, name: str | None) -> list[Column]:
@@ -200,14 +211,6 @@ def _logged_norms_of(log: Log, logits: Sequence[Column]) -> list[Column]:
     return norms
 
 
-def _logits_of(log: Log) -> list[Column]:
-    return [
-        column
-        for name, column in log.columns.items()
-        if NAMES_OF_LOGITS.fullmatch(name.lower())
-    ]
-
-
 def _one_by_one(columns: Sequence[Column]) -> ColumnGroups:
     return [(column,) for column in columns]
 
@@ -219,8 +222,8 @@ def _without_overflows(norm: Column, has_scale: bool) -> Column:
     """
     is_finite = np.isfinite(norm.values)
     is_rare = np.sum(~is_finite) <= OVERFLOWS * len(is_finite)
-    has_other_nan = np.isnan(norm.values).any() and not has_scale
-    if not is_rare or not is_finite[-1:].all() or has_other_nan:
+    has_unexplained_nan = np.isnan(norm.values).any() and not has_scale
+    if not is_rare or not is_finite[-1:].all() or has_unexplained_nan:
         return norm
     return norm._replace(steps=norm.steps[is_finite], values=norm.values[is_finite])
 
@@ -230,11 +233,8 @@ def _with_limits(log: Log, pattern: re.Pattern[str]) -> ColumnGroups:
     pairs: ColumnGroups = []
     for name, norm in log.columns.items():
         match = pattern.fullmatch(name)
-        if match is None:
-            continue
-        limit = log.columns.get(f"{match[1]}limit")
-        if limit is not None:
-            pairs.append((norm, limit))
+        if match and f"{match[1]}limit" in log.columns:
+            pairs.append((norm, log.columns[f"{match[1]}limit"]))
     return pairs
 
 
@@ -266,7 +266,7 @@ def _recorders_of(log: Log) -> list[Recorder]:
             empty = Recorder(reading.recorder, defaultdict(dict))
             recorder = recorders.setdefault(reading.recorder, empty)
             tensor = column._replace(name=reading.tensor or reading.recorder)
-            recorder.signs[reading.sign][reading.tensor] = tensor
+            recorder.columns[reading.sign][reading.tensor] = tensor
     return list(recorders.values())
 
 

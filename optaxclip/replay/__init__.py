@@ -13,8 +13,7 @@ What a replay knows: which steps a rule would have clipped, and by how much, had
 norms come as they did. What it cannot know: the norms that would have come. A clipped
 step leads elsewhere, so after the first clipped step the record is of another run.
 Norms recorded under clipping are those of the clipped run. Take the table as a place to
-start, not as a forecast of the loss. Norms after a clip say nothing of a limit, and get
-none.
+start, not as a forecast of the loss. From norms after a clip no limit is suggested.
 """
 
 # `as` tells type checkers that a name is public.

@@ -108,7 +108,8 @@ def history_of(call: str, norms: object, *, is_loss: bool = False) -> jax.Array:
     if not is_loss and (array < 0).any():
         negative = array[array < 0][0]
         raise ValueError(f"{call}: norms must be at least 0, got {negative}.")
-    # NumPy promotes int32 to float64 here. JAX would truncate an int64 of 2^40 to 0.
+    # Promoted in NumPy, where int32 and int64 become float64. JAX would first truncate
+    # an int64 of 2^40 to 0.
     dtype = np.promote_types(array.dtype, np.float32)
     # Numbers beyond the range of float32 become inf.
     with np.errstate(over="ignore"):
@@ -257,7 +258,8 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
       clips, their mean factor, and whether it is recommended: of the fixed limits up to
       twenty times the median, the one that clips nearest to 1 % of the steps. None is
       recommended from fewer than 100 norms, which cannot show 1 %, and where 5 % of the
-      norms or more are exactly the largest, as in a log of norms after a clip.
+      norms or more are within 0.1 % of the largest and stand out as clipped: more than
+      three times as many as share any other value.
 
     Raises:
       ValueError: a history that is not [steps], a negative norm, fewer than two finite

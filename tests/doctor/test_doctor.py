@@ -290,7 +290,8 @@ def test_the_largest_of_each_norm_is_noted():
     ratio = norms[40] / np.median(norms[np.isfinite(norms)])
     report = examine(rows)
     assert report.findings == []
-    _, note, last_note = report.notes
+    _, note_on_inf, note, last_note = report.notes
+    assert "at 1 steps, the first of them step 495" in note_on_inf
     assert note.startswith("The largest 'a/grad_norm' is ")
     assert last_note == (
         f"The largest 'b/grad_norm' is {ratio:.1f} times its median, at step 400. "

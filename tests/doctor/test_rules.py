@@ -71,6 +71,20 @@ def test_an_overflow_does_not_stand_for_a_nan_of_another_norm():
     assert causes_of(rows) == [("not finite", 150)]
 
 
+def test_rows_that_are_taken_for_overflows_are_counted_in_a_note():
+    norms = changed(calm(200), {3: INF, 90: INF})
+    others = changed(calm(200), {90: INF, 120: INF})
+    report = examine(rows_of(a__grad_norm=norms, b__grad_norm=others))
+    assert report.findings == []
+    sentence = "Norms are not finite at 3 steps, the first of them step 3"
+    assert [sentence in note for note in report.notes].count(True) == 1
+    # Rows that a finding names have no note.
+    norms[199] = INF
+    report = examine(rows_of(grad_norm=norms))
+    assert causes_of(rows_of(grad_norm=norms)) == [("not finite", 3)]
+    assert not any("not finite at" in note for note in report.notes)
+
+
 def test_norms_of_a_loss_scale_are_judged_too():
     norms = changed(calm(200), {3: INF, 90: INF})
     report = examine(rows_of(grad_norm=norms))
@@ -241,6 +255,12 @@ def test_a_factor_that_does_not_stay_or_is_in_the_noise_is_none():
 def test_norms_of_0_in_the_rows_before_have_no_scale():
     norms = np.concatenate([np.zeros(40), np.ones(10), np.full(50, 3.0)])
     assert found(rows_of(grad_norm=norms), "change of scale") is None
+
+
+@pytest.mark.parametrize("zeros", [10, 15, 40])
+def test_norms_of_0_in_the_rows_behind_have_no_scale(zeros):
+    norms = changed(noisy(100), dict.fromkeys(range(100 - zeros, 100), 0.0))
+    assert diagnose(rows_of(grad_norm=norms)) == []
 
 
 def test_a_norm_that_falls_step_by_step_is_no_change_of_scale():

@@ -46,6 +46,8 @@ FORMS = [
     "step,grad_norm\n0/10,1.5\n1/10,2.5\n",
     "{'params': {'norm': 3.0}, 'norm': 1.5}\n{'params': {'norm': 3.0}, 'norm': 2.5}\n",
     b'{"grad_norm": 1.5}\n{"grad_norm": 2.5}\n\0\0\0',
+    # A run that went on after a crash of the machine.
+    b"step,grad_norm\n0,1.5\n" + 512 * b"\0" + b"1,2.5\n",
     gzip.compress(b"norm\n1.5\n", mtime=0) + gzip.compress(b"2.5\n", mtime=0),
 ]
 
@@ -184,6 +186,28 @@ def test_null_in_another_row_of_a_step_is_no_norm(tmp_path):
     rows = [{"step": step, "norm": 1.0 + step} for step in range(9)]
     rows.insert(5, {"step": 4, "norm": None})
     assert read(tmp_path, json.dumps(rows)).tolist() == [*range(1, 10)]
+
+
+def test_null_before_the_number_of_a_step_is_no_norm(tmp_path):
+    """Without a warning, which would be an error here."""
+    rows = [{"step": step, "norm": 1.0 + step} for step in range(9)]
+    rows.insert(4, {"step": 4, "norm": None})
+    assert read(tmp_path, json.dumps(rows)).tolist() == [*range(1, 10)]
+
+
+def test_steps_that_begin_again_give_way_to_a_global_step(tmp_path):
+    rows = [
+        {"step": batch, "global_step": 3 * epoch + batch, "norm": 3.0 * epoch + batch}
+        for epoch in range(3)
+        for batch in range(3)
+    ]
+    assert read(tmp_path, json.dumps(rows)).tolist() == [*range(9)]
+    # Of a run that is resumed the later steps count.
+    steps = [*range(9), *range(5, 9)]
+    rows = [{"step": x, "_step": row, "norm": row} for row, x in enumerate(steps)]
+    with pytest.warns(UserWarning, match="Steps 5 to 8 come twice"):
+        found = read(tmp_path, json.dumps(rows))
+    assert found.tolist() == [*range(5), *range(9, 13)]
 
 
 def test_of_a_step_that_comes_twice_the_later_run_counts(tmp_path):

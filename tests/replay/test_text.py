@@ -102,6 +102,12 @@ def test_a_text_without_a_norm_or_loss_gets_no_pattern(tmp_path):
             read_history(path)
 
 
+def test_a_text_whose_first_lines_have_as_many_words_gets_a_pattern(tmp_path):
+    path = tmp_path / "run.log"
+    path.write_text("Starting training now ok\nstep 1 loss 2.5\nstep 2 loss 1.5\n")
+    assert "\\bloss\\s*(?P<loss>" in pattern_of(path)
+
+
 def test_a_wrong_pattern_is_named(text_file):
     path = text_file(TEXTS["a loop"])
     for pattern, error in (
@@ -127,3 +133,13 @@ def test_dicts_that_are_printed_among_text_are_read(tmp_path):
     path.write_text('2020-01-01 | INFO | train | {"train_gnorm": "0.5"}\n')
     with pytest.warns(UserWarning, match="1 lines or parts of lines are not in"):
         assert read_history(path).tolist() == [0.5]
+
+
+def test_printed_dicts_may_have_arrays_in_them(tmp_path):
+    path = tmp_path / "run.log"
+    path.write_text(
+        "{'norm': Array(1.5, dtype=float32), 'v': Array([1., nan], dtype=float32)}\n"
+        "{'norm': np.float32(nan), 'v': array([[1., 2.],[3., -inf]], dtype=float32)}\n"
+        "{'norm': 2.5, 'v': [1.0, 2.0], 'note': 'f(nan), or nan'}\n"
+    )
+    assert str(read_history(path, "norm").tolist()) == "[1.5, nan, 2.5]"
