@@ -86,8 +86,8 @@ def _guard(guard: Suggestion, usual_share: float) -> Choice:
     else:
         lines = [
             f"{advice} The usual {USUAL_LIMIT} clips {_percent(usual_share)}.",
-            f"With Adam you may keep {USUAL_LIMIT}, if all batches are to weigh about "
-            "the same.",
+            f"With Adam you may keep {USUAL_LIMIT}: all batches then weigh about the "
+            "same.",
         ]
     return Choice(row=guard, rule=guard.limit, guard=guard, lines=lines)
 

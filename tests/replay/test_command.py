@@ -164,9 +164,12 @@ def log_of(norms):
 
 
 def falling(log_of_fall, scale=1.0):
-    """Norms that fall by exp(-log_of_fall), with an odd one of 1000 at step 7."""
+    """Norms that fall by exp(-log_of_fall). The one at step 7 is odd, and the longest
+    healthy one is at step 90.
+    """
     norms = scale * NORMS**0.1 * np.exp(-log_of_fall * np.arange(SIZE) / SIZE)
-    norms[7] = 1000.0
+    norms[7] = 1000.0 * scale
+    norms[90] = 3.0 * scale
     return norms
 
 
@@ -271,6 +274,7 @@ def test_a_guard_that_is_the_usual_limit_has_one_row(log, command):
     (row,) = [line for line in text.splitlines() if "norm(1" in line]
     assert row.startswith("->") and "guard" not in text
     assert "Take 1.0, as most trainers do: it clips 1% of these steps" in text
+    assert "accidents" not in text
 
 
 def test_rows_are_in_the_order_of_their_shares(log, command):
