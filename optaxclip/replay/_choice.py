@@ -15,8 +15,8 @@ from ._run import MOST_MEDIANS, Suggestion, suggestion_of, z_score_of_zclip
 USUAL_LIMIT = 1.0
 # A limit that clips a larger share of the steps is no guard.
 MOST_STEPS = 0.5
-# A guard of so many medians still clips accidents. If the first norms are so many times
-# as long as the last ones, a guard for the last ones would clip half of the first ones.
+# A tight guard has so many medians. If the first norms are so many times as long as the
+# last ones, such a guard of the last ones would clip half of the first ones.
 GUARD_MEDIANS = 5.0
 # "A good cap" of docs/choosing_a_clipper.md: so many times the largest healthy norm of
 # the first hundred.
@@ -56,7 +56,7 @@ def choice_of(norms: np.ndarray, guard: Suggestion, every: int) -> Choice:
     early = float(np.median(first_norms))
     late = float(np.median(last_norms))
     falls_far = early >= GUARD_MEDIANS * late
-    if falls_far and choice.row.limit > GUARD_MEDIANS * late:
+    if falls_far and choice.row.limit > MOST_MEDIANS * late:
         return _zclip(norms, guard, early=early, late=late, every=every)
     return choice
 
