@@ -115,8 +115,8 @@ def with_choice(suggestions: Sequence[Suggestion], choice: Choice) -> list[Sugge
     The chosen row stands for all that do the same to the norms.
     """
     effect = (choice.row.limit, choice.row.clip_rate)
-    others = [row for row in suggestions if (row.limit, row.clip_rate) != effect]
-    return sorted([choice.row, *others], key=lambda row: row.clip_rate, reverse=True)
+    unchosen = [row for row in suggestions if (row.limit, row.clip_rate) != effect]
+    return sorted([choice.row, *unchosen], key=lambda row: row.clip_rate, reverse=True)
 
 
 def _percent(share: float) -> str:
