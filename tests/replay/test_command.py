@@ -221,6 +221,14 @@ def test_a_fixed_limit_that_still_guards_the_last_norms_is_kept(log, command):
         assert ("no fixed limit fits the whole run" in command(log)) == falls_far
 
 
+def test_the_usual_limit_far_above_norms_that_do_not_fall_is_kept(log, command):
+    norms = 0.03 * NORMS**0.1
+    norms[7] = 9.0
+    assert 20 * np.median(norms[-40:]) < 1.0
+    log.write_text(log_of(norms))
+    assert "Take 1.0, as most trainers do: it clips 0.5% of these" in command(log)
+
+
 def test_several_columns_that_fall_are_said_too(log, command):
     lines = [f"{norm},{norm}" for norm in falling(4.6, scale=50.0)]
     log.write_text("\n".join(["actor/grad_norm,critic/grad_norm", *lines]))
