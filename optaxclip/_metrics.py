@@ -155,7 +155,8 @@ def metrics(
         # The error of JAX would not say what to do.
         raise TypeError(
             "metrics: floats, json and top must be left out under jit, where numbers "
-            "are not known yet: return the state, and call metrics outside."
+            "are not known yet: return the state, and call metrics outside, or leave "
+            "floats out and return the dict."
         )
     if top is not None:
         check_length("metrics: top", top)

@@ -87,7 +87,10 @@ CAUSES = (
             "20 rows of the log"
         ),
         page="docs/run_health.md (Rollback)",
-        advice="skip_step around the optimizer, and look at the batch",
+        advice=(
+            "look at the batch. If a clip is not enough, skip_step around the optimizer "
+            "leaves it out"
+        ),
         least_rows=3,
     ),
     Cause(

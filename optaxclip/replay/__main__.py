@@ -10,16 +10,10 @@ import numpy as np
 from .._logs import Column, Log, clipped_share, distance_of_steps, in_common, read_log
 from . import Suggestion, plot_history, run, suggest
 from ._batch import norm_ratio
+from ._choice import USUAL_LIMIT, Choice, choice_of, with_choice
 from ._history import columns_of, named_norms
 from ._run import LEAST_NORMS
 
-# Most trainers clip the global norm to it.
-USUAL_LIMIT = 1.0
-# A limit that clips a larger share of the steps is no guard.
-MOST_STEPS = 0.5
-# The first fifth of the norms over the last one, in medians. From this on the limit of
-# all norms hardly clips in the end.
-FALL = 2.0
 ESTIMATES = (
     "These are estimates from the recorded norms. Clipping changes a run, so",
     "its norms will differ, and nothing here says how its loss would change.",
@@ -38,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("log", type=Path, help="JSON lines, JSON, CSV, event file, .npy, .npz, or text")
     add("--column", metavar="NAME", help="the norm (default: by its name)")
     add("--pattern", help="for text: a regular expression with named groups")
-    add("--picture", type=Path, help="where to draw the norms and the guard")
+    add("--picture", type=Path, help="where to draw the norms and the limit to take")
     add("--batch", type=int, help="examples in a batch of the log, for --to")
     add("--to", type=int, help="examples in another batch: the limit that it needs")
     # None stands for the arguments of the command line.
@@ -59,35 +53,35 @@ def _print_report(options: argparse.Namespace) -> None:
     call = f"replay: {options.log}"
     log = read_log(options.log, "replay", options.pattern)
     column, *other_columns = columns_of(log, options.column, call)
-    guard = None
+    choice = None
     if other_columns:
         lines = _about_columns(log, [column, *other_columns])
     else:
         suggestions = _suggestions_for(column)
-        guard = _guard_of(suggestions)
+        choice = _choice_for(column, suggestions)
         lines = [
             *_about_source(log, column, options),
             *_notes_on(column),
             _range_of(column),
             "",
-            *_table(suggestions),
-            *_advice(column, guard),
+            *_table(suggestions, choice),
+            *_advice(column, choice),
         ]
-    if guard is not None:
+    if choice is not None:
         lines += ESTIMATES
     print("\n".join(lines))
     if options.to is None and options.picture is None:
         return
-    if guard is None:
+    if choice is None:
         raise ValueError(
             f"{call}: --to and --picture need one column, and a limit that is "
             "recommended for it."
         )
     if options.to is not None:
-        print(_at_batch(log, column, guard.limit, options))
+        print(_at_batch(log, column, choice, options))
     if options.picture is not None:
-        axis = plot_history(run(guard.limit, column.values), steps=column.steps)
-        axis.set_title(f"norms as recorded, and a guard of {guard.limit:.4g}")
+        axis = plot_history(run(choice.rule, column.values), steps=column.steps)
+        axis.set_title(f"norms as recorded, and {choice.row.rule}")
         axis.figure.canvas.print_figure(options.picture)
         print(f"The picture is in {options.picture}.")
 
@@ -104,8 +98,11 @@ def _norms_above_0(column: Column) -> np.ndarray:
     return column.values[np.isfinite(column.values) & (column.values > 0)]
 
 
-def _guard_of(suggestions: Sequence[Suggestion]) -> Suggestion | None:
-    return next((row for row in suggestions if row.recommended), None)
+def _choice_for(column: Column, suggestions: Sequence[Suggestion]) -> Choice | None:
+    guard = next((row for row in suggestions if row.recommended), None)
+    if guard is None:
+        return None
+    return choice_of(_norms_above_0(column), guard, distance_of_steps(column))
 
 
 # ---------------------------------------------------------------- lines of the report
@@ -155,21 +152,28 @@ def _range_of(column: Column) -> str:
     )
 
 
-def _table(suggestions: Sequence[Suggestion]) -> list[str]:
-    """A row for each candidate, and nothing without any."""
-    if not suggestions:
+def _table(suggestions: Sequence[Suggestion], choice: Choice | None) -> list[str]:
+    """A row for each candidate, and nothing without a choice."""
+    if choice is None:
         return []
     # Each column is as wide as its head.
     lines = ["  limit (last step)  steps clipped  mean factor  clipper, as Python"]
-    for suggestion in suggestions:
-        mark = "->" if suggestion.recommended else "  "
-        shares = f"{suggestion.clip_rate:13.1%}  {suggestion.mean_factor:11.3f}"
-        lines.append(f"{mark} {suggestion.limit:16.4g}  {shares}  {suggestion.rule}")
+    for row in with_choice(suggestions, choice):
+        mark = "->" if row is choice.row else "  "
+        factor = f"{row.mean_factor:.3f}" if row.clip_rate else "-"
+        is_other_choice = row is choice.guard and choice.rule == USUAL_LIMIT
+        comment = "  # guard" if is_other_choice else ""
+        lines.append(
+            f"{mark} {row.limit:16.4g}  {row.clip_rate:13.1%}  {factor:>11}  "
+            f"{row.rule}{comment}"
+        )
     return [*lines, ""]
 
 
-def _advice(column: Column, guard: Suggestion | None) -> list[str]:
-    """The limit to take, or why none is recommended."""
+def _advice(column: Column, choice: Choice | None) -> list[str]:
+    """The clipper to take, or why none is recommended."""
+    if choice is not None:
+        return choice.lines
     norms = _norms_above_0(column)
     share_of_largest = clipped_share(norms)
     if share_of_largest:
@@ -178,43 +182,10 @@ def _advice(column: Column, guard: Suggestion | None) -> list[str]:
             "these look like norms after a clip, from which no limit can be chosen. "
             "Log the norm before the clip."
         ]
-    if guard is None:
-        return [
-            f"{len(norms)} norms above 0 are too few to choose a limit from. Log "
-            f"{LEAST_NORMS} steps or more.",
-            f"Until then take {USUAL_LIMIT}, the limit that most trainers use.",
-        ]
-    first_norms, *_, last_norms = np.array_split(norms, 5)
-    early = np.median(first_norms)
-    late = np.median(last_norms)
-    lines = _choice(guard, float(np.mean(norms > USUAL_LIMIT)))
-    if early >= FALL * late:
-        lines += [
-            f"But norms fall: from a median of {early:.3g} in the first fifth of the "
-            f"log to {late:.3g} in the last.",
-            "A fixed limit then clips ever less. A rule that learns or a schedule can "
-            "follow the norms.",
-        ]
-    return lines
-
-
-def _choice(guard: Suggestion, usual_share: float) -> list[str]:
-    """The usual limit or the guard, by the share of steps that the usual one clips."""
-    the_guard = f"{guard.rule}, a guard that clips {guard.clip_rate:.1%}"
-    # One step of a long run is not 0.0 %.
-    usual_percent = f"{100 * usual_share:.3g}%"
-    if usual_share == 0:
-        return [f"Take {the_guard} of these steps. The usual {USUAL_LIMIT} clips none."]
-    if usual_share > MOST_STEPS:
-        return [
-            f"Take {the_guard} of these steps. The usual {USUAL_LIMIT} clips "
-            f"{usual_percent}.",
-            f"With Adam {USUAL_LIMIT} may stay, if most steps are to be clipped.",
-        ]
     return [
-        f"Take {USUAL_LIMIT}, as most trainers do: it clips {usual_percent} of these "
-        "steps, neither none nor more than half.",
-        f"If accidents alone are to be clipped, take {the_guard}.",
+        f"{len(norms)} norms above 0 are too few to choose a limit from. Log "
+        f"{LEAST_NORMS} steps or more.",
+        f"Until then take {USUAL_LIMIT}, the limit that most trainers use.",
     ]
 
 
@@ -222,8 +193,8 @@ def _about_columns(log: Log, columns: Sequence[Column]) -> list[str]:
     """A row for each of several norms, such as of an actor and a critic."""
     lines = [f"{len(columns)} columns are called a gradient norm.", *log.notes]
     for column in columns:
-        guard = _guard_of(_suggestions_for(column))
-        advice, *further_advice = _advice(column, guard)
+        choice = _choice_for(column, _suggestions_for(column))
+        advice, *further_advice = _advice(column, choice)
         lines.append(f"{column.name}: {_range_of(column)} {advice}")
         lines += [f"  {line}" for line in [*further_advice, *_notes_on(column)]]
     lines.append("If one optimizer has them all, clip_by_group_norm takes all limits.")
@@ -231,20 +202,24 @@ def _about_columns(log: Log, columns: Sequence[Column]) -> list[str]:
 
 
 def _at_batch(
-    log: Log, column: Column, limit: float, options: argparse.Namespace
+    log: Log, column: Column, choice: Choice, options: argparse.Namespace
 ) -> str:
-    """The limit at another batch size, from steps that the limit leaves as they are."""
+    """The limit at another batch size, from steps that the guard leaves as they are."""
     if "noise_share" not in log.columns:
         raise ValueError(
             f"replay: {options.log}: --to needs the column noise_share: log "
             "optaxclip.per_example.noise_share(norms_of_parts, norm)."
         )
     _, (norms, shares) = in_common([column, log.columns["noise_share"]])
-    usual_norms = np.where(norms <= limit, norms, np.nan)
+    usual_norms = np.where(norms <= choice.guard.limit, norms, np.nan)
     ratio = norm_ratio(usual_norms, shares, options.batch, options.to)
+    if isinstance(choice.rule, float):
+        advice = f"start with clip_by_global_norm({ratio * choice.rule:.3g})."
+    else:
+        advice = "multiply the cap by this."
     return (
         f"At batch size {options.to} norms are {ratio:.3g} times as long as at "
-        f"{options.batch}: start with clip_by_global_norm({ratio * limit:.3g})."
+        f"{options.batch}: {advice}"
     )
 
 

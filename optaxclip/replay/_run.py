@@ -186,7 +186,7 @@ MOST_MEDIANS = 20
 LEAST_NORMS = 100
 
 
-def _suggestion(
+def suggestion_of(
     text: str, rule: Limit, norms: np.ndarray, *, shrink: Shrink | None = None
 ) -> Suggestion:
     """What a rule does to norms. `text` is Python that makes a clipper with it."""
@@ -211,30 +211,35 @@ def _fixed_limits(norms: np.ndarray) -> list[Suggestion]:
     suggestions: list[Suggestion] = []
     for limit in sorted(limits):
         text = f"optaxclip.clip_by_global_norm({limit:g})"
-        suggestions.append(_suggestion(text, limit, norms))
+        suggestions.append(suggestion_of(text, limit, norms))
     return suggestions
+
+
+def _in_rows(steps: int, every: int) -> int:
+    """A window of steps, in rows of a log."""
+    return max(2, round(steps / every))
+
+
+def z_score_of_zclip(every: int) -> Rule:
+    """The rule of `zclip()` for a log in which `every` steps lie between two norms."""
+    return z_score(decay=0.97**every, warmup=_in_rows(25, every))
 
 
 def _learned_limits(norms: np.ndarray, every: int) -> list[Suggestion]:
     """Rules that learn. Windows are given in steps, and turned into rows of the log."""
-
-    def in_rows(steps: int) -> int:
-        return max(2, round(steps / every))
-
-    autoclip = windowed_quantile(0.1, in_rows(10_000), current=True)
-    two_medians = windowed_quantile(0.5, in_rows(100), factor=2.0)
-    zclip = z_score(decay=0.97**every, warmup=in_rows(25))
-    skip_step = step_rule(window=in_rows(128))
+    autoclip = windowed_quantile(0.1, _in_rows(10_000, every), current=True)
+    two_medians = windowed_quantile(0.5, _in_rows(100, every), factor=2.0)
+    skip_step = step_rule(window=_in_rows(128, every))
     text_of_two_medians = (
         "optaxclip.clip_by_global_norm("
         "optaxclip.rules.windowed_quantile(0.5, 100, factor=2.0))"
     )
     text_of_skip = "optaxclip.skip_step(optimizer, on_loss=False)"
     return [
-        _suggestion("optaxclip.autoclip(10)", autoclip, norms),
-        _suggestion(text_of_two_medians, two_medians, norms),
-        _suggestion("optaxclip.zclip()", zclip, norms),
-        _suggestion(text_of_skip, skip_step, norms, shrink=drop),
+        suggestion_of("optaxclip.autoclip(10)", autoclip, norms),
+        suggestion_of(text_of_two_medians, two_medians, norms),
+        suggestion_of("optaxclip.zclip()", z_score_of_zclip(every), norms),
+        suggestion_of(text_of_skip, skip_step, norms, shrink=drop),
     ]
 
 

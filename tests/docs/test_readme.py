@@ -15,6 +15,7 @@ import optax
 
 import optaxclip
 from optaxclip.doctor.__main__ import main as doctor_main
+from optaxclip.replay.__main__ import main as replay_main
 from tests.docs.test_docs import assert_as_shown
 
 ROOT = Path(__file__).parents[2]
@@ -34,27 +35,48 @@ def run(program, namespace):
     return out.getvalue()
 
 
-def test_its_programs_print_what_it_shows():
+def test_its_programs_print_what_it_shows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     namespace = {}
     assert len(PROGRAMS) == 2
     for program, printed in PROGRAMS:
         assert_as_shown(printed, run(program, namespace), "README.md")
 
 
-def test_without_a_limit_the_loss_ends_where_it_says():
-    printed = run(PROGRAMS[1][0].replace("norm(5.0)", "norm(None)"), {})
+def test_the_steps_that_it_says_are_clipped(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(PROGRAMS[1][0], {})
+    rows = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
+    steps = [i for i, row in enumerate(rows) if row["clip/clipped"]]
+    broken = [i for i in steps if i % 50 == 20]
+    first = [i for i in steps if i % 50 != 20]
+    pattern = r"clipped (\d+) of (\d+) steps: the six .* (\d+) of the first (\d+),"
+    numbers = re.search(pattern, README)
+    assert numbers and len(broken) == 6
+    counts = [len(steps), len(rows), len(first), first[-1] + 1]
+    assert [int(number) for number in numbers.groups()] == counts
+
+
+def test_replay_says_that_its_limit_fits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(PROGRAMS[1][0], {})
+    out = StringIO()
+    with redirect_stdout(out):
+        replay_main(["log.jsonl"])
+    assert "Take 1.0, as most trainers do" in out.getvalue()
+
+
+def test_without_a_limit_the_loss_ends_where_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = run(PROGRAMS[1][0].replace("norm(1.0)", "norm(None)"), {})
     final = re.search(r"step 299: loss (\S+)", printed)
-    claim = re.search(r"and the\s+final\s+loss\s+is\s+([\d.]+\d)", README)
+    claim = re.search(r"The\s+final\s+loss\s+is\s+([\d.]+\d)", README)
     assert final and claim and final[1] == claim[1]
 
 
 def test_the_doctor_says_what_it_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    program = PROGRAMS[1][0].replace("norm(5.0)", "norm(None)")
-    write_row = "    print(json.dumps(jax.tree.map(float, log)), file=file)\n"
-    program = program.replace("    if i in", write_row + "    if i in")
-    with open("log.jsonl", "w") as file:
-        run(program, {"json": json, "file": file})
+    run(PROGRAMS[1][0].replace("norm(1.0)", "norm(None)"), {})
     command, shown = DOCTOR.search(README).groups()
     out = StringIO()
     with redirect_stdout(out):

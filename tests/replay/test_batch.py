@@ -170,6 +170,25 @@ def test_the_command_says_the_limit_at_the_other_size(tmp_path, command):
     )
 
 
+def test_the_command_scales_the_limit_that_it_says_to_take(tmp_path, command):
+    # 1.0 clips a quarter of the steps.
+    norms = np.exp(np.random.default_rng(0).normal(size=200)) / 2
+    rows = [{"grad_norm": norm, "noise_share": 0.6} for norm in norms]
+    text = command(write(tmp_path / "run.jsonl", rows), "--batch=32", "--to=512")
+    assert "Take 1.0" in text
+    assert f"start with clip_by_global_norm({np.sqrt(0.4 + 0.6 / 16):.3g})." in text
+
+
+def test_where_norms_fall_far_the_command_scales_the_cap(tmp_path, command):
+    norms = 50 * np.exp(-0.03 * np.arange(200))
+    rows = [{"grad_norm": norm, "noise_share": 0.6} for norm in norms]
+    text = command(write(tmp_path / "run.jsonl", rows), "--batch=32", "--to=512")
+    assert "Take optaxclip.zclip(cap=" in text and "clip_by_global_norm(" in text
+    ratio = np.sqrt(0.4 + 0.6 / 16)
+    said = f"norms are {ratio:.3g} times as long as at 32: multiply the cap by this.\n"
+    assert text.endswith(said)
+
+
 def test_the_command_names_what_is_missing(tmp_path, command, capsys):
     path = write(tmp_path / "run.jsonl", [{"grad_norm": 1.0 + i} for i in range(200)])
     with pytest.raises(SystemExit, match=r"log optaxclip\.per_example\.noise_share"):
