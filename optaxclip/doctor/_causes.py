@@ -88,8 +88,8 @@ CAUSES = (
         ),
         page="docs/run_health.md (Rollback)",
         advice=(
-            "look at the batch. If a clip is not enough, skip_step around the optimizer "
-            "leaves it out"
+            "look at the batch. If a clip is not enough, skip_step around the "
+            "optimizer leaves it out"
         ),
         least_rows=3,
     ),
