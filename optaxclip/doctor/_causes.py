@@ -88,7 +88,7 @@ CAUSES = (
         ),
         page="docs/run_health.md (Rollback)",
         advice=(
-            "look at the batch. If a clip is not enough, skip_step around the "
+            "look at the batch. A clip shortens such a step, and skip_step around the "
             "optimizer leaves it out"
         ),
         least_rows=3,

@@ -161,7 +161,8 @@ def _table(suggestions: Sequence[Suggestion], choice: Choice | None) -> list[str
     for row in with_choice(suggestions, choice):
         mark = "->" if row is choice.row else "  "
         factor = f"{row.mean_factor:.3f}" if row.clip_rate else "-"
-        is_other_choice = row is choice.guard and choice.rule == USUAL_LIMIT
+        is_looser_guard = row is choice.guard and row.limit > USUAL_LIMIT
+        is_other_choice = is_looser_guard and choice.rule == USUAL_LIMIT
         comment = "  # guard" if is_other_choice else ""
         lines.append(
             f"{mark} {row.limit:16.4g}  {row.clip_rate:13.1%}  {factor:>11}  "

@@ -66,14 +66,13 @@ def _usual_limit(usual: Suggestion, share: float, guard: Suggestion) -> Choice:
         f"Take {USUAL_LIMIT}, as most trainers do: it clips {_percent(share)} of these "
         "steps, neither none nor more than half."
     )
-    if guard.limit == USUAL_LIMIT:
-        lines = [advice]
-    else:
-        lines = [
-            advice,
+    lines = [advice]
+    # A tighter guard would clip more.
+    if guard.limit > USUAL_LIMIT:
+        lines.append(
             f"To clip only accidents, take {guard.rule}, a guard that clips "
-            f"{guard.clip_rate:.1%}.",
-        ]
+            f"{guard.clip_rate:.1%}."
+        )
     return Choice(row=usual, rule=USUAL_LIMIT, guard=guard, lines=lines)
 
 

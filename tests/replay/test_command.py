@@ -271,6 +271,17 @@ def test_the_arrow_is_on_the_usual_limit_where_it_is_taken(log, command):
     assert guard.startswith("   ") and f"  {best.rule}  #" in guard
 
 
+def test_no_guard_is_offered_that_is_tighter_than_the_usual_limit(log, command):
+    # 1.0 clips 1 % of the norms, and the guard would be a little below it.
+    norms = np.append(np.linspace(0.5, 0.95, 990), np.linspace(1.5, 2.5, 10))
+    log.write_text(log_of(norms))
+    (best,) = [row for row in suggest(norms) if row.recommended]
+    assert best.limit < 1.0
+    text = command(log)
+    assert "Take 1.0, as most trainers do: it clips 1% of these steps" in text
+    assert "guard" not in text
+
+
 def test_a_guard_that_is_the_usual_limit_has_one_row(log, command):
     # 1.0 is the norm that 1 % of the steps exceed.
     norms = np.append(np.linspace(0.2, 0.4, SIZE - 3), [1.0, 1.01, 1.01])
