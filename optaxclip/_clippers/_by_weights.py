@@ -296,8 +296,7 @@ def _decayed(
 def _in_dtype_of(leaf: ArrayLike, x: Array) -> Array:
     """`x`, rounded to the dtype of a leaf. No finite number becomes inf."""
     dtype = jnp.result_type(leaf)
-    # Complex leaves have the dtype already.
-    if x.dtype != dtype:
+    if x.dtype != dtype and not jnp.iscomplexobj(x):
         x = kept_finite(dtype, x)
     return x.astype(dtype)
 

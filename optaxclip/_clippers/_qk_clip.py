@@ -9,6 +9,7 @@ is the leaf alone, or with a fused bias beside it h_0/attn/c_attn.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -415,7 +416,13 @@ def _selected(ends: Range, count: int) -> int:
 
 
 def path_names(path: KeyPath) -> Path:
-    return tuple(trees.name((key,)) for key in path)
+    """The names along a path. One key may hold several: Haiku joins the names of
+    modules by "/", and torch by ".".
+    """
+    names: list[str] = []
+    for key in path:
+        names += re.split("[/.]", trees.name((key,)))
+    return tuple(names)
 
 
 def _common_start(left: Path, right: Path) -> Path:

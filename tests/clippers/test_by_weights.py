@@ -252,6 +252,16 @@ def test_larc_follows_its_equation(dtype):
                 np.testing.assert_allclose(entry.limit, limit, rtol=1e-6)
 
 
+def test_larc_takes_complex64_beside_float64():
+    with jax.enable_x64(True):
+        params = {"c": jnp.full(2, 3 + 4j, jnp.complex64), "d": jnp.ones(3)}
+        updates, _ = by_larc(params, params, 0.5, trust=0.1)
+        assert updates["c"].dtype == np.complex64
+        # Each norm is clipped to trust / rate of the norm of its weights.
+        for name, leaf in params.items():
+            np.testing.assert_allclose(updates[name], 0.2 * leaf, rtol=1e-6)
+
+
 def test_larc_touches_no_zero_weights_and_zero_gradients():
     grads = {"new": jnp.array([100.0, -0.0]), "still": jnp.array([0.0, -0.0])}
     params = {"new": jnp.array([0.0, 0.0]), "still": jnp.array([3.0, 4.0])}

@@ -56,6 +56,28 @@ def test_heads_are_where_they_are_said_to_be():
             np.testing.assert_allclose(new[name], wanted, rtol=1e-6, err_msg=layout)
 
 
+@pytest.mark.parametrize("joint", ["/", "."])
+def test_one_key_may_hold_the_names_of_several_modules(joint):
+    """As in Haiku ("/") and in state dicts of torch (".")."""
+    matrix = jnp.ones((4, 2))
+    params = {}
+    for layer in ("h0", "h1"):
+        for leaf in ("q", "k"):
+            params[joint.join(("model", layer, leaf))] = matrix
+    new, _ = shrunk(
+        params,
+        {
+            joint.join(("model", "h0")): LOGITS,
+            joint.join(("model", "h1")): LOGITS[::-1],
+        },
+        queries={"*q": 1},
+        keys={"*k": 1},
+    )
+    for path, leaf in new.items():
+        roots = ROOT if "h0" in path else ROOT[::-1]
+        np.testing.assert_allclose(leaf, np.tile(roots, (4, 1)), rtol=1e-6)
+
+
 def test_queries_keys_and_values_may_share_a_leaf():
     params = {"qkv": jnp.ones((4, 18))}
     queries = {"qkv": Heads(-1, width=3, heads=(0, 2))}
