@@ -197,9 +197,7 @@ def with_argument_errors(
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            # The first argument of a method is its object.
-            parameters = [name for name in signature.parameters if name != "self"]
-            text = _error_in_arguments(call, error, parameters, kwargs)
+            text = _error_in_arguments(call, function, error, kwargs)
             raise TypeError(f"{call}: {text}") from None
         result = function(*args, **kwargs)
         if isinstance(result, optax.GradientTransformationExtraArgs):
@@ -275,9 +273,12 @@ def _set_init_and_update(function: Callable[..., Any], call: str) -> None:
 
 
 def _error_in_arguments(
-    call: str, error: TypeError, parameters: list[str], kwargs: Mapping[str, Any]
+    call: str, function: Callable[..., Any], error: TypeError, kwargs: Mapping[str, Any]
 ) -> str:
     """Which argument of a call is wrong, and what would be right."""
+    # The first argument of a method is its object.
+    names = inspect.signature(function).parameters
+    parameters = [name for name in names if name != "self"]
     hint = f"It takes {', '.join(parameters) or 'none'}."
     # Unknown names first: in `clip_by_global_norm(clip_norm=1.0)` max_norm is missing
     # only because it has another name there.
@@ -285,8 +286,9 @@ def _error_in_arguments(
         if name not in parameters:
             hint = _hint_for_argument(call, name, parameters) or hint
             return f"there is no argument {name!r}. {hint}"
-    # `clip_by_global_norm(grads, 1.0)`, as torch and TensorFlow clip.
-    if call.startswith("clip_by"):
+    # `clip_by_global_norm(grads, 1.0)`, as torch and TensorFlow clip. A function that
+    # makes a transformation has an `update`.
+    if call.startswith("clip_by") and hasattr(function, "update"):
         hint += (
             " It makes a transformation with init and update. To clip one tree of "
             "gradients call optaxclip.clip_grads(grads, max_norm), or "
@@ -298,9 +300,11 @@ def _error_in_arguments(
 def _hint_for_argument(call: str, name: str, parameters: list[str]) -> str:
     """What to write for an argument that the call does not have, or ""."""
     ours = [our for our in _OUR_NAMES.get(name, ()) if our in parameters]
-    our_name = ours[0] if ours else _most_similar(name, parameters)
-    if our_name:
-        return f"Here it is {our_name}{_REMARKS.get(our_name, '')}."
+    if ours:
+        return f"Here it is {ours[0]}{_REMARKS.get(ours[0], '')}."
+    similar_name = _most_similar(name, parameters)
+    if similar_name:
+        return f"Here it is {similar_name}."
     return _NO_ARGUMENTS.get(name, "").format(call=call)
 
 

@@ -540,15 +540,16 @@ OTHER_WORDS = re.compile(
     r"|noise|diff|relative|coef|penalty|ema|rms|std|var|scale|ratio"
     r"|time|ms|count|nonfinite)\b"
 )
-# record/norm/w, grad_2.0_norm/w, and not grad_norm/clipped
+# record/norm/w, grad_2.0_norm/w, and not grad_norm/clipped, grad_norm/max, or what W&B
+# writes beside a column: record/norm/w__MAX
 TENSOR_PATTERN = re.compile(
     r"(.*/)?(norm_before|record(_\d+)?/(.+/)?norm|(gradient|grad)s?(_2\.0)?_norm)/"
-    r"(?!clipped$|after_).+"
+    r"(?!clipped$|after_|(min|max|mean|std|ema)$|.*__(min|max)$).+"
 )
-# train/loss, total_loss, Loss/train
+# train/loss, total_loss, train_loss_step, Loss/train
 LOSS_PATTERN = re.compile(
     r"(?!.*(?<![a-z])(val|eval|test|aux))"
-    r"((.*/)?((train|training|tr|total|lm)[/._ ])?loss|(.*/)?loss/train)"
+    r"((.*/)?((train|training|tr|total|lm)[/._ ])?loss(_step)?|(.*/)?loss/train)"
 )
 # Norms of record_health: health/norm, health/gradients/norm/w
 HEALTH_PATTERN = re.compile(r"(.*[/. ])?health(_\d+)?/(.*/)?norm(/.*)?")

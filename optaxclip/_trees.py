@@ -237,8 +237,9 @@ def warn_of_stacks(call: str, tree: PyTree) -> None:
         if is_stack:
             size = jnp.shape(entries[0][1])[0]
             high_rank_paths = [path for path, leaf in entries if jnp.ndim(leaf) >= 3]
+            place = f"below {name(parent)!r}" if parent else "of the updates"
             warnings.warn(
-                f"{call}: the leaves below {name(parent)!r} look like {size} layers, "
+                f"{call}: the leaves {place} look like {size} layers, "
                 "stacked on their leading axis. Without stacked= a unit of the leaf "
                 f"{name(high_rank_paths[0])!r} has one weight from each layer, in "
                 "optax too. Use stacked=1, or axis=... if these are no layers.",

@@ -448,6 +448,13 @@ def _notes(run: signals.Run) -> list[str]:
             names_of_notes.setdefault(note, []).append(column.name)
     for note, names in names_of_notes.items():
         notes.append(f"{listed(names)}: {note}")
+    for column in run.looked_at:
+        # Columns that are logged more rarely have more of them.
+        if 0 < column.empty_cells < column.values.size / 2:
+            notes.append(
+                f"{column.name!r} has no entry in {column.empty_cells} rows, which may "
+                "be NaN: pandas writes NaN so."
+            )
     if run.overflow_steps:
         notes.append(
             f"Norms are not finite at {len(run.overflow_steps)} steps, the first of "

@@ -31,7 +31,8 @@ def noise_share(norms_of_parts: ArrayLike, norm: ArrayLike) -> jax.Array:
 
     Args:
       norms_of_parts: float[k]: norms before any clip, of microbatches, of the batches
-        of devices, or of examples, such as `norms` of `clipped_grad`. At least 2.
+        of devices, or of examples, such as `norms` of `clipped_grad`, without those of
+        masked examples: `norms[mask]`. At least 2.
       norm: float[]: the norm of the mean of their gradients, before any clip.
 
     Returns:
@@ -62,8 +63,9 @@ def noise_share(norms_of_parts: ArrayLike, norm: ArrayLike) -> jax.Array:
         )
     # Ratios, since the squares of large norms leave the range of float32.
     norm = jnp.asarray(norm, jnp.promote_types(norms.dtype, jnp.float32))
-    ratios = norms / norm
+    ratios = jnp.where(norms == 0, 0.0, norms / norm)
     # Rounding alone may make it negative.
     share = jnp.maximum(jnp.mean(ratios**2) - 1, 0) / (norms.size - 1)
     is_finite = jnp.isfinite(norm) & jnp.all(jnp.isfinite(norms))
-    return jnp.where(is_finite, share, jnp.nan)
+    are_all_0 = (norm == 0) & jnp.all(norms == 0)
+    return jnp.where(is_finite & ~are_all_0, share, jnp.nan)
