@@ -168,7 +168,7 @@ class UnitNumbers(NamedTuple):
     norm: Array
     limit: Array
     factor: Array
-    clipped_units: Array  # int32: 1 or 0, or how many were clipped
+    clipped_units: Array  # 1 or 0, or how many were clipped
 
 
 def furthest_units(
@@ -258,7 +258,9 @@ def _furthest_on_a_mesh(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumber
     rows = [largest.reshape(len(largest))]
     for column in (numbers.norm, numbers.limit, numbers.factor):
         rows.append(_largest_or_nan(column, is_furthest, axes))
-    return UnitNumbers(*rows, clipped_units=jnp.sum(numbers.clipped_units, axes))
+    # As floats, which one collective joins with other sums. Integers need another.
+    clipped_units = numbers.clipped_units.astype(numbers.norm.dtype)
+    return UnitNumbers(*rows, clipped_units=jnp.sum(clipped_units, axes))
 
 
 def _largest_or_nan(column: Array, is_candidate: Array, axes: Sequence[int]) -> Array:
