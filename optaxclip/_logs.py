@@ -386,7 +386,8 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
     columns: dict[str, Column] = {}
     for name, entries_of_column in entries.items():
         column = _column(name, entries_of_column)
-        if column.steps.size:
+        # W&B writes the extremes of each number beside it.
+        if column.steps.size and not name.endswith(("__MIN", "__MAX")):
             columns[name] = column
     if not columns:
         raise ValueError(
@@ -540,11 +541,10 @@ OTHER_WORDS = re.compile(
     r"|noise|diff|relative|coef|penalty|ema|rms|std|var|scale|ratio"
     r"|time|ms|count|nonfinite)\b"
 )
-# record/norm/w, grad_2.0_norm/w, and not grad_norm/clipped, grad_norm/max, or what W&B
-# writes beside a column: record/norm/w__MAX
+# record/norm/w, grad_2.0_norm/w, and not grad_norm/clipped or grad_norm/max
 TENSOR_PATTERN = re.compile(
     r"(.*/)?(norm_before|record(_\d+)?/(.+/)?norm|(gradient|grad)s?(_2\.0)?_norm)/"
-    r"(?!clipped$|after_|(min|max|mean|std|ema)$|.*__(min|max)$).+"
+    r"(?!clipped$|after_|(min|max|mean|std|ema)$).+"
 )
 # train/loss, total_loss, train_loss_step, Loss/train
 LOSS_PATTERN = re.compile(

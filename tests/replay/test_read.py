@@ -283,11 +283,26 @@ SUREST = [
 def test_the_training_loss_is_told_from_other_losses(tmp_path):
     for name in ("train/loss", "latest/loss", "interval/loss", "total_loss"):
         assert loss_name(tmp_path, name) == name
-    # Of a spreadsheet, of the writers of torch, and of Megatron.
-    for name in ("train loss", "Training Loss", "Loss/train", "lm loss"):
+    # Of a spreadsheet, of the writers of torch, of Megatron, and of Lightning.
+    for name in ("train loss", "Loss/train", "lm loss", "train_loss_step"):
         assert loss_name(tmp_path, name) == name
     for name in ("val/loss", "my_val/loss", "test/loss", "aux/loss", "Loss/val"):
         assert loss_name(tmp_path, name) is None
+
+
+def test_extremes_and_summaries_are_no_tensors(tmp_path):
+    """W&B writes the extremes of each number beside it."""
+    path = tmp_path / "run.csv"
+    names = ["a", "b", "b__MIN", "b__MAX", "max", "mean", "clipped"]
+    path.write_text(
+        ",".join(f"grad_norm/{name}" for name in names)
+        + ",health/updates/norm/b,health/updates/norm/b__MAX\n"
+        + "1,1,1,1,1,1,1,1,1\n" * 3
+    )
+    log = _logs.read_log(path, "test")
+    tensors = [column.name for column in _logs.norms_of_tensors(log)]
+    assert tensors == ["grad_norm/a", "grad_norm/b"]
+    assert not any("__M" in name for name in log.columns)
 
 
 def loss_name(tmp_path, name):
