@@ -270,6 +270,20 @@ def test_the_command_prints_a_table(log, capsys):
     assert "no gradient, underflow, dead embedding: needs record_health() in" in text
 
 
+def test_empty_cells_are_said_unless_most_are_empty(tmp_path):
+    """pandas writes NaN as nothing."""
+    path = tmp_path / "run.csv"
+    norms = calm()
+    for count, is_said in ((5, True), (40, False)):
+        cells = [f"{norm}" for norm in norms]
+        cells[-count:] = [""] * count
+        lines = [f"{step},{cell},1" for step, cell in enumerate(cells)]
+        path.write_text("\n".join(["step,grad_norm,loss", *lines]))
+        notes = examine(path).notes
+        said = f"'grad_norm' has no entry in {count} rows, which may be NaN"
+        assert any(note.startswith(said) for note in notes) == is_said
+
+
 def test_nothing_found_names_what_was_looked_at(tmp_path, capsys):
     path = tmp_path / "run.jsonl"
     path.write_text("\n".join(map(json.dumps, rows_of(loss=calm(), grad_norm=calm()))))

@@ -69,6 +69,7 @@ def test_a_broken_norm_has_no_share(broken):
 
 def test_parts_that_cancel_are_all_noise():
     assert noise_share([1.0, 1.0], 0.0) == np.inf
+    assert noise_share([1.0, 1.0, 0.0], 0.0) == np.inf
 
 
 def test_wrong_norms_are_refused():
