@@ -70,10 +70,12 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Leads links to where the site has what they name."""
+def on_page_markdown(markdown: str, page: Page, config: Any, **_: Any) -> str:
+    """Leads links to where the site has what they name, and sets the page's boost."""
     markdown = NOT_ON_THE_SITE.sub("", markdown)
     here = page.file.src_uri
+    if here in config.extra["boosts"]:
+        page.meta["search"] = {"boost": config.extra["boosts"][here]}
     folder = ROOT if here in PAGES.values() else ROOT / "docs" / posixpath.dirname(here)
 
     def lead(link: re.Match[str]) -> str:
