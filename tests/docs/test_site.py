@@ -50,9 +50,11 @@ def test_a_section_has_equation_defaults_reasons_and_two_lines(section):
     assert len(code) == 1 and code[0].count("\n") == 2
 
 
-def test_every_page_is_in_the_navigation():
+def test_every_page_is_in_the_navigation_and_in_the_list_on_github():
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    pages.remove("README.md")
     assert pages <= set(re.findall(r": ([\w/]+\.md)$", CONFIG, re.MULTILINE))
+    assert pages <= set(re.findall(r"\]\((.*?)\)", (DOCS / "README.md").read_text()))
 
 
 def test_pages_are_in_at_most_eight_groups():
