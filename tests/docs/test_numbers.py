@@ -26,7 +26,7 @@ def test_a_changed_table_is_seen():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_number_begins_a_line(name):
-    """A comment at the start of a line ends the paragraph, on GitHub and on the site."""
+    """On GitHub and on the site a comment that begins a line ends the paragraph."""
     text = (pages.ROOT / name).read_text()
     assert re.findall(r"^ *<!-- number:.*", text, re.MULTILINE) == []
 
