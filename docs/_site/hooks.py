@@ -54,7 +54,6 @@ def on_config(config: Any) -> None:
     """Shows the repository, and "edit this page", where there is an address."""
     if address := repository():
         config.repo_url = address
-        config.repo_name = address.partition("//")[2].partition("/")[2]
         config.edit_uri = "edit/main/docs/"
 
 
@@ -70,10 +69,12 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Leads links to where the site has what they name."""
+def on_page_markdown(markdown: str, page: Page, config: Any, **_: Any) -> str:
+    """Leads links to where the site has what they name, and sets the page's boost."""
     markdown = NOT_ON_THE_SITE.sub("", markdown)
     here = page.file.src_uri
+    boost = config.extra["boosts"].get(here, 1)
+    page.meta.setdefault("search", {"boost": boost})
     folder = ROOT if here in PAGES.values() else ROOT / "docs" / posixpath.dirname(here)
 
     def lead(link: re.Match[str]) -> str:
@@ -147,8 +148,7 @@ def names(reference: list[str]) -> str:
     lines += ["Every public name, in the groups of the reference.", ""]
     for page in reference:
         text = (ROOT / "docs" / page).read_text()
-        title = re.search(r"^# (.*)$", text, re.MULTILINE)
-        lines += [f"## {title[1] if title else page}", ""]
+        lines += [text.partition("\n")[0].replace("#", "##"), ""]
         for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE):
             lines += _lines_of_names(name)
         lines.append("")

@@ -309,6 +309,14 @@ def test_a_limit_of_inf_for_one_step_touches_nothing(limit, nonfinite):
     assert state.nonfinite == 1
 
 
+def test_a_limit_of_none_for_one_step_is_the_limit_of_the_clipper():
+    updates, state = apply(
+        optaxclip.clip_by_global_norm(1.0), jnp.array([3.0, 4.0]), limit=None
+    )
+    np.testing.assert_allclose(updates, [0.6, 0.8], rtol=1e-6)
+    assert state.limit == 1.0
+
+
 @pytest.mark.parametrize("limit", [None, np.inf, rules.minimum(None, np.inf)])
 def test_a_limit_that_is_none_in_any_form_touches_nothing(limit):
     clipper = optaxclip.clip_by_global_norm(limit, nonfinite="zero")

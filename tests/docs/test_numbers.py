@@ -24,6 +24,13 @@ def test_a_changed_table_is_seen():
     assert pages.render(right.replace("perceptron", "network")) == right
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_no_number_begins_a_line(name):
+    """On GitHub and on the site a comment that begins a line ends the paragraph."""
+    text = (pages.ROOT / name).read_text()
+    assert re.findall(r"^ *<!-- number:.*", text, re.MULTILINE) == []
+
+
 @pytest.mark.parametrize(("name", "of"), [("clients", clients), ("suites", suites)])
 def test_a_page_that_a_command_writes_is_made_of_its_json(name, of):
     page = (pages.ROOT / "docs" / f"{name}.md").read_text()

@@ -50,9 +50,11 @@ def test_a_section_has_equation_defaults_reasons_and_two_lines(section):
     assert len(code) == 1 and code[0].count("\n") == 2
 
 
-def test_every_page_is_in_the_navigation():
+def test_every_page_is_in_the_navigation_and_in_the_list_on_github():
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    pages.remove("README.md")
     assert pages <= set(re.findall(r": ([\w/]+\.md)$", CONFIG, re.MULTILINE))
+    assert pages <= set(re.findall(r"\]\((.*?)\)", (DOCS / "README.md").read_text()))
 
 
 def test_pages_are_in_at_most_eight_groups():
@@ -201,6 +203,9 @@ def site(tmp_path_factory):
         ("clip_by_global_norm", "api/clippers.html#optaxclip.clip_by_global_norm"),
         ("gradient clipping", "index.html"),
         ("loss spike", "run_health.html#my-loss-spikes"),
+        ("exploding gradients", "run_health.html#my-loss-spikes"),
+        ("limit", "choosing_a_limit.html"),
+        ("overhead", "faq.html#does-it-cost-anything"),
         ("NaN loss", "faq.html#does-clipping-fix-nan"),
         ("wandb", "getting_started.html#log-the-norm"),
         ("mixed precision", "sharp_edges.html#mixed-precision"),
