@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
-from itertools import pairwise, zip_longest
+from itertools import groupby, pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple, SupportsFloat
 
@@ -196,7 +196,12 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
 
 
 def _rows_in(row: Row) -> Sequence[Row]:
-    """The rows of trainer_state.json or of a dict of lists. Other dicts are one row."""
+    """The rows of trainer_state.json, of pandas, or of a dict of lists. Other dicts are
+    one row.
+    """
+    rows_of_pandas = _rows_of_pandas(row)
+    if rows_of_pandas:
+        return rows_of_pandas
     tables: list[Sequence[Row]] = []
     lists: dict[str, list[object]] = {}
     for name, entry in _flattened(row).items():
@@ -211,6 +216,24 @@ def _rows_in(row: Row) -> Sequence[Row]:
         tuples = zip_longest(*lists.values(), fillvalue="")
         return [dict(zip(lists, entries)) for entries in tuples]
     return [row]
+
+
+def _rows_of_pandas(table: Row) -> list[Row]:
+    """The rows of {"loss": {"0": 2.5, "1": 2.0}}, as `to_json` writes columns, or of
+    {"0": {"loss": 2.5}, "1": {"loss": 2.0}}. No rows for another dict.
+    """
+    rows: dict[object, dict[str, object]] = defaultdict(dict)  # by index
+    for name, entries in table.items():
+        if not isinstance(entries, dict):
+            return []
+        for key, entry in entries.items():
+            if str(key).isdecimal():
+                rows[key][name] = entry
+            elif str(name).isdecimal():
+                rows[name][key] = entry
+            else:
+                return []
+    return [{"index": index, **row} for index, row in rows.items()]
 
 
 def _dict_at(text: str, start: int) -> tuple[Row, int]:
@@ -247,8 +270,12 @@ def _argument(call: re.Match[str]) -> str:
 def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     """The rows of a table that begins with names. A text that is not one has none."""
     # stable-baselines begins with a comment.
+    comment = ""
     while text.startswith("#"):
-        _, _, text = text.partition("\n")
+        comment, _, text = text.partition("\n")
+    # np.savetxt writes the names as a comment.
+    if comment and re.match(r"[-+.\d]", text):
+        text = f"{comment.lstrip('# ')}\n{text}"
     if text.startswith(("{", "[")):
         return []
     # A delimiter is also in the second line: a name may have blanks in it, but the
@@ -361,6 +388,7 @@ STEP_NAMES = (
     "iteration",
     "iter",
     "num_updates",
+    "index",
 )
 
 
@@ -428,33 +456,27 @@ def _flattened(row: Row, group: str = "") -> dict[str, object]:
 
 def _column(name: str, entries: Sequence[Entry]) -> Column:
     """The numbers of a column, and notes on its other entries."""
-    values: dict[int, float] = {}  # by step, in ascending order
     nulls_are_nan = _are_nulls_nan(entries)
+    numbers: list[tuple[int, float]] = []  # each with its step
     null_steps: set[int] = set()
-    replaced_steps: list[int] = []
     texts: list[str] = []
     empty_cells = 0
-    for step, entry in entries:
-        number = _number(entry)
+    for step, entries_of_step in groupby(entries, key=lambda entry: entry[0]):
+        cells = [cell for _, cell in entries_of_step]
         # Beside a number of the same step null is an empty cell: pandas writes it in
         # other rows of the step, such as those of an evaluation.
-        if entry is None and nulls_are_nan and step > next(reversed(values), -math.inf):
-            number = math.nan
+        if nulls_are_nan and all(cell is None for cell in cells):
+            cells = [math.nan]
             null_steps.add(step)
-        if number is not None:
-            # A run that is resumed goes back to an earlier step.
-            while values and next(reversed(values)) >= step:
-                last_step, _ = values.popitem()
-                if last_step == step and step in null_steps:
-                    empty_cells += 1
-                else:
-                    replaced_steps.append(last_step)
-                null_steps.discard(last_step)
-            values[step] = number
-        elif entry is not None and str(entry).strip():
-            texts.append(str(entry)[:40])
-        else:
-            empty_cells += 1
+        for cell in cells:
+            number = _number(cell)
+            if number is not None:
+                numbers.append((step, number))
+            elif cell is None or not str(cell).strip():
+                empty_cells += 1
+            else:
+                texts.append(str(cell)[:40])
+    values, replaced_steps = _by_step(numbers)
     notes: Notes = []
     if replaced_steps:
         notes.append(
@@ -462,9 +484,9 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
             f"({len(replaced_steps)} entries), as in a run that was resumed, or where "
             "steps begin again in each epoch: the later entries count."
         )
-    if null_steps:
-        count = len(null_steps)
-        notes.append(f"{count} rows have null there, which is read as NaN.")
+    null_count = sum(step in null_steps and math.isnan(values[step]) for step in values)
+    if null_count:
+        notes.append(f"{null_count} rows have null there, which is read as NaN.")
     if texts:
         notes.append(f"{len(texts)} entries are text, and left out: {listed(texts)}.")
     return Column(
@@ -474,6 +496,25 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
         notes=tuple(notes),
         empty_cells=empty_cells,
     )
+
+
+def _by_step(
+    numbers: Sequence[tuple[int, float]],
+) -> tuple[dict[int, float], list[int]]:
+    """Numbers by ascending step, and the steps that a later run went through again."""
+    steps = {step for step, _ in numbers}
+    # jax.debug.callback may write a row late, as in the steps 1, 3, 2.
+    if len(steps) == len(numbers):
+        return dict(sorted(numbers)), []
+    values: dict[int, float] = {}
+    replaced_steps: list[int] = []
+    for step, number in numbers:
+        # A run that is resumed goes back to an earlier step.
+        while values and next(reversed(values)) >= step:
+            last_step, _ = values.popitem()
+            replaced_steps.append(last_step)
+        values[step] = number
+    return values, replaced_steps
 
 
 def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
@@ -527,7 +568,7 @@ NORM_PATTERNS = (
     # train/grad_norm, gnorm, grad_2.0_norm_total, grad_norm_before_clipping,
     # l2_norm/grad/global
     r"(.* )?(gradients?|grads?|g) ?(l2|2 0|inf|global)? ?norm"
-    r"( (total|global|all|l2|step|before|(before|pre) clip(ping)?))?"
+    r"( (total|global|all|l2|step|before|(before|pre) ?clip(ping)?( step)?))?"
     r"|(.* )?(l2 norm grad global|(global|total) norm)",
     # skip/norm, norm
     r"(.* )?skip( \d+)?( .*)? norm",
