@@ -99,7 +99,7 @@ def _norms_above_0(column: Column) -> np.ndarray:
 
 
 def _choice_for(column: Column, suggestions: Sequence[Suggestion]) -> Choice | None:
-    guard = next((row for row in suggestions if row.recommended), None)
+    guard = next((row for row in suggestions if row.is_guard), None)
     if guard is None:
         return None
     return choice_of(_norms_above_0(column), guard, distance_of_steps(column))

@@ -154,7 +154,7 @@ def write(path, rows):
 
 def test_the_command_says_the_limit_at_the_other_size(tmp_path, command):
     norms = np.exp(np.random.default_rng(0).normal(size=200))
-    (best,) = [row for row in suggest(norms) if row.recommended]
+    (best,) = [row for row in suggest(norms) if row.is_guard]
     # Noise alone made the norms that the limit clips, which do not count.
     shares = np.where(norms > best.limit, 1.0, 0.6)
     rows = [

@@ -91,13 +91,13 @@ def test_no_limit_is_recommended_from_norms_after_a_clip(log, command):
     assert "clipper, as Python" not in text
     with pytest.raises(SystemExit, match="a limit that is recommended for it"):
         command(log, "--picture", log.parent / "run.png")
-    assert not any(row.recommended for row in suggest(norms))
+    assert not any(row.is_guard for row in suggest(norms))
 
 
 def test_norms_with_few_digits_are_not_taken_for_clipped_ones():
     few = np.round(0.1 + 0.2 * np.random.default_rng(0).uniform(size=SIZE), 1)
     for norms in (np.round(NORMS, 1), few):
-        assert any(row.recommended for row in suggest(norms))
+        assert any(row.is_guard for row in suggest(norms))
 
 
 def test_several_optimizers_have_a_row_each(log, command):
@@ -110,7 +110,7 @@ def test_several_optimizers_have_a_row_each(log, command):
         command(log, "--batch", 1, "--to", 2)
     for name, factor in (("actor/grad_norm", 1), ("critic/grad_norm", 2)):
         (row,) = [line for line in text if line.startswith(name)]
-        (best,) = [row for row in suggest(factor * NORMS) if row.recommended]
+        (best,) = [row for row in suggest(factor * NORMS) if row.is_guard]
         low, middle, high = factor * np.quantile(NORMS, (0.0, 0.5, 1.0))
         assert row == (
             f"{name}: {SIZE} steps, 0 of them NaN or inf. Norms from {low:.4g} to "
@@ -244,7 +244,7 @@ def test_a_text_is_read_with_a_pattern(log, command):
 
 
 def test_the_arrow_is_on_a_guard_that_is_taken(log, command):
-    (best,) = [row for row in suggest(NORMS) if row.recommended]
+    (best,) = [row for row in suggest(NORMS) if row.is_guard]
     assert best.limit == pytest.approx(np.quantile(NORMS, 0.99), rel=0.01)
     text = command(log)
     (row,) = [line for line in text.splitlines() if line.startswith("->")]
@@ -256,7 +256,7 @@ def test_the_arrow_is_on_a_guard_that_is_taken(log, command):
 def test_the_arrow_is_on_the_usual_limit_where_it_is_taken(log, command):
     norms = NORMS / 2
     log.write_text(log_of(norms))
-    (best,) = [row for row in suggest(norms) if row.recommended]
+    (best,) = [row for row in suggest(norms) if row.is_guard]
     lines = command(log).splitlines()
     (usual,) = [line for line in lines if line.startswith("->")]
     factors = 1 / norms[norms > 1]
@@ -275,7 +275,7 @@ def test_no_guard_is_offered_that_is_tighter_than_the_usual_limit(log, command):
     # 1.0 clips 1 % of the norms, and the guard would be a little below it.
     norms = np.append(np.linspace(0.5, 0.95, 990), np.linspace(1.5, 2.5, 10))
     log.write_text(log_of(norms))
-    (best,) = [row for row in suggest(norms) if row.recommended]
+    (best,) = [row for row in suggest(norms) if row.is_guard]
     assert best.limit < 1.0
     text = command(log)
     assert "Take 1.0, as most trainers do: it clips 1% of these steps" in text
@@ -286,7 +286,7 @@ def test_a_guard_that_is_the_usual_limit_has_one_row(log, command):
     # 1.0 is the norm that 1 % of the steps exceed.
     norms = np.append(np.linspace(0.2, 0.4, SIZE - 3), [1.0, 1.01, 1.01])
     log.write_text(log_of(norms))
-    (best,) = [row for row in suggest(norms) if row.recommended]
+    (best,) = [row for row in suggest(norms) if row.is_guard]
     assert best.limit == 1.0 and best.clip_rate == pytest.approx(0.01)
     text = command(log)
     (row,) = [
@@ -327,7 +327,7 @@ def test_it_chooses_between_the_usual_limit_and_a_guard(log, command, length, ch
     norms = length * NORMS
     lines = [f"{step},{norm}" for step, norm in enumerate(norms)]
     log.write_text("\n".join(["step,grad_norm", *lines]))
-    (best,) = [row for row in suggest(norms) if row.recommended]
+    (best,) = [row for row in suggest(norms) if row.is_guard]
     assert choice.format(share=100 * np.mean(norms > 1), guard=best.rule) in command(
         log
     )
