@@ -1,19 +1,30 @@
 """The command `python -m optaxclip.replay run.csv`."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from .._logs import Column, Log, clipped_share, distance_of_steps, in_common, read_log
+from .._logs import (
+    Column,
+    Log,
+    clipped_share,
+    columns_named,
+    distance_of_steps,
+    in_common,
+    read_log,
+)
 from . import Suggestion, plot_history, run, suggest
 from ._batch import norm_ratio
-from ._choice import USUAL_LIMIT, Choice, choice_of, with_choice
+from ._choice import USUAL_LIMIT, Choice, choice_of
 from ._history import columns_of, named_norms
 from ._run import LEAST_NORMS
 
+# noise_share, train/noise_share
+NOISE_SHARE = re.compile("(.*/)?noise_share")
 ESTIMATES = (
     "These are estimates from the recorded norms. Clipping changes a run, so",
     "its norms will differ, and nothing here says how its loss would change.",
@@ -153,20 +164,23 @@ def _range_of(column: Column) -> str:
 
 
 def _table(suggestions: Sequence[Suggestion], choice: Choice | None) -> list[str]:
-    """A row for each candidate, and nothing without a choice."""
+    """A row for each candidate, by the share of clipped steps, the largest first.
+    Nothing without a choice.
+    """
     if choice is None:
         return []
+    # The chosen row stands for all that do the same to the norms.
+    effect = (choice.row.limit, choice.row.clip_rate)
+    unchosen = [row for row in suggestions if (row.limit, row.clip_rate) != effect]
+    rows = [choice.row, *unchosen]
+    rows.sort(key=lambda row: row.clip_rate, reverse=True)
     # Each column is as wide as its head.
     lines = ["  limit (last step)  steps clipped  mean factor  clipper, as Python"]
-    for row in with_choice(suggestions, choice):
+    for row in rows:
         mark = "->" if row is choice.row else "  "
         factor = f"{row.mean_factor:.3f}" if row.clip_rate else "-"
-        is_looser_guard = row is choice.guard and row.limit > USUAL_LIMIT
-        is_other_choice = is_looser_guard and choice.rule == USUAL_LIMIT
-        comment = "  # guard" if is_other_choice else ""
         lines.append(
-            f"{mark} {row.limit:16.4g}  {row.clip_rate:13.1%}  {factor:>11}  "
-            f"{row.rule}{comment}"
+            f"{mark} {row.limit:16.4g}  {row.clip_rate:13.1%}  {factor:>11}  {row.rule}"
         )
     return [*lines, ""]
 
@@ -179,9 +193,9 @@ def _advice(column: Column, choice: Choice | None) -> list[str]:
     share_of_largest = clipped_share(norms)
     if share_of_largest:
         return [
-            f"{share_of_largest:.0%} of the rows are exactly {norms.max():.4g}: "
-            "these look like norms after a clip, from which no limit can be chosen. "
-            "Log the norm before the clip."
+            f"{share_of_largest:.0%} of the rows are within 0.1 % of "
+            f"{norms.max():.4g}: these look like norms after a clip, from which no "
+            "limit can be chosen. Log the norm before the clip."
         ]
     return [
         f"{len(norms)} norms above 0 are too few to choose a limit from. Log "
@@ -206,12 +220,13 @@ def _at_batch(
     log: Log, column: Column, choice: Choice, options: argparse.Namespace
 ) -> str:
     """The limit at another batch size, from steps that the guard leaves as they are."""
-    if "noise_share" not in log.columns:
+    columns_of_shares = columns_named(NOISE_SHARE, log)
+    if not columns_of_shares:
         raise ValueError(
             f"replay: {options.log}: --to needs the column noise_share: log "
             "optaxclip.per_example.noise_share(norms_of_parts, norm)."
         )
-    _, (norms, shares) = in_common([column, log.columns["noise_share"]])
+    _, (norms, shares) = in_common([column, columns_of_shares[0]])
     usual_norms = np.where(norms <= choice.guard.limit, norms, np.nan)
     ratio = norm_ratio(usual_norms, shares, options.batch, options.to)
     if isinstance(choice.rule, float):

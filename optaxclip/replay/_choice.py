@@ -2,7 +2,6 @@
 that learns where norms fall far.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +14,11 @@ from ._run import MOST_MEDIANS, Suggestion, suggestion_of, z_score_of_zclip
 USUAL_LIMIT = 1.0
 # A limit that clips a larger share of the steps is no guard.
 MOST_STEPS = 0.5
-# A tight guard has so many medians. If the first norms are so many times as long as the
-# last ones, such a guard of the last ones would clip half of the first ones.
-GUARD_MEDIANS = 5.0
-# "A good cap" of docs/choosing_a_clipper.md: so many times the largest healthy norm of
-# the first hundred.
+# Norms fall far if the median of the first fifth is this many times the median of the
+# last: a limit of five late medians would then clip half of the first fifth.
+FAR_FALL = 5.0
+# "A good cap" of docs/choosing_a_clipper.md: this many times the largest healthy norm
+# of the first hundred.
 CAP_FACTOR = 10.0
 FIRST_NORMS = 100
 
@@ -55,7 +54,7 @@ def choice_of(norms: np.ndarray, guard: Suggestion, every: int) -> Choice:
     first_norms, *_, last_norms = np.array_split(norms, 5)
     early = float(np.median(first_norms))
     late = float(np.median(last_norms))
-    falls_far = early >= GUARD_MEDIANS * late
+    falls_far = early >= FAR_FALL * late
     if falls_far and choice.row.limit > MOST_MEDIANS * late:
         return _zclip(norms, guard, early=early, late=late, every=every)
     return choice
@@ -106,16 +105,6 @@ def _zclip(
         f"{row.clip_rate:.1%} of these steps.",
     ]
     return Choice(row=row, rule=rule, guard=guard, lines=lines)
-
-
-def with_choice(suggestions: Sequence[Suggestion], choice: Choice) -> list[Suggestion]:
-    """The rows of the table, from the largest share of clipped steps to the smallest.
-
-    The chosen row stands for all that do the same to the norms.
-    """
-    effect = (choice.row.limit, choice.row.clip_rate)
-    unchosen = [row for row in suggestions if (row.limit, row.clip_rate) != effect]
-    return sorted([choice.row, *unchosen], key=lambda row: row.clip_rate, reverse=True)
 
 
 def _percent(share: float) -> str:
