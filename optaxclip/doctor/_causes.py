@@ -82,10 +82,7 @@ CAUSES = (
         needs=signals.NORM,
         rule=rules.bad_batch,
         limit=15,
-        text=(
-            "{subject} is {value:.3g} times the median of the rows before, for at most "
-            "20 rows of the log"
-        ),
+        text=("{subject} is {value:.3g} times the median of up to 20 rows before it"),
         page="docs/run_health.md (Rollback)",
         advice=(
             "look at the batch. A clip shortens such a step, and skip_step around the "
@@ -405,17 +402,17 @@ def _judge(log: Log, loss_name: str | None) -> Report:
     for cause in CAUSES:
         groups = run.columns[cause.needs]
         hits_of_groups = [_hits(cause, columns) for columns in groups]
-        judged = [hits for hits in hits_of_groups if hits is not None]
-        hits = list(chain(*judged))
+        hits_of_judged_groups = [hits for hits in hits_of_groups if hits is not None]
+        hits = list(chain(*hits_of_judged_groups))
         if hits and cause.is_of_setup:
             findings_of_setup.append(_finding(cause, hits))
         elif hits:
             findings.append(_finding(cause, hits))
-        elif not judged and not cause.is_of_setup:
+        elif not hits_of_judged_groups and not cause.is_of_setup:
             lacking = cause.needs
             if groups:
                 lacking = f"{cause.least_rows} rows with {cause.needs}"
-            elif signals.RECORDER in cause.needs and not run.recorders:
+            elif cause.needs in signals.NEEDS_OF_RECORDER and not run.recorders:
                 lacking = signals.ANY_RECORDER
             names = not_judged.setdefault(lacking, [])
             # A change of scale is two rows of the table of causes.

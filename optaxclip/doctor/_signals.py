@@ -30,15 +30,15 @@ EVERY_NORM = "a gradient norm, also one of record_health()"
 LOGITS = "a column with attn or attention and logit in its name, or of qk_clip(None)"
 CLIP = "metrics of a clipper of optaxclip"
 SKIP_AND_CLIP = "metrics of a skip and of a clipper"
-RECORDER = "record_health()"
-# What a report prints for all needs of a recorder, if the log has none.
-ANY_RECORDER = f"{RECORDER} in the optimizer, see docs/doctor.md (Record)"
-UPDATES = f"{RECORDER} behind the optimizer, under a name with 'update' in it"
-ROUNDING = f"{RECORDER} behind the optimizer, with weights=True"
-WEIGHTS = f"{RECORDER} with weights=True"
-GRADIENTS = f"{RECORDER} in front of the optimizer"
-SUBNORMALS = f"{GRADIENTS}, with values=True"
-DEAD_ROWS = f"{GRADIENTS}, with embeddings="
+UPDATES = "record_health() behind the optimizer, under a name with 'update' in it"
+ROUNDING = "record_health() behind the optimizer, with weights=True"
+WEIGHTS = "record_health() with weights=True"
+GRADIENTS = "record_health() in front of the optimizer"
+SUBNORMALS = "record_health() in front of the optimizer, with values=True"
+DEAD_ROWS = "record_health() in front of the optimizer, with embeddings="
+# A report prints one sentence for all of these, if the log has no recorder.
+NEEDS_OF_RECORDER = {UPDATES, ROUNDING, WEIGHTS, GRADIENTS, SUBNORMALS, DEAD_ROWS}
+ANY_RECORDER = "record_health() in the optimizer, see docs/doctor.md (Record)"
 
 # The signs of `record_health`: the last word of its columns, before the tensor.
 SIGNS = {
@@ -122,9 +122,9 @@ def total_of(name: str, norms: Sequence[Column]) -> Column:
 class Run(NamedTuple):
     """What a log says about a run."""
 
-    # For each need, such as NORM, the columns that meet it, none if the log does not.
+    # For each need, such as NORM, the columns that meet it: none if the log lacks them.
     # The first column of a group names the finding.
-    columns: dict[str, ColumnGroups]
+    columns: defaultdict[str, ColumnGroups]
     looked_at: list[Column]  # with the norm of each recorder
     recorders: list[Recorder]
     overflow_steps: set[int]  # steps without their norm, see `_without_overflows`
@@ -142,7 +142,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     recorders = _recorders_of(log)
     update_norms: list[Column] = []
     recorded_norms: list[Column] = []  # of gradients
-    columns: dict[str, ColumnGroups] = defaultdict(list)
+    columns: defaultdict[str, ColumnGroups] = defaultdict(list)
     for recorder in recorders:
         norms = recorder.norm_of_all("norm")
         weight_norms = recorder.norm_of_all("weight_norm")
@@ -171,10 +171,12 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         overflow_steps |= {*norm.steps} - {*finite_norm.steps}
     # Ratios of losses that change their sign say nothing. From the norm alone REINFORCE
     # with rewards of another scale (benchmarks/doctor) would be a change of scale.
-    if all(np.nanmin(loss.values, initial=np.inf) > 0 for loss in losses):
-        columns[LOSS] = _one_by_one(losses)
-        columns[NORM_AND_ANY_LOSS] = [(norm, *losses) for norm in gradient_norms]
-        columns[NORM_AND_LOSS] = list(product(gradient_norms, losses))
+    if all(np.nanmin(loss.values, initial=np.inf) >= 0 for loss in losses):
+        # transformers rounds a small loss to 0, which has no ratio.
+        positive = [_in_rows(loss, loss.values != 0) for loss in losses]
+        columns[LOSS] = _one_by_one(positive)
+        columns[NORM_AND_ANY_LOSS] = [(norm, *positive) for norm in gradient_norms]
+        columns[NORM_AND_LOSS] = list(product(gradient_norms, positive))
     columns[CLIP] = _with_limits(log, NORM_OF_CLIP)
     skips = _with_limits(log, NORM_OF_SKIP)
     columns[SKIP_AND_CLIP] = [
@@ -225,7 +227,11 @@ def _without_overflows(norm: Column, has_scale: bool) -> Column:
     has_unexplained_nan = np.isnan(norm.values).any() and not has_scale
     if not is_rare or not is_finite[-1:].all() or has_unexplained_nan:
         return norm
-    return norm._replace(steps=norm.steps[is_finite], values=norm.values[is_finite])
+    return _in_rows(norm, is_finite)
+
+
+def _in_rows(column: Column, is_kept: np.ndarray) -> Column:
+    return column._replace(steps=column.steps[is_kept], values=column.values[is_kept])
 
 
 def _with_limits(log: Log, pattern: re.Pattern[str]) -> ColumnGroups:
