@@ -35,7 +35,7 @@ class Column(NamedTuple):
     name: str
     steps: np.ndarray  # int64[entries], in ascending order
     values: np.ndarray  # float64[entries], NaN and inf among them
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     empty_cells: int = 0
 
 
@@ -434,7 +434,7 @@ def _name_of_steps(rows: Sequence[Row]) -> str | None:
         if steps:
             begins_again[name] = _begin_again(steps)
     # False comes before True.
-    return min(begins_again, key=lambda name: begins_again[name], default=None)
+    return min(begins_again, key=begins_again.__getitem__, default=None)
 
 
 def _begin_again(steps: Sequence[float]) -> bool:
@@ -458,8 +458,8 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
     """The numbers of a column, and notes on its other entries."""
     nulls_are_nan = _are_nulls_nan(entries)
     numbers: list[tuple[int, float]] = []  # each with its step
-    null_steps: set[int] = set()
     texts: list[str] = []
+    nulls = 0
     empty_cells = 0
     for step, entries_of_step in groupby(entries, key=lambda entry: entry[0]):
         cells = [cell for _, cell in entries_of_step]
@@ -467,7 +467,7 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
         # other rows of the step, such as those of an evaluation.
         if nulls_are_nan and all(cell is None for cell in cells):
             cells = [math.nan]
-            null_steps.add(step)
+            nulls += 1
         for cell in cells:
             number = _number(cell)
             if number is not None:
@@ -484,16 +484,15 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
             f"({len(replaced_steps)} entries), as in a run that was resumed, or where "
             "steps begin again in each epoch: the later entries count."
         )
-    null_count = sum(step in null_steps and math.isnan(values[step]) for step in values)
-    if null_count:
-        notes.append(f"{null_count} rows have null there, which is read as NaN.")
+    if nulls:
+        notes.append(f"{nulls} rows have null there, which is read as NaN.")
     if texts:
         notes.append(f"{len(texts)} entries are text, and left out: {listed(texts)}.")
     return Column(
         name,
         steps=np.array(list(values)),
         values=np.array(list(values.values())),
-        notes=tuple(notes),
+        notes=notes,
         empty_cells=empty_cells,
     )
 
@@ -502,12 +501,12 @@ def _by_step(
     numbers: Sequence[tuple[int, float]],
 ) -> tuple[dict[int, float], list[int]]:
     """Numbers by ascending step, and the steps that a later run went through again."""
+    values: dict[int, float] = {}
+    replaced_steps: list[int] = []
     steps = {step for step, _ in numbers}
     # jax.debug.callback may write a row late, as in the steps 1, 3, 2.
     if len(steps) == len(numbers):
-        return dict(sorted(numbers)), []
-    values: dict[int, float] = {}
-    replaced_steps: list[int] = []
+        numbers = sorted(numbers)
     for step, number in numbers:
         # A run that is resumed goes back to an earlier step.
         while values and next(reversed(values)) >= step:
@@ -643,8 +642,7 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
 
     A clipper inside the wrapper does not see such a step, and logs an earlier norm
     again. But a wrapper behind the clipper logs the norm after the clip, which is
-    shorter. So in a skipped step the norm of the wrapper counts if it is longer, or if
-    the clipper repeats itself.
+    shorter. So in a skipped step the longer one counts, or NaN.
     """
     clipper = r"(clip|record)(_\d+)?/(.*?)norm(_before)?$"
     prefix = re.sub(clipper, r"skip\2/\3", column.name)
@@ -657,9 +655,8 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
     if wrapper is None or flags is None:
         return column
     steps, (norms_of_wrapper, norms, skipped) = in_common([wrapper, column, flags])
-    is_repeated = np.append(False, norms[1:] == norms[:-1])[: len(norms)]
     is_longer = ~(norms_of_wrapper <= norms)  # or NaN
-    is_old = (skipped > 0) & (is_repeated | is_longer)
+    is_old = (skipped > 0) & is_longer
     values = column.values.copy()
     values[np.isin(column.steps, steps)] = np.where(is_old, norms_of_wrapper, norms)
     return column._replace(values=values)
@@ -683,6 +680,10 @@ def columns_named(pattern: re.Pattern[str], log: Log) -> list[Column]:
         for name, column in log.columns.items()
         if pattern.fullmatch(_without_run(name))
     ]
+
+
+def in_rows(column: Column, is_kept: np.ndarray) -> Column:
+    return column._replace(steps=column.steps[is_kept], values=column.values[is_kept])
 
 
 def in_common(columns: Sequence[Column]) -> tuple[np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ from .._logs import (
     Log,
     columns_named,
     in_common,
+    in_rows,
     listed,
     loss_of,
     norms_of,
@@ -173,7 +174,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     # with rewards of another scale (benchmarks/doctor) would be a change of scale.
     if all(np.nanmin(loss.values, initial=np.inf) >= 0 for loss in losses):
         # transformers rounds a small loss to 0, which has no ratio.
-        positive = [_in_rows(loss, loss.values != 0) for loss in losses]
+        positive = [in_rows(loss, loss.values != 0) for loss in losses]
         columns[LOSS] = _one_by_one(positive)
         columns[NORM_AND_ANY_LOSS] = [(norm, *positive) for norm in gradient_norms]
         columns[NORM_AND_LOSS] = list(product(gradient_norms, positive))
@@ -227,11 +228,7 @@ def _without_overflows(norm: Column, has_scale: bool) -> Column:
     has_unexplained_nan = np.isnan(norm.values).any() and not has_scale
     if not is_rare or not is_finite[-1:].all() or has_unexplained_nan:
         return norm
-    return _in_rows(norm, is_finite)
-
-
-def _in_rows(column: Column, is_kept: np.ndarray) -> Column:
-    return column._replace(steps=column.steps[is_kept], values=column.values[is_kept])
+    return in_rows(norm, is_finite)
 
 
 def _with_limits(log: Log, pattern: re.Pattern[str]) -> ColumnGroups:

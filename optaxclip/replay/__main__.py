@@ -20,7 +20,7 @@ from .._logs import (
 from . import Suggestion, plot_history, run, suggest
 from ._batch import norm_ratio
 from ._choice import USUAL_LIMIT, Choice, choice_of
-from ._history import columns_of, named_norms
+from ._history import columns_of
 from ._run import LEAST_NORMS
 
 # noise_share, train/noise_share
@@ -98,9 +98,7 @@ def _print_report(options: argparse.Namespace) -> None:
 
 
 def _suggestions_for(column: Column) -> list[Suggestion]:
-    """The candidates: none for few norms, and for norms after a clip."""
-    norms = _norms_above_0(column)
-    if len(norms) < LEAST_NORMS or clipped_share(norms):
+    if len(_norms_above_0(column)) < LEAST_NORMS:
         return []
     return suggest(column.values, every=distance_of_steps(column))
 
@@ -124,9 +122,6 @@ def _about_source(log: Log, column: Column, options: argparse.Namespace) -> list
     lines = [f"Norms: column {column.name!r} of {options.log.name}."]
     if options.column is None:
         lines.append("It is taken by its name. --column NAME takes another one.")
-    # A log of this column alone, since the log may have a surer name.
-    elif not named_norms(log._replace(columns={column.name: column})):
-        lines.append("Its name does not say so, but it is taken for a gradient norm.")
     return [*lines, *log.notes]
 
 

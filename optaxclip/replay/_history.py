@@ -30,9 +30,8 @@ def read_history(
       column: the name to read. None takes the one that is called a norm of the
         gradient: clip/norm_before, record/norm, grad_norm, train/grad_norm, norm and
         the like. In a step that a wrapper skipped, the norm of the clipper may be old:
-        skip/norm counts if it is longer, or if the clipper repeats the norm of the step
-        before. A step that comes twice, as in a run that was resumed, has its later
-        norm. null is NaN, unless every third row or more has it.
+        skip/norm counts if it is longer. A step that comes twice, as in a run that was
+        resumed, has its later norm. null is NaN, unless every third row or more has it.
       pattern: for a text, a regular expression with a named group for each column:
         "norm: (?P<grad_norm>\\S+)".
 
@@ -69,11 +68,6 @@ def read_history(
     return columns[0].values
 
 
-def named_norms(log: Log) -> list[Column]:
-    """The columns that are called a norm of the gradient, or of single tensors."""
-    return norms_of(log) or norms_of_tensors(log)
-
-
 def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
     """The column with a name, or all that are called a norm of the gradient.
 
@@ -82,7 +76,7 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
     """
     names = listed(list(log.columns))
     if name is None:
-        columns = named_norms(log)
+        columns = norms_of(log) or norms_of_tensors(log)
         if not columns:
             raise ValueError(
                 f"{call}: this file has no gradient norm. {ADVICE}. It has the columns "

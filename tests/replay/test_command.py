@@ -34,18 +34,6 @@ def test_it_says_which_column_it_guessed_and_how_to_choose(log, command):
     assert not text[1].startswith("It")
 
 
-def test_a_column_of_another_name_is_said_to_be_taken_for_a_norm(log, command):
-    said = "Its name does not say so, but it is taken for a gradient norm."
-    assert said in command(log, "--column", "train/loss")
-    log.write_text(log.read_text().replace("train/grad_norm", "usd"))
-    assert said in command(log, "--column", "usd")
-
-
-def test_a_norm_beside_a_surer_one_has_a_name_that_says_so(log, command):
-    log.write_text(log.read_text().replace("train/loss", "clip/norm_before"))
-    assert "Its name does not" not in command(log, "--column", "train/grad_norm")
-
-
 def test_rows_that_are_missing_are_said_and_drawn_in_steps(log, command, monkeypatch):
     lines = [f"{10 * step},{norm}" for step, norm in enumerate(NORMS)]
     log.write_text("\n".join(["step,grad_norm", *lines]))
