@@ -662,15 +662,11 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
     return column._replace(values=values)
 
 
-def norms_of_tensors(log: Log) -> list[Column]:
-    """The columns whose names say that they are norms of single tensors."""
-    return columns_named(TENSOR_PATTERN, log)
-
-
-def loss_of(log: Log) -> Column | None:
-    """The column of the training loss, if its name says so."""
+def losses_of(log: Log) -> list[Column]:
+    """The column of the training loss, the longest whose name says so. None or one."""
     losses = columns_named(LOSS_PATTERN, log)
-    return max(losses, key=lambda column: len(column.steps), default=None)
+    losses.sort(key=lambda column: len(column.steps), reverse=True)
+    return losses[:1]
 
 
 def columns_named(pattern: re.Pattern[str], log: Log) -> list[Column]:

@@ -9,15 +9,15 @@ from typing import NamedTuple
 import numpy as np
 
 from .._logs import (
+    TENSOR_PATTERN,
     Column,
     Log,
     columns_named,
     in_common,
     in_rows,
     listed,
-    loss_of,
+    losses_of,
     norms_of,
-    norms_of_tensors,
 )
 
 # What a rule needs. A report prints these sentences, and `run_of` returns the
@@ -174,10 +174,10 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     # with rewards of another scale (benchmarks/doctor) would be a change of scale.
     if all(np.nanmin(loss.values, initial=np.inf) >= 0 for loss in losses):
         # transformers rounds a small loss to 0, which has no ratio.
-        positive = [in_rows(loss, loss.values != 0) for loss in losses]
-        columns[LOSS] = _one_by_one(positive)
-        columns[NORM_AND_ANY_LOSS] = [(norm, *positive) for norm in gradient_norms]
-        columns[NORM_AND_LOSS] = list(product(gradient_norms, positive))
+        above_0 = [in_rows(loss, loss.values != 0) for loss in losses]
+        columns[LOSS] = _one_by_one(above_0)
+        columns[NORM_AND_ANY_LOSS] = [(norm, *above_0) for norm in gradient_norms]
+        columns[NORM_AND_LOSS] = list(product(gradient_norms, above_0))
     columns[CLIP] = _with_limits(log, NORM_OF_CLIP)
     skips = _with_limits(log, NORM_OF_SKIP)
     columns[SKIP_AND_CLIP] = [
@@ -190,8 +190,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
 def _losses_of(log: Log, name: str | None) -> list[Column]:
     """The column of the loss, and nothing where the log has none."""
     if name is None:
-        loss = loss_of(log)
-        return [] if loss is None else [loss]
+        return losses_of(log)
     if name not in log.columns:
         names = listed(list(log.columns))
         raise ValueError(f"there is no loss {name!r} in it, only {names}.")
@@ -208,7 +207,7 @@ def _logged_norms_of(log: Log, logits: Sequence[Column]) -> list[Column]:
         del columns[column.name]
     log = log._replace(columns=columns)
     norms = norms_of(log)
-    tensors = norms_of_tensors(log)
+    tensors = columns_named(TENSOR_PATTERN, log)
     if not norms and tensors:
         return [total_of("all tensors", tensors)]
     return norms

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from .._logs import Column, Log, listed, norms_of, norms_of_tensors, read_log
+from .._logs import (
+    TENSOR_PATTERN,
+    Column,
+    Log,
+    columns_named,
+    listed,
+    norms_of,
+    read_log,
+)
 
 # How to get a norm into a log, for errors.
 ADVICE = (
@@ -76,7 +84,7 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
     """
     names = listed(list(log.columns))
     if name is None:
-        columns = norms_of(log) or norms_of_tensors(log)
+        columns = norms_of(log) or columns_named(TENSOR_PATTERN, log)
         if not columns:
             raise ValueError(
                 f"{call}: this file has no gradient norm. {ADVICE}. It has the columns "

@@ -324,7 +324,7 @@ def test_extremes_and_summaries_are_no_tensors(tmp_path):
         + "1,1,1,1,1,1,1,1,1\n" * 3
     )
     log = _logs.read_log(path, "test")
-    tensors = [column.name for column in _logs.norms_of_tensors(log)]
+    tensors = [column.name for column in _logs.columns_named(_logs.TENSOR_PATTERN, log)]
     assert tensors == ["grad_norm/a", "grad_norm/b"]
     assert not any("__M" in name for name in log.columns)
 
@@ -332,8 +332,8 @@ def test_extremes_and_summaries_are_no_tensors(tmp_path):
 def loss_name(tmp_path, name):
     path = tmp_path / "run.csv"
     path.write_text(f"{name},lr\n2,1\n1,1\n")
-    loss = _logs.loss_of(_logs.read_log(path, "test"))
-    return loss and loss.name
+    losses = _logs.losses_of(_logs.read_log(path, "test"))
+    return losses[0].name if losses else None
 
 
 def test_the_surest_name_is_taken(tmp_path):
