@@ -447,7 +447,7 @@ def _flattened(row: Row, group: str = "") -> dict[str, object]:
     """The entries of a row. {"train": {"loss": 1}} has train/loss."""
     entries: dict[str, object] = {}
     for name, entry in row.items():
-        if isinstance(entry, dict):
+        if isinstance(entry, Mapping):
             entries |= _flattened(entry, f"{group}{name}/")
         else:
             entries[f"{group}{name}"] = entry

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import MappingProxyType
 
 import jax.numpy as jnp
 import numpy as np
@@ -111,6 +112,9 @@ def test_groups_in_front_of_a_name_are_read():
         renamed = [{front + name: x for name, x in row.items()} for row in rows]
         assert causes_of(renamed) == [("bad batch", 30)], front
     assert causes_of([{"train": row} for row in rows]) == [("bad batch", 30)]
+    # A mapping that is no dict, such as a FrozenDict of flax.
+    frozen = [{"train": MappingProxyType(row)} for row in rows]
+    assert causes_of(frozen) == [("bad batch", 30)]
 
 
 def test_a_norm_that_json_cannot_hold_is_not_finite(tmp_path):
