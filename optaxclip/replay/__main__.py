@@ -173,9 +173,9 @@ def _table(suggestions: Sequence[Suggestion], choice: Choice | None) -> list[str
     lines = ["  limit (last step)  steps clipped  mean factor  clipper, as Python"]
     for row in rows:
         mark = "->" if row is choice.row else "  "
-        factor = f"{row.mean_factor:.3f}" if row.clip_rate else "-"
         lines.append(
-            f"{mark} {row.limit:16.4g}  {row.clip_rate:13.1%}  {factor:>11}  {row.rule}"
+            f"{mark} {row.limit:16.4g}  {row.clip_rate:13.1%}  "
+            f"{row.mean_factor:11.3f}  {row.rule}"
         )
     return [*lines, ""]
 

@@ -12,8 +12,8 @@ from ._run import MOST_MEDIANS, Suggestion, suggestion_of, z_score_of_zclip
 
 # Most trainers clip the global norm to it.
 USUAL_LIMIT = 1.0
-# A limit that clips a larger share of the steps is no guard.
-MOST_STEPS = 0.5
+# A limit that clips more of the steps is no guard.
+MOST_PERCENT = 50
 # Norms fall far if the median of the first fifth is this many times the median of the
 # last: a limit of five late medians would then clip half of the first fifth.
 FAR_FALL = 5.0
@@ -46,11 +46,12 @@ def choice_of(norms: np.ndarray, guard: Suggestion, every: int) -> Choice:
     usual = suggestion_of(
         f"optaxclip.clip_by_global_norm({USUAL_LIMIT})", USUAL_LIMIT, norms
     )
-    share = float(np.mean(norms > USUAL_LIMIT))
-    if 0 < share <= MOST_STEPS:
-        choice = _usual_limit(usual, share, guard)
+    # With three digits below, since one step of a long run is not 0.0 %.
+    percent = 100 * float(np.mean(norms > USUAL_LIMIT))
+    if 0 < percent <= MOST_PERCENT:
+        choice = _usual_limit(usual, percent, guard)
     else:
-        choice = _guard(guard, share)
+        choice = _guard(guard, percent)
     first_norms, *_, last_norms = np.array_split(norms, 5)
     early = float(np.median(first_norms))
     late = float(np.median(last_norms))
@@ -60,9 +61,9 @@ def choice_of(norms: np.ndarray, guard: Suggestion, every: int) -> Choice:
     return choice
 
 
-def _usual_limit(usual: Suggestion, share: float, guard: Suggestion) -> Choice:
+def _usual_limit(usual: Suggestion, percent: float, guard: Suggestion) -> Choice:
     advice = (
-        f"Take {USUAL_LIMIT}, as most trainers do: it clips {_percent(share)} of these "
+        f"Take {USUAL_LIMIT}, as most trainers do: it clips {percent:.3g}% of these "
         "steps, neither none nor more than half."
     )
     lines = [advice]
@@ -75,15 +76,15 @@ def _usual_limit(usual: Suggestion, share: float, guard: Suggestion) -> Choice:
     return Choice(row=usual, rule=USUAL_LIMIT, guard=guard, lines=lines)
 
 
-def _guard(guard: Suggestion, usual_share: float) -> Choice:
+def _guard(guard: Suggestion, percent_of_usual: float) -> Choice:
     advice = (
         f"Take {guard.rule}, a guard that clips {guard.clip_rate:.1%} of these steps."
     )
-    if usual_share == 0:
+    if percent_of_usual == 0:
         lines = [f"{advice} The usual {USUAL_LIMIT} clips none."]
     else:
         lines = [
-            f"{advice} The usual {USUAL_LIMIT} clips {_percent(usual_share)}.",
+            f"{advice} The usual {USUAL_LIMIT} clips {percent_of_usual:.3g}%.",
             f"With Adam you may keep {USUAL_LIMIT}: all batches then weigh about the "
             "same.",
         ]
@@ -105,8 +106,3 @@ def _zclip(
         f"{row.clip_rate:.1%} of these steps.",
     ]
     return Choice(row=row, rule=rule, guard=guard, lines=lines)
-
-
-def _percent(share: float) -> str:
-    # One step of a long run is not 0.0 %.
-    return f"{100 * share:.3g}%"
