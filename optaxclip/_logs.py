@@ -642,7 +642,8 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
 
     A clipper inside the wrapper does not see such a step, and logs an earlier norm
     again. But a wrapper behind the clipper logs the norm after the clip, which is
-    shorter. So in a skipped step the longer one counts, or NaN.
+    shorter. So in a skipped step the norm of the wrapper counts if it is longer, or if
+    the clipper repeats itself.
     """
     clipper = r"(clip|record)(_\d+)?/(.*?)norm(_before)?$"
     prefix = re.sub(clipper, r"skip\2/\3", column.name)
@@ -655,8 +656,9 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
     if wrapper is None or flags is None:
         return column
     steps, (norms_of_wrapper, norms, skipped) = in_common([wrapper, column, flags])
+    is_repeated = np.append(False, norms[1:] == norms[:-1])[: len(norms)]
     is_longer = ~(norms_of_wrapper <= norms)  # or NaN
-    is_old = (skipped > 0) & is_longer
+    is_old = (skipped > 0) & (is_repeated | is_longer)
     values = column.values.copy()
     values[np.isin(column.steps, steps)] = np.where(is_old, norms_of_wrapper, norms)
     return column._replace(values=values)

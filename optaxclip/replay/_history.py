@@ -38,8 +38,9 @@ def read_history(
       column: the name to read. None takes the one that is called a norm of the
         gradient: clip/norm_before, record/norm, grad_norm, train/grad_norm, norm and
         the like. In a step that a wrapper skipped, the norm of the clipper may be old:
-        skip/norm counts if it is longer. A step that comes twice, as in a run that was
-        resumed, has its later norm. null is NaN, unless every third row or more has it.
+        skip/norm counts if it is longer, or if the clipper repeats the norm of the step
+        before. A step that comes twice, as in a run that was resumed, has its later
+        norm. null is NaN, unless every third row or more has it.
       pattern: for a text, a regular expression with a named group for each column:
         "norm: (?P<grad_norm>\\S+)".
 

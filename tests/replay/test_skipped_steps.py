@@ -58,6 +58,13 @@ def test_a_column_that_is_named_is_read(tmp_path):
     np.testing.assert_array_equal(found, [1.0, 2.0, 2.0, 1.5, 1.5, 0.5])
 
 
+def test_a_step_that_is_skipped_for_its_loss_may_have_the_smallest_norm(tmp_path):
+    path = tmp_path / "log.csv"
+    head = "clip/a/norm_before,skip/a/norm,skip/a/skipped"
+    path.write_text(f"{head}\n1,1,0\n1,0.5,1\n1,9,1\n")
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1, 0.5, 9])
+
+
 def test_norms_of_skipped_steps_are_read_where_every_tenth_is_logged(tmp_path):
     """The norm that the clipper keeps is of a step between."""
     path = tmp_path / "log.csv"
