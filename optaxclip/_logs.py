@@ -429,7 +429,7 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
 def _name_of_steps(rows: Sequence[Row]) -> str | None:
     begins_again: dict[str, bool] = {}  # by name
     for name in STEP_NAMES:
-        numbers = [_number(row[name]) for row in rows if name in row]
+        numbers = [_number(row.get(name)) for row in rows]
         steps = [number for number in numbers if number is not None]
         if steps:
             begins_again[name] = _begin_again(steps)
