@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
-from itertools import pairwise, zip_longest
+from itertools import groupby, pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple, SupportsFloat
 
@@ -35,7 +35,7 @@ class Column(NamedTuple):
     name: str
     steps: np.ndarray  # int64[entries], in ascending order
     values: np.ndarray  # float64[entries], NaN and inf among them
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     empty_cells: int = 0
 
 
@@ -196,7 +196,12 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
 
 
 def _rows_in(row: Row) -> Sequence[Row]:
-    """The rows of trainer_state.json or of a dict of lists. Other dicts are one row."""
+    """The rows of trainer_state.json, of pandas, or of a dict of lists. Other dicts are
+    one row.
+    """
+    rows_of_pandas = _rows_of_pandas(row)
+    if rows_of_pandas:
+        return rows_of_pandas
     tables: list[Sequence[Row]] = []
     lists: dict[str, list[object]] = {}
     for name, entry in _flattened(row).items():
@@ -211,6 +216,24 @@ def _rows_in(row: Row) -> Sequence[Row]:
         tuples = zip_longest(*lists.values(), fillvalue="")
         return [dict(zip(lists, entries)) for entries in tuples]
     return [row]
+
+
+def _rows_of_pandas(table: Row) -> list[Row]:
+    """The rows of {"loss": {"0": 2.5, "1": 2.0}}, as `to_json` writes columns, or of
+    {"0": {"loss": 2.5}, "1": {"loss": 2.0}}. No rows for another dict.
+    """
+    rows: dict[object, dict[str, object]] = defaultdict(dict)  # by index
+    for name, entries in table.items():
+        if not isinstance(entries, dict):
+            return []
+        for key, entry in entries.items():
+            if str(key).isdecimal():
+                rows[key][name] = entry
+            elif str(name).isdecimal():
+                rows[name][key] = entry
+            else:
+                return []
+    return [{"index": index, **row} for index, row in rows.items()]
 
 
 def _dict_at(text: str, start: int) -> tuple[Row, int]:
@@ -247,8 +270,12 @@ def _argument(call: re.Match[str]) -> str:
 def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     """The rows of a table that begins with names. A text that is not one has none."""
     # stable-baselines begins with a comment.
+    comment = ""
     while text.startswith("#"):
-        _, _, text = text.partition("\n")
+        comment, _, text = text.partition("\n")
+    # np.savetxt writes the names as a comment.
+    if comment and re.match(r"[-+.\d]", text):
+        text = f"{comment.lstrip('# ')}\n{text}"
     if text.startswith(("{", "[")):
         return []
     # A delimiter is also in the second line: a name may have blanks in it, but the
@@ -361,6 +388,7 @@ STEP_NAMES = (
     "iteration",
     "iter",
     "num_updates",
+    "index",
 )
 
 
@@ -401,12 +429,12 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
 def _name_of_steps(rows: Sequence[Row]) -> str | None:
     begins_again: dict[str, bool] = {}  # by name
     for name in STEP_NAMES:
-        numbers = [_number(row[name]) for row in rows if name in row]
+        numbers = [_number(row.get(name)) for row in rows]
         steps = [number for number in numbers if number is not None]
         if steps:
             begins_again[name] = _begin_again(steps)
     # False comes before True.
-    return min(begins_again, key=lambda name: begins_again[name], default=None)
+    return min(begins_again, key=begins_again.__getitem__, default=None)
 
 
 def _begin_again(steps: Sequence[float]) -> bool:
@@ -419,7 +447,7 @@ def _flattened(row: Row, group: str = "") -> dict[str, object]:
     """The entries of a row. {"train": {"loss": 1}} has train/loss."""
     entries: dict[str, object] = {}
     for name, entry in row.items():
-        if isinstance(entry, dict):
+        if isinstance(entry, Mapping):
             entries |= _flattened(entry, f"{group}{name}/")
         else:
             entries[f"{group}{name}"] = entry
@@ -428,33 +456,27 @@ def _flattened(row: Row, group: str = "") -> dict[str, object]:
 
 def _column(name: str, entries: Sequence[Entry]) -> Column:
     """The numbers of a column, and notes on its other entries."""
-    values: dict[int, float] = {}  # by step, in ascending order
     nulls_are_nan = _are_nulls_nan(entries)
-    null_steps: set[int] = set()
-    replaced_steps: list[int] = []
+    numbers: list[tuple[int, float]] = []  # each with its step
     texts: list[str] = []
+    nulls = 0
     empty_cells = 0
-    for step, entry in entries:
-        number = _number(entry)
+    for step, entries_of_step in groupby(entries, key=lambda entry: entry[0]):
+        cells = [cell for _, cell in entries_of_step]
         # Beside a number of the same step null is an empty cell: pandas writes it in
         # other rows of the step, such as those of an evaluation.
-        if entry is None and nulls_are_nan and step > next(reversed(values), -math.inf):
-            number = math.nan
-            null_steps.add(step)
-        if number is not None:
-            # A run that is resumed goes back to an earlier step.
-            while values and next(reversed(values)) >= step:
-                last_step, _ = values.popitem()
-                if last_step == step and step in null_steps:
-                    empty_cells += 1
-                else:
-                    replaced_steps.append(last_step)
-                null_steps.discard(last_step)
-            values[step] = number
-        elif entry is not None and str(entry).strip():
-            texts.append(str(entry)[:40])
-        else:
-            empty_cells += 1
+        if nulls_are_nan and all(cell is None for cell in cells):
+            cells = [math.nan]
+            nulls += 1
+        for cell in cells:
+            number = _number(cell)
+            if number is not None:
+                numbers.append((step, number))
+            elif cell is None or not str(cell).strip():
+                empty_cells += 1
+            else:
+                texts.append(str(cell)[:40])
+    values, replaced_steps = _by_step(numbers)
     notes: Notes = []
     if replaced_steps:
         notes.append(
@@ -462,18 +484,36 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
             f"({len(replaced_steps)} entries), as in a run that was resumed, or where "
             "steps begin again in each epoch: the later entries count."
         )
-    if null_steps:
-        count = len(null_steps)
-        notes.append(f"{count} rows have null there, which is read as NaN.")
+    if nulls:
+        notes.append(f"{nulls} rows have null there, which is read as NaN.")
     if texts:
         notes.append(f"{len(texts)} entries are text, and left out: {listed(texts)}.")
     return Column(
         name,
         steps=np.array(list(values)),
         values=np.array(list(values.values())),
-        notes=tuple(notes),
+        notes=notes,
         empty_cells=empty_cells,
     )
+
+
+def _by_step(
+    numbers: Sequence[tuple[int, float]],
+) -> tuple[dict[int, float], list[int]]:
+    """Numbers by ascending step, and the steps that a later run went through again."""
+    values: dict[int, float] = {}
+    replaced_steps: list[int] = []
+    steps = {step for step, _ in numbers}
+    # jax.debug.callback may write a row late, as in the steps 1, 3, 2.
+    if len(steps) == len(numbers):
+        numbers = sorted(numbers)
+    for step, number in numbers:
+        # A run that is resumed goes back to an earlier step.
+        while values and next(reversed(values)) >= step:
+            last_step, _ = values.popitem()
+            replaced_steps.append(last_step)
+        values[step] = number
+    return values, replaced_steps
 
 
 def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
@@ -527,7 +567,7 @@ NORM_PATTERNS = (
     # train/grad_norm, gnorm, grad_2.0_norm_total, grad_norm_before_clipping,
     # l2_norm/grad/global
     r"(.* )?(gradients?|grads?|g) ?(l2|2 0|inf|global)? ?norm"
-    r"( (total|global|all|l2|step|before|(before|pre) clip(ping)?))?"
+    r"( (total|global|all|l2|step|before|(before|pre) ?clip(ping)?( step)?))?"
     r"|(.* )?(l2 norm grad global|(global|total) norm)",
     # skip/norm, norm
     r"(.* )?skip( \d+)?( .*)? norm",
@@ -624,15 +664,11 @@ def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
     return column._replace(values=values)
 
 
-def norms_of_tensors(log: Log) -> list[Column]:
-    """The columns whose names say that they are norms of single tensors."""
-    return columns_named(TENSOR_PATTERN, log)
-
-
-def loss_of(log: Log) -> Column | None:
-    """The column of the training loss, if its name says so."""
+def losses_of(log: Log) -> list[Column]:
+    """The column of the training loss, the longest whose name says so. None or one."""
     losses = columns_named(LOSS_PATTERN, log)
-    return max(losses, key=lambda column: len(column.steps), default=None)
+    losses.sort(key=lambda column: len(column.steps), reverse=True)
+    return losses[:1]
 
 
 def columns_named(pattern: re.Pattern[str], log: Log) -> list[Column]:
@@ -642,6 +678,10 @@ def columns_named(pattern: re.Pattern[str], log: Log) -> list[Column]:
         for name, column in log.columns.items()
         if pattern.fullmatch(_without_run(name))
     ]
+
+
+def in_rows(column: Column, is_kept: np.ndarray) -> Column:
+    return column._replace(steps=column.steps[is_kept], values=column.values[is_kept])
 
 
 def in_common(columns: Sequence[Column]) -> tuple[np.ndarray, np.ndarray]:

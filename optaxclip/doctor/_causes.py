@@ -8,7 +8,16 @@ from typing import NamedTuple
 import numpy as np
 
 from .._checks import shown
-from .._logs import Column, Log, distance_of_steps, in_common, listed, log_of, read_log
+from .._logs import (
+    Column,
+    Log,
+    distance_of_steps,
+    in_common,
+    in_rows,
+    listed,
+    log_of,
+    read_log,
+)
 from . import _rules as rules
 from . import _signals as signals
 
@@ -82,10 +91,7 @@ CAUSES = (
         needs=signals.NORM,
         rule=rules.bad_batch,
         limit=15,
-        text=(
-            "{subject} is {value:.3g} times the median of the rows before, for at most "
-            "20 rows of the log"
-        ),
+        text="{subject} is {value:.3g} times the median of up to 20 rows before it",
         page="docs/run_health.md (Rollback)",
         advice=(
             "look at the batch. A clip shortens such a step, and skip_step around the "
@@ -400,30 +406,28 @@ def _judge(log: Log, loss_name: str | None) -> Report:
             "optax.tree.norm), or metrics(state)."
         )
     findings: list[Finding] = []
-    findings_of_setup: list[Finding] = []
     not_judged: dict[str, list[str]] = {}
     for cause in CAUSES:
         groups = run.columns[cause.needs]
         hits_of_groups = [_hits(cause, columns) for columns in groups]
-        judged = [hits for hits in hits_of_groups if hits is not None]
-        hits = list(chain(*judged))
-        if hits and cause.is_of_setup:
-            findings_of_setup.append(_finding(cause, hits))
-        elif hits:
+        hits_of_judged_groups = [hits for hits in hits_of_groups if hits is not None]
+        hits = list(chain(*hits_of_judged_groups))
+        if hits:
             findings.append(_finding(cause, hits))
-        elif not judged and not cause.is_of_setup:
+        elif not hits_of_judged_groups and not cause.is_of_setup:
             lacking = cause.needs
             if groups:
                 lacking = f"{cause.least_rows} rows with {cause.needs}"
-            elif signals.RECORDER in cause.needs and not run.recorders:
+            elif cause.needs in signals.NEEDS_OF_RECORDER and not run.recorders:
                 lacking = signals.ANY_RECORDER
             names = not_judged.setdefault(lacking, [])
             # A change of scale is two rows of the table of causes.
             if cause.name not in names:
                 names.append(cause.name)
-    findings.sort(key=lambda finding: finding.step)
+    names_of_setup = {cause.name for cause in CAUSES if cause.is_of_setup}
+    findings.sort(key=lambda finding: (finding.cause in names_of_setup, finding.step))
     return Report(
-        findings=findings + findings_of_setup,
+        findings=findings,
         looked_at=[
             f"{column.name!r} ({len(column.steps)} rows)" for column in run.looked_at
         ],
@@ -470,14 +474,13 @@ def _notes(run: signals.Run) -> list[str]:
         )
     # A spike below the limit of a bad batch may still want a clip.
     for (norm,) in run.columns[signals.NORM]:
-        is_counted = np.isfinite(norm.values) & (norm.values > 0)
-        if is_counted.any():
-            values = norm.values[is_counted]
-            steps = norm.steps[is_counted]
-            row = np.argmax(values)
+        norm = in_rows(norm, np.isfinite(norm.values) & (norm.values > 0))
+        if norm.steps.size:
+            row = np.argmax(norm.values)
+            medians = norm.values[row] / np.median(norm.values)
             notes.append(
-                f"The largest {norm.name!r} is {values[row] / np.median(values):.1f} "
-                f"times its median, at step {steps[row]}. See docs/choosing_a_limit.md"
+                f"The largest {norm.name!r} is {medians:.1f} times its median, at step "
+                f"{norm.steps[row]}. See docs/choosing_a_limit.md"
             )
     return notes
 

@@ -9,14 +9,15 @@ from typing import NamedTuple
 import numpy as np
 
 from .._logs import (
+    TENSOR_PATTERN,
     Column,
     Log,
     columns_named,
     in_common,
+    in_rows,
     listed,
-    loss_of,
+    losses_of,
     norms_of,
-    norms_of_tensors,
 )
 
 # What a rule needs. A report prints these sentences, and `run_of` returns the
@@ -30,15 +31,15 @@ EVERY_NORM = "a gradient norm, also one of record_health()"
 LOGITS = "a column with attn or attention and logit in its name, or of qk_clip(None)"
 CLIP = "metrics of a clipper of optaxclip"
 SKIP_AND_CLIP = "metrics of a skip and of a clipper"
-RECORDER = "record_health()"
-# What a report prints for all needs of a recorder, if the log has none.
-ANY_RECORDER = f"{RECORDER} in the optimizer, see docs/doctor.md (Record)"
-UPDATES = f"{RECORDER} behind the optimizer, under a name with 'update' in it"
-ROUNDING = f"{RECORDER} behind the optimizer, with weights=True"
-WEIGHTS = f"{RECORDER} with weights=True"
-GRADIENTS = f"{RECORDER} in front of the optimizer"
-SUBNORMALS = f"{GRADIENTS}, with values=True"
-DEAD_ROWS = f"{GRADIENTS}, with embeddings="
+UPDATES = "record_health() behind the optimizer, under a name with 'update' in it"
+ROUNDING = "record_health() behind the optimizer, with weights=True"
+WEIGHTS = "record_health() with weights=True"
+GRADIENTS = "record_health() in front of the optimizer"
+SUBNORMALS = "record_health() in front of the optimizer, with values=True"
+DEAD_ROWS = "record_health() in front of the optimizer, with embeddings="
+# A report prints one sentence for all of these, if the log has no recorder.
+NEEDS_OF_RECORDER = {UPDATES, ROUNDING, WEIGHTS, GRADIENTS, SUBNORMALS, DEAD_ROWS}
+ANY_RECORDER = "record_health() in the optimizer, see docs/doctor.md (Record)"
 
 # The signs of `record_health`: the last word of its columns, before the tensor.
 SIGNS = {
@@ -122,9 +123,9 @@ def total_of(name: str, norms: Sequence[Column]) -> Column:
 class Run(NamedTuple):
     """What a log says about a run."""
 
-    # For each need, such as NORM, the columns that meet it, none if the log does not.
+    # For each need, such as NORM, the columns that meet it: none if the log lacks them.
     # The first column of a group names the finding.
-    columns: dict[str, ColumnGroups]
+    columns: defaultdict[str, ColumnGroups]
     looked_at: list[Column]  # with the norm of each recorder
     recorders: list[Recorder]
     overflow_steps: set[int]  # steps without their norm, see `_without_overflows`
@@ -142,7 +143,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     recorders = _recorders_of(log)
     update_norms: list[Column] = []
     recorded_norms: list[Column] = []  # of gradients
-    columns: dict[str, ColumnGroups] = defaultdict(list)
+    columns: defaultdict[str, ColumnGroups] = defaultdict(list)
     for recorder in recorders:
         norms = recorder.norm_of_all("norm")
         weight_norms = recorder.norm_of_all("weight_norm")
@@ -171,10 +172,12 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         overflow_steps |= {*norm.steps} - {*finite_norm.steps}
     # Ratios of losses that change their sign say nothing. From the norm alone REINFORCE
     # with rewards of another scale (benchmarks/doctor) would be a change of scale.
-    if all(np.nanmin(loss.values, initial=np.inf) > 0 for loss in losses):
-        columns[LOSS] = _one_by_one(losses)
-        columns[NORM_AND_ANY_LOSS] = [(norm, *losses) for norm in gradient_norms]
-        columns[NORM_AND_LOSS] = list(product(gradient_norms, losses))
+    if all(np.nanmin(loss.values, initial=np.inf) >= 0 for loss in losses):
+        # transformers rounds a small loss to 0, which has no ratio.
+        above_0 = [in_rows(loss, loss.values != 0) for loss in losses]
+        columns[LOSS] = _one_by_one(above_0)
+        columns[NORM_AND_ANY_LOSS] = [(norm, *above_0) for norm in gradient_norms]
+        columns[NORM_AND_LOSS] = list(product(gradient_norms, above_0))
     columns[CLIP] = _with_limits(log, NORM_OF_CLIP)
     skips = _with_limits(log, NORM_OF_SKIP)
     columns[SKIP_AND_CLIP] = [
@@ -187,8 +190,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
 def _losses_of(log: Log, name: str | None) -> list[Column]:
     """The column of the loss, and nothing where the log has none."""
     if name is None:
-        loss = loss_of(log)
-        return [] if loss is None else [loss]
+        return losses_of(log)
     if name not in log.columns:
         names = listed(list(log.columns))
         raise ValueError(f"there is no loss {name!r} in it, only {names}.")
@@ -205,7 +207,7 @@ def _logged_norms_of(log: Log, logits: Sequence[Column]) -> list[Column]:
         del columns[column.name]
     log = log._replace(columns=columns)
     norms = norms_of(log)
-    tensors = norms_of_tensors(log)
+    tensors = columns_named(TENSOR_PATTERN, log)
     if not norms and tensors:
         return [total_of("all tensors", tensors)]
     return norms
@@ -225,7 +227,7 @@ def _without_overflows(norm: Column, has_scale: bool) -> Column:
     has_unexplained_nan = np.isnan(norm.values).any() and not has_scale
     if not is_rare or not is_finite[-1:].all() or has_unexplained_nan:
         return norm
-    return norm._replace(steps=norm.steps[is_finite], values=norm.values[is_finite])
+    return in_rows(norm, is_finite)
 
 
 def _with_limits(log: Log, pattern: re.Pattern[str]) -> ColumnGroups:

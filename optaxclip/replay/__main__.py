@@ -1,19 +1,30 @@
 """The command `python -m optaxclip.replay run.csv`."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from .._logs import Column, Log, clipped_share, distance_of_steps, in_common, read_log
+from .._logs import (
+    Column,
+    Log,
+    clipped_share,
+    columns_named,
+    distance_of_steps,
+    in_common,
+    read_log,
+)
 from . import Suggestion, plot_history, run, suggest
 from ._batch import norm_ratio
-from ._choice import USUAL_LIMIT, Choice, choice_of, with_choice
-from ._history import columns_of, named_norms
+from ._choice import USUAL_LIMIT, Choice, choice_of
+from ._history import columns_of
 from ._run import LEAST_NORMS
 
+# noise_share, train/noise_share
+NOISE_SHARE = re.compile("(.*/)?noise_share")
 ESTIMATES = (
     "These are estimates from the recorded norms. Clipping changes a run, so",
     "its norms will differ, and nothing here says how its loss would change.",
@@ -87,9 +98,7 @@ def _print_report(options: argparse.Namespace) -> None:
 
 
 def _suggestions_for(column: Column) -> list[Suggestion]:
-    """The candidates: none for few norms, and for norms after a clip."""
-    norms = _norms_above_0(column)
-    if len(norms) < LEAST_NORMS or clipped_share(norms):
+    if len(_norms_above_0(column)) < LEAST_NORMS:
         return []
     return suggest(column.values, every=distance_of_steps(column))
 
@@ -99,7 +108,7 @@ def _norms_above_0(column: Column) -> np.ndarray:
 
 
 def _choice_for(column: Column, suggestions: Sequence[Suggestion]) -> Choice | None:
-    guard = next((row for row in suggestions if row.recommended), None)
+    guard = next((row for row in suggestions if row.is_guard), None)
     if guard is None:
         return None
     return choice_of(_norms_above_0(column), guard, distance_of_steps(column))
@@ -113,9 +122,6 @@ def _about_source(log: Log, column: Column, options: argparse.Namespace) -> list
     lines = [f"Norms: column {column.name!r} of {options.log.name}."]
     if options.column is None:
         lines.append("It is taken by its name. --column NAME takes another one.")
-    # A log of this column alone, since the log may have a surer name.
-    elif not named_norms(log._replace(columns={column.name: column})):
-        lines.append("Its name does not say so, but it is taken for a gradient norm.")
     return [*lines, *log.notes]
 
 
@@ -153,20 +159,23 @@ def _range_of(column: Column) -> str:
 
 
 def _table(suggestions: Sequence[Suggestion], choice: Choice | None) -> list[str]:
-    """A row for each candidate, and nothing without a choice."""
+    """A row for each candidate, by the share of clipped steps, the largest first.
+    Nothing without a choice.
+    """
     if choice is None:
         return []
+    # The chosen row stands for all that do the same to the norms.
+    effect = (choice.row.limit, choice.row.clip_rate)
+    unchosen = [row for row in suggestions if (row.limit, row.clip_rate) != effect]
+    rows = [choice.row, *unchosen]
+    rows.sort(key=lambda row: row.clip_rate, reverse=True)
     # Each column is as wide as its head.
     lines = ["  limit (last step)  steps clipped  mean factor  clipper, as Python"]
-    for row in with_choice(suggestions, choice):
+    for row in rows:
         mark = "->" if row is choice.row else "  "
-        factor = f"{row.mean_factor:.3f}" if row.clip_rate else "-"
-        is_looser_guard = row is choice.guard and row.limit > USUAL_LIMIT
-        is_other_choice = is_looser_guard and choice.rule == USUAL_LIMIT
-        comment = "  # guard" if is_other_choice else ""
         lines.append(
-            f"{mark} {row.limit:16.4g}  {row.clip_rate:13.1%}  {factor:>11}  "
-            f"{row.rule}{comment}"
+            f"{mark} {row.limit:16.4g}  {row.clip_rate:13.1%}  "
+            f"{row.mean_factor:11.3f}  {row.rule}"
         )
     return [*lines, ""]
 
@@ -179,9 +188,9 @@ def _advice(column: Column, choice: Choice | None) -> list[str]:
     share_of_largest = clipped_share(norms)
     if share_of_largest:
         return [
-            f"{share_of_largest:.0%} of the rows are exactly {norms.max():.4g}: "
-            "these look like norms after a clip, from which no limit can be chosen. "
-            "Log the norm before the clip."
+            f"{share_of_largest:.0%} of the rows are within 0.1 % of "
+            f"{norms.max():.4g}: these look like norms after a clip, from which no "
+            "limit can be chosen. Log the norm before the clip."
         ]
     return [
         f"{len(norms)} norms above 0 are too few to choose a limit from. Log "
@@ -206,12 +215,13 @@ def _at_batch(
     log: Log, column: Column, choice: Choice, options: argparse.Namespace
 ) -> str:
     """The limit at another batch size, from steps that the guard leaves as they are."""
-    if "noise_share" not in log.columns:
+    columns_of_shares = columns_named(NOISE_SHARE, log)
+    if not columns_of_shares:
         raise ValueError(
             f"replay: {options.log}: --to needs the column noise_share: log "
             "optaxclip.per_example.noise_share(norms_of_parts, norm)."
         )
-    _, (norms, shares) = in_common([column, log.columns["noise_share"]])
+    _, (norms, shares) = in_common([column, columns_of_shares[0]])
     usual_norms = np.where(norms <= choice.guard.limit, norms, np.nan)
     ratio = norm_ratio(usual_norms, shares, options.batch, options.to)
     if isinstance(choice.rule, float):

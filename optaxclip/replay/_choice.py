@@ -2,7 +2,6 @@
 that learns where norms fall far.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,13 +12,13 @@ from ._run import MOST_MEDIANS, Suggestion, suggestion_of, z_score_of_zclip
 
 # Most trainers clip the global norm to it.
 USUAL_LIMIT = 1.0
-# A limit that clips a larger share of the steps is no guard.
-MOST_STEPS = 0.5
-# A tight guard has so many medians. If the first norms are so many times as long as the
-# last ones, such a guard of the last ones would clip half of the first ones.
-GUARD_MEDIANS = 5.0
-# "A good cap" of docs/choosing_a_clipper.md: so many times the largest healthy norm of
-# the first hundred.
+# A limit that clips more of the steps is no guard.
+MOST_PERCENT = 50
+# Norms fall far if the median of the first fifth is this many times the median of the
+# last: a limit of five late medians would then clip half of the first fifth.
+FAR_FALL = 5.0
+# "A good cap" of docs/choosing_a_clipper.md: this many times the largest healthy norm
+# of the first hundred.
 CAP_FACTOR = 10.0
 FIRST_NORMS = 100
 
@@ -47,23 +46,24 @@ def choice_of(norms: np.ndarray, guard: Suggestion, every: int) -> Choice:
     usual = suggestion_of(
         f"optaxclip.clip_by_global_norm({USUAL_LIMIT})", USUAL_LIMIT, norms
     )
-    share = float(np.mean(norms > USUAL_LIMIT))
-    if 0 < share <= MOST_STEPS:
-        choice = _usual_limit(usual, share, guard)
+    # With three digits below, since one step of a long run is not 0.0 %.
+    percent = 100 * float(np.mean(norms > USUAL_LIMIT))
+    if 0 < percent <= MOST_PERCENT:
+        choice = _usual_limit(usual, percent, guard)
     else:
-        choice = _guard(guard, share)
+        choice = _guard(guard, percent)
     first_norms, *_, last_norms = np.array_split(norms, 5)
     early = float(np.median(first_norms))
     late = float(np.median(last_norms))
-    falls_far = early >= GUARD_MEDIANS * late
+    falls_far = early >= FAR_FALL * late
     if falls_far and choice.row.limit > MOST_MEDIANS * late:
         return _zclip(norms, guard, early=early, late=late, every=every)
     return choice
 
 
-def _usual_limit(usual: Suggestion, share: float, guard: Suggestion) -> Choice:
+def _usual_limit(usual: Suggestion, percent: float, guard: Suggestion) -> Choice:
     advice = (
-        f"Take {USUAL_LIMIT}, as most trainers do: it clips {_percent(share)} of these "
+        f"Take {USUAL_LIMIT}, as most trainers do: it clips {percent:.3g}% of these "
         "steps, neither none nor more than half."
     )
     lines = [advice]
@@ -76,15 +76,15 @@ def _usual_limit(usual: Suggestion, share: float, guard: Suggestion) -> Choice:
     return Choice(row=usual, rule=USUAL_LIMIT, guard=guard, lines=lines)
 
 
-def _guard(guard: Suggestion, usual_share: float) -> Choice:
+def _guard(guard: Suggestion, percent_of_usual: float) -> Choice:
     advice = (
         f"Take {guard.rule}, a guard that clips {guard.clip_rate:.1%} of these steps."
     )
-    if usual_share == 0:
+    if percent_of_usual == 0:
         lines = [f"{advice} The usual {USUAL_LIMIT} clips none."]
     else:
         lines = [
-            f"{advice} The usual {USUAL_LIMIT} clips {_percent(usual_share)}.",
+            f"{advice} The usual {USUAL_LIMIT} clips {percent_of_usual:.3g}%.",
             f"With Adam you may keep {USUAL_LIMIT}: all batches then weigh about the "
             "same.",
         ]
@@ -106,18 +106,3 @@ def _zclip(
         f"{row.clip_rate:.1%} of these steps.",
     ]
     return Choice(row=row, rule=rule, guard=guard, lines=lines)
-
-
-def with_choice(suggestions: Sequence[Suggestion], choice: Choice) -> list[Suggestion]:
-    """The rows of the table, from the largest share of clipped steps to the smallest.
-
-    The chosen row stands for all that do the same to the norms.
-    """
-    effect = (choice.row.limit, choice.row.clip_rate)
-    unchosen = [row for row in suggestions if (row.limit, row.clip_rate) != effect]
-    return sorted([choice.row, *unchosen], key=lambda row: row.clip_rate, reverse=True)
-
-
-def _percent(share: float) -> str:
-    # One step of a long run is not 0.0 %.
-    return f"{100 * share:.3g}%"

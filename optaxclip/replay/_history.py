@@ -5,7 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from .._logs import Column, Log, listed, norms_of, norms_of_tensors, read_log
+from .._logs import (
+    TENSOR_PATTERN,
+    Column,
+    Log,
+    columns_named,
+    listed,
+    norms_of,
+    read_log,
+)
 
 # How to get a norm into a log, for errors.
 ADVICE = (
@@ -69,11 +77,6 @@ def read_history(
     return columns[0].values
 
 
-def named_norms(log: Log) -> list[Column]:
-    """The columns that are called a norm of the gradient, or of single tensors."""
-    return norms_of(log) or norms_of_tensors(log)
-
-
 def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
     """The column with a name, or all that are called a norm of the gradient.
 
@@ -82,7 +85,7 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
     """
     names = listed(list(log.columns))
     if name is None:
-        columns = named_norms(log)
+        columns = norms_of(log) or columns_named(TENSOR_PATTERN, log)
         if not columns:
             raise ValueError(
                 f"{call}: this file has no gradient norm. {ADVICE}. It has the columns "

@@ -167,19 +167,20 @@ class Suggestion(NamedTuple):
       clip_rate: the share of steps clipped, in [0, 1].
       mean_factor: what the clipped steps would have been multiplied by, on average: 0
         where they are skipped, and 1 without any.
-      recommended: whether it is the guard that clips about 1 %. At most one is.
+      is_guard: whether it is the fixed limit that clips about 1 %. At most one is. The
+        command may tell you to take 1.0 instead, or `zclip`.
     """
 
     rule: str
     limit: float
     clip_rate: float
     mean_factor: float
-    recommended: bool = False
+    is_guard: bool = False
 
 
-# The share of steps that the recommended limit clips, so that it clips spikes only.
-RECOMMENDED_RATE = 0.01
-# The highest recommended limit, in medians of the norms. Where more than 1 % of the
+# The share of steps that a guard clips, so that it clips spikes only.
+GUARD_RATE = 0.01
+# The highest guard, in medians of the norms. Where more than 1 % of the
 # steps are broken, a limit that clips 1 % lies among their norms and is no help.
 MOST_MEDIANS = 20
 # Among fewer norms no limit clips 1 % of them.
@@ -260,9 +261,9 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
       Fixed limits first, from quantiles of the norms (Pascanu et al. take half to ten
       times the usual norm), then rules that learn. Each is a `Suggestion`: the rule as
       it is written in a program, its limit at the last step, the share of steps that it
-      clips, their mean factor, and whether it is recommended: of the fixed limits up to
-      twenty times the median, the one that clips nearest to 1 % of the steps. None is
-      recommended from fewer than 100 norms, which cannot show 1 %, and where 5 % of the
+      clips, their mean factor, and whether it is the guard: of the fixed limits up to
+      twenty times the median, the one that clips nearest to 1 % of the steps. There is
+      no guard from fewer than 100 norms, which cannot show 1 %, and where 5 % of the
       norms or more are within 0.1 % of the largest and stand out as clipped: more than
       three times as many as share any other value.
 
@@ -294,8 +295,8 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
 def _with_a_guard(limits: list[Suggestion], median: float) -> list[Suggestion]:
     """Marks the limit that clips nearest to 1 % of the steps."""
     usual = [row for row in limits if row.limit <= MOST_MEDIANS * median]
-    guard = min(usual, key=lambda row: abs(row.clip_rate - RECOMMENDED_RATE))
-    return [row._replace(recommended=row is guard) for row in limits]
+    guard = min(usual, key=lambda row: abs(row.clip_rate - GUARD_RATE))
+    return [row._replace(is_guard=row is guard) for row in limits]
 
 
 def plot_history(

@@ -108,6 +108,41 @@ def test_a_nan_is_named_with_the_tensors_in_which_it_begins():
     assert finding.evidence == f"NaN or inf begins in {names}"
 
 
+# ------------------------------------------------------------------- losses of 0
+
+
+def broken_runs():
+    """Columns of runs with these causes, whose loss is never 0."""
+    high = changed(noisy(100), dict.fromkeys(range(60, 100), 8.0))
+    grown = np.where(np.arange(100) < 50, 1.0, 8.0) * noisy(100)
+    lost = np.where(np.arange(100) < 50, 1.0, 1e-6) * noisy(100)
+    return {
+        "divergence": (high, noisy(100)),
+        "change of scale": (noisy(100), grown),
+        "vanishing": (noisy(100), lost),
+    }
+
+
+@pytest.mark.parametrize("cause", ["divergence", "change of scale", "vanishing"])
+def test_a_loss_that_was_rounded_to_0_is_left_out(cause):
+    """As transformers rounds it, to four digits."""
+    loss, norm = broken_runs()[cause]
+    expected = found(rows_of(loss=loss, norm=norm), cause)
+    loss = changed(loss, {7: 0.0})
+    assert found(rows_of(loss=loss, norm=norm), cause) == expected is not None
+    # A loss below 0 has no ratio.
+    loss = changed(loss, {7: -0.1})
+    assert found(rows_of(loss=loss, norm=norm), cause) is None
+
+
+def test_losses_of_0_alone_have_no_ratio():
+    report = examine(rows_of(loss=np.zeros(60), grad_norm=calm()))
+    assert report.findings == []
+    assert report.not_judged[
+        "20 rows with a loss above 0 (--loss NAME, if the log has one)"
+    ]
+
+
 # -------------------------------------------------------------------------- bad batch
 
 
@@ -130,7 +165,7 @@ def test_a_spike_in_the_last_row_is_named():
     (finding,) = diagnose(rows_of(grad_norm=norms))
     assert (finding.cause, finding.step) == ("bad batch", 59)
     # Whether it comes back is not in the log.
-    assert finding.evidence.endswith("for at most 20 rows of the log")
+    assert finding.evidence.endswith("times the median of up to 20 rows before it")
 
 
 def test_norms_that_stay_high_are_no_bad_batch():

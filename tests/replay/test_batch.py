@@ -154,7 +154,7 @@ def write(path, rows):
 
 def test_the_command_says_the_limit_at_the_other_size(tmp_path, command):
     norms = np.exp(np.random.default_rng(0).normal(size=200))
-    (best,) = [row for row in suggest(norms) if row.recommended]
+    (best,) = [row for row in suggest(norms) if row.is_guard]
     # Noise alone made the norms that the limit clips, which do not count.
     shares = np.where(norms > best.limit, 1.0, 0.6)
     rows = [
@@ -177,6 +177,14 @@ def test_the_command_scales_the_limit_that_it_says_to_take(tmp_path, command):
     text = command(write(tmp_path / "run.jsonl", rows), "--batch=32", "--to=512")
     assert "Take 1.0" in text
     assert f"start with clip_by_global_norm({np.sqrt(0.4 + 0.6 / 16):.3g})." in text
+
+
+@pytest.mark.parametrize("name", ["train/noise_share", "sun-7 - noise_share"])
+def test_a_noise_share_may_have_groups_in_front(tmp_path, command, name):
+    norms = np.exp(np.random.default_rng(0).normal(size=200))
+    rows = [{"grad_norm": norm, name: 0.6} for norm in norms]
+    text = command(write(tmp_path / "run.jsonl", rows), "--batch=32", "--to=512")
+    assert f"norms are {np.sqrt(0.4 + 0.6 / 16):.3g} times as long as at 32" in text
 
 
 def test_where_norms_fall_far_the_command_scales_the_cap(tmp_path, command):

@@ -39,6 +39,12 @@ FORMS = [
     '#{"t_start": 1.5}\nloss,grad_norm\n2,1.5\n1,2.5\n',
     "step  grad_norm\n   0        1.5\n   1        2.5\n",
     "step;grad norm\n0;1,5\n1;2,5\n",
+    # np.savetxt with a header.
+    "# step,grad_norm\n0.0e+00,1.5e+00\n1.0e+00,2.5e+00\n",
+    "# step grad_norm\n0.0e+00 1.5e+00\n1.0e+00 2.5e+00\n",
+    # to_json of pandas, with two forms of orient=.
+    '{"loss": {"0": 2, "1": 1}, "grad_norm": {"0": 1.5, "1": 2.5}}',
+    '{"0": {"loss": 2, "grad_norm": 1.5}, "1": {"loss": 1, "grad_norm": 2.5}}',
     # As pandas writes an index.
     "\tstep\tgrad_norm\n0\t0\t1.5\n1\t1\t2.5\n",
     "grad_norm\tval\n1.5\t2\n2.5\t\n",
@@ -218,6 +224,24 @@ def test_of_a_step_that_comes_twice_the_later_run_counts(tmp_path):
     assert found.tolist() == [*range(30), *range(40, 60)]
 
 
+def test_a_row_that_comes_late_is_put_in_its_place(tmp_path):
+    """As jax.debug.callback without ordered=True may write it. Without a warning."""
+    steps = [0, 1, 3, 4, 2, 5]
+    rows = [{"step": step, "norm": 1.0 + step} for step in steps]
+    assert read(tmp_path, json.dumps(rows)).tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_index_of_pandas_is_the_step_of_a_row(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('{"grad_norm": {"100": 1.5, "110": 2.5}}')
+    log = _logs.read_log(path, "test")
+    assert log.columns["grad_norm"].steps.tolist() == [100, 110]
+    # A column of steps is surer.
+    path.write_text('{"_step": {"0": 7, "1": 8}, "norm": {"0": 1.5, "1": 2.5}}')
+    log = _logs.read_log(path, "test")
+    assert log.columns["norm"].steps.tolist() == [7, 8]
+
+
 def test_nulls_that_a_resumed_run_replaces_are_no_norms(tmp_path):
     norms = {**dict.fromkeys(range(95), 1.0), **dict.fromkeys(range(95, 101))}
     rows = [{"step": step, "norm": norm} for step, norm in norms.items()]
@@ -300,7 +324,7 @@ def test_extremes_and_summaries_are_no_tensors(tmp_path):
         + "1,1,1,1,1,1,1,1,1\n" * 3
     )
     log = _logs.read_log(path, "test")
-    tensors = [column.name for column in _logs.norms_of_tensors(log)]
+    tensors = [column.name for column in _logs.columns_named(_logs.TENSOR_PATTERN, log)]
     assert tensors == ["grad_norm/a", "grad_norm/b"]
     assert not any("__M" in name for name in log.columns)
 
@@ -308,8 +332,8 @@ def test_extremes_and_summaries_are_no_tensors(tmp_path):
 def loss_name(tmp_path, name):
     path = tmp_path / "run.csv"
     path.write_text(f"{name},lr\n2,1\n1,1\n")
-    loss = _logs.loss_of(_logs.read_log(path, "test"))
-    return loss and loss.name
+    losses = _logs.losses_of(_logs.read_log(path, "test"))
+    return losses[0].name if losses else None
 
 
 def test_the_surest_name_is_taken(tmp_path):

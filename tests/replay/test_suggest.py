@@ -75,23 +75,23 @@ def test_a_limit_among_the_norms_of_broken_steps_is_not_recommended():
     # 1 % of the steps are above 5000, and 6 % are broken.
     broken = 1000.0 * np.arange(1, 7)
     norms = [*np.linspace(0.5, 1.5, 94), *broken]
-    (best,) = [row for row in suggest(norms) if row.recommended]
+    (best,) = [row for row in suggest(norms) if row.is_guard]
     assert best.limit == pytest.approx(5 * np.median(norms), 1e-3)
     assert best.clip_rate == pytest.approx(6 / 100)
 
 
 def test_no_limit_is_recommended_from_fewer_than_100_norms():
     norms = np.random.default_rng(0).uniform(size=100)
-    assert any(row.recommended for row in suggest(norms))
+    assert any(row.is_guard for row in suggest(norms))
     # Norms of 0 do not count.
     norms[0] = 0.0
-    assert not any(row.recommended for row in suggest(norms))
+    assert not any(row.is_guard for row in suggest(norms))
 
 
 def test_norms_that_never_change_have_no_recommendation():
     """They may be those after a clip, or of a log that repeats its last one."""
     rows = suggest(np.ones(SIZE))
-    assert not any(row.recommended for row in rows)
+    assert not any(row.is_guard for row in rows)
     # The quantiles are one limit.
     assert [row.limit for row in rows[:2]] == [1.0, 5.0] and len(rows) == 6
 
