@@ -58,8 +58,9 @@ class Verdict(NamedTuple):
       examples: the places in the batch of the examples that stand out, the furthest
         first.
       tensors: the names of the weights that are not finite. If all weights are finite,
-        the names of the tensors whose gradients stand out. Empty without Adam's
-        moments, unless a weight or a gradient is not finite.
+        the names of the tensors whose gradients stand out, or the name of the tensor
+        whose gradient grew most. Empty without Adam's moments, unless a weight or a
+        gradient is not finite.
       numbers: the numbers that were compared, by name.
       not_told: the causes that could not be judged, and why.
     """
@@ -102,8 +103,8 @@ class Tensors(NamedTuple):
     """Weights and gradients that may be at fault, by name."""
 
     not_finite: list[str]  # weights
-    far: list[str]  # gradients
-    norm_without_far: float
+    far: list[str]  # gradients. If none is far, the one that grew most
+    norm_without_far: float  # the norm of all gradients if none is far
 
 
 class Evidence(NamedTuple):
@@ -368,10 +369,14 @@ def _tensors(params: PyTree, grads: PyTree, moments: dict[str, np.ndarray]) -> T
     # Without a history growths are 0, or inf where a gradient is not finite.
     far = [name for name in growths if growths[name] > FAR_TENSOR * median]
     other_norms = [norms[name] for name in norms if name not in far]
+    norm_without_far = math.hypot(*other_norms)
+    if finite_growths and not far:
+        # Only shown: `norm_without_far` still has it, so it is not named as the cause.
+        far = [max(growths, key=growths.__getitem__)]
     return Tensors(
         not_finite=[name for name in weights if not np.isfinite(weights[name]).all()],
         far=far,
-        norm_without_far=math.hypot(*other_norms),
+        norm_without_far=norm_without_far,
     )
 
 
