@@ -122,6 +122,8 @@ def _about_source(log: Log, column: Column, options: argparse.Namespace) -> list
     lines = [f"Norms: column {column.name!r} of {options.log.name}."]
     if options.column is None:
         lines.append("It is taken by its name. --column NAME takes another one.")
+    else:
+        lines.append("It is taken for a gradient norm, as --column says.")
     return [*lines, *log.notes]
 
 

@@ -31,7 +31,13 @@ def test_it_says_which_column_it_guessed_and_how_to_choose(log, command):
     assert advice == "It is taken by its name. --column NAME takes another one."
     text = command(log, "--column", "train/grad_norm").splitlines()
     assert text[0] == "Norms: column 'train/grad_norm' of run.csv."
-    assert not text[1].startswith("It")
+    assert "by its name" not in text[1]
+
+
+def test_a_column_of_another_name_is_said_to_be_taken_for_a_norm(log, command):
+    said = "It is taken for a gradient norm, as --column says."
+    assert said in command(log, "--column", "train/loss")
+    assert said not in command(log)
 
 
 def test_rows_that_are_missing_are_said_and_drawn_in_steps(log, command, monkeypatch):
