@@ -17,6 +17,8 @@ from jax.core import Tracer
 from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
+from ._exported import LONGEST, short_repr
+
 # What becomes of updates whose norm is NaN or inf.
 Nonfinite = Literal["propagate", "zero", "raise"]
 NONFINITE = get_args(Nonfinite)
@@ -33,7 +35,10 @@ BEGIN_ANEW = f"{BEGIN} {KEEP_THE_REST}"
 def shown(value: object) -> str:
     """A value as errors show it: shortened, as a tree of gradients must be."""
     text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]} ..."
+    # Of long arrays the shapes say more.
+    if len(text) > LONGEST or "\n" in text:
+        text = " ".join(short_repr(value).split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 # -------------------------------------------------------------------------- numbers

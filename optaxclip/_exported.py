@@ -3,6 +3,7 @@
 exported           a decorator: `jax.export` finds a state by its name
 state_repr         how a notebook shows a state
 call_repr          how it shows the call that made a clipper or a rule
+short_repr         how it shows an argument of such a call
 has_numbers        whether the numbers of an array can be shown
 PLACEHOLDER_TYPES  what `optax.tree_map_params` hands to `init` in the place of params
 """
@@ -18,18 +19,19 @@ from jax import Array
 from jax.core import Tracer
 
 T = TypeVar("T")
-LONGEST = 200  # characters of a state
+LONGEST = 200  # characters of a state, or of a value in an error
 LONGEST_FIELD = 60  # characters of one of its fields
 
 
 def _types_of_placeholder() -> tuple[type, ...]:
-    """The types of what `optax.tree_map_params` hands to `init`: one, or none in an
-    optax that hands over nothing of its own.
+    """The types of what `optax.tree_map_params` hands to `init`. None, if that is a
+    dict or a tuple, as params may be.
     """
     types = []
 
     def init(placeholder: object) -> tuple[()]:
-        types.append(type(placeholder))
+        if type(placeholder).__module__.startswith("optax"):
+            types.append(type(placeholder))
         return ()
 
     optax.tree_map_params(init, jnp.shape, ())
@@ -73,8 +75,8 @@ def has_numbers(array: object) -> bool:
     return array.is_fully_addressable and not array.is_deleted()
 
 
-# Transformations that do not know the call that made them.
-WITHOUT_CALL = (optax.GradientTransformation, optax.GradientTransformationExtraArgs)
+# Types of transformations that do not know the call that made them.
+UNNAMED_TRANSFORMATIONS = (optax.GradientTransformation, optax.GradientTransformationExtraArgs)
 
 
 def call_repr(name: str, fields: dict[str, Any]) -> str:
@@ -83,28 +85,33 @@ def call_repr(name: str, fields: dict[str, Any]) -> str:
     for field, value in fields.items():
         if isinstance(value, tuple | dict) and not jax.tree.leaves(value):
             continue
-        text = repr(jax.tree.map(_Short, value, is_leaf=_is_function_or_clipper))
-        texts.append(f"{field}={_cut(text, LONGEST_FIELD)}")
+        texts.append(f"{field}={_cut(short_repr(value), LONGEST_FIELD)}")
     texts.sort(key=lambda text: len(text) > LONGEST_FIELD / 2)
     return _cut(f"{name}({', '.join(texts)})", LONGEST)
 
 
-def _is_function_or_clipper(x: object) -> bool:
-    return callable(x) or isinstance(x, optax.GradientTransformation)
+def short_repr(value: Any) -> str:
+    """The `repr` of a tree, with the dtypes and shapes of arrays."""
+    return repr(jax.tree.map(_ShortRepr, value, is_leaf=_has_own_repr))
+
+
+def _has_own_repr(x: object) -> bool:
+    """Whether it is shown as a whole: a function, a transformation or a rule."""
+    return callable(x) or hasattr(x, "init")
 
 
 def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 4]}...{text[-1]}"
 
 
-class _Short(NamedTuple):
+class _ShortRepr(NamedTuple):
     """A leaf whose `repr` is short."""
 
     leaf: Any
 
     def __repr__(self) -> str:
         leaf = self.leaf
-        if type(leaf) in WITHOUT_CALL:
+        if type(leaf) in UNNAMED_TRANSFORMATIONS:
             # The init of `optax.chain` is called "chain.<locals>.init_fn".
             name = getattr(leaf.init, "__qualname__", "transformation")
             return f"{name.partition('.')[0]}(...)"
@@ -112,8 +119,10 @@ class _Short(NamedTuple):
         while isinstance(leaf, partial):
             last = leaf.args[-1] if leaf.args else None
             leaf = last if callable(last) else leaf.func
-        if callable(leaf):
-            return getattr(leaf, "__name__", type(leaf).__name__)
+        if callable(leaf) and type(leaf).__repr__ is object.__repr__:
+            return type(leaf).__name__
+        if callable(leaf) and hasattr(leaf, "__name__"):
+            return leaf.__name__
         if not hasattr(leaf, "dtype"):
             return repr(leaf)
         # Keys are no numbers.
