@@ -25,6 +25,7 @@ from ._rule import (
     Number,
     Rule,
     Schedule,
+    answer_of,
     at_step,
     call_name,
     is_inf,
@@ -262,10 +263,13 @@ class Joined(Rule):
         new_memories = []
         call = call_name(type(self))
         for index, (rule, memory) in enumerate(zip(self.rules, memories)):
-            norms_of_rule = norms_for(rule, params_norm, total_norm)
-            limit, new_memory = rule.update(norm, memory, step, *norms_of_rule)
-            checks.check_real(
-                f"{call}: rules[{index}]: what a schedule or a rule returns", limit
+            limit, new_memory = answer_of(
+                rule,
+                norm,
+                memory,
+                step,
+                *norms_for(rule, params_norm, total_norm),
+                argument=f"{call}: rules[{index}]",
             )
             # Limits may be Python numbers or of any dtype, and jnp.minimum wants one.
             limits.append(checks.in_norm_dtype(norm.dtype, limit))

@@ -220,6 +220,37 @@ def norms_for(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
     return more_norms
 
 
+def answer_of(
+    rule: Rule,
+    norm: Array,
+    memory: PyTree,
+    step: Array,
+    *more_norms: Any,
+    argument: str,
+) -> LimitAndMemory:
+    """What `update` of a rule returns.
+
+    Raises:
+      TypeError: no limit and memory, a limit that is no number, or a memory of other
+        shapes than it was given. That would go unseen: a number for each norm
+        broadcasts to a window for each norm, and a memory without an `init` is lost.
+    """
+    answer = rule.update(norm, memory, step, *more_norms)
+    must = f"{call_name(type(rule))}: update must return"
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise TypeError(f"{must} (limit, memory), got {checks.shown(answer)}.")
+    limit, new_memory = answer
+    checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
+    # Nothing may be () or None.
+    remembers = bool(jax.tree.leaves((memory, new_memory)))
+    if remembers and _shapes(memory) != _shapes(new_memory):
+        raise TypeError(
+            f"{must} a memory like that of init, {_form(memory)}, got "
+            f"{_form(new_memory)}."
+        )
+    return limit, new_memory
+
+
 def limit_of(
     rule: Rule,
     norm: Array,
@@ -247,14 +278,9 @@ def limit_of(
     # stop_gradient: limits have no derivative by the updates. A broken norm becomes 0:
     # where the new memory is not selected, its derivative must still be finite.
     finite_norm = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
-    answer = rule.update(finite_norm, memory_of_rule, step, *more_norms)
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-        raise TypeError(
-            f"{call_name(type(rule))}: update must return (limit, memory), got "
-            f"{checks.shown(answer)}."
-        )
-    limit, new_memory = answer
-    checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
+    limit, new_memory = answer_of(
+        rule, finite_norm, memory_of_rule, step, *more_norms, argument=argument
+    )
     # A number fits every norm.
     if jnp.ndim(limit):
         checks.check_shape(jnp.shape(limit), norm.shape, argument)
@@ -309,9 +335,14 @@ def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> A
     return memory
 
 
-def _form(tree: PyTree) -> Any:
-    forms = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
-    return forms if jax.tree.leaves(tree) else "nothing"
+def _shapes(memory: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
+    leaves, treedef = jax.tree.flatten(memory)
+    return treedef, [jnp.shape(leaf) for leaf in leaves]
+
+
+def _form(memory: PyTree) -> Any:
+    forms = jax.tree.map(lambda x: f"{jnp.result_type(x)}{[*jnp.shape(x)]}", memory)
+    return forms if jax.tree.leaves(memory) else "nothing"
 
 
 def rule_in(call: str, rule_class: type[R], **numbers: Any) -> R:
