@@ -27,6 +27,7 @@ from ._rule import (
     at_step,
     choice_field,
     flag_field,
+    is_at_most_1,
     number_field,
     warn_of_falling,
 )
@@ -127,8 +128,8 @@ class EmaRatio(Rule):
 
     Args:
       ratio: a norm above this multiple of the average is clipped. At least 0. With
-        remember="clipped" a ratio of at most 1 lets limits only fall. A number or a
-        schedule.
+        remember="clipped" and no target a ratio of at most 1 lets limits only fall. A
+        number or a schedule.
       decay: of the average, in [0, 1]. With 1 it stays at the first norm, or corrected
         is the mean of all. A number or a schedule.
       target: the multiple that clipped norms are brought to. None for `ratio`.
@@ -145,7 +146,8 @@ class EmaRatio(Rule):
         something that is no number.
 
     Warns:
-      UserWarning: a ratio of at most 1 with `remember="clipped"`.
+      UserWarning: a ratio of at most 1, and no target above 1, with
+        `remember="clipped"`.
 
     Example:
       >>> rule = optaxclip.rules.ema_ratio(2.0, 0.5)
@@ -169,7 +171,9 @@ class EmaRatio(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.remember == "clipped":
+        # A target above 1 lets limits rise.
+        target = self.ratio if self.target is None else self.target
+        if self.remember == "clipped" and is_at_most_1(target):
             warn_of_falling("ema_ratio: ratio", self.ratio, stacklevel=4)
 
     def init(self, norm: Array) -> tuple[Array, Average, Average]:

@@ -397,12 +397,17 @@ def at_step(step: Array, dtype: DTypeLike, *numbers: Number) -> list[Array]:
     return [checks.in_norm_dtype(dtype, value) for value in values]
 
 
+def is_at_most_1(number: Any) -> bool:
+    """Whether a number of a rule is at most 1, and neither a schedule nor traced."""
+    return isinstance(number, (int, float)) and number <= 1
+
+
 def warn_of_falling(argument: str, ratio: Any, stacklevel: int) -> None:
     """Warns of a ratio of at most 1, with which a limit can only fall.
 
     `stacklevel` is that of `warnings.warn`, seen from the caller.
     """
-    if isinstance(ratio, (int, float)) and ratio <= 1:
+    if is_at_most_1(ratio):
         warnings.warn(
             f"{argument} should be above 1, got {ratio}: the limit is this multiple of "
             "norms that it has limited itself, so it can only fall. A fixed limit is "

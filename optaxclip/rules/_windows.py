@@ -93,7 +93,7 @@ class WindowedQuantile(Rule):
       current: whether the norm of this step is in the window that it is held against.
         With True a first spike raises its own limit.
       remember: "raw" for the norm as it came, "clipped" for what was let through. With
-        "clipped" and a factor of at most 1 limits can only fall.
+        "clipped", a factor of at most 1 and current=False limits can only fall.
       warmup: how many norms are seen before there is a limit, the current one counted
         if it is in the window. It may be longer than the window. At least 0, and there
         is no limit before the first norm.
@@ -101,6 +101,9 @@ class WindowedQuantile(Rule):
     Raises:
       ValueError: a number out of its range, or an unknown `remember`. TypeError:
         something that is no number.
+
+    Warns:
+      UserWarning: limits that can only fall, see `remember`.
 
     Example:
       >>> rule = optaxclip.rules.windowed_quantile(0.5, 3)
@@ -118,6 +121,13 @@ class WindowedQuantile(Rule):
     current: Any = flag_field(default=False)
     remember: str = choice_field("raw", "clipped", default="raw")
     warmup: Any = number_field(default=1, schedule=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A current norm counts as it came, and lets limits rise.
+        is_without_current = isinstance(self.current, int) and not self.current
+        if self.remember == "clipped" and is_without_current:
+            warn_of_falling("windowed_quantile: factor", self.factor, stacklevel=4)
 
     def init(self, norm: Array) -> QuantileMemory:
         recent = empty_window(self, norm)
