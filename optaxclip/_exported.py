@@ -76,7 +76,10 @@ def has_numbers(array: object) -> bool:
 
 
 # Types of transformations that do not know the call that made them.
-UNNAMED_TRANSFORMATIONS = (optax.GradientTransformation, optax.GradientTransformationExtraArgs)
+UNNAMED_TRANSFORMATIONS = (
+    optax.GradientTransformation,
+    optax.GradientTransformationExtraArgs,
+)
 
 
 def call_repr(name: str, fields: dict[str, Any]) -> str:

@@ -292,7 +292,7 @@ def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
     return mean, deviation
 
 
-def step_rule(
+def skip_step_rule(
     sigmas: Number = 6.0, window: int | Array = 128, *, call: str = "windowed_mean"
 ) -> Rule:
     """The rule of `skip_step`: the first limit comes after half a window."""
