@@ -53,8 +53,8 @@ from ._blocks import Block, blocks_of
 from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER_TYPES
 from ._factors import factor_between, factor_roots, multiply, shrunk_by
-from ._foreign_names import OTHER_NAMES_IN_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
+from ._other_names import OTHER_NAMES_IN_UPDATE
 from ._outcome import (
     Decide,
     Decision,
