@@ -51,8 +51,8 @@ def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> 
             owner = importlib.import_module(f"{module_name}.{later[name]}")
             return owner if name == later[name] else publish(name, getattr(owner, name))
         text = f"module {module_name!r} has no attribute {name!r}."
-        # JAX, pickle and others ask for attributes such as __path__.
-        if not name.startswith("__"):
+        # pickle asks for __path__, IPython for _repr_html_. A hint imports all modules.
+        if not name.startswith("_"):
             text = f"{text} {_hint_for_attribute(name, module)}".strip()
         raise AttributeError(text, name=name, obj=module)
 
