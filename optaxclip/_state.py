@@ -24,39 +24,7 @@ from ._exported import call_repr, has_numbers
 from ._packed import InWindows, Packed, is_mark, packed, rows_from, unpacked
 from ._trees import PyTree
 
-
-class StateRows(NamedTuple):
-    """All rows of a state. The first three are ints, in `counts`."""
-
-    step: Array
-    clipped: Array
-    nonfinite: Array
-    norm: Array
-    limit: Array
-    factor: Array
-    clipped_recently: Array
-    units_clipped: Array  # only in clippers of units
-
-
-COUNT_NAMES = StateRows._fields[:3]
-NUMBER_NAMES = StateRows._fields[3:]
-
-
-# Where the entries of a name are in a row: one norm, the layers of a leaf, everything.
-Position = int | slice | EllipsisType
-
-
-class NormEntry(NamedTuple):
-    """What a state knows of one norm, or of the layers of a stacked leaf."""
-
-    norm: Array
-    limit: Array
-    factor: Array
-    clipped: Array
-    clipped_recently: Array
-    nonfinite: Array
-    units_clipped: Any
-    memory: PyTree
+# ----------------------------------------------------------------------- names of norms
 
 
 # The names of the layers of a stacked leaf. None for a single norm.
@@ -117,6 +85,68 @@ def _is_share(layers: LayerNames, all_layers: LayerNames) -> bool:
     if not layers or not all_layers or len(layers) == len(all_layers):
         return layers == all_layers
     return len(all_layers) % len(layers) == 0
+
+
+class OpenNames:
+    """The names of a state that `optax.tree_map_params` makes.
+
+    It compares the structure of `init(placeholder)` with that of a real state, maps
+    over both, and rebuilds the first. Which names there are depends on the parameters,
+    which a placeholder does not have. So:
+
+        init(placeholder)   a state of one leaf for each field, with open names
+        map with a state    JAX compares the names, and the open ones note the state's
+        rebuild             with the names that were noted
+
+    tests/core/test_states_in_optax.py sees it break.
+    """
+
+    def __init__(self) -> None:
+        self.noted: Names | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Names):
+            self.noted = other
+        return isinstance(other, (Names, OpenNames))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return 0
+
+
+# ---------------------------------------------------------------------------- the state
+
+
+class StateRows(NamedTuple):
+    """All rows of a state. The first three are ints, in `counts`."""
+
+    step: Array
+    clipped: Array
+    nonfinite: Array
+    norm: Array
+    limit: Array
+    factor: Array
+    clipped_recently: Array
+    units_clipped: Array  # only in clippers of units
+
+
+COUNT_NAMES = StateRows._fields[:3]
+NUMBER_NAMES = StateRows._fields[3:]
+
+
+class NormEntry(NamedTuple):
+    """What a state knows of one norm, or of the layers of a stacked leaf."""
+
+    norm: Array
+    limit: Array
+    factor: Array
+    clipped: Array
+    clipped_recently: Array
+    nonfinite: Array
+    units_clipped: Any
+    memory: PyTree
 
 
 class _Fields(NamedTuple):
@@ -267,11 +297,6 @@ class ClipState(_Fields):
         return entries
 
 
-def _at(rows: PyTree, position: Position) -> PyTree:
-    """The entries at a position of some rows."""
-    return jax.tree.map(lambda row: row[position], rows)
-
-
 class RecordState(ClipState):
     """What `record_norm` knows after a step: a `ClipState` whose limits are inf. By its
     type `metrics` tells it from the state of a clipper.
@@ -303,6 +328,24 @@ def state_of_rows(
         numbers=jnp.stack(numbers),
         windows=memory_rows.windows,
     )
+
+
+def state_of_placeholder() -> ClipState:
+    """A state with one leaf for each field, for `optax.tree_map_params`."""
+    return ClipState(OpenNames(), jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+
+
+def clip_states(tree: PyTree) -> list[ClipState]:
+    """All states of clippers in the state of an optimizer."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ClipState))
+    return [leaf for leaf in leaves if isinstance(leaf, ClipState)]
+
+
+# ------------------------------------------------------------------ its entries by name
+
+
+# Where the entries of a name are in a row: one norm, the layers of a leaf, everything.
+Position = int | slice | EllipsisType
 
 
 def sizes_of(
@@ -388,47 +431,12 @@ def names_here(state: ClipState) -> Names:
     return names._replace(layers_of_name=layers_of_name)
 
 
-def clip_states(tree: PyTree) -> list[ClipState]:
-    """All states of clippers in the state of an optimizer."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ClipState))
-    return [leaf for leaf in leaves if isinstance(leaf, ClipState)]
+def _at(rows: PyTree, position: Position) -> PyTree:
+    """The entries at a position of some rows."""
+    return jax.tree.map(lambda row: row[position], rows)
 
 
-# ---------------------------------------------------------- a state in optax and JAX
-
-
-class OpenNames:
-    """The names of a state that `optax.tree_map_params` makes.
-
-    It compares the structure of `init(placeholder)` with that of a real state, maps
-    over both, and rebuilds the first. Which names there are depends on the parameters,
-    which a placeholder does not have. So:
-
-        init(placeholder)   a state of one leaf for each field, with open names
-        map with a state    JAX compares the names, and the open ones note the state's
-        rebuild             with the names that were noted
-
-    tests/core/test_states_in_optax.py sees it break.
-    """
-
-    def __init__(self) -> None:
-        self.noted: Names | None = None
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Names):
-            self.noted = other
-        return isinstance(other, (Names, OpenNames))
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return 0
-
-
-def state_of_placeholder() -> ClipState:
-    """A state with one leaf for each field, for `optax.tree_map_params`."""
-    return ClipState(OpenNames(), jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+# ----------------------------------------------------------------------- a state in JAX
 
 
 def _names_to_json(static_fields: tuple[Names]) -> bytes:
