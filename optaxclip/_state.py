@@ -19,7 +19,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from . import _trees as trees
-from ._checks import BEGIN_ANEW, check_one_model
+from ._checks import check_one_model
 from ._exported import call_repr, has_numbers
 from ._packed import InWindows, Packed, is_mark, packed, rows_from, unpacked
 from ._trees import PyTree
@@ -49,7 +49,9 @@ class Names(NamedTuple):
 
     @property
     def is_global(self) -> bool:
-        """Whether there is one norm of everything. Its entries are scalars."""
+        """Whether there is one norm of everything, or none, as of an empty tree. Then
+        its entries are scalars.
+        """
         return self.layers_of_name in ({"": None}, {})
 
     # JAX compares names where it compares the structures of two states.
@@ -66,25 +68,25 @@ class Names(NamedTuple):
             return False
         layers = self.layers_of_name.values()
         other_layers = other.layers_of_name.values()
-        # Inside shard_map a device may hold a share of the layers of each leaf. So
-        # states of 6 and 3 layers are equal, of 6 and 4 not (test_states_in_optax.py).
-        is_share = all(map(_is_share, layers, other_layers))
-        return is_share or all(map(_is_share, other_layers, layers))
+        return all(map(_is_share, layers, other_layers))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    # Names may be equal though their contents differ (see `OpenNames`, and a share of
-    # the layers above), so the hash is a constant.
+    # Equal names may differ, see `_is_share` and `OpenNames`. So the hash is constant.
     def __hash__(self) -> int:
         return 0
 
 
-def _is_share(layers: LayerNames, all_layers: LayerNames) -> bool:
-    """Whether the layers of a leaf may be a share of these, or all of them."""
-    if not layers or not all_layers or len(layers) == len(all_layers):
-        return layers == all_layers
-    return len(all_layers) % len(layers) == 0
+def _is_share(layers: LayerNames, other_layers: LayerNames) -> bool:
+    """Whether the layers of a leaf are the same in two states, or may be a share of
+    them in one of both: those that one device holds inside shard_map. So 6 layers and 3
+    are equal, 6 and 4 are not (test_states_in_optax.py).
+    """
+    if not layers or not other_layers or len(layers) == len(other_layers):
+        return layers == other_layers
+    share, count = sorted([len(layers), len(other_layers)])
+    return count % share == 0
 
 
 class OpenNames:
@@ -96,7 +98,7 @@ class OpenNames:
 
         init(placeholder)   a state of one leaf for each field, with open names
         map with a state    JAX compares the names, and the open ones note the state's
-        rebuild             with the names that were noted
+        rebuild             `ClipState` takes the names that were noted
 
     tests/core/test_states_in_optax.py sees it break.
     """
@@ -109,11 +111,21 @@ class OpenNames:
             self.noted = other
         return isinstance(other, (Names, OpenNames))
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
     def __hash__(self) -> int:
         return 0
+
+
+def _spread(windows: PyTree, names: Names) -> PyTree:
+    """The windows of a state that `optax.tree_map_params` made: one sharding for all of
+    them becomes one for each.
+    """
+    if type(windows) is tuple or names.windows_structure is None:
+        return windows
+    return jax.tree.map(
+        lambda mark: windows if isinstance(mark, InWindows) else mark,
+        names.windows_structure,
+        is_leaf=is_mark,
+    )
 
 
 # ---------------------------------------------------------------------------- the state
@@ -172,8 +184,8 @@ class ClipState(_Fields):
       numbers: float32[rows, N], or float32[rows] (float64 where a leaf has 64 bits):
         `norm`, `limit`, `factor`, `clipped_recently`, in a clipper of units
         `units_clipped`, and then numbers that the rule remembers.
-      windows: the memory of the rule, without its numbers that are rows of the arrays
-        above: what is left are larger arrays, such as the last 100 norms.
+      windows: the larger arrays of the rule's memory, such as the last 100 norms. Its
+        numbers for each norm are rows of the arrays above.
       step: int32[]: updates seen.
       clipped: int32[N]: finite steps that changed the updates. Of units, steps in which
         one was changed at least.
@@ -192,32 +204,11 @@ class ClipState(_Fields):
 
     __slots__ = ()
 
-    def __new__(
-        cls, names: Any, counts: Any, numbers: Any, windows: Any = (), *old: Any
-    ) -> Self:
-        if old:
-            # An old pickle passes one argument for each field of its time.
-            raise TypeError(
-                f"{cls.__name__}: it was stored by an optaxclip in which a state had "
-                f"an array for each number. {BEGIN_ANEW}"
-            )
+    def __new__(cls, names: Any, counts: Any, numbers: Any, windows: Any = ()) -> Self:
         if isinstance(names, OpenNames) and names.noted is not None:
             names = names.noted
-            if type(windows) is not tuple and names.windows_structure is not None:
-                # One sharding for all windows becomes one for each of them.
-                windows = jax.tree.map(
-                    lambda mark: windows if isinstance(mark, InWindows) else mark,
-                    names.windows_structure,
-                    is_leaf=is_mark,
-                )
+            windows = _spread(windows, names)
         return super().__new__(cls, names, counts, numbers, windows)
-
-    # One property for each row. Without units there is no row units_clipped.
-    @property
-    def step(self) -> Any:
-        # All entries have the same.
-        row = self._row("step")
-        return row if self.names.is_global else row[..., 0]
 
     clipped = property(lambda self: self._row("clipped"))
     nonfinite = property(lambda self: self._row("nonfinite"))
@@ -225,6 +216,12 @@ class ClipState(_Fields):
     limit = property(lambda self: self._row("limit"))
     factor = property(lambda self: self._row("factor"))
     clipped_recently = property(lambda self: self._row("clipped_recently"))
+
+    @property
+    def step(self) -> Any:
+        row = self._row("step")
+        # All norms have the same step.
+        return row if self.names.is_global else row[..., 0]
 
     @property
     def units_clipped(self) -> Any:
@@ -378,23 +375,30 @@ def sizes_of(
             "the clipper mesh_axes=, the PartitionSpecs of the leaves, and the state "
             "the spec P()."
         )
-    sizes: dict[str, int] = {}
+    sizes = dict.fromkeys(layers_of_name, 1)
     for name, layers_of_leaf in layers_of_name.items():
-        sizes_of_leaf = {name: 1}
         if layers_of_leaf is not None:
-            size = len(layers_of_leaf) * layers_here // layer_count
-            sizes_of_leaf = {name: size}
-            if layers:
-                layer_names = [f"{name}/{layer}" for layer in layers_of_leaf]
-                sizes_of_leaf = dict.fromkeys(layer_names[:size], 1)
-        if sizes.keys() & sizes_of_leaf.keys():
-            leaves = trees.listed(layers_of_name)
+            sizes[name] = len(layers_of_leaf) * layers_here // layer_count
+    return _sizes_of_layers(state.names, sizes, call) if layers else sizes
+
+
+def _sizes_of_layers(
+    names: Names, sizes: Mapping[str, int], call: str
+) -> dict[str, int]:
+    """The sizes of leaves, with a name and the size 1 for each layer."""
+    sizes_of_layers: dict[str, int] = {}
+    for name, layers in names.layers_of_name.items():
+        layer_names = [name]
+        if layers is not None:
+            layer_names = [f"{name}/{layer}" for layer in [*layers][: sizes[name]]]
+        if sizes_of_layers.keys() & layer_names:
+            leaves = trees.listed(names.layers_of_name)
             raise ValueError(
                 f"{call}: layers=True: a leaf of {leaves} has the name of a layer of "
                 "another leaf. Rename it, or use layers=False."
             )
-        sizes |= sizes_of_leaf
-    return sizes
+        sizes_of_layers |= dict.fromkeys(layer_names, 1)
+    return sizes_of_layers
 
 
 def positions_of_name(
