@@ -27,7 +27,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks as checks
-from .._exported import call_repr
+from .._exported import call_repr, short_repr
 from .._foreign_names import with_argument_errors
 from .._mesh_types import typed_as
 from .._trees import PyTree
@@ -243,7 +243,8 @@ def answer_of(
     checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
     # Nothing may be () or None.
     remembers = bool(jax.tree.leaves((memory, new_memory)))
-    if remembers and _shapes(memory) != _shapes(new_memory):
+    shapes, new_shapes = jax.tree.map(jnp.shape, (memory, new_memory))
+    if remembers and repr(new_shapes) != repr(shapes):
         raise TypeError(
             f"{must} a memory like that of init, {_form(memory)}, got "
             f"{_form(new_memory)}."
@@ -335,14 +336,8 @@ def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> A
     return memory
 
 
-def _shapes(memory: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
-    leaves, treedef = jax.tree.flatten(memory)
-    return treedef, [jnp.shape(leaf) for leaf in leaves]
-
-
-def _form(memory: PyTree) -> Any:
-    forms = jax.tree.map(lambda x: f"{jnp.result_type(x)}{[*jnp.shape(x)]}", memory)
-    return forms if jax.tree.leaves(memory) else "nothing"
+def _form(memory: PyTree) -> str:
+    return short_repr(memory) if jax.tree.leaves(memory) else "nothing"
 
 
 def rule_in(call: str, rule_class: type[R], **numbers: Any) -> R:
