@@ -1,11 +1,11 @@
 """What other libraries see of states and calls.
 
-exported           a decorator: `jax.export` finds a state by its name
-state_repr         how a notebook shows a state
-call_repr          how it shows the call that made a clipper or a rule
-short_repr         how it shows an argument of such a call
-has_numbers        whether the numbers of an array can be shown
-PLACEHOLDER_TYPES  what `optax.tree_map_params` hands to `init` in the place of params
+exported        a decorator: `jax.export` finds a state by its name
+is_placeholder  whether `optax.tree_map_params` calls `init`, without params
+state_repr      how a notebook shows a state
+call_repr       how it shows the call that made a clipper or a rule
+short_repr      how it shows an argument of such a call
+has_numbers     whether the numbers of an array can be shown
 """
 
 from functools import partial
@@ -23,22 +23,11 @@ LONGEST = 200  # characters of a state, or of a value in an error
 LONGEST_FIELD = 60  # characters of one of its fields
 
 
-def _types_of_placeholder() -> tuple[type, ...]:
-    """The types of what `optax.tree_map_params` hands to `init`. None, if that is a
-    dict or a tuple, as params may be.
-    """
-    types = []
-
-    def init(placeholder: object) -> tuple[()]:
-        if type(placeholder).__module__.startswith("optax"):
-            types.append(type(placeholder))
-        return ()
-
-    optax.tree_map_params(init, jnp.shape, ())
-    return tuple(types)
-
-
-PLACEHOLDER_TYPES = _types_of_placeholder()
+def is_placeholder(params: object) -> bool:
+    """Whether `optax.tree_map_params` calls `init`, with an object of its own."""
+    # optax.MaskedNode and the states of optax are tuples, and may be params.
+    is_of_optax = type(params).__module__.startswith("optax.")
+    return is_of_optax and not isinstance(params, tuple)
 
 
 def exported(state: type[T]) -> type[T]:
