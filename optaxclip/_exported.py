@@ -111,10 +111,11 @@ class _ShortRepr(NamedTuple):
         while isinstance(leaf, partial):
             last = leaf.args[-1] if leaf.args else None
             leaf = last if callable(last) else leaf.func
-        if callable(leaf) and type(leaf).__repr__ is object.__repr__:
-            return type(leaf).__name__
-        if callable(leaf) and hasattr(leaf, "__name__"):
-            return leaf.__name__
+        if callable(leaf):
+            # A shrink such as `smooth(2)` has no name, and a repr of its own.
+            is_plain = type(leaf).__repr__ is object.__repr__
+            text = type(leaf).__name__ if is_plain else repr(leaf)
+            return getattr(leaf, "__name__", text)
         if not hasattr(leaf, "dtype"):
             return repr(leaf)
         # Keys are no numbers.

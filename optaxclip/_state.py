@@ -24,6 +24,24 @@ from ._exported import call_repr, has_numbers
 from ._packed import InWindows, Packed, is_mark, packed, rows_from, unpacked
 from ._trees import PyTree
 
+
+class StateRows(NamedTuple):
+    """All rows of a state. The first three are ints, in `counts`."""
+
+    step: Array
+    clipped: Array
+    nonfinite: Array
+    norm: Array
+    limit: Array
+    factor: Array
+    clipped_recently: Array
+    units_clipped: Array  # only in clippers of units
+
+
+COUNT_NAMES = StateRows._fields[:3]
+NUMBER_NAMES = StateRows._fields[3:]
+
+
 # ----------------------------------------------------------------------- names of norms
 
 
@@ -53,6 +71,11 @@ class Names(NamedTuple):
         its entries are scalars.
         """
         return self.layers_of_name in ({"": None}, {})
+
+    @property
+    def number_names(self) -> tuple[str, ...]:
+        """The names of the first rows of `numbers`."""
+        return NUMBER_NAMES if self.unit_leaves else NUMBER_NAMES[:-1]
 
     # JAX compares names where it compares the structures of two states.
     def __eq__(self, other: object) -> bool:
@@ -131,23 +154,6 @@ def _spread(windows: PyTree, names: Names) -> PyTree:
 # ---------------------------------------------------------------------------- the state
 
 
-class StateRows(NamedTuple):
-    """All rows of a state. The first three are ints, in `counts`."""
-
-    step: Array
-    clipped: Array
-    nonfinite: Array
-    norm: Array
-    limit: Array
-    factor: Array
-    clipped_recently: Array
-    units_clipped: Array  # only in clippers of units
-
-
-COUNT_NAMES = StateRows._fields[:3]
-NUMBER_NAMES = StateRows._fields[3:]
-
-
 class NormEntry(NamedTuple):
     """What a state knows of one norm, or of the layers of a stacked leaf."""
 
@@ -166,6 +172,21 @@ class _Fields(NamedTuple):
     counts: Any
     numbers: Any
     windows: Any = ()
+
+
+def _row(name: str) -> property:
+    """The property that shows a row of a state."""
+
+    def row(state: "ClipState") -> Any:
+        if name in COUNT_NAMES:
+            array = state.counts
+            index = COUNT_NAMES.index(name)
+        else:
+            array = state.numbers
+            index = NUMBER_NAMES.index(name)
+        return array[..., index] if state.names.is_global else array[..., index, :]
+
+    return property(row)
 
 
 class ClipState(_Fields):
@@ -210,22 +231,24 @@ class ClipState(_Fields):
             windows = _spread(windows, names)
         return super().__new__(cls, names, counts, numbers, windows)
 
-    clipped = property(lambda self: self._row("clipped"))
-    nonfinite = property(lambda self: self._row("nonfinite"))
-    norm = property(lambda self: self._row("norm"))
-    limit = property(lambda self: self._row("limit"))
-    factor = property(lambda self: self._row("factor"))
-    clipped_recently = property(lambda self: self._row("clipped_recently"))
+    clipped = _row("clipped")
+    nonfinite = _row("nonfinite")
+    norm = _row("norm")
+    limit = _row("limit")
+    factor = _row("factor")
+    clipped_recently = _row("clipped_recently")
+
+    _steps = _row("step")
+    _units_clipped = _row("units_clipped")
 
     @property
     def step(self) -> Any:
-        row = self._row("step")
-        # All norms have the same step.
-        return row if self.names.is_global else row[..., 0]
+        # All norms have the same.
+        return self._steps if self.names.is_global else self._steps[..., 0]
 
     @property
     def units_clipped(self) -> Any:
-        return self._row("units_clipped") if self.names.unit_leaves else ()
+        return self._units_clipped if self.names.unit_leaves else ()
 
     @property
     def memory(self) -> tuple[PyTree, ...]:
@@ -233,28 +256,14 @@ class ClipState(_Fields):
         return unpacked(
             self.windows,
             counts=rows_from(self.counts, len(COUNT_NAMES), is_global),
-            numbers=rows_from(self.numbers, len(self.number_names), is_global),
+            numbers=rows_from(self.numbers, len(self.names.number_names), is_global),
         )
-
-    @property
-    def number_names(self) -> tuple[str, ...]:
-        """The names of the first rows of `numbers`."""
-        return NUMBER_NAMES if self.names.unit_leaves else NUMBER_NAMES[:-1]
-
-    def _row(self, name: str) -> Any:
-        if name in COUNT_NAMES:
-            array = self.counts
-            index = COUNT_NAMES.index(name)
-        else:
-            array = self.numbers
-            index = NUMBER_NAMES.index(name)
-        return array[..., index] if self.names.is_global else array[..., index, :]
 
     def __repr__(self) -> str:
         is_closed = isinstance(self.names, Names)
         names = [*self.names.layers_of_name] if is_closed else self.names
         if is_closed and has_numbers(self.counts) and has_numbers(self.numbers):
-            rows = (*COUNT_NAMES, *self.number_names, "memory")
+            rows = (*COUNT_NAMES, *self.names.number_names, "memory")
         else:
             rows = ("counts", "numbers", "windows")
         fields = {name: getattr(self, name) for name in rows}
@@ -309,9 +318,8 @@ def state_of_rows(
     remembers of the norms of whole leaves, and then of the units of each leaf.
     """
     counts = [getattr(rows, name) for name in COUNT_NAMES]
-    numbers = [getattr(rows, name) for name in NUMBER_NAMES[:-1]]
+    numbers = [getattr(rows, name) for name in names.number_names]
     if names.unit_leaves:
-        numbers.append(rows.units_clipped)
         # A memory of units has arrays of other lengths, of which none is a row.
         memory_rows = Packed(memory, counts=[], numbers=[])
     else:

@@ -125,8 +125,7 @@ class WindowedQuantile(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         # A current norm counts as it came, and lets limits rise.
-        is_without_current = isinstance(self.current, int) and not self.current
-        if self.remember == "clipped" and is_without_current:
+        if self.remember == "clipped" and self.current is False:
             warn_of_falling("windowed_quantile: factor", self.factor, stacklevel=4)
 
     def init(self, norm: Array) -> QuantileMemory:
