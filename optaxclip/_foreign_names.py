@@ -200,16 +200,13 @@ def _hint_for_attribute(name: str, module: ModuleType) -> str:
     plain_name = name.lower().rstrip("_")
     if is_package and plain_name in FUNCTIONS:
         return f"Use {package.__name__}.{FUNCTIONS[plain_name]}."
-    modules = []
-    for public_name in package.__all__:
-        value = getattr(package, public_name)
-        # The module of a command has no public names.
-        if hasattr(value, "__all__"):
-            modules.append(value)
-    # Where several modules have a name, the module that was asked counts: it is last.
+    public_values = [getattr(package, public_name) for public_name in package.__all__]
     module_of_name = {}
-    for public_module in (*modules, package, module):
-        module_of_name |= dict.fromkeys(public_module.__all__, public_module.__name__)
+    # Where several modules have a name, the module that was asked counts: it is last.
+    for owner in (*public_values, package, module):
+        # Modules have public names, functions have none.
+        public_names = getattr(owner, "__all__", ())
+        module_of_name |= dict.fromkeys(public_names, owner.__name__)
     similar = _most_similar(name, module_of_name)
     if similar:
         return f"Use {module_of_name[similar]}.{similar}."
