@@ -235,11 +235,10 @@ def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Whether an array of this shape broadcasts to the target shape: (3,) and (1, 3) to
     (4, 3), and (4,) does not.
     """
-    if len(shape) > len(target):
+    try:
+        return jnp.broadcast_shapes(shape, target) == target
+    except ValueError:
         return False
-    # The last axes are matched first.
-    pairs = zip(reversed(shape), reversed(target))
-    return all(size in (1, target_size) for size, target_size in pairs)
 
 
 def check_shape(

@@ -431,12 +431,11 @@ def names_here(state: ClipState) -> Names:
     # One leaf keeps the names of all layers, which have one order on all devices.
     if len(names.layers_of_name) == 1:
         return names
-    layers_of_name = {}
+    layers_of_name = dict(names.layers_of_name)
     for name, size in sizes_of(state).items():
         layers = names.layers_of_name[name]
         if layers is not None:
-            layers = dict.fromkeys([*layers][:size])
-        layers_of_name[name] = layers
+            layers_of_name[name] = dict.fromkeys([*layers][:size])
     # States of a run share the object, see `Names.__eq__`.
     if layers_of_name == names.layers_of_name:
         return names
