@@ -316,12 +316,13 @@ def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> A
     # A traced length of a window has no shape to give. Any number shows the form.
     rule_without_tracers = jax.tree.map(one_for_traced, rule)
     first_memory = jax.eval_shape(rule_without_tracers.init, norm)
+    call = argument.partition(":")[0]
     # Rules that remember nothing may follow one another.
     if not jax.tree.leaves((first_memory, memory)):
         return first_memory
     if jax.tree.structure(first_memory) != jax.tree.structure(memory):
         raise ValueError(
-            f"{argument.partition(':')[0]}: state was made with another rule. "
+            f"{call}: state was made with another rule. "
             f"{call_name(type(rule))} remembers {_form(first_memory)}, and the state "
             f"has {_form(memory)}. {checks.BEGIN_ANEW}"
         )
@@ -329,7 +330,7 @@ def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> A
     for leaf in jax.tree.leaves(memory):
         if leaf.shape[: norm.ndim] != norm.shape:
             raise ValueError(
-                f"{argument.partition(':')[0]}: state was made for norms of shape "
+                f"{call}: state was made for norms of shape "
                 f"{leaf.shape[: norm.ndim]}, but the updates have norms of shape "
                 f"{norm.shape}. {checks.BEGIN_ANEW}"
             )

@@ -130,7 +130,8 @@ class WindowedQuantile(Rule):
 
     def init(self, norm: Array) -> QuantileMemory:
         recent = empty_window(self, norm)
-        return recent, jnp.full_like(recent.past, jnp.inf)
+        ordered = jnp.full_like(recent.past, jnp.inf)
+        return recent, ordered
 
     def update(
         self, norm: Array, memory: QuantileMemory, step: Array
@@ -146,7 +147,8 @@ class WindowedQuantile(Rule):
         limit = jnp.where(is_past_warmup, limit, jnp.inf)
         value = remembered(self.remember, norm, limit)
         new_memory = push_ordered(memory, value)
-        return limit, new_unless_zero(self.remember, value, new_memory, memory)
+        memory = new_unless_zero(self.remember, value, new_memory, memory)
+        return limit, memory
 
 
 def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
@@ -190,8 +192,10 @@ def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
     # for inf, and `update` has no limit then.
     largest_number = jnp.finfo(ordered.dtype).max
     floor = jnp.floor(place)
-    low = jnp.minimum(norm_at(floor), largest_number)
-    high = jnp.minimum(norm_at(jnp.ceil(place)), largest_number)
+    low = norm_at(floor)
+    low = jnp.minimum(low, largest_number)
+    high = norm_at(jnp.ceil(place))
+    high = jnp.minimum(high, largest_number)
     share_of_high = place - floor
     return low + share_of_high * (high - low)
 
@@ -257,7 +261,8 @@ class WindowedMean(Rule):
         limit = jnp.where(is_past_warmup, limit, jnp.inf)
         # It goes onto `memory`: `window` may have the norm already, as it came.
         value = remembered(self.remember, norm, limit)
-        return limit, push(memory, value)
+        new_memory = push(memory, value)
+        return limit, new_memory
 
 
 def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
@@ -285,7 +290,8 @@ def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
     sum_of_squares = jnp.sum(deviations**2, axis=-1)
     # The divisor is at least 1: for ddof norms it would be 0.
     degrees = jnp.maximum(count - jnp.asarray(ddof, count.dtype), 1)
-    deviation = largest[..., 0] * jnp.sqrt(sum_of_squares / degrees)
+    variance = sum_of_squares / degrees
+    deviation = largest[..., 0] * jnp.sqrt(variance)
     mean_difference = largest * mean_quotient
     mean = anchor[..., 0] + mean_difference[..., 0]
     return mean, deviation
