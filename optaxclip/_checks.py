@@ -5,6 +5,7 @@ the function, the argument, the value it got, and what is allowed.
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, TypeGuard, get_args
 
@@ -35,9 +36,10 @@ BEGIN_ANEW = f"{BEGIN} {KEEP_THE_REST}"
 def shown(value: object) -> str:
     """A value as errors show it: shortened, as a tree of gradients must be."""
     text = repr(value)
-    # Of long arrays the shapes say more.
+    # Of long arrays the shapes say more. JAX reads no dict whose keys do not sort.
     if len(text) > LONGEST or "\n" in text:
-        text = " ".join(short_repr(value).split())
+        with suppress(ValueError):
+            text = " ".join(short_repr(value).split())
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 

@@ -96,6 +96,9 @@ def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 4]}...{text[-1]}"
 
 
+ARRAYS = (Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
 class _ShortRepr(NamedTuple):
     """A leaf whose `repr` is short."""
 
@@ -116,7 +119,8 @@ class _ShortRepr(NamedTuple):
             is_plain = type(leaf).__repr__ is object.__repr__
             text = type(leaf).__name__ if is_plain else repr(leaf)
             return getattr(leaf, "__name__", text)
-        if not hasattr(leaf, "dtype"):
+        # A tensor of torch has a dtype that NumPy does not know.
+        if not isinstance(leaf, ARRAYS):
             return repr(leaf)
         # Keys are no numbers.
         is_number = jnp.issubdtype(leaf.dtype, jnp.number)
