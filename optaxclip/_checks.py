@@ -24,6 +24,7 @@ from ._exported import LONGEST, short_repr
 Nonfinite = Literal["propagate", "zero", "raise"]
 NONFINITE = get_args(Nonfinite)
 NUMBERS = (int, float, np.generic, np.ndarray, Array)
+REAL_DTYPES = (jnp.floating, jnp.integer)
 LAST_STEP = 2**31 - 1  # the step of a state counts no further
 BEGIN = "Begin with a new one: state = optimizer.init(params)."
 KEEP_THE_REST = (
@@ -51,8 +52,8 @@ def check_real(argument: str, value: Any, *, is_scalar: bool = False) -> None:
     dtype = getattr(value, "dtype", np.dtype(np.float64))
     # True is an int in Python. As a limit it is a slip.
     is_real = isinstance(value, NUMBERS) and not isinstance(value, bool)
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    if not is_real or not (is_float or jnp.issubdtype(dtype, jnp.integer)):
+    # NumPy does not know the dtypes of torch, so these are asked last.
+    if not is_real or not any(jnp.issubdtype(dtype, real) for real in REAL_DTYPES):
         is_traced = isinstance(value, Tracer)
         got = f"an array of {dtype}" if is_traced else shown(value)
         raise TypeError(f"{argument} must be a real number, got {got}.")

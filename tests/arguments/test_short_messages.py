@@ -81,5 +81,5 @@ class Tensor:
 
 @pytest.mark.parametrize("value", [Tensor(), {1: np.ones((30, 30)), "a": 1.0}])
 def test_a_large_value_that_jax_cannot_read_is_named_all_the_same(value):
-    with pytest.raises(TypeError, match="^clip_by_global_norm: max_norm must be a"):
+    with pytest.raises(TypeError, match=r"^clip_by_global_norm: max_norm must be a"):
         optaxclip.clip_by_global_norm(value)
