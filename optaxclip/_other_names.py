@@ -97,6 +97,7 @@ FUNCTIONS = {
     "clip_grads_with_norm": "dropin.torch_style.clip_grads_with_norm",
     "clip_gradient": "clip_cotangent",
     "clip_norm": "clip_by_global_norm",
+    "clipper": "clip_by_global_norm",
     "dp_sgd": "clipped_grad(loss, max_norm, mean=False) and add_noise",
     "get_total_norm": "global_norm, or dropin.torch_style.get_total_norm",
     "ghost_clipping": 'clipped_grad(loss, max_norm, method="ghost")',
