@@ -190,11 +190,12 @@ class _Bounds(NamedTuple):
 
 def _bounds(max_value: ArrayLike, min_value: ArrayLike | None) -> _Bounds:
     """The bounds as float scalars."""
+    # Two bounds may both be negative. A single one limits the modulus.
+    lowest = 0.0 if min_value is None else -math.inf
+    high = _scalar("clip_cotangent: max_value", max_value, lowest)
     if min_value is None:
-        return _Bounds(_scalar("clip_cotangent: max_value", max_value), None)
-    # Two bounds may both be positive, such as 0.5 and 1, or both negative.
-    high = _scalar("clip_cotangent: max_value", max_value, lowest=-math.inf)
-    low = _scalar("clip_cotangent: min_value", min_value, lowest=-math.inf)
+        return _Bounds(high, None)
+    low = _scalar("clip_cotangent: min_value", min_value, lowest)
     check_order("clip_cotangent", ("min_value", min_value), ("max_value", max_value))
     return _Bounds(high, low)
 

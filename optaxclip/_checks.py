@@ -5,6 +5,7 @@ the function, the argument, the value it got, and what is allowed.
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, TypeGuard, get_args
 
@@ -17,10 +18,13 @@ from jax.core import Tracer
 from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
+from ._exported import LONGEST, short_repr
+
 # What becomes of updates whose norm is NaN or inf.
 Nonfinite = Literal["propagate", "zero", "raise"]
 NONFINITE = get_args(Nonfinite)
 NUMBERS = (int, float, np.generic, np.ndarray, Array)
+REAL_DTYPES = (jnp.floating, jnp.integer)
 LAST_STEP = 2**31 - 1  # the step of a state counts no further
 BEGIN = "Begin with a new one: state = optimizer.init(params)."
 KEEP_THE_REST = (
@@ -33,7 +37,11 @@ BEGIN_ANEW = f"{BEGIN} {KEEP_THE_REST}"
 def shown(value: object) -> str:
     """A value as errors show it: shortened, as a tree of gradients must be."""
     text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]} ..."
+    # Of long arrays the shapes say more. JAX reads no dict whose keys do not sort.
+    if len(text) > LONGEST or "\n" in text:
+        with suppress(ValueError):
+            text = " ".join(short_repr(value).split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 # -------------------------------------------------------------------------- numbers
@@ -44,8 +52,8 @@ def check_real(argument: str, value: Any, *, is_scalar: bool = False) -> None:
     dtype = getattr(value, "dtype", np.dtype(np.float64))
     # True is an int in Python. As a limit it is a slip.
     is_real = isinstance(value, NUMBERS) and not isinstance(value, bool)
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    if not is_real or not (is_float or jnp.issubdtype(dtype, jnp.integer)):
+    # NumPy does not know the dtypes of torch, so these are asked last.
+    if not is_real or not any(jnp.issubdtype(dtype, real) for real in REAL_DTYPES):
         is_traced = isinstance(value, Tracer)
         got = f"an array of {dtype}" if is_traced else shown(value)
         raise TypeError(f"{argument} must be a real number, got {got}.")
@@ -230,11 +238,10 @@ def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Whether an array of this shape broadcasts to the target shape: (3,) and (1, 3) to
     (4, 3), and (4,) does not.
     """
-    if len(shape) > len(target):
+    try:
+        return jnp.broadcast_shapes(shape, target) == target
+    except ValueError:
         return False
-    # The last axes are matched first.
-    pairs = zip(reversed(shape), reversed(target))
-    return all(size in (1, target_size) for size, target_size in pairs)
 
 
 def check_shape(

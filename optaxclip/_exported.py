@@ -1,10 +1,11 @@
 """What other libraries see of states and calls.
 
-exported           a decorator: `jax.export` finds a state by its name
-state_repr         how a notebook shows a state
-call_repr          how it shows the call that made a clipper or a rule
-has_numbers        whether the numbers of an array can be shown
-PLACEHOLDER_TYPES  what `optax.tree_map_params` hands to `init` in the place of params
+exported        a decorator: `jax.export` finds a state by its name
+is_placeholder  whether `optax.tree_map_params` calls `init`, without params
+state_repr      how a notebook shows a state
+call_repr       how it shows the call that made a clipper or a rule
+short_repr      how it shows an argument of such a call
+has_numbers     whether the numbers of an array can be shown
 """
 
 from functools import partial
@@ -18,25 +19,15 @@ from jax import Array
 from jax.core import Tracer
 
 T = TypeVar("T")
-LONGEST = 200  # characters of a state
+LONGEST = 200  # characters of a state, or of a value in an error
 LONGEST_FIELD = 60  # characters of one of its fields
 
 
-def _types_of_placeholder() -> tuple[type, ...]:
-    """The types of what `optax.tree_map_params` hands to `init`: one, or none in an
-    optax that hands over nothing of its own.
-    """
-    types = []
-
-    def init(placeholder: object) -> tuple[()]:
-        types.append(type(placeholder))
-        return ()
-
-    optax.tree_map_params(init, jnp.shape, ())
-    return tuple(types)
-
-
-PLACEHOLDER_TYPES = _types_of_placeholder()
+def is_placeholder(params: object) -> bool:
+    """Whether `optax.tree_map_params` calls `init`, with an object of its own."""
+    # optax.MaskedNode and the states of optax are tuples, and may be params.
+    is_of_optax = type(params).__module__.startswith("optax.")
+    return is_of_optax and not isinstance(params, tuple)
 
 
 def exported(state: type[T]) -> type[T]:
@@ -73,8 +64,11 @@ def has_numbers(array: object) -> bool:
     return array.is_fully_addressable and not array.is_deleted()
 
 
-# Transformations that do not know the call that made them.
-WITHOUT_CALL = (optax.GradientTransformation, optax.GradientTransformationExtraArgs)
+# Types of transformations that do not know the call that made them.
+UNNAMED_TRANSFORMATIONS = (
+    optax.GradientTransformation,
+    optax.GradientTransformationExtraArgs,
+)
 
 
 def call_repr(name: str, fields: dict[str, Any]) -> str:
@@ -83,28 +77,36 @@ def call_repr(name: str, fields: dict[str, Any]) -> str:
     for field, value in fields.items():
         if isinstance(value, tuple | dict) and not jax.tree.leaves(value):
             continue
-        text = repr(jax.tree.map(_Short, value, is_leaf=_is_function_or_clipper))
-        texts.append(f"{field}={_cut(text, LONGEST_FIELD)}")
+        texts.append(f"{field}={_cut(short_repr(value), LONGEST_FIELD)}")
     texts.sort(key=lambda text: len(text) > LONGEST_FIELD / 2)
     return _cut(f"{name}({', '.join(texts)})", LONGEST)
 
 
-def _is_function_or_clipper(x: object) -> bool:
-    return callable(x) or isinstance(x, optax.GradientTransformation)
+def short_repr(value: Any) -> str:
+    """The `repr` of a tree, with the dtypes and shapes of arrays."""
+    return repr(jax.tree.map(_ShortRepr, value, is_leaf=_has_own_repr))
+
+
+def _has_own_repr(x: object) -> bool:
+    """Whether it is shown as a whole: a function, a transformation or a rule."""
+    return callable(x) or hasattr(x, "init")
 
 
 def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 4]}...{text[-1]}"
 
 
-class _Short(NamedTuple):
+ARRAYS = (Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+class _ShortRepr(NamedTuple):
     """A leaf whose `repr` is short."""
 
     leaf: Any
 
     def __repr__(self) -> str:
         leaf = self.leaf
-        if type(leaf) in WITHOUT_CALL:
+        if type(leaf) in UNNAMED_TRANSFORMATIONS:
             # The init of `optax.chain` is called "chain.<locals>.init_fn".
             name = getattr(leaf.init, "__qualname__", "transformation")
             return f"{name.partition('.')[0]}(...)"
@@ -113,8 +115,12 @@ class _Short(NamedTuple):
             last = leaf.args[-1] if leaf.args else None
             leaf = last if callable(last) else leaf.func
         if callable(leaf):
-            return getattr(leaf, "__name__", type(leaf).__name__)
-        if not hasattr(leaf, "dtype"):
+            # A shrink such as `smooth(2)` has no name, and a repr of its own.
+            is_plain = type(leaf).__repr__ is object.__repr__
+            text = type(leaf).__name__ if is_plain else repr(leaf)
+            return getattr(leaf, "__name__", text)
+        # A tensor of torch has a dtype that NumPy does not know.
+        if not isinstance(leaf, ARRAYS):
             return repr(leaf)
         # Keys are no numbers.
         is_number = jnp.issubdtype(leaf.dtype, jnp.number)

@@ -17,122 +17,7 @@ from typing import Any, NoReturn
 import optax
 
 from ._exported import call_repr
-
-# Our arguments that are limits. People try the name of one function in another, too.
-_LIMITS = (
-    "max_norm max_rms max_value max_delta max_logit clipping limit threshold cap rule"
-)
-# Our names for an argument, and other names that people try. Errors show the first of
-# our names that the function has.
-_OTHER_NAMES = {
-    # Keras: clipnorm, clipvalue, global_clipnorm. Lightning: gradient_clip_val.
-    # Hugging Face: max_grad_norm. TensorFlow Privacy: l2_norm_clip.
-    _LIMITS: f"""{_LIMITS} clip clip_norm clip_value clipnorm clipvalue delta
-        global_clipnorm grad_clip gradient_clip_val l2_clip_norm l2_norm_clip
-        max_grad_norm max_l2_norm norm value""",
-    # `jax.pmap` and `lax.psum` have axis_name.
-    "mesh_axes": "axes axis_name axis_names mesh_axis",
-    # torch's `clip_grad_norm_` has norm_type, and its `norm` has p.
-    "ord": "norm_type order p",
-    "eps": "epsilon stability_eps",
-    # NumPy has a_max, torch max, and TensorFlow clip_value_max.
-    "max_value": "a_max clip_value_max max upper",
-    "min_value": "a_min clip_value_min min lower",
-    "labels scope": "groups param_labels",
-    "decay": "alpha beta momentum smoothing",
-    # NumPy's `percentile` and `quantile` both call it q.
-    "quantile": "percentile",
-    "quantile percentile": "q",
-    # jax_privacy has batch_argnums, microbatch_size and normalize_by, torch
-    # error_if_nonfinite, and optax's `apply_if_finite` max_consecutive_errors.
-    "shared_argnums": "batch_argnums",
-    "nonfinite": "error_if_nonfinite",
-    "max_consecutive": "max_consecutive_errors",
-    "microbatch": "microbatch_size",
-    "mean": "normalize_by",
-    "scope": "per",
-    "shrink": "rescale_to_unit_norm",
-    # The limit in the paper of QK-Clip.
-    "max_logit": "tau",
-    # Numbers in the papers and code of AdaGC, AGC, SPAM and ZClip.
-    "max_norm": "lambda_abs",
-    "ratio": "lambda_rel",
-    "clipping": "clip_factor",
-    "threshold": "theta",
-    "warmup": "warmup_steps",
-    "z": "z_score z_thresh",
-    # In a function that counts deviations, a threshold is a number of them.
-    f"z sigmas {_LIMITS}": "threshold",
-    "noise_multiplier": "sigma stddev",
-}
-# Our names for each other name.
-_OUR_NAMES: dict[str, list[str]] = {}
-for _ours, _others in _OTHER_NAMES.items():
-    _OUR_NAMES |= dict.fromkeys(_others.split(), _ours.split())
-# Other names for `limit` and `value` in `update`. A chain hands every argument to all
-# of its links, so names that may mean something else are left out.
-_FOR_LIMIT = """clip_norm clipnorm global_clipnorm gradient_clip_val l2_clip_norm
-    l2_norm_clip max_grad_norm max_l2_norm max_norm max_rms"""
-OTHER_NAMES_IN_UPDATE = {
-    "limit": frozenset(_FOR_LIMIT.split()),
-    "value": frozenset({"loss", "loss_value", "losses", "train_loss"}),
-}
-# What the error adds to our name for an argument.
-_REMARKS = {
-    # An average may be weighted from either end.
-    "decay": ", the weight of the past: near 1",
-    "quantile": ", a share in [0, 1]",
-    "shared_argnums": ", the arguments that are no batches",
-    "nonfinite": '="raise"',
-    "shrink": "=optaxclip.shrinks.normalize",
-    "noise_multiplier": ", the standard deviation over the sensitivity",
-    "sigmas": ", in standard deviations",
-    "z": ", in standard deviations",
-}
-# Arguments that people try and that no function has, with what to do instead.
-_NO_ARGUMENTS = {
-    # optax masks any transformation.
-    "mask": "Wrap the clipper: optax.masked({call}(...), mask).",
-    "trainable": "Wrap the clipper: optax.masked({call}(...), mask).",
-    "noise_multiplier": "optaxclip.add_noise(result, noise_multiplier, key) adds the "
-    "noise.",
-    "prefix": "optax.named_chain gives clippers names of their own in the keys.",
-}
-# Names that people try for a function, and what to use instead.
-FUNCTIONS = {
-    "account": "per_example.epsilon(noise_multiplier, share, steps=..., delta=...)",
-    "agc": "adaptive_grad_clip",
-    "apply_if_finite": "skip_nonfinite",
-    "clip_by_layer": "clip_by_tensor_norm, or clip_by_group_norm",
-    "clip_by_norm": "clip_by_tensor_norm, or dropin.tensorflow_style.clip_by_norm",
-    "clip_by_percentile": "autoclip",
-    "clip_grad_norm": "clip_grads(grads, max_norm), or dropin.torch_style",
-    "clip_grad_value": "clip_by_value, or dropin.torch_style.clip_grad_value",
-    "clip_grads_with_norm": "dropin.torch_style.clip_grads_with_norm",
-    "clip_gradient": "clip_cotangent",
-    "clip_gradients_by_norm": "clip_by_tensor_norm",
-    "clip_norm": "clip_by_global_norm",
-    "clipper": "clip_by_global_norm",
-    "dp_sgd": "clipped_grad(loss, max_norm, mean=False) and add_noise",
-    "epsilon": "per_example.epsilon(noise_multiplier, share, steps=..., delta=...)",
-    "get_total_norm": "global_norm, or dropin.torch_style.get_total_norm",
-    "ghost_clipping": 'clipped_grad(loss, max_norm, method="ghost")',
-    "global_norm_clip": "clip_by_global_norm",
-    "grad_clip": "clip_by_global_norm",
-    "grad_norm": "global_norm(grads), or metrics(state) for a log",
-    "gradient_clipping": "clip_by_global_norm",
-    "log_norm": "record_norm",
-    "make_private": "clipped_grad(loss, max_norm, mean=False) and add_noise",
-    "muon_clip": "qk_clip",
-    "noise_multiplier": "per_example.noise_multiplier(epsilon, share, steps=..., "
-    "delta=...), or add_noise(result, noise_multiplier, key)",
-    "norm": "global_norm",
-    "per_sample_clip": "clipped_grad",
-    "privacyengine": "clipped_grad(loss, max_norm, mean=False) and add_noise",
-    "skip_nan": "skip_nonfinite",
-    "unitwise_clip": "clip_by_unitwise_norm",
-    "zero_nans": 'clip_by_global_norm(..., nonfinite="zero")',
-}
+from ._other_names import FUNCTIONS, NO_ARGUMENTS, OUR_NAMES, REMARKS
 
 
 def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> None:
@@ -166,8 +51,8 @@ def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> 
             owner = importlib.import_module(f"{module_name}.{later[name]}")
             return owner if name == later[name] else publish(name, getattr(owner, name))
         text = f"module {module_name!r} has no attribute {name!r}."
-        # JAX, pickle and others ask for attributes such as __path__.
-        if not name.startswith("__"):
+        # pickle asks for __path__, IPython for _repr_html_. A hint imports all modules.
+        if not name.startswith("_"):
             text = f"{text} {_hint_for_attribute(name, module)}".strip()
         raise AttributeError(text, name=name, obj=module)
 
@@ -299,13 +184,13 @@ def _error_in_arguments(
 
 def _hint_for_argument(call: str, name: str, parameters: list[str]) -> str:
     """What to write for an argument that the call does not have, or ""."""
-    ours = [our for our in _OUR_NAMES.get(name, ()) if our in parameters]
+    ours = [our for our in OUR_NAMES.get(name, ()) if our in parameters]
     if ours:
-        return f"Here it is {ours[0]}{_REMARKS.get(ours[0], '')}."
+        return f"Here it is {ours[0]}{REMARKS.get(ours[0], '')}."
     similar_name = _most_similar(name, parameters)
     if similar_name:
         return f"Here it is {similar_name}."
-    return _NO_ARGUMENTS.get(name, "").format(call=call)
+    return NO_ARGUMENTS.get(name, "").format(call=call)
 
 
 def _hint_for_attribute(name: str, module: ModuleType) -> str:
@@ -315,16 +200,13 @@ def _hint_for_attribute(name: str, module: ModuleType) -> str:
     plain_name = name.lower().rstrip("_")
     if is_package and plain_name in FUNCTIONS:
         return f"Use {package.__name__}.{FUNCTIONS[plain_name]}."
-    modules = []
-    for public_name in package.__all__:
-        value = getattr(package, public_name)
-        # The module of a command has no public names.
-        if hasattr(value, "__all__"):
-            modules.append(value)
-    # Where several modules have a name, the module that was asked counts: it is last.
+    public_values = [getattr(package, public_name) for public_name in package.__all__]
     module_of_name = {}
-    for public_module in (*modules, package, module):
-        module_of_name |= dict.fromkeys(public_module.__all__, public_module.__name__)
+    # Where several modules have a name, the module that was asked counts: it is last.
+    for owner in (*public_values, package, module):
+        # Modules have public names, functions have none.
+        public_names = getattr(owner, "__all__", ())
+        module_of_name |= dict.fromkeys(public_names, owner.__name__)
     similar = _most_similar(name, module_of_name)
     if similar:
         return f"Use {module_of_name[similar]}.{similar}."

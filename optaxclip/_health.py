@@ -16,7 +16,7 @@ from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._axes import Stacked
 from ._checks import BEGIN_ANEW, check_flag, check_length, check_state, shown
-from ._exported import PLACEHOLDER_TYPES, exported
+from ._exported import exported, is_placeholder
 from ._kernel import make_clipper
 from ._mesh import MeshAxes
 from ._norms import Norms, TensorNorm
@@ -147,7 +147,7 @@ def record_health(
     def init(params: PyTree) -> HealthState:
         norms: Any = _norm_recorder(measure).init(params)
         # optax.tree_map_params calls init without parameters.
-        if isinstance(params, PLACEHOLDER_TYPES):
+        if is_placeholder(params):
             shape = ()
             tables = dict.fromkeys(table_names, jnp.zeros(0))
         else:

@@ -51,10 +51,10 @@ from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._blocks import Block, blocks_of
 from ._checks import Nonfinite, shown
-from ._exported import PLACEHOLDER_TYPES
+from ._exported import is_placeholder
 from ._factors import factor_between, factor_roots, multiply, shrunk_by
-from ._foreign_names import OTHER_NAMES_IN_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
+from ._other_names import OTHER_NAMES_IN_UPDATE
 from ._outcome import (
     Decide,
     Decision,
@@ -160,7 +160,7 @@ def make_clipper(
 
     def init(params: PyTree) -> ClipState:
         # optax.tree_map_params calls init without parameters.
-        if isinstance(params, PLACEHOLDER_TYPES):
+        if is_placeholder(params):
             return state_of_placeholder()
         tree = trees.clipped_leaves(params, call)
         if (

@@ -59,14 +59,18 @@ def static_table(
       TypeError: an array, which has no hash. `optax.inject_hyperparams` makes one of
         every number.
     """
-    table = prefix_table(prefix, is_leaf)
-    for _, value in table.entries:
+    entries = []
+    for path, value in prefix_table(prefix, is_leaf).entries:
         if isinstance(value, (np.ndarray, Array)):
             raise TypeError(
                 f"{argument} must be known when the clipper is built, got "
                 f"{shown(value)}: under inject_hyperparams name it in static_args."
             )
-    return table
+        # A number of NumPy compared with a tuple of axes is an array, and no bool.
+        if isinstance(value, np.generic):
+            value = value.item()
+        entries.append((path, value))
+    return Prefix(tuple(entries))
 
 
 def beginnings(path: KeyPath) -> Iterator[KeyPath]:

@@ -19,7 +19,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from . import _trees as trees
-from ._checks import BEGIN_ANEW, check_one_model
+from ._checks import check_one_model
 from ._exported import call_repr, has_numbers
 from ._packed import InWindows, Packed, is_mark, packed, rows_from, unpacked
 from ._trees import PyTree
@@ -42,21 +42,7 @@ COUNT_NAMES = StateRows._fields[:3]
 NUMBER_NAMES = StateRows._fields[3:]
 
 
-# Where the entries of a name are in a row: one norm, the layers of a leaf, everything.
-Position = int | slice | EllipsisType
-
-
-class NormEntry(NamedTuple):
-    """What a state knows of one norm, or of the layers of a stacked leaf."""
-
-    norm: Array
-    limit: Array
-    factor: Array
-    clipped: Array
-    clipped_recently: Array
-    nonfinite: Array
-    units_clipped: Any
-    memory: PyTree
+# ----------------------------------------------------------------------- names of norms
 
 
 # The names of the layers of a stacked leaf. None for a single norm.
@@ -81,8 +67,15 @@ class Names(NamedTuple):
 
     @property
     def is_global(self) -> bool:
-        """Whether there is one norm of everything. Its entries are scalars."""
+        """Whether there is one norm of everything, or none, as of an empty tree. Then
+        its entries are scalars.
+        """
         return self.layers_of_name in ({"": None}, {})
+
+    @property
+    def number_names(self) -> tuple[str, ...]:
+        """The names of the first rows of `numbers`."""
+        return NUMBER_NAMES if self.unit_leaves else NUMBER_NAMES[:-1]
 
     # JAX compares names where it compares the structures of two states.
     def __eq__(self, other: object) -> bool:
@@ -98,25 +91,80 @@ class Names(NamedTuple):
             return False
         layers = self.layers_of_name.values()
         other_layers = other.layers_of_name.values()
-        # Inside shard_map a device may hold a share of the layers of each leaf. So
-        # states of 6 and 3 layers are equal, of 6 and 4 not (test_states_in_optax.py).
-        is_share = all(map(_is_share, layers, other_layers))
-        return is_share or all(map(_is_share, other_layers, layers))
+        return all(map(_is_share, layers, other_layers))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    # Names may be equal though their contents differ (see `OpenNames`, and a share of
-    # the layers above), so the hash is a constant.
+    # Equal names may differ, see `_is_share` and `OpenNames`. So the hash is constant.
     def __hash__(self) -> int:
         return 0
 
 
-def _is_share(layers: LayerNames, all_layers: LayerNames) -> bool:
-    """Whether the layers of a leaf may be a share of these, or all of them."""
-    if not layers or not all_layers or len(layers) == len(all_layers):
-        return layers == all_layers
-    return len(all_layers) % len(layers) == 0
+def _is_share(layers: LayerNames, other_layers: LayerNames) -> bool:
+    """Whether the layers of a leaf are the same in two states, or may be a share of
+    them in one of both: those that one device holds inside shard_map. So 6 layers and 3
+    are equal, 6 and 4 are not (test_states_in_optax.py).
+    """
+    if not layers or not other_layers or len(layers) == len(other_layers):
+        return layers == other_layers
+    share, count = sorted([len(layers), len(other_layers)])
+    return count % share == 0
+
+
+class OpenNames:
+    """The names of a state that `optax.tree_map_params` makes.
+
+    It compares the structure of `init(placeholder)` with that of a real state, maps
+    over both, and rebuilds the first. Which names there are depends on the parameters,
+    which a placeholder does not have. So:
+
+        init(placeholder)   a state of one leaf for each field, with open names
+        map with a state    JAX compares the names, and the open ones note the state's
+        rebuild             `ClipState` takes the names that were noted
+
+    tests/core/test_states_in_optax.py sees it break.
+    """
+
+    def __init__(self) -> None:
+        self.noted: Names | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Names):
+            self.noted = other
+        return isinstance(other, (Names, OpenNames))
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _spread(windows: PyTree, names: Names) -> PyTree:
+    """The windows of a state that `optax.tree_map_params` made: one sharding for all of
+    them becomes one for each.
+    """
+    if type(windows) is tuple or names.windows_structure is None:
+        return windows
+    return jax.tree.map(
+        lambda mark: windows if isinstance(mark, InWindows) else mark,
+        names.windows_structure,
+        is_leaf=is_mark,
+    )
+
+
+# ---------------------------------------------------------------------------- the state
+
+
+class NormEntry(NamedTuple):
+    """What a state knows of one norm, or of the layers of a stacked leaf."""
+
+    norm: Array
+    limit: Array
+    factor: Array
+    clipped: Array
+    clipped_recently: Array
+    nonfinite: Array
+    units_clipped: Any
+    memory: PyTree
 
 
 class _Fields(NamedTuple):
@@ -124,6 +172,21 @@ class _Fields(NamedTuple):
     counts: Any
     numbers: Any
     windows: Any = ()
+
+
+def _row(name: str) -> property:
+    """The property that shows a row of a state."""
+
+    def row(state: "ClipState") -> Any:
+        if name in COUNT_NAMES:
+            array = state.counts
+            index = COUNT_NAMES.index(name)
+        else:
+            array = state.numbers
+            index = NUMBER_NAMES.index(name)
+        return array[..., index] if state.names.is_global else array[..., index, :]
+
+    return property(row)
 
 
 class ClipState(_Fields):
@@ -142,8 +205,8 @@ class ClipState(_Fields):
       numbers: float32[rows, N], or float32[rows] (float64 where a leaf has 64 bits):
         `norm`, `limit`, `factor`, `clipped_recently`, in a clipper of units
         `units_clipped`, and then numbers that the rule remembers.
-      windows: the memory of the rule, without its numbers that are rows of the arrays
-        above: what is left are larger arrays, such as the last 100 norms.
+      windows: the larger arrays of the rule's memory, such as the last 100 norms. Its
+        numbers for each norm are rows of the arrays above.
       step: int32[]: updates seen.
       clipped: int32[N]: finite steps that changed the updates. Of units, steps in which
         one was changed at least.
@@ -162,43 +225,30 @@ class ClipState(_Fields):
 
     __slots__ = ()
 
-    def __new__(
-        cls, names: Any, counts: Any, numbers: Any, windows: Any = (), *old: Any
-    ) -> Self:
-        if old:
-            # An old pickle passes one argument for each field of its time.
-            raise TypeError(
-                f"{cls.__name__}: it was stored by an optaxclip in which a state had "
-                f"an array for each number. {BEGIN_ANEW}"
-            )
+    def __new__(cls, names: Any, counts: Any, numbers: Any, windows: Any = ()) -> Self:
         if isinstance(names, OpenNames) and names.noted is not None:
             names = names.noted
-            if type(windows) is not tuple and names.windows_structure is not None:
-                # One sharding for all windows becomes one for each of them.
-                windows = jax.tree.map(
-                    lambda mark: windows if isinstance(mark, InWindows) else mark,
-                    names.windows_structure,
-                    is_leaf=is_mark,
-                )
+            windows = _spread(windows, names)
         return super().__new__(cls, names, counts, numbers, windows)
 
-    # One property for each row. Without units there is no row units_clipped.
+    clipped = _row("clipped")
+    nonfinite = _row("nonfinite")
+    norm = _row("norm")
+    limit = _row("limit")
+    factor = _row("factor")
+    clipped_recently = _row("clipped_recently")
+
+    _steps = _row("step")
+    _units_clipped = _row("units_clipped")
+
     @property
     def step(self) -> Any:
-        # All entries have the same.
-        row = self._row("step")
-        return row if self.names.is_global else row[..., 0]
-
-    clipped = property(lambda self: self._row("clipped"))
-    nonfinite = property(lambda self: self._row("nonfinite"))
-    norm = property(lambda self: self._row("norm"))
-    limit = property(lambda self: self._row("limit"))
-    factor = property(lambda self: self._row("factor"))
-    clipped_recently = property(lambda self: self._row("clipped_recently"))
+        # All norms have the same.
+        return self._steps if self.names.is_global else self._steps[..., 0]
 
     @property
     def units_clipped(self) -> Any:
-        return self._row("units_clipped") if self.names.unit_leaves else ()
+        return self._units_clipped if self.names.unit_leaves else ()
 
     @property
     def memory(self) -> tuple[PyTree, ...]:
@@ -206,28 +256,14 @@ class ClipState(_Fields):
         return unpacked(
             self.windows,
             counts=rows_from(self.counts, len(COUNT_NAMES), is_global),
-            numbers=rows_from(self.numbers, len(self.number_names), is_global),
+            numbers=rows_from(self.numbers, len(self.names.number_names), is_global),
         )
-
-    @property
-    def number_names(self) -> tuple[str, ...]:
-        """The names of the first rows of `numbers`."""
-        return NUMBER_NAMES if self.names.unit_leaves else NUMBER_NAMES[:-1]
-
-    def _row(self, name: str) -> Any:
-        if name in COUNT_NAMES:
-            array = self.counts
-            index = COUNT_NAMES.index(name)
-        else:
-            array = self.numbers
-            index = NUMBER_NAMES.index(name)
-        return array[..., index] if self.names.is_global else array[..., index, :]
 
     def __repr__(self) -> str:
         is_closed = isinstance(self.names, Names)
         names = [*self.names.layers_of_name] if is_closed else self.names
         if is_closed and has_numbers(self.counts) and has_numbers(self.numbers):
-            rows = (*COUNT_NAMES, *self.number_names, "memory")
+            rows = (*COUNT_NAMES, *self.names.number_names, "memory")
         else:
             rows = ("counts", "numbers", "windows")
         fields = {name: getattr(self, name) for name in rows}
@@ -267,11 +303,6 @@ class ClipState(_Fields):
         return entries
 
 
-def _at(rows: PyTree, position: Position) -> PyTree:
-    """The entries at a position of some rows."""
-    return jax.tree.map(lambda row: row[position], rows)
-
-
 class RecordState(ClipState):
     """What `record_norm` knows after a step: a `ClipState` whose limits are inf. By its
     type `metrics` tells it from the state of a clipper.
@@ -287,9 +318,8 @@ def state_of_rows(
     remembers of the norms of whole leaves, and then of the units of each leaf.
     """
     counts = [getattr(rows, name) for name in COUNT_NAMES]
-    numbers = [getattr(rows, name) for name in NUMBER_NAMES[:-1]]
+    numbers = [getattr(rows, name) for name in names.number_names]
     if names.unit_leaves:
-        numbers.append(rows.units_clipped)
         # A memory of units has arrays of other lengths, of which none is a row.
         memory_rows = Packed(memory, counts=[], numbers=[])
     else:
@@ -303,6 +333,24 @@ def state_of_rows(
         numbers=jnp.stack(numbers),
         windows=memory_rows.windows,
     )
+
+
+def state_of_placeholder() -> ClipState:
+    """A state with one leaf for each field, for `optax.tree_map_params`."""
+    return ClipState(OpenNames(), jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+
+
+def clip_states(tree: PyTree) -> list[ClipState]:
+    """All states of clippers in the state of an optimizer."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ClipState))
+    return [leaf for leaf in leaves if isinstance(leaf, ClipState)]
+
+
+# ------------------------------------------------------------------ its entries by name
+
+
+# Where the entries of a name are in a row: one norm, the layers of a leaf, everything.
+Position = int | slice | EllipsisType
 
 
 def sizes_of(
@@ -335,23 +383,30 @@ def sizes_of(
             "the clipper mesh_axes=, the PartitionSpecs of the leaves, and the state "
             "the spec P()."
         )
-    sizes: dict[str, int] = {}
+    sizes = dict.fromkeys(layers_of_name, 1)
     for name, layers_of_leaf in layers_of_name.items():
-        sizes_of_leaf = {name: 1}
         if layers_of_leaf is not None:
-            size = len(layers_of_leaf) * layers_here // layer_count
-            sizes_of_leaf = {name: size}
-            if layers:
-                layer_names = [f"{name}/{layer}" for layer in layers_of_leaf]
-                sizes_of_leaf = dict.fromkeys(layer_names[:size], 1)
-        if sizes.keys() & sizes_of_leaf.keys():
-            leaves = trees.listed(layers_of_name)
+            sizes[name] = len(layers_of_leaf) * layers_here // layer_count
+    return _sizes_of_layers(state.names, sizes, call) if layers else sizes
+
+
+def _sizes_of_layers(
+    names: Names, sizes: Mapping[str, int], call: str
+) -> dict[str, int]:
+    """The sizes of leaves, with a name and the size 1 for each layer."""
+    sizes_of_layers: dict[str, int] = {}
+    for name, layers in names.layers_of_name.items():
+        layer_names = [name]
+        if layers is not None:
+            layer_names = [f"{name}/{layer}" for layer in [*layers][: sizes[name]]]
+        if sizes_of_layers.keys() & layer_names:
+            leaves = trees.listed(names.layers_of_name)
             raise ValueError(
                 f"{call}: layers=True: a leaf of {leaves} has the name of a layer of "
                 "another leaf. Rename it, or use layers=False."
             )
-        sizes |= sizes_of_leaf
-    return sizes
+        sizes_of_layers |= dict.fromkeys(layer_names, 1)
+    return sizes_of_layers
 
 
 def positions_of_name(
@@ -376,59 +431,23 @@ def names_here(state: ClipState) -> Names:
     # One leaf keeps the names of all layers, which have one order on all devices.
     if len(names.layers_of_name) == 1:
         return names
-    layers_of_name = {}
+    layers_of_name = dict(names.layers_of_name)
     for name, size in sizes_of(state).items():
         layers = names.layers_of_name[name]
         if layers is not None:
-            layers = dict.fromkeys([*layers][:size])
-        layers_of_name[name] = layers
+            layers_of_name[name] = dict.fromkeys([*layers][:size])
     # States of a run share the object, see `Names.__eq__`.
     if layers_of_name == names.layers_of_name:
         return names
     return names._replace(layers_of_name=layers_of_name)
 
 
-def clip_states(tree: PyTree) -> list[ClipState]:
-    """All states of clippers in the state of an optimizer."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ClipState))
-    return [leaf for leaf in leaves if isinstance(leaf, ClipState)]
+def _at(rows: PyTree, position: Position) -> PyTree:
+    """The entries at a position of some rows."""
+    return jax.tree.map(lambda row: row[position], rows)
 
 
-# ---------------------------------------------------------- a state in optax and JAX
-
-
-class OpenNames:
-    """The names of a state that `optax.tree_map_params` makes.
-
-    It compares the structure of `init(placeholder)` with that of a real state, maps
-    over both, and rebuilds the first. Which names there are depends on the parameters,
-    which a placeholder does not have. So:
-
-        init(placeholder)   a state of one leaf for each field, with open names
-        map with a state    JAX compares the names, and the open ones note the state's
-        rebuild             with the names that were noted
-
-    tests/core/test_states_in_optax.py sees it break.
-    """
-
-    def __init__(self) -> None:
-        self.noted: Names | None = None
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Names):
-            self.noted = other
-        return isinstance(other, (Names, OpenNames))
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return 0
-
-
-def state_of_placeholder() -> ClipState:
-    """A state with one leaf for each field, for `optax.tree_map_params`."""
-    return ClipState(OpenNames(), jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+# ----------------------------------------------------------------------- a state in JAX
 
 
 def _names_to_json(static_fields: tuple[Names]) -> bytes:

@@ -33,6 +33,9 @@ from ._foreign_names import with_our_names
 
 Shrink = Callable[[Array, Array], Array]
 
+# A norm in float32 holds no `gamma` and no `r` outside of these normal numbers.
+FLOAT32 = jnp.finfo(jnp.float32)
+
 __all__ = ["auto_s", "drop", "hard", "normalize", "psac", "smooth"]
 
 
@@ -105,7 +108,7 @@ def auto_s(gamma: float = 0.01) -> Shrink:
 
     Args:
       gamma: the norm that is brought to half the limit. At least 0, known when the
-        shrink is built. 0 gives `normalize`.
+        shrink is built. 0, or a number below 1e-19, gives `normalize`.
 
     Raises:
       ValueError: a gamma that is negative or NaN. TypeError: one that is no number.
@@ -118,7 +121,9 @@ def auto_s(gamma: float = 0.01) -> Shrink:
     Reference: Bu, Wang, Zha, Karypis, Automatic clipping: differentially private deep
     learning made easier and stronger, 2023 (arXiv 2206.07136).
     """
-    return _AutoS(_static_number("auto_s: gamma", gamma))
+    gamma = _static_number("auto_s: gamma", gamma)
+    # The derivative divides by the square of gamma.
+    return normalize if gamma < math.sqrt(FLOAT32.tiny) else _AutoS(gamma)
 
 
 def psac(r: float = 0.1) -> Shrink:
@@ -129,8 +134,8 @@ def psac(r: float = 0.1) -> Shrink:
 
     Args:
       r: how soon the weight falls with the norm. At least 0, known when the shrink is
-        built. The paper tunes it. inf gives `auto_s(1)`, and an r below the smallest
-        normal number of the norm's dtype (1.2e-38 in float32) gives `normalize`.
+        built. The paper tunes it. inf gives `auto_s(1)`, and 0, or an r below 1.2e-38,
+        gives `normalize`.
 
     Raises:
       ValueError: an r that is negative or NaN. TypeError: one that is no number.
@@ -142,7 +147,8 @@ def psac(r: float = 0.1) -> Shrink:
     Reference: Xia et al., Differentially private learning with per-sample adaptive
     clipping, 2023 (arXiv 2212.00328).
     """
-    return _Psac(_static_number("psac: r", r))
+    r = _static_number("psac: r", r)
+    return normalize if r < FLOAT32.tiny else _Psac(r)
 
 
 # The shrinks that factories make. Equal numbers are equal shrinks, so a clipper that is
@@ -181,11 +187,10 @@ class _AutoS:
     @property
     def lengthening(self) -> float:
         # limit / (norm + gamma) is largest for a norm of 0.
-        return 1 / self.gamma if self.gamma else math.inf
+        return 1 / self.gamma
 
     def __call__(self, norm: Array, limit: Array) -> Array:
-        # gamma and the norm may both be 0. As in `normalize` 0 stays 0.
-        return limit * _quotient(norm, norm + self.gamma)
+        return limit * (norm / (norm + self.gamma))
 
     def __repr__(self) -> str:
         return f"auto_s({self.gamma:g})"
@@ -199,37 +204,27 @@ class _Psac:
 
     @property
     def lengthening(self) -> float:
-        # A norm in float32 holds no such r, and is normalized.
-        if self.r < float(jnp.finfo(jnp.float32).tiny):
-            return math.inf
         # norm + r / (norm + r) is least for the norm sqrt(r) - r, or for 0.
         least_divisor = 1.0 if self.r > 1 else 2 * self.r**0.5 - self.r
         return 1 / least_divisor
 
     def __call__(self, norm: Array, limit: Array) -> Array:
-        info = jnp.finfo(jnp.result_type(norm))
-        # The dtype cannot hold such an r, which would only change norms below sqrt(r).
-        if self.r < float(info.tiny):
-            return limit * _quotient(norm, norm)
         # r / (norm + r). Written so, its derivative would divide by the square of
-        # norm + r, which may be 0.
-        bend = 1 / (1 + norm / min(self.r, float(info.max)))
-        return limit * _quotient(norm, norm + bend)
+        # norm + r, which may round to 0.
+        bend = 1 / (1 + norm / self.r)
+        return limit * (norm / (norm + bend))
 
     def __repr__(self) -> str:
         return f"psac({self.r:g})"
-
-
-def _quotient(norm: Array, divisor: Array) -> Array:
-    """norm / divisor, and 0 / 0 = 0."""
-    return norm / jnp.where(divisor == 0, 1.0, divisor)
 
 
 def _static_number(argument: str, number: Any, lowest: float = 0.0) -> float:
     """The number as a Python float, checked."""
     check_number(argument, number, lowest=lowest, is_scalar=True)
     check_known(argument, number)
-    return float(number)
+    number = float(number)
+    # A finite number beyond float32 would warn of an overflow when it is cast.
+    return math.inf if number > float(FLOAT32.max) else number
 
 
 def lengthening_of(shrink: Shrink) -> float:

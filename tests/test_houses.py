@@ -34,7 +34,7 @@ AS_CLIPPERS = {
     ("replay", "shrunk_by"),
     # The rules of `skip_step` and `record_spikes`.
     ("replay", "spike_rule"),
-    ("replay", "step_rule"),
+    ("replay", "skip_step_rule"),
     # The clipper of `release`, whose errors name `release`.
     ("_release", "GlobalNorm"),
     ("_release", "make_clipper"),

@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 from .. import _trees as trees
 from .._axes import axes_within, check_no_bool, other_axes
 from .._checks import check_number, check_state, shown
-from .._exported import PLACEHOLDER_TYPES
+from .._exported import is_placeholder
 from .._kernel import make_clipper
 from .._mesh_types import resharded, typed_as, types_of, varying_as
 from .._norms import UserNorm
@@ -166,7 +166,7 @@ def qk_clip(
 
     def init(params: PyTree) -> Any:
         # `optax.tree_map_params` has no weights in which heads could be found.
-        if isinstance(params, PLACEHOLDER_TYPES):
+        if is_placeholder(params):
             return kernel.init(params)
         tree = types_of(clipped_leaves, params)
         types = jax.tree.leaves(tree)

@@ -19,10 +19,10 @@ from jax import Array
 from jax.core import Tracer
 
 from .. import _checks as checks
-from .._foreign_names import OTHER_NAMES_IN_UPDATE
 from .._mesh import MeshAxes
 from .._mesh_types import varying, varying_as_any_of
 from .._norms import GlobalNorm
+from .._other_names import OTHER_NAMES_IN_UPDATE
 from .._packed import packed, rows_from, unpacked
 from .._trees import PyTree, clipped_leaves
 from ..rules._rule import Rule, limit_of, limit_of_jitted

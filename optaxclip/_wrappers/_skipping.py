@@ -52,7 +52,7 @@ from .._trees import PyTree, arrays_of
 from ..rules._limits import Constant, Limit, rule_without_params
 from ..rules._memory import count_up, in_place, moving_average
 from ..rules._rule import Number
-from ..rules._windows import step_rule
+from ..rules._windows import skip_step_rule
 from ._carry import CarryState
 from ._judge import Judge, Judgement, StateArrays, pack, row_property, unpack
 from ._select_early import update_unless
@@ -227,7 +227,7 @@ def skip_step(
     if on_loss is not None:
         checks.check_flag(f"{call}: on_loss", on_loss, "None, True or False")
     # Norm and loss share the rule, and each has a memory in the state.
-    rule = step_rule(sigmas, window, call=call)
+    rule = skip_step_rule(sigmas, window, call=call)
     # With None a step without a loss is judged by its norm alone.
     loss_rule = rule if on_loss is None or on_loss else None
     loss_argument = "on_loss=True" if on_loss else ""

@@ -19,7 +19,7 @@ from .._logs import clipped_share
 from ..rules import windowed_quantile, z_score
 from ..rules._limits import Limit, rule_without_params
 from ..rules._rule import Number, Rule, limit_of
-from ..rules._windows import spike_rule, step_rule
+from ..rules._windows import skip_step_rule, spike_rule
 from ..shrinks import Shrink, drop, shrink_of
 
 # matplotlib is the extra `plot`, so only type checkers import it here.
@@ -230,7 +230,7 @@ def _learned_limits(norms: np.ndarray, every: int) -> list[Suggestion]:
     """Rules that learn. Windows are given in steps, and turned into rows of the log."""
     autoclip = windowed_quantile(0.1, _in_rows(10_000, every), current=True)
     two_medians = windowed_quantile(0.5, _in_rows(100, every), factor=2.0)
-    skip_step = step_rule(window=_in_rows(128, every))
+    skip_step = skip_step_rule(window=_in_rows(128, every))
     text_of_two_medians = (
         "optaxclip.clip_by_global_norm("
         "optaxclip.rules.windowed_quantile(0.5, 100, factor=2.0))"

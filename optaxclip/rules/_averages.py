@@ -27,6 +27,7 @@ from ._rule import (
     at_step,
     choice_field,
     flag_field,
+    is_at_most_1,
     number_field,
     warn_of_falling,
 )
@@ -127,8 +128,8 @@ class EmaRatio(Rule):
 
     Args:
       ratio: a norm above this multiple of the average is clipped. At least 0. With
-        remember="clipped" a ratio of at most 1 lets limits only fall. A number or a
-        schedule.
+        remember="clipped" and no target a ratio of at most 1 lets limits only fall. A
+        number or a schedule.
       decay: of the average, in [0, 1]. With 1 it stays at the first norm, or corrected
         is the mean of all. A number or a schedule.
       target: the multiple that clipped norms are brought to. None for `ratio`.
@@ -145,7 +146,8 @@ class EmaRatio(Rule):
         something that is no number.
 
     Warns:
-      UserWarning: a ratio of at most 1 with `remember="clipped"`.
+      UserWarning: a ratio of at most 1, and no target above 1, with
+        `remember="clipped"`.
 
     Example:
       >>> rule = optaxclip.rules.ema_ratio(2.0, 0.5)
@@ -169,12 +171,16 @@ class EmaRatio(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.remember == "clipped":
+        # A target above 1 lets limits rise.
+        target = self.ratio if self.target is None else self.target
+        if self.remember == "clipped" and is_at_most_1(target):
             warn_of_falling("ema_ratio: ratio", self.ratio, stacklevel=4)
 
     def init(self, norm: Array) -> tuple[Array, Average, Average]:
         seen = jnp.zeros(norm.shape, jnp.int32)
-        return seen, empty_average(norm), empty_average(norm)
+        average = empty_average(norm)
+        target_average = empty_average(norm)
+        return seen, average, target_average
 
     def update(
         self, norm: Array, memory: tuple[Array, Average, Average], step: Array
@@ -201,7 +207,8 @@ class EmaRatio(Rule):
             blend(average, value, decay, self.corrected),
             blend(target_average, value, target_decay, self.corrected),
         )
-        return limit, new_unless_zero(self.remember, value, new_memory, memory)
+        memory = new_unless_zero(self.remember, value, new_memory, memory)
+        return limit, memory
 
 
 class EmaBand(Rule):
@@ -261,7 +268,8 @@ class EmaBand(Rule):
     def update(self, norm: Array, average: Average, step: Array) -> LimitAndMemory:
         low, high, decay = at_step(step, norm.dtype, self.low, self.high, self.decay)
         floor, up, down = at_step(step, norm.dtype, self.floor, self.up, self.down)
-        lower = jnp.maximum(floor, low * average.estimate)
+        lower = low * average.estimate
+        lower = jnp.maximum(floor, lower)
         upper = high * average.estimate
         is_raised = jnp.asarray(self.raise_small) & (norm < lower)
         raised = jnp.where(is_raised, lower, norm)
@@ -272,7 +280,8 @@ class EmaBand(Rule):
         # The first norm has no band yet.
         target = jnp.where(average.weight > 0, target, norm)
         new_average = blend(average, target, decay, corrected=False)
-        return target, new_unless_zero("clipped", target, new_average, average)
+        average = new_unless_zero("clipped", target, new_average, average)
+        return target, average
 
 
 class MomentsRatio(Rule):
@@ -326,7 +335,8 @@ class MomentsRatio(Rule):
         # The root is 0 for a first norm of 0, and eps may be 0 too.
         divisor = jnp.where(new_rms > 0, new_rms + eps, 1.0)
         limit = new_mean.estimate / divisor
-        return limit, (new_mean, Average(new_rms, weight))
+        new_memory = new_mean, Average(new_rms, weight)
+        return limit, new_memory
 
 
 @exported
@@ -416,7 +426,8 @@ class ZScore(Rule):
         old_part = root(decay) * deviation
         new_part = root(1 - decay) * distance
         new_deviation = hypot(old_part, new_part)
-        return limit, ZScoreMemory(count_up(seen), new_mean, new_deviation)
+        new_memory = ZScoreMemory(count_up(seen), new_mean, new_deviation)
+        return limit, new_memory
 
 
 class LogZScore(Rule):
@@ -463,7 +474,9 @@ class LogZScore(Rule):
 
     def init(self, norm: Array) -> tuple[Array, Average, Array]:
         seen = jnp.zeros(norm.shape, jnp.int32)
-        return seen, empty_average(norm), jnp.zeros_like(norm)
+        mean = empty_average(norm)
+        deviation = jnp.zeros_like(norm)
+        return seen, mean, deviation
 
     def update(
         self, norm: Array, memory: tuple[Array, Average, Array], step: Array
@@ -478,10 +491,12 @@ class LogZScore(Rule):
         # expm1 and log1p keep the digits of norms far below 1.
         limit = jnp.where(is_past_warmup, jnp.expm1(log_limit), jnp.inf)
         clipped_norm = jnp.minimum(norm, limit)
-        log_norm = jnp.log1p(jnp.maximum(clipped_norm, floor))
+        long_norm = jnp.maximum(clipped_norm, floor)
+        log_norm = jnp.log1p(long_norm)
         new_mean = blend(mean, log_norm, decay)
         _, share = weigh(mean.weight, decay)
         # The variance of a mixture of old values and the new one, never negative.
         distance = root(share) * jnp.abs(log_norm - mean.estimate)
         new_deviation = root(1 - share) * hypot(deviation, distance)
-        return limit, (count_up(seen), new_mean, new_deviation)
+        new_memory = count_up(seen), new_mean, new_deviation
+        return limit, new_memory

@@ -18,13 +18,14 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
-from .._trees import PyTree
+from .._trees import PyTree, name
 from ._memory import count_up, multiple
 from ._rule import (
     LimitAndMemory,
     Number,
     Rule,
     Schedule,
+    answer_of,
     at_step,
     call_name,
     is_inf,
@@ -156,8 +157,7 @@ def check_limits_of_parts(argument: str, rules: PyTree) -> None:
         if path and jax.tree.leaves(memory):
             raise TypeError(
                 f"{argument} must be one rule for all norms, or a tree of numbers and "
-                f"schedules, got {checks.shown(rule)} for "
-                f"{jax.tree_util.keystr(path, simple=True, separator='/')!r}: a rule "
+                f"schedules, got {checks.shown(rule)} for {name(path)!r}: a rule "
                 "that learns is for all norms of a clipper. optax.partition gives "
                 "parts of a model their own clippers: optax.partition({'a': clipper_a,"
                 " 'b': clipper_b}, labels)."
@@ -262,10 +262,13 @@ class Joined(Rule):
         new_memories = []
         call = call_name(type(self))
         for index, (rule, memory) in enumerate(zip(self.rules, memories)):
-            norms_of_rule = norms_for(rule, params_norm, total_norm)
-            limit, new_memory = rule.update(norm, memory, step, *norms_of_rule)
-            checks.check_real(
-                f"{call}: rules[{index}]: what a schedule or a rule returns", limit
+            limit, new_memory = answer_of(
+                rule,
+                norm,
+                memory,
+                step,
+                *norms_for(rule, params_norm, total_norm),
+                argument=f"{call}: rules[{index}]",
             )
             # Limits may be Python numbers or of any dtype, and jnp.minimum wants one.
             limits.append(checks.in_norm_dtype(norm.dtype, limit))

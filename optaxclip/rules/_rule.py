@@ -27,7 +27,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks as checks
-from .._exported import call_repr
+from .._exported import call_repr, short_repr
 from .._foreign_names import with_argument_errors
 from .._mesh_types import typed_as
 from .._trees import PyTree
@@ -220,6 +220,38 @@ def norms_for(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
     return more_norms
 
 
+def answer_of(
+    rule: Rule,
+    norm: Array,
+    memory: PyTree,
+    step: Array,
+    *more_norms: Any,
+    argument: str,
+) -> LimitAndMemory:
+    """What `update` of a rule returns.
+
+    Raises:
+      TypeError: no limit and memory, a limit that is no number, or a memory of other
+        shapes than it was given. That would go unseen: a number for each norm
+        broadcasts to a window for each norm, and a memory without an `init` is lost.
+    """
+    answer = rule.update(norm, memory, step, *more_norms)
+    must = f"{call_name(type(rule))}: update must return"
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise TypeError(f"{must} (limit, memory), got {checks.shown(answer)}.")
+    limit, new_memory = answer
+    checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
+    # Nothing may be () or None.
+    remembers = bool(jax.tree.leaves((memory, new_memory)))
+    shapes, new_shapes = jax.tree.map(jnp.shape, (memory, new_memory))
+    if remembers and repr(new_shapes) != repr(shapes):
+        raise TypeError(
+            f"{must} a memory like that of init, {_form(memory)}, got "
+            f"{_form(new_memory)}."
+        )
+    return limit, new_memory
+
+
 def limit_of(
     rule: Rule,
     norm: Array,
@@ -247,14 +279,9 @@ def limit_of(
     # stop_gradient: limits have no derivative by the updates. A broken norm becomes 0:
     # where the new memory is not selected, its derivative must still be finite.
     finite_norm = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
-    answer = rule.update(finite_norm, memory_of_rule, step, *more_norms)
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-        raise TypeError(
-            f"{call_name(type(rule))}: update must return (limit, memory), got "
-            f"{checks.shown(answer)}."
-        )
-    limit, new_memory = answer
-    checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
+    limit, new_memory = answer_of(
+        rule, finite_norm, memory_of_rule, step, *more_norms, argument=argument
+    )
     # A number fits every norm.
     if jnp.ndim(limit):
         checks.check_shape(jnp.shape(limit), norm.shape, argument)
@@ -289,12 +316,13 @@ def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> A
     # A traced length of a window has no shape to give. Any number shows the form.
     rule_without_tracers = jax.tree.map(one_for_traced, rule)
     first_memory = jax.eval_shape(rule_without_tracers.init, norm)
+    call = argument.partition(":")[0]
     # Rules that remember nothing may follow one another.
     if not jax.tree.leaves((first_memory, memory)):
         return first_memory
     if jax.tree.structure(first_memory) != jax.tree.structure(memory):
         raise ValueError(
-            f"{argument.partition(':')[0]}: state was made with another rule. "
+            f"{call}: state was made with another rule. "
             f"{call_name(type(rule))} remembers {_form(first_memory)}, and the state "
             f"has {_form(memory)}. {checks.BEGIN_ANEW}"
         )
@@ -302,16 +330,15 @@ def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> A
     for leaf in jax.tree.leaves(memory):
         if leaf.shape[: norm.ndim] != norm.shape:
             raise ValueError(
-                f"{argument.partition(':')[0]}: state was made for norms of shape "
+                f"{call}: state was made for norms of shape "
                 f"{leaf.shape[: norm.ndim]}, but the updates have norms of shape "
                 f"{norm.shape}. {checks.BEGIN_ANEW}"
             )
     return memory
 
 
-def _form(tree: PyTree) -> Any:
-    forms = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
-    return forms if jax.tree.leaves(tree) else "nothing"
+def _form(memory: PyTree) -> str:
+    return short_repr(memory) if jax.tree.leaves(memory) else "nothing"
 
 
 def rule_in(call: str, rule_class: type[R], **numbers: Any) -> R:
@@ -366,12 +393,17 @@ def at_step(step: Array, dtype: DTypeLike, *numbers: Number) -> list[Array]:
     return [checks.in_norm_dtype(dtype, value) for value in values]
 
 
+def is_at_most_1(number: Any) -> bool:
+    """Whether a number of a rule is at most 1, and neither a schedule nor traced."""
+    return isinstance(number, (int, float)) and number <= 1
+
+
 def warn_of_falling(argument: str, ratio: Any, stacklevel: int) -> None:
     """Warns of a ratio of at most 1, with which a limit can only fall.
 
     `stacklevel` is that of `warnings.warn`, seen from the caller.
     """
-    if isinstance(ratio, (int, float)) and ratio <= 1:
+    if is_at_most_1(ratio):
         warnings.warn(
             f"{argument} should be above 1, got {ratio}: the limit is this multiple of "
             "norms that it has limited itself, so it can only fall. A fixed limit is "

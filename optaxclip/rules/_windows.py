@@ -93,7 +93,7 @@ class WindowedQuantile(Rule):
       current: whether the norm of this step is in the window that it is held against.
         With True a first spike raises its own limit.
       remember: "raw" for the norm as it came, "clipped" for what was let through. With
-        "clipped" and a factor of at most 1 limits can only fall.
+        "clipped", a factor of at most 1 and current=False limits can only fall.
       warmup: how many norms are seen before there is a limit, the current one counted
         if it is in the window. It may be longer than the window. At least 0, and there
         is no limit before the first norm.
@@ -101,6 +101,9 @@ class WindowedQuantile(Rule):
     Raises:
       ValueError: a number out of its range, or an unknown `remember`. TypeError:
         something that is no number.
+
+    Warns:
+      UserWarning: limits that can only fall, see `remember`.
 
     Example:
       >>> rule = optaxclip.rules.windowed_quantile(0.5, 3)
@@ -119,9 +122,16 @@ class WindowedQuantile(Rule):
     remember: str = choice_field("raw", "clipped", default="raw")
     warmup: Any = number_field(default=1, schedule=False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A current norm counts as it came, and lets limits rise.
+        if self.remember == "clipped" and self.current is False:
+            warn_of_falling("windowed_quantile: factor", self.factor, stacklevel=4)
+
     def init(self, norm: Array) -> QuantileMemory:
         recent = empty_window(self, norm)
-        return recent, jnp.full_like(recent.past, jnp.inf)
+        ordered = jnp.full_like(recent.past, jnp.inf)
+        return recent, ordered
 
     def update(
         self, norm: Array, memory: QuantileMemory, step: Array
@@ -137,7 +147,8 @@ class WindowedQuantile(Rule):
         limit = jnp.where(is_past_warmup, limit, jnp.inf)
         value = remembered(self.remember, norm, limit)
         new_memory = push_ordered(memory, value)
-        return limit, new_unless_zero(self.remember, value, new_memory, memory)
+        memory = new_unless_zero(self.remember, value, new_memory, memory)
+        return limit, memory
 
 
 def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
@@ -181,8 +192,10 @@ def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
     # for inf, and `update` has no limit then.
     largest_number = jnp.finfo(ordered.dtype).max
     floor = jnp.floor(place)
-    low = jnp.minimum(norm_at(floor), largest_number)
-    high = jnp.minimum(norm_at(jnp.ceil(place)), largest_number)
+    low = norm_at(floor)
+    low = jnp.minimum(low, largest_number)
+    high = norm_at(jnp.ceil(place))
+    high = jnp.minimum(high, largest_number)
     share_of_high = place - floor
     return low + share_of_high * (high - low)
 
@@ -248,7 +261,8 @@ class WindowedMean(Rule):
         limit = jnp.where(is_past_warmup, limit, jnp.inf)
         # It goes onto `memory`: `window` may have the norm already, as it came.
         value = remembered(self.remember, norm, limit)
-        return limit, push(memory, value)
+        new_memory = push(memory, value)
+        return limit, new_memory
 
 
 def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
@@ -276,13 +290,14 @@ def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
     sum_of_squares = jnp.sum(deviations**2, axis=-1)
     # The divisor is at least 1: for ddof norms it would be 0.
     degrees = jnp.maximum(count - jnp.asarray(ddof, count.dtype), 1)
-    deviation = largest[..., 0] * jnp.sqrt(sum_of_squares / degrees)
+    variance = sum_of_squares / degrees
+    deviation = largest[..., 0] * jnp.sqrt(variance)
     mean_difference = largest * mean_quotient
     mean = anchor[..., 0] + mean_difference[..., 0]
     return mean, deviation
 
 
-def step_rule(
+def skip_step_rule(
     sigmas: Number = 6.0, window: int | Array = 128, *, call: str = "windowed_mean"
 ) -> Rule:
     """The rule of `skip_step`: the first limit comes after half a window."""

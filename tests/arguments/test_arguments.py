@@ -151,6 +151,14 @@ def test_a_tuple_of_axes_may_not_hold_a_bool():
         optaxclip.clip_by_tensor_norm(1.0, stacked=(True,))
 
 
+def test_an_axis_may_be_a_number_of_numpy_after_a_tuple_of_axes():
+    grads = jnp.array([[3.0, 4.0], [0.3, 0.4]])
+    for axis in ((0, 1), np.int64(1)):
+        clipper = optaxclip.clip_by_unitwise_norm(1.0, axis=axis)
+        clipped, _ = clipper.update(grads, clipper.init(grads))
+    np.testing.assert_allclose(clipped, [[0.6, 0.8], [0.3, 0.4]], rtol=1e-6)
+
+
 # Arrays made here are known inside jit too, though what is done with them is traced.
 YES, TWO, THREE = jnp.array(True), jnp.float32(2.0), jnp.int32(3)
 OF_KNOWN_ARRAYS = {

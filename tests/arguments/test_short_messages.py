@@ -67,3 +67,19 @@ def test_an_error_shows_the_beginning_of_a_large_value(call, function, name, kin
             # Ours name the function. Those of NumPy and JAX say what they want.
             is_ours = call.rpartition(".")[2] in str(error)
             assert len(str(error)) < LONGEST or not is_ours, str(error)[:300]
+
+
+class Tensor:
+    """Has a dtype that NumPy does not know, as a tensor of torch."""
+
+    dtype = "torch.float32"
+    shape = ()
+
+    def __repr__(self):
+        return "tensor(\n" + "1.0, " * 100
+
+
+@pytest.mark.parametrize("value", [Tensor(), {1: np.ones((30, 30)), "a": 1.0}])
+def test_a_large_value_that_jax_cannot_read_is_named_all_the_same(value):
+    with pytest.raises(TypeError, match=r"^clip_by_global_norm: max_norm must be a"):
+        optaxclip.clip_by_global_norm(value)

@@ -116,6 +116,14 @@ def test_shrinks_are_shown_with_their_number():
     assert "psac(0.5)" in repr(shrinks.psac(0.5))
 
 
+def test_a_rule_in_a_call_shows_its_schedules_and_its_shrink():
+    rule = rules.growth(optax.linear_schedule(1.0, 2.0, 3))
+    assert "rate=schedule" in repr(optaxclip.clip_by_global_norm(rule))
+    assert "rate=schedule" in repr(rules.minimum(rule))
+    clipper = optaxclip.clip_by_global_norm(1.0, shrink=shrinks.smooth(3.0))
+    assert "shrink=smooth(3)" in repr(clipper)
+
+
 def test_python_m_optaxclip_says_what_runs_here(capsys):
     main()
     printed = capsys.readouterr().out

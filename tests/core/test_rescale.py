@@ -248,6 +248,13 @@ def test_psac_is_bounded_only_where_float32_holds_its_r():
     np.testing.assert_allclose(bound, 1 / (2e-3 - 1e-6), rtol=1e-12)
 
 
+@pytest.mark.parametrize("gamma", [0.0, 1e-45, 1e-38, 1e-20, 2e-19, 1e300])
+def test_auto_s_has_a_finite_derivative_at_zero_for_any_gamma(gamma):
+    for norm in (0.0, 1e-19, 1.0, 1e38):
+        derivative = jax.grad(shrinks.auto_s(gamma))(jnp.float32(norm), 2.0)
+        assert np.isfinite(derivative)
+
+
 def test_shrinks_of_equal_numbers_are_equal_and_pickle():
     for make in (shrinks.smooth, shrinks.auto_s, shrinks.psac):
         copied = pickle.loads(pickle.dumps(make(2)))

@@ -127,6 +127,12 @@ def test_a_rule_of_your_own_answers_by_its_name():
         HalfTheLast(1.0)
 
 
+def test_a_private_name_is_answered_without_a_search():
+    """IPython asks each object for names such as _repr_html_."""
+    with pytest.raises(AttributeError, match=r"no attribute '_clip_grads'\.$"):
+        _ = optaxclip._clip_grads
+
+
 @pytest.mark.parametrize("module", MODULES[1:], ids=lambda module: module.__name__)
 def test_an_unknown_attribute_lists_what_there_is(module):
     with pytest.raises(AttributeError) as caught:

@@ -313,6 +313,13 @@ def test_weights_with_names_of_fields_are_no_states():
         optaxclip.metrics(optax.adam(0.1).init({"step": jnp.float32(1.0)}))
 
 
+def test_the_error_about_another_state_shows_the_shapes_of_its_arrays():
+    state = optax.adam(0.1).init({"w": jnp.ones((300, 300))})
+    text = r"got \(ScaleByAdamState\(count=0, mu=\{'w': float32\[300, 300\]\}, "
+    with pytest.raises(ValueError, match=text):
+        optaxclip.metrics(state)
+
+
 # Names of fields of the states of clip_by_value, record_health and the clippers.
 WEIGHTS_LIKE_STATES = {
     "step": {"step": jnp.ones((3, 2))},

@@ -87,6 +87,9 @@ FALLING = {
     "adagc: ratio": lambda ratio: optaxclip.adagc(ratio),
     "growth: rate": lambda ratio: rules.growth(ratio),
     "ema_ratio: ratio": lambda ratio: rules.ema_ratio(ratio),
+    "windowed_quantile: factor": lambda ratio: rules.windowed_quantile(
+        factor=ratio, remember="clipped"
+    ),
 }
 
 
@@ -114,6 +117,17 @@ def test_ratios_above_1_and_schedules_are_not_warned_of():
             jax.eval_shape(partial(as_an_array, build), 0.5)
         rules.growth(1.0, floor=0.1)
         rules.ema_ratio(0.9, remember="raw")
+        rules.windowed_quantile(remember="clipped", current=True)
+
+
+def test_a_target_above_1_lets_limits_rise_and_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rule = rules.ema_ratio(1.0, 0.5, target=2.0)
+    limits = optaxclip.replay.run(rule, [1.0, 9.0, 9.0, 9.0]).limits
+    np.testing.assert_allclose(limits, [np.inf, 2.0, 3.0, 4.5])
+    with pytest.warns(UserWarning, match="^ema_ratio: ratio should be above 1"):
+        rules.ema_ratio(1.0, target=1.0)
 
 
 def test_a_percentile_below_one_percent_is_warned_of():

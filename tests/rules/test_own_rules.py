@@ -102,6 +102,50 @@ def test_a_memory_without_the_axes_of_the_norm_is_refused():
         optaxclip.clip_by_tensor_norm(Window()).init(grads)
 
 
+class WithoutInit(rules.Rule):
+    """What it remembers would be lost."""
+
+    def update(self, norm, memory, step):
+        return jnp.float32(2.0), norm
+
+
+class OneForTwo(rules.Rule):
+    """Of two norms each would remember both."""
+
+    def init(self, norm):
+        return jnp.zeros((*norm.shape, 2))
+
+    def update(self, norm, memory, step):
+        return memory.sum(-1), norm
+
+
+class Lost(rules.Rule):
+    def init(self, norm):
+        return {"last": norm}
+
+    def update(self, norm, memory, step):
+        return memory["last"], None
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(
+    "rule, forms",
+    [
+        (WithoutInit(), r"nothing, got float32\[2\]\."),
+        (OneForTwo(), r"float32\[2, 2\], got float32\[2\]\."),
+        (Lost(), r"\{'last': float32\[2\]\}, got nothing\."),
+    ],
+)
+def test_a_memory_of_another_form_than_before_is_refused(rule, forms, joined):
+    grads = {"w": jnp.ones(1), "b": jnp.ones(1)}
+    text = rf"^{type(rule).__name__}: update must return a memory like .* {forms}"
+    if joined:
+        rule = rules.minimum(rule, 5.0)
+    clipper = optaxclip.clip_by_tensor_norm(rule)
+    with pytest.raises(TypeError, match=text):
+        apply(clipper, grads)
+
+
 def test_a_tracker_leaves_0_and_inf_at_any_rate():
     for start in (0.0, np.inf):
         rule = rules.quantile_tracker(0.5, 1000.0, start=start)
