@@ -250,8 +250,8 @@ def adaclip(
     Returns:
       A transformation with a `ClipState`: `norm` is the largest coordinate, `factor`
       what those over the limit were multiplied by. For each tensor it remembers two
-      numbers. Its `update` also takes `grad_norm=`, the largest coordinates, and
-      `limit=`.
+      numbers. Its `update` also takes `limit=`. It does not look at a `grad_norm=` that
+      a chain is given.
 
     Raises:
       ValueError: a decay out of its range, an unknown `nonfinite`, or an axis in
@@ -283,41 +283,35 @@ def adaclip(
     ) -> Any:
         tree = clipped_leaves(updates, call)
         norms = measure(tree)
-        # The kernel measures nothing again. A norm from elsewhere goes first.
-        if extra_args.get("grad_norm") is None:
-            extra_args["grad_norm"] = norms
+        # The kernel measures nothing again. A norm that the chain was given is no
+        # largest coordinate.
+        extra_args["grad_norm"] = norms
         # The kernel multiplies a whole tensor by T / max|g|. Coordinates up to T get
         # back their own bits.
         scaled, new_state = kernel.update(tree, state, params, **extra_args)
-        norms_of_leaves, limits_of_leaves = _norms_and_limits(new_state, norms)
+        limits = _limits_of(norms, new_state)
         treedef = jax.tree.structure(tree)
         clipped = jax.tree.map(
             _scaled_over_limit,
             tree,
             scaled,
-            treedef.unflatten(norms_of_leaves),
-            treedef.unflatten(limits_of_leaves),
+            treedef.unflatten(norms.local_values()),
+            treedef.unflatten(limits.local_values()),
         )
         return put_back(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
 
-def _norms_and_limits(state: PyTree, norms: Norms) -> tuple[list[Any], list[Any]]:
-    """The norm and the limit of each leaf in a state, on this device. `norms` says
-    which norms leaves have.
-    """
+def _limits_of(norms: Norms, state: PyTree) -> Norms:
+    """The limits in a state, in the places of the norms that they belong to."""
     entry_by_name = state.by_name()
     names = trees.unique_names(norms.paths, entry_by_name)
-    norm_values = []
-    limit_values = []
+    limits = []
     for name, norm in zip(names, norms.values):
-        entry = entry_by_name[name]
-        norm_values.append(entry.norm.reshape(norm.shape))
-        limit_values.append(entry.limit.reshape(norm.shape))
-    norms_of_leaves = norms._replace(values=norm_values).local_values()
-    limits_of_leaves = norms._replace(values=limit_values).local_values()
-    return norms_of_leaves, limits_of_leaves
+        limit = entry_by_name[name].limit
+        limits.append(limit.reshape(norm.shape))
+    return norms._replace(values=limits)
 
 
 def _scaled_over_limit(x: Array, scaled: Array, norm: ArrayLike, limit: Array) -> Array:

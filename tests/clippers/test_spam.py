@@ -145,6 +145,15 @@ def test_spam_cuts_spikes_of_small_floats(dtype):
     assert updates.dtype == dtype and state.second_moment.dtype == jnp.float32
 
 
+def test_adaclip_ignores_the_norm_that_a_chain_is_given():
+    # The chain's norm is for `adagn`. The largest coordinate is 4.
+    chain = optax.chain(optaxclip.adaclip(), optaxclip.adagn())
+    grads = jnp.array([3.0, -4.0])
+    norm = jnp.float32(10.0)
+    _, states = chain.update(grads, chain.init(grads), grad_norm=norm)
+    assert states[0].norm == 4.0 and states[1].norm == 10.0
+
+
 def test_one_infinite_coordinate_breaks_its_tensor_by_adaclip():
     for nonfinite, wanted in (("propagate", np.nan), ("zero", 0.0)):
         clipper = optaxclip.adaclip(0.5, nonfinite=nonfinite)
