@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
@@ -78,12 +80,12 @@ def spam(
       threshold: how many times its usual square a square may be. At least 0. A number
         or a schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
-      warmup: how many updates from each reset on are not clipped, since v has seen too
-        little by then. At the start of training `warmup - 1`. Where v is 0, nothing is
-        clipped either. At least 0.
+      warmup: updates not clipped after each reset, the resetting one counted. The first
+        update counts as the second of a period, so at the start there is one fewer.
+        Where v is 0, nothing is clipped either. At least 0.
       every: the average starts anew before each update whose number, from 1, is a
-        multiple of this, as in `reset_momentum`. None for never. A whole number, at
-        least 1. Above `warmup`, or nothing is ever clipped.
+        multiple of this, as in `reset_momentum`. None for never. A whole number above
+        `warmup`.
       count: whether to count which share of the elements is clipped, for `metrics`.
 
     Returns:
@@ -91,8 +93,9 @@ def spam(
       average, a tree like the updates, and leaves its own unchanged.
 
     Raises:
-      ValueError: a number out of its range, an `every` that is not whole, or a
-        `second_moment` without a leaf of the updates, or of another shape.
+      ValueError: a number out of its range, an `every` that is not whole or not above
+        `warmup`, or a `second_moment` without a leaf of the updates, or of another
+        shape.
       TypeError: something else that is not a number.
 
     Example:
@@ -114,6 +117,13 @@ def spam(
     warmup = checked_number(f"{call}: warmup", warmup, schedule=False)
     if every is not None:
         checks.check_length(f"{call}: every", every)
+        is_known = not isinstance(every, Tracer) and not isinstance(warmup, Tracer)
+        if is_known and np.less_equal(every, warmup):
+            raise ValueError(
+                f"{call}: every must be above warmup, got every={checks.shown(every)} "
+                f"and warmup={checks.shown(warmup)}: each reset would come before the "
+                "warm-up is over, and nothing would ever be clipped."
+            )
     checks.check_flag(f"{call}: count", count)
 
     def zero_moment(leaf: ArrayLike) -> Array:

@@ -102,6 +102,20 @@ def test_spam_that_never_starts_anew_clips_after_its_warmup():
     assert through[:2] == [1.0, 1.0] and through[2] < 1.0
 
 
+def test_spam_needs_resets_further_apart_than_its_warmup():
+    with pytest.raises(ValueError, match="spam: every must be above warmup, got every"):
+        optaxclip.spam(every=20)
+    # Only the third update is clipped: the resets are before the second and fourth.
+    clipper = optaxclip.spam(1.0, warmup=1, every=2)
+    grads = np.array([2.0, 4.0, 8.0, 16.0])[:, None]
+    clipped, _ = run(clipper, {"w": grads})
+    wanted = np.asarray(oracle.spam(list(grads), 1.0, f(0.999), 1, 2))
+    np.testing.assert_allclose(clipped["w"], wanted, rtol=128 * EPS)
+    assert np.sum(wanted != grads) == 1
+    # Of a traced number nothing is known.
+    jax.eval_shape(lambda every: optaxclip.spam(every=every).init(jnp.ones(1)), 20)
+
+
 def test_momentum_starts_anew_and_the_step_rises_along_a_cosine():
     optimizer = optaxclip.reset_momentum(optax.scale_by_adam(), every=10, warmup=4)
     grads = {
