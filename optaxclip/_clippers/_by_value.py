@@ -270,18 +270,27 @@ def _bounds_in(
 
 
 def _wide(bound: ArrayLike, dtype: DTypeLike) -> Any:
-    """A bound as a float that holds the numbers of its own dtype and of another."""
+    """A bound as a number that holds those of its own dtype and of another."""
     if not isinstance(bound, Array):
-        return np.asarray(bound).astype(np.float64)
+        bound = np.asarray(bound)
+        is_float = jnp.issubdtype(bound.dtype, jnp.floating)
+        if is_float or not jnp.issubdtype(dtype, jnp.integer):
+            return bound.astype(np.float64)
+        # Integers of Python: float64 would round those beyond 2^53.
+        return bound.astype(object)
     # JAX promotes no floats of 8 bits, and no numbers of 4. float32 holds them all.
     itemsize = max(bound.dtype.itemsize, np.dtype(dtype).itemsize)
     return bound.astype(np.float64 if itemsize > 4 else np.float32)
 
 
 def _in_integers(bound: Any, dtype: DTypeLike, *, is_lower: bool) -> Any:
-    """A float bound, rounded inwards to a dtype of integers. NaN is no bound."""
+    """A bound, rounded inwards to a dtype of integers. NaN is no bound."""
     numpy = _numpy_of(bound)
     info = jnp.iinfo(dtype)
+    # NumPy may have made int64 of Python's integers.
+    if numpy is np and np.asarray(bound).dtype.kind in "iuO":
+        bound = np.asarray(bound, object)
+        return np.asarray(np.clip(bound, info.min, info.max), dtype)
     least = np.array(info.min, dtype)
     most = np.array(info.max, dtype)
     rounded = numpy.ceil(bound) if is_lower else numpy.floor(bound)
