@@ -67,17 +67,14 @@ def adaptive_grad_clip(
         with clipping=0.3.
       ord: the order of the norms: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
-      stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
-        leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
-        leaf.
-      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
-        `hard`.
+      stacked: which axes of a leaf count layers: 1 for the leading axis, or another
+        form that `clip_by_tensor_norm` takes.
+      shrink: what a norm over its limit becomes. None is `shrinks.hard`.
       nonfinite: what a norm that is NaN or inf makes of its unit: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, required for every split leaf except vectors.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. PartitionSpecs are
+        required for every split leaf except vectors.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`.
@@ -163,16 +160,13 @@ def larc(
       weight_decay: added as weight_decay * p before clipping, so leave it out of the
         optimizer. At least 0.
       eps: added to the norm of the gradient before dividing. At least 0.
-      stacked: which axes of a leaf count layers, each of which is clipped separately: 1
-        for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
-        of these, or a function of path and leaf.
+      stacked: which axes of a leaf count layers, each clipped separately: 1 for the
+        leading axis, or another form that `clip_by_tensor_norm` takes.
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
-        PartitionSpecs.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
+        split need PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is |g| +
@@ -334,16 +328,13 @@ def clippy(
       relative: the share of itself that a weight may move by. At least 0. The code has
         0.1, the paper also 0.5 with absolute=1e-2.
       absolute: how far every weight may move. At least 0.
-      stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
-        leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
-        leaf. Each layer is scaled separately.
+      stacked: which axes of a leaf count layers, each scaled separately: 1 for the
+        leading axis, or another form that `clip_by_tensor_norm` takes.
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
-        PartitionSpecs.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
+        split need PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is the largest

@@ -245,17 +245,14 @@ def adaclip(
     Args:
       decay: of the average T, in [0, 1]. 1 is the mean of all steps. A number or a
         schedule.
-      stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
-        leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
-        leaf.
+      stacked: which axes of a leaf count layers: 1 for the leading axis, or another
+        form that `clip_by_tensor_norm` takes.
       nonfinite: what a largest coordinate that is NaN or inf makes of its tensor:
         "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
         `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
-        PartitionSpecs.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
+        split need PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`: `norm` is the largest coordinate, `factor`

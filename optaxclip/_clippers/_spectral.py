@@ -111,15 +111,14 @@ def clip_by_spectral_norm(
       method: "svd" or "newton_schulz". Only "newton_schulz" has a derivative where
         singular values are equal. This derivative is right for `smooth(2)` only.
       steps: of Newton-Schulz, at least 1. None means 24, and 48 for 64-bit leaves. k
-        steps resolve s_max / limit up to about 2.4^(k - 5). With fewer, singular values
-        below the limit come out too small, never too large.
+        steps resolve s_max / limit up to about 2.46^(k - 4.1). With fewer, singular
+        values below the limit come out too small, never too large.
       columns: how many trailing axes of a leaf are the columns of its matrix. All
         others are its rows. None means 1, for kernels whose last axis is the output,
         convolutions too. 2 is for attention's (embed, heads, size). An int, a tree
         prefix of ints, or a function of the leaf's path and the leaf.
       stacked: which axes of a leaf count layers, each of which is a matrix: 1 for the
-        leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix of
-        these, or a function of path and leaf.
+        leading axis, or another form that `clip_by_tensor_norm` takes.
       nonfinite: what becomes of a leaf whose norm is NaN or inf: "propagate" makes it
         NaN, "zero" makes it zero, "raise" raises FloatingPointError outside jit and is
         a `checkify.check` inside.
@@ -199,8 +198,7 @@ def spectral_norm(
         others are its rows. None means 1, for kernels whose last axis is the output. An
         int, a tree prefix of ints, or a function of the leaf's path and the leaf.
       stacked: which axes of a leaf count layers, each of which is a matrix: 1 for the
-        leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix of
-        these, or a function of path and leaf.
+        leading axis, or another form that `clip_by_tensor_norm` takes.
       method: "svd", or "newton_schulz" for matrix products alone. The second is within
         a relative 4e-6 of the first, and up to m^(1 / 2^18) less where m singular
         values almost tie. Its second derivatives are not those of the norm.
