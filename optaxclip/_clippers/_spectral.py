@@ -242,16 +242,15 @@ class SpectralNorm(NamedTuple):
 
     @partial(jax.jit, static_argnums=0)
     def __call__(self, tree: PyTree) -> Norms:
-        # Before the norms, since errors of `layouts` name the function that the user
-        # called.
-        layouts = self.layouts(tree)
+        # Before the norms, since its errors name the function that the user called.
+        indices_by_shape = self.indices_by_shape(tree)
         leaves = jax.tree.leaves(tree)
         # Vectors keep their L2 norm, which is their spectral norm.
         mesh_axes = self.mesh_axes_of_leaves(tree)
         l2_norms = TensorNorm(stacked=self.stacked, mesh_axes=mesh_axes)(tree)
         values = l2_norms.local_values()
-        for layout, indices in layouts.items():
-            matrices = layout.stack([leaves[index] for index in indices])
+        for matrix_shape, indices in indices_by_shape.items():
+            matrices = matrix_shape.stack([leaves[index] for index in indices])
             # The largest elements are norms too, near enough to divide by.
             sizes = jnp.abs(matrices)
             peaks = jnp.max(sizes, (-2, -1), keepdims=True)
@@ -281,14 +280,14 @@ class SpectralNorm(NamedTuple):
             mesh_axes.append((path, None if layer_axes else "auto"))
         return Prefix(tuple(mesh_axes))
 
-    def layouts(self, tree: PyTree) -> dict[Layout, list[int]]:
-        """The indices of the leaves that are matrices, by their layout."""
+    def indices_by_shape(self, tree: PyTree) -> dict[MatrixShape, list[int]]:
+        """The indices of the leaves that are matrices, by their shape."""
         entries = jax.tree.leaves_with_path(tree)
         shapes = [jnp.shape(leaf) for _, leaf in entries]
         layers_of_leaves = stacked_axes(self.stacked, tree, self.call, shapes)
         argument = f"{self.call}: columns"
         columns = for_each_leaf(self.columns, tree, argument)
-        layouts: dict[Layout, list[int]] = {}
+        indices_by_shape: dict[MatrixShape, list[int]] = {}
         for index, (path, leaf) in enumerate(entries):
             shape = shapes[index]
             layer_axes = layers_of_leaves[index]
@@ -310,17 +309,17 @@ class SpectralNorm(NamedTuple):
             column_count = math.prod(sizes[-column_axis_count:])
             # A matrix of one row or one column is a vector.
             if min(row_count, column_count) > 1:
-                layout = Layout(
+                matrix_shape = MatrixShape(
                     leaf_type=jax.typeof(leaf),
                     layer_axes=layer_axes,
                     row_count=row_count,
                     column_count=column_count,
                 )
-                layouts.setdefault(layout, []).append(index)
-        return layouts
+                indices_by_shape.setdefault(matrix_shape, []).append(index)
+        return indices_by_shape
 
 
-class Layout(NamedTuple):
+class MatrixShape(NamedTuple):
     """How leaves of one type are read as matrices."""
 
     leaf_type: ShapedArray
@@ -375,8 +374,8 @@ def _with_shrunk_values(
     results = list(scaled_leaves)
     entry_by_name = state.by_name()
     names = trees.unique_names(trees.leaf_paths(tree), entry_by_name)
-    for layout, indices in measure.layouts(tree).items():
-        matrices = layout.stack([gradients[index] for index in indices])
+    for matrix_shape, indices in measure.indices_by_shape(tree).items():
+        matrices = matrix_shape.stack([gradients[index] for index in indices])
         # The norms and limits that the kernel found, [leaves, *layers, 1, 1].
         entries = [entry_by_name[names[index]] for index in indices]
         shape = *matrices.shape[:-2], 1, 1
@@ -392,7 +391,9 @@ def _with_shrunk_values(
         if measure.method == "svd":
             u, quotient_values, vh = jnp.linalg.svd(quotients, full_matrices=False)
             values = quotient_values[..., None, :] * divisors
-            shrunk_values = _shrunk_values(shrink, values, limits, layout, measure.call)
+            shrunk_values = _shrunk_values(
+                shrink, values, limits, matrix_shape, measure.call
+            )
             shrunk = matmul(u * shrunk_values.astype(u.dtype), vh)
         else:
             shrunk_quotients = shrunk_by_products(
@@ -406,16 +407,18 @@ def _with_shrunk_values(
         # With `hard` a matrix within its limit keeps its bits.
         if shrink is hard:
             is_shrunk = is_shrunk & (norms > limits)
-        scaled_matrices = layout.stack([scaled_leaves[index] for index in indices])
+        scaled_matrices = matrix_shape.stack(
+            [scaled_leaves[index] for index in indices]
+        )
         clipped = jnp.where(is_shrunk, shrunk, scaled_matrices)
         for index, matrices_of_leaf in zip(indices, clipped):
             like = scaled_leaves[index]
-            results[index] = layout.unstack(matrices_of_leaf, like)
+            results[index] = matrix_shape.unstack(matrices_of_leaf, like)
     return treedef.unflatten(results)
 
 
 def _shrunk_values(
-    shrink: Shrink, values: Array, limits: Array, layout: Layout, call: str
+    shrink: Shrink, values: Array, limits: Array, matrix_shape: MatrixShape, call: str
 ) -> Array:
     """The shrunk singular values [..., 1, values] of matrices, the largest first."""
     limits = jnp.broadcast_to(limits, values.shape)
@@ -425,7 +428,9 @@ def _shrunk_values(
     # What LAPACK and NumPy's `matrix_rank` count as 0 may be rounding noise, with
     # singular vectors of no meaning. `normalize` would bring it to the limit.
     eps = jnp.finfo(values.dtype).eps
-    noise = eps * max(layout.row_count, layout.column_count) * values[..., :1]
+    noise = (
+        eps * max(matrix_shape.row_count, matrix_shape.column_count) * values[..., :1]
+    )
     is_noise = values <= noise
     not_lengthened = jnp.minimum(shrunk_values, values)
     return jnp.where(is_noise, not_lengthened, shrunk_values)
