@@ -14,9 +14,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .._axes import Axis, Stacked
-from .._checks import Nonfinite, check_flag, kept_finite, shown
+from .._checks import Nonfinite, check_flag, rounded_like, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
+from .._moduli import widened
 from .._norms import TensorNorm, UnitwiseNorm
 from .._options import Ord, check_measure
 from .._trees import PyTree, clipped_leaves, put_back, weights_of
@@ -234,8 +235,8 @@ def larc(
             params,
             grad_norm=grad_norms._replace(values=sums),
         )
-        in_dtypes = jax.tree.map(_in_dtype_of, tree, clipped_leaves(clipped))
-        return put_back(in_dtypes, updates), new_state
+        rounded = jax.tree.map(rounded_like, clipped_leaves(clipped), tree)
+        return put_back(rounded, updates), new_state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
@@ -278,21 +279,13 @@ def _decayed(
     clipped.
     """
     decay = jnp.asarray(decay).astype(grad_norm.dtype)
-    wide = np.promote_types(jnp.result_type(grad), grad_norm.dtype)
-    grad = jnp.asarray(grad).astype(wide)
-    decayed = grad + decay.astype(wide) * jnp.asarray(weight).astype(wide)
+    grad = widened(grad)
+    weight = jnp.asarray(weight).astype(grad.dtype)
+    decayed = grad + decay.astype(grad.dtype) * weight
     # Where weights or gradients are all 0 nothing decays, as in apex. Without decay
     # -0.0 stays -0.0, where -0.0 + 0.0 would be 0.0.
     is_kept = (grad_norm == 0) | (weight_norm == 0) | (decay == 0)
     return jnp.where(is_kept, grad, decayed)
-
-
-def _in_dtype_of(leaf: ArrayLike, x: Array) -> Array:
-    """`x`, rounded to the dtype of a leaf. No finite number becomes inf."""
-    dtype = jnp.result_type(leaf)
-    if x.dtype != dtype and not jnp.iscomplexobj(x):
-        x = kept_finite(dtype, x)
-    return x.astype(dtype)
 
 
 def clippy(
@@ -404,14 +397,13 @@ def _bound_ratio(
     """
     # float16 has hardly a digit for the default bound of 1e-7: its smallest number is
     # 6e-8.
-    wide = np.promote_types(jnp.finfo(jnp.result_type(update)).dtype, np.float32)
-    relative = jnp.asarray(relative).astype(wide)
-    weight_size = jnp.abs(weight).astype(wide)
-    absolute = jnp.asarray(absolute).astype(wide)
+    size = jnp.abs(widened(update))
+    weight_size = jnp.abs(weight).astype(size.dtype)
+    relative = jnp.asarray(relative).astype(size.dtype)
+    absolute = jnp.asarray(absolute).astype(size.dtype)
     bound = relative * weight_size + absolute
     # Without a bound, inf * |0| would be NaN.
     bound = jnp.where(has_no_limit, jnp.inf, bound)
-    size = jnp.abs(update).astype(wide)
     # The quotient must be finite also where it is not taken, for the derivative.
     is_zero = bound == 0
     bound_ratio = size / jnp.where(is_zero, 1.0, bound)

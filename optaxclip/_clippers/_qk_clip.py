@@ -29,6 +29,7 @@ from .._checks import check_number, check_state, shown
 from .._exported import PLACEHOLDER_TYPES
 from .._kernel import make_clipper
 from .._mesh_types import resharded, typed_as, types_of, varying_as
+from .._moduli import wide_dtype
 from .._norms import UserNorm
 from .._state import ClipState
 from .._sums import norm_dtype
@@ -239,7 +240,7 @@ def _clip(
 
 def _update_of_scaled_weight(update: Array, weight: ArrayLike, scale: Array) -> Array:
     """scale (weight + update) - weight, without its cancellation."""
-    wide = np.promote_types(update.dtype, scale.dtype)
+    wide = wide_dtype(update)
     scale = scale.astype(wide)
     # The result is the update itself where the scale is 1. The update is read once: XLA
     # on a CPU writes an operand of two operations to memory, instead of computing it in

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array, lax
+from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -36,7 +36,7 @@ from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
-from .._moduli import modulus_dtype, wide_dtype, with_modulus
+from .._moduli import modulus_dtype, wide_dtype, widened, with_modulus
 from .._norms import Norms, TensorNorm
 from .._options import check_measure
 from .._trees import PyTree, arrays_of, clipped_leaves, put_back
@@ -183,8 +183,8 @@ def _cut_down(
         return None
     # A second moment of the caller's, such as Adam's, may have 16 bits. The threshold
     # is in the dtype of the moment then, float32 or wider.
-    moment = _widened(moment)
-    wide = _widened(x)
+    moment = widened(moment)
+    wide = widened(x)
     (threshold,) = at_step(step, moment.dtype, threshold)
     # Roots first: threshold * v overflows for gradients of 1e18, v being their square.
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
@@ -212,8 +212,8 @@ def _blend(
         return moment
     (decay,) = at_step(step, moment.dtype, decay)
     # An infinite coordinate is clipped to the limit, which is not learned from.
-    is_finite = jnp.isfinite(_widened(x))
-    size = jnp.abs(_widened(clipped)).astype(moment.dtype)
+    is_finite = jnp.isfinite(widened(x))
+    size = jnp.abs(widened(clipped)).astype(moment.dtype)
     size = jnp.where(is_finite, size, 0.0)
     # From 1.8e19 on the square of a float32 number is inf, and 0 * inf is NaN.
     square = jnp.where(decay == 1, 0.0, size**2)
@@ -222,12 +222,6 @@ def _blend(
     largest = jnp.finfo(moment.dtype).max
     new_moment = jnp.minimum(new_moment, largest)
     return jnp.where(is_finite, new_moment, moment)
-
-
-def _widened(x: ArrayLike) -> Array:
-    """The array in at least 32 bits. JAX itself does not promote floats of 8 bits."""
-    x = jnp.asarray(x)
-    return x.astype(wide_dtype(x))
 
 
 def adaclip(
@@ -418,11 +412,7 @@ def reset_momentum(
         factor = jnp.where(is_rising, rise, 1.0)
 
         def times_factor(x: ArrayLike) -> Array:
-            if jnp.iscomplexobj(x):
-                # In parts. (inf + 0i) * (1 + 0i) is inf + NaN i: of 0 * inf.
-                real = times_factor(jnp.real(x))
-                return lax.complex(real, times_factor(jnp.imag(x)))
-            wide = _widened(x)
+            wide = widened(x)
             product = wide * factor.astype(wide.dtype)
             return product.astype(jnp.result_type(x))
 

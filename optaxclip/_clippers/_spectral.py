@@ -245,12 +245,15 @@ class SpectralNorm(NamedTuple):
         # Before the norms, since its errors name the function that the user called.
         indices_by_shape = self.indices_by_shape(tree)
         leaves = jax.tree.leaves(tree)
-        # Vectors keep their L2 norm, which is their spectral norm.
-        mesh_axes = self.mesh_axes_of_leaves(tree)
-        l2_norms = TensorNorm(stacked=self.stacked, mesh_axes=mesh_axes)(tree)
+        # Vectors keep their L2 norm, which is their spectral norm. Devices may hold
+        # different layers, whose norms are not joined.
+        mesh_axes = [None if axes else "auto" for axes in self.layer_axes(tree)]
+        mesh_axes_of_paths = Prefix(tuple(zip(trees.leaf_paths(tree), mesh_axes)))
+        measure = TensorNorm(stacked=self.stacked, mesh_axes=mesh_axes_of_paths)
+        l2_norms = measure(tree)
         values = l2_norms.local_values()
         for matrix_shape, indices in indices_by_shape.items():
-            matrices = matrix_shape.stack([leaves[index] for index in indices])
+            matrices = matrix_shape.stack(leaves, indices)
             # The largest elements are norms too, near enough to divide by.
             sizes = jnp.abs(matrices)
             peaks = jnp.max(sizes, (-2, -1), keepdims=True)
@@ -269,27 +272,19 @@ class SpectralNorm(NamedTuple):
         specs = tuple(LeafSpec(norm_index=index) for index in range(len(values)))
         return l2_norms._replace(values=values, specs=specs)
 
-    def mesh_axes_of_leaves(self, tree: PyTree) -> Prefix:
-        """The `mesh_axes` of L2 norms."""
-        entries = jax.tree.leaves_with_path(tree)
-        shapes = [jnp.shape(leaf) for _, leaf in entries]
-        layers_of_leaves = stacked_axes(self.stacked, tree, self.call, shapes)
-        mesh_axes = []
-        for (path, _), layer_axes in zip(entries, layers_of_leaves):
-            # Devices may hold different layers, whose norms are not joined.
-            mesh_axes.append((path, None if layer_axes else "auto"))
-        return Prefix(tuple(mesh_axes))
+    def layer_axes(self, tree: PyTree) -> list[tuple[int, ...]]:
+        """The axes of each leaf that count layers, in ascending order."""
+        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
+        return stacked_axes(self.stacked, tree, self.call, shapes)
 
     def indices_by_shape(self, tree: PyTree) -> dict[MatrixShape, list[int]]:
         """The indices of the leaves that are matrices, by their shape."""
-        entries = jax.tree.leaves_with_path(tree)
-        shapes = [jnp.shape(leaf) for _, leaf in entries]
-        layers_of_leaves = stacked_axes(self.stacked, tree, self.call, shapes)
         argument = f"{self.call}: columns"
         columns = for_each_leaf(self.columns, tree, argument)
+        layers_of_leaves = self.layer_axes(tree)
         indices_by_shape: dict[MatrixShape, list[int]] = {}
-        for index, (path, leaf) in enumerate(entries):
-            shape = shapes[index]
+        for index, (path, leaf) in enumerate(jax.tree.leaves_with_path(tree)):
+            shape = jnp.shape(leaf)
             layer_axes = layers_of_leaves[index]
             matrix_axes = other_axes(layer_axes, len(shape))
             rank = len(matrix_axes)
@@ -323,20 +318,20 @@ class MatrixShape(NamedTuple):
     """How leaves of one type are read as matrices."""
 
     leaf_type: ShapedArray
-    layer_axes: tuple[int, ...]  # the axes that count layers
+    layer_axes: tuple[int, ...]  # the axes that count layers, in ascending order
     row_count: int
     column_count: int
 
-    def stack(self, leaves: list[Array]) -> Array:
-        """The leaves as matrices [leaves, *layers, rows, columns], in at least float32,
-        transposed where they would have fewer rows than columns.
+    def stack(self, leaves: list[Array], indices: list[int]) -> Array:
+        """Those of the leaves as matrices [leaves, *layers, rows, columns], in at least
+        float32, transposed where they would have fewer rows than columns.
 
         An Explicit mesh may split layers, but no matrix.
         """
         layer_rank = len(self.layer_axes)
         matrices_of_leaves = []
-        for leaf in leaves:
-            x = jnp.moveaxis(leaf, self.layer_axes, range(layer_rank))
+        for index in indices:
+            x = jnp.moveaxis(leaves[index], self.layer_axes, range(layer_rank))
             x = resharded(x, jax.typeof(x).sharding.spec[:layer_rank])
             shape = *x.shape[:layer_rank], self.row_count, self.column_count
             matrices_of_leaves.append(x.reshape(shape))
@@ -375,41 +370,21 @@ def _with_shrunk_values(
     entry_by_name = state.by_name()
     names = trees.unique_names(trees.leaf_paths(tree), entry_by_name)
     for matrix_shape, indices in measure.indices_by_shape(tree).items():
-        matrices = matrix_shape.stack([gradients[index] for index in indices])
+        matrices = matrix_shape.stack(gradients, indices)
         # The norms and limits that the kernel found, [leaves, *layers, 1, 1].
         entries = [entry_by_name[names[index]] for index in indices]
         shape = *matrices.shape[:-2], 1, 1
         norms = jnp.stack([entry.norm for entry in entries]).reshape(shape)
         limits = jnp.stack([entry.limit for entry in entries]).reshape(shape)
-        quotients, divisors = _scaled_by_power_of_2(matrices, norms)
         # Zeros, broken matrices, and limits of 0 and inf are as the kernel left them.
         has_norm = jnp.isfinite(norms) & (norms > 0)
         is_shrunk = has_norm & jnp.isfinite(limits) & (limits > 0)
-        dtype = quotients.real.dtype
-        norms = jnp.where(is_shrunk, norms, 1.0).astype(dtype)
-        limits = jnp.where(is_shrunk, limits, 1.0).astype(dtype)
-        if measure.method == "svd":
-            u, quotient_values, vh = jnp.linalg.svd(quotients, full_matrices=False)
-            values = quotient_values[..., None, :] * divisors
-            shrunk_values = _shrunk_values(
-                shrink, values, limits, matrix_shape, measure.call
-            )
-            shrunk = matmul(u * shrunk_values.astype(u.dtype), vh)
-        else:
-            shrunk_quotients = shrunk_by_products(
-                quotients,
-                limits / divisors,
-                norms / divisors,
-                steps,
-                is_hard=shrink is hard,
-            )
-            shrunk = divisors.astype(quotients.dtype) * shrunk_quotients
         # With `hard` a matrix within its limit keeps its bits.
         if shrink is hard:
             is_shrunk = is_shrunk & (norms > limits)
-        scaled_matrices = matrix_shape.stack(
-            [scaled_leaves[index] for index in indices]
-        )
+        limits = jnp.where(is_shrunk, limits, 1.0)
+        shrunk = _shrunk_matrices(measure, shrink, steps, matrices, norms, limits)
+        scaled_matrices = matrix_shape.stack(scaled_leaves, indices)
         clipped = jnp.where(is_shrunk, shrunk, scaled_matrices)
         for index, matrices_of_leaf in zip(indices, clipped):
             like = scaled_leaves[index]
@@ -417,8 +392,35 @@ def _with_shrunk_values(
     return treedef.unflatten(results)
 
 
+def _shrunk_matrices(
+    measure: SpectralNorm,
+    shrink: Shrink,
+    steps: int | None,
+    matrices: Array,
+    norms: Array,
+    limits: Array,
+) -> Array:
+    """Matrices [..., rows, columns] with shrunk singular values. `norms` and `limits`
+    are [..., 1, 1].
+    """
+    quotients, divisors = _scaled_by_power_of_2(matrices, norms)
+    limits = limits.astype(divisors.dtype)
+    if measure.method == "svd":
+        u, quotient_values, vh = jnp.linalg.svd(quotients, full_matrices=False)
+        values = quotient_values[..., None, :] * divisors
+        rows = matrices.shape[-2]
+        shrunk_values = _shrunk_values(shrink, values, limits, rows, measure.call)
+        return matmul(u * shrunk_values.astype(u.dtype), vh)
+    has_norm = jnp.isfinite(norms) & (norms > 0)
+    norms = jnp.where(has_norm, norms, 1.0).astype(divisors.dtype)
+    shrunk_quotients = shrunk_by_products(
+        quotients, limits / divisors, norms / divisors, steps, is_hard=shrink is hard
+    )
+    return divisors.astype(quotients.dtype) * shrunk_quotients
+
+
 def _shrunk_values(
-    shrink: Shrink, values: Array, limits: Array, matrix_shape: MatrixShape, call: str
+    shrink: Shrink, values: Array, limits: Array, rows: int, call: str
 ) -> Array:
     """The shrunk singular values [..., 1, values] of matrices, the largest first."""
     limits = jnp.broadcast_to(limits, values.shape)
@@ -427,13 +429,9 @@ def _shrunk_values(
         return shrunk_values
     # What LAPACK and NumPy's `matrix_rank` count as 0 may be rounding noise, with
     # singular vectors of no meaning. `normalize` would bring it to the limit.
-    eps = jnp.finfo(values.dtype).eps
-    noise = (
-        eps * max(matrix_shape.row_count, matrix_shape.column_count) * values[..., :1]
-    )
-    is_noise = values <= noise
+    noise = jnp.finfo(values.dtype).eps * rows * values[..., :1]
     not_lengthened = jnp.minimum(shrunk_values, values)
-    return jnp.where(is_noise, not_lengthened, shrunk_values)
+    return jnp.where(values <= noise, not_lengthened, shrunk_values)
 
 
 def _scaled_by_power_of_2(matrices: Array, norms: Array) -> tuple[Array, Array]:

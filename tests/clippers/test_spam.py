@@ -203,15 +203,14 @@ def test_reset_momentum_lets_only_floats_rise():
     np.testing.assert_array_equal(updates["half"], jnp.full(2, 0.03, jnp.bfloat16))
 
 
-def test_an_infinite_complex_update_stays_infinite_as_it_rises():
+def test_complex_updates_rise_as_real_ones_do():
     optimizer = optaxclip.reset_momentum(optax.identity(), every=2, warmup=4)
-    updates = jnp.array([complex(np.inf, 0.0), 1 - 2j])
+    updates = jnp.array([1 - 2j])
     state = optimizer.init(updates)
     for factor in (1.0, 0.01):
-        found, state = optimizer.update(updates, state)
-        assert found.dtype == updates.dtype
-        assert found[0] == complex(np.inf, 0.0)
-        np.testing.assert_allclose(found[1], factor * (1 - 2j), rtol=1e-5)
+        risen, state = optimizer.update(updates, state)
+        assert risen.dtype == updates.dtype
+        np.testing.assert_allclose(risen, factor * updates, rtol=1e-5)
 
 
 @pytest.mark.slow
