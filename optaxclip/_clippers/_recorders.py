@@ -179,17 +179,7 @@ def record_spikes(
     judge = Judge(call, rule, rule, mesh_axes)
 
     def init(params: PyTree) -> SpikeState:
-        norm, loss = judge.initial(params)
-        no_steps = jnp.zeros((), jnp.int32)
-        arrays = pack(
-            SpikeState.ROWS,
-            norm,
-            loss,
-            step=no_steps,
-            spiked=no_steps,
-            spikes=no_steps,
-            spiked_recently=jnp.zeros((), jnp.float32),
-        )
+        arrays = pack(SpikeState.ROWS, *judge.initial(params))
         return judge.varying_like(params, SpikeState(*arrays))
 
     def update(

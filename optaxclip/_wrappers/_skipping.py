@@ -314,18 +314,7 @@ def _skipping(
     def init(params: PyTree) -> SkipState:
         inner_state = optimizer.init(params)
         _warn_of_clippers(call, inner_state)
-        norm, loss = judge.initial(params)
-        no_steps = jnp.zeros((), jnp.int32)
-        arrays = pack(
-            SkipState.ROWS,
-            norm,
-            loss,
-            step=no_steps,
-            skipped=no_steps,
-            nonfinite=no_steps,
-            consecutive=no_steps,
-            skipped_recently=jnp.zeros((), jnp.float32),
-        )
+        arrays = pack(SkipState.ROWS, *judge.initial(params))
         return judge.varying_like(params, SkipState(*arrays, inner_state))
 
     def update(
