@@ -62,7 +62,8 @@ def clip_by_global_norm(
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
       also takes `grad_norm=`, a norm measured elsewhere, and `limit=` for this step. A
-      chain hands both to every clipper in it.
+      chain hands both to every clipper in it, where `grad_norm` is right for the first
+      one only: it is the norm of what a clipper gets.
       Clipped updates are about 5e-7 shorter than by the equation (1e-15 in 64 bits),
       so that no rounding carries them over the limit.
 

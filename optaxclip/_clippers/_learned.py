@@ -492,7 +492,7 @@ def adagn(
     Returns:
       A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
       For each norm it remembers four numbers. Its `update` also takes `grad_norm=` and
-      `limit=`.
+      `limit=`. Behind `adaclip` leave out `grad_norm`, which is the norm before it.
 
     Raises:
       ValueError: a number out of its range, an unknown scope, or `stacked` at another
