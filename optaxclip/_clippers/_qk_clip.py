@@ -315,7 +315,7 @@ def _arrays_of_attentions(
         matching = []
         for position, path in enumerate(paths):
             # flax's `sow` adds a name after the path, and users may leave out its end.
-            if _begins(path, attention.path) or _begins(attention.path, path):
+            if _common_start(path, attention.path) in (path, attention.path):
                 matching.append(position)
         if len(matching) == 1:
             positions += matching
@@ -515,11 +515,6 @@ def _common_start(left: Path, right: Path) -> Path:
             break
         names.append(left_name)
     return tuple(names)
-
-
-def _begins(path: Path, start: Path) -> bool:
-    """Whether the path begins with another, or is the same."""
-    return path[: len(start)] == start
 
 
 def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
