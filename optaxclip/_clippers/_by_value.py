@@ -46,8 +46,8 @@ def clip_by_value(
     | NaN                | NaN                                                    |
     | infinite           | the bound. A complex one becomes NaN                   |
     | complex            | limited by modulus. It takes one bound                 |
-    | integer            | an integer of its dtype. Bounds are rounded inwards (a |
-    |                    | `jax.Array` to its float first). NaN is no bound       |
+    | integer            | an integer of its dtype. Bounds are rounded inwards. A |
+    |                    | `jax.Array` becomes a float before. NaN is no bound    |
     | bool, key          | itself                                                 |
 
     The direction of the gradient changes. No collective is needed.
