@@ -234,6 +234,14 @@ def kept_finite(dtype: DTypeLike, number: Any) -> Any:
     return numpy.where(numpy.isinf(number), number, clipped)
 
 
+def rounded_like(x: Array, leaf: ArrayLike) -> Array:
+    """The array in the dtype of a leaf. No finite real number becomes inf."""
+    dtype = jnp.result_type(leaf)
+    if x.dtype != dtype and not jnp.iscomplexobj(x):
+        x = kept_finite(dtype, x)
+    return x.astype(dtype)
+
+
 def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Whether an array of this shape broadcasts to the target shape: (3,) and (1, 3) to
     (4, 3), and (4,) does not.

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 
 def direction(x: Array) -> Array:
@@ -59,5 +60,12 @@ def modulus_dtype(x: Array) -> Any:
 
 def wide_dtype(leaf: Any) -> Any:
     """The dtype that arithmetic on a leaf takes place in: at least 32 bits."""
+    # JAX itself does not promote floats of 8 bits.
     dtype = jnp.result_type(leaf)
     return np.promote_types(dtype, np.float32)
+
+
+def widened(leaf: ArrayLike) -> Array:
+    """The leaf in the dtype that arithmetic on it takes place in."""
+    leaf = jnp.asarray(leaf)
+    return leaf.astype(wide_dtype(leaf))

@@ -62,7 +62,8 @@ def clip_by_global_norm(
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
       also takes `grad_norm=`, a norm measured elsewhere, and `limit=` for this step. A
-      chain hands both to every clipper in it.
+      chain hands both to every clipper in it, where `grad_norm` is right for the first
+      one only: it is the norm of what a clipper gets.
       Clipped updates are about 5e-7 shorter than by the equation (1e-15 in 64 bits),
       so that no rounding carries them over the limit.
 
@@ -117,17 +118,13 @@ def clip_by_tensor_norm(
         leading ones. A tuple names axes by position: (1,) is axis 1, as MaxText and T5X
         stack. Also a tree prefix of these, with None for leaves that are not stacked,
         or a function of the leaf's path ("blocks/w") and the leaf.
-      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
-        `hard`.
-      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
-        numbers. At least 0.
+      shrink: what a norm over its limit becomes. None is `shrinks.hard`.
+      eps: added to each norm, as in `clip_by_global_norm`. At least 0.
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
-        PartitionSpecs.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
+        split need PartitionSpecs.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
@@ -188,19 +185,15 @@ def clip_by_unitwise_norm(
         `axis=lambda path, x: tuple(range(1, x.ndim)) or None`.
       ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
-      stacked: which axes of a leaf count layers, each of which is clipped separately: 1
-        for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
-        of these, or a function of path and leaf.
-      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
-        `hard`.
-      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
-        numbers. At least 0.
+      stacked: which axes of a leaf count layers, each clipped separately: 1 for the
+        leading axis, or another form that `clip_by_tensor_norm` takes.
+      shrink: what a norm over its limit becomes. None is `shrinks.hard`.
+      eps: added to each norm, as in `clip_by_global_norm`. At least 0.
       nonfinite: what a norm that is NaN or inf makes of its unit: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, required for every split leaf except vectors.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. PartitionSpecs are
+        required for every split leaf except vectors.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
@@ -258,16 +251,12 @@ def clip_by_group_norm(
         `optax.partition`, or a function of a leaf's path ("blocks/w") and the leaf.
       ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
-      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
-        `hard`.
-      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
-        numbers. At least 0.
+      shrink: what a norm over its limit becomes. None is `shrinks.hard`.
+      eps: added to each norm, as in `clip_by_global_norm`. At least 0.
       nonfinite: what a norm that is NaN or inf makes of its group: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`.
       allow_missing: whether labels may have no leaf in this model. Limits of such
         labels, and parts of `labels` that the tree does not have, are then left out, so
         that one configuration serves dense models and mixtures of experts. Otherwise
@@ -332,20 +321,15 @@ def clip_by_tensor_rms(
     Args:
       max_rms: a number at least 0, an array, a schedule, None, a rule of
         `optaxclip.rules`, or a tree prefix of numbers and schedules.
-      stacked: which axes of a leaf count layers, each of which is clipped separately: 1
-        for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
-        of these, or a function of path and leaf.
-      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
-        `hard`.
-      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
-        numbers. At least 0.
+      stacked: which axes of a leaf count layers, each clipped separately: 1 for the
+        leading axis, or another form that `clip_by_tensor_norm` takes.
+      shrink: what a norm over its limit becomes. None is `shrinks.hard`.
+      eps: added to each norm, as in `clip_by_global_norm`. At least 0.
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
-        PartitionSpecs.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
+        split need PartitionSpecs.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
@@ -398,20 +382,15 @@ def clip_by_average_norm(
     Args:
       max_norm: a number at least 0, an array, a schedule, None, a rule of
         `optaxclip.rules`, or a tree prefix of numbers and schedules.
-      stacked: which axes of a leaf count layers, each of which is clipped separately: 1
-        for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
-        of these, or a function of path and leaf.
-      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
-        `hard`.
-      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
-        numbers. At least 0.
+      stacked: which axes of a leaf count layers, each clipped separately: 1 for the
+        leading axis, or another form that `clip_by_tensor_norm` takes.
+      shrink: what a norm over its limit becomes. None is `shrinks.hard`.
+      eps: added to each norm, as in `clip_by_global_norm`. At least 0.
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
-        PartitionSpecs.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
+        split need PartitionSpecs.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`

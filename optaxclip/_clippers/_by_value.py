@@ -46,8 +46,8 @@ def clip_by_value(
     | NaN                | NaN                                                    |
     | infinite           | the bound. A complex one becomes NaN                   |
     | complex            | limited by modulus. It takes one bound                 |
-    | integer            | an integer of its dtype. Bounds are rounded inwards (a |
-    |                    | `jax.Array` to its float first). NaN is no bound       |
+    | integer            | an integer of its dtype. Bounds are rounded inwards. A |
+    |                    | `jax.Array` becomes a float before. NaN is no bound    |
     | bool, key          | itself                                                 |
 
     The direction of the gradient changes. No collective is needed.
@@ -251,7 +251,7 @@ def _bounds_in(
     """Both bounds in the dtype of a leaf. Beyond its range a bound is the end of it."""
     upper = _wide(high, dtype)
     if low is None:
-        numpy = _numpy_of(upper)
+        numpy = jnp if isinstance(upper, Array) else np
         # A schedule below 0 counts as 0.
         upper = numpy.maximum(upper, 0)
         lower = -upper
@@ -270,30 +270,36 @@ def _bounds_in(
 
 
 def _wide(bound: ArrayLike, dtype: DTypeLike) -> Any:
-    """A bound as a float that holds the numbers of its own dtype and of another."""
-    if not isinstance(bound, Array):
-        return np.asarray(bound).astype(np.float64)
-    # JAX promotes no floats of 8 bits, and no numbers of 4. float32 holds them all.
-    itemsize = max(bound.dtype.itemsize, np.dtype(dtype).itemsize)
-    return bound.astype(np.float64 if itemsize > 4 else np.float32)
+    """A bound as a number that holds those of its own dtype and of another."""
+    if isinstance(bound, Array):
+        # JAX promotes no floats of 8 bits, and no numbers of 4. float32 holds them all.
+        itemsize = max(bound.dtype.itemsize, np.dtype(dtype).itemsize)
+        return bound.astype(np.float64 if itemsize > 4 else np.float32)
+    bound = np.asarray(bound)
+    is_integer = bound.dtype.kind in "iuO"
+    if is_integer and jnp.issubdtype(dtype, jnp.integer):
+        # Integers of Python: float64 would round those beyond 2^53.
+        return bound.astype(object)
+    return bound.astype(np.float64)
 
 
 def _in_integers(bound: Any, dtype: DTypeLike, *, is_lower: bool) -> Any:
-    """A float bound, rounded inwards to a dtype of integers. NaN is no bound."""
-    numpy = _numpy_of(bound)
+    """A bound, rounded inwards to a dtype of integers. NaN is no bound."""
     info = jnp.iinfo(dtype)
-    least = np.array(info.min, dtype)
-    most = np.array(info.max, dtype)
-    rounded = numpy.ceil(bound) if is_lower else numpy.floor(bound)
-    # What a conversion makes of numbers beyond the range is not defined.
-    with np.errstate(invalid="ignore"):
-        integers = rounded.astype(dtype)
-    # float32 rounds 2^31 - 1 to 2^31, which is beyond the range too.
-    integers = numpy.where(rounded >= float(info.max), most, integers)
-    integers = numpy.where(rounded <= float(info.min), least, integers)
-    return numpy.where(numpy.isnan(bound), least if is_lower else most, integers)
-
-
-def _numpy_of(number: object) -> Any:
-    """The NumPy of a number: JAX's for its arrays, else NumPy itself."""
-    return jnp if isinstance(number, Array) else np
+    no_bound = info.min if is_lower else info.max
+    if not isinstance(bound, Array):
+        # Python compares its integers and floats exactly.
+        bound = np.asarray(bound, object)
+        bound = np.where(bound != bound, no_bound, bound)
+        bound = np.clip(bound, info.min, info.max)
+        rounded = np.ceil(bound) if is_lower else np.floor(bound)
+        return np.asarray(rounded, dtype)
+    rounded = jnp.ceil(bound) if is_lower else jnp.floor(bound)
+    integers = rounded.astype(dtype)
+    # What a conversion makes of numbers beyond the range is not defined. float32 rounds
+    # 2^31 - 1 to 2^31, which is beyond it too.
+    least = jnp.array(info.min, dtype)
+    most = jnp.array(info.max, dtype)
+    integers = jnp.where(rounded >= float(info.max), most, integers)
+    integers = jnp.where(rounded <= float(info.min), least, integers)
+    return jnp.where(jnp.isnan(bound), jnp.array(no_bound, dtype), integers)

@@ -14,9 +14,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .._axes import Axis, Stacked
-from .._checks import Nonfinite, check_flag, kept_finite, shown
+from .._checks import Nonfinite, check_flag, rounded_like, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
+from .._moduli import widened
 from .._norms import TensorNorm, UnitwiseNorm
 from .._options import Ord, check_measure
 from .._trees import PyTree, clipped_leaves, put_back, weights_of
@@ -67,17 +68,14 @@ def adaptive_grad_clip(
         with clipping=0.3.
       ord: the order of the norms: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
-      stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
-        leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
-        leaf.
-      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
-        `hard`.
+      stacked: which axes of a leaf count layers: 1 for the leading axis, or another
+        form that `clip_by_tensor_norm` takes.
+      shrink: what a norm over its limit becomes. None is `shrinks.hard`.
       nonfinite: what a norm that is NaN or inf makes of its unit: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, required for every split leaf except vectors.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. PartitionSpecs are
+        required for every split leaf except vectors.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`.
@@ -163,16 +161,13 @@ def larc(
       weight_decay: added as weight_decay * p before clipping, so leave it out of the
         optimizer. At least 0.
       eps: added to the norm of the gradient before dividing. At least 0.
-      stacked: which axes of a leaf count layers, each of which is clipped separately: 1
-        for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
-        of these, or a function of path and leaf.
+      stacked: which axes of a leaf count layers, each clipped separately: 1 for the
+        leading axis, or another form that `clip_by_tensor_norm` takes.
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
-        PartitionSpecs.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
+        split need PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is |g| +
@@ -240,8 +235,8 @@ def larc(
             params,
             grad_norm=grad_norms._replace(values=sums),
         )
-        in_dtypes = jax.tree.map(_in_dtype_of, tree, clipped_leaves(clipped))
-        return put_back(in_dtypes, updates), new_state
+        rounded = jax.tree.map(rounded_like, clipped_leaves(clipped), tree)
+        return put_back(rounded, updates), new_state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
@@ -284,21 +279,13 @@ def _decayed(
     clipped.
     """
     decay = jnp.asarray(decay).astype(grad_norm.dtype)
-    wide = np.promote_types(jnp.result_type(grad), grad_norm.dtype)
-    grad = jnp.asarray(grad).astype(wide)
-    decayed = grad + decay.astype(wide) * jnp.asarray(weight).astype(wide)
+    grad = widened(grad)
+    weight = jnp.asarray(weight).astype(grad.dtype)
+    decayed = grad + decay.astype(grad.dtype) * weight
     # Where weights or gradients are all 0 nothing decays, as in apex. Without decay
     # -0.0 stays -0.0, where -0.0 + 0.0 would be 0.0.
     is_kept = (grad_norm == 0) | (weight_norm == 0) | (decay == 0)
     return jnp.where(is_kept, grad, decayed)
-
-
-def _in_dtype_of(leaf: ArrayLike, x: Array) -> Array:
-    """`x`, rounded to the dtype of a leaf. No finite number becomes inf."""
-    dtype = jnp.result_type(leaf)
-    if x.dtype != dtype and not jnp.iscomplexobj(x):
-        x = kept_finite(dtype, x)
-    return x.astype(dtype)
 
 
 def clippy(
@@ -334,16 +321,13 @@ def clippy(
       relative: the share of itself that a weight may move by. At least 0. The code has
         0.1, the paper also 0.5 with absolute=1e-2.
       absolute: how far every weight may move. At least 0.
-      stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
-        leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
-        leaf. Each layer is scaled separately.
+      stacked: which axes of a leaf count layers, each scaled separately: 1 for the
+        leading axis, or another form that `clip_by_tensor_norm` takes.
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
-        PartitionSpecs.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
+        split need PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is the largest
@@ -413,14 +397,13 @@ def _bound_ratio(
     """
     # float16 has hardly a digit for the default bound of 1e-7: its smallest number is
     # 6e-8.
-    wide = np.promote_types(jnp.finfo(jnp.result_type(update)).dtype, np.float32)
-    relative = jnp.asarray(relative).astype(wide)
-    weight_size = jnp.abs(weight).astype(wide)
-    absolute = jnp.asarray(absolute).astype(wide)
+    size = jnp.abs(widened(update))
+    weight_size = jnp.abs(weight).astype(size.dtype)
+    relative = jnp.asarray(relative).astype(size.dtype)
+    absolute = jnp.asarray(absolute).astype(size.dtype)
     bound = relative * weight_size + absolute
     # Without a bound, inf * |0| would be NaN.
     bound = jnp.where(has_no_limit, jnp.inf, bound)
-    size = jnp.abs(update).astype(wide)
     # The quotient must be finite also where it is not taken, for the derivative.
     is_zero = bound == 0
     bound_ratio = size / jnp.where(is_zero, 1.0, bound)

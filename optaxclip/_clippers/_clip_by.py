@@ -40,8 +40,7 @@ def clip_by(
       shrink: from norm and limit to the norm that the updates get. None is
         `shrinks.hard`. A shrink that returns the norm itself leaves the updates bit for
         bit.
-      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
-        numbers. At least 0.
+      eps: added to each norm, as in `clip_by_global_norm`. At least 0.
       nonfinite: what becomes of updates whose norm is NaN or inf. "propagate" makes all
         that was measured together NaN, so that a broken step is seen and never half
         applied. "zero" makes it zero. "raise" raises FloatingPointError outside jit and
@@ -102,15 +101,12 @@ def clip_grads(
         It may be traced.
       ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
-      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
-        numbers. At least 0.
+      eps: added to each norm, as in `clip_by_global_norm`. At least 0.
       nonfinite: what becomes of gradients whose norm is NaN or inf: "propagate" makes
         all NaN, "zero" makes all zero, "raise" raises FloatingPointError outside jit
         and is a `checkify.check` inside.
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`.
 
     Returns:
       (grads, norm): the gradients in their dtypes, and their norm before clipping, a

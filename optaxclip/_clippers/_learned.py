@@ -70,17 +70,15 @@ def autoclip(
         0, None for none. A number or a schedule. The percentile does not depend on it.
       scope: "global", "tensor", or labels: a tree prefix of them, or a function of path
         and leaf.
-      stacked: with scope="tensor", which axes of a leaf count layers, each of which has
-        a norm of its own: 1 for the leading axis, 2 for the two leading ones, (1,) for
-        axis 1, a tree prefix of these, or a function of path and leaf.
+      stacked: with scope="tensor", which axes of a leaf count layers, each with a norm
+        of its own: 1 for the leading axis, or another form that `clip_by_tensor_norm`
+        takes.
       nonfinite: what a norm that is NaN or inf makes of all that it measured:
         "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
         `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
-        PartitionSpecs.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
+        split need PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`. For each norm it remembers `window` numbers
@@ -174,17 +172,15 @@ def zclip(
       eps: added to the deviation when the score is computed, in units of the norm.
       scope: "global", "tensor", or labels: a tree prefix of them, or a function of path
         and leaf.
-      stacked: with scope="tensor", which axes of a leaf count layers, each of which has
-        a norm of its own: 1 for the leading axis, 2 for the two leading ones, (1,) for
-        axis 1, a tree prefix of these, or a function of path and leaf.
+      stacked: with scope="tensor", which axes of a leaf count layers, each with a norm
+        of its own: 1 for the leading axis, or another form that `clip_by_tensor_norm`
+        takes.
       nonfinite: what a norm that is NaN or inf makes of all that it measured:
         "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
         `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
-        PartitionSpecs.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
+        split need PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`. For each norm it remembers three numbers. Its
@@ -257,17 +253,15 @@ def adagc(
       warmup: how many norms are seen under the global limit. At least 1.
       scope: "tensor", "global", or labels: a tree prefix of them, or a function of path
         and leaf.
-      stacked: with scope="tensor", which axes of a leaf count layers, each of which has
-        a norm of its own: 1 for the leading axis, 2 for the two leading ones, (1,) for
-        axis 1, a tree prefix of these, or a function of path and leaf.
+      stacked: with scope="tensor", which axes of a leaf count layers, each with a norm
+        of its own: 1 for the leading axis, or another form that `clip_by_tensor_norm`
+        takes.
       nonfinite: what a norm that is NaN or inf makes of all that it measured:
         "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
         `checkify.check`). In the warm-up one broken tensor breaks all.
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
-        PartitionSpecs.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
+        split need PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`. For each norm it remembers two numbers. Its
@@ -401,17 +395,15 @@ def aggc(
       up: how far one step is lengthened at most, at least 1.
       down: how far one step is shortened at most, in [0, 1].
       raise_small: whether norms below the band are lifted. Otherwise they pass.
-      stacked: with scope="tensor", which axes of a leaf count layers, each of which has
-        a norm of its own: 1 for the leading axis, 2 for the two leading ones, (1,) for
-        axis 1, a tree prefix of these, or a function of path and leaf.
+      stacked: with scope="tensor", which axes of a leaf count layers, each with a norm
+        of its own: 1 for the leading axis, or another form that `clip_by_tensor_norm`
+        takes.
       nonfinite: what a norm that is NaN or inf makes of all that it measured:
         "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
         `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
-        PartitionSpecs.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
+        split need PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
@@ -487,22 +479,20 @@ def adagn(
       eps: at least 0, in units of the norm. A number or a schedule.
       scope: "tensor", "global", or labels: a tree prefix of them, or a function of path
         and leaf.
-      stacked: with scope="tensor", which axes of a leaf count layers, each of which has
-        a norm of its own: 1 for the leading axis, 2 for the two leading ones, (1,) for
-        axis 1, a tree prefix of these, or a function of path and leaf.
+      stacked: with scope="tensor", which axes of a leaf count layers, each with a norm
+        of its own: 1 for the leading axis, or another form that `clip_by_tensor_norm`
+        takes.
       nonfinite: what a norm that is NaN or inf makes of all that it measured:
         "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
         `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
-        PartitionSpecs.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
+        split need PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
       For each norm it remembers four numbers. Its `update` also takes `grad_norm=` and
-      `limit=`.
+      `limit=`. Behind `adaclip` leave out `grad_norm`, which is the norm before it.
 
     Raises:
       ValueError: a number out of its range, an unknown scope, or `stacked` at another

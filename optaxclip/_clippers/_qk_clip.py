@@ -29,6 +29,7 @@ from .._checks import check_number, check_state, shown
 from .._exported import is_placeholder
 from .._kernel import make_clipper
 from .._mesh_types import resharded, typed_as, types_of, varying_as
+from .._moduli import wide_dtype
 from .._norms import UserNorm
 from .._state import ClipState
 from .._sums import norm_dtype
@@ -237,9 +238,28 @@ def _clip(
     return treedef.unflatten(updates)
 
 
+def scale_of(leaf: AttentionLeaf, factor: Array) -> Array:
+    """The numbers that a leaf is multiplied by, 1 where it has no query and no key.
+    They broadcast to the leaf.
+
+    `factor` has a number for each layer and head of the keys.
+    """
+    repeats = leaf.shape[-1] // factor.shape[-1]
+    factor = jnp.repeat(factor, repeats, axis=-1)[..., None]
+    layers = leaf.shape[:-1]
+    ones = jnp.ones((*layers, leaf.head_count, leaf.entry_count), factor.dtype)
+    heads = slice(*leaf.heads.heads)
+    entries = slice(*leaf.heads.entries)
+    scale = ones.at[..., heads, entries].multiply(factor)
+    if scale.ndim > len(leaf.axes):
+        scale = scale.reshape((*scale.shape[:-2], -1))
+    scale = scale.transpose(np.argsort(leaf.axes))
+    return jnp.expand_dims(scale, other_axes(leaf.axes, leaf.rank))
+
+
 def _update_of_scaled_weight(update: Array, weight: ArrayLike, scale: Array) -> Array:
     """scale (weight + update) - weight, without its cancellation."""
-    wide = np.promote_types(update.dtype, scale.dtype)
+    wide = wide_dtype(update)
     scale = scale.astype(wide)
     # The result is the update itself where the scale is 1. The update is read once: XLA
     # on a CPU writes an operand of two operations to memory, instead of computing it in
@@ -247,6 +267,68 @@ def _update_of_scaled_weight(update: Array, weight: ArrayLike, scale: Array) -> 
     weight = jnp.asarray(weight).astype(wide)
     decrease = jnp.where(scale == 1, 0, (1 - scale) * weight)
     return (scale * update.astype(wide) - decrease).astype(update.dtype)
+
+
+# ------------------------------------------------------------- the logits of attentions
+
+
+def logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Array]:
+    """The largest logit of each attention's heads of keys, at least 0.
+
+    Raises:
+      ValueError: an attention without logits, with several, or with logits of another
+        shape.
+    """
+    logits_by_name = {}
+    arrays = _arrays_of_attentions(attentions, max_logits)
+    for attention, array in zip(attentions, arrays):
+        shape = attention.shape
+        logits = jnp.atleast_1d(array)
+        if not _shares_keys(logits.shape, shape) or logits.shape[-1] == 0:
+            raise ValueError(
+                f"qk_clip: max_logits of the attention {attention.name!r} must have "
+                f"the shape {shape}, or a multiple of its last number where several "
+                f"queries share a key, got {logits.shape}: take the maximum over batch "
+                "and positions, and name an axis of layers too: Heads((layer axis, "
+                "head axis))."
+            )
+        # [..., heads of queries] -> [..., heads of keys, queries that share it]
+        logits = resharded(logits).astype(attention.dtype).reshape((*shape, -1))
+        # A negative logit is within every limit. Norms are at least 0. NaN stays NaN.
+        logits_by_name[attention.name] = jnp.maximum(jnp.max(logits, axis=-1), 0)
+    return logits_by_name
+
+
+def _arrays_of_attentions(
+    attentions: list[Attention], max_logits: PyTree
+) -> list[Array]:
+    """The array of each attention: the one whose path begins with the path of the
+    attention, or is a beginning of the attention's path.
+
+    Raises:
+      ValueError: an attention that has no array of its own, or an array too many.
+    """
+    entries = jax.tree.leaves_with_path(max_logits)
+    paths = [path_names(path) for path, _ in entries]
+    positions = []
+    for attention in attentions:
+        matching = []
+        for position, path in enumerate(paths):
+            # flax's `sow` adds a name after the path, and users may leave out its end.
+            if _common_start(path, attention.path) in (path, attention.path):
+                matching.append(position)
+        if len(matching) == 1:
+            positions += matching
+    # An array may not be for two attentions either, while another is for none.
+    is_used_once = sorted(positions) == list(range(len(paths)))
+    if not is_used_once or len(paths) != len(attentions):
+        listed_paths = ", ".join(repr("/".join(path)) for path in paths)
+        raise ValueError(
+            f"qk_clip: max_logits must have one array for each of "
+            f"{[attention.name for attention in attentions]}, got "
+            f"{listed_paths or 'none'}."
+        )
+    return [entries[position][1] for position in positions]
 
 
 # ------------------------------------------------------ which leaves have which heads
@@ -435,11 +517,6 @@ def _common_start(left: Path, right: Path) -> Path:
     return tuple(names)
 
 
-def _begins(path: Path, start: Path) -> bool:
-    """Whether the path begins with another, or is the same."""
-    return path[: len(start)] == start
-
-
 def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
     """The layers and heads of the keys of an attention, which all leaves must fit."""
     shape = next(leaf.shape for leaf in leaves if leaf.role == "keys")
@@ -460,81 +537,3 @@ def _shares_keys(shape: Shape, shape_of_keys: Shape) -> bool:
     """
     layers, heads = shape[:-1], shape[-1]
     return layers == shape_of_keys[:-1] and heads % shape_of_keys[-1] == 0
-
-
-def scale_of(leaf: AttentionLeaf, factor: Array) -> Array:
-    """The numbers that a leaf is multiplied by, 1 where it has no query and no key.
-    They broadcast to the leaf.
-
-    `factor` has a number for each layer and head of the keys.
-    """
-    repeats = leaf.shape[-1] // factor.shape[-1]
-    factor = jnp.repeat(factor, repeats, axis=-1)[..., None]
-    layers = leaf.shape[:-1]
-    ones = jnp.ones((*layers, leaf.head_count, leaf.entry_count), factor.dtype)
-    heads = slice(*leaf.heads.heads)
-    entries = slice(*leaf.heads.entries)
-    scale = ones.at[..., heads, entries].multiply(factor)
-    if scale.ndim > len(leaf.axes):
-        scale = scale.reshape((*scale.shape[:-2], -1))
-    scale = scale.transpose(np.argsort(leaf.axes))
-    return jnp.expand_dims(scale, other_axes(leaf.axes, leaf.rank))
-
-
-def logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Array]:
-    """The largest logit of each attention's heads of keys, at least 0.
-
-    Raises:
-      ValueError: an attention without logits, with several, or with logits of another
-        shape.
-    """
-    logits_by_name = {}
-    arrays = _arrays_of_attentions(attentions, max_logits)
-    for attention, array in zip(attentions, arrays):
-        shape = attention.shape
-        logits = jnp.atleast_1d(array)
-        if not _shares_keys(logits.shape, shape) or logits.shape[-1] == 0:
-            raise ValueError(
-                f"qk_clip: max_logits of the attention {attention.name!r} must have "
-                f"the shape {shape}, or a multiple of its last number where several "
-                f"queries share a key, got {logits.shape}: take the maximum over batch "
-                "and positions, and name an axis of layers too: Heads((layer axis, "
-                "head axis))."
-            )
-        # [..., heads of queries] -> [..., heads of keys, queries that share it]
-        logits = resharded(logits).astype(attention.dtype).reshape((*shape, -1))
-        # A negative logit is within every limit. Norms are at least 0. NaN stays NaN.
-        logits_by_name[attention.name] = jnp.maximum(jnp.max(logits, axis=-1), 0)
-    return logits_by_name
-
-
-def _arrays_of_attentions(
-    attentions: list[Attention], max_logits: PyTree
-) -> list[Array]:
-    """The array of each attention: the one whose path begins with the path of the
-    attention, or is a beginning of the attention's path.
-
-    Raises:
-      ValueError: an attention that has no array of its own, or an array too many.
-    """
-    entries = jax.tree.leaves_with_path(max_logits)
-    paths = [path_names(path) for path, _ in entries]
-    positions = []
-    for attention in attentions:
-        matching = []
-        for position, path in enumerate(paths):
-            # flax's `sow` adds a name after the path, and users may leave out its end.
-            if _begins(path, attention.path) or _begins(attention.path, path):
-                matching.append(position)
-        if len(matching) == 1:
-            positions += matching
-    # An array may not be for two attentions either, while another is for none.
-    is_used_once = sorted(positions) == list(range(len(paths)))
-    if not is_used_once or len(paths) != len(attentions):
-        listed_paths = ", ".join(repr("/".join(path)) for path in paths)
-        raise ValueError(
-            f"qk_clip: max_logits must have one array for each of "
-            f"{[attention.name for attention in attentions]}, got "
-            f"{listed_paths or 'none'}."
-        )
-    return [entries[position][1] for position in positions]

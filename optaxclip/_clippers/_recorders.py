@@ -84,12 +84,12 @@ class SpikeState(NamedTuple):
     """The state of `record_spikes`.
 
     Attributes:
-      spike_counts: int32[3]: `step`, `spiked` and `spikes`. Further numbers are what
+      spike_counts: int32[3 + n]: `step`, `spiked` and `spikes`, and then n numbers that
         rules remember.
-      spike_numbers: float32[5] (float64 where a leaf has 64 bits): `norm`, `limit`,
-        `loss`, `loss_limit` and `spiked_recently`. Further numbers are what rules
+      spike_numbers: float32[5 + n] (float64 where a leaf has 64 bits): `norm`, `limit`,
+        `loss`, `loss_limit` and `spiked_recently`, and then n numbers that rules
         remember.
-      windows, loss_windows: the last norms and losses.
+      windows, loss_windows: what the rules of norm and loss remember beyond that.
       step: updates seen.
       spiked: 1 if the last step was a spike, else 0.
       spikes: steps that were spikes.
@@ -145,10 +145,8 @@ def record_spikes(
         number or a schedule.
       window: how many norms and losses are remembered. A whole number, at least 1.
         Nothing is a spike before there are as many.
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`.
 
     Returns:
       A transformation with a `SpikeState`. Its `update` also takes `grad_norm=`, a norm
@@ -181,17 +179,7 @@ def record_spikes(
     judge = Judge(call, rule, rule, mesh_axes)
 
     def init(params: PyTree) -> SpikeState:
-        norm, loss = judge.initial(params)
-        no_steps = jnp.zeros((), jnp.int32)
-        arrays = pack(
-            SpikeState.ROWS,
-            norm,
-            loss,
-            step=no_steps,
-            spiked=no_steps,
-            spikes=no_steps,
-            spiked_recently=jnp.zeros((), jnp.float32),
-        )
+        arrays = pack(SpikeState.ROWS, *judge.initial(params))
         return judge.varying_like(params, SpikeState(*arrays))
 
     def update(

@@ -66,8 +66,8 @@ def largest_singular_values(x: Array) -> Array:
     power = lax.fori_loop(0, SQUARINGS, square, lax.stop_gradient(gram))
     # This mean of the squared singular values, in which the largest outweighs all
     # others, is never above the largest.
-    weighted = jnp.conj(power) * gram
-    mean = jnp.sum(jnp.real(weighted), (-2, -1), keepdims=True)
+    weighted = jnp.real(jnp.conj(power) * gram)
+    mean = jnp.sum(weighted, axis=(-2, -1), keepdims=True)
     return root(mean)
 
 
@@ -89,17 +89,16 @@ def shrunk_by_products(
     digits = int(jnp.finfo(bound.dtype).nmant)
     largest_ratio = 2.0 ** (digits // 2 + 2)
     limit = jnp.minimum(limit, largest_ratio * bound)
-    joint_bound = jnp.sqrt(bound**2 + limit**2)  # of [cI; X]
+    # Of [cI; X].
+    joint_bound = jnp.sqrt(bound**2 + limit**2)
     # On an Explicit mesh that splits layers, [cI] must be split as X is.
     limit_eye = limit.astype(x.dtype) * _eye(x)
     limit_eye = resharded_as(limit_eye, jax.typeof(x))
-    joint = jnp.concatenate([limit_eye, x], -2)
+    joint = jnp.concatenate([limit_eye, x], axis=-2)
     joint = joint / joint_bound.astype(x.dtype)
     lowest = limit / joint_bound
     polar = _polar(joint, lowest, steps)
-    columns = x.shape[-1]
-    z = polar[..., :columns, :]
-    b = polar[..., columns:, :]
+    z, b = jnp.split(polar, [x.shape[-1]], axis=-2)
     if is_hard:
         b = matmul(b, _inverse_of_larger(z, steps))
     return limit.astype(x.dtype) * b
@@ -131,30 +130,28 @@ def _inverse_of_larger(z: Array, steps: int) -> Array:
 
 def _polar(x: Array, lowest: ArrayLike, steps: int) -> Array:
     """Turns all singular values in [lowest, 1] into 1, by the iteration
-    x <- r x (3 - r^2 x^2) / 2. For a Hermitian matrix this is the sign.
+    x <- r x, then x <- x (3 - x^2) / 2. For a Hermitian matrix this is the sign.
 
     Singular values that are too small for so many steps come out below 1.
     """
 
-    def step(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
+    def step(_: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         x, lowest = carry
         # This r raises the lowest singular value most. For one near 0 it would send 1
         # to 0, and 1 + eps below 0, so r is computed for 0.1 at least.
         low = jnp.maximum(lowest, 0.1)
         r = jnp.sqrt(3 / (1 + low + low**2))
-        raised = r * lowest
-        lowest = 0.5 * r * lowest * (3 - raised**2)
+        lowest = r * lowest
+        new_lowest = 0.5 * lowest * (3 - lowest**2)
+        x = r.astype(x.dtype) * x
         gram = matmul(adjoint(x), x)
-        half_r = (0.5 * r).astype(x.dtype)
-        r_squared = (r**2).astype(x.dtype)
-        factor = half_r * (3 * _eye(x) - r_squared * gram)
-        new_x = matmul(x, factor)
-        return (new_x, lowest), None
+        factor = 0.5 * (3 * _eye(x) - gram)
+        return matmul(x, factor), new_lowest
 
     # Below this reach r would stay large up to the last step, and singular values near
     # 1 would end anywhere.
     lowest = jnp.maximum(lax.stop_gradient(lowest), _lowest_in_reach(steps))
-    (polar, _), _ = lax.scan(step, (x, lowest), length=steps)
+    polar, _ = lax.fori_loop(0, steps, step, (x, lowest))
     return polar
 
 

@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax import Array, lax
+from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
@@ -34,7 +36,7 @@ from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
-from .._moduli import modulus_dtype, wide_dtype, with_modulus
+from .._moduli import modulus_dtype, wide_dtype, widened, with_modulus
 from .._norms import Norms, TensorNorm
 from .._options import check_measure
 from .._trees import PyTree, arrays_of, clipped_leaves, put_back
@@ -78,12 +80,12 @@ def spam(
       threshold: how many times its usual square a square may be. At least 0. A number
         or a schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
-      warmup: how many updates from each reset on are not clipped, since v has seen too
-        little by then. At the start of training `warmup - 1`. Where v is 0, nothing is
-        clipped either. At least 0.
+      warmup: updates not clipped after each reset, the resetting one counted. The first
+        update counts as the second of a period, so at the start there is one fewer.
+        Where v is 0, nothing is clipped either. At least 0.
       every: the average starts anew before each update whose number, from 1, is a
-        multiple of this, as in `reset_momentum`. None for never. A whole number, at
-        least 1. Above `warmup`, or nothing is ever clipped.
+        multiple of this, as in `reset_momentum`. None for never. A whole number above
+        `warmup`.
       count: whether to count which share of the elements is clipped, for `metrics`.
 
     Returns:
@@ -91,8 +93,9 @@ def spam(
       average, a tree like the updates, and leaves its own unchanged.
 
     Raises:
-      ValueError: a number out of its range, an `every` that is not whole, or a
-        `second_moment` without a leaf of the updates, or of another shape.
+      ValueError: a number out of its range, an `every` that is not whole or not above
+        `warmup`, or a `second_moment` without a leaf of the updates, or of another
+        shape.
       TypeError: something else that is not a number.
 
     Example:
@@ -114,6 +117,13 @@ def spam(
     warmup = checked_number(f"{call}: warmup", warmup, schedule=False)
     if every is not None:
         checks.check_length(f"{call}: every", every)
+        is_known = not isinstance(every, Tracer) and not isinstance(warmup, Tracer)
+        if is_known and np.less_equal(every, warmup):
+            raise ValueError(
+                f"{call}: every must be above warmup, got every={checks.shown(every)} "
+                f"and warmup={checks.shown(warmup)}: each reset would come before the "
+                "warm-up is over, and nothing would ever be clipped."
+            )
     checks.check_flag(f"{call}: count", count)
 
     def zero_moment(leaf: ArrayLike) -> Array:
@@ -173,8 +183,8 @@ def _cut_down(
         return None
     # A second moment of the caller's, such as Adam's, may have 16 bits. The threshold
     # is in the dtype of the moment then, float32 or wider.
-    moment = _widened(moment)
-    wide = _widened(x)
+    moment = widened(moment)
+    wide = widened(x)
     (threshold,) = at_step(step, moment.dtype, threshold)
     # Roots first: threshold * v overflows for gradients of 1e18, v being their square.
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
@@ -202,8 +212,8 @@ def _blend(
         return moment
     (decay,) = at_step(step, moment.dtype, decay)
     # An infinite coordinate is clipped to the limit, which is not learned from.
-    is_finite = jnp.isfinite(_widened(x))
-    size = jnp.abs(_widened(clipped)).astype(moment.dtype)
+    is_finite = jnp.isfinite(widened(x))
+    size = jnp.abs(widened(clipped)).astype(moment.dtype)
     size = jnp.where(is_finite, size, 0.0)
     # From 1.8e19 on the square of a float32 number is inf, and 0 * inf is NaN.
     square = jnp.where(decay == 1, 0.0, size**2)
@@ -212,12 +222,6 @@ def _blend(
     largest = jnp.finfo(moment.dtype).max
     new_moment = jnp.minimum(new_moment, largest)
     return jnp.where(is_finite, new_moment, moment)
-
-
-def _widened(x: ArrayLike) -> Array:
-    """The array in at least 32 bits. JAX itself does not promote floats of 8 bits."""
-    x = jnp.asarray(x)
-    return x.astype(wide_dtype(x))
 
 
 def adaclip(
@@ -235,23 +239,20 @@ def adaclip(
     Args:
       decay: of the average T, in [0, 1]. 1 is the mean of all steps. A number or a
         schedule.
-      stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
-        leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
-        leaf.
+      stacked: which axes of a leaf count layers: 1 for the leading axis, or another
+        form that `clip_by_tensor_norm` takes.
       nonfinite: what a largest coordinate that is NaN or inf makes of its tensor:
         "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
         `checkify.check`).
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
-        PartitionSpecs.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
+        split need PartitionSpecs.
 
     Returns:
       A transformation with a `ClipState`: `norm` is the largest coordinate, `factor`
       what those over the limit were multiplied by. For each tensor it remembers two
-      numbers. Its `update` also takes `grad_norm=`, the largest coordinates, and
-      `limit=`.
+      numbers. Its `update` also takes `limit=`. It does not look at a `grad_norm=` that
+      a chain is given.
 
     Raises:
       ValueError: a decay out of its range, an unknown `nonfinite`, or an axis in
@@ -283,41 +284,35 @@ def adaclip(
     ) -> Any:
         tree = clipped_leaves(updates, call)
         norms = measure(tree)
-        # The kernel measures nothing again. A norm from elsewhere goes first.
-        if extra_args.get("grad_norm") is None:
-            extra_args["grad_norm"] = norms
+        # The kernel measures nothing again. A norm that the chain was given is no
+        # largest coordinate.
+        extra_args["grad_norm"] = norms
         # The kernel multiplies a whole tensor by T / max|g|. Coordinates up to T get
         # back their own bits.
         scaled, new_state = kernel.update(tree, state, params, **extra_args)
-        norms_of_leaves, limits_of_leaves = _norms_and_limits(new_state, norms)
+        limits = _limits_of(norms, new_state)
         treedef = jax.tree.structure(tree)
         clipped = jax.tree.map(
             _scaled_over_limit,
             tree,
             scaled,
-            treedef.unflatten(norms_of_leaves),
-            treedef.unflatten(limits_of_leaves),
+            treedef.unflatten(norms.local_values()),
+            treedef.unflatten(limits.local_values()),
         )
         return put_back(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
 
-def _norms_and_limits(state: PyTree, norms: Norms) -> tuple[list[Any], list[Any]]:
-    """The norm and the limit of each leaf in a state, on this device. `norms` says
-    which norms leaves have.
-    """
+def _limits_of(norms: Norms, state: PyTree) -> Norms:
+    """The limits in a state, in the places of the norms that they belong to."""
     entry_by_name = state.by_name()
     names = trees.unique_names(norms.paths, entry_by_name)
-    norm_values = []
-    limit_values = []
+    limits = []
     for name, norm in zip(names, norms.values):
-        entry = entry_by_name[name]
-        norm_values.append(entry.norm.reshape(norm.shape))
-        limit_values.append(entry.limit.reshape(norm.shape))
-    norms_of_leaves = norms._replace(values=norm_values).local_values()
-    limits_of_leaves = norms._replace(values=limit_values).local_values()
-    return norms_of_leaves, limits_of_leaves
+        limit = entry_by_name[name].limit
+        limits.append(limit.reshape(norm.shape))
+    return norms._replace(values=limits)
 
 
 def _scaled_over_limit(x: Array, scaled: Array, norm: ArrayLike, limit: Array) -> Array:
@@ -417,11 +412,7 @@ def reset_momentum(
         factor = jnp.where(is_rising, rise, 1.0)
 
         def times_factor(x: ArrayLike) -> Array:
-            if jnp.iscomplexobj(x):
-                # In parts. (inf + 0i) * (1 + 0i) is inf + NaN i: of 0 * inf.
-                real = times_factor(jnp.real(x))
-                return lax.complex(real, times_factor(jnp.imag(x)))
-            wide = _widened(x)
+            wide = widened(x)
             product = wide * factor.astype(wide.dtype)
             return product.astype(jnp.result_type(x))
 

@@ -93,7 +93,7 @@ def clip_by_spectral_norm(
         "newton_schulz"            4e-6     2e-4     2e-3     0.2      24 steps
         norm of the result         at most limit * (1 + 3e-6) for all of these
 
-    They grow as eps * s_max, like those of every decomposition in float32. The error
+    Errors grow as eps * s_max, like those of every decomposition in float32. The error
     of "svd" is LAPACK's, 16 eps of the largest singular value.
 
     Leaves of one type and shape are clipped as one stack. So compile time grows with
@@ -111,15 +111,14 @@ def clip_by_spectral_norm(
       method: "svd" or "newton_schulz". Only "newton_schulz" has a derivative where
         singular values are equal. This derivative is right for `smooth(2)` only.
       steps: of Newton-Schulz, at least 1. None means 24, and 48 for 64-bit leaves. k
-        steps resolve s_max / limit up to about 2.4^(k - 5). With fewer, singular values
-        below the limit come out too small, never too large.
+        steps resolve s_max / limit up to about 2.46^(k - 4.1). With fewer, singular
+        values below the limit come out too small, never too large.
       columns: how many trailing axes of a leaf are the columns of its matrix. All
         others are its rows. None means 1, for kernels whose last axis is the output,
         convolutions too. 2 is for attention's (embed, heads, size). An int, a tree
         prefix of ints, or a function of the leaf's path and the leaf.
       stacked: which axes of a leaf count layers, each of which is a matrix: 1 for the
-        leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix of
-        these, or a function of path and leaf.
+        leading axis, or another form that `clip_by_tensor_norm` takes.
       nonfinite: what becomes of a leaf whose norm is NaN or inf: "propagate" makes it
         NaN, "zero" makes it zero, "raise" raises FloatingPointError outside jit and is
         a `checkify.check` inside.
@@ -199,8 +198,7 @@ def spectral_norm(
         others are its rows. None means 1, for kernels whose last axis is the output. An
         int, a tree prefix of ints, or a function of the leaf's path and the leaf.
       stacked: which axes of a leaf count layers, each of which is a matrix: 1 for the
-        leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix of
-        these, or a function of path and leaf.
+        leading axis, or another form that `clip_by_tensor_norm` takes.
       method: "svd", or "newton_schulz" for matrix products alone. The second is within
         a relative 4e-6 of the first, and up to m^(1 / 2^18) less where m singular
         values almost tie. Its second derivatives are not those of the norm.
@@ -244,16 +242,18 @@ class SpectralNorm(NamedTuple):
 
     @partial(jax.jit, static_argnums=0)
     def __call__(self, tree: PyTree) -> Norms:
-        # Before the norms, since errors of `layouts` name the function that the user
-        # called.
-        layouts = self.layouts(tree)
+        # Before the norms, since its errors name the function that the user called.
+        indices_by_shape = self.indices_by_shape(tree)
         leaves = jax.tree.leaves(tree)
-        # Vectors keep their L2 norm, which is their spectral norm.
-        mesh_axes = self.mesh_axes_of_leaves(tree)
-        l2_norms = TensorNorm(stacked=self.stacked, mesh_axes=mesh_axes)(tree)
+        # Vectors keep their L2 norm, which is their spectral norm. Devices may hold
+        # different layers, whose norms are not joined.
+        mesh_axes = [None if axes else "auto" for axes in self.layer_axes(tree)]
+        mesh_axes_of_paths = Prefix(tuple(zip(trees.leaf_paths(tree), mesh_axes)))
+        measure = TensorNorm(stacked=self.stacked, mesh_axes=mesh_axes_of_paths)
+        l2_norms = measure(tree)
         values = l2_norms.local_values()
-        for layout, indices in layouts.items():
-            matrices = layout.stack([leaves[index] for index in indices])
+        for matrix_shape, indices in indices_by_shape.items():
+            matrices = matrix_shape.stack(leaves, indices)
             # The largest elements are norms too, near enough to divide by.
             sizes = jnp.abs(matrices)
             peaks = jnp.max(sizes, (-2, -1), keepdims=True)
@@ -272,27 +272,19 @@ class SpectralNorm(NamedTuple):
         specs = tuple(LeafSpec(norm_index=index) for index in range(len(values)))
         return l2_norms._replace(values=values, specs=specs)
 
-    def mesh_axes_of_leaves(self, tree: PyTree) -> Prefix:
-        """The `mesh_axes` of L2 norms."""
-        entries = jax.tree.leaves_with_path(tree)
-        shapes = [jnp.shape(leaf) for _, leaf in entries]
-        layers_of_leaves = stacked_axes(self.stacked, tree, self.call, shapes)
-        mesh_axes = []
-        for (path, _), layer_axes in zip(entries, layers_of_leaves):
-            # Devices may hold different layers, whose norms are not joined.
-            mesh_axes.append((path, None if layer_axes else "auto"))
-        return Prefix(tuple(mesh_axes))
+    def layer_axes(self, tree: PyTree) -> list[tuple[int, ...]]:
+        """The axes of each leaf that count layers, in ascending order."""
+        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
+        return stacked_axes(self.stacked, tree, self.call, shapes)
 
-    def layouts(self, tree: PyTree) -> dict[Layout, list[int]]:
-        """The indices of the leaves that are matrices, by their layout."""
-        entries = jax.tree.leaves_with_path(tree)
-        shapes = [jnp.shape(leaf) for _, leaf in entries]
-        layers_of_leaves = stacked_axes(self.stacked, tree, self.call, shapes)
+    def indices_by_shape(self, tree: PyTree) -> dict[MatrixShape, list[int]]:
+        """The indices of the leaves that are matrices, by their shape."""
         argument = f"{self.call}: columns"
         columns = for_each_leaf(self.columns, tree, argument)
-        layouts: dict[Layout, list[int]] = {}
-        for index, (path, leaf) in enumerate(entries):
-            shape = shapes[index]
+        layers_of_leaves = self.layer_axes(tree)
+        indices_by_shape: dict[MatrixShape, list[int]] = {}
+        for index, (path, leaf) in enumerate(jax.tree.leaves_with_path(tree)):
+            shape = jnp.shape(leaf)
             layer_axes = layers_of_leaves[index]
             matrix_axes = other_axes(layer_axes, len(shape))
             rank = len(matrix_axes)
@@ -312,34 +304,34 @@ class SpectralNorm(NamedTuple):
             column_count = math.prod(sizes[-column_axis_count:])
             # A matrix of one row or one column is a vector.
             if min(row_count, column_count) > 1:
-                layout = Layout(
+                matrix_shape = MatrixShape(
                     leaf_type=jax.typeof(leaf),
                     layer_axes=layer_axes,
                     row_count=row_count,
                     column_count=column_count,
                 )
-                layouts.setdefault(layout, []).append(index)
-        return layouts
+                indices_by_shape.setdefault(matrix_shape, []).append(index)
+        return indices_by_shape
 
 
-class Layout(NamedTuple):
+class MatrixShape(NamedTuple):
     """How leaves of one type are read as matrices."""
 
     leaf_type: ShapedArray
-    layer_axes: tuple[int, ...]  # the axes that count layers
+    layer_axes: tuple[int, ...]  # the axes that count layers, in ascending order
     row_count: int
     column_count: int
 
-    def stack(self, leaves: list[Array]) -> Array:
-        """The leaves as matrices [leaves, *layers, rows, columns], in at least float32,
-        transposed where they would have fewer rows than columns.
+    def stack(self, leaves: list[Array], indices: list[int]) -> Array:
+        """Those of the leaves as matrices [leaves, *layers, rows, columns], in at least
+        float32, transposed where they would have fewer rows than columns.
 
         An Explicit mesh may split layers, but no matrix.
         """
         layer_rank = len(self.layer_axes)
         matrices_of_leaves = []
-        for leaf in leaves:
-            x = jnp.moveaxis(leaf, self.layer_axes, range(layer_rank))
+        for index in indices:
+            x = jnp.moveaxis(leaves[index], self.layer_axes, range(layer_rank))
             x = resharded(x, jax.typeof(x).sharding.spec[:layer_rank])
             shape = *x.shape[:layer_rank], self.row_count, self.column_count
             matrices_of_leaves.append(x.reshape(shape))
@@ -377,47 +369,58 @@ def _with_shrunk_values(
     results = list(scaled_leaves)
     entry_by_name = state.by_name()
     names = trees.unique_names(trees.leaf_paths(tree), entry_by_name)
-    for layout, indices in measure.layouts(tree).items():
-        matrices = layout.stack([gradients[index] for index in indices])
+    for matrix_shape, indices in measure.indices_by_shape(tree).items():
+        matrices = matrix_shape.stack(gradients, indices)
         # The norms and limits that the kernel found, [leaves, *layers, 1, 1].
         entries = [entry_by_name[names[index]] for index in indices]
         shape = *matrices.shape[:-2], 1, 1
         norms = jnp.stack([entry.norm for entry in entries]).reshape(shape)
         limits = jnp.stack([entry.limit for entry in entries]).reshape(shape)
-        quotients, divisors = _scaled_by_power_of_2(matrices, norms)
         # Zeros, broken matrices, and limits of 0 and inf are as the kernel left them.
         has_norm = jnp.isfinite(norms) & (norms > 0)
         is_shrunk = has_norm & jnp.isfinite(limits) & (limits > 0)
-        dtype = quotients.real.dtype
-        norms = jnp.where(is_shrunk, norms, 1.0).astype(dtype)
-        limits = jnp.where(is_shrunk, limits, 1.0).astype(dtype)
-        if measure.method == "svd":
-            u, quotient_values, vh = jnp.linalg.svd(quotients, full_matrices=False)
-            values = quotient_values[..., None, :] * divisors
-            shrunk_values = _shrunk_values(shrink, values, limits, layout, measure.call)
-            shrunk = matmul(u * shrunk_values.astype(u.dtype), vh)
-        else:
-            shrunk_quotients = shrunk_by_products(
-                quotients,
-                limits / divisors,
-                norms / divisors,
-                steps,
-                is_hard=shrink is hard,
-            )
-            shrunk = divisors.astype(quotients.dtype) * shrunk_quotients
         # With `hard` a matrix within its limit keeps its bits.
         if shrink is hard:
             is_shrunk = is_shrunk & (norms > limits)
-        scaled_matrices = layout.stack([scaled_leaves[index] for index in indices])
+        limits = jnp.where(is_shrunk, limits, 1.0)
+        shrunk = _shrunk_matrices(measure, shrink, steps, matrices, norms, limits)
+        scaled_matrices = matrix_shape.stack(scaled_leaves, indices)
         clipped = jnp.where(is_shrunk, shrunk, scaled_matrices)
         for index, matrices_of_leaf in zip(indices, clipped):
             like = scaled_leaves[index]
-            results[index] = layout.unstack(matrices_of_leaf, like)
+            results[index] = matrix_shape.unstack(matrices_of_leaf, like)
     return treedef.unflatten(results)
 
 
+def _shrunk_matrices(
+    measure: SpectralNorm,
+    shrink: Shrink,
+    steps: int | None,
+    matrices: Array,
+    norms: Array,
+    limits: Array,
+) -> Array:
+    """Matrices [..., rows, columns] with shrunk singular values. `norms` and `limits`
+    are [..., 1, 1].
+    """
+    quotients, divisors = _scaled_by_power_of_2(matrices, norms)
+    limits = limits.astype(divisors.dtype)
+    if measure.method == "svd":
+        u, quotient_values, vh = jnp.linalg.svd(quotients, full_matrices=False)
+        values = quotient_values[..., None, :] * divisors
+        rows = matrices.shape[-2]
+        shrunk_values = _shrunk_values(shrink, values, limits, rows, measure.call)
+        return matmul(u * shrunk_values.astype(u.dtype), vh)
+    has_norm = jnp.isfinite(norms) & (norms > 0)
+    norms = jnp.where(has_norm, norms, 1.0).astype(divisors.dtype)
+    shrunk_quotients = shrunk_by_products(
+        quotients, limits / divisors, norms / divisors, steps, is_hard=shrink is hard
+    )
+    return divisors.astype(quotients.dtype) * shrunk_quotients
+
+
 def _shrunk_values(
-    shrink: Shrink, values: Array, limits: Array, layout: Layout, call: str
+    shrink: Shrink, values: Array, limits: Array, rows: int, call: str
 ) -> Array:
     """The shrunk singular values [..., 1, values] of matrices, the largest first."""
     limits = jnp.broadcast_to(limits, values.shape)
@@ -426,11 +429,9 @@ def _shrunk_values(
         return shrunk_values
     # What LAPACK and NumPy's `matrix_rank` count as 0 may be rounding noise, with
     # singular vectors of no meaning. `normalize` would bring it to the limit.
-    eps = jnp.finfo(values.dtype).eps
-    noise = eps * max(layout.row_count, layout.column_count) * values[..., :1]
-    is_noise = values <= noise
+    noise = jnp.finfo(values.dtype).eps * rows * values[..., :1]
     not_lengthened = jnp.minimum(shrunk_values, values)
-    return jnp.where(is_noise, not_lengthened, shrunk_values)
+    return jnp.where(values <= noise, not_lengthened, shrunk_values)
 
 
 def _scaled_by_power_of_2(matrices: Array, norms: Array) -> tuple[Array, Array]:

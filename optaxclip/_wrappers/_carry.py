@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from .._checks import check_state, kept_finite, with_extra_args
+from .._checks import check_state, rounded_like, with_extra_args
 from .._exported import exported
 from .._moduli import wide_dtype
 from .._state import ClipState, clip_states
@@ -106,7 +106,7 @@ def carry_clipped(
             total, state.clip_state, params, **extra_args
         )
         # Rounded first, so that what rounding cuts off is carried as well.
-        clipped = jax.tree.map(_in_dtype_of, clipped, tree)
+        clipped = jax.tree.map(rounded_like, clipped, tree)
         carry = jax.tree.map(_cut_off, total, clipped, state.carry, is_leaf=is_none)
         return put_back(clipped, updates), CarryState(carry, new_clip_state)
 
@@ -119,14 +119,6 @@ def _add_carry(grad: Array, carry: Array) -> Array | None:
         return None
     # In float32: 255 + 0.25 is 255 in bfloat16.
     return jnp.asarray(grad).astype(carry.dtype) + carry
-
-
-def _in_dtype_of(clipped: Array, grad: Array) -> Array:
-    """The clipped leaf in the dtype of the gradient. No finite number becomes inf."""
-    dtype = jnp.result_type(grad)
-    if not jnp.iscomplexobj(clipped):
-        clipped = kept_finite(dtype, clipped)
-    return clipped.astype(dtype)
 
 
 def _cut_off(total: Array, clipped: Array, carry: Array) -> Array:

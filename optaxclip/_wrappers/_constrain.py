@@ -37,11 +37,11 @@ def constrain(
     It changes the update, so it comes last in a chain, after the learning rate.
     `optax.apply_updates` then gives clip(W + u), rounded once to the weights' dtype.
     This is exact up to that one rounding. Where W is far beyond its limit, as in a
-    first step, the update is rounded too, towards 0, and never across a bound of 0. A
-    bound that keeps weights away from 0, such as the lower one of
-    `clip_by_value(1.0, 0.3)`, may be missed by it. Where the update has fewer bits than
-    W, its rounding may leave weights beyond the limit. Weights that are within their
-    limit get the update as it came, and so do integer leaves.
+    first step, the update is rounded too, towards 0, and never across a bound of 0.
+    This second rounding may miss a bound that keeps weights away from 0, such as the
+    lower one of `clip_by_value(1.0, 0.3)`. Where the update has fewer bits than W, it
+    may leave weights beyond the limit. Weights that are within their limit get the
+    update as it came, and so do integer leaves.
 
     | constraint                        | clipper                                     |
     |-----------------------------------|---------------------------------------------|

@@ -215,15 +215,19 @@ def row_property(rows: RowNames, name: str) -> property:
 def pack(
     rows: RowNames, norm: Comparison, loss: Comparison, **counts_and_shares: Array
 ) -> StateArrays:
-    """The arrays of a state. Its own counts and shares come by name."""
-    value_of_row = counts_and_shares | {
+    """The arrays of a state. Its own counts and shares come by name, and are 0 in the
+    state before the first step.
+    """
+    (_, count_names), (_, number_names) = rows
+    no_steps = jnp.zeros((), jnp.int32)
+    value_of_row = dict.fromkeys(count_names + number_names, no_steps)
+    value_of_row |= counts_and_shares | {
         "norm": norm.value,
         "limit": norm.limit,
         "loss": loss.value,
         "loss_limit": loss.limit,
     }
     memory = packed((norm.memory, loss.memory), norm.value)
-    (_, count_names), (_, number_names) = rows
     counts = [value_of_row[name] for name in count_names]
     dtype = norm.value.dtype
     numbers = [value_of_row[name].astype(dtype) for name in number_names]

@@ -63,10 +63,10 @@ class SkipState(NamedTuple):
     """What a skipping optimizer knows after a step. `metrics` reads it by name.
 
     Attributes:
-      skip_counts: int32[4]: `step`, `skipped`, `nonfinite` and `consecutive`. Further
-        numbers are what rules remember.
-      skip_numbers: float32[5] (float64 where a leaf has 64 bits): `norm`, `limit`,
-        `loss`, `loss_limit` and `skipped_recently`. Further numbers are what rules
+      skip_counts: int32[4 + n]: `step`, `skipped`, `nonfinite` and `consecutive`, and
+        then n numbers that rules remember.
+      skip_numbers: float32[5 + n] (float64 where a leaf has 64 bits): `norm`, `limit`,
+        `loss`, `loss_limit` and `skipped_recently`, and then n numbers that rules
         remember.
       windows, loss_windows: what the rules of norm and loss remember beyond that.
       inner_state: the optimizer's state after the last step that was not skipped.
@@ -123,10 +123,8 @@ def skip_nonfinite(
         still move in a skipped step, by its momentum and weight decay.
       max_consecutive: after this many skipped steps in a row the next is not skipped,
         whatever it is. At least 0. None for never.
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`.
 
     Returns:
       A transformation with a `SkipState`. All extra arguments of its `update` go on to
@@ -188,10 +186,8 @@ def skip_step(
         its own.
       on_loss: whether to look at the loss too. None looks at it in the steps in which
         `update(..., value=loss)` is given it, True demands it, False ignores it.
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`.
 
     Returns:
       A transformation with a `SkipState`. All extra arguments of its `update` go on to
@@ -268,10 +264,8 @@ def skip_spikes(
       max_consecutive: after this many skipped steps in a row the next is not skipped,
         whatever it is, because a run that only skips should fail visibly. At least 0.
         None for never.
-      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec.
+      mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
+        prefix of PartitionSpec, as in `clip_by_global_norm`.
 
     Returns:
       A transformation with a `SkipState`. All extra arguments of its `update` go on to
@@ -320,18 +314,7 @@ def _skipping(
     def init(params: PyTree) -> SkipState:
         inner_state = optimizer.init(params)
         _warn_of_clippers(call, inner_state)
-        norm, loss = judge.initial(params)
-        no_steps = jnp.zeros((), jnp.int32)
-        arrays = pack(
-            SkipState.ROWS,
-            norm,
-            loss,
-            step=no_steps,
-            skipped=no_steps,
-            nonfinite=no_steps,
-            consecutive=no_steps,
-            skipped_recently=jnp.zeros((), jnp.float32),
-        )
+        arrays = pack(SkipState.ROWS, *judge.initial(params))
         return judge.varying_like(params, SkipState(*arrays, inner_state))
 
     def update(

@@ -14,6 +14,12 @@ from tests.parts import RULES, SHRINKS
 # may be
 NUMBERS = {m.function: m.numbers for m in METHODS.values() if m.numbers}
 NUMBERS |= {rule: part.numbers for rule, part in RULES.items() if part.numbers}
+# What each number is tried beside.
+OTHER_ARGUMENTS = {
+    optaxclip.larc: {"learning_rate": 0.1},
+    # With resets before each update nothing but a warm-up of 0 is allowed.
+    optaxclip.spam: {"warmup": 0},
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*should be above 1:UserWarning")
@@ -24,7 +30,7 @@ def test_every_number_is_checked_under_its_own_name():
 
 
 def check_range(build, name, lowest, highest):
-    others = {"learning_rate": 0.1} if build is optaxclip.larc else {}
+    others = OTHER_ARGUMENTS.get(build, {})
     argument = f"{call_name(build)}: {name}"
     text = rf"^{argument} must be at least {lowest}, got {lowest - 0.5}"
     with pytest.raises(ValueError, match=text):

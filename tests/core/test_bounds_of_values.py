@@ -111,6 +111,17 @@ def test_known_integer_bounds_beyond_32_bits_are_exact(bound):
     np.testing.assert_array_equal(updates, np.float32([3e9, -3e9, 1]))
 
 
+@pytest.mark.parametrize("make", [int, np.int64, lambda x: np.full(3, x)])
+def test_bounds_that_float64_would_round_are_exact(make):
+    # float64 has 2^53 + 2 and 2^53 + 4, and rounds 2^53 + 3 to the second.
+    bound = 2**53 + 3
+    with jax.enable_x64(True):
+        leaf = jnp.array([2**62, bound, -(2**62)], jnp.int64)
+        clipper = optaxclip.clip_by_value(make(bound))
+        updates, _ = clipper.update(leaf, clipper.init(leaf))
+        np.testing.assert_array_equal(updates, [bound, bound, -bound])
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "uint32"])
 def test_a_float_array_beyond_an_integer_leaf_clips_nothing(dtype):
     info = np.iinfo(dtype)
