@@ -24,7 +24,8 @@ Words of this and the modules around it:
     memory     what a rule remembers. Arrays in it with one number for each norm are
                rows, too
     window     an array of a memory that is no row, such as the last 100 norms
-    sound      norm finite, and limit not NaN. Otherwise the norm is broken
+    sound      norm finite, limit not NaN, and the shrink returns a finite number of at
+               least 0. Otherwise the norm is broken
     clipped    sound, and changed by the shrink. Of units: one of them at least
     furthest   of several norms the one with the largest norm / limit (`severity` in
                `_outcome.py`). A broken one comes first
@@ -76,7 +77,7 @@ from .rules._limits import (
     rules_of,
 )
 from .rules._rule import Rule, is_rule, limit_of, limit_of_jitted, norms_for
-from .shrinks import Shrink, shrink_of
+from .shrinks import Shrink, hard, shrink_of
 
 
 class Settings(NamedTuple):
@@ -466,6 +467,9 @@ def _decide(policy: Policy, eps: ArrayLike, norm: Array, limit: Array) -> Decisi
     norm_with_eps = norm + jnp.asarray(eps).astype(norm.dtype)
     # With the shrink `hard`: min(norm_with_eps, limit).
     new_norm = shrunk_by(policy.shrink, norm_with_eps, limit, policy.call)
+    if policy.shrink is not hard:
+        # A function of the user's may return NaN, such as sqrt(limit - norm).
+        is_sound = is_sound & (new_norm >= 0) & (new_norm < jnp.inf)
     # A broken norm becomes NaN, and the updates with it, or 0.
     new_norm_if_broken = 0.0 if policy.nonfinite == "zero" else jnp.nan
     new_norm = jnp.where(is_sound, new_norm, new_norm_if_broken)
@@ -547,8 +551,8 @@ def clip_once(
 def _raise_nonfinite(
     call: str, measure: Any, old_state: ClipState, state: ClipState, updates: PyTree
 ) -> None:
-    """Raises FloatingPointError for a norm that is NaN or inf, and names the leaves, or
-    for a limit that is NaN.
+    """Raises FloatingPointError for a norm that is NaN or inf, and names the leaves, for
+    a limit that is NaN, or for a shrink that returns no norm.
 
     Under jit it is a `checkify.check`.
     """
@@ -563,17 +567,25 @@ def _raise_nonfinite(
     if isinstance(is_broken, Tracer):
         from jax.experimental import checkify
 
-        text = f"{call}: {broken_norm}, or its limit is NaN"
+        text = f"{call}: {broken_norm}, its limit is NaN, or shrink returns no norm"
         checkify.check(~jnp.any(is_broken), text)
         return
     if not jnp.any(is_broken):
         return
     sentences = []
-    is_nan_limit = is_broken & jnp.isfinite(state.norm)
-    if jnp.any(is_nan_limit):
-        norm = jnp.atleast_1d(state.norm)[jnp.argmax(is_nan_limit)]
-        sentences.append(f"the limit of the norm {norm} is NaN.")
-    if jnp.any(is_broken & ~is_nan_limit):
+    has_finite_norm = is_broken & jnp.isfinite(state.norm)
+    if jnp.any(has_finite_norm):
+        index = jnp.argmax(has_finite_norm)
+        norm = jnp.ravel(state.norm)[index]
+        limit = jnp.ravel(state.limit)[index]
+        if jnp.isnan(limit):
+            sentences.append(f"the limit of the norm {norm} is NaN.")
+        else:
+            sentences.append(
+                "shrink must return a finite number of at least 0, and does not for "
+                f"the norm {norm} and the limit {limit}."
+            )
+    if jnp.any(is_broken & ~has_finite_norm):
         sentences.append(f"{broken_norm}. {_broken_leaves(updates)}")
     raise FloatingPointError(f"{call}: {' Also '.join(sentences)}")
 

@@ -10,8 +10,9 @@
 A shrink is a function (norm, limit) -> new norm of two arrays of one shape. It goes
 as `shrink=` into `clip_by`, the clippers by global, tensor, unit, group, average and
 spectral norm and RMS, AGC, and `clipped_grad`. It is called for norms below the limit
-too, which `hard` returns as they are. `shrink=smooth`, a factory without parentheses,
-is `shrink=smooth()`.
+too, which `hard` returns as they are. Where one of your own returns NaN, inf or a
+number below 0, clippers do what `nonfinite` says, and count it. `shrink=smooth`, a
+factory without parentheses, is `shrink=smooth()`.
 
 A limit of inf clips nothing, whatever the shrink: clippers do not call the shrink then.
 So a shrink may be NaN there, as `auto_s` and `psac` are for a norm of 0.
