@@ -171,7 +171,7 @@ def _take_by_reduction(roots: Array, index: int) -> Array:
     return jnp.sum(jnp.where(is_entry, block, 0))
 
 
-def rescale(updates: PyTree, norms: Array, new_norms: Array) -> Any:
+def rescale(updates: PyTree, norms: PyTree, new_norms: PyTree) -> Any:
     """Scales every part of `updates` from its norm to a new one.
 
     Args:
@@ -187,8 +187,9 @@ def rescale(updates: PyTree, norms: Array, new_norms: Array) -> Any:
       rounding to the leaf's dtype.
 
     Raises:
-      ValueError: norms that are no tree prefix of the updates, or new norms that have
-        another structure or do not broadcast to the norms.
+      ValueError: norms that are no tree prefix of the updates or do not broadcast to
+        their leaves, or new norms that have another structure or do not broadcast to
+        the norms.
 
     Example:
       >>> print(optaxclip.rescale(jnp.array([3.0, 4.0]), 5.0, 1.0))

@@ -551,8 +551,8 @@ def clip_once(
 def _raise_nonfinite(
     call: str, measure: Any, old_state: ClipState, state: ClipState, updates: PyTree
 ) -> None:
-    """Raises FloatingPointError for a norm that is NaN or inf, and names the leaves, for
-    a limit that is NaN, or for a shrink that returns no norm.
+    """Raises FloatingPointError for a norm that is NaN or inf, and names the leaves, or
+    for a limit that is NaN, or a shrink that returns no norm.
 
     Under jit it is a `checkify.check`.
     """

@@ -28,6 +28,7 @@ from jax import Array, lax
 from . import _mesh as mesh
 from . import _trees as trees
 from ._axes import Axis, Stacked, other_axes, stacked_axes, unit_axes
+from ._checks import broadcasts_to
 from ._mesh import MeshAxes
 from ._options import Ord, check_labels, check_measure, labels_of, static_labels
 from ._prefixes import Prefix, lookup
@@ -272,7 +273,8 @@ def given_norms(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms:
     """Norms that are given as a tree prefix of the updates.
 
     Raises:
-      ValueError: norms that are no tree prefix of the updates.
+      ValueError: norms that are no tree prefix of the updates, or that do not broadcast
+        to their leaves.
     """
     # None as a norm leaves its part of the tree alone.
     norms_and_holes, structure = jax.tree.flatten(norms, is_leaf=trees.is_none)
@@ -286,8 +288,16 @@ def given_norms(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms:
     specs: list[LeafSpec] = []
     norm_count = 0
     for norm, part in zip(norms_and_holes, parts):
+        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(part)]
+        for shape in shapes:
+            if norm is not None and not broadcasts_to(norm.shape, shape):
+                raise ValueError(
+                    f"{argument} must be one number for each part of the updates, or "
+                    f"arrays that broadcast to their leaves, got a norm of shape "
+                    f"{norm.shape} for a leaf of shape {shape}."
+                )
         spec = LeafSpec(norm_index=None if norm is None else norm_count)
-        specs += [spec] * len(jax.tree.leaves(part))
+        specs += [spec] * len(shapes)
         norm_count += norm is not None
     entries, treedef = jax.tree.flatten_with_path(norms)
     return Norms(
