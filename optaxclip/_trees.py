@@ -211,8 +211,7 @@ def warn_of_integers(call: str, updates: PyTree) -> None:
                 f"{call}: nothing is clipped, since no leaf of the updates has a float "
                 f"or complex dtype. The leaf {name(path)!r} is "
                 f"{getattr(dtype, '__name__', dtype)}: make it float32.",
-                # This function, update, the check of its argument names, then the user.
-                stacklevel=4,
+                stacklevel=_level_of_user(),
             )
             return
 
@@ -243,10 +242,24 @@ def warn_of_stacks(call: str, tree: PyTree) -> None:
                 "stacked on their leading axis. Without stacked= a unit of the leaf "
                 f"{name(high_rank_paths[0])!r} has one weight from each layer, in "
                 "optax too. Use stacked=1, or axis=... if these are no layers.",
-                # The line that called init.
-                stacklevel=4,
+                stacklevel=_level_of_user(),
             )
             return
+
+
+def _level_of_user() -> int:
+    """The `stacklevel` with which a warning of the caller shows the user's line: the
+    first one that is neither in this library nor in optax or JAX, which may call it.
+    """
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("optaxclip", "optax", "jax"):
+            break
+        frame = frame.f_back
+        level += 1
+    return level
 
 
 def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:

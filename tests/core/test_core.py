@@ -161,6 +161,21 @@ def test_a_limit_that_is_nan_raises_by_its_name():
         clipper.update(grads, clipper.init(grads), limit=jnp.asarray(jnp.nan))
 
 
+def test_warnings_show_the_line_of_the_user():
+    integers = {"w": jnp.arange(3)}
+    stack = {"a": jnp.ones((4, 2)), "b": jnp.ones((4, 2)), "c": jnp.ones((4, 2, 3))}
+    clipper = clip_by_global_norm(1.0)
+    chain = optax.chain(clipper, optax.sgd(0.1))
+    with pytest.warns(UserWarning) as record:
+        clipper.update(integers, clipper.init(integers))
+        optaxclip.clip_grads(integers, 1.0)
+        chain.update(integers, chain.init(integers))
+        jax.jit(chain.update)(integers, chain.init(integers))
+        clip_by_unitwise_norm(1.0).init(stack)
+        optax.chain(clip_by_unitwise_norm(1.0)).init(stack)
+    assert [warning.filename for warning in record] == [__file__] * 6
+
+
 def below_the_limit_nan(norm, limit):
     # Right for norms above the limit only.
     return limit - jnp.sqrt(norm - limit)
