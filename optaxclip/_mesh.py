@@ -356,7 +356,7 @@ def among_zeros(numbers: Array, mesh_of_kept: Sequence[AxisNames]) -> Array:
     shape = list(numbers.shape)
     for axis, names in enumerate(mesh_of_kept, first):
         shape[axis] *= device_count(names)
-    starts = [0] * first + _starts(numbers.shape[first:], mesh_of_kept)
+    starts = [np.int32(0)] * first + _starts(numbers.shape[first:], mesh_of_kept)
     zeros = typed_as(jnp.zeros(shape, numbers.dtype), jax.typeof(numbers))
     return lax.dynamic_update_slice(zeros, numbers, starts)
 
@@ -374,7 +374,8 @@ def _starts(sizes: Sequence[int], mesh_of_kept: Sequence[AxisNames]) -> list[Any
     starts: list[Any] = []
     for size, names in zip(sizes, mesh_of_kept):
         # The index of this device along these mesh axes. The first axis is the slowest.
-        starts.append(lax.axis_index(names) * size if names else 0)
+        # It is an int32 with x64 too, and all starts must have one dtype.
+        starts.append(lax.axis_index(names) * size if names else np.int32(0))
     return starts
 
 
