@@ -11,7 +11,7 @@ The norm is the root of the first that is finite. No normal number is too small 
 2^-50 of it. Likewise for `down`. There is no branch, so neither vmap nor devices with
 different shards are a special case.
 
-    CPU    one float64 sum. Where devices join their sums, three are made of it
+    CPU    one float64 sum instead. Of leaves of 64 bits three sums
     GPU    three float32 sums in one reduction
     TPU    three float32 sums in one read. This is plain `jnp`, for any other platform
 
@@ -138,21 +138,6 @@ def _also_of_complex(sums_of: Callable[..., AnySums]) -> Callable[..., AnySums]:
     return sums_of_any
 
 
-@partial(traced_once, static_argnums=(1, 2))
-@_also_of_complex
-def three_sums(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
-    """The three sums of squares of an array, on each platform in its way."""
-    # Programs for GPU and TPU have float64 only where a leaf has 64 bits.
-    if dtype == np.float64:
-        return three_sums_in_jnp(array, axes, dtype)
-    return per_platform(
-        array,
-        cpu=partial(_three_sums_on_a_cpu, axes=axes, dtype=dtype),
-        gpu=partial(three_sums_on_a_gpu, axes=axes, dtype=dtype),
-        plain=partial(three_sums_in_jnp, axes=axes, dtype=dtype),
-    )
-
-
 @partial(traced_once, static_argnums=1)
 @_also_of_complex
 def float64_sum(array: Array, axes: Axes) -> Array:
@@ -161,16 +146,6 @@ def float64_sum(array: Array, axes: Axes) -> Array:
     """
     x = lax.convert_element_type(array, np.float64)
     return sum_over(x * x, axes)
-
-
-def _three_sums_on_a_cpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
-    """The three sums, made of one in float64."""
-    scale = SCALES[dtype]
-    # For these operations only. The program around them may have no float64.
-    with jax.enable_x64(True):
-        total = float64_sum(array, axes)
-        sums = Sums(up=total * scale**2, unscaled=total, down=total * scale**-2)
-        return jax.tree.map(lambda x: lax.convert_element_type(x, dtype), sums)
 
 
 @partial(traced_once, static_argnums=(1, 2))
@@ -220,6 +195,9 @@ def root_of_mean(count: ArrayLike, sums: Sums) -> Array:
 @_also_of_complex
 def three_sums_on_a_gpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums, in the form that a GPU computes in one kernel."""
+    # Measured in float32 only.
+    if dtype == np.float64:
+        return three_sums_in_jnp(array, axes, dtype)
     summed_axes = tuple(range(array.ndim)) if axes is None else axes
     has_mesh = not jax.typeof(array).sharding.mesh.empty
     # What jit splits is summed as one array, so that one collective joins the parts.
@@ -243,8 +221,9 @@ def _sums_in_one_reduction(
 
     XLA on a GPU writes several computed arrays, such as the step of Adam, to memory
     before it sums them. So two of the squares are one complex array. The third stays
-    real because jit may split an array whose type has no mesh. XLA would then join a
-    reduction of complex numbers alone by a collective that GPUs do not have.
+    real because jit may split even an array whose type has no mesh, by `out_shardings`
+    for example. XLA would then join a reduction of complex numbers alone by a
+    collective that GPUs do not have.
     """
     x = array.astype(dtype)
     scale = SCALES[dtype]
