@@ -92,7 +92,9 @@ class Settings(NamedTuple):
     rules_treedef: Any  # of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
     with_total: bool  # whether a rule needs the norm of all norms
-    inf_is_off: bool  # whether a limit of inf lets broken norms pass, see `Rule`
+    # Whether a limit of inf lets broken norms pass, see `Rule`. Of a tree of limits, if
+    # all of its rules do.
+    inf_is_off: bool
     # Whether a rule has a schedule. Inside the user's jit such a clipper runs `_update`
     # itself: the cache of `_update_jitted` would keep the schedule, and what it closes
     # over, alive. Eager steps accept that.
@@ -148,7 +150,7 @@ def make_clipper(
         call=call,
         argument=argument,
         measure=measure,
-        # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
+        # None is `hard`.
         shrink=shrink_of(shrink, call),
         nonfinite=nonfinite,
         only_measures=limit is None,
@@ -264,14 +266,9 @@ def _update(
     inputs = _rule_inputs(
         settings, rule_leaves, norms, names, state, weights, overrides
     )
-    policy = Policy(
-        settings.call,
-        settings.shrink,
-        settings.nonfinite,
-        # A limit of inf that `update` is given is the user's own word.
-        inf_is_off=settings.inf_is_off or overrides.limit is not None,
-    )
-    decide = partial(_decide, policy, eps)
+    # A limit of inf that `update` is given is the user's own word.
+    inf_is_off = settings.inf_is_off or overrides.limit is not None
+    decide = partial(_decide, settings._replace(inf_is_off=inf_is_off), eps)
     memories: Memories = dict(zip((None, *state.names.unit_leaves), state.memory))
     outcomes: list[tuple[Block, Outcome]] = []
     roots: dict[str, Array] = {}
@@ -450,45 +447,36 @@ def _numbers_for_norms(
 # ----------------------------------------------------------------------- 3. shrink
 
 
-class Policy(NamedTuple):
-    """What is static in a decision. Clippers with equal policies share its program."""
-
-    call: str
-    shrink: Shrink
-    nonfinite: Nonfinite
-    inf_is_off: bool  # see `Settings`
-
-
 # Traced once for all norms of one shape.
 @partial(traced_once, static_argnums=0)
-def _decide(policy: Policy, eps: ArrayLike, norm: Array, limit: Array) -> Decision:
+def _decide(settings: Settings, eps: ArrayLike, norm: Array, limit: Array) -> Decision:
     """What becomes of norms under their limits."""
     is_sound = are_sound(norm, limit)
     norm_with_eps = norm + jnp.asarray(eps).astype(norm.dtype)
     # With the shrink `hard`: min(norm_with_eps, limit).
-    new_norm = shrunk_by(policy.shrink, norm_with_eps, limit, policy.call)
-    if policy.shrink is not hard:
+    new_norm = shrunk_by(settings.shrink, norm_with_eps, limit, settings.call)
+    if settings.shrink is not hard:
         # A function of the user's may return NaN, such as sqrt(limit - norm).
         is_sound = is_sound & (new_norm >= 0) & (new_norm < jnp.inf)
     # A broken norm becomes NaN, and the updates with it, or 0.
-    new_norm_if_broken = 0.0 if policy.nonfinite == "zero" else jnp.nan
+    new_norm_if_broken = 0.0 if settings.nonfinite == "zero" else jnp.nan
     new_norm = jnp.where(is_sound, new_norm, new_norm_if_broken)
     # A limit of inf that the user set only measures: the factor of equal norms is 1,
     # also where the norm is NaN. Other rules say by inf that they have no limit yet,
     # and let no broken step through.
-    if policy.inf_is_off:
+    if settings.inf_is_off:
         is_off = limit == jnp.inf
         new_norm = jnp.where(is_off, 1.0, new_norm)
         norm_with_eps = jnp.where(is_off, 1.0, norm_with_eps)
     root, factor = factor_between(norm_with_eps, new_norm)
     # A norm of 0 counts as not clipped, even where eps or the shrink changes it: the
     # updates stay zeros.
-    is_zero = is_sound & (norm == 0)
-    clipped = is_sound & (new_norm != norm_with_eps) & ~is_zero
+    was_zero = is_sound & (norm == 0)
+    clipped = is_sound & (new_norm != norm_with_eps) & ~was_zero
     outcome = Outcome(
         norm=norm,
         limit=limit,
-        factor=jnp.where(is_zero, 1.0, factor),
+        factor=jnp.where(was_zero, 1.0, factor),
         clipped=clipped,
         is_sound=is_sound,
         unit_share=clipped.astype(norm.dtype),

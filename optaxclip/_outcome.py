@@ -22,6 +22,7 @@ from ._blocks import Block
 from ._checks import check_shape
 from ._norms import Norms
 from ._state import (
+    COUNT_NAMES,
     NUMBER_NAMES,
     ClipState,
     LayerNames,
@@ -35,6 +36,10 @@ from ._trees import PyTree
 from .rules._memory import count_up, in_place, moving_average
 from .rules._rule import Rule, call_name
 
+# The indices of two rows.
+STEP = COUNT_NAMES.index("step")
+CLIPPED_RECENTLY = NUMBER_NAMES.index("clipped_recently")
+
 
 class Outcome(NamedTuple):
     """What becomes of norms, elementwise. `furthest_units` makes one entry for each
@@ -45,7 +50,7 @@ class Outcome(NamedTuple):
     limit: Array
     factor: Array
     clipped: Array  # bool
-    is_sound: Array  # bool: neither norm nor limit is broken
+    is_sound: Array  # bool: neither norm, limit nor shrink is broken
     # float: the share of the units that were clipped. 0 or 1 for a whole leaf
     unit_share: Array
 
@@ -77,14 +82,13 @@ def next_state(
     decide: Decide,
 ) -> ClipState:
     """The state after a step."""
-    steps = count_up(state.counts[0])
+    steps = count_up(state.counts[STEP])
     if not outcomes:
         # A step without leaves, which clips nothing.
         nothing = jnp.zeros_like(state.clipped_recently)
         recently = moving_average(state.clipped_recently, nothing, steps)
-        index = NUMBER_NAMES.index("clipped_recently")
-        counts = jnp.asarray(state.counts).at[0].set(steps)
-        numbers = jnp.asarray(state.numbers).at[index].set(recently)
+        counts = jnp.asarray(state.counts).at[STEP].set(steps)
+        numbers = jnp.asarray(state.numbers).at[CLIPPED_RECENTLY].set(recently)
         return state._replace(counts=counts, numbers=numbers)
     outcome = _in_state_order(state, outcomes, decide)
     rows = StateRows(
@@ -110,9 +114,9 @@ def next_state(
     if not is_present.all():
         # Leaves that are missing in this step keep what was known of them. To the share
         # of clipped steps it is one more step that clipped nothing.
-        counts = jnp.where(is_present, counts, state.counts).at[0].set(steps)
+        counts = jnp.where(is_present, counts, state.counts).at[STEP].set(steps)
         is_new = np.broadcast_to(is_present, numbers.shape).copy()
-        is_new[NUMBER_NAMES.index("clipped_recently")] = True
+        is_new[CLIPPED_RECENTLY] = True
         numbers = jnp.where(is_new, numbers, state.numbers)
     return state._replace(
         names=new_state.names,
@@ -130,19 +134,20 @@ def _in_state_order(
     """
     parts = []
     positions = []
-    units_alike: dict[Any, list[tuple[Block, Outcome]]] = {}
+    # Leaves whose units have one shape, for one reduction of all of them.
+    leaves_of_shape: dict[Any, list[tuple[Block, Outcome]]] = {}
     for block, outcome in outcomes:
         if block.leaf_of_units is None:
             parts.append(outcome)
             positions.append(block.positions)
         else:
-            # Leaves whose units have one shape, for one reduction of all of them.
             key = jax.typeof(outcome.norm), block.mesh_of_units
-            units_alike.setdefault(key, []).append((block, outcome))
-    for (_, mesh_of_units), alike in units_alike.items():
-        outcomes_alike = [outcome for _, outcome in alike]
-        parts.append(furthest_units(outcomes_alike, mesh_of_units, decide))
-        positions += [block.positions for block, _ in alike]
+            leaves_of_shape.setdefault(key, []).append((block, outcome))
+    for (_, mesh_of_units), leaves in leaves_of_shape.items():
+        norms = jnp.stack([outcome.norm for _, outcome in leaves])
+        limits = jnp.stack([outcome.limit for _, outcome in leaves])
+        parts.append(furthest_units(norms, limits, mesh_of_units, decide))
+        positions += [block.positions for block, _ in leaves]
     if state.names.is_global:
         (outcome,) = parts
         # A tree of one array with units has one outcome for them, [1].
@@ -172,16 +177,14 @@ class UnitNumbers(NamedTuple):
 
 
 def furthest_units(
-    outcomes: list[Outcome], mesh_of_units: tuple[str, ...], decide: Decide
+    norms: Array, limits: Array, mesh_of_units: tuple[str, ...], decide: Decide
 ) -> Outcome:
     """Of the units of some leaves of equal shape: the outcome of the unit of each leaf
     that is furthest above its limit, and the share of units that were clipped.
 
-    `mesh_of_units` are the mesh axes that split the units.
+    Norms and limits are [leaves, ...units]. `mesh_of_units` are the mesh axes that
+    split the units.
     """
-    # [leaves, ...units]
-    norms = jnp.stack([outcome.norm for outcome in outcomes])
-    limits = jnp.stack([outcome.limit for outcome in outcomes])
     norm, limit = materialized_on_gpu([norms, limits])
     # Decided again for all leaves at once. Stacking the decisions of each leaf would
     # write more arrays to memory.
@@ -204,7 +207,7 @@ def furthest_units(
         tables = mesh.among_zeros(table, ((), (), mesh_of_units))
         tables = lax.psum(tables, mesh_of_units)
         furthest = _furthest(UnitNumbers(*tables), (1,))
-    unit_count = norm.size // len(outcomes) * mesh.device_count(mesh_of_units)
+    unit_count = norm.size // len(norm) * mesh.device_count(mesh_of_units)
     unit_share = furthest.clipped_units.astype(norm.dtype) / unit_count
     is_sound = furthest.severity < jnp.inf
     return Outcome(

@@ -258,7 +258,7 @@ def _sums_of_columns(array: Array, axes: tuple[int, ...], dtype: np.dtype) -> Su
     shape = list(array.shape)
     shape[longest : longest + 1] = parts, length // parts
     # The longest axis is two axes now. The first of them stays for the second sum.
-    inner_axes = [axis + (axis >= longest) for axis in axes]
+    inner_axes = [axis + 1 if axis >= longest else axis for axis in axes]
     sums_of_parts = _sums_in_one_array(array.reshape(shape), inner_axes, True, dtype)
     # Without the barrier XLA makes one sum of both.
     sums_of_parts = lax.optimization_barrier(sums_of_parts)
