@@ -586,7 +586,7 @@ def _broken_leaves(updates: PyTree) -> str:
         with jax.enable_x64(True):
             count = int(jnp.sum(~jnp.isfinite(leaf), dtype=np.int64))
         if count:
-            name = trees.name(path)
+            name = trees.path_name(path)
             parts.append(f"{name!r}: {count} of {jnp.size(leaf)} values are NaN or inf")
     all_finite = (
         "All values are finite: the norm is too large for its dtype, or was not finite "

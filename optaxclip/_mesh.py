@@ -145,7 +145,7 @@ def splits(
     entries = mesh_axes_of_leaves(mesh_axes, tree, call)
     splits_of_leaves = []
     for (path, array), entry, summed_axes in zip(paths_and_arrays, entries, axes):
-        split = _split(trees.name(path), array, entry, summed_axes, call)
+        split = _split(trees.path_name(path), array, entry, summed_axes, call)
         splits_of_leaves.append(split)
     return splits_of_leaves
 
