@@ -131,7 +131,7 @@ FUNCTIONS = {
     "privacyengine": "clipped_grad(loss, max_norm, mean=False) and add_noise",
     "skip_nan": "skip_nonfinite",
     "unitwise_clip": "clip_by_unitwise_norm",
-    "zero_nans": 'clip_by_global_norm(..., nonfinite="zero")',
+    "zero_nans": 'clip_by_global_norm(1.0, nonfinite="zero")',
 }
 
 
