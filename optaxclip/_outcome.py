@@ -23,7 +23,6 @@ from ._checks import check_shape
 from ._norms import Norms
 from ._state import (
     COUNT_NAMES,
-    NUMBER_NAMES,
     ClipState,
     LayerNames,
     Names,
@@ -36,9 +35,7 @@ from ._trees import PyTree
 from .rules._memory import count_up, in_place, moving_average
 from .rules._rule import Rule, call_name
 
-# The indices of two rows.
-STEP = COUNT_NAMES.index("step")
-CLIPPED_RECENTLY = NUMBER_NAMES.index("clipped_recently")
+STEP = COUNT_NAMES.index("step")  # the index of a row
 
 
 class Outcome(NamedTuple):
@@ -83,14 +80,12 @@ def next_state(
 ) -> ClipState:
     """The state after a step."""
     steps = count_up(state.counts[STEP])
-    if not outcomes:
-        # A step without leaves, which clips nothing.
-        nothing = jnp.zeros_like(state.clipped_recently)
-        recently = moving_average(state.clipped_recently, nothing, steps)
-        counts = jnp.asarray(state.counts).at[STEP].set(steps)
-        numbers = jnp.asarray(state.numbers).at[CLIPPED_RECENTLY].set(recently)
-        return state._replace(counts=counts, numbers=numbers)
     outcome = _in_state_order(state, outcomes, decide)
+    units_clipped = outcome.unit_share
+    positions = [block.positions for block, _ in outcomes]
+    is_present = np.isin(np.arange(state.norm.size), np.concatenate([[], *positions]))
+    if state.names.unit_leaves and not is_present.all():
+        units_clipped = jnp.where(is_present, units_clipped, state.units_clipped)
     rows = StateRows(
         step=steps,
         clipped=count_up(state.clipped, outcome.clipped),
@@ -101,27 +96,15 @@ def next_state(
         clipped_recently=moving_average(
             state.clipped_recently, outcome.unit_share, steps
         ),
-        units_clipped=outcome.unit_share,
+        units_clipped=units_clipped,
     )
     new_state = state_of_rows(
         names_here(state), rows, tuple(memories.values()), state.numbers.dtype
     )
-    counts = new_state.counts
-    numbers = new_state.numbers
-    is_present = np.zeros(state.norm.shape, bool)
-    for block, _ in outcomes:
-        is_present.reshape(-1)[block.positions] = True
-    if not is_present.all():
-        # Leaves that are missing in this step keep what was known of them. To the share
-        # of clipped steps it is one more step that clipped nothing.
-        counts = jnp.where(is_present, counts, state.counts).at[STEP].set(steps)
-        is_new = np.broadcast_to(is_present, numbers.shape).copy()
-        is_new[CLIPPED_RECENTLY] = True
-        numbers = jnp.where(is_new, numbers, state.numbers)
     return state._replace(
         names=new_state.names,
-        counts=in_place(counts, state.counts),
-        numbers=in_place(numbers, state.numbers),
+        counts=in_place(new_state.counts, state.counts),
+        numbers=in_place(new_state.numbers, state.numbers),
         windows=jax.tree.map(in_place, new_state.windows, state.windows),
     )
 
@@ -129,8 +112,8 @@ def next_state(
 def _in_state_order(
     state: ClipState, outcomes: list[tuple[Block, Outcome]], decide: Decide
 ) -> Outcome:
-    """One outcome with an entry for each norm of the state. A leaf that is missing has
-    a placeholder, which `next_state` replaces.
+    """One outcome with an entry for each norm of the state. A leaf that is missing
+    keeps its norm, limit and factor, and was not clipped.
     """
     parts = []
     positions = []
@@ -148,19 +131,28 @@ def _in_state_order(
         limits = jnp.stack([outcome.limit for _, outcome in leaves])
         parts.append(furthest_units(norms, limits, mesh_of_units, decide))
         positions += [block.positions for block, _ in leaves]
+    zeros = jnp.zeros_like(state.norm)
+    last = Outcome(
+        norm=state.norm,
+        limit=state.limit,
+        factor=state.factor,
+        clipped=zeros != 0,
+        is_sound=zeros == 0,
+        unit_share=zeros,
+    )
+    if not parts:
+        return last
     if state.names.is_global:
         (outcome,) = parts
         # A tree of one array with units has one outcome for them, [1].
-        shape = state.norm.shape
-        return jax.tree.map(lambda row: row.reshape(shape), outcome)
+        return jax.tree.map(lambda row: row.reshape(zeros.shape), outcome)
     all_positions = np.concatenate(positions)
 
-    def row(*arrays: Array) -> Array:
-        entries = blocks.concatenated(arrays)
-        zeros = jnp.zeros(state.norm.shape, entries.dtype)
-        return blocks.put(zeros, all_positions, entries)
+    def row(old: Array, *arrays: Array) -> Array:
+        entries = blocks.concatenated(arrays).astype(old.dtype)
+        return blocks.put(old, all_positions, entries)
 
-    return jax.tree.map(row, *parts)
+    return jax.tree.map(row, last, *parts)
 
 
 # ------------------------------------------------------------------------------- units
