@@ -77,7 +77,7 @@ from .rules._limits import (
     rules_of,
 )
 from .rules._rule import Rule, is_rule, limit_of, limit_of_jitted, norms_for
-from .shrinks import Shrink, hard, shrink_of
+from .shrinks import Shrink, is_ours, shrink_of
 
 
 class Settings(NamedTuple):
@@ -455,7 +455,7 @@ def _decide(settings: Settings, eps: ArrayLike, norm: Array, limit: Array) -> De
     norm_with_eps = norm + jnp.asarray(eps).astype(norm.dtype)
     # With the shrink `hard`: min(norm_with_eps, limit).
     new_norm = shrunk_by(settings.shrink, norm_with_eps, limit, settings.call)
-    if settings.shrink is not hard:
+    if not is_ours(settings.shrink):
         # A function of the user's may return NaN, such as sqrt(limit - norm).
         is_sound = is_sound & (new_norm >= 0) & (new_norm < jnp.inf)
     # A broken norm becomes NaN, and the updates with it, or 0.

@@ -233,6 +233,11 @@ def _static_number(argument: str, number: Any, lowest: float = 0.0) -> float:
     return float(number)
 
 
+def is_ours(shrink: Shrink) -> bool:
+    """Whether it is a shrink of this module. They return finite norms of at least 0."""
+    return getattr(shrink, "__module__", None) == __name__
+
+
 def lengthening_of(shrink: Shrink) -> float:
     """A number r such that the shrink returns at most the limit, and multiplies no norm
     by more than 1 or r times the limit. inf where this is not proved, as for functions
