@@ -178,7 +178,9 @@ def unit_axes(
         axes_of_layer = other_axes(layer_axes, jnp.ndim(leaf))
         rank = len(axes_of_layer)
         if value is not None:
-            places = axes_within(value, argument, path_name(path), rank, part=part)
+            axes_in_layer = axes_within(
+                value, argument, path_name(path), rank, part=part
+            )
         elif rank <= 1 and not layer_axes:
             # Its norm is a scalar, like the norm of a tensor.
             summed_axes_of_leaves.append(None)
@@ -186,10 +188,10 @@ def unit_axes(
         else:
             if shape is not None:
                 shape = tuple(shape[i] for i in axes_of_layer)
-            places = _axes_by_shape(
+            axes_in_layer = _axes_by_shape(
                 shape, argument, f"{part} {path_name(path)!r}", rank
             )
-        summed_axes_of_leaves.append(tuple(axes_of_layer[i] for i in places))
+        summed_axes_of_leaves.append(tuple(axes_of_layer[i] for i in axes_in_layer))
     return summed_axes_of_leaves
 
 
