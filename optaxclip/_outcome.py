@@ -82,9 +82,13 @@ def next_state(
     steps = count_up(state.counts[STEP])
     outcome = _in_state_order(state, outcomes, decide)
     units_clipped = outcome.unit_share
-    positions = [block.positions for block, _ in outcomes]
-    is_present = np.isin(np.arange(state.norm.size), np.concatenate([[], *positions]))
+    is_present = np.zeros(state.norm.size, bool)
+    for block, _ in outcomes:
+        is_present[block.positions] = True
     if state.names.unit_leaves and not is_present.all():
+        # A missing leaf keeps the share of its last step, while `clipped_recently`
+        # counts this step as one that clipped nothing.
+        is_present = is_present.reshape(state.norm.shape)
         units_clipped = jnp.where(is_present, units_clipped, state.units_clipped)
     rows = StateRows(
         step=steps,
