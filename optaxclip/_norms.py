@@ -353,8 +353,7 @@ def global_norm(tree: PyTree, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") 
       5.477226
     """
     options = check_measure("global_norm", ord=ord, mesh_axes=mesh_axes)
-    measure = GlobalNorm(**options)
-    return measure(clipped_leaves(tree, "global_norm")).values[0]
+    return _tree_of_norms(GlobalNorm(**options), tree)
 
 
 def tensor_norm(
@@ -399,9 +398,7 @@ def tensor_norm(
     options = check_measure(
         "tensor_norm", ord=ord, stacked=stacked, mesh_axes=mesh_axes
     )
-    measure = TensorNorm(**options)
-    # Leaves that do not count are None here, and so in the tree of norms.
-    return measure(clipped_leaves(tree, "tensor_norm")).tree()
+    return _tree_of_norms(TensorNorm(**options), tree)
 
 
 def unitwise_norm(
@@ -449,8 +446,7 @@ def unitwise_norm(
     options = check_measure(
         "unitwise_norm", ord=ord, axis=axis, stacked=stacked, mesh_axes=mesh_axes
     )
-    measure = UnitwiseNorm(**options)
-    return measure(clipped_leaves(tree, "unitwise_norm")).tree()
+    return _tree_of_norms(UnitwiseNorm(**options), tree)
 
 
 def group_norm(
@@ -485,5 +481,11 @@ def group_norm(
     # Leaves that do not count have labels too. A label of such leaves only has norm 0.
     labels = labels_of(labels, trees.unboxed(tree))
     options = check_measure("group_norm", ord=ord, labels=labels, mesh_axes=mesh_axes)
-    measure = GroupNorm(**options)
-    return measure(clipped_leaves(tree, "group_norm")).tree()
+    return _tree_of_norms(GroupNorm(**options), tree)
+
+
+def _tree_of_norms(
+    measure: GlobalNorm | TensorNorm | UnitwiseNorm | GroupNorm, tree: PyTree
+) -> Any:
+    """The norms of the leaves that count, as a tree, with None for all others."""
+    return measure(clipped_leaves(tree, measure.call)).tree()
