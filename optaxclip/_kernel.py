@@ -266,9 +266,11 @@ def _update(
     inputs = _rule_inputs(
         settings, rule_leaves, norms, names, state, weights, overrides
     )
-    # A limit of inf that `update` is given is the user's own word.
+    # A limit of inf that `update` is given is the user's own word. Rules stay out: the
+    # cache of `_decide` would keep their schedules alive.
     inf_is_off = settings.inf_is_off or overrides.limit is not None
-    decide = partial(_decide, settings._replace(inf_is_off=inf_is_off), eps)
+    policy = settings._replace(inf_is_off=inf_is_off, rules_treedef=None)
+    decide = partial(_decide, policy, eps)
     memories: Memories = dict(zip((None, *state.names.unit_leaves), state.memory))
     outcomes: list[tuple[Block, Outcome]] = []
     roots: dict[str, Array] = {}
