@@ -10,7 +10,7 @@ from jax.tree_util import KeyPath
 
 from ._checks import is_function, shown
 from ._prefixes import Prefix, for_each_leaf, lookup, prefix_table
-from ._trees import PyTree, Shape, name
+from ._trees import PyTree, Shape, path_name
 
 INTEGERS = (int, np.integer)
 ByPath = Callable[[str, Any], Any]  # a function of a leaf's path ("blocks/w") and leaf
@@ -100,16 +100,16 @@ def stacked_axes(
         # The values of a tree are checked when a clipper is built, and those of a
         # function here.
         check_no_bool(call, "stacked", value)
-        axes = _layer_axes(value, name(path), jnp.shape(leaf), call)
+        axes = _layer_axes(value, path_name(path), jnp.shape(leaf), call)
         axes_of_leaves.append(axes)
         if not axes or shape is None:
             continue
         sizes = " x ".join(str(shape[axis]) for axis in axes)
-        first_name, first_sizes = firsts.setdefault(stack, (name(path), sizes))
+        first_name, first_sizes = firsts.setdefault(stack, (path_name(path), sizes))
         if sizes != first_sizes:
             raise ValueError(
                 f"{call}: stacked={shown(value)} would count {first_sizes} in "
-                f"{first_name!r} and {sizes} in {name(path)!r}, but leaves of one "
+                f"{first_name!r} and {sizes} in {path_name(path)!r}, but leaves of one "
                 "stack have the same number of layers. Axes other than the leading "
                 "ones are a tuple, such as (1,) for axis 1. A leaf that is not stacked "
                 "takes None. Several stacks take a value each, as in "
@@ -178,7 +178,9 @@ def unit_axes(
         axes_of_layer = other_axes(layer_axes, jnp.ndim(leaf))
         rank = len(axes_of_layer)
         if value is not None:
-            places = axes_within(value, argument, name(path), rank, part=part)
+            axes_in_layer = axes_within(
+                value, argument, path_name(path), rank, part=part
+            )
         elif rank <= 1 and not layer_axes:
             # Its norm is a scalar, like the norm of a tensor.
             summed_axes_of_leaves.append(None)
@@ -186,8 +188,10 @@ def unit_axes(
         else:
             if shape is not None:
                 shape = tuple(shape[i] for i in axes_of_layer)
-            places = _axes_by_shape(shape, argument, f"{part} {name(path)!r}", rank)
-        summed_axes_of_leaves.append(tuple(axes_of_layer[i] for i in places))
+            axes_in_layer = _axes_by_shape(
+                shape, argument, f"{part} {path_name(path)!r}", rank
+            )
+        summed_axes_of_leaves.append(tuple(axes_of_layer[i] for i in axes_in_layer))
     return summed_axes_of_leaves
 
 

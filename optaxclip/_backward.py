@@ -38,7 +38,7 @@ from ._mesh import MeshAxes
 from ._mesh_types import varying
 from ._norms import Measure, TensorNorm, UnitwiseNorm
 from ._options import Ord, check_measure
-from ._trees import PyTree, Tree, clipped_leaves, name, put_back
+from ._trees import PyTree, Tree, clipped_leaves, path_name, put_back
 
 
 def clip_cotangent(
@@ -217,7 +217,7 @@ def _measure(
     options = check_measure(call, ord, axis=axis, mesh_axes=mesh_axes)
     # Checked in the forward pass already: a cotangent has the shape of x.
     for path, leaf in jax.tree.leaves_with_path(arrays):
-        axes_within(axis, f"{call}: axis", name(path), leaf.ndim)
+        axes_within(axis, f"{call}: axis", path_name(path), leaf.ndim)
     return UnitwiseNorm(**options)
 
 

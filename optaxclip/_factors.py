@@ -41,11 +41,11 @@ def factor_between(norm: Array, new_norm: Array) -> Factor:
     `reported` the smallest normal number. The 4 eps cover the rounding of limit, norm,
     roots and products, so that the result never exceeds the limit.
     """
-    is_same = new_norm == norm
-    is_zero = new_norm == 0
+    stays_same = new_norm == norm
+    becomes_zero = new_norm == 0
     info = jnp.finfo(norm.dtype)
     # A quotient that is not used must be finite too, with a finite derivative.
-    is_exact = is_same | is_zero
+    is_exact = stays_same | becomes_zero
     norm = jnp.where(is_exact | (norm == 0), 1.0, norm)
     new_norm = jnp.where(is_exact, 1.0, new_norm)
     # Within the range, since a reported 0 says that updates became 0.
@@ -56,8 +56,7 @@ def factor_between(norm: Array, new_norm: Array) -> Factor:
     numerator = jnp.sqrt(new_norm) * (1 - 2 * info.eps)
 
     def with_exact_values(x: Array) -> Array:
-        # 1 where the norms are equal, 0 where the new one is 0.
-        return jnp.where(is_same, 1.0, jnp.where(is_zero, 0.0, x))
+        return jnp.where(stays_same, 1.0, jnp.where(becomes_zero, 0.0, x))
 
     root = with_exact_values(numerator) / denominator
     return Factor(root, reported=with_exact_values(quotient))
@@ -135,27 +134,33 @@ def factor_roots(
     multiplied. A scanned decoder of width 1024 then moves 5.28 GB on a v5e, instead of
     5.61.
     """
-    norm_types = [jax.typeof(norm) for norm in norms]
 
-    def taken_from_vector(
-        roots: Array, *_: object, take: Callable[[Array, int], Array] = getitem
+    def taken(
+        take: Callable[[Array, int], Array],
+        roots: Array,
+        norms: list[Array],
+        limits: list[Array],
     ) -> list[Array]:
+        norm_types = [jax.typeof(norm) for norm in norms]
         # Without the barrier XLA computes the vector again for each leaf.
         return entries_of(lax.optimization_barrier(roots), norm_types, take)
 
-    def decided_anew(_: Array, norms: list[Array], limits: list[Array]) -> list[Array]:
+    def decided_anew(
+        roots: Array, norms: list[Array], limits: list[Array]
+    ) -> list[Array]:
         # Jitted, so that it is traced once.
         decide_one = jax.jit(decide)
         return [decide_one(norm, limit).root for norm, limit in zip(norms, limits)]
 
+    taken_by_slices = partial(taken, getitem)
     are_few = len(norms) <= FEW_NORMS_ON_A_TPU
     return per_platform(
         roots,
         norms,
         limits,
-        cpu=partial(taken_from_vector, take=_take_by_reduction),
-        gpu=taken_from_vector,
-        plain=decided_anew if are_few else taken_from_vector,
+        cpu=partial(taken, _take_by_reduction),
+        gpu=taken_by_slices,
+        plain=decided_anew if are_few else taken_by_slices,
     )
 
 
@@ -171,7 +176,7 @@ def _take_by_reduction(roots: Array, index: int) -> Array:
     return jnp.sum(jnp.where(is_entry, block, 0))
 
 
-def rescale(updates: PyTree, norms: Array, new_norms: Array) -> Any:
+def rescale(updates: PyTree, norms: PyTree, new_norms: PyTree) -> Any:
     """Scales every part of `updates` from its norm to a new one.
 
     Args:
@@ -187,8 +192,9 @@ def rescale(updates: PyTree, norms: Array, new_norms: Array) -> Any:
       rounding to the leaf's dtype.
 
     Raises:
-      ValueError: norms that are no tree prefix of the updates, or new norms that have
-        another structure or do not broadcast to the norms.
+      ValueError: norms that are no tree prefix of the updates or do not broadcast to
+        their leaves, or new norms that have another structure or do not broadcast to
+        the norms.
 
     Example:
       >>> print(optaxclip.rescale(jnp.array([3.0, 4.0]), 5.0, 1.0))

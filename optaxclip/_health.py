@@ -188,7 +188,7 @@ def _tables(tree: PyTree, names: tuple[str, ...]) -> dict[str, Array]:
     tables: dict[str, Array] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         if jnp.ndim(leaf):
-            tables[trees.name(path)] = leaf
+            tables[trees.path_name(path)] = leaf
     for name in names:
         if name not in tables:
             raise ValueError(
@@ -233,7 +233,7 @@ def _after_step(
         numbers_as_norms = norms._replace(values=norms.gathered(numbers))
         new_signs[sign] = recorded(numbers_as_norms).norm.astype(jnp.float32)
     split_leaves = [
-        trees.name(path)
+        trees.path_name(path)
         for path, spec in zip(norms.paths, norms.specs)
         if spec.joined_along
     ]

@@ -101,19 +101,18 @@ def in_pairs(terms: list[Term], operation: Operation) -> Term:
 
 
 def as_table(terms: list[Term], operation: Operation) -> Term:
-    """The terms, which are scalars, joined as columns of a table, a row for each of
-    three sums. A TPU would run each add of a chain of adds by itself.
+    """The terms, which are scalars, joined as the columns of a table. Its rows are the
+    three sums, or one row where a term is one number. A TPU would run each add of a
+    chain of adds by itself.
     """
     treedef = jax.tree.structure(terms[0])
     while len(terms) > 1:
         joined = []
         for start in range(0, len(terms), TABLE_SIZE):
             columns = terms[start : start + TABLE_SIZE]
-            entries = []
-            for row in zip(*map(jax.tree.leaves, columns)):
-                entries += row
+            rows = jax.tree.map(lambda *row: row, *columns)
             # The barrier keeps XLA from making a chain of the sum of a stack.
-            stack = lax.optimization_barrier(jnp.stack(entries))
+            stack = lax.optimization_barrier(jnp.stack(jax.tree.leaves(rows)))
             table = stack.reshape(-1, len(columns))
             joined.append(treedef.unflatten(list(operation.table(table, 1))))
         terms = joined

@@ -24,7 +24,8 @@ Words of this and the modules around it:
     memory     what a rule remembers. Arrays in it with one number for each norm are
                rows, too
     window     an array of a memory that is no row, such as the last 100 norms
-    sound      norm finite, and limit not NaN. Otherwise the norm is broken
+    sound      norm finite, limit not NaN, and the shrink returns a finite number of at
+               least 0. Otherwise the norm is broken
     clipped    sound, and changed by the shrink. Of units: one of them at least
     furthest   of several norms the one with the largest norm / limit (`severity` in
                `_outcome.py`). A broken one comes first
@@ -76,7 +77,7 @@ from .rules._limits import (
     rules_of,
 )
 from .rules._rule import Rule, is_rule, limit_of, limit_of_jitted, norms_for
-from .shrinks import Shrink, shrink_of
+from .shrinks import Shrink, is_ours, shrink_of
 
 
 class Settings(NamedTuple):
@@ -91,7 +92,9 @@ class Settings(NamedTuple):
     rules_treedef: Any  # of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
     with_total: bool  # whether a rule needs the norm of all norms
-    inf_is_off: bool  # whether a limit of inf lets broken norms pass, see `Rule`
+    # Whether a limit of inf lets broken norms pass, see `Rule`. Of a tree of limits, if
+    # all of its rules do.
+    inf_is_off: bool
     # Whether a rule has a schedule. Inside the user's jit such a clipper runs `_update`
     # itself: the cache of `_update_jitted` would keep the schedule, and what it closes
     # over, alive. Eager steps accept that.
@@ -147,7 +150,7 @@ def make_clipper(
         call=call,
         argument=argument,
         measure=measure,
-        # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
+        # None is `hard`.
         shrink=shrink_of(shrink, call),
         nonfinite=nonfinite,
         only_measures=limit is None,
@@ -263,13 +266,10 @@ def _update(
     inputs = _rule_inputs(
         settings, rule_leaves, norms, names, state, weights, overrides
     )
-    policy = Policy(
-        settings.call,
-        settings.shrink,
-        settings.nonfinite,
-        # A limit of inf that `update` is given is the user's own word.
-        inf_is_off=settings.inf_is_off or overrides.limit is not None,
-    )
+    # A limit of inf that `update` is given is the user's own word. Rules stay out: the
+    # cache of `_decide` would keep their schedules alive.
+    inf_is_off = settings.inf_is_off or overrides.limit is not None
+    policy = settings._replace(inf_is_off=inf_is_off, rules_treedef=None)
     decide = partial(_decide, policy, eps)
     memories: Memories = dict(zip((None, *state.names.unit_leaves), state.memory))
     outcomes: list[tuple[Block, Outcome]] = []
@@ -449,42 +449,36 @@ def _numbers_for_norms(
 # ----------------------------------------------------------------------- 3. shrink
 
 
-class Policy(NamedTuple):
-    """What is static in a decision. Clippers with equal policies share its program."""
-
-    call: str
-    shrink: Shrink
-    nonfinite: Nonfinite
-    inf_is_off: bool  # see `Settings`
-
-
 # Traced once for all norms of one shape.
 @partial(traced_once, static_argnums=0)
-def _decide(policy: Policy, eps: ArrayLike, norm: Array, limit: Array) -> Decision:
+def _decide(settings: Settings, eps: ArrayLike, norm: Array, limit: Array) -> Decision:
     """What becomes of norms under their limits."""
     is_sound = are_sound(norm, limit)
     norm_with_eps = norm + jnp.asarray(eps).astype(norm.dtype)
     # With the shrink `hard`: min(norm_with_eps, limit).
-    new_norm = shrunk_by(policy.shrink, norm_with_eps, limit, policy.call)
+    new_norm = shrunk_by(settings.shrink, norm_with_eps, limit, settings.call)
+    if not is_ours(settings.shrink):
+        # A function of the user's may return NaN, such as sqrt(limit - norm).
+        is_sound = is_sound & (new_norm >= 0) & (new_norm < jnp.inf)
     # A broken norm becomes NaN, and the updates with it, or 0.
-    new_norm_if_broken = 0.0 if policy.nonfinite == "zero" else jnp.nan
+    new_norm_if_broken = 0.0 if settings.nonfinite == "zero" else jnp.nan
     new_norm = jnp.where(is_sound, new_norm, new_norm_if_broken)
     # A limit of inf that the user set only measures: the factor of equal norms is 1,
     # also where the norm is NaN. Other rules say by inf that they have no limit yet,
     # and let no broken step through.
-    if policy.inf_is_off:
+    if settings.inf_is_off:
         is_off = limit == jnp.inf
         new_norm = jnp.where(is_off, 1.0, new_norm)
         norm_with_eps = jnp.where(is_off, 1.0, norm_with_eps)
     root, factor = factor_between(norm_with_eps, new_norm)
     # A norm of 0 counts as not clipped, even where eps or the shrink changes it: the
     # updates stay zeros.
-    is_zero = is_sound & (norm == 0)
-    clipped = is_sound & (new_norm != norm_with_eps) & ~is_zero
+    was_zero = is_sound & (norm == 0)
+    clipped = is_sound & (new_norm != norm_with_eps) & ~was_zero
     outcome = Outcome(
         norm=norm,
         limit=limit,
-        factor=jnp.where(is_zero, 1.0, factor),
+        factor=jnp.where(was_zero, 1.0, factor),
         clipped=clipped,
         is_sound=is_sound,
         unit_share=clipped.astype(norm.dtype),
@@ -548,7 +542,7 @@ def _raise_nonfinite(
     call: str, measure: Any, old_state: ClipState, state: ClipState, updates: PyTree
 ) -> None:
     """Raises FloatingPointError for a norm that is NaN or inf, and names the leaves, or
-    for a limit that is NaN.
+    for a limit that is NaN, or a shrink that returns no norm.
 
     Under jit it is a `checkify.check`.
     """
@@ -563,17 +557,25 @@ def _raise_nonfinite(
     if isinstance(is_broken, Tracer):
         from jax.experimental import checkify
 
-        text = f"{call}: {broken_norm}, or its limit is NaN"
+        text = f"{call}: {broken_norm}, its limit is NaN, or shrink returns no norm"
         checkify.check(~jnp.any(is_broken), text)
         return
     if not jnp.any(is_broken):
         return
     sentences = []
-    is_nan_limit = is_broken & jnp.isfinite(state.norm)
-    if jnp.any(is_nan_limit):
-        norm = jnp.atleast_1d(state.norm)[jnp.argmax(is_nan_limit)]
-        sentences.append(f"the limit of the norm {norm} is NaN.")
-    if jnp.any(is_broken & ~is_nan_limit):
+    has_finite_norm = is_broken & jnp.isfinite(state.norm)
+    if jnp.any(has_finite_norm):
+        index = jnp.argmax(has_finite_norm)
+        norm = jnp.ravel(state.norm)[index]
+        limit = jnp.ravel(state.limit)[index]
+        if jnp.isnan(limit):
+            sentences.append(f"the limit of the norm {norm} is NaN.")
+        else:
+            sentences.append(
+                "shrink must return a finite number of at least 0, and does not for "
+                f"the norm {norm} and the limit {limit}."
+            )
+    if jnp.any(is_broken & ~has_finite_norm):
         sentences.append(f"{broken_norm}. {_broken_leaves(updates)}")
     raise FloatingPointError(f"{call}: {' Also '.join(sentences)}")
 
@@ -586,7 +588,7 @@ def _broken_leaves(updates: PyTree) -> str:
         with jax.enable_x64(True):
             count = int(jnp.sum(~jnp.isfinite(leaf), dtype=np.int64))
         if count:
-            name = trees.name(path)
+            name = trees.path_name(path)
             parts.append(f"{name!r}: {count} of {jnp.size(leaf)} values are NaN or inf")
     all_finite = (
         "All values are finite: the norm is too large for its dtype, or was not finite "

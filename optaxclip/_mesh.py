@@ -145,7 +145,7 @@ def splits(
     entries = mesh_axes_of_leaves(mesh_axes, tree, call)
     splits_of_leaves = []
     for (path, array), entry, summed_axes in zip(paths_and_arrays, entries, axes):
-        split = _split(trees.name(path), array, entry, summed_axes, call)
+        split = _split(trees.path_name(path), array, entry, summed_axes, call)
         splits_of_leaves.append(split)
     return splits_of_leaves
 
@@ -356,7 +356,7 @@ def among_zeros(numbers: Array, mesh_of_kept: Sequence[AxisNames]) -> Array:
     shape = list(numbers.shape)
     for axis, names in enumerate(mesh_of_kept, first):
         shape[axis] *= device_count(names)
-    starts = [0] * first + _starts(numbers.shape[first:], mesh_of_kept)
+    starts = [np.int32(0)] * first + _starts(numbers.shape[first:], mesh_of_kept)
     zeros = typed_as(jnp.zeros(shape, numbers.dtype), jax.typeof(numbers))
     return lax.dynamic_update_slice(zeros, numbers, starts)
 
@@ -374,7 +374,8 @@ def _starts(sizes: Sequence[int], mesh_of_kept: Sequence[AxisNames]) -> list[Any
     starts: list[Any] = []
     for size, names in zip(sizes, mesh_of_kept):
         # The index of this device along these mesh axes. The first axis is the slowest.
-        starts.append(lax.axis_index(names) * size if names else 0)
+        # It is an int32 with x64 too, and all starts must have one dtype.
+        starts.append(lax.axis_index(names) * size if names else np.int32(0))
     return starts
 
 

@@ -28,6 +28,7 @@ from jax import Array, lax
 from . import _mesh as mesh
 from . import _trees as trees
 from ._axes import Axis, Stacked, other_axes, stacked_axes, unit_axes
+from ._checks import broadcasts_to
 from ._mesh import MeshAxes
 from ._options import Ord, check_labels, check_measure, labels_of, static_labels
 from ._prefixes import Prefix, lookup
@@ -272,7 +273,8 @@ def given_norms(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms:
     """Norms that are given as a tree prefix of the updates.
 
     Raises:
-      ValueError: norms that are no tree prefix of the updates.
+      ValueError: norms that are no tree prefix of the updates, or that do not broadcast
+        to their leaves.
     """
     # None as a norm leaves its part of the tree alone.
     norms_and_holes, structure = jax.tree.flatten(norms, is_leaf=trees.is_none)
@@ -286,8 +288,16 @@ def given_norms(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms:
     specs: list[LeafSpec] = []
     norm_count = 0
     for norm, part in zip(norms_and_holes, parts):
+        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(part)]
+        for shape in shapes:
+            if norm is not None and not broadcasts_to(norm.shape, shape):
+                raise ValueError(
+                    f"{argument} must be one number for each part of the updates, or "
+                    f"arrays that broadcast to their leaves, got a norm of shape "
+                    f"{norm.shape} for a leaf of shape {shape}."
+                )
         spec = LeafSpec(norm_index=None if norm is None else norm_count)
-        specs += [spec] * len(jax.tree.leaves(part))
+        specs += [spec] * len(shapes)
         norm_count += norm is not None
     entries, treedef = jax.tree.flatten_with_path(norms)
     return Norms(
@@ -343,8 +353,7 @@ def global_norm(tree: PyTree, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") 
       5.477226
     """
     options = check_measure("global_norm", ord=ord, mesh_axes=mesh_axes)
-    measure = GlobalNorm(**options)
-    return measure(clipped_leaves(tree, "global_norm")).values[0]
+    return _tree_of_norms(GlobalNorm(**options), tree)
 
 
 def tensor_norm(
@@ -389,9 +398,7 @@ def tensor_norm(
     options = check_measure(
         "tensor_norm", ord=ord, stacked=stacked, mesh_axes=mesh_axes
     )
-    measure = TensorNorm(**options)
-    # Leaves that do not count are None here, and so in the tree of norms.
-    return measure(clipped_leaves(tree, "tensor_norm")).tree()
+    return _tree_of_norms(TensorNorm(**options), tree)
 
 
 def unitwise_norm(
@@ -439,8 +446,7 @@ def unitwise_norm(
     options = check_measure(
         "unitwise_norm", ord=ord, axis=axis, stacked=stacked, mesh_axes=mesh_axes
     )
-    measure = UnitwiseNorm(**options)
-    return measure(clipped_leaves(tree, "unitwise_norm")).tree()
+    return _tree_of_norms(UnitwiseNorm(**options), tree)
 
 
 def group_norm(
@@ -475,5 +481,11 @@ def group_norm(
     # Leaves that do not count have labels too. A label of such leaves only has norm 0.
     labels = labels_of(labels, trees.unboxed(tree))
     options = check_measure("group_norm", ord=ord, labels=labels, mesh_axes=mesh_axes)
-    measure = GroupNorm(**options)
-    return measure(clipped_leaves(tree, "group_norm")).tree()
+    return _tree_of_norms(GroupNorm(**options), tree)
+
+
+def _tree_of_norms(
+    measure: GlobalNorm | TensorNorm | UnitwiseNorm | GroupNorm, tree: PyTree
+) -> Any:
+    """The norms of the leaves that count, as a tree, with None for all others."""
+    return measure(clipped_leaves(tree, measure.call)).tree()

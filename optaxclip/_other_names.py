@@ -109,5 +109,5 @@ FUNCTIONS = {
     "norm": "global_norm",
     "privacyengine": "clipped_grad(loss, max_norm, mean=False) and add_noise",
     "skip_nan": "skip_nonfinite",
-    "zero_nans": 'clip_by_global_norm(..., nonfinite="zero")',
+    "zero_nans": 'clip_by_global_norm(1.0, nonfinite="zero")',
 }

@@ -22,7 +22,7 @@ from ._blocks import Block
 from ._checks import check_shape
 from ._norms import Norms
 from ._state import (
-    NUMBER_NAMES,
+    COUNT_NAMES,
     ClipState,
     LayerNames,
     Names,
@@ -35,6 +35,8 @@ from ._trees import PyTree
 from .rules._memory import count_up, in_place, moving_average
 from .rules._rule import Rule, call_name
 
+STEP = COUNT_NAMES.index("step")  # the index of a row
+
 
 class Outcome(NamedTuple):
     """What becomes of norms, elementwise. `furthest_units` makes one entry for each
@@ -45,7 +47,7 @@ class Outcome(NamedTuple):
     limit: Array
     factor: Array
     clipped: Array  # bool
-    is_sound: Array  # bool: neither norm nor limit is broken
+    is_sound: Array  # bool: neither norm, limit nor shrink is broken
     # float: the share of the units that were clipped. 0 or 1 for a whole leaf
     unit_share: Array
 
@@ -77,16 +79,17 @@ def next_state(
     decide: Decide,
 ) -> ClipState:
     """The state after a step."""
-    steps = count_up(state.counts[0])
-    if not outcomes:
-        # A step without leaves, which clips nothing.
-        nothing = jnp.zeros_like(state.clipped_recently)
-        recently = moving_average(state.clipped_recently, nothing, steps)
-        index = NUMBER_NAMES.index("clipped_recently")
-        counts = jnp.asarray(state.counts).at[0].set(steps)
-        numbers = jnp.asarray(state.numbers).at[index].set(recently)
-        return state._replace(counts=counts, numbers=numbers)
+    steps = count_up(state.counts[STEP])
     outcome = _in_state_order(state, outcomes, decide)
+    units_clipped = outcome.unit_share
+    is_present = np.zeros(state.norm.size, bool)
+    for block, _ in outcomes:
+        is_present[block.positions] = True
+    if state.names.unit_leaves and not is_present.all():
+        # A missing leaf keeps the share of its last step, while `clipped_recently`
+        # counts this step as one that clipped nothing.
+        is_present = is_present.reshape(state.norm.shape)
+        units_clipped = jnp.where(is_present, units_clipped, state.units_clipped)
     rows = StateRows(
         step=steps,
         clipped=count_up(state.clipped, outcome.clipped),
@@ -97,27 +100,15 @@ def next_state(
         clipped_recently=moving_average(
             state.clipped_recently, outcome.unit_share, steps
         ),
-        units_clipped=outcome.unit_share,
+        units_clipped=units_clipped,
     )
     new_state = state_of_rows(
         names_here(state), rows, tuple(memories.values()), state.numbers.dtype
     )
-    counts = new_state.counts
-    numbers = new_state.numbers
-    is_present = np.zeros(state.norm.shape, bool)
-    for block, _ in outcomes:
-        is_present.reshape(-1)[block.positions] = True
-    if not is_present.all():
-        # Leaves that are missing in this step keep what was known of them. To the share
-        # of clipped steps it is one more step that clipped nothing.
-        counts = jnp.where(is_present, counts, state.counts).at[0].set(steps)
-        is_new = np.broadcast_to(is_present, numbers.shape).copy()
-        is_new[NUMBER_NAMES.index("clipped_recently")] = True
-        numbers = jnp.where(is_new, numbers, state.numbers)
     return state._replace(
         names=new_state.names,
-        counts=in_place(counts, state.counts),
-        numbers=in_place(numbers, state.numbers),
+        counts=in_place(new_state.counts, state.counts),
+        numbers=in_place(new_state.numbers, state.numbers),
         windows=jax.tree.map(in_place, new_state.windows, state.windows),
     )
 
@@ -125,37 +116,47 @@ def next_state(
 def _in_state_order(
     state: ClipState, outcomes: list[tuple[Block, Outcome]], decide: Decide
 ) -> Outcome:
-    """One outcome with an entry for each norm of the state. A leaf that is missing has
-    a placeholder, which `next_state` replaces.
+    """One outcome with an entry for each norm of the state. A leaf that is missing
+    keeps its norm, limit and factor, and was not clipped.
     """
     parts = []
     positions = []
-    units_alike: dict[Any, list[tuple[Block, Outcome]]] = {}
+    # Leaves whose units have one shape, for one reduction of all of them.
+    leaves_of_shape: dict[Any, list[tuple[Block, Outcome]]] = {}
     for block, outcome in outcomes:
         if block.leaf_of_units is None:
             parts.append(outcome)
             positions.append(block.positions)
         else:
-            # Leaves whose units have one shape, for one reduction of all of them.
             key = jax.typeof(outcome.norm), block.mesh_of_units
-            units_alike.setdefault(key, []).append((block, outcome))
-    for (_, mesh_of_units), alike in units_alike.items():
-        outcomes_alike = [outcome for _, outcome in alike]
-        parts.append(furthest_units(outcomes_alike, mesh_of_units, decide))
-        positions += [block.positions for block, _ in alike]
+            leaves_of_shape.setdefault(key, []).append((block, outcome))
+    for (_, mesh_of_units), leaves in leaves_of_shape.items():
+        norms = jnp.stack([outcome.norm for _, outcome in leaves])
+        limits = jnp.stack([outcome.limit for _, outcome in leaves])
+        parts.append(furthest_units(norms, limits, mesh_of_units, decide))
+        positions += [block.positions for block, _ in leaves]
+    zeros = jnp.zeros_like(state.norm)
+    last = Outcome(
+        norm=state.norm,
+        limit=state.limit,
+        factor=state.factor,
+        clipped=zeros != 0,
+        is_sound=zeros == 0,
+        unit_share=zeros,
+    )
+    if not parts:
+        return last
     if state.names.is_global:
         (outcome,) = parts
         # A tree of one array with units has one outcome for them, [1].
-        shape = state.norm.shape
-        return jax.tree.map(lambda row: row.reshape(shape), outcome)
+        return jax.tree.map(lambda row: row.reshape(zeros.shape), outcome)
     all_positions = np.concatenate(positions)
 
-    def row(*arrays: Array) -> Array:
-        entries = blocks.concatenated(arrays)
-        zeros = jnp.zeros(state.norm.shape, entries.dtype)
-        return blocks.put(zeros, all_positions, entries)
+    def row(old: Array, *arrays: Array) -> Array:
+        entries = blocks.concatenated(arrays).astype(old.dtype)
+        return blocks.put(old, all_positions, entries)
 
-    return jax.tree.map(row, *parts)
+    return jax.tree.map(row, last, *parts)
 
 
 # ------------------------------------------------------------------------------- units
@@ -172,16 +173,14 @@ class UnitNumbers(NamedTuple):
 
 
 def furthest_units(
-    outcomes: list[Outcome], mesh_of_units: tuple[str, ...], decide: Decide
+    norms: Array, limits: Array, mesh_of_units: tuple[str, ...], decide: Decide
 ) -> Outcome:
     """Of the units of some leaves of equal shape: the outcome of the unit of each leaf
     that is furthest above its limit, and the share of units that were clipped.
 
-    `mesh_of_units` are the mesh axes that split the units.
+    Norms and limits are [leaves, ...units]. `mesh_of_units` are the mesh axes that
+    split the units.
     """
-    # [leaves, ...units]
-    norms = jnp.stack([outcome.norm for outcome in outcomes])
-    limits = jnp.stack([outcome.limit for outcome in outcomes])
     norm, limit = materialized_on_gpu([norms, limits])
     # Decided again for all leaves at once. Stacking the decisions of each leaf would
     # write more arrays to memory.
@@ -204,7 +203,7 @@ def furthest_units(
         tables = mesh.among_zeros(table, ((), (), mesh_of_units))
         tables = lax.psum(tables, mesh_of_units)
         furthest = _furthest(UnitNumbers(*tables), (1,))
-    unit_count = norm.size // len(outcomes) * mesh.device_count(mesh_of_units)
+    unit_count = norm.size // len(norm) * mesh.device_count(mesh_of_units)
     unit_share = furthest.clipped_units.astype(norm.dtype) / unit_count
     is_sound = furthest.severity < jnp.inf
     return Outcome(

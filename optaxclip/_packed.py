@@ -52,14 +52,15 @@ def packed(memory: PyTree, row_type: Array | jax.ShapeDtypeStruct) -> Packed:
     windows = []
     leaves, treedef = jax.tree.flatten(memory)
     for leaf in leaves:
-        if leaf.shape != row_type.shape or leaf.dtype not in (np.int32, row_type.dtype):
-            windows.append(leaf)
-        elif leaf.dtype == np.int32:
+        fits_a_row = leaf.shape == row_type.shape
+        if fits_a_row and leaf.dtype == np.int32:
             counts.append(leaf)
             windows.append(InCounts())
-        else:
+        elif fits_a_row and leaf.dtype == row_type.dtype:
             numbers.append(leaf)
             windows.append(InNumbers())
+        else:
+            windows.append(leaf)
     return Packed(treedef.unflatten(windows), counts, numbers)
 
 

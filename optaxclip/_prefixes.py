@@ -22,7 +22,7 @@ from ._trees import (
     is_none,
     leaf_paths,
     listed_paths,
-    name,
+    path_name,
     unbox,
 )
 
@@ -122,7 +122,7 @@ def lookup_paths(
         table_path = next((head for head in beginnings(path) if head in table), None)
         if table_path is None:
             raise ValueError(
-                f"{argument} has no value for the {part} {name(path)!r}: it has "
+                f"{argument} has no value for the {part} {path_name(path)!r}: it has "
                 f"{listed_paths(table)}. Give one for each {part}, or one for all."
             )
         values.append(table[table_path])
@@ -139,7 +139,7 @@ def lookup_paths(
             continue
         noun = "label, see allow_missing" if part == "label" else "part"
         raise ValueError(
-            f"{argument} has a value for {name(path)!r}, but the updates have no "
+            f"{argument} has a value for {path_name(path)!r}, but the updates have no "
             f"such {noun}: they have {listed_paths(paths)}."
         )
     return values
@@ -151,5 +151,5 @@ def for_each_leaf(
     """One value for each leaf, from a function of path and leaf or a tree prefix."""
     if is_function(value):
         entries = jax.tree.leaves_with_path(tree)
-        return [value(name(path), leaf) for path, leaf in entries]
+        return [value(path_name(path), leaf) for path, leaf in entries]
     return lookup(prefix_table(value, is_value), tree, argument)

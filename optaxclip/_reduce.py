@@ -69,16 +69,17 @@ def _largest(plan: NormPlan, arrays: list[Array]) -> list[Array]:
 
 
 def _by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[Array]:
-    """The norms of order p. From 1/4 on, elements are divided by the largest of their
-    norm first, so that no power leaves the range. The division is a second read.
+    """The norms of order p. Elements are first divided by the largest element of their
+    norm, so that no power leaves the range. That reads them a second time. An order
+    below 1/4 needs no division.
     """
     dtype = sums.norm_dtype(arrays)
     divisors = []
     for largest in _largest(plan, arrays):
         ones = jnp.ones_like(largest)
         if order < 0.25:
-            # These powers of all numbers are within the range. Quotients may vanish,
-            # while their powers count: 1e-40^0.15 is 1e-6.
+            # These powers of all numbers are within the range. A quotient of 1e-40
+            # would become 0, while its power 1e-40^0.15 = 1e-6 counts.
             divisors.append(ones)
         else:
             # 0, NaN and inf do not divide. They come out of the sum as they are.
@@ -86,7 +87,7 @@ def _by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[Array]
             divisors.append(jnp.where(divides, largest, ones))
     terms = []
     for spec, array in zip(plan.specs, arrays):
-        # From an order of 1/4 on in [0, 1], and one of them is 1. A power that vanishes
+        # After a division quotients are in [0, 1], and one is 1. A power that becomes 0
         # is too small to count.
         quotient = divided(jnp.abs(array).astype(dtype), spec.local_value(divisors))
         if order.is_integer():

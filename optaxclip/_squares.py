@@ -8,8 +8,7 @@ its own way:
     GPU       three (_sums.py)     in pairs             of a vector, from 13 norms on
     others    three in `jnp`       as a table           of a vector, from 65 norms on
 
-Leaves of 64 bits, and leaves whose sums cross devices, have three sums on all
-platforms.
+Norms of float64 have three sums on a CPU too: no dtype is wider.
 """
 
 import math
@@ -35,9 +34,6 @@ MOST_NUMBERS_TO_MERGE = 2**16
 
 def norms_by_squares(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms of some leaves, by sums of squares."""
-    crosses_devices = any(spec.joined_along for spec in plan.specs)
-    if crosses_devices or sums.norm_dtype(arrays) == np.float64:
-        return _norms_anywhere(plan, arrays)
     # One choice of the platform for all leaves, which is traced once.
     return sums.per_platform(
         arrays,
@@ -51,6 +47,10 @@ def _norms_on_a_cpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms by one sum of each leaf: sums, means and roots in float64, rounded
     once.
     """
+    if sums.norm_dtype(arrays) == np.float64:
+        return _norms_by_three_sums(
+            plan, arrays, sums.three_sums_in_jnp, join.in_pairs, most_single=math.inf
+        )
     with jax.enable_x64(True):
         terms = []
         for spec, array in zip(plan.specs, arrays):
@@ -72,57 +72,54 @@ def _norms_on_a_cpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
 
 def _norms_on_a_gpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms by three sums of each large leaf, and of small leaves together."""
-    counts = plan.element_counts(arrays, sums.norm_dtype(arrays))
     merged_plan, vectors = _merged(plan, arrays)
-    totals = _three_sums(merged_plan, vectors, sums.three_sums_on_a_gpu, join.in_pairs)
-    return _roots(plan, counts, totals, most_single=FEW_NORMS_ON_A_GPU)
+    return _norms_by_three_sums(
+        merged_plan,
+        vectors,
+        sums.three_sums_on_a_gpu,
+        join.in_pairs,
+        most_single=FEW_NORMS_ON_A_GPU,
+    )
 
 
 def _norms_in_jnp(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms on a TPU and any other platform."""
-    counts = plan.element_counts(arrays, sums.norm_dtype(arrays))
-    totals = _three_sums(plan, arrays, sums.three_sums_in_jnp, join.as_table)
-    return _roots(plan, counts, totals, most_single=FEW_NORMS_ON_A_TPU)
-
-
-def _norms_anywhere(plan: NormPlan, arrays: list[Array]) -> list[Array]:
-    """The norms by three sums on every platform. A CPU converts its float64 sum into
-    three.
-    """
-    counts = plan.element_counts(arrays, sums.norm_dtype(arrays))
-    totals = _three_sums(plan, arrays, sums.three_sums, join.by_platform)
-    return sums.per_platform(
-        totals,
-        cpu=partial(_roots, plan, counts),
-        gpu=partial(_roots, plan, counts, most_single=FEW_NORMS_ON_A_GPU),
-        plain=partial(_roots, plan, counts, most_single=FEW_NORMS_ON_A_TPU),
+    return _norms_by_three_sums(
+        plan,
+        arrays,
+        sums.three_sums_in_jnp,
+        join.as_table,
+        most_single=FEW_NORMS_ON_A_TPU,
     )
 
 
-# ------------------------------------------------------------------------------- sums
-
-
-def _three_sums(
+def _norms_by_three_sums(
     plan: NormPlan,
     arrays: list[Array],
     sums_of_leaf: Callable[..., Sums],
     join_leaves: Callable[..., Sums],
-) -> list[Sums]:
-    """The three sums of squares of each norm."""
+    *,
+    most_single: float,
+) -> list[Array]:
+    """The norms by three sums of squares of each leaf. Of more norms than `most_single`
+    the roots are taken as a vector.
+    """
     dtype = sums.norm_dtype(arrays)
+    counts = plan.element_counts(arrays, dtype)
+    zero = jnp.zeros((), dtype)
     # One of the three sums may overflow, at which jax_debug_infs would raise.
     with jax.debug_infs(False):
         terms = []
         for spec, array in zip(plan.specs, arrays):
             terms.append(sums_of_leaf(array, spec.axes, dtype))
-        zero = jnp.zeros((), dtype)
-        return join.per_norm(
+        totals = join.per_norm(
             plan,
             terms,
             zero=Sums(zero, zero, zero),
             operation=join.ADD,
             join_leaves=join_leaves,
         )
+    return _roots(plan.ord, counts, totals, most_single)
 
 
 def _merged(plan: NormPlan, arrays: list[Array]) -> tuple[NormPlan, list[Array]]:
@@ -131,28 +128,28 @@ def _merged(plan: NormPlan, arrays: list[Array]) -> tuple[NormPlan, list[Array]]
     """
     merged_specs: list[LeafSpec] = []
     merged_arrays: list[Array] = []
-    small_arrays_of: dict[tuple[int, np.dtype], list[Array]] = {}
+    small_arrays_of: dict[tuple[LeafSpec, np.dtype], list[Array]] = {}
     for spec, array in zip(plan.specs, arrays):
         if _is_small(spec, array):
-            norm_and_dtype = spec.norm_index, array.dtype
-            small_arrays_of.setdefault(norm_and_dtype, []).append(array)
+            small_arrays_of.setdefault((spec, array.dtype), []).append(array)
         else:
             merged_specs.append(spec)
             merged_arrays.append(array)
-    for (norm_index, _), small_arrays in small_arrays_of.items():
+    for (spec, _), small_arrays in small_arrays_of.items():
         vector = small_arrays[0]
         if len(small_arrays) > 1:
             vector = jnp.concatenate([array.reshape(-1) for array in small_arrays])
-        merged_specs.append(LeafSpec(norm_index))
+        merged_specs.append(spec)
         merged_arrays.append(vector)
     return plan._replace(specs=tuple(merged_specs)), merged_arrays
 
 
 def _is_small(spec: LeafSpec, array: Array) -> bool:
     """Whether a leaf is merged with others."""
-    # Where jit splits leaves, a vector of them would take a collective.
-    may_be_split = not jax.typeof(array).sharding.mesh.empty
-    if spec.axes is not None or may_be_split:
+    # A type with a mesh is of a leaf that jit may split. A vector of split leaves would
+    # take a collective.
+    has_mesh = not jax.typeof(array).sharding.mesh.empty
+    if spec.axes is not None or has_mesh:
         return False
     # A size of jax.export may be a symbol.
     return isinstance(array.size, int) and array.size <= MOST_NUMBERS_TO_MERGE
@@ -175,7 +172,7 @@ def _root(ord: Ord, count: ArrayLike, total: Sums | Array) -> Array:
 
 
 def _roots(
-    plan: NormPlan, counts: list[Any], totals: list[Sums], most_single: float = math.inf
+    ord: Ord, counts: list[Any], totals: list[Sums], most_single: float
 ) -> list[Array]:
     """The norms from their sums. Of more norms than `most_single` the scalars are
     stacked, and one root is taken of the vector.
@@ -193,14 +190,14 @@ def _roots(
     # Inside shard_map sums may vary along different mesh axes. A stack has one type.
     types = {jax.typeof(total.unscaled) for total in scalars}
     if len(totals) <= most_single or len(types) != 1:
-        return [_root(plan.ord, count, total) for count, total in zip(counts, totals)]
+        return [_root(ord, count, total) for count, total in zip(counts, totals)]
     vectors = jax.tree.map(lambda *numbers: jnp.stack(numbers), *scalars)
     vectors = sums.materialized_on_gpu(vectors)
-    norms_of_scalars = iter(_root(plan.ord, jnp.stack(counts_of_scalars), vectors))
+    norms_of_scalars = iter(_root(ord, jnp.stack(counts_of_scalars), vectors))
     norms = []
     for total, count in zip(totals, counts):
         if total.unscaled.ndim:
-            norms.append(_root(plan.ord, count, total))
+            norms.append(_root(ord, count, total))
         else:
             norms.append(next(norms_of_scalars))
     return norms

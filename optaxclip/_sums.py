@@ -11,7 +11,7 @@ The norm is the root of the first that is finite. No normal number is too small 
 2^-50 of it. Likewise for `down`. There is no branch, so neither vmap nor devices with
 different shards are a special case.
 
-    CPU    one float64 sum. Where devices join their sums, three are made of it
+    CPU    one float64 sum instead. Of leaves of 64 bits three sums
     GPU    three float32 sums in one reduction
     TPU    three float32 sums in one read. This is plain `jnp`, for any other platform
 
@@ -56,10 +56,12 @@ def element_count(sizes: Iterable[int], dtype: DTypeLike) -> Any:
     """The number of elements of an array with axes of these sizes, as a float."""
     count = 1.0
     for size in sizes:
-        # A size of jax.export may be a symbol, which only jnp makes an array. It is an
-        # int32, in which products would wrap at 2^31.
-        is_known = isinstance(size, int)
-        count *= float(size) if is_known else jnp.asarray(size).astype(dtype)
+        if isinstance(size, int):
+            count *= float(size)
+        else:
+            # A symbol of jax.export, which only jnp makes an array. It is an int32, in
+            # which products would wrap at 2^31.
+            count *= jnp.asarray(size).astype(dtype)
     return count
 
 
@@ -128,29 +130,14 @@ def _also_of_complex(sums_of: Callable[..., AnySums]) -> Callable[..., AnySums]:
     """
 
     @wraps(sums_of)
-    def sums_of_any(array: Array, *args: Any, **kwargs: Any) -> AnySums:
+    def sums_of_any(array: Array, *args: Any) -> AnySums:
         if not jnp.iscomplexobj(array):
-            return sums_of(array, *args, **kwargs)
-        real = sums_of(jnp.real(array), *args, **kwargs)
-        imag = sums_of(jnp.imag(array), *args, **kwargs)
+            return sums_of(array, *args)
+        real = sums_of(jnp.real(array), *args)
+        imag = sums_of(jnp.imag(array), *args)
         return jax.tree.map(operator.add, real, imag)
 
     return sums_of_any
-
-
-@partial(traced_once, static_argnums=(1, 2))
-@_also_of_complex
-def three_sums(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
-    """The three sums of squares of an array, on each platform in its way."""
-    # Programs for GPU and TPU have float64 only where a leaf has 64 bits.
-    if dtype == np.float64:
-        return three_sums_in_jnp(array, axes, dtype)
-    return per_platform(
-        array,
-        cpu=partial(_three_sums_on_a_cpu, axes=axes, dtype=dtype),
-        gpu=partial(three_sums_on_a_gpu, axes=axes, dtype=dtype),
-        plain=partial(three_sums_in_jnp, axes=axes, dtype=dtype),
-    )
 
 
 @partial(traced_once, static_argnums=1)
@@ -161,16 +148,6 @@ def float64_sum(array: Array, axes: Axes) -> Array:
     """
     x = lax.convert_element_type(array, np.float64)
     return sum_over(x * x, axes)
-
-
-def _three_sums_on_a_cpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
-    """The three sums, made of one in float64."""
-    scale = SCALES[dtype]
-    # For these operations only. The program around them may have no float64.
-    with jax.enable_x64(True):
-        total = float64_sum(array, axes)
-        sums = Sums(up=total * scale**2, unscaled=total, down=total * scale**-2)
-        return jax.tree.map(lambda x: lax.convert_element_type(x, dtype), sums)
 
 
 @partial(traced_once, static_argnums=(1, 2))
@@ -192,7 +169,8 @@ def _square(x: Array, scale: ArrayLike) -> Array:
     # square of a bound is inf.
     bound = x.dtype.type(jnp.finfo(x.dtype).max / 2)
     product = x * jnp.asarray(scale, x.dtype)
-    return lax.square(lax.clamp(-bound, product, bound))
+    clamped = lax.clamp(-bound, product, bound)
+    return lax.square(clamped)
 
 
 @traced_once
@@ -220,11 +198,16 @@ def root_of_mean(count: ArrayLike, sums: Sums) -> Array:
 @_also_of_complex
 def three_sums_on_a_gpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums, in the form that a GPU computes in one kernel."""
+    # Measured in float32 only.
+    if dtype == np.float64:
+        return three_sums_in_jnp(array, axes, dtype)
     summed_axes = tuple(range(array.ndim)) if axes is None else axes
     has_mesh = not jax.typeof(array).sharding.mesh.empty
     # What jit splits is summed as one array, so that one collective joins the parts.
     if has_mesh and not is_on_one_device(array):
-        sums = _sums_in_one_array(array, summed_axes, axes is not None, dtype)
+        sums = _sums_in_one_array(
+            array, summed_axes, keepdims=axes is not None, dtype=dtype
+        )
         return _split_last_axis(sums)
     if array.ndim and array.ndim - 1 not in summed_axes:
         return _sums_of_columns(array, summed_axes, dtype)
@@ -243,8 +226,9 @@ def _sums_in_one_reduction(
 
     XLA on a GPU writes several computed arrays, such as the step of Adam, to memory
     before it sums them. So two of the squares are one complex array. The third stays
-    real because jit may split an array whose type has no mesh. XLA would then join a
-    reduction of complex numbers alone by a collective that GPUs do not have.
+    real because jit may split even an array whose type has no mesh, by `out_shardings`
+    for example. XLA would then join a reduction of complex numbers alone by a
+    collective that GPUs do not have.
     """
     x = array.astype(dtype)
     scale = SCALES[dtype]
@@ -260,7 +244,9 @@ def _sums_in_one_reduction(
 
 def _added_pairs(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
     """The sums of two pairs of numbers."""
-    return left[0] + right[0], left[1] + right[1]
+    first = left[0] + right[0]
+    second = left[1] + right[1]
+    return first, second
 
 
 def _sums_of_columns(array: Array, axes: tuple[int, ...], dtype: np.dtype) -> Sums:
@@ -279,15 +265,17 @@ def _sums_of_columns(array: Array, axes: tuple[int, ...], dtype: np.dtype) -> Su
     shape = list(array.shape)
     shape[longest : longest + 1] = parts, length // parts
     # The longest axis is two axes now. The first of them stays for the second sum.
-    inner_axes = [axis + (axis >= longest) for axis in axes]
-    sums_of_parts = _sums_in_one_array(array.reshape(shape), inner_axes, True, dtype)
+    inner_axes = [axis + 1 if axis >= longest else axis for axis in axes]
+    sums_of_parts = _sums_in_one_array(
+        array.reshape(shape), inner_axes, keepdims=True, dtype=dtype
+    )
     # Without the barrier XLA makes one sum of both.
     sums_of_parts = lax.optimization_barrier(sums_of_parts)
     return _split_last_axis(jnp.sum(sums_of_parts, longest))
 
 
 def _sums_in_one_array(
-    array: Array, axes: Sequence[int], keepdims: bool, dtype: np.dtype
+    array: Array, axes: Sequence[int], *, keepdims: bool, dtype: np.dtype
 ) -> Array:
     """The three sums along a new last axis, [..., 3]: one kernel on a GPU, and one
     collective on a mesh.
@@ -359,7 +347,9 @@ def norm_dtype(leaves: list[Array]) -> np.dtype:
     """The dtype of norms: float32, or float64 if a leaf has 64 bits."""
     # The bits of a complex number are those of its real part.
     bits = [jnp.finfo(leaf.dtype).bits for leaf in jax.tree.leaves(leaves)]
-    return np.dtype(np.float64 if max(bits, default=32) == 64 else np.float32)
+    if 64 in bits:
+        return np.dtype(np.float64)
+    return np.dtype(np.float32)
 
 
 @jax.custom_jvp

@@ -76,9 +76,9 @@ def check_leaves(tree: PyTree, error_start: str) -> None:
             _clipped_leaf(leaf)
         except TypeError:
             raise TypeError(
-                f"{error_start}the leaf {name(path)!r} must be an array or a number, "
-                f"got {shown(leaf)}: hand over arrays of numbers only, with None for "
-                "everything else. In equinox that is eqx.filter(model, "
+                f"{error_start}the leaf {path_name(path)!r} must be an array or a "
+                f"number, got {shown(leaf)}: hand over arrays of numbers only, with "
+                "None for everything else. In equinox that is eqx.filter(model, "
                 "eqx.is_inexact_array)."
             ) from None
 
@@ -98,7 +98,7 @@ def check_sparse(tree: PyTree, error_start: str) -> None:
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_sparse):
         if is_sparse(leaf) and not getattr(leaf, "unique_indices", False):
             type_name = type(leaf).__name__
-            subject = f"the leaf {name(path)!r}" if path else "it"
+            subject = f"the leaf {path_name(path)!r}" if path else "it"
             advice = WITHOUT_DUPLICATES.get(type_name, "x.todense()")
             raise ValueError(
                 f"{error_start}{subject} is a {type_name} that may hold an index "
@@ -209,10 +209,9 @@ def warn_of_integers(call: str, updates: PyTree) -> None:
         if jnp.issubdtype(dtype, jnp.integer) and jnp.size(leaf):
             warnings.warn(
                 f"{call}: nothing is clipped, since no leaf of the updates has a float "
-                f"or complex dtype. The leaf {name(path)!r} is "
+                f"or complex dtype. The leaf {path_name(path)!r} is "
                 f"{getattr(dtype, '__name__', dtype)}: make it float32.",
-                # This function, update, the check of its argument names, then the user.
-                stacklevel=4,
+                stacklevel=_level_of_user(),
             )
             return
 
@@ -237,16 +236,30 @@ def warn_of_stacks(call: str, tree: PyTree) -> None:
         if is_stack:
             size = jnp.shape(entries[0][1])[0]
             high_rank_paths = [path for path, leaf in entries if jnp.ndim(leaf) >= 3]
-            place = f"below {name(parent)!r}" if parent else "of the updates"
+            place = f"below {path_name(parent)!r}" if parent else "of the updates"
             warnings.warn(
                 f"{call}: the leaves {place} look like {size} layers, "
                 "stacked on their leading axis. Without stacked= a unit of the leaf "
-                f"{name(high_rank_paths[0])!r} has one weight from each layer, in "
+                f"{path_name(high_rank_paths[0])!r} has one weight from each layer, in "
                 "optax too. Use stacked=1, or axis=... if these are no layers.",
-                # The line that called init.
-                stacklevel=4,
+                stacklevel=_level_of_user(),
             )
             return
+
+
+def _level_of_user() -> int:
+    """The `stacklevel` with which a warning of the caller shows the user's line: the
+    first one that is neither in this library nor in optax or JAX, which may call it.
+    """
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("optaxclip", "optax", "jax"):
+            break
+        frame = frame.f_back
+        level += 1
+    return level
 
 
 def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:
@@ -268,13 +281,13 @@ def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:
             continue
         if stored_leaf is None:
             raise ValueError(
-                f"{call}: the update of the leaf {name(path)!r} is "
+                f"{call}: the update of the leaf {path_name(path)!r} is "
                 f"{jnp.result_type(leaf)}, but what init was given for it has no float "
                 "or complex dtype. Make that float32, or give None for the update."
             )
         if jnp.shape(leaf) != jnp.shape(stored_leaf):
             raise ValueError(
-                f"{call}: state was made for the leaf {name(path)!r} of shape "
+                f"{call}: state was made for the leaf {path_name(path)!r} of shape "
                 f"{jnp.shape(stored_leaf)}, but its update has {jnp.shape(leaf)}. "
                 f"{BEGIN_ANEW}"
             )
@@ -316,21 +329,21 @@ def values_of(call: str, argument: str, tree: PyTree, values: PyTree) -> PyTree:
         # Entries without updates, such as frozen weights, are not used.
         if path not in table:
             raise ValueError(
-                f"{call}: {argument} has no value for the leaf {name(path)!r} "
+                f"{call}: {argument} has no value for the leaf {path_name(path)!r} "
                 f"of the updates: it has {listed_paths(table)}."
             )
         value = table[path]
         if jnp.shape(value) != jnp.shape(leaf):
             raise ValueError(
                 f"{call}: {argument} has the shape {jnp.shape(value)} for the leaf "
-                f"{name(path)!r}, and the updates have {jnp.shape(leaf)}."
+                f"{path_name(path)!r}, and the updates have {jnp.shape(leaf)}."
             )
         dtype = getattr(value, "dtype", type(value))
         # Weights that are integers would have no norm, while their updates have one.
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
                 f"{call}: {argument} must have a float or complex dtype for the leaf "
-                f"{name(path)!r}, whose update is {jnp.result_type(leaf)}, got "
+                f"{path_name(path)!r}, whose update is {jnp.result_type(leaf)}, got "
                 f"{jnp.result_type(value)}. Make it float32, or give None for that "
                 "update."
             )
@@ -341,7 +354,7 @@ def values_of(call: str, argument: str, tree: PyTree, values: PyTree) -> PyTree:
 # ---------------------------------------------------------------------------- names
 
 
-def name(path: KeyPath) -> str:
+def path_name(path: KeyPath) -> str:
     """A key path as a user reads it: `blocks/0/w`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
@@ -353,7 +366,7 @@ def unique_names(paths: Sequence[KeyPath], in_state: Container[str] = ()) -> lis
     `in_state` holds the names in a state. A leaf whose long name is there keeps it.
     """
     # {"a/b": x} and {"a": {"b": x}} both read a/b.
-    short_names = [name(path).replace("\n", "\\n") for path in paths]
+    short_names = [path_name(path).replace("\n", "\\n") for path in paths]
     counts = Counter(short_names)
     names = []
     for path, short in zip(paths, short_names):
@@ -372,7 +385,7 @@ def unique_names(paths: Sequence[KeyPath], in_state: Container[str] = ()) -> lis
 
 def listed_paths(paths: Iterable[KeyPath]) -> str:
     """Key paths as errors list them."""
-    return listed(map(name, paths)) or "none at all"
+    return listed(map(path_name, paths)) or "none at all"
 
 
 def listed(names: Iterable[Any]) -> str:

@@ -10,8 +10,9 @@
 A shrink is a function (norm, limit) -> new norm of two arrays of one shape. It goes
 as `shrink=` into `clip_by`, the clippers by global, tensor, unit, group, average and
 spectral norm and RMS, AGC, and `clipped_grad`. It is called for norms below the limit
-too, which `hard` returns as they are. `shrink=smooth`, a factory without parentheses,
-is `shrink=smooth()`.
+too, which `hard` returns as they are. Where one of your own returns NaN, inf or a
+number below 0, clippers do what `nonfinite` says, and count it. `shrink=smooth`, a
+factory without parentheses, is `shrink=smooth()`.
 
 A limit of inf clips nothing, whatever the shrink: clippers do not call the shrink then.
 So a shrink may be NaN there, as `auto_s` and `psac` are for a norm of 0.
@@ -225,6 +226,11 @@ def _static_number(argument: str, number: Any, lowest: float = 0.0) -> float:
     number = float(number)
     # A finite number beyond float32 would warn of an overflow when it is cast.
     return math.inf if number > float(FLOAT32.max) else number
+
+
+def is_ours(shrink: Shrink) -> bool:
+    """Whether it is a shrink of this module. They return finite norms of at least 0."""
+    return getattr(shrink, "__module__", None) == __name__
 
 
 def lengthening_of(shrink: Shrink) -> float:

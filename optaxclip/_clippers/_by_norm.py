@@ -53,7 +53,8 @@ def clip_by_global_norm(
         numbers. At least 0.
       nonfinite: what becomes of updates whose norm is NaN or inf: "propagate" makes all
         NaN, "zero" makes all zero, "raise" raises FloatingPointError outside jit and is
-        a `checkify.check` inside.
+        a `checkify.check` inside. With max_norm=None or inf, which only measure, only
+        "raise" acts.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,

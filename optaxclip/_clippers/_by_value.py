@@ -124,7 +124,7 @@ def value_clipper(
         ):
             high_value = _bound_at(state.step, high_bound, high_argument)
             low_value = _bound_at(state.step, low_bound, low_argument)
-            clipped = _clipped(call, trees.name(path), leaf, high_value, low_value)
+            clipped = _clipped(call, trees.path_name(path), leaf, high_value, low_value)
             results.append(clipped)
         step = count_up(state.step)
         elements = state.elements

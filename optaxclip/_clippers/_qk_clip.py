@@ -428,7 +428,7 @@ def _leaves_of_role(role: str, where: Where, entries: list[Any]) -> list[Attenti
     # Patterns in which no leaf was seen so far.
     idle_patterns = [] if callable(where) else list(where)
     for position, (path, array) in enumerate(entries):
-        name = trees.name(path)
+        name = trees.path_name(path)
         if callable(where):
             heads = where(name, array)
         else:
@@ -457,7 +457,7 @@ def _attention_leaf(
     axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
     rank = len(shape)
     check_no_bool(CALL, role, heads.axis)
-    axes_within(heads.axis, f"qk_clip: {role}", trees.name(path), rank)
+    axes_within(heads.axis, f"qk_clip: {role}", trees.path_name(path), rank)
     axes = tuple(axis % rank for axis in axes)
     # The axis of heads is the last: -2 and (0, -2) both end with it.
     *layers, axis = axes
@@ -472,9 +472,10 @@ def _attention_leaf(
         width = shape[axis + 1] if fits else 0
     if not fits or _selected(heads.entries, width) == 0:
         raise ValueError(
-            f"qk_clip: {role}: {heads} does not fit the leaf {trees.name(path)!r} of "
-            f"shape {shape}: width must divide its axis {axis}, heads must be among "
-            "those of the leaf, and entries among those of a head."
+            f"qk_clip: {role}: {heads} does not fit the leaf "
+            f"{trees.path_name(path)!r} of shape {shape}: width must divide "
+            f"its axis {axis}, heads must be among those of the leaf, and entries "
+            "among those of a head."
         )
     return AttentionLeaf(
         position=position,
@@ -503,7 +504,7 @@ def path_names(path: KeyPath) -> Path:
     """
     names: list[str] = []
     for key in path:
-        names += re.split("[/.]", trees.name((key,)))
+        names += re.split("[/.]", trees.path_name((key,)))
     return tuple(names)
 
 

@@ -296,7 +296,7 @@ class SpectralNorm(NamedTuple):
             if not is_whole or not 1 <= column_axis_count < rank:
                 raise ValueError(
                     f"{argument} must be a whole number from 1 to {rank - 1} "
-                    f"for the leaf {trees.name(path)!r} of shape {shape}, got "
+                    f"for the leaf {trees.path_name(path)!r} of shape {shape}, got "
                     f"{shown(column_axis_count)}."
                 )
             sizes = [shape[axis] for axis in matrix_axes]

@@ -13,7 +13,7 @@ from jax.tree_util import keystr
 
 from .._checks import check_flag
 from .._prefixes import lookup, prefix_table
-from .._trees import PyTree, clipped_leaves, is_none, leaf_paths, name
+from .._trees import PyTree, clipped_leaves, is_none, leaf_paths, path_name
 from .budget import Budget
 from .optimizers import LeafOptimizer, arrays_by_path
 from .program import Program, read_program, run_equations
@@ -109,7 +109,7 @@ def read_model(
     name_of_leaf = {}
     for path in leaf_paths((params,)):
         # Params that are one array have no path.
-        name_of_leaf[keystr(path)] = name(path[1:]) or "params"
+        name_of_leaf[keystr(path)] = path_name(path[1:]) or "params"
     program = read_program(loss, params, batch, name_of_leaf, weights)
     optimizer_of_leaves = LeafOptimizer(
         optimizer, name_of_leaf, jax.tree.structure(params)

@@ -165,7 +165,7 @@ def clip_by_norm(
         axis = tuple(axes) if isinstance(axes, (list, tuple)) else (axes,)
         entries = jax.tree.leaves_with_path(clipped_leaves(t, call))
         for path, leaf in entries:
-            axes_within(axis, f"{call}: axes", trees.name(path), jnp.ndim(leaf))
+            axes_within(axis, f"{call}: axes", trees.path_name(path), jnp.ndim(leaf))
         # axes are summed over, like `axis` of clip_by_unitwise_norm.
         measure = norms.UnitwiseNorm(**check_measure(call, None, axis=axis))
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]

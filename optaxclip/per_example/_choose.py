@@ -104,8 +104,8 @@ def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
         # Cotangents of a split parameter would need the same sharding in their types.
         if any(array_type.sharding.spec):
             return None, (
-                f"{trees.name(path)!r} of {array_type}, which is split over Explicit "
-                "mesh axes that do not split the batch"
+                f"{trees.path_name(path)!r} of {array_type}, which is split over "
+                "Explicit mesh axes that do not split the batch"
             )
         # The plan depends on sizes, and sizes of jax.export may be symbols.
         if not all(isinstance(size, int) for size in leaf.shape):

@@ -205,7 +205,7 @@ def explained_leaves(problem: Problem, choice: Choice) -> list[ExplainedLeaf]:
             in_scan = " in scan" if site.scan_lengths else ""
             use_names.append(site.name + in_scan)
         explained = ExplainedLeaf(
-            name=trees.name(path),  # DictKey("a"), SequenceKey(0) -> "a/0"
+            name=trees.path_name(path),  # DictKey("a"), SequenceKey(0) -> "a/0"
             shape=leaf.shape,
             norm_by=plan.norm_by,
             uses=", ".join(dict.fromkeys(use_names)),

@@ -202,7 +202,7 @@ def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> Limits:
     groups = []
     for group, (path, limit) in enumerate(limits):
         if limit is not None and not is_function(limit):
-            argument_of_path = f"{argument} for {trees.name(path)!r}"
+            argument_of_path = f"{argument} for {trees.path_name(path)!r}"
             check_limit(argument_of_path if path else argument, limit, is_scalar=True)
         values.append(limit)
         groups.append((path, group))

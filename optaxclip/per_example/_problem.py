@@ -257,7 +257,7 @@ class Signature(NamedTuple):
                 # "argument 1 at 'x'", or "argument 2" for one that is an array itself.
                 name = f"argument {place}"
                 if path:
-                    name += f" at {trees.name(path)!r}"
+                    name += f" at {trees.path_name(path)!r}"
                 # An array without axes is mostly a number for all, or one random key.
                 shape = jnp.shape(leaf)
                 sizes[name] = shape[0] if shape else "no axis"
@@ -283,8 +283,8 @@ class Signature(NamedTuple):
             if not jnp.issubdtype(dtype, jnp.inexact):
                 raise TypeError(
                     f"{self.call}: the parameters must have a float or complex dtype, "
-                    f"but the leaf {trees.name(path)!r} is {dtype}. Give what is not "
-                    "learned in an argument of its own, named in shared_argnums."
+                    f"but the leaf {trees.path_name(path)!r} is {dtype}. Give what is "
+                    "not learned in an argument of its own, named in shared_argnums."
                 )
         return jax.tree.map(jnp.asarray, tree)
 

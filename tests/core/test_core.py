@@ -11,7 +11,13 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip import clip_by, rules, shrinks
+from optaxclip import (
+    clip_by,
+    clip_by_global_norm,
+    clip_by_unitwise_norm,
+    rules,
+    shrinks,
+)
 from optaxclip.rules import constant
 from tests import oracles
 from tests.helpers import apply, own_rule
@@ -153,6 +159,52 @@ def test_a_limit_that_is_nan_raises_by_its_name():
     text = "^clip_by_global_norm: the limit of the norm 5.0 is NaN"
     with pytest.raises(FloatingPointError, match=text):
         clipper.update(grads, clipper.init(grads), limit=jnp.asarray(jnp.nan))
+
+
+def test_warnings_show_the_line_of_the_user():
+    integers = {"w": jnp.arange(3)}
+    stack = {"a": jnp.ones((4, 2)), "b": jnp.ones((4, 2)), "c": jnp.ones((4, 2, 3))}
+    clipper = clip_by_global_norm(1.0)
+    chain = optax.chain(clipper, optax.sgd(0.1))
+    with pytest.warns(UserWarning) as record:
+        clipper.update(integers, clipper.init(integers))
+        optaxclip.clip_grads(integers, 1.0)
+        chain.update(integers, chain.init(integers))
+        jax.jit(chain.update)(integers, chain.init(integers))
+        clip_by_unitwise_norm(1.0).init(stack)
+        optax.chain(clip_by_unitwise_norm(1.0)).init(stack)
+    assert [warning.filename for warning in record] == [__file__] * 6
+
+
+def below_the_limit_nan(norm, limit):
+    # Right for norms above the limit only.
+    return limit - jnp.sqrt(norm - limit)
+
+
+NOT_NORMS = {
+    "nan": below_the_limit_nan,
+    "below 0": lambda norm, limit: limit - 2 * norm,
+    "inf": lambda norm, limit: norm / 0,
+}
+
+
+@pytest.mark.parametrize("shrink", NOT_NORMS.values(), ids=NOT_NORMS)
+@pytest.mark.parametrize("make", [clip_by_unitwise_norm, clip_by_global_norm])
+def test_a_shrink_that_returns_no_norm_is_counted(make, shrink):
+    grads = {"w": jnp.array([[3.0, 0.0], [4.0, 0.0]])}
+    for nonfinite, expected in (("zero", 0.0), ("propagate", np.nan)):
+        clipper = make(9.0, shrink=shrink, nonfinite=nonfinite)
+        clipped, state = apply(clipper, grads)
+        # A unit of zeros stays zeros.
+        np.testing.assert_array_equal(clipped["w"][:, 0], [expected, expected])
+        assert (state.nonfinite, state.clipped) == (1, 0)
+
+
+def test_a_shrink_that_returns_no_norm_raises_by_its_name():
+    clipper = clip_by_global_norm(9.0, shrink=below_the_limit_nan, nonfinite="raise")
+    text = "^clip_by_global_norm: shrink must return .* the norm 5.0 and the limit 9.0"
+    with pytest.raises(FloatingPointError, match=text):
+        apply(clipper, jnp.array([3.0, 4.0]))
 
 
 def test_a_leaf_that_is_missing_raises_no_more():

@@ -22,6 +22,24 @@ def test_rescale_keeps_zeros_zero_whatever_they_are_to_become():
     np.testing.assert_array_equal(found, jnp.zeros(2))
 
 
+def norms_of_4(tree):
+    return jax.tree.map(lambda _: jnp.ones(4), tree)
+
+
+def test_norms_that_do_not_broadcast_to_their_leaf_are_named():
+    grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(4)}
+    cause = r"must be one number .* shape \(4,\) for a leaf of shape \(2, 3\)"
+    with pytest.raises(ValueError, match=f"^rescale: norms {cause}"):
+        optaxclip.rescale(grads, norms_of_4(grads), norms_of_4(grads))
+    with pytest.raises(ValueError, match=f"^clip_by: what norm returns {cause}"):
+        optaxclip.clip_by(norms_of_4, 1.0).init(grads)
+    # A norm for each row, and one for two leaves.
+    rows = jnp.full((2, 1), 2.0)
+    half = optaxclip.rescale(grads, {"w": rows, "b": 2.0}, {"w": rows / 2, "b": 1.0})
+    np.testing.assert_allclose(half["w"], np.full((2, 3), 0.5), rtol=1e-6)
+    optaxclip.rescale(grads, 2.0, 1.0)
+
+
 def test_rescale_to_0_keeps_the_sign_of_what_becomes_0():
     norm, new_norm = jnp.float32(5.0), jnp.float32(0.0)
     zeros = optaxclip.rescale(jnp.array([3.0, -4.0]), norm, new_norm)

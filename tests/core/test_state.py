@@ -573,6 +573,18 @@ def test_limits_stay_with_their_leaves_where_one_is_missing():
     np.testing.assert_array_equal(state.limit, [0.5, np.inf, 2.0])
 
 
+def test_a_tree_of_one_array_of_units_may_be_missing():
+    clipper = optaxclip.clip_by_unitwise_norm(0.5)
+    state = after(clipper, jnp.ones((2, 3)))
+    _, without = clipper.update(None, state)
+    assert (without.step, without.units_clipped, without.clipped_recently) == (
+        2,
+        1,
+        0.5,
+    )
+    assert jax.tree.map(jnp.shape, without) == jax.tree.map(jnp.shape, state)
+
+
 def test_the_summary_of_units_is_that_of_a_broken_one():
     for broken in (np.nan, np.inf):
         grads = jnp.array([[3.0, 1.0, broken]])

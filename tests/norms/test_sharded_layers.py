@@ -92,6 +92,12 @@ def test_layers_in_shard_map_equal_those_on_one_device(name, typed):
     assert_alike(have, name)
 
 
+@pytest.mark.parametrize("name", ["tensor norms", "units", "larc", "zclip"])
+def test_layers_in_shard_map_are_the_same_with_x64(name):
+    with jax.enable_x64(True):
+        test_layers_in_shard_map_equal_those_on_one_device(name, typed=True)
+
+
 @pytest.mark.parametrize("name", CLIPPERS)
 def test_layers_under_jit_equal_those_on_one_device(name):
     mesh = mesh_of((2, 4), ("x", "y"))
