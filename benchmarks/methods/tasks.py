@@ -20,11 +20,11 @@ from examples._shared import (
     read_digits,
     read_text,
 )
-from examples.ppo import GAMES, judge, log_probabilities
+from examples.ppo import GAMES, Rollout, Samples, judge, log_probabilities
 from examples.ppo import loss as ppo_loss
 
 Params = Any
-Batch = tuple[jax.Array, ...]  # in a draw with one more axis in front
+Batch = Any  # a tree of arrays, in a draw with one more axis in front
 
 ROUND = 16  # batches of a draw
 SHORT, LONG = 16, 32  # characters that a transformer and a recurrent network predict
@@ -216,7 +216,7 @@ def new_games(key: jax.Array) -> jax.Array:
     return random.uniform(key, (GAMES, 4), minval=-0.05, maxval=0.05)
 
 
-def play(params: Params, games: jax.Array, key: jax.Array) -> tuple[Batch, jax.Array]:
+def play(params: Params, games: jax.Array, key: jax.Array) -> tuple[Samples, jax.Array]:
     """LENGTH steps of all games, in batches."""
 
     def step(games: jax.Array, key: jax.Array) -> Any:
@@ -227,17 +227,25 @@ def play(params: Params, games: jax.Array, key: jax.Array) -> tuple[Batch, jax.A
         return jnp.where(fell[:, None], new_games(key), after), row
 
     games, rollout = lax.scan(step, games, random.split(key, LENGTH))
-    seen, actions, _, _ = rollout
-    old = log_probabilities(params, seen, actions)
-    gains, goals = judge(params["critic"], rollout)
-    samples = seen, actions, old, gains, goals
+    observations, actions, rewards, ends = rollout
+    # The last value is that of the last observation. The results were made so.
+    rollout = Rollout(observations, actions, rewards, ends, last=observations[-1])
+    advantages, returns = judge(params["critic"], rollout)
+    samples = Samples(
+        observations=observations,
+        actions=actions,
+        log_probabilities=log_probabilities(params["actor"], observations, actions),
+        advantages=advantages,
+        returns=returns,
+    )
     chosen = random.randint(key, (ROUND, 64), 0, LENGTH * GAMES)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[chosen], samples), games
 
 
-def wrong_returns(key: jax.Array, batch: Batch) -> Batch:
-    *samples, gains, goals = batch
-    return (*samples, 100 * gains, 100 * goals)
+def wrong_returns(key: jax.Array, batch: Samples) -> Samples:
+    return batch._replace(
+        advantages=100 * batch.advantages, returns=100 * batch.returns
+    )
 
 
 def share_of_time_fallen(params: Params) -> jax.Array:
@@ -307,7 +315,7 @@ TASKS = {
         start=new_actor_and_critic,
         draw=play,
         spoil=wrong_returns,
-        loss=lambda params, batch: ppo_loss(params, *batch),
+        loss=ppo_loss,
         cost=share_of_time_fallen,
         optimizer=ADAM,
         rate=1e-2,
