@@ -4,6 +4,7 @@ perceptron, and pictures for light and for dark pages.
 
 import argparse
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -35,7 +36,7 @@ def run(main: Callable[..., Any], **help_texts: str) -> None:
     """Calls `main` with the arguments of the command line.
 
     Args:
-      main: a function whose arguments all have defaults. None stands for a path.
+      main: a function whose arguments all have defaults: numbers, and None for a path.
       **help_texts: for arguments that are not in HELP.
     """
     help_texts = HELP | help_texts
@@ -45,18 +46,18 @@ def run(main: Callable[..., Any], **help_texts: str) -> None:
     )
     for name, argument in inspect.signature(main).parameters.items():
         default = argument.default
-        parse = type(default)
-        metavar = name.upper()
-        default_text = default
-        if name == "steps":
-            parse = _positive
-        elif default is None:
-            parse = Path
+        if default is None:
+            read = Path
             metavar = "PATH"
             default_text = "nothing is written"
+        else:
+            lowest = 1 if name == "steps" else 0
+            read = _number_from(lowest, type(default))
+            metavar = name.upper()
+            default_text = default
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            type=parse,
+            type=read,
             default=default,
             metavar=metavar,
             help=f"{help_texts[name]} (default: {default_text})",
@@ -64,11 +65,15 @@ def run(main: Callable[..., Any], **help_texts: str) -> None:
     main(**vars(parser.parse_args()))
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
+def _number_from(lowest: int, number_type: type) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        number = number_type(text)
+        if not lowest <= number < math.inf:
+            raise argparse.ArgumentTypeError(f"must be at least {lowest}, got {number}")
+        return number
+
+    read.__name__ = number_type.__name__  # argparse shows it for other texts
+    return read
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from optaxclip.per_example import draw, noise_scale
 HELD_OUT = 497
 WRONG = 26
 LONGEST = 100
+MAX_NORM = 1.0  # of the gradient of one image
 BATCH = 130  # images on average
 PADDED = 256  # images at most: 11 standard deviations more
 
@@ -58,9 +59,7 @@ class Result(NamedTuple):
     wrong: np.ndarray  # bool[images]: whose label is wrong on purpose
 
 
-def main(
-    steps: int = 300, noise: float = 1.0, max_norm: float = 1.0, seed: int = 0
-) -> Result:
+def main(steps: int = 300, noise: float = 1.0, seed: int = 0) -> Result:
     """Trains, and prints accuracy, norms and noise scales."""
     training, held_out = read_digits(HELD_OUT, seed)
     random = np.random.default_rng(seed)
@@ -68,7 +67,7 @@ def main(
     training.labels[wrong] += random.integers(1, 10, WRONG, dtype=np.int32)
     training.labels[wrong] %= 10
     start = new_perceptron(64, 32, 10, seed=seed)
-    params, clipped = train(start, training, steps, noise, max_norm, seed)
+    params, clipped = train(start, training, steps, noise, seed)
     guesses = np.argmax(perceptron(params, held_out.images), axis=-1)
     accuracy = float(np.mean(guesses == held_out.labels))
     # All training images at once, without a limit.
@@ -106,14 +105,14 @@ def loss_of(params: Layers, image: jax.Array, label: jax.Array) -> jax.Array:
 
 
 def train(
-    params: Layers, digits: Digits, steps: int, noise: float, max_norm: float, seed: int
+    params: Layers, digits: Digits, steps: int, noise: float, seed: int
 ) -> tuple[Layers, np.ndarray]:
     """DP-SGD: the weights, and the share of gradients that each step clipped."""
     images = jnp.asarray(digits.images)
     labels = jnp.asarray(digits.labels)
     optimizer = optax.sgd(0.1, momentum=0.9)
-    # The sum, since one image changes it by max_norm at most.
-    grad = optaxclip.clipped_grad(loss_of, max_norm, mean=False)
+    # The sum, since one image changes it by MAX_NORM at most.
+    grad = optaxclip.clipped_grad(loss_of, MAX_NORM, mean=False)
 
     def step(trained: tuple[Layers, Any], key: jax.Array) -> Any:
         params, state = trained
@@ -143,5 +142,4 @@ if __name__ == "__main__":
     run(
         main,
         noise="noise multiplier: deviation of the noise, over what one image changes",
-        max_norm="the limit of each example",
     )

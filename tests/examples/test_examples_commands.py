@@ -71,11 +71,19 @@ def test_help_shows_docstring_and_default_of_every_option(name, monkeypatch, cap
     assert options.count("(default: ") == options.count("  --")
 
 
-def test_a_run_without_steps_is_refused(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("option", "text", "error"),
+    [
+        ("--steps", "0", "must be at least 1, got 0"),
+        ("--steps", "many", "invalid int value: 'many'"),
+        ("--lr", "-0.1", "must be at least 0, got -0.1"),
+        ("--lr", "nan", "must be at least 0, got nan"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(option, text, error, monkeypatch, capsys):
     with pytest.raises(SystemExit):
-        run("broken_batches", "--steps", "0", monkeypatch=monkeypatch)
-    wanted = "argument --steps: must be at least 1, got 0\n"
-    assert capsys.readouterr().err.endswith(wanted)
+        run("broken_batches", option, text, monkeypatch=monkeypatch)
+    assert capsys.readouterr().err.endswith(f"argument {option}: {error}\n")
 
 
 NEEDED = [(name, package) for name, packages in NEEDS.items() for package in packages]
