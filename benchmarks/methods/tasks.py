@@ -167,9 +167,9 @@ def share_of_wrong_digits(params: Params) -> jax.Array:
 
 def draw_points(params: Params, games: Any, key: jax.Array) -> Any:
     """Targets are the sum of the inputs, and noise without a variance."""
-    key_inputs, key_noise = random.split(key)
-    inputs = random.normal(key_inputs, (ROUND, 16, INPUTS))
-    noise = random.t(key_noise, df=1.5, shape=(ROUND, 16))
+    inputs_key, noise_key = random.split(key)
+    inputs = random.normal(inputs_key, (ROUND, 16, INPUTS))
+    noise = random.t(noise_key, df=1.5, shape=(ROUND, 16))
     return (inputs, inputs.sum(-1) + noise), games
 
 

@@ -172,7 +172,7 @@ def test_the_best_rate_has_the_highest_mean_and_a_width():
     of_none, of_other = scores.scores_of(ROW).values()
     best = scores.best(of_none, RATES)
     assert (best.place, best.width) == (1, 1)
-    np.testing.assert_allclose(best.beside, (0.45 + 0.475) / 2)
+    np.testing.assert_allclose(best.at_neighbours, (0.45 + 0.475) / 2)
     assert scores.best(of_other, RATES).width == 4
 
 
