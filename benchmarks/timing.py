@@ -32,10 +32,8 @@ class Program(NamedTuple):
 
     call: jax.stages.Compiled
     seconds: float  # of processor time to trace, lower and compile it
-    # bytes that it needs beside its arguments and results. NaN where the backend does
-    # not tell
-    temporary: float
-    held: float  # the same, with its arguments and results
+    temporary: int  # bytes beside its arguments and results
+    held: int  # bytes with its arguments and results
 
 
 def repeated(runs: list[Callable[[], Any]], seconds: float) -> Contestant:
@@ -85,11 +83,9 @@ def compiled(
     start = time.process_time()
     call = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
     seconds = time.process_time() - start
-    memory = call.memory_analysis()
-    temporary = held = math.nan
-    if memory is not None:
-        temporary = memory.temp_size_in_bytes
-        held = temporary + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    memory: Any = call.memory_analysis()
+    temporary = memory.temp_size_in_bytes
+    held = temporary + memory.argument_size_in_bytes + memory.output_size_in_bytes
     return Program(call, seconds, temporary, held)
 
 

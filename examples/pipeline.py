@@ -63,9 +63,9 @@ class Message(NamedTuple):
     numbers: Array  # float[2]
 
 
-def main(steps: int = 100, seed: int = 0) -> dict[str, np.ndarray]:
+def main(steps: int = 100) -> dict[str, np.ndarray]:
     """Returns losses, the squares of all stages, and the limits that they had."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     weights = random.normal(size=(STAGES, WIDTH, WIDTH)) / WIDTH**0.5
     stages = Stages(
         weights=jnp.asarray(weights, jnp.float32),

@@ -113,10 +113,6 @@ def in_4_bits(x: jax.Array) -> jax.Array:
     return x + lax.stop_gradient(rounded - x)
 
 
-def new_low_precision(seed: int) -> Params:
-    return new_perceptron(CONTEXT * CHARACTERS, WIDTH, CHARACTERS, seed=seed)
-
-
 def low_precision_loss(params: Params, batch: Batch) -> jax.Array:
     """The cross entropy of a perceptron with weights and activations of 4 bits."""
     (texts,) = batch
@@ -294,7 +290,7 @@ TASKS = {
         rate=0.3,
     ),
     "4 bits": Task(
-        start=new_low_precision,
+        start=partial(new_perceptron, CONTEXT * CHARACTERS, WIDTH, CHARACTERS),
         draw=partial(draw_texts, CONTEXT, 32),
         spoil=random_characters,
         loss=low_precision_loss,

@@ -24,7 +24,6 @@ PLAIN = "not clipped"
 PLAIN_IN_TORCH = "torch, not clipped"
 OPTAX = "optax, all at once"
 MICROBATCH = 8  # examples at once, in methods that make their gradients
-WORDS = {"ghost": "ghost", "one_pass": "one pass"}
 
 
 def of_jax(case: Case) -> dict[str, Gradient]:
@@ -70,7 +69,7 @@ def ours(case: Case, method: str, microbatch: int | None = None) -> Gradient:
 def named(method: str, microbatch: int | None) -> str:
     """The name of one of our methods in the tables."""
     size = "" if microbatch is None else f", {_at_once(microbatch)}"
-    return f"optaxclip, {WORDS[method]}{size}"
+    return f"optaxclip, {method.replace('_', ' ')}{size}"
 
 
 def chosen(case: Case) -> str:

@@ -32,13 +32,13 @@ def text_of(name):
 
 def imported(name):
     """The packages that a program imports, other than those that are always there."""
-    found = set()
+    packages = set()
     for node in ast.walk(ast.parse(text_of(name))):
         if isinstance(node, ast.ImportFrom):
-            found.add(node.module.split(".")[0])
+            packages.add(node.module.split(".")[0])
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-    return found - ALWAYS - sys.stdlib_module_names - NEIGHBOURS
+            packages |= {alias.name.split(".")[0] for alias in node.names}
+    return packages - ALWAYS - sys.stdlib_module_names - NEIGHBOURS
 
 
 def run(name, *arguments, monkeypatch):
@@ -106,7 +106,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, package):
 
 
 def test_one_command_draws_every_picture_of_the_docs():
-    found = {path.stem for path in (ROOT / "docs").glob("*.png")}
+    pictures = {path.stem for path in (ROOT / "docs").glob("*.png")}
     drawn = {*PICTURES, SCORES.removesuffix(".png")}
-    assert found == {*drawn, *(f"{name}_dark" for name in drawn)}
+    assert pictures == {*drawn, *(f"{name}_dark" for name in drawn)}
     assert set(PICTURES) <= set(PROGRAMS)
