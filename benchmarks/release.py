@@ -58,7 +58,7 @@ def main(steps: int = 110) -> None:
                 f"{cosines.mean():.3f}",
                 f"{cosines.min():.3f}",
                 # The rounding of a norm shortens nothing.
-                f"{np.mean(kept_below < 1 - 1e-5):.1%}",
+                f"{np.sum(kept_below < 1 - 1e-5) / max(1, kept_below.size):.1%}",
                 f"{kept_below.min(initial=1):.2f}",
             ]
             print(f"| {damage} | {passes} |", " | ".join(numbers), "|", flush=True)

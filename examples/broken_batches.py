@@ -130,8 +130,9 @@ def draw(panels: Any, look: Look, logs: dict[str, Log], lr: float) -> None:
     broken = is_broken(len(logs[CLEAN]["loss"]))
     (clean_steps,) = np.nonzero(~broken)
     (broken_steps,) = np.nonzero(broken)
-    window = np.full(AVERAGED, 1 / AVERAGED)
-    last_steps = clean_steps[AVERAGED - 1 :]  # of each window
+    averaged = min(AVERAGED, len(clean_steps))
+    window = np.full(averaged, 1 / averaged)
+    last_steps = clean_steps[averaged - 1 :]  # of each window
     means = {}
     for name, log in logs.items():
         means[name] = np.convolve(log["loss"][clean_steps], window, "valid")
@@ -147,7 +148,7 @@ def draw(panels: Any, look: Look, logs: dict[str, Log], lr: float) -> None:
         loss_text = f"final loss {final(logs[name]):.2f}"
         annotate(panel, loss_text, place=(0.97, 0.93), colour=colour)
     unprotected, clipped = panels
-    unprotected.set_ylabel(f"mean loss of {AVERAGED} clean batches")
+    unprotected.set_ylabel(f"mean loss of {averaged} clean batches")
     annotate(unprotected, "▲ broken batch", place=(0.37, 0.93), colour=look.orange)
     clean_text = f"grey: no broken batches, {final(logs[CLEAN]):.2f}"
     annotate(clipped, clean_text, place=(0.97, 0.83), colour=look.grey)

@@ -62,6 +62,19 @@ def test_broken_batches_do_harm_that_protection_prevents(broken, tmp_path):
         assert (tmp_path / name).stat().st_size > 10_000
 
 
+def test_a_run_of_few_steps_is_drawn(broken, tmp_path):
+    pytest.importorskip("matplotlib")
+    module, _ = broken
+    log = {"loss": np.linspace(4.0, 3.0, 10)}
+    logs = {name: log for name in (module.CLEAN, *module.TITLES)}
+    module.draw_both(
+        tmp_path / "picture.png",
+        panels=2,
+        draw=lambda panels, look: module.draw(panels, look, logs, lr=0.2),
+    )
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
 def test_limits_that_learn_meet_the_broken_batches(broken, tmp_path):
     pytest.importorskip("matplotlib")
     adaptive, steps = example("adaptive"), broken[1]
