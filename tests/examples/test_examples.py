@@ -66,7 +66,7 @@ def test_a_run_of_few_steps_is_drawn(broken, tmp_path):
     pytest.importorskip("matplotlib")
     module, _ = broken
     log = {"loss": np.linspace(4.0, 3.0, 10)}
-    logs = {name: log for name in (module.CLEAN, *module.TITLES)}
+    logs = dict.fromkeys((module.CLEAN, *module.TITLES), log)
     module.draw_both(
         tmp_path / "picture.png",
         panels=2,
