@@ -18,6 +18,7 @@ dark pages with "_dark" in its name. --table PATH writes the losses as JSON.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import char_rnn
@@ -68,7 +69,7 @@ def main(
     return logs
 
 
-def train_all(protections: dict[str, Optimizer], steps: int) -> dict[str, Log]:
+def train_all(protections: Mapping[str, Optimizer], steps: int) -> dict[str, Log]:
     """Runs that meet the same batches, but for the one named CLEAN."""
     logs = {}
     print("protection       final loss  steps clipped  skipped")

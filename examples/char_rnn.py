@@ -115,9 +115,7 @@ def train(
 ) -> tuple[Network, Log]:
     """One run from the common seed, as one compiled scan."""
 
-    def step(
-        trained: tuple[Network, Any], start: jax.Array
-    ) -> tuple[tuple[Network, Any], dict[str, jax.Array]]:
+    def step(trained: tuple[Network, Any], start: jax.Array) -> Any:
         network, state = trained
         windows = text.training[start + jnp.arange(LENGTH + 1)]
         loss, grads = jax.value_and_grad(mean_loss)(network, windows)
@@ -134,7 +132,8 @@ def train(
     network = new_network(len(text.alphabet))
     random = np.random.default_rng(SEED + 1)
     starts = random.integers(len(text.training) - LENGTH, size=(steps, BATCH, 1))
-    scan = jax.jit(lambda trained: jax.lax.scan(step, trained, starts))
+    batches = jnp.asarray(starts)
+    scan = jax.jit(lambda trained: jax.lax.scan(step, trained, batches))
     (network, _), log = scan((network, optimizer.init(network)))
     return network, jax.device_get(log)
 

@@ -51,7 +51,7 @@ class Training(NamedTuple):
     """All that has to be saved."""
 
     step: Any  # int32[]: batches seen. The next one follows from it
-    params: Layers
+    params: Any  # Layers
     opt_state: Any  # in it the clip's memory
 
 
@@ -83,7 +83,8 @@ def new_training() -> Training:
 
 def forgetful(training: Training) -> Training:
     """The same training with the first memory of the clip, and with Adam's moments."""
-    new_clip, _ = OPTIMIZER.init(training.params)
+    new_state: Any = OPTIMIZER.init(training.params)
+    new_clip, _ = new_state
     _, adam = training.opt_state
     return training._replace(opt_state=(new_clip, adam))
 
@@ -120,7 +121,7 @@ def write_log(folder: Path, reports: list[Report]) -> None:
     """A line of JSON for each step, and the same for TensorBoard."""
     with SummaryWriter(str(folder)) as board, (folder / "log.jsonl").open("w") as lines:
         for step, report in enumerate(reports):
-            row = {"step": step}
+            row: dict[str, float] = {"step": step}
             for name, value in report.items():
                 number = float(value)
                 row[name] = number

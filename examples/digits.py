@@ -53,6 +53,7 @@ METHODS = {
 }
 
 Network = dict[str, Any]
+Number = float | jax.Array
 
 
 def main(steps: int = 200, save: File = None) -> dict[str, np.ndarray]:
@@ -64,7 +65,7 @@ def main(steps: int = 200, save: File = None) -> dict[str, np.ndarray]:
 
     @jax.jit
     def accuracy_of(
-        network: Network, clipping: ArrayLike, max_norm: ArrayLike, rate: ArrayLike
+        network: Network, clipping: Number, max_norm: Number, rate: Number
     ) -> jax.Array:
         optimizer = new_optimizer(clipping, max_norm, rate)
         trained = train(optimizer, network, batches)
@@ -86,7 +87,7 @@ def main(steps: int = 200, save: File = None) -> dict[str, np.ndarray]:
 
 
 def new_optimizer(
-    clipping: ArrayLike, max_norm: ArrayLike, rate: ArrayLike
+    clipping: Number, max_norm: Number, rate: Number
 ) -> optax.GradientTransformation:
     """AGC on all but the last layer, the global norm on everything."""
     # The blocks are stacked for a scan. Without `stacked` they count as one matrix.

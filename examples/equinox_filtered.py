@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from _shared import cross_entropy, needed_packages, read_text, run
@@ -97,7 +98,7 @@ def main(steps: int = 400) -> Result:
     tenth = max(1, steps // 10)
     for step in range(1, steps + 1):
         starts = random.integers(len(characters) - CONTEXT, size=(BATCH, 1))
-        windows = characters[starts + np.arange(CONTEXT + 1)]
+        windows = jnp.asarray(characters[starts + np.arange(CONTEXT + 1)])
         network, state, loss, report = train_step(network, state, windows, optimizer)
         losses.append(float(loss))
         if step % tenth == 0:
@@ -128,7 +129,7 @@ def mean_loss(network: Network, windows: jax.Array) -> jax.Array:
 def train_step(
     network: Network,
     state: Any,
-    windows: np.ndarray,
+    windows: jax.Array,
     optimizer: optax.GradientTransformation,
 ) -> tuple[Network, Any, jax.Array, dict[str, jax.Array]]:
     """One step. Leaves that are no arrays are constants of the compiled program."""

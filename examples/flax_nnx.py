@@ -77,8 +77,8 @@ def main(steps: int = 300) -> Result:
     print("  step    loss  norm before  norm after  clipped so far")
     for step in range(1, steps + 1):
         chosen = random.choice(len(training.labels), BATCH, replace=False)
-        images = training.images[chosen]
-        labels = training.labels[chosen]
+        images = jnp.asarray(training.images[chosen])
+        labels = jnp.asarray(training.labels[chosen])
         report = jax.device_get(train_step(network, optimizer, images, labels))
         reports.append({name: float(value) for name, value in report.items()})
         if step % max(1, steps // 10) == 0:

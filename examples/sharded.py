@@ -74,7 +74,7 @@ def take_step(
     state: Any,
     images: Array,
     labels: Array,
-) -> tuple[Layers, Any, Array]:
+) -> tuple[Any, Any, Array]:
     loss, grads = jax.value_and_grad(loss_of)(params, images, labels)
     updates, state = new_optimizer().update(grads, state, params)
     norm = optaxclip.metrics(state)["clip/norm_before"]

@@ -5,7 +5,7 @@ loops as often as they run.
 import math
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SIZES = {"pred": 1, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}
 FREE = (
@@ -110,7 +110,7 @@ def _counts(body: str, bodies: dict[str, str]) -> Counts:
         elif operation in FREE:
             continue
         elif operation == "while":
-            turn = _counts(instruction.called("body", bodies), bodies)
+            turn: Any = _counts(instruction.called("body", bodies), bodies)
             times = _times(instruction.text, instruction.called("condition", bodies))
             loops.append(Counts(*(times * count for count in turn)))
         elif instruction.is_scalar:

@@ -36,8 +36,8 @@ class Run(NamedTuple):
     """One training. In `runs` each number is an array, of all trainings."""
 
     fault: Fault
-    rate: ArrayLike
-    seed: ArrayLike
+    rate: Any  # float[]
+    seed: Any  # int[]
 
 
 class Trained(NamedTuple):
@@ -150,7 +150,7 @@ def entry(tree: Params, place: ArrayLike) -> Params:
 
 
 def with_spikes(
-    grads: Params, place: ArrayLike, share: ArrayLike, key: jax.Array
+    grads: Params, place: jax.Array | int, share: ArrayLike, key: jax.Array
 ) -> Params:
     """The gradient, with a share of its elements and one of its tensors times 1,000.
 
