@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = [name for name in TABLES if not options.only or name in options.only]
     setting = report.setting(options.quick)
     print(report.header(setting), flush=True)
-    for place, name in enumerate(chosen, 1):
+    for number, name in enumerate(chosen, 1):
         # To stderr, so that the tables alone can be sent to a file.
-        print(f"{name} ({place} of {len(chosen)}) ...", file=sys.stderr, flush=True)
+        print(f"{name} ({number} of {len(chosen)}) ...", file=sys.stderr, flush=True)
         start = time.perf_counter()
         table = TABLES[name](options.quick)
         seconds = time.perf_counter() - start

@@ -7,6 +7,7 @@ clip belongs to a step.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -31,25 +32,36 @@ SHOWN = [
 ]
 
 
+@jax.tree_util.register_dataclass
+@dataclass
+class Arrays:
+    """The arrays that all steps share, and that each hands on to the next."""
+
+    params: list[jax.Array]
+    adam: Any  # the state of Adam
+    grads: list[jax.Array]
+
+
 def table(quick: bool) -> Table:
     """GPT-2 small. The quick one has two matrices and a few clips."""
     shapes = [(128, 32)] * 2 if quick else networks.gpt2_small()
-    live: dict[str, Any] = {"params": _filled(shapes, 0.02)}
-    live["grads"] = _filled(shapes, 1.0)
-    live["adam"] = optax.adam(1e-3).init(live["params"])
-    functions, contestants = {}, {}
+    params = _filled(shapes, 0.02)
+    adam = optax.adam(1e-3).init(params)
+    arrays = Arrays(params, adam, grads=_filled(shapes, 1.0))
+    functions = {}
+    contestants = {}
     for name in SHOWN[:3] if quick else SHOWN:
         optimizer = steps.STEPS[name]()
         if name == "none":  # with a state in two parts, like the others
             optimizer = optax.chain(optax.identity(), optimizer)
-        state: Any = optimizer.init(live["params"])
-        functions[name] = _step(optimizer), live["params"], state, live["grads"]
+        state: Any = optimizer.init(params)
+        functions[name] = _step(optimizer), params, state, arrays.grads
     programs = timing.compiled_in_turns(functions, donate=(0, 1, 2))
     for name, (_, _, (clip_state, _), _) in functions.items():
-        run = _runner(programs[name].call, clip_state, live)
-        contestants[name] = timing.Contestant(run)
+        training = Training(programs[name].call, clip_state, arrays)
+        contestants[name] = timing.Contestant(training.step)
     rows = steps.raced(programs, contestants, 2 if quick else 31)
-    size = sum(leaf.nbytes for leaf in live["grads"])
+    size = sum(leaf.nbytes for leaf in arrays.grads)
     for row in rows:
         row["temporary"] = 1e6 * row["temporary MB"] / size
     title = f"Adam on given gradients, {len(shapes)} tensors, {size / 4e6:.3g} M"
@@ -78,19 +90,23 @@ def _step(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
     return step
 
 
-def _runner(
-    call: Callable[..., Any], clip_state: Any, live: dict[str, Any]
-) -> Callable[[], Any]:
-    """A step on the arrays that all share, with a state (clip, Adam)."""
-    # Arrays of its own: a state may hold one twice, which cannot be donated.
-    own = {"clip": jax.tree.map(jnp.copy, clip_state)}
+class Training:
+    """Steps with a clip, on the arrays that all steps share."""
 
-    def run() -> Any:
-        state = own["clip"], live["adam"]
-        live["params"], state, live["grads"] = call(
-            live["params"], state, live["grads"]
+    def __init__(
+        self, call: Callable[..., Any], clip_state: Any, arrays: Arrays
+    ) -> None:
+        self.call = call
+        # Copied: a state may hold one array twice, which cannot be donated.
+        self.clip_state = jax.tree.map(jnp.copy, clip_state)
+        self.arrays = arrays
+
+    def step(self) -> Arrays:
+        """Takes a step. Returns what has to be waited for."""
+        arrays = self.arrays
+        state = self.clip_state, arrays.adam
+        arrays.params, state, arrays.grads = self.call(
+            arrays.params, state, arrays.grads
         )
-        own["clip"], live["adam"] = state
-        return live
-
-    return run
+        self.clip_state, arrays.adam = state
+        return arrays

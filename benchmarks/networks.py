@@ -11,18 +11,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax import lax
+from jax import Array, lax
+
+from examples._shared import cross_entropy, perceptron
 
 Params = dict[str, Any]
+Batch = tuple[np.ndarray, ...]
 
 
 class Network(NamedTuple):
     """A loss, and what it takes."""
 
     params: Params  # the weights, described
-    loss: Callable[..., jax.Array]  # of weights and the arrays of a batch
-    draw: Callable[[np.random.Generator], tuple[np.ndarray, ...]]  # one batch
+    loss: Callable[..., Array]  # (weights, *batch) -> float32[]
+    draw: Callable[[np.random.Generator], Batch]
 
 
 class Sizes(NamedTuple):
@@ -40,18 +42,21 @@ def at_hand(quick: bool) -> dict[str, Network]:
     """Those that train on the device at hand, by name."""
     if quick:
         return {"actor and critic": actor_critic(width=8)}
-    found = {"actor and critic": actor_critic(width=256)}
-    if jax.default_backend() != "cpu":
-        return found | {"decoder": COMPILED[UNROLLED]}
-    small = Sizes(layers=4, width=256, heads=4, length=64, words=1024, batch=8)
-    return found | {"transformer": decoder(small), "convolutions": convolutions()}
+    networks = {"actor and critic": COMPILED[SMALL]}
+    if jax.default_backend() == "cpu":
+        small = Sizes(layers=4, width=256, heads=4, length=64, words=1024, batch=8)
+        networks["transformer"] = decoder(small)
+        networks["convolutions"] = convolutions()
+    else:
+        networks["decoder"] = COMPILED[UNROLLED]
+    return networks
 
 
 def started(params: Params, seed: int = 0) -> Params:
     """Random weights, scales of 1 and biases of 0."""
     generator = np.random.default_rng(seed)
 
-    def start(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def start(path: Any, leaf: jax.ShapeDtypeStruct) -> Array:
         shape = leaf.shape
         if len(shape) == 1:
             return jnp.full(shape, float(path[-1].key.startswith("scale")))
@@ -75,14 +80,16 @@ def actor_critic(width: int) -> Network:
         "critic": _perceptron_shapes(64, width, width, 1),
     }
 
-    def loss(params: Params, seen: Any, actions: Any, returns: Any) -> jax.Array:
-        values = _perceptron(params["critic"], seen)[:, 0]
-        costs = _cross_entropy(_perceptron(params["actor"], seen), actions)
-        return costs + jnp.mean((values - returns) ** 2)
+    def loss(
+        params: Params, observations: Array, actions: Array, returns: Array
+    ) -> Array:
+        values = perceptron(params["critic"], observations)[:, 0]
+        logits = perceptron(params["actor"], observations)
+        return cross_entropy(logits, actions) + jnp.mean((values - returns) ** 2)
 
-    def draw(generator: np.random.Generator) -> tuple[np.ndarray, ...]:
-        seen = generator.standard_normal((64, 64), np.float32)
-        return seen, generator.integers(6, size=64), seen[:, 0]
+    def draw(generator: np.random.Generator) -> Batch:
+        observations = generator.standard_normal((64, 64), np.float32)
+        return observations, generator.integers(6, size=64), observations[:, 0]
 
     return Network(_described(shapes), loss, draw)
 
@@ -90,25 +97,29 @@ def actor_critic(width: int) -> Network:
 def convolutions() -> Network:
     """Three convolutions of 3 x 3, two of which halve the image, and 10 classes."""
     channels = (3, 32, 64, 128)
-    shapes: Params = {
-        f"layer{number}": {"weight": (3, 3, *pair), "bias": pair[1:]}
-        for number, pair in enumerate(pairwise(channels))
-    }
+    shapes: Params = {}
+    for number, (inputs, outputs) in enumerate(pairwise(channels)):
+        weight = 3, 3, inputs, outputs
+        shapes[f"layer{number}"] = {"weight": weight, "bias": (outputs,)}
     shapes["head"] = {"weight": (channels[-1], 10), "bias": (10,)}
 
-    def loss(params: Params, images: Any, labels: Any) -> jax.Array:
+    def loss(params: Params, images: Array, labels: Array) -> Array:
         x = images
         for number, stride in enumerate((1, 2, 2)):
-            layer, strides = params[f"layer{number}"], (stride, stride)
-            kinds = ("NHWC", "HWIO", "NHWC")
+            layer = params[f"layer{number}"]
             x = lax.conv_general_dilated(
-                x, layer["weight"], strides, "SAME", dimension_numbers=kinds
+                x,
+                layer["weight"],
+                window_strides=(stride, stride),
+                padding="SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
             )
             x = jax.nn.relu(x + layer["bias"])
-        logits = jnp.mean(x, (1, 2)) @ params["head"]["weight"]
-        return _cross_entropy(logits + params["head"]["bias"], labels)
+        head = params["head"]
+        logits = jnp.mean(x, (1, 2)) @ head["weight"] + head["bias"]
+        return cross_entropy(logits, labels)
 
-    def draw(generator: np.random.Generator) -> tuple[np.ndarray, ...]:
+    def draw(generator: np.random.Generator) -> Batch:
         images = generator.standard_normal((32, 32, 32, 3), np.float32)
         return images, generator.integers(10, size=32)
 
@@ -123,10 +134,12 @@ def decoder(
     Scanned, its layers are stacked on leading axes and computed anew on the way back,
     as in most large trainers.
     """
-    layer, width = _layer_shapes(sizes.width), sizes.width
-    layers: Any = [layer] * sizes.layers
+    width = sizes.width
+    layer = _layer_shapes(width)
     if is_scanned:
-        layers = {key: (sizes.layers, *shape) for key, shape in layer.items()}
+        layers = {name: (sizes.layers, *shape) for name, shape in layer.items()}
+    else:
+        layers = [layer] * sizes.layers
     shapes = {
         "words": (sizes.words, width),
         "places": (sizes.length, width),
@@ -135,10 +148,10 @@ def decoder(
         "bias": (width,),
     }
 
-    def apply(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
+    def apply(x: Array, weights: Params) -> tuple[Array, None]:
         return _layer(weights, x, sizes.heads), None
 
-    def loss(params: Params, ids: jax.Array) -> jax.Array:
+    def loss(params: Params, ids: Array) -> Array:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
         x = params["words"][ids[:, :-1]] + params["places"]
         if is_scanned:
@@ -147,9 +160,10 @@ def decoder(
             for weights in params["layers"]:
                 x, _ = apply(x, weights)
         x = _layer_norm(x, params["scale"], params["bias"])
-        return _cross_entropy(x @ params["words"].T, ids[:, 1:])
+        logits = x @ params["words"].T
+        return cross_entropy(logits.astype(jnp.float32), ids[:, 1:])
 
-    def draw(generator: np.random.Generator) -> tuple[np.ndarray, ...]:
+    def draw(generator: np.random.Generator) -> Batch:
         shape = (sizes.batch, sizes.length + 1)
         return (generator.integers(sizes.words, size=shape, dtype=np.int32),)
 
@@ -190,7 +204,7 @@ def _layer_shapes(width: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _layer(weights: Params, x: jax.Array, heads: int) -> jax.Array:
+def _layer(weights: Params, x: Array, heads: int) -> Array:
     y = _layer_norm(x, weights["scale1"], weights["bias1"])
     y = y @ weights["attend"] + weights["attend_bias"]
     query, key, value = jnp.split(y.reshape(*x.shape[:2], 3 * heads, -1), 3, axis=2)
@@ -201,25 +215,16 @@ def _layer(weights: Params, x: jax.Array, heads: int) -> jax.Array:
     return x + y @ weights["down"] + weights["down_bias"]
 
 
-def _layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+def _layer_norm(x: Array, scale: Array, bias: Array) -> Array:
     x = x - x.mean(-1, keepdims=True)
     return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale + bias
 
 
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    logits = logits.astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
 def _perceptron_shapes(*sizes: int) -> list[Params]:
-    return [{"weight": pair, "bias": pair[1:]} for pair in pairwise(sizes)]
-
-
-def _perceptron(layers: list[Params], x: jax.Array) -> jax.Array:
-    *hidden, last = layers
-    for layer in hidden:
-        x = jnp.tanh(x @ layer["weight"] + layer["bias"])
-    return x @ last["weight"] + last["bias"]
+    layers = []
+    for inputs, outputs in pairwise(sizes):
+        layers.append({"w": (inputs, outputs), "b": (outputs,)})
+    return layers
 
 
 # Like GPT-2 small, with a vocabulary that 16 devices can divide.

@@ -27,6 +27,8 @@ from typing import Any
 from .methods import claims, scores
 from .report import all_rows, grid, shown
 
+Rows = list[dict[str, Any]]
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,7 +50,7 @@ DIGEST = {
 }
 # The rows that the README has of them.
 SHORT = ("global norm", "optax, global norm", "AGC", "optax, AGC")
-# Ways to clip each example, and how the pages call them. "auto" names what it chose.
+# What clips each example, and how the pages call it. "auto" names what it chose.
 EACH = [
     ("optaxclip, auto", "`clipped_grad`"),
     ("optaxclip, ghost", '`method="ghost"`'),
@@ -59,7 +61,9 @@ EACH = [
     ("Opacus, hooks", "Opacus, hooks"),
     ("Opacus, ghost", "Opacus, ghost clipping"),
 ]
-IN_JAX = [way for way in EACH if "Opacus" not in way[0]]
+IN_JAX = EACH[:-2]
+# The methods of `clipped_grad` and of optax, which small models are clipped by.
+SMALL = EACH[:4]
 
 
 def main() -> None:
@@ -77,9 +81,9 @@ def render(text: str) -> str:
 
 
 def _rendered(block: re.Match[str]) -> str:
-    kind, name, _ = block.groups()
-    content = number(name) if kind == "number" else f"\n{TABLES[name]()}\n"
-    return f"<!-- {kind}: {name} -->{content}<!-- end -->"
+    form, name, _ = block.groups()
+    content = number(name) if form == "number" else f"\n{TABLES[name]()}\n"
+    return f"<!-- {form}: {name} -->{content}<!-- end -->"
 
 
 def results(name: str) -> Any:
@@ -87,7 +91,7 @@ def results(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def rows_of(name: str, table: str) -> list[dict[str, Any]]:
+def rows_of(name: str, table: str) -> Rows:
     """The rows of one table of the benchmarks."""
     return results(name)["tables"][table]["rows"]
 
@@ -108,8 +112,9 @@ def costs() -> str:
     times = {(row["network"], row["clipped by"]): row["time"] for row in rows}
     lines = []
     for name in SHORT:
-        tiny, large = times["actor and critic", name], times["decoder", name]
-        lines.append([DIGEST[name], shown(tiny), shown(large)])
+        tiny = shown(times["actor and critic", name])
+        large = shown(times["decoder", name])
+        lines.append([DIGEST[name], tiny, large])
     return grid(["clipped by", "0.3 ms step", "7 ms step"], lines)
 
 
@@ -141,85 +146,80 @@ def _added(name: str) -> str:
     return f"{gigabytes[name] / gigabytes['none'] - 1:+.1%}".replace("%", " %")
 
 
-def each_time() -> str:
-    """The time of each way to clip each example, over the plain gradient's."""
-    return _of_each(EACH, "time")
-
-
-def each_time_on_a_gpu() -> str:
-    """The same on a GPU."""
-    return _of_each(IN_JAX, "time", "gpu")
-
-
-def each_memory() -> str:
-    """The temporary memory of each way in JAX, over the plain gradient's."""
-    return _of_each(IN_JAX, "temporary memory")
-
-
 def each_package() -> str:
     """The time of each package, in its fastest way: a line for each model.
 
     With one digit, since the times of some packages differ much between rounds.
     """
-    rows, lines = rows_of("per_example", "per_example"), []
     names = "optaxclip, auto", "jax_privacy", "Opacus"
-    for model in dict.fromkeys(row["model"] for row in rows):
-        times = [_smallest(rows, model, name, "time") for name in names]
-        lines.append([model, *(f"{time:.1f}" for time in times)])
+    lines = []
+    for model, rows in by_model("per_example").items():
+        times = [f"{_smallest(rows, name, 'time'):.1f}" for name in names]
+        lines.append([model, *times])
     return grid(["model", "`clipped_grad`", *names[1:]], lines)
 
 
-def _of_each(
-    ways: list[tuple[str, str]], column: str, file: str = "per_example"
+def each_row(
+    names_and_titles: list[tuple[str, str]], column: str, file: str = "per_example"
 ) -> str:
-    """A line for each way, with the smallest number of its rows for each model."""
-    rows = rows_of(file, "per_example")
-    models = list(dict.fromkeys(row["model"] for row in rows))
+    """A line for each name, with the smallest number of its rows for each model."""
+    models = by_model("per_example", file)
     lines = []
-    for name, title in ways:
-        found = [_smallest(rows, model, name, column) for model in models]
-        lines.append([title, *map(shown, found)])
+    for name, title in names_and_titles:
+        numbers = [_smallest(rows, name, column) for rows in models.values()]
+        lines.append([title, *map(shown, numbers)])
     return grid(["clipped by", *models], lines)
-
-
-def _smallest(rows: list[dict[str, Any]], model: str, name: str, column: str) -> Any:
-    own = [row for row in rows if row["model"] == model]
-    own = [row[column] for row in own if row["gradient"].startswith(name)]
-    return min(own, default=None)
 
 
 def each_choice() -> str:
     """For small models of many kinds what "auto" takes beside the other methods."""
-    rows, ways, lines = rows_of("per_example", "per_example_auto"), EACH[:4], []
-    for key in dict.fromkeys((row["model"], row["batch"]) for row in rows):
-        own = [row for row in rows if (row["model"], row["batch"]) == key]
-        times = [shown(_smallest(own, key[0], name, "time")) for name, _ in ways]
-        best = float(times[0]) / min(map(float, times[1:]))
-        memory = _smallest(own, key[0], ways[0][0], "memory")
-        lines.append([key[0], str(key[1]), *times, shown(best), shown(memory)])
-    titles = [title for _, title in ways]
+    lines = []
+    for model, rows_of_model in by_model("per_example_auto").items():
+        for batch in dict.fromkeys(row["batch"] for row in rows_of_model):
+            rows = [row for row in rows_of_model if row["batch"] == batch]
+            times = [shown(_smallest(rows, name, "time")) for name, _ in SMALL]
+            auto, *others = map(float, times)
+            memory = shown(_smallest(rows, "optaxclip, auto", "memory"))
+            over_best = shown(auto / min(others))
+            lines.append([model, str(batch), *times, over_best, memory])
+    titles = [title for _, title in SMALL]
     return grid(["model", "batch", *titles, "over the best", "memory"], lines)
 
 
 def each_unseen() -> str:
     """The same for models by which no estimate was set, with the method chosen."""
-    rows = rows_of("per_example", "per_example_unseen")
     lines = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        plain, auto, *others = [row for row in rows if row["model"] == model]
+    for model, rows in by_model("per_example_unseen").items():
+        _, auto, *others = rows
         chosen = auto["gradient"].removeprefix("optaxclip, auto: ")
-        times = [_smallest(rows, model, name, "time") for name, _ in EACH[:4]]
-        over_best = auto["time"] / min(row["time"] for row in others)
-        line = [model, str(plain["batch"]), chosen, *map(shown, times)]
-        lines.append([*line, shown(over_best), shown(auto["memory"])])
-    titles = [title for _, title in EACH[:4]]
+        times = [shown(_smallest(rows, name, "time")) for name, _ in SMALL]
+        over_best = shown(auto["time"] / min(row["time"] for row in others))
+        memory = shown(auto["memory"])
+        lines.append([model, str(auto["batch"]), chosen, *times, over_best, memory])
+    titles = [title for _, title in SMALL]
     return grid(["model", "batch", "chosen", *titles, "over the best", "memory"], lines)
 
 
-def _rows(table: str, file: str = "per_example", show: Any = shown) -> str:
+def by_model(table: str, file: str = "per_example") -> dict[str, Rows]:
+    """The rows of each model."""
+    models: dict[str, Rows] = {}
+    for row in rows_of(file, table):
+        models.setdefault(row["model"], []).append(row)
+    return models
+
+
+def _smallest(rows: Rows, name: str, column: str) -> float | None:
+    """The smallest number of the gradients whose name begins so."""
+    numbers = [row[column] for row in rows if row["gradient"].startswith(name)]
+    return min(numbers, default=None)
+
+
+def _rows(
+    table: str, file: str = "per_example", show: Callable[[Any], str] = shown
+) -> str:
     """All rows of a table."""
-    found = results(file)["tables"][table]
-    return all_rows(found["columns"], found["rows"], show)
+    content = results(file)["tables"][table]
+    return all_rows(content["columns"], content["rows"], show)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -229,9 +229,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_step_gpu": lambda: _rows("whole_step", "gpu"),
     "whole_step_compiled": lambda: _rows("whole_step_compiled", "costs"),
     "step": lambda: _rows("step", "costs"),
-    "each_time": each_time,
-    "each_time_on_a_gpu": each_time_on_a_gpu,
-    "each_memory": each_memory,
+    "each_time": lambda: each_row(EACH, "time"),
+    "each_time_on_a_gpu": lambda: each_row(IN_JAX, "time", "gpu"),
+    "each_memory": lambda: each_row(IN_JAX, "temporary memory"),
     "each_package": each_package,
     "each_choice": each_choice,
     "each_unseen": each_unseen,

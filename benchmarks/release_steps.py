@@ -15,6 +15,7 @@ nothing runs there.
     two passes        release(max_norm=..., passes=2)
 """
 
+import argparse
 from collections.abc import Callable
 from statistics import median, quantiles
 from typing import Any
@@ -22,27 +23,31 @@ from typing import Any
 import jax
 import numpy as np
 
-from examples._shared import read_text, run
-from examples.release import LENGTH, new_params, training
+from examples._shared import read_text
+from examples.release import LENGTH, TRAINERS, new_params, usual
 
 from .compiled import processes, targets
 from .compiled.step import compiled_for, described
 from .report import Table, all_rows
 from .timing import race, ratios, repeated
 
-TIMED = ("usual", "remat", "one pass", "two passes")
+LAYERS = 16  # of the compiled steps
 # The last one takes minutes to compile.
-COMPILED = (*TIMED, "unrolled remat")
+COMPILED = TRAINERS | {"unrolled remat": usual(unroll=LAYERS)}
 TOKENS = 4096  # in a batch of the compiled steps
 SECONDS, ROUNDS = 0.05, 15
 
 
-def main(table: str = "time") -> None:
+def main() -> None:
     """Prints one of the tables."""
     tables = {"time": times, "memory": memory}
-    result = tables[table]()
-    print(all_rows(result.columns, result.rows))
-    print(result.note)
+    parser = argparse.ArgumentParser("python -m benchmarks.release_steps")
+    parser.add_argument(
+        "--table", choices=tables, default="time", help="(default: time)"
+    )
+    table = tables[parser.parse_args().table]()
+    print(all_rows(table.columns, table.rows))
+    print(table.note)
 
 
 # ------------------------------------------------------------------------------- time
@@ -50,10 +55,10 @@ def main(table: str = "time") -> None:
 
 def times() -> Table:
     """Steps on the device at hand."""
-    contestants = {name: repeated([runner(name)], SECONDS) for name in TIMED}
+    contestants = {name: repeated([runner(name)], SECONDS) for name in TRAINERS}
     seconds = race(contestants, ROUNDS)
     rows = []
-    for name in TIMED:
+    for name in TRAINERS:
         over_remat = ratios(seconds[name], seconds["remat"])
         first_quarter, _, last_quarter = quantiles(over_remat, n=4)
         rows.append(
@@ -72,12 +77,12 @@ def times() -> Table:
 def runner(name: str) -> Callable[[], Any]:
     """Goes on training for one step, and returns the loss."""
     text = read_text()
-    init, step = training(name)
-    step = jax.jit(step, donate_argnums=(0, 1))
+    trainer = TRAINERS[name]
+    step = jax.jit(trainer.step, donate_argnums=(0, 1))
     starts = np.random.default_rng(0).integers(len(text.training) - LENGTH, size=16)
     windows = text.training[starts[:, None] + np.arange(LENGTH + 1)]
     params = new_params(len(text.alphabet), 4, 64)
-    state = init(params, windows)
+    state = trainer.init(params, windows)
 
     def run_step() -> Any:
         nonlocal params, state
@@ -107,12 +112,12 @@ def memory() -> Table:
 
 def row(name: str, device: str) -> dict[str, Any]:
     """What a step takes on one device."""
-    init, step = training(name)
-    params = jax.eval_shape(lambda: new_params(512, 16, 1024))
+    trainer = COMPILED[name]
+    params = jax.eval_shape(lambda: new_params(512, LAYERS, 1024))
     batch = jax.ShapeDtypeStruct((TOKENS // LENGTH, LENGTH + 1), np.int32)
-    state = jax.eval_shape(init, params, batch)
+    state = jax.eval_shape(trainer.init, params, batch)
     arguments = described((params, state, batch), targets.placement(device))
-    program, _ = compiled_for(device, step, *arguments, donate=(0, 1))
+    program, _ = compiled_for(device, trainer.step, *arguments, donate=(0, 1))
     sizes = program.memory_analysis()
     # XLA counts the body of a loop once.
     flops = (program.cost_analysis() or {}).get("flops", np.nan)
@@ -126,4 +131,4 @@ def row(name: str, device: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(main, table="time or memory")
+    main()

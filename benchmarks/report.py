@@ -16,7 +16,7 @@ PACKAGES = ("jax", "jaxlib", "optax", "numpy", "torch", "jax_privacy", "opacus")
 
 
 class Table(NamedTuple):
-    """What one benchmark found. A row may hold more than the columns name, such as raw
+    """The rows of one benchmark. A row may hold more than the columns name, such as raw
     times: that goes to the JSON only.
     """
 
@@ -28,20 +28,21 @@ class Table(NamedTuple):
 
 def setting(quick: bool) -> dict[str, Any]:
     """Where and with what the numbers were taken."""
-    versions = {"python": platform.python_version()}
-    versions["optaxclip"] = optaxclip.__version__
+    versions = {"python": platform.python_version(), "optaxclip": optaxclip.__version__}
+    for package in PACKAGES:
+        versions[package] = _version(package)
     return {
         "quick": quick,
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
         "device": f"{jax.default_backend()}: {jax.devices()[0].device_kind}",
-        "versions": versions | {name: _version(name) for name in PACKAGES},
+        "versions": versions,
     }
 
 
 def header(where: dict[str, Any]) -> str:
     """The lines above the first table."""
-    versions = ", ".join(f"{name} {at}" for name, at in where["versions"].items())
+    versions = ", ".join(map(" ".join, where["versions"].items()))
     machine = f"{where['platform']}, {where['cpu_count']} CPUs, {where['device']}"
     text = f"# Benchmarks\n\n{versions}, {machine}.\n"
     if where["quick"]:
@@ -77,8 +78,8 @@ def all_rows(
 
 def grid(header: Sequence[str], lines: list[list[str]]) -> str:
     """A table with its first column to the left and the others to the right."""
-    every = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in every)
+    ruler = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ruler, *lines))
 
 
 def write(path: Path, where: dict[str, Any], tables: dict[str, Table]) -> None:
@@ -87,12 +88,16 @@ def write(path: Path, where: dict[str, Any], tables: dict[str, Table]) -> None:
     Raises:
       SystemExit: a table has no rows, and the file has some of it.
     """
-    known = json.loads(path.read_text())["tables"] if path.exists() else {}
+    content: dict[str, Any] = {"tables": {}}
+    if path.exists():
+        content = json.loads(path.read_text())
+    old_tables = content["tables"]
     for name, table in tables.items():
-        if not table.rows and known.get(name, {}).get("rows"):
+        if not table.rows and old_tables.get(name, {}).get("rows"):
             raise SystemExit(f"{path} keeps its rows of {name}: there are no new ones.")
-        known[name] = where | table._asdict()
-    path.write_text(json.dumps({"tables": known}, indent=1) + "\n")
+        old_tables[name] = where | table._asdict()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _version(name: str) -> str:

@@ -50,8 +50,8 @@ NEAREST = {"zclip": GLOBAL, "tensor norm": "optax, tensor RMS"}
 
 def counterpart(name: str) -> str | None:
     """The step of optax that one of ours is compared with."""
-    found = NEAREST.get(name, f"optax, {name}")
-    return found if found in STEPS else None
+    name_in_optax = NEAREST.get(name, f"optax, {name}")
+    return name_in_optax if name_in_optax in STEPS else None
 
 
 def whole_step(
@@ -84,11 +84,19 @@ def raced(
         ratios = timing.ratios(seconds[name], seconds["none"])
         lower, middle, upper = quantiles(ratios, n=4, method="inclusive")
         other = counterpart(name)
-        compile_ratio = other and program.seconds / programs[other].seconds
-        row = {"clipped by": name, "time": middle}
-        row |= {"middle half": f"{lower:.2f} to {upper:.2f}"}
-        row |= {"over optax's": median(timing.ratios(seconds[name], seconds[GLOBAL]))}
-        row |= {"temporary MB": program.temporary / 1e6, "compile": compile_ratio}
-        row |= {"step_seconds": seconds[name], "compile_seconds": program.seconds}
-        rows.append(row)
+        compile_ratio = None
+        if other in programs:
+            compile_ratio = program.seconds / programs[other].seconds
+        rows.append(
+            {
+                "clipped by": name,
+                "time": middle,
+                "middle half": f"{lower:.2f} to {upper:.2f}",
+                "over optax's": median(timing.ratios(seconds[name], seconds[GLOBAL])),
+                "temporary MB": program.temporary / 1e6,
+                "compile": compile_ratio,
+                "step_seconds": seconds[name],
+                "compile_seconds": program.seconds,
+            }
+        )
     return rows

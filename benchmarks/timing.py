@@ -32,10 +32,8 @@ class Program(NamedTuple):
 
     call: jax.stages.Compiled
     seconds: float  # of processor time to trace, lower and compile it
-    # bytes that it needs beside its arguments and results. NaN where the backend does
-    # not tell
-    temporary: float
-    held: float  # the same, with its arguments and results
+    temporary: int  # bytes beside its arguments and results
+    held: int  # bytes with its arguments and results
 
 
 def repeated(runs: list[Callable[[], Any]], seconds: float) -> Contestant:
@@ -64,30 +62,31 @@ def race(contestants: dict[str, Contestant], rounds: int) -> dict[str, list[floa
     for turn in range(rounds + 1):
         print(f"  round {turn} of {rounds}", file=sys.stderr, flush=True)
         for name in random.Random(turn).sample(names, len(names)):
-            taken = _seconds(contestants[name])
+            seconds_of_turn = _seconds(contestants[name])
             if turn:
-                seconds[name].append(taken)
+                seconds[name].append(seconds_of_turn)
     return seconds
 
 
 def ratios(seconds: list[float], base: list[float]) -> list[float]:
-    """Of two contestants, in each round that both took part in."""
-    return [one / other for one, other in zip(seconds, base)]
+    """The time of one contestant over the time of another, in each round of both."""
+    return [time / base_time for time, base_time in zip(seconds, base)]
 
 
 def compiled(
     function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()
 ) -> Program:
-    """Compiles a function for arguments of the given shapes, with nothing remembered
+    """Compiles a function for arguments of such shapes, with nothing remembered
     from earlier compilations.
     """
     jax.clear_caches()
     start = time.process_time()
     call = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
     seconds = time.process_time() - start
-    used, kinds = call.memory_analysis(), ("temp", "argument", "output")
-    sizes = [getattr(used, f"{kind}_size_in_bytes", math.nan) for kind in kinds]
-    return Program(call, seconds, temporary=sizes[0], held=sum(sizes))
+    memory: Any = call.memory_analysis()
+    temporary = memory.temp_size_in_bytes
+    held = temporary + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return Program(call, seconds, temporary, held)
 
 
 def compiled_in_turns(
@@ -97,16 +96,17 @@ def compiled_in_turns(
     seconds count.
     """
     programs: dict[str, Program] = {}
-    taken: dict[str, list[float]] = {name: [] for name in functions}
+    all_seconds: dict[str, list[float]] = {name: [] for name in functions}
     # The first one of a process also pays for what it loads.
     compiled(*next(iter(functions.values())))
     for turn in range(3):
         for name, function in functions.items():
             programs[name] = compiled(*function, donate=donate)
-            taken[name].append(programs[name].seconds)
+            all_seconds[name].append(programs[name].seconds)
             print(f"  {name}: compiled, turn {turn}", file=sys.stderr, flush=True)
-    medians = {name: median(seconds) for name, seconds in taken.items()}
-    return {x: own._replace(seconds=medians[x]) for x, own in programs.items()}
+    for name, seconds in all_seconds.items():
+        programs[name] = programs[name]._replace(seconds=median(seconds))
+    return programs
 
 
 def _seconds(contestant: Contestant) -> float:

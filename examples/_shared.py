@@ -4,6 +4,7 @@ perceptron, and pictures for light and for dark pages.
 
 import argparse
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -15,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 WINDOW = 65  # characters of held-out text. The network predicts all but the first
 
 # Help texts of arguments that many programs have.
-ABOUT = {
+HELP = {
     "steps": "how many steps to train",
     "lr": "the learning rate",
     "seed": "the seed of all random numbers",
@@ -30,40 +32,52 @@ File = Path | None  # None: nothing is written
 Layers = list[dict[str, jax.Array]]
 
 
-def run(main: Callable[..., Any], **about: str) -> None:
+def run(main: Callable[..., Any], **help_texts: str) -> None:
     """Calls `main` with the arguments of the command line.
 
     Args:
-      main: a function whose arguments all have defaults. None stands for a path.
-      **about: help texts of arguments that are not in ABOUT.
+      main: a function whose arguments all have defaults: numbers, and None for a path.
+      **help_texts: for arguments that are not in HELP.
     """
-    about = ABOUT | about
+    help_texts = HELP | help_texts
     parser = argparse.ArgumentParser(
         description=main.__globals__["__doc__"],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for name, argument in inspect.signature(main).parameters.items():
-        kind = Path if argument.default is None else type(argument.default)
-        shown = "nothing is written" if kind is Path else argument.default
+        default = argument.default
+        if default is None:
+            read = Path
+            metavar = "PATH"
+            default_text = "nothing is written"
+        else:
+            lowest = 1 if name == "steps" else 0
+            read = _number_from(lowest, type(default))
+            metavar = name.upper()
+            default_text = default
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            type=_count if name == "steps" else kind,
-            default=argument.default,
-            metavar="PATH" if kind is Path else name.upper(),
-            help=f"{about[name]} (default: {shown})",
+            type=read,
+            default=default,
+            metavar=metavar,
+            help=f"{help_texts[name]} (default: {default_text})",
         )
     main(**vars(parser.parse_args()))
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
+def _number_from(lowest: int, number_type: type) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        number = number_type(text)
+        if not lowest <= number < math.inf:
+            raise argparse.ArgumentTypeError(f"must be at least {lowest}, got {number}")
+        return number
+
+    read.__name__ = number_type.__name__  # argparse shows it for other texts
+    return read
 
 
 @contextmanager
-def packages() -> Iterator[None]:
+def needed_packages() -> Iterator[None]:
     """Says how to install a missing package that is imported inside."""
     try:
         yield
@@ -89,9 +103,13 @@ def read_text() -> Text:
     words = [word for word in words if word.isascii() and _is_word(word)]
     alphabet, numbers = np.unique(list(" ".join(words)), return_inverse=True)
     numbers = numbers.astype(np.int32)
-    training, rest = np.split(numbers, [len(numbers) * 95 // 100])
-    windows = rest[: len(rest) // WINDOW * WINDOW].reshape(-1, WINDOW)
-    return Text("".join(alphabet), jnp.asarray(training), jnp.asarray(windows))
+    training, held_out = np.split(numbers, [len(numbers) * 95 // 100])
+    windows = held_out[: len(held_out) // WINDOW * WINDOW].reshape(-1, WINDOW)
+    return Text(
+        alphabet="".join(alphabet),
+        training=jnp.asarray(training),
+        validation=jnp.asarray(windows),
+    )
 
 
 def _is_word(word: str) -> bool:
@@ -107,7 +125,7 @@ class Digits(NamedTuple):
 
 def read_digits(held_out: int, seed: int = 0) -> tuple[Digits, Digits]:
     """The digits to train on, and the held-out digits, in a random order."""
-    with packages():
+    with needed_packages():
         from sklearn.datasets import load_digits
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(seed).permutation(len(labels))
@@ -123,20 +141,21 @@ def new_perceptron(*sizes: int, seed: int = 0) -> Layers:
     layers = []
     for inputs, outputs in pairwise(sizes):
         weights = random.normal(size=(inputs, outputs)) / inputs**0.5
-        layer = {"w": jnp.asarray(weights, jnp.float32), "b": jnp.zeros(outputs)}
-        layers.append(layer)
+        weights = jnp.asarray(weights, jnp.float32)
+        layers.append({"w": weights, "b": jnp.zeros(outputs)})
     return layers
 
 
-def perceptron(layers: Layers, x: Any) -> jax.Array:
+def perceptron(layers: Layers, x: ArrayLike) -> jax.Array:
     """The outputs of the last layer. All layers before it end in tanh."""
-    *hidden, last = layers
-    for layer in hidden:
-        x = jnp.tanh(x @ layer["w"] + layer["b"])
-    return x @ last["w"] + last["b"]
+    *hidden_layers, last = layers
+    activations = jnp.asarray(x)
+    for layer in hidden_layers:
+        activations = jnp.tanh(activations @ layer["w"] + layer["b"])
+    return activations @ last["w"] + last["b"]
 
 
-def cross_entropy(logits: jax.Array, labels: Any) -> jax.Array:
+def cross_entropy(logits: jax.Array, labels: ArrayLike) -> jax.Array:
     """The mean over all labels, in nats."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.mean()
@@ -155,9 +174,23 @@ class Look(NamedTuple):
 
 
 # Okabe and Ito's colours. On dark pages they are lighter.
-LIGHT = Look("", "default", "#ffffff", "#8f8f8f", "#d55e00", "#0072b2", "#007a5a")
+LIGHT = Look(
+    suffix="",
+    style="default",
+    background="#ffffff",
+    grey="#8f8f8f",
+    orange="#d55e00",
+    blue="#0072b2",
+    green="#007a5a",
+)
 DARK = Look(
-    "_dark", "dark_background", "#1e2129", "#9a9a9a", "#ff8c42", "#56b4e9", "#2fc79a"
+    suffix="_dark",
+    style="dark_background",
+    background="#1e2129",
+    grey="#9a9a9a",
+    orange="#ff8c42",
+    blue="#56b4e9",
+    green="#2fc79a",
 )
 
 
@@ -167,7 +200,7 @@ def draw_both(
     """Saves what `draw(axes, look)` draws into panels that share their axes to `path`,
     and for dark pages with "_dark" in its name.
     """
-    with packages():
+    with needed_packages():
         from matplotlib import rc_context, style
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -178,15 +211,16 @@ def draw_both(
             figure.set_facecolor(look.background)
             FigureCanvasAgg(figure)
             axes = figure.subplots(1, panels, sharex=True, sharey=True)
-            for axis in axes:
-                axis.set_facecolor(look.background)
-                axis.spines[["top", "right"]].set_visible(False)
+            for panel in axes:
+                panel.set_facecolor(look.background)
+                panel.spines[["top", "right"]].set_visible(False)
             draw(axes, look)
             figure.savefig(path.with_stem(path.stem + look.suffix), dpi=100)
     print(f"\nThe picture is in {path}")
 
 
-def write(axis: Any, text: str, place: tuple[float, float], colour: str) -> None:
-    """Writes into a panel, right-aligned."""
-    corner = {"transform": axis.transAxes, "ha": "right", "va": "top"}
-    axis.text(*place, text, color=colour, **corner)
+def annotate(panel: Any, text: str, *, place: tuple[float, float], colour: str) -> None:
+    """Writes into a panel. The place is the text's upper right corner, in [0, 1]."""
+    panel.text(
+        *place, text, color=colour, transform=panel.transAxes, ha="right", va="top"
+    )

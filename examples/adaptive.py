@@ -37,7 +37,8 @@ from broken_batches import Log, train_all
 
 import optaxclip
 
-DRAWN = "autoclip", "zclip", "skip_step"
+# The runs that are drawn, and what begins the names of their metrics.
+DRAWN = {"autoclip": "clip/step", "zclip": "clip/step", "skip_step": "skip/step"}
 
 
 def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, Log]:
@@ -51,30 +52,33 @@ def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, Log
         "skip_spikes": optaxclip.skip_spikes(sgd, optaxclip.rules.z_score()),
         "skip_step": optaxclip.skip_step(sgd),
     }
-    runs = train_all(protections, steps)
+    logs = train_all(protections, steps)
     if save is not None:
-        draw_both(save, len(DRAWN), lambda panels, look: draw(panels, look, runs))
-    return runs
+        draw_both(save, len(DRAWN), lambda panels, look: draw(panels, look, logs))
+    return logs
 
 
-def draw(panels: Any, look: Look, runs: dict[str, Log]) -> None:
+def draw(panels: Any, look: Look, logs: dict[str, Log]) -> None:
     """Norm and limit of a run, and which steps it clipped or left out."""
-    norms = np.concatenate([runs[name]["record/all/norm"] for name in DRAWN])
-    for axis, name in zip(panels, DRAWN):
-        log, norm = runs[name], runs[name]["record/all/norm"]
-        action = "skip/step/skipped" if name == "skip_step" else "clip/step/clipped"
-        limit = log[f"{action.rpartition('/')[0]}/limit"]
-        (steps,) = np.nonzero(log[action])
-        verb = action.rpartition("/")[2]
-        axis.plot(norm, color=look.grey, linewidth=1, label="norm")
-        axis.plot(limit, color=look.blue, linewidth=2.5, label="limit")
+    norms = np.concatenate([logs[name]["record/all/norm"] for name in DRAWN])
+    y_limits = 0.8 * norms.min(), 6 * norms.max()
+    for panel, (name, prefix) in zip(panels, DRAWN.items()):
+        log = logs[name]
+        norm = log["record/all/norm"]
+        verb = "skipped" if prefix == "skip/step" else "clipped"
+        (steps,) = np.nonzero(log[f"{prefix}/{verb}"])
+        share = len(steps) / len(norm)
+        panel.plot(norm, color=look.grey, linewidth=1, label="norm")
+        panel.plot(
+            log[f"{prefix}/limit"], color=look.blue, linewidth=2.5, label="limit"
+        )
         # Where nearly every step has a dot, the dots let the norm shine through.
-        opacity = 0.2 if len(steps) > len(norm) / 2 else 1.0
-        axis.plot(steps, norm[steps], ".", color=look.orange, alpha=opacity)
-        axis.plot([], [], ".", color=look.orange, label=f"{verb} step")
-        axis.set_title(f"{name}: {len(steps) / len(norm):.1%} {verb}", weight="bold")
-        axis.set(xlabel="step", yscale="log", ylim=(0.8 * norms.min(), 6 * norms.max()))
-        axis.legend(loc="upper right", ncols=2, fontsize="small", frameon=False)
+        opacity = 0.2 if share > 0.5 else 1.0
+        panel.plot(steps, norm[steps], ".", color=look.orange, alpha=opacity)
+        panel.plot([], [], ".", color=look.orange, label=f"{verb} step")
+        panel.set_title(f"{name}: {share:.1%} {verb}", weight="bold")
+        panel.set(xlabel="step", yscale="log", ylim=y_limits)
+        panel.legend(loc="upper right", ncols=2, fontsize="small", frameon=False)
     panels[0].set_ylabel("gradient norm")
 
 

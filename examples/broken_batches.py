@@ -18,6 +18,7 @@ dark pages with "_dark" in its name. --table PATH writes the losses as JSON.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import char_rnn
@@ -25,11 +26,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _shared import File, Look, draw_both, read_text, run, write
+from _shared import File, Look, annotate, draw_both, read_text, run
 
 import optaxclip
 
-SEED, BATCH, LENGTH, FIRST, EVERY = 0, 16, 32, 200, 80
+SEED = 0
+BATCH = 16
+LENGTH = 32  # characters of a window that the network predicts
+FIRST = 200  # the first broken batch
+EVERY = 80  # steps from one broken batch to the next
 CLEAN = "(clean batches)"
 AVERAGED = 50  # clean batches, whose mean loss is drawn and printed
 # skip_step has no panel: its curve would be the curve of the clip.
@@ -37,9 +42,9 @@ TITLES = {
     "none": "SGD with momentum, rate {lr}, no clip",
     "global norm": "the same with clip_by_global_norm(1.0)",
 }
-
 TICKS = 1, 2, 5, 10, 20, 50  # of the loss, without protection up to 45
 
+Optimizer = optax.GradientTransformation
 Log = dict[str, Any]  # "loss" and all metrics, each with a number for each step
 
 
@@ -48,21 +53,25 @@ def main(
 ) -> dict[str, Log]:
     """Trains the four networks. Returns the log of each."""
     sgd = optax.sgd(lr, momentum=0.9)
-    clipped = optax.chain(optaxclip.clip_by_global_norm(1.0), sgd)
-    protections = {CLEAN: sgd, "none": sgd, "global norm": clipped}
-    protections["skip_step"] = optaxclip.skip_step(sgd)
-    runs = train_all(protections, steps)
+    protections = {
+        CLEAN: sgd,
+        "none": sgd,
+        "global norm": optax.chain(optaxclip.clip_by_global_norm(1.0), sgd),
+        "skip_step": optaxclip.skip_step(sgd),
+    }
+    logs = train_all(protections, steps)
     if save is not None:
-        draw_both(save, 2, lambda panels, look: draw(panels, look, runs, lr))
+        draw_both(save, 2, lambda panels, look: draw(panels, look, logs, lr))
     if table is not None:
-        rows = [{"run": name, "final_loss": final(log)} for name, log in runs.items()]
+        rows = [{"run": name, "final_loss": final(log)} for name, log in logs.items()]
+        table.parent.mkdir(parents=True, exist_ok=True)
         table.write_text(json.dumps(rows, indent=1) + "\n")
-    return runs
+    return logs
 
 
-def train_all(protections: dict[str, Any], steps: int) -> dict[str, Log]:
+def train_all(protections: Mapping[str, Optimizer], steps: int) -> dict[str, Log]:
     """Runs that meet the same batches, but for the one named CLEAN."""
-    runs = {}
+    logs = {}
     print("protection       final loss  steps clipped  skipped")
     for name, optimizer in protections.items():
         log = train(optimizer, is_broken(steps) & (name != CLEAN))
@@ -70,10 +79,12 @@ def train_all(protections: dict[str, Any], steps: int) -> dict[str, Log]:
         flags = [log[key] for key in log if key.startswith("clip/step/clipped/")]
         clipped = np.mean(log.get("clip/step/clipped", np.any(flags, axis=0)))
         skipped = np.mean(log.get("skip/step/skipped", 0.0))
-        shares = f"{clipped:13.1%}  {skipped:7.1%}"
-        print(f"{name:15}  {final(log):10.4g}  {shares}", flush=True)
-        runs[name] = log
-    return runs
+        print(
+            f"{name:15}  {final(log):10.4g}  {clipped:13.1%}  {skipped:7.1%}",
+            flush=True,
+        )
+        logs[name] = log
+    return logs
 
 
 def is_broken(steps: int) -> np.ndarray:
@@ -83,56 +94,65 @@ def is_broken(steps: int) -> np.ndarray:
 
 def final(log: Log) -> float:
     """The mean loss of the last clean batches."""
-    return float(log["loss"][~is_broken(len(log["loss"]))][-AVERAGED:].mean())
+    losses = log["loss"]
+    clean_losses = losses[~is_broken(len(losses))]
+    return float(clean_losses[-AVERAGED:].mean())
 
 
-def train(optimizer: Any, broken: np.ndarray) -> Log:
+def train(optimizer: Optimizer, broken: np.ndarray) -> Log:
     """One run, as one compiled scan, which returns the log of all steps at once."""
-    # The first part clips nothing. It records the norm, also where a step is skipped.
-    optimizer = optax.named_chain(("all", optaxclip.record_norm()), ("step", optimizer))
-    text, random = read_text(), np.random.default_rng(SEED + 1)
+    text = read_text()
+    random = np.random.default_rng(SEED + 1)
     size = len(broken), BATCH, 1
     starts = random.integers(len(text.training) - LENGTH, size=size)
-    stuck = random.integers(len(text.alphabet), size=size)
+    repeated_characters = random.integers(len(text.alphabet), size=size)
+    # The first part clips nothing. It records the norm, also where a step is skipped.
+    chain = optax.named_chain(("all", optaxclip.record_norm()), ("step", optimizer))
 
     def step(trained: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
-        (network, state), (start, character, is_stuck) = trained, batch
+        network, state = trained
+        start, repeated_character, is_broken = batch
         windows = text.training[start + jnp.arange(LENGTH + 1)]
-        windows = jnp.where(is_stuck, character, windows)
+        windows = jnp.where(is_broken, repeated_character, windows)
         loss, grads = jax.value_and_grad(char_rnn.mean_loss)(network, windows)
-        updates, state = optimizer.update(grads, state, network, value=loss)
+        updates, state = chain.update(grads, state, network, value=loss)
         log = {"loss": loss, **optaxclip.metrics(state)}
         return (optax.apply_updates(network, updates), state), log
 
     network = char_rnn.new_network(len(text.alphabet))
-    batches = starts, stuck, broken
+    batches = starts, repeated_characters, broken
     scan = jax.jit(lambda trained: jax.lax.scan(step, trained, batches))
-    return jax.device_get(scan((network, optimizer.init(network)))[1])
+    _, log = scan((network, chain.init(network)))
+    return jax.device_get(log)
 
 
-def draw(panels: Any, look: Look, runs: dict[str, Log], lr: float) -> None:
+def draw(panels: Any, look: Look, logs: dict[str, Log], lr: float) -> None:
     """One panel without protection, and one with the clip."""
-    broken = is_broken(len(runs[CLEAN]["loss"]))
-    (steps,), (marks,) = np.nonzero(~broken), np.nonzero(broken)
-    window = np.full(AVERAGED, 1 / AVERAGED)
-    means = {
-        name: np.convolve(log["loss"][steps], window, "valid")
-        for name, log in runs.items()
-    }
-    ends = steps[AVERAGED - 1 :]
-    for axis, name, colour in zip(panels, TITLES, (look.orange, look.blue)):
-        axis.plot(ends, means[CLEAN], color=look.grey, linewidth=4)
-        axis.plot(ends, means[name], color=colour, linewidth=2)
-        axis.plot(marks, np.full(len(marks), 1.15), "^", c=colour)
-        axis.set_title(TITLES[name].format(lr=lr), color=colour, weight="bold")
-        axis.set(xlabel="step", yscale="log", ylim=(1.0, 120))
-        axis.set_yticks(TICKS, map(str, TICKS))
-        axis.set_yticks([], minor=True)
-        write(axis, f"final loss {final(runs[name]):.2f}", (0.97, 0.93), colour)
-    panels[0].set_ylabel(f"mean loss of {AVERAGED} clean batches")
-    grey = f"grey: no broken batches, {final(runs[CLEAN]):.2f}"
-    write(panels[1], grey, (0.97, 0.83), look.grey)
-    write(panels[0], "▲ broken batch", (0.37, 0.93), look.orange)
+    broken = is_broken(len(logs[CLEAN]["loss"]))
+    (clean_steps,) = np.nonzero(~broken)
+    (broken_steps,) = np.nonzero(broken)
+    averaged = min(AVERAGED, len(clean_steps))
+    window = np.full(averaged, 1 / averaged)
+    last_steps = clean_steps[averaged - 1 :]  # of each window
+    means = {}
+    for name, log in logs.items():
+        means[name] = np.convolve(log["loss"][clean_steps], window, "valid")
+    colours = look.orange, look.blue
+    for panel, name, colour in zip(panels, TITLES, colours):
+        panel.plot(last_steps, means[CLEAN], color=look.grey, linewidth=4)
+        panel.plot(last_steps, means[name], color=colour, linewidth=2)
+        panel.plot(broken_steps, np.full(len(broken_steps), 1.15), "^", c=colour)
+        panel.set_title(TITLES[name].format(lr=lr), color=colour, weight="bold")
+        panel.set(xlabel="step", yscale="log", ylim=(1.0, 120))
+        panel.set_yticks(TICKS, map(str, TICKS))
+        panel.set_yticks([], minor=True)
+        loss_text = f"final loss {final(logs[name]):.2f}"
+        annotate(panel, loss_text, place=(0.97, 0.93), colour=colour)
+    unprotected, clipped = panels
+    unprotected.set_ylabel(f"mean loss of {averaged} clean batches")
+    annotate(unprotected, "▲ broken batch", place=(0.37, 0.93), colour=look.orange)
+    clean_text = f"grey: no broken batches, {final(logs[CLEAN]):.2f}"
+    annotate(clipped, clean_text, place=(0.97, 0.83), colour=look.grey)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,10 @@ from _shared import Text, cross_entropy, read_text, run
 
 import optaxclip
 
-SEED, HIDDEN, BATCH, LENGTH = 0, 128, 32, 64
+SEED = 0
+HIDDEN = 128
+BATCH = 32
+LENGTH = 64  # characters of a window that the network predicts
 CLIPPERS = {
     "none": optax.identity(),
     "value": optaxclip.clip_by_value(0.003),
@@ -38,16 +41,15 @@ CLIPPERS = {
 }
 
 Network = dict[str, jax.Array]
+Log = dict[str, np.ndarray]  # "loss", and the norms "before" and "after" the clip
 
 
-def main(steps: int = 250, lr: float = 0.8) -> dict[str, dict[str, np.ndarray]]:
-    """Trains the four networks. Returns the loss and the norms of every step, by
-    clipping.
-    """
-    text, runs = read_text(), {}
+def main(steps: int = 250, lr: float = 0.8) -> dict[str, Log]:
+    """Trains the four networks. Returns the log of each."""
+    text = read_text()
+    logs = {}
     print("clipping     final loss  validation  largest norm  steps clipped")
     for clipping, clipper in CLIPPERS.items():
-        # If the norms before and after differ, the clipper did something.
         optimizer = optax.named_chain(
             ("before", optaxclip.record_norm()),
             ("clipper", clipper),
@@ -56,14 +58,15 @@ def main(steps: int = 250, lr: float = 0.8) -> dict[str, dict[str, np.ndarray]]:
         )
         network, log = train(optimizer, text, steps)
         validation = jax.jit(mean_loss)(network, text.validation)
+        # If the norms before and after differ, the clipper did something.
         clipped = np.mean(log["after"] < log["before"])
         print(
             f"{clipping:11}  {log['loss'][-20:].mean():10.4g}  {validation:10.4g}  "
             f"{log['before'].max():12.4g}  {clipped:13.0%}",
             flush=True,
         )
-        runs[clipping] = log
-    return runs
+        logs[clipping] = log
+    return logs
 
 
 def new_network(characters: int) -> Network:
@@ -94,32 +97,43 @@ def predict(network: Network, hidden: jax.Array) -> jax.Array:
 
 
 def mean_loss(network: Network, windows: jax.Array) -> jax.Array:
-    """Of every character of int[batch, time] but the first, given those before it."""
+    """The mean over int[batch, time]: each character but the first, given those before
+    it.
+    """
 
     def step(hidden: jax.Array, character: jax.Array) -> tuple[jax.Array, jax.Array]:
         hidden = read_character(network, hidden, character)
         return hidden, hidden
 
-    _, hidden = jax.lax.scan(step, jnp.zeros((len(windows), HIDDEN)), windows[:, :-1].T)
+    start = jnp.zeros((len(windows), HIDDEN))
+    _, hidden = jax.lax.scan(step, start, windows[:, :-1].T)
     return cross_entropy(predict(network, hidden), windows[:, 1:].T)
 
 
-def train(optimizer: Any, text: Text, steps: int) -> tuple[Network, Any]:
+def train(
+    optimizer: optax.GradientTransformation, text: Text, steps: int
+) -> tuple[Network, Log]:
     """One run from the common seed, as one compiled scan."""
 
-    def step(trained: Any, starts: jax.Array) -> Any:
+    def step(trained: tuple[Network, Any], start: jax.Array) -> Any:
         network, state = trained
-        windows = text.training[starts + jnp.arange(LENGTH + 1)]
-        loss, gradient = jax.value_and_grad(mean_loss)(network, windows)
-        updates, state = optimizer.update(gradient, state, network)
+        windows = text.training[start + jnp.arange(LENGTH + 1)]
+        loss, grads = jax.value_and_grad(mean_loss)(network, windows)
+        updates, state = optimizer.update(grads, state, network)
+        network = optax.apply_updates(network, updates)
         report = optaxclip.metrics(state)
-        log = {name: report[f"record/{name}/norm"] for name in ("before", "after")}
-        return (optax.apply_updates(network, updates), state), {"loss": loss} | log
+        log = {
+            "loss": loss,
+            "before": report["record/before/norm"],
+            "after": report["record/after/norm"],
+        }
+        return (network, state), log
 
-    network, random = new_network(len(text.alphabet)), np.random.default_rng(SEED + 1)
-    last = len(text.training) - LENGTH
-    starts: Any = random.integers(last, size=(steps, BATCH, 1))
-    scan = jax.jit(lambda trained: jax.lax.scan(step, trained, starts))
+    network = new_network(len(text.alphabet))
+    random = np.random.default_rng(SEED + 1)
+    starts = random.integers(len(text.training) - LENGTH, size=(steps, BATCH, 1))
+    batches = jnp.asarray(starts)
+    scan = jax.jit(lambda trained: jax.lax.scan(step, trained, batches))
     (network, _), log = scan((network, optimizer.init(network)))
     return network, jax.device_get(log)
 

@@ -20,44 +20,55 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import _shared
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _shared import (
+    File,
+    Layers,
+    cross_entropy,
+    needed_packages,
+    new_perceptron,
+    perceptron,
+    read_digits,
+    run,
+)
 
 import optaxclip
 
-with _shared.packages():
+with needed_packages():
     import orbax.checkpoint as ocp
     from tensorboardX import SummaryWriter
 
-DIGITS, _ = _shared.read_digits(held_out=0)
+DIGITS, _ = read_digits(held_out=0)
 OPTIMIZER = optax.chain(optaxclip.zclip(), optax.adam(3e-3))
+
+Report = dict[str, Any]  # the loss and the metrics of a step
 
 
 class Training(NamedTuple):
     """All that has to be saved."""
 
     step: Any  # int32[]: batches seen. The next one follows from it
-    params: Any
+    params: Any  # Layers
     opt_state: Any  # in it the clip's memory
 
 
-def main(steps: int = 300, folder: _shared.File = None) -> dict[str, Training]:
+def main(steps: int = 300, folder: File = None) -> dict[str, Training]:
     """Trains, logs, saves and continues. Returns how each run ended."""
     with tempfile.TemporaryDirectory() as temporary:
-        place = (folder or Path(temporary)).resolve()
-        halfway, first = train(new_training(), steps // 2)
-        save(place / "checkpoint", halfway)
-        straight, second = train(halfway, steps)
-        write_log(place, first + second)
-        restored = restore(place / "checkpoint")
-        fresh: Any = OPTIMIZER.init(restored.params)
-        mixed = restored._replace(opt_state=(fresh[0], restored.opt_state[1]))
-        ends = {"straight": straight, "resumed": train(restored, steps)[0]}
-        ends["memory lost"] = train(mixed, steps)[0]
-        norms = optaxclip.replay.read_history(place / "log.jsonl")
+        folder = (folder or Path(temporary)).resolve()
+        halfway, first_reports = train(new_training(), steps // 2)
+        save(folder / "checkpoint", halfway)
+        straight, last_reports = train(halfway, steps)
+        write_log(folder, first_reports + last_reports)
+
+        restored = restore(folder / "checkpoint")
+        resumed, _ = train(restored, steps)
+        without_memory, _ = train(forgetful(restored), steps)
+        norms = optaxclip.replay.read_history(folder / "log.jsonl")
+    ends = {"straight": straight, "resumed": resumed, "memory lost": without_memory}
     for name, end in ends.items():
         print(f"{name}: {differing(end, straight)} arrays differ from straight")
     for row in optaxclip.replay.suggest(norms)[:5]:
@@ -66,28 +77,39 @@ def main(steps: int = 300, folder: _shared.File = None) -> dict[str, Training]:
 
 
 def new_training() -> Training:
-    params = _shared.new_perceptron(64, 64, 64, 10)
+    params = new_perceptron(64, 64, 64, 10)
     return Training(jnp.int32(0), params, OPTIMIZER.init(params))
 
 
-def train(training: Training, until: int) -> tuple[Training, list[Any]]:
+def forgetful(training: Training) -> Training:
+    """The same training with the first memory of the clip, and with Adam's moments."""
+    new_state: Any = OPTIMIZER.init(training.params)
+    new_clip, _ = new_state
+    _, adam = training.opt_state
+    return training._replace(opt_state=(new_clip, adam))
+
+
+def train(training: Training, until: int) -> tuple[Training, list[Report]]:
     """On to step `until`."""
     reports = []
     for number in range(int(training.step), until):
         # A batch follows from its number alone, so nothing else has to be saved.
         chosen = np.random.default_rng(number).integers(len(DIGITS.labels), size=16)
-        batch = DIGITS.images[chosen], DIGITS.labels[chosen]
-        training, report = take_step(training, *batch)
+        images = DIGITS.images[chosen]
+        labels = DIGITS.labels[chosen]
+        training, report = take_step(training, images, labels)
         reports.append(report)
     return training, jax.device_get(reports)
 
 
-def mean_loss(params: Any, images: Any, labels: Any) -> jax.Array:
-    return _shared.cross_entropy(_shared.perceptron(params, images), labels)
+def mean_loss(params: Layers, images: jax.Array, labels: jax.Array) -> jax.Array:
+    return cross_entropy(perceptron(params, images), labels)
 
 
 @jax.jit
-def take_step(training: Training, images: Any, labels: Any) -> Any:
+def take_step(
+    training: Training, images: jax.Array, labels: jax.Array
+) -> tuple[Training, Report]:
     step, params, state = training
     loss, grads = jax.value_and_grad(mean_loss)(params, images, labels)
     updates, state = OPTIMIZER.update(grads, state, params)
@@ -95,15 +117,17 @@ def take_step(training: Training, images: Any, labels: Any) -> Any:
     return training, {"loss": loss, **optaxclip.metrics(state)}
 
 
-def write_log(folder: Path, reports: list[Any]) -> None:
+def write_log(folder: Path, reports: list[Report]) -> None:
     """A line of JSON for each step, and the same for TensorBoard."""
     with SummaryWriter(str(folder)) as board, (folder / "log.jsonl").open("w") as lines:
         for step, report in enumerate(reports):
-            numbers = {name: float(value) for name, value in report.items()}
-            lines.write(json.dumps({"step": step, **numbers}) + "\n")
-            for name, number in numbers.items():
+            row: dict[str, float] = {"step": step}
+            for name, value in report.items():
+                number = float(value)
+                row[name] = number
                 if np.isfinite(number):  # inf: a limit that is not known yet
                     board.add_scalar(name, number, step)
+            lines.write(json.dumps(row) + "\n")
 
 
 def save(path: Path, training: Training) -> None:
@@ -115,15 +139,19 @@ def restore(path: Path) -> Training:
     """Restores as a new process does: from shapes, dtypes and devices alone."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = jax.eval_shape(new_training)
-    shapes = jax.tree.map(lambda x: x.update(sharding=device), shapes)
+    shapes = jax.tree.map(lambda leaf: leaf.update(sharding=device), shapes)
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(path, shapes)
 
 
-def differing(one: Training, other: Training) -> int:
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other))
-    return sum(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
+def differing(training: Training, straight: Training) -> int:
+    """How many arrays are not the same to the bit."""
+
+    def differs(left: jax.Array, right: jax.Array) -> bool:
+        return np.asarray(left).tobytes() != np.asarray(right).tobytes()
+
+    return sum(jax.tree.leaves(jax.tree.map(differs, training, straight)))
 
 
 if __name__ == "__main__":
-    _shared.run(main, folder="where log and checkpoint go")
+    run(main, folder="where log and checkpoint go")

@@ -23,11 +23,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _shared import File, Look, cross_entropy, draw_both, read_digits, run, write
+from _shared import (
+    Digits,
+    File,
+    Look,
+    annotate,
+    cross_entropy,
+    draw_both,
+    read_digits,
+    run,
+)
+from jax.typing import ArrayLike
 
 import optaxclip
 
-WIDTH, BLOCKS, HELD_OUT, SEEDS = 64, 8, 500, 2
+WIDTH = 64
+BLOCKS = 8
+BATCH = 128
+HELD_OUT = 500
+SEEDS = 2
 RATES = 0.005, 0.01, 0.02, 0.04, 0.08, 0.16
 CHANCE = 0.1  # the accuracy of guessing one of ten digits
 # The clipping of AGC and the limit of the global norm, for each method. An infinite
@@ -39,32 +53,42 @@ METHODS = {
 }
 
 Network = dict[str, Any]
+Number = float | jax.Array
 
 
 def main(steps: int = 200, save: File = None) -> dict[str, np.ndarray]:
     """Trains all networks. Returns accuracies: float[rates, seeds] for each method."""
     training, held_out = read_digits(HELD_OUT)
-    chosen = np.random.default_rng(0).integers(len(training.labels), size=(steps, 128))
-    batches = training.images[chosen], training.labels[chosen]
+    size = steps, BATCH
+    chosen = np.random.default_rng(0).integers(len(training.labels), size=size)
+    batches = Digits(training.images[chosen], training.labels[chosen])
 
     @jax.jit
-    def accuracy(network: Network, clipping: Any, max_norm: Any, rate: Any) -> Any:
+    def accuracy_of(
+        network: Network, clipping: Number, max_norm: Number, rate: Number
+    ) -> jax.Array:
         optimizer = new_optimizer(clipping, max_norm, rate)
         trained = train(optimizer, network, batches)
-        return jnp.mean(predict(trained, held_out.images).argmax(-1) == held_out.labels)
+        guesses = predict(trained, held_out.images).argmax(-1)
+        return jnp.mean(guesses == held_out.labels)
 
-    networks, accuracies = [new_network(seed) for seed in range(SEEDS)], {}
-    for method, limits in METHODS.items():
-        accuracies[method] = np.zeros((len(RATES), SEEDS), np.float32)
-        for row, rate in zip(accuracies[method], RATES):
-            row[:] = [accuracy(network, *limits, rate) for network in networks]
+    networks = [new_network(seed) for seed in range(SEEDS)]
+    accuracies = {}
+    for method, (clipping, max_norm) in METHODS.items():
+        table = np.zeros((len(RATES), SEEDS), np.float32)
+        accuracies[method] = table
+        for row, rate in zip(table, RATES):
+            for seed, network in enumerate(networks):
+                row[seed] = accuracy_of(network, clipping, max_norm, rate)
             print(f"{method:24}  rate {rate:<5}  accuracies {row.round(3)}", flush=True)
     if save is not None:
         draw_both(save, 3, lambda panels, look: draw(panels, look, accuracies))
     return accuracies
 
 
-def new_optimizer(clipping: Any, max_norm: Any, rate: Any) -> Any:
+def new_optimizer(
+    clipping: Number, max_norm: Number, rate: Number
+) -> optax.GradientTransformation:
     """AGC on all but the last layer, the global norm on everything."""
     # The blocks are stacked for a scan. Without `stacked` they count as one matrix.
     agc = optaxclip.adaptive_grad_clip(
@@ -77,19 +101,23 @@ def new_optimizer(clipping: Any, max_norm: Any, rate: Any) -> Any:
     )
 
 
-def train(optimizer: Any, network: Network, batches: Any) -> Network:
+def train(
+    optimizer: optax.GradientTransformation, network: Network, batches: Digits
+) -> Network:
     """One run, as a scan."""
 
-    def loss(network: Network, images: jax.Array, labels: jax.Array) -> jax.Array:
-        return cross_entropy(predict(network, images), labels)
+    def mean_loss(network: Network, batch: Digits) -> jax.Array:
+        return cross_entropy(predict(network, batch.images), batch.labels)
 
-    def step(trained: Any, batch: Any) -> tuple[Any, None]:
+    def step(trained: tuple[Network, Any], batch: Digits) -> Any:
         network, state = trained
-        grads = jax.grad(loss)(network, *batch)
+        grads = jax.grad(mean_loss)(network, batch)
         updates, state = optimizer.update(grads, state, network)
         return (optax.apply_updates(network, updates), state), None
 
-    return jax.lax.scan(step, (network, optimizer.init(network)), batches)[0][0]
+    start = network, optimizer.init(network)
+    (network, _), _ = jax.lax.scan(step, start, batches)
+    return network
 
 
 def new_network(seed: int) -> Network:
@@ -97,17 +125,19 @@ def new_network(seed: int) -> Network:
     random = np.random.default_rng(seed)
 
     def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(random.normal(size=shape) / shape[-2] ** 0.5, jnp.float32)
+        inputs = shape[-2]
+        return jnp.asarray(random.normal(size=shape) / inputs**0.5, jnp.float32)
 
     blocks = normal(BLOCKS, WIDTH, WIDTH), normal(BLOCKS, WIDTH, WIDTH)
     return {"stem": normal(64, WIDTH), "blocks": blocks, "head": normal(WIDTH, 10)}
 
 
-def predict(network: Network, images: Any) -> jax.Array:
+def predict(network: Network, images: ArrayLike) -> jax.Array:
     """Logits: a linear layer, residual blocks, another linear layer."""
 
-    def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-        return x + jax.nn.relu(x @ weights[0]) @ weights[1], None
+    def block(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> Any:
+        first, second = weights
+        return x + jax.nn.relu(x @ first) @ second, None
 
     x, _ = jax.lax.scan(block, images @ network["stem"], network["blocks"])
     return x @ network["head"]
@@ -116,17 +146,19 @@ def predict(network: Network, images: Any) -> jax.Array:
 def draw(panels: Any, look: Look, accuracies: dict[str, np.ndarray]) -> None:
     """A panel for each method, and in it a line for each seed."""
     colours = look.orange, look.blue, look.green
-    for axis, method, colour in zip(panels, accuracies, colours):
-        axis.axhline(CHANCE, color=look.grey, linestyle="--")
-        axis.plot(RATES, accuracies[method], "o-", color=colour, linewidth=2)
+    for panel, method, colour in zip(panels, accuracies, colours):
+        panel.axhline(CHANCE, color=look.grey, linestyle="--")
+        panel.plot(RATES, accuracies[method], "o-", color=colour, linewidth=2)
         title = "no clip" if method == "none" else method
-        axis.set_title(title, color=colour, weight="bold", fontsize=14)
-        axis.set(xlabel="learning rate", xscale="log", ylim=(0, 1))
-        axis.set_xticks(RATES, [f"{rate:g}".lstrip("0") for rate in RATES])
-        axis.minorticks_off()
-    panels[0].set_ylabel("test accuracy")
-    write(panels[0], "two seeds,\na line for each", (0.97, 0.5), look.grey)
-    write(panels[1], "guessing", (0.97, 0.19), look.grey)
+        panel.set_title(title, color=colour, weight="bold", fontsize=14)
+        panel.set(xlabel="learning rate", xscale="log", ylim=(0, 1))
+        panel.set_xticks(RATES, [f"{rate:g}".lstrip("0") for rate in RATES])
+        panel.minorticks_off()
+    without_clip, with_agc, _ = panels
+    without_clip.set_ylabel("test accuracy")
+    seeds_text = "two seeds,\na line for each"
+    annotate(without_clip, seeds_text, place=(0.97, 0.5), colour=look.grey)
+    annotate(with_agc, "guessing", place=(0.97, 0.19), colour=look.grey)
 
 
 if __name__ == "__main__":

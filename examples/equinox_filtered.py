@@ -28,16 +28,20 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-from _shared import cross_entropy, packages, read_text, run
+from _shared import cross_entropy, needed_packages, read_text, run
 
 import optaxclip
 
-with packages():
+with needed_packages():
     import equinox as eqx
 
-BATCH, CONTEXT, FEATURES, WIDTH = 128, 12, 16, 128
+BATCH = 128
+CONTEXT = 12  # characters before the one that is predicted
+FEATURES = 16
+WIDTH = 128
 
 
 class Network(eqx.Module):
@@ -59,13 +63,17 @@ class Network(eqx.Module):
         self.widen = eqx.nn.Linear(CONTEXT * FEATURES, WIDTH, key=keys[1])
         self.repeated = eqx.nn.Linear(WIDTH, WIDTH, key=keys[2])
         self.readout = eqx.nn.Linear(WIDTH, characters, key=keys[3])
-        self.activation, self.times, self.factor = jax.nn.gelu, 2, 0.5
+        self.activation = jax.nn.gelu
+        self.times = 2
+        self.factor = 0.5
 
     def __call__(self, context: jax.Array) -> jax.Array:
         """Logits of the character after int[CONTEXT]."""
-        hidden = self.activation(self.widen(self.embedding[context].ravel()))
+        features = self.embedding[context].ravel()
+        hidden = self.activation(self.widen(features))
         for _ in range(self.times):
-            hidden = hidden + self.factor * self.activation(self.repeated(hidden))
+            residual = self.activation(self.repeated(hidden))
+            hidden = hidden + self.factor * residual
         return self.readout(hidden)
 
 
@@ -78,44 +86,58 @@ class Result(NamedTuple):
 
 
 def main(steps: int = 400) -> Result:
-    """Trains and prints what it finds."""
-    text, random, losses, report = read_text(), np.random.default_rng(0), [], {}
+    """Trains, and prints losses, norms and limits."""
+    text = read_text()
     characters = np.asarray(text.training)
+    random = np.random.default_rng(0)
     network = Network(len(text.alphabet), jax.random.key(0))
     optimizer = optax.chain(optaxclip.adagc(1.5, warmup=100), optax.adam(3e-3))
     state = optimizer.init(eqx.filter(network, eqx.is_inexact_array))
-    for _ in range(steps):
+    report = {}
+    losses = []
+    tenth = max(1, steps // 10)
+    for step in range(1, steps + 1):
         starts = random.integers(len(characters) - CONTEXT, size=(BATCH, 1))
-        windows = characters[starts + np.arange(CONTEXT + 1)]
+        windows = jnp.asarray(characters[starts + np.arange(CONTEXT + 1)])
         network, state, loss, report = train_step(network, state, windows, optimizer)
         losses.append(float(loss))
-        if len(losses) % max(1, steps // 10) == 0:
-            print(f"step {len(losses):4}  mean loss {np.mean(losses[-40:]):.4f}")
-    print("\nweight               norm   limit  steps clipped")
-    start = "clip/norm_before/"
-    for name in (key.removeprefix(start) for key in report if key.startswith(start)):
-        norm, limit, share = (
-            report[f"clip/{number}/{name}"]
-            for number in ("norm_before", "limit", "clipped_share")
-        )
-        print(f"{name:16}  {norm:7.4f} {limit:7.4f}  {share:13.1%}")
+        if step % tenth == 0:
+            print(f"step {step:4}  mean loss {np.mean(losses[-tenth:]):.4f}")
+    print_weights(report)
     return Result(np.array(losses), report, network)
 
 
+def print_weights(report: dict[str, jax.Array]) -> None:
+    """A line for each weight."""
+    print("\nweight               norm   limit  steps clipped")
+    prefix = "clip/norm_before/"
+    for key, norm in report.items():
+        if key.startswith(prefix):
+            name = key.removeprefix(prefix)
+            limit = report[f"clip/limit/{name}"]
+            share = report[f"clip/clipped_share/{name}"]
+            print(f"{name:16}  {norm:7.4f} {limit:7.4f}  {share:13.1%}")
+
+
 def mean_loss(network: Network, windows: jax.Array) -> jax.Array:
-    """Of the last character of each window."""
-    return cross_entropy(jax.vmap(network)(windows[:, :-1]), windows[:, -1])
+    """The mean over the last characters of all windows."""
+    logits = jax.vmap(network)(windows[:, :-1])
+    return cross_entropy(logits, windows[:, -1])
 
 
 @eqx.filter_jit
 def train_step(
-    network: Network, state: Any, windows: Any, optimizer: Any
+    network: Network,
+    state: Any,
+    windows: jax.Array,
+    optimizer: optax.GradientTransformation,
 ) -> tuple[Network, Any, jax.Array, dict[str, jax.Array]]:
-    """One step. What is not an array is a constant of the compiled program."""
-    loss, gradient = eqx.filter_value_and_grad(mean_loss)(network, windows)
+    """One step. Leaves that are no arrays are constants of the compiled program."""
+    loss, grads = eqx.filter_value_and_grad(mean_loss)(network, windows)
     weights = eqx.filter(network, eqx.is_inexact_array)
-    updates, state = optimizer.update(gradient, state, weights)
-    return eqx.apply_updates(network, updates), state, loss, optaxclip.metrics(state)
+    updates, state = optimizer.update(grads, state, weights)
+    network = eqx.apply_updates(network, updates)
+    return network, state, loss, optaxclip.metrics(state)
 
 
 if __name__ == "__main__":

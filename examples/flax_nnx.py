@@ -27,12 +27,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _shared import cross_entropy, packages, read_digits, run
+from _shared import cross_entropy, needed_packages, read_digits, run
 
 import optaxclip
 
-with packages():
+with needed_packages():
     from flax import nnx
+
+BATCH = 32
 
 
 class Network(nnx.Module):
@@ -61,7 +63,7 @@ class Result(NamedTuple):
 
 
 def main(steps: int = 300) -> Result:
-    """Trains and prints what it finds."""
+    """Trains, and prints losses, norms and the accuracy."""
     training, held_out = read_digits(held_out=360)
     network = Network(nnx.Rngs(0))
     chain = optax.named_chain(
@@ -70,46 +72,50 @@ def main(steps: int = 300) -> Result:
         ("adamw", optax.adamw(3e-3)),
     )
     optimizer = nnx.Optimizer(network, chain, wrt=nnx.Param)
-    random, reports = np.random.default_rng(0), []
+    random = np.random.default_rng(0)
+    reports = []
     print("  step    loss  norm before  norm after  clipped so far")
     for step in range(1, steps + 1):
-        chosen = random.choice(len(training.labels), 32, replace=False)
-        batch = training.images[chosen], training.labels[chosen]
-        report = jax.device_get(train_step(network, optimizer, *batch))
+        chosen = random.choice(len(training.labels), BATCH, replace=False)
+        images = jnp.asarray(training.images[chosen])
+        labels = jnp.asarray(training.labels[chosen])
+        report = jax.device_get(train_step(network, optimizer, images, labels))
         reports.append({name: float(value) for name, value in report.items()})
         if step % max(1, steps // 10) == 0:
             print_line(step, reports[-1])
     network.eval()  # batch normalisation uses its running averages from here on
-    answers = jnp.argmax(network(held_out.images), axis=-1)
-    accuracy = float(jnp.mean(answers == held_out.labels))
-    print(f"\n{accuracy:.1%} of {len(answers)} held-out digits are read correctly\n")
-    start = "record/tensors/norm/"
+    guesses = jnp.argmax(network(held_out.images), axis=-1)
+    accuracy = float(jnp.mean(guesses == held_out.labels))
+    print(f"\n{accuracy:.1%} of {len(guesses)} held-out digits are read correctly\n")
+    prefix = "record/tensors/norm/"
     for name, value in reports[-1].items():
-        if name.startswith(start):
-            print(f"{name.removeprefix(start):16}  last gradient's norm {value:.4f}")
+        if name.startswith(prefix):
+            print(f"{name.removeprefix(prefix):16}  last gradient's norm {value:.4f}")
     return Result(reports, accuracy, optimizer)
 
 
-def mean_loss(network: Network, images: Any, labels: Any) -> jax.Array:
+def mean_loss(network: Network, images: jax.Array, labels: jax.Array) -> jax.Array:
     return cross_entropy(network(images), labels)
 
 
 @nnx.jit
 def train_step(
-    network: Network, optimizer: nnx.Optimizer, images: Any, labels: Any
+    network: Network, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array
 ) -> dict[str, jax.Array]:
-    """One step, in place as NNX does it: the loss before it, and the metrics."""
-    loss, gradient = nnx.value_and_grad(mean_loss)(network, images, labels)
-    optimizer.update(network, gradient)
+    """One step, in place as NNX does it. Returns the loss before it, and the metrics
+    after it.
+    """
+    loss, grads = nnx.value_and_grad(mean_loss)(network, images, labels)
+    optimizer.update(network, grads)
     return {"loss": loss, **optaxclip.metrics(optimizer.opt_state)}
 
 
 def print_line(step: int, report: dict[str, float]) -> None:
-    before, after = report["clip/all/norm_before"], report["clip/all/norm_after"]
+    loss = report["loss"]
+    before = report["clip/all/norm_before"]
+    after = report["clip/all/norm_after"]
     share = report["clip/all/clipped_share"]
-    print(
-        f"{step:6}  {report['loss']:6.4f}  {before:11.4f}  {after:10.4f}  {share:14.1%}"
-    )
+    print(f"{step:6}  {loss:6.4f}  {before:11.4f}  {after:10.4f}  {share:14.1%}")
 
 
 if __name__ == "__main__":

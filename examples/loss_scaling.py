@@ -26,105 +26,145 @@ optimizer, the share of clipped steps, how many were skipped, and the last scale
 Reference: Micikevicius et al., Mixed precision training, 2017 (arXiv 1710.03740).
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _shared import cross_entropy, new_perceptron, perceptron, read_digits, run
+from _shared import Layers, cross_entropy, new_perceptron, perceptron, read_digits, run
+from jax.typing import ArrayLike
 
 import optaxclip
 
-BATCH, MAX_NORM, FIRST_SCALE, GROW_EVERY = 64, 1.0, 2.0**20, 50
+BATCH = 64
+MAX_NORM = 1.0
+FIRST_SCALE = 2.0**20
+GROW_EVERY = 50  # good steps
+RUNS = [
+    (jnp.float32, ("clip", "unscale")),
+    (jnp.float16, ("unscale", "clip")),
+    (jnp.float16, ("clip", "unscale")),
+]
+
+Log = dict[str, np.ndarray]
 
 
 class LossScale(NamedTuple):
-    """What the loss is multiplied by."""
+    """The number that multiplies the loss."""
 
     scale: jax.Array  # float32[]
-    good: jax.Array  # int32[]: finite steps since it last changed
+    good_steps: jax.Array  # int32[]: finite steps since it last changed
 
 
-def main(steps: int = 300) -> dict[str, dict[str, np.ndarray]]:
+def main(steps: int = 300) -> dict[str, Log]:
     """Trains the three networks. Returns the log of each."""
-    orders = ("clip", "unscale"), ("unscale", "clip"), ("clip", "unscale")
-    dtypes, runs = (jnp.float32, jnp.float16, jnp.float16), {}
-    print("run                     final loss  norm  clipped  skipped (unmoved)  scale")
-    for dtype, order in zip(dtypes, orders):
+    logs = {}
+    print("run                     final loss  norm  clipped  skipped  scale")
+    for dtype, order in RUNS:
         name = f"{dtype.__name__}: {', '.join(order)}"
-        runs[name] = log = train(dtype, order, steps)
-        good = log["skipped"] == 0
-        norm, clipped = np.median(log["arrived"][good]), log["clipped"][good].mean()
-        skipped = f"{(~good).sum()} ({log['unmoved'].sum()})"
-        scale = f"2^{np.log2(log['scale'][-1]):.0f}"
-        numbers = f"{log['loss'][-20:].mean():10.4f}  {norm:.2g}  {clipped:7.1%}"
-        print(f"{name:22}  {numbers}  {skipped:>17}  {scale}", flush=True)
-    return runs
+        logs[name] = train(dtype, order, steps)
+        print_line(name, logs[name])
+    return logs
+
+
+def print_line(name: str, log: Log) -> None:
+    is_good = log["skipped"] == 0
+    loss = log["loss"][-20:].mean()
+    norm = clipped = np.nan
+    if is_good.any():
+        norm = np.median(log["arrived"][is_good])
+        clipped = log["clipped"][is_good].mean()
+    skipped = (~is_good).sum()
+    power = np.log2(log["scale"][-1])
+    print(
+        f"{name:22}  {loss:10.4f}  {norm:.2g}  {clipped:7.1%}  {skipped:7}  "
+        f"2^{power:.0f}",
+        flush=True,
+    )
 
 
 def unscale() -> optax.GradientTransformationExtraArgs:
     """Divides by the `loss_scale` that `update` is given."""
 
+    def init(params: Any) -> optax.EmptyState:
+        return optax.EmptyState()
+
     def update(
-        updates: Any, state: Any, params: Any = None, *, loss_scale: Any = 1.0, **_: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        loss_scale: ArrayLike = 1.0,
+        **extra_args: Any,
     ) -> tuple[Any, Any]:
         return jax.tree.map(lambda gradient: gradient / loss_scale, updates), state
 
-    return optax.GradientTransformationExtraArgs(
-        lambda params: optax.EmptyState(), update
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def adjust(loss_scale: LossScale, overflow: jax.Array) -> LossScale:
+    """Half the scale after an overflow, twice the scale after GROW_EVERY good steps."""
+    good_steps = jnp.where(overflow, 0, loss_scale.good_steps + 1)
+    grows = good_steps == GROW_EVERY
+    factor = jnp.where(overflow, 0.5, jnp.where(grows, 2.0, 1.0))
+    return LossScale(loss_scale.scale * factor, jnp.where(grows, 0, good_steps))
+
+
+def new_optimizer(order: tuple[str, str]) -> optax.GradientTransformationExtraArgs:
+    parts = {"clip": optaxclip.clip_by_global_norm(MAX_NORM), "unscale": unscale()}
+    first, second = order
+    return optaxclip.skip_nonfinite(
+        optax.named_chain(
+            (first, parts[first]),
+            (second, parts[second]),
+            ("arrived", optaxclip.record_norm()),
+            ("sgd", optax.sgd(0.1, momentum=0.9)),
+        )
     )
 
 
-def adjust(loss_scale: LossScale, overflow: Any) -> LossScale:
-    """Half the scale after an overflow, twice the scale after GROW_EVERY good steps."""
-    good = jnp.where(overflow, 0, loss_scale.good + 1)
-    grow = good == GROW_EVERY
-    factor = jnp.where(overflow, 0.5, jnp.where(grow, 2.0, 1.0))
-    return LossScale(loss_scale.scale * factor, jnp.where(grow, 0, good))
-
-
-def train(dtype: Any, order: tuple[str, ...], steps: int) -> dict[str, np.ndarray]:
+def train(dtype: Any, order: tuple[str, str], steps: int) -> Log:
     """One run, as one compiled scan. In float32 the scale is 1 and stays there."""
-    parts = {"clip": optaxclip.clip_by_global_norm(MAX_NORM), "unscale": unscale()}
-    last = ("arrived", optaxclip.record_norm()), ("sgd", optax.sgd(0.1, momentum=0.9))
-    chain = optax.named_chain(*((name, parts[name]) for name in order), *last)
-    optimizer: Any = optaxclip.skip_nonfinite(chain)
+    optimizer = new_optimizer(order)
     is_scaled = dtype == jnp.float16
 
-    def scaled_loss(params: Any, images: Any, labels: Any, scale: Any) -> jax.Array:
+    def scaled_loss(
+        params: Layers, images: jax.Array, labels: jax.Array, scale: jax.Array
+    ) -> jax.Array:
         # Weights are kept in float32, where a small step is seen, and computed with in
         # float16. The loss is float32, so that only gradients can overflow.
-        params, images = jax.tree.map(lambda x: x.astype(dtype), (params, images))
-        logits = perceptron(params, images).astype(jnp.float32)
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        logits = perceptron(params, images.astype(dtype)).astype(jnp.float32)
         return scale * cross_entropy(logits, labels)
 
-    def step(trained: Any, batch: Any) -> Any:
+    def step(trained: Any, batch: tuple[jax.Array, jax.Array]) -> Any:
         params, state, loss_scale = trained
         scale = loss_scale.scale
         loss, grads = jax.value_and_grad(scaled_loss)(params, *batch, scale)
-        updates, after = optimizer.update(grads, state, params, loss_scale=scale)
-        new = optax.apply_updates(params, updates)
-        report = optaxclip.metrics(after)
-        log = {"loss": loss / scale, "scale": scale}
-        log["arrived"] = report["record/arrived/norm"]
-        log["clipped"] = report["clip/clipped"]
-        log["skipped"] = report["skip/skipped"]
-        both = (params, state.inner_state), (new, after.inner_state)
-        same = jax.tree.map(lambda old, new: jnp.all(old == new), *both)
-        log["unmoved"] = jnp.all(jnp.array(jax.tree.leaves(same)))
+        updates, state = optimizer.update(grads, state, params, loss_scale=scale)
+        params = optax.apply_updates(params, updates)
+        report = optaxclip.metrics(state)
+        log = {
+            "loss": loss / scale,
+            "scale": scale,
+            "arrived": report["record/arrived/norm"],
+            "clipped": report["clip/clipped"],
+            "skipped": report["skip/skipped"],
+        }
         if is_scaled:
-            loss_scale = adjust(loss_scale, report["skip/skipped"] == 1)
-        return (new, after, loss_scale), log
+            loss_scale = adjust(loss_scale, log["skipped"] == 1)
+        return (params, state, loss_scale), log
 
     (images, labels), _ = read_digits(held_out=0)
     chosen = np.random.default_rng(0).integers(len(labels), size=(steps, BATCH))
     batches = jnp.asarray(images)[chosen], jnp.asarray(labels)[chosen]
     params = new_perceptron(64, 128, 128, 10)
-    first = LossScale(jnp.float32(FIRST_SCALE if is_scaled else 1), jnp.int32(0))
-    start = params, optimizer.init(params), first
-    return jax.device_get(jax.jit(partial(jax.lax.scan, step))(start, batches)[1])
+    first_scale = jnp.float32(FIRST_SCALE if is_scaled else 1)
+    start = params, optimizer.init(params), LossScale(first_scale, jnp.int32(0))
+    scan = jax.jit(lambda start: jax.lax.scan(step, start, batches))
+    _, log = scan(start)
+    return jax.device_get(log)
 
 
 if __name__ == "__main__":

@@ -17,25 +17,37 @@ import hashlib
 import multiprocessing
 import socket
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from _shared import run
+from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
 
-PROCESSES, DEVICES_EACH, AXIS, MAX_NORM = 2, 2, "devices", 1.0
+PROCESSES = 2
+DEVICES_EACH = 2
+AXIS = "devices"
+MAX_NORM = 1.0
 SHAPES = {"embedding": (6, 12), "weight": (8, 5), "scale": (5,)}
 SPECS = {"embedding": P(None, AXIS), "weight": P(AXIS, None), "scale": P()}
 
-Report = dict[str, tuple[float, float, str]]  # of each mode: two norms and a digest
+Gradients = dict[str, Any]  # a jax.Array or a np.ndarray for each name
 
 
-def main() -> list[Report]:
-    """Starts the processes, prints what each saw, and returns it."""
+class Report(NamedTuple):
+    """What a process saw of one clip."""
+
+    norm_before: float
+    norm_after: float
+    digest: str  # of the bits of the clipped gradients
+
+
+def main() -> list[dict[str, Report]]:
+    """Starts the processes, and prints and returns the report of each mode."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -46,52 +58,61 @@ def main() -> list[Report]:
     print("mode               process  norm before  norm after  digest")
     for mode, first in reports[0].items():
         for process, modes in enumerate(reports):
-            before, after, digest = modes[mode]
-            print(f"{mode:17}  {process:7}  {before:11.7f}  {after:10.7f}  {digest}")
-            if modes[mode] != first:
+            report = modes[mode]
+            print(
+                f"{mode:17}  {process:7}  {report.norm_before:11.7f}  "
+                f"{report.norm_after:10.7f}  {report.digest}"
+            )
+            if report != first:
                 raise RuntimeError(f"{mode}: the processes saw different things")
     return reports
 
 
-def one_process(process: int, port: int) -> Report:
+def one_process(process: int, port: int) -> dict[str, Report]:
     """Does in each process the same as in the other, on its own devices."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES_EACH)
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process)
-    modes = clip_in_jit, clip_in_shard_map, clip_in_pmap
-    reports = {clip.__name__: described(*clip()) for clip in modes}
+    reports = {}
+    for clip in (clip_in_jit, clip_in_shard_map, clip_in_pmap):
+        gradients, norm_before = clip()
+        reports[clip.__name__] = report_of(gradients, norm_before)
     jax.distributed.shutdown()
     return reports
 
 
-def new_gradients() -> dict[str, np.ndarray]:
+def new_gradients() -> Gradients:
     random = np.random.default_rng(0)
-    return {name: random.normal(size=SHAPES[name]).astype("float32") for name in SHAPES}
+    gradients = {}
+    for name, shape in SHAPES.items():
+        gradients[name] = random.normal(size=shape).astype("float32")
+    return gradients
 
 
-def clip_in_jit() -> Any:
+def clip_in_jit() -> tuple[Gradients, Array]:
     """Arrays know how they are split, and XLA adds the communication."""
-    return replicated(jax.jit(clipped)(on_devices()))
+    return replicated(jax.jit(clipped)(split_gradients()))
 
 
-def clip_in_shard_map() -> Any:
+def clip_in_shard_map() -> tuple[Gradients, Array]:
     """Every device sees its part. Types tell the clipper which leaves are parts."""
-    split = jax.shard_map(clipped, in_specs=(SPECS,), out_specs=(SPECS, P()))
+    clip = jax.shard_map(clipped, in_specs=(SPECS,), out_specs=(SPECS, P()))
     with jax.set_mesh(new_mesh()):
-        return replicated(jax.jit(split)(on_devices()))
+        return replicated(jax.jit(clip)(split_gradients()))
 
 
-def clip_in_pmap() -> Any:
+def clip_in_pmap() -> tuple[Gradients, Array]:
     """Every device has gradients of its own, which are averaged and then clipped."""
     # A process passes only the gradients of its devices.
-    shares = np.array([[0.5, 1.5], [0.25, 1.75]], np.float32)[jax.process_index()]
+    factors = np.array([[0.5, 1.5], [0.25, 1.75]], np.float32)[jax.process_index()]
     gradients = new_gradients()
-    gradients = {name: np.multiply.outer(shares, x) for name, x in gradients.items()}
+    for name, leaf in gradients.items():
+        gradients[name] = np.multiply.outer(factors, leaf)
     clip = jax.pmap(lambda x: clipped(jax.lax.pmean(x, AXIS)), AXIS, out_axes=None)
     return clip(gradients)
 
 
-def clipped(gradients: Any) -> tuple[Any, Any]:
+def clipped(gradients: Gradients) -> tuple[Any, Any]:
     """The clipped gradients, and the norm before."""
     clipper = optaxclip.clip_by_global_norm(MAX_NORM)
     updates, state = clipper.update(gradients, clipper.init(gradients))
@@ -99,32 +120,38 @@ def clipped(gradients: Any) -> tuple[Any, Any]:
 
 
 def new_mesh() -> jax.sharding.Mesh:
-    """Of all devices of all processes."""
+    """All devices of all processes."""
     size = PROCESSES * DEVICES_EACH
     return jax.make_mesh((size,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def on_devices() -> Any:
-    """The gradients. Every process places its part on its devices."""
-
-    def place(leaf: np.ndarray, spec: P) -> jax.Array:
-        split = NamedSharding(new_mesh(), spec)
-        return jax.make_array_from_callback(leaf.shape, split, leaf.__getitem__)
-
-    return jax.tree.map(place, new_gradients(), SPECS)
+def split_gradients() -> Gradients:
+    """Every process places its part on its devices."""
+    mesh = new_mesh()
+    gradients = {}
+    for name, leaf in new_gradients().items():
+        sharding = NamedSharding(mesh, SPECS[name])
+        gradients[name] = jax.make_array_from_callback(
+            leaf.shape, sharding, leaf.__getitem__
+        )
+    return gradients
 
 
 def replicated(tree: Any) -> Any:
-    """The same arrays, whole on every device."""
+    """The same arrays, all of each on every device."""
     everywhere = NamedSharding(new_mesh(), P())
     return jax.jit(lambda tree: tree, out_shardings=everywhere)(tree)
 
 
-def described(gradients: Any, norm: Any) -> tuple[float, float, str]:
+def report_of(gradients: Gradients, norm_before: Array) -> Report:
     leaves = [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(gradients)]
-    after = np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in leaves))
-    digest = hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()
-    return float(norm.addressable_data(0)), float(after), digest[:16]
+    square = sum(np.square(leaf, dtype=np.float64).sum() for leaf in leaves)
+    bits = b"".join(leaf.tobytes() for leaf in leaves)
+    return Report(
+        norm_before=float(norm_before.addressable_data(0)),
+        norm_after=float(np.sqrt(square)),
+        digest=hashlib.sha256(bits).hexdigest()[:16],
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ needs only the rest of the limit, which goes down with the cotangent:
 A stage clips its gradient by what it may spend, and updates at once. All stages
 together never step by more than the limit. Shares are averages of earlier steps.
 
-What it prints. Loss, norm before the clip, and norm after it over the limit.
+What it prints. For each tenth step its loss, the norm before the clip, and the norm
+after it over the limit.
 
     python examples/pipeline.py --steps 100
 """
@@ -36,9 +37,23 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 
-STAGES, WIDTH, BATCH, LIMIT, RATE, KEEP = 4, 16, 32, 0.5, 0.2, 0.9
+STAGES = 4
+WIDTH = 16
+BATCH = 32
+LIMIT = 0.5
+RATE = 0.2
+KEEP = 0.9  # of a share, from step to step
 # Clips one stage. Each step passes its limit.
 CLIPPER = optaxclip.clip_by_global_norm(1.0, mesh_axes=None)
+
+
+class Stages(NamedTuple):
+    """The arrays that stay on the devices. Each has an entry for each stage."""
+
+    weights: Array  # float32[STAGES, WIDTH, WIDTH]
+    shares: Array  # float32[STAGES]: averages of squares over their sum
+    squares: Array  # float32[STAGES]: of the norms before the last clip
+    totals: Array  # float32[STAGES]: the sum of squares of this stage and those above
 
 
 class Message(NamedTuple):
@@ -48,90 +63,133 @@ class Message(NamedTuple):
     numbers: Array  # float[2]
 
 
-def main(steps: int = 100, seed: int = 0) -> dict[str, np.ndarray]:
+def main(steps: int = 100) -> dict[str, np.ndarray]:
     """Returns losses, the squares of all stages, and the limits that they had."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     weights = random.normal(size=(STAGES, WIDTH, WIDTH)) / WIDTH**0.5
-    weights = jnp.asarray(weights, jnp.float32)
+    stages = Stages(
+        weights=jnp.asarray(weights, jnp.float32),
+        shares=jnp.full(STAGES, 1 / STAGES),
+        squares=jnp.zeros(STAGES),
+        totals=jnp.zeros(STAGES),
+    )
     target = np.float32(random.normal(size=(WIDTH, WIDTH)))
-    shares, total = jnp.full(STAGES, 1 / STAGES), jnp.zeros(STAGES)
-    squares = jnp.zeros(STAGES)
-    log: dict[str, list[Any]] = {"loss": [], "squares": [], "limits": []}
+    losses = np.zeros(steps, np.float32)
+    squares = np.zeros((steps, STAGES), np.float32)
+    limits = np.zeros((steps, STAGES), np.float32)
+    print("  step    loss  norm before  norm after / limit")
     for number in range(steps):
         x = jnp.asarray(random.normal(size=(BATCH, WIDTH)), jnp.float32)
         # One batch in twenty is broken.
         y = jnp.sin(x @ target) * (30 if number % 20 == 19 else 1)
-        weights, shares, squares, total, loss, limits = step(
-            weights, shares, squares, total, x, y
-        )
-        for name, value in zip(log, (loss[-1], squares, limits)):
-            log[name].append(np.asarray(value))
+        stages, losses_of_stages, limits[number] = take_step(stages, x, y)
+        losses[number] = losses_of_stages[-1]
+        squares[number] = stages.squares
         if number % 10 == 9:
-            after = np.minimum(squares, limits**2).sum() ** 0.5
-            before = float(squares.sum() ** 0.5)
-            print(f"{loss[-1]:.3f}  {before:.3f}  {after / LIMIT:.6f}", flush=True)
-    return {name: np.array(values) for name, values in log.items()}
+            before = squares[number].sum() ** 0.5
+            after = np.minimum(squares[number], limits[number] ** 2).sum() ** 0.5
+            print(
+                f"{number + 1:6}  {losses[number]:6.3f}  {before:11.3f}  "
+                f"{after / LIMIT:18.6f}",
+                flush=True,
+            )
+    return {"loss": losses, "squares": squares, "limits": limits}
 
 
-def stage(weights: Array, x: Array) -> Array:
+def apply_layer(weights: Array, x: Array) -> Array:
     return x + jnp.tanh(x @ weights)
+
+
+def mean_loss(outputs: Array, y: Array) -> Array:
+    return jnp.mean((outputs - y) ** 2)
 
 
 def sent(message: Message, to: int) -> Message:
     """The message of the stage before (to=1) or after (to=-1)."""
     pairs = [(k, k + to) for k in range(STAGES) if 0 <= k + to < STAGES]
-    return jax.tree.map(lambda x: lax.ppermute(x, "stage", pairs), message)
+    return jax.tree.map(lambda leaf: lax.ppermute(leaf, "stage", pairs), message)
 
 
 @jax.jit
 @partial(
     jax.shard_map,
     mesh=jax.make_mesh((STAGES,), ("stage",), axis_types=(AxisType.Auto,)),
-    in_specs=(P("stage"), P("stage"), P("stage"), P("stage"), P(), P()),
+    in_specs=(P("stage"), P(), P()),
     out_specs=P("stage"),
 )
-def step(
-    weights: Array, share: Array, square: Array, total: Array, x: Array, y: Array
-) -> tuple[Array, ...]:
-    """One step. Every stage has one entry of all arrays but x and y."""
+def take_step(stages: Stages, x: Array, y: Array) -> tuple[Stages, Array, Array]:
+    """Returns the stages after a step, and the loss and the limit that each saw."""
+    stage = jax.tree.map(lambda leaf: leaf[0], stages)
+    inputs, outputs, share, portion = forward(stage, x)
+    loss, cotangent = jax.value_and_grad(mean_loss)(outputs, y)
+    stage = stage._replace(shares=share)
+    stage, limit = backward(stage, inputs, cotangent, portion)
+    return jax.tree.map(lambda leaf: leaf[None], (stage, loss, limit))
+
+
+def forward(stage: Stages, x: Array) -> tuple[Array, Array, Array, Array]:
+    """Activations go up, and the sum of shares with them.
+
+    All devices compute in every turn, and one of them counts.
+
+    Returns: inputs and outputs of the stage, its share, and the portion of the rest of
+      the limit that it may spend.
+    """
     here = lax.axis_index("stage")
-    (weights,), (share,), (square,), (total,) = weights, share, square, total
-    zero = jnp.zeros_like(total)
+    share = stage.shares
+    portion = jnp.zeros_like(share)
     inputs = lax.pcast(x, "stage", to="varying")
-    message = Message(inputs, jnp.stack([total, zero]))
-    portion = limits = zero
-    output = message
-    # Forward: all devices compute in every turn, and one of them counts.
+    outputs = inputs
+    message = Message(inputs, jnp.stack([stage.totals, portion]))
     for turn in range(STAGES):
         is_turn = here == turn
-        total, below = message.numbers
-        # The shares after the step before, whose sum of squares has come up.
+        total, shares_below = message.numbers
+        # The shares after the step before, whose sum of squares has come down.
         is_known = total > 0
-        average = KEEP * share + (1 - KEEP) * square / jnp.where(is_known, total, 1)
+        last_share = stage.squares / jnp.where(is_known, total, 1)
+        average = KEEP * share + (1 - KEEP) * last_share
         share = jnp.where(is_turn & is_known, average, share)
-        portion = jnp.where(is_turn, share / (share + below), portion)
+        portion = jnp.where(is_turn, share / (share + shares_below), portion)
         inputs = jnp.where(is_turn, message.array, inputs)
-        output = Message(stage(weights, inputs), jnp.stack([total, below + share]))
-        message = sent(output, 1)
-    loss, cotangent = jax.value_and_grad(lambda x: jnp.mean((x - y) ** 2))(output.array)
-    message = Message(cotangent, jnp.stack([zero + LIMIT**2, zero]))
+        outputs = apply_layer(stage.weights, inputs)
+        numbers = jnp.stack([total, shares_below + share])
+        message = sent(Message(outputs, numbers), to=1)
+    return inputs, outputs, share, portion
+
+
+def backward(
+    stage: Stages, inputs: Array, cotangent: Array, portion: Array
+) -> tuple[Stages, Array]:
+    """Cotangents go down, and the rest of the limit with them.
+
+    Returns: the stage after its update, and its limit.
+    """
+    here = lax.axis_index("stage")
+    limit_of_stage = jnp.zeros_like(portion)
+    numbers = jnp.stack([limit_of_stage + LIMIT**2, limit_of_stage])
+    message = Message(cotangent, numbers)
     for turn in reversed(range(STAGES)):
         is_turn = here == turn
-        left, above = message.numbers
-        _, pull = jax.vjp(stage, weights, inputs)
+        remaining, squares_above = message.numbers
+        _, pull = jax.vjp(apply_layer, stage.weights, inputs)
         grads, cotangent = pull(message.array)
         norm = jnp.sqrt(jnp.sum(grads**2))
-        limit = jnp.sqrt(left * portion)
+        limit = jnp.sqrt(remaining * portion)
         updates: Any
         updates, _ = CLIPPER.update(grads, CLIPPER.init(grads), limit=limit)
-        weights = jnp.where(is_turn, weights - RATE * updates, weights)
-        left = jnp.maximum(left - jnp.minimum(norm, limit) ** 2, 0)
-        square = jnp.where(is_turn, norm**2, square)
-        limits = jnp.where(is_turn, limit, limits)
-        total = above + norm**2
-        message = sent(Message(cotangent, jnp.stack([left, total])), -1)
-    values = weights, share, square, total, loss, limits
-    return tuple(value[None] for value in values)
+        spent = jnp.minimum(norm, limit) ** 2
+        total = squares_above + norm**2
+        updated = Stages(
+            weights=stage.weights - RATE * updates,
+            shares=stage.shares,
+            squares=norm**2,
+            totals=total,
+        )
+        stage = jax.tree.map(partial(jnp.where, is_turn), updated, stage)
+        limit_of_stage = jnp.where(is_turn, limit, limit_of_stage)
+        numbers = jnp.stack([jnp.maximum(remaining - spent, 0), total])
+        message = sent(Message(cotangent, numbers), to=-1)
+    return stage, limit_of_stage
 
 
 if __name__ == "__main__":

@@ -21,55 +21,81 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _shared import new_perceptron, packages, perceptron, run
+from _shared import Layers, needed_packages, new_perceptron, perceptron, run
 
 import optaxclip
 
-with packages():
+with needed_packages():
     import gymnasium
 
-GAMES, LENGTH, UPDATES, BATCH = 16, 128, 32, 256
-PARTS = {"actor": "actor", "critic": "critic"}
-RUNS = {
+GAMES = 16
+LENGTH = 128  # steps of a rollout
+UPDATES = 32  # from each rollout
+BATCH = 256
+DISCOUNT = 0.99
+DECAY = 0.95  # of later surprises, often called lambda
+LABELS = {"actor": "actor", "critic": "critic"}
+CLIPPERS = {
     "one limit": optaxclip.clip_by_global_norm(0.5),
-    "two limits": optaxclip.clip_by_group_norm(0.5, PARTS),
+    "two limits": optaxclip.clip_by_group_norm(0.5, LABELS),
 }
-logits, draw = jax.jit(perceptron), jax.jit(jax.random.categorical)
+logits_of = jax.jit(perceptron)
+draw = jax.jit(jax.random.categorical)
+
+Params = dict[str, Layers]  # of "actor" and "critic"
 
 
 def main(steps: int = 32, seed: int = 0) -> dict[str, np.ndarray]:
     """Learns twice. Returns float[steps, 4]: the table, a line for each rollout."""
     print("            rollout  return  actor norm  critic norm  actor factor")
-    return {name: learn(name, clipper, steps, seed) for name, clipper in RUNS.items()}
+    tables = {}
+    for name, clipper in CLIPPERS.items():
+        tables[name] = learn(name, clipper, steps, seed)
+    return tables
 
 
-def learn(name: str, clipper: Any, steps: int, seed: int) -> np.ndarray:
+def learn(
+    name: str, clipper: optax.GradientTransformation, steps: int, seed: int
+) -> np.ndarray:
     """One run. A game that is over begins anew."""
-    before = optaxclip.clip_by_group_norm(None, PARTS)  # only measures
-    adam = optax.adam(1e-3, eps=1e-5)
-    optimizer = optax.named_chain(("all", before), ("limit", clipper), ("adam", adam))
-    sizes = {"actor": (4, 64, 64, 2), "critic": (4, 64, 64, 1)}
-    params = {part: new_perceptron(*sizes[part], seed=seed) for part in PARTS}
+    optimizer = optax.named_chain(
+        ("all", optaxclip.clip_by_group_norm(None, LABELS)),  # only measures
+        ("limit", clipper),
+        ("adam", optax.adam(1e-3, eps=1e-5)),
+    )
+    params = {
+        "actor": new_perceptron(4, 64, 64, 2, seed=seed),
+        "critic": new_perceptron(4, 64, 64, 1, seed=seed),
+    }
     state = optimizer.init(params)
     update = jax.jit(partial(improve, optimizer))
-    options = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
-    games = gymnasium.make_vec("CartPole-v1", GAMES, "sync", vector_kwargs=options)
-    games = gymnasium.wrappers.vector.RecordEpisodeStatistics(games)
+    games = new_games()
     observation, _ = games.reset(seed=seed)
     table = np.zeros((steps, 4))
     for number, key in enumerate(jax.random.split(jax.random.key(seed), steps)):
         play_key, batch_key = jax.random.split(key)
-        rollout = play(params, games, observation, play_key)
+        rollout = play(params["actor"], games, observation, play_key)
         observation = rollout.last
         params, state, report = update(params, state, rollout, batch_key)
-        norms = [report[f"clip/all/norm_before/{part}"] for part in PARTS]
         factor = report.get("clip/limit/factor", report.get("clip/limit/factor/actor"))
-        medians = np.median([*norms, factor], axis=1)
-        table[number] = np.mean(games.return_queue), *medians
+        table[number] = (
+            np.mean(games.return_queue),
+            np.median(report["clip/all/norm_before/actor"]),
+            np.median(report["clip/all/norm_before/critic"]),
+            np.median(factor),
+        )
         if number % max(1, steps // 8) == 0:
-            shown = "{:6.1f}  {:10.3f}  {:11.2f}  {:12.3f}".format(*table[number])
-            print(f"{name:10}  {number:7}  {shown}", flush=True)
+            line = "{:6.1f}  {:10.3f}  {:11.2f}  {:12.3f}".format(*table[number])
+            print(f"{name:10}  {number:7}  {line}", flush=True)
     return table
+
+
+def new_games() -> Any:
+    same_step = gymnasium.vector.AutoresetMode.SAME_STEP
+    games = gymnasium.make_vec(
+        "CartPole-v1", GAMES, "sync", vector_kwargs={"autoreset_mode": same_step}
+    )
+    return gymnasium.wrappers.vector.RecordEpisodeStatistics(games)
 
 
 class Rollout(NamedTuple):
@@ -82,27 +108,50 @@ class Rollout(NamedTuple):
     last: Any  # float32[GAMES, 4]: the observations after the last step
 
 
-def play(params: Any, games: Any, observation: Any, key: jax.Array) -> Rollout:
+class Samples(NamedTuple):
+    """Steps of games, from which a batch is drawn."""
+
+    observations: jax.Array  # float32[samples, 4]
+    actions: jax.Array  # int[samples]
+    log_probabilities: jax.Array  # float32[samples]: when the actions were drawn
+    advantages: jax.Array  # float32[samples]
+    returns: jax.Array  # float32[samples]
+
+
+def play(actor: Layers, games: Any, observation: Any, key: jax.Array) -> Rollout:
     rows = []
     for move_key in jax.random.split(key, LENGTH):
-        action = np.asarray(draw(move_key, logits(params["actor"], observation)))
+        action = np.asarray(draw(move_key, logits_of(actor, observation)))
         after, reward, fell, lasted, _ = games.step(action)
         rows.append((observation, action, reward.astype(np.float32), fell | lasted))
         observation = after
     observations, actions, rewards, ends = map(np.stack, zip(*rows))
-    return Rollout(observations, actions, rewards, ends, observation)
+    return Rollout(observations, actions, rewards, ends, last=observation)
 
 
-def improve(optimizer: Any, params: Any, state: Any, rollout: Any, key: Any) -> Any:
+def improve(
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    state: Any,
+    rollout: Rollout,
+    key: jax.Array,
+) -> tuple[Params, Any, dict[str, jax.Array]]:
     """Takes UPDATES steps. Returns weights, state and the metrics of each step."""
-    old = log_probabilities(params, rollout.observations, rollout.actions)
     advantages, returns = judge(params["critic"], rollout)
-    samples = rollout.observations, rollout.actions, old, advantages, returns
-    samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
+    samples = Samples(
+        observations=rollout.observations,
+        actions=rollout.actions,
+        log_probabilities=log_probabilities(
+            params["actor"], rollout.observations, rollout.actions
+        ),
+        advantages=advantages,
+        returns=returns,
+    )
+    samples = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), samples)
 
-    def step(trained: Any, chosen: jax.Array) -> Any:
+    def step(trained: tuple[Params, Any], chosen: jax.Array) -> Any:
         params, state = trained
-        batch = jax.tree.map(lambda x: x[chosen], samples)
+        batch = jax.tree.map(lambda leaf: leaf[chosen], samples)
         grads = jax.grad(loss)(params, batch)
         updates, state = optimizer.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), optaxclip.metrics(state)
@@ -112,38 +161,41 @@ def improve(optimizer: Any, params: Any, state: Any, rollout: Any, key: Any) -> 
     return params, state, report
 
 
-def judge(critic: Any, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
+def judge(critic: Layers, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
     """Generalised advantages, and the returns that the critic should have expected."""
     values = perceptron(critic, rollout.observations)[..., 0]
-    last_value = perceptron(critic, rollout.last)[..., 0]
+    last_values = perceptron(critic, rollout.last)[..., 0]
 
     def backwards(later: Any, now: Any) -> Any:
         advantage, next_value = later
         reward, end, value = now
-        surprise = reward + 0.99 * jnp.where(end, 0, next_value) - value
-        advantage = surprise + 0.99 * 0.95 * jnp.where(end, 0, advantage)
+        surprise = reward + DISCOUNT * jnp.where(end, 0, next_value) - value
+        later_advantage = jnp.where(end, 0, advantage)
+        advantage = surprise + DISCOUNT * DECAY * later_advantage
         return (advantage, value), advantage
 
-    start = jnp.zeros_like(last_value), last_value
+    start = jnp.zeros_like(last_values), last_values
     history = rollout.rewards, rollout.ends, values
     _, advantages = jax.lax.scan(backwards, start, history, reverse=True)
     return advantages, advantages + values
 
 
-def log_probabilities(params: Any, observations: Any, actions: Any) -> jax.Array:
-    scores = jax.nn.log_softmax(perceptron(params["actor"], observations))
+def log_probabilities(actor: Layers, observations: Any, actions: Any) -> jax.Array:
+    scores = jax.nn.log_softmax(perceptron(actor, observations))
     return jnp.take_along_axis(scores, actions[..., None], axis=-1)[..., 0]
 
 
-def loss(params: Any, samples: Any) -> jax.Array:
+def loss(params: Params, batch: Samples) -> jax.Array:
     """PPO's loss, which clips ratios of probabilities, plus the critic's error."""
-    observations, actions, old, advantages, returns = samples
-    ratio = jnp.exp(log_probabilities(params, observations, actions) - old)
-    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    near_one = jnp.clip(ratio, 0.8, 1.2)
-    gain = jnp.minimum(ratio * advantages, near_one * advantages)
-    error = (perceptron(params["critic"], observations)[..., 0] - returns) ** 2
-    return 0.25 * error.mean() - gain.mean()
+    new = log_probabilities(params["actor"], batch.observations, batch.actions)
+    ratio = jnp.exp(new - batch.log_probabilities)
+    deviation = batch.advantages.std() + 1e-8
+    advantages = (batch.advantages - batch.advantages.mean()) / deviation
+    ratio_near_one = jnp.clip(ratio, 0.8, 1.2)
+    gain = jnp.minimum(ratio * advantages, ratio_near_one * advantages)
+    values = perceptron(params["critic"], batch.observations)[..., 0]
+    squared_error = (values - batch.returns) ** 2
+    return 0.25 * squared_error.mean() - gain.mean()
 
 
 if __name__ == "__main__":

@@ -28,14 +28,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _shared import Digits, cross_entropy, new_perceptron, perceptron, read_digits, run
+from _shared import (
+    Digits,
+    Layers,
+    cross_entropy,
+    new_perceptron,
+    perceptron,
+    read_digits,
+    run,
+)
 
 import optaxclip
 from optaxclip.per_example import draw, noise_scale
 
-HELD_OUT, WRONG, LONGEST = 497, 26, 100
-# A batch has 130 images on average, and at most 256: 11 standard deviations more.
-BATCH, PADDED = 130, 256
+HELD_OUT = 497
+WRONG = 26
+LONGEST = 100
+MAX_NORM = 1.0  # of the gradient of one image
+BATCH = 130  # images on average
+PADDED = 256  # images at most: 11 standard deviations more
 
 
 class Result(NamedTuple):
@@ -48,75 +59,87 @@ class Result(NamedTuple):
     wrong: np.ndarray  # bool[images]: whose label is wrong on purpose
 
 
-def main(
-    steps: int = 300, noise: float = 1.0, max_norm: float = 1.0, seed: int = 0
-) -> Result:
-    """Trains and prints what it finds."""
+def main(steps: int = 300, noise: float = 1.0, seed: int = 0) -> Result:
+    """Trains, and prints accuracy, norms and noise scales."""
     training, held_out = read_digits(HELD_OUT, seed)
     random = np.random.default_rng(seed)
     wrong = np.arange(len(training.labels)) < WRONG
     training.labels[wrong] += random.integers(1, 10, WRONG, dtype=np.int32)
     training.labels[wrong] %= 10
     start = new_perceptron(64, 32, 10, seed=seed)
-    params, clipped = train(start, training, steps, noise, max_norm, seed)
-    answers = np.argmax(perceptron(params, held_out.images), axis=-1)
-    accuracy = float(np.mean(answers == held_out.labels))
-    print(f"{accuracy:.1%} of {HELD_OUT} held-out images are read correctly")
-    print(f"clipped: {clipped.mean():.1%} of gradients, {clipped[-1]:.1%} at the end")
+    params, clipped = train(start, training, steps, noise, seed)
+    guesses = np.argmax(perceptron(params, held_out.images), axis=-1)
+    accuracy = float(np.mean(guesses == held_out.labels))
     # All training images at once, without a limit.
-    look = jax.jit(optaxclip.clipped_grad(loss_of, None))
-    looks = [look(params, *training) for params in (start, params)]
-    scales = [float(noise_scale(seen).scale) for seen in looks]
-    print(f"noise scale: {scales[0]:.3g} before training, {scales[1]:.3g} after")
-    norms = np.asarray(looks[1].norms)
-    longest = np.argsort(norms)[::-1][:LONGEST]
-    count = np.sum(wrong[longest])
+    measure = jax.jit(optaxclip.clipped_grad(loss_of, None))
+    before = measure(start, *training)
+    after = measure(params, *training)
+    result = Result(
+        accuracy=accuracy,
+        clipped=clipped,
+        norms=np.asarray(after.norms),
+        noise_scales=[float(noise_scale(x).scale) for x in (before, after)],
+        wrong=wrong,
+    )
+    print_result(result)
+    return result
+
+
+def print_result(result: Result) -> None:
+    clipped = result.clipped
+    print(f"{result.accuracy:.1%} of {HELD_OUT} held-out images are read correctly")
+    print(f"clipped: {clipped.mean():.1%} of gradients, {clipped[-1]:.1%} at the end")
+    before, after = result.noise_scales
+    print(f"noise scale: {before:.3g} before training, {after:.3g} after")
+    longest = np.argsort(result.norms)[::-1][:LONGEST]
+    count = np.sum(result.wrong[longest])
     print(f"of {WRONG} wrong labels {count} are among the {LONGEST} longest gradients:")
     for image in longest[:10]:
-        mark = "  wrong on purpose" if wrong[image] else ""
-        print(f"image {image:4}  norm {norms[image]:6.2f}{mark}")
-    return Result(accuracy, clipped, norms, scales, wrong)
+        mark = "  wrong on purpose" if result.wrong[image] else ""
+        print(f"image {image:4}  norm {result.norms[image]:6.2f}{mark}")
 
 
-def loss_of(params: Any, image: jax.Array, label: jax.Array) -> jax.Array:
-    """Of ONE image."""
+def loss_of(params: Layers, image: jax.Array, label: jax.Array) -> jax.Array:
+    """The loss of ONE image."""
     return cross_entropy(perceptron(params, image), label)
 
 
 def train(
-    params: Any, digits: Digits, steps: int, noise: float, max_norm: float, seed: int
-) -> tuple[Any, np.ndarray]:
+    params: Layers, digits: Digits, steps: int, noise: float, seed: int
+) -> tuple[Layers, np.ndarray]:
     """DP-SGD: the weights, and the share of gradients that each step clipped."""
-    images, labels = jnp.asarray(digits.images), jnp.asarray(digits.labels)
+    images = jnp.asarray(digits.images)
+    labels = jnp.asarray(digits.labels)
     optimizer = optax.sgd(0.1, momentum=0.9)
-    # The sum, since one image changes it by max_norm at most.
-    grad = optaxclip.clipped_grad(loss_of, max_norm, mean=False)
+    # The sum, since one image changes it by MAX_NORM at most.
+    grad = optaxclip.clipped_grad(loss_of, MAX_NORM, mean=False)
 
-    def step(trained: Any, key: jax.Array) -> Any:
+    def step(trained: tuple[Layers, Any], key: jax.Array) -> Any:
         params, state = trained
-        of_batch, of_noise = jax.random.split(key)
+        batch_key, noise_key = jax.random.split(key)
         # Poisson sampling, on which the account of privacy is based.
         share = BATCH / len(labels)
-        batch = draw(of_batch, share, examples=len(labels), places=PADDED)
-        result = grad(
-            params, images[batch.chosen], labels[batch.chosen], mask=batch.mask
-        )
+        batch = draw(batch_key, share, examples=len(labels), places=PADDED)
+        chosen = batch.chosen
+        result = grad(params, images[chosen], labels[chosen], mask=batch.mask)
         total = result.grads
         # `add_noise` refuses noise of 0, which would hide nothing.
         if noise:
-            total = optaxclip.add_noise(result, noise, of_noise)
-        mean = jax.tree.map(lambda x: x / BATCH, total)
+            total = optaxclip.add_noise(result, noise, noise_key)
+        mean = jax.tree.map(lambda leaf: leaf / BATCH, total)
         updates, state = optimizer.update(mean, state)
-        clipped = jnp.sum(batch.mask & (result.factors < 1)) / jnp.sum(batch.mask)
+        is_clipped = batch.mask & (result.factors < 1)
+        clipped = jnp.sum(is_clipped) / jnp.sum(batch.mask)
         return (optax.apply_updates(params, updates), state), clipped
 
     keys = jax.random.split(jax.random.key(seed), steps)
-    start = params, optimizer.init(params)
-    scan = jax.jit(lambda start: jax.lax.scan(step, start, keys))
-    (params, _), clipped = scan(start)
+    scan = jax.jit(lambda trained: jax.lax.scan(step, trained, keys))
+    (params, _), clipped = scan((params, optimizer.init(params)))
     return params, np.asarray(clipped)
 
 
 if __name__ == "__main__":
-    noise = "noise multiplier: deviation of the noise, over what one image changes"
-    run(main, noise=noise, max_norm="the limit of each example")
+    run(
+        main,
+        noise="noise multiplier: deviation of the noise, over what one image changes",
+    )

@@ -6,8 +6,10 @@ import json
 import sys
 from importlib import import_module
 
-module, rows = import_module(sys.argv[1]), []
-for wanted in json.load(sys.stdin):
-    rows.append(module.row(*wanted))
-    print("compiled:", *rows[-1].values(), file=sys.stderr, flush=True)
+module = import_module(sys.argv[1])
+rows = []
+for arguments in json.load(sys.stdin):
+    row = module.row(*arguments)
+    print("compiled:", *row.values(), file=sys.stderr, flush=True)
+    rows.append(row)
 json.dump(rows, sys.stdout)

@@ -21,18 +21,19 @@ def table(
     process of its own. Targets without an environment are left out, and the note says
     how to make it.
     """
-    rows, missing = [], {}
+    rows = []
+    missing = {}
     for target, arguments in cases:
         environment = targets.environment_of(target)
         python = environment.python()
         if python is None:
             missing[environment.how_to_make()] = None
             continue
-        known = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        quiet = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
         process = subprocess.run(
             [python, "-m", "benchmarks.compiled", module],
             cwd=targets.ROOT,
-            env=os.environ | known | environment.variables,
+            env=os.environ | quiet | environment.variables,
             input=json.dumps(arguments),
             stdout=subprocess.PIPE,
             text=True,

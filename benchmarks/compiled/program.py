@@ -55,13 +55,16 @@ class Instruction(NamedTuple):
 
     def called(self, role: str, bodies: dict[str, str]) -> str:
         """The computation that it calls in a role, such as the body of a loop."""
-        found = re.search(rf"{role}=(%?[\w.\-]+)", self.text)
-        return bodies.get(found.group(1), "") if found else ""
+        match = re.search(rf"{role}=(%?[\w.\-]+)", self.text)
+        return bodies.get(match.group(1), "") if match else ""
 
     def bytes(self, in_main_memory: bool = True) -> int:
         """The bytes of its arrays in main memory, or in on-chip memory."""
-        wanted = [x for x in self.arrays if x.in_main_memory == in_main_memory]
-        return sum(x.size for x in wanted)
+        total = 0
+        for array in self.arrays:
+            if array.in_main_memory == in_main_memory:
+                total += array.size
+        return total
 
 
 class Counts(NamedTuple):
@@ -80,9 +83,13 @@ NOTHING = Counts(0, 0, 0, 0, 0, 0)
 
 def counts_of(text: str) -> Counts:
     """Counts what a compiled program does, from its text."""
-    bodies = {found.group(2): found.group(3) for found in BODY.finditer(text)}
-    entry = [found.group(3) for found in BODY.finditer(text) if found.group(1)]
-    counts = _counts(entry[0], bodies) if entry else NOTHING
+    bodies = {}
+    entry = ""
+    for is_entry, name, body in BODY.findall(text):
+        bodies[name] = body
+        if is_entry:
+            entry = body
+    counts = _counts(entry, bodies)
     float64 = len(re.findall(r"\bf64\[", text))
     return counts._replace(gigabytes=counts.gigabytes / 1e9, float64=float64)
 
@@ -92,79 +99,86 @@ def _counts(body: str, bodies: dict[str, str]) -> Counts:
     written: dict[str, int] = {}
     loops = [NOTHING]
     kernels = scalars = collectives = moved = copies = 0
-    for one in instructions(body):
-        collectives += one.is_collective
-        written[one.name] = one.bytes()
-        if one.operation in PREFETCHES:
-            written[one.name] = 0
-            moved += one.bytes(in_main_memory=False)
-        elif one.operation in FREE:
+    for instruction in instructions(body):
+        operation = instruction.operation
+        size = instruction.bytes()
+        collectives += instruction.is_collective
+        written[instruction.name] = size
+        if operation in PREFETCHES:
+            written[instruction.name] = 0
+            moved += instruction.bytes(in_main_memory=False)
+        elif operation in FREE:
             continue
-        elif one.operation == "while":
-            inside: Any = _counts(one.called("body", bodies), bodies)
-            times = _times(one.text, one.called("condition", bodies))
-            loops.append(Counts(*(times * count for count in inside)))
-        elif one.is_scalar:
+        elif operation == "while":
+            turn: Any = _counts(instruction.called("body", bodies), bodies)
+            times = _times(instruction.text, instruction.called("condition", bodies))
+            loops.append(Counts(*(times * count for count in turn)))
+        elif instruction.is_scalar:
             scalars += 1
         else:
             kernels += 1
-            copies += one.operation == "copy" and one.bytes() >= 2**16
-            moved += one.bytes() + _read(one, written, bodies)
-    own = Counts(kernels, scalars, moved, collectives, 0, copies)
-    return Counts(*map(sum, zip(own, *loops)))
+            copies += operation == "copy" and size >= 2**16
+            moved += size + _read(instruction, written, bodies)
+    outside_loops = Counts(kernels, scalars, moved, collectives, 0, copies)
+    return Counts(*map(sum, zip(outside_loops, *loops)))
 
 
 def _times(loop: str, condition: str) -> int:
     """How often a loop runs. Where XLA does not say it, as for a TPU: if the condition
     compares a counter from 0 with a number, as that of a scan. 1 for any other.
     """
-    found = re.findall(r'"known_trip_count":\{"n":"(\d+)"', loop)
-    if not found and "direction=LT" in condition:
-        found = re.findall(r" s32\[\]\S* constant\((\d+)\)", condition)
-    return int(found[0]) if len(found) == 1 else 1
+    counts = re.findall(r'"known_trip_count":\{"n":"(\d+)"', loop)
+    if not counts and "direction=LT" in condition:
+        counts = re.findall(r" s32\[\]\S* constant\((\d+)\)", condition)
+    return int(counts[0]) if len(counts) == 1 else 1
 
 
-def _read(one: Instruction, written: dict[str, int], bodies: dict[str, str]) -> int:
+def _read(
+    instruction: Instruction, written: dict[str, int], bodies: dict[str, str]
+) -> int:
     """The bytes that an instruction reads."""
-    sliced = _slices(one.called("calls", bodies))
+    slices = _slices(instruction.called("calls", bodies))
     total = 0
-    for place, name in enumerate(one.operands):
-        whole = written.get(name, 0)
-        total += min(whole, sliced.get(place, whole))
+    for place, name in enumerate(instruction.operands):
+        size = written.get(name, 0)
+        total += min(size, slices.get(place, size))
     return total
 
 
 def _slices(body: str) -> dict[int, int]:
-    """Of the parameters of a fusion that are only sliced, as in the turns of a loop,
-    the bytes of the slices.
+    """The bytes of the slices of each parameter of a fusion that is only sliced, as in
+    the turns of a loop.
     """
-    found = list(instructions(body))
     sizes = {}
     for name, place in PARAMETER.findall(body):
-        same = {name}
-        for one in found:
-            if one.operation == "bitcast" and not same.isdisjoint(one.operands):
-                same.add(one.name)
-        users = [one for one in found if not same.isdisjoint(one.operands)]
-        users = [one for one in users if one.name not in same]
-        if users and all(one.operation == "dynamic-slice" for one in users):
-            sizes[int(place)] = sum(one.bytes() for one in users)
+        aliases = {name}
+        users = []
+        for instruction in instructions(body):
+            if aliases.isdisjoint(instruction.operands):
+                continue
+            if instruction.operation == "bitcast":
+                aliases.add(instruction.name)
+            else:
+                users.append(instruction)
+        if users and all(user.operation == "dynamic-slice" for user in users):
+            sizes[int(place)] = sum(user.bytes() for user in users)
     return sizes
 
 
 def instructions(body: str) -> Iterator[Instruction]:
     """The instructions of a computation."""
     for line in body.split("\n"):
-        found = NAME.match(line)
-        if not found:
+        assignment = NAME.match(line)
+        if not assignment:
             continue
-        name, rest = found.group(1), re.sub(r"/\*.*?\*/", "", found.group(2))
-        kind, rest = _split_type(rest)
-        operation = re.match(r"([\w\-]+)\(", rest)
+        name, text = assignment.groups()
+        text = re.sub(r"/\*.*?\*/", "", text)
+        types, text = _split_type(text)
+        operation = re.match(r"([\w\-]+)\(", text)
         if operation:
-            arguments = rest[operation.end() :].split("), ")[0]
+            arguments = text[operation.end() :].split("), ")[0]
             operands = tuple(dict.fromkeys(re.findall(r"%[\w.\-]+", arguments)))
-            yield Instruction(name, operation.group(1), _arrays(kind), operands, rest)
+            yield Instruction(name, operation.group(1), _arrays(types), operands, text)
 
 
 def _split_type(text: str) -> tuple[str, str]:
@@ -178,11 +192,11 @@ def _split_type(text: str) -> tuple[str, str]:
     return text[:end], text[end + 1 :]
 
 
-def _arrays(kind: str) -> list[Array]:
-    found = []
-    for dtype, dims, layout in ARRAY.findall(kind):
+def _arrays(types: str) -> list[Array]:
+    arrays = []
+    for dtype, dims, layout in ARRAY.findall(types):
         elements = math.prod(int(n) for n in dims.split(",") if n)
         bits = re.search(r"\d+", dtype)
         width = SIZES.get(dtype) or max(1, int(bits.group() if bits else 32) // 8)
-        found.append(Array(elements, width * elements, "S(" not in layout))
-    return found
+        arrays.append(Array(elements, width * elements, "S(" not in layout))
+    return arrays

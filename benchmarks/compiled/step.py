@@ -49,8 +49,8 @@ def table(quick: bool) -> Table:
     names = ["none", "global norm", GLOBAL] if quick else list(STEPS)
     cases = []
     for target, model in CASES:
-        wanted = [(name, "toy" if quick else model, target) for name in names]
-        cases.append((target, wanted))
+        chosen_model = "toy" if quick else model
+        cases.append((target, [(name, chosen_model, target) for name in names]))
     title = "whole training steps of a decoder on GPUs and TPUs, compiled"
     note = "Compiled for devices that are only described: nothing ran."
     return processes.table(__name__, cases, title, COLUMNS, note)
@@ -68,12 +68,15 @@ def row(name: str, model: str, target: str) -> dict[str, Any]:
         network = COMPILED[model]
         place = targets.placement(target, is_stacked=True)
         params = described(network.params, place)
-        drawn = network.draw(np.random.default_rng(0))
-        batch = described(drawn, targets.placement_of_batch(target))
+        batch = network.draw(np.random.default_rng(0))
+        batch = described(batch, targets.placement_of_batch(target))
         step = whole_step(network.loss, optimizer)
     state = described(jax.eval_shape(optimizer.init, params), place)
-    found, seconds = compiled_for(target, step, params, state, *batch, donate=(0, 1))
-    counts = program.counts_of(found.as_text())
+    compiled_step, seconds = compiled_for(
+        target, step, params, state, *batch, donate=(0, 1)
+    )
+    counts = program.counts_of(compiled_step.as_text())
+    memory = compiled_step.memory_analysis()
     return {
         "device": target,
         "model": model,
@@ -83,7 +86,7 @@ def row(name: str, model: str, target: str) -> dict[str, Any]:
         "scalars": counts.scalars,
         "GB": round(counts.gigabytes, 3),
         "collectives": counts.collectives,
-        "temporary MB": round(found.memory_analysis().temp_size_in_bytes / 1e6, 1),
+        "temporary MB": round(memory.temp_size_in_bytes / 1e6, 1),
         "compile": round(seconds, 1),
         "float64": counts.float64,
         "copies": counts.copies,
@@ -133,8 +136,9 @@ def compiled_for(
 ) -> tuple[Any, float]:
     """Compiles a function of described arrays: (the program, processor seconds)."""
     jax.clear_caches()
-    platform, start = targets.environment_of(target).platform, time.process_time()
-    # What asks for the backend, such as `clipped_grad`, is told that of the target.
+    platform = targets.environment_of(target).platform
+    start = time.process_time()
+    # `clipped_grad` asks for the backend. It is told the target's.
     with mock.patch("jax.default_backend", lambda: platform):
         traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
     # Named, since JAX looks for the platform of a GPU among devices that are there.

@@ -58,8 +58,8 @@ class Environment(NamedTuple):
         """The interpreter that has the packages, if there is one."""
         if find_spec(self.module):
             return sys.executable
-        own = ROOT / f".venv-{self.name}" / "bin" / "python"
-        return str(own) if own.exists() else None
+        python = ROOT / f".venv-{self.name}" / "bin" / "python"
+        return str(python) if python.exists() else None
 
     def how_to_make(self) -> str:
         """A line for the shell."""

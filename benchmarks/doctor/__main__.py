@@ -63,9 +63,17 @@ def report(title: str, trainings: list[Training]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.doctor", None, __doc__)
-    parser.add_argument("--half", choices=("set", "aside", "all"), default="set")
-    parser.add_argument("--offset", type=int, default=0, help="of all seeds")
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--half", choices=("set", "aside", "all"), default="set", help="(default: set)"
+    )
+    parser.add_argument(
+        "--offset", type=int, default=0, help="of all seeds (default: 0)"
+    )
     options = parser.parse_args()
     report("broken", half_of(broken(options.offset), options.half))
     report("healthy", half_of(healthy(options.offset), options.half))

@@ -12,7 +12,9 @@ from jax import Array, lax
 from .loops import STEPS, Params, Problem, float32, generator
 
 SIZE = 32  # examples in a batch
-TOKENS, LENGTH, WIDTH = 32, 12, 16
+TOKENS = 32  # in the vocabulary
+LENGTH = 12  # tokens of a text that are predicted
+WIDTH = 16
 
 
 # -------------------------------------------------------------------------- regression
@@ -29,11 +31,12 @@ def mlp(seed: int, widths: tuple[int, ...] = (8, 32, 32, 1)) -> Params:
 
 
 def outputs(params: Params, x: Any, activation: Any = jnp.tanh) -> Array:
-    layers = len(params) // 2
-    for number in range(layers):
-        x = x.astype(params[f"layer_{number}/w"].dtype)
-        x = x @ params[f"layer_{number}/w"] + params[f"layer_{number}/b"]
-        x = activation(x) if number < layers - 1 else x
+    last = len(params) // 2 - 1
+    for number in range(last + 1):
+        weights = params[f"layer_{number}/w"]
+        x = x.astype(weights.dtype) @ weights + params[f"layer_{number}/b"]
+        if number < last:
+            x = activation(x)
     return x.astype(jnp.float32)
 
 
@@ -59,14 +62,17 @@ def decoder(seed: int, blocks: int = 2) -> Params:
     def matrix(*shape):
         return float32(draw.normal(size=shape) / shape[-2] ** 0.5)
 
-    params = {"embed": float32(0.5 * draw.normal(size=(TOKENS, WIDTH)))}
-    params["place"] = float32(0.1 * draw.normal(size=(LENGTH, WIDTH)))
+    params = {
+        "embed": float32(0.5 * draw.normal(size=(TOKENS, WIDTH))),
+        "place": float32(0.1 * draw.normal(size=(LENGTH, WIDTH))),
+    }
     for block in range(blocks):
         for name in ("query", "key", "value", "out"):
             params[f"block_{block}/attention/{name}"] = matrix(WIDTH, WIDTH)
         params[f"block_{block}/up"] = matrix(WIDTH, 2 * WIDTH)
         params[f"block_{block}/down"] = matrix(2 * WIDTH, WIDTH)
-    return params | {"head": matrix(WIDTH, TOKENS)}
+    params["head"] = matrix(WIDTH, TOKENS)
+    return params
 
 
 def normed(x: Any) -> Array:

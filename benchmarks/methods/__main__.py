@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,14 +18,41 @@ from .training import FAULTS, costs, untrained
 
 STEP = 4  # from one rate to the next
 GROUP = 6  # methods of one program
-QUICK = ["none", "clip_by_global_norm(1.0)", "skip_step(global)"]
+
+
+class Size(NamedTuple):
+    """How much is trained."""
+
+    methods: list[str]
+    powers: range  # of STEP, which multiply the middle rate of a task
+    seeds: int
+    private_steps: int
+
+
+FULL = Size(list(METHODS), range(-2, 3), seeds=5, private_steps=200)
+QUICK = Size(
+    ["none", "clip_by_global_norm(1.0)", "skip_step(global)"],
+    range(-1, 1),
+    seeds=2,
+    private_steps=10,
+)
 
 
 def main() -> None:
     """Trains what the file does not have yet, and prints the tables."""
     parser = argparse.ArgumentParser("python -m benchmarks.methods")
-    parser.add_argument("--quick", action="store_true", help="few methods, short runs")
-    parser.add_argument("--json", type=Path, default=Path("methods.json"))
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="few methods, short runs, to see that it works (default: off)",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path("methods.json"),
+        help="where the ends of runs go. A method in it is not trained again "
+        "(default: methods.json)",
+    )
     options = parser.parse_args()
     content = train_all(options.json, options.quick)
     if not options.quick:
@@ -35,42 +62,37 @@ def main() -> None:
 
 def train_all(path: Path, quick: bool) -> dict[str, Any]:
     """Trains all tasks by all methods. Returns the content of the file."""
-    methods = list(METHODS)
-    powers = range(-2, 3)
-    seeds = 5
-    private_steps = 200
-    if quick:
-        methods = QUICK
-        powers = range(-1, 1)
-        seeds = 2
-        private_steps = 10
+    size = QUICK if quick else FULL
     content: dict[str, Any] = {"quick": quick, "faults": list(FAULTS), "tasks": {}}
     if path.exists():
         content = json.loads(path.read_text())
         if content["quick"] != quick:
-            raise SystemExit(f"{path} is of another kind of run. Give another --json")
+            runs = "full runs" if quick else "quick runs"
+            raise SystemExit(f"{path} is of {runs}. Give another path by --json")
     start = time.perf_counter()
-    groups = [methods[first : first + GROUP] for first in range(0, len(methods), GROUP)]
-    programs = list(itertools.product(groups, TASKS.items()))
-    for number, (group, (name, task)) in enumerate(programs, 1):
+    firsts = range(0, len(size.methods), GROUP)
+    programs = list(itertools.product(firsts, TASKS.items()))
+    for number, (first, (name, task)) in enumerate(programs, 1):
+        group = size.methods[first : first + GROUP]
         show_progress(number, len(programs), f"{name}, {group[0]} ...", start)
         if quick:
             task = task._replace(rounds=2)
-        rates = [float(f"{task.rate * STEP**power:.2g}") for power in powers]
+        rates = [float(f"{task.rate * STEP**power:.2g}") for power in size.powers]
         if name not in content["tasks"]:
             content["tasks"][name] = {
                 "rates": rates,
-                "untrained": untrained(task, seeds),
+                "untrained": untrained(task, size.seeds),
                 "costs": {},
             }
         trained = content["tasks"][name]["costs"]
         missing = [method for method in group if method not in trained]
         if missing:
-            ends = costs(task, [METHODS[method] for method in missing], rates, seeds)
+            builders = [METHODS[method] for method in missing]
+            ends = costs(task, builders, rates, size.seeds)
             trained |= zip(missing, rounded(ends))
             write(path, content)
     if "private" not in content:
-        content["private"] = private.row(seeds, private_steps)
+        content["private"] = private.row(size.seeds, size.private_steps)
         write(path, content)
     print(file=sys.stderr)
     return content
@@ -85,16 +107,16 @@ def rounded(ends: np.ndarray) -> Any:
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Writes a line for each method."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1)
     path.write_text(re.sub(r"\n *(?=[\]\[\d-]|null)", " ", text) + "\n")
 
 
 def show_progress(number: int, count: int, name: str, start: float) -> None:
     """Rewrites one line of the terminal."""
-    filled = 30 * number // count
-    bar = "#" * filled + "." * (30 - filled)
+    bar = "#" * (30 * number // count)
     minutes = (time.perf_counter() - start) / 60
-    line = f"\r{bar} {number} of {count}, {minutes:.0f} min: {name:42}"
+    line = f"\r{bar:.<30} {number} of {count}, {minutes:.0f} min: {name:42}"
     print(line, end="", file=sys.stderr, flush=True)
 
 

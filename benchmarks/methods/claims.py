@@ -9,8 +9,8 @@ from .scores import GLOBAL, best, mean_and_error, scores_of
 
 SPAM = "spam(), reset_momentum()"
 STABLE_SPAM = "adaclip(), adagn()"
-HIGH = 2  # places of the rates above the best one without a clip: 16 times as much
-EQUAL = 0.01  # how much lower a score may be that is as good
+HIGH = 2  # places above the best rate without a clip: 16 times as much
+EQUAL = 0.01  # a score that is so much lower is as good
 
 
 class Duel(NamedTuple):
@@ -18,7 +18,7 @@ class Duel(NamedTuple):
 
     task: str
     method: str
-    other: str
+    rival: str
     fault: int = 0
     is_high: bool = False  # at 16 times the best rate without a clip
     may_be_equal: bool = False
@@ -124,7 +124,7 @@ def difference(content: dict[str, Any], duel: Duel) -> tuple[float, float]:
     row = tasks[duel.task]
     scores = scores_of(row)
     first = ends_at(scores, duel.method, duel, row["rates"])
-    second = ends_at(scores, duel.other, duel, row["rates"])
+    second = ends_at(scores, duel.rival, duel, row["rates"])
     return mean_and_error(first - second)
 
 
@@ -150,5 +150,5 @@ def verdict(won: list[bool]) -> str:
 def described(duel: Duel) -> str:
     rate = ", 16 times the rate" if duel.is_high else ""
     fault = ["", ", broken batches", ", elements x 1000"][duel.fault]
-    other = "no clip" if duel.other == "none" else duel.other
-    return f"{duel.method} over {other}, {duel.task}{rate}{fault}"
+    rival = "no clip" if duel.rival == "none" else duel.rival
+    return f"{duel.method} over {rival}, {duel.task}{rate}{fault}"

@@ -14,19 +14,18 @@ from .scores import mean_and_error, ranked
 def draw(results: Path, picture: Path) -> None:
     """Reads the JSON, and draws once for light and once for dark pages."""
     content = json.loads(results.read_text())
-    best_first = ranked(content)
-    unclipped = best_first[0].scores
-    rows = best_first[:0:-1]  # the lowest row of a panel has place 0
+    no_clip, *rows = ranked(content)
+    rows.reverse()  # the lowest row of a panel has place 0
     names = [row.method for row in rows]
 
     def draw_panels(panels: Any, look: Look) -> None:
-        corner: dict[str, Any] = {"color": look.orange, "ha": "right", "fontsize": 11}
         for fault, panel in enumerate(panels):
-            line = unclipped[fault].mean()
+            unclipped = no_clip.scores[fault]
+            line = unclipped.mean()
             panel.axvline(line, color=look.orange, linewidth=2)
             for place, row in enumerate(rows):
                 mean, error = mean_and_error(row.scores[fault])
-                gain, doubt = mean_and_error(row.scores[fault] - unclipped[fault])
+                gain, doubt = mean_and_error(row.scores[fault] - unclipped)
                 colour = look.grey
                 if gain > 2 * doubt:
                     colour = look.green
@@ -34,10 +33,17 @@ def draw(results: Path, picture: Path) -> None:
                     colour = look.orange
                 panel.hlines(place, line, mean, color=colour)
                 panel.errorbar(mean, place, xerr=error, fmt="o", color=colour)
-            panel.text(line - 0.03, len(rows) - 0.5, "no clip", **corner)
+            panel.text(
+                line - 0.03,
+                len(rows) - 0.5,
+                "no clip",
+                color=look.orange,
+                ha="right",
+                fontsize=11,
+            )
             panel.set_title(content["faults"][fault], weight="bold")
             panel.set(xlim=(-0.02, 1.12), xlabel="score (1: as healthy)")
             panel.set_yticks(range(len(names)), names)
             panel.grid(axis="y", alpha=0.2)
 
-    draw_both(picture, len(unclipped), draw_panels, height=9)
+    draw_both(picture, len(content["faults"]), draw_panels, height=9)

@@ -13,7 +13,7 @@ from examples._shared import new_perceptron, perceptron
 from examples.private_digits import loss_of
 from optaxclip.per_example import draw
 
-from .tasks import DIGITS, TRAINING_DIGITS
+from .tasks import DIGITS, TRAINING_DIGITS, Params
 
 METHODS = {
     "hard, limit 0.1": (oc.shrinks.hard, 0.1),
@@ -41,21 +41,26 @@ def row(seeds: int, steps: int) -> dict[str, Any]:
 
 
 def wrong_share(
-    shrink: Any, limit: float, steps: int, params: Any, key: Any, rate: Any
+    shrink: oc.shrinks.Shrink,
+    limit: float,
+    steps: int,
+    params: Params,
+    key: jax.Array,
+    rate: jax.Array,
 ) -> jax.Array:
     """One training, with noise of the size of the limit."""
-    images, labels = map(jnp.asarray, TRAINING_DIGITS)
+    images = jnp.asarray(TRAINING_DIGITS.images)
+    labels = jnp.asarray(TRAINING_DIGITS.labels)
     share = BATCH / len(labels)
-
     grad = oc.clipped_grad(loss_of, limit, shrink=shrink, mean=False)
 
-    def step(params: Any, key: jax.Array) -> tuple[Any, None]:
-        key_batch, key_noise = random.split(key)
+    def step(params: Params, key: jax.Array) -> tuple[Params, None]:
+        batch_key, noise_key = random.split(key)
         # Poisson sampling, padded to one size.
-        batch = draw(key_batch, share, examples=len(labels), places=2 * BATCH)
+        batch = draw(batch_key, share, examples=len(labels), places=2 * BATCH)
         chosen = batch.chosen
         clipped = grad(params, images[chosen], labels[chosen], mask=batch.mask)
-        total = oc.add_noise(clipped, 1.0, key_noise)
+        total = oc.add_noise(clipped, 1.0, noise_key)
         size = rate / (limit * BATCH)
         return jax.tree.map(lambda w, g: w - size * g, params, total), None
 

@@ -28,7 +28,7 @@ class Best(NamedTuple):
     scores: np.ndarray  # float[faults, seeds], at the best rate for each fault
     place: int  # of the best rate without a fault
     width: float  # the largest rate over the smallest that are close to it
-    beside: float  # the mean score at the rates next to it
+    at_neighbours: float  # the mean score at the rates next to it
 
 
 class Summary(NamedTuple):
@@ -38,7 +38,7 @@ class Summary(NamedTuple):
     tasks: dict[str, Best]
     scores: np.ndarray  # float[faults, seeds], the mean
     width: float  # the geometric mean
-    beside: float  # the mean
+    at_neighbours: float  # the mean
 
 
 def scores_of(row: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -65,13 +65,12 @@ def best(scores: np.ndarray, rates: list[float]) -> Best:
         low -= 1
     while high + 1 < len(rates) and is_close[high + 1]:
         high += 1
-    below = means[0, max(place - 1, 0) : place]
-    above = means[0, place + 1 : place + 2]
+    neighbours = [means[0, x] for x in (place - 1, place + 1) if 0 <= x < len(rates)]
     return Best(
         scores=scores[np.arange(len(places)), places],
         place=place,
         width=rates[high] / rates[low],
-        beside=float(np.mean([*below, *above])),
+        at_neighbours=float(np.mean(neighbours)),
     )
 
 
@@ -86,15 +85,15 @@ def _summary(
     method: str, content: dict[str, Any], scores: dict[str, dict[str, np.ndarray]]
 ) -> Summary:
     tasks = {}
-    for task, row in content["tasks"].items():
-        tasks[task] = best(scores[task][method], row["rates"])
-    quiet = [tasks[task] for task in tasks if task != NOISY]
+    for name, row in content["tasks"].items():
+        tasks[name] = best(scores[name][method], row["rates"])
+    quiet = [task for name, task in tasks.items() if name != NOISY]
     return Summary(
         method=method,
         tasks=tasks,
         scores=np.mean([task.scores for task in quiet], axis=0),
         width=float(np.exp(np.mean([np.log(task.width) for task in quiet]))),
-        beside=float(np.mean([task.beside for task in quiet])),
+        at_neighbours=float(np.mean([task.at_neighbours for task in quiet])),
     )
 
 
@@ -110,9 +109,9 @@ def shown(scores: np.ndarray) -> str:
 
 def ranked(content: dict[str, Any]) -> list[Summary]:
     """No clip, and then all methods, those with the highest mean score first."""
-    unclipped, *others = summaries(content)
-    others.sort(key=lambda row: row.scores.mean(), reverse=True)
-    return [unclipped, *others]
+    unclipped, *clipped = summaries(content)
+    clipped.sort(key=lambda row: row.scores.mean(), reverse=True)
+    return [unclipped, *clipped]
 
 
 def titled(method: str) -> str:
@@ -122,15 +121,14 @@ def titled(method: str) -> str:
 
 def optimizers_table(content: dict[str, Any]) -> str:
     """No clip and the usual clip, for the tasks with each optimizer."""
-    unclipped, *others = summaries(content)
-    usual = next(row for row in others if row.method == GLOBAL)
+    compared = [row for row in summaries(content) if row.method in ("none", GLOBAL)]
     lines = []
     for optimizer, names in OPTIMIZERS.items():
-        for row in (unclipped, usual):
+        for row in compared:
             tasks = [row.tasks[name] for name in names]
             means = np.mean([task.scores.mean(-1) for task in tasks], axis=0)
-            beside = np.mean([task.beside for task in tasks])
-            cells = [f"{mean:.2f}" for mean in (*means, beside)]
+            at_neighbours = np.mean([task.at_neighbours for task in tasks])
+            cells = [f"{mean:.2f}" for mean in (*means, at_neighbours)]
             lines.append([optimizer, titled(row.method), *cells])
     faults = content["faults"]
     return grid(["optimizer", "method", *faults, "rate 4 times off"], lines)
@@ -141,7 +139,7 @@ def faults_table(content: dict[str, Any]) -> str:
     lines = []
     for row in ranked(content):
         cells = [shown(scores) for scores in row.scores]
-        rate = [f"{row.width:.1f}", f"{row.beside:.2f}"]
+        rate = [f"{row.width:.1f}", f"{row.at_neighbours:.2f}"]
         lines.append([titled(row.method), *cells, *rate])
     columns = ["rates within 2 %", "rate 4 times off"]
     return grid(["method", *content["faults"], *columns], lines)
@@ -160,18 +158,18 @@ def worse_table(content: dict[str, Any]) -> str:
     """Where a method scores lower than no clip by 0.005 or more, and by more than two
     standard errors.
     """
-    unclipped, *others = ranked(content)
+    unclipped, *clipped = ranked(content)
     faults = content["faults"]
     lines = []
-    for row in others:
+    for row in clipped:
         cells = []
         for fault in range(len(faults)):
             losses = []
-            for task, clipped in row.tasks.items():
-                gain = clipped.scores[fault] - unclipped.tasks[task].scores[fault]
+            for name, task in row.tasks.items():
+                gain = task.scores[fault] - unclipped.tasks[name].scores[fault]
                 mean, error = mean_and_error(gain)
                 if mean < -2 * error and mean <= -SMALLEST:
-                    losses.append(f"{task} {mean:.2f}")
+                    losses.append(f"{name} {mean:.2f}")
             cells.append(", ".join(losses))
         if any(cells):
             lines.append([f"`{row.method}`", *cells])
@@ -184,7 +182,10 @@ def rows(content: dict[str, Any]) -> list[dict[str, Any]]:
     """
     table = []
     for summary in summaries(content):
-        row: dict[str, Any] = {"method": summary.method, "beside": summary.beside}
+        row: dict[str, Any] = {
+            "method": summary.method,
+            "beside": summary.at_neighbours,
+        }
         row |= zip(content["faults"], summary.scores.mean(-1).tolist())
         for name, task in summary.tasks.items():
             row[name] = task.scores[0].mean()

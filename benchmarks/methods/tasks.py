@@ -20,11 +20,11 @@ from examples._shared import (
     read_digits,
     read_text,
 )
-from examples.ppo import GAMES, judge, log_probabilities
+from examples.ppo import GAMES, Rollout, Samples, judge, log_probabilities
 from examples.ppo import loss as ppo_loss
 
 Params = Any
-Batch = tuple[jax.Array, ...]  # in a draw with one more axis in front
+Batch = Any  # a tree of arrays, in a draw with one more axis in front
 
 ROUND = 16  # batches of a draw
 SHORT, LONG = 16, 32  # characters that a transformer and a recurrent network predict
@@ -113,10 +113,6 @@ def in_4_bits(x: jax.Array) -> jax.Array:
     return x + lax.stop_gradient(rounded - x)
 
 
-def new_low_precision(seed: int) -> Params:
-    return new_perceptron(CONTEXT * CHARACTERS, WIDTH, CHARACTERS, seed=seed)
-
-
 def low_precision_loss(params: Params, batch: Batch) -> jax.Array:
     """The cross entropy of a perceptron with weights and activations of 4 bits."""
     (texts,) = batch
@@ -167,9 +163,9 @@ def share_of_wrong_digits(params: Params) -> jax.Array:
 
 def draw_points(params: Params, games: Any, key: jax.Array) -> Any:
     """Targets are the sum of the inputs, and noise without a variance."""
-    key_inputs, key_noise = random.split(key)
-    inputs = random.normal(key_inputs, (ROUND, 16, INPUTS))
-    noise = random.t(key_noise, df=1.5, shape=(ROUND, 16))
+    inputs_key, noise_key = random.split(key)
+    inputs = random.normal(inputs_key, (ROUND, 16, INPUTS))
+    noise = random.t(noise_key, df=1.5, shape=(ROUND, 16))
     return (inputs, inputs.sum(-1) + noise), games
 
 
@@ -216,7 +212,7 @@ def new_games(key: jax.Array) -> jax.Array:
     return random.uniform(key, (GAMES, 4), minval=-0.05, maxval=0.05)
 
 
-def play(params: Params, games: jax.Array, key: jax.Array) -> tuple[Batch, jax.Array]:
+def play(params: Params, games: jax.Array, key: jax.Array) -> tuple[Samples, jax.Array]:
     """LENGTH steps of all games, in batches."""
 
     def step(games: jax.Array, key: jax.Array) -> Any:
@@ -227,17 +223,25 @@ def play(params: Params, games: jax.Array, key: jax.Array) -> tuple[Batch, jax.A
         return jnp.where(fell[:, None], new_games(key), after), row
 
     games, rollout = lax.scan(step, games, random.split(key, LENGTH))
-    seen, actions, _, _ = rollout
-    old = log_probabilities(params, seen, actions)
-    gains, goals = judge(params["critic"], rollout)
-    samples = seen, actions, old, gains, goals
+    observations, actions, rewards, ends = rollout
+    # The last value is that of the last observation. The results were made so.
+    rollout = Rollout(observations, actions, rewards, ends, last=observations[-1])
+    advantages, returns = judge(params["critic"], rollout)
+    samples = Samples(
+        observations=observations,
+        actions=actions,
+        log_probabilities=log_probabilities(params["actor"], observations, actions),
+        advantages=advantages,
+        returns=returns,
+    )
     chosen = random.randint(key, (ROUND, 64), 0, LENGTH * GAMES)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[chosen], samples), games
 
 
-def wrong_returns(key: jax.Array, batch: Batch) -> Batch:
-    *samples, gains, goals = batch
-    return (*samples, 100 * gains, 100 * goals)
+def wrong_returns(key: jax.Array, batch: Samples) -> Samples:
+    return batch._replace(
+        advantages=100 * batch.advantages, returns=100 * batch.returns
+    )
 
 
 def share_of_time_fallen(params: Params) -> jax.Array:
@@ -286,7 +290,7 @@ TASKS = {
         rate=0.3,
     ),
     "4 bits": Task(
-        start=new_low_precision,
+        start=partial(new_perceptron, CONTEXT * CHARACTERS, WIDTH, CHARACTERS),
         draw=partial(draw_texts, CONTEXT, 32),
         spoil=random_characters,
         loss=low_precision_loss,
@@ -307,7 +311,7 @@ TASKS = {
         start=new_actor_and_critic,
         draw=play,
         spoil=wrong_returns,
-        loss=lambda params, batch: ppo_loss(params, *batch),
+        loss=ppo_loss,
         cost=share_of_time_fallen,
         optimizer=ADAM,
         rate=1e-2,

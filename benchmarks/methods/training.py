@@ -2,7 +2,6 @@
 
 import itertools
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 import optax
 from jax import lax, random
 from jax.flatten_util import ravel_pytree
+from jax.typing import ArrayLike
 
 from .clippers import Method
 from .tasks import GAMES, ROUND, Batch, Params, Task
@@ -19,7 +19,7 @@ from .tasks import GAMES, ROUND, Batch, Params, Task
 class Fault(NamedTuple):
     """What goes wrong from a third of the run on."""
 
-    batches: bool = False  # the data of every 25th batch are spoilt
+    batches: bool = False  # the data of every 25th batch are broken
     elements: bool = False  # one element in 10,000 of each gradient is times 1,000
     layer: bool = False  # one tensor of every 25th gradient is times 1,000
 
@@ -36,8 +36,15 @@ class Run(NamedTuple):
     """One training. In `runs` each number is an array, of all trainings."""
 
     fault: Fault
-    rate: Any
-    seed: Any
+    rate: Any  # float[]
+    seed: Any  # int[]
+
+
+class Trained(NamedTuple):
+    """What the steps of a run change."""
+
+    params: Params  # with an axis of methods in front
+    states: list[Any]  # of the optimizer of each method
 
 
 def runs(rates: list[float], seeds: int) -> Run:
@@ -54,8 +61,9 @@ def costs(
     """The costs at the end of all runs: float[methods, faults, rates, seeds]."""
     starts = stacked([task.start(seed=seed) for seed in range(seeds)])
     program = jax.vmap(partial(train, task, methods, starts), out_axes=1)
-    ends = jax.jit(program)(runs(rates, seeds))
-    return np.reshape(ends, (len(methods), len(FAULTS), len(rates), seeds))
+    final_costs = jax.jit(program)(runs(rates, seeds))
+    shape = len(methods), len(FAULTS), len(rates), seeds
+    return np.reshape(final_costs, shape)
 
 
 def untrained(task: Task, seeds: int) -> list[float]:
@@ -69,55 +77,62 @@ def train(task: Task, methods: list[Method], starts: Params, run: Run) -> jax.Ar
     """
     steps = task.rounds * ROUND
 
-    def rate(step: Any) -> Any:
+    def rate(step: jax.Array) -> jax.Array:
         """Rises over a twelfth of the run, and falls to 0."""
         rise = jnp.minimum(12 * (step + 1) / steps, 1)
         return run.rate * rise * (1 - step / steps)
 
     optimizers = [method(task.optimizer, rate) for method in methods]
+    draw = jax.vmap(task.draw, in_axes=(0, 0, None), out_axes=(1, 0))
+    gradients = jax.vmap(partial(gradient, task, run.fault), in_axes=(0, 0, None, None))
 
-    def step(trained: Any, inputs: Any) -> tuple[Any, None]:
-        all_params, states = trained
-        grads = jax.vmap(partial(gradient, task, run.fault), in_axes=(0, 0, None, None))
-        all_grads = grads(all_params, *inputs)
-        new_params = []
-        new_states = []
+    def step(trained: Trained, inputs: Any) -> tuple[Trained, None]:
+        grads = gradients(trained.params, *inputs)
+        all_params = []
+        states = []
         for place, optimizer in enumerate(optimizers):
-            params = jax.tree.map(itemgetter(place), all_params)
-            grad = jax.tree.map(itemgetter(place), all_grads)
-            updates, state = optimizer.update(grad, states[place], params)
-            new_params.append(optax.apply_updates(params, updates))
-            new_states.append(state)
-        return (stacked(new_params), new_states), None
+            params = entry(trained.params, place)
+            updates, state = optimizer.update(
+                entry(grads, place), trained.states[place], params
+            )
+            all_params.append(optax.apply_updates(params, updates))
+            states.append(state)
+        return Trained(stacked(all_params), states), None
 
     def round_of_steps(carry: Any, numbers: jax.Array) -> tuple[Any, None]:
         trained, games, key = carry
-        key, key_draw, *keys = random.split(key, ROUND + 2)
-        draw = jax.vmap(task.draw, in_axes=(0, 0, None), out_axes=(1, 0))
-        batches, games = draw(trained[0], games, key_draw)
-        trained, _ = lax.scan(step, trained, (batches, numbers, jnp.stack(keys)))
+        key, draw_key, *keys = random.split(key, ROUND + 2)
+        batches, games = draw(trained.params, games, draw_key)
+        inputs = batches, numbers, jnp.stack(keys)
+        trained, _ = lax.scan(step, trained, inputs)
         return (trained, games, key), None
 
-    params = jax.tree.map(lambda leaves: leaves[run.seed], starts)
-    states = [optimizer.init(params) for optimizer in optimizers]
-    trained = stacked([params] * len(methods)), states
+    params = entry(starts, run.seed)
+    trained = Trained(
+        params=stacked([params] * len(methods)),
+        states=[optimizer.init(params) for optimizer in optimizers],
+    )
     games = jnp.zeros((len(methods), GAMES, 4))
     numbers = jnp.arange(steps).reshape(-1, ROUND)
     carry = trained, games, random.key(run.seed)
     (trained, _, _), _ = lax.scan(round_of_steps, carry, numbers)
-    params, _ = trained
-    return jax.vmap(task.cost)(params)
+    return jax.vmap(task.cost)(trained.params)
 
 
 def gradient(
-    task: Task, fault: Fault, params: Params, batch: Batch, number: Any, key: jax.Array
+    task: Task,
+    fault: Fault,
+    params: Params,
+    batch: Batch,
+    number: jax.Array,
+    key: jax.Array,
 ) -> Params:
     """The gradient of the step of this number, with its fault."""
     is_late = number >= task.rounds * ROUND // 3
     is_spike = is_late & (number % 25 == 0)
     is_broken = fault.batches & is_spike
-    spoilt = task.spoil(key, batch)
-    batch = jax.tree.map(partial(jnp.where, is_broken), spoilt, batch)
+    broken_batch = task.spoil(key, batch)
+    batch = jax.tree.map(partial(jnp.where, is_broken), broken_batch, batch)
     grads = jax.grad(task.loss)(params, batch)
     place = jnp.where(fault.layer & is_spike, number // 25, -1)
     share = jnp.where(fault.elements & is_late, 1e-4, 0.0)
@@ -129,7 +144,14 @@ def stacked(trees: list[Params]) -> Params:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def with_spikes(grads: Params, place: Any, share: Any, key: jax.Array) -> Params:
+def entry(tree: Params, place: ArrayLike) -> Params:
+    """One of the trees of a stacked tree."""
+    return jax.tree.map(lambda leaf: leaf[place], tree)
+
+
+def with_spikes(
+    grads: Params, place: jax.Array | int, share: ArrayLike, key: jax.Array
+) -> Params:
     """The gradient, with a share of its elements and one of its tensors times 1,000.
 
     Args:
@@ -142,6 +164,6 @@ def with_spikes(grads: Params, place: Any, share: Any, key: jax.Array) -> Params
     gradient, unravel = ravel_pytree(grads)
     sizes = [leaf.size for leaf in jax.tree.leaves(grads)]
     tensors = np.repeat(np.arange(len(sizes)), sizes)  # the tensor of each element
-    of_tensor = (place >= 0) & (tensors == place % len(sizes))
-    spikes = of_tensor | random.bernoulli(key, share, gradient.shape)
-    return unravel(gradient * jnp.where(spikes, 1000.0, 1.0))
+    is_of_tensor = (place >= 0) & (tensors == place % len(sizes))
+    is_spike = is_of_tensor | random.bernoulli(key, share, gradient.shape)
+    return unravel(gradient * jnp.where(is_spike, 1000.0, 1.0))

@@ -14,10 +14,11 @@ DEVICES = ("h100", "v5e")
 
 def table(quick: bool) -> Table:
     """What the plain and the clipped gradient read and write, and keep meanwhile."""
+    numbers = range(len(_chosen(quick)))
     cases = []
     for target in DEVICES:
-        numbers = range(len(_chosen(quick)))
-        cases.append((target, [*product([target], [quick], numbers, [False, True])]))
+        arguments = product([target], [quick], numbers, [False, True])
+        cases.append((target, list(arguments)))
     note = (
         "Compiled for devices that are only described: nothing ran. GB are what the "
         "program reads and writes in main memory, temporary MB what it keeps there "
@@ -31,23 +32,27 @@ def _chosen(quick: bool) -> list[Case]:
     """The larger batch of two, the wider of two transformers, also in bfloat16, and the
     convolution.
     """
-    found = cases(quick)
+    models = cases(quick)
     if quick:
-        return found[:1]
-    return [found[1], found[2], in_bfloat16(found[2]), found[4]]
+        return models[:1]
+    _, perceptron, transformer, _, convolution = models
+    return [perceptron, transformer, in_bfloat16(transformer), convolution]
 
 
 def row(target: str, quick: bool, number: int, is_clipped: bool) -> dict[str, Any]:
     """One gradient of one model, in a process that has the packages of the target."""
     case = _chosen(quick)[number]
-    name, gradient = methods.PLAIN, methods.plain(case)
     if is_clipped:
-        name, gradient = methods.auto(case), methods.ours(case, "auto")
+        name = methods.auto(case)
+        gradient = methods.ours(case, "auto")
+    else:
+        name = methods.PLAIN
+        gradient = methods.plain(case)
     place = targets.placement(target)
     params, batch = step.described((case.params, case.batch), place)
-    found, _ = step.compiled_for(target, gradient, params, batch)
-    counts = program.counts_of(found.as_text())
-    temporary = found.memory_analysis().temp_size_in_bytes
+    compiled_gradient, _ = step.compiled_for(target, gradient, params, batch)
+    counts = program.counts_of(compiled_gradient.as_text())
+    temporary = compiled_gradient.memory_analysis().temp_size_in_bytes
     return {
         "device": target,
         "model": case.name,

@@ -26,8 +26,8 @@ def of_torch(case: Case) -> dict[str, Run]:
     torch.set_num_threads(THREADS)
     return {
         PLAIN_IN_TORCH: _plain(case),
-        "Opacus, hooks": _with_opacus(case, is_ghost=False),
-        "Opacus, ghost": _with_opacus(case, is_ghost=True),
+        "Opacus, hooks": _with_hooks(case),
+        "Opacus, ghost": _with_ghost(case),
     }
 
 
@@ -43,54 +43,73 @@ def _plain(case: Case) -> Run:
     return run
 
 
-def _with_opacus(case: Case, *, is_ghost: bool) -> Run:
-    module, opacus = model_of(case), import_module("opacus")
+def _with_hooks(case: Case) -> Run:
+    module = model_of(case)
+    opacus = import_module("opacus")
     inputs, labels = _batch(case)
-    kind = "FastGradientClipping" if is_ghost else ""
-    ghost = {"max_grad_norm": case.limit, "use_ghost_clipping": True}
-    wrapped = getattr(opacus.grad_sample, f"GradSampleModule{kind}")
-    hooked = wrapped(module, **(ghost if is_ghost else {}))
-    # Only clips: it adds no noise, and its steps are not taken.
-    optimizer = getattr(opacus.optimizers, f"DPOptimizer{kind}")(
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        noise_multiplier=0.0,
-        max_grad_norm=case.limit,
-        expected_batch_size=case.size,
-    )
-    utils = import_module("opacus.utils.fast_gradient_clipping_utils")
+    hooked = opacus.grad_sample.GradSampleModule(module)
+    optimizer = _only_clips(opacus.optimizers.DPOptimizer, module, case)
 
     def run() -> dict[str, Any]:
         optimizer.zero_grad()
-        losses = _losses(hooked(inputs), labels)
-        if is_ghost:
-            utils.DPTensorFastGradientClipping(hooked, optimizer, losses).backward()
-        else:
-            losses.mean().backward()
+        _losses(hooked(inputs), labels).mean().backward()
         optimizer.pre_step()
         return _grads(module)
 
     return run
 
 
-def _losses(logits: Any, labels: Any) -> Any:
+def _with_ghost(case: Case) -> Run:
+    module = model_of(case)
+    opacus = import_module("opacus")
+    utils = import_module("opacus.utils.fast_gradient_clipping_utils")
+    inputs, labels = _batch(case)
+    hooked = opacus.grad_sample.GradSampleModuleFastGradientClipping(
+        module, max_grad_norm=case.limit, use_ghost_clipping=True
+    )
+    optimizer = _only_clips(
+        opacus.optimizers.DPOptimizerFastGradientClipping, module, case
+    )
+
+    def run() -> dict[str, Any]:
+        optimizer.zero_grad()
+        losses = _losses(hooked(inputs), labels)
+        utils.DPTensorFastGradientClipping(hooked, optimizer, losses).backward()
+        optimizer.pre_step()
+        return _grads(module)
+
+    return run
+
+
+def _only_clips(optimizer_class: Any, module: nn.Module, case: Case) -> Any:
+    """An optimizer of Opacus without noise. Its steps are not taken."""
+    return optimizer_class(
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        noise_multiplier=0.0,
+        max_grad_norm=case.limit,
+        expected_batch_size=case.size,
+    )
+
+
+def _losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The loss of each example: the mean over the words of a text."""
     rows = logits.reshape(-1, logits.shape[-1])
-    each = functional.cross_entropy(rows, labels.reshape(-1), reduction="none")
-    return each.reshape(len(labels), -1).mean(1)
+    losses = functional.cross_entropy(rows, labels.reshape(-1), reduction="none")
+    return losses.reshape(len(labels), -1).mean(1)
 
 
-def _grads(module: Any) -> dict[str, Any]:
+def _grads(module: nn.Module) -> dict[str, Any]:
     return {name: param.grad for name, param in module.named_parameters()}
 
 
-def _batch(case: Case) -> tuple[Any, Any]:
+def _batch(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, labels = (torch.from_numpy(np.array(x)) for x in case.batch)
     if case.kind == "convolution":
         inputs = inputs.permute(0, 3, 1, 2).contiguous()
     return inputs, labels.long()
 
 
-def model_of(case: Case) -> Any:
+def model_of(case: Case) -> nn.Module:
     """The model, with the parameters of the case."""
     module = KINDS[case.kind](**case.sizes)
     with torch.no_grad():
@@ -121,7 +140,7 @@ class _Transformer(nn.Module):
         self.blocks = nn.Sequential(*(_Block(width) for _ in range(layers)))
         self.head = nn.Linear(width, WORDS, bias=False)
 
-    def forward(self, words: Any) -> Any:
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
         places = torch.arange(words.shape[1]).repeat(len(words), 1)
         return self.head(self.blocks(self.words(words) + self.places(places)))
 
@@ -137,7 +156,7 @@ class _Block(nn.Module):
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm1(x)
         mixed = functional.scaled_dot_product_attention(
             self._heads(self.query(y)),
@@ -149,7 +168,7 @@ class _Block(nn.Module):
         y = functional.gelu(self.up(self.norm2(x)), approximate="tanh")
         return x + self.down(y)
 
-    def _heads(self, x: Any) -> Any:
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(2, (HEADS, -1)).transpose(1, 2)
 
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.typing import ArrayLike
 
 Params = dict[str, Any]
 HEADS = 4
 WORDS = 96
-NHWC = ("NHWC", "HWIO", "NHWC")
 
 
 class Case(NamedTuple):
@@ -25,9 +25,9 @@ class Case(NamedTuple):
     name: str
     kind: str  # of which function below it is
     sizes: dict[str, Any]  # the arguments of that function
-    loss: Callable[..., jax.Array]  # of the parameters and one example
+    loss: Callable[..., Array]  # of the parameters and one example
     params: Params
-    batch: tuple[jax.Array, ...]  # inputs, and labels
+    batch: tuple[Array, ...]  # inputs, and labels
     limit: float  # about the median of the norms, so that half of them are clipped
 
     @property
@@ -65,7 +65,7 @@ def in_bfloat16(case: Case) -> Case:
             lambda x: x.astype(jnp.bfloat16) if x.dtype == np.float32 else x, tree
         )
 
-    def loss(params: Params, x: jax.Array, label: jax.Array) -> jax.Array:
+    def loss(params: Params, x: Array, label: Array) -> Array:
         return case.loss(cast(params), cast(x), label).astype(np.float32)
 
     return case._replace(name=f"{case.name}, in bfloat16", loss=loss)
@@ -90,18 +90,25 @@ def _case(kind: str, batch: int, limit: float, **sizes: Any) -> Case:
 
 def each_kind(quick: bool) -> list[Case]:
     """Small models of twelve kinds, with few and many examples."""
-    found = []
-    for name, (loss, shape, most) in list(MODELS.items())[: 1 if quick else None]:
-        for size in (2,) if quick else (16, 256):
-            examples = (drawn(shape, size, most),)
-            params = started(loss, examples)
-            found.append(Case(name, name, {}, loss, params, examples, 1.0))
-    return found
+    cases = []
+    for name, model in MODELS.items():
+        for batch in (16, 256):
+            cases.append(small_case(name, *model, batch))
+    return [small_case("MLP", *MODELS["MLP"], batch=2)] if quick else cases
 
 
-def drawn(shape: tuple[int, ...], batch: int, most: int = 0) -> jax.Array:
+def small_case(
+    name: str, loss: Callable[..., Any], shape: tuple[int, ...], most: int, batch: int
+) -> Case:
+    """A model whose loss has no label. The arguments are those of `drawn`."""
+    examples = (drawn(shape, batch, most),)
+    return Case(name, name, {}, loss, started(loss, examples), examples, 1.0)
+
+
+def drawn(shape: tuple[int, ...], batch: int, most: int = 0) -> Array:
     """Random numbers for each example, or integers below a number."""
-    generator, shape = np.random.default_rng(1), (batch, *shape)
+    generator = np.random.default_rng(1)
+    shape = batch, *shape
     if most:
         return jnp.asarray(generator.integers(0, most, shape))
     return jnp.asarray(generator.standard_normal(shape), jnp.float32)
@@ -113,196 +120,222 @@ def started(loss: Callable[..., Any], examples: tuple[Any, ...]) -> Params:
     return jax.tree.map(jnp.asarray, params)
 
 
-def weight(p: Params, name: str, *shape: int) -> Any:
+def weight(params: Params, name: str, *shape: int) -> Array:
     """A weight. Where there is none of that name, a random one, a scale of 1, or a bias
     of 0.
     """
-    if name not in p:
+    if name not in params:
         start = np.full(shape, float(name.endswith("weight")))
         if len(shape) > 1:
-            generator = np.random.default_rng(len(p))
+            generator = np.random.default_rng(len(params))
             start = generator.standard_normal(shape) / np.prod(shape[:-1]) ** 0.5
-        p[name] = start.astype(np.float32)
-    return jnp.asarray(p[name])
+        params[name] = start.astype(np.float32)
+    return jnp.asarray(params[name])
 
 
-def matrix(p: Params, name: str, x: Any, width: int) -> Any:
+def matrix(params: Params, name: str, x: Array, width: int) -> Array:
     """A layer of weights."""
-    return x @ weight(p, f"{name}.weight", x.shape[-1], width)
+    return x @ weight(params, f"{name}.weight", x.shape[-1], width)
 
 
-def dense(p: Params, name: str, x: Any, width: int) -> Any:
+def dense(params: Params, name: str, x: Array, width: int) -> Array:
     """A layer of weights and bias."""
-    return matrix(p, name, x, width) + weight(p, f"{name}.bias", width)
+    return matrix(params, name, x, width) + weight(params, f"{name}.bias", width)
 
 
-def layer_norm(p: Params, name: str, x: Any, over: Any = -1) -> Any:
+def layer_norm(params: Params, name: str, x: Array, over: Any = -1) -> Array:
     """The layer norm with scale and bias, or one over other axes of groups."""
     shape, width = x.shape, x.shape[-1]
     if over != -1:
         x = x.reshape(*shape[:-1], 4, -1)
     x = x - jnp.mean(x, over, keepdims=True)
     x = x * lax.rsqrt(jnp.mean(x * x, over, keepdims=True) + 1e-5)
-    x = x.reshape(shape) * weight(p, f"{name}.weight", width)
-    return x + weight(p, f"{name}.bias", width)
+    x = x.reshape(shape) * weight(params, f"{name}.weight", width)
+    return x + weight(params, f"{name}.bias", width)
 
 
-def convolved(p: Params, name: str, x: Any, width: int, stride: int = 1) -> Any:
+def convolved(
+    params: Params, name: str, x: Array, width: int, stride: int = 1
+) -> Array:
     """A convolution of 3 x 3 without bias."""
-    kernel, edges = weight(p, f"{name}.weight", 3, 3, x.shape[-1], width), [(1, 1)] * 2
-    steps = (stride, stride)
-    return lax.conv_general_dilated(
-        x[None], kernel, steps, edges, dimension_numbers=NHWC
-    )[0]
+    kernel = weight(params, f"{name}.weight", 3, 3, x.shape[-1], width)
+    return convolved_by(x, kernel, stride, padding=[(1, 1), (1, 1)])
 
 
-def normed(p: Params, name: str, x: Any, width: int, stride: int = 1) -> Any:
+def convolved_by(image: Array, kernel: Array, stride: int = 1, **options: Any) -> Array:
+    """A convolution of one image, or of one sequence, with options of `lax`."""
+    dims = len(kernel.shape) - 2
+    names = ("NHC", "HIO", "NHC") if dims == 1 else ("NHWC", "HWIO", "NHWC")
+    out = lax.conv_general_dilated(
+        image[None], kernel, (stride,) * dims, dimension_numbers=names, **options
+    )
+    return out[0]
+
+
+def normed(params: Params, name: str, x: Array, width: int, stride: int = 1) -> Array:
     """A convolution and group norm."""
-    x = convolved(p, name, x, width, stride)
-    return jax.nn.silu(layer_norm(p, f"{name}.norm", x, over=(0, 1, 3)))
+    x = convolved(params, name, x, width, stride)
+    return jax.nn.silu(layer_norm(params, f"{name}.norm", x, over=(0, 1, 3)))
 
 
-def block(p: Params, at: str, x: Any, is_causal: bool = True) -> Any:
+def block(params: Params, at: str, x: Array, is_causal: bool = True) -> Array:
     """Attention and a perceptron, each behind a layer norm."""
     length, width = x.shape
-    y = layer_norm(p, f"{at}norm1", x)
+    y = layer_norm(params, f"{at}norm1", x)
     query, key, value = (
-        matrix(p, f"{at}{name}", y, width).reshape(length, HEADS, -1)
+        matrix(params, f"{at}{name}", y, width).reshape(length, HEADS, -1)
         for name in ("query", "key", "value")
     )
     scores = jnp.einsum("thk,shk->hts", query, key) / np.sqrt(width // HEADS)
     if is_causal:
         scores = jnp.where(np.tril(np.ones((length, length), bool)), scores, -1e9)
     mixed = jnp.einsum("hts,shk->thk", jax.nn.softmax(scores), value)
-    x = x + matrix(p, f"{at}out", mixed.reshape(length, width), width)
-    y = dense(p, f"{at}up", layer_norm(p, f"{at}norm2", x), 4 * width)
-    return x + dense(p, f"{at}down", jax.nn.gelu(y), width)
+    x = x + matrix(params, f"{at}out", mixed.reshape(length, width), width)
+    y = dense(params, f"{at}up", layer_norm(params, f"{at}norm2", x), 4 * width)
+    return x + dense(params, f"{at}down", jax.nn.gelu(y), width)
 
 
-def cross_entropy(logits: jax.Array, label: Any = 0) -> jax.Array:
+def cross_entropy(logits: Array, label: ArrayLike = 0) -> Array:
     """The loss of one label."""
     return -jax.nn.log_softmax(logits)[label]
 
 
+def head_loss(params: Params, features: Array) -> Array:
+    """The cross entropy of a linear layer with 10 classes."""
+    return cross_entropy(dense(params, "head", features, 10))
+
+
 def perceptron(
-    p: Params, x: Any, label: Any = 0, *, width: int, layers: int = 2
-) -> Any:
+    params: Params, x: Array, label: ArrayLike = 0, *, width: int, layers: int = 2
+) -> Array:
     """Hidden layers, and 10 classes."""
     for layer in range(layers):
-        x = jax.nn.relu(dense(p, f"{2 * layer}", x, width))
-    return cross_entropy(dense(p, f"{2 * layers}", x, 10), label)
+        x = jax.nn.relu(dense(params, f"{2 * layer}", x, width))
+    return cross_entropy(dense(params, f"{2 * layers}", x, 10), label)
 
 
-def convolution(p: Params, x: Any, label: Any, *, size: int, channels: Any) -> Any:
+def convolution(
+    params: Params, x: Array, label: Array, *, size: int, channels: Any
+) -> Array:
     """Three convolutions of 3 x 3, the second and third with stride 2, a mean over the
     image, 10 classes.
     """
     for name, width, stride in zip("024", channels[1:], (1, 2, 2)):
-        out = convolved(p, name, x, width, stride)
-        x = jax.nn.relu(out + weight(p, f"{name}.bias", width))
-    return cross_entropy(dense(p, "8", jnp.mean(x, (0, 1)), 10), label)
+        out = convolved(params, name, x, width, stride)
+        x = jax.nn.relu(out + weight(params, f"{name}.bias", width))
+    return cross_entropy(dense(params, "8", jnp.mean(x, (0, 1)), 10), label)
 
 
 def transformer(
-    p: Params, words: Any, label: Any, *, width: int, length: int, layers: int
-) -> Any:
+    params: Params, words: Array, label: Array, *, width: int, length: int, layers: int
+) -> Array:
     """A causal language model."""
-    x = weight(p, "words.weight", WORDS, width)[words]
-    x = x + weight(p, "places.weight", length, width)
+    x = weight(params, "words.weight", WORDS, width)[words]
+    x = x + weight(params, "places.weight", length, width)
     for number in range(layers):
-        x = block(p, f"blocks.{number}.", x)
-    return jnp.mean(jax.vmap(cross_entropy)(matrix(p, "head", x, WORDS), label))
+        x = block(params, f"blocks.{number}.", x)
+    return jnp.mean(jax.vmap(cross_entropy)(matrix(params, "head", x, WORDS), label))
 
 
-def lstm(p: Params, x: Any) -> Any:
-    def turn(carry: Any, x: Any) -> Any:
+def lstm_layer(params: Params, name: str, x: Array, width: int) -> tuple[Array, Array]:
+    """The last state, and all of them."""
+
+    def turn(carry: Any, x: Array) -> Any:
         state, cell = carry
-        gates = jnp.split(dense(p, "gates", jnp.concatenate([x, state]), 256), 4)
-        first, forget, out = map(jax.nn.sigmoid, gates[:3])
-        cell = forget * cell + first * jnp.tanh(gates[3])
-        return (out * jnp.tanh(cell), cell), None
+        gates = dense(params, name, jnp.concatenate([x, state]), 4 * width)
+        enter, forget, leave, value = jnp.split(gates, 4)
+        cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(value)
+        state = jax.nn.sigmoid(leave) * jnp.tanh(cell)
+        return (state, cell), state
 
-    (state, _), _ = lax.scan(turn, (jnp.zeros(64), jnp.zeros(64)), x)
+    (state, _), states = lax.scan(turn, (jnp.zeros(width), jnp.zeros(width)), x)
+    return state, states
+
+
+def lstm(params: Params, x: Array) -> Array:
+    state, _ = lstm_layer(params, "gates", x, 64)
     return cross_entropy(state)
 
 
-def gru(p: Params, x: Any) -> Any:
-    def turn(state: Any, x: Any) -> Any:
-        ins = jnp.split(dense(p, "in", x, 288), 3)
-        own = jnp.split(dense(p, "state", state, 288), 3)
-        reset = jax.nn.sigmoid(ins[0] + own[0])
-        update = jax.nn.sigmoid(ins[1] + own[1])
-        new = jnp.tanh(ins[2] + reset * own[2])
+def gru(params: Params, x: Array) -> Array:
+    def turn(state: Array, x: Array) -> Any:
+        inputs = jnp.split(dense(params, "in", x, 288), 3)
+        states = jnp.split(dense(params, "state", state, 288), 3)
+        reset = jax.nn.sigmoid(inputs[0] + states[0])
+        update = jax.nn.sigmoid(inputs[1] + states[1])
+        new = jnp.tanh(inputs[2] + reset * states[2])
         return update * state + (1 - update) * new, None
 
     return cross_entropy(lax.scan(turn, jnp.zeros(96), x)[0])
 
 
-def mamba(p: Params, x: Any) -> Any:
+def mamba(params: Params, x: Array) -> Array:
     """A selective state space model with 8 numbers for each of 64 channels."""
-    decay = -jnp.exp(weight(p, "decay", 64, 8))
-    x = dense(p, "in", x, 64)
-    step = jax.nn.softplus(dense(p, "step", x, 64))
+    decay = -jnp.exp(weight(params, "decay", 64, 8))
+    x = dense(params, "in", x, 64)
+    step = jax.nn.softplus(dense(params, "step", x, 64))
 
-    def turn(state: Any, now: Any) -> Any:
+    def turn(state: Array, now: Any) -> Any:
         x, step, write, read = now
         state = state * jnp.exp(step[:, None] * decay) + (step * x)[:, None] * write
-        return state, state @ read + weight(p, "skip.weight", 64) * x
+        return state, state @ read + weight(params, "skip.weight", 64) * x
 
-    turns = x, step, dense(p, "write", x, 8), dense(p, "read", x, 8)
+    turns = x, step, dense(params, "write", x, 8), dense(params, "read", x, 8)
     return jnp.mean(
-        dense(p, "out", lax.scan(turn, jnp.zeros((64, 8)), turns)[1], 16) ** 2
+        dense(params, "out", lax.scan(turn, jnp.zeros((64, 8)), turns)[1], 16) ** 2
     )
 
 
-def unet(p: Params, x: Any) -> Any:
-    top = normed(p, "first", x, 16)
-    low = normed(p, "middle", normed(p, "down", top, 32, 2), 32)
+def unet(params: Params, x: Array) -> Array:
+    top = normed(params, "first", x, 16)
+    low = normed(params, "middle", normed(params, "down", top, 32, 2), 32)
     both = jnp.concatenate([top, low.repeat(2, 0).repeat(2, 1)], -1)
-    return jnp.mean(normed(p, "last", normed(p, "up", both, 16), 4) ** 2)
+    return jnp.mean(normed(params, "last", normed(params, "up", both, 16), 4) ** 2)
 
 
-def resnet(p: Params, x: Any) -> Any:
-    x = normed(p, "first", x, 24)
+def resnet(params: Params, x: Array) -> Array:
+    x = normed(params, "first", x, 24)
     for layer in range(4):
-        x = x + normed(p, f"{layer}", x, 24)
-    return cross_entropy(dense(p, "head", jnp.mean(x, (0, 1)), 10))
+        x = x + normed(params, f"{layer}", x, 24)
+    return head_loss(params, jnp.mean(x, (0, 1)))
 
 
-def vit(p: Params, x: Any) -> Any:
-    x = dense(p, "patches", x, 96) + weight(p, "places", len(x), 96)
-    x = block(p, "1.", block(p, "0.", x, is_causal=False), is_causal=False)
-    return cross_entropy(dense(p, "head", jnp.mean(x, 0), 10))
+def vit(params: Params, x: Array) -> Array:
+    x = dense(params, "patches", x, 96) + weight(params, "places", len(x), 96)
+    for number in range(2):
+        x = block(params, f"{number}.", x, is_causal=False)
+    return head_loss(params, jnp.mean(x, 0))
 
 
-def tied(p: Params, words: Any) -> Any:
-    table = weight(p, "words", 512, 64)
-    x = block(p, "1.", block(p, "0.", table[words]))
+def tied(params: Params, words: Array) -> Array:
+    table = weight(params, "words", 512, 64)
+    x = block(params, "1.", block(params, "0.", table[words]))
     return jnp.mean(jax.vmap(cross_entropy)(x @ table.T, words))
 
 
-def experts(p: Params, x: Any) -> Any:
+def experts(params: Params, x: Array) -> Array:
     """Each token goes to all of four experts, with the shares of a router."""
-    share = jax.nn.softmax(dense(p, "router", x, 4))
-    hidden = jnp.einsum("td,edh->teh", x, weight(p, "up", 4, 64, 128))
-    down, hidden = weight(p, "down", 4, 128, 64), jax.nn.relu(hidden)
+    share = jax.nn.softmax(dense(params, "router", x, 4))
+    hidden = jnp.einsum("td,edh->teh", x, weight(params, "up", 4, 64, 128))
+    down = weight(params, "down", 4, 128, 64)
+    hidden = jax.nn.relu(hidden)
     x = x + jnp.einsum("te,teh,ehd->td", share, hidden, down)
-    return cross_entropy(dense(p, "head", jnp.mean(x, 0), 10))
+    return head_loss(params, jnp.mean(x, 0))
 
 
-def lora(p: Params, x: Any) -> Any:
+def lora(params: Params, x: Array) -> Array:
     for layer in range(4):
         frozen: Params = {}
-        low = matrix(p, f"b{layer}", matrix(p, f"a{layer}", x, 4), 256)
+        low = matrix(params, f"b{layer}", matrix(params, f"a{layer}", x, 4), 256)
         x = jnp.tanh(matrix(frozen, "frozen", x, 256) + low)
     return jnp.mean(x**2)
 
 
-def recommender(p: Params, rows: Any) -> Any:
+def recommender(params: Params, rows: Array) -> Array:
     """Three rows of each of two tables, one by one, and a perceptron."""
-    tables = [weight(p, name, 20000, 32) for name in ("users", "items")]
+    tables = [weight(params, name, 20000, 32) for name in ("users", "items")]
     x = [tables[k % 2][row] for k, row in enumerate(rows)]
-    return perceptron(p, jnp.concatenate(x), width=64)
+    return perceptron(params, jnp.concatenate(x), width=64)
 
 
 KINDS = {

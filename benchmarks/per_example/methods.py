@@ -6,23 +6,24 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from optaxclip.per_example import clipped_grad, explain_clipped_grad
 
-from .losses import Case
+from .losses import Case, Params
 
-Gradient = Callable[[Any, Any], Any]  # (params, batch) -> gradient
+Batch = tuple[jax.Array, ...]
+Gradient = Callable[[Params, Batch], Params]  # (params, batch) -> gradient
 
-PLAIN, PLAIN_IN_TORCH = "not clipped", "torch, not clipped"
+PLAIN = "not clipped"
+PLAIN_IN_TORCH = "torch, not clipped"
 OPTAX = "optax, all at once"
 MICROBATCH = 8  # examples at once, in methods that make their gradients
-WORDS = {"ghost": "ghost", "one_pass": "one pass"}
 
 
 def of_jax(case: Case) -> dict[str, Gradient]:
@@ -30,7 +31,7 @@ def of_jax(case: Case) -> dict[str, Gradient]:
     first, and what "auto" chooses is the second.
     """
     width = min(MICROBATCH, case.size // 2)
-    found = {
+    gradients = {
         PLAIN: plain(case),
         chosen(case): ours(case, "auto"),
         named("ghost", None): ours(case, "ghost"),
@@ -40,20 +41,20 @@ def of_jax(case: Case) -> dict[str, Gradient]:
     if not missing("jax_privacy"):
         clipping = import_module("jax_privacy.clipping")
         for size in (None, width):
-            found[f"jax_privacy, {_at_once(size)}"] = clipping.clipped_grad(
+            gradients[f"jax_privacy, {_at_once(size)}"] = clipping.clipped_grad(
                 lambda params, batch: case.loss(params, *batch),
                 l2_clip_norm=case.limit,
                 keep_batch_dim=False,
                 normalize_by=float(case.size),
                 microbatch_size=size,
             )
-    return found
+    return gradients
 
 
 def plain(case: Case) -> Gradient:
     """The gradient of the mean loss."""
 
-    def mean(params: Any, batch: Any) -> jax.Array:
+    def mean(params: Params, batch: Batch) -> jax.Array:
         return jnp.mean(jax.vmap(partial(case.loss, params))(*batch))
 
     return jax.grad(mean)
@@ -68,7 +69,7 @@ def ours(case: Case, method: str, microbatch: int | None = None) -> Gradient:
 def named(method: str, microbatch: int | None) -> str:
     """The name of one of our methods in the tables."""
     size = "" if microbatch is None else f", {_at_once(microbatch)}"
-    return f"optaxclip, {WORDS[method]}{size}"
+    return f"optaxclip, {method.replace('_', ' ')}{size}"
 
 
 def chosen(case: Case) -> str:
@@ -87,7 +88,7 @@ def missing(*packages: str) -> list[str]:
     return [name for name in packages if find_spec(name) is None]
 
 
-def as_in_torch(name: str, x: Any) -> np.ndarray:
+def as_in_torch(name: str, x: ArrayLike) -> np.ndarray:
     """A parameter, or a gradient by it, in the layout of PyTorch."""
     x = np.array(x)
     if name in ("words.weight", "places.weight"):
@@ -99,7 +100,7 @@ def _at_once(size: int | None) -> str:
     return "all at once" if size is None else f"{size} at once"
 
 
-def _with_optax(case: Case, params: Any, batch: Any) -> Any:
+def _with_optax(case: Case, params: Params, batch: Batch) -> Params:
     grads = jax.vmap(partial(jax.grad(case.loss), params))(*batch)
     total, _ = optax.per_example_global_norm_clip(grads, case.limit)
     return jax.tree.map(lambda leaf: leaf / case.size, total)

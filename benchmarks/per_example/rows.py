@@ -42,14 +42,11 @@ def table(quick: bool, models: Callable[[bool], list[Case]] = cases) -> Table:
 
 def rows_of(case: Case, rounds: int) -> list[dict[str, Any]]:
     """The rows of one model: all methods in turns."""
-    programs = {
-        name: timing.compiled(gradient, case.params, case.batch)
-        for name, gradient in methods.of_jax(case).items()
-    }
-    runs: dict[str, Callable[[], Tree]] = {
-        name: partial(program.call, case.params, case.batch)
-        for name, program in programs.items()
-    }
+    programs = {}
+    runs: dict[str, Callable[[], Tree]] = {}
+    for name, gradient in methods.of_jax(case).items():
+        programs[name] = timing.compiled(gradient, case.params, case.batch)
+        runs[name] = partial(programs[name].call, case.params, case.batch)
     if not methods.missing("torch", "opacus"):
         from .in_torch import of_torch
 
@@ -59,15 +56,18 @@ def rows_of(case: Case, rounds: int) -> list[dict[str, Any]]:
     bases |= dict.fromkeys(programs, methods.PLAIN)
     seconds = _raced(runs, bases, rounds)
     rows = []
-    for name, taken in seconds.items():
-        base = bases[name]
-        row = {"model": case.name, "batch": case.size, "gradient": name}
-        row |= {"time": median(timing.ratios(taken, seconds[base]))}
+    for name, base in bases.items():
+        row: dict[str, Any] = {
+            "model": case.name,
+            "batch": case.size,
+            "gradient": name,
+            "time": median(timing.ratios(seconds[name], seconds[base])),
+        }
         if name in programs:
             row |= _compiled(programs[name], programs[base])
         if name in differences:
-            row |= {"difference": differences[name]}
-        row |= {"step_seconds": taken}
+            row["difference"] = differences[name]
+        row["step_seconds"] = seconds[name]
         rows.append(row)
     # "auto" is the same program as what it chose, which is the second.
     rows.insert(1, rows[1] | {"gradient": methods.auto(case)})
@@ -84,13 +84,12 @@ def _raced(
     """
     contestants = {name: timing.repeated([run], LONG) for name, run in runs.items()}
     seconds = timing.race(contestants, rounds)
-    close = {
-        name: contestant
-        for name, contestant in contestants.items()
-        if median(timing.ratios(seconds[name], seconds[bases[name]])) <= 3
-    }
-    for name, more in timing.race(close, 2 * rounds).items():
-        seconds[name] += more
+    close = {}
+    for name, contestant in contestants.items():
+        if median(timing.ratios(seconds[name], seconds[bases[name]])) <= 3:
+            close[name] = contestant
+    for name, more_seconds in timing.race(close, 2 * rounds).items():
+        seconds[name] += more_seconds
     return seconds
 
 
@@ -110,26 +109,31 @@ def _differences(runs: dict[str, Callable[[], Tree]]) -> dict[str, float]:
       ValueError: one of them is another gradient, so that its time means nothing.
     """
     expected = _as_torch(runs[methods.OPTAX]())
-    plain = methods.PLAIN, methods.PLAIN_IN_TORCH
-    found = {}
-    for name in runs:
-        if name not in plain:
-            found[name] = _distance(_as_torch(runs[name]()), expected)
-            if found[name] > SAME:
-                raise ValueError(f"{name}: {found[name]:.1g} from optax's gradient.")
-    return found
+    differences = {}
+    for name, run in runs.items():
+        if name in (methods.PLAIN, methods.PLAIN_IN_TORCH):
+            continue
+        difference = _distance(_as_torch(run()), expected)
+        if difference > SAME:
+            raise ValueError(f"{name}: {difference:.1g} from optax's gradient.")
+        differences[name] = difference
+    return differences
 
 
 def _as_torch(grads: Tree) -> Tree:
     """A gradient of either framework, in the layout of PyTorch."""
-    found = {}
+    in_torch = {}
     for name, leaf in grads.items():
-        is_ours = isinstance(leaf, jax.Array)
-        same = methods.as_in_torch(name, leaf) if is_ours else leaf
-        found[name] = np.asarray(same, np.float64)
-    return found
+        if isinstance(leaf, jax.Array):
+            leaf = methods.as_in_torch(name, leaf)
+        in_torch[name] = np.asarray(leaf, np.float64)
+    return in_torch
 
 
-def _distance(found: Tree, expected: Tree) -> float:
-    squares = [np.sum((found[name] - expected[name]) ** 2) for name in expected]
-    return (sum(squares) / sum(np.sum(leaf**2) for leaf in expected.values())) ** 0.5
+def _distance(grads: Tree, expected: Tree) -> float:
+    difference = 0.0
+    total = 0.0
+    for name, leaf in expected.items():
+        difference += np.sum((grads[name] - leaf) ** 2)
+        total += np.sum(leaf**2)
+    return (difference / total) ** 0.5

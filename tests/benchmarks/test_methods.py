@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from benchmarks import pages
@@ -71,6 +72,67 @@ def test_four_bits_have_fifteen_numbers_and_a_slope_of_one(benchmark):
     np.testing.assert_array_equal(jax.grad(lambda x: tasks.in_4_bits(x).sum())(x), 1.0)
 
 
+TASKS = ["digits", "transformer", "recurrent", "4 bits", "regression", "pole"]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_has_gradients_of_good_and_of_broken_batches(benchmark, name):
+    _, tasks, _ = benchmark
+    task = tasks.TASKS[name]
+
+    @jax.jit
+    def norms_and_cost(params, key):
+        games = jnp.zeros((tasks.GAMES, 4))
+        batches, _ = task.draw(params, games, key)
+        batch = jax.tree.map(lambda leaf: leaf[0], batches)
+        norms = []
+        for faulty_batch in (batch, task.spoil(key, batch)):
+            grads = jax.grad(task.loss)(params, faulty_batch)
+            norms.append(optax.tree.norm(grads))
+        return norms, task.cost(params)
+
+    params = task.start(seed=0)
+    (good, broken), cost = norms_and_cost(params, jax.random.key(0))
+    assert 0 < good < np.inf and 0 < broken < np.inf
+    assert abs(good - broken) > 1e-3 * good and cost > 0
+
+
+def test_all_tasks_are_tested(benchmark):
+    _, tasks, _ = benchmark
+    assert list(tasks.TASKS) == TASKS
+
+
+def test_advantages_of_the_pole_are_those_of_the_equation(benchmark):
+    """The value after the last step is that of the last observation."""
+    _, tasks, _ = benchmark
+    params = tasks.TASKS["pole"].start(seed=0)
+    games = jnp.zeros((tasks.GAMES, 4))
+    key = jax.random.key(0)
+    batches, _ = tasks.play(params, games, key)
+    # The same games, step by step.
+    values = []
+    ends = []
+    for move_key in jax.random.split(key, tasks.LENGTH):
+        values.append(np.float64(tasks.perceptron(params["critic"], games)[:, 0]))
+        logits = tasks.perceptron(params["actor"], games)
+        action = jax.random.categorical(move_key, logits)
+        after, fell = tasks.pushed(games, action)
+        games = jnp.where(fell[:, None], tasks.new_games(move_key), after)
+        ends.append(np.asarray(fell))
+    values.append(values[-1])
+    advantages = np.zeros((tasks.LENGTH, tasks.GAMES))
+    later = np.zeros(tasks.GAMES)
+    for step in reversed(range(tasks.LENGTH)):
+        goes_on = 1 - ends[step]
+        surprise = 1 + 0.99 * goes_on * values[step + 1] - values[step]
+        later = surprise + 0.99 * 0.95 * goes_on * later
+        advantages[step] = later
+    chosen = jax.random.randint(key, (tasks.ROUND, 64), 0, tasks.LENGTH * tasks.GAMES)
+    np.testing.assert_allclose(
+        batches.advantages, advantages.reshape(-1)[chosen], rtol=1e-4, atol=1e-5
+    )
+
+
 def test_costs_are_in_the_order_of_methods_faults_rates_and_seeds(benchmark):
     clippers, tasks, training = benchmark
     task = tasks.TASKS["regression"]._replace(rounds=6)
@@ -110,7 +172,7 @@ def test_the_best_rate_has_the_highest_mean_and_a_width():
     of_none, of_other = scores.scores_of(ROW).values()
     best = scores.best(of_none, RATES)
     assert (best.place, best.width) == (1, 1)
-    np.testing.assert_allclose(best.beside, (0.45 + 0.475) / 2)
+    np.testing.assert_allclose(best.at_neighbours, (0.45 + 0.475) / 2)
     assert scores.best(of_other, RATES).width == 4
 
 

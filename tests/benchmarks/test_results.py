@@ -63,16 +63,16 @@ def test_ghost_clipping_takes_at_most_half_more_memory():
 
 def by_case():
     """The rows of each small model and batch."""
-    found = {}
+    cases = {}
     for row in pages.rows_of("per_example", "per_example_auto"):
-        found.setdefault((row["model"], row["batch"]), []).append(row)
-    return found.items()
+        cases.setdefault((row["model"], row["batch"]), []).append(row)
+    return cases.items()
 
 
 def test_auto_is_near_the_best_method_of_as_little_memory():
     assert len(by_case()) == 24
-    for case, found in by_case():
-        clipped = [row for row in found if row["gradient"] != "not clipped"]
+    for case, rows_of_case in by_case():
+        clipped = [row for row in rows_of_case if row["gradient"] != "not clipped"]
         auto = next(row for row in clipped if "auto" in row["gradient"])
         assert auto["memory"] <= 1.5, case
         best = min(row["time"] for row in clipped if row["memory"] <= 1.5)

@@ -5,13 +5,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLACES = (ROOT, ROOT / "docs", ROOT / "examples")
+FOLDERS = (ROOT, ROOT / "docs", ROOT / "examples")
 
 
 def files():
     """Every file that a program might leave in the tree, with its time."""
-    found = (path for place in PLACES for path in place.iterdir())
-    return {path: path.stat().st_mtime_ns for path in found if path.is_file()}
+    times = {}
+    for folder in FOLDERS:
+        for path in folder.iterdir():
+            if path.is_file():
+                times[path] = path.stat().st_mtime_ns
+    return times
 
 
 @pytest.fixture(scope="module", autouse=True)

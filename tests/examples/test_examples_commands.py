@@ -32,13 +32,13 @@ def text_of(name):
 
 def imported(name):
     """The packages that a program imports, other than those that are always there."""
-    found = set()
+    packages = set()
     for node in ast.walk(ast.parse(text_of(name))):
         if isinstance(node, ast.ImportFrom):
-            found.add(node.module.split(".")[0])
+            packages.add(node.module.split(".")[0])
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-    return found - ALWAYS - sys.stdlib_module_names - NEIGHBOURS
+            packages |= {alias.name.split(".")[0] for alias in node.names}
+    return packages - ALWAYS - sys.stdlib_module_names - NEIGHBOURS
 
 
 def run(name, *arguments, monkeypatch):
@@ -71,11 +71,19 @@ def test_help_shows_docstring_and_default_of_every_option(name, monkeypatch, cap
     assert options.count("(default: ") == options.count("  --")
 
 
-def test_a_run_without_steps_is_refused(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("option", "text", "error"),
+    [
+        ("--steps", "0", "must be at least 1, got 0"),
+        ("--steps", "many", "invalid int value: 'many'"),
+        ("--lr", "-0.1", "must be at least 0, got -0.1"),
+        ("--lr", "nan", "must be at least 0, got nan"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(option, text, error, monkeypatch, capsys):
     with pytest.raises(SystemExit):
-        run("broken_batches", "--steps", "0", monkeypatch=monkeypatch)
-    wanted = "argument --steps: must be at least 1, got 0\n"
-    assert capsys.readouterr().err.endswith(wanted)
+        run("broken_batches", option, text, monkeypatch=monkeypatch)
+    assert capsys.readouterr().err.endswith(f"argument {option}: {error}\n")
 
 
 NEEDED = [(name, package) for name, packages in NEEDS.items() for package in packages]
@@ -98,7 +106,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, package):
 
 
 def test_one_command_draws_every_picture_of_the_docs():
-    found = {path.stem for path in (ROOT / "docs").glob("*.png")}
+    pictures = {path.stem for path in (ROOT / "docs").glob("*.png")}
     drawn = {*PICTURES, SCORES.removesuffix(".png")}
-    assert found == {*drawn, *(f"{name}_dark" for name in drawn)}
+    assert pictures == {*drawn, *(f"{name}_dark" for name in drawn)}
     assert set(PICTURES) <= set(PROGRAMS)
