@@ -18,7 +18,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
-from .._trees import PyTree, name
+from .._trees import PyTree, path_name
 from ._memory import count_up, multiple
 from ._rule import (
     LimitAndMemory,
@@ -157,7 +157,7 @@ def check_limits_of_parts(argument: str, rules: PyTree) -> None:
         if path and jax.tree.leaves(memory):
             raise TypeError(
                 f"{argument} must be one rule for all norms, or a tree of numbers and "
-                f"schedules, got {checks.shown(rule)} for {name(path)!r}: a rule "
+                f"schedules, got {checks.shown(rule)} for {path_name(path)!r}: a rule "
                 "that learns is for all norms of a clipper. optax.partition gives "
                 "parts of a model their own clippers: optax.partition({'a': clipper_a,"
                 " 'b': clipper_b}, labels)."
