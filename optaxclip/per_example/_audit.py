@@ -174,22 +174,22 @@ def _floats_to_try(array: Array, random: np.random.Generator) -> dict[str, np.nd
     powers = random.integers(
         low=largest_power // 12, high=largest_power // 2, size=positions // 2
     )
-    sizes = np.exp2(powers)
-    size_by_pattern = {}
-    size_by_pattern["random +-2^k"] = random.permutation([*sizes, *-sizes])
+    magnitudes = np.exp2(powers)
+    factors_by_pattern = {}
+    factors_by_pattern["random +-2^k"] = random.permutation([*magnitudes, *-magnitudes])
     for quarters in (1, 2, 3):
         power = quarters * largest_power // 4
         large = 2.0**power
         # The third number is what rounding loses beside the large ones.
-        size_by_pattern[f"aligned +-2^{power}"] = np.array([large, -large, 12.3])
-    for size in (np.nan, np.inf, 1e-30, 1e9, 1e30):
-        size_by_pattern[f"{size:g}"] = np.full(positions, size)
+        factors_by_pattern[f"aligned +-2^{power}"] = np.array([large, -large, 12.3])
+    for magnitude in (np.nan, np.inf, 1e-30, 1e9, 1e30):
+        factors_by_pattern[f"{magnitude:g}"] = np.full(positions, magnitude)
     rows = {}
-    for pattern, sizes in size_by_pattern.items():
+    for pattern, factors in factors_by_pattern.items():
         # Filled up with zeros, or cut, to the number of positions.
-        factors = np.zeros(positions)
-        count = min(positions, sizes.size)
-        factors[:count] = sizes[:count]
-        row = np.multiply.outer(factors, direction)
+        factor_of_position = np.zeros(positions)
+        count = min(positions, factors.size)
+        factor_of_position[:count] = factors[:count]
+        row = np.multiply.outer(factor_of_position, direction)
         rows[pattern] = row.reshape(array.shape)
     return rows

@@ -97,6 +97,8 @@ def weights_of(
     counted_norms = jnp.where(is_counted[:, None], norms, 0.0)
     limits_of_norms = jnp.broadcast_to(limits.of_groups(norms, is_counted), norms.shape)
     new_norms = shrunk_by(limits.shrink, counted_norms, limits_of_norms, problem.call)
+    # The factor is the square of `root`. `reported` is the factor as one number, which
+    # stays within the normal numbers of its dtype.
     factor = factor_between(counted_norms, new_norms)
     ones = jnp.ones_like(counted_norms[:, 0])
     return Weights(
