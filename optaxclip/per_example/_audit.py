@@ -65,7 +65,7 @@ def sensitivity(
       A `Sensitivity`: the largest `change`, and the `pattern` that makes it.
 
     Raises:
-      ValueError: a mean instead of a sum, or no batch.
+      ValueError: a mean instead of a sum, or a batch of fewer than two examples.
       TypeError: a `grad_fn` that is not a function, or takes no `mask=`.
 
     Example:
@@ -85,12 +85,14 @@ def sensitivity(
     # On one device, also where a mesh has split it.
     batch = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), batch)
     arrays = jax.tree.leaves(batch)
-    if not arrays:
+    sizes = {len(array) if array.ndim else 0 for array in arrays}
+    if len(sizes) != 1 or min(sizes) < 2:
         raise ValueError(
-            "sensitivity: there is no batch. Give its arrays after the parameters: "
-            "sensitivity(grad_fn, params, x, y, limit=1.0)."
+            "sensitivity: the arrays of the batch must share their first axis, of at "
+            f"least two examples, got sizes {sorted(sizes)}. Give them after "
+            "the parameters: sensitivity(grad_fn, params, x, y, limit=1.0)."
         )
-    size = len(arrays[0])
+    (size,) = sizes
 
     def sums_of(batch: PyTree, mask: np.ndarray) -> list[np.ndarray]:
         result = grad_fn(params, *batch, mask=mask)
