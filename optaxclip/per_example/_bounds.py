@@ -83,7 +83,7 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
             roundings = width
             # A norm by gram is one number instead.
             squares += leaf.size * device_count(mesh_axes)
-        # A gradient times its factor is rounded at most four times.
+        # A gradient times its factor and the divisor is rounded four times.
         error = gamma(roundings + turns + 4, _dtype_of_sum(plan, leaf))
         error += _error_of_factors(plan)
         sum_errors.append(terms_over_gradient * error)

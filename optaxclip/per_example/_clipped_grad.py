@@ -268,7 +268,12 @@ def clipped_grad(
             )
         problem = signature.problem_of(args, mask)
         groups = limits.groups_of(problem.params)
-        problem = problem._replace(limits=limits, groups=groups, is_sum=not mean)
+        problem = problem._replace(limits=limits, groups=groups)
+        divisor = None
+        if mean:
+            # Broken examples too. A batch that is all masked gives 0 / 1.
+            divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
+            problem = problem._replace(divisor=divisor, is_sum=False)
         # Bounds are plain numbers, and shard_map returns arrays only. So each device
         # appends its bounds, which are the same on all.
         bounds_of_devices: list[Bounds] = []
@@ -281,12 +286,8 @@ def clipped_grad(
         sums, nonfinite, examples = on_each_device(run_on_device, problem)
         norms, factors, values, aux = examples
         params, treedef = jax.tree.flatten(problem.params)
-        divisor = None
         if mean:
-            # Broken examples too. A batch that is all masked gives 0 / 1.
-            divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
-            means = [total / divisor for total in sums]
-            sums = [x.astype(param.dtype) for x, param in zip(means, params)]
+            sums = [x.astype(param.dtype) for x, param in zip(sums, params)]
         sensitivity = None
         longest = None
         bounds = bounds_of_devices[0]
@@ -311,7 +312,7 @@ def clipped_grad(
 
     def clip_on_device(problem: Problem) -> tuple[DeviceResult, Bounds]:
         # norms |g_i| and factors f_i = shrink(|g_i|, C) / |g_i|, by `weights_of`
-        # sums = sum_i f_i g_i, by `Weights.weighted_sum` or from cotangents
+        # sums = sum_i f_i g_i / divisor, by `Weights.weighted_sum` or from cotangents
         problem = signature.on_device(problem)
         choice = choose(problem, method, microbatch)
         # A max_norm function needs all norms first, so the whole batch is one

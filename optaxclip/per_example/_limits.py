@@ -50,10 +50,11 @@ class Weights(NamedTuple):
     # count.
     factors: Array
     is_counted: Array  # bool[batch]: is not masked, and has finite norms
+    inverse_divisor: Array  # float32[batch]: the same number for all examples
 
     def weighted_sum(self, leaf: Array, group: int) -> Array:
         """The sum over the batch of the gradients that count, times the factors of a
-        group, in float32 or wider.
+        group, over the divisor, in float32 or wider.
         """
         root = along_batch(self.roots[:, group], leaf)
         is_counted = along_batch(self.is_counted, leaf)
@@ -63,7 +64,7 @@ class Weights(NamedTuple):
         # A dot, which on a CPU is four times as fast as a sum over the first axis. At
         # the highest precision, because GPU and TPU would round to fewer bits.
         return jnp.tensordot(
-            self.is_counted.astype(wide),
+            self.inverse_divisor.astype(wide),
             clipped,
             axes=1,
             precision=lax.Precision.HIGHEST,
@@ -100,11 +101,13 @@ def weights_of(
     # The factor is the square of `root`. `reported` is the factor as one number, which
     # stays within the normal numbers of its dtype.
     factor = factor_between(counted_norms, new_norms)
+    ones = jnp.ones_like(counted_norms[:, 0])
     return Weights(
         norms=jnp.where(present[:, None], norms, 0.0),
         roots=factor.root,
         factors=jnp.where(is_counted[:, None], factor.reported, 0.0),
         is_counted=is_counted,
+        inverse_divisor=ones / in_norm_dtype(norms.dtype, problem.divisor),
     )
 
 

@@ -40,7 +40,7 @@ class Problem(NamedTuple):
     | fields | are set by |
     |---|---|
     | call, loss, params, batch, present, shared | `Signature.problem_of` |
-    | limits, groups, is_sum | `clipped_grad`, for each call |
+    | limits, groups, divisor, is_sum | `clipped_grad`, for each call |
     | devices | `on_each_device`, on a mesh with Explicit axes |
     | splits, mesh_axes, program, result_types | `Signature.on_device`, on each device |
     """
@@ -56,6 +56,7 @@ class Problem(NamedTuple):
     splits: Sequence[AxisNames] = ()
     limits: Any = None  # `Limits`, of `max_norm`. None in `explain_clipped_grad`
     groups: Sequence[int] = ()  # for each parameter, the number of its limit
+    divisor: Any = 1  # of the sum of the clipped gradients
     is_sum: bool = True  # False: a mean
     devices: int = 1  # of an Explicit mesh, that share the batch
     # Inside shard_map and pmap: the mesh axes along which examples differ

@@ -41,7 +41,7 @@ from ._norms import (
     sums_of_rows,
 )
 from ._sites import Site
-from ._weighted_sums import terms_of_sum
+from ._weighted_sums import SplitFactors, terms_of_sum
 
 
 @dataclass(frozen=True)
@@ -199,8 +199,8 @@ class SummedPlan(OuterProductPlan):
         """The sum of f G over examples, as [stack, rows, columns]."""
         captured_here = self._captured_here(captured)
         is_counted = weights.is_counted
-        roots = weights.roots[:, limit_group]
-        dtype = np.promote_types(self.param.dtype, roots.dtype)
+        factors = SplitFactors(weights.roots[:, limit_group], weights.inverse_divisor)
+        dtype = np.promote_types(self.param.dtype, factors.roots.dtype)
         zeros = jnp.zeros(self.matrix_shape, dtype)
         zeros = varying_as_any_of(zeros, (captured_here, self.param, is_counted))
         positions_at_once = min(self.positions, self.terms_at_once)
@@ -214,7 +214,7 @@ class SummedPlan(OuterProductPlan):
             is_counted: Array,
             captured: CapturedOfSites,
             norm_array: Array,
-            roots: Array,
+            factors: SplitFactors,
         ) -> tuple[Array, None]:
             terms = []
             for matrix, outer in self._products_to_sum(captured, norm_array):
@@ -224,7 +224,7 @@ class SummedPlan(OuterProductPlan):
                 terms += terms_of_sum(
                     outer,
                     is_counted,
-                    roots,
+                    factors,
                     zeros=zeros,
                     positions_at_once=positions_at_once,
                     precision=precision,
@@ -235,7 +235,7 @@ class SummedPlan(OuterProductPlan):
             step,
             passes.KahanSum(zeros, zeros),
             is_counted,
-            batch=(captured_here, norm_array, roots),
+            batch=(captured_here, norm_array, factors),
             most=min(examples_at_once, is_counted.size),
             plus=passes.KahanSum.plus,
         )

@@ -5,6 +5,8 @@
 It is a matrix product of a and f c.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -17,10 +19,19 @@ from ._forms import OuterProducts
 Precision = lax.Precision | tuple[lax.Precision, lax.Precision] | None
 
 
+class SplitFactors(NamedTuple):
+    """The factors of examples, f = root * root * inverse_divisor. A root stays in the
+    range of its dtype where f would leave it.
+    """
+
+    roots: Array  # float32[example]
+    inverse_divisors: Array  # float32[example]: 1 over the divisor of the sum
+
+
 def terms_of_sum(
     outer: OuterProducts,
     is_counted: Array,
-    roots: Array,
+    factors: SplitFactors,
     *,
     zeros: Array,
     positions_at_once: int,
@@ -28,11 +39,9 @@ def terms_of_sum(
 ) -> list[Array]:
     """The weighted sum of the gradients of some examples, in parts: sums over at most
     `positions_at_once` positions of each. All are like `zeros`, [stack, rows, columns].
-    `roots` has the square roots of the factors, which stay in the range of their dtype
-    where a factor would leave it.
     """
     terms = []
-    for a, c in _weighted(outer, is_counted, roots, zeros.dtype):
+    for a, c in _weighted(outer, is_counted, factors, zeros.dtype):
         positions = a.shape[2]
         for start in range(0, positions, positions_at_once):
             block = slice(start, start + positions_at_once)
@@ -42,7 +51,7 @@ def terms_of_sum(
 
 
 def _weighted(
-    outer: OuterProducts, is_counted: Array, roots: Array, dtype: np.dtype
+    outer: OuterProducts, is_counted: Array, factors: SplitFactors, dtype: np.dtype
 ) -> list[OuterProducts]:
     """Outer products a_t (f c_t)', 0 in examples that do not count. For bfloat16 there
     are two, whose sum it is.
@@ -51,7 +60,8 @@ def _weighted(
     # Selected, since 0 times NaN is NaN.
     a = jnp.where(along_batch(is_counted, a), a, 0)
     c = jnp.where(along_batch(is_counted, c), c, 0)
-    weighted_c = times_square(c.astype(dtype), along_batch(roots, c))
+    weighted_c = times_square(c.astype(dtype), along_batch(factors.roots, c))
+    weighted_c *= along_batch(factors.inverse_divisors, c).astype(dtype)
     is_bfloat16 = a.dtype == c.dtype == jnp.bfloat16
     if is_bfloat16 and weighted_c.dtype == np.float32:
         # As fast on a GPU and a TPU as one product that gives bfloat16.
