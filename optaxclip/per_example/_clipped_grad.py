@@ -200,7 +200,8 @@ def clipped_grad(
         mask of the wrong shape, or limits that do not fit the parameters.
       ValueError, for the loss: one that `jax.vmap` shows the whole batch
         (`jax.custom_batching`, callbacks and `ffi_call` with a `vmap_method` other than
-        "sequential"), or one that joins devices with different examples (`lax.psum`).
+        "sequential"), or one that joins devices with different examples, or the batches
+        of an outer `jax.vmap` (`lax.psum`).
         In pmap or with check_vma=False every loss that joins devices, with
         `mesh_axes="auto"`. A convolution with `feature_group_count` that ghost clipping
         cannot take, with a limit that is a function.
