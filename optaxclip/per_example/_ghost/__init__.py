@@ -28,13 +28,12 @@ Differentially private optimization on large model at small cost, 2023 (arXiv
 2210.00038).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from ..._jaxpr import has_backward_rule
@@ -91,8 +90,7 @@ class Ghost:
             arrays = [source.array for source in sources]
             term_bounds = [source.term_bounds for source in sources]
             weights = weights_of(run.problem, arrays, present, term_bounds)
-            groups = run.problem.groups
-            sums = self._weighted_sums(captured, arrays, weights, groups)
+            sums = self._weighted_sums(run, captured, arrays, weights)
             values, aux = jax.tree.unflatten(self.out_tree, outputs)
             return sums, ExampleResults(weights, values, aux)
 
@@ -159,17 +157,10 @@ class Ghost:
         return jax.vjp(function_of_some, widened(params))
 
     def _weighted_sums(
-        self,
-        captured: CapturedOfSites,
-        norm_arrays: Arrays,
-        weights: Weights,
-        limit_groups: Sequence[int],
+        self, run: Run, captured: CapturedOfSites, norm_arrays: Arrays, weights: Weights
     ) -> Arrays:
         """The sum over examples of gradients times factors, in float32 or wider."""
-        sums = []
-        for param in self.params:
-            dtype = np.promote_types(param.dtype, np.float32)
-            sums.append(jnp.zeros_like(param, dtype))
+        sums = run.zeros()
 
         def order(param_index: int) -> tuple[bool, int]:
             """Gradients that were made are first, and free their memory. Then the last
@@ -183,7 +174,10 @@ class Ghost:
             if isinstance(plan, UnusedPlan):
                 continue
             total = plan.weighted_sum(
-                captured, norm_arrays[param_index], weights, limit_groups[param_index]
+                captured,
+                norm_arrays[param_index],
+                weights,
+                run.problem.groups[param_index],
             )
             is_counted = _after(total, weights.is_counted)
             weights = weights._replace(is_counted=is_counted)
