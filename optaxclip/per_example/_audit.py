@@ -100,22 +100,15 @@ def sensitivity(
         return [np.asarray(leaf).astype(np.complex128) for leaf in leaves]
 
     # Masked in its place: in a shorter batch the gradients of others have other bits.
-    first_left_out = np.arange(size) > 0
-    sums_without = sums_of(batch, first_left_out)
-    all_present = np.ones(size, bool)
+    sums_without = sums_of(batch, mask=np.arange(size) > 0)
     results = []
     with np.errstate(all="ignore"):
         for pattern, example in _examples_to_try(batch):
-            batch_with = jax.tree.map(_with_first, batch, example)
-            sums_with = sums_of(batch_with, all_present)
+            batch_with = jax.tree.map(lambda x, row: x.at[0].set(row), batch, example)
+            sums_with = sums_of(batch_with, mask=np.ones(size, bool))
             change = _distance(sums_with, sums_without)
             results.append(Sensitivity(change, pattern, limit))
     return max(results, key=lambda result: result.change)
-
-
-def _with_first(array: Array, row: Array) -> Array:
-    """An array of the batch, with another example in the first place."""
-    return array.at[0].set(row)
 
 
 def _distance(sums_with: list[np.ndarray], sums_without: list[np.ndarray]) -> float:
@@ -153,16 +146,13 @@ def _examples_to_try(batch: PyTree) -> Iterator[tuple[str, PyTree]]:
         for pattern, replacement in replacements.items():
             rows = list(alike)
             rows[index] = jnp.asarray(replacement, array.dtype)
-            name = f"{pattern} in batch{keystr(path)}"
-            yield name, treedef.unflatten(rows)
+            yield f"{pattern} in batch{keystr(path)}", treedef.unflatten(rows)
 
 
 def _tokens_to_try(array: Array, random: np.random.Generator) -> dict[str, np.ndarray]:
     """For integers, one token of the batch at all positions, by names of patterns."""
-    tokens = np.unique(array)
-    count = min(TRIED, tokens.size)
+    chosen = random.permutation(np.unique(array))[:TRIED]
     shape = array.shape[1:]
-    chosen = random.choice(tokens, count, replace=False)
     return {str(token): np.full(shape, token) for token in chosen}
 
 
@@ -177,8 +167,8 @@ def _floats_to_try(array: Array, random: np.random.Generator) -> dict[str, np.nd
         low=largest_power // 12, high=largest_power // 2, size=positions // 2
     )
     magnitudes = np.exp2(powers)
-    factors_by_pattern = {}
-    factors_by_pattern["random +-2^k"] = random.permutation([*magnitudes, *-magnitudes])
+    random_factors = random.permutation([*magnitudes, *-magnitudes])
+    factors_by_pattern = {"random +-2^k": random_factors}
     for quarters in (1, 2, 3):
         power = quarters * largest_power // 4
         large = 2.0**power

@@ -181,8 +181,9 @@ class Limits(NamedTuple):
             new_limit = numpy.where(is_proved, new_limit, np.inf)
             limit_of_sum = numpy.hypot(limit_of_sum, new_limit)
         # A difference of sums that are inf has no bound.
-        is_in_range = limit_of_sum < LARGEST_NUMBER / longest
-        limit_of_sum = numpy.where(is_in_range, limit_of_sum, np.inf)
+        limit_of_sum = numpy.where(
+            limit_of_sum < LARGEST_NUMBER / longest, limit_of_sum, np.inf
+        )
         if is_traced:
             return limit_of_sum * (1 + len(self.values) * 2.0**-22)
         return None if np.isinf(limit_of_sum) else limit_of_sum
