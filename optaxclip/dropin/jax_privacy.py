@@ -125,9 +125,10 @@ class BoundedSensitivityCallable:
           neighboring_relation: of `dp_accounting.NeighboringRelation`, or its name:
             ADD_OR_REMOVE_ONE and REPLACE_SPECIAL (by nothing) give the bound,
             REPLACE_ONE twice the bound. The bound is inf where none is proved: for a
-            limit of inf or between 0 and 1e-5, with `rescale_to_unit_norm` also for 0,
-            for sums that `dtype` rounds to 16 bits, and for 2^24 parameters or more
-            where JAX has a GPU or TPU.
+            limit of inf or between 0 and 1e-5, with `rescale_to_unit_norm` also for
+            0, for random numbers from keys other than threefry's, for sums that `dtype`
+            rounds to 16 bits, and for 2^24 parameters or more where JAX has a GPU or
+            TPU.
         """
         # No import of dp_accounting, which takes seconds and is not always there.
         name = getattr(neighboring_relation, "name", neighboring_relation)

@@ -65,7 +65,7 @@ def sensitivity(
       A `Sensitivity`: the largest `change`, and the `pattern` that makes it.
 
     Raises:
-      ValueError: a mean instead of a sum, or no batch.
+      ValueError: a mean instead of a sum, or a batch of fewer than two examples.
       TypeError: a `grad_fn` that is not a function, or takes no `mask=`.
 
     Example:
@@ -85,12 +85,14 @@ def sensitivity(
     # On one device, also where a mesh has split it.
     batch = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), batch)
     arrays = jax.tree.leaves(batch)
-    if not arrays:
+    sizes = {len(array) if array.ndim else 0 for array in arrays}
+    if len(sizes) != 1 or min(sizes) < 2:
         raise ValueError(
-            "sensitivity: there is no batch. Give its arrays after the parameters: "
-            "sensitivity(grad_fn, params, x, y, limit=1.0)."
+            "sensitivity: the arrays of the batch must share their first axis, of at "
+            f"least two examples, got sizes {sorted(sizes)}. Give them after "
+            "the parameters: sensitivity(grad_fn, params, x, y, limit=1.0)."
         )
-    size = len(arrays[0])
+    (size,) = sizes
 
     def sums_of(batch: PyTree, mask: np.ndarray) -> list[np.ndarray]:
         result = grad_fn(params, *batch, mask=mask)
@@ -98,22 +100,15 @@ def sensitivity(
         return [np.asarray(leaf).astype(np.complex128) for leaf in leaves]
 
     # Masked in its place: in a shorter batch the gradients of others have other bits.
-    first_left_out = np.arange(size) > 0
-    sums_without = sums_of(batch, first_left_out)
-    all_present = np.ones(size, bool)
+    sums_without = sums_of(batch, mask=np.arange(size) > 0)
     results = []
     with np.errstate(all="ignore"):
         for pattern, example in _examples_to_try(batch):
-            batch_with = jax.tree.map(_with_first, batch, example)
-            sums_with = sums_of(batch_with, all_present)
+            batch_with = jax.tree.map(lambda x, row: x.at[0].set(row), batch, example)
+            sums_with = sums_of(batch_with, mask=np.ones(size, bool))
             change = _distance(sums_with, sums_without)
             results.append(Sensitivity(change, pattern, limit))
     return max(results, key=lambda result: result.change)
-
-
-def _with_first(array: Array, row: Array) -> Array:
-    """An array of the batch, with another example in the first place."""
-    return array.at[0].set(row)
 
 
 def _distance(sums_with: list[np.ndarray], sums_without: list[np.ndarray]) -> float:
@@ -151,16 +146,13 @@ def _examples_to_try(batch: PyTree) -> Iterator[tuple[str, PyTree]]:
         for pattern, replacement in replacements.items():
             rows = list(alike)
             rows[index] = jnp.asarray(replacement, array.dtype)
-            name = f"{pattern} in batch{keystr(path)}"
-            yield name, treedef.unflatten(rows)
+            yield f"{pattern} in batch{keystr(path)}", treedef.unflatten(rows)
 
 
 def _tokens_to_try(array: Array, random: np.random.Generator) -> dict[str, np.ndarray]:
     """For integers, one token of the batch at all positions, by names of patterns."""
-    tokens = np.unique(array)
-    count = min(TRIED, tokens.size)
+    chosen = random.permutation(np.unique(array))[:TRIED]
     shape = array.shape[1:]
-    chosen = random.choice(tokens, count, replace=False)
     return {str(token): np.full(shape, token) for token in chosen}
 
 
@@ -174,22 +166,22 @@ def _floats_to_try(array: Array, random: np.random.Generator) -> dict[str, np.nd
     powers = random.integers(
         low=largest_power // 12, high=largest_power // 2, size=positions // 2
     )
-    sizes = np.exp2(powers)
-    size_by_pattern = {}
-    size_by_pattern["random +-2^k"] = random.permutation([*sizes, *-sizes])
+    magnitudes = np.exp2(powers)
+    random_factors = random.permutation([*magnitudes, *-magnitudes])
+    factors_by_pattern = {"random +-2^k": random_factors}
     for quarters in (1, 2, 3):
         power = quarters * largest_power // 4
         large = 2.0**power
         # The third number is what rounding loses beside the large ones.
-        size_by_pattern[f"aligned +-2^{power}"] = np.array([large, -large, 12.3])
-    for size in (np.nan, np.inf, 1e-30, 1e9, 1e30):
-        size_by_pattern[f"{size:g}"] = np.full(positions, size)
+        factors_by_pattern[f"aligned +-2^{power}"] = np.array([large, -large, 12.3])
+    for magnitude in (np.nan, np.inf, 1e-30, 1e9, 1e30):
+        factors_by_pattern[f"{magnitude:g}"] = np.full(positions, magnitude)
     rows = {}
-    for pattern, sizes in size_by_pattern.items():
+    for pattern, factors in factors_by_pattern.items():
         # Filled up with zeros, or cut, to the number of positions.
-        factors = np.zeros(positions)
-        count = min(positions, sizes.size)
-        factors[:count] = sizes[:count]
-        row = np.multiply.outer(factors, direction)
+        factor_of_position = np.zeros(positions)
+        count = min(positions, factors.size)
+        factor_of_position[:count] = factors[:count]
+        row = np.multiply.outer(factor_of_position, direction)
         rows[pattern] = row.reshape(array.shape)
     return rows

@@ -23,6 +23,7 @@ import numpy as np
 from jax import Array
 from jax.extend.backend import backends
 
+from .._jaxpr import has_bits_that_vmap_changes
 from .._mesh import device_count
 from ._choose import Choice
 from ._ghost._norms import gamma
@@ -55,7 +56,10 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     leaves = jax.tree.leaves(problem.params)
     sizes = [size, *(leaf.size for leaf in leaves)]
     # Sizes of jax.export may be symbols.
-    if not all(isinstance(size, int) for size in sizes):
+    is_known = all(isinstance(size, int) for size in sizes)
+    # jax.vmap draws the bits of all examples from the key of the first one.
+    equations = problem.program.jaxpr.eqns
+    if not is_known or any(map(has_bits_that_vmap_changes, equations)):
         return Bounds(excess=np.inf, change=np.inf, longest=np.inf)
     # All devices add up the examples of a turn, and then there is a sum over turns.
     width = min((choice.microbatch or size) * devices, size)

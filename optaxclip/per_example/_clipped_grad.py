@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._checks import check_flag, shown
 from .._mesh import MeshAxes
@@ -45,8 +44,10 @@ class ClippedGrad(NamedTuple):
         rounding adds (`explain_clipped_grad` shows the parts). `add_noise` multiplies
         by it. It is for examples that join and leave at a place of their own, so it is
         None without `mask=`. It is also None for a mean, without a limit (None or inf),
-        for a limit between 0 and 1e-5 (inf if jit traces the limit), with
-        `private=False`, with some shrinks, and where no finite bound is proved.
+        for a limit between 0 and 1e-5 (inf if jit traces the limit), for sums that may
+        leave the range of float32, with `private=False`, with some shrinks, for random
+        numbers from keys other than threefry's, which `jax.vmap` draws from the key of
+        the first example, and where no finite bound is proved.
       longest: how long the sum may be at most. None like `sensitivity`.
     """
 
@@ -199,7 +200,8 @@ def clipped_grad(
         mask of the wrong shape, or limits that do not fit the parameters.
       ValueError, for the loss: one that `jax.vmap` shows the whole batch
         (`jax.custom_batching`, callbacks and `ffi_call` with a `vmap_method` other than
-        "sequential"), or one that joins devices with different examples (`lax.psum`).
+        "sequential"), or one that joins devices with different examples, or the batches
+        of an outer `jax.vmap` (`lax.psum`).
         In pmap or with check_vma=False every loss that joins devices, with
         `mesh_axes="auto"`. A convolution with `feature_group_count` that ghost clipping
         cannot take, with a limit that is a function.
@@ -290,11 +292,11 @@ def clipped_grad(
         sensitivity = None
         longest = None
         bounds = bounds_of_devices[0]
-        limit = limits.of_sum()
+        limit = limits.of_sum(bounds.longest)
         # Without a mask, one example less is another program, in which the gradients of
         # all others may have other bits.
         is_proved = private and not mean and mask is not None
-        if is_proved and limit is not None and np.isfinite(bounds.change):
+        if is_proved and limit is not None:
             sensitivity = limit * (1 + bounds.change) * ROUNDED_UP
             longest = limit * bounds.longest * ROUNDED_UP
         return ClippedGrad(

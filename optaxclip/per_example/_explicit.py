@@ -55,7 +55,7 @@ class MeshRoles(NamedTuple):
         """
         entries = []
         for entry in _spec_of(x):
-            names = _without(self.manual_axes, names_in(entry))
+            names = _without(names_in(entry), self.manual_axes)
             entries.append(names or None)
         placed_spec = P(*spec, *entries[len(spec) :])
         return jax.reshard(x, NamedSharding(self.mesh, placed_spec))
@@ -76,7 +76,7 @@ class MeshRoles(NamedTuple):
                 total = lax.psum_scatter(
                     total, names, scatter_dimension=dim, tiled=True
                 )
-        return lax.psum(total, _without(_names_of(spec), self.batch_axes))
+        return lax.psum(total, _without(self.batch_axes, _names_of(spec)))
 
 
 def on_each_device(
@@ -160,5 +160,5 @@ def _names_of(spec: Any) -> set[str]:
     return names
 
 
-def _without(left_out: set[str], names: AxisNames) -> AxisNames:
+def _without(names: AxisNames, left_out: set[str]) -> AxisNames:
     return tuple(name for name in names if name not in left_out)

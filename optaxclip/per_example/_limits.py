@@ -35,6 +35,7 @@ MAX_CANCELLATION = 16
 # Numbers below 1.2e-38 may be flushed to 0. The bounds leave them out, which is proved
 # for limits C >= LEAST_LIMIT, and for factors up to C / LEAST_LIMIT.
 LEAST_LIMIT = 1e-5
+LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
 
 class Weights(NamedTuple):
@@ -97,6 +98,8 @@ def weights_of(
     counted_norms = jnp.where(is_counted[:, None], norms, 0.0)
     limits_of_norms = jnp.broadcast_to(limits.of_groups(norms, is_counted), norms.shape)
     new_norms = shrunk_by(limits.shrink, counted_norms, limits_of_norms, problem.call)
+    # The factor is the square of `root`. `reported` is the factor as one number, which
+    # stays within the normal numbers of its dtype.
     factor = factor_between(counted_norms, new_norms)
     ones = jnp.ones_like(counted_norms[:, 0])
     return Weights(
@@ -154,9 +157,10 @@ class Limits(NamedTuple):
         # Without an example there is no median.
         return jnp.where(jnp.any(is_counted), limit, 0)
 
-    def of_sum(self) -> Any:
+    def of_sum(self, longest: float) -> Any:
         """The limit of all groups together, the root of the sum of their squares, or
-        None where none is proved. For a traced limit that is not proved it is inf.
+        None where none is proved. For a traced limit that is not proved it is inf. The
+        sum may be `longest` limits long.
         """
         if not _is_proved(self.shrink):
             return None
@@ -172,10 +176,14 @@ class Limits(NamedTuple):
                 limit = jnp.maximum(in_norm_dtype(jnp.result_type(float), value), 0)
             else:
                 limit = float(value)
-            is_proved = (limit == 0) | (limit >= LEAST_LIMIT) & (limit < np.inf)
+            is_proved = (limit == 0) | (limit >= LEAST_LIMIT)
             new_limit = 1.0 if self.shrink is over_limit else limit
             new_limit = numpy.where(is_proved, new_limit, np.inf)
             limit_of_sum = numpy.hypot(limit_of_sum, new_limit)
+        # A difference of sums that are inf has no bound.
+        limit_of_sum = numpy.where(
+            limit_of_sum < LARGEST_NUMBER / longest, limit_of_sum, np.inf
+        )
         if is_traced:
             return limit_of_sum * (1 + len(self.values) * 2.0**-22)
         return None if np.isinf(limit_of_sum) else limit_of_sum

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .._checks import check_real
+from .._sums import divided
 
 
 def noise_share(norms_of_parts: ArrayLike, norm: ArrayLike) -> jax.Array:
@@ -63,7 +64,7 @@ def noise_share(norms_of_parts: ArrayLike, norm: ArrayLike) -> jax.Array:
         )
     # Ratios, since the squares of large norms leave the range of float32.
     norm = jnp.asarray(norm, jnp.promote_types(norms.dtype, jnp.float32))
-    ratios = jnp.where(norms == 0, 0.0, norms / norm)
+    ratios = jnp.where(norms == 0, 0.0, divided(norms, norm))
     # Rounding alone may make it negative.
     share = jnp.maximum(jnp.mean(ratios**2) - 1, 0) / (norms.size - 1)
     is_finite = jnp.isfinite(norm) & jnp.all(jnp.isfinite(norms))

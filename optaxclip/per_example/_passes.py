@@ -66,13 +66,13 @@ class Run(NamedTuple):
         """Runs `step(present, examples)` on each microbatch."""
         return in_microbatches(
             step,
-            self._zeros(),
+            self.zeros(),
             self.problem.present,
             (self.problem.batch,),
             self.microbatch,
         )
 
-    def _zeros(self) -> Arrays:
+    def zeros(self) -> Arrays:
         """Sums of no gradients, in float32 or wider: in 16 bits small gradients would
         be lost beside their sum.
         """

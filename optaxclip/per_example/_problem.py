@@ -3,7 +3,7 @@ which of them are differentiated, shared by all examples, or a batch.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,17 +196,24 @@ class Signature(NamedTuple):
 
     def _check_program(self, program: ClosedJaxpr, batch: PyTree) -> None:
         """Raises ValueError for an equation that joins examples, or that joins devices
-        along mesh axes of the batch.
+        along mesh axes of the batch, or batches along an axis of an outer `jax.vmap`.
         """
         manual = mesh_types.manual_axes()
         mesh_axes = varying(batch)
         if self.mesh_axes == "auto" and not mesh_types.has_types(manual):
             # Nothing says which mesh axes split parameters, and which the batch.
             mesh_axes = frozenset(manual)
-        for outer in program.jaxpr.eqns:
-            for eqn in every_equation(outer):
-                self._check_examples(eqn)
-                self._check_devices(eqn, mesh_axes)
+        equations: list[JaxprEqn] = []
+        for eqn in program.jaxpr.eqns:
+            equations += every_equation(eqn)
+        # A loss may split its work over devices. All other names are of jax.vmap.
+        safe_axes = set(manual)
+        for eqn in equations:
+            if eqn.primitive.name == "shard_map":
+                safe_axes.update(eqn.params["mesh"].axis_names)
+        for eqn in equations:
+            self._check_examples(eqn)
+            self._check_devices(eqn, safe_axes - mesh_axes)
 
     def _check_examples(self, eqn: JaxprEqn) -> None:
         """Raises ValueError for an equation to which jax.vmap shows the whole batch."""
@@ -225,9 +232,9 @@ class Signature(NamedTuple):
             f"others, and no limit would bound what it does. {cure}"
         )
 
-    def _check_devices(self, eqn: JaxprEqn, mesh_axes: Iterable[str]) -> None:
-        """Raises ValueError for an equation that joins devices along these axes."""
-        joined = _joined_axes(eqn).intersection(mesh_axes)
+    def _check_devices(self, eqn: JaxprEqn, safe_axes: set[str]) -> None:
+        """Raises ValueError for an equation that joins values along other axes."""
+        joined = _joined_axes(eqn) - safe_axes
         if joined:
             raise ValueError(
                 f"{self.call}: the loss of one example has a {eqn.primitive} over "
@@ -335,7 +342,7 @@ def _axes_of_batch(batch: PyTree, splits: Sequence[AxisNames]) -> AxisNames:
 
 
 def _joined_axes(eqn: JaxprEqn) -> set[str]:
-    """The mesh axes along which an equation joins values of several devices."""
+    """The named axes along which an equation joins values."""
     if eqn.primitive.name in ("axis_index", "pvary", "pcast"):
         return set()
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))

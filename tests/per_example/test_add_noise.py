@@ -233,6 +233,7 @@ WITHOUT_LIMIT = {
     "private=False": lambda: result_of(1.0, private=False),
     "no mask": lambda: result_of(1.0, None),
     "too small a limit": lambda: result_of({"w": 1.0, "b": 0.9e-5}),
+    "a limit whose sum may be inf": lambda: result_of(2e38),
     "a shrink over the limit": lambda: result_of(1.0, shrink=lambda n, c: 2 * n),
     "a shrink that sees all": lambda: result_of(1.0, shrink=n_over_largest),
     "normalize": lambda: result_of(1.0, shrink=shrinks.normalize),
@@ -289,6 +290,22 @@ def test_where_nothing_is_proved_there_is_no_bound():
     mask = jax.ShapeDtypeStruct((2**24,), bool)
     found = jax.eval_shape(lambda x, m: grad(0.0, x, mask=m), shapes, mask)
     assert found.sensitivity is None and found.longest is None
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_keys_that_vmap_draws_together_prove_nothing(impl):
+    """The key in the first place, which is masked, is the key of all."""
+    mask = np.arange(4) > 0
+    keys = jax.random.split(jax.random.key(0, impl=impl), 5)
+
+    def result_beside(key):
+        grad = clipped_grad(lambda w, key: w * jax.random.normal(key), 1.0, mean=False)
+        return grad(1.0, keys[:4].at[0].set(key), mask=mask)
+
+    result = result_beside(keys[0])
+    is_kept = result.grads == result_beside(keys[4]).grads
+    assert is_kept == (impl == "threefry2x32")
+    assert (result.sensitivity is not None) == is_kept
 
 
 @pytest.mark.parametrize("number", [float, np.float32, jnp.float32])

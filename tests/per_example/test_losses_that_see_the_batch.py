@@ -243,6 +243,18 @@ def test_statistics_over_an_inner_axis_are_of_one_example():
     near(result.grads, mean_of_clipped(each, 0.5))
 
 
+@pytest.mark.parametrize("mesh_axes", ["auto", None])
+def test_a_loss_that_joins_the_batches_of_an_outer_vmap_is_refused(mesh_axes):
+    def loss(w, x):
+        h = x @ w
+        return jnp.sum(jnp.tanh(h - lax.pmean(h, "batches")) ** 2)
+
+    grad = clipped_grad(loss, 1.0, mesh_axes=mesh_axes)
+    of_batches = jax.vmap(grad, (None, 0), axis_name="batches")
+    with pytest.raises(ValueError, match=r"has a psum over 'batches' .*test_losses"):
+        of_batches(W, np.stack([XS, XS]))
+
+
 def test_a_callback_of_what_all_share_stays():
     """Without a `vmap_method`, as in `equinox.error_if`, JAX refuses examples."""
 

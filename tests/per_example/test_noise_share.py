@@ -24,7 +24,7 @@ def share_of(parts, function=noise_share):
     return function(np.float32(norms), np.linalg.norm(parts.mean(axis=0)))
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30, 4e37])
 def test_it_is_the_variance_of_the_mean_over_its_square(scale):
     # Norms are rounded to float32, and 8 squares are added.
     for function in (noise_share, jax.jit(noise_share)):

@@ -101,10 +101,13 @@ def test_a_planted_fault_is_found(grad):
     assert found.limit == LIMIT
 
 
-def test_an_audit_without_a_batch_is_refused():
+def test_an_audit_of_fewer_than_two_examples_is_refused():
     grad = clipped_grad(loss, LIMIT, mean=False)
-    with pytest.raises(ValueError, match="sensitivity: there is no batch"):
-        sensitivity(grad, PARAMS, limit=LIMIT)
+    one = jax.tree.map(lambda x: x[:1], BATCH)
+    number = np.float32(1)
+    for batch in ((), (one,), (BATCH, one), (BATCH, number)):
+        with pytest.raises(ValueError, match="share their first axis, of at least two"):
+            sensitivity(grad, PARAMS, *batch, limit=LIMIT)
 
 
 def test_change_and_pattern_are_those_of_the_worst_example():

@@ -28,13 +28,12 @@ Differentially private optimization on large model at small cost, 2023 (arXiv
 2210.00038).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from ..._jaxpr import has_backward_rule
@@ -78,7 +77,7 @@ class Ghost:
         sites = {}
         for plan in self.plans:
             if isinstance(plan, GradientPlan):
-                sites |= {site.number: site for site in plan.sites}
+                sites |= {site.site_index: site for site in plan.sites}
         return list(sites.values())
 
     def clipped_sums(self, run: Run) -> tuple[Arrays, ExampleResults]:
@@ -91,8 +90,7 @@ class Ghost:
             arrays = [source.array for source in sources]
             term_bounds = [source.term_bounds for source in sources]
             weights = weights_of(run.problem, arrays, present, term_bounds)
-            groups = run.problem.groups
-            sums = self._weighted_sums(captured, arrays, weights, groups)
+            sums = self._weighted_sums(run, captured, arrays, weights)
             values, aux = jax.tree.unflatten(self.out_tree, outputs)
             return sums, ExampleResults(weights, values, aux)
 
@@ -106,11 +104,13 @@ class Ghost:
         # The gradient by a parameter that is not used is 0.
         zeros = jnp.zeros(present.size, jnp.float32)
         sources = []
-        for number, plan in enumerate(self.plans):
+        for param_index, plan in enumerate(self.plans):
             if isinstance(plan, OuterProductPlan):
                 source = plan.norm_source(captured, present)
             else:
-                source = NormSource.without_term_bounds(gradients.get(number, zeros))
+                source = NormSource.without_term_bounds(
+                    gradients.get(param_index, zeros)
+                )
             sources.append(source)
         return sources
 
@@ -119,30 +119,32 @@ class Ghost:
         sites = self.gradient_sites
         if not sites:
             return {}
-        numbers = []
-        for number, plan in enumerate(self.plans):
+        param_indices = []
+        for param_index, plan in enumerate(self.plans):
             if isinstance(plan, GradientPlan):
-                numbers.append(number)
+                param_indices.append(param_index)
 
         def gradients_of_one(captured_of_one: CapturedOfSites) -> dict[int, Array]:
             def outputs_of_sites(values: Values) -> dict[int, Arrays]:
                 outputs = {}
                 for site in sites:
-                    inputs = captured_of_one[site.number].inputs
-                    outputs[site.number] = _tapped_outputs(values, site, inputs)
+                    inputs = captured_of_one[site.site_index].inputs
+                    outputs[site.site_index] = _tapped_outputs(values, site, inputs)
                 return outputs
 
-            outputs, backward = self._vjp(outputs_of_sites, numbers)
-            cotangents = {
-                number: arrays.cotangents for number, arrays in captured_of_one.items()
-            }
+            outputs, backward = self._vjp(outputs_of_sites, param_indices)
+            cotangents = {}
+            for site_index, arrays in captured_of_one.items():
+                cotangents[site_index] = arrays.cotangents
             (gradients,) = backward(jax.tree.map(_cast_as, cotangents, outputs))
             return gradients
 
-        captured_of_sites = {site.number: captured[site.number] for site in sites}
+        captured_of_sites = {
+            site.site_index: captured[site.site_index] for site in sites
+        }
         return written(jax.vmap(gradients_of_one)(captured_of_sites))
 
-    def _vjp(self, function: Callable[[Values], Any], numbers: list[int]) -> Any:
+    def _vjp(self, function: Callable[[Values], Any], param_indices: list[int]) -> Any:
         """The derivative of a function of all parameters by some of them, in float32 or
         wider.
         """
@@ -151,54 +153,50 @@ class Ghost:
         def function_of_some(params: dict[int, Array]) -> Any:
             return function(Values(constants | params))
 
-        params = {number: self.params[number] for number in numbers}
+        params = {index: self.params[index] for index in param_indices}
         return jax.vjp(function_of_some, widened(params))
 
     def _weighted_sums(
-        self,
-        captured: CapturedOfSites,
-        norm_arrays: Arrays,
-        weights: Weights,
-        limit_groups: Sequence[int],
+        self, run: Run, captured: CapturedOfSites, norm_arrays: Arrays, weights: Weights
     ) -> Arrays:
         """The sum over examples of gradients times factors, in float32 or wider."""
-        sums = []
-        for param in self.params:
-            dtype = np.promote_types(param.dtype, np.float32)
-            sums.append(jnp.zeros_like(param, dtype))
+        sums = run.zeros()
 
-        def order(number: int) -> tuple[bool, int]:
+        def order(param_index: int) -> tuple[bool, int]:
             """Gradients that were made are first, and free their memory. Then the last
             parameter is first, so that its captured arrays are freed before the arrays
             of others are copied.
             """
-            return isinstance(self.plans[number], OuterProductPlan), -number
+            return isinstance(self.plans[param_index], OuterProductPlan), -param_index
 
-        for number in sorted(range(len(self.plans)), key=order):
-            plan = self.plans[number]
+        for param_index in sorted(range(len(self.plans)), key=order):
+            plan = self.plans[param_index]
             if isinstance(plan, UnusedPlan):
                 continue
             total = plan.weighted_sum(
-                captured, norm_arrays[number], weights, limit_groups[number]
+                captured,
+                norm_arrays[param_index],
+                weights,
+                run.problem.groups[param_index],
             )
             is_counted = _after(total, weights.is_counted)
             weights = weights._replace(is_counted=is_counted)
             if isinstance(plan, OuterProductPlan):
-                total = self._sum_by_parameter(number, plan, total)
-            sums[number] = total
+                total = self._sum_by_parameter(param_index, plan, total)
+            sums[param_index] = total
         return sums
 
     def _sum_by_parameter(
-        self, number: int, plan: OuterProductPlan, sum_by_matrix: Array
+        self, param_index: int, plan: OuterProductPlan, sum_by_matrix: Array
     ) -> Array:
         """The sum of gradients by a parameter, from the sum by its matrix.
 
         The function from a parameter to its matrix is linear. So its derivative is
         applied once, to the sum over examples.
         """
-        matrix, backward = self._vjp(plan.matrices[0].value, [number])
+        matrix, backward = self._vjp(plan.matrices[0].value, [param_index])
         (sums,) = backward(sum_by_matrix.astype(matrix.dtype))
-        return sums[number]
+        return sums[param_index]
 
 
 def _cast_as(x: Array, model: Array) -> Array:

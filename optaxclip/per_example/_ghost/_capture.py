@@ -31,7 +31,7 @@ class Captured(NamedTuple):
     cotangents: list[Array]  # of the outputs that are tapped
 
 
-# By the numbers of sites
+# By the indices of sites
 CapturedOfSites = dict[int, Captured]
 Taps = dict[int, list[Array]]
 
@@ -47,12 +47,12 @@ def capture(
     size = batch[0].shape[0]
     taps: Taps = {}
     for site in program.sites:
-        taps[site.number] = []
+        taps[site.site_index] = []
         for index in site.tapped:
             out_type = site.out_types[index]
             shape = size, *site.scan_lengths, *out_type.shape
             tap = jnp.zeros(shape, out_type.dtype)
-            taps[site.number].append(varying_as(tap, out_type))
+            taps[site.site_index].append(varying_as(tap, out_type))
     # A tap that does not vary over the batch's mesh axes would get the psum of its
     # cotangents. So taps vary as the batch does.
     example_zeros = jnp.zeros(size, jnp.float32)
@@ -69,8 +69,8 @@ def capture(
     (cotangents,) = backward(jnp.ones_like(values))
     inputs, cotangents = written((inputs, cotangents))
     captured = {}
-    for number, inputs_of_site in inputs.items():
-        captured[number] = Captured(inputs_of_site, cotangents[number])
+    for site_index, inputs_of_site in inputs.items():
+        captured[site_index] = Captured(inputs_of_site, cotangents[site_index])
     return [values, *aux], captured
 
 
@@ -82,11 +82,11 @@ def _run(
     Args:
       program: the program.
       args: its inputs.
-      taps: by the numbers of sites.
+      taps: by the indices of sites.
       example_zero: float32[], 0 in each example. A value plus this zero is data.
 
     Returns:
-      The outputs, and by the numbers of sites the data that came in.
+      The outputs, and by the indices of sites the data that came in.
     """
     # By the identity of variables, since literals cannot be hashed.
     values: dict[int, Any] = {}
@@ -116,20 +116,20 @@ def _run(
         else:
             taps_of_body = {}
             for inner_site in body.sites:
-                taps_of_body[inner_site.number] = taps[inner_site.number]
+                taps_of_body[inner_site.site_index] = taps[inner_site.site_index]
             run = _runner_of_body(eqn, body)
             outputs, inputs_of_body = run(inputs, taps_of_body, example_zero)
             inputs_of_sites |= inputs_of_body
         if site:
-            for index, tap in zip(site.tapped, taps[site.number]):
+            for index, tap in zip(site.tapped, taps[site.site_index]):
                 # An output that is the same for all examples would have one cotangent
                 # for all of them.
                 output = outputs[index] + example_zero.astype(outputs[index].dtype)
                 outputs[index] = _tapped(output, tap)
-            inputs_of_sites[site.number] = []
+            inputs_of_sites[site.site_index] = []
             for place, array in enumerate(inputs):
                 if place not in site.operands:
-                    inputs_of_sites[site.number].append(array)
+                    inputs_of_sites[site.site_index].append(array)
         write(outvars, outputs)
     return read(program.jaxpr.outvars), inputs_of_sites
 

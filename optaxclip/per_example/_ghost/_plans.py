@@ -80,7 +80,7 @@ class LeafPlan:
           captured: the arrays of all sites.
           norm_array: of the source of the norms. Here it has the gradients.
           weights: the factors f, and which examples count.
-          limit_group: the number of the limit of the parameter.
+          limit_group: the index of the limit of the parameter.
         """
         return weights.weighted_sum(norm_array, limit_group)
 
@@ -128,8 +128,8 @@ class OuterProductPlan(LeafPlan, ABC):
         return sum(matrix.positions for matrix in self.matrices)
 
     @property
-    def copied_patches(self) -> int:
-        """How many patches of an image are written, each of them twice."""
+    def patch_copies(self) -> int:
+        """How many patches are written: each of an example twice."""
         if self.matrices[0].is_convolution:
             return 2 * self.matrix_shape.stack * self.positions
         return 0
@@ -153,13 +153,13 @@ class OuterProductPlan(LeafPlan, ABC):
         """The outer products of each matrix."""
         products = []
         for matrix in self.matrices:
-            arrays = captured[matrix.site.number]
+            arrays = captured[matrix.site.site_index]
             products.append(matrix.outer_products(arrays, can_shift=self.can_shift))
         return products
 
     def _captured_here(self, captured: CapturedOfSites) -> CapturedOfSites:
         """The captured arrays of the sites that take the parameter."""
-        return {site.number: captured[site.number] for site in self.sites}
+        return {site.site_index: captured[site.site_index] for site in self.sites}
 
     def _examples_at_once(self, captured: CapturedOfSites, size: int) -> int:
         """How many examples are computed at once, so that temporaries take little
@@ -299,7 +299,7 @@ class GramPlan(SummedPlan):
 
     @property
     def temporaries(self) -> int:
-        return 2 * self.position_pairs + self.copied_patches * self.matrix_shape.rows
+        return 2 * self.position_pairs + self.patch_copies * self.matrix_shape.rows
 
     @property
     def extra_work(self) -> int:
@@ -341,7 +341,7 @@ class MatrixPlan(OuterProductPlan):
         numbers_of_position = self.matrix_shape.rows // shifts
         if shifts > 1:
             numbers_of_position += shifts * self.matrix_shape.columns
-        return self.copied_patches * numbers_of_position
+        return self.patch_copies * numbers_of_position
 
     def _source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
@@ -363,8 +363,8 @@ def plans_of(
         if not math.prod(site.scan_lengths) * tapped_size:
             continue
         for place, origin in site.operands.items():
-            for number in origin.params:
-                operands_of_params[number].append(Operand(site, origin))
+            for param_index in origin.param_indices:
+                operands_of_params[param_index].append(Operand(site, origin))
             if site.name not in FORMS:
                 continue
             # The gradient by an operand, such as w + a @ b, gives the gradient by each
@@ -372,8 +372,10 @@ def plans_of(
             operand_size = site.eqn.invars[place].aval.size
             for scan_depth in origin.slicing_scans:
                 operand_size *= site.scan_lengths[scan_depth]
-            for number in origin.params:
-                gradient_sizes[number] = max(gradient_sizes[number], operand_size)
+            for param_index in origin.param_indices:
+                gradient_sizes[param_index] = max(
+                    gradient_sizes[param_index], operand_size
+                )
     plans = []
     for param, operands, size in zip(params, operands_of_params, gradient_sizes):
         plan = _plan_of(param, operands, gradient_size=size, is_bounded=is_bounded)
@@ -386,8 +388,8 @@ def _plan_of(
 ) -> LeafPlan:
     """The plan of one parameter, from all operands that are made of it."""
     # Several operands of one site are one entry.
-    sites_by_number = {operand.site.number: operand.site for operand in operands}
-    sites = list(sites_by_number.values())
+    sites_by_index = {operand.site.site_index: operand.site for operand in operands}
+    sites = list(sites_by_index.values())
     if not sites or not param.size:
         return UnusedPlan(sites)
     matrices = []

@@ -8,7 +8,7 @@ Calls of jit and jax.checkpoint are entered, and so is the body of a scan. Any o
 equation that has a body (cond, while, custom derivatives) is one site. So is a backward
 rule of the user's (custom_vjp) even without data, since it may not be linear.
 
-The parameters are numbered, and so are the sites.
+Parameters and sites have indices, in the order of their lists.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class View(NamedTuple):
     axes: tuple[int, ...]
 
 
-NO_NUMBERS = frozenset[int]()
+NO_INDICES = frozenset[int]()
 
 
 class Origin(NamedTuple):
@@ -78,12 +78,12 @@ class Origin(NamedTuple):
 
     computation: Computation | None = None
     out_index: int = 0  # among the outputs of the computation
-    param: int | None = None  # the number of the parameter that it is
+    param_index: int | None = None  # of the parameter that it is
     constant: Any = None
-    # The numbers of the parameters that it may be differentiated by
-    params: frozenset[int] = NO_NUMBERS
+    # Of the parameters that it may be differentiated by
+    param_indices: frozenset[int] = NO_INDICES
     # The scans that slice it, by how many scans are around them
-    slicing_scans: frozenset[int] = NO_NUMBERS
+    slicing_scans: frozenset[int] = NO_INDICES
     is_data: bool = False  # whether it depends on the example
     view: View | None = None  # set for one parameter, rearranged
 
@@ -133,7 +133,7 @@ class Values:
     """
 
     def __init__(self, params: dict[int, Any]) -> None:
-        self.params = params  # by their numbers
+        self.params = params  # by their indices
         self._outputs: dict[Computation, list[Any]] = {}
 
     def value(self, origin: Origin) -> Any:
@@ -158,15 +158,15 @@ class Values:
         """The value, after its computation has run."""
         if origin.computation:
             return self._outputs[origin.computation][origin.out_index]
-        if origin.param is not None:
-            return self.params[origin.param]
+        if origin.param_index is not None:
+            return self.params[origin.param_index]
         return origin.constant
 
 
 class Site(NamedTuple):
     """An equation in which operands meet data."""
 
-    number: int
+    site_index: int
     eqn: Any  # None where an operand becomes data as it is
     operands: dict[int, Origin]  # by their places among the inputs
     data_types: list[ShapedArray]  # of its other inputs
@@ -228,10 +228,12 @@ def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
         if _jaxpr.has_refs(eqn):
             raise CannotSplit("a loss with refs (jax.new_ref)", eqn)
     in_origins = []
-    for number, param in enumerate(params):
+    for param_index, param in enumerate(params):
         view = View(path=(), axes=tuple(range(param.ndim)))
-        params_of_view = frozenset([number])
-        in_origins.append(Origin(param=number, params=params_of_view, view=view))
+        origin = Origin(
+            param_index=param_index, param_indices=frozenset([param_index]), view=view
+        )
+        in_origins.append(origin)
     data_count = len(loss.jaxpr.invars) - len(params)
     in_origins += [DATA] * data_count
     # The first output is the loss. The others, aux, have no cotangents.
@@ -267,7 +269,7 @@ class _Splitter:
           may_return_operands: whether outputs may be operands. Elsewhere they become
             data.
         """
-        first_number = len(self.all_sites)
+        first_index = len(self.all_sites)
         jaxpr = _jaxpr.jaxpr_of(program)
         consts = getattr(program, "consts", [])
         for var, constant in zip(jaxpr.constvars, consts):
@@ -279,7 +281,7 @@ class _Splitter:
         if not may_return_operands:
             self.turn_into_data(jaxpr.outvars, has_cotangent)
         out_origins = [self.origin_of(var) for var in jaxpr.outvars]
-        sites = self.all_sites[first_number:]
+        sites = self.all_sites[first_index:]
         return Program(jaxpr, consts, self.steps, out_origins, sites)
 
     def origin_of(self, atom: Any) -> Origin:
@@ -299,7 +301,7 @@ class _Splitter:
         for atom, is_reached in zip(eqn.invars, flow.to_inputs):
             origin = self.origin_of(atom)
             if not is_reached:
-                origin = origin._replace(params=NO_NUMBERS)
+                origin = origin._replace(param_indices=NO_INDICES)
             origins.append(origin)
         return origins
 
@@ -307,7 +309,7 @@ class _Splitter:
         """Adds the step of an equation. It may be a site, or a body to enter."""
         name = eqn.primitive.name
         in_origins = self.in_origins(eqn, flow)
-        has_params = any(origin.params for origin in in_origins)
+        has_params = any(origin.param_indices for origin in in_origins)
         is_data = any(origin.is_data for origin in in_origins)
         is_site = has_params and (is_data or _jaxpr.has_backward_rule(eqn))
         # A body is entered also for a kernel in it, which may differ by example.
@@ -325,7 +327,7 @@ class _Splitter:
             if is_site:
                 operands = {}
                 for place, origin in enumerate(in_origins):
-                    if origin.params:
+                    if origin.param_indices:
                         operands[place] = origin
                 self._add_site(
                     eqn,
@@ -343,7 +345,7 @@ class _Splitter:
         """Makes a site of each operand among these values. From here on it is data."""
         for atom, is_reached in zip(atoms, has_cotangent):
             operands = {0: self.origin_of(atom)}
-            if is_reached and operands[0].params:
+            if is_reached and operands[0].param_indices:
                 self._add_site(None, [atom], [atom], operands=operands, tapped=(0,))
 
     def _add_scan(self, eqn: JaxprEqn, flow: Flow) -> None:
@@ -391,7 +393,7 @@ class _Splitter:
     ) -> None:
         data = [var for place, var in enumerate(invars) if place not in operands]
         site = Site(
-            number=len(self.all_sites),
+            site_index=len(self.all_sites),
             eqn=eqn,
             operands=operands,
             data_types=[type_of(var) for var in data],
@@ -442,11 +444,11 @@ def _check_equation(
     if is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn):
         obstacle = "random numbers beside parameters that are not of threefry keys"
         raise CannotSplit(obstacle, eqn)
-    has_params = any(origin.params for origin in in_origins)
+    has_params = any(origin.param_indices for origin in in_origins)
     if has_params and _jaxpr.uses_symbolic_zeros(eqn):
         raise CannotSplit("symbolic_zeros in a rule for parameters", eqn)
     # JAX 0.10.2 cannot differentiate lax.pad by the padding value alone.
-    if eqn.primitive.name == "pad" and in_origins[1].params:
+    if eqn.primitive.name == "pad" and in_origins[1].param_indices:
         raise CannotSplit("a learned value of lax.pad", eqn)
     kernels = in_origins
     if eqn.primitive.name == "conv_general_dilated":
@@ -458,13 +460,13 @@ def _check_equation(
 
 def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origin]:
     """The origins of the outputs of an equation without data."""
-    params = NO_NUMBERS.union(*(origin.params for origin in in_origins))
-    slicing_scans = NO_NUMBERS.union(*(origin.slicing_scans for origin in in_origins))
+    param_indices = NO_INDICES.union(*(origin.param_indices for origin in in_origins))
+    slicing_scans = NO_INDICES.union(*(origin.slicing_scans for origin in in_origins))
     if _jaxpr.is_stop(eqn):
-        params = NO_NUMBERS
+        param_indices = NO_INDICES
     origin = Origin(
         Computation(eqn, in_origins, slicing_scans),
-        params=params,
+        param_indices=param_indices,
         slicing_scans=slicing_scans,
         view=_view_after(eqn, [origin.view for origin in in_origins]),
     )
