@@ -66,11 +66,11 @@ class Model(NamedTuple):
             def run_if_stack(
                 equation: JaxprEqn, inputs: list[Array]
             ) -> list[Array] | None:
-                nonlocal budget
+                nonlocal stack_entries, budget
                 stack = self.program.stacks.get(id(equation))
                 if stack is None:
                     return None
-                outputs, budget = run_stack(
+                outputs, stack_entries, budget = run_stack(
                     stack,
                     update_layer,
                     inputs=inputs,
@@ -85,13 +85,15 @@ class Model(NamedTuple):
             leaves = [entries[path] for path in self.optimizer.name_of_leaf]
             inputs = [*leaves, *jax.tree.leaves(batch)]
             value, *aux = run_equations(self.program.jaxpr, inputs, run_if_stack)
-            return (value, budget), aux
+            return (value, stack_entries, budget), aux
 
         outputs, pull, aux = jax.vjp(
             loss, outer_weights, stack_entries, budget, has_aux=True
         )
-        value, _ = outputs
-        outer_grads, stack_entries, budget = pull((jnp.ones_like(value), budget))
+        value, stack_entries, budget = outputs
+        # The layer that runs last gets entries and budget as they are before the pass.
+        cotangents = jnp.ones_like(value), stack_entries, budget
+        outer_grads, stack_entries, budget = pull(cotangents)
         value = self.program.structure.unflatten([value, *aux])
         return PassResult(value, outer_grads, stack_entries, budget)
 

@@ -15,7 +15,7 @@ import optax
 from jax.tree_util import KeyPath, keystr
 
 from .._trees import PyTree
-from .stacks import Entries, may_have_gradient
+from .stacks import Entries
 
 # What the paths of weights begin with.
 PARAMS = "[0]"
@@ -73,7 +73,7 @@ class LeafOptimizer(NamedTuple):
             leaf_path = None
             # A number of the state follows no leaf. It may have the name of a scalar
             # leaf, such as the learning rate of optax.inject_hyperparams.
-            is_array = entry.shape != () and may_have_gradient(entry)
+            is_array = entry.shape != () and jnp.issubdtype(entry.dtype, jnp.inexact)
             if path_text in leaves or is_array:
                 leaf_path = _leaf_at_end(path, entry.shape, leaves)
             leaf_of_entry[path_text] = leaf_path

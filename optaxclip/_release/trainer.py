@@ -23,9 +23,6 @@ from .optimizers import arrays_by_path, tree_from_entries
 from .stacks import Entries, layer_of
 from .step_clip import StepClip
 
-# The group of the weights outside of the layers, which is the last one.
-OUTER_WEIGHTS = -1
-
 
 @exported
 class ReleaseState(NamedTuple):
@@ -88,14 +85,14 @@ class Released:
             step_clip = step_clip._replace(measured_norm=global_norm(budget.norms))
 
         def update_layer(
-            group: Array, grads: Entries, layer_entries: Entries, budget: Budget
+            grads: Entries, layer_entries: Entries, budget: Budget
         ) -> tuple[Entries, Budget]:
-            grads, budget = step_clip.clip(group, grads, budget)
+            grads, budget = step_clip.clip(grads, budget)
             new_entries = model.optimizer.updated(all_entries | layer_entries, grads)
             return {path: new_entries[path] for path in layer_entries}, budget
 
         result = model.forward_and_backward(update_layer, all_entries, batch, budget)
-        grads, budget = step_clip.clip(OUTER_WEIGHTS, result.outer_grads, result.budget)
+        grads, budget = step_clip.clip(result.outer_grads, result.budget)
         # The weights outside of the layers, and once a step the counters that all
         # layers share. A model may have no such weights, and optimizers want a leaf. So
         # the first layer takes part, with gradients of 0. Its new entries are not used.
@@ -134,12 +131,13 @@ def _measured(
     """The budget with the norms of all groups, from a pass that changes nothing."""
 
     def measure_layer(
-        group: Array, grads: Entries, layer_entries: Entries, budget: Budget
-    ) -> tuple[None, Budget]:
-        return None, with_norm(budget, group, global_norm(grads))
+        grads: Entries, layer_entries: Entries, budget: Budget
+    ) -> tuple[Entries, Budget]:
+        # Writing back unchanged entries would make XLA copy the weights.
+        return {}, with_norm(budget, global_norm(grads))
 
     result = model.forward_and_backward(measure_layer, all_entries, batch, budget)
-    return with_norm(result.budget, OUTER_WEIGHTS, global_norm(result.outer_grads))
+    return with_norm(result.budget, global_norm(result.outer_grads))
 
 
 # ---------------------------------------------------------------------------- checks
