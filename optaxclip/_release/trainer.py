@@ -20,7 +20,7 @@ from .budget import Budget, first_shares, new_budget, next_shares, with_norm
 from .model import Model, read_model
 from .optimizer_checks import check_optimizer
 from .optimizers import arrays_by_path, tree_from_entries
-from .stacks import Entries, layer_of
+from .stacks import Entries
 from .step_clip import StepClip
 
 
@@ -92,15 +92,9 @@ class Released:
             return {path: new_entries[path] for path in layer_entries}, budget
 
         result = model.forward_and_backward(update_layer, all_entries, batch, budget)
-        grads, budget = step_clip.clip(result.outer_grads, result.budget)
-        # The weights outside of the layers, and once a step the counters that all
-        # layers share. A model may have no such weights, and optimizers want a leaf. So
-        # the first layer takes part, with gradients of 0. Its new entries are not used.
-        layer = layer_of(result.stack_entries, model.slice_of_entry, layer=0)
-        for leaf_path in model.program.slice_of_leaf:
-            grads[leaf_path] = jnp.zeros_like(layer[leaf_path])
-        new_entries = all_entries | model.optimizer.updated(all_entries | layer, grads)
-        new_entries |= result.stack_entries
+        outer_grads, budget = step_clip.clip(result.outer_grads, result.budget)
+        new_entries = all_entries | result.stack_entries
+        new_entries |= model.updated_outside(new_entries, outer_grads)
 
         params, optimizer_state = tree_from_entries(
             (params, state.optimizer), new_entries
