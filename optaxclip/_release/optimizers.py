@@ -1,8 +1,9 @@
 """The optimizer of a released step: it sees one layer at a time.
 
-Weights and the optimizer's state are entries of one dict, by their paths. An array
-follows a leaf if it has its shape, and a path that ends with the path of the leaf. Each
-layer is given its part. All layers share the other entries, such as counters.
+Weights and the optimizer's state are entries of one dict, by their paths. An array of
+the state follows a leaf if both have the same shape, and if its path ends with the path
+of the leaf. Each layer is given its part of such an array. All layers share the other
+entries, such as counters.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ PARAMS = "[0]"
 
 def arrays_by_path(params_and_state: PyTree) -> Entries:
     """Weights and state by their paths as text, which can be sorted."""
-    leaves = jax.tree.leaves_with_path(params_and_state)
-    return {keystr(path): entry for path, entry in leaves}
+    entries = {}
+    for path, entry in jax.tree.leaves_with_path(params_and_state):
+        entries[keystr(path)] = entry
+    return entries
 
 
 def tree_from_entries(params_and_state: PyTree, entries: Entries) -> Any:

@@ -118,7 +118,9 @@ def run_stack(
     layer_entries = layer_of(entries, slices, layer=0)
     weights = {path: layer_entries[path] for path in stack.leaf_paths}
     # Gradients have the types of weights.
-    update_layer, constants = _closed(update_layer, weights, layer_entries, budget)
+    update_layer, constants = closure_converted(
+        update_layer, weights, layer_entries, budget
+    )
     layer = _Layer(stack, slices, update_layer)
     run_layer = jax.custom_vjp(layer.run)
     run_layer.defvjp(layer.forward, layer.backward)
@@ -151,19 +153,22 @@ def run_stack(
     return [*carry, *ys], stack_entries | entries, budget
 
 
-def _closed(
+def closure_converted(
     function: Callable[..., Any], *inputs: PyTree
 ) -> tuple[Callable[..., Any], list[Array]]:
-    """The function with one more input: the arrays that it closes over. A backward rule
-    in a scan may not close over traced ones.
+    """The function with one more input, which comes first: the arrays that it closes
+    over. A backward rule in a scan may not close over traced arrays.
+
+    `jax.closure_convert` leaves integers where they are, such as the step.
     """
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(*inputs)
+    structure = jax.tree.structure(shapes)
 
-    def closed(constants: list[Array], *inputs: PyTree) -> Any:
+    def converted(constants: list[Array], *inputs: PyTree) -> Any:
         outputs = eval_jaxpr(traced.jaxpr, constants, *jax.tree.leaves(inputs))
-        return jax.tree.structure(shapes).unflatten(outputs)
+        return structure.unflatten(outputs)
 
-    return closed, traced.consts
+    return converted, traced.consts
 
 
 class _Layer(NamedTuple):
@@ -197,10 +202,15 @@ class _Layer(NamedTuple):
         return self.outputs(inputs, layer_entries), entries, budget
 
     def forward(
-        self, inputs: list[Any], number: Array, constants: list[Array], *handed_on: Any
+        self,
+        inputs: list[Any],
+        number: Array,
+        constants: list[Array],
+        entries: Entries,
+        budget: Budget,
     ) -> Any:
         """What `run` returns, and what `backward` needs."""
-        result = self.run(inputs, number, constants, *handed_on)
+        result = self.run(inputs, number, constants, entries, budget)
         return result, (inputs, number, constants)
 
     def backward(self, saved: Any, cotangents: Any) -> Any:
@@ -221,6 +231,7 @@ class _Layer(NamedTuple):
         new_entries, budget = self.update(constants, grads, layer_entries, budget)
         entries = dict(entries)
         for path, new in new_entries.items():
-            entries[path] = self.slice_of_entry[path].put(entries[path], number, new)
+            layer_slice = self.slice_of_entry[path]
+            entries[path] = layer_slice.put(entries[path], number, new)
         # Neither the number nor the constants of the update have a cotangent.
         return input_cotangents, None, None, entries, budget
