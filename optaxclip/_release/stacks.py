@@ -223,10 +223,10 @@ class _Layer(NamedTuple):
         for x, has_gradient in zip(inputs, self.stack.has_gradient):
             differentiated.append(x if has_gradient else None)
 
-        def outputs(differentiated: list[Any], weights: Entries) -> list[Array]:
+        def run(differentiated: list[Any], weights: Entries) -> list[Array]:
             return self.outputs(put_back(differentiated, inputs), weights)
 
-        _, pull = jax.vjp(outputs, differentiated, weights)
+        _, pull = jax.vjp(run, differentiated, weights)
         input_cotangents, grads = pull(output_cotangents)
         new_entries, budget = self.update(constants, grads, layer_entries, budget)
         entries = dict(entries)
