@@ -296,7 +296,8 @@ def _layer_slice(var: Any, length: int, reads: _Reads) -> LayerSlice | None:
     changes: list[LayoutChange] = []
     while not is_literal(var) and reads.readers[var] == 1:
         if var in reads.weights:
-            return LayerSlice(reads.weights[var], axis, length, changes[::-1])
+            rows = type_of(var).shape[axis] // length
+            return LayerSlice(reads.weights[var], axis, rows, changes[::-1])
         maker = reads.maker_of.get(var)
         if maker is None or maker.primitive.name not in LAYOUT_PRIMITIVES:
             return None

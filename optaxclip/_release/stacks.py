@@ -43,19 +43,17 @@ class LayerSlice(NamedTuple):
 
     leaf_path: str
     axis: int  # of the layers
-    layer_count: int
+    rows: int  # of a layer along this axis: several in a scan through blocks of layers
     changes: list[LayoutChange]  # from the leaf to the xs of the scan, in this order
 
     def take(self, array: Array, layer: Array | int) -> Array:
-        """The part of a layer. The axis of layers stays, with several rows where the
-        scan goes through blocks of layers.
-        """
-        rows = array.shape[self.axis] // self.layer_count
-        return lax.dynamic_slice_in_dim(array, layer * rows, rows, self.axis)
+        """The part of a layer, in which the axis of layers stays."""
+        start = layer * self.rows
+        return lax.dynamic_slice_in_dim(array, start, self.rows, self.axis)
 
     def put(self, array: Array, layer: Array | int, new: Array) -> Array:
         """The array with a new part for a layer."""
-        start = layer * new.shape[self.axis]
+        start = layer * self.rows
         return lax.dynamic_update_slice_in_dim(array, new, start, self.axis)
 
     def as_layer_reads(self, array: Array) -> Array:
