@@ -46,6 +46,7 @@ def assert_right(
 
     Example:
       >>> def make_step(setting):
+      ...     @jax.jit
       ...     def step(params, batch):
       ...         grads = jax.grad(setting.loss)(params, batch)
       ...         return grads, optax.tree.norm(grads)  # it does not clip

@@ -65,6 +65,8 @@ def check_step(
         and has no gradient. The step returns a tuple: new params, updates or clipped
         gradients, with SGD of learning rate 1 as the optimizer, and the global norm
         before clipping, a scalar.
+        Jit the step. Without jit it runs as many programs, whose devices may wait for
+        each other on a machine of few cores until XLA ends Python.
       settings: what to run, a name or several.
 
         - "replicated": data parallel, gradients above the limit, below it, and with a

@@ -261,7 +261,9 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
     replicas_are_equal = np.array_equal(
         np.hstack(outputs), np.hstack(copies), equal_nan=True
     )
-    factors = [factors_of(*pair, rounding) for pair in zip(outputs, shards)]
+    factors = []
+    for leaf_outputs, leaf_shards in zip(outputs, shards):
+        factors.append(factors_of(leaf_outputs, leaf_shards, rounding))
     step_factors = np.stack(factors, axis=1)
     # New params and updates of SGD have a negative factor, clipped gradients a positive
     # one. Now the first leaf has a positive one, and a leaf of the opposite sign still

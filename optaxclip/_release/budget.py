@@ -35,11 +35,10 @@ class Budget(NamedTuple):
     """
 
     limit: Array  # float[]: c
-    portions: Array  # float[groups]: s_j / (s_j + shares of all later groups)
-    later_portions: Array  # float[groups]: 1 - portions, without its cancellation
     left: Array  # float[]: from 1 to 0
-    norms: Array  # float[groups]: before the clip
-    norms_after: Array  # float[groups]
+    shares: Array  # float[groups]: of the groups to come, the next one first, then 0
+    norms: Array  # float[groups]: before the clip. That of the last group is the last
+    norms_after: Array  # float[groups]: after the clip, in the same order
 
 
 def first_shares(groups: int) -> Array:
@@ -49,51 +48,51 @@ def first_shares(groups: int) -> Array:
 
 def new_budget(limit: Array, shares: Array) -> Budget:
     """The budget of a backward pass whose groups come in the order of their shares."""
-    # In the dtype of the limit, so that the portions of a group and of all later groups
-    # add up to 1 in it.
     shares = jnp.maximum(shares.astype(limit.dtype), LEAST_SHARE)
-    shares_from_here = jnp.cumsum(shares[::-1])[::-1]
-    # The last portion is s / s, which is exactly 1.
-    portions = shares / shares_from_here
-    shares_of_later = jnp.append(shares_from_here[1:], 0.0)
-    later_portions = shares_of_later / shares_from_here
     return Budget(
         limit=limit,
-        portions=portions,
-        later_portions=later_portions,
         left=jnp.ones_like(limit),
-        norms=jnp.zeros_like(portions),
-        norms_after=jnp.zeros_like(portions),
+        shares=shares,
+        norms=jnp.zeros_like(shares),
+        norms_after=jnp.zeros_like(shares),
     )
 
 
-def limit_of_group(
-    budget: Budget, group: Array | int, norm: Array
-) -> tuple[Array, Budget]:
-    """Returns the limit of a group, and the budget for the groups after it."""
-    square_of_limit = budget.left * budget.portions[group]
+def limit_of_group(budget: Budget, norm: Array) -> tuple[Array, Budget]:
+    """Returns the limit of the next group, and the budget for the groups after it."""
+    share = budget.shares[0]
+    later_shares = budget.shares[1:].sum()
+    # The portion of the last group is s / s, which is exactly 1.
+    shares_from_here = share + later_shares
+    square_of_limit = budget.left * (share / shares_from_here)
     limit = budget.limit * jnp.sqrt(square_of_limit)
     is_over = norm >= limit
     square = (norm / budget.limit) ** 2
     spent = jnp.where(is_over, square_of_limit, square)
     # A group whose norm is NaN or inf becomes zeros or NaN, and spends nothing.
     spent = jnp.where(jnp.isfinite(norm), spent, 0.0)
-    norm_after = jnp.where(is_over, limit, norm)
-    budget = with_norm(budget, group, norm)
     # `left - spent` as a sum: the part of the later groups, and what this group leaves.
     # The difference would round a small part to 0. After a group with all but 1e-8 of
     # the square, later groups would never move.
     unspent = jnp.maximum(square_of_limit - spent, 0.0)
-    left = budget.left * budget.later_portions[group] + unspent
-    budget = budget._replace(
-        left=left, norms_after=budget.norms_after.at[group].set(norm_after)
+    left = budget.left * (later_shares / shares_from_here) + unspent
+    norm_after = jnp.where(is_over, limit, norm)
+    budget = with_norm(budget, norm)
+    return limit, budget._replace(
+        left=left,
+        shares=_moved_up(budget.shares, jnp.zeros_like(norm)),
+        norms_after=_moved_up(budget.norms_after, norm_after),
     )
-    return limit, budget
 
 
-def with_norm(budget: Budget, group: Array | int, norm: Array) -> Budget:
-    """The budget with the norm of a group, which spends nothing."""
-    return budget._replace(norms=budget.norms.at[group].set(norm))
+def with_norm(budget: Budget, norm: Array) -> Budget:
+    """The budget with the norm of the next group, which spends nothing."""
+    return budget._replace(norms=_moved_up(budget.norms, norm))
+
+
+def _moved_up(row: Array, last: Array) -> Array:
+    """The row without its first number, and with a new last one."""
+    return jnp.append(row[1:], last.astype(row.dtype))
 
 
 def next_shares(shares: Array, norms: Array, finite_steps: Array) -> Array:

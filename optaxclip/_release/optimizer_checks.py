@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._jaxpr import runs_primitive_like
@@ -45,10 +44,12 @@ def check_optimizer(
     weights_of_one_layer = weights | layer
     entries = arrays_by_path(optimizer.abstract_params_and_state(weights_of_one_layer))
     leaf_of_entry = optimizer.leaf_of_entry(weights_of_one_layer)
-    entries_of_stacks = arrays_by_path(optimizer.abstract_params_and_state(weights))
+    shared_entries = {}
     for path, entry in entries.items():
         if leaf_of_entry[path] is None:
-            _check_shared_entry(path, entry, entries_of_stacks.get(path))
+            shared_entries[path] = entry
+    entries_of_stacks = arrays_by_path(optimizer.abstract_params_and_state(weights))
+    _check_shared(shared_entries, entries_of_stacks)
 
     trace_update = jax.make_jaxpr(optimizer.updated, return_shape=True)
     update_program, new_entries = _traced_update(
@@ -111,22 +112,24 @@ def _traced_update(
         ) from error
 
 
-def _check_shared_entry(path: str, entry: Array, entry_of_stacks: Array | None) -> None:
-    """Refuses an entry that follows no leaf, and is not the same for all layers."""
-    is_key = jnp.issubdtype(entry.dtype, jax.dtypes.extended)
-    # `jax.random.PRNGKey` makes uint32[2]. Other arrays may be shared: the coefficients
-    # of muon are float32[3].
-    is_legacy_key = entry.dtype == jnp.uint32 and entry.shape != ()
-    has_same_shape = (
-        entry_of_stacks is not None and entry_of_stacks.shape == entry.shape
-    )
-    if is_key or is_legacy_key or not has_same_shape:
-        raise ValueError(
-            "release: the state of optimizer must be numbers, and arrays of the shape "
-            f"of a leaf, for any number of layers, but {path!r} is "
-            f"{entry.dtype}{list(entry.shape)}. Random keys and factored moments are "
-            "not. Adafactor has none with factored=False."
+def _check_shared(shared_entries: Entries, entries_of_stacks: Entries) -> None:
+    """Refuses entries that follow no leaf, and are not the same for all layers."""
+    for path, entry in shared_entries.items():
+        is_key = jnp.issubdtype(entry.dtype, jax.dtypes.extended)
+        # `jax.random.PRNGKey` makes uint32[2]. Other arrays may be shared: the
+        # coefficients of muon are float32[3].
+        is_legacy_key = entry.dtype == jnp.uint32 and entry.shape != ()
+        # With one layer in each stack and with all of them.
+        has_same_shape = (
+            path in entries_of_stacks and entries_of_stacks[path].shape == entry.shape
         )
+        if is_key or is_legacy_key or not has_same_shape:
+            raise ValueError(
+                "release: the state of optimizer must be numbers, and arrays of the "
+                f"shape of a leaf, for any number of layers, but {path!r} is "
+                f"{entry.dtype}{list(entry.shape)}. Random keys and factored moments "
+                "are not. Adafactor has none with factored=False."
+            )
 
 
 def _check_dtypes(entries: Entries, new_entries: Entries) -> None:

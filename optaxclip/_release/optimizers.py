@@ -1,8 +1,9 @@
 """The optimizer of a released step: it sees one layer at a time.
 
-Weights and the optimizer's state are entries of one dict, by their paths. An array
-follows a leaf if it has its shape, and a path that ends with the path of the leaf. Each
-layer is given its part. All layers share the other entries, such as counters.
+Weights and the optimizer's state are entries of one dict, by their paths. An array of
+the state follows a leaf if both have the same shape, and if its path ends with the path
+of the leaf. Each layer is given its part of such an array. All layers share the other
+entries, such as counters.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import optax
 from jax.tree_util import KeyPath, keystr
 
 from .._trees import PyTree
-from .stacks import Entries, may_have_gradient
+from .stacks import Entries
 
 # What the paths of weights begin with.
 PARAMS = "[0]"
@@ -23,8 +24,10 @@ PARAMS = "[0]"
 
 def arrays_by_path(params_and_state: PyTree) -> Entries:
     """Weights and state by their paths as text, which can be sorted."""
-    leaves = jax.tree.leaves_with_path(params_and_state)
-    return {keystr(path): entry for path, entry in leaves}
+    entries = {}
+    for path, entry in jax.tree.leaves_with_path(params_and_state):
+        entries[keystr(path)] = entry
+    return entries
 
 
 def tree_from_entries(params_and_state: PyTree, entries: Entries) -> Any:
@@ -73,7 +76,7 @@ class LeafOptimizer(NamedTuple):
             leaf_path = None
             # A number of the state follows no leaf. It may have the name of a scalar
             # leaf, such as the learning rate of optax.inject_hyperparams.
-            is_array = entry.shape != () and may_have_gradient(entry)
+            is_array = entry.shape != () and jnp.issubdtype(entry.dtype, jnp.inexact)
             if path_text in leaves or is_array:
                 leaf_path = _leaf_at_end(path, entry.shape, leaves)
             leaf_of_entry[path_text] = leaf_path

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from .._jaxpr import (
     type_of,
 )
 from .._trees import PyTree, listed
-from .stacks import LayerSlice, Layout, Stack, may_have_gradient, scan_inputs
+from .stacks import LayerSlice, LayoutChange, Stack
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 JITS = ("jit", "pjit")
 # What may stand between a leaf and the scan that reads it: the same numbers in another
 # order, shape or dtype.
-LAYOUT = {
+LAYOUT_PRIMITIVES = {
     "transpose",
     "squeeze",
     "reshape",
@@ -61,7 +62,7 @@ class Program(NamedTuple):
         """Where layers are in the leaves of all stacks, by the path of the leaf."""
         slice_of_leaf = {}
         for stack in self.stacks.values():
-            for layer_slice in stack.slice_of_x.values():
+            for layer_slice in stack.slice_of_input.values():
                 slice_of_leaf[layer_slice.leaf_path] = layer_slice
         return slice_of_leaf
 
@@ -215,66 +216,66 @@ def _variables(atoms: Iterable[Any]) -> list[Var]:
 # ---------------------------------------------------------------------------- stacks
 
 
+class _Reads(NamedTuple):
+    """Which equations make and read the variables of a loss."""
+
+    weights: dict[Var, str]  # the variables of trained leaves, with their paths
+    equations: list[JaxprEqn]  # that the loss needs, the last one first
+    maker_of: dict[Var, JaxprEqn]
+    # How often the loss reads each variable. Aux may read the weights of layers too.
+    readers: Counter[Var]
+
+
+def _reads_of_loss(jaxpr: Jaxpr, weights: dict[Var, str]) -> _Reads:
+    """The equations that the first output of a program needs."""
+    reads = _Reads(weights, [], {}, Counter(_variables(jaxpr.outvars[:1])))
+    for equation in reversed(jaxpr.eqns):
+        if any(output in reads.readers for output in equation.outvars):
+            reads.equations.append(equation)
+            reads.readers.update(_variables(equation.invars))
+            reads.maker_of.update(dict.fromkeys(equation.outvars, equation))
+    return reads
+
+
 def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
-    """The scans that read weights slice by slice, by `id` of their equations.
+    """The scans that read weights layer by layer, by `id` of their equations.
 
     Args:
       weights: the variables of trained leaves, with their paths.
     """
-    # How often the loss reads each variable. Aux may read the weights of layers too.
-    readers = Counter(_variables(jaxpr.outvars[:1]))
-    equations_of_loss = []
-    maker_of = {}
-    for equation in reversed(jaxpr.eqns):
-        if any(output in readers for output in equation.outvars):
-            equations_of_loss.append(equation)
-            readers.update(_variables(equation.invars))
-            maker_of.update(dict.fromkeys(equation.outvars, equation))
+    reads = _reads_of_loss(jaxpr, weights)
     dependent = _dependent_on(weights, jaxpr)
-
-    def slice_behind(var: Any, length: int) -> LayerSlice | None:
-        """Where the layers are in the leaf that is scanned as a variable. None: there
-        is no leaf behind it, or something else reads the leaf too.
-        """
-        axis = 0
-        layouts: list[Layout] = []
-        while not is_literal(var) and readers[var] == 1:
-            if var in weights:
-                return LayerSlice(weights[var], axis, length, layouts[::-1])
-            maker = maker_of.get(var)
-            if maker is None or maker.primitive.name not in LAYOUT:
-                return None
-            change = _layout_change(maker, axis, length)
-            if change is None:
-                return None
-            axis, layout = change
-            layouts.append(layout)
-            var = maker.invars[0]
-        return None
-
     stacks = {}
-    layers_before = 0
-    for equation in reversed(equations_of_loss):
+    for equation in reads.equations:
         length = equation.params.get("length", 0)
         if equation.primitive.name != "scan" or length == 0:
             continue
-        slice_of_x = {}
-        for index, var in enumerate(scan_inputs(equation, equation.invars).xs):
-            layer_slice = slice_behind(var, length)
+        first_x = sum(counts_of_scan(equation))
+        slice_of_input = {}
+        for index, var in enumerate(equation.invars[first_x:], first_x):
+            layer_slice = _layer_slice(var, length, reads)
             if layer_slice is not None:
-                slice_of_x[index] = layer_slice
-        if slice_of_x:
-            has_gradient = scan_inputs(equation, _has_gradient(equation, dependent))
-            for index in slice_of_x:
-                has_gradient.xs[index] = False
-            stacks[id(equation)] = Stack(
-                equation=equation,
-                slice_of_x=slice_of_x,
-                has_gradient=has_gradient,
-                layers_before=layers_before,
-            )
-            layers_before += length
+                slice_of_input[index] = layer_slice
+        if slice_of_input:
+            has_gradient = _has_gradient(equation, dependent)
+            stacks[id(equation)] = Stack(equation, slice_of_input, has_gradient)
     return stacks
+
+
+def _has_gradient(equation: JaxprEqn, dependent: set[Var]) -> list[bool]:
+    """Whether each input of a scan may have a gradient by weights, in any layer."""
+    flags = [not is_literal(var) and var in dependent for var in equation.invars]
+    body = jaxpr_of(body_of(equation))
+    first_carry, carry_count = counts_of_scan(equation)
+    # What one layer brings into a carry may come into another carry in the next.
+    for _ in range(carry_count):
+        dependent_inside = _dependent_on(compress(body.invars, flags), body)
+        for index, var in enumerate(body.outvars[:carry_count], first_carry):
+            if not is_literal(var) and var in dependent_inside:
+                flags[index] = True
+    for index, var in enumerate(equation.invars):
+        flags[index] &= jnp.issubdtype(type_of(var).dtype, jnp.inexact)
+    return flags
 
 
 def _dependent_on(weights: Iterable[Var], jaxpr: Jaxpr) -> set[Var]:
@@ -287,29 +288,31 @@ def _dependent_on(weights: Iterable[Var], jaxpr: Jaxpr) -> set[Var]:
     return dependent
 
 
-def _has_gradient(equation: JaxprEqn, dependent: set[Var]) -> list[bool]:
-    """Whether each input of a scan may have a gradient by weights, in any layer."""
-    flags = [not is_literal(var) and var in dependent for var in equation.invars]
-    body = jaxpr_of(body_of(equation))
-    consts, carries = counts_of_scan(equation)
-    reads_of_carry = []
-    for carry_index in range(carries):
-        is_output = [index == carry_index for index in range(len(body.outvars))]
-        _, is_read = dce_jaxpr(body, is_output)
-        reads_of_carry.append(is_read)
-    # What one layer brings into a carry may come into another carry in the next.
-    for _ in range(carries):
-        for carry_index, is_read in enumerate(reads_of_carry):
-            if any(flag and is_read[place] for place, flag in enumerate(flags)):
-                flags[consts + carry_index] = True
-    for place, var in enumerate(equation.invars):
-        flags[place] = flags[place] and may_have_gradient(type_of(var))
-    return flags
+def _layer_slice(var: Any, length: int, reads: _Reads) -> LayerSlice | None:
+    """Where the layers are in the leaf that is scanned as a variable. None: there is no
+    leaf behind it, or the loss reads the leaf elsewhere too.
+    """
+    axis = 0
+    changes: list[LayoutChange] = []
+    while not is_literal(var) and reads.readers[var] == 1:
+        if var in reads.weights:
+            rows = type_of(var).shape[axis] // length
+            return LayerSlice(reads.weights[var], axis, rows, changes[::-1])
+        maker = reads.maker_of.get(var)
+        if maker is None or maker.primitive.name not in LAYOUT_PRIMITIVES:
+            return None
+        axis_and_change = _layout_change(maker, axis, length)
+        if axis_and_change is None:
+            return None
+        axis, change = axis_and_change
+        changes.append(change)
+        var = maker.invars[0]
+    return None
 
 
 def _layout_change(
     equation: JaxprEqn, axis: int, length: int
-) -> tuple[int, Layout] | None:
+) -> tuple[int, LayoutChange] | None:
     """The axis of the layers before an equation that changes the layout, and the same
     change for one layer. None: before it, layers are not along one axis.
 

@@ -28,24 +28,23 @@ class StepClip(NamedTuple):
 
     def limit_ahead(self) -> Array:
         """The limit of everything, before the norm of this step is known. Rules are
-        asked with the norm of the step before.
+        asked with the norm of the step before, or its limit if that norm is broken.
         """
         norm = self.state.norm
-        # Before the first norm, and after one that is broken, any norm is possible.
-        # finfo.max: a rule without memory then returns no limit.
-        is_usable = jnp.isfinite(norm) & (norm > 0)
+        norm = jnp.where(jnp.isfinite(norm), norm, self.state.limit)
+        # Before the first norm any norm is possible. finfo.max: a rule without memory
+        # then returns no limit.
         largest = jnp.finfo(norm.dtype).max
+        is_usable = jnp.isfinite(norm) & (norm > 0)
         return self._next_state(jnp.where(is_usable, norm, largest)).limit
 
-    def clip(
-        self, group: Array | int, grads: Entries, budget: Budget
-    ) -> tuple[Entries, Budget]:
-        """Returns the clipped gradients of a group, and the budget for the groups after
-        it.
+    def clip(self, grads: Entries, budget: Budget) -> tuple[Entries, Budget]:
+        """Returns the clipped gradients of the next group, and the budget for the
+        groups after it.
         """
         if self.measured_norm is None:
             norm = global_norm(grads)
-            limit, budget = limit_of_group(budget, group, norm)
+            limit, budget = limit_of_group(budget, norm)
             limit = self._without_inf_of_rule(limit)
         else:
             norm = self.measured_norm

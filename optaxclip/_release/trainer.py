@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 
@@ -20,11 +19,8 @@ from .budget import Budget, first_shares, new_budget, next_shares, with_norm
 from .model import Model, read_model
 from .optimizer_checks import check_optimizer
 from .optimizers import arrays_by_path, tree_from_entries
-from .stacks import Entries, layer_of
+from .stacks import Entries
 from .step_clip import StepClip
-
-# The group of the weights outside of the layers, which is the last one.
-OUTER_WEIGHTS = -1
 
 
 @exported
@@ -88,22 +84,16 @@ class Released:
             step_clip = step_clip._replace(measured_norm=global_norm(budget.norms))
 
         def update_layer(
-            group: Array, grads: Entries, layer_entries: Entries, budget: Budget
+            grads: Entries, layer_entries: Entries, budget: Budget
         ) -> tuple[Entries, Budget]:
-            grads, budget = step_clip.clip(group, grads, budget)
+            grads, budget = step_clip.clip(grads, budget)
             new_entries = model.optimizer.updated(all_entries | layer_entries, grads)
             return {path: new_entries[path] for path in layer_entries}, budget
 
         result = model.forward_and_backward(update_layer, all_entries, batch, budget)
-        grads, budget = step_clip.clip(OUTER_WEIGHTS, result.outer_grads, result.budget)
-        # The weights outside of the layers, and once a step the counters that all
-        # layers share. A model may have no such weights, and optimizers want a leaf. So
-        # the first layer takes part, with gradients of 0. Its new entries are not used.
-        layer = layer_of(result.stack_entries, model.slice_of_entry, layer=0)
-        for leaf_path in model.program.slice_of_leaf:
-            grads[leaf_path] = jnp.zeros_like(layer[leaf_path])
-        new_entries = all_entries | model.optimizer.updated(all_entries | layer, grads)
-        new_entries |= result.stack_entries
+        outer_grads, budget = step_clip.clip(result.outer_grads, result.budget)
+        new_entries = all_entries | result.stack_entries
+        new_entries |= model.updated_outside(new_entries, outer_grads)
 
         params, optimizer_state = tree_from_entries(
             (params, state.optimizer), new_entries
@@ -134,12 +124,13 @@ def _measured(
     """The budget with the norms of all groups, from a pass that changes nothing."""
 
     def measure_layer(
-        group: Array, grads: Entries, layer_entries: Entries, budget: Budget
-    ) -> tuple[None, Budget]:
-        return None, with_norm(budget, group, global_norm(grads))
+        grads: Entries, layer_entries: Entries, budget: Budget
+    ) -> tuple[Entries, Budget]:
+        # Writing back unchanged entries would make XLA copy the weights.
+        return {}, with_norm(budget, global_norm(grads))
 
     result = model.forward_and_backward(measure_layer, all_entries, batch, budget)
-    return with_norm(result.budget, OUTER_WEIGHTS, global_norm(result.outer_grads))
+    return with_norm(result.budget, global_norm(result.outer_grads))
 
 
 # ---------------------------------------------------------------------------- checks

@@ -444,6 +444,26 @@ def test_the_loss_is_traced_once():
     assert before == 1 and len(calls) <= 2
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_sweep_may_vmap_params_learning_rates_and_limits(passes):
+    """The update of a layer closes over traced numbers then."""
+    x = numbers(2, WIDTH)
+
+    def step(params, rate, limit):
+        trainer = release(plain, optax.adam(rate), max_norm=limit, passes=passes)
+        return trainer.step(params, trainer.init(params, x), x)
+
+    rates, limits = jnp.array([0.1, 0.2]), jnp.array([0.05, 1e3])
+    params = {"layers": jnp.stack([STACK, STACK / 2])}
+    new, state, _ = jax.jit(jax.vmap(step))(params, rates, limits)
+    for index in range(2):
+        wanted, wanted_state, _ = step(
+            {"layers": params["layers"][index]}, rates[index], limits[index]
+        )
+        assert_close(new["layers"][index], wanted["layers"], 1e-6)
+        assert_close(state.clip.norm[index], wanted_state.clip.norm, 1e-6)
+
+
 def test_a_step_without_jit_is_the_same():
     params, x = {"layers": STACK}, numbers(2, WIDTH)
     trainer = release(plain, optax.adam(0.1), max_norm=1.0)

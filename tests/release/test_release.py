@@ -214,6 +214,36 @@ def test_metrics_show_the_norm_of_everything():
     assert report["clip/limit"] == TIGHT and report["clip/clipped_count"] == STEPS
 
 
+RULES = {
+    "ema": optaxclip.rules.ema(0.9),
+    "ema_band": optaxclip.rules.ema_band(),
+    "z_score": optaxclip.rules.z_score(target="adaptive"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_step_after_a_broken_one_has_the_usual_limit(rule, broken):
+    """With one pass a rule is asked before the norm of the step is known."""
+
+    def loss(params, scale):
+        total, _ = jax.lax.scan(lambda x, w: (x + jnp.sum(w), None), 0.0, params["w"])
+        return scale * total
+
+    params = {"w": jnp.zeros((2, 3))}
+    trainer = release(loss, optax.sgd(0.0), max_norm=RULES[rule])
+    state, step = trainer.init(params, 1.0), jax.jit(trainer.step)
+    scales = 1 + np.random.default_rng(0).random(30) / 10
+    for scale in scales:
+        _, state, _ = step(params, state, np.float32(scale))
+    usual_limit = state.clip.limit
+    _, state, _ = step(params, state, np.float32(broken))
+    _, state, _ = step(params, state, np.float32(1.0))
+    # `ema_band` may bring a norm down to 0.9 of it. The others stay where they were.
+    lowest = 0.89 if rule == "ema_band" else 0.98
+    assert lowest < state.clip.limit / usual_limit < 1.02
+
+
 def programs_of(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
