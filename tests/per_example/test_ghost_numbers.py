@@ -185,6 +185,18 @@ def test_a_large_input_without_a_cotangent_has_no_part(large):
     assert by_ghost(linear, None, np.zeros((64, 64), np.float32), x, c).nonfinite == 1
 
 
+@pytest.mark.parametrize("large", [2.0**104, 3e37])
+def test_a_large_input_of_one_position_counts_as_inf(large):
+    x, c = normal(0, 4, 1, 64), normal(1, 4, 1, 64)
+    x[0, 0, 3], c[0] = large, 0
+    x[1, 0, 3], c[1] = large, 1e-37
+    w = np.zeros((64, 64), np.float32)
+    assert way(linear, w, x, c) == "product"
+    result = by_ghost(linear, 1e-6, w, x, c)
+    assert np.isinf(result.norms[1])
+    assert np.isfinite(result.norms[0]) and result.nonfinite == 1
+
+
 def test_the_sum_of_an_unused_parameter_of_16_bits_is_float32(monkeypatch):
     dtypes = []
     plus = _passes._plus

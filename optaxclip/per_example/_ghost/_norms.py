@@ -80,7 +80,8 @@ def norms_of_products(outer: OuterProducts) -> Array:
     a_norms = _norms_of_vectors(a)
     c_norms = _norms_of_vectors(c)
     # |G| = |a c'| = |a| |c|: Goodfellow, 2015
-    return a_norms * c_norms
+    is_too_large = (c_norms != 0) & (a_norms >= LARGEST_INPUT)
+    return jnp.where(is_too_large, jnp.inf, a_norms * c_norms)
 
 
 def sums_of_rows(products: list[OuterProducts]) -> Array:
