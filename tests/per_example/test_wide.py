@@ -243,8 +243,8 @@ def test_auto_takes_ghosts_for_wide_networks_in_bfloat16():
     assert explain_clipped_grad(network)(p, x).method == "ghost"
     program = jax.jit(clipped_grad(network, 1.0)).lower(p, x).as_text()
     # Of both kernels there is a product for each part of their cotangents.
-    narrow = "tensor<8x64xbf16>"
-    types = f"({narrow}, {narrow}) -> tensor<64x64xf32>"
+    narrow = "tensor<8x1x1x64xbf16>"  # [example, stack, position, ...]
+    types = f"({narrow}, {narrow}) -> tensor<1x64x64xf32>"
     assert program.count(types) == 4
 
 

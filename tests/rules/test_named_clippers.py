@@ -82,16 +82,6 @@ def test_adagc_takes_norms_from_elsewhere_and_limits_from_step_0():
     np.testing.assert_allclose(updates["a"], [0.3, 0.4], rtol=1e-6)
 
 
-def test_adaclip_takes_a_largest_element_from_elsewhere():
-    clipper, grads = optaxclip.adaclip(), jnp.ones((2, 2))
-    _, state = apply(clipper, grads, grad_norm=jnp.float32(8.0))
-    assert state.norm == 8.0
-    # The average of 8 and 16 is 12.
-    for norm, wanted in ((16.0, 1.0), (jnp.nan, jnp.nan), (jnp.inf, jnp.nan)):
-        updates, _ = clipper.update(grads, state, grad_norm=jnp.float32(norm))
-        np.testing.assert_array_equal(updates, jnp.full((2, 2), wanted))
-
-
 def test_adagc_does_not_remember_a_tensor_that_its_warm_up_made_0():
     clipper = optaxclip.adagc(max_norm=lambda step: 1.0 * step, warmup=2)
     _, updates = scanned(clipper, jnp.array([[3.0, 4.0]] * 4))
