@@ -323,10 +323,7 @@ def test_a_row_that_clips_nothing_has_a_mean_factor_of_1(log, command):
     [
         (0.5, "Take 1.0, as most trainers do: it clips {share:.1f}% of these steps"),
         (1e-3, "Take {guard}, a guard that clips 1.0% of these steps. The usual 1.0"),
-        (
-            1e3,
-            "steps. The usual 1.0 clips 100.0%.\nWith Adam you may keep 1.0",
-        ),
+        (1e3, "steps. The usual 1.0 clips 100.0%.\nWith Adam you may keep 1.0"),
     ],
 )
 def test_it_chooses_between_the_usual_limit_and_a_guard(log, command, length, choice):
