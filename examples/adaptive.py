@@ -72,9 +72,11 @@ def draw(panels: Any, look: Look, logs: dict[str, Log]) -> None:
         panel.plot(
             log[f"{prefix}/limit"], color=look.blue, linewidth=2.5, label="limit"
         )
-        # Where nearly every step has a dot, the dots let the norm shine through.
-        opacity = 0.2 if share > 0.5 else 1.0
-        panel.plot(steps, norm[steps], ".", color=look.orange, alpha=opacity)
+        # Where nearly every step has a dot, small dots lie behind the norm.
+        size, zorder = (3, 1) if share > 0.5 else (6, 3)
+        panel.plot(
+            steps, norm[steps], ".", color=look.orange, markersize=size, zorder=zorder
+        )
         panel.plot([], [], ".", color=look.orange, label=f"{verb} step")
         panel.set_title(f"{name}: {share:.1%} {verb}", weight="bold")
         panel.set(xlabel="step", yscale="log", ylim=y_limits)

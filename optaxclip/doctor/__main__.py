@@ -51,7 +51,7 @@ def _lines_of(finding: Finding) -> list[str]:
     line = f"step {finding.step:6}  {finding.cause:18}{finding.evidence}"
     # A limit of 0 says no more than the text does.
     if finding.limit > 0:
-        line += f" (named above {finding.limit:.3g})"
+        line += f" (limit {finding.limit:.3g})"
     lines = [line]
     if finding.rows > 1:
         lines.append(f"{indent}{finding.rows} rows show it, step {finding.worst} most")

@@ -33,8 +33,8 @@ class Finding(NamedTuple):
       value: the number in the worst step.
       limit: what it was held against.
       evidence: the number in words, with the columns or tensors.
-      page: where the documentation says more, such as "docs/run_health.md (Rollback)",
-        a file of the repository and the title of a section.
+      page: where the documentation says more, such as "docs/doctor.md (Record)", a file
+        of the repository and the title of a section.
       advice: what to do, in a line.
     """
 
@@ -92,10 +92,10 @@ CAUSES = (
         rule=rules.bad_batch,
         limit=15,
         text="{subject} is {value:.3g} times the median of up to 20 rows before it",
-        page="docs/run_health.md (Rollback)",
+        page="docs/run_health.md (My loss spikes, or gradients explode)",
         advice=(
-            "look at the batch. A clip shortens such a step, and skip_step around the "
-            "optimizer leaves it out"
+            "look at the batch. clip_by_global_norm(1.0) shortens such a step, and "
+            "skip_step around the optimizer leaves it out"
         ),
         least_rows=3,
     ),
@@ -127,8 +127,9 @@ CAUSES = (
         text="{subject} is {value:.3g} times as high as at its best, and stays high",
         page=AT_ONE_STEP,
         advice=(
-            "go back to a checkpoint before, with a lower learning rate or skip_step. "
-            "If it leaps and no norm does, look at the data"
+            "go back to a checkpoint before, with a clip, a lower learning rate or "
+            "skip_step. If the loss jumps in one step and no norm does, look at the "
+            "data"
         ),
         least_rows=20,
     ),
@@ -283,8 +284,8 @@ class Report(NamedTuple):
       not_judged: what the log lacks, columns or rows, and the names of the causes that
         need it.
       notes: what the reader left out or decided, at how many steps norms were taken for
-        overflows of a loss scale, how many medians the largest norm has, and whether
-        names of recorders are missing.
+        overflows of a loss scale, how many times the median the largest norm is, and
+        whether names of recorders are missing.
     """
 
     findings: list[Finding]

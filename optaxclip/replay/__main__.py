@@ -161,8 +161,8 @@ def _range_of(column: Column) -> str:
 
 
 def _table(suggestions: Sequence[Suggestion], choice: Choice | None) -> list[str]:
-    """A row for each candidate, by the share of clipped steps, the largest first.
-    Nothing without a choice.
+    """A row for each candidate, by the share of clipped steps, the largest first,
+    and then by the limit. Nothing without a choice.
     """
     if choice is None:
         return []
@@ -170,7 +170,7 @@ def _table(suggestions: Sequence[Suggestion], choice: Choice | None) -> list[str
     effect = (choice.row.limit, choice.row.clip_rate)
     unchosen = [row for row in suggestions if (row.limit, row.clip_rate) != effect]
     rows = [choice.row, *unchosen]
-    rows.sort(key=lambda row: row.clip_rate, reverse=True)
+    rows.sort(key=lambda row: (-row.clip_rate, row.limit))
     # Each column is as wide as its head.
     lines = ["  limit (last step)  steps clipped  mean factor  clipper, as Python"]
     for row in rows:

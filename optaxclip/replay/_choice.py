@@ -13,7 +13,7 @@ from ._run import MOST_MEDIANS, Suggestion, suggestion_of, z_score_of_zclip
 # Most trainers clip the global norm to it.
 USUAL_LIMIT = 1.0
 # A limit that clips more of the steps is no guard.
-MOST_PERCENT = 50
+MOST_SHARE = 0.5
 # Norms fall far if the median of the first fifth is this many times the median of the
 # last: a limit of five late medians would then clip half of the first fifth.
 FAR_FALL = 5.0
@@ -46,12 +46,11 @@ def choice_of(norms: np.ndarray, guard: Suggestion, every: int) -> Choice:
     usual = suggestion_of(
         f"optaxclip.clip_by_global_norm({USUAL_LIMIT})", USUAL_LIMIT, norms
     )
-    # With three digits below, since one step of a long run is not 0.0 %.
-    percent = 100 * float(np.mean(norms > USUAL_LIMIT))
-    if 0 < percent <= MOST_PERCENT:
-        choice = _usual_limit(usual, percent, guard)
+    share = float(np.mean(norms > USUAL_LIMIT))
+    if 0 < share <= MOST_SHARE:
+        choice = _usual_limit(usual, share, guard)
     else:
-        choice = _guard(guard, percent)
+        choice = _guard(guard, share)
     first_norms, *_, last_norms = np.array_split(norms, 5)
     early = float(np.median(first_norms))
     late = float(np.median(last_norms))
@@ -61,10 +60,17 @@ def choice_of(norms: np.ndarray, guard: Suggestion, every: int) -> Choice:
     return choice
 
 
-def _usual_limit(usual: Suggestion, percent: float, guard: Suggestion) -> Choice:
+def _percent(share: float) -> str:
+    """As in the table, but one step of a long run is not 0.0 %."""
+    if 0 < share < 0.001:
+        return f"{100 * share:.2g}%"
+    return f"{share:.1%}"
+
+
+def _usual_limit(usual: Suggestion, share: float, guard: Suggestion) -> Choice:
     advice = (
-        f"Take {USUAL_LIMIT}, as most trainers do: it clips {percent:.3g}% of these "
-        "steps, neither none nor more than half."
+        f"Take {USUAL_LIMIT}, as most trainers do: it clips {_percent(share)} of these "
+        "steps, some but at most half."
     )
     lines = [advice]
     # A tighter guard would clip more.
@@ -76,17 +82,17 @@ def _usual_limit(usual: Suggestion, percent: float, guard: Suggestion) -> Choice
     return Choice(row=usual, rule=USUAL_LIMIT, guard=guard, lines=lines)
 
 
-def _guard(guard: Suggestion, percent_of_usual: float) -> Choice:
+def _guard(guard: Suggestion, share_of_usual: float) -> Choice:
     advice = (
         f"Take {guard.rule}, a guard that clips {guard.clip_rate:.1%} of these steps."
     )
-    if percent_of_usual == 0:
+    if share_of_usual == 0:
         lines = [f"{advice} The usual {USUAL_LIMIT} clips none."]
     else:
         lines = [
-            f"{advice} The usual {USUAL_LIMIT} clips {percent_of_usual:.3g}%.",
-            f"With Adam you may keep {USUAL_LIMIT}: all batches then weigh about the "
-            "same.",
+            f"{advice} The usual {USUAL_LIMIT} clips {_percent(share_of_usual)}.",
+            f"With Adam you may keep {USUAL_LIMIT}: Adam cancels a constant factor, so "
+            "a tight limit only keeps long gradients from counting more.",
         ]
     return Choice(row=guard, rule=guard.limit, guard=guard, lines=lines)
 

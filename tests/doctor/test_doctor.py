@@ -266,9 +266,9 @@ def test_the_command_prints_a_table(log, capsys):
     norms = calm()
     ratio = 50 / np.median([*norms[20:30], 40.0, *norms[31:40]])
     line = f"step    300  bad batch         'grad_norm' is {ratio:.3g} times the median"
-    assert text.startswith(line) and "(named above 15)" in text
+    assert text.startswith(line) and "(limit 15)" in text
     assert "2 rows show it, step 400 most" in text
-    assert "leaves it out. See docs/run_health.md (Rollback)\n" in text
+    assert "leaves it out. See docs/run_health.md (My loss spikes, or " in text
     assert "Looked at 'train/loss' (60 rows), 'grad_norm' (60 rows)." in text
     assert "Note: The rows are 10 steps apart." in text
     assert "no gradient, underflow, dead embedding: needs record_health() in" in text
