@@ -310,12 +310,15 @@ def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> A
     jit it is a traced number.
     """
 
-    def one_for_traced(number: Any) -> Any:
-        return 1 if isinstance(number, Tracer) and not number.ndim else number
+    def one_for_length(number: Any) -> Any:
+        is_traced = isinstance(number, Tracer) and not number.ndim
+        if is_traced and not jnp.issubdtype(number.dtype, jnp.inexact):
+            return 1
+        return number
 
-    # A traced length of a window has no shape to give. Any number shows the form.
-    rule_without_tracers = jax.tree.map(one_for_traced, rule)
-    first_memory = jax.eval_shape(rule_without_tracers.init, norm)
+    # A traced length of a window has no shape to give. Any length shows the form.
+    rule_with_lengths = jax.tree.map(one_for_length, rule)
+    first_memory = jax.eval_shape(rule_with_lengths.init, norm)
     call = argument.partition(":")[0]
     # Rules that remember nothing may follow one another.
     if not jax.tree.leaves((first_memory, memory)):

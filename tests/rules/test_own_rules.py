@@ -18,6 +18,30 @@ TAPS = jnp.array([0.25, 0.5, 1.0])
 NORMS = [1.0, 2.0, 3.0, 4.0]
 
 
+class FromStart(rules.Rule):
+    """A sum that falls by `decay`, and begins where all norms were `start`."""
+
+    start: jax.Array
+    decay: float = 0.75
+
+    def init(self, norm):
+        return jnp.full_like(norm, self.start.astype(norm.dtype) / (1 - self.decay))
+
+    def update(self, norm, memory, step):
+        return memory, self.decay * memory + norm
+
+
+def test_init_of_a_rule_may_compute_with_its_numbers():
+    clipper = optaxclip.clip_by_global_norm(FromStart(jnp.float32(2.0)))
+    grads, limits = jnp.ones(1), []
+    state = clipper.init(grads)
+    for norm in (4.0, 1.0, 1.0):
+        _, state = clipper.update(norm * grads, state)
+        limits.append(state.limit)
+    # 2 / (1 - 0.75) = 8, 0.75 * 8 + 4 = 10, 0.75 * 10 + 1 = 8.5.
+    np.testing.assert_array_equal(limits, [8.0, 10.0, 8.5])
+
+
 class WeighedSum(rules.Rule):
     """A weighed sum of past norms. The weights are an array, or in a dict."""
 
