@@ -76,7 +76,13 @@ from .rules._limits import (
     rule_of,
     rules_of,
 )
-from .rules._rule import Rule, is_rule, limit_of, limit_of_jitted, norms_for
+from .rules._rule import (
+    Rule,
+    is_rule,
+    limit_and_memory_of,
+    limit_and_memory_of_jitted,
+    norms_for,
+)
 from .shrinks import Shrink, is_ours, shrink_of
 
 
@@ -309,7 +315,8 @@ class RuleInputs(NamedTuple):
     step: Array
     rules: Any  # one rule, or a tree prefix of rules: fixed limits of parts
     rule_of_name: dict[str, Rule]
-    ask: Callable[..., tuple[Array, PyTree]]  # jitted or not
+    # `limit_and_memory_of`, jitted or not
+    ask_rule: Callable[..., tuple[Array, PyTree]]
     weight_norm_of_name: dict[str, Array]  # empty where no rule needs them
     total: Array | None  # the norm of all norms
     given_limit_of_name: dict[str, Array] | None  # what `update` was given instead
@@ -345,12 +352,16 @@ def _rule_inputs(
         limits = _numbers_for_norms("limit", overrides.limit, norms, settings)
         limits = [jnp.maximum(limit, 0) for limit in limits]
         given_limit_of_name = dict(zip(names, limits))
+    # Under our jit a cache would keep a schedule, and what it refers to, alive.
+    ask_rule = limit_and_memory_of_jitted
+    if settings.has_schedule:
+        ask_rule = limit_and_memory_of
     return RuleInputs(
         argument=settings.argument,
         step=state.step,
         rules=rules,
         rule_of_name=dict(zip(names, rules_in_order)),
-        ask=limit_of if settings.has_schedule else limit_of_jitted,
+        ask_rule=ask_rule,
         weight_norm_of_name=weight_norm_of_name,
         total=total_norm(norms) if settings.with_total else None,
         given_limit_of_name=given_limit_of_name,
@@ -379,7 +390,7 @@ def _limits_of_block(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
         # In shard_map it may come out of a vector of norms that vary more.
         memory = mesh_types.narrowed_as(memory, block.norm)
         # A rule learns also in a step whose limit was given.
-        limit, memory = _ask_rule(inputs, rule, block.norm, weight_norm, memory)
+        limit, memory = _limit_and_memory(inputs, rule, block.norm, weight_norm, memory)
         if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
             # Only for a TPU, where `factor_roots` decides each leaf by its own limit,
             # so that no leaf waits until all weights are measured. On other platforms
@@ -399,12 +410,12 @@ def _limits_by_name(inputs: RuleInputs, block: Block) -> dict[str, Array]:
     for name, norm in block.norm_of_name.items():
         rule = inputs.rule_of_name[name]
         weight_norm = inputs.weight_norm_of_name.get(name)
-        limit, _ = _ask_rule(inputs, rule, norm, weight_norm, ())
+        limit, _ = _limit_and_memory(inputs, rule, norm, weight_norm, ())
         limit_of_name[name] = limit
     return limit_of_name
 
 
-def _ask_rule(
+def _limit_and_memory(
     inputs: RuleInputs,
     rule: Rule,
     norm: Array,
@@ -414,7 +425,9 @@ def _ask_rule(
     """The limit of a norm, or of each of a vector, and the new memory."""
     step = mesh_types.narrowed_as(inputs.step, norm)
     more_norms = norms_for(rule, weight_norm, inputs.total)
-    return inputs.ask(rule, norm, memory, step, *more_norms, argument=inputs.argument)
+    return inputs.ask_rule(
+        rule, norm, memory, step, *more_norms, argument=inputs.argument
+    )
 
 
 def _numbers_for_norms(

@@ -220,7 +220,7 @@ def norms_for(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
     return more_norms
 
 
-def answer_of(
+def checked_answer(
     rule: Rule,
     norm: Array,
     memory: PyTree,
@@ -252,7 +252,7 @@ def answer_of(
     return limit, new_memory
 
 
-def limit_of(
+def limit_and_memory_of(
     rule: Rule,
     norm: Array,
     memory: PyTree,
@@ -279,7 +279,7 @@ def limit_of(
     # stop_gradient: limits have no derivative by the updates. A broken norm becomes 0:
     # where the new memory is not selected, its derivative must still be finite.
     finite_norm = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
-    limit, new_memory = answer_of(
+    limit, new_memory = checked_answer(
         rule, finite_norm, memory_of_rule, step, *more_norms, argument=argument
     )
     # A number fits every norm.
@@ -300,7 +300,9 @@ def limit_of(
     return limit, new_where(learns, new_memory, memory)
 
 
-limit_of_jitted = jax.jit(limit_of, static_argnames=("argument", "is_loss"))
+limit_and_memory_of_jitted = jax.jit(
+    limit_and_memory_of, static_argnames=("argument", "is_loss")
+)
 
 
 def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> Any:
