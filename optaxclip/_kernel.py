@@ -370,38 +370,48 @@ def _rule_inputs(
 
 def _limits_of_block(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
     """The limits of a block. `memory` is what its rule remembers of it."""
+    limits = _limits_by_rules(inputs, block, memory)
+    if inputs.given_limit_of_name is None:
+        return limits
+    # A rule learns also in a step whose limit was given.
+    limit = block.as_array(inputs.given_limit_of_name)
+    return Limits(limit, inputs.given_limit_of_name, limits.memory)
+
+
+def _limits_by_rules(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
+    """The limits of a block, by one rule or by those of parts of the updates."""
     if not isinstance(inputs.rules, Rule):
-        # Limits for parts of the updates, which remember nothing.
+        # The rules of parts remember nothing.
         limit_of_name = _limits_by_name(inputs, block)
-        limit = block.as_array(limit_of_name)
+        return Limits(block.as_array(limit_of_name), limit_of_name, memory)
+    rule = inputs.rules
+    if block.is_vector:
+        rule = blocks.rule_of_vector(rule, [*block.norm_of_name.values()])
+    weight_norm = None
+    if rule.needs_params:
+        weight_norm = block.as_array(inputs.weight_norm_of_name)
+    memory = _memory_of_type(memory, block.norm)
+    limit, memory = _limit_and_memory(inputs, rule, block.norm, weight_norm, memory)
+    if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
+        # Only for a TPU, where `factor_roots` decides each leaf by its own limit, so
+        # that no leaf waits until all weights are measured. On other platforms nothing
+        # uses these, and XLA removes them.
+        limit_of_name = _limits_by_name(inputs, block)
     else:
-        rule = inputs.rules
-        if block.is_vector:
-            rule = blocks.rule_of_vector(rule, [*block.norm_of_name.values()])
-        weight_norm = None
-        if rule.needs_params:
-            weight_norm = block.as_array(inputs.weight_norm_of_name)
-        # A state that was made outside jax.set_mesh has no mesh in its type: it gets
-        # that of the norm.
-        norm_type = jax.typeof(block.norm)
-        memory = jax.tree.map(
-            lambda array: mesh_types.resharded_as(array, norm_type), memory
-        )
-        # In shard_map it may come out of a vector of norms that vary more.
-        memory = mesh_types.narrowed_as(memory, block.norm)
-        # A rule learns also in a step whose limit was given.
-        limit, memory = _limit_and_memory(inputs, rule, block.norm, weight_norm, memory)
-        if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
-            # Only for a TPU, where `factor_roots` decides each leaf by its own limit,
-            # so that no leaf waits until all weights are measured. On other platforms
-            # nothing uses these, and XLA removes them.
-            limit_of_name = _limits_by_name(inputs, block)
-        else:
-            limit_of_name = block.by_name(limit)
-    if inputs.given_limit_of_name is not None:
-        limit_of_name = inputs.given_limit_of_name
-        limit = block.as_array(limit_of_name)
+        limit_of_name = block.by_name(limit)
     return Limits(limit, limit_of_name, memory)
+
+
+def _memory_of_type(memory: PyTree, norm: Array) -> PyTree:
+    """The memory of a rule with the mesh of the norm in the types of its arrays."""
+    # A state that was made outside jax.set_mesh has no mesh in its type: it gets that
+    # of the norm.
+    norm_type = jax.typeof(norm)
+    memory = jax.tree.map(
+        lambda array: mesh_types.resharded_as(array, norm_type), memory
+    )
+    # In shard_map it may come out of a vector of norms that vary more.
+    return mesh_types.narrowed_as(memory, norm)
 
 
 def _limits_by_name(inputs: RuleInputs, block: Block) -> dict[str, Array]:
