@@ -514,11 +514,11 @@ def _roots(
 ) -> dict[str, Array]:
     """The root of the factor of each norm of a block."""
     if not block.is_vector:
-        return block.by_name(decision.root)
+        return block.by_name(decision.root_of_factor)
     names = list(block.norm_of_name)
     norms = list(block.norm_of_name.values())
     limits = [limit_of_name[name] for name in names]
-    roots = factor_roots(decision.root, norms, limits, decide)
+    roots = factor_roots(decision.root_of_factor, norms, limits, decide)
     return dict(zip(names, roots))
 
 
