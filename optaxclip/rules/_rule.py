@@ -121,7 +121,10 @@ class Rule:
     clipper, so all arrays have the norm's shape, and those of a memory may have more
     axes behind it.
 
-    A subclass lists its parameters as annotated fields and has two methods:
+    A subclass lists its parameters as annotated fields. They are numbers, arrays or
+    trees of arrays, and traced in `update`. A string, a function, or a number that
+    gives a shape is a static field, `dataclasses.field(metadata={"static": True})`. It
+    has two methods:
 
     * `init(norm) -> memory`: what the rule remembers before the first norm, from a
       norm of zeros. `()` for nothing.
@@ -357,11 +360,10 @@ def rule_in(call: str, rule_class: type[R], **numbers: Any) -> R:
 
 
 def check_fields(rule: Rule, call: str) -> None:
-    """Checks the numbers of a rule. Errors name the call."""
+    """Checks the fields of a rule. Errors name the call."""
     # A frozen dataclass takes a new value by its dict only.
     values = vars(rule)
     for spec in fields(rule):
-        # A plain field of a user's rule has no check.
         if "check" in spec.metadata:
             check = spec.metadata["check"]
             value = check(f"{call}: {spec.name}", values[spec.name])
@@ -369,6 +371,20 @@ def check_fields(rule: Rule, call: str) -> None:
             # Partial, a node for JAX. The others return None.
             if value is not None:
                 values[spec.name] = value
+        elif not spec.metadata.get("static"):
+            # A plain field of a user's rule.
+            _check_traceable(f"{call}: {spec.name}", values[spec.name])
+
+
+def _check_traceable(argument: str, value: PyTree) -> None:
+    """Raises TypeError for a string or a function, which jit does not take."""
+    for leaf in jax.tree.leaves(value):
+        if isinstance(leaf, str) or callable(leaf):
+            raise TypeError(
+                f"{argument} must be a number, an array or a tree of arrays, got "
+                f"{checks.shown(leaf)}: fields are traced. Make a string or a "
+                "function a static field: dataclasses.field(metadata={'static': True})."
+            )
 
 
 def call_name(cls: type) -> str:

@@ -109,6 +109,28 @@ def test_errors_name_a_class_of_the_user_as_it_is():
         EMA(kk=3.0)
 
 
+class Scaled(rules.Rule):
+    k: float = 2.0
+    which: str = dataclasses.field(default="mean", metadata={"static": True})
+
+    def update(self, norm, memory, step):
+        return (self.k if self.which == "mean" else 1.0) * norm, memory
+
+
+def test_a_string_or_function_among_traced_fields_is_refused():
+    class Texted(rules.Rule):
+        which: str = "mean"
+
+    for build in (Texted, lambda: Scaled(k=jnp.sin), lambda: Scaled(k={"a": "b"})):
+        with pytest.raises(TypeError, match=r"must be a number.*'static': True"):
+            build()
+    with pytest.raises(TypeError, match=r"^Texted: which must .* got 'mean'"):
+        Texted()
+    clipper = optaxclip.clip_by_global_norm(Scaled(which="one"))
+    _, state = apply(clipper, jnp.array([3.0, 4.0]))
+    assert state.limit == 5.0
+
+
 class Window(rules.Rule):
     """A memory of two norms, in which several tensors would share a place."""
 
