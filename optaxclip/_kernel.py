@@ -152,6 +152,8 @@ def make_clipper(
         check_limits_of_parts(argument, rules)
     rule_list = jax.tree.leaves(rules, is_leaf=is_rule)
     rule_leaves, treedef = jax.tree.flatten(rules)
+    # A model of equinox with limits in it can be called, and has no schedule.
+    numbers = jax.tree.leaves(rules, is_leaf=checks.is_function)
     settings = Settings(
         call=call,
         argument=argument,
@@ -164,7 +166,7 @@ def make_clipper(
         with_params=any(rule.needs_params for rule in rule_list),
         with_total=any(rule.needs_total for rule in rule_list),
         inf_is_off=all(rule.inf_is_off for rule in rule_list),
-        has_schedule=any(map(callable, jax.tree.leaves(rules, is_leaf=callable))),
+        has_schedule=any(map(checks.is_function, numbers)),
     )
 
     def init(params: PyTree) -> ClipState:
@@ -546,7 +548,7 @@ def clip_once(
       TypeError: a schedule or a rule, which without a state would stay at its first
         step.
     """
-    if callable(limit) or is_rule(limit):
+    if checks.is_function(limit) or is_rule(limit):
         raise TypeError(
             f"{call}: {name} must be a number, got {shown(limit)}. A schedule or a "
             "rule needs a state, which optaxclip.clip_by_global_norm(limit) has."
