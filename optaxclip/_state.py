@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 
 from . import _trees as trees
 from ._checks import check_one_model
-from ._exported import call_repr, has_numbers
 from ._packed import InWindows, Packed, is_mark, packed, rows_from, unpacked
+from ._reprs import call_repr, has_numbers
 from ._trees import PyTree
 
 

@@ -27,9 +27,9 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks as checks
-from .._exported import call_repr, short_repr
 from .._foreign_names import with_argument_errors
 from .._mesh_types import typed_as
+from .._reprs import call_repr, short_repr
 from .._trees import PyTree
 from ._memory import new_where
 
