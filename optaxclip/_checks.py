@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
-from ._exported import LONGEST, short_repr
+from ._reprs import LONGEST, short_repr
 
 # What becomes of updates whose norm is NaN or inf.
 Nonfinite = Literal["propagate", "zero", "raise"]

@@ -150,7 +150,9 @@ def factor_roots(
     ) -> list[Array]:
         # Jitted, so that it is traced once.
         decide_one = jax.jit(decide)
-        return [decide_one(norm, limit).root for norm, limit in zip(norms, limits)]
+        return [
+            decide_one(norm, limit).root_of_factor for norm, limit in zip(norms, limits)
+        ]
 
     taken_by_slices = partial(taken, getitem)
     are_few = len(norms) <= FEW_NORMS_ON_A_TPU

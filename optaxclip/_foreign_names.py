@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import optax
 
-from ._exported import call_repr
 from ._other_names import FUNCTIONS, NO_ARGUMENTS, OUR_NAMES, REMARKS
+from ._reprs import call_repr
 
 
 def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> None:

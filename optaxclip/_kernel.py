@@ -76,7 +76,13 @@ from .rules._limits import (
     rule_of,
     rules_of,
 )
-from .rules._rule import Rule, is_rule, limit_of, limit_of_jitted, norms_for
+from .rules._rule import (
+    Rule,
+    is_rule,
+    limit_and_memory_of,
+    limit_and_memory_of_jitted,
+    norms_for,
+)
 from .shrinks import Shrink, is_ours, shrink_of
 
 
@@ -146,6 +152,8 @@ def make_clipper(
         check_limits_of_parts(argument, rules)
     rule_list = jax.tree.leaves(rules, is_leaf=is_rule)
     rule_leaves, treedef = jax.tree.flatten(rules)
+    # A model of equinox with limits in it can be called, and has no schedule.
+    numbers = jax.tree.leaves(rules, is_leaf=checks.is_function)
     settings = Settings(
         call=call,
         argument=argument,
@@ -158,7 +166,7 @@ def make_clipper(
         with_params=any(rule.needs_params for rule in rule_list),
         with_total=any(rule.needs_total for rule in rule_list),
         inf_is_off=all(rule.inf_is_off for rule in rule_list),
-        has_schedule=any(map(callable, jax.tree.leaves(rules, is_leaf=callable))),
+        has_schedule=any(map(checks.is_function, numbers)),
     )
 
     def init(params: PyTree) -> ClipState:
@@ -309,7 +317,8 @@ class RuleInputs(NamedTuple):
     step: Array
     rules: Any  # one rule, or a tree prefix of rules: fixed limits of parts
     rule_of_name: dict[str, Rule]
-    ask: Callable[..., tuple[Array, PyTree]]  # jitted or not
+    # `limit_and_memory_of`, jitted or not
+    ask_rule: Callable[..., tuple[Array, PyTree]]
     weight_norm_of_name: dict[str, Array]  # empty where no rule needs them
     total: Array | None  # the norm of all norms
     given_limit_of_name: dict[str, Array] | None  # what `update` was given instead
@@ -345,12 +354,16 @@ def _rule_inputs(
         limits = _numbers_for_norms("limit", overrides.limit, norms, settings)
         limits = [jnp.maximum(limit, 0) for limit in limits]
         given_limit_of_name = dict(zip(names, limits))
+    # Under our jit a cache would keep a schedule, and what it refers to, alive.
+    ask_rule = limit_and_memory_of_jitted
+    if settings.has_schedule:
+        ask_rule = limit_and_memory_of
     return RuleInputs(
         argument=settings.argument,
         step=state.step,
         rules=rules,
         rule_of_name=dict(zip(names, rules_in_order)),
-        ask=limit_of if settings.has_schedule else limit_of_jitted,
+        ask_rule=ask_rule,
         weight_norm_of_name=weight_norm_of_name,
         total=total_norm(norms) if settings.with_total else None,
         given_limit_of_name=given_limit_of_name,
@@ -359,38 +372,48 @@ def _rule_inputs(
 
 def _limits_of_block(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
     """The limits of a block. `memory` is what its rule remembers of it."""
+    limits = _limits_by_rules(inputs, block, memory)
+    if inputs.given_limit_of_name is None:
+        return limits
+    # A rule learns also in a step whose limit was given.
+    limit = block.as_array(inputs.given_limit_of_name)
+    return Limits(limit, inputs.given_limit_of_name, limits.memory)
+
+
+def _limits_by_rules(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
+    """The limits of a block, by one rule or by those of parts of the updates."""
     if not isinstance(inputs.rules, Rule):
-        # Limits for parts of the updates, which remember nothing.
+        # The rules of parts remember nothing.
         limit_of_name = _limits_by_name(inputs, block)
-        limit = block.as_array(limit_of_name)
+        return Limits(block.as_array(limit_of_name), limit_of_name, memory)
+    rule = inputs.rules
+    if block.is_vector:
+        rule = blocks.rule_of_vector(rule, [*block.norm_of_name.values()])
+    weight_norm = None
+    if rule.needs_params:
+        weight_norm = block.as_array(inputs.weight_norm_of_name)
+    memory = _memory_of_type(memory, block.norm)
+    limit, memory = _limit_and_memory(inputs, rule, block.norm, weight_norm, memory)
+    if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
+        # Only for a TPU, where `factor_roots` decides each leaf by its own limit, so
+        # that no leaf waits until all weights are measured. On other platforms nothing
+        # uses these, and XLA removes them.
+        limit_of_name = _limits_by_name(inputs, block)
     else:
-        rule = inputs.rules
-        if block.is_vector:
-            rule = blocks.rule_of_vector(rule, [*block.norm_of_name.values()])
-        weight_norm = None
-        if rule.needs_params:
-            weight_norm = block.as_array(inputs.weight_norm_of_name)
-        # A state that was made outside jax.set_mesh has no mesh in its type: it gets
-        # that of the norm.
-        norm_type = jax.typeof(block.norm)
-        memory = jax.tree.map(
-            lambda array: mesh_types.resharded_as(array, norm_type), memory
-        )
-        # In shard_map it may come out of a vector of norms that vary more.
-        memory = mesh_types.narrowed_as(memory, block.norm)
-        # A rule learns also in a step whose limit was given.
-        limit, memory = _ask_rule(inputs, rule, block.norm, weight_norm, memory)
-        if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
-            # Only for a TPU, where `factor_roots` decides each leaf by its own limit,
-            # so that no leaf waits until all weights are measured. On other platforms
-            # nothing uses these, and XLA removes them.
-            limit_of_name = _limits_by_name(inputs, block)
-        else:
-            limit_of_name = block.by_name(limit)
-    if inputs.given_limit_of_name is not None:
-        limit_of_name = inputs.given_limit_of_name
-        limit = block.as_array(limit_of_name)
+        limit_of_name = block.by_name(limit)
     return Limits(limit, limit_of_name, memory)
+
+
+def _memory_of_type(memory: PyTree, norm: Array) -> PyTree:
+    """The memory of a rule with the mesh of the norm in the types of its arrays."""
+    # A state that was made outside jax.set_mesh has no mesh in its type: it gets that
+    # of the norm.
+    norm_type = jax.typeof(norm)
+    memory = jax.tree.map(
+        lambda array: mesh_types.resharded_as(array, norm_type), memory
+    )
+    # In shard_map it may come out of a vector of norms that vary more.
+    return mesh_types.narrowed_as(memory, norm)
 
 
 def _limits_by_name(inputs: RuleInputs, block: Block) -> dict[str, Array]:
@@ -399,12 +422,12 @@ def _limits_by_name(inputs: RuleInputs, block: Block) -> dict[str, Array]:
     for name, norm in block.norm_of_name.items():
         rule = inputs.rule_of_name[name]
         weight_norm = inputs.weight_norm_of_name.get(name)
-        limit, _ = _ask_rule(inputs, rule, norm, weight_norm, ())
+        limit, _ = _limit_and_memory(inputs, rule, norm, weight_norm, ())
         limit_of_name[name] = limit
     return limit_of_name
 
 
-def _ask_rule(
+def _limit_and_memory(
     inputs: RuleInputs,
     rule: Rule,
     norm: Array,
@@ -414,7 +437,9 @@ def _ask_rule(
     """The limit of a norm, or of each of a vector, and the new memory."""
     step = mesh_types.narrowed_as(inputs.step, norm)
     more_norms = norms_for(rule, weight_norm, inputs.total)
-    return inputs.ask(rule, norm, memory, step, *more_norms, argument=inputs.argument)
+    return inputs.ask_rule(
+        rule, norm, memory, step, *more_norms, argument=inputs.argument
+    )
 
 
 def _numbers_for_norms(
@@ -491,11 +516,11 @@ def _roots(
 ) -> dict[str, Array]:
     """The root of the factor of each norm of a block."""
     if not block.is_vector:
-        return block.by_name(decision.root)
+        return block.by_name(decision.root_of_factor)
     names = list(block.norm_of_name)
     norms = list(block.norm_of_name.values())
     limits = [limit_of_name[name] for name in names]
-    roots = factor_roots(decision.root, norms, limits, decide)
+    roots = factor_roots(decision.root_of_factor, norms, limits, decide)
     return dict(zip(names, roots))
 
 
@@ -523,7 +548,7 @@ def clip_once(
       TypeError: a schedule or a rule, which without a state would stay at its first
         step.
     """
-    if callable(limit) or is_rule(limit):
+    if checks.is_function(limit) or is_rule(limit):
         raise TypeError(
             f"{call}: {name} must be a number, got {shown(limit)}. A schedule or a "
             "rule needs a state, which optaxclip.clip_by_global_norm(limit) has."

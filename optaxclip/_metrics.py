@@ -63,8 +63,9 @@ def metrics(
                               done, never below 1.2e-38 unless they were made 0
         clip/norm_after       the norm after clipping: 0 where a broken step was made
                               zero, NaN where it was made NaN
-        clip/clipped          1 if the last step was clipped, else 0. A step whose norm
-                              is NaN or inf, or whose limit is NaN, counts as 0
+        clip/clipped          1 if the last step that had the leaf was clipped, else 0.
+                              A step whose norm is NaN or inf, or whose limit is NaN,
+                              counts as 0
         clip/clipped_share    clipped steps over all steps, in [0, 1]. A step without
                               the leaf counts as not clipped
         clip/clipped_share_recent

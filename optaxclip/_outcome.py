@@ -57,7 +57,7 @@ class Decision(NamedTuple):
 
     # The updates are multiplied by it twice, since its square, the factor, may be
     # subnormal. A hair less than the exact root, so that no product exceeds the limit.
-    root: Array
+    root_of_factor: Array
     outcome: Outcome
 
 
@@ -136,7 +136,7 @@ def _in_state_order(
         parts.append(furthest_units(norms, limits, mesh_of_units, decide))
         positions += [block.positions for block, _ in leaves]
     zeros = jnp.zeros_like(state.norm)
-    last = Outcome(
+    unchanged = Outcome(
         norm=state.norm,
         limit=state.limit,
         factor=state.factor,
@@ -145,7 +145,7 @@ def _in_state_order(
         unit_share=zeros,
     )
     if not parts:
-        return last
+        return unchanged
     if state.names.is_global:
         (outcome,) = parts
         # A tree of one array with units has one outcome for them, [1].
@@ -156,7 +156,7 @@ def _in_state_order(
         entries = blocks.concatenated(arrays).astype(old.dtype)
         return blocks.put(old, all_positions, entries)
 
-    return jax.tree.map(row, last, *parts)
+    return jax.tree.map(row, unchanged, *parts)
 
 
 # ------------------------------------------------------------------------------- units

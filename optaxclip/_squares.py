@@ -65,7 +65,7 @@ def _norms_on_a_cpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
         counts = plan.element_counts(arrays, np.float64)
         norms = []
         for total, count in zip(totals, counts):
-            norm = _root(plan.ord, count, total)
+            norm = _norm_from_sums(plan.ord, count, total)
             norms.append(lax.convert_element_type(norm, np.float32))
         return norms
 
@@ -119,7 +119,7 @@ def _norms_by_three_sums(
             operation=join.ADD,
             join_leaves=join_leaves,
         )
-    return _roots(plan.ord, counts, totals, most_single)
+    return _norms_from_sums(plan.ord, counts, totals, most_single)
 
 
 def _merged(plan: NormPlan, arrays: list[Array]) -> tuple[NormPlan, list[Array]]:
@@ -159,7 +159,7 @@ def _is_small(spec: LeafSpec, array: Array) -> bool:
 
 
 @partial(traced_once, static_argnums=0)
-def _root(ord: Ord, count: ArrayLike, total: Sums | Array) -> Array:
+def _norm_from_sums(ord: Ord, count: ArrayLike, total: Sums | Array) -> Array:
     """The norm, from three sums of squares or from one in float64."""
     if isinstance(total, Sums):
         norm = sums.root_of_mean(count, total)
@@ -171,7 +171,7 @@ def _root(ord: Ord, count: ArrayLike, total: Sums | Array) -> Array:
     return norm
 
 
-def _roots(
+def _norms_from_sums(
     ord: Ord, counts: list[Any], totals: list[Sums], most_single: float
 ) -> list[Array]:
     """The norms from their sums. Of more norms than `most_single` the scalars are
@@ -190,14 +190,16 @@ def _roots(
     # Inside shard_map sums may vary along different mesh axes. A stack has one type.
     types = {jax.typeof(total.unscaled) for total in scalars}
     if len(totals) <= most_single or len(types) != 1:
-        return [_root(ord, count, total) for count, total in zip(counts, totals)]
+        return [
+            _norm_from_sums(ord, count, total) for count, total in zip(counts, totals)
+        ]
     vectors = jax.tree.map(lambda *numbers: jnp.stack(numbers), *scalars)
     vectors = sums.materialized_on_gpu(vectors)
-    norms_of_scalars = iter(_root(ord, jnp.stack(counts_of_scalars), vectors))
+    norms_of_scalars = iter(_norm_from_sums(ord, jnp.stack(counts_of_scalars), vectors))
     norms = []
     for total, count in zip(totals, counts):
         if total.unscaled.ndim:
-            norms.append(_root(ord, count, total))
+            norms.append(_norm_from_sums(ord, count, total))
         else:
             norms.append(next(norms_of_scalars))
     return norms

@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 
 from . import _trees as trees
 from ._checks import check_one_model
-from ._exported import call_repr, has_numbers
 from ._packed import InWindows, Packed, is_mark, packed, rows_from, unpacked
+from ._reprs import call_repr, has_numbers
 from ._trees import PyTree
 
 
@@ -77,7 +77,8 @@ class Names(NamedTuple):
         """The names of the first rows of `numbers`."""
         return NUMBER_NAMES if self.unit_leaves else NUMBER_NAMES[:-1]
 
-    # JAX compares names where it compares the structures of two states.
+    # JAX compares names where it compares the structures of two states. This is not
+    # transitive: 2 layers equal 6, and 6 equal 3, but 2 do not equal 3.
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Names):
             return NotImplemented
@@ -91,17 +92,17 @@ class Names(NamedTuple):
             return False
         layers = self.layers_of_name.values()
         other_layers = other.layers_of_name.values()
-        return all(map(_is_share, layers, other_layers))
+        return all(map(_may_be_share, layers, other_layers))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    # Equal names may differ, see `_is_share` and `OpenNames`. So the hash is constant.
+    # So that equal names have equal hashes, the hash is constant.
     def __hash__(self) -> int:
         return 0
 
 
-def _is_share(layers: LayerNames, other_layers: LayerNames) -> bool:
+def _may_be_share(layers: LayerNames, other_layers: LayerNames) -> bool:
     """Whether the layers of a leaf are the same in two states, or may be a share of
     them in one of both: those that one device holds inside shard_map. So 6 layers and 3
     are equal, 6 and 4 are not (test_states_in_optax.py).

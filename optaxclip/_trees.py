@@ -49,14 +49,14 @@ def clipped_leaves(tree: PyTree, call: str = "") -> PyTree:
 
 
 def _clipped_leaf(leaf: Any) -> Any:
-    """The leaf, or None for one that does not count."""
+    """The leaf, or None for one that does not count. Of a box, what it holds."""
     if is_box(leaf):
-        box = leaf
-        leaf = box.__jax_array__()
+        content = unbox(leaf)
         # A box may hold a hole. If the box is a node (NNX), the hole stays; if it is a
         # leaf, None takes its place, so that `put_back` counts the same leaves.
-        if is_hole(leaf):
-            return leaf if is_hole(box) else None
+        if is_hole(content):
+            return content if is_hole(leaf) else None
+        return jax.tree.map(_clipped_leaf, content, is_leaf=is_box)
     if not is_array(leaf):
         raise TypeError("neither an array nor a number")
     # A Python number has no dtype. Neither random keys nor float0 are inexact.
@@ -117,17 +117,39 @@ def put_back(changed: PyTree, tree: PyTree) -> PyTree:
 
 
 def is_box(x: object) -> bool:
-    """Whether it is an object that holds an array, by JAX's own protocol."""
-    return callable(getattr(x, "__jax_array__", None))
+    """Whether it is an object that holds an array, by JAX's own protocol.
+
+    To JAX a box is a leaf, or a node with one child, such as a variable of flax NNX or
+    an array of haliax. A node with more of them, such as a LoRA weight with two
+    factors, is opened like any other.
+    """
+    return callable(getattr(x, "__jax_array__", None)) and len(_children(x)) == 1
 
 
 def unbox(x: Any) -> Any:
-    return x.__jax_array__() if is_box(x) else x
+    """What a box holds. Anything else is returned as it is."""
+    if not is_box(x):
+        return x
+    (child,) = _children(x)
+    if child is x:
+        return x.__jax_array__()
+    # `__jax_array__` of a node may compute another array, such as tanh of its leaf, or
+    # raise, as haliax's does. Gradients and updates are always those of the leaf.
+    return child
+
+
+def _children(x: object) -> list[Any]:
+    """The children of a node, None among them. A leaf has itself."""
+    return jax.tree.leaves(x, is_leaf=lambda y: y is not x)
 
 
 def unboxed(tree: PyTree) -> PyTree:
-    """The tree with arrays for objects that hold one, such as variables of flax NNX."""
-    return jax.tree.map(unbox, tree, is_leaf=is_box)
+    """The tree with arrays in the place of boxes, such as variables of flax NNX."""
+
+    def content(x: Any) -> Any:
+        return unboxed(unbox(x)) if is_box(x) else x
+
+    return jax.tree.map(content, tree, is_leaf=is_box)
 
 
 def is_array(x: Any) -> bool:

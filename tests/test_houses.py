@@ -28,7 +28,7 @@ TYPES = {"Limit", "Number", "Shrink"}  # of public arguments
 AS_CLIPPERS = {
     # A limit for a history of norms, and the factor and the shrink that follow.
     ("replay", "factor_between"),
-    ("replay", "limit_of"),
+    ("replay", "limit_and_memory_of"),
     ("replay", "rule_without_params"),
     ("replay", "shrink_of"),
     ("replay", "shrunk_by"),

@@ -25,7 +25,7 @@ from .._norms import GlobalNorm
 from .._other_names import OTHER_NAMES_IN_UPDATE
 from .._packed import packed, rows_from, unpacked
 from .._trees import PyTree, clipped_leaves
-from ..rules._rule import Rule, limit_of, limit_of_jitted
+from ..rules._rule import Rule, limit_and_memory_of, limit_and_memory_of_jitted
 
 
 class Comparison(NamedTuple):
@@ -136,9 +136,9 @@ class Judge(NamedTuple):
         # A traced step is one inside the user's jit. There a jit of ours would keep a
         # schedule, and what it refers to, alive in its cache.
         is_traced = isinstance(value, Tracer) or isinstance(step, Tracer)
-        limit_of_rule = limit_of if is_traced else limit_of_jitted
+        ask_rule = limit_and_memory_of if is_traced else limit_and_memory_of_jitted
         argument = "loss_rule" if is_loss else "rule"
-        limit, new_memory = limit_of_rule(
+        limit, new_memory = ask_rule(
             rule,
             value,
             memory,

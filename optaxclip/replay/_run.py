@@ -18,7 +18,7 @@ from .._factors import factor_between, shrunk_by
 from .._logs import clipped_share
 from ..rules import windowed_quantile, z_score
 from ..rules._limits import Limit, rule_without_params
-from ..rules._rule import Number, Rule, limit_of
+from ..rules._rule import Number, Rule, limit_and_memory_of
 from ..rules._windows import skip_step_rule, spike_rule
 from ..shrinks import Shrink, drop, shrink_of
 
@@ -134,7 +134,7 @@ def _limits_from(
 ) -> jax.Array:
     def one_step(carry: PyTree, value: jax.Array) -> tuple[PyTree, jax.Array]:
         step, memory = carry
-        limit, memory = limit_of(
+        limit, memory = limit_and_memory_of(
             rule, value, memory, step, argument=argument, is_loss=is_loss
         )
         return (step + 1, memory), limit

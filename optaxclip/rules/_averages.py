@@ -69,9 +69,9 @@ def weigh(weight: Array, decay: Array) -> tuple[Array, Array]:
 
     The first value becomes the average, whatever the decay.
     """
-    # With a decay of 1 all values would have the weight 0. They have 2^-60, so the
-    # average is their mean. A decay below 1 gives a value at least 2^-24 in float32,
-    # beside which 2^-60 is nothing.
+    # With a decay of 1 no value would have weight. So each then weighs 2^-60, and the
+    # average is their mean. Any decay below 1 gives a value at least 2^-24 (float32),
+    # beside which 2^-60 is nothing. So after a decay of 1 a lower one forgets the mean.
     is_tiny = weight < 2.0**-30
     least_weight = jnp.maximum(1 - decay, 2.0**-60)
     value_weight = jnp.where(is_tiny, least_weight, 1 - decay)
@@ -87,7 +87,8 @@ class Ema(Rule):
     `adaclip` is this rule on the largest coordinate of each tensor.
 
     Args:
-      decay: in [0, 1]. 1 is the mean of all norms. A number or a schedule.
+      decay: in [0, 1]. 1 is the mean of all norms. A number or a schedule. The first
+        decay below 1 after a decay of 1 forgets all earlier norms.
 
     Raises:
       ValueError: a decay out of its range. TypeError: something that is no number.
@@ -131,7 +132,8 @@ class EmaRatio(Rule):
         remember="clipped" and no target a ratio of at most 1 lets limits only fall. A
         number or a schedule.
       decay: of the average, in [0, 1]. With 1 it stays at the first norm, or corrected
-        is the mean of all. A number or a schedule.
+        is the mean of all. A number or a schedule. Corrected, the first decay below 1
+        after a decay of 1 forgets all earlier norms.
       target: the multiple that clipped norms are brought to. None for `ratio`.
       target_decay: of the average that `target` multiplies. None for `decay`.
       corrected: whether the averages start at 0 and are corrected for it, as Adam's.
@@ -295,7 +297,8 @@ class MomentsRatio(Rule):
 
     Args:
       decay1, decay2: of the two moments, in [0, 1]. 1 is the mean of all norms. Numbers
-        or schedules.
+        or schedules. The first decay below 1 after a decay of 1 forgets all earlier
+        norms.
       eps: at least 0, in units of the norm. A number or a schedule.
 
     Raises:
@@ -441,7 +444,8 @@ class LogZScore(Rule):
     Args:
       z: how many deviations are allowed, at least 0. A number or a schedule.
       decay: of mean and variance, in [0, 1]. 1 counts all norms alike. A number or a
-        schedule.
+        schedule. The first decay below 1 after a decay of 1 forgets all earlier norms,
+        and the deviation is then 0.
       floor: shorter norms count as this long. At least 0, and finite. A number or a
         schedule.
       spread: the deviation counts as at least this much, so that norms that hardly

@@ -25,9 +25,9 @@ from ._rule import (
     Number,
     Rule,
     Schedule,
-    answer_of,
     at_step,
     call_name,
+    checked_answer,
     is_inf,
     is_rule,
     norms_for,
@@ -114,7 +114,8 @@ class Constant(Rule):
     inf_is_off = True
 
     def update(self, norm: Array, memory: PyTree, step: Array) -> Any:
-        # `limit_of` brings what a schedule returns to the norm's dtype and shape.
+        # `limit_and_memory_of` brings what a schedule returns to the norm's dtype and
+        # shape.
         return self.limit(step) if callable(self.limit) else self.limit, memory
 
 
@@ -192,7 +193,7 @@ class ShareOfParams(Rule):
     share: Number = number_field()
     floor: Number = number_field(default=0.0)
 
-    # `limit_of` hands over the norm of the weights.
+    # `limit_and_memory_of` hands over the norm of the weights.
     needs_params = True
 
     @property
@@ -262,7 +263,7 @@ class Joined(Rule):
         new_memories = []
         call = call_name(type(self))
         for index, (rule, memory) in enumerate(zip(self.rules, memories)):
-            limit, new_memory = answer_of(
+            limit, new_memory = checked_answer(
                 rule,
                 norm,
                 memory,

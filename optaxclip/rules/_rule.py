@@ -27,9 +27,9 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks as checks
-from .._exported import call_repr, short_repr
 from .._foreign_names import with_argument_errors
 from .._mesh_types import typed_as
+from .._reprs import call_repr, short_repr
 from .._trees import PyTree
 from ._memory import new_where
 
@@ -121,7 +121,10 @@ class Rule:
     clipper, so all arrays have the norm's shape, and those of a memory may have more
     axes behind it.
 
-    A subclass lists its parameters as annotated fields and has two methods:
+    A subclass lists its parameters as annotated fields. They are numbers, arrays or
+    trees of arrays, and traced in `update`. A string, a function, or a number that
+    gives a shape is a static field, `dataclasses.field(metadata={"static": True})`. It
+    has two methods:
 
     * `init(norm) -> memory`: what the rule remembers before the first norm, from a
       norm of zeros. `()` for nothing.
@@ -220,7 +223,7 @@ def norms_for(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
     return more_norms
 
 
-def answer_of(
+def checked_answer(
     rule: Rule,
     norm: Array,
     memory: PyTree,
@@ -252,7 +255,7 @@ def answer_of(
     return limit, new_memory
 
 
-def limit_of(
+def limit_and_memory_of(
     rule: Rule,
     norm: Array,
     memory: PyTree,
@@ -279,7 +282,7 @@ def limit_of(
     # stop_gradient: limits have no derivative by the updates. A broken norm becomes 0:
     # where the new memory is not selected, its derivative must still be finite.
     finite_norm = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
-    limit, new_memory = answer_of(
+    limit, new_memory = checked_answer(
         rule, finite_norm, memory_of_rule, step, *more_norms, argument=argument
     )
     # A number fits every norm.
@@ -300,7 +303,9 @@ def limit_of(
     return limit, new_where(learns, new_memory, memory)
 
 
-limit_of_jitted = jax.jit(limit_of, static_argnames=("argument", "is_loss"))
+limit_and_memory_of_jitted = jax.jit(
+    limit_and_memory_of, static_argnames=("argument", "is_loss")
+)
 
 
 def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> Any:
@@ -310,12 +315,15 @@ def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> A
     jit it is a traced number.
     """
 
-    def one_for_traced(number: Any) -> Any:
-        return 1 if isinstance(number, Tracer) and not number.ndim else number
+    def one_for_length(number: Any) -> Any:
+        is_traced = isinstance(number, Tracer) and not number.ndim
+        if is_traced and not jnp.issubdtype(number.dtype, jnp.inexact):
+            return 1
+        return number
 
-    # A traced length of a window has no shape to give. Any number shows the form.
-    rule_without_tracers = jax.tree.map(one_for_traced, rule)
-    first_memory = jax.eval_shape(rule_without_tracers.init, norm)
+    # A traced length of a window has no shape to give. Any length shows the form.
+    rule_with_lengths = jax.tree.map(one_for_length, rule)
+    first_memory = jax.eval_shape(rule_with_lengths.init, norm)
     call = argument.partition(":")[0]
     # Rules that remember nothing may follow one another.
     if not jax.tree.leaves((first_memory, memory)):
@@ -352,11 +360,10 @@ def rule_in(call: str, rule_class: type[R], **numbers: Any) -> R:
 
 
 def check_fields(rule: Rule, call: str) -> None:
-    """Checks the numbers of a rule. Errors name the call."""
+    """Checks the fields of a rule. Errors name the call."""
     # A frozen dataclass takes a new value by its dict only.
     values = vars(rule)
     for spec in fields(rule):
-        # A plain field of a user's rule has no check.
         if "check" in spec.metadata:
             check = spec.metadata["check"]
             value = check(f"{call}: {spec.name}", values[spec.name])
@@ -364,6 +371,20 @@ def check_fields(rule: Rule, call: str) -> None:
             # Partial, a node for JAX. The others return None.
             if value is not None:
                 values[spec.name] = value
+        elif not spec.metadata.get("static"):
+            # A plain field of a user's rule.
+            _check_traceable(f"{call}: {spec.name}", values[spec.name])
+
+
+def _check_traceable(argument: str, value: PyTree) -> None:
+    """Raises TypeError for a string or a function, which jit does not take."""
+    for leaf in jax.tree.leaves(value):
+        if isinstance(leaf, str) or callable(leaf):
+            raise TypeError(
+                f"{argument} must be a number, an array or a tree of arrays, got "
+                f"{checks.shown(leaf)}: fields are traced. Make a string or a "
+                "function a static field: dataclasses.field(metadata={'static': True})."
+            )
 
 
 def call_name(cls: type) -> str:

@@ -258,6 +258,11 @@ def test_limits_in_a_callable_tree_are_its_leaves():
         np.testing.assert_allclose(found.b, b, rtol=1e-6, err_msg=name)
 
 
+def test_a_callable_tree_of_limits_for_one_norm_is_no_schedule():
+    with pytest.raises(TypeError, match=r"clip_grads: max_norm .*clip_by_tensor_norm"):
+        optaxclip.clip_grads(GRADS, LIMITS["numbers"])
+
+
 @pytest.mark.slow
 def test_labels_in_a_callable_tree_are_its_leaves():
     labels = Model("matrix", "vector")

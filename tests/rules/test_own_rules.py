@@ -18,6 +18,30 @@ TAPS = jnp.array([0.25, 0.5, 1.0])
 NORMS = [1.0, 2.0, 3.0, 4.0]
 
 
+class FromStart(rules.Rule):
+    """A sum that falls by `decay`, and begins where all norms were `start`."""
+
+    start: jax.Array
+    decay: float = 0.75
+
+    def init(self, norm):
+        return jnp.full_like(norm, self.start.astype(norm.dtype) / (1 - self.decay))
+
+    def update(self, norm, memory, step):
+        return memory, self.decay * memory + norm
+
+
+def test_init_of_a_rule_may_compute_with_its_numbers():
+    clipper = optaxclip.clip_by_global_norm(FromStart(jnp.float32(2.0)))
+    grads, limits = jnp.ones(1), []
+    state = clipper.init(grads)
+    for norm in (4.0, 1.0, 1.0):
+        _, state = clipper.update(norm * grads, state)
+        limits.append(state.limit)
+    # 2 / (1 - 0.75) = 8, 0.75 * 8 + 4 = 10, 0.75 * 10 + 1 = 8.5.
+    np.testing.assert_array_equal(limits, [8.0, 10.0, 8.5])
+
+
 class WeighedSum(rules.Rule):
     """A weighed sum of past norms. The weights are an array, or in a dict."""
 
@@ -83,6 +107,28 @@ class EMA(rules.Rule):
 def test_errors_name_a_class_of_the_user_as_it_is():
     with pytest.raises(TypeError, match=r"^EMA: there is no argument 'kk'"):
         EMA(kk=3.0)
+
+
+class Scaled(rules.Rule):
+    k: float = 2.0
+    which: str = dataclasses.field(default="mean", metadata={"static": True})
+
+    def update(self, norm, memory, step):
+        return (self.k if self.which == "mean" else 1.0) * norm, memory
+
+
+def test_a_string_or_function_among_traced_fields_is_refused():
+    class Texted(rules.Rule):
+        which: str = "mean"
+
+    for build in (Texted, lambda: Scaled(k=jnp.sin), lambda: Scaled(k={"a": "b"})):
+        with pytest.raises(TypeError, match=r"must be a number.*'static': True"):
+            build()
+    with pytest.raises(TypeError, match=r"^Texted: which must .* got 'mean'"):
+        Texted()
+    clipper = optaxclip.clip_by_global_norm(Scaled(which="one"))
+    _, state = apply(clipper, jnp.array([3.0, 4.0]))
+    assert state.limit == 5.0
 
 
 class Window(rules.Rule):
