@@ -454,6 +454,13 @@ def _attention_leaf(
     """Where a leaf has its heads. Raises for heads that it does not have."""
     if not isinstance(heads, Heads):
         heads = Heads(heads)
+    # A config in YAML or JSON has lists in the places of tuples.
+    heads = Heads(
+        axis=tuple(heads.axis) if isinstance(heads.axis, list) else heads.axis,
+        width=heads.width,
+        heads=tuple(heads.heads),
+        entries=tuple(heads.entries),
+    )
     axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
     rank = len(shape)
     check_no_bool(CALL, role, heads.axis)
