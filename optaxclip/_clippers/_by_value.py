@@ -46,6 +46,8 @@ def clip_by_value(
     | NaN                | NaN                                                    |
     | infinite           | the bound. A complex one becomes NaN                   |
     | complex            | limited by modulus. It takes one bound                 |
+    | float              | limited by the bound, rounded to its dtype, maybe      |
+    |                    | outwards: 0.1 is 0.1001 in bfloat16                    |
     | integer            | an integer of its dtype. Bounds are rounded inwards. A |
     |                    | `jax.Array` becomes a float before. NaN is no bound    |
     | bool, key          | itself                                                 |
