@@ -60,9 +60,10 @@ def main(steps: int = 300, folder: File = None) -> dict[str, Training]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (folder or Path(temporary)).resolve()
         halfway, first_reports = train(new_training(), steps // 2)
+        write_log(folder, first_reports, first_step=0)
         save(folder / "checkpoint", halfway)
         straight, last_reports = train(halfway, steps)
-        write_log(folder, first_reports + last_reports)
+        write_log(folder, last_reports, first_step=int(halfway.step))
 
         restored = restore(folder / "checkpoint")
         resumed, _ = train(restored, steps)
@@ -117,20 +118,29 @@ def take_step(
     return training, {"loss": loss, **optaxclip.metrics(state)}
 
 
-def write_log(folder: Path, reports: list[Report]) -> None:
-    """A line of JSON for each step, and the same for TensorBoard."""
-    with SummaryWriter(str(folder)) as board, (folder / "log.jsonl").open("w") as lines:
-        for step, report in enumerate(reports):
-            row: dict[str, float] = {"step": step}
+def write_log(folder: Path, reports: list[Report], first_step: int) -> None:
+    """A line of JSON for each step, and the same for TensorBoard. A run that is
+    continued goes on in the same file.
+    """
+    mode = "a" if first_step else "w"
+    # By the suffix no two files of TensorBoard have the same name.
+    board = SummaryWriter(str(folder), filename_suffix=f".{first_step}")
+    with board, (folder / "log.jsonl").open(mode) as lines:
+        for step, report in enumerate(reports, first_step):
+            row: dict[str, float | None] = {"step": step}
             for name, value in report.items():
                 number = float(value)
-                row[name] = number
-                if np.isfinite(number):  # inf: a limit that is not known yet
+                # inf is a limit that is not known yet. JSON has no inf.
+                if np.isfinite(number):
+                    row[name] = number
                     board.add_scalar(name, number, step)
+                else:
+                    row[name] = None
             lines.write(json.dumps(row) + "\n")
 
 
 def save(path: Path, training: Training) -> None:
+    """Replaces the only checkpoint. Long runs keep several."""
     with ocp.StandardCheckpointer() as checkpointer:  # waits until all is written
         checkpointer.save(path, training, force=True)
 

@@ -4,7 +4,7 @@ and after it, which is a common mistake.
 What it shows. The smallest float16 number is 6e-8, so small gradients become 0 on the
 way back. Loss scaling multiplies the loss by a large number and divides the gradients
 by it, in float32, once they have arrived. A step whose gradients overflow is left out
-and halves the scale, and 50 good steps in a row double it. The right order:
+and halves the scale, down to 1, and 50 good steps in a row double it. The right order:
 
     unscale    the gradients come back `scale` times too long, and a limit is meant for
                the true ones
@@ -107,8 +107,11 @@ def adjust(loss_scale: LossScale, overflow: jax.Array) -> LossScale:
     """Half the scale after an overflow, twice the scale after GROW_EVERY good steps."""
     good_steps = jnp.where(overflow, 0, loss_scale.good_steps + 1)
     grows = good_steps == GROW_EVERY
-    factor = jnp.where(overflow, 0.5, jnp.where(grows, 2.0, 1.0))
-    return LossScale(loss_scale.scale * factor, jnp.where(grows, 0, good_steps))
+    growth = jnp.where(grows, 2.0, 1.0)
+    factor = jnp.where(overflow, 0.5, growth)
+    # Broken data overflows at any scale. Below 1 small gradients would become 0.
+    scale = jnp.maximum(loss_scale.scale * factor, 1.0)
+    return LossScale(scale, jnp.where(grows, 0, good_steps))
 
 
 def new_optimizer(order: tuple[str, str]) -> optax.GradientTransformationExtraArgs:
@@ -153,7 +156,9 @@ def train(dtype: Any, order: tuple[str, str], steps: int) -> Log:
             "skipped": report["skip/skipped"],
         }
         if is_scaled:
-            loss_scale = adjust(loss_scale, log["skipped"] == 1)
+            # Not `skipped`: after 100 broken steps skip_nonfinite lets one through.
+            overflow = ~jnp.isfinite(report["skip/norm"])
+            loss_scale = adjust(loss_scale, overflow)
         return (params, state, loss_scale), log
 
     (images, labels), _ = read_digits(held_out=0)

@@ -149,10 +149,15 @@ def forward(stage: Stages, x: Array) -> tuple[Array, Array, Array, Array]:
         last_share = stage.squares / jnp.where(is_known, total, 1)
         average = KEEP * share + (1 - KEEP) * last_share
         share = jnp.where(is_turn & is_known, average, share)
-        portion = jnp.where(is_turn, share / (share + shares_below), portion)
+        # Frozen stages have a share of 0. With none below it a stage spends the rest.
+        shares_so_far = shares_below + share
+        is_frozen = shares_so_far == 0
+        part = share / jnp.where(is_frozen, 1, shares_so_far)
+        part = jnp.where(is_frozen, 1, part)
+        portion = jnp.where(is_turn, part, portion)
         inputs = jnp.where(is_turn, message.array, inputs)
         outputs = apply_layer(stage.weights, inputs)
-        numbers = jnp.stack([total, shares_below + share])
+        numbers = jnp.stack([total, shares_so_far])
         message = sent(Message(outputs, numbers), to=1)
     return inputs, outputs, share, portion
 

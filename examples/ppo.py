@@ -122,6 +122,8 @@ def play(actor: Layers, games: Any, observation: Any, key: jax.Array) -> Rollout
     rows = []
     for move_key in jax.random.split(key, LENGTH):
         action = np.asarray(draw(move_key, logits_of(actor, observation)))
+        # As in many PPOs, a game that is cut off at 500 steps counts as lost. To judge
+        # how it would go on, take its last observation from the info that is left out.
         after, reward, fell, lasted, _ = games.step(action)
         rows.append((observation, action, reward.astype(np.float32), fell | lasted))
         observation = after

@@ -129,7 +129,9 @@ def train(
         mean = jax.tree.map(lambda leaf: leaf / BATCH, total)
         updates, state = optimizer.update(mean, state)
         is_clipped = batch.mask & (result.factors < 1)
-        clipped = jnp.sum(is_clipped) / jnp.sum(batch.mask)
+        # A batch by chance may have no image.
+        count = jnp.maximum(jnp.sum(batch.mask), 1)
+        clipped = jnp.sum(is_clipped) / count
         return (optax.apply_updates(params, updates), state), clipped
 
     keys = jax.random.split(jax.random.key(seed), steps)
