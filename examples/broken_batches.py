@@ -111,9 +111,9 @@ def train(optimizer: Optimizer, broken: np.ndarray) -> Log:
 
     def step(trained: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
         network, state = trained
-        start, repeated_character, is_broken = batch
+        start, repeated_character, is_replaced = batch
         windows = text.training[start + jnp.arange(LENGTH + 1)]
-        windows = jnp.where(is_broken, repeated_character, windows)
+        windows = jnp.where(is_replaced, repeated_character, windows)
         loss, grads = jax.value_and_grad(char_rnn.mean_loss)(network, windows)
         updates, state = chain.update(grads, state, network, value=loss)
         log = {"loss": loss, **optaxclip.metrics(state)}

@@ -92,7 +92,7 @@ def new_optimizer(
     """AGC on all but the last layer, the global norm on everything."""
     # The blocks are stacked for a scan. Without `stacked` they count as one matrix.
     agc = optaxclip.adaptive_grad_clip(
-        clipping, stacked=lambda path, leaf: int(path.startswith("blocks"))
+        clipping, stacked=lambda path, leaf: 1 if path.startswith("blocks") else None
     )
     return optax.chain(
         optax.masked(agc, {"stem": True, "blocks": True, "head": False}),

@@ -100,6 +100,7 @@ def main(steps: int = 400) -> Result:
         starts = random.integers(len(characters) - CONTEXT, size=(BATCH, 1))
         windows = jnp.asarray(characters[starts + np.arange(CONTEXT + 1)])
         network, state, loss, report = train_step(network, state, windows, optimizer)
+        # Waits for the device. `checkpoint_and_metrics.py` does not fetch each step.
         losses.append(float(loss))
         if step % tenth == 0:
             print(f"step {step:4}  mean loss {np.mean(losses[-tenth:]):.4f}")

@@ -79,7 +79,9 @@ def main(steps: int = 300) -> Result:
         chosen = random.choice(len(training.labels), BATCH, replace=False)
         images = jnp.asarray(training.images[chosen])
         labels = jnp.asarray(training.labels[chosen])
-        report = jax.device_get(train_step(network, optimizer, images, labels))
+        report = train_step(network, optimizer, images, labels)
+        # Waits for the device. `checkpoint_and_metrics.py` does not fetch each step.
+        report = jax.device_get(report)
         reports.append({name: float(value) for name, value in report.items()})
         if step % max(1, steps // 10) == 0:
             print_line(step, reports[-1])

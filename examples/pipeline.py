@@ -143,8 +143,8 @@ def forward(stage: Stages, x: Array) -> tuple[Array, Array, Array, Array]:
     message = Message(inputs, jnp.stack([stage.totals, portion]))
     for turn in range(STAGES):
         is_turn = here == turn
+        # `total`: the sum of all squares of the step before, from the first stage.
         total, shares_below = message.numbers
-        # The shares after the step before, whose sum of squares has come down.
         is_known = total > 0
         last_share = stage.squares / jnp.where(is_known, total, 1)
         average = KEEP * share + (1 - KEEP) * last_share
