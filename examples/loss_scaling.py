@@ -172,7 +172,9 @@ def train(dtype: Any, order: tuple[str, str], steps: int) -> Log:
     random = np.random.default_rng(0)
     size = steps, BATCH
     chosen = random.integers(len(labels), size=size)
-    batches = images[chosen], labels[chosen]
+    images = jnp.asarray(images[chosen])
+    labels = jnp.asarray(labels[chosen])
+    batches = images, labels
     params = new_perceptron(64, 128, 128, 10)
     state = optimizer.init(params)
     first_scale = jnp.float32(FIRST_SCALE if is_scaled else 1)

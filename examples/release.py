@@ -145,8 +145,7 @@ def usual(**options: Any) -> Trainer:
     def step(params: Params, state: Any, windows: Array) -> Any:
         loss, grads = loss_and_grads(params, windows, **options)
         updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        return params, state, loss
+        return optax.apply_updates(params, updates), state, loss
 
     return Trainer(init, step)
 

@@ -86,11 +86,10 @@ def take_step(
     loss_and_grads = jax.value_and_grad(loss_of)
     loss, grads = loss_and_grads(params, images, labels)
     updates, state = optimizer.update(grads, state, params)
-    params = optax.apply_updates(params, updates)
     report = optaxclip.metrics(state)
     norm = report["clip/norm_before"]
     numbers = jnp.array([norm, loss])
-    return params, state, numbers
+    return optax.apply_updates(params, updates), state, numbers
 
 
 def one_device(params: Layers) -> Start:
