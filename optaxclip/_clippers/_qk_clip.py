@@ -457,12 +457,9 @@ def _attention_leaf(
     if not isinstance(heads, Heads):
         heads = Heads(heads)
     # A config in YAML or JSON has lists in the places of tuples.
-    heads = Heads(
-        axis=tuple(heads.axis) if isinstance(heads.axis, list) else heads.axis,
-        width=heads.width,
-        heads=tuple(heads.heads),
-        entries=tuple(heads.entries),
-    )
+    heads = heads._replace(heads=tuple(heads.heads), entries=tuple(heads.entries))
+    if isinstance(heads.axis, list):
+        heads = heads._replace(axis=tuple(heads.axis))
     axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
     rank = len(shape)
     check_no_bool(CALL, role, heads.axis)
