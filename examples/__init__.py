@@ -1,5 +1,5 @@
-"""Programs, each of which runs by itself. Imported as a package, as the tests do, they
-find `_shared` and each other as they do then.
+"""Programs, each of which runs by itself. Imported as a package, as in the tests, they
+find `_shared` and each other as scripts do.
 """
 
 import sys

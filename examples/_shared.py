@@ -12,10 +12,10 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.typing import ArrayLike
 
 WINDOW = 65  # characters of held-out text. The network predicts all but the first
@@ -29,7 +29,7 @@ HELP = {
 }
 
 File = Path | None  # None: nothing is written
-Layers = list[dict[str, jax.Array]]
+Layers = list[dict[str, Array]]
 
 
 def run(main: Callable[..., Any], **help_texts: str) -> None:
@@ -90,8 +90,8 @@ class Text(NamedTuple):
     """The English prose of Python's own help pages, as numbers."""
 
     alphabet: str  # the character of each number
-    training: jax.Array  # int32[characters]: the first 95 %
-    validation: jax.Array  # int32[windows, WINDOW]: the rest, never trained on
+    training: Array  # int32[characters]: the first 95 %
+    validation: Array  # int32[windows, WINDOW]: the rest, never trained on
 
 
 def read_text() -> Text:
@@ -146,7 +146,7 @@ def new_perceptron(*sizes: int, seed: int = 0) -> Layers:
     return layers
 
 
-def perceptron(layers: Layers, x: ArrayLike) -> jax.Array:
+def perceptron(layers: Layers, x: ArrayLike) -> Array:
     """The outputs of the last layer. All layers before it end in tanh."""
     *hidden_layers, last = layers
     activations = jnp.asarray(x)
@@ -155,7 +155,7 @@ def perceptron(layers: Layers, x: ArrayLike) -> jax.Array:
     return activations @ last["w"] + last["b"]
 
 
-def cross_entropy(logits: jax.Array, labels: ArrayLike) -> jax.Array:
+def cross_entropy(logits: Array, labels: ArrayLike) -> Array:
     """The mean over all labels, in nats."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.mean()

@@ -28,6 +28,7 @@ References: Seetharaman et al., AutoClip, 2020 (arXiv 2007.14469). Kumar et al.,
 (arXiv 2501.00656).
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,42 +45,49 @@ DRAWN = {"autoclip": "clip/step", "zclip": "clip/step", "skip_step": "skip/step"
 def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, Log]:
     """Trains the networks. Returns the log of each."""
     sgd = optax.sgd(lr, momentum=0.9)
+    # As in the paper, the window is the whole run.
+    autoclip = optaxclip.autoclip(window=steps)
+    zclip = optaxclip.zclip()
+    adagc = optaxclip.adagc()
+    spike_rule = optaxclip.rules.z_score()
     protections = {
-        # As in the paper, the window is the whole run.
-        "autoclip": optax.chain(optaxclip.autoclip(window=steps), sgd),
-        "zclip": optax.chain(optaxclip.zclip(), sgd),
-        "adagc": optax.chain(optaxclip.adagc(), sgd),
-        "skip_spikes": optaxclip.skip_spikes(sgd, optaxclip.rules.z_score()),
+        "autoclip": optax.chain(autoclip, sgd),
+        "zclip": optax.chain(zclip, sgd),
+        "adagc": optax.chain(adagc, sgd),
+        "skip_spikes": optaxclip.skip_spikes(sgd, spike_rule),
         "skip_step": optaxclip.skip_step(sgd),
     }
     logs = train_all(protections, steps)
     if save is not None:
-        draw_both(save, len(DRAWN), lambda panels, look: draw(panels, look, logs))
+        draw_logs = partial(draw, logs=logs)
+        draw_both(save, panels=len(DRAWN), draw=draw_logs)
     return logs
 
 
 def draw(panels: Any, look: Look, logs: dict[str, Log]) -> None:
     """Norm and limit of a run, and which steps it clipped or left out."""
-    norms = np.concatenate([logs[name]["record/all/norm"] for name in DRAWN])
-    y_limits = 0.8 * norms.min(), 6 * norms.max()
-    for panel, (name, prefix) in zip(panels, DRAWN.items()):
+    norms = [logs[name]["record/all/norm"] for name in DRAWN]
+    lowest = 0.8 * np.min(norms)
+    highest = 6 * np.max(norms)
+    for panel, name in zip(panels, DRAWN):
+        prefix = DRAWN[name]
         log = logs[name]
         norm = log["record/all/norm"]
+        limit = log[f"{prefix}/limit"]
         verb = "skipped" if prefix == "skip/step" else "clipped"
-        (steps,) = np.nonzero(log[f"{prefix}/{verb}"])
+        flags = log[f"{prefix}/{verb}"]
+        (steps,) = np.nonzero(flags)
         share = len(steps) / len(norm)
         panel.plot(norm, color=look.grey, linewidth=1, label="norm")
-        panel.plot(
-            log[f"{prefix}/limit"], color=look.blue, linewidth=2.5, label="limit"
-        )
+        panel.plot(limit, color=look.blue, linewidth=2.5, label="limit")
         # Where nearly every step has a dot, small dots lie behind the norm.
         size, zorder = (3, 1) if share > 0.5 else (6, 3)
-        panel.plot(
-            steps, norm[steps], ".", color=look.orange, markersize=size, zorder=zorder
-        )
+        dots = norm[steps]
+        panel.plot(steps, dots, ".", color=look.orange, markersize=size, zorder=zorder)
         panel.plot([], [], ".", color=look.orange, label=f"{verb} step")
-        panel.set_title(f"{name}: {share:.1%} {verb}", weight="bold")
-        panel.set(xlabel="step", yscale="log", ylim=y_limits)
+        title = f"{name}: {share:.1%} {verb}"
+        panel.set_title(title, weight="bold")
+        panel.set(xlabel="step", yscale="log", ylim=(lowest, highest))
         panel.legend(loc="upper right", ncols=2, fontsize="small", frameon=False)
     panels[0].set_ylabel("gradient norm")
 

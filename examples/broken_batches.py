@@ -19,6 +19,7 @@ dark pages with "_dark" in its name. --table PATH writes the losses as JSON.
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import char_rnn
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _shared import File, Look, annotate, draw_both, read_text, run
+from jax import Array
 
 import optaxclip
 
@@ -53,19 +55,25 @@ def main(
 ) -> dict[str, Log]:
     """Trains the four networks. Returns the log of each."""
     sgd = optax.sgd(lr, momentum=0.9)
+    clipper = optaxclip.clip_by_global_norm(1.0)
     protections = {
         CLEAN: sgd,
         "none": sgd,
-        "global norm": optax.chain(optaxclip.clip_by_global_norm(1.0), sgd),
+        "global norm": optax.chain(clipper, sgd),
         "skip_step": optaxclip.skip_step(sgd),
     }
     logs = train_all(protections, steps)
     if save is not None:
-        draw_both(save, 2, lambda panels, look: draw(panels, look, logs, lr))
+        draw_logs = partial(draw, logs=logs, lr=lr)
+        draw_both(save, panels=2, draw=draw_logs)
     if table is not None:
-        rows = [{"run": name, "final_loss": final(log)} for name, log in logs.items()]
+        rows = []
+        for name, log in logs.items():
+            row = {"run": name, "final_loss": final(log)}
+            rows.append(row)
+        text = json.dumps(rows, indent=1)
         table.parent.mkdir(parents=True, exist_ok=True)
-        table.write_text(json.dumps(rows, indent=1) + "\n")
+        table.write_text(text + "\n")
     return logs
 
 
@@ -74,10 +82,16 @@ def train_all(protections: Mapping[str, Optimizer], steps: int) -> dict[str, Log
     logs = {}
     print("protection       final loss  steps clipped  skipped")
     for name, optimizer in protections.items():
-        log = train(optimizer, is_broken(steps) & (name != CLEAN))
+        broken = is_broken(steps)
+        if name == CLEAN:
+            broken = np.zeros_like(broken)
+        log = train(optimizer, broken)
         # `adagc` has a flag for each tensor.
-        flags = [log[key] for key in log if key.startswith("clip/step/clipped/")]
-        clipped = np.mean(log.get("clip/step/clipped", np.any(flags, axis=0)))
+        prefix = "clip/step/clipped/"
+        keys = [key for key in log if key.startswith(prefix)]
+        flags = [log[key] for key in keys]
+        any_flag = np.any(flags, axis=0)
+        clipped = np.mean(log.get("clip/step/clipped", any_flag))
         skipped = np.mean(log.get("skip/step/skipped", 0.0))
         print(
             f"{name:15}  {final(log):10.4g}  {clipped:13.1%}  {skipped:7.1%}",
@@ -89,7 +103,9 @@ def train_all(protections: Mapping[str, Optimizer], steps: int) -> dict[str, Log
 
 def is_broken(steps: int) -> np.ndarray:
     """bool[steps]"""
-    return np.isin(np.arange(steps), np.arange(FIRST, steps, EVERY))
+    broken = np.zeros(steps, bool)
+    broken[FIRST::EVERY] = True
+    return broken
 
 
 def final(log: Log) -> float:
@@ -104,25 +120,34 @@ def train(optimizer: Optimizer, broken: np.ndarray) -> Log:
     text = read_text()
     random = np.random.default_rng(SEED + 1)
     size = len(broken), BATCH, 1
-    starts = random.integers(len(text.training) - LENGTH, size=size)
-    repeated_characters = random.integers(len(text.alphabet), size=size)
-    # The first part clips nothing. It records the norm, also where a step is skipped.
-    chain = optax.named_chain(("all", optaxclip.record_norm()), ("step", optimizer))
+    start_count = len(text.training) - LENGTH
+    starts = random.integers(start_count, size=size)
+    characters = len(text.alphabet)
+    repeated_characters = random.integers(characters, size=size)
+    chain = optax.named_chain(
+        # Clips nothing. It records the norm, also where a step is skipped.
+        ("all", optaxclip.record_norm()),
+        ("step", optimizer),
+    )
+    loss_and_grads = jax.value_and_grad(char_rnn.mean_loss)
 
-    def step(trained: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+    def step(trained: Any, batch: Any) -> tuple[Any, dict[str, Array]]:
         network, state = trained
-        start, repeated_character, is_broken = batch
-        windows = text.training[start + jnp.arange(LENGTH + 1)]
-        windows = jnp.where(is_broken, repeated_character, windows)
-        loss, grads = jax.value_and_grad(char_rnn.mean_loss)(network, windows)
+        start, repeated_character, is_replaced = batch
+        places = start + jnp.arange(LENGTH + 1)
+        windows = text.training[places]
+        windows = jnp.where(is_replaced, repeated_character, windows)
+        loss, grads = loss_and_grads(network, windows)
         updates, state = chain.update(grads, state, network, value=loss)
+        network = optax.apply_updates(network, updates)
         log = {"loss": loss, **optaxclip.metrics(state)}
-        return (optax.apply_updates(network, updates), state), log
+        return (network, state), log
 
-    network = char_rnn.new_network(len(text.alphabet))
+    network = char_rnn.new_network(characters)
     batches = starts, repeated_characters, broken
-    scan = jax.jit(lambda trained: jax.lax.scan(step, trained, batches))
-    _, log = scan((network, chain.init(network)))
+    start = network, chain.init(network)
+    scan = jax.jit(lambda start: jax.lax.scan(step, start, batches))
+    _, log = scan(start)
     return jax.device_get(log)
 
 
@@ -136,13 +161,18 @@ def draw(panels: Any, look: Look, logs: dict[str, Log], lr: float) -> None:
     last_steps = clean_steps[averaged - 1 :]  # of each window
     means = {}
     for name, log in logs.items():
-        means[name] = np.convolve(log["loss"][clean_steps], window, "valid")
+        losses = log["loss"][clean_steps]
+        means[name] = np.convolve(losses, window, "valid")
     colours = look.orange, look.blue
     for panel, name, colour in zip(panels, TITLES, colours):
-        panel.plot(last_steps, means[CLEAN], color=look.grey, linewidth=4)
-        panel.plot(last_steps, means[name], color=colour, linewidth=2)
-        panel.plot(broken_steps, np.full(len(broken_steps), 1.15), "^", c=colour)
-        panel.set_title(TITLES[name].format(lr=lr), color=colour, weight="bold")
+        clean_mean = means[CLEAN]
+        mean = means[name]
+        panel.plot(last_steps, clean_mean, color=look.grey, linewidth=4)
+        panel.plot(last_steps, mean, color=colour, linewidth=2)
+        heights = np.full(len(broken_steps), 1.15)
+        panel.plot(broken_steps, heights, "^", c=colour)
+        title = TITLES[name].format(lr=lr)
+        panel.set_title(title, color=colour, weight="bold")
         panel.set(xlabel="step", yscale="log", ylim=(1.0, 120))
         panel.set_yticks(TICKS, map(str, TICKS))
         panel.set_yticks([], minor=True)

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _shared import Text, cross_entropy, read_text, run
+from jax import Array
 
 import optaxclip
 
@@ -40,7 +41,7 @@ CLIPPERS = {
     "global norm": optaxclip.clip_by_global_norm(0.3),
 }
 
-Network = dict[str, jax.Array]
+Network = dict[str, Array]
 Log = dict[str, np.ndarray]  # "loss", and the norms "before" and "after" the clip
 
 
@@ -58,11 +59,13 @@ def main(steps: int = 250, lr: float = 0.8) -> dict[str, Log]:
         )
         network, log = train(optimizer, text, steps)
         validation = jax.jit(mean_loss)(network, text.validation)
+        final_loss = log["loss"][-20:].mean()
+        largest_norm = log["before"].max()
         # If the norms before and after differ, the clipper did something.
         clipped = np.mean(log["after"] < log["before"])
         print(
-            f"{clipping:11}  {log['loss'][-20:].mean():10.4g}  {validation:10.4g}  "
-            f"{log['before'].max():12.4g}  {clipped:13.0%}",
+            f"{clipping:11}  {final_loss:10.4g}  {validation:10.4g}  "
+            f"{largest_norm:12.4g}  {clipped:13.0%}",
             flush=True,
         )
         logs[clipping] = log
@@ -74,51 +77,60 @@ def new_network(characters: int) -> Network:
     vector: training makes the gradients grow.
     """
     random = np.random.default_rng(SEED)
+    embedding = random.normal(size=(characters, HIDDEN))
+    recurrence = random.normal(size=(HIDDEN, HIDDEN))
+    readout = random.normal(size=(HIDDEN, characters))
     weights = {
-        "embedding": 0.5 * random.normal(size=(characters, HIDDEN)),
-        "recurrence": np.linalg.qr(random.normal(size=(HIDDEN, HIDDEN))).Q,
+        "embedding": 0.5 * embedding,
+        "recurrence": np.linalg.qr(recurrence).Q,
         "bias": np.zeros(HIDDEN),
-        "readout": 0.5 / math.sqrt(HIDDEN) * random.normal(size=(HIDDEN, characters)),
+        "readout": 0.5 / math.sqrt(HIDDEN) * readout,
         "readout_bias": np.zeros(characters),
     }
-    return {name: jnp.asarray(weight, jnp.float32) for name, weight in weights.items()}
+    network = {}
+    for name, weight in weights.items():
+        network[name] = jnp.asarray(weight, jnp.float32)
+    return network
 
 
-def read_character(
-    network: Network, hidden: jax.Array, character: jax.Array
-) -> jax.Array:
+def read_character(network: Network, hidden: Array, character: Array) -> Array:
     """One step through time: h = tanh(E[c] + h W + b)."""
     carried = hidden @ network["recurrence"] + network["bias"]
     return jnp.tanh(network["embedding"][character] + carried)
 
 
-def predict(network: Network, hidden: jax.Array) -> jax.Array:
+def predict(network: Network, hidden: Array) -> Array:
     return hidden @ network["readout"] + network["readout_bias"]
 
 
-def mean_loss(network: Network, windows: jax.Array) -> jax.Array:
+def mean_loss(network: Network, windows: Array) -> Array:
     """The mean over int[batch, time]: each character but the first, given those before
     it.
     """
 
-    def step(hidden: jax.Array, character: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step(hidden: Array, character: Array) -> tuple[Array, Array]:
         hidden = read_character(network, hidden, character)
         return hidden, hidden
 
     start = jnp.zeros((len(windows), HIDDEN))
-    _, hidden = jax.lax.scan(step, start, windows[:, :-1].T)
-    return cross_entropy(predict(network, hidden), windows[:, 1:].T)
+    # Time comes first, as the scan goes along it.
+    characters = windows.T
+    _, hidden = jax.lax.scan(step, start, characters[:-1])
+    logits = predict(network, hidden)
+    return cross_entropy(logits, characters[1:])
 
 
 def train(
     optimizer: optax.GradientTransformation, text: Text, steps: int
 ) -> tuple[Network, Log]:
     """One run from the common seed, as one compiled scan."""
+    loss_and_grads = jax.value_and_grad(mean_loss)
 
-    def step(trained: tuple[Network, Any], start: jax.Array) -> Any:
+    def step(trained: tuple[Network, Any], start: Array) -> Any:
         network, state = trained
-        windows = text.training[start + jnp.arange(LENGTH + 1)]
-        loss, grads = jax.value_and_grad(mean_loss)(network, windows)
+        places = start + jnp.arange(LENGTH + 1)
+        windows = text.training[places]
+        loss, grads = loss_and_grads(network, windows)
         updates, state = optimizer.update(grads, state, network)
         network = optax.apply_updates(network, updates)
         report = optaxclip.metrics(state)
@@ -131,10 +143,12 @@ def train(
 
     network = new_network(len(text.alphabet))
     random = np.random.default_rng(SEED + 1)
-    starts = random.integers(len(text.training) - LENGTH, size=(steps, BATCH, 1))
+    start_count = len(text.training) - LENGTH
+    starts = random.integers(start_count, size=(steps, BATCH, 1))
     batches = jnp.asarray(starts)
-    scan = jax.jit(lambda trained: jax.lax.scan(step, trained, batches))
-    (network, _), log = scan((network, optimizer.init(network)))
+    start = network, optimizer.init(network)
+    scan = jax.jit(lambda start: jax.lax.scan(step, start, batches))
+    (network, _), log = scan(start)
     return network, jax.device_get(log)
 
 

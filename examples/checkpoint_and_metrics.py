@@ -34,6 +34,7 @@ from _shared import (
     read_digits,
     run,
 )
+from jax import Array
 
 import optaxclip
 
@@ -42,7 +43,8 @@ with needed_packages():
     from tensorboardX import SummaryWriter
 
 DIGITS, _ = read_digits(held_out=0)
-OPTIMIZER = optax.chain(optaxclip.zclip(), optax.adam(3e-3))
+CLIPPER = optaxclip.zclip()
+OPTIMIZER = optax.chain(CLIPPER, optax.adam(3e-3))
 
 Report = dict[str, Any]  # the loss and the metrics of a step
 
@@ -60,9 +62,10 @@ def main(steps: int = 300, folder: File = None) -> dict[str, Training]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (folder or Path(temporary)).resolve()
         halfway, first_reports = train(new_training(), steps // 2)
+        write_log(folder, first_reports, first_step=0)
         save(folder / "checkpoint", halfway)
         straight, last_reports = train(halfway, steps)
-        write_log(folder, first_reports + last_reports)
+        write_log(folder, last_reports, first_step=int(halfway.step))
 
         restored = restore(folder / "checkpoint")
         resumed, _ = train(restored, steps)
@@ -78,7 +81,9 @@ def main(steps: int = 300, folder: File = None) -> dict[str, Training]:
 
 def new_training() -> Training:
     params = new_perceptron(64, 64, 64, 10)
-    return Training(jnp.int32(0), params, OPTIMIZER.init(params))
+    state = OPTIMIZER.init(params)
+    step = jnp.int32(0)
+    return Training(step, params, state)
 
 
 def forgetful(training: Training) -> Training:
@@ -94,7 +99,8 @@ def train(training: Training, until: int) -> tuple[Training, list[Report]]:
     reports = []
     for number in range(int(training.step), until):
         # A batch follows from its number alone, so nothing else has to be saved.
-        chosen = np.random.default_rng(number).integers(len(DIGITS.labels), size=16)
+        random = np.random.default_rng(number)
+        chosen = random.integers(len(DIGITS.labels), size=16)
         images = DIGITS.images[chosen]
         labels = DIGITS.labels[chosen]
         training, report = take_step(training, images, labels)
@@ -102,44 +108,62 @@ def train(training: Training, until: int) -> tuple[Training, list[Report]]:
     return training, jax.device_get(reports)
 
 
-def mean_loss(params: Layers, images: jax.Array, labels: jax.Array) -> jax.Array:
-    return cross_entropy(perceptron(params, images), labels)
+def mean_loss(params: Layers, images: Array, labels: Array) -> Array:
+    logits = perceptron(params, images)
+    return cross_entropy(logits, labels)
 
 
 @jax.jit
 def take_step(
-    training: Training, images: jax.Array, labels: jax.Array
+    training: Training, images: Array, labels: Array
 ) -> tuple[Training, Report]:
     step, params, state = training
-    loss, grads = jax.value_and_grad(mean_loss)(params, images, labels)
+    loss_and_grads = jax.value_and_grad(mean_loss)
+    loss, grads = loss_and_grads(params, images, labels)
     updates, state = OPTIMIZER.update(grads, state, params)
-    training = Training(step + 1, optax.apply_updates(params, updates), state)
-    return training, {"loss": loss, **optaxclip.metrics(state)}
+    params = optax.apply_updates(params, updates)
+    training = Training(step + 1, params, state)
+    report = {"loss": loss, **optaxclip.metrics(state)}
+    return training, report
 
 
-def write_log(folder: Path, reports: list[Report]) -> None:
-    """A line of JSON for each step, and the same for TensorBoard."""
-    with SummaryWriter(str(folder)) as board, (folder / "log.jsonl").open("w") as lines:
-        for step, report in enumerate(reports):
-            row: dict[str, float] = {"step": step}
+def write_log(folder: Path, reports: list[Report], first_step: int) -> None:
+    """A line of JSON for each step, and the same for TensorBoard. A run that is
+    continued goes on in the same file.
+    """
+    mode = "a" if first_step else "w"
+    # By the suffix no two files of TensorBoard have the same name.
+    board = SummaryWriter(str(folder), filename_suffix=f".{first_step}")
+    with board, (folder / "log.jsonl").open(mode) as lines:
+        for step, report in enumerate(reports, first_step):
+            row: dict[str, float | None] = {"step": step}
             for name, value in report.items():
                 number = float(value)
-                row[name] = number
-                if np.isfinite(number):  # inf: a limit that is not known yet
+                # inf is a limit that is not known yet. JSON has no inf.
+                if np.isfinite(number):
+                    row[name] = number
                     board.add_scalar(name, number, step)
+                else:
+                    row[name] = None
             lines.write(json.dumps(row) + "\n")
 
 
 def save(path: Path, training: Training) -> None:
+    """Replaces the only checkpoint. Long runs keep several."""
     with ocp.StandardCheckpointer() as checkpointer:  # waits until all is written
         checkpointer.save(path, training, force=True)
 
 
 def restore(path: Path) -> Training:
     """Restores as a new process does: from shapes, dtypes and devices alone."""
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    device, *_ = jax.devices()
+    sharding = jax.sharding.SingleDeviceSharding(device)
     shapes = jax.eval_shape(new_training)
-    shapes = jax.tree.map(lambda leaf: leaf.update(sharding=device), shapes)
+
+    def placed(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return shape.update(sharding=sharding)
+
+    shapes = jax.tree.map(placed, shapes)
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(path, shapes)
 
@@ -147,10 +171,13 @@ def restore(path: Path) -> Training:
 def differing(training: Training, straight: Training) -> int:
     """How many arrays are not the same to the bit."""
 
-    def differs(left: jax.Array, right: jax.Array) -> bool:
-        return np.asarray(left).tobytes() != np.asarray(right).tobytes()
+    def differs(left: Array, right: Array) -> bool:
+        left_bytes = np.asarray(left).tobytes()
+        right_bytes = np.asarray(right).tobytes()
+        return left_bytes != right_bytes
 
-    return sum(jax.tree.leaves(jax.tree.map(differs, training, straight)))
+    differences = jax.tree.map(differs, training, straight)
+    return sum(jax.tree.leaves(differences))
 
 
 if __name__ == "__main__":

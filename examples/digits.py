@@ -17,6 +17,7 @@ Reference: Brock et al., NFNets, 2021 (arXiv 2102.06171).
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from _shared import (
     read_digits,
     run,
 )
+from jax import Array
 from jax.typing import ArrayLike
 
 import optaxclip
@@ -53,23 +55,27 @@ METHODS = {
 }
 
 Network = dict[str, Any]
-Number = float | jax.Array
+Number = float | Array
 
 
 def main(steps: int = 200, save: File = None) -> dict[str, np.ndarray]:
     """Trains all networks. Returns accuracies: float[rates, seeds] for each method."""
     training, held_out = read_digits(HELD_OUT)
+    random = np.random.default_rng(0)
     size = steps, BATCH
-    chosen = np.random.default_rng(0).integers(len(training.labels), size=size)
-    batches = Digits(training.images[chosen], training.labels[chosen])
+    chosen = random.integers(len(training.labels), size=size)
+    images = training.images[chosen]
+    labels = training.labels[chosen]
+    batches = Digits(images, labels)
 
     @jax.jit
     def accuracy_of(
         network: Network, clipping: Number, max_norm: Number, rate: Number
-    ) -> jax.Array:
+    ) -> Array:
         optimizer = new_optimizer(clipping, max_norm, rate)
         trained = train(optimizer, network, batches)
-        guesses = predict(trained, held_out.images).argmax(-1)
+        logits = predict(trained, held_out.images)
+        guesses = logits.argmax(-1)
         return jnp.mean(guesses == held_out.labels)
 
     networks = [new_network(seed) for seed in range(SEEDS)]
@@ -82,7 +88,8 @@ def main(steps: int = 200, save: File = None) -> dict[str, np.ndarray]:
                 row[seed] = accuracy_of(network, clipping, max_norm, rate)
             print(f"{method:24}  rate {rate:<5}  accuracies {row.round(3)}", flush=True)
     if save is not None:
-        draw_both(save, 3, lambda panels, look: draw(panels, look, accuracies))
+        draw_accuracies = partial(draw, accuracies=accuracies)
+        draw_both(save, panels=3, draw=draw_accuracies)
     return accuracies
 
 
@@ -91,14 +98,17 @@ def new_optimizer(
 ) -> optax.GradientTransformation:
     """AGC on all but the last layer, the global norm on everything."""
     # The blocks are stacked for a scan. Without `stacked` they count as one matrix.
-    agc = optaxclip.adaptive_grad_clip(
-        clipping, stacked=lambda path, leaf: int(path.startswith("blocks"))
-    )
+    agc = optaxclip.adaptive_grad_clip(clipping, stacked=stacked_axes)
+    mask = {"stem": True, "blocks": True, "head": False}
     return optax.chain(
-        optax.masked(agc, {"stem": True, "blocks": True, "head": False}),
+        optax.masked(agc, mask),
         optaxclip.clip_by_global_norm(max_norm),
         optax.sgd(rate, momentum=0.9, nesterov=True),
     )
+
+
+def stacked_axes(path: str, leaf: Array) -> int | None:
+    return 1 if path.startswith("blocks") else None
 
 
 def train(
@@ -106,14 +116,16 @@ def train(
 ) -> Network:
     """One run, as a scan."""
 
-    def mean_loss(network: Network, batch: Digits) -> jax.Array:
-        return cross_entropy(predict(network, batch.images), batch.labels)
+    def mean_loss(network: Network, batch: Digits) -> Array:
+        logits = predict(network, batch.images)
+        return cross_entropy(logits, batch.labels)
 
     def step(trained: tuple[Network, Any], batch: Digits) -> Any:
         network, state = trained
         grads = jax.grad(mean_loss)(network, batch)
         updates, state = optimizer.update(grads, state, network)
-        return (optax.apply_updates(network, updates), state), None
+        network = optax.apply_updates(network, updates)
+        return (network, state), None
 
     start = network, optimizer.init(network)
     (network, _), _ = jax.lax.scan(step, start, batches)
@@ -124,35 +136,45 @@ def new_network(seed: int) -> Network:
     """Weights of variance 1 / (number of inputs)."""
     random = np.random.default_rng(seed)
 
-    def normal(*shape: int) -> jax.Array:
+    def normal(*shape: int) -> Array:
         inputs = shape[-2]
-        return jnp.asarray(random.normal(size=shape) / inputs**0.5, jnp.float32)
+        weights = random.normal(size=shape) / inputs**0.5
+        return jnp.asarray(weights, jnp.float32)
 
-    blocks = normal(BLOCKS, WIDTH, WIDTH), normal(BLOCKS, WIDTH, WIDTH)
-    return {"stem": normal(64, WIDTH), "blocks": blocks, "head": normal(WIDTH, 10)}
+    first = normal(BLOCKS, WIDTH, WIDTH)
+    second = normal(BLOCKS, WIDTH, WIDTH)
+    return {
+        "stem": normal(64, WIDTH),
+        "blocks": (first, second),
+        "head": normal(WIDTH, 10),
+    }
 
 
-def predict(network: Network, images: ArrayLike) -> jax.Array:
+def predict(network: Network, images: ArrayLike) -> Array:
     """Logits: a linear layer, residual blocks, another linear layer."""
 
-    def block(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> Any:
+    def block(x: Array, weights: tuple[Array, Array]) -> Any:
         first, second = weights
-        return x + jax.nn.relu(x @ first) @ second, None
+        hidden = jax.nn.relu(x @ first)
+        return x + hidden @ second, None
 
-    x, _ = jax.lax.scan(block, images @ network["stem"], network["blocks"])
+    x = images @ network["stem"]
+    x, _ = jax.lax.scan(block, x, network["blocks"])
     return x @ network["head"]
 
 
 def draw(panels: Any, look: Look, accuracies: dict[str, np.ndarray]) -> None:
     """A panel for each method, and in it a line for each seed."""
     colours = look.orange, look.blue, look.green
+    rate_texts = [f"{rate:g}".lstrip("0") for rate in RATES]
     for panel, method, colour in zip(panels, accuracies, colours):
         panel.axhline(CHANCE, color=look.grey, linestyle="--")
-        panel.plot(RATES, accuracies[method], "o-", color=colour, linewidth=2)
+        table = accuracies[method]
+        panel.plot(RATES, table, "o-", color=colour, linewidth=2)
         title = "no clip" if method == "none" else method
         panel.set_title(title, color=colour, weight="bold", fontsize=14)
         panel.set(xlabel="learning rate", xscale="log", ylim=(0, 1))
-        panel.set_xticks(RATES, [f"{rate:g}".lstrip("0") for rate in RATES])
+        panel.set_xticks(RATES, rate_texts)
         panel.minorticks_off()
     without_clip, with_agc, _ = panels
     without_clip.set_ylabel("test accuracy")

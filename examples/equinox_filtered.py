@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _shared import cross_entropy, needed_packages, read_text, run
+from jax import Array
 
 import optaxclip
 
@@ -49,25 +50,28 @@ class Network(eqx.Module):
     a repeated residual layer.
     """
 
-    embedding: jax.Array  # float32[characters, FEATURES]
+    embedding: Array  # float32[characters, FEATURES]
     widen: eqx.nn.Linear
     repeated: eqx.nn.Linear
     readout: eqx.nn.Linear
-    activation: Callable[[jax.Array], jax.Array]  # no weight, as the two below
+    activation: Callable[[Array], Array]  # no weight, as the two below
     times: int  # how often the repeated layer is used
     factor: float  # of what the repeated layer adds
 
-    def __init__(self, characters: int, key: jax.Array) -> None:
+    def __init__(self, characters: int, key: Array) -> None:
         keys = jax.random.split(key, 4)
-        self.embedding = jax.random.normal(keys[0], (characters, FEATURES))
-        self.widen = eqx.nn.Linear(CONTEXT * FEATURES, WIDTH, key=keys[1])
-        self.repeated = eqx.nn.Linear(WIDTH, WIDTH, key=keys[2])
-        self.readout = eqx.nn.Linear(WIDTH, characters, key=keys[3])
+        embedding_key, widen_key, repeated_key, readout_key = keys
+        linear = eqx.nn.Linear
+        shape = characters, FEATURES
+        self.embedding = jax.random.normal(embedding_key, shape)
+        self.widen = linear(CONTEXT * FEATURES, WIDTH, key=widen_key)
+        self.repeated = linear(WIDTH, WIDTH, key=repeated_key)
+        self.readout = linear(WIDTH, characters, key=readout_key)
         self.activation = jax.nn.gelu
         self.times = 2
         self.factor = 0.5
 
-    def __call__(self, context: jax.Array) -> jax.Array:
+    def __call__(self, context: Array) -> Array:
         """Logits of the character after int[CONTEXT]."""
         features = self.embedding[context].ravel()
         hidden = self.activation(self.widen(features))
@@ -81,7 +85,7 @@ class Result(NamedTuple):
     """What happened."""
 
     losses: np.ndarray  # float32[steps]: in nats per character, before the step
-    report: dict[str, jax.Array]  # the metrics of the last step
+    report: dict[str, Array]  # the metrics of the last step
     network: Network  # trained
 
 
@@ -90,24 +94,32 @@ def main(steps: int = 400) -> Result:
     text = read_text()
     characters = np.asarray(text.training)
     random = np.random.default_rng(0)
-    network = Network(len(text.alphabet), jax.random.key(0))
-    optimizer = optax.chain(optaxclip.adagc(1.5, warmup=100), optax.adam(3e-3))
-    state = optimizer.init(eqx.filter(network, eqx.is_inexact_array))
+    key = jax.random.key(0)
+    network = Network(len(text.alphabet), key)
+    clipper = optaxclip.adagc(1.5, warmup=100)
+    optimizer = optax.chain(clipper, optax.adam(3e-3))
+    weights = eqx.filter(network, eqx.is_inexact_array)
+    state = optimizer.init(weights)
     report = {}
     losses = []
     tenth = max(1, steps // 10)
+    last_start = len(characters) - CONTEXT
+    positions = np.arange(CONTEXT + 1)
     for step in range(1, steps + 1):
-        starts = random.integers(len(characters) - CONTEXT, size=(BATCH, 1))
-        windows = jnp.asarray(characters[starts + np.arange(CONTEXT + 1)])
+        starts = random.integers(last_start, size=(BATCH, 1))
+        windows = characters[starts + positions]
+        windows = jnp.asarray(windows)
         network, state, loss, report = train_step(network, state, windows, optimizer)
+        # Waits for the device. `checkpoint_and_metrics.py` does not fetch each step.
         losses.append(float(loss))
         if step % tenth == 0:
-            print(f"step {step:4}  mean loss {np.mean(losses[-tenth:]):.4f}")
+            mean = np.mean(losses[-tenth:])
+            print(f"step {step:4}  mean loss {mean:.4f}")
     print_weights(report)
     return Result(np.array(losses), report, network)
 
 
-def print_weights(report: dict[str, jax.Array]) -> None:
+def print_weights(report: dict[str, Array]) -> None:
     """A line for each weight."""
     print("\nweight               norm   limit  steps clipped")
     prefix = "clip/norm_before/"
@@ -119,25 +131,29 @@ def print_weights(report: dict[str, jax.Array]) -> None:
             print(f"{name:16}  {norm:7.4f} {limit:7.4f}  {share:13.1%}")
 
 
-def mean_loss(network: Network, windows: jax.Array) -> jax.Array:
+def mean_loss(network: Network, windows: Array) -> Array:
     """The mean over the last characters of all windows."""
-    logits = jax.vmap(network)(windows[:, :-1])
-    return cross_entropy(logits, windows[:, -1])
+    contexts = windows[:, :-1]
+    labels = windows[:, -1]
+    logits = jax.vmap(network)(contexts)
+    return cross_entropy(logits, labels)
 
 
 @eqx.filter_jit
 def train_step(
     network: Network,
     state: Any,
-    windows: jax.Array,
+    windows: Array,
     optimizer: optax.GradientTransformation,
-) -> tuple[Network, Any, jax.Array, dict[str, jax.Array]]:
+) -> tuple[Network, Any, Array, dict[str, Array]]:
     """One step. Leaves that are no arrays are constants of the compiled program."""
-    loss, grads = eqx.filter_value_and_grad(mean_loss)(network, windows)
+    loss_and_grads = eqx.filter_value_and_grad(mean_loss)
+    loss, grads = loss_and_grads(network, windows)
     weights = eqx.filter(network, eqx.is_inexact_array)
     updates, state = optimizer.update(grads, state, weights)
     network = eqx.apply_updates(network, updates)
-    return network, state, loss, optaxclip.metrics(state)
+    report = optaxclip.metrics(state)
+    return network, state, loss, report
 
 
 if __name__ == "__main__":

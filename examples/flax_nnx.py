@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _shared import cross_entropy, needed_packages, read_digits, run
+from jax import Array
 
 import optaxclip
 
@@ -41,17 +42,25 @@ class Network(nnx.Module):
     """Two convolutions, a halving of the picture, and a linear readout."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.first = nnx.Conv(1, 16, kernel_size=(3, 3), rngs=rngs)
+        size = 3, 3
+        self.first = nnx.Conv(1, 16, size, rngs=rngs)
         self.average = nnx.BatchNorm(16, rngs=rngs)
-        self.second = nnx.Conv(16, 32, kernel_size=(3, 3), rngs=rngs)
-        self.readout = nnx.Linear(4 * 4 * 32, 10, rngs=rngs)
+        self.second = nnx.Conv(16, 32, size, rngs=rngs)
+        features = 4 * 4 * 32
+        self.readout = nnx.Linear(features, 10, rngs=rngs)
 
-    def __call__(self, images: Any) -> jax.Array:
-        pictures = jnp.asarray(images).reshape(-1, 8, 8, 1)
-        hidden = nnx.relu(self.average(self.first(pictures)))
-        hidden = nnx.relu(self.second(hidden))
-        hidden = nnx.max_pool(hidden, window_shape=(2, 2), strides=(2, 2))
-        return self.readout(hidden.reshape(len(hidden), -1))
+    def __call__(self, images: Any) -> Array:
+        pixels = jnp.asarray(images)
+        pictures = pixels.reshape(-1, 8, 8, 1)
+        hidden = self.first(pictures)
+        hidden = self.average(hidden)
+        hidden = nnx.relu(hidden)
+        hidden = self.second(hidden)
+        hidden = nnx.relu(hidden)
+        halves = 2, 2
+        hidden = nnx.max_pool(hidden, halves, strides=halves)
+        features = hidden.reshape(len(hidden), -1)
+        return self.readout(features)
 
 
 class Result(NamedTuple):
@@ -65,7 +74,8 @@ class Result(NamedTuple):
 def main(steps: int = 300) -> Result:
     """Trains, and prints losses, norms and the accuracy."""
     training, held_out = read_digits(held_out=360)
-    network = Network(nnx.Rngs(0))
+    rngs = nnx.Rngs(0)
+    network = Network(rngs)
     chain = optax.named_chain(
         ("tensors", optaxclip.record_norm(optaxclip.tensor_norm)),
         ("all", optaxclip.clip_by_global_norm(1.0)),
@@ -74,40 +84,51 @@ def main(steps: int = 300) -> Result:
     optimizer = nnx.Optimizer(network, chain, wrt=nnx.Param)
     random = np.random.default_rng(0)
     reports = []
+    tenth = max(1, steps // 10)
     print("  step    loss  norm before  norm after  clipped so far")
     for step in range(1, steps + 1):
-        chosen = random.choice(len(training.labels), BATCH, replace=False)
+        count = len(training.labels)
+        chosen = random.choice(count, BATCH, replace=False)
         images = jnp.asarray(training.images[chosen])
         labels = jnp.asarray(training.labels[chosen])
-        report = jax.device_get(train_step(network, optimizer, images, labels))
-        reports.append({name: float(value) for name, value in report.items()})
-        if step % max(1, steps // 10) == 0:
-            print_line(step, reports[-1])
+        report = train_step(network, optimizer, images, labels)
+        # Waits for the device. `checkpoint_and_metrics.py` does not fetch each step.
+        report = jax.device_get(report)
+        report = {name: float(value) for name, value in report.items()}
+        reports.append(report)
+        if step % tenth == 0:
+            print_line(step, report)
     network.eval()  # batch normalisation uses its running averages from here on
-    guesses = jnp.argmax(network(held_out.images), axis=-1)
-    accuracy = float(jnp.mean(guesses == held_out.labels))
+    logits = network(held_out.images)
+    guesses = jnp.argmax(logits, axis=-1)
+    is_right = guesses == held_out.labels
+    accuracy = float(jnp.mean(is_right))
     print(f"\n{accuracy:.1%} of {len(guesses)} held-out digits are read correctly\n")
     prefix = "record/tensors/norm/"
     for name, value in reports[-1].items():
         if name.startswith(prefix):
-            print(f"{name.removeprefix(prefix):16}  last gradient's norm {value:.4f}")
+            weight = name.removeprefix(prefix)
+            print(f"{weight:16}  last gradient's norm {value:.4f}")
     return Result(reports, accuracy, optimizer)
 
 
-def mean_loss(network: Network, images: jax.Array, labels: jax.Array) -> jax.Array:
-    return cross_entropy(network(images), labels)
+def mean_loss(network: Network, images: Array, labels: Array) -> Array:
+    logits = network(images)
+    return cross_entropy(logits, labels)
 
 
 @nnx.jit
 def train_step(
-    network: Network, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array
-) -> dict[str, jax.Array]:
+    network: Network, optimizer: nnx.Optimizer, images: Array, labels: Array
+) -> dict[str, Array]:
     """One step, in place as NNX does it. Returns the loss before it, and the metrics
     after it.
     """
-    loss, grads = nnx.value_and_grad(mean_loss)(network, images, labels)
+    loss_and_grads = nnx.value_and_grad(mean_loss)
+    loss, grads = loss_and_grads(network, images, labels)
     optimizer.update(network, grads)
-    return {"loss": loss, **optaxclip.metrics(optimizer.opt_state)}
+    report = optaxclip.metrics(optimizer.opt_state)
+    return {"loss": loss, **report}
 
 
 def print_line(step: int, report: dict[str, float]) -> None:

@@ -34,8 +34,11 @@ AXIS = "devices"
 MAX_NORM = 1.0
 SHAPES = {"embedding": (6, 12), "weight": (8, 5), "scale": (5,)}
 SPECS = {"embedding": P(None, AXIS), "weight": P(AXIS, None), "scale": P()}
+# For each process, what the gradients of its devices are multiplied by in pmap. The
+# mean is 1.
+FACTORS = np.array([[0.5, 1.5], [0.25, 1.75]], np.float32)
 
-Gradients = dict[str, Any]  # a jax.Array or a np.ndarray for each name
+Gradients = dict[str, Any]  # an Array or a np.ndarray for each name
 
 
 class Report(NamedTuple):
@@ -53,7 +56,10 @@ def main() -> list[dict[str, Report]]:
         port = listener.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(PROCESSES, context) as pool:
-        tasks = [pool.submit(one_process, n, port) for n in range(PROCESSES)]
+        tasks = []
+        for process in range(PROCESSES):
+            task = pool.submit(one_process, process, port)
+            tasks.append(task)
         reports = [task.result() for task in tasks]
     print("mode               process  norm before  norm after  digest")
     for mode, first in reports[0].items():
@@ -85,44 +91,59 @@ def new_gradients() -> Gradients:
     random = np.random.default_rng(0)
     gradients = {}
     for name, shape in SHAPES.items():
-        gradients[name] = random.normal(size=shape).astype("float32")
+        gradient = random.normal(size=shape)
+        gradients[name] = gradient.astype("float32")
     return gradients
 
 
 def clip_in_jit() -> tuple[Gradients, Array]:
     """Arrays know how they are split, and XLA adds the communication."""
-    return replicated(jax.jit(clipped)(split_gradients()))
+    gradients = split_gradients()
+    result = jax.jit(clipped)(gradients)
+    return replicated(result)
 
 
 def clip_in_shard_map() -> tuple[Gradients, Array]:
     """Every device sees its part. Types tell the clipper which leaves are parts."""
-    clip = jax.shard_map(clipped, in_specs=(SPECS,), out_specs=(SPECS, P()))
+    in_specs = (SPECS,)
+    out_specs = SPECS, P()
+    clip = jax.shard_map(clipped, in_specs=in_specs, out_specs=out_specs)
+    gradients = split_gradients()
     with jax.set_mesh(new_mesh()):
-        return replicated(jax.jit(clip)(split_gradients()))
+        result = jax.jit(clip)(gradients)
+        return replicated(result)
 
 
 def clip_in_pmap() -> tuple[Gradients, Array]:
     """Every device has gradients of its own, which are averaged and then clipped."""
     # A process passes only the gradients of its devices.
-    factors = np.array([[0.5, 1.5], [0.25, 1.75]], np.float32)[jax.process_index()]
+    process = jax.process_index()
+    factors = FACTORS[process]
     gradients = new_gradients()
     for name, leaf in gradients.items():
         gradients[name] = np.multiply.outer(factors, leaf)
-    clip = jax.pmap(lambda x: clipped(jax.lax.pmean(x, AXIS)), AXIS, out_axes=None)
-    return clip(gradients)
+
+    def clip(gradients: Gradients) -> tuple[Any, Any]:
+        means = jax.lax.pmean(gradients, AXIS)
+        return clipped(means)
+
+    return jax.pmap(clip, AXIS, out_axes=None)(gradients)
 
 
 def clipped(gradients: Gradients) -> tuple[Any, Any]:
     """The clipped gradients, and the norm before."""
     clipper = optaxclip.clip_by_global_norm(MAX_NORM)
-    updates, state = clipper.update(gradients, clipper.init(gradients))
-    return updates, optaxclip.metrics(state)["clip/norm_before"]
+    state = clipper.init(gradients)
+    updates, state = clipper.update(gradients, state)
+    report = optaxclip.metrics(state)
+    return updates, report["clip/norm_before"]
 
 
 def new_mesh() -> jax.sharding.Mesh:
     """All devices of all processes."""
     size = PROCESSES * DEVICES_EACH
-    return jax.make_mesh((size,), (AXIS,), axis_types=(AxisType.Auto,))
+    axis_types = (AxisType.Auto,)
+    return jax.make_mesh((size,), (AXIS,), axis_types)
 
 
 def split_gradients() -> Gradients:
@@ -140,17 +161,22 @@ def split_gradients() -> Gradients:
 def replicated(tree: Any) -> Any:
     """The same arrays, all of each on every device."""
     everywhere = NamedSharding(new_mesh(), P())
-    return jax.jit(lambda tree: tree, out_shardings=everywhere)(tree)
+    copy = jax.jit(lambda tree: tree, out_shardings=everywhere)
+    return copy(tree)
 
 
 def report_of(gradients: Gradients, norm_before: Array) -> Report:
-    leaves = [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(gradients)]
-    square = sum(np.square(leaf, dtype=np.float64).sum() for leaf in leaves)
-    bits = b"".join(leaf.tobytes() for leaf in leaves)
+    digest = hashlib.sha256()
+    square = 0.0
+    for gradient in jax.tree.leaves(gradients):
+        leaf = np.asarray(gradient.addressable_data(0))
+        squares = np.square(leaf, dtype=np.float64)
+        square += squares.sum()
+        digest.update(leaf.tobytes())
+    text = digest.hexdigest()
+    norm = norm_before.addressable_data(0)
     return Report(
-        norm_before=float(norm_before.addressable_data(0)),
-        norm_after=float(np.sqrt(square)),
-        digest=hashlib.sha256(bits).hexdigest()[:16],
+        norm_before=float(norm), norm_after=float(np.sqrt(square)), digest=text[:16]
     )
 
 

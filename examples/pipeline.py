@@ -45,6 +45,7 @@ RATE = 0.2
 KEEP = 0.9  # of a share, from step to step
 # Clips one stage. Each step passes its limit.
 CLIPPER = optaxclip.clip_by_global_norm(1.0, mesh_axes=None)
+AXIS_TYPES = (AxisType.Auto,)
 
 
 class Stages(NamedTuple):
@@ -66,34 +67,45 @@ class Message(NamedTuple):
 def main(steps: int = 100) -> dict[str, np.ndarray]:
     """Returns losses, the squares of all stages, and the limits that they had."""
     random = np.random.default_rng(0)
-    weights = random.normal(size=(STAGES, WIDTH, WIDTH)) / WIDTH**0.5
+    weights = random.normal(size=(STAGES, WIDTH, WIDTH))
+    weights = weights / WIDTH**0.5
     stages = Stages(
         weights=jnp.asarray(weights, jnp.float32),
         shares=jnp.full(STAGES, 1 / STAGES),
         squares=jnp.zeros(STAGES),
         totals=jnp.zeros(STAGES),
     )
-    target = np.float32(random.normal(size=(WIDTH, WIDTH)))
+    target = random.normal(size=(WIDTH, WIDTH))
+    target = target.astype(np.float32)
     losses = np.zeros(steps, np.float32)
     squares = np.zeros((steps, STAGES), np.float32)
     limits = np.zeros((steps, STAGES), np.float32)
     print("  step    loss  norm before  norm after / limit")
     for number in range(steps):
-        x = jnp.asarray(random.normal(size=(BATCH, WIDTH)), jnp.float32)
+        x = random.normal(size=(BATCH, WIDTH))
+        x = jnp.asarray(x, jnp.float32)
+        y = jnp.sin(x @ target)
         # One batch in twenty is broken.
-        y = jnp.sin(x @ target) * (30 if number % 20 == 19 else 1)
-        stages, losses_of_stages, limits[number] = take_step(stages, x, y)
+        if number % 20 == 19:
+            y = 30 * y
+        stages, losses_of_stages, limits_of_stages = take_step(stages, x, y)
         losses[number] = losses_of_stages[-1]
         squares[number] = stages.squares
+        limits[number] = limits_of_stages
         if number % 10 == 9:
-            before = squares[number].sum() ** 0.5
-            after = np.minimum(squares[number], limits[number] ** 2).sum() ** 0.5
-            print(
-                f"{number + 1:6}  {losses[number]:6.3f}  {before:11.3f}  "
-                f"{after / LIMIT:18.6f}",
-                flush=True,
-            )
+            loss = losses[number]
+            print_line(number + 1, loss, squares[number], limits[number])
     return {"loss": losses, "squares": squares, "limits": limits}
+
+
+def print_line(
+    step: int, loss: np.float32, squares: np.ndarray, limits: np.ndarray
+) -> None:
+    squares_after = np.minimum(squares, limits**2)
+    before = squares.sum() ** 0.5
+    after = squares_after.sum() ** 0.5
+    share = after / LIMIT
+    print(f"{step:6}  {loss:6.3f}  {before:11.3f}  {share:18.6f}", flush=True)
 
 
 def apply_layer(weights: Array, x: Array) -> Array:
@@ -101,19 +113,25 @@ def apply_layer(weights: Array, x: Array) -> Array:
 
 
 def mean_loss(outputs: Array, y: Array) -> Array:
-    return jnp.mean((outputs - y) ** 2)
+    squared_errors = (outputs - y) ** 2
+    return jnp.mean(squared_errors)
 
 
 def sent(message: Message, to: int) -> Message:
     """The message of the stage before (to=1) or after (to=-1)."""
-    pairs = [(k, k + to) for k in range(STAGES) if 0 <= k + to < STAGES]
-    return jax.tree.map(lambda leaf: lax.ppermute(leaf, "stage", pairs), message)
+    pairs = []
+    for stage in range(STAGES):
+        target = stage + to
+        if 0 <= target < STAGES:
+            pairs.append((stage, target))
+    send = partial(lax.ppermute, axis_name="stage", perm=pairs)
+    return jax.tree.map(send, message)
 
 
 @jax.jit
 @partial(
     jax.shard_map,
-    mesh=jax.make_mesh((STAGES,), ("stage",), axis_types=(AxisType.Auto,)),
+    mesh=jax.make_mesh((STAGES,), ("stage",), AXIS_TYPES),
     in_specs=(P("stage"), P(), P()),
     out_specs=P("stage"),
 )
@@ -124,7 +142,8 @@ def take_step(stages: Stages, x: Array, y: Array) -> tuple[Stages, Array, Array]
     loss, cotangent = jax.value_and_grad(mean_loss)(outputs, y)
     stage = stage._replace(shares=share)
     stage, limit = backward(stage, inputs, cotangent, portion)
-    return jax.tree.map(lambda leaf: leaf[None], (stage, loss, limit))
+    results = stage, loss, limit
+    return jax.tree.map(lambda leaf: leaf[None], results)
 
 
 def forward(stage: Stages, x: Array) -> tuple[Array, Array, Array, Array]:
@@ -140,20 +159,27 @@ def forward(stage: Stages, x: Array) -> tuple[Array, Array, Array, Array]:
     portion = jnp.zeros_like(share)
     inputs = lax.pcast(x, "stage", to="varying")
     outputs = inputs
-    message = Message(inputs, jnp.stack([stage.totals, portion]))
+    numbers = jnp.stack([stage.totals, portion])
+    message = Message(inputs, numbers)
     for turn in range(STAGES):
         is_turn = here == turn
+        # `total`: the sum of all squares of the step before, from the first stage.
         total, shares_below = message.numbers
-        # The shares after the step before, whose sum of squares has come down.
         is_known = total > 0
         last_share = stage.squares / jnp.where(is_known, total, 1)
         average = KEEP * share + (1 - KEEP) * last_share
         share = jnp.where(is_turn & is_known, average, share)
-        portion = jnp.where(is_turn, share / (share + shares_below), portion)
+        # Frozen stages have a share of 0. With none below it a stage spends the rest.
+        shares_so_far = shares_below + share
+        is_frozen = shares_so_far == 0
+        part = share / jnp.where(is_frozen, 1, shares_so_far)
+        part = jnp.where(is_frozen, 1, part)
+        portion = jnp.where(is_turn, part, portion)
         inputs = jnp.where(is_turn, message.array, inputs)
         outputs = apply_layer(stage.weights, inputs)
-        numbers = jnp.stack([total, shares_below + share])
-        message = sent(Message(outputs, numbers), to=1)
+        numbers = jnp.stack([total, shares_so_far])
+        message = Message(outputs, numbers)
+        message = sent(message, to=1)
     return inputs, outputs, share, portion
 
 
@@ -173,11 +199,14 @@ def backward(
         remaining, squares_above = message.numbers
         _, pull = jax.vjp(apply_layer, stage.weights, inputs)
         grads, cotangent = pull(message.array)
-        norm = jnp.sqrt(jnp.sum(grads**2))
+        square = jnp.sum(grads**2)
+        norm = jnp.sqrt(square)
         limit = jnp.sqrt(remaining * portion)
+        clip_state = CLIPPER.init(grads)
         updates: Any
-        updates, _ = CLIPPER.update(grads, CLIPPER.init(grads), limit=limit)
-        spent = jnp.minimum(norm, limit) ** 2
+        updates, _ = CLIPPER.update(grads, clip_state, limit=limit)
+        norm_after = jnp.minimum(norm, limit)
+        spent = norm_after**2
         total = squares_above + norm**2
         updated = Stages(
             weights=stage.weights - RATE * updates,
@@ -185,10 +214,13 @@ def backward(
             squares=norm**2,
             totals=total,
         )
-        stage = jax.tree.map(partial(jnp.where, is_turn), updated, stage)
+        in_turn = partial(jnp.where, is_turn)
+        stage = jax.tree.map(in_turn, updated, stage)
         limit_of_stage = jnp.where(is_turn, limit, limit_of_stage)
-        numbers = jnp.stack([jnp.maximum(remaining - spent, 0), total])
-        message = sent(Message(cotangent, numbers), to=-1)
+        remaining = jnp.maximum(remaining - spent, 0)
+        numbers = jnp.stack([remaining, total])
+        message = Message(cotangent, numbers)
+        message = sent(message, to=-1)
     return stage, limit_of_stage
 
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _shared import Layers, needed_packages, new_perceptron, perceptron, run
+from jax import Array
 
 import optaxclip
 
@@ -72,19 +73,24 @@ def learn(
     games = new_games()
     observation, _ = games.reset(seed=seed)
     table = np.zeros((steps, 4))
-    for number, key in enumerate(jax.random.split(jax.random.key(seed), steps)):
+    eighth = max(1, steps // 8)
+    keys = jax.random.split(jax.random.key(seed), steps)
+    for number, key in enumerate(keys):
         play_key, batch_key = jax.random.split(key)
         rollout = play(params["actor"], games, observation, play_key)
         observation = rollout.last
         params, state, report = update(params, state, rollout, batch_key)
-        factor = report.get("clip/limit/factor", report.get("clip/limit/factor/actor"))
+        # One limit has one factor, and two have one for each label.
+        factor_name = "clip/limit/factor"
+        if factor_name not in report:
+            factor_name = "clip/limit/factor/actor"
         table[number] = (
             np.mean(games.return_queue),
             np.median(report["clip/all/norm_before/actor"]),
             np.median(report["clip/all/norm_before/critic"]),
-            np.median(factor),
+            np.median(report[factor_name]),
         )
-        if number % max(1, steps // 8) == 0:
+        if number % eighth == 0:
             line = "{:6.1f}  {:10.3f}  {:11.2f}  {:12.3f}".format(*table[number])
             print(f"{name:10}  {number:7}  {line}", flush=True)
     return table
@@ -92,9 +98,8 @@ def learn(
 
 def new_games() -> Any:
     same_step = gymnasium.vector.AutoresetMode.SAME_STEP
-    games = gymnasium.make_vec(
-        "CartPole-v1", GAMES, "sync", vector_kwargs={"autoreset_mode": same_step}
-    )
+    options = {"autoreset_mode": same_step}
+    games = gymnasium.make_vec("CartPole-v1", GAMES, "sync", vector_kwargs=options)
     return gymnasium.wrappers.vector.RecordEpisodeStatistics(games)
 
 
@@ -111,19 +116,24 @@ class Rollout(NamedTuple):
 class Samples(NamedTuple):
     """Steps of games, from which a batch is drawn."""
 
-    observations: jax.Array  # float32[samples, 4]
-    actions: jax.Array  # int[samples]
-    log_probabilities: jax.Array  # float32[samples]: when the actions were drawn
-    advantages: jax.Array  # float32[samples]
-    returns: jax.Array  # float32[samples]
+    observations: Array  # float32[samples, 4]
+    actions: Array  # int[samples]
+    log_probabilities: Array  # float32[samples]: when the actions were drawn
+    advantages: Array  # float32[samples]
+    returns: Array  # float32[samples]
 
 
-def play(actor: Layers, games: Any, observation: Any, key: jax.Array) -> Rollout:
+def play(actor: Layers, games: Any, observation: Any, key: Array) -> Rollout:
     rows = []
     for move_key in jax.random.split(key, LENGTH):
-        action = np.asarray(draw(move_key, logits_of(actor, observation)))
+        logits = logits_of(actor, observation)
+        action = np.asarray(draw(move_key, logits))
+        # As in many PPOs, a game that is cut off at 500 steps counts as lost. To judge
+        # how it would go on, take its last observation from the info that is left out.
         after, reward, fell, lasted, _ = games.step(action)
-        rows.append((observation, action, reward.astype(np.float32), fell | lasted))
+        reward = reward.astype(np.float32)
+        end = fell | lasted
+        rows.append((observation, action, reward, end))
         observation = after
     observations, actions, rewards, ends = map(np.stack, zip(*rows))
     return Rollout(observations, actions, rewards, ends, last=observation)
@@ -134,34 +144,43 @@ def improve(
     params: Params,
     state: Any,
     rollout: Rollout,
-    key: jax.Array,
-) -> tuple[Params, Any, dict[str, jax.Array]]:
+    key: Array,
+) -> tuple[Params, Any, dict[str, Array]]:
     """Takes UPDATES steps. Returns weights, state and the metrics of each step."""
+    observations = rollout.observations
+    actions = rollout.actions
     advantages, returns = judge(params["critic"], rollout)
     samples = Samples(
-        observations=rollout.observations,
-        actions=rollout.actions,
-        log_probabilities=log_probabilities(
-            params["actor"], rollout.observations, rollout.actions
-        ),
+        observations=observations,
+        actions=actions,
+        log_probabilities=log_probabilities(params["actor"], observations, actions),
         advantages=advantages,
         returns=returns,
     )
-    samples = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), samples)
 
-    def step(trained: tuple[Params, Any], chosen: jax.Array) -> Any:
+    def in_one_row(leaf: Array) -> Array:
+        steps, games, *shape = leaf.shape
+        return leaf.reshape(steps * games, *shape)
+
+    samples = jax.tree.map(in_one_row, samples)
+
+    def step(trained: tuple[Params, Any], chosen: Array) -> Any:
         params, state = trained
         batch = jax.tree.map(lambda leaf: leaf[chosen], samples)
         grads = jax.grad(loss)(params, batch)
         updates, state = optimizer.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), optaxclip.metrics(state)
+        params = optax.apply_updates(params, updates)
+        report = optaxclip.metrics(state)
+        return (params, state), report
 
-    batches = jax.random.choice(key, LENGTH * GAMES, (UPDATES, BATCH))
-    (params, state), report = jax.lax.scan(step, (params, state), batches)
+    shape = UPDATES, BATCH
+    batches = jax.random.choice(key, LENGTH * GAMES, shape)
+    start = params, state
+    (params, state), report = jax.lax.scan(step, start, batches)
     return params, state, report
 
 
-def judge(critic: Layers, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
+def judge(critic: Layers, rollout: Rollout) -> tuple[Array, Array]:
     """Generalised advantages, and the returns that the critic should have expected."""
     values = perceptron(critic, rollout.observations)[..., 0]
     last_values = perceptron(critic, rollout.last)[..., 0]
@@ -169,7 +188,8 @@ def judge(critic: Layers, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
     def backwards(later: Any, now: Any) -> Any:
         advantage, next_value = later
         reward, end, value = now
-        surprise = reward + DISCOUNT * jnp.where(end, 0, next_value) - value
+        later_value = jnp.where(end, 0, next_value)
+        surprise = reward + DISCOUNT * later_value - value
         later_advantage = jnp.where(end, 0, advantage)
         advantage = surprise + DISCOUNT * DECAY * later_advantage
         return (advantage, value), advantage
@@ -180,20 +200,25 @@ def judge(critic: Layers, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
     return advantages, advantages + values
 
 
-def log_probabilities(actor: Layers, observations: Any, actions: Any) -> jax.Array:
-    scores = jax.nn.log_softmax(perceptron(actor, observations))
-    return jnp.take_along_axis(scores, actions[..., None], axis=-1)[..., 0]
+def log_probabilities(actor: Layers, observations: Any, actions: Any) -> Array:
+    logits = perceptron(actor, observations)
+    scores = jax.nn.log_softmax(logits)
+    index = actions[..., None]
+    scores = jnp.take_along_axis(scores, index, axis=-1)
+    return scores[..., 0]
 
 
-def loss(params: Params, batch: Samples) -> jax.Array:
+def loss(params: Params, batch: Samples) -> Array:
     """PPO's loss, which clips ratios of probabilities, plus the critic's error."""
-    new = log_probabilities(params["actor"], batch.observations, batch.actions)
+    observations = batch.observations
+    new = log_probabilities(params["actor"], observations, batch.actions)
     ratio = jnp.exp(new - batch.log_probabilities)
-    deviation = batch.advantages.std() + 1e-8
-    advantages = (batch.advantages - batch.advantages.mean()) / deviation
+    advantages = batch.advantages
+    deviation = advantages.std() + 1e-8
+    advantages = (advantages - advantages.mean()) / deviation
     ratio_near_one = jnp.clip(ratio, 0.8, 1.2)
     gain = jnp.minimum(ratio * advantages, ratio_near_one * advantages)
-    values = perceptron(params["critic"], batch.observations)[..., 0]
+    values = perceptron(params["critic"], observations)[..., 0]
     squared_error = (values - batch.returns) ** 2
     return 0.25 * squared_error.mean() - gain.mean()
 

@@ -37,6 +37,7 @@ from _shared import (
     read_digits,
     run,
 )
+from jax import Array
 
 import optaxclip
 from optaxclip.per_example import draw, noise_scale
@@ -64,11 +65,13 @@ def main(steps: int = 300, noise: float = 1.0, seed: int = 0) -> Result:
     training, held_out = read_digits(HELD_OUT, seed)
     random = np.random.default_rng(seed)
     wrong = np.arange(len(training.labels)) < WRONG
-    training.labels[wrong] += random.integers(1, 10, WRONG, dtype=np.int32)
+    errors = random.integers(1, 10, WRONG, dtype=np.int32)
+    training.labels[wrong] += errors
     training.labels[wrong] %= 10
     start = new_perceptron(64, 32, 10, seed=seed)
     params, clipped = train(start, training, steps, noise, seed)
-    guesses = np.argmax(perceptron(params, held_out.images), axis=-1)
+    logits = perceptron(params, held_out.images)
+    guesses = np.argmax(logits, axis=-1)
     accuracy = float(np.mean(guesses == held_out.labels))
     # All training images at once, without a limit.
     measure = jax.jit(optaxclip.clipped_grad(loss_of, None))
@@ -91,7 +94,8 @@ def print_result(result: Result) -> None:
     print(f"clipped: {clipped.mean():.1%} of gradients, {clipped[-1]:.1%} at the end")
     before, after = result.noise_scales
     print(f"noise scale: {before:.3g} before training, {after:.3g} after")
-    longest = np.argsort(result.norms)[::-1][:LONGEST]
+    order = np.argsort(-result.norms)
+    longest = order[:LONGEST]
     count = np.sum(result.wrong[longest])
     print(f"of {WRONG} wrong labels {count} are among the {LONGEST} longest gradients:")
     for image in longest[:10]:
@@ -99,9 +103,10 @@ def print_result(result: Result) -> None:
         print(f"image {image:4}  norm {result.norms[image]:6.2f}{mark}")
 
 
-def loss_of(params: Layers, image: jax.Array, label: jax.Array) -> jax.Array:
+def loss_of(params: Layers, image: Array, label: Array) -> Array:
     """The loss of ONE image."""
-    return cross_entropy(perceptron(params, image), label)
+    logits = perceptron(params, image)
+    return cross_entropy(logits, label)
 
 
 def train(
@@ -114,7 +119,7 @@ def train(
     # The sum, since one image changes it by MAX_NORM at most.
     grad = optaxclip.clipped_grad(loss_of, MAX_NORM, mean=False)
 
-    def step(trained: tuple[Layers, Any], key: jax.Array) -> Any:
+    def step(trained: tuple[Layers, Any], key: Array) -> Any:
         params, state = trained
         batch_key, noise_key = jax.random.split(key)
         # Poisson sampling, on which the account of privacy is based.
@@ -129,12 +134,17 @@ def train(
         mean = jax.tree.map(lambda leaf: leaf / BATCH, total)
         updates, state = optimizer.update(mean, state)
         is_clipped = batch.mask & (result.factors < 1)
-        clipped = jnp.sum(is_clipped) / jnp.sum(batch.mask)
-        return (optax.apply_updates(params, updates), state), clipped
+        # A batch by chance may have no image.
+        count = jnp.maximum(jnp.sum(batch.mask), 1)
+        clipped = jnp.sum(is_clipped) / count
+        params = optax.apply_updates(params, updates)
+        return (params, state), clipped
 
-    keys = jax.random.split(jax.random.key(seed), steps)
-    scan = jax.jit(lambda trained: jax.lax.scan(step, trained, keys))
-    (params, _), clipped = scan((params, optimizer.init(params)))
+    key = jax.random.key(seed)
+    keys = jax.random.split(key, steps)
+    start = params, optimizer.init(params)
+    scan = jax.jit(lambda start: jax.lax.scan(step, start, keys))
+    (params, _), clipped = scan(start)
     return params, np.asarray(clipped)
 
 

@@ -42,30 +42,37 @@ Start = tuple[Step, Layers, Any]
 def main(steps: int = 50) -> dict[str, np.ndarray]:
     """Trains in all ways. Returns float[steps, 2] of each: norms and losses."""
     (images, labels), _ = read_digits(held_out=0)
-    batches = np.random.default_rng(0).integers(len(labels), size=(steps, BATCH))
+    random = np.random.default_rng(0)
+    size = steps, BATCH
+    batches = random.integers(len(labels), size=size)
     tables: dict[str, np.ndarray] = {}
     print("            first norm and loss  last norm and loss   apart")
     for start in (one_device, jit, shard_map, zero):
         name = start.__name__
-        step, params, state = start(new_perceptron(64, 128, 128, 16))
+        params = new_perceptron(64, 128, 128, 16)
+        step, params, state = start(params)
         table = np.zeros((steps, 2))
         for number, batch in enumerate(batches):
-            params, state, numbers = step(params, state, images[batch], labels[batch])
+            chosen = images[batch], labels[batch]
+            params, state, numbers = step(params, state, *chosen)
             table[number] = numbers
         tables[name] = table
-        apart = np.abs(table / tables["one_device"] - 1).max()
+        ratios = table / tables["one_device"]
+        apart = np.abs(ratios - 1).max()
         print(f"{name:10}  {table[0]}  {table[-1]}  {apart:.0e}", flush=True)
     return tables
 
 
 def mean_loss(params: Layers, images: Array, labels: Array) -> Array:
-    return cross_entropy(perceptron(params, images), labels)
+    logits = perceptron(params, images)
+    return cross_entropy(logits, labels)
 
 
 def new_optimizer(mesh_axes: str = "auto") -> optax.GradientTransformation:
     clipper = optaxclip.clip_by_global_norm(MAX_NORM, mesh_axes=mesh_axes)
     # Not Adam: where a gradient is almost zero, each rounding changes Adam's step.
-    return optax.chain(clipper, optax.sgd(0.5, momentum=0.9))
+    sgd = optax.sgd(0.5, momentum=0.9)
+    return optax.chain(clipper, sgd)
 
 
 def take_step(
@@ -75,22 +82,33 @@ def take_step(
     images: Array,
     labels: Array,
 ) -> tuple[Any, Any, Array]:
-    loss, grads = jax.value_and_grad(loss_of)(params, images, labels)
-    updates, state = new_optimizer().update(grads, state, params)
-    norm = optaxclip.metrics(state)["clip/norm_before"]
-    return optax.apply_updates(params, updates), state, jnp.array([norm, loss])
+    optimizer = new_optimizer()
+    loss_and_grads = jax.value_and_grad(loss_of)
+    loss, grads = loss_and_grads(params, images, labels)
+    updates, state = optimizer.update(grads, state, params)
+    report = optaxclip.metrics(state)
+    norm = report["clip/norm_before"]
+    numbers = jnp.array([norm, loss])
+    return optax.apply_updates(params, updates), state, numbers
 
 
 def one_device(params: Layers) -> Start:
-    state = new_optimizer().init(params)
-    return jax.jit(partial(take_step, mean_loss)), params, state
+    optimizer = new_optimizer()
+    state = optimizer.init(params)
+    step = partial(take_step, mean_loss)
+    return jax.jit(step), params, state
 
 
 def jit(params: Layers) -> Start:
     """The step of one device. Nothing in it says that arrays are split."""
     mesh = new_mesh()
-    layout = jax.tree.map(lambda leaf: NamedSharding(mesh, spec_of(leaf)), params)
-    return one_device(jax.device_put(params, layout))
+
+    def sharding_of(leaf: Array) -> NamedSharding:
+        return NamedSharding(mesh, spec_of(leaf))
+
+    shardings = jax.tree.map(sharding_of, params)
+    params = jax.device_put(params, shardings)
+    return one_device(params)
 
 
 def shard_map(params: Layers) -> Start:
@@ -103,53 +121,72 @@ def shard_map(params: Layers) -> Start:
 
     def loss_of(shards: Layers, images: Array, labels: Array) -> Array:
         params = jax.tree.map(whole_leaf, shards, param_specs)
-        return lax.pmean(mean_loss(params, images, labels), AXIS)
+        loss = mean_loss(params, images, labels)
+        return lax.pmean(loss, AXIS)
 
     step = partial(take_step, loss_of)
-    return mapped(step, param_specs, state_specs), params, state
+    step = mapped(step, param_specs, state_specs)
+    return step, params, state
 
 
 def zero(params: Layers) -> Start:
     """Each device clips, remembers and updates an eighth of each leaf."""
+    split = P(AXIS)
     optimizer = new_optimizer(mesh_axes=AXIS)
 
     def mean_shard(grad: Array) -> Array:
-        return lax.psum_scatter(grad, AXIS, tiled=True) / DEVICES
+        total = lax.psum_scatter(grad, AXIS, tiled=True)
+        return total / DEVICES
 
     def shard_of(leaf: Array) -> Array:
-        return jnp.stack(jnp.split(leaf, DEVICES))[lax.axis_index(AXIS)]
+        shards = jnp.split(leaf, DEVICES)
+        shards = jnp.stack(shards)
+        device = lax.axis_index(AXIS)
+        return shards[device]
+
+    loss_and_grads = jax.value_and_grad(mean_loss)
 
     def step(params: Layers, state: Any, images: Array, labels: Array) -> Any:
-        loss, grads = jax.value_and_grad(mean_loss)(params, images, labels)
+        loss, grads = loss_and_grads(params, images, labels)
+        loss = lax.pmean(loss, AXIS)
         grads = jax.tree.map(mean_shard, grads)
         shards = jax.tree.map(shard_of, params)
         updates, state = optimizer.update(grads, state, shards)
         shards = optax.apply_updates(shards, updates)
-        params = jax.tree.map(lambda shard: whole_leaf(shard, P(AXIS)), shards)
-        norm = optaxclip.metrics(state)["clip/norm_before"]
-        return params, state, jnp.array([norm, lax.pmean(loss, AXIS)])
+        gathered = partial(whole_leaf, spec=split)
+        params = jax.tree.map(gathered, shards)
+        report = optaxclip.metrics(state)
+        norm = report["clip/norm_before"]
+        numbers = jnp.array([norm, loss])
+        return params, state, numbers
 
     state = optimizer.init(params)
     # Moments are split, and the state of the clipper is not.
     state_specs = optax.tree_map_params(
-        optimizer, lambda _: P(AXIS), state, transform_non_params=lambda _: P()
+        optimizer, lambda _: split, state, transform_non_params=lambda _: P()
     )
-    return mapped(step, P(), state_specs, check_vma=False), params, state
+    mapped_step = mapped(step, P(), state_specs, check_vma=False)
+    return mapped_step, params, state
 
 
 def new_mesh() -> jax.sharding.Mesh:
-    return jax.make_mesh((DEVICES,), (AXIS,), axis_types=(AxisType.Auto,))
+    axis_types = (AxisType.Auto,)
+    shape = (DEVICES,)
+    names = (AXIS,)
+    return jax.make_mesh(shape, names, axis_types)
 
 
 def mapped(
     step: Step, param_specs: Any, state_specs: Any, check_vma: bool = True
 ) -> Step:
     """A jitted shard_map over weights, state and batch."""
+    in_specs = param_specs, state_specs, P(AXIS), P(AXIS)
+    out_specs = param_specs, state_specs, P()
     step = jax.shard_map(
         step,
         mesh=new_mesh(),
-        in_specs=(param_specs, state_specs, P(AXIS), P(AXIS)),
-        out_specs=(param_specs, state_specs, P()),
+        in_specs=in_specs,
+        out_specs=out_specs,
         check_vma=check_vma,
     )
     return jax.jit(step)

@@ -46,6 +46,8 @@ def clip_by_value(
     | NaN                | NaN                                                    |
     | infinite           | the bound. A complex one becomes NaN                   |
     | complex            | limited by modulus. It takes one bound                 |
+    | float              | limited by the bound, rounded to its dtype, maybe      |
+    |                    | outwards: 0.1 is 0.1001 in bfloat16                    |
     | integer            | an integer of its dtype. Bounds are rounded inwards. A |
     |                    | `jax.Array` becomes a float before. NaN is no bound    |
     | bool, key          | itself                                                 |
@@ -93,12 +95,13 @@ def value_clipper(
     count: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """The clipper of two bounds, each (name, bound). Errors name the call and these."""
-    low = low or ("", None)
-    upper = _bounds(call, *high, no_bound=math.inf)
-    lower = _bounds(call, *low, no_bound=None)
-    _check_room(call, low[0], lower, high[0], upper)
-    high_argument = f"{call}: {high[0]}"
-    low_argument = f"{call}: {low[0]}"
+    high_name, high_bound = high
+    low_name, low_bound = low or ("", None)
+    upper = _bounds(call, high_name, high_bound, no_bound=math.inf)
+    lower = _bounds(call, low_name, low_bound, no_bound=None)
+    _check_room(call, low_name, lower, high_name, upper)
+    high_argument = f"{call}: {high_name}"
+    low_argument = f"{call}: {low_name}"
 
     def init(params: PyTree) -> ClipByValueState:
         elements = no_elements_clipped() if count else ()
@@ -119,11 +122,11 @@ def value_clipper(
         low_bounds = lookup(lower, updates, low_argument)
         entries, treedef = jax.tree.flatten_with_path(updates)
         results = []
-        for (path, leaf), high_bound, low_bound in zip(
+        for (path, leaf), high_of_leaf, low_of_leaf in zip(
             entries, high_bounds, low_bounds
         ):
-            high_value = _bound_at(state.step, high_bound, high_argument)
-            low_value = _bound_at(state.step, low_bound, low_argument)
+            high_value = _bound_at(state.step, high_of_leaf, high_argument)
+            low_value = _bound_at(state.step, low_of_leaf, low_argument)
             clipped = _clipped(call, trees.path_name(path), leaf, high_value, low_value)
             results.append(clipped)
         step = count_up(state.step)

@@ -36,7 +36,7 @@ from ..rules._rule import (
 from ..rules._windows import WindowedQuantile
 from ..shrinks import normalize
 
-# "global", "tensor", a tree prefix of labels, or a function that makes one.
+# "global", "tensor", or labels as `clip_by_group_norm` takes them.
 Scope = str | Mapping[Any, Any] | Sequence[Any] | Callable[..., Any]
 
 
@@ -68,8 +68,8 @@ def autoclip(
       cap: a fixed limit besides. Without one the first gradient passes, whatever its
         norm, and so do later ones of its size while the window has few others. At least
         0, None for none. A number or a schedule. The percentile does not depend on it.
-      scope: "global", "tensor", or labels: a tree prefix of them, or a function of path
-        and leaf.
+      scope: "global", "tensor", or labels: a tree prefix of them, a function that makes
+        one from the tree, or a function of path and leaf.
       stacked: with scope="tensor", which axes of a leaf count layers, each with a norm
         of its own: 1 for the leading axis, or another form that `clip_by_tensor_norm`
         takes.
@@ -170,8 +170,8 @@ def zclip(
         "mean" the mean, "max" z deviations above it.
       warmup: how many norms are seen before the first is clipped. At least 1.
       eps: added to the deviation when the score is computed, in units of the norm.
-      scope: "global", "tensor", or labels: a tree prefix of them, or a function of path
-        and leaf.
+      scope: "global", "tensor", or labels: a tree prefix of them, a function that makes
+        one from the tree, or a function of path and leaf.
       stacked: with scope="tensor", which axes of a leaf count layers, each with a norm
         of its own: 1 for the leading axis, or another form that `clip_by_tensor_norm`
         takes.
@@ -251,8 +251,8 @@ def adagc(
       decay: of the average, in [0, 1]. A number or a schedule.
       max_norm: the global limit of the warm-up, at least 0. A number or a schedule.
       warmup: how many norms are seen under the global limit. At least 1.
-      scope: "tensor", "global", or labels: a tree prefix of them, or a function of path
-        and leaf.
+      scope: "tensor", "global", or labels: a tree prefix of them, a function that makes
+        one from the tree, or a function of path and leaf.
       stacked: with scope="tensor", which axes of a leaf count layers, each with a norm
         of its own: 1 for the leading axis, or another form that `clip_by_tensor_norm`
         takes.
@@ -340,7 +340,8 @@ class Adagc(Rule):
         factor = jnp.where(is_over, max_norm / jnp.where(is_over, total, 1.0), 1.0)
         # A tensor whose limit is h |g| is multiplied by h.
         early_limit = jnp.where(is_over, norm * factor, jnp.inf)
-        # In the warm-up all tensors are clipped together, so a limit of NaN breaks all.
+        # In the warm-up all tensors are clipped together, so a broken one breaks all:
+        # the kernel takes a limit of NaN for a broken norm.
         early_limit = jnp.where(jnp.isfinite(total), early_limit, jnp.nan)
         # Before the first norm the average is inf. A derivative times inf would be NaN.
         finite_average = jnp.where(is_past_warmup, average, 0.0)
@@ -387,8 +388,9 @@ def aggc(
     Args:
       low, high: the edges, as multiples of the average. At least 0. Numbers or
         schedules. `low` counts with raise_small=True only.
-      scope: labels, such as the kind of the layer, as a tree prefix or a function of
-        path and leaf, or "tensor" or "global".
+      scope: labels, such as the kind of the layer: a tree prefix of them, a function
+        that makes one from the tree, or a function of path and leaf. Or "tensor" or
+        "global".
       decay: of the average, in [0, 1]. A number or a schedule.
       floor: the lower edge is at least this, in units of the norm, with
         raise_small=True. At least 0.
@@ -477,8 +479,8 @@ def adagn(
       decay1, decay2: of the two moments, in [0, 1]. 1 is the mean of all steps. Numbers
         or schedules.
       eps: at least 0, in units of the norm. A number or a schedule.
-      scope: "tensor", "global", or labels: a tree prefix of them, or a function of path
-        and leaf.
+      scope: "tensor", "global", or labels: a tree prefix of them, a function that makes
+        one from the tree, or a function of path and leaf.
       stacked: with scope="tensor", which axes of a leaf count layers, each with a norm
         of its own: 1 for the leading axis, or another form that `clip_by_tensor_norm`
         takes.
@@ -537,9 +539,8 @@ def _measure_at(
 ) -> Measure:
     """The norms at a scope. `call` is the name that errors quote.
 
-    A scope is "global", "tensor", or labels as `clip_by_group_norm` takes them: a tree
-    prefix of labels, or a function that makes one. With "tensor", each layer of a
-    stacked leaf is a tensor.
+    A scope is "global", "tensor", or labels as `clip_by_group_norm` takes them. With
+    "tensor", each layer of a stacked leaf is a tensor.
     """
     # Taken for labels, None or another string would make one group of all leaves.
     if scope is None or (isinstance(scope, str) and scope not in ("global", "tensor")):

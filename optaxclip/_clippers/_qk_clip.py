@@ -214,12 +214,12 @@ def _clip(
 ) -> Any:
     """The updates that lead to the weights times their scales."""
     updates, treedef = jax.tree.flatten(tree)
-    entries = state.by_name()
+    norm_by_name = state.by_name()
     scales: dict[int, Array] = {}
     for attention in attentions:
         # The state has a scalar where there is one head. Here it is [heads] or
         # [layers, heads].
-        factor = entries[attention.name].factor.reshape(attention.shape)
+        factor = norm_by_name[attention.name].factor.reshape(attention.shape)
         power = jnp.asarray(alpha).astype(factor.dtype)
         # All heads share the rotary key, which stays as it is, so the rotary queries
         # take the whole factor.
@@ -249,8 +249,8 @@ def scale_of(leaf: AttentionLeaf, factor: Array) -> Array:
     layers = leaf.shape[:-1]
     ones = jnp.ones((*layers, leaf.head_count, leaf.entry_count), factor.dtype)
     heads = slice(*leaf.heads.heads)
-    entries = slice(*leaf.heads.entries)
-    scale = ones.at[..., heads, entries].multiply(factor)
+    entries_of_head = slice(*leaf.heads.entries)
+    scale = ones.at[..., heads, entries_of_head].multiply(factor)
     if scale.ndim > len(leaf.axes):
         scale = scale.reshape((*scale.shape[:-2], -1))
     scale = scale.transpose(np.argsort(leaf.axes))
@@ -286,7 +286,7 @@ def logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Arra
         logits = jnp.atleast_1d(array)
         if not _shares_keys(logits.shape, shape) or logits.shape[-1] == 0:
             raise ValueError(
-                f"qk_clip: max_logits of the attention {attention.name!r} must have "
+                f"{CALL}: max_logits of the attention {attention.name!r} must have "
                 f"the shape {shape}, or a multiple of its last number where several "
                 f"queries share a key, got {logits.shape}: take the maximum over batch "
                 "and positions, and name an axis of layers too: Heads((layer axis, "
@@ -308,8 +308,8 @@ def _arrays_of_attentions(
     Raises:
       ValueError: an attention that has no array of its own, or an array too many.
     """
-    entries = jax.tree.leaves_with_path(max_logits)
-    paths = [path_names(path) for path, _ in entries]
+    leaves_with_path = jax.tree.leaves_with_path(max_logits)
+    paths = [path_names(path) for path, _ in leaves_with_path]
     positions = []
     for attention in attentions:
         matching = []
@@ -324,11 +324,11 @@ def _arrays_of_attentions(
     if not is_used_once or len(paths) != len(attentions):
         listed_paths = ", ".join(repr("/".join(path)) for path in paths)
         raise ValueError(
-            f"qk_clip: max_logits must have one array for each of "
+            f"{CALL}: max_logits must have one array for each of "
             f"{[attention.name for attention in attentions]}, got "
             f"{listed_paths or 'none'}."
         )
-    return [entries[position][1] for position in positions]
+    return [leaves_with_path[position][1] for position in positions]
 
 
 # ------------------------------------------------------ which leaves have which heads
@@ -367,12 +367,12 @@ def find_attentions(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
       ValueError: a pattern that finds no leaf, a query without a key or a key without a
         query, or leaves of an attention whose numbers of heads do not fit.
     """
-    entries = jax.tree.leaves_with_path(tree)
+    leaves_with_path = jax.tree.leaves_with_path(tree)
     leaves: list[AttentionLeaf] = []
     for role, where in roles.items():
         # Most attentions have no rotary queries.
         if role != "rotary" or where is not None:
-            leaves += _leaves_of_role(role, where, entries)
+            leaves += _leaves_of_role(role, where, leaves_with_path)
     by_path: dict[Path, list[AttentionLeaf]] = {}
     for leaf in leaves:
         by_path.setdefault(_attention_path(leaf, leaves), []).append(leaf)
@@ -383,14 +383,14 @@ def find_attentions(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
         if not {"queries", "keys"} <= roles_of_path:
             missing = "queries" if first.role == "keys" else "keys"
             raise ValueError(
-                f"qk_clip: {missing} finds no leaf beside the {first.role} "
+                f"{CALL}: {missing} finds no leaf beside the {first.role} "
                 f"{'/'.join(first.path)!r}."
             )
         attention = Attention(
             name="/".join(path),
             path=path,
             shape=_norm_shape(path, leaves_of_path),
-            dtype=norm_dtype(entries[first.position][1]),
+            dtype=norm_dtype(leaves_with_path[first.position][1]),
             leaves=tuple(leaves_of_path),
         )
         attentions.append(attention)
@@ -417,17 +417,19 @@ def _attention_path(leaf: AttentionLeaf, leaves: list[AttentionLeaf]) -> Path:
     return path
 
 
-def _leaves_of_role(role: str, where: Where, entries: list[Any]) -> list[AttentionLeaf]:
+def _leaves_of_role(
+    role: str, where: Where, leaves_with_path: list[Any]
+) -> list[AttentionLeaf]:
     """The leaves that `queries`, `keys` or `rotary` names."""
     if not isinstance(where, Mapping) and not callable(where):
         raise TypeError(
-            f"qk_clip: {role} must be a dict from patterns of paths to axes "
+            f"{CALL}: {role} must be a dict from patterns of paths to axes "
             f"of heads, or a function of path and leaf, got {shown(where)}."
         )
     leaves = []
     # Patterns in which no leaf was seen so far.
     idle_patterns = [] if callable(where) else list(where)
-    for position, (path, array) in enumerate(entries):
+    for position, (path, array) in enumerate(leaves_with_path):
         name = trees.path_name(path)
         if callable(where):
             heads = where(name, array)
@@ -442,8 +444,8 @@ def _leaves_of_role(role: str, where: Where, entries: list[Any]) -> list[Attenti
     if idle_patterns or not leaves:
         argument = repr(idle_patterns[0]) if leaves else shown(where)
         raise ValueError(
-            f"qk_clip: {role}={argument} finds no leaf: the updates have "
-            f"{trees.listed_paths(path for path, _ in entries)}."
+            f"{CALL}: {role}={argument} finds no leaf: the updates have "
+            f"{trees.listed_paths(path for path, _ in leaves_with_path)}."
         )
     return leaves
 
@@ -454,10 +456,14 @@ def _attention_leaf(
     """Where a leaf has its heads. Raises for heads that it does not have."""
     if not isinstance(heads, Heads):
         heads = Heads(heads)
+    # A config in YAML or JSON has lists in the places of tuples.
+    heads = heads._replace(heads=tuple(heads.heads), entries=tuple(heads.entries))
+    if isinstance(heads.axis, list):
+        heads = heads._replace(axis=tuple(heads.axis))
     axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
     rank = len(shape)
     check_no_bool(CALL, role, heads.axis)
-    axes_within(heads.axis, f"qk_clip: {role}", trees.path_name(path), rank)
+    axes_within(heads.axis, f"{CALL}: {role}", trees.path_name(path), rank)
     axes = tuple(axis % rank for axis in axes)
     # The axis of heads is the last: -2 and (0, -2) both end with it.
     *layers, axis = axes
@@ -472,7 +478,7 @@ def _attention_leaf(
         width = shape[axis + 1] if fits else 0
     if not fits or _selected(heads.entries, width) == 0:
         raise ValueError(
-            f"qk_clip: {role}: {heads} does not fit the leaf "
+            f"{CALL}: {role}: {heads} does not fit the leaf "
             f"{trees.path_name(path)!r} of shape {shape}: width must divide "
             f"its axis {axis}, heads must be among those of the leaf, and entries "
             "among those of a head."
@@ -525,7 +531,7 @@ def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
         fits = _shares_keys(leaf.shape, shape)
         if not fits or (leaf.role == "keys" and leaf.shape != shape):
             raise ValueError(
-                f"qk_clip: in the attention {'/'.join(path)!r} the heads of "
+                f"{CALL}: in the attention {'/'.join(path)!r} the heads of "
                 f"{'/'.join(leaf.path)!r} have the shape {leaf.shape}, and those of "
                 f"the keys {shape}: queries must have a multiple of their heads."
             )

@@ -80,9 +80,9 @@ def spam(
       threshold: how many times its usual square a square may be. At least 0. A number
         or a schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
-      warmup: updates not clipped after each reset, the resetting one counted. The first
-        update counts as the second of a period, so at the start there is one fewer.
-        Where v is 0, nothing is clipped either. At least 0.
+      warmup: how many updates pass unclipped from each reset on: the one that resets
+        and the `warmup` - 1 after it. At the start of training it is the first
+        `warmup` - 1. Where v is 0, nothing is clipped either. At least 0.
       every: the average starts anew before each update whose number, from 1, is a
         multiple of this, as in `reset_momentum`. None for never. A whole number above
         `warmup`.

@@ -35,13 +35,9 @@ def constrain(
         u' = clip(W + u) - W
 
     It changes the update, so it comes last in a chain, after the learning rate.
-    `optax.apply_updates` then gives clip(W + u), rounded once to the weights' dtype.
-    This is exact up to that one rounding. Where W is far beyond its limit, as in a
-    first step, the update is rounded too, towards 0, and never across a bound of 0.
-    This second rounding may miss a bound that keeps weights away from 0, such as the
-    lower one of `clip_by_value(1.0, 0.3)`. Where the update has fewer bits than W, it
-    may leave weights beyond the limit. Weights that are within their limit get the
-    update as it came, and so do integer leaves.
+    `optax.apply_updates` then gives clip(W + u), exact up to one rounding to the
+    weights' dtype. Weights that are within their limit get the update as it came, and
+    so do integer leaves.
 
     | constraint                        | clipper                                     |
     |-----------------------------------|---------------------------------------------|
@@ -50,6 +46,11 @@ def constrain(
     | each weight in a range (WGAN)     | `clip_by_value(0.01)`                       |
     | no weight below 0                 | `clip_by_value(math.inf, 0.0)`              |
     | largest singular value            | `clip_by_spectral_norm(1.0)`                |
+
+    Where W is far beyond its limit, as in a first step, the update is rounded too,
+    towards 0, and never across a bound of 0. This second rounding may miss a bound that
+    keeps weights away from 0, such as the lower one of `clip_by_value(1.0, 0.3)`. Where
+    the update has fewer bits than W, it may leave weights beyond the limit.
 
     Args:
       clipper: any clipper, or another transformation that maps a tree to one that is

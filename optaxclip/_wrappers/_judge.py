@@ -206,7 +206,7 @@ class StateArrays(NamedTuple):
 
 def row_property(rows: RowNames, name: str) -> property:
     """The property of a state that reads a row."""
-    (field, names), *_ = [entry for entry in rows if name in entry[1]]
+    field, names = next(row for row in rows if name in row[1])
     index = names.index(name)
     # States of several models have axes in front.
     return property(lambda state: getattr(state, field)[..., index])

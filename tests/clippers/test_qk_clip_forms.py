@@ -56,6 +56,23 @@ def test_heads_are_where_they_are_said_to_be():
             np.testing.assert_allclose(new[name], wanted, rtol=1e-6, err_msg=layout)
 
 
+def test_lists_are_as_good_as_tuples():
+    """A config in YAML or JSON has no tuples."""
+    params = {"q": jnp.ones((2, 4, 5)), "k": jnp.ones((2, 4, 5))}
+    logits = jnp.array([[20.0, 80.0], [80.0, 20.0]])
+    results = []
+    for form in (tuple, list):
+        heads = Heads(form((0, 1)), heads=form((1, 3)), entries=form((0, 3)))
+        new, _ = shrunk(params, logits, queries={"q": heads}, keys={"k": heads})
+        results.append(new)
+    from_tuples, from_lists = results
+    assert float(from_tuples["q"].min()) < 1
+    for name in ("q", "k"):
+        np.testing.assert_array_equal(from_lists[name], from_tuples[name])
+    new, _ = shrunk(params, jnp.ones((2, 4)), queries={"q": [0, 1]}, keys={"k": [0, 1]})
+    np.testing.assert_array_equal(new["q"], 1)
+
+
 @pytest.mark.parametrize("joint", ["/", "."])
 def test_one_key_may_hold_the_names_of_several_modules(joint):
     """As in Haiku ("/") and in state dicts of torch (".")."""

@@ -3,6 +3,7 @@
 import importlib
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -131,6 +132,29 @@ def test_overflow_halves_the_scale(scaled, order):
     assert set(factors) == {0.5, 1.0, 2.0}
 
 
+def test_the_loss_scale_halves_until_it_is_one():
+    loss_scaling = example("loss_scaling", "sklearn")
+    loss_scale = loss_scaling.LossScale(jnp.float32(4.0), jnp.int32(7))
+    scales = []
+    for _ in range(4):
+        loss_scale = loss_scaling.adjust(loss_scale, jnp.bool(True))
+        scales.append(float(loss_scale.scale))
+    assert scales == [2.0, 1.0, 1.0, 1.0]
+
+
+def test_no_broken_step_counts_as_good(monkeypatch):
+    """`skip_nonfinite` lets the 101st in a row through."""
+    loss_scaling = example("loss_scaling", "sklearn")
+    digits, _ = loss_scaling.read_digits(held_out=0)
+    broken = digits._replace(images=np.full_like(digits.images, np.nan))
+    monkeypatch.setattr(loss_scaling, "read_digits", lambda held_out: (broken, None))
+    # Each good step would double the scale.
+    monkeypatch.setattr(loss_scaling, "GROW_EVERY", 1)
+    log = loss_scaling.train(jnp.float16, ("unscale", "clip"), steps=110)
+    assert log["skipped"][99] == 1 and log["skipped"][100] == 0
+    assert (np.diff(log["scale"]) <= 0).all()
+
+
 @pytest.fixture(scope="module")
 def private():
     module = example("private_digits", "sklearn")
@@ -146,6 +170,15 @@ def test_it_learns_with_noise_and_finds_wrong_labels(private):
     assert np.median(norms[wrong]) > 2 * np.median(norms[~wrong])
     before, after = result.noise_scales
     assert after > before > 0
+
+
+def test_a_batch_without_examples_clips_none(private, monkeypatch):
+    module, _ = private
+    digits, _ = module.read_digits(module.HELD_OUT)
+    monkeypatch.setattr(module, "BATCH", 0.01)  # so most batches have none
+    params = module.new_perceptron(64, 32, 10)
+    _, clipped = module.train(params, digits, steps=5, noise=1.0, seed=0)
+    assert np.isfinite(clipped).all() and 0 in clipped
 
 
 @pytest.fixture(scope="module")
@@ -166,14 +199,28 @@ def test_a_resumed_run_ends_bit_for_bit_alike(saved):
 def test_every_step_is_a_line_with_all_metrics(saved):
     _, ends, folder = saved
     lines = (folder / "log.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert [row["step"] for row in rows] == list(range(120))
+    # The warm-up of `zclip` has no limit.
+    assert rows[0]["clip/limit"] is None and rows[-1]["clip/limit"] > 0
     names = set(optaxclip.metrics(ends["straight"].opt_state))
     assert all(set(row) == {"step", "loss", *names} for row in rows)
     norms = [row["clip/norm_before"] for row in rows]
     history = optaxclip.replay.read_history(folder / "log.jsonl")
     np.testing.assert_array_equal(history, norms)
     assert list(folder.glob("events.out.tfevents*"))
+
+
+def test_a_continued_log_goes_on_where_the_run_was_saved(saved, tmp_path):
+    module, _, _ = saved
+    for first_step in (0, 3):
+        module.write_log(tmp_path, [{"loss": 1.0}] * 3, first_step)
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(6))
+    assert len(list(tmp_path.glob("events.out.tfevents*"))) == 2
+    # A run that begins anew does not go on in the log of an older one.
+    module.write_log(tmp_path, [{"loss": 1.0}], 0)
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 1
 
 
 # Frameworks.
@@ -279,6 +326,30 @@ def test_a_pipeline_never_steps_by_more_than_its_limit():
     assert (run["squares"].sum(1) > limit**2).mean() > 0.5
     # The broken batch did no harm.
     assert run["loss"][24] < run["loss"][0]
+
+
+def test_a_frozen_first_stage_may_spend_the_rest():
+    """As when its share has come down to 0 after many steps without a gradient."""
+    pipeline = example("pipeline")
+    random = np.random.default_rng(0)
+    shares = np.array([0.0, 0.3, 0.3, 0.4])
+    stages = pipeline.Stages(
+        weights=jnp.asarray(random.normal(size=(4, 16, 16)) / 4, jnp.float32),
+        shares=jnp.asarray(shares, jnp.float32),
+        squares=jnp.zeros(4),
+        totals=jnp.zeros(4),
+    )
+    x = jnp.asarray(random.normal(size=(32, 16)), jnp.float32)
+    outputs = x
+    for weights in stages.weights:
+        outputs = pipeline.apply_layer(weights, outputs)
+    # So near to the target nothing is clipped.
+    stages, _, limits = pipeline.take_step(stages, x, outputs + 0.1)
+    squares = np.float64(stages.squares)
+    rest = pipeline.LIMIT**2 - squares[1:].sum()
+    assert rest > 0.2
+    assert limits[0] == pytest.approx(np.sqrt(rest), rel=16 * EPS)
+    assert np.isfinite(stages.weights).all()
 
 
 # Several devices.
