@@ -85,7 +85,9 @@ def read_program(
       TypeError: a loss that is not a real scalar.
       ValueError: a leaf that the loss does not depend on, or a loss without a stack.
     """
-    traced, shapes = jax.make_jaxpr(loss, return_shape=True)(params, *batch)
+    # `jax.disable_jit` would unroll the scans.
+    with jax.disable_jit(False):
+        traced, shapes = jax.make_jaxpr(loss, return_shape=True)(params, *batch)
     _check_scalar(shapes)
     _check_dependence(traced.jaxpr, name_of_leaf, trained)
     inputs = jax.tree.leaves((params, batch))
