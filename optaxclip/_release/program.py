@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -200,9 +201,7 @@ def _inlined(
             return run_equations(body_of(equation), inputs, inline_call)
         return None
 
-    def run(inputs: list[Array]) -> list[Array]:
-        return run_equations(traced, inputs, inline_call)
-
+    run = partial(run_equations, traced, replace=inline_call)
     inlined = jax.make_jaxpr(run)(inputs)
     # nnx.scan returns its weights as ys, which nothing reads.
     are_needed = [True] * len(inlined.out_avals)
