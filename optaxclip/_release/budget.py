@@ -102,11 +102,9 @@ def next_shares(shares: Array, norms: Array, finite_steps: Array) -> Array:
     whose norm is a number, with this one.
     """
     norm = global_norm(norms)
-    new_shares = (norms / norm) ** 2
-    new_shares = new_shares.astype(shares.dtype)
+    new_shares = ((norms / norm) ** 2).astype(shares.dtype)
     # The mean of all steps, while there are few.
-    steps = jnp.clip(finite_steps, 1, STEPS_OF_AVERAGE)
-    steps = steps.astype(shares.dtype)
+    steps = jnp.clip(finite_steps, 1, STEPS_OF_AVERAGE).astype(shares.dtype)
     # No difference of shares, which would round small ones to 0.
     averages = shares * ((steps - 1) / steps) + new_shares / steps
     is_usable = jnp.isfinite(norm) & (norm > 0)

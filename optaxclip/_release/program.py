@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,7 +86,9 @@ def read_program(
       TypeError: a loss that is not a real scalar.
       ValueError: a leaf that the loss does not depend on, or a loss without a stack.
     """
-    traced, shapes = jax.make_jaxpr(loss, return_shape=True)(params, *batch)
+    # `jax.disable_jit` would unroll the scans.
+    with jax.disable_jit(False):
+        traced, shapes = jax.make_jaxpr(loss, return_shape=True)(params, *batch)
     _check_scalar(shapes)
     _check_dependence(traced.jaxpr, name_of_leaf, trained)
     inputs = jax.tree.leaves((params, batch))
@@ -198,9 +201,7 @@ def _inlined(
             return run_equations(body_of(equation), inputs, inline_call)
         return None
 
-    def run(inputs: list[Array]) -> list[Array]:
-        return run_equations(traced, inputs, inline_call)
-
+    run = partial(run_equations, traced, replace=inline_call)
     inlined = jax.make_jaxpr(run)(inputs)
     # nnx.scan returns its weights as ys, which nothing reads.
     are_needed = [True] * len(inlined.out_avals)

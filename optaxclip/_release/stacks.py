@@ -48,13 +48,11 @@ class LayerSlice(NamedTuple):
 
     def take(self, array: Array, layer: Array | int) -> Array:
         """The part of a layer, in which the axis of layers stays."""
-        start = layer * self.rows
-        return lax.dynamic_slice_in_dim(array, start, self.rows, self.axis)
+        return lax.dynamic_slice_in_dim(array, layer * self.rows, self.rows, self.axis)
 
     def put(self, array: Array, layer: Array | int, new: Array) -> Array:
         """The array with a new part for a layer."""
-        start = layer * self.rows
-        return lax.dynamic_update_slice_in_dim(array, new, start, self.axis)
+        return lax.dynamic_update_slice_in_dim(array, new, layer * self.rows, self.axis)
 
     def as_layer_reads(self, array: Array) -> Array:
         """The part of a layer as the body of the scan reads it."""

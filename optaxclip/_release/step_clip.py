@@ -43,7 +43,7 @@ class StepClip(NamedTuple):
         groups after it.
         """
         if self.measured_norm is None:
-            norm = global_norm(grads)
+            norm = global_norm(grads).astype(budget.limit.dtype)
             limit, budget = limit_of_group(budget, norm)
             limit = self._without_inf_of_rule(limit)
         else:

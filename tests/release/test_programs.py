@@ -614,3 +614,12 @@ def test_one_pass_clips_each_layer_by_its_share():
         params, state, _ = run_step(params, state, x)
         # Shares are float32.
         assert_close(params, wanted, 1e-7)
+
+
+def test_a_step_with_jit_disabled_is_the_same():
+    params = {"layers": numbers(LAYERS, WIDTH, WIDTH)}
+    model = plain, params, lambda seed: (numbers(2, WIDTH, seed=seed),)
+    wanted, *_ = released_run(model, optax.sgd(0.1), steps=2, max_norm=0.1)
+    with jax.disable_jit():
+        result, *_ = released_run(model, optax.sgd(0.1), steps=2, max_norm=0.1)
+    assert_close(result, wanted, 1e-9)

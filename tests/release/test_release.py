@@ -421,3 +421,22 @@ def test_carries_and_weights_may_have_keys_and_counters():
     )
     np.testing.assert_allclose(new["table"], 1 - 0.01 * wanted["table"], rtol=1e-5)
     assert (new["layers"]["key"] == layers["key"]).all()
+
+
+def test_strict_promotion_lets_layers_and_other_weights_differ_in_dtype():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        params = {"layers": jnp.ones((3, 2)), "out": jnp.ones(2, jnp.float32)}
+
+        def loss(params):
+            x, _ = jax.lax.scan(
+                lambda x, w: (x * w, None), jnp.ones(2), params["layers"]
+            )
+            return jnp.sum(x * params["out"].astype(x.dtype))
+
+        trainer = release(loss, optax.sgd(1.0), max_norm=0.5)
+        new, _, _ = trainer.step(params, trainer.init(params))
+    squares = 0.0
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(new), strict=True):
+        squares += np.sum((np.asarray(x, float) - np.asarray(y, float)) ** 2)
+    # The four groups have gradients of the same length, as is their usual share.
+    np.testing.assert_allclose(squares, 0.5**2, 1e-6)
