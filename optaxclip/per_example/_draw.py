@@ -63,8 +63,7 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
     example_key, place_key = jax.random.split(key)
     # The threshold of random words is rounded down, so that no example joins more often
     # than `share` says.
-    # As a Python float: in float16 or int32 2^32 is out of range.
-    threshold = int(float(share) * 2**32)
+    threshold = int(float(share) * 2**32)  # float16 and int32 do not reach 2^32
     threshold = np.uint32(min(threshold, 2**32 - 1))
     words = jax.random.bits(example_key, (int(examples),), np.uint32)
     is_drawn = words < threshold
