@@ -388,6 +388,8 @@ def _advice_for_text(text: str) -> str:
 # gives the steps, unless these begin again in each epoch and another one's do not. A
 # log without such a column has the steps 0, 1, 2 and so on.
 STEP_NAMES = (
+    # Of optax.MultiSteps, where a row is written in every k-th step of the loop.
+    "gradient_step",
     "step",
     "Step",
     "_step",
@@ -500,8 +502,16 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
                 empty_cells += 1
             else:
                 texts.append(str(cell)[:40])
-    values, replaced_steps = _by_step(numbers)
+    values_by_step, replaced_steps = _by_step(numbers)
+    values = np.array(list(values_by_step.values()))
     notes: Notes = []
+    is_broken = (values == -1) & ("norm" in name.lower())
+    if is_broken.any():
+        values[is_broken] = math.nan
+        notes.append(
+            f"{is_broken.sum()} norms are -1, as DeepSpeed logs NaN and inf, and are "
+            "read as NaN."
+        )
     if replaced_steps:
         notes.append(
             f"Steps {min(replaced_steps)} to {max(replaced_steps)} come twice "
@@ -514,8 +524,8 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
         notes.append(f"{len(texts)} entries are text, and left out: {listed(texts)}.")
     return Column(
         name,
-        steps=np.array(list(values)),
-        values=np.array(list(values.values())),
+        steps=np.array(list(values_by_step)),
+        values=values,
         notes=notes,
         empty_cells=empty_cells,
     )
@@ -627,21 +637,8 @@ def norms_of(log: Log) -> list[Column]:
     for pattern in NORM_PATTERNS:
         norms = [name for name in names if re.fullmatch(pattern, _words_of(name))]
         if norms:
-            columns = [log.columns[name] for name in norms]
-            return [with_nan(_with_skipped_steps(log, norm)) for norm in columns]
+            return [_with_skipped_steps(log, log.columns[name]) for name in norms]
     return []
-
-
-def with_nan(norm: Column) -> Column:
-    """A norm with NaN in the place of -1, which DeepSpeed logs for NaN and inf."""
-    is_broken = norm.values == -1
-    if not is_broken.any():
-        return norm
-    note = (
-        f"{is_broken.sum()} norms are -1, as DeepSpeed logs NaN and inf: read as NaN."
-    )
-    values = np.where(is_broken, np.nan, norm.values)
-    return norm._replace(values=values, notes=[*norm.notes, note])
 
 
 def _without_run(name: str) -> str:

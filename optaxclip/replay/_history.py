@@ -13,7 +13,6 @@ from .._logs import (
     listed,
     norms_of,
     read_log,
-    with_nan,
 )
 
 # How to get a norm into a log, for errors.
@@ -99,13 +98,10 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
             f"{call}: this file has no column {name!r}. Name one with {CHOICE}: it has "
             f"{names}."
         )
-    # A loss may be negative.
-    if name is not None and "loss" in name.lower():
-        return columns
-    columns = [with_nan(column) for column in columns]
     for column in columns:
+        # A loss may be negative.
         is_negative = column.values < 0
-        if is_negative.any():
+        if "loss" not in column.name.lower() and is_negative.any():
             raise ValueError(
                 f"{call}: the column {column.name!r} must hold norms, which are at "
                 f"least 0, got {column.values[is_negative][0]}."

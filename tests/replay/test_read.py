@@ -274,6 +274,13 @@ def test_minus_1_is_a_norm_that_is_not_finite(tmp_path):
     assert read(tmp_path, "step,loss\n0,-1\n", "loss").tolist() == [-1]
 
 
+def test_the_steps_of_multisteps_are_the_surest(tmp_path):
+    path = tmp_path / "run.csv"
+    path.write_text("step,gradient_step,norm\n2,1,1.5\n5,2,2.5\n")
+    log = _logs.read_log(path, "test")
+    assert log.columns["norm"].steps.tolist() == [1, 2]
+
+
 def test_a_cell_may_be_long(tmp_path):
     """A histogram in each row. After a lone quotation mark the rows before it count."""
     cell = 100_000 * "10"
