@@ -72,9 +72,10 @@ def of_train_state(
     """Returns `make_step` for a step from a train state to the next, as those of flax
     and MaxText.
 
-    The step runs under `jax.jit`, with the loss as a constant. `train_step` is not told
-    of a setting's mesh, specs and micro-batches. In "accumulated" nothing is accumulated
-    unless `train_step` splits batches by itself.
+    The step runs under `jax.jit`, with the loss as a constant.
+
+    `train_step` is not told of a setting's mesh, specs and micro-batches. In
+    "accumulated" nothing is accumulated unless `train_step` splits batches by itself.
 
     Args:
       train_step: called as `train_step(state, batch, loss)`. It returns the next state,
