@@ -14,6 +14,7 @@ import json
 import math
 import pkgutil
 import re
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -125,8 +126,11 @@ def _unzipped(data: bytes, notes: Notes) -> bytes:
 def _rows_of_arrays(data: bytes) -> Sequence[Row]:
     """The rows of an .npz, one column per array, or of an .npy, as a column "norm"."""
     loaded = np.load(io.BytesIO(data))
-    arrays = {"norm": loaded} if isinstance(loaded, np.ndarray) else loaded
-    return _rows_in({name: np.asarray(arrays[name]).tolist() for name in arrays})
+    arrays = {"norm": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+    # Excel's files and torch's checkpoints are zip files too.
+    if not all(isinstance(array, np.ndarray) for array in arrays.values()):
+        raise ValueError(f"it is a zip file without arrays. {FORMATS_TEXT}.")
+    return _rows_in({name: array.tolist() for name, array in arrays.items()})
 
 
 def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
@@ -294,10 +298,10 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
         text = text.replace(",", ".")
     file = io.StringIO(text, newline="")
     reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
-    lines: list[list[str]] = []
-    # An entry may be too long where a quotation mark of other text begins it.
-    with suppress(csv.Error):
-        lines = [line for line in reader if line]
+    # A histogram, or what follows a lone quotation mark, may be longer than csv allows.
+    limit_of_csv = csv.field_size_limit(len(text) + 1)
+    lines = [line for line in reader if line]
+    csv.field_size_limit(limit_of_csv)
     if not lines:
         return []
     names = [name.strip() for name in lines.pop(0)]
@@ -341,11 +345,16 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
     return rows
 
 
-# Patterns of what stands before a step, a loss and a norm in a line of text.
+# Patterns of what stands before a step, a loss and a norm in a line of text, and of how
+# it may begin. No step is in "tokens/s: 512". nanoGPT prints "train loss 4.2, val loss
+# 4.3" now and then, among lines with "loss 4.1".
 LABELS = {
-    "step": "(step|iteration|iter|s)",
-    "loss": "((train|training|lm)[ _/-])?loss|trl",
-    "grad_norm": "((total|global|gradient|grad|g)[ _/-]?)*norm",
+    "step": (r"(?<![/\w])", "step|iteration|iter|s"),
+    "loss": (
+        r"(?i:(?<!train[ /])(?<!val[ /])(?<!validation[ /])(?<!test[ /]))\b",
+        "((train|training|lm)[ _/-])?loss|trl",
+    ),
+    "grad_norm": (r"\b", "((total|global|gradient|grad|g)[ _/-]?)*norm"),
 }
 
 
@@ -353,13 +362,13 @@ def _advice_for_text(text: str) -> str:
     """What to do with a text, with a pattern of its most frequent labels."""
     patterns: dict[str, str] = {}
     counts = dict.fromkeys(LABELS, 0)
-    for column, label in LABELS.items():
-        matches = re.finditer(rf"(?i)\b({label})[ :=]+(?=[-+]?\.?\d)", text)
+    for column, (start, label) in LABELS.items():
+        matches = re.finditer(rf"(?i){start}({label})[ :=]+(?=[-+]?\.?\d)", text)
         labels = Counter(re.sub(" +", r"\\s*", match[0]) for match in matches)
         if labels:
             [(most_frequent, counts[column])] = labels.most_common(1)
             # A full stop at the end of a line is not in the number.
-            patterns[column] = rf"\b{most_frequent}(?P<{column}>[-+.\w]*\w)"
+            patterns[column] = rf"{start}{most_frequent}(?P<{column}>[-+.\w]*\w)"
     count = max(counts["loss"], counts["grad_norm"])
     if count == 0:
         return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."
@@ -376,9 +385,11 @@ def _advice_for_text(text: str) -> str:
 # ----------------------------------------------------------------------------- columns
 
 # Names of columns of steps, the surest first. Of several the first one that has numbers
-# gives the steps, unless these begin again in each epoch. A log without such a column
-# has the steps 0, 1, 2 and so on.
+# gives the steps, unless these begin again in each epoch and another one's do not. A
+# log without such a column has the steps 0, 1, 2 and so on.
 STEP_NAMES = (
+    # Of optax.MultiSteps, where a row is written in every k-th step of the loop.
+    "gradient_step",
     "step",
     "Step",
     "_step",
@@ -399,16 +410,24 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
       ValueError: there is no number in them.
     """
     flat_rows = [_flattened(row) for row in rows]
-    step_name = _name_of_steps(flat_rows)
+    step_name, begins_again = _name_of_steps(flat_rows)
+    if begins_again:
+        notes.append(
+            f"The column {step_name!r} begins again, as in each epoch, and is counted "
+            "on. If the run was started anew, delete the rows of earlier ones."
+        )
     entries: dict[str, list[Entry]] = defaultdict(list)  # by column
     step = 0
+    steps_before = 0  # of earlier epochs
     for row_number, row in enumerate(flat_rows):
         number = float(row_number)
         if step_name is not None:
             number = _number(row.pop(step_name, None))
         # A row without a step belongs to the row before.
         if number is not None and math.isfinite(number):
-            step = int(number)
+            if begins_again and steps_before + number < step:
+                steps_before = step + 1
+            step = steps_before + int(number)
         for name, entry in row.items():
             entries[name].append((step, entry))
     columns: dict[str, Column] = {}
@@ -426,21 +445,28 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
     return Log(columns, notes)
 
 
-def _name_of_steps(rows: Sequence[Row]) -> str | None:
+def _name_of_steps(rows: Sequence[Row]) -> tuple[str | None, bool]:
+    """The column of steps, and whether they begin again in each epoch."""
     begins_again: dict[str, bool] = {}  # by name
     for name in STEP_NAMES:
-        numbers = [_number(row.get(name)) for row in rows]
-        steps = [number for number in numbers if number is not None]
+        # By the columns of a row: a file may have all norms behind all losses.
+        steps: dict[tuple[str, ...], list[float]] = defaultdict(list)
+        for row in rows:
+            number = _number(row.get(name))
+            if number is not None:
+                steps[tuple(row)].append(number)
         if steps:
-            begins_again[name] = _begin_again(steps)
+            begins_again[name] = any(map(_begin_again, steps.values()))
     # False comes before True.
-    return min(begins_again, key=begins_again.__getitem__, default=None)
+    return min(begins_again.items(), key=lambda entry: entry[1], default=(None, False))
 
 
 def _begin_again(steps: Sequence[float]) -> bool:
-    """Whether steps fall back to the first one. Those of a resumed run do not."""
+    """Whether steps fall back to the first one. Those of a resumed run do not, nor does
+    a second one that comes late.
+    """
     first = steps[0]
-    return any(step <= first and step < before for before, step in pairwise(steps))
+    return any(step <= first and step < before for before, step in pairwise(steps[1:]))
 
 
 def _flattened(row: Row, group: str = "") -> dict[str, object]:
@@ -476,13 +502,21 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
                 empty_cells += 1
             else:
                 texts.append(str(cell)[:40])
-    values, replaced_steps = _by_step(numbers)
+    values_by_step, replaced_steps = _by_step(numbers)
+    values = np.array(list(values_by_step.values()))
     notes: Notes = []
+    is_broken = (values == -1) & ("norm" in name.lower())
+    if is_broken.any():
+        values[is_broken] = math.nan
+        notes.append(
+            f"{is_broken.sum()} norms are -1, as DeepSpeed logs NaN and inf, and are "
+            "read as NaN."
+        )
     if replaced_steps:
         notes.append(
             f"Steps {min(replaced_steps)} to {max(replaced_steps)} come twice "
-            f"({len(replaced_steps)} entries), as in a run that was resumed, or where "
-            "steps begin again in each epoch: the later entries count."
+            f"({len(replaced_steps)} entries), as in a run that was resumed: the "
+            "later entries count."
         )
     if nulls:
         notes.append(f"{nulls} rows have null there, which is read as NaN.")
@@ -490,8 +524,8 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
         notes.append(f"{len(texts)} entries are text, and left out: {listed(texts)}.")
     return Column(
         name,
-        steps=np.array(list(values)),
-        values=np.array(list(values.values())),
+        steps=np.array(list(values_by_step)),
+        values=values,
         notes=notes,
         empty_cells=empty_cells,
     )
@@ -502,18 +536,18 @@ def _by_step(
 ) -> tuple[dict[int, float], list[int]]:
     """Numbers by ascending step, and the steps that a later run went through again."""
     values: dict[int, float] = {}
+    steps: list[int] = []  # in ascending order
     replaced_steps: list[int] = []
-    steps = {step for step, _ in numbers}
-    # jax.debug.callback may write a row late, as in the steps 1, 3, 2.
-    if len(steps) == len(numbers):
-        numbers = sorted(numbers)
     for step, number in numbers:
-        # A run that is resumed goes back to an earlier step.
-        while values and next(reversed(values)) >= step:
-            last_step, _ = values.popitem()
-            replaced_steps.append(last_step)
+        place = bisect_left(steps, step)
+        # A run that is resumed goes back to an earlier step. A new step below the last
+        # one is late: jax.debug.callback may write the steps 1, 3, 2.
+        if step in steps[place : place + 1]:
+            replaced_steps += steps[place:]
+            del steps[place:]
+        steps.insert(place, step)
         values[step] = number
-    return values, replaced_steps
+    return {step: values[step] for step in steps}, replaced_steps
 
 
 def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
@@ -603,7 +637,7 @@ def norms_of(log: Log) -> list[Column]:
     for pattern in NORM_PATTERNS:
         norms = [name for name in names if re.fullmatch(pattern, _words_of(name))]
         if norms:
-            return [_norm_with_skipped_steps(log, log.columns[name]) for name in norms]
+            return [_with_skipped_steps(log, log.columns[name]) for name in norms]
     return []
 
 
@@ -637,7 +671,7 @@ def _is_other_norm(name: str, log: Log) -> bool:
     return OTHER_WORDS.search(words) is not None
 
 
-def _norm_with_skipped_steps(log: Log, column: Column) -> Column:
+def _with_skipped_steps(log: Log, column: Column) -> Column:
     """The norms of a clipper, also in steps that a wrapper skipped.
 
     A clipper inside the wrapper does not see such a step, and logs an earlier norm

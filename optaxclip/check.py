@@ -72,6 +72,8 @@ def of_train_state(
     """Returns `make_step` for a step from a train state to the next, as those of flax
     and MaxText.
 
+    The step runs under `jax.jit`, with the loss as a constant.
+
     `train_step` is not told of a setting's mesh, specs and micro-batches. In
     "accumulated" nothing is accumulated unless `train_step` splits batches by itself.
 
@@ -106,6 +108,7 @@ def of_train_state(
     def make_step(setting: Setting) -> Step:
         optimizer = optax.chain(clip(setting.max_norm), optax.sgd(1.0))
 
+        @jax.jit
         def step(params: Any, batch: Any) -> tuple[Any, ArrayLike]:
             state = create(apply_fn=setting.loss, params=params, tx=optimizer)
             state, metrics = train_step(state, batch, setting.loss)
@@ -147,7 +150,10 @@ def main(arguments: list[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     parser = argparse.ArgumentParser(
-        prog="python -m optaxclip.check", description=main.__doc__
+        prog="python -m optaxclip.check",
+        description=main.__doc__,
+        # In front of the step --settings would take it for the name of a setting.
+        usage="%(prog)s [-h] module:make_step [--settings NAME ...]",
     )
     parser.add_argument(
         "make_step",

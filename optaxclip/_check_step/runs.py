@@ -266,8 +266,8 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
         factors.append(factors_of(leaf_outputs, leaf_shards, rounding))
     step_factors = np.stack(factors, axis=1)
     # New params and updates of SGD have a negative factor, clipped gradients a positive
-    # one. Now the first leaf has a positive one, and a leaf of the opposite sign still
-    # shows.
+    # one. So all factors are multiplied by the sign of the first: a leaf of the other
+    # sign stays negative.
     step_factors *= np.copysign(1.0, step_factors[0, 0])
 
     flat_output = _flat(first_copy)

@@ -384,8 +384,8 @@ def read_and_judge(
         rows = list(log) if isinstance(log, Iterable) else [log]
         if not all(isinstance(row, Mapping) for row in rows):
             raise TypeError(
-                f"{call}: log must be a file, or a list with a dict for each step, got "
-                f"{shown(log)}."
+                f"{call}: log must be a file, or a list with a dict for each step, as "
+                f"DataFrame.to_dict('records') of pandas, got {shown(log)}."
             )
         return _judge(log_of(rows, []), loss)
     except ValueError as error:

@@ -6,9 +6,8 @@
 
 u     the unit of rounding, 2^-24 for float32: products have the highest precision
 N     how many roundings a term of the sum goes through
-k     ratio of the summed lengths of the terms to the length of the gradient. 1 where
-      gradients are added up. 17 where norms are by gram: there the terms of positions
-      are added up, which may cancel to 1/16
+k     sum of |terms| <= k |gradient|. 1 where gradients are added up. 17 where norms are
+      by gram, MAX_CANCELLATION + 1: the terms of positions may cancel to 1/16
 e     the error of a norm: of its sum of squares, and of norms by gram
 B     examples
 

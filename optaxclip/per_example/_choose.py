@@ -55,7 +55,6 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     """The method and the microbatch that were asked for. "auto" is the method that
     takes less time, with a microbatch that fits into memory.
     """
-    microbatch = microbatch_of_device(problem, microbatch)
     ghost = None
     if method != "one_pass":
         ghost, obstacle = ghost_or_obstacle(problem)
@@ -64,22 +63,19 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
                 f'{problem.call}: method must be "one_pass" or "auto" for {obstacle}, '
                 'got "ghost".'
             )
-    if _has_risky_kernels(problem):
-        if ghost and not _makes_kernel_gradients(ghost):
-            method = "ghost"
-        else:
-            microbatch = _safe_microbatch(problem, method, microbatch)
+    method, microbatch = _with_right_kernels(
+        problem, ghost, method, microbatch_of_device(problem, microbatch)
+    )
     if method == "one_pass":
         return Choice("one_pass", microbatch)
+    takes_ghost = method == "ghost"
     if ghost and method == "auto":
         costs = costs_of(problem, ghost, microbatch)
-        if costs["ghost"] <= costs["one_pass"]:
-            method = "ghost"
-    if ghost and method == "ghost":
-        microbatch = microbatch or _microbatch_of_ghost(problem, ghost)
-        return Choice("ghost", microbatch, ghost)
-    microbatch = microbatch or _microbatch_of_one_pass(problem, ghost)
-    return Choice("one_pass", microbatch)
+        takes_ghost = costs["ghost"] <= costs["one_pass"]
+    if ghost and takes_ghost:
+        width = microbatch or _microbatch_of_ghost(problem, ghost)
+        return Choice("ghost", width, ghost)
+    return Choice("one_pass", microbatch or _microbatch_of_one_pass(problem, ghost))
 
 
 def checked_microbatch(call: str, method: str, microbatch: Any) -> int | None:
@@ -194,17 +190,6 @@ def _microbatch_of(size: int, fitting: int) -> int | None:
     return even_width(size, max(fitting, 1)) if fitting < size else None
 
 
-def _has_risky_kernels(problem: Problem) -> bool:
-    """Whether XLA may compute wrong gradients of examples by a convolution's kernel, as
-    it does for jax.vmap(jax.grad(loss)). It does so where jit splits the batch. On a
-    CPU it does so for several groups: the NaN of one example reaches all.
-    """
-    convolutions = _convolutions(problem)
-    if any(has_groups(eqn) for eqn in convolutions):
-        return True
-    return bool(convolutions) and _is_split(problem.batch) is not False
-
-
 def _convolutions(problem: Problem) -> list[JaxprEqn]:
     """The convolutions in the loss."""
     convolutions = []
@@ -221,14 +206,25 @@ def _makes_kernel_gradients(ghost: Ghost) -> bool:
     return any(map(has_convolution, equations))
 
 
-def _safe_microbatch(
-    problem: Problem, method: str, microbatch: int | None
-) -> int | None:
-    """The microbatch with which XLA computes right gradients by risky kernels: 1 for
-    several groups. Raises ValueError for a batch that is split, or makes the compiler
-    raise it.
+def _with_right_kernels(
+    problem: Problem, ghost: Ghost | None, method: str, microbatch: int | None
+) -> tuple[str, int | None]:
+    """The method and the microbatch with which XLA computes right gradients of examples
+    by a convolution's kernel. jax.vmap(jax.grad(loss)) gets them wrong in two cases:
+    where jit splits the batch, and on a CPU for several groups, where the NaN of one
+    example reaches all. One example at a time is right for groups.
+
+    Raises ValueError for a batch that is split, or makes the compiler raise it.
     """
     convolutions = _convolutions(problem)
+    if not convolutions:
+        return method, microbatch
+    grouped = [eqn for eqn in convolutions if has_groups(eqn)]
+    is_split = _is_split(problem.batch)
+    if not grouped and is_split is False:
+        return method, microbatch
+    if ghost and not _makes_kernel_gradients(ghost):
+        return "ghost", microbatch
     place = place_of(convolutions[0])
     error_text = (
         f'{problem.call}: method must be "ghost", and each kernel used once, for '
@@ -236,15 +232,13 @@ def _safe_microbatch(
         "computes wrong gradients of examples. Or put clipped_grad into jax.shard_map, "
         f'with mean=False, and lax.psum its gradients. Got method="{method}".'
     )
-    is_split = _is_split(problem.batch)
     if is_split:
         raise ValueError(error_text)
     if is_split is None:
         _refuse_a_split(problem.batch, error_text)
-    grouped = [eqn for eqn in convolutions if has_groups(eqn)]
     if not grouped:
-        return microbatch
-    if problem.limits and problem.limits.need_all_norms:
+        return method, microbatch
+    if problem.limits and problem.limits.needs_all_norms:
         raise ValueError(
             f"{problem.call}: max_norm must be a number for a convolution with "
             f"feature_group_count{place_of(grouped[0])}, got a function. Its gradients "
@@ -252,7 +246,7 @@ def _safe_microbatch(
             "examples first. Or use each kernel once and as it is, with "
             'method="ghost".'
         )
-    return 1
+    return method, 1
 
 
 def _is_split(batch: PyTree) -> bool | None:

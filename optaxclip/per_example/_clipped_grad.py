@@ -246,7 +246,7 @@ def clipped_grad(
     check_flag(f"{call}: private", private)
     limits = limits_of(max_norm, call, shrink_of(shrink, call))
     microbatch = checked_microbatch(call, method, microbatch)
-    if limits.need_all_norms and (private or microbatch):
+    if limits.needs_all_norms and (private or microbatch):
         raise ValueError(
             f"{call}: max_norm={shown(max_norm)}, a function of all norms, needs "
             f"private=False and microbatch=None, got {private=} and {microbatch=}. For "
@@ -318,7 +318,7 @@ def clipped_grad(
         choice = choose(problem, method, microbatch)
         # A max_norm function needs all norms first, so the whole batch is one
         # microbatch.
-        width = None if limits.need_all_norms else choice.microbatch
+        width = None if limits.needs_all_norms else choice.microbatch
         run = Run(problem, width)
         if choice.ghost:
             sums, results = choice.ghost.clipped_sums(run)

@@ -35,16 +35,16 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
       share: the probability that an example joins, from 0 to 1. The account needs one
         above 0.
       examples: how many examples the data have.
-      places: the size of the batch. If more examples are drawn, the last are left out,
-        and the account must add the probability of that to delta. Take so many places
-        that it is as good as impossible.
+      places: the size of the batch, at least share * examples. If more examples are
+        drawn, the last are left out, and the account must add the probability of that
+        to delta. Take so many places that it is as good as impossible.
 
     Returns:
       A `Drawn`: `x[chosen]` is the batch, and `mask` goes to `clipped_grad`.
 
     Raises:
-      ValueError: a share outside 0 to 1, fewer than one place, more places than
-        examples, or counts that are not whole.
+      ValueError: a share outside 0 to 1, fewer places than one or than share *
+        examples, more places than examples, or counts that are not whole.
       TypeError: something that is not a number.
 
     Example:
@@ -59,12 +59,18 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
     check_number("draw: share", share, highest=1.0, is_scalar=True)
     check_length("draw: examples", examples)
     check_length("draw: places", places)
-    check_number("draw: places", places, highest=examples)
+    # With fewer places about every second batch is cut off, and no account holds.
+    expected = float(share) * int(examples)
+    check_number(
+        f"draw: places for {expected:g} expected examples",
+        places,
+        lowest=expected,
+        highest=examples,
+    )
     example_key, place_key = jax.random.split(key)
     # The threshold of random words is rounded down, so that no example joins more often
     # than `share` says.
-    # As a Python float: in float16 or int32 2^32 is out of range.
-    threshold = int(float(share) * 2**32)
+    threshold = int(float(share) * 2**32)  # float16 and int32 do not reach 2^32
     threshold = np.uint32(min(threshold, 2**32 - 1))
     words = jax.random.bits(example_key, (int(examples),), np.uint32)
     is_drawn = words < threshold

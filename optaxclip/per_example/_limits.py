@@ -122,7 +122,7 @@ class Limits(NamedTuple):
     treedef: Any
 
     @property
-    def need_all_norms(self) -> bool:
+    def needs_all_norms(self) -> bool:
         """Whether a limit is a function of all norms of the batch."""
         return any(map(is_function, self.values))
 

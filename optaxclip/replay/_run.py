@@ -227,7 +227,10 @@ def z_score_of_zclip(every: int) -> Rule:
 
 
 def _learned_limits(norms: np.ndarray, every: int) -> list[Suggestion]:
-    """Rules that learn. Windows are given in steps, and turned into rows of the log."""
+    """Rules that learn. Windows are given in steps, and turned into rows of the log.
+
+    The numbers are the defaults of autoclip, zclip and skip_step, as a test checks.
+    """
     autoclip = windowed_quantile(0.1, _in_rows(10_000, every), current=True)
     two_medians = windowed_quantile(0.5, _in_rows(100, every), factor=2.0)
     skip_step = skip_step_rule(window=_in_rows(128, every))

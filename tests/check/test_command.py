@@ -118,3 +118,10 @@ def test_a_broken_module_ends_with_2_and_its_traceback(
     # The line of the module, and the error.
     assert f"    {source}" in found.stderr
     assert f"{name}: " in found.stderr
+
+
+def test_the_usage_shows_the_step_in_front_of_the_settings(run):
+    found = run("--settings", "replicated", "tests.check.right_steps:ours_jit")
+    assert found.returncode == 2
+    usage = "usage: python -m optaxclip.check [-h] module:make_step [--settings NAME"
+    assert found.stderr.startswith(usage)

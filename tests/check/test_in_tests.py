@@ -48,6 +48,19 @@ def test_a_step_of_a_train_state_is_checked_in_three_lines():
     assert_right(make_step, settings=[*SETTINGS, "fsdp", "experts"])
 
 
+def test_a_step_of_a_train_state_is_one_program():
+    """Which check_step asks for, as many programs may wait for each other."""
+
+    def train_step(state, batch, loss):
+        assert isinstance(state.params["bias"], jax.core.Tracer)
+        return flax_step(state, batch, loss)
+
+    make_step = of_train_state(
+        train_step, create, optax.clip_by_global_norm, lambda log: log["grad_norm"]
+    )
+    assert_right(make_step, settings="replicated")
+
+
 def maxtext_step(state, batch, loss):
     """A step as MaxText's: the norm in its log is that of clipped gradients."""
     raw_grads = jax.grad(loss)(state.params, batch)

@@ -183,6 +183,22 @@ def test_of_a_resumed_run_the_later_part_counts():
     assert causes_of(rows) == [("bad batch", 35)]
 
 
+def test_steps_may_begin_again_in_each_epoch():
+    rows = [{"step": row % 30, "norm": x} for row, x in enumerate(calm(90))]
+    rows[45]["norm"] = 90.0
+    report = examine(rows)
+    assert [(found.cause, found.step) for found in report.findings] == [
+        ("bad batch", 45)
+    ]
+    assert "'step' begins again, as in each epoch" in report.notes[0]
+
+
+def test_minus_1_of_deepspeed_is_not_finite():
+    rows = [{"total_norm": x} for x in calm(60)]
+    rows[45]["total_norm"] = -1
+    assert causes_of(rows) == [("not finite", 45)]
+
+
 def test_a_recorder_of_a_resumed_run_is_said_to_be_resumed():
     steps = [*range(40), *range(30, 60)]
     rows = [{"step": step, "health/norm/w": x} for step, x in zip(steps, calm(70))]

@@ -65,8 +65,13 @@ def test_no_example_comes_twice(drawn):
 
 
 def test_more_than_there_are_places_are_left_out():
-    chosen, mask = draw(jax.random.key(0), 1.0, examples=20, places=7)
-    assert mask.all() and len(np.unique(chosen)) == 7
+    drawn = [
+        draw(jax.random.key(seed), 0.35, examples=20, places=7) for seed in range(9)
+    ]
+    # 7 are expected, so that more are drawn in some of these batches.
+    assert any(mask.all() for _, mask in drawn)
+    for chosen, _ in drawn:
+        assert len(np.unique(chosen)) == 7
 
 
 def test_with_a_share_of_zero_nobody_joins():
@@ -85,8 +90,8 @@ def test_a_share_is_never_exceeded():
 @pytest.mark.parametrize("number", [np.float16, np.float32, jnp.float32, jnp.int32])
 def test_numbers_of_every_type_draw_the_same(number):
     share = number(1) / number(1)
-    found = draw(jax.random.key(0), share, examples=number(20), places=number(7))
-    wanted = draw(jax.random.key(0), 1.0, examples=20, places=7)
+    found = draw(jax.random.key(0), share, examples=number(20), places=number(20))
+    wanted = draw(jax.random.key(0), 1.0, examples=20, places=20)
     np.testing.assert_array_equal(found.chosen, wanted.chosen)
     np.testing.assert_array_equal(found.mask, wanted.mask)
 
@@ -95,7 +100,8 @@ WRONG = {
     "draw: share must be at most 1, got 1.5": (1.5, 20, 7),
     "draw: share must be at least 0, got -0.1": (-0.1, 20, 7),
     "draw: examples must be a whole number": (0.1, 2.5, 2),
-    "draw: places must be at most 20, got 21": (0.1, 20, 21),
+    "draw: places for 2 expected examples must be at most 20, got 21": (0.1, 20, 21),
+    "draw: places for 10 expected examples must be at least 10, got 9": (0.5, 20, 9),
     "draw: places must be at least 1, got 0": (0.1, 20, 0),
     "draw: places must be a whole number": (0.1, 20, 2.5),
 }

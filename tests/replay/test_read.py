@@ -1,5 +1,6 @@
 """Files in the forms that people write by hand, and what is wrong with the others."""
 
+import csv
 import gzip
 import io
 import json
@@ -105,7 +106,7 @@ WRONG = [
     ("step,grad_norm\n0,1.5\n".encode("utf-16"), f"{BINARY}.* text as UTF-8"),
     (b"\x89PNG\r\n\x1a\n\x00\xff", BINARY),
     (bytes(range(256)) * 4, BINARY),
-    (excel(), "there is no number in it"),
+    (excel(), "it is a zip file without arrays. The reader takes JSON lines"),
     # Without the time, which would be in the name of the case, and in each of
     # several processes another.
     (b"\x1f\x8b" + 30 * b"no gzip", "compression method"),
@@ -216,6 +217,31 @@ def test_steps_that_begin_again_give_way_to_a_global_step(tmp_path):
     assert found.tolist() == [*range(5), *range(9, 13)]
 
 
+def test_steps_that_begin_again_are_counted_on(tmp_path):
+    """In the log of a loop over epochs, with a row in ten steps, and by itself or in a
+    row of its own the number of each."""
+    steps = [0, 10, 20, 0, 10, 20, 0, 10, 20]
+    rows = [{"step": x, "norm": row, "epoch": row // 3} for row, x in enumerate(steps)]
+    pairs = [({"step": x, "loss": x}, {"step": x, "norm": x}) for x in steps]
+    for entries in (rows, [row for pair in pairs for row in pair]):
+        path = tmp_path / "run.json"
+        path.write_text(json.dumps(entries))
+        log = _logs.read_log(path, "test")
+        wanted = [0, 10, 20, 21, 31, 41, 42, 52, 62]
+        assert log.columns["norm"].steps.tolist() == wanted
+        assert log.notes == [
+            "The column 'step' begins again, as in each epoch, and is counted on. If "
+            "the run was started anew, delete the rows of earlier ones."
+        ]
+
+
+def test_all_norms_may_stand_behind_all_losses(tmp_path):
+    """Without a warning."""
+    rows = [{"step": step, "loss": 9.0} for step in range(5)]
+    rows += [{"step": step, "norm": 1.0 + step} for step in range(5)]
+    assert read(tmp_path, json.dumps(rows)).tolist() == [1, 2, 3, 4, 5]
+
+
 def test_of_a_step_that_comes_twice_the_later_run_counts(tmp_path):
     steps = [*range(40), *range(30, 50)]
     lines = [f"{step},{row}" for row, step in enumerate(steps)]
@@ -226,9 +252,44 @@ def test_of_a_step_that_comes_twice_the_later_run_counts(tmp_path):
 
 def test_a_row_that_comes_late_is_put_in_its_place(tmp_path):
     """As jax.debug.callback without ordered=True may write it. Without a warning."""
-    steps = [0, 1, 3, 4, 2, 5]
-    rows = [{"step": step, "norm": 1.0 + step} for step in steps]
-    assert read(tmp_path, json.dumps(rows)).tolist() == [1, 2, 3, 4, 5, 6]
+    for steps in ([0, 1, 3, 4, 2, 5], [1, 0, 2, 3, 4, 5]):
+        rows = [{"step": step, "norm": 1.0 + step} for step in steps]
+        assert read(tmp_path, json.dumps(rows)).tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_row_comes_late_also_in_a_run_that_is_resumed(tmp_path):
+    steps = [0, 2, 1, 3, 5, 4, 6, 3, 5, 4, 7, 6]
+    rows = [{"step": step, "norm": row} for row, step in enumerate(steps)]
+    with pytest.warns(UserWarning, match=r"Steps 3 to 6 come twice \(4 entries\)"):
+        found = read(tmp_path, json.dumps(rows))
+    assert found.tolist() == [0, 2, 1, 7, 9, 8, 11, 10]
+
+
+def test_minus_1_is_a_norm_that_is_not_finite(tmp_path):
+    """DeepSpeed logs it for NaN and inf."""
+    for column in (None, "total_norm"):
+        with pytest.warns(UserWarning, match="2 norms are -1, as DeepSpeed logs NaN"):
+            found = read(tmp_path, "step,total_norm\n0,1.5\n1,-1\n2,-1\n", column)
+        np.testing.assert_array_equal(found, [1.5, np.nan, np.nan])
+    assert read(tmp_path, "step,loss\n0,-1\n", "loss").tolist() == [-1]
+
+
+def test_the_steps_of_multisteps_are_the_surest(tmp_path):
+    path = tmp_path / "run.csv"
+    path.write_text("step,gradient_step,norm\n2,1,1.5\n5,2,2.5\n")
+    log = _logs.read_log(path, "test")
+    assert log.columns["norm"].steps.tolist() == [1, 2]
+
+
+def test_a_cell_may_be_long(tmp_path):
+    """A histogram in each row. After a lone quotation mark the rows before it count."""
+    cell = 100_000 * "10"
+    text = f"step,hist,norm\n0,{cell},1.5\n1,{cell},2.5\n"
+    assert read(tmp_path, text).tolist() == [1.5, 2.5]
+    limit = csv.field_size_limit()
+    with pytest.warns(UserWarning, match="1 lines do not have 3 entries"):
+        assert read(tmp_path, f'{text}2,"{cell},3.5\n').tolist() == [1.5, 2.5]
+    assert csv.field_size_limit() == limit
 
 
 def test_the_index_of_pandas_is_the_step_of_a_row(tmp_path):

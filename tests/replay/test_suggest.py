@@ -1,11 +1,13 @@
 """Suggestions are fixed limits and rules, with what each does to recorded norms."""
 
+from inspect import signature
+
 import numpy as np
 import optax
 import pytest
 
 import optaxclip
-from optaxclip.replay import suggest
+from optaxclip.replay import _run, suggest
 from tests import oracle_rules as oracle
 
 # As many finite norms in each test, so that each rule is compiled once.
@@ -32,6 +34,22 @@ def test_suggestions_count_the_steps_over_each_limit():
     assert found == pytest.approx(np.mean(over), abs=0.01)
     for row in rows.values():
         eval(row.rule, {"optaxclip": optaxclip, "optimizer": optax.sgd(0.1)})
+
+
+def test_rules_have_the_defaults_of_the_clippers(monkeypatch):
+    rules = []
+    monkeypatch.setattr(
+        _run, "suggestion_of", lambda _, rule, *__, **___: rules.append(rule)
+    )
+    _run._learned_limits(NORMS, 1)
+    autoclip, _, zclip, skip = rules
+    defaults = signature(optaxclip.autoclip).parameters
+    assert autoclip.window == defaults["window"].default
+    defaults = signature(optaxclip.zclip).parameters
+    assert zclip.decay == defaults["decay"].default
+    assert zclip.warmup == defaults["warmup"].default
+    defaults = signature(optaxclip.skip_step).parameters
+    assert skip.window == defaults["window"].default
 
 
 def test_several_histories_at_once_are_refused():

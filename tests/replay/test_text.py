@@ -70,6 +70,21 @@ def test_a_norm_is_looked_for_where_other_lines_are_more_frequent(text_file):
     assert "grad_norm" in pattern_of(path)
 
 
+def test_a_rate_is_no_step(text_file):
+    path = text_file("epoch {step} | loss: {loss} | norm: {norm} | tokens/s: 512")
+    assert "step" not in pattern_of(path)
+
+
+def test_other_losses_do_not_replace_the_loss(text_file):
+    """nanoGPT prints them now and then."""
+    path = text_file(
+        "iter {step}: loss {loss}, time 9.00ms, norm {norm}",
+        noise="step 250: train loss 4.2, val loss 4.3, Validation loss 4.4",
+    )
+    found = read_history(path, "loss", pattern=pattern_of(path))
+    assert found.tolist() == [9 - step / 8 for step in range(40)]
+
+
 def test_steps_that_other_lines_name_are_not_proposed(text_file):
     path = text_file("[{step}] grad_norm={norm}", noise="saved step 10")
     pattern = pattern_of(path)

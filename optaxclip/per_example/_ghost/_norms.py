@@ -187,8 +187,11 @@ def _gram_terms(products: list[OuterProducts]) -> GramTerms:
     """
     lookups = [outer for outer in products if outer.is_lookup]
     dense = joined([outer for outer in products if not outer.is_lookup])
-    # Numbers of rows are integers, and change no dtype.
-    dtype = jnp.result_type(np.float32, *jax.tree.leaves(products))
+    dtype = np.dtype(np.float32)
+    for array in jax.tree.leaves(products):
+        # Numbers of rows are integers, and change no dtype.
+        if jnp.issubdtype(array.dtype, np.inexact):
+            dtype = np.promote_types(dtype, array.dtype)
     a = dense.a.astype(dtype)
     a_norms = _norms_of_vectors(a)
     c = dense.c
