@@ -59,13 +59,11 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
     check_number("draw: share", share, highest=1.0, is_scalar=True)
     check_length("draw: examples", examples)
     check_length("draw: places", places)
+    check_number("draw: places", places, highest=examples)
     # With fewer places about every second batch is cut off, and no account holds.
     expected = float(share) * int(examples)
     check_number(
-        f"draw: places for {expected:g} expected examples",
-        places,
-        lowest=expected,
-        highest=examples,
+        f"draw: places for {expected:g} expected examples", places, lowest=expected
     )
     example_key, place_key = jax.random.split(key)
     # The threshold of random words is rounded down, so that no example joins more often
