@@ -19,7 +19,8 @@ after it over the limit.
 
 import os
 
-# Read when JAX looks for devices.
+# Read when JAX looks for devices: eight parts of the CPU.
+os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 )

@@ -92,7 +92,9 @@ class Names(NamedTuple):
             return False
         layers = self.layers_of_name.values()
         other_layers = other.layers_of_name.values()
-        return all(map(_may_be_share, layers, other_layers))
+        return all(map(_may_be_share, layers, other_layers)) or all(
+            map(_may_be_share, other_layers, layers)
+        )
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -102,15 +104,14 @@ class Names(NamedTuple):
         return 0
 
 
-def _may_be_share(layers: LayerNames, other_layers: LayerNames) -> bool:
-    """Whether the layers of a leaf are the same in two states, or may be a share of
-    them in one of both: those that one device holds inside shard_map. So 6 layers and 3
-    are equal, 6 and 4 are not (test_states_in_optax.py).
+def _may_be_share(layers: LayerNames, all_layers: LayerNames) -> bool:
+    """Whether the layers of a leaf are all that another state has, or may be a share of
+    them: those that one device holds inside shard_map. So 3 layers may be a share of 6,
+    and 4 may not (test_states_in_optax.py).
     """
-    if not layers or not other_layers or len(layers) == len(other_layers):
-        return layers == other_layers
-    share, count = sorted([len(layers), len(other_layers)])
-    return count % share == 0
+    if not layers or not all_layers or len(layers) == len(all_layers):
+        return layers == all_layers
+    return len(all_layers) % len(layers) == 0
 
 
 class OpenNames:
@@ -263,7 +264,9 @@ class ClipState(_Fields):
     def __repr__(self) -> str:
         is_closed = isinstance(self.names, Names)
         names = [*self.names.layers_of_name] if is_closed else self.names
-        if is_closed and has_numbers(self.counts) and has_numbers(self.numbers):
+        # `jax.tree.map` may leave scalars in the place of the arrays.
+        arrays = self.counts, self.numbers
+        if is_closed and all(has_numbers(array) and array.ndim for array in arrays):
             rows = (*COUNT_NAMES, *self.names.number_names, "memory")
         else:
             rows = ("counts", "numbers", "windows")

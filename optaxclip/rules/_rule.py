@@ -246,8 +246,13 @@ def checked_answer(
     checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
     # Nothing may be () or None.
     remembers = bool(jax.tree.leaves((memory, new_memory)))
-    shapes, new_shapes = jax.tree.map(jnp.shape, (memory, new_memory))
-    if remembers and repr(new_shapes) != repr(shapes):
+    arrays, structure = jax.tree.flatten(memory)
+    new_arrays, new_structure = jax.tree.flatten(new_memory)
+    is_like_memory = (
+        new_structure == structure
+        and [*map(jnp.shape, new_arrays)] == [*map(jnp.shape, arrays)]
+    )
+    if remembers and not is_like_memory:
         raise TypeError(
             f"{must} a memory like that of init, {_form(memory)}, got "
             f"{_form(new_memory)}."

@@ -180,6 +180,27 @@ def test_states_of_other_layers_are_other_trees():
     assert jax.tree.structure(six) != jax.tree.structure(other)
 
 
+def test_states_are_other_trees_where_each_has_more_layers_of_one_stack():
+    """Both have six entries, but their rows mean other leaves."""
+    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked={"a": 1, "b": 1})
+
+    def state_of(layers_of_a, layers_of_b):
+        shapes = {"a": (layers_of_a, 3), "b": (layers_of_b, 3)}
+        grads = {name: jnp.ones(shape) for name, shape in shapes.items()}
+        return clipper.init(grads)
+
+    structure = jax.tree.structure(state_of(2, 4))
+    assert structure != jax.tree.structure(state_of(4, 2))
+    # A device may hold a share of both stacks.
+    assert structure == jax.tree.structure(state_of(4, 8))
+    assert structure == jax.tree.structure(state_of(1, 2))
+
+
+def test_a_state_of_sums_is_shown_without_rows():
+    state = optaxclip.clip_by_global_norm(1.0).init(jnp.ones(3))
+    assert repr(jax.tree.map(jnp.sum, state)).startswith("ClipState(counts=0, numbers=")
+
+
 def test_a_jitted_report_names_the_layers_of_each_state():
     """As many layers, counted along one axis and along two."""
 

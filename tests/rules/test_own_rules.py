@@ -192,6 +192,34 @@ def test_a_memory_of_another_form_than_before_is_refused(rule, forms, joined):
         apply(clipper, grads)
 
 
+@jax.tree_util.register_pytree_node_class
+class Last:
+    """A memory of a class of the user's, which has no repr of its own."""
+
+    def __init__(self, norm):
+        self.norm = norm
+
+    def tree_flatten(self):
+        return (self.norm,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, arrays):
+        return cls(*arrays)
+
+
+class LimitOfLast(rules.Rule):
+    def init(self, norm):
+        return Last(norm)
+
+    def update(self, norm, memory, step):
+        return jnp.maximum(memory.norm, 1.0), Last(norm)
+
+
+def test_a_memory_may_be_of_a_class_without_a_repr():
+    _, state = apply(optaxclip.clip_by_global_norm(LimitOfLast()), jnp.full(4, 2.0))
+    assert state.limit == 1 and state.memory[0].norm == 4
+
+
 def test_a_tracker_leaves_0_and_inf_at_any_rate():
     for start in (0.0, np.inf):
         rule = rules.quantile_tracker(0.5, 1000.0, start=start)
