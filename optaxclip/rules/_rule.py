@@ -248,10 +248,9 @@ def checked_answer(
     remembers = bool(jax.tree.leaves((memory, new_memory)))
     arrays, structure = jax.tree.flatten(memory)
     new_arrays, new_structure = jax.tree.flatten(new_memory)
-    is_like_memory = (
-        new_structure == structure
-        and [*map(jnp.shape, new_arrays)] == [*map(jnp.shape, arrays)]
-    )
+    is_like_memory = new_structure == structure and [*map(jnp.shape, new_arrays)] == [
+        *map(jnp.shape, arrays)
+    ]
     if remembers and not is_like_memory:
         raise TypeError(
             f"{must} a memory like that of init, {_form(memory)}, got "
