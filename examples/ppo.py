@@ -147,22 +147,7 @@ def improve(
     key: Array,
 ) -> tuple[Params, Any, dict[str, Array]]:
     """Takes UPDATES steps. Returns weights, state and the metrics of each step."""
-    observations = rollout.observations
-    actions = rollout.actions
-    advantages, returns = judge(params["critic"], rollout)
-    samples = Samples(
-        observations=observations,
-        actions=actions,
-        log_probabilities=log_probabilities(params["actor"], observations, actions),
-        advantages=advantages,
-        returns=returns,
-    )
-
-    def in_one_row(leaf: Array) -> Array:
-        steps, games, *shape = leaf.shape
-        return leaf.reshape(steps * games, *shape)
-
-    samples = jax.tree.map(in_one_row, samples)
+    samples = samples_of(params, rollout)
 
     def step(trained: tuple[Params, Any], chosen: Array) -> Any:
         params, state = trained
@@ -178,6 +163,26 @@ def improve(
     start = params, state
     (params, state), report = jax.lax.scan(step, start, batches)
     return params, state, report
+
+
+def samples_of(params: Params, rollout: Rollout) -> Samples:
+    """The steps of all games in one row, judged by the critic."""
+    observations = rollout.observations
+    actions = rollout.actions
+    advantages, returns = judge(params["critic"], rollout)
+    samples = Samples(
+        observations=observations,
+        actions=actions,
+        log_probabilities=log_probabilities(params["actor"], observations, actions),
+        advantages=advantages,
+        returns=returns,
+    )
+
+    def in_one_row(leaf: Array) -> Array:
+        steps, games, *shape = leaf.shape
+        return leaf.reshape(steps * games, *shape)
+
+    return jax.tree.map(in_one_row, samples)
 
 
 def judge(critic: Layers, rollout: Rollout) -> tuple[Array, Array]:

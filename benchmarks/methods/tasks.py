@@ -20,7 +20,7 @@ from examples._shared import (
     read_digits,
     read_text,
 )
-from examples.ppo import GAMES, Rollout, Samples, judge, log_probabilities
+from examples.ppo import GAMES, Rollout, Samples, samples_of
 from examples.ppo import loss as ppo_loss
 
 Params = Any
@@ -224,18 +224,12 @@ def play(params: Params, games: jax.Array, key: jax.Array) -> tuple[Samples, jax
 
     games, rollout = lax.scan(step, games, random.split(key, LENGTH))
     observations, actions, rewards, ends = rollout
-    # The last value is that of the last observation. The results were made so.
+    # `last` should be the observation after the last step. The scores in
+    # results/methods.json were made with that of the last step itself.
     rollout = Rollout(observations, actions, rewards, ends, last=observations[-1])
-    advantages, returns = judge(params["critic"], rollout)
-    samples = Samples(
-        observations=observations,
-        actions=actions,
-        log_probabilities=log_probabilities(params["actor"], observations, actions),
-        advantages=advantages,
-        returns=returns,
-    )
+    samples = samples_of(params, rollout)
     chosen = random.randint(key, (ROUND, 64), 0, LENGTH * GAMES)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[chosen], samples), games
+    return jax.tree.map(lambda leaf: leaf[chosen], samples), games
 
 
 def wrong_returns(key: jax.Array, batch: Samples) -> Samples:
