@@ -55,11 +55,11 @@ def _lines_of(finding: Finding) -> list[str]:
     lines = [line]
     if finding.rows > 1:
         lines.append(f"{indent}{finding.rows} rows show it, step {finding.worst} most")
-    places = [f"{name!r} from {step}" for name, step in finding.first_steps.items()]
-    if len(places) > 12:
-        places[12:] = [f"{len(places) - 12} more"]
-    if len(places) > 1:
-        lines.append(f"{indent}{', '.join(places)}")
+    if len(finding.first_steps) > 1:
+        first_steps = finding.first_steps.items()
+        starts = [f"{name!r} from {step}" for name, step in first_steps]
+        # The earliest ones: a NaN spreads to hundreds of tensors.
+        lines.append(f"{indent}{', '.join(starts[:12])}")
     lines.append(f"{indent}{finding.advice}. See {finding.page}")
     return lines
 

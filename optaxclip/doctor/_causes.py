@@ -229,7 +229,7 @@ CAUSES = (
     Cause(
         name="attention logits",
         needs=signals.LOGITS,
-        rule=rules.unchanged,
+        rule=np.asarray,  # the column itself
         limit=100,  # of Kimi K2
         text="{subject} is {value:.4g}",
         page="docs/large_models.md (Attention logits: QK-Clip)",
