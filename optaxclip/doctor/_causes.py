@@ -437,6 +437,15 @@ def _judge(log: Log, loss_name: str | None) -> Report:
     )
 
 
+def _lacking(cause: Cause, run: signals.Run) -> str:
+    """What a log has to have for a cause to be judged."""
+    if run.columns[cause.needs]:
+        return f"{cause.least_rows} rows with {cause.needs}"
+    if cause.needs in signals.NEEDS_OF_RECORDER and not run.recorders:
+        return signals.ANY_RECORDER
+    return cause.needs
+
+
 def _notes(run: signals.Run) -> list[str]:
     """What the log does not show, how columns were read, and the largest norms."""
     notes: list[str] = []
@@ -492,15 +501,6 @@ class Hit(NamedTuple):
     name: str  # of the column or tensor
     step: int
     value: float
-
-
-def _lacking(cause: Cause, run: signals.Run) -> str:
-    """What a log has to have for a cause to be judged."""
-    if run.columns[cause.needs]:
-        return f"{cause.least_rows} rows with {cause.needs}"
-    if cause.needs in signals.NEEDS_OF_RECORDER and not run.recorders:
-        return signals.ANY_RECORDER
-    return cause.needs
 
 
 def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:

@@ -66,7 +66,8 @@ NAME_OF_SCALE = re.compile("loss.?scale|scaler")
 OVERFLOWS = 0.1  # the share of rows with inf, under a dynamic loss scale
 
 
-# The columns that a rule reads together, several times: for each tensor, or each norm.
+# A tuple for each time that a rule runs, such as once for each tensor, with the columns
+# that it reads together.
 RuleInputs = list[tuple[Column, ...]]
 
 
@@ -124,7 +125,7 @@ class Run(NamedTuple):
     """What a log says about a run."""
 
     # For each need, such as NORM, the columns that meet it: none if the log lacks them.
-    # The first column of a group names the finding.
+    # The first column of a tuple names the finding.
     columns: defaultdict[str, RuleInputs]
     looked_at: list[Column]  # with the norm of each recorder
     gradient_norms: list[Column]  # of all tensors, from each optimizer
@@ -141,12 +142,12 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     losses = _losses_of(log, loss_name)
     logits = columns_named(NAMES_OF_LOGITS, log)
     log_without_logits = _without_logits(log, logits)
-    norms_of_all = norms_of(log_without_logits)
+    whole_norms = norms_of(log_without_logits)
     logged_tensors = columns_named(TENSOR_PATTERN, log_without_logits)
     norm_of_tensors: list[Column] = []
     if logged_tensors:
         norm_of_tensors = [total_of("all tensors", logged_tensors)]
-    logged_norms = norms_of_all or norm_of_tensors
+    logged_norms = whole_norms or norm_of_tensors
     recorders = _recorders_of(log)
     update_norms: list[Column] = []
     recorded_norms: list[Column] = []  # of gradients, and so are the next two
@@ -178,7 +179,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     has_scale = any(NAME_OF_SCALE.search(name.lower()) for name in log.columns)
     columns[LOSS_OR_NORM] = _one_by_one(losses)
     overflow_steps: set[int] = set()
-    for norm in [*norms_of_all, *logged_tensors, *recorded_tensors, *update_norms]:
+    for norm in [*whole_norms, *logged_tensors, *recorded_tensors, *update_norms]:
         finite_norm = _without_overflows(norm, has_scale)
         columns[LOSS_OR_NORM].append((finite_norm,))
         overflow_steps |= {*norm.steps} - {*finite_norm.steps}
@@ -197,7 +198,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     ]
     looked_at = [
         *losses,
-        *norms_of_all,
+        *whole_norms,
         *norm_of_tensors,
         *logits,
         *recorded_norms,
@@ -241,7 +242,7 @@ def _norms_of_groups(tensors: Sequence[Column]) -> list[Column]:
     if len(groups) == 1:
         return []
     norms = [total_of(name, columns) for name, columns in groups.items()]
-    # The norms of an expert that has no tokens in some steps are too uneven.
+    # An expert has no tokens in some steps, and in others far more than usual.
     return [norm for norm in norms if np.all(norm.values != 0)]
 
 
