@@ -129,11 +129,6 @@ def record_health(
     check_length(f"{CALL}: patience", patience)
     if isinstance(embeddings, str):
         embeddings = (embeddings,)
-    if not isinstance(embeddings, Collection):
-        raise TypeError(
-            f"{CALL}: embeddings must be the path of a leaf, or several, got "
-            f"{shown(embeddings)}."
-        )
     table_names = tuple(embeddings)
     measure = TensorNorm(
         **check_measure(CALL, None, stacked=stacked, mesh_axes=mesh_axes)
@@ -169,13 +164,6 @@ def record_health(
             raise ValueError(f"{CALL}: state was made with other options. {BEGIN_ANEW}")
         tree = clipped_leaves(updates, CALL)
         tables = _tables(tree, table_names)
-        for name, table in tables.items():
-            row_count = len(state.idle[name])
-            if len(table) != row_count:
-                raise ValueError(
-                    f"{CALL}: state was made for {row_count} rows in {name!r}, but "
-                    f"the updates have {len(table)}. {BEGIN_ANEW}"
-                )
         tree_of_weights = weights_of(CALL, tree, params) if weights else None
         new_state = _after_step(measure, tree, tables, state, tree_of_weights, patience)
         return updates, new_state

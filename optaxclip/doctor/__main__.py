@@ -55,6 +55,11 @@ def _lines_of(finding: Finding) -> list[str]:
     lines = [line]
     if finding.rows > 1:
         lines.append(f"{indent}{finding.rows} rows show it, step {finding.worst} most")
+    if len(finding.first_steps) > 1:
+        first_steps = finding.first_steps.items()
+        starts = [f"{name!r} from {step}" for name, step in first_steps]
+        # The earliest ones: a NaN spreads to hundreds of tensors.
+        lines.append(f"{indent}{', '.join(starts[:12])}")
     lines.append(f"{indent}{finding.advice}. See {finding.page}")
     return lines
 

@@ -1,7 +1,6 @@
 """The table of causes: what each needs, how it is seen, and what helps."""
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +35,8 @@ class Finding(NamedTuple):
       page: where the documentation says more, such as "docs/doctor.md (Record)", a file
         of the repository and the title of a section.
       advice: what to do, in a line.
+      first_steps: for each column or tensor that shows the cause, the first step. Of a
+        log with a norm for each group: {"clip/norm_before/actor": 300}.
     """
 
     cause: str
@@ -47,6 +48,7 @@ class Finding(NamedTuple):
     evidence: str
     page: str
     advice: str
+    first_steps: dict[str, int]
 
 
 class Cause(NamedTuple):
@@ -227,7 +229,7 @@ CAUSES = (
     Cause(
         name="attention logits",
         needs=signals.LOGITS,
-        rule=rules.unchanged,
+        rule=np.asarray,  # the column itself
         limit=100,  # of Kimi K2
         text="{subject} is {value:.4g}",
         page="docs/large_models.md (Attention logits: QK-Clip)",
@@ -409,19 +411,17 @@ def _judge(log: Log, loss_name: str | None) -> Report:
     findings: list[Finding] = []
     not_judged: dict[str, list[str]] = {}
     for cause in CAUSES:
-        groups = run.columns[cause.needs]
-        hits_of_groups = [_hits(cause, columns) for columns in groups]
-        hits_of_judged_groups = [hits for hits in hits_of_groups if hits is not None]
-        hits = list(chain(*hits_of_judged_groups))
+        is_judged = False
+        hits: list[Hit] = []
+        for columns in run.columns[cause.needs]:
+            hits_of_columns = _hits(cause, columns)
+            if hits_of_columns is not None:
+                is_judged = True
+                hits += hits_of_columns
         if hits:
             findings.append(_finding(cause, hits))
-        elif not hits_of_judged_groups and not cause.is_of_setup:
-            lacking = cause.needs
-            if groups:
-                lacking = f"{cause.least_rows} rows with {cause.needs}"
-            elif cause.needs in signals.NEEDS_OF_RECORDER and not run.recorders:
-                lacking = signals.ANY_RECORDER
-            names = not_judged.setdefault(lacking, [])
+        if not is_judged and not cause.is_of_setup:
+            names = not_judged.setdefault(_lacking(cause, run), [])
             # A change of scale is two rows of the table of causes.
             if cause.name not in names:
                 names.append(cause.name)
@@ -435,6 +435,15 @@ def _judge(log: Log, loss_name: str | None) -> Report:
         not_judged=not_judged,
         notes=[*log.notes, *_notes(run)],
     )
+
+
+def _lacking(cause: Cause, run: signals.Run) -> str:
+    """What a log has to have for a cause to be judged."""
+    if run.columns[cause.needs]:
+        return f"{cause.least_rows} rows with {cause.needs}"
+    if cause.needs in signals.NEEDS_OF_RECORDER and not run.recorders:
+        return signals.ANY_RECORDER
+    return cause.needs
 
 
 def _notes(run: signals.Run) -> list[str]:
@@ -474,7 +483,7 @@ def _notes(run: signals.Run) -> list[str]:
             "optax.named_chain, one with 'update' in it. See docs/doctor.md (Record)"
         )
     # A spike below the limit of a bad batch may still want a clip.
-    for (norm,) in run.columns[signals.NORM]:
+    for norm in run.gradient_norms:
         norm = in_rows(norm, np.isfinite(norm.values) & (norm.values > 0))
         if norm.steps.size:
             row = np.argmax(norm.values)
@@ -512,7 +521,12 @@ def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:
 def _finding(cause: Cause, hits: list[Hit]) -> Finding:
     """Where a cause shows, and how much."""
     worst = max(hits, key=lambda hit: (hit.value, -hit.step))
-    names = [hit.name for hit in hits if hit == worst._replace(name=hit.name)]
+    worst_names: list[str] = []
+    first_steps: dict[str, int] = {}
+    for hit in sorted(hits, key=lambda hit: hit.step):
+        if hit.step == worst.step and hit.value == worst.value:
+            worst_names.append(hit.name)
+        first_steps.setdefault(hit.name, hit.step)
     steps = {hit.step for hit in hits}
     return Finding(
         cause=cause.name,
@@ -521,7 +535,8 @@ def _finding(cause: Cause, hits: list[Hit]) -> Finding:
         rows=len(steps),
         value=worst.value,
         limit=cause.limit,
-        evidence=cause.text.format(value=worst.value, subject=listed(names)),
+        evidence=cause.text.format(value=worst.value, subject=listed(worst_names)),
         page=cause.page,
         advice=cause.advice,
+        first_steps=first_steps,
     )

@@ -63,11 +63,6 @@ SOLVED = 0.2  # the last losses over the first ones
 VANISHED = 1000.0  # the first norms over the last ones
 
 
-def unchanged(values: Array) -> Array:
-    """The column itself, for a limit in its units."""
-    return values
-
-
 def not_finite(values: Array) -> Array:
     return np.where(np.isfinite(values), 0.0, np.inf)
 

@@ -66,8 +66,9 @@ NAME_OF_SCALE = re.compile("loss.?scale|scaler")
 OVERFLOWS = 0.1  # the share of rows with inf, under a dynamic loss scale
 
 
-# The columns that a rule reads together, several times: for each tensor, or each norm.
-ColumnGroups = list[tuple[Column, ...]]
+# A tuple for each time that a rule runs, such as once for each tensor, with the columns
+# that it reads together.
+RuleInputs = list[tuple[Column, ...]]
 
 
 class Recorder(NamedTuple):
@@ -83,7 +84,7 @@ class Recorder(NamedTuple):
         place = self.name.find("health")
         return "update" in self.name[place:].lower()
 
-    def of_tensors(self, *signs: str) -> ColumnGroups:
+    def of_tensors(self, *signs: str) -> RuleInputs:
         """The columns of these signs: of each tensor, or of the summary of all."""
         tables = [self.columns[sign] for sign in signs]
         tensors = set(tables[0]).intersection(*tables)
@@ -92,7 +93,7 @@ class Recorder(NamedTuple):
             tensors.discard("")
         return [tuple(table[tensor] for table in tables) for tensor in sorted(tensors)]
 
-    def subnormals(self) -> ColumnGroups:
+    def subnormals(self) -> RuleInputs:
         """For each tensor the share of subnormal elements, and the share of zeros."""
         # A summary has the largest of both, which may be of two tensors.
         if set(self.columns["subnormals"]) == {""}:
@@ -124,9 +125,10 @@ class Run(NamedTuple):
     """What a log says about a run."""
 
     # For each need, such as NORM, the columns that meet it: none if the log lacks them.
-    # The first column of a group names the finding.
-    columns: defaultdict[str, ColumnGroups]
+    # The first column of a tuple names the finding.
+    columns: defaultdict[str, RuleInputs]
     looked_at: list[Column]  # with the norm of each recorder
+    gradient_norms: list[Column]  # of all tensors, from each optimizer
     recorders: list[Recorder]
     overflow_steps: set[int]  # steps without their norm, see `_without_overflows`
 
@@ -139,11 +141,19 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     """
     losses = _losses_of(log, loss_name)
     logits = columns_named(NAMES_OF_LOGITS, log)
-    logged_norms = _logged_norms_of(log, logits)
+    log_without_logits = _without_logits(log, logits)
+    whole_norms = norms_of(log_without_logits)
+    logged_tensors = columns_named(TENSOR_PATTERN, log_without_logits)
+    norm_of_tensors: list[Column] = []
+    if logged_tensors:
+        norm_of_tensors = [total_of("all tensors", logged_tensors)]
+    logged_norms = whole_norms or norm_of_tensors
     recorders = _recorders_of(log)
     update_norms: list[Column] = []
-    recorded_norms: list[Column] = []  # of gradients
-    columns: defaultdict[str, ColumnGroups] = defaultdict(list)
+    recorded_norms: list[Column] = []  # of gradients, and so are the next two
+    recorded_tensors: list[Column] = []
+    recorded_groups: list[Column] = []
+    columns: defaultdict[str, RuleInputs] = defaultdict(list)
     for recorder in recorders:
         norms = recorder.norm_of_all("norm")
         weight_norms = recorder.norm_of_all("weight_norm")
@@ -153,20 +163,23 @@ def run_of(log: Log, loss_name: str | None) -> Run:
             columns[UPDATES] += zip(norms, weight_norms)
             columns[ROUNDING] += recorder.of_tensors("ratio", "rounding")
         else:
+            tensors = [column for (column,) in recorder.of_tensors("norm")]
             recorded_norms += norms
-            columns[GRADIENTS] += recorder.of_tensors("norm")
+            recorded_tensors += tensors
+            recorded_groups += _norms_of_groups(tensors)
             columns[SUBNORMALS] += recorder.subnormals()
             columns[DEAD_ROWS] += recorder.of_tensors("dead_rows")
     # A recorder repeats what a clipper or the loop logs.
     gradient_norms = logged_norms or recorded_norms
-    columns[NORM] = _one_by_one(gradient_norms)
+    groups = _norms_of_groups(logged_tensors) or recorded_groups
+    columns[NORM] = _one_by_one([*gradient_norms, *groups])
     columns[EVERY_NORM] = _one_by_one([*logged_norms, *recorded_norms])
+    columns[GRADIENTS] = _one_by_one(recorded_tensors)
     columns[LOGITS] = _one_by_one(logits)
     has_scale = any(NAME_OF_SCALE.search(name.lower()) for name in log.columns)
-    tensors = [column for (column,) in columns[GRADIENTS]]
     columns[LOSS_OR_NORM] = _one_by_one(losses)
     overflow_steps: set[int] = set()
-    for norm in [*logged_norms, *tensors, *update_norms]:
+    for norm in [*whole_norms, *logged_tensors, *recorded_tensors, *update_norms]:
         finite_norm = _without_overflows(norm, has_scale)
         columns[LOSS_OR_NORM].append((finite_norm,))
         overflow_steps |= {*norm.steps} - {*finite_norm.steps}
@@ -183,8 +196,15 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     columns[SKIP_AND_CLIP] = [
         skip + clip for skip, clip in product(skips, columns[CLIP])
     ]
-    looked_at = [*losses, *logged_norms, *logits, *recorded_norms, *update_norms]
-    return Run(columns, looked_at, recorders, overflow_steps)
+    looked_at = [
+        *losses,
+        *whole_norms,
+        *norm_of_tensors,
+        *logits,
+        *recorded_norms,
+        *update_norms,
+    ]
+    return Run(columns, looked_at, gradient_norms, recorders, overflow_steps)
 
 
 def _losses_of(log: Log, name: str | None) -> list[Column]:
@@ -197,23 +217,36 @@ def _losses_of(log: Log, name: str | None) -> list[Column]:
     return [log.columns[name]]
 
 
-def _logged_norms_of(log: Log, logits: Sequence[Column]) -> list[Column]:
-    """The norms of the gradient: one, or one of each optimizer. If the log has only
-    norms of tensors, the norm of all of them together.
-    """
-    # qk_clip writes its logits under names of norms.
+def _without_logits(log: Log, logits: Sequence[Column]) -> Log:
+    """qk_clip writes its logits under names of norms."""
     columns = dict(log.columns)
     for column in logits:
         del columns[column.name]
-    log = log._replace(columns=columns)
-    norms = norms_of(log)
-    tensors = columns_named(TENSOR_PATTERN, log)
-    if not norms and tensors:
-        return [total_of("all tensors", tensors)]
-    return norms
+    return log._replace(columns=columns)
 
 
-def _one_by_one(columns: Sequence[Column]) -> ColumnGroups:
+def _norms_of_groups(tensors: Sequence[Column]) -> list[Column]:
+    """The norm of each group of tensors: actor/w and actor/b are the group actor. The
+    first part of a name that is not the same in all names tells the group.
+    """
+    paths = [column.name.split("/") for column in tensors]
+    depth = 1
+    for parts in zip(*paths):
+        if len(set(parts)) > 1:
+            break
+        depth += 1
+    groups: dict[str, list[Column]] = defaultdict(list)
+    for column, path in zip(tensors, paths):
+        groups["/".join(path[:depth])].append(column)
+    # The norm of a single group is the norm of all tensors.
+    if len(groups) == 1:
+        return []
+    norms = [total_of(name, columns) for name, columns in groups.items()]
+    # An expert has no tokens in some steps, and in others far more than usual.
+    return [norm for norm in norms if np.all(norm.values != 0)]
+
+
+def _one_by_one(columns: Sequence[Column]) -> RuleInputs:
     return [(column,) for column in columns]
 
 
@@ -230,9 +263,9 @@ def _without_overflows(norm: Column, has_scale: bool) -> Column:
     return in_rows(norm, is_finite)
 
 
-def _with_limits(log: Log, pattern: re.Pattern[str]) -> ColumnGroups:
+def _with_limits(log: Log, pattern: re.Pattern[str]) -> RuleInputs:
     """The norms whose names fit a pattern, each with its limit."""
-    pairs: ColumnGroups = []
+    pairs: RuleInputs = []
     for name, norm in log.columns.items():
         match = pattern.fullmatch(name)
         if match and f"{match[1]}limit" in log.columns:

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,6 +27,14 @@ DOCS = Path(__file__).parents[2] / "docs"
 def calm(size=60):
     """Norms that no rule stumbles over."""
     return 1.0 + 0.1 * np.random.default_rng(0).uniform(size=size)
+
+
+def changed(column, values):
+    """A column with other values in some rows."""
+    column = np.array(column)
+    for row, value in values.items():
+        column[row] = value
+    return column
 
 
 def rows_of(**columns):
@@ -151,17 +160,64 @@ def test_a_summary_beside_tensors_is_not_named_too():
         del row["health/norm/a"]
     (finding,) = diagnose(rows)
     assert finding.evidence == "NaN or inf begins in 'health'"
-
-
-def test_norms_of_tensors_are_judged_together():
-    other = calm()[::-1]
-    rows = rows_of(clip__norm_before__a=calm(), clip__norm_before__b=other)
-    rows[40]["clip/norm_before/a"] = 50.0
+    rows[30]["health/norm"] = 50.0
     (finding,) = diagnose(rows)
-    norms = np.hypot(calm(), other)
-    wanted = np.hypot(50.0, other[40]) / np.median(norms[20:40])
-    assert finding.value == pytest.approx(wanted)
-    assert finding.evidence.startswith("'all tensors' is")
+    assert finding.evidence.startswith("'health' is ")
+
+
+def test_a_spike_of_a_small_group_is_named(capsys, tmp_path):
+    """In the norm of all tensors none of these spikes is above the limit."""
+    columns = {
+        "clip__norm_before__actor__w": changed(0.06 * calm(), {30: 2.0}),
+        "clip__norm_before__actor__b": changed(0.08 * calm(), {30: 1.0}),
+        "clip__norm_before__critic": changed(0.05 * calm(), {45: 1.5}),
+        "clip__norm_before__rest": calm(),
+    }
+    rows = rows_of(**columns)
+    (finding,) = diagnose(rows)
+    assert (finding.cause, finding.step, finding.worst) == ("bad batch", 30, 45)
+    assert finding.first_steps == {
+        "clip/norm_before/actor": 30,
+        "clip/norm_before/critic": 45,
+    }
+    usual = np.median(columns["clip__norm_before__critic"][25:45])
+    assert finding.value == pytest.approx(1.5 / usual)
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    main([str(path)])
+    line = "'clip/norm_before/actor' from 30, 'clip/norm_before/critic' from 45"
+    assert line in capsys.readouterr().out
+    # Also where all names share a part, and where a recorder has the norms, alone or
+    # beside the norm that the loop logs.
+    places = "clip/norm_before/params", "health/norm"
+    for place, logged in product(places, ({}, {"grad_norm": calm()})):
+        renamed = rows_of(**logged) or [{} for _ in rows]
+        for row, new_row in zip(rows, renamed):
+            for name, norm in row.items():
+                new_row[name.replace("clip/norm_before", place)] = norm
+        assert causes_of(renamed) == [("bad batch", 30)], place
+
+
+def test_a_group_that_some_steps_leave_out_has_no_spikes():
+    """As an expert that has no tokens in every third step."""
+    is_used = np.arange(60) % 3 != 0
+    norms = np.where(is_used, 0.1 * calm(), 0.0)
+    norms[31] = 9.0
+    rows = rows_of(health__norm__expert=norms, health__norm__rest=calm())
+    assert diagnose(rows) == []
+    norms[~is_used] = 0.1
+    rows = rows_of(health__norm__expert=norms, health__norm__rest=calm())
+    assert causes_of(rows) == [("bad batch", 31)]
+
+
+def test_norms_of_all_tensors_are_judged_together():
+    """A change of scale is one of the whole gradient."""
+    names = [f"clip__norm_before__{number}" for number in range(3)]
+    norms = np.where(np.arange(200) < 100, 1.0, 8.0)
+    rows = rows_of(loss=np.ones(200), **dict.fromkeys(names, norms))
+    (finding,) = diagnose(rows)
+    assert finding.evidence == "'all tensors' is 8 times as long from there on"
+    assert finding.first_steps == {"all tensors": 100}
 
 
 def test_two_rows_of_a_step_are_one_run():

@@ -10,7 +10,7 @@ import pytest
 
 import optaxclip
 from optaxclip.doctor import diagnose, examine
-from tests.doctor.test_doctor import calm, causes_of, rows_of
+from tests.doctor.test_doctor import calm, causes_of, changed, rows_of
 
 NAN, INF = float("nan"), float("inf")
 
@@ -18,13 +18,6 @@ NAN, INF = float("nan"), float("inf")
 def found(rows, cause):
     """The finding of a cause, None without one."""
     return next((x for x in diagnose(rows) if x.cause == cause), None)
-
-
-def changed(column, values):
-    column = np.array(column)
-    for row, value in values.items():
-        column[row] = value
-    return column
 
 
 def noisy(size=200, spread=0.1, seed=0):
