@@ -24,7 +24,7 @@ from jax import Array, lax
 from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
-from .._jaxpr import body_of, counts_of_scan
+from .._jaxpr import body_of, counts_of_scan, type_of
 from .._mesh_types import typed_as
 from .._trees import PyTree, put_back
 from .budget import Budget
@@ -240,6 +240,6 @@ class _Layer(NamedTuple):
 def _as_array(cotangent: Any) -> Array:
     """Zeros in the place of JAX's symbol for them."""
     if isinstance(cotangent, SymbolicZero):
-        zeros = jnp.zeros(cotangent.shape, cotangent.dtype)
-        return typed_as(zeros, cotangent.aval)
+        array_type = type_of(cotangent)
+        return typed_as(jnp.zeros(array_type.shape, array_type.dtype), array_type)
     return cotangent
