@@ -84,7 +84,8 @@ def release(
       nonfinite: what `max_norm` makes of a norm that is NaN or inf: "propagate" makes
         the gradients NaN, "zero" zero, "raise" is a `checkify.check`. With one pass
         only the layer whose norm is broken is replaced. The layers above it have been
-        clipped as usual, and those below are clipped by their own norms.
+        clipped as usual, and those below are clipped by their own norms. With "zero"
+        `metrics(state)` shows the factor 0, although these layers moved.
 
     Returns:
       `init(params, *batch)` makes the state. `step(params, state, *batch)` returns new
@@ -129,7 +130,7 @@ def release(
     """
     if not callable(loss):
         raise TypeError(f"release: loss must be a function, got {shown(loss)}.")
-    if isinstance(passes, bool) or passes not in (1, 2):
+    if passes not in (1, 2):
         raise ValueError(f"release: passes must be 1 or 2, got {shown(passes)}.")
     rule = rule_without_params(max_norm, "release: max_norm")
     measure = GlobalNorm("release")

@@ -17,7 +17,7 @@ from .._trees import PyTree, clipped_leaves, is_none, leaf_paths, path_name
 from .budget import Budget
 from .optimizers import LeafOptimizer, arrays_by_path
 from .program import Program, read_program, run_equations
-from .stacks import Entries, LayerSlice, UpdateLayer, layer_of, run_stack
+from .stacks import Entries, LayerSlice, UpdateLayer, run_stack
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -96,20 +96,6 @@ class Model(NamedTuple):
         outer_grads, stack_entries, budget = pull(cotangents)
         value = self.program.structure.unflatten([value, *aux])
         return PassResult(value, outer_grads, stack_entries, budget)
-
-    def updated_outside(self, all_entries: Entries, outer_grads: Entries) -> Entries:
-        """The new weights and states outside of the layers, and the counters that all
-        layers share.
-        """
-        # A model may have no such weights, and optimizers want a leaf. So the first
-        # layer takes part, with gradients of 0, and its new entries are dropped.
-        layer = layer_of(all_entries, self.slice_of_entry, layer=0)
-        grads = dict(outer_grads)
-        for leaf_path in self.program.slice_of_leaf:
-            grads[leaf_path] = jnp.zeros_like(layer[leaf_path])
-        new_entries = self.optimizer.updated(all_entries | layer, grads)
-        outer_paths = new_entries.keys() - layer.keys()
-        return {path: new_entries[path] for path in outer_paths}
 
 
 def read_model(

@@ -40,7 +40,7 @@ def check_optimizer(
       ValueError: it keeps something that has no entry for each layer or whose dtype an
         update changes, or mixes leaves.
     """
-    layer = jax.eval_shape(lambda: layer_of(weights, slice_of_leaf, layer=0))
+    layer = jax.eval_shape(lambda: layer_of(weights, slice_of_leaf, layer_number=0))
     weights_of_one_layer = weights | layer
     entries = arrays_by_path(optimizer.abstract_params_and_state(weights_of_one_layer))
     leaf_of_entry = optimizer.leaf_of_entry(weights_of_one_layer)

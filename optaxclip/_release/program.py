@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -25,7 +24,6 @@ from .._jaxpr import (
     counts_of_scan,
     every_equation,
     is_literal,
-    is_stop,
     jaxpr_of,
     run_equation,
     type_of,
@@ -245,7 +243,6 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
       weights: the variables of trained leaves, with their paths.
     """
     reads = _reads_of_loss(jaxpr, weights)
-    dependent = _dependent_on(weights, jaxpr)
     stacks = {}
     for equation in reads.equations:
         length = equation.params.get("length", 0)
@@ -258,35 +255,8 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
             if layer_slice is not None:
                 slice_of_input[index] = layer_slice
         if slice_of_input:
-            has_gradient = _has_gradient(equation, dependent)
-            stacks[id(equation)] = Stack(equation, slice_of_input, has_gradient)
+            stacks[id(equation)] = Stack(equation, slice_of_input)
     return stacks
-
-
-def _has_gradient(equation: JaxprEqn, dependent: set[Var]) -> list[bool]:
-    """Whether each input of a scan may have a gradient by weights, in any layer."""
-    flags = [not is_literal(var) and var in dependent for var in equation.invars]
-    body = jaxpr_of(body_of(equation))
-    first_carry, carry_count = counts_of_scan(equation)
-    # What one layer brings into a carry may come into another carry in the next.
-    for _ in range(carry_count):
-        dependent_inside = _dependent_on(compress(body.invars, flags), body)
-        for index, var in enumerate(body.outvars[:carry_count], first_carry):
-            if not is_literal(var) and var in dependent_inside:
-                flags[index] = True
-    for index, var in enumerate(equation.invars):
-        flags[index] &= jnp.issubdtype(type_of(var).dtype, jnp.inexact)
-    return flags
-
-
-def _dependent_on(weights: Iterable[Var], jaxpr: Jaxpr) -> set[Var]:
-    """The variables that may have a gradient by weights."""
-    dependent = set(weights)
-    for equation in jaxpr.eqns:
-        reads_dependent = not dependent.isdisjoint(_variables(equation.invars))
-        if reads_dependent and not is_stop(equation):
-            dependent.update(equation.outvars)
-    return dependent
 
 
 def _layer_slice(var: Any, length: int, reads: _Reads) -> LayerSlice | None:

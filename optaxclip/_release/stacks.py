@@ -22,8 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
 
-from .._jaxpr import body_of, counts_of_scan
+from .._jaxpr import body_of, counts_of_scan, type_of
+from .._mesh_types import typed_as
 from .._trees import PyTree, put_back
 from .budget import Budget
 
@@ -46,13 +48,15 @@ class LayerSlice(NamedTuple):
     rows: int  # of a layer along this axis: several in a scan through blocks of layers
     changes: list[LayoutChange]  # from the leaf to the xs of the scan, in this order
 
-    def take(self, array: Array, layer: Array | int) -> Array:
+    def take(self, array: Array, layer_number: Array | int) -> Array:
         """The part of a layer, in which the axis of layers stays."""
-        return lax.dynamic_slice_in_dim(array, layer * self.rows, self.rows, self.axis)
+        start = layer_number * self.rows
+        return lax.dynamic_slice_in_dim(array, start, self.rows, self.axis)
 
-    def put(self, array: Array, layer: Array | int, new: Array) -> Array:
+    def put(self, array: Array, layer_number: Array | int, new: Array) -> Array:
         """The array with a new part for a layer."""
-        return lax.dynamic_update_slice_in_dim(array, new, layer * self.rows, self.axis)
+        start = layer_number * self.rows
+        return lax.dynamic_update_slice_in_dim(array, new, start, self.axis)
 
     def as_layer_reads(self, array: Array) -> Array:
         """The part of a layer as the body of the scan reads it."""
@@ -62,12 +66,12 @@ class LayerSlice(NamedTuple):
 
 
 def layer_of(
-    entries: Entries, slice_of_entry: dict[str, LayerSlice], layer: Array | int
+    entries: Entries, slice_of_entry: dict[str, LayerSlice], layer_number: Array | int
 ) -> Entries:
     """The entries of one layer."""
     layer_entries = {}
     for path, layer_slice in slice_of_entry.items():
-        layer_entries[path] = layer_slice.take(jnp.asarray(entries[path]), layer)
+        layer_entries[path] = layer_slice.take(jnp.asarray(entries[path]), layer_number)
     return layer_entries
 
 
@@ -76,9 +80,6 @@ class Stack(NamedTuple):
 
     equation: JaxprEqn
     slice_of_input: dict[int, LayerSlice]  # by index: the inputs that are leaves
-    # Whether each input may have a gradient. The batch has none: a layer may read it
-    # through a function without a gradient, such as a `while_loop`.
-    has_gradient: list[bool]
 
     @property
     def length(self) -> int:
@@ -111,7 +112,7 @@ def run_stack(
         if layer_slice.leaf_path in stack.leaf_paths:
             slices[path] = layer_slice
     entries = {path: stack_entries[path] for path in slices}
-    layer_entries = layer_of(entries, slices, layer=0)
+    layer_entries = layer_of(entries, slices, layer_number=0)
     weights = {path: layer_entries[path] for path in stack.leaf_paths}
     # Gradients have the types of weights.
     update_layer, constants = closure_converted(
@@ -119,7 +120,7 @@ def run_stack(
     )
     layer = _Layer(stack, slices, update_layer)
     run_layer = jax.custom_vjp(layer.run)
-    run_layer.defvjp(layer.forward, layer.backward)
+    run_layer.defvjp(layer.forward, layer.backward, symbolic_zeros=True)
 
     # None stands in the place of leaves.
     inputs = list(inputs)
@@ -132,9 +133,9 @@ def run_stack(
 
     def body(carried: Any, inputs_of_turn: Any) -> Any:
         carry, entries, budget = carried
-        number, xs = inputs_of_turn
+        layer_number, xs = inputs_of_turn
         outputs, entries, budget = run_layer(
-            [*consts, *carry, *xs], number, constants, entries, budget
+            [*consts, *carry, *xs], layer_number, constants, entries, budget
         )
         return (outputs[:carry_count], entries, budget), outputs[carry_count:]
 
@@ -168,8 +169,8 @@ def closure_converted(
 
 
 class _Layer(NamedTuple):
-    """A layer that is updated backward, as `jax.custom_vjp` wants it. `number` counts
-    the layers, and `inputs` have None in the place of leaves.
+    """A layer that is updated backward, as `jax.custom_vjp` wants it. `inputs` have
+    None in the place of leaves.
     """
 
     stack: Stack
@@ -188,39 +189,42 @@ class _Layer(NamedTuple):
     def run(
         self,
         inputs: list[Any],
-        number: Array,
+        layer_number: Array,
         constants: list[Array],
         entries: Entries,
         budget: Budget,
     ) -> tuple[list[Array], Entries, Budget]:
         """The outputs of the layer, and entries and budget as they are."""
-        layer_entries = layer_of(entries, self.slice_of_entry, number)
+        layer_entries = layer_of(entries, self.slice_of_entry, layer_number)
         return self.outputs(inputs, layer_entries), entries, budget
 
-    def forward(
-        self,
-        inputs: list[Any],
-        number: Array,
-        constants: list[Array],
-        entries: Entries,
-        budget: Budget,
-    ) -> Any:
-        """What `run` returns, and what `backward` needs."""
-        result = self.run(inputs, number, constants, entries, budget)
-        return result, (inputs, number, constants)
+    def forward(self, *primals: Any) -> Any:
+        """What `run` returns, and what `backward` needs.
+
+        JAX says of each input whether it may have a gradient. The batch has none: a
+        layer may read it through a function without a gradient, such as a `while_loop`.
+        """
+        arguments = jax.tree.map(lambda primal: primal.value, primals)
+        inputs, layer_number, constants, _, _ = arguments
+        differentiated = []
+        others = []
+        for x, primal in zip(inputs, primals[0]):
+            has_gradient = x is not None and primal.perturbed
+            differentiated.append(x if has_gradient else None)
+            others.append(None if has_gradient else x)
+        saved = differentiated, others, layer_number, constants
+        return self.run(*arguments), saved
 
     def backward(self, saved: Any, cotangents: Any) -> Any:
         """The cotangents of the inputs, and entries and budget after the update."""
-        inputs, number, constants = saved
+        differentiated, others, layer_number, constants = saved
         output_cotangents, entries, budget = cotangents
-        layer_entries = layer_of(entries, self.slice_of_entry, number)
+        output_cotangents = jax.tree.map(_as_array, output_cotangents)
+        layer_entries = layer_of(entries, self.slice_of_entry, layer_number)
         weights = {path: layer_entries[path] for path in self.stack.leaf_paths}
-        differentiated = []
-        for x, has_gradient in zip(inputs, self.stack.has_gradient):
-            differentiated.append(x if has_gradient else None)
 
         def run(differentiated: list[Any], weights: Entries) -> list[Array]:
-            return self.outputs(put_back(differentiated, inputs), weights)
+            return self.outputs(put_back(differentiated, others), weights)
 
         _, pull = jax.vjp(run, differentiated, weights)
         input_cotangents, grads = pull(output_cotangents)
@@ -228,6 +232,14 @@ class _Layer(NamedTuple):
         entries = dict(entries)
         for path, new in new_entries.items():
             layer_slice = self.slice_of_entry[path]
-            entries[path] = layer_slice.put(entries[path], number, new)
-        # Neither the number nor the constants of the update have a cotangent.
+            entries[path] = layer_slice.put(entries[path], layer_number, new)
+        # Neither the layer number nor the constants of the update have a cotangent.
         return input_cotangents, None, None, entries, budget
+
+
+def _as_array(cotangent: Any) -> Array:
+    """Zeros in the place of JAX's symbol for them."""
+    if isinstance(cotangent, SymbolicZero):
+        array_type = type_of(cotangent)
+        return typed_as(jnp.zeros(array_type.shape, array_type.dtype), array_type)
+    return cotangent

@@ -92,11 +92,11 @@ class Released:
 
         result = model.forward_and_backward(update_layer, all_entries, batch, budget)
         outer_grads, budget = step_clip.clip(result.outer_grads, result.budget)
-        new_entries = all_entries | result.stack_entries
-        new_entries |= model.updated_outside(new_entries, outer_grads)
-
+        # Counters are those of the step before until here, for all layers alike.
+        outer_entries = model.optimizer.updated(all_entries, outer_grads)
         params, optimizer_state = tree_from_entries(
-            (params, state.optimizer), new_entries
+            (params, state.optimizer),
+            all_entries | result.stack_entries | outer_entries,
         )
         clip_state = step_clip.state_after(budget)
         finite_steps = clip_state.step - clip_state.nonfinite

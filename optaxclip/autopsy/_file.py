@@ -24,8 +24,7 @@ from jax.core import Tracer
 
 from .._checks import shown
 from .._metrics import metrics
-
-PyTree = Any
+from .._trees import PyTree, leaf_paths, unique_names
 
 
 class Step(NamedTuple):
@@ -39,14 +38,8 @@ class Step(NamedTuple):
 
 def by_name(tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by their paths, as a user reads them: `blocks/0/w`."""
-    leaves = {}
-    for keys, leaf in jax.tree.leaves_with_path(tree):
-        name = jax.tree_util.keystr(keys, simple=True, separator="/")
-        if name in leaves:
-            # A key with a slash: {"a": {"b": 1}, "a/b": 2}.
-            name = jax.tree_util.keystr(keys)
-        leaves[name] = leaf
-    return leaves
+    names = unique_names(leaf_paths(tree))
+    return dict(zip(names, jax.tree.leaves(tree)))
 
 
 # ----------------------------------------------------------------------------- writing
@@ -187,12 +180,8 @@ def load(path: str | Path, like: PyTree = None) -> Step:
       OSError: no such file.
     """
     path = Path(path)
-    try:
-        paths = _paths_of_processes(path)
-        arrays = _merged(paths)
-    except OSError as error:
-        # The loss may open files as well. "why: " tells its errors from this one.
-        raise type(error)(f"why: {error}") from None
+    paths = _paths_of_processes(path)
+    arrays = _merged(paths)
     header = json.loads(str(arrays.pop("header")))
     structure = _structure(header, like)
 

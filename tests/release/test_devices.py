@@ -101,6 +101,36 @@ def test_a_typed_shard_map_adds_up_gradients(passes):
     assert_close(step(params, batch), wanted, 1e-4)
 
 
+def test_a_typed_shard_map_returns_what_layers_of_each_device_log():
+    """The logged means have no gradient, and differ between devices."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    params, x = jnp.ones((3, 2, 2)) / 3, jnp.linspace(0, 1, 16).reshape(8, 2)
+
+    def loss(params, x):
+        def layer(h, w):
+            return h + jnp.tanh(h @ w), h.mean(1)
+
+        h, means = jax.lax.scan(layer, x, params)
+        return jnp.mean(h**2), means
+
+    def mean_loss(params, x):
+        value, means = loss(params, x)
+        return jax.lax.pmean(value, "x"), means
+
+    def step_of(loss):
+        trainer = release(loss, optax.sgd(1.0), max_norm=0.1)
+
+        def step(params, x):
+            params, _, (_, means) = trainer.step(params, trainer.init(params, x), x)
+            return params, means
+
+        return step
+
+    specs = {"in_specs": (P(), P("x")), "out_specs": (P(), P(None, "x"))}
+    sharded = jax.shard_map(step_of(mean_loss), mesh=mesh, **specs)
+    assert_close(jax.jit(sharded)(params, x), jax.jit(step_of(loss))(params, x), 1e-6)
+
+
 def test_where_gradients_would_not_be_added_up_it_raises():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     trainer = release(loss, optax.sgd(1.0))

@@ -189,21 +189,6 @@ def without_derivative(params, x):
     return jnp.sum(x_out**2) + jnp.sum(params["wide"])
 
 
-def carried_without_derivative(params, x):
-    """Layers carry a part of the batch, and read it through a loop that JAX cannot
-    transpose. What depends on the weights comes into the third carry in two layers.
-    """
-
-    def layer(carry, w):
-        x, before, total, bias = carry
-        halved = lax.while_loop(lambda y: jnp.max(y) > 0.1, lambda y: y / 2, bias)
-        return (jnp.tanh(x @ w) + halved, x, total + before, 0.9 * bias), None
-
-    carry = x, x, x, x
-    (x, _, total, _), _ = lax.scan(layer, carry, params["layers"])
-    return jnp.sum(x * total)
-
-
 def complex_numbers(params, x):
     def layer(x, w):
         return jnp.exp(1j * x.real) * x @ w, None
@@ -257,7 +242,6 @@ LOSSES = {
     in_part: ["layers"],
     transposed_on_the_way: ["layers"],
     without_derivative: ["layers"],
-    carried_without_derivative: ["layers"],
     complex_numbers: ["complex"],
     own_gradient: ["layers"],
     of_each_example: ["layers"],
