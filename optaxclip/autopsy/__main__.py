@@ -1,6 +1,7 @@
 """The command `python -m optaxclip.autopsy step.npz train:loss`."""
 
 import argparse
+import sys
 
 from ..check import object_of
 from . import why
@@ -21,13 +22,19 @@ def main(arguments: list[str] | None = None) -> None:
     add("--like", type=object_of, help="module:trees, (params, batch) as saved")
     add("--microbatch", type=int, default=1, help="examples at once (default: 1)")
     options = parser.parse_args(arguments)
-    verdict = why(
-        options.loss,
-        options.file,
-        wide=options.wide,
-        like=options.like,
-        microbatch=options.microbatch,
-    )
+    try:
+        verdict = why(
+            options.loss,
+            options.file,
+            wide=options.wide,
+            like=options.like,
+            microbatch=options.microbatch,
+        )
+    except Exception as error:
+        # An error of the loss needs its traceback. A wrong file or argument does not.
+        if str(error).startswith("why: "):
+            sys.exit(str(error))
+        raise
     print(verdict)
 
 

@@ -180,8 +180,12 @@ def load(path: str | Path, like: PyTree = None) -> Step:
       OSError: no such file.
     """
     path = Path(path)
-    paths = _paths_of_processes(path)
-    arrays = _merged(paths)
+    try:
+        paths = _paths_of_processes(path)
+        arrays = _merged(paths)
+    except OSError as error:
+        # The loss may open files as well. "why: " tells its errors from this one.
+        raise type(error)(f"why: {error}") from None
     header = json.loads(str(arrays.pop("header")))
     structure = _structure(header, like)
 

@@ -1,5 +1,5 @@
-"""`python -m optaxclip.autopsy FILE module:loss` prints the verdict, or raises what
-`why` raises.
+"""`python -m optaxclip.autopsy FILE module:loss` prints the verdict, and ends in one
+line where there is none.
 """
 
 import os
@@ -25,6 +25,9 @@ def loss(w, x, y):
 
 def broken(w, x, y):
     raise ValueError("of the loss")
+
+def without_its_file(w, x, y):
+    open("tokens.bin")
 
 like = 0, (0, 0)
 other = 0, 0
@@ -80,29 +83,31 @@ def test_a_module_that_raises_is_shown_with_its_line(
     assert printed.endswith(f"cannot import '{module}:loss': of the trainer.\n")
 
 
-def test_a_file_of_no_use_raises(path):
+def test_a_file_of_no_use_ends_in_one_line(path):
     np.savez(path, a=np.ones(3))
-    with pytest.raises(ValueError, match=r"must be a file of autopsy\.save"):
+    with pytest.raises(SystemExit, match=r"must be a file of autopsy\.save"):
         command([str(path), "train_of_test:loss"])
-    with pytest.raises(FileNotFoundError, match=r"nothing\.npz"):
+    with pytest.raises(SystemExit, match="No such file"):
         command(["nothing.npz", "train_of_test:loss"])
 
 
-def test_what_is_no_function_raises(path):
+def test_what_is_no_function_ends_in_one_line(path):
     for name, option in (("like", []), ("loss", ["--wide", "train_of_test:like"])):
-        with pytest.raises(TypeError, match=r"why: \w+ must be a function, got \(0, "):
+        with pytest.raises(SystemExit, match=r"why: \w+ must be a function, got \(0, "):
             command([str(path), f"train_of_test:{name}", *option])
 
 
-def test_an_error_of_the_loss_is_raised(path):
+def test_an_error_of_the_loss_keeps_its_traceback(path):
     with pytest.raises(ValueError, match="of the loss"):
         command([str(path), "train_of_test:broken"])
+    with pytest.raises(FileNotFoundError, match=r"tokens\.bin"):
+        command([str(path), "train_of_test:without_its_file"])
 
 
 def test_another_structure_is_shown_by_name(path, capsys):
     command([str(path), "train_of_test:loss", "--like", "train_of_test:like"])
     assert capsys.readouterr().out == f"{why(loss, path)}\n"
-    with pytest.raises(ValueError, match=r"like=.* must show the structure"):
+    with pytest.raises(SystemExit, match=r"like=.* must show the structure"):
         command([str(path), "train_of_test:loss", "--like", "train_of_test:other"])
 
 

@@ -601,7 +601,7 @@ def test_wrong_arguments_are_refused(saved):
         why(loss, path, wide="loss")
     with pytest.raises(ValueError, match="why: microbatch must be at least 1, got 0"):
         why(loss, path, microbatch=0)
-    with pytest.raises(FileNotFoundError, match=r"nothing\.npz"):
+    with pytest.raises(FileNotFoundError, match=r"why: .*nothing\.npz"):
         why(loss, path.with_name("nothing.npz"))
     for like in (5, PARAMS, (PARAMS,)):
         with pytest.raises(ValueError, match=r"why: like=\(params, batch\) must show"):
