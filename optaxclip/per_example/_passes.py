@@ -2,7 +2,7 @@
 sum, a microbatch at a time. Ghost clipping runs its microbatches by the same loop.
 
 Memory grows with the microbatch. With the batch it grows by a few numbers for each
-example.
+example. Below are sums, sizes and dtypes that ghost clipping needs as well.
 """
 
 import sys
