@@ -22,7 +22,6 @@ sensitivity=grad.sensitivity())` reaches 11 (docs/per_example.md).
                                   rest is clipped         in jax_privacy 2.3)
     the same, nan_safe=False      NaN in their places     all NaN
     padding                       values, aux, norms      the same, but norms are 0
-    empty batch                   ValueError              zeros
     l2_clip_norm                  a number                or a tree of them (as in 2.3)
     microbatch_size               must divide the batch   need not
     spmd_axis_name                where jit splits vmap   no effect: the batch stays
@@ -37,7 +36,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -51,8 +50,7 @@ from .._foreign_names import with_our_names
 from .._mesh_types import varying_as_any_of
 from .._norms import global_norm
 from ..per_example._limits import over_limit
-from ..per_example._noise import count_of_numbers
-from ..per_example._problem import check_function, places_in
+from ..per_example._problem import places_in
 
 __all__ = ["AuxiliaryOutput", "BoundedSensitivityCallable", "clipped_grad"]
 
@@ -209,17 +207,16 @@ def clipped_grad(
     Returns:
       A `BoundedSensitivityCallable`: a function of the arguments of `fun`, and of
       `is_padding_example=`. It returns the sum, or (sum, `AuxiliaryOutput`) with
-      `has_aux`, `return_values` or `return_grad_norms`. Without examples the sum is 0.
-      It should be jitted.
+      `has_aux`, `return_values` or `return_grad_norms`. It should be jitted.
 
     Raises:
       ValueError: a limit that is negative or NaN, `normalize_by` that is not above 0,
         or arguments that are negative, in both roles, or no batch. From the function:
-        batches of different sizes, limits that do not fit, or a loss that `jax.vmap`
-        shows the whole batch, as in `optaxclip.per_example.clipped_grad`.
-      TypeError: a limit that is not a number, or a loss that is not a function. From
-        the function: parameters that are no floats, or a loss that is not one real
-        number.
+        batches of different sizes, or without examples, limits that do not fit, or a
+        loss that `jax.vmap` shows the whole batch, as in
+        `optaxclip.per_example.clipped_grad`.
+      TypeError: a limit that is not a number. From the function: parameters that are no
+        floats, or a loss that is not one real number.
 
     Example:
       >>> def loss(w, batch):
@@ -234,7 +231,6 @@ def clipped_grad(
     private image classification through scale, 2022 (arXiv 2204.13650), for
     `rescale_to_unit_norm`.
     """
-    check_function("clipped_grad: fun", fun)
     param_places = places_in(argnums)
     batch_places = places_in(batch_argnums)
     key_places = [] if prng_argnum is None else places_in(prng_argnum)
@@ -251,13 +247,14 @@ def clipped_grad(
         check_number("clipped_grad: l2_clip_norm", limit, is_scalar=True)
     if not normalize_by > 0:
         raise ValueError(f"clipped_grad: {normalize_by=} must be above 0.")
-    sum_limit = _limit_of_all(limits)
-    max_norm = l2_clip_norm
-    shrink = None
     if rescale_to_unit_norm:
-        sum_limit = len(limits) ** 0.5
+        limit_of_sum = len(limits) ** 0.5
         shrink = over_limit
         max_norm = jax.tree.map(_divisible, l2_clip_norm)
+    else:
+        limit_of_sum = sum(limit**2 for limit in limits) ** 0.5
+        shrink = None
+        max_norm = l2_clip_norm
     has_auxiliary = has_aux or return_values or return_grad_norms
     bounds = set[float]()
     make_clipped_grad = partial(
@@ -279,9 +276,9 @@ def clipped_grad(
         return returned if has_aux else (returned, None)
 
     def transformed_loss(direction: Any, *args_and_keywords: Any) -> tuple[Any, Any]:
-        """A loss whose gradient is the transformed gradient of `loss`, T(g): the inner
-        product of T(g) and `direction`. Its aux are the norms of g, and value and aux
-        of `loss`.
+        """A loss whose gradient by `direction` is the transformed gradient of `loss`,
+        T(g): the inner product of T(g) and `direction`. Its aux are the norms of g, and
+        value and aux of `loss`.
         """
         args = list(args_and_keywords)
         example = [args[place] for place in batch_places]
@@ -294,6 +291,30 @@ def clipped_grad(
         products = jax.tree.map(lambda x, y: jnp.sum(x * y), direction, transformed)
         return sum(jax.tree.leaves(products)), (norms, value, aux)
 
+    def clipped_result(args: list[Any], mask: jax.Array) -> per_example.ClippedGrad:
+        """The sum of the clipped gradients, with the norms before the transform."""
+        # The last argument has the keywords, which are batches.
+        places = range(len(args) - 1)
+        shared = [place for place in places if place not in example_places]
+        params = tuple(args[place] for place in param_places)
+        if not isinstance(argnums, Sequence):
+            (params,) = params
+        # A copy of the tree, which the transform may write to
+        transformed = pre_clipping_transform(jax.tree.map(lambda x: x, params))
+        if _identity_of(transformed) == _identity_of(params):
+            grad = make_clipped_grad(loss, argnums=argnums, shared_argnums=shared)
+            return grad(*args, mask=mask)
+        # Behind the direction all arguments are one place further.
+        fixed = [place + 1 for place in (*param_places, *shared)]
+        grad = make_clipped_grad(
+            transformed_loss, shared_argnums=fixed, method="one_pass"
+        )
+        # `transformed_loss` is linear in the direction, so any direction will do.
+        result = grad(transformed, *args, mask=mask)
+        norms, values, aux = result.aux
+        norms = jax.tree.map(lambda norm: jnp.where(mask, norm, 0), norms)
+        return result._replace(norms=norms, values=values, aux=aux)
+
     def clipped_sum(*args: Any, is_padding_example: Any = None, **keywords: Any) -> Any:
         if max(example_places) >= len(args):
             raise TypeError(
@@ -302,55 +323,16 @@ def clipped_grad(
                 "all of these by position."
             )
         args_and_keywords = [*args, keywords]
-        batches = [*batch_places, len(args)]
-        size = _size_of([args_and_keywords[place] for place in batches])
-        if is_padding_example is None:
-            # `per_example.clipped_grad` proves a bound only with a mask.
-            mask = jnp.ones(size, bool)
-        else:
-            mask = jnp.logical_not(is_padding_example)
-            if mask.shape != (size,):
-                raise ValueError(
-                    f"clipped_grad: is_padding_example must be bool[{size}], one for "
-                    f"each example, got shape {mask.shape}."
-                )
-        if size == 0:
-            # One example of zeros that does not count
-            mask = jnp.zeros(1, bool)
-            for place in batches:
-                args_and_keywords[place] = jax.tree.map(
-                    lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype),
-                    args_and_keywords[place],
-                )
+        size = _size_of([keywords, *(args[place] for place in batch_places)])
         for place in key_places:
             args_and_keywords[place] = jax.tree.map(
-                lambda key: jax.random.split(key, size or 1), args[place]
+                lambda key: jax.random.split(key, size), args[place]
             )
-        shared = [place for place in range(len(args)) if place not in example_places]
-        params = tuple(args[place] for place in param_places)
-        if not isinstance(argnums, Sequence):
-            (params,) = params
-        # A copy of the tree, which the transform may write to
-        transformed_params = pre_clipping_transform(jax.tree.map(lambda x: x, params))
-        if _identity_of(transformed_params) == _identity_of(params):
-            grad = make_clipped_grad(loss, argnums=argnums, shared_argnums=shared)
-            result = grad(*args_and_keywords, mask=mask)
-            norms = result.norms
-            values = result.values
-            aux = result.aux
-        else:
-            # One place further, behind the direction
-            fixed = [place + 1 for place in (*param_places, *shared)]
-            grad = make_clipped_grad(
-                transformed_loss, shared_argnums=fixed, method="one_pass"
-            )
-            # `transformed_loss` is linear in the direction, so its gradient is the same
-            # everywhere.
-            result = grad(transformed_params, *args_and_keywords, mask=mask)
-            norms_of_all, values, aux = result.aux
-            norms = jax.tree.map(lambda norm: jnp.where(mask, norm, 0), norms_of_all)
-        if keep_batch_dim:
-            aux = jax.tree.map(lambda x: x[:, 0] if x.shape[1:2] == (1,) else x, aux)
+        # `per_example.clipped_grad` proves a bound only with a mask.
+        mask = jnp.ones(size, bool)
+        if is_padding_example is not None:
+            mask = jnp.logical_not(is_padding_example)
+        result = clipped_result(args_and_keywords, mask)
 
         def normalized(x: jax.Array) -> jax.Array:
             if not nan_safe:
@@ -364,15 +346,18 @@ def clipped_grad(
             bounds.add(float(bound))
         if not has_auxiliary:
             return sums
+        aux = result.aux
+        if keep_batch_dim:
+            aux = jax.tree.map(lambda x: x[:, 0] if x.shape[1:2] == (1,) else x, aux)
         auxiliary = AuxiliaryOutput(
-            values=values if return_values else None,
-            grad_norms=norms if return_grad_norms else None,
+            values=result.values if return_values else None,
+            grad_norms=result.norms if return_grad_norms else None,
             aux=aux,
         )
-        return sums, jax.tree.map(lambda x: x[:size], auxiliary)
+        return sums, auxiliary
 
     return BoundedSensitivityCallable(
-        clipped_sum, sum_limit / normalize_by, has_auxiliary, bounds
+        clipped_sum, limit_of_sum / normalize_by, has_auxiliary, bounds
     )
 
 
@@ -388,40 +373,17 @@ def _bound_of(result: per_example.ClippedGrad, sums: Any, normalize_by: float) -
     """By how much one example changes the sums of a result that were divided and cast.
     inf where nothing is proved.
     """
-    if result.sensitivity is None:
+    is_narrow = any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(sums))
+    if result.sensitivity is None or is_narrow:
         return math.inf
-    leaves = jax.tree.leaves(sums)
-    longest = result.longest / normalize_by
-    for leaf in leaves:
-        info = jnp.finfo(leaf.dtype)
-        is_beyond_range = not isinstance(longest, Tracer) and longest > float(info.max)
-        if info.bits < 32 or is_beyond_range:
-            return math.inf
-    bound = result.sensitivity / normalize_by
-    is_cast = any(
-        sum_before.dtype != sum_after.dtype
-        for sum_before, sum_after in zip(jax.tree.leaves(result.grads), leaves)
-    )
-    if normalize_by != 1 or is_cast:
-        # The sums with and without the example are rounded by 2^-24 of their length.
-        # Numbers below the normal ones may be flushed to 0.
-        flushed = float(jnp.finfo(jnp.float32).tiny) * count_of_numbers(leaves) ** 0.5
-        bound += 2.0**-23 * longest + 2 * flushed
-    return bound
+    # The sums with and without the example are each rounded by 2^-24 of their length.
+    return (result.sensitivity + 2.0**-23 * result.longest) / normalize_by
 
 
 def _identity_of(tree: Any) -> tuple[Any, list[int]]:
     """The structure of a tree, and the identity of each of its arrays."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, list(map(id, leaves))
-
-
-def _limit_of_all(limits: Sequence[Any]) -> Any:
-    """The limit of all parts together."""
-    if any(isinstance(limit, Tracer) for limit in limits):
-        return reduce(jnp.hypot, limits)
-    # Squares of a float32 leave its range.
-    return math.hypot(*map(float, limits))
 
 
 def _divisible(limit: Any) -> Any:

@@ -16,7 +16,7 @@ array is a tree.
     norm_type a text              read as a number       the same
     norm_type <= 0                a count, or at most    ValueError: no norm
                                   the smallest |x|
-    norm_type NaN, True, False    NaN, 1, 0              ValueError
+    norm_type NaN                 NaN                    ValueError
     norm                          in the dtype of the    float32, or float64 if a leaf
                                   gradients              has 64 bits
     powers overflow, such as the  norm inf, zeros        the true norm, clipped
@@ -47,10 +47,8 @@ difficulty of training recurrent neural networks, 2013 (arXiv 1211.5063).
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -227,13 +225,9 @@ def _clipped(
     error_if_nonfinite: bool,
 ) -> tuple[Tree, Array]:
     """The clipped gradients and their norm. `call` is the name that errors quote."""
-    try:
-        # torch reads texts too: "inf" becomes inf.
-        order = float(norm_type)
-    except (TypeError, ValueError, OverflowError):
-        order = math.nan
-    # float(True) is 1, which torch takes. Here a bool counts as a mistake.
-    if not order > 0 or isinstance(norm_type, (bool, np.bool_)):
+    # torch reads texts too: "inf" becomes inf.
+    order = float(norm_type)
+    if not order > 0:
         raise ValueError(
             f"{call}: norm_type must be a number above 0, or a text of one such as "
             f'"inf", got {shown(norm_type)}.'

@@ -6,7 +6,7 @@ noise_multiplier   the noise that an epsilon needs
 
 from typing import Any
 
-from .._checks import check_length, check_number
+from .._checks import check_length
 
 
 def epsilon(
@@ -31,8 +31,7 @@ def epsilon(
       A float.
 
     Raises:
-      ValueError: a number out of its range.
-      TypeError: something that is not a number.
+      ValueError: steps that are not a whole number, and what dp-accounting refuses.
       ImportError: dp-accounting is not installed.
 
     Example:
@@ -44,11 +43,12 @@ def epsilon(
     theorem in differential privacy, 2019. Koskela, Jälkö, Honkela, Computing tight
     differential privacy guarantees using FFT, 2020 (arXiv 1906.03049).
     """
-    _check_positive("epsilon: noise_multiplier", noise_multiplier)
-    _check_training("epsilon", share, steps, delta)
-    dp_accounting = _dp_accounting("epsilon")
-    accountant = dp_accounting.pld.PLDAccountant()
-    accountant.compose(_training(dp_accounting, noise_multiplier, share, steps))
+    # Imported here, since it takes seconds and is not always there.
+    from dp_accounting.pld import PLDAccountant
+
+    check_length("epsilon: steps", steps)
+    accountant = PLDAccountant()
+    accountant.compose(_training(noise_multiplier, share, steps))
     return float(accountant.get_epsilon(delta))
 
 
@@ -70,9 +70,7 @@ def noise_multiplier(
       A float, for `add_noise`.
 
     Raises:
-      ValueError: a number out of its range.
-      TypeError: something that is not a number.
-      ImportError: dp-accounting is not installed.
+      ValueError, ImportError: as in `epsilon`.
 
     Example:
       >>> from optaxclip.per_example import noise_multiplier
@@ -81,47 +79,22 @@ def noise_multiplier(
 
     Reference: as of `epsilon`.
     """
-    _check_positive("noise_multiplier: epsilon", epsilon)
-    _check_training("noise_multiplier", share, steps, delta)
-    dp_accounting = _dp_accounting("noise_multiplier")
+    from dp_accounting import calibrate_dp_mechanism
+    from dp_accounting.pld import PLDAccountant
+
+    check_length("noise_multiplier: steps", steps)
 
     def training(noise: float) -> Any:
-        return _training(dp_accounting, noise, share, steps)
+        return _training(noise, share, steps)
 
-    accountant = dp_accounting.pld.PLDAccountant
-    noise = dp_accounting.calibrate_dp_mechanism(accountant, training, epsilon, delta)
-    return float(noise)
+    return float(calibrate_dp_mechanism(PLDAccountant, training, epsilon, delta))
 
 
-def _dp_accounting(call: str) -> Any:
-    """The package, which takes seconds to import."""
-    try:
-        import dp_accounting
-        import dp_accounting.pld
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{call} needs dp-accounting, which is not installed: "
-            "pip install dp-accounting",
-            name=error.name,
-        ) from None
-    return dp_accounting
-
-
-def _training(dp_accounting: Any, noise: float, share: float, steps: int) -> Any:
+def _training(noise: float, share: float, steps: int) -> Any:
     """All steps of a training, as an event of dp-accounting."""
+    import dp_accounting
+
     step = dp_accounting.GaussianDpEvent(float(noise))
     step = dp_accounting.PoissonSampledDpEvent(float(share), step)
     # dp-accounting takes no whole number but an int of Python.
     return dp_accounting.SelfComposedDpEvent(step, int(steps))
-
-
-def _check_training(call: str, share: float, steps: int, delta: float) -> None:
-    _check_positive(f"{call}: share", share, highest=1.0)
-    check_length(f"{call}: steps", steps)
-    _check_positive(f"{call}: delta", delta, highest=1.0)
-
-
-def _check_positive(argument: str, value: float, highest: float = 1e30) -> None:
-    check_number(argument, value, highest=highest, is_scalar=True)
-    if not value > 0:
-        raise ValueError(f"{argument} must be above 0, got {value}.")

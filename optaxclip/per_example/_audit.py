@@ -17,7 +17,6 @@ from jax.tree_util import keystr
 
 from .._trees import PyTree
 from ._noise import sum_in
-from ._problem import check_function
 
 TRIED = 16  # examples, and tokens of each array
 
@@ -66,7 +65,7 @@ def sensitivity(
 
     Raises:
       ValueError: a mean instead of a sum, or a batch of fewer than two examples.
-      TypeError: a `grad_fn` that is not a function, or takes no `mask=`.
+      TypeError: a `grad_fn` that takes no `mask=`.
 
     Example:
       >>> def loss(w, x):
@@ -81,10 +80,9 @@ def sensitivity(
       >>> optaxclip.sensitivity(no_clip, 3.0, batch, limit=1.0)
       Sensitivity(change=inf, pattern='nan in batch[0]', limit=1.0)
     """
-    check_function("sensitivity: grad_fn", grad_fn)
     # On one device, also where a mesh has split it.
     batch = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), batch)
-    arrays = jax.tree.leaves(batch)
+    arrays, treedef = jax.tree.flatten(batch)
     sizes = {len(array) if array.ndim else 0 for array in arrays}
     if len(sizes) != 1 or min(sizes) < 2:
         raise ValueError(
@@ -94,40 +92,36 @@ def sensitivity(
         )
     (size,) = sizes
 
-    def sums_of(batch: PyTree, mask: np.ndarray) -> list[np.ndarray]:
-        result = grad_fn(params, *batch, mask=mask)
+    def sum_of(arrays: list[Array], mask: np.ndarray) -> np.ndarray:
+        """The sum that a batch has, with all leaves in one vector."""
+        result = grad_fn(params, *treedef.unflatten(arrays), mask=mask)
         leaves = jax.tree.leaves(sum_in(result, "sensitivity"))
-        return [np.asarray(leaf).astype(np.complex128) for leaf in leaves]
+        vectors = [np.ravel(leaf).astype(np.complex128) for leaf in leaves]
+        return np.concatenate(vectors)
 
     # Masked in its place: in a shorter batch the gradients of others have other bits.
-    sums_without = sums_of(batch, mask=np.arange(size) > 0)
+    sum_without = sum_of(arrays, mask=np.arange(size) > 0)
     results = []
     with np.errstate(all="ignore"):
-        for pattern, example in _examples_to_try(batch):
-            batch_with = jax.tree.map(lambda x, row: x.at[0].set(row), batch, example)
-            sums_with = sums_of(batch_with, mask=np.ones(size, bool))
-            change = _distance(sums_with, sums_without)
+        for pattern, rows in _examples_to_try(batch):
+            arrays_with = [array.at[0].set(row) for array, row in zip(arrays, rows)]
+            sum_with = sum_of(arrays_with, mask=np.ones(size, bool))
+            change = float(np.linalg.norm(sum_with - sum_without))
+            if not np.isfinite(change):
+                change = np.inf
             results.append(Sensitivity(change, pattern, limit))
     return max(results, key=lambda result: result.change)
 
 
-def _distance(sums_with: list[np.ndarray], sums_without: list[np.ndarray]) -> float:
-    """The norm of the difference of two sums over all leaves, inf for NaN."""
-    differences = map(np.subtract, sums_with, sums_without)
-    norms = [np.linalg.norm(difference) for difference in differences]
-    distance = float(np.linalg.norm(norms))
-    return distance if np.isfinite(distance) else np.inf
-
-
-def _examples_to_try(batch: PyTree) -> Iterator[tuple[str, PyTree]]:
-    """Patterns, by their names: examples of the batch, and examples in which one array
-    is replaced and each other array is the same at all positions.
+def _examples_to_try(batch: PyTree) -> Iterator[tuple[str, list[Array]]]:
+    """Patterns, by their names, with a row for each array of the batch: examples of the
+    batch, and examples in which one array is replaced and each other array is the same
+    at all positions.
     """
-    entries, treedef = jax.tree.flatten_with_path(batch)
+    entries = jax.tree.leaves_with_path(batch)
     arrays = [array for _, array in entries]
     for index in range(min(TRIED, len(arrays[0]))):
-        rows = [array[index] for array in arrays]
-        yield f"example {index}", treedef.unflatten(rows)
+        yield f"example {index}", [array[index] for array in arrays]
     alike = []
     for array in arrays:
         first = array[0]
@@ -135,7 +129,7 @@ def _examples_to_try(batch: PyTree) -> Iterator[tuple[str, PyTree]]:
             # Its first position, at all positions
             first = jnp.broadcast_to(first[:1], first.shape)
         alike.append(first)
-    yield "all positions alike", treedef.unflatten(alike)
+    yield "all positions alike", alike
     random = np.random.default_rng(0)
     for index, (path, array) in enumerate(entries):
         replacements: dict[str, np.ndarray] = {}
@@ -146,7 +140,7 @@ def _examples_to_try(batch: PyTree) -> Iterator[tuple[str, PyTree]]:
         for pattern, replacement in replacements.items():
             rows = list(alike)
             rows[index] = jnp.asarray(replacement, array.dtype)
-            yield f"{pattern} in batch{keystr(path)}", treedef.unflatten(rows)
+            yield f"{pattern} in batch{keystr(path)}", rows
 
 
 def _tokens_to_try(array: Array, random: np.random.Generator) -> dict[str, np.ndarray]:
@@ -163,25 +157,24 @@ def _floats_to_try(array: Array, random: np.random.Generator) -> dict[str, np.nd
     positions = array.shape[0] if array.ndim else 1
     direction = random.standard_normal(array.shape[1:])
     largest_power = int(jnp.finfo(array.dtype).maxexp)
-    powers = random.integers(
-        low=largest_power // 12, high=largest_power // 2, size=positions // 2
-    )
+    # Pairs that cancel. If the number of positions is odd, one of them is 0.
+    pairs = positions // 2
+    powers = random.integers(largest_power // 12, largest_power // 2, size=pairs)
     magnitudes = np.exp2(powers)
-    random_factors = random.permutation([*magnitudes, *-magnitudes])
-    factors_by_pattern = {"random +-2^k": random_factors}
+    cancelling = np.zeros(positions)
+    cancelling[: 2 * pairs] = random.permutation([*magnitudes, *-magnitudes])
+    factors_by_pattern = {"random +-2^k": cancelling}
     for quarters in (1, 2, 3):
         power = quarters * largest_power // 4
         large = 2.0**power
+        aligned = np.zeros(positions)
         # The third number is what rounding loses beside the large ones.
-        factors_by_pattern[f"aligned +-2^{power}"] = np.array([large, -large, 12.3])
-    for magnitude in (np.nan, np.inf, 1e-30, 1e9, 1e30):
-        factors_by_pattern[f"{magnitude:g}"] = np.full(positions, magnitude)
+        aligned[:3] = [large, -large, 12.3][:positions]
+        factors_by_pattern[f"aligned +-2^{power}"] = aligned
+    for number in (np.nan, np.inf, 1e-30, 1e9, 1e30):
+        factors_by_pattern[f"{number:g}"] = np.full(positions, number)
     rows = {}
     for pattern, factors in factors_by_pattern.items():
-        # Filled up with zeros, or cut, to the number of positions.
-        factor_of_position = np.zeros(positions)
-        count = min(positions, factors.size)
-        factor_of_position[:count] = factors[:count]
-        row = np.multiply.outer(factor_of_position, direction)
+        row = np.multiply.outer(factors, direction)
         rows[pattern] = row.reshape(array.shape)
     return rows

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_flag, shown
+from .._checks import shown
 from .._mesh import MeshAxes
 from .._trees import PyTree
 from ..shrinks import Shrink, shrink_of
@@ -192,8 +192,8 @@ def clipped_grad(
       ValueError: a limit that is negative, NaN or an array, an unknown method, or a
         microbatch below 1. A limit that is a function without `private=False`, or with
         a microbatch.
-      TypeError: a limit that is not a number, a loss or a shrink that is not a
-        function, or `has_aux`, `mean` or `private` that is not True or False.
+      TypeError: a limit that is not a number, or a loss or a shrink that is not a
+        function.
 
     The function that it returns raises:
       ValueError, for its arguments: batches whose first axes are missing or differ, a
@@ -241,9 +241,6 @@ def clipped_grad(
     """
     call = "clipped_grad"
     check_function(f"{call}: loss", loss)
-    check_flag(f"{call}: has_aux", has_aux)
-    check_flag(f"{call}: mean", mean)
-    check_flag(f"{call}: private", private)
     limits = limits_of(max_norm, call, shrink_of(shrink, call))
     microbatch = checked_microbatch(call, method, microbatch)
     if limits.needs_all_norms and (private or microbatch):
@@ -261,12 +258,28 @@ def clipped_grad(
         mesh_axes=mesh_axes,
     )
 
-    def of_batch(*args: Any, mask: Any = None, **unknown: Any) -> ClippedGrad:
-        for name in unknown:
-            raise TypeError(
-                f"{call}: there is no argument {name!r} beside mask. Hand over by "
-                "position what the loss takes."
-            )
+    def clip_on_device(problem: Problem) -> tuple[DeviceResult, Bounds]:
+        # norms |g_i| and factors f_i = shrink(|g_i|, C) / |g_i|, by `weights_of`
+        # sums = sum_i f_i g_i / divisor, by `Weights.weighted_sum` or from cotangents
+        problem = signature.on_device(problem)
+        choice = choose(problem, method, microbatch)
+        # A max_norm function needs all norms first, so the whole batch is one
+        # microbatch.
+        width = None if limits.needs_all_norms else choice.microbatch
+        run = Run(problem, width)
+        if choice.ghost:
+            sums, results = choice.ghost.clipped_sums(run)
+        else:
+            sums, results = run.in_one_pass()
+        weights, values, aux = results
+        # [batch, groups] -> a tree like max_norm of [batch]
+        norms = limits.treedef.unflatten(weights.norms.T)
+        factors = limits.treedef.unflatten(weights.factors.T)
+        nonfinite = jnp.sum(problem.present & ~weights.is_counted, dtype=jnp.int32)
+        result = DeviceResult(sums, nonfinite, (norms, factors, values, aux))
+        return result, bounds_of(problem, choice)
+
+    def grad_of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
         problem = signature.problem_of(args, mask)
         groups = limits.groups_of(problem.params)
         problem = problem._replace(limits=limits, groups=groups)
@@ -292,13 +305,13 @@ def clipped_grad(
         sensitivity = None
         longest = None
         bounds = bounds_of_devices[0]
-        limit = limits.of_sum(bounds.longest)
+        limit_of_sum = limits.of_sum(bounds.longest)
         # Without a mask, one example less is another program, in which the gradients of
         # all others may have other bits.
         is_proved = private and not mean and mask is not None
-        if is_proved and limit is not None:
-            sensitivity = limit * (1 + bounds.change) * ROUNDED_UP
-            longest = limit * bounds.longest * ROUNDED_UP
+        if is_proved and limit_of_sum is not None:
+            sensitivity = limit_of_sum * (1 + bounds.change) * ROUNDED_UP
+            longest = limit_of_sum * bounds.longest * ROUNDED_UP
         return ClippedGrad(
             grads=treedef.unflatten(sums),
             norms=norms,
@@ -311,25 +324,4 @@ def clipped_grad(
             longest=longest,
         )
 
-    def clip_on_device(problem: Problem) -> tuple[DeviceResult, Bounds]:
-        # norms |g_i| and factors f_i = shrink(|g_i|, C) / |g_i|, by `weights_of`
-        # sums = sum_i f_i g_i / divisor, by `Weights.weighted_sum` or from cotangents
-        problem = signature.on_device(problem)
-        choice = choose(problem, method, microbatch)
-        # A max_norm function needs all norms first, so the whole batch is one
-        # microbatch.
-        width = None if limits.needs_all_norms else choice.microbatch
-        run = Run(problem, width)
-        if choice.ghost:
-            sums, results = choice.ghost.clipped_sums(run)
-        else:
-            sums, results = run.in_one_pass()
-        weights, values, aux = results
-        # [batch, groups] -> a tree like max_norm of [batch]
-        norms = limits.treedef.unflatten(weights.norms.T)
-        factors = limits.treedef.unflatten(weights.factors.T)
-        nonfinite = jnp.sum(problem.present & ~weights.is_counted, dtype=jnp.int32)
-        result = DeviceResult(sums, nonfinite, (norms, factors, values, aux))
-        return result, bounds_of(problem, choice)
-
-    return of_batch
+    return grad_of_batch

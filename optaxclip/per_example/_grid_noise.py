@@ -34,7 +34,6 @@ ROUNDING = (1 + 2**-6) / STEPS_PER_SIGMA
 LARGEST_SUM = 2.0**20
 COLUMNS = 2048  # of the table. J is in -1024, ..., 1023: 16 deviations
 COLUMN_MASS = 2**96 // COLUMNS
-WORD_MASK = 2**32 - 1
 
 
 @cache
@@ -54,7 +53,7 @@ def alias_table() -> np.ndarray:
             exponent = -Decimal(j * j) / (2 * WIDTH**2)
             weights.append(exponent.exp())
         unit = 2**96 / sum(weights)
-        masses = [int((weight * unit).to_integral_value()) for weight in weights]
+        masses = [round(weight * unit) for weight in weights]
     # The rest that rounding left goes to J = 0, which has the largest mass.
     masses[half] += 2**96 - sum(masses)
     columns = range(COLUMNS)
@@ -72,14 +71,11 @@ def alias_table() -> np.ndarray:
         masses[alias] -= COLUMN_MASS - masses[column]
         if masses[alias] < COLUMN_MASS:
             small.append(large.pop())
-    words = []
-    for threshold, alias in zip(thresholds, aliases):
-        first_bits = threshold >> 64
-        first = first_bits << 11 | alias
-        second = threshold >> 32 & WORD_MASK
-        third = threshold & WORD_MASK
-        words.append((first, second, third))
-    return np.array(words, np.uint32).T
+    # Python ints, since a threshold has 85 bits
+    bits = np.array(thresholds, object)
+    first = bits >> 64 << 11 | np.array(aliases)
+    words = np.array([first, bits >> 32, bits]) & 0xFFFFFFFF
+    return words.astype(np.uint32)
 
 
 def discrete_gaussian(high: Array, middle: Array, low: Array) -> Array:

@@ -7,7 +7,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_number, number_for_jit, shown
+from .._checks import check_number, shown
 from .._mesh import device_count
 from .._mesh_types import has_types, manual_axes, varying
 from .._trees import PyTree
@@ -65,11 +65,11 @@ def add_noise(
         numbers from keys other than threefry's, or of a shrink of your own or
         `normalize`. A tree without `sensitivity=`. Noise of 0, outside 1e-25 to 1e30,
         or below 2^-20 of what the sum may be. A multiplier of 2^26 / sqrt(d) or more,
-        for d numbers. A leaf of more numbers than its counters count. A call in pmap,
-        or in shard_map with check_vma=False, where it cannot be known which leaves are
-        split.
-      TypeError: a noise multiplier that is not a number, a key that is none, or
-        several, or leaves that are not floats or complex.
+        for d numbers. A leaf of more numbers than its counters count, or several keys.
+        A call in pmap, or in shard_map with check_vma=False, where it cannot be known
+        which leaves are split.
+      TypeError: a noise multiplier that is not a number, a key that is none, or leaves
+        that are not floats or complex.
 
     Example:
       >>> grads = {"w": jnp.zeros(100_000), "b": jnp.zeros(3, jnp.bfloat16)}
@@ -82,33 +82,22 @@ def add_noise(
     1607.00133). Canonne, Kamath, Steinke, The discrete Gaussian for differential
     privacy, 2020 (arXiv 2004.00010).
     """
-    check_number(
-        "add_noise: noise_multiplier", noise_multiplier, lowest=-np.inf, is_scalar=True
-    )
+    check_number("add_noise: noise_multiplier", noise_multiplier, is_scalar=True)
     manual = manual_axes()
     if manual and not has_types(manual):
         raise ValueError("add_noise: must be called outside pmap and check_vma=False.")
     leaves, treedef = jax.tree.flatten(sum_in(result, "add_noise"))
-    if isinstance(result, ClippedGrad):
-        sensitivity, longest = _bounds_in(result, sensitivity)
-    elif sensitivity is None:
-        raise ValueError(
-            "add_noise: sensitivity must be given with a tree of gradients: by how "
-            "much one example changes them. A result of clipped_grad(..., mean=False) "
-            "has its own."
-        )
-    else:
-        longest = 0.0
+    sensitivity, longest = _bounds_of(result, sensitivity)
     check_number("add_noise: sensitivity", sensitivity, is_scalar=True)
-    multiplier = jnp.asarray(number_for_jit(noise_multiplier), float)
-    change = jnp.asarray(number_for_jit(sensitivity), float)
+    multiplier = jnp.asarray(noise_multiplier, float)
+    change = jnp.asarray(sensitivity, float)
     # Rounding to the grid adds this share of sigma to the sensitivity, so that sigma =
     # multiplier (change + rounding sigma).
     rounding = ROUNDING * count_of_numbers(leaves) ** 0.5
     # No noise is enough for a multiplier of 1 / rounding, 2^26 / sqrt(d).
     share_left = jnp.maximum(1 - multiplier * rounding, 0)
     sigma = multiplier * change / share_left
-    is_private = (multiplier > 0) & (sigma >= LEAST_SIGMA) & (sigma <= MOST_SIGMA)
+    is_private = (sigma >= LEAST_SIGMA) & (sigma <= MOST_SIGMA)
     is_private &= longest <= LARGEST_SUM * sigma
     if not isinstance(is_private, Tracer) and not is_private:
         raise ValueError(
@@ -120,14 +109,7 @@ def add_noise(
         )
     # A traced number cannot be refused, but no sum may go out without noise.
     sigma = jnp.where(is_private, sigma, jnp.nan)
-    try:
-        salted = jax.random.fold_in(key, SALT)
-        keys = jax.random.split(salted, len(leaves))
-    except (TypeError, ValueError):
-        raise TypeError(
-            "add_noise: key must be one key, such as jax.random.key(0), got "
-            f"{shown(key)}."
-        ) from None
+    keys = jax.random.split(jax.random.fold_in(key, SALT), len(leaves))
     noisy_leaves = [noisy_leaf(leaf, sigma, key) for leaf, key in zip(leaves, keys)]
     return treedef.unflatten(noisy_leaves)
 
@@ -144,10 +126,20 @@ def sum_in(result: PyTree, call: str) -> PyTree:
     return result.grads
 
 
-def _bounds_in(
-    result: ClippedGrad, sensitivity: ArrayLike | None
+def _bounds_of(
+    result: PyTree, sensitivity: ArrayLike | None
 ) -> tuple[ArrayLike, ArrayLike]:
-    """By how much one example changes a result, and how long it is, at most."""
+    """By how much one example changes a result at most, and how long the result is at
+    most. How long a tree is, is not known, and counts as 0.
+    """
+    if not isinstance(result, ClippedGrad):
+        if sensitivity is None:
+            raise ValueError(
+                "add_noise: sensitivity must be given with a tree of gradients: by how "
+                "much one example changes them. A result of clipped_grad(..., "
+                "mean=False) has its own."
+            )
+        return sensitivity, 0.0
     if sensitivity is not None:
         raise ValueError(
             "add_noise: sensitivity is for a tree of gradients, but result has its "

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._checks import shown
 from .._norms import global_norm
-from .._sums import divided
 from ._clipped_grad import ClippedGrad
 
 
@@ -54,7 +52,6 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     Raises:
       ValueError: gradients that were clipped, whose mean is not the gradient. Under jit
         this cannot be raised, and the numbers are NaN.
-      TypeError: something else than a result of `clipped_grad`.
 
     Example:
       >>> def loss(w, x):
@@ -70,21 +67,13 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     Tiwari, Bergsma, Hestness, Normalization layer per-example gradients are sufficient
     to predict gradient noise scale in transformers, 2024 (arXiv 2411.00999).
     """
-    if not isinstance(result, ClippedGrad):
-        raise TypeError(
-            "noise_scale: result must be what clipped_grad's function returns, got "
-            f"{shown(result)}."
-        )
     # [groups, batch]
     norms = jnp.stack(jax.tree.leaves(result.norms))
     factors = jnp.stack(jax.tree.leaves(result.factors))
-    # An example is masked if norm and factor are 0 in all groups. A gradient of zero
-    # has norm 0, and mostly a factor above 0.
-    is_zero = (norms == 0) & (factors == 0)
-    is_masked = jnp.all(is_zero, axis=0)
-    is_finite = jnp.all(jnp.isfinite(norms), axis=0)
-    is_counted = is_finite & ~is_masked
-    is_clipped = is_counted & jnp.any(factors != 1, axis=0)
+    # Factors of masked and of broken examples are 0. A masked one has norms of 0 too.
+    is_counted = jnp.all(factors == 1, axis=0)
+    is_broken = ~jnp.all(jnp.isfinite(norms), axis=0)
+    is_clipped = jnp.any(norms > 0, axis=0) & ~is_broken & ~is_counted
     if not isinstance(is_clipped, Tracer) and jnp.any(is_clipped):
         raise ValueError(
             f"noise_scale: {int(jnp.sum(is_clipped))} of {is_clipped.size} examples "
@@ -94,22 +83,12 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     size = jnp.sum(is_counted, dtype=norms.dtype)
     # `clipped_grad` divides a mean by the number of broken examples as well.
     divisor = 1 if result.divisor is None else result.divisor.astype(size.dtype)
-    norm_of_mean = global_norm(result.grads) * (divisor / size)
-    norms = jnp.where(is_counted, norms, 0)
-    # Squares of norms beyond 1e19 or below 1e-19 leave the range of float32, so all
-    # squares are in units of the largest.
-    longest = jnp.maximum(jnp.max(norms), jnp.finfo(norms.dtype).tiny)
-    squares = divided(norms, longest) ** 2
-    mean_square = jnp.sum(squares) / size
-    square_of_mean = divided(norm_of_mean, longest) ** 2
+    square_of_mean = (global_norm(result.grads) * divisor / size) ** 2
+    mean_square = jnp.sum(jnp.where(is_counted, norms, 0) ** 2) / size
     # Rounding alone may make it negative.
     noise = jnp.maximum(mean_square - square_of_mean, 0) * size / (size - 1)
     signal = square_of_mean - noise / size
-    safe_signal = jnp.where(signal > 0, signal, 1)
-    estimate = NoiseScale(
-        scale=jnp.where(signal > 0, noise / safe_signal, jnp.inf),
-        noise=noise * longest * longest,
-        signal=signal * longest * longest,
-    )
+    scale = jnp.where(signal > 0, noise / signal, jnp.inf)
+    estimate = NoiseScale(scale, noise, signal)
     is_known = (size > 1) & ~jnp.any(is_clipped)
     return jax.tree.map(lambda x: jnp.where(is_known, x, jnp.nan), estimate)

@@ -471,7 +471,7 @@ def a_mean():
 
 GRADS = jnp.ones(3)
 WRONG = {
-    "noise_multiplier=-1.0, with the sensitivity 1": lambda: add(GRADS, -1.0),
+    "noise_multiplier must be at least 0, got -1.0": lambda: add(GRADS, -1.0),
     "noise_multiplier must not be NaN": lambda: add(GRADS, np.nan),
     "noise_multiplier must be a real number": lambda: add(GRADS, "1"),
     "sensitivity must be given with a tree": lambda: add_noise(GRADS, 1.0, KEY),
