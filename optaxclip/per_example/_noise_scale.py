@@ -88,7 +88,9 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     # Rounding alone may make it negative.
     noise = jnp.maximum(mean_square - square_of_mean, 0) * size / (size - 1)
     signal = square_of_mean - noise / size
-    scale = jnp.where(signal > 0, noise / signal, jnp.inf)
+    # No division by 0, which `jax_debug_nans` would refuse.
+    safe_signal = jnp.where(signal > 0, signal, 1)
+    scale = jnp.where(signal > 0, noise / safe_signal, jnp.inf)
     estimate = NoiseScale(scale, noise, signal)
     is_known = (size > 1) & ~jnp.any(is_clipped)
     return jax.tree.map(lambda x: jnp.where(is_known, x, jnp.nan), estimate)
