@@ -211,7 +211,7 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
 
 
 def _rows_in(row: Row) -> Sequence[Row]:
-    """The rows of trainer_state.json, or of a dict of lists. Other dicts are one row."""
+    """The rows of trainer_state.json or of a dict of lists. Another dict is one row."""
     tables: list[Sequence[Row]] = []
     lists: dict[str, list[object]] = {}
     for name, entry in _flattened(row).items():
@@ -248,7 +248,7 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
 
 
 class _WithLiterals(ast.NodeTransformer):
-    """Makes a literal of nan and inf, and of the first argument of a call: NumPy and JAX
+    """Makes literals of nan and inf, and of the first arguments of calls. NumPy and JAX
     print np.float64(2.5) and Array([1., nan], dtype=float32).
     """
 
@@ -432,8 +432,10 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
 
 
 def _name_of_steps(rows: Sequence[Row]) -> tuple[str | None, bool]:
-    """The column of steps, and whether they begin again in each epoch. The first one
-    that does not is taken, if there is one. None without steps: rows are counted then.
+    """The column of steps, and whether they begin again in each epoch.
+
+    The surest name counts whose steps do not, or else the surest name. None if no
+    column has steps.
     """
     first_name = None
     for name in STEP_NAMES:
@@ -516,7 +518,7 @@ def _by_step(
     replaced_steps: list[int] = []
     for step, number in numbers:
         # A run that is resumed goes back to an earlier step, and replaces all that was
-        # logged since. A new step below the last one only comes late: jax.debug.callback
+        # logged since. A new step below the last one is only late: jax.debug.callback
         # may write the steps 1, 3, 2.
         while step in values:
             replaced_step, _ = values.popitem()

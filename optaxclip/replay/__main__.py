@@ -159,7 +159,8 @@ def _about_limit_of_run(log: Log, column: Column) -> list[str]:
     if limit is None:
         return []
     _, (norms, limits) = in_common([column, limit])
-    return [f"The limits of the run clipped {np.mean(norms > limits):.1%} of the steps."]
+    share = np.mean(norms > limits)
+    return [f"The limits of the run clipped {share:.1%} of the steps."]
 
 
 def _table(choice: Choice | None) -> list[str]:
