@@ -490,7 +490,15 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
             else:
                 texts.append(str(cell)[:40])
     values_by_step, replaced_steps = _by_step(numbers)
+    values = np.array(list(values_by_step.values()))
     notes: Notes = []
+    is_broken = (values == -1) & ("norm" in name.lower())
+    if is_broken.any():
+        values[is_broken] = math.nan
+        notes.append(
+            f"{is_broken.sum()} norms are -1, as DeepSpeed logs NaN and inf, and are "
+            "read as NaN."
+        )
     if replaced_steps:
         notes.append(
             f"Steps {min(replaced_steps)} to {max(replaced_steps)} come twice "
@@ -504,7 +512,7 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
     return Column(
         name,
         steps=np.array(list(values_by_step)),
-        values=np.array(list(values_by_step.values())),
+        values=values,
         notes=notes,
         empty_cells=empty_cells,
     )

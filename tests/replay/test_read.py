@@ -263,6 +263,15 @@ def test_a_row_comes_late_also_in_a_run_that_is_resumed(tmp_path):
     assert found.tolist() == [0, 2, 1, 7, 9, 8, 11, 10]
 
 
+def test_minus_1_is_a_norm_that_is_not_finite(tmp_path):
+    """DeepSpeed logs it for NaN and inf."""
+    for column in (None, "total_norm"):
+        with pytest.warns(UserWarning, match="2 norms are -1, as DeepSpeed logs NaN"):
+            found = read(tmp_path, "step,total_norm\n0,1.5\n1,-1\n2,-1\n", column)
+        np.testing.assert_array_equal(found, [1.5, np.nan, np.nan])
+    assert read(tmp_path, "step,loss\n0,-1\n", "loss").tolist() == [-1]
+
+
 def test_the_steps_of_multisteps_are_the_surest(tmp_path):
     path = tmp_path / "run.csv"
     path.write_text("step,gradient_step,norm\n2,1,1.5\n5,2,2.5\n")
