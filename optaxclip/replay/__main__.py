@@ -158,7 +158,9 @@ def _about_limit_of_run(log: Log, column: Column) -> list[str]:
     limit = log.columns.get(f"{column.name.removesuffix('norm_before')}limit")
     if limit is None:
         return []
-    _, (norms, limits) = in_common([column, limit])
+    steps, (norms, limits) = in_common([column, limit])
+    if not steps.size:
+        return []
     share = np.mean(norms > limits)
     return [f"The limits of the run clipped {share:.1%} of the steps."]
 
