@@ -8,20 +8,19 @@ out or decided.
 
 import ast
 import csv
-import gzip
 import io
 import json
 import math
 import pkgutil
 import re
-from bisect import bisect_left
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from itertools import groupby, pairwise, zip_longest
 from pathlib import Path
-from typing import NamedTuple, SupportsFloat
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,20 +85,21 @@ def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
 def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     """The rows of a file, by the format that its first bytes tell."""
     if data.startswith(b"\x1f\x8b"):
-        return _rows(_unzipped(data, notes), pattern, notes)
+        data = _unzipped(data, notes)
     if data.startswith((b"PK", b"\x93NUMPY")):
-        return _rows_of_arrays(data)
+        return _rows_of_arrays(data, notes)
     # The first event of TensorBoard is the version of the file.
     if b"brain.Event:" in data[:64]:
         return _rows_of_events(data, notes)
-    # Excel begins a CSV with a byte order mark. Tabs are not stripped: one at the end
-    # of a line marks an empty last cell.
-    text = data.decode("utf-8-sig", errors="replace").strip("\0\r\n ")
+    # Excel begins a CSV with a byte order mark.
+    text = data.decode("utf-8-sig", errors="replace")
     # After a crash of the machine a file may have a block of zeros, and rows behind it
     # if the run went on.
-    text = re.sub("\0{16,}", "\n", text)
+    text = re.sub("\0{3,}", "\n", text)
     # torchtitan prints in colors.
     text = re.sub(r"\x1b\[[\d;]*m", "", text)
+    # Not tabs: one at the end of the text marks an empty last cell.
+    text = text.strip("\r\n ")
     if not text or "\0" in text:
         raise ValueError(f"the file is empty or binary. {FORMATS_TEXT}.")
     if pattern is not None:
@@ -113,24 +113,36 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
 
 
 def _unzipped(data: bytes, notes: Notes) -> bytes:
-    pieces: list[bytes] = []
-    with gzip.open(io.BytesIO(data)) as file:
-        try:
-            while piece := file.read1():
-                pieces.append(piece)
-        except EOFError:
+    content = b""
+    # A file that was appended to has several members.
+    while data:
+        member = zlib.decompressobj(wbits=31)  # 31 stands for gzip.
+        content += member.decompress(data)
+        data = member.unused_data
+        if not member.eof:
             notes.append("The gzip file is cut off, and read up to there.")
-    return b"".join(pieces)
+    return content
 
 
-def _rows_of_arrays(data: bytes) -> Sequence[Row]:
+def _rows_of_arrays(data: bytes, notes: Notes) -> Sequence[Row]:
     """The rows of an .npz, one column per array, or of an .npy, as a column "norm"."""
     loaded = np.load(io.BytesIO(data))
     arrays = {"norm": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
-    # Excel's files and torch's checkpoints are zip files too.
-    if not all(isinstance(array, np.ndarray) for array in arrays.values()):
-        raise ValueError(f"it is a zip file without arrays. {FORMATS_TEXT}.")
-    return _rows_in({name: array.tolist() for name, array in arrays.items()})
+    columns: dict[str, object] = {}
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):
+            raise ValueError(
+                "it is a zip file without arrays, such as a spreadsheet or a "
+                f"checkpoint. Save a spreadsheet as CSV. {FORMATS_TEXT}."
+            )
+        if array.ndim > 1:
+            notes.append(
+                f"{name!r} has the shape {array.shape}, which is not one number for "
+                "each step, and is left out."
+            )
+        else:
+            columns[name] = array.tolist()
+    return _rows_in(columns)
 
 
 def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
@@ -172,25 +184,24 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
 def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     """The dicts that stand in a text, as JSON or as Python prints them."""
     dicts: list[Row] = []
-    texts_between: list[str] = []
-    end_of_last = 0
-    start = text.find("{")
-    while start >= 0:
-        row, end = _dict_at(text, start)
+    other_text = ""
+    end = 0
+    while (start := text.find("{", end)) >= 0:
+        row, end_of_row = _dict_at(text, start)
         if row:
             dicts.append(row)
-            texts_between.append(text[end_of_last:start])
-            end_of_last = end
-        start = text.find("{", end)
-    texts_between.append(text[end_of_last:])
+            other_text += f"{text[end:start]}\n"
+        else:
+            other_text += text[end:end_of_row]
+        end = end_of_row
+    other_text += text[end:]
     rows: Sequence[Row] = dicts
     if len(dicts) == 1:
         rows = _rows_in(dicts[0])
     # Without any number the braces are code, or other text.
     if not any(_has_number(_flattened(row).values()) for row in rows):
         return []
-    lines_between = "\n".join(texts_between).splitlines()
-    left_out = [line for line in lines_between if line.strip("\t ,[]")]
+    left_out = [line for line in other_text.splitlines() if line.strip("\t ,[]")]
     if left_out:
         notes.append(
             f"{len(left_out)} lines or parts of lines are not in whole braces and are "
@@ -200,12 +211,7 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
 
 
 def _rows_in(row: Row) -> Sequence[Row]:
-    """The rows of trainer_state.json, of pandas, or of a dict of lists. Other dicts are
-    one row.
-    """
-    rows_of_pandas = _rows_of_pandas(row)
-    if rows_of_pandas:
-        return rows_of_pandas
+    """The rows of trainer_state.json or of a dict of lists. Another dict is one row."""
     tables: list[Sequence[Row]] = []
     lists: dict[str, list[object]] = {}
     for name, entry in _flattened(row).items():
@@ -222,24 +228,6 @@ def _rows_in(row: Row) -> Sequence[Row]:
     return [row]
 
 
-def _rows_of_pandas(table: Row) -> list[Row]:
-    """The rows of {"loss": {"0": 2.5, "1": 2.0}}, as `to_json` writes columns, or of
-    {"0": {"loss": 2.5}, "1": {"loss": 2.0}}. No rows for another dict.
-    """
-    rows: dict[object, dict[str, object]] = defaultdict(dict)  # by index
-    for name, entries in table.items():
-        if not isinstance(entries, dict):
-            return []
-        for key, entry in entries.items():
-            if str(key).isdecimal():
-                rows[key][name] = entry
-            elif str(name).isdecimal():
-                rows[name][key] = entry
-            else:
-                return []
-    return [{"index": index, **row} for index, row in rows.items()]
-
-
 def _dict_at(text: str, start: int) -> tuple[Row, int]:
     """The dict that begins at a place, and where it ends. If none does, an empty dict,
     and the next place.
@@ -251,21 +239,24 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
         printed = re.compile(r"\{([^{}\n]|\{[^{}\n]*\})*\}").match(text, start)
     if printed is None:
         return {}, start + 1
-    # NumPy and JAX print np.float64(2.5) and Array([1., nan], dtype=float32).
-    call = r"\b[\w.]+\((\[[^()]*\]|[^(),]*)[^()]*\)"
-    literal = re.sub(call, _argument, printed[0])
-    # nan and inf are not literals. As text, float() reads them.
-    literal = re.sub(r": (-?nan|-?inf)\b", r": '\1'", literal)
     try:
+        literal = _WithLiterals().visit(ast.parse(printed[0], mode="eval"))
         return dict(ast.literal_eval(literal)), printed.end()
-    except (ValueError, SyntaxError, TypeError):
+    except (ValueError, SyntaxError, TypeError, IndexError):
         # Braces of other text.
         return {}, start + 1
 
 
-def _argument(call: re.Match[str]) -> str:
-    """The first argument of a call. In a list nan and inf become text."""
-    return re.sub(r"(?<=[\[ ,])(-?nan|-?inf)\b", r"'\1'", call[1])
+class _WithLiterals(ast.NodeTransformer):
+    """Makes literals of nan and inf, and of the first arguments of calls. NumPy and JAX
+    print np.float64(2.5) and Array([1., nan], dtype=float32).
+    """
+
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant(float(node.id))
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        return self.visit(node.args[0])
 
 
 # ----------------------------------------------------------------------- CSV and text
@@ -282,8 +273,8 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
         text = f"{comment.lstrip('# ')}\n{text}"
     if text.startswith(("{", "[")):
         return []
-    # A delimiter is also in the second line: a name may have blanks in it, but the
-    # numbers of a single column have none.
+    # The delimiter is in both of the first lines. A blank in the first one alone may be
+    # in the name of a single column.
     first_lines = text.splitlines()[:2]
     delimiter = ","
     for mark in " ,;\t":
@@ -296,12 +287,10 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     if delimiter == ";":
         # A spreadsheet writes it where it has decimal commas.
         text = text.replace(",", ".")
-    file = io.StringIO(text, newline="")
-    reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
-    # A histogram, or what follows a lone quotation mark, may be longer than csv allows.
-    limit_of_csv = csv.field_size_limit(len(text) + 1)
+    reader = csv.reader(
+        text.splitlines(keepends=True), delimiter=delimiter, skipinitialspace=True
+    )
     lines = [line for line in reader if line]
-    csv.field_size_limit(limit_of_csv)
     if not lines:
         return []
     names = [name.strip() for name in lines.pop(0)]
@@ -322,10 +311,8 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
 
 
 def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
-    regex = None
-    with suppress(re.error):
-        regex = re.compile(pattern)
-    if regex is None or not regex.groups:
+    regex = re.compile(pattern)
+    if not regex.groups:
         raise ValueError(
             "pattern must be a regular expression with a group for each column, such "
             f"as 'norm: (?P<grad_norm>\\S+)', got {pattern!r}."
@@ -366,7 +353,7 @@ def _advice_for_text(text: str) -> str:
         matches = re.finditer(rf"(?i){start}({label})[ :=]+(?=[-+]?\.?\d)", text)
         labels = Counter(re.sub(" +", r"\\s*", match[0]) for match in matches)
         if labels:
-            [(most_frequent, counts[column])] = labels.most_common(1)
+            most_frequent, counts[column] = labels.most_common(1)[0]
             # A full stop at the end of a line is not in the number.
             patterns[column] = rf"{start}{most_frequent}(?P<{column}>[-+.\w]*\w)"
     count = max(counts["loss"], counts["grad_norm"])
@@ -384,9 +371,7 @@ def _advice_for_text(text: str) -> str:
 
 # ----------------------------------------------------------------------------- columns
 
-# Names of columns of steps, the surest first. Of several the first one that has numbers
-# gives the steps, unless these begin again in each epoch and another one's do not. A
-# log without such a column has the steps 0, 1, 2 and so on.
+# Names of columns of steps, the surest first.
 STEP_NAMES = (
     # Of optax.MultiSteps, where a row is written in every k-th step of the loop.
     "gradient_step",
@@ -399,7 +384,6 @@ STEP_NAMES = (
     "iteration",
     "iter",
     "num_updates",
-    "index",
 )
 
 
@@ -437,33 +421,36 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
         if column.steps.size and not name.endswith(("__MIN", "__MAX")):
             columns[name] = column
     if not columns:
-        raise ValueError(
+        sentences = [
             f"there is no number in it. It has {len(rows)} rows with "
             f"{listed(list(entries)) or 'no names'}. A log has a row for each step, "
-            'with a number under each name, such as {"loss": 2.5, "grad_norm": 1.0}.'
-        )
+            'with a number under each name, such as {"loss": 2.5, "grad_norm": 1.0}.',
+            *notes,
+        ]
+        raise ValueError(" ".join(sentences))
     return Log(columns, notes)
 
 
 def _name_of_steps(rows: Sequence[Row]) -> tuple[str | None, bool]:
-    """The column of steps, and whether they begin again in each epoch."""
-    begins_again: dict[str, bool] = {}  # by name
+    """The column of steps, and whether they begin again in each epoch.
+
+    The surest name counts whose steps do not, or else the surest name. None if no
+    column has steps.
+    """
+    first_name = None
     for name in STEP_NAMES:
-        # By the columns of a row: a file may have all norms behind all losses.
-        steps: dict[tuple[str, ...], list[float]] = defaultdict(list)
-        for row in rows:
-            number = _number(row.get(name))
-            if number is not None:
-                steps[tuple(row)].append(number)
-        if steps:
-            begins_again[name] = any(map(_begin_again, steps.values()))
-    # False comes before True.
-    return min(begins_again.items(), key=lambda entry: entry[1], default=(None, False))
+        entries = [_number(row.get(name)) for row in rows]
+        steps = [step for step in entries if step is not None]
+        if steps and not _begin_again(steps):
+            return name, False
+        if steps and first_name is None:
+            first_name = name
+    return first_name, first_name is not None
 
 
 def _begin_again(steps: Sequence[float]) -> bool:
-    """Whether steps fall back to the first one. Those of a resumed run do not, nor does
-    a second one that comes late.
+    """Whether steps fall back to the first one. In a resumed run they fall back to a
+    later one. The second row is not asked: it may come late, as in steps 1, 0, 2.
     """
     first = steps[0]
     return any(step <= first and step < before for before, step in pairwise(steps[1:]))
@@ -536,18 +523,16 @@ def _by_step(
 ) -> tuple[dict[int, float], list[int]]:
     """Numbers by ascending step, and the steps that a later run went through again."""
     values: dict[int, float] = {}
-    steps: list[int] = []  # in ascending order
     replaced_steps: list[int] = []
     for step, number in numbers:
-        place = bisect_left(steps, step)
-        # A run that is resumed goes back to an earlier step. A new step below the last
-        # one is late: jax.debug.callback may write the steps 1, 3, 2.
-        if step in steps[place : place + 1]:
-            replaced_steps += steps[place:]
-            del steps[place:]
-        steps.insert(place, step)
+        # A run that is resumed goes back to an earlier step, and replaces all that was
+        # logged since. A new step below the last one is only late: jax.debug.callback
+        # may write the steps 1, 3, 2.
+        while step in values:
+            replaced_step, _ = values.popitem()
+            replaced_steps.append(replaced_step)
         values[step] = number
-    return {step: values[step] for step in steps}, replaced_steps
+    return dict(sorted(values.items())), replaced_steps
 
 
 def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
@@ -566,11 +551,8 @@ def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
     return 2 * nulls_before_number < numbers
 
 
-def _number(entry: object) -> float | None:
+def _number(entry: Any) -> float | None:
     """The number in an entry, also in a text such as "NaN". None if there is none."""
-    # SupportsFloat comes last: checking a protocol is slow.
-    if not isinstance(entry, (float, int, str, SupportsFloat)):
-        return None
     try:
         return float(entry)
     except (TypeError, ValueError, OverflowError):
@@ -681,10 +663,6 @@ def _with_skipped_steps(log: Log, column: Column) -> Column:
     """
     clipper = r"(clip|record)(_\d+)?/(.*?)norm(_before)?$"
     prefix = re.sub(clipper, r"skip\2/\3", column.name)
-    # A second optimizer has clip_2 and skip_2. A second clipper in one wrapper has
-    # clip_2 and skip.
-    if f"{prefix}norm" not in log.columns:
-        prefix = re.sub(clipper, r"skip/\3", column.name)
     wrapper = log.columns.get(f"{prefix}norm")
     flags = log.columns.get(f"{prefix}skipped")
     if wrapper is None or flags is None:

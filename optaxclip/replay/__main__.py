@@ -17,7 +17,7 @@ from .._logs import (
     in_common,
     read_log,
 )
-from . import Suggestion, plot_history, run, suggest
+from . import plot_history, run
 from ._batch import norm_ratio
 from ._choice import USUAL_LIMIT, Choice, choice_of
 from ._history import columns_of
@@ -26,6 +26,7 @@ from ._run import LEAST_NORMS
 # noise_share, train/noise_share
 NOISE_SHARE = re.compile("(.*/)?noise_share")
 ESTIMATES = (
+    "",
     "These are estimates from the recorded norms. Clipping changes a run, so",
     "its norms will differ, and nothing here says how its loss would change.",
 )
@@ -68,18 +69,16 @@ def _print_report(options: argparse.Namespace) -> None:
     if other_columns:
         lines = _about_columns(log, [column, *other_columns])
     else:
-        suggestions = _suggestions_for(column)
-        choice = _choice_for(column, suggestions)
+        choice = _choice_for(column)
         lines = [
             *_about_source(log, column, options),
             *_notes_on(column),
             _range_of(column),
+            *_about_limit_of_run(log, column),
             "",
-            *_table(suggestions, choice),
+            *_table(choice),
             *_advice(column, choice),
         ]
-    if choice is not None:
-        lines += ESTIMATES
     print("\n".join(lines))
     if options.to is None and options.picture is None:
         return
@@ -97,21 +96,15 @@ def _print_report(options: argparse.Namespace) -> None:
         print(f"The picture is in {options.picture}.")
 
 
-def _suggestions_for(column: Column) -> list[Suggestion]:
-    if len(_norms_above_0(column)) < LEAST_NORMS:
-        return []
-    return suggest(column.values, every=distance_of_steps(column))
+def _choice_for(column: Column) -> Choice | None:
+    norms = _norms_above_0(column)
+    if len(norms) < LEAST_NORMS:
+        return None
+    return choice_of(norms, distance_of_steps(column))
 
 
 def _norms_above_0(column: Column) -> np.ndarray:
     return column.values[np.isfinite(column.values) & (column.values > 0)]
-
-
-def _choice_for(column: Column, suggestions: Sequence[Suggestion]) -> Choice | None:
-    guard = next((row for row in suggestions if row.is_guard), None)
-    if guard is None:
-        return None
-    return choice_of(_norms_above_0(column), guard, distance_of_steps(column))
 
 
 # ---------------------------------------------------------------- lines of the report
@@ -160,7 +153,19 @@ def _range_of(column: Column) -> str:
     )
 
 
-def _table(suggestions: Sequence[Suggestion], choice: Choice | None) -> list[str]:
+def _about_limit_of_run(log: Log, column: Column) -> list[str]:
+    """What the limit of the run did, if a clipper of this library logged it."""
+    limit = log.columns.get(f"{column.name.removesuffix('norm_before')}limit")
+    if limit is None:
+        return []
+    steps, (norms, limits) = in_common([column, limit])
+    if not steps.size:
+        return []
+    share = np.mean(norms > limits)
+    return [f"The limits of the run clipped {share:.1%} of the steps."]
+
+
+def _table(choice: Choice | None) -> list[str]:
     """A row for each candidate, by the share of clipped steps, the largest first,
     and then by the limit. Nothing without a choice.
     """
@@ -168,8 +173,8 @@ def _table(suggestions: Sequence[Suggestion], choice: Choice | None) -> list[str
         return []
     # The chosen row stands for all that do the same to the norms.
     effect = (choice.row.limit, choice.row.clip_rate)
-    unchosen = [row for row in suggestions if (row.limit, row.clip_rate) != effect]
-    rows = [choice.row, *unchosen]
+    rows = [row for row in choice.candidates if (row.limit, row.clip_rate) != effect]
+    rows.append(choice.row)
     rows.sort(key=lambda row: (-row.clip_rate, row.limit))
     # Each column is as wide as its head.
     lines = ["  limit (last step)  steps clipped  mean factor  clipper, as Python"]
@@ -179,13 +184,13 @@ def _table(suggestions: Sequence[Suggestion], choice: Choice | None) -> list[str
             f"{mark} {row.limit:16.4g}  {row.clip_rate:13.1%}  "
             f"{row.mean_factor:11.3f}  {row.rule}"
         )
-    return [*lines, ""]
+    return [*lines, *ESTIMATES, ""]
 
 
 def _advice(column: Column, choice: Choice | None) -> list[str]:
     """The clipper to take, or why none is recommended."""
     if choice is not None:
-        return choice.lines
+        return choice.reasons
     norms = _norms_above_0(column)
     share_of_largest = clipped_share(norms)
     if share_of_largest:
@@ -205,8 +210,7 @@ def _about_columns(log: Log, columns: Sequence[Column]) -> list[str]:
     """A row for each of several norms, such as of an actor and a critic."""
     lines = [f"{len(columns)} columns are called a gradient norm.", *log.notes]
     for column in columns:
-        choice = _choice_for(column, _suggestions_for(column))
-        advice, *further_advice = _advice(column, choice)
+        advice, *further_advice = _advice(column, _choice_for(column))
         lines.append(f"{column.name}: {_range_of(column)} {advice}")
         lines += [f"  {line}" for line in [*further_advice, *_notes_on(column)]]
     lines.append("If one optimizer has them all, clip_by_group_norm takes all limits.")

@@ -302,6 +302,18 @@ def test_rows_are_in_the_order_of_their_shares(log, command):
     assert shares == sorted(shares, reverse=True) and len(shares) >= 9
 
 
+def test_what_the_limits_of_the_run_did_is_said(log, command):
+    lines = [f"{norm},{limit}" for norm, limit in zip(NORMS, [0.5, 2.0] * SIZE)]
+    log.write_text("\n".join(["clip/norm_before,clip/limit", *lines]))
+    share = np.mean([NORMS[::2] > 0.5, NORMS[1::2] > 2.0])
+    text = f"The limits of the run clipped {share:.1%} of the steps."
+    assert text in command(log)
+    apart = "clip/norm_before,clip/limit\n2.5,\n,1.0\n"
+    for content in ("\n".join(["grad_norm,clip/limit", *lines]), apart):
+        log.write_text(content)
+        assert "The limits of the run" not in command(log)
+
+
 def test_rows_of_equal_share_are_in_the_order_of_their_limits(log, command):
     # With one accident among 200 norms many rows clip that step alone.
     log.write_text(log_of(np.append(np.linspace(0.5, 0.501, 199), [40.0])))
