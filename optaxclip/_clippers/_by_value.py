@@ -195,6 +195,7 @@ def _check_room(
     # beginning of the other path.
     for path in low_bounds | high_bounds:
         starts = list(beginnings(path))
+        # One of each at most, since a leaf has one bound.
         lows = [low_bounds[start] for start in starts if start in low_bounds]
         highs = [high_bounds[start] for start in starts if start in high_bounds]
         for low, high in zip(lows, highs):

@@ -453,8 +453,7 @@ def _attention_leaf(
     """Where a leaf has its heads. Raises for heads that it does not have."""
     if not isinstance(heads, Heads):
         heads = Heads(heads)
-    # A config in YAML or JSON has lists in the places of tuples.
-    heads = Heads(*(tuple(x) if isinstance(x, list) else x for x in heads))
+    heads = Heads(*[_without_list(field) for field in heads])
     axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
     rank = len(shape)
     axes_within(heads.axis, f"{CALL}: {role}", trees.path_name(path), rank)
@@ -488,6 +487,11 @@ def _attention_leaf(
         head_count=head_count,
         entry_count=width,
     )
+
+
+def _without_list(field: Any) -> Any:
+    """A tuple for a list, which a config in YAML or JSON has in its place."""
+    return tuple(field) if isinstance(field, list) else field
 
 
 def _selected_count(ends: Range, count: int) -> int:
