@@ -25,10 +25,10 @@ def no_elements_clipped() -> Array:
 
 
 def count_clipped(
-    call: str, shares: Shares, steps: Array, pairs: list[tuple[Any, Array]]
+    call: str, shares: Shares, steps: Array, before_and_after: list[tuple[Any, Array]]
 ) -> Array:
-    """The shares after `steps` steps. `shares` are those before the last step, and
-    `pairs` the leaves of the last step before and after the clip.
+    """The shares after a step, which is number `steps`, from those before it.
+    `before_and_after` has each leaf of this step, and what the clip made of it.
 
     Raises:
       ValueError: the state was made without a count. `call` is the function that made
@@ -39,12 +39,14 @@ def count_clipped(
             f"{call}: count=True needs a state that counts, and this one was made "
             f"without. {BEGIN_ANEW}"
         )
-    return _shares_after(shares, steps, pairs)
+    return _shares_after(shares, steps, before_and_after)
 
 
 # Jitted, since without jit each leaf would take several calls.
 @jax.jit
-def _shares_after(shares: Array, steps: Array, pairs: list[tuple[Any, Array]]) -> Array:
+def _shares_after(
+    shares: Array, steps: Array, before_and_after: list[tuple[Any, Array]]
+) -> Array:
     """`count_clipped` for shares that are counted."""
     # Counts are summed over the mesh axes that the types of arrays show. Where JAX
     # tracks no types (pmap, shard_map(check_vma=False)), each device has the shares of
@@ -52,7 +54,7 @@ def _shares_after(shares: Array, steps: Array, pairs: list[tuple[Any, Array]]) -
     counts = []
     axes_of_counts = []
     size_of_all = 0.0
-    for before, after in pairs:
+    for before, after in before_and_after:
         mesh_axes = tuple(sorted(mesh_types.varying(after)))
         size = element_count(after.shape, np.float32)
         size_of_all += size * mesh.device_count(mesh_axes)

@@ -34,9 +34,6 @@ from ._foreign_names import with_our_names
 
 Shrink = Callable[[Array, Array], Array]
 
-# A norm in float32 holds no `gamma` and no `r` outside of these normal numbers.
-FLOAT32 = jnp.finfo(jnp.float32)
-
 __all__ = ["auto_s", "drop", "hard", "normalize", "psac", "smooth"]
 
 
@@ -109,7 +106,7 @@ def auto_s(gamma: float = 0.01) -> Shrink:
 
     Args:
       gamma: the norm that is brought to half the limit. At least 0, known when the
-        shrink is built. 0, or a number below 1e-19, gives `normalize`.
+        shrink is built. 0 gives `normalize`.
 
     Raises:
       ValueError: a gamma that is negative or NaN. TypeError: one that is no number.
@@ -123,8 +120,7 @@ def auto_s(gamma: float = 0.01) -> Shrink:
     learning made easier and stronger, 2023 (arXiv 2206.07136).
     """
     gamma = _static_number("auto_s: gamma", gamma)
-    # The derivative divides by the square of gamma.
-    return normalize if gamma < math.sqrt(FLOAT32.tiny) else _AutoS(gamma)
+    return normalize if gamma == 0 else _AutoS(gamma)
 
 
 def psac(r: float = 0.1) -> Shrink:
@@ -149,11 +145,13 @@ def psac(r: float = 0.1) -> Shrink:
     clipping, 2023 (arXiv 2212.00328).
     """
     r = _static_number("psac: r", r)
-    return normalize if r < FLOAT32.tiny else _Psac(r)
+    # Float32 may flush a smaller r to 0.
+    return normalize if r < float(jnp.finfo(jnp.float32).tiny) else _Psac(r)
 
 
 # The shrinks that factories make. Equal numbers are equal shrinks, so a clipper that is
 # built again compiles nothing anew.
+# `lengthening` is what `lengthening_of` says of them.
 
 
 @dataclass(frozen=True)
@@ -166,13 +164,11 @@ class _Smooth:
 
     def __call__(self, norm: Array, limit: Array) -> Array:
         # n / (1 + (n/c)^p)^(1/p) stays the same with n and c exchanged. So the quotient
-        # may be the smaller by the larger, which cannot overflow.
+        # may be that of the smaller and the larger, which cannot overflow.
         smaller = jnp.minimum(norm, limit)
         larger = jnp.maximum(norm, limit)
-        # The quotient must be finite also where it is not taken, for the derivative.
-        divisor = jnp.where((larger == 0) | jnp.isinf(larger), 1.0, larger)
-        # A norm against an infinite limit stays as it is.
-        quotient = jnp.where(jnp.isinf(larger), 0.0, smaller / divisor)
+        # Both may be 0.
+        quotient = smaller / jnp.where(larger == 0, 1.0, larger)
         return smaller / (1 + quotient**self.power) ** (1 / self.power)
 
     def __repr__(self) -> str:
@@ -223,9 +219,7 @@ def _static_number(argument: str, number: Any, lowest: float = 0.0) -> float:
     """The number as a Python float, checked."""
     check_number(argument, number, lowest=lowest, is_scalar=True)
     check_known(argument, number)
-    number = float(number)
-    # A finite number beyond float32 would warn of an overflow when it is cast.
-    return math.inf if number > float(FLOAT32.max) else number
+    return float(number)
 
 
 def is_ours(shrink: Shrink) -> bool:

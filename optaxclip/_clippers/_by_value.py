@@ -48,8 +48,8 @@ def clip_by_value(
     | complex            | limited by modulus. It takes one bound                 |
     | float              | limited by the bound, rounded to its dtype, maybe      |
     |                    | outwards: 0.1 is 0.1001 in bfloat16                    |
-    | integer            | an integer of its dtype. Bounds are rounded inwards. A |
-    |                    | `jax.Array` becomes a float before. NaN is no bound    |
+    | integer            | an integer of its dtype. Bounds become floats, and are |
+    |                    | rounded inwards                                        |
     | bool, key          | itself                                                 |
 
     The direction of the gradient changes. No collective is needed.
@@ -133,11 +133,11 @@ def value_clipper(
         elements = state.elements
         if count:
             # A leaf without numbers, such as a key, is the same object as before.
-            pairs = []
+            before_and_after = []
             for (_, leaf), clipped in zip(entries, results):
                 if clipped is not leaf:
-                    pairs.append((trees.unbox(leaf), clipped))
-            elements = count_clipped(call, elements, step, pairs)
+                    before_and_after.append((trees.unbox(leaf), clipped))
+            elements = count_clipped(call, elements, step, before_and_after)
         new_state = ClipByValueState(step, elements)
         return jax.tree.unflatten(treedef, results), new_state
 
@@ -195,6 +195,7 @@ def _check_room(
     # beginning of the other path.
     for path in low_bounds | high_bounds:
         starts = list(beginnings(path))
+        # One of each at most, since a leaf has one bound.
         lows = [low_bounds[start] for start in starts if start in low_bounds]
         highs = [high_bounds[start] for start in starts if start in high_bounds]
         for low, high in zip(lows, highs):
@@ -252,18 +253,18 @@ def _bounds_in(
     low: ArrayLike | None, high: ArrayLike, dtype: DTypeLike
 ) -> tuple[Any, Any]:
     """Both bounds in the dtype of a leaf. Beyond its range a bound is the end of it."""
-    upper = _wide(high, dtype)
+    upper = _as_float(high)
     if low is None:
         numpy = jnp if isinstance(upper, Array) else np
         # A schedule below 0 counts as 0.
         upper = numpy.maximum(upper, 0)
         lower = -upper
     else:
-        lower = _wide(low, dtype)
+        lower = _as_float(low)
     if jnp.issubdtype(dtype, jnp.integer):
         return (
-            _in_integers(lower, dtype, is_lower=True),
-            _in_integers(upper, dtype, is_lower=False),
+            _in_integers(dtype, lower, is_lower=True),
+            _in_integers(dtype, upper, is_lower=False),
         )
     # inf stays inf where the dtype has it.
     return (
@@ -272,37 +273,23 @@ def _bounds_in(
     )
 
 
-def _wide(bound: ArrayLike, dtype: DTypeLike) -> Any:
-    """A bound as a number that holds those of its own dtype and of another."""
-    if isinstance(bound, Array):
-        # JAX promotes no floats of 8 bits, and no numbers of 4. float32 holds them all.
-        itemsize = max(bound.dtype.itemsize, np.dtype(dtype).itemsize)
-        return bound.astype(np.float64 if itemsize > 4 else np.float32)
-    bound = np.asarray(bound)
-    is_integer = bound.dtype.kind in "iuO"
-    if is_integer and jnp.issubdtype(dtype, jnp.integer):
-        # Integers of Python: float64 would round those beyond 2^53.
-        return bound.astype(object)
-    return bound.astype(np.float64)
-
-
-def _in_integers(bound: Any, dtype: DTypeLike, *, is_lower: bool) -> Any:
-    """A bound, rounded inwards to a dtype of integers. NaN is no bound."""
-    info = jnp.iinfo(dtype)
-    no_bound = info.min if is_lower else info.max
+def _as_float(bound: ArrayLike) -> Any:
+    """A bound as a float: in 64 bits, or 32 for arrays of JAX in 32 bits or fewer."""
     if not isinstance(bound, Array):
-        # Python compares its integers and floats exactly.
-        bound = np.asarray(bound, object)
-        bound = np.where(bound != bound, no_bound, bound)
-        bound = np.clip(bound, info.min, info.max)
-        rounded = np.ceil(bound) if is_lower else np.floor(bound)
-        return np.asarray(rounded, dtype)
-    rounded = jnp.ceil(bound) if is_lower else jnp.floor(bound)
-    integers = rounded.astype(dtype)
-    # What a conversion makes of numbers beyond the range is not defined. float32 rounds
-    # 2^31 - 1 to 2^31, which is beyond it too.
-    least = jnp.array(info.min, dtype)
-    most = jnp.array(info.max, dtype)
-    integers = jnp.where(rounded >= float(info.max), most, integers)
-    integers = jnp.where(rounded <= float(info.min), least, integers)
-    return jnp.where(jnp.isnan(bound), jnp.array(no_bound, dtype), integers)
+        return np.asarray(bound).astype(np.float64)
+    # JAX promotes no floats of 8 bits, and no numbers of 4. float32 holds them all.
+    return bound.astype(np.float64 if bound.dtype.itemsize > 4 else np.float32)
+
+
+def _in_integers(dtype: DTypeLike, bound: Any, *, is_lower: bool) -> Any:
+    """A bound, rounded inwards to a dtype of integers."""
+    numpy = jnp if isinstance(bound, Array) else np
+    rounded = numpy.ceil(bound) if is_lower else numpy.floor(bound)
+    if isinstance(bound, Array):
+        # XLA converts numbers beyond the range to the ends of it.
+        return rounded.astype(dtype)
+    # NumPy does not. Python compares its own floats exactly: 2^63 is above 2^63 - 1,
+    # which float64 does not have.
+    info = jnp.iinfo(dtype)
+    numbers = np.array(rounded.tolist(), object)
+    return np.asarray(np.clip(numbers, info.min, info.max), dtype)

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 from jax.typing import ArrayLike
@@ -176,8 +175,7 @@ def larc(
       `grad_norm=` or `limit=` that a chain is given.
 
     Raises:
-      ValueError: a negative or NaN number, an infinite `weight_decay`, or `update`
-        without params.
+      ValueError: a negative or NaN number, or `update` without params.
       TypeError: something that is not a number.
 
     Example:
@@ -191,13 +189,7 @@ def larc(
     2017 (arXiv 1708.03888). The minimum with the learning rate is NVIDIA's apex.
     """
     call = "larc"
-    # An infinite weight decay makes inf * 0, which is NaN, of weights that are 0.
-    weight_decay = checked_number(
-        f"{call}: weight_decay",
-        weight_decay,
-        highest=float(np.finfo(np.float64).max),
-        schedule=False,
-    )
+    weight_decay = checked_number(f"{call}: weight_decay", weight_decay, schedule=False)
     rule = Larc(learning_rate, trust)
     options = check_measure(call, ord=None, stacked=stacked, mesh_axes=mesh_axes)
     measure = TensorNorm(**options)
@@ -221,7 +213,7 @@ def larc(
             treedef.unflatten(grad_norms.local_values()),
             treedef.unflatten(weight_norms.local_values()),
         )
-        # As apex, the kernel divides by |g| + weight_decay * |p|. This sum is at least
+        # As in apex, the kernel divides by |g| + weight_decay * |p|, which is at least
         # the norm of the decayed gradient.
         sums = []
         for grad_norm, weight_norm in zip(grad_norms.values, weight_norms.values):
@@ -230,12 +222,9 @@ def larc(
             total = grad_norm + decay * weight_norm
             sums.append(jnp.where(grad_norm == 0, grad_norm, total))
         clipped, new_state = kernel.update(
-            put_back(decayed_grads, updates),
-            state,
-            params,
-            grad_norm=grad_norms._replace(values=sums),
+            decayed_grads, state, params, grad_norm=grad_norms._replace(values=sums)
         )
-        rounded = jax.tree.map(rounded_like, clipped_leaves(clipped), tree)
+        rounded = jax.tree.map(rounded_like, clipped, tree)
         return put_back(rounded, updates), new_state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)

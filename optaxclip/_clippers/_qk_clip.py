@@ -24,7 +24,7 @@ from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from .. import _trees as trees
-from .._axes import axes_within, check_no_bool, other_axes
+from .._axes import axes_within, other_axes
 from .._checks import check_number, check_state, shown
 from .._exported import is_placeholder
 from .._kernel import make_clipper
@@ -160,7 +160,9 @@ def qk_clip(
     check_number(f"{CALL}: alpha", alpha, highest=1, is_scalar=True)
     # Logits have no norm of weights to be compared with.
     rule_without_params(max_logit, f"{CALL}: max_logit")
-    roles = {"queries": queries, "keys": keys, "rotary": rotary}
+    roles = {"queries": queries, "keys": keys}
+    if rotary is not None:
+        roles["rotary"] = rotary
     # The kernel measures nothing: the norms are the logits that the attentions report,
     # in a dict from the name of an attention to its heads.
     kernel = make_clipper(UserNorm(dict), max_logit, call=CALL, name="max_logit")
@@ -172,7 +174,7 @@ def qk_clip(
         tree = types_of(clipped_leaves, params)
         types = jax.tree.leaves(tree)
         zeros = {}
-        for attention in find_attentions(roles, tree):
+        for attention in _attentions_of(roles, tree):
             # Logits are computed from the weights, so they vary over the same devices.
             weights_type = types[attention.leaves[0].position]
             logits = jnp.zeros(attention.shape, attention.dtype)
@@ -185,8 +187,8 @@ def qk_clip(
         check_state(CALL, state, ClipState)
         tree = clipped_leaves(updates, CALL)
         weights = jax.tree.leaves(weights_of(CALL, tree, params, "updates"))
-        attentions = find_attentions(roles, tree)
-        logits: Any = logits_of(attentions, extra_args.get("max_logits"))
+        attentions = _attentions_of(roles, tree)
+        logits: Any = _logits_of(attentions, extra_args.get("max_logits"))
         # The kernel would clip the logits themselves. Only its state is used.
         new_state: Any = kernel.update(logits, state)[1]
         # Inside shard_map a state keeps its types from step to step, which `lax.scan`
@@ -194,9 +196,6 @@ def qk_clip(
         new_state = jax.tree.map(
             lambda new, old: typed_as(new, jax.typeof(old)), new_state, state
         )
-        # Without a limit updates keep their bits, also where a logit is NaN.
-        if max_logit is None:
-            return updates, new_state
         clipped = _clip(tuple(attentions), alpha, tree, weights, new_state)
         return put_back(clipped, updates), new_state
 
@@ -209,7 +208,7 @@ def _clip(
     attentions: tuple[Attention, ...],
     alpha: ArrayLike,
     tree: PyTree,
-    weights: PyTree,
+    weights: list[Array],
     state: PyTree,
 ) -> Any:
     """The updates that lead to the weights times their scales."""
@@ -228,7 +227,7 @@ def _clip(
             factor_of_role = factor ** powers[leaf.role]
             # NaN ** 0 is 1, and a broken head breaks its queries and its keys.
             factor_of_role = jnp.where(jnp.isnan(factor), factor, factor_of_role)
-            scale = scale_of(leaf, factor_of_role)
+            scale = _scale_of(leaf, factor_of_role)
             # Queries and keys may share a leaf. Each scale is 1 outside its heads.
             scales[leaf.position] = scale * scales.get(leaf.position, 1)
     for position, scale in scales.items():
@@ -238,7 +237,7 @@ def _clip(
     return treedef.unflatten(updates)
 
 
-def scale_of(leaf: AttentionLeaf, factor: Array) -> Array:
+def _scale_of(leaf: AttentionLeaf, factor: Array) -> Array:
     """The numbers that a leaf is multiplied by, 1 where it has no query and no key.
     They broadcast to the leaf.
 
@@ -272,7 +271,7 @@ def _update_of_scaled_weight(update: Array, weight: ArrayLike, scale: Array) -> 
 # ------------------------------------------------------------- the logits of attentions
 
 
-def logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Array]:
+def _logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Array]:
     """The largest logit of each attention's heads of keys, at least 0.
 
     Raises:
@@ -309,7 +308,7 @@ def _arrays_of_attentions(
       ValueError: an attention that has no array of its own, or an array too many.
     """
     leaves_with_path = jax.tree.leaves_with_path(max_logits)
-    paths = [path_names(path) for path, _ in leaves_with_path]
+    paths = [_path_names(path) for path, _ in leaves_with_path]
     positions = []
     for attention in attentions:
         matching = []
@@ -359,9 +358,9 @@ class Attention(NamedTuple):
     leaves: tuple[AttentionLeaf, ...]
 
 
-def find_attentions(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
+def _attentions_of(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
     """The attentions of a tree. `roles` has the arguments `queries`, `keys` and
-    `rotary` of `qk_clip`, by name.
+    `rotary` of `qk_clip`, by name, without a `rotary` that is None.
 
     Raises:
       ValueError: a pattern that finds no leaf, a query without a key or a key without a
@@ -370,9 +369,7 @@ def find_attentions(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
     leaves_with_path = jax.tree.leaves_with_path(tree)
     leaves: list[AttentionLeaf] = []
     for role, where in roles.items():
-        # Most attentions have no rotary queries.
-        if role != "rotary" or where is not None:
-            leaves += _leaves_of_role(role, where, leaves_with_path)
+        leaves += _leaves_of_role(role, where, leaves_with_path)
     by_path: dict[Path, list[AttentionLeaf]] = {}
     for leaf in leaves:
         by_path.setdefault(_attention_path(leaf, leaves), []).append(leaf)
@@ -456,27 +453,23 @@ def _attention_leaf(
     """Where a leaf has its heads. Raises for heads that it does not have."""
     if not isinstance(heads, Heads):
         heads = Heads(heads)
-    # A config in YAML or JSON has lists in the places of tuples.
-    heads = heads._replace(heads=tuple(heads.heads), entries=tuple(heads.entries))
-    if isinstance(heads.axis, list):
-        heads = heads._replace(axis=tuple(heads.axis))
+    heads = Heads(*[_without_list(field) for field in heads])
     axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
     rank = len(shape)
-    check_no_bool(CALL, role, heads.axis)
     axes_within(heads.axis, f"{CALL}: {role}", trees.path_name(path), rank)
     axes = tuple(axis % rank for axis in axes)
     # The axis of heads is the last: -2 and (0, -2) both end with it.
     *layers, axis = axes
     width = heads.width
     head_count = shape[axis] // max(width, 1)
-    selected_heads = _selected(heads.heads, head_count)
+    selected_heads = _selected_count(heads.heads, head_count)
     fits = selected_heads > 0 and head_count * width == shape[axis]
     if width == 1 and heads.entries != (None, None):
         # The entries have an axis, behind the axis of the heads.
         axes += (axis + 1,)
         fits = fits and axis + 1 < rank and axis + 1 not in layers
         width = shape[axis + 1] if fits else 0
-    if not fits or _selected(heads.entries, width) == 0:
+    if not fits or _selected_count(heads.entries, width) == 0:
         raise ValueError(
             f"{CALL}: {role}: {heads} does not fit the leaf "
             f"{trees.path_name(path)!r} of shape {shape}: width must divide "
@@ -485,7 +478,7 @@ def _attention_leaf(
         )
     return AttentionLeaf(
         position=position,
-        path=path_names(path),
+        path=_path_names(path),
         rank=rank,
         role=role,
         heads=heads,
@@ -496,15 +489,22 @@ def _attention_leaf(
     )
 
 
-def _selected(ends: Range, count: int) -> int:
-    """How many of `count` heads or entries a range selects. 0 where an end is beyond
-    them: a slice would select fewer without a word.
+def _without_list(field: Any) -> Any:
+    """A tuple for a list, which a config in YAML or JSON has in its place."""
+    return tuple(field) if isinstance(field, list) else field
+
+
+def _selected_count(ends: Range, count: int) -> int:
+    """How many of `count` heads or entries a range selects. 0 for anything but a range,
+    and where an end is beyond them: a slice would select fewer without a word.
     """
+    if not isinstance(ends, tuple) or len(ends) != 2:
+        return 0
     is_within = all(abs(end or 0) <= count for end in ends)
     return len(range(count)[slice(*ends)]) if is_within else 0
 
 
-def path_names(path: KeyPath) -> Path:
+def _path_names(path: KeyPath) -> Path:
     """The names along a path. One key may hold several: Haiku joins the names of
     modules by "/", and torch by ".".
     """

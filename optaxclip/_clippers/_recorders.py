@@ -15,7 +15,7 @@ from .._exported import exported
 from .._kernel import make_clipper, without_overrides
 from .._mesh import MeshAxes
 from .._norms import UserNorm, global_norm
-from .._state import ClipState, RecordState
+from .._state import RecordState
 from .._trees import PyTree
 from .._wrappers._judge import Judge, StateArrays, pack, row_property, unpack
 from ..rules._memory import count_up, in_place, moving_average
@@ -67,11 +67,7 @@ def record_norm(
         # A recorder shows what it measured itself.
         extra_args = without_overrides(extra_args)
         updates, new_state = clipper.update(updates, state, params, **extra_args)
-        # Where there was no state, as for a clipper of optax, the kernel has made a
-        # `ClipState`.
-        if not isinstance(state, ClipState):
-            new_state = RecordState(*new_state)
-        return updates, new_state
+        return updates, RecordState(*new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

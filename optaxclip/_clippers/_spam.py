@@ -22,10 +22,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
@@ -117,13 +115,8 @@ def spam(
     warmup = checked_number(f"{call}: warmup", warmup, schedule=False)
     if every is not None:
         checks.check_length(f"{call}: every", every)
-        is_known = not isinstance(every, Tracer) and not isinstance(warmup, Tracer)
-        if is_known and np.less_equal(every, warmup):
-            raise ValueError(
-                f"{call}: every must be above warmup, got every={checks.shown(every)} "
-                f"and warmup={checks.shown(warmup)}: each reset would come before the "
-                "warm-up is over, and nothing would ever be clipped."
-            )
+        # Otherwise each reset would come within the warm-up, and nothing be clipped.
+        checks.check_order(call, ("warmup + 1", warmup + 1), ("every", every))
     checks.check_flag(f"{call}: count", count)
 
     def zero_moment(leaf: ArrayLike) -> Array:
@@ -144,7 +137,7 @@ def spam(
         tree = clipped_leaves(updates, call)
         trees.check_kept(call, tree, state.second_moment)
         step = state.step
-        since_reset = steps_since_reset(step, every)
+        since_reset = _steps_since_reset(step, every)
         cut_down = partial(_cut_down, step, threshold, since_reset >= warmup)
         # Where a leaf is missing in this step, the tree has None.
         map_leaves = partial(jax.tree.map, is_leaf=trees.is_none)
@@ -154,8 +147,8 @@ def spam(
             zeros = jax.tree.map(jnp.zeros_like, state.second_moment)
             moment = new_where(since_reset == 0, zeros, state.second_moment)
             clipped = map_leaves(cut_down, tree, moment)
-            blend = partial(_blend, step, decay)
-            new_moment = map_leaves(blend, tree, clipped, moment)
+            next_moment = partial(_next_moment, step, decay)
+            new_moment = map_leaves(next_moment, tree, clipped, moment)
         else:
             moment = trees.values_of(call, "second_moment", tree, moment_of_caller)
             clipped = map_leaves(cut_down, tree, moment)
@@ -164,8 +157,9 @@ def spam(
         new_step = count_up(step)
         elements = state.elements
         if count:
-            pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(clipped)))
-            elements = count_clipped(call, elements, new_step, pairs)
+            leaves = jax.tree.leaves(tree)
+            before_and_after = list(zip(leaves, jax.tree.leaves(clipped)))
+            elements = count_clipped(call, elements, new_step, before_and_after)
         return put_back(clipped, updates), SpamState(new_step, new_moment, elements)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -188,23 +182,23 @@ def _cut_down(
     (threshold,) = at_step(step, moment.dtype, threshold)
     # Roots first: threshold * v overflows for gradients of 1e18, v being their square.
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
-    is_usual = moment > 0
+    has_usual_size = moment > 0
     # A threshold of inf times 0 would be NaN.
-    usual_size = jnp.where(is_usual, root(moment), 1.0)
+    usual_size = jnp.where(has_usual_size, root(moment), 1.0)
     limit = root(threshold) * usual_size
     size = jnp.abs(wide).astype(moment.dtype)
-    is_spike = (size > limit) & is_usual & is_past_warmup
+    is_spike = (size > limit) & has_usual_size & is_past_warmup
     dtype = jnp.result_type(x)
     largest = float(jnp.finfo(dtype).max)
     # Where nothing is cut the limit may be inf, which is NaN times the sign of 0. The
     # limit of an infinite coordinate may be beyond the dtype of the leaf.
     new_size = jnp.where(is_spike, jnp.minimum(limit, largest), 1.0)
     new_size = new_size.astype(modulus_dtype(wide))
-    cut = with_modulus(new_size, wide)
-    return jnp.where(is_spike, cut.astype(dtype), x)
+    shortened = with_modulus(new_size, wide)
+    return jnp.where(is_spike, shortened.astype(dtype), x)
 
 
-def _blend(
+def _next_moment(
     step: Array, decay: Number, x: ArrayLike | None, clipped: Array, moment: Array
 ) -> Array:
     """The average of squares after a step. A missing leaf keeps its average."""
@@ -392,7 +386,7 @@ def reset_momentum(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         check_state(call, state, ResetState)
-        since_reset = steps_since_reset(state.step, every)
+        since_reset = _steps_since_reset(state.step, every)
         # Some optimizers keep a copy of the weights in their state, so `init` gets
         # them.
         weights = updates if params is None else arrays_of(params)
@@ -422,7 +416,7 @@ def reset_momentum(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def steps_since_reset(step: Array, every: ArrayLike | None) -> Array:
+def _steps_since_reset(step: Array, every: ArrayLike | None) -> Array:
     """Steps since the last reset. Resets are before the updates number `every`,
     2 `every` and so on. Without resets, the number of the update.
     """

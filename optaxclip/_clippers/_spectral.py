@@ -242,17 +242,17 @@ class SpectralNorm(NamedTuple):
 
     @partial(jax.jit, static_argnums=0)
     def __call__(self, tree: PyTree) -> Norms:
-        # Before the norms, since its errors name the function that the user called.
-        indices_by_shape = self.indices_by_shape(tree)
         leaves = jax.tree.leaves(tree)
         # Vectors keep their L2 norm, which is their spectral norm. Devices may hold
         # different layers, whose norms are not joined.
         mesh_axes = [None if axes else "auto" for axes in self.layer_axes(tree)]
         mesh_axes_of_paths = Prefix(tuple(zip(trees.leaf_paths(tree), mesh_axes)))
-        measure = TensorNorm(stacked=self.stacked, mesh_axes=mesh_axes_of_paths)
+        measure = TensorNorm(
+            self.call, stacked=self.stacked, mesh_axes=mesh_axes_of_paths
+        )
         l2_norms = measure(tree)
         values = l2_norms.local_values()
-        for matrix_shape, indices in indices_by_shape.items():
+        for matrix_shape, indices in self.indices_by_shape(tree).items():
             matrices = matrix_shape.stack(leaves, indices)
             # The largest elements are norms too, near enough to divide by.
             sizes = jnp.abs(matrices)

@@ -103,7 +103,7 @@ def test_spam_that_never_starts_anew_clips_after_its_warmup():
 
 
 def test_spam_needs_resets_further_apart_than_its_warmup():
-    with pytest.raises(ValueError, match="spam: every must be above warmup, got every"):
+    with pytest.raises(ValueError, match=r"spam: warmup \+ 1 must be at most every"):
         optaxclip.spam(every=20)
     # Only the third update is clipped: the resets are before the second and fourth.
     clipper = optaxclip.spam(1.0, warmup=1, every=2)
