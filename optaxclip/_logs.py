@@ -211,7 +211,12 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
 
 
 def _rows_in(row: Row) -> Sequence[Row]:
-    """The rows of trainer_state.json or of a dict of lists. Another dict is one row."""
+    """The rows of trainer_state.json, of pandas, or of a dict of lists. Another dict is
+    one row.
+    """
+    rows_of_pandas = _rows_of_pandas(row)
+    if rows_of_pandas:
+        return rows_of_pandas
     tables: list[Sequence[Row]] = []
     lists: dict[str, list[object]] = {}
     for name, entry in _flattened(row).items():
@@ -228,6 +233,21 @@ def _rows_in(row: Row) -> Sequence[Row]:
     return [row]
 
 
+def _rows_of_pandas(table: Row) -> list[Row]:
+    """The rows of {"loss": {"0": 2.5, "1": 2.0}}, as `to_json` of pandas writes columns
+    by default. No rows for another dict.
+    """
+    rows: dict[object, dict[str, object]] = defaultdict(dict)  # by index
+    for name, entries in table.items():
+        if not isinstance(entries, dict):
+            return []
+        for index, entry in entries.items():
+            if not str(index).isdecimal():
+                return []
+            rows[index][name] = entry
+    return [{"index": index, **row} for index, row in rows.items()]
+
+
 def _dict_at(text: str, start: int) -> tuple[Row, int]:
     """The dict that begins at a place, and where it ends. If none does, an empty dict,
     and the next place.
@@ -239,8 +259,10 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
         printed = re.compile(r"\{([^{}\n]|\{[^{}\n]*\})*\}").match(text, start)
     if printed is None:
         return {}, start + 1
+    # torch prints tensor(2.5, grad_fn=<MeanBackward0>).
+    source = re.sub(r", grad_fn=<\w+>", "", printed[0])
     try:
-        literal = _WithLiterals().visit(ast.parse(printed[0], mode="eval"))
+        literal = _WithLiterals().visit(ast.parse(source, mode="eval"))
         return dict(ast.literal_eval(literal)), printed.end()
     except (ValueError, SyntaxError, TypeError, IndexError):
         # Braces of other text.
@@ -311,8 +333,10 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
 
 
 def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
-    regex = re.compile(pattern)
-    if not regex.groups:
+    regex = None
+    with suppress(re.error):
+        regex = re.compile(pattern)
+    if regex is None or not regex.groups:
         raise ValueError(
             "pattern must be a regular expression with a group for each column, such "
             f"as 'norm: (?P<grad_norm>\\S+)', got {pattern!r}."
@@ -384,6 +408,7 @@ STEP_NAMES = (
     "iteration",
     "iter",
     "num_updates",
+    "index",
 )
 
 

@@ -42,6 +42,8 @@ FORMS = [
     # np.savetxt with a header.
     "# step,grad_norm\n0.0e+00,1.5e+00\n1.0e+00,2.5e+00\n",
     "# step grad_norm\n0.0e+00 1.5e+00\n1.0e+00 2.5e+00\n",
+    # to_json of pandas.
+    '{"loss": {"0": 2, "1": 1}, "grad_norm": {"0": 1.5, "1": 2.5}}',
     # As pandas writes an index.
     "\tstep\tgrad_norm\n0\t0\t1.5\n1\t1\t2.5\n",
     "grad_norm\tval\n1.5\t2\n2.5\t\n",
@@ -277,6 +279,17 @@ def test_the_steps_of_multisteps_are_the_surest(tmp_path):
     path.write_text("step,gradient_step,norm\n2,1,1.5\n5,2,2.5\n")
     log = _logs.read_log(path, "test")
     assert log.columns["norm"].steps.tolist() == [1, 2]
+
+
+def test_the_index_of_pandas_is_the_step_of_a_row(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('{"grad_norm": {"100": 1.5, "110": 2.5}}')
+    log = _logs.read_log(path, "test")
+    assert log.columns["grad_norm"].steps.tolist() == [100, 110]
+    # A column of steps is surer.
+    path.write_text('{"_step": {"0": 7, "1": 8}, "norm": {"0": 1.5, "1": 2.5}}')
+    log = _logs.read_log(path, "test")
+    assert log.columns["norm"].steps.tolist() == [7, 8]
 
 
 def test_nulls_that_a_resumed_run_replaces_are_no_norms(tmp_path):
