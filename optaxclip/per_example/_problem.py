@@ -106,7 +106,7 @@ class Signature(NamedTuple):
     argnums: Argnums
     shared_argnums: Argnums
     has_aux: bool
-    mesh_axes: MeshAxes = "auto"
+    mesh_axes: MeshAxes
 
     def problem_of(self, args: tuple[Any, ...], mask: Any = None) -> Problem:
         """The problem of a call with these arguments.
@@ -188,20 +188,12 @@ class Signature(NamedTuple):
 
     def _splits(self, params: PyTree, batch: PyTree) -> list[AxisNames]:
         """For each parameter, the mesh axes over which its gradient is split."""
-        batch_axes = varying(batch)
         all_dims = [None] * len(jax.tree.leaves(params))
         splits = []
         for split in _mesh.splits(self.mesh_axes, params, all_dims, self.call):
-            names = set(split.mesh_of_summed)
-            shared_axes = names & batch_axes
-            # Along these axes devices hold gradients of different examples.
-            if shared_axes and self.mesh_axes != "auto":
-                raise ValueError(
-                    f"{self.call}: mesh_axes={self.mesh_axes!r} names "
-                    f"{listed(shared_axes)}, which splits the batch, so that a device "
-                    "has examples of its own. Gather the parameters first."
-                )
-            splits.append(tuple(sorted(names - batch_axes)))
+            # Along axes of the batch devices hold gradients of different examples.
+            names = set(split.mesh_of_summed) - varying(batch)
+            splits.append(tuple(sorted(names)))
         return splits
 
     def _check_program(self, program: ClosedJaxpr, batch_axes: AxisNames) -> None:

@@ -176,9 +176,12 @@ def test_a_sum_over_the_batch_in_a_backward_rule_is_refused():
         run(jnp.ones((8, 2)), normal(0, 4, 8))
 
 
-def test_parameters_gathered_before_are_whole():
+@pytest.mark.parametrize("mesh_axes", ["auto", "data", P("data")])
+def test_parameters_gathered_before_are_whole(mesh_axes):
+    """By type they still differ along the axis, so that names must name it."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=AUTO)
-    grad = clipped_grad(lambda w, x: jnp.sum(x @ w), 1.0, mean=False)
+    options = {"mean": False, "mesh_axes": mesh_axes}
+    grad = clipped_grad(lambda w, x: jnp.sum(x @ w), 1.0, **options)
 
     def local(w, x):
         whole = lax.all_gather(w, "data", tiled=True)
