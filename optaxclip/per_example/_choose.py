@@ -158,8 +158,8 @@ def _width_of_ghost(problem: Problem, ghost: Ghost, microbatch: int | None) -> i
 def _width_of_one_pass(
     problem: Problem, ghost: Ghost | None, microbatch: int | None
 ) -> int:
-    """The width of one pass where "auto" takes it. Ghost clipping, if it can take the
-    loss, knows what the backward pass captures.
+    """The width of one pass if "auto" takes it. Where ghost clipping is possible, it
+    knows how much the backward pass captures.
     """
     if microbatch:
         return _given_width(problem, microbatch)
@@ -188,11 +188,11 @@ def _width_of_one_pass(
 
 
 def _fitting(size: int, example_size: int, captured_size: int) -> int:
-    """How many of the examples of a batch fit into memory, at least one, if
-    `example_size` numbers are kept of each beside those that are captured.
+    """How many examples are taken at once, at least one, if `example_size` numbers of
+    each are kept beside the captured ones.
 
-    All fit if they take at most a third of the captured memory. Otherwise they may
-    take two thirds, since less is captured of a microbatch.
+    All of them if what is kept fills at most a third of what is captured. A microbatch
+    captures less, so what is kept may fill two thirds.
     """
     room = max(size * captured_size // 3, small_memory() // 4)
     fitting = room // max(example_size, 1)
@@ -207,12 +207,14 @@ def _fitting(size: int, example_size: int, captured_size: int) -> int:
 def _with_right_kernels(
     problem: Problem, ghost: Ghost | None, method: str, microbatch: int | None
 ) -> tuple[str, int | None]:
-    """The method and the microbatch with which XLA computes right gradients of examples
-    by a convolution's kernel. jax.vmap(jax.grad(loss)) gets them wrong in two cases:
-    where jit splits the batch, and on a CPU for several groups, where the NaN of one
-    example reaches all. One example at a time is right for groups.
+    """The method and the microbatch, changed where XLA would compute wrong gradients of
+    examples by a convolution's kernel. There are two such cases:
 
-    Raises ValueError for a batch that is split, or makes the compiler raise it.
+      jit splits the batch              Right only by ghost clipping without these
+                                        gradients. Otherwise raises ValueError, or makes
+                                        the compiler raise it
+      groups of several channels        On a CPU the NaN of one example reaches all. One
+                                        example at a time is right too
     """
     convolutions = convolutions_of(problem.program)
     if not convolutions:
