@@ -42,52 +42,53 @@ PARTS_OF_A_SUM = 1024
 class Bounds(NamedTuple):
     """Bounds of the sum over all devices, in units of the limit."""
 
-    excess: float  # what one example adds at most, less 1
-    change: float  # how much one example changes the sum at most, less 1
-    longest: float  # how long the sum may be
+    excess: float  # one example adds at most 1 + excess
+    change: float  # one example changes the sum by at most 1 + change
+    longest: float  # the norm of the sum is at most this
 
 
 def bounds_of(problem: Problem, choice: Choice) -> Bounds:
-    """The bounds of a problem whose gradients are clipped by a choice."""
-    # In shard_map and pmap the caller adds up the sums of devices, by lax.psum.
-    devices = device_count(problem.mesh_axes)
-    size = problem.present.size * devices
-    leaves = jax.tree.leaves(problem.params)
-    sizes = [size, *(leaf.size for leaf in leaves)]
-    # Sizes of jax.export may be symbols.
-    is_known = all(isinstance(size, int) for size in sizes)
+    """The bounds of the sum that a choice computes. All are inf where nothing is
+    proved.
+    """
     # jax.vmap draws the bits of all examples from the key of the first one.
     equations = problem.program.jaxpr.eqns
-    if not is_known or any(map(has_bits_that_vmap_changes, equations)):
+    is_one_draw = any(map(has_bits_that_vmap_changes, equations))
+    if is_one_draw or problem.has_symbolic_sizes:
         return Bounds(excess=np.inf, change=np.inf, longest=np.inf)
-    # All devices add up the examples of a turn, and then there is a sum over turns.
-    width = min((choice.microbatch or size) * devices, size)
+    # In shard_map and pmap the caller adds up the sums of devices, by lax.psum. All
+    # devices add up the examples of a turn, and then there is a sum over turns.
+    devices = device_count(problem.mesh_axes)
+    size = problem.present.size * devices
+    width = choice.width * devices
     turns = -(-size // width)
-    squares = ROUNDINGS_OF_FACTOR
+    roundings_of_squares = ROUNDINGS_OF_FACTOR
     norm_errors = [0.0]
     sum_errors = [0.0]
+    leaves = jax.tree.leaves(problem.params)
     for plan, leaf, mesh_axes in zip(choice.plans(problem), leaves, problem.splits):
-        # A norm by product has a square for each row and column, and one for itself:
-        # at most two more than the parameter has numbers.
-        squares += 2
+        # A norm by product squares its rows and columns, and then itself. These are at
+        # most two more numbers than the parameter has.
+        roundings_of_squares += 2
         if isinstance(plan, GramPlan):
             terms_over_gradient = MAX_CANCELLATION + 1
-            # The terms of a block, and two roundings of Kahan's sum twice: for the
-            # blocks of an example, and for those of all examples
+            # The terms of a block are added up. Kahan's sum has two roundings for the
+            # blocks of an example, and two for those of all examples.
             block = min(width * plan.positions, block_size())
             roundings = block + 2 + 2 + devices
             norm_errors.append(_error_of_gram(plan))
         else:
             terms_over_gradient = 1
             roundings = width
-            # A norm by gram is one number instead.
-            squares += leaf.size * device_count(mesh_axes)
+            # Norms by gram have no squares of gradients.
+            roundings_of_squares += leaf.size * device_count(mesh_axes)
         # A gradient times its factor and the divisor is rounded four times.
         error = gamma(roundings + turns + 4, _dtype_of_sum(plan, leaf))
         error += _error_of_factors(plan)
         sum_errors.append(terms_over_gradient * error)
     error_of_sum = max(sum_errors)
-    excess = _error_of_squares(squares) + max(norm_errors) + error_of_sum
+    error_of_squares = _error_of_squares(roundings_of_squares)
+    excess = error_of_squares + max(norm_errors) + error_of_sum
     return Bounds(
         excess,
         change=excess + 2 * (size - 1) * error_of_sum,
@@ -95,26 +96,22 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     )
 
 
-def _error_of_squares(count: int) -> float:
-    """What the sum of all squares may miss of a norm: sqrt(1 + gamma(n)) - 1, for n
-    squares, which only a CPU adds up in float64.
+def _error_of_squares(roundings: int) -> float:
+    """By how much the norm may be too short, since its sum of squares is rounded:
+    sqrt(1 + gamma(n)) - 1 for n roundings. Only a CPU adds up squares in float64.
     """
-    if has_accelerator():
-        one_after_another = min(count, count // PARTS_OF_A_SUM + PARTS_OF_A_SUM)
-        error_of_square = gamma(one_after_another, np.float32)
+    # A program may run on any of the platforms that JAX has.
+    if set(backends()) == {"cpu"}:
+        error_of_square = gamma(roundings, np.float64)
     else:
-        error_of_square = gamma(count, np.float64)
+        in_parts = roundings // PARTS_OF_A_SUM + PARTS_OF_A_SUM
+        error_of_square = gamma(min(roundings, in_parts), np.float32)
     return float(np.sqrt(1 + error_of_square) - 1)
 
 
-def has_accelerator() -> bool:
-    """Whether a program may run elsewhere than on a CPU."""
-    return set(backends()) != {"cpu"}
-
-
 def _dtype_of_sum(plan: LeafPlan, leaf: Array) -> np.dtype:
-    """The dtype of the fewest bits to which terms or their sum are rounded, float32 or
-    wider. A loss may compute in fewer bits than the parameter has.
+    """The dtype in which the sum over examples is rounded: float64 if the parameter and
+    all arrays that the loss makes of it have 64 bits, otherwise float32.
     """
     dtypes = [leaf.dtype]
     for site in plan.sites:
@@ -126,8 +123,8 @@ def _dtype_of_sum(plan: LeafPlan, leaf: Array) -> np.dtype:
 
 
 def _error_of_factors(plan: LeafPlan) -> float:
-    """What a cotangent times a factor loses where it is written as two bfloat16
-    numbers, at all sites. Not where the gradient is kept instead.
+    """What is lost where cotangents times factors are written as two bfloat16 numbers,
+    for all sites together. Plans that keep the gradient do not write them.
     """
     if plan.kept_size:
         return 0.0
@@ -139,8 +136,8 @@ def _error_of_factors(plan: LeafPlan) -> float:
 
 
 def _error_of_gram(plan: GramPlan) -> float:
-    """e = sqrt(1 + 16^2 gamma(R + K + L T^2 + 1)) - 1 for sums in float64, with R rows,
-    K columns, a stack of L matrices, and T positions.
+    """e = sqrt(1 + 16^2 gamma(R + K + L T^2 + 1)) - 1, with R rows, K columns, a stack
+    of L matrices, and T positions. Its sums are in float64.
     """
     error_of_square = gamma(plan.roundings, np.float64)
     return float(np.sqrt(1 + MAX_CANCELLATION**2 * error_of_square) - 1)

@@ -2,17 +2,17 @@
 
 Ghost clipping takes time for norms, and to write and read what it captures. One pass
 takes time to write and read the gradient of each example. Both are counted from shapes.
+
+A `microbatch` is the option. The width is how many examples one device takes at once.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
-from jax.extend.core import JaxprEqn
 
 from .. import _trees as trees
 from .._checks import check_choice, check_length
-from .._jaxpr import every_equation
 from .._mesh_types import is_on_one_device, manual_axes
 from .._trees import PyTree
 from ._ghost import Ghost, ghost_of
@@ -22,6 +22,7 @@ from ._passes import even_width, small_memory
 from ._problem import Problem, place_of
 from ._work import (
     CONVOLUTION_SLOWDOWN_IN_LOOP,
+    convolutions_of,
     has_convolution,
     has_groups,
     has_window,
@@ -38,9 +39,12 @@ MULTIPLICATIONS_PER_NUMBER = 48
 class Choice(NamedTuple):
     """How the gradients of a problem are clipped."""
 
-    method: str  # "ghost" or "one_pass"
-    microbatch: int | None  # how many examples at once. None: all
-    ghost: Ghost | None = None  # set if that is the method
+    width: int  # how many examples a device takes at once
+    ghost: Ghost | None = None  # None: in one pass
+
+    @property
+    def method(self) -> str:
+        return "ghost" if self.ghost else "one_pass"
 
     def plans(self, problem: Problem) -> list[LeafPlan]:
         """How the norms of the gradients by each parameter are computed."""
@@ -49,6 +53,15 @@ class Choice(NamedTuple):
         # One pass makes all gradients of examples, and captures nothing.
         leaves = jax.tree.leaves(problem.params)
         return [GradientPlan([], leaf.size) for leaf in leaves]
+
+
+def checked_microbatch(call: str, method: str, microbatch: Any) -> int | None:
+    """The microbatch as an int. Raises for a wrong method or microbatch."""
+    check_choice(f"{call}: method", method, METHODS)
+    if microbatch is None:
+        return None
+    check_length(f"{call}: microbatch", microbatch)
+    return int(microbatch)
 
 
 def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
@@ -63,33 +76,19 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
                 f'{problem.call}: method must be "one_pass" or "auto" for {obstacle}, '
                 'got "ghost".'
             )
-    method, microbatch = _with_right_kernels(
-        problem, ghost, method, microbatch_of_device(problem, microbatch)
-    )
+    method, microbatch = _with_right_kernels(problem, ghost, method, microbatch)
     if method == "one_pass":
-        return Choice("one_pass", microbatch)
-    takes_ghost = method == "ghost"
+        width = problem.present.size
+        if microbatch:
+            width = _given_width(problem, microbatch)
+        return Choice(width)
     if ghost and method == "auto":
         costs = costs_of(problem, ghost, microbatch)
-        takes_ghost = costs["ghost"] <= costs["one_pass"]
-    if ghost and takes_ghost:
-        width = microbatch or _microbatch_of_ghost(problem, ghost)
-        return Choice("ghost", width, ghost)
-    return Choice("one_pass", microbatch or _microbatch_of_one_pass(problem, ghost))
-
-
-def checked_microbatch(call: str, method: str, microbatch: Any) -> int | None:
-    """The microbatch as an int. Raises for a wrong method or microbatch."""
-    check_choice(f"{call}: method", method, METHODS)
-    if microbatch is None:
-        return None
-    check_length(f"{call}: microbatch", microbatch)
-    return int(microbatch)
-
-
-def microbatch_of_device(problem: Problem, microbatch: int | None) -> int | None:
-    """How many examples of a microbatch each of the devices takes that share it."""
-    return max(microbatch // problem.devices, 1) if microbatch else None
+        if costs["ghost"] <= costs["one_pass"]:
+            method = "ghost"
+    if ghost and method == "ghost":
+        return Choice(_width_of_ghost(problem, ghost, microbatch), ghost)
+    return Choice(_width_of_one_pass(problem, ghost, microbatch))
 
 
 def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
@@ -103,9 +102,9 @@ def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
                 f"{trees.path_name(path)!r} of {array_type}, which is split over "
                 "Explicit mesh axes that do not split the batch"
             )
-        # The plan depends on sizes, and sizes of jax.export may be symbols.
-        if not all(isinstance(size, int) for size in leaf.shape):
-            return None, f"sizes that are not known, here {leaf.shape}"
+    # Plans depend on sizes.
+    if problem.has_symbolic_sizes:
+        return None, "symbolic sizes of jax.export"
     try:
         return ghost_of(problem), ""
     except CannotSplit as error:
@@ -129,8 +128,8 @@ def costs_of(
         return {"one_pass": one_pass_work / plain_work}
     # XLA on a CPU takes about twice as long for the gradients of examples by the kernel
     # of a convolution. Other platforms are taken to be alike.
-    width = microbatch or _microbatch_of_one_pass(problem, ghost) or size
-    slowdown = CONVOLUTION_SLOWDOWN_IN_LOOP if width < size else 2
+    is_loop = _width_of_one_pass(problem, ghost, microbatch) < size
+    slowdown = CONVOLUTION_SLOWDOWN_IN_LOOP if is_loop else 2
     one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_window)
     # What is captured, and what is kept of it, is written and read.
     written_size = ghost.captured_size + ghost.kept_size
@@ -139,24 +138,39 @@ def costs_of(
     return {"one_pass": one_pass_work / plain_work, "ghost": ghost_work / plain_work}
 
 
-def _microbatch_of_ghost(problem: Problem, ghost: Ghost) -> int | None:
-    """How many examples ghost clipping takes at once, None for all."""
+# ------------------------------------------------------------ how many examples at once
+
+
+def _given_width(problem: Problem, microbatch: int) -> int:
+    """The width of a microbatch that the devices of an Explicit mesh share."""
+    return even_width(problem.present.size, max(microbatch // problem.devices, 1))
+
+
+def _width_of_ghost(problem: Problem, ghost: Ghost, microbatch: int | None) -> int:
+    if microbatch:
+        return _given_width(problem, microbatch)
     size = problem.present.size
     if ghost.kept_size <= ghost.captured_size:
-        return None
-    return _microbatch_of(size, _fitting(size, ghost.kept_size, ghost.captured_size))
+        return size
+    return even_width(size, _fitting(size, ghost.kept_size, ghost.captured_size))
 
 
-def _microbatch_of_one_pass(problem: Problem, ghost: Ghost | None) -> int | None:
-    """How many examples "auto" takes at once in one pass, None for all."""
+def _width_of_one_pass(
+    problem: Problem, ghost: Ghost | None, microbatch: int | None
+) -> int:
+    """The width of one pass if "auto" takes it. Where ghost clipping is possible, it
+    knows how much the backward pass captures.
+    """
+    if microbatch:
+        return _given_width(problem, microbatch)
     size = problem.present.size
+    if problem.has_symbolic_sizes:
+        return size
     leaves = jax.tree.leaves(problem.params)
     if not ghost:
-        # What the batch keeps is not known here. Sizes of jax.export may be symbols.
         gradient_size = sum(leaf.size for leaf in leaves)
-        if not isinstance(gradient_size, int) or not isinstance(size, int):
-            return None
-        return _microbatch_of(size, 8 * small_memory() // max(gradient_size, 1))
+        fitting = 8 * small_memory() // max(gradient_size, 1)
+        return even_width(size, max(fitting, 1))
     gradient_size = 0
     for leaf, plan in zip(leaves, ghost.plans):
         gradient_size += max(leaf.size, plan.kept_size)
@@ -170,34 +184,57 @@ def _microbatch_of_one_pass(problem: Problem, ghost: Ghost | None) -> int | None
         # once of its time with 8.
         in_cache = max(8, small_memory() // max(gradient_size, 1))
         fitting = min(fitting, in_cache)
-    return _microbatch_of(size, fitting)
+    return even_width(size, fitting)
 
 
 def _fitting(size: int, example_size: int, captured_size: int) -> int:
-    """How many of the examples of a batch fit into memory, if `example_size` numbers
-    are kept of each beside those that are captured.
+    """How many examples are taken at once, at least one, if `example_size` numbers of
+    each are kept beside the captured ones.
 
-    All fit if they take at most a third of the captured memory. Otherwise they may
-    take two thirds, since less is captured of a microbatch.
+    All of them if what is kept fills at most a third of what is captured. A microbatch
+    captures less, so what is kept may fill two thirds.
     """
     room = max(size * captured_size // 3, small_memory() // 4)
     fitting = room // max(example_size, 1)
-    return size if fitting >= size else min(2 * fitting, size // 2)
+    if fitting >= size:
+        return size
+    return max(min(2 * fitting, size // 2), 1)
 
 
-def _microbatch_of(size: int, fitting: int) -> int | None:
-    """The microbatch where so many examples fit, at least one. None for all."""
-    return even_width(size, max(fitting, 1)) if fitting < size else None
+# ------------------------------------------------------------- kernels of convolutions
 
 
-def _convolutions(problem: Problem) -> list[JaxprEqn]:
-    """The convolutions in the loss."""
-    convolutions = []
-    for outer in problem.program.jaxpr.eqns:
-        for eqn in every_equation(outer):
-            if eqn.primitive.name == "conv_general_dilated":
-                convolutions.append(eqn)
-    return convolutions
+def _with_right_kernels(
+    problem: Problem, ghost: Ghost | None, method: str, microbatch: int | None
+) -> tuple[str, int | None]:
+    """The method and the microbatch, changed where XLA would compute wrong gradients of
+    examples by a convolution's kernel. There are two such cases:
+
+      jit splits the batch              Right only by ghost clipping without these
+                                        gradients. Otherwise raises ValueError, or makes
+                                        the compiler raise it
+      groups of several channels        On a CPU the NaN of one example reaches all. One
+                                        example at a time is right too
+    """
+    convolutions = convolutions_of(problem.program)
+    if not convolutions:
+        return method, microbatch
+    is_grouped = any(map(has_groups, convolutions))
+    may_be_split = _may_be_split(problem.batch)
+    if not is_grouped and not may_be_split:
+        return method, microbatch
+    if ghost and not _makes_kernel_gradients(ghost):
+        return "ghost", microbatch
+    if may_be_split:
+        _refuse_a_split(
+            problem.batch,
+            f'{problem.call}: method must be "ghost", and each kernel used once, for '
+            f"convolutions{place_of(convolutions[0])} of a batch that jit splits over "
+            "devices, where XLA computes wrong gradients of examples. Or put "
+            "clipped_grad into jax.shard_map, with mean=False, and lax.psum its "
+            f'gradients. Got method="{method}".',
+        )
+    return method, 1 if is_grouped else microbatch
 
 
 def _makes_kernel_gradients(ghost: Ghost) -> bool:
@@ -206,71 +243,26 @@ def _makes_kernel_gradients(ghost: Ghost) -> bool:
     return any(map(has_convolution, equations))
 
 
-def _with_right_kernels(
-    problem: Problem, ghost: Ghost | None, method: str, microbatch: int | None
-) -> tuple[str, int | None]:
-    """The method and the microbatch with which XLA computes right gradients of examples
-    by a convolution's kernel. jax.vmap(jax.grad(loss)) gets them wrong in two cases:
-    where jit splits the batch, and on a CPU for several groups, where the NaN of one
-    example reaches all. One example at a time is right for groups.
-
-    Raises ValueError for a batch that is split, or makes the compiler raise it.
-    """
-    convolutions = _convolutions(problem)
-    if not convolutions:
-        return method, microbatch
-    grouped = [eqn for eqn in convolutions if has_groups(eqn)]
-    is_split = _is_split(problem.batch)
-    if not grouped and is_split is False:
-        return method, microbatch
-    if ghost and not _makes_kernel_gradients(ghost):
-        return "ghost", microbatch
-    place = place_of(convolutions[0])
-    error_text = (
-        f'{problem.call}: method must be "ghost", and each kernel used once, for '
-        f"convolutions{place} of a batch that jit splits over devices, where XLA "
-        "computes wrong gradients of examples. Or put clipped_grad into jax.shard_map, "
-        f'with mean=False, and lax.psum its gradients. Got method="{method}".'
-    )
-    if is_split:
-        raise ValueError(error_text)
-    if is_split is None:
-        _refuse_a_split(problem.batch, error_text)
-    if not grouped:
-        return method, microbatch
-    if problem.limits and problem.limits.needs_all_norms:
-        raise ValueError(
-            f"{problem.call}: max_norm must be a number for a convolution with "
-            f"feature_group_count{place_of(grouped[0])}, got a function. Its gradients "
-            "are made one example at a time, and a function needs the norms of all "
-            "examples first. Or use each kernel once and as it is, with "
-            'method="ghost".'
-        )
-    return method, 1
-
-
-def _is_split(batch: PyTree) -> bool | None:
-    """Whether jit may split the batch over devices. None if only the compiler knows."""
-    is_traced = False
+def _may_be_split(batch: PyTree) -> bool:
+    """Whether jit may split the batch over devices."""
+    # Of a traced batch only the compiler knows how `in_shardings` of jit splits it.
+    is_unknown = jax.device_count() > 1 and not manual_axes()
     for leaf in jax.tree.leaves(batch):
-        if not is_on_one_device(leaf):
+        if not is_on_one_device(leaf) or (is_unknown and isinstance(leaf, Tracer)):
             return True
-        # The type of a traced array has the mesh, but not how it is split.
-        if isinstance(leaf, Tracer):
-            is_traced = True
-        elif not leaf.sharding.is_fully_replicated:
-            return True
-    if is_traced and jax.device_count() > 1 and not manual_axes():
-        return None
     return False
 
 
-def _refuse_a_split(batch: PyTree, text: str) -> None:
-    """Makes the compiler raise an error if it splits the batch."""
+def _refuse_a_split(batch: PyTree, error_text: str) -> None:
+    """Raises ValueError for a batch that is split over devices. If only the compiler
+    knows, it raises the error.
+    """
 
     def check(sharding: jax.sharding.Sharding) -> None:
         if not sharding.is_fully_replicated:
-            raise ValueError(text)
+            raise ValueError(error_text)
 
     for leaf in jax.tree.leaves(batch):
+        if not is_on_one_device(leaf):
+            raise ValueError(error_text)
         jax.debug.inspect_array_sharding(leaf, callback=check)

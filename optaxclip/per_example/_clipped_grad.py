@@ -202,9 +202,8 @@ def clipped_grad(
         (`jax.custom_batching`, callbacks and `ffi_call` with a `vmap_method` other than
         "sequential"), or one that joins devices with different examples, or the batches
         of an outer `jax.vmap` (`lax.psum`).
-        In pmap or with check_vma=False every loss that joins devices, with
-        `mesh_axes="auto"`. A convolution with `feature_group_count` that ghost clipping
-        cannot take, with a limit that is a function.
+        In pmap and with check_vma=False, one that joins devices along mesh axes that
+        `mesh_axes` does not name.
       ValueError, for mesh axes that contradict the types.
       ValueError, for "ghost": Explicit mesh axes that split parameters, but not the
         batch, symbolic sizes, and a loss that cannot be split, such as one with refs
@@ -265,7 +264,7 @@ def clipped_grad(
         choice = choose(problem, method, microbatch)
         # A max_norm function needs all norms first, so the whole batch is one
         # microbatch.
-        width = None if limits.needs_all_norms else choice.microbatch
+        width = None if limits.needs_all_norms else choice.width
         run = Run(problem, width)
         if choice.ghost:
             sums, results = choice.ghost.clipped_sums(run)

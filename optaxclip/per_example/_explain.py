@@ -10,16 +10,8 @@ from .. import _trees as trees
 from .._checks import check_flag
 from .._mesh import MeshAxes
 from ._bounds import bounds_of
-from ._choose import (
-    Choice,
-    checked_microbatch,
-    choose,
-    costs_of,
-    ghost_or_obstacle,
-    microbatch_of_device,
-)
+from ._choose import Choice, checked_microbatch, choose, costs_of, ghost_or_obstacle
 from ._explicit import DeviceResult, on_each_device
-from ._passes import even_width
 from ._problem import Argnums, Problem, Signature, check_function
 
 
@@ -177,25 +169,24 @@ def explain_clipped_grad(
 
     def explain_on_device(problem: Problem) -> Explanation:
         choice = choose(problem, method, microbatch)
-        ghost = choice.ghost or ghost_or_obstacle(problem)[0]
         bounds = bounds_of(problem, choice)
-        size = problem.present.size
-        microbatch_of_all = None
-        if choice.microbatch and choice.microbatch < size:
-            microbatch_of_all = even_width(size, choice.microbatch) * problem.devices
+        ghost = choice.ghost or ghost_or_obstacle(problem)[0]
+        width_of_all = None
+        if choice.width != problem.present.size:
+            width_of_all = choice.width * problem.devices
         return Explanation(
             method=choice.method,
-            microbatch=microbatch_of_all,
-            leaves=explained_leaves(problem, choice),
+            microbatch=width_of_all,
+            leaves=_explained_leaves(problem, choice),
             excess=bounds.excess,
             change=bounds.change,
-            costs=costs_of(problem, ghost, microbatch_of_device(problem, microbatch)),
+            costs=costs_of(problem, ghost, microbatch),
         )
 
     return of_batch
 
 
-def explained_leaves(problem: Problem, choice: Choice) -> list[ExplainedLeaf]:
+def _explained_leaves(problem: Problem, choice: Choice) -> list[ExplainedLeaf]:
     """How the norms are computed, for each parameter."""
     leaves = []
     entries = jax.tree.leaves_with_path(problem.params)

@@ -1,4 +1,4 @@
-"""Meshes with Explicit axes. The type of an array says there how it is split.
+"""Meshes with Explicit axes, where the type of an array says how it is split.
 `jax.vmap` and the cotangents of ghost clipping cannot follow such types. So each device
 clips its own examples in `shard_map`:
 
@@ -28,7 +28,7 @@ from ._problem import Problem
 class DeviceResult(NamedTuple):
     """What a device computes of its examples."""
 
-    sums: list[Array]  # like the leaves of the parameters
+    sums: list[Array]  # of the clipped gradients, for each parameter
     nonfinite: Any  # how many examples are broken
     examples: Any  # arrays with a batch axis
 
@@ -51,12 +51,12 @@ class MeshRoles(NamedTuple):
 
     def placed(self, x: Array, spec: P) -> Array:
         """The array, with its first dimensions split as a spec says. Its other
-        dimensions are gathered along manual axes, and stay split along all others.
+        dimensions are gathered along manual axes, and stay split along other axes.
         """
         entries = []
         for entry in _spec_of(x):
-            names = _without(names_in(entry), self.manual_axes)
-            entries.append(names or None)
+            kept_names = _without(names_in(entry), self.manual_axes)
+            entries.append(kept_names or None)
         placed_spec = P(*spec, *entries[len(spec) :])
         return jax.reshard(x, NamedSharding(self.mesh, placed_spec))
 
@@ -82,8 +82,8 @@ class MeshRoles(NamedTuple):
 def on_each_device(
     run: Callable[[Problem], DeviceResult], problem: Problem
 ) -> DeviceResult:
-    """Calls `run` with the part of the problem that each device has. Adds up sums, and
-    how many examples are broken.
+    """Calls `run` on each device with its part of the problem, and adds up the sums and
+    the counts of broken examples. Without Explicit axes it just calls `run`.
     """
 
     def array_or_none(x: Any) -> Any:
@@ -133,7 +133,7 @@ def on_each_device(
 
 
 def _roles_of(arrays: Problem) -> MeshRoles:
-    """What mesh axes split in the arrays of a problem."""
+    """The roles of the mesh axes in the arrays of a problem."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
     mesh = max(meshes, key=lambda mesh: len(mesh.explicit_axes))
     batch_axes: AxisNames = ()

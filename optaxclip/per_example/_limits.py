@@ -28,12 +28,11 @@ from ..shrinks import Shrink, hard, lengthening_of
 from ._problem import Problem
 
 Arrays = list[Array]
-# How many times longer the terms of a gradient may be than their sum. Where they cancel
-# more, rounding is too large a part of the sum, and the example counts as longer than
-# it is.
+# The terms of a gradient may be this many times as long as their sum. If they cancel to
+# less, rounding is too large a part of it, and the example counts as longer than it is.
 MAX_CANCELLATION = 16
-# Numbers below 1.2e-38 may be flushed to 0. The bounds leave them out, which is proved
-# for limits C >= LEAST_LIMIT, and for factors up to C / LEAST_LIMIT.
+# Numbers below 1.2e-38 may be flushed to 0. The bounds do not count them. The proof
+# needs limits C >= LEAST_LIMIT for this, and factors up to C / LEAST_LIMIT.
 LEAST_LIMIT = 1e-5
 LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
@@ -76,9 +75,9 @@ def weights_of(
 ) -> Weights:
     """Norms and factors of gradients with a leading batch axis.
 
-    `term_bounds` has a number [batch] for each leaf: at least as long as all terms of
-    an example's gradient together, where these are only added up with those of other
-    examples. It is 0 where the gradient itself is made. None: all gradients were made.
+    `term_bounds` has an array [batch] for each leaf. If the gradient of an example is
+    never made, and its terms are added up with those of others, that is an upper bound
+    of the sum of their sizes. Otherwise it is 0. None: all gradients were made.
     """
     limits = problem.limits
     specs = []
@@ -98,8 +97,8 @@ def weights_of(
     counted_norms = jnp.where(is_counted[:, None], norms, 0.0)
     limits_of_norms = jnp.broadcast_to(limits.of_groups(norms, is_counted), norms.shape)
     new_norms = shrunk_by(limits.shrink, counted_norms, limits_of_norms, problem.call)
-    # The factor is the square of `root`. `reported` is the factor as one number, which
-    # stays within the normal numbers of its dtype.
+    # Gradients are multiplied twice by `factor.root`. `factor.reported` is one number
+    # for both.
     factor = factor_between(counted_norms, new_norms)
     ones = jnp.ones_like(counted_norms[:, 0])
     return Weights(
@@ -158,35 +157,32 @@ class Limits(NamedTuple):
         return jnp.where(jnp.any(is_counted), limit, 0)
 
     def of_sum(self, longest: float) -> Any:
-        """The limit of all groups together, the root of the sum of their squares, or
-        None where none is proved. For a traced limit that is not proved it is inf. The
-        sum may be `longest` limits long.
+        """The limit of all groups together: the root of the sum of their squares. None
+        where no bound is proved, which for traced limits is inf instead. The sum may be
+        `longest` limits long.
         """
-        if not _is_proved(self.shrink):
+        is_limited = not any(limit is None for limit in self.values)
+        # `over_limit` multiplies by at most 1 over the limit, and its new limit is 1.
+        is_bounded = (
+            self.shrink is over_limit or lengthening_of(self.shrink) <= 1 / LEAST_LIMIT
+        )
+        if self.needs_all_norms or not is_limited or not is_bounded:
             return None
         is_traced = any(isinstance(limit, Tracer) for limit in self.values)
         # By NumPy, so that `sensitivity` of dropin.jax_privacy is no tracer under jit.
         numpy = jnp if is_traced else np
-        limit_of_sum = 0.0
-        for value in self.values:
-            if value is None or is_function(value):
-                return None
-            if is_traced:
-                # It may be negative, and then counts as 0.
-                limit = jnp.maximum(in_norm_dtype(jnp.result_type(float), value), 0)
-            else:
-                limit = float(value)
-            is_proved = (limit == 0) | (limit >= LEAST_LIMIT)
-            new_limit = 1.0 if self.shrink is over_limit else limit
-            new_limit = numpy.where(is_proved, new_limit, np.inf)
-            limit_of_sum = numpy.hypot(limit_of_sum, new_limit)
+        # A traced limit may be negative, and then counts as 0.
+        limits = numpy.maximum(numpy.array(self.values, float), 0)
+        is_proved = numpy.all((limits == 0) | (limits >= LEAST_LIMIT))
+        if self.shrink is over_limit:
+            limits = numpy.ones_like(limits)
+        limit_of_sum = numpy.linalg.norm(limits)
         # A difference of sums that are inf has no bound.
-        limit_of_sum = numpy.where(
-            limit_of_sum < LARGEST_NUMBER / longest, limit_of_sum, np.inf
-        )
+        is_proved &= limit_of_sum < LARGEST_NUMBER / longest
         if is_traced:
-            return limit_of_sum * (1 + len(self.values) * 2.0**-22)
-        return None if np.isinf(limit_of_sum) else limit_of_sum
+            rounded_up = limit_of_sum * (1 + len(self.values) * 2.0**-22)
+            return jnp.where(is_proved, rounded_up, jnp.inf)
+        return limit_of_sum if is_proved else None
 
 
 def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> Limits:
@@ -222,12 +218,6 @@ def over_limit(norm: Array, limit: Array) -> Array:
     the limit.
     """
     return hard(norm, limit) / limit
-
-
-def _is_proved(shrink: Shrink) -> bool:
-    """Whether a sum clipped by this shrink has a proved bound."""
-    # `over_limit` multiplies by at most 1 over the limit, and its new limit is 1.
-    return shrink is over_limit or lengthening_of(shrink) <= 1 / LEAST_LIMIT
 
 
 def along_batch(per_example: Array, leaf: Array) -> Array:

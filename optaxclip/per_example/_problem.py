@@ -15,16 +15,16 @@ from .. import _mesh
 from .. import _mesh_types as mesh_types
 from .. import _trees as trees
 from .._checks import shown
-from .._jaxpr import every_equation
 from .._mesh import AxisNames, MeshAxes, listed
 from .._mesh_types import varying
 from .._trees import PyTree
+from ._work import equations_of
 
-# The folders of JAX and of this library, whose lines tell a user nothing.
+# Lines in the folders of JAX and of this library tell a user nothing.
 LIBRARIES = tuple(str(Path(str(x.__file__)).parent) for x in (jax, trees))
 # As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
 Argnums = int | Sequence[int]
-# The values of `vmap_method` by which a callback sees one example at a time. With None
+# With these values of `vmap_method` a callback sees one example at a time. With None
 # JAX raises an error where an argument of the callback depends on the example.
 ONE_BY_ONE = (None, "sequential", "sequential_unrolled")
 SPLIT_LOOKUP = (
@@ -37,10 +37,10 @@ SPLIT_LOOKUP = (
 class Problem(NamedTuple):
     """A loss of one example, parameters, and a batch of examples.
 
-    | fields | are set by |
+    | fields | set by |
     |---|---|
     | call, loss, params, batch, present, shared | `Signature.problem_of` |
-    | limits, groups, divisor, is_sum | `clipped_grad`, for each call |
+    | limits, groups, divisor, is_sum | `clipped_grad` |
     | devices | `on_each_device`, on a mesh with Explicit axes |
     | splits, mesh_axes, program, result_types | `Signature.on_device`, on each device |
     """
@@ -55,22 +55,28 @@ class Problem(NamedTuple):
     # For each parameter, the mesh axes over which its gradient is split
     splits: Sequence[AxisNames] = ()
     limits: Any = None  # `Limits`, of `max_norm`. None in `explain_clipped_grad`
-    groups: Sequence[int] = ()  # for each parameter, the number of its limit
+    groups: Sequence[int] = ()  # for each parameter, the index of its limit
     divisor: Any = 1  # of the sum of the clipped gradients
     is_sum: bool = True  # False: a mean
-    devices: int = 1  # of an Explicit mesh, that share the batch
+    devices: int = 1  # how many devices of an Explicit mesh share the batch
     # Inside shard_map and pmap: the mesh axes along which examples differ
     mesh_axes: AxisNames = ()
     # The traced loss of one example, a ClosedJaxpr, and the types of its results
     program: Any = None
     result_types: PyTree = None
 
+    @property
+    def has_symbolic_sizes(self) -> bool:
+        """Whether a size is a symbol of `jax.export`, which cannot be counted with."""
+        for leaf in jax.tree.leaves((self.params, self.batch)):
+            if not all(isinstance(size, int) for size in leaf.shape):
+                return True
+        return False
+
     def of_one(self, params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
-        """The loss of one example, and aux. A traced loss is run by its program, so
-        that each compilation calls the user's function once.
+        """The loss of one example, and aux. It runs the traced program, so that each
+        compilation calls the user's function once.
         """
-        if self.program is None:
-            return self.loss(params, example, self.shared)
         outputs = jaxpr_as_fun(self.program)(*jax.tree.leaves((params, example)))
         return jax.tree.unflatten(jax.tree.structure(self.result_types), outputs)
 
@@ -100,10 +106,10 @@ class Signature(NamedTuple):
     argnums: Argnums
     shared_argnums: Argnums
     has_aux: bool
-    mesh_axes: MeshAxes = "auto"
+    mesh_axes: MeshAxes
 
     def problem_of(self, args: tuple[Any, ...], mask: Any = None) -> Problem:
-        """The problem that the arguments of a call pose, for `on_device`.
+        """The problem of a call with these arguments.
 
         Raises:
           TypeError, ValueError: arguments that do not fit the roles.
@@ -119,9 +125,10 @@ class Signature(NamedTuple):
             )
         batch_places = [place for place in range(count) if place not in named_places]
         size = self._size({place: args[place] for place in batch_places})
-        batch = jax.tree.map(jnp.asarray, tuple(args[place] for place in batch_places))
-        places = [*param_places, *batch_places, *shared_places]
+        batch = tuple(args[place] for place in batch_places)
+        params = tuple(args[place] for place in param_places)
         is_tree = not isinstance(self.argnums, Sequence)
+        places = [*param_places, *batch_places, *shared_places]
 
         def loss(
             params: PyTree, example: PyTree, shared: list[Any]
@@ -129,7 +136,6 @@ class Signature(NamedTuple):
             param_args = [params] if is_tree else params
             args = dict(zip(places, [*param_args, *example, *shared]))
             returned = self.loss(*(args[place] for place in range(count)))
-            self._check_returned(returned)
             # Always with aux, so that all methods handle one form.
             return returned if self.has_aux else (returned, None)
 
@@ -139,84 +145,75 @@ class Signature(NamedTuple):
                 f"{self.call}: mask must be bool[{size}], one for each example, got "
                 f"{present.dtype}{list(present.shape)}."
             )
-        params = self._arrays([args[place] for place in param_places], is_tree)
-        # Not an argument of jax.vmap, since it may be a function.
-        shared = [args[place] for place in shared_places]
-        return Problem(self.call, loss, params, batch, present, shared)
+        return Problem(
+            self.call,
+            loss,
+            params=self._arrays(params[0] if is_tree else params),
+            batch=jax.tree.map(jnp.asarray, batch),
+            present=present,
+            # Not an argument of jax.vmap, since it may be a function.
+            shared=[args[place] for place in shared_places],
+        )
 
     def on_device(self, problem: Problem) -> Problem:
-        """The problem with its program, and with the mesh axes that split parameters
-        and the batch.
+        """Traces the loss, and finds the mesh axes that split parameters and the batch.
 
         Raises:
-          ValueError: mesh axes that contradict types, or a loss that joins devices or
-            examples.
+          TypeError: from JAX, a loss that is not one real number.
+          ValueError: mesh axes that contradict types, or a loss that joins examples.
         """
-        params, batch = problem.params, problem.batch
-        splits = self._splits(params, batch)
-        params = mesh_types.varying_as_any_of(params, batch)
+        splits = self._splits(problem.params, problem.batch)
         problem = problem._replace(
-            params=params, splits=splits, mesh_axes=_axes_of_batch(batch, splits)
+            params=mesh_types.varying_as_any_of(problem.params, problem.batch),
+            splits=splits,
+            mesh_axes=_axes_of_batch(problem.batch, splits),
         )
+
+        def loss_of_one(params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
+            return problem.loss(params, example, problem.shared)
+
         try:
-            program, result_types = problem.trace(problem.of_one)
+            program, result_types = problem.trace(loss_of_one)
         except Exception as error:
             # JAX has no public name for its error.
             if "out_sharding" in str(error):
                 error.add_note(f"{self.call}: {SPLIT_LOOKUP}")
             raise
-        self._check_program(program, batch)
+        self._check_program(program, problem.mesh_axes)
         problem = problem._replace(program=program, result_types=result_types)
         # A rule of jax.custom_jvp or jax.custom_vjp is a program in the gradient only.
         gradient, _ = problem.trace(jax.grad(problem.of_one, has_aux=True))
-        self._check_program(gradient, batch)
+        self._check_program(gradient, problem.mesh_axes)
         return problem
 
     def _splits(self, params: PyTree, batch: PyTree) -> list[AxisNames]:
         """For each parameter, the mesh axes over which its gradient is split."""
-        batch_axes = varying(batch)
-        leaves = jax.tree.leaves(params)
-        if isinstance(self.mesh_axes, str) and self.mesh_axes == "auto":
+        all_dims = [None] * len(jax.tree.leaves(params))
+        splits = []
+        for split in _mesh.splits(self.mesh_axes, params, all_dims, self.call):
             # Along axes of the batch devices hold gradients of different examples.
-            return [tuple(sorted(varying(leaf) - batch_axes)) for leaf in leaves]
-        all_dims = [None] * len(leaves)
-        axes_of_leaves = []
-        for mesh_of_summed, _ in _mesh.splits(
-            self.mesh_axes, params, all_dims, self.call
-        ):
-            shared_axes = batch_axes & set(mesh_of_summed)
-            if shared_axes:
-                raise ValueError(
-                    f"{self.call}: mesh_axes={self.mesh_axes!r} names "
-                    f"{listed(shared_axes)}, which splits the batch, so that a device "
-                    "has examples of its own. Gather the parameters first."
-                )
-            axes_of_leaves.append(tuple(sorted(set(mesh_of_summed))))
-        return axes_of_leaves
+            names = set(split.mesh_of_summed) - varying(batch)
+            splits.append(tuple(sorted(names)))
+        return splits
 
-    def _check_program(self, program: ClosedJaxpr, batch: PyTree) -> None:
-        """Raises ValueError for an equation that joins examples, or that joins devices
-        along mesh axes of the batch, or batches along an axis of an outer `jax.vmap`.
+    def _check_program(self, program: ClosedJaxpr, batch_axes: AxisNames) -> None:
+        """Raises ValueError for a loss that joins examples: of one device, of devices
+        along mesh axes of the batch, or of the batches of an outer `jax.vmap`.
         """
-        manual = mesh_types.manual_axes()
-        mesh_axes = varying(batch)
-        if self.mesh_axes == "auto" and not mesh_types.has_types(manual):
-            # Nothing says which mesh axes split parameters, and which the batch.
-            mesh_axes = frozenset(manual)
-        equations: list[JaxprEqn] = []
-        for eqn in program.jaxpr.eqns:
-            equations += every_equation(eqn)
-        # A loss may split its work over devices. All other names are of jax.vmap.
-        safe_axes = set(manual)
+        equations = equations_of(program)
+        # Devices may share the work on one example along all other mesh axes, also
+        # along those of a shard_map in the loss. Other names are of an outer jax.vmap.
+        safe_axes = set(mesh_types.manual_axes())
         for eqn in equations:
             if eqn.primitive.name == "shard_map":
                 safe_axes.update(eqn.params["mesh"].axis_names)
+        safe_axes -= set(batch_axes)
         for eqn in equations:
             self._check_examples(eqn)
-            self._check_devices(eqn, safe_axes - mesh_axes)
+            self._check_devices(eqn, safe_axes)
 
     def _check_examples(self, eqn: JaxprEqn) -> None:
-        """Raises ValueError for an equation to which jax.vmap shows the whole batch."""
+        """Raises ValueError for an equation that jax.vmap runs on the whole batch."""
         name = eqn.primitive.name
         method = eqn.params.get("vmap_method")
         if name == "custom_vmap_call":
@@ -233,16 +230,18 @@ class Signature(NamedTuple):
         )
 
     def _check_devices(self, eqn: JaxprEqn, safe_axes: set[str]) -> None:
-        """Raises ValueError for an equation that joins values along other axes."""
+        """Raises ValueError for an equation that joins values along an axis that is not
+        safe.
+        """
         joined = _joined_axes(eqn) - safe_axes
         if joined:
             raise ValueError(
                 f"{self.call}: the loss of one example has a {eqn.primitive} over "
                 f"{listed(joined)}{place_of(eqn)}. Over axes that split the batch "
                 "gather parameters before the call, and add up gradients after it. In "
-                "pmap and with check_vma=False mesh_axes='auto' takes every mesh axis "
-                "for one that splits the batch: name those that split parameters, or "
-                "give None if none does."
+                "pmap and with check_vma=False every mesh axis that mesh_axes does not "
+                "name counts as one that splits the batch: name those that split "
+                "parameters."
             )
 
     def _places(self, option: str, argnums: Argnums, count: int) -> list[int]:
@@ -281,38 +280,19 @@ class Signature(NamedTuple):
             )
         return size
 
-    def _arrays(self, params: list[PyTree], is_tree: bool) -> PyTree:
-        """The parameters as arrays: one tree, or a tuple of several."""
-        tree = params[0] if is_tree else tuple(params)
-        trees.check_leaves(tree, f"{self.call}: ")
-        for path, leaf in jax.tree.leaves_with_path(tree):
-            dtype = jnp.asarray(leaf).dtype
-            if not jnp.issubdtype(dtype, jnp.inexact):
+    def _arrays(self, params: PyTree) -> PyTree:
+        """The parameters as arrays. Raises TypeError for a leaf without a gradient."""
+        trees.check_leaves(params, f"{self.call}: ")
+        arrays = jax.tree.map(jnp.asarray, params)
+        for path, array in jax.tree.leaves_with_path(arrays):
+            if not jnp.issubdtype(array.dtype, jnp.inexact):
                 raise TypeError(
                     f"{self.call}: the parameters must have a float or complex dtype, "
-                    f"but the leaf {trees.path_name(path)!r} is {dtype}. Give what is "
-                    "not learned in an argument of its own, named in shared_argnums."
+                    f"but the leaf {trees.path_name(path)!r} is {array.dtype}. Give "
+                    "what is not learned in an argument of its own, named in "
+                    "shared_argnums."
                 )
-        return jax.tree.map(jnp.asarray, tree)
-
-    def _check_returned(self, returned: PyTree) -> None:
-        """Raises TypeError for a value that is not a loss. Ghost clipping would take
-        several numbers for their sum.
-        """
-        expected = "a real scalar"
-        value = returned
-        if self.has_aux:
-            expected = "(real scalar, aux), as has_aux=True says,"
-            is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
-            value = returned[0] if is_pair else None
-        shape = getattr(value, "shape", None)
-        dtype = getattr(value, "dtype", bool)
-        is_real = shape == () and jnp.issubdtype(dtype, jnp.floating)
-        if not (is_real or isinstance(value, float)):
-            raise TypeError(
-                f"{self.call}: loss must return {expected} for each example, got "
-                f"{shown(returned)}."
-            )
+        return arrays
 
 
 def places_in(argnums: Argnums) -> list[int]:

@@ -1,4 +1,6 @@
-"""How much a program computes, and its convolutions."""
+"""Counts from the equations of a program: how much it computes, and where it has
+convolutions.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,21 +13,33 @@ from .._jaxpr import every_equation, jaxpr_of, runs_primitive_like, type_of
 # XLA on a CPU takes 11 to 70 times as long for the gradients of examples by a kernel,
 # also for patches.
 CONVOLUTION_SLOWDOWN_IN_LOOP = 16
-has_convolution = partial(runs_primitive_like, "conv_general_dilated")
+CONVOLUTION = "conv_general_dilated"
+has_convolution = partial(runs_primitive_like, CONVOLUTION)
 
 
-def has_groups(eqn: JaxprEqn) -> bool:
-    """Whether an equation has a convolution of several groups, with more than one
-    channel in each: not one that is depthwise.
+def equations_of(program: ClosedJaxpr) -> list[JaxprEqn]:
+    """All equations of a program, and those that they run."""
+    equations: list[JaxprEqn] = []
+    for eqn in program.jaxpr.eqns:
+        equations += every_equation(eqn)
+    return equations
+
+
+def convolutions_of(program: ClosedJaxpr) -> list[JaxprEqn]:
+    """The convolutions that a program runs."""
+    equations = equations_of(program)
+    return [eqn for eqn in equations if eqn.primitive.name == CONVOLUTION]
+
+
+def has_groups(convolution: JaxprEqn) -> bool:
+    """Whether a convolution has several groups of several channels. In a depthwise
+    convolution each group has one.
     """
-    for inner in every_equation(eqn):
-        groups = inner.params.get("feature_group_count", 1)
-        if groups > 1:
-            outputs, inputs, *_ = inner.params["dimension_numbers"].rhs_spec
-            kernel_shape = type_of(inner.invars[1]).shape
-            if kernel_shape[inputs] > 1 or kernel_shape[outputs] > groups:
-                return True
-    return False
+    groups = convolution.params["feature_group_count"]
+    outputs, inputs, *_ = convolution.params["dimension_numbers"].rhs_spec
+    kernel_shape = type_of(convolution.invars[1]).shape
+    is_depthwise = kernel_shape[inputs] == 1 and kernel_shape[outputs] == groups
+    return groups > 1 and not is_depthwise
 
 
 def has_window(eqn: JaxprEqn) -> bool:
@@ -43,7 +57,7 @@ def windows_overlap(eqn: JaxprEqn) -> bool:
 
 def _window_of(eqn: JaxprEqn) -> list[int]:
     """The sizes of the window of a convolution, none for other equations."""
-    if eqn.primitive.name != "conv_general_dilated":
+    if eqn.primitive.name != CONVOLUTION:
         return []
     kernel_shape = type_of(eqn.invars[1]).shape
     window_axes = eqn.params["dimension_numbers"].rhs_spec[2:]
@@ -53,8 +67,8 @@ def _window_of(eqn: JaxprEqn) -> list[int]:
 def work_of(
     program: ClosedJaxpr | Jaxpr, is_included: Callable[[JaxprEqn], bool] | None = None
 ) -> int:
-    """For about how many multiplications a program runs. `is_included` says which
-    equations count, if not all do.
+    """As long as about how many multiplications a program takes. `is_included` says
+    which equations count, if not all do.
     """
     total = 0
     for eqn in jaxpr_of(program).eqns:
@@ -71,7 +85,7 @@ def work_of(
             (axes, _), _ = eqn.params["dimension_numbers"]
             left_shape = type_of(eqn.invars[0]).shape
             work_per_output = math.prod(left_shape[axis] for axis in axes)
-        if eqn.primitive.name == "conv_general_dilated":
+        if eqn.primitive.name == CONVOLUTION:
             kernel = type_of(eqn.invars[1])
             out_channels = eqn.params["dimension_numbers"].rhs_spec[0]
             work_per_output = kernel.size // kernel.shape[out_channels]

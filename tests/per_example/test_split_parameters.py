@@ -131,11 +131,13 @@ def test_in_pmap_an_explanation_takes_names_of_mesh_axes():
     assert found[0].change < 1e-5
 
 
-def test_without_types_auto_refuses_a_loss_that_joins_devices():
-    grad = clipped_grad(added, 1.0, mean=False)
+@pytest.mark.parametrize("mesh_axes", ["auto", None])
+def test_without_types_a_loss_that_joins_devices_needs_names(mesh_axes):
+    """Every other axis may split the batch, whose examples the loss would join."""
+    grad = clipped_grad(added, 1.0, mean=False, mesh_axes=mesh_axes)
     run = without_types(grad, P(None, "model"))
     with pytest.raises(
-        ValueError, match=r"clipped_grad: .* psum over 'model'.* mesh_axes='auto'"
+        ValueError, match=r"clipped_grad: .* psum over 'model'.* mesh_axes does not"
     ):
         run(jnp.ones((6, 8)), normal(0, 1, 6))
 
@@ -174,9 +176,12 @@ def test_a_sum_over_the_batch_in_a_backward_rule_is_refused():
         run(jnp.ones((8, 2)), normal(0, 4, 8))
 
 
-def test_parameters_gathered_before_are_whole():
+@pytest.mark.parametrize("mesh_axes", ["auto", "data", P("data")])
+def test_parameters_gathered_before_are_whole(mesh_axes):
+    """By type they still differ along the axis, so that names must name it."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=AUTO)
-    grad = clipped_grad(lambda w, x: jnp.sum(x @ w), 1.0, mean=False)
+    options = {"mean": False, "mesh_axes": mesh_axes}
+    grad = clipped_grad(lambda w, x: jnp.sum(x @ w), 1.0, **options)
 
     def local(w, x):
         whole = lax.all_gather(w, "data", tiled=True)

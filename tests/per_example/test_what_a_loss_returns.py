@@ -1,4 +1,6 @@
-"""A loss returns one real number, with every method, as `jax.grad` asks for."""
+"""A loss returns one real number, with every method. Otherwise JAX raises its error of
+`jax.grad`.
+"""
 
 import jax.numpy as jnp
 import pytest
@@ -9,22 +11,22 @@ from optaxclip.per_example import explain_clipped_grad
 W, X = jnp.ones((3, 2)), jnp.ones((4, 3))
 
 WRONG = {
-    "one for each output": (lambda w, x: x @ w, r"got .*float32\[2\]"),
-    "an array of one": (lambda w, x: jnp.sum(x @ w)[None], r"got .*float32\[1\]"),
-    "an integer": (lambda w, x: jnp.sum(x @ w).astype(int), r"got .*int32\[\]"),
-    "complex": (lambda w, x: jnp.sum(x @ w) * 1j, r"got .*complex64\[\]"),
-    "nothing": (lambda w, x: None, "got None"),
-    "a pair": (
-        lambda w, x: (jnp.sum(x @ w), x),
-        r"got \(.*float32\[\].*float32\[3\].*\)",
+    "one for each output": (lambda w, x: x @ w, r"scalar-output .* shape: \(2,\)"),
+    "an array of one": (
+        lambda w, x: jnp.sum(x @ w)[None],
+        r"scalar-output .* shape: \(1,\)",
     ),
+    "an integer": (lambda w, x: jnp.sum(x @ w).astype(int), "real-valued .* int32"),
+    "complex": (lambda w, x: jnp.sum(x @ w) * 1j, "real-valued .* complex64"),
+    "nothing": (lambda w, x: None, "scalar-output .* None"),
+    "a pair": (lambda w, x: (jnp.sum(x @ w), x), r"scalar-output .* \(.*\)"),
 }
 
 
 @pytest.mark.parametrize("method", ["auto", "ghost", "one_pass"])
-@pytest.mark.parametrize("loss, got", WRONG.values(), ids=WRONG.keys())
-def test_what_is_no_real_number_raises(loss, got, method):
-    with pytest.raises(TypeError, match=f"clipped_grad: loss must return .*{got}"):
+@pytest.mark.parametrize("loss, text", WRONG.values(), ids=WRONG.keys())
+def test_what_is_no_real_number_raises(loss, text, method):
+    with pytest.raises(TypeError, match=text):
         clipped_grad(loss, 1.0, method=method)(W, X)
 
 
@@ -34,14 +36,12 @@ def test_has_aux_without_aux_raises(method):
         return jnp.sum(x @ w)
 
     grad = clipped_grad(loss, 1.0, method=method, has_aux=True)
-    with pytest.raises(
-        TypeError, match=r"\(real scalar, aux\), as has_aux=True.*float32\[\]"
-    ):
+    with pytest.raises(TypeError, match="aux output to return a two-element tuple"):
         grad(W, X)
 
 
-def test_explain_names_itself():
-    with pytest.raises(TypeError, match="explain_clipped_grad: loss must return"):
+def test_explain_refuses_it_too():
+    with pytest.raises(TypeError, match="real-valued"):
         explain_clipped_grad(WRONG["complex"][0])(W, X)
 
 
