@@ -253,9 +253,9 @@ class Joined(Rule):
         return tuple(rule.init(norm) for rule in self.rules)
 
     def ask_each(
-        self, norm: Array, memories: PyTree, step: Array, more_norms: Sequence[Any]
+        self, norm: Array, memories: PyTree, step: Array, *more_norms: Array
     ) -> tuple[list[Array], tuple[Any, ...]]:
-        """The limit and the new memory of each rule."""
+        """The limits of all rules, and their new memories."""
         # `more_norms` has what one of the rules needs, in the order of `norms_for`.
         params_norm = more_norms[0] if self.needs_params else None
         total_norm = more_norms[-1] if self.needs_total else None
@@ -280,20 +280,16 @@ class Joined(Rule):
 class Minimum(Joined):
     """The smallest limit of several rules."""
 
-    def update(
-        self, norm: Array, memory: PyTree, step: Array, *more_norms: Array
-    ) -> LimitAndMemory:
-        limits, new_memories = self.ask_each(norm, memory, step, more_norms)
+    def update(self, *arguments: Any) -> LimitAndMemory:
+        limits, new_memories = self.ask_each(*arguments)
         return reduce(jnp.minimum, limits), new_memories
 
 
 class Maximum(Joined):
     """The largest limit of several rules."""
 
-    def update(
-        self, norm: Array, memory: PyTree, step: Array, *more_norms: Array
-    ) -> LimitAndMemory:
-        limits, new_memories = self.ask_each(norm, memory, step, more_norms)
+    def update(self, *arguments: Any) -> LimitAndMemory:
+        limits, new_memories = self.ask_each(*arguments)
         return reduce(jnp.maximum, limits), new_memories
 
 
@@ -318,7 +314,7 @@ class WarmUp(Joined):
         seen, memories = memory
         # Both rules are asked in every step, so the second has learnt when its limit
         # counts.
-        limits, new_memories = self.ask_each(norm, memories, step, more_norms)
+        limits, new_memories = self.ask_each(norm, memories, step, *more_norms)
         before, after = limits
         limit = jnp.where(seen < self.steps, before, after)
         return limit, (count_up(seen), new_memories)
