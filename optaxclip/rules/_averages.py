@@ -10,7 +10,6 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._checks import check_flag
 from .._exported import exported
 from ._memory import (
     between,
@@ -26,8 +25,8 @@ from ._rule import (
     Number,
     Rule,
     at_step,
-    checked_field,
     choice_field,
+    flag_field,
     is_at_most_1,
     number_field,
     warn_of_falling,
@@ -50,15 +49,15 @@ def empty_average(norm: Array) -> Average:
 
 
 def blend(
-    average: Average, value: Array, decay: Array, corrected: ArrayLike = True
+    average: Average, value: Array, decay: Array, corrected: bool = True
 ) -> Average:
     """Adds a value to an average.
 
     A corrected average is Adam's: all values since the first, with weights that fall by
     `decay`. Otherwise the first value counts as if it had always been there.
     """
-    has_started = (average.weight > 0) | jnp.asarray(corrected)
-    decay = jnp.where(has_started, decay, jnp.zeros_like(decay))
+    if not corrected:
+        decay = jnp.where(average.weight > 0, decay, 0.0)
     weight, share = weigh(average.weight, decay)
     # `between` takes the share of the old estimate.
     estimate = between(average.estimate, value, 1 - share)
@@ -78,7 +77,7 @@ def weigh(weight: Array, decay: Array) -> tuple[Array, Array]:
     value_weight = jnp.where(is_tiny, least_weight, 1 - decay)
     new_weight = decay * weight + value_weight
     share = value_weight / new_weight
-    return new_weight, share.astype(new_weight.dtype)
+    return new_weight, share
 
 
 class Ema(Rule):
@@ -177,7 +176,7 @@ class EmaRatio(Rule):
     _: KW_ONLY
     target: Number | None = number_field(default=None, optional=True)
     target_decay: Number | None = number_field(default=None, highest=1.0, optional=True)
-    corrected: ArrayLike = checked_field(check_flag, default=False)
+    corrected: bool = flag_field(default=False)
     remember: str = choice_field("clipped", "raw", default="clipped")
     warmup: ArrayLike = number_field(default=1, schedule=False)
 
@@ -269,7 +268,7 @@ class EmaBand(Rule):
     floor: Number = number_field(default=0.01)
     up: Number = number_field(default=1.1, lowest=1.0)
     down: Number = number_field(default=0.9, highest=1.0)
-    raise_small: ArrayLike = checked_field(check_flag, default=False)
+    raise_small: bool = flag_field(default=False)
 
     def init(self, norm: Array) -> Average:
         return empty_average(norm)
@@ -280,8 +279,7 @@ class EmaBand(Rule):
         lower = low * average.estimate
         lower = jnp.maximum(floor, lower)
         upper = high * average.estimate
-        is_raised = jnp.asarray(self.raise_small) & (norm < lower)
-        raised = jnp.where(is_raised, lower, norm)
+        raised = jnp.maximum(norm, lower) if self.raise_small else norm
         # The upper edge wins where it is below the lower one, as it is by default.
         target = jnp.where(norm > upper, upper, raised)
         # However far the band is, a norm is multiplied by 0.9 to 1.1 by default.

@@ -119,9 +119,6 @@ class Constant(Rule):
         return self.limit(step) if callable(self.limit) else self.limit, memory
 
 
-STRUCTURE_OF_CONSTANT = jax.tree.structure(Constant(0.0))
-
-
 def rule_of(limit: LimitTree, argument: str) -> Rule:
     """The rule itself, or the constant rule of a number, an array, a schedule, None.
 
@@ -132,8 +129,8 @@ def rule_of(limit: LimitTree, argument: str) -> Rule:
     # `clip_by_global_norm(rules.growth)`, without parentheses.
     if isinstance(limit, type) and issubclass(limit, Rule):
         return limit()
-    # `Constant.__init__` would check the limit again, and name itself in the error.
-    return STRUCTURE_OF_CONSTANT.unflatten([checked_limit(argument, limit)])
+    # `Constant` checks it as well, but its errors name `constant`.
+    return Constant(checked_limit(argument, limit))
 
 
 def rules_of(limits: LimitTree, argument: str) -> PyTree:
@@ -245,10 +242,6 @@ class Joined(Rule):
     def needs_total(self) -> bool:
         return any(rule.needs_total for rule in self.rules)
 
-    @property
-    def inf_is_off(self) -> bool:
-        return all(rule.inf_is_off for rule in self.rules)
-
     def init(self, norm: Array) -> Any:
         return tuple(rule.init(norm) for rule in self.rules)
 
@@ -299,11 +292,6 @@ class WarmUp(Joined):
     # Counted in remembered norms, not in the `step` of `update`, which counts broken
     # ones too.
     steps: ArrayLike = number_field(schedule=False)
-
-    @property
-    def inf_is_off(self) -> bool:
-        # Without a limit in the warm-up, a broken step is still broken.
-        return False
 
     def init(self, norm: Array) -> Any:
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)

@@ -87,15 +87,28 @@ class _Within(NamedTuple):
         return numpy.clip(value, self.lowest, self.highest)
 
 
-def checked_field(check: Callable[[str, Any], Any], default: Any) -> Any:
-    """A field with a check, which takes the argument's name in errors and its value."""
-    return field(default=default, metadata={"check": check})
+def length_field(default: int) -> Any:
+    """A field that is a whole number of at least 1, such as the length of a window."""
+    return field(default=default, metadata={"check": checks.check_length})
+
+
+# Flags and choices belong to the structure of the tree: a changed one compiles anew.
+
+
+def flag_field(default: bool) -> Any:
+    """A field that is True or False."""
+    return field(default=default, metadata={"check": checked_flag, "static": True})
+
+
+def checked_flag(argument: str, value: Any) -> bool:
+    """True or False, also of 1 and 0 and of NumPy's bools."""
+    checks.check_flag(argument, value)
+    return bool(value)
 
 
 def choice_field(*allowed: str, default: str) -> Any:
-    """A field that is one of some strings. A changed string compiles anew."""
+    """A field that is one of some strings."""
     check = partial(checks.check_choice, allowed=allowed)
-    # jit takes no strings as leaves, so they belong to the structure of the tree.
     return field(default=default, metadata={"check": check, "static": True})
 
 
@@ -112,7 +125,7 @@ def is_static(spec: dataclasses.Field[Any]) -> bool:
 # Tells type checkers that every subclass is a dataclass of its annotated fields.
 @dataclass_transform(
     frozen_default=True,
-    field_specifiers=(field, number_field, checked_field, choice_field),
+    field_specifiers=(field, number_field, length_field, flag_field, choice_field),
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Rule:

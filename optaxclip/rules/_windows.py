@@ -11,17 +11,18 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_flag, check_length
+from .._checks import check_length
 from .._exported import exported
-from ._memory import count_up, multiple, new_unless_zero, new_where, remembered
+from ._memory import count_up, multiple, new_unless_zero, remembered
 from ._rule import (
     LimitAndMemory,
     Number,
     Rule,
     at_step,
     call_name,
-    checked_field,
     choice_field,
+    flag_field,
+    length_field,
     number_field,
     rule_in,
     warn_of_falling,
@@ -114,17 +115,17 @@ class WindowedQuantile(Rule):
     """
 
     quantile: Number = number_field(default=0.5, highest=1.0)
-    window: Any = checked_field(check_length, default=100)
+    window: Any = length_field(default=100)
     _: KW_ONLY
     factor: Number = number_field(default=1.0)
-    current: Any = checked_field(check_flag, default=False)
+    current: bool = flag_field(default=False)
     remember: str = choice_field("raw", "clipped", default="raw")
     warmup: Any = number_field(default=1, schedule=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # A current norm counts as it came, and lets limits rise.
-        if self.remember == "clipped" and self.current is False:
+        if self.remember == "clipped" and not self.current:
             warn_of_falling("windowed_quantile: factor", self.factor, stacklevel=4)
 
     def init(self, norm: Array) -> QuantileMemory:
@@ -136,10 +137,7 @@ class WindowedQuantile(Rule):
         self, norm: Array, memory: QuantileMemory, step: Array
     ) -> LimitAndMemory:
         quantile, factor = at_step(step, norm.dtype, self.quantile, self.factor)
-        # Both windows are made, since `current` may be traced.
-        with_current = push_ordered(memory, norm)
-        is_current = jnp.asarray(self.current)
-        recent, ordered = new_where(is_current, with_current, memory)
+        recent, ordered = push_ordered(memory, norm) if self.current else memory
         norm_at_quantile = interpolated(quantile, recent.seen, ordered)
         limit = multiple(factor, norm_at_quantile)
         is_past_warmup = recent.seen >= jnp.maximum(self.warmup, 1)
@@ -235,11 +233,11 @@ class WindowedMean(Rule):
     """
 
     sigmas: Number = number_field(default=3.0)
-    window: Any = checked_field(check_length, default=128)
+    window: Any = length_field(default=128)
     _: KW_ONLY
     ddof: Any = number_field(default=0, highest=1.0, schedule=False)
     floor: Number = number_field(default=0.0)
-    current: Any = checked_field(check_flag, default=False)
+    current: bool = flag_field(default=False)
     remember: str = choice_field("raw", "clipped", default="raw")
     warmup: Any = number_field(default=2, schedule=False)
 
@@ -248,10 +246,7 @@ class WindowedMean(Rule):
 
     def update(self, norm: Array, memory: Window, step: Array) -> LimitAndMemory:
         sigmas, floor = at_step(step, norm.dtype, self.sigmas, self.floor)
-        # Both windows are made, since `current` may be traced.
-        with_current = push(memory, norm)
-        is_current = jnp.asarray(self.current)
-        window = new_where(is_current, with_current, memory)
+        window = push(memory, norm) if self.current else memory
         mean, deviation = moments(self.ddof, window)
         deviation = jnp.maximum(deviation, floor)
         limit = mean + multiple(sigmas, deviation)
