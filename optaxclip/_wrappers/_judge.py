@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
@@ -25,7 +26,7 @@ from .._norms import GlobalNorm
 from .._other_names import OTHER_NAMES_IN_UPDATE
 from .._packed import packed, rows_from, unpacked
 from .._trees import PyTree, clipped_leaves
-from ..rules._rule import Rule, limit_and_memory_of
+from ..rules._rule import Rule, limit_and_memory_of, limit_and_memory_of_jitted
 
 
 class Comparison(NamedTuple):
@@ -126,7 +127,11 @@ class Judge(NamedTuple):
         value = self.varying_like(state.norm, value)
         rule = self.loss_rule if is_loss else self.rule
         argument = "loss_rule" if is_loss else "rule"
-        limit, new_memory = limit_and_memory_of(
+        # A traced step is one inside the user's jit. There a jit of ours would keep a
+        # schedule, and what it refers to, alive in its cache.
+        is_traced = isinstance(value, Tracer) or isinstance(state.step, Tracer)
+        ask_rule = limit_and_memory_of if is_traced else limit_and_memory_of_jitted
+        limit, new_memory = ask_rule(
             rule,
             value,
             memory,
