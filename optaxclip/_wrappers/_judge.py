@@ -89,20 +89,22 @@ class Judge(NamedTuple):
         norm_value = self._given("grad_norm", extra_args)
         if norm_value is None:
             norm_value = self._norm_of(updates)
-        norm = self._compared(norm_value, memory, state, is_loss=False)
+        norm = self._compared(self.rule, norm_value, memory, state)
         loss = Comparison(state.loss, state.loss_limit, loss_memory)
         if self.loss_rule is not None:
             loss_value = self._given("value", extra_args)
             if loss_value is None:
                 self._check_no_loss(extra_args)
             else:
-                loss = self._compared(loss_value, loss_memory, state, is_loss=True)
+                loss = self._compared(
+                    self.loss_rule, loss_value, loss_memory, state, is_loss=True
+                )
                 loss = self.varying_like(norm.value, loss)
         return Judgement(
             norm,
             loss,
-            is_rejected=norm.is_rejected | loss.is_rejected,
-            is_nonfinite=norm.is_nonfinite | loss.is_nonfinite,
+            is_rejected=jnp.logical_or(norm.is_rejected, loss.is_rejected),
+            is_nonfinite=jnp.logical_or(norm.is_nonfinite, loss.is_nonfinite),
         )
 
     def varying_like(self, model: PyTree, values: PyTree) -> PyTree:
@@ -119,13 +121,18 @@ class Judge(NamedTuple):
         return measure(clipped_leaves(updates, self.call)).values[0]
 
     def _compared(
-        self, value: ArrayLike, memory: PyTree, state: PyTree, *, is_loss: bool
+        self,
+        rule: Rule,
+        number: ArrayLike,
+        memory: PyTree,
+        state: PyTree,
+        *,
+        is_loss: bool = False,
     ) -> Comparison:
-        """A value, the limit that its rule gives, and what the rule remembers then."""
+        """A number, the limit that its rule gives, and what the rule remembers then."""
         # Numbers of the user's may have another dtype than the state.
-        value = jnp.array(value, state.norm.dtype)
+        value = jnp.array(number, state.norm.dtype)
         value = self.varying_like(state.norm, value)
-        rule = self.loss_rule if is_loss else self.rule
         argument = "loss_rule" if is_loss else "rule"
         # A traced step is one inside the user's jit. There a jit of ours would keep a
         # schedule, and what it refers to, alive in its cache.
