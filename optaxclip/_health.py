@@ -28,8 +28,6 @@ from .rules._memory import in_place
 CALL = "record_health"
 OF_WEIGHTS = ("weight_norm", "rounding")
 OF_VALUES = ("zeros", "subnormals", "nonfinite")
-# The numbers of a report, in their order.
-HEALTH = ("norm", "ratio", *OF_WEIGHTS, *OF_VALUES, "dead_rows")
 
 
 @exported

@@ -22,7 +22,7 @@ from jax import Array
 from ._clippers._by_value import ClipByValueState
 from ._clippers._recorders import SpikeState
 from ._clippers._spam import SpamState
-from ._health import HEALTH, HealthState, health_numbers
+from ._health import HealthState, health_numbers
 from ._outcome import are_sound, severity
 from ._state import ClipState, RecordState, sizes_of
 from ._trees import PyTree
@@ -84,32 +84,6 @@ class RecordNumbers(NamedTuple):
     norm: Array
     nonfinite_count: Array
     worst_index: Array | None = None
-
-
-# All metrics that there are. Several kinds of state share some.
-METRICS = sorted(
-    {
-        *ClipNumbers._fields,
-        *RecordNumbers._fields,
-        "norm_quantile",
-        "worst_name",
-        "elements_clipped",
-        "elements_clipped_mean",
-        "elements_clipped_recent",
-        "loss",
-        "loss_limit",
-        "skipped",
-        "skipped_share",
-        "skipped_share_recent",
-        "skipped_count",
-        "consecutive_count",
-        "spiked",
-        "spiked_count",
-        "score",
-        "score_recent",
-        *HEALTH,
-    }
-)
 
 
 def _rows_of(numbers: Mapping[str, Any]) -> Iterator[Row]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import optax
 from jax.tree_util import DictKey
 
 from ._checks import check_one_model, shown
@@ -51,18 +50,11 @@ def reported_states(opt_state: PyTree) -> Iterator[tuple[str, Any]]:
     for the second clipper of the scope "inner".
 
     Raises:
-      TypeError: an optimizer in the place of its state.
       ValueError: there is none, or one has an axis for the members of an ensemble.
     """
     tree = unboxed(opt_state)
     states = list(_states_in(tree))
     if not states:
-        # An optimizer is a tuple of functions to JAX, in which there is no state.
-        if isinstance(opt_state, (optax.GradientTransformation, optax.MultiSteps)):
-            raise TypeError(
-                "metrics: opt_state must be the state of an optimizer, got the "
-                "optimizer: pass the state that its init and update return."
-            )
         hint = ""
         # `nnx.state` makes mappings of flax of a state, without its types and names.
         if type(opt_state).__module__.startswith("flax."):

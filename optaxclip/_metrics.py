@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from ._checks import check_flag, check_length, check_number, shown
-from ._metric_rows import METRICS, Options, WorstName
+from ._checks import check_length, check_number, shown
+from ._metric_rows import Options, WorstName
 from ._metric_states import KINDS, reported_states
 from ._trees import PyTree
 
@@ -133,13 +133,12 @@ def metrics(
       has keys `clip/...`, and not `clip/clip/...`.
 
     Raises:
-      ValueError: a state without a clipper in it, a name in `only` that is no metric,
-        or one that this state does not have, a `top` below 1, a quantile that is no
-        share, the state of an ensemble (`jax.vmap(metrics)` reads the state of each
-        member), rows that `jax.shard_map` joined from several devices, or, with
-        `layers`, a leaf with the name of a layer of another.
-      TypeError: an optimizer in the place of its state, or `floats`, `json` or `top`
-        under jit.
+      ValueError: a state without a clipper in it, a name in `only` that is no number of
+        this state, a `top` below 1, a quantile that is no share, the state of an
+        ensemble (`jax.vmap(metrics)` reads the state of each member), rows that
+        `jax.shard_map` joined from several devices, or, with `layers`, a leaf with the
+        name of a layer of another.
+      TypeError: `floats`, `json` or `top` under jit.
 
     Example:
       >>> optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(0.1))
@@ -148,9 +147,6 @@ def metrics(
       >>> print(optaxclip.metrics(state, only=("norm_before", "limit"), floats=True))
       {'clip/norm_before': 5.0, 'clip/limit': 1.0}
     """
-    flags = {"summary": summary, "layers": layers, "floats": floats, "json": json}
-    for name, value in flags.items():
-        check_flag(f"metrics: {name}", value)
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(opt_state))
     if is_traced and (floats or json or top is not None):
         # The error of JAX would not say what to do.
@@ -164,7 +160,8 @@ def metrics(
     levels = np.atleast_1d(quantiles)
     for level in levels.tolist():
         check_number("metrics: quantiles", level, highest=1.0)
-    metrics_in_report = _metrics_of(only)
+    # A string is a collection as well, of its letters.
+    chosen = [only] if isinstance(only, str) else only
     options = Options(
         summary=summary,
         layers=layers,
@@ -173,41 +170,27 @@ def metrics(
         with_names=floats or json,
     )
     report: dict[str, Any] = {}
-    available: dict[str, None] = {}
+    available: list[str] = []
     for prefix, state in reported_states(opt_state):
         for metric, path, value in KINDS[type(state)].rows(state, options):
-            available[metric] = None
-            if metric in metrics_in_report:
+            if metric not in available:
+                available.append(metric)
+            if chosen is None or metric in chosen:
                 # "clip/a", "limit", "blocks/w" -> "clip/a/limit/blocks/w".
                 key = f"{prefix}/{metric}"
                 report[f"{key}/{path}" if path else key] = value
-    # Without `only` an empty report may be right: an empty tree has no norm.
-    if only is not None and not report:
-        raise ValueError(
-            f"metrics: only={shown(only)} must name a number that this state has, "
-            f"which are {', '.join(available) or 'none'}. Those of all norms together "
-            "come with summary=True, worst_name also needs floats=True or json=True, "
-            "norm_quantile needs quantiles=, and those of elements count=True in the "
-            "clipper."
-        )
+    for name in chosen or ():
+        if name not in available:
+            raise ValueError(
+                f"metrics: only={shown(only)} must name numbers that this state has, "
+                f"which are {', '.join(available) or 'none'}. Those of all norms "
+                "together come with summary=True, worst_name also needs floats=True "
+                "or json=True, norm_quantile needs quantiles=, and those of elements "
+                "count=True in the clipper."
+            )
     if floats or json:
         return _in_floats(report, json)
     return report
-
-
-def _metrics_of(only: Any) -> Collection[str]:
-    """The metrics that `only` names, all for None."""
-    if only is None:
-        return METRICS
-    # A string is a collection as well, of its letters.
-    is_one = isinstance(only, str) or not isinstance(only, Collection)
-    metric_names = [only] if is_one else only
-    if not all(metric in METRICS for metric in metric_names):
-        raise ValueError(
-            f"metrics: only must be among {', '.join(map(repr, METRICS))}, got "
-            f"{shown(only)}."
-        )
-    return metric_names
 
 
 def _in_floats(report: dict[str, Any], json: bool) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from .. import _checks as checks
 from .._mesh import MeshAxes
@@ -34,13 +35,15 @@ class Comparison(NamedTuple):
     value: Array
     limit: Array
     memory: PyTree  # what the rule of the limit remembers from now on
+    is_nonfinite: ArrayLike = False  # bool[]: NaN or inf
+    is_rejected: ArrayLike = False  # bool[]: above its limit, NaN or inf
 
 
 class Judgement(NamedTuple):
     """What was decided of a step."""
 
     norm: Comparison
-    loss: Comparison  # the comparison of the last step that had a loss
+    loss: Comparison  # of the last step that had a loss, rejected in this step only
     is_rejected: Array  # bool[]
     is_nonfinite: Array  # bool[]: whether norm or loss is NaN or inf
 
@@ -83,32 +86,26 @@ class Judge(NamedTuple):
           TypeError: something that is not a number, or a loss under another name.
         """
         memory, loss_memory = state.memories
-        norm_value = extra_args.get("grad_norm")
+        norm_value = self._given("grad_norm", extra_args)
         if norm_value is None:
             norm_value = self._norm_of(updates)
-        else:
-            norm_value = self._checked("grad_norm", norm_value)
-        # Numbers of the user's may have another dtype than the state.
-        norm_value = jnp.array(norm_value, state.norm.dtype)
-        norm_value = self.varying_like(state.norm, norm_value)
-        norm = self._compared(self.rule, norm_value, memory, state.step)
-        is_rejected = _is_rejected(norm)
-        is_nonfinite = ~jnp.isfinite(norm.value)
+        norm = self._compared(self.rule, norm_value, memory, state)
         loss = Comparison(state.loss, state.loss_limit, loss_memory)
         if self.loss_rule is not None:
-            loss_value = extra_args.get("value")
+            loss_value = self._given("value", extra_args)
             if loss_value is None:
                 self._check_no_loss(extra_args)
             else:
-                loss_value = self._checked("value", loss_value)
-                loss_value = jnp.array(loss_value, state.loss.dtype)
-                loss_value = self.varying_like(norm_value, loss_value)
                 loss = self._compared(
-                    self.loss_rule, loss_value, loss_memory, state.step, is_loss=True
+                    self.loss_rule, loss_value, loss_memory, state, is_loss=True
                 )
-                is_rejected = is_rejected | _is_rejected(loss)
-                is_nonfinite = is_nonfinite | ~jnp.isfinite(loss.value)
-        return Judgement(norm, loss, is_rejected, is_nonfinite)
+                loss = self.varying_like(norm.value, loss)
+        return Judgement(
+            norm,
+            loss,
+            is_rejected=jnp.logical_or(norm.is_rejected, loss.is_rejected),
+            is_nonfinite=jnp.logical_or(norm.is_nonfinite, loss.is_nonfinite),
+        )
 
     def varying_like(self, model: PyTree, values: PyTree) -> PyTree:
         """The values. With mesh_axes=None, where each device trains alone, they are
@@ -126,30 +123,39 @@ class Judge(NamedTuple):
     def _compared(
         self,
         rule: Rule,
-        value: Array,
+        number: ArrayLike,
         memory: PyTree,
-        step: Array,
+        state: PyTree,
         *,
         is_loss: bool = False,
     ) -> Comparison:
-        """A value, the limit that its rule gives, and what the rule remembers then."""
+        """A number, the limit that its rule gives, and what the rule remembers then."""
+        # Numbers of the user's may have another dtype than the state.
+        value = jnp.array(number, state.norm.dtype)
+        value = self.varying_like(state.norm, value)
+        argument = "loss_rule" if is_loss else "rule"
         # A traced step is one inside the user's jit. There a jit of ours would keep a
         # schedule, and what it refers to, alive in its cache.
-        is_traced = isinstance(value, Tracer) or isinstance(step, Tracer)
+        is_traced = isinstance(value, Tracer) or isinstance(state.step, Tracer)
         ask_rule = limit_and_memory_of if is_traced else limit_and_memory_of_jitted
-        argument = "loss_rule" if is_loss else "rule"
         limit, new_memory = ask_rule(
             rule,
             value,
             memory,
-            step,
+            state.step,
             argument=f"{self.call}: {argument}",
             is_loss=is_loss,
         )
-        return Comparison(value, limit, new_memory)
+        is_nonfinite = ~jnp.isfinite(value)
+        # Not `value > limit`, which is False for a limit of NaN.
+        is_rejected = is_nonfinite | ~(value <= limit)
+        return Comparison(value, limit, new_memory, is_nonfinite, is_rejected)
 
-    def _checked(self, argument: str, number: Any) -> Any:
-        """A norm or a loss that `update` was given, as JAX can carry it."""
+    def _given(self, argument: str, extra_args: Mapping[str, Any]) -> Any:
+        """A norm or a loss that `update` was given, as JAX can carry it, or None."""
+        number = extra_args.get(argument)
+        if number is None:
+            return None
         # With a loss for each example, the limit and the decision would be arrays too.
         checks.check_scalar(f"{self.call}: {argument}", number)
         if argument == "grad_norm":
@@ -179,13 +185,6 @@ class Judge(NamedTuple):
                 f"{self.call}: {self.loss_argument} looks at the loss: call "
                 "update(grads, state, params, value=loss), or leave that argument out."
             )
-
-
-def _is_rejected(comparison: Comparison) -> Array:
-    """Whether it is above its limit, NaN or inf."""
-    # Not `value > limit`, which is False for NaN. inf would pass a limit of inf.
-    is_within = comparison.value <= comparison.limit
-    return ~(is_within & jnp.isfinite(comparison.value))
 
 
 # ------------------------------------------------------------- the rows of two arrays
@@ -219,18 +218,18 @@ def pack(
     state before the first step.
     """
     (_, count_names), (_, number_names) = rows
-    no_steps = jnp.zeros((), jnp.int32)
-    value_of_row = dict.fromkeys(count_names + number_names, no_steps)
-    value_of_row |= counts_and_shares | {
+    value_of_row = {
         "norm": norm.value,
         "limit": norm.limit,
         "loss": loss.value,
         "loss_limit": loss.limit,
+        **counts_and_shares,
     }
     memory = packed((norm.memory, loss.memory), norm.value)
-    counts = [value_of_row[name] for name in count_names]
+    zero = jnp.zeros((), jnp.int32)
+    counts = [value_of_row.get(name, zero) for name in count_names]
     dtype = norm.value.dtype
-    numbers = [value_of_row[name].astype(dtype) for name in number_names]
+    numbers = [value_of_row.get(name, zero).astype(dtype) for name in number_names]
     windows, loss_windows = memory.windows
     return StateArrays(
         counts=jnp.stack(counts + memory.counts),

@@ -68,7 +68,7 @@ def update_unless(
         if is_computed and old_leaf is not None:
             old_by_variable[output] = old_leaf
     for equation in jaxpr.eqns:
-        results = run_equation(jaxpr, _without_donation(equation), values)
+        results = run_equation(jaxpr, equation, values)
         for variable, result in zip(equation.outvars, results):
             if variable in old_by_variable:
                 result = _select(skip, old_by_variable[variable], result)
@@ -85,17 +85,6 @@ def update_unless(
             value = values[output]
         new_leaves.append(value)
     return jax.tree.unflatten(jax.tree.structure(shapes), new_leaves)
-
-
-def _without_donation(equation: Any) -> Any:
-    """The equation, which gives no input's place to an output. The old state is
-    selected after it is read.
-    """
-    params = equation.params
-    if "donated_invars" not in params:
-        return equation
-    none_donated = (False,) * len(params["donated_invars"])
-    return equation.replace(params=params | {"donated_invars": none_donated})
 
 
 def _select(skip: Array, old: Array | None, new: Array) -> Array:

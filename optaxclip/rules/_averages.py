@@ -49,15 +49,15 @@ def empty_average(norm: Array) -> Average:
 
 
 def blend(
-    average: Average, value: Array, decay: Array, corrected: ArrayLike = True
+    average: Average, value: Array, decay: Array, corrected: bool = True
 ) -> Average:
     """Adds a value to an average.
 
     A corrected average is Adam's: all values since the first, with weights that fall by
     `decay`. Otherwise the first value counts as if it had always been there.
     """
-    has_started = (average.weight > 0) | jnp.asarray(corrected)
-    decay = jnp.where(has_started, decay, jnp.zeros_like(decay))
+    if not corrected:
+        decay = jnp.where(average.weight > 0, decay, 0.0)
     weight, share = weigh(average.weight, decay)
     # `between` takes the share of the old estimate.
     estimate = between(average.estimate, value, 1 - share)
@@ -77,7 +77,7 @@ def weigh(weight: Array, decay: Array) -> tuple[Array, Array]:
     value_weight = jnp.where(is_tiny, least_weight, 1 - decay)
     new_weight = decay * weight + value_weight
     share = value_weight / new_weight
-    return new_weight, share.astype(new_weight.dtype)
+    return new_weight, share
 
 
 class Ema(Rule):
@@ -112,6 +112,15 @@ class Ema(Rule):
         # Blending comes first: the norm counts in the limit that it is held against.
         average = blend(average, norm, decay)
         return average.estimate, average
+
+
+@exported
+class EmaRatioMemory(NamedTuple):
+    """The averages that `ratio` and `target` multiply."""
+
+    seen: Array  # int32[norm]: norms remembered
+    average: Average
+    target_average: Average
 
 
 class EmaRatio(Rule):
@@ -167,7 +176,7 @@ class EmaRatio(Rule):
     _: KW_ONLY
     target: Number | None = number_field(default=None, optional=True)
     target_decay: Number | None = number_field(default=None, highest=1.0, optional=True)
-    corrected: ArrayLike = flag_field(default=False)
+    corrected: bool = flag_field(default=False)
     remember: str = choice_field("clipped", "raw", default="clipped")
     warmup: ArrayLike = number_field(default=1, schedule=False)
 
@@ -178,20 +187,17 @@ class EmaRatio(Rule):
         if self.remember == "clipped" and is_at_most_1(target):
             warn_of_falling("ema_ratio: ratio", self.ratio, stacklevel=4)
 
-    def init(self, norm: Array) -> tuple[Array, Average, Average]:
+    def init(self, norm: Array) -> EmaRatioMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)
-        average = empty_average(norm)
-        target_average = empty_average(norm)
-        return seen, average, target_average
+        return EmaRatioMemory(seen, empty_average(norm), empty_average(norm))
 
     def update(
-        self, norm: Array, memory: tuple[Array, Average, Average], step: Array
+        self, norm: Array, memory: EmaRatioMemory, step: Array
     ) -> LimitAndMemory:
         ratio, decay = at_step(step, norm.dtype, self.ratio, self.decay)
         target = self.ratio if self.target is None else self.target
         target_decay = self.decay if self.target_decay is None else self.target_decay
         target, target_decay = at_step(step, norm.dtype, target, target_decay)
-        # Norms seen, and the averages that `ratio` and `target` multiply.
         seen, average, target_average = memory
         edge = ratio * average.estimate
         # Without target and target_decay both averages are the same, and so are both
@@ -204,10 +210,10 @@ class EmaRatio(Rule):
         limit = jnp.where(is_past_warmup, limit, jnp.inf)
         # By default the clipped norm, so that a spike does not raise the next limit.
         value = remembered(self.remember, norm, limit)
-        new_memory = (
-            count_up(seen),
-            blend(average, value, decay, self.corrected),
-            blend(target_average, value, target_decay, self.corrected),
+        new_memory = EmaRatioMemory(
+            seen=count_up(seen),
+            average=blend(average, value, decay, self.corrected),
+            target_average=blend(target_average, value, target_decay, self.corrected),
         )
         memory = new_unless_zero(self.remember, value, new_memory, memory)
         return limit, memory
@@ -262,7 +268,7 @@ class EmaBand(Rule):
     floor: Number = number_field(default=0.01)
     up: Number = number_field(default=1.1, lowest=1.0)
     down: Number = number_field(default=0.9, highest=1.0)
-    raise_small: ArrayLike = flag_field(default=False)
+    raise_small: bool = flag_field(default=False)
 
     def init(self, norm: Array) -> Average:
         return empty_average(norm)
@@ -273,8 +279,7 @@ class EmaBand(Rule):
         lower = low * average.estimate
         lower = jnp.maximum(floor, lower)
         upper = high * average.estimate
-        is_raised = jnp.asarray(self.raise_small) & (norm < lower)
-        raised = jnp.where(is_raised, lower, norm)
+        raised = jnp.maximum(norm, lower) if self.raise_small else norm
         # The upper edge wins where it is below the lower one, as it is by default.
         target = jnp.where(norm > upper, upper, raised)
         # However far the band is, a norm is multiplied by 0.9 to 1.1 by default.
@@ -433,6 +438,15 @@ class ZScore(Rule):
         return limit, new_memory
 
 
+@exported
+class LogZScoreMemory(NamedTuple):
+    """Mean and deviation of log(1 + norm), of the clipped norms."""
+
+    seen: Array  # int32[norm]: norms remembered
+    mean: Average
+    deviation: Array  # float32[norm]
+
+
 class LogZScore(Rule):
     """limit = exp(mean + z * max(deviation, spread)) - 1, of log(1 + norm).
 
@@ -476,18 +490,16 @@ class LogZScore(Rule):
     spread: Number = number_field(default=1e-3)
     warmup: ArrayLike = number_field(default=277, lowest=1, schedule=False)
 
-    def init(self, norm: Array) -> tuple[Array, Average, Array]:
+    def init(self, norm: Array) -> LogZScoreMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)
-        mean = empty_average(norm)
         deviation = jnp.zeros_like(norm)
-        return seen, mean, deviation
+        return LogZScoreMemory(seen, empty_average(norm), deviation)
 
     def update(
-        self, norm: Array, memory: tuple[Array, Average, Array], step: Array
+        self, norm: Array, memory: LogZScoreMemory, step: Array
     ) -> LimitAndMemory:
         z, decay = at_step(step, norm.dtype, self.z, self.decay)
         floor, spread = at_step(step, norm.dtype, self.floor, self.spread)
-        # Norms seen, and mean and deviation of log(1 + norm).
         seen, mean, deviation = memory
         unit_of_score = jnp.maximum(deviation, spread)
         log_limit = mean.estimate + multiple(z, unit_of_score)
@@ -502,5 +514,5 @@ class LogZScore(Rule):
         # The variance of a mixture of old values and the new one, never negative.
         distance = root(share) * jnp.abs(log_norm - mean.estimate)
         new_deviation = root(1 - share) * hypot(deviation, distance)
-        new_memory = count_up(seen), new_mean, new_deviation
+        new_memory = LogZScoreMemory(count_up(seen), new_mean, new_deviation)
         return limit, new_memory

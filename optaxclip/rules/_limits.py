@@ -119,9 +119,6 @@ class Constant(Rule):
         return self.limit(step) if callable(self.limit) else self.limit, memory
 
 
-STRUCTURE_OF_CONSTANT = jax.tree.structure(Constant(0.0))
-
-
 def rule_of(limit: LimitTree, argument: str) -> Rule:
     """The rule itself, or the constant rule of a number, an array, a schedule, None.
 
@@ -132,8 +129,8 @@ def rule_of(limit: LimitTree, argument: str) -> Rule:
     # `clip_by_global_norm(rules.growth)`, without parentheses.
     if isinstance(limit, type) and issubclass(limit, Rule):
         return limit()
-    # `Constant.__init__` would check the limit again, and name itself in the error.
-    return STRUCTURE_OF_CONSTANT.unflatten([checked_limit(argument, limit)])
+    # `Constant` checks it as well, but its errors name `constant`.
+    return Constant(checked_limit(argument, limit))
 
 
 def rules_of(limits: LimitTree, argument: str) -> PyTree:
@@ -245,17 +242,13 @@ class Joined(Rule):
     def needs_total(self) -> bool:
         return any(rule.needs_total for rule in self.rules)
 
-    @property
-    def inf_is_off(self) -> bool:
-        return all(rule.inf_is_off for rule in self.rules)
-
     def init(self, norm: Array) -> Any:
         return tuple(rule.init(norm) for rule in self.rules)
 
     def ask_each(
-        self, norm: Array, memories: PyTree, step: Array, more_norms: Sequence[Any]
+        self, norm: Array, memories: PyTree, step: Array, *more_norms: Array
     ) -> tuple[list[Array], tuple[Any, ...]]:
-        """The limit and the new memory of each rule."""
+        """The limits of all rules, and their new memories."""
         # `more_norms` has what one of the rules needs, in the order of `norms_for`.
         params_norm = more_norms[0] if self.needs_params else None
         total_norm = more_norms[-1] if self.needs_total else None
@@ -280,20 +273,16 @@ class Joined(Rule):
 class Minimum(Joined):
     """The smallest limit of several rules."""
 
-    def update(
-        self, norm: Array, memory: PyTree, step: Array, *more_norms: Array
-    ) -> LimitAndMemory:
-        limits, new_memories = self.ask_each(norm, memory, step, more_norms)
+    def update(self, *arguments: Any) -> LimitAndMemory:
+        limits, new_memories = self.ask_each(*arguments)
         return reduce(jnp.minimum, limits), new_memories
 
 
 class Maximum(Joined):
     """The largest limit of several rules."""
 
-    def update(
-        self, norm: Array, memory: PyTree, step: Array, *more_norms: Array
-    ) -> LimitAndMemory:
-        limits, new_memories = self.ask_each(norm, memory, step, more_norms)
+    def update(self, *arguments: Any) -> LimitAndMemory:
+        limits, new_memories = self.ask_each(*arguments)
         return reduce(jnp.maximum, limits), new_memories
 
 
@@ -304,11 +293,6 @@ class WarmUp(Joined):
     # ones too.
     steps: ArrayLike = number_field(schedule=False)
 
-    @property
-    def inf_is_off(self) -> bool:
-        # Without a limit in the warm-up, a broken step is still broken.
-        return False
-
     def init(self, norm: Array) -> Any:
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
 
@@ -318,7 +302,7 @@ class WarmUp(Joined):
         seen, memories = memory
         # Both rules are asked in every step, so the second has learnt when its limit
         # counts.
-        limits, new_memories = self.ask_each(norm, memories, step, more_norms)
+        limits, new_memories = self.ask_each(norm, memories, step, *more_norms)
         before, after = limits
         limit = jnp.where(seen < self.steps, before, after)
         return limit, (count_up(seen), new_memories)

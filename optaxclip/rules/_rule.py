@@ -92,20 +92,34 @@ def length_field(default: int) -> Any:
     return field(default=default, metadata={"check": checks.check_length})
 
 
+# Flags and choices belong to the structure of the tree: a changed one compiles anew.
+
+
 def flag_field(default: bool) -> Any:
-    """A field that is True or False, and may be traced."""
-    return field(default=default, metadata={"check": checks.check_flag})
+    """A field that is True or False."""
+    return field(default=default, metadata={"check": checked_flag, "static": True})
+
+
+def checked_flag(argument: str, value: Any) -> bool:
+    """True or False, also of 1 and 0 and of NumPy's bools."""
+    checks.check_flag(argument, value)
+    return bool(value)
 
 
 def choice_field(*allowed: str, default: str) -> Any:
-    """A field that is one of some strings. A changed string compiles anew."""
+    """A field that is one of some strings."""
     check = partial(checks.check_choice, allowed=allowed)
-    # jit takes no strings as leaves, so they belong to the structure of the tree.
     return field(default=default, metadata={"check": check, "static": True})
 
 
-# What a rule says of itself, outside its fields.
+# What a rule says of itself. These are never traced.
 FLAGS = ("needs_params", "needs_total", "inf_is_off")
+
+
+def is_static(spec: dataclasses.Field[Any]) -> bool:
+    """Whether a field belongs to the structure of the rule, and is no leaf."""
+    # A flag with a type, `needs_params: bool = True`, is a field.
+    return spec.metadata.get("static", False) or spec.name in FLAGS
 
 
 # Tells type checkers that every subclass is a dataclass of its annotated fields.
@@ -169,17 +183,10 @@ class Rule:
     def __init_subclass__(cls) -> None:
         # eq=False: == of arrays is no bool, and rules are hashed by identity.
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-        # A field is a leaf of the tree, which is traced. These flags must be static.
-        for spec in fields(cls):
-            if spec.name in FLAGS:
-                raise TypeError(
-                    f"{call_name(cls)}: {spec.name} must have no type, which makes it "
-                    f"a field: write {spec.name} = True."
-                )
         # A wrong keyword would otherwise be an error about `ZScore.__init__`.
         cls.__init__ = with_argument_errors(cls.__init__, call_name(cls))
-        static_names = [f.name for f in fields(cls) if f.metadata.get("static")]
-        leaf_names = [f.name for f in fields(cls) if f.name not in static_names]
+        static_names = [spec.name for spec in fields(cls) if is_static(spec)]
+        leaf_names = [spec.name for spec in fields(cls) if not is_static(spec)]
         keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
 
         def flatten(rule: Any) -> Any:
@@ -246,17 +253,17 @@ def checked_answer(
     checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
     # Nothing may be () or None.
     remembers = bool(jax.tree.leaves((memory, new_memory)))
-    arrays, structure = jax.tree.flatten(memory)
-    new_arrays, new_structure = jax.tree.flatten(new_memory)
-    is_like_memory = new_structure == structure and [*map(jnp.shape, new_arrays)] == [
-        *map(jnp.shape, arrays)
-    ]
-    if remembers and not is_like_memory:
+    if remembers and _shapes(new_memory) != _shapes(memory):
         raise TypeError(
             f"{must} a memory like that of init, {_form(memory)}, got "
             f"{_form(new_memory)}."
         )
     return limit, new_memory
+
+
+def _shapes(memory: PyTree) -> Any:
+    """The structure of a memory, with the shapes of its arrays."""
+    return jax.tree.flatten(jax.tree.map(jnp.shape, memory))
 
 
 def limit_and_memory_of(
@@ -277,12 +284,7 @@ def limit_and_memory_of(
     Raises:
       ValueError: the memory of another rule, or a limit that does not fit the norm.
     """
-    remembers = bool(jax.tree.leaves(memory))
-    # A rule without an `init` of its own, such as a constant limit, has no memory.
-    if remembers or type(rule).init is not Rule.init:
-        memory_of_rule = _checked_memory(rule, norm, memory, argument)
-    else:
-        memory_of_rule = memory
+    memory_of_rule = _checked_memory(rule, norm, memory, argument)
     # stop_gradient: limits have no derivative by the updates. A broken norm becomes 0:
     # where the new memory is not selected, its derivative must still be finite.
     finite_norm = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
@@ -298,7 +300,8 @@ def limit_and_memory_of(
     if not is_loss:
         limit = jnp.maximum(limit, 0)
     limit = typed_as(jnp.broadcast_to(limit, norm.shape), jax.typeof(norm))
-    if not remembers:
+    # A rule without a memory may return () or None.
+    if not jax.tree.leaves(memory):
         return limit, memory
     # Only NaN differs from itself. `~isnan` is two operations on a TPU.
     learns = jnp.isfinite(norm) & (limit == limit)
@@ -375,7 +378,7 @@ def check_fields(rule: Rule, call: str) -> None:
             # Partial, a node for JAX. The others return None.
             if value is not None:
                 values[spec.name] = value
-        elif not spec.metadata.get("static"):
+        elif not is_static(spec):
             # A plain field of a user's rule.
             _check_traceable(f"{call}: {spec.name}", values[spec.name])
 

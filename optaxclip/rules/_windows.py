@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from .._checks import check_length
 from .._exported import exported
-from ._memory import count_up, multiple, new_unless_zero, new_where, remembered
+from ._memory import count_up, multiple, new_unless_zero, remembered
 from ._rule import (
     LimitAndMemory,
     Number,
@@ -118,14 +118,14 @@ class WindowedQuantile(Rule):
     window: Any = length_field(default=100)
     _: KW_ONLY
     factor: Number = number_field(default=1.0)
-    current: Any = flag_field(default=False)
+    current: bool = flag_field(default=False)
     remember: str = choice_field("raw", "clipped", default="raw")
     warmup: Any = number_field(default=1, schedule=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # A current norm counts as it came, and lets limits rise.
-        if self.remember == "clipped" and self.current is False:
+        if self.remember == "clipped" and not self.current:
             warn_of_falling("windowed_quantile: factor", self.factor, stacklevel=4)
 
     def init(self, norm: Array) -> QuantileMemory:
@@ -137,10 +137,7 @@ class WindowedQuantile(Rule):
         self, norm: Array, memory: QuantileMemory, step: Array
     ) -> LimitAndMemory:
         quantile, factor = at_step(step, norm.dtype, self.quantile, self.factor)
-        # Both windows are made, since `current` may be traced.
-        with_current = push_ordered(memory, norm)
-        is_current = jnp.asarray(self.current)
-        recent, ordered = new_where(is_current, with_current, memory)
+        recent, ordered = push_ordered(memory, norm) if self.current else memory
         norm_at_quantile = interpolated(quantile, recent.seen, ordered)
         limit = multiple(factor, norm_at_quantile)
         is_past_warmup = recent.seen >= jnp.maximum(self.warmup, 1)
@@ -240,7 +237,7 @@ class WindowedMean(Rule):
     _: KW_ONLY
     ddof: Any = number_field(default=0, highest=1.0, schedule=False)
     floor: Number = number_field(default=0.0)
-    current: Any = flag_field(default=False)
+    current: bool = flag_field(default=False)
     remember: str = choice_field("raw", "clipped", default="raw")
     warmup: Any = number_field(default=2, schedule=False)
 
@@ -249,10 +246,7 @@ class WindowedMean(Rule):
 
     def update(self, norm: Array, memory: Window, step: Array) -> LimitAndMemory:
         sigmas, floor = at_step(step, norm.dtype, self.sigmas, self.floor)
-        # Both windows are made, since `current` may be traced.
-        with_current = push(memory, norm)
-        is_current = jnp.asarray(self.current)
-        window = new_where(is_current, with_current, memory)
+        window = push(memory, norm) if self.current else memory
         mean, deviation = moments(self.ddof, window)
         deviation = jnp.maximum(deviation, floor)
         limit = mean + multiple(sigmas, deviation)
@@ -272,29 +266,25 @@ def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
     difference. So equal norms have exactly their mean and no deviation, and no square
     leaves the range.
     """
-    is_filled = place_numbers(window) < window.seen[..., None]
+    # An empty window counts as one norm of 0: the mean of nothing is NaN.
     length = window.past.shape[-1]
-    count = jnp.clip(window.seen, 1, length).astype(window.past.dtype)
+    count = jnp.clip(window.seen, 1, length)[..., None]
+    is_filled = place_numbers(window) < count
     # A float32 sum of norms such as 8192 + 2^-9 would lose what they differ by.
     anchor = window.past[..., :1]
-    # Empty places hold 0, which is no norm.
     differences = jnp.where(is_filled, window.past - anchor, 0.0)
     largest = jnp.max(jnp.abs(differences), axis=-1, keepdims=True)
     # XLA multiplies with the reciprocal, which above 2^126 is flushed to 0.
     largest = jnp.minimum(largest, jnp.finfo(differences.dtype).max / 8)
     divisor = jnp.where(largest > 0, largest, 1.0)
     quotients = differences / divisor
-    sum_of_quotients = jnp.sum(quotients, axis=-1, keepdims=True)
-    mean_quotient = sum_of_quotients / count[..., None]
-    deviations = jnp.where(is_filled, quotients - mean_quotient, 0.0)
-    sum_of_squares = jnp.sum(deviations**2, axis=-1)
+    mean_quotient = jnp.mean(quotients, axis=-1, keepdims=True, where=is_filled)
+    variance = jnp.var(quotients, axis=-1, keepdims=True, where=is_filled)
     # The divisor is at least 1: for ddof norms it would be 0.
-    degrees = jnp.maximum(count - jnp.asarray(ddof, count.dtype), 1)
-    variance = sum_of_squares / degrees
-    deviation = largest[..., 0] * jnp.sqrt(variance)
-    mean_difference = largest * mean_quotient
-    mean = anchor[..., 0] + mean_difference[..., 0]
-    return mean, deviation
+    variance = variance * count / jnp.maximum(count - ddof, 1)
+    mean = anchor + largest * mean_quotient
+    deviation = largest * jnp.sqrt(variance)
+    return mean[..., 0], deviation[..., 0]
 
 
 def skip_step_rule(

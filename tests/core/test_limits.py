@@ -336,10 +336,19 @@ def test_the_raise_policy_names_order_and_leaves(name):
     assert checked(good, start, params)[0].get() is None
 
 
-@pytest.mark.parametrize("flag", ["needs_params", "needs_total", "inf_is_off"])
-def test_a_flag_of_a_rule_must_not_be_a_field(flag):
-    with pytest.raises(TypeError, match=f"Typed: {flag} must have no type"):
-        type("Typed", (rules.Rule,), {flag: True, "__annotations__": {flag: bool}})
+class HalfOfWeights(rules.Rule):
+    # A flag with a type is a field, and must not be traced.
+    needs_params: bool = True
+
+    def update(self, norm, memory, step, params_norm):
+        return params_norm / 2, memory
+
+
+def test_a_flag_of_a_rule_may_have_a_type():
+    clipper = optaxclip.clip_by_global_norm(HalfOfWeights())
+    params, grads = jnp.array([0.0, 2.0]), jnp.array([3.0, 4.0])
+    updates, _ = jax.jit(clipper.update)(grads, clipper.init(params), params)
+    np.testing.assert_allclose(updates, [0.6, 0.8], rtol=1e-6)
 
 
 def test_a_broken_limit_and_a_broken_leaf_are_both_named():
