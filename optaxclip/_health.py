@@ -1,4 +1,4 @@
-"""Early signs that a run will break, of each tensor, for `metrics` and the doctor."""
+"""Records early signs that a run will break, for `metrics` and the doctor."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from ._trees import PyTree, clipped_leaves, weights_of
 from .rules._memory import in_place
 
 CALL = "record_health"
-OF_WEIGHTS = ("weight_norm", "rounding")
-OF_VALUES = ("zeros", "subnormals", "nonfinite")
+SIGNS_OF_WEIGHTS = ("weight_norm", "rounding")
+SIGNS_OF_VALUES = ("zeros", "subnormals", "nonfinite")
 
 
 @exported
 class HealthState(NamedTuple):
     """The state of `record_health`."""
 
-    norms: ClipState  # the norm of each tensor, and their names
-    # weight_norm, zeros and the like, float32[N] each: a number for each of these norms
+    norms: ClipState  # the norm of each tensor, N in all, and the names of tensors
+    # float32[N] under "weight_norm", "zeros" and so on: one number beside each norm
     signs: dict[str, Array]
-    # int32[rows] of each embedding: steps since the row had a gradient
+    # int32[rows] for each embedding: steps since a row had a gradient
     idle: dict[str, Array]
-    dead: dict[str, Array]  # float32[] of each: the share of its rows that is dead
+    dead: dict[str, Array]  # float32[] for each embedding: the share of dead rows
 
     @property
     def step(self) -> Array:
@@ -56,11 +56,11 @@ def record_health(
     stacked: Stacked = None,
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Records early signs that a run will break, of each tensor. Changes nothing.
+    """Records early signs that a run will break, for each tensor. Changes nothing.
 
     In front of the optimizer it sees gradients, and behind it updates. `python -m
-    optaxclip.doctor log.jsonl` reads the log of both, and takes for updates what has
-    "update" in its name:
+    optaxclip.doctor log.jsonl` reads the log of both. It takes a recorder with "update"
+    in its name for one of updates:
 
         optimizer = optax.named_chain(
             ("gradients", optaxclip.record_health()),
@@ -78,19 +78,20 @@ def record_health(
                              0.0078 in bfloat16. Updates whose ratio is below a quarter
                              of it are mostly rounded away
         health/zeros         the share of elements that are 0
-        health/subnormals    the share of elements too small for all digits of their
-                             dtype, as before underflow: below 6.1e-5 in float16
+        health/subnormals    the share of elements so small that they have lost digits:
+                             below 6.1e-5 in float16. Still smaller ones underflow
         health/nonfinite     how many elements are NaN or inf
         health/dead_rows     the share of the rows of an embedding without a gradient
-                             in the last `patience` steps. NaN before as many have
-                             passed, so that the first number is what is usual
+                             in the last `patience` steps. NaN in the first steps,
+                             until so many have passed
 
     Args:
       weights: whether to read the weights, for `weight_norm`, `ratio` and `rounding`.
         `update` needs params then.
       values: whether to look at elements, for `zeros`, `subnormals` and `nonfinite`.
-      embeddings: the path of a leaf, such as "embed/table", or several, whose rows are
-        counted. A row is an entry along axis 0. Each keeps an integer.
+      embeddings: the path of a leaf, such as "embed/table", or several paths.
+        Dead rows of these leaves are counted. A row is an entry along axis 0. The state
+        keeps an integer for each row.
       patience: steps without a gradient after which a row is dead. At least 1.
       stacked: which axes of a leaf count layers, each of which has its own numbers: 1
         for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
@@ -107,9 +108,10 @@ def record_health(
 
     Raises:
       ValueError: a `patience` that is not whole or below 1, `weights` without params in
-        update, a path in `embeddings` that is none, or, with `embeddings`, a leaf that
-        is split inside shard_map.
-      TypeError: what is no number, or an option that is not True or False.
+        update, a path in `embeddings` that no leaf has, or, with `embeddings`, a leaf
+        that is split inside shard_map.
+      TypeError: a `patience` that is not a number, or an option that is not True or
+        False.
 
     Example:
       >>> recorder = optaxclip.record_health()
@@ -133,9 +135,9 @@ def record_health(
     )
     signs: tuple[str, ...] = ()
     if weights:
-        signs += OF_WEIGHTS
+        signs += SIGNS_OF_WEIGHTS
     if values:
-        signs += OF_VALUES
+        signs += SIGNS_OF_VALUES
 
     def init(params: PyTree) -> HealthState:
         norms: Any = _norm_recorder(measure).init(params)
@@ -170,7 +172,7 @@ def record_health(
 
 
 def _tables(tree: PyTree, names: tuple[str, ...]) -> dict[str, Array]:
-    """The leaves with these paths. They must have rows."""
+    """The leaves with these paths. Raises if one is not there, or has no rows."""
     tables: dict[str, Array] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         if jnp.ndim(leaf):
@@ -184,12 +186,7 @@ def _tables(tree: PyTree, names: tuple[str, ...]) -> dict[str, Array]:
     return {name: tables[name] for name in names}
 
 
-def _norm_recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
-    """A clipper without a limit. Its state keeps a number for each norm of a tree."""
-    return make_clipper(measure, None, call=CALL, name="norm")
-
-
-# Jitted at module level, as the update of a clipper.
+# Jitted at module level, like the update of a clipper.
 @partial(jax.jit, static_argnums=0)
 def _after_step(
     measure: TensorNorm,
@@ -199,36 +196,29 @@ def _after_step(
     weights: PyTree,
     patience: int,
 ) -> HealthState:
+    """The state after an update. `tree` has the gradients or updates, and `tables`
+    those of embeddings.
+    """
     norms = measure(tree)
-    local_numbers: dict[str, list[Array]] = {}
+    if tables:
+        _check_whole_leaves(norms)
+    local_signs: dict[str, list[Array]] = {}
     if "zeros" in state.signs:
-        local_numbers |= _signs_of_values(measure, tree)
+        local_signs |= _signs_of_values(measure, tree)
     if "rounding" in state.signs:
-        local_numbers |= _signs_of_weights(measure, weights)
+        local_signs |= _signs_of_weights(measure, weights)
+    recorder = _norm_recorder(measure)
 
     def recorded(numbers: Norms) -> PyTree:
-        """The state of a recorder that gets these numbers as norms."""
-        recorder = _norm_recorder(measure)
         _, new_state = recorder.update(tree, state.norms, grad_norm=numbers)
         return new_state
 
-    new_signs: dict[str, Array] = {}
-    for sign, numbers in local_numbers.items():
-        # Only the kernel knows the layout of a state: layers, and leaves split over
-        # devices. So a recorder lays out the numbers of a sign.
+    signs: dict[str, Array] = {}
+    for sign, numbers in local_signs.items():
+        # Layers, and leaves split over devices, have places in a state that only the
+        # kernel knows. So the numbers of a sign are recorded as if they were norms.
         numbers_as_norms = norms._replace(values=norms.gathered(numbers))
-        new_signs[sign] = recorded(numbers_as_norms).norm.astype(jnp.float32)
-    split_leaves = [
-        trees.path_name(path)
-        for path, spec in zip(norms.paths, norms.specs)
-        if spec.joined_along
-    ]
-    if tables and split_leaves:
-        raise ValueError(
-            f"{CALL}: embeddings needs whole leaves, and devices have parts of "
-            f"{trees.listed(split_leaves)} inside shard_map: record outside it, or "
-            "without embeddings."
-        )
+        signs[sign] = recorded(numbers_as_norms).norm.astype(jnp.float32)
     idle: dict[str, Array] = {}
     dead: dict[str, Array] = {}
     # Before `patience` updates no row can count as dead.
@@ -237,20 +227,40 @@ def _after_step(
         idle[name] = _idle_steps(table, state.idle[name])
         share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
         dead[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
-    new_state = HealthState(recorded(norms), new_signs, idle, dead)
+    new_state = HealthState(recorded(norms), signs, idle, dead)
     return jax.tree.map(in_place, new_state, state)
+
+
+def _norm_recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
+    """A clipper without a limit. Its state keeps a number for each norm of a tree."""
+    return make_clipper(measure, None, call=CALL, name="norm")
+
+
+def _check_whole_leaves(norms: Norms) -> None:
+    split_leaves = [
+        trees.path_name(path)
+        for path, spec in zip(norms.paths, norms.specs)
+        if spec.joined_along
+    ]
+    if split_leaves:
+        raise ValueError(
+            f"{CALL}: embeddings needs whole leaves, and devices have parts of "
+            f"{trees.listed(split_leaves)} inside shard_map: record outside it, or "
+            "without embeddings."
+        )
 
 
 def _idle_steps(table: Array, steps: Array) -> Array:
     """int32[rows]: steps since each row of a table had a gradient."""
     entry_axes = tuple(range(1, table.ndim))
     has_gradient = jnp.any(table != 0, entry_axes)
-    # An Explicit mesh would split it like the rows of the table.
+    # On an Explicit mesh the result would be split like the rows of the table, and
+    # `steps` is not.
     has_gradient = mesh_types.resharded(has_gradient)
     return jnp.where(has_gradient, 0, steps + 1)
 
 
-# ------------------------------------------------------------------- numbers of leaves
+# --------------------------------------------------------------------- signs of leaves
 
 
 def _signs_of_weights(measure: TensorNorm, weights: PyTree) -> dict[str, list[Array]]:
@@ -263,14 +273,13 @@ def _signs_of_weights(measure: TensorNorm, weights: PyTree) -> dict[str, list[Ar
 
 
 def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]]:
-    """Shares and counts of elements. The norm of a mask is the root of a count, and its
-    root mean square is the root of a share. Norms know layers and devices.
+    """Shares and counts of elements. The norm of a mask of 0 and 1 is the root of a
+    count, and its root mean square is the root of a share. So layers and devices are
+    summed as they are for norms.
     """
 
-    def squares(
-        measure: TensorNorm, is_counted: Callable[[Array], Array]
-    ) -> list[Array]:
-        norms = measure(jax.tree.map(is_counted, tree))
+    def squares(norms_of: TensorNorm, mask_of: Callable[[Array], Array]) -> list[Array]:
+        norms = norms_of(jax.tree.map(mask_of, tree))
         return [jnp.square(norm) for norm in norms.local_values()]
 
     root_mean_square = measure._replace(ord="rms")
@@ -300,11 +309,11 @@ def _bits_of_absolutes(x: Array) -> Array:
     """The bits of |x|, as integers. Floats would not do: a CPU flushes subnormal ones
     to 0 when it compares them.
     """
-    moduli = jnp.abs(x) if jnp.iscomplexobj(x) else x
+    real = jnp.abs(x) if jnp.iscomplexobj(x) else x
     size = jnp.finfo(x.dtype).bits
     unsigned = np.dtype(f"uint{size}")
-    magnitude_bits = unsigned.type(2 ** (size - 1) - 1)
-    return lax.bitcast_convert_type(moduli, unsigned) & magnitude_bits
+    all_but_sign = unsigned.type(2 ** (size - 1) - 1)
+    return lax.bitcast_convert_type(real, unsigned) & all_but_sign
 
 
 # ------------------------------------------------------------------------- the report
@@ -313,7 +322,9 @@ def _bits_of_absolutes(x: Array) -> Array:
 def health_numbers(
     state: HealthState, *, summary: bool, layers: bool
 ) -> Iterator[tuple[str, str, Array]]:
-    """Name, path and value of each number, for `metrics`."""
+    """Sign, path and value of each number, for `metrics`. With `summary` the largest of
+    all tensors, under the path "".
+    """
     sizes = sizes_of(state.norms, layers and not summary, call="metrics")
     if not sizes:
         return
@@ -321,28 +332,28 @@ def health_numbers(
         sizes = {"": sum(sizes.values())}
     for sign, numbers in _largest(tuple(sizes.values()), state).items():
         # list() outside of jit: hundreds of results would take long to compile.
-        for name, value in zip(sizes, list(numbers)):
-            yield sign, name, value
-    for name, share in state.dead.items():
-        yield "dead_rows", name, share
+        for path, value in zip(sizes, list(numbers)):
+            yield sign, path, value
+    for path, share in state.dead.items():
+        yield "dead_rows", path, share
 
 
 @partial(jax.jit, static_argnums=0)
 def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, Array]:
-    """For each sign the largest entry of each tensor. `sizes` says how many entries
-    each tensor has: one for each layer.
+    """For each sign, also the ratio, the largest number of each tensor. `sizes` says
+    how many numbers a tensor has: one for each layer.
     """
     norm = state.norms.norm
     signs = {"norm": norm, **state.signs}
     if "weight_norm" in signs:
         ratio = jnp.where(norm == 0, 0, norm / signs["weight_norm"])
         signs["ratio"] = ratio.astype(jnp.float32)
-    # int[tensors, layers]: where the entries of each tensor are. A tensor of fewer
-    # layers than another has some of them twice.
-    places: list[np.ndarray] = []
+    # int[tensors, layers]: the indices of each tensor. `np.resize` repeats those of a
+    # tensor with fewer layers than another, which leaves its largest number the same.
+    indices: list[np.ndarray] = []
     for size, end in zip(sizes, np.cumsum(sizes)):
-        places.append(np.resize(np.arange(end - size, end), max(sizes)))
+        indices.append(np.resize(np.arange(end - size, end), max(sizes)))
     largest: dict[str, Array] = {}
     for sign, numbers in signs.items():
-        largest[sign] = jnp.max(jnp.ravel(numbers)[np.array(places)], axis=1)
+        largest[sign] = jnp.max(jnp.ravel(numbers)[np.array(indices)], axis=1)
     return largest

@@ -22,7 +22,9 @@ def main(arguments: list[str] | None = None) -> None:
     # None stands for the arguments of the command line.
     options = parser.parse_args(arguments)
     try:
-        report = read_and_judge("doctor", options.log, options.pattern, options.loss)
+        report = read_and_judge(
+            "doctor", options.log, pattern=options.pattern, loss=options.loss
+        )
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
         sys.exit(str(error))

@@ -35,8 +35,8 @@ class Finding(NamedTuple):
       page: where the documentation says more, such as "docs/doctor.md (Record)", a file
         of the repository and the title of a section.
       advice: what to do, in a line.
-      first_steps: for each column or tensor that shows the cause, the first step. Of a
-        log with a norm for each group: {"clip/norm_before/actor": 300}.
+      first_steps: for each column or tensor that shows the cause, the first step that
+        does, such as {"clip/norm_before/actor": 300} if groups have their own norms.
     """
 
     cause: str
@@ -55,16 +55,16 @@ class Cause(NamedTuple):
     """A row of the table."""
 
     name: str
-    needs: str  # which columns the rule reads, in words of `_signals`
+    needs: str  # the columns that the rule reads, a sentence of `_signals`
     rule: Callable[..., np.ndarray | float]  # from the numbers of these columns
     limit: float  # a row whose number is above it shows the cause
-    text: str  # with {value} and {subject}
+    text: str  # the evidence, with {value} and {subject}: names of columns
     page: str
     advice: str
-    # Whether it says how a log or an optimizer is set up, and not what broke.
+    # Whether it is about how a log or an optimizer is set up, and not about what broke.
     is_of_setup: bool = False
-    sees_nonfinite: bool = False  # whether the rule sees rows with NaN and inf too
-    least_rows: int = 1  # of a log that the rule can judge
+    sees_nonfinite: bool = False  # whether the rule also gets rows with NaN and inf
+    least_rows: int = 1  # with fewer rows the cause is not judged
 
 
 AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
@@ -72,8 +72,8 @@ SCALE_ADVICE = (
     "look at the loss scale, at a sum in the place of a mean, and at how many devices "
     "and microbatches are averaged"
 )
-# Of two that begin in the same step the upper one is named first. Limits were set on
-# one half of the trainings in benchmarks/doctor.
+# If two causes begin in the same step, a report names the upper one first. Limits were
+# set on one half of the trainings in benchmarks/doctor.
 CAUSES = (
     Cause(
         name="not finite",
@@ -173,8 +173,8 @@ CAUSES = (
         name="growing weights",
         needs=signals.WEIGHTS,
         rule=rules.growth,
-        # The rule asks for 1.3**3 = 2.2 in all. This limit only decides which row is
-        # named first.
+        # Weights that the rule finds to grow end above 1.3**3 = 2.2. The limit only
+        # decides which step is the first.
         limit=2,
         text="weights grow {value:.3g} times since the second fifth of the log",
         page="docs/doctor.md (Record)",
@@ -285,9 +285,9 @@ class Report(NamedTuple):
       looked_at: the columns and recorders that were read, and how many rows each has.
       not_judged: what the log lacks, columns or rows, and the names of the causes that
         need it.
-      notes: what the reader left out or decided, at how many steps norms were taken for
-        overflows of a loss scale, how many times the median the largest norm is, and
-        whether names of recorders are missing.
+      notes: sentences. What the reader left out or decided, how many steps look like
+        overflows of a loss scale, how large the largest norm is beside the median, and
+        whether recorders need names.
     """
 
     findings: list[Finding]
@@ -332,7 +332,7 @@ def diagnose(
       >>> print(finding.step, finding.cause, round(finding.value, 1))
       30 bad batch 33.3
     """
-    return read_and_judge("diagnose", log, pattern, loss).findings
+    return read_and_judge("diagnose", log, pattern=pattern, loss=loss).findings
 
 
 def examine(
@@ -368,16 +368,17 @@ def examine(
       >>> print(report.not_judged["a gradient norm"])
       ['bad batch', 'steady growth']
     """
-    return read_and_judge("examine", log, pattern, loss)
+    return read_and_judge("examine", log, pattern=pattern, loss=loss)
 
 
 def read_and_judge(
     call: str,
     log: str | Path | Iterable[Mapping[str, object]],
+    *,
     pattern: str | None,
     loss: str | None,
 ) -> Report:
-    """The report of a file or of rows. Errors begin with the call, and the file."""
+    """The report of a file or of rows. Errors begin with the call and the file name."""
     prefix = f"{call}: "
     try:
         if isinstance(log, (str, Path)):
@@ -391,12 +392,12 @@ def read_and_judge(
             )
         return _judge(log_of(rows, []), loss)
     except ValueError as error:
-        # The reader of files says the start itself.
+        # Errors of `read_log` begin with the prefix already.
         text = str(error).removeprefix(prefix)
         raise ValueError(f"{prefix}{text}") from None
 
 
-# Norms may be 0, NaN and inf.
+# Rules divide by norms, which may be 0, NaN or inf.
 @np.errstate(all="ignore")
 def _judge(log: Log, loss_name: str | None) -> Report:
     run = signals.run_of(log, loss_name)
@@ -422,7 +423,7 @@ def _judge(log: Log, loss_name: str | None) -> Report:
             findings.append(_finding(cause, hits))
         if not is_judged and not cause.is_of_setup:
             names = not_judged.setdefault(_lacking(cause, run), [])
-            # A change of scale is two rows of the table of causes.
+            # "change of scale" stands in the table twice, for growth and fall.
             if cause.name not in names:
                 names.append(cause.name)
     names_of_setup = {cause.name for cause in CAUSES if cause.is_of_setup}
@@ -438,7 +439,7 @@ def _judge(log: Log, loss_name: str | None) -> Report:
 
 
 def _lacking(cause: Cause, run: signals.Run) -> str:
-    """What a log has to have for a cause to be judged."""
+    """What a log must have so that a cause can be judged, but does not have."""
     if run.columns[cause.needs]:
         return f"{cause.least_rows} rows with {cause.needs}"
     if cause.needs in signals.NEEDS_OF_RECORDER and not run.recorders:
@@ -449,7 +450,7 @@ def _lacking(cause: Cause, run: signals.Run) -> str:
 def _notes(run: signals.Run) -> list[str]:
     """What the log does not show, how columns were read, and the largest norms."""
     notes: list[str] = []
-    # Some columns are logged more rarely than others.
+    # The smallest distance, since some columns are logged more rarely than others.
     distance = min(distance_of_steps(column) for column in run.looked_at)
     if distance > 1:
         notes.append(
@@ -463,7 +464,7 @@ def _notes(run: signals.Run) -> list[str]:
     for note, names in names_of_notes.items():
         notes.append(f"{listed(names)}: {note}")
     for column in run.looked_at:
-        # Columns that are logged more rarely have more of them.
+        # A column with more empty cells than this is one that is logged more rarely.
         if 0 < column.empty_cells < column.values.size / 2:
             notes.append(
                 f"{column.name!r} has no entry in {column.empty_cells} rows, which may "
@@ -487,9 +488,9 @@ def _notes(run: signals.Run) -> list[str]:
         norm = in_rows(norm, np.isfinite(norm.values) & (norm.values > 0))
         if norm.steps.size:
             row = np.argmax(norm.values)
-            medians = norm.values[row] / np.median(norm.values)
+            ratio = norm.values[row] / np.median(norm.values)
             notes.append(
-                f"The largest {norm.name!r} is {medians:.1f} times its median, at step "
+                f"The largest {norm.name!r} is {ratio:.1f} times its median, at step "
                 f"{norm.steps[row]}. See docs/choosing_a_limit.md"
             )
     return notes
@@ -519,7 +520,7 @@ def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:
 
 
 def _finding(cause: Cause, hits: list[Hit]) -> Finding:
-    """Where a cause shows, and how much."""
+    """One finding from all rows that show a cause."""
     worst = max(hits, key=lambda hit: (hit.value, -hit.step))
     worst_names: list[str] = []
     first_steps: dict[str, int] = {}

@@ -20,8 +20,8 @@ from .._logs import (
     norms_of,
 )
 
-# What a rule needs. A report prints these sentences, and `run_of` returns the
-# columns that meet them, by sentence.
+# What a rule needs. A report prints these sentences, and they are the keys of
+# `Run.columns`.
 LOSS_OR_NORM = "a loss or a gradient norm"
 LOSS = "a loss above 0 (--loss NAME, if the log has one)"
 NORM = "a gradient norm"
@@ -41,7 +41,7 @@ DEAD_ROWS = "record_health() in front of the optimizer, with embeddings="
 NEEDS_OF_RECORDER = {UPDATES, ROUNDING, WEIGHTS, GRADIENTS, SUBNORMALS, DEAD_ROWS}
 ANY_RECORDER = "record_health() in the optimizer, see docs/doctor.md (Record)"
 
-# The signs of `record_health`: the last word of its columns, before the tensor.
+# What `record_health` calls its numbers: "ratio" in health/updates/ratio/blocks/w.
 SIGNS = {
     "norm",
     "weight_norm",
@@ -52,22 +52,22 @@ SIGNS = {
     "nonfinite",
     "dead_rows",
 }
+# The part "health_2" of such a name. W&B may write a run in front: "sun-7 - health".
 HEALTH_SEGMENT = re.compile(r"(.*[. ])?health(_\d+)?")
 # "train/clip/outer/norm_before" of a clipper, and "train/skip_2/norm" of a skip.
 NORM_OF_CLIP = re.compile(r"((.*[/. ])?clip(_\d+)?/(.*/)?)norm_before")
 NORM_OF_SKIP = re.compile(r"((.*[/. ])?(skip|spike)(_\d+)?/(.*/)?)norm")
-# Of attention by their names, or of qk_clip under a name with "logit" or "qk".
+# Names that say attention and logit, or a qk_clip named with "logit" or "qk".
 NAMES_OF_LOGITS = re.compile(
     r"(?!.*(limit|factor|count|num|share|mean|std|entropy))"
     r"(.*(attn|attention|(^|[/._])qk).*logit.*|.*logit.*(attn|attention).*"
     r"|(.*[/. ])?(clip|record)(_\d+)?/[^/]*(logit|qk)[^/]*/norm(_before)?(/.*)?)"
 )
-NAME_OF_SCALE = re.compile("loss.?scale|scaler")
-OVERFLOWS = 0.1  # the share of rows with inf, under a dynamic loss scale
+NAME_OF_LOSS_SCALE = re.compile("loss.?scale|scaler")
+MOST_OVERFLOWS = 0.1  # the share of rows with inf that a dynamic loss scale explains
 
 
-# A tuple for each time that a rule runs, such as once for each tensor, with the columns
-# that it reads together.
+# The arguments of a rule for each of its calls, such as one call for each tensor.
 RuleInputs = list[tuple[Column, ...]]
 
 
@@ -75,34 +75,34 @@ class Recorder(NamedTuple):
     """The columns of one `record_health`."""
 
     name: str  # such as health/updates
-    # By sign and tensor. The name of a summary of all tensors is "".
+    # By sign and tensor. The summary of all tensors is the tensor "".
     columns: defaultdict[str, dict[str, Column]]
 
     @property
     def is_of_updates(self) -> bool:
-        """By the name, without what a logger puts in front."""
-        place = self.name.find("health")
-        return "update" in self.name[place:].lower()
+        """Whether its name says so, without what a logger puts in front."""
+        _, _, name = self.name.partition("health")
+        return "update" in name.lower()
 
     def of_tensors(self, *signs: str) -> RuleInputs:
         """The columns of these signs: of each tensor, or of the summary of all."""
         tables = [self.columns[sign] for sign in signs]
         tensors = set(tables[0]).intersection(*tables)
-        # Beside tensors a summary says nothing new.
+        # The summary repeats what the tensors show.
         if len(tensors) > 1:
             tensors.discard("")
         return [tuple(table[tensor] for table in tables) for tensor in sorted(tensors)]
 
     def subnormals(self) -> RuleInputs:
         """For each tensor the share of subnormal elements, and the share of zeros."""
-        # A summary has the largest of both, which may be of two tensors.
+        # In a summary the largest share of each may come from two different tensors.
         if set(self.columns["subnormals"]) == {""}:
             return self.of_tensors("subnormals")
         return self.of_tensors("subnormals", "zeros")
 
     def norm_of_all(self, sign: str) -> list[Column]:
-        """One column: the norm of all tensors together, or in a summary the largest
-        norm of a tensor. No column if the sign was not recorded.
+        """A list of one column: the norm of all tensors together, or if there is a
+        summary the largest norm of a tensor. Empty if the sign was not recorded.
         """
         table = self.columns[sign]
         if "" in table:
@@ -124,13 +124,13 @@ def total_of(name: str, norms: Sequence[Column]) -> Column:
 class Run(NamedTuple):
     """What a log says about a run."""
 
-    # For each need, such as NORM, the columns that meet it: none if the log lacks them.
-    # The first column of a tuple names the finding.
+    # For each need, such as NORM, the columns that rules read. Empty if the log lacks
+    # them. A finding is named after the first column of a tuple.
     columns: defaultdict[str, RuleInputs]
     looked_at: list[Column]  # with the norm of each recorder
-    gradient_norms: list[Column]  # of all tensors, from each optimizer
+    gradient_norms: list[Column]  # of all tensors together, one for each optimizer
     recorders: list[Recorder]
-    overflow_steps: set[int]  # steps without their norm, see `_without_overflows`
+    overflow_steps: set[int]  # norms of these steps are left out of LOSS_OR_NORM
 
 
 def run_of(log: Log, loss_name: str | None) -> Run:
@@ -142,73 +142,55 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     losses = _losses_of(log, loss_name)
     logits = columns_named(NAMES_OF_LOGITS, log)
     log_without_logits = _without_logits(log, logits)
-    whole_norms = norms_of(log_without_logits)
-    logged_tensors = columns_named(TENSOR_PATTERN, log_without_logits)
-    norm_of_tensors: list[Column] = []
-    if logged_tensors:
-        norm_of_tensors = [total_of("all tensors", logged_tensors)]
-    logged_norms = whole_norms or norm_of_tensors
+    global_norms = norms_of(log_without_logits)
+    tensors = columns_named(TENSOR_PATTERN, log_without_logits)
+    norm_of_tensors = [total_of("all tensors", tensors)] if tensors else []
+    logged_norms = global_norms or norm_of_tensors
     recorders = _recorders_of(log)
-    update_norms: list[Column] = []
-    recorded_norms: list[Column] = []  # of gradients, and so are the next two
-    recorded_tensors: list[Column] = []
-    recorded_groups: list[Column] = []
-    columns: defaultdict[str, RuleInputs] = defaultdict(list)
-    for recorder in recorders:
-        norms = recorder.norm_of_all("norm")
-        weight_norms = recorder.norm_of_all("weight_norm")
-        columns[WEIGHTS] += _one_by_one(weight_norms)
-        if recorder.is_of_updates:
-            update_norms += norms
-            columns[UPDATES] += zip(norms, weight_norms)
-            columns[ROUNDING] += recorder.of_tensors("ratio", "rounding")
-        else:
-            tensors = [column for (column,) in recorder.of_tensors("norm")]
-            recorded_norms += norms
-            recorded_tensors += tensors
-            recorded_groups += _norms_of_groups(tensors)
-            columns[SUBNORMALS] += recorder.subnormals()
-            columns[DEAD_ROWS] += recorder.of_tensors("dead_rows")
+    recorded = _recorded(recorders)
     # A recorder repeats what a clipper or the loop logs.
-    gradient_norms = logged_norms or recorded_norms
-    groups = _norms_of_groups(logged_tensors) or recorded_groups
+    gradient_norms = logged_norms or recorded.gradient_norms
+    groups = _norms_of_groups(tensors) or recorded.groups
+    columns = recorded.columns
     columns[NORM] = _one_by_one([*gradient_norms, *groups])
-    columns[EVERY_NORM] = _one_by_one([*logged_norms, *recorded_norms])
-    columns[GRADIENTS] = _one_by_one(recorded_tensors)
+    columns[EVERY_NORM] = _one_by_one([*logged_norms, *recorded.gradient_norms])
+    columns[GRADIENTS] = _one_by_one(recorded.tensors)
     columns[LOGITS] = _one_by_one(logits)
-    has_scale = any(NAME_OF_SCALE.search(name.lower()) for name in log.columns)
-    columns[LOSS_OR_NORM] = _one_by_one(losses)
-    overflow_steps: set[int] = set()
-    for norm in [*whole_norms, *logged_tensors, *recorded_tensors, *update_norms]:
-        finite_norm = _without_overflows(norm, has_scale)
-        columns[LOSS_OR_NORM].append((finite_norm,))
-        overflow_steps |= {*norm.steps} - {*finite_norm.steps}
-    # Ratios of losses that change their sign say nothing. From the norm alone REINFORCE
-    # with rewards of another scale (benchmarks/doctor) would be a change of scale.
+    columns[CLIP] = _with_limits(log, NORM_OF_CLIP)
+    skips = _with_limits(log, NORM_OF_SKIP)
+    for skip_columns, clip_columns in product(skips, columns[CLIP]):
+        columns[SKIP_AND_CLIP].append((*skip_columns, *clip_columns))
+    # The ratio of two losses says nothing if the loss changes its sign. Without a loss
+    # REINFORCE with rewards of another scale (benchmarks/doctor) would be found to have
+    # a change of scale, so its norm is not judged alone.
     if all(np.nanmin(loss.values, initial=np.inf) >= 0 for loss in losses):
         # transformers rounds a small loss to 0, which has no ratio.
         above_0 = [in_rows(loss, loss.values != 0) for loss in losses]
         columns[LOSS] = _one_by_one(above_0)
         columns[NORM_AND_ANY_LOSS] = [(norm, *above_0) for norm in gradient_norms]
         columns[NORM_AND_LOSS] = list(product(gradient_norms, above_0))
-    columns[CLIP] = _with_limits(log, NORM_OF_CLIP)
-    skips = _with_limits(log, NORM_OF_SKIP)
-    columns[SKIP_AND_CLIP] = [
-        skip + clip for skip, clip in product(skips, columns[CLIP])
-    ]
+    columns[LOSS_OR_NORM] = _one_by_one(losses)
+    overflow_steps: set[int] = set()
+    has_loss_scale = any(
+        NAME_OF_LOSS_SCALE.search(name.lower()) for name in log.columns
+    )
+    for norm in [*global_norms, *tensors, *recorded.tensors, *recorded.update_norms]:
+        finite_norm = _without_overflows(norm, has_loss_scale)
+        columns[LOSS_OR_NORM].append((finite_norm,))
+        overflow_steps |= {*norm.steps} - {*finite_norm.steps}
     looked_at = [
         *losses,
-        *whole_norms,
+        *global_norms,
         *norm_of_tensors,
         *logits,
-        *recorded_norms,
-        *update_norms,
+        *recorded.gradient_norms,
+        *recorded.update_norms,
     ]
     return Run(columns, looked_at, gradient_norms, recorders, overflow_steps)
 
 
 def _losses_of(log: Log, name: str | None) -> list[Column]:
-    """The column of the loss, and nothing where the log has none."""
+    """The column of the loss. Empty if no name is given and the log has none."""
     if name is None:
         return losses_of(log)
     if name not in log.columns:
@@ -218,7 +200,7 @@ def _losses_of(log: Log, name: str | None) -> list[Column]:
 
 
 def _without_logits(log: Log, logits: Sequence[Column]) -> Log:
-    """qk_clip writes its logits under names of norms."""
+    """A log in which no logit is taken for a norm: qk_clip names both alike."""
     columns = dict(log.columns)
     for column in logits:
         del columns[column.name]
@@ -226,8 +208,8 @@ def _without_logits(log: Log, logits: Sequence[Column]) -> Log:
 
 
 def _norms_of_groups(tensors: Sequence[Column]) -> list[Column]:
-    """The norm of each group of tensors: actor/w and actor/b are the group actor. The
-    first part of a name that is not the same in all names tells the group.
+    """The norm of each group of tensors: actor/w and actor/b are the group actor. A
+    group is named up to the first part that differs between tensors.
     """
     paths = [column.name.split("/") for column in tensors]
     depth = 1
@@ -242,7 +224,8 @@ def _norms_of_groups(tensors: Sequence[Column]) -> list[Column]:
     if len(groups) == 1:
         return []
     norms = [total_of(name, columns) for name, columns in groups.items()]
-    # An expert has no tokens in some steps, and in others far more than usual.
+    # A norm of 0 marks an expert without tokens. In other steps it gets far more than
+    # usual, which is no bad batch.
     return [norm for norm in norms if np.all(norm.values != 0)]
 
 
@@ -250,14 +233,14 @@ def _one_by_one(columns: Sequence[Column]) -> RuleInputs:
     return [(column,) for column in columns]
 
 
-def _without_overflows(norm: Column, has_scale: bool) -> Column:
-    """A norm without the rows with inf, if a dynamic loss scale may have skipped them:
-    at most a tenth of all rows, and not the last one. Without NaN too, if the log has
-    the scale.
+def _without_overflows(norm: Column, has_loss_scale: bool) -> Column:
+    """A norm without the rows with inf or NaN in which a dynamic loss scale may have
+    skipped the step. The norm as it is if these are more than a tenth of all rows or
+    among them the last one, or if it has NaN and the log has no loss scale.
     """
     is_finite = np.isfinite(norm.values)
-    is_rare = np.sum(~is_finite) <= OVERFLOWS * len(is_finite)
-    has_unexplained_nan = np.isnan(norm.values).any() and not has_scale
+    is_rare = np.sum(~is_finite) <= MOST_OVERFLOWS * len(is_finite)
+    has_unexplained_nan = np.isnan(norm.values).any() and not has_loss_scale
     if not is_rare or not is_finite[-1:].all() or has_unexplained_nan:
         return norm
     return in_rows(norm, is_finite)
@@ -276,6 +259,37 @@ def _with_limits(log: Log, pattern: re.Pattern[str]) -> RuleInputs:
 # --------------------------------------------------------------------------- recorders
 
 
+class Recorded(NamedTuple):
+    """The columns of all recorders."""
+
+    columns: defaultdict[str, RuleInputs]  # of needs that only recorders meet
+    update_norms: list[Column]  # of all tensors together
+    gradient_norms: list[Column]  # likewise
+    tensors: list[Column]  # the norm of the gradient of each
+    groups: list[Column]
+
+
+def _recorded(recorders: Sequence[Recorder]) -> Recorded:
+    recorded = Recorded(defaultdict(list), [], [], [], [])
+    columns = recorded.columns
+    for recorder in recorders:
+        norms = recorder.norm_of_all("norm")
+        weight_norms = recorder.norm_of_all("weight_norm")
+        columns[WEIGHTS] += _one_by_one(weight_norms)
+        if recorder.is_of_updates:
+            recorded.update_norms.extend(norms)
+            columns[UPDATES] += zip(norms, weight_norms)
+            columns[ROUNDING] += recorder.of_tensors("ratio", "rounding")
+        else:
+            tensors = [column for (column,) in recorder.of_tensors("norm")]
+            recorded.gradient_norms.extend(norms)
+            recorded.tensors.extend(tensors)
+            recorded.groups.extend(_norms_of_groups(tensors))
+            columns[SUBNORMALS] += recorder.subnormals()
+            columns[DEAD_ROWS] += recorder.of_tensors("dead_rows")
+    return recorded
+
+
 class Reading(NamedTuple):
     """What the name of a column says: train/health_2/updates/norm/blocks/w."""
 
@@ -285,9 +299,9 @@ class Reading(NamedTuple):
 
 
 def _recorders_of(log: Log) -> list[Recorder]:
-    """A recorder may be called like a sign, and so may a tensor: health/ratio/norm/w is
-    the norm of w in a recorder "ratio", or the ratio of a tensor norm/w. Of several
-    readings we take the one whose recorder has most signs.
+    """The recorders whose columns a log has. A recorder and a tensor may both be named
+    like a sign: health/ratio/norm/w is the norm of w in a recorder "ratio", or the
+    ratio of a tensor norm/w. We take the reading whose recorder has most signs.
     """
     signs: dict[str, set[str]] = defaultdict(set)
     for name in log.columns:
@@ -300,17 +314,19 @@ def _recorders_of(log: Log) -> list[Recorder]:
             reading = max(readings, key=lambda reading: len(signs[reading.recorder]))
             empty = Recorder(reading.recorder, defaultdict(dict))
             recorder = recorders.setdefault(reading.recorder, empty)
-            tensor = column._replace(name=reading.tensor or reading.recorder)
-            recorder.columns[reading.sign][reading.tensor] = tensor
+            renamed = column._replace(name=reading.tensor or reading.recorder)
+            recorder.columns[reading.sign][reading.tensor] = renamed
     return list(recorders.values())
 
 
 def _readings(name: str) -> Iterator[Reading]:
+    """One for each sign in a name, if it stands behind "health"."""
     parts = name.split("/")
     is_behind_health = False
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if is_behind_health and part in SIGNS:
-            tensor = "/".join(parts[place + 1 :])
-            yield Reading("/".join(parts[:place]), part, tensor)
+            recorder = "/".join(parts[:index])
+            tensor = "/".join(parts[index + 1 :])
+            yield Reading(recorder, part, tensor)
         if HEALTH_SEGMENT.fullmatch(part):
             is_behind_health = True
