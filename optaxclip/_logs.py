@@ -24,9 +24,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Row = Mapping[str, object]
-Entry = tuple[int, object]  # of a column: a step, and a number, a text or None there
+Row = Mapping[str, object]  # cells by name: numbers, texts or None
 Notes = list[str]
+
+
+class Entry(NamedTuple):
+    """A cell of a column, and its step."""
+
+    step: int
+    cell: object
 
 
 class Column(NamedTuple):
@@ -36,7 +42,7 @@ class Column(NamedTuple):
     steps: np.ndarray  # int64[entries], in ascending order
     values: np.ndarray  # float64[entries], NaN and inf among them
     notes: Sequence[str] = ()
-    empty_cells: int = 0
+    empty_cells: int = 0  # left out, and not in the notes
 
 
 class Log(NamedTuple):
@@ -91,15 +97,7 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     # The first event of TensorBoard is the version of the file.
     if b"brain.Event:" in data[:64]:
         return _rows_of_events(data, notes)
-    # Excel begins a CSV with a byte order mark.
-    text = data.decode("utf-8-sig", errors="replace")
-    # After a crash of the machine a file may have a block of zeros, and rows behind it
-    # if the run went on.
-    text = re.sub("\0{3,}", "\n", text)
-    # torchtitan prints in colors.
-    text = re.sub(r"\x1b\[[\d;]*m", "", text)
-    # Not tabs: one at the end of the text marks an empty last cell.
-    text = text.strip("\r\n ")
+    text = _cleaned_text(data)
     if not text or "\0" in text:
         raise ValueError(f"the file is empty or binary. {FORMATS_TEXT}.")
     if pattern is not None:
@@ -112,9 +110,21 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     return rows
 
 
+def _cleaned_text(data: bytes) -> str:
+    # Excel begins a CSV with a byte order mark.
+    text = data.decode("utf-8-sig", errors="replace")
+    # A crash of the machine may leave a block of zeros. Rows follow it if the run went
+    # on.
+    text = re.sub("\0{3,}", "\n", text)
+    # torchtitan prints in colors.
+    text = re.sub(r"\x1b\[[\d;]*m", "", text)
+    # Tabs stay: a tab at the end of the text marks an empty last cell.
+    return text.strip("\r\n ")
+
+
 def _unzipped(data: bytes, notes: Notes) -> bytes:
     content = b""
-    # A file that was appended to has several members.
+    # A gzip file that was appended to has several members.
     while data:
         member = zlib.decompressobj(wbits=31)  # 31 stands for gzip.
         content += member.decompress(data)
@@ -125,7 +135,9 @@ def _unzipped(data: bytes, notes: Notes) -> bytes:
 
 
 def _rows_of_arrays(data: bytes, notes: Notes) -> Sequence[Row]:
-    """The rows of an .npz, one column per array, or of an .npy, as a column "norm"."""
+    """The rows of an .npz, with a column for each array, or of an .npy, whose only
+    column is "norm".
+    """
     loaded = np.load(io.BytesIO(data))
     arrays = {"norm": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
     columns: dict[str, object] = {}
@@ -211,25 +223,25 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
 
 
 def _rows_in(row: Row) -> Sequence[Row]:
-    """The rows of trainer_state.json, of pandas, or of a dict of lists. Another dict is
-    one row.
+    """The rows of a whole file in one dict: trainer_state.json, pandas, or a dict of
+    lists. Any other dict is one row.
     """
     rows_of_pandas = _rows_of_pandas(row)
     if rows_of_pandas:
         return rows_of_pandas
     tables: list[Sequence[Row]] = []
     lists: dict[str, list[object]] = {}
-    for name, entry in _flattened(row).items():
-        if isinstance(entry, list) and entry:
-            lists[name] = entry
-            if isinstance(entry[0], dict):
-                tables.append(entry)
+    for name, cell in _flattened(row).items():
+        if isinstance(cell, list) and cell:
+            lists[name] = cell
+            if isinstance(cell[0], dict):
+                tables.append(cell)
     if tables:
         return max(tables, key=len)
     if lists:
-        # Where a list has ended, the entry is empty.
+        # A list that is shorter than others ends in empty cells.
         tuples = zip_longest(*lists.values(), fillvalue="")
-        return [dict(zip(lists, entries)) for entries in tuples]
+        return [dict(zip(lists, cells)) for cells in tuples]
     return [row]
 
 
@@ -238,24 +250,24 @@ def _rows_of_pandas(table: Row) -> list[Row]:
     by default. No rows for another dict.
     """
     rows: dict[object, dict[str, object]] = defaultdict(dict)  # by index
-    for name, entries in table.items():
-        if not isinstance(entries, dict):
+    for name, cells in table.items():
+        if not isinstance(cells, dict):
             return []
-        for index, entry in entries.items():
+        for index, cell in cells.items():
             if not str(index).isdecimal():
                 return []
-            rows[index][name] = entry
+            rows[index][name] = cell
     return [{"index": index, **row} for index, row in rows.items()]
 
 
 def _dict_at(text: str, start: int) -> tuple[Row, int]:
-    """The dict that begins at a place, and where it ends. If none does, an empty dict,
-    and the next place.
+    """The dict that begins at `start`, and where it ends. If no dict begins there, an
+    empty dict and the next place.
     """
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except (json.JSONDecodeError, RecursionError):
-        # The pattern is of printed dicts, which may have dicts in them, but no deeper.
+        # Python printed it. A printed dict may hold dicts, which hold no further dicts.
         printed = re.compile(r"\{([^{}\n]|\{[^{}\n]*\})*\}").match(text, start)
     if printed is None:
         return {}, start + 1
@@ -270,8 +282,8 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
 
 
 class _WithLiterals(ast.NodeTransformer):
-    """Makes literals of nan and inf, and of the first arguments of calls. NumPy and JAX
-    print np.float64(2.5) and Array([1., nan], dtype=float32).
+    """Replaces the names nan and inf by numbers, and calls by their first arguments.
+    NumPy and JAX print np.float64(2.5) and Array([1., nan], dtype=float32).
     """
 
     def visit_Name(self, node: ast.Name) -> ast.Constant:
@@ -285,7 +297,7 @@ class _WithLiterals(ast.NodeTransformer):
 
 
 def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
-    """The rows of a table that begins with names. A text that is not one has none."""
+    """The rows of a table whose first line has the names. No rows for another text."""
     # stable-baselines begins with a comment.
     comment = ""
     while text.startswith("#"):
@@ -295,19 +307,19 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
         text = f"{comment.lstrip('# ')}\n{text}"
     if text.startswith(("{", "[")):
         return []
-    # The delimiter is in both of the first lines. A blank in the first one alone may be
-    # in the name of a single column.
+    # The delimiter is in both of the first lines. A blank in the first line alone may
+    # belong to the name of a single column.
     first_lines = text.splitlines()[:2]
     delimiter = ","
     for mark in " ,;\t":
         if all(mark in line for line in first_lines):
             delimiter = mark
-    # Other text has names in each line: "step 1 loss 2.5".
+    # Text that is no table has names in each line: "step 1 loss 2.5".
     named_number = r"(?i)(loss|norm)[ :=]+[-+.\d]"
     if delimiter == " " and re.search(named_number, first_lines[-1]):
         return []
     if delimiter == ";":
-        # A spreadsheet writes it where it has decimal commas.
+        # Spreadsheets write semicolons if their numbers have decimal commas.
         text = text.replace(",", ".")
     reader = csv.reader(
         text.splitlines(keepends=True), delimiter=delimiter, skipinitialspace=True
@@ -318,7 +330,7 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     names = [name.strip() for name in lines.pop(0)]
     rows = [dict(zip(names, line)) for line in lines if len(line) == len(names)]
     rows_with_numbers = sum(_has_number(row.values()) for row in rows)
-    # Most lines of other text have no number.
+    # Most lines of a text that is no table have no number.
     if 2 * rows_with_numbers < len(lines) or _has_number(names):
         return []
     left_out = len(lines) - len(rows)
@@ -346,9 +358,9 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
         row: dict[str, object] = {}
         for match in regex.finditer(line):
             groups = match.groupdict() or {"grad_norm": match[1]}
-            for name, entry in groups.items():
-                if entry is not None:
-                    row[name] = entry.strip(",;:|()[]%")
+            for name, cell in groups.items():
+                if cell is not None:
+                    row[name] = cell.strip(",;:|()[]%")
         if row:
             rows.append(row)
     if not rows:
@@ -356,9 +368,10 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
     return rows
 
 
-# Patterns of what stands before a step, a loss and a norm in a line of text, and of how
-# it may begin. No step is in "tokens/s: 512". nanoGPT prints "train loss 4.2, val loss
-# 4.3" now and then, among lines with "loss 4.1".
+# How a line of text may name a step, a loss or a norm. For each, the first pattern says
+# what may not stand before the label, and the second one is the label. "tokens/s: 512"
+# has no step. nanoGPT prints "train loss 4.2, val loss 4.3" now and then, among lines
+# with "loss 4.1".
 LABELS = {
     "step": (r"(?<![/\w])", "step|iteration|iter|s"),
     "loss": (
@@ -370,20 +383,20 @@ LABELS = {
 
 
 def _advice_for_text(text: str) -> str:
-    """What to do with a text, with a pattern of its most frequent labels."""
+    """Advises on a text that is no table: a --pattern with its most frequent labels."""
     patterns: dict[str, str] = {}
     counts = dict.fromkeys(LABELS, 0)
-    for column, (start, label) in LABELS.items():
-        matches = re.finditer(rf"(?i){start}({label})[ :=]+(?=[-+]?\.?\d)", text)
+    for column, (before, label) in LABELS.items():
+        matches = re.finditer(rf"(?i){before}({label})[ :=]+(?=[-+]?\.?\d)", text)
         labels = Counter(re.sub(" +", r"\\s*", match[0]) for match in matches)
         if labels:
             most_frequent, counts[column] = labels.most_common(1)[0]
             # A full stop at the end of a line is not in the number.
-            patterns[column] = rf"{start}{most_frequent}(?P<{column}>[-+.\w]*\w)"
+            patterns[column] = rf"{before}{most_frequent}(?P<{column}>[-+.\w]*\w)"
     count = max(counts["loss"], counts["grad_norm"])
     if count == 0:
         return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."
-    # Rarer steps stand in other lines, such as "saved step 100".
+    # Steps that are rarer than that stand in other lines, such as "saved step 100".
     if counts["step"] < count / 2:
         patterns.pop("step", None)
     pattern = "|".join(patterns.values())
@@ -419,36 +432,21 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
       ValueError: there is no number in them.
     """
     flat_rows = [_flattened(row) for row in rows]
-    step_name, begins_again = _name_of_steps(flat_rows)
-    if begins_again:
-        notes.append(
-            f"The column {step_name!r} begins again, as in each epoch, and is counted "
-            "on. If the run was started anew, delete the rows of earlier ones."
-        )
-    entries: dict[str, list[Entry]] = defaultdict(list)  # by column
-    step = 0
-    steps_before = 0  # of earlier epochs
-    for row_number, row in enumerate(flat_rows):
-        number = float(row_number)
-        if step_name is not None:
-            number = _number(row.pop(step_name, None))
-        # A row without a step belongs to the row before.
-        if number is not None and math.isfinite(number):
-            if begins_again and steps_before + number < step:
-                steps_before = step + 1
-            step = steps_before + int(number)
-        for name, entry in row.items():
-            entries[name].append((step, entry))
+    steps = _popped_steps(flat_rows, notes)
+    entries_of: dict[str, list[Entry]] = defaultdict(list)  # by name
+    for step, row in zip(steps, flat_rows):
+        for name, cell in row.items():
+            entries_of[name].append(Entry(step, cell))
     columns: dict[str, Column] = {}
-    for name, entries_of_column in entries.items():
-        column = _column(name, entries_of_column)
+    for name, entries in entries_of.items():
+        column = _column(name, entries)
         # W&B writes the extremes of each number beside it.
         if column.steps.size and not name.endswith(("__MIN", "__MAX")):
             columns[name] = column
     if not columns:
         sentences = [
             f"there is no number in it. It has {len(rows)} rows with "
-            f"{listed(list(entries)) or 'no names'}. A log has a row for each step, "
+            f"{listed(list(entries_of)) or 'no names'}. A log has a row for each step, "
             'with a number under each name, such as {"loss": 2.5, "grad_norm": 1.0}.',
             *notes,
         ]
@@ -456,53 +454,81 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
     return Log(columns, notes)
 
 
+def _popped_steps(rows: Sequence[dict[str, object]], notes: Notes) -> Sequence[int]:
+    """Takes the column of steps out of the rows, and returns the step of each row.
+    Without such a column rows are counted.
+    """
+    step_name, begins_again = _name_of_steps(rows)
+    if step_name is None:
+        return range(len(rows))
+    if begins_again:
+        notes.append(
+            f"The column {step_name!r} begins again, as in each epoch, and is counted "
+            "on. If the run was started anew, delete the rows of earlier ones."
+        )
+    steps: list[int] = []
+    step = 0
+    steps_before = 0  # in earlier epochs
+    for row in rows:
+        number = _number(row.pop(step_name, None))
+        # A row without a step has the step of the row before.
+        if number is not None and math.isfinite(number):
+            if begins_again and steps_before + number < step:
+                steps_before = step + 1
+            step = steps_before + int(number)
+        steps.append(step)
+    return steps
+
+
 def _name_of_steps(rows: Sequence[Row]) -> tuple[str | None, bool]:
     """The column of steps, and whether they begin again in each epoch.
 
-    The surest name counts whose steps do not, or else the surest name. None if no
-    column has steps.
+    A column whose steps do not begin again comes before the others. Among equals the
+    surest name counts. None if no column has steps.
     """
-    first_name = None
+    surest_name = None
     for name in STEP_NAMES:
-        entries = [_number(row.get(name)) for row in rows]
-        steps = [step for step in entries if step is not None]
+        numbers = [_number(row.get(name)) for row in rows]
+        steps = [number for number in numbers if number is not None]
         if steps and not _begin_again(steps):
             return name, False
-        if steps and first_name is None:
-            first_name = name
-    return first_name, first_name is not None
+        if steps and surest_name is None:
+            surest_name = name
+    return surest_name, surest_name is not None
 
 
 def _begin_again(steps: Sequence[float]) -> bool:
-    """Whether steps fall back to the first one. In a resumed run they fall back to a
-    later one. The second row is not asked: it may come late, as in steps 1, 0, 2.
+    """Whether steps fall back to the first step, or below. A resumed run falls back to
+    a later step. The second row does not count: it may be late, as in steps 1, 0, 2.
     """
     first = steps[0]
     return any(step <= first and step < before for before, step in pairwise(steps[1:]))
 
 
 def _flattened(row: Row, group: str = "") -> dict[str, object]:
-    """The entries of a row. {"train": {"loss": 1}} has train/loss."""
-    entries: dict[str, object] = {}
-    for name, entry in row.items():
-        if isinstance(entry, Mapping):
-            entries |= _flattened(entry, f"{group}{name}/")
+    """The cells of a row. {"train": {"loss": 1}} has train/loss."""
+    cells: dict[str, object] = {}
+    for name, cell in row.items():
+        if isinstance(cell, Mapping):
+            cells |= _flattened(cell, f"{group}{name}/")
         else:
-            entries[f"{group}{name}"] = entry
-    return entries
+            cells[f"{group}{name}"] = cell
+    return cells
 
 
 def _column(name: str, entries: Sequence[Entry]) -> Column:
-    """The numbers of a column, and notes on its other entries."""
+    """The numbers of a column, with notes on the cells that it reads otherwise or
+    leaves out.
+    """
     nulls_are_nan = _are_nulls_nan(entries)
     numbers: list[tuple[int, float]] = []  # each with its step
     texts: list[str] = []
     nulls = 0
     empty_cells = 0
-    for step, entries_of_step in groupby(entries, key=lambda entry: entry[0]):
-        cells = [cell for _, cell in entries_of_step]
-        # Beside a number of the same step null is an empty cell: pandas writes it in
-        # other rows of the step, such as those of an evaluation.
+    for step, entries_of_step in groupby(entries, key=lambda entry: entry.step):
+        cells = [entry.cell for entry in entries_of_step]
+        # Null is an empty cell if another row of the step has a number: pandas writes
+        # null in the row of an evaluation.
         if nulls_are_nan and all(cell is None for cell in cells):
             cells = [math.nan]
             nulls += 1
@@ -546,11 +572,11 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
 def _by_step(
     numbers: Sequence[tuple[int, float]],
 ) -> tuple[dict[int, float], list[int]]:
-    """Numbers by ascending step, and the steps that a later run went through again."""
+    """Numbers by ascending step, and the steps whose numbers a resumed run replaced."""
     values: dict[int, float] = {}
     replaced_steps: list[int] = []
     for step, number in numbers:
-        # A run that is resumed goes back to an earlier step, and replaces all that was
+        # A resumed run goes back to an earlier step, and replaces all numbers that were
         # logged since. A new step below the last one is only late: jax.debug.callback
         # may write the steps 1, 3, 2.
         while step in values:
@@ -561,31 +587,32 @@ def _by_step(
 
 
 def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
-    """Strict JSON has null for NaN. But if a third or more of the entries up to the
-    last number are null, the column is logged more rarely than others.
+    """Whether null stands for NaN, as in strict JSON. If a third or more of the entries
+    up to the last number are null, it stands for an empty cell: the column is logged
+    more rarely than others.
     """
     nulls = 0
     numbers = 0
     nulls_before_number = 0
-    for _, entry in entries:
-        if entry is None:
+    for _, cell in entries:
+        if cell is None:
             nulls += 1
-        elif _number(entry) is not None:
+        elif _number(cell) is not None:
             numbers += 1
             nulls_before_number = nulls
     return 2 * nulls_before_number < numbers
 
 
-def _number(entry: Any) -> float | None:
-    """The number in an entry, also in a text such as "NaN". None if there is none."""
+def _number(cell: Any) -> float | None:
+    """The number in a cell, also in a text such as "NaN". None if it has no number."""
     try:
-        return float(entry)
+        return float(cell)
     except (TypeError, ValueError, OverflowError):
         return None
 
 
-def _has_number(entries: Iterable[object]) -> bool:
-    return any(_number(entry) is not None for entry in entries)
+def _has_number(cells: Iterable[object]) -> bool:
+    return any(_number(cell) is not None for cell in cells)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -596,10 +623,10 @@ def listed(names: Sequence[str]) -> str:
 
 # ------------------------------------------------------------------- norms and losses
 
-# Patterns of norms of the gradient, the surest first, for names in lower case with a
-# blank in the place of all signs.
+# Patterns of norms of the gradient, the surest first. They fit names in lower case, in
+# which a blank replaces all signs.
 NORM_PATTERNS = (
-    # clip/norm_before, record/norm
+    # clip/norm_before, record/norm, of this library
     r"((.* )?clip( \d+)?( .*)? )?norm before",
     r"(.* )?record( \d+)?( .*)? norm",
     # learning/raw_grad_norm. MaxText and others log the norm after clipping beside it,
@@ -637,8 +664,8 @@ HEALTH_PATTERN = re.compile(r"(.*[/. ])?health(_\d+)?/(.*/)?norm(/.*)?")
 
 
 def norms_of(log: Log) -> list[Column]:
-    """The columns whose names say that they are norms of the gradient: one, or one of
-    each optimizer.
+    """The columns whose names say that they are norms of the gradient: one, or one for
+    each optimizer. Only the surest pattern that fits a name counts.
     """
     names = [name for name in log.columns if not _is_other_norm(name, log)]
     for pattern in NORM_PATTERNS:
@@ -663,8 +690,8 @@ def _is_other_norm(name: str, log: Log) -> bool:
     # record_health has norms of tensors, and in a summary the largest of them.
     if HEALTH_PATTERN.fullmatch(name):
         return True
-    # metrics(summary=True) has the norm of the worst tensor, and in worst_index the
-    # number of that tensor. Always 0 is taken for the number of a single tensor.
+    # metrics(summary=True) logs the norm of the worst tensor only, and which tensor it
+    # is in worst_index. If that is always 0, there is probably only one tensor.
     prefix = name.removesuffix("_before").removesuffix("norm")
     worst_index = log.columns.get(f"{prefix}worst_index")
     if worst_index is not None and worst_index.values.any():
@@ -681,10 +708,10 @@ def _is_other_norm(name: str, log: Log) -> bool:
 def _with_skipped_steps(log: Log, column: Column) -> Column:
     """The norms of a clipper, also in steps that a wrapper skipped.
 
-    A clipper inside the wrapper does not see such a step, and logs an earlier norm
-    again. But a wrapper behind the clipper logs the norm after the clip, which is
-    shorter. So in a skipped step the norm of the wrapper counts if it is longer, or if
-    the clipper repeats itself.
+    A clipper inside the wrapper does not see a skipped step, and logs its earlier norm
+    again. A wrapper behind the clipper logs the norm after the clip, which is shorter.
+    So in a skipped step the norm of the wrapper counts if it is longer, or if the
+    clipper repeats its norm.
     """
     clipper = r"(clip|record)(_\d+)?/(.*?)norm(_before)?$"
     prefix = re.sub(clipper, r"skip\2/\3", column.name)
@@ -694,7 +721,8 @@ def _with_skipped_steps(log: Log, column: Column) -> Column:
         return column
     steps, (norms_of_wrapper, norms, skipped) = in_common([wrapper, column, flags])
     is_repeated = np.append(False, norms[1:] == norms[:-1])[: len(norms)]
-    is_longer = ~(norms_of_wrapper <= norms)  # or NaN
+    # NaN counts as longer.
+    is_longer = ~(norms_of_wrapper <= norms)
     is_old = (skipped > 0) & (is_repeated | is_longer)
     values = column.values.copy()
     values[np.isin(column.steps, steps)] = np.where(is_old, norms_of_wrapper, norms)
@@ -702,14 +730,14 @@ def _with_skipped_steps(log: Log, column: Column) -> Column:
 
 
 def losses_of(log: Log) -> list[Column]:
-    """The column of the training loss, the longest whose name says so. None or one."""
+    """The column of the training loss, by its name: the longest one, or none."""
     losses = columns_named(LOSS_PATTERN, log)
     losses.sort(key=lambda column: len(column.steps), reverse=True)
     return losses[:1]
 
 
 def columns_named(pattern: re.Pattern[str], log: Log) -> list[Column]:
-    """The columns whose names fit a pattern for lower case."""
+    """The columns whose names, in lower case, fit a pattern."""
     return [
         column
         for name, column in log.columns.items()
@@ -717,34 +745,34 @@ def columns_named(pattern: re.Pattern[str], log: Log) -> list[Column]:
     ]
 
 
-def in_rows(column: Column, is_kept: np.ndarray) -> Column:
+def rows_kept(column: Column, is_kept: np.ndarray) -> Column:
     return column._replace(steps=column.steps[is_kept], values=column.values[is_kept])
 
 
 def in_common(columns: Sequence[Column]) -> tuple[np.ndarray, np.ndarray]:
-    """The steps that all columns have, and their numbers, [columns, steps]."""
+    """The steps that all columns have, and the numbers there, [columns, steps]."""
     steps = reduce(np.intersect1d, [column.steps for column in columns])
     rows = [column.values[np.isin(column.steps, steps)] for column in columns]
     return steps, np.array(rows)
 
 
 def distance_of_steps(column: Column) -> int:
-    """How many steps lie between two rows, 1 where all are logged."""
+    """How many steps a row comes after the row before, 1 if each step is logged."""
     if len(column.steps) < 2:
         return 1
     return int(np.median(np.diff(column.steps)))
 
 
 def clipped_share(values: np.ndarray) -> float:
-    """The share of norms that are the largest, if it is so high that they look clipped,
-    else 0.
+    """The share of norms that are the largest, or 0 if it is too low for norms that
+    were clipped.
     """
     norms = values[np.isfinite(values) & (values > 0)]
     if len(norms) < 5:
         return 0.0
     is_largest = are_largest(norms)
     share = float(is_largest.mean())
-    # Norms with few digits are often equal, also below the largest.
+    # Norms that are logged with few digits are often equal, also below the largest.
     _, counts = np.unique(norms[~is_largest], return_counts=True)
     share_of_next = counts.max(initial=0) / len(norms)
     looks_clipped = share >= 0.05 and share > 3 * share_of_next

@@ -12,10 +12,10 @@ from .._logs import (
     Log,
     distance_of_steps,
     in_common,
-    in_rows,
     listed,
     log_of,
     read_log,
+    rows_kept,
 )
 from . import _rules as rules
 from . import _signals as signals
@@ -485,7 +485,7 @@ def _notes(run: signals.Run) -> list[str]:
         )
     # A spike below the limit of a bad batch may still want a clip.
     for norm in run.gradient_norms:
-        norm = in_rows(norm, np.isfinite(norm.values) & (norm.values > 0))
+        norm = rows_kept(norm, np.isfinite(norm.values) & (norm.values > 0))
         if norm.steps.size:
             row = np.argmax(norm.values)
             ratio = norm.values[row] / np.median(norm.values)

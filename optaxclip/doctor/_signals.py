@@ -14,10 +14,10 @@ from .._logs import (
     Log,
     columns_named,
     in_common,
-    in_rows,
     listed,
     losses_of,
     norms_of,
+    rows_kept,
 )
 
 # What a rule needs. A report prints these sentences, and they are the keys of
@@ -165,7 +165,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     # a change of scale, so its norm is not judged alone.
     if all(np.nanmin(loss.values, initial=np.inf) >= 0 for loss in losses):
         # transformers rounds a small loss to 0, which has no ratio.
-        above_0 = [in_rows(loss, loss.values != 0) for loss in losses]
+        above_0 = [rows_kept(loss, loss.values != 0) for loss in losses]
         columns[LOSS] = _one_by_one(above_0)
         columns[NORM_AND_ANY_LOSS] = [(norm, *above_0) for norm in gradient_norms]
         columns[NORM_AND_LOSS] = list(product(gradient_norms, above_0))
@@ -243,7 +243,7 @@ def _without_overflows(norm: Column, has_loss_scale: bool) -> Column:
     has_unexplained_nan = np.isnan(norm.values).any() and not has_loss_scale
     if not is_rare or not is_finite[-1:].all() or has_unexplained_nan:
         return norm
-    return in_rows(norm, is_finite)
+    return rows_kept(norm, is_finite)
 
 
 def _with_limits(log: Log, pattern: re.Pattern[str]) -> RuleInputs:

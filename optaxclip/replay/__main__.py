@@ -21,7 +21,7 @@ from . import plot_history, run
 from ._batch import norm_ratio
 from ._choice import USUAL_LIMIT, Choice, choice_of
 from ._history import columns_of
-from ._run import LEAST_NORMS
+from ._run import MIN_NORMS
 
 # noise_share, train/noise_share
 NOISE_SHARE = re.compile("(.*/)?noise_share")
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--batch and --to go together, and must be at least 1")
     try:
         _print_report(options)
-    # A file that is of no use, or a picture that cannot be drawn, ends in one line on
+    # A file without norms, or a picture that cannot be drawn, ends in one line on
     # stderr, without a traceback.
     except (OSError, ValueError, ImportError) as error:
         sys.exit(str(error))
@@ -76,9 +76,10 @@ def _print_report(options: argparse.Namespace) -> None:
             _range_of(column),
             *_about_limit_of_run(log, column),
             "",
-            *_table(choice),
-            *_advice(column, choice),
         ]
+        if choice is not None:
+            lines += _table(choice)
+        lines += _advice(column, choice)
     print("\n".join(lines))
     if options.to is None and options.picture is None:
         return
@@ -91,14 +92,14 @@ def _print_report(options: argparse.Namespace) -> None:
         print(_at_batch(log, column, choice, options))
     if options.picture is not None:
         axis = plot_history(run(choice.rule, column.values), steps=column.steps)
-        axis.set_title(f"norms as recorded, and {choice.row.rule}")
+        axis.set_title(f"norms as recorded, and {choice.suggestion.rule}")
         axis.figure.canvas.print_figure(options.picture)
         print(f"The picture is in {options.picture}.")
 
 
 def _choice_for(column: Column) -> Choice | None:
     norms = _norms_above_0(column)
-    if len(norms) < LEAST_NORMS:
+    if len(norms) < MIN_NORMS:
         return None
     return choice_of(norms, distance_of_steps(column))
 
@@ -111,7 +112,7 @@ def _norms_above_0(column: Column) -> np.ndarray:
 
 
 def _about_source(log: Log, column: Column, options: argparse.Namespace) -> list[str]:
-    """Which column it is, and why."""
+    """Which column the norms are, and why."""
     lines = [f"Norms: column {column.name!r} of {options.log.name}."]
     if options.column is None:
         lines.append("It is taken by its name. --column NAME takes another one.")
@@ -165,21 +166,20 @@ def _about_limit_of_run(log: Log, column: Column) -> list[str]:
     return [f"The limits of the run clipped {share:.1%} of the steps."]
 
 
-def _table(choice: Choice | None) -> list[str]:
-    """A row for each candidate, by the share of clipped steps, the largest first,
-    and then by the limit. Nothing without a choice.
+def _table(choice: Choice) -> list[str]:
+    """A row for each candidate, and one for the choice. Rows are sorted by the share of
+    clipped steps, the largest first, and then by the limit.
     """
-    if choice is None:
-        return []
-    # The chosen row stands for all that do the same to the norms.
-    effect = (choice.row.limit, choice.row.clip_rate)
+    chosen = choice.suggestion
+    # The chosen row replaces candidates that do the same to the norms.
+    effect = (chosen.limit, chosen.clip_rate)
     rows = [row for row in choice.candidates if (row.limit, row.clip_rate) != effect]
-    rows.append(choice.row)
+    rows.append(chosen)
     rows.sort(key=lambda row: (-row.clip_rate, row.limit))
     # Each column is as wide as its head.
     lines = ["  limit (last step)  steps clipped  mean factor  clipper, as Python"]
     for row in rows:
-        mark = "->" if row is choice.row else "  "
+        mark = "->" if row is chosen else "  "
         lines.append(
             f"{mark} {row.limit:16.4g}  {row.clip_rate:13.1%}  "
             f"{row.mean_factor:11.3f}  {row.rule}"
@@ -201,13 +201,13 @@ def _advice(column: Column, choice: Choice | None) -> list[str]:
         ]
     return [
         f"{len(norms)} norms above 0 are too few to choose a limit from. Log "
-        f"{LEAST_NORMS} steps or more.",
+        f"{MIN_NORMS} steps or more.",
         f"Until then take {USUAL_LIMIT}, the limit that most trainers use.",
     ]
 
 
 def _about_columns(log: Log, columns: Sequence[Column]) -> list[str]:
-    """A row for each of several norms, such as of an actor and a critic."""
+    """A line for each of several norms, such as an actor's and a critic's."""
     lines = [f"{len(columns)} columns are called a gradient norm.", *log.notes]
     for column in columns:
         advice, *further_advice = _advice(column, _choice_for(column))
@@ -220,14 +220,14 @@ def _about_columns(log: Log, columns: Sequence[Column]) -> list[str]:
 def _at_batch(
     log: Log, column: Column, choice: Choice, options: argparse.Namespace
 ) -> str:
-    """The limit at another batch size, from steps that the guard leaves as they are."""
-    columns_of_shares = columns_named(NOISE_SHARE, log)
-    if not columns_of_shares:
+    """The limit at another batch size, from the steps that the guard does not clip."""
+    share_columns = columns_named(NOISE_SHARE, log)
+    if not share_columns:
         raise ValueError(
             f"replay: {options.log}: --to needs the column noise_share: log "
             "optaxclip.per_example.noise_share(norms_of_parts, norm)."
         )
-    _, (norms, shares) = in_common([column, columns_of_shares[0]])
+    _, (norms, shares) = in_common([column, share_columns[0]])
     usual_norms = np.where(norms <= choice.guard.limit, norms, np.nan)
     ratio = norm_ratio(usual_norms, shares, options.batch, options.to)
     if isinstance(choice.rule, float):

@@ -8,17 +8,24 @@ import numpy as np
 
 from ..rules import minimum
 from ..rules._rule import Rule
-from ._run import MOST_MEDIANS, Suggestion, suggest, suggestion_of, z_score_of_zclip
+from ._run import (
+    MAX_GUARD_IN_MEDIANS,
+    Suggestion,
+    suggest,
+    suggestion_of,
+    z_score_of_zclip,
+)
 
 # Most trainers clip the global norm to it.
 USUAL_LIMIT = 1.0
-# A limit that clips more of the steps is no guard.
-MOST_SHARE = 0.5
-# Norms fall far if the median of the first fifth is this many times the median of the
-# last: a limit of five late medians would then clip half of the first fifth.
+# The usual limit is taken only if it clips at most this share of the steps.
+MAX_USUAL_SHARE = 0.5
+# Norms fall far if the early median, of the first fifth, is this many times the late
+# one, of the last fifth. A limit of five late medians would then clip at least half of
+# the first fifth.
 FAR_FALL = 5.0
-# "A good cap" of docs/choosing_a_clipper.md: this many times the largest healthy norm
-# of the first hundred.
+# The cap of zclip is this many times the largest healthy norm of the first hundred, as
+# docs/choosing_a_clipper.md advises under "A good cap".
 CAP_FACTOR = 10.0
 FIRST_NORMS = 100
 
@@ -28,22 +35,22 @@ class Choice(NamedTuple):
 
     Attributes:
       rule: a number, or a rule that learns, for `run`.
-      row: what it does to the norms.
+      suggestion: the same rule as Python, and what it does to the norms.
       reasons: what to take and why, in sentences.
       guard: the fixed limit that clips about 1 %, whether it is taken or not.
-      candidates: of `suggest`, with the guard.
+      candidates: all suggestions of `suggest`.
     """
 
     rule: float | Rule
-    row: Suggestion
+    suggestion: Suggestion
     reasons: list[str]
     guard: Suggestion
     candidates: list[Suggestion]
 
 
 def choice_of(norms: np.ndarray, every: int) -> Choice | None:
-    """Chooses by the share of steps that the usual limit clips, and by how far the
-    norms fall. None if the norms have no guard.
+    """Chooses between the usual limit, the guard, and zclip where norms fall far. None
+    if `suggest` finds no guard.
 
     Args:
       norms: float64[steps], finite and above 0.
@@ -53,35 +60,36 @@ def choice_of(norms: np.ndarray, every: int) -> Choice | None:
     guard = next((row for row in candidates if row.is_guard), None)
     if guard is None:
         return None
-    share = float(np.mean(norms > USUAL_LIMIT))
-    takes_usual = 0 < share <= MOST_SHARE
-    rule = USUAL_LIMIT if takes_usual else guard.limit
+    usual_share = float(np.mean(norms > USUAL_LIMIT))
+    takes_usual = 0 < usual_share <= MAX_USUAL_SHARE
+    rule: float | Rule = USUAL_LIMIT if takes_usual else guard.limit
     first_norms, *_, last_norms = np.array_split(norms, 5)
     early = float(np.median(first_norms))
     late = float(np.median(last_norms))
-    if early >= FAR_FALL * late and rule > MOST_MEDIANS * late:
+    # Norms fall far, and few of the late norms come near the limit.
+    if early >= FAR_FALL * late and rule > MAX_GUARD_IN_MEDIANS * late:
         cap = _cap(norms)
         rule = minimum(z_score_of_zclip(every), cap)
-        row = suggestion_of(f"optaxclip.zclip(cap={cap:g})", rule, norms)
-        reasons = _reasons_for_zclip(row, early, late)
+        suggestion = suggestion_of(f"optaxclip.zclip(cap={cap:g})", rule, norms)
+        reasons = _reasons_for_zclip(suggestion, early, late)
     elif takes_usual:
         text = f"optaxclip.clip_by_global_norm({USUAL_LIMIT})"
-        row = suggestion_of(text, rule, norms)
-        reasons = _reasons_for_usual_limit(share, guard)
+        suggestion = suggestion_of(text, rule, norms)
+        reasons = _reasons_for_usual_limit(usual_share, guard)
     else:
-        row = guard
-        reasons = _reasons_for_guard(share, guard)
-    return Choice(rule, row, reasons, guard=guard, candidates=candidates)
+        suggestion = guard
+        reasons = _reasons_for_guard(usual_share, guard)
+    return Choice(rule, suggestion, reasons, guard=guard, candidates=candidates)
 
 
 def _cap(norms: np.ndarray) -> float:
     first_norms = norms[:FIRST_NORMS]
-    is_healthy = first_norms <= MOST_MEDIANS * np.median(first_norms)
+    is_healthy = first_norms <= MAX_GUARD_IN_MEDIANS * np.median(first_norms)
     return float(f"{CAP_FACTOR * first_norms[is_healthy].max():.2g}")
 
 
 def _percent(share: float) -> str:
-    """As in the table, but one step of a long run is not 0.0 %."""
+    """A share as the table prints it, but one step of a long run is not 0.0 %."""
     if 0 < share < 0.001:
         return f"{100 * share:.2g}%"
     return f"{share:.1%}"
@@ -96,10 +104,10 @@ def _reasons_for_zclip(zclip: Suggestion, early: float, late: float) -> list[str
     ]
 
 
-def _reasons_for_usual_limit(share: float, guard: Suggestion) -> list[str]:
+def _reasons_for_usual_limit(usual_share: float, guard: Suggestion) -> list[str]:
     reasons = [
-        f"Take {USUAL_LIMIT}, as most trainers do: it clips {_percent(share)} of these "
-        "steps, some but at most half."
+        f"Take {USUAL_LIMIT}, as most trainers do: it clips {_percent(usual_share)} of "
+        "these steps, some but at most half."
     ]
     # A tighter guard would clip more.
     if guard.limit > USUAL_LIMIT:
@@ -110,14 +118,14 @@ def _reasons_for_usual_limit(share: float, guard: Suggestion) -> list[str]:
     return reasons
 
 
-def _reasons_for_guard(share_of_usual: float, guard: Suggestion) -> list[str]:
+def _reasons_for_guard(usual_share: float, guard: Suggestion) -> list[str]:
     advice = (
         f"Take {guard.rule}, a guard that clips {guard.clip_rate:.1%} of these steps."
     )
-    if share_of_usual == 0:
+    if usual_share == 0:
         return [f"{advice} The usual {USUAL_LIMIT} clips none."]
     return [
-        f"{advice} The usual {USUAL_LIMIT} clips {_percent(share_of_usual)}.",
+        f"{advice} The usual {USUAL_LIMIT} clips {_percent(usual_share)}.",
         f"With Adam you may keep {USUAL_LIMIT}: Adam cancels a constant factor, so "
         "a tight limit only keeps long gradients from counting more.",
     ]

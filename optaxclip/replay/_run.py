@@ -1,5 +1,7 @@
-"""Rules over recorded norms: what a rule would have done, which to try, a picture, and
-the spike score.
+"""Rules over recorded norms.
+
+`run` says what a rule would have done to the norms, and `suggest` which rules to try.
+`plot_history` draws a run, and `spike_score` counts the steps that stand out.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Replay(NamedTuple):
 
     Attributes:
       norms: float32[steps, ...]: as recorded.
-      limits: float32[steps, ...]: what each was held against.
+      limits: float32[steps, ...]: what each norm was held against.
       factors: float32[steps, ...]: what the updates would have been multiplied by. NaN
         where the norm was not finite, or the limit NaN.
       clipped: bool[steps, ...]: the steps that would have been changed, without those
@@ -123,13 +125,14 @@ def limits_over(
 
     `argument` is the name of the rule in errors.
     """
-    # A rule is a pytree: under jit its window length is traced, and init needs an int.
+    # Outside jit, since init needs the window length as an int. A rule is a pytree, so
+    # under jit the length is traced.
     memory = rule.init(jnp.zeros_like(values[0]))
-    return _limits_from(rule, memory, values, argument=argument, is_loss=is_loss)
+    return _scanned_limits(rule, memory, values, argument=argument, is_loss=is_loss)
 
 
 @partial(jax.jit, static_argnames=("argument", "is_loss"))
-def _limits_from(
+def _scanned_limits(
     rule: Rule, memory: PyTree, values: jax.Array, *, argument: str, is_loss: bool
 ) -> jax.Array:
     def one_step(carry: PyTree, value: jax.Array) -> tuple[PyTree, jax.Array]:
@@ -157,18 +160,21 @@ def _replayed(shrink: Shrink, norms: jax.Array, limits: jax.Array) -> Replay:
     )
 
 
+# -------------------------------------------------------------------------- suggestions
+
+
 class Suggestion(NamedTuple):
     """One candidate rule.
 
     Attributes:
-      rule: Python that makes it after `import optaxclip`. `skip_step` is wrapped around
-        an optimizer, which is called so.
+      rule: Python that makes it after `import optaxclip`. `skip_step` wraps the
+        variable `optimizer`.
       limit: at the last step, in units of the norm.
       clip_rate: the share of steps clipped, in [0, 1].
-      mean_factor: what the clipped steps would have been multiplied by, on average: 0
-        where they are skipped, and 1 without any.
+      mean_factor: what the clipped steps would have been multiplied by, on average. 0
+        for a rule that skips them, and 1 if no step was clipped.
       is_guard: whether it is the fixed limit that clips about 1 %. At most one is. The
-        command may tell you to take 1.0 instead, or `zclip`.
+        command `python -m optaxclip.replay` may recommend 1.0 instead, or `zclip`.
     """
 
     rule: str
@@ -180,11 +186,11 @@ class Suggestion(NamedTuple):
 
 # The share of steps that a guard clips, so that it clips spikes only.
 GUARD_RATE = 0.01
-# The highest guard, in medians of the norms. Where more than 1 % of the
-# steps are broken, a limit that clips 1 % lies among their norms and is no help.
-MOST_MEDIANS = 20
-# Among fewer norms no limit clips 1 % of them.
-LEAST_NORMS = 100
+# The highest guard, in medians of the norms. If more than 1 % of the steps are broken,
+# a limit that clips 1 % lies among the norms of broken steps, and lets them through.
+MAX_GUARD_IN_MEDIANS = 20
+# Among fewer norms a single one is more than 1 %.
+MIN_NORMS = 100
 
 
 def suggestion_of(
@@ -192,10 +198,10 @@ def suggestion_of(
 ) -> Suggestion:
     """What a rule does to norms. `text` is Python that makes a clipper with it."""
     replay = run(rule, norms, shrink=shrink)
-    factors = np.asarray(replay.factors)[replay.clipped]
+    factors_of_clipped = np.asarray(replay.factors)[replay.clipped]
     mean_factor = 1.0
-    if factors.size:
-        mean_factor = float(factors.mean())
+    if factors_of_clipped.size:
+        mean_factor = float(factors_of_clipped.mean())
     return Suggestion(
         rule=text,
         limit=float(replay.limits[-1]),
@@ -204,36 +210,37 @@ def suggestion_of(
     )
 
 
-def _fixed_limits(norms: np.ndarray) -> list[Suggestion]:
-    """Limits at quantiles of the norms, and at five medians, in ascending order."""
+def _suggested_limits(norms: np.ndarray) -> list[Suggestion]:
+    """Fixed limits at quantiles of the norms, and at five times the median, in
+    ascending order.
+    """
     quantiles = np.quantile(norms, (0.5, 0.9, 0.95, 0.99))
     five_medians = 5 * quantiles[0]
     limits = {float(f"{limit:.3g}") for limit in (*quantiles, five_medians)}
-    suggestions: list[Suggestion] = []
-    for limit in sorted(limits):
-        text = f"optaxclip.clip_by_global_norm({limit:g})"
-        suggestions.append(suggestion_of(text, limit, norms))
-    return suggestions
+    return [
+        suggestion_of(f"optaxclip.clip_by_global_norm({limit:g})", limit, norms)
+        for limit in sorted(limits)
+    ]
 
 
-def _in_rows(steps: int, every: int) -> int:
-    """A window of steps, in rows of a log."""
+def _rows_of_window(steps: int, every: int) -> int:
+    """How many rows of a log a window of steps has."""
     return max(2, round(steps / every))
 
 
 def z_score_of_zclip(every: int) -> Rule:
     """The rule of `zclip()` for a log in which `every` steps lie between two norms."""
-    return z_score(decay=0.97**every, warmup=_in_rows(25, every))
+    return z_score(decay=0.97**every, warmup=_rows_of_window(25, every))
 
 
-def _learned_limits(norms: np.ndarray, every: int) -> list[Suggestion]:
-    """Rules that learn. Windows are given in steps, and turned into rows of the log.
+def _suggested_rules(norms: np.ndarray, every: int) -> list[Suggestion]:
+    """Rules that learn: autoclip, twice the median, zclip and skip_step.
 
-    The numbers are the defaults of autoclip, zclip and skip_step, as a test checks.
+    The numbers are the defaults of these clippers, as a test checks.
     """
-    autoclip = windowed_quantile(0.1, _in_rows(10_000, every), current=True)
-    two_medians = windowed_quantile(0.5, _in_rows(100, every), factor=2.0)
-    skip_step = skip_step_rule(window=_in_rows(128, every))
+    autoclip = windowed_quantile(0.1, _rows_of_window(10_000, every), current=True)
+    two_medians = windowed_quantile(0.5, _rows_of_window(100, every), factor=2.0)
+    skip_step = skip_step_rule(window=_rows_of_window(128, every))
     text_of_two_medians = (
         "optaxclip.clip_by_global_norm("
         "optaxclip.rules.windowed_quantile(0.5, 100, factor=2.0))"
@@ -264,11 +271,12 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
       Fixed limits first, from quantiles of the norms (Pascanu et al. take half to ten
       times the usual norm), then rules that learn. Each is a `Suggestion`: the rule as
       it is written in a program, its limit at the last step, the share of steps that it
-      clips, their mean factor, and whether it is the guard: of the fixed limits up to
-      twenty times the median, the one that clips nearest to 1 % of the steps. There is
-      no guard from fewer than 100 norms, which cannot show 1 %, and where 5 % of the
-      norms or more are within 0.1 % of the largest and stand out as clipped: more than
-      three times as many as share any other value.
+      clips, their mean factor, and whether it is the guard.
+
+      The guard is the fixed limit, up to twenty times the median, that clips nearest to
+      1 % of the steps. Fewer than 100 norms cannot show 1 %, and have no guard. Norms
+      that look clipped have none either: 5 % or more are within 0.1 % of the largest,
+      and these are more than three times as many as share any other value.
 
     Raises:
       ValueError: a history that is not [steps], a negative norm, fewer than two finite
@@ -289,17 +297,21 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
             "suggest: norms must hold at least two finite norms above 0, as [steps], "
             f"got {norms.size} in an array of shape {history.shape}."
         )
-    fixed_limits = _fixed_limits(norms)
-    if norms.size >= LEAST_NORMS and not clipped_share(norms):
-        fixed_limits = _with_a_guard(fixed_limits, float(np.median(norms)))
-    return fixed_limits + _learned_limits(norms, every)
+    limits = _suggested_limits(norms)
+    if norms.size >= MIN_NORMS and not clipped_share(norms):
+        max_guard = MAX_GUARD_IN_MEDIANS * float(np.median(norms))
+        limits = _with_a_guard(limits, max_guard)
+    return limits + _suggested_rules(norms, every)
 
 
-def _with_a_guard(limits: list[Suggestion], median: float) -> list[Suggestion]:
-    """Marks the limit that clips nearest to 1 % of the steps."""
-    usual = [row for row in limits if row.limit <= MOST_MEDIANS * median]
-    guard = min(usual, key=lambda row: abs(row.clip_rate - GUARD_RATE))
+def _with_a_guard(limits: list[Suggestion], max_guard: float) -> list[Suggestion]:
+    """Marks the limit that clips nearest to 1 % of the steps, up to `max_guard`."""
+    possible_guards = [row for row in limits if row.limit <= max_guard]
+    guard = min(possible_guards, key=lambda row: abs(row.clip_rate - GUARD_RATE))
     return [row._replace(is_guard=row is guard) for row in limits]
+
+
+# -------------------------------------------------------------- picture and spike score
 
 
 def plot_history(
@@ -341,7 +353,7 @@ def plot_history(
     label = f"clipped ({clipped.sum()} of {clipped.size})"
     rows = np.nonzero(clipped)[0]
     axis.plot(steps[rows], norms[clipped], "r.", markersize=4, label=label)
-    # A band above all norms, so that the legend hides none of them.
+    # The legend gets a band above all norms, so that it hides none of them.
     low, high = axis.get_ylim()
     axis.set_ylim(low, high * (high / low) ** 0.15)
     axis.set(xlabel="step", ylabel="gradient norm")

@@ -41,7 +41,7 @@ def test_rules_have_the_defaults_of_the_clippers(monkeypatch):
     monkeypatch.setattr(
         _run, "suggestion_of", lambda _, rule, *__, **___: rules.append(rule)
     )
-    _run._learned_limits(NORMS, 1)
+    _run._suggested_rules(NORMS, 1)
     autoclip, _, zclip, skip = rules
     defaults = signature(optaxclip.autoclip).parameters
     assert autoclip.window == defaults["window"].default
