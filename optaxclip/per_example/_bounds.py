@@ -1,15 +1,16 @@
 """Proved bounds of a sum of clipped gradients, in units of the limit.
 
-    gamma(n) = n u / (1 - n u)               the most that n roundings take from a sum
+    gamma(n) = n u / (1 - n u)               bounds the relative error of n roundings
     excess = e + k gamma(N)                  one example adds at most 1 + excess
     change = excess + 2 (B - 1) k gamma(N)   one of B examples changes it by 1 + change
 
 u     the unit of rounding, 2^-24 for float32: products have the highest precision
 N     how many roundings a term of the sum goes through
-k     sum of |terms| <= k |gradient|. 1 where gradients are added up. 17 where norms are
-      by gram, MAX_CANCELLATION + 1: the terms of positions may cancel to 1/16
-e     the error of a norm: of its sum of squares, and of norms by gram
-B     examples
+k     the sum of |terms| is at most k |gradient|. k is 1 where gradients are added up.
+      Where norms are by gram it is 17, MAX_CANCELLATION + 1: the terms of positions may
+      cancel to 1/16
+e     the relative error of a norm: by its sum of squares, plus that of norms by gram
+B     how many examples there are
 
 e and k gamma(N) are the largest of all parameters. docs/numerics.md has the proof.
 """
@@ -31,11 +32,11 @@ from ._limits import MAX_CANCELLATION
 from ._passes import block_size
 from ._problem import Problem
 
-# GPU and TPU round a quotient or a root up to four times as much as a CPU. A norm, its
-# factor, and the product with it have seven of them.
+# GPU and TPU round a quotient or a root up to four times as much as a CPU. Together a
+# norm, its factor, and the product with it have seven roundings.
 ROUNDINGS_OF_FACTOR = 32
-# XLA promises no order of a sum. That a GPU or TPU adds up a long one in at least this
-# many parts, in threads or in the lanes of its vectors, is assumed.
+# XLA promises no order of a sum. It is assumed that a GPU or TPU adds up a long one in
+# at least this many parts, in threads or in the lanes of its vectors.
 PARTS_OF_A_SUM = 1024
 
 
@@ -56,39 +57,40 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     is_one_draw = any(map(has_bits_that_vmap_changes, equations))
     if is_one_draw or problem.has_symbolic_sizes:
         return Bounds(excess=np.inf, change=np.inf, longest=np.inf)
-    # In shard_map and pmap the caller adds up the sums of devices, by lax.psum. All
-    # devices add up the examples of a turn, and then there is a sum over turns.
+    # In shard_map and pmap the caller adds up the sums of devices, by lax.psum. So a
+    # turn adds up a microbatch of each device, and then there is a sum over turns.
     devices = device_count(problem.mesh_axes)
-    size = problem.present.size * devices
+    size = problem.size * devices
     width = choice.width * devices
     turns = -(-size // width)
     roundings_of_squares = ROUNDINGS_OF_FACTOR
-    norm_errors = [0.0]
+    gram_errors = [0.0]
     sum_errors = [0.0]
     leaves = jax.tree.leaves(problem.params)
     for plan, leaf, mesh_axes in zip(choice.plans(problem), leaves, problem.splits):
-        # A norm by product squares its rows and columns, and then itself. These are at
-        # most two more numbers than the parameter has.
-        roundings_of_squares += 2
         if isinstance(plan, GramPlan):
             terms_over_gradient = MAX_CANCELLATION + 1
             # The terms of a block are added up. Kahan's sum has two roundings for the
             # blocks of an example, and two for those of all examples.
             block = min(width * plan.positions, block_size())
-            roundings = block + 2 + 2 + devices
-            norm_errors.append(_error_of_gram(plan))
+            roundings_of_term = block + 2 + 2 + devices
+            gram_errors.append(_error_of_gram(plan))
         else:
             terms_over_gradient = 1
-            roundings = width
-            # Norms by gram have no squares of gradients.
+            roundings_of_term = width
+            # Norms by gram square no gradients.
             roundings_of_squares += leaf.size * device_count(mesh_axes)
+        # Two more: a norm by product is of a row and a column, which together have at
+        # most one number more than the parameter, and the norm is squared again.
+        roundings_of_squares += 2
         # A gradient times its factor and the divisor is rounded four times.
-        error = gamma(roundings + turns + 4, _dtype_of_sum(plan, leaf))
+        roundings_of_term += turns + 4
+        error = gamma(roundings_of_term, _dtype_of_sum(plan, leaf))
         error += _error_of_factors(plan)
         sum_errors.append(terms_over_gradient * error)
     error_of_sum = max(sum_errors)
-    error_of_squares = _error_of_squares(roundings_of_squares)
-    excess = error_of_squares + max(norm_errors) + error_of_sum
+    error_of_norm = _error_of_squares(roundings_of_squares) + max(gram_errors)
+    excess = error_of_norm + error_of_sum
     return Bounds(
         excess,
         change=excess + 2 * (size - 1) * error_of_sum,
@@ -97,7 +99,7 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
 
 
 def _error_of_squares(roundings: int) -> float:
-    """By how much the norm may be too short, since its sum of squares is rounded:
+    """How much too short a norm may be, since its sum of squares is rounded:
     sqrt(1 + gamma(n)) - 1 for n roundings. Only a CPU adds up squares in float64.
     """
     # A program may run on any of the platforms that JAX has.
@@ -123,8 +125,8 @@ def _dtype_of_sum(plan: LeafPlan, leaf: Array) -> np.dtype:
 
 
 def _error_of_factors(plan: LeafPlan) -> float:
-    """What is lost where cotangents times factors are written as two bfloat16 numbers,
-    for all sites together. Plans that keep the gradient do not write them.
+    """The error of cotangents times factors that are written as two bfloat16 numbers,
+    of all sites together. Plans that keep the gradient do not write them.
     """
     if plan.kept_size:
         return 0.0

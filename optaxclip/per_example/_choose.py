@@ -1,9 +1,11 @@
-"""Which method clips examples, and how many at once.
+"""Chooses the method that clips examples, and how many it takes at once.
 
-Ghost clipping takes time for norms, and to write and read what it captures. One pass
-takes time to write and read the gradient of each example. Both are counted from shapes.
+The time of each method is estimated from shapes. Beside the plain gradient, ghost
+clipping computes norms, and writes and reads the arrays that it captures. One pass
+writes and reads the gradient of each example.
 
-A `microbatch` is the option. The width is how many examples one device takes at once.
+`microbatch` is the user's option. The devices of an Explicit mesh share it. The width
+is how many examples one device takes at once.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from ._ghost import Ghost, ghost_of
 from ._ghost._plans import GradientPlan, LeafPlan
 from ._ghost._sites import CannotSplit
 from ._passes import even_width, small_memory
-from ._problem import Problem, place_of
+from ._problem import Problem, source_line
 from ._work import (
     CONVOLUTION_SLOWDOWN_IN_LOOP,
     convolutions_of,
@@ -30,9 +32,9 @@ from ._work import (
 )
 
 METHODS = ("auto", "ghost", "one_pass")
-# To write and read one number takes as long as about this many multiplications in a
-# matrix product: so the estimates for twelve models on two CPU cores were near what was
-# measured (`each_kind` in benchmarks/per_example/losses.py).
+# Writing and reading one number takes about as long as this many multiplications in a
+# matrix product. With 48 the estimates for twelve models on two CPU cores were near the
+# measured times (`each_kind` in benchmarks/per_example/losses.py).
 MULTIPLICATIONS_PER_NUMBER = 48
 
 
@@ -65,8 +67,8 @@ def checked_microbatch(call: str, method: str, microbatch: Any) -> int | None:
 
 
 def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
-    """The method and the microbatch that were asked for. "auto" is the method that
-    takes less time, with a microbatch that fits into memory.
+    """The method that was asked for, or the faster one for "auto", and its width: by
+    the microbatch that was asked for, or one that fits into memory.
     """
     ghost = None
     if method != "one_pass":
@@ -76,27 +78,26 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
                 f'{problem.call}: method must be "one_pass" or "auto" for {obstacle}, '
                 'got "ghost".'
             )
-    method, microbatch = _with_right_kernels(problem, ghost, method, microbatch)
-    if method == "one_pass":
-        width = problem.present.size
-        if microbatch:
-            width = _given_width(problem, microbatch)
-        return Choice(width)
+    method, microbatch = _avoid_wrong_gradients(problem, ghost, method, microbatch)
     if ghost and method == "auto":
         costs = costs_of(problem, ghost, microbatch)
         if costs["ghost"] <= costs["one_pass"]:
             method = "ghost"
     if ghost and method == "ghost":
         return Choice(_width_of_ghost(problem, ghost, microbatch), ghost)
-    return Choice(_width_of_one_pass(problem, ghost, microbatch))
+    if method == "auto":
+        return Choice(_width_of_one_pass(problem, ghost, microbatch))
+    # One pass by name takes the whole batch at once, if no microbatch is given.
+    width = _given_width(problem, microbatch) if microbatch else problem.size
+    return Choice(width)
 
 
 def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
     """Ghost clipping, or None and the obstacle, as errors name it."""
-    roles = {"parameters": problem.params, "the batch": problem.batch}
-    for path, leaf in jax.tree.leaves_with_path(roles):
+    arguments = {"parameters": problem.params, "the batch": problem.batch}
+    for path, leaf in jax.tree.leaves_with_path(arguments):
         array_type = jax.typeof(leaf)
-        # Cotangents of a split parameter would need the same sharding in their types.
+        # Cotangents of a split array would need the same sharding in their types.
         if any(array_type.sharding.spec):
             return None, (
                 f"{trees.path_name(path)!r} of {array_type}, which is split over "
@@ -114,24 +115,24 @@ def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
 def costs_of(
     problem: Problem, ghost: Ghost | None, microbatch: int | None
 ) -> dict[str, float]:
-    """For each method, about how many times as long as the plain gradient it takes."""
-    size = problem.present.size
+    """The estimated time of each method, in times of the plain gradient."""
     gradient_size = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
     gradient_work = MULTIPLICATIONS_PER_NUMBER * gradient_size
-    # Forward, and backward to the inputs and to the parameters of all examples. The
-    # plain gradient is written once for the batch.
-    plain_work = 3 * work_of(problem.program) + gradient_work / size
+    # All work is for one example. The loss runs forward, backward to its inputs, and
+    # backward to its parameters. The plain gradient is written once for the batch.
+    plain_work = 3 * work_of(problem.program) + gradient_work / problem.size
     # A loss without parameters may have no work.
     plain_work = max(plain_work, 1.0)
     one_pass_work = plain_work + gradient_work
     if not ghost:
         return {"one_pass": one_pass_work / plain_work}
-    # XLA on a CPU takes about twice as long for the gradients of examples by the kernel
-    # of a convolution. Other platforms are taken to be alike.
-    is_loop = _width_of_one_pass(problem, ghost, microbatch) < size
+    # By the kernel of a convolution XLA on a CPU takes about twice as long for the
+    # gradients of examples, and much longer in a loop. Other platforms are assumed to
+    # be alike.
+    is_loop = _width_of_one_pass(problem, ghost, microbatch) < problem.size
     slowdown = CONVOLUTION_SLOWDOWN_IN_LOOP if is_loop else 2
     one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_window)
-    # What is captured, and what is kept of it, is written and read.
+    # Captured arrays are written and read, and so are gradients that are kept.
     written_size = ghost.captured_size + ghost.kept_size
     ghost_work = plain_work + MULTIPLICATIONS_PER_NUMBER * written_size
     ghost_work += sum(plan.extra_work for plan in ghost.plans)
@@ -143,59 +144,62 @@ def costs_of(
 
 def _given_width(problem: Problem, microbatch: int) -> int:
     """The width of a microbatch that the devices of an Explicit mesh share."""
-    return even_width(problem.present.size, max(microbatch // problem.devices, 1))
+    return even_width(problem.size, max(microbatch // problem.devices, 1))
 
 
 def _width_of_ghost(problem: Problem, ghost: Ghost, microbatch: int | None) -> int:
     if microbatch:
         return _given_width(problem, microbatch)
-    size = problem.present.size
     if ghost.kept_size <= ghost.captured_size:
-        return size
-    return even_width(size, _fitting(size, ghost.kept_size, ghost.captured_size))
+        return problem.size
+    fitting = _fitting_width(problem.size, ghost.kept_size, ghost.captured_size)
+    return even_width(problem.size, fitting)
 
 
 def _width_of_one_pass(
     problem: Problem, ghost: Ghost | None, microbatch: int | None
 ) -> int:
-    """The width of one pass if "auto" takes it. Where ghost clipping is possible, it
-    knows how much the backward pass captures.
+    """The width of one pass if "auto" chooses it. How much the backward pass captures
+    is known only where ghost clipping is possible.
     """
     if microbatch:
         return _given_width(problem, microbatch)
-    size = problem.present.size
+    size = problem.size
     if problem.has_symbolic_sizes:
         return size
+    # 8 megabytes on a CPU, 256 elsewhere
+    room = 8 * small_memory()
     leaves = jax.tree.leaves(problem.params)
     if not ghost:
         gradient_size = sum(leaf.size for leaf in leaves)
-        fitting = 8 * small_memory() // max(gradient_size, 1)
+        fitting = room // max(gradient_size, 1)
         return even_width(size, max(fitting, 1))
     gradient_size = 0
     for leaf, plan in zip(leaves, ghost.plans):
         gradient_size += max(leaf.size, plan.kept_size)
-    fitting = _fitting(size, gradient_size, ghost.captured_size)
-    is_small = size * (gradient_size + ghost.captured_size) <= 8 * small_memory()
+    fitting = _fitting_width(size, gradient_size, ghost.captured_size)
+    is_small = size * (gradient_size + ghost.captured_size) <= room
     if jax.default_backend() == "cpu" and not ghost.is_convolved and not is_small:
         # A CPU is faster if the gradients stay in its cache, as a megabyte does. A
         # transformer of 432,000 parameters took half as long with 8 examples at once as
         # with 16. LoRA took 0.6 with 16 or 32 at once, and 0.7 to 0.8 with 8. A small
-        # batch needs no turns, which only cost: a neural ODE took 0.8 with all 32 at
-        # once of its time with 8.
+        # batch is faster all at once: a neural ODE with 32 examples at once took 0.8 of
+        # its time with 8.
         in_cache = max(8, small_memory() // max(gradient_size, 1))
         fitting = min(fitting, in_cache)
     return even_width(size, fitting)
 
 
-def _fitting(size: int, example_size: int, captured_size: int) -> int:
-    """How many examples are taken at once, at least one, if `example_size` numbers of
-    each are kept beside the captured ones.
+def _fitting_width(size: int, kept_size: int, captured_size: int) -> int:
+    """How many of `size` examples fit into memory at once, if `kept_size` numbers of
+    each are kept beside `captured_size` numbers.
 
-    All of them if what is kept fills at most a third of what is captured. A microbatch
-    captures less, so what is kept may fill two thirds.
+    The whole batch fits if it keeps at most a third of what it captures. A microbatch
+    is at most half the batch and captures at most half as much, so it may keep two
+    thirds of what the batch would capture. Some room for kept numbers is always there.
     """
     room = max(size * captured_size // 3, small_memory() // 4)
-    fitting = room // max(example_size, 1)
+    fitting = room // max(kept_size, 1)
     if fitting >= size:
         return size
     return max(min(2 * fitting, size // 2), 1)
@@ -204,17 +208,17 @@ def _fitting(size: int, example_size: int, captured_size: int) -> int:
 # ------------------------------------------------------------- kernels of convolutions
 
 
-def _with_right_kernels(
+def _avoid_wrong_gradients(
     problem: Problem, ghost: Ghost | None, method: str, microbatch: int | None
 ) -> tuple[str, int | None]:
     """The method and the microbatch, changed where XLA would compute wrong gradients of
-    examples by a convolution's kernel. There are two such cases:
+    examples by a convolution's kernel. Ghost clipping is right if it does not need
+    these gradients. Otherwise there are two cases:
 
-      jit splits the batch              Right only by ghost clipping without these
-                                        gradients. Otherwise raises ValueError, or makes
-                                        the compiler raise it
+      jit splits the batch              Raises ValueError, or makes the compiler raise
+                                        an error
       groups of several channels        On a CPU the NaN of one example reaches all. One
-                                        example at a time is right too
+                                        example at a time is right
     """
     convolutions = convolutions_of(problem.program)
     if not convolutions:
@@ -229,12 +233,14 @@ def _with_right_kernels(
         _refuse_a_split(
             problem.batch,
             f'{problem.call}: method must be "ghost", and each kernel used once, for '
-            f"convolutions{place_of(convolutions[0])} of a batch that jit splits over "
-            "devices, where XLA computes wrong gradients of examples. Or put "
+            f"convolutions{source_line(convolutions[0])} of a batch that jit splits "
+            "over devices, where XLA computes wrong gradients of examples. Or put "
             "clipped_grad into jax.shard_map, with mean=False, and lax.psum its "
             f'gradients. Got method="{method}".',
         )
-    return method, 1 if is_grouped else microbatch
+    if is_grouped:
+        microbatch = 1
+    return method, microbatch
 
 
 def _makes_kernel_gradients(ghost: Ghost) -> bool:
@@ -254,8 +260,8 @@ def _may_be_split(batch: PyTree) -> bool:
 
 
 def _refuse_a_split(batch: PyTree, error_text: str) -> None:
-    """Raises ValueError for a batch that is split over devices. If only the compiler
-    knows, it raises the error.
+    """Raises ValueError for a batch that is split over devices. The compiler raises it
+    if only the compiler knows the split.
     """
 
     def check(sharding: jax.sharding.Sharding) -> None:

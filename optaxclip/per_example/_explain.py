@@ -172,7 +172,7 @@ def explain_clipped_grad(
         bounds = bounds_of(problem, choice)
         ghost = choice.ghost or ghost_or_obstacle(problem)[0]
         width_of_all = None
-        if choice.width != problem.present.size:
+        if choice.width != problem.size:
             width_of_all = choice.width * problem.devices
         return Explanation(
             method=choice.method,

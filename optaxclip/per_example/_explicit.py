@@ -30,7 +30,7 @@ class DeviceResult(NamedTuple):
 
     sums: list[Array]  # of the clipped gradients, for each parameter
     nonfinite: Any  # how many examples are broken
-    examples: Any  # arrays with a batch axis
+    examples: Any  # results of each example: arrays with a batch axis
 
 
 class MeshRoles(NamedTuple):
@@ -50,33 +50,35 @@ class MeshRoles(NamedTuple):
         return P(self.batch_axes or None)
 
     def placed(self, x: Array, spec: P) -> Array:
-        """The array, with its first dimensions split as a spec says. Its other
+        """The array, with its first dimensions split as a spec says. Its later
         dimensions are gathered along manual axes, and stay split along other axes.
         """
-        entries = []
+        gathered_entries = []
         for entry in _spec_of(x):
             kept_names = _without(names_in(entry), self.manual_axes)
-            entries.append(kept_names or None)
-        placed_spec = P(*spec, *entries[len(spec) :])
+            gathered_entries.append(kept_names or None)
+        placed_spec = P(*spec, *gathered_entries[len(spec) :])
         return jax.reshard(x, NamedSharding(self.mesh, placed_spec))
 
-    def spec_in_shard_map(self, spec: P) -> P:
-        """How the sum of gradients leaves shard_map, for a parameter with this spec."""
+    def sum_spec(self, param_spec: P) -> P:
+        """How shard_map returns the sum of gradients by a parameter: split as the
+        parameter is, or complete on each device.
+        """
         # JAX 0.10.2 has no psum_scatter of an array that other Explicit axes split.
-        if self.other_axes & _names_of(spec):
+        if self.other_axes & _names_of(param_spec):
             return P()
-        return spec
+        return param_spec
 
-    def added_up(self, device_sum: Array, spec: P) -> Array:
-        """The sum over devices, or the part of it that a device keeps by its spec."""
+    def added_up(self, device_sum: Array, sum_spec: P) -> Array:
+        """The sum over devices, or the part of it that this device keeps."""
         total = device_sum
-        for dim, entry in enumerate(spec):
+        for dim, entry in enumerate(sum_spec):
             names = names_in(entry)
             if names:
                 total = lax.psum_scatter(
                     total, names, scatter_dimension=dim, tiled=True
                 )
-        return lax.psum(total, _without(self.batch_axes, _names_of(spec)))
+        return lax.psum(total, _without(self.batch_axes, _names_of(sum_spec)))
 
 
 def on_each_device(
@@ -90,19 +92,20 @@ def on_each_device(
         # A shared argument may be a function, and a limit a Python number.
         return x if isinstance(x, (Array, np.ndarray)) else None
 
+    # The problem with None for all that is no array, which shard_map cannot pass on.
     arrays = jax.tree.map(array_or_none, problem)
     roles = _roles_of(arrays)
     # To shard_map an empty set means all axes.
     if not roles.manual_axes:
         return run(problem)
-    # In a list, since a pytree class of the user's may refuse specs as children.
+    # As leaves: a pytree class of the user's may refuse specs as children.
     leaves, treedef = jax.tree.flatten(arrays)
-    specs = []
-    for name, argument in arrays._asdict().items():
-        spec = roles.batch_spec if name in ("batch", "present") else P()
-        specs += [spec] * len(jax.tree.leaves(argument))
+    leaf_specs = []
+    for field, tree in arrays._asdict().items():
+        spec = roles.batch_spec if field in ("batch", "present") else P()
+        leaf_specs += [spec] * len(jax.tree.leaves(tree))
     param_specs = [_spec_of(x) for x in jax.tree.leaves(problem.params)]
-    sum_specs: list[Any] = [roles.spec_in_shard_map(spec) for spec in param_specs]
+    sum_specs: list[Any] = [roles.sum_spec(spec) for spec in param_specs]
     axis_sizes = [roles.mesh.shape[name] for name in roles.batch_axes]
     devices = math.prod(axis_sizes)
 
@@ -119,13 +122,13 @@ def on_each_device(
     run_on_all = jax.shard_map(
         on_device,
         mesh=roles.mesh,
-        in_specs=(specs,),
+        in_specs=(leaf_specs,),
         out_specs=DeviceResult(
             sums=sum_specs, nonfinite=P(), examples=roles.batch_spec
         ),
         axis_names=roles.manual_axes,
     )
-    result = run_on_all(list(map(roles.placed, leaves, specs)))
+    result = run_on_all(list(map(roles.placed, leaves, leaf_specs)))
     sums = []
     for total, spec in zip(result.sums, param_specs):
         sums.append(jax.reshard(total, NamedSharding(roles.mesh, spec)))
@@ -135,6 +138,7 @@ def on_each_device(
 def _roles_of(arrays: Problem) -> MeshRoles:
     """The roles of the mesh axes in the arrays of a problem."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
+    # The mesh of an array that is not on the Explicit mesh has no such axes.
     mesh = max(meshes, key=lambda mesh: len(mesh.explicit_axes))
     batch_axes: AxisNames = ()
     split_names = set()
@@ -142,7 +146,7 @@ def _roles_of(arrays: Problem) -> MeshRoles:
         split_names |= _names_of(_spec_of(x))
     for x in jax.tree.leaves(arrays.batch):
         batch_entry, *entries_of_example = _spec_of(x)
-        # Of the first array of the batch that is split
+        # The first array of the batch that is split decides.
         batch_axes = batch_axes or names_in(batch_entry)
         split_names |= _names_of(entries_of_example)
     return MeshRoles(mesh, batch_axes, split_names - set(batch_axes))

@@ -1,8 +1,9 @@
-"""One pass: the gradient of each example by `jax.vmap`, their norms, and their weighted
-sum, a microbatch at a time. Ghost clipping runs its microbatches by the same loop.
+"""One pass: the gradients of examples by `jax.vmap`, their norms, and their weighted
+sum, a microbatch at a time (`Run.in_one_pass`). Ghost clipping uses the same loop over
+microbatches (`in_microbatches`), and the sums, sizes and dtypes that follow it.
 
 Memory grows with the microbatch. With the batch it grows by a few numbers for each
-example. Below are sums, sizes and dtypes that ghost clipping needs as well.
+example.
 """
 
 import sys
@@ -38,23 +39,23 @@ class Run(NamedTuple):
     """
 
     problem: Problem
-    microbatch: int | None
+    width: int | None  # how many examples at once. None: the whole batch
 
     def in_one_pass(self) -> tuple[Arrays, ExampleResults]:
         """Makes the gradients of the examples of each microbatch."""
-        value_and_grad = jax.value_and_grad(self.problem.of_one, has_aux=True)
+        value_and_grad = jax.value_and_grad(self.problem.traced_loss, has_aux=True)
 
-        def of_one(params: PyTree, example: PyTree) -> tuple[PyTree, Arrays]:
+        def gradient_of_one(params: PyTree, example: PyTree) -> tuple[PyTree, Arrays]:
             value_and_aux, grads = value_and_grad(params, example)
             # As leaves: a class of the user's may refuse arrays with a batch axis.
             return value_and_aux, jax.tree.leaves(grads)
 
-        of_all = jax.vmap(of_one, (None, 0))
+        gradients_of_all = jax.vmap(gradient_of_one, (None, 0))
 
-        def step(present: Array, example: PyTree) -> tuple[Arrays, ExampleResults]:
-            (values, aux), grads = of_all(self.problem.params, example)
-            # Otherwise XLA on a CPU writes the float64 squares of the gradients, which
-            # only the norms need, to memory.
+        def step(present: Array, examples: PyTree) -> tuple[Arrays, ExampleResults]:
+            (values, aux), grads = gradients_of_all(self.problem.params, examples)
+            # Otherwise XLA on a CPU would also write to memory the float64 squares of
+            # the gradients, which only the norms need.
             grads = written(grads)
             weights = weights_of(self.problem, grads, present)
             sums = list(map(weights.weighted_sum, grads, self.problem.groups))
@@ -65,11 +66,7 @@ class Run(NamedTuple):
     def in_steps(self, step: MicrobatchFunction) -> tuple[Arrays, ExampleResults]:
         """Runs `step(present, examples)` on each microbatch."""
         return in_microbatches(
-            step,
-            self.zeros(),
-            self.problem.present,
-            (self.problem.batch,),
-            self.microbatch,
+            step, self.zeros(), self.problem.present, (self.problem.batch,), self.width
         )
 
     def zeros(self) -> Arrays:
@@ -79,9 +76,9 @@ class Run(NamedTuple):
         zeros = []
         for leaf in jax.tree.leaves(self.problem.params):
             dtype = np.promote_types(leaf.dtype, np.float32)
-            # `zeros_like` keeps how an Explicit mesh splits it.
+            # `zeros_like` keeps how an Explicit mesh splits the parameter.
             zero = jnp.zeros_like(leaf, dtype)
-            # lax.scan needs the type of the sums that follow.
+            # lax.scan needs zeros of the type that its sums will have.
             zeros.append(varying_as_any_of(zero, (self.problem.batch, leaf)))
         return zeros
 
@@ -95,7 +92,7 @@ def in_microbatches(
     plus: Callable[[PyTree, PyTree], PyTree] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Runs `step(present, *examples) -> (terms, results)` on each microbatch, of at
-    most `most` examples, None for all.
+    most `most` examples, or on the whole batch for None.
 
     `present` is bool[batch]. A step gets False also for examples that only fill up its
     microbatch. `plus` adds terms to the total. If it is None they are added leaf by
@@ -121,21 +118,22 @@ def in_microbatches(
         """
         missing = width * turns - size
         if missing:
-            # Fewer than width, so that the batch has enough to fill up with.
+            # The first examples fill up. Fewer than `width` are missing, so the batch
+            # has enough of them.
             x = jnp.concatenate([x, x[:missing]])
         return x.reshape(width, turns, *x.shape[1:])
 
     def joined(x: Array) -> Array:
-        """[turns, width, ...] in the order of the batch."""
+        """[turns, width, ...] as [batch, ...], without the examples that fill up."""
         return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])[:size]
 
-    # The examples that fill up the last microbatches do not count again.
-    is_real = np.arange(width * turns) < size
-    present = split(present) & is_real.reshape(width, turns)
+    # The examples that fill up must not count again.
+    is_first_time = np.arange(width * turns) < size
+    present = split(present) & is_first_time.reshape(width, turns)
     batch = jax.tree.map(split, batch)
 
     def take_turn(total: PyTree, turn: Array) -> tuple[PyTree, PyTree]:
-        # lax.scan slices first axes, and would need a transposed copy of the batch.
+        # lax.scan itself slices first axes, for which the batch would be transposed.
         def take(x: Array) -> Array:
             return lax.dynamic_index_in_dim(x, turn, 1, keepdims=False)
 
@@ -151,8 +149,7 @@ def _plus(total: Array, term: Array) -> Array:
 
 
 def even_width(size: int, most: int) -> int:
-    """How many examples are in each microbatch, if there are as few microbatches of at
-    most `most` examples as possible.
+    """The smallest width of microbatches that are as few as with the width `most`.
 
     32 examples with at most 9 are four microbatches of 8, not of 9, 9, 9 and 5.
     """
@@ -186,8 +183,8 @@ class KahanSum(NamedTuple):
 
 
 def block_size() -> int:
-    """How many terms are added up at once where terms may cancel. A CPU adds up blocks
-    of few terms, and their sums by `KahanSum`.
+    """How many terms are added up at once where terms may cancel. On a CPU these are
+    blocks of few terms, whose sums are added up by `KahanSum`.
     """
     return 256 if jax.default_backend() == "cpu" else sys.maxsize
 

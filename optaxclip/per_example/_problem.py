@@ -20,8 +20,8 @@ from .._mesh_types import varying
 from .._trees import PyTree
 from ._work import equations_of
 
-# Lines in the folders of JAX and of this library tell a user nothing.
-LIBRARIES = tuple(str(Path(str(x.__file__)).parent) for x in (jax, trees))
+# Lines in these folders, of JAX and of this library, tell a user nothing.
+LIBRARY_FOLDERS = tuple(str(Path(str(x.__file__)).parent) for x in (jax, trees))
 # As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
 Argnums = int | Sequence[int]
 # With these values of `vmap_method` a callback sees one example at a time. With None
@@ -66,22 +66,27 @@ class Problem(NamedTuple):
     result_types: PyTree = None
 
     @property
+    def size(self) -> int:
+        """How many examples are in the batch of this device, masked ones too."""
+        return self.present.size
+
+    @property
     def has_symbolic_sizes(self) -> bool:
-        """Whether a size is a symbol of `jax.export`, which cannot be counted with."""
+        """Whether a size is a symbol of `jax.export`, with which JAX cannot count."""
         for leaf in jax.tree.leaves((self.params, self.batch)):
             if not all(isinstance(size, int) for size in leaf.shape):
                 return True
         return False
 
-    def of_one(self, params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
-        """The loss of one example, and aux. It runs the traced program, so that each
-        compilation calls the user's function once.
+    def traced_loss(self, params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
+        """The loss of one example, and aux. It runs `program` instead of `loss`, so
+        that each compilation calls the user's function once.
         """
         outputs = jaxpr_as_fun(self.program)(*jax.tree.leaves((params, example)))
         return jax.tree.unflatten(jax.tree.structure(self.result_types), outputs)
 
     def trace(
-        self, of_one: Callable[[PyTree, PyTree], PyTree]
+        self, function: Callable[[PyTree, PyTree], PyTree]
     ) -> tuple[ClosedJaxpr, PyTree]:
         """The program of a function of the parameters and one example, and the types of
         its results.
@@ -89,7 +94,7 @@ class Problem(NamedTuple):
         programs = []
 
         def record_program(params: PyTree, example: PyTree) -> jax.Array:
-            make_program = jax.make_jaxpr(of_one, return_shape=True)
+            make_program = jax.make_jaxpr(function, return_shape=True)
             programs.append(make_program(params, example))
             return jnp.zeros(())
 
@@ -123,32 +128,33 @@ class Signature(NamedTuple):
                 f"{self.call}: argnums={shown(self.argnums)} and shared_argnums="
                 f"{shown(self.shared_argnums)} must be different arguments."
             )
+        # All other arguments are the batch.
         batch_places = [place for place in range(count) if place not in named_places]
         size = self._size({place: args[place] for place in batch_places})
         batch = tuple(args[place] for place in batch_places)
         params = tuple(args[place] for place in param_places)
-        is_tree = not isinstance(self.argnums, Sequence)
-        places = [*param_places, *batch_places, *shared_places]
-
-        def loss(
-            params: PyTree, example: PyTree, shared: list[Any]
-        ) -> tuple[jax.Array, PyTree]:
-            param_args = [params] if is_tree else params
-            args = dict(zip(places, [*param_args, *example, *shared]))
-            returned = self.loss(*(args[place] for place in range(count)))
-            # Always with aux, so that all methods handle one form.
-            return returned if self.has_aux else (returned, None)
-
+        is_one_param = not isinstance(self.argnums, Sequence)
         present = jnp.ones(size, bool) if mask is None else jnp.asarray(mask)
         if present.dtype != bool or present.shape != (size,):
             raise ValueError(
                 f"{self.call}: mask must be bool[{size}], one for each example, got "
                 f"{present.dtype}{list(present.shape)}."
             )
+        places_by_role = [*param_places, *batch_places, *shared_places]
+
+        def loss(
+            params: PyTree, example: PyTree, shared: list[Any]
+        ) -> tuple[jax.Array, PyTree]:
+            param_args = [params] if is_one_param else params
+            arg_at = dict(zip(places_by_role, [*param_args, *example, *shared]))
+            returned = self.loss(*(arg_at[place] for place in range(count)))
+            # Always with aux, so that all methods handle one form.
+            return returned if self.has_aux else (returned, None)
+
         return Problem(
             self.call,
             loss,
-            params=self._arrays(params[0] if is_tree else params),
+            params=self._arrays(params[0] if is_one_param else params),
             batch=jax.tree.map(jnp.asarray, batch),
             present=present,
             # Not an argument of jax.vmap, since it may be a function.
@@ -182,16 +188,18 @@ class Signature(NamedTuple):
         self._check_program(program, problem.mesh_axes)
         problem = problem._replace(program=program, result_types=result_types)
         # A rule of jax.custom_jvp or jax.custom_vjp is a program in the gradient only.
-        gradient, _ = problem.trace(jax.grad(problem.of_one, has_aux=True))
+        gradient, _ = problem.trace(jax.grad(problem.traced_loss, has_aux=True))
         self._check_program(gradient, problem.mesh_axes)
         return problem
 
     def _splits(self, params: PyTree, batch: PyTree) -> list[AxisNames]:
         """For each parameter, the mesh axes over which its gradient is split."""
-        all_dims = [None] * len(jax.tree.leaves(params))
+        # None: the norm of a gradient is over all axes of its leaf.
+        summed_axes = [None] * len(jax.tree.leaves(params))
         splits = []
-        for split in _mesh.splits(self.mesh_axes, params, all_dims, self.call):
-            # Along axes of the batch devices hold gradients of different examples.
+        for split in _mesh.splits(self.mesh_axes, params, summed_axes, self.call):
+            # Along mesh axes of the batch devices hold gradients of different examples,
+            # and not parts of one.
             names = set(split.mesh_of_summed) - varying(batch)
             splits.append(tuple(sorted(names)))
         return splits
@@ -201,8 +209,9 @@ class Signature(NamedTuple):
         along mesh axes of the batch, or of the batches of an outer `jax.vmap`.
         """
         equations = equations_of(program)
-        # Devices may share the work on one example along all other mesh axes, also
-        # along those of a shard_map in the loss. Other names are of an outer jax.vmap.
+        # Devices may share the work on one example along mesh axes that do not split
+        # the batch, also along those of a shard_map in the loss. Names that are no mesh
+        # axes are of an outer jax.vmap.
         safe_axes = set(mesh_types.manual_axes())
         for eqn in equations:
             if eqn.primitive.name == "shard_map":
@@ -224,8 +233,8 @@ class Signature(NamedTuple):
         else:
             return
         raise ValueError(
-            f"{self.call}: the loss of one example has a {name}{place_of(eqn)}, which "
-            "sees the whole batch: one example could change the gradients of all "
+            f"{self.call}: the loss of one example has a {name}{source_line(eqn)}, "
+            "which sees the whole batch: one example could change the gradients of all "
             f"others, and no limit would bound what it does. {cure}"
         )
 
@@ -237,7 +246,7 @@ class Signature(NamedTuple):
         if joined:
             raise ValueError(
                 f"{self.call}: the loss of one example has a {eqn.primitive} over "
-                f"{listed(joined)}{place_of(eqn)}. Over axes that split the batch "
+                f"{listed(joined)}{source_line(eqn)}. Over axes that split the batch "
                 "gather parameters before the call, and add up gradients after it. In "
                 "pmap and with check_vma=False every mesh axis that mesh_axes does not "
                 "name counts as one that splits the batch: name those that split "
@@ -245,7 +254,9 @@ class Signature(NamedTuple):
             )
 
     def _places(self, option: str, argnums: Argnums, count: int) -> list[int]:
-        """The places that an option names, of the `count` arguments of a call."""
+        """The places that an option names among the `count` arguments of a call, from
+        0 to `count` - 1.
+        """
         places = places_in(argnums)
         if not all(-count <= place < count for place in places):
             raise ValueError(
@@ -267,9 +278,10 @@ class Signature(NamedTuple):
                 # An array without axes is mostly a number for all, or one random key.
                 shape = jnp.shape(leaf)
                 sizes[name] = shape[0] if shape else "no axis"
-        size, *other_sizes = set(sizes.values()) or {0}
+        size = next(iter(sizes.values()), 0)
+        is_same = set(sizes.values()) == {size}
         # For a step without examples there is the mask: all False gives zeros.
-        if other_sizes or size in (0, "no axis"):
+        if not is_same or size in (0, "no axis"):
             text = ", ".join(f"{name} has {size}" for name, size in sizes.items())
             raise ValueError(
                 f"{self.call}: the arrays of the batch must have the same size along "
@@ -296,24 +308,24 @@ class Signature(NamedTuple):
 
 
 def places_in(argnums: Argnums) -> list[int]:
-    """The places that an option names, of one argument or several."""
+    """The places of arguments that an option names, from an int or several."""
     entries = argnums if isinstance(argnums, Sequence) else [argnums]
     return [operator.index(entry) for entry in entries]
 
 
-def place_of(eqn: JaxprEqn) -> str:
+def source_line(eqn: JaxprEqn) -> str:
     """The line of the user's code that an equation comes from, where JAX knows it."""
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback else ()
     for frame in frames:
-        if not frame.file_name.startswith(LIBRARIES):
+        if not frame.file_name.startswith(LIBRARY_FOLDERS):
             return f" ({frame.file_name}:{frame.line_num})"
     return ""
 
 
 def _axes_of_batch(batch: PyTree, splits: Sequence[AxisNames]) -> AxisNames:
-    """The mesh axes along which devices have different examples. Where types do not
-    tell, all axes that split no parameter.
+    """The mesh axes along which devices have different examples. Without types of
+    shard_map these are assumed to be all axes that split no parameter.
     """
     manual = mesh_types.manual_axes()
     if mesh_types.has_types(manual):
@@ -326,7 +338,7 @@ def _joined_axes(eqn: JaxprEqn) -> set[str]:
     if eqn.primitive.name in ("axis_index", "pvary", "pcast"):
         return set()
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    # A sum on one device has numbers for axes.
+    # The axes of a sum on one device are numbers.
     return {name for name in _mesh.names_in(axes) if isinstance(name, str)}
 
 

@@ -1,24 +1,24 @@
-"""Counts from the equations of a program: how much it computes, and where it has
-convolutions.
-"""
+"""How much a program computes, and its convolutions, from its equations."""
 
 import math
 from collections.abc import Callable
 from functools import partial
 
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 from .._jaxpr import every_equation, jaxpr_of, runs_primitive_like, type_of
 
-# XLA on a CPU takes 11 to 70 times as long for the gradients of examples by a kernel,
-# also for patches.
+# In a loop XLA on a CPU takes 11 to 70 times as long for the gradients of examples by
+# the kernel of a convolution, also for patches side by side.
 CONVOLUTION_SLOWDOWN_IN_LOOP = 16
 CONVOLUTION = "conv_general_dilated"
+# Whether an equation is a convolution, or runs one.
 has_convolution = partial(runs_primitive_like, CONVOLUTION)
 
 
 def equations_of(program: ClosedJaxpr) -> list[JaxprEqn]:
-    """All equations of a program, and those that they run."""
+    """All equations of a program, with those inside them."""
     equations: list[JaxprEqn] = []
     for eqn in program.jaxpr.eqns:
         equations += every_equation(eqn)
@@ -37,7 +37,7 @@ def has_groups(convolution: JaxprEqn) -> bool:
     """
     groups = convolution.params["feature_group_count"]
     outputs, inputs, *_ = convolution.params["dimension_numbers"].rhs_spec
-    kernel_shape = type_of(convolution.invars[1]).shape
+    kernel_shape = _kernel_of(convolution).shape
     is_depthwise = kernel_shape[inputs] == 1 and kernel_shape[outputs] == groups
     return groups > 1 and not is_depthwise
 
@@ -48,18 +48,23 @@ def has_window(eqn: JaxprEqn) -> bool:
 
 
 def windows_overlap(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a convolution whose windows share pixels. One of patches
-    side by side is a matrix product.
+    """Whether an equation is a convolution whose windows share pixels. Where patches
+    lie side by side, it is a matrix product.
     """
     strides = eqn.params.get("window_strides", ())
     return any(size > stride for size, stride in zip(_window_of(eqn), strides))
+
+
+def _kernel_of(convolution: JaxprEqn) -> ShapedArray:
+    """The type of a convolution's kernel."""
+    return type_of(convolution.invars[1])
 
 
 def _window_of(eqn: JaxprEqn) -> list[int]:
     """The sizes of the window of a convolution, none for other equations."""
     if eqn.primitive.name != CONVOLUTION:
         return []
-    kernel_shape = type_of(eqn.invars[1]).shape
+    kernel_shape = _kernel_of(eqn).shape
     window_axes = eqn.params["dimension_numbers"].rhs_spec[2:]
     return [kernel_shape[axis] for axis in window_axes]
 
@@ -67,31 +72,32 @@ def _window_of(eqn: JaxprEqn) -> list[int]:
 def work_of(
     program: ClosedJaxpr | Jaxpr, is_included: Callable[[JaxprEqn], bool] | None = None
 ) -> int:
-    """As long as about how many multiplications a program takes. `is_included` says
-    which equations count, if not all do.
+    """The time of a program, as a number of multiplications in a matrix product that
+    take about as long. `is_included` says which equations count, if not all do.
     """
     total = 0
     for eqn in jaxpr_of(program).eqns:
         bodies = jaxprs_in_params(eqn.params)
         work_of_bodies = [work_of(body, is_included) for body in bodies]
         if work_of_bodies:
+            # A scan has a length. Each turn runs its body.
             total += eqn.params.get("length", 1) * sum(work_of_bodies)
             continue
         if is_included and not is_included(eqn):
             continue
-        # Other functions take as long as a few, but are mostly fused.
+        # Other functions take as long as a few multiplications, but mostly are fused.
         work_per_output = 8
         if eqn.primitive.name == "dot_general":
-            (axes, _), _ = eqn.params["dimension_numbers"]
+            (contracted_axes, _), _ = eqn.params["dimension_numbers"]
             left_shape = type_of(eqn.invars[0]).shape
-            work_per_output = math.prod(left_shape[axis] for axis in axes)
+            work_per_output = math.prod(left_shape[axis] for axis in contracted_axes)
         if eqn.primitive.name == CONVOLUTION:
-            kernel = type_of(eqn.invars[1])
+            kernel = _kernel_of(eqn)
             out_channels = eqn.params["dimension_numbers"].rhs_spec[0]
             work_per_output = kernel.size // kernel.shape[out_channels]
-            # There a CPU multiplies about half as fast as in a matrix product: so the
-            # estimates for nine networks of 8 to 128 channels were nearest.
+            # A CPU multiplies overlapping windows about half as fast as matrices. With
+            # 2 the estimates for nine networks of 8 to 128 channels were nearest.
             if windows_overlap(eqn):
                 work_per_output *= 2
-        total += work_per_output * sum(type_of(x).size for x in eqn.outvars)
+        total += work_per_output * sum(type_of(var).size for var in eqn.outvars)
     return total

@@ -28,7 +28,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from ... import _jaxpr
 from ..._jaxpr import CALLS, type_of
 from .._passes import is_narrow, widened
-from .._problem import place_of
+from .._problem import source_line
 from .._work import has_convolution
 from ._flow import Flags, Flow, backward_through
 
@@ -215,7 +215,7 @@ class CannotSplit(Exception):
     """
 
     def __init__(self, obstacle: str, eqn: JaxprEqn) -> None:
-        super().__init__(obstacle + place_of(eqn))
+        super().__init__(obstacle + source_line(eqn))
 
 
 def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
