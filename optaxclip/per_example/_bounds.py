@@ -117,7 +117,7 @@ def _dtype_of_sum(plan: LeafPlan, leaf: Array) -> np.dtype:
     """
     dtypes = [leaf.dtype]
     for site in plan.sites:
-        dtypes += [site.out_types[index].dtype for index in site.tapped]
+        dtypes += [out_type.dtype for out_type in site.tapped_types]
     if isinstance(plan, OuterProductPlan):
         dtypes += plan.matrices[0].dtypes
     wide_dtypes = [np.promote_types(dtype, np.float32) for dtype in dtypes]

@@ -245,8 +245,7 @@ def _avoid_wrong_gradients(
 
 def _makes_kernel_gradients(ghost: Ghost) -> bool:
     """Whether ghost clipping needs gradients of examples by a convolution's kernel."""
-    equations = [site.eqn for site in ghost.gradient_sites if site.eqn]
-    return any(map(has_convolution, equations))
+    return any(has_convolution(site.eqn) for site in ghost.gradient_sites)
 
 
 def _may_be_split(batch: PyTree) -> bool:

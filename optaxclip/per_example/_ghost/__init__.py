@@ -83,8 +83,8 @@ class Ghost:
     def clipped_sums(self, run: Run) -> tuple[Arrays, ExampleResults]:
         """The weighted sums of the gradients, and the results of the examples."""
 
-        def step(present: Array, example: Any) -> tuple[Arrays, ExampleResults]:
-            batch = jax.tree.leaves(example)
+        def step(present: Array, examples: Any) -> tuple[Arrays, ExampleResults]:
+            batch = jax.tree.leaves(examples)
             outputs, captured = capture(self.split_program, self.params, batch)
             sources = self._norm_sources(captured, present)
             arrays = [source.array for source in sources]
@@ -101,28 +101,31 @@ class Ghost:
     ) -> list[NormSource]:
         """For each parameter the source of the norms of the examples."""
         gradients = self._gradients(captured)
-        # The gradient by a parameter that is not used is 0.
-        zeros = jnp.zeros(present.size, jnp.float32)
         sources = []
         for param_index, plan in enumerate(self.plans):
             if isinstance(plan, OuterProductPlan):
                 source = plan.norm_source(captured, present)
+            elif isinstance(plan, GradientPlan):
+                source = NormSource.without_term_bounds(gradients[param_index])
             else:
-                source = NormSource.without_term_bounds(
-                    gradients.get(param_index, zeros)
-                )
+                # The gradient by a parameter that is not used is 0.
+                zeros = jnp.zeros(present.size, jnp.float32)
+                source = NormSource.without_term_bounds(zeros)
             sources.append(source)
         return sources
 
     def _gradients(self, captured: CapturedOfSites) -> dict[int, Array]:
-        """The gradients of the examples by the parameters with a gradient plan."""
+        """The gradients of the examples by the parameters with a gradient plan: for one
+        example JAX's own derivative of its sites, applied to their cotangents.
+        """
         sites = self.gradient_sites
         if not sites:
             return {}
-        param_indices = []
-        for param_index, plan in enumerate(self.plans):
-            if isinstance(plan, GradientPlan):
-                param_indices.append(param_index)
+        param_indices = [
+            param_index
+            for param_index, plan in enumerate(self.plans)
+            if isinstance(plan, GradientPlan)
+        ]
 
         def gradients_of_one(captured_of_one: CapturedOfSites) -> dict[int, Array]:
             def outputs_of_sites(values: Values) -> dict[int, Arrays]:
@@ -133,9 +136,11 @@ class Ghost:
                 return outputs
 
             outputs, backward = self._vjp(outputs_of_sites, param_indices)
-            cotangents = {}
-            for site_index, arrays in captured_of_one.items():
-                cotangents[site_index] = arrays.cotangents
+            cotangents = {
+                site_index: arrays.cotangents
+                for site_index, arrays in captured_of_one.items()
+            }
+            # The sites run in float32 here, and ran in 16 bits when they were captured.
             (gradients,) = backward(jax.tree.map(_cast_as, cotangents, outputs))
             return gradients
 
@@ -162,14 +167,14 @@ class Ghost:
         """The sum over examples of gradients times factors, in float32 or wider."""
         sums = run.zeros()
 
-        def order(param_index: int) -> tuple[bool, int]:
-            """Gradients that were made are first, and free their memory. Then the last
-            parameter is first, so that its captured arrays are freed before the arrays
-            of others are copied.
+        def by_freed_memory(param_index: int) -> tuple[bool, int]:
+            """A sort key. Gradients that were made are first, and free their memory.
+            Then the last parameter is first, so that its captured arrays are freed
+            before the arrays of others are copied.
             """
             return isinstance(self.plans[param_index], OuterProductPlan), -param_index
 
-        for param_index in sorted(range(len(self.plans)), key=order):
+        for param_index in sorted(range(len(self.plans)), key=by_freed_memory):
             plan = self.plans[param_index]
             if isinstance(plan, UnusedPlan):
                 continue
@@ -213,14 +218,12 @@ def _tapped_outputs(values: Values, site: Site, inputs: list[Any]) -> list[Any]:
         operands: list[Any], data: tuple[list[Any], Array]
     ) -> list[Any]:
         inputs, turn_zero = data
-        if site.eqn is None:
-            return operands
         if has_backward_rule(site.eqn):
             # With a zero for each turn, a rule of the user's sees the cotangent of each
             # turn of a scan.
             operands = [x + turn_zero.astype(x.dtype) for x in operands]
         arguments = list(inputs)
-        # Places are in ascending order, so each operand is inserted at its place.
+        # In ascending order, so that each operand comes to its place.
         for place, operand in zip(site.operands, operands):
             arguments.insert(place, operand)
         outputs = bind(site.eqn, arguments, is_wide=True)

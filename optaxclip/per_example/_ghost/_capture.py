@@ -48,8 +48,7 @@ def capture(
     taps: Taps = {}
     for site in program.sites:
         taps[site.site_index] = []
-        for index in site.tapped:
-            out_type = site.out_types[index]
+        for out_type in site.tapped_types:
             shape = size, *site.scan_lengths, *out_type.shape
             tap = jnp.zeros(shape, out_type.dtype)
             taps[site.site_index].append(varying_as(tap, out_type))
@@ -107,11 +106,9 @@ def _run(
     write(program.jaxpr.constvars, program.consts)
     write(program.jaxpr.invars, args)
     inputs_of_sites: dict[int, list[Any]] = {}
-    for eqn, invars, outvars, site, body in program.steps:
-        inputs = read(invars)
-        if eqn is None:
-            outputs = list(inputs)
-        elif body is None:
+    for eqn, site, body in program.steps:
+        inputs = read(eqn.invars)
+        if body is None:
             outputs = bind(eqn, inputs)
         else:
             taps_of_body = {}
@@ -130,7 +127,7 @@ def _run(
             for place, array in enumerate(inputs):
                 if place not in site.operands:
                     inputs_of_sites[site.site_index].append(array)
-        write(outvars, outputs)
+        write(eqn.outvars, outputs)
     return read(program.jaxpr.outvars), inputs_of_sites
 
 

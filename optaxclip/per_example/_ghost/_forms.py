@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ..._jaxpr import type_of
 from ._sites import Site
 
 LOOKUPS = ("gather", "dynamic_slice")  # table[row] of one row is a slice
@@ -26,11 +27,12 @@ class OuterProducts(NamedTuple):
     front.
     """
 
-    # [stack, position, rows]: inputs, or the cotangents of a matrix that is transposed.
-    # For lookups int32[stack, position]: the number of the row where the input is 1,
-    # and not 0.
+    # [stack, position, rows]: inputs, or cotangents if the matrix is transposed. For
+    # lookups int32[stack, position]: the number of the row in which the input is 1. It
+    # is 0 in the others.
     a: Array
-    c: Array  # [stack, position, columns]: the other factors
+    # [stack, position, columns]: cotangents, or inputs if the matrix is transposed
+    c: Array
 
     @property
     def is_lookup(self) -> bool:
@@ -51,9 +53,9 @@ class Form(NamedTuple):
     outer_products: Callable[..., OuterProducts]
     # Of a convolution. Each group has a part of the columns, and its own matrix.
     feature_groups: int = 1
-    # Of a convolution: along how many offsets of the first window axis cotangents may
-    # be shifted, in the place of pixels. The matrix is then
-    # [rows / shifts, shifts * columns]. 1: none are shifted.
+    # Of a convolution: how many offsets the first window axis has, if it is better to
+    # shift cotangents by them than pixels. The matrix is then
+    # [rows / shifts, shifts * columns]. 1: only pixels are shifted.
     shifts: int = 1
 
 
@@ -74,7 +76,7 @@ def _dot_general(site: Site) -> Form:
     contracted_axes, stacked_axes = site.eqn.params["dimension_numbers"]
     (side,) = site.operands  # 0: the parameter is on the left
     data_side = 1 - side
-    operand_shape = site.eqn.invars[side].aval.shape
+    operand_shape = _in_shape(site, side)
     data_shape = site.data_types[0].shape
     stack = stacked_axes[side]
     rows = contracted_axes[side]
@@ -106,7 +108,7 @@ def _gather(site: Site) -> Form | None:
     """A lookup of single rows, as in table[index]. No other gather has a form here."""
     params = site.eqn.params
     dims = params["dimension_numbers"]
-    table_shape = site.eqn.invars[0].aval.shape
+    table_shape = _in_shape(site, 0)
     is_table = tuple(site.operands) == (0,)
     is_by_row = dims.collapsed_slice_dims == (0,) and dims.start_index_map == (0,)
     is_one_row = tuple(params["slice_sizes"]) == (1, *table_shape[1:])
@@ -116,8 +118,9 @@ def _gather(site: Site) -> Form | None:
     out_shape = site.out_types[0].shape
     position_axes = _other_axes(out_shape, dims.offset_dims)
     positions = size_along(out_shape, position_axes)
-    # For an index beyond the table table[index] reads the nearest row. Its derivative,
-    # a scatter, drops the cotangent. Only with mode="clip" it goes to the nearest row.
+    # With an index beyond the table, table[index] reads the nearest row. Its
+    # derivative, a scatter, drops the cotangent. Only with mode="clip" does the
+    # cotangent go to the nearest row.
     drops_beyond = params["mode"] != lax.GatherScatterMode.CLIP
 
     def outer_products(inputs: list[Array], cotangent: Array) -> OuterProducts:
@@ -136,7 +139,7 @@ def _gather(site: Site) -> Form | None:
 
 def _slice_of_rows(site: Site) -> Form | None:
     """A lookup of neighbouring rows, mostly of one."""
-    table_shape = site.eqn.invars[0].aval.shape
+    table_shape = _in_shape(site, 0)
     count, *row_shape = site.eqn.params["slice_sizes"]
     is_table = tuple(site.operands) == (0,)
     if not is_table or tuple(row_shape) != table_shape[1:]:
@@ -169,7 +172,7 @@ def _lookup(
 
 def _nearest_row(index: Array, last: int) -> Array:
     """The index, at least 0 and at most `last`, in its own dtype."""
-    # The dtype may be too narrow for the number of rows, or wider than int32.
+    # The dtype may be too narrow for the number of rows.
     largest = jnp.iinfo(index.dtype).max
     return jnp.clip(index, 0, min(last, largest))
 
@@ -180,7 +183,7 @@ def _convolution(site: Site) -> Form | None:
     is_kernel = tuple(site.operands) == (1,)
     if not is_kernel or params["batch_group_count"] != 1:
         return None
-    kernel_shape = site.eqn.invars[1].aval.shape
+    kernel_shape = _in_shape(site, 1)
     feature_groups = params["feature_group_count"]
     image_axes, kernel_axes, out_axes = params["dimension_numbers"]
     out_channel_axis, in_channel_axis, *window_axes = kernel_axes
@@ -188,15 +191,15 @@ def _convolution(site: Site) -> Form | None:
     # Positions are the pixels of the output, rows the numbers of a patch, columns the
     # output channels of a group.
     rows = (*window_axes, in_channel_axis)
-    # Shifts are along the first axis of the window, where they make fewer numbers: a
-    # kernel of 3 x 3 makes 3 of each pixel and 3 of each cotangent, instead of 9.
-    possible_shifts = 1
+    # Cotangents are shifted along the first axis of the window where that makes fewer
+    # numbers: with a kernel of 3 x 3 there are 3 of each pixel and 3 of each cotangent,
+    # instead of 9 of each pixel.
+    shifts_of_cotangents = 1
     if params["window_strides"][:1] == (1,):
-        possible_shifts = kernel_shape[window_axes[0]]
-    numbers_of_patch = size_along(kernel_shape, rows)
-    numbers_of_shifts = possible_shifts * out_channels // feature_groups
-    if numbers_of_patch <= numbers_of_shifts:
-        possible_shifts = 1
+        shifts_of_cotangents = kernel_shape[window_axes[0]]
+    patch_size = size_along(kernel_shape, rows)
+    if patch_size <= shifts_of_cotangents * out_channels // feature_groups:
+        shifts_of_cotangents = 1
 
     def outer_products(
         inputs: list[Array], cotangent: Array, shifts: int = 1
@@ -228,18 +231,19 @@ def _convolution(site: Site) -> Form | None:
         positions=site.out_types[0].size // out_channels,
         outer_products=outer_products,
         feature_groups=feature_groups,
-        shifts=possible_shifts,
+        shifts=shifts_of_cotangents,
     )
 
 
 def _channels_last(axes: Sequence[int]) -> tuple[int, ...]:
-    """The axes of a spec of `dimension_numbers`, which has channels second."""
+    """Reorders the axes of a spec of `dimension_numbers`, which has channels second."""
     image_axis, channel_axis, *place_axes = axes
     return (image_axis, *place_axes, channel_axis)
 
 
 def _shifted(c: Array, shifts: int, step: int) -> Array:
-    """Cotangents, shifted along the first axis of the window by 0, `step`, ...
+    """Cotangents, shifted along the first axis of the window by 0, `step`, 2 `step`,
+    and so on.
 
     Args:
       c: [images, height, ..., 1, channels].
@@ -262,7 +266,16 @@ def _shifted(c: Array, shifts: int, step: int) -> Array:
 
 
 def _patches(image: Array, window: list[int], params: dict[str, Any]) -> Array:
-    """[images, *places, offsets in the window, channels] of [images, ..., channels]."""
+    """The pixels under the window in all its places.
+
+    Args:
+      image: [images, *sizes, channels].
+      window: its sizes.
+      params: of the convolution.
+
+    Returns:
+      [images, *places, offsets in the window, channels].
+    """
     unpadded = (0, 0, 0)
     edges = [unpadded]
     for (low, high), step in zip(params["padding"], params["lhs_dilation"]):
@@ -274,8 +287,9 @@ def _patches(image: Array, window: list[int], params: dict[str, Any]) -> Array:
     images, *sizes, channels = image.shape
     strides = (1, *params["window_strides"], 1)
     dilation = np.array(params["rhs_dilation"])
-    # From the first to the last pixel of a window, and in how many places it fits
+    # How far the last pixel of a window is from the first
     extents = (np.array(window) - 1) * dilation
+    # In how many places the window fits, with a stride of 1
     places = np.array(sizes) - extents
     pixels_by_offset = []
     for offset in np.ndindex(*window):
@@ -290,6 +304,10 @@ def _patches(image: Array, window: list[int], params: dict[str, Any]) -> Array:
         )
         pixels_by_offset.append(pixels)
     return jnp.stack(pixels_by_offset, -2)
+
+
+def _in_shape(site: Site, place: int) -> tuple[int, ...]:
+    return type_of(site.eqn.invars[place]).shape
 
 
 def size_along(shape: Sequence[int], axes: Sequence[int]) -> int:

@@ -4,6 +4,7 @@ Turns of a scan that slices the parameter belong to the stack. Turns that share 
 positions, and so are several sites of one parameter.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from ._capture import Captured
 from ._forms import LOOKUPS, Form, OuterProducts, form_of, size_along
 from ._sites import Origin, Site, Values
 
-# Of the outer products of one example
+# Axes of the outer products of one example
 STACK_AXIS = 0
 POSITION_AXIS = 1
 
@@ -27,7 +28,24 @@ class Operand(NamedTuple):
     """A value made of a parameter, where a site takes it."""
 
     site: Site
-    origin: Origin
+    place: int  # among the inputs of the site
+
+    @property
+    def origin(self) -> Origin:
+        return self.site.operands[self.place]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in one turn of the scans around the site."""
+        return type_of(self.site.eqn.invars[self.place]).shape
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has in all turns of the scans that slice it."""
+        size = math.prod(self.shape)
+        for scan_depth in self.origin.slicing_scans:
+            size *= self.site.scan_lengths[scan_depth]
+        return size
 
 
 class Layout(NamedTuple):
@@ -35,8 +53,8 @@ class Layout(NamedTuple):
     be added up.
     """
 
-    path: tuple[Any, ...]  # of its view
-    feature_groups: int
+    path: tuple[Any, ...]  # of the view that the operand is
+    feature_groups: int  # of a convolution
     # The axes of the parameter that are the stack, rows and columns
     stack: tuple[int, ...]
     rows: tuple[int, ...]
@@ -57,12 +75,15 @@ class MatrixShape(NamedTuple):
 class Matrix(NamedTuple):
     """A parameter as a stack of matrices, where one site takes it."""
 
-    site: Site
-    origin: Origin  # of the operand that is the parameter
+    operand: Operand
     form: Form
     layout: Layout
     # Whether its rows are the columns of the first site, as in a tied table.
     is_transposed: bool = False
+
+    @property
+    def site(self) -> Site:
+        return self.operand.site
 
     @property
     def is_lookup(self) -> bool:
@@ -74,17 +95,18 @@ class Matrix(NamedTuple):
 
     @property
     def rows_and_columns(self) -> tuple[int, int]:
-        (place,) = self.site.operands
-        shape = self.site.eqn.invars[place].aval.shape
-        columns = size_along(shape, self.form.columns) // self.form.feature_groups
-        return size_along(shape, self.form.rows), columns
+        """How many rows and columns it has in its form."""
+        form = self.form
+        rows = size_along(self.operand.shape, form.rows)
+        columns = size_along(self.operand.shape, form.columns) // form.feature_groups
+        return rows, columns
 
     @property
     def positions(self) -> int:
         """The positions in all turns of scans that share the matrix."""
         positions = self.form.positions
         for scan_depth, length in enumerate(self.site.scan_lengths):
-            if scan_depth not in self.origin.slicing_scans:
+            if scan_depth not in self.operand.origin.slicing_scans:
                 positions *= length
         return positions
 
@@ -101,8 +123,8 @@ class Matrix(NamedTuple):
     def dtypes(self) -> list[np.dtype]:
         """The dtypes of the operand and of the values between it and the parameter."""
         dtypes = []
-        computation = self.origin.computation
-        # A view is made of one value, and that of another.
+        computation = self.operand.origin.computation
+        # Each computation of a view has one input.
         while computation:
             dtypes.append(type_of(computation.eqn.outvars[0]).dtype)
             computation = computation.in_origins[0].computation
@@ -117,33 +139,39 @@ class Matrix(NamedTuple):
             order = (*form.stack, *form.rows, *form.columns)
             x = jnp.transpose(operand, order)
             x = x.reshape(-1, rows, form.feature_groups, columns)
-            return jnp.swapaxes(x, 1, 2).reshape(-1, rows, columns)
+            # Each feature group is a matrix of the stack.
+            x = jnp.swapaxes(x, 1, 2)
+            return x.reshape(-1, rows, columns)
 
-        for _ in self.origin.slicing_scans:
-            matrices_of = _in_turns(matrices_of, STACK_AXIS)
-        return matrices_of(values.value(self.origin))
+        origin = self.operand.origin
+        for _ in origin.slicing_scans:
+            matrices_of = _with_turns_along(STACK_AXIS, matrices_of)
+        return matrices_of(values.value(origin))
 
     def outer_products(self, captured: Captured, *, can_shift: bool) -> OuterProducts:
         """The outer products for a batch. With `can_shift` cotangents may be shifted
         instead of pixels.
         """
-        make = self.form.outer_products
+        of_example = self.form.outer_products
         if can_shift and self.form.shifts > 1 and not self.is_transposed:
-            make = partial(make, shifts=self.form.shifts)
+            of_example = partial(of_example, shifts=self.form.shifts)
         # The innermost scan first, so that turns of the outermost are in front.
         for scan_depth in reversed(range(len(self.site.scan_lengths))):
-            is_sliced = scan_depth in self.origin.slicing_scans
-            make = _in_turns(make, STACK_AXIS if is_sliced else POSITION_AXIS)
+            axis = POSITION_AXIS
+            if scan_depth in self.operand.origin.slicing_scans:
+                axis = STACK_AXIS
+            of_example = _with_turns_along(axis, of_example)
         (cotangent,) = captured.cotangents
-        a, c = jax.vmap(make)(captured.inputs, cotangent)
+        a, c = jax.vmap(of_example)(captured.inputs, cotangent)
         if self.is_transposed:
             return OuterProducts(c, a)
         return OuterProducts(a, c)
 
 
-def _in_turns(function: Callable[..., Any], axis: int) -> Callable[..., Any]:
-    """A function of arrays from all turns of a scan. The turns belong to an axis of its
-    results, where they come before the entries of one turn.
+def _with_turns_along(axis: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Turns a function for one turn of a scan into a function for all its turns. An
+    axis of the results gets longer: it has the entries of all turns, one turn after the
+    other.
     """
     of_all_turns = jax.vmap(function, out_axes=axis)
 
@@ -153,24 +181,32 @@ def _in_turns(function: Callable[..., Any], axis: int) -> Callable[..., Any]:
     return lambda *arrays: jax.tree.map(joined, of_all_turns(*arrays))
 
 
+def _matrix_at(operand: Operand) -> Matrix | None:
+    """The operand as a matrix, if it is one."""
+    form = form_of(operand.site)
+    view = operand.origin.view
+    if form is None or view is None:
+        return None
+    layout = Layout(
+        view.path,
+        form.feature_groups,
+        stack=tuple(view.axes[axis] for axis in form.stack),
+        rows=tuple(view.axes[axis] for axis in form.rows),
+        columns=tuple(view.axes[axis] for axis in form.columns),
+    )
+    return Matrix(operand, form, layout)
+
+
 def matrices_at(operands: list[Operand]) -> list[Matrix]:
     """The operands of a parameter as matrices, lookups first. Empty where an operand is
-    no matrix, or where the layouts do not fit together.
+    not a matrix, or where the layouts do not fit together.
     """
     matrices = []
-    for site, origin in operands:
-        form = form_of(site)
-        view = origin.view
-        if form is None or view is None:
+    for operand in operands:
+        matrix = _matrix_at(operand)
+        if matrix is None:
             return []
-        layout = Layout(
-            view.path,
-            form.feature_groups,
-            stack=tuple(view.axes[axis] for axis in form.stack),
-            rows=tuple(view.axes[axis] for axis in form.rows),
-            columns=tuple(view.axes[axis] for axis in form.columns),
-        )
-        matrices.append(Matrix(site, origin, form, layout))
+        matrices.append(matrix)
     # Lookups decide which axes are rows: their rows are the rows of the table.
     matrices.sort(key=lambda matrix: not matrix.is_lookup)
     first_layout = matrices[0].layout

@@ -120,8 +120,8 @@ class OuterProductPlan(LeafPlan, ABC):
     can_shift: ClassVar[bool] = False
 
     @abstractmethod
-    def _source_from(self, products: list[OuterProducts]) -> NormSource:
-        """The source of the norms, from the outer products of each matrix."""
+    def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
+        """The arrays whose norms are |G|, from the outer products of each matrix."""
 
     @property
     def positions(self) -> int:
@@ -129,22 +129,22 @@ class OuterProductPlan(LeafPlan, ABC):
 
     @property
     def patch_copies(self) -> int:
-        """How many patches are written: each of an example twice."""
+        """How many patches are written for an example. Each is written twice."""
         if self.matrices[0].is_convolution:
             return 2 * self.matrix_shape.stack * self.positions
         return 0
 
     def norm_source(self, captured: CapturedOfSites, present: Array) -> NormSource:
-        """The source of the norms, a few examples at a time."""
+        """The arrays whose norms are |G|, made for a few examples at a time."""
 
         def step(_: Array, captured: CapturedOfSites) -> tuple[None, NormSource]:
-            return None, self._source_from(self._outer_products(captured))
+            return None, self._norm_source_from(self._outer_products(captured))
 
         _, source = passes.in_microbatches(
             step,
             None,
             present,
-            batch=(self._captured_here(captured),),
+            batch=(self._captured_of_param(captured),),
             most=self._examples_at_once(captured, present.size),
         )
         return source
@@ -157,11 +157,11 @@ class OuterProductPlan(LeafPlan, ABC):
             products.append(matrix.outer_products(arrays, can_shift=self.can_shift))
         return products
 
-    def _captured_here(self, captured: CapturedOfSites) -> CapturedOfSites:
+    def _captured_of_param(self, captured: CapturedOfSites) -> CapturedOfSites:
         """The captured arrays of the sites that take the parameter."""
         return {site.site_index: captured[site.site_index] for site in self.sites}
 
-    def _examples_at_once(self, captured: CapturedOfSites, size: int) -> int:
+    def _examples_at_once(self, captured: CapturedOfSites, batch_size: int) -> int:
         """How many examples are computed at once, so that temporaries take little
         memory beside the captured arrays of all sites.
         """
@@ -172,8 +172,8 @@ class OuterProductPlan(LeafPlan, ABC):
         # time.
         room = max(captured_size // 16, 2 * passes.small_memory())
         fitting = max(room // max(self.temporaries, 1), 1)
-        if fitting >= size:
-            return size
+        if fitting >= batch_size:
+            return batch_size
         # A power of two mostly fills the batch.
         return 1 << (fitting.bit_length() - 1)
 
@@ -197,12 +197,12 @@ class SummedPlan(OuterProductPlan):
         limit_group: int,
     ) -> Array:
         """The sum of f G over examples, as [stack, rows, columns]."""
-        captured_here = self._captured_here(captured)
+        captured_of_param = self._captured_of_param(captured)
         is_counted = weights.is_counted
         factors = SplitFactors(weights.roots[:, limit_group], weights.inverse_divisor)
         dtype = np.promote_types(self.param.dtype, factors.roots.dtype)
         zeros = jnp.zeros(self.matrix_shape, dtype)
-        zeros = varying_as_any_of(zeros, (captured_here, self.param, is_counted))
+        zeros = varying_as_any_of(zeros, (captured_of_param, self.param, is_counted))
         positions_at_once = min(self.positions, self.terms_at_once)
         examples_at_once = max(self.terms_at_once // self.positions, 1)
         # The patches of all images may take more memory than all captured arrays.
@@ -235,7 +235,7 @@ class SummedPlan(OuterProductPlan):
             step,
             passes.KahanSum(zeros, zeros),
             is_counted,
-            batch=(captured_here, norm_array, factors),
+            batch=(captured_of_param, norm_array, factors),
             most=min(examples_at_once, is_counted.size),
             plus=passes.KahanSum.plus,
         )
@@ -259,7 +259,7 @@ class ProductPlan(SummedPlan):
         stack, rows, columns = self.matrix_shape
         return stack * (rows + columns)
 
-    def _source_from(self, products: list[OuterProducts]) -> NormSource:
+    def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         (outer,) = products
         return NormSource.without_term_bounds(norms_of_products(outer))
 
@@ -274,7 +274,7 @@ class RowsPlan(SummedPlan):
     def kept_size(self) -> int:
         return self.matrix_shape.stack * self.positions * self.matrix_shape.columns
 
-    def _source_from(self, products: list[OuterProducts]) -> NormSource:
+    def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
         sums = passes.written(sums_of_rows(products))
         return NormSource.without_term_bounds(sums)
@@ -318,7 +318,7 @@ class GramPlan(SummedPlan):
     def terms_at_once(self) -> int:
         return passes.block_size() if self.is_bounded else sys.maxsize
 
-    def _source_from(self, products: list[OuterProducts]) -> NormSource:
+    def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since norms and bounds have several readers.
         roundings = self.roundings if self.is_bounded else None
         return passes.written(norms_by_gram(products, roundings))
@@ -343,7 +343,7 @@ class MatrixPlan(OuterProductPlan):
             numbers_of_position += shifts * self.matrix_shape.columns
         return self.patch_copies * numbers_of_position
 
-    def _source_from(self, products: list[OuterProducts]) -> NormSource:
+    def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
         gradients = passes.written(gradients_of(products, self.matrix_shape))
         return NormSource.without_term_bounds(gradients)
@@ -354,40 +354,24 @@ def plans_of(
 ) -> list[LeafPlan]:
     """The plan of each parameter."""
     operands_of_params: list[list[Operand]] = [[] for _ in params]
-    # How many numbers the gradient of an example has for each parameter
-    gradient_sizes = [param.size for param in params]
     for site in sites:
         # An empty site, such as the positions before the last of a sequence of one, has
         # no part in a gradient.
-        tapped_size = sum(site.out_types[index].size for index in site.tapped)
+        tapped_size = sum(out_type.size for out_type in site.tapped_types)
         if not math.prod(site.scan_lengths) * tapped_size:
             continue
         for place, origin in site.operands.items():
             for param_index in origin.param_indices:
-                operands_of_params[param_index].append(Operand(site, origin))
-            if site.name not in FORMS:
-                continue
-            # The gradient by an operand, such as w + a @ b, gives the gradient by each
-            # parameter that it is made of.
-            operand_size = site.eqn.invars[place].aval.size
-            for scan_depth in origin.slicing_scans:
-                operand_size *= site.scan_lengths[scan_depth]
-            for param_index in origin.param_indices:
-                gradient_sizes[param_index] = max(
-                    gradient_sizes[param_index], operand_size
-                )
-    plans = []
-    for param, operands, size in zip(params, operands_of_params, gradient_sizes):
-        plan = _plan_of(param, operands, gradient_size=size, is_bounded=is_bounded)
-        plans.append(plan)
-    return plans
+                operands_of_params[param_index].append(Operand(site, place))
+    return [
+        _plan_of(param, operands, is_bounded)
+        for param, operands in zip(params, operands_of_params)
+    ]
 
 
-def _plan_of(
-    param: Array, operands: list[Operand], *, gradient_size: int, is_bounded: bool
-) -> LeafPlan:
+def _plan_of(param: Array, operands: list[Operand], is_bounded: bool) -> LeafPlan:
     """The plan of one parameter, from all operands that are made of it."""
-    # Several operands of one site are one entry.
+    # A site that takes several of the operands is listed once.
     sites_by_index = {operand.site.site_index: operand.site for operand in operands}
     sites = list(sites_by_index.values())
     if not sites or not param.size:
@@ -396,11 +380,22 @@ def _plan_of(
     if not _is_sum_over_devices(param, sites):
         matrices = matrices_at(operands)
     if not matrices:
-        return GradientPlan(sites, gradient_size)
+        return GradientPlan(sites, _gradient_size(param, operands))
     rows, columns = matrices[0].rows_and_columns
     matrix_shape = MatrixShape(param.size // (rows * columns), rows, columns)
     plan_class = _cheapest_plan_class(matrices, matrix_shape)
     return plan_class(sites, param, matrices, matrix_shape, is_bounded)
+
+
+def _gradient_size(param: Array, operands: list[Operand]) -> int:
+    """How many numbers the gradient of an example by a parameter takes."""
+    sizes = [param.size]
+    for operand in operands:
+        # The gradient by an operand, such as w + a @ b, gives the gradient by each
+        # parameter that it is made of.
+        if operand.site.name in FORMS:
+            sizes.append(operand.size)
+    return max(sizes)
 
 
 def _is_sum_over_devices(param: Array, sites: list[Site]) -> bool:

@@ -2,13 +2,17 @@
 
 The program of the loss of one example (its jaxpr) is split. Some values are made of
 parameters alone, such as a weight that was cast or transposed. An equation where such a
-value, an operand, meets data is a site, for example the matrix product of a layer.
+value, an operand, meets data is a site, for example the matrix product of a layer. An
+operand that becomes data alone, as the first carry of a scan does, has a site as well:
+an equation that copies it.
 
 Calls of jit and jax.checkpoint are entered, and so is the body of a scan. Any other
 equation that has a body (cond, while, custom derivatives) is one site. So is a backward
 rule of the user's (custom_vjp) even without data, since it may not be linear.
 
-Parameters and sites have indices, in the order of their lists.
+Parameters and sites have indices, in the order of their lists. The place of an operand
+is its index among the inputs of its site. The depth of a scan says how many other scans
+are around it.
 """
 
 from __future__ import annotations
@@ -58,7 +62,9 @@ WIDENED = {
 
 
 class View(NamedTuple):
-    """A parameter, or the slice of it that a scan takes in one turn, rearranged."""
+    """How a value is a rearranged parameter, or the slice of one that a scan takes in
+    one turn.
+    """
 
     # The operations that rearranged it, without casts and transposes. Two views of a
     # parameter with the same path have the same numbers at the same places.
@@ -72,20 +78,20 @@ NO_INDICES = frozenset[int]()
 
 
 class Origin(NamedTuple):
-    """How a value of the program is made: by a computation without data, or it is a
-    parameter, a constant, or data.
+    """Where a value of the program comes from: a computation without data, a parameter,
+    a constant, or data.
     """
 
     computation: Computation | None = None
     out_index: int = 0  # among the outputs of the computation
     param_index: int | None = None  # of the parameter that it is
     constant: Any = None
-    # Of the parameters that it may be differentiated by
-    param_indices: frozenset[int] = NO_INDICES
-    # The scans that slice it, by how many scans are around them
-    slicing_scans: frozenset[int] = NO_INDICES
     is_data: bool = False  # whether it depends on the example
-    view: View | None = None  # set for one parameter, rearranged
+    # The indices of the parameters that it may be differentiated by
+    param_indices: frozenset[int] = NO_INDICES
+    # The depths of the scans that slice it
+    slicing_scans: frozenset[int] = NO_INDICES
+    view: View | None = None  # if it is a rearranged parameter
 
 
 DATA = Origin(is_data=True)
@@ -97,32 +103,38 @@ class Computation:
 
     eqn: JaxprEqn
     in_origins: list[Origin]
-    slicing_scans: frozenset[int]
+
+    @property
+    def slicing_scans(self) -> frozenset[int]:
+        """The depths of the scans that slice any of its inputs."""
+        return NO_INDICES.union(*(origin.slicing_scans for origin in self.in_origins))
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
         """Its outputs, for the values of its inputs."""
 
-        def run(inputs: list[Any], _: Any) -> list[Any]:
+        def outputs_of_turn(inputs: list[Any], _: Any) -> list[Any]:
             return bind(self.eqn, inputs, is_wide=True)
 
+        of_all_turns = over_turns(outputs_of_turn, self.in_origins, self.slicing_scans)
         no_data = ()
-        return over_turns(run, self.in_origins, self.slicing_scans)(inputs, no_data)
+        return of_all_turns(inputs, no_data)
 
 
 def over_turns(
-    function: Callable[..., Any], origins: Collection[Origin], scans: Collection[int]
+    function: Callable[..., Any], origins: Collection[Origin], depths: Collection[int]
 ) -> Callable[..., Any]:
-    """A function of values with these origins and of data, in all turns of some scans.
+    """Turns a function for one turn of scans into a function for all their turns.
 
     Args:
-      function: the same for one turn.
-      origins: of its values. Those that a scan does not slice are the same in its
-        turns.
-      scans: by how many scans are around them.
+      function: takes a list of values without data, and any data. Data have an axis
+        for the turns of each scan in front, and so have results.
+      origins: of the values. A value has an axis for the turns of the scans that slice
+        it. It is the same in all turns of another scan.
+      depths: of the scans.
     """
     # The innermost scan first, so that the axis of the outermost is in front.
-    for scan in sorted(scans, reverse=True):
-        axes = [0 if scan in origin.slicing_scans else None for origin in origins]
+    for depth in sorted(depths, reverse=True):
+        axes = [0 if depth in origin.slicing_scans else None for origin in origins]
         function = jax.vmap(function, (axes, 0))
     return function
 
@@ -138,23 +150,28 @@ class Values:
 
     def value(self, origin: Origin) -> Any:
         """The value with this origin, which is not data."""
-        # A stack, since Python limits how deep calls go: a loss may have a thousand
-        # operations on parameters in a row.
-        waiting = [origin.computation] if origin.computation else []
-        while waiting:
-            computation = waiting[-1]
-            made_by = [origin.computation for origin in computation.in_origins]
-            missing = [x for x in made_by if x and x not in self._outputs]
+        # A stack in place of recursion, since Python limits how deep calls go: a loss
+        # may have a thousand operations on parameters in a row.
+        stack = self._missing_for([origin])
+        while stack:
+            computation = stack[-1]
+            missing = self._missing_for(computation.in_origins)
             if missing:
-                waiting += missing
+                stack += missing
                 continue
-            waiting.pop()
+            stack.pop()
+            # It may have been on the stack twice.
             if computation not in self._outputs:
-                inputs = [self._ready(x) for x in computation.in_origins]
+                inputs = list(map(self._computed, computation.in_origins))
                 self._outputs[computation] = computation.outputs(inputs)
-        return self._ready(origin)
+        return self._computed(origin)
 
-    def _ready(self, origin: Origin) -> Any:
+    def _missing_for(self, origins: list[Origin]) -> list[Computation]:
+        """The computations that values with these origins wait for."""
+        computations = [origin.computation for origin in origins]
+        return [x for x in computations if x and x not in self._outputs]
+
+    def _computed(self, origin: Origin) -> Any:
         """The value, after its computation has run."""
         if origin.computation:
             return self._outputs[origin.computation][origin.out_index]
@@ -167,23 +184,37 @@ class Site(NamedTuple):
     """An equation in which operands meet data."""
 
     site_index: int
-    eqn: Any  # None where an operand becomes data as it is
-    operands: dict[int, Origin]  # by their places among the inputs
-    data_types: list[ShapedArray]  # of its other inputs
-    out_types: list[ShapedArray]
-    # The outputs whose cotangents a backward pass from the loss to parameters uses
+    eqn: JaxprEqn
+    operands: dict[int, Origin]  # by their places, in ascending order
+    # The indices of the outputs whose cotangents are captured: a backward pass from the
+    # loss goes through them to parameters
     tapped: tuple[int, ...]
     scan_lengths: tuple[int, ...]  # of the scans around it, outermost first
 
     @property
     def name(self) -> str:
         """The name of its primitive."""
-        return self.eqn.primitive.name if self.eqn else "identity"
+        return self.eqn.primitive.name
+
+    @property
+    def data_types(self) -> list[ShapedArray]:
+        """The types of the inputs that are not operands."""
+        types = map(type_of, self.eqn.invars)
+        return [x for place, x in enumerate(types) if place not in self.operands]
+
+    @property
+    def out_types(self) -> list[ShapedArray]:
+        return list(map(type_of, self.eqn.outvars))
+
+    @property
+    def tapped_types(self) -> list[ShapedArray]:
+        out_types = self.out_types
+        return [out_types[index] for index in self.tapped]
 
     @property
     def captured_size(self) -> int:
         """How many numbers are captured of it in one example."""
-        types = [self.out_types[index] for index in self.tapped]
+        types = self.tapped_types
         if self.name not in SUMS:
             types += self.data_types
         return math.prod(self.scan_lengths) * sum(x.size for x in types)
@@ -192,9 +223,7 @@ class Site(NamedTuple):
 class Step(NamedTuple):
     """One equation of a program."""
 
-    eqn: JaxprEqn | None  # None where an operand becomes data
-    invars: Sequence[Any]  # variables, or literals
-    outvars: Sequence[Any]
+    eqn: JaxprEqn
     site: Site | None = None
     body: Program | None = None  # of a call or scan that is entered
 
@@ -310,51 +339,45 @@ class _Splitter:
         name = eqn.primitive.name
         in_origins = self.in_origins(eqn, flow)
         has_params = any(origin.param_indices for origin in in_origins)
-        is_data = any(origin.is_data for origin in in_origins)
-        is_site = has_params and (is_data or _jaxpr.has_backward_rule(eqn))
-        # A body is entered also for a kernel in it, which may differ by example.
-        has_kernel = has_convolution(eqn)
-        if name in CALLS and (has_params or has_kernel):
+        has_data = any(origin.is_data for origin in in_origins)
+        is_site = has_params and (has_data or _jaxpr.has_backward_rule(eqn))
+        # A body with a convolution is entered to check that the kernel does not depend
+        # on the example.
+        is_convolved = has_convolution(eqn)
+        if name in CALLS and (has_params or is_convolved):
             body = self._split_body(eqn, in_origins, flow, self.scan_lengths)
             self._add_step(eqn, body.out_origins, body=body)
-        elif name == "scan" and (is_site or (is_data and has_kernel)):
+            return
+        if name == "scan" and (is_site or (has_data and is_convolved)):
             self._add_scan(eqn, flow)
+            return
+        # By jax.vmap, gradients of a site are made for all examples at once, and inside
+        # a scan an equation without data runs for all turns at once.
+        is_mapped = is_site or (len(self.scan_lengths) > 0 and not has_data)
+        _check_equation(eqn, in_origins, is_mapped=is_mapped)
+        if is_site:
+            self._add_site(eqn, in_origins, _tapped_indices(eqn, flow))
+        elif has_data:
+            self._add_step(eqn, [DATA] * len(eqn.outvars))
         else:
-            # By jax.vmap, gradients of a site are made for all examples at once, and
-            # inside a scan an equation without data runs for all turns at once.
-            is_mapped = is_site or (len(self.scan_lengths) > 0 and not is_data)
-            _check_equation(eqn, in_origins, is_mapped=is_mapped)
-            if is_site:
-                operands = {}
-                for place, origin in enumerate(in_origins):
-                    if origin.param_indices:
-                        operands[place] = origin
-                self._add_site(
-                    eqn,
-                    eqn.invars,
-                    eqn.outvars,
-                    operands=operands,
-                    tapped=_tapped_indices(eqn, flow),
-                )
-            elif is_data:
-                self._add_step(eqn, [DATA] * len(eqn.outvars))
-            else:
-                self._add_step(eqn, _origins_without_data(eqn, in_origins))
+            self._add_step(eqn, _origins_without_data(eqn, in_origins))
 
     def turn_into_data(self, atoms: Sequence[Any], has_cotangent: Flags) -> None:
-        """Makes a site of each operand among these values. From here on it is data."""
+        """Makes a site of each operand among these values, an equation that copies it.
+        From here on it is data.
+        """
         for atom, is_reached in zip(atoms, has_cotangent):
-            operands = {0: self.origin_of(atom)}
-            if is_reached and operands[0].param_indices:
-                self._add_site(None, [atom], [atom], operands=operands, tapped=(0,))
+            origin = self.origin_of(atom)
+            if is_reached and origin.param_indices:
+                self._add_site(_copy_of(atom), [origin], tapped=(0,))
 
     def _add_scan(self, eqn: JaxprEqn, flow: Flow) -> None:
         consts_end, carry_end = ends_of_scan(eqn)
         carry = slice(consts_end, carry_end)
         # The carry is data, since it differs from turn to turn.
         self.turn_into_data(eqn.invars[carry], flow.to_inputs[carry])
-        # A parameter that is a carry may be another input as well. It is data there
-        # too, or its cotangent would be counted twice.
+        # Read after that. A parameter may be a carry and another input of the scan. If
+        # it were not data in both, its cotangent would be counted twice.
         in_origins = self.in_origins(eqn, flow)
         scan_depth = len(self.scan_lengths)
         slices = [_slice(origin, scan_depth) for origin in in_origins[carry_end:]]
@@ -383,32 +406,31 @@ class _Splitter:
         )
 
     def _add_site(
-        self,
-        eqn: JaxprEqn | None,
-        invars: Sequence[Any],
-        outvars: Sequence[Any],
-        *,
-        operands: dict[int, Origin],
-        tapped: tuple[int, ...],
+        self, eqn: JaxprEqn, in_origins: list[Origin], tapped: tuple[int, ...]
     ) -> None:
-        data = [var for place, var in enumerate(invars) if place not in operands]
+        operands = {}
+        for place, origin in enumerate(in_origins):
+            if origin.param_indices:
+                operands[place] = origin
         site = Site(
             site_index=len(self.all_sites),
             eqn=eqn,
             operands=operands,
-            data_types=[type_of(var) for var in data],
-            out_types=[type_of(var) for var in outvars],
             tapped=tapped,
             scan_lengths=self.scan_lengths,
         )
         self.all_sites.append(site)
-        self.steps.append(Step(eqn, invars, outvars, site))
-        self.set_origins(outvars, [DATA] * len(outvars))
+        self._add_step(eqn, [DATA] * len(eqn.outvars), site=site)
 
     def _add_step(
-        self, eqn: JaxprEqn, out_origins: list[Origin], body: Program | None = None
+        self,
+        eqn: JaxprEqn,
+        out_origins: list[Origin],
+        *,
+        site: Site | None = None,
+        body: Program | None = None,
     ) -> None:
-        self.steps.append(Step(eqn, eqn.invars, eqn.outvars, body=body))
+        self.steps.append(Step(eqn, site, body))
         self.set_origins(eqn.outvars, out_origins)
 
 
@@ -418,8 +440,17 @@ def ends_of_scan(eqn: JaxprEqn) -> tuple[int, int]:
     return consts, consts + carries
 
 
+def _copy_of(var: Any) -> JaxprEqn:
+    """An equation that copies a variable to itself."""
+    # Traced with a number, which has no mesh and no mesh axes.
+    (copy_of_number,) = jax.make_jaxpr(jnp.copy)(0.0).eqns
+    return copy_of_number.replace(invars=[var], outvars=[var])
+
+
 def _tapped_indices(eqn: JaxprEqn, flow: Flow) -> tuple[int, ...]:
-    """The outputs that have a derivative, and that a backward pass comes from."""
+    """The indices of the outputs to tap: they have a derivative, and a backward pass
+    comes from them.
+    """
     tapped = []
     for index, var in enumerate(eqn.outvars):
         is_inexact = jnp.issubdtype(type_of(var).dtype, jnp.inexact)
@@ -434,49 +465,44 @@ def _check_equation(
     """Raises CannotSplit for an equation that would compute other numbers apart from
     the rest of the loss. `is_mapped` says that it may run under jax.vmap, over examples
     or over turns of a scan.
-
-        random bits that are others under vmap
-        a rule for parameters that asks which of its inputs have a derivative
-        a learned value of lax.pad
-        a kernel that differs by example: on a CPU the derivative of its convolution
-        lets NaN through to other examples
     """
     if is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn):
         obstacle = "random numbers beside parameters that are not of threefry keys"
         raise CannotSplit(obstacle, eqn)
+    # Such a rule asks which of its inputs have a derivative. Apart, it may be others.
     has_params = any(origin.param_indices for origin in in_origins)
     if has_params and _jaxpr.uses_symbolic_zeros(eqn):
         raise CannotSplit("symbolic_zeros in a rule for parameters", eqn)
     # JAX 0.10.2 cannot differentiate lax.pad by the padding value alone.
     if eqn.primitive.name == "pad" and in_origins[1].param_indices:
         raise CannotSplit("a learned value of lax.pad", eqn)
-    kernels = in_origins
+    # On a CPU the derivative of a convolution whose kernel differs by example lets NaN
+    # through to other examples. In a body, such as a cond's, any input may be a kernel.
+    possible_kernels = in_origins
     if eqn.primitive.name == "conv_general_dilated":
-        kernels = in_origins[1:]
-    if has_convolution(eqn) and any(origin.is_data for origin in kernels):
+        possible_kernels = in_origins[1:]
+    if has_convolution(eqn) and any(origin.is_data for origin in possible_kernels):
         obstacle = "a convolution whose kernel depends on the example"
         raise CannotSplit(obstacle, eqn)
 
 
 def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origin]:
     """The origins of the outputs of an equation without data."""
-    param_indices = NO_INDICES.union(*(origin.param_indices for origin in in_origins))
-    slicing_scans = NO_INDICES.union(*(origin.slicing_scans for origin in in_origins))
-    if _jaxpr.is_stop(eqn):
-        param_indices = NO_INDICES
+    computation = Computation(eqn, in_origins)
+    param_indices = NO_INDICES
+    if not _jaxpr.is_stop(eqn):
+        param_indices = NO_INDICES.union(*(x.param_indices for x in in_origins))
     origin = Origin(
-        Computation(eqn, in_origins, slicing_scans),
+        computation,
         param_indices=param_indices,
-        slicing_scans=slicing_scans,
+        slicing_scans=computation.slicing_scans,
         view=_view_after(eqn, [origin.view for origin in in_origins]),
     )
     return [origin._replace(out_index=index) for index in range(len(eqn.outvars))]
 
 
 def _slice(origin: Origin, scan_depth: int) -> Origin:
-    """The slice that a scan hands to its body in one turn. `scan_depth` scans are
-    around that scan.
-    """
+    """The slice that a scan of this depth hands to its body in one turn."""
     view = origin.view
     if view:
         path = (*view.path, ("scan", view.axes))
@@ -485,20 +511,20 @@ def _slice(origin: Origin, scan_depth: int) -> Origin:
 
 
 def _view_after(eqn: JaxprEqn, views: list[View | None]) -> View | None:
-    """The view that the output of an equation is, or None if it is not one."""
-    # A value of two values, such as a sum of weights, is not a view.
+    """The view of the output of an equation, from the views of its inputs."""
+    # What is made of several values, such as a sum of weights, is not a view.
     if len(views) != 1 or views[0] is None or not eqn.outvars:
         return None
     path, axes = views[0]
-    size_before = type_of(eqn.invars[0]).size
-    out_type = type_of(eqn.outvars[0])
     name = eqn.primitive.name
     if name in SAME_PLACES:
         return views[0]
     if name == "transpose":
         return View(path, tuple(axes[axis] for axis in eqn.params["permutation"]))
-    # Numbers that were copied would be counted more than once.
-    if name not in OTHER_PLACES or out_type.size != size_before:
+    in_type = type_of(eqn.invars[0])
+    out_type = type_of(eqn.outvars[0])
+    # An output with more numbers has copies, which would be counted more than once.
+    if name not in OTHER_PLACES or out_type.size != in_type.size:
         return None
     operation = name, axes, str(eqn.params)
     return View((*path, operation), axes=tuple(range(out_type.ndim)))
