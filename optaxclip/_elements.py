@@ -25,10 +25,10 @@ def no_elements_clipped() -> Array:
 
 
 def count_clipped(
-    call: str, shares: Shares, steps: Array, before_and_after: list[tuple[Any, Array]]
+    call: str, shares: Shares, step: Array, before_and_after: list[tuple[Any, Array]]
 ) -> Array:
-    """The shares after a step, which is number `steps`, from those before it.
-    `before_and_after` has each leaf of this step, and what the clip made of it.
+    """The shares after the update number `step`, from the shares before it.
+    `before_and_after` has each leaf as it came, and as it was clipped.
 
     Raises:
       ValueError: the state was made without a count. `call` is the function that made
@@ -39,41 +39,44 @@ def count_clipped(
             f"{call}: count=True needs a state that counts, and this one was made "
             f"without. {BEGIN_ANEW}"
         )
-    return _shares_after(shares, steps, before_and_after)
+    return _shares_after(shares, step, before_and_after)
 
 
 # Jitted, since without jit each leaf would take several calls.
 @jax.jit
 def _shares_after(
-    shares: Array, steps: Array, before_and_after: list[tuple[Any, Array]]
+    shares: Array, step: Array, before_and_after: list[tuple[Any, Array]]
 ) -> Array:
     """`count_clipped` for shares that are counted."""
     # Counts are summed over the mesh axes that the types of arrays show. Where JAX
     # tracks no types (pmap, shard_map(check_vma=False)), each device has the shares of
     # its own part.
-    counts = []
+    clipped_counts = []
     axes_of_counts = []
-    size_of_all = 0.0
+    # Of all leaves, on all devices.
+    total_size = 0.0
     for before, after in before_and_after:
         mesh_axes = tuple(sorted(mesh_types.varying(after)))
-        size = element_count(after.shape, np.float32)
-        size_of_all += size * mesh.device_count(mesh_axes)
-        counts.append(_clipped_count(before, after))
+        local_size = element_count(after.shape, np.float32)
+        total_size += local_size * mesh.device_count(mesh_axes)
+        clipped_counts.append(_clipped_count(before, after))
         axes_of_counts.append(mesh_axes)
-    counts = mesh.joined_over_devices(lax.psum, counts, axes_of_counts)
-    count = sum(counts, jnp.zeros((), jnp.float32))
-    share = count / jnp.maximum(size_of_all, 1.0)
+    total_counts = mesh.joined_over_devices(lax.psum, clipped_counts, axes_of_counts)
+    total_count = sum(total_counts, jnp.zeros((), jnp.float32))
+    # A tree without elements has the share 0.
+    share = total_count / jnp.maximum(total_size, 1.0)
     _, old_mean, old_recent = shares
-    mean = old_mean + (share - old_mean) / steps.astype(jnp.float32)
-    return jnp.stack([share, mean, moving_average(old_recent, share, steps)])
+    mean = old_mean + (share - old_mean) / step.astype(jnp.float32)
+    recent = moving_average(old_recent, share, step)
+    return jnp.stack([share, mean, recent])
 
 
 def _clipped_count(before: Any, after: Array) -> Array:
-    """How many elements the clip changed, float32[]. NaN was not clipped."""
-    # NaN differs from itself.
+    """How many elements the clip changed, float32[]. NaN does not count."""
+    # NaN differs from every number, also from itself.
     is_clipped = (before != after) & (before == before)
-    # float32 counts to 2^24, and uint32 to 2^32. A size of jax.export may be a symbol,
-    # which may become large.
+    # float32 counts to 2^24, and uint32 to 2^32. In jax.export a size may be a symbol,
+    # whose number is not known yet.
     size = math.prod(after.shape)
     is_small = isinstance(size, int) and size < 2**32
     with jax.enable_x64(True):

@@ -5,12 +5,12 @@
     drop        n if n <= c, else 0              an overlong gradient is left out
     normalize   c                                always this long, 0 stays 0
     auto_s(y)   c n / (n + y)                    normalize, gentle with small norms
-    psac(r)     c n / (n + r / (n + r))          likewise, another bend
+    psac(r)     c n / (n + r / (n + r))          likewise, with another bend
 
-A shrink is a function (norm, limit) -> new norm of two arrays of one shape. It goes
-as `shrink=` into `clip_by`, the clippers by global, tensor, unit, group, average and
-spectral norm and RMS, AGC, and `clipped_grad`. It is called for norms below the limit
-too, which `hard` returns as they are. Where one of your own returns NaN, inf or a
+A shrink is a function (norm, limit) -> new norm. All three are arrays of one shape. It
+goes as `shrink=` into `clip_by`, the clippers by global, tensor, unit, group, average
+and spectral norm and RMS, AGC, and `clipped_grad`. It is called for norms below the
+limit too, which `hard` returns as they are. Where one of your own returns NaN, inf or a
 number below 0, clippers do what `nonfinite` says, and count it. `shrink=smooth`, a
 factory without parentheses, is `shrink=smooth()`.
 
@@ -101,8 +101,8 @@ def smooth(power: float = 1.0) -> Shrink:
 def auto_s(gamma: float = 0.01) -> Shrink:
     """Returns the shrink limit * norm / (norm + gamma).
 
-    It normalizes, gently with small gradients: below gamma the weight of a gradient
-    stays at most limit / gamma.
+    It normalizes, gently with small gradients: the factor new norm / norm stays at most
+    limit / gamma.
 
     Args:
       gamma: the norm that is brought to half the limit. At least 0, known when the
@@ -126,11 +126,11 @@ def auto_s(gamma: float = 0.01) -> Shrink:
 def psac(r: float = 0.1) -> Shrink:
     """Returns the shrink limit * norm / (norm + r / (norm + r)).
 
-    It normalizes, but a vanishing gradient keeps a weight of about the limit instead of
-    an infinite one. The weight is largest at norm = sqrt(r) - r.
+    It normalizes, but a vanishing gradient is multiplied by about the limit, instead of
+    a factor without end. The factor is largest at norm = sqrt(r) - r.
 
     Args:
-      r: how soon the weight falls with the norm. At least 0, known when the shrink is
+      r: how soon the factor falls with the norm. At least 0, known when the shrink is
         built. The paper tunes it. inf gives `auto_s(1)`, and 0, or an r below 1.2e-38,
         gives `normalize`.
 
@@ -150,8 +150,8 @@ def psac(r: float = 0.1) -> Shrink:
 
 
 # The shrinks that factories make. Equal numbers are equal shrinks, so a clipper that is
-# built again compiles nothing anew.
-# `lengthening` is what `lengthening_of` says of them.
+# built again compiles nothing anew. `factor_per_limit` is explained at the function
+# `factor_per_limit_of`.
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class _Smooth:
 
     power: float
 
-    lengthening = 0.0
+    factor_per_limit = 0.0
 
     def __call__(self, norm: Array, limit: Array) -> Array:
         # n / (1 + (n/c)^p)^(1/p) stays the same with n and c exchanged. So the quotient
@@ -182,8 +182,8 @@ class _AutoS:
     gamma: float
 
     @property
-    def lengthening(self) -> float:
-        # limit / (norm + gamma) is largest for a norm of 0.
+    def factor_per_limit(self) -> float:
+        # The factor limit / (norm + gamma) is largest for a norm of 0.
         return 1 / self.gamma
 
     def __call__(self, norm: Array, limit: Array) -> Array:
@@ -200,14 +200,14 @@ class _Psac:
     r: float
 
     @property
-    def lengthening(self) -> float:
+    def factor_per_limit(self) -> float:
         # norm + r / (norm + r) is least for the norm sqrt(r) - r, or for 0.
         least_divisor = 1.0 if self.r > 1 else 2 * self.r**0.5 - self.r
         return 1 / least_divisor
 
     def __call__(self, norm: Array, limit: Array) -> Array:
-        # r / (norm + r). Written so, its derivative would divide by the square of
-        # norm + r, which may round to 0.
+        # This is r / (norm + r). The derivative of that quotient would divide by the
+        # square of norm + r, which may round to 0.
         bend = 1 / (1 + norm / self.r)
         return limit * (norm / (norm + bend))
 
@@ -227,15 +227,17 @@ def is_ours(shrink: Shrink) -> bool:
     return getattr(shrink, "__module__", None) == __name__
 
 
-def lengthening_of(shrink: Shrink) -> float:
-    """A number r such that the shrink returns at most the limit, and multiplies no norm
-    by more than 1 or r times the limit. inf where this is not proved, as for functions
-    of users, and for `normalize`, which lengthens without an end.
+def factor_per_limit_of(shrink: Shrink) -> float:
+    """A number k such that the shrink returns at most the limit, and its factor
+    new norm / norm is at most max(1, k * limit).
+
+    inf for functions of users, of which this is not proved, and for `normalize`, whose
+    factor limit / norm has no end.
     """
     if shrink is hard or shrink is drop:
         return 0.0
     if isinstance(shrink, (_Smooth, _AutoS, _Psac)):
-        return shrink.lengthening
+        return shrink.factor_per_limit
     return math.inf
 
 

@@ -82,26 +82,26 @@ def clip_by_value(
     Reference: Mikolov, Statistical language models based on neural networks, 2012.
     """
     call = "clip_by_value"
-    low = None if min_value is None else ("min_value", min_value)
+    lower = None if min_value is None else ("min_value", min_value)
     checks.check_flag(f"{call}: count", count)
-    return value_clipper(call, ("max_value", max_value), low, count=count)
+    return value_clipper(call, ("max_value", max_value), lower, count=count)
 
 
 def value_clipper(
     call: str,
-    high: tuple[str, Any],
-    low: tuple[str, Any] | None = None,
+    upper: tuple[str, Any],
+    lower: tuple[str, Any] | None = None,
     *,
     count: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """The clipper of two bounds, each (name, bound). Errors name the call and these."""
-    high_name, high_bound = high
-    low_name, low_bound = low or ("", None)
-    upper = _bounds(call, high_name, high_bound, no_bound=math.inf)
-    lower = _bounds(call, low_name, low_bound, no_bound=None)
-    _check_room(call, low_name, lower, high_name, upper)
-    high_argument = f"{call}: {high_name}"
-    low_argument = f"{call}: {low_name}"
+    """The clipper of an upper and a lower bound. Each is (name of the argument, bound),
+    and errors name the call and the argument.
+    """
+    lower_name, lower_value = lower or ("", None)
+    upper_name, upper_value = upper
+    upper_bounds = _checked_bounds(call, upper_name, upper_value, no_bound=math.inf)
+    lower_bounds = _checked_bounds(call, lower_name, lower_value, no_bound=None)
+    _check_room(call, lower_bounds, upper_bounds)
 
     def init(params: PyTree) -> ClipByValueState:
         elements = no_elements_clipped() if count else ()
@@ -113,33 +113,31 @@ def value_clipper(
     ) -> Any:
         # A checkpoint of `optax.clip` has EmptyState in this place. Fixed bounds need
         # no count of steps, so it begins anew.
-        if can_begin_anew(call, state, (upper, lower)):
+        if can_begin_anew(call, state, (upper_bounds.table, lower_bounds.table)):
             state = init(params)
         checks.check_state(call, state, ClipByValueState)
         trees.check_leaves(updates, f"{call}: ")
         trees.check_sparse(updates, f"{call}: ")
-        high_bounds = lookup(upper, updates, high_argument)
-        low_bounds = lookup(lower, updates, low_argument)
-        entries, treedef = jax.tree.flatten_with_path(updates)
-        results = []
-        for (path, leaf), high_of_leaf, low_of_leaf in zip(
-            entries, high_bounds, low_bounds
+        leaves_with_path, treedef = jax.tree.flatten_with_path(updates)
+        new_leaves = []
+        before_and_after = []
+        for (path, leaf), upper_bound, lower_bound in zip(
+            leaves_with_path,
+            upper_bounds.of_leaves(updates, state.step),
+            lower_bounds.of_leaves(updates, state.step),
         ):
-            high_value = _bound_at(state.step, high_of_leaf, high_argument)
-            low_value = _bound_at(state.step, low_of_leaf, low_argument)
-            clipped = _clipped(call, trees.path_name(path), leaf, high_value, low_value)
-            results.append(clipped)
+            name = trees.path_name(path)
+            clipped = _clipped(call, name, leaf, lower_bound, upper_bound)
+            new_leaves.append(clipped)
+            # A leaf without numbers, such as a key, is returned as it is.
+            if clipped is not leaf:
+                before_and_after.append((trees.unbox(leaf), clipped))
         step = count_up(state.step)
         elements = state.elements
         if count:
-            # A leaf without numbers, such as a key, is the same object as before.
-            before_and_after = []
-            for (_, leaf), clipped in zip(entries, results):
-                if clipped is not leaf:
-                    before_and_after.append((trees.unbox(leaf), clipped))
             elements = count_clipped(call, elements, step, before_and_after)
         new_state = ClipByValueState(step, elements)
-        return jax.tree.unflatten(treedef, results), new_state
+        return jax.tree.unflatten(treedef, new_leaves), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -167,58 +165,75 @@ def clip(max_delta: Bounds) -> optax.GradientTransformationExtraArgs:
     return value_clipper("clip", ("max_delta", max_delta))
 
 
-def _bounds(call: str, name: str, bound: Bounds, *, no_bound: float | None) -> Prefix:
-    """The bounds of all leaves, checked. `no_bound` takes the place of None."""
-    # A rule is taken as one value. The check then says that it is no number.
+class CheckedBounds(NamedTuple):
+    """The bounds that one argument gives to the leaves."""
+
+    name: str  # of the argument, such as "max_value"
+    argument: str  # the same with the call: "clip_by_value: max_value"
+    table: Prefix
+
+    def of_leaves(self, updates: PyTree, step: Array) -> list[Any]:
+        """The bound of each leaf at a step, which schedules follow."""
+        bounds = []
+        for bound in lookup(self.table, updates, self.argument):
+            if callable(bound):
+                bound = bound(step)
+                checks.check_real(f"{self.argument}: what a schedule returns", bound)
+            bounds.append(bound)
+        return bounds
+
+
+def _checked_bounds(
+    call: str, name: str, bound: Bounds, *, no_bound: float | None
+) -> CheckedBounds:
+    """The bounds of an argument. `no_bound` takes the place of None.
+
+    Raises:
+      ValueError: NaN.
+      TypeError: a bound that is not a number, an array or a schedule.
+    """
+    argument = f"{call}: {name}"
+    # A rule is one value of the tree, so that the check says that it is not a number.
     table = prefix_table(bound, lambda x: is_function(x) or is_rule(x))
     entries = []
     for path, value in table.entries:
         if value is None:
             value = no_bound
         elif callable(value):
-            checks.check_schedule(f"{call}: {name}", value)
+            checks.check_schedule(argument, value)
         else:
-            checks.check_limit(f"{call}: {name}", value, lowest=-math.inf)
+            checks.check_limit(argument, value, lowest=-math.inf)
         entries.append((path, value))
-    return Prefix(tuple(entries))
+    return CheckedBounds(name, argument, Prefix(tuple(entries)))
 
 
-def _check_room(
-    call: str, low_name: str, lower: Prefix, high_name: str, upper: Prefix
-) -> None:
+def _check_room(call: str, lower: CheckedBounds, upper: CheckedBounds) -> None:
     """Raises ValueError for bounds of the same leaves that leave no room between them,
     and for a negative upper bound that stands alone.
     """
-    low_bounds = dict(lower.entries)
-    high_bounds = dict(upper.entries)
-    # One of two bounds of the same leaves may be for more leaves: its path is then a
-    # beginning of the other path.
-    for path in low_bounds | high_bounds:
+    lower_by_path = dict(lower.table.entries)
+    upper_by_path = dict(upper.table.entries)
+    for path in lower_by_path | upper_by_path:
+        # The other bound of these leaves may be for more leaves: it stands at a
+        # beginning of this path then.
         starts = list(beginnings(path))
-        # One of each at most, since a leaf has one bound.
-        lows = [low_bounds[start] for start in starts if start in low_bounds]
-        highs = [high_bounds[start] for start in starts if start in high_bounds]
+        # Each list has one bound at most, since a leaf has one.
+        lows = [lower_by_path[start] for start in starts if start in lower_by_path]
+        highs = [upper_by_path[start] for start in starts if start in upper_by_path]
         for low, high in zip(lows, highs):
             if low is not None:
-                checks.check_order(call, (low_name, low), (high_name, high))
+                checks.check_order(call, (lower.name, low), (upper.name, high))
             elif not callable(high):
                 # Alone, it limits the modulus.
-                checks.check_limit(f"{call}: {high_name}", high)
-
-
-def _bound_at(step: Array, bound: Number | None, argument: str) -> Any:
-    """A bound at a step, which a schedule follows."""
-    if not callable(bound):
-        return bound
-    value = bound(step)
-    checks.check_real(f"{argument}: what a schedule returns", value)
-    return value
+                checks.check_limit(upper.argument, high)
 
 
 def _clipped(
-    call: str, name: str, leaf: Any, high: ArrayLike, low: ArrayLike | None
+    call: str, name: str, leaf: Any, low: ArrayLike | None, high: ArrayLike
 ) -> Any:
-    """One leaf between its bounds. Errors name the leaf."""
+    """The leaf between its bounds. `name` is what errors call it. A leaf without
+    numbers is returned as it is.
+    """
     x = trees.unbox(leaf)
     if trees.is_hole(x):
         return leaf
@@ -226,7 +241,7 @@ def _clipped(
     if not jnp.issubdtype(dtype, jnp.number):  # bool, float0 or a key
         return leaf
     x = jnp.asarray(x)
-    for bound in (high, low):
+    for bound in (low, high):
         shape = () if bound is None else jnp.shape(bound)
         if not broadcasts_to(shape, x.shape):
             raise ValueError(
@@ -239,32 +254,34 @@ def _clipped(
                 f"{call}: the leaf {name!r} is complex and has no order: give one "
                 "bound, for its modulus."
             )
-        _, largest = _bounds_in(None, high, jnp.finfo(dtype).dtype)
+        _, largest = _bounds_in_dtype(None, high, jnp.finfo(dtype).dtype)
         # The modulus of the largest complex numbers is inf, and so above the limit.
         return jnp.where(jnp.abs(x) > largest, with_modulus(largest, x), x)
-    lower, upper = _bounds_in(low, high, dtype)
-    lower = jnp.broadcast_to(lower, x.shape)
-    upper = jnp.broadcast_to(upper, x.shape)
+    smallest, largest = _bounds_in_dtype(low, high, dtype)
+    smallest = jnp.broadcast_to(smallest, x.shape)
+    largest = jnp.broadcast_to(largest, x.shape)
     # Where schedules cross the upper bound wins, as in `optax.clip`.
-    return jnp.clip(x, lower, upper).astype(x.dtype)
+    return jnp.clip(x, smallest, largest).astype(x.dtype)
 
 
-def _bounds_in(
+def _bounds_in_dtype(
     low: ArrayLike | None, high: ArrayLike, dtype: DTypeLike
 ) -> tuple[Any, Any]:
-    """Both bounds in the dtype of a leaf. Beyond its range a bound is the end of it."""
+    """The lower and the upper bound in the dtype of a leaf. A bound beyond its range
+    becomes its smallest or largest number.
+    """
     upper = _as_float(high)
     if low is None:
         numpy = jnp if isinstance(upper, Array) else np
-        # A schedule below 0 counts as 0.
+        # A schedule that falls below 0 counts as 0.
         upper = numpy.maximum(upper, 0)
         lower = -upper
     else:
         lower = _as_float(low)
     if jnp.issubdtype(dtype, jnp.integer):
         return (
-            _in_integers(dtype, lower, is_lower=True),
-            _in_integers(dtype, upper, is_lower=False),
+            _as_integer(dtype, lower, is_lower=True),
+            _as_integer(dtype, upper, is_lower=False),
         )
     # inf stays inf where the dtype has it.
     return (
@@ -274,22 +291,23 @@ def _bounds_in(
 
 
 def _as_float(bound: ArrayLike) -> Any:
-    """A bound as a float: in 64 bits, or 32 for arrays of JAX in 32 bits or fewer."""
+    """A bound as a float: float32 for a JAX array of at most 32 bits, else float64."""
     if not isinstance(bound, Array):
         return np.asarray(bound).astype(np.float64)
-    # JAX promotes no floats of 8 bits, and no numbers of 4. float32 holds them all.
+    # JAX promotes neither floats of 8 bits nor numbers of 4 bits, so they are converted
+    # here. float32 holds them all.
     return bound.astype(np.float64 if bound.dtype.itemsize > 4 else np.float32)
 
 
-def _in_integers(dtype: DTypeLike, bound: Any, *, is_lower: bool) -> Any:
+def _as_integer(dtype: DTypeLike, bound: Any, *, is_lower: bool) -> Any:
     """A bound, rounded inwards to a dtype of integers."""
     numpy = jnp if isinstance(bound, Array) else np
     rounded = numpy.ceil(bound) if is_lower else numpy.floor(bound)
     if isinstance(bound, Array):
-        # XLA converts numbers beyond the range to the ends of it.
+        # XLA converts a number beyond the range to the end of the range.
         return rounded.astype(dtype)
-    # NumPy does not. Python compares its own floats exactly: 2^63 is above 2^63 - 1,
-    # which float64 does not have.
+    # NumPy does not, so the number is clipped. Python objects are compared exactly:
+    # float64 would round the largest int64, 2^63 - 1, to 2^63.
     info = jnp.iinfo(dtype)
     numbers = np.array(rounded.tolist(), object)
     return np.asarray(np.clip(numbers, info.min, info.max), dtype)

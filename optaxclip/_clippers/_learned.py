@@ -291,7 +291,7 @@ def adagc(
     at 0 for good in both, and is not remembered here.
     """
     call = "adagc"
-    rule = Adagc(ratio, decay, max_norm, warmup)
+    rule = Adagc(ratio=ratio, decay=decay, max_norm=max_norm, warmup=warmup)
     warn_of_falling(f"{call}: ratio", ratio, stacklevel=3)
     return make_clipper(
         _measure_at(scope, call, mesh_axes, stacked),
@@ -304,26 +304,27 @@ def adagc(
 
 @exported
 class AdaGCMemory(NamedTuple):
-    """The average of what was let through."""
+    """What `adagc` remembers of each norm."""
 
     seen: Array  # int32[norm]: norms remembered
-    average: Array  # float32[norm]: inf before the first
+    average: Array  # float32[norm]: of clipped norms, inf before the first
 
 
-# Not `AdaGC`: errors name a rule by its class, adagc, and would make it ada_g_c.
+# Only `adagc` uses this rule, so it is not in `optaxclip.rules`. Errors derive the name
+# of the call from the name of the class, and `AdaGC` would become ada_g_c.
 class Adagc(Rule):
-    """The rule of AdaGC."""
+    """The rule of AdaGC. The docstring of `adagc` has its equations."""
 
     ratio: Number = number_field()
     decay: Number = number_field(highest=1.0)
     max_norm: Number = number_field()
     warmup: ArrayLike = number_field(default=100, lowest=1, schedule=False)
 
-    # The warm-up clips all tensors by their norm together.
+    # `update` gets the norm of all tensors together, which the warm-up clips.
     needs_total = True
 
     def init(self, norm: Array) -> AdaGCMemory:
-        # The first minimum of a norm and inf is the norm itself.
+        # The first average is the minimum of a norm and inf, which is the norm.
         average = jnp.full_like(norm, jnp.inf)
         return AdaGCMemory(jnp.zeros(norm.shape, jnp.int32), average)
 
@@ -340,10 +341,11 @@ class Adagc(Rule):
         factor = jnp.where(is_over, max_norm / jnp.where(is_over, total, 1.0), 1.0)
         # A tensor whose limit is h |g| is multiplied by h.
         early_limit = jnp.where(is_over, norm * factor, jnp.inf)
-        # In the warm-up all tensors are clipped together, so a broken one breaks all:
-        # the kernel takes a limit of NaN for a broken norm.
+        # In the warm-up all tensors are clipped together, so a broken one breaks all.
+        # The kernel treats a limit of NaN like a broken norm.
         early_limit = jnp.where(jnp.isfinite(total), early_limit, jnp.nan)
-        # Before the first norm the average is inf. A derivative times inf would be NaN.
+        # The average is inf before the first norm. `jnp.where` would drop ratio * inf,
+        # but its derivative would be 0 * inf, which is NaN.
         finite_average = jnp.where(is_past_warmup, average, 0.0)
         limit = jnp.where(is_past_warmup, ratio * finite_average, early_limit)
         # h |g|: the spike itself never enters the average.
@@ -352,11 +354,14 @@ class Adagc(Rule):
         # During the warm-up the average is the smallest h |g| so far.
         early_average = jnp.minimum(average, clipped_norm)
         new_average = jnp.where(is_past_warmup, later_average, early_average)
-        # An average of 0 would stay 0. A CPU flushes subnormal numbers to 0, and a GPU
-        # does not.
-        is_learned = clipped_norm >= jnp.finfo(clipped_norm.dtype).tiny
-        average = jnp.where(is_learned, new_average, average)
-        return limit, AdaGCMemory(count_up(seen, is_learned), average)
+        # An average of 0 would clip its tensor to 0 for good. Subnormal norms are not
+        # remembered either: a CPU flushes them to 0, and a GPU does not.
+        is_remembered = clipped_norm >= jnp.finfo(clipped_norm.dtype).tiny
+        new_memory = AdaGCMemory(
+            seen=count_up(seen, is_remembered),
+            average=jnp.where(is_remembered, new_average, average),
+        )
+        return limit, new_memory
 
 
 def aggc(
@@ -528,8 +533,8 @@ def adagn(
 
 
 def _capped(rule: Rule, cap: Limit, call: str) -> Rule:
-    """The rule under a fixed limit. The limit is a rule of its own, so what this rule
-    learns does not depend on it.
+    """The smaller of the rule's limit and a cap. The cap is a rule of its own, so what
+    the first rule learns does not depend on it.
     """
     return rule if cap is None else minimum(rule, rule_of(cap, f"{call}: cap"))
 
@@ -539,16 +544,16 @@ def _measure_at(
 ) -> Measure:
     """The norms at a scope. `call` is the name that errors quote.
 
-    A scope is "global", "tensor", or labels as `clip_by_group_norm` takes them. With
-    "tensor", each layer of a stacked leaf is a tensor.
+    Raises:
+      ValueError: an unknown scope, or `stacked` at another scope than "tensor".
     """
-    # Taken for labels, None or another string would make one group of all leaves.
+    # As labels, None or another string would make one group of all leaves.
     if scope is None or (isinstance(scope, str) and scope not in ("global", "tensor")):
         raise ValueError(
             f"{call}: scope must be 'global', 'tensor', or labels as in "
             f"clip_by_group_norm, got {shown(scope)}."
         )
-    # Layers have norms of their own only where tensors have.
+    # A norm of several tensors has no layers.
     if stacked is not None and scope != "tensor":
         raise ValueError(
             f"{call}: stacked={shown(stacked)} makes each layer a tensor of its own: "

@@ -70,6 +70,8 @@ class Heads(NamedTuple):
     entries: Range = (None, None)
 
 
+# Which leaves have heads, and where: {pattern of paths: axis or Heads}, or a function
+# of path and leaf.
 Where = Mapping[str, Any] | Callable[[str, Any], Any]
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
@@ -177,7 +179,7 @@ def qk_clip(
         for attention in _attentions_of(roles, tree):
             # Logits are computed from the weights, so they vary over the same devices.
             weights_type = types[attention.leaves[0].position]
-            logits = jnp.zeros(attention.shape, attention.dtype)
+            logits = jnp.zeros(attention.norm_shape, attention.norm_dtype)
             zeros[attention.name] = varying_as(logits, weights_type)
         return kernel.init(zeros)
 
@@ -196,7 +198,9 @@ def qk_clip(
         new_state = jax.tree.map(
             lambda new, old: typed_as(new, jax.typeof(old)), new_state, state
         )
-        clipped = _clip(tuple(attentions), alpha, tree, weights, new_state)
+        clipped = _clipped_updates(
+            tuple(attentions), alpha, tree, weights, state=new_state
+        )
         return put_back(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -204,54 +208,61 @@ def qk_clip(
 
 # Jitted at module level, so that clippers with equal settings share a program.
 @partial(jax.jit, static_argnums=0)
-def _clip(
+def _clipped_updates(
     attentions: tuple[Attention, ...],
     alpha: ArrayLike,
     tree: PyTree,
     weights: list[Array],
     state: PyTree,
 ) -> Any:
-    """The updates that lead to the weights times their scales."""
+    """The updates that lead to the weights times their scales. `weights` has the
+    weight of each leaf of `tree`.
+    """
     updates, treedef = jax.tree.flatten(tree)
-    norm_by_name = state.by_name()
-    scales: dict[int, Array] = {}
+    entry_by_name = state.by_name()
+    scale_by_position: dict[int, Array] = {}
     for attention in attentions:
         # The state has a scalar where there is one head. Here it is [heads] or
         # [layers, heads].
-        factor = norm_by_name[attention.name].factor.reshape(attention.shape)
-        power = jnp.asarray(alpha).astype(factor.dtype)
+        entry = entry_by_name[attention.name]
+        factors = entry.factor.reshape(attention.norm_shape)
+        power = jnp.asarray(alpha).astype(factors.dtype)
         # All heads share the rotary key, which stays as it is, so the rotary queries
         # take the whole factor.
         powers = {"queries": power, "keys": 1 - power, "rotary": 1}
         for leaf in attention.leaves:
-            factor_of_role = factor ** powers[leaf.role]
-            # NaN ** 0 is 1, and a broken head breaks its queries and its keys.
-            factor_of_role = jnp.where(jnp.isnan(factor), factor, factor_of_role)
-            scale = _scale_of(leaf, factor_of_role)
+            factors_of_role = factors ** powers[leaf.role]
+            # NaN ** 0 is 1, but a broken head must break its queries and its keys.
+            factors_of_role = jnp.where(jnp.isnan(factors), factors, factors_of_role)
+            scale = _scale_of(leaf, factors_of_role)
             # Queries and keys may share a leaf. Each scale is 1 outside its heads.
-            scales[leaf.position] = scale * scales.get(leaf.position, 1)
-    for position, scale in scales.items():
+            other_scale = scale_by_position.get(leaf.position, 1)
+            scale_by_position[leaf.position] = scale * other_scale
+    for position, scale in scale_by_position.items():
         updates[position] = _update_of_scaled_weight(
             updates[position], weights[position], scale
         )
     return treedef.unflatten(updates)
 
 
-def _scale_of(leaf: AttentionLeaf, factor: Array) -> Array:
+def _scale_of(leaf: AttentionLeaf, factors: Array) -> Array:
     """The numbers that a leaf is multiplied by, 1 where it has no query and no key.
     They broadcast to the leaf.
 
-    `factor` has a number for each layer and head of the keys.
+    `factors` are [*layers, heads of the keys].
     """
-    repeats = leaf.shape[-1] // factor.shape[-1]
-    factor = jnp.repeat(factor, repeats, axis=-1)[..., None]
-    layers = leaf.shape[:-1]
-    ones = jnp.ones((*layers, leaf.head_count, leaf.entry_count), factor.dtype)
+    *layer_sizes, head_count = leaf.selected_shape
+    # One key may have several heads of queries, side by side.
+    factors = jnp.repeat(factors, head_count // factors.shape[-1], axis=-1)
+    # [*layers, all heads, all entries of a head]
+    ones = jnp.ones((*layer_sizes, leaf.head_count, leaf.entry_count), factors.dtype)
     heads = slice(*leaf.heads.heads)
-    entries_of_head = slice(*leaf.heads.entries)
-    scale = ones.at[..., heads, entries_of_head].multiply(factor)
+    entries = slice(*leaf.heads.entries)
+    scale = ones.at[..., heads, entries].multiply(factors[..., None])
+    # In this leaf heads and their entries may share an axis.
     if scale.ndim > len(leaf.axes):
         scale = scale.reshape((*scale.shape[:-2], -1))
+    # The axes in the order of the leaf, with size 1 on all of its other axes.
     scale = scale.transpose(np.argsort(leaf.axes))
     return jnp.expand_dims(scale, other_axes(leaf.axes, leaf.rank))
 
@@ -260,9 +271,9 @@ def _update_of_scaled_weight(update: Array, weight: ArrayLike, scale: Array) -> 
     """scale (weight + update) - weight, without its cancellation."""
     wide = wide_dtype(update)
     scale = scale.astype(wide)
-    # The result is the update itself where the scale is 1. The update is read once: XLA
-    # on a CPU writes an operand of two operations to memory, instead of computing it in
-    # the same loop.
+    # Where the scale is 1 the result is the update, bit for bit. `update` is read once:
+    # XLA on a CPU writes an operand of two operations to memory, instead of computing
+    # it in the same loop.
     weight = jnp.asarray(weight).astype(wide)
     decrease = jnp.where(scale == 1, 0, (1 - scale) * weight)
     return (scale * update.astype(wide) - decrease).astype(update.dtype)
@@ -281,9 +292,9 @@ def _logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Arr
     logits_by_name = {}
     arrays = _arrays_of_attentions(attentions, max_logits)
     for attention, array in zip(attentions, arrays):
-        shape = attention.shape
+        shape = attention.norm_shape
         logits = jnp.atleast_1d(array)
-        if not _shares_keys(logits.shape, shape) or logits.shape[-1] == 0:
+        if not _is_grouped(logits.shape, shape) or logits.shape[-1] == 0:
             raise ValueError(
                 f"{CALL}: max_logits of the attention {attention.name!r} must have "
                 f"the shape {shape}, or a multiple of its last number where several "
@@ -292,8 +303,8 @@ def _logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Arr
                 "head axis))."
             )
         # [..., heads of queries] -> [..., heads of keys, queries that share it]
-        logits = resharded(logits).astype(attention.dtype).reshape((*shape, -1))
-        # A negative logit is within every limit. Norms are at least 0. NaN stays NaN.
+        logits = resharded(logits).astype(attention.norm_dtype).reshape((*shape, -1))
+        # Norms are at least 0, and a negative logit is within every limit. NaN stays.
         logits_by_name[attention.name] = jnp.maximum(jnp.max(logits, axis=-1), 0)
     return logits_by_name
 
@@ -301,8 +312,8 @@ def _logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Arr
 def _arrays_of_attentions(
     attentions: list[Attention], max_logits: PyTree
 ) -> list[Array]:
-    """The array of each attention: the one whose path begins with the path of the
-    attention, or is a beginning of the attention's path.
+    """The array of each attention. Of the paths of array and attention one begins with
+    the other.
 
     Raises:
       ValueError: an attention that has no array of its own, or an array too many.
@@ -314,13 +325,14 @@ def _arrays_of_attentions(
         matching = []
         for position, path in enumerate(paths):
             # flax's `sow` adds a name after the path, and users may leave out its end.
-            if _common_start(path, attention.path) in (path, attention.path):
+            common_path = _common_start(path, attention.path)
+            if common_path in (path, attention.path):
                 matching.append(position)
         if len(matching) == 1:
             positions += matching
-    # An array may not be for two attentions either, while another is for none.
-    is_used_once = sorted(positions) == list(range(len(paths)))
-    if not is_used_once or len(paths) != len(attentions):
+    # No array is for two attentions, and none is left.
+    is_each_used_once = sorted(positions) == list(range(len(paths)))
+    if not is_each_used_once or len(paths) != len(attentions):
         listed_paths = ", ".join(repr("/".join(path)) for path in paths)
         raise ValueError(
             f"{CALL}: max_logits must have one array for each of "
@@ -334,7 +346,9 @@ def _arrays_of_attentions(
 
 
 class AttentionLeaf(NamedTuple):
-    """A leaf of queries or keys in an attention."""
+    """A leaf of queries or keys in an attention. Where it holds both, each has its own
+    record.
+    """
 
     position: int  # of the leaf in the tree
     path: Path
@@ -343,7 +357,7 @@ class AttentionLeaf(NamedTuple):
     heads: Heads
     # The axes of layers, of heads, and of the entries of a head where these have one.
     axes: tuple[int, ...]
-    shape: Shape  # layers, and the heads that `Heads.heads` selects
+    selected_shape: Shape  # layers, and the heads that `Heads.heads` selects
     head_count: int  # all heads of the leaf
     entry_count: int  # all entries of a head, of which `Heads.entries` selects some
 
@@ -353,8 +367,8 @@ class Attention(NamedTuple):
 
     name: str
     path: Path
-    shape: Shape  # of its norms: layers, and heads of keys
-    dtype: Any  # of its norms
+    norm_shape: Shape  # layers, and heads of keys
+    norm_dtype: Any
     leaves: tuple[AttentionLeaf, ...]
 
 
@@ -386,8 +400,8 @@ def _attentions_of(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
         attention = Attention(
             name="/".join(path),
             path=path,
-            shape=_norm_shape(path, leaves_of_path),
-            dtype=norm_dtype(leaves_with_path[first.position][1]),
+            norm_shape=_norm_shape(path, leaves_of_path),
+            norm_dtype=norm_dtype(leaves_with_path[first.position][1]),
             leaves=tuple(leaves_of_path),
         )
         attentions.append(attention)
@@ -395,8 +409,8 @@ def _attentions_of(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
 
 
 def _attention_path(leaf: AttentionLeaf, leaves: list[AttentionLeaf]) -> Path:
-    """The path of the attention of a leaf, which is the longest that a query shares
-    with a key, and a key with a query.
+    """The path of the attention of a leaf: the longest path that a query has in common
+    with a key, or a key with a query.
     """
     partner_role = "queries" if leaf.role == "keys" else "keys"
     partners = [partner for partner in leaves if partner.role == partner_role]
@@ -404,9 +418,9 @@ def _attention_path(leaf: AttentionLeaf, leaves: list[AttentionLeaf]) -> Path:
     path = max(common_paths, key=len)
     if path != leaf.path:
         return path
-    # Queries and keys are fused in this leaf, so it shares its whole path with itself.
-    # Kernel and bias of one module differ in rank. Fused kernels of several attentions
-    # do not.
+    # This leaf holds queries and keys, so it has its whole path in common with itself.
+    # A leaf of another rank beside it is the bias of its kernel, or the reverse: both
+    # are one attention. Fused kernels of several attentions have the same rank.
     module = path[:-1]
     for other in leaves:
         if other.path[:-1] == module and other.rank != leaf.rank:
@@ -424,16 +438,16 @@ def _leaves_of_role(
             f"of heads, or a function of path and leaf, got {shown(where)}."
         )
     leaves = []
-    # Patterns in which no leaf was seen so far.
+    # The patterns that no leaf has matched so far.
     idle_patterns = [] if callable(where) else list(where)
     for position, (path, array) in enumerate(leaves_with_path):
         name = trees.path_name(path)
         if callable(where):
             heads = where(name, array)
         else:
-            patterns = [pattern for pattern in where if fnmatchcase(name, pattern)]
-            heads = where[patterns[0]] if patterns else None
-            idle_patterns = [x for x in idle_patterns if x not in patterns]
+            matching = [pattern for pattern in where if fnmatchcase(name, pattern)]
+            heads = where[matching[0]] if matching else None
+            idle_patterns = [x for x in idle_patterns if x not in matching]
         if heads is not None:
             leaf = _attention_leaf(position, path, role, heads, jnp.shape(array))
             leaves.append(leaf)
@@ -450,7 +464,11 @@ def _leaves_of_role(
 def _attention_leaf(
     position: int, path: KeyPath, role: str, heads: Any, shape: Shape
 ) -> AttentionLeaf:
-    """Where a leaf has its heads. Raises for heads that it does not have."""
+    """The record of a leaf in a role. `heads` is a `Heads`, or the axis of one.
+
+    Raises:
+      ValueError: heads or entries that the leaf does not have.
+    """
     if not isinstance(heads, Heads):
         heads = Heads(heads)
     heads = Heads(*[_without_list(field) for field in heads])
@@ -459,21 +477,22 @@ def _attention_leaf(
     axes_within(heads.axis, f"{CALL}: {role}", trees.path_name(path), rank)
     axes = tuple(axis % rank for axis in axes)
     # The axis of heads is the last: -2 and (0, -2) both end with it.
-    *layers, axis = axes
-    width = heads.width
-    head_count = shape[axis] // max(width, 1)
+    *layer_axes, head_axis = axes
+    entry_count = heads.width
+    head_count = shape[head_axis] // max(heads.width, 1)
     selected_heads = _selected_count(heads.heads, head_count)
-    fits = selected_heads > 0 and head_count * width == shape[axis]
-    if width == 1 and heads.entries != (None, None):
-        # The entries have an axis, behind the axis of the heads.
-        axes += (axis + 1,)
-        fits = fits and axis + 1 < rank and axis + 1 not in layers
-        width = shape[axis + 1] if fits else 0
-    if not fits or _selected_count(heads.entries, width) == 0:
+    fits = selected_heads > 0 and head_count * heads.width == shape[head_axis]
+    if heads.width == 1 and heads.entries != (None, None):
+        # The entries have an axis of their own, behind the axis of the heads.
+        entry_axis = head_axis + 1
+        axes += (entry_axis,)
+        fits = fits and entry_axis < rank and entry_axis not in layer_axes
+        entry_count = shape[entry_axis] if fits else 0
+    if not fits or _selected_count(heads.entries, entry_count) == 0:
         raise ValueError(
             f"{CALL}: {role}: {heads} does not fit the leaf "
             f"{trees.path_name(path)!r} of shape {shape}: width must divide "
-            f"its axis {axis}, heads must be among those of the leaf, and entries "
+            f"its axis {head_axis}, heads must be among those of the leaf, and entries "
             "among those of a head."
         )
     return AttentionLeaf(
@@ -483,9 +502,9 @@ def _attention_leaf(
         role=role,
         heads=heads,
         axes=axes,
-        shape=(*(shape[layer] for layer in layers), selected_heads),
+        selected_shape=(*(shape[axis] for axis in layer_axes), selected_heads),
         head_count=head_count,
-        entry_count=width,
+        entry_count=entry_count,
     )
 
 
@@ -495,8 +514,8 @@ def _without_list(field: Any) -> Any:
 
 
 def _selected_count(ends: Range, count: int) -> int:
-    """How many of `count` heads or entries a range selects. 0 for anything but a range,
-    and where an end is beyond them: a slice would select fewer without a word.
+    """How many of `count` heads or entries a range selects. 0 if it is not a range, or
+    if it ends beyond `count`, where a slice would select fewer without a word.
     """
     if not isinstance(ends, tuple) or len(ends) != 2:
         return 0
@@ -525,22 +544,27 @@ def _common_start(left: Path, right: Path) -> Path:
 
 
 def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
-    """The layers and heads of the keys of an attention, which all leaves must fit."""
-    shape = next(leaf.shape for leaf in leaves if leaf.role == "keys")
+    """The layers and heads of the keys of an attention.
+
+    Raises:
+      ValueError: a leaf whose layers or heads do not fit these.
+    """
+    shape = next(leaf.selected_shape for leaf in leaves if leaf.role == "keys")
     for leaf in leaves:
-        fits = _shares_keys(leaf.shape, shape)
-        if not fits or (leaf.role == "keys" and leaf.shape != shape):
+        fits = _is_grouped(leaf.selected_shape, shape)
+        if not fits or (leaf.role == "keys" and leaf.selected_shape != shape):
             raise ValueError(
                 f"{CALL}: in the attention {'/'.join(path)!r} the heads of "
-                f"{'/'.join(leaf.path)!r} have the shape {leaf.shape}, and those of "
-                f"the keys {shape}: queries must have a multiple of their heads."
+                f"{'/'.join(leaf.path)!r} have the shape {leaf.selected_shape}, and "
+                f"those of the keys {shape}: queries must have a multiple of their "
+                "heads."
             )
     return shape
 
 
-def _shares_keys(shape: Shape, shape_of_keys: Shape) -> bool:
-    """Whether the same number of heads of this shape shares each head of the keys.
-    Grouped queries: 8 heads of queries may share 2 heads of keys.
+def _is_grouped(shape: Shape, shape_of_keys: Shape) -> bool:
+    """Whether layers are those of the keys, and heads a multiple of theirs: 8 heads of
+    queries may share 2 heads of keys.
     """
-    layers, heads = shape[:-1], shape[-1]
-    return layers == shape_of_keys[:-1] and heads % shape_of_keys[-1] == 0
+    has_same_layers = shape[:-1] == shape_of_keys[:-1]
+    return has_same_layers and shape[-1] % shape_of_keys[-1] == 0

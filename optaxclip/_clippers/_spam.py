@@ -138,7 +138,12 @@ def spam(
         trees.check_kept(call, tree, state.second_moment)
         step = state.step
         since_reset = _steps_since_reset(step, every)
-        cut_down = partial(_cut_down, step, threshold, since_reset >= warmup)
+        cut_down = partial(
+            _cut_down,
+            step=step,
+            threshold=threshold,
+            is_past_warmup=since_reset >= warmup,
+        )
         # Where a leaf is missing in this step, the tree has None.
         map_leaves = partial(jax.tree.map, is_leaf=trees.is_none)
         moment_of_caller = extra_args.get("second_moment")
@@ -147,7 +152,7 @@ def spam(
             zeros = jax.tree.map(jnp.zeros_like, state.second_moment)
             moment = new_where(since_reset == 0, zeros, state.second_moment)
             clipped = map_leaves(cut_down, tree, moment)
-            next_moment = partial(_next_moment, step, decay)
+            next_moment = partial(_next_moment, step=step, decay=decay)
             new_moment = map_leaves(next_moment, tree, clipped, moment)
         else:
             moment = trees.values_of(call, "second_moment", tree, moment_of_caller)
@@ -165,52 +170,67 @@ def spam(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _steps_since_reset(step: Array, every: ArrayLike | None) -> Array:
+    """Steps since the last reset. Resets are before the updates number `every`,
+    2 `every` and so on. Without resets, the number of the update.
+    """
+    # After the largest int32 the number stays, as the step does.
+    update_number = count_up(step)
+    if every is None:
+        return update_number
+    # every=3: the steps 0, 1, 2, 3, 4, 5 give 1, 2, 0, 1, 2, 0.
+    return update_number % jnp.asarray(every, jnp.int32)
+
+
 def _cut_down(
+    x: ArrayLike | None,
+    moment: ArrayLike,
+    *,
     step: Array,
     threshold: Number,
     is_past_warmup: Array,
-    x: ArrayLike | None,
-    moment: ArrayLike,
 ) -> Array | None:
     """A leaf with its spikes cut down. None is a leaf that is missing in this step."""
     if x is None:
         return None
-    # A second moment of the caller's, such as Adam's, may have 16 bits. The threshold
-    # is in the dtype of the moment then, float32 or wider.
+    # A second moment of the caller's, such as Adam's, may have 16 bits.
     moment = widened(moment)
     wide = widened(x)
     (threshold,) = at_step(step, moment.dtype, threshold)
-    # Roots first: threshold * v overflows for gradients of 1e18, v being their square.
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
-    has_usual_size = moment > 0
-    # A threshold of inf times 0 would be NaN.
-    usual_size = jnp.where(has_usual_size, root(moment), 1.0)
-    limit = root(threshold) * usual_size
-    size = jnp.abs(wide).astype(moment.dtype)
-    is_spike = (size > limit) & has_usual_size & is_past_warmup
+    has_usual_modulus = moment > 0
+    # The 1 keeps 0 from a threshold of inf: inf * 0 is NaN.
+    usual_modulus = jnp.where(has_usual_modulus, root(moment), 1.0)
+    # The roots are multiplied, since threshold * v overflows for gradients of 1e18.
+    limit = root(threshold) * usual_modulus
+    modulus = jnp.abs(wide).astype(moment.dtype)
+    is_spike = (modulus > limit) & has_usual_modulus & is_past_warmup
     dtype = jnp.result_type(x)
     largest = float(jnp.finfo(dtype).max)
-    # Where nothing is cut the limit may be inf, which is NaN times the sign of 0. The
-    # limit of an infinite coordinate may be beyond the dtype of the leaf.
-    new_size = jnp.where(is_spike, jnp.minimum(limit, largest), 1.0)
-    new_size = new_size.astype(modulus_dtype(wide))
-    shortened = with_modulus(new_size, wide)
+    # The limit of an infinite coordinate may be beyond the dtype of the leaf. The 1
+    # stands where nothing is cut: the limit may be inf there, and inf * 0 is NaN.
+    new_modulus = jnp.where(is_spike, jnp.minimum(limit, largest), 1.0)
+    new_modulus = new_modulus.astype(modulus_dtype(wide))
+    shortened = with_modulus(new_modulus, wide)
     return jnp.where(is_spike, shortened.astype(dtype), x)
 
 
 def _next_moment(
-    step: Array, decay: Number, x: ArrayLike | None, clipped: Array, moment: Array
+    x: ArrayLike | None, clipped: Array, moment: Array, *, step: Array, decay: Number
 ) -> Array:
-    """The average of squares after a step. A missing leaf keeps its average."""
+    """The average of squares after a step. A missing leaf, of which `x` is None, keeps
+    its average.
+    """
     if x is None:
         return moment
     (decay,) = at_step(step, moment.dtype, decay)
-    # An infinite coordinate is clipped to the limit, which is not learned from.
+    # An infinite coordinate was clipped to the limit. It leaves the average as it is.
     is_finite = jnp.isfinite(widened(x))
-    size = jnp.abs(widened(clipped)).astype(moment.dtype)
-    size = jnp.where(is_finite, size, 0.0)
-    # From 1.8e19 on the square of a float32 number is inf, and 0 * inf is NaN.
-    square = jnp.where(decay == 1, 0.0, size**2)
+    modulus = jnp.abs(widened(clipped)).astype(moment.dtype)
+    modulus = jnp.where(is_finite, modulus, 0.0)
+    # A square may be inf: in float32 from 1.8e19 on. A decay of 1 would multiply it by
+    # 0, and 0 * inf is NaN.
+    square = jnp.where(decay == 1, 0.0, modulus**2)
     new_moment = decay * moment + (1 - decay) * square
     # An average of inf would stay inf.
     largest = jnp.finfo(moment.dtype).max
@@ -278,47 +298,46 @@ def adaclip(
     ) -> Any:
         tree = clipped_leaves(updates, call)
         norms = measure(tree)
-        # The kernel measures nothing again. A norm that the chain was given is no
-        # largest coordinate.
+        # The kernel takes these norms and measures nothing. A `grad_norm` that a chain
+        # was given is not the largest coordinate.
         extra_args["grad_norm"] = norms
         # The kernel multiplies a whole tensor by T / max|g|. Coordinates up to T get
-        # back their own bits.
+        # back their own bits below.
         scaled, new_state = kernel.update(tree, state, params, **extra_args)
-        limits = _limits_of(norms, new_state)
         treedef = jax.tree.structure(tree)
         clipped = jax.tree.map(
             _scaled_over_limit,
             tree,
             scaled,
             treedef.unflatten(norms.local_values()),
-            treedef.unflatten(limits.local_values()),
+            treedef.unflatten(_local_limits(norms, new_state)),
         )
         return put_back(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
 
-def _limits_of(norms: Norms, state: PyTree) -> Norms:
-    """The limits in a state, in the places of the norms that they belong to."""
+def _local_limits(norms: Norms, state: PyTree) -> list[Array]:
+    """The limit of each tensor, with the layers that this device holds."""
     entry_by_name = state.by_name()
     names = trees.unique_names(norms.paths, entry_by_name)
     limits = []
     for name, norm in zip(names, norms.values):
         limit = entry_by_name[name].limit
         limits.append(limit.reshape(norm.shape))
-    return norms._replace(values=limits)
+    return norms._replace(values=limits).local_values()
 
 
 def _scaled_over_limit(x: Array, scaled: Array, norm: ArrayLike, limit: Array) -> Array:
-    """A tensor whose coordinates above the limit are scaled. A broken tensor is what
-    the kernel made of it: all NaN, or all 0.
+    """A tensor whose coordinates above the limit are scaled. A tensor whose norm is NaN
+    or inf is what the kernel made of it: all NaN, or all 0.
     """
     modulus = jnp.abs(x)
-    # Not `jnp.abs`, of which the norm is made: XLA on a CPU would keep an array that
-    # both read.
     if not jnp.iscomplexobj(x):
+        # The norm reads `jnp.abs(x)`. If this line read it too, XLA on a CPU would
+        # write it to memory, instead of computing it twice.
         modulus = jnp.maximum(x, -x)
-    # The modulus is compared in the dtype of the limit, which bfloat16 would round.
+    # The modulus takes the dtype of the limit, as bfloat16 would round the limit.
     is_within = modulus.astype(limit.dtype) <= limit
     return jnp.where(is_within & jnp.isfinite(norm), x, scaled)
 
@@ -414,15 +433,3 @@ def reset_momentum(
         return put_back(tree, updates), ResetState(new_step, new_inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _steps_since_reset(step: Array, every: ArrayLike | None) -> Array:
-    """Steps since the last reset. Resets are before the updates number `every`,
-    2 `every` and so on. Without resets, the number of the update.
-    """
-    # After the largest int32 the number stays, as the step does.
-    update_number = count_up(step)
-    if every is None:
-        return update_number
-    # every=3: the steps 0, 1, 2, 3, 4, 5 give 1, 2, 0, 1, 2, 0.
-    return update_number % jnp.asarray(every, jnp.int32)

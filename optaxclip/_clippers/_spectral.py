@@ -223,7 +223,7 @@ def _measure(
 ) -> SpectralNorm:
     """The measure of these arguments, which are checked."""
     check_choice(f"{call}: method", method, get_args(Method))
-    # A tuple is a node of the tree, as `columns` has one number for each leaf.
+    # A leaf has one number of columns, so a tuple is a node of the tree and no value.
     columns = static_axes("columns", columns, call, is_value=trees.is_none)
     stacked = static_axes("stacked", stacked, call)
     return SpectralNorm(call, method, columns, stacked)
@@ -246,31 +246,33 @@ class SpectralNorm(NamedTuple):
         # Vectors keep their L2 norm, which is their spectral norm. Devices may hold
         # different layers, whose norms are not joined.
         mesh_axes = [None if axes else "auto" for axes in self.layer_axes(tree)]
-        mesh_axes_of_paths = Prefix(tuple(zip(trees.leaf_paths(tree), mesh_axes)))
+        mesh_axes_of_leaves = Prefix(tuple(zip(trees.leaf_paths(tree), mesh_axes)))
         measure = TensorNorm(
-            self.call, stacked=self.stacked, mesh_axes=mesh_axes_of_paths
+            self.call, stacked=self.stacked, mesh_axes=mesh_axes_of_leaves
         )
         l2_norms = measure(tree)
-        values = l2_norms.local_values()
+        norms = l2_norms.local_values()
         for matrix_shape, indices in self.indices_by_shape(tree).items():
             matrices = matrix_shape.stack(leaves, indices)
-            # The largest elements are norms too, near enough to divide by.
-            sizes = jnp.abs(matrices)
-            peaks = jnp.max(sizes, (-2, -1), keepdims=True)
-            quotients, divisors = _scaled_by_power_of_2(matrices, peaks)
+            # The largest modulus is near enough to the spectral norm to divide by.
+            moduli = jnp.abs(matrices)
+            largest_moduli = jnp.max(moduli, (-2, -1), keepdims=True)
+            quotients, divisors = _scaled_by_power_of_2(matrices, largest_moduli)
             if self.method == "svd":
-                largest = jnp.linalg.svd(quotients, compute_uv=False)[..., :1, None]
+                singular_values = jnp.linalg.svd(quotients, compute_uv=False)
+                quotient_norms = singular_values[..., :1, None]
             else:
-                largest = largest_singular_values(quotients)
-            is_finite = jnp.isfinite(peaks)
-            spectral_norms = jnp.where(is_finite, largest * divisors, peaks)
+                quotient_norms = largest_singular_values(quotients)
+            spectral_norms = jnp.where(
+                jnp.isfinite(largest_moduli), quotient_norms * divisors, largest_moduli
+            )
             for index, spectral_norm in zip(indices, spectral_norms):
-                l2_norm = values[index]
+                l2_norm = norms[index]
                 spectral_norm = spectral_norm.reshape(l2_norm.shape)
-                values[index] = spectral_norm.astype(l2_norm.dtype)
+                norms[index] = spectral_norm.astype(l2_norm.dtype)
         # Each device holds whole matrices: no norm is split over devices.
-        specs = tuple(LeafSpec(norm_index=index) for index in range(len(values)))
-        return l2_norms._replace(values=values, specs=specs)
+        specs = tuple(LeafSpec(norm_index=index) for index in range(len(norms)))
+        return l2_norms._replace(values=norms, specs=specs)
 
     def layer_axes(self, tree: PyTree) -> list[tuple[int, ...]]:
         """The axes of each leaf that count layers, in ascending order."""
@@ -279,29 +281,28 @@ class SpectralNorm(NamedTuple):
 
     def indices_by_shape(self, tree: PyTree) -> dict[MatrixShape, list[int]]:
         """The indices of the leaves that are matrices, by their shape."""
-        argument = f"{self.call}: columns"
-        columns = for_each_leaf(self.columns, tree, argument)
+        columns = for_each_leaf(self.columns, tree, f"{self.call}: columns")
         layers_of_leaves = self.layer_axes(tree)
         indices_by_shape: dict[MatrixShape, list[int]] = {}
         for index, (path, leaf) in enumerate(jax.tree.leaves_with_path(tree)):
             shape = jnp.shape(leaf)
             layer_axes = layers_of_leaves[index]
             matrix_axes = other_axes(layer_axes, len(shape))
-            rank = len(matrix_axes)
-            if rank < 2:
+            if len(matrix_axes) < 2:
                 continue
-            check_no_bool(self.call, "columns", columns[index])
-            column_axis_count = 1 if columns[index] is None else columns[index]
-            is_whole = isinstance(column_axis_count, (int, np.integer))
-            if not is_whole or not 1 <= column_axis_count < rank:
+            column_rank = 1 if columns[index] is None else columns[index]
+            check_no_bool(self.call, "columns", column_rank)
+            is_whole = isinstance(column_rank, (int, np.integer))
+            if not is_whole or not 1 <= column_rank < len(matrix_axes):
                 raise ValueError(
-                    f"{argument} must be a whole number from 1 to {rank - 1} "
-                    f"for the leaf {trees.path_name(path)!r} of shape {shape}, got "
-                    f"{shown(column_axis_count)}."
+                    f"{self.call}: columns must be a whole number from 1 to "
+                    f"{len(matrix_axes) - 1} for the leaf {trees.path_name(path)!r} of "
+                    f"shape {shape}, got {shown(column_rank)}."
                 )
+            # The trailing `column_rank` axes are the columns, and all others the rows.
             sizes = [shape[axis] for axis in matrix_axes]
-            row_count = math.prod(sizes[:-column_axis_count])
-            column_count = math.prod(sizes[-column_axis_count:])
+            row_count = math.prod(sizes[:-column_rank])
+            column_count = math.prod(sizes[-column_rank:])
             # A matrix of one row or one column is a vector.
             if min(row_count, column_count) > 1:
                 matrix_shape = MatrixShape(
@@ -323,15 +324,14 @@ class MatrixShape(NamedTuple):
     column_count: int
 
     def stack(self, leaves: list[Array], indices: list[int]) -> Array:
-        """Those of the leaves as matrices [leaves, *layers, rows, columns], in at least
-        float32, transposed where they would have fewer rows than columns.
-
-        An Explicit mesh may split layers, but no matrix.
+        """The leaves at these indices as matrices [leaves, *layers, rows, columns], in
+        at least float32. They are transposed where rows are fewer than columns.
         """
         layer_rank = len(self.layer_axes)
         matrices_of_leaves = []
         for index in indices:
             x = jnp.moveaxis(leaves[index], self.layer_axes, range(layer_rank))
+            # An Explicit mesh may split layers, but no matrix.
             x = resharded(x, jax.typeof(x).sharding.spec[:layer_rank])
             shape = *x.shape[:layer_rank], self.row_count, self.column_count
             matrices_of_leaves.append(x.reshape(shape))
@@ -340,7 +340,9 @@ class MatrixShape(NamedTuple):
         return adjoint(matrices) if self.row_count < self.column_count else matrices
 
     def unstack(self, matrices: Array, like: Array) -> Array:
-        """One leaf out of a stack, [*layers, rows, columns], typed like another."""
+        """The leaf whose matrices these are, [*layers, rows, columns] as `stack` makes
+        them. It has the shape, dtype and sharding of `like`.
+        """
         if self.row_count < self.column_count:
             matrices = adjoint(matrices)
         matrix_axes = other_axes(self.layer_axes, like.ndim)
@@ -361,8 +363,8 @@ def _with_shrunk_values(
     scaled: Any,
     state: ClipState,
 ) -> Any:
-    """The tree with shrunk singular values. `scaled` and `state` are what the kernel
-    returned for it.
+    """The tree with shrunk singular values. `scaled` are its leaves as the kernel
+    multiplied them, and `state` is the kernel's state after that.
     """
     gradients = jax.tree.leaves(tree)
     scaled_leaves, treedef = jax.tree.flatten(scaled)
@@ -387,8 +389,9 @@ def _with_shrunk_values(
         scaled_matrices = matrix_shape.stack(scaled_leaves, indices)
         clipped = jnp.where(is_shrunk, shrunk, scaled_matrices)
         for index, matrices_of_leaf in zip(indices, clipped):
-            like = scaled_leaves[index]
-            results[index] = matrix_shape.unstack(matrices_of_leaf, like)
+            results[index] = matrix_shape.unstack(
+                matrices_of_leaf, like=scaled_leaves[index]
+            )
     return treedef.unflatten(results)
 
 
@@ -406,11 +409,14 @@ def _shrunk_matrices(
     quotients, divisors = _scaled_by_power_of_2(matrices, norms)
     limits = limits.astype(divisors.dtype)
     if measure.method == "svd":
-        u, quotient_values, vh = jnp.linalg.svd(quotients, full_matrices=False)
-        values = quotient_values[..., None, :] * divisors
-        rows = matrices.shape[-2]
-        shrunk_values = _shrunk_values(shrink, values, limits, rows, measure.call)
+        u, values_of_quotients, vh = jnp.linalg.svd(quotients, full_matrices=False)
+        singular_values = values_of_quotients[..., None, :] * divisors
+        row_count = matrices.shape[-2]
+        shrunk_values = _shrunk_values(
+            shrink, singular_values, limits, row_count, measure.call
+        )
         return matmul(u * shrunk_values.astype(u.dtype), vh)
+    # Where a norm is 0, NaN or inf, the caller takes what the kernel returned.
     has_norm = jnp.isfinite(norms) & (norms > 0)
     norms = jnp.where(has_norm, norms, 1.0).astype(divisors.dtype)
     shrunk_quotients = shrunk_by_products(
@@ -420,30 +426,34 @@ def _shrunk_matrices(
 
 
 def _shrunk_values(
-    shrink: Shrink, values: Array, limits: Array, rows: int, call: str
+    shrink: Shrink, singular_values: Array, limits: Array, row_count: int, call: str
 ) -> Array:
-    """The shrunk singular values [..., 1, values] of matrices, the largest first."""
-    limits = jnp.broadcast_to(limits, values.shape)
-    shrunk_values = shrunk_by(shrink, values, limits, call)
+    """The shrunk singular values of matrices. `singular_values` is [..., 1, values],
+    the largest first.
+    """
+    limits = jnp.broadcast_to(limits, singular_values.shape)
+    shrunk_values = shrunk_by(shrink, singular_values, limits, call)
     if shrink is hard:
         return shrunk_values
-    # What LAPACK and NumPy's `matrix_rank` count as 0 may be rounding noise, with
-    # singular vectors of no meaning. `normalize` would bring it to the limit.
-    noise = jnp.finfo(values.dtype).eps * rows * values[..., :1]
-    not_lengthened = jnp.minimum(shrunk_values, values)
-    return jnp.where(values <= noise, not_lengthened, shrunk_values)
+    # A singular value that LAPACK and NumPy's `matrix_rank` count as 0 may be rounding
+    # noise, and its singular vectors too. `normalize` would bring it to the limit.
+    eps = jnp.finfo(singular_values.dtype).eps
+    noise = eps * row_count * singular_values[..., :1]
+    not_lengthened = jnp.minimum(shrunk_values, singular_values)
+    return jnp.where(singular_values <= noise, not_lengthened, shrunk_values)
 
 
 def _scaled_by_power_of_2(matrices: Array, norms: Array) -> tuple[Array, Array]:
-    """Matrices divided by a power of 2 near their norm, so that squares do not
-    overflow, and these powers. Matrices whose norm is NaN or inf become zeros.
+    """(quotients, divisors): the matrices divided by a power of 2 near their norm, so
+    that squares do not overflow, and these powers. Matrices whose norm is NaN or inf
+    become zeros.
     """
     norms = lax.stop_gradient(norms).astype(matrices.real.dtype)
     is_finite = jnp.isfinite(norms)
     norms = jnp.where(is_finite & (norms > 0), norms, 1.0)
     info = jnp.finfo(norms.dtype)
-    # A number without digits behind its first is a power of 2, by which a division
-    # rounds nothing. On a CPU `exp2` is off by 3e-6.
+    # A number rounded to no bits of mantissa is a power of 2, by which a division
+    # rounds nothing. `exp2` is not used: on a CPU it is off by 3e-6.
     powers = lax.reduce_precision(norms, int(info.nexp), 0)
     # Divisors end at 2^125 in float32: XLA multiplies by the reciprocal, which above
     # 2^126 is flushed to 0.

@@ -24,7 +24,7 @@ from .._reduce import norms_of
 from .._specs import LeafSpec, NormPlan
 from .._trees import PyTree
 from ..rules._rule import is_rule
-from ..shrinks import Shrink, hard, lengthening_of
+from ..shrinks import Shrink, factor_per_limit_of, hard
 from ._problem import Problem
 
 Arrays = list[Array]
@@ -164,7 +164,8 @@ class Limits(NamedTuple):
         is_limited = not any(limit is None for limit in self.values)
         # `over_limit` multiplies by at most 1 over the limit, and its new limit is 1.
         is_bounded = (
-            self.shrink is over_limit or lengthening_of(self.shrink) <= 1 / LEAST_LIMIT
+            self.shrink is over_limit
+            or factor_per_limit_of(self.shrink) <= 1 / LEAST_LIMIT
         )
         if self.needs_all_norms or not is_limited or not is_bounded:
             return None

@@ -259,9 +259,9 @@ def test_psac_is_bounded_only_where_float32_holds_its_r():
     norm = jnp.float32(1e-25)
     shrink = shrinks.psac(1e-40)
     assert float(shrink(norm, 1.0) / norm) > 1e24
-    assert shrinks.lengthening_of(shrink) == math.inf
+    assert shrinks.factor_per_limit_of(shrink) == math.inf
     # For r = 1e-6 the quotient norm + r / (norm + r) is least for the norm 1e-3 - 1e-6.
-    bound = shrinks.lengthening_of(shrinks.psac(1e-6))
+    bound = shrinks.factor_per_limit_of(shrinks.psac(1e-6))
     np.testing.assert_allclose(bound, 1 / (2e-3 - 1e-6), rtol=1e-12)
 
 

@@ -266,7 +266,7 @@ def test_a_result_without_a_bound_is_refused(jit):
 )
 def test_shrinks_that_lengthen_little_have_the_bound_of_the_limit(shrink):
     assert is_bound(result_of(2.0, shrink=shrink).sensitivity, 2.0)
-    factor = shrinks.lengthening_of(shrinks.shrink_of(shrink, ""))
+    factor = shrinks.factor_per_limit_of(shrinks.shrink_of(shrink, ""))
     norms = np.geomspace(1e-12, 1e3, 10_000)
     for limit in (1e-5, 2.0, 1e3):
         found = shrinks.shrink_of(shrink, "")(jnp.float32(norms), jnp.float32(limit))
