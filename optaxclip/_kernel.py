@@ -71,10 +71,10 @@ from ._sums import traced_once
 from ._trees import PyTree
 from .rules._limits import (
     LimitTree,
-    check_limits_of_parts,
     check_one_limit,
+    check_tree_of_rules,
     rule_of,
-    rules_of,
+    tree_of_rules,
 )
 from .rules._rule import (
     Rule,
@@ -148,8 +148,8 @@ def make_clipper(
     if isinstance(measure, GlobalNorm) or isinstance(limit, Rule):
         rules: Any = rule_of(limit, argument)
     else:
-        rules = rules_of(limit, argument)
-        check_limits_of_parts(argument, rules)
+        rules = tree_of_rules(limit, argument)
+        check_tree_of_rules(argument, rules)
     rule_list = jax.tree.leaves(rules, is_leaf=is_rule)
     rule_leaves, treedef = jax.tree.flatten(rules)
     # A model of equinox with limits in it can be called, and has no schedule.

@@ -30,7 +30,7 @@ from ..rules._rule import (
     at_step,
     checked_number,
     number_field,
-    rule_in,
+    rule_named,
     warn_of_falling,
 )
 from ..rules._windows import WindowedQuantile
@@ -117,7 +117,7 @@ def autoclip(
         )
     # A lambda would compile anew for each clipper that is built alike.
     share = Partial(_share_at, percentile) if callable(percentile) else percentile / 100
-    rule = rule_in(
+    rule = rule_named(
         call,
         WindowedQuantile,
         quantile=share,
@@ -204,7 +204,7 @@ def zclip(
     """
     call = "zclip"
     # Errors of the rule name zclip, which the user called, instead of z_score.
-    rule = rule_in(
+    rule = rule_named(
         call, ZScore, z=z, decay=decay, eps=eps, target=target, warmup=warmup
     )
     rule = _capped(rule, cap, call)
@@ -437,7 +437,7 @@ def aggc(
     """
     call = "aggc"
     # The published low, 0.95, is above the published high, 0.6: the upper edge wins.
-    rule = rule_in(
+    rule = rule_named(
         call,
         EmaBand,
         low=low,
@@ -520,7 +520,7 @@ def adagn(
     they keep their own count. GradientStabilizer is its third version (ICML 2026).
     """
     call = "adagn"
-    rule = rule_in(call, MomentsRatio, decay1=decay1, decay2=decay2, eps=eps)
+    rule = rule_named(call, MomentsRatio, decay1=decay1, decay2=decay2, eps=eps)
     return make_clipper(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,

@@ -17,7 +17,15 @@ from .._mesh import MeshAxes
 from .._norms import UserNorm, global_norm
 from .._state import RecordState
 from .._trees import PyTree
-from .._wrappers._judge import Judge, StateArrays, pack, row_property, unpack
+from .._wrappers._judge import (
+    ArrayRows,
+    Judge,
+    StateArrays,
+    StateRows,
+    pack,
+    row_property,
+    unpack,
+)
 from ..rules._memory import count_up, in_place, moving_average
 from ..rules._rule import Number
 from ..rules._windows import spike_rule
@@ -101,9 +109,11 @@ class SpikeState(NamedTuple):
     windows: PyTree
     loss_windows: PyTree
 
-    ROWS = (
-        ("spike_counts", ("step", "spiked", "spikes")),
-        ("spike_numbers", ("norm", "limit", "loss", "loss_limit", "spiked_recently")),
+    ROWS = StateRows(
+        counts=ArrayRows("spike_counts", ("step", "spiked", "spikes")),
+        numbers=ArrayRows(
+            "spike_numbers", ("norm", "limit", "loss", "loss_limit", "spiked_recently")
+        ),
     )
     step = row_property(ROWS, "step")
     spiked = row_property(ROWS, "spiked")

@@ -40,7 +40,7 @@ from .._options import check_measure
 from .._trees import PyTree, arrays_of, clipped_leaves, put_back
 from ..rules._averages import Ema
 from ..rules._memory import count_up, new_where, root
-from ..rules._rule import Number, at_step, checked_number, rule_in
+from ..rules._rule import Number, at_step, checked_number, rule_named
 
 
 @exported
@@ -288,7 +288,7 @@ def adaclip(
     options = check_measure(call, ord=math.inf, stacked=stacked, mesh_axes=mesh_axes)
     # Order inf: the norm of a tensor is its largest coordinate, max|g|.
     measure = TensorNorm(**options)
-    rule = rule_in(call, Ema, decay=decay)
+    rule = rule_named(call, Ema, decay=decay)
     kernel: Any = make_clipper(
         measure, rule, call=call, name="limit", nonfinite=nonfinite
     )

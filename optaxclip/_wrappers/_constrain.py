@@ -1,10 +1,10 @@
-"""A clipper that clips weights: it is given what a step makes of them.
+"""A clipper that clips weights: it gets the weights after a step.
 
     u' = clip(W + u) - W
 
-A weight plus its update is rounded to the weight's dtype, and so is the update. Where W
-is far from what it becomes, such as 100 that is clipped to 1.2, the second rounding may
-carry it beyond the limit. The update is then made one ulp shorter.
+The update is rounded to its dtype, and a weight plus its update to the weight's dtype.
+Where W is far from its limit, such as 100 that is clipped to 1.2, the rounding of the
+update may carry W + u' beyond the limit. The update is then made one ulp shorter.
 """
 
 from __future__ import annotations
@@ -88,24 +88,26 @@ def constrain(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
-        tree = clipped_leaves(updates, call)
-        weights = weights_of(call, tree, params, "updates")
+        inexact_updates = clipped_leaves(updates, call)
+        weights = weights_of(call, inexact_updates, params, "updates")
         # Norms and limits of gradients say nothing of weights.
         extra_args = without_overrides(extra_args)
-        moved = jax.tree.map(_moved, weights, tree)
+        moved = jax.tree.map(_moved_weight, weights, inexact_updates)
         clipped, new_state = clipper.update(moved, state, params, **extra_args)
-        broken_norms = []
-        for clip_state in clip_states(new_state):
-            is_sound = are_sound(clip_state.norm, clip_state.limit)
-            broken_norms.append(~is_sound)
-        update_to = partial(_update_to, broken_norms)
-        changes = jax.tree.map(update_to, tree, weights, moved, clipped)
+        broken_norms = [
+            ~are_sound(clip_state.norm, clip_state.limit)
+            for clip_state in clip_states(new_state)
+        ]
+        update_to_clipped = partial(_update_to_clipped, broken_norms)
+        changes = jax.tree.map(
+            update_to_clipped, inexact_updates, weights, moved, clipped
+        )
         return put_back(changes, updates), new_state
 
     return optax.GradientTransformationExtraArgs(clipper.init, update)
 
 
-def _moved(weight: Array, update: Array) -> Array:
+def _moved_weight(weight: Array, update: Array) -> Array:
     """The weight after the update as it came, in float32 or wider."""
     weight = jnp.asarray(weight)
     update = jnp.asarray(update)
@@ -115,7 +117,7 @@ def _moved(weight: Array, update: Array) -> Array:
 
 
 @jax.jit
-def _update_to(
+def _update_to_clipped(
     broken_norms: list[Array],
     update: Array,
     weight: Array,
@@ -124,26 +126,29 @@ def _update_to(
 ) -> Array:
     """The update that takes a weight to its clipped value.
 
-    `broken_norms` says of the norms of each clipper which are broken, and `moved` is
-    the weight after the update as it came.
+    Args:
+      broken_norms: for each clipper a bool array: which of its norms are broken.
+      update, weight: a leaf of the updates, and its weights.
+      moved: the weights after the update as it came.
+      clipped: what the clipper made of `moved`.
     """
     weight = jnp.asarray(weight)
     update = jnp.asarray(update)
     arguments = clipped, moved, weight, update
     if jnp.iscomplexobj(moved):
         # Each part is rounded by itself. reduce_precision takes no complex numbers.
-        real = _real_update_to(*(jnp.real(x) for x in arguments))
-        imag = _real_update_to(*(jnp.imag(x) for x in arguments))
+        real = _real_update_to_clipped(*(jnp.real(x) for x in arguments))
+        imag = _real_update_to_clipped(*(jnp.imag(x) for x in arguments))
         change = lax.complex(real, imag)
     else:
-        change = _real_update_to(*arguments)
+        change = _real_update_to_clipped(*arguments)
     change = change.astype(update.dtype)
     # Where the clipper changed nothing, the update keeps its bits.
     is_free = clipped == moved
     change = jnp.where(is_free, update, change)
-    # A clipper with nonfinite="zero" returns zeros for a broken step. They are no
-    # weights, so nothing is changed. Which leaves share a norm is not known here: one
-    # broken norm counts for every leaf.
+    # A clipper with nonfinite="zero" returns zeros for a broken step. These zeros are
+    # not new weights, so the weights stay. Which leaves share a norm is not known here:
+    # one broken norm counts for every leaf.
     for is_broken in broken_norms:
         # In shard_map an array that differs over more mesh axes than the update would
         # make it differ over them too.
@@ -153,7 +158,7 @@ def _update_to(
     return change
 
 
-def _real_update_to(
+def _real_update_to_clipped(
     clipped: Array, moved: Array, weight: Array, update: Array
 ) -> Array:
     """The update from `weight` to `clipped`, for real numbers.
@@ -172,8 +177,8 @@ def _real_update_to(
     # 1 or -1: the side of the goal where weights are beyond the limit.
     outward = jnp.sign(moved)
     is_beyond = (arrived - goal) * outward > 0
-    # Between 3/4 and 3/2 ulp, so that rounding makes it one. All subnormal numbers have
-    # the same ulp, which small changes of float16 need.
+    # 0.75 * ulp is between 3/4 and 3/2 of the true ulp, so that rounding makes it one.
+    # Small changes of float16 are subnormal numbers, which all have the same ulp.
     info = jnp.finfo(update.dtype)
     least_ulp = float(info.smallest_subnormal)
     ulp = jnp.maximum(float(info.eps) * jnp.abs(change), least_ulp)
@@ -189,19 +194,20 @@ def _real_update_to(
 
 
 def _rounded(x: Array, dtype: DTypeLike) -> Array:
-    """The number rounded to a narrower dtype, and still in its own."""
+    """The number rounded as a narrower dtype would, in the dtype that it has."""
     info = jnp.finfo(dtype)
     wide_info = jnp.finfo(x.dtype)
     if info.bits >= wide_info.bits:
         return x
-    # The ranges of 8-bit dtypes are not those of IEEE formats.
+    # reduce_precision knows IEEE formats only, and 8-bit dtypes have other ranges.
     if info.bits < 16:
         return x.astype(dtype).astype(x.dtype)
-    # XLA may drop two casts in a row, and keeps this.
+    # XLA may drop a cast and the cast back, but it keeps reduce_precision.
     rounded = lax.reduce_precision(x, info.nexp, info.nmant)
     if info.nexp == wide_info.nexp:
         return rounded
-    # reduce_precision makes subnormal numbers 0, which small changes of float16 need.
+    # reduce_precision turns subnormal numbers into 0. Small changes of float16 are
+    # subnormal.
     ulp = float(info.smallest_subnormal)
     subnormal = jnp.round(x / ulp) * ulp
     is_subnormal = jnp.abs(x) < float(info.tiny)

@@ -29,8 +29,8 @@ from .._trees import PyTree, clipped_leaves
 from ..rules._rule import Rule, limit_and_memory_of, limit_and_memory_of_jitted
 
 
-class Comparison(NamedTuple):
-    """A norm or a loss that was held against its limit."""
+class ComparedNumber(NamedTuple):
+    """A norm or a loss, and the limit that it was held against."""
 
     value: Array
     limit: Array
@@ -42,8 +42,9 @@ class Comparison(NamedTuple):
 class Judgement(NamedTuple):
     """What was decided of a step."""
 
-    norm: Comparison
-    loss: Comparison  # of the last step that had a loss, rejected in this step only
+    norm: ComparedNumber
+    # The last loss that was given. It can be rejected only in the step that gave it.
+    loss: ComparedNumber
     is_rejected: Array  # bool[]
     is_nonfinite: Array  # bool[]: whether norm or loss is NaN or inf
 
@@ -53,24 +54,24 @@ class Judge(NamedTuple):
 
     call: str  # the function that errors name
     rule: Rule  # of the norm
-    loss_rule: Rule | None  # None looks at no loss
+    loss_rule: Rule | None  # None: losses are ignored
     mesh_axes: MeshAxes
-    # The argument that the error of a step without a loss names. "" where a step may go
-    # without.
+    # The argument that makes a loss necessary. The error of a step without a loss names
+    # it. "" where steps may come without a loss.
     loss_argument: str = ""
 
-    def initial(self, params: PyTree) -> tuple[Comparison, Comparison]:
+    def initial(self, params: PyTree) -> tuple[ComparedNumber, ComparedNumber]:
         """Norm and loss before the first step."""
-        # Only its dtype is needed: float64 if a leaf has 64 bits.
         tree = clipped_leaves(params, self.call)
+        # Only the dtype of the norm is needed: float64 if a leaf has 64 bits.
         norm_type = jax.eval_shape(self._replace(mesh_axes=None)._norm_of, tree)
         zero = jnp.zeros((), norm_type.dtype)
         no_limit = jnp.full_like(zero, jnp.inf)
         loss_memory = self.loss_rule.init(zero) if self.loss_rule else ()
-        # Not NaN, at which `jax_debug_nans` would raise.
+        # `jax_debug_nans` would raise at NaN.
         no_loss = jnp.full_like(zero, -jnp.inf)
-        norm = Comparison(zero, no_limit, self.rule.init(zero))
-        return norm, Comparison(no_loss, no_limit, loss_memory)
+        norm = ComparedNumber(zero, no_limit, self.rule.init(zero))
+        return norm, ComparedNumber(no_loss, no_limit, loss_memory)
 
     def decide(
         self, state: PyTree, updates: PyTree, extra_args: Mapping[str, Any]
@@ -86,13 +87,13 @@ class Judge(NamedTuple):
           TypeError: something that is not a number, or a loss under another name.
         """
         memory, loss_memory = state.memories
-        norm_value = self._given("grad_norm", extra_args)
+        norm_value = self._number_in(extra_args, "grad_norm")
         if norm_value is None:
             norm_value = self._norm_of(updates)
         norm = self._compared(self.rule, norm_value, memory, state)
-        loss = Comparison(state.loss, state.loss_limit, loss_memory)
+        loss = ComparedNumber(state.loss, state.loss_limit, loss_memory)
         if self.loss_rule is not None:
-            loss_value = self._given("value", extra_args)
+            loss_value = self._number_in(extra_args, "value")
             if loss_value is None:
                 self._check_no_loss(extra_args)
             else:
@@ -108,8 +109,10 @@ class Judge(NamedTuple):
         )
 
     def varying_like(self, model: PyTree, values: PyTree) -> PyTree:
-        """The values. With mesh_axes=None, where each device trains alone, they are
-        typed as varying over the same mesh axes as the model.
+        """The values, typed as varying over the mesh axes that `model` varies over.
+
+        That is so with mesh_axes=None, where each device trains alone. Otherwise the
+        values stay as they are.
         """
         if self.mesh_axes is None:
             return varying_as_any_of(values, model)
@@ -128,13 +131,13 @@ class Judge(NamedTuple):
         state: PyTree,
         *,
         is_loss: bool = False,
-    ) -> Comparison:
-        """A number, the limit that its rule gives, and what the rule remembers then."""
-        # Numbers of the user's may have another dtype than the state.
+    ) -> ComparedNumber:
+        """Holds a norm or a loss against the limit of its rule."""
+        # A user's number may have another dtype than the state.
         value = jnp.array(number, state.norm.dtype)
         value = self.varying_like(state.norm, value)
         argument = "loss_rule" if is_loss else "rule"
-        # A traced step is one inside the user's jit. There a jit of ours would keep a
+        # Tracers show that the user's jit is running. There a jit of ours would keep a
         # schedule, and what it refers to, alive in its cache.
         is_traced = isinstance(value, Tracer) or isinstance(state.step, Tracer)
         ask_rule = limit_and_memory_of if is_traced else limit_and_memory_of_jitted
@@ -149,10 +152,13 @@ class Judge(NamedTuple):
         is_nonfinite = ~jnp.isfinite(value)
         # Not `value > limit`, which is False for a limit of NaN.
         is_rejected = is_nonfinite | ~(value <= limit)
-        return Comparison(value, limit, new_memory, is_nonfinite, is_rejected)
+        return ComparedNumber(value, limit, new_memory, is_nonfinite, is_rejected)
 
-    def _given(self, argument: str, extra_args: Mapping[str, Any]) -> Any:
-        """A norm or a loss that `update` was given, as JAX can carry it, or None."""
+    def _number_in(self, extra_args: Mapping[str, Any], argument: str) -> Any:
+        """The norm or the loss among the arguments of `update`, or None.
+
+        Its form is one that JAX can carry into a compiled call.
+        """
         number = extra_args.get(argument)
         if number is None:
             return None
@@ -189,9 +195,19 @@ class Judge(NamedTuple):
 
 # ------------------------------------------------------------- the rows of two arrays
 
-# The fields of both arrays, counts first, and the names of their rows:
-# (("skip_counts", ("step", ...)), ("skip_numbers", ("norm", ...))).
-RowNames = tuple[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]]
+
+class ArrayRows(NamedTuple):
+    """The rows of an array of a state that do not belong to rules."""
+
+    field: str  # of the state: "skip_counts"
+    names: tuple[str, ...]  # of the rows: ("step", "skipped", ...)
+
+
+class StateRows(NamedTuple):
+    """The rows of both arrays of a state."""
+
+    counts: ArrayRows
+    numbers: ArrayRows
 
 
 class StateArrays(NamedTuple):
@@ -200,24 +216,28 @@ class StateArrays(NamedTuple):
     counts: Array  # int32[rows]
     numbers: Array  # float[rows]
     windows: PyTree  # what the rule of the norm remembers beyond its rows
-    loss_windows: PyTree
+    loss_windows: PyTree  # likewise of the rule of the loss
 
 
-def row_property(rows: RowNames, name: str) -> property:
+def row_property(rows: StateRows, name: str) -> property:
     """The property of a state that reads a row."""
-    field, names = next(row for row in rows if name in row[1])
+    field, names = rows.counts if name in rows.counts.names else rows.numbers
     index = names.index(name)
     # States of several models have axes in front.
     return property(lambda state: getattr(state, field)[..., index])
 
 
 def pack(
-    rows: RowNames, norm: Comparison, loss: Comparison, **counts_and_shares: Array
+    rows: StateRows,
+    norm: ComparedNumber,
+    loss: ComparedNumber,
+    **counts_and_shares: Array,
 ) -> StateArrays:
-    """The arrays of a state. Its own counts and shares come by name, and are 0 in the
-    state before the first step.
+    """The arrays of a state.
+
+    `counts_and_shares` are the other rows by name. Without them, before the first step,
+    they are 0.
     """
-    (_, count_names), (_, number_names) = rows
     value_of_row = {
         "norm": norm.value,
         "limit": norm.limit,
@@ -227,9 +247,11 @@ def pack(
     }
     memory = packed((norm.memory, loss.memory), norm.value)
     zero = jnp.zeros((), jnp.int32)
-    counts = [value_of_row.get(name, zero) for name in count_names]
     dtype = norm.value.dtype
-    numbers = [value_of_row.get(name, zero).astype(dtype) for name in number_names]
+    counts = [value_of_row.get(name, zero) for name in rows.counts.names]
+    numbers = [
+        value_of_row.get(name, zero).astype(dtype) for name in rows.numbers.names
+    ]
     windows, loss_windows = memory.windows
     return StateArrays(
         counts=jnp.stack(counts + memory.counts),
@@ -239,11 +261,10 @@ def pack(
     )
 
 
-def unpack(rows: RowNames, arrays: StateArrays) -> tuple[PyTree, PyTree]:
+def unpack(rows: StateRows, arrays: StateArrays) -> tuple[PyTree, PyTree]:
     """What the rules of norm and loss remember."""
-    (_, count_names), (_, number_names) = rows
     return unpacked(
         (arrays.windows, arrays.loss_windows),
-        counts=rows_from(arrays.counts, len(count_names), is_global=True),
-        numbers=rows_from(arrays.numbers, len(number_names), is_global=True),
+        counts=rows_from(arrays.counts, len(rows.counts.names), is_global=True),
+        numbers=rows_from(arrays.numbers, len(rows.numbers.names), is_global=True),
     )

@@ -46,18 +46,9 @@ def update_unless(
     """
     arguments = updates, state, params
     update = partial(optimizer.update, **extra_args)
-    trace = jax.make_jaxpr(update, return_shape=True)
-    program, shapes = trace(*arguments)
+    program, output_shapes = jax.make_jaxpr(update, return_shape=True)(*arguments)
     jaxpr = program.jaxpr
-    # The old leaf of each output. None stands for the zeros of skipped updates.
-    old_by_path = dict(jax.tree.leaves_with_path((None, state)))
-    if jax.tree.structure(state) != jax.tree.structure(shapes[1]):
-        # In the place of optax's EmptyState a clipper makes a state, which is new then.
-        new_state = optimizer.init(updates)
-        old_by_path = dict(jax.tree.leaves_with_path((None, new_state))) | old_by_path
-    old_leaves = []
-    for path in leaf_paths(shapes):
-        old_leaves.append(old_by_path.get(path))
+    old_leaves = _old_leaves(optimizer, updates, state, output_shapes)
     values = dict(zip(jaxpr.constvars, program.consts))
     values.update(zip(jaxpr.invars, jax.tree.leaves(arguments)))
     # The old leaf of each variable that is selected as soon as it is computed.
@@ -76,15 +67,38 @@ def update_unless(
     new_leaves = []
     for output, old_leaf in zip(jaxpr.outvars, old_leaves):
         if is_literal(output):
-            value = _select(skip, old_leaf, output.val)
-        elif old_leaf is None or old_by_variable.get(output) is not old_leaf:
-            # Not selected yet: updates, arguments, and leaves whose variable is another
-            # leaf too, which came later and had its old value selected.
-            value = _select(skip, old_leaf, values[output])
+            new_leaf = _select(skip, old_leaf, output.val)
+        elif old_leaf is not None and old_by_variable.get(output) is old_leaf:
+            # Selected when it was computed.
+            new_leaf = values[output]
         else:
-            value = values[output]
-        new_leaves.append(value)
-    return jax.tree.unflatten(jax.tree.structure(shapes), new_leaves)
+            # An update, or an argument. Or one variable is two leaves of the state:
+            # the loop above selected the old value of the last of them only.
+            new_leaf = _select(skip, old_leaf, values[output])
+        new_leaves.append(new_leaf)
+    return jax.tree.unflatten(jax.tree.structure(output_shapes), new_leaves)
+
+
+def _old_leaves(
+    optimizer: optax.GradientTransformationExtraArgs,
+    updates: PyTree,
+    state: PyTree,
+    output_shapes: tuple[PyTree, PyTree],
+) -> list[Array | None]:
+    """What each output of the optimizer's update becomes in a skipped step.
+
+    It is the leaf of the old state at the same path, and None for updates, which become
+    zeros.
+    """
+    # Outputs are (updates, state). None has no leaves, so no update has an old leaf.
+    old_by_path = dict(jax.tree.leaves_with_path((None, state)))
+    _, new_state_shapes = output_shapes
+    if jax.tree.structure(state) != jax.tree.structure(new_state_shapes):
+        # A checkpoint of optax has EmptyState where a clipper is now. The clipper's
+        # update returns a full state: its old leaves are those before the first step.
+        first_state = optimizer.init(updates)
+        old_by_path = dict(jax.tree.leaves_with_path((None, first_state))) | old_by_path
+    return [old_by_path.get(path) for path in leaf_paths(output_shapes)]
 
 
 def _select(skip: Array, old: Array | None, new: Array) -> Array:

@@ -54,7 +54,16 @@ from ..rules._memory import count_up, in_place, moving_average
 from ..rules._rule import Number
 from ..rules._windows import skip_step_rule
 from ._carry import CarryState
-from ._judge import Judge, Judgement, StateArrays, pack, row_property, unpack
+from ._judge import (
+    ArrayRows,
+    Judge,
+    Judgement,
+    StateArrays,
+    StateRows,
+    pack,
+    row_property,
+    unpack,
+)
 from ._select_early import update_unless
 
 
@@ -88,9 +97,13 @@ class SkipState(NamedTuple):
     loss_windows: PyTree
     inner_state: PyTree
 
-    ROWS = (
-        ("skip_counts", ("step", "skipped", "nonfinite", "consecutive")),
-        ("skip_numbers", ("norm", "limit", "loss", "loss_limit", "skipped_recently")),
+    ROWS = StateRows(
+        counts=ArrayRows(
+            "skip_counts", ("step", "skipped", "nonfinite", "consecutive")
+        ),
+        numbers=ArrayRows(
+            "skip_numbers", ("norm", "limit", "loss", "loss_limit", "skipped_recently")
+        ),
     )
     step = row_property(ROWS, "step")
     skipped = row_property(ROWS, "skipped")
@@ -105,7 +118,7 @@ class SkipState(NamedTuple):
     @property
     def memories(self) -> tuple[PyTree, PyTree]:
         """What the rules of norm and loss remember."""
-        return unpack(self.ROWS, StateArrays(*self[:4]))
+        return unpack(self.ROWS, StateArrays(*self[:-1]))
 
 
 def skip_nonfinite(
@@ -147,7 +160,7 @@ def skip_nonfinite(
     """
     # Without a limit only NaN and inf are rejected. No loss is looked at.
     judge = Judge("skip_nonfinite", Constant(None), None, mesh_axes)
-    return _skipping(inner, judge, max_consecutive)
+    return _without_rejected_steps(inner, judge, max_consecutive)
 
 
 def skip_step(
@@ -227,7 +240,9 @@ def skip_step(
     # With None a step without a loss is judged by its norm alone.
     loss_rule = rule if on_loss is None or on_loss else None
     loss_argument = "on_loss=True" if on_loss else ""
-    return _skipping(inner, Judge(call, rule, loss_rule, mesh_axes, loss_argument))
+    return _without_rejected_steps(
+        inner, Judge(call, rule, loss_rule, mesh_axes, loss_argument)
+    )
 
 
 def skip_spikes(
@@ -295,10 +310,10 @@ def skip_spikes(
     if loss_rule is not None:
         loss_rule = rule_without_params(loss_rule, f"{call}: loss_rule")
     judge = Judge(call, rule, loss_rule, mesh_axes, "loss_rule")
-    return _skipping(inner, judge, max_consecutive)
+    return _without_rejected_steps(inner, judge, max_consecutive)
 
 
-def _skipping(
+def _without_rejected_steps(
     inner: optax.GradientTransformation,
     judge: Judge,
     max_consecutive: ArrayLike | None = None,
@@ -348,18 +363,19 @@ def _next_state(
         consecutive=jnp.where(skip, count_up(state.consecutive), 0),
         skipped_recently=moving_average(state.skipped_recently, skip, step),
     )
-    arrays: StateArrays = jax.tree.map(in_place, arrays, StateArrays(*state[:4]))
+    # All fields but the inner state.
+    old_arrays = StateArrays(*state[:-1])
+    arrays: StateArrays = jax.tree.map(in_place, arrays, old_arrays)
     return SkipState(*arrays, inner_state)
 
 
-# EmptyState is not among them. optax's clippers have it, but so does
-# `optax.scale(-0.1)`.
+# EmptyState is missing: optax's clippers have it, but so does `optax.scale(-0.1)`.
 STATES_OF_CLIPPERS = (ClipState, ClipByValueState, SpamState, CarryState)
 
 
 def _warn_of_clippers(call: str, inner_state: PyTree) -> None:
     """Warns where only clippers are skipped, and not the optimizer behind them."""
-    # A chain has a tuple of states, which may be empty.
+    # The state of a chain is a tuple, which may be empty.
     states = inner_state if type(inner_state) is tuple else (inner_state,)
     if states and all(isinstance(state, STATES_OF_CLIPPERS) for state in states):
         warnings.warn(

@@ -35,10 +35,10 @@ from ._rule import (
 
 @exported
 class Average(NamedTuple):
-    """An exponential average of the norms seen so far."""
+    """An exponential average of the norms, or other values, seen so far."""
 
     estimate: Array  # float32[norm]: corrected for its start
-    # float32[norm]: the share of an endless average that was seen, in [0, 1]
+    # float32[norm]: the weights of all values seen, added up. From 0 it approaches 1.
     weight: Array
 
 
@@ -58,20 +58,21 @@ def blend(
     """
     if not corrected:
         decay = jnp.where(average.weight > 0, decay, 0.0)
-    weight, share = weigh(average.weight, decay)
+    weight, share = weight_and_share(average.weight, decay)
     # `between` takes the share of the old estimate.
     estimate = between(average.estimate, value, 1 - share)
     return Average(estimate, weight)
 
 
-def weigh(weight: Array, decay: Array) -> tuple[Array, Array]:
-    """The weight of an average after one more value, and the share of that value.
+def weight_and_share(weight: Array, decay: Array) -> tuple[Array, Array]:
+    """The weight of an average after one more value, and that value's share of it.
 
-    The first value becomes the average, whatever the decay.
+    The first value has the share 1, whatever the decay.
     """
-    # With a decay of 1 no value would have weight. So each then weighs 2^-60, and the
-    # average is their mean. Any decay below 1 gives a value at least 2^-24 (float32),
-    # beside which 2^-60 is nothing. So after a decay of 1 a lower one forgets the mean.
+    # With a decay of 1 a value would have the weight 0. It gets 2^-60 while all earlier
+    # values have no more, so the average is the mean of all. A decay below 1 gives a
+    # value a weight of at least 2^-24 (float32), beside which 2^-60 is nothing: after a
+    # decay of 1 the first lower one forgets the mean.
     is_tiny = weight < 2.0**-30
     least_weight = jnp.maximum(1 - decay, 2.0**-60)
     value_weight = jnp.where(is_tiny, least_weight, 1 - decay)
@@ -199,23 +200,25 @@ class EmaRatio(Rule):
         target_decay = self.decay if self.target_decay is None else self.target_decay
         target, target_decay = at_step(step, norm.dtype, target, target_decay)
         seen, average, target_average = memory
-        edge = ratio * average.estimate
-        # Without target and target_decay both averages are the same, and so are both
-        # limits. That takes two numbers more for each norm, and no second form of the
-        # memory.
+        limit = ratio * average.estimate
+        # Without target and target_decay both averages are equal, and so are both
+        # limits. The second average is kept all the same (two numbers for each norm),
+        # so that all memories have one structure.
         limit_of_spike = target * target_average.estimate
-        limit = jnp.where(norm > edge, limit_of_spike, edge)
+        limit = jnp.where(norm > limit, limit_of_spike, limit)
         # Without a norm there is no average, also with a warmup of 0.
         is_past_warmup = seen >= jnp.maximum(self.warmup, 1)
         limit = jnp.where(is_past_warmup, limit, jnp.inf)
         # By default the clipped norm, so that a spike does not raise the next limit.
-        value = remembered(self.remember, norm, limit)
+        kept_norm = remembered(self.remember, norm, limit)
         new_memory = EmaRatioMemory(
             seen=count_up(seen),
-            average=blend(average, value, decay, self.corrected),
-            target_average=blend(target_average, value, target_decay, self.corrected),
+            average=blend(average, kept_norm, decay, self.corrected),
+            target_average=blend(
+                target_average, kept_norm, target_decay, self.corrected
+            ),
         )
-        memory = new_unless_zero(self.remember, value, new_memory, memory)
+        memory = new_unless_zero(self.remember, kept_norm, new_memory, memory)
         return limit, memory
 
 
@@ -283,12 +286,13 @@ class EmaBand(Rule):
         # The upper edge wins where it is below the lower one, as it is by default.
         target = jnp.where(norm > upper, upper, raised)
         # However far the band is, a norm is multiplied by 0.9 to 1.1 by default.
-        target = jnp.clip(target, down * norm, multiple(up, norm))
+        limit = jnp.clip(target, down * norm, multiple(up, norm))
         # The first norm has no band yet.
-        target = jnp.where(average.weight > 0, target, norm)
-        new_average = blend(average, target, decay, corrected=False)
-        average = new_unless_zero("clipped", target, new_average, average)
-        return target, average
+        limit = jnp.where(average.weight > 0, limit, norm)
+        # The limit is what the clipped norm will be, and that is remembered.
+        new_average = blend(average, limit, decay, corrected=False)
+        average = new_unless_zero("clipped", limit, new_average, average)
+        return limit, average
 
 
 class MomentsRatio(Rule):
@@ -336,11 +340,11 @@ class MomentsRatio(Rule):
         # the range of float32.
         mean, rms = memory
         new_mean = blend(mean, norm, decay1)
-        weight, share = weigh(rms.weight, decay2)
+        weight, share = weight_and_share(rms.weight, decay2)
         old_part = root(1 - share) * rms.estimate
         new_part = root(share) * norm
         new_rms = hypot(old_part, new_part)
-        # The root is 0 for a first norm of 0, and eps may be 0 too.
+        # new_rms is 0 after a first norm of 0, and eps may be 0 too.
         divisor = jnp.where(new_rms > 0, new_rms + eps, 1.0)
         limit = new_mean.estimate / divisor
         new_memory = new_mean, Average(new_rms, weight)
@@ -427,8 +431,9 @@ class ZScore(Rule):
         new_count = (seen + 1).astype(norm.dtype)
         decay = jnp.where(is_past_warmup, decay, count / new_count)
         new_mean = between(mean, clipped_norm, decay)
-        # The paper's deviation is about the new mean. In the warm-up the geometric mean
-        # of the distances to the old and the new one gives the exact variance.
+        # The distance to the new mean is `decay` times the distance to the old one. The
+        # paper takes the former. In the warm-up their geometric mean gives the exact
+        # variance, as in Welford's algorithm.
         share_of_distance = jnp.where(is_past_warmup, decay, root(decay))
         distance = share_of_distance * (clipped_norm - mean)
         old_part = root(decay) * deviation
@@ -507,10 +512,10 @@ class LogZScore(Rule):
         # expm1 and log1p keep the digits of norms far below 1.
         limit = jnp.where(is_past_warmup, jnp.expm1(log_limit), jnp.inf)
         clipped_norm = jnp.minimum(norm, limit)
-        long_norm = jnp.maximum(clipped_norm, floor)
-        log_norm = jnp.log1p(long_norm)
+        floored_norm = jnp.maximum(clipped_norm, floor)
+        log_norm = jnp.log1p(floored_norm)
         new_mean = blend(mean, log_norm, decay)
-        _, share = weigh(mean.weight, decay)
+        _, share = weight_and_share(mean.weight, decay)
         # The variance of a mixture of old values and the new one, never negative.
         distance = root(share) * jnp.abs(log_norm - mean.estimate)
         new_deviation = root(1 - share) * hypot(deviation, distance)

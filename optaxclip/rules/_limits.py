@@ -50,7 +50,8 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
         return np.inf
     # JAX takes no bare function as an argument of a compiled call.
     if callable(limit):
-        # The hint is for a function of a leaf's path, which labels and axes may be.
+        # The hint is for users who pass a function of a leaf's path. Labels and axes
+        # may be such functions.
         hint = "Limits of parts are a tree, and optax.masked leaves parts out."
         checks.check_schedule(argument, limit, hint)
         return checks.as_partial(limit)
@@ -110,13 +111,14 @@ class Constant(Rule):
 
     limit: Number | None = field(metadata={"check": checked_limit})
 
-    # The user set this inf.
+    # An inf of this rule was written by the user, who wants no limit.
     inf_is_off = True
 
     def update(self, norm: Array, memory: PyTree, step: Array) -> Any:
-        # `limit_and_memory_of` brings what a schedule returns to the norm's dtype and
-        # shape.
-        return self.limit(step) if callable(self.limit) else self.limit, memory
+        # `limit_and_memory_of` brings the limit to the norm's dtype and shape.
+        if callable(self.limit):
+            return self.limit(step), memory
+        return self.limit, memory
 
 
 def rule_of(limit: LimitTree, argument: str) -> Rule:
@@ -133,25 +135,41 @@ def rule_of(limit: LimitTree, argument: str) -> Rule:
     return Constant(checked_limit(argument, limit))
 
 
-def rules_of(limits: LimitTree, argument: str) -> PyTree:
+def rule_without_params(limit: Limit, argument: str) -> Rule:
+    """The rule of a limit, where no norm but the limited one is measured.
+
+    Raises:
+      ValueError: a rule that needs the norm of the weights or of all norms.
+    """
+    rule = rule_of(limit, argument)
+    # Without this check `update` of the rule would miss an argument in the first step.
+    if rule.needs_params or rule.needs_total:
+        raise ValueError(
+            f"{argument} must not compare norms with that of all norms or with those "
+            f"of weights, which are not measured here, got {checks.shown(rule)}."
+        )
+    return rule
+
+
+def tree_of_rules(limits: LimitTree, argument: str) -> PyTree:
     """The rules of a tree of limits."""
 
     def is_limit(x: object) -> bool:
-        # None and rules are nodes to JAX, and would be taken apart.
+        # None and rules are pytree nodes, which `jax.tree.map` would take apart.
         return x is None or checks.is_function(x) or is_rule(x)
 
     return jax.tree.map(partial(rule_of, argument=argument), limits, is_leaf=is_limit)
 
 
-def check_limits_of_parts(argument: str, rules: PyTree) -> None:
-    """Refuses rules that learn in a tree of limits.
+def check_tree_of_rules(argument: str, rules: PyTree) -> None:
+    """Refuses rules that learn in a tree of rules.
 
     Raises:
       TypeError: a rule that remembers norms.
     """
     for path, rule in jax.tree.leaves_with_path(rules, is_leaf=is_rule):
         memory = jax.eval_shape(rule.init, jnp.zeros((), jnp.float32))
-        # One rule for all norms has an empty path, and may learn.
+        # A rule for all norms is not in a tree: its path is empty, and it may learn.
         if path and jax.tree.leaves(memory):
             raise TypeError(
                 f"{argument} must be one rule for all norms, or a tree of numbers and "
@@ -190,13 +208,13 @@ class ShareOfParams(Rule):
     share: Number = number_field()
     floor: Number = number_field(default=0.0)
 
-    # `limit_and_memory_of` hands over the norm of the weights.
+    # `update` takes the norm of the weights.
     needs_params = True
 
     @property
     def inf_is_off(self) -> bool:
-        # Weights that are infinite, or too large, are no wish for no limit. A share or
-        # a floor of inf is.
+        # With a share or a floor of inf the user wants no limit. A limit of inf that
+        # comes from the weights is an accident.
         return is_inf(self.share) or is_inf(self.floor)
 
     def update(
@@ -206,23 +224,6 @@ class ShareOfParams(Rule):
         # Weights may have 64 bits where updates have 32.
         weight_norm = jnp.maximum(params_norm.astype(norm.dtype), floor)
         return multiple(share, weight_norm), memory
-
-
-def rule_without_params(limit: Limit, argument: str) -> Rule:
-    """The rule of a limit, asked without the norm of the weights or of all norms.
-
-    Raises:
-      ValueError: a rule that needs one of these.
-    """
-    rule = rule_of(limit, argument)
-    # The rule is refused when the clipper is built. In the first step its `update`
-    # would miss an argument.
-    if rule.needs_params or rule.needs_total:
-        raise ValueError(
-            f"{argument} must not compare norms with that of all norms or with those "
-            f"of weights, which are not measured here, got {checks.shown(rule)}."
-        )
-    return rule
 
 
 # ---------------------------------------------------------------- rules made of rules
@@ -249,7 +250,8 @@ class Joined(Rule):
         self, norm: Array, memories: PyTree, step: Array, *more_norms: Array
     ) -> tuple[list[Array], tuple[Any, ...]]:
         """The limits of all rules, and their new memories."""
-        # `more_norms` has what one of the rules needs, in the order of `norms_for`.
+        # `norms_for` gave the norms that at least one rule needs: of the weights first,
+        # the total last.
         params_norm = more_norms[0] if self.needs_params else None
         total_norm = more_norms[-1] if self.needs_total else None
         limits = []
@@ -264,7 +266,8 @@ class Joined(Rule):
                 *norms_for(rule, params_norm, total_norm),
                 argument=f"{call}: rules[{index}]",
             )
-            # Limits may be Python numbers or of any dtype, and jnp.minimum wants one.
+            # Limits may be Python numbers or of any dtype. Minimum and Maximum compare
+            # them in one dtype.
             limits.append(checks.in_norm_dtype(norm.dtype, limit))
             new_memories.append(new_memory)
         return limits, tuple(new_memories)
@@ -303,8 +306,8 @@ class WarmUp(Joined):
         # Both rules are asked in every step, so the second has learnt when its limit
         # counts.
         limits, new_memories = self.ask_each(norm, memories, step, *more_norms)
-        before, after = limits
-        limit = jnp.where(seen < self.steps, before, after)
+        first_limit, second_limit = limits
+        limit = jnp.where(seen < self.steps, first_limit, second_limit)
         return limit, (count_up(seen), new_memories)
 
 
@@ -327,7 +330,7 @@ def minimum(*rules: Limit) -> Rule:
       [5. 2. 4. 5.]
     """
     # A function, since the fields of a dataclass cannot be *rules.
-    return Minimum(_rules("minimum", rules))
+    return Minimum(_rules_of_all("minimum", rules))
 
 
 def maximum(*rules: Limit) -> Rule:
@@ -348,7 +351,7 @@ def maximum(*rules: Limit) -> Rule:
       >>> print(optaxclip.replay.run(rule, [1.0, 9.0, 9.0, 9.0]).limits)
       [inf  5.  5.  8.]
     """
-    return Maximum(_rules("maximum", rules))
+    return Maximum(_rules_of_all("maximum", rules))
 
 
 def warm_up(steps: ArrayLike, before: Limit, after: Limit) -> Rule:
@@ -373,12 +376,16 @@ def warm_up(steps: ArrayLike, before: Limit, after: Limit) -> Rule:
       [5. 5. 4. 8.]
     """
     first = rule_of(before, "warm_up: before")
-    return WarmUp((first, rule_of(after, "warm_up: after")), steps)
+    second = rule_of(after, "warm_up: after")
+    return WarmUp((first, second), steps)
 
 
-def _rules(call: str, rules: tuple[Limit, ...]) -> tuple[Rule, ...]:
+def _rules_of_all(call: str, limits: tuple[Limit, ...]) -> tuple[Rule, ...]:
+    """The rule of each limit."""
     # The smallest of no limits would be an error of `reduce` in the first step.
-    if not rules:
+    if not limits:
         raise ValueError(f"{call}: rules must be at least one, got none.")
     # Errors read "minimum: rules[1] must be at least 0, got -1."
-    return tuple(rule_of(x, f"{call}: rules[{i}]") for i, x in enumerate(rules))
+    return tuple(
+        rule_of(limit, f"{call}: rules[{index}]") for index, limit in enumerate(limits)
+    )

@@ -40,6 +40,12 @@ Number = ArrayLike | Schedule
 LimitAndMemory = tuple[ArrayLike, Any]
 
 
+# ---------------------------------------------------------------- fields of a rule
+
+# A check of a field takes the field's name in errors, such as "ema: decay", and the
+# value. It returns the value in another form, or None to keep it.
+
+
 def checked_number(
     argument: str,
     value: Any,
@@ -51,15 +57,20 @@ def checked_number(
 ) -> Any:
     """A number in a range, in the form in which JAX carries it into a compiled call.
 
-    It may be a schedule from step to number, unless `schedule` is False. `optional`: it
-    may be None.
+    Args:
+      argument: the name in errors, such as "ema: decay".
+      value: the number.
+      lowest, highest: the range.
+      schedule: whether a schedule from step to number is allowed.
+      optional: whether None is allowed.
     """
     if optional and value is None:
         return None
-    # What a schedule returns is known in each step only.
+    # The numbers of a schedule are known during the steps only.
     if schedule and callable(value):
         checks.check_schedule(argument, value)
-        return Partial(_Within(argument, lowest, highest), checks.as_partial(value))
+        in_range = _RangeOfSchedule(argument, lowest, highest)
+        return Partial(in_range, checks.as_partial(value))
     checks.check_limit(argument, value, lowest=lowest, highest=highest)
     return checks.number_for_jit(value)
 
@@ -70,9 +81,10 @@ def number_field(default: Any = dataclasses.MISSING, **options: Any) -> Any:
     return field(default=default, metadata={"check": check})
 
 
-class _Within(NamedTuple):
-    """What a schedule returns, brought into a range. A tuple, since rules with equal
-    functions share a program.
+class _RangeOfSchedule(NamedTuple):
+    """Returns the number of a schedule at a step, clipped to a range.
+
+    A tuple is equal to its like, so rules with equal ranges share a program.
     """
 
     argument: str
@@ -82,9 +94,10 @@ class _Within(NamedTuple):
     def __call__(self, schedule: Schedule, step: ArrayLike) -> ArrayLike:
         value = schedule(step)
         checks.check_real(f"{self.argument}: what a schedule returns", value)
-        # NumPy clips numbers of Python and NumPy, since JAX would make inf of 1e39.
-        numpy = jnp if isinstance(value, Array) else np
-        return numpy.clip(value, self.lowest, self.highest)
+        if isinstance(value, Array):
+            return jnp.clip(value, self.lowest, self.highest)
+        # JAX would turn a Python number of 1e39 into inf.
+        return np.clip(value, self.lowest, self.highest)
 
 
 def length_field(default: int) -> Any:
@@ -92,7 +105,7 @@ def length_field(default: int) -> Any:
     return field(default=default, metadata={"check": checks.check_length})
 
 
-# Flags and choices belong to the structure of the tree: a changed one compiles anew.
+# Flags and choices belong to the structure of the pytree: a changed one compiles anew.
 
 
 def flag_field(default: bool) -> Any:
@@ -101,7 +114,7 @@ def flag_field(default: bool) -> Any:
 
 
 def checked_flag(argument: str, value: Any) -> bool:
-    """True or False, also of 1 and 0 and of NumPy's bools."""
+    """True or False. 1, 0 and the bools of NumPy are allowed too."""
     checks.check_flag(argument, value)
     return bool(value)
 
@@ -112,14 +125,17 @@ def choice_field(*allowed: str, default: str) -> Any:
     return field(default=default, metadata={"check": check, "static": True})
 
 
-# What a rule says of itself. These are never traced.
-FLAGS = ("needs_params", "needs_total", "inf_is_off")
+# Attributes that tell a clipper how to use the rule. They are never traced.
+TRAITS = ("needs_params", "needs_total", "inf_is_off")
 
 
 def is_static(spec: dataclasses.Field[Any]) -> bool:
-    """Whether a field belongs to the structure of the rule, and is no leaf."""
-    # A flag with a type, `needs_params: bool = True`, is a field.
-    return spec.metadata.get("static", False) or spec.name in FLAGS
+    """Whether a field belongs to the structure of the rule, and is not a leaf."""
+    # With an annotation, as in `needs_params: bool = True`, these are fields.
+    return spec.metadata.get("static", False) or spec.name in TRAITS
+
+
+# ------------------------------------------------------------------------- the rule
 
 
 # Tells type checkers that every subclass is a dataclass of its annotated fields.
@@ -181,7 +197,7 @@ class Rule:
     inf_is_off = False
 
     def __init_subclass__(cls) -> None:
-        # eq=False: == of arrays is no bool, and rules are hashed by identity.
+        # eq=False: == of arrays is not a bool, and rules are hashed by identity.
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         # A wrong keyword would otherwise be an error about `ZScore.__init__`.
         cls.__init__ = with_argument_errors(cls.__init__, call_name(cls))
@@ -194,7 +210,8 @@ class Rule:
             return leaves, tuple(getattr(rule, name) for name in static_names)
 
         def unflatten(static: Any, leaves: Any) -> Any:
-            # Fields are not checked: JAX also builds trees of what is no number.
+            # The fields are not checked: JAX also builds rules whose leaves are shapes,
+            # axes or None.
             rule = object.__new__(cls)
             vars(rule).update(zip(leaf_names, leaves))
             vars(rule).update(zip(static_names, static))
@@ -218,9 +235,14 @@ class Rule:
         raise NotImplementedError(f"{type(self).__name__}: a rule must have an update.")
 
 
+# ------------------------------------------------------ the limit and the new memory
+
+
 def norms_for(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
-    """The norms that `update` of a rule takes behind `step`: of the weights, and of all
-    norms.
+    """The norms that `update` of a rule takes after `step`.
+
+    First the norm of the weights, if the rule needs it, then the norm of all norms, if
+    the rule needs that.
     """
     more_norms = []
     if rule.needs_params:
@@ -238,25 +260,28 @@ def checked_answer(
     *more_norms: Any,
     argument: str,
 ) -> LimitAndMemory:
-    """What `update` of a rule returns.
+    """The limit and the memory that `update` of a rule returns.
 
     Raises:
-      TypeError: no limit and memory, a limit that is no number, or a memory of other
-        shapes than it was given. That would go unseen: a number for each norm
-        broadcasts to a window for each norm, and a memory without an `init` is lost.
+      TypeError: an answer that is not a pair, a limit that is not a number, or a memory
+        whose shapes are not those of `memory`. JAX would not complain: a number for
+        each norm broadcasts to a window for each norm, and the memory of a rule without
+        an `init` is lost.
     """
     answer = rule.update(norm, memory, step, *more_norms)
-    must = f"{call_name(type(rule))}: update must return"
+    call = call_name(type(rule))
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-        raise TypeError(f"{must} (limit, memory), got {checks.shown(answer)}.")
+        raise TypeError(
+            f"{call}: update must return (limit, memory), got {checks.shown(answer)}."
+        )
     limit, new_memory = answer
     checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
-    # Nothing may be () or None.
-    remembers = bool(jax.tree.leaves((memory, new_memory)))
-    if remembers and _shapes(new_memory) != _shapes(memory):
+    # A rule without a memory may return () or None.
+    has_memory = bool(jax.tree.leaves((memory, new_memory)))
+    if has_memory and _shapes(new_memory) != _shapes(memory):
         raise TypeError(
-            f"{must} a memory like that of init, {_form(memory)}, got "
-            f"{_form(new_memory)}."
+            f"{call}: update must return a memory like that of init, "
+            f"{_shown_memory(memory)}, got {_shown_memory(new_memory)}."
         )
     return limit, new_memory
 
@@ -277,24 +302,25 @@ def limit_and_memory_of(
 ) -> tuple[Array, Any]:
     """The limit of a norm by a rule, and the rule's new memory.
 
-    `more_norms` is what `norms_for` gives. The limit has the norm's dtype and
-    shape, and is at least 0. NaN, inf and 0 leave the memory unchanged. `is_loss`: the
-    value is a loss rather than a norm, so it and its limit may be 0 or negative.
+    `norms_for` gives `more_norms`. The limit has the norm's dtype and shape, and is at
+    least 0. A norm of NaN, inf or 0 leaves the memory unchanged. With `is_loss` the
+    value is a loss and not a norm, so it and its limit may be 0 or negative.
 
     Raises:
       ValueError: the memory of another rule, or a limit that does not fit the norm.
     """
-    memory_of_rule = _checked_memory(rule, norm, memory, argument)
-    # stop_gradient: limits have no derivative by the updates. A broken norm becomes 0:
-    # where the new memory is not selected, its derivative must still be finite.
+    checked_memory = _checked_memory(rule, norm, memory, argument)
+    # stop_gradient: limits have no derivative by the updates. 0 for a broken norm: its
+    # new memory is not selected below, but must have a finite derivative.
     finite_norm = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
     limit, new_memory = checked_answer(
-        rule, finite_norm, memory_of_rule, step, *more_norms, argument=argument
+        rule, finite_norm, checked_memory, step, *more_norms, argument=argument
     )
     # A number fits every norm.
     if jnp.ndim(limit):
         checks.check_shape(jnp.shape(limit), norm.shape, argument)
-    # A limit beyond the norm's dtype is its largest number: inf would not clip.
+    # A finite limit beyond the range of the norm's dtype becomes its largest number:
+    # inf would not clip.
     limit = checks.in_norm_dtype(norm.dtype, limit)
     # A schedule may fall below 0, which counts as 0.
     if not is_loss:
@@ -303,11 +329,11 @@ def limit_and_memory_of(
     # A rule without a memory may return () or None.
     if not jax.tree.leaves(memory):
         return limit, memory
-    # Only NaN differs from itself. `~isnan` is two operations on a TPU.
-    learns = jnp.isfinite(norm) & (limit == limit)
+    # `limit == limit` is False for NaN only. `~isnan` is two operations on a TPU.
+    is_remembered = jnp.isfinite(norm) & (limit == limit)
     if not is_loss:
-        learns = learns & (norm > 0)
-    return limit, new_where(learns, new_memory, memory)
+        is_remembered = is_remembered & (norm > 0)
+    return limit, new_where(is_remembered, new_memory, memory)
 
 
 limit_and_memory_of_jitted = jax.jit(
@@ -316,32 +342,24 @@ limit_and_memory_of_jitted = jax.jit(
 
 
 def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> Any:
-    """The memory in the form of the rule's own.
+    """The memory. If it has no arrays, it gets the structure that `init` returns.
 
-    Raises for the memory of another rule. The length of a window is not compared: under
-    jit it is a traced number.
+    Raises:
+      ValueError: the memory of another rule, or of norms of another shape. The length
+        of a window is not compared: under jit it is a traced number.
     """
-
-    def one_for_length(number: Any) -> Any:
-        is_traced = isinstance(number, Tracer) and not number.ndim
-        if is_traced and not jnp.issubdtype(number.dtype, jnp.inexact):
-            return 1
-        return number
-
-    # A traced length of a window has no shape to give. Any length shows the form.
-    rule_with_lengths = jax.tree.map(one_for_length, rule)
-    first_memory = jax.eval_shape(rule_with_lengths.init, norm)
     call = argument.partition(":")[0]
-    # Rules that remember nothing may follow one another.
-    if not jax.tree.leaves((first_memory, memory)):
-        return first_memory
-    if jax.tree.structure(first_memory) != jax.tree.structure(memory):
+    form = _form_of_memory(rule, norm)
+    # The state of a rule without a memory fits every other rule without one.
+    if not jax.tree.leaves((form, memory)):
+        return form
+    if jax.tree.structure(form) != jax.tree.structure(memory):
         raise ValueError(
             f"{call}: state was made with another rule. "
-            f"{call_name(type(rule))} remembers {_form(first_memory)}, and the state "
-            f"has {_form(memory)}. {checks.BEGIN_ANEW}"
+            f"{call_name(type(rule))} remembers {_shown_memory(form)}, and the state "
+            f"has {_shown_memory(memory)}. {checks.BEGIN_ANEW}"
         )
-    # The names of a state do not say how many units a leaf has.
+    # The structure is the same for any number of units.
     for leaf in jax.tree.leaves(memory):
         if leaf.shape[: norm.ndim] != norm.shape:
             raise ValueError(
@@ -352,12 +370,32 @@ def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> A
     return memory
 
 
-def _form(memory: PyTree) -> str:
+def _form_of_memory(rule: Rule, norm: Array) -> PyTree:
+    """The shapes and dtypes of the memory that `init` of a rule returns.
+
+    A traced length of a window counts as 1, since it cannot give a shape.
+    """
+
+    def one_for_length(number: Any) -> Any:
+        is_traced = isinstance(number, Tracer) and not number.ndim
+        if is_traced and not jnp.issubdtype(number.dtype, jnp.inexact):
+            return 1
+        return number
+
+    rule_with_lengths = jax.tree.map(one_for_length, rule)
+    return jax.eval_shape(rule_with_lengths.init, norm)
+
+
+def _shown_memory(memory: PyTree) -> str:
+    """A memory as error texts show it."""
     return short_repr(memory) if jax.tree.leaves(memory) else "nothing"
 
 
-def rule_in(call: str, rule_class: type[R], **numbers: Any) -> R:
-    """A rule of a clipper with the same arguments, whose errors name the clipper."""
+# ----------------------------------------------------- names and numbers of a rule
+
+
+def rule_named(call: str, rule_class: type[R], **numbers: Any) -> R:
+    """A rule inside a clipper: errors about its numbers name the clipper, `call`."""
     # `__init__` would check the numbers under the name of the rule.
     rule = object.__new__(rule_class)
     for spec in fields(rule_class):
@@ -367,19 +405,20 @@ def rule_in(call: str, rule_class: type[R], **numbers: Any) -> R:
 
 
 def check_fields(rule: Rule, call: str) -> None:
-    """Checks the fields of a rule. Errors name the call."""
-    # A frozen dataclass takes a new value by its dict only.
+    """Checks the fields of a rule, and writes back those that a check returns in
+    another form. Errors name the call.
+    """
+    # `rule.decay = ...` is an error for a frozen dataclass.
     values = vars(rule)
     for spec in fields(rule):
         if "check" in spec.metadata:
             check = spec.metadata["check"]
             value = check(f"{call}: {spec.name}", values[spec.name])
-            # Some checks return the value in another form: a function becomes a
-            # Partial, a node for JAX. The others return None.
+            # None keeps the value. A function becomes a Partial, a pytree node.
             if value is not None:
                 values[spec.name] = value
         elif not is_static(spec):
-            # A plain field of a user's rule.
+            # A plain field, as rules of users have them.
             _check_traceable(f"{call}: {spec.name}", values[spec.name])
 
 

@@ -24,7 +24,7 @@ from ._rule import (
     flag_field,
     length_field,
     number_field,
-    rule_in,
+    rule_named,
     warn_of_falling,
 )
 
@@ -292,7 +292,7 @@ def skip_step_rule(
 ) -> Rule:
     """The rule of `skip_step`: the first limit comes after half a window."""
     check_length(f"{call}: window", window, least=2)
-    return rule_in(
+    return rule_named(
         call,
         WindowedMean,
         sigmas=sigmas,
@@ -306,7 +306,7 @@ def skip_step_rule(
 def spike_rule(call: str, sigmas: Number, window: int | Array) -> Rule:
     """The rule of OLMo-core's spike score: a norm over its limit is a spike."""
     # Nothing is a spike before the window is full.
-    return rule_in(call, WindowedMean, sigmas=sigmas, window=window, warmup=window)
+    return rule_named(call, WindowedMean, sigmas=sigmas, window=window, warmup=window)
 
 
 class Growth(Rule):
