@@ -121,7 +121,7 @@ def check_given_norm(argument: str, norm: ArrayLike) -> None:
         raise ValueError(f"{argument} must be at least 0, got {shown(norm)}.")
 
 
-def check_length(argument: str, value: Any, least: int = 1) -> None:
+def check_whole_number(argument: str, value: Any, least: int = 1) -> None:
     """Refuses anything but a whole number, at least `least`."""
     # XLA ends the process where the size of an array leaves the range of int32.
     check_number(argument, value, lowest=least, highest=LAST_STEP)
@@ -133,7 +133,7 @@ def check_length(argument: str, value: Any, least: int = 1) -> None:
         raise ValueError(f"{argument} must be a whole number, got {shown(value)}.")
 
 
-def check_known(argument: str, value: object) -> None:
+def check_concrete(argument: str, value: object) -> None:
     """Refuses a traced value."""
     if isinstance(value, Tracer):
         raise TypeError(

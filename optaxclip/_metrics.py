@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from ._checks import check_length, check_number, shown
+from ._checks import check_number, check_whole_number, shown
 from ._metric_rows import Options, WorstName
 from ._metric_states import KINDS, reported_states
 from ._trees import PyTree
@@ -156,7 +156,7 @@ def metrics(
             "floats out and return the dict."
         )
     if top is not None:
-        check_length("metrics: top", top)
+        check_whole_number("metrics: top", top)
     levels = np.atleast_1d(quantiles)
     for level in levels.tolist():
         check_number("metrics: quantiles", level, highest=1.0)

@@ -89,7 +89,7 @@ class _Within(NamedTuple):
 
 def length_field(default: int) -> Any:
     """A field that is a whole number of at least 1, such as the length of a window."""
-    return field(default=default, metadata={"check": checks.check_length})
+    return field(default=default, metadata={"check": checks.check_whole_number})
 
 
 # Flags and choices belong to the structure of the tree: a changed one compiles anew.
