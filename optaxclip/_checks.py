@@ -24,7 +24,7 @@ Nonfinite = Literal["propagate", "zero", "raise"]
 NONFINITE = get_args(Nonfinite)
 NUMBERS = (int, float, np.generic, np.ndarray, Array)
 REAL_DTYPES = (jnp.floating, jnp.integer)
-LAST_STEP = 2**31 - 1  # the step of a state counts no further
+LARGEST_INT32 = 2**31 - 1  # the largest int of JAX, unless jax_enable_x64 is set
 BEGIN = "Begin with a new one: state = optimizer.init(params)."
 KEEP_THE_REST = (
     "To keep the rest of the old state, such as moments of Adam, replace only this "
@@ -36,23 +36,25 @@ BEGIN_ANEW = f"{BEGIN} {KEEP_THE_REST}"
 def shown(value: object) -> str:
     """A value as errors show it: shortened, as a tree of gradients must be."""
     text = repr(value)
-    # Of long arrays the shapes say more. JAX reads no dict whose keys do not sort.
+    # In a long text the shapes of arrays say more than their numbers. JAX cannot read
+    # a dict whose keys do not sort, and raises ValueError.
     if len(text) > LONGEST or "\n" in text:
         with suppress(ValueError):
             text = " ".join(short_repr(value).split())
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
-# -------------------------------------------------------------------------- numbers
+# ---------------------------------------------------------------- numbers and options
 
 
 def check_real(argument: str, value: Any, *, is_scalar: bool = False) -> None:
     """Refuses anything but a real number or an array of real numbers. NaN passes."""
-    dtype = getattr(value, "dtype", np.dtype(np.float64))
     # True is an int in Python. As a limit it is a slip.
-    is_real = isinstance(value, NUMBERS) and not isinstance(value, bool)
-    # NumPy does not know the dtypes of torch, so these are asked last.
-    if not is_real or not any(jnp.issubdtype(dtype, real) for real in REAL_DTYPES):
+    is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
+    dtype = getattr(value, "dtype", np.dtype(np.float64))
+    # Asked of numbers only: the dtype of a tensor of torch would raise here.
+    is_real = is_number and any(jnp.issubdtype(dtype, real) for real in REAL_DTYPES)
+    if not is_real:
         is_traced = isinstance(value, Tracer)
         got = f"an array of {dtype}" if is_traced else shown(value)
         raise TypeError(f"{argument} must be a real number, got {got}.")
@@ -88,25 +90,25 @@ def check_number(
     check_real(argument, value, is_scalar=is_scalar)
     if isinstance(value, Tracer):
         return
-    # float32, or float64 where jax_enable_x64 is set.
+    # The widest dtype of a norm: float32, or float64 where jax_enable_x64 is set.
     widest = jnp.finfo(jnp.result_type(float))
     numbers = np.asarray(value).astype(np.float64)
     # 1e39 would be inf in float32, and so no limit at all.
     is_too_large = np.isfinite(numbers) & (abs(numbers) > widest.max)
     if np.isnan(numbers).any():
-        must = "not be NaN"
+        demand = "not be NaN"
     elif (numbers < lowest).any():
-        must = f"be at least {lowest:g}"
+        demand = f"be at least {lowest:g}"
     elif is_limit and is_too_large.any():
-        must = (
+        demand = (
             f"be at most {float(widest.max):g} in size, the largest number of "
             f"{widest.dtype}, or inf for no limit"
         )
     elif (numbers > highest).any():
-        must = f"be at most {highest:.10g}"
+        demand = f"be at most {highest:.10g}"
     else:
         return
-    raise ValueError(f"{argument} must {must}, got {shown(value)}.")
+    raise ValueError(f"{argument} must {demand}, got {shown(value)}.")
 
 
 # A limit, or a number that limits are computed from.
@@ -114,26 +116,26 @@ check_limit = partial(check_number, is_limit=True)
 
 
 def check_given_norm(argument: str, norm: ArrayLike) -> None:
-    """Refuses anything but a norm: a real number, at least 0 or NaN."""
+    """Refuses a given norm that is not a real number, or is below 0. NaN passes."""
     check_real(argument, norm)
     # The value of a `jax.Array` is not checked: that would wait for the device.
     if not isinstance(norm, Array) and np.less(norm, 0).any():
         raise ValueError(f"{argument} must be at least 0, got {shown(norm)}.")
 
 
-def check_length(argument: str, value: Any, least: int = 1) -> None:
+def check_whole_number(argument: str, value: Any, least: int = 1) -> None:
     """Refuses anything but a whole number, at least `least`."""
-    # XLA ends the process where the size of an array leaves the range of int32.
-    check_number(argument, value, lowest=least, highest=LAST_STEP)
-    # A traced length passes: only a window needs it as a number, and its `init` refuses
-    # a traced one.
+    # Some become sizes of arrays. XLA ends the process for a size beyond int32.
+    check_number(argument, value, lowest=least, highest=LARGEST_INT32)
+    # A traced number passes. Only a window needs its value, and its `init` refuses a
+    # traced one.
     if isinstance(value, Tracer):
         return
     if np.ndim(value) or not float(value).is_integer():
         raise ValueError(f"{argument} must be a whole number, got {shown(value)}.")
 
 
-def check_known(argument: str, value: object) -> None:
+def check_concrete(argument: str, value: object) -> None:
     """Refuses a traced value."""
     if isinstance(value, Tracer):
         raise TypeError(
@@ -179,18 +181,43 @@ def check_order(call: str, lower: tuple[str, Any], upper: tuple[str, Any]) -> No
         )
 
 
-def number_for_jit(number: Any) -> Any:
-    """A number as jit takes it: ints beyond int32 become floats.
+def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether an array of this shape broadcasts to the target shape: (3,) and (1, 3) to
+    (4, 3), and (4,) does not.
+    """
+    try:
+        return jnp.broadcast_shapes(shape, target) == target
+    except ValueError:
+        return False
 
-    Without x64 jit refuses such a Python int, and such an int of NumPy would wrap.
+
+def check_shape(
+    shape: tuple[int, ...], norm_shape: tuple[int, ...], argument: str
+) -> None:
+    """Raises ValueError for a limit whose shape does not broadcast to the norm's."""
+    if not broadcasts_to(shape, norm_shape):
+        raise ValueError(
+            f"{argument} must be a number for each norm: its shape {shape} does not "
+            f"fit norms of shape {norm_shape}."
+        )
+
+
+# -------------------------------------------------------------- numbers in other dtypes
+
+
+def number_for_jit(number: Any) -> Any:
+    """The number, as a float if it is beyond the range of int32.
+
+    Unless jax_enable_x64 is set, jit refuses a larger int of Python, and one of NumPy
+    would wrap.
     """
     if isinstance(number, Array):
         return number
-    wide = np.asarray(number).astype(np.float64)
-    if (np.abs(wide) <= LAST_STEP).all():
+    float64 = np.asarray(number).astype(np.float64)
+    if (np.abs(float64) <= LARGEST_INT32).all():
         return number
-    # A Python float, since a float64 of NumPy would widen the numbers that it meets.
-    return wide if wide.ndim else float(wide)
+    # A scalar becomes a Python float: arithmetic with a float64 of NumPy is in float64.
+    return float64 if float64.ndim else float(float64)
 
 
 def in_norm_dtype(dtype: DTypeLike, number: Any) -> Any:
@@ -214,9 +241,9 @@ def kept_finite(dtype: DTypeLike, number: Any) -> Any:
     so does inf where the dtype has it.
     """
     numpy = jnp if isinstance(number, Array) else np
-    most = float(jnp.finfo(dtype).max)
-    clipped = numpy.clip(number, -most, most)
-    # float8_e4m3fn has no inf: a conversion would make it NaN.
+    largest = float(jnp.finfo(dtype).max)
+    clipped = numpy.clip(number, -largest, largest)
+    # float8_e4m3fn has no inf: a conversion would make inf NaN.
     if not np.isinf(np.array(np.inf).astype(dtype)):
         return clipped
     return numpy.where(numpy.isinf(number), number, clipped)
@@ -230,30 +257,9 @@ def rounded_like(x: Array, leaf: ArrayLike) -> Array:
     return x.astype(dtype)
 
 
-def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether an array of this shape broadcasts to the target shape: (3,) and (1, 3) to
-    (4, 3), and (4,) does not.
-    """
-    try:
-        return jnp.broadcast_shapes(shape, target) == target
-    except ValueError:
-        return False
-
-
-def check_shape(
-    shape: tuple[int, ...], norm_shape: tuple[int, ...], argument: str
-) -> None:
-    """Raises ValueError for a limit whose shape does not broadcast to the norm's."""
-    if not broadcasts_to(shape, norm_shape):
-        raise ValueError(
-            f"{argument} must be a number for each norm: its shape {shape} does not "
-            f"fit norms of shape {norm_shape}."
-        )
-
-
 # ------------------------------------------------------------------------ functions
 
-# Names of parameters that are not a step.
+# Names of first parameters that show that a function does not take the step.
 NOT_STEPS = {"grad", "gradient", "grads", "gradients", "params", "tree", "updates"}
 NOT_STEPS |= {"norm", "norms"}
 
@@ -330,12 +336,16 @@ def with_hash(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_function(x: object) -> TypeGuard[Callable[..., Any]]:
-    """Whether it is a function, and not a tree of options with a `__call__`, such as an
-    equinox module with a limit in the place of each array.
+    """Whether it is a function. A tree with a `__call__` is one if all its leaves are
+    functions, as in a wrapper of equinox. An equinox module with a limit in the place
+    of each array is a tree of limits.
     """
-    if not callable(x) or isinstance(x, Partial):
-        return callable(x)
-    # A function is a leaf. A wrapper of equinox has its function as the only leaf.
+    if not callable(x):
+        return False
+    # A `Partial` has the arguments that it binds as leaves.
+    if isinstance(x, Partial):
+        return True
+    # A plain function is its own only leaf.
     leaves = jax.tree.leaves(x, is_leaf=lambda leaf: leaf is None)
     return all(callable(leaf) for leaf in leaves)
 
@@ -348,7 +358,7 @@ def check_transformation(
 ) -> None:
     """Raises TypeError for anything but an object with `init` and `update`."""
     has_both = hasattr(value, "init") and hasattr(value, "update")
-    # A rule has `init` and `update` too, for norms. So does a class of transformations.
+    # Rules have `init` and `update` too, for norms. So have classes of transformations.
     is_rule = hasattr(value, "needs_params")
     if has_both and not is_rule and not isinstance(value, type):
         return
@@ -368,8 +378,8 @@ def with_extra_args(
     It hands them on to a transformation that takes them, and drops them otherwise.
     """
     check_transformation(argument, value, noun)
-    # optax would drop them for optax.MultiSteps. Its `update` takes them, but its type
-    # does not say so, also after gradient_transformation().
+    # `optax.with_extra_args_support` would drop them for optax.MultiSteps, whose type
+    # does not say that its `update` takes them, also after gradient_transformation().
     for parameter in inspect.signature(value.update).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             return optax.GradientTransformationExtraArgs(value.init, value.update)
@@ -377,13 +387,13 @@ def with_extra_args(
 
 
 def is_without_state(state: object) -> bool:
-    """Whether this stands for no state, as the clippers of optax have none."""
+    """Whether this stands for no state: None, or the state of a clipper of optax."""
     # A checkpoint of a chain of optax has EmptyState where a clipper was.
     return state is None or isinstance(state, optax.EmptyState)
 
 
 def can_begin_anew(call: str, state: object, numbers: Any) -> bool:
-    """Whether there is no state, as for a clipper of optax, and none is needed.
+    """Whether no state was given, as to a clipper of optax, and none is needed.
 
     Raises:
       TypeError: a schedule is among the numbers. Its step is in the state.

@@ -15,7 +15,7 @@ from jax import Array, lax
 from . import _mesh_types as mesh_types
 from . import _trees as trees
 from ._axes import Stacked
-from ._checks import BEGIN_ANEW, check_flag, check_length, check_state, shown
+from ._checks import BEGIN_ANEW, check_flag, check_state, check_whole_number, shown
 from ._exported import exported, is_placeholder
 from ._kernel import make_clipper
 from ._mesh import MeshAxes
@@ -126,7 +126,7 @@ def record_health(
     """
     check_flag(f"{CALL}: weights", weights)
     check_flag(f"{CALL}: values", values)
-    check_length(f"{CALL}: patience", patience)
+    check_whole_number(f"{CALL}: patience", patience)
     if isinstance(embeddings, str):
         embeddings = (embeddings,)
     table_names = tuple(embeddings)

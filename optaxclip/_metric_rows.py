@@ -1,8 +1,8 @@
 """The numbers of one state, as rows of the report of `metrics`.
 
-A state has an entry for each norm. The report shows a span of entries together: a
-tensor, all layers of a stacked leaf, or all that there are. Each `Row` is one number of
-a span:
+Each number is a `Row`. Most states have one number of each metric. The state of a
+clipper has an entry for each norm, and the report shows a span of entries together: a
+tensor, all layers of a stacked leaf, or all entries. A row of a span shows:
 
     norm, limit, factor    of the *furthest* entry, the one furthest above its limit
     shares                 the mean over the span
@@ -58,36 +58,8 @@ class Options(NamedTuple):
     with_names: bool  # A jitted function cannot return strings.
 
 
-class ClipNumbers(NamedTuple):
-    """The numbers of a clipper, by the names of their metrics: vectors with a number
-    for each entry, or for each span, and scalars in a summary. None is left out.
-    """
-
-    norm_before: Array
-    limit: Array
-    factor: Array
-    norm_after: Array
-    clipped: Array
-    clipped_share: Array
-    clipped_share_recent: Array
-    clipped_count: Array
-    nonfinite_count: Array
-    units_clipped: Any  # without units that of `clipped`, and None in the report
-    norms_clipped: Array | None = None
-    worst_ratio: Array | None = None
-    worst_index: Array | None = None
-
-
-class RecordNumbers(NamedTuple):
-    """The numbers of norms that nothing clips."""
-
-    norm: Array
-    nonfinite_count: Array
-    worst_index: Array | None = None
-
-
 def _rows_of(numbers: Mapping[str, Any]) -> Iterator[Row]:
-    """A row for each number of a state."""
+    """The rows of numbers that are shown without a path, by their metrics."""
     for metric, value in numbers.items():
         if value is not None:
             yield Row(metric, "", value)
@@ -173,6 +145,40 @@ class Span(NamedTuple):
     stop: int
 
 
+Spans = tuple[Span, ...]
+
+
+class ClipNumbers(NamedTuple):
+    """The numbers of a clipper, by the names of their metrics. None is not reported.
+
+    Each is a vector with a number for each entry, a vector with a number for each span,
+    or in a summary a scalar.
+    """
+
+    norm_before: Array
+    limit: Array
+    factor: Array
+    norm_after: Array
+    clipped: Array
+    clipped_share: Array
+    clipped_share_recent: Array
+    clipped_count: Array
+    nonfinite_count: Array
+    # The share of the units. Without units it is as `clipped`, and is not reported.
+    units_clipped: Any
+    norms_clipped: Array | None = None
+    worst_ratio: Array | None = None
+    worst_index: Array | None = None
+
+
+class RecordNumbers(NamedTuple):
+    """The numbers of norms that nothing clips."""
+
+    norm: Array
+    nonfinite_count: Array
+    worst_index: Array | None = None
+
+
 def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     """The rows of a clipper, or of `record_norm`."""
     has_layers = options.layers and not options.summary
@@ -184,18 +190,18 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     names = list(sizes)
     spans = _spans_of(sizes)
     if options.summary:
-        numbers = _summary(spans, state)
+        numbers = _reported_summary(spans, state)
         yield from _rows_of(numbers._asdict())
         if options.with_names:
             yield Row("worst_name", "", WorstName(tuple(names), numbers.worst_index))
         return
-    numbers = _numbers_of_spans(spans, state)
+    vectors = _reported_spans(spans, state)
+    # Taken apart here: as separate outputs of the compiled call, scalars of 148 tensors
+    # took 22 seconds to compile on a CPU.
+    scalars = jax.tree.map(list, vectors)
     indices = range(len(spans))
     if options.top is not None:
         indices = _furthest_spans(spans, state)[: int(options.top)]
-    # Taken apart here: as separate outputs of the compiled call, scalars of 148 tensors
-    # took 22 seconds to compile on a CPU.
-    scalars = jax.tree.map(list, numbers)
     for index in indices:
         for metric, scalars_of_spans in scalars._asdict().items():
             if scalars_of_spans is not None:
@@ -215,13 +221,13 @@ def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[Row]:
         yield Row("norm_quantile", str(level).removesuffix(".0"), quantile)
 
 
-def _spans_of(sizes: Mapping[str, int]) -> tuple[Span, ...]:
+def _spans_of(sizes: Mapping[str, int]) -> Spans:
     """The span of each name. `sizes` says how many entries each name has."""
-    stops = tuple(itertools.accumulate(sizes.values()))
-    return tuple(map(Span, (0, *stops), stops))
+    stops = itertools.accumulate(sizes.values())
+    return tuple(Span(stop - size, stop) for size, stop in zip(sizes.values(), stops))
 
 
-def _furthest_spans(spans: tuple[Span, ...], state: ClipState) -> np.ndarray:
+def _furthest_spans(spans: Spans, state: ClipState) -> np.ndarray:
     """The indices of all spans, beginning with the one furthest above its limit."""
     severities = np.ravel(severity(state.norm, state.limit))
     largest = np.maximum.reduceat(severities, [span.start for span in spans])
@@ -230,28 +236,26 @@ def _furthest_spans(spans: tuple[Span, ...], state: ClipState) -> np.ndarray:
     return np.argsort(-largest, kind="stable")
 
 
-# Jitted, since without jit each operation would be a call. One call serves all norms of
-# a clipper. Spans are static, because shapes depend on them.
+# Jitted, since without jit each operation would be a call to the device. Spans are
+# static, because shapes depend on them.
 @partial(jax.jit, static_argnums=0)
-def _numbers_of_spans(
-    spans: tuple[Span, ...], state: ClipState
-) -> ClipNumbers | RecordNumbers:
-    """The numbers of all spans: vectors."""
-    return _reported(_joined(spans, _numbers_of_entries(state)), state)
+def _reported_spans(spans: Spans, state: ClipState) -> ClipNumbers | RecordNumbers:
+    """The numbers of spans: vectors with a number for each span."""
+    numbers = _numbers_of_spans(spans, _numbers_of_entries(state))
+    return _only_reported(numbers, state)
 
 
 @partial(jax.jit, static_argnums=0)
-def _summary(spans: tuple[Span, ...], state: ClipState) -> ClipNumbers | RecordNumbers:
+def _reported_summary(spans: Spans, state: ClipState) -> ClipNumbers | RecordNumbers:
     """The numbers of all entries together: scalars."""
     entries = _numbers_of_entries(state)
-    all_entries = Span(0, len(entries.norm_before))
-    numbers = _at(_joined((all_entries,), entries), 0)
+    span_of_all = Span(0, len(entries.norm_before))
+    numbers = _part_of(_numbers_of_spans((span_of_all,), entries), 0)
     # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
-    span_of_entry = np.repeat(
-        range(len(spans)), [stop - start for start, stop in spans]
-    )
+    sizes = [stop - start for start, stop in spans]
+    span_of_entry = np.repeat(range(len(spans)), sizes)
     furthest = jnp.argmax(severity(entries.norm_before, entries.limit))
-    # 0 over a limit of 0 is 0. Over a limit of NaN it is NaN.
+    # A norm of 0 over a limit of 0 is 0, and over a limit of NaN it is NaN.
     is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
     ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
     numbers = numbers._replace(
@@ -259,11 +263,13 @@ def _summary(spans: tuple[Span, ...], state: ClipState) -> ClipNumbers | RecordN
         worst_ratio=ratio,
         worst_index=_float32(jnp.asarray(span_of_entry)[furthest]),
     )
-    return _reported(numbers, state)
+    return _only_reported(numbers, state)
 
 
-def _reported(numbers: ClipNumbers, state: ClipState) -> ClipNumbers | RecordNumbers:
-    """The numbers that a state of this type and these norms has in the report."""
+def _only_reported(
+    numbers: ClipNumbers, state: ClipState
+) -> ClipNumbers | RecordNumbers:
+    """The numbers without those that are not reported for this state."""
     if isinstance(state, RecordState):
         return RecordNumbers(
             numbers.norm_before, numbers.nonfinite_count, numbers.worst_index
@@ -273,18 +279,18 @@ def _reported(numbers: ClipNumbers, state: ClipState) -> ClipNumbers | RecordNum
     return numbers
 
 
-def _joined(spans: tuple[Span, ...], entries: ClipNumbers) -> ClipNumbers:
-    """The numbers of each span, from those of its entries."""
-    # The common case: a span is one entry.
+def _numbers_of_spans(spans: Spans, entries: ClipNumbers) -> ClipNumbers:
+    """The numbers of each span, from those of its entries: vectors."""
+    # The common case: each span is one entry.
     if all(stop - start == 1 for start, stop in spans):
         return entries
     severities = severity(entries.norm_before, entries.limit)
     numbers_of_spans = []
     for start, stop in spans:
-        part = _at(entries, slice(start, stop))
+        part = _part_of(entries, slice(start, stop))
         furthest = jnp.argmax(severities[start:stop])
         numbers_of_spans.append(
-            _at(part, furthest)._replace(
+            _part_of(part, furthest)._replace(
                 clipped_share=jnp.mean(part.clipped_share),
                 clipped_share_recent=jnp.mean(part.clipped_share_recent),
                 clipped_count=jnp.max(part.clipped_count),
@@ -295,13 +301,13 @@ def _joined(spans: tuple[Span, ...], entries: ClipNumbers) -> ClipNumbers:
     return jax.tree.map(lambda *scalars: jnp.stack(scalars), *numbers_of_spans)
 
 
-def _at(numbers: ClipNumbers, index: Any) -> ClipNumbers:
+def _part_of(numbers: ClipNumbers, index: Any) -> ClipNumbers:
     """The numbers at an index, or a slice, of each vector."""
-    return jax.tree.map(lambda column: column[index], numbers)
+    return jax.tree.map(lambda vector: vector[index], numbers)
 
 
 def _numbers_of_entries(state: ClipState) -> ClipNumbers:
-    """The numbers of all entries of a state: vectors."""
+    """The numbers of the entries of a state: vectors with a number for each entry."""
     # A leaf with units is changed if one unit was.
     has_units = bool(state.names.unit_leaves)
     is_changed = state.units_clipped > 0 if has_units else state.factor != 1
@@ -312,13 +318,14 @@ def _numbers_of_entries(state: ClipState) -> ClipNumbers:
     # norm * factor is not the new norm, which is the limit.
     factor = state.factor
     factor_range = jnp.finfo(factor.dtype)
-    is_at_end = (factor == factor_range.tiny) | (factor == factor_range.max)
+    is_cut = (factor == factor_range.tiny) | (factor == factor_range.max)
+    # A factor of 0 makes norms of inf and NaN 0 too. Their product with 0 is NaN.
     product = jnp.where(factor == 0, 0.0, state.norm * factor)
     numbers = ClipNumbers(
         norm_before=state.norm,
         limit=state.limit,
         factor=factor,
-        norm_after=jnp.where(is_at_end, state.limit, product),
+        norm_after=jnp.where(is_cut, state.limit, product),
         clipped=_float32(is_clipped),
         clipped_share=clipped_count / _steps(state),
         clipped_share_recent=_float32(state.clipped_recently),

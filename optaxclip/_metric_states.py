@@ -27,13 +27,13 @@ from ._wrappers._skipping import SkipState
 
 
 class Kind(NamedTuple):
-    """How a kind of state is reported."""
+    """How a state of one type is reported."""
 
-    prefix: str  # of its keys
+    prefix: str  # the beginning of its keys
     rows: Callable[[Any, Options], Iterator[Row]]
 
 
-KINDS = {
+KIND_OF_TYPE = {
     ClipState: Kind("clip", clip_rows),
     RecordState: Kind("record", clip_rows),
     ClipByValueState: Kind("clip", element_rows),
@@ -46,54 +46,59 @@ Scope = tuple[Any, ...]  # the names of mappings on the way to a state
 
 
 def reported_states(opt_state: PyTree) -> Iterator[tuple[str, Any]]:
-    """Every state that is reported, and how its keys begin: "clip", or "clip_2/inner"
-    for the second clipper of the scope "inner".
+    """How the keys of a state begin, and the state, for each that is reported. Keys
+    begin with "clip", or with "clip_2/inner" for the second clipper of the scope
+    "inner".
 
     Raises:
       ValueError: there is none, or one has an axis for the members of an ensemble.
     """
-    tree = unboxed(opt_state)
-    states = list(_states_in(tree))
+    states = list(_states_in(unboxed(opt_state)))
     if not states:
-        hint = ""
-        # `nnx.state` makes mappings of flax of a state, without its types and names.
-        if type(opt_state).__module__.startswith("flax."):
-            hint = (
-                " With flax NNX hand over the nnx.Optimizer itself, and not its "
-                "nnx.state, which has lost the types. nnx.update(optimizer, state) "
-                "puts a stored one back."
-            )
-        raise ValueError(
-            "metrics: opt_state must be the state of an optimizer with a clipper of "
-            f"optaxclip in it, got {shown(opt_state)}: hand over what init and update "
-            f"return. The clippers of optax keep no state, but optaxclip's do.{hint}"
-        )
+        raise ValueError(_no_state_error(opt_state))
     counts = Counter[tuple[str, str]]()
     for scope, state in states:
         mapped = "jax.vmap(optaxclip.metrics)(opt_state)"
         check_one_model("metrics: opt_state", state, mapped)
-        prefix = KINDS[type(state)].prefix
+        prefix = KIND_OF_TYPE[type(state)].prefix
+        # A clipper named "clip" has keys "clip/...", not "clip/clip/...".
         path = "/".join(str(name) for name in scope if name != prefix)
         # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
         counts[prefix, path] += 1
-        number = counts[prefix, path]
+        count = counts[prefix, path]
         # The first keeps its name when a second one is added.
-        if number > 1:
-            prefix = f"{prefix}_{number}"
-        yield f"{prefix}/{path}" if path else prefix, state
+        numbered = prefix if count == 1 else f"{prefix}_{count}"
+        yield f"{numbered}/{path}" if path else numbered, state
+
+
+def _no_state_error(opt_state: PyTree) -> str:
+    """The error about a tree without a state that is reported."""
+    hint = ""
+    # `nnx.state` turns a state into mappings of flax, without its types and names.
+    if type(opt_state).__module__.startswith("flax."):
+        hint = (
+            " With flax NNX hand over the nnx.Optimizer itself, and not its nnx.state, "
+            "which has lost the types. nnx.update(optimizer, state) puts a stored one "
+            "back."
+        )
+    return (
+        "metrics: opt_state must be the state of an optimizer with a clipper of "
+        f"optaxclip in it, got {shown(opt_state)}: hand over what init and update "
+        f"return. The clippers of optax keep no state, but optaxclip's do.{hint}"
+    )
 
 
 def _states_in(tree: PyTree, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:
-    """Every reported state of a tree, with its scope.
+    """The scope and the state, for each reported state of a tree.
 
-    `scope` is the scope of the tree itself. Those of its states begin with it.
+    `scope` is the scope of the tree itself. Each scope of a state begins with it.
     """
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: type(x) in KINDS)
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: type(x) in KIND_OF_TYPE)
     for path, leaf in leaves:
-        if type(leaf) not in KINDS:
+        if type(leaf) not in KIND_OF_TYPE:
             continue
-        # Only a key of a mapping is a name. Places in a tuple and fields have keys of
-        # other types: of inner_states, "a", 0 only "a" stays.
+        # Only a key of a mapping is a name. A field such as `inner_states`, and a place
+        # in a tuple, are not: they have keys of other types.
         names = [key.key for key in path if isinstance(key, DictKey)]
         scope_of_state = (*scope, *names)
         yield scope_of_state, leaf

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from ._checks import check_length, check_number, shown
+from ._checks import check_number, check_whole_number, shown
 from ._metric_rows import Options, WorstName
-from ._metric_states import KINDS, reported_states
+from ._metric_states import KIND_OF_TYPE, reported_states
 from ._trees import PyTree
 
 
@@ -156,12 +156,12 @@ def metrics(
             "floats out and return the dict."
         )
     if top is not None:
-        check_length("metrics: top", top)
+        check_whole_number("metrics: top", top)
     levels = np.atleast_1d(quantiles)
     for level in levels.tolist():
         check_number("metrics: quantiles", level, highest=1.0)
     # A string is a collection as well, of its letters.
-    chosen = [only] if isinstance(only, str) else only
+    wanted = [only] if isinstance(only, str) else only
     options = Options(
         summary=summary,
         layers=layers,
@@ -172,14 +172,14 @@ def metrics(
     report: dict[str, Any] = {}
     available: list[str] = []
     for prefix, state in reported_states(opt_state):
-        for metric, path, value in KINDS[type(state)].rows(state, options):
+        for metric, path, value in KIND_OF_TYPE[type(state)].rows(state, options):
             if metric not in available:
                 available.append(metric)
-            if chosen is None or metric in chosen:
+            if wanted is None or metric in wanted:
                 # "clip/a", "limit", "blocks/w" -> "clip/a/limit/blocks/w".
-                key = f"{prefix}/{metric}"
-                report[f"{key}/{path}" if path else key] = value
-    for name in chosen or ():
+                key = f"{prefix}/{metric}/{path}" if path else f"{prefix}/{metric}"
+                report[key] = value
+    for name in wanted or ():
         if name not in available:
             raise ValueError(
                 f"metrics: only={shown(only)} must name numbers that this state has, "
@@ -195,8 +195,8 @@ def metrics(
 
 def _in_floats(report: dict[str, Any], json: bool) -> dict[str, Any]:
     """The report in Python floats. With `json` None stands for NaN and inf."""
-    # One call for all: it starts every copy from the device before it waits for the
-    # first. As a list, because JAX sorts the keys of a dict.
+    # One call for all values starts every copy from the device before it waits for the
+    # first. They are a list, because JAX sorts the keys of a dict.
     values = jax.device_get(list(report.values()))
     numbers: dict[str, Any] = {}
     for key, value in zip(report, values):

@@ -13,7 +13,7 @@ import numpy as np
 from . import _mesh as mesh
 from . import _trees as trees
 from ._axes import check_no_bool, is_axes
-from ._checks import check_known, check_takes, is_function, shown
+from ._checks import check_concrete, check_takes, is_function, shown
 from ._prefixes import Prefix, for_each_leaf, static_table
 from ._trees import PyTree
 
@@ -47,7 +47,7 @@ def static_order(ord: Any, call: str) -> Ord:
     if ord is None or (isinstance(ord, str) and ord in ("rms", "average")):
         return ord
     # The order decides which program is compiled, so a traced one comes too late.
-    check_known(f"{call}: ord", ord)
+    check_concrete(f"{call}: ord", ord)
     number = np.asarray(ord)
     # True is an int in Python. As an order it is a slip.
     is_real = number.dtype.kind in "iuf" and not number.ndim

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._checks import check_known, check_number, check_takes, shown, with_hash
+from ._checks import check_concrete, check_number, check_takes, shown, with_hash
 from ._foreign_names import with_our_names
 
 Shrink = Callable[[Array, Array], Array]
@@ -218,7 +218,7 @@ class _Psac:
 def _static_number(argument: str, number: Any, lowest: float = 0.0) -> float:
     """The number as a Python float, checked."""
     check_number(argument, number, lowest=lowest, is_scalar=True)
-    check_known(argument, number)
+    check_concrete(argument, number)
     return float(number)
 
 

@@ -114,7 +114,7 @@ def spam(
     decay = checked_number(f"{call}: decay", decay, highest=1.0)
     warmup = checked_number(f"{call}: warmup", warmup, schedule=False)
     if every is not None:
-        checks.check_length(f"{call}: every", every)
+        checks.check_whole_number(f"{call}: every", every)
         # Otherwise each reset would come within the warm-up, and nothing be clipped.
         checks.check_order(call, ("warmup + 1", warmup + 1), ("every", every))
     checks.check_flag(f"{call}: count", count)
@@ -394,7 +394,7 @@ def reset_momentum(
     for their new start. Here the count starts anew as well.
     """
     call = "reset_momentum"
-    checks.check_length(f"{call}: every", every)
+    checks.check_whole_number(f"{call}: every", every)
     warmup = checked_number(f"{call}: warmup", warmup, schedule=False)
     optimizer = checks.with_extra_args(f"{call}: inner", inner)
 

@@ -36,7 +36,7 @@ from jax.core import ShapedArray
 
 from .. import _trees as trees
 from .._axes import ByPath, Stacked, check_no_bool, other_axes, stacked_axes
-from .._checks import Nonfinite, check_choice, check_known, check_length, shown
+from .._checks import Nonfinite, check_choice, check_concrete, check_whole_number, shown
 from .._factors import shrunk_by
 from .._kernel import make_clipper
 from .._mesh_types import resharded, resharded_as
@@ -151,8 +151,8 @@ def clip_by_spectral_norm(
     shrink = shrink_of(shrink, call)
     measure = _measure(call, method, columns, stacked)
     if steps is not None:
-        check_known(f"{call}: steps", steps)
-        check_length(f"{call}: steps", steps)
+        check_concrete(f"{call}: steps", steps)
+        check_whole_number(f"{call}: steps", steps)
         steps = int(steps)
         if method == "svd":
             raise ValueError(

@@ -1,17 +1,18 @@
 """Refuses an optimizer that would not update a layer as it updates a stack of layers.
 
 `init` traces one update of weights with one layer in each stack. The program of the
-update says what the new entries of a leaf depend on.
+update says which old entries and gradients each new entry depends on.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._jaxpr import runs_primitive_like
@@ -41,53 +42,44 @@ def check_optimizer(
         update changes, or mixes leaves.
     """
     layer = jax.eval_shape(lambda: layer_of(weights, slice_of_leaf, layer_number=0))
-    weights_of_one_layer = weights | layer
-    entries = arrays_by_path(optimizer.abstract_params_and_state(weights_of_one_layer))
-    leaf_of_entry = optimizer.leaf_of_entry(weights_of_one_layer)
-    shared_entries = {}
+    one_layer_weights = weights | layer
+    entries = arrays_by_path(optimizer.abstract_params_and_state(one_layer_weights))
+    leaf_of_entry = optimizer.leaf_of_entry(one_layer_weights)
+    all_layers_entries = arrays_by_path(optimizer.abstract_params_and_state(weights))
     for path, entry in entries.items():
         if leaf_of_entry[path] is None:
-            shared_entries[path] = entry
-    entries_of_stacks = arrays_by_path(optimizer.abstract_params_and_state(weights))
-    _check_shared(shared_entries, entries_of_stacks)
+            _check_shared(path, entry, all_layers_entries.get(path))
 
     trace_update = jax.make_jaxpr(optimizer.updated, return_shape=True)
-    update_program, new_entries = _traced_update(
-        trace_update, entries, weights_of_one_layer
-    )
+    # Traced with weights in the place of gradients, which have the same types.
+    traced, new_entries = _traced_update(trace_update, entries, one_layer_weights)
     _check_dtypes(entries, new_entries)
     # JAX sorts the keys of a dict.
-    outputs = sorted(entries)
-    inputs = [*outputs, *sorted(weights_of_one_layer)]
+    output_paths = sorted(entries)
+    input_paths = output_paths + sorted(one_layer_weights)
+    update = _UpdateProgram(
+        traced.jaxpr,
+        output_paths,
+        leaf_of_input=[leaf_of_entry[path] for path in input_paths],
+    )
 
-    def program_and_leaves(paths: set[str]) -> tuple[Jaxpr, set[str]]:
-        """The program of some new entries, and the leaves that it reads."""
-        are_needed = [path in paths for path in outputs]
-        program, is_read = dce_jaxpr(update_program.jaxpr, are_needed)
-        leaves_read = set()
-        for path, flag in zip(inputs, is_read):
-            leaf_path = leaf_of_entry[path]
-            if flag and leaf_path is not None:
-                leaves_read.add(leaf_path)
-        return program, leaves_read
-
-    # Each leaf of a stack by itself, and all other entries together.
+    # Each leaf of a stack is checked by itself, and all other entries together.
     reduced_leaves = []
     other_paths = set(entries)
     for leaf_path in slice_of_leaf:
         paths = {path for path in entries if leaf_of_entry[path] == leaf_path}
-        program, leaves_read = program_and_leaves(paths)
+        program, leaves_read = update.program_and_leaves(paths)
         _check_reads(optimizer, leaf_path, leaves_read - {leaf_path})
         if any(runs_primitive_like(REDUCTIONS, equation) for equation in program.eqns):
             reduced_leaves.append(optimizer.name_of_leaf[leaf_path])
         other_paths -= paths
-    _, leaves_read = program_and_leaves(other_paths)
+    _, leaves_read = update.program_and_leaves(other_paths)
     if leaves_read & slice_of_leaf.keys():
-        # One of them depends on layers: which?
+        # The error names the entry that depends on layers.
         for path in sorted(other_paths):
-            _, leaves_read = program_and_leaves({path})
+            _, leaves_read = update.program_and_leaves({path})
             _check_reads(optimizer, path, leaves_read & slice_of_leaf.keys())
-    # A step calls it for each stack, with None in the place of all other leaves.
+    # A step updates each stack alone, with None in the place of all other leaves.
     _traced_update(trace_update, entries, layer)
     if reduced_leaves:
         warnings.warn(
@@ -96,6 +88,27 @@ def check_optimizer(
             "of the usual step, but of one with a list of layers in place of a stack.",
             stacklevel=3,
         )
+
+
+class _UpdateProgram(NamedTuple):
+    """A traced update. Its inputs are entries and gradients."""
+
+    jaxpr: Jaxpr
+    output_paths: list[str]  # of the new entries
+    leaf_of_input: list[str | None]  # the leaf that each entry or gradient follows
+
+    def program_and_leaves(self, paths: set[str]) -> tuple[Jaxpr, set[str]]:
+        """The program of the new entries of some paths, and the leaves of which it
+        reads weights, moments or gradients.
+        """
+        are_needed = [path in paths for path in self.output_paths]
+        program, are_read = dce_jaxpr(self.jaxpr, are_needed)
+        leaves_read = {
+            leaf_path
+            for leaf_path, is_read in zip(self.leaf_of_input, are_read)
+            if is_read and leaf_path is not None
+        }
+        return program, leaves_read
 
 
 def _traced_update(
@@ -112,24 +125,25 @@ def _traced_update(
         ) from error
 
 
-def _check_shared(shared_entries: Entries, entries_of_stacks: Entries) -> None:
-    """Refuses entries that follow no leaf, and are not the same for all layers."""
-    for path, entry in shared_entries.items():
-        is_key = jnp.issubdtype(entry.dtype, jax.dtypes.extended)
-        # `jax.random.PRNGKey` makes uint32[2]. Other arrays may be shared: the
-        # coefficients of muon are float32[3].
-        is_legacy_key = entry.dtype == jnp.uint32 and entry.shape != ()
-        # With one layer in each stack and with all of them.
-        has_same_shape = (
-            path in entries_of_stacks and entries_of_stacks[path].shape == entry.shape
+def _check_shared(path: str, entry: Array, entry_of_all_layers: Array | None) -> None:
+    """Refuses an entry that follows no leaf, and is not the same for all layers.
+
+    `entry` is made for one layer in each stack, `entry_of_all_layers` for all.
+    """
+    is_key = jnp.issubdtype(entry.dtype, jax.dtypes.extended)
+    # `jax.random.PRNGKey` makes uint32[2]. Other arrays may be shared: the
+    # coefficients of muon are float32[3].
+    is_legacy_key = entry.dtype == jnp.uint32 and entry.shape != ()
+    is_shared = (
+        entry_of_all_layers is not None and entry_of_all_layers.shape == entry.shape
+    )
+    if is_key or is_legacy_key or not is_shared:
+        raise ValueError(
+            "release: the state of optimizer must be numbers, and arrays of the shape "
+            f"of a leaf, for any number of layers, but {path!r} is "
+            f"{entry.dtype}{list(entry.shape)}. Random keys and factored moments are "
+            "not. Adafactor has none with factored=False."
         )
-        if is_key or is_legacy_key or not has_same_shape:
-            raise ValueError(
-                "release: the state of optimizer must be numbers, and arrays of the "
-                f"shape of a leaf, for any number of layers, but {path!r} is "
-                f"{entry.dtype}{list(entry.shape)}. Random keys and factored moments "
-                "are not. Adafactor has none with factored=False."
-            )
 
 
 def _check_dtypes(entries: Entries, new_entries: Entries) -> None:
@@ -149,7 +163,9 @@ def _check_dtypes(entries: Entries, new_entries: Entries) -> None:
 
 
 def _check_reads(optimizer: LeafOptimizer, path: str, wrong_leaves: set[str]) -> None:
-    """Refuses a new entry that depends on leaves on which it must not depend."""
+    """Refuses the new entry of a path if there are leaves that it depends on and must
+    not depend on.
+    """
     if not wrong_leaves:
         return
     names = listed(optimizer.name_of_leaf[leaf_path] for leaf_path in wrong_leaves)

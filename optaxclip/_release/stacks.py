@@ -9,7 +9,7 @@ cotangents, which JAX brings to the layer before it:
     budget                the budget that these layers leave
 
 So JAX itself goes back through layers and all that is between two stacks, and adds up
-the gradients of weights that are tied or shared. It keeps the inputs of every layer,
+the gradients of weights that are tied or shared. JAX keeps the inputs of every layer,
 and writes new weights and moments in place.
 """
 
@@ -103,9 +103,9 @@ def run_stack(
     backward pass updates the layers.
 
     Args:
-      inputs: of the scan.
+      inputs: the inputs of the scan.
       stack_entries: weights and moments of the layers of all stacks.
-      slice_of_entry: of these entries.
+      slice_of_entry: where layers are in these entries.
     """
     slices = {}
     for path, layer_slice in slice_of_entry.items():
@@ -114,15 +114,15 @@ def run_stack(
     entries = {path: stack_entries[path] for path in slices}
     layer_entries = layer_of(entries, slices, layer_number=0)
     weights = {path: layer_entries[path] for path in stack.leaf_paths}
-    # Gradients have the types of weights.
-    update_layer, constants = closure_converted(
+    # Traced with weights in the place of gradients, which have the same types.
+    update_with_constants, constants = closure_converted(
         update_layer, weights, layer_entries, budget
     )
-    layer = _Layer(stack, slices, update_layer)
+    layer = _Layer(stack, slices, update_with_constants)
     run_layer = jax.custom_vjp(layer.run)
     run_layer.defvjp(layer.forward, layer.backward, symbolic_zeros=True)
 
-    # None stands in the place of leaves.
+    # A layer takes its weights from the entries, so None stands in their place.
     inputs = list(inputs)
     for index in stack.slice_of_input:
         inputs[index] = None
@@ -131,9 +131,9 @@ def run_stack(
     carry = inputs[const_count : const_count + carry_count]
     xs = inputs[const_count + carry_count :]
 
-    def body(carried: Any, inputs_of_turn: Any) -> Any:
-        carry, entries, budget = carried
-        layer_number, xs = inputs_of_turn
+    def body(carry_and_update: Any, number_and_xs: Any) -> Any:
+        carry, entries, budget = carry_and_update
+        layer_number, xs = number_and_xs
         outputs, entries, budget = run_layer(
             [*consts, *carry, *xs], layer_number, constants, entries, budget
         )
@@ -154,18 +154,30 @@ def closure_converted(
     function: Callable[..., Any], *inputs: PyTree
 ) -> tuple[Callable[..., Any], list[Array]]:
     """The function with one more input, which comes first: the arrays that it closes
-    over. A backward rule in a scan may not close over traced arrays.
+    over, its constants. Returns them too. A backward rule in a scan may not close over
+    traced arrays.
 
-    `jax.closure_convert` leaves integers where they are, such as the step.
+    `jax.closure_convert` would leave integers in the closure, such as the step.
     """
-    traced, shapes = jax.make_jaxpr(function, return_shape=True)(*inputs)
-    structure = jax.tree.structure(shapes)
+    program, output_types = jax.make_jaxpr(function, return_shape=True)(*inputs)
+    structure = jax.tree.structure(output_types)
 
     def converted(constants: list[Array], *inputs: PyTree) -> Any:
-        outputs = eval_jaxpr(traced.jaxpr, constants, *jax.tree.leaves(inputs))
+        outputs = eval_jaxpr(program.jaxpr, constants, *jax.tree.leaves(inputs))
         return structure.unflatten(outputs)
 
-    return converted, traced.consts
+    return converted, program.consts
+
+
+class _Saved(NamedTuple):
+    """What the backward pass of a layer reads. Each input is in one of two lists, and
+    None stands in its place in the other.
+    """
+
+    differentiated: list[Any]
+    others: list[Any]
+    layer_number: Array
+    constants: list[Array]
 
 
 class _Layer(NamedTuple):
@@ -199,7 +211,7 @@ class _Layer(NamedTuple):
         return self.outputs(inputs, layer_entries), entries, budget
 
     def forward(self, *primals: Any) -> Any:
-        """What `run` returns, and what `backward` needs.
+        """What `run` returns, and what `backward` reads.
 
         JAX says of each input whether it may have a gradient. The batch has none: a
         layer may read it through a function without a gradient, such as a `while_loop`.
@@ -212,27 +224,26 @@ class _Layer(NamedTuple):
             has_gradient = x is not None and primal.perturbed
             differentiated.append(x if has_gradient else None)
             others.append(None if has_gradient else x)
-        saved = differentiated, others, layer_number, constants
+        saved = _Saved(differentiated, others, layer_number, constants)
         return self.run(*arguments), saved
 
-    def backward(self, saved: Any, cotangents: Any) -> Any:
+    def backward(self, saved: _Saved, cotangents: Any) -> Any:
         """The cotangents of the inputs, and entries and budget after the update."""
-        differentiated, others, layer_number, constants = saved
         output_cotangents, entries, budget = cotangents
         output_cotangents = jax.tree.map(_as_array, output_cotangents)
-        layer_entries = layer_of(entries, self.slice_of_entry, layer_number)
+        layer_entries = layer_of(entries, self.slice_of_entry, saved.layer_number)
         weights = {path: layer_entries[path] for path in self.stack.leaf_paths}
 
-        def run(differentiated: list[Any], weights: Entries) -> list[Array]:
-            return self.outputs(put_back(differentiated, others), weights)
+        def outputs(differentiated: list[Any], weights: Entries) -> list[Array]:
+            return self.outputs(put_back(differentiated, saved.others), weights)
 
-        _, pull = jax.vjp(run, differentiated, weights)
+        _, pull = jax.vjp(outputs, saved.differentiated, weights)
         input_cotangents, grads = pull(output_cotangents)
-        new_entries, budget = self.update(constants, grads, layer_entries, budget)
+        new_entries, budget = self.update(saved.constants, grads, layer_entries, budget)
         entries = dict(entries)
         for path, new in new_entries.items():
             layer_slice = self.slice_of_entry[path]
-            entries[path] = layer_slice.put(entries[path], layer_number, new)
+            entries[path] = layer_slice.put(entries[path], saved.layer_number, new)
         # Neither the layer number nor the constants of the update have a cotangent.
         return input_cotangents, None, None, entries, budget
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_length, is_function, shown
+from .._checks import check_whole_number, is_function, shown
 from .._norms import global_norm, tensor_norm
 from ._file import PyTree, by_name, load
 
@@ -186,7 +186,7 @@ def why(
     for name, function in (("loss", loss), ("wide", wide or loss)):
         if not is_function(function):
             raise TypeError(f"why: {name} must be a function, got {shown(function)}.")
-    check_length("why: microbatch", microbatch)
+    check_whole_number("why: microbatch", microbatch)
     step = load(file, like)
     recording = _recording(step.metrics)
     replay = _replay_of(loss, recording.quantity)

@@ -8,26 +8,28 @@ the name and the arguments it has there.
     grads = grad(params, batch)
     sigma = noise_multiplier * grad.sensitivity()
 
-It is computed by `optaxclip.per_example.clipped_grad`: from one backward pass where
-that is fastest. Noise, sampling and accounting remain those of jax_privacy, whose
-training loop and Keras models run on it. The noise of jax_privacy, in float32, ends at
-5.2 deviations. The noise of `add_noise(grads, noise_multiplier, key,
-sensitivity=grad.sensitivity())` reaches 11 (docs/per_example.md).
+The gradient comes from `optaxclip.per_example.clipped_grad`, which takes one backward
+pass where that is fastest. Noise, sampling and accounting remain those of jax_privacy.
+Its training loop and its Keras models run with this function. The noise of jax_privacy,
+in float32, ends at 5.2 deviations. The noise of `add_noise(grads, noise_multiplier,
+key, sensitivity=grad.sensitivity())` reaches 11 (docs/per_example.md).
 
     case                          jax_privacy 2.0         here
-    sums of 16-bit gradients      in 16 bits, unless      float32, unless `dtype` says
-                                  `dtype` says more       otherwise
+    sums of 16-bit gradients      16 bits, unless         float32, unless `dtype` says
+                                  `dtype` says otherwise  otherwise
     float16, squares below 6e-8   norm 0: not clipped     the true norm, clipped
     NaN or inf in a gradient      0 in their places, the  the example is left out (as
                                   rest is clipped         in jax_privacy 2.3)
-    the same, nan_safe=False      NaN in their places     all NaN
-    padding                       values, aux, norms      the same, but norms are 0
-    l2_clip_norm                  a number                or a tree of them (as in 2.3)
-    microbatch_size               must divide the batch   need not
+    NaN or inf, nan_safe=False    NaN in their places     the whole sum is NaN
+    outputs for padding           values, aux, norms      values, aux, and norms 0
+    l2_clip_norm                  a number                a number, or a tree of numbers
+                                                          (as in 2.3)
+    microbatch_size               divides the batch size  any
     spmd_axis_name                where jit splits vmap   no effect: the batch stays
                                                           split as it came
     grid_scale (2.3)              rounds to a grid        absent
-    sensitivity()                 the limit               with the rounding of the sum
+    sensitivity()                 the limit               the limit, with the rounding
+                                                          of the sum
 
 Reference: jax_privacy/clipping.py, jax_privacy 2.0.0 and main at 8967688.
 """
@@ -54,12 +56,12 @@ from ..per_example._problem import places_in
 
 __all__ = ["AuxiliaryOutput", "BoundedSensitivityCallable", "clipped_grad"]
 
-# How many times its bound the sum changes, by the names of dp_accounting's relations.
-CHANGES = {"ADD_OR_REMOVE_ONE": 1, "REPLACE_ONE": 2, "REPLACE_SPECIAL": 1}
+# By how many bounds the sum changes, by the names of dp_accounting's relations.
+BOUND_COUNTS = {"ADD_OR_REMOVE_ONE": 1, "REPLACE_ONE": 2, "REPLACE_SPECIAL": 1}
 
 
 class AuxiliaryOutput(NamedTuple):
-    """What was seen of each example. What was not asked for is None.
+    """Numbers of each example. None for those that were not asked for.
 
     Attributes:
       values: the loss of each example, with `return_values`.
@@ -130,11 +132,13 @@ class BoundedSensitivityCallable:
         """
         # No import of dp_accounting, which takes seconds and is not always there.
         name = getattr(neighboring_relation, "name", neighboring_relation)
-        check_choice("sensitivity: neighboring_relation", name, tuple(CHANGES))
-        return CHANGES[name] * self._largest_bound("sensitivity")
+        check_choice("sensitivity: neighboring_relation", name, tuple(BOUND_COUNTS))
+        return BOUND_COUNTS[name] * self._largest_bound("sensitivity")
 
     def _largest_bound(self, call: str) -> Any:
-        """The bound of all programs so far."""
+        """The largest bound of the programs so far. Without one the limit, and warns of
+        the public `call`.
+        """
         if not self.bounds:
             warnings.warn(
                 f"{call}: the function has not run, or has a limit that jit traces, so "
@@ -234,10 +238,10 @@ def clipped_grad(
     param_places = places_in(argnums)
     batch_places = places_in(batch_argnums)
     key_places = [] if prng_argnum is None else places_in(prng_argnum)
-    example_places = [*param_places, *batch_places, *key_places]
-    is_repeated = len(set(example_places)) < len(example_places)
+    role_places = [*param_places, *batch_places, *key_places]
+    is_repeated = len(set(role_places)) < len(role_places)
     # The tests of jax_privacy look for the last sentence of this error.
-    if not batch_places or min(example_places) < 0 or is_repeated:
+    if not batch_places or min(role_places) < 0 or is_repeated:
         raise ValueError(
             f"clipped_grad: {argnums=}, {batch_argnums=} and {prng_argnum=} must be at "
             "least 0, and not overlap. Batch Argnums must not be empty."
@@ -247,12 +251,14 @@ def clipped_grad(
         check_number("clipped_grad: l2_clip_norm", limit, is_scalar=True)
     if not normalize_by > 0:
         raise ValueError(f"clipped_grad: {normalize_by=} must be above 0.")
+    # A clipped gradient has a part for each limit, no longer than the limit, or than 1
+    # after rescaling. Its own length is at most the root of the sum of squares.
     if rescale_to_unit_norm:
-        limit_of_sum = len(limits) ** 0.5
+        example_limit = len(limits) ** 0.5
         shrink = over_limit
-        max_norm = jax.tree.map(_divisible, l2_clip_norm)
+        max_norm = jax.tree.map(_as_divisor, l2_clip_norm)
     else:
-        limit_of_sum = sum(limit**2 for limit in limits) ** 0.5
+        example_limit = sum(limit**2 for limit in limits) ** 0.5
         shrink = None
         max_norm = l2_clip_norm
     has_auxiliary = has_aux or return_values or return_grad_norms
@@ -276,8 +282,8 @@ def clipped_grad(
         return returned if has_aux else (returned, None)
 
     def transformed_loss(direction: Any, *args_and_keywords: Any) -> tuple[Any, Any]:
-        """A loss whose gradient by `direction` is the transformed gradient of `loss`,
-        T(g): the inner product of T(g) and `direction`. Its aux are the norms of g, and
+        """The inner product of `direction` and T(g), the transformed gradient of
+        `loss`. Its gradient by `direction` is T(g). Its aux are the norms of g, and the
         value and aux of `loss`.
         """
         args = list(args_and_keywords)
@@ -291,32 +297,36 @@ def clipped_grad(
         products = jax.tree.map(lambda x, y: jnp.sum(x * y), direction, transformed)
         return sum(jax.tree.leaves(products)), (norms, value, aux)
 
-    def clipped_result(args: list[Any], mask: jax.Array) -> per_example.ClippedGrad:
+    def clipped_result(
+        args_and_keywords: list[Any], mask: jax.Array
+    ) -> per_example.ClippedGrad:
         """The sum of the clipped gradients, with the norms before the transform."""
-        # The last argument has the keywords, which are batches.
-        places = range(len(args) - 1)
-        shared = [place for place in places if place not in example_places]
+        *args, _ = args_and_keywords
+        # Keywords are batches.
+        shared = [place for place in range(len(args)) if place not in role_places]
         params = tuple(args[place] for place in param_places)
         if not isinstance(argnums, Sequence):
             (params,) = params
-        # A copy of the tree, which the transform may write to
-        transformed = pre_clipping_transform(jax.tree.map(lambda x: x, params))
-        if _identity_of(transformed) == _identity_of(params):
+        # Gradients look like params. So what the transform makes of params shows
+        # whether it returns its argument, and what its results look like. It may write
+        # to the tree, so it gets a copy.
+        direction = pre_clipping_transform(jax.tree.map(lambda x: x, params))
+        if _identity_of(direction) == _identity_of(params):
             grad = make_clipped_grad(loss, argnums=argnums, shared_argnums=shared)
-            return grad(*args, mask=mask)
+            return grad(*args_and_keywords, mask=mask)
         # Behind the direction all arguments are one place further.
         fixed = [place + 1 for place in (*param_places, *shared)]
         grad = make_clipped_grad(
             transformed_loss, shared_argnums=fixed, method="one_pass"
         )
         # `transformed_loss` is linear in the direction, so any direction will do.
-        result = grad(transformed, *args, mask=mask)
+        result = grad(direction, *args_and_keywords, mask=mask)
         norms, values, aux = result.aux
         norms = jax.tree.map(lambda norm: jnp.where(mask, norm, 0), norms)
         return result._replace(norms=norms, values=values, aux=aux)
 
     def clipped_sum(*args: Any, is_padding_example: Any = None, **keywords: Any) -> Any:
-        if max(example_places) >= len(args):
+        if max(role_places) >= len(args):
             raise TypeError(
                 f"clipped_grad: {argnums=}, {batch_argnums=} and {prng_argnum=}, but "
                 f"the function was called with {len(args)} positional arguments. Give "
@@ -341,7 +351,7 @@ def clipped_grad(
 
         sums = jax.tree.map(normalized, result.grads)
         bound = _bound_of(result, sums, normalize_by)
-        # The bound of a limit that jit traces is no number.
+        # The bound of a limit that jit traces is not a number.
         if not isinstance(bound, Tracer):
             bounds.add(float(bound))
         if not has_auxiliary:
@@ -357,7 +367,7 @@ def clipped_grad(
         return sums, auxiliary
 
     return BoundedSensitivityCallable(
-        clipped_sum, limit_of_sum / normalize_by, has_auxiliary, bounds
+        clipped_sum, example_limit / normalize_by, has_auxiliary, bounds
     )
 
 
@@ -370,8 +380,8 @@ def _size_of(batch: Any) -> int:
 
 
 def _bound_of(result: per_example.ClippedGrad, sums: Any, normalize_by: float) -> Any:
-    """By how much one example changes the sums of a result that were divided and cast.
-    inf where nothing is proved.
+    """By how much one example changes `sums`, which are the sums of `result`, divided
+    and cast. inf where nothing is proved.
     """
     is_narrow = any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(sums))
     if result.sensitivity is None or is_narrow:
@@ -386,8 +396,8 @@ def _identity_of(tree: Any) -> tuple[Any, list[int]]:
     return treedef, list(map(id, leaves))
 
 
-def _divisible(limit: Any) -> Any:
-    """The limit as a number that float32 can divide by, neither 0 nor inf."""
+def _as_divisor(limit: Any) -> Any:
+    """The limit as a divisor in float32, neither 0 nor inf."""
     numpy = jnp if isinstance(limit, jax.Array) else np
     return numpy.clip(limit, 1.2e-38, 3.4e38)
 

@@ -6,7 +6,7 @@ noise_multiplier   the noise that an epsilon needs
 
 from typing import Any
 
-from .._checks import check_length
+from .._checks import check_whole_number
 
 
 def epsilon(
@@ -46,7 +46,7 @@ def epsilon(
     # Imported here, since it takes seconds and is not always there.
     from dp_accounting.pld import PLDAccountant
 
-    check_length("epsilon: steps", steps)
+    check_whole_number("epsilon: steps", steps)
     accountant = PLDAccountant()
     accountant.compose(_training(noise_multiplier, share, steps))
     return float(accountant.get_epsilon(delta))
@@ -82,7 +82,7 @@ def noise_multiplier(
     from dp_accounting import calibrate_dp_mechanism
     from dp_accounting.pld import PLDAccountant
 
-    check_length("noise_multiplier: steps", steps)
+    check_whole_number("noise_multiplier: steps", steps)
 
     def training(noise: float) -> Any:
         return _training(noise, share, steps)

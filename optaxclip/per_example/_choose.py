@@ -14,7 +14,7 @@ import jax
 from jax.core import Tracer
 
 from .. import _trees as trees
-from .._checks import check_choice, check_length
+from .._checks import check_choice, check_whole_number
 from .._mesh_types import is_on_one_device, manual_axes
 from .._trees import PyTree
 from ._ghost import Ghost, ghost_of
@@ -62,7 +62,7 @@ def checked_microbatch(call: str, method: str, microbatch: Any) -> int | None:
     check_choice(f"{call}: method", method, METHODS)
     if microbatch is None:
         return None
-    check_length(f"{call}: microbatch", microbatch)
+    check_whole_number(f"{call}: microbatch", microbatch)
     return int(microbatch)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._checks import check_length, check_number
+from .._checks import check_number, check_whole_number
 
 
 class Drawn(NamedTuple):
@@ -57,8 +57,8 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
     Gaussian mechanism, 2019 (arXiv 1908.10530).
     """
     check_number("draw: share", share, highest=1.0, is_scalar=True)
-    check_length("draw: examples", examples)
-    check_length("draw: places", places)
+    check_whole_number("draw: examples", examples)
+    check_whole_number("draw: places", places)
     check_number("draw: places", places, highest=examples)
     # With fewer places about every second batch is cut off, and no account holds.
     expected = float(share) * int(examples)

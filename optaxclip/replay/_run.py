@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_length, shown
+from .._checks import check_whole_number, shown
 from .._factors import factor_between, shrunk_by
 from .._logs import clipped_share
 from ..rules import windowed_quantile, z_score
@@ -289,7 +289,7 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
       optaxclip.clip_by_global_norm(2.5) 0.5 0.7292
       optaxclip.clip_by_global_norm(3.7) 0.25 0.925
     """
-    check_length("suggest: every", every)
+    check_whole_number("suggest: every", every)
     history = np.asarray(history_of("suggest", norms), np.float64)
     norms = history[np.isfinite(history) & (history > 0)]
     if history.ndim != 1 or norms.size < 2:

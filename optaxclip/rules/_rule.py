@@ -102,7 +102,7 @@ class _RangeOfSchedule(NamedTuple):
 
 def length_field(default: int) -> Any:
     """A field that is a whole number of at least 1, such as the length of a window."""
-    return field(default=default, metadata={"check": checks.check_length})
+    return field(default=default, metadata={"check": checks.check_whole_number})
 
 
 # Flags and choices belong to the structure of the pytree: a changed one compiles anew.

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_length
+from .._checks import check_whole_number
 from .._exported import exported
 from ._memory import count_up, multiple, new_unless_zero, remembered
 from ._rule import (
@@ -291,7 +291,7 @@ def skip_step_rule(
     sigmas: Number = 6.0, window: int | Array = 128, *, call: str = "windowed_mean"
 ) -> Rule:
     """The rule of `skip_step`: the first limit comes after half a window."""
-    check_length(f"{call}: window", window, least=2)
+    check_whole_number(f"{call}: window", window, least=2)
     return rule_named(
         call,
         WindowedMean,
