@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jax.typing import ArrayLike
@@ -175,7 +176,8 @@ def larc(
       `grad_norm=` or `limit=` that a chain is given.
 
     Raises:
-      ValueError: a negative or NaN number, or `update` without params.
+      ValueError: a negative or NaN number, an infinite `weight_decay`, or `update`
+        without params.
       TypeError: something that is not a number.
 
     Example:
@@ -189,7 +191,13 @@ def larc(
     2017 (arXiv 1708.03888). The minimum with the learning rate is NVIDIA's apex.
     """
     call = "larc"
-    weight_decay = checked_number(f"{call}: weight_decay", weight_decay, schedule=False)
+    # An infinite weight decay makes inf * 0, which is NaN, of weights that are 0.
+    weight_decay = checked_number(
+        f"{call}: weight_decay",
+        weight_decay,
+        highest=float(np.finfo(np.float64).max),
+        schedule=False,
+    )
     rule = Larc(learning_rate, trust)
     options = check_measure(call, ord=None, stacked=stacked, mesh_axes=mesh_axes)
     measure = TensorNorm(**options)

@@ -68,6 +68,7 @@ class Cause(NamedTuple):
 
 
 AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
+LEAST_ROWS_OF_LOSS = 20
 SCALE_ADVICE = (
     "look at the loss scale, at a sum in the place of a mean, and at how many devices "
     "and microbatches are averaged"
@@ -133,7 +134,7 @@ CAUSES = (
             "skip_step. If the loss jumps in one step and no norm does, look at the "
             "data"
         ),
-        least_rows=20,
+        least_rows=LEAST_ROWS_OF_LOSS,
     ),
     Cause(
         name="steady growth",
@@ -434,7 +435,7 @@ def _judge(log: Log, loss_name: str | None) -> Report:
             f"{column.name!r} ({len(column.steps)} rows)" for column in run.looked_at
         ],
         not_judged=not_judged,
-        notes=[*log.notes, *_notes(run)],
+        notes=[*log.notes, *_notes(run), *_notes_on_losses(run, findings)],
     )
 
 
@@ -492,6 +493,31 @@ def _notes(run: signals.Run) -> list[str]:
             notes.append(
                 f"The largest {norm.name!r} is {ratio:.1f} times its median, at step "
                 f"{norm.steps[row]}. See docs/choosing_a_limit.md"
+            )
+    return notes
+
+
+# A rise of a loss that is worth a note, over its lowest level.
+LEAST_RISE = 0.1
+
+
+def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
+    """Losses that end above their lowest level, where no divergence is found: data or
+    objective may have changed, which a log does not show.
+    """
+    if any(finding.cause == "divergence" for finding in findings):
+        return []
+    notes = []
+    for (loss,) in run.columns[signals.LOSS]:
+        loss = rows_kept(loss, np.isfinite(loss.values))
+        if loss.steps.size < LEAST_ROWS_OF_LOSS:
+            continue
+        levels = rules.loss_levels(loss.values)
+        if levels.is_rise and levels.rise > LEAST_RISE * levels.lowest:
+            notes.append(
+                f"{loss.name!r} is lowest near step {loss.steps[levels.lowest_row]}, "
+                f"at {levels.lowest:.3g}, and ends at {levels.last:.3g}. If neither "
+                f"data nor objective changed, it diverges. See {AT_ONE_STEP}"
             )
     return notes
 

@@ -84,31 +84,58 @@ def bad_batch(norm: Array) -> Array:
     return np.where(comes_back, norm / usual_norm, 0.0)
 
 
-def divergence(loss: Array) -> Array | float:
-    """The loss over its lowest level, in the rows from which on it stays high."""
+class LossLevels(NamedTuple):
+    """Where a loss begins, how low it comes, and where it ends."""
+
+    first: float
+    lowest: float
+    lowest_row: int
+    last: float
+    noise: float  # of the loss at its lowest level
+
+    @property
+    def rise(self) -> float:
+        return self.last - self.lowest
+
+    @property
+    def is_rise(self) -> bool:
+        """Whether the loss ends higher than its noise explains."""
+        return self.rise > RISE_OVER_NOISE * self.noise
+
+
+def loss_levels(loss: Array) -> LossLevels:
+    """The levels of a loss, medians of a twentieth of the log."""
     width = max(SHORT, len(loss) // 20)
     # A thousand windows are enough: those of all rows of a long log do not fit into
     # memory.
     stride = max(1, len(loss) // 1000)
     windows = sliding_window_view(loss, width)[::stride]
     levels = np.median(windows, axis=1)
-    lowest = levels.min()
-    fall = np.median(loss[:SHORT]) - lowest
-    rise = np.median(loss[-2 * width :]) - lowest
-    # The noise of the loss at its lowest level. If two losses take turns, as of a GAN,
-    # these quantiles are one of each.
-    end = width + stride * np.argmin(levels)
+    end = width + stride * int(np.argmin(levels))
     start = max(0, end - LONG - 1)
+    # If two losses take turns, as of a GAN, these quantiles are one of each.
     low, high = np.quantile(loss[start:end], (0.2, 0.8))
-    noise = high - low
-    if rise <= max(RISE_OVER_FALL * fall, RISE_OVER_NOISE * noise):
+    return LossLevels(
+        first=np.median(loss[:SHORT]),
+        lowest=levels.min(),
+        lowest_row=end - 1,
+        last=np.median(loss[-2 * width :]),
+        noise=high - low,
+    )
+
+
+def divergence(loss: Array) -> Array | float:
+    """The loss over its lowest level, in the rows from which on it stays high."""
+    levels = loss_levels(loss)
+    fall = levels.first - levels.lowest
+    if not levels.is_rise or levels.rise <= RISE_OVER_FALL * fall:
         return 0.0
     # The median of five rows around each row, of fewer at the ends of the log.
     padded = np.pad(loss, 2, constant_values=np.nan)
     rows_around = sliding_window_view(padded, 5)
     smoothed = np.nanmedian(rows_around, axis=1)
-    stays_high = _lowest_ahead(smoothed) > lowest + rise / 2
-    return np.where(stays_high, smoothed / lowest, 0.0)
+    stays_high = _lowest_ahead(smoothed) > levels.lowest + levels.rise / 2
+    return np.where(stays_high, smoothed / levels.lowest, 0.0)
 
 
 def growth(values: Array) -> Array | float:

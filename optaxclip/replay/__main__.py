@@ -19,7 +19,7 @@ from .._logs import (
 )
 from . import plot_history, run
 from ._batch import norm_ratio
-from ._choice import USUAL_LIMIT, Choice, choice_of
+from ._choice import USUAL_LIMIT, Choice, choice_of, percent
 from ._history import columns_of
 from ._run import MIN_NORMS
 
@@ -181,7 +181,7 @@ def _table(choice: Choice) -> list[str]:
     for row in rows:
         mark = "->" if row is chosen else "  "
         lines.append(
-            f"{mark} {row.limit:16.4g}  {row.clip_rate:13.1%}  "
+            f"{mark} {row.limit:16.4g}  {percent(row.clip_rate):>13}  "
             f"{row.mean_factor:11.3f}  {row.rule}"
         )
     return [*lines, *ESTIMATES, ""]

@@ -23,7 +23,7 @@ MAX_USUAL_SHARE = 0.5
 # Norms fall far if the early median, of the first fifth, is this many times the late
 # one, of the last fifth. A limit of five late medians would then clip at least half of
 # the first fifth.
-FAR_FALL = 5.0
+FAR = 5.0
 # The cap of zclip is this many times the largest healthy norm of the first hundred, as
 # docs/choosing_a_clipper.md advises under "A good cap".
 CAP_FACTOR = 10.0
@@ -67,7 +67,7 @@ def choice_of(norms: np.ndarray, every: int) -> Choice | None:
     early = float(np.median(first_norms))
     late = float(np.median(last_norms))
     # Norms fall far, and few of the late norms come near the limit.
-    if early >= FAR_FALL * late and rule > MAX_GUARD_IN_MEDIANS * late:
+    if early >= FAR * late and rule > MAX_GUARD_IN_MEDIANS * late:
         cap = _cap(norms)
         rule = minimum(z_score_of_zclip(every), cap)
         suggestion = suggestion_of(f"optaxclip.zclip(cap={cap:g})", rule, norms)
@@ -79,6 +79,12 @@ def choice_of(norms: np.ndarray, every: int) -> Choice | None:
     else:
         suggestion = guard
         reasons = _reasons_for_guard(usual_share, guard)
+    if late >= FAR * early:
+        reasons.append(
+            f"Norms grow from a median of {early:.3g} in the first fifth of the log to "
+            f"{late:.3g} in the last. Ask python -m optaxclip.doctor why, before you "
+            "clip."
+        )
     return Choice(rule, suggestion, reasons, guard=guard, candidates=candidates)
 
 
@@ -88,7 +94,7 @@ def _cap(norms: np.ndarray) -> float:
     return float(f"{CAP_FACTOR * first_norms[is_healthy].max():.2g}")
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """A share as the table prints it, but one step of a long run is not 0.0 %."""
     if 0 < share < 0.001:
         return f"{100 * share:.2g}%"
@@ -106,7 +112,7 @@ def _reasons_for_zclip(zclip: Suggestion, early: float, late: float) -> list[str
 
 def _reasons_for_usual_limit(usual_share: float, guard: Suggestion) -> list[str]:
     reasons = [
-        f"Take {USUAL_LIMIT}, as most trainers do: it clips {_percent(usual_share)} of "
+        f"Take {USUAL_LIMIT}, as most trainers do: it clips {percent(usual_share)} of "
         "these steps, some but at most half."
     ]
     # A tighter guard would clip more.
@@ -125,7 +131,7 @@ def _reasons_for_guard(usual_share: float, guard: Suggestion) -> list[str]:
     if usual_share == 0:
         return [f"{advice} The usual {USUAL_LIMIT} clips none."]
     return [
-        f"{advice} The usual {USUAL_LIMIT} clips {_percent(usual_share)}.",
+        f"{advice} The usual {USUAL_LIMIT} clips {percent(usual_share)}.",
         f"With Adam you may keep {USUAL_LIMIT}: Adam cancels a constant factor, so "
         "a tight limit only keeps long gradients from counting more.",
     ]

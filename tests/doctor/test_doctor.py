@@ -431,3 +431,19 @@ def test_the_page_of_a_cause_exists_and_has_its_row(cause):
     titles = re.findall("^#+ (.*)$", (DOCS.parent / page).read_text(), re.MULTILINE)
     assert not title or title in titles
     assert f"| {cause.name} |" in (DOCS / "doctor.md").read_text()
+
+
+def test_a_loss_that_ends_above_its_lowest_level_has_a_note():
+    """Data or objective may have changed there, so it is no finding."""
+    loss = np.concatenate([np.linspace(8.0, 3.0, 150), np.full(50, 3.0)])
+    loss = np.append(loss, np.full(100, 4.0))
+    (note,) = examine(rows_of(loss=loss)).notes
+    assert note.startswith("'loss' is lowest near step ")
+    assert "at 3, and ends at 4. If neither data nor objective changed" in note
+    # Within its noise it has not risen.
+    noise = np.resize([-0.4, 0.4], loss.size)
+    for other_loss in (loss + 2 * noise, np.minimum(loss, 3.2), loss[:200]):
+        assert examine(rows_of(loss=other_loss)).notes == []
+    report = examine(rows_of(loss=np.append(loss, np.full(100, 8.0))))
+    assert [finding.cause for finding in report.findings] == ["divergence"]
+    assert report.notes == []

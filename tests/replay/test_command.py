@@ -314,6 +314,18 @@ def test_what_the_limits_of_the_run_did_is_said(log, command):
         assert "The limits of the run" not in command(log)
 
 
+def test_norms_that_grow_far_are_said(log, command):
+    log.write_text(log_of(np.geomspace(0.5, 20.0, 200)))
+    assert "Norms grow from a median of 0.718 in the first fifth" in command(log)
+    log.write_text(log_of(np.geomspace(0.5, 2.0, 200)))
+    assert "Norms grow" not in command(log)
+
+
+def test_one_step_of_a_long_log_is_not_0_percent(log, command):
+    log.write_text(log_of(np.append(np.linspace(0.5, 0.7, 2999), [40.0])))
+    assert " 0.033%  " in command(log)
+
+
 def test_rows_of_equal_share_are_in_the_order_of_their_limits(log, command):
     # With one accident among 200 norms many rows clip that step alone.
     log.write_text(log_of(np.append(np.linspace(0.5, 0.501, 199), [40.0])))
