@@ -579,9 +579,14 @@ def _by_step(
         # A resumed run goes back to an earlier step, and replaces all numbers that were
         # logged since. A new step below the last one is only late: jax.debug.callback
         # may write the steps 1, 3, 2.
+        late_rows: list[tuple[int, float]] = []
         while step in values:
-            replaced_step, _ = values.popitem()
-            replaced_steps.append(replaced_step)
+            last_step, last_number = values.popitem()
+            if last_step < step:
+                late_rows.append((last_step, last_number))
+            else:
+                replaced_steps.append(last_step)
+        values.update(reversed(late_rows))
         values[step] = number
     return dict(sorted(values.items())), replaced_steps
 

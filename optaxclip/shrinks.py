@@ -2,10 +2,10 @@
 
     hard        min(n, c)                        what everyone means by clipping
     smooth(p)   n / (1 + (n/c)^p)^(1/p)          never a corner
-    drop        n if n <= c, else 0              an overlong gradient is left out
+    drop        n if n <= c, else 0              a gradient above the limit becomes 0
     normalize   c                                always this long, 0 stays 0
     auto_s(y)   c n / (n + y)                    normalize, gentle with small norms
-    psac(r)     c n / (n + r / (n + r))          likewise, with another bend
+    psac(r)     c n / (n + r / (n + r))          likewise, by c where n vanishes
 
 A shrink is a function (norm, limit) -> new norm. All three are arrays of one shape. It
 goes as `shrink=` into `clip_by`, the clippers by global, tensor, unit, group, average
@@ -76,8 +76,8 @@ def normalize(norm: Array, limit: ArrayLike) -> Array:
 def smooth(power: float = 1.0) -> Shrink:
     """Returns the shrink norm / (1 + (norm / limit)^power)^(1 / power).
 
-    It shortens everything a little: by at most the factor 2^(1/power) against `hard`,
-    which is reached at norm = limit.
+    It shortens everything a little. The norm is at most 2^(1/power) times smaller than
+    with `hard`, which is so at norm = limit.
 
     Args:
       power: how sharp the bend at the limit is: 1 the gentlest in use, 2 that of
@@ -126,8 +126,9 @@ def auto_s(gamma: float = 0.01) -> Shrink:
 def psac(r: float = 0.1) -> Shrink:
     """Returns the shrink limit * norm / (norm + r / (norm + r)).
 
-    It normalizes, but a vanishing gradient is multiplied by about the limit, instead of
-    a factor without end. The factor is largest at norm = sqrt(r) - r.
+    It normalizes, but a vanishing gradient is multiplied by about the limit, and
+    not by an unbounded factor. The factor is largest at norm = sqrt(r) - r, and at 0
+    for r above 1.
 
     Args:
       r: how soon the factor falls with the norm. At least 0, known when the shrink is

@@ -256,7 +256,10 @@ def _clipped(
             )
         _, largest = _bounds_in_dtype(None, high, jnp.finfo(dtype).dtype)
         # The modulus of the largest complex numbers is inf, and so above the limit.
-        return jnp.where(jnp.abs(x) > largest, with_modulus(largest, x), x)
+        is_above = jnp.abs(x) > largest
+        # The 1 stands where nothing is clipped: the derivative of inf * x is NaN.
+        new_modulus = jnp.where(is_above, largest, jnp.ones_like(largest))
+        return jnp.where(is_above, with_modulus(new_modulus, x), x)
     smallest, largest = _bounds_in_dtype(low, high, dtype)
     smallest = jnp.broadcast_to(smallest, x.shape)
     largest = jnp.broadcast_to(largest, x.shape)

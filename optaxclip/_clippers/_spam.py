@@ -1,8 +1,8 @@
 """SPAM and Stable-SPAM: spikes of single coordinates are cut down, and the optimizer's
 state starts anew from time to time.
 
-    spam            holds a coordinate against its own usual square
-    adaclip         holds it against the usual largest one of its tensor
+    spam            compares the square of a coordinate with its running average
+    adaclip         compares it with the usual largest one of its tensor
     reset_momentum  resets the moments, after which the updates rise again
 
 The papers pair them:
@@ -70,17 +70,18 @@ def spam(
 
     In the paper v is Adam's. Here it is a buffer of its own, as large as the
     parameters, unless `update(..., second_moment=v)` passes one in. A coordinate that
-    is NaN stays NaN. An infinite one becomes the limit, and stays where there is none:
-    in the warm-up, and where v is 0. Neither enters the average. Complex coordinates
-    are limited by modulus. An infinite one becomes NaN under a limit.
+    is NaN stays NaN. An infinite coordinate becomes the limit, or stays infinite where
+    there is no limit: in the warm-up, and where v is 0. Neither NaN nor inf enters the
+    average. Complex coordinates are limited by modulus, and become NaN if infinite and
+    above a limit.
 
     Args:
-      threshold: how many times its usual square a square may be. At least 0. A number
-        or a schedule.
+      threshold: the largest g_i^2 / v_i that is allowed. At least 0. A number or a
+        schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
-      warmup: how many updates pass unclipped from each reset on: the one that resets
-        and the `warmup` - 1 after it. At the start of training it is the first
-        `warmup` - 1. Where v is 0, nothing is clipped either. At least 0.
+      warmup: how many updates pass unclipped after each reset, the one that resets
+        among them. At the start of training it is the first `warmup` - 1. Where v is 0,
+        nothing is clipped either. At least 0.
       every: the average starts anew before each update whose number, from 1, is a
         multiple of this, as in `reset_momentum`. None for never. A whole number above
         `warmup`.
@@ -245,7 +246,7 @@ def adaclip(
     nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Shortens the coordinates of each tensor that are over the average of its largest.
+    """Shortens coordinates above the running average of max|g| of their tensor.
 
         T <- decay * T + (1 - decay) * max|g|      corrected for its start
         g_i <- g_i * T / max|g|                    where |g_i| > T
@@ -255,9 +256,8 @@ def adaclip(
         schedule.
       stacked: which axes of a leaf count layers: 1 for the leading axis, or another
         form that `clip_by_tensor_norm` takes.
-      nonfinite: what a largest coordinate that is NaN or inf makes of its tensor:
-        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
-        `checkify.check`).
+      nonfinite: what becomes of a tensor with a NaN or inf in it: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
         split need PartitionSpecs.

@@ -177,6 +177,8 @@ def clip_by_spectral_norm(
         # The kernel finds norms and limits, counts, and scales each leaf. Vectors,
         # zeros, broken steps, and limits of 0 and inf need no more than that.
         scaled, new_state = kernel.update(tree, state, params, **extra_args)
+        if max_norm is None and extra_args.get("limit") is None:
+            return updates, new_state
         clipped = _with_shrunk_values(measure, shrink, steps, tree, scaled, new_state)
         return put_back(clipped, updates), new_state
 

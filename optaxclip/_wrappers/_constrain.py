@@ -2,9 +2,9 @@
 
     u' = clip(W + u) - W
 
-The update is rounded to its dtype, and a weight plus its update to the weight's dtype.
-Where W is far from its limit, such as 100 that is clipped to 1.2, the rounding of the
-update may carry W + u' beyond the limit. The update is then made one ulp shorter.
+u' is rounded to the dtype of the update, and W + u' to the dtype of the weight. Where W
+is far from its limit, such as 100 that is clipped to 1.2, the rounding of u' may carry
+W + u' beyond the limit. Then u' is moved by one ulp, so that the weight is nearer to 0.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def constrain(
     | no weight below 0                 | `clip_by_value(math.inf, 0.0)`              |
     | largest singular value            | `clip_by_spectral_norm(1.0)`                |
 
-    Where W is far beyond its limit, as in a first step, the update is rounded too,
-    towards 0, and never across a bound of 0. This second rounding may miss a bound that
-    keeps weights away from 0, such as the lower one of `clip_by_value(1.0, 0.3)`. Where
-    the update has fewer bits than W, it may leave weights beyond the limit.
+    Where W is far beyond its limit, as in a first step, the rounded update is moved by
+    one ulp, so that the weight is nearer to 0, and never across a bound of 0. So the
+    weight may miss a bound that keeps it away from 0, such as the lower one of
+    `clip_by_value(1.0, 0.3)`. An update with fewer bits than W may leave the weight
+    beyond its limit.
 
     Args:
       clipper: any clipper, or another transformation that maps a tree to one that is
@@ -62,7 +63,7 @@ def constrain(
       weights. `update` needs params, and passes extra arguments on, but for `grad_norm`
       and `limit`, which are about gradients. Where a clipper with nonfinite="zero"
       clears a broken step, the weights stay as they are. In such a step weights of
-      other leaves that would become 0 stay too.
+      sound leaves that would become 0 stay too.
 
     Raises:
       ValueError: `update` without params.
@@ -168,7 +169,7 @@ def _real_update_to_clipped(
         arrived    weight + change, as `optax.apply_updates` rounds it
 
     Where `arrived` is further from 0 than `goal`, on the side of `moved`, the change is
-    made one ulp shorter.
+    moved by one ulp towards the other side.
     """
     start = weight.astype(clipped.dtype)
     goal = _rounded(clipped, weight.dtype)
@@ -182,15 +183,15 @@ def _real_update_to_clipped(
     info = jnp.finfo(update.dtype)
     least_ulp = float(info.smallest_subnormal)
     ulp = jnp.maximum(float(info.eps) * jnp.abs(change), least_ulp)
-    shorter = change - outward * (0.75 * ulp)
-    shorter = _rounded(shorter, update.dtype)
+    inward_change = change - outward * (0.75 * ulp)
+    inward_change = _rounded(inward_change, update.dtype)
     # Near 0, one ulp may carry a weight to the other side and make it longer there.
     # Then the update stays as it was, unless 0 is the goal: no weight may stay beyond a
     # bound of 0.
-    arrived_by_shorter = _rounded(start + shorter, weight.dtype)
-    is_nearer_0 = jnp.abs(arrived_by_shorter) <= jnp.abs(arrived)
+    arrived_inward = _rounded(start + inward_change, weight.dtype)
+    is_nearer_0 = jnp.abs(arrived_inward) <= jnp.abs(arrived)
     is_better = (goal == 0) | is_nearer_0
-    return jnp.where(is_beyond & is_better, shorter, change)
+    return jnp.where(is_beyond & is_better, inward_change, change)
 
 
 def _rounded(x: Array, dtype: DTypeLike) -> Array:

@@ -104,7 +104,9 @@ class LossLevels(NamedTuple):
 
 
 def loss_levels(loss: Array) -> LossLevels:
-    """The levels of a loss, medians of a twentieth of the log."""
+    """The levels of a loss: the median of the first five rows, the lowest median of a
+    twentieth of the log, and the median of the last tenth.
+    """
     width = max(SHORT, len(loss) // 20)
     # A thousand windows are enough: those of all rows of a long log do not fit into
     # memory.

@@ -38,7 +38,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -258,7 +258,7 @@ def clipped_grad(
         shrink = over_limit
         max_norm = jax.tree.map(_as_divisor, l2_clip_norm)
     else:
-        example_limit = sum(limit**2 for limit in limits) ** 0.5
+        example_limit = _root_of_squares(limits)
         shrink = None
         max_norm = l2_clip_norm
     has_auxiliary = has_aux or return_values or return_grad_norms
@@ -377,6 +377,14 @@ def _size_of(batch: Any) -> int:
     """
     shapes = map(jnp.shape, jax.tree.leaves(batch))
     return max((shape[0] if shape else 1 for shape in shapes), default=1)
+
+
+def _root_of_squares(limits: Sequence[Any]) -> Any:
+    """The length of a vector of limits."""
+    if any(isinstance(limit, Tracer) for limit in limits):
+        return reduce(jnp.hypot, limits)
+    # As Python floats: squares of float16 and int32 leave their ranges.
+    return math.hypot(*map(float, limits))
 
 
 def _bound_of(result: per_example.ClippedGrad, sums: Any, normalize_by: float) -> Any:

@@ -9,7 +9,8 @@ N     how many roundings a term of the sum goes through
 k     the sum of |terms| is at most k |gradient|. k is 1 where gradients are added up.
       Where norms are by gram it is 17, MAX_CANCELLATION + 1: the terms of positions may
       cancel to 1/16
-e     the relative error of a norm: by its sum of squares, plus that of norms by gram
+e     the relative error of a norm: rounding in its sum of squares, plus rounding in the
+      gram matrix
 B     how many examples there are
 
 e and k gamma(N) are the largest of all parameters. docs/numerics.md has the proof.
@@ -32,8 +33,8 @@ from ._limits import MAX_CANCELLATION
 from ._passes import block_size
 from ._problem import Problem
 
-# GPU and TPU round a quotient or a root up to four times as much as a CPU. Together a
-# norm, its factor, and the product with it have seven roundings.
+# GPU and TPU round a quotient or a root up to four times as much as a CPU. A norm, its
+# factor, and the product with it have seven roundings: 28, and some to spare.
 ROUNDINGS_OF_FACTOR = 32
 # XLA promises no order of a sum. It is assumed that a GPU or TPU adds up a long one in
 # at least this many parts, in threads or in the lanes of its vectors.
@@ -57,8 +58,8 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     is_one_draw = any(map(has_bits_that_vmap_changes, equations))
     if is_one_draw or problem.has_symbolic_sizes:
         return Bounds(excess=np.inf, change=np.inf, longest=np.inf)
-    # In shard_map and pmap the caller adds up the sums of devices, by lax.psum. So a
-    # turn adds up a microbatch of each device, and then there is a sum over turns.
+    # In shard_map and pmap the caller adds up the sums of devices, by lax.psum. It is
+    # counted as if the microbatches of all devices were added first, and then turns.
     devices = device_count(problem.mesh_axes)
     size = problem.size * devices
     width = choice.width * devices
@@ -80,8 +81,8 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
             roundings_of_term = width
             # Norms by gram square no gradients.
             roundings_of_squares += leaf.size * device_count(mesh_axes)
-        # Two more: a norm by product is of a row and a column, which together have at
-        # most one number more than the parameter, and the norm is squared again.
+        # One more number than the parameter, which a row and a column may have for a
+        # norm by product, and one more squaring.
         roundings_of_squares += 2
         # A gradient times its factor and the divisor is rounded four times.
         roundings_of_term += turns + 4
@@ -125,8 +126,8 @@ def _dtype_of_sum(plan: LeafPlan, leaf: Array) -> np.dtype:
 
 
 def _error_of_factors(plan: LeafPlan) -> float:
-    """The error of cotangents times factors that are written as two bfloat16 numbers,
-    of all sites together. Plans that keep the gradient do not write them.
+    """The error of products of a cotangent and a factor that are split into two
+    bfloat16 numbers, of all sites together. Plans that keep the gradient split none.
     """
     if plan.kept_size:
         return 0.0

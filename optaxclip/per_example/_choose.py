@@ -1,6 +1,6 @@
 """Chooses the method that clips examples, and how many it takes at once.
 
-The time of each method is estimated from shapes. Beside the plain gradient, ghost
+The time of each method is estimated from shapes. On top of the plain gradient, ghost
 clipping computes norms, and writes and reads the arrays that it captures. One pass
 writes and reads the gradient of each example.
 
@@ -126,9 +126,9 @@ def costs_of(
     one_pass_work = plain_work + gradient_work
     if not ghost:
         return {"one_pass": one_pass_work / plain_work}
-    # By the kernel of a convolution XLA on a CPU takes about twice as long for the
-    # gradients of examples, and much longer in a loop. Other platforms are assumed to
-    # be alike.
+    # XLA on a CPU takes about twice as long for gradients of examples by the kernel of
+    # a convolution as for that of a batch, and much longer in a loop. Other platforms
+    # are assumed to be alike.
     is_loop = _width_of_one_pass(problem, ghost, microbatch) < problem.size
     slowdown = CONVOLUTION_SLOWDOWN_IN_LOOP if is_loop else 2
     one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_window)
@@ -182,9 +182,9 @@ def _width_of_one_pass(
     if jax.default_backend() == "cpu" and not ghost.is_convolved and not is_small:
         # A CPU is faster if the gradients stay in its cache, as a megabyte does. A
         # transformer of 432,000 parameters took half as long with 8 examples at once as
-        # with 16. LoRA took 0.6 with 16 or 32 at once, and 0.7 to 0.8 with 8. A small
-        # batch is faster all at once: a neural ODE with 32 examples at once took 0.8 of
-        # its time with 8.
+        # with 16. LoRA took 0.6 of the time of the whole batch with 16 or 32 at once,
+        # and 0.7 to 0.8 with 8. A small batch is faster all at once: a neural ODE with
+        # 32 examples at once took 0.8 of its time with 8.
         in_cache = max(8, small_memory() // max(gradient_size, 1))
         fitting = min(fitting, in_cache)
     return even_width(size, fitting)

@@ -1,9 +1,9 @@
 """One pass: the gradients of examples by `jax.vmap`, their norms, and their weighted
 sum, a microbatch at a time (`Run.in_one_pass`). Ghost clipping uses the same loop over
-microbatches (`in_microbatches`), and the sums, sizes and dtypes that follow it.
+microbatches (`in_microbatches`), and what follows it: `KahanSum`, sizes of blocks, and
+dtypes.
 
-Memory grows with the microbatch. With the batch it grows by a few numbers for each
-example.
+Memory is that of one microbatch, plus a few numbers for each example.
 """
 
 import sys
@@ -54,8 +54,8 @@ class Run(NamedTuple):
 
         def step(present: Array, examples: PyTree) -> tuple[Arrays, ExampleResults]:
             (values, aux), grads = gradients_of_all(self.problem.params, examples)
-            # Otherwise XLA on a CPU would also write to memory the float64 squares of
-            # the gradients, which only the norms need.
+            # Without this barrier XLA on a CPU would also write to memory the float64
+            # squares of the gradients, which only the norms need.
             grads = written(grads)
             weights = weights_of(self.problem, grads, present)
             sums = list(map(weights.weighted_sum, grads, self.problem.groups))
@@ -158,7 +158,7 @@ def even_width(size: int, most: int) -> int:
 
 
 class KahanSum(NamedTuple):
-    """A sum, and what the rounding of its last addition added too much.
+    """A running sum, and how much its last addition rounded up.
 
     Reference: Kahan, Further remarks on reducing truncation errors, 1965.
     """
@@ -183,14 +183,14 @@ class KahanSum(NamedTuple):
 
 
 def block_size() -> int:
-    """How many terms are added up at once where terms may cancel. On a CPU these are
-    blocks of few terms, whose sums are added up by `KahanSum`.
+    """How many terms are added up at once where terms may cancel. On a CPU `KahanSum`
+    adds up the sums of such blocks. Elsewhere all terms are one block.
     """
     return 256 if jax.default_backend() == "cpu" else sys.maxsize
 
 
 def small_memory() -> int:
-    """How many float32 numbers are so few that a loop over parts of them is slower."""
+    """Up to this many float32 numbers one array is faster than a loop over parts."""
     # A megabyte on a CPU, which fits its cache. Elsewhere 32 megabytes, since each turn
     # of a loop starts kernels again.
     return 2**18 if jax.default_backend() == "cpu" else 2**23

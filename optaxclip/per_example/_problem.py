@@ -3,6 +3,7 @@ which of them are differentiated, shared by all examples, or a batch.
 """
 
 import operator
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +22,12 @@ from .._trees import PyTree
 from ._work import equations_of
 
 # Lines in these folders, of JAX and of this library, tell a user nothing.
-LIBRARY_FOLDERS = tuple(str(Path(str(x.__file__)).parent) for x in (jax, trees))
+LIBRARY_FOLDERS = tuple(f"{Path(str(x.__file__)).parent}{os.sep}" for x in (jax, trees))
 # As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
 Argnums = int | Sequence[int]
 # With these values of `vmap_method` a callback sees one example at a time. With None
-# JAX raises an error where an argument of the callback depends on the example.
+# JAX itself refuses arguments of the callback that depend on the example. An equation
+# that is no callback has None as well.
 ONE_BY_ONE = (None, "sequential", "sequential_unrolled")
 SPLIT_LOOKUP = (
     "an Explicit mesh axis splits a parameter, but not the batch. In the loss look up "

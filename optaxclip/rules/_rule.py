@@ -461,8 +461,10 @@ def at_step(step: Array, dtype: DTypeLike, *numbers: Number) -> list[Array]:
 
 
 def is_at_most_1(number: Any) -> bool:
-    """Whether a number of a rule is at most 1, and neither a schedule nor traced."""
-    return isinstance(number, (int, float)) and number <= 1
+    """Whether a number of a rule is at most 1. The value of a schedule is not known,
+    and that of an array of JAX is not asked for.
+    """
+    return isinstance(number, (int, float, np.number)) and bool(number <= 1)
 
 
 def warn_of_falling(argument: str, ratio: Any, stacklevel: int) -> None:

@@ -538,3 +538,16 @@ def test_a_missing_leaf_does_not_rename_the_others():
     state = clipper.init({"a/b": jnp.eye(2), "a": {"b": jnp.eye(2)}})
     part = {"a/b": 3 * jnp.eye(2), "a": {"b": None}}
     np.testing.assert_allclose(clipper.update(part, state)[0]["a/b"], jnp.eye(2))
+
+
+def test_without_a_limit_only_the_norm_is_computed():
+    """Half of the decompositions of a clip."""
+    grads = {"w": jnp.ones((3, 4))}
+    programs = {}
+    for limit in (None, 1.0):
+        clipper = optaxclip.clip_by_spectral_norm(limit)
+        state = clipper.init(grads)
+        programs[limit] = str(jax.make_jaxpr(clipper.update)(grads, state))
+    assert programs[None].count("= svd[") < programs[1.0].count("= svd[")
+    unclipped, _ = optaxclip.clip_by_spectral_norm(None).update(grads, state)
+    assert unclipped["w"] is grads["w"]

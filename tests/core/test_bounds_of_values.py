@@ -205,6 +205,15 @@ def test_clip_by_value_of_a_complex_zero_has_a_derivative():
     assert np.isfinite(slope).all() and slope[0] == 2 - 1j
 
 
+@pytest.mark.parametrize("limit", [None, np.inf])
+def test_without_a_limit_a_complex_number_keeps_its_derivative(limit):
+    """Although infinity times its direction would be NaN."""
+    clipper = optaxclip.clip_by_value(limit)
+    z = jnp.array([0j, 3 + 4j])
+    _, pullback = jax.vjp(lambda z: apply(clipper, z)[0], z)
+    np.testing.assert_array_equal(pullback(z)[0], z)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bound_dtype", INTEGERS)
 def test_a_traced_bound_of_any_integer_dtype_clips(bound_dtype):

@@ -475,3 +475,10 @@ def test_their_function_gives_the_same():
         np.testing.assert_allclose(seen.values, wanted_seen.values, rtol=RTOL)
         norms = wanted_seen.grad_norms
         np.testing.assert_allclose(seen.grad_norms, norms, rtol=RTOL)
+
+
+def test_limits_of_narrow_dtypes_have_their_own_length():
+    """The square of 300 leaves float16, and that of 50,000 int32."""
+    for limit in (np.float16(300), jnp.int32(50_000), 1e-30):
+        grad = clipped_grad(lambda w, x: w * jnp.sum(x), l2_clip_norm=limit)
+        assert grad.limit == pytest.approx(float(limit), rel=1e-6)

@@ -114,7 +114,7 @@ class Matrix(NamedTuple):
     def precision(self) -> Any:
         """The precision that the loss asks for, for `lax.dot_general`."""
         precision = self.site.eqn.params.get("precision")
-        # Not an algorithm, which would also say in which dtype to add up.
+        # A DotAlgorithm is ignored: it would also say in which dtype to add up.
         if isinstance(precision, (tuple, lax.Precision)):
             return precision
         return None

@@ -180,7 +180,7 @@ class OuterProductPlan(LeafPlan, ABC):
 
 @dataclass(frozen=True)
 class SummedPlan(OuterProductPlan):
-    """A norm without the gradient. So the outer products are summed over examples."""
+    """Computes the norm without the gradient, and sums outer products over examples."""
 
     @property
     def terms_at_once(self) -> int:
