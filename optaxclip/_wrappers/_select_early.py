@@ -59,7 +59,7 @@ def update_unless(
         if is_computed and old_leaf is not None:
             old_by_variable[output] = old_leaf
     for equation in jaxpr.eqns:
-        results = run_equation(jaxpr, equation, values)
+        results = run_equation(jaxpr, _without_donation(equation), values)
         for variable, result in zip(equation.outvars, results):
             if variable in old_by_variable:
                 result = _select(skip, old_by_variable[variable], result)
@@ -99,6 +99,17 @@ def _old_leaves(
         first_state = optimizer.init(updates)
         old_by_path = dict(jax.tree.leaves_with_path((None, first_state))) | old_by_path
     return [old_by_path.get(path) for path in leaf_paths(output_shapes)]
+
+
+def _without_donation(equation: Any) -> Any:
+    """The equation, which gives no input's place to an output. The old state is
+    selected after it is read.
+    """
+    params = equation.params
+    if "donated_invars" not in params:
+        return equation
+    none_donated = (False,) * len(params["donated_invars"])
+    return equation.replace(params=params | {"donated_invars": none_donated})
 
 
 def _select(skip: Array, old: Array | None, new: Array) -> Array:

@@ -243,6 +243,10 @@ class Joined(Rule):
     def needs_total(self) -> bool:
         return any(rule.needs_total for rule in self.rules)
 
+    @property
+    def inf_is_off(self) -> bool:
+        return all(rule.inf_is_off for rule in self.rules)
+
     def init(self, norm: Array) -> Any:
         return tuple(rule.init(norm) for rule in self.rules)
 
@@ -295,6 +299,11 @@ class WarmUp(Joined):
     # Counted in remembered norms, not in the `step` of `update`, which counts broken
     # ones too.
     steps: ArrayLike = number_field(schedule=False)
+
+    @property
+    def inf_is_off(self) -> bool:
+        # Without a limit in the warm-up, a broken step is still broken.
+        return False
 
     def init(self, norm: Array) -> Any:
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
