@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import jax
@@ -138,9 +139,9 @@ def qk_clip(
 
     Raises:
       ValueError: a pattern that finds no leaf, a query without a key beside it, heads
-        that do not fit, an alpha outside [0, 1], a negative limit, a rule that compares
-        norms with weights, or `update` without params or with `max_logits` that do not
-        fit the attentions.
+        that do not fit, entries of a leaf with two roles, an alpha outside [0, 1], a
+        negative limit, a rule that compares norms with weights, or `update` without
+        params or with `max_logits` that do not fit the attentions.
       TypeError: a limit, an alpha or an axis that is not a number.
 
     Example:
@@ -378,12 +379,14 @@ def _attentions_of(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
 
     Raises:
       ValueError: a pattern that finds no leaf, a query without a key or a key without a
-        query, or leaves of an attention whose numbers of heads do not fit.
+        query, entries with two roles, or leaves of an attention whose numbers of heads
+        do not fit.
     """
     leaves_with_path = jax.tree.leaves_with_path(tree)
     leaves: list[AttentionLeaf] = []
     for role, where in roles.items():
         leaves += _leaves_of_role(role, where, leaves_with_path)
+    _check_disjoint(leaves)
     by_path: dict[Path, list[AttentionLeaf]] = {}
     for leaf in leaves:
         by_path.setdefault(_attention_path(leaf, leaves), []).append(leaf)
@@ -406,6 +409,33 @@ def _attentions_of(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
         )
         attentions.append(attention)
     return attentions
+
+
+def _check_disjoint(leaves: list[AttentionLeaf]) -> None:
+    """Refuses two roles that have the same entries of a leaf, which would be multiplied
+    twice: Heads without `heads` selects all heads of a leaf, also the values.
+    """
+    for left, right in combinations(leaves, 2):
+        is_one_layout = (
+            left.axes == right.axes and left.heads.width == right.heads.width
+        )
+        if left.position != right.position or not is_one_layout:
+            continue
+        heads = _selected(left.heads.heads, left.head_count)
+        other_heads = _selected(right.heads.heads, right.head_count)
+        entries = _selected(left.heads.entries, left.entry_count)
+        other_entries = _selected(right.heads.entries, right.entry_count)
+        if heads & other_heads and entries & other_entries:
+            raise ValueError(
+                f"{CALL}: {left.role} and {right.role} have the same entries of the "
+                f"leaf {'/'.join(left.path)!r}: {left.heads} and {right.heads}. Name "
+                "the heads of each by Heads(..., heads=(start, stop))."
+            )
+
+
+def _selected(ends: Range, count: int) -> set[int]:
+    """The indices of the heads or entries that a range selects."""
+    return set(range(count)[slice(*ends)])
 
 
 def _attention_path(leaf: AttentionLeaf, leaves: list[AttentionLeaf]) -> Path:
