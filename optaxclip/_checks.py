@@ -358,9 +358,11 @@ def check_transformation(
 ) -> None:
     """Raises TypeError for anything but an object with `init` and `update`."""
     has_both = hasattr(value, "init") and hasattr(value, "update")
-    # Rules have `init` and `update` too, for norms. So have classes of transformations.
+    # Rules have `init` and `update` too, for norms. So have classes of transformations,
+    # and functions of ours that were not called.
     is_rule = hasattr(value, "needs_params")
-    if has_both and not is_rule and not isinstance(value, type):
+    is_factory = isinstance(value, type) or inspect.isfunction(value)
+    if has_both and not is_rule and not is_factory:
         return
     got = shown(value)
     # `skip_nonfinite(optax.sgd)` for `skip_nonfinite(optax.sgd(0.1))`.

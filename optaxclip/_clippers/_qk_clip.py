@@ -25,7 +25,7 @@ from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from .. import _trees as trees
-from .._axes import axes_within, other_axes
+from .._axes import axes_within, check_no_bool, other_axes
 from .._checks import check_number, check_state, shown
 from .._exported import is_placeholder
 from .._kernel import make_clipper
@@ -502,6 +502,7 @@ def _attention_leaf(
     if not isinstance(heads, Heads):
         heads = Heads(heads)
     heads = Heads(*[_without_list(field) for field in heads])
+    check_no_bool(CALL, role, heads.axis)
     axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
     rank = len(shape)
     axes_within(heads.axis, f"{CALL}: {role}", trees.path_name(path), rank)

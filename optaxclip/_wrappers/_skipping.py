@@ -382,6 +382,6 @@ def _warn_of_clippers(call: str, inner_state: PyTree) -> None:
             f"{call}: inner has only a {type(states[-1]).__name__}. In a skipped step "
             "the optimizer behind it still moves, by its momentum and weight decay. "
             f"Put it around the whole: {call}(optax.chain(clipper, optimizer)).",
-            # This function, init, then the user.
-            stacklevel=3,
+            # This function, init, the check of argument names around it, then the user.
+            stacklevel=4,
         )

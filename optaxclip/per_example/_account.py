@@ -43,12 +43,10 @@ def epsilon(
     theorem in differential privacy, 2019. Koskela, Jälkö, Honkela, Computing tight
     differential privacy guarantees using FFT, 2020 (arXiv 1906.03049).
     """
-    # Imported here, since it takes seconds and is not always there.
-    from dp_accounting.pld import PLDAccountant
-
     check_whole_number("epsilon: steps", steps)
-    accountant = PLDAccountant()
-    accountant.compose(_training(noise_multiplier, share, steps))
+    dp_accounting = _dp_accounting("epsilon")
+    accountant = dp_accounting.pld.PLDAccountant()
+    accountant.compose(_training(dp_accounting, noise_multiplier, share, steps))
     return float(accountant.get_epsilon(delta))
 
 
@@ -79,21 +77,33 @@ def noise_multiplier(
 
     Reference: as of `epsilon`.
     """
-    from dp_accounting import calibrate_dp_mechanism
-    from dp_accounting.pld import PLDAccountant
-
     check_whole_number("noise_multiplier: steps", steps)
+    dp_accounting = _dp_accounting("noise_multiplier")
 
     def training(noise: float) -> Any:
-        return _training(noise, share, steps)
+        return _training(dp_accounting, noise, share, steps)
 
-    return float(calibrate_dp_mechanism(PLDAccountant, training, epsilon, delta))
+    accountant = dp_accounting.pld.PLDAccountant
+    noise = dp_accounting.calibrate_dp_mechanism(accountant, training, epsilon, delta)
+    return float(noise)
 
 
-def _training(noise: float, share: float, steps: int) -> Any:
+def _dp_accounting(call: str) -> Any:
+    """The package, which takes seconds to import."""
+    try:
+        import dp_accounting
+        import dp_accounting.pld
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{call} needs dp-accounting, which is not installed: "
+            "pip install dp-accounting",
+            name=error.name,
+        ) from None
+    return dp_accounting
+
+
+def _training(dp_accounting: Any, noise: float, share: float, steps: int) -> Any:
     """All steps of a training, as an event of dp-accounting."""
-    import dp_accounting
-
     step = dp_accounting.GaussianDpEvent(float(noise))
     step = dp_accounting.PoissonSampledDpEvent(float(share), step)
     # dp-accounting takes no whole number but an int of Python.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import shown
+from .._checks import check_flag, shown
 from .._mesh import MeshAxes
 from .._trees import PyTree
 from ..shrinks import Shrink, shrink_of
@@ -192,8 +192,8 @@ def clipped_grad(
       ValueError: a limit that is negative, NaN or an array, an unknown method, or a
         microbatch below 1. A limit that is a function without `private=False`, or with
         a microbatch.
-      TypeError: a limit that is not a number, or a loss or a shrink that is not a
-        function.
+      TypeError: a limit that is not a number, a loss or a shrink that is not a
+        function, or `has_aux`, `mean` or `private` that is not True or False.
 
     The function that it returns raises:
       ValueError, for its arguments: batches whose first axes are missing or differ, a
@@ -240,6 +240,9 @@ def clipped_grad(
     """
     call = "clipped_grad"
     check_function(f"{call}: loss", loss)
+    check_flag(f"{call}: has_aux", has_aux)
+    check_flag(f"{call}: mean", mean)
+    check_flag(f"{call}: private", private)
     limits = limits_of(max_norm, call, shrink_of(shrink, call))
     microbatch = checked_microbatch(call, method, microbatch)
     if limits.needs_all_norms and (private or microbatch):

@@ -52,6 +52,15 @@ def test_a_new_state_that_no_equation_computes_alone_is_kept():
         same_bits(taken, (GRADS, [jnp.asarray(leaf) for leaf in new(GRADS, old)]))
 
 
+def test_an_inner_jit_that_donates_leaves_the_old_state():
+    donating = jax.jit(lambda grads, state: (grads, state + 1), donate_argnums=1)
+    old = jnp.array([1.0, 2.0])
+    skipped, taken = both(lambda grads, state, _: donating(grads, state), old)
+    same_bits(skipped, (jnp.zeros(2), old))
+    same_bits(taken, (GRADS, old + 1))
+    assert not old.is_deleted()
+
+
 def test_a_new_state_that_is_a_python_number_is_kept():
     old = {"first": jnp.bool_(True), "count": jnp.int32(3), "rate": jnp.float32(0.5)}
     new = {"first": False, "count": 0, "rate": 1.0}
