@@ -69,6 +69,8 @@ class Cause(NamedTuple):
 
 AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
 LEAST_ROWS_OF_LOSS = 20
+# A loss gets a note if it rises by more than this part of its lowest level.
+LEAST_RISE = 0.1
 SCALE_ADVICE = (
     "look at the loss scale, at a sum in the place of a mean, and at how many devices "
     "and microbatches are averaged"
@@ -495,10 +497,6 @@ def _notes(run: signals.Run) -> list[str]:
                 f"{norm.steps[row]}. See docs/choosing_a_limit.md"
             )
     return notes
-
-
-# A rise of a loss that is worth a note, over its lowest level.
-LEAST_RISE = 0.1
 
 
 def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:

@@ -461,8 +461,8 @@ def at_step(step: Array, dtype: DTypeLike, *numbers: Number) -> list[Array]:
 
 
 def is_at_most_1(number: Any) -> bool:
-    """Whether a number of a rule is at most 1. The value of a schedule is not known,
-    and that of an array of JAX is not asked for.
+    """Whether a number of a rule is known to be at most 1. The numbers of a schedule
+    are not known, and to read an array of JAX would wait for the device.
     """
     return isinstance(number, (int, float, np.number)) and bool(number <= 1)
 

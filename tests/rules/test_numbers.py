@@ -126,8 +126,9 @@ def test_a_target_above_1_lets_limits_rise_and_is_not_warned_of():
         rule = rules.ema_ratio(1.0, 0.5, target=2.0)
     limits = optaxclip.replay.run(rule, [1.0, 9.0, 9.0, 9.0]).limits
     np.testing.assert_allclose(limits, [np.inf, 2.0, 3.0, 4.5])
-    with pytest.warns(UserWarning, match="^ema_ratio: ratio should be above 1"):
-        rules.ema_ratio(1.0, target=1.0)
+    for number in (1.0, np.float32(1.0)):
+        with pytest.warns(UserWarning, match="^ema_ratio: ratio should be above 1"):
+            rules.ema_ratio(number, target=number)
 
 
 def test_a_percentile_below_one_percent_is_warned_of():
