@@ -284,7 +284,8 @@ class Report(NamedTuple):
     """What was found in a log, and what was not looked for.
 
     Attributes:
-      findings: a `Finding` for each cause, the earliest first.
+      findings: a `Finding` for each cause: what broke, the earliest first, and then how
+        the log or the optimizer is set up.
       looked_at: the columns and recorders that were read, and how many rows each has.
       not_judged: what the log lacks, columns or rows, and the names of the causes that
         need it.
