@@ -181,8 +181,9 @@ class Limits(NamedTuple):
         # A difference of sums that are inf has no bound.
         is_proved &= limit_of_sum < LARGEST_NUMBER / longest
         if is_traced:
-            # 2^-24 for each square and sum, and on a GPU or TPU 2^-22 for the root.
-            rounded_up = limit_of_sum * (1 + (len(self.values) + 1) * 2.0**-22)
+            # Squares, their sum and this product are wrong by less than 2^-23 for each
+            # limit, and the root of a GPU or TPU by 2^-22.
+            rounded_up = limit_of_sum * (1 + (len(self.values) + 2) * 2.0**-23)
             return jnp.where(is_proved, rounded_up, jnp.inf)
         return limit_of_sum if is_proved else None
 

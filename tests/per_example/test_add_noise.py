@@ -106,7 +106,7 @@ def test_noise_grows_with_the_sensitivity_and_the_multiplier():
     looks_normal(add_noise(zeros, SIGMA / 50, KEY, sensitivity=50))
 
 
-# The bound is rounded up, by 2^-22, and for traced limits by 2^-22 for each.
+# The bound is rounded up, by 2^-22, and for two traced limits by 2^-21 before.
 def is_bound(sensitivity, limit):
     proved = limit * (1 + CHANGE)
     return proved <= np.float64(sensitivity) <= proved * (1 + 2.0**-20)
