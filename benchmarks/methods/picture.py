@@ -42,8 +42,12 @@ def draw(results: Path, picture: Path) -> None:
                 fontsize=11,
             )
             panel.set_title(content["faults"][fault], weight="bold")
-            panel.set(xlim=(-0.02, 1.12), xlabel="score (1: as healthy)")
+            panel.set(xlim=(-0.02, 1.12), xlabel="0: untrained, 1: healthy")
             panel.set_yticks(range(len(names)), names)
             panel.grid(axis="y", alpha=0.2)
+        # The upper left corner of the first panel is empty.
+        meanings = {look.green: "better", look.orange: "worse", look.grey: "as no clip"}
+        for line, (colour, meaning) in enumerate(meanings.items()):
+            panels[0].text(0, len(rows) - 2 - line, f"● {meaning}", color=colour)
 
     draw_both(picture, len(content["faults"]), draw_panels, height=9)
