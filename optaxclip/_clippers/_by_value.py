@@ -91,6 +91,47 @@ def clip_by_value(
     return value_clipper(call, ("max_value", max_value), lower, count=count)
 
 
+def clip(max_delta: Bounds) -> optax.GradientTransformationExtraArgs:
+    """Clips every element to [-max_delta, max_delta], as `optax.clip`.
+
+    Args:
+      max_delta: a bound at least 0, or anything else that `clip_by_value` takes for
+        its upper bound.
+
+    Returns:
+      A transformation with a `ClipByValueState`.
+
+    Raises:
+      ValueError: a bound that is negative or NaN, or does not fit its leaf.
+      TypeError: a bound that is not a number.
+
+    Example:
+      >>> clipper = optaxclip.clip(1.0)
+      >>> grads = jnp.array([-3.0, 0.25])
+      >>> print(clipper.update(grads, clipper.init(grads))[0])
+      [-1.    0.25]
+    """
+    return value_clipper("clip", ("max_delta", max_delta))
+
+
+class CheckedBounds(NamedTuple):
+    """The bounds that one argument gives to the leaves."""
+
+    name: str  # of the argument, such as "max_value"
+    argument: str  # the same with the call: "clip_by_value: max_value"
+    table: Prefix
+
+    def of_leaves(self, updates: PyTree, step: Array) -> list[Any]:
+        """The bound of each leaf, by schedules that of this step."""
+        bounds = []
+        for bound in lookup(self.table, updates, self.argument):
+            if callable(bound):
+                bound = bound(step)
+                checks.check_real(f"{self.argument}: what a schedule returns", bound)
+            bounds.append(bound)
+        return bounds
+
+
 def value_clipper(
     call: str,
     upper: tuple[str, Any],
@@ -144,47 +185,6 @@ def value_clipper(
         return jax.tree.unflatten(treedef, new_leaves), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def clip(max_delta: Bounds) -> optax.GradientTransformationExtraArgs:
-    """Clips every element to [-max_delta, max_delta], as `optax.clip`.
-
-    Args:
-      max_delta: a bound at least 0, or anything else that `clip_by_value` takes for
-        its upper bound.
-
-    Returns:
-      A transformation with a `ClipByValueState`.
-
-    Raises:
-      ValueError: a bound that is negative or NaN, or does not fit its leaf.
-      TypeError: a bound that is not a number.
-
-    Example:
-      >>> clipper = optaxclip.clip(1.0)
-      >>> grads = jnp.array([-3.0, 0.25])
-      >>> print(clipper.update(grads, clipper.init(grads))[0])
-      [-1.    0.25]
-    """
-    return value_clipper("clip", ("max_delta", max_delta))
-
-
-class CheckedBounds(NamedTuple):
-    """The bounds that one argument gives to the leaves."""
-
-    name: str  # of the argument, such as "max_value"
-    argument: str  # the same with the call: "clip_by_value: max_value"
-    table: Prefix
-
-    def of_leaves(self, updates: PyTree, step: Array) -> list[Any]:
-        """The bound of each leaf, by schedules that of this step."""
-        bounds = []
-        for bound in lookup(self.table, updates, self.argument):
-            if callable(bound):
-                bound = bound(step)
-                checks.check_real(f"{self.argument}: what a schedule returns", bound)
-            bounds.append(bound)
-        return bounds
 
 
 def _checked_bounds(

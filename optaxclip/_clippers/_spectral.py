@@ -186,6 +186,96 @@ def clip_by_spectral_norm(
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
 
+# Jitted at module level, so that clippers with equal settings share a program.
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _with_shrunk_values(
+    measure: SpectralNorm,
+    shrink: Shrink,
+    steps: int | None,
+    tree: PyTree,
+    rescaled: Any,
+    state: ClipState,
+) -> Any:
+    """The tree with shrunk singular values. `rescaled` is the tree that the kernel
+    returned, each leaf times one factor, and `state` the state that it returned.
+    """
+    gradients = jax.tree.leaves(tree)
+    rescaled_leaves, treedef = jax.tree.flatten(rescaled)
+    results = list(rescaled_leaves)
+    entry_by_name = state.by_name()
+    names = trees.unique_names(trees.leaf_paths(tree), entry_by_name)
+    for matrix_shape, indices in measure.indices_by_shape(tree).items():
+        matrices = matrix_shape.stack(gradients, indices)
+        # The norms and limits that the kernel found, [leaves, *layers, 1, 1].
+        entries = [entry_by_name[names[index]] for index in indices]
+        shape = *matrices.shape[:-2], 1, 1
+        norms = jnp.stack([entry.norm for entry in entries]).reshape(shape)
+        limits = jnp.stack([entry.limit for entry in entries]).reshape(shape)
+        # Zeros, broken matrices, and limits of 0 and inf are as the kernel left them.
+        has_norm = jnp.isfinite(norms) & (norms > 0)
+        is_shrunk = has_norm & jnp.isfinite(limits) & (limits > 0)
+        # With `hard` a matrix within its limit keeps its bits.
+        if shrink is hard:
+            is_shrunk = is_shrunk & (norms > limits)
+        limits = jnp.where(is_shrunk, limits, 1.0)
+        shrunk = _shrunk_matrices(measure, shrink, steps, matrices, norms, limits)
+        rescaled_matrices = matrix_shape.stack(rescaled_leaves, indices)
+        clipped = jnp.where(is_shrunk, shrunk, rescaled_matrices)
+        for index, matrices_of_leaf in zip(indices, clipped):
+            results[index] = matrix_shape.unstack(
+                matrices_of_leaf, like=rescaled_leaves[index]
+            )
+    return treedef.unflatten(results)
+
+
+def _shrunk_matrices(
+    measure: SpectralNorm,
+    shrink: Shrink,
+    steps: int | None,
+    matrices: Array,
+    norms: Array,
+    limits: Array,
+) -> Array:
+    """Matrices [..., rows, columns] with shrunk singular values. `norms` and `limits`
+    are [..., 1, 1].
+    """
+    quotients, divisors = _divided_by_power_of_2(matrices, norms)
+    limits = limits.astype(divisors.dtype)
+    if measure.method == "svd":
+        u, values_of_quotients, vh = jnp.linalg.svd(quotients, full_matrices=False)
+        singular_values = values_of_quotients[..., None, :] * divisors
+        longer_side = max(matrices.shape[-2:])
+        shrunk_values = _shrunk_values(
+            shrink, singular_values, limits, longer_side, measure.call
+        )
+        return matmul(u * shrunk_values.astype(u.dtype), vh)
+    # Where a norm is 0, NaN or inf, the caller takes what the kernel returned.
+    has_norm = jnp.isfinite(norms) & (norms > 0)
+    norms = jnp.where(has_norm, norms, 1.0).astype(divisors.dtype)
+    shrunk_quotients = shrunk_by_products(
+        quotients, limits / divisors, norms / divisors, steps, is_hard=shrink is hard
+    )
+    return divisors.astype(quotients.dtype) * shrunk_quotients
+
+
+def _shrunk_values(
+    shrink: Shrink, singular_values: Array, limits: Array, longer_side: int, call: str
+) -> Array:
+    """The shrunk singular values of matrices. `singular_values` is [..., 1, values],
+    the largest first. `longer_side` is max(rows, columns).
+    """
+    limits = jnp.broadcast_to(limits, singular_values.shape)
+    shrunk_values = shrunk_by(shrink, singular_values, limits, call)
+    if shrink is hard:
+        return shrunk_values
+    # A singular value that LAPACK and NumPy's `matrix_rank` count as 0 may be rounding
+    # noise, and its singular vectors too. `normalize` would bring it to the limit.
+    eps = jnp.finfo(singular_values.dtype).eps
+    noise = eps * longer_side * singular_values[..., :1]
+    not_lengthened = jnp.minimum(shrunk_values, singular_values)
+    return jnp.where(singular_values <= noise, not_lengthened, shrunk_values)
+
+
 def spectral_norm(
     tree: PyTree,
     *,
@@ -360,96 +450,6 @@ class MatrixShape(NamedTuple):
         leaf = matrices.reshape(sizes)
         leaf = jnp.moveaxis(leaf, range(layer_rank), self.layer_axes)
         return resharded_as(leaf.astype(like.dtype), jax.typeof(like))
-
-
-# Jitted at module level, so that clippers with equal settings share a program.
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _with_shrunk_values(
-    measure: SpectralNorm,
-    shrink: Shrink,
-    steps: int | None,
-    tree: PyTree,
-    rescaled: Any,
-    state: ClipState,
-) -> Any:
-    """The tree with shrunk singular values. `rescaled` is the tree that the kernel
-    returned, each leaf times one factor, and `state` the state that it returned.
-    """
-    gradients = jax.tree.leaves(tree)
-    rescaled_leaves, treedef = jax.tree.flatten(rescaled)
-    results = list(rescaled_leaves)
-    entry_by_name = state.by_name()
-    names = trees.unique_names(trees.leaf_paths(tree), entry_by_name)
-    for matrix_shape, indices in measure.indices_by_shape(tree).items():
-        matrices = matrix_shape.stack(gradients, indices)
-        # The norms and limits that the kernel found, [leaves, *layers, 1, 1].
-        entries = [entry_by_name[names[index]] for index in indices]
-        shape = *matrices.shape[:-2], 1, 1
-        norms = jnp.stack([entry.norm for entry in entries]).reshape(shape)
-        limits = jnp.stack([entry.limit for entry in entries]).reshape(shape)
-        # Zeros, broken matrices, and limits of 0 and inf are as the kernel left them.
-        has_norm = jnp.isfinite(norms) & (norms > 0)
-        is_shrunk = has_norm & jnp.isfinite(limits) & (limits > 0)
-        # With `hard` a matrix within its limit keeps its bits.
-        if shrink is hard:
-            is_shrunk = is_shrunk & (norms > limits)
-        limits = jnp.where(is_shrunk, limits, 1.0)
-        shrunk = _shrunk_matrices(measure, shrink, steps, matrices, norms, limits)
-        rescaled_matrices = matrix_shape.stack(rescaled_leaves, indices)
-        clipped = jnp.where(is_shrunk, shrunk, rescaled_matrices)
-        for index, matrices_of_leaf in zip(indices, clipped):
-            results[index] = matrix_shape.unstack(
-                matrices_of_leaf, like=rescaled_leaves[index]
-            )
-    return treedef.unflatten(results)
-
-
-def _shrunk_matrices(
-    measure: SpectralNorm,
-    shrink: Shrink,
-    steps: int | None,
-    matrices: Array,
-    norms: Array,
-    limits: Array,
-) -> Array:
-    """Matrices [..., rows, columns] with shrunk singular values. `norms` and `limits`
-    are [..., 1, 1].
-    """
-    quotients, divisors = _divided_by_power_of_2(matrices, norms)
-    limits = limits.astype(divisors.dtype)
-    if measure.method == "svd":
-        u, values_of_quotients, vh = jnp.linalg.svd(quotients, full_matrices=False)
-        singular_values = values_of_quotients[..., None, :] * divisors
-        longer_side = max(matrices.shape[-2:])
-        shrunk_values = _shrunk_values(
-            shrink, singular_values, limits, longer_side, measure.call
-        )
-        return matmul(u * shrunk_values.astype(u.dtype), vh)
-    # Where a norm is 0, NaN or inf, the caller takes what the kernel returned.
-    has_norm = jnp.isfinite(norms) & (norms > 0)
-    norms = jnp.where(has_norm, norms, 1.0).astype(divisors.dtype)
-    shrunk_quotients = shrunk_by_products(
-        quotients, limits / divisors, norms / divisors, steps, is_hard=shrink is hard
-    )
-    return divisors.astype(quotients.dtype) * shrunk_quotients
-
-
-def _shrunk_values(
-    shrink: Shrink, singular_values: Array, limits: Array, longer_side: int, call: str
-) -> Array:
-    """The shrunk singular values of matrices. `singular_values` is [..., 1, values],
-    the largest first. `longer_side` is max(rows, columns).
-    """
-    limits = jnp.broadcast_to(limits, singular_values.shape)
-    shrunk_values = shrunk_by(shrink, singular_values, limits, call)
-    if shrink is hard:
-        return shrunk_values
-    # A singular value that LAPACK and NumPy's `matrix_rank` count as 0 may be rounding
-    # noise, and its singular vectors too. `normalize` would bring it to the limit.
-    eps = jnp.finfo(singular_values.dtype).eps
-    noise = eps * longer_side * singular_values[..., :1]
-    not_lengthened = jnp.minimum(shrunk_values, singular_values)
-    return jnp.where(singular_values <= noise, not_lengthened, shrunk_values)
 
 
 def _divided_by_power_of_2(matrices: Array, norms: Array) -> tuple[Array, Array]:
