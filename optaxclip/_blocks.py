@@ -130,7 +130,7 @@ def mesh_axes_of_units(norms: Norms, names: list[str]) -> dict[str, tuple[str, .
     """
     mesh_of_units = {}
     for spec in norms.specs:
-        if spec.norm_index in norms.units:
+        if spec.norm_index in norms.unit_norm_indices:
             mesh_of_units[names[spec.norm_index]] = spec.mesh_of_units
     return mesh_of_units
 

@@ -7,11 +7,11 @@
 
 A measure is a hashable description of norms: which leaves have a norm together, over
 which of their axes, and of which order. Called on a tree of clipped leaves, it returns
-their `Norms`. The way:
+their `Norms`. The way, which begins at the end of this file:
 
     public function or clipper
-    -> measure
-    -> `_measure_leaves`         which axes are summed, and which devices have a part
+    -> measure                   which axes are summed
+    -> `_measure_leaves`         which devices have a part
     -> `norms_of` in _reduce.py  the arithmetic
 """
 
@@ -42,13 +42,13 @@ class Norms(NamedTuple):
     """The norms of a tree. To JAX only `values` are arrays."""
 
     # float[] for a norm, the same on all devices
-    # float[layers, 1, 1] for the layers of a stacked leaf, those of all devices
-    # float[1, units] for the units of a leaf, those of this device
+    # float[layers, 1, 1] for a stacked leaf: all layers, also those of other devices
+    # float[1, units] for a leaf with units: only those units that this device holds
     values: list[Any]
     specs: tuple[LeafSpec, ...]  # of each leaf
     paths: tuple[Any, ...]  # of each norm: its key path in the tree of norms
     treedef: Any  # of the tree of norms, as norm functions return it
-    units: tuple[int, ...] = ()  # the indices of norms that are norms of units
+    unit_norm_indices: tuple[int, ...] = ()  # of norms that are norms of units
     noun: str = "leaf"  # the word in errors for a part that has a norm
     allow_missing: bool = False  # whether limits may name norms that do not exist
     holes: tuple[Any, ...] = ()  # key paths of parts without a norm, such as None
@@ -60,7 +60,7 @@ class Norms(NamedTuple):
         return self.treedef.unflatten(self.local_values())
 
     def local_values(self) -> list[Any]:
-        """The norms, with the layers that this device holds of a stacked leaf."""
+        """The norms. Of a stacked leaf only those of layers that this device holds."""
         values = list(self.values)
         for spec in self.specs:
             if spec.norm_index is not None:
@@ -68,8 +68,8 @@ class Norms(NamedTuple):
         return values
 
     def gathered(self, local_values: Sequence[Any]) -> list[Any]:
-        """The inverse of `local_values`: local layers in, the layers of all devices
-        out.
+        """The norms of all layers, from those of the layers that this device holds: the
+        inverse of `local_values`.
         """
         values = list(local_values)
         for spec in self.specs:
@@ -167,15 +167,15 @@ class GroupNorm(NamedTuple):
         # A function is called in each trace, so its labels may follow the tree.
         table = static_labels(labels_of(self.labels, tree), self.call)
         label_of_leaf = lookup(table, tree, argument, allow_missing=self.allow_missing)
-        # A label whose leaves are None or integers has a norm as well, which is 0.
+        # A label that only None and integers carry has the norm 0.
         labels = set(label_of_leaf)
         if isinstance(self.labels, Prefix):
             labels |= {label for _, label in self.labels.entries}
         check_labels(f"{argument} must be", labels)
         # The order in which JAX flattens a dict: 2 before 10.
         ordered = sorted(labels)
-        norm_indices = [ordered.index(label) for label in label_of_leaf]
-        norm_tree = dict.fromkeys(ordered, 0)
+        norm_tree = {label: index for index, label in enumerate(ordered)}
+        norm_indices = [norm_tree[label] for label in label_of_leaf]
         norms = _measure_leaves(
             self, tree, norm_tree=norm_tree, norm_indices=norm_indices
         )
@@ -190,7 +190,7 @@ class UserNorm(NamedTuple):
 
     def __call__(self, tree: PyTree) -> Norms:
         # A norm may be a Python number, or an integer array, whose dtype would round a
-        # limit of 1.5.
+        # limit of 1.5 to 1.
         norms = jax.tree.map(as_float, self.norm(tree))
         return given_norms(norms, tree, f"{self.call}: what norm returns")
 
@@ -204,15 +204,15 @@ def _measure_leaves(
     axes: Sequence[Axes] | None = None,
     has_units: bool = False,
 ) -> Norms:
-    """The norms of a tree.
+    """The norms of a tree, each of one or more leaves.
 
     Args:
-      measure: their order and mesh axes.
+      measure: its `ord` and `mesh_axes` are used, and its `call` in errors.
       tree: the leaves.
       norm_tree: a tree of the structure in which norm functions return these norms.
       norm_indices: for each leaf the index of its norm.
-      axes: for each leaf the axes that are summed. None: all.
-      has_units: whether the kept axes are units. Otherwise they are layers.
+      axes: for each leaf the axes that are summed. None means all.
+      has_units: whether the other axes count units. Otherwise they count layers.
     """
     arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     if axes is None:
@@ -236,7 +236,7 @@ def _measure_leaves(
         specs=plan.specs,
         paths=tuple(path for path, _ in entries),
         treedef=treedef,
-        units=tuple(spec.norm_index for spec in specs if spec.has_units),
+        unit_norm_indices=tuple(spec.norm_index for spec in specs if spec.has_units),
         holes=trees.holes_of(norm_tree),
     )
 
@@ -246,8 +246,8 @@ def _stacked_axes(
     tree: PyTree,
     shapes: Sequence[trees.Shape | None] | None = None,
 ) -> list[tuple[int, ...]]:
-    """For each leaf the axes that count layers. `shapes` are its `global_shapes`, if
-    the caller has them.
+    """For each leaf the axes that count layers. `shapes` are the `global_shapes` of the
+    tree, if the caller has them.
     """
     # Nothing is stacked: the common case, which looks at no leaf.
     if measure.stacked is None:
@@ -270,13 +270,13 @@ def measured(measure: Measure, tree: PyTree) -> Norms:
 
 
 def given_norms(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms:
-    """Norms that are given as a tree prefix of the updates.
+    """The `Norms` of a tree that are given as a tree prefix of it.
 
     Raises:
       ValueError: norms that are no tree prefix of the updates, or that do not broadcast
         to their leaves.
     """
-    # None as a norm leaves its part of the tree alone.
+    # Leaves under a None are neither measured nor clipped.
     norms_and_holes, structure = jax.tree.flatten(norms, is_leaf=trees.is_none)
     try:
         parts = structure.flatten_up_to(tree)
@@ -310,9 +310,9 @@ def given_norms(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms:
 
 
 def total_norm(norms: Norms) -> Array:
-    """The norm of all norms together, without a derivative."""
-    # The norms themselves are the leaves here. They are split over devices where they
-    # are norms of units, and otherwise the same on all devices.
+    """The L2 norm of the norms, whatever their order, without a derivative."""
+    # The norms themselves are the leaves here. Norms of units are split over devices as
+    # the units are, and all others are the same on all devices.
     specs = [LeafSpec(norm_index=0)] * len(norms.values)
     for spec in norms.specs:
         if spec.mesh_of_units:
@@ -338,8 +338,8 @@ def global_norm(tree: PyTree, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") 
       ord: the order p: a number above 0, `math.inf`, "rms" or "average". None means 2.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec.
+        `lax.pmean`), names that split every leaf, None (each device measures its own
+        part), or a tree prefix of PartitionSpec.
 
     Returns:
       A scalar, float32 (float64 if a leaf has 64 bits). 0 for an empty tree.
@@ -377,8 +377,9 @@ def tensor_norm(
         same number of layers.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+        `lax.pmean`), names that split every leaf, None (each device measures its own
+        part), or a tree prefix of PartitionSpec, which stacked leaves that are split
+        need.
 
     Returns:
       A tree of the same structure: a scalar for each leaf (for stacked leaves an array
@@ -411,21 +412,28 @@ def unitwise_norm(
 ) -> Any:
     """Returns the norm of each unit: of the weights that feed one output.
 
+    | shape of a leaf or layer              | `axis=None` sums |
+    |---------------------------------------|------------------|
+    | at most one axis is longer than 1     | all axes         |
+    | (in, out)                             | axis 0           |
+    | (in, heads, size)                     | axis 0           |
+    | (height, width, in, out)              | axes 0, 1, 2     |
+    | (depth, height, width, in, out)       | axes 0, 1, 2, 3  |
+
     Args:
       tree: a pytree of arrays.
       axis: the axes that are summed over: an int, a tuple, a tree prefix of these, or a
         function of path and leaf. None chooses by shape, for kernels whose last axis is
-        the output: all axes where at most one is longer than 1, otherwise those before
-        the last (axis 0 alone at rank 3). In stacked leaves axes count within one
-        layer.
+        the output, as the table says. In stacked leaves axes count within one layer.
       ord: the order: a number above 0, `math.inf`, "rms" or "average". None means 2.
       stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
         leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
         leaf.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec, required for every split leaf except vectors.
+        `lax.pmean`), names that split every leaf, None (each device measures its own
+        part), or a tree prefix of PartitionSpec, required for every split leaf except
+        vectors.
 
     Returns:
       A tree of the same structure, with the summed axes kept at size 1 (a scalar for a
@@ -457,12 +465,13 @@ def group_norm(
     Args:
       tree: a pytree of arrays.
       labels: a tree prefix of labels, a function that makes one from the tree, as in
-        `optax.partition`, or a function of a leaf's path ("blocks/w") and the leaf.
+        `optax.partition`, or a function of a leaf's path ("blocks/w") and the leaf that
+        returns its label.
       ord: the order: a number above 0, `math.inf`, "rms" or "average". None means 2.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec.
+        `lax.pmean`), names that split every leaf, None (each device measures its own
+        part), or a tree prefix of PartitionSpec.
 
     Returns:
       A dict from label to scalar.
@@ -478,7 +487,8 @@ def group_norm(
       >>> print(norms["matrix"], norms["vector"])
       5.0 1.0
     """
-    # Leaves that do not count have labels too. A label of such leaves only has norm 0.
+    # Leaves that do not count have labels too. A label that only such leaves carry has
+    # the norm 0.
     labels = labels_of(labels, trees.unboxed(tree))
     options = check_measure("group_norm", ord=ord, labels=labels, mesh_axes=mesh_axes)
     return _tree_of_norms(GroupNorm(**options), tree)

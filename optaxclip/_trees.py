@@ -18,8 +18,8 @@ Shape = tuple[Any, ...]  # a size may be a symbol of `jax.export`
 PyTree = Any  # JAX has no type for trees of arrays
 Tree = TypeVar("Tree")  # a tree that is returned with the same structure
 
-# Expressions that make a sparse array x of each type hold no index twice. With nse JAX
-# can jit the first one.
+# For each type of sparse array x: the expression that an error suggests, whose result
+# holds no index twice. JAX can jit the first one because nse is given.
 WITHOUT_DUPLICATES = {
     "BCOO": "x.sum_duplicates(nse=x.nse)",
     "BCSR": "x.to_bcoo().sum_duplicates(nse=x.nse)",
@@ -29,8 +29,9 @@ WITHOUT_DUPLICATES = {
 # ---------------------------------------------------------------- leaves that count
 
 
-def clipped_leaves(tree: PyTree, call: str = "") -> PyTree:
+def clipped_leaves(tree: PyTree, call: str) -> PyTree:
     """The tree of the leaves that count, with None in the place of all others.
+    `call` is the function that the user called, as errors name it.
 
     A leaf counts if it has a float or complex dtype and at least one element.
 
@@ -38,22 +39,22 @@ def clipped_leaves(tree: PyTree, call: str = "") -> PyTree:
       TypeError: a leaf that is neither an array nor a number.
       ValueError: a sparse array that may hold an index twice.
     """
-    error_start = f"{call}: " if call else ""
-    check_sparse(tree, error_start)
+    check_sparse(call, tree)
     try:
         return jax.tree.map(_clipped_leaf, tree, is_leaf=is_box)
     except TypeError:
         # Paths take time, so they are made only for the error.
-        check_leaves(tree, error_start)
+        check_leaves(call, tree)
         raise
 
 
 def _clipped_leaf(leaf: Any) -> Any:
-    """The leaf, or None for one that does not count. Of a box, what it holds."""
+    """The leaf, or what a box holds. None for a leaf that does not count."""
     if is_box(leaf):
         content = unbox(leaf)
-        # A box may hold a hole. If the box is a node (NNX), the hole stays; if it is a
-        # leaf, None takes its place, so that `put_back` counts the same leaves.
+        # `put_back` pairs leaves by their order. A box that is a leaf counts as one, so
+        # None stands for its hole. A box that is a node (NNX) has no leaf then, so its
+        # hole stays.
         if is_hole(content):
             return content if is_hole(leaf) else None
         return jax.tree.map(_clipped_leaf, content, is_leaf=is_box)
@@ -66,26 +67,25 @@ def _clipped_leaf(leaf: Any) -> Any:
     return leaf if is_clippable else None
 
 
-def check_leaves(tree: PyTree, error_start: str) -> None:
-    """Raises TypeError for a leaf that is not an array, such as a function in a model.
-
-    `error_start` is how the error begins: "clip_by_value: ".
+def check_leaves(call: str, tree: PyTree) -> None:
+    """Raises TypeError for a leaf that is neither an array nor a number, such as a
+    function in a model.
     """
     for path, leaf in jax.tree.leaves_with_path(tree):
         try:
             _clipped_leaf(leaf)
         except TypeError:
             raise TypeError(
-                f"{error_start}the leaf {path_name(path)!r} must be an array or a "
+                f"{call}: the leaf {path_name(path)!r} must be an array or a "
                 f"number, got {shown(leaf)}: hand over arrays of numbers only, with "
                 "None for everything else. In equinox that is eqx.filter(model, "
                 "eqx.is_inexact_array)."
             ) from None
 
 
-def check_sparse(tree: PyTree, error_start: str) -> None:
+def check_sparse(call: str, tree: PyTree) -> None:
     """Raises ValueError for a sparse array that may hold an index twice: the norm of
-    its data is not the norm of the array. The error begins with `error_start`.
+    its data is not the norm of the array.
     """
     # Not imported here, since that takes time. Without it there are no such arrays.
     sparse = sys.modules.get("jax.experimental.sparse")
@@ -101,14 +101,14 @@ def check_sparse(tree: PyTree, error_start: str) -> None:
             subject = f"the leaf {path_name(path)!r}" if path else "it"
             advice = WITHOUT_DUPLICATES.get(type_name, "x.todense()")
             raise ValueError(
-                f"{error_start}{subject} is a {type_name} that may hold an index "
+                f"{call}: {subject} is a {type_name} that may hold an index "
                 "twice, so that the norm of its data is not its norm. Hand over one "
                 f"with unique_indices=True, or {advice}."
             )
 
 
 def put_back(changed: PyTree, tree: PyTree) -> PyTree:
-    """Puts clipped leaves back into the tree that they came from."""
+    """The tree with the leaves of `changed`, or its own where `changed` has None."""
     old_leaves, treedef = jax.tree.flatten(tree, is_leaf=is_none)
     leaves = []
     for old, new in zip(old_leaves, jax.tree.leaves(changed, is_leaf=is_none)):
@@ -117,10 +117,10 @@ def put_back(changed: PyTree, tree: PyTree) -> PyTree:
 
 
 def is_box(x: object) -> bool:
-    """Whether it is an object that holds an array, by JAX's own protocol.
+    """Whether it is an object that holds one array, by JAX's own protocol.
 
     To JAX a box is a leaf, or a node with one child, such as a variable of flax NNX or
-    an array of haliax. A node with more of them, such as a LoRA weight with two
+    an array of haliax. A node with more children, such as a LoRA weight with two
     factors, is opened like any other.
     """
     return callable(getattr(x, "__jax_array__", None)) and len(_children(x)) == 1
@@ -144,7 +144,7 @@ def _children(x: object) -> list[Any]:
 
 
 def unboxed(tree: PyTree) -> PyTree:
-    """The tree with arrays in the place of boxes, such as variables of flax NNX."""
+    """The tree with arrays in the place of boxes, such as the variables of flax NNX."""
 
     def content(x: Any) -> Any:
         return unboxed(unbox(x)) if is_box(x) else x
@@ -178,7 +178,7 @@ def is_none(x: object) -> bool:
 
 
 def is_hole(x: object) -> bool:
-    """Whether there is no leaf: None, or a node such as `optax.MaskedNode`."""
+    """Whether it is a node without leaves: None, or one like `optax.MaskedNode`."""
     return not jax.tree.leaves(x)
 
 
@@ -226,21 +226,23 @@ def warn_of_integers(call: str, updates: PyTree) -> None:
     """Warns where nothing is clipped because all numbers are integers."""
     # Updates without any leaf, such as those of a model without weights, are fine.
     for path, leaf in jax.tree.leaves_with_path(updates):
-        # A Python int has no dtype. A bool is an int too, but not a number to clip.
+        # A Python int has no dtype. Any other leaf without one, such as True, counts as
+        # bool, of which this does not warn.
         dtype = int if type(leaf) is int else getattr(leaf, "dtype", bool)
         if jnp.issubdtype(dtype, jnp.integer) and jnp.size(leaf):
             warnings.warn(
                 f"{call}: nothing is clipped, since no leaf of the updates has a float "
                 f"or complex dtype. The leaf {path_name(path)!r} is "
                 f"{getattr(dtype, '__name__', dtype)}: make it float32.",
-                stacklevel=_level_of_user(),
+                stacklevel=_stacklevel_of_user(),
             )
             return
 
 
 def warn_of_stacks(call: str, tree: PyTree) -> None:
-    """Warns of layers that look stacked: at least three leaves below one key, of ranks
-    2 and 3 or above, all with the same leading size.
+    """Warns of layers that look stacked: at least three leaves below one key, all with
+    the same leading size, some of rank 2, some of rank 3 or more, and none of a lower
+    rank.
     """
     leaves_below: dict[KeyPath, list[tuple[KeyPath, Any]]] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -264,14 +266,14 @@ def warn_of_stacks(call: str, tree: PyTree) -> None:
                 "stacked on their leading axis. Without stacked= a unit of the leaf "
                 f"{path_name(high_rank_paths[0])!r} has one weight from each layer, in "
                 "optax too. Use stacked=1, or axis=... if these are no layers.",
-                stacklevel=_level_of_user(),
+                stacklevel=_stacklevel_of_user(),
             )
             return
 
 
-def _level_of_user() -> int:
-    """The `stacklevel` with which a warning of the caller shows the user's line: the
-    first one that is neither in this library nor in optax or JAX, which may call it.
+def _stacklevel_of_user() -> int:
+    """The `stacklevel` with which a warning of the caller shows the user's line. That
+    is the nearest one that is not in this library, optax or JAX, which may call it.
     """
     level = 1
     frame = sys._getframe(1)
@@ -284,9 +286,9 @@ def _level_of_user() -> int:
     return level
 
 
-def check_kept(call: str, tree: PyTree, stored: PyTree) -> None:
-    """Raises ValueError unless a tree in the state, `stored`, has an array of the same
-    shape for each clipped leaf.
+def check_fits_stored(call: str, tree: PyTree, stored: PyTree) -> None:
+    """Raises ValueError unless `stored`, a tree in the state, has an array of the same
+    shape for each leaf of the tree.
     """
     entries, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_none)
     try:
@@ -331,7 +333,7 @@ def weights_of(
             f"{call} compares {noun} with weights: call "
             f"update({argument}, state, params)."
         )
-    check_sparse(params, f"{call}: params: ")
+    check_sparse(f"{call}: params", params)
     return values_of(call, "params", tree, params)
 
 

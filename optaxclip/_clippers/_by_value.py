@@ -31,7 +31,7 @@ class ClipByValueState(NamedTuple):
     """The state of `clip_by_value`."""
 
     step: Array  # int32[]: updates seen, for bounds that follow a schedule
-    # With count=True the shares of elements that were clipped, else ().
+    # With count=True float32[3]: the shares of elements that were clipped, else ().
     elements: Shares
 
 
@@ -42,24 +42,28 @@ def clip_by_value(
 
     | element            | becomes                                                |
     |--------------------|--------------------------------------------------------|
-    | between its bounds | itself, bit for bit                                    |
+    | between its bounds | itself, bit for bit, but -0.0 at a bound of 0 may      |
+    |                    | become 0.0                                             |
     | NaN                | NaN                                                    |
     | infinite           | the bound. A complex one becomes NaN                   |
     | complex            | limited by modulus. It takes one bound                 |
-    | float              | limited by the bound, rounded to its dtype, maybe      |
-    |                    | outwards: 0.1 is 0.1001 in bfloat16                    |
-    | integer            | an integer of its dtype. Bounds become floats, and are |
-    |                    | rounded inwards                                        |
+    | float              | limited by the bound as its dtype holds it, which may  |
+    |                    | be larger: 0.1 is 0.1001 in bfloat16                   |
+    | integer            | limited by the bound rounded inwards, to a whole       |
+    |                    | number of its dtype                                    |
     | bool, key          | itself                                                 |
 
-    The direction of the gradient changes. No collective is needed.
+    A bound becomes a float: float32 for a `jax.Array` of at most 32 bits, else float64.
+    So an integer as bound is exact up to 2^24, or 2^53, and may be rounded outwards
+    beyond. The direction of the gradient changes. No collective is needed.
 
     Args:
       max_value: the upper bound: a number, a schedule, an array that broadcasts to each
-        leaf, or a tree prefix of these, of any real dtype. None for no bound. At least
-        0 when it stands alone. A schedule that falls below counts as 0 then.
-      min_value: the lower bound, likewise. None for -max_value, also in a tree, where a
-        complex leaf needs it. Where schedules cross, the upper bound wins.
+        leaf, or a tree prefix of these, of any real dtype. None for no bound. Without
+        `min_value` it is at least 0, and where a schedule is negative, 0 is taken.
+      min_value: the lower bound, likewise. None means -max_value, for all leaves or for
+        one in a tree. A complex leaf must have None. Where schedules cross, the upper
+        bound wins.
       count: whether to count which share of the elements is clipped, for `metrics`.
         On a CPU that takes memory for a copy of the gradients, and the time of an Adam
         step.
@@ -85,61 +89,6 @@ def clip_by_value(
     lower = None if min_value is None else ("min_value", min_value)
     checks.check_flag(f"{call}: count", count)
     return value_clipper(call, ("max_value", max_value), lower, count=count)
-
-
-def value_clipper(
-    call: str,
-    upper: tuple[str, Any],
-    lower: tuple[str, Any] | None = None,
-    *,
-    count: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """The clipper of an upper and a lower bound. Each is (name of the argument, bound),
-    and errors name the call and the argument.
-    """
-    lower_name, lower_value = lower or ("", None)
-    upper_name, upper_value = upper
-    upper_bounds = _checked_bounds(call, upper_name, upper_value, no_bound=math.inf)
-    lower_bounds = _checked_bounds(call, lower_name, lower_value, no_bound=None)
-    _check_room(call, lower_bounds, upper_bounds)
-
-    def init(params: PyTree) -> ClipByValueState:
-        elements = no_elements_clipped() if count else ()
-        return ClipByValueState(jnp.zeros((), jnp.int32), elements)
-
-    # A chain hands every argument to all of its links. This clipper takes none.
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
-    ) -> Any:
-        # A checkpoint of `optax.clip` has EmptyState in this place. Fixed bounds need
-        # no count of steps, so it begins anew.
-        if can_begin_anew(call, state, (upper_bounds.table, lower_bounds.table)):
-            state = init(params)
-        checks.check_state(call, state, ClipByValueState)
-        trees.check_leaves(updates, f"{call}: ")
-        trees.check_sparse(updates, f"{call}: ")
-        leaves_with_path, treedef = jax.tree.flatten_with_path(updates)
-        new_leaves = []
-        before_and_after = []
-        for (path, leaf), upper_bound, lower_bound in zip(
-            leaves_with_path,
-            upper_bounds.of_leaves(updates, state.step),
-            lower_bounds.of_leaves(updates, state.step),
-        ):
-            name = trees.path_name(path)
-            clipped = _clipped(call, name, leaf, lower_bound, upper_bound)
-            new_leaves.append(clipped)
-            # A leaf without numbers, such as a key, is returned as it is.
-            if clipped is not leaf:
-                before_and_after.append((trees.unbox(leaf), clipped))
-        step = count_up(state.step)
-        elements = state.elements
-        if count:
-            elements = count_clipped(call, elements, step, before_and_after)
-        new_state = ClipByValueState(step, elements)
-        return jax.tree.unflatten(treedef, new_leaves), new_state
-
-    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def clip(max_delta: Bounds) -> optax.GradientTransformationExtraArgs:
@@ -173,7 +122,7 @@ class CheckedBounds(NamedTuple):
     table: Prefix
 
     def of_leaves(self, updates: PyTree, step: Array) -> list[Any]:
-        """The bound of each leaf at a step, which schedules follow."""
+        """The bound of each leaf, by schedules that of this step."""
         bounds = []
         for bound in lookup(self.table, updates, self.argument):
             if callable(bound):
@@ -183,10 +132,65 @@ class CheckedBounds(NamedTuple):
         return bounds
 
 
+def value_clipper(
+    call: str,
+    upper: tuple[str, Any],
+    lower: tuple[str, Any] | None = None,
+    *,
+    count: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """The clipper between two bounds. Each is (name of the argument, bound), and errors
+    name the call and the argument.
+    """
+    lower_name, lower_value = lower or ("", None)
+    upper_name, upper_value = upper
+    upper_bounds = _checked_bounds(call, upper_name, upper_value, no_bound=math.inf)
+    lower_bounds = _checked_bounds(call, lower_name, lower_value, no_bound=None)
+    _check_room(call, lower_bounds, upper_bounds)
+
+    def init(params: PyTree) -> ClipByValueState:
+        clipped_shares = no_elements_clipped() if count else ()
+        return ClipByValueState(jnp.zeros((), jnp.int32), clipped_shares)
+
+    # A chain hands every argument to all of its links. This clipper takes none.
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
+    ) -> Any:
+        # A checkpoint of `optax.clip` has EmptyState in this place. Fixed bounds need
+        # no count of steps, so it begins anew.
+        if can_begin_anew(call, state, (upper_bounds.table, lower_bounds.table)):
+            state = init(params)
+        checks.check_state(call, state, ClipByValueState)
+        trees.check_leaves(call, updates)
+        trees.check_sparse(call, updates)
+        leaves_with_path, treedef = jax.tree.flatten_with_path(updates)
+        new_leaves = []
+        before_and_after = []
+        for (path, leaf), high, low in zip(
+            leaves_with_path,
+            upper_bounds.of_leaves(updates, state.step),
+            lower_bounds.of_leaves(updates, state.step),
+        ):
+            leaf_name = trees.path_name(path)
+            clipped = _clipped(call, leaf_name, leaf, low, high)
+            new_leaves.append(clipped)
+            # A leaf without numbers, such as a key, is returned as it is.
+            if clipped is not leaf:
+                before_and_after.append((trees.unbox(leaf), clipped))
+        step = count_up(state.step)
+        clipped_shares = state.elements
+        if count:
+            clipped_shares = count_clipped(call, clipped_shares, step, before_and_after)
+        new_state = ClipByValueState(step, clipped_shares)
+        return jax.tree.unflatten(treedef, new_leaves), new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
 def _checked_bounds(
     call: str, name: str, bound: Bounds, *, no_bound: float | None
 ) -> CheckedBounds:
-    """The bounds of an argument. `no_bound` takes the place of None.
+    """The bounds that an argument gives, with `no_bound` in the place of None.
 
     Raises:
       ValueError: NaN.
@@ -214,25 +218,25 @@ def _check_room(call: str, lower: CheckedBounds, upper: CheckedBounds) -> None:
     lower_by_path = dict(lower.table.entries)
     upper_by_path = dict(upper.table.entries)
     for path in lower_by_path | upper_by_path:
-        # The other bound of these leaves may be for more leaves: it stands at a
-        # beginning of this path then.
+        # The other argument may give one bound for a whole subtree, under a shorter
+        # path.
         starts = list(beginnings(path))
-        # Each list has one bound at most, since a leaf has one.
+        # Each list has at most one bound, since an argument gives a leaf only one.
         lows = [lower_by_path[start] for start in starts if start in lower_by_path]
         highs = [upper_by_path[start] for start in starts if start in upper_by_path]
         for low, high in zip(lows, highs):
             if low is not None:
                 checks.check_order(call, (lower.name, low), (upper.name, high))
             elif not callable(high):
-                # Alone, it limits the modulus.
+                # Without a lower bound it limits the modulus.
                 checks.check_limit(upper.argument, high)
 
 
 def _clipped(
-    call: str, name: str, leaf: Any, low: ArrayLike | None, high: ArrayLike
+    call: str, leaf_name: str, leaf: Any, low: ArrayLike | None, high: ArrayLike
 ) -> Any:
-    """The leaf between its bounds. `name` is what errors call it. A leaf without
-    numbers is returned as it is.
+    """The leaf, clipped between its bounds. A leaf without numbers is returned as it
+    is.
     """
     x = trees.unbox(leaf)
     if trees.is_hole(x):
@@ -245,39 +249,40 @@ def _clipped(
         shape = () if bound is None else jnp.shape(bound)
         if not broadcasts_to(shape, x.shape):
             raise ValueError(
-                f"{call}: a bound of shape {shape} does not fit the leaf {name!r} "
-                f"of shape {x.shape}."
+                f"{call}: a bound of shape {shape} does not fit the leaf "
+                f"{leaf_name!r} of shape {x.shape}."
             )
     if jnp.iscomplexobj(x):
         if low is not None:
             raise TypeError(
-                f"{call}: the leaf {name!r} is complex and has no order: give one "
-                "bound, for its modulus."
+                f"{call}: the leaf {leaf_name!r} is complex and has no order: give "
+                "one bound, for its modulus."
             )
-        _, largest = _bounds_in_dtype(None, high, jnp.finfo(dtype).dtype)
-        # The modulus of the largest complex numbers is inf, and so above the limit.
-        is_above = jnp.abs(x) > largest
-        # The 1 stands where nothing is clipped: the derivative of inf * x is NaN.
-        new_modulus = jnp.where(is_above, largest, jnp.ones_like(largest))
+        _, upper = _bounds_in_dtype(None, high, jnp.finfo(dtype).dtype)
+        # The modulus of the largest complex numbers is inf, and so above the bound.
+        is_above = jnp.abs(x) > upper
+        # 1 where nothing is clipped: `upper` may be inf there, and inf * 0 in the
+        # derivative is NaN.
+        new_modulus = jnp.where(is_above, upper, jnp.ones_like(upper))
         return jnp.where(is_above, with_modulus(new_modulus, x), x)
-    smallest, largest = _bounds_in_dtype(low, high, dtype)
-    smallest = jnp.broadcast_to(smallest, x.shape)
-    largest = jnp.broadcast_to(largest, x.shape)
+    lower, upper = _bounds_in_dtype(low, high, dtype)
+    lower = jnp.broadcast_to(lower, x.shape)
+    upper = jnp.broadcast_to(upper, x.shape)
     # Where schedules cross the upper bound wins, as in `optax.clip`.
-    return jnp.clip(x, smallest, largest).astype(x.dtype)
+    return jnp.clip(x, lower, upper).astype(x.dtype)
 
 
 def _bounds_in_dtype(
     low: ArrayLike | None, high: ArrayLike, dtype: DTypeLike
 ) -> tuple[Any, Any]:
-    """The lower and the upper bound in the dtype of a leaf. A bound beyond its range
-    becomes its smallest or largest number.
+    """(lower, upper): the bounds as given, in the dtype of a leaf. A bound beyond the
+    range of the dtype becomes its smallest or largest number.
     """
     upper = _as_float(high)
     if low is None:
-        numpy = jnp if isinstance(upper, Array) else np
-        # A schedule that falls below 0 counts as 0.
-        upper = numpy.maximum(upper, 0)
+        xp = jnp if isinstance(upper, Array) else np
+        # Where a schedule is negative, 0 is taken.
+        upper = xp.maximum(upper, 0)
         lower = -upper
     else:
         lower = _as_float(low)
@@ -298,14 +303,14 @@ def _as_float(bound: ArrayLike) -> Any:
     if not isinstance(bound, Array):
         return np.asarray(bound).astype(np.float64)
     # JAX promotes neither floats of 8 bits nor numbers of 4 bits, so they are converted
-    # here. float32 holds them all.
+    # here. float32 holds these, and rounds integers beyond 2^24.
     return bound.astype(np.float64 if bound.dtype.itemsize > 4 else np.float32)
 
 
 def _as_integer(dtype: DTypeLike, bound: Any, *, is_lower: bool) -> Any:
     """A bound, rounded inwards to a dtype of integers."""
-    numpy = jnp if isinstance(bound, Array) else np
-    rounded = numpy.ceil(bound) if is_lower else numpy.floor(bound)
+    xp = jnp if isinstance(bound, Array) else np
+    rounded = xp.ceil(bound) if is_lower else xp.floor(bound)
     if isinstance(bound, Array):
         # XLA converts a number beyond the range to the end of the range.
         return rounded.astype(dtype)

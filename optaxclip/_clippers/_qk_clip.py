@@ -174,7 +174,7 @@ def qk_clip(
         # `optax.tree_map_params` has no weights in which heads could be found.
         if is_placeholder(params):
             return kernel.init(params)
-        tree = types_of(clipped_leaves, params)
+        tree = types_of(partial(clipped_leaves, call=CALL), params)
         types = jax.tree.leaves(tree)
         zeros = {}
         for attention in _attentions_of(roles, tree):

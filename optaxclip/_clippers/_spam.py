@@ -136,7 +136,7 @@ def spam(
     ) -> Any:
         check_state(call, state, SpamState)
         tree = clipped_leaves(updates, call)
-        trees.check_kept(call, tree, state.second_moment)
+        trees.check_fits_stored(call, tree, state.second_moment)
         step = state.step
         since_reset = _steps_since_reset(step, every)
         cut_down = partial(

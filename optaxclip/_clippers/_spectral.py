@@ -83,23 +83,24 @@ def clip_by_spectral_norm(
     | norm NaN or inf           | all NaN in this leaf (nonfinite="propagate")        |
     | leaf is a vector, scalar  | clipped by L2 norm, which is its spectral norm      |
 
-    Computed in float32 (float64 for 64-bit leaves) and rounded once to the leaf's
-    dtype, which may add its eps / 2 times the Frobenius norm. The largest errors that
-    were measured in float32, as spectral norms divided by the limit, over spectra with
-    gaps, ties and even spacing up to 256 x 1024:
+    The result is computed in float32 (float64 for 64-bit leaves) and rounded once to
+    the leaf's dtype. This rounding may move it by eps / 2 of that dtype times its
+    Frobenius norm. The largest errors that were measured in float32, as spectral norms
+    divided by the limit, over spectra with gaps, ties and even spacing up to
+    256 x 1024, with the default of 24 steps:
 
         s_max / limit              10       1e3      1e4      1e6
         "svd"                      1e-5     2e-3     2e-2     1
-        "newton_schulz"            4e-6     2e-4     2e-3     0.2      24 steps
-        norm of the result         at most limit * (1 + 3e-6) for all of these
+        "newton_schulz"            4e-6     2e-4     2e-3     0.2
 
+    The spectral norm of the result was at most limit * (1 + 3e-6) for all of these.
     Errors grow as eps * s_max, like those of every decomposition in float32. The error
     of "svd" is LAPACK's, 16 eps of the largest singular value.
 
     Leaves of one type and shape are clipped as one stack. So compile time grows with
-    the number of different shapes, and memory holds copies of a whole stack. For each
-    shape of GPT-2 small XLA takes about a second of one core on a CPU or for an H100.
-    For a TPU v5e it takes 80 with "newton_schulz", and 180 with "svd".
+    the number of different shapes, and memory holds copies of a whole stack. To compile
+    one shape of GPT-2 small takes one core about 1 s, for a CPU or an H100. For a TPU
+    v5e it takes 80 s with "newton_schulz" and 180 s with "svd".
 
     Args:
       max_norm: a number at least 0, an array, a schedule, None to only measure, a rule
@@ -108,14 +109,17 @@ def clip_by_spectral_norm(
       shrink: what each singular value becomes, of `optaxclip.shrinks`. None is `hard`.
         "newton_schulz" knows `hard` and `smooth(2)`. Singular values of at most eps *
         max(rows, columns) * norm may be rounding noise, and are never lengthened.
-      method: "svd" or "newton_schulz". Only "newton_schulz" has a derivative where
-        singular values are equal. This derivative is right for `smooth(2)` only.
+      method: "svd" or "newton_schulz". Where singular values of a matrix that is
+        shrunk are equal, only "newton_schulz" has a derivative. In float32 its relative
+        error is at most 1e-5 with `smooth(2)`, and 1e-3 with `hard`. With `hard` it may
+        reach 0.1 where a singular value is within 10% of the limit, and second
+        derivatives may be wrong.
       steps: of Newton-Schulz, at least 1. None means 24, and 48 for 64-bit leaves. k
         steps resolve s_max / limit up to about 2.46^(k - 4.1). With fewer, singular
         values below the limit come out too small, never too large.
       columns: how many trailing axes of a leaf are the columns of its matrix. All
-        others are its rows. None means 1, for kernels whose last axis is the output,
-        convolutions too. 2 is for attention's (embed, heads, size). An int, a tree
+        others are its rows. None means 1, for kernels whose last axis is the output, of
+        convolutions too. 2 is for the (embed, heads, size) of attention. An int, a tree
         prefix of ints, or a function of the leaf's path and the leaf.
       stacked: which axes of a leaf count layers, each of which is a matrix: 1 for the
         leading axis, or another form that `clip_by_tensor_norm` takes.
@@ -149,7 +153,7 @@ def clip_by_spectral_norm(
     """
     call = "clip_by_spectral_norm"
     shrink = shrink_of(shrink, call)
-    measure = _measure(call, method, columns, stacked)
+    measure = _checked_measure(call, method, columns, stacked)
     if steps is not None:
         check_concrete(f"{call}: steps", steps)
         check_whole_number(f"{call}: steps", steps)
@@ -174,15 +178,119 @@ def clip_by_spectral_norm(
         tree = clipped_leaves(updates, call)
         # A norm that the chain was given is not a spectral norm, and may be smaller.
         extra_args.pop("grad_norm", None)
-        # The kernel finds norms and limits, counts, and scales each leaf. Vectors,
-        # zeros, broken steps, and limits of 0 and inf need no more than that.
-        scaled, new_state = kernel.update(tree, state, params, **extra_args)
+        # The kernel finds norms and limits, counts, and multiplies each leaf by one
+        # factor. Vectors, zeros, broken steps, and limits of 0 and inf need no more.
+        rescaled, new_state = kernel.update(tree, state, params, **extra_args)
         if max_norm is None and extra_args.get("limit") is None:
             return updates, new_state
-        clipped = _with_shrunk_values(measure, shrink, steps, tree, scaled, new_state)
+        clipped = _with_shrunk_values(measure, shrink, steps, tree, rescaled, new_state)
         return put_back(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
+
+
+# Jitted at module level, so that clippers with equal settings share a program.
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _with_shrunk_values(
+    measure: SpectralNorm,
+    shrink: Shrink,
+    steps: int | None,
+    tree: PyTree,
+    rescaled: Any,
+    state: ClipState,
+) -> Any:
+    """The tree with shrunk singular values. `rescaled` is the tree that the kernel
+    returned, each leaf times one factor, and `state` the state that it returned.
+    """
+    gradients = jax.tree.leaves(tree)
+    rescaled_leaves, treedef = jax.tree.flatten(rescaled)
+    results = list(rescaled_leaves)
+    entry_by_name = state.by_name()
+    names = trees.unique_names(trees.leaf_paths(tree), entry_by_name)
+    for matrix_shape, indices in measure.indices_by_shape(tree).items():
+        matrices = matrix_shape.stack(gradients, indices)
+        # The norms and limits that the kernel found, [leaves, *layers, 1, 1].
+        entries = [entry_by_name[names[index]] for index in indices]
+        shape = *matrices.shape[:-2], 1, 1
+        norms = jnp.stack([entry.norm for entry in entries]).reshape(shape)
+        limits = jnp.stack([entry.limit for entry in entries]).reshape(shape)
+        # Zeros, broken matrices, and limits of 0 and inf are as the kernel left them.
+        has_norm = jnp.isfinite(norms) & (norms > 0)
+        is_shrunk = has_norm & jnp.isfinite(limits) & (limits > 0)
+        # With `hard` a matrix within its limit keeps its bits.
+        if shrink is hard:
+            is_shrunk = is_shrunk & (norms > limits)
+        matrices = jnp.where(is_shrunk, matrices, _matrix_of_distinct_values(matrices))
+        norms = jnp.where(is_shrunk, norms, 1.0)
+        limits = jnp.where(is_shrunk, limits, 1.0)
+        shrunk = _shrunk_matrices(measure, shrink, steps, matrices, norms, limits)
+        rescaled_matrices = matrix_shape.stack(rescaled_leaves, indices)
+        clipped = jnp.where(is_shrunk, shrunk, rescaled_matrices)
+        for index, matrices_of_leaf in zip(indices, clipped):
+            results[index] = matrix_shape.unstack(
+                matrices_of_leaf, like=rescaled_leaves[index]
+            )
+    return treedef.unflatten(results)
+
+
+def _matrix_of_distinct_values(matrices: Array) -> Array:
+    """A matrix of norm 1 and of the shape of these, [1, ..., rows, columns], whose
+    singular values differ.
+
+    It takes the place of matrices that are not shrunk. Zeros and others with equal
+    singular values would make the derivative of a decomposition NaN, and `jnp.where`
+    passes a NaN on, also from the branch that it does not take.
+    """
+    rows, columns = matrices.shape[-2:]
+    values = jnp.arange(columns, 0, -1)[None, :] / columns
+    matrix = jnp.eye(rows, columns) * values
+    return jnp.expand_dims(matrix.astype(matrices.dtype), range(matrices.ndim - 2))
+
+
+def _shrunk_matrices(
+    measure: SpectralNorm,
+    shrink: Shrink,
+    steps: int | None,
+    matrices: Array,
+    norms: Array,
+    limits: Array,
+) -> Array:
+    """Matrices [..., rows, columns] with shrunk singular values. `norms` and `limits`
+    are [..., 1, 1].
+    """
+    quotients, divisors = _divided_by_power_of_2(matrices, norms)
+    limits = limits.astype(divisors.dtype)
+    if measure.method == "svd":
+        u, values_of_quotients, vh = jnp.linalg.svd(quotients, full_matrices=False)
+        singular_values = values_of_quotients[..., None, :] * divisors
+        longer_side = max(matrices.shape[-2:])
+        shrunk_values = _shrunk_values(
+            shrink, singular_values, limits, longer_side, measure.call
+        )
+        return matmul(u * shrunk_values.astype(u.dtype), vh)
+    norms = norms.astype(divisors.dtype)
+    shrunk_quotients = shrunk_by_products(
+        quotients, limits / divisors, norms / divisors, steps, is_hard=shrink is hard
+    )
+    return divisors.astype(quotients.dtype) * shrunk_quotients
+
+
+def _shrunk_values(
+    shrink: Shrink, singular_values: Array, limits: Array, longer_side: int, call: str
+) -> Array:
+    """The shrunk singular values of matrices. `singular_values` is [..., 1, values],
+    the largest first. `longer_side` is max(rows, columns).
+    """
+    limits = jnp.broadcast_to(limits, singular_values.shape)
+    shrunk_values = shrunk_by(shrink, singular_values, limits, call)
+    if shrink is hard:
+        return shrunk_values
+    # A singular value that LAPACK and NumPy's `matrix_rank` count as 0 may be rounding
+    # noise, and its singular vectors too. `normalize` would bring it to the limit.
+    eps = jnp.finfo(singular_values.dtype).eps
+    noise = eps * longer_side * singular_values[..., :1]
+    not_lengthened = jnp.minimum(shrunk_values, singular_values)
+    return jnp.where(singular_values <= noise, not_lengthened, shrunk_values)
 
 
 def spectral_norm(
@@ -202,8 +310,9 @@ def spectral_norm(
       stacked: which axes of a leaf count layers, each of which is a matrix: 1 for the
         leading axis, or another form that `clip_by_tensor_norm` takes.
       method: "svd", or "newton_schulz" for matrix products alone. The second is within
-        a relative 4e-6 of the first, and up to m^(1 / 2^18) less where m singular
-        values almost tie. Its second derivatives are not those of the norm.
+        a relative 4e-6 of the first. Where m singular values almost tie, it is smaller
+        by a factor of up to m^(1 / 2^18). Its second derivatives are not those of the
+        norm.
 
     Returns:
       A tree of the same structure: a scalar for each leaf (for stacked leaves an array
@@ -216,14 +325,19 @@ def spectral_norm(
       >>> print(optaxclip.spectral_norm(jnp.array([[3.0, 0.0], [4.0, 0.0]])))
       5.0
     """
-    measure = _measure("spectral_norm", method, columns, stacked)
+    measure = _checked_measure("spectral_norm", method, columns, stacked)
     return measure(clipped_leaves(tree, "spectral_norm")).tree()
 
 
-def _measure(
+def _checked_measure(
     call: str, method: Method, columns: Columns, stacked: Stacked
 ) -> SpectralNorm:
-    """The measure of these arguments, which are checked."""
+    """The measure that these arguments describe.
+
+    Raises:
+      ValueError: an unknown method.
+      TypeError: a bool or an array in `columns` or `stacked`.
+    """
     check_choice(f"{call}: method", method, get_args(Method))
     # A leaf has one number of columns, so a tuple is a node of the tree and no value.
     columns = static_axes("columns", columns, call, is_value=trees.is_none)
@@ -249,17 +363,17 @@ class SpectralNorm(NamedTuple):
         # different layers, whose norms are not joined.
         mesh_axes = [None if axes else "auto" for axes in self.layer_axes(tree)]
         mesh_axes_of_leaves = Prefix(tuple(zip(trees.leaf_paths(tree), mesh_axes)))
-        measure = TensorNorm(
+        l2_measure = TensorNorm(
             self.call, stacked=self.stacked, mesh_axes=mesh_axes_of_leaves
         )
-        l2_norms = measure(tree)
+        l2_norms = l2_measure(tree)
         norms = l2_norms.local_values()
         for matrix_shape, indices in self.indices_by_shape(tree).items():
             matrices = matrix_shape.stack(leaves, indices)
             # The largest modulus is near enough to the spectral norm to divide by.
             moduli = jnp.abs(matrices)
             largest_moduli = jnp.max(moduli, (-2, -1), keepdims=True)
-            quotients, divisors = _scaled_by_power_of_2(matrices, largest_moduli)
+            quotients, divisors = _divided_by_power_of_2(matrices, largest_moduli)
             if self.method == "svd":
                 singular_values = jnp.linalg.svd(quotients, compute_uv=False)
                 quotient_norms = singular_values[..., :1, None]
@@ -355,100 +469,10 @@ class MatrixShape(NamedTuple):
         return resharded_as(leaf.astype(like.dtype), jax.typeof(like))
 
 
-# Jitted at module level, so that clippers with equal settings share a program.
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _with_shrunk_values(
-    measure: SpectralNorm,
-    shrink: Shrink,
-    steps: int | None,
-    tree: PyTree,
-    scaled: Any,
-    state: ClipState,
-) -> Any:
-    """The tree with shrunk singular values. `scaled` are its leaves as the kernel
-    multiplied them, and `state` is the kernel's state after that.
-    """
-    gradients = jax.tree.leaves(tree)
-    scaled_leaves, treedef = jax.tree.flatten(scaled)
-    results = list(scaled_leaves)
-    entry_by_name = state.by_name()
-    names = trees.unique_names(trees.leaf_paths(tree), entry_by_name)
-    for matrix_shape, indices in measure.indices_by_shape(tree).items():
-        matrices = matrix_shape.stack(gradients, indices)
-        # The norms and limits that the kernel found, [leaves, *layers, 1, 1].
-        entries = [entry_by_name[names[index]] for index in indices]
-        shape = *matrices.shape[:-2], 1, 1
-        norms = jnp.stack([entry.norm for entry in entries]).reshape(shape)
-        limits = jnp.stack([entry.limit for entry in entries]).reshape(shape)
-        # Zeros, broken matrices, and limits of 0 and inf are as the kernel left them.
-        has_norm = jnp.isfinite(norms) & (norms > 0)
-        is_shrunk = has_norm & jnp.isfinite(limits) & (limits > 0)
-        # With `hard` a matrix within its limit keeps its bits.
-        if shrink is hard:
-            is_shrunk = is_shrunk & (norms > limits)
-        limits = jnp.where(is_shrunk, limits, 1.0)
-        shrunk = _shrunk_matrices(measure, shrink, steps, matrices, norms, limits)
-        scaled_matrices = matrix_shape.stack(scaled_leaves, indices)
-        clipped = jnp.where(is_shrunk, shrunk, scaled_matrices)
-        for index, matrices_of_leaf in zip(indices, clipped):
-            results[index] = matrix_shape.unstack(
-                matrices_of_leaf, like=scaled_leaves[index]
-            )
-    return treedef.unflatten(results)
-
-
-def _shrunk_matrices(
-    measure: SpectralNorm,
-    shrink: Shrink,
-    steps: int | None,
-    matrices: Array,
-    norms: Array,
-    limits: Array,
-) -> Array:
-    """Matrices [..., rows, columns] with shrunk singular values. `norms` and `limits`
-    are [..., 1, 1].
-    """
-    quotients, divisors = _scaled_by_power_of_2(matrices, norms)
-    limits = limits.astype(divisors.dtype)
-    if measure.method == "svd":
-        u, values_of_quotients, vh = jnp.linalg.svd(quotients, full_matrices=False)
-        singular_values = values_of_quotients[..., None, :] * divisors
-        row_count = matrices.shape[-2]
-        shrunk_values = _shrunk_values(
-            shrink, singular_values, limits, row_count, measure.call
-        )
-        return matmul(u * shrunk_values.astype(u.dtype), vh)
-    # Where a norm is 0, NaN or inf, the caller takes what the kernel returned.
-    has_norm = jnp.isfinite(norms) & (norms > 0)
-    norms = jnp.where(has_norm, norms, 1.0).astype(divisors.dtype)
-    shrunk_quotients = shrunk_by_products(
-        quotients, limits / divisors, norms / divisors, steps, is_hard=shrink is hard
-    )
-    return divisors.astype(quotients.dtype) * shrunk_quotients
-
-
-def _shrunk_values(
-    shrink: Shrink, singular_values: Array, limits: Array, row_count: int, call: str
-) -> Array:
-    """The shrunk singular values of matrices. `singular_values` is [..., 1, values],
-    the largest first.
-    """
-    limits = jnp.broadcast_to(limits, singular_values.shape)
-    shrunk_values = shrunk_by(shrink, singular_values, limits, call)
-    if shrink is hard:
-        return shrunk_values
-    # A singular value that LAPACK and NumPy's `matrix_rank` count as 0 may be rounding
-    # noise, and its singular vectors too. `normalize` would bring it to the limit.
-    eps = jnp.finfo(singular_values.dtype).eps
-    noise = eps * row_count * singular_values[..., :1]
-    not_lengthened = jnp.minimum(shrunk_values, singular_values)
-    return jnp.where(singular_values <= noise, not_lengthened, shrunk_values)
-
-
-def _scaled_by_power_of_2(matrices: Array, norms: Array) -> tuple[Array, Array]:
-    """(quotients, divisors): the matrices divided by a power of 2 near their norm, so
-    that squares do not overflow, and these powers. Matrices whose norm is NaN or inf
-    become zeros.
+def _divided_by_power_of_2(matrices: Array, norms: Array) -> tuple[Array, Array]:
+    """(quotients, divisors): the matrices, each divided by a power of 2 near its norm,
+    and these powers. So the squares of quotients do not overflow. Matrices whose norm
+    is NaN or inf become zeros.
     """
     norms = lax.stop_gradient(norms).astype(matrices.real.dtype)
     is_finite = jnp.isfinite(norms)

@@ -133,6 +133,6 @@ def _trained_weights(params: PyTree, trainable: PyTree) -> Entries:
     trained = {}
     for (path, array), flag in zip(arrays_by_path((params,)).items(), flags):
         check_flag("release: trainable", flag)
-        if flag and clipped_leaves(array) is not None:
+        if flag and clipped_leaves(array, "release: params") is not None:
             trained[path] = array
     return trained

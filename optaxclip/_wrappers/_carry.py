@@ -26,7 +26,7 @@ from .._checks import check_state, rounded_like, with_extra_args
 from .._exported import exported
 from .._moduli import wide_dtype
 from .._state import ClipState, clip_states
-from .._trees import PyTree, check_kept, clipped_leaves, is_none, put_back
+from .._trees import PyTree, check_fits_stored, clipped_leaves, is_none, put_back
 
 
 @exported
@@ -100,7 +100,7 @@ def carry_clipped(
                 "gradient and carry, whose norm is another."
             )
         tree = clipped_leaves(updates, call)
-        check_kept(call, tree, state.carry)
+        check_fits_stored(call, tree, state.carry)
         total = jax.tree.map(_add_carry, tree, state.carry, is_leaf=is_none)
         clipped, new_clip_state = clipper.update(
             total, state.clip_state, params, **extra_args

@@ -296,7 +296,7 @@ class Signature(NamedTuple):
 
     def _arrays(self, params: PyTree) -> PyTree:
         """The parameters as arrays. Raises TypeError for a leaf without a gradient."""
-        trees.check_leaves(params, f"{self.call}: ")
+        trees.check_leaves(self.call, params)
         arrays = jax.tree.map(jnp.asarray, params)
         for path, array in jax.tree.leaves_with_path(arrays):
             if not jnp.issubdtype(array.dtype, jnp.inexact):

@@ -493,6 +493,51 @@ def test_newton_schulz_has_a_finite_derivative_everywhere(form):
         assert np.isfinite(derivative(x)).all()
 
 
+@pytest.mark.slow
+def test_matrices_that_are_not_shrunk_have_a_derivative():
+    """Although their singular values are equal, so that the decomposition has none."""
+    shapes = [(3, 4), (4, 3), (3, 3)]
+    zeros = [jnp.zeros(shape) for shape in shapes]
+    within = [0.5 * jnp.eye(*shape) for shape in shapes]
+    cotangents = [
+        jnp.arange(float(math.prod(shape))).reshape(shape) for shape in shapes
+    ]
+    for method, form in product(METHODS, FORMS):
+        shrink = FORMS[form][0]
+        for tree in [zeros, within] if form == "hard" else [zeros]:
+            run = partial(clip, limit=1.0, method=method, shrink=shrink)
+            _, pullback = jax.vjp(lambda tree, run=run: run(tree)[0], tree)
+            jax.tree.map(
+                np.testing.assert_array_equal, pullback(cotangents)[0], cotangents
+            )
+
+
+# Relative errors in float32.
+ERRORS_OF_DERIVATIVES = {"smooth": 1e-5, "hard": 1e-3}
+
+
+@pytest.mark.slow
+def test_derivatives_by_products_have_the_documented_error():
+    for ratio, (form, most) in product((1.5, 10, 1e3), ERRORS_OF_DERIVATIVES.items()):
+        for seed in range(3):
+            # No singular value is near the limit, where `hard` has no derivative.
+            values = np.geomspace(ratio, ratio / 1e3, 8)
+            values[abs(values - 1) < 0.1] = 1.1
+            u, _, v = np.linalg.svd(matrix((8, 8), 1.0, seed=seed))
+            x = np.float32((u * values) @ v)
+            tangent = np.random.default_rng(seed).standard_normal(x.shape)
+            tangent = np.float32(tangent)
+            step = 1e-6 * oracles.wide(tangent)
+            above = expected(oracles.wide(x) + step, 1.0, form)
+            below = expected(oracles.wide(x) - step, 1.0, form)
+            wanted = (above - below) / 2e-6
+            run = partial(
+                clip, limit=1.0, method="newton_schulz", shrink=FORMS[form][0]
+            )
+            _, found = jax.jvp(lambda x, run=run: run(x)[0], (x,), (tangent,))
+            assert abs(found - wanted).max() <= most * abs(wanted).max()
+
+
 def test_measured_alone_it_scales_whole_matrices():
     x = matrix((6, 9), 4.0, 0.1)
     clipper = optaxclip.clip_by(spectral_norm, optaxclip.rules.constant(1.0))
