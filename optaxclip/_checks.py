@@ -1,12 +1,12 @@
-"""Argument checks, and arguments in the form in which they are kept. Every error names
-the function, the argument, the value it got, and what is allowed.
+"""Argument checks. Every error names the function, the argument, the value it got, and
+what is allowed.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,10 @@ import numpy as np
 import optax
 from jax import Array
 from jax.core import Tracer
-from jax.tree_util import Partial
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
+from ._functions import is_function
+from ._numbers import LARGEST_INT32
 from ._reprs import LONGEST, short_repr
 
 # What becomes of updates whose norm is NaN or inf.
@@ -24,7 +25,6 @@ Nonfinite = Literal["propagate", "zero", "raise"]
 NONFINITE = get_args(Nonfinite)
 NUMBERS = (int, float, np.generic, np.ndarray, Array)
 REAL_DTYPES = (jnp.floating, jnp.integer)
-LARGEST_INT32 = 2**31 - 1  # the largest int of JAX, unless jax_enable_x64 is set
 BEGIN = "Begin with a new one: state = optimizer.init(params)."
 KEEP_THE_REST = (
     "To keep the rest of the old state, such as moments of Adam, replace only this "
@@ -202,61 +202,6 @@ def check_shape(
         )
 
 
-# -------------------------------------------------------------- numbers in other dtypes
-
-
-def number_for_jit(number: Any) -> Any:
-    """The number, as a float if it is beyond the range of int32.
-
-    Unless jax_enable_x64 is set, jit refuses a larger int of Python, and one of NumPy
-    would wrap.
-    """
-    if isinstance(number, Array):
-        return number
-    float64 = np.asarray(number).astype(np.float64)
-    if (np.abs(float64) <= LARGEST_INT32).all():
-        return number
-    # A scalar becomes a Python float: arithmetic with a float64 of NumPy is in float64.
-    return float64 if float64.ndim else float(float64)
-
-
-def in_norm_dtype(dtype: DTypeLike, number: Any) -> Any:
-    """Returns a number in the dtype of a norm, float32 or float64.
-
-    A finite number beyond the range of float32 becomes the largest one that float32
-    has: a conversion would make it inf, which is no limit.
-    """
-    if isinstance(number, Array):
-        array = number
-    else:
-        array = np.asarray(number).astype(np.float64)
-    # Other dtypes have no finite numbers beyond the range of float32.
-    if array.dtype == np.float64 and dtype == np.float32:
-        array = kept_finite(dtype, array)
-    return jnp.asarray(array.astype(dtype))
-
-
-def kept_finite(dtype: DTypeLike, number: Any) -> Any:
-    """The number clipped to the finite range of a narrower float dtype. NaN stays, and
-    so does inf where the dtype has it.
-    """
-    numpy = jnp if isinstance(number, Array) else np
-    largest = float(jnp.finfo(dtype).max)
-    clipped = numpy.clip(number, -largest, largest)
-    # float8_e4m3fn has no inf: a conversion would make inf NaN.
-    if not np.isinf(np.array(np.inf).astype(dtype)):
-        return clipped
-    return numpy.where(numpy.isinf(number), number, clipped)
-
-
-def rounded_like(x: Array, leaf: ArrayLike) -> Array:
-    """The array in the dtype of a leaf. No finite real number becomes inf."""
-    dtype = jnp.result_type(leaf)
-    if x.dtype != dtype and not jnp.iscomplexobj(x):
-        x = kept_finite(dtype, x)
-    return x.astype(dtype)
-
-
 # ------------------------------------------------------------------------ functions
 
 # Names of first parameters that show that a function does not take the step.
@@ -312,42 +257,6 @@ def check_norm(call: str, norm: object) -> None:
             f"{call}: norm must be a function from a tree to its norms, such as "
             f"optaxclip.global_norm, got {shown(norm)}."
         )
-
-
-def as_partial(function: Callable[..., Any]) -> Partial:
-    """The function as a node of a pytree, so that JAX can carry it into a compiled
-    call. A `Partial` stays as it is: wrapped again, its arrays would be static
-    arguments, and each call would compile anew.
-    """
-    if isinstance(function, Partial):
-        return function
-    return Partial(with_hash(function))
-
-
-def with_hash(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A hashable stand-in: the function itself, or its bound `__call__`."""
-    try:
-        hash(function)
-    except TypeError:
-        # A dataclass with a `__call__` compares its fields and has no hash. Its bound
-        # method has a hash, and equals only the method of the same object.
-        return function.__call__
-    return function
-
-
-def is_function(x: object) -> TypeGuard[Callable[..., Any]]:
-    """Whether it is a function. A tree with a `__call__` is one if all its leaves are
-    functions, as in a wrapper of equinox. An equinox module with a limit in the place
-    of each array is a tree of limits.
-    """
-    if not callable(x):
-        return False
-    # A `Partial` has the arguments that it binds as leaves.
-    if isinstance(x, Partial):
-        return True
-    # A plain function is its own only leaf.
-    leaves = jax.tree.leaves(x, is_leaf=lambda leaf: leaf is None)
-    return all(callable(leaf) for leaf in leaves)
 
 
 # ------------------------------------------------- optimizers, their states and params

@@ -47,6 +47,7 @@ from .._clippers._by_value import ClipByValueState
 from .._clippers._spam import SpamState
 from .._exported import exported
 from .._mesh import MeshAxes
+from .._numbers import number_for_jit
 from .._state import ClipState
 from .._trees import PyTree, arrays_of
 from ..rules._limits import Constant, Limit, rule_without_params
@@ -54,16 +55,8 @@ from ..rules._memory import count_up, in_place, moving_average
 from ..rules._rule import Number
 from ..rules._windows import skip_step_rule
 from ._carry import CarryState
-from ._judge import (
-    ArrayRows,
-    Judge,
-    Judgement,
-    StateArrays,
-    StateRows,
-    pack,
-    row_property,
-    unpack,
-)
+from ._judge import Judge, Judgement
+from ._rows import ArrayRows, StateArrays, StateRows, pack, row_property, unpack
 from ._select_early import update_unless
 
 
@@ -324,7 +317,7 @@ def _without_rejected_steps(
     if max_consecutive is not None:
         argument = f"{call}: max_consecutive"
         checks.check_number(argument, max_consecutive, is_scalar=True)
-        max_consecutive = checks.number_for_jit(max_consecutive)
+        max_consecutive = number_for_jit(max_consecutive)
 
     def init(params: PyTree) -> SkipState:
         inner_state = optimizer.init(params)

@@ -18,6 +18,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
+from .._functions import as_partial, is_function
+from .._numbers import in_norm_dtype, number_for_jit
 from .._trees import PyTree, path_name
 from ._memory import count_up, multiple
 from ._rule import (
@@ -54,12 +56,12 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
         # may be such functions.
         hint = "Limits of parts are a tree, and optax.masked leaves parts out."
         checks.check_schedule(argument, limit, hint)
-        return checks.as_partial(limit)
+        return as_partial(limit)
     checks.check_limit(argument, limit)
     # All ints become floats, so that 1 and 1.0 share a program.
     if isinstance(limit, int):
         return float(limit)
-    return checks.number_for_jit(limit)
+    return number_for_jit(limit)
 
 
 def check_one_limit(argument: str, limit: LimitTree) -> None:
@@ -69,7 +71,7 @@ def check_one_limit(argument: str, limit: LimitTree) -> None:
       TypeError: a tree.
       ValueError: an array of several numbers.
     """
-    if limit is None or checks.is_function(limit) or is_rule(limit):
+    if limit is None or is_function(limit) or is_rule(limit):
         return
     advice = (
         "clip_by_tensor_norm takes a limit for each tensor, and clip_by_group_norm one "
@@ -156,7 +158,7 @@ def tree_of_rules(limits: LimitTree, argument: str) -> PyTree:
 
     def is_limit(x: object) -> bool:
         # None and rules are pytree nodes, which `jax.tree.map` would take apart.
-        return x is None or checks.is_function(x) or is_rule(x)
+        return x is None or is_function(x) or is_rule(x)
 
     return jax.tree.map(partial(rule_of, argument=argument), limits, is_leaf=is_limit)
 
@@ -272,7 +274,7 @@ class Joined(Rule):
             )
             # Limits may be Python numbers or of any dtype. Minimum and Maximum compare
             # them in one dtype.
-            limits.append(checks.in_norm_dtype(norm.dtype, limit))
+            limits.append(in_norm_dtype(norm.dtype, limit))
             new_memories.append(new_memory)
         return limits, tuple(new_memories)
 
