@@ -1,5 +1,6 @@
 """Argument checks. Every error names the function, the argument, the value it got, and
-what is allowed.
+what is allowed. It begins with the `argument` of a check, such as "spam: decay", or
+with the `call`, "spam".
 """
 
 import inspect
@@ -18,13 +19,14 @@ from jax.typing import ArrayLike
 
 from ._functions import is_function
 from ._numbers import LARGEST_INT32
-from ._reprs import LONGEST, short_repr
+from ._reprs import LONGEST_TEXT, short_repr
 
 # What becomes of updates whose norm is NaN or inf.
 Nonfinite = Literal["propagate", "zero", "raise"]
 NONFINITE = get_args(Nonfinite)
-NUMBERS = (int, float, np.generic, np.ndarray, Array)
+NUMBER_TYPES = (int, float, np.generic, np.ndarray, Array)
 REAL_DTYPES = (jnp.floating, jnp.integer)
+# Ends of errors about states.
 BEGIN = "Begin with a new one: state = optimizer.init(params)."
 KEEP_THE_REST = (
     "To keep the rest of the old state, such as moments of Adam, replace only this "
@@ -38,10 +40,10 @@ def shown(value: object) -> str:
     text = repr(value)
     # In a long text the shapes of arrays say more than their numbers. JAX cannot read
     # a dict whose keys do not sort, and raises ValueError.
-    if len(text) > LONGEST or "\n" in text:
+    if len(text) > LONGEST_TEXT or "\n" in text:
         with suppress(ValueError):
             text = " ".join(short_repr(value).split())
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
 
 
 # ---------------------------------------------------------------- numbers and options
@@ -50,7 +52,7 @@ def shown(value: object) -> str:
 def check_real(argument: str, value: Any, *, is_scalar: bool = False) -> None:
     """Refuses anything but a real number or an array of real numbers. NaN passes."""
     # True is an int in Python. As a limit it is a slip.
-    is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
+    is_number = isinstance(value, NUMBER_TYPES) and not isinstance(value, bool)
     dtype = getattr(value, "dtype", np.dtype(np.float64))
     # Asked of numbers only: the dtype of a tensor of torch would raise here.
     is_real = is_number and any(jnp.issubdtype(dtype, real) for real in REAL_DTYPES)
@@ -84,8 +86,9 @@ def check_number(
 
     Raises:
       TypeError: a bool, a string, or something else that is not a real number.
-      ValueError: NaN, or beyond the range. Also a finite limit that the dtype of no
-        norm can hold: as inf it would be no limit.
+      ValueError: NaN, or beyond the range. With `is_limit` also a finite number above
+        the largest float32 (float64 under x64): converted it would be inf, which is no
+        limit.
     """
     check_real(argument, value, is_scalar=is_scalar)
     if isinstance(value, Tracer):
@@ -93,7 +96,6 @@ def check_number(
     # The widest dtype of a norm: float32, or float64 where jax_enable_x64 is set.
     widest = jnp.finfo(jnp.result_type(float))
     numbers = np.asarray(value).astype(np.float64)
-    # 1e39 would be inf in float32, and so no limit at all.
     is_too_large = np.isfinite(numbers) & (abs(numbers) > widest.max)
     if np.isnan(numbers).any():
         demand = "not be NaN"
@@ -148,7 +150,7 @@ def check_flag(argument: str, value: object, allowed: str = "True or False") -> 
     """Refuses anything but True and False, 1 and 0. A traced value passes."""
     if isinstance(value, Tracer):
         return
-    is_number = isinstance(value, NUMBERS) and not np.ndim(value)
+    is_number = isinstance(value, NUMBER_TYPES) and not np.ndim(value)
     # Compared in NumPy: inside jit JAX would trace the comparison.
     if not is_number or np.asarray(value) not in (0, 1):
         raise TypeError(f"{argument} must be {allowed}, got {shown(value)}.")
@@ -192,7 +194,7 @@ def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 
 def check_shape(
-    shape: tuple[int, ...], norm_shape: tuple[int, ...], argument: str
+    argument: str, shape: tuple[int, ...], norm_shape: tuple[int, ...]
 ) -> None:
     """Raises ValueError for a limit whose shape does not broadcast to the norm's."""
     if not broadcasts_to(shape, norm_shape):
@@ -205,12 +207,14 @@ def check_shape(
 # ------------------------------------------------------------------------ functions
 
 # Names of first parameters that show that a function does not take the step.
-NOT_STEPS = {"grad", "gradient", "grads", "gradients", "params", "tree", "updates"}
-NOT_STEPS |= {"norm", "norms"}
+NAMES_OF_NO_STEP = {"grad", "gradient", "grads", "gradients", "norm", "norms"}
+NAMES_OF_NO_STEP |= {"params", "tree", "updates"}
 
 
 def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") -> None:
-    """Refuses a shrink, and a function that cannot be called with a step alone."""
+    """Refuses a shrink, a function that cannot be called with a step alone, and one
+    whose first parameter is named like a tree or a norm.
+    """
     # Some shrinks, such as `smooth`, can be called with one number.
     if getattr(function, "__module__", None) == "optaxclip.shrinks":
         raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
@@ -220,7 +224,7 @@ def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") 
         return
     first = next(iter(signature.parameters))
     # `lambda grads: 0.1 * global_norm(grads)` would be called with the step.
-    if first in NOT_STEPS:
+    if first in NAMES_OF_NO_STEP:
         name = getattr(function, "__name__", repr(function))
         raise TypeError(
             f"{argument}: a schedule takes the step, and not {first}, got "
@@ -267,8 +271,9 @@ def check_transformation(
 ) -> None:
     """Raises TypeError for anything but an object with `init` and `update`."""
     has_both = hasattr(value, "init") and hasattr(value, "update")
-    # Rules have `init` and `update` too, for norms. So have classes of transformations,
-    # and functions of ours that were not called.
+    # Rules have `init` and `update` too, for norms. So has the class of a
+    # transformation. Our factories carry an `init` and an `update` that raise, so that
+    # `optax.chain(clip_by_global_norm)` fails clearly.
     is_rule = hasattr(value, "needs_params")
     is_factory = isinstance(value, type) or inspect.isfunction(value)
     if has_both and not is_rule and not is_factory:
@@ -289,8 +294,9 @@ def with_extra_args(
     It hands them on to a transformation that takes them, and drops them otherwise.
     """
     check_transformation(argument, value, noun)
-    # `optax.with_extra_args_support` would drop them for optax.MultiSteps, whose type
-    # does not say that its `update` takes them, also after gradient_transformation().
+    # `optax.with_extra_args_support` goes by the type. optax.MultiSteps, and what its
+    # gradient_transformation() returns, take extra arguments but have another type, so
+    # they would lose them.
     for parameter in inspect.signature(value.update).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             return optax.GradientTransformationExtraArgs(value.init, value.update)

@@ -73,7 +73,7 @@ from ._sums import traced_once
 from ._trees import PyTree
 from .rules._limits import (
     LimitTree,
-    check_one_limit,
+    check_single_limit,
     check_tree_of_rules,
     rule_of,
     tree_of_rules,
@@ -146,7 +146,7 @@ def make_clipper(
     argument = f"{call}: {name}"
     # One norm takes one limit. Others take a tree prefix of limits.
     if isinstance(measure, GlobalNorm):
-        check_one_limit(argument, limit)
+        check_single_limit(argument, limit)
     if isinstance(measure, GlobalNorm) or isinstance(limit, Rule):
         rules: Any = rule_of(limit, argument)
     else:

@@ -45,13 +45,13 @@ def kept_finite(dtype: DTypeLike, number: Any) -> Any:
     """The number clipped to the finite range of a narrower float dtype. NaN stays, and
     so does inf where the dtype has it.
     """
-    numpy = jnp if isinstance(number, Array) else np
+    xp = jnp if isinstance(number, Array) else np
     largest = float(jnp.finfo(dtype).max)
-    clipped = numpy.clip(number, -largest, largest)
+    clipped = xp.clip(number, -largest, largest)
     # float8_e4m3fn has no inf: a conversion would make inf NaN.
     if not np.isinf(np.array(np.inf).astype(dtype)):
         return clipped
-    return numpy.where(numpy.isinf(number), number, clipped)
+    return xp.where(xp.isinf(number), number, clipped)
 
 
 def rounded_like(x: Array, leaf: ArrayLike) -> Array:

@@ -187,7 +187,7 @@ def record_spikes(
 
     def init(params: PyTree) -> SpikeState:
         arrays = pack(SpikeState.ROWS, *judge.initial(params))
-        return judge.varying_like(params, SpikeState(*arrays))
+        return judge.varying_if_alone(SpikeState(*arrays), params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object

@@ -1,7 +1,9 @@
 """The judgement of a step: is its norm, or its loss, out of the ordinary?
 
-    a number is rejected    if it is NaN or inf, or above its limit
+    a number is rejected    unless it is finite and at most its limit
     a step is rejected      if its norm or its loss is
+
+So a limit of NaN rejects everything.
 
 `skip_step` and its relatives skip a rejected step. `record_spikes` counts it. The state
 of each keeps what was judged (`_rows.py`).
@@ -33,7 +35,7 @@ class ComparedNumber(NamedTuple):
     limit: Array
     memory: PyTree  # what the rule of the limit remembers from now on
     is_nonfinite: ArrayLike = False  # bool[]: NaN or inf
-    is_rejected: ArrayLike = False  # bool[]: above its limit, NaN or inf
+    is_rejected: ArrayLike = False  # bool[]: not finite, or not at most its limit
 
 
 class Judgement(NamedTuple):
@@ -60,12 +62,15 @@ class Judge(NamedTuple):
     def initial(self, params: PyTree) -> tuple[ComparedNumber, ComparedNumber]:
         """Norm and loss before the first step."""
         tree = clipped_leaves(params, self.call)
-        # Only the dtype of the norm is needed: float64 if a leaf has 64 bits.
+        # Only the dtype of the norm is needed: float64 if a leaf has 64 bits. It does
+        # not depend on the mesh, and `init` may run outside it: so mesh_axes=None.
         norm_type = jax.eval_shape(self._replace(mesh_axes=None)._norm_of, tree)
         zero = jnp.zeros((), norm_type.dtype)
         no_limit = jnp.full_like(zero, jnp.inf)
-        loss_memory = self.loss_rule.init(zero) if self.loss_rule else ()
-        # `jax_debug_nans` would raise at NaN.
+        loss_memory = ()
+        if self.loss_rule is not None:
+            loss_memory = self.loss_rule.init(zero)
+        # -inf stands for no loss. NaN would raise under `jax_debug_nans`.
         no_loss = jnp.full_like(zero, -jnp.inf)
         norm = ComparedNumber(zero, no_limit, self.rule.init(zero))
         return norm, ComparedNumber(no_loss, no_limit, loss_memory)
@@ -84,20 +89,20 @@ class Judge(NamedTuple):
           TypeError: something that is not a number, or a loss under another name.
         """
         memory, loss_memory = state.memories
-        norm_value = self._number_in(extra_args, "grad_norm")
+        norm_value = self._checked_argument(extra_args, "grad_norm")
         if norm_value is None:
             norm_value = self._norm_of(updates)
         norm = self._compared(self.rule, norm_value, memory, state)
         loss = ComparedNumber(state.loss, state.loss_limit, loss_memory)
         if self.loss_rule is not None:
-            loss_value = self._number_in(extra_args, "value")
+            loss_value = self._checked_argument(extra_args, "value")
             if loss_value is None:
-                self._check_no_loss(extra_args)
+                self._check_loss_may_be_missing(extra_args)
             else:
                 loss = self._compared(
                     self.loss_rule, loss_value, loss_memory, state, is_loss=True
                 )
-                loss = self.varying_like(norm.value, loss)
+                loss = self.varying_if_alone(loss, norm.value)
         return Judgement(
             norm,
             loss,
@@ -105,14 +110,12 @@ class Judge(NamedTuple):
             is_nonfinite=jnp.logical_or(norm.is_nonfinite, loss.is_nonfinite),
         )
 
-    def varying_like(self, model: PyTree, values: PyTree) -> PyTree:
-        """The values, typed as varying over the mesh axes that `model` varies over.
-
-        That is so with mesh_axes=None, where each device trains alone. Otherwise the
-        values stay as they are.
+    def varying_if_alone(self, values: PyTree, like: PyTree) -> PyTree:
+        """The values, with mesh_axes=None typed as differing over the mesh axes over
+        which `like` does: each device trains alone. Otherwise as they are.
         """
         if self.mesh_axes is None:
-            return varying_as_any_of(values, model)
+            return varying_as_any_of(values, like)
         return values
 
     def _norm_of(self, updates: PyTree) -> Array:
@@ -132,7 +135,7 @@ class Judge(NamedTuple):
         """Holds a norm or a loss against the limit of its rule."""
         # A user's number may have another dtype than the state.
         value = jnp.array(number, state.norm.dtype)
-        value = self.varying_like(state.norm, value)
+        value = self.varying_if_alone(value, state.norm)
         argument = "loss_rule" if is_loss else "rule"
         # Tracers show that the user's jit is running. There a jit of ours would keep a
         # schedule, and what it refers to, alive in its cache.
@@ -151,10 +154,15 @@ class Judge(NamedTuple):
         is_rejected = is_nonfinite | ~(value <= limit)
         return ComparedNumber(value, limit, new_memory, is_nonfinite, is_rejected)
 
-    def _number_in(self, extra_args: Mapping[str, Any], argument: str) -> Any:
+    def _checked_argument(self, extra_args: Mapping[str, Any], argument: str) -> Any:
         """The norm or the loss among the arguments of `update`, or None.
 
         Its form is one that JAX can carry into a compiled call.
+
+        Raises:
+          TypeError: something that is not a number.
+          ValueError: a number that is no scalar, or that differs between devices, or a
+            norm below 0.
         """
         number = extra_args.get(argument)
         if number is None:
@@ -176,12 +184,13 @@ class Judge(NamedTuple):
             )
         return number
 
-    def _check_no_loss(self, extra_args: Mapping[str, Any]) -> None:
+    def _check_loss_may_be_missing(self, extra_args: Mapping[str, Any]) -> None:
         """Raises where `update` has a loss under another name, or needs one."""
-        for name in OTHER_NAMES_IN_UPDATE["value"].intersection(extra_args):
+        wrong_names = sorted(OTHER_NAMES_IN_UPDATE["value"] & extra_args.keys())
+        if wrong_names:
             raise TypeError(
-                f"{self.call}: update has no argument {name!r}: the loss is value, as "
-                "in optax. Call update(grads, state, params, value=loss)."
+                f"{self.call}: update has no argument {wrong_names[0]!r}: the loss is "
+                "value, as in optax. Call update(grads, state, params, value=loss)."
             )
         if self.loss_argument:
             raise ValueError(

@@ -229,7 +229,7 @@ def skip_step(
     if on_loss is not None:
         checks.check_flag(f"{call}: on_loss", on_loss, "None, True or False")
     # Norm and loss share the rule, and each has a memory in the state.
-    rule = skip_step_rule(sigmas, window, call=call)
+    rule = skip_step_rule(call, sigmas, window)
     # With None a step without a loss is judged by its norm alone.
     loss_rule = rule if on_loss is None or on_loss else None
     loss_argument = "on_loss=True" if on_loss else ""
@@ -323,7 +323,7 @@ def _without_rejected_steps(
         inner_state = optimizer.init(params)
         _warn_of_clippers(call, inner_state)
         arrays = pack(SkipState.ROWS, *judge.initial(params))
-        return judge.varying_like(params, SkipState(*arrays, inner_state))
+        return judge.varying_if_alone(SkipState(*arrays, inner_state), params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object

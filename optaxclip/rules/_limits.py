@@ -64,7 +64,7 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
     return number_for_jit(limit)
 
 
-def check_one_limit(argument: str, limit: LimitTree) -> None:
+def check_single_limit(argument: str, limit: LimitTree) -> None:
     """Refuses a tree or an array of limits, where there is one norm.
 
     Raises:
@@ -77,6 +77,7 @@ def check_one_limit(argument: str, limit: LimitTree) -> None:
         "clip_by_tensor_norm takes a limit for each tensor, and clip_by_group_norm one "
         "for each group."
     )
+    # A tree is not its own only leaf.
     if not jax.tree_util.all_leaves([limit]):
         raise TypeError(
             f"{argument} must be a real number, got {checks.shown(limit)}. {advice}"
@@ -170,9 +171,11 @@ def check_tree_of_rules(argument: str, rules: PyTree) -> None:
       TypeError: a rule that remembers norms.
     """
     for path, rule in jax.tree.leaves_with_path(rules, is_leaf=is_rule):
+        # `clip_by_tensor_norm(rules.growth)` has one rule and no tree. It may learn.
+        if not path:
+            continue
         memory = jax.eval_shape(rule.init, jnp.zeros((), jnp.float32))
-        # A rule for all norms is not in a tree: its path is empty, and it may learn.
-        if path and jax.tree.leaves(memory):
+        if jax.tree.leaves(memory):
             raise TypeError(
                 f"{argument} must be one rule for all norms, or a tree of numbers and "
                 f"schedules, got {checks.shown(rule)} for {path_name(path)!r}: a rule "
@@ -232,7 +235,9 @@ class ShareOfParams(Rule):
 
 
 class Joined(Rule):
-    """Rules that are asked together. Each updates its memory by its own limit."""
+    """Rules that are asked together. Each updates its memory from the norm and its own
+    limit, not from the joint one.
+    """
 
     # The memory of the joined rule is the tuple of the memories of these.
     rules: tuple[Rule, ...]
@@ -298,13 +303,13 @@ class Maximum(Joined):
 class WarmUp(Joined):
     """The first rule for some norms, the second from then on."""
 
-    # Counted in remembered norms, not in the `step` of `update`, which counts broken
-    # ones too.
+    # How many remembered norms the first rule is for. The `step` of `update` counts
+    # norms of NaN, inf and 0 too.
     steps: ArrayLike = number_field(schedule=False)
 
     @property
     def inf_is_off(self) -> bool:
-        # Without a limit in the warm-up, a broken step is still broken.
+        # None in the warm-up means no limit yet, not that NaN may pass.
         return False
 
     def init(self, norm: Array) -> Any:

@@ -320,7 +320,7 @@ def limit_and_memory_of(
     )
     # A number fits every norm.
     if jnp.ndim(limit):
-        checks.check_shape(jnp.shape(limit), norm.shape, argument)
+        checks.check_shape(argument, jnp.shape(limit), norm.shape)
     # A finite limit beyond the range of the norm's dtype becomes its largest number:
     # inf would not clip.
     limit = in_norm_dtype(norm.dtype, limit)
