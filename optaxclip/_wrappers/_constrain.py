@@ -22,6 +22,7 @@ from .._checks import with_extra_args
 from .._kernel import without_overrides
 from .._mesh_types import varying
 from .._moduli import wide_dtype
+from .._numbers import kept_finite
 from .._outcome import are_sound
 from .._state import clip_states
 from .._trees import PyTree, clipped_leaves, put_back, weights_of
@@ -173,9 +174,16 @@ def _real_update_to_clipped(
     Returns `change`. Where `arrived` is beyond `goal`, on the side of `moved`, it
     returns `change` moved by one ulp towards the other side.
     """
+
+    def in_update_dtype(change: Array) -> Array:
+        # A weight of 1e5 may be further from its goal than float16 reaches.
+        if change.dtype != update.dtype:
+            change = kept_finite(update.dtype, change)
+        return _rounded(change, update.dtype)
+
     start = weight.astype(clipped.dtype)
     goal = _rounded(clipped, weight.dtype)
-    change = _rounded(goal - start, update.dtype)
+    change = in_update_dtype(goal - start)
     arrived = _rounded(start + change, weight.dtype)
     # 1 or -1: the side of the goal where weights are beyond the limit.
     outward = jnp.sign(moved)
@@ -185,8 +193,7 @@ def _real_update_to_clipped(
     info = jnp.finfo(update.dtype)
     least_ulp = float(info.smallest_subnormal)
     one_to_two_ulps = jnp.maximum(float(info.eps) * jnp.abs(change), least_ulp)
-    inward_change = change - outward * (0.75 * one_to_two_ulps)
-    inward_change = _rounded(inward_change, update.dtype)
+    inward_change = in_update_dtype(change - outward * (0.75 * one_to_two_ulps))
     # Near 0 the step inward may cross 0, and end further from it than before. It is
     # then taken only if the goal is 0: no weight may stay beyond a bound of 0.
     arrived_inward = _rounded(start + inward_change, weight.dtype)
