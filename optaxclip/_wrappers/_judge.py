@@ -111,8 +111,8 @@ class Judge(NamedTuple):
         )
 
     def varying_if_alone(self, values: PyTree, like: PyTree) -> PyTree:
-        """The values, with mesh_axes=None typed as differing over the mesh axes over
-        which `like` does: each device trains alone. Otherwise as they are.
+        """The values. With mesh_axes=None, where each device trains alone, they are
+        typed as differing over the mesh axes over which `like` does.
         """
         if self.mesh_axes is None:
             return varying_as_any_of(values, like)
@@ -176,11 +176,15 @@ class Judge(NamedTuple):
         # With None each device trains alone, so it may decide alone.
         if mesh_axes and self.mesh_axes is not None:
             axis = mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
+            if argument == "value":
+                same_number = f"lax.pmean(value, {axis!r})"
+            else:
+                # The mean of the norms of parts is not the norm of the whole.
+                same_number = "the norm of the whole gradient, or none to measure it"
             raise ValueError(
                 f"{self.call}: {argument} differs along the mesh axis {axis!r}, so "
-                "each device would decide for itself: hand over "
-                f"lax.pmean({argument}, {axis!r}), or say with mesh_axes=None that "
-                "each device trains alone."
+                f"each device would decide for itself: hand over {same_number}, or say "
+                "with mesh_axes=None that each device trains alone."
             )
         return number
 
