@@ -21,7 +21,7 @@ from .. import _checks as checks
 from .._functions import as_partial, is_function
 from .._numbers import in_norm_dtype, number_for_jit
 from .._trees import PyTree, path_name
-from ._memory import count_up, multiple
+from ._memory import count_up, multiple, new_where
 from ._rule import (
     LimitAndMemory,
     Number,
@@ -279,8 +279,12 @@ class Joined(Rule):
             )
             # Limits may be Python numbers or of any dtype. Minimum and Maximum compare
             # them in one dtype.
-            limits.append(in_norm_dtype(norm.dtype, limit))
-            new_memories.append(new_memory)
+            limit = in_norm_dtype(norm.dtype, limit)
+            limits.append(limit)
+            # As in `limit_and_memory_of`, which sees the joined limit only: WarmUp may
+            # hide a limit of NaN.
+            is_remembered = jnp.isfinite(norm) & (limit == limit)
+            new_memories.append(new_where(is_remembered, new_memory, memory))
         return limits, tuple(new_memories)
 
 
