@@ -353,7 +353,7 @@ class Growth(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         # A floor above 0 holds limits up.
-        if isinstance(self.floor, (int, float)) and self.floor == 0:
+        if isinstance(self.floor, (int, float, np.number)) and self.floor == 0:
             warn_of_falling("growth: rate", self.rate, stacklevel=4)
 
     def init(self, norm: Array) -> Array:
