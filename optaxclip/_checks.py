@@ -101,13 +101,13 @@ def check_number(
         demand = "not be NaN"
     elif (numbers < lowest).any():
         demand = f"be at least {lowest:g}"
+    elif (numbers > highest).any():
+        demand = f"be at most {highest:.10g}"
     elif is_limit and is_too_large.any():
         demand = (
             f"be at most {float(widest.max):g} in size, the largest number of "
             f"{widest.dtype}, or inf for no limit"
         )
-    elif (numbers > highest).any():
-        demand = f"be at most {highest:.10g}"
     else:
         return
     raise ValueError(f"{argument} must {demand}, got {shown(value)}.")
@@ -212,12 +212,20 @@ NAMES_OF_NO_STEP |= {"params", "tree", "updates"}
 
 
 def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") -> None:
-    """Refuses a shrink, a function that cannot be called with a step alone, and one
-    whose first parameter is named like a tree or a norm.
+    """Refuses a shrink, a function of `rules`, a function that cannot be called with a
+    step alone, and one whose first parameter is named like a tree or a norm.
     """
     # Some shrinks, such as `smooth`, can be called with one number.
-    if getattr(function, "__module__", None) == "optaxclip.shrinks":
+    module = getattr(function, "__module__", None)
+    if module == "optaxclip.shrinks":
         raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
+    # `rules.minimum` can be called with one number too, and returns a rule.
+    if module == "optaxclip.rules":
+        name = function.__name__
+        raise TypeError(
+            f"{argument} must be a limit, got the function {name}: call it, as in "
+            f"{name}(...)."
+        )
     error_start = f"{argument}: a schedule must take the step alone"
     signature = check_takes(error_start, function, 1, hint)
     if signature is None:
