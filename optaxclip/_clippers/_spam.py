@@ -374,8 +374,9 @@ def reset_momentum(
       inner: the transformation whose state is reset.
       every: the state starts anew before each update whose number, from 1, is a
         multiple of this. A whole number, at least 1.
-      warmup: over how many steps after a reset the updates rise to their full size. At
-        the start of training they do not. At least 0.
+      warmup: over how many steps after a reset the updates rise to their full size,
+        which they never reach unless it is below `every`. At the start of training they
+        do not rise. At least 0.
 
     Returns:
       A transformation with a `ResetState`. `update` needs `params` if `init` of the
