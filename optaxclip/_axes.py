@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
 
-from ._checks import is_function, shown
+from ._checks import shown
+from ._functions import is_function
 from ._prefixes import Prefix, for_each_leaf, lookup, prefix_table
 from ._trees import PyTree, Shape, path_name
 

@@ -1,12 +1,13 @@
-"""Argument checks, and arguments in the form in which they are kept. Every error names
-the function, the argument, the value it got, and what is allowed.
+"""Argument checks. Every error names the function, the argument, the value it got, and
+what is allowed. It begins with the `argument` of a check, such as "spam: decay", or
+with the `call`, "spam".
 """
 
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +15,18 @@ import numpy as np
 import optax
 from jax import Array
 from jax.core import Tracer
-from jax.tree_util import Partial
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
-from ._reprs import LONGEST, short_repr
+from ._functions import is_function
+from ._numbers import LARGEST_INT32
+from ._reprs import LONGEST_TEXT, short_repr
 
 # What becomes of updates whose norm is NaN or inf.
 Nonfinite = Literal["propagate", "zero", "raise"]
 NONFINITE = get_args(Nonfinite)
-NUMBERS = (int, float, np.generic, np.ndarray, Array)
+NUMBER_TYPES = (int, float, np.generic, np.ndarray, Array)
 REAL_DTYPES = (jnp.floating, jnp.integer)
-LARGEST_INT32 = 2**31 - 1  # the largest int of JAX, unless jax_enable_x64 is set
+# Ends of errors about states.
 BEGIN = "Begin with a new one: state = optimizer.init(params)."
 KEEP_THE_REST = (
     "To keep the rest of the old state, such as moments of Adam, replace only this "
@@ -38,10 +40,10 @@ def shown(value: object) -> str:
     text = repr(value)
     # In a long text the shapes of arrays say more than their numbers. JAX cannot read
     # a dict whose keys do not sort, and raises ValueError.
-    if len(text) > LONGEST or "\n" in text:
+    if len(text) > LONGEST_TEXT or "\n" in text:
         with suppress(ValueError):
             text = " ".join(short_repr(value).split())
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
 
 
 # ---------------------------------------------------------------- numbers and options
@@ -50,7 +52,7 @@ def shown(value: object) -> str:
 def check_real(argument: str, value: Any, *, is_scalar: bool = False) -> None:
     """Refuses anything but a real number or an array of real numbers. NaN passes."""
     # True is an int in Python. As a limit it is a slip.
-    is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
+    is_number = isinstance(value, NUMBER_TYPES) and not isinstance(value, bool)
     dtype = getattr(value, "dtype", np.dtype(np.float64))
     # Asked of numbers only: the dtype of a tensor of torch would raise here.
     is_real = is_number and any(jnp.issubdtype(dtype, real) for real in REAL_DTYPES)
@@ -84,8 +86,9 @@ def check_number(
 
     Raises:
       TypeError: a bool, a string, or something else that is not a real number.
-      ValueError: NaN, or beyond the range. Also a finite limit that the dtype of no
-        norm can hold: as inf it would be no limit.
+      ValueError: NaN, or beyond the range. With `is_limit` also a finite number above
+        the largest float32 (float64 under x64): converted it would be inf, which is no
+        limit.
     """
     check_real(argument, value, is_scalar=is_scalar)
     if isinstance(value, Tracer):
@@ -93,19 +96,18 @@ def check_number(
     # The widest dtype of a norm: float32, or float64 where jax_enable_x64 is set.
     widest = jnp.finfo(jnp.result_type(float))
     numbers = np.asarray(value).astype(np.float64)
-    # 1e39 would be inf in float32, and so no limit at all.
     is_too_large = np.isfinite(numbers) & (abs(numbers) > widest.max)
     if np.isnan(numbers).any():
         demand = "not be NaN"
     elif (numbers < lowest).any():
         demand = f"be at least {lowest:g}"
+    elif (numbers > highest).any():
+        demand = f"be at most {highest:.10g}"
     elif is_limit and is_too_large.any():
         demand = (
             f"be at most {float(widest.max):g} in size, the largest number of "
             f"{widest.dtype}, or inf for no limit"
         )
-    elif (numbers > highest).any():
-        demand = f"be at most {highest:.10g}"
     else:
         return
     raise ValueError(f"{argument} must {demand}, got {shown(value)}.")
@@ -148,7 +150,7 @@ def check_flag(argument: str, value: object, allowed: str = "True or False") -> 
     """Refuses anything but True and False, 1 and 0. A traced value passes."""
     if isinstance(value, Tracer):
         return
-    is_number = isinstance(value, NUMBERS) and not np.ndim(value)
+    is_number = isinstance(value, NUMBER_TYPES) and not np.ndim(value)
     # Compared in NumPy: inside jit JAX would trace the comparison.
     if not is_number or np.asarray(value) not in (0, 1):
         raise TypeError(f"{argument} must be {allowed}, got {shown(value)}.")
@@ -192,7 +194,7 @@ def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 
 def check_shape(
-    shape: tuple[int, ...], norm_shape: tuple[int, ...], argument: str
+    argument: str, shape: tuple[int, ...], norm_shape: tuple[int, ...]
 ) -> None:
     """Raises ValueError for a limit whose shape does not broadcast to the norm's."""
     if not broadcasts_to(shape, norm_shape):
@@ -202,80 +204,35 @@ def check_shape(
         )
 
 
-# -------------------------------------------------------------- numbers in other dtypes
-
-
-def number_for_jit(number: Any) -> Any:
-    """The number, as a float if it is beyond the range of int32.
-
-    Unless jax_enable_x64 is set, jit refuses a larger int of Python, and one of NumPy
-    would wrap.
-    """
-    if isinstance(number, Array):
-        return number
-    float64 = np.asarray(number).astype(np.float64)
-    if (np.abs(float64) <= LARGEST_INT32).all():
-        return number
-    # A scalar becomes a Python float: arithmetic with a float64 of NumPy is in float64.
-    return float64 if float64.ndim else float(float64)
-
-
-def in_norm_dtype(dtype: DTypeLike, number: Any) -> Any:
-    """Returns a number in the dtype of a norm, float32 or float64.
-
-    A finite number beyond the range of float32 becomes the largest one that float32
-    has: a conversion would make it inf, which is no limit.
-    """
-    if isinstance(number, Array):
-        array = number
-    else:
-        array = np.asarray(number).astype(np.float64)
-    # Other dtypes have no finite numbers beyond the range of float32.
-    if array.dtype == np.float64 and dtype == np.float32:
-        array = kept_finite(dtype, array)
-    return jnp.asarray(array.astype(dtype))
-
-
-def kept_finite(dtype: DTypeLike, number: Any) -> Any:
-    """The number clipped to the finite range of a narrower float dtype. NaN stays, and
-    so does inf where the dtype has it.
-    """
-    numpy = jnp if isinstance(number, Array) else np
-    largest = float(jnp.finfo(dtype).max)
-    clipped = numpy.clip(number, -largest, largest)
-    # float8_e4m3fn has no inf: a conversion would make inf NaN.
-    if not np.isinf(np.array(np.inf).astype(dtype)):
-        return clipped
-    return numpy.where(numpy.isinf(number), number, clipped)
-
-
-def rounded_like(x: Array, leaf: ArrayLike) -> Array:
-    """The array in the dtype of a leaf. No finite real number becomes inf."""
-    dtype = jnp.result_type(leaf)
-    if x.dtype != dtype and not jnp.iscomplexobj(x):
-        x = kept_finite(dtype, x)
-    return x.astype(dtype)
-
-
 # ------------------------------------------------------------------------ functions
 
 # Names of first parameters that show that a function does not take the step.
-NOT_STEPS = {"grad", "gradient", "grads", "gradients", "params", "tree", "updates"}
-NOT_STEPS |= {"norm", "norms"}
+NAMES_OF_NO_STEP = {"grad", "gradient", "grads", "gradients", "norm", "norms"}
+NAMES_OF_NO_STEP |= {"params", "tree", "updates"}
 
 
 def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") -> None:
-    """Refuses a shrink, and a function that cannot be called with a step alone."""
+    """Refuses a shrink, a function of `rules`, a function that cannot be called with a
+    step alone, and one whose first parameter is named like a tree or a norm.
+    """
     # Some shrinks, such as `smooth`, can be called with one number.
-    if getattr(function, "__module__", None) == "optaxclip.shrinks":
+    module = getattr(function, "__module__", None)
+    if module == "optaxclip.shrinks":
         raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
+    # `rules.minimum` can be called with one number too, and returns a rule.
+    if module == "optaxclip.rules":
+        name = function.__name__
+        raise TypeError(
+            f"{argument} must be a limit, got the function {name}: call it, as in "
+            f"{name}(...)."
+        )
     error_start = f"{argument}: a schedule must take the step alone"
     signature = check_takes(error_start, function, 1, hint)
     if signature is None:
         return
     first = next(iter(signature.parameters))
     # `lambda grads: 0.1 * global_norm(grads)` would be called with the step.
-    if first in NOT_STEPS:
+    if first in NAMES_OF_NO_STEP:
         name = getattr(function, "__name__", repr(function))
         raise TypeError(
             f"{argument}: a schedule takes the step, and not {first}, got "
@@ -314,42 +271,6 @@ def check_norm(call: str, norm: object) -> None:
         )
 
 
-def as_partial(function: Callable[..., Any]) -> Partial:
-    """The function as a node of a pytree, so that JAX can carry it into a compiled
-    call. A `Partial` stays as it is: wrapped again, its arrays would be static
-    arguments, and each call would compile anew.
-    """
-    if isinstance(function, Partial):
-        return function
-    return Partial(with_hash(function))
-
-
-def with_hash(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A hashable stand-in: the function itself, or its bound `__call__`."""
-    try:
-        hash(function)
-    except TypeError:
-        # A dataclass with a `__call__` compares its fields and has no hash. Its bound
-        # method has a hash, and equals only the method of the same object.
-        return function.__call__
-    return function
-
-
-def is_function(x: object) -> TypeGuard[Callable[..., Any]]:
-    """Whether it is a function. A tree with a `__call__` is one if all its leaves are
-    functions, as in a wrapper of equinox. An equinox module with a limit in the place
-    of each array is a tree of limits.
-    """
-    if not callable(x):
-        return False
-    # A `Partial` has the arguments that it binds as leaves.
-    if isinstance(x, Partial):
-        return True
-    # A plain function is its own only leaf.
-    leaves = jax.tree.leaves(x, is_leaf=lambda leaf: leaf is None)
-    return all(callable(leaf) for leaf in leaves)
-
-
 # ------------------------------------------------- optimizers, their states and params
 
 
@@ -358,8 +279,9 @@ def check_transformation(
 ) -> None:
     """Raises TypeError for anything but an object with `init` and `update`."""
     has_both = hasattr(value, "init") and hasattr(value, "update")
-    # Rules have `init` and `update` too, for norms. So have classes of transformations,
-    # and functions of ours that were not called.
+    # Rules have `init` and `update` too, for norms. So has the class of a
+    # transformation. Our factories carry an `init` and an `update` that raise, so that
+    # `optax.chain(clip_by_global_norm)` fails clearly.
     is_rule = hasattr(value, "needs_params")
     is_factory = isinstance(value, type) or inspect.isfunction(value)
     if has_both and not is_rule and not is_factory:
@@ -380,8 +302,9 @@ def with_extra_args(
     It hands them on to a transformation that takes them, and drops them otherwise.
     """
     check_transformation(argument, value, noun)
-    # `optax.with_extra_args_support` would drop them for optax.MultiSteps, whose type
-    # does not say that its `update` takes them, also after gradient_transformation().
+    # `optax.with_extra_args_support` goes by the type. optax.MultiSteps, and what its
+    # gradient_transformation() returns, take extra arguments but have another type, so
+    # they would lose them.
     for parameter in inspect.signature(value.update).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             return optax.GradientTransformationExtraArgs(value.init, value.update)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ._checks import NUMBERS, broadcasts_to, check_shape, shown
+from ._checks import NUMBER_TYPES, broadcasts_to, check_shape, shown
 from ._mesh_types import entries_of
 from ._norms import Norms, given_norms
 from ._sums import FEW_NORMS_ON_A_TPU, as_float, per_platform, traced_once
@@ -115,7 +115,7 @@ def shrunk_by(shrink: Shrink, norm: Array, limit: Array, call: str) -> Any:
     finite_norm = jnp.where(stays, 1.0, norm)
     finite_limit = jnp.where(stays, 1.0, limit)
     new_norm = shrink(finite_norm, finite_limit)
-    is_number = isinstance(new_norm, NUMBERS)
+    is_number = isinstance(new_norm, NUMBER_TYPES)
     if not is_number or not broadcasts_to(jnp.shape(new_norm), norm.shape):
         raise TypeError(
             f"{call}: shrink must return the new norm of each norm, in the shape "
@@ -215,7 +215,7 @@ def rescale(updates: PyTree, norms: PyTree, new_norms: PyTree) -> Any:
         )
     roots = []
     for norm, new_norm in zip(norms_before.values, jax.tree.leaves(new_norms)):
-        check_shape(new_norm.shape, norm.shape, "rescale: new_norms")
+        check_shape("rescale: new_norms", new_norm.shape, norm.shape)
         new_norm = jnp.broadcast_to(new_norm, norm.shape)
         roots.append(factor_between(norm, new_norm).root)
     return put_back(multiply(tree, norms_before, roots), updates)

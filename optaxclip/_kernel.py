@@ -54,7 +54,9 @@ from ._blocks import Block, blocks_of
 from ._checks import Nonfinite, shown
 from ._exported import is_placeholder
 from ._factors import factor_between, factor_roots, multiply, shrunk_by
+from ._functions import is_function
 from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
+from ._numbers import number_for_jit
 from ._other_names import OTHER_NAMES_IN_UPDATE
 from ._outcome import (
     Decide,
@@ -71,7 +73,7 @@ from ._sums import traced_once
 from ._trees import PyTree
 from .rules._limits import (
     LimitTree,
-    check_one_limit,
+    check_single_limit,
     check_tree_of_rules,
     rule_of,
     tree_of_rules,
@@ -140,11 +142,11 @@ def make_clipper(
     # The norm with an infinite eps would be inf, and all updates 0.
     largest = float(jnp.finfo(jnp.float32).max)
     checks.check_number(f"{call}: eps", eps, highest=largest, is_scalar=True)
-    eps = checks.number_for_jit(eps)
+    eps = number_for_jit(eps)
     argument = f"{call}: {name}"
     # One norm takes one limit. Others take a tree prefix of limits.
     if isinstance(measure, GlobalNorm):
-        check_one_limit(argument, limit)
+        check_single_limit(argument, limit)
     if isinstance(measure, GlobalNorm) or isinstance(limit, Rule):
         rules: Any = rule_of(limit, argument)
     else:
@@ -153,7 +155,7 @@ def make_clipper(
     rule_list = jax.tree.leaves(rules, is_leaf=is_rule)
     rule_leaves, treedef = jax.tree.flatten(rules)
     # A model of equinox with limits in it can be called, and has no schedule.
-    numbers = jax.tree.leaves(rules, is_leaf=checks.is_function)
+    numbers = jax.tree.leaves(rules, is_leaf=is_function)
     settings = Settings(
         call=call,
         argument=argument,
@@ -166,7 +168,7 @@ def make_clipper(
         with_params=any(rule.needs_params for rule in rule_list),
         with_total=any(rule.needs_total for rule in rule_list),
         inf_is_off=all(rule.inf_is_off for rule in rule_list),
-        has_schedule=any(map(checks.is_function, numbers)),
+        has_schedule=any(map(is_function, numbers)),
     )
 
     def init(params: PyTree) -> ClipState:
@@ -217,7 +219,7 @@ def make_clipper(
                 checks.check_real(f"{call}: limit", number)
             else:
                 checks.check_limit(f"{call}: limit", number)
-        overrides = jax.tree.map(checks.number_for_jit, Overrides(grad_norm, limit))
+        overrides = jax.tree.map(number_for_jit, Overrides(grad_norm, limit))
         tree = trees.gradients_of(call, updates, params)
         if not settings.only_measures and not jax.tree.leaves(tree):
             trees.warn_of_integers(call, updates)
@@ -548,7 +550,7 @@ def clip_once(
       TypeError: a schedule or a rule, which without a state would stay at its first
         step.
     """
-    if checks.is_function(limit) or is_rule(limit):
+    if is_function(limit) or is_rule(limit):
         raise TypeError(
             f"{call}: {name} must be a number, got {shown(limit)}. A schedule or a "
             "rule needs a state, which optaxclip.clip_by_global_norm(limit) has."

@@ -13,7 +13,8 @@ import numpy as np
 from . import _mesh as mesh
 from . import _trees as trees
 from ._axes import check_no_bool, is_axes
-from ._checks import check_concrete, check_takes, is_function, shown
+from ._checks import check_concrete, check_takes, shown
+from ._functions import is_function
 from ._prefixes import Prefix, for_each_leaf, static_table
 from ._trees import PyTree
 

@@ -304,7 +304,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     zeros_of_units = {}
     for name, norm in zip(names, norms.values):
         for shape in blocks.shapes_of_array_limits(rule_of_name[name]):
-            check_shape(shape, norm.shape, argument)
+            check_shape(argument, shape, norm.shape)
         zeros = jnp.zeros(norm.shape, norm.dtype)
         zeros_by_name = zeros_of_units if name in mesh_of_units else zeros_of_leaves
         zeros_by_name[name] = mesh_types.typed_as(zeros, norm)

@@ -14,7 +14,8 @@ import numpy as np
 from jax import Array
 from jax.tree_util import KeyPath
 
-from ._checks import is_function, shown
+from ._checks import shown
+from ._functions import is_function
 from ._trees import (
     PyTree,
     holes_of,

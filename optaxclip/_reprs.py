@@ -16,7 +16,7 @@ import optax
 from jax import Array
 from jax.core import Tracer
 
-LONGEST = 200  # characters of a state, or of a value in an error
+LONGEST_TEXT = 200  # characters of a state, or of a value in an error
 LONGEST_FIELD = 60  # characters of one of its fields
 
 
@@ -59,7 +59,7 @@ def call_repr(name: str, fields: dict[str, Any]) -> str:
             continue
         texts.append(f"{field}={_cut(short_repr(value), LONGEST_FIELD)}")
     texts.sort(key=lambda text: len(text) > LONGEST_FIELD / 2)
-    return _cut(f"{name}({', '.join(texts)})", LONGEST)
+    return _cut(f"{name}({', '.join(texts)})", LONGEST_TEXT)
 
 
 def short_repr(value: Any) -> str:

@@ -29,8 +29,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._checks import check_concrete, check_number, check_takes, shown, with_hash
+from ._checks import check_concrete, check_number, check_takes, shown
 from ._foreign_names import with_our_names
+from ._functions import with_hash
 
 Shrink = Callable[[Array, Array], Array]
 

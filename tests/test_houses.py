@@ -12,13 +12,15 @@ PER_EXAMPLE = {"per_example"}
 TOOLS = {"_check_step", "_logs", "_release", "autopsy", "check", "doctor", "replay"}
 OTHER_NAMES = {"dropin"}  # of other libraries
 # Files that clip nothing, and that every house may use. They word errors, name leaves,
-# register states, match tree prefixes, read traced programs and types.
+# register states, match tree prefixes, tell functions from trees, read traced programs
+# and types.
 SHARED = {
     "_checks",
     "_exported",
     "_jaxpr",
     "_mesh_types",
     "_foreign_names",
+    "_functions",
     "_prefixes",
     "_trees",
 }

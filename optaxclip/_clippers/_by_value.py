@@ -13,10 +13,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks as checks
 from .. import _trees as trees
-from .._checks import broadcasts_to, can_begin_anew, is_function
+from .._checks import broadcasts_to, can_begin_anew
 from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
+from .._functions import is_function
 from .._moduli import with_modulus
+from .._numbers import kept_finite
 from .._prefixes import Prefix, beginnings, lookup, prefix_table
 from .._trees import PyTree
 from ..rules._memory import count_up
@@ -293,8 +295,8 @@ def _bounds_in_dtype(
         )
     # inf stays inf where the dtype has it.
     return (
-        checks.kept_finite(dtype, lower).astype(dtype),
-        checks.kept_finite(dtype, upper).astype(dtype),
+        kept_finite(dtype, lower).astype(dtype),
+        kept_finite(dtype, upper).astype(dtype),
     )
 
 

@@ -14,11 +14,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .._axes import Axis, Stacked
-from .._checks import Nonfinite, check_flag, rounded_like, shown
+from .._checks import Nonfinite, check_flag, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._moduli import widened
 from .._norms import TensorNorm, UnitwiseNorm
+from .._numbers import rounded_like
 from .._options import Ord, check_measure
 from .._trees import PyTree, clipped_leaves, put_back, weights_of
 from ..rules._limits import ShareOfParams

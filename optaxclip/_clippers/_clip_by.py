@@ -9,7 +9,8 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from .._checks import Nonfinite, check_norm, with_hash
+from .._checks import Nonfinite, check_norm
+from .._functions import with_hash
 from .._kernel import clip_once, make_clipper
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, UserNorm

@@ -10,16 +10,17 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from .._checks import check_norm, check_state, with_hash
+from .._checks import check_norm, check_state
 from .._exported import exported
+from .._functions import with_hash
 from .._kernel import make_clipper, without_overrides
 from .._mesh import MeshAxes
 from .._norms import UserNorm, global_norm
 from .._state import RecordState
 from .._trees import PyTree
-from .._wrappers._judge import (
+from .._wrappers._judge import Judge
+from .._wrappers._rows import (
     ArrayRows,
-    Judge,
     StateArrays,
     StateRows,
     pack,
@@ -186,7 +187,7 @@ def record_spikes(
 
     def init(params: PyTree) -> SpikeState:
         arrays = pack(SpikeState.ROWS, *judge.initial(params))
-        return judge.varying_like(params, SpikeState(*arrays))
+        return judge.varying_if_alone(SpikeState(*arrays), params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object

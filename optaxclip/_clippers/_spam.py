@@ -60,7 +60,7 @@ def spam(
     *,
     decay: Number = 0.999,
     warmup: ArrayLike = 20,
-    every: int | None = 500,
+    every: ArrayLike | None = 500,
     count: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Cuts coordinates down to sqrt(threshold * v), v the average of their squares.
@@ -79,9 +79,9 @@ def spam(
       threshold: the largest g_i^2 / v_i that is allowed. At least 0. A number or a
         schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
-      warmup: how many updates pass unclipped after each reset, the one that resets
-        among them. At the start of training it is the first `warmup` - 1. Where v is 0,
-        nothing is clipped either. At least 0.
+      warmup: after a reset this many updates pass unclipped, the one that resets
+        counted. At the start of training it is one fewer. Where v is 0, nothing is
+        clipped either. At least 0.
       every: the average starts anew before each update whose number, from 1, is a
         multiple of this, as in `reset_momentum`. None for never. A whole number above
         `warmup`.
@@ -89,7 +89,8 @@ def spam(
 
     Returns:
       A transformation with a `SpamState`. `update(..., second_moment=v)` uses another
-      average, a tree like the updates, and leaves its own unchanged.
+      average, a tree like the updates, and leaves its own unchanged. `every` and
+      `warmup` still count, so give them the resets of v's owner, or `every=None`.
 
     Raises:
       ValueError: a number out of its range, an `every` that is not whole or not above
@@ -191,7 +192,12 @@ def _cut_down(
     threshold: Number,
     is_past_warmup: Array,
 ) -> Array | None:
-    """A leaf with its spikes cut down. None is a leaf that is missing in this step."""
+    """A leaf with its spikes cut down, where `is_past_warmup` and v > 0:
+
+        sign(x) * min(|x|, sqrt(threshold * v))
+
+    None is a leaf that is missing in this step.
+    """
     if x is None:
         return None
     # A second moment of the caller's, such as Adam's, may have 16 bits.
@@ -199,13 +205,14 @@ def _cut_down(
     wide = widened(x)
     (threshold,) = at_step(step, moment.dtype, threshold)
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
-    has_usual_modulus = moment > 0
-    # The 1 keeps 0 from a threshold of inf: inf * 0 is NaN.
-    usual_modulus = jnp.where(has_usual_modulus, root(moment), 1.0)
+    has_moment = moment > 0
+    # 1 where v is 0, since a threshold of inf times 0 would be NaN. `is_spike` is False
+    # there.
+    root_of_moment = jnp.where(has_moment, root(moment), 1.0)
     # The roots are multiplied, since threshold * v overflows for gradients of 1e18.
-    limit = root(threshold) * usual_modulus
+    limit = root(threshold) * root_of_moment
     modulus = jnp.abs(wide).astype(moment.dtype)
-    is_spike = (modulus > limit) & has_usual_modulus & is_past_warmup
+    is_spike = (modulus > limit) & has_moment & is_past_warmup
     dtype = jnp.result_type(x)
     largest = float(jnp.finfo(dtype).max)
     # The limit of an infinite coordinate may be beyond the dtype of the leaf. The 1
@@ -275,10 +282,10 @@ def adaclip(
     Example:
       >>> clipper = optaxclip.adaclip(0.5)
       >>> state = clipper.init(jnp.zeros(2))
-      >>> for largest in (1.0, 4.0):
-      ...     updates, state = clipper.update(jnp.array([largest, 2.0]), state)
+      >>> for largest in (2.0, 4.0):
+      ...     updates, state = clipper.update(jnp.array([largest, 1.0]), state)
       >>> print(updates)
-      [3.3333 2.    ]
+      [3.3333 1.    ]
 
     Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
     Adam, 2025 (arXiv 2502.17055). The public code resets Adam's step count but not the
@@ -367,11 +374,13 @@ def reset_momentum(
       inner: the transformation whose state is reset.
       every: the state starts anew before each update whose number, from 1, is a
         multiple of this. A whole number, at least 1.
-      warmup: over how many steps after a reset the updates rise to their full size. At
-        the start of training they do not. At least 0.
+      warmup: over how many steps after a reset the updates rise to their full size,
+        which they never reach unless it is below `every`. At the start of training they
+        do not rise. At least 0.
 
     Returns:
-      A transformation with a `ResetState`.
+      A transformation with a `ResetState`. `update` needs `params` if `init` of the
+      inner transformation copies weights: it would copy gradients otherwise.
 
     Raises:
       ValueError: an `every` that is not whole or below 1, or a negative warmup.
@@ -406,12 +415,12 @@ def reset_momentum(
     ) -> Any:
         check_state(call, state, ResetState)
         since_reset = _steps_since_reset(state.step, every)
-        # Some optimizers keep a copy of the weights in their state, so `init` gets
-        # them.
+        # `init` runs in every step, since a reset is a selection. Some optimizers keep
+        # a copy of the weights in their state, so it gets them.
         weights = updates if params is None else arrays_of(params)
         first_state = optimizer.init(weights)
         inner_state = new_where(since_reset == 0, first_state, state.inner_state)
-        updates, new_inner_state = optimizer.update(
+        inner_updates, new_inner_state = optimizer.update(
             updates, inner_state, params, **extra_args
         )
         new_step = count_up(state.step)
@@ -429,7 +438,7 @@ def reset_momentum(
             product = wide * factor.astype(wide.dtype)
             return product.astype(jnp.result_type(x))
 
-        tree = jax.tree.map(times_factor, clipped_leaves(updates, call))
-        return put_back(tree, updates), ResetState(new_step, new_inner_state)
+        tree = jax.tree.map(times_factor, clipped_leaves(inner_updates, call))
+        return put_back(tree, inner_updates), ResetState(new_step, new_inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from .._checks import check_state, rounded_like, with_extra_args
+from .._checks import check_state, with_extra_args
 from .._exported import exported
 from .._moduli import wide_dtype
+from .._numbers import rounded_like
 from .._state import ClipState, clip_states
 from .._trees import PyTree, check_fits_stored, clipped_leaves, is_none, put_back
 

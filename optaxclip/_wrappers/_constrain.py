@@ -3,8 +3,8 @@
     u' = clip(W + u) - W
 
 u' is rounded to the dtype of the update, and W + u' to the dtype of the weight. Where W
-is far from its limit, such as 100 that is clipped to 1.2, the rounding of u' may carry
-W + u' beyond the limit. Then u' is moved by one ulp, so that the weight is nearer to 0.
+is far from its limit, such as 100 that is clipped to 1.2, these roundings may carry
+W + u' beyond the limit. `_real_update_to_clipped` corrects that.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .._checks import with_extra_args
 from .._kernel import without_overrides
 from .._mesh_types import varying
 from .._moduli import wide_dtype
+from .._numbers import kept_finite
 from .._outcome import are_sound
 from .._state import clip_states
 from .._trees import PyTree, clipped_leaves, put_back, weights_of
@@ -47,10 +48,10 @@ def constrain(
     | no weight below 0                 | `clip_by_value(math.inf, 0.0)`              |
     | largest singular value            | `clip_by_spectral_norm(1.0)`                |
 
-    Where W is far beyond its limit, as in a first step, the rounded update is moved by
-    one ulp, so that the weight is nearer to 0, and never across a bound of 0. So the
-    weight may miss a bound that keeps it away from 0, such as the lower one of
-    `clip_by_value(1.0, 0.3)`. An update with fewer bits than W may leave the weight
+    Where W is far beyond its limit, as in a first step, the rounding of the update is
+    corrected, towards 0 only. So an upper bound of the size is kept, and so is a bound
+    of 0. A bound away from 0, such as the lower one of `clip_by_value(1.0, 0.3)`, may
+    be missed by one rounding. An update with fewer bits than W may leave the weight
     beyond its limit.
 
     Args:
@@ -95,11 +96,11 @@ def constrain(
         extra_args = without_overrides(extra_args)
         moved = jax.tree.map(_moved_weight, weights, inexact_updates)
         clipped, new_state = clipper.update(moved, state, params, **extra_args)
-        broken_norms = [
+        are_broken = [
             ~are_sound(clip_state.norm, clip_state.limit)
             for clip_state in clip_states(new_state)
         ]
-        update_to_clipped = partial(_update_to_clipped, broken_norms)
+        update_to_clipped = partial(_update_to_clipped, are_broken)
         changes = jax.tree.map(
             update_to_clipped, inexact_updates, weights, moved, clipped
         )
@@ -117,18 +118,20 @@ def _moved_weight(weight: Array, update: Array) -> Array:
     return weight.astype(wide) + update.astype(wide)
 
 
+# Where the user does not call jit, one program for a leaf instead of dozens of
+# operations.
 @jax.jit
 def _update_to_clipped(
-    broken_norms: list[Array],
-    update: Array,
-    weight: Array,
-    moved: Array,
-    clipped: Array,
+    are_broken: list[Array], update: Array, weight: Array, moved: Array, clipped: Array
 ) -> Array:
-    """The update that takes a weight to its clipped value.
+    """The update that takes a weight to its clipped value:
+
+        the update as it came       where the clipper changed nothing
+        0                           where the clipper made 0 of a broken step
+        _real_update_to_clipped     elsewhere
 
     Args:
-      broken_norms: for each clipper a bool array: which of its norms are broken.
+      are_broken: for each clipper a bool array: which of its norms are broken.
       update, weight: a leaf of the updates, and its weights.
       moved: the weights after the update as it came.
       clipped: what the clipper made of `moved`.
@@ -147,10 +150,10 @@ def _update_to_clipped(
     # Where the clipper changed nothing, the update keeps its bits.
     is_free = clipped == moved
     change = jnp.where(is_free, update, change)
-    # A clipper with nonfinite="zero" returns zeros for a broken step. These zeros are
-    # not new weights, so the weights stay. Which leaves share a norm is not known here:
-    # one broken norm counts for every leaf.
-    for is_broken in broken_norms:
+    # Zeros that a clipper returns for a broken step, as with nonfinite="zero", are not
+    # new weights, so the weights stay. Which leaves share a norm is not known here: one
+    # broken norm counts for every leaf.
+    for is_broken in are_broken:
         # In shard_map an array that differs over more mesh axes than the update would
         # make it differ over them too.
         if varying(is_broken) <= varying(update):
@@ -168,26 +171,31 @@ def _real_update_to_clipped(
         change     goal - weight, as the update's dtype has it
         arrived    weight + change, as `optax.apply_updates` rounds it
 
-    Where `arrived` is further from 0 than `goal`, on the side of `moved`, the change is
-    moved by one ulp towards the other side.
+    Returns `change`. Where `arrived` is beyond `goal`, on the side of `moved`, it
+    returns `change` moved by one ulp towards the other side.
     """
+
+    def in_update_dtype(change: Array) -> Array:
+        # A weight of 1e5 may be further from its goal than float16 reaches.
+        if change.dtype != update.dtype:
+            change = kept_finite(update.dtype, change)
+        return _rounded(change, update.dtype)
+
     start = weight.astype(clipped.dtype)
     goal = _rounded(clipped, weight.dtype)
-    change = _rounded(goal - start, update.dtype)
+    change = in_update_dtype(goal - start)
     arrived = _rounded(start + change, weight.dtype)
     # 1 or -1: the side of the goal where weights are beyond the limit.
     outward = jnp.sign(moved)
     is_beyond = (arrived - goal) * outward > 0
-    # 0.75 * ulp is between 3/4 and 3/2 of the true ulp, so that rounding makes it one.
+    # eps * |change| is between one ulp and two, so rounding makes one of 0.75 of it.
     # Small changes of float16 are subnormal numbers, which all have the same ulp.
     info = jnp.finfo(update.dtype)
     least_ulp = float(info.smallest_subnormal)
-    ulp = jnp.maximum(float(info.eps) * jnp.abs(change), least_ulp)
-    inward_change = change - outward * (0.75 * ulp)
-    inward_change = _rounded(inward_change, update.dtype)
-    # Near 0, one ulp may carry a weight to the other side and make it longer there.
-    # Then the update stays as it was, unless 0 is the goal: no weight may stay beyond a
-    # bound of 0.
+    one_to_two_ulps = jnp.maximum(float(info.eps) * jnp.abs(change), least_ulp)
+    inward_change = in_update_dtype(change - outward * (0.75 * one_to_two_ulps))
+    # Near 0 the step inward may cross 0, and end further from it than before. It is
+    # then taken only if the goal is 0: no weight may stay beyond a bound of 0.
     arrived_inward = _rounded(start + inward_change, weight.dtype)
     is_nearer_0 = jnp.abs(arrived_inward) <= jnp.abs(arrived)
     is_better = (goal == 0) | is_nearer_0

@@ -1,13 +1,12 @@
 """The judgement of a step: is its norm, or its loss, out of the ordinary?
 
-    a number is rejected    if it is NaN or inf, or above its limit
+    a number is rejected    unless it is finite and at most its limit
     a step is rejected      if its norm or its loss is
 
-`skip_step` and its relatives skip a rejected step. `record_spikes` counts it. The state
-of each keeps what was judged as rows of two arrays, and its `ROWS` names them:
+So a limit of NaN rejects everything.
 
-    counts     what the state counts, then integers that the rules remember
-    numbers    norm, limit, loss, loss_limit, a share, then floats that rules remember
+`skip_step` and its relatives skip a rejected step. `record_spikes` counts it. The state
+of each keeps what was judged (`_rows.py`).
 """
 
 from collections.abc import Mapping
@@ -23,8 +22,8 @@ from .. import _checks as checks
 from .._mesh import MeshAxes
 from .._mesh_types import varying, varying_as_any_of
 from .._norms import GlobalNorm
+from .._numbers import number_for_jit
 from .._other_names import OTHER_NAMES_IN_UPDATE
-from .._packed import packed, rows_from, unpacked
 from .._trees import PyTree, clipped_leaves
 from ..rules._rule import Rule, limit_and_memory_of, limit_and_memory_of_jitted
 
@@ -36,7 +35,7 @@ class ComparedNumber(NamedTuple):
     limit: Array
     memory: PyTree  # what the rule of the limit remembers from now on
     is_nonfinite: ArrayLike = False  # bool[]: NaN or inf
-    is_rejected: ArrayLike = False  # bool[]: above its limit, NaN or inf
+    is_rejected: ArrayLike = False  # bool[]: not finite, or not at most its limit
 
 
 class Judgement(NamedTuple):
@@ -63,12 +62,15 @@ class Judge(NamedTuple):
     def initial(self, params: PyTree) -> tuple[ComparedNumber, ComparedNumber]:
         """Norm and loss before the first step."""
         tree = clipped_leaves(params, self.call)
-        # Only the dtype of the norm is needed: float64 if a leaf has 64 bits.
+        # Only the dtype of the norm is needed: float64 if a leaf has 64 bits. It does
+        # not depend on the mesh, and `init` may run outside it: so mesh_axes=None.
         norm_type = jax.eval_shape(self._replace(mesh_axes=None)._norm_of, tree)
         zero = jnp.zeros((), norm_type.dtype)
         no_limit = jnp.full_like(zero, jnp.inf)
-        loss_memory = self.loss_rule.init(zero) if self.loss_rule else ()
-        # `jax_debug_nans` would raise at NaN.
+        loss_memory = ()
+        if self.loss_rule is not None:
+            loss_memory = self.loss_rule.init(zero)
+        # -inf stands for no loss. NaN would raise under `jax_debug_nans`.
         no_loss = jnp.full_like(zero, -jnp.inf)
         norm = ComparedNumber(zero, no_limit, self.rule.init(zero))
         return norm, ComparedNumber(no_loss, no_limit, loss_memory)
@@ -87,20 +89,20 @@ class Judge(NamedTuple):
           TypeError: something that is not a number, or a loss under another name.
         """
         memory, loss_memory = state.memories
-        norm_value = self._number_in(extra_args, "grad_norm")
+        norm_value = self._checked_argument(extra_args, "grad_norm")
         if norm_value is None:
             norm_value = self._norm_of(updates)
         norm = self._compared(self.rule, norm_value, memory, state)
         loss = ComparedNumber(state.loss, state.loss_limit, loss_memory)
         if self.loss_rule is not None:
-            loss_value = self._number_in(extra_args, "value")
+            loss_value = self._checked_argument(extra_args, "value")
             if loss_value is None:
-                self._check_no_loss(extra_args)
+                self._check_loss_may_be_missing(extra_args)
             else:
                 loss = self._compared(
                     self.loss_rule, loss_value, loss_memory, state, is_loss=True
                 )
-                loss = self.varying_like(norm.value, loss)
+                loss = self.varying_if_alone(loss, norm.value)
         return Judgement(
             norm,
             loss,
@@ -108,14 +110,12 @@ class Judge(NamedTuple):
             is_nonfinite=jnp.logical_or(norm.is_nonfinite, loss.is_nonfinite),
         )
 
-    def varying_like(self, model: PyTree, values: PyTree) -> PyTree:
-        """The values, typed as varying over the mesh axes that `model` varies over.
-
-        That is so with mesh_axes=None, where each device trains alone. Otherwise the
-        values stay as they are.
+    def varying_if_alone(self, values: PyTree, like: PyTree) -> PyTree:
+        """The values. With mesh_axes=None, where each device trains alone, they are
+        typed as differing over the mesh axes over which `like` does.
         """
         if self.mesh_axes is None:
-            return varying_as_any_of(values, model)
+            return varying_as_any_of(values, like)
         return values
 
     def _norm_of(self, updates: PyTree) -> Array:
@@ -135,7 +135,7 @@ class Judge(NamedTuple):
         """Holds a norm or a loss against the limit of its rule."""
         # A user's number may have another dtype than the state.
         value = jnp.array(number, state.norm.dtype)
-        value = self.varying_like(state.norm, value)
+        value = self.varying_if_alone(value, state.norm)
         argument = "loss_rule" if is_loss else "rule"
         # Tracers show that the user's jit is running. There a jit of ours would keep a
         # schedule, and what it refers to, alive in its cache.
@@ -154,10 +154,15 @@ class Judge(NamedTuple):
         is_rejected = is_nonfinite | ~(value <= limit)
         return ComparedNumber(value, limit, new_memory, is_nonfinite, is_rejected)
 
-    def _number_in(self, extra_args: Mapping[str, Any], argument: str) -> Any:
+    def _checked_argument(self, extra_args: Mapping[str, Any], argument: str) -> Any:
         """The norm or the loss among the arguments of `update`, or None.
 
         Its form is one that JAX can carry into a compiled call.
+
+        Raises:
+          TypeError: something that is not a number.
+          ValueError: a number that is no scalar, or that differs between devices, or a
+            norm below 0.
         """
         number = extra_args.get(argument)
         if number is None:
@@ -166,105 +171,33 @@ class Judge(NamedTuple):
         checks.check_scalar(f"{self.call}: {argument}", number)
         if argument == "grad_norm":
             checks.check_given_norm(f"{self.call}: {argument}", number)
-        number = checks.number_for_jit(number)
+        number = number_for_jit(number)
         mesh_axes = tuple(sorted(varying(number)))
         # With None each device trains alone, so it may decide alone.
         if mesh_axes and self.mesh_axes is not None:
             axis = mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
+            if argument == "value":
+                same_number = f"lax.pmean(value, {axis!r})"
+            else:
+                # The mean of the norms of parts is not the norm of the whole.
+                same_number = "the norm of the whole gradient, or none to measure it"
             raise ValueError(
                 f"{self.call}: {argument} differs along the mesh axis {axis!r}, so "
-                "each device would decide for itself: hand over "
-                f"lax.pmean({argument}, {axis!r}), or say with mesh_axes=None that "
-                "each device trains alone."
+                f"each device would decide for itself: hand over {same_number}, or say "
+                "with mesh_axes=None that each device trains alone."
             )
         return number
 
-    def _check_no_loss(self, extra_args: Mapping[str, Any]) -> None:
+    def _check_loss_may_be_missing(self, extra_args: Mapping[str, Any]) -> None:
         """Raises where `update` has a loss under another name, or needs one."""
-        for name in OTHER_NAMES_IN_UPDATE["value"].intersection(extra_args):
+        wrong_names = sorted(OTHER_NAMES_IN_UPDATE["value"] & extra_args.keys())
+        if wrong_names:
             raise TypeError(
-                f"{self.call}: update has no argument {name!r}: the loss is value, as "
-                "in optax. Call update(grads, state, params, value=loss)."
+                f"{self.call}: update has no argument {wrong_names[0]!r}: the loss is "
+                "value, as in optax. Call update(grads, state, params, value=loss)."
             )
         if self.loss_argument:
             raise ValueError(
                 f"{self.call}: {self.loss_argument} looks at the loss: call "
                 "update(grads, state, params, value=loss), or leave that argument out."
             )
-
-
-# ------------------------------------------------------------- the rows of two arrays
-
-
-class ArrayRows(NamedTuple):
-    """The rows of an array of a state that do not belong to rules."""
-
-    field: str  # of the state: "skip_counts"
-    names: tuple[str, ...]  # of the rows: ("step", "skipped", ...)
-
-
-class StateRows(NamedTuple):
-    """The rows of both arrays of a state."""
-
-    counts: ArrayRows
-    numbers: ArrayRows
-
-
-class StateArrays(NamedTuple):
-    """The first fields of a `SkipState` or a `SpikeState`."""
-
-    counts: Array  # int32[rows]
-    numbers: Array  # float[rows]
-    windows: PyTree  # what the rule of the norm remembers beyond its rows
-    loss_windows: PyTree  # likewise of the rule of the loss
-
-
-def row_property(rows: StateRows, name: str) -> property:
-    """The property of a state that reads a row."""
-    field, names = rows.counts if name in rows.counts.names else rows.numbers
-    index = names.index(name)
-    # States of several models have axes in front.
-    return property(lambda state: getattr(state, field)[..., index])
-
-
-def pack(
-    rows: StateRows,
-    norm: ComparedNumber,
-    loss: ComparedNumber,
-    **counts_and_shares: Array,
-) -> StateArrays:
-    """The arrays of a state.
-
-    `counts_and_shares` are the other rows by name. Without them, before the first step,
-    they are 0.
-    """
-    value_of_row = {
-        "norm": norm.value,
-        "limit": norm.limit,
-        "loss": loss.value,
-        "loss_limit": loss.limit,
-        **counts_and_shares,
-    }
-    memory = packed((norm.memory, loss.memory), norm.value)
-    zero = jnp.zeros((), jnp.int32)
-    dtype = norm.value.dtype
-    counts = [value_of_row.get(name, zero) for name in rows.counts.names]
-    numbers = [
-        value_of_row.get(name, zero).astype(dtype) for name in rows.numbers.names
-    ]
-    windows, loss_windows = memory.windows
-    return StateArrays(
-        counts=jnp.stack(counts + memory.counts),
-        numbers=jnp.stack(numbers + memory.numbers),
-        windows=windows,
-        loss_windows=loss_windows,
-    )
-
-
-def unpack(rows: StateRows, arrays: StateArrays) -> tuple[PyTree, PyTree]:
-    """What the rules of norm and loss remember."""
-    return unpacked(
-        (arrays.windows, arrays.loss_windows),
-        counts=rows_from(arrays.counts, len(rows.counts.names), is_global=True),
-        numbers=rows_from(arrays.numbers, len(rows.numbers.names), is_global=True),
-    )

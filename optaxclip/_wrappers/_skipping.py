@@ -47,6 +47,7 @@ from .._clippers._by_value import ClipByValueState
 from .._clippers._spam import SpamState
 from .._exported import exported
 from .._mesh import MeshAxes
+from .._numbers import number_for_jit
 from .._state import ClipState
 from .._trees import PyTree, arrays_of
 from ..rules._limits import Constant, Limit, rule_without_params
@@ -54,16 +55,8 @@ from ..rules._memory import count_up, in_place, moving_average
 from ..rules._rule import Number
 from ..rules._windows import skip_step_rule
 from ._carry import CarryState
-from ._judge import (
-    ArrayRows,
-    Judge,
-    Judgement,
-    StateArrays,
-    StateRows,
-    pack,
-    row_property,
-    unpack,
-)
+from ._judge import Judge, Judgement
+from ._rows import ArrayRows, StateArrays, StateRows, pack, row_property, unpack
 from ._select_early import update_unless
 
 
@@ -236,7 +229,7 @@ def skip_step(
     if on_loss is not None:
         checks.check_flag(f"{call}: on_loss", on_loss, "None, True or False")
     # Norm and loss share the rule, and each has a memory in the state.
-    rule = skip_step_rule(sigmas, window, call=call)
+    rule = skip_step_rule(call, sigmas, window)
     # With None a step without a loss is judged by its norm alone.
     loss_rule = rule if on_loss is None or on_loss else None
     loss_argument = "on_loss=True" if on_loss else ""
@@ -324,13 +317,13 @@ def _without_rejected_steps(
     if max_consecutive is not None:
         argument = f"{call}: max_consecutive"
         checks.check_number(argument, max_consecutive, is_scalar=True)
-        max_consecutive = checks.number_for_jit(max_consecutive)
+        max_consecutive = number_for_jit(max_consecutive)
 
     def init(params: PyTree) -> SkipState:
         inner_state = optimizer.init(params)
         _warn_of_clippers(call, inner_state)
         arrays = pack(SkipState.ROWS, *judge.initial(params))
-        return judge.varying_like(params, SkipState(*arrays, inner_state))
+        return judge.varying_if_alone(SkipState(*arrays, inner_state), params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object

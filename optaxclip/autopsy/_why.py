@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_whole_number, is_function, shown
+from .._checks import check_whole_number, shown
+from .._functions import is_function
 from .._norms import global_norm, tensor_norm
 from ._file import PyTree, by_name, load
 

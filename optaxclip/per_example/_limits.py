@@ -16,9 +16,11 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from .. import _trees as trees
-from .._checks import check_limit, check_scalar, in_norm_dtype, is_function, shown
+from .._checks import check_limit, check_scalar, shown
 from .._factors import factor_between, shrunk_by, times_square
+from .._functions import is_function
 from .._mesh_types import varying
+from .._numbers import in_norm_dtype
 from .._prefixes import Prefix, lookup
 from .._reduce import norms_of
 from .._specs import LeafSpec, NormPlan

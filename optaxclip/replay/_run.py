@@ -240,7 +240,7 @@ def _suggested_rules(norms: np.ndarray, every: int) -> list[Suggestion]:
     """
     autoclip = windowed_quantile(0.1, _rows_of_window(10_000, every), current=True)
     two_medians = windowed_quantile(0.5, _rows_of_window(100, every), factor=2.0)
-    skip_step = skip_step_rule(window=_rows_of_window(128, every))
+    skip_step = skip_step_rule("skip_step", window=_rows_of_window(128, every))
     text_of_two_medians = (
         "optaxclip.clip_by_global_norm("
         "optaxclip.rules.windowed_quantile(0.5, 100, factor=2.0))"

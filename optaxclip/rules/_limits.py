@@ -18,8 +18,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
+from .._functions import as_partial, is_function
+from .._numbers import in_norm_dtype, number_for_jit
 from .._trees import PyTree, path_name
-from ._memory import count_up, multiple
+from ._memory import count_up, multiple, new_where
 from ._rule import (
     LimitAndMemory,
     Number,
@@ -54,27 +56,28 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
         # may be such functions.
         hint = "Limits of parts are a tree, and optax.masked leaves parts out."
         checks.check_schedule(argument, limit, hint)
-        return checks.as_partial(limit)
+        return as_partial(limit)
     checks.check_limit(argument, limit)
     # All ints become floats, so that 1 and 1.0 share a program.
     if isinstance(limit, int):
         return float(limit)
-    return checks.number_for_jit(limit)
+    return number_for_jit(limit)
 
 
-def check_one_limit(argument: str, limit: LimitTree) -> None:
+def check_single_limit(argument: str, limit: LimitTree) -> None:
     """Refuses a tree or an array of limits, where there is one norm.
 
     Raises:
       TypeError: a tree.
       ValueError: an array of several numbers.
     """
-    if limit is None or checks.is_function(limit) or is_rule(limit):
+    if limit is None or is_function(limit) or is_rule(limit):
         return
     advice = (
         "clip_by_tensor_norm takes a limit for each tensor, and clip_by_group_norm one "
         "for each group."
     )
+    # A tree is not its own only leaf.
     if not jax.tree_util.all_leaves([limit]):
         raise TypeError(
             f"{argument} must be a real number, got {checks.shown(limit)}. {advice}"
@@ -156,7 +159,7 @@ def tree_of_rules(limits: LimitTree, argument: str) -> PyTree:
 
     def is_limit(x: object) -> bool:
         # None and rules are pytree nodes, which `jax.tree.map` would take apart.
-        return x is None or checks.is_function(x) or is_rule(x)
+        return x is None or is_function(x) or is_rule(x)
 
     return jax.tree.map(partial(rule_of, argument=argument), limits, is_leaf=is_limit)
 
@@ -168,9 +171,11 @@ def check_tree_of_rules(argument: str, rules: PyTree) -> None:
       TypeError: a rule that remembers norms.
     """
     for path, rule in jax.tree.leaves_with_path(rules, is_leaf=is_rule):
+        # `clip_by_tensor_norm(rules.growth)` has one rule and no tree. It may learn.
+        if not path:
+            continue
         memory = jax.eval_shape(rule.init, jnp.zeros((), jnp.float32))
-        # A rule for all norms is not in a tree: its path is empty, and it may learn.
-        if path and jax.tree.leaves(memory):
+        if jax.tree.leaves(memory):
             raise TypeError(
                 f"{argument} must be one rule for all norms, or a tree of numbers and "
                 f"schedules, got {checks.shown(rule)} for {path_name(path)!r}: a rule "
@@ -230,7 +235,9 @@ class ShareOfParams(Rule):
 
 
 class Joined(Rule):
-    """Rules that are asked together. Each updates its memory by its own limit."""
+    """Rules that are asked together. Each updates its memory from the norm and its own
+    limit, not from the joint one.
+    """
 
     # The memory of the joined rule is the tuple of the memories of these.
     rules: tuple[Rule, ...]
@@ -272,8 +279,12 @@ class Joined(Rule):
             )
             # Limits may be Python numbers or of any dtype. Minimum and Maximum compare
             # them in one dtype.
-            limits.append(checks.in_norm_dtype(norm.dtype, limit))
-            new_memories.append(new_memory)
+            limit = in_norm_dtype(norm.dtype, limit)
+            limits.append(limit)
+            # As in `limit_and_memory_of`, which sees the joined limit only: WarmUp may
+            # hide a limit of NaN.
+            is_remembered = jnp.isfinite(norm) & (limit == limit)
+            new_memories.append(new_where(is_remembered, new_memory, memory))
         return limits, tuple(new_memories)
 
 
@@ -296,13 +307,13 @@ class Maximum(Joined):
 class WarmUp(Joined):
     """The first rule for some norms, the second from then on."""
 
-    # Counted in remembered norms, not in the `step` of `update`, which counts broken
-    # ones too.
+    # How many remembered norms the first rule is for. The `step` of `update` counts
+    # norms of NaN, inf and 0 too.
     steps: ArrayLike = number_field(schedule=False)
 
     @property
     def inf_is_off(self) -> bool:
-        # Without a limit in the warm-up, a broken step is still broken.
+        # None in the warm-up means no limit yet, not that NaN may pass.
         return False
 
     def init(self, norm: Array) -> Any:

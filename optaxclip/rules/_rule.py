@@ -28,7 +28,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks as checks
 from .._foreign_names import with_argument_errors
+from .._functions import as_partial
 from .._mesh_types import typed_as
+from .._numbers import in_norm_dtype, number_for_jit
 from .._reprs import call_repr, short_repr
 from .._trees import PyTree
 from ._memory import new_where
@@ -70,9 +72,9 @@ def checked_number(
     if schedule and callable(value):
         checks.check_schedule(argument, value)
         in_range = _RangeOfSchedule(argument, lowest, highest)
-        return Partial(in_range, checks.as_partial(value))
+        return Partial(in_range, as_partial(value))
     checks.check_limit(argument, value, lowest=lowest, highest=highest)
-    return checks.number_for_jit(value)
+    return number_for_jit(value)
 
 
 def number_field(default: Any = dataclasses.MISSING, **options: Any) -> Any:
@@ -318,10 +320,10 @@ def limit_and_memory_of(
     )
     # A number fits every norm.
     if jnp.ndim(limit):
-        checks.check_shape(jnp.shape(limit), norm.shape, argument)
+        checks.check_shape(argument, jnp.shape(limit), norm.shape)
     # A finite limit beyond the range of the norm's dtype becomes its largest number:
     # inf would not clip.
-    limit = checks.in_norm_dtype(norm.dtype, limit)
+    limit = in_norm_dtype(norm.dtype, limit)
     # A schedule may fall below 0, which counts as 0.
     if not is_loss:
         limit = jnp.maximum(limit, 0)
@@ -457,7 +459,7 @@ def at_step(step: Array, dtype: DTypeLike, *numbers: Number) -> list[Array]:
     """The numbers at this step, in the dtype of the norm."""
     values = [value(step) if callable(value) else value for value in numbers]
     # A number of a wider dtype would widen the limit, and the memory with it.
-    return [checks.in_norm_dtype(dtype, value) for value in values]
+    return [in_norm_dtype(dtype, value) for value in values]
 
 
 def is_at_most_1(number: Any) -> bool:

@@ -1,4 +1,9 @@
-"""Rules of the last norms, of the last norm alone, and of their own last limit."""
+"""Rules that remember single norms, or their own last limit.
+
+WindowedQuantile, WindowedMean    the last norms
+Growth                            the last norm
+QuantileTracker                   its own last limit
+"""
 
 from __future__ import annotations
 
@@ -92,8 +97,8 @@ class WindowedQuantile(Rule):
       factor: what the quantile is multiplied by. At least 0. A number or a schedule.
       current: whether the norm of this step is in the window that it is held against.
         With True a first spike raises its own limit.
-      remember: "raw" for the norm as it came, "clipped" for what was let through. With
-        "clipped", a factor of at most 1 and current=False limits can only fall.
+      remember: "raw" for the norm as it came, "clipped" for what was let through.
+        Limits can only fall where remember="clipped", current=False and factor <= 1.
       warmup: how many norms are seen before there is a limit, the current one counted
         if it is in the window. It may be longer than the window. At least 0, and there
         is no limit before the first norm.
@@ -186,7 +191,7 @@ def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
         return norms[..., 0]
 
     # An empty window holds inf only, and inf - inf is NaN. So the largest number stands
-    # for inf, and `update` has no limit then.
+    # for inf. `update` sets no limit before the first norm, and drops the result.
     largest_number = jnp.finfo(ordered.dtype).max
     floor = jnp.floor(place)
     low = norm_at(floor)
@@ -263,8 +268,8 @@ def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
     """Mean and standard deviation of the norms in a window.
 
     Both are taken of differences from one of the norms, divided by the largest
-    difference. So equal norms have exactly their mean and no deviation, and no square
-    leaves the range.
+    difference. So the mean of equal norms is exactly that norm and their deviation
+    exactly 0, and no square leaves the range.
     """
     # An empty window counts as one norm of 0: the mean of nothing is NaN.
     length = window.past.shape[-1]
@@ -280,16 +285,14 @@ def moments(ddof: ArrayLike, window: Window) -> tuple[Array, Array]:
     quotients = differences / divisor
     mean_quotient = jnp.mean(quotients, axis=-1, keepdims=True, where=is_filled)
     variance = jnp.var(quotients, axis=-1, keepdims=True, where=is_filled)
-    # The divisor is at least 1: for ddof norms it would be 0.
+    # `count - ddof` is 0 for as many norms as ddof.
     variance = variance * count / jnp.maximum(count - ddof, 1)
     mean = anchor + largest * mean_quotient
     deviation = largest * jnp.sqrt(variance)
     return mean[..., 0], deviation[..., 0]
 
 
-def skip_step_rule(
-    sigmas: Number = 6.0, window: int | Array = 128, *, call: str = "windowed_mean"
-) -> Rule:
+def skip_step_rule(call: str, sigmas: Number = 6.0, window: int | Array = 128) -> Rule:
     """The rule of `skip_step`: the first limit comes after half a window."""
     check_whole_number(f"{call}: window", window, least=2)
     return rule_named(
@@ -298,7 +301,8 @@ def skip_step_rule(
         sigmas=sigmas,
         window=window,
         ddof=1,
-        # OLMo-core counts the current norm too, which is not in the statistic.
+        # OLMo-core counts the current norm too, which is not in the statistic. Ours
+        # counts past norms, hence - 1.
         warmup=window // 2 - 1,
     )
 
@@ -312,11 +316,12 @@ def spike_rule(call: str, sigmas: Number, window: int | Array) -> Rule:
 class Growth(Rule):
     """limit = min(cap, rate * max(last norm, floor)), in the first step the cap alone.
 
-    The last norm is what a hard clip let through, the smaller of norm and limit, unless
-    that is 0. From one step to the next the norm grows by at most the factor `rate`,
-    however large the spike. A lasting rise by a factor f takes log(f) / log(rate) steps
-    to pass. Fira, APOLLO, RACS and Alice apply this to each tensor of the update:
-    `clip_by_tensor_norm(rules.growth())` after the preconditioner.
+    The last norm is what a hard clip let through, the smaller of norm and limit. A 0 is
+    passed over, and the norm before it counts. From one step to the next the norm grows
+    by at most the factor `rate`, however large the spike. A lasting rise by a factor f
+    takes log(f) / log(rate) steps to pass. Fira, APOLLO, RACS and Alice apply this to
+    each tensor of the update: `clip_by_tensor_norm(rules.growth())` after the
+    preconditioner.
 
     Args:
       rate: growth allowed in a step, at least 0. 1.01 is 1 %. A number or a schedule.
@@ -348,11 +353,11 @@ class Growth(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         # A floor above 0 holds limits up.
-        if isinstance(self.floor, (int, float)) and self.floor == 0:
+        if isinstance(self.floor, (int, float, np.number)) and self.floor == 0:
             warn_of_falling("growth: rate", self.rate, stacklevel=4)
 
     def init(self, norm: Array) -> Array:
-        # The first norm has no limit: inf times a rate above 0 is inf.
+        # inf stands for no last norm yet.
         return jnp.full_like(norm, jnp.inf)
 
     def update(self, norm: Array, memory: Array, step: Array) -> LimitAndMemory:

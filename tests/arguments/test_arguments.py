@@ -70,6 +70,11 @@ def test_what_limits_are_made_of_is_refused_beyond_float32():
         build(np.inf)
 
 
+def test_a_number_beyond_its_range_and_float32_is_told_of_its_range():
+    with pytest.raises(ValueError, match=r"^spam: decay must be at most 1, got"):
+        optaxclip.spam(decay=1e39)
+
+
 def test_an_order_that_is_traced_says_what_to_do():
     make = optax.inject_hyperparams(optaxclip.clip_by_global_norm)
     injected, tree = make(max_norm=1.0, ord=1.0), {"w": jnp.ones((2, 3))}

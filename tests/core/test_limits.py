@@ -49,6 +49,18 @@ def test_rules_are_joined_as_they_say_whatever_norm_comes(rule, limits):
     np.testing.assert_array_equal(found, np.float32(limits))
 
 
+def nan_at_step_1(step):
+    return jnp.where(step == 1, jnp.nan, 0.5)
+
+
+def test_a_limit_of_nan_that_does_not_count_yet_is_not_remembered():
+    """The second rule has a limit of NaN while the first one counts."""
+    found = limits_of(warm_up(2, 5.0, rules.ema(nan_at_step_1)), [1.0, 3.0, 3.0, 3.0])
+    without = limits_of(rules.ema(0.5), [1.0, 3.0, 3.0])
+    np.testing.assert_array_equal(found[:2], [5, 5])
+    np.testing.assert_array_equal(found[2:], without[1:])
+
+
 @pytest.mark.parametrize("share", [0.5, lambda step: 0.5 + step])
 def test_a_share_of_the_weights_follows_schedule_and_floor(share):
     grads, rule = jnp.array([30.0, 40.0]), rules.share_of_params(share, 2.0)

@@ -104,6 +104,12 @@ def test_a_ratio_with_which_norms_only_fall_is_warned_of():
             assert len(caught) == 1
 
 
+def test_a_floor_of_0_holds_no_norm_up_in_any_type():
+    for floor in (0, 0.0, np.float32(0)):
+        with pytest.warns(UserWarning, match="^growth: rate should be above 1"):
+            rules.growth(1.0, floor=floor)
+
+
 def as_an_array(build, ratio):
     return jnp.zeros(()) * bool(build(ratio))
 

@@ -324,3 +324,12 @@ def test_in_a_broken_step_weights_stay_where_an_update_would_make_them_0():
     weights = jnp.array([0.5, 1.0])
     step, _ = apply(constrain(clipper), jnp.array([-0.5, jnp.nan]), weights)
     np.testing.assert_array_equal(step, [0, 0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn])
+def test_a_step_beyond_a_narrower_dtype_is_its_largest_number(dtype):
+    """Weights of 1e5 lie further from their limit of 1 than float16 reaches."""
+    weights, updates = jnp.array([1e5, -1e5]), jnp.zeros(2, dtype)
+    steps, _ = apply(constrain(optaxclip.clip_by_value(1.0)), updates, weights)
+    largest = float(jnp.finfo(dtype).max)
+    np.testing.assert_array_equal(np.float32(steps), [-largest, largest])

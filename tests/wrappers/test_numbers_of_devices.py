@@ -41,9 +41,15 @@ EACH += [(name, "grad_norm") for name in (*WITH_LOSS, "skip_nonfinite")]
 @pytest.mark.parametrize(("name", "number"), EACH)
 def test_a_number_of_each_device_is_named_where_types_show_it(name, number):
     skipping = {"skip_nonfinite": partial(optaxclip.skip_nonfinite, optax.sgd(0.1))}
+    # The mean of the norms of parts is not the norm of the whole.
+    advice = {
+        "value": r"hand over lax.pmean\(value, 'x'\), or say",
+        "grad_norm": "hand over the norm of the whole gradient, or none to measure it, "
+        "or say",
+    }
     text = (
         rf"^{name}: {number} differs along the mesh axis 'x', so each device would "
-        rf"decide for itself: hand over lax.pmean\({number}, 'x'\)"
+        rf"decide for itself: {advice[number]}"
     )
     with pytest.raises(ValueError, match=text):
         stepped((WITH_LOSS | skipping)[name](), number)
