@@ -114,45 +114,6 @@ def _may_be_share(layers: LayerNames, all_layers: LayerNames) -> bool:
     return len(all_layers) % len(layers) == 0
 
 
-class OpenNames:
-    """The names of a state that `optax.tree_map_params` makes.
-
-    It compares the structure of `init(placeholder)` with that of a real state, maps
-    over both, and rebuilds the first. Which names there are depends on the parameters,
-    which a placeholder does not have. So:
-
-        init(placeholder)   a state of one leaf for each field, with open names
-        map with a state    JAX compares the names, and the open ones note the state's
-        rebuild             `ClipState` takes the names that were noted
-
-    tests/core/test_states_in_optax.py sees it break.
-    """
-
-    def __init__(self) -> None:
-        self.noted: Names | None = None
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Names):
-            self.noted = other
-        return isinstance(other, (Names, OpenNames))
-
-    def __hash__(self) -> int:
-        return 0
-
-
-def _spread(windows: PyTree, names: Names) -> PyTree:
-    """The windows of a state that `optax.tree_map_params` made: one sharding for all of
-    them becomes one for each.
-    """
-    if type(windows) is tuple or names.windows_structure is None:
-        return windows
-    return jax.tree.map(
-        lambda mark: windows if isinstance(mark, InWindows) else mark,
-        names.windows_structure,
-        is_leaf=is_mark,
-    )
-
-
 # ---------------------------------------------------------------------------- the state
 
 
@@ -201,6 +162,20 @@ class ClipState(_Fields):
     `metrics(state)` and `state.by_name()` give the entries by name.
 
     Attributes:
+      step: int32[]: updates seen.
+      norm: float[N]: before clipping, in the last step.
+      limit: float[N]: what the norm was held against.
+      factor: float[N]: what the updates were multiplied by. 1 where nothing was done, 0
+        only where they were made 0. Within the normal numbers of its dtype.
+      clipped: int32[N]: finite steps that changed the updates. Of units, steps in which
+        one was changed at least.
+      clipped_recently: float[N]: the share of clipped steps among about the last 100.
+        Of units, the mean of `units_clipped`.
+      nonfinite: int32[N]: steps whose norm was NaN or inf, or whose limit was NaN.
+      units_clipped: float[N]: the share of the units of each leaf that the last step
+        changed. () in clippers without units.
+      memory: what the rule remembers of the norms of whole leaves, arrays [N, ...], and
+        then of the units of each leaf: a tuple.
       names: of the norms. They are no leaves.
       counts: int32[rows, N], or int32[rows]: `step`, `clipped`, `nonfinite`, and then
         what the rule counts.
@@ -209,20 +184,6 @@ class ClipState(_Fields):
         `units_clipped`, and then numbers that the rule remembers.
       windows: the larger arrays of the rule's memory, such as the last 100 norms. Its
         numbers for each norm are rows of the arrays above.
-      step: int32[]: updates seen.
-      clipped: int32[N]: finite steps that changed the updates. Of units, steps in which
-        one was changed at least.
-      clipped_recently: float[N]: the share of clipped steps among about the last 100.
-        Of units, the mean of `units_clipped`.
-      nonfinite: int32[N]: steps whose norm was NaN or inf, or whose limit was NaN.
-      memory: what the rule remembers of the norms of whole leaves, arrays [N, ...], and
-        then of the units of each leaf: a tuple.
-      norm: float[N]: before clipping, in the last step.
-      limit: float[N]: what the norm was held against.
-      factor: float[N]: what the updates were multiplied by. 1 where nothing was done, 0
-        only where they were made 0. Within the normal numbers of its dtype.
-      units_clipped: float[N]: the share of the units of each leaf that the last step
-        changed. () in clippers without units.
     """
 
     __slots__ = ()
@@ -233,12 +194,12 @@ class ClipState(_Fields):
             windows = _spread(windows, names)
         return super().__new__(cls, names, counts, numbers, windows)
 
-    clipped = _row("clipped")
-    nonfinite = _row("nonfinite")
     norm = _row("norm")
     limit = _row("limit")
     factor = _row("factor")
+    clipped = _row("clipped")
     clipped_recently = _row("clipped_recently")
+    nonfinite = _row("nonfinite")
 
     _steps = _row("step")
     _units_clipped = _row("units_clipped")
@@ -337,11 +298,6 @@ def state_of_rows(
         numbers=jnp.stack(numbers),
         windows=memory_rows.windows,
     )
-
-
-def state_of_placeholder() -> ClipState:
-    """A state with one leaf for each field, for `optax.tree_map_params`."""
-    return ClipState(OpenNames(), jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
 
 
 def clip_states(tree: PyTree) -> list[ClipState]:
@@ -452,6 +408,50 @@ def _at(rows: PyTree, position: Position) -> PyTree:
 
 
 # ----------------------------------------------------------------------- a state in JAX
+
+
+def state_of_placeholder() -> ClipState:
+    """A state with one leaf for each field, for `optax.tree_map_params`."""
+    return ClipState(OpenNames(), jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+
+
+class OpenNames:
+    """The names of a state that `optax.tree_map_params` makes.
+
+    It compares the structure of `init(placeholder)` with that of a real state, maps
+    over both, and rebuilds the first. Which names there are depends on the parameters,
+    which a placeholder does not have. So:
+
+        init(placeholder)   a state of one leaf for each field, with open names
+        map with a state    JAX compares the names, and the open ones note the state's
+        rebuild             `ClipState` takes the names that were noted
+
+    tests/core/test_states_in_optax.py sees it break.
+    """
+
+    def __init__(self) -> None:
+        self.noted: Names | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Names):
+            self.noted = other
+        return isinstance(other, (Names, OpenNames))
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _spread(windows: PyTree, names: Names) -> PyTree:
+    """The windows of a state that `optax.tree_map_params` made: one sharding for all of
+    them becomes one for each.
+    """
+    if type(windows) is tuple or names.windows_structure is None:
+        return windows
+    return jax.tree.map(
+        lambda mark: windows if isinstance(mark, InWindows) else mark,
+        names.windows_structure,
+        is_leaf=is_mark,
+    )
 
 
 def _names_to_json(static_fields: tuple[Names]) -> bytes:
