@@ -20,6 +20,7 @@ from . import _blocks as blocks
 from . import _mesh as mesh
 from . import _mesh_types as mesh_types
 from . import _trees as trees
+from ._axes import other_axes
 from ._blocks import Block
 from ._checks import check_shape
 from ._norms import Norms
@@ -32,7 +33,7 @@ from ._state import (
     names_here,
     state_of_rows,
 )
-from ._sums import materialized_on_gpu
+from ._sums import Axes, materialized_on_gpu
 from ._trees import PyTree
 from .rules._memory import count_up, in_place, moving_average
 from .rules._rule import Rule, call_name
@@ -320,7 +321,11 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     # Leaves whose units have one shape are reduced together, so they are neighbors.
     by_shape = sorted(zeros_of_units.items(), key=lambda item: item[1].shape)
     zeros_of_units = dict(by_shape)
-    layers = {name: _layer_names(x.shape) for name, x in zeros_of_leaves.items()}
+    summed_axes = {spec.norm_index: spec.axes for spec in norms.specs}
+    layers = {}
+    for index, (name, norm) in enumerate(zip(names, norms.values)):
+        if name in zeros_of_leaves:
+            layers[name] = _layer_names(norm.shape, summed_axes.get(index))
     units = dict.fromkeys(zeros_of_units)
     state_names = Names(layers | units, units)
     memories = _first_memories(
@@ -330,9 +335,9 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     for name, zeros_of_leaf in zeros_of_units.items():
         # Units differ between the devices that these mesh axes split them over. The
         # entry is a summary of all of them, so it does not vary over these axes.
-        other_axes = mesh_types.varying(zeros_of_leaf) - {*mesh_of_units[name]}
+        mesh_axes = mesh_types.varying(zeros_of_leaf) - {*mesh_of_units[name]}
         zero = jnp.zeros((), zeros_of_leaf.dtype)
-        entries.append(mesh_types.varying_over(zero, other_axes))
+        entries.append(mesh_types.varying_over(zero, mesh_axes))
     # An empty tree has no norm, and its state one entry.
     entries = entries or [jnp.zeros((), jnp.float32)]
     row = entries[0] if state_names.is_global else blocks.concatenated(entries)
@@ -395,15 +400,18 @@ def _first_memory(rule: Rule, norm: Array) -> PyTree:
     return mesh_types.typed_as(memory, jax.typeof(norm))
 
 
-def _layer_names(shape: tuple[int, ...]) -> LayerNames:
+def _layer_names(shape: tuple[int, ...], summed_axes: Axes) -> LayerNames:
     """The names of the layers of a norm, such as "0/3" for layer 0 and expert 3. None
-    for a norm without layers.
+    for a norm without layers. An axis that the norm sums has no number.
     """
     if not shape:
         return None
+    # The norm function of a user does not say what it sums.
+    if summed_axes is None:
+        summed_axes = tuple(axis for axis, size in enumerate(shape) if size == 1)
+    kept_axes = other_axes(summed_axes, len(shape))
     names = []
     for index in np.ndindex(shape):
-        # Axes of size 1 are those that a norm sums, and have no number.
-        numbers = [str(number) for number, size in zip(index, shape) if size > 1]
+        numbers = [str(index[axis]) for axis in kept_axes]
         names.append("/".join(numbers) or "0")
     return dict.fromkeys(names)
