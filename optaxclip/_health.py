@@ -21,7 +21,7 @@ from ._kernel import make_clipper
 from ._mesh import MeshAxes
 from ._norms import Norms, TensorNorm
 from ._options import check_measure
-from ._state import ClipState, sizes_of
+from ._state import ClipState, entry_counts
 from ._trees import PyTree, clipped_leaves, weights_of
 from .rules._memory import in_place
 
@@ -325,7 +325,7 @@ def health_numbers(
     """Sign, path and value of each number, for `metrics`. With `summary` the largest of
     all tensors, under the path "".
     """
-    sizes = sizes_of(state.norms, layers and not summary, call="metrics")
+    sizes = entry_counts(state.norms, layers and not summary, call="metrics")
     if not sizes:
         return
     if summary:

@@ -508,7 +508,7 @@ def _decide(settings: Settings, eps: ArrayLike, norm: Array, limit: Array) -> De
         factor=jnp.where(was_zero, 1.0, factor),
         clipped=clipped,
         is_sound=is_sound,
-        unit_share=clipped.astype(norm.dtype),
+        units_clipped=clipped.astype(norm.dtype),
     )
     return Decision(root, outcome)
 

@@ -24,7 +24,7 @@ from ._clippers._recorders import SpikeState
 from ._clippers._spam import SpamState
 from ._health import HealthState, health_numbers
 from ._outcome import are_sound, severity
-from ._state import ClipState, RecordState, sizes_of
+from ._state import ClipState, RecordState, entry_counts
 from ._trees import PyTree
 from ._wrappers._skipping import SkipState
 
@@ -182,7 +182,7 @@ class RecordNumbers(NamedTuple):
 def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     """The rows of a clipper, or of `record_norm`."""
     has_layers = options.layers and not options.summary
-    sizes = sizes_of(state, has_layers, call="metrics")
+    sizes = entry_counts(state, has_layers, call="metrics")
     # An empty tree has no norm.
     if not sizes:
         return

@@ -1,7 +1,8 @@
 """What a clipper knows after a step: two arrays, what its rule remembers, and names.
 
     counts    step, clipped, nonfinite
-    numbers   norm, limit, factor, clipped_recently, and units_clipped of units
+    numbers   norm, limit, factor, clipped_recently and, in clippers of units,
+              units_clipped
 
 Each of these is a row with one entry for each norm. Behind them are the rows of what
 the rule remembers (`_packed.py`). The names of the norms are no arrays: they belong to
@@ -26,7 +27,7 @@ from ._trees import PyTree
 
 
 class StateRows(NamedTuple):
-    """All rows of a state. The first three are ints, in `counts`."""
+    """All rows that every clipper has. The first three are ints, in `counts`."""
 
     step: Array
     clipped: Array
@@ -38,8 +39,8 @@ class StateRows(NamedTuple):
     units_clipped: Array  # only in clippers of units
 
 
-COUNT_NAMES = StateRows._fields[:3]
-NUMBER_NAMES = StateRows._fields[3:]
+COUNT_ROW_NAMES = StateRows._fields[:3]
+NUMBER_ROW_NAMES = StateRows._fields[3:]
 
 
 # ----------------------------------------------------------------------- names of norms
@@ -59,7 +60,7 @@ class Names(NamedTuple):
     # {"blocks/w": {"0": None, "1": None}, "b": None}: names, and those of the layers of
     # stacked leaves. The norm of everything has the name "".
     layers_of_name: Mapping[str, LayerNames]
-    # The names of leaves with units, which are the last ones of `layers_of_name`.
+    # The names of leaves with units. In `layers_of_name` they stand last.
     unit_leaves: Mapping[str, None] = {}
     # The structure of `windows`, with `InWindows` for each of its arrays. None if
     # unknown: `jax.export` does not store it.
@@ -67,18 +68,19 @@ class Names(NamedTuple):
 
     @property
     def is_global(self) -> bool:
-        """Whether there is one norm of everything, or none, as of an empty tree. Then
-        its entries are scalars.
+        """Whether there is one norm of everything, or none, as for an empty tree. Then
+        rows are scalars.
         """
         return self.layers_of_name in ({"": None}, {})
 
     @property
-    def number_names(self) -> tuple[str, ...]:
-        """The names of the first rows of `numbers`."""
-        return NUMBER_NAMES if self.unit_leaves else NUMBER_NAMES[:-1]
+    def number_row_names(self) -> tuple[str, ...]:
+        """The names of the first rows of `numbers`. Those of the rule have no name."""
+        return NUMBER_ROW_NAMES if self.unit_leaves else NUMBER_ROW_NAMES[:-1]
 
     # JAX compares names where it compares the structures of two states. This is not
     # transitive: 2 layers equal 6, and 6 equal 3, but 2 do not equal 3.
+    # `windows_structure` is left out: an exported state has None there.
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Names):
             return NotImplemented
@@ -90,6 +92,8 @@ class Names(NamedTuple):
             return False
         if [*self.unit_leaves] != [*other.unit_leaves]:
             return False
+        # Either state may hold a share of the other's layers. Which of both it is must
+        # be the same for all leaves.
         layers = self.layers_of_name.values()
         other_layers = other.layers_of_name.values()
         return all(map(_may_be_share, layers, other_layers)) or all(
@@ -105,13 +109,328 @@ class Names(NamedTuple):
 
 
 def _may_be_share(layers: LayerNames, all_layers: LayerNames) -> bool:
-    """Whether the layers of a leaf are all that another state has, or may be a share of
-    them: those that one device holds inside shard_map. So 3 layers may be a share of 6,
-    and 4 may not (test_states_in_optax.py).
+    """Whether the layers of a leaf may be those that one device holds of all layers:
+    the same ones, or inside shard_map a share. So 3 layers may be a share of 6, and 4
+    may not (test_states_in_optax.py).
     """
     if not layers or not all_layers or len(layers) == len(all_layers):
         return layers == all_layers
     return len(all_layers) % len(layers) == 0
+
+
+# ---------------------------------------------------------------------------- the state
+
+
+class NormEntry(NamedTuple):
+    """What a state knows of one norm, or of the layers of a stacked leaf."""
+
+    norm: Array
+    limit: Array
+    factor: Array
+    clipped: Array
+    clipped_recently: Array
+    nonfinite: Array
+    units_clipped: Any
+    memory: PyTree
+
+
+class _ClipStateFields(NamedTuple):
+    names: Any
+    counts: Any
+    numbers: Any
+    windows: Any = ()
+
+
+def _row_property(name: str) -> property:
+    """The property that shows a row of a state."""
+
+    def row(state: "ClipState") -> Any:
+        if name in COUNT_ROW_NAMES:
+            array = state.counts
+            index = COUNT_ROW_NAMES.index(name)
+        else:
+            array = state.numbers
+            index = NUMBER_ROW_NAMES.index(name)
+        return array[..., index] if state.names.is_global else array[..., index, :]
+
+    return property(row)
+
+
+class ClipState(_ClipStateFields):
+    """What a clipper knows after a step.
+
+    Its numbers are the rows of two arrays, which properties show by name. A row has an
+    entry for each norm: shape [N], or [] for one norm of everything. Each layer of a
+    stacked leaf is a norm. Of the units of a leaf the state keeps a summary: norm,
+    limit and factor are those of the unit that is furthest above its limit.
+    `metrics(state)` and `state.by_name()` give the entries by name.
+
+    Attributes:
+      step: int32[]: updates seen.
+      norm: float[N]: before clipping, in the last step.
+      limit: float[N]: what the norm was held against.
+      factor: float[N]: what the updates were multiplied by. 1 where nothing was done, 0
+        only where they were made 0. Within the normal numbers of its dtype.
+      clipped: int32[N]: finite steps that changed the updates. For a leaf with units:
+        steps that changed at least one unit.
+      clipped_recently: float[N]: the share of clipped steps among about the last 100.
+        For a leaf with units: the mean of `units_clipped` over them.
+      nonfinite: int32[N]: steps whose norm was NaN or inf, or whose limit was NaN.
+      units_clipped: float[N]: the share of the units of each leaf that the last step
+        changed. () in clippers without units.
+      memory: a tuple: what the rule remembers of the norms of whole leaves, in arrays
+        [N, ...], and then of the units of each leaf.
+      names: the names of the norms. To JAX they are no leaves.
+      counts: int32[rows, N], or int32[rows]: `step`, `clipped`, `nonfinite`, and then
+        the integers of `memory` that have one number for each norm.
+      numbers: float32[rows, N], or float32[rows] (float64 where a leaf has 64 bits):
+        `norm`, `limit`, `factor`, `clipped_recently`, in a clipper of units
+        `units_clipped`, and then the floats of `memory` that have one number for each
+        norm.
+      windows: the other arrays of `memory`, such as the last 100 norms.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, names: Any, counts: Any, numbers: Any, windows: Any = ()) -> Self:
+        if isinstance(names, OpenNames) and names.noted is not None:
+            names = names.noted
+            windows = _one_for_each_window(windows, names)
+        return super().__new__(cls, names, counts, numbers, windows)
+
+    norm = _row_property("norm")
+    limit = _row_property("limit")
+    factor = _row_property("factor")
+    clipped = _row_property("clipped")
+    clipped_recently = _row_property("clipped_recently")
+    nonfinite = _row_property("nonfinite")
+
+    _steps = _row_property("step")
+    _units_clipped = _row_property("units_clipped")
+
+    @property
+    def step(self) -> Any:
+        # All norms have seen the same number of steps.
+        return self._steps if self.names.is_global else self._steps[..., 0]
+
+    @property
+    def units_clipped(self) -> Any:
+        return self._units_clipped if self.names.unit_leaves else ()
+
+    @property
+    def memory(self) -> tuple[PyTree, ...]:
+        is_global = self.names.is_global
+        number_row_count = len(self.names.number_row_names)
+        return unpacked(
+            self.windows,
+            counts=rows_from(self.counts, len(COUNT_ROW_NAMES), is_global),
+            numbers=rows_from(self.numbers, number_row_count, is_global),
+        )
+
+    def __repr__(self) -> str:
+        has_known_names = isinstance(self.names, Names)
+        names = [*self.names.layers_of_name] if has_known_names else self.names
+        # `jax.tree.map` may leave scalars in the place of the arrays.
+        arrays = self.counts, self.numbers
+        has_rows = all(has_numbers(array) and array.ndim for array in arrays)
+        if has_known_names and has_rows:
+            rows = (*COUNT_ROW_NAMES, *self.names.number_row_names, "memory")
+        else:
+            rows = ("counts", "numbers", "windows")
+        fields = {name: getattr(self, name) for name in rows}
+        return call_repr(type(self).__name__, {**fields, "names": names})
+
+    def by_name(self, *, layers: bool = False) -> dict[str, NormEntry]:
+        """Returns what the state knows of each norm: its own `norm`, `limit`, `factor`,
+        `clipped`, `clipped_recently`, `nonfinite`, `units_clipped` and `memory`.
+
+        The name of a tensor is its path ("blocks/0/w"), that of a group its label, and
+        that of the norm of everything is "".
+
+        Args:
+          layers: whether each layer of a stacked leaf has an entry of its own, named by
+            its number: "blocks/w/0", or "blocks/w/0/3" for layer 0 and expert 3.
+            Otherwise the layers of a leaf share an entry, whose fields are vectors.
+            Inside shard_map the layers of each device are named "blocks/w/0",
+            "blocks/w/1" and so on, from 0 on each device.
+
+        Raises:
+          ValueError: a state of several models, as under `jax.vmap`, a leaf with the
+            name of a layer of another, or rows that `jax.shard_map` joined from several
+            devices.
+        """
+        call_for_many_models = "jax.vmap(optaxclip.ClipState.by_name)(opt_state)"
+        check_one_model("by_name: the state", self, call_for_many_models)
+        memory_of_leaves, *memories_of_units = self.memory
+        memory_of_units = dict(zip(self.names.unit_leaves, memories_of_units))
+        rows = {name: getattr(self, name) for name in NormEntry._fields[:-1]}
+        entries = {}
+        for name, position in positions_of_name(self, layers, call="by_name").items():
+            values = {field: _at(row, position) for field, row in rows.items()}
+            if name in memory_of_units:
+                memory = memory_of_units[name]
+            else:
+                memory = _at(memory_of_leaves, position)
+            entries[name] = NormEntry(**values, memory=memory)
+        return entries
+
+
+class RecordState(ClipState):
+    """What `record_norm` knows after a step: a `ClipState` whose limits are inf. By
+    the type `metrics` sees that no clipper made it.
+    """
+
+    __slots__ = ()
+
+
+def state_of_rows(
+    names: Names, rows: StateRows, memory: tuple[PyTree, ...], dtype: DTypeLike
+) -> ClipState:
+    """The state with these rows, its numbers cast to a dtype. `memory` is that of the
+    state: of whole leaves, and then of the units of each leaf.
+    """
+    counts = [getattr(rows, name) for name in COUNT_ROW_NAMES]
+    numbers = [getattr(rows, name) for name in names.number_row_names]
+    if names.unit_leaves:
+        # A memory of units has a number for each unit, and a row one for each leaf.
+        memory_rows = Packed(memory, counts=[], numbers=[])
+    else:
+        row_type = jax.ShapeDtypeStruct(rows.norm.shape, dtype)
+        memory_rows = packed(memory, row_type)
+    structure = jax.tree.map(lambda _: InWindows(), memory_rows.windows)
+    numbers = [number.astype(dtype) for number in numbers + memory_rows.numbers]
+    return ClipState(
+        names._replace(windows_structure=structure),
+        counts=jnp.stack(counts + memory_rows.counts),
+        numbers=jnp.stack(numbers),
+        windows=memory_rows.windows,
+    )
+
+
+def clip_states(tree: PyTree) -> list[ClipState]:
+    """All states of clippers in the state of an optimizer."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ClipState))
+    return [leaf for leaf in leaves if isinstance(leaf, ClipState)]
+
+
+# ------------------------------------------------------------------ its entries by name
+
+
+# Where the entries of a name are in a row: an index for one norm, a slice for the
+# layers of a leaf, `...` for the norm of everything.
+Position = int | slice | EllipsisType
+
+
+def entry_counts(
+    state: ClipState, layers: bool = False, *, call: str = "update"
+) -> dict[str, int]:
+    """How many entries each name has in a row of a state, in the order of the row. With
+    `layers` each layer has a name of its own, such as "w/0/3" for layer 0 and expert 3
+    of "w".
+
+    Raises:
+      ValueError: a leaf is called "w/0", and a stack "w" has a layer 0. Or the rows of
+        several devices were joined, so that they repeat each norm for each device.
+    """
+    layers_of_name = state.names.layers_of_name
+    if state.names.is_global:
+        return dict.fromkeys(layers_of_name, 1)
+    stacks = list(filter(None, layers_of_name.values()))
+    layer_count = sum(map(len, stacks))
+    single_count = len(layers_of_name) - len(stacks)
+    # Inside shard_map a device may have a share of all layers, such as of the heads of
+    # `qk_clip`.
+    row_length = state.numbers.shape[-1]
+    layers_here = row_length - single_count
+    # If the state has one stack and nothing else, rows joined from devices are still in
+    # the order of layers. Only the names of the layers are missing.
+    is_one_stack = len(stacks) == 1 and single_count == 0
+    if layers_here > layer_count and (layers or not is_one_stack):
+        raise ValueError(
+            f"{call}: the state must have one entry for each norm, but joins the rows "
+            f"of several devices: {row_length} entries for "
+            f"{layer_count + single_count} norms. Read it inside shard_map, or give "
+            "the clipper mesh_axes=, the PartitionSpecs of the leaves, and the state "
+            "the spec P()."
+        )
+    sizes = dict.fromkeys(layers_of_name, 1)
+    for name, layers_of_leaf in layers_of_name.items():
+        if layers_of_leaf is not None:
+            # All stacks are split alike: a device has the same share of each.
+            sizes[name] = len(layers_of_leaf) * layers_here // layer_count
+    return _entry_counts_of_layers(state.names, sizes, call) if layers else sizes
+
+
+def _entry_counts_of_layers(
+    names: Names, sizes: Mapping[str, int], call: str
+) -> dict[str, int]:
+    """The entry counts with a name of its own, and the count 1, for each layer. `sizes`
+    are those of leaves.
+    """
+    sizes_of_layers: dict[str, int] = {}
+    for name, layers in names.layers_of_name.items():
+        layer_names = [name]
+        if layers is not None:
+            layer_names = [f"{name}/{layer}" for layer in [*layers][: sizes[name]]]
+        if sizes_of_layers.keys() & layer_names:
+            leaves = trees.listed(names.layers_of_name)
+            raise ValueError(
+                f"{call}: layers=True: a leaf of {leaves} has the name of a layer of "
+                "another leaf. Rename it, or use layers=False."
+            )
+        sizes_of_layers |= dict.fromkeys(layer_names, 1)
+    return sizes_of_layers
+
+
+def positions_of_name(
+    state: ClipState, layers: bool = False, *, call: str
+) -> dict[str, Position]:
+    """Where the entries of each name of `entry_counts` are in a row of a state."""
+    if state.names.is_global:
+        return dict.fromkeys(state.names.layers_of_name, ...)
+    positions: dict[str, Position] = {}
+    start = 0
+    for name, size in entry_counts(state, layers, call=call).items():
+        # With `layers` each layer is a single norm.
+        is_stack = not layers and state.names.layers_of_name[name] is not None
+        positions[name] = slice(start, start + size) if is_stack else start
+        start += size
+    return positions
+
+
+def names_here(state: ClipState) -> Names:
+    """The names of a state, with those of the layers that this device has. A state of
+    one leaf keeps the names of all its layers.
+    """
+    names = state.names
+    # Rows of one leaf that shard_map joins from devices are in the order of its layers.
+    # Of several leaves they are not, which `entry_counts` sees by the missing names.
+    if len(names.layers_of_name) == 1:
+        return names
+    layers_of_name = dict(names.layers_of_name)
+    for name, size in entry_counts(state).items():
+        layers = names.layers_of_name[name]
+        if layers is not None:
+            layers_of_name[name] = dict.fromkeys([*layers][:size])
+    # The same object, which `Names.__eq__` compares first.
+    if layers_of_name == names.layers_of_name:
+        return names
+    return names._replace(layers_of_name=layers_of_name)
+
+
+def _at(rows: PyTree, position: Position) -> PyTree:
+    """The tree of rows, with the entries at a position in the place of each row."""
+    return jax.tree.map(lambda row: row[position], rows)
+
+
+# ----------------------------------------------------------------------- a state in JAX
+
+
+def state_of_placeholder() -> ClipState:
+    """The state for `optax.tree_map_params`, which calls `init` without parameters: one
+    leaf for each field, and open names.
+    """
+    return ClipState(OpenNames(), jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
 
 
 class OpenNames:
@@ -140,9 +459,9 @@ class OpenNames:
         return 0
 
 
-def _spread(windows: PyTree, names: Names) -> PyTree:
-    """The windows of a state that `optax.tree_map_params` made: one sharding for all of
-    them becomes one for each.
+def _one_for_each_window(windows: PyTree, names: Names) -> PyTree:
+    """The windows of a state that `optax.tree_map_params` made. It maps all windows as
+    one leaf, such as to one sharding, which is repeated here for each window.
     """
     if type(windows) is tuple or names.windows_structure is None:
         return windows
@@ -151,307 +470,6 @@ def _spread(windows: PyTree, names: Names) -> PyTree:
         names.windows_structure,
         is_leaf=is_mark,
     )
-
-
-# ---------------------------------------------------------------------------- the state
-
-
-class NormEntry(NamedTuple):
-    """What a state knows of one norm, or of the layers of a stacked leaf."""
-
-    norm: Array
-    limit: Array
-    factor: Array
-    clipped: Array
-    clipped_recently: Array
-    nonfinite: Array
-    units_clipped: Any
-    memory: PyTree
-
-
-class _Fields(NamedTuple):
-    names: Any
-    counts: Any
-    numbers: Any
-    windows: Any = ()
-
-
-def _row(name: str) -> property:
-    """The property that shows a row of a state."""
-
-    def row(state: "ClipState") -> Any:
-        if name in COUNT_NAMES:
-            array = state.counts
-            index = COUNT_NAMES.index(name)
-        else:
-            array = state.numbers
-            index = NUMBER_NAMES.index(name)
-        return array[..., index] if state.names.is_global else array[..., index, :]
-
-    return property(row)
-
-
-class ClipState(_Fields):
-    """What a clipper knows after a step.
-
-    Its numbers are the rows of two arrays, which properties show by name. A row has an
-    entry for each norm: shape [N], or [] for one norm of everything. Each layer of a
-    stacked leaf is a norm. Of the units of a leaf the state keeps a summary: norm,
-    limit and factor are those of the unit that is furthest above its limit.
-    `metrics(state)` and `state.by_name()` give the entries by name.
-
-    Attributes:
-      names: of the norms. They are no leaves.
-      counts: int32[rows, N], or int32[rows]: `step`, `clipped`, `nonfinite`, and then
-        what the rule counts.
-      numbers: float32[rows, N], or float32[rows] (float64 where a leaf has 64 bits):
-        `norm`, `limit`, `factor`, `clipped_recently`, in a clipper of units
-        `units_clipped`, and then numbers that the rule remembers.
-      windows: the larger arrays of the rule's memory, such as the last 100 norms. Its
-        numbers for each norm are rows of the arrays above.
-      step: int32[]: updates seen.
-      clipped: int32[N]: finite steps that changed the updates. Of units, steps in which
-        one was changed at least.
-      clipped_recently: float[N]: the share of clipped steps among about the last 100.
-        Of units, the mean of `units_clipped`.
-      nonfinite: int32[N]: steps whose norm was NaN or inf, or whose limit was NaN.
-      memory: what the rule remembers of the norms of whole leaves, arrays [N, ...], and
-        then of the units of each leaf: a tuple.
-      norm: float[N]: before clipping, in the last step.
-      limit: float[N]: what the norm was held against.
-      factor: float[N]: what the updates were multiplied by. 1 where nothing was done, 0
-        only where they were made 0. Within the normal numbers of its dtype.
-      units_clipped: float[N]: the share of the units of each leaf that the last step
-        changed. () in clippers without units.
-    """
-
-    __slots__ = ()
-
-    def __new__(cls, names: Any, counts: Any, numbers: Any, windows: Any = ()) -> Self:
-        if isinstance(names, OpenNames) and names.noted is not None:
-            names = names.noted
-            windows = _spread(windows, names)
-        return super().__new__(cls, names, counts, numbers, windows)
-
-    clipped = _row("clipped")
-    nonfinite = _row("nonfinite")
-    norm = _row("norm")
-    limit = _row("limit")
-    factor = _row("factor")
-    clipped_recently = _row("clipped_recently")
-
-    _steps = _row("step")
-    _units_clipped = _row("units_clipped")
-
-    @property
-    def step(self) -> Any:
-        # All norms have the same.
-        return self._steps if self.names.is_global else self._steps[..., 0]
-
-    @property
-    def units_clipped(self) -> Any:
-        return self._units_clipped if self.names.unit_leaves else ()
-
-    @property
-    def memory(self) -> tuple[PyTree, ...]:
-        is_global = self.names.is_global
-        return unpacked(
-            self.windows,
-            counts=rows_from(self.counts, len(COUNT_NAMES), is_global),
-            numbers=rows_from(self.numbers, len(self.names.number_names), is_global),
-        )
-
-    def __repr__(self) -> str:
-        is_closed = isinstance(self.names, Names)
-        names = [*self.names.layers_of_name] if is_closed else self.names
-        # `jax.tree.map` may leave scalars in the place of the arrays.
-        arrays = self.counts, self.numbers
-        if is_closed and all(has_numbers(array) and array.ndim for array in arrays):
-            rows = (*COUNT_NAMES, *self.names.number_names, "memory")
-        else:
-            rows = ("counts", "numbers", "windows")
-        fields = {name: getattr(self, name) for name in rows}
-        return call_repr(type(self).__name__, {**fields, "names": names})
-
-    def by_name(self, *, layers: bool = False) -> dict[str, NormEntry]:
-        """Returns what the state knows of each norm: its own `norm`, `limit`, `factor`,
-        `clipped`, `clipped_recently`, `nonfinite`, `units_clipped` and `memory`.
-
-        The name of a tensor is its path ("blocks/0/w"), that of a group its label, and
-        that of the norm of everything is "".
-
-        Args:
-          layers: whether each layer of a stacked leaf has an entry of its own, named by
-            its number: "blocks/w/0", or "blocks/w/0/3" for layer 0 and expert 3.
-            Otherwise the layers of a leaf share one, of vectors. Inside shard_map each
-            device names its layers as the first ones are named: "blocks/w/0" and so on.
-
-        Raises:
-          ValueError: a state of several models, as under `jax.vmap`, a leaf with the
-            name of a layer of another, or rows that `jax.shard_map` joined from several
-            devices.
-        """
-        mapped = "jax.vmap(optaxclip.ClipState.by_name)(opt_state)"
-        check_one_model("by_name: the state", self, mapped)
-        memory_of_leaves, *memories_of_units = self.memory
-        memory_of_units = dict(zip(self.names.unit_leaves, memories_of_units))
-        rows = {name: getattr(self, name) for name in NormEntry._fields[:-1]}
-        entries = {}
-        for name, position in positions_of_name(self, layers, call="by_name").items():
-            values = {field: _at(row, position) for field, row in rows.items()}
-            if name in memory_of_units:
-                memory = memory_of_units[name]
-            else:
-                memory = _at(memory_of_leaves, position)
-            entries[name] = NormEntry(**values, memory=memory)
-        return entries
-
-
-class RecordState(ClipState):
-    """What `record_norm` knows after a step: a `ClipState` whose limits are inf. By its
-    type `metrics` tells it from the state of a clipper.
-    """
-
-    __slots__ = ()
-
-
-def state_of_rows(
-    names: Names, rows: StateRows, memory: tuple[PyTree, ...], dtype: DTypeLike
-) -> ClipState:
-    """The state made of rows, with its numbers cast to a dtype, and of what its rule
-    remembers of the norms of whole leaves, and then of the units of each leaf.
-    """
-    counts = [getattr(rows, name) for name in COUNT_NAMES]
-    numbers = [getattr(rows, name) for name in names.number_names]
-    if names.unit_leaves:
-        # A memory of units has arrays of other lengths, of which none is a row.
-        memory_rows = Packed(memory, counts=[], numbers=[])
-    else:
-        row_type = jax.ShapeDtypeStruct(rows.norm.shape, dtype)
-        memory_rows = packed(memory, row_type)
-    structure = jax.tree.map(lambda _: InWindows(), memory_rows.windows)
-    numbers = [number.astype(dtype) for number in numbers + memory_rows.numbers]
-    return ClipState(
-        names._replace(windows_structure=structure),
-        counts=jnp.stack(counts + memory_rows.counts),
-        numbers=jnp.stack(numbers),
-        windows=memory_rows.windows,
-    )
-
-
-def state_of_placeholder() -> ClipState:
-    """A state with one leaf for each field, for `optax.tree_map_params`."""
-    return ClipState(OpenNames(), jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
-
-
-def clip_states(tree: PyTree) -> list[ClipState]:
-    """All states of clippers in the state of an optimizer."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ClipState))
-    return [leaf for leaf in leaves if isinstance(leaf, ClipState)]
-
-
-# ------------------------------------------------------------------ its entries by name
-
-
-# Where the entries of a name are in a row: one norm, the layers of a leaf, everything.
-Position = int | slice | EllipsisType
-
-
-def sizes_of(
-    state: ClipState, layers: bool = False, *, call: str = "update"
-) -> dict[str, int]:
-    """How many entries each name has in a row of a state, in order. With `layers` each
-    layer has a name of its own, such as "w/0/3" for layer 0 and expert 3 of "w".
-
-    Raises:
-      ValueError: a leaf is called "w/0", and a stack "w" has a layer 0. Or the rows of
-        several devices were joined, which have an entry of each norm from each device.
-    """
-    layers_of_name = state.names.layers_of_name
-    if state.names.is_global:
-        return dict.fromkeys(layers_of_name, 1)
-    stacks = list(filter(None, layers_of_name.values()))
-    layer_count = sum(map(len, stacks))
-    single_count = len(layers_of_name) - len(stacks)
-    # Inside shard_map a device may have a share of all layers, such as of the heads of
-    # `qk_clip`.
-    entry_count = state.numbers.shape[-1]
-    layers_here = entry_count - single_count
-    # The layers of one stack alone are in order on all devices together.
-    is_one_stack = len(stacks) == 1 and single_count == 0
-    if layers_here > layer_count and (layers or not is_one_stack):
-        raise ValueError(
-            f"{call}: the state must have one entry for each norm, but joins the rows "
-            f"of several devices: {entry_count} entries for "
-            f"{layer_count + single_count} norms. Read it inside shard_map, or give "
-            "the clipper mesh_axes=, the PartitionSpecs of the leaves, and the state "
-            "the spec P()."
-        )
-    sizes = dict.fromkeys(layers_of_name, 1)
-    for name, layers_of_leaf in layers_of_name.items():
-        if layers_of_leaf is not None:
-            sizes[name] = len(layers_of_leaf) * layers_here // layer_count
-    return _sizes_of_layers(state.names, sizes, call) if layers else sizes
-
-
-def _sizes_of_layers(
-    names: Names, sizes: Mapping[str, int], call: str
-) -> dict[str, int]:
-    """The sizes of leaves, with a name and the size 1 for each layer."""
-    sizes_of_layers: dict[str, int] = {}
-    for name, layers in names.layers_of_name.items():
-        layer_names = [name]
-        if layers is not None:
-            layer_names = [f"{name}/{layer}" for layer in [*layers][: sizes[name]]]
-        if sizes_of_layers.keys() & layer_names:
-            leaves = trees.listed(names.layers_of_name)
-            raise ValueError(
-                f"{call}: layers=True: a leaf of {leaves} has the name of a layer of "
-                "another leaf. Rename it, or use layers=False."
-            )
-        sizes_of_layers |= dict.fromkeys(layer_names, 1)
-    return sizes_of_layers
-
-
-def positions_of_name(
-    state: ClipState, layers: bool = False, *, call: str
-) -> dict[str, Position]:
-    """Where the entries of each name of `sizes_of` are in a row of a state."""
-    if state.names.is_global:
-        return dict.fromkeys(state.names.layers_of_name, ...)
-    positions: dict[str, Position] = {}
-    start = 0
-    for name, size in sizes_of(state, layers, call=call).items():
-        # With `layers` each layer is a single norm.
-        is_stack = not layers and state.names.layers_of_name[name] is not None
-        positions[name] = slice(start, start + size) if is_stack else start
-        start += size
-    return positions
-
-
-def names_here(state: ClipState) -> Names:
-    """The names of a state, with those of the layers that this device has."""
-    names = state.names
-    # One leaf keeps the names of all layers, which have one order on all devices.
-    if len(names.layers_of_name) == 1:
-        return names
-    layers_of_name = dict(names.layers_of_name)
-    for name, size in sizes_of(state).items():
-        layers = names.layers_of_name[name]
-        if layers is not None:
-            layers_of_name[name] = dict.fromkeys([*layers][:size])
-    # States of a run share the object, see `Names.__eq__`.
-    if layers_of_name == names.layers_of_name:
-        return names
-    return names._replace(layers_of_name=layers_of_name)
-
-
-def _at(rows: PyTree, position: Position) -> PyTree:
-    """The entries at a position of some rows."""
-    return jax.tree.map(lambda row: row[position], rows)
-
-
-# ----------------------------------------------------------------------- a state in JAX
 
 
 def _names_to_json(static_fields: tuple[Names]) -> bytes:
@@ -466,7 +484,8 @@ def _names_from_json(text: bytes) -> tuple[Names]:
 
 
 # JAX compares two dataclass nodes by their fields and `names`, and not by their types.
-# So clippers and recorders list their fields in different orders.
+# So clippers and recorders list their fields in different orders: their structures
+# differ, and JAX does not take the state of a recorder for that of a clipper.
 DATA_FIELDS = {
     ClipState: ["counts", "numbers", "windows"],
     RecordState: ["windows", "counts", "numbers"],

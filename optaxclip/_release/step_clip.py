@@ -70,7 +70,7 @@ class StepClip(NamedTuple):
             is_limited, norm_after, self._without_inf_of_rule(budget.limit)
         )
         state = self._next_state(global_norm(budget.norms), limit)
-        row = state.names.number_names.index("limit")
+        row = state.names.number_row_names.index("limit")
         numbers = state.numbers.at[row].set(budget.limit)
         return state._replace(numbers=numbers)
 

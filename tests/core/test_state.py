@@ -215,6 +215,17 @@ def test_layers_of_a_leaf_have_entries_of_their_own():
     assert found["w/1/2"].memory.past.shape == (4,)
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 4, 4), (3, 1, 4, 4), (1, 1, 4, 4)])
+@pytest.mark.parametrize(
+    "make", [optaxclip.clip_by_tensor_norm, optaxclip.clip_by_spectral_norm]
+)
+def test_a_single_layer_and_a_single_expert_have_their_number(make, shape):
+    state = make(1.0, stacked=2).init({"w": jnp.ones(shape)})
+    layers, experts = shape[:2]
+    wanted = [f"w/{i}/{j}" for i in range(layers) for j in range(experts)]
+    assert list(state.by_name(layers=True)) == wanted
+
+
 SINGLE = [
     (optaxclip.clip_by_tensor_norm(1.0), [3.0], ()),
     (optaxclip.clip_by_tensor_norm(1.0, stacked=1), [[3.0]], (1,)),
