@@ -128,7 +128,8 @@ def _unzipped(data: bytes, notes: Notes) -> bytes:
     while data:
         member = zlib.decompressobj(wbits=31)  # 31 stands for gzip.
         content += member.decompress(data)
-        data = member.unused_data
+        # A crash of the machine may leave zeros behind it.
+        data = member.unused_data.lstrip(b"\0")
         if not member.eof:
             notes.append("The gzip file is cut off, and read up to there.")
     return content
@@ -324,14 +325,21 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     reader = csv.reader(
         text.splitlines(keepends=True), delimiter=delimiter, skipinitialspace=True
     )
-    lines = [line for line in reader if line]
+    try:
+        lines = [line for line in reader if line]
+    except csv.Error:
+        # In other text a quote may never close. All that follows it is then one cell,
+        # which is too large for the reader.
+        return []
     if not lines:
         return []
     names = [name.strip() for name in lines.pop(0)]
+    # In ",0" pandas leaves out the name of the index, and calls a series 0.
+    has_header = not names[0] or not _has_number(names)
     rows = [dict(zip(names, line)) for line in lines if len(line) == len(names)]
     rows_with_numbers = sum(_has_number(row.values()) for row in rows)
     # Most lines of a text that is no table have no number.
-    if 2 * rows_with_numbers < len(lines) or _has_number(names):
+    if 2 * rows_with_numbers < len(lines) or not has_header:
         return []
     left_out = len(lines) - len(rows)
     if left_out:
@@ -345,14 +353,16 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
 
 
 def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
-    regex = None
-    with suppress(re.error):
+    expected = (
+        "pattern must be a regular expression with a group for each column, such as "
+        f"'norm: (?P<grad_norm>\\S+)', got {pattern!r}."
+    )
+    try:
         regex = re.compile(pattern)
-    if regex is None or not regex.groups:
-        raise ValueError(
-            "pattern must be a regular expression with a group for each column, such "
-            f"as 'norm: (?P<grad_norm>\\S+)', got {pattern!r}."
-        )
+    except re.error as error:
+        raise ValueError(f"{expected} Python says: {error}.") from None
+    if not regex.groups:
+        raise ValueError(expected)
     rows: list[Row] = []
     for line in text.splitlines():
         row: dict[str, object] = {}
@@ -701,11 +711,12 @@ def _is_other_norm(name: str, log: Log) -> bool:
     worst_index = log.columns.get(f"{prefix}worst_index")
     if worst_index is not None and worst_index.values.any():
         return True
-    # In clip/norm_before, "clip" is the name of a clipper.
+    # In Loss/grad_norm, "Loss" is a group of TensorBoard. In clip/norm_before, "clip"
+    # is the name of a clipper.
     words = re.sub(
         r"clip( \d+)?(?=( .*)? norm before)|\b(before|pre) clip(ping)?\b",
         "",
-        _words_of(name),
+        _words_of(re.sub("(?i)(?<![^/ ])loss/", "", name)),
     )
     return OTHER_WORDS.search(words) is not None
 

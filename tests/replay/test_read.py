@@ -54,6 +54,10 @@ FORMS = [
     # A run that went on after a crash of the machine.
     b"step,grad_norm\n0,1.5\n" + 512 * b"\0" + b"1,2.5\n",
     gzip.compress(b"norm\n1.5\n", mtime=0) + gzip.compress(b"2.5\n", mtime=0),
+    # A crash leaves zeros behind a gzip file too.
+    gzip.compress(b"norm\n1.5\n2.5\n", mtime=0) + 512 * b"\0",
+    # A quote that is not closed.
+    'run "a\n' + 9_000 * "{'epoch': 3}\n" + "{'norm': 1.5}\n{'norm': 2.5}",
 ]
 
 
@@ -99,7 +103,7 @@ WRONG = [
         "there is no number in it. It has 1 rows with 'grad_norm'. A log has a row",
     ),
     ("1.5\n2.5\n", TEXT),
-    ('the log\n"' + 200_000 * "x", "field larger than field limit"),
+    ('the log\n"' + 200_000 * "x", TEXT),
     ("step,grad_norm\n0,1.5\n".encode("utf-16"), f"{BINARY}.* text as UTF-8"),
     (b"\x89PNG\r\n\x1a\n\x00\xff", BINARY),
     (bytes(range(256)) * 4, BINARY),
@@ -357,6 +361,8 @@ SUREST = [
     # A run of W&B may be called like a setting.
     ("clip max 0.5 - grad_norm,loss", "clip max 0.5 - grad_norm"),
     ("record/a/norm,skip/a/norm", "record/a/norm"),
+    # A group of TensorBoard.
+    ("Loss/train,Loss/grad_norm", "Loss/grad_norm"),
 ]
 
 
@@ -434,6 +440,10 @@ def test_a_hundred_columns_are_not_all_listed(tmp_path):
     names = ",".join(f"clip/norm_before/{i}" for i in range(100))
     with pytest.raises(ValueError, match="'clip/norm_before/11' and 88 more"):
         read(tmp_path, f"{names}\n{'1,' * 99}1\n")
+
+
+def test_a_series_of_pandas_has_the_name_0(tmp_path):
+    assert read(tmp_path, ",0\n0,1.5\n1,0.5\n", "0").tolist() == [1.5, 0.5]
 
 
 def test_nested_objects_are_columns(tmp_path):
