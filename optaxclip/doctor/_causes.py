@@ -455,7 +455,8 @@ def _notes(run: signals.Run) -> list[str]:
     """What the log does not show, how columns were read, and the largest norms."""
     notes: list[str] = []
     # The smallest distance, since some columns are logged more rarely than others.
-    distance = min(distance_of_steps(column) for column in run.looked_at)
+    columns = [column for column in run.looked_at if len(column.steps) > 1]
+    distance = min(map(distance_of_steps, columns), default=1)
     if distance > 1:
         notes.append(
             f"The rows are {distance} steps apart. What happened between is not seen "

@@ -1,7 +1,7 @@
 """The numbers of a log that the rules of the doctor read."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -223,10 +223,17 @@ def _norms_of_groups(tensors: Sequence[Column]) -> list[Column]:
     # The norm of a single group is the norm of all tensors.
     if len(groups) == 1:
         return []
-    norms = [total_of(name, columns) for name, columns in groups.items()]
-    # A norm of 0 marks an expert without tokens. In other steps it gets far more than
-    # usual, which is no bad batch.
-    return [norm for norm in norms if np.all(norm.values != 0)]
+    norms: list[Column] = []
+    for name, columns in groups.items():
+        norm = total_of(name, columns)
+        # Before a head or a factor of LoRA that begins at 0, the first gradient is 0.
+        has_begun = np.logical_or.accumulate(norm.values != 0)
+        norm = rows_kept(norm, has_begun)
+        # A later norm of 0 marks an expert without tokens. In other steps it gets far
+        # more than usual, which is no bad batch.
+        if norm.values.all():
+            norms.append(norm)
+    return norms
 
 
 def _one_by_one(columns: Sequence[Column]) -> RuleInputs:
@@ -314,9 +321,24 @@ def _recorders_of(log: Log) -> list[Recorder]:
             reading = max(readings, key=lambda reading: len(signs[reading.recorder]))
             empty = Recorder(reading.recorder, defaultdict(dict))
             recorder = recorders.setdefault(reading.recorder, empty)
-            renamed = column._replace(name=reading.tensor or reading.recorder)
-            recorder.columns[reading.sign][reading.tensor] = renamed
+            recorder.columns[reading.sign][reading.tensor] = column
+    # Tensors of two optimizers may have the same names.
+    numbers = Counter(recorder.is_of_updates for recorder in recorders.values())
+    for recorder in recorders.values():
+        is_alone = numbers[recorder.is_of_updates] == 1
+        _rename_columns(recorder, is_alone)
     return list(recorders.values())
+
+
+def _rename_columns(recorder: Recorder, is_alone: bool) -> None:
+    """Names columns after their tensors, and the summary after the recorder. If there
+    are several recorders of updates, or of gradients, their names stand in front.
+    """
+    prefix = "" if is_alone else f"{recorder.name}/"
+    for table in recorder.columns.values():
+        for tensor, column in table.items():
+            name = f"{prefix}{tensor}" if tensor else recorder.name
+            table[tensor] = column._replace(name=name)
 
 
 def _readings(name: str) -> Iterator[Reading]:

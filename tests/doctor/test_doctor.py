@@ -210,6 +210,13 @@ def test_a_group_that_some_steps_leave_out_has_no_spikes():
     assert causes_of(rows) == [("bad batch", 31)]
 
 
+def test_a_group_that_begins_at_0_has_spikes():
+    """As factor A of LoRA, because B is 0 in the first step."""
+    norms = changed(calm(), {0: 0.0, 31: 30.0})
+    rows = rows_of(health__norm__A=norms, health__norm__B=100 * calm())
+    assert causes_of(rows) == [("bad batch", 31)]
+
+
 def test_norms_of_all_tensors_are_judged_together():
     """A change of scale is one of the whole gradient."""
     names = [f"clip__norm_before__{number}" for number in range(3)]
@@ -263,6 +270,22 @@ def test_a_recorder_of_a_resumed_run_is_said_to_be_resumed():
     # Once for all columns.
     note, _ = examine([row | {"loss": 1.0} for row in rows]).notes
     assert note.startswith("'loss', 'health': Steps 30 to 39 come twice")
+
+
+def test_tensors_of_two_recorders_are_told_apart():
+    names = "health/norm/w", "health_2/norm/w"
+    rows = [dict.fromkeys(names, norm) for norm in calm(40)]
+    for row in rows[20:]:
+        row["health_2/norm/w"] = 0.0
+    (finding,) = diagnose(rows)
+    assert finding.first_steps == {"health_2/w": 20}
+
+
+def test_a_column_of_one_row_says_nothing_of_the_others():
+    rows = rows_of(step=range(0, 600, 10), grad_norm=calm())
+    rows[30]["attention_logit"] = 3.0
+    note, _ = examine(rows).notes
+    assert note.startswith("The rows are 10 steps apart.")
 
 
 def test_a_loss_that_is_logged_rarely_hides_no_rows():
