@@ -237,9 +237,9 @@ def _recording(metrics: dict[str, float]) -> Recording:
 
     The norm is NaN where the state has none.
     """
-    # Metrics of these states have the norm of the whole gradient. The recorder comes
-    # last: behind a clipper it has the norm of clipped gradients.
-    prefixes = ["skip", "spike", "clip", "record"]
+    # States with the norm of the whole gradient. Of record_spikes and a clipper the
+    # first one in the chain counts, because the other one may see clipped gradients.
+    prefixes = ["skip"]
     numbers = {}
     for name, number in metrics.items():
         # NaN counts as inf: neither is within a limit. A limit that is NaN is none.
@@ -250,6 +250,9 @@ def _recording(metrics: dict[str, float]) -> Recording:
         # because its norm is of one part of the gradient.
         if metric == "skipped" and number:
             prefixes.insert(0, prefix)
+        if name in ("spike/norm", "clip/norm_before"):
+            prefixes.append(prefix)
+    prefixes.append("record")
     for prefix in prefixes:
         norm = numbers.get(f"{prefix}/norm", numbers.get(f"{prefix}/norm_before"))
         limit = numbers.get(f"{prefix}/limit", math.inf)
@@ -326,12 +329,16 @@ def _examples(replay: Replay, params: PyTree, batch: PyTree, length: int) -> Exa
     # A mean over weights is 0 / 0 for padding, whose weights are 0. With other examples
     # it is finite.
     is_finite = np.isfinite(values)
-    for rows in microbatches:
-        if not is_finite[rows].any():
-            with_others = is_finite.copy()
-            with_others[rows] = True
-            if math.isfinite(value_of(with_others)):
-                values[rows] = 0.0
+    broken = [rows for rows in microbatches if not is_finite[rows].any()]
+    # One replay of the whole batch may show this for all of them.
+    if broken and math.isfinite(value_of(slice(None))):
+        values[~is_finite] = 0.0
+        broken = []
+    for rows in broken:
+        with_others = is_finite.copy()
+        with_others[rows] = True
+        if math.isfinite(value_of(with_others)):
+            values[rows] = 0.0
     # Masked examples have no gradient.
     nonzero_values = values[values != 0]
     median = median_low(nonzero_values) if nonzero_values.size else math.nan
