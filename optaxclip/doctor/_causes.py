@@ -7,16 +7,16 @@ from typing import NamedTuple
 import numpy as np
 
 from .._checks import shown
-from .._logs import (
+from .._logs.columns import (
     Column,
     Log,
     distance_of_steps,
     in_common,
     listed,
     log_of,
-    read_log,
     rows_kept,
 )
+from .._logs.files import read_log
 from . import _rules as rules
 from . import _signals as signals
 
@@ -49,6 +49,34 @@ class Finding(NamedTuple):
     page: str
     advice: str
     first_steps: dict[str, int]
+
+
+class Hit(NamedTuple):
+    """A row that shows a cause."""
+
+    name: str  # of the column or tensor
+    step: int
+    value: float
+
+
+class Report(NamedTuple):
+    """What was found in a log, and what was not looked for.
+
+    Attributes:
+      findings: a `Finding` for each cause: what broke, the earliest first, and then how
+        the log or the optimizer is set up.
+      looked_at: the columns and recorders that were read, and how many rows each has.
+      not_judged: what the log lacks, columns or rows, and the names of the causes that
+        need it.
+      notes: sentences. What the reader left out or decided, how many steps look like
+        overflows of a loss scale, how large the largest norm is beside the median, and
+        whether recorders need names.
+    """
+
+    findings: list[Finding]
+    looked_at: list[str]
+    not_judged: dict[str, list[str]]
+    notes: list[str]
 
 
 class Cause(NamedTuple):
@@ -280,26 +308,6 @@ CAUSES = (
 )
 
 
-class Report(NamedTuple):
-    """What was found in a log, and what was not looked for.
-
-    Attributes:
-      findings: a `Finding` for each cause: what broke, the earliest first, and then how
-        the log or the optimizer is set up.
-      looked_at: the columns and recorders that were read, and how many rows each has.
-      not_judged: what the log lacks, columns or rows, and the names of the causes that
-        need it.
-      notes: sentences. What the reader left out or decided, how many steps look like
-        overflows of a loss scale, how large the largest norm is beside the median, and
-        whether recorders need names.
-    """
-
-    findings: list[Finding]
-    looked_at: list[str]
-    not_judged: dict[str, list[str]]
-    notes: list[str]
-
-
 def diagnose(
     log: str | Path | Iterable[Mapping[str, object]],
     *,
@@ -520,14 +528,6 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
                 f"data nor objective changed, it diverges. See {AT_ONE_STEP}"
             )
     return notes
-
-
-class Hit(NamedTuple):
-    """A row that shows a cause."""
-
-    name: str  # of the column or tensor
-    step: int
-    value: float
 
 
 def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:

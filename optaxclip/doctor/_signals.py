@@ -1,5 +1,7 @@
 """The numbers of a log that the rules of the doctor read."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -8,17 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._logs import (
-    TENSOR_PATTERN,
-    Column,
-    Log,
-    columns_named,
-    in_common,
-    listed,
-    losses_of,
-    norms_of,
-    rows_kept,
-)
+from .._logs.columns import Column, Log, in_common, listed, rows_kept
+from .._logs.norms import TENSOR_PATTERN, columns_named, losses_of, norms_of
 
 # What a rule needs. A report prints these sentences, and they are the keys of
 # `Run.columns`.
@@ -41,19 +34,6 @@ DEAD_ROWS = "record_health() in front of the optimizer, with embeddings="
 NEEDS_OF_RECORDER = {UPDATES, ROUNDING, WEIGHTS, GRADIENTS, SUBNORMALS, DEAD_ROWS}
 ANY_RECORDER = "record_health() in the optimizer, see docs/doctor.md (Record)"
 
-# What `record_health` calls its numbers: "ratio" in health/updates/ratio/blocks/w.
-SIGNS = {
-    "norm",
-    "weight_norm",
-    "ratio",
-    "rounding",
-    "zeros",
-    "subnormals",
-    "nonfinite",
-    "dead_rows",
-}
-# The part "health_2" of such a name. W&B may write a run in front: "sun-7 - health".
-HEALTH_SEGMENT = re.compile(r"(.*[. ])?health(_\d+)?")
 # "train/clip/outer/norm_before" of a clipper, and "train/skip_2/norm" of a skip.
 NORM_OF_CLIP = re.compile(r"((.*[/. ])?clip(_\d+)?/(.*/)?)norm_before")
 NORM_OF_SKIP = re.compile(r"((.*[/. ])?(skip|spike)(_\d+)?/(.*/)?)norm")
@@ -69,56 +49,6 @@ MOST_OVERFLOWS = 0.1  # the share of rows with inf that a dynamic loss scale exp
 
 # The arguments of a rule for each of its calls, such as one call for each tensor.
 RuleInputs = list[tuple[Column, ...]]
-
-
-class Recorder(NamedTuple):
-    """The columns of one `record_health`."""
-
-    name: str  # such as health/updates
-    # By sign and tensor. The summary of all tensors is the tensor "".
-    columns: defaultdict[str, dict[str, Column]]
-
-    @property
-    def is_of_updates(self) -> bool:
-        """Whether its name says so, without what a logger puts in front."""
-        _, _, name = self.name.partition("health")
-        return "update" in name.lower()
-
-    def of_tensors(self, *signs: str) -> RuleInputs:
-        """The columns of these signs: of each tensor, or of the summary of all."""
-        tables = [self.columns[sign] for sign in signs]
-        tensors = set(tables[0]).intersection(*tables)
-        # The summary repeats what the tensors show.
-        if len(tensors) > 1:
-            tensors.discard("")
-        return [tuple(table[tensor] for table in tables) for tensor in sorted(tensors)]
-
-    def subnormals(self) -> RuleInputs:
-        """For each tensor the share of subnormal elements, and the share of zeros."""
-        # In a summary the largest share of each may come from two different tensors.
-        if set(self.columns["subnormals"]) == {""}:
-            return self.of_tensors("subnormals")
-        return self.of_tensors("subnormals", "zeros")
-
-    def norm_of_all(self, sign: str) -> list[Column]:
-        """A list of one column: the norm of all tensors together, or if there is a
-        summary the largest norm of a tensor. Empty if the sign was not recorded.
-        """
-        table = self.columns[sign]
-        if "" in table:
-            return [table[""]]
-        return [total_of(self.name, list(table.values()))] if table else []
-
-
-def total_of(name: str, norms: Sequence[Column]) -> Column:
-    """The norm of several tensors together, in the steps that have all."""
-    steps, numbers = in_common(norms)
-    root_of_squares = np.sqrt(np.sum(numbers**2, axis=0))
-    # Tensors are logged together, so notes on one of them hold for all.
-    return Column(name, steps, root_of_squares, norms[0].notes)
-
-
-# ------------------------------------------------------------------------------- a log
 
 
 class Run(NamedTuple):
@@ -207,6 +137,14 @@ def _without_logits(log: Log, logits: Sequence[Column]) -> Log:
     return log._replace(columns=columns)
 
 
+def total_of(name: str, norms: Sequence[Column]) -> Column:
+    """The norm of several tensors together, in the steps that have all."""
+    steps, numbers = in_common(norms)
+    root_of_squares = np.sqrt(np.sum(numbers**2, axis=0))
+    # Tensors are logged together, so notes on one of them hold for all.
+    return Column(name, steps, root_of_squares, norms[0].notes)
+
+
 def _norms_of_groups(tensors: Sequence[Column]) -> list[Column]:
     """The norm of each group of tensors: actor/w and actor/b are the group actor. A
     group is named up to the first part that differs between tensors.
@@ -264,6 +202,60 @@ def _with_limits(log: Log, pattern: re.Pattern[str]) -> RuleInputs:
 
 
 # --------------------------------------------------------------------------- recorders
+
+
+# What `record_health` calls its numbers: "ratio" in health/updates/ratio/blocks/w.
+SIGNS = {
+    "norm",
+    "weight_norm",
+    "ratio",
+    "rounding",
+    "zeros",
+    "subnormals",
+    "nonfinite",
+    "dead_rows",
+}
+# The part "health_2" of such a name. W&B may write a run in front: "sun-7 - health".
+HEALTH_SEGMENT = re.compile(r"(.*[. ])?health(_\d+)?")
+
+
+class Recorder(NamedTuple):
+    """The columns of one `record_health`."""
+
+    name: str  # such as health/updates
+    # By sign and tensor. The summary of all tensors is the tensor "".
+    columns: defaultdict[str, dict[str, Column]]
+
+    @property
+    def is_of_updates(self) -> bool:
+        """Whether its name says so, without what a logger puts in front."""
+        _, _, name = self.name.partition("health")
+        return "update" in name.lower()
+
+    def of_tensors(self, *signs: str) -> RuleInputs:
+        """The columns of these signs: of each tensor, or of the summary of all."""
+        tables = [self.columns[sign] for sign in signs]
+        tensors = set(tables[0]).intersection(*tables)
+        # The summary repeats what the tensors show.
+        if len(tensors) > 1:
+            tensors.discard("")
+        return [tuple(table[tensor] for table in tables) for tensor in sorted(tensors)]
+
+    def subnormals(self) -> RuleInputs:
+        """For each tensor the share of subnormal elements, and the share of zeros."""
+        # In a summary the largest share of each may come from two different tensors.
+        if set(self.columns["subnormals"]) == {""}:
+            return self.of_tensors("subnormals")
+        return self.of_tensors("subnormals", "zeros")
+
+    def norm_of_all(self, sign: str) -> list[Column]:
+        """A list of one column: the norm of all tensors together, or if there is a
+        summary the largest norm of a tensor. Empty if the sign was not recorded.
+        """
+        table = self.columns[sign]
+        if "" in table:
+            return [table[""]]
+        return [total_of(self.name, list(table.values()))] if table else []
 
 
 class Recorded(NamedTuple):

@@ -8,15 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .._logs import (
-    Column,
-    Log,
-    clipped_share,
-    columns_named,
-    distance_of_steps,
-    in_common,
-    read_log,
-)
+from .._logs.after_clip import clipped_share
+from .._logs.columns import Column, Log, distance_of_steps, in_common
+from .._logs.files import read_log
+from .._logs.norms import columns_named
 from . import plot_history, run
 from ._batch import norm_ratio
 from ._choice import USUAL_LIMIT, Choice, choice_of, percent

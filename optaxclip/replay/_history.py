@@ -5,15 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .._logs import (
-    TENSOR_PATTERN,
-    Column,
-    Log,
-    columns_named,
-    listed,
-    norms_of,
-    read_log,
-)
+from .._logs.columns import Column, Log, listed
+from .._logs.files import read_log
+from .._logs.norms import TENSOR_PATTERN, columns_named, norms_of
 
 # How to get a norm into a log, for errors.
 ADVICE = (

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip._logs import log_of
+from optaxclip._logs.columns import log_of
 from optaxclip.doctor import diagnose, examine
 from optaxclip.doctor.__main__ import main
 from optaxclip.doctor._causes import CAUSES

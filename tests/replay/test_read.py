@@ -9,7 +9,8 @@ import zipfile
 import numpy as np
 import pytest
 
-from optaxclip import _logs
+from optaxclip._logs.files import read_log
+from optaxclip._logs.norms import TENSOR_PATTERN, columns_named, losses_of
 from optaxclip.replay import read_history
 
 
@@ -237,7 +238,7 @@ def test_steps_that_begin_again_are_counted_on(tmp_path):
     for entries in (rows, [row for pair in pairs for row in pair]):
         path = tmp_path / "run.json"
         path.write_text(json.dumps(entries))
-        log = _logs.read_log(path, "test")
+        log = read_log(path, "test")
         wanted = [0, 10, 20, 21, 31, 41, 42, 52, 62]
         assert log.columns["norm"].steps.tolist() == wanted
         assert log.notes == [
@@ -281,7 +282,7 @@ def test_minus_1_is_a_norm_that_is_not_finite(tmp_path):
 def test_the_steps_of_multisteps_are_the_surest(tmp_path):
     path = tmp_path / "run.csv"
     path.write_text("step,gradient_step,norm\n2,1,1.5\n5,2,2.5\n")
-    log = _logs.read_log(path, "test")
+    log = read_log(path, "test")
     assert log.columns["norm"].steps.tolist() == [1, 2]
 
 
@@ -294,11 +295,11 @@ def test_a_late_row_before_a_resume_is_kept(tmp_path):
 def test_the_index_of_pandas_is_the_step_of_a_row(tmp_path):
     path = tmp_path / "run.json"
     path.write_text('{"grad_norm": {"100": 1.5, "110": 2.5}}')
-    log = _logs.read_log(path, "test")
+    log = read_log(path, "test")
     assert log.columns["grad_norm"].steps.tolist() == [100, 110]
     # A column of steps is surer.
     path.write_text('{"_step": {"0": 7, "1": 8}, "norm": {"0": 1.5, "1": 2.5}}')
-    log = _logs.read_log(path, "test")
+    log = read_log(path, "test")
     assert log.columns["norm"].steps.tolist() == [7, 8]
 
 
@@ -385,8 +386,8 @@ def test_extremes_and_summaries_are_no_tensors(tmp_path):
         + ",health/updates/norm/b,health/updates/norm/b__MAX\n"
         + "1,1,1,1,1,1,1,1,1\n" * 3
     )
-    log = _logs.read_log(path, "test")
-    tensors = [column.name for column in _logs.columns_named(_logs.TENSOR_PATTERN, log)]
+    log = read_log(path, "test")
+    tensors = [column.name for column in columns_named(TENSOR_PATTERN, log)]
     assert tensors == ["grad_norm/a", "grad_norm/b"]
     assert not any("__M" in name for name in log.columns)
 
@@ -394,7 +395,7 @@ def test_extremes_and_summaries_are_no_tensors(tmp_path):
 def loss_name(tmp_path, name):
     path = tmp_path / "run.csv"
     path.write_text(f"{name},lr\n2,1\n1,1\n")
-    losses = _logs.losses_of(_logs.read_log(path, "test"))
+    losses = losses_of(read_log(path, "test"))
     return losses[0].name if losses else None
 
 
