@@ -50,20 +50,20 @@ STEP_NAMES = (
 )
 
 
-def log_of(rows: Sequence[Row], notes: Notes) -> Log:
+def log_from_rows(rows: Sequence[Row], notes: Notes) -> Log:
     """The columns of rows.
 
     Raises:
       ValueError: there is no number in them.
     """
     flat_rows = [flattened(row) for row in rows]
-    steps = _popped_steps(flat_rows, notes)
-    entries_of: dict[str, list[Entry]] = defaultdict(list)  # by name
+    steps = _take_out_steps(flat_rows, notes)
+    entries_by_name: dict[str, list[Entry]] = defaultdict(list)  # by name
     for step, row in zip(steps, flat_rows):
         for name, cell in row.items():
-            entries_of[name].append(Entry(step, cell))
+            entries_by_name[name].append(Entry(step, cell))
     columns: dict[str, Column] = {}
-    for name, entries in entries_of.items():
+    for name, entries in entries_by_name.items():
         column = _column(name, entries)
         # W&B writes the extremes of each number beside it.
         if column.steps.size and not name.endswith(("__MIN", "__MAX")):
@@ -71,15 +71,16 @@ def log_of(rows: Sequence[Row], notes: Notes) -> Log:
     if not columns:
         sentences = [
             f"there is no number in it. It has {len(rows)} rows with "
-            f"{listed(list(entries_of)) or 'no names'}. A log has a row for each step, "
-            'with a number under each name, such as {"loss": 2.5, "grad_norm": 1.0}.',
+            f"{quoted(list(entries_by_name)) or 'no names'}. A log has a row for each "
+            "step, with a number under each name, such as "
+            '{"loss": 2.5, "grad_norm": 1.0}.',
             *notes,
         ]
         raise ValueError(" ".join(sentences))
     return Log(columns, notes)
 
 
-def _popped_steps(rows: Sequence[dict[str, object]], notes: Notes) -> Sequence[int]:
+def _take_out_steps(rows: Sequence[dict[str, object]], notes: Notes) -> Sequence[int]:
     """Takes the column of steps out of the rows, and returns the step of each row.
     Without such a column rows are counted.
     """
@@ -106,7 +107,7 @@ def _popped_steps(rows: Sequence[dict[str, object]], notes: Notes) -> Sequence[i
 
 
 def _name_of_steps(rows: Sequence[Row]) -> tuple[str | None, bool]:
-    """The column of steps, and whether they begin again in each epoch.
+    """The name of the column of steps, and whether they begin again in each epoch.
 
     A column whose steps do not begin again comes before the others. Among equals the
     surest name counts. None if no column has steps.
@@ -175,12 +176,12 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
     values_by_step, replaced_steps = _by_step(numbers)
     values = np.array(list(values_by_step.values()))
     notes: Notes = []
-    is_broken = (values == -1) & ("norm" in name.lower())
-    if is_broken.any():
-        values[is_broken] = math.nan
+    is_minus_one = (values == -1) & ("norm" in name.lower())
+    if is_minus_one.any():
+        values[is_minus_one] = math.nan
         notes.append(
-            f"{is_broken.sum()} norms are -1, as DeepSpeed logs NaN and inf, and are "
-            "read as NaN."
+            f"{is_minus_one.sum()} norms are -1, as DeepSpeed logs NaN and inf, and "
+            "are read as NaN."
         )
     if replaced_steps:
         notes.append(
@@ -191,7 +192,7 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
     if nulls:
         notes.append(f"{nulls} rows have null there, which is read as NaN.")
     if texts:
-        notes.append(f"{len(texts)} entries are text, and left out: {listed(texts)}.")
+        notes.append(f"{len(texts)} entries are text, and left out: {quoted(texts)}.")
     return Column(
         name,
         steps=np.array(list(values_by_step)),
@@ -208,9 +209,9 @@ def _by_step(
     values: dict[int, float] = {}
     replaced_steps: list[int] = []
     for step, number in numbers:
-        # A resumed run goes back to an earlier step, and replaces all numbers that were
-        # logged since. A new step below the last one is only late: jax.debug.callback
-        # may write the steps 1, 3, 2.
+        # A step that comes again is of a resumed run, which replaces the numbers of
+        # this step and of later ones. Numbers of earlier steps stay: they were logged
+        # late, as jax.debug.callback may write the steps 1, 3, 2.
         late_rows: list[tuple[int, float]] = []
         while step in values:
             last_step, last_number = values.popitem()
@@ -249,16 +250,18 @@ def _number(cell: Any) -> float | None:
 
 
 def has_number(cells: Iterable[object]) -> bool:
+    """Whether one of the cells has a number."""
     return any(_number(cell) is not None for cell in cells)
 
 
-def listed(names: Sequence[str]) -> str:
+def quoted(names: Sequence[str]) -> str:
     """Names in quotes, at most twelve."""
     left_out = f" and {len(names) - 12} more" if len(names) > 12 else ""
     return f"{', '.join(map(repr, names[:12]))}{left_out}"
 
 
 def rows_kept(column: Column, is_kept: np.ndarray) -> Column:
+    """A column without the rows that are not kept."""
     return column._replace(steps=column.steps[is_kept], values=column.values[is_kept])
 
 
@@ -269,8 +272,10 @@ def in_common(columns: Sequence[Column]) -> tuple[np.ndarray, np.ndarray]:
     return steps, np.array(rows)
 
 
-def distance_of_steps(column: Column) -> int:
-    """How many steps a row comes after the row before, 1 if each step is logged."""
+def logging_interval(column: Column) -> int:
+    """How many steps a row comes after the row before. 1 if each step is logged, or if
+    there is only one row.
+    """
     if len(column.steps) < 2:
         return 1
     return int(np.median(np.diff(column.steps)))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .columns import Log, Notes, Row, flattened, has_number, log_of
+from .columns import Log, Notes, Row, flattened, has_number, log_from_rows
 
 FORMATS_TEXT = (
     "The reader takes JSON lines, JSON, CSV with a header, printed dicts, .npy, .npz, "
@@ -48,7 +48,7 @@ def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
         ) from error
     notes: Notes = []
     try:
-        return log_of(_rows(data, pattern, notes), notes)
+        return log_from_rows(_rows(data, pattern, notes), notes)
     # For a broken file NumPy, gzip and protobuf raise errors of many types.
     except Exception as error:
         raise ValueError(f"{call}: {path}: {error}") from error
@@ -77,6 +77,7 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
 
 
 def _cleaned_text(data: bytes) -> str:
+    """The text of a file, without marks, zeros and colors."""
     # Excel begins a CSV with a byte order mark.
     text = data.decode("utf-8-sig", errors="replace")
     # A crash of the machine may leave a block of zeros. Rows follow it if the run went
@@ -89,6 +90,7 @@ def _cleaned_text(data: bytes) -> str:
 
 
 def _unzipped(data: bytes, notes: Notes) -> bytes:
+    """The content of a gzip file, up to where it is cut off."""
     content = b""
     # A gzip file that was appended to has several members.
     while data:
@@ -125,6 +127,7 @@ def _rows_of_arrays(data: bytes, notes: Notes) -> Sequence[Row]:
 
 
 def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
+    """A row for each scalar of an event file of TensorBoard."""
     event_type = None
     for package in ("tensorboard.compat", "tensorboardX"):
         with suppress(ImportError):
@@ -278,9 +281,9 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     # belong to the name of a single column.
     first_lines = text.splitlines()[:2]
     delimiter = ","
-    for mark in " ,;\t":
-        if all(mark in line for line in first_lines):
-            delimiter = mark
+    for punctuation in " ,;\t":
+        if all(punctuation in line for line in first_lines):
+            delimiter = punctuation
     # Text that is no table has names in each line: "step 1 loss 2.5".
     named_number = r"(?i)(loss|norm)[ :=]+[-+.\d]"
     if delimiter == " " and re.search(named_number, first_lines[-1]):
@@ -319,6 +322,7 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
 
 
 def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
+    """A row for each line of a text that a pattern fits."""
     expected = (
         "pattern must be a regular expression with a group for each column, such as "
         f"'norm: (?P<grad_norm>\\S+)', got {pattern!r}."
@@ -359,21 +363,25 @@ LABELS = {
 
 
 def _advice_for_text(text: str) -> str:
-    """Advises on a text that is no table: a --pattern with its most frequent labels."""
-    patterns: dict[str, str] = {}
-    counts = dict.fromkeys(LABELS, 0)
-    for column, (before, label) in LABELS.items():
-        matches = re.finditer(rf"(?i){before}({label})[ :=]+(?=[-+]?\.?\d)", text)
+    """What to do with a text that is no table: give a --pattern, which has the most
+    frequent labels of the text.
+    """
+    patterns: dict[str, str] = {}  # by column
+    label_counts = dict.fromkeys(LABELS, 0)
+    for column, (lookbehind, label) in LABELS.items():
+        matches = re.finditer(rf"(?i){lookbehind}({label})[ :=]+(?=[-+]?\.?\d)", text)
         labels = Counter(re.sub(" +", r"\\s*", match[0]) for match in matches)
         if labels:
-            most_frequent, counts[column] = labels.most_common(1)[0]
+            most_frequent, label_counts[column] = labels.most_common(1)[0]
             # A full stop at the end of a line is not in the number.
-            patterns[column] = rf"{before}{most_frequent}(?P<{column}>[-+.\w]*\w)"
-    count = max(counts["loss"], counts["grad_norm"])
-    if count == 0:
+            number = rf"(?P<{column}>[-+.\w]*\w)"
+            patterns[column] = f"{lookbehind}{most_frequent}{number}"
+    losses_or_norms = max(label_counts["loss"], label_counts["grad_norm"])
+    if losses_or_norms == 0:
         return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."
-    # Steps that are rarer than that stand in other lines, such as "saved step 100".
-    if counts["step"] < count / 2:
+    # If steps have fewer labels than half of the losses or norms, these labels stand in
+    # other lines, such as "saved step 100".
+    if label_counts["step"] < losses_or_norms / 2:
         patterns.pop("step", None)
     pattern = "|".join(patterns.values())
     return (

@@ -7,7 +7,7 @@ import numpy as np
 from .columns import Column, Log, in_common
 
 # Patterns of norms of the gradient, the surest first. They fit names in lower case, in
-# which a blank replaces all signs.
+# which a blank replaces all punctuation.
 NORM_PATTERNS = (
     # clip/norm_before, record/norm, of this library
     r"((.* )?clip( \d+)?( .*)? )?norm before",

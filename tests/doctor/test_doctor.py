@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip._logs.columns import log_of
+from optaxclip._logs.columns import log_from_rows
 from optaxclip.doctor import diagnose, examine
 from optaxclip.doctor.__main__ import main
 from optaxclip.doctor._causes import CAUSES
@@ -96,7 +96,7 @@ def test_what_is_judged_is_named_where_nothing_is_found():
 @pytest.mark.parametrize(
     "name", ["grads", "ratio", "nonfinite", "zeros", "norm", "rounding"]
 )
-def test_a_recorder_may_be_called_like_a_sign(name):
+def test_a_recorder_may_be_called_like_a_quantity(name):
     optimizer = optax.named_chain(
         (name, optaxclip.record_health()), ("sgd", optax.sgd(0.01))
     )
@@ -315,9 +315,11 @@ def test_a_recorder_is_no_norm_of_all_gradients():
     rows = rows_of(health__gradients__norm=calm(), health__gradients__zeros=calm() - 1)
     assert examine(rows).looked_at == ["'health/gradients' (60 rows)"]
     with pytest.raises(ValueError, match="this file has no gradient norm"):
-        columns_of(log_of(rows, []), None, "replay")
+        columns_of(log_from_rows(rows, []), None, "replay")
     # A logger may have a group of this name.
-    (column,) = columns_of(log_of([{"health/grad_norm": 1.0}], []), None, "replay")
+    (column,) = columns_of(
+        log_from_rows([{"health/grad_norm": 1.0}], []), None, "replay"
+    )
     assert column.name == "health/grad_norm"
 
 
