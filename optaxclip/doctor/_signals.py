@@ -240,7 +240,7 @@ class Recorder(NamedTuple):
     """The columns of one `record_health`."""
 
     name: str  # such as health/updates
-    # Then by tensor. The summary of all tensors is the tensor "".
+    # For each quantity a column for each tensor. The tensor "" is the summary of all.
     columns_of_quantity: defaultdict[str, dict[str, Column]]
 
     @property
