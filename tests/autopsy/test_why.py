@@ -334,6 +334,7 @@ def test_padding_is_replayed_together(saved):
 
     weights = np.float32(np.arange(EXAMPLES) < 7)
     path = saved(PARAMS, (*outlier(), weights), loss=weighted)
+    jax.effects_barrier()
     runs.clear()
     assert why(weighted, path).examples == [5]
     jax.effects_barrier()
