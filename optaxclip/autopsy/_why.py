@@ -1,4 +1,4 @@
-"""What broke a step: the first cause whose removal brings it within its limit.
+"""What broke a step: the first cause of the table in `why` that fits.
 
 The value of a step is the norm of its gradient, or its loss where only the loss broke
 its limit. A value that is not finite counts as inf.
@@ -30,8 +30,8 @@ Loss = Callable[..., Any]
 
 # Relative tolerance between values of equal steps: about the root of bfloat16's eps.
 ROUNDING = 0.1
-# An example is far above so many medians of all examples. A tensor is far if its
-# gradient grew by so many medians of all tensors.
+# An example is far if its value is above 5 times the median of those that are not 0. A
+# tensor is far if its gradient grew by more than 10 times the median growth.
 FAR_EXAMPLE = 5
 FAR_TENSOR = 10
 # The limit where the state has none, in medians of the examples.
@@ -88,7 +88,7 @@ class Recording(NamedTuple):
     """The value of a step and its limit, from the state of the optimizer."""
 
     quantity: str  # "norm" or "loss"
-    value: float  # inf where it is not finite, NaN where the state does not have it
+    value: float | None  # inf where it is not finite, None where it was not recorded
     limit: float  # inf where there is none
 
 
@@ -104,8 +104,9 @@ class Tensors(NamedTuple):
     """Weights and gradients that may be at fault, by name."""
 
     not_finite: list[str]  # weights
-    far: list[str]  # gradients. If none is far, the one that grew most
-    norm_without_far: float  # the norm of all gradients if none is far
+    far: list[str]  # gradients
+    grew_most: list[str]  # the gradient that grew most, if one has a history
+    norm_without_far: float  # of all other gradients
 
 
 class Evidence(NamedTuple):
@@ -204,7 +205,7 @@ def why(
         examples = _examples(wide_replay, params, batch, int(microbatch))
 
     not_told = []
-    if math.isnan(recording.value):
+    if recording.value is None:
         # A norm with a name of its own may be of a part, as in `optax.partition`.
         not_told.append(
             "chip: no norm of the whole gradient under skip/norm, spike/norm, "
@@ -213,7 +214,7 @@ def why(
     # The text of a program has the dtype of each variable: f16[8] or bf16[8].
     if "f16[" in str(jax.make_jaxpr(wide_replay)(params, batch)):
         not_told.append("dtype: 16 bits are left in float32, wide= takes another loss")
-    if _count(batch) == 0:
+    if _example_count(batch) == 0:
         not_told.append("data: the arrays of the batch share no first axis with rows")
     if not step.moments:
         not_told.append(
@@ -234,13 +235,11 @@ def why(
 
 
 def _recording(metrics: dict[str, float]) -> Recording:
-    """Finds the norm in the metrics of a state, or a loss that broke its limit alone.
-
-    The norm is NaN where the state has none.
-    """
-    # Metrics of these states have the norm of the whole gradient. The recorder comes
-    # last: behind a clipper it has the norm of clipped gradients.
-    prefixes = ["skip", "spike", "clip", "record"]
+    """The norm in the metrics of a state, or the loss if only that broke its limit."""
+    # Metrics with these prefixes have the norm of the whole gradient. Of record_spikes
+    # and a clipper the first one in the chain counts, because the other one may see
+    # clipped gradients. A recorder of norms has no limit, so it comes last.
+    prefixes = ["skip"]
     numbers = {}
     for name, number in metrics.items():
         # NaN counts as inf: neither is within a limit. A limit that is NaN is none.
@@ -251,17 +250,23 @@ def _recording(metrics: dict[str, float]) -> Recording:
         # because its norm is of one part of the gradient.
         if metric == "skipped" and number:
             prefixes.insert(0, prefix)
+        if name in ("spike/norm", "clip/norm_before"):
+            prefixes.append(prefix)
+    prefixes.append("record")
     for prefix in prefixes:
         norm = numbers.get(f"{prefix}/norm", numbers.get(f"{prefix}/norm_before"))
+        if norm is None:
+            continue
         limit = numbers.get(f"{prefix}/limit", math.inf)
         loss = numbers.get(f"{prefix}/loss", -math.inf)
         loss_limit = numbers.get(f"{prefix}/loss_limit", math.inf)
-        if norm is None:
-            continue
-        if norm < limit and not loss < loss_limit:
+        norm_is_fine = norm < limit
+        # A state without a loss has -inf, which is fine.
+        loss_is_fine = loss < loss_limit
+        if norm_is_fine and not loss_is_fine:
             return Recording("loss", value=loss, limit=loss_limit)
         return Recording("norm", value=norm, limit=limit)
-    return Recording("norm", value=math.nan, limit=math.inf)
+    return Recording("norm", value=None, limit=math.inf)
 
 
 def _replay_of(loss: Loss, quantity: str) -> Replay:
@@ -288,6 +293,7 @@ def _replay_of(loss: Loss, quantity: str) -> Replay:
 
 
 def _in_float32(leaf: Any) -> Any:
+    """A leaf of floats in at least float32, and any other one as it is."""
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         leaf = leaf.astype(jnp.promote_types(leaf.dtype, np.float32))
     return leaf
@@ -300,7 +306,7 @@ def _has_examples(leaf: Any) -> bool:
     return leaf.ndim > 0 and not is_key
 
 
-def _count(batch: PyTree) -> int:
+def _example_count(batch: PyTree) -> int:
     """The number of examples, or 0 if the arrays of the batch differ in it."""
     counts = {len(leaf) for leaf in jax.tree.leaves(batch) if _has_examples(leaf)}
     return counts.pop() if len(counts) == 1 else 0
@@ -311,15 +317,19 @@ def _select(batch: PyTree, rows: slice | np.ndarray) -> PyTree:
     return jax.tree.map(lambda x: x[rows] if _has_examples(x) else x, batch)
 
 
-def _examples(replay: Replay, params: PyTree, batch: PyTree, length: int) -> Examples:
-    """Replays each microbatch alone, of this length, and the batch without far ones."""
+def _examples(
+    replay: Replay, params: PyTree, batch: PyTree, microbatch: int
+) -> Examples:
+    """Replays each microbatch alone, and the batch without far examples. A microbatch
+    has `microbatch` examples, the last one may have fewer.
+    """
 
     def value_of(rows: slice | np.ndarray) -> float:
         value, _ = replay(params, _select(batch, rows))
         return float(value)
 
-    count = _count(batch)
-    microbatches = [slice(begin, begin + length) for begin in range(0, count, length)]
+    count = _example_count(batch)
+    microbatches = [slice(i, i + microbatch) for i in range(0, count, microbatch)]
     # All examples of a microbatch have its value.
     values = np.empty(count)
     for rows in microbatches:
@@ -327,12 +337,16 @@ def _examples(replay: Replay, params: PyTree, batch: PyTree, length: int) -> Exa
     # A mean over weights is 0 / 0 for padding, whose weights are 0. With other examples
     # it is finite.
     is_finite = np.isfinite(values)
-    for rows in microbatches:
-        if not is_finite[rows].any():
-            with_others = is_finite.copy()
-            with_others[rows] = True
-            if math.isfinite(value_of(with_others)):
-                values[rows] = 0.0
+    broken = [rows for rows in microbatches if not is_finite[rows].any()]
+    # One replay of the whole batch may show this for all of them.
+    if broken and math.isfinite(value_of(slice(None))):
+        values[~is_finite] = 0.0
+        broken = []
+    for rows in broken:
+        with_others = is_finite.copy()
+        with_others[rows] = True
+        if math.isfinite(value_of(with_others)):
+            values[rows] = 0.0
     # Masked examples have no gradient.
     nonzero_values = values[values != 0]
     median = median_low(nonzero_values) if nonzero_values.size else math.nan
@@ -347,7 +361,7 @@ def _examples(replay: Replay, params: PyTree, batch: PyTree, length: int) -> Exa
 
 
 def _tensors(params: PyTree, grads: PyTree, moments: dict[str, np.ndarray]) -> Tensors:
-    """Finds weights that are not finite, and gradients that grew more than others.
+    """The weights that are not finite, and the gradients that grew more than others.
 
     The growth of a gradient is its norm over its history, the root of Adam's second
     moments. It is 0 without a history.
@@ -370,14 +384,11 @@ def _tensors(params: PyTree, grads: PyTree, moments: dict[str, np.ndarray]) -> T
     # Without a history growths are 0, or inf where a gradient is not finite.
     far = [name for name in growths if growths[name] > FAR_TENSOR * median]
     other_norms = [norms[name] for name in norms if name not in far]
-    norm_without_far = math.hypot(*other_norms)
-    if finite_growths and not far:
-        # Only shown: `norm_without_far` still has it, so it is not named as the cause.
-        far = [max(growths, key=growths.__getitem__)]
     return Tensors(
         not_finite=[name for name in weights if not np.isfinite(weights[name]).all()],
         far=far,
-        norm_without_far=norm_without_far,
+        grew_most=[max(growths, key=growths.__getitem__)] if finite_growths else [],
+        norm_without_far=math.hypot(*other_norms),
     )
 
 
@@ -387,6 +398,7 @@ def _tensors(params: PyTree, grads: PyTree, moments: dict[str, np.ndarray]) -> T
 def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
     """Names the cause, and lists what was compared."""
     quantity = recording.quantity
+    value = recording.value
     examples = evidence.examples
     tensors = evidence.tensors
     if recording.limit == math.inf and not math.isnan(examples.median):
@@ -394,9 +406,9 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
     return Verdict(
         cause=_cause(recording, evidence),
         examples=examples.far,
-        tensors=tensors.not_finite or tensors.far,
+        tensors=tensors.not_finite or tensors.far or tensors.grew_most,
         numbers={
-            f"recorded {quantity}": recording.value,
+            f"recorded {quantity}": math.nan if value is None else value,
             f"lowest {quantity} of three replays": min(evidence.repeats),
             f"highest {quantity} of three replays": max(evidence.repeats),
             "limit": recording.limit,
@@ -410,10 +422,10 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
 
 
 def _cause(recording: Recording, evidence: Evidence) -> str:
-    """The first cause whose removal brings the value within the limit."""
+    """The first cause that fits, in the order of the table in `why`."""
     limit = recording.limit
     values = evidence.repeats
-    if not math.isnan(recording.value):
+    if recording.value is not None:
         values = [recording.value, *values]
     if not math.isclose(min(values), max(values), rel_tol=ROUNDING):
         return "chip"

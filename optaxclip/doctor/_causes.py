@@ -7,16 +7,16 @@ from typing import NamedTuple
 import numpy as np
 
 from .._checks import shown
-from .._logs import (
+from .._logs.columns import (
     Column,
     Log,
-    distance_of_steps,
     in_common,
-    listed,
-    log_of,
-    read_log,
+    log_from_rows,
+    logging_interval,
+    quoted,
     rows_kept,
 )
+from .._logs.files import read_log
 from . import _rules as rules
 from . import _signals as signals
 
@@ -51,233 +51,12 @@ class Finding(NamedTuple):
     first_steps: dict[str, int]
 
 
-class Cause(NamedTuple):
-    """A row of the table."""
+class Hit(NamedTuple):
+    """A row that shows a cause."""
 
-    name: str
-    needs: str  # the columns that the rule reads, a sentence of `_signals`
-    rule: Callable[..., np.ndarray | float]  # from the numbers of these columns
-    limit: float  # a row whose number is above it shows the cause
-    text: str  # the evidence, with {value} and {subject}: names of columns
-    page: str
-    advice: str
-    # Whether it is about how a log or an optimizer is set up, and not about what broke.
-    is_of_setup: bool = False
-    sees_nonfinite: bool = False  # whether the rule also gets rows with NaN and inf
-    least_rows: int = 1  # with fewer rows the cause is not judged
-
-
-AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
-LEAST_ROWS_OF_LOSS = 20
-# A loss gets a note if it rises by more than this part of its lowest level.
-LEAST_RISE = 0.1
-SCALE_ADVICE = (
-    "look at the loss scale, at a sum in the place of a mean, and at how many devices "
-    "and microbatches are averaged"
-)
-# If two causes begin in the same step, a report names the upper one first. Limits were
-# set on one half of the trainings in benchmarks/doctor.
-CAUSES = (
-    Cause(
-        name="not finite",
-        needs=signals.LOSS_OR_NORM,
-        rule=rules.not_finite,
-        limit=0,
-        text="NaN or inf begins in {subject}",
-        page="docs/doctor.md (Where a NaN begins)",
-        advice=(
-            "skip_nonfinite, and look at batch, backward pass and optimizer of that "
-            "step"
-        ),
-        sees_nonfinite=True,
-    ),
-    Cause(
-        name="bad batch",
-        needs=signals.NORM,
-        rule=rules.bad_batch,
-        limit=15,
-        text="{subject} is {value:.3g} times the median of up to 20 rows before it",
-        page="docs/run_health.md (My loss spikes, or gradients explode)",
-        advice=(
-            "look at the batch. clip_by_global_norm(1.0) shortens such a step, and "
-            "skip_step around the optimizer leaves it out"
-        ),
-        least_rows=3,
-    ),
-    Cause(
-        name="change of scale",
-        needs=signals.NORM_AND_ANY_LOSS,
-        rule=rules.growth_of_scale,
-        limit=1.7,
-        text="{subject} is {value:.4g} times as long from there on",
-        page=AT_ONE_STEP,
-        advice=SCALE_ADVICE,
-        least_rows=20,
-    ),
-    Cause(
-        name="change of scale",
-        needs=signals.NORM_AND_ANY_LOSS,
-        rule=rules.fall_of_scale,
-        limit=1.7,
-        text="{subject} is {value:.4g} times as short from there on",
-        page=AT_ONE_STEP,
-        advice=SCALE_ADVICE,
-        least_rows=20,
-    ),
-    Cause(
-        name="divergence",
-        needs=signals.LOSS,
-        rule=rules.divergence,
-        limit=1.4,
-        text="{subject} is {value:.3g} times as high as at its best, and stays high",
-        page=AT_ONE_STEP,
-        advice=(
-            "go back to a checkpoint before, with a clip, a lower learning rate or "
-            "skip_step. If the loss jumps in one step and no norm does, look at the "
-            "data"
-        ),
-        least_rows=LEAST_ROWS_OF_LOSS,
-    ),
-    Cause(
-        name="steady growth",
-        needs=signals.NORM,
-        rule=rules.growth,
-        limit=10,
-        text="{subject} grows {value:.3g} times since its second fifth",
-        page="docs/run_health.md",
-        advice="a lower learning rate, or weight decay",
-        least_rows=40,
-    ),
-    Cause(
-        name="vanishing",
-        needs=signals.NORM_AND_LOSS,
-        rule=rules.vanishing,
-        limit=rules.VANISHED,
-        text="{subject} falls to nearly 0, and the loss does not",
-        page="docs/doctor.md (No gradient)",
-        advice=(
-            "look for units that are dead, a loss scale that underflows, a "
-            "stop_gradient"
-        ),
-        least_rows=20,
-    ),
-    Cause(
-        name="learning rate",
-        needs=signals.UPDATES,
-        rule=rules.learning_rate,
-        limit=rules.HIGH_RATIO,
-        text="updates are {value:.2g} of the weights",
-        page="docs/run_health.md",
-        advice="a lower learning rate, or a longer warm-up",
-        sees_nonfinite=True,
-        least_rows=5,
-    ),
-    Cause(
-        name="growing weights",
-        needs=signals.WEIGHTS,
-        rule=rules.growth,
-        # Weights that the rule finds to grow end above 1.3**3 = 2.2. The limit only
-        # decides which step is the first.
-        limit=2,
-        text="weights grow {value:.3g} times since the second fifth of the log",
-        page="docs/doctor.md (Record)",
-        advice="look at the sign of weight decay, and at the learning rate",
-        least_rows=40,
-    ),
-    Cause(
-        name="lost updates",
-        needs=signals.ROUNDING,
-        rule=rules.lost_updates,
-        limit=1,
-        text=(
-            "updates of {subject} are {value:.3g} times too small for the dtype of the "
-            "weights, which rounds most of them away"
-        ),
-        page="docs/sharp_edges.md (Mixed precision and loss scaling)",
-        advice="float32 weights beside those of 16 bits, or a higher learning rate",
-        least_rows=10,
-    ),
-    Cause(
-        name="no gradient",
-        needs=signals.GRADIENTS,
-        rule=rules.no_gradient,
-        limit=0,
-        text="{subject} has a gradient of 0 from there to the end",
-        page="docs/doctor.md (No gradient)",
-        advice=(
-            "look for a stop_gradient, units that are dead, or a part that is not "
-            "called"
-        ),
-        least_rows=20,
-    ),
-    Cause(
-        name="underflow",
-        needs=signals.SUBNORMALS,
-        rule=rules.underflow,
-        limit=0.25,
-        text="{value:.0%} of the elements that are not 0 are subnormal in {subject}",
-        page="docs/sharp_edges.md (Mixed precision and loss scaling)",
-        advice="a larger loss scale, or bfloat16",
-        least_rows=5,
-    ),
-    Cause(
-        name="dead embedding",
-        needs=signals.DEAD_ROWS,
-        rule=rules.dead_rows,
-        limit=0.2,
-        text="{value:.0%} of the rows of {subject} have no gradient any more",
-        page="docs/doctor.md (Dead rows)",
-        advice="look at the tokens, and at weight decay of rows that are not read",
-    ),
-    Cause(
-        name="attention logits",
-        needs=signals.LOGITS,
-        rule=np.asarray,  # the column itself
-        limit=100,  # of Kimi K2
-        text="{subject} is {value:.4g}",
-        page="docs/large_models.md (Attention logits: QK-Clip)",
-        advice="qk_clip after the optimizer, or a norm of queries and keys",
-    ),
-    Cause(
-        name="norm after clip",
-        needs=signals.EVERY_NORM,
-        rule=rules.norm_after_clip,
-        limit=0,
-        text="{value:.0%} of the rows of {subject} are within 0.1 % of the largest",
-        page="docs/choosing_a_limit.md (Norms after a clip)",
-        advice="log the norm before the clip: spikes cannot be seen in this one",
-        is_of_setup=True,
-    ),
-    Cause(
-        name="clipped always",
-        needs=signals.CLIP,
-        rule=rules.clipped_always,
-        limit=10,
-        text="{subject} is {value:.3g} times its limit in the median of all rows",
-        page="docs/choosing_a_limit.md",
-        advice=(
-            "a higher limit: in plain SGD this one is a second learning rate. With "
-            "Adam it may stay"
-        ),
-        is_of_setup=True,
-        least_rows=20,
-    ),
-    Cause(
-        name="skip behind clip",
-        needs=signals.SKIP_AND_CLIP,
-        rule=rules.skip_behind_clip,
-        limit=1,
-        text=(
-            "{subject} never exceeds the clip limit, even when the gradient is "
-            "{value:.3g} times that"
-        ),
-        page="docs/sharp_edges.md (A skip behind a clipper)",
-        advice=(
-            "skip_step(optax.chain(clipper, optimizer)), and not the clipper in front"
-        ),
-        is_of_setup=True,
-    ),
-)
+    name: str  # of the column or tensor
+    step: int
+    value: float
 
 
 class Report(NamedTuple):
@@ -298,6 +77,239 @@ class Report(NamedTuple):
     looked_at: list[str]
     not_judged: dict[str, list[str]]
     notes: list[str]
+
+
+class Cause(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    needs: str  # the columns that the rule reads, a sentence of `_signals`
+    rule: Callable[..., np.ndarray | float]  # from the numbers of these columns
+    limit: float  # a row whose number is above it shows the cause
+    evidence: str  # in words, with {value} and {subject}, the names of columns
+    page: str
+    advice: str
+    # Whether it is about how a log or an optimizer is set up, and not about what broke.
+    is_of_setup: bool = False
+    sees_nonfinite: bool = False  # whether the rule also gets rows with NaN and inf
+    least_rows: int = 1  # with fewer rows the cause is not judged
+
+
+PAGE_AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
+LEAST_ROWS_OF_LOSS = 20
+# A loss gets a note if it rises by more than this part of its lowest level.
+LEAST_RISE = 0.1
+SCALE_ADVICE = (
+    "look at the loss scale, at a sum in the place of a mean, and at how many devices "
+    "and microbatches are averaged"
+)
+# If two causes begin in the same step, a report names the upper one first. Limits were
+# set on one half of the trainings in benchmarks/doctor.
+CAUSES = (
+    Cause(
+        name="not finite",
+        needs=signals.LOSS_OR_NORM,
+        rule=rules.not_finite,
+        limit=0,
+        evidence="NaN or inf begins in {subject}",
+        page="docs/doctor.md (Where a NaN begins)",
+        advice=(
+            "skip_nonfinite, and look at batch, backward pass and optimizer of that "
+            "step"
+        ),
+        sees_nonfinite=True,
+    ),
+    Cause(
+        name="bad batch",
+        needs=signals.NORM,
+        rule=rules.bad_batch,
+        limit=15,
+        evidence="{subject} is {value:.3g} times the median of up to 20 rows before it",
+        page="docs/run_health.md (My loss spikes, or gradients explode)",
+        advice=(
+            "look at the batch. clip_by_global_norm(1.0) shortens such a step, and "
+            "skip_step around the optimizer leaves it out"
+        ),
+        least_rows=3,
+    ),
+    Cause(
+        name="change of scale",
+        needs=signals.NORM_AND_ANY_LOSS,
+        rule=rules.growth_of_scale,
+        limit=1.7,
+        evidence="{subject} is {value:.4g} times as long from there on",
+        page=PAGE_AT_ONE_STEP,
+        advice=SCALE_ADVICE,
+        least_rows=20,
+    ),
+    Cause(
+        name="change of scale",
+        needs=signals.NORM_AND_ANY_LOSS,
+        rule=rules.fall_of_scale,
+        limit=1.7,
+        evidence="{subject} is {value:.4g} times as short from there on",
+        page=PAGE_AT_ONE_STEP,
+        advice=SCALE_ADVICE,
+        least_rows=20,
+    ),
+    Cause(
+        name="divergence",
+        needs=signals.LOSS,
+        rule=rules.divergence,
+        limit=1.4,
+        evidence=(
+            "{subject} is {value:.3g} times as high as at its best, and stays high"
+        ),
+        page=PAGE_AT_ONE_STEP,
+        advice=(
+            "go back to a checkpoint before, with a clip, a lower learning rate or "
+            "skip_step. If the loss jumps in one step and no norm does, look at the "
+            "data"
+        ),
+        least_rows=LEAST_ROWS_OF_LOSS,
+    ),
+    Cause(
+        name="steady growth",
+        needs=signals.NORM,
+        rule=rules.growth,
+        limit=10,
+        evidence="{subject} grows {value:.3g} times since its second fifth",
+        page="docs/run_health.md",
+        advice="a lower learning rate, or weight decay",
+        least_rows=40,
+    ),
+    Cause(
+        name="vanishing",
+        needs=signals.NORM_AND_LOSS,
+        rule=rules.vanishing,
+        limit=rules.VANISHED,
+        evidence="{subject} falls to nearly 0, and the loss does not",
+        page="docs/doctor.md (No gradient)",
+        advice=(
+            "look for units that are dead, a loss scale that underflows, a "
+            "stop_gradient"
+        ),
+        least_rows=20,
+    ),
+    Cause(
+        name="learning rate",
+        needs=signals.UPDATES,
+        rule=rules.learning_rate,
+        limit=rules.HIGH_RATIO,
+        evidence="updates are {value:.2g} of the weights",
+        page="docs/run_health.md",
+        advice="a lower learning rate, or a longer warm-up",
+        sees_nonfinite=True,
+        least_rows=5,
+    ),
+    Cause(
+        name="growing weights",
+        needs=signals.WEIGHTS,
+        rule=rules.growth,
+        # Weights that the rule finds to grow end above 1.3**3 = 2.2. The limit only
+        # decides which step is the first.
+        limit=2,
+        evidence="weights grow {value:.3g} times since the second fifth of the log",
+        page="docs/doctor.md (Record)",
+        advice="look at the sign of weight decay, and at the learning rate",
+        least_rows=40,
+    ),
+    Cause(
+        name="lost updates",
+        needs=signals.ROUNDING,
+        rule=rules.lost_updates,
+        limit=1,
+        evidence=(
+            "updates of {subject} are {value:.3g} times too small for the dtype of the "
+            "weights, which rounds most of them away"
+        ),
+        page="docs/sharp_edges.md (Mixed precision and loss scaling)",
+        advice="float32 weights beside those of 16 bits, or a higher learning rate",
+        least_rows=10,
+    ),
+    Cause(
+        name="no gradient",
+        needs=signals.GRADIENTS,
+        rule=rules.no_gradient,
+        limit=0,
+        evidence="{subject} has a gradient of 0 from there to the end",
+        page="docs/doctor.md (No gradient)",
+        advice=(
+            "look for a stop_gradient, units that are dead, or a part that is not "
+            "called"
+        ),
+        least_rows=20,
+    ),
+    Cause(
+        name="underflow",
+        needs=signals.SUBNORMALS,
+        rule=rules.underflow,
+        limit=0.25,
+        evidence=(
+            "{value:.0%} of the elements that are not 0 are subnormal in {subject}"
+        ),
+        page="docs/sharp_edges.md (Mixed precision and loss scaling)",
+        advice="a larger loss scale, or bfloat16",
+        least_rows=5,
+    ),
+    Cause(
+        name="dead embedding",
+        needs=signals.DEAD_ROWS,
+        rule=rules.dead_rows,
+        limit=0.2,
+        evidence="{value:.0%} of the rows of {subject} have no gradient any more",
+        page="docs/doctor.md (Dead rows)",
+        advice="look at the tokens, and at weight decay of rows that are not read",
+    ),
+    Cause(
+        name="attention logits",
+        needs=signals.LOGITS,
+        rule=np.asarray,  # the column itself
+        limit=100,  # of Kimi K2
+        evidence="{subject} is {value:.4g}",
+        page="docs/large_models.md (Attention logits: QK-Clip)",
+        advice="qk_clip after the optimizer, or a norm of queries and keys",
+    ),
+    Cause(
+        name="norm after clip",
+        needs=signals.EVERY_NORM,
+        rule=rules.norm_after_clip,
+        limit=0,
+        evidence="{value:.0%} of the rows of {subject} are within 0.1 % of the largest",
+        page="docs/choosing_a_limit.md (Norms after a clip)",
+        advice="log the norm before the clip: spikes cannot be seen in this one",
+        is_of_setup=True,
+    ),
+    Cause(
+        name="clipped always",
+        needs=signals.CLIP,
+        rule=rules.clipped_always,
+        limit=10,
+        evidence="{subject} is {value:.3g} times its limit in the median of all rows",
+        page="docs/choosing_a_limit.md",
+        advice=(
+            "a higher limit: in plain SGD this one is a second learning rate. With "
+            "Adam it may stay"
+        ),
+        is_of_setup=True,
+        least_rows=20,
+    ),
+    Cause(
+        name="skip behind clip",
+        needs=signals.SKIP_AND_CLIP,
+        rule=rules.skip_behind_clip,
+        limit=1,
+        evidence=(
+            "{subject} never exceeds the clip limit, even when the gradient is "
+            "{value:.3g} times that"
+        ),
+        page="docs/sharp_edges.md (A skip behind a clipper)",
+        advice=(
+            "skip_step(optax.chain(clipper, optimizer)), and not the clipper in front"
+        ),
+        is_of_setup=True,
+    ),
+)
 
 
 def diagnose(
@@ -394,7 +406,7 @@ def read_and_judge(
                 f"{call}: log must be a file, or a list with a dict for each step, as "
                 f"DataFrame.to_dict('records') of pandas, got {shown(log)}."
             )
-        return _judge(log_of(rows, []), loss)
+        return _judge(log_from_rows(rows, []), loss)
     except ValueError as error:
         # Errors of `read_log` begin with the prefix already.
         text = str(error).removeprefix(prefix)
@@ -404,34 +416,40 @@ def read_and_judge(
 # Rules divide by norms, which may be 0, NaN or inf.
 @np.errstate(all="ignore")
 def _judge(log: Log, loss_name: str | None) -> Report:
+    """The report of a log. The loss is found by its name if none is given."""
     run = signals.run_of(log, loss_name)
     if not run.looked_at:
         raise ValueError(
             "there is neither a loss nor a gradient norm in it, nor the numbers of "
-            f"record_health. It has the columns {listed(list(log.columns))}. If one of "
+            f"record_health. It has the columns {quoted(list(log.columns))}. If one of "
             "them is a loss, name it with --loss NAME (in Python: loss=NAME). Else log "
             "the loss as 'loss' and the norm as 'grad_norm' (optaxclip.record_norm(), "
             "optax.tree.norm), or metrics(state)."
         )
-    findings: list[Finding] = []
+    findings_of_setup: list[Finding] = []
+    other_findings: list[Finding] = []
     not_judged: dict[str, list[str]] = {}
     for cause in CAUSES:
         is_judged = False
         hits: list[Hit] = []
-        for columns in run.columns[cause.needs]:
+        for columns in run.inputs_of_need[cause.needs]:
             hits_of_columns = _hits(cause, columns)
             if hits_of_columns is not None:
                 is_judged = True
                 hits += hits_of_columns
-        if hits:
-            findings.append(_finding(cause, hits))
+        if hits and cause.is_of_setup:
+            findings_of_setup.append(_finding(cause, hits))
+        elif hits:
+            other_findings.append(_finding(cause, hits))
         if not is_judged and not cause.is_of_setup:
             names = not_judged.setdefault(_lacking(cause, run), [])
             # "change of scale" stands in the table twice, for growth and fall.
             if cause.name not in names:
                 names.append(cause.name)
-    names_of_setup = {cause.name for cause in CAUSES if cause.is_of_setup}
-    findings.sort(key=lambda finding: (finding.cause in names_of_setup, finding.step))
+    findings = [
+        *sorted(other_findings, key=lambda finding: finding.step),
+        *sorted(findings_of_setup, key=lambda finding: finding.step),
+    ]
     return Report(
         findings=findings,
         looked_at=[
@@ -444,7 +462,7 @@ def _judge(log: Log, loss_name: str | None) -> Report:
 
 def _lacking(cause: Cause, run: signals.Run) -> str:
     """What a log must have so that a cause can be judged, but does not have."""
-    if run.columns[cause.needs]:
+    if run.inputs_of_need[cause.needs]:
         return f"{cause.least_rows} rows with {cause.needs}"
     if cause.needs in signals.NEEDS_OF_RECORDER and not run.recorders:
         return signals.ANY_RECORDER
@@ -454,11 +472,12 @@ def _lacking(cause: Cause, run: signals.Run) -> str:
 def _notes(run: signals.Run) -> list[str]:
     """What the log does not show, how columns were read, and the largest norms."""
     notes: list[str] = []
-    # The smallest distance, since some columns are logged more rarely than others.
-    distance = min(distance_of_steps(column) for column in run.looked_at)
-    if distance > 1:
+    # The smallest interval, since some columns are logged more rarely than others.
+    columns = [column for column in run.looked_at if len(column.steps) > 1]
+    interval = min(map(logging_interval, columns), default=1)
+    if interval > 1:
         notes.append(
-            f"The rows are {distance} steps apart. What happened between is not seen "
+            f"The rows are {interval} steps apart. What happened between is not seen "
             "(transformers: logging_steps=1)."
         )
     names_of_notes: dict[str, list[str]] = {}
@@ -466,7 +485,7 @@ def _notes(run: signals.Run) -> list[str]:
         for note in column.notes:
             names_of_notes.setdefault(note, []).append(column.name)
     for note, names in names_of_notes.items():
-        notes.append(f"{listed(names)}: {note}")
+        notes.append(f"{quoted(names)}: {note}")
     for column in run.looked_at:
         # A column with more empty cells than this is one that is logged more rarely.
         if 0 < column.empty_cells < column.values.size / 2:
@@ -484,7 +503,7 @@ def _notes(run: signals.Run) -> list[str]:
     if len(recorders) > 1 and not any(recorder.is_of_updates for recorder in recorders):
         names = [recorder.name for recorder in recorders]
         notes.append(
-            f"{listed(names)} do not say which of them sees updates: name them with "
+            f"{quoted(names)} do not say which of them sees updates: name them with "
             "optax.named_chain, one with 'update' in it. See docs/doctor.md (Record)"
         )
     # A spike below the limit of a bad batch may still want a clip.
@@ -507,7 +526,7 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
     if any(finding.cause == "divergence" for finding in findings):
         return []
     notes = []
-    for (loss,) in run.columns[signals.LOSS]:
+    for (loss,) in run.inputs_of_need[signals.LOSS]:
         loss = rows_kept(loss, np.isfinite(loss.values))
         if loss.steps.size < LEAST_ROWS_OF_LOSS:
             continue
@@ -516,17 +535,9 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
             notes.append(
                 f"{loss.name!r} is lowest near step {loss.steps[levels.lowest_row]}, "
                 f"at {levels.lowest:.3g}, and ends at {levels.last:.3g}. If neither "
-                f"data nor objective changed, it diverges. See {AT_ONE_STEP}"
+                f"data nor objective changed, it diverges. See {PAGE_AT_ONE_STEP}"
             )
     return notes
-
-
-class Hit(NamedTuple):
-    """A row that shows a cause."""
-
-    name: str  # of the column or tensor
-    step: int
-    value: float
 
 
 def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:
@@ -546,22 +557,24 @@ def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:
 
 def _finding(cause: Cause, hits: list[Hit]) -> Finding:
     """One finding from all rows that show a cause."""
-    worst = max(hits, key=lambda hit: (hit.value, -hit.step))
+    worst_hit = max(hits, key=lambda hit: (hit.value, -hit.step))
     worst_names: list[str] = []
     first_steps: dict[str, int] = {}
     for hit in sorted(hits, key=lambda hit: hit.step):
-        if hit.step == worst.step and hit.value == worst.value:
+        if hit.step == worst_hit.step and hit.value == worst_hit.value:
             worst_names.append(hit.name)
         first_steps.setdefault(hit.name, hit.step)
     steps = {hit.step for hit in hits}
     return Finding(
         cause=cause.name,
         step=min(steps),
-        worst=worst.step,
+        worst=worst_hit.step,
         rows=len(steps),
-        value=worst.value,
+        value=worst_hit.value,
         limit=cause.limit,
-        evidence=cause.text.format(value=worst.value, subject=listed(worst_names)),
+        evidence=cause.evidence.format(
+            value=worst_hit.value, subject=quoted(worst_names)
+        ),
         page=cause.page,
         advice=cause.advice,
         first_steps=first_steps,

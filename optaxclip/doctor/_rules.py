@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from .._logs import are_largest, clipped_share
+from .._logs.after_clip import are_largest, clipped_share
 
 Array = np.ndarray
 

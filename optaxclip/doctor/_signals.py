@@ -1,27 +1,20 @@
 """The numbers of a log that the rules of the doctor read."""
 
+from __future__ import annotations
+
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from .._logs import (
-    TENSOR_PATTERN,
-    Column,
-    Log,
-    columns_named,
-    in_common,
-    listed,
-    losses_of,
-    norms_of,
-    rows_kept,
-)
+from .._logs.columns import Column, Log, in_common, quoted, rows_kept
+from .._logs.norms import TENSOR_PATTERN, columns_named, losses_of, norms_of
 
 # What a rule needs. A report prints these sentences, and they are the keys of
-# `Run.columns`.
+# `Run.inputs_of_need`.
 LOSS_OR_NORM = "a loss or a gradient norm"
 LOSS = "a loss above 0 (--loss NAME, if the log has one)"
 NORM = "a gradient norm"
@@ -41,19 +34,6 @@ DEAD_ROWS = "record_health() in front of the optimizer, with embeddings="
 NEEDS_OF_RECORDER = {UPDATES, ROUNDING, WEIGHTS, GRADIENTS, SUBNORMALS, DEAD_ROWS}
 ANY_RECORDER = "record_health() in the optimizer, see docs/doctor.md (Record)"
 
-# What `record_health` calls its numbers: "ratio" in health/updates/ratio/blocks/w.
-SIGNS = {
-    "norm",
-    "weight_norm",
-    "ratio",
-    "rounding",
-    "zeros",
-    "subnormals",
-    "nonfinite",
-    "dead_rows",
-}
-# The part "health_2" of such a name. W&B may write a run in front: "sun-7 - health".
-HEALTH_SEGMENT = re.compile(r"(.*[. ])?health(_\d+)?")
 # "train/clip/outer/norm_before" of a clipper, and "train/skip_2/norm" of a skip.
 NORM_OF_CLIP = re.compile(r"((.*[/. ])?clip(_\d+)?/(.*/)?)norm_before")
 NORM_OF_SKIP = re.compile(r"((.*[/. ])?(skip|spike)(_\d+)?/(.*/)?)norm")
@@ -71,63 +51,13 @@ MOST_OVERFLOWS = 0.1  # the share of rows with inf that a dynamic loss scale exp
 RuleInputs = list[tuple[Column, ...]]
 
 
-class Recorder(NamedTuple):
-    """The columns of one `record_health`."""
-
-    name: str  # such as health/updates
-    # By sign and tensor. The summary of all tensors is the tensor "".
-    columns: defaultdict[str, dict[str, Column]]
-
-    @property
-    def is_of_updates(self) -> bool:
-        """Whether its name says so, without what a logger puts in front."""
-        _, _, name = self.name.partition("health")
-        return "update" in name.lower()
-
-    def of_tensors(self, *signs: str) -> RuleInputs:
-        """The columns of these signs: of each tensor, or of the summary of all."""
-        tables = [self.columns[sign] for sign in signs]
-        tensors = set(tables[0]).intersection(*tables)
-        # The summary repeats what the tensors show.
-        if len(tensors) > 1:
-            tensors.discard("")
-        return [tuple(table[tensor] for table in tables) for tensor in sorted(tensors)]
-
-    def subnormals(self) -> RuleInputs:
-        """For each tensor the share of subnormal elements, and the share of zeros."""
-        # In a summary the largest share of each may come from two different tensors.
-        if set(self.columns["subnormals"]) == {""}:
-            return self.of_tensors("subnormals")
-        return self.of_tensors("subnormals", "zeros")
-
-    def norm_of_all(self, sign: str) -> list[Column]:
-        """A list of one column: the norm of all tensors together, or if there is a
-        summary the largest norm of a tensor. Empty if the sign was not recorded.
-        """
-        table = self.columns[sign]
-        if "" in table:
-            return [table[""]]
-        return [total_of(self.name, list(table.values()))] if table else []
-
-
-def total_of(name: str, norms: Sequence[Column]) -> Column:
-    """The norm of several tensors together, in the steps that have all."""
-    steps, numbers = in_common(norms)
-    root_of_squares = np.sqrt(np.sum(numbers**2, axis=0))
-    # Tensors are logged together, so notes on one of them hold for all.
-    return Column(name, steps, root_of_squares, norms[0].notes)
-
-
-# ------------------------------------------------------------------------------- a log
-
-
 class Run(NamedTuple):
     """What a log says about a run."""
 
     # For each need, such as NORM, the columns that rules read. Empty if the log lacks
     # them. A finding is named after the first column of a tuple.
-    columns: defaultdict[str, RuleInputs]
-    looked_at: list[Column]  # with the norm of each recorder
+    inputs_of_need: dict[str, RuleInputs]
+    looked_at: list[Column]  # as a report lists them
     gradient_norms: list[Column]  # of all tensors together, one for each optimizer
     recorders: list[Recorder]
     overflow_steps: set[int]  # norms of these steps are left out of LOSS_OR_NORM
@@ -139,45 +69,56 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     Raises:
       ValueError: there is no column `loss_name`.
     """
+    # What the log has.
     losses = _losses_of(log, loss_name)
     logits = columns_named(NAMES_OF_LOGITS, log)
     log_without_logits = _without_logits(log, logits)
     global_norms = norms_of(log_without_logits)
     tensors = columns_named(TENSOR_PATTERN, log_without_logits)
-    norm_of_tensors = [total_of("all tensors", tensors)] if tensors else []
-    logged_norms = global_norms or norm_of_tensors
+    clips = _with_limits(log, NORM_OF_CLIP)
+    skips = _with_limits(log, NORM_OF_SKIP)
     recorders = _recorders_of(log)
     recorded = _recorded(recorders)
+
+    # What follows from it.
+    norm_of_tensors = [total_of("all tensors", tensors)] if tensors else []
+    logged_norms = global_norms or norm_of_tensors
     # A recorder repeats what a clipper or the loop logs.
     gradient_norms = logged_norms or recorded.gradient_norms
     groups = _norms_of_groups(tensors) or recorded.groups
-    columns = recorded.columns
-    columns[NORM] = _one_by_one([*gradient_norms, *groups])
-    columns[EVERY_NORM] = _one_by_one([*logged_norms, *recorded.gradient_norms])
-    columns[GRADIENTS] = _one_by_one(recorded.tensors)
-    columns[LOGITS] = _one_by_one(logits)
-    columns[CLIP] = _with_limits(log, NORM_OF_CLIP)
-    skips = _with_limits(log, NORM_OF_SKIP)
-    for skip_columns, clip_columns in product(skips, columns[CLIP]):
-        columns[SKIP_AND_CLIP].append((*skip_columns, *clip_columns))
-    # The ratio of two losses says nothing if the loss changes its sign. Without a loss
-    # REINFORCE with rewards of another scale (benchmarks/doctor) would be found to have
-    # a change of scale, so its norm is not judged alone.
-    if all(np.nanmin(loss.values, initial=np.inf) >= 0 for loss in losses):
+    if any(np.nanmin(loss.values, initial=np.inf) < 0 for loss in losses):
+        # If a loss changes its sign, the ratio of two losses says nothing. The norm is
+        # not compared without the loss either: in REINFORCE (benchmarks/doctor) rewards
+        # of another scale would look like a change of scale.
+        losses_above_0 = []
+        norms_to_compare = []
+    else:
         # transformers rounds a small loss to 0, which has no ratio.
-        above_0 = [rows_kept(loss, loss.values != 0) for loss in losses]
-        columns[LOSS] = _one_by_one(above_0)
-        columns[NORM_AND_ANY_LOSS] = [(norm, *above_0) for norm in gradient_norms]
-        columns[NORM_AND_LOSS] = list(product(gradient_norms, above_0))
-    columns[LOSS_OR_NORM] = _one_by_one(losses)
-    overflow_steps: set[int] = set()
+        losses_above_0 = [rows_kept(loss, loss.values != 0) for loss in losses]
+        norms_to_compare = gradient_norms
     has_loss_scale = any(
         NAME_OF_LOSS_SCALE.search(name.lower()) for name in log.columns
     )
+    norms_without_overflows: list[Column] = []
+    overflow_steps: set[int] = set()
     for norm in [*global_norms, *tensors, *recorded.tensors, *recorded.update_norms]:
         finite_norm = _without_overflows(norm, has_loss_scale)
-        columns[LOSS_OR_NORM].append((finite_norm,))
+        norms_without_overflows.append(finite_norm)
         overflow_steps |= {*norm.steps} - {*finite_norm.steps}
+
+    # What the rules read.
+    inputs_of_need: dict[str, RuleInputs] = {
+        LOSS_OR_NORM: _one_by_one([*losses, *norms_without_overflows]),
+        LOSS: _one_by_one(losses_above_0),
+        NORM: _one_by_one([*gradient_norms, *groups]),
+        NORM_AND_ANY_LOSS: [(norm, *losses_above_0) for norm in norms_to_compare],
+        NORM_AND_LOSS: list(product(norms_to_compare, losses_above_0)),
+        EVERY_NORM: _one_by_one([*logged_norms, *recorded.gradient_norms]),
+        LOGITS: _one_by_one(logits),
+        CLIP: clips,
+        SKIP_AND_CLIP: [(*skip, *clip) for skip, clip in product(skips, clips)],
+        **recorded.inputs_of_need,
+    }
     looked_at = [
         *losses,
         *global_norms,
@@ -186,7 +127,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         *recorded.gradient_norms,
         *recorded.update_norms,
     ]
-    return Run(columns, looked_at, gradient_norms, recorders, overflow_steps)
+    return Run(inputs_of_need, looked_at, gradient_norms, recorders, overflow_steps)
 
 
 def _losses_of(log: Log, name: str | None) -> list[Column]:
@@ -194,7 +135,7 @@ def _losses_of(log: Log, name: str | None) -> list[Column]:
     if name is None:
         return losses_of(log)
     if name not in log.columns:
-        names = listed(list(log.columns))
+        names = quoted(list(log.columns))
         raise ValueError(f"there is no loss {name!r} in it, only {names}.")
     return [log.columns[name]]
 
@@ -205,6 +146,14 @@ def _without_logits(log: Log, logits: Sequence[Column]) -> Log:
     for column in logits:
         del columns[column.name]
     return log._replace(columns=columns)
+
+
+def total_of(name: str, norms: Sequence[Column]) -> Column:
+    """The norm of several tensors together, in the steps that have all."""
+    steps, numbers = in_common(norms)
+    root_of_squares = np.sqrt(np.sum(numbers**2, axis=0))
+    # Tensors are logged together, so notes on one of them hold for all.
+    return Column(name, steps, root_of_squares, norms[0].notes)
 
 
 def _norms_of_groups(tensors: Sequence[Column]) -> list[Column]:
@@ -223,25 +172,38 @@ def _norms_of_groups(tensors: Sequence[Column]) -> list[Column]:
     # The norm of a single group is the norm of all tensors.
     if len(groups) == 1:
         return []
-    norms = [total_of(name, columns) for name, columns in groups.items()]
-    # A norm of 0 marks an expert without tokens. In other steps it gets far more than
-    # usual, which is no bad batch.
-    return [norm for norm in norms if np.all(norm.values != 0)]
+    norms: list[Column] = []
+    for name, columns in groups.items():
+        norm = total_of(name, columns)
+        # Before a head or a factor of LoRA that begins at 0, the first gradient is 0.
+        has_begun = np.logical_or.accumulate(norm.values != 0)
+        norm = rows_kept(norm, has_begun)
+        # A later norm of 0 marks an expert without tokens. In other steps it gets far
+        # more than usual, which is no bad batch.
+        if norm.values.all():
+            norms.append(norm)
+    return norms
 
 
 def _one_by_one(columns: Sequence[Column]) -> RuleInputs:
+    """The arguments of a rule that is called with one column at a time."""
     return [(column,) for column in columns]
 
 
 def _without_overflows(norm: Column, has_loss_scale: bool) -> Column:
     """A norm without the rows with inf or NaN in which a dynamic loss scale may have
-    skipped the step. The norm as it is if these are more than a tenth of all rows or
-    among them the last one, or if it has NaN and the log has no loss scale.
+    skipped the step. Nothing is left out if
+
+    - more than a tenth of the rows are not finite,
+    - the last row is one of them, or
+    - the norm has NaN, and the log has no loss scale.
     """
     is_finite = np.isfinite(norm.values)
-    is_rare = np.sum(~is_finite) <= MOST_OVERFLOWS * len(is_finite)
-    has_unexplained_nan = np.isnan(norm.values).any() and not has_loss_scale
-    if not is_rare or not is_finite[-1:].all() or has_unexplained_nan:
+    if np.sum(~is_finite) > MOST_OVERFLOWS * len(is_finite):
+        return norm
+    if not is_finite[-1:].all():
+        return norm
+    if np.isnan(norm.values).any() and not has_loss_scale:
         return norm
     return rows_kept(norm, is_finite)
 
@@ -259,34 +221,90 @@ def _with_limits(log: Log, pattern: re.Pattern[str]) -> RuleInputs:
 # --------------------------------------------------------------------------- recorders
 
 
+# What `record_health` calls its numbers: "ratio" in health/updates/ratio/blocks/w.
+QUANTITIES = {
+    "norm",
+    "weight_norm",
+    "ratio",
+    "rounding",
+    "zeros",
+    "subnormals",
+    "nonfinite",
+    "dead_rows",
+}
+# The part "health_2" of such a name. W&B may write a run in front: "sun-7 - health".
+HEALTH_SEGMENT = re.compile(r"(.*[. ])?health(_\d+)?")
+
+
+class Recorder(NamedTuple):
+    """The columns of one `record_health`."""
+
+    name: str  # such as health/updates
+    # For each quantity a column for each tensor. The tensor "" is the summary of all.
+    columns_of_quantity: defaultdict[str, dict[str, Column]]
+
+    @property
+    def is_of_updates(self) -> bool:
+        """Whether its name says so, without what a logger puts in front."""
+        _, _, name = self.name.partition("health")
+        return "update" in name.lower()
+
+    def of_tensors(self, *quantities: str) -> RuleInputs:
+        """The columns of these quantities: of each tensor, or of the summary of all."""
+        tables = [self.columns_of_quantity[quantity] for quantity in quantities]
+        tensors = set(tables[0]).intersection(*tables)
+        # The summary repeats what the tensors show.
+        if len(tensors) > 1:
+            tensors.discard("")
+        return [tuple(table[tensor] for table in tables) for tensor in sorted(tensors)]
+
+    def subnormals(self) -> RuleInputs:
+        """For each tensor the share of subnormal elements, and the share of zeros."""
+        # In a summary the largest share of each may come from two different tensors.
+        if set(self.columns_of_quantity["subnormals"]) == {""}:
+            return self.of_tensors("subnormals")
+        return self.of_tensors("subnormals", "zeros")
+
+    def total_or_largest(self, quantity: str) -> list[Column]:
+        """A list of one column: the norm of all tensors together, or if there is a
+        summary the largest norm of a tensor. Empty if the quantity was not recorded.
+        """
+        table = self.columns_of_quantity[quantity]
+        if "" in table:
+            return [table[""]]
+        return [total_of(self.name, list(table.values()))] if table else []
+
+
 class Recorded(NamedTuple):
     """The columns of all recorders."""
 
-    columns: defaultdict[str, RuleInputs]  # of needs that only recorders meet
-    update_norms: list[Column]  # of all tensors together
-    gradient_norms: list[Column]  # likewise
-    tensors: list[Column]  # the norm of the gradient of each
-    groups: list[Column]
+    gradient_norms: list[Column]  # of all tensors together
+    update_norms: list[Column]  # likewise
+    tensors: list[Column]  # the gradient norm of each tensor
+    groups: list[Column]  # the gradient norm of each group of tensors
+    inputs_of_need: dict[str, RuleInputs]  # of needs that only recorders meet
 
 
 def _recorded(recorders: Sequence[Recorder]) -> Recorded:
-    recorded = Recorded(defaultdict(list), [], [], [], [])
-    columns = recorded.columns
+    """The columns of all recorders, by what they are and by what rules need."""
+    recorded = Recorded([], [], [], [], {need: [] for need in NEEDS_OF_RECORDER})
+    inputs = recorded.inputs_of_need
     for recorder in recorders:
-        norms = recorder.norm_of_all("norm")
-        weight_norms = recorder.norm_of_all("weight_norm")
-        columns[WEIGHTS] += _one_by_one(weight_norms)
+        norms = recorder.total_or_largest("norm")
+        weight_norms = recorder.total_or_largest("weight_norm")
+        inputs[WEIGHTS] += _one_by_one(weight_norms)
         if recorder.is_of_updates:
             recorded.update_norms.extend(norms)
-            columns[UPDATES] += zip(norms, weight_norms)
-            columns[ROUNDING] += recorder.of_tensors("ratio", "rounding")
+            inputs[UPDATES] += zip(norms, weight_norms)
+            inputs[ROUNDING] += recorder.of_tensors("ratio", "rounding")
         else:
             tensors = [column for (column,) in recorder.of_tensors("norm")]
             recorded.gradient_norms.extend(norms)
             recorded.tensors.extend(tensors)
             recorded.groups.extend(_norms_of_groups(tensors))
-            columns[SUBNORMALS] += recorder.subnormals()
-            columns[DEAD_ROWS] += recorder.of_tensors("dead_rows")
+            inputs[GRADIENTS] += _one_by_one(tensors)
+            inputs[SUBNORMALS] += recorder.subnormals()
+            inputs[DEAD_ROWS] += recorder.of_tensors("dead_rows")
     return recorded
 
 
@@ -294,37 +312,54 @@ class Reading(NamedTuple):
     """What the name of a column says: train/health_2/updates/norm/blocks/w."""
 
     recorder: str  # train/health_2/updates
-    sign: str  # norm
+    quantity: str  # norm
     tensor: str  # blocks/w
 
 
 def _recorders_of(log: Log) -> list[Recorder]:
     """The recorders whose columns a log has. A recorder and a tensor may both be named
-    like a sign: health/ratio/norm/w is the norm of w in a recorder "ratio", or the
-    ratio of a tensor norm/w. We take the reading whose recorder has most signs.
+    like a quantity: health/ratio/norm/w is the norm of w in a recorder "ratio", or the
+    ratio of a tensor norm/w. We take the reading whose recorder has most quantities.
     """
-    signs: dict[str, set[str]] = defaultdict(set)
+    quantities: dict[str, set[str]] = defaultdict(set)
     for name in log.columns:
         for reading in _readings(name):
-            signs[reading.recorder].add(reading.sign)
+            quantities[reading.recorder].add(reading.quantity)
     recorders: dict[str, Recorder] = {}
     for name, column in log.columns.items():
         readings = list(_readings(name))
         if readings:
-            reading = max(readings, key=lambda reading: len(signs[reading.recorder]))
+            reading = max(
+                readings, key=lambda reading: len(quantities[reading.recorder])
+            )
             empty = Recorder(reading.recorder, defaultdict(dict))
             recorder = recorders.setdefault(reading.recorder, empty)
-            renamed = column._replace(name=reading.tensor or reading.recorder)
-            recorder.columns[reading.sign][reading.tensor] = renamed
+            recorder.columns_of_quantity[reading.quantity][reading.tensor] = column
+    # Tensors of two optimizers may have the same names.
+    numbers = Counter(recorder.is_of_updates for recorder in recorders.values())
+    for recorder in recorders.values():
+        is_alone = numbers[recorder.is_of_updates] == 1
+        _rename_columns(recorder, is_alone)
     return list(recorders.values())
 
 
+def _rename_columns(recorder: Recorder, is_alone: bool) -> None:
+    """Names columns after their tensors, and the summary after the recorder. If there
+    are several recorders of updates, or of gradients, their names stand in front.
+    """
+    prefix = "" if is_alone else f"{recorder.name}/"
+    for table in recorder.columns_of_quantity.values():
+        for tensor, column in table.items():
+            name = f"{prefix}{tensor}" if tensor else recorder.name
+            table[tensor] = column._replace(name=name)
+
+
 def _readings(name: str) -> Iterator[Reading]:
-    """One for each sign in a name, if it stands behind "health"."""
+    """A reading for each quantity in a name that stands behind "health"."""
     parts = name.split("/")
     is_behind_health = False
     for index, part in enumerate(parts):
-        if is_behind_health and part in SIGNS:
+        if is_behind_health and part in QUANTITIES:
             recorder = "/".join(parts[:index])
             tensor = "/".join(parts[index + 1 :])
             yield Reading(recorder, part, tensor)

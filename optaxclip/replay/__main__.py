@@ -8,15 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .._logs import (
-    Column,
-    Log,
-    clipped_share,
-    columns_named,
-    distance_of_steps,
-    in_common,
-    read_log,
-)
+from .._logs.after_clip import clipped_share
+from .._logs.columns import Column, Log, in_common, logging_interval
+from .._logs.files import read_log
+from .._logs.norms import columns_named
 from . import plot_history, run
 from ._batch import norm_ratio
 from ._choice import USUAL_LIMIT, Choice, choice_of, percent
@@ -101,7 +96,7 @@ def _choice_for(column: Column) -> Choice | None:
     norms = _norms_above_0(column)
     if len(norms) < MIN_NORMS:
         return None
-    return choice_of(norms, distance_of_steps(column))
+    return choice_of(norms, logging_interval(column))
 
 
 def _norms_above_0(column: Column) -> np.ndarray:
@@ -126,10 +121,10 @@ def _notes_on(column: Column) -> list[str]:
     lines = list(column.notes)
     if column.empty_cells:
         lines.append(f"{column.empty_cells} rows have no entry, and are left out.")
-    distance = distance_of_steps(column)
-    if distance > 1:
+    interval = logging_interval(column)
+    if interval > 1:
         lines.append(
-            f"The rows are {distance} steps apart, and the norms between are not seen "
+            f"The rows are {interval} steps apart, and the norms between are not seen "
             "(transformers: logging_steps=1). Windows of rules are counted in steps."
         )
     is_finite = np.isfinite(column.values)

@@ -5,15 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .._logs import (
-    TENSOR_PATTERN,
-    Column,
-    Log,
-    columns_named,
-    listed,
-    norms_of,
-    read_log,
-)
+from .._logs.columns import Column, Log, quoted
+from .._logs.files import read_log
+from .._logs.norms import TENSOR_PATTERN, columns_named, norms_of
 
 # How to get a norm into a log, for errors.
 ADVICE = (
@@ -69,7 +63,7 @@ def read_history(
         names = [column.name for column in columns]
         raise ValueError(
             f"{call}: several columns are called a norm of the gradient: "
-            f"{listed(names)}. Choose one with column={names[0]!r}."
+            f"{quoted(names)}. Choose one with column={names[0]!r}."
         )
     notes = [*log.notes, *columns[0].notes]
     if notes:
@@ -83,7 +77,7 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
     Raises:
       ValueError: there is none, or it has negative numbers.
     """
-    names = listed(list(log.columns))
+    names = quoted(list(log.columns))
     if name is None:
         columns = norms_of(log) or columns_named(TENSOR_PATTERN, log)
         if not columns:

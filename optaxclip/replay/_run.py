@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from .._checks import check_whole_number, shown
 from .._factors import factor_between, shrunk_by
-from .._logs import clipped_share
+from .._logs.after_clip import clipped_share
 from ..rules import windowed_quantile, z_score
 from ..rules._limits import Limit, rule_without_params
 from ..rules._rule import Number, Rule, limit_and_memory_of

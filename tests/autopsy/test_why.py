@@ -323,6 +323,26 @@ def test_padding_does_not_stand_out(saved, size, microbatch):
     assert (verdict.cause, verdict.examples) == ("data", wanted[microbatch])
 
 
+def test_padding_is_replayed_together(saved):
+    """One more replay shows that no example of the padding is at fault."""
+    runs = []
+
+    def weighted(params, x, y, weights):
+        jax.debug.callback(lambda size: runs.append(int(size)), jnp.int32(len(x)))
+        errors = (jnp.tanh(x @ params["first"]) @ params["last"] - y) ** 2
+        return jnp.sum(weights * errors) / jnp.sum(weights)
+
+    weights = np.float32(np.arange(EXAMPLES) < 7)
+    path = saved(PARAMS, (*outlier(), weights), loss=weighted)
+    jax.effects_barrier()
+    runs.clear()
+    assert why(weighted, path).examples == [5]
+    jax.effects_barrier()
+    # The step three times and in float32, each example, the whole batch, and the batch
+    # without the outlier.
+    assert sorted(runs) == [1] * EXAMPLES + [EXAMPLES - 1] + [EXAMPLES] * 5
+
+
 def test_keys_of_examples_and_keys_of_all_are_told_apart(saved):
     def noisy(params, x, y, keys, key):
         noise = jax.vmap(jax.random.normal)(keys) + jax.random.normal(key)
@@ -584,13 +604,25 @@ def test_the_norm_of_a_skip_in_a_partition_is_not_taken(saved):
     assert verdict.not_told == [WITHOUT_NORM]
 
 
-def test_the_norm_behind_a_clipper_is_not_taken(saved):
+@pytest.mark.parametrize(
+    "recorder", [optaxclip.record_norm(), optaxclip.record_spikes()]
+)
+def test_the_norm_behind_a_clipper_is_not_taken(saved, recorder):
     clip = optaxclip.clip_by_global_norm(LIMIT)
-    optimizer = optax.chain(clip, optaxclip.record_norm(), ADAM)
+    optimizer = optax.chain(clip, recorder, ADAM)
     verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
     assert (verdict.cause, verdict.examples) == ("data", [5])
     wanted = norm_of(PARAMS, *outlier())
     assert verdict.numbers["recorded norm"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_limit_of_a_clipper_behind_a_recorder_is_not_taken(saved):
+    """A clipper may clip every step. Here `record_spikes` has no limit yet."""
+    clip = optaxclip.clip_by_global_norm(LIMIT)
+    optimizer = optax.chain(optaxclip.record_spikes(), clip, ADAM)
+    verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
+    usual = verdict.numbers["median norm of examples"]
+    assert verdict.numbers["limit"] == 10 * usual
 
 
 def test_wrong_arguments_are_refused(saved):

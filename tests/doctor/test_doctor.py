@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip._logs import log_of
+from optaxclip._logs.columns import log_from_rows
 from optaxclip.doctor import diagnose, examine
 from optaxclip.doctor.__main__ import main
 from optaxclip.doctor._causes import CAUSES
@@ -96,7 +96,7 @@ def test_what_is_judged_is_named_where_nothing_is_found():
 @pytest.mark.parametrize(
     "name", ["grads", "ratio", "nonfinite", "zeros", "norm", "rounding"]
 )
-def test_a_recorder_may_be_called_like_a_sign(name):
+def test_a_recorder_may_be_called_like_a_quantity(name):
     optimizer = optax.named_chain(
         (name, optaxclip.record_health()), ("sgd", optax.sgd(0.01))
     )
@@ -210,6 +210,13 @@ def test_a_group_that_some_steps_leave_out_has_no_spikes():
     assert causes_of(rows) == [("bad batch", 31)]
 
 
+def test_a_group_that_begins_at_0_has_spikes():
+    """As factor A of LoRA, because B is 0 in the first step."""
+    norms = changed(calm(), {0: 0.0, 31: 30.0})
+    rows = rows_of(health__norm__A=norms, health__norm__B=100 * calm())
+    assert causes_of(rows) == [("bad batch", 31)]
+
+
 def test_norms_of_all_tensors_are_judged_together():
     """A change of scale is one of the whole gradient."""
     names = [f"clip__norm_before__{number}" for number in range(3)]
@@ -265,6 +272,22 @@ def test_a_recorder_of_a_resumed_run_is_said_to_be_resumed():
     assert note.startswith("'loss', 'health': Steps 30 to 39 come twice")
 
 
+def test_tensors_of_two_recorders_are_told_apart():
+    names = "health/norm/w", "health_2/norm/w"
+    rows = [dict.fromkeys(names, norm) for norm in calm(40)]
+    for row in rows[20:]:
+        row["health_2/norm/w"] = 0.0
+    (finding,) = diagnose(rows)
+    assert finding.first_steps == {"health_2/w": 20}
+
+
+def test_a_column_of_one_row_says_nothing_of_the_others():
+    rows = rows_of(step=range(0, 600, 10), grad_norm=calm())
+    rows[30]["attention_logit"] = 3.0
+    note, _ = examine(rows).notes
+    assert note.startswith("The rows are 10 steps apart.")
+
+
 def test_a_loss_that_is_logged_rarely_hides_no_rows():
     rows = rows_of(step=range(60), grad_norm=calm())
     for row in rows[::10]:
@@ -292,9 +315,11 @@ def test_a_recorder_is_no_norm_of_all_gradients():
     rows = rows_of(health__gradients__norm=calm(), health__gradients__zeros=calm() - 1)
     assert examine(rows).looked_at == ["'health/gradients' (60 rows)"]
     with pytest.raises(ValueError, match="this file has no gradient norm"):
-        columns_of(log_of(rows, []), None, "replay")
+        columns_of(log_from_rows(rows, []), None, "replay")
     # A logger may have a group of this name.
-    (column,) = columns_of(log_of([{"health/grad_norm": 1.0}], []), None, "replay")
+    (column,) = columns_of(
+        log_from_rows([{"health/grad_norm": 1.0}], []), None, "replay"
+    )
     assert column.name == "health/grad_norm"
 
 

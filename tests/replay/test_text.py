@@ -127,6 +127,10 @@ def test_a_wrong_pattern_is_named(text_file):
     path = text_file(TEXTS["a loop"])
     for pattern, error in (
         ("norm (", "pattern must be a regular expression with a .* got 'norm \\('"),
+        (
+            "norm (?P<norm>.*",
+            "got .* Python says: missing \\), unterminated subpattern",
+        ),
         ("norm", "pattern must be a regular expression with a group .* got 'norm'"),
         ("nrm (.*)", "pattern 'nrm \\(\\.\\*\\)' fits no line. .* --pattern '"),
     ):

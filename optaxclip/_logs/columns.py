@@ -1,0 +1,281 @@
+"""From rows to columns of numbers.
+
+Notes say what the reader left out or decided.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Row = Mapping[str, object]  # cells by name: numbers, texts or None
+Notes = list[str]
+
+
+class Column(NamedTuple):
+    """The numbers under one name."""
+
+    name: str
+    steps: np.ndarray  # int64[entries], in ascending order
+    values: np.ndarray  # float64[entries], NaN and inf among them
+    notes: Sequence[str] = ()
+    empty_cells: int = 0  # left out, and not in the notes
+
+
+class Log(NamedTuple):
+    """The columns of numbers of a file."""
+
+    columns: dict[str, Column]
+    notes: Notes
+
+
+# Names of columns of steps, the surest first.
+STEP_NAMES = (
+    # Of optax.MultiSteps, where a row is written in every k-th step of the loop.
+    "gradient_step",
+    "step",
+    "Step",
+    "_step",
+    "global_step",
+    "train/global_step",
+    "trainer/global_step",
+    "iteration",
+    "iter",
+    "num_updates",
+    "index",
+)
+
+
+def log_from_rows(rows: Sequence[Row], notes: Notes) -> Log:
+    """The columns of rows.
+
+    Raises:
+      ValueError: there is no number in them.
+    """
+    flat_rows = [flattened(row) for row in rows]
+    steps = _take_out_steps(flat_rows, notes)
+    entries_by_name: dict[str, list[Entry]] = defaultdict(list)  # by name
+    for step, row in zip(steps, flat_rows):
+        for name, cell in row.items():
+            entries_by_name[name].append(Entry(step, cell))
+    columns: dict[str, Column] = {}
+    for name, entries in entries_by_name.items():
+        column = _column(name, entries)
+        # W&B writes the extremes of each number beside it.
+        if column.steps.size and not name.endswith(("__MIN", "__MAX")):
+            columns[name] = column
+    if not columns:
+        sentences = [
+            f"there is no number in it. It has {len(rows)} rows with "
+            f"{quoted(list(entries_by_name)) or 'no names'}. A log has a row for each "
+            "step, with a number under each name, such as "
+            '{"loss": 2.5, "grad_norm": 1.0}.',
+            *notes,
+        ]
+        raise ValueError(" ".join(sentences))
+    return Log(columns, notes)
+
+
+def _take_out_steps(rows: Sequence[dict[str, object]], notes: Notes) -> Sequence[int]:
+    """Takes the column of steps out of the rows, and returns the step of each row.
+    Without such a column rows are counted.
+    """
+    step_name, begins_again = _name_of_steps(rows)
+    if step_name is None:
+        return range(len(rows))
+    if begins_again:
+        notes.append(
+            f"The column {step_name!r} begins again, as in each epoch, and is counted "
+            "on. If the run was started anew, delete the rows of earlier ones."
+        )
+    steps: list[int] = []
+    step = 0
+    steps_before = 0  # in earlier epochs
+    for row in rows:
+        number = _number(row.pop(step_name, None))
+        # A row without a step has the step of the row before.
+        if number is not None and math.isfinite(number):
+            if begins_again and steps_before + number < step:
+                steps_before = step + 1
+            step = steps_before + int(number)
+        steps.append(step)
+    return steps
+
+
+def _name_of_steps(rows: Sequence[Row]) -> tuple[str | None, bool]:
+    """The name of the column of steps, and whether they begin again in each epoch.
+
+    A column whose steps do not begin again comes before the others. Among equals the
+    surest name counts. None if no column has steps.
+    """
+    surest_name = None
+    for name in STEP_NAMES:
+        numbers = [_number(row.get(name)) for row in rows]
+        steps = [number for number in numbers if number is not None]
+        if steps and not _begin_again(steps):
+            return name, False
+        if steps and surest_name is None:
+            surest_name = name
+    return surest_name, surest_name is not None
+
+
+def _begin_again(steps: Sequence[float]) -> bool:
+    """Whether steps fall back to the first step, or below. A resumed run falls back to
+    a later step. The second row does not count: it may be late, as in steps 1, 0, 2.
+    """
+    first = steps[0]
+    return any(step <= first and step < before for before, step in pairwise(steps[1:]))
+
+
+def flattened(row: Row, group: str = "") -> dict[str, object]:
+    """The cells of a row. {"train": {"loss": 1}} has train/loss."""
+    cells: dict[str, object] = {}
+    for name, cell in row.items():
+        if isinstance(cell, Mapping):
+            cells |= flattened(cell, f"{group}{name}/")
+        else:
+            cells[f"{group}{name}"] = cell
+    return cells
+
+
+class Entry(NamedTuple):
+    """A cell of a column, and its step."""
+
+    step: int
+    cell: object
+
+
+def _column(name: str, entries: Sequence[Entry]) -> Column:
+    """The numbers of a column, with notes on the cells that it reads otherwise or
+    leaves out.
+    """
+    nulls_are_nan = _are_nulls_nan(entries)
+    numbers: list[tuple[int, float]] = []  # each with its step
+    texts: list[str] = []
+    nulls = 0
+    empty_cells = 0
+    for step, entries_of_step in groupby(entries, key=lambda entry: entry.step):
+        cells = [entry.cell for entry in entries_of_step]
+        # Null is an empty cell if another row of the step has a number: pandas writes
+        # null in the row of an evaluation.
+        if nulls_are_nan and all(cell is None for cell in cells):
+            cells = [math.nan]
+            nulls += 1
+        for cell in cells:
+            number = _number(cell)
+            if number is not None:
+                numbers.append((step, number))
+            elif cell is None or not str(cell).strip():
+                empty_cells += 1
+            else:
+                texts.append(str(cell)[:40])
+    values_by_step, replaced_steps = _by_step(numbers)
+    values = np.array(list(values_by_step.values()))
+    notes: Notes = []
+    is_minus_one = (values == -1) & ("norm" in name.lower())
+    if is_minus_one.any():
+        values[is_minus_one] = math.nan
+        notes.append(
+            f"{is_minus_one.sum()} norms are -1, as DeepSpeed logs NaN and inf, and "
+            "are read as NaN."
+        )
+    if replaced_steps:
+        notes.append(
+            f"Steps {min(replaced_steps)} to {max(replaced_steps)} come twice "
+            f"({len(replaced_steps)} entries), as in a run that was resumed: the "
+            "later entries count."
+        )
+    if nulls:
+        notes.append(f"{nulls} rows have null there, which is read as NaN.")
+    if texts:
+        notes.append(f"{len(texts)} entries are text, and left out: {quoted(texts)}.")
+    return Column(
+        name,
+        steps=np.array(list(values_by_step)),
+        values=values,
+        notes=notes,
+        empty_cells=empty_cells,
+    )
+
+
+def _by_step(
+    numbers: Sequence[tuple[int, float]],
+) -> tuple[dict[int, float], list[int]]:
+    """Numbers by ascending step, and the steps whose numbers a resumed run replaced."""
+    values: dict[int, float] = {}
+    replaced_steps: list[int] = []
+    for step, number in numbers:
+        # A step that comes again is of a resumed run, which replaces the numbers of
+        # this step and of later ones. Numbers of earlier steps stay: they were logged
+        # late, as jax.debug.callback may write the steps 1, 3, 2.
+        late_rows: list[tuple[int, float]] = []
+        while step in values:
+            last_step, last_number = values.popitem()
+            if last_step < step:
+                late_rows.append((last_step, last_number))
+            else:
+                replaced_steps.append(last_step)
+        values.update(reversed(late_rows))
+        values[step] = number
+    return dict(sorted(values.items())), replaced_steps
+
+
+def _are_nulls_nan(entries: Sequence[Entry]) -> bool:
+    """Whether null stands for NaN, as in strict JSON. If a third or more of the entries
+    up to the last number are null, it stands for an empty cell: the column is logged
+    more rarely than others.
+    """
+    nulls = 0
+    numbers = 0
+    nulls_before_number = 0
+    for _, cell in entries:
+        if cell is None:
+            nulls += 1
+        elif _number(cell) is not None:
+            numbers += 1
+            nulls_before_number = nulls
+    return 2 * nulls_before_number < numbers
+
+
+def _number(cell: Any) -> float | None:
+    """The number in a cell, also in a text such as "NaN". None if it has no number."""
+    try:
+        return float(cell)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def has_number(cells: Iterable[object]) -> bool:
+    """Whether one of the cells has a number."""
+    return any(_number(cell) is not None for cell in cells)
+
+
+def quoted(names: Sequence[str]) -> str:
+    """Names in quotes, at most twelve."""
+    left_out = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return f"{', '.join(map(repr, names[:12]))}{left_out}"
+
+
+def rows_kept(column: Column, is_kept: np.ndarray) -> Column:
+    """A column without the rows that are not kept."""
+    return column._replace(steps=column.steps[is_kept], values=column.values[is_kept])
+
+
+def in_common(columns: Sequence[Column]) -> tuple[np.ndarray, np.ndarray]:
+    """The steps that all columns have, and the numbers there, [columns, steps]."""
+    steps = reduce(np.intersect1d, [column.steps for column in columns])
+    rows = [column.values[np.isin(column.steps, steps)] for column in columns]
+    return steps, np.array(rows)
+
+
+def logging_interval(column: Column) -> int:
+    """How many steps a row comes after the row before. 1 if each step is logged, or if
+    there is only one row.
+    """
+    if len(column.steps) < 2:
+        return 1
+    return int(np.median(np.diff(column.steps)))

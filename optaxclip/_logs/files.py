@@ -1,0 +1,390 @@
+"""From a file to rows, a dict for each line or step.
+
+The first bytes of a file tell its format, not its name.
+"""
+
+import ast
+import csv
+import io
+import json
+import pkgutil
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+
+from .columns import Log, Notes, Row, flattened, has_number, log_from_rows
+
+FORMATS_TEXT = (
+    "The reader takes JSON lines, JSON, CSV with a header, printed dicts, .npy, .npz, "
+    "event files of TensorBoard, each also in gzip, and text as UTF-8"
+)
+
+
+def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
+    """Reads a log file.
+
+    Args:
+      path: the file.
+      call: the function that errors name.
+      pattern: a regular expression for the lines of a text, None for other files. Its
+        named groups are the columns. A group without a name is "grad_norm".
+
+    Raises:
+      ValueError: the file is not a log. The text begins with the call and the path.
+      OSError: the file cannot be opened. The text begins likewise.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise type(error)(
+            f"{call}: {str(path)[:200]}: {error.strerror}. Give the path of a log "
+            f"file. A relative path begins in {Path.cwd()}."
+        ) from error
+    notes: Notes = []
+    try:
+        return log_from_rows(_rows(data, pattern, notes), notes)
+    # For a broken file NumPy, gzip and protobuf raise errors of many types.
+    except Exception as error:
+        raise ValueError(f"{call}: {path}: {error}") from error
+
+
+def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
+    """The rows of a file, by the format that its first bytes tell."""
+    if data.startswith(b"\x1f\x8b"):
+        data = _unzipped(data, notes)
+    if data.startswith((b"PK", b"\x93NUMPY")):
+        return _rows_of_arrays(data, notes)
+    # The first event of TensorBoard is the version of the file.
+    if b"brain.Event:" in data[:64]:
+        return _rows_of_events(data, notes)
+    text = _cleaned_text(data)
+    if not text or "\0" in text:
+        raise ValueError(f"the file is empty or binary. {FORMATS_TEXT}.")
+    if pattern is not None:
+        return _rows_of_pattern(text, pattern)
+    rows = _rows_of_table(text, notes) or _rows_of_dicts(text, notes)
+    if not rows:
+        raise ValueError(
+            f"there is no table of numbers in it. {_advice_for_text(text)}"
+        )
+    return rows
+
+
+def _cleaned_text(data: bytes) -> str:
+    """The text of a file, without marks, zeros and colors."""
+    # Excel begins a CSV with a byte order mark.
+    text = data.decode("utf-8-sig", errors="replace")
+    # A crash of the machine may leave a block of zeros. Rows follow it if the run went
+    # on.
+    text = re.sub("\0{3,}", "\n", text)
+    # torchtitan prints in colors.
+    text = re.sub(r"\x1b\[[\d;]*m", "", text)
+    # Tabs stay: a tab at the end of the text marks an empty last cell.
+    return text.strip("\r\n ")
+
+
+def _unzipped(data: bytes, notes: Notes) -> bytes:
+    """The content of a gzip file, up to where it is cut off."""
+    content = b""
+    # A gzip file that was appended to has several members.
+    while data:
+        member = zlib.decompressobj(wbits=31)  # 31 stands for gzip.
+        content += member.decompress(data)
+        # A crash of the machine may leave zeros behind it.
+        data = member.unused_data.lstrip(b"\0")
+        if not member.eof:
+            notes.append("The gzip file is cut off, and read up to there.")
+    return content
+
+
+def _rows_of_arrays(data: bytes, notes: Notes) -> Sequence[Row]:
+    """The rows of an .npz, with a column for each array, or of an .npy, whose only
+    column is "norm".
+    """
+    loaded = np.load(io.BytesIO(data))
+    arrays = {"norm": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+    columns: dict[str, object] = {}
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):
+            raise ValueError(
+                "it is a zip file without arrays, such as a spreadsheet or a "
+                f"checkpoint. Save a spreadsheet as CSV. {FORMATS_TEXT}."
+            )
+        if array.ndim > 1:
+            notes.append(
+                f"{name!r} has the shape {array.shape}, which is not one number for "
+                "each step, and is left out."
+            )
+        else:
+            columns[name] = array.tolist()
+    return _rows_in(columns)
+
+
+def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
+    """A row for each scalar of an event file of TensorBoard."""
+    event_type = None
+    for package in ("tensorboard.compat", "tensorboardX"):
+        with suppress(ImportError):
+            event_type = pkgutil.resolve_name(f"{package}.proto.event_pb2:Event")
+    if event_type is None:
+        raise ValueError(
+            "this is an event file of TensorBoard, which needs a package to read: pip "
+            "install tensorboard"
+        )
+    rows: list[Row] = []
+    end = 0
+    while end < len(data):
+        # A record is its length, a checksum of 4 bytes, an event, and another checksum.
+        start = end + 12
+        length = int.from_bytes(data[end : end + 8], "little")
+        end = start + length + 4
+        if end > len(data):
+            notes.append("The event file is cut off, and read up to there.")
+            break
+        event = event_type.FromString(data[start : start + length])
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                rows.append({"step": event.step, value.tag: value.simple_value})
+            # TensorFlow 2 writes scalars as tensors. 1 is float32.
+            elif value.tensor.dtype == 1:
+                content = np.frombuffer(value.tensor.tensor_content, np.float32)
+                numbers = [*value.tensor.float_val, *content]
+                if len(numbers) == 1:
+                    rows.append({"step": event.step, value.tag: numbers[0]})
+    return rows
+
+
+# ------------------------------------------------------------------------------- dicts
+
+
+def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
+    """The dicts that stand in a text, as JSON or as Python prints them."""
+    dicts: list[Row] = []
+    other_text = ""
+    end = 0
+    while (start := text.find("{", end)) >= 0:
+        row, end_of_row = _dict_at(text, start)
+        if row:
+            dicts.append(row)
+            other_text += f"{text[end:start]}\n"
+        else:
+            other_text += text[end:end_of_row]
+        end = end_of_row
+    other_text += text[end:]
+    rows: Sequence[Row] = dicts
+    if len(dicts) == 1:
+        rows = _rows_in(dicts[0])
+    # Without any number the braces are code, or other text.
+    if not any(has_number(flattened(row).values()) for row in rows):
+        return []
+    left_out = [line for line in other_text.splitlines() if line.strip("\t ,[]")]
+    if left_out:
+        notes.append(
+            f"{len(left_out)} lines or parts of lines are not in whole braces and are "
+            f"left out. The last one is {left_out[-1].strip()[:60]!r}."
+        )
+    return rows
+
+
+def _rows_in(row: Row) -> Sequence[Row]:
+    """The rows of a whole file in one dict: trainer_state.json, pandas, or a dict of
+    lists. Any other dict is one row.
+    """
+    rows_of_pandas = _rows_of_pandas(row)
+    if rows_of_pandas:
+        return rows_of_pandas
+    tables: list[Sequence[Row]] = []
+    lists: dict[str, list[object]] = {}
+    for name, cell in flattened(row).items():
+        if isinstance(cell, list) and cell:
+            lists[name] = cell
+            if isinstance(cell[0], dict):
+                tables.append(cell)
+    if tables:
+        return max(tables, key=len)
+    if lists:
+        # A list that is shorter than others ends in empty cells.
+        tuples = zip_longest(*lists.values(), fillvalue="")
+        return [dict(zip(lists, cells)) for cells in tuples]
+    return [row]
+
+
+def _rows_of_pandas(table: Row) -> list[Row]:
+    """The rows of {"loss": {"0": 2.5, "1": 2.0}}, as `to_json` of pandas writes columns
+    by default. No rows for another dict.
+    """
+    rows: dict[object, dict[str, object]] = defaultdict(dict)  # by index
+    for name, cells in table.items():
+        if not isinstance(cells, dict):
+            return []
+        for index, cell in cells.items():
+            if not str(index).isdecimal():
+                return []
+            rows[index][name] = cell
+    return [{"index": index, **row} for index, row in rows.items()]
+
+
+def _dict_at(text: str, start: int) -> tuple[Row, int]:
+    """The dict that begins at `start`, and where it ends. If no dict begins there, an
+    empty dict and the next place.
+    """
+    try:
+        return json.JSONDecoder().raw_decode(text, start)
+    except (json.JSONDecodeError, RecursionError):
+        # Python printed it. A printed dict may hold dicts, which hold no further dicts.
+        printed = re.compile(r"\{([^{}\n]|\{[^{}\n]*\})*\}").match(text, start)
+    if printed is None:
+        return {}, start + 1
+    # torch prints tensor(2.5, grad_fn=<MeanBackward0>).
+    source = re.sub(r", grad_fn=<\w+>", "", printed[0])
+    try:
+        literal = _WithLiterals().visit(ast.parse(source, mode="eval"))
+        return dict(ast.literal_eval(literal)), printed.end()
+    except (ValueError, SyntaxError, TypeError, IndexError):
+        # Braces of other text.
+        return {}, start + 1
+
+
+class _WithLiterals(ast.NodeTransformer):
+    """Replaces the names nan and inf by numbers, and calls by their first arguments.
+    NumPy and JAX print np.float64(2.5) and Array([1., nan], dtype=float32).
+    """
+
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant(float(node.id))
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        return self.visit(node.args[0])
+
+
+# ----------------------------------------------------------------------- CSV and text
+
+
+def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
+    """The rows of a table whose first line has the names. No rows for another text."""
+    # stable-baselines begins with a comment.
+    comment = ""
+    while text.startswith("#"):
+        comment, _, text = text.partition("\n")
+    # np.savetxt writes the names as a comment.
+    if comment and re.match(r"[-+.\d]", text):
+        text = f"{comment.lstrip('# ')}\n{text}"
+    if text.startswith(("{", "[")):
+        return []
+    # The delimiter is in both of the first lines. A blank in the first line alone may
+    # belong to the name of a single column.
+    first_lines = text.splitlines()[:2]
+    delimiter = ","
+    for punctuation in " ,;\t":
+        if all(punctuation in line for line in first_lines):
+            delimiter = punctuation
+    # Text that is no table has names in each line: "step 1 loss 2.5".
+    named_number = r"(?i)(loss|norm)[ :=]+[-+.\d]"
+    if delimiter == " " and re.search(named_number, first_lines[-1]):
+        return []
+    if delimiter == ";":
+        # Spreadsheets write semicolons if their numbers have decimal commas.
+        text = text.replace(",", ".")
+    reader = csv.reader(
+        text.splitlines(keepends=True), delimiter=delimiter, skipinitialspace=True
+    )
+    try:
+        lines = [line for line in reader if line]
+    except csv.Error:
+        # In other text a quote may never close. All that follows it is then one cell,
+        # which is too large for the reader.
+        return []
+    if not lines:
+        return []
+    names = [name.strip() for name in lines.pop(0)]
+    # In ",0" pandas leaves out the name of the index, and calls a series 0.
+    has_header = not names[0] or not has_number(names)
+    rows = [dict(zip(names, line)) for line in lines if len(line) == len(names)]
+    rows_with_numbers = sum(has_number(row.values()) for row in rows)
+    # Most lines of a text that is no table have no number.
+    if 2 * rows_with_numbers < len(lines) or not has_header:
+        return []
+    left_out = len(lines) - len(rows)
+    if left_out:
+        notes.append(
+            f"{left_out} lines do not have {len(names)} entries and are left out."
+        )
+    # Runs of W&B may share a name, and so their columns do.
+    if len(set(names)) < len(names):
+        notes.append("Of columns with the same name the last one counts.")
+    return rows
+
+
+def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
+    """A row for each line of a text that a pattern fits."""
+    expected = (
+        "pattern must be a regular expression with a group for each column, such as "
+        f"'norm: (?P<grad_norm>\\S+)', got {pattern!r}."
+    )
+    try:
+        regex = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{expected} Python says: {error}.") from None
+    if not regex.groups:
+        raise ValueError(expected)
+    rows: list[Row] = []
+    for line in text.splitlines():
+        row: dict[str, object] = {}
+        for match in regex.finditer(line):
+            groups = match.groupdict() or {"grad_norm": match[1]}
+            for name, cell in groups.items():
+                if cell is not None:
+                    row[name] = cell.strip(",;:|()[]%")
+        if row:
+            rows.append(row)
+    if not rows:
+        raise ValueError(f"pattern {pattern!r} fits no line. {_advice_for_text(text)}")
+    return rows
+
+
+# How a line of text may name a step, a loss or a norm. For each, the first pattern says
+# what may not stand before the label, and the second one is the label. "tokens/s: 512"
+# has no step. nanoGPT prints "train loss 4.2, val loss 4.3" now and then, among lines
+# with "loss 4.1".
+LABELS = {
+    "step": (r"(?<![/\w])", "step|iteration|iter|s"),
+    "loss": (
+        r"(?i:(?<!train[ /])(?<!val[ /])(?<!validation[ /])(?<!test[ /]))\b",
+        "((train|training|lm)[ _/-])?loss|trl",
+    ),
+    "grad_norm": (r"\b", "((total|global|gradient|grad|g)[ _/-]?)*norm"),
+}
+
+
+def _advice_for_text(text: str) -> str:
+    """What to do with a text that is no table: give a --pattern, which has the most
+    frequent labels of the text.
+    """
+    patterns: dict[str, str] = {}  # by column
+    label_counts = dict.fromkeys(LABELS, 0)
+    for column, (lookbehind, label) in LABELS.items():
+        matches = re.finditer(rf"(?i){lookbehind}({label})[ :=]+(?=[-+]?\.?\d)", text)
+        labels = Counter(re.sub(" +", r"\\s*", match[0]) for match in matches)
+        if labels:
+            most_frequent, label_counts[column] = labels.most_common(1)[0]
+            # A full stop at the end of a line is not in the number.
+            number = rf"(?P<{column}>[-+.\w]*\w)"
+            patterns[column] = f"{lookbehind}{most_frequent}{number}"
+    losses_or_norms = max(label_counts["loss"], label_counts["grad_norm"])
+    if losses_or_norms == 0:
+        return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."
+    # If steps have fewer labels than half of the losses or norms, these labels stand in
+    # other lines, such as "saved step 100".
+    if label_counts["step"] < losses_or_norms / 2:
+        patterns.pop("step", None)
+    pattern = "|".join(patterns.values())
+    return (
+        f"{FORMATS_TEXT}. Other text needs a pattern (in Python: pattern=...), here "
+        f"--pattern '{pattern}'"
+    )
