@@ -18,7 +18,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from .._jaxpr import runs_primitive_like
 from .._trees import listed
 from .optimizers import LeafOptimizer, arrays_by_path
-from .stacks import Entries, LayerSlice, layer_of
+from .program import Program
+from .stacks import Entries, layer_of
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -28,7 +29,7 @@ REDUCTIONS = ("reduce_sum", "reduce_max", "dot_general")
 
 
 def check_optimizer(
-    optimizer: LeafOptimizer, weights: Entries, slice_of_leaf: dict[str, LayerSlice]
+    optimizer: LeafOptimizer, weights: Entries, program: Program
 ) -> None:
     """Refuses an optimizer that does not treat each leaf of a stack by itself. Leaves
     outside of stacks are updated together, and may be mixed.
@@ -41,6 +42,7 @@ def check_optimizer(
       ValueError: it keeps something that has no entry for each layer or whose dtype an
         update changes, or mixes leaves.
     """
+    slice_of_leaf = program.slice_of_leaf
     layer = jax.eval_shape(lambda: layer_of(weights, slice_of_leaf, layer_number=0))
     one_layer_weights = weights | layer
     entries = arrays_by_path(optimizer.abstract_params_and_state(one_layer_weights))
@@ -68,9 +70,10 @@ def check_optimizer(
     other_paths = set(entries)
     for leaf_path in slice_of_leaf:
         paths = {path for path in entries if leaf_of_entry[path] == leaf_path}
-        program, leaves_read = update.program_and_leaves(paths)
+        leaf_program, leaves_read = update.program_and_leaves(paths)
         _check_reads(optimizer, leaf_path, leaves_read - {leaf_path})
-        if any(runs_primitive_like(REDUCTIONS, equation) for equation in program.eqns):
+        equations = leaf_program.eqns
+        if any(runs_primitive_like(REDUCTIONS, equation) for equation in equations):
             reduced_leaves.append(optimizer.name_of_leaf[leaf_path])
         other_paths -= paths
     _, leaves_read = update.program_and_leaves(other_paths)
@@ -80,7 +83,9 @@ def check_optimizer(
             _, leaves_read = update.program_and_leaves({path})
             _check_reads(optimizer, path, leaves_read & slice_of_leaf.keys())
     # A step updates each stack alone, with None in the place of all other leaves.
-    _traced_update(trace_update, entries, layer)
+    for stack in program.stacks.values():
+        grads = {path: layer[path] for path in stack.leaf_paths}
+        _traced_update(trace_update, entries, grads)
     if reduced_leaves:
         warnings.warn(
             f"release: optimizer looks at all numbers of {listed(reduced_leaves)} "
@@ -148,8 +153,15 @@ def _check_shared(path: str, entry: Array, entry_of_all_layers: Array | None) ->
 
 def _check_dtypes(entries: Entries, new_entries: Entries) -> None:
     """Refuses a state that has another dtype after an update, as moments in bfloat16
-    have if the decay is a float32 array.
+    have if the decay is a float32 array, or other entries, as one that begins as None.
     """
+    changed_paths = entries.keys() ^ new_entries.keys()
+    if changed_paths:
+        raise ValueError(
+            "release: optimizer must keep the entries of its state, but an update adds "
+            f"or drops {listed(changed_paths)}. Let init return what update returns, "
+            "with zeros for what is not known yet."
+        )
     for path, entry in entries.items():
         new_dtype = new_entries[path].dtype
         if new_dtype != entry.dtype:

@@ -55,7 +55,7 @@ class Released:
         count, so `jax.ShapeDtypeStruct` will do.
         """
         model = self._model(params, batch)
-        check_optimizer(model.optimizer, model.trained, model.program.slice_of_leaf)
+        check_optimizer(model.optimizer, model.trained, model.program)
         trained = model.optimizer.tree_of(model.trained)
         return ReleaseState(
             optimizer=self.optimizer.init(trained),
