@@ -12,11 +12,12 @@ from jax import Array
 from jax.tree_util import keystr
 
 from .._checks import check_flag
+from .._jaxpr import run_equations
 from .._prefixes import lookup, prefix_table
 from .._trees import PyTree, clipped_leaves, is_none, leaf_paths, path_name
 from .budget import Budget
 from .optimizers import LeafOptimizer, arrays_by_path
-from .program import Program, read_program, run_equations
+from .program import Program, read_program
 from .stacks import Entries, LayerSlice, UpdateLayer, run_stack
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from .._jaxpr import (
     counts_of_scan,
     every_equation,
     is_literal,
-    jaxpr_of,
-    run_equation,
+    run_equations,
     type_of,
 )
 from .._trees import PyTree, listed
@@ -45,8 +44,6 @@ LAYOUT_PRIMITIVES = {
     "copy",
     "sharding_constraint",
 }
-# The outputs of an equation from its inputs, or None to run it as it is.
-ReplaceEquation = Callable[["JaxprEqn", list[Array]], list[Array] | None]
 
 
 class Program(NamedTuple):
@@ -163,30 +160,7 @@ def _check_dependence(
         )
 
 
-# ------------------------------------------------------------------------ running it
-
-
-def run_equations(
-    program: Any, inputs: Iterable[Array], replace: ReplaceEquation
-) -> list[Array]:
-    """The outputs of a program whose equations are replaced or run one by one."""
-    jaxpr = jaxpr_of(program)
-    values = dict(zip(jaxpr.invars, inputs))
-    values.update(zip(jaxpr.constvars, getattr(program, "consts", ())))
-
-    def read(atom: Any) -> Array:
-        if is_literal(atom):
-            return jnp.asarray(atom.val, atom.aval.dtype)
-        return values[atom]
-
-    for equation in jaxpr.eqns:
-        arrays = [read(atom) for atom in equation.invars]
-        outputs = replace(equation, arrays)
-        if outputs is None:
-            # It takes `values` in place of `arrays`, since literals stay literals.
-            outputs = run_equation(jaxpr, equation, values)
-        values.update(zip(equation.outvars, outputs))
-    return [read(atom) for atom in jaxpr.outvars]
+# -------------------------------------------------------------------------- inlining
 
 
 def _inlined(

@@ -94,6 +94,94 @@ class Stack(NamedTuple):
         return {layer_slice.leaf_path for layer_slice in self.slice_of_input.values()}
 
 
+class _Layer(NamedTuple):
+    """A layer that is updated backward, in the form of `jax.custom_vjp`. `inputs` are
+    those of the scan's body, with None in the place of leaves.
+    """
+
+    stack: Stack
+    slice_of_entry: dict[str, LayerSlice]
+    update: Callable[..., tuple[Entries, Budget]]  # called with its constants first
+
+    def run(
+        self,
+        inputs: list[Any],
+        layer_number: Array,
+        constants: list[Array],
+        entries: Entries,
+        budget: Budget,
+    ) -> tuple[list[Array], Entries, Budget]:
+        """The outputs of the layer, and entries and budget as they are."""
+        layer_entries = layer_of(entries, self.slice_of_entry, layer_number)
+        return self.run_body(inputs, layer_entries), entries, budget
+
+    def forward(self, *primals: Any) -> Any:
+        """What `run` returns, and what `backward` reads.
+
+        JAX says of each input whether it may have a gradient. The batch has none: a
+        layer may read it through a function without a gradient, such as a `while_loop`.
+        """
+        arguments = jax.tree.map(lambda primal: primal.value, primals)
+        inputs, layer_number, constants, _, _ = arguments
+        differentiated = []
+        not_differentiated = []
+        for x, primal in zip(inputs, primals[0]):
+            has_gradient = x is not None and primal.perturbed
+            differentiated.append(x if has_gradient else None)
+            not_differentiated.append(None if has_gradient else x)
+        saved = _Saved(differentiated, not_differentiated, layer_number, constants)
+        return self.run(*arguments), saved
+
+    def backward(self, saved: _Saved, cotangents: Any) -> Any:
+        """The cotangents of the inputs, and entries and budget after the update."""
+        output_cotangents, entries, budget = cotangents
+        output_cotangents = jax.tree.map(_as_array, output_cotangents)
+        layer_entries = layer_of(entries, self.slice_of_entry, saved.layer_number)
+        weights = {path: layer_entries[path] for path in self.stack.leaf_paths}
+
+        def run_again(differentiated: list[Any], weights: Entries) -> list[Array]:
+            inputs = put_back(differentiated, saved.not_differentiated)
+            return self.run_body(inputs, weights)
+
+        _, pull = jax.vjp(run_again, saved.differentiated, weights)
+        input_cotangents, grads = pull(output_cotangents)
+        new_entries, budget = self.update(saved.constants, grads, layer_entries, budget)
+        entries = dict(entries)
+        for path, new in new_entries.items():
+            layer_slice = self.slice_of_entry[path]
+            entries[path] = layer_slice.put(entries[path], saved.layer_number, new)
+        # Neither the layer number nor the constants of the update have a cotangent.
+        return input_cotangents, None, None, entries, budget
+
+    def run_body(self, inputs: list[Any], weights: Entries) -> list[Array]:
+        """What the body of the scan returns: its carry and its ys."""
+        from jax.extend.core import jaxpr_as_fun
+
+        inputs = list(inputs)
+        for index, layer_slice in self.stack.slice_of_input.items():
+            inputs[index] = layer_slice.as_layer_reads(weights[layer_slice.leaf_path])
+        return jaxpr_as_fun(body_of(self.stack.equation))(*inputs)
+
+
+class _Saved(NamedTuple):
+    """What the backward pass of a layer reads. Each input is in one of two lists, and
+    None stands in its place in the other.
+    """
+
+    differentiated: list[Any]
+    not_differentiated: list[Any]
+    layer_number: Array
+    constants: list[Array]
+
+
+def _as_array(cotangent: Any) -> Array:
+    """Zeros in the place of JAX's symbol for them."""
+    if isinstance(cotangent, SymbolicZero):
+        array_type = type_of(cotangent)
+        return typed_as(jnp.zeros(array_type.shape, array_type.dtype), array_type)
+    return cotangent
+
+
 def run_stack(
     stack: Stack,
     update_layer: UpdateLayer,
@@ -170,91 +258,3 @@ def _closure_converted(
         return structure.unflatten(outputs)
 
     return converted, program.consts
-
-
-class _Saved(NamedTuple):
-    """What the backward pass of a layer reads. Each input is in one of two lists, and
-    None stands in its place in the other.
-    """
-
-    differentiated: list[Any]
-    not_differentiated: list[Any]
-    layer_number: Array
-    constants: list[Array]
-
-
-class _Layer(NamedTuple):
-    """A layer that is updated backward, in the form of `jax.custom_vjp`. `inputs` are
-    those of the scan's body, with None in the place of leaves.
-    """
-
-    stack: Stack
-    slice_of_entry: dict[str, LayerSlice]
-    update: Callable[..., tuple[Entries, Budget]]  # called with its constants first
-
-    def run_body(self, inputs: list[Any], weights: Entries) -> list[Array]:
-        """What the body of the scan returns: its carry and its ys."""
-        from jax.extend.core import jaxpr_as_fun
-
-        inputs = list(inputs)
-        for index, layer_slice in self.stack.slice_of_input.items():
-            inputs[index] = layer_slice.as_layer_reads(weights[layer_slice.leaf_path])
-        return jaxpr_as_fun(body_of(self.stack.equation))(*inputs)
-
-    def run(
-        self,
-        inputs: list[Any],
-        layer_number: Array,
-        constants: list[Array],
-        entries: Entries,
-        budget: Budget,
-    ) -> tuple[list[Array], Entries, Budget]:
-        """The outputs of the layer, and entries and budget as they are."""
-        layer_entries = layer_of(entries, self.slice_of_entry, layer_number)
-        return self.run_body(inputs, layer_entries), entries, budget
-
-    def forward(self, *primals: Any) -> Any:
-        """What `run` returns, and what `backward` reads.
-
-        JAX says of each input whether it may have a gradient. The batch has none: a
-        layer may read it through a function without a gradient, such as a `while_loop`.
-        """
-        arguments = jax.tree.map(lambda primal: primal.value, primals)
-        inputs, layer_number, constants, _, _ = arguments
-        differentiated = []
-        not_differentiated = []
-        for x, primal in zip(inputs, primals[0]):
-            has_gradient = x is not None and primal.perturbed
-            differentiated.append(x if has_gradient else None)
-            not_differentiated.append(None if has_gradient else x)
-        saved = _Saved(differentiated, not_differentiated, layer_number, constants)
-        return self.run(*arguments), saved
-
-    def backward(self, saved: _Saved, cotangents: Any) -> Any:
-        """The cotangents of the inputs, and entries and budget after the update."""
-        output_cotangents, entries, budget = cotangents
-        output_cotangents = jax.tree.map(_as_array, output_cotangents)
-        layer_entries = layer_of(entries, self.slice_of_entry, saved.layer_number)
-        weights = {path: layer_entries[path] for path in self.stack.leaf_paths}
-
-        def run_again(differentiated: list[Any], weights: Entries) -> list[Array]:
-            inputs = put_back(differentiated, saved.not_differentiated)
-            return self.run_body(inputs, weights)
-
-        _, pull = jax.vjp(run_again, saved.differentiated, weights)
-        input_cotangents, grads = pull(output_cotangents)
-        new_entries, budget = self.update(saved.constants, grads, layer_entries, budget)
-        entries = dict(entries)
-        for path, new in new_entries.items():
-            layer_slice = self.slice_of_entry[path]
-            entries[path] = layer_slice.put(entries[path], saved.layer_number, new)
-        # Neither the layer number nor the constants of the update have a cotangent.
-        return input_cotangents, None, None, entries, budget
-
-
-def _as_array(cotangent: Any) -> Array:
-    """Zeros in the place of JAX's symbol for them."""
-    if isinstance(cotangent, SymbolicZero):
-        array_type = type_of(cotangent)
-        return typed_as(jnp.zeros(array_type.shape, array_type.dtype), array_type)
-    return cotangent
