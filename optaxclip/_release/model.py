@@ -38,7 +38,7 @@ class Model(NamedTuple):
 
     program: Program
     optimizer: LeafOptimizer
-    trained: Entries  # weights
+    trained_weights: Entries
     slice_of_entry: dict[str, LayerSlice]  # of the weights and states of layers
 
     @property
@@ -60,7 +60,7 @@ class Model(NamedTuple):
         that they leave (`stacks`). Only the weights outside of them get gradients.
         """
         stack_entries = {path: all_entries[path] for path in self.slice_of_entry}
-        outer_paths = self.trained.keys() - stack_entries.keys()
+        outer_paths = self.trained_weights.keys() - stack_entries.keys()
         outer_weights = {path: all_entries[path] for path in outer_paths}
 
         def loss(outer_weights: Entries, stack_entries: Entries, budget: Budget) -> Any:
@@ -81,7 +81,8 @@ class Model(NamedTuple):
                 )
                 return outputs
 
-            # Of the leaves of layers only aux reads these: scans take `stack_entries`.
+            # Only aux reads leaves of layers from these entries. Stacks take them from
+            # `stack_entries`.
             entries = all_entries | outer_weights
             leaves = [entries[path] for path in self.optimizer.name_of_leaf]
             inputs = [*leaves, *jax.tree.leaves(batch)]

@@ -75,10 +75,9 @@ def check_optimizer(
     other_paths = set(entries)
     for leaf_path in slice_of_leaf:
         paths = {path for path in entries if leaf_of_entry[path] == leaf_path}
-        leaf_program, leaves_read = update.program_and_leaves(paths)
+        jaxpr, leaves_read = update.program_and_leaves(paths)
         _check_reads(optimizer, leaf_path, leaves_read - {leaf_path})
-        equations = leaf_program.eqns
-        if any(runs_primitive_like(REDUCTIONS, equation) for equation in equations):
+        if any(runs_primitive_like(REDUCTIONS, equation) for equation in jaxpr.eqns):
             reduced_leaves.append(optimizer.name_of_leaf[leaf_path])
         other_paths -= paths
 
