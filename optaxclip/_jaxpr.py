@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+from jax import Array
 from jax.core import ShapedArray, eval_jaxpr
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2")
 # Functions whose derivative is 0, or is made so.
 STOPS = ("ceil", "floor", "round", "sign", "stop_gradient")
+# The outputs of an equation from its inputs, or None to run it as it is.
+ReplaceEquation = Callable[["JaxprEqn", list[Array]], list[Array] | None]
 
 
 def is_literal(atom: Any) -> bool:
@@ -30,6 +33,29 @@ def type_of(atom: Any) -> ShapedArray:
 def jaxpr_of(program: Any) -> Jaxpr:
     """The open jaxpr of a program that is closed or open."""
     return getattr(program, "jaxpr", program)
+
+
+def run_equations(
+    program: Any, inputs: Iterable[Array], replace: ReplaceEquation
+) -> list[Array]:
+    """The outputs of a program whose equations are replaced or run one by one."""
+    jaxpr = jaxpr_of(program)
+    values = dict(zip(jaxpr.invars, inputs))
+    values.update(zip(jaxpr.constvars, getattr(program, "consts", ())))
+
+    def read(atom: Any) -> Array:
+        if is_literal(atom):
+            return jnp.asarray(atom.val, atom.aval.dtype)
+        return values[atom]
+
+    for equation in jaxpr.eqns:
+        arrays = [read(atom) for atom in equation.invars]
+        outputs = replace(equation, arrays)
+        if outputs is None:
+            # It takes `values` in place of `arrays`, since literals stay literals.
+            outputs = run_equation(jaxpr, equation, values)
+        values.update(zip(equation.outvars, outputs))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def run_equation(jaxpr: Jaxpr, eqn: JaxprEqn, value_of: Mapping[Any, Any]) -> list[Any]:

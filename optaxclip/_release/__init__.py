@@ -105,8 +105,9 @@ def release(
         of params, or only leaves that something else reads as well, and a float leaf
         that the loss does not depend on, such as statistics of BatchNorm. From init: an
         optimizer that mixes leaves, or whose state does not follow the weights or
-        changes its dtype in an update. From step: a state of another optimizer or of
-        params of other shapes or dtypes, pmap, or shard_map with check_vma=False.
+        changes its dtype or its entries in an update. From step: a state of another
+        optimizer or of params of other shapes or dtypes, pmap, or shard_map with
+        check_vma=False.
 
     Example:
       >>> def loss(params, target):

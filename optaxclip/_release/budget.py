@@ -37,7 +37,7 @@ class Budget(NamedTuple):
     limit: Array  # float[]: c
     left: Array  # float[]: from 1 to 0
     shares: Array  # float[groups]: of the groups to come, the next one first, then 0
-    norms: Array  # float[groups]: before the clip. That of the last group is the last
+    norms: Array  # float[groups]: before the clip, the norm of the newest group last
     norms_after: Array  # float[groups]: after the clip, in the same order
 
 

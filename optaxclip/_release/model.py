@@ -12,11 +12,12 @@ from jax import Array
 from jax.tree_util import keystr
 
 from .._checks import check_flag
+from .._jaxpr import run_equations
 from .._prefixes import lookup, prefix_table
 from .._trees import PyTree, clipped_leaves, is_none, leaf_paths, path_name
 from .budget import Budget
 from .optimizers import LeafOptimizer, arrays_by_path
-from .program import Program, read_program, run_equations
+from .program import Program, read_program
 from .stacks import Entries, LayerSlice, UpdateLayer, run_stack
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Model(NamedTuple):
 
     program: Program
     optimizer: LeafOptimizer
-    trained: Entries  # weights
+    trained_weights: Entries
     slice_of_entry: dict[str, LayerSlice]  # of the weights and states of layers
 
     @property
@@ -59,7 +60,7 @@ class Model(NamedTuple):
         that they leave (`stacks`). Only the weights outside of them get gradients.
         """
         stack_entries = {path: all_entries[path] for path in self.slice_of_entry}
-        outer_paths = self.trained.keys() - stack_entries.keys()
+        outer_paths = self.trained_weights.keys() - stack_entries.keys()
         outer_weights = {path: all_entries[path] for path in outer_paths}
 
         def loss(outer_weights: Entries, stack_entries: Entries, budget: Budget) -> Any:
@@ -80,7 +81,8 @@ class Model(NamedTuple):
                 )
                 return outputs
 
-            # Of the leaves of layers only aux reads these: scans take `stack_entries`.
+            # Only aux reads leaves of layers from these entries. Stacks take them from
+            # `stack_entries`.
             entries = all_entries | outer_weights
             leaves = [entries[path] for path in self.optimizer.name_of_leaf]
             inputs = [*leaves, *jax.tree.leaves(batch)]

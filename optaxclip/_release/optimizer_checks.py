@@ -18,7 +18,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from .._jaxpr import runs_primitive_like
 from .._trees import listed
 from .optimizers import LeafOptimizer, arrays_by_path
-from .stacks import Entries, LayerSlice, layer_of
+from .program import Program
+from .stacks import Entries, layer_of
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -28,33 +29,38 @@ REDUCTIONS = ("reduce_sum", "reduce_max", "dot_general")
 
 
 def check_optimizer(
-    optimizer: LeafOptimizer, weights: Entries, slice_of_leaf: dict[str, LayerSlice]
+    optimizer: LeafOptimizer, weights: Entries, program: Program
 ) -> None:
-    """Refuses an optimizer that does not treat each leaf of a stack by itself. Leaves
-    outside of stacks are updated together, and may be mixed.
+    """Raises for an optimizer that does not treat each leaf of a stack by itself.
+    Leaves outside of stacks are updated together, and may be mixed.
 
-    Warns of one that looks at all numbers of a leaf together.
+    Warns of an optimizer that looks at all numbers of a leaf together.
 
     Raises:
-      TypeError: it wants more than gradients, state and params, or a gradient of
-        every leaf.
-      ValueError: it keeps something that has no entry for each layer or whose dtype an
-        update changes, or mixes leaves.
+      TypeError: its update needs further arguments, or fails if some leaves have no
+        gradient.
+      ValueError: its state has an array that neither follows a leaf nor is the same
+        for all layers. Or an update changes dtypes or entries of the state. Or the
+        update of a leaf depends on other leaves.
     """
+    slice_of_leaf = program.slice_of_leaf
     layer = jax.eval_shape(lambda: layer_of(weights, slice_of_leaf, layer_number=0))
     one_layer_weights = weights | layer
     entries = arrays_by_path(optimizer.abstract_params_and_state(one_layer_weights))
     leaf_of_entry = optimizer.leaf_of_entry(one_layer_weights)
+
+    # First check: what follows no leaf is the same for one layer and for all.
     all_layers_entries = arrays_by_path(optimizer.abstract_params_and_state(weights))
     for path, entry in entries.items():
         if leaf_of_entry[path] is None:
             _check_shared(path, entry, all_layers_entries.get(path))
 
+    # Second check: an update keeps entries and dtypes.
     trace_update = jax.make_jaxpr(optimizer.updated, return_shape=True)
     # Traced with weights in the place of gradients, which have the same types.
     traced, new_entries = _traced_update(trace_update, entries, one_layer_weights)
-    _check_dtypes(entries, new_entries)
-    # JAX sorts the keys of a dict.
+    _check_new_state(entries, new_entries)
+    # The order of the jaxpr's outputs and inputs: JAX sorts the keys of a dict.
     output_paths = sorted(entries)
     input_paths = output_paths + sorted(one_layer_weights)
     update = _UpdateProgram(
@@ -63,24 +69,32 @@ def check_optimizer(
         leaf_of_input=[leaf_of_entry[path] for path in input_paths],
     )
 
-    # Each leaf of a stack is checked by itself, and all other entries together.
+    # Third check: the new weights and moments of a leaf of a stack depend on no other
+    # leaf.
     reduced_leaves = []
     other_paths = set(entries)
     for leaf_path in slice_of_leaf:
         paths = {path for path in entries if leaf_of_entry[path] == leaf_path}
-        program, leaves_read = update.program_and_leaves(paths)
+        jaxpr, leaves_read = update.program_and_leaves(paths)
         _check_reads(optimizer, leaf_path, leaves_read - {leaf_path})
-        if any(runs_primitive_like(REDUCTIONS, equation) for equation in program.eqns):
+        if any(runs_primitive_like(REDUCTIONS, equation) for equation in jaxpr.eqns):
             reduced_leaves.append(optimizer.name_of_leaf[leaf_path])
         other_paths -= paths
+
+    # Fourth check: no other new entry depends on leaves of stacks.
     _, leaves_read = update.program_and_leaves(other_paths)
     if leaves_read & slice_of_leaf.keys():
         # The error names the entry that depends on layers.
         for path in sorted(other_paths):
             _, leaves_read = update.program_and_leaves({path})
             _check_reads(optimizer, path, leaves_read & slice_of_leaf.keys())
-    # A step updates each stack alone, with None in the place of all other leaves.
-    _traced_update(trace_update, entries, layer)
+
+    # Fifth check: as in a step, an update gets gradients of one stack, and None in the
+    # place of all others.
+    for stack in program.stacks.values():
+        grads = {path: layer[path] for path in stack.leaf_paths}
+        _traced_update(trace_update, entries, grads)
+
     if reduced_leaves:
         warnings.warn(
             f"release: optimizer looks at all numbers of {listed(reduced_leaves)} "
@@ -95,11 +109,12 @@ class _UpdateProgram(NamedTuple):
 
     jaxpr: Jaxpr
     output_paths: list[str]  # of the new entries
-    leaf_of_input: list[str | None]  # the leaf that each entry or gradient follows
+    # The leaf whose weight, moment or gradient it is. None: all layers share the input.
+    leaf_of_input: list[str | None]
 
     def program_and_leaves(self, paths: set[str]) -> tuple[Jaxpr, set[str]]:
-        """The program of the new entries of some paths, and the leaves of which it
-        reads weights, moments or gradients.
+        """The program that computes the new entries at these paths, and the leaves
+        whose weights, moments or gradients it reads.
         """
         are_needed = [path in paths for path in self.output_paths]
         program, are_read = dce_jaxpr(self.jaxpr, are_needed)
@@ -114,7 +129,10 @@ class _UpdateProgram(NamedTuple):
 def _traced_update(
     trace_update: Callable[..., Any], entries: Entries, grads: Entries
 ) -> tuple[ClosedJaxpr, Entries]:
-    """The program of an update by these gradients, and types of the new entries."""
+    """The program of an update by these gradients, and types of the new entries.
+
+    Raises TypeError if the update raises.
+    """
     try:
         return trace_update(entries, grads)
     except Exception as error:
@@ -126,7 +144,7 @@ def _traced_update(
 
 
 def _check_shared(path: str, entry: Array, entry_of_all_layers: Array | None) -> None:
-    """Refuses an entry that follows no leaf, and is not the same for all layers.
+    """Raises for an entry that follows no leaf, and is not the same for all layers.
 
     `entry` is made for one layer in each stack, `entry_of_all_layers` for all.
     """
@@ -146,10 +164,19 @@ def _check_shared(path: str, entry: Array, entry_of_all_layers: Array | None) ->
         )
 
 
-def _check_dtypes(entries: Entries, new_entries: Entries) -> None:
-    """Refuses a state that has another dtype after an update, as moments in bfloat16
-    have if the decay is a float32 array.
+def _check_new_state(entries: Entries, new_entries: Entries) -> None:
+    """Raises if the state has other entries or dtypes after an update.
+
+    A state that begins as None gains entries. Moments in bfloat16 become float32 if the
+    decay is a float32 array.
     """
+    changed_paths = entries.keys() ^ new_entries.keys()
+    if changed_paths:
+        raise ValueError(
+            "release: optimizer must keep the entries of its state, but an update adds "
+            f"or drops {listed(changed_paths)}. Let init return what update returns, "
+            "with zeros for what is not known yet."
+        )
     for path, entry in entries.items():
         new_dtype = new_entries[path].dtype
         if new_dtype != entry.dtype:
@@ -163,9 +190,7 @@ def _check_dtypes(entries: Entries, new_entries: Entries) -> None:
 
 
 def _check_reads(optimizer: LeafOptimizer, path: str, wrong_leaves: set[str]) -> None:
-    """Refuses the new entry of a path if there are leaves that it depends on and must
-    not depend on.
-    """
+    """Raises if there are leaves on which the new entry at a path wrongly depends."""
     if not wrong_leaves:
         return
     names = listed(optimizer.name_of_leaf[leaf_path] for leaf_path in wrong_leaves)

@@ -84,8 +84,8 @@ class LeafOptimizer(NamedTuple):
 
 
 def _leaf_at_end(path: KeyPath, shape: tuple[int, ...], leaves: Entries) -> str | None:
-    """The leaf of a shape whose path is the end of a path. The longest one counts,
-    since the path of a leaf may end with the path of another.
+    """The path of the leaf that has this shape, and whose path is the end of `path`.
+    The longest one counts, since the path of a leaf may end with that of another.
     """
     # The first key of a path is 0 for params and 1 for the state.
     for start in range(1, len(path) + 1):

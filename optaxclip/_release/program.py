@@ -1,6 +1,6 @@
 """Reads the program of a loss: which of its scans go through layers.
 
-traced     the loss becomes a program (a jaxpr)
+program    the loss is traced (a jaxpr)
 inlined    equations take the place of calls, so that scans in calls are seen
 stacks     scans whose xs are leaves of params that nothing else reads
 """
@@ -24,8 +24,7 @@ from .._jaxpr import (
     counts_of_scan,
     every_equation,
     is_literal,
-    jaxpr_of,
-    run_equation,
+    run_equations,
     type_of,
 )
 from .._trees import PyTree, listed
@@ -45,8 +44,6 @@ LAYOUT_PRIMITIVES = {
     "copy",
     "sharding_constraint",
 }
-# The outputs of an equation from its inputs, or None to run it as it is.
-ReplaceEquation = Callable[["JaxprEqn", list[Array]], list[Array] | None]
 
 
 class Program(NamedTuple):
@@ -71,14 +68,14 @@ def read_program(
     params: PyTree,
     batch: Sequence[PyTree],
     name_of_leaf: dict[str, str],
-    trained: Container[str],
+    trained_paths: Container[str],
 ) -> Program:
-    """Traces the loss and finds its stacks. One in a checkpoint is found only if there
-    is none outside of checkpoints.
+    """Traces the loss and finds its stacks. A stack inside a checkpoint is found only
+    if there is none outside of checkpoints.
 
     Args:
       name_of_leaf: what errors call each leaf of params, by its path.
-      trained: the paths of the leaves that are trained.
+      trained_paths: of the leaves that are trained.
 
     Raises:
       TypeError: a loss that is not a real scalar.
@@ -86,38 +83,38 @@ def read_program(
     """
     # `jax.disable_jit` would unroll the scans.
     with jax.disable_jit(False):
-        traced, shapes = jax.make_jaxpr(loss, return_shape=True)(params, *batch)
-    _check_scalar(shapes)
-    _check_dependence(traced.jaxpr, name_of_leaf, trained)
+        program, output_types = jax.make_jaxpr(loss, return_shape=True)(params, *batch)
+    _check_scalar(output_types)
+    _check_dependence(program.jaxpr, name_of_leaf, trained_paths)
     inputs = jax.tree.leaves((params, batch))
     # Calls other than jits are inlined only if need be: a checkpoint of the head should
     # stay one.
     for calls in (JITS, CALLS):
-        inlined = _inlined(traced, calls, inputs)
+        inlined = _inlined(program, calls, inputs)
         weights = {}
         # The first inputs of the program are the leaves of params.
         for path, var in zip(name_of_leaf, inlined.jaxpr.invars):
-            if path in trained:
+            if path in trained_paths:
                 weights[var] = path
         stacks = _stacks_of(inlined.jaxpr, weights)
         if stacks:
-            return Program(inlined, jax.tree.structure(shapes), stacks)
+            return Program(inlined, jax.tree.structure(output_types), stacks)
     raise ValueError(
         "release: no scan of loss goes through layers. It has "
-        f"{', '.join(_scans_of(traced)) or 'no scan at all'}. Scan the layers "
+        f"{', '.join(_scans_of(program)) or 'no scan at all'}. Scan the layers "
         "(jax.lax.scan, nn.scan, nnx.scan) outside of loops and branches. Among its xs "
         "must be leaves of params that nothing else reads: no second scan, no penalty "
         "of all weights, no index into them in a layer."
     )
 
 
-def _scans_of(traced: ClosedJaxpr) -> list[str]:
-    """The lengths and lines of all scans, for an error."""
+def _scans_of(program: ClosedJaxpr) -> list[str]:
+    """The lengths and lines of all scans of a program, for an error."""
     from jax.extend.source_info_util import summarize
 
     # A dict, since a scan may be called twice.
     scans: dict[str, None] = {}
-    for equation in traced.eqns:
+    for equation in program.eqns:
         for inner in every_equation(equation):
             if inner.primitive.name == "scan":
                 line = summarize(inner.source_info)
@@ -128,14 +125,14 @@ def _scans_of(traced: ClosedJaxpr) -> list[str]:
 # ---------------------------------------------------------------------------- checks
 
 
-def _check_scalar(shapes: PyTree) -> None:
+def _check_scalar(output_types: PyTree) -> None:
     """Raises TypeError for a loss that is neither a real scalar nor (scalar, aux)."""
-    loss = shapes
-    if type(shapes) is tuple and len(shapes) == 2:
-        loss, _ = shapes
+    loss = output_types
+    if type(output_types) is tuple and len(output_types) == 2:
+        loss, _ = output_types
     is_scalar = getattr(loss, "shape", None) == ()
     if not is_scalar or not jnp.issubdtype(loss.dtype, jnp.floating):
-        types = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", shapes)
+        types = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", output_types)
         raise TypeError(
             "release: loss must return a real scalar, or a pair of that and any other "
             f"outputs, got {types}."
@@ -143,7 +140,7 @@ def _check_scalar(shapes: PyTree) -> None:
 
 
 def _check_dependence(
-    jaxpr: Jaxpr, name_of_leaf: dict[str, str], trained: Container[str]
+    jaxpr: Jaxpr, name_of_leaf: dict[str, str], trained_paths: Container[str]
 ) -> None:
     """Raises ValueError for a trained leaf that the loss does not read. It would still
     get moments and weight decay. A leaf behind `stop_gradient` counts as read.
@@ -152,7 +149,7 @@ def _check_dependence(
     _, is_read = dce_jaxpr(jaxpr, is_loss)
     unread = []
     for path, flag in zip(name_of_leaf, is_read):
-        if path in trained and not flag:
+        if path in trained_paths and not flag:
             unread.append(name_of_leaf[path])
     if unread:
         raise ValueError(
@@ -163,33 +160,11 @@ def _check_dependence(
         )
 
 
-# ------------------------------------------------------------------------ running it
-
-
-def run_equations(
-    traced: Any, inputs: Iterable[Array], replace: ReplaceEquation
-) -> list[Array]:
-    """Runs a program equation by equation, and returns its outputs."""
-    jaxpr = jaxpr_of(traced)
-    values = dict(zip(jaxpr.invars, inputs))
-    values.update(zip(jaxpr.constvars, getattr(traced, "consts", ())))
-
-    def read(atom: Any) -> Array:
-        if is_literal(atom):
-            return jnp.asarray(atom.val, atom.aval.dtype)
-        return values[atom]
-
-    for equation in jaxpr.eqns:
-        arrays = [read(atom) for atom in equation.invars]
-        outputs = replace(equation, arrays)
-        if outputs is None:
-            outputs = run_equation(jaxpr, equation, values)
-        values.update(zip(equation.outvars, outputs))
-    return [read(atom) for atom in jaxpr.outvars]
+# -------------------------------------------------------------------------- inlining
 
 
 def _inlined(
-    traced: ClosedJaxpr, calls: Container[str], inputs: list[Array]
+    program: ClosedJaxpr, calls: Container[str], inputs: list[Array]
 ) -> ClosedJaxpr:
     """The program with equations in the place of calls."""
     from jax.extend.core import ClosedJaxpr
@@ -199,7 +174,7 @@ def _inlined(
             return run_equations(body_of(equation), inputs, inline_call)
         return None
 
-    run = partial(run_equations, traced, replace=inline_call)
+    run = partial(run_equations, program, replace=inline_call)
     inlined = jax.make_jaxpr(run)(inputs)
     # nnx.scan returns its weights as ys, which nothing reads.
     are_needed = [True] * len(inlined.out_avals)
@@ -216,23 +191,23 @@ def _variables(atoms: Iterable[Any]) -> list[Var]:
 
 
 class _Reads(NamedTuple):
-    """Which equations make and read the variables of a loss."""
+    """Which equations compute the variables of a loss, and how often each is read."""
 
     weights: dict[Var, str]  # the variables of trained leaves, with their paths
     equations: list[JaxprEqn]  # that the loss needs, the last one first
-    maker_of: dict[Var, JaxprEqn]
+    equation_of: dict[Var, JaxprEqn]  # that computes the variable
     # How often the loss reads each variable. Aux may read the weights of layers too.
-    readers: Counter[Var]
+    read_count: Counter[Var]
 
 
 def _reads_of_loss(jaxpr: Jaxpr, weights: dict[Var, str]) -> _Reads:
-    """The equations that the first output of a program needs."""
+    """What the first output of a program needs and reads."""
     reads = _Reads(weights, [], {}, Counter(_variables(jaxpr.outvars[:1])))
     for equation in reversed(jaxpr.eqns):
-        if any(output in reads.readers for output in equation.outvars):
+        if any(output in reads.read_count for output in equation.outvars):
             reads.equations.append(equation)
-            reads.readers.update(_variables(equation.invars))
-            reads.maker_of.update(dict.fromkeys(equation.outvars, equation))
+            reads.read_count.update(_variables(equation.invars))
+            reads.equation_of.update(dict.fromkeys(equation.outvars, equation))
     return reads
 
 
@@ -260,35 +235,35 @@ def _stacks_of(jaxpr: Jaxpr, weights: dict[Var, str]) -> dict[int, Stack]:
 
 
 def _layer_slice(var: Any, length: int, reads: _Reads) -> LayerSlice | None:
-    """Where the layers are in the leaf that is scanned as a variable. None: there is no
-    leaf behind it, or the loss reads the leaf elsewhere too.
+    """Where the layers are in the leaf from which a variable of the scan's xs comes.
+    None: it comes from no leaf, or the loss reads the leaf elsewhere too.
     """
     axis = 0
     changes: list[LayoutChange] = []
-    while not is_literal(var) and reads.readers[var] == 1:
+    while not is_literal(var) and reads.read_count[var] == 1:
         if var in reads.weights:
             rows = type_of(var).shape[axis] // length
             return LayerSlice(reads.weights[var], axis, rows, changes[::-1])
-        maker = reads.maker_of.get(var)
-        if maker is None or maker.primitive.name not in LAYOUT_PRIMITIVES:
+        equation = reads.equation_of.get(var)
+        if equation is None or equation.primitive.name not in LAYOUT_PRIMITIVES:
             return None
-        axis_and_change = _layout_change(maker, axis, length)
+        axis_and_change = _layout_change(equation, axis, length)
         if axis_and_change is None:
             return None
         axis, change = axis_and_change
         changes.append(change)
-        var = maker.invars[0]
+        var = equation.invars[0]
     return None
 
 
 def _layout_change(
     equation: JaxprEqn, axis: int, length: int
 ) -> tuple[int, LayoutChange] | None:
-    """The axis of the layers before an equation that changes the layout, and the same
-    change for one layer. None: before it, layers are not along one axis.
+    """The axis of the layers in the input of an equation that changes the layout, and
+    the same change for one layer. None: in the input, layers are not along one axis.
 
     Args:
-      axis: of the layers after the equation.
+      axis: of the layers in the output.
       length: how many layers there are.
     """
     params = equation.params
@@ -298,10 +273,12 @@ def _layout_change(
     if equation.primitive.name == "reshape" and params["dimensions"] is not None:
         # `lax.reshape` can transpose as well.
         return None
+    # All others keep the order of the numbers, as a reshape and a cast do. A sharding
+    # constraint is left out: it is one of the whole leaf, not of a layer.
     shape = type_of(equation.invars[0]).shape
     new_type = type_of(equation.outvars[0])
-    # A reshape keeps the numbers in front of the axis. [12, 5] -> [3, 4, 5] makes
-    # blocks: each of 3 layers reads 4 rows.
+    # As many numbers are in front of the axis before as after. [12, 5] -> [3, 4, 5]
+    # makes blocks: each of 3 layers reads 4 rows.
     numbers_in_front = math.prod(new_type.shape[:axis])
     layer_shape = list(new_type.shape)
     layer_shape[axis] //= length

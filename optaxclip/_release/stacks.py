@@ -1,8 +1,9 @@
 """A scan through layers, in whose backward pass the layers are updated.
 
-JAX asks a function for the cotangents of its inputs. A layer hands weights, moments and
-budget on as they are. Backward it returns other things in the place of their
-cotangents, which JAX brings to the layer before it:
+In a backward pass, JAX brings the cotangents of a function to the function before it.
+We put new weights in the place of cotangents, by a `jax.custom_vjp`, and so bring them
+from layer to layer. Forward, a layer returns weights, moments and budget (what the clip
+may still spend, see budget.py) as they are. Backward it returns:
 
     input                 "cotangent"
     weights, moments      the new weights and moments of this layer and all later ones
@@ -10,7 +11,8 @@ cotangents, which JAX brings to the layer before it:
 
 So JAX itself goes back through layers and all that is between two stacks, and adds up
 the gradients of weights that are tied or shared. JAX keeps the inputs of every layer,
-and writes new weights and moments in place.
+from which the backward pass computes the layer again, and writes new weights and
+moments in place.
 """
 
 from __future__ import annotations
@@ -41,11 +43,13 @@ LayoutChange = Callable[[Array], Array]
 
 
 class LayerSlice(NamedTuple):
-    """Where the part of a layer is in a leaf, or in a moment of the leaf."""
+    """Where the part of a layer is in a leaf, or in a moment of the leaf. A layer is
+    what one turn of the scan reads.
+    """
 
     leaf_path: str
     axis: int  # of the layers
-    rows: int  # of a layer along this axis: several in a scan through blocks of layers
+    rows: int  # how many entries of the axis a layer has: several if layers are blocks
     changes: list[LayoutChange]  # from the leaf to the xs of the scan, in this order
 
     def take(self, array: Array, layer_number: Array | int) -> Array:
@@ -79,7 +83,7 @@ class Stack(NamedTuple):
     """A scan that reads leaves of params layer by layer."""
 
     equation: JaxprEqn
-    slice_of_input: dict[int, LayerSlice]  # by index: the inputs that are leaves
+    slice_of_input: dict[int, LayerSlice]  # of the inputs that are leaves, by index
 
     @property
     def length(self) -> int:
@@ -88,6 +92,94 @@ class Stack(NamedTuple):
     @property
     def leaf_paths(self) -> set[str]:
         return {layer_slice.leaf_path for layer_slice in self.slice_of_input.values()}
+
+
+class _Layer(NamedTuple):
+    """A layer that is updated backward, in the form of `jax.custom_vjp`. `inputs` are
+    those of the scan's body, with None in the place of leaves.
+    """
+
+    stack: Stack
+    slice_of_entry: dict[str, LayerSlice]
+    update: Callable[..., tuple[Entries, Budget]]  # called with its constants first
+
+    def run(
+        self,
+        inputs: list[Any],
+        layer_number: Array,
+        constants: list[Array],
+        entries: Entries,
+        budget: Budget,
+    ) -> tuple[list[Array], Entries, Budget]:
+        """The outputs of the layer, and entries and budget as they are."""
+        layer_entries = layer_of(entries, self.slice_of_entry, layer_number)
+        return self.run_body(inputs, layer_entries), entries, budget
+
+    def forward(self, *primals: Any) -> Any:
+        """What `run` returns, and what `backward` reads.
+
+        JAX says of each input whether it may have a gradient. The batch has none: a
+        layer may read it through a function without a gradient, such as a `while_loop`.
+        """
+        arguments = jax.tree.map(lambda primal: primal.value, primals)
+        inputs, layer_number, constants, _, _ = arguments
+        differentiated = []
+        not_differentiated = []
+        for x, primal in zip(inputs, primals[0]):
+            has_gradient = x is not None and primal.perturbed
+            differentiated.append(x if has_gradient else None)
+            not_differentiated.append(None if has_gradient else x)
+        saved = _Saved(differentiated, not_differentiated, layer_number, constants)
+        return self.run(*arguments), saved
+
+    def backward(self, saved: _Saved, cotangents: Any) -> Any:
+        """The cotangents of the inputs, and entries and budget after the update."""
+        output_cotangents, entries, budget = cotangents
+        output_cotangents = jax.tree.map(_as_array, output_cotangents)
+        layer_entries = layer_of(entries, self.slice_of_entry, saved.layer_number)
+        weights = {path: layer_entries[path] for path in self.stack.leaf_paths}
+
+        def run_again(differentiated: list[Any], weights: Entries) -> list[Array]:
+            inputs = put_back(differentiated, saved.not_differentiated)
+            return self.run_body(inputs, weights)
+
+        _, pull = jax.vjp(run_again, saved.differentiated, weights)
+        input_cotangents, grads = pull(output_cotangents)
+        new_entries, budget = self.update(saved.constants, grads, layer_entries, budget)
+        entries = dict(entries)
+        for path, new in new_entries.items():
+            layer_slice = self.slice_of_entry[path]
+            entries[path] = layer_slice.put(entries[path], saved.layer_number, new)
+        # Neither the layer number nor the constants of the update have a cotangent.
+        return input_cotangents, None, None, entries, budget
+
+    def run_body(self, inputs: list[Any], weights: Entries) -> list[Array]:
+        """What the body of the scan returns: its carry and its ys."""
+        from jax.extend.core import jaxpr_as_fun
+
+        inputs = list(inputs)
+        for index, layer_slice in self.stack.slice_of_input.items():
+            inputs[index] = layer_slice.as_layer_reads(weights[layer_slice.leaf_path])
+        return jaxpr_as_fun(body_of(self.stack.equation))(*inputs)
+
+
+class _Saved(NamedTuple):
+    """What the backward pass of a layer reads. Each input is in one of two lists, and
+    None stands in its place in the other.
+    """
+
+    differentiated: list[Any]
+    not_differentiated: list[Any]
+    layer_number: Array
+    constants: list[Array]
+
+
+def _as_array(cotangent: Any) -> Array:
+    """Zeros in the place of JAX's symbol for them."""
+    if isinstance(cotangent, SymbolicZero):
+        array_type = type_of(cotangent)
+        return typed_as(jnp.zeros(array_type.shape, array_type.dtype), array_type)
+    return cotangent
 
 
 def run_stack(
@@ -107,18 +199,18 @@ def run_stack(
       stack_entries: weights and moments of the layers of all stacks.
       slice_of_entry: where layers are in these entries.
     """
-    slices = {}
+    slice_of_own_entry = {}
     for path, layer_slice in slice_of_entry.items():
         if layer_slice.leaf_path in stack.leaf_paths:
-            slices[path] = layer_slice
-    entries = {path: stack_entries[path] for path in slices}
-    layer_entries = layer_of(entries, slices, layer_number=0)
+            slice_of_own_entry[path] = layer_slice
+    entries = {path: stack_entries[path] for path in slice_of_own_entry}
+    layer_entries = layer_of(entries, slice_of_own_entry, layer_number=0)
     weights = {path: layer_entries[path] for path in stack.leaf_paths}
     # Traced with weights in the place of gradients, which have the same types.
-    update_with_constants, constants = closure_converted(
+    update_with_constants, constants = _closure_converted(
         update_layer, weights, layer_entries, budget
     )
-    layer = _Layer(stack, slices, update_with_constants)
+    layer = _Layer(stack, slice_of_own_entry, update_with_constants)
     run_layer = jax.custom_vjp(layer.run)
     run_layer.defvjp(layer.forward, layer.backward, symbolic_zeros=True)
 
@@ -150,12 +242,11 @@ def run_stack(
     return [*carry, *ys], stack_entries | entries, budget
 
 
-def closure_converted(
+def _closure_converted(
     function: Callable[..., Any], *inputs: PyTree
 ) -> tuple[Callable[..., Any], list[Array]]:
-    """The function with one more input, which comes first: the arrays that it closes
-    over, its constants. Returns them too. A backward rule in a scan may not close over
-    traced arrays.
+    """Returns `converted(constants, *inputs)`, and the constants: the arrays that the
+    function closes over. A backward rule in a scan may not close over traced arrays.
 
     `jax.closure_convert` would leave integers in the closure, such as the step.
     """
@@ -167,90 +258,3 @@ def closure_converted(
         return structure.unflatten(outputs)
 
     return converted, program.consts
-
-
-class _Saved(NamedTuple):
-    """What the backward pass of a layer reads. Each input is in one of two lists, and
-    None stands in its place in the other.
-    """
-
-    differentiated: list[Any]
-    others: list[Any]
-    layer_number: Array
-    constants: list[Array]
-
-
-class _Layer(NamedTuple):
-    """A layer that is updated backward, as `jax.custom_vjp` wants it. `inputs` have
-    None in the place of leaves.
-    """
-
-    stack: Stack
-    slice_of_entry: dict[str, LayerSlice]
-    update: Callable[..., tuple[Entries, Budget]]  # called with its constants first
-
-    def outputs(self, inputs: list[Any], weights: Entries) -> list[Array]:
-        """What the body of the scan returns: its carry and its ys."""
-        from jax.extend.core import jaxpr_as_fun
-
-        inputs = list(inputs)
-        for index, layer_slice in self.stack.slice_of_input.items():
-            inputs[index] = layer_slice.as_layer_reads(weights[layer_slice.leaf_path])
-        return jaxpr_as_fun(body_of(self.stack.equation))(*inputs)
-
-    def run(
-        self,
-        inputs: list[Any],
-        layer_number: Array,
-        constants: list[Array],
-        entries: Entries,
-        budget: Budget,
-    ) -> tuple[list[Array], Entries, Budget]:
-        """The outputs of the layer, and entries and budget as they are."""
-        layer_entries = layer_of(entries, self.slice_of_entry, layer_number)
-        return self.outputs(inputs, layer_entries), entries, budget
-
-    def forward(self, *primals: Any) -> Any:
-        """What `run` returns, and what `backward` reads.
-
-        JAX says of each input whether it may have a gradient. The batch has none: a
-        layer may read it through a function without a gradient, such as a `while_loop`.
-        """
-        arguments = jax.tree.map(lambda primal: primal.value, primals)
-        inputs, layer_number, constants, _, _ = arguments
-        differentiated = []
-        others = []
-        for x, primal in zip(inputs, primals[0]):
-            has_gradient = x is not None and primal.perturbed
-            differentiated.append(x if has_gradient else None)
-            others.append(None if has_gradient else x)
-        saved = _Saved(differentiated, others, layer_number, constants)
-        return self.run(*arguments), saved
-
-    def backward(self, saved: _Saved, cotangents: Any) -> Any:
-        """The cotangents of the inputs, and entries and budget after the update."""
-        output_cotangents, entries, budget = cotangents
-        output_cotangents = jax.tree.map(_as_array, output_cotangents)
-        layer_entries = layer_of(entries, self.slice_of_entry, saved.layer_number)
-        weights = {path: layer_entries[path] for path in self.stack.leaf_paths}
-
-        def outputs(differentiated: list[Any], weights: Entries) -> list[Array]:
-            return self.outputs(put_back(differentiated, saved.others), weights)
-
-        _, pull = jax.vjp(outputs, saved.differentiated, weights)
-        input_cotangents, grads = pull(output_cotangents)
-        new_entries, budget = self.update(saved.constants, grads, layer_entries, budget)
-        entries = dict(entries)
-        for path, new in new_entries.items():
-            layer_slice = self.slice_of_entry[path]
-            entries[path] = layer_slice.put(entries[path], saved.layer_number, new)
-        # Neither the layer number nor the constants of the update have a cotangent.
-        return input_cotangents, None, None, entries, budget
-
-
-def _as_array(cotangent: Any) -> Array:
-    """Zeros in the place of JAX's symbol for them."""
-    if isinstance(cotangent, SymbolicZero):
-        array_type = type_of(cotangent)
-        return typed_as(jnp.zeros(array_type.shape, array_type.dtype), array_type)
-    return cotangent

@@ -55,8 +55,8 @@ class Released:
         count, so `jax.ShapeDtypeStruct` will do.
         """
         model = self._model(params, batch)
-        check_optimizer(model.optimizer, model.trained, model.program.slice_of_leaf)
-        trained = model.optimizer.tree_of(model.trained)
+        check_optimizer(model.optimizer, model.trained_weights, model.program)
+        trained = model.optimizer.tree_of(model.trained_weights)
         return ReleaseState(
             optimizer=self.optimizer.init(trained),
             clip=self.clipper.init(trained),
@@ -152,7 +152,7 @@ def _check_state_of(state: ReleaseState, model: Model) -> None:
     """Raises ValueError for the state of another optimizer, or of params of other
     layers, shapes or dtypes.
     """
-    _, optimizer = model.optimizer.abstract_params_and_state(model.trained)
+    _, optimizer = model.optimizer.abstract_params_and_state(model.trained_weights)
     shares = jax.eval_shape(lambda: first_shares(model.group_count))
     wanted_types = _types_by_path(ReleaseState(optimizer, None, shares))
     types = _types_by_path(state._replace(clip=None))

@@ -138,6 +138,17 @@ def test_an_optimizer_that_wants_every_leaf_is_refused():
         release(loss, optax.contrib.galore(0.1)).init(params, X)
 
 
+def test_an_optimizer_that_fails_on_one_of_two_stacks_is_refused():
+    def loss(params, x):
+        for name in ("encoder", "decoder"):
+            x, _ = jax.lax.scan(lambda x, w: (x + x @ w, None), x, params[name])
+        return jnp.sum(x)
+
+    params = {"encoder": PARAMS["layers"]["w"], "decoder": PARAMS["layers"]["w"]}
+    with pytest.raises(TypeError, match="with None in the place of some leaves"):
+        release(loss, optax.contrib.galore(0.1)).init(params, X)
+
+
 ACROSS = {
     "lamb": optax.lamb(0.01),
     "lars": optax.lars(0.01),
@@ -187,6 +198,38 @@ def test_a_state_whose_dtype_changes_in_an_update_is_refused(name):
     text += "bfloat16 before an update and float32 after it"
     with pytest.raises(ValueError, match=text):
         release(mixed_loss, ADAM_WITH_ARRAYS[name]).init(MIXED_DTYPES, X)
+
+
+def with_last_gradients(init):
+    return optax.GradientTransformation(init, lambda grads, state, _: (grads, grads))
+
+
+def without_first_count(grads, state, params):
+    return grads, {"count": state["count"] + 1}
+
+
+OTHER_ENTRIES = {
+    "more": (
+        with_last_gradients(lambda params: None),
+        "\"[1]['bias']\", \"[1]['layers']['bias']\", \"[1]['layers']['w']\"",
+    ),
+    "fewer": (
+        optax.GradientTransformation(
+            lambda params: {"count": jnp.zeros(()), "first": jnp.zeros(())},
+            without_first_count,
+        ),
+        "\"[1]['first']\"",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ENTRIES)
+def test_a_state_that_gains_or_loses_entries_is_refused(name):
+    optimizer, entries = OTHER_ENTRIES[name]
+    text = "release: optimizer must keep the entries of its state, but an update adds "
+    text += f"or drops {entries}."
+    with pytest.raises(ValueError, match=re.escape(text)):
+        release(loss, optimizer).init(PARAMS, X)
 
 
 def test_hyperparameters_that_are_numbers_keep_the_dtypes_of_moments():
