@@ -115,6 +115,11 @@ def materialized_on_gpu(arrays: PyTree) -> Any:
 # ---------------------------------------------------------------------- sums of squares
 
 
+def sum_over(x: Array, axes: Axes) -> Array:
+    """The sum over some axes, which stay with size 1, or over all, to a scalar."""
+    return jnp.sum(x, axes, keepdims=axes is not None)
+
+
 class Sums(NamedTuple):
     """Sums of the squares of the numbers scaled up, as they are, and scaled down."""
 
@@ -292,12 +297,7 @@ def _split_last_axis(sums: Array) -> Sums:
     return Sums(up=sums[..., 0], unscaled=sums[..., 1], down=sums[..., 2])
 
 
-# ------------------------------------------------------------------------- other sums
-
-
-def sum_over(x: Array, axes: Axes) -> Array:
-    """The sum over some axes, which stay with size 1, or over all, to a scalar."""
-    return jnp.sum(x, axes, keepdims=axes is not None)
+# ---------------------------------------------------------------- terms of other orders
 
 
 @partial(traced_once, static_argnums=1)
