@@ -115,17 +115,6 @@ class Overrides(NamedTuple):
     limit: PyTree = None
 
 
-def without_overrides(extra_args: Mapping[str, object]) -> dict[str, Any]:
-    """The extra arguments of an `update`, without the norms and limits that a chain
-    hands to all of its links.
-    """
-    arguments = {}
-    for name, value in extra_args.items():
-        if name not in Overrides._fields:
-            arguments[name] = value
-    return arguments
-
-
 def make_clipper(
     measure: Measure,
     limit: LimitTree,
@@ -528,43 +517,7 @@ def _roots(
     return dict(zip(names, roots))
 
 
-# ----------------------------------------------------------------------------- once
-
-
-def clip_once(
-    tree: PyTree,
-    limit: ArrayLike | None,
-    measure: Measure,
-    *,
-    call: str,
-    name: str,
-    grad_norm: PyTree = None,
-    **options: Any,
-) -> tuple[Any, Any]:
-    """Clips every norm of a tree to at most `limit`, with no state to carry. `options`
-    are those of `make_clipper`.
-
-    Returns:
-      The tree, and its norms before clipping, without eps, as `ClipState.norm` holds
-      them: for one norm of everything a scalar.
-
-    Raises:
-      TypeError: a schedule or a rule, which without a state would stay at its first
-        step.
-    """
-    if checks.is_function(limit) or is_rule(limit):
-        raise TypeError(
-            f"{call}: {name} must be a number, got {shown(limit)}. A schedule or a "
-            "rule needs a state, which optaxclip.clip_by_global_norm(limit) has."
-        )
-    # Built in each call. Settings are compared by value, so nothing compiles anew.
-    clipper = make_clipper(measure, limit, call=call, name=name, **options)
-    # A state may hold a limit of inf, at which jax_debug_infs would raise.
-    with jax.debug_infs(False):
-        # A fixed limit remembers nothing, so each call begins with a new state.
-        state: Any = clipper.init(tree)
-        clipped, state = clipper.update(tree, state, grad_norm=grad_norm)
-    return clipped, state.norm
+# ----------------------------------------------------------------- errors of a step
 
 
 def _raise_nonfinite(
@@ -625,3 +578,53 @@ def _broken_leaves(updates: PyTree) -> str:
         "when it was given."
     )
     return "; ".join(parts) or all_finite
+
+
+# --------------------------------------------------------------- for other modules
+
+
+def clip_once(
+    tree: PyTree,
+    limit: ArrayLike | None,
+    measure: Measure,
+    *,
+    call: str,
+    name: str,
+    grad_norm: PyTree = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Clips every norm of a tree to at most `limit`, with no state to carry. `options`
+    are those of `make_clipper`.
+
+    Returns:
+      The tree, and its norms before clipping, without eps, as `ClipState.norm` holds
+      them: for one norm of everything a scalar.
+
+    Raises:
+      TypeError: a schedule or a rule, which without a state would stay at its first
+        step.
+    """
+    if checks.is_function(limit) or is_rule(limit):
+        raise TypeError(
+            f"{call}: {name} must be a number, got {shown(limit)}. A schedule or a "
+            "rule needs a state, which optaxclip.clip_by_global_norm(limit) has."
+        )
+    # Built in each call. Settings are compared by value, so nothing compiles anew.
+    clipper = make_clipper(measure, limit, call=call, name=name, **options)
+    # A state may hold a limit of inf, at which jax_debug_infs would raise.
+    with jax.debug_infs(False):
+        # A fixed limit remembers nothing, so each call begins with a new state.
+        state: Any = clipper.init(tree)
+        clipped, state = clipper.update(tree, state, grad_norm=grad_norm)
+    return clipped, state.norm
+
+
+def without_overrides(extra_args: Mapping[str, object]) -> dict[str, Any]:
+    """The extra arguments of an `update`, without the norms and limits that a chain
+    hands to all of its links.
+    """
+    arguments = {}
+    for name, value in extra_args.items():
+        if name not in Overrides._fields:
+            arguments[name] = value
+    return arguments
