@@ -33,17 +33,17 @@ from .._reprs import call_repr, short_repr
 from .._trees import PyTree
 from ._memory import new_where
 
-R = TypeVar("R", bound="Rule")
+SomeRule = TypeVar("SomeRule", bound="Rule")
 Schedule = Callable[[ArrayLike], ArrayLike]
 Number = ArrayLike | Schedule
 # What a rule returns: the limit of a norm, and the new memory.
 LimitAndMemory = tuple[ArrayLike, Any]
+# Checks a field of a rule: from the field's name in errors, such as "ema: decay", and
+# the value to the value in another form, or to None, which keeps it.
+FieldCheck = Callable[[str, Any], Any]
 
 
 # ---------------------------------------------------------------- fields of a rule
-
-# A check of a field takes the field's name in errors, such as "ema: decay", and the
-# value. It returns the value in another form, or None to keep it.
 
 
 def checked_number(
@@ -129,10 +129,10 @@ def choice_field(*allowed: str, default: str) -> Any:
 TRAITS = ("needs_params", "needs_total", "inf_is_off")
 
 
-def is_static(spec: dataclasses.Field[Any]) -> bool:
+def is_static(rule_field: dataclasses.Field[Any]) -> bool:
     """Whether a field belongs to the structure of the rule, and is not a leaf."""
     # With an annotation, as in `needs_params: bool = True`, these are fields.
-    return spec.metadata.get("static", False) or spec.name in TRAITS
+    return rule_field.metadata.get("static", False) or rule_field.name in TRAITS
 
 
 # ------------------------------------------------------------------------- the rule
@@ -201,8 +201,12 @@ class Rule:
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         # A wrong keyword would otherwise be an error about `ZScore.__init__`.
         cls.__init__ = with_argument_errors(cls.__init__, call_name(cls))
-        static_names = [spec.name for spec in fields(cls) if is_static(spec)]
-        leaf_names = [spec.name for spec in fields(cls) if not is_static(spec)]
+        static_names = [
+            rule_field.name for rule_field in fields(cls) if is_static(rule_field)
+        ]
+        leaf_names = [
+            rule_field.name for rule_field in fields(cls) if not is_static(rule_field)
+        ]
         keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
 
         def flatten(rule: Any) -> Any:
@@ -223,7 +227,10 @@ class Rule:
         check_fields(self, call_name(type(self)))
 
     def __repr__(self) -> str:
-        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        values = {
+            rule_field.name: getattr(self, rule_field.name)
+            for rule_field in fields(self)
+        }
         return call_repr(call_name(type(self)), values)
 
     def init(self, norm: Array) -> Any:
@@ -260,7 +267,7 @@ def checked_answer(
     *more_norms: Any,
     argument: str,
 ) -> LimitAndMemory:
-    """The limit and the memory that `update` of a rule returns.
+    """Calls `update` of a rule, and returns its limit and its new memory.
 
     Raises:
       TypeError: an answer that is not a pair, a limit that is not a number, or a memory
@@ -308,10 +315,12 @@ def limit_and_memory_of(
 
     Raises:
       ValueError: the memory of another rule, or a limit that does not fit the norm.
+      TypeError: what `checked_answer` refuses.
     """
     checked_memory = _checked_memory(rule, norm, memory, argument)
-    # stop_gradient: limits have no derivative by the updates. 0 for a broken norm: its
-    # new memory is not selected below, but must have a finite derivative.
+    # stop_gradient: limits have no derivative by the updates. A broken norm is replaced
+    # by 0: the memory made from it is thrown away below, but a NaN in it would still
+    # spoil derivatives.
     finite_norm = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
     limit, new_memory = checked_answer(
         rule, finite_norm, checked_memory, step, *more_norms, argument=argument
@@ -394,12 +403,16 @@ def _shown_memory(memory: PyTree) -> str:
 # ----------------------------------------------------- names and numbers of a rule
 
 
-def rule_named(call: str, rule_class: type[R], **numbers: Any) -> R:
-    """A rule inside a clipper: errors about its numbers name the clipper, `call`."""
+def rule_named(call: str, rule_class: type[SomeRule], **numbers: Any) -> SomeRule:
+    """A rule inside a clipper: errors about its numbers name the clipper, `call`.
+
+    Fields without a number have their defaults. The rule's own `__post_init__`, which
+    warns of limits that can only fall, does not run.
+    """
     # `__init__` would check the numbers under the name of the rule.
     rule = object.__new__(rule_class)
-    for spec in fields(rule_class):
-        vars(rule)[spec.name] = numbers.get(spec.name, spec.default)
+    for rule_field in fields(rule_class):
+        vars(rule)[rule_field.name] = numbers.get(rule_field.name, rule_field.default)
     check_fields(rule, call)
     return rule
 
@@ -410,16 +423,16 @@ def check_fields(rule: Rule, call: str) -> None:
     """
     # `rule.decay = ...` is an error for a frozen dataclass.
     values = vars(rule)
-    for spec in fields(rule):
-        if "check" in spec.metadata:
-            check = spec.metadata["check"]
-            value = check(f"{call}: {spec.name}", values[spec.name])
+    for rule_field in fields(rule):
+        if "check" in rule_field.metadata:
+            check: FieldCheck = rule_field.metadata["check"]
+            value = check(f"{call}: {rule_field.name}", values[rule_field.name])
             # None keeps the value. A function becomes a Partial, a pytree node.
             if value is not None:
-                values[spec.name] = value
-        elif not is_static(spec):
+                values[rule_field.name] = value
+        elif not is_static(rule_field):
             # A plain field, as rules of users have them.
-            _check_traceable(f"{call}: {spec.name}", values[spec.name])
+            _check_traceable(f"{call}: {rule_field.name}", values[rule_field.name])
 
 
 def _check_traceable(argument: str, value: PyTree) -> None:
