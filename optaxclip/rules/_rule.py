@@ -245,59 +245,6 @@ class Rule:
 # ------------------------------------------------------ the limit and the new memory
 
 
-def norms_for(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
-    """The norms that `update` of a rule takes after `step`.
-
-    First the norm of the weights, if the rule needs it, then the norm of all norms, if
-    the rule needs that.
-    """
-    more_norms = []
-    if rule.needs_params:
-        more_norms.append(params_norm)
-    if rule.needs_total:
-        more_norms.append(total_norm)
-    return more_norms
-
-
-def checked_answer(
-    rule: Rule,
-    norm: Array,
-    memory: PyTree,
-    step: Array,
-    *more_norms: Any,
-    argument: str,
-) -> LimitAndMemory:
-    """Calls `update` of a rule, and returns its limit and its new memory.
-
-    Raises:
-      TypeError: an answer that is not a pair, a limit that is not a number, or a memory
-        whose shapes are not those of `memory`. JAX would not complain: a number for
-        each norm broadcasts to a window for each norm, and the memory of a rule without
-        an `init` is lost.
-    """
-    answer = rule.update(norm, memory, step, *more_norms)
-    call = call_name(type(rule))
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-        raise TypeError(
-            f"{call}: update must return (limit, memory), got {checks.shown(answer)}."
-        )
-    limit, new_memory = answer
-    checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
-    # A rule without a memory may return () or None.
-    has_memory = bool(jax.tree.leaves((memory, new_memory)))
-    if has_memory and _shapes(new_memory) != _shapes(memory):
-        raise TypeError(
-            f"{call}: update must return a memory like that of init, "
-            f"{_shown_memory(memory)}, got {_shown_memory(new_memory)}."
-        )
-    return limit, new_memory
-
-
-def _shapes(memory: PyTree) -> Any:
-    """The structure of a memory, with the shapes of its arrays."""
-    return jax.tree.flatten(jax.tree.map(jnp.shape, memory))
-
-
 def limit_and_memory_of(
     rule: Rule,
     norm: Array,
@@ -395,9 +342,62 @@ def _form_of_memory(rule: Rule, norm: Array) -> PyTree:
     return jax.eval_shape(rule_with_lengths.init, norm)
 
 
+def checked_answer(
+    rule: Rule,
+    norm: Array,
+    memory: PyTree,
+    step: Array,
+    *more_norms: Any,
+    argument: str,
+) -> LimitAndMemory:
+    """Calls `update` of a rule, and returns its limit and its new memory.
+
+    Raises:
+      TypeError: an answer that is not a pair, a limit that is not a number, or a memory
+        whose shapes are not those of `memory`. JAX would not complain: a number for
+        each norm broadcasts to a window for each norm, and the memory of a rule without
+        an `init` is lost.
+    """
+    answer = rule.update(norm, memory, step, *more_norms)
+    call = call_name(type(rule))
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise TypeError(
+            f"{call}: update must return (limit, memory), got {checks.shown(answer)}."
+        )
+    limit, new_memory = answer
+    checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
+    # A rule without a memory may return () or None.
+    has_memory = bool(jax.tree.leaves((memory, new_memory)))
+    if has_memory and _shapes(new_memory) != _shapes(memory):
+        raise TypeError(
+            f"{call}: update must return a memory like that of init, "
+            f"{_shown_memory(memory)}, got {_shown_memory(new_memory)}."
+        )
+    return limit, new_memory
+
+
+def _shapes(memory: PyTree) -> Any:
+    """The structure of a memory, with the shapes of its arrays."""
+    return jax.tree.flatten(jax.tree.map(jnp.shape, memory))
+
+
 def _shown_memory(memory: PyTree) -> str:
     """A memory as error texts show it."""
     return short_repr(memory) if jax.tree.leaves(memory) else "nothing"
+
+
+def norms_for(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
+    """The norms that `update` of a rule takes after `step`.
+
+    First the norm of the weights, if the rule needs it, then the norm of all norms, if
+    the rule needs that.
+    """
+    more_norms = []
+    if rule.needs_params:
+        more_norms.append(params_norm)
+    if rule.needs_total:
+        more_norms.append(total_norm)
+    return more_norms
 
 
 # ----------------------------------------------------- names and numbers of a rule
