@@ -120,18 +120,20 @@ def make_clipper(
     limit: LimitTree,
     *,
     call: str,
-    name: str = "max_norm",
+    limit_argument: str = "max_norm",
     shrink: Shrink | None = None,
     eps: ArrayLike = 0.0,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes a clipper. `call` and `name` are what errors call it and its limit."""
+    """Makes a clipper. `call` and `limit_argument` are what errors call it and its
+    limit.
+    """
     checks.check_choice(f"{call}: nonfinite", nonfinite, checks.NONFINITE)
     # The norm with an infinite eps would be inf, and all updates 0.
     largest = float(jnp.finfo(jnp.float32).max)
     checks.check_number(f"{call}: eps", eps, highest=largest, is_scalar=True)
     eps = checks.number_for_jit(eps)
-    limit_in_errors = f"{call}: {name}"
+    limit_in_errors = f"{call}: {limit_argument}"
     # One norm takes one limit. Others take a tree prefix of limits.
     if isinstance(measure, GlobalNorm):
         check_one_limit(limit_in_errors, limit)
@@ -589,7 +591,7 @@ def clip_once(
     measure: Measure,
     *,
     call: str,
-    name: str,
+    limit_argument: str,
     grad_norm: PyTree = None,
     **options: Any,
 ) -> tuple[Any, Any]:
@@ -606,11 +608,14 @@ def clip_once(
     """
     if checks.is_function(limit) or is_rule(limit):
         raise TypeError(
-            f"{call}: {name} must be a number, got {shown(limit)}. A schedule or a "
-            "rule needs a state, which optaxclip.clip_by_global_norm(limit) has."
+            f"{call}: {limit_argument} must be a number, got {shown(limit)}. A "
+            "schedule or a rule needs a state, which "
+            "optaxclip.clip_by_global_norm(limit) has."
         )
     # Built in each call. Settings are compared by value, so nothing compiles anew.
-    clipper = make_clipper(measure, limit, call=call, name=name, **options)
+    clipper = make_clipper(
+        measure, limit, call=call, limit_argument=limit_argument, **options
+    )
     # A state may hold a limit of inf, at which jax_debug_infs would raise.
     with jax.debug_infs(False):
         # A fixed limit remembers nothing, so each call begins with a new state.

@@ -131,7 +131,7 @@ def autoclip(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,
         call=call,
-        name="limit",
+        limit_argument="limit",
         nonfinite=nonfinite,
     )
 
@@ -214,7 +214,7 @@ def zclip(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,
         call=call,
-        name="limit",
+        limit_argument="limit",
         nonfinite=nonfinite,
     )
 
@@ -299,7 +299,7 @@ def adagc(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,
         call=call,
-        name="limit",
+        limit_argument="limit",
         nonfinite=nonfinite,
     )
 
@@ -456,7 +456,7 @@ def aggc(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,
         call=call,
-        name="limit",
+        limit_argument="limit",
         # The limit is the norm aimed at, and `hard` would lift no norm to it.
         shrink=normalize,
         nonfinite=nonfinite,
@@ -533,7 +533,7 @@ def adagn(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,
         call=call,
-        name="limit",
+        limit_argument="limit",
         # `normalize` makes every norm its limit, whether it was longer or shorter.
         shrink=normalize,
         nonfinite=nonfinite,
