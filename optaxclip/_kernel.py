@@ -78,10 +78,10 @@ from .rules._limits import (
 )
 from .rules._rule import (
     Rule,
+    extra_norms_of,
     is_rule,
     limit_and_memory_of,
     limit_and_memory_of_jitted,
-    norms_for,
 )
 from .shrinks import Shrink, is_ours, shrink_of
 
@@ -431,9 +431,9 @@ def _limit_and_memory(
 ) -> tuple[Array, PyTree]:
     """The limit of a norm, or of each of a vector, and the new memory."""
     step = mesh_types.narrowed_as(inputs.step, norm)
-    more_norms = norms_for(rule, weight_norm, inputs.total)
+    extra_norms = extra_norms_of(rule, weight_norm, inputs.total)
     return inputs.ask_rule(
-        rule, norm, memory, step, *more_norms, argument=inputs.limit_in_errors
+        rule, norm, memory, step, *extra_norms, argument=inputs.limit_in_errors
     )
 
 

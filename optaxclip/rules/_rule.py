@@ -250,27 +250,27 @@ def limit_and_memory_of(
     norm: Array,
     memory: PyTree,
     step: Array,
-    *more_norms: Any,
+    *extra_norms: Any,
     argument: str,
     is_loss: bool = False,
 ) -> tuple[Array, Any]:
     """The limit of a norm by a rule, and the rule's new memory.
 
-    `norms_for` gives `more_norms`. The limit has the norm's dtype and shape, and is at
-    least 0. A norm of NaN, inf or 0 leaves the memory unchanged. With `is_loss` the
-    value is a loss and not a norm, so it and its limit may be 0 or negative.
+    `extra_norms_of` gives `extra_norms`. The limit has the norm's dtype and shape, and
+    is at least 0. A norm of NaN, inf or 0 leaves the memory unchanged. With `is_loss`
+    the value is a loss and not a norm, so it and its limit may be 0 or negative.
 
     Raises:
       ValueError: the memory of another rule, or a limit that does not fit the norm.
-      TypeError: what `checked_answer` refuses.
+      TypeError: what `checked_update` refuses.
     """
     checked_memory = _checked_memory(rule, norm, memory, argument)
     # stop_gradient: limits have no derivative by the updates. A broken norm is replaced
     # by 0: the memory made from it is thrown away below, but a NaN in it would still
     # spoil derivatives.
     finite_norm = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
-    limit, new_memory = checked_answer(
-        rule, finite_norm, checked_memory, step, *more_norms, argument=argument
+    limit, new_memory = checked_update(
+        rule, finite_norm, checked_memory, step, *extra_norms, argument=argument
     )
     # A number fits every norm.
     if jnp.ndim(limit):
@@ -342,12 +342,12 @@ def _form_of_memory(rule: Rule, norm: Array) -> PyTree:
     return jax.eval_shape(rule_with_lengths.init, norm)
 
 
-def checked_answer(
+def checked_update(
     rule: Rule,
     norm: Array,
     memory: PyTree,
     step: Array,
-    *more_norms: Any,
+    *extra_norms: Any,
     argument: str,
 ) -> LimitAndMemory:
     """Calls `update` of a rule, and returns its limit and its new memory.
@@ -358,7 +358,7 @@ def checked_answer(
         each norm broadcasts to a window for each norm, and the memory of a rule without
         an `init` is lost.
     """
-    answer = rule.update(norm, memory, step, *more_norms)
+    answer = rule.update(norm, memory, step, *extra_norms)
     call = call_name(type(rule))
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         raise TypeError(
@@ -386,18 +386,18 @@ def _shown_memory(memory: PyTree) -> str:
     return short_repr(memory) if jax.tree.leaves(memory) else "nothing"
 
 
-def norms_for(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
+def extra_norms_of(rule: Rule, weight_norm: Any, total_norm: Any) -> list[Any]:
     """The norms that `update` of a rule takes after `step`.
 
     First the norm of the weights, if the rule needs it, then the norm of all norms, if
     the rule needs that.
     """
-    more_norms = []
+    extra_norms = []
     if rule.needs_params:
-        more_norms.append(params_norm)
+        extra_norms.append(weight_norm)
     if rule.needs_total:
-        more_norms.append(total_norm)
-    return more_norms
+        extra_norms.append(total_norm)
+    return extra_norms
 
 
 # ----------------------------------------------------- names and numbers of a rule
