@@ -256,7 +256,9 @@ def _update(
     weights: PyTree,
     overrides: Overrides,
 ) -> tuple[PyTree, ClipState]:
-    """One update. `rule_leaves` are the numbers of the rules."""
+    """One update: the clipped tree and the new state. `rule_leaves` are the numbers of
+    the rules.
+    """
     # 1. Measure
     norms = measured(settings.measure, tree)
     if overrides.grad_norm is not None:
@@ -472,7 +474,9 @@ def _numbers_for_norms(
 # Traced once for all norms of one shape.
 @partial(traced_once, static_argnums=0)
 def _decide(settings: Settings, eps: ArrayLike, norm: Array, limit: Array) -> Decision:
-    """What becomes of norms under their limits."""
+    """What becomes of norms under their limits: the root of each factor, and what the
+    state keeps.
+    """
     is_sound = are_sound(norm, limit)
     norm_with_eps = norm + jnp.asarray(eps).astype(norm.dtype)
     # With the shrink `hard`: min(norm_with_eps, limit).

@@ -152,7 +152,7 @@ def _sums_both_parts(sums_of: Callable[..., AnySums]) -> Callable[..., AnySums]:
 @_sums_both_parts
 def float64_sum(array: Array, axes: Axes) -> Array:
     """The sum of squares in float64, in one read. No square of a float32 number leaves
-    the range. Call it inside `jax.enable_x64(True)`, as whatever reads the sum.
+    the range. Call it, and what reads its sum, inside `jax.enable_x64(True)`.
     """
     x = lax.convert_element_type(array, np.float64)
     return sum_over(x * x, axes)

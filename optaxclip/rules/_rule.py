@@ -38,12 +38,13 @@ Schedule = Callable[[ArrayLike], ArrayLike]
 Number = ArrayLike | Schedule
 # What a rule returns: the limit of a norm, and the new memory.
 LimitAndMemory = tuple[ArrayLike, Any]
-# Checks a field of a rule: from the field's name in errors, such as "ema: decay", and
-# the value to the value in another form, or to None, which keeps it.
-FieldCheck = Callable[[str, Any], Any]
 
 
 # ---------------------------------------------------------------- fields of a rule
+
+# The metadata of a field hold its check: a function of the field's name in errors, such
+# as "ema: decay", and of the value. It returns the value in another form, or None to
+# keep it.
 
 
 def checked_number(
@@ -425,7 +426,7 @@ def check_fields(rule: Rule, call: str) -> None:
     values = vars(rule)
     for rule_field in fields(rule):
         if "check" in rule_field.metadata:
-            check: FieldCheck = rule_field.metadata["check"]
+            check = rule_field.metadata["check"]
             value = check(f"{call}: {rule_field.name}", values[rule_field.name])
             # None keeps the value. A function becomes a Partial, a pytree node.
             if value is not None:
