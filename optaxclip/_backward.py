@@ -258,7 +258,7 @@ def _clip_backward(
         clipped, _ = clipper.update(cotangent, clipper.init(cotangent))
     else:
         clipped, _ = clip_once(
-            cotangent, limit, measure, call="clip_cotangent", name="max_norm"
+            cotangent, limit, measure, call="clip_cotangent", limit_argument="max_norm"
         )
     return jax.tree.leaves(clipped), jax.tree.map(jnp.zeros_like, limit)
 

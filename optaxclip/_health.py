@@ -233,7 +233,7 @@ def _after_step(
 
 def _norm_recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
     """A clipper without a limit. Its state keeps a number for each norm of a tree."""
-    return make_clipper(measure, None, call=CALL, name="norm")
+    return make_clipper(measure, None, call=CALL, limit_argument="norm")
 
 
 def _check_whole_leaves(norms: Norms) -> None:

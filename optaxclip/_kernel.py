@@ -80,10 +80,10 @@ from .rules._limits import (
 )
 from .rules._rule import (
     Rule,
+    extra_norms_of,
     is_rule,
     limit_and_memory_of,
     limit_and_memory_of_jitted,
-    norms_for,
 )
 from .shrinks import Shrink, is_ours, shrink_of
 
@@ -92,20 +92,21 @@ class Settings(NamedTuple):
     """What is static in a clipper. Clippers with equal settings share a program."""
 
     call: str  # the function that the user called
-    argument: str  # its limit: "clip_by_global_norm: max_norm"
+    limit_in_errors: str  # "clip_by_global_norm: max_norm"
     measure: Measure
     shrink: Shrink
     nonfinite: Nonfinite
-    only_measures: bool  # the limit is None
+    limit_is_none: bool  # it only measures, unless `update` is given a limit
     rules_treedef: Any  # of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
     with_total: bool  # whether a rule needs the norm of all norms
     # Whether a limit of inf lets broken norms pass, see `Rule`. Of a tree of limits, if
     # all of its rules do.
     inf_is_off: bool
-    # Whether a rule has a schedule. Inside the user's jit such a clipper runs `_update`
-    # itself: the cache of `_update_jitted` would keep the schedule, and what it closes
-    # over, alive. Eager steps accept that.
+    # Whether a rule has a schedule. The cache of a jitted function of ours would keep
+    # the schedule, and what it closes over, alive. So inside the user's jit such a
+    # clipper runs `_update` itself, and asks its rules without jit. Eager steps accept
+    # the cache of `_update_jitted`.
     has_schedule: bool
 
 
@@ -116,54 +117,46 @@ class Overrides(NamedTuple):
     limit: PyTree = None
 
 
-def without_overrides(extra_args: Mapping[str, object]) -> dict[str, Any]:
-    """The extra arguments of an `update`, without the norms and limits that a chain
-    hands to all of its links.
-    """
-    arguments = {}
-    for name, value in extra_args.items():
-        if name not in Overrides._fields:
-            arguments[name] = value
-    return arguments
-
-
 def make_clipper(
     measure: Measure,
     limit: LimitTree,
     *,
     call: str,
-    name: str = "max_norm",
+    limit_argument: str = "max_norm",
     shrink: Shrink | None = None,
     eps: ArrayLike = 0.0,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes a clipper. `call` and `name` are what errors call it and its limit."""
+    """Makes a clipper. `call` and `limit_argument` are what errors call it and its
+    limit.
+    """
     checks.check_choice(f"{call}: nonfinite", nonfinite, checks.NONFINITE)
     # The norm with an infinite eps would be inf, and all updates 0.
     largest = float(jnp.finfo(jnp.float32).max)
     checks.check_number(f"{call}: eps", eps, highest=largest, is_scalar=True)
     eps = number_for_jit(eps)
-    argument = f"{call}: {name}"
+    limit_in_errors = f"{call}: {limit_argument}"
     # One norm takes one limit. Others take a tree prefix of limits.
     if isinstance(measure, GlobalNorm):
-        check_single_limit(argument, limit)
+        check_single_limit(limit_in_errors, limit)
     if isinstance(measure, GlobalNorm) or isinstance(limit, Rule):
-        rules: Any = rule_of(limit, argument)
+        rules: Any = rule_of(limit, limit_in_errors)
     else:
-        rules = tree_of_rules(limit, argument)
-        check_tree_of_rules(argument, rules)
+        rules = tree_of_rules(limit, limit_in_errors)
+        check_tree_of_rules(limit_in_errors, rules)
     rule_list = jax.tree.leaves(rules, is_leaf=is_rule)
     rule_leaves, treedef = jax.tree.flatten(rules)
-    # A model of equinox with limits in it can be called, and has no schedule.
+    # `is_function`, not `callable`: an equinox module that holds limits is callable,
+    # but is a tree of limits and no schedule.
     numbers = jax.tree.leaves(rules, is_leaf=is_function)
     settings = Settings(
         call=call,
-        argument=argument,
+        limit_in_errors=limit_in_errors,
         measure=measure,
         # None is `hard`.
         shrink=shrink_of(shrink, call),
         nonfinite=nonfinite,
-        only_measures=limit is None,
+        limit_is_none=limit is None,
         rules_treedef=treedef,
         with_params=any(rule.needs_params for rule in rule_list),
         with_total=any(rule.needs_total for rule in rule_list),
@@ -183,8 +176,8 @@ def make_clipper(
         ):
             trees.warn_of_stacks(call, tree)
         norms = mesh_types.types_of(partial(measured, _measure_for_init(measure)), tree)
-        rules_by_norm = blocks.rules_of_norms(rules, norms, argument)
-        return first_state(norms, rules_by_norm, argument)
+        rules_by_norm = blocks.rules_of_norms(rules, norms, limit_in_errors)
+        return first_state(norms, rules_by_norm, limit_in_errors)
 
     def update(
         updates: PyTree,
@@ -221,7 +214,7 @@ def make_clipper(
                 checks.check_limit(f"{call}: limit", number)
         overrides = jax.tree.map(number_for_jit, Overrides(grad_norm, limit))
         tree = trees.gradients_of(call, updates, params)
-        if not settings.only_measures and not jax.tree.leaves(tree):
+        if not settings.limit_is_none and not jax.tree.leaves(tree):
             trees.warn_of_integers(call, updates)
         # The weights are an argument of the program only if a rule reads them.
         weights = None
@@ -265,7 +258,9 @@ def _update(
     weights: PyTree,
     overrides: Overrides,
 ) -> tuple[PyTree, ClipState]:
-    """One update. `rule_leaves` are the numbers of the rules."""
+    """One update: the clipped tree and the new state. `rule_leaves` are the numbers of
+    the rules.
+    """
     # 1. Measure
     norms = measured(settings.measure, tree)
     if overrides.grad_norm is not None:
@@ -276,8 +271,8 @@ def _update(
     inputs = _rule_inputs(
         settings, rule_leaves, norms, names, state, weights, overrides
     )
-    # A limit of inf that `update` is given is the user's own word. Rules stay out: the
-    # cache of `_decide` would keep their schedules alive.
+    # A limit of inf that `update` is given is the user's own word. `_decide` is jitted,
+    # so it gets no rules (see `has_schedule`).
     inf_is_off = settings.inf_is_off or overrides.limit is not None
     policy = settings._replace(inf_is_off=inf_is_off, rules_treedef=None)
     decide = partial(_decide, policy, eps)
@@ -286,7 +281,7 @@ def _update(
     roots: dict[str, Array] = {}
     # A clipper that only measures returns its input: even a product with 1 would be
     # written to a new array.
-    changes_updates = overrides.limit is not None or not settings.only_measures
+    changes_updates = overrides.limit is not None or not settings.limit_is_none
     for block in blocks_of(norms, names, state, settings.call):
         # 2. Limit
         memory = memories[block.leaf_of_units]
@@ -315,7 +310,7 @@ _update_jitted = jax.jit(_update, static_argnums=0)
 class RuleInputs(NamedTuple):
     """What all blocks of a step have in common when their rules are asked."""
 
-    argument: str  # the limit, as errors call it
+    limit_in_errors: str
     step: Array
     rules: Any  # one rule, or a tree prefix of rules: fixed limits of parts
     rule_of_name: dict[str, Rule]
@@ -345,7 +340,7 @@ def _rule_inputs(
 ) -> RuleInputs:
     """What all blocks of a step have in common when their rules are asked."""
     rules = settings.rules_treedef.unflatten(rule_leaves)
-    rules_in_order = blocks.rules_of_norms(rules, norms, settings.argument)
+    rules_in_order = blocks.rules_of_norms(rules, norms, settings.limit_in_errors)
     weight_norm_of_name = {}
     if settings.with_params:
         weight_norms = measured(settings.measure, weights).values
@@ -356,12 +351,11 @@ def _rule_inputs(
         limits = _numbers_for_norms("limit", overrides.limit, norms, settings)
         limits = [jnp.maximum(limit, 0) for limit in limits]
         given_limit_of_name = dict(zip(names, limits))
-    # Under our jit a cache would keep a schedule, and what it refers to, alive.
     ask_rule = limit_and_memory_of_jitted
     if settings.has_schedule:
         ask_rule = limit_and_memory_of
     return RuleInputs(
-        argument=settings.argument,
+        limit_in_errors=settings.limit_in_errors,
         step=state.step,
         rules=rules,
         rule_of_name=dict(zip(names, rules_in_order)),
@@ -394,27 +388,30 @@ def _limits_by_rules(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
     weight_norm = None
     if rule.needs_params:
         weight_norm = block.as_array(inputs.weight_norm_of_name)
-    memory = _memory_of_type(memory, block.norm)
+    memory = _memory_typed_as(block.norm, memory)
     limit, memory = _limit_and_memory(inputs, rule, block.norm, weight_norm, memory)
     if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
-        # Only for a TPU, where `factor_roots` decides each leaf by its own limit, so
-        # that no leaf waits until all weights are measured. On other platforms nothing
-        # uses these, and XLA removes them.
+        # On a TPU `factor_roots` computes the root of each leaf again, from that leaf's
+        # own norm and limit. Taken out of the vector, the limit would wait until the
+        # weights of all leaves are measured. So here it is computed once more, leaf by
+        # leaf. On other platforms nothing uses these limits, and XLA removes them.
         limit_of_name = _limits_by_name(inputs, block)
     else:
         limit_of_name = block.by_name(limit)
     return Limits(limit, limit_of_name, memory)
 
 
-def _memory_of_type(memory: PyTree, norm: Array) -> PyTree:
-    """The memory of a rule with the mesh of the norm in the types of its arrays."""
-    # A state that was made outside jax.set_mesh has no mesh in its type: it gets that
-    # of the norm.
+def _memory_typed_as(norm: Array, memory: PyTree) -> PyTree:
+    """The memory of a rule, typed as the norm: along which mesh axes its arrays vary,
+    and how a mesh splits them.
+    """
+    # A state that was made outside jax.set_mesh has no mesh in its type.
     norm_type = jax.typeof(norm)
     memory = jax.tree.map(
         lambda array: mesh_types.resharded_as(array, norm_type), memory
     )
-    # In shard_map it may come out of a vector of norms that vary more.
+    # In shard_map a memory taken out of a vector has the type of the vector's most
+    # varying norm.
     return mesh_types.narrowed_as(memory, norm)
 
 
@@ -438,9 +435,9 @@ def _limit_and_memory(
 ) -> tuple[Array, PyTree]:
     """The limit of a norm, or of each of a vector, and the new memory."""
     step = mesh_types.narrowed_as(inputs.step, norm)
-    more_norms = norms_for(rule, weight_norm, inputs.total)
+    extra_norms = extra_norms_of(rule, weight_norm, inputs.total)
     return inputs.ask_rule(
-        rule, norm, memory, step, *more_norms, argument=inputs.argument
+        rule, norm, memory, step, *extra_norms, argument=inputs.limit_in_errors
     )
 
 
@@ -479,7 +476,9 @@ def _numbers_for_norms(
 # Traced once for all norms of one shape.
 @partial(traced_once, static_argnums=0)
 def _decide(settings: Settings, eps: ArrayLike, norm: Array, limit: Array) -> Decision:
-    """What becomes of norms under their limits."""
+    """What becomes of norms under their limits: the root of each factor, and what the
+    state keeps.
+    """
     is_sound = are_sound(norm, limit)
     norm_with_eps = norm + jnp.asarray(eps).astype(norm.dtype)
     # With the shrink `hard`: min(norm_with_eps, limit).
@@ -490,9 +489,9 @@ def _decide(settings: Settings, eps: ArrayLike, norm: Array, limit: Array) -> De
     # A broken norm becomes NaN, and the updates with it, or 0.
     new_norm_if_broken = 0.0 if settings.nonfinite == "zero" else jnp.nan
     new_norm = jnp.where(is_sound, new_norm, new_norm_if_broken)
-    # A limit of inf that the user set only measures: the factor of equal norms is 1,
-    # also where the norm is NaN. Other rules say by inf that they have no limit yet,
-    # and let no broken step through.
+    # Under a limit of inf that the user set, updates pass untouched, NaN included: both
+    # norms become 1, so the factor is 1. A rule that says inf because it has no limit
+    # yet lets no broken step pass.
     if settings.inf_is_off:
         is_off = limit == jnp.inf
         new_norm = jnp.where(is_off, 1.0, new_norm)
@@ -526,55 +525,20 @@ def _roots(
     return dict(zip(names, roots))
 
 
-# ----------------------------------------------------------------------------- once
-
-
-def clip_once(
-    tree: PyTree,
-    limit: LimitTree,
-    measure: Measure,
-    *,
-    call: str,
-    name: str,
-    grad_norm: PyTree = None,
-    **options: Any,
-) -> tuple[Any, Any]:
-    """Clips every norm of a tree to at most `limit`, with no state to carry. `options`
-    are those of `make_clipper`.
-
-    Returns:
-      The tree, and its norms before clipping, without eps, as `ClipState.norm` holds
-      them: for one norm of everything a scalar.
-
-    Raises:
-      TypeError: a schedule or a rule, which without a state would stay at its first
-        step.
-    """
-    if is_function(limit) or is_rule(limit):
-        raise TypeError(
-            f"{call}: {name} must be a number, got {shown(limit)}. A schedule or a "
-            "rule needs a state, which optaxclip.clip_by_global_norm(limit) has."
-        )
-    # Built in each call. Settings are compared by value, so nothing compiles anew.
-    clipper = make_clipper(measure, limit, call=call, name=name, **options)
-    # A state may hold a limit of inf, at which jax_debug_infs would raise.
-    with jax.debug_infs(False):
-        # A fixed limit remembers nothing, so each call begins with a new state.
-        state: Any = clipper.init(tree)
-        clipped, state = clipper.update(tree, state, grad_norm=grad_norm)
-    return clipped, state.norm
+# ----------------------------------------------------------------- errors of a step
 
 
 def _raise_nonfinite(
-    call: str, measure: Any, old_state: ClipState, state: ClipState, updates: PyTree
+    call: str, measure: Any, old_state: ClipState, new_state: ClipState, updates: PyTree
 ) -> None:
     """Raises FloatingPointError for a norm that is NaN or inf, and names the leaves, or
     for a limit that is NaN, or a shrink that returns no norm.
 
     Under jit it is a `checkify.check`.
     """
-    # A leaf that is missing keeps its norm in the state, and is not counted.
-    is_broken = state.nonfinite != old_state.nonfinite
+    # Counters are compared, not norms: a leaf that is missing keeps its old norm, which
+    # may be NaN.
+    is_broken = new_state.nonfinite != old_state.nonfinite
     broken_norm = "the norm of the updates is not finite"
     if hasattr(measure, "ord"):
         # None means 2.
@@ -590,11 +554,11 @@ def _raise_nonfinite(
     if not jnp.any(is_broken):
         return
     sentences = []
-    has_finite_norm = is_broken & jnp.isfinite(state.norm)
+    has_finite_norm = is_broken & jnp.isfinite(new_state.norm)
     if jnp.any(has_finite_norm):
         index = jnp.argmax(has_finite_norm)
-        norm = jnp.ravel(state.norm)[index]
-        limit = jnp.ravel(state.limit)[index]
+        norm = jnp.ravel(new_state.norm)[index]
+        limit = jnp.ravel(new_state.limit)[index]
         if jnp.isnan(limit):
             sentences.append(f"the limit of the norm {norm} is NaN.")
         else:
@@ -622,3 +586,56 @@ def _broken_leaves(updates: PyTree) -> str:
         "when it was given."
     )
     return "; ".join(parts) or all_finite
+
+
+# --------------------------------------------------------------- for other modules
+
+
+def clip_once(
+    tree: PyTree,
+    limit: ArrayLike | None,
+    measure: Measure,
+    *,
+    call: str,
+    limit_argument: str,
+    grad_norm: PyTree = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Clips every norm of a tree to at most `limit`, with no state to carry. `options`
+    are those of `make_clipper`.
+
+    Returns:
+      The tree, and its norms before clipping, without eps, as `ClipState.norm` holds
+      them: for one norm of everything a scalar.
+
+    Raises:
+      TypeError: a schedule or a rule, which without a state would stay at its first
+        step.
+    """
+    if is_function(limit) or is_rule(limit):
+        raise TypeError(
+            f"{call}: {limit_argument} must be a number, got {shown(limit)}. A "
+            "schedule or a rule needs a state, which "
+            "optaxclip.clip_by_global_norm(limit) has."
+        )
+    # Built in each call. Settings are compared by value, so nothing compiles anew.
+    clipper = make_clipper(
+        measure, limit, call=call, limit_argument=limit_argument, **options
+    )
+    # A state may hold a limit of inf, at which jax_debug_infs would raise.
+    with jax.debug_infs(False):
+        # A fixed limit remembers nothing, so each call begins with a new state.
+        state: Any = clipper.init(tree)
+        clipped, state = clipper.update(tree, state, grad_norm=grad_norm)
+    return clipped, state.norm
+
+
+def without_overrides(extra_args: Mapping[str, object]) -> dict[str, Any]:
+    """The extra arguments of an `update`, without the norms and limits that a chain
+    hands to all of its links.
+    """
+    arguments = {}
+    for name, value in extra_args.items():
+        if name not in Overrides._fields:
+            arguments[name] = value
+    return arguments

@@ -1,4 +1,4 @@
-"""Sums of one leaf, and the switch between platforms.
+"""The switch between platforms, sums of one leaf, and the division that they need.
 
 A sum of squares is three numbers:
 
@@ -7,9 +7,11 @@ A sum of squares is three numbers:
     down        sum (x / s)^2    else taken
 
 The norm is the root of the first that is finite. No normal number is too small for
-`up`. If `up` overflows, the sum is large, so what underflows in `unscaled` is below
-2^-50 of it. Likewise for `down`. There is no branch, so neither vmap nor devices with
-different shards are a special case.
+`up`. If `up` overflows, the sum of squares is at least 2^-38, and each square that
+`unscaled` loses is below 2^-126: 2^37 of them add less than 2^-50 of the sum. If
+`unscaled` overflows, the sum is at least 2^128, and each square that `down` loses is
+below 2^40. There is no branch, so neither vmap nor devices with different shards are a
+special case.
 
     CPU    one float64 sum instead. Of leaves of 64 bits three sums
     GPU    three float32 sums in one reduction
@@ -39,9 +41,9 @@ from ._trees import PyTree
 # Room for 2^37 of the largest numbers: (2^128 / s)^2 = 2^90. The smallest normal number
 # stays normal: (2^-126 * s)^2 = 2^-86.
 SCALES = {np.dtype(np.float32): 2.0**83, np.dtype(np.float64): 2.0**600}
-# With fewer rows than these XLA fuses column sums into their reader, so no split is
-# needed.
-LEAST_ROWS_TO_SPLIT = 32
+# XLA fuses column sums into their reader if each adds fewer numbers than these, so no
+# split is needed.
+LEAST_SUMMED_TO_SPLIT = 32
 # For more norms than these a platform takes their roots as a vector, and a TPU also
 # their factors. With 128 tensors on a v5e:4x4 a clip by the RMS then takes 137 scalar
 # operations, instead of 3,465. With 52 on one v5e vectors moved 1.3 % more bytes.
@@ -68,9 +70,9 @@ def element_count(sizes: Iterable[int], dtype: DTypeLike) -> Any:
 # --------------------------------------------------------------------------- platforms
 
 
-# Jitted, so that JAX traces a function once for all arrays of one type. Inlined,
-# although calls trace in 0.7 of the time, and give the same programs for a CPU and an
-# H100: with calls, AGC of 128 tensors on a v5e:4x4 ran 739 kernels instead of 572.
+# Jitted, so that JAX traces a function once for all arrays of one type. `inline=True`
+# is for TPUs: AGC of 128 tensors on a v5e:4x4 runs 572 kernels, and 739 without it. A
+# CPU and an H100 get the same program either way, but tracing takes 1.4 times as long.
 traced_once = partial(jax.jit, inline=True)
 
 
@@ -83,7 +85,8 @@ def per_platform(
     """Calls the function of the platform that the program is compiled for. `plain` is
     for a TPU and any other.
     """
-    # OPTAXCLIP_PLATFORM=plain takes the form of plain `jnp` everywhere.
+    # OPTAXCLIP_PLATFORM=plain takes the form of plain `jnp` everywhere. It is read
+    # while a program is traced, so set it before the first step.
     forced = os.environ.get("OPTAXCLIP_PLATFORM")
     if forced:
         functions = {"cpu": cpu, "gpu": gpu, "plain": plain}
@@ -112,6 +115,11 @@ def materialized_on_gpu(arrays: PyTree) -> Any:
 # ---------------------------------------------------------------------- sums of squares
 
 
+def sum_over(x: Array, axes: Axes) -> Array:
+    """The sum over some axes, which stay with size 1, or over all, to a scalar."""
+    return jnp.sum(x, axes, keepdims=axes is not None)
+
+
 class Sums(NamedTuple):
     """Sums of the squares of the numbers scaled up, as they are, and scaled down."""
 
@@ -123,47 +131,47 @@ class Sums(NamedTuple):
 AnySums = TypeVar("AnySums", Array, Sums)
 
 
-def _also_of_complex(sums_of: Callable[..., AnySums]) -> Callable[..., AnySums]:
+def _sums_both_parts(sums_of: Callable[..., AnySums]) -> Callable[..., AnySums]:
     """Lets a function that sums squares of real numbers take complex ones too.
 
     |a + bi|^2 = a^2 + b^2, so both parts are summed like two real arrays.
     """
 
     @wraps(sums_of)
-    def sums_of_any(array: Array, *args: Any) -> AnySums:
+    def sums_of_both_parts(array: Array, *args: Any) -> AnySums:
         if not jnp.iscomplexobj(array):
             return sums_of(array, *args)
         real = sums_of(jnp.real(array), *args)
         imag = sums_of(jnp.imag(array), *args)
         return jax.tree.map(operator.add, real, imag)
 
-    return sums_of_any
+    return sums_of_both_parts
 
 
 @partial(traced_once, static_argnums=1)
-@_also_of_complex
+@_sums_both_parts
 def float64_sum(array: Array, axes: Axes) -> Array:
     """The sum of squares in float64, in one read. No square of a float32 number leaves
-    the range.
+    the range. Call it, and what reads its sum, inside `jax.enable_x64(True)`.
     """
     x = lax.convert_element_type(array, np.float64)
     return sum_over(x * x, axes)
 
 
 @partial(traced_once, static_argnums=(1, 2))
-@_also_of_complex
+@_sums_both_parts
 def three_sums_in_jnp(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums in plain `jnp`, which a TPU computes in one read."""
     x = array.astype(dtype)
     scale = SCALES[dtype]
     return Sums(
-        up=sum_over(_square(x, scale), axes),
-        unscaled=sum_over(_square(x, 1.0), axes),
-        down=sum_over(_square(x, 1 / scale), axes),
+        up=sum_over(_scaled_square(x, scale), axes),
+        unscaled=sum_over(_scaled_square(x, 1.0), axes),
+        down=sum_over(_scaled_square(x, 1 / scale), axes),
     )
 
 
-def _square(x: Array, scale: ArrayLike) -> Array:
+def _scaled_square(x: Array, scale: ArrayLike) -> Array:
     """(x * scale)^2."""
     # Without the bounds XLA makes x^2 * scale^2 of it, and scale^2 is 0 or inf. The
     # square of a bound is inf.
@@ -195,7 +203,7 @@ def root_of_mean(count: ArrayLike, sums: Sums) -> Array:
 
 
 @partial(traced_once, static_argnums=(1, 2))
-@_also_of_complex
+@_sums_both_parts
 def three_sums_on_a_gpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums, in the form that a GPU computes in one kernel."""
     # Measured in float32 only.
@@ -205,30 +213,26 @@ def three_sums_on_a_gpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     has_mesh = not jax.typeof(array).sharding.mesh.empty
     # What jit splits is summed as one array, so that one collective joins the parts.
     if has_mesh and not is_on_one_device(array):
-        sums = _sums_in_one_array(
-            array, summed_axes, keepdims=axes is not None, dtype=dtype
-        )
+        sums = _sums_stacked(array, summed_axes, keepdims=axes is not None, dtype=dtype)
         return _split_last_axis(sums)
     if array.ndim and array.ndim - 1 not in summed_axes:
         return _sums_of_columns(array, summed_axes, dtype)
-    sums = _sums_in_one_reduction(array, summed_axes, dtype)
+    sums = _sums_by_pairs(array, summed_axes, dtype)
     if axes is not None:
         sums = jax.tree.map(lambda x: jnp.expand_dims(x, axes), sums)
     return sums
 
 
-def _sums_in_one_reduction(
-    array: Array, axes: tuple[int, ...], dtype: np.dtype
-) -> Sums:
+def _sums_by_pairs(array: Array, axes: tuple[int, ...], dtype: np.dtype) -> Sums:
     """The three sums by one reduction of pairs, a complex number and a real one:
 
         (x * s)^2 + i (x / s)^2, x^2
 
     XLA on a GPU writes several computed arrays, such as the step of Adam, to memory
-    before it sums them. So two of the squares are one complex array. The third stays
-    real because jit may split even an array whose type has no mesh, by `out_shardings`
-    for example. XLA would then join a reduction of complex numbers alone by a
-    collective that GPUs do not have.
+    before it sums them. So two of the squares are one complex array. The third is a
+    real operand of the same reduction: jit may split an array whose type shows no mesh
+    (`out_shardings`), and XLA then needs a collective. GPUs have none for a reduction
+    with only complex operands, but have one for a mixed pair.
     """
     x = array.astype(dtype)
     scale = SCALES[dtype]
@@ -256,7 +260,7 @@ def _sums_of_columns(array: Array, axes: tuple[int, ...], dtype: np.dtype) -> Su
     sizes = [array.shape[axis] for axis in axes]
     # A size of jax.export may be a symbol, which does not compare with others.
     has_symbol = not all(isinstance(size, int) for size in sizes)
-    if has_symbol or math.prod(sizes) < LEAST_ROWS_TO_SPLIT:
+    if has_symbol or math.prod(sizes) < LEAST_SUMMED_TO_SPLIT:
         return three_sums_in_jnp(array, axes, dtype)
     length = max(sizes)
     longest = axes[sizes.index(length)]
@@ -266,7 +270,7 @@ def _sums_of_columns(array: Array, axes: tuple[int, ...], dtype: np.dtype) -> Su
     shape[longest : longest + 1] = parts, length // parts
     # The longest axis is two axes now. The first of them stays for the second sum.
     inner_axes = [axis + 1 if axis >= longest else axis for axis in axes]
-    sums_of_parts = _sums_in_one_array(
+    sums_of_parts = _sums_stacked(
         array.reshape(shape), inner_axes, keepdims=True, dtype=dtype
     )
     # Without the barrier XLA makes one sum of both.
@@ -274,7 +278,7 @@ def _sums_of_columns(array: Array, axes: tuple[int, ...], dtype: np.dtype) -> Su
     return _split_last_axis(jnp.sum(sums_of_parts, longest))
 
 
-def _sums_in_one_array(
+def _sums_stacked(
     array: Array, axes: Sequence[int], *, keepdims: bool, dtype: np.dtype
 ) -> Array:
     """The three sums along a new last axis, [..., 3]: one kernel on a GPU, and one
@@ -284,7 +288,7 @@ def _sums_in_one_array(
     shape = (*array.shape, 3)
     x = lax.broadcast_in_dim(array.astype(dtype), shape, range(array.ndim))
     scales = np.array([scale, 1, 1 / scale], dtype)
-    squares = _square(x, jnp.broadcast_to(scales, shape))
+    squares = _scaled_square(x, jnp.broadcast_to(scales, shape))
     return jnp.sum(squares, tuple(axes), keepdims=keepdims)
 
 
@@ -293,12 +297,7 @@ def _split_last_axis(sums: Array) -> Sums:
     return Sums(up=sums[..., 0], unscaled=sums[..., 1], down=sums[..., 2])
 
 
-# ------------------------------------------------------------------------- other sums
-
-
-def sum_over(x: Array, axes: Axes) -> Array:
-    """The sum over some axes, which stay with size 1, or over all, to a scalar."""
-    return jnp.sum(x, axes, keepdims=axes is not None)
+# ---------------------------------------------------------------- terms of other orders
 
 
 @partial(traced_once, static_argnums=1)
@@ -343,9 +342,10 @@ def as_float(norm: Array) -> Array:
         return jnp.asarray(norm, jnp.result_type(norm, np.float32))
 
 
-def norm_dtype(leaves: list[Array]) -> np.dtype:
-    """The dtype of norms: float32, or float64 if a leaf has 64 bits."""
-    # The bits of a complex number are those of its real part.
+def norm_dtype(leaves: PyTree) -> np.dtype:
+    """The dtype of norms: float32, or float64 if a leaf has 64 bits. A complex number
+    has the bits of each of its parts.
+    """
     bits = [jnp.finfo(leaf.dtype).bits for leaf in jax.tree.leaves(leaves)]
     if 64 in bits:
         return np.dtype(np.float64)
@@ -360,8 +360,8 @@ def divided(numerator: Array, denominator: Array) -> Array:
     XLA multiplies an array by the reciprocal of a scalar, which is flushed to 0 above
     2^126. So large numbers are scaled down first.
     """
-    # 2^128 / 8 = 2^125, whose reciprocal is a normal number. A numerator that becomes
-    # subnormal by 1/8 has the quotient 0 above 2^64.
+    # 2^128 / 8 = 2^125, whose reciprocal is a normal number. Scaling by 1/8 may make a
+    # tiny numerator subnormal. It does no harm: divided by more than 2^64 it gives 0.
     scale = jnp.where(denominator > 2.0**64, 0.125, 1.0).astype(denominator.dtype)
     return numerator * scale / (denominator * scale)
 
@@ -370,8 +370,8 @@ def divided(numerator: Array, denominator: Array) -> Array:
 def _divided_jvp(
     primals: tuple[Array, ...], tangents: tuple[Array, ...]
 ) -> tuple[Array, Array]:
-    """d(n/d) = (dn - (n/d) dd) / d. The rule of division squares d, which is 0 below
-    1e-19.
+    """d(n/d) = (dn - (n/d) dd) / d. JAX's own rule divides by d^2, which underflows to
+    0 for d below 1e-19.
     """
     numerator, denominator = primals
     numerator_tangent, denominator_tangent = tangents

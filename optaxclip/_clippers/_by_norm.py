@@ -362,7 +362,7 @@ def clip_by_tensor_rms(
         norms.TensorNorm(**options),
         max_rms,
         call=call,
-        name="max_rms",
+        limit_argument="max_rms",
         shrink=shrink,
         eps=eps,
         nonfinite=nonfinite,
@@ -450,4 +450,4 @@ def clip_by_block_rms(threshold: LimitTree) -> optax.GradientTransformationExtra
     # optax's function has this one argument. `clip_by_tensor_rms` has the options.
     call = "clip_by_block_rms"
     measure = norms.TensorNorm(**check_measure(call, ord="rms"))
-    return make_clipper(measure, threshold, call=call, name="threshold")
+    return make_clipper(measure, threshold, call=call, limit_argument="threshold")

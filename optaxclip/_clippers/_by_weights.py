@@ -124,7 +124,7 @@ def adaptive_grad_clip(
         # limit = clipping * max(|W|, eps), with |W| measured as |G| is.
         ShareOfParams(share, eps),
         call=call,
-        name="clipping",
+        limit_argument="clipping",
         shrink=shrink,
         nonfinite=nonfinite,
     )
@@ -203,7 +203,12 @@ def larc(
     options = check_measure(call, ord=None, stacked=stacked, mesh_axes=mesh_axes)
     measure = TensorNorm(**options)
     kernel = make_clipper(
-        measure, rule, call=call, name="learning_rate", eps=eps, nonfinite=nonfinite
+        measure,
+        rule,
+        call=call,
+        limit_argument="learning_rate",
+        eps=eps,
+        nonfinite=nonfinite,
     )
 
     # Norm and limit are computed here, so those that a chain hands over are dropped.
@@ -356,7 +361,9 @@ def clippy(
     # The norm of order inf is the largest ratio of an element to its bound.
     measure = TensorNorm(**options)
     # The limit depends on single weights, so each update hands it to the kernel.
-    kernel = make_clipper(measure, None, call=call, name="limit", nonfinite=nonfinite)
+    kernel = make_clipper(
+        measure, None, call=call, limit_argument="limit", nonfinite=nonfinite
+    )
 
     # Norm and limit are computed here, so those that a chain hands over are dropped.
     def update(

@@ -74,7 +74,7 @@ def clip_by(
         UserNorm(with_hash(norm)),
         limit,
         call="clip_by",
-        name="limit",
+        limit_argument="limit",
         shrink=shrink,
         eps=eps,
         nonfinite=nonfinite,
@@ -137,7 +137,7 @@ def clip_grads(
         max_norm,
         measure,
         call=call,
-        name="max_norm",
+        limit_argument="max_norm",
         eps=eps,
         nonfinite=nonfinite,
     )

@@ -56,8 +56,8 @@ def autoclip(
 
     No norm has to be known beforehand, and the loss may be scaled at will: multiply it
     by a constant, and limits and norms follow together. A low percentile (the paper's
-    10) makes nearly every step as long as a short one. Norms that grow stay clipped to
-    old values for long.
+    10) makes nearly every step as long as a short one. If norms grow during the run,
+    limits follow only as old norms leave the window.
 
     Args:
       percentile: in [0, 100]: 0 clips to the shortest gradient, 100 never clips. A
@@ -66,16 +66,17 @@ def autoclip(
         of steps of the run to have that. The length is part of the state: a restored
         state goes on with its own.
       cap: a fixed limit besides. Without one the first gradient passes, whatever its
-        norm, and so do later ones of its size while the window has few others. At least
-        0, None for none. A number or a schedule. The percentile does not depend on it.
+        norm. Later spikes pass too, while most norms in the window are as large. At
+        least 0, None for none. A number or a schedule. The percentile does not depend
+        on it.
       scope: "global", "tensor", or labels: a tree prefix of them, a function that makes
         one from the tree, or a function of path and leaf.
-      stacked: with scope="tensor", which axes of a leaf count layers, each with a norm
-        of its own: 1 for the leading axis, or another form that `clip_by_tensor_norm`
-        takes.
-      nonfinite: what a norm that is NaN or inf makes of all that it measured:
-        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
-        `checkify.check`).
+      stacked: with scope="tensor", which axes of a leaf index its layers, each with a
+        norm of its own: 1 for the leading axis, or another form that
+        `clip_by_tensor_norm` takes.
+      nonfinite: what becomes of updates whose norm is NaN or inf: "propagate" makes
+        them NaN, "zero" makes them 0, "raise" raises FloatingPointError (under jit it
+        is a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
         split need PartitionSpecs.
@@ -130,7 +131,7 @@ def autoclip(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,
         call=call,
-        name="limit",
+        limit_argument="limit",
         nonfinite=nonfinite,
     )
 
@@ -147,7 +148,7 @@ def zclip(
     cap: Limit = None,
     target: Literal["adaptive", "mean", "max"] = "adaptive",
     warmup: ArrayLike = 25,
-    eps: ArrayLike = 1e-6,
+    eps: Number = 1e-6,
     scope: Scope = "global",
     stacked: Stacked = None,
     nonfinite: Nonfinite = "propagate",
@@ -163,21 +164,22 @@ def zclip(
     Args:
       z: a norm with a score above it is clipped. At least 0. A number or a schedule.
       decay: of the averages for mean and variance, in [0, 1]. A number or a schedule.
-      cap: a fixed limit besides, as the public code has with 1.0, so that no step of
-        the warm-up passes whatever its norm. None for the paper's rule. At least 0. A
-        number or a schedule. The averages do not depend on it.
+      cap: a fixed limit besides, as the public code has with 1.0, so that the warm-up
+        has a limit too. None for the paper's rule. At least 0. A number or a schedule.
+        The averages do not depend on it.
       target: what a clipped norm is brought to: "adaptive" is the equation above,
         "mean" the mean, "max" z deviations above it.
       warmup: how many norms are seen before the first is clipped. At least 1.
-      eps: added to the deviation when the score is computed, in units of the norm.
+      eps: added to the deviation when the score is computed, in units of the norm. At
+        least 0. A number or a schedule.
       scope: "global", "tensor", or labels: a tree prefix of them, a function that makes
         one from the tree, or a function of path and leaf.
-      stacked: with scope="tensor", which axes of a leaf count layers, each with a norm
-        of its own: 1 for the leading axis, or another form that `clip_by_tensor_norm`
-        takes.
-      nonfinite: what a norm that is NaN or inf makes of all that it measured:
-        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
-        `checkify.check`).
+      stacked: with scope="tensor", which axes of a leaf index its layers, each with a
+        norm of its own: 1 for the leading axis, or another form that
+        `clip_by_tensor_norm` takes.
+      nonfinite: what becomes of updates whose norm is NaN or inf: "propagate" makes
+        them NaN, "zero" makes them 0, "raise" raises FloatingPointError (under jit it
+        is a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
         split need PartitionSpecs.
@@ -212,7 +214,7 @@ def zclip(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,
         call=call,
-        name="limit",
+        limit_argument="limit",
         nonfinite=nonfinite,
     )
 
@@ -253,12 +255,12 @@ def adagc(
       warmup: how many norms are seen under the global limit. At least 1.
       scope: "tensor", "global", or labels: a tree prefix of them, a function that makes
         one from the tree, or a function of path and leaf.
-      stacked: with scope="tensor", which axes of a leaf count layers, each with a norm
-        of its own: 1 for the leading axis, or another form that `clip_by_tensor_norm`
-        takes.
-      nonfinite: what a norm that is NaN or inf makes of all that it measured:
-        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
-        `checkify.check`). In the warm-up one broken tensor breaks all.
+      stacked: with scope="tensor", which axes of a leaf index its layers, each with a
+        norm of its own: 1 for the leading axis, or another form that
+        `clip_by_tensor_norm` takes.
+      nonfinite: what becomes of updates whose norm is NaN or inf: "propagate" makes
+        them NaN, "zero" makes them 0, "raise" raises FloatingPointError (under jit it
+        is a `checkify.check`). In the warm-up one broken tensor breaks all.
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
         split need PartitionSpecs.
@@ -287,8 +289,8 @@ def adagc(
     Reference: Wang et al., AdaGC: improving training stability for large language model
     pretraining, 2025 (arXiv 2502.11034). The authors' code for Megatron adds 1e-6 to
     norms. Paddle's code seeds the averages with norms before the global clip and warms
-    up one step longer. A norm of 0, or one that is shortened to 0, would hold a tensor
-    at 0 for good in both, and is not remembered here.
+    up one step longer. In both codes a norm that is 0, or is shortened to 0, holds its
+    tensor at 0 for good. Here it is not remembered.
     """
     call = "adagc"
     rule = Adagc(ratio=ratio, decay=decay, max_norm=max_norm, warmup=warmup)
@@ -297,7 +299,7 @@ def adagc(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,
         call=call,
-        name="limit",
+        limit_argument="limit",
         nonfinite=nonfinite,
     )
 
@@ -318,7 +320,7 @@ class Adagc(Rule):
     ratio: Number = number_field()
     decay: Number = number_field(highest=1.0)
     max_norm: Number = number_field()
-    warmup: ArrayLike = number_field(default=100, lowest=1, schedule=False)
+    warmup: ArrayLike = number_field(lowest=1, schedule=False)
 
     # `update` gets the norm of all tensors together, which the warm-up clips.
     needs_total = True
@@ -378,7 +380,8 @@ def aggc(
     nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Holds the norm of each group in a band about its own running average.
+    """Pulls the norm of each group down towards a multiple of its running average, and
+    on request up towards another.
 
         target = high * average             where the norm is above it
                  max(floor, low * average)  for a norm below it, with raise_small=True
@@ -388,26 +391,27 @@ def aggc(
 
     A group that explodes does not shorten the others, and one that dies away can be
     lifted. A norm above `high * average` is brought down to it, even where `low` is
-    higher, as by default.
+    higher, as by default. With the defaults a steady norm is shortened by 10 % in every
+    step but the first: its edge is 0.54 of it, and `down` ends at 0.9.
 
     Args:
       low, high: the edges, as multiples of the average. At least 0. Numbers or
-        schedules. `low` counts with raise_small=True only.
+        schedules. `low` has an effect with raise_small=True only.
       scope: labels, such as the kind of the layer: a tree prefix of them, a function
         that makes one from the tree, or a function of path and leaf. Or "tensor" or
         "global".
       decay: of the average, in [0, 1]. A number or a schedule.
-      floor: the lower edge is at least this, in units of the norm, with
-        raise_small=True. At least 0.
-      up: how far one step is lengthened at most, at least 1.
-      down: how far one step is shortened at most, in [0, 1].
+      floor: the lower edge is at least this, in units of the norm. It has an effect
+        with raise_small=True only. At least 0. A number or a schedule.
+      up: how far one step is lengthened at most, at least 1. A number or a schedule.
+      down: how far one step is shortened at most, in [0, 1]. A number or a schedule.
       raise_small: whether norms below the band are lifted. Otherwise they pass.
-      stacked: with scope="tensor", which axes of a leaf count layers, each with a norm
-        of its own: 1 for the leading axis, or another form that `clip_by_tensor_norm`
-        takes.
-      nonfinite: what a norm that is NaN or inf makes of all that it measured:
-        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
-        `checkify.check`).
+      stacked: with scope="tensor", which axes of a leaf index its layers, each with a
+        norm of its own: 1 for the leading axis, or another form that
+        `clip_by_tensor_norm` takes.
+      nonfinite: what becomes of updates whose norm is NaN or inf: "propagate" makes
+        them NaN, "zero" makes them 0, "raise" raises FloatingPointError (under jit it
+        is a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
         split need PartitionSpecs.
@@ -452,7 +456,7 @@ def aggc(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,
         call=call,
-        name="limit",
+        limit_argument="limit",
         # The limit is the norm aimed at, and `hard` would lift no norm to it.
         shrink=normalize,
         nonfinite=nonfinite,
@@ -475,23 +479,25 @@ def adagn(
         square <- decay2 * square + (1 - decay2) * |g|^2   start, as in Adam
         new norm = mean / (sqrt(square) + eps)
 
-    Every gradient becomes about as long as 1, and less where norms vary, whatever the
-    scale of the loss. Stable-SPAM puts `adaclip` first, then this, then Adam with
+    A steady norm becomes 1, whatever the scale of the loss, and one that falls becomes
+    less. A norm that rises may become more: after a long steady run up to the root of
+    decay1^2 / decay2 + (1 - decay1)^2 / (1 - decay2), which is 1.20 by default, and
+    12.7 with 0.6 and 0.999. Stable-SPAM puts `adaclip` first, then this, then Adam with
     `reset_momentum`. GradientStabilizer is this alone, before any optimizer, with
     `adagn(0.6, 0.999, eps=1e-12)`.
 
     Args:
-      decay1, decay2: of the two moments, in [0, 1]. 1 is the mean of all steps. Numbers
-        or schedules.
+      decay1, decay2: of the two moments, in [0, 1]. 1 in all steps is the mean of all
+        steps. Numbers or schedules.
       eps: at least 0, in units of the norm. A number or a schedule.
       scope: "tensor", "global", or labels: a tree prefix of them, a function that makes
         one from the tree, or a function of path and leaf.
-      stacked: with scope="tensor", which axes of a leaf count layers, each with a norm
-        of its own: 1 for the leading axis, or another form that `clip_by_tensor_norm`
-        takes.
-      nonfinite: what a norm that is NaN or inf makes of all that it measured:
-        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
-        `checkify.check`).
+      stacked: with scope="tensor", which axes of a leaf index its layers, each with a
+        norm of its own: 1 for the leading axis, or another form that
+        `clip_by_tensor_norm` takes.
+      nonfinite: what becomes of updates whose norm is NaN or inf: "propagate" makes
+        them NaN, "zero" makes them 0, "raise" raises FloatingPointError (under jit it
+        is a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
         split need PartitionSpecs.
@@ -499,7 +505,8 @@ def adagn(
     Returns:
       A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
       For each norm it remembers four numbers. Its `update` also takes `grad_norm=` and
-      `limit=`. Behind `adaclip` leave out `grad_norm`, which is the norm before it.
+      `limit=`. In a chain after `adaclip` do not pass `grad_norm`: it would be the norm
+      before `adaclip`.
 
     Raises:
       ValueError: a number out of its range, an unknown scope, or `stacked` at another
@@ -517,7 +524,8 @@ def adagn(
     Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
     Adam, 2025 (arXiv 2502.17055). The public code corrects the two moments for their
     start with Adam's step count, which it resets, but does not reset the moments. Here
-    they keep their own count. GradientStabilizer is its third version (ICML 2026).
+    they keep their own count. From its third version on (ICML 2026) the paper presents
+    GradientStabilizer.
     """
     call = "adagn"
     rule = rule_named(call, MomentsRatio, decay1=decay1, decay2=decay2, eps=eps)
@@ -525,7 +533,7 @@ def adagn(
         _measure_at(scope, call, mesh_axes, stacked),
         rule,
         call=call,
-        name="limit",
+        limit_argument="limit",
         # `normalize` makes every norm its limit, whether it was longer or shorter.
         shrink=normalize,
         nonfinite=nonfinite,

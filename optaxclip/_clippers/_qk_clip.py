@@ -168,7 +168,9 @@ def qk_clip(
         roles["rotary"] = rotary
     # The kernel measures nothing: the norms are the logits that the attentions report,
     # in a dict from the name of an attention to its heads.
-    kernel = make_clipper(UserNorm(dict), max_logit, call=CALL, name="max_logit")
+    kernel = make_clipper(
+        UserNorm(dict), max_logit, call=CALL, limit_argument="max_logit"
+    )
 
     def init(params: PyTree) -> Any:
         # `optax.tree_map_params` has no weights in which heads could be found.

@@ -65,7 +65,7 @@ def record_norm(
     # A limit of None: nothing is multiplied, not even by 1. XLA would take the product
     # for a new array, which the next clipper of the chain would have to read.
     measure = UserNorm(with_hash(norm), call)
-    clipper: Any = make_clipper(measure, None, call=call, name="norm")
+    clipper: Any = make_clipper(measure, None, call=call, limit_argument="norm")
 
     def init(params: PyTree) -> RecordState:
         return RecordState(*clipper.init(params))

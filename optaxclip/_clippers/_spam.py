@@ -297,7 +297,7 @@ def adaclip(
     measure = TensorNorm(**options)
     rule = rule_named(call, Ema, decay=decay)
     kernel: Any = make_clipper(
-        measure, rule, call=call, name="limit", nonfinite=nonfinite
+        measure, rule, call=call, limit_argument="limit", nonfinite=nonfinite
     )
 
     def update(

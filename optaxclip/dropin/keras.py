@@ -120,7 +120,7 @@ def clip_gradients(
         return value_clipper(call, (name, value))
     # Keras applies clipnorm to each gradient, not to all of them together.
     measure = TensorNorm(call) if name == "clipnorm" else GlobalNorm(call)
-    return make_clipper(measure, value, call=call, name=name)
+    return make_clipper(measure, value, call=call, limit_argument=name)
 
 
 with_our_names(__name__)

@@ -168,7 +168,7 @@ def clip_by_norm(
             axes_within(axis, f"{call}: axes", trees.path_name(path), jnp.ndim(leaf))
         # axes are summed over, like `axis` of clip_by_unitwise_norm.
         measure = norms.UnitwiseNorm(**check_measure(call, None, axis=axis))
-    return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
+    return clip_once(t, clip_norm, measure, call=call, limit_argument="clip_norm")[0]
 
 
 def clip_by_average_norm(t: Tree, clip_norm: ArrayLike) -> Tree:
@@ -197,7 +197,7 @@ def clip_by_average_norm(t: Tree, clip_norm: ArrayLike) -> Tree:
     check_number(f"{call}: clip_norm", clip_norm)
     # "average" is |t| / size, and "rms" would be |t| / sqrt(size).
     measure = norms.TensorNorm(call, "average")
-    return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
+    return clip_once(t, clip_norm, measure, call=call, limit_argument="clip_norm")[0]
 
 
 def clip_by_global_norm(
@@ -235,7 +235,7 @@ def clip_by_global_norm(
         clip_norm,
         norms.GlobalNorm(call),
         call=call,
-        name="clip_norm",
+        limit_argument="clip_norm",
         grad_norm=use_norm,
     )
 
@@ -290,7 +290,7 @@ def clip_gradients_by_norm(
     call = "clip_gradients_by_norm"
     optimizer = with_extra_args(f"{call}: optimizer", optimizer)
     measure = norms.GlobalNorm(call)
-    clipper = make_clipper(measure, clip_norm, call=call, name="clip_norm")
+    clipper = make_clipper(measure, clip_norm, call=call, limit_argument="clip_norm")
     return optax.chain(clipper, optimizer)
 
 

@@ -210,7 +210,7 @@ def clip_grads_with_norm(
         max_norm,
         norms.GlobalNorm(call),
         call=call,
-        name="max_norm",
+        limit_argument="max_norm",
         eps=EPS,
         grad_norm=total_norm,
     )
@@ -240,7 +240,7 @@ def _clipped(
             max_norm,
             measure,
             call=call,
-            name="max_norm",
+            limit_argument="max_norm",
             # It is only in the divisor: the norm comes back without it, as from torch.
             eps=EPS,
             nonfinite=nonfinite,

@@ -48,10 +48,10 @@ def empty_average(norm: Array) -> Average:
     return Average(estimate=jnp.zeros_like(norm), weight=jnp.zeros_like(norm))
 
 
-def blend(
-    average: Average, value: Array, decay: Array, corrected: bool = True
+def average_with(
+    average: Average, value: Array, decay: Array, *, corrected: bool = True
 ) -> Average:
-    """Adds a value to an average.
+    """The average after one more value.
 
     A corrected average is Adam's: all values since the first, with weights that fall by
     `decay`. Otherwise the first value counts as if it had always been there.
@@ -69,10 +69,10 @@ def weight_and_share(weight: Array, decay: Array) -> tuple[Array, Array]:
 
     The first value has the share 1, whatever the decay.
     """
-    # With a decay of 1 a value would have the weight 0. It gets 2^-60 while all earlier
-    # values have no more, so the average is the mean of all. A decay below 1 gives a
-    # value a weight of at least 2^-24 (float32), beside which 2^-60 is nothing: after a
-    # decay of 1 the first lower one forgets the mean.
+    # With a decay of 1 every value would have the weight 0. As long as the total weight
+    # is tiny, each gets 2^-60 instead, so the average is a plain mean. Any decay below
+    # 1 gives a value at least 2^-24 (float32), which outweighs them all: the mean is
+    # forgotten then.
     is_tiny = weight < 2.0**-30
     least_weight = jnp.maximum(1 - decay, 2.0**-60)
     value_weight = jnp.where(is_tiny, least_weight, 1 - decay)
@@ -88,8 +88,9 @@ class Ema(Rule):
     `adaclip` is this rule on the largest coordinate of each tensor.
 
     Args:
-      decay: in [0, 1]. 1 is the mean of all norms. A number or a schedule. The first
-        decay below 1 after a decay of 1 forgets all earlier norms.
+      decay: in [0, 1]. 1 in all steps is the mean of all norms. A number or a
+        schedule. The first decay below 1 after decays of 1 alone forgets all earlier
+        norms, and a decay of 1 after a lower one keeps the average as it is.
 
     Raises:
       ValueError: a decay out of its range. TypeError: something that is no number.
@@ -110,8 +111,8 @@ class Ema(Rule):
 
     def update(self, norm: Array, average: Average, step: Array) -> LimitAndMemory:
         (decay,) = at_step(step, norm.dtype, self.decay)
-        # Blending comes first: the norm counts in the limit that it is held against.
-        average = blend(average, norm, decay)
+        # The norm counts in the limit that it is held against.
+        average = average_with(average, norm, decay)
         return average.estimate, average
 
 
@@ -130,8 +131,9 @@ class EmaRatio(Rule):
     With a target a norm above ratio * average is brought to target * a second average,
     which has a decay of its own.
 
-        limit = ratio * average             without a target, or within ratio * average
-        limit = target * second average     with a target, for a norm above it
+        edge = ratio * average
+        limit = target * second average     with a target, for a norm above the edge
+                edge                        otherwise
 
     The defaults remember the smaller of norm and limit, so that a spike does not raise
     the limit for the next one. With a ratio near 1 the norm then grows by at most
@@ -141,9 +143,9 @@ class EmaRatio(Rule):
       ratio: a norm above this multiple of the average is clipped. At least 0. With
         remember="clipped" and no target a ratio of at most 1 lets limits only fall. A
         number or a schedule.
-      decay: of the average, in [0, 1]. With 1 it stays at the first norm, or corrected
-        is the mean of all. A number or a schedule. Corrected, the first decay below 1
-        after a decay of 1 forgets all earlier norms.
+      decay: of the average, in [0, 1]. A number or a schedule. With 1 the average
+        stays as it is. With 1 from the start on, that is the first norm, or with
+        corrected=True the mean of all norms, which the first decay below 1 forgets.
       target: the multiple that clipped norms are brought to. None for `ratio`.
       target_decay: of the average that `target` multiplies. None for `decay`.
       corrected: whether the averages start at 0 and are corrected for it, as Adam's.
@@ -200,12 +202,12 @@ class EmaRatio(Rule):
         target_decay = self.decay if self.target_decay is None else self.target_decay
         target, target_decay = at_step(step, norm.dtype, target, target_decay)
         seen, average, target_average = memory
-        limit = ratio * average.estimate
+        edge = ratio * average.estimate
         # Without target and target_decay both averages are equal, and so are both
         # limits. The second average is kept all the same (two numbers for each norm),
         # so that all memories have one structure.
         limit_of_spike = target * target_average.estimate
-        limit = jnp.where(norm > limit, limit_of_spike, limit)
+        limit = jnp.where(norm > edge, limit_of_spike, edge)
         # Without a norm there is no average, also with a warmup of 0.
         is_past_warmup = seen >= jnp.maximum(self.warmup, 1)
         limit = jnp.where(is_past_warmup, limit, jnp.inf)
@@ -213,9 +215,9 @@ class EmaRatio(Rule):
         kept_norm = remembered(self.remember, norm, limit)
         new_memory = EmaRatioMemory(
             seen=count_up(seen),
-            average=blend(average, kept_norm, decay, self.corrected),
-            target_average=blend(
-                target_average, kept_norm, target_decay, self.corrected
+            average=average_with(average, kept_norm, decay, corrected=self.corrected),
+            target_average=average_with(
+                target_average, kept_norm, target_decay, corrected=self.corrected
             ),
         )
         memory = new_unless_zero(self.remember, kept_norm, new_memory, memory)
@@ -244,12 +246,12 @@ class EmaBand(Rule):
         both move linearly to later values, `low` to 0.98 and `high` to 0.7, over 0.3 of
         the steps after the first 0.4:
         `high=optax.linear_schedule(0.6, 0.7, int(0.3 * steps), int(0.4 * steps))`.
-      decay: of the average, in [0, 1]. With 1 it stays at the first norm. A number or a
-        schedule.
+      decay: of the average, in [0, 1]. With 1 it stays as it is, from the start on at
+        the first norm. A number or a schedule.
       floor: the lower edge is at least this, in units of the norm, with
-        raise_small=True.
-      up: how far one step is lengthened at most, at least 1.
-      down: how far one step is shortened at most, in [0, 1].
+        raise_small=True. At least 0. A number or a schedule.
+      up: how far one step is lengthened at most, at least 1. A number or a schedule.
+      down: how far one step is shortened at most, in [0, 1]. A number or a schedule.
       raise_small: whether norms below the band are lifted. Otherwise they pass.
 
     Raises:
@@ -290,7 +292,7 @@ class EmaBand(Rule):
         # The first norm has no band yet.
         limit = jnp.where(average.weight > 0, limit, norm)
         # The limit is what the clipped norm will be, and that is remembered.
-        new_average = blend(average, limit, decay, corrected=False)
+        new_average = average_with(average, limit, decay, corrected=False)
         average = new_unless_zero("clipped", limit, new_average, average)
         return limit, average
 
@@ -301,13 +303,16 @@ class MomentsRatio(Rule):
         mean <- decay1 * mean + (1 - decay1) * norm          corrected for their starts
         square <- decay2 * square + (1 - decay2) * norm^2
 
-    The limit is about 1, and less where norms vary. Use it with
-    `shrink=shrinks.normalize`, as `adagn` does.
+    A steady norm has the limit 1, and one that falls has less. A norm that rises may
+    have more: after a long steady run up to the root of decay1^2 / decay2 +
+    (1 - decay1)^2 / (1 - decay2), which is 1.20 by default, and 12.7 with 0.6 and
+    0.999. Use it with `shrink=shrinks.normalize`, as `adagn` does.
 
     Args:
-      decay1, decay2: of the two moments, in [0, 1]. 1 is the mean of all norms. Numbers
-        or schedules. The first decay below 1 after a decay of 1 forgets all earlier
-        norms.
+      decay1, decay2: of the two moments, in [0, 1]. 1 in all steps is the mean of all
+        norms. Numbers or schedules. The first decay below 1 after decays of 1 alone
+        forgets all earlier norms, and a decay of 1 after a lower one keeps the moment
+        as it is.
       eps: at least 0, in units of the norm. A number or a schedule.
 
     Raises:
@@ -339,7 +344,7 @@ class MomentsRatio(Rule):
         # The root of the mean of squares is kept, since the square of a norm may leave
         # the range of float32.
         mean, rms = memory
-        new_mean = blend(mean, norm, decay1)
+        new_mean = average_with(mean, norm, decay1)
         weight, share = weight_and_share(rms.weight, decay2)
         old_part = root(1 - share) * rms.estimate
         new_part = root(share) * norm
@@ -379,8 +384,9 @@ class ZScore(Rule):
       target: what a clipped norm is brought to: "adaptive" is the equation above,
         "mean" the mean, "max" z deviations above it.
       warmup: how many norms are seen before the first is clipped. At least 1.
-      eps: added to the deviation when the score is computed, in units of the norm.
-        With 0, every norm above the mean is clipped after a warm-up of equal norms.
+      eps: added to the deviation when the score is computed, in units of the norm. At
+        least 0. A number or a schedule. With 0, every norm above the mean is clipped
+        after a warm-up of equal norms.
 
     Raises:
       ValueError: a number out of its range, or an unknown target. TypeError: something
@@ -431,9 +437,9 @@ class ZScore(Rule):
         new_count = (seen + 1).astype(norm.dtype)
         decay = jnp.where(is_past_warmup, decay, count / new_count)
         new_mean = between(mean, clipped_norm, decay)
-        # The distance to the new mean is `decay` times the distance to the old one. The
-        # paper takes the former. In the warm-up their geometric mean gives the exact
-        # variance, as in Welford's algorithm.
+        # The paper's variance takes the distance to the new mean, which is `decay`
+        # times that to the old one. In the warm-up one factor is the distance to the
+        # new mean and one to the old, as in Welford's algorithm, hence root(decay).
         share_of_distance = jnp.where(is_past_warmup, decay, root(decay))
         distance = share_of_distance * (clipped_norm - mean)
         old_part = root(decay) * deviation
@@ -462,15 +468,16 @@ class LogZScore(Rule):
 
     Args:
       z: how many deviations are allowed, at least 0. A number or a schedule.
-      decay: of mean and variance, in [0, 1]. 1 counts all norms alike. A number or a
-        schedule. The first decay below 1 after a decay of 1 forgets all earlier norms,
-        and the deviation is then 0.
+      decay: of mean and variance, in [0, 1]. 1 in all steps counts all norms alike. A
+        number or a schedule. The first decay below 1 after decays of 1 alone forgets
+        all earlier norms, and the deviation is then 0. A decay of 1 after a lower one
+        keeps mean and deviation as they are.
       floor: shorter norms count as this long. At least 0, and finite. A number or a
         schedule.
       spread: the deviation counts as at least this much, so that norms that hardly
         differ are not outliers of one another. At least 0. A number or a schedule.
-      warmup: how many norms are seen before there is a limit. At least 1. With the
-        default decay, 277 is where 0.75 of the weight of an endless average is reached.
+      warmup: how many norms are seen before there is a limit. At least 1. After 277
+        norms the default average has 0.75 of its final weight, 1 - 0.995^277.
 
     Raises:
       ValueError: a number out of its range. TypeError: something that is no number.
@@ -506,18 +513,18 @@ class LogZScore(Rule):
         z, decay = at_step(step, norm.dtype, self.z, self.decay)
         floor, spread = at_step(step, norm.dtype, self.floor, self.spread)
         seen, mean, deviation = memory
-        unit_of_score = jnp.maximum(deviation, spread)
-        log_limit = mean.estimate + multiple(z, unit_of_score)
+        deviation_or_spread = jnp.maximum(deviation, spread)
+        log_limit = mean.estimate + multiple(z, deviation_or_spread)
         is_past_warmup = seen >= self.warmup
         # expm1 and log1p keep the digits of norms far below 1.
         limit = jnp.where(is_past_warmup, jnp.expm1(log_limit), jnp.inf)
         clipped_norm = jnp.minimum(norm, limit)
         floored_norm = jnp.maximum(clipped_norm, floor)
         log_norm = jnp.log1p(floored_norm)
-        new_mean = blend(mean, log_norm, decay)
+        new_mean = average_with(mean, log_norm, decay)
         _, share = weight_and_share(mean.weight, decay)
         # The variance of a mixture of old values and the new one, never negative.
-        distance = root(share) * jnp.abs(log_norm - mean.estimate)
+        distance = root(share) * (log_norm - mean.estimate)
         new_deviation = root(1 - share) * hypot(deviation, distance)
         new_memory = LogZScoreMemory(count_up(seen), new_mean, new_deviation)
         return limit, new_memory

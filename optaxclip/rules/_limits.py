@@ -29,10 +29,10 @@ from ._rule import (
     Schedule,
     at_step,
     call_name,
-    checked_answer,
+    checked_update,
+    extra_norms_of,
     is_inf,
     is_rule,
-    norms_for,
     number_field,
 )
 
@@ -258,23 +258,23 @@ class Joined(Rule):
         return tuple(rule.init(norm) for rule in self.rules)
 
     def ask_each(
-        self, norm: Array, memories: PyTree, step: Array, *more_norms: Array
+        self, norm: Array, memories: PyTree, step: Array, *extra_norms: Array
     ) -> tuple[list[Array], tuple[Any, ...]]:
         """The limits of all rules, and their new memories."""
-        # `norms_for` gave the norms that at least one rule needs: of the weights first,
-        # the total last.
-        params_norm = more_norms[0] if self.needs_params else None
-        total_norm = more_norms[-1] if self.needs_total else None
+        # `extra_norms_of` gave the norms that at least one rule needs: of the weights
+        # first, the total last.
+        params_norm = extra_norms[0] if self.needs_params else None
+        total_norm = extra_norms[-1] if self.needs_total else None
         limits = []
         new_memories = []
         call = call_name(type(self))
         for index, (rule, memory) in enumerate(zip(self.rules, memories)):
-            limit, new_memory = checked_answer(
+            limit, new_memory = checked_update(
                 rule,
                 norm,
                 memory,
                 step,
-                *norms_for(rule, params_norm, total_norm),
+                *extra_norms_of(rule, params_norm, total_norm),
                 argument=f"{call}: rules[{index}]",
             )
             # Limits may be Python numbers or of any dtype. Minimum and Maximum compare
@@ -320,12 +320,12 @@ class WarmUp(Joined):
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
 
     def update(
-        self, norm: Array, memory: PyTree, step: Array, *more_norms: Array
+        self, norm: Array, memory: PyTree, step: Array, *extra_norms: Array
     ) -> LimitAndMemory:
         seen, memories = memory
         # Both rules are asked in every step, so the second has learnt when its limit
         # counts.
-        limits, new_memories = self.ask_each(norm, memories, step, *more_norms)
+        limits, new_memories = self.ask_each(norm, memories, step, *extra_norms)
         first_limit, second_limit = limits
         limit = jnp.where(seen < self.steps, first_limit, second_limit)
         return limit, (count_up(seen), new_memories)

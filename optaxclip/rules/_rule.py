@@ -35,7 +35,7 @@ from .._reprs import call_repr, short_repr
 from .._trees import PyTree
 from ._memory import new_where
 
-R = TypeVar("R", bound="Rule")
+SomeRule = TypeVar("SomeRule", bound="Rule")
 Schedule = Callable[[ArrayLike], ArrayLike]
 Number = ArrayLike | Schedule
 # What a rule returns: the limit of a norm, and the new memory.
@@ -44,8 +44,9 @@ LimitAndMemory = tuple[ArrayLike, Any]
 
 # ---------------------------------------------------------------- fields of a rule
 
-# A check of a field takes the field's name in errors, such as "ema: decay", and the
-# value. It returns the value in another form, or None to keep it.
+# The metadata of a field hold its check: a function of the field's name in errors, such
+# as "ema: decay", and of the value. It returns the value in another form, or None to
+# keep it.
 
 
 def checked_number(
@@ -131,10 +132,10 @@ def choice_field(*allowed: str, default: str) -> Any:
 TRAITS = ("needs_params", "needs_total", "inf_is_off")
 
 
-def is_static(spec: dataclasses.Field[Any]) -> bool:
+def is_static(rule_field: dataclasses.Field[Any]) -> bool:
     """Whether a field belongs to the structure of the rule, and is not a leaf."""
     # With an annotation, as in `needs_params: bool = True`, these are fields.
-    return spec.metadata.get("static", False) or spec.name in TRAITS
+    return rule_field.metadata.get("static", False) or rule_field.name in TRAITS
 
 
 # ------------------------------------------------------------------------- the rule
@@ -203,8 +204,12 @@ class Rule:
         dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         # A wrong keyword would otherwise be an error about `ZScore.__init__`.
         cls.__init__ = with_argument_errors(cls.__init__, call_name(cls))
-        static_names = [spec.name for spec in fields(cls) if is_static(spec)]
-        leaf_names = [spec.name for spec in fields(cls) if not is_static(spec)]
+        static_names = [
+            rule_field.name for rule_field in fields(cls) if is_static(rule_field)
+        ]
+        leaf_names = [
+            rule_field.name for rule_field in fields(cls) if not is_static(rule_field)
+        ]
         keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
 
         def flatten(rule: Any) -> Any:
@@ -225,7 +230,10 @@ class Rule:
         check_fields(self, call_name(type(self)))
 
     def __repr__(self) -> str:
-        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        values = {
+            rule_field.name: getattr(self, rule_field.name)
+            for rule_field in fields(self)
+        }
         return call_repr(call_name(type(self)), values)
 
     def init(self, norm: Array) -> Any:
@@ -240,83 +248,32 @@ class Rule:
 # ------------------------------------------------------ the limit and the new memory
 
 
-def norms_for(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
-    """The norms that `update` of a rule takes after `step`.
-
-    First the norm of the weights, if the rule needs it, then the norm of all norms, if
-    the rule needs that.
-    """
-    more_norms = []
-    if rule.needs_params:
-        more_norms.append(params_norm)
-    if rule.needs_total:
-        more_norms.append(total_norm)
-    return more_norms
-
-
-def checked_answer(
-    rule: Rule,
-    norm: Array,
-    memory: PyTree,
-    step: Array,
-    *more_norms: Any,
-    argument: str,
-) -> LimitAndMemory:
-    """The limit and the memory that `update` of a rule returns.
-
-    Raises:
-      TypeError: an answer that is not a pair, a limit that is not a number, or a memory
-        whose shapes are not those of `memory`. JAX would not complain: a number for
-        each norm broadcasts to a window for each norm, and the memory of a rule without
-        an `init` is lost.
-    """
-    answer = rule.update(norm, memory, step, *more_norms)
-    call = call_name(type(rule))
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-        raise TypeError(
-            f"{call}: update must return (limit, memory), got {checks.shown(answer)}."
-        )
-    limit, new_memory = answer
-    checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
-    # A rule without a memory may return () or None.
-    has_memory = bool(jax.tree.leaves((memory, new_memory)))
-    if has_memory and _shapes(new_memory) != _shapes(memory):
-        raise TypeError(
-            f"{call}: update must return a memory like that of init, "
-            f"{_shown_memory(memory)}, got {_shown_memory(new_memory)}."
-        )
-    return limit, new_memory
-
-
-def _shapes(memory: PyTree) -> Any:
-    """The structure of a memory, with the shapes of its arrays."""
-    return jax.tree.flatten(jax.tree.map(jnp.shape, memory))
-
-
 def limit_and_memory_of(
     rule: Rule,
     norm: Array,
     memory: PyTree,
     step: Array,
-    *more_norms: Any,
+    *extra_norms: Any,
     argument: str,
     is_loss: bool = False,
 ) -> tuple[Array, Any]:
     """The limit of a norm by a rule, and the rule's new memory.
 
-    `norms_for` gives `more_norms`. The limit has the norm's dtype and shape, and is at
-    least 0. A norm of NaN, inf or 0 leaves the memory unchanged. With `is_loss` the
-    value is a loss and not a norm, so it and its limit may be 0 or negative.
+    `extra_norms_of` gives `extra_norms`. The limit has the norm's dtype and shape, and
+    is at least 0. A norm of NaN, inf or 0 leaves the memory unchanged. With `is_loss`
+    the value is a loss and not a norm, so it and its limit may be 0 or negative.
 
     Raises:
       ValueError: the memory of another rule, or a limit that does not fit the norm.
+      TypeError: what `checked_update` refuses.
     """
     checked_memory = _checked_memory(rule, norm, memory, argument)
-    # stop_gradient: limits have no derivative by the updates. 0 for a broken norm: its
-    # new memory is not selected below, but must have a finite derivative.
+    # stop_gradient: limits have no derivative by the updates. A broken norm is replaced
+    # by 0: the memory made from it is thrown away below, but a NaN in it would still
+    # spoil derivatives.
     finite_norm = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
-    limit, new_memory = checked_answer(
-        rule, finite_norm, checked_memory, step, *more_norms, argument=argument
+    limit, new_memory = checked_update(
+        rule, finite_norm, checked_memory, step, *extra_norms, argument=argument
     )
     # A number fits every norm.
     if jnp.ndim(limit):
@@ -388,20 +345,77 @@ def _form_of_memory(rule: Rule, norm: Array) -> PyTree:
     return jax.eval_shape(rule_with_lengths.init, norm)
 
 
+def checked_update(
+    rule: Rule,
+    norm: Array,
+    memory: PyTree,
+    step: Array,
+    *extra_norms: Any,
+    argument: str,
+) -> LimitAndMemory:
+    """Calls `update` of a rule, and returns its limit and its new memory.
+
+    Raises:
+      TypeError: an answer that is not a pair, a limit that is not a number, or a memory
+        whose shapes are not those of `memory`. JAX would not complain: a number for
+        each norm broadcasts to a window for each norm, and the memory of a rule without
+        an `init` is lost.
+    """
+    answer = rule.update(norm, memory, step, *extra_norms)
+    call = call_name(type(rule))
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise TypeError(
+            f"{call}: update must return (limit, memory), got {checks.shown(answer)}."
+        )
+    limit, new_memory = answer
+    checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
+    # A rule without a memory may return () or None.
+    has_memory = bool(jax.tree.leaves((memory, new_memory)))
+    if has_memory and _shapes(new_memory) != _shapes(memory):
+        raise TypeError(
+            f"{call}: update must return a memory like that of init, "
+            f"{_shown_memory(memory)}, got {_shown_memory(new_memory)}."
+        )
+    return limit, new_memory
+
+
+def _shapes(memory: PyTree) -> Any:
+    """The structure of a memory, with the shapes of its arrays."""
+    return jax.tree.flatten(jax.tree.map(jnp.shape, memory))
+
+
 def _shown_memory(memory: PyTree) -> str:
     """A memory as error texts show it."""
     return short_repr(memory) if jax.tree.leaves(memory) else "nothing"
 
 
+def extra_norms_of(rule: Rule, weight_norm: Any, total_norm: Any) -> list[Any]:
+    """The norms that `update` of a rule takes after `step`.
+
+    First the norm of the weights, if the rule needs it, then the norm of all norms, if
+    the rule needs that.
+    """
+    extra_norms = []
+    if rule.needs_params:
+        extra_norms.append(weight_norm)
+    if rule.needs_total:
+        extra_norms.append(total_norm)
+    return extra_norms
+
+
 # ----------------------------------------------------- names and numbers of a rule
 
 
-def rule_named(call: str, rule_class: type[R], **numbers: Any) -> R:
-    """A rule inside a clipper: errors about its numbers name the clipper, `call`."""
+def rule_named(call: str, rule_class: type[SomeRule], **numbers: Any) -> SomeRule:
+    """A rule inside a clipper: errors about its numbers name the clipper, `call`.
+
+    Fields without a number have their defaults. The rule's own `__post_init__`, which
+    warns of limits that can only fall, does not run.
+    """
     # `__init__` would check the numbers under the name of the rule.
     rule = object.__new__(rule_class)
-    for spec in fields(rule_class):
-        vars(rule)[spec.name] = numbers.get(spec.name, spec.default)
+    for rule_field in fields(rule_class):
+        vars(rule)[rule_field.name] = numbers.get(rule_field.name, rule_field.default)
     check_fields(rule, call)
     return rule
 
@@ -412,16 +426,16 @@ def check_fields(rule: Rule, call: str) -> None:
     """
     # `rule.decay = ...` is an error for a frozen dataclass.
     values = vars(rule)
-    for spec in fields(rule):
-        if "check" in spec.metadata:
-            check = spec.metadata["check"]
-            value = check(f"{call}: {spec.name}", values[spec.name])
+    for rule_field in fields(rule):
+        if "check" in rule_field.metadata:
+            check = rule_field.metadata["check"]
+            value = check(f"{call}: {rule_field.name}", values[rule_field.name])
             # None keeps the value. A function becomes a Partial, a pytree node.
             if value is not None:
-                values[spec.name] = value
-        elif not is_static(spec):
+                values[rule_field.name] = value
+        elif not is_static(rule_field):
             # A plain field, as rules of users have them.
-            _check_traceable(f"{call}: {spec.name}", values[spec.name])
+            _check_traceable(f"{call}: {rule_field.name}", values[rule_field.name])
 
 
 def _check_traceable(argument: str, value: PyTree) -> None:
