@@ -136,8 +136,8 @@ def explain_clipped_grad(
       >>> print(explain(params, jnp.ones((4, 30))))
       method ghost, microbatch: the whole batch
       estimated time, in plain gradients: one_pass 3.9, ghost 1.4
-      one example changes the sum by at most 1 + 3.8e-06 limits
-        1 by its limit, 5.4e-07 by its rounding, 3.2e-06 by that of the others
+      one example changes the sum by at most 1 + 4.2e-06 limits
+        1 by its limit, 9.5e-07 by its rounding, 3.2e-06 by that of the others
         proved for one batch size, with mask= for absent examples
       parameter  shape     norm by   uses
       b          (20,)     gradient  add
