@@ -78,7 +78,7 @@ class ClippedGrad(NamedTuple):
           >>> other = grad(0.0, jnp.array([0.5, 2.0]), mask=mask)
           >>> both = other.added_to(result)
           >>> print(f"{both.grads:.3f} {both.sensitivity:.6f}")
-          3.000 1.000002
+          3.000 1.000003
         """
         if self.divisor is not None or total.divisor is not None:
             raise ValueError(
@@ -265,10 +265,7 @@ def clipped_grad(
         # sums = sum_i f_i g_i / divisor, by `Weights.weighted_sum` or from cotangents
         problem = signature.on_device(problem)
         choice = choose(problem, method, microbatch)
-        # A max_norm function needs all norms first, so the whole batch is one
-        # microbatch.
-        width = None if limits.needs_all_norms else choice.width
-        run = Run(problem, width)
+        run = Run(problem, choice.width)
         if choice.ghost:
             sums, results = choice.ghost.clipped_sums(run)
         else:

@@ -39,7 +39,14 @@ class Run(NamedTuple):
     """
 
     problem: Problem
-    width: int | None  # how many examples at once. None: the whole batch
+    width: int  # how many examples at once
+
+    @property
+    def needs_all_norms(self) -> bool:
+        """Whether the whole batch is one microbatch, because a limit is a function of
+        all norms.
+        """
+        return self.problem.limits.needs_all_norms
 
     def in_one_pass(self) -> tuple[Arrays, ExampleResults]:
         """Makes the gradients of the examples of each microbatch."""
@@ -50,10 +57,15 @@ class Run(NamedTuple):
             # As leaves: a class of the user's may refuse arrays with a batch axis.
             return value_and_aux, jax.tree.leaves(grads)
 
-        gradients_of_all = jax.vmap(gradient_of_one, (None, 0))
+        def gradients_of(examples: PyTree) -> tuple[PyTree, Arrays]:
+            gradient = partial(gradient_of_one, self.problem.params)
+            if self.needs_all_norms and self.width == 1:
+                # One at a time in the one microbatch
+                return lax.map(gradient, examples)
+            return jax.vmap(gradient)(examples)
 
         def step(present: Array, examples: PyTree) -> tuple[Arrays, ExampleResults]:
-            (values, aux), grads = gradients_of_all(self.problem.params, examples)
+            (values, aux), grads = gradients_of(examples)
             # Without this barrier XLA on a CPU would also write to memory the float64
             # squares of the gradients, which only the norms need.
             grads = written(grads)
@@ -65,9 +77,10 @@ class Run(NamedTuple):
 
     def in_steps(self, step: MicrobatchFunction) -> tuple[Arrays, ExampleResults]:
         """Runs `step(present, examples)` on each microbatch."""
-        return in_microbatches(
-            step, self.zeros(), self.problem.present, (self.problem.batch,), self.width
-        )
+        width = None if self.needs_all_norms else self.width
+        # One argument of `step` is the whole batch, a tuple.
+        batch = (self.problem.batch,)
+        return in_microbatches(step, self.zeros(), self.problem.present, batch, width)
 
     def zeros(self) -> Arrays:
         """Sums of no gradients, in float32 or wider: in 16 bits small gradients would
