@@ -73,7 +73,7 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     # In shard_map and pmap the caller adds up the sums of devices, by lax.psum. The
     # proof adds up one microbatch of each device, and then the turns. So width and size
     # are those of all devices together.
-    devices = device_count(problem.mesh_axes)
+    devices = device_count(problem.batch_axes)
     size = problem.size * devices
     width = choice.width * devices
     turns = -(-size // width)
@@ -83,7 +83,9 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     errors_of_gram_sums = [0.0]
     errors_of_other_sums = [0.0]
     leaves = jax.tree.leaves(problem.params)
-    for plan, leaf, split_axes in zip(choice.plans(problem), leaves, problem.splits):
+    for plan, leaf, split_axes in zip(
+        choice.plans(problem), leaves, problem.axes_of_params
+    ):
         if isinstance(plan, GramPlan):
             # The terms of a block are added up. Kahan's sum has two roundings for the
             # blocks of an example, and two for those of all examples.

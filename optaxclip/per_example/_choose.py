@@ -20,7 +20,7 @@ from .._trees import PyTree
 from ._ghost import Ghost, ghost_of
 from ._ghost._plans import GradientPlan, LeafPlan
 from ._ghost._sites import CannotSplit
-from ._passes import even_width, small_memory
+from ._passes import even_width, numbers_without_loop
 from ._problem import Problem, source_line
 from ._work import (
     CONVOLUTION_SLOWDOWN_IN_LOOP,
@@ -147,7 +147,7 @@ def costs_of(
 
 def _given_width(problem: Problem, microbatch: int) -> int:
     """The width of a microbatch that the devices of an Explicit mesh share."""
-    return even_width(problem.size, max(microbatch // problem.devices, 1))
+    return even_width(problem.size, max(microbatch // problem.explicit_devices, 1))
 
 
 def _width_of_ghost(problem: Problem, ghost: Ghost, microbatch: int | None) -> int:
@@ -174,7 +174,7 @@ def _width_of_one_pass(
     if problem.has_symbolic_sizes:
         return size
     # 8 megabytes on a CPU, 256 elsewhere
-    room = 8 * small_memory()
+    room = 8 * numbers_without_loop()
     leaves = jax.tree.leaves(problem.params)
     if not ghost:
         gradient_size = sum(leaf.size for leaf in leaves)
@@ -189,7 +189,7 @@ def _width_of_one_pass(
         # A CPU is faster with as many gradients as fit its cache, a megabyte, and at
         # least 8. A transformer of 432,000 parameters took half as long with 8 examples
         # at once as with 16.
-        in_cache = max(8, small_memory() // max(gradient_size, 1))
+        in_cache = max(8, numbers_without_loop() // max(gradient_size, 1))
         fitting = min(fitting, in_cache)
     return even_width(size, fitting)
 
@@ -202,7 +202,7 @@ def _fitting_width(size: int, kept_size: int, captured_size: int) -> int:
     microbatch is at most half the batch and captures at most C / 2, so it may keep
     2/3 C: 7/6 C together. Some room for kept numbers is always there.
     """
-    room = max(size * captured_size // 3, small_memory() // 4)
+    room = max(size * captured_size // 3, numbers_without_loop() // 4)
     fitting = room // max(kept_size, 1)
     if fitting >= size:
         return size

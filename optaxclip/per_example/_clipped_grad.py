@@ -18,7 +18,7 @@ from ._bounds import Bounds, bounds_of
 from ._choose import checked_microbatch, choose
 from ._explicit import DeviceResult, on_each_device
 from ._limits import limits_of
-from ._passes import Run
+from ._passes import BatchRun
 from ._problem import Argnums, Problem, Signature, check_function
 
 # Multiplied by this, a bound still holds after four float32 roundings.
@@ -263,9 +263,9 @@ def clipped_grad(
     def clip_on_device(problem: Problem) -> tuple[DeviceResult, Bounds]:
         # norms |g_i| and factors f_i = shrink(|g_i|, C) / |g_i|, by `weights_of`
         # sums = sum_i f_i g_i / divisor, by `Weights.weighted_sum` or from cotangents
-        problem = signature.on_device(problem)
+        problem = signature.traced(problem)
         choice = choose(problem, method, microbatch)
-        run = Run(problem, choice.width)
+        run = BatchRun(problem, choice.width)
         if choice.ghost:
             sums, results = choice.ghost.clipped_sums(run)
         else:
@@ -304,13 +304,13 @@ def clipped_grad(
         sensitivity = None
         longest = None
         bounds = bounds_of_devices[0]
-        limit_of_sum = limits.of_sum(bounds.longest)
+        limit_of_example = limits.of_example(bounds.longest)
         # Without a mask, one example less is another program, in which the gradients of
         # all others may have other bits.
         is_proved = private and not mean and mask is not None
-        if is_proved and limit_of_sum is not None:
-            sensitivity = limit_of_sum * (1 + bounds.change) * ROUNDED_UP
-            longest = limit_of_sum * bounds.longest * ROUNDED_UP
+        if is_proved and limit_of_example is not None:
+            sensitivity = limit_of_example * (1 + bounds.change) * ROUNDED_UP
+            longest = limit_of_example * bounds.longest * ROUNDED_UP
         return ClippedGrad(
             grads=treedef.unflatten(sums),
             norms=norms,

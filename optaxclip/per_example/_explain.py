@@ -161,7 +161,7 @@ def explain_clipped_grad(
         explanations: list[Explanation] = []
 
         def run_on_device(problem: Problem) -> DeviceResult:
-            explanations.append(explain_on_device(signature.on_device(problem)))
+            explanations.append(explain_on_device(signature.traced(problem)))
             return DeviceResult(jax.tree.leaves(problem.params), 0, ())
 
         jax.eval_shape(lambda: on_each_device(run_on_device, problem))
@@ -173,7 +173,7 @@ def explain_clipped_grad(
         ghost = choice.ghost or ghost_or_obstacle(problem)[0]
         width_of_all = None
         if choice.width != problem.size:
-            width_of_all = choice.width * problem.devices
+            width_of_all = choice.width * problem.explicit_devices
         return Explanation(
             method=choice.method,
             microbatch=width_of_all,

@@ -2,17 +2,18 @@
 
 The program of the loss of one example (its jaxpr) is split. Some values are made of
 parameters alone, such as a weight that was cast or transposed. An equation where such a
-value, an operand, meets data is a site, for example the matrix product of a layer. An
-operand that becomes data alone, as the first carry of a scan does, has a site as well:
-an equation that copies it.
+value, an operand, meets data is a site, for example the matrix product of a layer. Some
+operands become data without meeting any: the first carry of a scan, and an output of
+the loss. Their site is a copy, an equation that is inserted.
 
 Calls of jit and jax.checkpoint are entered, and so is the body of a scan. Any other
 equation that has a body (cond, while, custom derivatives) is one site. So is a backward
 rule of the user's (custom_vjp) even without data, since it may not be linear.
 
 Parameters and sites have indices, in the order of their lists. The place of an operand
-is its index among the inputs of its site. The depth of a scan says how many other scans
-are around it.
+is its index among the inputs of its site. An output of a site is tapped if its
+cotangent is captured (`_capture`). The depth of a scan says how many other scans are
+around it.
 """
 
 from __future__ import annotations
@@ -66,15 +67,12 @@ class View(NamedTuple):
     one turn.
     """
 
-    # The operations that rearranged it, without casts and transposes. Two views of a
-    # parameter with the same path have the same numbers at the same places.
+    # The reshapes and slices that rearranged it, each with the axes that it found. Two
+    # views of a parameter with the same path have the same numbers at the same places.
     path: tuple[Any, ...]
     # Axis i of the view is axis axes[i] of the array that the path gives, before
     # transposes.
     axes: tuple[int, ...]
-
-
-NO_INDICES = frozenset[int]()
 
 
 class Origin(NamedTuple):
@@ -88,9 +86,9 @@ class Origin(NamedTuple):
     constant: Any = None
     is_data: bool = False  # whether it depends on the example
     # The indices of the parameters that it may be differentiated by
-    param_indices: frozenset[int] = NO_INDICES
+    param_indices: frozenset[int] = frozenset()
     # The depths of the scans that slice it
-    slicing_scans: frozenset[int] = NO_INDICES
+    slicing_scans: frozenset[int] = frozenset()
     view: View | None = None  # if it is a rearranged parameter
 
 
@@ -107,7 +105,10 @@ class Computation:
     @property
     def slicing_scans(self) -> frozenset[int]:
         """The depths of the scans that slice any of its inputs."""
-        return NO_INDICES.union(*(origin.slicing_scans for origin in self.in_origins))
+        depths: frozenset[int] = frozenset()
+        for origin in self.in_origins:
+            depths |= origin.slicing_scans
+        return depths
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
         """Its outputs, for the values of its inputs."""
@@ -123,7 +124,7 @@ class Computation:
 def over_turns(
     function: Callable[..., Any], origins: Collection[Origin], depths: Collection[int]
 ) -> Callable[..., Any]:
-    """Turns a function for one turn of scans into a function for all their turns.
+    """The function for all turns of scans, from a function for one turn.
 
     Args:
       function: takes a list of values without data, and any data. Data have an axis
@@ -139,7 +140,7 @@ def over_turns(
     return function
 
 
-class Values:
+class WideValues:
     """Parameters, and the values that are computed from them, in float32 instead of 16
     bits where that is possible. Each computation runs once.
     """
@@ -221,15 +222,15 @@ class Site(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One equation of a program."""
+    """One equation of a split program."""
 
     eqn: JaxprEqn
     site: Site | None = None
-    body: Program | None = None  # of a call or scan that is entered
+    body: SplitProgram | None = None  # of a call or scan that is entered
 
 
-class Program(NamedTuple):
-    """A program, split at its sites."""
+class SplitProgram(NamedTuple):
+    """A jaxpr, split at its sites."""
 
     jaxpr: Jaxpr
     consts: Sequence[Any]
@@ -247,8 +248,8 @@ class CannotSplit(Exception):
         super().__init__(obstacle + source_line(eqn))
 
 
-def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
-    """Splits the program of the loss of one example.
+def split_loss(loss: ClosedJaxpr, params: list[Array]) -> SplitProgram:
+    """The program of the loss of one example, split at its sites.
 
     Raises:
       CannotSplit: refs (jax.new_ref), and the obstacles of `_check_equation`.
@@ -288,11 +289,11 @@ class _Splitter:
         has_cotangent: Flags,
         *,
         may_return_operands: bool,
-    ) -> Program:
-        """Splits a program.
+    ) -> SplitProgram:
+        """The program, split at its sites.
 
         Args:
-          program: the program.
+          program: the jaxpr of the loss, or of a body.
           in_origins: of its inputs.
           has_cotangent: of each output, whether a backward pass comes from it.
           may_return_operands: whether outputs may be operands. Elsewhere they become
@@ -311,7 +312,7 @@ class _Splitter:
             self.turn_into_data(jaxpr.outvars, has_cotangent)
         out_origins = [self.origin_of(var) for var in jaxpr.outvars]
         sites = self.all_sites[first_index:]
-        return Program(jaxpr, consts, self.steps, out_origins, sites)
+        return SplitProgram(jaxpr, consts, self.steps, out_origins, sites)
 
     def origin_of(self, atom: Any) -> Origin:
         """The origin of a variable or literal."""
@@ -330,7 +331,7 @@ class _Splitter:
         for atom, is_reached in zip(eqn.invars, flow.to_inputs):
             origin = self.origin_of(atom)
             if not is_reached:
-                origin = origin._replace(param_indices=NO_INDICES)
+                origin = origin._replace(param_indices=frozenset())
             origins.append(origin)
         return origins
 
@@ -343,12 +344,12 @@ class _Splitter:
         is_site = has_params and (has_data or _jaxpr.has_backward_rule(eqn))
         # A body with a convolution is entered to check that the kernel does not depend
         # on the example.
-        is_convolved = has_convolution(eqn)
-        if name in CALLS and (has_params or is_convolved):
+        has_inner_convolution = has_convolution(eqn)
+        if name in CALLS and (has_params or has_inner_convolution):
             body = self._split_body(eqn, in_origins, flow, self.scan_lengths)
             self._add_step(eqn, body.out_origins, body=body)
             return
-        if name == "scan" and (is_site or (has_data and is_convolved)):
+        if name == "scan" and (is_site or (has_data and has_inner_convolution)):
             self._add_scan(eqn, flow)
             return
         # By jax.vmap, gradients of a site are made for all examples at once, and inside
@@ -396,7 +397,7 @@ class _Splitter:
         in_origins: list[Origin],
         flow: Flow,
         scan_lengths: tuple[int, ...],
-    ) -> Program:
+    ) -> SplitProgram:
         splitter = _Splitter(scan_lengths, self.all_sites)
         return splitter.split(
             _jaxpr.body_of(eqn),
@@ -428,7 +429,7 @@ class _Splitter:
         out_origins: list[Origin],
         *,
         site: Site | None = None,
-        body: Program | None = None,
+        body: SplitProgram | None = None,
     ) -> None:
         self.steps.append(Step(eqn, site, body))
         self.set_origins(eqn.outvars, out_origins)
@@ -469,7 +470,8 @@ def _check_equation(
     if is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn):
         obstacle = "random numbers beside parameters that are not of threefry keys"
         raise CannotSplit(obstacle, eqn)
-    # Such a rule asks which of its inputs have a derivative. Apart, it may be others.
+    # A rule with symbolic_zeros is told which inputs have a derivative. Apart from the
+    # loss it would be told of others.
     has_params = any(origin.param_indices for origin in in_origins)
     if has_params and _jaxpr.uses_symbolic_zeros(eqn):
         raise CannotSplit("symbolic_zeros in a rule for parameters", eqn)
@@ -489,9 +491,10 @@ def _check_equation(
 def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origin]:
     """The origins of the outputs of an equation without data."""
     computation = Computation(eqn, in_origins)
-    param_indices = NO_INDICES
+    param_indices: frozenset[int] = frozenset()
     if not _jaxpr.is_stop(eqn):
-        param_indices = NO_INDICES.union(*(x.param_indices for x in in_origins))
+        for in_origin in in_origins:
+            param_indices |= in_origin.param_indices
     origin = Origin(
         computation,
         param_indices=param_indices,
@@ -542,7 +545,7 @@ def bind(eqn: JaxprEqn, inputs: list[Any], is_wide: bool = False) -> list[Any]:
             if dtype is not None and is_narrow(dtype):
                 params = params | {key: np.dtype(np.float32)}
     elif is_wide:
-        inputs = list(map(_narrow_as, inputs, eqn.invars))
+        inputs = list(map(_as_in_program, inputs, eqn.invars))
     # A custom_jvp keeps its functions as programs. They are made functions again.
     params = eqn.primitive.get_bind_params(params)
     with eqn.ctx.manager:  # such as the device that compute_on asks for
@@ -550,6 +553,6 @@ def bind(eqn: JaxprEqn, inputs: list[Any], is_wide: bool = False) -> list[Any]:
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
-def _narrow_as(x: Any, var: Any) -> Any:
+def _as_in_program(x: Any, var: Any) -> Any:
     """The value, cast to the type of a variable that has 16 bits."""
     return x.astype(var.aval.dtype) if is_narrow(var.aval) else x
