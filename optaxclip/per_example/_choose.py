@@ -15,13 +15,14 @@ from jax.core import Tracer
 
 from .. import _trees as trees
 from .._checks import check_choice, check_whole_number
+from .._jaxpr import source_line
 from .._mesh_types import is_on_one_device, manual_axes
 from .._trees import PyTree
 from ._ghost import Ghost, ghost_of
 from ._ghost._plans import GradientPlan, LeafPlan
 from ._ghost._sites import CannotSplit
 from ._passes import even_width, numbers_without_loop
-from ._problem import Problem, source_line
+from ._problem import Problem
 from ._work import (
     CONVOLUTION_SLOWDOWN_IN_LOOP,
     convolutions_of,
@@ -115,33 +116,6 @@ def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
         return None, str(error)
 
 
-def costs_of(
-    problem: Problem, ghost: Ghost | None, microbatch: int | None
-) -> dict[str, float]:
-    """The estimated time of each method, in times of the plain gradient."""
-    gradient_size = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
-    gradient_work = MULTIPLICATIONS_PER_NUMBER * gradient_size
-    # All work is for one example. The loss runs forward, backward to its inputs, and
-    # backward to its parameters. The plain gradient is written once for the batch.
-    plain_work = 3 * work_of(problem.program) + gradient_work / problem.size
-    # A loss without parameters may have no work.
-    plain_work = max(plain_work, 1.0)
-    one_pass_work = plain_work + gradient_work
-    if not ghost:
-        return {"one_pass": one_pass_work / plain_work}
-    # XLA on a CPU takes about twice as long for gradients of examples by the kernel of
-    # a convolution as for the one gradient of the batch, and much longer in a loop.
-    # Other platforms are assumed to be alike.
-    is_loop = _width_of_one_pass(problem, ghost, microbatch) < problem.size
-    slowdown = CONVOLUTION_SLOWDOWN_IN_LOOP if is_loop else 2
-    one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_window)
-    # Captured arrays are written and read, and so are gradients that are kept.
-    written_size = ghost.captured_size + ghost.kept_size
-    ghost_work = plain_work + MULTIPLICATIONS_PER_NUMBER * written_size
-    ghost_work += sum(plan.extra_work for plan in ghost.plans)
-    return {"one_pass": one_pass_work / plain_work, "ghost": ghost_work / plain_work}
-
-
 # ------------------------------------------------------------ how many examples at once
 
 
@@ -207,6 +181,36 @@ def _fitting_width(size: int, kept_size: int, captured_size: int) -> int:
     if fitting >= size:
         return size
     return max(min(2 * fitting, size // 2), 1)
+
+
+# ------------------------------------------------------------------------ costs
+
+
+def costs_of(
+    problem: Problem, ghost: Ghost | None, microbatch: int | None
+) -> dict[str, float]:
+    """The estimated time of each method, in times of the plain gradient."""
+    gradient_size = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
+    gradient_work = MULTIPLICATIONS_PER_NUMBER * gradient_size
+    # All work is for one example. The loss runs forward, backward to its inputs, and
+    # backward to its parameters. The plain gradient is written once for the batch.
+    plain_work = 3 * work_of(problem.program) + gradient_work / problem.size
+    # A loss without parameters may have no work.
+    plain_work = max(plain_work, 1.0)
+    one_pass_work = plain_work + gradient_work
+    if not ghost:
+        return {"one_pass": one_pass_work / plain_work}
+    # XLA on a CPU takes about twice as long for gradients of examples by the kernel of
+    # a convolution as for the one gradient of the batch, and much longer in a loop.
+    # Other platforms are assumed to be alike.
+    is_loop = _width_of_one_pass(problem, ghost, microbatch) < problem.size
+    slowdown = CONVOLUTION_SLOWDOWN_IN_LOOP if is_loop else 2
+    one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_window)
+    # Captured arrays are written and read, and so are gradients that are kept.
+    written_size = ghost.captured_size + ghost.kept_size
+    ghost_work = plain_work + MULTIPLICATIONS_PER_NUMBER * written_size
+    ghost_work += sum(plan.extra_work for plan in ghost.plans)
+    return {"one_pass": one_pass_work / plain_work, "ghost": ghost_work / plain_work}
 
 
 # ------------------------------------------------------------- kernels of convolutions

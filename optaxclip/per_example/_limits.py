@@ -6,6 +6,8 @@ Parameters that share a limit C are a group. Each example has a norm and a facto
 each group.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,81 +40,32 @@ LEAST_LIMIT = 1e-5
 LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
 
-class Weights(NamedTuple):
-    """Norms and factors of the examples of a batch."""
+def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> Limits:
+    """The limits of a number, a function, or of a tree of them.
 
-    # Floats are float32, or float64 for 64-bit leaves.
-    norms: Array  # float[batch, groups]: 0 for an example that is masked
-    # float[batch, groups]: the square roots of the factors. Without meaning for an
-    # example that does not count.
-    roots: Array
-    # float[batch, groups]: the factors, for reports. 0 for an example that does not
-    # count.
-    factors: Array
-    is_counted: Array  # bool[batch]: is not masked, and has finite norms
-    inverse_divisor: Array  # float[batch]: the same number for all examples
-
-    def weighted_sum(self, leaf: Array, group: int) -> Array:
-        """The sum over the batch of the gradients that count, times the factors of a
-        group, over the divisor, in float32 or wider.
-        """
-        root = along_batch(self.roots[:, group], leaf)
-        is_counted = along_batch(self.is_counted, leaf)
-        wide = np.promote_types(leaf.dtype, root.dtype)
-        # Selected, since 0 times NaN is NaN.
-        clipped = jnp.where(is_counted, times_square(leaf.astype(wide), root), 0)
-        # A dot, which on a CPU is four times as fast as a sum over the first axis. At
-        # the highest precision, because GPU and TPU would round to fewer bits.
-        return jnp.tensordot(
-            self.inverse_divisor.astype(wide),
-            clipped,
-            axes=1,
-            precision=lax.Precision.HIGHEST,
-        )
-
-
-def weights_of(
-    problem: Problem, leaves: Arrays, present: Array, term_bounds: Arrays | None = None
-) -> Weights:
-    """Norms and factors of gradients with a leading batch axis.
-
-    Args:
-      problem: has the limits.
-      leaves: the gradients, or smaller arrays with the same norms.
-      present: bool[batch], not masked.
-      term_bounds: an array [batch] for each leaf. For a leaf whose gradients are never
-        made (norms by gram), an entry is an upper bound of sum |term| of that example.
-        For other leaves it is 0. None: 0 for all.
+    Raises:
+      TypeError, ValueError: something that is not a limit, an array of several, or no
+        limit at all.
     """
-    limits = problem.limits
-    specs = []
-    for group, split_axes in zip(problem.groups, problem.axes_of_params):
-        specs.append(LeafSpec(norm_index=group, mesh_of_summed=split_axes))
-    plan = NormPlan(tuple(specs), len(limits.values), ord=None)
+    argument = f"{call}: max_norm"
 
-    def norms_of_one(leaves: Arrays) -> Array:
-        return jnp.stack(norms_of(plan, leaves))
+    def is_limit(node: object) -> bool:
+        # JAX takes a rule for a tree, and a function of jax.tree_util.Partial too. A
+        # rule is refused later: examples have no steps that it could learn from.
+        return node is None or is_rule(node) or is_function(node)
 
-    norms_of_batch = jax.vmap(norms_of_one, axis_size=present.size)
-    norms = norms_of_batch(leaves)  # [batch, groups]
-    if term_bounds:
-        least = norms_of_batch(lax.stop_gradient(term_bounds)) / MAX_CANCELLATION
-        norms = jnp.maximum(norms, least.astype(norms.dtype))
-    is_counted = present & jnp.all(jnp.isfinite(norms), axis=1)
-    counted_norms = jnp.where(is_counted[:, None], norms, 0.0)
-    limits_of_norms = jnp.broadcast_to(limits.of_groups(norms, is_counted), norms.shape)
-    new_norms = shrunk_by(limits.shrink, counted_norms, limits_of_norms, problem.call)
-    # Gradients are multiplied twice by `factor.root`. `factor.reported` is one number
-    # for both.
-    factor = factor_between(counted_norms, new_norms)
-    ones = jnp.ones_like(counted_norms[:, 0])
-    return Weights(
-        norms=jnp.where(present[:, None], norms, 0.0),
-        roots=factor.root,
-        factors=jnp.where(is_counted[:, None], factor.reported, 0.0),
-        is_counted=is_counted,
-        inverse_divisor=ones / in_norm_dtype(norms.dtype, problem.divisor),
-    )
+    limits, treedef = jax.tree.flatten_with_path(max_norm, is_leaf=is_limit)
+    if not limits:
+        raise ValueError(f"{argument} has no limit in it, got {shown(max_norm)}.")
+    values = []
+    groups = []
+    for group, (path, limit) in enumerate(limits):
+        if limit is not None and not is_function(limit):
+            argument_of_path = f"{argument} for {trees.path_name(path)!r}"
+            check_limit(argument_of_path if path else argument, limit, is_scalar=True)
+        values.append(limit)
+        groups.append((path, group))
+    return Limits(call, values, shrink, Prefix(tuple(groups)), treedef)
 
 
 class Limits(NamedTuple):
@@ -199,39 +152,88 @@ class Limits(NamedTuple):
         return factor_per_limit_of(self.shrink) <= 1 / LEAST_LIMIT
 
 
-def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> Limits:
-    """The limits of a number, a function, or of a tree of them.
-
-    Raises:
-      TypeError, ValueError: something that is not a limit, an array of several, or no
-        limit at all.
-    """
-    argument = f"{call}: max_norm"
-
-    def is_limit(node: object) -> bool:
-        # JAX takes a rule for a tree, and a function of jax.tree_util.Partial too. A
-        # rule is refused later: examples have no steps that it could learn from.
-        return node is None or is_rule(node) or is_function(node)
-
-    limits, treedef = jax.tree.flatten_with_path(max_norm, is_leaf=is_limit)
-    if not limits:
-        raise ValueError(f"{argument} has no limit in it, got {shown(max_norm)}.")
-    values = []
-    groups = []
-    for group, (path, limit) in enumerate(limits):
-        if limit is not None and not is_function(limit):
-            argument_of_path = f"{argument} for {trees.path_name(path)!r}"
-            check_limit(argument_of_path if path else argument, limit, is_scalar=True)
-        values.append(limit)
-        groups.append((path, group))
-    return Limits(call, values, shrink, Prefix(tuple(groups)), treedef)
-
-
 def over_limit(norm: Array, limit: Array) -> Array:
     """The shrink of `rescale_to_unit_norm` in dropin.jax_privacy: the clipped norm over
     the limit.
     """
     return hard(norm, limit) / limit
+
+
+def weights_of(
+    problem: Problem, leaves: Arrays, present: Array, term_bounds: Arrays | None = None
+) -> Weights:
+    """Norms and factors of gradients with a leading batch axis.
+
+    Args:
+      problem: has the limits.
+      leaves: the gradients, or smaller arrays with the same norms.
+      present: bool[batch], not masked.
+      term_bounds: an array [batch] for each leaf. For a leaf whose gradients are never
+        made (norms by gram), an entry is an upper bound of sum |term| of that example.
+        For other leaves it is 0. None: 0 for all.
+    """
+    limits = problem.limits
+    specs = []
+    for group, split_axes in zip(problem.groups, problem.axes_of_params):
+        specs.append(LeafSpec(norm_index=group, mesh_of_summed=split_axes))
+    plan = NormPlan(tuple(specs), len(limits.values), ord=None)
+
+    def norms_of_one(leaves: Arrays) -> Array:
+        return jnp.stack(norms_of(plan, leaves))
+
+    norms_of_batch = jax.vmap(norms_of_one, axis_size=present.size)
+    norms = norms_of_batch(leaves)  # [batch, groups]
+    if term_bounds:
+        least = norms_of_batch(lax.stop_gradient(term_bounds)) / MAX_CANCELLATION
+        norms = jnp.maximum(norms, least.astype(norms.dtype))
+    is_counted = present & jnp.all(jnp.isfinite(norms), axis=1)
+    counted_norms = jnp.where(is_counted[:, None], norms, 0.0)
+    limits_of_norms = jnp.broadcast_to(limits.of_groups(norms, is_counted), norms.shape)
+    new_norms = shrunk_by(limits.shrink, counted_norms, limits_of_norms, problem.call)
+    # Gradients are multiplied twice by `factor.root`. `factor.reported` is one number
+    # for both.
+    factor = factor_between(counted_norms, new_norms)
+    ones = jnp.ones_like(counted_norms[:, 0])
+    return Weights(
+        norms=jnp.where(present[:, None], norms, 0.0),
+        roots=factor.root,
+        factors=jnp.where(is_counted[:, None], factor.reported, 0.0),
+        is_counted=is_counted,
+        inverse_divisor=ones / in_norm_dtype(norms.dtype, problem.divisor),
+    )
+
+
+class Weights(NamedTuple):
+    """Norms and factors of the examples of a batch."""
+
+    # Floats are float32, or float64 for 64-bit leaves.
+    norms: Array  # float[batch, groups]: 0 for an example that is masked
+    # float[batch, groups]: the square roots of the factors. Without meaning for an
+    # example that does not count.
+    roots: Array
+    # float[batch, groups]: the factors, for reports. 0 for an example that does not
+    # count.
+    factors: Array
+    is_counted: Array  # bool[batch]: is not masked, and has finite norms
+    inverse_divisor: Array  # float[batch]: the same number for all examples
+
+    def weighted_sum(self, leaf: Array, group: int) -> Array:
+        """The sum over the batch of the gradients that count, times the factors of a
+        group, over the divisor, in float32 or wider.
+        """
+        root = along_batch(self.roots[:, group], leaf)
+        is_counted = along_batch(self.is_counted, leaf)
+        wide = np.promote_types(leaf.dtype, root.dtype)
+        # Selected, since 0 times NaN is NaN.
+        clipped = jnp.where(is_counted, times_square(leaf.astype(wide), root), 0)
+        # A dot, which on a CPU is four times as fast as a sum over the first axis. At
+        # the highest precision, because GPU and TPU would round to fewer bits.
+        return jnp.tensordot(
+            self.inverse_divisor.astype(wide),
+            clipped,
+            axes=1,
+            precision=lax.Precision.HIGHEST,
+        )
 
 
 def along_batch(per_example: Array, leaf: Array) -> Array:

@@ -8,7 +8,7 @@ Memory is that of one microbatch, plus a few numbers for each example.
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -210,22 +210,6 @@ def numbers_without_loop() -> int:
     # A megabyte on a CPU, which fits its cache. Elsewhere 32 megabytes, since each turn
     # of a loop starts kernels again.
     return 2**18 if jax.default_backend() == "cpu" else 2**23
-
-
-def is_narrow(x: Any) -> bool:
-    """Whether an array, a type, or a dtype has floats of 16 bits or fewer."""
-    dtype = getattr(x, "dtype", x)
-    is_float = jnp.issubdtype(dtype, jnp.inexact)
-    return is_float and jnp.finfo(dtype).bits < 32
-
-
-def widened(tree: PyTree) -> PyTree:
-    """The arrays of a tree, with float32 instead of 16 bits."""
-
-    def wide(x: Array) -> Array:
-        return x.astype(np.float32) if is_narrow(x) else x
-
-    return jax.tree.map(wide, tree)
 
 
 def written(tree: PyTree) -> PyTree:

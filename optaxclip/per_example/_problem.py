@@ -3,9 +3,7 @@ arguments and their roles, and the traced loss.
 """
 
 import operator
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +14,12 @@ from .. import _mesh
 from .. import _mesh_types as mesh_types
 from .. import _trees as trees
 from .._checks import shown
+from .._jaxpr import source_line
 from .._mesh import AxisNames, MeshAxes, listed
 from .._mesh_types import varying
 from .._trees import PyTree
 from ._work import equations_of
 
-# Lines in these folders, of JAX and of this library, tell a user nothing.
-LIBRARY_FOLDERS = tuple(f"{Path(str(x.__file__)).parent}{os.sep}" for x in (jax, trees))
 # As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
 Argnums = int | Sequence[int]
 # With these values of `vmap_method` a callback sees one example at a time. With None
@@ -315,16 +312,6 @@ def places_in(argnums: Argnums) -> list[int]:
     """The places of arguments that an option names, from an int or several."""
     entries = argnums if isinstance(argnums, Sequence) else [argnums]
     return [operator.index(entry) for entry in entries]
-
-
-def source_line(eqn: JaxprEqn) -> str:
-    """The line of the user's code that an equation comes from, where JAX knows it."""
-    traceback = eqn.source_info.traceback
-    frames = traceback.frames if traceback else ()
-    for frame in frames:
-        if not frame.file_name.startswith(LIBRARY_FOLDERS):
-            return f" ({frame.file_name}:{frame.line_num})"
-    return ""
 
 
 def _batch_axes(batch: PyTree, axes_of_params: Sequence[AxisNames]) -> AxisNames:

@@ -6,7 +6,8 @@ is a sum over positions t of its inputs a and the cotangents c of its outputs:
 
 While JAX traces, before any number is computed (`ghost_of`):
 
-    1. _sites           splits the loss where parameters meet data
+    1. _sites           splits the loss where parameters meet data. _values computes
+                        what is made of parameters alone
     2. _plans           chooses the cheapest norm for each parameter. _forms says how an
                         equation makes a and c, _matrices which of a parameter's axes
                         are rows and columns
@@ -39,13 +40,14 @@ from jax import Array
 from ..._jaxpr import has_backward_rule
 from ..._mesh_types import varying
 from .._limits import Arrays, Weights, weights_of
-from .._passes import BatchRun, ExampleResults, widened, written
+from .._passes import BatchRun, ExampleResults, written
 from .._problem import Problem
 from .._work import CONVOLUTION_SLOWDOWN_IN_LOOP, has_window, work_of
 from ._capture import CapturedOfSites, capture
 from ._norms import NormSource
 from ._plans import GradientPlan, LeafPlan, OuterProductPlan, UnusedPlan, plans_of
-from ._sites import Site, SplitProgram, WideValues, bind, over_turns, split_loss
+from ._sites import Site, SplitProgram, split_loss
+from ._values import WideValues, bind, over_turns, widened
 
 
 @dataclass(frozen=True, eq=False)

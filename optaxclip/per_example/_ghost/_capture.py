@@ -21,7 +21,8 @@ from jax.extend.core import JaxprEqn
 from ..._jaxpr import is_literal
 from ..._mesh_types import varying_as, varying_as_any_of
 from .._passes import written
-from ._sites import SplitProgram, bind, ends_of_scan
+from ._sites import SplitProgram, ends_of_scan
+from ._values import bind
 
 
 class Captured(NamedTuple):

@@ -17,7 +17,8 @@ from jax import Array, lax
 from ..._jaxpr import type_of
 from ._capture import Captured
 from ._forms import LOOKUPS, Form, OuterProducts, form_of, size_along
-from ._sites import Origin, Site, WideValues
+from ._sites import Site
+from ._values import Origin, WideValues
 
 # Axes of the outer products of one example
 STACK_AXIS = 0
