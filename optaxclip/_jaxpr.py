@@ -22,6 +22,8 @@ LIBRARY_FOLDERS = tuple(
     f"{Path(str(x.__file__)).parent}{os.sep}" for x in (jax, _trees)
 )
 CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2")
+# They change along which mesh axes a value varies, and no number.
+CASTS_OVER_DEVICES = ("pvary", "pcast")
 # Functions whose derivative is 0, or is made so.
 STOPS = ("ceil", "floor", "round", "sign", "stop_gradient")
 

@@ -77,6 +77,7 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     size = problem.size * devices
     width = choice.width * devices
     turns = -(-size // width)
+    # Each list begins with a 0, for a loss without parameters.
     roundings_of_squares = 0
     factor_errors = [0.0]
     gram_errors = [0.0]
@@ -92,8 +93,10 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
             block = min(width * plan.positions, block_size())
             roundings_of_term = block + 2 + 2 + devices
             gram_errors.append(_error_of_gram(plan))
+            errors_of_sums = errors_of_gram_sums
         else:
             roundings_of_term = width
+            errors_of_sums = errors_of_other_sums
             # Norms by gram square no gradients.
             roundings_of_squares += leaf.size * device_count(split_axes)
         # A norm by product squares a row and a column (together at most one number more
@@ -103,10 +106,7 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
         roundings_of_term += turns + 4
         dtype = _dtype_of_sum(plan, leaf)
         error = gamma(roundings_of_term, dtype) + _error_of_split_factors(plan)
-        if isinstance(plan, GramPlan):
-            errors_of_gram_sums.append(error)
-        else:
-            errors_of_other_sums.append(error)
+        errors_of_sums.append(error)
         factor_errors.append(gamma(_roundings_of_factor(), dtype))
     error_of_norm = (
         _error_of_squares(roundings_of_squares) + max(gram_errors) + max(factor_errors)

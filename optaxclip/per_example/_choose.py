@@ -14,7 +14,7 @@ import jax
 from jax.core import Tracer
 
 from .. import _trees as trees
-from .._checks import check_choice, check_whole_number
+from .._checks import check_whole_number
 from .._jaxpr import source_line
 from .._mesh_types import is_on_one_device, manual_axes
 from .._trees import PyTree
@@ -58,9 +58,8 @@ class Choice(NamedTuple):
         return [GradientPlan([], leaf.size) for leaf in leaves]
 
 
-def checked_microbatch(call: str, method: str, microbatch: Any) -> int | None:
-    """The microbatch as an int. Raises for a wrong method or microbatch."""
-    check_choice(f"{call}: method", method, METHODS)
+def checked_microbatch(call: str, microbatch: Any) -> int | None:
+    """The microbatch as an int, or None. Raises for a wrong one."""
     if microbatch is None:
         return None
     check_whole_number(f"{call}: microbatch", microbatch)
@@ -128,8 +127,8 @@ def _width_of_ghost(problem: Problem, ghost: Ghost, microbatch: int | None) -> i
     """The width of ghost clipping."""
     if microbatch:
         return _given_width(problem, microbatch)
-    # The plain backward pass keeps the captured arrays as well. So at most as many
-    # numbers again are no reason to run in a loop.
+    # The whole batch then takes at most twice the memory of the captured arrays.
+    # A larger number is held to the memory of one pass.
     if ghost.kept_size <= ghost.captured_size:
         return problem.size
     fitting = _fitting_width(problem.size, ghost.kept_size, ghost.captured_size)
@@ -183,7 +182,7 @@ def _fitting_width(size: int, kept_size: int, captured_size: int) -> int:
     return max(min(2 * fitting, size // 2), 1)
 
 
-# ------------------------------------------------------------------------ costs
+# -------------------------------------------------------------------- estimated times
 
 
 def costs_of(

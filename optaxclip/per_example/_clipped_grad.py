@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_flag, shown
+from .._checks import check_choice, check_flag, shown
 from .._mesh import MeshAxes
 from .._trees import PyTree
 from ..shrinks import Shrink, shrink_of
 from ._bounds import Bounds, bounds_of
-from ._choose import checked_microbatch, choose
+from ._choose import METHODS, checked_microbatch, choose
 from ._explicit import DeviceResult, on_each_device
 from ._limits import limits_of
 from ._passes import BatchRun
@@ -244,7 +244,8 @@ def clipped_grad(
     check_flag(f"{call}: mean", mean)
     check_flag(f"{call}: private", private)
     limits = limits_of(max_norm, call, shrink_of(shrink, call))
-    microbatch = checked_microbatch(call, method, microbatch)
+    check_choice(f"{call}: method", method, METHODS)
+    microbatch = checked_microbatch(call, microbatch)
     if limits.needs_all_norms and (private or microbatch):
         raise ValueError(
             f"{call}: max_norm={shown(max_norm)}, a function of all norms, needs "

@@ -7,10 +7,17 @@ import jax
 import numpy as np
 
 from .. import _trees as trees
-from .._checks import check_flag
+from .._checks import check_choice, check_flag
 from .._mesh import MeshAxes
 from ._bounds import bounds_of
-from ._choose import Choice, checked_microbatch, choose, costs_of, ghost_or_obstacle
+from ._choose import (
+    METHODS,
+    Choice,
+    checked_microbatch,
+    choose,
+    costs_of,
+    ghost_or_obstacle,
+)
 from ._explicit import DeviceResult, on_each_device
 from ._problem import Argnums, Problem, Signature, check_function
 
@@ -146,7 +153,8 @@ def explain_clipped_grad(
     call = "explain_clipped_grad"
     check_function(f"{call}: loss", loss)
     check_flag(f"{call}: has_aux", has_aux)
-    microbatch = checked_microbatch(call, method, microbatch)
+    check_choice(f"{call}: method", method, METHODS)
+    microbatch = checked_microbatch(call, microbatch)
     signature = Signature(
         call,
         loss,

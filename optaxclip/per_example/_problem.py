@@ -14,7 +14,7 @@ from .. import _mesh
 from .. import _mesh_types as mesh_types
 from .. import _trees as trees
 from .._checks import shown
-from .._jaxpr import source_line
+from .._jaxpr import CASTS_OVER_DEVICES, source_line
 from .._mesh import AxisNames, MeshAxes, listed
 from .._mesh_types import varying
 from .._trees import PyTree
@@ -326,7 +326,7 @@ def _batch_axes(batch: PyTree, axes_of_params: Sequence[AxisNames]) -> AxisNames
 
 def _joined_axes(eqn: JaxprEqn) -> set[str]:
     """The named axes along which an equation joins values."""
-    if eqn.primitive.name in ("axis_index", "pvary", "pcast"):
+    if eqn.primitive.name in ("axis_index", *CASTS_OVER_DEVICES):
         return set()
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     # The axes of a sum on one device are numbers.

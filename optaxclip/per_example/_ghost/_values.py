@@ -15,12 +15,18 @@ import numpy as np
 from jax import Array
 from jax.extend.core import JaxprEqn
 
+from ..._jaxpr import CASTS_OVER_DEVICES
 from ..._trees import PyTree
 
 # The gradient by one term of a sum does not depend on the other terms.
 SUMS = ("add", "sub", "add_any", "concatenate")
 # The output has all numbers of the input, at the same place or at another.
-SAME_PLACES = ("convert_element_type", "copy", "pvary", "sharding_constraint")
+SAME_PLACES = (
+    "convert_element_type",
+    "copy",
+    "sharding_constraint",
+    *CASTS_OVER_DEVICES,
+)
 OTHER_PLACES = ("broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze")
 # Equations that may run in float32 instead of 16 bits.
 WIDENED = {
