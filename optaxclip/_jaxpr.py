@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import ShapedArray, eval_jaxpr
 
+from . import _trees
+
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
 
+# Lines in these folders, of JAX and of this library, tell a user nothing.
+LIBRARY_FOLDERS = tuple(
+    f"{Path(str(x.__file__)).parent}{os.sep}" for x in (jax, _trees)
+)
 CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2")
+# They change along which mesh axes a value varies, and no number.
+CASTS_OVER_DEVICES = ("pvary", "pcast")
 # Functions whose derivative is 0, or is made so.
 STOPS = ("ceil", "floor", "round", "sign", "stop_gradient")
 # The outputs of an equation from its inputs, or None to run it as it is.
@@ -146,3 +157,13 @@ def counts_of_scan(eqn: JaxprEqn) -> tuple[int, int]:
     # So in JAX 0.12.
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """The line of the user's code that an equation comes from, where JAX knows it."""
+    traceback = eqn.source_info.traceback
+    frames = traceback.frames if traceback else ()
+    for frame in frames:
+        if not frame.file_name.startswith(LIBRARY_FOLDERS):
+            return f" ({frame.file_name}:{frame.line_num})"
+    return ""

@@ -1,19 +1,23 @@
 """Proved bounds of a sum of clipped gradients, in units of the limit.
 
-    gamma(n) = n u / (1 - n u)               bounds the relative error of n roundings
-    excess = e + k gamma(N)                  one example adds at most 1 + excess
-    change = excess + 2 (B - 1) k gamma(N)   one of B examples changes it by 1 + change
+    gamma(n) = n u / (1 - n u)       bounds the relative error of n roundings
+    r = k (gamma(N) + t)             the terms of an example are rounded by at most r
+    excess = e + r                   one example adds at most 1 + excess
+    change = excess + 2 (B - 1) r    one of B examples changes it by 1 + change
+    longest = B (1 + excess)         the norm of the sum is at most this
 
 u     the unit of rounding, 2^-24 for float32: products have the highest precision
-N     how many roundings a term of the sum goes through
-k     the sum of |terms| is at most k |gradient|. k is 1 where gradients are added up.
-      Where norms are by gram it is 17, MAX_CANCELLATION + 1: the terms of positions may
-      cancel to 1/16
-e     the relative error of a norm: rounding in its sum of squares, plus rounding in the
-      gram matrix
+N     how many roundings a term of the sum goes through: width + turns + 4. By gram
+      min(width * positions, block) + 4 + devices + turns + 4
+t     2^-16 for each product whose factors are split into two bfloat16 numbers, else 0
+k     the sum of |terms| of a clipped gradient is at most k limits. Where gradients are
+      added up k is 1 + e. Where norms are by gram it is 17, MAX_CANCELLATION + 1: the
+      terms of positions may cancel to 1/16
+e     the relative error of a clipped norm: rounding in its sum of squares, in the gram
+      matrix, and from norm to factor
 B     how many examples there are
 
-e and k gamma(N) are the largest of all parameters. docs/numerics.md has the proof.
+e and r are the largest of all parameters. docs/numerics.md has the proof.
 """
 
 from typing import NamedTuple
@@ -33,16 +37,23 @@ from ._limits import MAX_CANCELLATION
 from ._passes import block_size
 from ._problem import Problem
 
-# GPU and TPU round a quotient or a root up to four times as much as a CPU. A norm, its
-# factor, and the product with it have seven roundings: 28, and some to spare.
-ROUNDINGS_OF_FACTOR = 32
+# Roots and quotients on the way to a factor: three roots in a norm by product, a
+# quotient in a shrink, and two roots and a quotient in the root of the factor, which is
+# multiplied by twice.
+ROOTS_AND_QUOTIENTS = 3 + 1 + 2 * 3
+# Of the limit, a product in the norm, one in the shrink, and twice one in the root
+OTHER_ROUNDINGS = 1 + 1 + 1 + 2 * 1
+# `factor_between` shortens by 4 eps, and eps is two roundings.
+SHORTENED_BY = 8
 # XLA promises no order of a sum. It is assumed that a GPU or TPU adds up a long one in
 # at least this many parts, in threads or in the lanes of its vectors.
 PARTS_OF_A_SUM = 1024
 
 
 class Bounds(NamedTuple):
-    """Bounds of the sum over all devices, in units of the limit."""
+    """Bounds of the sum over all devices, in units of the limit. All are inf where
+    nothing is proved.
+    """
 
     excess: float  # one example adds at most 1 + excess
     change: float  # one example changes the sum by at most 1 + change
@@ -50,47 +61,60 @@ class Bounds(NamedTuple):
 
 
 def bounds_of(problem: Problem, choice: Choice) -> Bounds:
-    """The bounds of the sum that a choice computes. All are inf where nothing is
-    proved.
+    """The bounds of the sum that a choice computes. For sums (`problem.is_sum`): of a
+    mean, whose numbers come back too, nothing is proved.
     """
-    # jax.vmap draws the bits of all examples from the key of the first one.
+    # jax.vmap draws the bits of all examples from the key of the first one. So one
+    # example could change all others.
     equations = problem.program.jaxpr.eqns
-    is_one_draw = any(map(has_bits_that_vmap_changes, equations))
-    if is_one_draw or problem.has_symbolic_sizes:
+    shares_random_bits = any(map(has_bits_that_vmap_changes, equations))
+    if shares_random_bits or problem.has_symbolic_sizes:
         return Bounds(excess=np.inf, change=np.inf, longest=np.inf)
-    # In shard_map and pmap the caller adds up the sums of devices, by lax.psum. It is
-    # counted as if the microbatches of all devices were added first, and then turns.
-    devices = device_count(problem.mesh_axes)
+    # In shard_map and pmap the caller adds up the sums of devices, by lax.psum. The
+    # proof adds up one microbatch of each device, and then the turns. So width and size
+    # are those of all devices together.
+    devices = device_count(problem.batch_axes)
     size = problem.size * devices
     width = choice.width * devices
     turns = -(-size // width)
-    roundings_of_squares = ROUNDINGS_OF_FACTOR
+    # Each list begins with a 0, for a loss without parameters.
+    roundings_of_squares = 0
+    factor_errors = [0.0]
     gram_errors = [0.0]
-    sum_errors = [0.0]
+    errors_of_gram_sums = [0.0]
+    errors_of_other_sums = [0.0]
     leaves = jax.tree.leaves(problem.params)
-    for plan, leaf, mesh_axes in zip(choice.plans(problem), leaves, problem.splits):
+    for plan, leaf, split_axes in zip(
+        choice.plans(problem), leaves, problem.axes_of_params
+    ):
         if isinstance(plan, GramPlan):
-            terms_over_gradient = MAX_CANCELLATION + 1
             # The terms of a block are added up. Kahan's sum has two roundings for the
             # blocks of an example, and two for those of all examples.
             block = min(width * plan.positions, block_size())
             roundings_of_term = block + 2 + 2 + devices
             gram_errors.append(_error_of_gram(plan))
+            errors_of_sums = errors_of_gram_sums
         else:
-            terms_over_gradient = 1
             roundings_of_term = width
+            errors_of_sums = errors_of_other_sums
             # Norms by gram square no gradients.
-            roundings_of_squares += leaf.size * device_count(mesh_axes)
-        # One more number than the parameter, which a row and a column may have for a
-        # norm by product, and one more squaring.
+            roundings_of_squares += leaf.size * device_count(split_axes)
+        # A norm by product squares a row and a column (together at most one number more
+        # than the matrix), and then the product of their norms.
         roundings_of_squares += 2
         # A gradient times its factor and the divisor is rounded four times.
         roundings_of_term += turns + 4
-        error = gamma(roundings_of_term, _dtype_of_sum(plan, leaf))
-        error += _error_of_factors(plan)
-        sum_errors.append(terms_over_gradient * error)
-    error_of_sum = max(sum_errors)
-    error_of_norm = _error_of_squares(roundings_of_squares) + max(gram_errors)
+        dtype = _dtype_of_sum(plan, leaf)
+        error = gamma(roundings_of_term, dtype) + _error_of_split_factors(plan)
+        errors_of_sums.append(error)
+        factor_errors.append(gamma(_roundings_of_factor(), dtype))
+    error_of_norm = (
+        _error_of_squares(roundings_of_squares) + max(gram_errors) + max(factor_errors)
+    )
+    error_of_sum = max(
+        (MAX_CANCELLATION + 1) * max(errors_of_gram_sums),
+        (1 + error_of_norm) * max(errors_of_other_sums),
+    )
     excess = error_of_norm + error_of_sum
     return Bounds(
         excess,
@@ -99,17 +123,31 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     )
 
 
+def _is_only_on_cpus() -> bool:
+    """Whether JAX has no other platform, on any of which a program may run."""
+    return set(backends()) == {"cpu"}
+
+
 def _error_of_squares(roundings: int) -> float:
     """How much too short a norm may be, since its sum of squares is rounded:
     sqrt(1 + gamma(n)) - 1 for n roundings. Only a CPU adds up squares in float64.
     """
-    # A program may run on any of the platforms that JAX has.
-    if set(backends()) == {"cpu"}:
+    if _is_only_on_cpus():
         error_of_square = gamma(roundings, np.float64)
     else:
-        in_parts = roundings // PARTS_OF_A_SUM + PARTS_OF_A_SUM
-        error_of_square = gamma(min(roundings, in_parts), np.float32)
+        # n / 1024 roundings in each part, and 1024 to add up the parts
+        longest_chain = roundings // PARTS_OF_A_SUM + PARTS_OF_A_SUM
+        error_of_square = gamma(min(roundings, longest_chain), np.float32)
     return float(np.sqrt(1 + error_of_square) - 1)
+
+
+def _roundings_of_factor() -> int:
+    """How many roundings from sums of squares to a factor may lengthen an example."""
+    roundings = ROOTS_AND_QUOTIENTS
+    if not _is_only_on_cpus():
+        # GPU and TPU round a root or a quotient up to four times as much as a CPU.
+        roundings *= 4
+    return roundings + OTHER_ROUNDINGS - SHORTENED_BY
 
 
 def _dtype_of_sum(plan: LeafPlan, leaf: Array) -> np.dtype:
@@ -125,7 +163,7 @@ def _dtype_of_sum(plan: LeafPlan, leaf: Array) -> np.dtype:
     return max(wide_dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps))
 
 
-def _error_of_factors(plan: LeafPlan) -> float:
+def _error_of_split_factors(plan: LeafPlan) -> float:
     """The error of products of a cotangent and a factor that are split into two
     bfloat16 numbers, of all sites together. Plans that keep the gradient split none.
     """
@@ -139,8 +177,9 @@ def _error_of_factors(plan: LeafPlan) -> float:
 
 
 def _error_of_gram(plan: GramPlan) -> float:
-    """e = sqrt(1 + 16^2 gamma(R + K + L T^2 + 1)) - 1, with R rows, K columns, a stack
-    of L matrices, and T positions. Its sums are in float64.
+    """The part of e from a gram matrix, sqrt(1 + 16^2 gamma(R + K + L T^2 + 1)) - 1,
+    with R rows, K columns, a stack of L matrices, and T positions. Its sums are in
+    float64.
     """
     error_of_square = gamma(plan.roundings, np.float64)
     return float(np.sqrt(1 + MAX_CANCELLATION**2 * error_of_square) - 1)

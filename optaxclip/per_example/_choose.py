@@ -14,14 +14,15 @@ import jax
 from jax.core import Tracer
 
 from .. import _trees as trees
-from .._checks import check_choice, check_whole_number
+from .._checks import check_whole_number
+from .._jaxpr import source_line
 from .._mesh_types import is_on_one_device, manual_axes
 from .._trees import PyTree
 from ._ghost import Ghost, ghost_of
 from ._ghost._plans import GradientPlan, LeafPlan
 from ._ghost._sites import CannotSplit
-from ._passes import even_width, small_memory
-from ._problem import Problem, source_line
+from ._passes import even_width, numbers_without_loop
+from ._problem import Problem
 from ._work import (
     CONVOLUTION_SLOWDOWN_IN_LOOP,
     convolutions_of,
@@ -57,9 +58,8 @@ class Choice(NamedTuple):
         return [GradientPlan([], leaf.size) for leaf in leaves]
 
 
-def checked_microbatch(call: str, method: str, microbatch: Any) -> int | None:
-    """The microbatch as an int. Raises for a wrong method or microbatch."""
-    check_choice(f"{call}: method", method, METHODS)
+def checked_microbatch(call: str, microbatch: Any) -> int | None:
+    """The microbatch as an int, or None. Raises for a wrong one."""
     if microbatch is None:
         return None
     check_whole_number(f"{call}: microbatch", microbatch)
@@ -69,6 +69,10 @@ def checked_microbatch(call: str, method: str, microbatch: Any) -> int | None:
 def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     """The method that was asked for, or the faster one for "auto", and its width: by
     the microbatch that was asked for, or one that fits into memory.
+
+    Raises:
+      ValueError: "ghost" for a loss that it cannot take, and the convolutions that
+        `_method_for_convolutions` refuses.
     """
     ghost = None
     if method != "one_pass":
@@ -78,18 +82,17 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
                 f'{problem.call}: method must be "one_pass" or "auto" for {obstacle}, '
                 'got "ghost".'
             )
-    method, microbatch = _avoid_wrong_gradients(problem, ghost, method, microbatch)
+    method, microbatch = _method_for_convolutions(problem, ghost, method, microbatch)
+    use_ghost = method == "ghost"
     if ghost and method == "auto":
         costs = costs_of(problem, ghost, microbatch)
-        if costs["ghost"] <= costs["one_pass"]:
-            method = "ghost"
-    if ghost and method == "ghost":
+        use_ghost = costs["ghost"] <= costs["one_pass"]
+    if ghost and use_ghost:
         return Choice(_width_of_ghost(problem, ghost, microbatch), ghost)
-    if method == "auto":
-        return Choice(_width_of_one_pass(problem, ghost, microbatch))
-    # One pass by name takes the whole batch at once, if no microbatch is given.
-    width = _given_width(problem, microbatch) if microbatch else problem.size
-    return Choice(width)
+    if method == "one_pass" and not microbatch:
+        # One pass by name takes the whole batch at once.
+        return Choice(problem.size)
+    return Choice(_width_of_one_pass(problem, ghost, microbatch))
 
 
 def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
@@ -112,44 +115,20 @@ def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
         return None, str(error)
 
 
-def costs_of(
-    problem: Problem, ghost: Ghost | None, microbatch: int | None
-) -> dict[str, float]:
-    """The estimated time of each method, in times of the plain gradient."""
-    gradient_size = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
-    gradient_work = MULTIPLICATIONS_PER_NUMBER * gradient_size
-    # All work is for one example. The loss runs forward, backward to its inputs, and
-    # backward to its parameters. The plain gradient is written once for the batch.
-    plain_work = 3 * work_of(problem.program) + gradient_work / problem.size
-    # A loss without parameters may have no work.
-    plain_work = max(plain_work, 1.0)
-    one_pass_work = plain_work + gradient_work
-    if not ghost:
-        return {"one_pass": one_pass_work / plain_work}
-    # XLA on a CPU takes about twice as long for gradients of examples by the kernel of
-    # a convolution as for that of a batch, and much longer in a loop. Other platforms
-    # are assumed to be alike.
-    is_loop = _width_of_one_pass(problem, ghost, microbatch) < problem.size
-    slowdown = CONVOLUTION_SLOWDOWN_IN_LOOP if is_loop else 2
-    one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_window)
-    # Captured arrays are written and read, and so are gradients that are kept.
-    written_size = ghost.captured_size + ghost.kept_size
-    ghost_work = plain_work + MULTIPLICATIONS_PER_NUMBER * written_size
-    ghost_work += sum(plan.extra_work for plan in ghost.plans)
-    return {"one_pass": one_pass_work / plain_work, "ghost": ghost_work / plain_work}
-
-
 # ------------------------------------------------------------ how many examples at once
 
 
 def _given_width(problem: Problem, microbatch: int) -> int:
     """The width of a microbatch that the devices of an Explicit mesh share."""
-    return even_width(problem.size, max(microbatch // problem.devices, 1))
+    return even_width(problem.size, max(microbatch // problem.explicit_devices, 1))
 
 
 def _width_of_ghost(problem: Problem, ghost: Ghost, microbatch: int | None) -> int:
+    """The width of ghost clipping."""
     if microbatch:
         return _given_width(problem, microbatch)
+    # The whole batch then takes at most twice the memory of the captured arrays.
+    # A larger number is held to the memory of one pass.
     if ghost.kept_size <= ghost.captured_size:
         return problem.size
     fitting = _fitting_width(problem.size, ghost.kept_size, ghost.captured_size)
@@ -168,7 +147,7 @@ def _width_of_one_pass(
     if problem.has_symbolic_sizes:
         return size
     # 8 megabytes on a CPU, 256 elsewhere
-    room = 8 * small_memory()
+    room = 8 * numbers_without_loop()
     leaves = jax.tree.leaves(problem.params)
     if not ghost:
         gradient_size = sum(leaf.size for leaf in leaves)
@@ -180,12 +159,10 @@ def _width_of_one_pass(
     fitting = _fitting_width(size, gradient_size, ghost.captured_size)
     is_small = size * (gradient_size + ghost.captured_size) <= room
     if jax.default_backend() == "cpu" and not ghost.is_convolved and not is_small:
-        # A CPU is faster if the gradients stay in its cache, as a megabyte does. A
-        # transformer of 432,000 parameters took half as long with 8 examples at once as
-        # with 16. LoRA took 0.6 of the time of the whole batch with 16 or 32 at once,
-        # and 0.7 to 0.8 with 8. A small batch is faster all at once: a neural ODE with
-        # 32 examples at once took 0.8 of its time with 8.
-        in_cache = max(8, small_memory() // max(gradient_size, 1))
+        # A CPU is faster with as many gradients as fit its cache, a megabyte, and at
+        # least 8. A transformer of 432,000 parameters took half as long with 8 examples
+        # at once as with 16.
+        in_cache = max(8, numbers_without_loop() // max(gradient_size, 1))
         fitting = min(fitting, in_cache)
     return even_width(size, fitting)
 
@@ -194,21 +171,51 @@ def _fitting_width(size: int, kept_size: int, captured_size: int) -> int:
     """How many of `size` examples fit into memory at once, if `kept_size` numbers of
     each are kept beside `captured_size` numbers.
 
-    The whole batch fits if it keeps at most a third of what it captures. A microbatch
-    is at most half the batch and captures at most half as much, so it may keep two
-    thirds of what the batch would capture. Some room for kept numbers is always there.
+    The whole batch, which captures C numbers, may keep C / 3: 4/3 C together. A
+    microbatch is at most half the batch and captures at most C / 2, so it may keep
+    2/3 C: 7/6 C together. Some room for kept numbers is always there.
     """
-    room = max(size * captured_size // 3, small_memory() // 4)
+    room = max(size * captured_size // 3, numbers_without_loop() // 4)
     fitting = room // max(kept_size, 1)
     if fitting >= size:
         return size
     return max(min(2 * fitting, size // 2), 1)
 
 
+# -------------------------------------------------------------------- estimated times
+
+
+def costs_of(
+    problem: Problem, ghost: Ghost | None, microbatch: int | None
+) -> dict[str, float]:
+    """The estimated time of each method, in times of the plain gradient."""
+    gradient_size = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
+    gradient_work = MULTIPLICATIONS_PER_NUMBER * gradient_size
+    # All work is for one example. The loss runs forward, backward to its inputs, and
+    # backward to its parameters. The plain gradient is written once for the batch.
+    plain_work = 3 * work_of(problem.program) + gradient_work / problem.size
+    # A loss without parameters may have no work.
+    plain_work = max(plain_work, 1.0)
+    one_pass_work = plain_work + gradient_work
+    if not ghost:
+        return {"one_pass": one_pass_work / plain_work}
+    # XLA on a CPU takes about twice as long for gradients of examples by the kernel of
+    # a convolution as for the one gradient of the batch, and much longer in a loop.
+    # Other platforms are assumed to be alike.
+    is_loop = _width_of_one_pass(problem, ghost, microbatch) < problem.size
+    slowdown = CONVOLUTION_SLOWDOWN_IN_LOOP if is_loop else 2
+    one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_window)
+    # Captured arrays are written and read, and so are gradients that are kept.
+    written_size = ghost.captured_size + ghost.kept_size
+    ghost_work = plain_work + MULTIPLICATIONS_PER_NUMBER * written_size
+    ghost_work += sum(plan.extra_work for plan in ghost.plans)
+    return {"one_pass": one_pass_work / plain_work, "ghost": ghost_work / plain_work}
+
+
 # ------------------------------------------------------------- kernels of convolutions
 
 
-def _avoid_wrong_gradients(
+def _method_for_convolutions(
     problem: Problem, ghost: Ghost | None, method: str, microbatch: int | None
 ) -> tuple[str, int | None]:
     """The method and the microbatch, changed where XLA would compute wrong gradients of
@@ -218,29 +225,31 @@ def _avoid_wrong_gradients(
       jit splits the batch              Raises ValueError, or makes the compiler raise
                                         an error
       groups of several channels        On a CPU the NaN of one example reaches all. One
-                                        example at a time is right
+                                        example at a time is right, whatever microbatch
+                                        was given
     """
     convolutions = convolutions_of(problem.program)
-    if not convolutions:
-        return method, microbatch
-    is_grouped = any(map(has_groups, convolutions))
-    may_be_split = _may_be_split(problem.batch)
-    if not is_grouped and not may_be_split:
+    grouped = [eqn for eqn in convolutions if has_groups(eqn)]
+    may_be_split = len(convolutions) > 0 and _may_be_split(problem.batch)
+    if not grouped and not may_be_split:
         return method, microbatch
     if ghost and not _makes_kernel_gradients(ghost):
         return "ghost", microbatch
     if may_be_split:
         _refuse_a_split(
             problem.batch,
-            f'{problem.call}: method must be "ghost", and each kernel used once, for '
-            f"convolutions{source_line(convolutions[0])} of a batch that jit splits "
-            "over devices, where XLA computes wrong gradients of examples. Or put "
-            "clipped_grad into jax.shard_map, with mean=False, and lax.psum its "
+            f'{problem.call}: method="ghost", with each kernel used once, is needed '
+            f"for convolutions{source_line(convolutions[0])} of a batch that jit "
+            "splits over devices, where XLA computes wrong gradients of examples. Or "
+            "put clipped_grad into jax.shard_map, with mean=False, and lax.psum its "
             f'gradients. Got method="{method}".',
         )
-    if is_grouped:
-        microbatch = 1
-    return method, microbatch
+    if not grouped:
+        return method, microbatch
+    if problem.limits and problem.limits.needs_all_norms:
+        # Ghost clipping would make the gradients of all examples at once.
+        method = "one_pass"
+    return method, 1
 
 
 def _makes_kernel_gradients(ghost: Ghost) -> bool:

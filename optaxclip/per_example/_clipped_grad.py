@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_flag, shown
+from .._checks import check_choice, check_flag, shown
 from .._mesh import MeshAxes
 from .._trees import PyTree
 from ..shrinks import Shrink, shrink_of
 from ._bounds import Bounds, bounds_of
-from ._choose import checked_microbatch, choose
+from ._choose import METHODS, checked_microbatch, choose
 from ._explicit import DeviceResult, on_each_device
 from ._limits import limits_of
-from ._passes import Run
+from ._passes import BatchRun
 from ._problem import Argnums, Problem, Signature, check_function
 
 # Multiplied by this, a bound still holds after four float32 roundings.
@@ -78,7 +78,7 @@ class ClippedGrad(NamedTuple):
           >>> other = grad(0.0, jnp.array([0.5, 2.0]), mask=mask)
           >>> both = other.added_to(result)
           >>> print(f"{both.grads:.3f} {both.sensitivity:.6f}")
-          3.000 1.000002
+          3.000 1.000003
         """
         if self.divisor is not None or total.divisor is not None:
             raise ValueError(
@@ -244,7 +244,8 @@ def clipped_grad(
     check_flag(f"{call}: mean", mean)
     check_flag(f"{call}: private", private)
     limits = limits_of(max_norm, call, shrink_of(shrink, call))
-    microbatch = checked_microbatch(call, method, microbatch)
+    check_choice(f"{call}: method", method, METHODS)
+    microbatch = checked_microbatch(call, microbatch)
     if limits.needs_all_norms and (private or microbatch):
         raise ValueError(
             f"{call}: max_norm={shown(max_norm)}, a function of all norms, needs "
@@ -263,12 +264,9 @@ def clipped_grad(
     def clip_on_device(problem: Problem) -> tuple[DeviceResult, Bounds]:
         # norms |g_i| and factors f_i = shrink(|g_i|, C) / |g_i|, by `weights_of`
         # sums = sum_i f_i g_i / divisor, by `Weights.weighted_sum` or from cotangents
-        problem = signature.on_device(problem)
+        problem = signature.traced(problem)
         choice = choose(problem, method, microbatch)
-        # A max_norm function needs all norms first, so the whole batch is one
-        # microbatch.
-        width = None if limits.needs_all_norms else choice.width
-        run = Run(problem, width)
+        run = BatchRun(problem, choice.width)
         if choice.ghost:
             sums, results = choice.ghost.clipped_sums(run)
         else:
@@ -307,13 +305,13 @@ def clipped_grad(
         sensitivity = None
         longest = None
         bounds = bounds_of_devices[0]
-        limit_of_sum = limits.of_sum(bounds.longest)
+        limit_of_example = limits.of_example(bounds.longest)
         # Without a mask, one example less is another program, in which the gradients of
         # all others may have other bits.
         is_proved = private and not mean and mask is not None
-        if is_proved and limit_of_sum is not None:
-            sensitivity = limit_of_sum * (1 + bounds.change) * ROUNDED_UP
-            longest = limit_of_sum * bounds.longest * ROUNDED_UP
+        if is_proved and limit_of_example is not None:
+            sensitivity = limit_of_example * (1 + bounds.change) * ROUNDED_UP
+            longest = limit_of_example * bounds.longest * ROUNDED_UP
         return ClippedGrad(
             grads=treedef.unflatten(sums),
             norms=norms,

@@ -111,7 +111,7 @@ def on_each_device(
 
     def on_device(leaves: list[Array]) -> DeviceResult:
         problem_on_device = put_back(treedef.unflatten(leaves), problem)
-        result = run(problem_on_device._replace(devices=devices))
+        result = run(problem_on_device._replace(explicit_devices=devices))
         nonfinite = lax.psum(result.nonfinite, roles.batch_axes)
         return DeviceResult(
             sums=list(map(roles.added_up, result.sums, sum_specs)),

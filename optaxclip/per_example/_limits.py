@@ -6,6 +6,8 @@ Parameters that share a limit C are a group. Each example has a norm and a facto
 each group.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,163 +33,13 @@ from ._problem import Problem
 
 Arrays = list[Array]
 # The terms of a gradient may be this many times as long as their sum. If they cancel to
-# less, rounding is too large a part of it, and the example counts as longer than it is.
+# less, rounding is too large a part of it. Then the norm used for clipping is 1/16 of
+# sum |term|, longer than the true one.
 MAX_CANCELLATION = 16
 # Numbers below 1.2e-38 may be flushed to 0. The bounds do not count them. The proof
 # needs limits C >= LEAST_LIMIT for this, and factors up to C / LEAST_LIMIT.
 LEAST_LIMIT = 1e-5
 LARGEST_NUMBER = float(np.finfo(np.float32).max)
-
-
-class Weights(NamedTuple):
-    """Norms and factors of the examples of a batch."""
-
-    # float32[batch, groups]: 0 for an example that is masked
-    norms: Array
-    # float32[batch, groups]: the square roots of the factors. Without meaning for an
-    # example that does not count.
-    roots: Array
-    # float32[batch, groups]: the factors, for reports. 0 for an example that does not
-    # count.
-    factors: Array
-    is_counted: Array  # bool[batch]: is not masked, and has finite norms
-    inverse_divisor: Array  # float32[batch]: the same number for all examples
-
-    def weighted_sum(self, leaf: Array, group: int) -> Array:
-        """The sum over the batch of the gradients that count, times the factors of a
-        group, over the divisor, in float32 or wider.
-        """
-        root = along_batch(self.roots[:, group], leaf)
-        is_counted = along_batch(self.is_counted, leaf)
-        wide = np.promote_types(leaf.dtype, root.dtype)
-        # Selected, since 0 times NaN is NaN.
-        clipped = jnp.where(is_counted, times_square(leaf.astype(wide), root), 0)
-        # A dot, which on a CPU is four times as fast as a sum over the first axis. At
-        # the highest precision, because GPU and TPU would round to fewer bits.
-        return jnp.tensordot(
-            self.inverse_divisor.astype(wide),
-            clipped,
-            axes=1,
-            precision=lax.Precision.HIGHEST,
-        )
-
-
-def weights_of(
-    problem: Problem, leaves: Arrays, present: Array, term_bounds: Arrays | None = None
-) -> Weights:
-    """Norms and factors of gradients with a leading batch axis.
-
-    `term_bounds` has an array [batch] for each leaf. If the gradient of an example is
-    never made, and its terms are added up with those of others, that is an upper bound
-    of the sum of their sizes. Otherwise it is 0. None: all gradients were made.
-    """
-    limits = problem.limits
-    specs = []
-    for group, mesh_axes in zip(problem.groups, problem.splits):
-        specs.append(LeafSpec(norm_index=group, mesh_of_summed=mesh_axes))
-    plan = NormPlan(tuple(specs), len(limits.values), ord=None)
-
-    def norms_of_one(leaves: Arrays) -> Array:
-        return jnp.stack(norms_of(plan, leaves))
-
-    norms_of_batch = jax.vmap(norms_of_one, axis_size=present.size)
-    norms = norms_of_batch(leaves)  # [batch, groups]
-    if term_bounds:
-        least = norms_of_batch(lax.stop_gradient(term_bounds)) / MAX_CANCELLATION
-        norms = jnp.maximum(norms, least.astype(norms.dtype))
-    is_counted = present & jnp.all(jnp.isfinite(norms), axis=1)
-    counted_norms = jnp.where(is_counted[:, None], norms, 0.0)
-    limits_of_norms = jnp.broadcast_to(limits.of_groups(norms, is_counted), norms.shape)
-    new_norms = shrunk_by(limits.shrink, counted_norms, limits_of_norms, problem.call)
-    # Gradients are multiplied twice by `factor.root`. `factor.reported` is one number
-    # for both.
-    factor = factor_between(counted_norms, new_norms)
-    ones = jnp.ones_like(counted_norms[:, 0])
-    return Weights(
-        norms=jnp.where(present[:, None], norms, 0.0),
-        roots=factor.root,
-        factors=jnp.where(is_counted[:, None], factor.reported, 0.0),
-        is_counted=is_counted,
-        inverse_divisor=ones / in_norm_dtype(norms.dtype, problem.divisor),
-    )
-
-
-class Limits(NamedTuple):
-    """`max_norm`: a tree prefix of the parameters, with a limit for each group."""
-
-    call: str  # the function that the user called, for errors
-    # For each group a number, a function of its norms, or None for no limit
-    values: list[Any]
-    shrink: Shrink
-    prefix: Prefix  # the path of each limit, and the number of its group
-    treedef: Any
-
-    @property
-    def needs_all_norms(self) -> bool:
-        """Whether a limit is a function of all norms of the batch."""
-        return any(map(is_function, self.values))
-
-    def groups_of(self, params: PyTree) -> list[int]:
-        """The group of each parameter. Raises ValueError for limits that do not fit."""
-        return lookup(self.prefix, params, f"{self.call}: max_norm")
-
-    def of_groups(self, norms: Array, is_counted: Array) -> Array:
-        """The limits as numbers, for norms [batch, groups]."""
-        limits = []
-        for group, value in enumerate(self.values):
-            limit = value
-            if value is None:
-                limit = jnp.inf
-            elif is_function(value):
-                limit = self._limit_from(value, norms[:, group], is_counted)
-            limits.append(in_norm_dtype(norms.dtype, limit))
-        # A traced limit may be negative, and then counts as 0.
-        return jnp.maximum(jnp.stack(limits), 0)
-
-    def _limit_from(
-        self, function: Callable[[Array], Any], norms: Array, is_counted: Array
-    ) -> Array:
-        """The limit that a function computes from the norms of a group, of all devices
-        in shard_map too.
-        """
-        all_norms = lax.stop_gradient(jnp.where(is_counted, norms, jnp.nan))
-        for name in sorted(varying(all_norms)):
-            all_norms = lax.all_gather(all_norms, name, tiled=True)
-        limit = function(all_norms)
-        check_scalar(f"{self.call}: what max_norm returns", limit)
-        # Without an example there is no median.
-        return jnp.where(jnp.any(is_counted), limit, 0)
-
-    def of_sum(self, longest: float) -> Any:
-        """The limit of all groups together: the root of the sum of their squares. None
-        where no bound is proved, which for traced limits is inf instead. The sum may be
-        `longest` limits long.
-        """
-        is_limited = not any(limit is None for limit in self.values)
-        # `over_limit` multiplies by at most 1 over the limit, and its new limit is 1.
-        is_bounded = (
-            self.shrink is over_limit
-            or factor_per_limit_of(self.shrink) <= 1 / LEAST_LIMIT
-        )
-        if self.needs_all_norms or not is_limited or not is_bounded:
-            return None
-        is_traced = any(isinstance(limit, Tracer) for limit in self.values)
-        # By NumPy, so that `sensitivity` of dropin.jax_privacy is no tracer under jit.
-        numpy = jnp if is_traced else np
-        # A traced limit may be negative, and then counts as 0.
-        limits = numpy.maximum(numpy.array(self.values, float), 0)
-        is_proved = numpy.all((limits == 0) | (limits >= LEAST_LIMIT))
-        if self.shrink is over_limit:
-            limits = numpy.ones_like(limits)
-        limit_of_sum = numpy.linalg.norm(limits)
-        # A difference of sums that are inf has no bound.
-        is_proved &= limit_of_sum < LARGEST_NUMBER / longest
-        if is_traced:
-            # Squares, their sum and this product are wrong by less than 2^-23 for each
-            # limit, and the root of a GPU or TPU by 2^-22.
-            rounded_up = limit_of_sum * (1 + (len(self.values) + 2) * 2.0**-23)
-            return jnp.where(is_proved, rounded_up, jnp.inf)
-        return limit_of_sum if is_proved else None
 
 
 def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> Limits:
@@ -218,11 +70,172 @@ def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> Limits:
     return Limits(call, values, shrink, Prefix(tuple(groups)), treedef)
 
 
+class Limits(NamedTuple):
+    """`max_norm`: a tree prefix of the parameters, with a limit for each group."""
+
+    call: str  # the function that the user called, for errors
+    # For each group a number, a function of its norms, or None for no limit
+    values: list[Any]
+    shrink: Shrink
+    prefix: Prefix  # the path of each limit, and the number of its group
+    treedef: Any  # to give norms back as a tree like `max_norm`
+
+    @property
+    def needs_all_norms(self) -> bool:
+        """Whether a limit is a function of all norms of the batch."""
+        return any(map(is_function, self.values))
+
+    def groups_of(self, params: PyTree) -> list[int]:
+        """The group of each parameter. Raises ValueError for limits that do not fit."""
+        return lookup(self.prefix, params, f"{self.call}: max_norm")
+
+    def of_groups(self, norms: Array, is_counted: Array) -> Array:
+        """The limits as numbers, for norms [batch, groups]."""
+        limits = []
+        for group, value in enumerate(self.values):
+            limit = value
+            if value is None:
+                limit = jnp.inf
+            elif is_function(value):
+                limit = self._limit_from(value, norms[:, group], is_counted)
+            limits.append(in_norm_dtype(norms.dtype, limit))
+        # A traced limit may be negative, and then counts as 0.
+        return jnp.maximum(jnp.stack(limits), 0)
+
+    def _limit_from(
+        self, function: Callable[[Array], Any], norms: Array, is_counted: Array
+    ) -> Array:
+        """The limit that a function computes from the norms of a group, of all devices
+        in shard_map too. In pmap and with check_vma=False only of this device.
+        """
+        all_norms = lax.stop_gradient(jnp.where(is_counted, norms, jnp.nan))
+        for name in sorted(varying(all_norms)):
+            all_norms = lax.all_gather(all_norms, name, tiled=True)
+        limit = function(all_norms)
+        check_scalar(f"{self.call}: what max_norm returns", limit)
+        # Without an example there is no median.
+        return jnp.where(jnp.any(is_counted), limit, 0)
+
+    def of_example(self, longest: float) -> Any:
+        """The limit of one example over all groups: the root of the sum of their
+        squares.
+
+        Returns None where nothing is proved. Whether a traced limit is proved is known
+        only at run time, so it gives inf instead. `longest`, from `Bounds`: the norm of
+        the sum over the limit.
+        """
+        is_limited = not any(limit is None for limit in self.values)
+        if self.needs_all_norms or not is_limited or not self._has_bounded_factors():
+            return None
+        is_traced = any(isinstance(limit, Tracer) for limit in self.values)
+        # By NumPy, so that `sensitivity` of dropin.jax_privacy is no tracer under jit.
+        xp = jnp if is_traced else np
+        # A traced limit may be negative, and then counts as 0.
+        limits = xp.maximum(xp.array(self.values, float), 0)
+        is_proved = xp.all((limits == 0) | (limits >= LEAST_LIMIT))
+        if self.shrink is over_limit:
+            # What `over_limit` returns is at most 1.
+            limits = xp.ones_like(limits)
+        joined_limit = xp.linalg.norm(limits)
+        # A difference of sums that are inf has no bound.
+        is_proved &= joined_limit < LARGEST_NUMBER / longest
+        if is_traced:
+            # Squares, their sum and this product are wrong by less than 2^-23 for each
+            # limit, and the root of a GPU or TPU by 2^-22.
+            rounded_up = joined_limit * (1 + (len(self.values) + 2) * 2.0**-23)
+            return jnp.where(is_proved, rounded_up, jnp.inf)
+        return joined_limit if is_proved else None
+
+    def _has_bounded_factors(self) -> bool:
+        """Whether factors are at most 1, or 1 / LEAST_LIMIT limits."""
+        # `over_limit` multiplies by at most 1 over the limit.
+        if self.shrink is over_limit:
+            return True
+        return factor_per_limit_of(self.shrink) <= 1 / LEAST_LIMIT
+
+
 def over_limit(norm: Array, limit: Array) -> Array:
     """The shrink of `rescale_to_unit_norm` in dropin.jax_privacy: the clipped norm over
     the limit.
     """
     return hard(norm, limit) / limit
+
+
+def weights_of(
+    problem: Problem, leaves: Arrays, present: Array, term_bounds: Arrays | None = None
+) -> Weights:
+    """Norms and factors of gradients with a leading batch axis.
+
+    Args:
+      problem: has the limits.
+      leaves: the gradients, or smaller arrays with the same norms.
+      present: bool[batch], not masked.
+      term_bounds: an array [batch] for each leaf. For a leaf whose gradients are never
+        made (norms by gram), an entry is an upper bound of sum |term| of that example.
+        For other leaves it is 0. None: 0 for all.
+    """
+    limits = problem.limits
+    specs = []
+    for group, split_axes in zip(problem.groups, problem.axes_of_params):
+        specs.append(LeafSpec(norm_index=group, mesh_of_summed=split_axes))
+    plan = NormPlan(tuple(specs), len(limits.values), ord=None)
+
+    def norms_of_one(leaves: Arrays) -> Array:
+        return jnp.stack(norms_of(plan, leaves))
+
+    norms_of_batch = jax.vmap(norms_of_one, axis_size=present.size)
+    norms = norms_of_batch(leaves)  # [batch, groups]
+    if term_bounds:
+        least = norms_of_batch(lax.stop_gradient(term_bounds)) / MAX_CANCELLATION
+        norms = jnp.maximum(norms, least.astype(norms.dtype))
+    is_counted = present & jnp.all(jnp.isfinite(norms), axis=1)
+    counted_norms = jnp.where(is_counted[:, None], norms, 0.0)
+    limits_of_norms = jnp.broadcast_to(limits.of_groups(norms, is_counted), norms.shape)
+    new_norms = shrunk_by(limits.shrink, counted_norms, limits_of_norms, problem.call)
+    # Gradients are multiplied twice by `factor.root`. `factor.reported` is one number
+    # for both.
+    factor = factor_between(counted_norms, new_norms)
+    ones = jnp.ones_like(counted_norms[:, 0])
+    return Weights(
+        norms=jnp.where(present[:, None], norms, 0.0),
+        roots=factor.root,
+        factors=jnp.where(is_counted[:, None], factor.reported, 0.0),
+        is_counted=is_counted,
+        inverse_divisor=ones / in_norm_dtype(norms.dtype, problem.divisor),
+    )
+
+
+class Weights(NamedTuple):
+    """Norms and factors of the examples of a batch."""
+
+    # Floats are float32, or float64 for 64-bit leaves.
+    norms: Array  # float[batch, groups]: 0 for an example that is masked
+    # float[batch, groups]: the square roots of the factors. Without meaning for an
+    # example that does not count.
+    roots: Array
+    # float[batch, groups]: the factors, for reports. 0 for an example that does not
+    # count.
+    factors: Array
+    is_counted: Array  # bool[batch]: is not masked, and has finite norms
+    inverse_divisor: Array  # float[batch]: the same number for all examples
+
+    def weighted_sum(self, leaf: Array, group: int) -> Array:
+        """The sum over the batch of the gradients that count, times the factors of a
+        group, over the divisor, in float32 or wider.
+        """
+        root = along_batch(self.roots[:, group], leaf)
+        is_counted = along_batch(self.is_counted, leaf)
+        wide = np.promote_types(leaf.dtype, root.dtype)
+        # Selected, since 0 times NaN is NaN.
+        clipped = jnp.where(is_counted, times_square(leaf.astype(wide), root), 0)
+        # A dot, which on a CPU is four times as fast as a sum over the first axis. At
+        # the highest precision, because GPU and TPU would round to fewer bits.
+        return jnp.tensordot(
+            self.inverse_divisor.astype(wide),
+            clipped,
+            axes=1,
+            precision=lax.Precision.HIGHEST,
+        )
 
 
 def along_batch(per_example: Array, leaf: Array) -> Array:

@@ -1,7 +1,6 @@
 """One pass: the gradients of examples by `jax.vmap`, their norms, and their weighted
-sum, a microbatch at a time (`Run.in_one_pass`). Ghost clipping uses the same loop over
-microbatches (`in_microbatches`), and what follows it: `KahanSum`, sizes of blocks, and
-dtypes.
+sum, a microbatch at a time (`BatchRun.in_one_pass`). Ghost clipping uses the same loop
+over microbatches (`in_microbatches`), and the helpers below.
 
 Memory is that of one microbatch, plus a few numbers for each example.
 """
@@ -9,7 +8,7 @@ Memory is that of one microbatch, plus a few numbers for each example.
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +32,20 @@ class ExampleResults(NamedTuple):
     aux: PyTree  # [batch, ...]
 
 
-class Run(NamedTuple):
+class BatchRun(NamedTuple):
     """The clipping of one batch on a device. Both methods return the weighted sums of
     the gradients, one for each parameter, and the results of the examples.
     """
 
     problem: Problem
-    width: int | None  # how many examples at once. None: the whole batch
+    width: int  # how many examples at once
+
+    @property
+    def needs_all_norms(self) -> bool:
+        """Whether the whole batch is one microbatch, because a limit is a function of
+        all norms.
+        """
+        return self.problem.limits.needs_all_norms
 
     def in_one_pass(self) -> tuple[Arrays, ExampleResults]:
         """Makes the gradients of the examples of each microbatch."""
@@ -50,10 +56,15 @@ class Run(NamedTuple):
             # As leaves: a class of the user's may refuse arrays with a batch axis.
             return value_and_aux, jax.tree.leaves(grads)
 
-        gradients_of_all = jax.vmap(gradient_of_one, (None, 0))
+        def gradients_of(examples: PyTree) -> tuple[PyTree, Arrays]:
+            gradient = partial(gradient_of_one, self.problem.params)
+            if self.needs_all_norms and self.width == 1:
+                # One at a time in the one microbatch
+                return lax.map(gradient, examples)
+            return jax.vmap(gradient)(examples)
 
         def step(present: Array, examples: PyTree) -> tuple[Arrays, ExampleResults]:
-            (values, aux), grads = gradients_of_all(self.problem.params, examples)
+            (values, aux), grads = gradients_of(examples)
             # Without this barrier XLA on a CPU would also write to memory the float64
             # squares of the gradients, which only the norms need.
             grads = written(grads)
@@ -61,13 +72,14 @@ class Run(NamedTuple):
             sums = list(map(weights.weighted_sum, grads, self.problem.groups))
             return sums, ExampleResults(weights, values, aux)
 
-        return self.in_steps(step)
+        return self.run_steps(step)
 
-    def in_steps(self, step: MicrobatchFunction) -> tuple[Arrays, ExampleResults]:
+    def run_steps(self, step: MicrobatchFunction) -> tuple[Arrays, ExampleResults]:
         """Runs `step(present, examples)` on each microbatch."""
-        return in_microbatches(
-            step, self.zeros(), self.problem.present, (self.problem.batch,), self.width
-        )
+        width = None if self.needs_all_norms else self.width
+        # One argument of `step` is the whole batch, a tuple.
+        batch = (self.problem.batch,)
+        return in_microbatches(step, self.zeros(), self.problem.present, batch, width)
 
     def zeros(self) -> Arrays:
         """Sums of no gradients, in float32 or wider: in 16 bits small gradients would
@@ -78,7 +90,8 @@ class Run(NamedTuple):
             dtype = np.promote_types(leaf.dtype, np.float32)
             # `zeros_like` keeps how an Explicit mesh splits the parameter.
             zero = jnp.zeros_like(leaf, dtype)
-            # lax.scan needs zeros of the type that its sums will have.
+            # lax.scan needs zeros of the type that its sums will have, also of the mesh
+            # axes that they vary over.
             zeros.append(varying_as_any_of(zero, (self.problem.batch, leaf)))
         return zeros
 
@@ -88,48 +101,50 @@ def in_microbatches(
     total: PyTree,
     present: Array,
     batch: PyTree,
-    most: int | None,
-    plus: Callable[[PyTree, PyTree], PyTree] | None = None,
+    max_width: int | None,
+    add: Callable[[PyTree, PyTree], PyTree] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Runs `step(present, *examples) -> (terms, results)` on each microbatch, of at
-    most `most` examples, or on the whole batch for None.
+    most `max_width` examples, or on the whole batch for None.
 
     `present` is bool[batch]. A step gets False also for examples that only fill up its
-    microbatch. `plus` adds terms to the total. If it is None they are added leaf by
+    microbatch. `add` adds terms to the total. If it is None they are added leaf by
     leaf.
 
     Returns:
       The total plus all terms, and the results of each example.
     """
-    plus = plus or partial(jax.tree.map, _plus)
+    add = add or partial(jax.tree.map, _plus)
     size = present.size
-    width = even_width(size, most or size)
-    turns = -(-size // width)
-    if turns == 1:
+    width = even_width(size, max_width or size)
+    microbatch_count = -(-size // width)
+    if microbatch_count == 1:
         terms, results = step(present, *batch)
-        return plus(total, terms), results
+        return add(total, terms), results
 
     def split(x: Array) -> Array:
-        """[batch, ...] as [width, turns, ...].
+        """[batch, ...] as [width, microbatch_count, ...].
 
-        Microbatch n has the examples n, n + turns, n + 2 turns, and so on, instead of
-        neighbours. Devices that share a batch then have a part of every microbatch, and
-        need not send any.
+        Of m microbatches number n has the examples n, n + m, n + 2 m, and so on,
+        instead of neighbours. Devices that share a batch then have a part of every
+        microbatch, and need not send any.
         """
-        missing = width * turns - size
+        missing = width * microbatch_count - size
         if missing:
             # The first examples fill up. Fewer than `width` are missing, so the batch
             # has enough of them.
             x = jnp.concatenate([x, x[:missing]])
-        return x.reshape(width, turns, *x.shape[1:])
+        return x.reshape(width, microbatch_count, *x.shape[1:])
 
     def joined(x: Array) -> Array:
-        """[turns, width, ...] as [batch, ...], without the examples that fill up."""
+        """[microbatch_count, width, ...] as [batch, ...], without the examples that
+        fill up.
+        """
         return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])[:size]
 
     # The examples that fill up must not count again.
-    is_first_time = np.arange(width * turns) < size
-    present = split(present) & is_first_time.reshape(width, turns)
+    is_first_time = np.arange(width * microbatch_count) < size
+    present = split(present) & is_first_time.reshape(width, microbatch_count)
     batch = jax.tree.map(split, batch)
 
     def take_turn(total: PyTree, turn: Array) -> tuple[PyTree, PyTree]:
@@ -138,9 +153,9 @@ def in_microbatches(
             return lax.dynamic_index_in_dim(x, turn, 1, keepdims=False)
 
         terms, results = step(*jax.tree.map(take, (present, *batch)))
-        return plus(total, terms), results
+        return add(total, terms), results
 
-    total, results = lax.scan(take_turn, total, jnp.arange(turns))
+    total, results = lax.scan(take_turn, total, jnp.arange(microbatch_count))
     return total, jax.tree.map(joined, results)
 
 
@@ -148,13 +163,14 @@ def _plus(total: Array, term: Array) -> Array:
     return total + term.astype(total.dtype)
 
 
-def even_width(size: int, most: int) -> int:
-    """The smallest width of microbatches that are as few as with the width `most`.
+def even_width(size: int, max_width: int) -> int:
+    """The smallest width of microbatches that are as few as with the width
+    `max_width`.
 
     32 examples with at most 9 are four microbatches of 8, not of 9, 9, 9 and 5.
     """
-    turns = -(-size // min(most, size))
-    return -(-size // turns)
+    microbatch_count = -(-size // min(max_width, size))
+    return -(-size // microbatch_count)
 
 
 class KahanSum(NamedTuple):
@@ -189,27 +205,11 @@ def block_size() -> int:
     return 256 if jax.default_backend() == "cpu" else sys.maxsize
 
 
-def small_memory() -> int:
+def numbers_without_loop() -> int:
     """Up to this many float32 numbers one array is faster than a loop over parts."""
     # A megabyte on a CPU, which fits its cache. Elsewhere 32 megabytes, since each turn
     # of a loop starts kernels again.
     return 2**18 if jax.default_backend() == "cpu" else 2**23
-
-
-def is_narrow(x: Any) -> bool:
-    """Whether an array, a type, or a dtype has floats of 16 bits or fewer."""
-    dtype = getattr(x, "dtype", x)
-    is_float = jnp.issubdtype(dtype, jnp.inexact)
-    return is_float and jnp.finfo(dtype).bits < 32
-
-
-def widened(tree: PyTree) -> PyTree:
-    """The arrays of a tree, with float32 instead of 16 bits."""
-
-    def wide(x: Array) -> Array:
-        return x.astype(np.float32) if is_narrow(x) else x
-
-    return jax.tree.map(wide, tree)
 
 
 def written(tree: PyTree) -> PyTree:

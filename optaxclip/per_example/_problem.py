@@ -1,11 +1,9 @@
-"""The arguments of one call of a function by `clipped_grad` or `explain_clipped_grad`:
-which of them are differentiated, shared by all examples, or a batch.
+"""One call of a function that `clipped_grad` or `explain_clipped_grad` made: its
+arguments and their roles, and the traced loss.
 """
 
 import operator
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,20 +14,19 @@ from .. import _mesh
 from .. import _mesh_types as mesh_types
 from .. import _trees as trees
 from .._checks import shown
+from .._jaxpr import CASTS_OVER_DEVICES, source_line
 from .._mesh import AxisNames, MeshAxes, listed
 from .._mesh_types import varying
 from .._trees import PyTree
 from ._work import equations_of
 
-# Lines in these folders, of JAX and of this library, tell a user nothing.
-LIBRARY_FOLDERS = tuple(f"{Path(str(x.__file__)).parent}{os.sep}" for x in (jax, trees))
 # As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
 Argnums = int | Sequence[int]
 # With these values of `vmap_method` a callback sees one example at a time. With None
 # JAX itself refuses arguments of the callback that depend on the example. An equation
 # that is no callback has None as well.
 ONE_BY_ONE = (None, "sequential", "sequential_unrolled")
-SPLIT_LOOKUP = (
+HINT_FOR_SPLIT_TABLES = (
     "an Explicit mesh axis splits a parameter, but not the batch. In the loss look up "
     "rows of such a table by table.at[rows].get(out_sharding=jax.sharding."
     "PartitionSpec()), or make the axis Auto."
@@ -43,8 +40,8 @@ class Problem(NamedTuple):
     |---|---|
     | call, loss, params, batch, present, shared | `Signature.problem_of` |
     | limits, groups, divisor, is_sum | `clipped_grad` |
-    | devices | `on_each_device`, on a mesh with Explicit axes |
-    | splits, mesh_axes, program, result_types | `Signature.on_device`, on each device |
+    | explicit_devices | `on_each_device`, on a mesh with Explicit axes |
+    | axes_of_params, batch_axes, program, result_types | `Signature.traced` |
     """
 
     call: str  # the function that the user called, for errors
@@ -55,14 +52,14 @@ class Problem(NamedTuple):
     present: jax.Array  # bool[batch]: not masked
     shared: list[Any]  # arguments that are the same for all examples
     # For each parameter, the mesh axes over which its gradient is split
-    splits: Sequence[AxisNames] = ()
+    axes_of_params: Sequence[AxisNames] = ()
     limits: Any = None  # `Limits`, of `max_norm`. None in `explain_clipped_grad`
     groups: Sequence[int] = ()  # for each parameter, the index of its limit
     divisor: Any = 1  # of the sum of the clipped gradients
     is_sum: bool = True  # False: a mean
-    devices: int = 1  # how many devices of an Explicit mesh share the batch
+    explicit_devices: int = 1  # how many devices of an Explicit mesh share the batch
     # Inside shard_map and pmap: the mesh axes along which examples differ
-    mesh_axes: AxisNames = ()
+    batch_axes: AxisNames = ()
     # The traced loss of one example, a ClosedJaxpr, and the types of its results
     program: Any = None
     result_types: PyTree = None
@@ -87,7 +84,7 @@ class Problem(NamedTuple):
         outputs = jaxpr_as_fun(self.program)(*jax.tree.leaves((params, example)))
         return jax.tree.unflatten(jax.tree.structure(self.result_types), outputs)
 
-    def trace(
+    def program_of(
         self, function: Callable[[PyTree, PyTree], PyTree]
     ) -> tuple[ClosedJaxpr, PyTree]:
         """The program of a function of the parameters and one example, and the types of
@@ -113,7 +110,7 @@ class Signature(NamedTuple):
     argnums: Argnums
     shared_argnums: Argnums
     has_aux: bool
-    mesh_axes: MeshAxes
+    mesh_axes: MeshAxes  # the user's: over which parameters are split
 
     def problem_of(self, args: tuple[Any, ...], mask: Any = None) -> Problem:
         """The problem of a call with these arguments.
@@ -132,7 +129,7 @@ class Signature(NamedTuple):
             )
         # All other arguments are the batch.
         batch_places = [place for place in range(count) if place not in named_places]
-        size = self._size({place: args[place] for place in batch_places})
+        size = self._example_count({place: args[place] for place in batch_places})
         batch = tuple(args[place] for place in batch_places)
         params = tuple(args[place] for place in param_places)
         is_one_param = not isinstance(self.argnums, Sequence)
@@ -163,52 +160,54 @@ class Signature(NamedTuple):
             shared=[args[place] for place in shared_places],
         )
 
-    def on_device(self, problem: Problem) -> Problem:
-        """Traces the loss, and finds the mesh axes that split parameters and the batch.
+    def traced(self, problem: Problem) -> Problem:
+        """The problem on one device, with the mesh axes that split parameters and the
+        batch, and with the traced loss, which is checked.
 
         Raises:
           TypeError: from JAX, a loss that is not one real number.
-          ValueError: mesh axes that contradict types, or a loss that joins examples.
+          ValueError: mesh axes that contradict types, or a loss in which one example
+            sees others.
         """
-        splits = self._splits(problem.params, problem.batch)
+        axes_of_params = self._axes_of_params(problem.params, problem.batch)
         problem = problem._replace(
             params=mesh_types.varying_as_any_of(problem.params, problem.batch),
-            splits=splits,
-            mesh_axes=_axes_of_batch(problem.batch, splits),
+            axes_of_params=axes_of_params,
+            batch_axes=_batch_axes(problem.batch, axes_of_params),
         )
 
         def loss_of_one(params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
             return problem.loss(params, example, problem.shared)
 
         try:
-            program, result_types = problem.trace(loss_of_one)
+            program, result_types = problem.program_of(loss_of_one)
         except Exception as error:
             # JAX has no public name for its error.
             if "out_sharding" in str(error):
-                error.add_note(f"{self.call}: {SPLIT_LOOKUP}")
+                error.add_note(f"{self.call}: {HINT_FOR_SPLIT_TABLES}")
             raise
-        self._check_program(program, problem.mesh_axes)
+        self._check_program(program, problem.batch_axes)
         problem = problem._replace(program=program, result_types=result_types)
         # A rule of jax.custom_jvp or jax.custom_vjp is a program in the gradient only.
-        gradient, _ = problem.trace(jax.grad(problem.traced_loss, has_aux=True))
-        self._check_program(gradient, problem.mesh_axes)
+        gradient, _ = problem.program_of(jax.grad(problem.traced_loss, has_aux=True))
+        self._check_program(gradient, problem.batch_axes)
         return problem
 
-    def _splits(self, params: PyTree, batch: PyTree) -> list[AxisNames]:
+    def _axes_of_params(self, params: PyTree, batch: PyTree) -> list[AxisNames]:
         """For each parameter, the mesh axes over which its gradient is split."""
         # None: the norm of a gradient is over all axes of its leaf.
         summed_axes = [None] * len(jax.tree.leaves(params))
-        splits = []
+        axes_of_params = []
         for split in _mesh.splits(self.mesh_axes, params, summed_axes, self.call):
             # Along mesh axes of the batch devices hold gradients of different examples,
             # and not parts of one.
             names = set(split.mesh_of_summed) - varying(batch)
-            splits.append(tuple(sorted(names)))
-        return splits
+            axes_of_params.append(tuple(sorted(names)))
+        return axes_of_params
 
     def _check_program(self, program: ClosedJaxpr, batch_axes: AxisNames) -> None:
-        """Raises ValueError for a loss that joins examples: of one device, of devices
-        along mesh axes of the batch, or of the batches of an outer `jax.vmap`.
+        """Raises ValueError for a loss in which one example sees others: those of its
+        own batch, of other devices, or of an outer `jax.vmap`.
         """
         equations = equations_of(program)
         # Devices may share the work on one example along mesh axes that do not split
@@ -268,7 +267,7 @@ class Signature(NamedTuple):
         # Of three arguments -1 and 2 are the same.
         return [place % count for place in places]
 
-    def _size(self, batch_args: dict[int, PyTree]) -> int:
+    def _example_count(self, batch_args: dict[int, PyTree]) -> int:
         """The number of examples: the size that the first axes of the batch share."""
         sizes: dict[str, Any] = {}
         for place, tree in batch_args.items():
@@ -284,7 +283,7 @@ class Signature(NamedTuple):
         is_same = set(sizes.values()) == {size}
         # For a step without examples there is the mask: all False gives zeros.
         if not is_same or size in (0, "no axis"):
-            text = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+            text = ", ".join(f"{name} has {length}" for name, length in sizes.items())
             raise ValueError(
                 f"{self.call}: the arrays of the batch must have the same size along "
                 "axis 0, the number of examples, at least 1, but "
@@ -315,29 +314,19 @@ def places_in(argnums: Argnums) -> list[int]:
     return [operator.index(entry) for entry in entries]
 
 
-def source_line(eqn: JaxprEqn) -> str:
-    """The line of the user's code that an equation comes from, where JAX knows it."""
-    traceback = eqn.source_info.traceback
-    frames = traceback.frames if traceback else ()
-    for frame in frames:
-        if not frame.file_name.startswith(LIBRARY_FOLDERS):
-            return f" ({frame.file_name}:{frame.line_num})"
-    return ""
-
-
-def _axes_of_batch(batch: PyTree, splits: Sequence[AxisNames]) -> AxisNames:
+def _batch_axes(batch: PyTree, axes_of_params: Sequence[AxisNames]) -> AxisNames:
     """The mesh axes along which devices have different examples. Without types of
     shard_map these are assumed to be all axes that split no parameter.
     """
     manual = mesh_types.manual_axes()
     if mesh_types.has_types(manual):
         return tuple(sorted(varying(batch)))
-    return tuple(sorted(set(manual).difference(*splits)))
+    return tuple(sorted(set(manual).difference(*axes_of_params)))
 
 
 def _joined_axes(eqn: JaxprEqn) -> set[str]:
     """The named axes along which an equation joins values."""
-    if eqn.primitive.name in ("axis_index", "pvary", "pcast"):
+    if eqn.primitive.name in ("axis_index", *CASTS_OVER_DEVICES):
         return set()
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     # The axes of a sum on one device are numbers.

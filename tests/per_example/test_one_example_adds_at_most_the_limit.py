@@ -289,6 +289,12 @@ def lost_in(count):
     return count * 2.0**-24 / (1 - count * 2.0**-24)
 
 
+# How many roundings on the way to a factor its 4 eps do not take off. Of 15, 10 are of
+# roots and quotients, which GPU and TPU round four times as much.
+FACTOR_ON_CPU = 10 + 5 - 8
+FACTOR_ELSEWHERE = 4 * 10 + 5 - 8
+
+
 def explained(name, size, times, **options):
     """What is explained of this way. Nothing but shapes is needed."""
     loss, params, width = WAYS[name]
@@ -310,7 +316,8 @@ def test_what_is_proved_is_known_before_the_run():
     for (name, size, times), microbatch in product(PROVED, (None, 8)):
         at_once, width = microbatch or size, WAYS[name][2]
         turns = size // at_once
-        rounding, missed = lost_in(at_once + turns + 4), 0.0
+        factor_missed = lost_in(FACTOR_ON_CPU)
+        rounding, missed = (1 + factor_missed) * lost_in(at_once + turns + 4), 0.0
         if "gram" in name:
             stack = 3 if "stack" in name else 1
             # A block of 256, Kahan's sums of both kinds, and terms up to 16 limits
@@ -319,6 +326,7 @@ def test_what_is_proved_is_known_before_the_run():
             products = (2 * width + stack * times**2 + 1) * 2.0**-53
             missed = np.sqrt(1 + 16**2 * products) - 1
         found = explained(name, size, times, microbatch=microbatch)
+        missed += factor_missed
         excess = missed + rounding
         assert found.excess == pytest.approx(excess, rel=1e-6), name
         change = excess + 2 * (size - 1) * rounding
@@ -327,7 +335,7 @@ def test_what_is_proved_is_known_before_the_run():
         assert f"{excess:.2g} by its rounding, {change - excess:.2g} by" in str(found)
         assert "proved for one batch size, with mask= for absent" in str(found)
     by_matrix = explained("matrix", 64, 1024)
-    assert by_matrix.excess <= 4.3e-6
+    assert by_matrix.excess <= 4.6e-6
     assert by_matrix.change <= 5.3e-4
     # 2^24 additions may lose all of a sum.
     endless = explained("lookup", 2**24, 16)
@@ -352,19 +360,21 @@ def test_sums_of_squares_in_float32_are_in_the_bound(monkeypatch):
 
     size = 2**22
     sum_excess = lost_in(1 + 1 + 4)
-    assert sensitivity(size) == pytest.approx(2 * (1 + sum_excess), rel=3 * 2.0**-23)
+    wanted = 2 * (1 + sum_excess + lost_in(FACTOR_ON_CPU))
+    assert sensitivity(size) == pytest.approx(wanted, rel=3 * 2.0**-23)
     monkeypatch.setattr(_bounds, "backends", lambda: {"cpu", "gpu"})
     # A norm is off by a root of what its squares lose.
-    norm_excess = np.sqrt(1 + lost_in((size + 2 + 32) // 1024 + 1024)) - 1
-    wanted = 2 * (1 + norm_excess + sum_excess)
+    norm_excess = np.sqrt(1 + lost_in((size + 2) // 1024 + 1024)) - 1
+    factor_excess = lost_in(FACTOR_ELSEWHERE)
+    wanted = 2 * (1 + norm_excess + factor_excess + sum_excess)
     assert sensitivity(size) == pytest.approx(wanted, rel=3 * 2.0**-23)
     # The page has three of them: of so many numbers, how much longer a norm may be.
     for count, excess in ((10**6, 6e-5), (10**7, 3.3e-4), (10**9, 0.03)):
-        longer = sensitivity(count) / 2 - 1 - sum_excess
+        longer = sensitivity(count) / 2 - 1 - factor_excess - sum_excess
         assert 0.9 * excess <= longer <= 1.02 * excess
     # Short sums have no parts.
-    short_excess = np.sqrt(1 + lost_in(100 + 2 + 32)) - 1
-    wanted = 2 * (1 + short_excess + sum_excess)
+    short_excess = np.sqrt(1 + lost_in(100 + 2)) - 1
+    wanted = 2 * (1 + short_excess + factor_excess + sum_excess)
     assert sensitivity(100) == pytest.approx(wanted, rel=3 * 2.0**-23)
 
 

@@ -6,7 +6,8 @@ is a sum over positions t of its inputs a and the cotangents c of its outputs:
 
 While JAX traces, before any number is computed (`ghost_of`):
 
-    1. _sites           splits the loss where parameters meet data
+    1. _sites           splits the loss where parameters meet data. _values computes
+                        what is made of parameters alone
     2. _plans           chooses the cheapest norm for each parameter. _forms says how an
                         equation makes a and c, _matrices which of a parameter's axes
                         are rows and columns
@@ -19,8 +20,8 @@ For each microbatch (`Ghost.clipped_sums`):
     6. _weighted_sums   sum_b f_b G_b = sum_bt a_bt (f_b c_bt)'
 
 Where the gradient by a parameter has no such a and c, as by a bias, JAX makes it for
-each example (`Ghost._gradients`). `../_passes` runs microbatches (`Run.in_steps`), and
-`../_bounds` proves how much an example adds to a sum.
+each example (`Ghost._gradients`). `../_passes` runs microbatches
+(`BatchRun.run_steps`), and `../_bounds` proves how much an example adds to a sum.
 
 References: Li, Tramer, Liang, Hashimoto, Large language models can be strong
 differentially private learners, 2022 (arXiv 2110.05679). Bu, Wang, Zha, Karypis,
@@ -39,20 +40,21 @@ from jax import Array
 from ..._jaxpr import has_backward_rule
 from ..._mesh_types import varying
 from .._limits import Arrays, Weights, weights_of
-from .._passes import ExampleResults, Run, widened, written
+from .._passes import BatchRun, ExampleResults, written
 from .._problem import Problem
 from .._work import CONVOLUTION_SLOWDOWN_IN_LOOP, has_window, work_of
 from ._capture import CapturedOfSites, capture
 from ._norms import NormSource
 from ._plans import GradientPlan, LeafPlan, OuterProductPlan, UnusedPlan, plans_of
-from ._sites import Program, Site, Values, bind, over_turns, split_loss
+from ._sites import Site, SplitProgram, split_loss
+from ._values import WideValues, bind, over_turns, widened
 
 
 @dataclass(frozen=True, eq=False)
 class Ghost:
     """The loss of one example, ready to be run on batches."""
 
-    split_program: Program
+    split_program: SplitProgram
     params: Arrays
     plans: list[LeafPlan]  # of each parameter
     out_tree: Any  # of the value and aux
@@ -80,7 +82,7 @@ class Ghost:
                 sites |= {site.site_index: site for site in plan.sites}
         return list(sites.values())
 
-    def clipped_sums(self, run: Run) -> tuple[Arrays, ExampleResults]:
+    def clipped_sums(self, run: BatchRun) -> tuple[Arrays, ExampleResults]:
         """The weighted sums of the gradients, and the results of the examples."""
 
         def step(present: Array, examples: Any) -> tuple[Arrays, ExampleResults]:
@@ -94,7 +96,7 @@ class Ghost:
             values, aux = jax.tree.unflatten(self.out_tree, outputs)
             return sums, ExampleResults(weights, values, aux)
 
-        return run.in_steps(step)
+        return run.run_steps(step)
 
     def _norm_sources(
         self, captured: CapturedOfSites, present: Array
@@ -128,7 +130,7 @@ class Ghost:
         ]
 
         def gradients_of_one(captured_of_one: CapturedOfSites) -> dict[int, Array]:
-            def outputs_of_sites(values: Values) -> dict[int, Arrays]:
+            def outputs_of_sites(values: WideValues) -> dict[int, Arrays]:
                 outputs = {}
                 for site in sites:
                     inputs = captured_of_one[site.site_index].inputs
@@ -149,20 +151,26 @@ class Ghost:
         }
         return written(jax.vmap(gradients_of_one)(captured_of_sites))
 
-    def _vjp(self, function: Callable[[Values], Any], param_indices: list[int]) -> Any:
+    def _vjp(
+        self, function: Callable[[WideValues], Any], param_indices: list[int]
+    ) -> Any:
         """The derivative of a function of all parameters by some of them, in float32 or
         wider.
         """
         constants = dict(enumerate(self.params))
 
         def function_of_some(params: dict[int, Array]) -> Any:
-            return function(Values(constants | params))
+            return function(WideValues(constants | params))
 
         params = {index: self.params[index] for index in param_indices}
         return jax.vjp(function_of_some, widened(params))
 
     def _weighted_sums(
-        self, run: Run, captured: CapturedOfSites, norm_arrays: Arrays, weights: Weights
+        self,
+        run: BatchRun,
+        captured: CapturedOfSites,
+        norm_arrays: Arrays,
+        weights: Weights,
     ) -> Arrays:
         """The sum over examples of gradients times factors, in float32 or wider."""
         sums = run.zeros()
@@ -208,7 +216,7 @@ def _cast_as(x: Array, model: Array) -> Array:
     return x.astype(model.dtype)
 
 
-def _tapped_outputs(values: Values, site: Site, inputs: list[Any]) -> list[Any]:
+def _tapped_outputs(values: WideValues, site: Site, inputs: list[Any]) -> list[Any]:
     """The tapped outputs of a site, computed again for one example from its
     operands.
     """

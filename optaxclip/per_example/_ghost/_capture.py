@@ -21,7 +21,8 @@ from jax.extend.core import JaxprEqn
 from ..._jaxpr import is_literal
 from ..._mesh_types import varying_as, varying_as_any_of
 from .._passes import written
-from ._sites import Program, bind, ends_of_scan
+from ._sites import SplitProgram, ends_of_scan
+from ._values import bind
 
 
 class Captured(NamedTuple):
@@ -37,7 +38,7 @@ Taps = dict[int, list[Array]]
 
 
 def capture(
-    program: Program, params: list[Array], batch: list[Array]
+    program: SplitProgram, params: list[Array], batch: list[Array]
 ) -> tuple[list[Array], CapturedOfSites]:
     """Runs the losses of a batch forward and backward.
 
@@ -74,7 +75,7 @@ def capture(
 
 
 def _run(
-    program: Program, args: Sequence[Any], taps: Taps, example_zero: Array
+    program: SplitProgram, args: Sequence[Any], taps: Taps, example_zero: Array
 ) -> tuple[list[Any], dict[int, list[Any]]]:
     """Runs a program, with a tap at each output of a site that has one.
 
@@ -145,7 +146,7 @@ _tapped.defvjp(
 )
 
 
-def _runner_of_body(eqn: JaxprEqn, body: Program) -> Callable[..., Any]:
+def _runner_of_body(eqn: JaxprEqn, body: SplitProgram) -> Callable[..., Any]:
     """`_run` of the body of a call or scan, as a function of inputs, taps and
     example_zero.
     """

@@ -17,7 +17,8 @@ from jax import Array, lax
 from ..._jaxpr import type_of
 from ._capture import Captured
 from ._forms import LOOKUPS, Form, OuterProducts, form_of, size_along
-from ._sites import Origin, Site, Values
+from ._sites import Site
+from ._values import Origin, WideValues
 
 # Axes of the outer products of one example
 STACK_AXIS = 0
@@ -130,7 +131,7 @@ class Matrix(NamedTuple):
             computation = computation.in_origins[0].computation
         return dtypes
 
-    def value(self, values: Values) -> Array:
+    def value(self, values: WideValues) -> Array:
         """The operand as [stack, rows, columns]."""
         form = self.form
         rows, columns = self.rows_and_columns

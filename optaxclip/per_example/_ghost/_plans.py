@@ -145,7 +145,7 @@ class OuterProductPlan(LeafPlan, ABC):
             None,
             present,
             batch=(self._captured_of_param(captured),),
-            most=self._examples_at_once(captured, present.size),
+            max_width=self._examples_at_once(captured, present.size),
         )
         return source
 
@@ -170,7 +170,7 @@ class OuterProductPlan(LeafPlan, ABC):
         # With an eighth in place of this sixteenth, a network of convolutions took 1.42
         # times the memory of a plain gradient on a CPU instead of 1.30, and no less
         # time.
-        room = max(captured_size // 16, 2 * passes.small_memory())
+        room = max(captured_size // 16, 2 * passes.numbers_without_loop())
         fitting = max(room // max(self.temporaries, 1), 1)
         if fitting >= batch_size:
             return batch_size
@@ -236,8 +236,8 @@ class SummedPlan(OuterProductPlan):
             passes.KahanSum(zeros, zeros),
             is_counted,
             batch=(captured_of_param, norm_array, factors),
-            most=min(examples_at_once, is_counted.size),
-            plus=passes.KahanSum.plus,
+            max_width=min(examples_at_once, is_counted.size),
+            add=passes.KahanSum.plus,
         )
         return kahan_sum.total
 

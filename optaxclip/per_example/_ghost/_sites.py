@@ -2,182 +2,38 @@
 
 The program of the loss of one example (its jaxpr) is split. Some values are made of
 parameters alone, such as a weight that was cast or transposed. An equation where such a
-value, an operand, meets data is a site, for example the matrix product of a layer. An
-operand that becomes data alone, as the first carry of a scan does, has a site as well:
-an equation that copies it.
+value, an operand, meets data is a site, for example the matrix product of a layer. Some
+operands become data without meeting any: the first carry of a scan, and an output of
+the loss. Their site is a copy, an equation that is inserted.
 
 Calls of jit and jax.checkpoint are entered, and so is the body of a scan. Any other
 equation that has a body (cond, while, custom derivatives) is one site. So is a backward
 rule of the user's (custom_vjp) even without data, since it may not be linear.
 
 Parameters and sites have indices, in the order of their lists. The place of an operand
-is its index among the inputs of its site. The depth of a scan says how many other scans
-are around it.
+is its index among the inputs of its site. An output of a site is tapped if its
+cotangent is captured (`_capture`). The depth of a scan says how many other scans are
+around it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ... import _jaxpr
-from ..._jaxpr import CALLS, type_of
-from .._passes import is_narrow, widened
-from .._problem import source_line
+from ..._jaxpr import CALLS, source_line, type_of
 from .._work import has_convolution
 from ._flow import Flags, Flow, backward_through
-
-# The gradient by one term of a sum does not depend on the other terms.
-SUMS = ("add", "sub", "add_any", "concatenate")
-# The output has all numbers of the input, at the same place or at another.
-SAME_PLACES = ("convert_element_type", "copy", "pvary", "sharding_constraint")
-OTHER_PLACES = ("broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze")
-# Equations that may run in float32 instead of 16 bits.
-WIDENED = {
-    *SAME_PLACES,
-    *OTHER_PLACES,
-    *SUMS,
-    "mul",
-    "div",
-    "neg",
-    "transpose",
-    "dynamic_slice",
-    "gather",
-    "select_n",
-    "reduce_sum",
-    "slice",
-    "split",
-    "conv_general_dilated",
-    "dot_general",
-}
-
-
-class View(NamedTuple):
-    """How a value is a rearranged parameter, or the slice of one that a scan takes in
-    one turn.
-    """
-
-    # The operations that rearranged it, without casts and transposes. Two views of a
-    # parameter with the same path have the same numbers at the same places.
-    path: tuple[Any, ...]
-    # Axis i of the view is axis axes[i] of the array that the path gives, before
-    # transposes.
-    axes: tuple[int, ...]
-
-
-NO_INDICES = frozenset[int]()
-
-
-class Origin(NamedTuple):
-    """Where a value of the program comes from: a computation without data, a parameter,
-    a constant, or data.
-    """
-
-    computation: Computation | None = None
-    out_index: int = 0  # among the outputs of the computation
-    param_index: int | None = None  # of the parameter that it is
-    constant: Any = None
-    is_data: bool = False  # whether it depends on the example
-    # The indices of the parameters that it may be differentiated by
-    param_indices: frozenset[int] = NO_INDICES
-    # The depths of the scans that slice it
-    slicing_scans: frozenset[int] = NO_INDICES
-    view: View | None = None  # if it is a rearranged parameter
-
-
-DATA = Origin(is_data=True)
-
-
-@dataclass(frozen=True, eq=False)
-class Computation:
-    """An equation without data, in all turns of the scans that slice its inputs."""
-
-    eqn: JaxprEqn
-    in_origins: list[Origin]
-
-    @property
-    def slicing_scans(self) -> frozenset[int]:
-        """The depths of the scans that slice any of its inputs."""
-        return NO_INDICES.union(*(origin.slicing_scans for origin in self.in_origins))
-
-    def outputs(self, inputs: list[Any]) -> list[Any]:
-        """Its outputs, for the values of its inputs."""
-
-        def outputs_of_turn(inputs: list[Any], _: Any) -> list[Any]:
-            return bind(self.eqn, inputs, is_wide=True)
-
-        of_all_turns = over_turns(outputs_of_turn, self.in_origins, self.slicing_scans)
-        no_data = ()
-        return of_all_turns(inputs, no_data)
-
-
-def over_turns(
-    function: Callable[..., Any], origins: Collection[Origin], depths: Collection[int]
-) -> Callable[..., Any]:
-    """Turns a function for one turn of scans into a function for all their turns.
-
-    Args:
-      function: takes a list of values without data, and any data. Data have an axis
-        for the turns of each scan in front, and so have results.
-      origins: of the values. A value has an axis for the turns of the scans that slice
-        it. It is the same in all turns of another scan.
-      depths: of the scans.
-    """
-    # The innermost scan first, so that the axis of the outermost is in front.
-    for depth in sorted(depths, reverse=True):
-        axes = [0 if depth in origin.slicing_scans else None for origin in origins]
-        function = jax.vmap(function, (axes, 0))
-    return function
-
-
-class Values:
-    """Parameters, and the values that are computed from them, in float32 instead of 16
-    bits where that is possible. Each computation runs once.
-    """
-
-    def __init__(self, params: dict[int, Any]) -> None:
-        self.params = params  # by their indices
-        self._outputs: dict[Computation, list[Any]] = {}
-
-    def value(self, origin: Origin) -> Any:
-        """The value with this origin, which is not data."""
-        # A stack in place of recursion, since Python limits how deep calls go: a loss
-        # may have a thousand operations on parameters in a row.
-        stack = self._missing_for([origin])
-        while stack:
-            computation = stack[-1]
-            missing = self._missing_for(computation.in_origins)
-            if missing:
-                stack += missing
-                continue
-            stack.pop()
-            # It may have been on the stack twice.
-            if computation not in self._outputs:
-                inputs = list(map(self._computed, computation.in_origins))
-                self._outputs[computation] = computation.outputs(inputs)
-        return self._computed(origin)
-
-    def _missing_for(self, origins: list[Origin]) -> list[Computation]:
-        """The computations that values with these origins wait for."""
-        computations = [origin.computation for origin in origins]
-        return [x for x in computations if x and x not in self._outputs]
-
-    def _computed(self, origin: Origin) -> Any:
-        """The value, after its computation has run."""
-        if origin.computation:
-            return self._outputs[origin.computation][origin.out_index]
-        if origin.param_index is not None:
-            return self.params[origin.param_index]
-        return origin.constant
+from ._values import DATA, OTHER_PLACES, SAME_PLACES, SUMS, Computation, Origin, View
 
 
 class Site(NamedTuple):
@@ -221,15 +77,15 @@ class Site(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One equation of a program."""
+    """One equation of a split program."""
 
     eqn: JaxprEqn
     site: Site | None = None
-    body: Program | None = None  # of a call or scan that is entered
+    body: SplitProgram | None = None  # of a call or scan that is entered
 
 
-class Program(NamedTuple):
-    """A program, split at its sites."""
+class SplitProgram(NamedTuple):
+    """A jaxpr, split at its sites."""
 
     jaxpr: Jaxpr
     consts: Sequence[Any]
@@ -247,8 +103,8 @@ class CannotSplit(Exception):
         super().__init__(obstacle + source_line(eqn))
 
 
-def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
-    """Splits the program of the loss of one example.
+def split_loss(loss: ClosedJaxpr, params: list[Array]) -> SplitProgram:
+    """The program of the loss of one example, split at its sites.
 
     Raises:
       CannotSplit: refs (jax.new_ref), and the obstacles of `_check_equation`.
@@ -288,11 +144,11 @@ class _Splitter:
         has_cotangent: Flags,
         *,
         may_return_operands: bool,
-    ) -> Program:
-        """Splits a program.
+    ) -> SplitProgram:
+        """The program, split at its sites.
 
         Args:
-          program: the program.
+          program: the jaxpr of the loss, or of a body.
           in_origins: of its inputs.
           has_cotangent: of each output, whether a backward pass comes from it.
           may_return_operands: whether outputs may be operands. Elsewhere they become
@@ -311,7 +167,7 @@ class _Splitter:
             self.turn_into_data(jaxpr.outvars, has_cotangent)
         out_origins = [self.origin_of(var) for var in jaxpr.outvars]
         sites = self.all_sites[first_index:]
-        return Program(jaxpr, consts, self.steps, out_origins, sites)
+        return SplitProgram(jaxpr, consts, self.steps, out_origins, sites)
 
     def origin_of(self, atom: Any) -> Origin:
         """The origin of a variable or literal."""
@@ -330,7 +186,7 @@ class _Splitter:
         for atom, is_reached in zip(eqn.invars, flow.to_inputs):
             origin = self.origin_of(atom)
             if not is_reached:
-                origin = origin._replace(param_indices=NO_INDICES)
+                origin = origin._replace(param_indices=frozenset())
             origins.append(origin)
         return origins
 
@@ -343,12 +199,12 @@ class _Splitter:
         is_site = has_params and (has_data or _jaxpr.has_backward_rule(eqn))
         # A body with a convolution is entered to check that the kernel does not depend
         # on the example.
-        is_convolved = has_convolution(eqn)
-        if name in CALLS and (has_params or is_convolved):
+        has_inner_convolution = has_convolution(eqn)
+        if name in CALLS and (has_params or has_inner_convolution):
             body = self._split_body(eqn, in_origins, flow, self.scan_lengths)
             self._add_step(eqn, body.out_origins, body=body)
             return
-        if name == "scan" and (is_site or (has_data and is_convolved)):
+        if name == "scan" and (is_site or (has_data and has_inner_convolution)):
             self._add_scan(eqn, flow)
             return
         # By jax.vmap, gradients of a site are made for all examples at once, and inside
@@ -396,7 +252,7 @@ class _Splitter:
         in_origins: list[Origin],
         flow: Flow,
         scan_lengths: tuple[int, ...],
-    ) -> Program:
+    ) -> SplitProgram:
         splitter = _Splitter(scan_lengths, self.all_sites)
         return splitter.split(
             _jaxpr.body_of(eqn),
@@ -428,7 +284,7 @@ class _Splitter:
         out_origins: list[Origin],
         *,
         site: Site | None = None,
-        body: Program | None = None,
+        body: SplitProgram | None = None,
     ) -> None:
         self.steps.append(Step(eqn, site, body))
         self.set_origins(eqn.outvars, out_origins)
@@ -469,7 +325,8 @@ def _check_equation(
     if is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn):
         obstacle = "random numbers beside parameters that are not of threefry keys"
         raise CannotSplit(obstacle, eqn)
-    # Such a rule asks which of its inputs have a derivative. Apart, it may be others.
+    # A rule with symbolic_zeros is told which inputs have a derivative. Apart from the
+    # loss it would be told of others.
     has_params = any(origin.param_indices for origin in in_origins)
     if has_params and _jaxpr.uses_symbolic_zeros(eqn):
         raise CannotSplit("symbolic_zeros in a rule for parameters", eqn)
@@ -489,9 +346,10 @@ def _check_equation(
 def _origins_without_data(eqn: JaxprEqn, in_origins: list[Origin]) -> list[Origin]:
     """The origins of the outputs of an equation without data."""
     computation = Computation(eqn, in_origins)
-    param_indices = NO_INDICES
+    param_indices: frozenset[int] = frozenset()
     if not _jaxpr.is_stop(eqn):
-        param_indices = NO_INDICES.union(*(x.param_indices for x in in_origins))
+        for in_origin in in_origins:
+            param_indices |= in_origin.param_indices
     origin = Origin(
         computation,
         param_indices=param_indices,
@@ -528,28 +386,3 @@ def _view_after(eqn: JaxprEqn, views: list[View | None]) -> View | None:
         return None
     operation = name, axes, str(eqn.params)
     return View((*path, operation), axes=tuple(range(out_type.ndim)))
-
-
-def bind(eqn: JaxprEqn, inputs: list[Any], is_wide: bool = False) -> list[Any]:
-    """The outputs of an equation. With `is_wide`, in float32 instead of 16 bits where
-    that is possible.
-    """
-    params = eqn.params
-    if is_wide and eqn.primitive.name in WIDENED:
-        inputs = widened(inputs)
-        for key in ("new_dtype", "preferred_element_type"):
-            dtype = params.get(key)
-            if dtype is not None and is_narrow(dtype):
-                params = params | {key: np.dtype(np.float32)}
-    elif is_wide:
-        inputs = list(map(_narrow_as, inputs, eqn.invars))
-    # A custom_jvp keeps its functions as programs. They are made functions again.
-    params = eqn.primitive.get_bind_params(params)
-    with eqn.ctx.manager:  # such as the device that compute_on asks for
-        outputs = eqn.primitive.bind(*inputs, **params)
-    return list(outputs) if eqn.primitive.multiple_results else [outputs]
-
-
-def _narrow_as(x: Any, var: Any) -> Any:
-    """The value, cast to the type of a variable that has 16 bits."""
-    return x.astype(var.aval.dtype) if is_narrow(var.aval) else x
