@@ -74,6 +74,16 @@ NOT_SPLIT = Split()
 # ----------------------------------------------------------------- the option mesh_axes
 
 
+def _is_entry(x: object) -> bool:
+    """Whether it is one entry of `mesh_axes`: None, "auto", a name, a tuple of names or
+    a PartitionSpec.
+    """
+    # A NamedTuple of strings is a tree of names, so the type is tuple itself.
+    if type(x) is tuple and x:
+        return all(isinstance(name, str) for name in x)
+    return x is None or isinstance(x, (PartitionSpec, str))
+
+
 def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Prefix:
     """`mesh_axes` as a hashable value.
 
@@ -293,16 +303,6 @@ def check_bound(names: AxisNames, argument: str) -> None:
             ) from None
 
 
-def _is_entry(x: object) -> bool:
-    """Whether it is one entry of `mesh_axes`: None, "auto", a name, a tuple of names or
-    a PartitionSpec.
-    """
-    # A NamedTuple of strings is a tree of names, so the type is tuple itself.
-    if type(x) is tuple and x:
-        return all(isinstance(name, str) for name in x)
-    return x is None or isinstance(x, (PartitionSpec, str))
-
-
 # ---------------------------------------------------------------------- collectives
 
 
@@ -377,6 +377,9 @@ def _starts(sizes: Sequence[int], mesh_of_kept: Sequence[AxisNames]) -> list[Any
         # It is an int32 with x64 too, and all starts must have one dtype.
         starts.append(lax.axis_index(names) * size if names else np.int32(0))
     return starts
+
+
+# ------------------------------------------------------------------------ for debugging
 
 
 def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:

@@ -236,6 +236,64 @@ def _furthest_spans(spans: Spans, state: ClipState) -> np.ndarray:
     return np.argsort(-largest, kind="stable")
 
 
+def _numbers_of_entries(state: ClipState) -> ClipNumbers:
+    """The numbers of the entries of a state: vectors with a number for each entry."""
+    # A leaf with units is changed if one unit was.
+    has_units = bool(state.names.unit_leaves)
+    is_changed = state.units_clipped > 0 if has_units else state.factor != 1
+    # A broken step may have a factor of NaN or 0, and was not clipped.
+    is_clipped = is_changed & are_sound(state.norm, state.limit)
+    clipped_count = _float32(state.clipped)
+    # The factor new_norm / norm is cut to the range of its dtype. Where it was cut,
+    # norm * factor is not the new norm, which is the limit.
+    factor = state.factor
+    factor_range = jnp.finfo(factor.dtype)
+    is_cut = (factor == factor_range.tiny) | (factor == factor_range.max)
+    # A factor of 0 makes norms of inf and NaN 0 too. Their product with 0 is NaN.
+    product = jnp.where(factor == 0, 0.0, state.norm * factor)
+    numbers = ClipNumbers(
+        norm_before=state.norm,
+        limit=state.limit,
+        factor=factor,
+        norm_after=jnp.where(is_cut, state.limit, product),
+        clipped=_float32(is_clipped),
+        clipped_share=clipped_count / _steps(state),
+        clipped_share_recent=_float32(state.clipped_recently),
+        clipped_count=clipped_count,
+        nonfinite_count=_float32(state.nonfinite),
+        units_clipped=_float32(state.units_clipped if has_units else is_clipped),
+    )
+    # One norm of everything is a scalar.
+    return jax.tree.map(jnp.atleast_1d, numbers)
+
+
+def _numbers_of_spans(spans: Spans, entries: ClipNumbers) -> ClipNumbers:
+    """The numbers of each span, from those of its entries: vectors."""
+    # The common case: each span is one entry.
+    if all(stop - start == 1 for start, stop in spans):
+        return entries
+    severities = severity(entries.norm_before, entries.limit)
+    numbers_of_spans = []
+    for start, stop in spans:
+        part = _part_of(entries, slice(start, stop))
+        furthest = jnp.argmax(severities[start:stop])
+        numbers_of_spans.append(
+            _part_of(part, furthest)._replace(
+                clipped_share=jnp.mean(part.clipped_share),
+                clipped_share_recent=jnp.mean(part.clipped_share_recent),
+                clipped_count=jnp.max(part.clipped_count),
+                nonfinite_count=jnp.max(part.nonfinite_count),
+                units_clipped=jnp.mean(part.units_clipped),
+            )
+        )
+    return jax.tree.map(lambda *scalars: jnp.stack(scalars), *numbers_of_spans)
+
+
+def _part_of(numbers: ClipNumbers, index: Any) -> ClipNumbers:
+    """The numbers at an index, or a slice, of each vector."""
+    return jax.tree.map(lambda vector: vector[index], numbers)
+
+
 # Jitted, since without jit each operation would be a call to the device. Spans are
 # static, because shapes depend on them.
 @partial(jax.jit, static_argnums=0)
@@ -277,61 +335,3 @@ def _only_reported(
     if not state.names.unit_leaves:
         return numbers._replace(units_clipped=None)
     return numbers
-
-
-def _numbers_of_spans(spans: Spans, entries: ClipNumbers) -> ClipNumbers:
-    """The numbers of each span, from those of its entries: vectors."""
-    # The common case: each span is one entry.
-    if all(stop - start == 1 for start, stop in spans):
-        return entries
-    severities = severity(entries.norm_before, entries.limit)
-    numbers_of_spans = []
-    for start, stop in spans:
-        part = _part_of(entries, slice(start, stop))
-        furthest = jnp.argmax(severities[start:stop])
-        numbers_of_spans.append(
-            _part_of(part, furthest)._replace(
-                clipped_share=jnp.mean(part.clipped_share),
-                clipped_share_recent=jnp.mean(part.clipped_share_recent),
-                clipped_count=jnp.max(part.clipped_count),
-                nonfinite_count=jnp.max(part.nonfinite_count),
-                units_clipped=jnp.mean(part.units_clipped),
-            )
-        )
-    return jax.tree.map(lambda *scalars: jnp.stack(scalars), *numbers_of_spans)
-
-
-def _part_of(numbers: ClipNumbers, index: Any) -> ClipNumbers:
-    """The numbers at an index, or a slice, of each vector."""
-    return jax.tree.map(lambda vector: vector[index], numbers)
-
-
-def _numbers_of_entries(state: ClipState) -> ClipNumbers:
-    """The numbers of the entries of a state: vectors with a number for each entry."""
-    # A leaf with units is changed if one unit was.
-    has_units = bool(state.names.unit_leaves)
-    is_changed = state.units_clipped > 0 if has_units else state.factor != 1
-    # A broken step may have a factor of NaN or 0, and was not clipped.
-    is_clipped = is_changed & are_sound(state.norm, state.limit)
-    clipped_count = _float32(state.clipped)
-    # The factor new_norm / norm is cut to the range of its dtype. Where it was cut,
-    # norm * factor is not the new norm, which is the limit.
-    factor = state.factor
-    factor_range = jnp.finfo(factor.dtype)
-    is_cut = (factor == factor_range.tiny) | (factor == factor_range.max)
-    # A factor of 0 makes norms of inf and NaN 0 too. Their product with 0 is NaN.
-    product = jnp.where(factor == 0, 0.0, state.norm * factor)
-    numbers = ClipNumbers(
-        norm_before=state.norm,
-        limit=state.limit,
-        factor=factor,
-        norm_after=jnp.where(is_cut, state.limit, product),
-        clipped=_float32(is_clipped),
-        clipped_share=clipped_count / _steps(state),
-        clipped_share_recent=_float32(state.clipped_recently),
-        clipped_count=clipped_count,
-        nonfinite_count=_float32(state.nonfinite),
-        units_clipped=_float32(state.units_clipped if has_units else is_clipped),
-    )
-    # One norm of everything is a scalar.
-    return jax.tree.map(jnp.atleast_1d, numbers)

@@ -155,6 +155,20 @@ def _tangents_by_squares(
     return [total / divisor for total, divisor in zip(totals, divisors)]
 
 
+def _slope(array: Array, norm: Array, tangent: Array) -> Array:
+    """x / norm * dx. Not by way of |x|, whose derivative at 0 is 0: the second
+    derivative would be lost there.
+    """
+    if jnp.iscomplexobj(array):
+        real = _slope(jnp.real(array), norm, jnp.real(tangent))
+        return real + _slope(jnp.imag(array), norm, jnp.imag(tangent))
+    # Where the norm is 0 all x are 0: 0 / 1 is 0. A norm that is NaN also divides by 1,
+    # and the NaN in x shows.
+    divisor = jnp.where(norm > 0, norm, 1.0)
+    quotient = divided(array.astype(norm.dtype), divisor)
+    return quotient * tangent.astype(norm.dtype)
+
+
 def _tangents_of_largest(
     plan: NormPlan, norms: list[Array], arrays: list[Array], tangents: list[Array]
 ) -> list[Array]:
@@ -200,17 +214,3 @@ def _tangents_by_powers(
         modulus_tangent = tangent_of_modulus(array, tangent).astype(dtype)
         terms.append(sum_over(power * modulus_tangent, spec.axes))
     return _added(plan, terms, dtype)
-
-
-def _slope(array: Array, norm: Array, tangent: Array) -> Array:
-    """x / norm * dx. Not by way of |x|, whose derivative at 0 is 0: the second
-    derivative would be lost there.
-    """
-    if jnp.iscomplexobj(array):
-        real = _slope(jnp.real(array), norm, jnp.real(tangent))
-        return real + _slope(jnp.imag(array), norm, jnp.imag(tangent))
-    # Where the norm is 0 all x are 0: 0 / 1 is 0. A norm that is NaN also divides by 1,
-    # and the NaN in x shows.
-    divisor = jnp.where(norm > 0, norm, 1.0)
-    quotient = divided(array.astype(norm.dtype), divisor)
-    return quotient * tangent.astype(norm.dtype)

@@ -207,6 +207,33 @@ def qk_clip(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+class AttentionLeaf(NamedTuple):
+    """A leaf of queries or keys in an attention. Where it holds both, each has its own
+    record.
+    """
+
+    position: int  # of the leaf in the tree
+    path: Path
+    rank: int
+    role: str  # "queries", "keys" or "rotary"
+    heads: Heads
+    # The axes of layers, of heads, and of the entries of a head where these have one.
+    axes: tuple[int, ...]
+    selected_shape: Shape  # layers, and the heads that `Heads.heads` selects
+    head_count: int  # all heads of the leaf
+    entry_count: int  # all entries of a head, of which `Heads.entries` selects some
+
+
+class Attention(NamedTuple):
+    """The leaves of one attention."""
+
+    name: str
+    path: Path
+    norm_shape: Shape  # layers, and heads of keys
+    norm_dtype: Any
+    leaves: tuple[AttentionLeaf, ...]
+
+
 # Jitted at module level, so that clippers with equal settings share a program.
 @partial(jax.jit, static_argnums=0)
 def _clipped_updates(
@@ -344,33 +371,6 @@ def _arrays_of_attentions(
 
 
 # ------------------------------------------------------ which leaves have which heads
-
-
-class AttentionLeaf(NamedTuple):
-    """A leaf of queries or keys in an attention. Where it holds both, each has its own
-    record.
-    """
-
-    position: int  # of the leaf in the tree
-    path: Path
-    rank: int
-    role: str  # "queries", "keys" or "rotary"
-    heads: Heads
-    # The axes of layers, of heads, and of the entries of a head where these have one.
-    axes: tuple[int, ...]
-    selected_shape: Shape  # layers, and the heads that `Heads.heads` selects
-    head_count: int  # all heads of the leaf
-    entry_count: int  # all entries of a head, of which `Heads.entries` selects some
-
-
-class Attention(NamedTuple):
-    """The leaves of one attention."""
-
-    name: str
-    path: Path
-    norm_shape: Shape  # layers, and heads of keys
-    norm_dtype: Any
-    leaves: tuple[AttentionLeaf, ...]
 
 
 def _attentions_of(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
@@ -554,6 +554,28 @@ def _selected_count(ends: Range, count: int) -> int:
     return len(range(count)[slice(*ends)]) if is_within else 0
 
 
+def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
+    """The layers and heads of the keys of an attention.
+
+    Raises:
+      ValueError: a leaf whose layers or heads do not fit these.
+    """
+    shape = next(leaf.selected_shape for leaf in leaves if leaf.role == "keys")
+    for leaf in leaves:
+        fits = _is_grouped(leaf.selected_shape, shape)
+        if not fits or (leaf.role == "keys" and leaf.selected_shape != shape):
+            raise ValueError(
+                f"{CALL}: in the attention {'/'.join(path)!r} the heads of "
+                f"{'/'.join(leaf.path)!r} have the shape {leaf.selected_shape}, and "
+                f"those of the keys {shape}: queries must have a multiple of their "
+                "heads."
+            )
+    return shape
+
+
+# --------------------------------------------------------------------- paths and shapes
+
+
 def _path_names(path: KeyPath) -> Path:
     """The names along a path. One key may hold several: Haiku joins the names of
     modules by "/", and torch by ".".
@@ -572,25 +594,6 @@ def _common_start(left: Path, right: Path) -> Path:
             break
         names.append(left_name)
     return tuple(names)
-
-
-def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
-    """The layers and heads of the keys of an attention.
-
-    Raises:
-      ValueError: a leaf whose layers or heads do not fit these.
-    """
-    shape = next(leaf.selected_shape for leaf in leaves if leaf.role == "keys")
-    for leaf in leaves:
-        fits = _is_grouped(leaf.selected_shape, shape)
-        if not fits or (leaf.role == "keys" and leaf.selected_shape != shape):
-            raise ValueError(
-                f"{CALL}: in the attention {'/'.join(path)!r} the heads of "
-                f"{'/'.join(leaf.path)!r} have the shape {leaf.selected_shape}, and "
-                f"those of the keys {shape}: queries must have a multiple of their "
-                "heads."
-            )
-    return shape
 
 
 def _is_grouped(shape: Shape, shape_of_keys: Shape) -> bool:
