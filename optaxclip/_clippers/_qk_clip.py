@@ -419,27 +419,43 @@ def _check_disjoint(leaves: list[AttentionLeaf]) -> None:
     """Raises ValueError if two roles have the same entries of a leaf, which would be
     multiplied twice. `Heads` without `heads` selects all heads, also of the values.
     """
-    for left, right in combinations(leaves, 2):
-        is_one_layout = (
-            left.axes == right.axes and left.layout.width == right.layout.width
-        )
-        if left.position != right.position or not is_one_layout:
-            continue
-        heads = _selected(left.layout.heads, left.all_head_count)
-        other_heads = _selected(right.layout.heads, right.all_head_count)
-        entries = _selected(left.layout.entries, left.all_entry_count)
-        other_entries = _selected(right.layout.entries, right.all_entry_count)
-        if heads & other_heads and entries & other_entries:
-            raise ValueError(
-                f"{CALL}: {left.role} and {right.role} have the same entries of the "
-                f"leaf {'/'.join(left.path)!r}: {left.layout} and {right.layout}. Name "
-                "the heads of each by Heads(..., heads=(start, stop))."
-            )
+    leaves_by_position: dict[int, list[AttentionLeaf]] = {}
+    for leaf in leaves:
+        leaves_by_position.setdefault(leaf.position, []).append(leaf)
+    for records in leaves_by_position.values():
+        for left, right in combinations(records, 2):
+            if _have_common_entries(left, right):
+                raise ValueError(
+                    f"{CALL}: {left.role} and {right.role} have the same entries of "
+                    f"the leaf {'/'.join(left.path)!r}: {left.layout} and "
+                    f"{right.layout}. Name the heads of each by Heads(..., "
+                    "heads=(start, stop))."
+                )
 
 
-def _selected(ends: Range, count: int) -> set[int]:
-    """The indices of the heads or entries that a range selects."""
-    return set(range(count)[slice(*ends)])
+def _have_common_entries(left: AttentionLeaf, right: AttentionLeaf) -> bool:
+    """Whether two selections of one leaf overlap: along each axis that both select
+    from. Of any other axis at least one of them has all.
+    """
+    left_indices = _selected_indices(left)
+    right_indices = _selected_indices(right)
+    common_axes = left_indices.keys() & right_indices.keys()
+    return all(left_indices[axis] & right_indices[axis] for axis in common_axes)
+
+
+def _selected_indices(leaf: AttentionLeaf) -> dict[int, set[int]]:
+    """The indices that the layout of a leaf selects, along the axis of heads and, if
+    there is one, along the axis of entries.
+    """
+    heads = range(leaf.all_head_count)[slice(*leaf.layout.heads)]
+    entries = range(leaf.all_entry_count)[slice(*leaf.layout.entries)]
+    # Without the axes of layers.
+    head_axis, *entry_axes = leaf.axes[len(leaf.selected_shape) - 1 :]
+    if entry_axes:
+        return {head_axis: set(heads), entry_axes[0]: set(entries)}
+    # Heads and their entries share the axis.
+    width = leaf.layout.width
+    return {head_axis: {head * width + entry for head in heads for entry in entries}}
 
 
 def _attention_path(leaf: AttentionLeaf, leaves: list[AttentionLeaf]) -> Path:
