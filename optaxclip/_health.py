@@ -111,8 +111,8 @@ def record_health(
 
     Raises:
       ValueError: a `patience` that is not whole or below 1, `weights` without params in
-        update, a path in `embeddings` that no leaf has, or, with `embeddings`, a leaf
-        that is split inside shard_map.
+        update, a path in `embeddings` that no leaf has, or an embedding that is
+        split inside shard_map.
       TypeError: a `patience` that is not a number, or an option that is not True or
         False.
 
@@ -211,8 +211,7 @@ def _after_step(
     `embedding_leaves` are those of embeddings. `weights` is None if they are not read.
     """
     norms = measure(tree)
-    if embedding_leaves:
-        _check_whole_leaves(norms)
+    _check_whole_embeddings(norms, embedding_leaves)
     local_signs: dict[str, list[Array]] = {}
     # The state has the signs that the options ask for.
     if "zeros" in state.signs:
@@ -248,13 +247,13 @@ def _norm_recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs
     return make_clipper(measure, None, call=CALL, name="norm")
 
 
-def _check_whole_leaves(norms: Norms) -> None:
-    """Raises ValueError if a device has only a part of a leaf."""
-    split_leaves = [
-        trees.path_name(path)
-        for path, spec in zip(norms.paths, norms.specs)
-        if spec.joined_along
-    ]
+def _check_whole_embeddings(norms: Norms, names: Collection[str]) -> None:
+    """Raises ValueError if a device has only a part of an embedding."""
+    split_leaves = []
+    for path, spec in zip(norms.paths, norms.specs):
+        name = trees.path_name(path)
+        if name in names and spec.joined_along:
+            split_leaves.append(name)
     if split_leaves:
         raise ValueError(
             f"{CALL}: embeddings needs whole leaves, and devices have parts of "
