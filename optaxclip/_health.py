@@ -1,4 +1,7 @@
-"""Records early signs that a run will break, for `metrics` and the doctor."""
+"""Records early signs that a run will break, for `metrics` and the doctor.
+
+A sign is a symptom, such as "zeros": a number of each tensor beside its norm.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +62,8 @@ def record_health(
     """Records early signs that a run will break, for each tensor. Changes nothing.
 
     In front of the optimizer it sees gradients, and behind it updates. `python -m
-    optaxclip.doctor log.jsonl` reads the log of both. It takes a recorder with "update"
-    in its name for one of updates:
+    optaxclip.doctor log.jsonl` reads the log of both. It takes a recorder for one of
+    updates if its name contains "update":
 
         optimizer = optax.named_chain(
             ("gradients", optaxclip.record_health()),
@@ -73,7 +76,7 @@ def record_health(
 
         health/norm          |x|
         health/weight_norm   |w|
-        health/ratio         |x| / |w|, inf for weights of 0
+        health/ratio         |x| / |w|: inf for weights of 0, and 0 if x is 0 too
         health/rounding      the distance from 1 to the next number in the dtype of w,
                              0.0078 in bfloat16. Updates whose ratio is below a quarter
                              of it are mostly rounded away
@@ -108,8 +111,8 @@ def record_health(
 
     Raises:
       ValueError: a `patience` that is not whole or below 1, `weights` without params in
-        update, a path in `embeddings` that no leaf has, or, with `embeddings`, a leaf
-        that is split inside shard_map.
+        update, a path in `embeddings` that no leaf has, or an embedding that is
+        split inside shard_map.
       TypeError: a `patience` that is not a number, or an option that is not True or
         False.
 
@@ -129,9 +132,9 @@ def record_health(
     check_whole_number(f"{CALL}: patience", patience)
     if isinstance(embeddings, str):
         embeddings = (embeddings,)
-    table_names = tuple(embeddings)
+    embedding_names = tuple(embeddings)
     measure = TensorNorm(
-        **check_measure(CALL, None, stacked=stacked, mesh_axes=mesh_axes)
+        **check_measure(CALL, ord=None, stacked=stacked, mesh_axes=mesh_axes)
     )
     signs: tuple[str, ...] = ()
     if weights:
@@ -144,46 +147,54 @@ def record_health(
         # optax.tree_map_params calls init without parameters.
         if is_placeholder(params):
             shape = ()
-            tables = dict.fromkeys(table_names, jnp.zeros(0))
+            embedding_leaves = dict.fromkeys(embedding_names, jnp.zeros(0))
         else:
             shape = norms.norm.shape
-            tables = _tables(clipped_leaves(params, CALL), table_names)
+            tree = clipped_leaves(params, CALL)
+            embedding_leaves = _embedding_leaves(tree, embedding_names)
         return HealthState(
             norms,
             # Each sign has an array of its own, so that the state can be donated.
             signs={sign: jnp.zeros(shape, jnp.float32) for sign in signs},
-            idle={name: jnp.zeros(len(x), jnp.int32) for name, x in tables.items()},
-            dead={name: jnp.full((), jnp.nan, jnp.float32) for name in tables},
+            idle={
+                name: jnp.zeros(len(leaf), jnp.int32)
+                for name, leaf in embedding_leaves.items()
+            },
+            dead={name: jnp.full((), jnp.nan, jnp.float32) for name in embedding_names},
         )
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **_: object
     ) -> tuple[PyTree, HealthState]:
         check_state(CALL, state, HealthState)
-        if {*state.signs, *state.idle} != {*signs, *table_names}:
+        if {*state.signs, *state.idle} != {*signs, *embedding_names}:
             raise ValueError(f"{CALL}: state was made with other options. {BEGIN_ANEW}")
         tree = clipped_leaves(updates, CALL)
-        tables = _tables(tree, table_names)
+        embedding_leaves = _embedding_leaves(tree, embedding_names)
         tree_of_weights = weights_of(CALL, tree, params) if weights else None
-        new_state = _after_step(measure, tree, tables, state, tree_of_weights, patience)
+        new_state = _after_step(
+            measure, tree, embedding_leaves, state, tree_of_weights, patience
+        )
         return updates, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _tables(tree: PyTree, names: tuple[str, ...]) -> dict[str, Array]:
-    """The leaves with these paths. Raises if one is not there, or has no rows."""
-    tables: dict[str, Array] = {}
+def _embedding_leaves(tree: PyTree, names: tuple[str, ...]) -> dict[str, Array]:
+    """The leaves with these paths. Raises ValueError if one is not there, or has no
+    rows.
+    """
+    leaves_with_rows: dict[str, Array] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         if jnp.ndim(leaf):
-            tables[trees.path_name(path)] = leaf
+            leaves_with_rows[trees.path_name(path)] = leaf
     for name in names:
-        if name not in tables:
+        if name not in leaves_with_rows:
             raise ValueError(
                 f"{CALL}: embeddings must name leaves with rows, got {shown(name)}. "
-                f"There are {trees.listed(tables)}."
+                f"There are {trees.listed(leaves_with_rows)}."
             )
-    return {name: tables[name] for name in names}
+    return {name: leaves_with_rows[name] for name in names}
 
 
 # Jitted at module level, like the update of a clipper.
@@ -191,21 +202,21 @@ def _tables(tree: PyTree, names: tuple[str, ...]) -> dict[str, Array]:
 def _after_step(
     measure: TensorNorm,
     tree: PyTree,
-    tables: dict[str, Array],
+    embedding_leaves: dict[str, Array],
     state: HealthState,
     weights: PyTree,
     patience: int,
 ) -> HealthState:
-    """The state after an update. `tree` has the gradients or updates, and `tables`
-    those of embeddings.
+    """The state after an update. `tree` has the gradients or updates, of which
+    `embedding_leaves` are those of embeddings. `weights` is None if they are not read.
     """
     norms = measure(tree)
-    if tables:
-        _check_whole_leaves(norms)
+    _check_whole_embeddings(norms, embedding_leaves)
     local_signs: dict[str, list[Array]] = {}
+    # The state has the signs that the options ask for.
     if "zeros" in state.signs:
         local_signs |= _signs_of_values(measure, tree)
-    if "rounding" in state.signs:
+    if weights is not None:
         local_signs |= _signs_of_weights(measure, weights)
     recorder = _norm_recorder(measure)
 
@@ -223,8 +234,8 @@ def _after_step(
     dead: dict[str, Array] = {}
     # Before `patience` updates no row can count as dead.
     is_early = state.step + 1 < patience
-    for name, table in tables.items():
-        idle[name] = _idle_steps(table, state.idle[name])
+    for name, leaf in embedding_leaves.items():
+        idle[name] = _idle_steps(leaf, state.idle[name])
         share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
         dead[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
     new_state = HealthState(recorded(norms), signs, idle, dead)
@@ -236,12 +247,13 @@ def _norm_recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs
     return make_clipper(measure, None, call=CALL, limit_argument="norm")
 
 
-def _check_whole_leaves(norms: Norms) -> None:
-    split_leaves = [
-        trees.path_name(path)
-        for path, spec in zip(norms.paths, norms.specs)
-        if spec.joined_along
-    ]
+def _check_whole_embeddings(norms: Norms, names: Collection[str]) -> None:
+    """Raises ValueError if a device has only a part of an embedding."""
+    split_leaves = []
+    for path, spec in zip(norms.paths, norms.specs):
+        name = trees.path_name(path)
+        if name in names and spec.joined_along:
+            split_leaves.append(name)
     if split_leaves:
         raise ValueError(
             f"{CALL}: embeddings needs whole leaves, and devices have parts of "
@@ -250,11 +262,13 @@ def _check_whole_leaves(norms: Norms) -> None:
         )
 
 
-def _idle_steps(table: Array, steps: Array) -> Array:
-    """int32[rows]: steps since each row of a table had a gradient."""
-    entry_axes = tuple(range(1, table.ndim))
-    has_gradient = jnp.any(table != 0, entry_axes)
-    # On an Explicit mesh the result would be split like the rows of the table, and
+def _idle_steps(leaf: Array, steps: Array) -> Array:
+    """int32[rows]: steps since each row of an embedding had a gradient. `leaf` has the
+    gradients of this step, and `steps` the numbers before it.
+    """
+    entry_axes = tuple(range(1, leaf.ndim))
+    has_gradient = jnp.any(leaf != 0, entry_axes)
+    # On an Explicit mesh the result would be split like the rows of the leaf, and
     # `steps` is not.
     has_gradient = mesh_types.resharded(has_gradient)
     return jnp.where(has_gradient, 0, steps + 1)
@@ -264,6 +278,7 @@ def _idle_steps(table: Array, steps: Array) -> Array:
 
 
 def _signs_of_weights(measure: TensorNorm, weights: PyTree) -> dict[str, list[Array]]:
+    """The signs of weights, each with the numbers of all tensors on this device."""
     weight_norms = measure(weights).local_values()
     roundings = [
         jnp.full_like(norm, jnp.finfo(leaf.dtype).eps)
@@ -273,20 +288,24 @@ def _signs_of_weights(measure: TensorNorm, weights: PyTree) -> dict[str, list[Ar
 
 
 def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]]:
-    """Shares and counts of elements. The norm of a mask of 0 and 1 is the root of a
-    count, and its root mean square is the root of a share. So layers and devices are
-    summed as they are for norms.
+    """The signs of values: shares and counts of elements. The norm of a mask of 0 and 1
+    is the root of a count, and its root mean square is the root of a share. So layers
+    and devices are summed as they are for norms.
     """
 
-    def squares(norms_of: TensorNorm, mask_of: Callable[[Array], Array]) -> list[Array]:
-        norms = norms_of(jax.tree.map(mask_of, tree))
+    def squared_norms(
+        measure: TensorNorm, mask_of: Callable[[Array], Array]
+    ) -> list[Array]:
+        norms = measure(jax.tree.map(mask_of, tree))
         return [jnp.square(norm) for norm in norms.local_values()]
 
     root_mean_square = measure._replace(ord="rms")
     return {
-        "zeros": squares(root_mean_square, _is_zero),
-        "subnormals": squares(root_mean_square, _is_subnormal),
-        "nonfinite": [jnp.round(count) for count in squares(measure, _is_nonfinite)],
+        "zeros": squared_norms(root_mean_square, _is_zero),
+        "subnormals": squared_norms(root_mean_square, _is_subnormal),
+        "nonfinite": [
+            jnp.round(count) for count in squared_norms(measure, _is_nonfinite)
+        ],
     }
 
 
@@ -306,14 +325,14 @@ def _is_nonfinite(x: Array) -> Array:
 
 
 def _bits_of_absolutes(x: Array) -> Array:
-    """The bits of |x|, as integers. Floats would not do: a CPU flushes subnormal ones
-    to 0 when it compares them.
+    """The bits of |x|, as integers. Floats would not do: a CPU takes subnormal ones for
+    0 when it compares them.
     """
     real = jnp.abs(x) if jnp.iscomplexobj(x) else x
     size = jnp.finfo(x.dtype).bits
     unsigned = np.dtype(f"uint{size}")
-    all_but_sign = unsigned.type(2 ** (size - 1) - 1)
-    return lax.bitcast_convert_type(real, unsigned) & all_but_sign
+    magnitude_mask = unsigned.type(2 ** (size - 1) - 1)
+    return lax.bitcast_convert_type(real, unsigned) & magnitude_mask
 
 
 # ------------------------------------------------------------------------- the report
@@ -348,8 +367,8 @@ def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, Array]:
     if "weight_norm" in signs:
         ratio = jnp.where(norm == 0, 0, norm / signs["weight_norm"])
         signs["ratio"] = ratio.astype(jnp.float32)
-    # int[tensors, layers]: the indices of each tensor. `np.resize` repeats those of a
-    # tensor with fewer layers than another, which leaves its largest number the same.
+    # int[tensors, layers]: the indices of each tensor. `np.resize` repeats the indices
+    # of a tensor with fewer layers, which leaves its largest number the same.
     indices: list[np.ndarray] = []
     for size, end in zip(sizes, np.cumsum(sizes)):
         indices.append(np.resize(np.arange(end - size, end), max(sizes)))

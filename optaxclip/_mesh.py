@@ -19,8 +19,9 @@ same, or to leave out one along which it varies. None is never an error. Norms t
 axes of a leaf (units, stacked layers) need a PartitionSpec where that leaf is split,
 because a name alone does not say which of its axes is split.
 
-In this module `axes` are axes of an array, `mesh_axes` is the option, and `names` are
-names of mesh axes.
+In this module `axes` are axes of an array, `mesh_axes` is the option, `names` are names
+of mesh axes, and `leaf_name` is the path of a leaf. In errors `option` is
+"clip_by_global_norm: mesh_axes", and `argument` is the same with its value.
 """
 
 from __future__ import annotations
@@ -74,6 +75,16 @@ NOT_SPLIT = Split()
 # ----------------------------------------------------------------- the option mesh_axes
 
 
+def _is_entry(x: object) -> bool:
+    """Whether `x` is one entry of `mesh_axes`: None, "auto", a name, a tuple of names
+    or a PartitionSpec.
+    """
+    # A NamedTuple of strings is a tree of names, so the type is tuple itself.
+    if type(x) is tuple and x:
+        return all(isinstance(name, str) for name in x)
+    return x is None or isinstance(x, (PartitionSpec, str))
+
+
 def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Prefix:
     """`mesh_axes` as a hashable value.
 
@@ -116,8 +127,8 @@ def global_shapes(mesh_axes: MeshAxes | Prefix, tree: PyTree, call: str) -> list
         names, names_by_axis = _names_of_split(array, entry, f"{call}: mesh_axes")
         if not names:
             shapes.append(jnp.shape(array))
-        # A type names the mesh axes of a leaf, but not the array axis that each splits.
         elif names_by_axis is None:
+            # A type or a name does not say which array axis is split.
             shapes.append(None)
         else:
             # Only manual mesh axes make the shapes of a program smaller.
@@ -151,27 +162,31 @@ def splits(
 
 
 def _split(
-    name: str, array: Array, entry: Any, summed_axes: tuple[int, ...] | None, call: str
+    leaf_name: str,
+    array: Array,
+    entry: Any,
+    summed_axes: tuple[int, ...] | None,
+    call: str,
 ) -> Split:
     """How one leaf is split, by its entry of `mesh_axes`."""
     option = f"{call}: mesh_axes"
     array_type = jax.typeof(array)
-    # Terms of a sum that is still to be taken. Types of shard_map say so, and specs of
-    # Explicit meshes.
+    # The mesh axes over which a sum is still to be taken, by the types of shard_map and
+    # by the specs of Explicit meshes.
     unreduced = {
         *array_type.manual_axis_type.unreduced,
         *array_type.sharding.spec.unreduced,
     }
     if unreduced:
         raise ValueError(
-            f"{option}: the leaf {name!r} is not yet summed over "
+            f"{option}: the leaf {leaf_name!r} is not yet summed over "
             f"{listed(unreduced)}: reshard it, or use lax.psum, before clipping."
         )
     if entry is None:
         return NOT_SPLIT
     argument = f"{option}={shown(entry)}"
     names, names_by_axis = _names_of_split(array, entry, option)
-    _check_against_type(argument, name, array, names)
+    _check_against_type(argument, leaf_name, array, names)
     # Which axis is split does not matter where all are summed.
     if summed_axes is None or len(summed_axes) == jnp.ndim(array):
         return Split(mesh_of_summed=names)
@@ -180,7 +195,7 @@ def _split(
     if names_by_axis is None:
         example = ", ".join(map(repr, names))
         raise ValueError(
-            f"{argument} says that the leaf {name!r} of shape "
+            f"{argument} says that the leaf {leaf_name!r} of shape "
             f"{jnp.shape(array)} is split over {listed(names)}, but not which of "
             "its dimensions is, and its norms are taken over some of them only: give a "
             "tree of PartitionSpecs, such as "
@@ -199,9 +214,11 @@ def _split(
 
 
 def _check_against_type(
-    argument: str, name: str, array: Array, names: AxisNames
+    argument: str, leaf_name: str, array: Array, names: AxisNames
 ) -> None:
-    """Raises ValueError for mesh axes over which a leaf cannot be split."""
+    """Raises ValueError if mesh axes are named twice, or if the leaf's type says that
+    other ones split it.
+    """
     manual = manual_axes()
     if len(set(names)) < len(names):
         raise ValueError(f"{argument} names a mesh axis twice.")
@@ -212,7 +229,7 @@ def _check_against_type(
     replicated = set(names) & (set(manual) - varying(array))
     if replicated:
         raise ValueError(
-            f"{argument}: the leaf {name!r} is the same on all devices "
+            f"{argument}: the leaf {leaf_name!r} is the same on all devices "
             f"along {listed(replicated)}, so its sum must not be added up there: leave "
             "the axis out, or use mesh_axes='auto'."
         )
@@ -220,20 +237,20 @@ def _check_against_type(
     forgotten = varying(array) - set(names)
     if forgotten:
         raise ValueError(
-            f"{argument}: the leaf {name!r} also differs along "
+            f"{argument}: the leaf {leaf_name!r} also differs along "
             f"{listed(forgotten)}: name that axis, or use mesh_axes='auto', or "
             "lax.pmean it first if it should be the same."
         )
 
 
 def _names_of_split(
-    array: Array, entry: Any, argument: str
+    array: Array, entry: Any, option: str
 ) -> tuple[AxisNames, list[AxisNames] | None]:
-    """The manual mesh axes that split a leaf, by its entry of `mesh_axes`, and the same
-    by array axis: None where it is not known which axis they split.
+    """The manual mesh axes that split a leaf, by its entry of `mesh_axes`. Also a list
+    with the mesh axes of each array axis, or None where only the names are known.
     """
     if isinstance(entry, PartitionSpec):
-        names_by_axis = _names_of_spec(array, entry, argument)
+        names_by_axis = _names_of_spec(array, entry, option)
         return tuple(chain.from_iterable(names_by_axis)), names_by_axis
     if entry == "auto":
         # Without types each leaf counts as complete: nothing is known.
@@ -241,11 +258,11 @@ def _names_of_split(
     else:
         # Names alone, as "x": every leaf is split, along whichever axis.
         names = names_in(entry)
-        check_bound(names, argument)
+        check_bound(names, option)
     return names, None
 
 
-def _names_of_spec(array: Array, spec: PartitionSpec, argument: str) -> list[AxisNames]:
+def _names_of_spec(array: Array, spec: PartitionSpec, option: str) -> list[AxisNames]:
     """For each axis of an array the manual mesh axes that split it."""
     manual = manual_axes()
     names_by_axis: list[AxisNames] = [()] * jnp.ndim(array)
@@ -256,12 +273,12 @@ def _names_of_spec(array: Array, spec: PartitionSpec, argument: str) -> list[Axi
     unknown = set(chain.from_iterable(map(names_in, spec))) - set(mesh_names)
     if unknown:
         raise ValueError(
-            f"{argument}={shown(spec)} names {listed(unknown)}, but there is no "
+            f"{option}={shown(spec)} names {listed(unknown)}, but there is no "
             f"such axis in the mesh, which has {listed(mesh_names)}."
         )
     if len(spec) > jnp.ndim(array):
         raise ValueError(
-            f"{argument}={shown(spec)} has more entries than a leaf of shape "
+            f"{option}={shown(spec)} has more entries than a leaf of shape "
             f"{jnp.shape(array)} has dimensions."
         )
     for axis, names in enumerate(map(names_in, spec)):
@@ -277,8 +294,8 @@ def names_in(entry: str | tuple[str, ...] | None) -> AxisNames:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
-def check_bound(names: AxisNames, argument: str) -> None:
-    """Raises ValueError for what is not the name of a mesh axis here."""
+def check_bound(names: AxisNames, option: str) -> None:
+    """Raises ValueError for a name that is not a mesh axis here."""
     for name in names:
         # The mesh does not list axis names of vmap, which lax.axis_size finds.
         try:
@@ -289,18 +306,8 @@ def check_bound(names: AxisNames, argument: str) -> None:
             else:
                 hint = "Outside shard_map and pmap there is none, and none is needed."
             raise ValueError(
-                f"{argument}={shown(name)}: there is no such axis here. {hint}"
+                f"{option}={shown(name)}: there is no such axis here. {hint}"
             ) from None
-
-
-def _is_entry(x: object) -> bool:
-    """Whether it is one entry of `mesh_axes`: None, "auto", a name, a tuple of names or
-    a PartitionSpec.
-    """
-    # A NamedTuple of strings is a tree of names, so the type is tuple itself.
-    if type(x) is tuple and x:
-        return all(isinstance(name, str) for name in x)
-    return x is None or isinstance(x, (PartitionSpec, str))
 
 
 # ---------------------------------------------------------------------- collectives
@@ -317,8 +324,8 @@ def joined_over_devices(
     arrays: Sequence[Array],
     names_of_arrays: Sequence[AxisNames],
 ) -> list[Array]:
-    """psum or pmax of each array over its own mesh axes. All arrays that share their
-    mesh axes travel as one vector, in one collective.
+    """psum or pmax of each array over its own mesh axes. All arrays have one dtype.
+    Those that share their mesh axes travel as one vector, in one collective.
     """
     totals = list(arrays)
     # The indices of the arrays of each vector. A dict keeps its order, where the order
@@ -347,16 +354,18 @@ def joined_over_devices(
 
 
 def among_zeros(numbers: Array, mesh_of_kept: Sequence[AxisNames]) -> Array:
-    """The numbers of this device, among zeros for the numbers of other devices.
+    """An array of the global shape: this device's numbers at their place, 0 elsewhere.
+    Its psum is the numbers of all devices.
 
     The last axes of `numbers` are the axes of the leaf, each split over its entry of
     `mesh_of_kept`.
     """
-    first = numbers.ndim - len(mesh_of_kept)
+    first_axis = numbers.ndim - len(mesh_of_kept)
     shape = list(numbers.shape)
-    for axis, names in enumerate(mesh_of_kept, first):
+    for axis, names in enumerate(mesh_of_kept, first_axis):
         shape[axis] *= device_count(names)
-    starts = [np.int32(0)] * first + _starts(numbers.shape[first:], mesh_of_kept)
+    starts = [np.int32(0)] * first_axis
+    starts += _starts(numbers.shape[first_axis:], mesh_of_kept)
     zeros = typed_as(jnp.zeros(shape, numbers.dtype), jax.typeof(numbers))
     return lax.dynamic_update_slice(zeros, numbers, starts)
 
@@ -370,7 +379,9 @@ def local_layers(layers: Array, mesh_of_kept: Sequence[AxisNames]) -> Array:
 
 
 def _starts(sizes: Sequence[int], mesh_of_kept: Sequence[AxisNames]) -> list[Any]:
-    """Where the part of this device, of these sizes, begins along each axis."""
+    """Where this device's part of an array begins along each axis. The part has these
+    sizes.
+    """
     starts: list[Any] = []
     for size, names in zip(sizes, mesh_of_kept):
         # The index of this device along these mesh axes. The first axis is the slowest.
@@ -379,8 +390,12 @@ def _starts(sizes: Sequence[int], mesh_of_kept: Sequence[AxisNames]) -> list[Any
     return starts
 
 
+# ------------------------------------------------------------------------ for debugging
+
+
 def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:
-    """Returns whether all devices along some mesh axes hold the same values.
+    """Whether all devices along some mesh axes hold the same values. Raises nothing if
+    they do not.
 
     For debugging inside pmap and shard_map, where JAX cannot tell. A gradient that is
     the same on all devices is whole, so leave the axis out of a clipper's `mesh_axes`.

@@ -4,9 +4,12 @@ Each number is a `Row`. Most states have one number of each metric. The state of
 clipper has an entry for each norm, and the report shows a span of entries together: a
 tensor, all layers of a stacked leaf, or all entries. A row of a span shows:
 
-    norm, limit, factor    of the *furthest* entry, the one furthest above its limit
-    shares                 the mean over the span
-    counts                 the largest
+    norm_before, limit, factor, norm_after, clipped    those of the furthest entry
+    shares                                             the mean over the span
+    counts                                             the largest
+
+The furthest entry is the one furthest above its limit. The metrics call it the worst:
+`worst_name`, `worst_ratio`.
 """
 
 import itertools
@@ -38,7 +41,7 @@ class Row(NamedTuple):
 
 
 class WorstName(NamedTuple):
-    """A name whose number is still on the device."""
+    """One of several names, whose index is still on the device."""
 
     names: tuple[str, ...]
     index: Any  # float32[]
@@ -49,13 +52,16 @@ class WorstName(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a report has of states with many norms."""
+    """The options of `metrics` that say which numbers are reported. All functions of
+    rows take them, used or not, so that one table can hold these functions.
+    """
 
     summary: bool
     layers: bool
     top: int | None
     quantiles: np.ndarray
-    with_names: bool  # A jitted function cannot return strings.
+    # Whether `worst_name` is reported. A jitted function cannot return strings.
+    with_names: bool
 
 
 def _rows_of(numbers: Mapping[str, Any]) -> Iterator[Row]:
@@ -114,6 +120,7 @@ def spike_rows(state: SpikeState, options: Options) -> Iterator[Row]:
             "loss_limit": state.loss_limit,
             "spiked": _float32(state.spiked),
             "spiked_count": _float32(state.spikes),
+            # The share of steps that are spikes is called the spike score.
             "score": _float32(state.spikes) / _steps(state),
             "score_recent": _float32(state.spiked_recently),
         }
@@ -164,7 +171,8 @@ class ClipNumbers(NamedTuple):
     clipped_share_recent: Array
     clipped_count: Array
     nonfinite_count: Array
-    # The share of the units. Without units it is as `clipped`, and is not reported.
+    # The share of the units. Without units it equals `clipped`, and `_only_reported`
+    # removes it.
     units_clipped: Any
     norms_clipped: Array | None = None
     worst_ratio: Array | None = None
@@ -190,22 +198,21 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     names = list(sizes)
     spans = _spans_of(sizes)
     if options.summary:
-        numbers = _reported_summary(spans, state)
+        numbers = _summary_report(spans, state)
         yield from _rows_of(numbers._asdict())
         if options.with_names:
             yield Row("worst_name", "", WorstName(tuple(names), numbers.worst_index))
         return
-    vectors = _reported_spans(spans, state)
-    # Taken apart here: as separate outputs of the compiled call, scalars of 148 tensors
-    # took 22 seconds to compile on a CPU.
-    scalars = jax.tree.map(list, vectors)
+    # The vectors become lists outside of jit: as separate outputs of the compiled call,
+    # scalars of 148 tensors took 22 seconds to compile on a CPU.
+    lists = jax.tree.map(list, _span_report(spans, state))
     indices = range(len(spans))
     if options.top is not None:
         indices = _furthest_spans(spans, state)[: int(options.top)]
     for index in indices:
-        for metric, scalars_of_spans in scalars._asdict().items():
-            if scalars_of_spans is not None:
-                yield Row(metric, names[index], scalars_of_spans[index])
+        for metric, values in lists._asdict().items():
+            if values is not None:
+                yield Row(metric, names[index], values[index])
 
 
 def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[Row]:
@@ -234,76 +241,6 @@ def _furthest_spans(spans: Spans, state: ClipState) -> np.ndarray:
     # NaN counts as inf, since argsort would put it at the end.
     largest = np.where(np.isnan(largest), np.inf, largest)
     return np.argsort(-largest, kind="stable")
-
-
-# Jitted, since without jit each operation would be a call to the device. Spans are
-# static, because shapes depend on them.
-@partial(jax.jit, static_argnums=0)
-def _reported_spans(spans: Spans, state: ClipState) -> ClipNumbers | RecordNumbers:
-    """The numbers of spans: vectors with a number for each span."""
-    numbers = _numbers_of_spans(spans, _numbers_of_entries(state))
-    return _only_reported(numbers, state)
-
-
-@partial(jax.jit, static_argnums=0)
-def _reported_summary(spans: Spans, state: ClipState) -> ClipNumbers | RecordNumbers:
-    """The numbers of all entries together: scalars."""
-    entries = _numbers_of_entries(state)
-    span_of_all = Span(0, len(entries.norm_before))
-    numbers = _part_of(_numbers_of_spans((span_of_all,), entries), 0)
-    # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
-    sizes = [stop - start for start, stop in spans]
-    span_of_entry = np.repeat(range(len(spans)), sizes)
-    furthest = jnp.argmax(severity(entries.norm_before, entries.limit))
-    # A norm of 0 over a limit of 0 is 0, and over a limit of NaN it is NaN.
-    is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
-    ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
-    numbers = numbers._replace(
-        norms_clipped=jnp.mean(entries.units_clipped),
-        worst_ratio=ratio,
-        worst_index=_float32(jnp.asarray(span_of_entry)[furthest]),
-    )
-    return _only_reported(numbers, state)
-
-
-def _only_reported(
-    numbers: ClipNumbers, state: ClipState
-) -> ClipNumbers | RecordNumbers:
-    """The numbers without those that are not reported for this state."""
-    if isinstance(state, RecordState):
-        return RecordNumbers(
-            numbers.norm_before, numbers.nonfinite_count, numbers.worst_index
-        )
-    if not state.names.unit_leaves:
-        return numbers._replace(units_clipped=None)
-    return numbers
-
-
-def _numbers_of_spans(spans: Spans, entries: ClipNumbers) -> ClipNumbers:
-    """The numbers of each span, from those of its entries: vectors."""
-    # The common case: each span is one entry.
-    if all(stop - start == 1 for start, stop in spans):
-        return entries
-    severities = severity(entries.norm_before, entries.limit)
-    numbers_of_spans = []
-    for start, stop in spans:
-        part = _part_of(entries, slice(start, stop))
-        furthest = jnp.argmax(severities[start:stop])
-        numbers_of_spans.append(
-            _part_of(part, furthest)._replace(
-                clipped_share=jnp.mean(part.clipped_share),
-                clipped_share_recent=jnp.mean(part.clipped_share_recent),
-                clipped_count=jnp.max(part.clipped_count),
-                nonfinite_count=jnp.max(part.nonfinite_count),
-                units_clipped=jnp.mean(part.units_clipped),
-            )
-        )
-    return jax.tree.map(lambda *scalars: jnp.stack(scalars), *numbers_of_spans)
-
-
-def _part_of(numbers: ClipNumbers, index: Any) -> ClipNumbers:
-    """The numbers at an index, or a slice, of each vector."""
-    return jax.tree.map(lambda vector: vector[index], numbers)
 
 
 def _numbers_of_entries(state: ClipState) -> ClipNumbers:
@@ -335,3 +272,76 @@ def _numbers_of_entries(state: ClipState) -> ClipNumbers:
     )
     # One norm of everything is a scalar.
     return jax.tree.map(jnp.atleast_1d, numbers)
+
+
+def _numbers_of_spans(spans: Spans, entries: ClipNumbers) -> ClipNumbers:
+    """The numbers of spans: vectors with a number for each span. `entries` has the
+    numbers of all entries.
+    """
+    # The common case: each span is one entry.
+    if all(stop - start == 1 for start, stop in spans):
+        return entries
+    severities = severity(entries.norm_before, entries.limit)
+    numbers_of_spans = []
+    for start, stop in spans:
+        part = _part_of(entries, slice(start, stop))
+        furthest = jnp.argmax(severities[start:stop])
+        numbers_of_spans.append(
+            _part_of(part, furthest)._replace(
+                clipped_share=jnp.mean(part.clipped_share),
+                clipped_share_recent=jnp.mean(part.clipped_share_recent),
+                clipped_count=jnp.max(part.clipped_count),
+                nonfinite_count=jnp.max(part.nonfinite_count),
+                units_clipped=jnp.mean(part.units_clipped),
+            )
+        )
+    return jax.tree.map(lambda *scalars: jnp.stack(scalars), *numbers_of_spans)
+
+
+def _part_of(numbers: ClipNumbers, index: Any) -> ClipNumbers:
+    """The numbers at an index, or a slice, of each vector."""
+    return jax.tree.map(lambda vector: vector[index], numbers)
+
+
+# Jitted, since without jit each operation would be a call to the device. Spans are
+# static, because shapes depend on them.
+@partial(jax.jit, static_argnums=0)
+def _span_report(spans: Spans, state: ClipState) -> ClipNumbers | RecordNumbers:
+    """The numbers that are reported for spans: vectors with a number for each span."""
+    numbers = _numbers_of_spans(spans, _numbers_of_entries(state))
+    return _only_reported(numbers, state)
+
+
+@partial(jax.jit, static_argnums=0)
+def _summary_report(spans: Spans, state: ClipState) -> ClipNumbers | RecordNumbers:
+    """The numbers that are reported for all entries together: scalars."""
+    entries = _numbers_of_entries(state)
+    span_of_all = Span(0, len(entries.norm_before))
+    numbers = _part_of(_numbers_of_spans((span_of_all,), entries), 0)
+    # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
+    sizes = [stop - start for start, stop in spans]
+    span_of_entry = np.repeat(range(len(spans)), sizes)
+    furthest = jnp.argmax(severity(entries.norm_before, entries.limit))
+    # A norm of 0 over a limit of 0 is 0, and over a limit of NaN it is NaN.
+    is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
+    ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
+    numbers = numbers._replace(
+        # With units `units_clipped` is the same mean. Without it is not reported.
+        norms_clipped=jnp.mean(entries.units_clipped),
+        worst_ratio=ratio,
+        worst_index=_float32(jnp.asarray(span_of_entry)[furthest]),
+    )
+    return _only_reported(numbers, state)
+
+
+def _only_reported(
+    numbers: ClipNumbers, state: ClipState
+) -> ClipNumbers | RecordNumbers:
+    """The numbers without those that are not reported for this state."""
+    if isinstance(state, RecordState):
+        return RecordNumbers(
+            numbers.norm_before, numbers.nonfinite_count, numbers.worst_index
+        )
+    if not state.names.unit_leaves:
+        return numbers._replace(units_clipped=None)
+    return numbers

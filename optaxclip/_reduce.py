@@ -8,7 +8,8 @@
 
 Each way computes a term of each leaf (_sums.py) and joins the terms over leaves and
 devices (_join.py). Norms are right for zeros and all normal numbers: no square
-overflows or is lost. The derivative is finite everywhere, and 0 at zero.
+overflows or is lost. The derivative is finite everywhere. For elements that are 0 it is
+0 by definition: below order 1 the true one is infinite there.
 """
 
 import math
@@ -26,7 +27,8 @@ from ._specs import NormPlan
 from ._squares import norms_by_squares
 from ._sums import divided, sum_in_range, sum_over
 
-OF_SQUARES = (None, 2, "rms", "average")  # orders whose norm is a root of squares
+# Orders whose norm is a root of squares. None is 2.
+OF_SQUARES = (None, 2, "rms", "average")
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -78,8 +80,9 @@ def _by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[Array]
     for largest in _largest(plan, arrays):
         ones = jnp.ones_like(largest)
         if order < 0.25:
-            # These powers of all numbers are within the range. A quotient of 1e-40
-            # would become 0, while its power 1e-40^0.15 = 1e-6 counts.
+            # Only the shape of `largest` is used. These powers of all numbers are in
+            # the range. A quotient of 1e-40 would become 0, while its power
+            # 1e-40^0.15 = 1e-6 counts.
             divisors.append(ones)
         else:
             # 0, NaN and inf do not divide. They come out of the sum as they are.
@@ -149,10 +152,24 @@ def _tangents_by_squares(
         divisors = [count * count**0.5 for count in counts]
     terms = []
     for spec, array, tangent in zip(plan.specs, arrays, tangents):
-        products = _slope(array, spec.local_value(roots), tangent)
+        products = _slope_times_tangent(array, spec.local_value(roots), tangent)
         terms.append(sum_over(products, spec.axes))
     totals = _added(plan, terms, dtype)
     return [total / divisor for total, divisor in zip(totals, divisors)]
+
+
+def _slope_times_tangent(array: Array, norm: Array, tangent: Array) -> Array:
+    """x / norm * dx. Computed from x and not from |x|: JAX's derivative of |x| at 0 is
+    0, so second derivatives would be lost.
+    """
+    if jnp.iscomplexobj(array):
+        real = _slope_times_tangent(jnp.real(array), norm, jnp.real(tangent))
+        return real + _slope_times_tangent(jnp.imag(array), norm, jnp.imag(tangent))
+    # Where the norm is 0 all x are 0: 0 / 1 is 0. A norm that is NaN also divides by 1,
+    # and the NaN in x shows.
+    divisor = jnp.where(norm > 0, norm, 1.0)
+    quotient = divided(array.astype(norm.dtype), divisor)
+    return quotient * tangent.astype(norm.dtype)
 
 
 def _tangents_of_largest(
@@ -200,17 +217,3 @@ def _tangents_by_powers(
         modulus_tangent = tangent_of_modulus(array, tangent).astype(dtype)
         terms.append(sum_over(power * modulus_tangent, spec.axes))
     return _added(plan, terms, dtype)
-
-
-def _slope(array: Array, norm: Array, tangent: Array) -> Array:
-    """x / norm * dx. Not by way of |x|, whose derivative at 0 is 0: the second
-    derivative would be lost there.
-    """
-    if jnp.iscomplexobj(array):
-        real = _slope(jnp.real(array), norm, jnp.real(tangent))
-        return real + _slope(jnp.imag(array), norm, jnp.imag(tangent))
-    # Where the norm is 0 all x are 0: 0 / 1 is 0. A norm that is NaN also divides by 1,
-    # and the NaN in x shows.
-    divisor = jnp.where(norm > 0, norm, 1.0)
-    quotient = divided(array.astype(norm.dtype), divisor)
-    return quotient * tangent.astype(norm.dtype)

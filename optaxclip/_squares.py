@@ -5,10 +5,11 @@ its own way:
 
               sums of a leaf       leaves are joined    roots
     CPU       one, of float64      in pairs             one by one
-    GPU       three (_sums.py)     in pairs             of a vector, from 13 norms on
-    others    three in `jnp`       as a table           of a vector, from 65 norms on
+    GPU       three (_sums.py)     in pairs             of a vector, if many
+    others    three in `jnp`       as a table           of a vector, if many
 
-Norms of float64 have three sums on a CPU too: no dtype is wider.
+Norms of float64 have three sums on a CPU too: no dtype is wider. FEW_NORMS_ON_A_GPU and
+FEW_NORMS_ON_A_TPU say up to how many norms have separate roots.
 """
 
 import math
@@ -25,7 +26,7 @@ from jax.typing import ArrayLike
 from . import _join as join
 from . import _sums as sums
 from ._options import Ord
-from ._specs import LeafSpec, NormPlan, is_mean
+from ._specs import LeafSpec, NormPlan
 from ._sums import FEW_NORMS_ON_A_GPU, FEW_NORMS_ON_A_TPU, Sums, traced_once
 
 # Leaves of at most so many numbers are merged into a vector on a GPU.
@@ -34,7 +35,7 @@ MOST_NUMBERS_TO_MERGE = 2**16
 
 def norms_by_squares(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms of some leaves, by sums of squares."""
-    # One choice of the platform for all leaves, which is traced once.
+    # The platform is chosen once for all leaves, so each branch is traced once.
     return sums.per_platform(
         arrays,
         cpu=partial(_norms_on_a_cpu, plan),
@@ -45,11 +46,15 @@ def norms_by_squares(plan: NormPlan, arrays: list[Array]) -> list[Array]:
 
 def _norms_on_a_cpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms by one sum of each leaf: sums, means and roots in float64, rounded
-    once.
+    once. Norms of float64 take three sums.
     """
     if sums.norm_dtype(arrays) == np.float64:
         return _norms_by_three_sums(
-            plan, arrays, sums.three_sums_in_jnp, join.in_pairs, most_single=math.inf
+            plan,
+            arrays,
+            sums.three_sums_in_jnp,
+            join.in_pairs,
+            most_separate_roots=math.inf,
         )
     with jax.enable_x64(True):
         terms = []
@@ -65,7 +70,7 @@ def _norms_on_a_cpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
         counts = plan.element_counts(arrays, np.float64)
         norms = []
         for total, count in zip(totals, counts):
-            norm = _norm_from_sums(plan.ord, count, total)
+            norm = _root(plan.ord, count, total)
             norms.append(lax.convert_element_type(norm, np.float32))
         return norms
 
@@ -78,7 +83,7 @@ def _norms_on_a_gpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
         vectors,
         sums.three_sums_on_a_gpu,
         join.in_pairs,
-        most_single=FEW_NORMS_ON_A_GPU,
+        most_separate_roots=FEW_NORMS_ON_A_GPU,
     )
 
 
@@ -89,7 +94,7 @@ def _norms_in_jnp(plan: NormPlan, arrays: list[Array]) -> list[Array]:
         arrays,
         sums.three_sums_in_jnp,
         join.as_table,
-        most_single=FEW_NORMS_ON_A_TPU,
+        most_separate_roots=FEW_NORMS_ON_A_TPU,
     )
 
 
@@ -99,10 +104,10 @@ def _norms_by_three_sums(
     sums_of_leaf: Callable[..., Sums],
     join_leaves: Callable[..., Sums],
     *,
-    most_single: float,
+    most_separate_roots: float,
 ) -> list[Array]:
-    """The norms by three sums of squares of each leaf. Of more norms than `most_single`
-    the roots are taken as a vector.
+    """The norms by three sums of squares of each leaf. Of more norms than
+    `most_separate_roots` the roots are taken as a vector.
     """
     dtype = sums.norm_dtype(arrays)
     counts = plan.element_counts(arrays, dtype)
@@ -119,7 +124,7 @@ def _norms_by_three_sums(
             operation=join.ADD,
             join_leaves=join_leaves,
         )
-    return _norms_from_sums(plan.ord, counts, totals, most_single)
+    return _roots(plan.ord, counts, totals, most_separate_roots)
 
 
 def _merged(plan: NormPlan, arrays: list[Array]) -> tuple[NormPlan, list[Array]]:
@@ -130,7 +135,7 @@ def _merged(plan: NormPlan, arrays: list[Array]) -> tuple[NormPlan, list[Array]]
     merged_arrays: list[Array] = []
     small_arrays_of: dict[tuple[LeafSpec, np.dtype], list[Array]] = {}
     for spec, array in zip(plan.specs, arrays):
-        if _is_small(spec, array):
+        if _can_be_merged(spec, array):
             small_arrays_of.setdefault((spec, array.dtype), []).append(array)
         else:
             merged_specs.append(spec)
@@ -144,10 +149,10 @@ def _merged(plan: NormPlan, arrays: list[Array]) -> tuple[NormPlan, list[Array]]
     return plan._replace(specs=tuple(merged_specs)), merged_arrays
 
 
-def _is_small(spec: LeafSpec, array: Array) -> bool:
-    """Whether a leaf is merged with others."""
-    # A type with a mesh is of a leaf that jit may split. A vector of split leaves would
-    # take a collective.
+def _can_be_merged(spec: LeafSpec, array: Array) -> bool:
+    """Whether a leaf may become part of a vector of small leaves."""
+    # If the type names a mesh, jit may have split the leaf. To concatenate split leaves
+    # would take a collective.
     has_mesh = not jax.typeof(array).sharding.mesh.empty
     if spec.axes is not None or has_mesh:
         return False
@@ -159,47 +164,42 @@ def _is_small(spec: LeafSpec, array: Array) -> bool:
 
 
 @partial(traced_once, static_argnums=0)
-def _norm_from_sums(ord: Ord, count: ArrayLike, total: Sums | Array) -> Array:
-    """The norm, from three sums of squares or from one in float64."""
+def _root(ord: Ord, count: ArrayLike, total: Sums | Array) -> Array:
+    """The norm, from three sums of squares or from one in float64. `count` is 1 for
+    an order that is no mean.
+    """
     if isinstance(total, Sums):
         norm = sums.root_of_mean(count, total)
     else:
-        norm = jnp.sqrt(total / count if is_mean(ord) else total)
+        norm = jnp.sqrt(total / count)
     if ord == "average":
         # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
         norm = norm / count**0.5
     return norm
 
 
-def _norms_from_sums(
-    ord: Ord, counts: list[Any], totals: list[Sums], most_single: float
+def _roots(
+    ord: Ord, counts: list[Any], totals: list[Sums], most_separate_roots: float
 ) -> list[Array]:
-    """The norms from their sums. Of more norms than `most_single` the scalars are
-    stacked, and one root is taken of the vector.
+    """The norms from their sums. Of more norms than `most_separate_roots` the scalars
+    are stacked, and one root is taken of the vector.
 
-    Otherwise XLA recomputes every root in each kernel that reads all norms: a step with
-    AGC took 1.5 times as long to compile for an H100 (`python -m benchmarks --only
+    With separate roots XLA recomputes each in every kernel that reads all norms: a step
+    with AGC took 1.5 times as long to compile for an H100 (`python -m benchmarks --only
     whole_step_compiled`). On a TPU each root is a scalar operation.
     """
-    scalars = []
-    counts_of_scalars = []
-    for total, count in zip(totals, counts):
-        if not total.unscaled.ndim:
-            scalars.append(total)
-            counts_of_scalars.append(count)
+    scalar_indices = [i for i, total in enumerate(totals) if not total.unscaled.ndim]
+    scalars = [totals[i] for i in scalar_indices]
     # Inside shard_map sums may vary along different mesh axes. A stack has one type.
     types = {jax.typeof(total.unscaled) for total in scalars}
-    if len(totals) <= most_single or len(types) != 1:
-        return [
-            _norm_from_sums(ord, count, total) for count, total in zip(counts, totals)
-        ]
+    if len(totals) <= most_separate_roots or len(types) != 1:
+        return [_root(ord, count, total) for count, total in zip(counts, totals)]
     vectors = jax.tree.map(lambda *numbers: jnp.stack(numbers), *scalars)
     vectors = sums.materialized_on_gpu(vectors)
-    norms_of_scalars = iter(_norm_from_sums(ord, jnp.stack(counts_of_scalars), vectors))
-    norms = []
-    for total, count in zip(totals, counts):
-        if total.unscaled.ndim:
-            norms.append(_norm_from_sums(ord, count, total))
-        else:
-            norms.append(next(norms_of_scalars))
-    return norms
+    counts_of_scalars = jnp.stack([counts[i] for i in scalar_indices])
+    roots = _root(ord, counts_of_scalars, vectors)
+    norm_by_index = dict(zip(scalar_indices, roots))
+    for index, total in enumerate(totals):
+        if index not in norm_by_index:
+            norm_by_index[index] = _root(ord, counts[index], total)
+    return [norm_by_index[index] for index in range(len(totals))]

@@ -4,7 +4,7 @@ large.
 An attention is the leaves below the longest common path of a query leaf and a key leaf:
 layer_0/attention/query/kernel and layer_0/attention/key/kernel share layer_0/attention.
 A leaf may hold queries and keys, such as GPT-2's h_0/attn/c_attn/kernel. Its attention
-is the leaf alone, or with a fused bias beside it h_0/attn/c_attn.
+is the leaf alone. If a fused bias stands beside it, the attention is h_0/attn/c_attn.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Heads(NamedTuple):
         head where heads and their entries share the axis, as in (768, 768).
       heads: which heads of the leaf: (start, stop) as in a slice, without stop.
         (None, None) is all.
-      entries: which entries of a head: (start, stop) within `width`, or along the axis
-        behind the heads if that is 1.
+      entries: which entries of a head: (start, stop) within `width`. If `width` is 1,
+        along the axis after the axis of heads.
 
     Example:
       >>> clipper = optaxclip.qk_clip(
@@ -95,9 +95,9 @@ def qk_clip(
 
     It comes last, after the optimizer, and returns the update that leads to these
     weights: u' = scale (W + u) - W. The scale is the power of the factor above, and the
-    factor itself for rotary queries. So logits after the step are those that the
-    step alone would have led to, times the factor. All else is left alone, and so is a
-    head within its limit, bit for bit.
+    factor itself for rotary queries. So logits after the step are the logits that the
+    optimizer alone would have led to, times the factor. Other weights keep their
+    updates, and so do heads within the limit, bit for bit.
 
         muon = optax.contrib.muon(0.02)
         optimizer = optax.chain(muon, optaxclip.qk_clip(100.0, queries=..., keys=...))
@@ -105,18 +105,19 @@ def qk_clip(
 
     `max_logits` is what the attention of this step reports: for each attention the
     largest logit of each head before the softmax, scaled as the softmax gets it, over
-    all of the batch. It is one array of shape [heads], or [layers, heads], or a tree of
-    such arrays whose paths begin with those of the attentions. On several devices take
-    the maximum over those that share the batch (`lax.pmax`).
+    all of the batch. It is one array of shape [heads], or [layers, heads], or a tree
+    with one array for each attention: under its path, under a longer path (as flax's
+    `sow` has it), or under the beginning of its path. On several devices take the
+    maximum over the devices that each hold a part of the batch (`lax.pmax`).
 
         multi-head          each head has its own factor
         grouped queries     the heads that share a key share the smallest of their
                             factors
         MLA                 `rotary` names the rotary queries, which take the whole
                             factor, since the rotary key is shared and stays as it is
-        a head with NaN     its weights become NaN. As a rule the gradient is NaN then,
-        or inf              and `skip_nonfinite` around the optimizer leaves the step
-                            out. It looks at the gradient, and not at logits
+        NaN or inf logits   the weights of the head become NaN. `skip_nonfinite` does
+                            not see that, since it looks at gradients. As a rule these
+                            are NaN too, and the step is left out
         biases              belong to queries and keys like kernels, also where one leaf
                             holds queries and keys
         QK-norm             makes logits independent of these weights: do not clip it
@@ -126,23 +127,25 @@ def qk_clip(
         `optaxclip.rules`, or None to only measure. Kimi K2 has 100.
       queries: where the query weights are: a dict from patterns of paths to their axis
         of heads, such as {"*/query/*": -2} for flax's (features, heads, entries), or to
-        a `Heads` where a leaf has more in it than one axis says. Or a function of path
-        and leaf that returns either, and None for other leaves.
+        a `Heads` where a leaf has more in it than one axis says. The first pattern
+        that matches a leaf counts, and `*` also matches "/". Or a function of path and
+        leaf that returns either, and None for other leaves.
       keys: where the key weights are, likewise.
       rotary: where rotary queries are whose keys all heads share, likewise.
       alpha: how much of the factor the queries take, in [0, 1]. The keys take the rest.
 
     Returns:
-      A transformation with a `ClipState`, read by `metrics`. The norm is the largest
-      logit of each head of the keys, 0 if it is negative. Its name is the path that
-      query and key have in common.
+      A transformation with a `ClipState`, read by `metrics`. It has a norm for each
+      head of the keys: the largest logit of the query heads that use it, at least 0.
+      The name of an attention is the path that its query and key have in common.
 
     Raises:
-      ValueError: a pattern that finds no leaf, a query without a key beside it, heads
-        that do not fit, entries of a leaf with two roles, an alpha outside [0, 1], a
-        negative limit, a rule that compares norms with weights, or `update` without
-        params or with `max_logits` that do not fit the attentions.
-      TypeError: a limit, an alpha or an axis that is not a number.
+      ValueError: a pattern that finds no leaf, a query without a key beside it, an axis
+        or heads that the leaf does not have, entries of a leaf with two roles, an alpha
+        outside [0, 1], a negative limit, a rule that compares norms with weights, or
+        `update` without params or with `max_logits` that do not fit the attentions.
+      TypeError: a limit or an alpha that is not a number, a bool as an axis, or
+        `queries`, `keys` or `rotary` that is neither a dict nor a function.
 
     Example:
       >>> clipper = optaxclip.qk_clip(20.0, queries={"q": 1}, keys={"k": 1})
@@ -209,6 +212,33 @@ def qk_clip(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+class AttentionLeaf(NamedTuple):
+    """A leaf of queries or keys in an attention. Where it holds both, each has its own
+    record.
+    """
+
+    position: int  # of the leaf in the tree
+    path: Path
+    rank: int
+    role: str  # "queries", "keys" or "rotary"
+    layout: Heads
+    # The axes of layers, of heads, and of the entries of a head where these have one.
+    axes: tuple[int, ...]
+    selected_shape: Shape  # layers, and the heads that `layout.heads` selects
+    all_head_count: int  # heads of the leaf
+    all_entry_count: int  # entries of a head, of which `layout.entries` selects some
+
+
+class Attention(NamedTuple):
+    """The leaves of one attention."""
+
+    name: str
+    path: Path
+    norm_shape: Shape  # layers, and heads of keys
+    norm_dtype: Any
+    leaves: tuple[AttentionLeaf, ...]
+
+
 # Jitted at module level, so that clippers with equal settings share a program.
 @partial(jax.jit, static_argnums=0)
 def _clipped_updates(
@@ -218,8 +248,8 @@ def _clipped_updates(
     weights: list[Array],
     state: PyTree,
 ) -> Any:
-    """The updates that lead to the weights times their scales. `weights` has the
-    weight of each leaf of `tree`.
+    """The updates that lead to scale (weight + update). `weights` has the weight of
+    each leaf of `tree`, which has the updates.
     """
     updates, treedef = jax.tree.flatten(tree)
     entry_by_name = state.by_name()
@@ -254,15 +284,15 @@ def _scale_of(leaf: AttentionLeaf, factors: Array) -> Array:
 
     `factors` are [*layers, heads of the keys].
     """
-    *layer_sizes, head_count = leaf.selected_shape
+    *layer_sizes, selected_count = leaf.selected_shape
     # One key may have several heads of queries, side by side.
-    factors = jnp.repeat(factors, head_count // factors.shape[-1], axis=-1)
-    # [*layers, all heads, all entries of a head]
-    ones = jnp.ones((*layer_sizes, leaf.head_count, leaf.entry_count), factors.dtype)
-    heads = slice(*leaf.heads.heads)
-    entries = slice(*leaf.heads.entries)
+    factors = jnp.repeat(factors, selected_count // factors.shape[-1], axis=-1)
+    shape = (*layer_sizes, leaf.all_head_count, leaf.all_entry_count)
+    heads = slice(*leaf.layout.heads)
+    entries = slice(*leaf.layout.entries)
+    ones = jnp.ones(shape, factors.dtype)
     scale = ones.at[..., heads, entries].multiply(factors[..., None])
-    # In this leaf heads and their entries may share an axis.
+    # In the leaf heads and their entries may share an axis.
     if scale.ndim > len(leaf.axes):
         scale = scale.reshape((*scale.shape[:-2], -1))
     # The axes in the order of the leaf, with size 1 on all of its other axes.
@@ -286,7 +316,8 @@ def _update_of_scaled_weight(update: Array, weight: ArrayLike, scale: Array) -> 
 
 
 def _logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Array]:
-    """The largest logit of each attention's heads of keys, at least 0.
+    """For each attention, by name, the largest logit of each head of its keys, at
+    least 0.
 
     Raises:
       ValueError: an attention without logits, with several, or with logits of another
@@ -348,33 +379,6 @@ def _arrays_of_attentions(
 # ------------------------------------------------------ which leaves have which heads
 
 
-class AttentionLeaf(NamedTuple):
-    """A leaf of queries or keys in an attention. Where it holds both, each has its own
-    record.
-    """
-
-    position: int  # of the leaf in the tree
-    path: Path
-    rank: int
-    role: str  # "queries", "keys" or "rotary"
-    heads: Heads
-    # The axes of layers, of heads, and of the entries of a head where these have one.
-    axes: tuple[int, ...]
-    selected_shape: Shape  # layers, and the heads that `Heads.heads` selects
-    head_count: int  # all heads of the leaf
-    entry_count: int  # all entries of a head, of which `Heads.entries` selects some
-
-
-class Attention(NamedTuple):
-    """The leaves of one attention."""
-
-    name: str
-    path: Path
-    norm_shape: Shape  # layers, and heads of keys
-    norm_dtype: Any
-    leaves: tuple[AttentionLeaf, ...]
-
-
 def _attentions_of(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
     """The attentions of a tree. `roles` has the arguments `queries`, `keys` and
     `rotary` of `qk_clip`, by name, without a `rotary` that is None.
@@ -414,30 +418,46 @@ def _attentions_of(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
 
 
 def _check_disjoint(leaves: list[AttentionLeaf]) -> None:
-    """Refuses two roles that have the same entries of a leaf, which would be multiplied
-    twice: Heads without `heads` selects all heads of a leaf, also the values.
+    """Raises ValueError if two roles have the same entries of a leaf, which would be
+    multiplied twice. `Heads` without `heads` selects all heads, also of the values.
     """
-    for left, right in combinations(leaves, 2):
-        is_one_layout = (
-            left.axes == right.axes and left.heads.width == right.heads.width
-        )
-        if left.position != right.position or not is_one_layout:
-            continue
-        heads = _selected(left.heads.heads, left.head_count)
-        other_heads = _selected(right.heads.heads, right.head_count)
-        entries = _selected(left.heads.entries, left.entry_count)
-        other_entries = _selected(right.heads.entries, right.entry_count)
-        if heads & other_heads and entries & other_entries:
-            raise ValueError(
-                f"{CALL}: {left.role} and {right.role} have the same entries of the "
-                f"leaf {'/'.join(left.path)!r}: {left.heads} and {right.heads}. Name "
-                "the heads of each by Heads(..., heads=(start, stop))."
-            )
+    leaves_by_position: dict[int, list[AttentionLeaf]] = {}
+    for leaf in leaves:
+        leaves_by_position.setdefault(leaf.position, []).append(leaf)
+    for records in leaves_by_position.values():
+        for left, right in combinations(records, 2):
+            if _have_common_entries(left, right):
+                raise ValueError(
+                    f"{CALL}: {left.role} and {right.role} have the same entries of "
+                    f"the leaf {'/'.join(left.path)!r}: {left.layout} and "
+                    f"{right.layout}. Name the heads of each by Heads(..., "
+                    "heads=(start, stop))."
+                )
 
 
-def _selected(ends: Range, count: int) -> set[int]:
-    """The indices of the heads or entries that a range selects."""
-    return set(range(count)[slice(*ends)])
+def _have_common_entries(left: AttentionLeaf, right: AttentionLeaf) -> bool:
+    """Whether two selections of one leaf overlap: along each axis that both select
+    from. Of any other axis at least one of them has all.
+    """
+    left_indices = _selected_indices(left)
+    right_indices = _selected_indices(right)
+    common_axes = left_indices.keys() & right_indices.keys()
+    return all(left_indices[axis] & right_indices[axis] for axis in common_axes)
+
+
+def _selected_indices(leaf: AttentionLeaf) -> dict[int, set[int]]:
+    """The indices that the layout of a leaf selects, along the axis of heads and, if
+    there is one, along the axis of entries.
+    """
+    heads = range(leaf.all_head_count)[slice(*leaf.layout.heads)]
+    entries = range(leaf.all_entry_count)[slice(*leaf.layout.entries)]
+    # Without the axes of layers.
+    head_axis, *entry_axes = leaf.axes[len(leaf.selected_shape) - 1 :]
+    if entry_axes:
+        return {head_axis: set(heads), entry_axes[0]: set(entries)}
+    # Heads and their entries share the axis.
+    width = leaf.layout.width
+    return {head_axis: {head * width + entry for head in heads for entry in entries}}
 
 
 def _attention_path(leaf: AttentionLeaf, leaves: list[AttentionLeaf]) -> Path:
@@ -470,18 +490,20 @@ def _leaves_of_role(
             f"of heads, or a function of path and leaf, got {shown(where)}."
         )
     leaves = []
-    # The patterns that no leaf has matched so far.
+    # The patterns that have matched no leaf so far.
     idle_patterns = [] if callable(where) else list(where)
     for position, (path, array) in enumerate(leaves_with_path):
         name = trees.path_name(path)
         if callable(where):
-            heads = where(name, array)
+            axis_or_heads = where(name, array)
         else:
             matching = [pattern for pattern in where if fnmatchcase(name, pattern)]
-            heads = where[matching[0]] if matching else None
+            axis_or_heads = where[matching[0]] if matching else None
             idle_patterns = [x for x in idle_patterns if x not in matching]
-        if heads is not None:
-            leaf = _attention_leaf(position, path, role, heads, jnp.shape(array))
+        if axis_or_heads is not None:
+            leaf = _attention_leaf(
+                position, path, role, axis_or_heads, jnp.shape(array)
+            )
             leaves.append(leaf)
     # A typo in a pattern would otherwise leave weights unclipped without a word.
     if idle_patterns or not leaves:
@@ -494,36 +516,37 @@ def _leaves_of_role(
 
 
 def _attention_leaf(
-    position: int, path: KeyPath, role: str, heads: Any, shape: Shape
+    position: int, path: KeyPath, role: str, axis_or_heads: Any, shape: Shape
 ) -> AttentionLeaf:
-    """The record of a leaf in a role. `heads` is a `Heads`, or the axis of one.
+    """The record of a leaf in a role. `axis_or_heads` is a `Heads`, or the axis of one.
 
     Raises:
       ValueError: heads or entries that the leaf does not have.
     """
-    if not isinstance(heads, Heads):
-        heads = Heads(heads)
-    heads = Heads(*[_without_list(field) for field in heads])
-    check_no_bool(CALL, role, heads.axis)
-    axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
+    if not isinstance(axis_or_heads, Heads):
+        axis_or_heads = Heads(axis_or_heads)
+    layout = Heads(*[_without_list(field) for field in axis_or_heads])
+    check_no_bool(CALL, role, layout.axis)
+    axes = layout.axis if isinstance(layout.axis, tuple) else (layout.axis,)
     rank = len(shape)
-    axes_within(heads.axis, f"{CALL}: {role}", trees.path_name(path), rank)
+    # For its errors only: it sorts, and here the order of the axes counts.
+    axes_within(layout.axis, f"{CALL}: {role}", trees.path_name(path), rank)
     axes = tuple(axis % rank for axis in axes)
     # The axis of heads is the last: -2 and (0, -2) both end with it.
     *layer_axes, head_axis = axes
-    entry_count = heads.width
-    head_count = shape[head_axis] // max(heads.width, 1)
-    selected_heads = _selected_count(heads.heads, head_count)
-    fits = selected_heads > 0 and head_count * heads.width == shape[head_axis]
-    if heads.width == 1 and heads.entries != (None, None):
-        # The entries have an axis of their own, behind the axis of the heads.
+    all_entry_count = layout.width
+    all_head_count = shape[head_axis] // max(layout.width, 1)
+    selected_count = _selected_count(layout.heads, all_head_count)
+    fits = selected_count > 0 and all_head_count * layout.width == shape[head_axis]
+    if layout.width == 1 and layout.entries != (None, None):
+        # The entries have an axis of their own, after the axis of heads.
         entry_axis = head_axis + 1
         axes += (entry_axis,)
         fits = fits and entry_axis < rank and entry_axis not in layer_axes
-        entry_count = shape[entry_axis] if fits else 0
-    if not fits or _selected_count(heads.entries, entry_count) == 0:
+        all_entry_count = shape[entry_axis] if fits else 0
+    if not fits or _selected_count(layout.entries, all_entry_count) == 0:
         raise ValueError(
-            f"{CALL}: {role}: {heads} does not fit the leaf "
+            f"{CALL}: {role}: {layout} does not fit the leaf "
             f"{trees.path_name(path)!r} of shape {shape}: width must divide "
             f"its axis {head_axis}, heads must be among those of the leaf, and entries "
             "among those of a head."
@@ -533,16 +556,16 @@ def _attention_leaf(
         path=_path_names(path),
         rank=rank,
         role=role,
-        heads=heads,
+        layout=layout,
         axes=axes,
-        selected_shape=(*(shape[axis] for axis in layer_axes), selected_heads),
-        head_count=head_count,
-        entry_count=entry_count,
+        selected_shape=(*(shape[axis] for axis in layer_axes), selected_count),
+        all_head_count=all_head_count,
+        all_entry_count=all_entry_count,
     )
 
 
 def _without_list(field: Any) -> Any:
-    """A tuple for a list, which a config in YAML or JSON has in its place."""
+    """The field, with a tuple in place of a list: YAML and JSON have no tuples."""
     return tuple(field) if isinstance(field, list) else field
 
 
@@ -554,6 +577,28 @@ def _selected_count(ends: Range, count: int) -> int:
         return 0
     is_within = all(abs(end or 0) <= count for end in ends)
     return len(range(count)[slice(*ends)]) if is_within else 0
+
+
+def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
+    """The layers and heads of the keys of an attention.
+
+    Raises:
+      ValueError: a leaf whose layers or heads do not fit these.
+    """
+    shape = next(leaf.selected_shape for leaf in leaves if leaf.role == "keys")
+    for leaf in leaves:
+        fits = _is_grouped(leaf.selected_shape, shape)
+        if not fits or (leaf.role == "keys" and leaf.selected_shape != shape):
+            raise ValueError(
+                f"{CALL}: in the attention {'/'.join(path)!r} the heads of "
+                f"{'/'.join(leaf.path)!r} have the shape {leaf.selected_shape}, and "
+                f"those of the keys {shape}: queries must have a multiple of their "
+                "heads."
+            )
+    return shape
+
+
+# --------------------------------------------------------------------- paths and shapes
 
 
 def _path_names(path: KeyPath) -> Path:
@@ -574,25 +619,6 @@ def _common_start(left: Path, right: Path) -> Path:
             break
         names.append(left_name)
     return tuple(names)
-
-
-def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
-    """The layers and heads of the keys of an attention.
-
-    Raises:
-      ValueError: a leaf whose layers or heads do not fit these.
-    """
-    shape = next(leaf.selected_shape for leaf in leaves if leaf.role == "keys")
-    for leaf in leaves:
-        fits = _is_grouped(leaf.selected_shape, shape)
-        if not fits or (leaf.role == "keys" and leaf.selected_shape != shape):
-            raise ValueError(
-                f"{CALL}: in the attention {'/'.join(path)!r} the heads of "
-                f"{'/'.join(leaf.path)!r} have the shape {leaf.selected_shape}, and "
-                f"those of the keys {shape}: queries must have a multiple of their "
-                "heads."
-            )
-    return shape
 
 
 def _is_grouped(shape: Shape, shape_of_keys: Shape) -> bool:

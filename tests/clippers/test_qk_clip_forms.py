@@ -104,6 +104,32 @@ def test_queries_keys_and_values_may_share_a_leaf():
     np.testing.assert_allclose(new["qkv"], np.tile(wanted, (4, 1)), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("shape", "queries", "keys"),
+    [
+        # `entries` of the queries are forgotten.
+        ((4, 2, 9), Heads(-2), Heads(-2, entries=(3, 6))),
+        # 0 to 11 and 6 to 17.
+        ((4, 18), Heads(-1, width=3, heads=(0, 4)), Heads(-1, width=6, heads=(1, 3))),
+        ((2, 6), Heads(0), Heads(1, width=3)),
+    ],
+)
+def test_entries_with_two_roles_are_refused_in_any_layout(shape, queries, keys):
+    clipper = qk_clip(20.0, queries={"w": queries}, keys={"w": keys})
+    with pytest.raises(ValueError, match="have the same entries of the leaf 'w'"):
+        clipper.init({"w": jnp.ones(shape)})
+
+
+def test_two_layouts_may_share_a_leaf():
+    params = {"qk": jnp.ones((4, 24))}
+    queries = {"qk": Heads(-1, width=3, heads=(0, 4))}
+    keys = {"qk": Heads(-1, width=6, heads=(2, 4))}
+    logits = jnp.array([20.0, 20.0, 80.0, 20.0])
+    new, _ = shrunk(params, logits, queries=queries, keys=keys)
+    wanted = np.concatenate([ROOT.repeat(6), ROOT.repeat(6)])
+    np.testing.assert_allclose(new["qk"], np.tile(wanted, (4, 1)), rtol=1e-6)
+
+
 def test_a_fused_kernel_and_its_fused_bias_are_one_attention():
     # GPT-2's c_attn: queries, keys and values, each of two heads of three entries.
     layer = {"c_attn": {"kernel": jnp.ones((4, 18)), "bias": jnp.ones(18)}}

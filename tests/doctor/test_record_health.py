@@ -230,12 +230,27 @@ def test_signs_are_those_of_all_devices_under_jit(kind):
     assert found_in(state)["health/dead_rows/split"] == 1 / 8
 
 
+def test_dead_rows_of_a_whole_leaf_are_counted_beside_split_leaves():
+    specs = SPECS | {"split": P()}
+    recorder = optaxclip.record_health(
+        stacked=STACKED, mesh_axes=specs, embeddings="split", patience=1
+    )
+
+    def step(grads, params):
+        return recorder.update(grads, recorder.init(params), params)[1]
+
+    mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(specs, specs), out_specs=P())
+    state = jax.jit(mapped)(GRADS, PARAMS)
+    assert_as_numpy(state)
+    assert found_in(state)["health/dead_rows/split"] == 1 / 8
+
+
 def test_what_needs_whole_leaves_refuses_parts():
-    # Each device has a part of each tensor, or whole layers of one.
-    splits = SPECS, SPECS | {"split": P(), "layers": P("y")}
-    for specs in splits:
+    # Each device has a part of the tensor, or whole layers of it.
+    splits = ("split", SPECS), ("layers", SPECS | {"layers": P("y")})
+    for name, specs in splits:
         recorder = optaxclip.record_health(
-            weights=False, stacked=STACKED, mesh_axes=specs, embeddings="split"
+            weights=False, stacked=STACKED, mesh_axes=specs, embeddings=name
         )
 
         def step(grads, recorder=recorder):
