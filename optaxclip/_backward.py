@@ -38,7 +38,7 @@ from ._mesh import MeshAxes
 from ._mesh_types import varying
 from ._norms import Measure, TensorNorm, UnitwiseNorm
 from ._options import Ord, check_measure
-from ._trees import PyTree, Tree, clipped_leaves, path_name, put_back
+from ._trees import PyTree, Tree, leaves_to_clip, path_name, put_back
 
 
 def clip_cotangent(
@@ -130,7 +130,7 @@ def clip_cotangent(
         if value is not None:
             raise ValueError(f"{call}: {argument}={shown(value)} belongs to {needed}.")
     # Integers stay outside, since JAX gives them cotangents of dtype float0.
-    arrays = jax.tree.map(jnp.asarray, clipped_leaves(x, call))
+    arrays = jax.tree.map(jnp.asarray, leaves_to_clip(x, call))
     measure = None
     limit: Array | _Bounds
     if max_value is not None:
@@ -177,7 +177,7 @@ def scale_cotangent(x: Tree, scale: ArrayLike) -> Tree:
     2210.02414).
     """
     scale = _scalar("scale_cotangent: scale", scale, lowest=-math.inf)
-    arrays = jax.tree.map(jnp.asarray, clipped_leaves(x, "scale_cotangent"))
+    arrays = jax.tree.map(jnp.asarray, leaves_to_clip(x, "scale_cotangent"))
     return put_back(_with_scaled_derivative(arrays, scale), x)
 
 

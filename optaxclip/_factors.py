@@ -21,7 +21,7 @@ from ._checks import NUMBER_TYPES, broadcasts_to, check_shape, shown
 from ._mesh_types import entries_of
 from ._norms import Norms, given_norms
 from ._sums import FEW_NORMS_ON_A_TPU, as_float, per_platform, traced_once
-from ._trees import PyTree, clipped_leaves, put_back
+from ._trees import PyTree, leaves_to_clip, put_back
 from .shrinks import Shrink, hard
 
 
@@ -203,7 +203,7 @@ def rescale(updates: PyTree, norms: PyTree, new_norms: PyTree) -> Any:
       [0.6 0.8]
     """
     # Integers and empty leaves are not measured, and come back as they were.
-    tree = clipped_leaves(updates, "rescale")
+    tree = leaves_to_clip(updates, "rescale")
     norms, new_norms = jax.tree.map(as_float, (norms, new_norms))
     norms_before = given_norms(norms, tree, "rescale: norms")
     structure = jax.tree.structure(norms)

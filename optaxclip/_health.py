@@ -25,7 +25,7 @@ from ._mesh import MeshAxes
 from ._norms import Norms, TensorNorm
 from ._options import check_measure
 from ._state import ClipState, entry_counts
-from ._trees import PyTree, clipped_leaves, weights_of
+from ._trees import PyTree, leaves_to_clip, weights_of
 from .rules._memory import in_place
 
 CALL = "record_health"
@@ -150,7 +150,7 @@ def record_health(
             embedding_leaves = dict.fromkeys(embedding_names, jnp.zeros(0))
         else:
             shape = norms.norm.shape
-            tree = clipped_leaves(params, CALL)
+            tree = leaves_to_clip(params, CALL)
             embedding_leaves = _embedding_leaves(tree, embedding_names)
         return HealthState(
             norms,
@@ -169,7 +169,7 @@ def record_health(
         check_state(CALL, state, HealthState)
         if {*state.signs, *state.idle} != {*signs, *embedding_names}:
             raise ValueError(f"{CALL}: state was made with other options. {BEGIN_ANEW}")
-        tree = clipped_leaves(updates, CALL)
+        tree = leaves_to_clip(updates, CALL)
         embedding_leaves = _embedding_leaves(tree, embedding_names)
         tree_of_weights = weights_of(CALL, tree, params) if weights else None
         new_state = _after_step(

@@ -168,7 +168,7 @@ def make_clipper(
         # optax.tree_map_params calls init without parameters.
         if is_placeholder(params):
             return state_of_placeholder()
-        tree = trees.clipped_leaves(params, call)
+        tree = trees.leaves_to_clip(params, call)
         if (
             isinstance(measure, UnitwiseNorm)
             and measure.axis is None

@@ -35,7 +35,7 @@ from ._prefixes import Prefix, lookup
 from ._reduce import norms_of
 from ._specs import LeafSpec, NormPlan
 from ._sums import Axes, as_float, traced_once
-from ._trees import PyTree, clipped_leaves
+from ._trees import PyTree, leaves_to_clip
 
 
 class Norms(NamedTuple):
@@ -498,4 +498,4 @@ def _tree_of_norms(
     measure: GlobalNorm | TensorNorm | UnitwiseNorm | GroupNorm, tree: PyTree
 ) -> Any:
     """The norms of the leaves that count, as a tree, with None for all others."""
-    return measure(clipped_leaves(tree, measure.call)).tree()
+    return measure(leaves_to_clip(tree, measure.call)).tree()

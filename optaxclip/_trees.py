@@ -29,7 +29,7 @@ WITHOUT_DUPLICATES = {
 # ---------------------------------------------------------------- leaves that count
 
 
-def clipped_leaves(tree: PyTree, call: str) -> PyTree:
+def leaves_to_clip(tree: PyTree, call: str) -> PyTree:
     """The tree of the leaves that count, with None in the place of all others.
     `call` is the function that the user called, as errors name it.
 
@@ -41,14 +41,14 @@ def clipped_leaves(tree: PyTree, call: str) -> PyTree:
     """
     check_sparse(call, tree)
     try:
-        return jax.tree.map(_clipped_leaf, tree, is_leaf=is_box)
+        return jax.tree.map(_leaf_to_clip, tree, is_leaf=is_box)
     except TypeError:
         # Paths take time, so they are made only for the error.
         check_leaves(call, tree)
         raise
 
 
-def _clipped_leaf(leaf: Any) -> Any:
+def _leaf_to_clip(leaf: Any) -> Any:
     """The leaf, or what a box holds. None for a leaf that does not count."""
     if is_box(leaf):
         content = unbox(leaf)
@@ -57,7 +57,7 @@ def _clipped_leaf(leaf: Any) -> Any:
         # hole stays.
         if is_hole(content):
             return content if is_hole(leaf) else None
-        return jax.tree.map(_clipped_leaf, content, is_leaf=is_box)
+        return jax.tree.map(_leaf_to_clip, content, is_leaf=is_box)
     if not is_array(leaf):
         raise TypeError("neither an array nor a number")
     # A Python number has no dtype. Neither random keys nor float0 are inexact.
@@ -73,7 +73,7 @@ def check_leaves(call: str, tree: PyTree) -> None:
     """
     for path, leaf in jax.tree.leaves_with_path(tree):
         try:
-            _clipped_leaf(leaf)
+            _leaf_to_clip(leaf)
         except TypeError:
             raise TypeError(
                 f"{call}: the leaf {path_name(path)!r} must be an array or a "
@@ -204,7 +204,7 @@ def gradients_of(call: str, updates: PyTree, params: PyTree) -> PyTree:
             f"{call}: updates must be the gradients alone, got a "
             f"{type(updates).__name__}: hand over its grads."
         )
-    tree = clipped_leaves(updates, call)
+    tree = leaves_to_clip(updates, call)
     # A NamedTuple is a tree. A plain pair may be (value, grads).
     if type(updates) is not tuple or len(updates) != 2 or params is None:
         return tree

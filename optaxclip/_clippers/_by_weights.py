@@ -21,7 +21,7 @@ from .._moduli import widened
 from .._norms import TensorNorm, UnitwiseNorm
 from .._numbers import rounded_like
 from .._options import Ord, check_measure
-from .._trees import PyTree, clipped_leaves, put_back, weights_of
+from .._trees import PyTree, leaves_to_clip, put_back, weights_of
 from ..rules._limits import ShareOfParams
 from ..rules._rule import (
     LimitAndMemory,
@@ -215,7 +215,7 @@ def larc(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
-        tree = clipped_leaves(updates, call)
+        tree = leaves_to_clip(updates, call)
         weights = weights_of(call, tree, params)
         grad_norms = measure(tree)
         weight_norms = measure(weights)
@@ -369,7 +369,7 @@ def clippy(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
-        tree = clipped_leaves(updates, call)
+        tree = leaves_to_clip(updates, call)
         weights = weights_of(call, tree, params, "updates")
         has_no_limit = jnp.isinf(relative) | jnp.isinf(absolute)
         limit = jnp.where(has_no_limit, jnp.inf, 1.0)

@@ -34,7 +34,7 @@ from .._moduli import wide_dtype
 from .._norms import UserNorm
 from .._state import ClipState
 from .._sums import norm_dtype
-from .._trees import PyTree, clipped_leaves, put_back, weights_of
+from .._trees import PyTree, leaves_to_clip, put_back, weights_of
 from ..rules._limits import Limit, rule_without_params
 
 CALL = "qk_clip"
@@ -179,7 +179,7 @@ def qk_clip(
         # `optax.tree_map_params` has no weights in which heads could be found.
         if is_placeholder(params):
             return kernel.init(params)
-        tree = types_of(partial(clipped_leaves, call=CALL), params)
+        tree = types_of(partial(leaves_to_clip, call=CALL), params)
         types = jax.tree.leaves(tree)
         zeros = {}
         for attention in _attentions_of(roles, tree):
@@ -193,7 +193,7 @@ def qk_clip(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         check_state(CALL, state, ClipState)
-        tree = clipped_leaves(updates, CALL)
+        tree = leaves_to_clip(updates, CALL)
         weights = jax.tree.leaves(weights_of(CALL, tree, params, "updates"))
         attentions = _attentions_of(roles, tree)
         logits: Any = _logits_of(attentions, extra_args.get("max_logits"))

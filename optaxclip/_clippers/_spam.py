@@ -37,7 +37,7 @@ from .._mesh import MeshAxes
 from .._moduli import modulus_dtype, wide_dtype, widened, with_modulus
 from .._norms import Norms, TensorNorm
 from .._options import check_measure
-from .._trees import PyTree, arrays_of, clipped_leaves, put_back
+from .._trees import PyTree, arrays_of, leaves_to_clip, put_back
 from ..rules._averages import Ema
 from ..rules._memory import count_up, new_where, root
 from ..rules._rule import Number, at_step, checked_number, rule_named
@@ -127,7 +127,7 @@ def spam(
     def init(params: PyTree) -> SpamState:
         # The moment is split over devices as the weights are, which may be
         # jax.ShapeDtypeStruct.
-        moment = jax.tree.map(zero_moment, clipped_leaves(params, call))
+        moment = jax.tree.map(zero_moment, leaves_to_clip(params, call))
         step = jnp.zeros((), jnp.int32)
         elements = no_elements_clipped() if count else ()
         return SpamState(step, moment, elements)
@@ -136,7 +136,7 @@ def spam(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         check_state(call, state, SpamState)
-        tree = clipped_leaves(updates, call)
+        tree = leaves_to_clip(updates, call)
         trees.check_fits_stored(call, tree, state.second_moment)
         step = state.step
         since_reset = _steps_since_reset(step, every)
@@ -303,7 +303,7 @@ def adaclip(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
-        tree = clipped_leaves(updates, call)
+        tree = leaves_to_clip(updates, call)
         norms = measure(tree)
         # The kernel takes these norms and measures nothing. A `grad_norm` that a chain
         # was given is not the largest coordinate.
@@ -438,7 +438,7 @@ def reset_momentum(
             product = wide * factor.astype(wide.dtype)
             return product.astype(jnp.result_type(x))
 
-        tree = jax.tree.map(times_factor, clipped_leaves(inner_updates, call))
+        tree = jax.tree.map(times_factor, leaves_to_clip(inner_updates, call))
         return put_back(tree, inner_updates), ResetState(new_step, new_inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

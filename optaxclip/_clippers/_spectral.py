@@ -46,7 +46,7 @@ from .._options import static_axes
 from .._prefixes import Prefix, for_each_leaf
 from .._specs import LeafSpec
 from .._state import ClipState
-from .._trees import PyTree, clipped_leaves, put_back
+from .._trees import PyTree, leaves_to_clip, put_back
 from ..rules._limits import LimitTree
 from ..shrinks import Shrink, hard, shrink_of, smooth
 from ._singular_values import (
@@ -175,7 +175,7 @@ def clip_by_spectral_norm(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
-        tree = clipped_leaves(updates, call)
+        tree = leaves_to_clip(updates, call)
         # A norm that the chain was given is not a spectral norm, and may be smaller.
         extra_args.pop("grad_norm", None)
         # The kernel finds norms and limits, counts, and multiplies each leaf by one
@@ -326,7 +326,7 @@ def spectral_norm(
       5.0
     """
     measure = _checked_measure("spectral_norm", method, columns, stacked)
-    return measure(clipped_leaves(tree, "spectral_norm")).tree()
+    return measure(leaves_to_clip(tree, "spectral_norm")).tree()
 
 
 def _checked_measure(

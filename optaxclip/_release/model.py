@@ -14,7 +14,7 @@ from jax.tree_util import keystr
 from .._checks import check_flag
 from .._jaxpr import run_equations
 from .._prefixes import lookup, prefix_table
-from .._trees import PyTree, clipped_leaves, is_none, leaf_paths, path_name
+from .._trees import PyTree, is_none, leaf_paths, leaves_to_clip, path_name
 from .budget import Budget
 from .optimizers import LeafOptimizer, arrays_by_path
 from .program import Program, read_program
@@ -129,12 +129,12 @@ def read_model(
 def _trained_weights(params: PyTree, trainable: PyTree) -> Entries:
     """The leaves that are trained: float or complex, not empty, and not masked."""
     # Raises for a leaf that is not an array, with its name.
-    clipped_leaves(params, "release: params")
+    leaves_to_clip(params, "release: params")
     mask = trainable(params) if callable(trainable) else trainable
     flags = lookup(prefix_table(mask, is_none), params, "release: trainable")
     trained = {}
     for (path, array), flag in zip(arrays_by_path((params,)).items(), flags):
         check_flag("release: trainable", flag)
-        if flag and clipped_leaves(array, "release: params") is not None:
+        if flag and leaves_to_clip(array, "release: params") is not None:
             trained[path] = array
     return trained

@@ -27,7 +27,7 @@ from .._exported import exported
 from .._moduli import wide_dtype
 from .._numbers import rounded_like
 from .._state import ClipState, clip_states
-from .._trees import PyTree, check_fits_stored, clipped_leaves, is_none, put_back
+from .._trees import PyTree, check_fits_stored, is_none, leaves_to_clip, put_back
 
 
 @exported
@@ -83,7 +83,7 @@ def carry_clipped(
     def init(params: PyTree) -> CarryState:
         # zeros_like, so that the carry is split over devices as the weights are. These
         # may be jax.ShapeDtypeStruct.
-        tree = clipped_leaves(params, call)
+        tree = leaves_to_clip(params, call)
         carry = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x)), tree)
         return CarryState(carry, clipper.init(params))
 
@@ -100,7 +100,7 @@ def carry_clipped(
                 f"{call}: grad_norm cannot be given: what is clipped is the sum of "
                 "gradient and carry, whose norm is another."
             )
-        tree = clipped_leaves(updates, call)
+        tree = leaves_to_clip(updates, call)
         check_fits_stored(call, tree, state.carry)
         total = jax.tree.map(_add_carry, tree, state.carry, is_leaf=is_none)
         clipped, new_clip_state = clipper.update(

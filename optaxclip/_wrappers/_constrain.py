@@ -25,7 +25,7 @@ from .._moduli import wide_dtype
 from .._numbers import kept_finite
 from .._outcome import are_sound
 from .._state import clip_states
-from .._trees import PyTree, clipped_leaves, put_back, weights_of
+from .._trees import PyTree, leaves_to_clip, put_back, weights_of
 
 
 def constrain(
@@ -90,7 +90,7 @@ def constrain(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
-        inexact_updates = clipped_leaves(updates, call)
+        inexact_updates = leaves_to_clip(updates, call)
         weights = weights_of(call, inexact_updates, params, "updates")
         # Norms and limits of gradients say nothing of weights.
         extra_args = without_overrides(extra_args)

@@ -24,7 +24,7 @@ from .._mesh_types import varying, varying_as_any_of
 from .._norms import GlobalNorm
 from .._numbers import number_for_jit
 from .._other_names import OTHER_NAMES_IN_UPDATE
-from .._trees import PyTree, clipped_leaves
+from .._trees import PyTree, leaves_to_clip
 from ..rules._rule import Rule, limit_and_memory_of, limit_and_memory_of_jitted
 
 
@@ -61,7 +61,7 @@ class Judge(NamedTuple):
 
     def initial(self, params: PyTree) -> tuple[ComparedNumber, ComparedNumber]:
         """Norm and loss before the first step."""
-        tree = clipped_leaves(params, self.call)
+        tree = leaves_to_clip(params, self.call)
         # Only the dtype of the norm is needed: float64 if a leaf has 64 bits. It does
         # not depend on the mesh, and `init` may run outside it: so mesh_axes=None.
         norm_type = jax.eval_shape(self._replace(mesh_axes=None)._norm_of, tree)
@@ -121,7 +121,7 @@ class Judge(NamedTuple):
     def _norm_of(self, updates: PyTree) -> Array:
         """The global norm of the updates."""
         measure = GlobalNorm(self.call, mesh_axes=self.mesh_axes)
-        return measure(clipped_leaves(updates, self.call)).values[0]
+        return measure(leaves_to_clip(updates, self.call)).values[0]
 
     def _compared(
         self,

@@ -72,7 +72,7 @@ from .._clippers._by_value import value_clipper
 from .._foreign_names import with_our_names
 from .._kernel import clip_once, make_clipper
 from .._options import check_measure
-from .._trees import PyTree, Tree, clipped_leaves
+from .._trees import PyTree, Tree, leaves_to_clip
 from ..rules._limits import Limit
 
 __all__ = [
@@ -163,7 +163,7 @@ def clip_by_norm(
     if axes is not None:
         # A static argument of the jitted update, so a list becomes a tuple.
         axis = tuple(axes) if isinstance(axes, (list, tuple)) else (axes,)
-        entries = jax.tree.leaves_with_path(clipped_leaves(t, call))
+        entries = jax.tree.leaves_with_path(leaves_to_clip(t, call))
         for path, leaf in entries:
             axes_within(axis, f"{call}: axes", trees.path_name(path), jnp.ndim(leaf))
         # axes are summed over, like `axis` of clip_by_unitwise_norm.
