@@ -96,14 +96,14 @@ def record_health(
         Dead rows of these leaves are counted. A row is an entry along axis 0. The state
         keeps an integer for each row.
       patience: steps without a gradient after which a row is dead. At least 1.
-      stacked: which axes of a leaf count layers, each of which has its own numbers: 1
-        for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
+      stacked: which axes of a leaf index its layers, each with its own numbers: 1 for
+        the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
         of these, or a function of path and leaf. `metrics` shows the largest, and with
         `layers=True` all.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec. Stacked leaves that are split need the
+        `lax.pmean`), names that split every leaf, None (each device measures its own
+        part), or a tree prefix of PartitionSpec. Stacked leaves that are split need the
         PartitionSpecs.
 
     Returns:

@@ -368,7 +368,7 @@ def tensor_norm(
     Args:
       tree: a pytree of arrays.
       ord: the order p: a number above 0, `math.inf`, "rms" or "average". None means 2.
-      stacked: which axes of a leaf count layers and are not part of one tensor. 1 is
+      stacked: which axes of a leaf index its layers, each a tensor of its own. 1 is
         the leading axis, as `lax.scan` and `jax.vmap` stack layers, and 2 the two
         leading ones, such as layers and experts. A tuple names axes by position: (1,)
         is axis 1, as MaxText and T5X stack, and (-2,) the last but one. Also a tree
@@ -426,9 +426,9 @@ def unitwise_norm(
         function of path and leaf. None chooses by shape, for kernels whose last axis is
         the output, as the table says. In stacked leaves axes count within one layer.
       ord: the order: a number above 0, `math.inf`, "rms" or "average". None means 2.
-      stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
-        leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
-        leaf.
+      stacked: which axes of a leaf index its layers: 1 for the leading axis, 2 for the
+        two leading ones, (1,) for axis 1, a tree prefix of these, or a function of path
+        and leaf.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None (each device measures its own

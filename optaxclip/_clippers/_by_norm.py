@@ -57,8 +57,8 @@ def clip_by_global_norm(
         "raise" acts.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
-        `lax.pmean`), names that split every leaf, None for the own part of each device,
-        or a tree prefix of PartitionSpec.
+        `lax.pmean`), names that split every leaf, None (each device measures its own
+        part), or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
@@ -114,8 +114,8 @@ def clip_by_tensor_norm(
         `optaxclip.rules`, or a tree prefix of numbers and schedules.
       ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
-      stacked: which axes of a leaf count layers, each of which is clipped separately.
-        1 is the leading axis, as `lax.scan` and `jax.vmap` stack layers, and 2 the two
+      stacked: which axes of a leaf index its layers, each clipped separately. 1 is
+        the leading axis, as `lax.scan` and `jax.vmap` stack layers, and 2 the two
         leading ones. A tuple names axes by position: (1,) is axis 1, as MaxText and T5X
         stack. Also a tree prefix of these, with None for leaves that are not stacked,
         or a function of the leaf's path ("blocks/w") and the leaf.
@@ -186,7 +186,7 @@ def clip_by_unitwise_norm(
         `axis=lambda path, x: tuple(range(1, x.ndim)) or None`.
       ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
-      stacked: which axes of a leaf count layers, each clipped separately: 1 for the
+      stacked: which axes of a leaf index its layers, each clipped separately: 1 for the
         leading axis, or another form that `clip_by_tensor_norm` takes.
       shrink: what a norm over its limit becomes. None is `shrinks.hard`.
       eps: added to each norm, as in `clip_by_global_norm`. At least 0.
@@ -322,7 +322,7 @@ def clip_by_tensor_rms(
     Args:
       max_rms: a number at least 0, an array, a schedule, None, a rule of
         `optaxclip.rules`, or a tree prefix of numbers and schedules.
-      stacked: which axes of a leaf count layers, each clipped separately: 1 for the
+      stacked: which axes of a leaf index its layers, each clipped separately: 1 for the
         leading axis, or another form that `clip_by_tensor_norm` takes.
       shrink: what a norm over its limit becomes. None is `shrinks.hard`.
       eps: added to each norm, as in `clip_by_global_norm`. At least 0.
@@ -383,7 +383,7 @@ def clip_by_average_norm(
     Args:
       max_norm: a number at least 0, an array, a schedule, None, a rule of
         `optaxclip.rules`, or a tree prefix of numbers and schedules.
-      stacked: which axes of a leaf count layers, each clipped separately: 1 for the
+      stacked: which axes of a leaf index its layers, each clipped separately: 1 for the
         leading axis, or another form that `clip_by_tensor_norm` takes.
       shrink: what a norm over its limit becomes. None is `shrinks.hard`.
       eps: added to each norm, as in `clip_by_global_norm`. At least 0.

@@ -69,7 +69,7 @@ def adaptive_grad_clip(
         with clipping=0.3.
       ord: the order of the norms: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
-      stacked: which axes of a leaf count layers: 1 for the leading axis, or another
+      stacked: which axes of a leaf index its layers: 1 for the leading axis, or another
         form that `clip_by_tensor_norm` takes.
       shrink: what a norm over its limit becomes. None is `shrinks.hard`.
       nonfinite: what a norm that is NaN or inf makes of its unit: "propagate" NaN,
@@ -162,7 +162,7 @@ def larc(
       weight_decay: added as weight_decay * p before clipping, so leave it out of the
         optimizer. At least 0.
       eps: added to the norm of the gradient before dividing. At least 0.
-      stacked: which axes of a leaf count layers, each clipped separately: 1 for the
+      stacked: which axes of a leaf index its layers, each clipped separately: 1 for the
         leading axis, or another form that `clip_by_tensor_norm` takes.
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
@@ -324,7 +324,7 @@ def clippy(
       relative: the share of itself that a weight may move by. At least 0. The code has
         0.1, the paper also 0.5 with absolute=1e-2.
       absolute: how far every weight may move. At least 0.
-      stacked: which axes of a leaf count layers, each scaled separately: 1 for the
+      stacked: which axes of a leaf index its layers, each scaled separately: 1 for the
         leading axis, or another form that `clip_by_tensor_norm` takes.
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).

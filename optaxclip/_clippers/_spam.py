@@ -261,7 +261,7 @@ def adaclip(
     Args:
       decay: of the average T, in [0, 1]. 1 is the mean of all steps. A number or a
         schedule.
-      stacked: which axes of a leaf count layers: 1 for the leading axis, or another
+      stacked: which axes of a leaf index its layers: 1 for the leading axis, or another
         form that `clip_by_tensor_norm` takes.
       nonfinite: what becomes of a tensor with a NaN or inf in it: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).

@@ -121,8 +121,8 @@ def clip_by_spectral_norm(
         others are its rows. None means 1, for kernels whose last axis is the output, of
         convolutions too. 2 is for the (embed, heads, size) of attention. An int, a tree
         prefix of ints, or a function of the leaf's path and the leaf.
-      stacked: which axes of a leaf count layers, each of which is a matrix: 1 for the
-        leading axis, or another form that `clip_by_tensor_norm` takes.
+      stacked: which axes of a leaf index its layers, each a matrix: 1 for the leading
+        axis, or another form that `clip_by_tensor_norm` takes.
       nonfinite: what becomes of a leaf whose norm is NaN or inf: "propagate" makes it
         NaN, "zero" makes it zero, "raise" raises FloatingPointError outside jit and is
         a `checkify.check` inside.
@@ -307,8 +307,8 @@ def spectral_norm(
       columns: how many trailing axes of a leaf are the columns of its matrix. All
         others are its rows. None means 1, for kernels whose last axis is the output. An
         int, a tree prefix of ints, or a function of the leaf's path and the leaf.
-      stacked: which axes of a leaf count layers, each of which is a matrix: 1 for the
-        leading axis, or another form that `clip_by_tensor_norm` takes.
+      stacked: which axes of a leaf index its layers, each a matrix: 1 for the leading
+        axis, or another form that `clip_by_tensor_norm` takes.
       method: "svd", or "newton_schulz" for matrix products alone. The second is within
         a relative 4e-6 of the first. Where m singular values almost tie, it is smaller
         by a factor of up to m^(1 / 2^18). Its second derivatives are not those of the
