@@ -236,24 +236,12 @@ def why(
 
 def _recording(metrics: dict[str, float]) -> Recording:
     """The norm in the metrics of a state, or the loss if only that broke its limit."""
-    # Metrics with these prefixes have the norm of the whole gradient. Of record_spikes
-    # and a clipper the first one in the chain counts, because the other one may see
-    # clipped gradients. A recorder of norms has no limit, so it comes last.
-    prefixes = ["skip"]
-    numbers = {}
-    for name, number in metrics.items():
-        # NaN counts as inf: neither is within a limit. A limit that is NaN is none.
-        numbers[name] = math.inf if math.isnan(number) else number
-        prefix, _, metric = name.partition("/")
-        # Of two skips, the one that skipped comes first: skip_2/skipped. In
-        # optax.partition a skip has a name, as in skip/a/skipped. It is left out,
-        # because its norm is of one part of the gradient.
-        if metric == "skipped" and number:
-            prefixes.insert(0, prefix)
-        if name in ("spike/norm", "clip/norm_before"):
-            prefixes.append(prefix)
-    prefixes.append("record")
-    for prefix in prefixes:
+    # NaN counts as inf: neither is within a limit. A limit that is NaN is none.
+    numbers = {
+        name: math.inf if math.isnan(number) else number
+        for name, number in metrics.items()
+    }
+    for prefix in _prefixes(metrics):
         norm = numbers.get(f"{prefix}/norm", numbers.get(f"{prefix}/norm_before"))
         if norm is None:
             continue
@@ -267,6 +255,26 @@ def _recording(metrics: dict[str, float]) -> Recording:
             return Recording("loss", value=loss, limit=loss_limit)
         return Recording("norm", value=norm, limit=limit)
     return Recording("norm", value=None, limit=math.inf)
+
+
+def _prefixes(metrics: dict[str, float]) -> list[str]:
+    """The prefixes of metrics with the norm of the whole gradient, the surest first:
+    skips that skipped, the outermost first, since the state of a skip inside them is
+    that of an earlier step. Then a skip that did not, and of record_spikes and a
+    clipper the first one in the chain, because the other one may see clipped gradients.
+    A recorder of norms has no limit, so it comes last.
+    """
+    skips = []
+    others = []
+    for name, number in metrics.items():
+        prefix, _, metric = name.partition("/")
+        # In optax.partition a skip has a name, as in skip/a/skipped. It is left out,
+        # because its norm is of one part of the gradient.
+        if metric == "skipped" and number:
+            skips.append(prefix)
+        if name in ("spike/norm", "clip/norm_before"):
+            others.append(prefix)
+    return [*skips, "skip", *others, "record"]
 
 
 def _replay_of(loss: Loss, quantity: str) -> Replay:

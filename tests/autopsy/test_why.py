@@ -571,6 +571,19 @@ def test_of_two_wrappers_the_one_that_skipped_is_asked(saved, is_outside):
     assert verdict.numbers["limit"] == pytest.approx(LIMIT, rel=1e-6)
 
 
+def test_a_skip_inside_a_skipped_step_is_not_asked(tmp_path):
+    """Its state is that of the step before, which it had skipped by itself."""
+    optimizer = optaxclip.skip_nonfinite(SKIP)
+    state = trained(optimizer)
+    for size in (1e3, np.nan):
+        batch = outlier(size)
+        grads = jax.grad(loss)(PARAMS, *batch)
+        _, state = optimizer.update(grads, state, PARAMS)
+    verdict = why(loss, save(tmp_path / "step.npz", PARAMS, batch, state))
+    assert verdict.numbers["recorded norm"] == np.inf
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+
+
 def test_norms_of_parts_are_not_those_of_the_step(saved):
     optimizer = optax.chain(optaxclip.clip_by_tensor_norm(LIMIT), ADAM)
     verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
