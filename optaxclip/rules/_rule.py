@@ -105,7 +105,13 @@ class _RangeOfSchedule(NamedTuple):
 
 def length_field(default: int) -> Any:
     """A field that is a whole number of at least 1, such as the length of a window."""
-    return field(default=default, metadata={"check": checks.check_whole_number})
+    return field(default=default, metadata={"check": checked_length})
+
+
+def checked_length(argument: str, value: Any) -> Any:
+    """A whole number of at least 1, as an int: a config may say 1e2."""
+    checks.check_whole_number(argument, value)
+    return value if isinstance(value, Tracer) else int(value)
 
 
 # Flags and choices belong to the structure of the pytree: a changed one compiles anew.

@@ -28,6 +28,19 @@ def test_a_restored_window_goes_on_with_its_own_length(rule):
     jax.tree.map(np.testing.assert_array_equal, other, kept)
 
 
+@pytest.mark.parametrize("rule", [rules.windowed_mean, rules.windowed_quantile])
+def test_a_window_may_be_a_whole_float_of_a_config(rule):
+    clippers = [clip_by_global_norm(rule(window=window)) for window in (3, 3.0)]
+    states = [clipper.init(jnp.zeros(1)) for clipper in clippers]
+    for norm in (1.0, 5.0, 2.0, 7.0):
+        steps = [
+            clipper.update(jnp.array([norm]), state)
+            for clipper, state in zip(clippers, states)
+        ]
+        states = [state for _, state in steps]
+        jax.tree.map(np.testing.assert_array_equal, *steps)
+
+
 HUGE = jnp.array([1e14])
 CAPPED = {
     "zclip": optaxclip.zclip,
