@@ -6,7 +6,7 @@
     "average"   sqrt(sum |x|^2) / N       TensorFlow's average norm
 
 A measure is a hashable description of norms: which leaves have a norm together, over
-which of their axes, and of which order. Called on a tree of clipped leaves, it returns
+which of their axes, and of which order. Called on a tree of leaves to clip, it returns
 their `Norms`. The way, which begins at the end of this file:
 
     public function or clipper
@@ -262,7 +262,7 @@ def _stacked_axes(
 # trace.
 @partial(traced_once, static_argnums=0)
 def measured(measure: Measure, tree: PyTree) -> Norms:
-    """The norms of a tree of clipped leaves."""
+    """The norms of a tree of leaves to clip."""
     return measure(tree)
 
 

@@ -192,7 +192,7 @@ def holes_of(tree: PyTree) -> tuple[KeyPath, ...]:
 
 
 def gradients_of(call: str, updates: PyTree, params: PyTree) -> PyTree:
-    """The clipped leaves of updates, which must be the gradients alone.
+    """The leaves of updates to clip, which must be the gradients alone.
 
     Raises:
       TypeError: a leaf that is not an array, or a tuple of gradients and something
@@ -320,7 +320,7 @@ def check_fits_stored(call: str, tree: PyTree, stored: PyTree) -> None:
 def weights_of(
     call: str, tree: PyTree, params: PyTree, noun: str = "gradients"
 ) -> PyTree:
-    """The weights of the clipped leaves. `noun` is what errors call the updates.
+    """The weights of the leaves to clip. `noun` is what errors call the updates.
 
     Raises:
       ValueError: params are None, or do not fit the updates.
@@ -338,7 +338,7 @@ def weights_of(
 
 
 def values_of(call: str, argument: str, tree: PyTree, values: PyTree) -> PyTree:
-    """The values of the clipped leaves, such as weights, found by their paths.
+    """The values of the leaves to clip, such as weights, found by their paths.
 
     So `values` may be another type of mapping than the updates, and have more entries.
 

@@ -22,7 +22,7 @@ def draw(results: Path, picture: Path) -> None:
         for fault, panel in enumerate(panels):
             unclipped = no_clip.scores[fault]
             line = unclipped.mean()
-            panel.axvline(line, color=look.orange, linewidth=2)
+            panel.axvline(line, color=look.grey, linewidth=2)
             for place, row in enumerate(rows):
                 mean, error = mean_and_error(row.scores[fault])
                 gain, doubt = mean_and_error(row.scores[fault] - unclipped)
@@ -31,13 +31,15 @@ def draw(results: Path, picture: Path) -> None:
                     colour = look.green
                 elif gain < -2 * doubt:
                     colour = look.orange
-                panel.hlines(place, line, mean, color=colour)
-                panel.errorbar(mean, place, xerr=error, fmt="o", color=colour)
+                panel.hlines(place, line, mean, color=colour, linewidth=1)
+                panel.errorbar(
+                    mean, place, xerr=error, fmt="o", color=colour, capsize=4
+                )
             panel.text(
                 line - 0.03,
                 len(rows) - 0.5,
                 "no clip",
-                color=look.orange,
+                color=look.grey,
                 ha="right",
                 fontsize=11,
             )
@@ -45,6 +47,7 @@ def draw(results: Path, picture: Path) -> None:
             panel.set(xlim=(-0.02, 1.12), xlabel="0: untrained, 1: healthy")
             panel.set_yticks(range(len(names)), names)
             panel.grid(axis="y", alpha=0.2)
+        panels[0].set_ylabel("mean of 3 tasks with SGD and momentum and 2 with Adam")
         # The upper left corner of the first panel is empty.
         meanings = {look.green: "better", look.orange: "worse", look.grey: "as no clip"}
         for line, (colour, meaning) in enumerate(meanings.items()):

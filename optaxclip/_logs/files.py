@@ -325,7 +325,7 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
     """A row for each line of a text that a pattern fits."""
     expected = (
         "pattern must be a regular expression with a group for each column, such as "
-        f"'norm: (?P<grad_norm>\\S+)', got {pattern!r}."
+        f"'norm: (?P<grad_norm>\\S+)', got '{pattern}'."
     )
     try:
         regex = re.compile(pattern)
@@ -344,7 +344,7 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
         if row:
             rows.append(row)
     if not rows:
-        raise ValueError(f"pattern {pattern!r} fits no line. {_advice_for_text(text)}")
+        raise ValueError(f"pattern '{pattern}' fits no line. {_advice_for_text(text)}")
     return rows
 
 
@@ -374,8 +374,10 @@ def _advice_for_text(text: str) -> str:
         if labels:
             most_frequent, label_counts[column] = labels.most_common(1)[0]
             # A full stop at the end of a line is not in the number.
-            number = rf"(?P<{column}>[-+.\w]*\w)"
-            patterns[column] = f"{lookbehind}{most_frequent}{number}"
+            simple = rf"{most_frequent}(?P<{column}>\S*\w)"
+            strict = rf"{lookbehind}{most_frequent}(?P<{column}>[-+.\w]*\w)"
+            finds_the_same = re.findall(simple, text) == re.findall(strict, text)
+            patterns[column] = simple if finds_the_same else strict
     losses_or_norms = max(label_counts["loss"], label_counts["grad_norm"])
     if losses_or_norms == 0:
         return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."

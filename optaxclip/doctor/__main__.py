@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from .._logs.output import printing
 from ._causes import Finding, Report, read_and_judge
 
 
@@ -28,7 +29,8 @@ def main(arguments: list[str] | None = None) -> None:
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
         sys.exit(str(error))
-    print(_text(report))
+    with printing():
+        print(_text(report))
 
 
 def _text(report: Report) -> str:
@@ -56,7 +58,8 @@ def _lines_of(finding: Finding) -> list[str]:
         line += f" (limit {finding.limit:.3g})"
     lines = [line]
     if finding.rows > 1:
-        lines.append(f"{indent}{finding.rows} rows show it, step {finding.worst} most")
+        worst = "" if finding.worst == finding.step else f", step {finding.worst} most"
+        lines.append(f"{indent}{finding.rows} rows show it{worst}")
     if len(finding.first_steps) > 1:
         first_steps = finding.first_steps.items()
         starts = [f"{name!r} from {step}" for name, step in first_steps]

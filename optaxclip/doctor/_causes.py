@@ -97,8 +97,12 @@ class Cause(NamedTuple):
 
 PAGE_AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
 LEAST_ROWS_OF_LOSS = 20
-# A loss gets a note if it rises by more than this part of its lowest level.
+# A loss gets a note if it rises by more than these parts: of its lowest level, and of
+# its whole fall, since a loss near 0 may rise many times.
 LEAST_RISE = 0.1
+LEAST_RISE_OVER_FALL = 0.01
+# A norm gets a note if the largest is this many times the median.
+LARGE_NORM = 2.0
 SCALE_ADVICE = (
     "look at the loss scale, at a sum in the place of a mean, and at how many devices "
     "and microbatches are averaged"
@@ -127,8 +131,9 @@ CAUSES = (
         evidence="{subject} is {value:.3g} times the median of up to 20 rows before it",
         page="docs/run_health.md (My loss spikes, or gradients explode)",
         advice=(
-            "look at the batch. clip_by_global_norm(1.0) shortens such a step, and "
-            "skip_step around the optimizer leaves it out"
+            "look at the batch. A clip shortens such a step, if there is none yet "
+            "(python -m optaxclip.replay finds a limit), and skip_step around the "
+            "optimizer leaves it out"
         ),
         least_rows=3,
     ),
@@ -497,7 +502,7 @@ def _notes(run: signals.Run) -> list[str]:
         notes.append(
             f"Norms are not finite at {len(run.overflow_steps)} steps, the first of "
             f"them step {min(run.overflow_steps)}. They are taken for overflows of a "
-            "dynamic loss scale."
+            "dynamic loss scale. Without one look at that step."
         )
     recorders = run.recorders
     if len(recorders) > 1 and not any(recorder.is_of_updates for recorder in recorders):
@@ -512,10 +517,11 @@ def _notes(run: signals.Run) -> list[str]:
         if norm.steps.size:
             row = np.argmax(norm.values)
             ratio = norm.values[row] / np.median(norm.values)
-            notes.append(
-                f"The largest {norm.name!r} is {ratio:.1f} times its median, at step "
-                f"{norm.steps[row]}. See docs/choosing_a_limit.md"
-            )
+            if ratio >= LARGE_NORM:
+                notes.append(
+                    f"The largest {norm.name!r} is {ratio:.1f} times its median, at "
+                    f"step {norm.steps[row]}. See docs/choosing_a_limit.md"
+                )
     return notes
 
 
@@ -531,7 +537,9 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
         if loss.steps.size < LEAST_ROWS_OF_LOSS:
             continue
         levels = rules.loss_levels(loss.values)
-        if levels.is_rise and levels.rise > LEAST_RISE * levels.lowest:
+        fall = levels.first - levels.lowest
+        least_rise = max(LEAST_RISE * levels.lowest, LEAST_RISE_OVER_FALL * fall)
+        if levels.is_rise and levels.rise > least_rise:
             notes.append(
                 f"{loss.name!r} is lowest near step {loss.steps[levels.lowest_row]}, "
                 f"at {levels.lowest:.3g}, and ends at {levels.last:.3g}. If neither "

@@ -12,6 +12,7 @@ from .._logs.after_clip import clipped_share
 from .._logs.columns import Column, Log, in_common, logging_interval
 from .._logs.files import read_log
 from .._logs.norms import columns_named
+from .._logs.output import printing
 from . import plot_history, run
 from ._batch import norm_ratio
 from ._choice import USUAL_LIMIT, Choice, choice_of, percent
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(sizes) == 1 or any(size < 1 for size in sizes):
         parser.error("--batch and --to go together, and must be at least 1")
     try:
-        _print_report(options)
+        with printing():
+            _print_report(options)
     # A file without norms, or a picture that cannot be drawn, ends in one line on
     # stderr, without a traceback.
     except (OSError, ValueError, ImportError) as error:
@@ -130,8 +132,8 @@ def _notes_on(column: Column) -> list[str]:
     is_finite = np.isfinite(column.values)
     if not is_finite.all():
         lines.append(
-            f"{1 - is_finite.mean():.1%} of the norms are NaN or inf, which no clip "
-            "cures: skip_nonfinite leaves such steps out, and python -m "
+            f"{percent(1 - is_finite.mean())} of the norms are NaN or inf, which no "
+            "clip cures: skip_nonfinite leaves such steps out, and python -m "
             "optaxclip.doctor says what is known of them."
         )
     return lines

@@ -82,8 +82,8 @@ def choice_of(norms: np.ndarray, every: int) -> Choice | None:
     if late >= FAR * early:
         reasons.append(
             f"Norms grow from a median of {early:.3g} in the first fifth of the log to "
-            f"{late:.3g} in the last. Ask python -m optaxclip.doctor why, before you "
-            "clip."
+            f"{late:.3g} in the last. A clip hides that and cures nothing: python -m "
+            "optaxclip.doctor looks for the cause."
         )
     return Choice(rule, suggestion, reasons, guard=guard, candidates=candidates)
 

@@ -1,6 +1,7 @@
 """What the doctor says of a log: columns, reports, its command and its page."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -265,10 +266,10 @@ def test_minus_1_of_deepspeed_is_not_finite():
 def test_a_recorder_of_a_resumed_run_is_said_to_be_resumed():
     steps = [*range(40), *range(30, 60)]
     rows = [{"step": step, "health/norm/w": x} for step, x in zip(steps, calm(70))]
-    note, _ = examine(rows).notes
+    (note,) = examine(rows).notes
     assert note.startswith("'health': Steps 30 to 39 come twice")
     # Once for all columns.
-    note, _ = examine([row | {"loss": 1.0} for row in rows]).notes
+    (note,) = examine([row | {"loss": 1.0} for row in rows]).notes
     assert note.startswith("'loss', 'health': Steps 30 to 39 come twice")
 
 
@@ -284,7 +285,7 @@ def test_tensors_of_two_recorders_are_told_apart():
 def test_a_column_of_one_row_says_nothing_of_the_others():
     rows = rows_of(step=range(0, 600, 10), grad_norm=calm())
     rows[30]["attention_logit"] = 3.0
-    note, _ = examine(rows).notes
+    (note,) = examine(rows).notes
     assert note.startswith("The rows are 10 steps apart.")
 
 
@@ -292,8 +293,7 @@ def test_a_loss_that_is_logged_rarely_hides_no_rows():
     rows = rows_of(step=range(60), grad_norm=calm())
     for row in rows[::10]:
         row["loss"] = 1.0
-    (note,) = examine(rows).notes
-    assert note.startswith("The largest 'grad_norm'")
+    assert examine(rows).notes == []
 
 
 def test_rows_that_are_too_few_are_said():
@@ -405,9 +405,9 @@ def test_the_largest_of_each_norm_is_noted():
     ratio = norms[40] / np.median(norms[np.isfinite(norms)])
     report = examine(rows)
     assert report.findings == []
-    _, note_on_inf, note, last_note = report.notes
+    # The largest of the other norm is not far from its median.
+    _, note_on_inf, last_note = report.notes
     assert "at 1 steps, the first of them step 495" in note_on_inf
-    assert note.startswith("The largest 'a/grad_norm' is ")
     assert last_note == (
         f"The largest 'b/grad_norm' is {ratio:.1f} times its median, at step 400. "
         "See docs/choosing_a_limit.md"
@@ -447,6 +447,17 @@ def test_python_runs_it_as_a_module(log):
     assert "bad batch" in run.stdout and not run.stderr
 
 
+@pytest.mark.parametrize("tool", ["doctor", "replay"])
+def test_a_pipe_that_closes_early_is_no_error(log, tool):
+    """As `| head -1` does it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", f"optaxclip.{tool}", str(log)]
+    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=True)
+    os.close(writer)
+    assert not run.stderr
+
+
 # ---------------------------------------------------------------------------- the page
 
 
@@ -467,7 +478,10 @@ def test_a_loss_that_ends_above_its_lowest_level_has_a_note():
     assert "at 3, and ends at 4. If neither data nor objective changed" in note
     # Within its noise it has not risen.
     noise = np.resize([-0.4, 0.4], loss.size)
-    for other_loss in (loss + 2 * noise, np.minimum(loss, 3.2), loss[:200]):
+    # Nor has one that stays near 0.
+    solved = np.geomspace(8.0, 1e-5, 300)
+    solved[-100:] = 1e-3
+    for other_loss in (loss + 2 * noise, np.minimum(loss, 3.2), loss[:200], solved):
         assert examine(rows_of(loss=other_loss)).notes == []
     report = examine(rows_of(loss=np.append(loss, np.full(100, 8.0))))
     assert [finding.cause for finding in report.findings] == ["divergence"]
