@@ -105,8 +105,8 @@ class Settings(NamedTuple):
     inf_is_off: bool
     # Whether a rule has a schedule. The cache of a jitted function of ours would keep
     # the schedule, and what it closes over, alive. So inside the user's jit such a
-    # clipper runs `_update` itself, and asks its rules without jit. Eager steps accept
-    # the cache of `_update_jitted`.
+    # clipper runs `_update` itself, and asks its rules without jit. Outside it the
+    # cache of `_update_jitted` keeps it: without jit a step would be too slow.
     has_schedule: bool
 
 
@@ -271,11 +271,11 @@ def _update(
     inputs = _rule_inputs(
         settings, rule_leaves, norms, names, state, weights, overrides
     )
-    # A limit of inf that `update` is given is the user's own word. `_decide` is jitted,
-    # so it gets no rules (see `has_schedule`).
+    # With update(limit=inf) the user switches clipping off, so broken norms pass too.
+    # `_decide` is jitted, so it gets no rules (see `has_schedule`).
     inf_is_off = settings.inf_is_off or overrides.limit is not None
-    policy = settings._replace(inf_is_off=inf_is_off, rules_treedef=None)
-    decide = partial(_decide, policy, eps)
+    settings_of_decide = settings._replace(inf_is_off=inf_is_off, rules_treedef=None)
+    decide = partial(_decide, settings_of_decide, eps)
     memories: Memories = dict(zip((None, *state.names.unit_leaves), state.memory))
     outcomes: list[tuple[Block, Outcome]] = []
     roots: dict[str, Array] = {}

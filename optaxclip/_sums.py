@@ -41,8 +41,7 @@ from ._trees import PyTree
 # Room for 2^37 of the largest numbers: (2^128 / s)^2 = 2^90. The smallest normal number
 # stays normal: (2^-126 * s)^2 = 2^-86.
 SCALES = {np.dtype(np.float32): 2.0**83, np.dtype(np.float64): 2.0**600}
-# XLA fuses column sums into their reader if each adds fewer numbers than these, so no
-# split is needed.
+# Sums of fewer numbers than this are not split: XLA fuses them into their reader.
 LEAST_SUMMED_TO_SPLIT = 32
 # For more norms than these a platform takes their roots as a vector, and a TPU also
 # their factors. With 128 tensors on a v5e:4x4 a clip by the RMS then takes 137 scalar
@@ -357,8 +356,8 @@ def divided(numerator: Array, denominator: Array) -> Array:
     """numerator / denominator, for a denominator that is a positive normal number and a
     quotient within the range.
 
-    XLA multiplies an array by the reciprocal of a scalar, which is flushed to 0 above
-    2^126. So large numbers are scaled down first.
+    XLA multiplies an array by the reciprocal of a scalar. Of a scalar above 2^126 the
+    reciprocal is flushed to 0, so large numbers are scaled down first.
     """
     # 2^128 / 8 = 2^125, whose reciprocal is a normal number. Scaling by 1/8 may make a
     # tiny numerator subnormal. It does no harm: divided by more than 2^64 it gives 0.

@@ -63,8 +63,8 @@ def constrain(
       A transformation with the state of the clipper, whose norms are those of the moved
       weights. `update` needs params, and passes extra arguments on, but for `grad_norm`
       and `limit`, which are about gradients. Where a clipper with nonfinite="zero"
-      clears a broken step, the weights stay as they are. In such a step weights of
-      sound leaves that would become 0 stay too.
+      clears a broken step, the weights stay as they are. In such a step any weight
+      that the clipper would bring to 0 stays, also in sound leaves.
 
     Raises:
       ValueError: `update` without params.

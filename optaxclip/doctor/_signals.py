@@ -83,7 +83,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     # What follows from it.
     norm_of_tensors = [total_of("all tensors", tensors)] if tensors else []
     logged_norms = global_norms or norm_of_tensors
-    # A recorder repeats what a clipper or the loop logs.
+    # Recorders repeat the norms of a clipper or the loop, so theirs come second.
     gradient_norms = logged_norms or recorded.gradient_norms
     groups = _norms_of_groups(tensors) or recorded.groups
     if any(np.nanmin(loss.values, initial=np.inf) < 0 for loss in losses):

@@ -6,16 +6,19 @@
     change = excess + 2 (B - 1) r    one of B examples changes it by 1 + change
     longest = B (1 + excess)         the norm of the sum is at most this
 
-u     the unit of rounding, 2^-24 for float32: products have the highest precision
+B     how many examples there are
+u     the unit of rounding, 2^-24 for float32. Matrix products of the sum have JAX's
+      highest precision, so this holds on a GPU and TPU too
 N     how many roundings a term of the sum goes through: width + turns + 4. By gram
-      min(width * positions, block) + 4 + devices + turns + 4
+      min(width * positions, block) + 4 + devices + turns + 4. The width is how many
+      examples all devices take at once, in B / width turns, and a block is how many
+      terms are added up before Kahan's sum
 t     2^-16 for each product whose factors are split into two bfloat16 numbers, else 0
 k     the sum of |terms| of a clipped gradient is at most k limits. Where gradients are
       added up k is 1 + e. Where norms are by gram it is 17, MAX_CANCELLATION + 1: the
       terms of positions may cancel to 1/16
 e     the relative error of a clipped norm: rounding in its sum of squares, in the gram
       matrix, and from norm to factor
-B     how many examples there are
 
 e and r are the largest of all parameters. docs/numerics.md has the proof.
 """
@@ -41,7 +44,8 @@ from ._problem import Problem
 # quotient in a shrink, and two roots and a quotient in the root of the factor, which is
 # multiplied by twice.
 ROOTS_AND_QUOTIENTS = 3 + 1 + 2 * 3
-# Of the limit, a product in the norm, one in the shrink, and twice one in the root
+# One of the limit to its dtype, a product in the norm, one in the shrink, and one in the
+# root, which counts twice.
 OTHER_ROUNDINGS = 1 + 1 + 1 + 2 * 1
 # `factor_between` shortens by 4 eps, and eps is two roundings.
 SHORTENED_BY = 8
