@@ -40,8 +40,8 @@ def check_optimizer(
       TypeError: its update needs further arguments, or fails if some leaves have no
         gradient.
       ValueError: its state has an array that neither follows a leaf nor is the same
-        for all layers. Or an update changes dtypes or entries of the state. Or the
-        update of a leaf depends on other leaves.
+        for all layers. Or an update changes entries, shapes or dtypes. Or the update of
+        a leaf depends on other leaves.
     """
     slice_of_leaf = program.slice_of_leaf
     layer = jax.eval_shape(lambda: layer_of(weights, slice_of_leaf, layer_number=0))
@@ -55,7 +55,7 @@ def check_optimizer(
         if leaf_of_entry[path] is None:
             _check_shared(path, entry, all_layers_entries.get(path))
 
-    # Second check: an update keeps entries and dtypes.
+    # Second check: an update keeps entries, shapes and dtypes.
     trace_update = jax.make_jaxpr(optimizer.updated, return_shape=True)
     # Traced with weights in the place of gradients, which have the same types.
     traced, new_entries = _traced_update(trace_update, entries, one_layer_weights)
@@ -165,9 +165,10 @@ def _check_shared(path: str, entry: Array, entry_of_all_layers: Array | None) ->
 
 
 def _check_new_state(entries: Entries, new_entries: Entries) -> None:
-    """Raises if the state has other entries or dtypes after an update.
+    """Raises if weights and state have other entries, shapes or dtypes after an update.
 
-    A state that begins as None gains entries. Moments in bfloat16 become float32 if the
+    A state that begins as None gains entries. A learning rate for each layer, in an
+    array, gives one layer the shape of all. Moments in bfloat16 become float32 if the
     decay is a float32 array.
     """
     changed_paths = entries.keys() ^ new_entries.keys()
@@ -178,6 +179,14 @@ def _check_new_state(entries: Entries, new_entries: Entries) -> None:
             "with zeros for what is not known yet."
         )
     for path, entry in entries.items():
+        new_shape = new_entries[path].shape
+        if new_shape != entry.shape:
+            raise ValueError(
+                "release: optimizer must keep the shapes of weights and state, but "
+                f"{path!r} is {entry.dtype}{list(entry.shape)} before an update and "
+                f"{entry.dtype}{list(new_shape)} after it. It sees one layer at a "
+                "time, so no array may have a number for each layer."
+            )
         new_dtype = new_entries[path].dtype
         if new_dtype != entry.dtype:
             raise ValueError(

@@ -103,8 +103,8 @@ def read_program(
         "release: no scan of loss goes through layers. It has "
         f"{', '.join(_scans_of(program)) or 'no scan at all'}. Scan the layers "
         "(jax.lax.scan, nn.scan, nnx.scan) outside of loops and branches. Among its xs "
-        "must be leaves of params that nothing else reads: no second scan, no penalty "
-        "of all weights, no index into them in a layer."
+        "must be trained leaves of params that nothing else reads: no second scan, no "
+        "penalty of all weights, no index into them in a layer."
     )
 
 

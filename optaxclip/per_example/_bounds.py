@@ -44,8 +44,8 @@ from ._problem import Problem
 # quotient in a shrink, and two roots and a quotient in the root of the factor, which is
 # multiplied by twice.
 ROOTS_AND_QUOTIENTS = 3 + 1 + 2 * 3
-# One of the limit to its dtype, a product in the norm, one in the shrink, and one in the
-# root, which counts twice.
+# One of the limit to its dtype, a product in the norm, one in the shrink, and one in
+# the root, which counts twice.
 OTHER_ROUNDINGS = 1 + 1 + 1 + 2 * 1
 # `factor_between` shortens by 4 eps, and eps is two roundings.
 SHORTENED_BY = 8

@@ -232,6 +232,26 @@ def test_a_state_that_gains_or_loses_entries_is_refused(name):
         release(loss, optimizer).init(PARAMS, X)
 
 
+def test_a_factor_of_each_layer_in_an_array_is_refused():
+    """The update of one layer would have the shape of all, and overwrite them."""
+    factors = jnp.array([0.25, 0.5, 1.0])[:, None]
+
+    def scaled(updates, params):
+        layers = updates["layers"]
+        if layers["bias"] is None:
+            return updates
+        return updates | {"layers": layers | {"bias": factors * layers["bias"]}}
+
+    optimizer = optax.chain(optax.stateless(scaled), optax.sgd(0.1))
+    shape = PARAMS["layers"]["bias"].shape
+    one, all_layers = [1, *shape[1:]], [*shape]
+    text = "release: optimizer must keep the shapes of weights and state, but "
+    text += f"\"[0]['layers']['bias']\" is float32{one} before an update and float32"
+    text += f"{all_layers} after it."
+    with pytest.raises(ValueError, match=re.escape(text)):
+        release(loss, optimizer).init(PARAMS, X)
+
+
 def test_hyperparameters_that_are_numbers_keep_the_dtypes_of_moments():
     """The cure in the error above."""
     inject = optax.inject_hyperparams(
