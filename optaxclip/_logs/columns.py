@@ -33,6 +33,8 @@ class Log(NamedTuple):
     notes: Notes
 
 
+# Of the rows, at least so many have an entry in a column of steps.
+LEAST_SHARE_OF_STEPS = 0.1
 # Names of columns of steps, the surest first.
 STEP_NAMES = (
     # Of optax.MultiSteps, where a row is written in every k-th step of the loop.
@@ -45,6 +47,12 @@ STEP_NAMES = (
     "trainer/global_step",
     "iteration",
     "iter",
+    "Iteration",
+    "iterations",
+    "train_step",
+    "train/step",
+    "global_steps",
+    "current_steps",  # LLaMA-Factory
     "num_updates",
     "index",
 )
@@ -116,9 +124,13 @@ def _name_of_steps(rows: Sequence[Row]) -> tuple[str | None, bool]:
     for name in STEP_NAMES:
         numbers = [_number(row.get(name)) for row in rows]
         steps = [number for number in numbers if number is not None]
-        if steps and not _begin_again(steps):
+        # A column that only evaluations have, or the last row, says nothing of the
+        # other rows.
+        if not steps or LEAST_SHARE_OF_STEPS * len(rows) > len(steps):
+            continue
+        if not _begin_again(steps):
             return name, False
-        if steps and surest_name is None:
+        if surest_name is None:
             surest_name = name
     return surest_name, surest_name is not None
 

@@ -19,11 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from .columns import Log, Notes, Row, flattened, has_number, log_from_rows
+from .norms import losses_of, norms_of
 
 FORMATS_TEXT = (
     "The reader takes JSON lines, JSON, CSV with a header, printed dicts, .npy, .npz, "
     "event files of TensorBoard, each also in gzip, and text as UTF-8"
 )
+# Text that is no table has names in each line: "step 1 loss 2.5".
+NAMED_NUMBER = r"(?i)(loss|norm)[ :=]+[-+.\d]"
 
 
 def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
@@ -69,11 +72,21 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if pattern is not None:
         return _rows_of_pattern(text, pattern)
     rows = _rows_of_table(text, notes) or _rows_of_dicts(text, notes)
-    if not rows:
+    # A program may print its settings as a dict, and then a text.
+    if not rows or (re.search(NAMED_NUMBER, text) and not _has_loss_or_norm(rows)):
         raise ValueError(
             f"there is no table of numbers in it. {_advice_for_text(text)}"
         )
     return rows
+
+
+def _has_loss_or_norm(rows: Sequence[Row]) -> bool:
+    """Whether a name of a column says that it is a loss or a norm of the gradient."""
+    # A loss in the settings is a text, such as "mse".
+    if not any(has_number(flattened(row).values()) for row in rows):
+        return False
+    log = log_from_rows(rows, [])
+    return bool(losses_of(log) or norms_of(log))
 
 
 def _cleaned_text(data: bytes) -> str:
@@ -284,9 +297,7 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     for punctuation in " ,;\t":
         if all(punctuation in line for line in first_lines):
             delimiter = punctuation
-    # Text that is no table has names in each line: "step 1 loss 2.5".
-    named_number = r"(?i)(loss|norm)[ :=]+[-+.\d]"
-    if delimiter == " " and re.search(named_number, first_lines[-1]):
+    if delimiter == " " and re.search(NAMED_NUMBER, first_lines[-1]):
         return []
     if delimiter == ";":
         # Spreadsheets write semicolons if their numbers have decimal commas.
@@ -353,13 +364,19 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
 # has no step. nanoGPT prints "train loss 4.2, val loss 4.3" now and then, among lines
 # with "loss 4.1".
 LABELS = {
-    "step": (r"(?<![/\w])", "step|iteration|iter|s"),
+    "step": (r"(?<![/\w])", r"step|iteration|iter(\(train\))?|s"),
     "loss": (
         r"(?i:(?<!train[ /])(?<!val[ /])(?<!validation[ /])(?<!test[ /]))\b",
         "((train|training|lm)[ _/-])?loss|trl",
     ),
-    "grad_norm": (r"\b", "((total|global|gradient|grad|g)[ _/-]?)*norm"),
+    # verl prints actor/grad_norm and critic/grad_norm.
+    "grad_norm": (r"\b", r"(\w+/)*((total|global|gradient|grad|g)[ _/-]?)*norm"),
 }
+
+
+def _as_pattern(label: str) -> str:
+    """The pattern of a label, with any number of blanks."""
+    return re.sub(r"(\\ )+", r"\\s*", re.escape(label))
 
 
 def _advice_for_text(text: str) -> str:
@@ -369,13 +386,19 @@ def _advice_for_text(text: str) -> str:
     patterns: dict[str, str] = {}  # by column
     label_counts = dict.fromkeys(LABELS, 0)
     for column, (lookbehind, label) in LABELS.items():
-        matches = re.finditer(rf"(?i){lookbehind}({label})[ :=]+(?=[-+]?\.?\d)", text)
-        labels = Counter(re.sub(" +", r"\\s*", match[0]) for match in matches)
+        # mmdet prints "Iter [50/900]".
+        gap = r"[ :=]+\[? *(?=[-+]?\.?\d)"
+        matches = re.finditer(rf"(?i){lookbehind}({label}){gap}", text)
+        labels = Counter(_as_pattern(match[0]) for match in matches)
         if labels:
             most_frequent, label_counts[column] = labels.most_common(1)[0]
-            # A full stop at the end of a line is not in the number.
-            simple = rf"{most_frequent}(?P<{column}>\S*\w)"
-            strict = rf"{lookbehind}{most_frequent}(?P<{column}>[-+.\w]*\w)"
+            # A full stop at the end of a line is not in the number. A step has digits
+            # alone, so that "iterations" is none.
+            simple_number, number = r"\S*\w", r"[-+.\w]*\w"
+            if column == "step":
+                simple_number = number = r"\d+"
+            simple = rf"{most_frequent}(?P<{column}>{simple_number})"
+            strict = rf"{lookbehind}{most_frequent}(?P<{column}>{number})"
             finds_the_same = re.findall(simple, text) == re.findall(strict, text)
             patterns[column] = simple if finds_the_same else strict
     losses_or_norms = max(label_counts["loss"], label_counts["grad_norm"])

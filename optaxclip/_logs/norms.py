@@ -37,10 +37,11 @@ TENSOR_PATTERN = re.compile(
     r"(.*/)?(norm_before|record(_\d+)?/(.+/)?norm|(gradient|grad)s?(_2\.0)?_norm)/"
     r"(?!clipped$|after_|(min|max|mean|std|ema)$).+"
 )
-# train/loss, total_loss, train_loss_step, Loss/train
+# train/loss, total_loss, avg_loss, train_loss_step, Loss/train
 LOSS_PATTERN = re.compile(
     r"(?!.*(?<![a-z])(val|eval|test|aux))"
-    r"((.*/)?((train|training|tr|total|lm)[/._ ])?loss(_step)?|(.*/)?loss/train)"
+    r"((.*/)?((train|training|tr|total|lm|avg|average|mean)[/._ -])?loss"
+    r"(_step|_epoch|[/_](train|total))?)"
 )
 # Norms of record_health: health/norm, health/gradients/norm/w
 HEALTH_PATTERN = re.compile(r"(.*[/. ])?health(_\d+)?/(.*/)?norm(/.*)?")

@@ -318,10 +318,13 @@ def proved(size):
     example adds" in docs/numerics.md.
     """
     unit = 2.0**-24
+    # Roundings on the way to a factor that it is not shortened by.
+    of_factor = 7 * unit / (1 - 7 * unit)
     # Additions of a microbatch and of all of them, here of one, and products.
     count = size + 1 + 4
-    excess = count * unit / (1 - count * unit)
-    change = 1 + excess + 2 * (size - 1) * excess
+    of_sum = (1 + of_factor) * count * unit / (1 - count * unit)
+    excess = of_factor + of_sum
+    change = 1 + excess + 2 * (size - 1) * of_sum
     # Division and cast round the sums with and without the example.
     return change + 2 * size * (1 + excess) * unit
 
