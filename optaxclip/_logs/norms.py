@@ -43,6 +43,8 @@ LOSS_PATTERN = re.compile(
     r"((.*/)?((train|training|tr|total|lm|avg|average|mean)[/._ -])?loss"
     r"(_step|_epoch|[/_](train|total))?)"
 )
+# noise_share, train/noise_share
+NOISE_SHARE = re.compile("(.*/)?noise_share")
 # Norms of record_health: health/norm, health/gradients/norm/w
 HEALTH_PATTERN = re.compile(r"(.*[/. ])?health(_\d+)?/(.*/)?norm(/.*)?")
 

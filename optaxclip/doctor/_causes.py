@@ -17,6 +17,7 @@ from .._logs.columns import (
     rows_kept,
 )
 from .._logs.files import read_log
+from .._logs.norms import NOISE_SHARE, columns_named
 from . import _rules as rules
 from . import _signals as signals
 
@@ -101,6 +102,10 @@ LEAST_ROWS_OF_LOSS = 20
 # its whole fall, since a loss near 0 may rise many times.
 LEAST_RISE = 0.1
 LEAST_RISE_OVER_FALL = 0.01
+# A loss gets a note if a row is this many times as high as the rows before it, and
+# higher by this part of its whole fall.
+LOSS_SPIKE = 3.0
+LOSS_SPIKE_OVER_FALL = 0.1
 # A norm gets a note if the largest is this many times the median.
 LARGE_NORM = 2.0
 SCALE_ADVICE = (
@@ -461,7 +466,12 @@ def _judge(log: Log, loss_name: str | None) -> Report:
             f"{column.name!r} ({len(column.steps)} rows)" for column in run.looked_at
         ],
         not_judged=not_judged,
-        notes=[*log.notes, *_notes(run), *_notes_on_losses(run, findings)],
+        notes=[
+            *log.notes,
+            *_notes(run),
+            *_notes_on_losses(run, findings),
+            *_notes_on_parts(log, findings),
+        ],
     )
 
 
@@ -513,6 +523,8 @@ def _notes(run: signals.Run) -> list[str]:
         )
     # A spike below the limit of a bad batch may still want a clip.
     for norm in run.gradient_norms:
+        if not norm.values.any():
+            notes.append(f"{norm.name!r} is 0 in all rows.")
         norm = rows_kept(norm, np.isfinite(norm.values) & (norm.values > 0))
         if norm.steps.size:
             row = np.argmax(norm.values)
@@ -526,8 +538,8 @@ def _notes(run: signals.Run) -> list[str]:
 
 
 def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
-    """Losses that end above their lowest level, where no divergence is found: data or
-    objective may have changed, which a log does not show.
+    """Losses that leap, or end above their lowest level, where no divergence is found:
+    data or objective may have changed, which a log does not show.
     """
     if any(finding.cause == "divergence" for finding in findings):
         return []
@@ -545,6 +557,32 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
                 f"at {levels.lowest:.3g}, and ends at {levels.last:.3g}. If neither "
                 f"data nor objective changed, it diverges. See {PAGE_AT_ONE_STEP}"
             )
+        usual_values = rules.usual_before(loss.values)
+        ratios = loss.values / usual_values
+        is_leap = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * fall
+        row = int(np.argmax(np.where(is_leap, ratios, 0)))
+        if is_leap[row] and ratios[row] > LOSS_SPIKE:
+            notes.append(
+                f"{loss.name!r} is {ratios[row]:.3g} times the median of up to 20 rows "
+                f"before it at step {loss.steps[row]}. If no norm stands out there, "
+                f"look at the data. See {PAGE_AT_ONE_STEP}"
+            )
+    return notes
+
+
+def _notes_on_parts(log: Log, findings: list[Finding]) -> list[str]:
+    """Whether one part of the batch made a bad batch, if the log has noise_share."""
+    notes = []
+    for share in columns_named(NOISE_SHARE, log):
+        for finding in findings:
+            values = share.values[share.steps == finding.worst]
+            if finding.cause == "bad batch" and values.size:
+                notes.append(
+                    f"{share.name!r} is {values[0]:.2g} at step {finding.worst}, and "
+                    f"its median {np.median(share.values):.2g}. Near 1 one part of the "
+                    "batch made the norm. Near the median all parts grew: look at "
+                    "scale and rate."
+                )
     return notes
 
 

@@ -73,15 +73,22 @@ def bad_batch(norm: Array) -> Array:
     """The norm over the median of up to 20 rows before, if a low norm or the end of the
     log follows within 20 rows.
     """
-    medians_so_far = np.nanmedian(_windows_behind(norm, LONG), axis=1)
-    usual_norm = _shifted(medians_so_far)
-    # One row before is too few to judge by.
-    usual_norm[1] = np.nan
+    usual_norm = usual_before(norm)
     # Norms behind the end of a log are unknown. They are taken for 0.
     padded = np.pad(norm[1:], (0, LONG))
     next_rows = sliding_window_view(padded, LONG)
     comes_back = next_rows.min(axis=1) < LOW_AGAIN * usual_norm
     return np.where(comes_back, norm / usual_norm, 0.0)
+
+
+def usual_before(values: Array) -> Array:
+    """The median of up to 20 rows before each row. NaN in the first two rows: one row
+    before is too few to judge by.
+    """
+    medians_so_far = np.nanmedian(_windows_behind(values, LONG), axis=1)
+    usual_values = _shifted(medians_so_far)
+    usual_values[1] = np.nan
+    return usual_values
 
 
 class LossLevels(NamedTuple):

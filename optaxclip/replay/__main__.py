@@ -1,7 +1,6 @@
 """The command `python -m optaxclip.replay run.csv`."""
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 from .._logs.after_clip import clipped_share
 from .._logs.columns import Column, Log, in_common, logging_interval
 from .._logs.files import read_log
-from .._logs.norms import columns_named
+from .._logs.norms import NOISE_SHARE, columns_named
 from .._logs.output import printing
 from . import plot_history, run
 from ._batch import norm_ratio
@@ -19,8 +18,6 @@ from ._choice import USUAL_LIMIT, Choice, choice_of, percent
 from ._history import columns_of
 from ._run import MIN_NORMS
 
-# noise_share, train/noise_share
-NOISE_SHARE = re.compile("(.*/)?noise_share")
 ESTIMATES = (
     "",
     "These are estimates from the recorded norms. Clipping changes a run, so",

@@ -296,6 +296,26 @@ def test_a_loss_that_is_logged_rarely_hides_no_rows():
     assert examine(rows).notes == []
 
 
+def test_a_step_that_few_rows_have_counts_no_rows():
+    """As of evaluations, or of a summary at the end."""
+    rows = rows_of(loss=calm(200), grad_norm=changed(calm(200), {120: 60.0}))
+    for extra in ([{"global_step": 2000}], [{"step": 50}, {"step": 100}]):
+        assert causes_of([*rows, *extra]) == [("bad batch", 120)]
+
+
+@pytest.mark.parametrize(
+    "name", ["avg_loss", "train-loss", "train_loss_epoch", "loss/total", "loss_train"]
+)
+def test_a_loss_is_known_by_more_names(name):
+    assert examine(rows_of(**{name: calm(40)})).looked_at == [f"{name!r} (40 rows)"]
+
+
+@pytest.mark.parametrize("name", ["current_steps", "iterations", "train/step"])
+def test_steps_are_known_by_more_names(name):
+    rows = rows_of(**{name: range(0, 400, 10), "loss": calm(40)})
+    assert examine(rows).notes[0].startswith("The rows are 10 steps apart.")
+
+
 def test_rows_that_are_too_few_are_said():
     rows = rows_of(loss=calm(12), grad_norm=calm(12))
     not_judged = examine(rows).not_judged
@@ -416,8 +436,27 @@ def test_the_largest_of_each_norm_is_noted():
 
 def test_a_log_without_norms_has_no_largest_one():
     rows = rows_of(loss=calm())
-    for norms in ({}, {"grad_norm": 0.0}):
-        assert examine([row | norms for row in rows]).notes == []
+    assert examine(rows).notes == []
+    (note,) = examine([row | {"grad_norm": 0.0} for row in rows]).notes
+    assert note == "'grad_norm' is 0 in all rows."
+
+
+@pytest.mark.parametrize("spike", [{100: 30.0, 101: 9.0}, {197: 30, 198: 50, 199: 90}])
+def test_a_loss_that_leaps_has_a_note(spike):
+    loss = changed(np.linspace(2.0, 1.0, 200), spike)
+    notes = examine(rows_of(loss=loss, grad_norm=calm(200))).notes
+    (note,) = [note for note in notes if "times the median of up to 20 rows" in note]
+    step = max(spike, key=spike.get)
+    assert f"before it at step {step}. If no norm stands out there, look at" in note
+
+
+def test_a_bad_batch_is_said_to_be_of_one_part_or_of_all():
+    norms = changed(calm(), {40: 60.0})
+    for value in (0.98, 0.1):
+        shares = changed(np.full(60, 0.1), {40: value})
+        *_, note = examine(rows_of(grad_norm=norms, train__noise_share=shares)).notes
+        text = f"'train/noise_share' is {value} at step 40, and its median 0.1."
+        assert note.startswith(f"{text} Near 1 one part of the batch made the norm.")
 
 
 def test_the_column_of_the_loss_is_given_by_name(tmp_path, capsys):

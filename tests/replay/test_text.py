@@ -99,6 +99,28 @@ def test_the_most_frequent_labels_are_proposed(text_file):
     assert "loss=(" in pattern and "grad_norm=(" in pattern
 
 
+def test_settings_that_are_printed_as_a_dict_hide_no_text(text_file):
+    path = text_file(TEXTS["a loop"])
+    settings = "{'lr': 0.1, 'loss': 'mse', 'max_grad_norm': 1.0}\n"
+    path.write_text(settings + path.read_text())
+    assert len(read_history(path, pattern=pattern_of(path))) == 40
+
+
+@pytest.mark.parametrize("label", ["iteration {step}/ 500", "Iter [{step}/500]"])
+def test_a_step_is_a_number(text_file, label):
+    noise = "number of nan iterations: 0"
+    path = text_file(f" {label} | loss: {{loss}} | norm: {{norm}} | {noise} |")
+    # Under another name, so that it is a column as well.
+    pattern = pattern_of(path).replace("<step>", "<place>")
+    assert read_history(path, "place", pattern=pattern).tolist() == list(range(40))
+
+
+def test_norms_of_two_networks_are_not_mixed(text_file):
+    path = text_file("step:{step} actor/grad_norm:{norm} critic/grad_norm:90.0")
+    norms = read_history(path, pattern=pattern_of(path))
+    assert norms.tolist() == [1.5 + step % 3 for step in range(40)]
+
+
 def test_a_pattern_is_as_simple_as_the_text_allows(text_file):
     line = "step {step} loss={loss} grad_norm={norm} (5.1 ms)"
     simple = r"loss=(?P<loss>\S*\w)|grad_norm=(?P<grad_norm>\S*\w)"
