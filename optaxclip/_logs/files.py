@@ -72,8 +72,9 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if pattern is not None:
         return _rows_of_pattern(text, pattern)
     rows = _rows_of_table(text, notes) or _rows_of_dicts(text, notes)
-    # A program may print its settings as a dict, and then a text.
-    if not rows or (re.search(NAMED_NUMBER, text) and not _has_loss_or_norm(rows)):
+    # A program may print its settings as a dict, and then a text with more numbers.
+    named_numbers = len(re.findall(NAMED_NUMBER, text))
+    if not rows or (named_numbers > len(rows) and not _has_loss_or_norm(rows)):
         raise ValueError(
             f"there is no table of numbers in it. {_advice_for_text(text)}"
         )

@@ -1,5 +1,6 @@
 """Texts are read with a pattern, and the error on one shows a pattern that fits."""
 
+import json
 import re
 
 import pytest
@@ -104,6 +105,13 @@ def test_settings_that_are_printed_as_a_dict_hide_no_text(text_file):
     settings = "{'lr': 0.1, 'loss': 'mse', 'max_grad_norm': 1.0}\n"
     path.write_text(settings + path.read_text())
     assert len(read_history(path, pattern=pattern_of(path))) == 40
+
+
+def test_a_log_may_have_messages_with_a_loss(tmp_path):
+    path = tmp_path / "log.jsonl"
+    rows = [{"message": "loss 2.5", "length": float(step)} for step in range(40)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert read_history(path, "length").tolist() == list(range(40))
 
 
 @pytest.mark.parametrize("label", ["iteration {step}/ 500", "Iter [{step}/500]"])
