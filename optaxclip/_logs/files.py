@@ -375,6 +375,21 @@ LABELS = {
 }
 
 
+def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
+    """The pattern of a number behind a label. It is simple if that finds the same."""
+    # A full stop at the end of a line is not in the number.
+    simple_number = r"\S*\w"
+    number = r"[-+.\w]*\w"
+    # A step has digits alone: the "s" of "iterations" is none.
+    if column == "step":
+        simple_number = number = r"\d+"
+    simple_pattern = f"{label}(?P<{column}>{simple_number})"
+    pattern = f"{lookbehind}{label}(?P<{column}>{number})"
+    if re.findall(simple_pattern, text) == re.findall(pattern, text):
+        return simple_pattern
+    return pattern
+
+
 def _as_pattern(label: str) -> str:
     """The pattern of a label, with any number of blanks."""
     return re.sub(r"(\\ )+", r"\\s*", re.escape(label))
@@ -393,15 +408,7 @@ def _advice_for_text(text: str) -> str:
         labels = Counter(_as_pattern(match[0]) for match in matches)
         if labels:
             most_frequent, label_counts[column] = labels.most_common(1)[0]
-            # A full stop at the end of a line is not in the number. A step has digits
-            # alone, so that "iterations" is none.
-            simple_number, number = r"\S*\w", r"[-+.\w]*\w"
-            if column == "step":
-                simple_number = number = r"\d+"
-            simple = rf"{most_frequent}(?P<{column}>{simple_number})"
-            strict = rf"{lookbehind}{most_frequent}(?P<{column}>{number})"
-            finds_the_same = re.findall(simple, text) == re.findall(strict, text)
-            patterns[column] = simple if finds_the_same else strict
+            patterns[column] = _pattern_of(column, most_frequent, lookbehind, text)
     losses_or_norms = max(label_counts["loss"], label_counts["grad_norm"])
     if losses_or_norms == 0:
         return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."

@@ -512,7 +512,7 @@ def _notes(run: signals.Run) -> list[str]:
         notes.append(
             f"Norms are not finite at {len(run.overflow_steps)} steps, the first of "
             f"them step {min(run.overflow_steps)}. They are taken for overflows of a "
-            "dynamic loss scale. Without one look at that step."
+            "dynamic loss scale. If the run has none, look at that step."
         )
     recorders = run.recorders
     if len(recorders) > 1 and not any(recorder.is_of_updates for recorder in recorders):
@@ -560,8 +560,9 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
         usual_values = rules.usual_before(loss.values)
         ratios = loss.values / usual_values
         is_leap = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * fall
-        row = int(np.argmax(np.where(is_leap, ratios, 0)))
-        if is_leap[row] and ratios[row] > LOSS_SPIKE:
+        ratios_of_leaps = np.where(is_leap, ratios, 0)
+        row = int(np.argmax(ratios_of_leaps))
+        if ratios_of_leaps[row] > LOSS_SPIKE:
             notes.append(
                 f"{loss.name!r} is {ratios[row]:.3g} times the median of up to 20 rows "
                 f"before it at step {loss.steps[row]}. If no norm stands out there, "
