@@ -21,6 +21,8 @@ it skipped are in its window too, and raise the limit for later steps.
 What it prints. A line for each run as it ends. --save PATH draws norms and limits of
 three of them, and the same for dark pages.
 
+From `_shared.py` come drawing and command line, and from `broken_batches.py` the run.
+
     python examples/adaptive.py --save adaptive.png
 
 References: Seetharaman et al., AutoClip, 2020 (arXiv 2007.14469). Kumar et al., ZClip,
@@ -29,17 +31,43 @@ References: Seetharaman et al., AutoClip, 2020 (arXiv 2007.14469). Kumar et al.,
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import optax
-from _shared import File, Look, draw_both, run
-from broken_batches import Log, train_all
+from _shared import File, Look, annotate, draw_both, run
+from broken_batches import Log, is_broken, train_all
 
 import optaxclip
 
-# The runs that are drawn, and what begins the names of their metrics.
-DRAWN = {"autoclip": "clip/step", "zclip": "clip/step", "skip_step": "skip/step"}
+
+class Drawn(NamedTuple):
+    """What a panel says about a run."""
+
+    prefix: str  # of the names of its metrics
+    verb: str  # what happened to a step over the limit
+    limit_text: str
+
+
+# The limit of skip_step is a staircase: the mean of the last 128 norms plus six
+# deviations. A broken norm raises both, until it has left the window.
+DRAWN = {
+    "autoclip": Drawn(
+        prefix="clip/step",
+        verb="clipped",
+        limit_text="limit: below nearly all norms,\nlike a smaller learning rate",
+    ),
+    "zclip": Drawn(
+        prefix="clip/step",
+        verb="clipped",
+        limit_text="limit: just above the usual norms",
+    ),
+    "skip_step": Drawn(
+        prefix="skip/step",
+        verb="skipped",
+        limit_text="limit: far above. Each spike\nraises it for 128 steps",
+    ),
+}
 
 
 def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, Log]:
@@ -60,7 +88,7 @@ def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, Log
     logs = train_all(protections, steps)
     if save is not None:
         draw_logs = partial(draw, logs=logs)
-        draw_both(save, panels=len(DRAWN), draw=draw_logs)
+        draw_both(save, panels=len(DRAWN), draw=draw_logs, height=5)
     return logs
 
 
@@ -68,28 +96,36 @@ def draw(panels: Any, look: Look, logs: dict[str, Log]) -> None:
     """Norm and limit of a run, and which steps it clipped or left out."""
     norms = [logs[name]["record/all/norm"] for name in DRAWN]
     lowest = 0.8 * np.min(norms)
-    highest = 6 * np.max(norms)
-    for panel, name in zip(panels, DRAWN):
-        prefix = DRAWN[name]
-        log = logs[name]
-        norm = log["record/all/norm"]
-        limit = log[f"{prefix}/limit"]
-        verb = "skipped" if prefix == "skip/step" else "clipped"
-        flags = log[f"{prefix}/{verb}"]
-        (steps,) = np.nonzero(flags)
-        share = len(steps) / len(norm)
-        panel.plot(norm, color=look.grey, linewidth=1, label="norm")
+    highest = 12 * np.max(norms)
+    broken = is_broken(len(norms[0]))
+    for panel, norm, (name, drawn) in zip(panels, norms, DRAWN.items()):
+        limit = logs[name][f"{drawn.prefix}/limit"]
+        is_over = logs[name][f"{drawn.prefix}/{drawn.verb}"] == 1
+        (steps,) = np.nonzero(is_over)
+        panel.plot(norm, color=look.grey, linewidth=1, label="gradient norm")
         panel.plot(limit, color=look.blue, linewidth=2.5, label="limit")
         # Where nearly every step has a dot, small dots lie behind the norm.
-        size, zorder = (3, 1) if share > 0.5 else (6, 3)
+        size, zorder = (3, 1) if is_over.mean() > 0.5 else (6, 3)
         dots = norm[steps]
         panel.plot(steps, dots, ".", color=look.orange, markersize=size, zorder=zorder)
-        panel.plot([], [], ".", color=look.orange, label=f"{verb} step")
-        title = f"{name}: {share:.1%} {verb}"
-        panel.set_title(title, weight="bold")
+        panel.plot([], [], ".", color=look.orange, label="clipped or skipped step")
+        panel.set_title(name, weight="bold")
         panel.set(xlabel="step", yscale="log", ylim=(lowest, highest))
-        panel.legend(loc="upper right", ncols=2, fontsize="small", frameon=False)
-    panels[0].set_ylabel("gradient norm")
+        counts_text = (
+            f"{drawn.verb}: {is_over[broken].sum()} of {broken.sum()} broken batches,\n"
+            f"{is_over[~broken].sum()} of {(~broken).sum()} healthy ones"
+        )
+        annotate(panel, counts_text, place=(0.97, 0.98), colour=look.orange)
+        annotate(panel, drawn.limit_text, place=(0.97, 0.80), colour=look.blue)
+    first, *_ = panels
+    first.set_ylabel("gradient norm")
+    figure = first.figure
+    figure.suptitle(
+        f"The spikes are {broken.sum()} broken batches of {len(broken)}. "
+        "A limit between usual norms and spikes clips only spikes."
+    )
+    handles, labels = first.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ rates, and not the best accuracy.
 What it prints. A line for each method and rate: the accuracy on held-out images of two
 seeds. --save PATH draws them, and the same for dark pages.
 
+From `_shared.py` come images, loss, drawing and command line.
+
     python examples/digits.py --save digits.png
 
 Reference: Brock et al., NFNets, 2021 (arXiv 2102.06171).
@@ -169,6 +171,7 @@ def draw(panels: Any, look: Look, accuracies: dict[str, np.ndarray]) -> None:
     rate_texts = [f"{rate:g}".lstrip("0") for rate in RATES]
     for panel, method, colour in zip(panels, accuracies, colours):
         panel.axhline(CHANCE, color=look.grey, linestyle="--")
+        annotate(panel, "guessing", place=(0.25, 0.19), colour=look.grey)
         table = accuracies[method]
         panel.plot(RATES, table, "o-", color=colour, linewidth=2)
         title = "no clip" if method == "none" else method
@@ -176,11 +179,14 @@ def draw(panels: Any, look: Look, accuracies: dict[str, np.ndarray]) -> None:
         panel.set(xlabel="learning rate", xscale="log", ylim=(0, 1))
         panel.set_xticks(RATES, rate_texts)
         panel.minorticks_off()
-    without_clip, with_agc, _ = panels
+    without_clip, *_ = panels
     without_clip.set_ylabel("test accuracy")
+    without_clip.figure.suptitle(
+        "Handwritten digits: residual network without normalisation, "
+        "SGD with Nesterov's momentum"
+    )
     seeds_text = "two seeds,\na line for each"
     annotate(without_clip, seeds_text, place=(0.97, 0.5), colour=look.grey)
-    annotate(with_agc, "guessing", place=(0.97, 0.19), colour=look.grey)
 
 
 if __name__ == "__main__":
