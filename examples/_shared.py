@@ -1,4 +1,4 @@
-"""Code that the programs share: command lines, data from installed packages, a
+"""Code that some programs share: command lines, data from installed packages, a
 perceptron, and pictures for light and for dark pages.
 """
 

@@ -14,6 +14,9 @@ run needs one: the optimizer is SGD with momentum, and at half the learning rate
 What it prints. A line for each run as it ends. --save PATH draws a picture, and one for
 dark pages with "_dark" in its name. --table PATH writes the losses as JSON.
 
+From `_shared.py` come text, drawing and command line, and from `char_rnn.py` the
+network.
+
     python examples/broken_batches.py --save broken_batches.png
 """
 

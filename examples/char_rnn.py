@@ -12,6 +12,8 @@ rate (--lr 0.3) all four learn.
 
 What it prints. A line for each run, as soon as it is done.
 
+From `_shared.py` come text, loss and command line.
+
     python examples/char_rnn.py --steps 250
 
 Reference: Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural

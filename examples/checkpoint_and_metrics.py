@@ -12,10 +12,13 @@ bit like a run without a break. Without the clip's memory it ends elsewhere.
 What it prints. How the runs end, and which share of steps some limits would have
 clipped. --folder PATH keeps log and checkpoint for `tensorboard --logdir PATH`.
 
+    pip install orbax-checkpoint tensorboardX scikit-learn
     python examples/checkpoint_and_metrics.py --folder logs
 """
 
+import argparse
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,28 +27,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _shared import (
-    File,
-    Layers,
-    cross_entropy,
-    needed_packages,
-    new_perceptron,
-    perceptron,
-    read_digits,
-    run,
-)
+import orbax.checkpoint as ocp
 from jax import Array
+from sklearn.datasets import load_digits
+from tensorboardX import SummaryWriter
 
 import optaxclip
 
-with needed_packages():
-    import orbax.checkpoint as ocp
-    from tensorboardX import SummaryWriter
-
-DIGITS, _ = read_digits(held_out=0)
+STEPS = 300
+IMAGES, LABELS = load_digits(return_X_y=True)
 CLIPPER = optaxclip.zclip()
 OPTIMIZER = optax.chain(CLIPPER, optax.adam(3e-3))
 
+Params = dict[str, Array]
 Report = dict[str, Any]  # the loss and the metrics of a step
 
 
@@ -53,11 +47,11 @@ class Training(NamedTuple):
     """All that has to be saved."""
 
     step: Any  # int32[]: batches seen. The next one follows from it
-    params: Any  # Layers
+    params: Any  # Params
     opt_state: Any  # in it the clip's memory
 
 
-def main(steps: int = 300, folder: File = None) -> dict[str, Training]:
+def main(steps: int = STEPS, folder: Path | None = None) -> dict[str, Training]:
     """Trains, logs, saves and continues. Returns how each run ended."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = (folder or Path(temporary)).resolve()
@@ -79,8 +73,19 @@ def main(steps: int = 300, folder: File = None) -> dict[str, Training]:
     return ends
 
 
+def new_params() -> Params:
+    """One hidden layer."""
+    first_key, second_key = jax.random.split(jax.random.key(0))
+    normal = jax.nn.initializers.lecun_normal()
+    return {
+        "hidden": normal(first_key, (64, 128)),
+        "bias": jnp.zeros(128),
+        "output": normal(second_key, (128, 10)),
+    }
+
+
 def new_training() -> Training:
-    params = new_perceptron(64, 64, 64, 10)
+    params = new_params()
     state = OPTIMIZER.init(params)
     step = jnp.int32(0)
     return Training(step, params, state)
@@ -100,17 +105,18 @@ def train(training: Training, until: int) -> tuple[Training, list[Report]]:
     for number in range(int(training.step), until):
         # A batch follows from its number alone, so nothing else has to be saved.
         random = np.random.default_rng(number)
-        chosen = random.integers(len(DIGITS.labels), size=16)
-        images = DIGITS.images[chosen]
-        labels = DIGITS.labels[chosen]
-        training, report = take_step(training, images, labels)
+        chosen = random.integers(len(LABELS), size=16)
+        images = IMAGES[chosen] / 16
+        training, report = take_step(training, images, LABELS[chosen])
         reports.append(report)
     return training, jax.device_get(reports)
 
 
-def mean_loss(params: Layers, images: Array, labels: Array) -> Array:
-    logits = perceptron(params, images)
-    return cross_entropy(logits, labels)
+def mean_loss(params: Params, images: Array, labels: Array) -> Array:
+    hidden = jnp.tanh(images @ params["hidden"] + params["bias"])
+    logits = hidden @ params["output"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean()
 
 
 @jax.jit
@@ -136,16 +142,13 @@ def write_log(folder: Path, reports: list[Report], first_step: int) -> None:
     board = SummaryWriter(str(folder), filename_suffix=f".{first_step}")
     with board, (folder / "log.jsonl").open(mode) as lines:
         for step, report in enumerate(reports, first_step):
-            row: dict[str, float | None] = {"step": step}
-            for name, value in report.items():
-                number = float(value)
-                # inf is a limit that is not known yet. JSON has no inf.
-                if np.isfinite(number):
-                    row[name] = number
-                    board.add_scalar(name, number, step)
-                else:
-                    row[name] = None
+            numbers = jax.tree.map(float, report)
+            row = {"step": step, **numbers}
             lines.write(json.dumps(row) + "\n")
+            for name, number in numbers.items():
+                # inf is a limit that is not known yet. TensorBoard would warn.
+                if math.isfinite(number):
+                    board.add_scalar(name, number, step)
 
 
 def save(path: Path, training: Training) -> None:
@@ -181,4 +184,10 @@ def differing(training: Training, straight: Training) -> int:
 
 
 if __name__ == "__main__":
-    run(main, folder="where log and checkpoint go")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"(default: {STEPS})")
+    parser.add_argument("--folder", type=Path, help="(default: nothing is kept)")
+    arguments = parser.parse_args()
+    main(arguments.steps, arguments.folder)

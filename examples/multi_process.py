@@ -13,6 +13,7 @@ and a digest of the clipped bits. It raises if processes differ.
     python examples/multi_process.py
 """
 
+import argparse
 import hashlib
 import multiprocessing
 import socket
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from _shared import run
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -181,4 +181,8 @@ def report_of(gradients: Gradients, norm_before: Array) -> Report:
 
 
 if __name__ == "__main__":
-    run(main)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
+    main()

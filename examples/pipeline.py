@@ -17,6 +17,7 @@ after it over the limit.
     python examples/pipeline.py --steps 100
 """
 
+import argparse
 import os
 
 # Read when JAX looks for devices: eight parts of the CPU.
@@ -31,13 +32,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _shared import run
 from jax import Array, lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
 
+STEPS = 100
 STAGES = 4
 WIDTH = 16
 BATCH = 32
@@ -65,7 +66,7 @@ class Message(NamedTuple):
     numbers: Array  # float[2]
 
 
-def main(steps: int = 100) -> dict[str, np.ndarray]:
+def main(steps: int = STEPS) -> dict[str, np.ndarray]:
     """Returns losses, the squares of all stages, and the limits that they had."""
     random = np.random.default_rng(0)
     weights = random.normal(size=(STAGES, WIDTH, WIDTH))
@@ -226,4 +227,8 @@ def backward(
 
 
 if __name__ == "__main__":
-    run(main)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"(default: {STEPS})")
+    main(parser.parse_args().steps)

@@ -9,6 +9,8 @@ long as the actor's. It alone decides how much the actor's gradient is shortened
 What it prints. Now and then the mean return of the last episodes (at most 500), and
 medians of the norms and of the factor that the actor's gradient was multiplied by.
 
+From `_shared.py` come the perceptron and the command line.
+
     python examples/ppo.py --steps 80
 
 Reference: Andrychowicz et al., What matters in on-policy RL?, 2020 (arXiv 2006.05990).

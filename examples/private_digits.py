@@ -17,6 +17,8 @@ What it prints. Accuracy on the held-out images, and then numbers that are not p
 since they look at the training images without noise: the share of gradients that were
 clipped, the gradient noise scale, and the longest gradients.
 
+From `_shared.py` come images, perceptron, loss and command line.
+
     python examples/private_digits.py --noise 0
 
 Reference: Abadi et al., Deep learning with differential privacy, 2016 (1607.00133).

@@ -9,6 +9,8 @@ What it prints. The last loss and the time of a step: of the usual step, of the 
 one with jax.checkpoint, and of released ones in one backward pass and in two. Two
 passes give exactly the global clip. With one pass no step is longer than the limit.
 
+From `_shared.py` come text, loss and command line.
+
     python examples/release.py --steps 100
 """
 

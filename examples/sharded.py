@@ -11,9 +11,11 @@ leaf only once. The run is the same on one device and on eight (parts of one CPU
 
 What it prints. The first and last norm and loss, and how far all are from one device's.
 
+    pip install scikit-learn
     python examples/sharded.py --steps 50
 """
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,26 +24,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _shared import Layers, cross_entropy, new_perceptron, perceptron, read_digits, run
 from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sklearn.datasets import load_digits
 
 import optaxclip
 
+STEPS = 50
 DEVICES = 8
 AXIS = "devices"
 BATCH = 64
 MAX_NORM = 0.25
 
+Params = dict[str, Array]
 Step = Callable[..., Any]  # (params, state, images, labels) -> (params, state, numbers)
 # A jitted step, the weights and the state.
-Start = tuple[Step, Layers, Any]
+Start = tuple[Step, Params, Any]
 
 
-def main(steps: int = 50) -> dict[str, np.ndarray]:
+def main(steps: int = STEPS) -> dict[str, np.ndarray]:
     """Trains in all ways. Returns float[steps, 2] of each: norms and losses."""
-    (images, labels), _ = read_digits(held_out=0)
+    images, labels = load_digits(return_X_y=True)
+    images = images / 16
     random = np.random.default_rng(0)
     size = steps, BATCH
     batches = random.integers(len(labels), size=size)
@@ -49,8 +54,7 @@ def main(steps: int = 50) -> dict[str, np.ndarray]:
     print("            first norm and loss  last norm and loss   apart")
     for start in (one_device, jit, shard_map, zero):
         name = start.__name__
-        params = new_perceptron(64, 128, 128, 16)
-        step, params, state = start(params)
+        step, params, state = start(new_params())
         table = np.zeros((steps, 2))
         for number, batch in enumerate(batches):
             chosen = images[batch], labels[batch]
@@ -63,9 +67,22 @@ def main(steps: int = 50) -> dict[str, np.ndarray]:
     return tables
 
 
-def mean_loss(params: Layers, images: Array, labels: Array) -> Array:
-    logits = perceptron(params, images)
-    return cross_entropy(logits, labels)
+def new_params() -> Params:
+    """One hidden layer."""
+    first_key, second_key = jax.random.split(jax.random.key(0))
+    normal = jax.nn.initializers.lecun_normal()
+    return {
+        "hidden": normal(first_key, (64, 128)),
+        "bias": jnp.zeros(128),
+        "output": normal(second_key, (128, 16)),
+    }
+
+
+def mean_loss(params: Params, images: Array, labels: Array) -> Array:
+    hidden = jnp.tanh(images @ params["hidden"] + params["bias"])
+    logits = hidden @ params["output"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean()
 
 
 def new_optimizer(mesh_axes: str = "auto") -> optax.GradientTransformation:
@@ -77,7 +94,7 @@ def new_optimizer(mesh_axes: str = "auto") -> optax.GradientTransformation:
 
 def take_step(
     loss_of: Callable[..., Array],
-    params: Layers,
+    params: Params,
     state: Any,
     images: Array,
     labels: Array,
@@ -92,14 +109,14 @@ def take_step(
     return optax.apply_updates(params, updates), state, numbers
 
 
-def one_device(params: Layers) -> Start:
+def one_device(params: Params) -> Start:
     optimizer = new_optimizer()
     state = optimizer.init(params)
     step = partial(take_step, mean_loss)
     return jax.jit(step), params, state
 
 
-def jit(params: Layers) -> Start:
+def jit(params: Params) -> Start:
     """The step of one device. Nothing in it says that arrays are split."""
     mesh = new_mesh()
 
@@ -111,7 +128,7 @@ def jit(params: Layers) -> Start:
     return one_device(params)
 
 
-def shard_map(params: Layers) -> Start:
+def shard_map(params: Params) -> Start:
     """Averages the loss inside the differentiated function. Then JAX itself scatters
     the gradient of a gathered leaf, and sums the gradient of a replicated leaf.
     """
@@ -119,7 +136,7 @@ def shard_map(params: Layers) -> Start:
     param_specs = jax.tree.map(spec_of, params)
     state_specs = jax.tree.map(spec_of, state)
 
-    def loss_of(shards: Layers, images: Array, labels: Array) -> Array:
+    def loss_of(shards: Params, images: Array, labels: Array) -> Array:
         params = jax.tree.map(whole_leaf, shards, param_specs)
         loss = mean_loss(params, images, labels)
         return lax.pmean(loss, AXIS)
@@ -129,7 +146,7 @@ def shard_map(params: Layers) -> Start:
     return step, params, state
 
 
-def zero(params: Layers) -> Start:
+def zero(params: Params) -> Start:
     """Each device clips, remembers and updates an eighth of each leaf."""
     split = P(AXIS)
     optimizer = new_optimizer(mesh_axes=AXIS)
@@ -146,7 +163,7 @@ def zero(params: Layers) -> Start:
 
     loss_and_grads = jax.value_and_grad(mean_loss)
 
-    def step(params: Layers, state: Any, images: Array, labels: Array) -> Any:
+    def step(params: Params, state: Any, images: Array, labels: Array) -> Any:
         loss, grads = loss_and_grads(params, images, labels)
         loss = lax.pmean(loss, AXIS)
         grads = jax.tree.map(mean_shard, grads)
@@ -206,4 +223,8 @@ def whole_leaf(shard: Array, spec: P) -> Array:
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_platforms", "cpu")
-    run(main)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"(default: {STEPS})")
+    main(parser.parse_args().steps)

@@ -145,9 +145,9 @@ def test_the_loss_scale_halves_until_it_is_one():
 def test_no_broken_step_counts_as_good(monkeypatch):
     """`skip_nonfinite` lets the 101st in a row through."""
     loss_scaling = example("loss_scaling", "sklearn")
-    digits, _ = loss_scaling.read_digits(held_out=0)
-    broken = digits._replace(images=np.full_like(digits.images, np.nan))
-    monkeypatch.setattr(loss_scaling, "read_digits", lambda held_out: (broken, None))
+    images, labels = loss_scaling.load_digits(return_X_y=True)
+    broken = np.full_like(images, np.nan), labels
+    monkeypatch.setattr(loss_scaling, "load_digits", lambda return_X_y: broken)
     # Each good step would double the scale.
     monkeypatch.setattr(loss_scaling, "GROW_EVERY", 1)
     log = loss_scaling.train(jnp.float16, ("unscale", "clip"), steps=110)
@@ -199,10 +199,11 @@ def test_a_resumed_run_ends_bit_for_bit_alike(saved):
 def test_every_step_is_a_line_with_all_metrics(saved):
     _, ends, folder = saved
     lines = (folder / "log.jsonl").read_text().splitlines()
-    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    rows = list(map(json.loads, lines))
     assert [row["step"] for row in rows] == list(range(120))
     # The warm-up of `zclip` has no limit.
-    assert rows[0]["clip/limit"] is None and rows[-1]["clip/limit"] > 0
+    assert rows[0]["clip/limit"] == np.inf
+    assert 0 < rows[-1]["clip/limit"] < np.inf
     names = set(optaxclip.metrics(ends["straight"].opt_state))
     assert all(set(row) == {"step", "loss", *names} for row in rows)
     norms = [row["clip/norm_before"] for row in rows]

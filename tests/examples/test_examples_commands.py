@@ -18,27 +18,29 @@ PROGRAMS = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 NEIGHBOURS = {path.stem for path in FOLDER.glob("*.py")}
 # What every environment of the library has.
 ALWAYS = {"jax", "numpy", "optax", "optaxclip"}
-NEEDS = {
-    "checkpoint_and_metrics": ("orbax", "tensorboardX", "sklearn"),
-    "equinox_filtered": ("equinox",),
-    "flax_nnx": ("flax",),
-    "ppo": ("gymnasium",),
-}
+# Where a package has another name on PyPI.
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "sklearn": "scikit-learn"}
 
 
 def text_of(name):
     return (FOLDER / f"{name}.py").read_text()
 
 
-def imported(name):
-    """The packages that a program imports, other than those that are always there."""
-    packages = set()
+def imported_modules(name):
+    """The first parts of the names of all modules that a program imports."""
+    modules = set()
     for node in ast.walk(ast.parse(text_of(name))):
         if isinstance(node, ast.ImportFrom):
-            packages.add(node.module.split(".")[0])
+            modules.add(node.module.split(".")[0])
         if isinstance(node, ast.Import):
-            packages |= {alias.name.split(".")[0] for alias in node.names}
-    return packages - ALWAYS - sys.stdlib_module_names - NEIGHBOURS
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+    return modules
+
+
+def imported(name):
+    """The packages that a program imports, other than those that are always there."""
+    always = ALWAYS | sys.stdlib_module_names | NEIGHBOURS
+    return imported_modules(name) - always
 
 
 def run(name, *arguments, monkeypatch):
@@ -86,19 +88,32 @@ def test_a_number_out_of_range_is_refused(option, text, error, monkeypatch, caps
     assert capsys.readouterr().err.endswith(f"argument {option}: {error}\n")
 
 
-NEEDED = [(name, package) for name, packages in NEEDS.items() for package in packages]
-
-
 def hide(package, monkeypatch):
     hidden = [module for module in sys.modules if module.split(".")[0] == package]
     for module in {package, *hidden}:
         monkeypatch.setitem(sys.modules, module, None)
 
 
-@pytest.mark.parametrize(("name", "package"), [*NEEDED, ("digits", "sklearn")])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_docstring_says_what_a_program_needs(name):
+    """Packages of a program that stands alone, and else the code that it shares."""
+    docstring = ast.get_docstring(ast.parse(text_of(name)))
+    lines = docstring.splitlines()
+    neighbours = imported_modules(name) & NEIGHBOURS
+    for neighbour in neighbours:
+        assert f"`{neighbour}.py`" in docstring
+    packages = imported(name)
+    if not neighbours and packages:
+        commands = [line for line in lines if line.startswith("    pip install ")]
+        (command,) = commands
+        distributions = {DISTRIBUTIONS.get(package, package) for package in packages}
+        assert set(command.split()[2:]) == distributions
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("ppo", "gymnasium"), ("digits", "sklearn")]
+)
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, package):
-    for other in NEEDS.get(name, ()):
-        pytest.importorskip(other)
     hide(package, monkeypatch)
     with pytest.raises(ModuleNotFoundError) as raised:
         run(name, monkeypatch=monkeypatch)
