@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .._logs.columns import Column, Log, quoted
+from .._logs.columns import Column, Log, column_called, quoted
 from .._logs.files import read_log
 from .._logs.norms import TENSOR_PATTERN, columns_named, norms_of
 
@@ -85,13 +85,14 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
                 f"{call}: this file has no gradient norm. {ADVICE}. It has the columns "
                 f"{names}. If one of them is a norm, name it with {CHOICE}."
             )
-    elif name in log.columns:
-        columns = [log.columns[name]]
     else:
-        raise ValueError(
-            f"{call}: this file has no column {name!r}. Name one with {CHOICE}: it has "
-            f"{names}."
-        )
+        column = column_called(name, log)
+        if column is None:
+            raise ValueError(
+                f"{call}: this file has no column {name!r}. Name one with {CHOICE}: it "
+                f"has {names}."
+            )
+        columns = [column]
     for column in columns:
         # A loss may be negative.
         is_negative = column.values < 0
