@@ -554,11 +554,10 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
                 f"data nor objective changed, it diverges. See {PAGE_AT_ONE_STEP}"
             )
         usual_values = rules.usual_before(loss.values)
-        ratios = loss.values / usual_values
         is_leap = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * fall
-        ratios_of_leaps = np.where(is_leap, ratios, 0)
-        row = int(np.argmax(ratios_of_leaps))
-        if ratios_of_leaps[row] > LOSS_SPIKE:
+        ratios = np.where(is_leap, loss.values / usual_values, 0)
+        row = int(np.argmax(ratios))
+        if ratios[row] > LOSS_SPIKE:
             notes.append(
                 f"{loss.name!r} is {ratios[row]:.3g} times the median of up to 20 rows "
                 f"before it at step {loss.steps[row]}. If no norm stands out there, "

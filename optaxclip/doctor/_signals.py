@@ -73,7 +73,11 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     # What the log has.
     losses = _losses_of(log, loss_name)
     logits = columns_named(NAMES_OF_LOGITS, log)
-    log_without_logits = _without_logits(log, logits)
+    # qk_clip names logits like norms.
+    columns_without_logits = dict(log.columns)
+    for column in logits:
+        del columns_without_logits[column.name]
+    log_without_logits = log._replace(columns=columns_without_logits)
     global_norms = norms_of(log_without_logits)
     clips = _with_limits(log, NORM_OF_CLIP)
     skips = _with_limits(log, NORM_OF_SKIP)
@@ -144,18 +148,9 @@ def _losses_of(log: Log, name: str | None) -> list[Column]:
         return losses_of(log)
     loss = column_called(name, log)
     if loss is None:
-        # Those that say loss come first, since only twelve names are shown.
-        names = sorted(log.columns, key=lambda name: "loss" not in name.lower())
-        raise ValueError(f"there is no loss {name!r} in it, only {quoted(names)}.")
+        names = quoted(list(log.columns))
+        raise ValueError(f"there is no loss {name!r} in it, only {names}.")
     return [loss]
-
-
-def _without_logits(log: Log, logits: Sequence[Column]) -> Log:
-    """A log in which no logit is taken for a norm: qk_clip names both alike."""
-    columns = dict(log.columns)
-    for column in logits:
-        del columns[column.name]
-    return log._replace(columns=columns)
 
 
 def total_of(name: str, norms: Sequence[Column]) -> Column:

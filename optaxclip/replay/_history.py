@@ -29,12 +29,13 @@ def read_history(
 
     Args:
       path: the file, also in gzip. {"train": {"norm": 1.5}} has the column train/norm.
-      column: the name to read. None takes the one that is called a norm of the
-        gradient: clip/norm_before, record/norm, grad_norm, train/grad_norm, norm and
-        the like. In a step that a wrapper skipped, the norm of the clipper may be old:
-        skip/norm counts if it is longer, or if the clipper repeats the norm of the step
-        before. A step that comes twice, as in a run that was resumed, has its later
-        norm. null is NaN, unless every third row or more has it.
+      column: the name to read, or its end: grad_norm reads train/grad_norm. None takes
+        the one that is called a norm of the gradient: clip/norm_before, record/norm,
+        grad_norm, train/grad_norm, norm and the like. In a step that a wrapper skipped,
+        the norm of the clipper may be old: skip/norm counts if it is longer, or if the
+        clipper repeats the norm of the step before. A step that comes twice, as in a
+        run that was resumed, has its later norm. null is NaN, unless every third row or
+        more has it.
       pattern: for a text, a regular expression with a named group for each column:
         "norm: (?P<grad_norm>\\S+)".
 

@@ -497,7 +497,7 @@ def test_the_column_of_the_loss_is_given_by_name(tmp_path, capsys):
     (finding,) = diagnose(renamed, loss="objective")
     assert (finding.cause, finding.step) == ("divergence", 60)
     renamed[0]["eval/objective"] = 4.0
-    with pytest.raises(ValueError, match="no loss 'objective' in it, only 'loss', 't"):
+    with pytest.raises(ValueError, match="no loss 'objective' in it, only 'train/ob"):
         diagnose(renamed, loss="objective")
     error = "no loss 'loss' in it, only 'objective'"
     with pytest.raises(ValueError, match=rf"^diagnose: there is {error}"):
