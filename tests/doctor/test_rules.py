@@ -40,6 +40,9 @@ def test_a_loss_that_is_nan_is_named_with_what_came_first():
 def test_infinite_norms_now_and_then_are_those_of_a_loss_scale():
     norms = changed(calm(200), {3: INF, 90: INF, 150: INF})
     assert diagnose(rows_of(grad_norm=norms, loss=calm(200))) == []
+    # A scale that begins too high is lowered in the first rows.
+    first_norms = changed(calm(40), dict.fromkeys(range(8), INF))
+    assert diagnose(rows_of(grad_norm=first_norms, loss=calm(40))) == []
     # NaN is not, unless the log has a loss scale.
     norms[90] = NAN
     rows = rows_of(grad_norm=norms, loss=calm(200))
