@@ -1,7 +1,6 @@
 """Which columns are norms of the gradient, and which is the loss."""
 
 import re
-from collections import defaultdict
 
 import numpy as np
 
@@ -35,8 +34,8 @@ OTHER_WORDS = re.compile(
 )
 # record/norm/w, grad_2.0_norm/w, and not grad_norm/clipped or grad_norm/max
 TENSOR_PATTERN = re.compile(
-    r"(.*?/)??(norm_before|record(_\d+)?/(.+?/)??norm|(gradient|grad)s?(_2\.0)?_norm)/"
-    r"(?!clipped$|after_|(min|max|mean|std|ema)$)(?P<tensor>.+)"
+    r"(.*/)?(norm_before|record(_\d+)?/(.+/)?norm|(gradient|grad)s?(_2\.0)?_norm)/"
+    r"(?!clipped$|after_|(min|max|mean|std|ema)$).+"
 )
 # train/loss, total_loss, avg_loss, train_loss_step, Loss/train
 LOSS_PATTERN = re.compile(
@@ -122,19 +121,6 @@ def losses_of(log: Log) -> list[Column]:
     losses = columns_named(LOSS_PATTERN, log)
     losses.sort(key=lambda column: len(column.steps), reverse=True)
     return losses[:1]
-
-
-def tensors_of_norms(log: Log) -> dict[str, list[Column]]:
-    """The norms of single tensors, by the name in front of the tensor: a log may have
-    clip/norm_before/w and record/norm/w.
-    """
-    tensors: dict[str, list[Column]] = defaultdict(list)
-    for name, column in log.columns.items():
-        match = TENSOR_PATTERN.fullmatch(_without_run(name))
-        if match:
-            norm = name[: -len(match["tensor"]) - 1]
-            tensors[norm].append(column)
-    return tensors
 
 
 def columns_named(pattern: re.Pattern[str], log: Log) -> list[Column]:

@@ -492,11 +492,6 @@ def _notes(run: signals.Run) -> list[str]:
             f"them step {min(run.overflow_steps)}. They are taken for overflows of a "
             "dynamic loss scale. If the run has none, look at that step."
         )
-    if run.other_losses:
-        notes.append(
-            "No column is known for the loss. --loss NAME takes one, such as "
-            f"{quoted(run.other_losses)}."
-        )
     recorders = run.recorders
     if len(recorders) > 1 and not any(recorder.is_of_updates for recorder in recorders):
         names = [recorder.name for recorder in recorders]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._logs.columns import Column, Log, column_called, in_common, quoted, rows_kept
-from .._logs.norms import columns_named, losses_of, norms_of, tensors_of_norms
+from .._logs.norms import TENSOR_PATTERN, columns_named, losses_of, norms_of
 
 # What a rule needs. A report prints these sentences, and they are the keys of
 # `Run.inputs_of_need`.
@@ -37,6 +37,8 @@ ANY_RECORDER = "record_health() in the optimizer, see docs/doctor.md (Record)"
 # "train/clip/outer/norm_before" of a clipper, and "train/skip_2/norm" of a skip.
 NORM_OF_CLIP = re.compile(r"((.*[/. ])?clip(_\d+)?/(.*/)?)norm_before")
 NORM_OF_SKIP = re.compile(r"((.*[/. ])?(skip|spike)(_\d+)?/(.*/)?)norm")
+# What stands between the name of a norm and that of a tensor.
+END_OF_NORM = re.compile(r"(?<=norm)/|(?<=norm_before)/", re.IGNORECASE)
 # Names that say attention and logit, or a qk_clip named with "logit" or "qk".
 NAMES_OF_LOGITS = re.compile(
     r"(?!.*(limit|factor|count|num|share|mean|std|entropy))"
@@ -60,7 +62,6 @@ class Run(NamedTuple):
     looked_at: list[Column]  # as a report lists them
     gradient_norms: list[Column]  # of all tensors together, one for each optimizer
     recorders: list[Recorder]
-    other_losses: list[str]  # names that say loss, if no column is known for the loss
     overflow_steps: set[int]  # norms of these steps are left out of LOSS_OR_NORM
 
 
@@ -85,7 +86,11 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     recorded = _recorded(recorders)
 
     # What follows from it.
-    tensors = tensors_of_norms(log_without_logits)
+    tensors: dict[str, list[Column]] = defaultdict(list)
+    for column in columns_named(TENSOR_PATTERN, log_without_logits):
+        # A log may have clip/norm_before/w and record/norm/w.
+        norm, *_ = re.split(END_OF_NORM, column.name, maxsplit=1)
+        tensors[norm].append(column)
     totals = [total_of(f"{norm}/*", columns) for norm, columns in tensors.items()]
     logged_norms = global_norms or totals
     # Recorders repeat the norms of a clipper or the loop, so theirs come second.
@@ -131,15 +136,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         *recorded.gradient_norms,
         *recorded.update_norms,
     ]
-    names_of_losses = [name for name in log.columns if name.lower().endswith("loss")]
-    return Run(
-        inputs_of_need=inputs_of_need,
-        looked_at=looked_at,
-        gradient_norms=gradient_norms,
-        recorders=recorders,
-        other_losses=[] if losses else names_of_losses,
-        overflow_steps=overflow_steps,
-    )
+    return Run(inputs_of_need, looked_at, gradient_norms, recorders, overflow_steps)
 
 
 def _losses_of(log: Log, name: str | None) -> list[Column]:

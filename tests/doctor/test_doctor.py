@@ -515,13 +515,6 @@ def test_the_column_of_the_loss_is_given_by_name(tmp_path, capsys):
         main([str(path), "--loss", "loss"])
 
 
-def test_columns_that_may_be_a_loss_are_listed():
-    rows = rows_of(grad_norm=calm(), critic_loss=calm(), loss_scale=calm())
-    (note,) = examine(rows).notes
-    assert note.endswith("--loss NAME takes one, such as 'critic_loss'.")
-    assert examine(rows, loss="critic_loss").notes == []
-
-
 @pytest.mark.slow
 def test_python_runs_it_as_a_module(log):
     command = [sys.executable, "-W", "error", "-m", "optaxclip.doctor", str(log)]
