@@ -272,6 +272,16 @@ def quoted(names: Sequence[str]) -> str:
     return f"{', '.join(map(repr, names[:12]))}{left_out}"
 
 
+def column_called(name: str, log: Log) -> Column | None:
+    """The column with a name, or the only one whose name ends in it: "value_loss" is
+    train/value_loss. None if there is none, or more than one.
+    """
+    if name in log.columns:
+        return log.columns[name]
+    full_names = [full for full in log.columns if full.endswith(f"/{name}")]
+    return log.columns[full_names[0]] if len(full_names) == 1 else None
+
+
 def rows_kept(column: Column, is_kept: np.ndarray) -> Column:
     """A column without the rows that are not kept."""
     return column._replace(steps=column.steps[is_kept], values=column.values[is_kept])

@@ -65,8 +65,7 @@ def _lines_of(finding: Finding) -> list[str]:
         starts = [f"{name!r} from {step}" for name, step in first_steps]
         # The earliest ones: a NaN spreads to hundreds of tensors.
         lines.append(f"{indent}{', '.join(starts[:12])}")
-    lines.append(f"{indent}{finding.advice}. See {finding.page}")
-    return lines
+    return [*lines, f"{indent}{finding.advice}", f"{indent}see {finding.page}"]
 
 
 if __name__ == "__main__":

@@ -108,10 +108,10 @@ LOSS_SPIKE = 3.0
 LOSS_SPIKE_OVER_FALL = 0.1
 # A norm gets a note if the largest is this many times the median.
 LARGE_NORM = 2.0
-SCALE_ADVICE = (
-    "look at the loss scale, at a sum in the place of a mean, and at how many devices "
-    "and microbatches are averaged"
-)
+# A norm that is never above this gets a note: Adam's epsilon alone is 1e-8 in each
+# element.
+SHORT_NORM = 1e-6
+SCALE_ADVICE = "look at the loss scale, at sum or mean, and at the number of devices"
 # If two causes begin in the same step, a report names the upper one first. Limits were
 # set on one half of the trainings in benchmarks/doctor.
 CAUSES = (
@@ -122,10 +122,7 @@ CAUSES = (
         limit=0,
         evidence="NaN or inf begins in {subject}",
         page="docs/doctor.md (Where a NaN begins)",
-        advice=(
-            "skip_nonfinite, and look at batch, backward pass and optimizer of that "
-            "step"
-        ),
+        advice="skip_nonfinite, and look at batch, backward pass and optimizer there",
         sees_nonfinite=True,
     ),
     Cause(
@@ -133,13 +130,9 @@ CAUSES = (
         needs=signals.NORM,
         rule=rules.bad_batch,
         limit=15,
-        evidence="{subject} is {value:.3g} times the median of up to 20 rows before it",
+        evidence="{subject} is {value:.3g} times the median of the rows before",
         page="docs/run_health.md (My loss spikes, or gradients explode)",
-        advice=(
-            "look at the batch. A clip shortens such a step, if there is none yet "
-            "(python -m optaxclip.replay finds a limit), and skip_step around the "
-            "optimizer leaves it out"
-        ),
+        advice="look at that batch: a clip shortens its step, skip_step leaves it out",
         least_rows=3,
     ),
     Cause(
@@ -167,14 +160,11 @@ CAUSES = (
         needs=signals.LOSS,
         rule=rules.divergence,
         limit=1.4,
-        evidence=(
-            "{subject} is {value:.3g} times as high as at its best, and stays high"
-        ),
+        evidence="{subject} is {value:.3g} times its lowest level, and stays high",
         page=PAGE_AT_ONE_STEP,
         advice=(
-            "go back to a checkpoint before, with a clip, a lower learning rate or "
-            "skip_step. If the loss jumps in one step and no norm does, look at the "
-            "data"
+            "go back to a checkpoint, with a clip or a lower rate. If no norm leaps "
+            "there, look at the data"
         ),
         least_rows=LEAST_ROWS_OF_LOSS,
     ),
@@ -195,10 +185,7 @@ CAUSES = (
         limit=rules.VANISHED,
         evidence="{subject} falls to nearly 0, and the loss does not",
         page="docs/doctor.md (No gradient)",
-        advice=(
-            "look for units that are dead, a loss scale that underflows, a "
-            "stop_gradient"
-        ),
+        advice="look for dead units, a loss scale that underflows, a stop_gradient",
         least_rows=20,
     ),
     Cause(
@@ -231,7 +218,7 @@ CAUSES = (
         limit=1,
         evidence=(
             "updates of {subject} are {value:.3g} times too small for the dtype of the "
-            "weights, which rounds most of them away"
+            "weights"
         ),
         page="docs/sharp_edges.md (Mixed precision and loss scaling)",
         advice="float32 weights beside those of 16 bits, or a higher learning rate",
@@ -244,10 +231,7 @@ CAUSES = (
         limit=0,
         evidence="{subject} has a gradient of 0 from there to the end",
         page="docs/doctor.md (No gradient)",
-        advice=(
-            "look for a stop_gradient, units that are dead, or a part that is not "
-            "called"
-        ),
+        advice="look for a stop_gradient, dead units, or a part that is not called",
         least_rows=20,
     ),
     Cause(
@@ -255,9 +239,7 @@ CAUSES = (
         needs=signals.SUBNORMALS,
         rule=rules.underflow,
         limit=0.25,
-        evidence=(
-            "{value:.0%} of the elements that are not 0 are subnormal in {subject}"
-        ),
+        evidence="{value:.0%} of the nonzero elements of {subject} are subnormal",
         page="docs/sharp_edges.md (Mixed precision and loss scaling)",
         advice="a larger loss scale, or bfloat16",
         least_rows=5,
@@ -297,10 +279,7 @@ CAUSES = (
         limit=10,
         evidence="{subject} is {value:.3g} times its limit in the median of all rows",
         page="docs/choosing_a_limit.md",
-        advice=(
-            "a higher limit: in plain SGD this one is a second learning rate. With "
-            "Adam it may stay"
-        ),
+        advice="with plain SGD a higher limit. With Adam this one may stay",
         is_of_setup=True,
         least_rows=20,
     ),
@@ -314,9 +293,7 @@ CAUSES = (
             "{value:.3g} times that"
         ),
         page="docs/sharp_edges.md (A skip behind a clipper)",
-        advice=(
-            "skip_step(optax.chain(clipper, optimizer)), and not the clipper in front"
-        ),
+        advice="skip_step(optax.chain(clipper, optimizer)), no clipper in front",
         is_of_setup=True,
     ),
 )
@@ -447,10 +424,9 @@ def _judge(log: Log, loss_name: str | None) -> Report:
             if hits_of_columns is not None:
                 is_judged = True
                 hits += hits_of_columns
-        if hits and cause.is_of_setup:
-            findings_of_setup.append(_finding(cause, hits))
-        elif hits:
-            other_findings.append(_finding(cause, hits))
+        if hits:
+            findings = findings_of_setup if cause.is_of_setup else other_findings
+            findings.append(_finding(cause, hits))
         if not is_judged and not cause.is_of_setup:
             names = not_judged.setdefault(_lacking(cause, run), [])
             # "change of scale" stands in the table twice, for growth and fall.
@@ -469,6 +445,7 @@ def _judge(log: Log, loss_name: str | None) -> Report:
         notes=[
             *log.notes,
             *_notes(run),
+            *_notes_on_norms(run),
             *_notes_on_losses(run, findings),
             *_notes_on_parts(log, findings),
         ],
@@ -485,10 +462,11 @@ def _lacking(cause: Cause, run: signals.Run) -> str:
 
 
 def _notes(run: signals.Run) -> list[str]:
-    """What the log does not show, how columns were read, and the largest norms."""
+    """What the log does not show, and how columns were read."""
     notes: list[str] = []
-    # The smallest interval, since some columns are logged more rarely than others.
-    columns = [column for column in run.looked_at if len(column.steps) > 1]
+    # The smallest interval, since some columns are logged more rarely than others. If
+    # there are only two rows, one between them may have been damaged.
+    columns = [column for column in run.looked_at if len(column.steps) > 2]
     interval = min(map(logging_interval, columns), default=1)
     if interval > 1:
         notes.append(
@@ -521,18 +499,31 @@ def _notes(run: signals.Run) -> list[str]:
             f"{quoted(names)} do not say which of them sees updates: name them with "
             "optax.named_chain, one with 'update' in it. See docs/doctor.md (Record)"
         )
-    # A spike below the limit of a bad batch may still want a clip.
+    return notes
+
+
+def _notes_on_norms(run: signals.Run) -> list[str]:
+    """Norms that are too short to train with, and the largest ones: a spike below the
+    limit of a bad batch may still want a clip.
+    """
+    notes: list[str] = []
     for norm in run.gradient_norms:
-        if not norm.values.any():
-            notes.append(f"{norm.name!r} is 0 in all rows.")
+        if norm.steps.size and norm.values.max() < SHORT_NORM:
+            notes.append(
+                f"{norm.name!r} never exceeds {norm.values.max():.2g}. So short a "
+                "gradient hardly moves a weight. See docs/doctor.md (No gradient)"
+            )
         norm = rows_kept(norm, np.isfinite(norm.values) & (norm.values > 0))
         if norm.steps.size:
             row = np.argmax(norm.values)
             ratio = norm.values[row] / np.median(norm.values)
+            advice = "See docs/choosing_a_limit.md"
+            if row >= norm.steps.size - rules.SHORT:
+                advice = "If norms grow up to there, lower the learning rate."
             if ratio >= LARGE_NORM:
                 notes.append(
-                    f"The largest {norm.name!r} is {ratio:.1f} times its median, at "
-                    f"step {norm.steps[row]}. See docs/choosing_a_limit.md"
+                    f"The largest {norm.name!r} is {ratio:.3g} times its median, at "
+                    f"step {norm.steps[row]}. {advice}"
                 )
     return notes
 
@@ -558,11 +549,10 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
                 f"data nor objective changed, it diverges. See {PAGE_AT_ONE_STEP}"
             )
         usual_values = rules.usual_before(loss.values)
-        ratios = loss.values / usual_values
         is_leap = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * fall
-        ratios_of_leaps = np.where(is_leap, ratios, 0)
-        row = int(np.argmax(ratios_of_leaps))
-        if ratios_of_leaps[row] > LOSS_SPIKE:
+        ratios = np.where(is_leap, loss.values / usual_values, 0)
+        row = int(np.argmax(ratios))
+        if ratios[row] > LOSS_SPIKE:
             notes.append(
                 f"{loss.name!r} is {ratios[row]:.3g} times the median of up to 20 rows "
                 f"before it at step {loss.steps[row]}. If no norm stands out there, "
@@ -605,11 +595,10 @@ def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:
 def _finding(cause: Cause, hits: list[Hit]) -> Finding:
     """One finding from all rows that show a cause."""
     worst_hit = max(hits, key=lambda hit: (hit.value, -hit.step))
-    worst_names: list[str] = []
+    # A NaN may begin in several tensors.
+    worst_names = [hit.name for hit in hits if hit[1:] == worst_hit[1:]]
     first_steps: dict[str, int] = {}
     for hit in sorted(hits, key=lambda hit: hit.step):
-        if hit.step == worst_hit.step and hit.value == worst_hit.value:
-            worst_names.append(hit.name)
         first_steps.setdefault(hit.name, hit.step)
     steps = {hit.step for hit in hits}
     return Finding(

@@ -70,15 +70,17 @@ def not_finite(values: Array) -> Array:
 
 
 def bad_batch(norm: Array) -> Array:
-    """The norm over the median of up to 20 rows before, if a low norm or the end of the
-    log follows within 20 rows.
+    """The norm over the median of up to 20 rows before, if a low norm follows within 20
+    rows. If the log ends before that, the norm must leap: the row before must be low.
     """
     usual_norm = usual_before(norm)
-    # Norms behind the end of a log are unknown. They are taken for 0.
-    padded = np.pad(norm[1:], (0, LONG))
+    low_norm = LOW_AGAIN * usual_norm
+    padded = np.pad(norm[1:], (0, LONG), constant_values=np.inf)
     next_rows = sliding_window_view(padded, LONG)
-    comes_back = next_rows.min(axis=1) < LOW_AGAIN * usual_norm
-    return np.where(comes_back, norm / usual_norm, 0.0)
+    comes_back = next_rows.min(axis=1) < low_norm
+    # Norms that grow until the log ends, or until they are NaN, are no bad batch.
+    leaps_at_end = np.isinf(next_rows[:, -1]) & (_shifted(norm) < low_norm)
+    return np.where(comes_back | leaps_at_end, norm / usual_norm, 0.0)
 
 
 def usual_before(values: Array) -> Array:
@@ -333,15 +335,11 @@ def lost_updates(ratio: Array, rounding: Array) -> Array | float:
     """The smallest update that rounding keeps over the update, if most updates in the
     first quarter of the log are lost. At the end of a schedule every run loses them.
     """
-    # A step without an update loses nothing.
-    ratio = np.where(ratio == 0, np.nan, ratio)
     shortfalls = KEPT_PART * rounding / ratio
+    # A step without an update loses nothing.
+    shortfalls = np.where(ratio == 0, 0.0, shortfalls)
     quarter = max(LONG, len(ratio) // 4)
-    first_rows = shortfalls[:quarter]
-    is_number = ~np.isnan(first_rows)
-    early_shortfalls = first_rows[is_number]
-    are_few = len(early_shortfalls) < LONG // 2
-    if are_few or np.median(early_shortfalls) <= 1:
+    if np.median(shortfalls[:quarter]) <= 1:
         return 0.0
     return shortfalls
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, product
 from typing import NamedTuple
 
 import numpy as np
 
-from .._logs.columns import Column, Log, in_common, quoted, rows_kept
+from .._logs.columns import Column, Log, column_called, in_common, quoted, rows_kept
 from .._logs.norms import TENSOR_PATTERN, columns_named, losses_of, norms_of
 
 # What a rule needs. A report prints these sentences, and they are the keys of
 # `Run.inputs_of_need`.
 LOSS_OR_NORM = "a loss or a gradient norm"
-LOSS = "a loss above 0 (--loss NAME, if the log has one)"
+LOSS = "a loss above 0 in all rows (--loss NAME)"
 NORM = "a gradient norm"
 NORM_AND_ANY_LOSS = "a gradient norm, and no loss below 0 beside it"
-NORM_AND_LOSS = "a gradient norm, and a loss above 0 (--loss NAME)"
+NORM_AND_LOSS = "a gradient norm, and a loss above 0 in all rows (--loss NAME)"
 EVERY_NORM = "a gradient norm, also one of record_health()"
 LOGITS = "a column with attn or attention and logit in its name, or of qk_clip(None)"
 CLIP = "metrics of a clipper of optaxclip"
@@ -37,13 +37,15 @@ ANY_RECORDER = "record_health() in the optimizer, see docs/doctor.md (Record)"
 # "train/clip/outer/norm_before" of a clipper, and "train/skip_2/norm" of a skip.
 NORM_OF_CLIP = re.compile(r"((.*[/. ])?clip(_\d+)?/(.*/)?)norm_before")
 NORM_OF_SKIP = re.compile(r"((.*[/. ])?(skip|spike)(_\d+)?/(.*/)?)norm")
+# What stands between the name of a norm and that of a tensor.
+END_OF_NORM = re.compile(r"(?<=norm)/|(?<=norm_before)/", re.IGNORECASE)
 # Names that say attention and logit, or a qk_clip named with "logit" or "qk".
 NAMES_OF_LOGITS = re.compile(
     r"(?!.*(limit|factor|count|num|share|mean|std|entropy))"
     r"(.*(attn|attention|(^|[/._])qk).*logit.*|.*logit.*(attn|attention).*"
     r"|(.*[/. ])?(clip|record)(_\d+)?/[^/]*(logit|qk)[^/]*/norm(_before)?(/.*)?)"
 )
-NAME_OF_LOSS_SCALE = re.compile("loss.?scale|scaler")
+NAME_OF_LOSS_SCALE = re.compile(".*(loss.?scale|scaler).*")
 MOST_OVERFLOWS = 0.1  # the share of rows with inf that a dynamic loss scale explains
 
 
@@ -72,20 +74,28 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     # What the log has.
     losses = _losses_of(log, loss_name)
     logits = columns_named(NAMES_OF_LOGITS, log)
-    log_without_logits = _without_logits(log, logits)
+    # qk_clip names logits like norms.
+    columns_without_logits = dict(log.columns)
+    for column in logits:
+        del columns_without_logits[column.name]
+    log_without_logits = log._replace(columns=columns_without_logits)
     global_norms = norms_of(log_without_logits)
-    tensors = columns_named(TENSOR_PATTERN, log_without_logits)
     clips = _with_limits(log, NORM_OF_CLIP)
     skips = _with_limits(log, NORM_OF_SKIP)
     recorders = _recorders_of(log)
     recorded = _recorded(recorders)
 
     # What follows from it.
-    norm_of_tensors = [total_of("all tensors", tensors)] if tensors else []
-    logged_norms = global_norms or norm_of_tensors
+    tensors: dict[str, list[Column]] = defaultdict(list)
+    for column in columns_named(TENSOR_PATTERN, log_without_logits):
+        # A log may have clip/norm_before/w and record/norm/w.
+        norm, *_ = re.split(END_OF_NORM, column.name, maxsplit=1)
+        tensors[norm].append(column)
+    totals = [total_of(f"{norm}/*", columns) for norm, columns in tensors.items()]
+    logged_norms = global_norms or totals
     # Recorders repeat the norms of a clipper or the loop, so theirs come second.
     gradient_norms = logged_norms or recorded.gradient_norms
-    groups = _norms_of_groups(tensors) or recorded.groups
+    groups = _norms_of_groups(tensors.values()) or _norms_of_groups(recorded.tensors)
     if any(np.nanmin(loss.values, initial=np.inf) < 0 for loss in losses):
         # If a loss changes its sign, the ratio of two losses says nothing. The norm is
         # not compared without the loss either: in REINFORCE (benchmarks/doctor) rewards
@@ -96,12 +106,11 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         # transformers rounds a small loss to 0, which has no ratio.
         losses_above_0 = [rows_kept(loss, loss.values != 0) for loss in losses]
         norms_to_compare = gradient_norms
-    has_loss_scale = any(
-        NAME_OF_LOSS_SCALE.search(name.lower()) for name in log.columns
-    )
+    has_loss_scale = bool(columns_named(NAME_OF_LOSS_SCALE, log))
     norms_without_overflows: list[Column] = []
     overflow_steps: set[int] = set()
-    for norm in [*global_norms, *tensors, *recorded.tensors, *recorded.update_norms]:
+    norms_of_all_tensors = chain(*tensors.values(), *recorded.tensors)
+    for norm in [*global_norms, *norms_of_all_tensors, *recorded.update_norms]:
         finite_norm = _without_overflows(norm, has_loss_scale)
         norms_without_overflows.append(finite_norm)
         overflow_steps |= {*norm.steps} - {*finite_norm.steps}
@@ -122,7 +131,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     looked_at = [
         *losses,
         *global_norms,
-        *norm_of_tensors,
+        *totals,
         *logits,
         *recorded.gradient_norms,
         *recorded.update_norms,
@@ -134,18 +143,11 @@ def _losses_of(log: Log, name: str | None) -> list[Column]:
     """The column of the loss. Empty if no name is given and the log has none."""
     if name is None:
         return losses_of(log)
-    if name not in log.columns:
+    loss = column_called(name, log)
+    if loss is None:
         names = quoted(list(log.columns))
         raise ValueError(f"there is no loss {name!r} in it, only {names}.")
-    return [log.columns[name]]
-
-
-def _without_logits(log: Log, logits: Sequence[Column]) -> Log:
-    """A log in which no logit is taken for a norm: qk_clip names both alike."""
-    columns = dict(log.columns)
-    for column in logits:
-        del columns[column.name]
-    return log._replace(columns=columns)
+    return [loss]
 
 
 def total_of(name: str, norms: Sequence[Column]) -> Column:
@@ -156,25 +158,23 @@ def total_of(name: str, norms: Sequence[Column]) -> Column:
     return Column(name, steps, root_of_squares, norms[0].notes)
 
 
-def _norms_of_groups(tensors: Sequence[Column]) -> list[Column]:
-    """The norm of each group of tensors: actor/w and actor/b are the group actor. A
-    group is named up to the first part that differs between tensors.
+def _norms_of_groups(gradients: Iterable[Sequence[Column]]) -> list[Column]:
+    """The norm of each group of tensors of a gradient: actor/w and actor/b are the
+    group actor. A group is named up to the first part that differs between tensors.
     """
-    paths = [column.name.split("/") for column in tensors]
-    depth = 1
-    for parts in zip(*paths):
-        if len(set(parts)) > 1:
-            break
-        depth += 1
-    groups: dict[str, list[Column]] = defaultdict(list)
-    for column, path in zip(tensors, paths):
-        groups["/".join(path[:depth])].append(column)
-    # The norm of a single group is the norm of all tensors.
-    if len(groups) == 1:
-        return []
+    norms_of_groups: list[Column] = []
+    for tensors in gradients:
+        paths = [column.name.split("/") for column in tensors]
+        are_shared = [len(set(parts)) == 1 for parts in zip(*paths)]
+        depth = [*are_shared, False].index(False) + 1
+        groups: dict[str, list[Column]] = defaultdict(list)
+        for column, path in zip(tensors, paths):
+            groups["/".join(path[:depth])].append(column)
+        # The norm of a single group is the norm of all tensors.
+        if len(groups) > 1:
+            norms_of_groups += [total_of(*group) for group in groups.items()]
     norms: list[Column] = []
-    for name, columns in groups.items():
-        norm = total_of(name, columns)
+    for norm in norms_of_groups:
         # Before a head or a factor of LoRA that begins at 0, the first gradient is 0.
         has_begun = np.logical_or.accumulate(norm.values != 0)
         norm = rows_kept(norm, has_begun)
@@ -194,12 +194,14 @@ def _without_overflows(norm: Column, has_loss_scale: bool) -> Column:
     """A norm without the rows with inf or NaN in which a dynamic loss scale may have
     skipped the step. Nothing is left out if
 
-    - more than a tenth of the rows are not finite,
+    - more than a tenth of the rows are not finite, not counting those before the first
+      finite one, in which a loss scale that begins too high is lowered,
     - the last row is one of them, or
     - the norm has NaN, and the log has no loss scale.
     """
     is_finite = np.isfinite(norm.values)
-    if np.sum(~is_finite) > MOST_OVERFLOWS * len(is_finite):
+    has_begun = np.logical_or.accumulate(is_finite)
+    if np.sum(has_begun & ~is_finite) > MOST_OVERFLOWS * len(is_finite):
         return norm
     if not is_finite[-1:].all():
         return norm
@@ -280,14 +282,13 @@ class Recorded(NamedTuple):
 
     gradient_norms: list[Column]  # of all tensors together
     update_norms: list[Column]  # likewise
-    tensors: list[Column]  # the gradient norm of each tensor
-    groups: list[Column]  # the gradient norm of each group of tensors
+    tensors: list[list[Column]]  # of each recorder of gradients, the norm of each
     inputs_of_need: dict[str, RuleInputs]  # of needs that only recorders meet
 
 
 def _recorded(recorders: Sequence[Recorder]) -> Recorded:
     """The columns of all recorders, by what they are and by what rules need."""
-    recorded = Recorded([], [], [], [], {need: [] for need in NEEDS_OF_RECORDER})
+    recorded = Recorded([], [], [], {need: [] for need in NEEDS_OF_RECORDER})
     inputs = recorded.inputs_of_need
     for recorder in recorders:
         norms = recorder.total_or_largest("norm")
@@ -300,8 +301,7 @@ def _recorded(recorders: Sequence[Recorder]) -> Recorded:
         else:
             tensors = [column for (column,) in recorder.of_tensors("norm")]
             recorded.gradient_norms.extend(norms)
-            recorded.tensors.extend(tensors)
-            recorded.groups.extend(_norms_of_groups(tensors))
+            recorded.tensors.append(tensors)
             inputs[GRADIENTS] += _one_by_one(tensors)
             inputs[SUBNORMALS] += recorder.subnormals()
             inputs[DEAD_ROWS] += recorder.of_tensors("dead_rows")
@@ -334,24 +334,11 @@ def _recorders_of(log: Log) -> list[Recorder]:
             )
             empty = Recorder(reading.recorder, defaultdict(dict))
             recorder = recorders.setdefault(reading.recorder, empty)
-            recorder.columns_of_quantity[reading.quantity][reading.tensor] = column
-    # Tensors of two optimizers may have the same names.
-    numbers = Counter(recorder.is_of_updates for recorder in recorders.values())
-    for recorder in recorders.values():
-        is_alone = numbers[recorder.is_of_updates] == 1
-        _rename_columns(recorder, is_alone)
+            # Tensors of two recorders may have the same names.
+            tensor_name = f"{reading.recorder}/{reading.tensor}".removesuffix("/")
+            renamed = column._replace(name=tensor_name)
+            recorder.columns_of_quantity[reading.quantity][reading.tensor] = renamed
     return list(recorders.values())
-
-
-def _rename_columns(recorder: Recorder, is_alone: bool) -> None:
-    """Names columns after their tensors, and the summary after the recorder. If there
-    are several recorders of updates, or of gradients, their names stand in front.
-    """
-    prefix = "" if is_alone else f"{recorder.name}/"
-    for table in recorder.columns_of_quantity.values():
-        for tensor, column in table.items():
-            name = f"{prefix}{tensor}" if tensor else recorder.name
-            table[tensor] = column._replace(name=name)
 
 
 def _readings(name: str) -> Iterator[Reading]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .._logs.columns import Column, Log, quoted
+from .._logs.columns import Column, Log, column_called, quoted
 from .._logs.files import read_log
 from .._logs.norms import TENSOR_PATTERN, columns_named, norms_of
 
@@ -29,12 +29,13 @@ def read_history(
 
     Args:
       path: the file, also in gzip. {"train": {"norm": 1.5}} has the column train/norm.
-      column: the name to read. None takes the one that is called a norm of the
-        gradient: clip/norm_before, record/norm, grad_norm, train/grad_norm, norm and
-        the like. In a step that a wrapper skipped, the norm of the clipper may be old:
-        skip/norm counts if it is longer, or if the clipper repeats the norm of the step
-        before. A step that comes twice, as in a run that was resumed, has its later
-        norm. null is NaN, unless every third row or more has it.
+      column: the name to read, or its end: grad_norm reads train/grad_norm. None takes
+        the one that is called a norm of the gradient: clip/norm_before, record/norm,
+        grad_norm, train/grad_norm, norm and the like. In a step that a wrapper skipped,
+        the norm of the clipper may be old: skip/norm counts if it is longer, or if the
+        clipper repeats the norm of the step before. A step that comes twice, as in a
+        run that was resumed, has its later norm. null is NaN, unless every third row or
+        more has it.
       pattern: for a text, a regular expression with a named group for each column:
         "norm: (?P<grad_norm>\\S+)".
 
@@ -85,13 +86,14 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
                 f"{call}: this file has no gradient norm. {ADVICE}. It has the columns "
                 f"{names}. If one of them is a norm, name it with {CHOICE}."
             )
-    elif name in log.columns:
-        columns = [log.columns[name]]
     else:
-        raise ValueError(
-            f"{call}: this file has no column {name!r}. Name one with {CHOICE}: it has "
-            f"{names}."
-        )
+        column = column_called(name, log)
+        if column is None:
+            raise ValueError(
+                f"{call}: this file has no column {name!r}. Name one with {CHOICE}: it "
+                f"has {names}."
+            )
+        columns = [column]
     for column in columns:
         # A loss may be negative.
         is_negative = column.values < 0

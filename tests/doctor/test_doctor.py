@@ -112,7 +112,7 @@ def test_a_recorder_may_be_called_like_a_quantity(name):
         rows.append({"step": step, **optaxclip.metrics(state, floats=True)})
     found = [x for x in diagnose(rows) if x.cause == "not finite"]
     assert [x.step for x in found] == [30]
-    assert found[0].evidence == "NaN or inf begins in 'zeros'"
+    assert found[0].evidence == f"NaN or inf begins in 'health/{name}/zeros'"
 
 
 def test_groups_in_front_of_a_name_are_read():
@@ -137,7 +137,7 @@ def test_a_norm_that_json_cannot_hold_is_not_finite(tmp_path):
         path.write_text("\n".join(map(json.dumps, rows)))
         (found,) = diagnose(path)
         assert (found.step, found.cause) == (37, "not finite")
-        assert found.evidence == "NaN or inf begins in 'b'"
+        assert found.evidence == "NaN or inf begins in 'health/b'"
 
 
 def test_tensors_that_are_logged_now_and_then_hide_no_leap():
@@ -155,7 +155,7 @@ def test_a_summary_beside_tensors_is_not_named_too():
     rows = rows_of(health__norm=calm(40), health__norm__a=calm(40))
     rows[30] |= {"health/norm": float("nan"), "health/norm/a": float("nan")}
     (finding,) = diagnose(rows)
-    assert finding.evidence == "NaN or inf begins in 'a'"
+    assert finding.evidence == "NaN or inf begins in 'health/a'"
     # Without tensors the recorder is.
     for row in rows:
         del row["health/norm/a"]
@@ -224,8 +224,21 @@ def test_norms_of_all_tensors_are_judged_together():
     norms = np.where(np.arange(200) < 100, 1.0, 8.0)
     rows = rows_of(loss=np.ones(200), **dict.fromkeys(names, norms))
     (finding,) = diagnose(rows)
-    assert finding.evidence == "'all tensors' is 8 times as long from there on"
-    assert finding.first_steps == {"all tensors": 100}
+    total = "clip/norm_before/*"
+    assert finding.evidence == f"{total!r} is 8 times as long from there on"
+    assert finding.first_steps == {total: 100}
+
+
+def test_norms_of_two_recorders_are_not_joined():
+    """A run of W&B may stand in front, and a tensor may be called a norm."""
+    columns = {
+        "Run - 1 - record__norm__Norm__w": calm(),
+        "Run - 1 - record__norm__record__norm__w": calm(),
+        "clip__norm_before__Norm__w": 3 * calm(),
+    }
+    first, second = examine(rows_of(**columns)).looked_at
+    assert first == "'Run - 1 - record/norm/*' (60 rows)"
+    assert second == "'clip/norm_before/*' (60 rows)"
 
 
 def test_two_rows_of_a_step_are_one_run():
@@ -287,6 +300,15 @@ def test_a_column_of_one_row_says_nothing_of_the_others():
     rows[30]["attention_logit"] = 3.0
     (note,) = examine(rows).notes
     assert note.startswith("The rows are 10 steps apart.")
+
+
+def test_a_damaged_row_between_two_is_no_interval(tmp_path):
+    path = tmp_path / "run.jsonl"
+    lines = [json.dumps(row) for row in rows_of(step=range(3), loss=calm(3))]
+    lines[1] = lines[1][:12]
+    path.write_text("\n".join(lines))
+    (note,) = examine(path).notes
+    assert note.startswith("1 lines or parts of lines are not in whole braces")
 
 
 def test_a_loss_that_is_logged_rarely_hides_no_rows():
@@ -385,7 +407,7 @@ def test_the_command_prints_a_table(log, capsys):
     line = f"step    300  bad batch         'grad_norm' is {ratio:.3g} times the median"
     assert text.startswith(line) and "(limit 15)" in text
     assert "2 rows show it, step 400 most" in text
-    assert "leaves it out. See docs/run_health.md (My loss spikes, or " in text
+    assert "leaves it out\n             see docs/run_health.md (My loss " in text
     assert "Looked at 'train/loss' (60 rows), 'grad_norm' (60 rows)." in text
     assert "Note: The rows are 10 steps apart." in text
     assert "no gradient, underflow, dead embedding: needs record_health() in" in text
@@ -429,16 +451,23 @@ def test_the_largest_of_each_norm_is_noted():
     _, note_on_inf, last_note = report.notes
     assert "at 1 steps, the first of them step 495" in note_on_inf
     assert last_note == (
-        f"The largest 'b/grad_norm' is {ratio:.1f} times its median, at step 400. "
+        f"The largest 'b/grad_norm' is {ratio:.3g} times its median, at step 400. "
         "See docs/choosing_a_limit.md"
+    )
+    rows[-3]["a/grad_norm"] = 7.0
+    *_, note_on_end, _ = examine(rows).notes
+    assert note_on_end.endswith(
+        "at step 570. If norms grow up to there, lower the learning rate."
     )
 
 
 def test_a_log_without_norms_has_no_largest_one():
     rows = rows_of(loss=calm())
     assert examine(rows).notes == []
-    (note,) = examine([row | {"grad_norm": 0.0} for row in rows]).notes
-    assert note == "'grad_norm' is 0 in all rows."
+    for norm, text in ((0.0, "0"), (1e-9, "1e-09")):
+        (note,) = examine([row | {"grad_norm": norm} for row in rows]).notes
+        assert note.startswith(f"'grad_norm' never exceeds {text}. So short a gradient")
+    assert examine([row | {"grad_norm": 1e-5} for row in rows]).notes == []
 
 
 @pytest.mark.parametrize("spike", [{100: 30.0, 101: 9.0}, {197: 30, 198: 50, 199: 90}])
@@ -472,6 +501,13 @@ def test_the_column_of_the_loss_is_given_by_name(tmp_path, capsys):
     main([str(path), "--loss", "objective"])
     text = capsys.readouterr().out
     assert "divergence" in text and "Looked at 'objective' (100 rows)." in text
+    # The end of a name is enough, if no other name ends so.
+    renamed = [{"train/objective": row["objective"], "loss": 1.0} for row in rows]
+    (finding,) = diagnose(renamed, loss="objective")
+    assert (finding.cause, finding.step) == ("divergence", 60)
+    renamed[0]["eval/objective"] = 4.0
+    with pytest.raises(ValueError, match="no loss 'objective' in it, only 'train/ob"):
+        diagnose(renamed, loss="objective")
     error = "no loss 'loss' in it, only 'objective'"
     with pytest.raises(ValueError, match=rf"^diagnose: there is {error}"):
         diagnose(rows, loss="loss")

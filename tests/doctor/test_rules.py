@@ -40,6 +40,9 @@ def test_a_loss_that_is_nan_is_named_with_what_came_first():
 def test_infinite_norms_now_and_then_are_those_of_a_loss_scale():
     norms = changed(calm(200), {3: INF, 90: INF, 150: INF})
     assert diagnose(rows_of(grad_norm=norms, loss=calm(200))) == []
+    # A scale that begins too high is lowered in the first rows.
+    first_norms = changed(calm(40), dict.fromkeys(range(8), INF))
+    assert diagnose(rows_of(grad_norm=first_norms, loss=calm(40))) == []
     # NaN is not, unless the log has a loss scale.
     norms[90] = NAN
     rows = rows_of(grad_norm=norms, loss=calm(200))
@@ -97,7 +100,7 @@ def test_a_nan_is_named_with_the_tensors_in_which_it_begins():
         rows.append(row)
     finding = found(rows, "not finite")
     assert (finding.step, finding.rows) == (150, 5)
-    names = "'blocks/2/w', 'blocks/3/w', 'blocks/4/w'"
+    names = "'health/blocks/2/w', 'health/blocks/3/w', 'health/blocks/4/w'"
     assert finding.evidence == f"NaN or inf begins in {names}"
 
 
@@ -131,9 +134,7 @@ def test_a_loss_that_was_rounded_to_0_is_left_out(cause):
 def test_losses_of_0_alone_have_no_ratio():
     report = examine(rows_of(loss=np.zeros(60), grad_norm=calm()))
     assert report.findings == []
-    assert report.not_judged[
-        "20 rows with a loss above 0 (--loss NAME, if the log has one)"
-    ]
+    assert report.not_judged["20 rows with a loss above 0 in all rows (--loss NAME)"]
 
 
 # -------------------------------------------------------------------------- bad batch
@@ -158,7 +159,19 @@ def test_a_spike_in_the_last_row_is_named():
     (finding,) = diagnose(rows_of(grad_norm=norms))
     assert (finding.cause, finding.step) == ("bad batch", 59)
     # Whether it comes back is not in the log.
-    assert finding.evidence.endswith("times the median of up to 20 rows before it")
+    assert finding.evidence.endswith("times the median of the rows before")
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.5, 1.0])
+def test_norms_that_grow_until_they_are_nan_are_no_bad_batch(rate):
+    growing = np.exp(rate * np.arange(15.0))
+    norms = [*calm(40), *growing, *np.full(5, np.nan)]
+    assert causes_of(rows_of(grad_norm=norms)) == [("not finite", 55)]
+    # A leap in front of the same norms is one, also if they do not come back.
+    norms[39] = 20.0
+    norms[40:55] = 20 * growing
+    finding = found(rows_of(grad_norm=norms), "bad batch")
+    assert (finding.step, finding.rows) == (39, 1)
 
 
 def test_norms_that_stay_high_are_no_bad_batch():
@@ -395,7 +408,8 @@ def test_a_nan_that_the_optimizer_makes_is_named():
     # A gradient that is broken itself is named before it.
     rows[39]["health/gradients/norm/w"] = NAN
     (finding,) = diagnose(rows)
-    assert finding.evidence == "NaN or inf begins in 'w', 'health/updates'"
+    names = "'health/gradients/w', 'health/updates'"
+    assert finding.evidence == f"NaN or inf begins in {names}"
 
 
 def test_weights_of_0_have_no_rate():
@@ -420,7 +434,7 @@ def test_subnormals_count_among_what_is_not_0():
     }
     (finding,) = diagnose(rows_of(**columns))
     assert (finding.cause, finding.step) == ("underflow", 4)
-    assert finding.value == pytest.approx(0.26) and finding.evidence.endswith(" 'a'")
+    assert finding.value == pytest.approx(0.26) and " 'health/a' " in finding.evidence
 
 
 def test_a_summary_takes_no_zeros_of_another_tensor_for_underflow():
@@ -444,7 +458,7 @@ def test_dead_rows_are_held_against_those_of_the_first_rows():
     rows = rows_of(health__norm__a=calm(20), health__dead_rows__e=shares)
     (finding,) = diagnose(rows)
     assert (finding.cause, finding.step) == ("dead embedding", 15)
-    assert finding.value == pytest.approx(0.3) and "'e'" in finding.evidence
+    assert finding.value == pytest.approx(0.3) and "'health/e'" in finding.evidence
 
 
 def test_a_tensor_without_a_gradient_is_named_from_its_last_one_on():
@@ -458,13 +472,13 @@ def test_a_tensor_without_a_gradient_is_named_from_its_last_one_on():
     }
     (finding,) = diagnose(rows_of(**columns))
     assert (finding.cause, finding.step, finding.rows) == ("no gradient", 60, 40)
-    assert finding.evidence.startswith("'gone' has a gradient of 0")
+    assert finding.evidence.startswith("'health/gone' has a gradient of 0")
     # Not yet for long.
     columns["health__norm__gone"] = np.arange(100) < 95
     assert diagnose(rows_of(**columns)) == []
     columns["health__norm__never"] = np.zeros(100)
     finding = found(rows_of(**columns), "no gradient")
-    assert (finding.step, finding.evidence[:7]) == (0, "'never'")
+    assert (finding.step, finding.evidence[:14]) == (0, "'health/never'")
 
 
 def test_weights_that_grow_are_named():
@@ -494,7 +508,8 @@ def test_updates_that_are_rounded_away_are_named():
         columns[f"health__updates__rounding__{name}"] = np.full(40, 2**-7)
     finding = found(rows_of(**columns), "lost updates")
     assert (finding.step, finding.rows, finding.value) == (0, 40, 8)
-    assert finding.evidence.startswith("updates of 'a' are 8 times too small")
+    text = "updates of 'health/updates/a' are 8 times too small"
+    assert finding.evidence.startswith(text)
     # At the end of a schedule they are always.
     columns["health__updates__ratio__a"][:11] = 2**-8
     assert found(rows_of(**columns), "lost updates") is None

@@ -426,6 +426,13 @@ def test_the_norm_of_everything_comes_before_those_of_tensors(tmp_path):
     assert read(tmp_path, text) == [3.0]
 
 
+def test_the_end_of_a_name_is_enough_for_a_column(tmp_path):
+    text = "a/norm,b/size,c/size,size_of/length\n1,2,3,4\n"
+    assert read(tmp_path, text, "length") == [4.0]
+    with pytest.raises(ValueError, match="this file has no column 'size'"):
+        read(tmp_path, text, "size")
+
+
 def test_a_column_that_is_not_there_is_named(tmp_path):
     text = (
         "this file has no column 'norms'. Name one with --column NAME (in Python: "
