@@ -123,9 +123,9 @@ def clip_by_spectral_norm(
         prefix of ints, or a function of the leaf's path and the leaf.
       stacked: which axes of a leaf index its layers, each a matrix: 1 for the leading
         axis, or another form that `clip_by_tensor_norm` takes.
-      nonfinite: what becomes of a leaf whose norm is NaN or inf: "propagate" makes it
-        NaN, "zero" makes it zero, "raise" raises FloatingPointError outside jit and is
-        a `checkify.check` inside.
+      nonfinite: what becomes of a tensor whose norm is NaN or inf: "propagate" makes it
+        NaN, "zero" makes it 0, "raise" raises FloatingPointError (under jit it is a
+        `checkify.check`).
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`. Its norms are spectral
