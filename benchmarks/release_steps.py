@@ -3,10 +3,10 @@
     PYTHONPATH=examples python -m benchmarks.release_steps
     PYTHONPATH=examples python -m benchmarks.release_steps --table memory
 
-The transformer of examples/release.py, with float32 weights and Adam. Times are of 4
-layers of width 64. All steps run in turns, and ratios are within a turn. Memory is of
-16 layers of width 1024 and 4,096 tokens, compiled for devices that are only described:
-nothing runs there.
+The transformer of examples/release.py, with float32 weights and Adam. Times are of the
+networks and batches in `SIZES`. All steps of one size run in turns, and ratios are
+within a turn. Memory is of 16 layers of width 1024 and 4,096 tokens, compiled for
+devices that are only described: nothing runs there.
 
     usual             the clip of the global norm, activations kept
     remat             the same, with jax.checkpoint around each layer
@@ -18,7 +18,7 @@ nothing runs there.
 import argparse
 from collections.abc import Callable
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -38,6 +38,17 @@ TOKENS = 4096  # in a batch of the compiled steps
 SECONDS, ROUNDS = 0.05, 15
 
 
+class Size(NamedTuple):
+    """A network, and how many windows of `LENGTH` tokens are in its batch."""
+
+    layers: int
+    width: int
+    windows: int
+
+
+SIZES = (Size(4, 64, 16), Size(8, 256, 1), Size(8, 256, 4), Size(8, 256, 16))
+
+
 def main() -> None:
     """Prints one of the tables."""
     tables = {"time": times, "memory": memory}
@@ -55,7 +66,17 @@ def main() -> None:
 
 def times() -> Table:
     """Steps on the device at hand."""
-    contestants = {name: repeated([runner(name)], SECONDS) for name in TRAINERS}
+    rows = []
+    for size in SIZES:
+        rows += times_of(size)
+    columns = ("step", "layers", "width", "tokens", "ms", "over remat", "middle half")
+    note = f"Medians of {ROUNDS} rounds."
+    return Table("time of a step", columns, rows, note)
+
+
+def times_of(size: Size) -> list[dict[str, Any]]:
+    """The rows of one size."""
+    contestants = {name: repeated([runner(name, size)], SECONDS) for name in TRAINERS}
     seconds = race(contestants, ROUNDS)
     rows = []
     for name in TRAINERS:
@@ -64,24 +85,26 @@ def times() -> Table:
         rows.append(
             {
                 "step": name,
+                "layers": size.layers,
+                "width": size.width,
+                "tokens": size.windows * LENGTH,
                 "ms": 1000 * median(seconds[name]),
                 "over remat": median(over_remat),
                 "middle half": f"{first_quarter:.2f} to {last_quarter:.2f}",
             }
         )
-    columns = ("step", "ms", "over remat", "middle half")
-    note = f"Medians of {ROUNDS} rounds."
-    return Table("time of a step", columns, rows, note)
+    return rows
 
 
-def runner(name: str) -> Callable[[], Any]:
+def runner(name: str, size: Size) -> Callable[[], Any]:
     """Goes on training for one step, and returns the loss."""
     text = read_text()
     trainer = TRAINERS[name]
     step = jax.jit(trainer.step, donate_argnums=(0, 1))
-    starts = np.random.default_rng(0).integers(len(text.training) - LENGTH, size=16)
+    start_count = len(text.training) - LENGTH
+    starts = np.random.default_rng(0).integers(start_count, size=size.windows)
     windows = text.training[starts[:, None] + np.arange(LENGTH + 1)]
-    params = new_params(len(text.alphabet), 4, 64)
+    params = new_params(len(text.alphabet), size.layers, size.width)
     state = trainer.init(params, windows)
 
     def run_step() -> Any:

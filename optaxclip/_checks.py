@@ -46,6 +46,13 @@ def shown(value: object) -> str:
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
 
 
+def function_name(function: Callable[..., Any]) -> str:
+    """The name of a function as errors show it. A model of flax or equinox can be
+    called too, and has none: it is shown as a value.
+    """
+    return getattr(function, "__name__", shown(function))
+
+
 # ---------------------------------------------------------------- numbers and options
 
 
@@ -233,7 +240,7 @@ def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") 
     first = next(iter(signature.parameters))
     # `lambda grads: 0.1 * global_norm(grads)` would be called with the step.
     if first in NAMES_OF_NO_STEP:
-        name = getattr(function, "__name__", repr(function))
+        name = function_name(function)
         raise TypeError(
             f"{argument}: a schedule takes the step, and not {first}, got "
             f"{name}{signature}. A norm of your own goes to optaxclip.clip_by(norm, "
@@ -256,7 +263,7 @@ def check_takes(
     try:
         signature.bind(*range(count))
     except TypeError:
-        name = getattr(function, "__name__", repr(function))
+        name = function_name(function)
         text = f"{error_start}, got {name}{signature}. {hint}"
         raise TypeError(text.strip()) from None
     return signature
@@ -288,8 +295,8 @@ def check_transformation(
         return
     got = shown(value)
     # `skip_nonfinite(optax.sgd)` for `skip_nonfinite(optax.sgd(0.1))`.
-    if callable(value):
-        name = getattr(value, "__name__", repr(value))
+    if callable(value) and hasattr(value, "__name__"):
+        name = value.__name__
         got = f"the function {name}: call it, as in {name}(...)"
     raise TypeError(f"{argument} must be {noun} with init and update, got {got}.")
 

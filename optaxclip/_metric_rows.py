@@ -238,9 +238,8 @@ def _furthest_spans(spans: Spans, state: ClipState) -> np.ndarray:
     """The indices of all spans, beginning with the one furthest above its limit."""
     severities = np.ravel(severity(state.norm, state.limit))
     largest = np.maximum.reduceat(severities, [span.start for span in spans])
-    # NaN counts as inf, since argsort would put it at the end.
-    largest = np.where(np.isnan(largest), np.inf, largest)
-    return np.argsort(-largest, kind="stable")
+    # NaN comes first, as `argmax` has it in a summary. The last key counts most.
+    return np.lexsort((-largest, ~np.isnan(largest)))
 
 
 def _numbers_of_entries(state: ClipState) -> ClipNumbers:

@@ -45,7 +45,7 @@ def metrics(
       layers: whether each layer of a stacked leaf has a row of its own, such as
         `clip/norm_before/blocks/w/0`. With `summary` it changes nothing.
       top: how many tensors or groups of a clipper are reported: those that are furthest
-        above their limits. None for all. Only outside jit.
+        above their limits, where NaN comes first. None for all. Only outside jit.
       quantiles: one share in [0, 1], or several. For each of them the quantile of the
         norms of a clipper is reported: `clip/norm_quantile/0.5` is the median. NaN
         norms are left out, and inf counts as the largest number of the dtype. In

@@ -67,7 +67,8 @@ class Decision(NamedTuple):
 # From norms and limits to decisions, elementwise. `_kernel.py` calls it for each block,
 # and `furthest_units` again for all units of some leaves at once.
 Decide = Callable[[Array, Array], Decision]
-# Leaf name -> what a rule remembers of its units. None -> of all whole leaves.
+# What rules remember. Under the name of a leaf with units it is of these units, and
+# under None of all other leaves.
 Memories = dict[str | None, PyTree]
 
 
@@ -126,16 +127,17 @@ def _in_state_order(
     """
     parts = []
     positions = []
-    # Leaves whose units have one shape, for one reduction of all of them.
-    leaves_of_shape: dict[Any, list[tuple[Block, Outcome]]] = {}
+    # Leaves whose units have one shape and are split over the same mesh axes: one
+    # reduction finds the furthest unit of each.
+    leaves_of_type: dict[Any, list[tuple[Block, Outcome]]] = {}
     for block, outcome in outcomes:
         if block.leaf_of_units is None:
             parts.append(outcome)
             positions.append(block.positions)
         else:
-            key = jax.typeof(outcome.norm), block.mesh_of_units
-            leaves_of_shape.setdefault(key, []).append((block, outcome))
-    for (_, mesh_of_units), leaves in leaves_of_shape.items():
+            units_type = jax.typeof(outcome.norm), block.mesh_of_units
+            leaves_of_type.setdefault(units_type, []).append((block, outcome))
+    for (_, mesh_of_units), leaves in leaves_of_type.items():
         norms = jnp.stack([outcome.norm for _, outcome in leaves])
         limits = jnp.stack([outcome.limit for _, outcome in leaves])
         parts.append(furthest_units(norms, limits, mesh_of_units, decide))
@@ -206,12 +208,14 @@ def furthest_units(
     # JAX has no derivative of a reduction of several arrays.
     furthest = _furthest(lax.stop_gradient(numbers), range(1, norms.ndim))
     if mesh_of_units:
-        # Each device has found the furthest of its own units, and counted them.
+        # Each device has found the furthest of its own units, and counted them. It puts
+        # its numbers at its place among zeros, so the sum has those of all devices:
+        # [numbers, leaves, devices].
         columns = [column.astype(norms.dtype) for column in furthest]
-        table = jnp.stack(columns)[..., None]
-        tables = mesh.among_zeros(table, ((), (), mesh_of_units))
-        tables = lax.psum(tables, mesh_of_units)
-        furthest = _furthest(UnitNumbers(*tables), (1,))
+        numbers_here = jnp.stack(columns)[..., None]
+        placed_numbers = mesh.among_zeros(numbers_here, ((), (), mesh_of_units))
+        all_numbers = lax.psum(placed_numbers, mesh_of_units)
+        furthest = _furthest(UnitNumbers(*all_numbers), (1,))
     unit_count = norms.size // len(norms) * mesh.device_count(mesh_of_units)
     units_clipped = furthest.clipped_count.astype(norms.dtype) / unit_count
     is_sound = furthest.severity < jnp.inf
@@ -315,9 +319,12 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     for name, norm in zip(names, norms.values):
         for shape in blocks.shapes_of_array_limits(rule_of_name[name]):
             check_shape(argument, shape, norm.shape)
-        zeros_by_name = zeros_of_units if name in mesh_of_units else zeros_of_leaves
         zeros_of_leaf = jnp.zeros(norm.shape, norm.dtype)
-        zeros_by_name[name] = mesh_types.typed_as(zeros_of_leaf, norm)
+        zeros_of_leaf = mesh_types.typed_as(zeros_of_leaf, norm)
+        if name in mesh_of_units:
+            zeros_of_units[name] = zeros_of_leaf
+        else:
+            zeros_of_leaves[name] = zeros_of_leaf
     # Leaves whose units have one shape are reduced together, so they are neighbors.
     by_shape = sorted(zeros_of_units.items(), key=lambda item: item[1].shape)
     zeros_of_units = dict(by_shape)
@@ -365,8 +372,8 @@ def _first_memories(
     zeros_of_units: Mapping[str, Array],
     is_global: bool,
 ) -> tuple[PyTree, ...]:
-    """What the rules remember before the first step: of all whole leaves, and then of
-    the units of each leaf. A norm is given as zeros of its type.
+    """What the rules remember before the first step: of all leaves without units
+    together, and then of the units of each leaf. Zeros stand for the norms.
     """
     memories: list[PyTree] = [()]
     if zeros_of_leaves:
@@ -386,7 +393,7 @@ def _first_memories(
 
 
 def _first_memory(rule: Rule, norm: Array) -> PyTree:
-    """What a rule remembers before the first norm. `norm` is zeros of its type."""
+    """What a rule remembers before the first norm, for which zeros stand."""
     # A rule may return the very array that it is given, and a donated state must not
     # have one array twice.
     memory = jax.tree.map(jnp.array, rule.init(norm))

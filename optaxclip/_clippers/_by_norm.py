@@ -51,9 +51,9 @@ def clip_by_global_norm(
         `hard`.
       eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
         numbers. At least 0.
-      nonfinite: what becomes of updates whose norm is NaN or inf: "propagate" makes all
-        NaN, "zero" makes all zero, "raise" raises FloatingPointError outside jit and is
-        a `checkify.check` inside. With max_norm=None or inf, which only measure, only
+      nonfinite: what becomes of updates whose norm is NaN or inf: "propagate" makes
+        them NaN, "zero" makes them 0, "raise" raises FloatingPointError (under jit it
+        is a `checkify.check`). With max_norm=None or inf, which only measure, only
         "raise" acts.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto" (right in shard_map with check_vma=True, and for gradients after
@@ -121,8 +121,9 @@ def clip_by_tensor_norm(
         or a function of the leaf's path ("blocks/w") and the leaf.
       shrink: what a norm over its limit becomes. None is `shrinks.hard`.
       eps: added to each norm, as in `clip_by_global_norm`. At least 0.
-      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
-        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      nonfinite: what becomes of a tensor whose norm is NaN or inf: "propagate" makes it
+        NaN, "zero" makes it 0, "raise" raises FloatingPointError (under jit it is a
+        `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
         split need PartitionSpecs.
@@ -190,8 +191,9 @@ def clip_by_unitwise_norm(
         leading axis, or another form that `clip_by_tensor_norm` takes.
       shrink: what a norm over its limit becomes. None is `shrinks.hard`.
       eps: added to each norm, as in `clip_by_global_norm`. At least 0.
-      nonfinite: what a norm that is NaN or inf makes of its unit: "propagate" NaN,
-        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      nonfinite: what becomes of a unit whose norm is NaN or inf: "propagate" makes it
+        NaN, "zero" makes it 0, "raise" raises FloatingPointError (under jit it is a
+        `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`. PartitionSpecs are
         required for every split leaf except vectors.
@@ -254,8 +256,9 @@ def clip_by_group_norm(
         None means 2.
       shrink: what a norm over its limit becomes. None is `shrinks.hard`.
       eps: added to each norm, as in `clip_by_global_norm`. At least 0.
-      nonfinite: what a norm that is NaN or inf makes of its group: "propagate" NaN,
-        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      nonfinite: what becomes of a group whose norm is NaN or inf: "propagate" makes it
+        NaN, "zero" makes it 0, "raise" raises FloatingPointError (under jit it is a
+        `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`.
       allow_missing: whether labels may have no leaf in this model. Limits of such
@@ -326,8 +329,9 @@ def clip_by_tensor_rms(
         leading axis, or another form that `clip_by_tensor_norm` takes.
       shrink: what a norm over its limit becomes. None is `shrinks.hard`.
       eps: added to each norm, as in `clip_by_global_norm`. At least 0.
-      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
-        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      nonfinite: what becomes of a tensor whose norm is NaN or inf: "propagate" makes it
+        NaN, "zero" makes it 0, "raise" raises FloatingPointError (under jit it is a
+        `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
         split need PartitionSpecs.
@@ -387,8 +391,9 @@ def clip_by_average_norm(
         leading axis, or another form that `clip_by_tensor_norm` takes.
       shrink: what a norm over its limit becomes. None is `shrinks.hard`.
       eps: added to each norm, as in `clip_by_global_norm`. At least 0.
-      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
-        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      nonfinite: what becomes of a tensor whose norm is NaN or inf: "propagate" makes it
+        NaN, "zero" makes it 0, "raise" raises FloatingPointError (under jit it is a
+        `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
         split need PartitionSpecs.

@@ -72,8 +72,9 @@ def adaptive_grad_clip(
       stacked: which axes of a leaf index its layers: 1 for the leading axis, or another
         form that `clip_by_tensor_norm` takes.
       shrink: what a norm over its limit becomes. None is `shrinks.hard`.
-      nonfinite: what a norm that is NaN or inf makes of its unit: "propagate" NaN,
-        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      nonfinite: what becomes of a unit whose norm is NaN or inf: "propagate" makes it
+        NaN, "zero" makes it 0, "raise" raises FloatingPointError (under jit it is a
+        `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`. PartitionSpecs are
         required for every split leaf except vectors.
@@ -164,8 +165,9 @@ def larc(
       eps: added to the norm of the gradient before dividing. At least 0.
       stacked: which axes of a leaf index its layers, each clipped separately: 1 for the
         leading axis, or another form that `clip_by_tensor_norm` takes.
-      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
-        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      nonfinite: what becomes of a tensor whose norm is NaN or inf: "propagate" makes it
+        NaN, "zero" makes it 0, "raise" raises FloatingPointError (under jit it is a
+        `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
         split need PartitionSpecs.
@@ -326,8 +328,9 @@ def clippy(
       absolute: how far every weight may move. At least 0.
       stacked: which axes of a leaf index its layers, each scaled separately: 1 for the
         leading axis, or another form that `clip_by_tensor_norm` takes.
-      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
-        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      nonfinite: what becomes of a tensor whose norm is NaN or inf: "propagate" makes it
+        NaN, "zero" makes it 0, "raise" raises FloatingPointError (under jit it is a
+        `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
         split need PartitionSpecs.

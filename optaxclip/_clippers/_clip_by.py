@@ -42,11 +42,10 @@ def clip_by(
         `shrinks.hard`. A shrink that returns the norm itself leaves the updates bit for
         bit.
       eps: added to each norm, as in `clip_by_global_norm`. At least 0.
-      nonfinite: what becomes of updates whose norm is NaN or inf. "propagate" makes all
-        that was measured together NaN, so that a broken step is seen and never half
-        applied. "zero" makes it zero. "raise" raises FloatingPointError outside jit and
-        is a `checkify.check` inside. A limit that is set to inf or None touches
-        nothing.
+      nonfinite: what becomes of updates whose norm is NaN or inf: "propagate" makes
+        them NaN, "zero" makes them 0, "raise" raises FloatingPointError (under jit it
+        is a `checkify.check`). Updates that share a norm break together. A limit that
+        is set to inf or None touches nothing.
 
     Returns:
       A transformation with a `ClipState`. Its `update` also takes `grad_norm=`, norms
@@ -104,8 +103,8 @@ def clip_grads(
         None means 2.
       eps: added to each norm, as in `clip_by_global_norm`. At least 0.
       nonfinite: what becomes of gradients whose norm is NaN or inf: "propagate" makes
-        all NaN, "zero" makes all zero, "raise" raises FloatingPointError outside jit
-        and is a `checkify.check` inside.
+        them NaN, "zero" makes them 0, "raise" raises FloatingPointError (under jit it
+        is a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`.
 

@@ -346,34 +346,45 @@ def _logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Arr
 def _arrays_of_attentions(
     attentions: list[Attention], max_logits: PyTree
 ) -> list[Array]:
-    """The array of each attention. Of the paths of array and attention one begins with
-    the other.
+    """The array of each attention.
 
     Raises:
       ValueError: an attention that has no array of its own, or an array too many.
     """
     leaves_with_path = jax.tree.leaves_with_path(max_logits)
     paths = [_path_names(path) for path, _ in leaves_with_path]
-    positions = []
-    for attention in attentions:
-        matching = []
-        for position, path in enumerate(paths):
-            # flax's `sow` adds a name after the path, and users may leave out its end.
-            common_path = _common_start(path, attention.path)
-            if common_path in (path, attention.path):
-                matching.append(position)
-        if len(matching) == 1:
-            positions += matching
-    # No array is for two attentions, and none is left.
-    is_each_used_once = sorted(positions) == list(range(len(paths)))
-    if not is_each_used_once or len(paths) != len(attentions):
+    attention_paths = [attention.path for attention in attentions]
+    position_of_attention = {}
+    for position, path in enumerate(paths):
+        attention_path = _attention_of_array(path, attention_paths)
+        if attention_path is not None:
+            position_of_attention[attention_path] = position
+    # No attention has two arrays, and each has one.
+    is_each_used = len(position_of_attention) == len(paths)
+    if not is_each_used or len(paths) != len(attentions):
         listed_paths = ", ".join(repr("/".join(path)) for path in paths)
         raise ValueError(
             f"{CALL}: max_logits must have one array for each of "
             f"{[attention.name for attention in attentions]}, got "
             f"{listed_paths or 'none'}."
         )
-    return [leaves_with_path[position][1] for position in positions]
+    arrays = []
+    for attention_path in attention_paths:
+        position = position_of_attention[attention_path]
+        arrays.append(leaves_with_path[position][1])
+    return arrays
+
+
+def _attention_of_array(path: Path, attention_paths: list[Path]) -> Path | None:
+    """The path of the attention that an array at this path belongs to, or None."""
+    # flax's `sow` adds a name after the path of an attention. If one attention is
+    # within another, the array belongs to the inner one.
+    above = [other for other in attention_paths if _common_start(path, other) == other]
+    if above:
+        return max(above, key=len)
+    # Users may leave out the end of the path. Then it must be that of one attention.
+    below = [other for other in attention_paths if _common_start(path, other) == path]
+    return below[0] if len(below) == 1 else None
 
 
 # ------------------------------------------------------ which leaves have which heads

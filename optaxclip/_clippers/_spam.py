@@ -263,8 +263,9 @@ def adaclip(
         schedule.
       stacked: which axes of a leaf index its layers: 1 for the leading axis, or another
         form that `clip_by_tensor_norm` takes.
-      nonfinite: what becomes of a tensor with a NaN or inf in it: "propagate" NaN,
-        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      nonfinite: what becomes of a tensor whose norm is NaN or inf: "propagate" makes it
+        NaN, "zero" makes it 0, "raise" raises FloatingPointError (under jit it is a
+        `checkify.check`).
       mesh_axes: over which mesh axes leaves are split: "auto", names, None or a tree
         prefix of PartitionSpec, as in `clip_by_global_norm`. Stacked leaves that are
         split need PartitionSpecs.

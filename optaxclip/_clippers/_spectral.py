@@ -33,6 +33,7 @@ import numpy as np
 import optax
 from jax import Array, lax
 from jax.core import ShapedArray
+from jax.tree_util import KeyPath
 
 from .. import _trees as trees
 from .._axes import ByPath, Stacked, check_no_bool, other_axes, stacked_axes
@@ -123,9 +124,9 @@ def clip_by_spectral_norm(
         prefix of ints, or a function of the leaf's path and the leaf.
       stacked: which axes of a leaf index its layers, each a matrix: 1 for the leading
         axis, or another form that `clip_by_tensor_norm` takes.
-      nonfinite: what becomes of a leaf whose norm is NaN or inf: "propagate" makes it
-        NaN, "zero" makes it zero, "raise" raises FloatingPointError outside jit and is
-        a `checkify.check` inside.
+      nonfinite: what becomes of a tensor whose norm is NaN or inf: "propagate" makes it
+        NaN, "zero" makes it 0, "raise" raises FloatingPointError (under jit it is a
+        `checkify.check`).
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`. Its norms are spectral
@@ -237,9 +238,9 @@ def _matrix_of_distinct_values(matrices: Array) -> Array:
     """A matrix of norm 1 and of the shape of these, [1, ..., rows, columns], whose
     singular values differ.
 
-    It takes the place of matrices that are not shrunk. Zeros and others with equal
-    singular values would make the derivative of a decomposition NaN, and `jnp.where`
-    passes a NaN on, also from the branch that it does not take.
+    It takes the place of matrices that are not shrunk. The derivative of a
+    decomposition is NaN for equal singular values, such as those of zeros, and
+    `jnp.where` passes a NaN on, also from the branch that it does not take.
     """
     rows, columns = matrices.shape[-2:]
     values = jnp.arange(columns, 0, -1)[None, :] / columns
@@ -370,7 +371,8 @@ class SpectralNorm(NamedTuple):
         norms = l2_norms.local_values()
         for matrix_shape, indices in self.indices_by_shape(tree).items():
             matrices = matrix_shape.stack(leaves, indices)
-            # The largest modulus is near enough to the spectral norm to divide by.
+            # The spectral norm is not known yet. The largest modulus is below it by at
+            # most a factor of sqrt(rows * columns), so no square overflows.
             moduli = jnp.abs(matrices)
             largest_moduli = jnp.max(moduli, (-2, -1), keepdims=True)
             quotients, divisors = _divided_by_power_of_2(matrices, largest_moduli)
@@ -407,14 +409,7 @@ class SpectralNorm(NamedTuple):
             if len(matrix_axes) < 2:
                 continue
             column_rank = 1 if columns[index] is None else columns[index]
-            check_no_bool(self.call, "columns", column_rank)
-            is_whole = isinstance(column_rank, (int, np.integer))
-            if not is_whole or not 1 <= column_rank < len(matrix_axes):
-                raise ValueError(
-                    f"{self.call}: columns must be a whole number from 1 to "
-                    f"{len(matrix_axes) - 1} for the leaf {trees.path_name(path)!r} of "
-                    f"shape {shape}, got {shown(column_rank)}."
-                )
+            self._check_columns(column_rank, len(matrix_axes), path, shape)
             # The trailing `column_rank` axes are the columns, and all others the rows.
             sizes = [shape[axis] for axis in matrix_axes]
             row_count = math.prod(sizes[:-column_rank])
@@ -429,6 +424,21 @@ class SpectralNorm(NamedTuple):
                 )
                 indices_by_shape.setdefault(matrix_shape, []).append(index)
         return indices_by_shape
+
+    def _check_columns(
+        self, column_rank: Any, rank: int, path: KeyPath, shape: tuple[int, ...]
+    ) -> None:
+        """Raises unless a leaf has so many axes of columns, and one of rows. `rank`
+        counts its axes without those of layers.
+        """
+        check_no_bool(self.call, "columns", column_rank)
+        is_whole = isinstance(column_rank, (int, np.integer))
+        if not is_whole or not 1 <= column_rank < rank:
+            raise ValueError(
+                f"{self.call}: columns must be a whole number from 1 to {rank - 1} for "
+                f"the leaf {trees.path_name(path)!r} of shape {shape}, got "
+                f"{shown(column_rank)}."
+            )
 
 
 class MatrixShape(NamedTuple):

@@ -148,20 +148,31 @@ def _check_shared(path: str, entry: Array, entry_of_all_layers: Array | None) ->
 
     `entry` is made for one layer in each stack, `entry_of_all_layers` for all.
     """
-    is_key = jnp.issubdtype(entry.dtype, jax.dtypes.extended)
-    # `jax.random.PRNGKey` makes uint32[2]. Other arrays may be shared: the
-    # coefficients of muon are float32[3].
-    is_legacy_key = entry.dtype == jnp.uint32 and entry.shape != ()
     is_shared = (
         entry_of_all_layers is not None and entry_of_all_layers.shape == entry.shape
     )
-    if is_key or is_legacy_key or not is_shared:
-        raise ValueError(
-            "release: the state of optimizer must be numbers, and arrays of the shape "
-            f"of a leaf, for any number of layers, but {path!r} is "
-            f"{entry.dtype}{list(entry.shape)}. Random keys and factored moments are "
-            "not. Adafactor has none with factored=False."
-        )
+    is_key = jnp.issubdtype(entry.dtype, jax.dtypes.extended)
+    # `jax.random.PRNGKey` makes uint32[2]. Other arrays may be shared: the
+    # coefficients of muon are float32[3].
+    is_legacy_key = is_shared and entry.dtype == jnp.uint32 and entry.shape != ()
+    if is_key or is_legacy_key:
+        reason = " All layers would draw the same numbers from it."
+    elif is_shared:
+        return
+    elif not jnp.issubdtype(entry.dtype, jnp.inexact):
+        # Layers return their new entries in the place of cotangents, and cotangents are
+        # no integers.
+        reason = " Integers and bools of each layer cannot pass through the backward "
+        reason += "pass."
+    elif ".v_row" in path or ".v_col" in path:
+        reason = " adafactor(factored=False) has no such array."
+    else:
+        reason = ""
+    raise ValueError(
+        "release: the state of optimizer must be numbers, and float arrays of the "
+        "shape of a leaf, for any number of layers, but "
+        f"{path!r} is {entry.dtype}{list(entry.shape)}.{reason}"
+    )
 
 
 def _check_new_state(entries: Entries, new_entries: Entries) -> None:
@@ -210,6 +221,6 @@ def _check_reads(optimizer: LeafOptimizer, path: str, wrong_leaves: set[str]) ->
         )
     raise ValueError(
         "release: optimizer must treat each array by itself, but its "
-        f"{optimizer.name_of_leaf[path]!r} depends on {names}. In the place of clips "
-        "and skips set max_norm and nonfinite here."
+        f"{optimizer.name_of_leaf[path]!r} depends on {names}. If it clips or skips, "
+        "leave that out, and set max_norm and nonfinite here."
     )

@@ -23,7 +23,6 @@ from .._kernel import without_overrides
 from .._mesh_types import varying
 from .._moduli import wide_dtype
 from .._numbers import kept_finite
-from .._outcome import are_sound
 from .._state import clip_states
 from .._trees import PyTree, leaves_to_clip, put_back, weights_of
 
@@ -96,10 +95,12 @@ def constrain(
         extra_args = without_overrides(extra_args)
         moved = jax.tree.map(_moved_weight, weights, inexact_updates)
         clipped, new_state = clipper.update(moved, state, params, **extra_args)
-        are_broken = [
-            ~are_sound(clip_state.norm, clip_state.limit)
-            for clip_state in clip_states(new_state)
-        ]
+        new_counts = _counts_of_broken_steps(new_state)
+        old_counts = _counts_of_broken_steps(state)
+        if not old_counts:
+            # A state of None, as for a clipper of optax, begins anew.
+            old_counts = [jnp.zeros_like(count) for count in new_counts]
+        are_broken = [new != old for new, old in zip(new_counts, old_counts)]
         update_to_clipped = partial(_update_to_clipped, are_broken)
         changes = jax.tree.map(
             update_to_clipped, inexact_updates, weights, moved, clipped
@@ -107,6 +108,13 @@ def constrain(
         return put_back(changes, updates), new_state
 
     return optax.GradientTransformationExtraArgs(clipper.init, update)
+
+
+def _counts_of_broken_steps(state: PyTree) -> list[Array]:
+    """For each clipper in a state: how many steps broke each of its norms, by a norm
+    that is not finite, a limit of NaN, or a shrink that returns no norm.
+    """
+    return [clip_state.nonfinite for clip_state in clip_states(state)]
 
 
 def _moved_weight(weight: Array, update: Array) -> Array:

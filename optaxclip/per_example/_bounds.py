@@ -1,26 +1,34 @@
 """Proved bounds of a sum of clipped gradients, in units of the limit.
 
-    gamma(n) = n u / (1 - n u)       bounds the relative error of n roundings
-    r = k (gamma(N) + t)             the terms of an example are rounded by at most r
-    excess = e + r                   one example adds at most 1 + excess
-    change = excess + 2 (B - 1) r    one of B examples changes it by 1 + change
-    longest = B (1 + excess)         the norm of the sum is at most this
+A clipped gradient is as long as the limit at most, but for rounding:
 
-B     how many examples there are
-u     the unit of rounding, 2^-24 for float32. Matrix products of the sum have JAX's
-      highest precision, so this holds on a GPU and TPU too
-N     how many roundings a term of the sum goes through: width + turns + 4. By gram
-      min(width * positions, block) + 4 + devices + turns + 4. The width is how many
-      examples all devices take at once, in B / width turns, and a block is how many
-      terms are added up before Kahan's sum
-t     2^-16 for each product whose factors are split into two bfloat16 numbers, else 0
-k     the sum of |terms| of a clipped gradient is at most k limits. Where gradients are
-      added up k is 1 + e. Where norms are by gram it is 17, MAX_CANCELLATION + 1: the
-      terms of positions may cancel to 1/16
-e     the relative error of a clipped norm: rounding in its sum of squares, in the gram
-      matrix, and from norm to factor
+    e     the relative error of a clipped norm: in its sum of squares, in the gram
+          matrix, and from norm to factor
+    r     how far rounding moves the terms of one example in the sum of B examples
 
-e and r are the largest of all parameters. docs/numerics.md has the proof.
+    excess = e + r                    one example adds at most 1 + excess
+    change = excess + 2 (B - 1) r     one example changes the sum by at most 1 + change:
+                                      with it and without it the terms of all others may
+                                      be rounded in opposite directions
+    longest = B (1 + excess)          the sum is at most this long
+
+Both errors are the largest of all parameters. How r is computed:
+
+    r = k (gamma(N) + t)
+    gamma(n) = n u / (1 - n u)        the relative error of n roundings
+
+    u     the unit of rounding, 2^-24 for float32. Matrix products of the sum have JAX's
+          highest precision, so this holds on a GPU and TPU too
+    N     how many roundings a term goes through: width + turns + 4. By gram
+          min(width * positions, block) + 4 + devices + turns + 4. The width is how many
+          examples all devices take at once, in B / width turns, and a block is how many
+          terms are added up before Kahan's sum
+    t     2^-16 for each product whose factors are split into two bfloat16 numbers
+    k     the sum of |terms| of a clipped gradient is at most k limits. Where gradients
+          are added up k is 1 + e. Where norms are by gram it is 17, MAX_CANCELLATION +
+          1: the terms of positions may cancel to 1/16
+
+docs/numerics.md has the proof.
 """
 
 from typing import NamedTuple
@@ -64,6 +72,16 @@ class Bounds(NamedTuple):
     longest: float  # the norm of the sum is at most this
 
 
+class LeafErrors(NamedTuple):
+    """What rounding adds by one parameter."""
+
+    is_by_gram: bool
+    roundings_of_squares: int  # in the sum of squares of an example
+    error_of_gram: float  # relative, of the norm. 0 if it is not by gram
+    error_of_factor: float  # relative, from the sum of squares to the factor
+    error_of_terms: float  # gamma(N) + t: of the terms of the sum, relative to each
+
+
 def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     """The bounds of the sum that a choice computes. For sums (`problem.is_sum`): of a
     mean, whose numbers come back too, nothing is proved.
@@ -74,57 +92,74 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     shares_random_bits = any(map(has_bits_that_vmap_changes, equations))
     if shares_random_bits or problem.has_symbolic_sizes:
         return Bounds(excess=np.inf, change=np.inf, longest=np.inf)
-    # In shard_map and pmap the caller adds up the sums of devices, by lax.psum. The
-    # proof adds up one microbatch of each device, and then the turns. So width and size
-    # are those of all devices together.
-    devices = device_count(problem.batch_axes)
-    size = problem.size * devices
-    width = choice.width * devices
-    turns = -(-size // width)
-    # Each list begins with a 0, for a loss without parameters.
-    roundings_of_squares = 0
-    factor_errors = [0.0]
-    gram_errors = [0.0]
-    errors_of_gram_sums = [0.0]
-    errors_of_other_sums = [0.0]
-    leaves = jax.tree.leaves(problem.params)
-    for plan, leaf, split_axes in zip(
-        choice.plans(problem), leaves, problem.axes_of_params
-    ):
-        if isinstance(plan, GramPlan):
-            # The terms of a block are added up. Kahan's sum has two roundings for the
-            # blocks of an example, and two for those of all examples.
-            block = min(width * plan.positions, block_size())
-            roundings_of_term = block + 2 + 2 + devices
-            gram_errors.append(_error_of_gram(plan))
-            errors_of_sums = errors_of_gram_sums
-        else:
-            roundings_of_term = width
-            errors_of_sums = errors_of_other_sums
-            # Norms by gram square no gradients.
-            roundings_of_squares += leaf.size * device_count(split_axes)
-        # A norm by product squares a row and a column (together at most one number more
-        # than the matrix), and then the product of their norms.
-        roundings_of_squares += 2
-        # A gradient times its factor and the divisor is rounded four times.
-        roundings_of_term += turns + 4
-        dtype = _dtype_of_sum(plan, leaf)
-        error = gamma(roundings_of_term, dtype) + _error_of_split_factors(plan)
-        errors_of_sums.append(error)
-        factor_errors.append(gamma(_roundings_of_factor(), dtype))
-    error_of_norm = (
-        _error_of_squares(roundings_of_squares) + max(gram_errors) + max(factor_errors)
-    )
-    error_of_sum = max(
-        (MAX_CANCELLATION + 1) * max(errors_of_gram_sums),
-        (1 + error_of_norm) * max(errors_of_other_sums),
-    )
+    errors = _errors_of_leaves(problem, choice)
+    error_of_norm = _error_of_norm(errors)
+    error_of_sum = 0.0
+    for leaf in errors:
+        # k: the terms of a clipped gradient together, in limits
+        size_of_terms = 1 + error_of_norm
+        if leaf.is_by_gram:
+            size_of_terms = MAX_CANCELLATION + 1
+        error_of_sum = max(error_of_sum, size_of_terms * leaf.error_of_terms)
     excess = error_of_norm + error_of_sum
+    size = problem.size * device_count(problem.batch_axes)
     return Bounds(
         excess,
         change=excess + 2 * (size - 1) * error_of_sum,
         longest=size * (1 + excess),
     )
+
+
+def _errors_of_leaves(problem: Problem, choice: Choice) -> list[LeafErrors]:
+    """What rounding adds by each parameter."""
+    # In shard_map and pmap the caller adds up the sums of devices, by lax.psum. The
+    # proof adds up one microbatch of each device, and then the turns. So the width is
+    # that of all devices together.
+    devices = device_count(problem.batch_axes)
+    width = choice.width * devices
+    turns = -(-problem.size // choice.width)
+    leaves = jax.tree.leaves(problem.params)
+    plans = choice.plans(problem)
+    errors = []
+    for plan, leaf, split_axes in zip(plans, leaves, problem.axes_of_params):
+        # A norm by product squares a row and a column (together at most one number more
+        # than the matrix), and then the product of their norms.
+        roundings_of_squares = 2
+        error_of_gram = 0.0
+        is_by_gram = isinstance(plan, GramPlan)
+        if is_by_gram:
+            # The terms of a block are added up. Kahan's sum has two roundings for the
+            # blocks of an example, and two for those of all examples.
+            block = min(width * plan.positions, block_size())
+            roundings_of_term = block + 2 + 2 + devices
+            error_of_gram = _error_of_gram(plan)
+        else:
+            roundings_of_term = width
+            # Norms by gram square no gradients.
+            roundings_of_squares += leaf.size * device_count(split_axes)
+        # A gradient times its factor and the divisor is rounded four times.
+        roundings_of_term += turns + 4
+        dtype = _dtype_of_sum(plan, leaf)
+        error_of_terms = gamma(roundings_of_term, dtype) + _error_of_split_factors(plan)
+        leaf_errors = LeafErrors(
+            is_by_gram,
+            roundings_of_squares,
+            error_of_gram,
+            error_of_factor=gamma(_roundings_of_factor(), dtype),
+            error_of_terms=error_of_terms,
+        )
+        errors.append(leaf_errors)
+    return errors
+
+
+def _error_of_norm(errors: list[LeafErrors]) -> float:
+    """The relative error of the norm of a clipped gradient, e above. 0 for a loss
+    without parameters.
+    """
+    roundings_of_squares = sum(leaf.roundings_of_squares for leaf in errors)
+    error_of_gram = max((leaf.error_of_gram for leaf in errors), default=0.0)
+    error_of_factor = max((leaf.error_of_factor for leaf in errors), default=0.0)
+    return _error_of_squares(roundings_of_squares) + error_of_gram + error_of_factor
 
 
 def _is_only_on_cpus() -> bool:

@@ -12,9 +12,22 @@ import optaxclip
 from optaxclip import dropin, per_example, replay, rules, shrinks
 
 LONGEST = 1200
+
+
+class Model:
+    """As of flax or equinox: a function whose `repr` has all of its layers."""
+
+    def __call__(self, x, *, train):
+        return x
+
+    def __repr__(self):
+        return "Model(\n" + "    Dense(features=64),\n" * 100 + ")"
+
+
 LARGE = {
     "a tree": {f"layer {i}": np.ones((20, 20)) for i in range(20)},
     "a string": "limit " * 400,
+    "a model": Model(),
 }
 MODULES = [optaxclip, rules, shrinks, per_example, replay]
 MODULES += [dropin.keras, dropin.torch_style, dropin.tensorflow_style]

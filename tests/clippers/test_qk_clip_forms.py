@@ -184,6 +184,28 @@ def test_each_array_of_logits_belongs_to_one_attention():
             shrunk(params, logits, **where)
 
 
+def test_an_attention_within_another_has_logits_of_its_own():
+    inner = {"query": {"kernel": jnp.ones((4, 2, 3))}}
+    inner["key"] = inner["query"]
+    outer = inner | {"attention": inner}
+    high, low = jnp.array([20.0, 80.0]), jnp.array([80.0, 20.0])
+    for attention_logits in (
+        {"max_logits": (high,), "attention": {"max_logits": (low,)}},
+        {"max_logits": high, "attention": low},
+    ):
+        params, logits = {"attention": outer}, {"attention": attention_logits}
+        new, _ = shrunk(params, logits, **attention.PATTERNS)
+        for module, roots in (
+            (new["attention"], [1, 0.5]),
+            (new["attention"]["attention"], [0.5, 1]),
+        ):
+            kernel = module["key"]["kernel"]
+            np.testing.assert_allclose(kernel[0, :, 0], roots, rtol=1e-6)
+    # An array that is above both says of neither.
+    with pytest.raises(ValueError, match="must have one array for each of"):
+        shrunk({"layer": {"attention": outer}}, {"layer": high}, **attention.PATTERNS)
+
+
 def test_groups_of_two_queries_a_key_and_a_value_share_a_leaf():
     # Megatron's layout: for each key head its queries, the key and the value.
     params = {"qkv": jnp.ones((4, 2 * 12))}

@@ -1,6 +1,7 @@
 """The docstrings of everything public, which is what `help()` shows."""
 
 import inspect
+import re
 from collections import Counter
 from types import ModuleType
 
@@ -50,3 +51,18 @@ def test_a_line_that_is_said_twice_is_found():
 
 def test_code_may_be_written_twice():
     assert not repeated(">>> run(a_long_name, and_another_one)\n" * 2)
+
+
+NONFINITE = re.compile(
+    "nonfinite: what becomes of (updates|gradients|a tensor|a unit|a group) whose norm "
+    'is NaN or inf: "propagate" makes (them|it) NaN, "zero" makes (them|it) 0, "raise" '
+    r"raises FloatingPointError \(under jit it is a `checkify.check`\)\."
+)
+
+
+def test_nonfinite_is_described_by_the_same_words_everywhere():
+    for path, thing in EVERYTHING.items():
+        text = " ".join((inspect.getdoc(thing) or "").split())
+        # `release` has layers that are broken separately.
+        if " nonfinite: what " in text and path != "optaxclip.release":
+            assert NONFINITE.search(text), path

@@ -74,9 +74,11 @@ def test_every_public_name_is_in_the_reference_once():
     assert sorted(described) == sorted(public)
 
 
-def test_a_page_of_names_says_where_their_docstrings_are():
+def test_a_page_of_names_says_what_they_are_and_where_their_docstrings_are():
     for page in DOCS.glob("api/*.md"):
-        assert "\n> On GitHub this page has only names." in page.read_text(), page
+        _, sentence, note, *_ = page.read_text().split("\n\n")
+        assert sentence.endswith(".") and sentence[0].isupper(), page
+        assert note.startswith("> On GitHub this page has only names."), page
 
 
 # A site as small as can be, built with the settings, the hooks and the command of ours.

@@ -1,5 +1,7 @@
 """`summary=True`: one row for all norms of a clipper."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,14 @@ def test_a_tensor_that_is_not_finite_is_the_worst():
         found = summary(after(optaxclip.clip_by_tensor_norm(1.0), grads))
         assert found["clip/worst_name"] == "b" and found["clip/nonfinite_count"] == 1
         assert found["clip/norms_clipped"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("norms", [*itertools.permutations([np.inf, np.nan, 5.0])])
+def test_top_names_the_same_tensor_as_a_summary(norms):
+    grads = {name: jnp.array([norm]) for name, norm in zip("abc", norms)}
+    state = after(optaxclip.clip_by_tensor_norm(1.0), grads)
+    (path,) = optaxclip.metrics(state, only="limit", top=1)
+    assert path == f"clip/limit/{summary(state)['clip/worst_name']}"
 
 
 def test_tensors_with_limits_of_their_own_are_compared():

@@ -67,6 +67,22 @@ def test_16_bit_gradients_are_rounded_once(dtype):
     np.testing.assert_allclose(np.asarray(found.grads, np.float64), wanted, rtol=half)
 
 
+@pytest.mark.parametrize("method", ["ghost", "one_pass"])
+def test_rows_of_a_table_in_8_bits_are_added_up_in_float32(method):
+    table = jnp.ones((5, 3), jnp.float8_e5m2)
+    rows = jnp.array([[0, 0, 4], [1, 2, 3]])
+    grad = clipped_grad(
+        lambda table, rows: jnp.sum(table[rows].astype(jnp.float32)),
+        None,
+        mean=False,
+        method=method,
+    )
+    found = jax.jit(grad)(table, rows)
+    wanted = np.repeat([[2], [1], [1], [1], [1]], 3, axis=1)
+    np.testing.assert_array_equal(found.grads, wanted)
+    np.testing.assert_allclose(found.norms, np.sqrt([15, 9]), rtol=4 * EPS)
+
+
 def in_16_bits(p, x):
     out = jnp.dot(*map(jnp.float16, (x, p)), precision="F16_F16_F16")
     return jnp.sum(out.astype(jnp.float32))

@@ -37,6 +37,13 @@ def with_state(init):
     return optax.GradientTransformation(init, lambda grads, state, _: (grads, state))
 
 
+def with_zeros_of_each_weight(dtype):
+    def init(params):
+        return {"mask": jax.tree.map(lambda x: jnp.zeros_like(x, dtype), params)}
+
+    return with_state(init)
+
+
 MIXES = {
     "clip": (
         optax.chain(optax.clip_by_global_norm(1.0), SGD),
@@ -51,11 +58,11 @@ MIXES = {
     "apply_if_finite": (optax.apply_if_finite(SGD, 3), "its 'layers/bias' depends on"),
     "noise": (
         optax.add_noise(0.1, 0.5, jax.random.key(0)),
-        "but '[1].rng_key' is key<fry>[]. Random keys",
+        "but '[1].rng_key' is key<fry>[]. All layers would draw the same",
     ),
     "legacy key": (
         with_state(lambda params: jax.random.PRNGKey(0)),
-        "but '[1]' is uint32[2]. Random keys",
+        "but '[1]' is uint32[2]. All layers would draw the same",
     ),
     "state by shape": (
         with_state(lambda params: {f"rows_{params['layers']['w'].shape[0]}": 0.0}),
@@ -63,7 +70,16 @@ MIXES = {
     ),
     "adafactor": (
         optax.adafactor(0.1, min_dim_size_to_factor=2),
-        "Adafactor has none with factored=False.",
+        "is float32[1]. adafactor(factored=False) has no such array.",
+    ),
+    "int8 of each weight": (
+        with_zeros_of_each_weight(jnp.int8),
+        "but \"[1]['mask']['layers']['bias']\" is int8[1, 2]. Integers and bools of "
+        "each layer cannot pass through the backward pass.",
+    ),
+    "bool of each weight": (
+        with_zeros_of_each_weight(bool),
+        "is bool[1, 2]. Integers and bools of each layer",
     ),
     "prodigy": (optax.contrib.prodigy(0.1), "depends on 'bias', 'layers/w'."),
     "novograd": (
@@ -77,7 +93,7 @@ MIXES = {
         "optimizer is called with gradients, state and params alone, and with None in "
         "the place of some leaves. It raised: reduce_on_plateau",
     ),
-    "sm3": (optax.sm3(0.1), "arrays of the shape of a leaf"),
+    "sm3": (optax.sm3(0.1), "\"[1][0].mu['layers']['bias'][0]\" is float32[1]."),
 }
 
 
@@ -86,6 +102,16 @@ def test_an_optimizer_that_mixes_layers_is_named_with_its_reason(name):
     optimizer, text = MIXES[name]
     with pytest.raises((TypeError, ValueError), match=re.escape(text)):
         release(loss, optimizer).init(PARAMS, X)
+
+
+def test_only_adafactor_is_told_what_adafactor_can_do():
+    hinted = []
+    for name, (optimizer, _) in MIXES.items():
+        with pytest.raises((TypeError, ValueError)) as refused:
+            release(loss, optimizer).init(PARAMS, X)
+        if "adafactor" in str(refused.value).lower():
+            hinted.append(name)
+    assert hinted == ["adafactor"]
 
 
 def clipped_by_weights_of_layers():

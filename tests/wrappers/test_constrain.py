@@ -232,6 +232,21 @@ def test_a_broken_step_that_is_cleared_leaves_the_weights():
     np.testing.assert_array_equal(steps["b"], [-0.5])
 
 
+def test_a_shrink_that_breaks_a_step_leaves_the_weights():
+    clipper = optaxclip.clip_by_tensor_norm(
+        1.0, shrink=lambda norm, limit: jnp.sqrt(limit - norm), nonfinite="zero"
+    )
+    params = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([0.5])}
+    zero = jax.tree.map(jnp.zeros_like, params)
+    clear = constrain(clipper)
+    # Without a state it begins anew.
+    for state in (clear.init(params), None):
+        steps, state = clear.update(zero, state, params)
+        assert list(state.nonfinite) == [1, 0]
+        np.testing.assert_array_equal(steps["a"], [0, 0])
+        assert steps["b"] > 0
+
+
 def test_weights_of_8_bits_use_the_whole_range_of_their_dtype():
     # 448 is the largest float8_e4m3fn. That of an IEEE format of its bits is 240.
     weights = jnp.array([448.0, -448.0, 2.0**-9], jnp.float8_e4m3fn)

@@ -130,7 +130,8 @@ def _scattered(rows: Array, c: Array, shape: tuple[int, ...]) -> Array:
     dtype = np.promote_types(c.dtype, np.float32)
     batch_shape = len(rows), *shape
     zeros = jnp.zeros(batch_shape, dtype)
-    return jax.vmap(of_one)(zeros, rows, c)
+    # JAX promotes no 8-bit floats by itself.
+    return jax.vmap(of_one)(zeros, rows, c.astype(dtype))
 
 
 def norms_by_gram(products: list[OuterProducts], roundings: int | None) -> NormSource:
