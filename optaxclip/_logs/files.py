@@ -196,10 +196,11 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
 def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     """The dicts that stand in a text, as JSON or as Python prints them."""
     first_dict, _ = _dict_at(text, 0)
-    columns_up_to_cut = _columns_up_to_cut(text)
-    if not first_dict and columns_up_to_cut:
-        notes.append("The JSON is cut off, and read up to there.")
-        return _rows_in(columns_up_to_cut)
+    if not first_dict:
+        columns = _columns_up_to_cut(text)
+        if columns:
+            notes.append("The JSON is cut off, and read up to there.")
+            return _rows_in(columns)
     dicts: list[Row] = []
     other_text = ""
     end = 0
@@ -414,7 +415,7 @@ def _advice_for_text(text: str) -> str:
         # mmdet prints "Iter [50/900]".
         gap = r"[ :=]+\[? *(?=[-+]?\.?\d)"
         matches = re.finditer(rf"(?i){lookbehind}({label}){gap}", text)
-        labels = Counter(match[0] for match in matches)
+        labels = Counter(_as_pattern(match[0]) for match in matches)
         if not labels:
             continue
         most_frequent, label_counts[quantity] = labels.most_common(1)[0]
@@ -422,14 +423,13 @@ def _advice_for_text(text: str) -> str:
         # Of several optimizers each has a group, as in critic/grad_norm. verl leaves
         # out the actor's norm in the first steps.
         names_in_groups = {
-            re.sub(r"\W+", "_", label).strip("_"): label
+            re.sub(r"(\\s\*|\W)+", "_", label).strip("_"): label
             for label, count in labels.items()
             if "/" in label and count >= label_counts[quantity] / 2
         }
         if len(names_in_groups) > 1:
             columns = names_in_groups
         for column, label in columns.items():
-            label = _as_pattern(label)
             patterns[column] = _pattern_of(column, label, lookbehind, text)
     losses_or_norms = max(label_counts["loss"], label_counts["grad_norm"])
     if losses_or_norms == 0:
