@@ -143,7 +143,10 @@ CUT_OFF = [
     ('{"norm": 1}\n{"norm": 2}\n{"norm": 3', "The last one is '{\"norm\": 3'"),
     ('[{"norm": 1},\n{"norm": 2},\n{"no', "The last one is '{\"no'"),
     ('[{"norm": 1}, {"norm": 2}, {', "1 lines or parts .* The last one is ', {'"),
-    ('{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"a": 1, "no', "one is '\"no'"),
+    (
+        '{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"a": 1, "no',
+        "last one is '{\"a",
+    ),
     ('{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"no', "The JSON is cut off"),
     # A dict of lists, in a group, and where a name is cut in two.
     ('{"loss": [3, 2, 1], "norm": [1, 2, 2.', "The JSON is cut off"),
