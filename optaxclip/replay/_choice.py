@@ -149,7 +149,8 @@ def _reasons_for_guard(
 
 def _steps_above(limit: float, column: Column) -> str:
     """Where the norms above a limit lie: at the start, or spread over the log."""
-    steps = column.steps[column.values > limit]
+    # In float32, as rules compare.
+    steps = column.steps[column.values.astype(np.float32) > limit]
     count = len(steps)
     if count == 0:
         return f"No step is above {limit:g}."
