@@ -62,8 +62,12 @@ def _print_report(options: argparse.Namespace) -> None:
     choice = None
     for column in columns:
         choice = _choice_for(column)
-        source = _about_source(column, options)
-        lines += [source, *_advice(column, choice), *_about_norms(column), ""]
+        lines += [
+            _about_source(column, options),
+            *_advice(column, choice),
+            *_about_norms(column),
+            "",
+        ]
     if not log.has_steps:
         lines += ["There is no column of steps, so rows are counted, from 0.", ""]
     if log.notes:
