@@ -149,8 +149,8 @@ def _reasons_for_guard(
 
 def _steps_above(limit: float, column: Column) -> str:
     """Where the norms above a limit lie: at the start, or spread over the log."""
-    # In float32, as rules compare.
-    steps = column.steps[column.values.astype(np.float32) > limit]
+    # A limit of a rule was rounded to float32, perhaps below the norm that it is.
+    steps = column.steps[column.values > limit * (1 + 1e-6)]
     count = len(steps)
     if count == 0:
         return f"No step is above {limit:g}."
