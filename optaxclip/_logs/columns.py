@@ -31,6 +31,7 @@ class Log(NamedTuple):
 
     columns: dict[str, Column]
     notes: Notes
+    has_steps: bool  # otherwise steps are the numbers of the rows, from 0
 
 
 # Of the rows, at least so many have an entry in a column of steps.
@@ -65,7 +66,16 @@ def log_from_rows(rows: Sequence[Row], notes: Notes) -> Log:
       ValueError: there is no number in them.
     """
     flat_rows = [flattened(row) for row in rows]
-    steps = _take_out_steps(flat_rows, notes)
+    step_name, begins_again = _name_of_steps(flat_rows)
+    if step_name is None:
+        steps = range(len(rows))
+    else:
+        steps = _take_out_steps(flat_rows, step_name, begins_again)
+    if begins_again:
+        notes.append(
+            f"The column {step_name!r} begins again, as in each epoch, and is counted "
+            "on. If the run was started anew, delete the rows of earlier ones."
+        )
     entries_by_name: dict[str, list[Entry]] = defaultdict(list)  # by name
     for step, row in zip(steps, flat_rows):
         for name, cell in row.items():
@@ -78,28 +88,18 @@ def log_from_rows(rows: Sequence[Row], notes: Notes) -> Log:
             columns[name] = column
     if not columns:
         sentences = [
-            f"there is no number in it. It has {len(rows)} rows with "
-            f"{quoted(list(entries_by_name)) or 'no names'}. A log has a row for each "
-            "step, with a number under each name, such as "
-            '{"loss": 2.5, "grad_norm": 1.0}.',
+            "there is no number in it. A log has a row for each step, with a number "
+            'under each name, such as {"loss": 2.5, "grad_norm": 1.0}.',
             *notes,
         ]
         raise ValueError(" ".join(sentences))
-    return Log(columns, notes)
+    return Log(columns, notes, has_steps=step_name is not None)
 
 
-def _take_out_steps(rows: Sequence[dict[str, object]], notes: Notes) -> Sequence[int]:
-    """Takes the column of steps out of the rows, and returns the step of each row.
-    Without such a column rows are counted.
-    """
-    step_name, begins_again = _name_of_steps(rows)
-    if step_name is None:
-        return range(len(rows))
-    if begins_again:
-        notes.append(
-            f"The column {step_name!r} begins again, as in each epoch, and is counted "
-            "on. If the run was started anew, delete the rows of earlier ones."
-        )
+def _take_out_steps(
+    rows: Sequence[dict[str, object]], step_name: str, begins_again: bool
+) -> Sequence[int]:
+    """Takes the column of steps out of the rows, and returns the step of each row."""
     steps: list[int] = []
     step = 0
     steps_before = 0  # in earlier epochs

@@ -25,6 +25,11 @@ FORMATS_TEXT = (
     "The reader takes JSON lines, JSON, CSV with a header, printed dicts, .npy, .npz, "
     "event files of TensorBoard, each also in gzip, and text as UTF-8"
 )
+# What to do with a file that NumPy, gzip or protobuf cannot read.
+ADVICE_FOR_BROKEN_FILE = (
+    "The file is broken, or holds no numbers. A log that survives a kill has a line "
+    'for each step, such as {"step": 1, "grad_norm": 2.5}'
+)
 # Text that is no table has names in each line: "step 1 loss 2.5".
 NAMED_NUMBER = r"(?i)(loss|norm)[ :=]+[-+.\d]"
 
@@ -52,9 +57,13 @@ def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
     notes: Notes = []
     try:
         return log_from_rows(_rows(data, pattern, notes), notes)
+    except ValueError as error:
+        raise ValueError(f"{call}: {path}: {error}") from error
     # For a broken file NumPy, gzip and protobuf raise errors of many types.
     except Exception as error:
-        raise ValueError(f"{call}: {path}: {error}") from error
+        raise ValueError(
+            f"{call}: {path}: {error}. {ADVICE_FOR_BROKEN_FILE}."
+        ) from error
 
 
 def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
@@ -83,11 +92,11 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
 
 def _has_loss_or_norm(rows: Sequence[Row]) -> bool:
     """Whether a name of a column says that it is a loss or a norm of the gradient."""
-    # A loss in the settings is a text, such as "mse".
-    if not any(has_number(flattened(row).values()) for row in rows):
-        return False
-    log = log_from_rows(rows, [])
-    return bool(losses_of(log) or norms_of(log))
+    # Settings without a number are no log. Their loss is a text, such as "mse".
+    with suppress(ValueError):
+        log = log_from_rows(rows, [])
+        return bool(losses_of(log) or norms_of(log))
+    return False
 
 
 def _cleaned_text(data: bytes) -> str:
@@ -99,6 +108,10 @@ def _cleaned_text(data: bytes) -> str:
     text = re.sub("\0{3,}", "\n", text)
     # torchtitan prints in colors.
     text = re.sub(r"\x1b\[[\d;]*m", "", text)
+    # NumPy, JAX and torch print np.float64(2.5), Array([1., nan], dtype=float32) and
+    # tensor(2.5, grad_fn=<MeanBackward0>).
+    arrays = r"\b(?:np\.\w+|[Aa]rray|tensor)\((\[[^()]*\]|[-+.\w]+)[^()]*\)"
+    text = re.sub(arrays, r"\1", text)
     # Tabs stay: a tab at the end of the text marks an empty last cell.
     return text.strip("\r\n ")
 
@@ -121,8 +134,11 @@ def _rows_of_arrays(data: bytes, notes: Notes) -> Sequence[Row]:
     """The rows of an .npz, with a column for each array, or of an .npy, whose only
     column is "norm".
     """
-    loaded = np.load(io.BytesIO(data))
-    arrays = {"norm": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+    try:
+        loaded = np.load(io.BytesIO(data))
+        arrays = {"norm": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+    except ValueError as error:
+        raise ValueError(f"{error}. {ADVICE_FOR_BROKEN_FILE}.") from error
     columns: dict[str, object] = {}
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
@@ -179,6 +195,12 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
 
 def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     """The dicts that stand in a text, as JSON or as Python prints them."""
+    first_dict, _ = _dict_at(text, 0)
+    if not first_dict:
+        columns = _columns_up_to_cut(text)
+        if columns:
+            notes.append("The JSON is cut off, and read up to there.")
+            return _rows_in(columns)
     dicts: list[Row] = []
     other_text = ""
     end = 0
@@ -244,6 +266,19 @@ def _rows_of_pandas(table: Row) -> list[Row]:
     return [{"index": index, **row} for index, row in rows.items()]
 
 
+def _columns_up_to_cut(text: str) -> Row:
+    """The columns of {"step": [1, 2], "loss": [2.5, 1. whose end is missing. An empty
+    dict for another text.
+    """
+    # The last number, or the last name, may be cut in two.
+    whole_entries, _, _ = text.rpartition(",")
+    # The cut is in a list or behind it, in the outermost dict or in one group of it.
+    for closing in ("]}", "}", "]}}", "}}"):
+        with suppress(json.JSONDecodeError, RecursionError):
+            return json.loads(whole_entries + closing)
+    return {}
+
+
 def _dict_at(text: str, start: int) -> tuple[Row, int]:
     """The dict that begins at `start`, and where it ends. If no dict begins there, an
     empty dict and the next place.
@@ -255,26 +290,19 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
         printed = re.compile(r"\{([^{}\n]|\{[^{}\n]*\})*\}").match(text, start)
     if printed is None:
         return {}, start + 1
-    # torch prints tensor(2.5, grad_fn=<MeanBackward0>).
-    source = re.sub(r", grad_fn=<\w+>", "", printed[0])
     try:
-        literal = _WithLiterals().visit(ast.parse(source, mode="eval"))
+        literal = _WithLiterals().visit(ast.parse(printed[0], mode="eval"))
         return dict(ast.literal_eval(literal)), printed.end()
-    except (ValueError, SyntaxError, TypeError, IndexError):
+    except (ValueError, SyntaxError, TypeError):
         # Braces of other text.
         return {}, start + 1
 
 
 class _WithLiterals(ast.NodeTransformer):
-    """Replaces the names nan and inf by numbers, and calls by their first arguments.
-    NumPy and JAX print np.float64(2.5) and Array([1., nan], dtype=float32).
-    """
+    """Replaces the names nan and inf by numbers."""
 
     def visit_Name(self, node: ast.Name) -> ast.Constant:
         return ast.Constant(float(node.id))
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        return self.visit(node.args[0])
 
 
 # ----------------------------------------------------------------------- CSV and text
@@ -401,14 +429,26 @@ def _advice_for_text(text: str) -> str:
     """
     patterns: dict[str, str] = {}  # by column
     label_counts = dict.fromkeys(LABELS, 0)
-    for column, (lookbehind, label) in LABELS.items():
+    for quantity, (lookbehind, label) in LABELS.items():
         # mmdet prints "Iter [50/900]".
         gap = r"[ :=]+\[? *(?=[-+]?\.?\d)"
         matches = re.finditer(rf"(?i){lookbehind}({label}){gap}", text)
         labels = Counter(_as_pattern(match[0]) for match in matches)
-        if labels:
-            most_frequent, label_counts[column] = labels.most_common(1)[0]
-            patterns[column] = _pattern_of(column, most_frequent, lookbehind, text)
+        if not labels:
+            continue
+        most_frequent, label_counts[quantity] = labels.most_common(1)[0]
+        columns = {quantity: most_frequent}
+        # Of several optimizers each has a group, as in critic/grad_norm. verl leaves
+        # out the actor's norm in the first steps.
+        names_in_groups = {
+            re.sub(r"(\\s\*|\W)+", "_", label).strip("_"): label
+            for label, count in labels.items()
+            if "/" in label and count >= label_counts[quantity] / 2
+        }
+        if len(names_in_groups) > 1:
+            columns = names_in_groups
+        for column, label in columns.items():
+            patterns[column] = _pattern_of(column, label, lookbehind, text)
     losses_or_norms = max(label_counts["loss"], label_counts["grad_norm"])
     if losses_or_norms == 0:
         return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."
@@ -418,6 +458,6 @@ def _advice_for_text(text: str) -> str:
         patterns.pop("step", None)
     pattern = "|".join(patterns.values())
     return (
-        f"{FORMATS_TEXT}. Other text needs a pattern (in Python: pattern=...), here "
-        f"--pattern '{pattern}'"
+        "Such text needs a pattern (in Python: pattern=...), here --pattern "
+        f"'{pattern}'"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from .._logs.after_clip import clipped_share
-from .._logs.columns import Column, Log, in_common, logging_interval
+from .._logs.columns import Column, Log, in_common, logging_interval, rows_kept
 from .._logs.files import read_log
 from .._logs.norms import NOISE_SHARE, columns_named
 from .._logs.output import printing
@@ -19,7 +19,6 @@ from ._history import columns_of
 from ._run import MIN_NORMS
 
 ESTIMATES = (
-    "",
     "These are estimates from the recorded norms. Clipping changes a run, so",
     "its norms will differ, and nothing here says how its loss would change.",
 )
@@ -58,23 +57,31 @@ def _print_report(options: argparse.Namespace) -> None:
     """Prints the report, and draws the picture."""
     call = f"replay: {options.log}"
     log = read_log(options.log, "replay", options.pattern)
-    column, *other_columns = columns_of(log, options.column, call)
+    columns = columns_of(log, options.column, call)
+    lines: list[str] = []
     choice = None
-    if other_columns:
-        lines = _about_columns(log, [column, *other_columns])
-    else:
+    for column in columns:
         choice = _choice_for(column)
-        lines = [
-            *_about_source(log, column, options),
-            *_notes_on(column),
-            _range_of(column),
-            *_about_limit_of_run(log, column),
+        lines += [
+            _about_source(column, options),
+            *_advice(column, choice),
+            *_about_norms(column),
             "",
         ]
-        if choice is not None:
-            lines += _table(choice)
-        lines += _advice(column, choice)
-    print("\n".join(lines))
+    if not log.has_steps:
+        lines += ["There is no column of steps, so rows are counted, from 0.", ""]
+    if log.notes:
+        lines += [*log.notes, ""]
+    # Such as an actor's and a critic's.
+    if len(columns) > 1:
+        choice = None
+        lines += [
+            "If one optimizer has them all, clip_by_group_norm takes all limits.",
+            "--column NAME shows the table of one.",
+        ]
+    if choice is not None:
+        lines += [*_table(choice), "", *ESTIMATES]
+    print("\n".join(lines).strip())
     if options.to is None and options.picture is None:
         return
     if choice is None:
@@ -82,6 +89,7 @@ def _print_report(options: argparse.Namespace) -> None:
             f"{call}: --to and --picture need one column, and a limit that is "
             "recommended for it."
         )
+    (column,) = columns
     if options.to is not None:
         print(_at_batch(log, column, choice, options))
     if options.picture is not None:
@@ -93,31 +101,43 @@ def _print_report(options: argparse.Namespace) -> None:
 
 def _choice_for(column: Column) -> Choice | None:
     norms = _norms_above_0(column)
-    if len(norms) < MIN_NORMS:
+    if len(norms.values) < MIN_NORMS:
         return None
     return choice_of(norms, logging_interval(column))
 
 
-def _norms_above_0(column: Column) -> np.ndarray:
-    return column.values[np.isfinite(column.values) & (column.values > 0)]
+def _norms_above_0(column: Column) -> Column:
+    return rows_kept(column, np.isfinite(column.values) & (column.values > 0))
 
 
 # ---------------------------------------------------------------- lines of the report
 
 
-def _about_source(log: Log, column: Column, options: argparse.Namespace) -> list[str]:
+def _about_source(column: Column, options: argparse.Namespace) -> str:
     """Which column the norms are, and why."""
-    lines = [f"Norms: column {column.name!r} of {options.log.name}."]
+    source = f"Column {column.name!r} of {options.log.name}"
     if options.column is None:
-        lines.append("It is taken by its name. --column NAME takes another one.")
-    else:
-        lines.append("It is taken for a gradient norm, as --column says.")
-    return [*lines, *log.notes]
+        return f"{source}, taken by its name (--column NAME takes another one):"
+    return f"{source}, taken for a gradient norm, as --column says:"
 
 
-def _notes_on(column: Column) -> list[str]:
-    """What was left out of a column, and what it does not show."""
-    lines = list(column.notes)
+def _about_norms(column: Column) -> list[str]:
+    """The range of the norms, what was left out, and what they do not show."""
+    is_finite = np.isfinite(column.values)
+    lines = []
+    if is_finite.any():
+        low, middle, high = np.quantile(column.values[is_finite], (0.0, 0.5, 1.0))
+        lines.append(
+            f"{is_finite.sum()} finite norms from {low:.4g} to {high:.4g}, median "
+            f"{middle:.4g}."
+        )
+    if not is_finite.all():
+        lines.append(
+            f"{(~is_finite).sum()} norms ({percent(1 - is_finite.mean())}) are NaN or "
+            "inf, which no clip cures: skip_nonfinite leaves such steps out, and "
+            "python -m optaxclip.doctor says what is known of them."
+        )
+    lines += column.notes
     if column.empty_cells:
         lines.append(f"{column.empty_cells} rows have no entry, and are left out.")
     interval = logging_interval(column)
@@ -126,38 +146,7 @@ def _notes_on(column: Column) -> list[str]:
             f"The rows are {interval} steps apart, and the norms between are not seen "
             "(transformers: logging_steps=1). Windows of rules are counted in steps."
         )
-    is_finite = np.isfinite(column.values)
-    if not is_finite.all():
-        lines.append(
-            f"{percent(1 - is_finite.mean())} of the norms are NaN or inf, which no "
-            "clip cures: skip_nonfinite leaves such steps out, and python -m "
-            "optaxclip.doctor says what is known of them."
-        )
     return lines
-
-
-def _range_of(column: Column) -> str:
-    finite = column.values[np.isfinite(column.values)]
-    count = column.values.size
-    if not finite.size:
-        return f"{count} steps, all of them NaN or inf."
-    low, middle, high = np.quantile(finite, (0.0, 0.5, 1.0))
-    return (
-        f"{count} steps, {count - finite.size} of them NaN or inf. "
-        f"Norms from {low:.4g} to {high:.4g}, median {middle:.4g}."
-    )
-
-
-def _about_limit_of_run(log: Log, column: Column) -> list[str]:
-    """What the limit of the run did, if a clipper of this library logged it."""
-    limit = log.columns.get(f"{column.name.removesuffix('norm_before')}limit")
-    if limit is None:
-        return []
-    steps, (norms, limits) = in_common([column, limit])
-    if not steps.size:
-        return []
-    share = np.mean(norms > limits)
-    return [f"The limits of the run clipped {share:.1%} of the steps."]
 
 
 def _table(choice: Choice) -> list[str]:
@@ -165,9 +154,8 @@ def _table(choice: Choice) -> list[str]:
     clipped steps, the largest first, and then by the limit.
     """
     chosen = choice.suggestion
-    # The chosen row replaces candidates that do the same to the norms.
-    effect = (chosen.limit, chosen.clip_rate)
-    rows = [row for row in choice.candidates if (row.limit, row.clip_rate) != effect]
+    # The usual limit may be one of the candidates, and `zclip` without a cap is one.
+    rows = [row for row in choice.candidates if row.limit != chosen.limit]
     rows.append(chosen)
     rows.sort(key=lambda row: (-row.clip_rate, row.limit))
     # Each column is as wide as its head.
@@ -178,14 +166,14 @@ def _table(choice: Choice) -> list[str]:
             f"{mark} {row.limit:16.4g}  {percent(row.clip_rate):>13}  "
             f"{row.mean_factor:11.3f}  {row.rule}"
         )
-    return [*lines, *ESTIMATES, ""]
+    return lines
 
 
 def _advice(column: Column, choice: Choice | None) -> list[str]:
     """The clipper to take, or why none is recommended."""
     if choice is not None:
         return choice.reasons
-    norms = _norms_above_0(column)
+    norms = _norms_above_0(column).values
     share_of_largest = clipped_share(norms)
     if share_of_largest:
         return [
@@ -198,17 +186,6 @@ def _advice(column: Column, choice: Choice | None) -> list[str]:
         f"{MIN_NORMS} steps or more.",
         f"Until then take {USUAL_LIMIT}, the limit that most trainers use.",
     ]
-
-
-def _about_columns(log: Log, columns: Sequence[Column]) -> list[str]:
-    """A line for each of several norms, such as an actor's and a critic's."""
-    lines = [f"{len(columns)} columns are called a gradient norm.", *log.notes]
-    for column in columns:
-        advice, *further_advice = _advice(column, _choice_for(column))
-        lines.append(f"{column.name}: {_range_of(column)} {advice}")
-        lines += [f"  {line}" for line in [*further_advice, *_notes_on(column)]]
-    lines.append("If one optimizer has them all, clip_by_group_norm takes all limits.")
-    return [*lines, f"--column {columns[0].name!r} shows its table."]
 
 
 def _at_batch(

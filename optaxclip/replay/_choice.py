@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .._logs.columns import Column
 from ..rules import minimum
 from ..rules._rule import Rule
 from ._run import (
@@ -48,14 +49,15 @@ class Choice(NamedTuple):
     candidates: list[Suggestion]
 
 
-def choice_of(norms: np.ndarray, every: int) -> Choice | None:
+def choice_of(column: Column, every: int) -> Choice | None:
     """Chooses between the usual limit, the guard, and zclip where norms fall far. None
     if `suggest` finds no guard.
 
     Args:
-      norms: float64[steps], finite and above 0.
+      column: norms that are finite and above 0.
       every: how many steps lie between two norms.
     """
+    norms = column.values
     candidates = suggest(norms, every=every)
     guard = next((row for row in candidates if row.is_guard), None)
     if guard is None:
@@ -75,10 +77,10 @@ def choice_of(norms: np.ndarray, every: int) -> Choice | None:
     elif takes_usual:
         text = f"optaxclip.clip_by_global_norm({USUAL_LIMIT})"
         suggestion = suggestion_of(text, rule, norms)
-        reasons = _reasons_for_usual_limit(usual_share, guard)
+        reasons = _reasons_for_usual_limit(usual_share, guard, column)
     else:
         suggestion = guard
-        reasons = _reasons_for_guard(usual_share, guard)
+        reasons = _reasons_for_guard(usual_share, guard, column)
     if late >= FAR * early:
         reasons.append(
             f"Norms grow from a median of {early:.3g} in the first fifth of the log to "
@@ -103,35 +105,68 @@ def percent(share: float) -> str:
 
 def _reasons_for_zclip(zclip: Suggestion, early: float, late: float) -> list[str]:
     return [
+        f"Take {zclip.rule}, whose limit follows the norms. It clips "
+        f"{zclip.clip_rate:.1%} of the steps.",
         f"Norms fall from a median of {early:.3g} in the first fifth of the log to "
         f"{late:.3g} in the last, so no fixed limit fits the whole run.",
-        f"Take {zclip.rule}, whose limit follows the norms. It clips "
-        f"{zclip.clip_rate:.1%} of these steps.",
     ]
 
 
-def _reasons_for_usual_limit(usual_share: float, guard: Suggestion) -> list[str]:
+def _reasons_for_usual_limit(
+    usual_share: float, guard: Suggestion, column: Column
+) -> list[str]:
     reasons = [
         f"Take {USUAL_LIMIT}, as most trainers do: it clips {percent(usual_share)} of "
-        "these steps, some but at most half."
+        "the steps, and up to half is fine."
     ]
-    # A tighter guard would clip more.
-    if guard.limit > USUAL_LIMIT:
+    limit = USUAL_LIMIT
+    # A guard that clips nearly as many steps is no other choice.
+    if 2 * guard.clip_rate <= usual_share:
+        limit = guard.limit
         reasons.append(
             f"To clip only accidents, take {guard.rule}, a guard that clips "
             f"{guard.clip_rate:.1%}."
         )
+    return [*reasons, _steps_above(limit, column)]
+
+
+def _reasons_for_guard(
+    usual_share: float, guard: Suggestion, column: Column
+) -> list[str]:
+    usual = percent(usual_share) if usual_share else "none"
+    reasons = [
+        f"Take {guard.rule}, a guard that clips {guard.clip_rate:.1%} of the steps. "
+        f"The usual {USUAL_LIMIT} clips {usual}.",
+        _steps_above(guard.limit, column),
+    ]
+    if usual_share:
+        reasons.append(
+            f"With Adam you may keep {USUAL_LIMIT}: Adam cancels a constant factor, so "
+            "a tight limit only keeps long gradients from counting more."
+        )
     return reasons
 
 
-def _reasons_for_guard(usual_share: float, guard: Suggestion) -> list[str]:
-    advice = (
-        f"Take {guard.rule}, a guard that clips {guard.clip_rate:.1%} of these steps."
+def _steps_above(limit: float, column: Column) -> str:
+    """Where the norms above a limit lie: at the start, or spread over the log."""
+    # A limit of a rule was rounded to float32, perhaps below the norm that it is.
+    steps = column.steps[column.values > limit * (1 + 1e-6)]
+    count = len(steps)
+    if count == 0:
+        return f"No step is above {limit:g}."
+    if count == 1:
+        return f"The one step above {limit:g} is step {steps[0]}."
+    end_of_start = column.steps[len(column.steps) // 10]
+    steps_at_start = steps[steps < end_of_start]
+    if 2 * len(steps_at_start) < count:
+        return (
+            f"The {count} steps above {limit:g} are spread over steps {steps[0]} to "
+            f"{steps[-1]}."
+        )
+    share = f"{len(steps_at_start)} of the"
+    if len(steps_at_start) == count:
+        share = "All"
+    return (
+        f"{share} {count} steps above {limit:g} are at the start, in steps "
+        f"{steps_at_start[0]} to {steps_at_start[-1]}, as in a warm-up."
     )
-    if usual_share == 0:
-        return [f"{advice} The usual {USUAL_LIMIT} clips none."]
-    return [
-        f"{advice} The usual {USUAL_LIMIT} clips {percent(usual_share)}.",
-        f"With Adam you may keep {USUAL_LIMIT}: Adam cancels a constant factor, so "
-        "a tight limit only keeps long gradients from counting more.",
-    ]

@@ -234,11 +234,10 @@ def z_score_of_zclip(every: int) -> Rule:
 
 
 def _suggested_rules(norms: np.ndarray, every: int) -> list[Suggestion]:
-    """Rules that learn: autoclip, twice the median, zclip and skip_step.
+    """Rules that learn: twice the median, zclip and skip_step.
 
     The numbers are the defaults of these clippers, as a test checks.
     """
-    autoclip = windowed_quantile(0.1, _rows_of_window(10_000, every), current=True)
     two_medians = windowed_quantile(0.5, _rows_of_window(100, every), factor=2.0)
     skip_step = skip_step_rule("skip_step", window=_rows_of_window(128, every))
     text_of_two_medians = (
@@ -247,7 +246,6 @@ def _suggested_rules(norms: np.ndarray, every: int) -> list[Suggestion]:
     )
     text_of_skip = "optaxclip.skip_step(optimizer, on_loss=False)"
     return [
-        suggestion_of("optaxclip.autoclip(10)", autoclip, norms),
         suggestion_of(text_of_two_medians, two_medians, norms),
         suggestion_of("optaxclip.zclip()", z_score_of_zclip(every), norms),
         suggestion_of(text_of_skip, skip_step, norms, shrink=drop),

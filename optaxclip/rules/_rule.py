@@ -421,7 +421,9 @@ def rule_named(call: str, rule_class: type[SomeRule], **numbers: Any) -> SomeRul
     # `__init__` would check the numbers under the name of the rule.
     rule = object.__new__(rule_class)
     for rule_field in fields(rule_class):
-        vars(rule)[rule_field.name] = numbers.get(rule_field.name, rule_field.default)
+        vars(rule)[rule_field.name] = numbers.pop(rule_field.name, rule_field.default)
+    if numbers:
+        raise TypeError(f"{call}: {rule_class.__name__} has no field {list(numbers)}.")
     check_fields(rule, call)
     return rule
 

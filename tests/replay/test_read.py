@@ -88,6 +88,7 @@ def zipped(**arrays):
 
 BINARY = "the file is empty or binary. The reader takes JSON lines, JSON, CSV"
 TEXT = "there is no table of numbers in it. The reader takes JSON lines, JSON, CSV"
+BROKEN = '.*log that survives a kill has a line for each step, such as {"step": 1, "gr'
 NO_NORM = "this file has no gradient norm. Log one in each step"
 
 
@@ -99,7 +100,7 @@ WRONG = [
     ("a,grad_norm\n,\n,\n", TEXT),
     (
         "step,grad_norm\n0,N/A\n",
-        "there is no number in it. It has 1 rows with 'grad_norm'. A log has a row",
+        "there is no number in it. A log has a row for each step, with a number under",
     ),
     ("1.5\n2.5\n", TEXT),
     ('the log\n"' + 200_000 * "x", TEXT),
@@ -110,9 +111,10 @@ WRONG = [
     # Without the time, which would be in the name of the case, and in each of
     # several processes another.
     (b"\x1f\x8b" + 30 * b"no gzip", "compression method"),
-    (gzip.compress(b"norm\n1\n", mtime=0)[:-12] + 12 * b"x", "decompress"),
-    (zipped()[:-30], "File is not a zip file"),
-    (array([1], [1, 2], dtype=object), "Object arrays cannot be loaded"),
+    (gzip.compress(b"norm\n1\n", mtime=0)[:-12] + 12 * b"x", f"decompress{BROKEN}"),
+    (zipped()[:-30], f"File is not a zip file{BROKEN}"),
+    (array([1], [1, 2], dtype=object), f"Object arrays cannot be loaded{BROKEN}"),
+    (array(1.0, 2.0, dtype=float)[:-3], f"EOF: reading array data{BROKEN}"),
     (
         array([1.0, 2.0], dtype=float),
         r"there is no number in it.* 'norm' has the shape \(1, 2\), which is not one",
@@ -143,7 +145,16 @@ CUT_OFF = [
     ('{"norm": 1}\n{"norm": 2}\n{"norm": 3', "The last one is '{\"norm\": 3'"),
     ('[{"norm": 1},\n{"norm": 2},\n{"no', "The last one is '{\"no'"),
     ('[{"norm": 1}, {"norm": 2}, {', "1 lines or parts .* The last one is ', {'"),
-    ('{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"no', "last one is '{\"no'"),
+    (
+        '{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"a": 1, "no',
+        "last one is '{\"a",
+    ),
+    ('{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"no', "The JSON is cut off"),
+    # A dict of lists, in a group, and where a name is cut in two.
+    ('{"loss": [3, 2, 1], "norm": [1, 2, 2.', "The JSON is cut off"),
+    ('{\n "train": {\n  "norm": [\n   1,\n   2,\n   2', "The JSON is cut off"),
+    ('{"lr": {"max": 1}, "norm": [1, 2], "lo', "The JSON is cut off"),
+    ('{"train": {"norm": [1, 2], "lo', "The JSON is cut off"),
     ("step,norm\n0,1\n1,2\n2", "1 lines do not have 2 entries and are left out"),
     (
         gzip.compress(b"norm\n1\n2\n" + 99 * b" ", mtime=0)[:-9],
