@@ -24,11 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import eval_jaxpr
-from jax.custom_derivatives import SymbolicZero
 
-from .._jaxpr import body_of, counts_of_scan, type_of
-from .._mesh_types import typed_as
-from .._trees import PyTree, put_back
+from .._jaxpr import body_of, counts_of_scan
+from .._trees import PyTree
 from .budget import Budget
 
 if TYPE_CHECKING:
@@ -115,41 +113,24 @@ class _Layer(NamedTuple):
         layer_entries = layer_of(entries, self.slice_of_entry, layer_number)
         return self.run_body(inputs, layer_entries), entries, budget
 
-    def forward(self, *primals: Any) -> Any:
-        """What `run` returns, and what `backward` reads.
-
-        JAX says of each input whether it may have a gradient. The batch has none: a
-        layer may read it through a function without a gradient, such as a `while_loop`.
-        """
-        arguments = jax.tree.map(lambda primal: primal.value, primals)
+    def forward(self, *arguments: Any) -> Any:
+        """What `run` returns, and what `backward` reads of its arguments."""
         inputs, layer_number, constants, _, _ = arguments
-        differentiated = []
-        not_differentiated = []
-        for x, primal in zip(inputs, primals[0]):
-            has_gradient = x is not None and primal.perturbed
-            differentiated.append(x if has_gradient else None)
-            not_differentiated.append(None if has_gradient else x)
-        saved = _Saved(differentiated, not_differentiated, layer_number, constants)
-        return self.run(*arguments), saved
+        return self.run(*arguments), (inputs, layer_number, constants)
 
-    def backward(self, saved: _Saved, cotangents: Any) -> Any:
+    def backward(self, saved: Any, cotangents: Any) -> Any:
         """The cotangents of the inputs, and entries and budget after the update."""
+        inputs, layer_number, constants = saved
         output_cotangents, entries, budget = cotangents
-        output_cotangents = jax.tree.map(_as_array, output_cotangents)
-        layer_entries = layer_of(entries, self.slice_of_entry, saved.layer_number)
+        layer_entries = layer_of(entries, self.slice_of_entry, layer_number)
         weights = {path: layer_entries[path] for path in self.stack.leaf_paths}
-
-        def run_again(differentiated: list[Any], weights: Entries) -> list[Array]:
-            inputs = put_back(differentiated, saved.not_differentiated)
-            return self.run_body(inputs, weights)
-
-        _, pull = jax.vjp(run_again, saved.differentiated, weights)
+        _, pull = jax.vjp(self.run_body, inputs, weights)
         input_cotangents, grads = pull(output_cotangents)
-        new_entries, budget = self.update(saved.constants, grads, layer_entries, budget)
+        new_entries, budget = self.update(constants, grads, layer_entries, budget)
         entries = dict(entries)
         for path, new in new_entries.items():
             layer_slice = self.slice_of_entry[path]
-            entries[path] = layer_slice.put(entries[path], saved.layer_number, new)
+            entries[path] = layer_slice.put(entries[path], layer_number, new)
         # Neither the layer number nor the constants of the update have a cotangent.
         return input_cotangents, None, None, entries, budget
 
@@ -161,25 +142,6 @@ class _Layer(NamedTuple):
         for index, layer_slice in self.stack.slice_of_input.items():
             inputs[index] = layer_slice.as_layer_reads(weights[layer_slice.leaf_path])
         return jaxpr_as_fun(body_of(self.stack.equation))(*inputs)
-
-
-class _Saved(NamedTuple):
-    """What the backward pass of a layer reads. Each input is in one of two lists, and
-    None stands in its place in the other.
-    """
-
-    differentiated: list[Any]
-    not_differentiated: list[Any]
-    layer_number: Array
-    constants: list[Array]
-
-
-def _as_array(cotangent: Any) -> Array:
-    """Zeros in the place of JAX's symbol for them."""
-    if isinstance(cotangent, SymbolicZero):
-        array_type = type_of(cotangent)
-        return typed_as(jnp.zeros(array_type.shape, array_type.dtype), array_type)
-    return cotangent
 
 
 def run_stack(
@@ -212,7 +174,7 @@ def run_stack(
     )
     layer = _Layer(stack, slice_of_own_entry, update_with_constants)
     run_layer = jax.custom_vjp(layer.run)
-    run_layer.defvjp(layer.forward, layer.backward, symbolic_zeros=True)
+    run_layer.defvjp(layer.forward, layer.backward)
 
     # A layer takes its weights from the entries, so None stands in their place.
     inputs = list(inputs)
