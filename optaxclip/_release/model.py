@@ -13,8 +13,8 @@ from jax.tree_util import keystr
 
 from .._checks import check_flag
 from .._jaxpr import run_equations
-from .._prefixes import lookup, prefix_table
-from .._trees import PyTree, is_none, leaf_paths, leaves_to_clip, path_name
+from .._prefixes import for_each_leaf
+from .._trees import PyTree, leaf_paths, leaves_to_clip, path_name
 from .budget import Budget
 from .optimizers import LeafOptimizer, arrays_by_path
 from .program import Program, read_program
@@ -131,7 +131,7 @@ def _trained_weights(params: PyTree, trainable: PyTree) -> Entries:
     # Raises for a leaf that is not an array, with its name.
     leaves_to_clip(params, "release: params")
     mask = trainable(params) if callable(trainable) else trainable
-    flags = lookup(prefix_table(mask, is_none), params, "release: trainable")
+    flags = for_each_leaf(mask, params, "release: trainable")
     trained = {}
     for (path, array), flag in zip(arrays_by_path((params,)).items(), flags):
         check_flag("release: trainable", flag)
