@@ -179,6 +179,16 @@ CAUSES = (
         least_rows=40,
     ),
     Cause(
+        name="steady growth",
+        needs=signals.NORM,
+        rule=rules.late_growth,
+        limit=20,
+        evidence="{subject} grows to {value:.3g} times its median",
+        page="docs/run_health.md",
+        advice="a lower learning rate, or weight decay",
+        least_rows=40,
+    ),
+    Cause(
         name="vanishing",
         needs=signals.NORM_AND_LOSS,
         rule=rules.vanishing,

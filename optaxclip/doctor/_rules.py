@@ -61,6 +61,7 @@ LOW_AGAIN = 5.0  # a norm that has come back, over the median before the spike
 RISE_OVER_FALL = 0.5  # of a loss that diverges
 RISE_OVER_NOISE = 2.0  # of the same loss
 STEADY_GROWTH = 1.3  # the median of a fifth of the log over the fifth before it
+LEAP = 5.0  # a level over the level five rows before, if it does not grow row by row
 SOLVED = 0.2  # the last losses over the first ones, if the task is solved
 VANISHED = 1000.0  # the first norms over the last ones, if the gradient vanishes
 
@@ -150,8 +151,8 @@ def divergence(loss: Array) -> Array | float:
 
 
 def growth(values: Array) -> Array | float:
-    """Medians of five rows over the median of the second fifth of the log, if each
-    fifth after it is more than 1.3 times the fifth before.
+    """The level that each row and all rows to come keep, over the median of the second
+    fifth of the log, if each fifth after it is more than 1.3 times the fifth before.
     """
     _, *fifths = np.array_split(values, 5)
     levels = [np.median(fifth) for fifth in fifths]
@@ -160,9 +161,25 @@ def growth(values: Array) -> Array | float:
     # A rise from 0 has no factor.
     if second == 0 or not np.all(factors > STEADY_GROWTH):
         return 0.0
-    # A few high rows in the middle are not growth: no row counts for more than the end.
-    smoothed = np.minimum(_medians(values, SHORT), levels[-1])
-    return smoothed / second
+    return _kept_levels(values) / second
+
+
+def late_growth(norm: Array) -> Array | float:
+    """The level that each row and all rows to come keep, over the median of the log. 0
+    if the level leaps, as where a scale changes.
+    """
+    levels = _kept_levels(norm)
+    leaps = levels[SHORT:] / levels[:-SHORT]
+    if np.any(leaps > LEAP):
+        return 0.0
+    return levels / np.median(norm)
+
+
+def _kept_levels(values: Array) -> Array:
+    """For each row the lowest median of five rows, in it and all rows to come. A few
+    high rows in the middle are no level.
+    """
+    return _lowest_ahead(_medians(values, SHORT))
 
 
 def vanishing(norm: Array, loss: Array) -> Array | float:

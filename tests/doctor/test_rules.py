@@ -317,12 +317,27 @@ def test_a_norm_that_falls_step_by_step_is_no_change_of_scale():
     assert found(rows, "change of scale") is None
 
 
+@pytest.mark.parametrize("last", [[], [np.nan, np.nan]], ids=["", "NaN"])
+def test_a_norm_that_grows_late_is_steady_growth_even_if_it_becomes_nan(last):
+    norms = np.concatenate([np.ones(200), np.geomspace(1, 60, 50), last])
+    finding, *others = diagnose(rows_of(grad_norm=norms))
+    assert finding.cause == "steady growth"
+    # Rows are above 20 from 236 on, and so is the median of five rows from 238 on.
+    assert (finding.step, finding.worst) == (238, 249)
+    assert [other.cause for other in others] == (["not finite"] if last else [])
+
+
+def test_a_norm_that_comes_back_before_the_end_is_no_steady_growth():
+    norms = np.concatenate([np.ones(200), np.geomspace(1, 60, 50), np.ones(10)])
+    assert found(rows_of(grad_norm=norms), "steady growth") is None
+
+
 def test_a_norm_that_grows_to_the_end_is_steady_growth():
     norms = np.geomspace(1.0, 60.0, 200) * noisy()
     (finding,) = diagnose(rows_of(grad_norm=norms))
     assert finding.cause == "steady growth"
-    # The last fifth over the second.
-    assert finding.value == pytest.approx(60**0.6, rel=0.2)
+    # The end over the second fifth.
+    assert finding.value == pytest.approx(60**0.7, rel=0.2)
     assert diagnose(rows_of(grad_norm=np.geomspace(1.0, 8.0, 200) * noisy())) == []
     # One that grows in two steps is not.
     for levels in ((1, 1, 1, 4, 14), (1, 1, 4, 14, 14), (1, 1, 4, 4, 14)):
@@ -491,8 +506,8 @@ def test_weights_that_grow_are_named():
     steps = np.arange(300)
     first = steps[1.02 ** (steps - 2 - 89.5) > 2][0]
     assert finding.step == first
-    # The median of the last fifth.
-    assert finding.value == pytest.approx(1.02 ** (269.5 - 89.5), rel=1e-3)
+    # The median of the last five rows.
+    assert finding.value == pytest.approx(1.02 ** (297 - 89.5), rel=1e-3)
     # Those that grow by as much in each step are not.
     columns["health__updates__weight_norm__a"] = np.arange(1.0, 301.0)
     columns["health__updates__norm__a"] = np.ones(300)
