@@ -45,8 +45,10 @@ class Explanation(NamedTuple):
       change: with an example, or with `mask=` False in its place, the sums differ by at
         most C (1 + change), even if all others were made to cancel. inf where nothing
         is proved. Both hold for limits from 1e-5 on, and shrinks with which
-        `clipped_grad` has a sensitivity. docs/numerics.md has the proof, what it needs
-        on a GPU or TPU, and what was measured.
+        `clipped_grad` has a sensitivity. Without `mask=`, or for batches of different
+        sizes, nothing is proved. docs/numerics.md has the proof, what it needs on a GPU
+        or TPU, and what was measured.
+      obstacle: why nothing is proved even with `mask=`, as a sentence, or None.
       costs: for each method, about how many times as long as the plain gradient it
         takes with the microbatch that was given, or that "auto" takes. They are counted
         from shapes: on a CPU ratios of two methods are mostly right within a factor of
@@ -59,6 +61,7 @@ class Explanation(NamedTuple):
     leaves: list[ExplainedLeaf]
     excess: float
     change: float
+    obstacle: str | None
     costs: dict[str, float]
 
     def __str__(self) -> str:
@@ -75,9 +78,13 @@ class Explanation(NamedTuple):
                 f"  1 by its limit, {self.excess:.2g} by its rounding, "
                 f"{rounding_of_others:.2g} by that of the others",
                 "  proved for one batch size, with mask= for absent examples",
+                "  no bound without mask=, nor for batches that differ in size",
             ]
         else:
-            lines.append("no bound is proved of how much one example changes the sum")
+            lines += [
+                "no bound is proved of how much one example changes the sum:",
+                f"  {self.obstacle}",
+            ]
         head = ("parameter", "shape", "norm by", "uses")
         rows: list[tuple[str, ...]] = [head]
         for leaf in self.leaves:
@@ -146,6 +153,7 @@ def explain_clipped_grad(
       one example changes the sum by at most 1 + 4.2e-06 limits
         1 by its limit, 9.5e-07 by its rounding, 3.2e-06 by that of the others
         proved for one batch size, with mask= for absent examples
+        no bound without mask=, nor for batches that differ in size
       parameter  shape     norm by   uses
       b          (20,)     gradient  add
       w          (30, 20)  product   dot_general
@@ -188,6 +196,7 @@ def explain_clipped_grad(
             leaves=_explained_leaves(problem, choice),
             excess=bounds.excess,
             change=bounds.change,
+            obstacle=bounds.obstacle,
             costs=costs_of(problem, ghost, microbatch),
         )
 
