@@ -9,6 +9,7 @@ import numpy as np
 from .. import _trees as trees
 from .._checks import check_choice, check_flag
 from .._mesh import MeshAxes
+from .._trees import PyTree
 from ._bounds import bounds_of
 from ._choose import (
     METHODS,
@@ -120,10 +121,10 @@ def explain_clipped_grad(
       mesh_axes: over which mesh axes parameters are split, as in `clipped_grad`.
 
     Returns:
-      A function of the arguments of `loss`, with batches for examples. It returns an
-      `Explanation`, whose text is a table. Its `excess` and `change` are proved bounds
-      of what one example adds to the sum, and how much it changes the sum, whatever
-      `max_norm` is.
+      A function of the arguments of `loss`, with batches for examples. Their shapes,
+      `jax.ShapeDtypeStruct`, are enough. It returns an `Explanation`, whose text is a
+      table. Its `excess` and `change` are proved bounds of what one example adds to the
+      sum, and how much it changes the sum, whatever `max_norm` is.
 
     | norm by | is | for |
     |---|---|---|
@@ -173,14 +174,21 @@ def explain_clipped_grad(
     )
 
     def of_batch(*args: Any) -> Explanation:
-        problem = signature.problem_of(args)
         explanations: list[Explanation] = []
 
         def run_on_device(problem: Problem) -> DeviceResult:
             explanations.append(explain_on_device(signature.traced(problem)))
             return DeviceResult(jax.tree.leaves(problem.params), 0, ())
 
-        jax.eval_shape(lambda: on_each_device(run_on_device, problem))
+        def shape_or_none(x: Any) -> Any:
+            return x if isinstance(x, jax.ShapeDtypeStruct) else None
+
+        def explain(arrays: PyTree) -> None:
+            problem = signature.problem_of(trees.put_back(arrays, args))
+            on_each_device(run_on_device, problem)
+
+        # As arguments shapes become traced arrays.
+        jax.eval_shape(explain, jax.tree.map(shape_or_none, args))
         return explanations[0]
 
     def explain_on_device(problem: Problem) -> Explanation:

@@ -7,7 +7,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_number, shown
+from .._checks import check_key, check_number, shown
 from .._mesh import device_count
 from .._mesh_types import has_types, manual_axes, varying
 from .._trees import PyTree
@@ -83,6 +83,7 @@ def add_noise(
     privacy, 2020 (arXiv 2004.00010).
     """
     check_number("add_noise: noise_multiplier", noise_multiplier, is_scalar=True)
+    check_key("add_noise: key", key)
     manual = manual_axes()
     if manual and not has_types(manual):
         raise ValueError("add_noise: must be called outside pmap and check_vma=False.")
