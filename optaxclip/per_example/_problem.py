@@ -220,9 +220,10 @@ class Signature(NamedTuple):
             demand = "one real number, or (value, aux) with has_aux=True"
             returned, _ = result_types
             value = returned
-        is_number = isinstance(value, jax.ShapeDtypeStruct) and value.shape == ()
-        if is_number and jnp.issubdtype(value.dtype, jnp.floating):
-            return
+        if isinstance(value, jax.ShapeDtypeStruct):
+            is_real = jnp.issubdtype(value.dtype, jnp.floating)
+            if is_real and value.shape == ():
+                return
         equations = program.jaxpr.eqns
         # A loss without equations, such as a constant, has no line.
         line = source_line(equations[-1]) if equations else ""
