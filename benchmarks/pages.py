@@ -180,10 +180,13 @@ def each_choice() -> str:
             times = [shown(_smallest(rows, name, "time")) for name, _ in SMALL]
             auto, *others = map(float, times)
             memory = shown(_smallest(rows, "optaxclip, auto", "memory"))
+            compile_time = shown(_smallest(rows, "optaxclip, auto", "compile"))
             over_best = shown(auto / min(others))
-            lines.append([model, str(batch), *times, over_best, memory])
+            line = [model, str(batch), *times, over_best, memory, compile_time]
+            lines.append(line)
     titles = [title for _, title in SMALL]
-    return grid(["model", "batch", *titles, "over the best", "memory"], lines)
+    head = ["model", "batch", *titles, "over the best", "memory", "compile"]
+    return grid(head, lines)
 
 
 def each_unseen() -> str:
@@ -195,9 +198,12 @@ def each_unseen() -> str:
         times = [shown(_smallest(rows, name, "time")) for name, _ in SMALL]
         over_best = shown(auto["time"] / min(row["time"] for row in others))
         memory = shown(auto["memory"])
-        lines.append([model, str(auto["batch"]), chosen, *times, over_best, memory])
+        compile_time = shown(auto["compile"])
+        line = [model, str(auto["batch"]), chosen, *times, over_best, memory]
+        lines.append([*line, compile_time])
     titles = [title for _, title in SMALL]
-    return grid(["model", "batch", "chosen", *titles, "over the best", "memory"], lines)
+    head = ["model", "batch", "chosen", *titles, "over the best", "memory", "compile"]
+    return grid(head, lines)
 
 
 def by_model(table: str, file: str = "per_example") -> dict[str, Rows]:

@@ -144,6 +144,21 @@ def check_whole_number(argument: str, value: Any, least: int = 1) -> None:
         raise ValueError(f"{argument} must be a whole number, got {shown(value)}.")
 
 
+def check_key(argument: str, key: Any) -> None:
+    """Refuses anything but one key of `jax.random`, old or new.
+
+    Raises:
+      TypeError: something that is not a key. ValueError: several keys.
+    """
+    try:
+        jax.eval_shape(lambda: jax.random.fold_in(key, 0))
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{argument} must be one key of jax.random, such as jax.random.key(0), got "
+            f"{shown(key)}."
+        ) from error
+
+
 def check_concrete(argument: str, value: object) -> None:
     """Refuses a traced value."""
     if isinstance(value, Tracer):

@@ -6,7 +6,7 @@ noise_multiplier   the noise that an epsilon needs
 
 from typing import Any
 
-from .._checks import check_whole_number
+from .._checks import check_number, check_whole_number, shown
 
 
 def epsilon(
@@ -68,7 +68,9 @@ def noise_multiplier(
       A float, for `add_noise`.
 
     Raises:
-      ValueError, ImportError: as in `epsilon`.
+      ValueError: an epsilon of 0 or below, and as in `epsilon`.
+      TypeError: an epsilon that is not a number.
+      ImportError: as in `epsilon`.
 
     Example:
       >>> from optaxclip.per_example import noise_multiplier
@@ -78,6 +80,11 @@ def noise_multiplier(
     Reference: as of `epsilon`.
     """
     check_whole_number("noise_multiplier: steps", steps)
+    check_number("noise_multiplier: epsilon", epsilon, is_scalar=True)
+    if epsilon == 0:
+        raise ValueError(
+            f"noise_multiplier: epsilon must be above 0, got {shown(epsilon)}."
+        )
     dp_accounting = _dp_accounting("noise_multiplier")
 
     def training(noise: float) -> Any:

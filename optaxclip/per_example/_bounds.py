@@ -39,7 +39,7 @@ import numpy as np
 from jax import Array
 from jax.extend.backend import backends
 
-from .._jaxpr import has_bits_that_vmap_changes
+from .._jaxpr import has_bits_that_vmap_changes, source_line
 from .._mesh import device_count
 from ._choose import Choice
 from ._ghost._norms import gamma
@@ -70,6 +70,12 @@ class Bounds(NamedTuple):
     excess: float  # one example adds at most 1 + excess
     change: float  # one example changes the sum by at most 1 + change
     longest: float  # the norm of the sum is at most this
+    obstacle: str | None = None  # why nothing is proved, as a sentence
+
+
+def _unproved(obstacle: str) -> Bounds:
+    """The bounds where nothing is proved."""
+    return Bounds(excess=np.inf, change=np.inf, longest=np.inf, obstacle=obstacle)
 
 
 class LeafErrors(NamedTuple):
@@ -86,12 +92,15 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     """The bounds of the sum that a choice computes. For sums (`problem.is_sum`): of a
     mean, whose numbers come back too, nothing is proved.
     """
-    # jax.vmap draws the bits of all examples from the key of the first one. So one
-    # example could change all others.
-    equations = problem.program.jaxpr.eqns
-    shares_random_bits = any(map(has_bits_that_vmap_changes, equations))
-    if shares_random_bits or problem.has_symbolic_sizes:
-        return Bounds(excess=np.inf, change=np.inf, longest=np.inf)
+    for eqn in problem.program.jaxpr.eqns:
+        if has_bits_that_vmap_changes(eqn):
+            return _unproved(
+                "the loss draws random numbers from keys other than threefry's"
+                f"{source_line(eqn)}, and jax.vmap draws those of all examples from "
+                'the key of the first. Take jax.random.key(seed, impl="threefry2x32").'
+            )
+    if problem.has_symbolic_sizes:
+        return _unproved("a size is a symbol of jax.export. Give it as a number.")
     errors = _errors_of_leaves(problem, choice)
     error_of_norm = _error_of_norm(errors)
     error_of_sum = 0.0
@@ -102,6 +111,11 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
             size_of_terms = MAX_CANCELLATION + 1
         error_of_sum = max(error_of_sum, size_of_terms * leaf.error_of_terms)
     excess = error_of_norm + error_of_sum
+    if excess == np.inf:
+        return _unproved(
+            "the rounding of so many terms may change all of the sum. Take a larger "
+            'microbatch, a smaller batch or method="one_pass".'
+        )
     size = problem.size * device_count(problem.batch_axes)
     return Bounds(
         excess,

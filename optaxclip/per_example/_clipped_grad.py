@@ -23,6 +23,27 @@ from ._problem import Argnums, Problem, Signature, check_function
 
 # Multiplied by this, a bound still holds after four float32 roundings.
 ROUNDED_UP = 1 + 2.0**-22
+# Why a result has no sensitivity, whatever the loss and the limits are.
+DIVISOR_CHANGES = (
+    "result must be a sum, got a mean, whose divisor changes with an example. Use "
+    "mean=False, and divide by the expected number of examples."
+)
+LIMITS_MOVE = (
+    "private=False lets one example move the limit of all others. Leave it out, and "
+    "give max_norm as a number."
+)
+# One example less would be another program, in which the gradients of all others may
+# have other bits.
+NO_MASK = (
+    "the batch had no mask=. Pad every batch to one size, and say by mask= which "
+    "examples are real, since in a batch of another size the gradients of all others "
+    "may have other bits (per_example.draw makes both)."
+)
+
+
+@jax.tree_util.register_static
+class Obstacle(str):
+    """A text that is part of the structure of a pytree, so that jit returns it."""
 
 
 class ClippedGrad(NamedTuple):
@@ -49,6 +70,7 @@ class ClippedGrad(NamedTuple):
         numbers from keys other than threefry's, which `jax.vmap` draws from the key of
         the first example, and where no finite bound is proved.
       longest: how long the sum may be at most. None like `sensitivity`.
+      obstacle: why `sensitivity` is None, as a sentence. None if it is not.
     """
 
     grads: PyTree
@@ -60,6 +82,7 @@ class ClippedGrad(NamedTuple):
     aux: PyTree  # [batch, ...]
     sensitivity: Any  # float32[]
     longest: Any  # float32[]
+    obstacle: Obstacle | None
 
     def added_to(self, total: ClippedGrad) -> ClippedGrad:
         """Returns the sum of this result and another one, for batches that come in
@@ -97,6 +120,7 @@ class ClippedGrad(NamedTuple):
             nonfinite=self.nonfinite + total.nonfinite,
             sensitivity=sensitivity,
             longest=longest,
+            obstacle=self.obstacle or total.obstacle,
         )
 
 
@@ -305,11 +329,16 @@ def clipped_grad(
         sensitivity = None
         longest = None
         bounds = bounds_of_devices[0]
-        limit_of_example = limits.of_example(bounds.longest)
-        # Without a mask, one example less is another program, in which the gradients of
-        # all others may have other bits.
-        is_proved = private and not mean and mask is not None
-        if is_proved and limit_of_example is not None:
+        if mean:
+            obstacle = DIVISOR_CHANGES
+        elif not private:
+            obstacle = LIMITS_MOVE
+        elif mask is None:
+            obstacle = NO_MASK
+        else:
+            obstacle = bounds.obstacle or limits.obstacle(bounds.longest)
+        if obstacle is None:
+            limit_of_example = limits.of_example(bounds.longest)
             sensitivity = limit_of_example * (1 + bounds.change) * ROUNDED_UP
             longest = limit_of_example * bounds.longest * ROUNDED_UP
         return ClippedGrad(
@@ -322,6 +351,7 @@ def clipped_grad(
             aux=aux,
             sensitivity=sensitivity,
             longest=longest,
+            obstacle=None if obstacle is None else Obstacle(obstacle),
         )
 
     return grad_of_batch

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._checks import check_number, check_whole_number
+from .._checks import check_key, check_number, check_whole_number
 
 
 class Drawn(NamedTuple):
@@ -44,8 +44,9 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
 
     Raises:
       ValueError: a share outside 0 to 1, fewer places than one or than share *
-        examples, more places than examples, or counts that are not whole.
-      TypeError: something that is not a number.
+        examples, more places than examples, counts that are not whole, or several
+        keys.
+      TypeError: something that is not a number, or not a key.
 
     Example:
       >>> from optaxclip.per_example import draw
@@ -56,6 +57,7 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
     Reference: Mironov, Talwar, Zhang, Renyi differential privacy of the sampled
     Gaussian mechanism, 2019 (arXiv 1908.10530).
     """
+    check_key("draw: key", key)
     check_number("draw: share", share, highest=1.0, is_scalar=True)
     check_whole_number("draw: examples", examples)
     check_whole_number("draw: places", places)

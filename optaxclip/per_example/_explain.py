@@ -9,6 +9,7 @@ import numpy as np
 from .. import _trees as trees
 from .._checks import check_choice, check_flag
 from .._mesh import MeshAxes
+from .._trees import PyTree
 from ._bounds import bounds_of
 from ._choose import (
     METHODS,
@@ -45,8 +46,10 @@ class Explanation(NamedTuple):
       change: with an example, or with `mask=` False in its place, the sums differ by at
         most C (1 + change), even if all others were made to cancel. inf where nothing
         is proved. Both hold for limits from 1e-5 on, and shrinks with which
-        `clipped_grad` has a sensitivity. docs/numerics.md has the proof, what it needs
-        on a GPU or TPU, and what was measured.
+        `clipped_grad` has a sensitivity. Without `mask=`, or for batches of different
+        sizes, nothing is proved. docs/numerics.md has the proof, what it needs on a GPU
+        or TPU, and what was measured.
+      obstacle: why nothing is proved even with `mask=`, as a sentence, or None.
       costs: for each method, about how many times as long as the plain gradient it
         takes with the microbatch that was given, or that "auto" takes. They are counted
         from shapes: on a CPU ratios of two methods are mostly right within a factor of
@@ -59,6 +62,7 @@ class Explanation(NamedTuple):
     leaves: list[ExplainedLeaf]
     excess: float
     change: float
+    obstacle: str | None
     costs: dict[str, float]
 
     def __str__(self) -> str:
@@ -75,9 +79,13 @@ class Explanation(NamedTuple):
                 f"  1 by its limit, {self.excess:.2g} by its rounding, "
                 f"{rounding_of_others:.2g} by that of the others",
                 "  proved for one batch size, with mask= for absent examples",
+                "  no bound without mask=, nor for batches that differ in size",
             ]
         else:
-            lines.append("no bound is proved of how much one example changes the sum")
+            lines += [
+                "no bound is proved of how much one example changes the sum:",
+                f"  {self.obstacle}",
+            ]
         head = ("parameter", "shape", "norm by", "uses")
         rows: list[tuple[str, ...]] = [head]
         for leaf in self.leaves:
@@ -113,10 +121,10 @@ def explain_clipped_grad(
       mesh_axes: over which mesh axes parameters are split, as in `clipped_grad`.
 
     Returns:
-      A function of the arguments of `loss`, with batches for examples. It returns an
-      `Explanation`, whose text is a table. Its `excess` and `change` are proved bounds
-      of what one example adds to the sum, and how much it changes the sum, whatever
-      `max_norm` is.
+      A function of the arguments of `loss`, with batches for examples. Their shapes,
+      `jax.ShapeDtypeStruct`, are enough. It returns an `Explanation`, whose text is a
+      table. Its `excess` and `change` are proved bounds of what one example adds to the
+      sum, and how much it changes the sum, whatever `max_norm` is.
 
     | norm by | is | for |
     |---|---|---|
@@ -146,6 +154,7 @@ def explain_clipped_grad(
       one example changes the sum by at most 1 + 4.2e-06 limits
         1 by its limit, 9.5e-07 by its rounding, 3.2e-06 by that of the others
         proved for one batch size, with mask= for absent examples
+        no bound without mask=, nor for batches that differ in size
       parameter  shape     norm by   uses
       b          (20,)     gradient  add
       w          (30, 20)  product   dot_general
@@ -165,14 +174,21 @@ def explain_clipped_grad(
     )
 
     def of_batch(*args: Any) -> Explanation:
-        problem = signature.problem_of(args)
         explanations: list[Explanation] = []
 
         def run_on_device(problem: Problem) -> DeviceResult:
             explanations.append(explain_on_device(signature.traced(problem)))
             return DeviceResult(jax.tree.leaves(problem.params), 0, ())
 
-        jax.eval_shape(lambda: on_each_device(run_on_device, problem))
+        def shape_or_none(x: Any) -> Any:
+            return x if isinstance(x, jax.ShapeDtypeStruct) else None
+
+        def explain(arrays: PyTree) -> None:
+            problem = signature.problem_of(trees.put_back(arrays, args))
+            on_each_device(run_on_device, problem)
+
+        # As arguments shapes become traced arrays.
+        jax.eval_shape(explain, jax.tree.map(shape_or_none, args))
         return explanations[0]
 
     def explain_on_device(problem: Problem) -> Explanation:
@@ -188,6 +204,7 @@ def explain_clipped_grad(
             leaves=_explained_leaves(problem, choice),
             excess=bounds.excess,
             change=bounds.change,
+            obstacle=bounds.obstacle,
             costs=costs_of(problem, ghost, microbatch),
         )
 

@@ -28,7 +28,7 @@ from .._reduce import norms_of
 from .._specs import LeafSpec, NormPlan
 from .._trees import PyTree
 from ..rules._rule import is_rule
-from ..shrinks import Shrink, factor_per_limit_of, hard
+from ..shrinks import Shrink, factor_per_limit_of, hard, is_ours
 from ._problem import Problem
 
 Arrays = list[Array]
@@ -116,17 +116,36 @@ class Limits(NamedTuple):
         # Without an example there is no median.
         return jnp.where(jnp.any(is_counted), limit, 0)
 
+    def obstacle(self, longest: float) -> str | None:
+        """Why nothing is proved of one example, as a sentence. None where a bound is
+        proved, and for a traced limit, of which only the run knows.
+        """
+        if not self._has_bounded_factors():
+            fault = "may return more than the limit"
+            if is_ours(self.shrink):
+                fault = "may lengthen a small gradient by more than 1e5 limits"
+            return (
+                f"the shrink {shown(self.shrink)} {fault}. Take another one of "
+                "optaxclip.shrinks, such as hard."
+            )
+        is_limited = not any(limit is None for limit in self.values)
+        if is_limited:
+            limit_of_example = self.of_example(longest)
+            if isinstance(limit_of_example, Tracer) or limit_of_example < np.inf:
+                return None
+        max_norm = self.treedef.unflatten(self.values)
+        return (
+            f"max_norm must be 0 or at least {LEAST_LIMIT:g} for each parameter, and "
+            f"below {LARGEST_NUMBER / longest:.2g}, got {shown(max_norm)}."
+        )
+
     def of_example(self, longest: float) -> Any:
         """The limit of one example over all groups: the root of the sum of their
-        squares.
+        squares. inf where no bound follows from these limits, which of a traced limit
+        only the run knows.
 
-        Returns None where nothing is proved. Whether a traced limit is proved is known
-        only at run time, so it gives inf instead. `longest`, from `Bounds`: the norm of
-        the sum over the limit.
+        `longest`, from `Bounds`: the norm of the sum over the limit.
         """
-        is_limited = not any(limit is None for limit in self.values)
-        if self.needs_all_norms or not is_limited or not self._has_bounded_factors():
-            return None
         is_traced = any(isinstance(limit, Tracer) for limit in self.values)
         # By NumPy, so that `sensitivity` of dropin.jax_privacy is no tracer under jit.
         xp = jnp if is_traced else np
@@ -144,7 +163,7 @@ class Limits(NamedTuple):
             # limit, and the root of a GPU or TPU by 2^-22.
             rounded_up = joined_limit * (1 + (len(self.values) + 2) * 2.0**-23)
             return jnp.where(is_proved, rounded_up, jnp.inf)
-        return joined_limit if is_proved else None
+        return joined_limit if is_proved else np.inf
 
     def _has_bounded_factors(self) -> bool:
         """Whether factors are at most 1, or 1 / LEAST_LIMIT limits."""

@@ -7,11 +7,11 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_number, shown
+from .._checks import check_key, check_number, shown
 from .._mesh import device_count
 from .._mesh_types import has_types, manual_axes, varying
 from .._trees import PyTree
-from ._clipped_grad import ClippedGrad
+from ._clipped_grad import DIVISOR_CHANGES, ClippedGrad
 from ._grid_noise import LARGEST_SUM, ROUNDING, with_grid_noise
 
 # Folded into the key, so that the noise has no key that a user gets by `split`, or by
@@ -83,6 +83,7 @@ def add_noise(
     privacy, 2020 (arXiv 2004.00010).
     """
     check_number("add_noise: noise_multiplier", noise_multiplier, is_scalar=True)
+    check_key("add_noise: key", key)
     manual = manual_axes()
     if manual and not has_types(manual):
         raise ValueError("add_noise: must be called outside pmap and check_vma=False.")
@@ -119,10 +120,7 @@ def sum_in(result: PyTree, call: str) -> PyTree:
     if not isinstance(result, ClippedGrad):
         return result
     if result.divisor is not None:
-        raise ValueError(
-            f"{call}: result must be a sum, got a mean, whose divisor changes with an "
-            "example. Use mean=False, and divide by the expected number of examples."
-        )
+        raise ValueError(f"{call}: {DIVISOR_CHANGES}")
     return result.grads
 
 
@@ -146,13 +144,7 @@ def _bounds_of(
             "own. Leave it out, or give result.grads."
         )
     if result.sensitivity is None:
-        raise ValueError(
-            "add_noise: result has no sensitivity that noise could hide. clipped_grad "
-            "proves one with a finite max_norm of at least 1e-5, with private=True, "
-            "with a shrink of optaxclip.shrinks but normalize, with random numbers "
-            "from threefry keys, and for a batch that is padded to one size, with "
-            "mask= for what is real (per_example.draw makes both)."
-        )
+        raise ValueError(f"add_noise: result has no sensitivity: {result.obstacle}")
     return result.sensitivity, result.longest
 
 

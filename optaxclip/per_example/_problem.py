@@ -17,6 +17,7 @@ from .._checks import shown
 from .._jaxpr import CASTS_OVER_DEVICES, source_line
 from .._mesh import AxisNames, MeshAxes, listed
 from .._mesh_types import varying
+from .._reprs import short_repr
 from .._trees import PyTree
 from ._work import equations_of
 
@@ -165,7 +166,7 @@ class Signature(NamedTuple):
         batch, and with the traced loss, which is checked.
 
         Raises:
-          TypeError: from JAX, a loss that is not one real number.
+          TypeError: a loss that is not one real number.
           ValueError: mesh axes that contradict types, or a loss in which one example
             sees others.
         """
@@ -186,6 +187,7 @@ class Signature(NamedTuple):
             if "out_sharding" in str(error):
                 error.add_note(f"{self.call}: {HINT_FOR_SPLIT_TABLES}")
             raise
+        self._check_returned(program, result_types)
         self._check_program(program, problem.batch_axes)
         problem = problem._replace(program=program, result_types=result_types)
         # A rule of jax.custom_jvp or jax.custom_vjp is a program in the gradient only.
@@ -204,6 +206,31 @@ class Signature(NamedTuple):
             names = set(split.mesh_of_summed) - varying(batch)
             axes_of_params.append(tuple(sorted(names)))
         return axes_of_params
+
+    def _check_returned(self, program: ClosedJaxpr, result_types: PyTree) -> None:
+        """Raises TypeError for a loss that does not return one real number, and with it
+        what `has_aux` says.
+        """
+        if self.has_aux:
+            demand = "(value, aux), as has_aux=True says, with one real number as value"
+            returned = result_types
+            is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
+            value = returned[0] if is_pair else None
+        else:
+            demand = "one real number, or (value, aux) with has_aux=True"
+            returned, _ = result_types
+            value = returned
+        if isinstance(value, jax.ShapeDtypeStruct):
+            is_real = jnp.issubdtype(value.dtype, jnp.floating)
+            if is_real and value.shape == ():
+                return
+        equations = program.jaxpr.eqns
+        # A loss without equations, such as a constant, has no line.
+        line = source_line(equations[-1]) if equations else ""
+        raise TypeError(
+            f"{self.call}: the loss of one example must return {demand}, got "
+            f"{short_repr(returned)}{line}."
+        )
 
     def _check_program(self, program: ClosedJaxpr, batch_axes: AxisNames) -> None:
         """Raises ValueError for a loss in which one example sees others: those of its
@@ -299,11 +326,13 @@ class Signature(NamedTuple):
         arrays = jax.tree.map(jnp.asarray, params)
         for path, array in jax.tree.leaves_with_path(arrays):
             if not jnp.issubdtype(array.dtype, jnp.inexact):
+                leaf = "they are"
+                if path:
+                    leaf = f"the leaf {trees.path_name(path)!r} is"
                 raise TypeError(
                     f"{self.call}: the parameters must have a float or complex dtype, "
-                    f"but the leaf {trees.path_name(path)!r} is {array.dtype}. Give "
-                    "what is not learned in an argument of its own, named in "
-                    "shared_argnums."
+                    f"but {leaf} {array.dtype}. Give what is not learned in an "
+                    "argument of its own, named in shared_argnums."
                 )
         return arrays
 

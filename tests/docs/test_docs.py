@@ -69,7 +69,8 @@ def blocks_of(page):
 def names():
     given = {"jax": jax, "jnp": jnp, "lax": lax, "np": np, "optax": optax}
     given |= {"P": PartitionSpec, "optaxclip": optaxclip, "__name__": "docs"}
-    return vars(optaxclip) | given
+    public = {name: getattr(optaxclip, name) for name in optaxclip.__all__}
+    return vars(optaxclip) | public | given
 
 
 def run_block(block, page, namespace):

@@ -118,3 +118,12 @@ def test_the_account_names_the_package_that_is_missing(account, monkeypatch):
     text = f"{account.__name__} needs dp-accounting, .* pip install dp-accounting"
     with pytest.raises(ImportError, match=text):
         account(1.0, 0.1, steps=1, delta=1e-5)
+
+
+def test_no_noise_gives_an_epsilon_of_0():
+    with pytest.raises(ValueError, match=r"^noise_multiplier: epsilon must be above 0"):
+        noise_multiplier(0.0, 0.1, steps=10, delta=1e-5)
+    with pytest.raises(
+        ValueError, match=r"^noise_multiplier: epsilon must be at least"
+    ):
+        noise_multiplier(-1.0, 0.1, steps=10, delta=1e-5)

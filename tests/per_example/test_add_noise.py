@@ -222,33 +222,78 @@ def n_over_largest(norm, limit):
     return norm / jnp.max(norm) * limit
 
 
+def dropped_out(w, x):
+    """With a key of the example that is not threefry's."""
+    return jnp.vdot(w, x["x"] * jax.random.bernoulli(x["key"], 0.5, (3,)))
+
+
+def result_of_rbg_keys():
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
+    batch = {"x": jnp.eye(3), "key": keys}
+    return clipped_grad(dropped_out, 1.0, mean=False)(jnp.ones(3), batch, mask=MASK)
+
+
 INF = jnp.array(np.inf)
-WITHOUT_LIMIT = {
-    "max_norm=None": lambda: result_of(None),
-    "max_norm=inf": lambda: result_of(np.inf),
-    "an array of inf": lambda: result_of(INF),
-    "None for a part": lambda: result_of({"w": 1.0, "b": None}),
-    "inf for another": lambda: result_of({"w": np.inf, "b": 1.0}),
-    "the median": lambda: result_of(jnp.nanmedian, private=False),
-    "private=False": lambda: result_of(1.0, private=False),
-    "no mask": lambda: result_of(1.0, None),
-    "too small a limit": lambda: result_of({"w": 1.0, "b": 0.9e-5}),
-    "a limit whose sum may be inf": lambda: result_of(2e38),
-    "a shrink over the limit": lambda: result_of(1.0, shrink=lambda n, c: 2 * n),
-    "a shrink that sees all": lambda: result_of(1.0, shrink=n_over_largest),
-    "normalize": lambda: result_of(1.0, shrink=shrinks.normalize),
-    "auto_s as normalize": lambda: result_of(1.0, shrink=shrinks.auto_s(0.9e-5)),
-    "psac as normalize": lambda: result_of(1.0, shrink=shrinks.psac(2.4e-11)),
+SMALL = {"w": 1.0, "b": 0.9e-5}
+# What has no sensitivity, and what the error says of it.
+WITHOUT_BOUND = {
+    "max_norm=None": (lambda: result_of(None), "max_norm must .* got None"),
+    "max_norm=inf": (lambda: result_of(np.inf), "max_norm must .* got inf"),
+    "an array of inf": (lambda: result_of(INF), "max_norm must .* got .*inf"),
+    "None for a part": (
+        lambda: result_of({"w": 1.0, "b": None}),
+        "max_norm must .* got {'b': None, 'w': 1.0}",
+    ),
+    "inf for another": (
+        lambda: result_of({"w": np.inf, "b": 1.0}),
+        "max_norm must .* got {'b': 1.0, 'w': inf}",
+    ),
+    "the median": (lambda: result_of(jnp.nanmedian, private=False), "private=False"),
+    "private=False": (lambda: result_of(1.0, private=False), "private=False lets"),
+    "no mask": (lambda: result_of(1.0, None), "the batch had no mask="),
+    "too small a limit": (lambda: result_of(SMALL), "max_norm .* 1e-05 .* 9e-06, 'w"),
+    "a limit whose sum may be inf": (
+        lambda: result_of(2e38),
+        "max_norm .* below 1.1e.38, got",
+    ),
+    "a shrink over the limit": (
+        lambda: result_of(1.0, shrink=lambda n, c: 2 * n),
+        "the shrink .*lambda.* may return more than the limit",
+    ),
+    "a shrink that sees all": (
+        lambda: result_of(1.0, shrink=n_over_largest),
+        "the shrink .*n_over_largest.* may return more than the limit",
+    ),
+    "normalize": (
+        lambda: result_of(1.0, shrink=shrinks.normalize),
+        "the shrink .*normalize.* may lengthen",
+    ),
+    "auto_s as normalize": (
+        lambda: result_of(1.0, shrink=shrinks.auto_s(0.9e-5)),
+        r"the shrink auto_s\(9e-06\) may lengthen",
+    ),
+    "psac as normalize": (
+        lambda: result_of(1.0, shrink=shrinks.psac(2.4e-11)),
+        r"the shrink psac\(2.4e-11\) may lengthen",
+    ),
+    "keys of rbg": (
+        result_of_rbg_keys,
+        r"the loss draws .* keys other than threefry's \(.*noise.py:\d",
+    ),
 }
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_a_result_without_a_bound_is_refused(jit):
-    for make in WITHOUT_LIMIT.values():
+def test_a_result_without_a_bound_is_refused_with_its_reason(jit):
+    for make, reason in WITHOUT_BOUND.values():
         result = (jax.jit(make) if jit else make)()
+        text = f"^add_noise: result has no sensitivity: {reason}"
+        # The reason of a sum is that of its part.
+        total = result.added_to(result)
         for run in (add_noise, jax.jit(add_noise)):
-            with pytest.raises(ValueError, match=r"^add_noise: result has no sensi"):
-                run(result, 1.0, KEY)
+            for part in (result, total):
+                with pytest.raises(ValueError, match=text):
+                    run(part, 1.0, KEY)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +335,7 @@ def test_where_nothing_is_proved_there_is_no_bound():
     mask = jax.ShapeDtypeStruct((2**24,), bool)
     found = jax.eval_shape(lambda x, m: grad(0.0, x, mask=m), shapes, mask)
     assert found.sensitivity is None and found.longest is None
+    assert "rounding" in found.obstacle
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import optaxclip
-from optaxclip.per_example import clipped_grad
+from optaxclip.per_example import add_noise, clipped_grad, draw, explain_clipped_grad
 
 METHODS = ("one_pass", "ghost", "auto")
 
@@ -43,3 +43,38 @@ def test_parameters_without_a_derivative_are_named(leaf, text, method):
     grad = clipped_grad(loss, 1.0, method=method)
     with pytest.raises(TypeError, match=f"clipped_grad: .*{text}"):
         grad({"w": jnp.ones(3), "step": leaf}, jnp.ones((2, 3)))
+
+
+def test_a_parameter_alone_has_no_name():
+    text = "^clipped_grad: .* complex dtype, but they are int32"
+    with pytest.raises(TypeError, match=text):
+        clipped_grad(jnp.vdot, 1.0)(jnp.ones(2, int), jnp.ones((3, 2)))
+
+
+def test_explain_takes_shapes_for_arrays():
+    def loss(params, x, activation):
+        return jnp.sum(activation(x @ params["w"]))
+
+    explain = explain_clipped_grad(loss, shared_argnums=2)
+    params, x = {"w": jnp.ones((4, 5))}, jnp.ones((3, 4))
+    shapes = jax.eval_shape(lambda *arrays: arrays, params, x)
+    assert explain(*shapes, jnp.tanh) == explain(params, x, jnp.tanh)
+    # They may stand beside arrays.
+    assert explain(params, shapes[1], jnp.tanh) == explain(params, x, jnp.tanh)
+
+
+@pytest.mark.parametrize("key", [0, None, 1.5, "several"])
+def test_what_is_no_key_is_named(key):
+    if key == "several":
+        key = jax.random.split(jax.random.key(0), 3)
+    with pytest.raises((TypeError, ValueError), match=r"^add_noise: key must be one"):
+        add_noise(jnp.ones(2), 1.0, key, sensitivity=1.0)
+    with pytest.raises((TypeError, ValueError), match=r"^draw: key must be one"):
+        draw(key, 0.5, examples=4, places=4)
+
+
+def test_old_keys_are_keys():
+    old = jax.random.PRNGKey(0)
+    noisy = add_noise(jnp.ones(2), 1.0, old, sensitivity=1.0)
+    typed = add_noise(jnp.ones(2), 1.0, jax.random.key(0), sensitivity=1.0)
+    np.testing.assert_array_equal(noisy, typed)

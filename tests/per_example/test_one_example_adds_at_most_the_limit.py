@@ -334,6 +334,9 @@ def test_what_is_proved_is_known_before_the_run():
         assert f"at most 1 + {change:.2g} limits\n" in str(found)
         assert f"{excess:.2g} by its rounding, {change - excess:.2g} by" in str(found)
         assert "proved for one batch size, with mask= for absent" in str(found)
+        assert "no bound without mask=, nor for batches that differ in size" in str(
+            found
+        )
     by_matrix = explained("matrix", 64, 1024)
     assert by_matrix.excess <= 4.6e-6
     assert by_matrix.change <= 5.3e-4
@@ -341,6 +344,7 @@ def test_what_is_proved_is_known_before_the_run():
     endless = explained("lookup", 2**24, 16)
     assert endless.excess == endless.change == np.inf
     assert "no bound is proved" in str(endless)
+    assert "the rounding of so many terms" in str(endless)
 
 
 def test_sums_of_squares_in_float32_are_in_the_bound(monkeypatch):
