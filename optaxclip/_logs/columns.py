@@ -34,6 +34,9 @@ class Log(NamedTuple):
     has_steps: bool  # otherwise steps are the numbers of the rows, from 0
 
 
+# The logging interval of transformers. Steps that are further apart count environment
+# steps or tokens: CleanRL logs PPO every 512 environment steps or more.
+LARGEST_INTERVAL = 500
 # Of the rows, at least so many have an entry in a column of steps.
 LEAST_SHARE_OF_STEPS = 0.1
 # Names of columns of steps, the surest first.
@@ -294,10 +297,31 @@ def in_common(columns: Sequence[Column]) -> tuple[np.ndarray, np.ndarray]:
     return steps, np.array(rows)
 
 
-def logging_interval(column: Column) -> int:
-    """How many steps a row comes after the row before. 1 if each step is logged, or if
-    there is only one row.
-    """
+def distance_of_rows(column: Column) -> int:
+    """How many steps a row comes after the row before. 1 if there is only one row."""
     if len(column.steps) < 2:
         return 1
     return int(np.median(np.diff(column.steps)))
+
+
+def logging_interval(distance: int) -> int:
+    """How many optimizer steps lie between two rows. 1 if each step is logged, or if
+    the distance counts something else.
+    """
+    return distance if distance <= LARGEST_INTERVAL else 1
+
+
+def notes_on_distance(distance: int) -> Notes:
+    """What a log with this distance between rows does not show."""
+    if distance > LARGEST_INTERVAL:
+        return [
+            f"The rows are {distance} steps apart, as where steps count environment "
+            "steps or tokens, so each row counts as one step. If they are optimizer "
+            "steps, what happened between is not seen."
+        ]
+    if distance > 1:
+        return [
+            f"The rows are {distance} steps apart. What happened between is not seen "
+            "(transformers: logging_steps=1)."
+        ]
+    return []

@@ -32,6 +32,8 @@ ADVICE_FOR_BROKEN_FILE = (
 )
 # Text that is no table has names in each line: "step 1 loss 2.5".
 NAMED_NUMBER = r"(?i)(loss|norm)[ :=]+[-+.\d]"
+# A text is a log if at least so many lines have a loss or a norm.
+LEAST_LINES_OF_LOG = 3
 
 
 def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
@@ -40,8 +42,9 @@ def read_log(path: str | Path, call: str, pattern: str | None = None) -> Log:
     Args:
       path: the file.
       call: the function that errors name.
-      pattern: a regular expression for the lines of a text, None for other files. Its
-        named groups are the columns. A group without a name is "grad_norm".
+      pattern: a regular expression for the lines of a text. Its named groups are the
+        columns. A group without a name is "grad_norm". None for other files, and for
+        the pattern of the most frequent labels of a text.
 
     Raises:
       ValueError: the file is not a log. The text begins with the call and the path.
@@ -76,17 +79,19 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     if b"brain.Event:" in data[:64]:
         return _rows_of_events(data, notes)
     text = _cleaned_text(data)
-    if not text or "\0" in text:
-        raise ValueError(f"the file is empty or binary. {FORMATS_TEXT}.")
+    if not text:
+        raise ValueError(f"the file is empty. {FORMATS_TEXT}.")
+    if "\0" in text:
+        raise ValueError(f"the file is binary. {FORMATS_TEXT}.")
     if pattern is not None:
         return _rows_of_pattern(text, pattern)
-    rows = _rows_of_table(text, notes) or _rows_of_dicts(text, notes)
+    notes_on_rows: Notes = []
+    rows = _rows_of_table(text, notes_on_rows) or _rows_of_dicts(text, notes_on_rows)
     # A program may print its settings as a dict, and then a text with more numbers.
     named_numbers = len(re.findall(NAMED_NUMBER, text))
     if not rows or (named_numbers > len(rows) and not _has_loss_or_norm(rows)):
-        raise ValueError(
-            f"there is no table of numbers in it. {_advice_for_text(text)}"
-        )
+        return _rows_of_text(text, notes)
+    notes += notes_on_rows
     return rows
 
 
@@ -221,9 +226,10 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
         return []
     left_out = [line for line in other_text.splitlines() if line.strip("\t ,[]")]
     if left_out:
+        pieces = "1 piece" if len(left_out) == 1 else f"{len(left_out)} pieces"
         notes.append(
-            f"{len(left_out)} lines or parts of lines are not in whole braces and are "
-            f"left out. The last one is {left_out[-1].strip()[:60]!r}."
+            f"Left out: {pieces} of text outside of complete {{...}}. The last one is "
+            f"{left_out[-1].strip()[:60]!r}."
         )
     return rows
 
@@ -404,17 +410,21 @@ LABELS = {
 
 
 def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
-    """The pattern of a number behind a label. It is simple if that finds the same."""
+    """The pattern of a number behind a label: the simplest one that finds the same."""
     # A full stop at the end of a line is not in the number.
     simple_number = r"\S*\w"
     number = r"[-+.\w]*\w"
     # A step has digits alone: the "s" of "iterations" is none.
     if column == "step":
         simple_number = number = r"\d+"
-    simple_pattern = f"{label}(?P<{column}>{simple_number})"
     pattern = f"{lookbehind}{label}(?P<{column}>{number})"
-    if re.findall(simple_pattern, text) == re.findall(pattern, text):
-        return simple_pattern
+    numbers = re.findall(pattern, text)
+    # The last one finds no "val loss" and no "train/loss".
+    for simple_lookbehind in ("", r"\b", r"(?<![a-z][ /])\b"):
+        for any_number in (simple_number, number):
+            simple_pattern = f"{simple_lookbehind}{label}(?P<{column}>{any_number})"
+            if re.findall(simple_pattern, text) == numbers:
+                return simple_pattern
     return pattern
 
 
@@ -423,9 +433,44 @@ def _as_pattern(label: str) -> str:
     return re.sub(r"(\\ )+", r"\\s*", re.escape(label))
 
 
+def _rows_of_text(text: str, notes: Notes) -> list[Row]:
+    """The rows of a text that is no table, by the pattern of its most frequent labels.
+
+    Raises:
+      ValueError: the pattern finds few of the losses and norms.
+    """
+    pattern = _frequent_pattern(text)
+    if pattern:
+        rows = _rows_of_pattern(text, pattern)
+        # Documents and programs name losses and norms, mostly without a number.
+        naming_lines = re.findall(r"(?im)^.*(?:loss|norm)", text)
+        losses_and_norms = [
+            [cell for name, cell in row.items() if name != "step"] for row in rows
+        ]
+        count = sum(map(has_number, losses_and_norms))
+        if count >= LEAST_LINES_OF_LOG and 2 * count > len(naming_lines):
+            notes.append(
+                f"The text is read with --pattern '{pattern}' (in Python: "
+                "pattern=...). Give another one if numbers are missing or wrong."
+            )
+            return rows
+    raise ValueError(f"there is no table of numbers in it. {_advice_for_text(text)}")
+
+
 def _advice_for_text(text: str) -> str:
-    """What to do with a text that is no table: give a --pattern, which has the most
-    frequent labels of the text.
+    """What to do with a text that is no table: give a --pattern."""
+    pattern = _frequent_pattern(text)
+    if not pattern:
+        return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."
+    return (
+        "Such text needs a pattern (in Python: pattern=...), here --pattern "
+        f"'{pattern}'"
+    )
+
+
+def _frequent_pattern(text: str) -> str:
+    """The pattern of the most frequent labels of a text. It is empty if no number has
+    the label of a loss or a norm.
     """
     patterns: dict[str, str] = {}  # by column
     label_counts = dict.fromkeys(LABELS, 0)
@@ -451,13 +496,9 @@ def _advice_for_text(text: str) -> str:
             patterns[column] = _pattern_of(column, label, lookbehind, text)
     losses_or_norms = max(label_counts["loss"], label_counts["grad_norm"])
     if losses_or_norms == 0:
-        return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."
+        return ""
     # If steps have fewer labels than half of the losses or norms, these labels stand in
     # other lines, such as "saved step 100".
     if label_counts["step"] < losses_or_norms / 2:
         patterns.pop("step", None)
-    pattern = "|".join(patterns.values())
-    return (
-        "Such text needs a pattern (in Python: pattern=...), here --pattern "
-        f"'{pattern}'"
-    )
+    return "|".join(patterns.values())

@@ -10,9 +10,10 @@ from .._checks import shown
 from .._logs.columns import (
     Column,
     Log,
+    distance_of_rows,
     in_common,
     log_from_rows,
-    logging_interval,
+    notes_on_distance,
     quoted,
     rows_kept,
 )
@@ -323,7 +324,8 @@ def diagnose(
         `optaxclip.metrics(state, floats=True)`. Without a column of steps rows are
         counted from 0.
       pattern: a regular expression with a named group for each column, for a log that
-        is text: "loss (?P<loss>\\S+)".
+        is text: "loss (?P<loss>\\S+)". None takes the most frequent labels of a step,
+        a loss and a norm.
       loss: the column of the loss, where its name does not say so.
 
     Returns:
@@ -362,7 +364,8 @@ def examine(
         `optaxclip.metrics(state, floats=True)`. Without a column of steps rows are
         counted from 0.
       pattern: a regular expression with a named group for each column, for a log that
-        is text: "loss (?P<loss>\\S+)".
+        is text: "loss (?P<loss>\\S+)". None takes the most frequent labels of a step,
+        a loss and a norm.
       loss: the column of the loss, where its name does not say so.
 
     Returns:
@@ -474,15 +477,10 @@ def _lacking(cause: Cause, run: signals.Run) -> str:
 def _notes(run: signals.Run) -> list[str]:
     """What the log does not show, and how columns were read."""
     notes: list[str] = []
-    # The smallest interval, since some columns are logged more rarely than others. If
+    # The smallest distance, since some columns are logged more rarely than others. If
     # there are only two rows, one between them may have been damaged.
     columns = [column for column in run.looked_at if len(column.steps) > 2]
-    interval = min(map(logging_interval, columns), default=1)
-    if interval > 1:
-        notes.append(
-            f"The rows are {interval} steps apart. What happened between is not seen "
-            "(transformers: logging_steps=1)."
-        )
+    notes += notes_on_distance(min(map(distance_of_rows, columns), default=1))
     names_of_notes: dict[str, list[str]] = {}
     for column in run.looked_at:
         for note in column.notes:

@@ -8,13 +8,21 @@ from pathlib import Path
 import numpy as np
 
 from .._logs.after_clip import clipped_share
-from .._logs.columns import Column, Log, in_common, logging_interval, rows_kept
+from .._logs.columns import (
+    Column,
+    Log,
+    distance_of_rows,
+    in_common,
+    logging_interval,
+    notes_on_distance,
+    rows_kept,
+)
 from .._logs.files import read_log
 from .._logs.norms import NOISE_SHARE, columns_named
 from .._logs.output import printing
 from . import plot_history, run
 from ._batch import norm_ratio
-from ._choice import USUAL_LIMIT, Choice, choice_of, percent
+from ._choice import USUAL_LIMIT, Choice, choice_of, how_it_broke, percent
 from ._history import columns_of
 from ._run import MIN_NORMS
 
@@ -101,9 +109,9 @@ def _print_report(options: argparse.Namespace) -> None:
 
 def _choice_for(column: Column) -> Choice | None:
     norms = _norms_above_0(column)
-    if len(norms.values) < MIN_NORMS:
+    if how_it_broke(column) or len(norms.values) < MIN_NORMS:
         return None
-    return choice_of(norms, logging_interval(column))
+    return choice_of(norms, logging_interval(distance_of_rows(column)))
 
 
 def _norms_above_0(column: Column) -> Column:
@@ -140,12 +148,10 @@ def _about_norms(column: Column) -> list[str]:
     lines += column.notes
     if column.empty_cells:
         lines.append(f"{column.empty_cells} rows have no entry, and are left out.")
-    interval = logging_interval(column)
-    if interval > 1:
-        lines.append(
-            f"The rows are {interval} steps apart, and the norms between are not seen "
-            "(transformers: logging_steps=1). Windows of rules are counted in steps."
-        )
+    distance = distance_of_rows(column)
+    lines += notes_on_distance(distance)
+    if logging_interval(distance) > 1:
+        lines.append("Windows of rules are counted in steps.")
     return lines
 
 
@@ -173,6 +179,12 @@ def _advice(column: Column, choice: Choice | None) -> list[str]:
     """The clipper to take, or why none is recommended."""
     if choice is not None:
         return choice.reasons
+    break_of_run = how_it_broke(column)
+    if break_of_run:
+        return [
+            f"The run broke: {break_of_run}. No limit can be chosen from it before the "
+            "cause is known: run python -m optaxclip.doctor."
+        ]
     norms = _norms_above_0(column).values
     share_of_largest = clipped_share(norms)
     if share_of_largest:

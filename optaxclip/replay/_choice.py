@@ -10,7 +10,9 @@ from .._logs.columns import Column
 from ..rules import minimum
 from ..rules._rule import Rule
 from ._run import (
+    GUARD_RATE,
     MAX_GUARD_IN_MEDIANS,
+    MIN_NORMS,
     Suggestion,
     suggest,
     suggestion_of,
@@ -29,6 +31,9 @@ FAR = 5.0
 # docs/choosing_a_clipper.md advises under "A good cap".
 CAP_FACTOR = 10.0
 FIRST_NORMS = 100
+# A run broke if at least so many rows at the end are broken. Fewer may be one accident,
+# or evaluations: strict JSON writes null for NaN and for an empty cell.
+LEAST_BROKEN_ROWS = 5
 
 
 class Choice(NamedTuple):
@@ -90,6 +95,31 @@ def choice_of(column: Column, every: int) -> Choice | None:
     return Choice(rule, suggestion, reasons, guard=guard, candidates=candidates)
 
 
+def how_it_broke(column: Column) -> str | None:
+    """What the norms of a broken run are from some step to the end: NaN or inf, or so
+    long that no guard clips about 1 %. None for other runs.
+    """
+    is_finite = np.isfinite(column.values)
+    finite_rows = np.flatnonzero(is_finite)
+    steps_at_end = column.steps[finite_rows.max(initial=-1) + 1 :]
+    if len(steps_at_end) >= LEAST_BROKEN_ROWS:
+        return f"from step {steps_at_end[0]} to the end norms are NaN or inf"
+    norms = column.values[is_finite & (column.values > 0)]
+    if len(norms) < MIN_NORMS:
+        return None
+    is_long = column.values > MAX_GUARD_IN_MEDIANS * np.median(norms)
+    count = is_long.sum()
+    has_guard = count <= GUARD_RATE * len(norms)
+    # Elsewhere in the log long norms are accidents.
+    most_are_long = is_long[-count:].mean() > 0.5
+    if count >= LEAST_BROKEN_ROWS and most_are_long and not has_guard:
+        return (
+            f"from step {column.steps[-count]} to the end most norms are more than "
+            f"{MAX_GUARD_IN_MEDIANS} times the median of the log"
+        )
+    return None
+
+
 def _cap(norms: np.ndarray) -> float:
     first_norms = norms[:FIRST_NORMS]
     is_healthy = first_norms <= MAX_GUARD_IN_MEDIANS * np.median(first_norms)
@@ -148,7 +178,7 @@ def _reasons_for_guard(
 
 
 def _steps_above(limit: float, column: Column) -> str:
-    """Where the norms above a limit lie: at the start, or spread over the log."""
+    """Where the norms above a limit lie: most of them at the start, or elsewhere."""
     # A limit of a rule was rounded to float32, perhaps below the norm that it is.
     steps = column.steps[column.values > limit * (1 + 1e-6)]
     count = len(steps)
@@ -158,10 +188,9 @@ def _steps_above(limit: float, column: Column) -> str:
         return f"The one step above {limit:g} is step {steps[0]}."
     end_of_start = column.steps[len(column.steps) // 10]
     steps_at_start = steps[steps < end_of_start]
-    if 2 * len(steps_at_start) < count:
+    if 2 * len(steps_at_start) <= count:
         return (
-            f"The {count} steps above {limit:g} are spread over steps {steps[0]} to "
-            f"{steps[-1]}."
+            f"The {count} steps above {limit:g} lie in steps {steps[0]} to {steps[-1]}."
         )
     share = f"{len(steps_at_start)} of the"
     if len(steps_at_start) == count:

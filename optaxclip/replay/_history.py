@@ -37,11 +37,12 @@ def read_history(
         run that was resumed, has its later norm. null is NaN, unless every third row or
         more has it.
       pattern: for a text, a regular expression with a named group for each column:
-        "norm: (?P<grad_norm>\\S+)".
+        "norm: (?P<grad_norm>\\S+)". None takes the most frequent labels of a loss, a
+        norm and a step, such as "loss=", if most lines with a loss or a norm have them.
 
     Returns:
       The norms, float64[steps]. One warning says what was left out, except empty
-      cells.
+      cells, and with which pattern a text was read.
 
     Raises:
       ValueError: no such column in the file, none that is called a norm of the

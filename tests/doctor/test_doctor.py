@@ -302,13 +302,19 @@ def test_a_column_of_one_row_says_nothing_of_the_others():
     assert note.startswith("The rows are 10 steps apart.")
 
 
+def test_steps_that_are_far_apart_count_something_else():
+    rows = rows_of(global_step=range(0, 60 * 2048, 2048), grad_norm=calm())
+    (note,) = examine(rows).notes
+    assert note.startswith("The rows are 2048 steps apart, as where steps count env")
+
+
 def test_a_damaged_row_between_two_is_no_interval(tmp_path):
     path = tmp_path / "run.jsonl"
     lines = [json.dumps(row) for row in rows_of(step=range(3), loss=calm(3))]
     lines[1] = lines[1][:12]
     path.write_text("\n".join(lines))
     (note,) = examine(path).notes
-    assert note.startswith("1 lines or parts of lines are not in whole braces")
+    assert note.startswith("Left out: 1 piece of text outside of complete {...}.")
 
 
 def test_a_loss_that_is_logged_rarely_hides_no_rows():

@@ -48,7 +48,8 @@ def test_the_answer_comes_before_the_table(log, command):
             [2, 5, 90, 15],
             "3 of the 4 steps above {} are at the start, in steps 2 to 15",
         ),
-        ([3, 90, 150], "The 3 steps above {} are spread over steps 3 to 150."),
+        ([3, 90, 150], "The 3 steps above {} lie in steps 3 to 150."),
+        ([3, 190], "The 2 steps above {} lie in steps 3 to 190."),
     ],
 )
 def test_where_the_clipped_steps_lie_is_said(log, command, long_steps, place):
@@ -101,10 +102,58 @@ def test_rows_that_are_missing_are_said_and_drawn_in_steps(log, command, monkeyp
 
     monkeypatch.setattr(replay, "plot_history", recorded)
     text = command(log, "--picture", log.parent / "run.png")
-    assert "The rows are 10 steps apart, and the norms between are not" in text
+    assert "The rows are 10 steps apart. What happened between is not seen" in text
+    assert "\nWindows of rules are counted in steps." in text
     assert axes[0].lines[0].get_xdata()[-1] == 10 * (SIZE - 1)
     for row in suggest(NORMS, every=10):
         assert f"{row.limit:16.4g}  {row.clip_rate:13.1%}" in text
+
+
+def test_rows_that_are_far_apart_count_as_one_step_each(log, command):
+    """CleanRL counts environment steps."""
+    for distance, every in ((500, 500), (512, 1), (2048, 1)):
+        lines = [f"{distance * step},{norm}" for step, norm in enumerate(NORMS)]
+        log.write_text("\n".join(["global_step,grad_norm", *lines]))
+        text = command(log)
+        note = f"The rows are {distance} steps apart, as where steps count environment"
+        assert (note in text) == (every == 1)
+        assert ("Windows of rules are counted in steps." in text) == (every > 1)
+        for row in suggest(NORMS, every=every):
+            assert f"{row.limit:16.4g}  {row.clip_rate:13.1%}" in text
+
+
+def test_no_limit_is_recommended_from_a_run_that_broke(log, command):
+    nan_at_end = [*NORMS[:-5], *[np.nan] * 5]
+    # Norms grow by exp(1) in 20 steps.
+    growth = np.exp(np.maximum(np.arange(SIZE) - 100, 0) / 20)
+    reasons = {
+        "from step 195 to the end norms are NaN or inf": nan_at_end,
+        "from step 179 to the end most norms are more than 20 times": NORMS * growth,
+    }
+    for reason, norms in reasons.items():
+        log.write_text(log_of(norms))
+        text = command(log)
+        assert text.splitlines()[1].startswith(f"The run broke: {reason}")
+        assert "run python -m optaxclip.doctor" in text.splitlines()[1]
+        assert "->" not in text and "Take " not in text
+    with pytest.raises(SystemExit, match="a limit that is recommended for it"):
+        command(log, "--picture", log.parent / "run.png")
+
+
+def test_accidents_are_no_broken_run(log, command):
+    four_nan = np.append(NORMS[:-4], [np.nan] * 4)
+    four_long = np.append(NORMS[:-4], 1e4 * NORMS[:4])
+    spread = NORMS.copy()
+    spread[::20] = np.nan
+    spread[7::20] *= 1e4
+    # At the start, as in a warm-up.
+    long_at_start = np.append(1e4 * NORMS[:20], NORMS[20:])
+    # A guard clips them: they are 1 % of the log.
+    one_percent = np.append(np.repeat(NORMS, 4), 1e4 * NORMS[:8])
+    for norms in (four_nan, four_long, spread, long_at_start, one_percent):
+        log.write_text(log_of(norms))
+        text = command(log)
+        assert "broke" not in text and "->" in text
 
 
 def test_windows_of_rules_are_counted_in_steps():
@@ -185,12 +234,12 @@ def test_an_optimizer_without_norms_has_a_row_too(log, command):
     assert "'a/grad_norm'" in clipped and "46% of the rows are within" in clipped
     assert "'b/grad_norm'" in zeros and "\n0 norms above 0" in zeros
     assert "200 finite norms from 0 to 0" in zeros
-    assert "'c/grad_norm'" in broken and "\n0 norms above 0" in broken
+    assert "'c/grad_norm'" in broken and "\nThe run broke: from step 0 to" in broken
     assert "200 norms (100.0%) are NaN or inf" in broken
 
 
 def test_nan_and_few_norms_are_said(log, command):
-    norms = [*NORMS[:10], *[np.nan] * 30]
+    norms = [*[np.nan] * 30, *NORMS[:10]]
     lines = [f"{step},{norm}" for step, norm in enumerate(norms)]
     log.write_text("\n".join(["step,grad_norm", *lines]))
     text = command(log)
@@ -494,6 +543,9 @@ def test_broken_norms_are_counted_and_left_out(tmp_path, command):
 def test_a_log_of_no_use_ends_in_one_line(tmp_path, command):
     path = tmp_path / "run.csv"
     with pytest.raises(SystemExit, match=r"^replay: .*run\.csv: No such file"):
+        command(path)
+    path.write_text("")
+    with pytest.raises(SystemExit, match="the file is empty"):
         command(path)
     path.write_text("loss\n1\n2\n")
     with pytest.raises(SystemExit, match="this file has no gradient norm"):

@@ -86,14 +86,17 @@ def zipped(**arrays):
     return file.getvalue()
 
 
-BINARY = "the file is empty or binary. The reader takes JSON lines, JSON, CSV"
-TEXT = "there is no table of numbers in it. The reader takes JSON lines, JSON, CSV"
+READS = "The reader takes JSON lines, JSON, CSV"
+EMPTY = f"the file is empty. {READS}"
+BINARY = f"the file is binary. {READS}"
+TEXT = f"there is no table of numbers in it. {READS}"
 BROKEN = '.*log that survives a kill has a line for each step, such as {"step": 1, "gr'
 NO_NORM = "this file has no gradient norm. Log one in each step"
 
 
 WRONG = [
-    ("", BINARY),
+    ("", EMPTY),
+    ("\n \n", EMPTY),
     ("step,grad_norm\n", TEXT),
     ("# a comment", TEXT),
     ("[]", TEXT),
@@ -144,7 +147,7 @@ def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path):
 CUT_OFF = [
     ('{"norm": 1}\n{"norm": 2}\n{"norm": 3', "The last one is '{\"norm\": 3'"),
     ('[{"norm": 1},\n{"norm": 2},\n{"no', "The last one is '{\"no'"),
-    ('[{"norm": 1}, {"norm": 2}, {', "1 lines or parts .* The last one is ', {'"),
+    ('[{"norm": 1}, {"norm": 2}, {', "Left out: 1 piece .* The last one is ', {'"),
     (
         '{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"a": 1, "no',
         "last one is '{\"a",
@@ -462,7 +465,7 @@ def test_a_hundred_columns_are_not_all_listed(tmp_path):
 def test_a_quote_that_never_closes_hides_no_dicts(tmp_path):
     """The reader of CSV refuses a cell of more than 131,072 characters."""
     text = 'run "a\n' + 10_000 * "{'norm': 1.5}\n"
-    with pytest.warns(UserWarning, match="1 lines or parts of lines are not in whole"):
+    with pytest.warns(UserWarning, match="Left out: 1 piece of text outside"):
         assert read(tmp_path, text).tolist() == 10_000 * [1.5]
 
 

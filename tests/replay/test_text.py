@@ -1,10 +1,13 @@
-"""Texts are read with a pattern, and the error on one shows a pattern that fits."""
+"""Texts are read by their most frequent labels, or with a pattern."""
 
 import json
 import re
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from optaxclip._logs.files import read_log
 from optaxclip.replay import read_history
 
 # As these programs print them, with numbers of our own.
@@ -44,21 +47,49 @@ def text_file(tmp_path):
 
 
 def pattern_of(path):
-    with pytest.raises(
-        ValueError, match="there is no table of numbers in it"
-    ) as raised:
-        read_history(path)
-    return re.search("--pattern '(.*)'$", str(raised.value))[1]
+    """The pattern that the note shows."""
+    (note,) = read_log(path, "read_history").notes
+    return re.match(r"The text is read with --pattern '(.*)' \(in", note)[1]
 
 
 @pytest.mark.parametrize("program", TEXTS)
-def test_the_proposed_pattern_reads_the_text(program, text_file):
+def test_a_text_is_read_and_its_pattern_said(program, text_file):
     path = text_file(TEXTS[program])
     pattern = pattern_of(path)
     norms = [1.5 + step % 3 for step in range(40)]
+    with pytest.warns(UserWarning, match="The text is read with --pattern"):
+        assert read_history(path).tolist() == norms
     assert read_history(path, pattern=pattern).tolist() == norms
     losses = read_history(path, "loss", pattern=pattern)
     assert losses.tolist() == [9 - step / 8 for step in range(40)]
+
+
+def test_few_numbers_among_losses_and_norms_are_no_log(tmp_path):
+    path = tmp_path / "notes.txt"
+    line = "step 3: loss=1.2 grad_norm=0.5\n"
+    shown = "Such text needs a pattern .* --pattern 'loss=.*grad_norm="
+    for text in (
+        2 * line,
+        5 * line + 5 * "the loss fell\n",
+        "lr: 0.1\nloss=3.0\ngrad_norm=2.0\nmax_grad_norm: 1.0\nseed: 1\n",
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=shown.replace("loss=.*", ".*loss=.*")):
+            read_history(path)
+    path.write_text(3 * line + 2 * "the loss fell\n")
+    assert pattern_of(path).startswith("step")
+
+
+def test_documents_and_programs_are_no_logs():
+    root = Path(__file__).parents[2]
+    programs = root.glob("optaxclip/**/*.py")
+    documents = root.glob("docs/*.md")
+    for path in (root / "README.md", root / "pyproject.toml", *programs, *documents):
+        notes: list[str] = []
+        # Some have a table, or a dict.
+        with suppress(ValueError):
+            notes = read_log(path, "read_history").notes
+        assert not any("The text is read" in note for note in notes)
 
 
 def test_a_group_without_a_name_is_the_norm(text_file):
@@ -141,7 +172,9 @@ def test_a_pattern_is_as_simple_as_the_text_allows(text_file):
     simple = r"loss=(?P<loss>\S*\w)|grad_norm=(?P<grad_norm>\S*\w)"
     assert pattern_of(text_file(line)).endswith(simple)
     # Another loss needs more, and so does a number without a blank behind it.
-    assert "(?<!val" in pattern_of(text_file(f"val loss=2.5 {line}"))
+    other_loss = pattern_of(text_file(f"val loss=2.5 {line}"))
+    assert r"|(?<![a-z][ /])\bloss=(?P<loss>\S*\w)|" in other_loss
+    assert "(?<!val" in pattern_of(text_file(f"val loss=2.5 the {line[12:]}"))
     assert r"[-+.\w]*\w" in pattern_of(text_file("step {step},loss={loss},lr={loss}"))
 
 
@@ -165,7 +198,8 @@ def test_a_text_without_a_norm_or_loss_gets_no_pattern(tmp_path):
 
 def test_a_text_whose_first_lines_have_as_many_words_gets_a_pattern(tmp_path):
     path = tmp_path / "run.log"
-    path.write_text("Starting training now ok\nstep 1 loss 2.5\nstep 2 loss 1.5\n")
+    lines = [f"step {step} loss {9 - step}" for step in range(3)]
+    path.write_text("\n".join(["Starting training now ok", *lines]))
     assert "|loss\\s*(?P<loss>" in pattern_of(path)
 
 
@@ -193,10 +227,10 @@ def test_dicts_that_are_printed_among_text_are_read(tmp_path):
         "{'loss': nan, 'grad_norm': -inf, 'epoch': 0.2}\n"
         "{'loss': 0.5, 'grad_norm': nan, 'epoch': 0.3}\n"
     )
-    with pytest.warns(UserWarning, match="2 lines or parts of lines are not in"):
+    with pytest.warns(UserWarning, match="Left out: 2 pieces of text outside of"):
         assert str(read_history(path, "loss").tolist()) == "[2.5, nan, 0.5]"
     path.write_text('2020-01-01 | INFO | train | {"train_gnorm": "0.5"}\n')
-    with pytest.warns(UserWarning, match="1 lines or parts of lines are not in"):
+    with pytest.warns(UserWarning, match="Left out: 1 piece of text outside of"):
         assert read_history(path).tolist() == [0.5]
 
 
