@@ -316,6 +316,16 @@ def check_transformation(
     raise TypeError(f"{argument} must be {noun} with init and update, got {got}.")
 
 
+def check_is_no_optimizer(argument: str, value: object) -> None:
+    """Refuses an optimizer in the place of a limit. It would be a tree of schedules."""
+    if isinstance(value, optax.GradientTransformation):
+        raise TypeError(
+            f"{argument} must be a limit, got a transformation. An optimizer goes "
+            "behind the clip: optax.chain(optaxclip.clip_by_global_norm(1.0), "
+            "optimizer)."
+        )
+
+
 def with_extra_args(
     argument: str, value: optax.GradientTransformation, noun: str = "an optimizer"
 ) -> optax.GradientTransformationExtraArgs:

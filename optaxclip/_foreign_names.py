@@ -103,7 +103,9 @@ class Clipper(optax.GradientTransformationExtraArgs):
 
 # Python's error for `clipper(grads)` shows the name of the class. With a `__call__`
 # that raises, optax.inject_hyperparams would take a clipper for a schedule.
-Clipper.__name__ = "transformation with init and update"
+Clipper.__name__ = (
+    "transformation with init and update (for one tree: optaxclip.clip_grads)"
+)
 
 
 def _clipper_of_call(
@@ -200,6 +202,9 @@ def _hint_for_attribute(name: str, module: ModuleType) -> str:
     plain_name = name.lower().rstrip("_")
     if is_package and plain_name in FUNCTIONS:
         return f"Use {package.__name__}.{FUNCTIONS[plain_name]}."
+    # `optaxclip.chain`
+    if is_package and callable(vars(optax).get(name)):
+        return f"Use optax.{name}."
     public_values = [getattr(package, public_name) for public_name in package.__all__]
     module_of_name = {}
     # Where several modules have a name, the module that was asked counts: it is last.

@@ -136,6 +136,7 @@ def make_clipper(
     checks.check_number(f"{call}: eps", eps, highest=largest, is_scalar=True)
     eps = number_for_jit(eps)
     limit_in_errors = f"{call}: {limit_argument}"
+    checks.check_is_no_optimizer(limit_in_errors, limit)
     # One norm takes one limit. Others take a tree prefix of limits.
     if isinstance(measure, GlobalNorm):
         check_single_limit(limit_in_errors, limit)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import optax
 from jax.tree_util import DictKey
 
 from ._checks import check_one_model, shown
@@ -73,6 +74,11 @@ def reported_states(opt_state: PyTree) -> Iterator[tuple[str, Any]]:
 
 def _no_state_error(opt_state: PyTree) -> str:
     """The error about a tree without a state that is reported."""
+    if isinstance(opt_state, optax.GradientTransformation):
+        return (
+            "metrics: opt_state must be a state, got the optimizer itself: hand over "
+            "the state that its init and update return."
+        )
     hint = ""
     # `nnx.state` turns a state into mappings of flax, without its types and names.
     if type(opt_state).__module__.startswith("flax."):

@@ -101,6 +101,8 @@ FUNCTIONS = {
     "dp_sgd": "clipped_grad(loss, max_norm, mean=False) and add_noise",
     "get_total_norm": "global_norm, or dropin.torch_style.get_total_norm",
     "ghost_clipping": 'clipped_grad(loss, max_norm, method="ghost")',
+    "gradscaler": "skip_nonfinite(optax.chain(unscale, clip, optimizer)), as in "
+    "examples/loss_scaling.py",
     "grad_clip": "clip_by_global_norm",
     "grad_norm": "global_norm(grads), or metrics(state) for a log",
     "gradient_clipping": "clip_by_global_norm",

@@ -10,6 +10,17 @@ from examples._shared import Look, draw_both
 
 from .scores import mean_and_error, ranked
 
+# Faults whose names in tables are too short to be understood alone.
+TITLES = {
+    "elements x 1000": "single elements\ntimes 1000",
+    "a layer x 1000": "one layer\ntimes 1000",
+}
+TITLE = (
+    "Mean score of five tasks with each clip, at its best learning rate for each "
+    "fault. 0: untrained,\n1: as good as a healthy run without a clip. Rows are sorted "
+    "by the mean of the four panels."
+)
+
 
 def draw(results: Path, picture: Path) -> None:
     """Reads the JSON, and draws once for light and once for dark pages."""
@@ -43,10 +54,12 @@ def draw(results: Path, picture: Path) -> None:
                 ha="right",
                 fontsize=11,
             )
-            panel.set_title(content["faults"][fault], weight="bold")
+            name = content["faults"][fault]
+            panel.set_title(TITLES.get(name, name), weight="bold")
             panel.set(xlim=(-0.02, 1.12), xlabel="0: untrained, 1: healthy")
             panel.set_yticks(range(len(names)), names)
             panel.grid(axis="y", alpha=0.2)
+        panels[0].figure.suptitle(TITLE)
         panels[0].set_ylabel("mean of 3 tasks with SGD and momentum and 2 with Adam")
         # The upper left corner of the first panel is empty.
         meanings = {look.green: "better", look.orange: "worse", look.grey: "as no clip"}

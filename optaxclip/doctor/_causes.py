@@ -109,6 +109,7 @@ LOSS_SPIKE = 3.0
 LOSS_SPIKE_OVER_FALL = 0.1
 # A norm gets a note if the largest is this many times the median.
 LARGE_NORM = 2.0
+BAD_BATCH = 15  # times the median of the rows before
 # A norm that is never above this gets a note: Adam's epsilon alone is 1e-8 in each
 # element.
 SHORT_NORM = 1e-6
@@ -130,7 +131,7 @@ CAUSES = (
         name="bad batch",
         needs=signals.NORM,
         rule=rules.bad_batch,
-        limit=15,
+        limit=BAD_BATCH,
         evidence="{subject} is {value:.3g} times the median of the rows before",
         page="docs/run_health.md (My loss spikes, or gradients explode)",
         advice="look at that batch: a clip shortens its step, skip_step leaves it out",
@@ -471,6 +472,8 @@ def _lacking(cause: Cause, run: signals.Run) -> str:
         return f"{cause.least_rows} rows with {cause.needs}"
     if cause.needs in signals.NEEDS_OF_RECORDER and not run.recorders:
         return signals.ANY_RECORDER
+    if cause.needs in (signals.LOSS, signals.NORM_AND_LOSS) and run.loss_candidates:
+        return f"{cause.needs}, such as {quoted(run.loss_candidates)}"
     return cause.needs
 
 
@@ -521,19 +524,39 @@ def _notes_on_norms(run: signals.Run) -> list[str]:
                 f"{norm.name!r} never exceeds {norm.values.max():.2g}. So short a "
                 "gradient hardly moves a weight. See docs/doctor.md (No gradient)"
             )
-        norm = rows_kept(norm, np.isfinite(norm.values) & (norm.values > 0))
+        finite_norm = rows_kept(norm, np.isfinite(norm.values))
+        norm = rows_kept(finite_norm, finite_norm.values > 0)
         if norm.steps.size:
             row = np.argmax(norm.values)
+            step = norm.steps[row]
             ratio = norm.values[row] / np.median(norm.values)
             advice = "See docs/choosing_a_limit.md"
             if row >= norm.steps.size - rules.SHORT:
                 advice = "If norms grow up to there, lower the learning rate."
             if ratio >= LARGE_NORM:
+                near_miss = _near_bad_batch(finite_norm, step, ratio)
                 notes.append(
-                    f"The largest {norm.name!r} is {ratio:.3g} times its median, at "
-                    f"step {norm.steps[row]}. {advice}"
+                    f"The largest {norm.name!r} is {ratio:.3g} times its median"
+                    f"{near_miss}, at step {step}. {advice}"
                 )
     return notes
+
+
+def _near_bad_batch(norm: Column, step: int, ratio: float) -> str:
+    """The number of the rule of a bad batch at the step of the largest norm, in words,
+    if it is not above the limit and a reader might think so. Else "".
+
+    `ratio`: the largest norm over the median of the whole log.
+    """
+    (ratio_before,) = rules.bad_batch(norm.values)[norm.steps == step]
+    # 0 if the norm does not come back. Then a spike is no bad batch, however high.
+    is_below_limit = 0 < ratio_before <= BAD_BATCH
+    if is_below_limit and max(ratio, ratio_before) > BAD_BATCH / 2:
+        return (
+            f", and {ratio_before:.3g} times the median of the rows before it (bad "
+            f"batch: above {BAD_BATCH})"
+        )
+    return ""
 
 
 def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:

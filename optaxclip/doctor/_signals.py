@@ -46,6 +46,12 @@ NAMES_OF_LOGITS = re.compile(
     r"|(.*[/. ])?(clip|record)(_\d+)?/[^/]*(logit|qk)[^/]*/norm(_before)?(/.*)?)"
 )
 NAME_OF_LOSS_SCALE = re.compile(".*(loss.?scale|scaler).*")
+# losses/value_loss, loss_critic, and not losses/entropy or val_loss
+PART_OF_LOSS = re.compile(
+    r"(?!.*(scale|limit|coef|(?<![a-z])(val|valid|validation|eval|test)(?![a-z])))"
+    r".*loss[^/]*"
+)
+MOST_CANDIDATES = 3
 MOST_OVERFLOWS = 0.1  # the share of rows with inf that a dynamic loss scale explains
 
 
@@ -62,6 +68,7 @@ class Run(NamedTuple):
     looked_at: list[Column]  # as a report lists them
     gradient_norms: list[Column]  # of all tensors together, one for each optimizer
     recorders: list[Recorder]
+    loss_candidates: list[str]  # what may be the loss, if rules have no loss above 0
     overflow_steps: set[int]  # norms of these steps are left out of LOSS_OR_NORM
 
 
@@ -136,7 +143,14 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         *recorded.gradient_norms,
         *recorded.update_norms,
     ]
-    return Run(inputs_of_need, looked_at, gradient_norms, recorders, overflow_steps)
+    return Run(
+        inputs_of_need=inputs_of_need,
+        looked_at=looked_at,
+        gradient_norms=gradient_norms,
+        recorders=recorders,
+        loss_candidates=[] if losses_above_0 else _loss_candidates(log),
+        overflow_steps=overflow_steps,
+    )
 
 
 def _losses_of(log: Log, name: str | None) -> list[Column]:
@@ -148,6 +162,16 @@ def _losses_of(log: Log, name: str | None) -> list[Column]:
         names = quoted(list(log.columns))
         raise ValueError(f"there is no loss {name!r} in it, only {names}.")
     return [loss]
+
+
+def _loss_candidates(log: Log) -> list[str]:
+    """Names of columns above 0 that are a loss, or a part of it."""
+    candidates = [
+        column.name
+        for column in columns_named(PART_OF_LOSS, log)
+        if np.nanmin(column.values, initial=np.inf) > 0
+    ]
+    return candidates[:MOST_CANDIDATES]
 
 
 def total_of(name: str, norms: Sequence[Column]) -> Column:

@@ -451,20 +451,61 @@ def test_the_largest_of_each_norm_is_noted():
     # One norm that is inf, and is followed by others, is no cause.
     rows.insert(50, rows.pop() | {"step": 495})
     ratio = norms[40] / np.median(norms[np.isfinite(norms)])
+    ratio_before = norms[40] / np.median(norms[20:40])
     report = examine(rows)
     assert report.findings == []
     # The largest of the other norm is not far from its median.
     _, note_on_inf, last_note = report.notes
     assert "at 1 steps, the first of them step 495" in note_on_inf
     assert last_note == (
-        f"The largest 'b/grad_norm' is {ratio:.3g} times its median, at step 400. "
-        "See docs/choosing_a_limit.md"
+        f"The largest 'b/grad_norm' is {ratio:.3g} times its median, and "
+        f"{ratio_before:.3g} times the median of the rows before it (bad batch: above "
+        "15), at step 400. See docs/choosing_a_limit.md"
     )
     rows[-3]["a/grad_norm"] = 7.0
     *_, note_on_end, _ = examine(rows).notes
     assert note_on_end.endswith(
         "at step 570. If norms grow up to there, lower the learning rate."
     )
+
+
+def test_a_near_bad_batch_is_compared_with_its_limit():
+    norms = np.linspace(4.0, 1.0, 60)
+    usual_norm = np.median(norms[5:25])
+    norms[25] = 14.8 * usual_norm
+    report = examine(rows_of(grad_norm=norms))
+    assert report.findings == []
+    assert report.notes == [
+        f"The largest 'grad_norm' is {norms[25] / np.median(norms):.3g} times its "
+        "median, and 14.8 times the median of the rows before it (bad batch: above "
+        "15), at step 25. See docs/choosing_a_limit.md"
+    ]
+    # A bad batch, a norm far below the limit, and one that does not come back.
+    no_way_back = dict.fromkeys(range(25, 47), 60.0)
+    for changes in ({25: 15.1 * usual_norm}, {25: 10.0}, no_way_back):
+        rows = rows_of(grad_norm=changed(norms, changes))
+        assert "(bad batch" not in examine(rows).notes[-1]
+
+
+def test_a_log_without_a_loss_above_0_names_its_candidates():
+    columns = {
+        "losses__policy_loss": -calm(),
+        "losses__entropy": calm(),
+        "val_loss": calm(),
+        "loss_scale": calm(),
+        "grad_norm": calm(),
+    }
+    parts = {f"{name}_loss": calm() for name in ("value", "a", "b", "c")}
+    needed = "a loss above 0 in all rows (--loss NAME)"
+    for count, candidates in (
+        (0, ""),
+        (1, ", such as 'value_loss'"),
+        (4, ", such as 'value_loss', 'a_loss', 'b_loss'"),
+    ):
+        some_parts = dict(list(parts.items())[:count])
+        lacking = examine(rows_of(**columns, **some_parts)).not_judged
+        assert lacking[f"{needed}{candidates}"] == ["divergence"]
+        assert lacking[f"a gradient norm, and {needed}{candidates}"] == ["vanishing"]
 
 
 def test_a_log_without_norms_has_no_largest_one():

@@ -277,7 +277,7 @@ def test_one_limit_measures_the_critic_and_two_leave_the_actor_alone(ppo):
 def test_advantages_are_those_of_the_equation(ppo):
     """In float64: the sum of later surprises, up to the end of the game."""
     random, steps = np.random.default_rng(0), 12
-    critic = ppo.new_perceptron(4, 8, 1)
+    critic = ppo.new_perceptron(4, 8, 1, seed=0)
     observations = random.normal(size=(steps + 1, 3, 4)).astype("float32")
     rewards = random.normal(size=(steps, 3)).astype("float32")
     ends = random.random((steps, 3)) < 0.2
