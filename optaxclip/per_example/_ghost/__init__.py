@@ -42,7 +42,7 @@ from ..._mesh_types import varying
 from .._limits import Arrays, Weights, weights_of
 from .._passes import BatchRun, ExampleResults, written
 from .._problem import Problem
-from .._work import CONVOLUTION_SLOWDOWN_IN_LOOP, has_window, work_of
+from .._work import CONVOLUTION_SLOWDOWN_IN_LOOP, has_convolution, work_of
 from ._capture import CapturedOfSites, capture
 from ._norms import NormSource
 from ._plans import GradientPlan, LeafPlan, OuterProductPlan, UnusedPlan, plans_of
@@ -263,11 +263,12 @@ def ghost_of(problem: Problem) -> Ghost:
     """The loss of a problem. Raises CannotSplit where it cannot be split."""
     params = jax.tree.leaves(problem.params)
     program = split_loss(problem.program, params)
-    convolved_work = CONVOLUTION_SLOWDOWN_IN_LOOP * work_of(problem.program, has_window)
+    convolved_work = work_of(problem.program, has_convolution)
+    total_work = work_of(problem.program)
     return Ghost(
         program,
         params,
         plans=plans_of(program.sites, params, is_bounded=problem.is_sum),
         out_tree=jax.tree.structure(problem.result_types),
-        is_convolved=convolved_work > work_of(problem.program),
+        is_convolved=CONVOLUTION_SLOWDOWN_IN_LOOP * convolved_work > total_work,
     )
