@@ -209,8 +209,8 @@ def costs_of(
     written_size = ghost.kept_size
     for site in ghost.split_program.sites:
         # XLA fuses nothing into a convolution, so the plain gradient writes and reads
-        # the same arrays. By ghost clipping, networks with kernels of one pixel took 0.4
-        # to 0.8 times as long as it.
+        # the same arrays. By ghost clipping, networks with kernels of one pixel took
+        # 0.4 to 0.8 times as long as it.
         if not has_convolution(site.eqn):
             written_size += site.captured_size
     ghost_work = plain_work + MULTIPLICATIONS_PER_NUMBER * written_size
