@@ -391,15 +391,21 @@ def _limits_by_rules(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
         weight_norm = block.as_array(inputs.weight_norm_of_name)
     memory = _memory_typed_as(block.norm, memory)
     limit, memory = _limit_and_memory(inputs, rule, block.norm, weight_norm, memory)
-    if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
-        # On a TPU `factor_roots` computes the root of each leaf again, from that leaf's
-        # own norm and limit. Taken out of the vector, the limit would wait until the
-        # weights of all leaves are measured. So here it is computed once more, leaf by
-        # leaf. On other platforms nothing uses these limits, and XLA removes them.
-        limit_of_name = _limits_by_name(inputs, block)
-    else:
-        limit_of_name = block.by_name(limit)
-    return Limits(limit, limit_of_name, memory)
+    if _is_faster_leaf_by_leaf(rule, block, memory):
+        return Limits(limit, _limits_by_name(inputs, block), memory)
+    return Limits(limit, block.by_name(limit), memory)
+
+
+def _is_faster_leaf_by_leaf(rule: Rule, block: Block, memory: PyTree) -> bool:
+    """Whether the limit of each leaf is computed a second time, for `factor_roots`.
+
+    On a TPU that function computes the root of each leaf again, from the leaf's own
+    norm and limit. A limit that follows the weights would make it wait, if it were
+    taken out of the vector: until the weights of all leaves are measured. On other
+    platforms nothing uses the second limits, and XLA removes them.
+    """
+    remembers = len(jax.tree.leaves(memory)) > 0
+    return rule.needs_params and block.is_vector and not remembers
 
 
 def _memory_typed_as(norm: Array, memory: PyTree) -> PyTree:
