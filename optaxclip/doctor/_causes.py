@@ -522,7 +522,8 @@ def _notes_on_norms(run: signals.Run) -> list[str]:
         if norm.steps.size and norm.values.max() < SHORT_NORM:
             notes.append(
                 f"{norm.name!r} never exceeds {norm.values.max():.2g}. So short a "
-                "gradient hardly moves a weight. See docs/doctor.md (No gradient)"
+                "gradient may be lost in the epsilon of Adam. See docs/doctor.md (No "
+                "gradient)"
             )
         finite_norm = rows_kept(norm, np.isfinite(norm.values))
         norm = rows_kept(finite_norm, finite_norm.values > 0)

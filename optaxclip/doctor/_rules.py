@@ -352,11 +352,15 @@ def lost_updates(ratio: Array, rounding: Array) -> Array | float:
     """The smallest update that rounding keeps over the update, if most updates in the
     first quarter of the log are lost. At the end of a schedule every run loses them.
     """
+    # A step without an update loses nothing: with `optax.MultiSteps` these are most.
+    ratio = np.where(ratio == 0, np.nan, ratio)
     shortfalls = KEPT_PART * rounding / ratio
-    # A step without an update loses nothing.
-    shortfalls = np.where(ratio == 0, 0.0, shortfalls)
     quarter = max(LONG, len(ratio) // 4)
-    if np.median(shortfalls[:quarter]) <= 1:
+    first_rows = shortfalls[:quarter]
+    is_number = ~np.isnan(first_rows)
+    early_shortfalls = first_rows[is_number]
+    are_few = len(early_shortfalls) < LONG // 2
+    if are_few or np.median(early_shortfalls) <= 1:
         return 0.0
     return shortfalls
 

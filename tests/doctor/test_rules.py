@@ -530,6 +530,17 @@ def test_updates_that_are_rounded_away_are_named():
     assert found(rows_of(**columns), "lost updates") is None
 
 
+def test_updates_that_are_rounded_away_are_named_where_most_steps_have_none():
+    columns = of_updates(np.full(200, 1e-4))
+    ratio = np.full(200, 2**-12)
+    # As with optax.MultiSteps(optimizer, 4).
+    ratio[np.arange(200) % 4 > 0] = 0
+    columns["health__updates__ratio__a"] = ratio
+    columns["health__updates__rounding__a"] = np.full(200, 2**-7)
+    finding = found(rows_of(**columns), "lost updates")
+    assert (finding.rows, finding.value) == (50, 8)
+
+
 LOGITS = (
     "attn/max_logits attention_logits layer_3/attention/max_logit qk/Logits/max "
     "clip/logits/norm_before clip/qk/norm_before/layer record/logits/norm/layer"
