@@ -9,8 +9,8 @@ A limit that learns, such as `zclip`'s, has its memory in the optimizer state. T
 is saved halfway and restored from shapes alone, as in a new process. It ends bit for
 bit like a run without a break. Without the clip's memory it ends elsewhere.
 
-What it prints. How the runs end, and which share of steps some limits would have
-clipped. --folder PATH keeps log and checkpoint for `tensorboard --logdir PATH`.
+What it prints. How the runs end, and how many steps some limits would have clipped.
+--folder PATH keeps log and checkpoint for `tensorboard --logdir PATH`.
 
     pip install orbax-checkpoint tensorboardX scikit-learn
     python examples/checkpoint_and_metrics.py --folder logs
@@ -66,10 +66,12 @@ def main(steps: int = STEPS, folder: Path | None = None) -> dict[str, Training]:
         without_memory, _ = train(forgetful(restored), steps)
         norms = optaxclip.replay.read_history(folder / "log.jsonl")
     ends = {"straight": straight, "resumed": resumed, "memory lost": without_memory}
-    for name, end in ends.items():
-        print(f"{name}: {differing(end, straight)} arrays differ from straight")
+    for name in ("resumed", "memory lost"):
+        count = differing(ends[name], straight)
+        print(f"{name}: {count} arrays differ from the run without a break")
     for row in optaxclip.replay.suggest(norms)[:5]:
-        print(f"{row.rule} would have clipped {row.clip_rate:.1%} of the steps")
+        steps_clipped = round(row.clip_rate * len(norms))
+        print(f"{row.rule} would have clipped {steps_clipped} of {len(norms)} steps")
     return ends
 
 

@@ -13,7 +13,7 @@ What it prints. Now and then the mean return of the last episodes (at most 500),
 medians of the norms and of the factor that the actor's gradient was multiplied by.
 
     pip install gymnasium
-    python examples/ppo.py --steps 80
+    python examples/ppo.py
 
 Reference: Andrychowicz et al., What matters in on-policy RL?, 2020 (arXiv 2006.05990).
 """
