@@ -49,7 +49,7 @@ DIGEST = {
     "zclip": "`zclip`",
 }
 # The rows that the README has of them.
-SHORT = ("global norm", "optax, global norm", "AGC", "optax, AGC")
+SHORT = ("none", "global norm", "optax, global norm", "AGC", "optax, AGC")
 # What clips each example, and how the pages call it. "auto" names what it chose.
 EACH = [
     ("optaxclip, auto", "`clipped_grad`"),
@@ -107,15 +107,17 @@ def number(path: str) -> str:
 
 
 def costs() -> str:
-    """What a clip adds to a whole step on an H100: four rows of the digest."""
-    rows = rows_of("gpu", "whole_step")
-    times = {(row["network"], row["clipped by"]): row["time"] for row in rows}
+    """The kernels that a whole step starts on an H100: the rows of README."""
+    kernels = {}
+    for row in rows_of("costs", "whole_step_compiled"):
+        if row["device"] == "h100":
+            kernels[row["model"], row["clipped by"]] = row["kernels"]
     lines = []
     for name in SHORT:
-        tiny = shown(times["actor and critic", name])
-        large = shown(times["decoder", name])
+        tiny = shown(kernels["actor and critic", name])
+        large = shown(kernels["4 layers, unrolled", name])
         lines.append([DIGEST[name], tiny, large])
-    return grid(["clipped by", "0.3 ms step", "7 ms step"], lines)
+    return grid(["clipped by", "short step", "long step"], lines)
 
 
 def digest() -> str:

@@ -42,7 +42,7 @@ def test_every_command_for_numbers_is_beside_them():
         text = Path(page).read_text()
         tables = re.findall(r"<!-- table: (\w+) -->", text)
         for name in tables:
-            if name in ("costs", "whole_step_gpu"):
+            if name == "whole_step_gpu":
                 file = "gpu"
             elif name.startswith("each_"):
                 file = "per_example"
