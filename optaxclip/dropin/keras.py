@@ -110,7 +110,7 @@ def clip_gradients(
     if not callable(value):
         # Negative numbers pass here. The text below says what Keras does with them.
         check_number(argument, value, lowest=-math.inf, is_scalar=True)
-        # A limit of 0 makes zeros elsewhere in this library, and clips nothing in Keras.
+        # A limit of 0 makes zeros elsewhere in the library, and clips nothing in Keras.
         # Code that is ported should not meet that difference by accident.
         if not isinstance(value, Tracer) and np.less_equal(value, 0):
             raise ValueError(
