@@ -291,7 +291,7 @@ def clip_by_group_norm(
     # JAX sorts the keys of a dict, and 1 and "a" do not sort.
     if isinstance(max_norm, dict):
         check_labels(f"{call}: max_norm must have labels", max_norm)
-    # A list would be read as a tree prefix whose keys 0, 1, ... are labels.
+    # The limits of a list would have the keys 0, 1, ... in the place of labels.
     if isinstance(max_norm, (list, tuple)):
         raise TypeError(
             f"{call}: max_norm must be one limit, or a dict from label to limit, got "

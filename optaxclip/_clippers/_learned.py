@@ -128,7 +128,7 @@ def autoclip(
     )
     rule = _capped(rule, cap, call)
     return make_clipper(
-        _measure_at(scope, call, mesh_axes, stacked),
+        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
         rule,
         call=call,
         limit_argument="limit",
@@ -211,7 +211,7 @@ def zclip(
     )
     rule = _capped(rule, cap, call)
     return make_clipper(
-        _measure_at(scope, call, mesh_axes, stacked),
+        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
         rule,
         call=call,
         limit_argument="limit",
@@ -296,7 +296,7 @@ def adagc(
     rule = Adagc(ratio=ratio, decay=decay, max_norm=max_norm, warmup=warmup)
     warn_of_falling(f"{call}: ratio", ratio, stacklevel=3)
     return make_clipper(
-        _measure_at(scope, call, mesh_axes, stacked),
+        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
         rule,
         call=call,
         limit_argument="limit",
@@ -455,7 +455,7 @@ def aggc(
         raise_small=raise_small,
     )
     return make_clipper(
-        _measure_at(scope, call, mesh_axes, stacked),
+        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
         rule,
         call=call,
         limit_argument="limit",
@@ -532,7 +532,7 @@ def adagn(
     call = "adagn"
     rule = rule_named(call, MomentsRatio, decay1=decay1, decay2=decay2, eps=eps)
     return make_clipper(
-        _measure_at(scope, call, mesh_axes, stacked),
+        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
         rule,
         call=call,
         limit_argument="limit",
@@ -550,7 +550,7 @@ def _capped(rule: Rule, cap: Limit, call: str) -> Rule:
 
 
 def _measure_at(
-    scope: Any, call: str, mesh_axes: MeshAxes, stacked: Stacked
+    call: str, scope: Scope, *, stacked: Stacked, mesh_axes: MeshAxes
 ) -> Measure:
     """The norms at a scope. `call` is the name that errors quote.
 
