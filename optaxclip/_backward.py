@@ -253,8 +253,9 @@ def _clip_backward(
     """
     cotangent = treedef.unflatten(cotangents)
     if measure is None:
-        low = None if limit.low is None else ("min_value", limit.low)
-        clipper = value_clipper("clip_cotangent", ("max_value", limit.high), low)
+        upper = ("max_value", limit.high)
+        lower = ("min_value", limit.low)
+        clipper = value_clipper("clip_cotangent", upper, lower)
         clipped, _ = clipper.update(cotangent, clipper.init(cotangent))
     else:
         clipped, _ = clip_once(

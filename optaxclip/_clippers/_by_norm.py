@@ -2,8 +2,8 @@
 the mean of tensors.
 
 limit 0          zeros, for zero updates as well
-limit None, inf  only measures: bit for bit the input. NaN and inf pass, except with
-                 nonfinite="raise", which raises
+limit None, inf  bit for bit the input: the clipper only measures. NaN and inf pass,
+                 but nonfinite="raise" raises
 norm <= limit    bit for bit the input
 norm NaN or inf  all that was measured together becomes NaN (nonfinite="propagate")
 nothing to clip  the norm of an empty tree is 0. None, integer, bool and empty
@@ -62,9 +62,9 @@ def clip_by_global_norm(
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
-      also takes `grad_norm=`, a norm measured elsewhere, and `limit=` for this step. A
-      chain hands both to every clipper in it, where `grad_norm` is right for the first
-      one only: it is the norm of what a clipper gets.
+      also takes `grad_norm=`, the norm of these updates where it is known already, and
+      `limit=` for this step. A chain hands both to all of its clippers. Behind the
+      first one the updates are shorter, and `grad_norm` is wrong.
       Clipped updates are about 5e-7 shorter than by the equation (1e-15 in 64 bits),
       so that no rounding carries them over the limit.
 
@@ -130,7 +130,7 @@ def clip_by_tensor_norm(
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
-      also takes `grad_norm=` and `limit=`, as `tensor_norm` returns norms.
+      also takes `grad_norm=` and `limit=`, in the structure that `tensor_norm` returns.
 
     Raises:
       ValueError: a negative or NaN limit or eps, an order that is not above 0, an
@@ -145,11 +145,12 @@ def clip_by_tensor_norm(
       >>> updates, state = clipper.update(grads, clipper.init(grads))
       >>> print(updates["w"], updates["b"])
       [0.6 0.8] [0.5]
+
+    Reference: `tf.clip_by_norm`, and `clipnorm` of Keras optimizers.
     """
     call = "clip_by_tensor_norm"
-    # The norms of N leaves are one float32[N], so limits and counters are computed once
-    # for all. A stacked leaf [layers, in, out] has norms [layers, 1, 1], a block of its
-    # own.
+    # The norms of N leaves are one float32[N], whose limits and counters are computed
+    # together. A stacked leaf [layers, in, out] has norms [layers, 1, 1].
     options = check_measure(call, ord=ord, stacked=stacked, mesh_axes=mesh_axes)
     return make_clipper(
         norms.TensorNorm(**options),
@@ -200,7 +201,8 @@ def clip_by_unitwise_norm(
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
-      also takes `grad_norm=` and `limit=`, as `unitwise_norm` returns norms.
+      also takes `grad_norm=` and `limit=`, in the structure that `unitwise_norm`
+      returns.
 
     Raises:
       ValueError: a negative or NaN limit or eps, an order that is not above 0, an
@@ -289,8 +291,7 @@ def clip_by_group_norm(
     # JAX sorts the keys of a dict, and 1 and "a" do not sort.
     if isinstance(max_norm, dict):
         check_labels(f"{call}: max_norm must have labels", max_norm)
-    # A list would be read as a tree prefix with the keys 0, 1, ..., which are no
-    # labels.
+    # The limits of a list would have the keys 0, 1, ... in the place of labels.
     if isinstance(max_norm, (list, tuple)):
         raise TypeError(
             f"{call}: max_norm must be one limit, or a dict from label to limit, got "
@@ -338,7 +339,7 @@ def clip_by_tensor_rms(
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
-      also takes `grad_norm=` and `limit=`, as `tensor_norm` returns norms.
+      also takes `grad_norm=` and `limit=`, in the structure that `tensor_norm` returns.
 
     Raises:
       ValueError: a negative or NaN limit or eps, an unknown `nonfinite`. From init or
@@ -357,11 +358,10 @@ def clip_by_tensor_rms(
     Reference: Shazeer, Stern, Adafactor: adaptive learning rates with sublinear memory
     cost, 2018 (arXiv 1804.04235).
     """
-    # [3, 4, 0, 0] has the norm 5, the RMS 5 / sqrt(4) and the average norm 5 / 4.
     call = "clip_by_tensor_rms"
-    # The RMS divides by the number of elements on all devices, also inside shard_map.
+    # [3, 4, 0, 0] has the norm 5, the RMS 5 / sqrt(4) and the average norm 5 / 4. The
+    # RMS does not grow with the size of a leaf, so one limit suits all leaves.
     options = check_measure(call, ord="rms", stacked=stacked, mesh_axes=mesh_axes)
-    # An RMS does not grow with its leaf, so one limit suits leaves of all sizes.
     return make_clipper(
         norms.TensorNorm(**options),
         max_rms,
@@ -400,7 +400,7 @@ def clip_by_average_norm(
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
-      also takes `grad_norm=` and `limit=`, as `tensor_norm` returns norms.
+      also takes `grad_norm=` and `limit=`, in the structure that `tensor_norm` returns.
 
     Raises:
       ValueError: a negative or NaN limit or eps, an unknown `nonfinite`. From init or

@@ -88,9 +88,10 @@ def clip_by_value(
     Reference: Mikolov, Statistical language models based on neural networks, 2012.
     """
     call = "clip_by_value"
-    lower = None if min_value is None else ("min_value", min_value)
     checks.check_flag(f"{call}: count", count)
-    return value_clipper(call, ("max_value", max_value), lower, count=count)
+    upper = ("max_value", max_value)
+    lower = ("min_value", min_value)
+    return value_clipper(call, upper, lower, count=count)
 
 
 def clip(max_delta: Bounds) -> optax.GradientTransformationExtraArgs:
@@ -136,18 +137,16 @@ class CheckedBounds(NamedTuple):
 
 def value_clipper(
     call: str,
-    upper: tuple[str, Any],
-    lower: tuple[str, Any] | None = None,
+    upper: tuple[str, Bounds],
+    lower: tuple[str, Bounds] = ("min_value", None),
     *,
     count: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """The clipper between two bounds. Each is (name of the argument, bound), and errors
-    name the call and the argument.
+    name the call and the argument. A lower bound of None is minus the upper one.
     """
-    lower_name, lower_value = lower or ("", None)
-    upper_name, upper_value = upper
-    upper_bounds = _checked_bounds(call, upper_name, upper_value, no_bound=math.inf)
-    lower_bounds = _checked_bounds(call, lower_name, lower_value, no_bound=None)
+    upper_bounds = _checked_bounds(call, *upper, no_bound=math.inf)
+    lower_bounds = _checked_bounds(call, *lower, no_bound=None)
     _check_room(call, lower_bounds, upper_bounds)
 
     def init(params: PyTree) -> ClipByValueState:
@@ -220,12 +219,12 @@ def _check_room(call: str, lower: CheckedBounds, upper: CheckedBounds) -> None:
     lower_by_path = dict(lower.table.entries)
     upper_by_path = dict(upper.table.entries)
     for path in lower_by_path | upper_by_path:
-        # The other argument may give one bound for a whole subtree, under a shorter
+        # An argument may give one bound for a whole subtree, under a beginning of this
         # path.
-        starts = list(beginnings(path))
+        heads = list(beginnings(path))
         # Each list has at most one bound, since an argument gives a leaf only one.
-        lows = [lower_by_path[start] for start in starts if start in lower_by_path]
-        highs = [upper_by_path[start] for start in starts if start in upper_by_path]
+        lows = [lower_by_path[head] for head in heads if head in lower_by_path]
+        highs = [upper_by_path[head] for head in heads if head in upper_by_path]
         for low, high in zip(lows, highs):
             if low is not None:
                 checks.check_order(call, (lower.name, low), (upper.name, high))
@@ -277,8 +276,8 @@ def _clipped(
 def _bounds_in_dtype(
     low: ArrayLike | None, high: ArrayLike, dtype: DTypeLike
 ) -> tuple[Any, Any]:
-    """(lower, upper): the bounds as given, in the dtype of a leaf. A bound beyond the
-    range of the dtype becomes its smallest or largest number.
+    """(lower, upper) in the dtype of a leaf. Without `low` they are -high and high. A
+    bound beyond the range of the dtype becomes its smallest or largest number.
     """
     upper = _as_float(high)
     if low is None:

@@ -80,7 +80,9 @@ def adaptive_grad_clip(
         required for every split leaf except vectors.
 
     Returns:
-      A transformation whose state is a `ClipState`, read by `metrics`.
+      A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
+      also takes `grad_norm=` and `limit=`, in the structure that `unitwise_norm`
+      returns, or `tensor_norm` with per_tensor=True.
 
     Raises:
       ValueError: a negative or NaN number, an order that is not above 0, an unknown
@@ -378,10 +380,11 @@ def clippy(
         limit = jnp.where(has_no_limit, jnp.inf, 1.0)
         bound_ratio = partial(_bound_ratio, relative, absolute, has_no_limit)
         norms = measure(jax.tree.map(bound_ratio, tree, weights))
-        # The state holds no norm of inf. One of NaN stays.
-        finite_norms = [jnp.minimum(x, jnp.finfo(x.dtype).max) for x in norms.values]
-        # A norm of inf has an update beside a bound of 0, which lets nothing move.
+        # A norm is inf where an element has a bound of 0, or overflows when divided by
+        # its bound. Then its tensor does not move.
         limits = [jnp.where(x == jnp.inf, 0.0, limit) for x in norms.values]
+        # The kernel would count a norm of inf as broken. NaN stays NaN.
+        finite_norms = [jnp.minimum(x, jnp.finfo(x.dtype).max) for x in norms.values]
         return kernel.update(
             updates,
             state,

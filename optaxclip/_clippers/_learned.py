@@ -128,7 +128,7 @@ def autoclip(
     )
     rule = _capped(rule, cap, call)
     return make_clipper(
-        _measure_at(scope, call, mesh_axes, stacked),
+        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
         rule,
         call=call,
         limit_argument="limit",
@@ -211,7 +211,7 @@ def zclip(
     )
     rule = _capped(rule, cap, call)
     return make_clipper(
-        _measure_at(scope, call, mesh_axes, stacked),
+        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
         rule,
         call=call,
         limit_argument="limit",
@@ -246,10 +246,10 @@ def adagc(
     so that the warm-up clips little.
 
     Args:
-      ratio: above 1. At least 0 is allowed, with a warning: with 1 or less what is let
-        through can only fall, since the average is taken over clipped norms. The
-        paper's code has 1.05 with a decay of 0.98, later runs 1.04 with 0.99. A number
-        or a schedule.
+      ratio: above 1. From 0 to 1 it is allowed with a warning: what is let through can
+        then only fall, since the average is taken over clipped norms. The paper's code
+        has 1.05 with a decay of 0.98, later runs 1.04 with 0.99. A number or a
+        schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
       max_norm: the global limit of the warm-up, at least 0. A number or a schedule.
       warmup: how many norms are seen under the global limit. At least 1.
@@ -296,7 +296,7 @@ def adagc(
     rule = Adagc(ratio=ratio, decay=decay, max_norm=max_norm, warmup=warmup)
     warn_of_falling(f"{call}: ratio", ratio, stacklevel=3)
     return make_clipper(
-        _measure_at(scope, call, mesh_axes, stacked),
+        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
         rule,
         call=call,
         limit_argument="limit",
@@ -437,7 +437,9 @@ def aggc(
       4.5000
 
     Reference: Li, Wu, Chang, AGGC: adaptive group gradient clipping for stabilizing
-    large language model training, 2026 (arXiv 2601.11864).
+    large language model training, 2026 (arXiv 2601.11864). The defaults are those with
+    which the public scripts for LoRA begin. The public code starts the average at 0.
+    Here it starts at the first norm, which passes.
     """
     call = "aggc"
     # The published low, 0.95, is above the published high, 0.6: the upper edge wins.
@@ -453,7 +455,7 @@ def aggc(
         raise_small=raise_small,
     )
     return make_clipper(
-        _measure_at(scope, call, mesh_axes, stacked),
+        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
         rule,
         call=call,
         limit_argument="limit",
@@ -530,7 +532,7 @@ def adagn(
     call = "adagn"
     rule = rule_named(call, MomentsRatio, decay1=decay1, decay2=decay2, eps=eps)
     return make_clipper(
-        _measure_at(scope, call, mesh_axes, stacked),
+        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
         rule,
         call=call,
         limit_argument="limit",
@@ -548,7 +550,7 @@ def _capped(rule: Rule, cap: Limit, call: str) -> Rule:
 
 
 def _measure_at(
-    scope: Any, call: str, mesh_axes: MeshAxes, stacked: Stacked
+    call: str, scope: Scope, *, stacked: Stacked, mesh_axes: MeshAxes
 ) -> Measure:
     """The norms at a scope. `call` is the name that errors quote.
 

@@ -324,10 +324,10 @@ def _logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Arr
         shape.
     """
     logits_by_name = {}
-    arrays = _arrays_of_attentions(attentions, max_logits)
-    for attention, array in zip(attentions, arrays):
+    array_by_path = _array_by_path(attentions, max_logits)
+    for attention in attentions:
         shape = attention.norm_shape
-        logits = jnp.atleast_1d(array)
+        logits = jnp.atleast_1d(array_by_path[attention.path])
         if not _is_grouped(logits.shape, shape) or logits.shape[-1] == 0:
             raise ValueError(
                 f"{CALL}: max_logits of the attention {attention.name!r} must have "
@@ -343,47 +343,43 @@ def _logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Arr
     return logits_by_name
 
 
-def _arrays_of_attentions(
+def _array_by_path(
     attentions: list[Attention], max_logits: PyTree
-) -> list[Array]:
-    """The array of each attention.
+) -> dict[Path, Array]:
+    """The array of each attention, by the path of the attention.
 
     Raises:
       ValueError: an attention that has no array of its own, or an array too many.
     """
-    leaves_with_path = jax.tree.leaves_with_path(max_logits)
-    paths = [_path_names(path) for path, _ in leaves_with_path]
     attention_paths = [attention.path for attention in attentions]
-    position_of_attention = {}
-    for position, path in enumerate(paths):
+    paths = []
+    array_by_path = {}
+    for key_path, array in jax.tree.leaves_with_path(max_logits):
+        path = _path_names(key_path)
+        paths.append(path)
         attention_path = _attention_of_array(path, attention_paths)
         if attention_path is not None:
-            position_of_attention[attention_path] = position
+            array_by_path[attention_path] = array
     # No attention has two arrays, and each has one.
-    is_each_used = len(position_of_attention) == len(paths)
-    if not is_each_used or len(paths) != len(attentions):
+    if not len(array_by_path) == len(paths) == len(attentions):
         listed_paths = ", ".join(repr("/".join(path)) for path in paths)
         raise ValueError(
             f"{CALL}: max_logits must have one array for each of "
             f"{[attention.name for attention in attentions]}, got "
             f"{listed_paths or 'none'}."
         )
-    arrays = []
-    for attention_path in attention_paths:
-        position = position_of_attention[attention_path]
-        arrays.append(leaves_with_path[position][1])
-    return arrays
+    return array_by_path
 
 
 def _attention_of_array(path: Path, attention_paths: list[Path]) -> Path | None:
     """The path of the attention that an array at this path belongs to, or None."""
     # flax's `sow` adds a name after the path of an attention. If one attention is
     # within another, the array belongs to the inner one.
-    above = [other for other in attention_paths if _common_start(path, other) == other]
+    above = [other for other in attention_paths if path[: len(other)] == other]
     if above:
         return max(above, key=len)
-    # Users may leave out the end of the path. Then it must be that of one attention.
-    below = [other for other in attention_paths if _common_start(path, other) == path]
+    # Users may leave out the end of a path that only one attention continues.
+    below = [other for other in attention_paths if other[: len(path)] == path]
     return below[0] if len(below) == 1 else None
 
 
@@ -437,7 +433,7 @@ def _check_disjoint(leaves: list[AttentionLeaf]) -> None:
         leaves_by_position.setdefault(leaf.position, []).append(leaf)
     for records in leaves_by_position.values():
         for left, right in combinations(records, 2):
-            if _have_common_entries(left, right):
+            if (_selected_entries(left) & _selected_entries(right)).any():
                 raise ValueError(
                     f"{CALL}: {left.role} and {right.role} have the same entries of "
                     f"the leaf {'/'.join(left.path)!r}: {left.layout} and "
@@ -446,29 +442,18 @@ def _check_disjoint(leaves: list[AttentionLeaf]) -> None:
                 )
 
 
-def _have_common_entries(left: AttentionLeaf, right: AttentionLeaf) -> bool:
-    """Whether two selections of one leaf overlap: along each axis that both select
-    from. Of any other axis at least one of them has all.
+def _selected_entries(leaf: AttentionLeaf) -> np.ndarray:
+    """Whether the layout of a leaf selects each of its entries: a mask that broadcasts
+    to the leaf.
     """
-    left_indices = _selected_indices(left)
-    right_indices = _selected_indices(right)
-    common_axes = left_indices.keys() & right_indices.keys()
-    return all(left_indices[axis] & right_indices[axis] for axis in common_axes)
-
-
-def _selected_indices(leaf: AttentionLeaf) -> dict[int, set[int]]:
-    """The indices that the layout of a leaf selects, along the axis of heads and, if
-    there is one, along the axis of entries.
-    """
-    heads = range(leaf.all_head_count)[slice(*leaf.layout.heads)]
-    entries = range(leaf.all_entry_count)[slice(*leaf.layout.entries)]
-    # Without the axes of layers.
-    head_axis, *entry_axes = leaf.axes[len(leaf.selected_shape) - 1 :]
-    if entry_axes:
-        return {head_axis: set(heads), entry_axes[0]: set(entries)}
-    # Heads and their entries share the axis.
-    width = leaf.layout.width
-    return {head_axis: {head * width + entry for head in heads for entry in entries}}
+    mask = np.zeros((leaf.all_head_count, leaf.all_entry_count), bool)
+    mask[slice(*leaf.layout.heads), slice(*leaf.layout.entries)] = True
+    # The axes of heads and entries, without those of layers.
+    axes = leaf.axes[len(leaf.selected_shape) - 1 :]
+    # Heads and their entries may share one axis.
+    if len(axes) == 1:
+        mask = mask.ravel()
+    return np.expand_dims(mask, other_axes(axes, leaf.rank))
 
 
 def _attention_path(leaf: AttentionLeaf, leaves: list[AttentionLeaf]) -> Path:
@@ -510,7 +495,9 @@ def _leaves_of_role(
         else:
             matching = [pattern for pattern in where if fnmatchcase(name, pattern)]
             axis_or_heads = where[matching[0]] if matching else None
-            idle_patterns = [x for x in idle_patterns if x not in matching]
+            idle_patterns = [
+                pattern for pattern in idle_patterns if pattern not in matching
+            ]
         if axis_or_heads is not None:
             leaf = _attention_leaf(
                 position, path, role, axis_or_heads, jnp.shape(array)

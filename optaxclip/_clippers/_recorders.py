@@ -39,8 +39,8 @@ def record_norm(
     which it was NaN or inf, `record/nonfinite_count`.
 
     `grad_norm=` and `limit=` that a chain is given are for its clippers, and change
-    nothing here. On a CPU a recorder reads nothing more in the same jitted step as a
-    clipper with the same sums, since XLA computes equal sums once.
+    nothing here. A clipper in the same jitted step may need the same sums. XLA on a CPU
+    then computes them once, so the recorder reads nothing more.
 
     Args:
       norm: from a tree to its norms: `global_norm`, `tensor_norm`, or a function of
@@ -62,8 +62,8 @@ def record_norm(
     """
     call = "record_norm"
     check_norm(call, norm)
-    # A limit of None: nothing is multiplied, not even by 1. XLA would take the product
-    # for a new array, which the next clipper of the chain would have to read.
+    # With a limit of None nothing is multiplied, not even by 1. XLA would write the
+    # product to a new array, which the next clipper of the chain would have to read.
     measure = UserNorm(with_hash(norm), call)
     clipper: Any = make_clipper(measure, None, call=call, limit_argument="norm")
 
@@ -148,7 +148,7 @@ def record_spikes(
         score    spikes / steps
 
     Args:
-      sigmas: how many standard deviations above the mean are no spike. At least 0. A
+      sigmas: how many standard deviations above the mean a value may be. At least 0. A
         number or a schedule.
       window: how many norms and losses are remembered. A whole number, at least 1.
         Nothing is a spike before there are as many.

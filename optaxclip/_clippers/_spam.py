@@ -340,11 +340,9 @@ def _scaled_over_limit(x: Array, scaled: Array, norm: ArrayLike, limit: Array) -
     """A tensor whose coordinates above the limit are scaled. A tensor whose norm is NaN
     or inf is what the kernel made of it: all NaN, or all 0.
     """
-    modulus = jnp.abs(x)
-    if not jnp.iscomplexobj(x):
-        # The norm reads `jnp.abs(x)`. If this line read it too, XLA on a CPU would
-        # write it to memory, instead of computing it twice.
-        modulus = jnp.maximum(x, -x)
+    # The norm reads `jnp.abs(x)`. If this line read it too, XLA on a CPU would write it
+    # to memory, instead of computing it twice.
+    modulus = jnp.abs(x) if jnp.iscomplexobj(x) else jnp.maximum(x, -x)
     # The modulus takes the dtype of the limit, as bfloat16 would round the limit.
     is_within = modulus.astype(limit.dtype) <= limit
     return jnp.where(is_within & jnp.isfinite(norm), x, scaled)
@@ -375,9 +373,9 @@ def reset_momentum(
       inner: the transformation whose state is reset.
       every: the state starts anew before each update whose number, from 1, is a
         multiple of this. A whole number, at least 1.
-      warmup: over how many steps after a reset the updates rise to their full size,
-        which they never reach unless it is below `every`. At the start of training they
-        do not rise. At least 0.
+      warmup: over how many steps after a reset the updates rise to their full size.
+        With a warmup of `every` or more they never reach it. At the start of training
+        they do not rise. At least 0.
 
     Returns:
       A transformation with a `ResetState`. `update` needs `params` if `init` of the

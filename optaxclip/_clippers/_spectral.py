@@ -16,8 +16,10 @@ while the others stay as they are. Scaling the whole matrix would shorten all of
 Leaves of one type and shape are stacked. So a program has one decomposition, or the
 products of one matrix, for each shape, however many leaves there are.
 
-Reference: Jiang, Semenov, Stich, SPECTRA, 2026 (arXiv 2603.14315). Yukhimchuk et al.,
-2026 (arXiv 2605.11838), for the hard form of gradients.
+Reference: Jiang, Semenov, Stich, Enhancing LLM training via spectral clipping, 2026
+(arXiv 2603.14315), for the smooth form. Yukhimchuk et al., Gradient clipping beyond
+vector norms: a spectral approach for matrix-valued parameters, 2026 (arXiv 2605.11838),
+for the hard form of gradients.
 """
 
 from __future__ import annotations
@@ -149,8 +151,10 @@ def clip_by_spectral_norm(
       3.0000 1.0000 0.5000
       3.0000 1.0000 0.5000
 
-    Reference: Jiang, Semenov, Stich, SPECTRA, 2026 (arXiv 2603.14315). Yukhimchuk et
-    al., 2026 (arXiv 2605.11838).
+    Reference: Jiang, Semenov, Stich, Enhancing LLM training via spectral clipping, 2026
+    (arXiv 2603.14315), whose method SPECTRA has the shrink `smooth(2)`. Yukhimchuk et
+    al., Gradient clipping beyond vector norms: a spectral approach for matrix-valued
+    parameters, 2026 (arXiv 2605.11838), for the hard form of gradients.
     """
     call = "clip_by_spectral_norm"
     shrink = shrink_of(shrink, call)

@@ -12,7 +12,8 @@ before the optimizer.
     none of the three             no clipping             the same
     two of them                   ValueError              the same
     0, negative, NaN              silently no clipping    ValueError
-    inf                           NaN                     untouched, no limit
+    inf                           NaN, but untouched      untouched, no limit
+                                  with clipvalue
     norm within the limit         rounded by the          the same bits as the input
                                   multiplication
     clipnorm, gradient with inf   NaN there, zeros        all NaN in that gradient
@@ -91,7 +92,7 @@ def clip_gradients(
         "clipvalue": clipvalue,
         "global_clipnorm": global_clipnorm,
     }
-    # A limit of 0 stays: it is refused below instead of counting as none.
+    # A limit of 0 is kept here, and refused below.
     limits = {name: limit for name, limit in arguments.items() if limit is not None}
     if not limits:
         return optax.identity()
@@ -109,8 +110,8 @@ def clip_gradients(
     if not callable(value):
         # Negative numbers pass here. The text below says what Keras does with them.
         check_number(argument, value, lowest=-math.inf, is_scalar=True)
-        # 0 would make zeros in the library. Code that is ported should not find out
-        # about either by accident.
+        # A limit of 0 makes zeros elsewhere in the library, and clips nothing in Keras.
+        # Code that is ported should not meet that difference by accident.
         if not isinstance(value, Tracer) and np.less_equal(value, 0):
             raise ValueError(
                 f"{argument} must be above 0, got {shown(value)}: Keras does not clip "

@@ -67,7 +67,7 @@ from jax.typing import ArrayLike
 from .. import _norms as norms
 from .. import _trees as trees
 from .._axes import axes_within
-from .._checks import check_number, check_scalar, with_extra_args
+from .._checks import check_given_norm, check_number, check_scalar, with_extra_args
 from .._clippers._by_value import value_clipper
 from .._foreign_names import with_our_names
 from .._kernel import clip_once, make_clipper
@@ -115,7 +115,7 @@ def clip_by_value(
     """
     call = "clip_by_value"
     low, high = clip_value_min, clip_value_max
-    # It may be negative, unlike the limit of a norm. It is no tree or schedule.
+    # Bounds may be negative, unlike limits of norms. Trees and schedules are refused.
     check_number(f"{call}: clip_value_max", high, lowest=-math.inf)
     check_number(f"{call}: clip_value_min", low, lowest=-math.inf)
     # Where traced bounds cross, the lower one wins as in TensorFlow.
@@ -215,7 +215,8 @@ def clip_by_global_norm(
       before clipping, a scalar, float32 (float64 if a leaf has 64 bits).
 
     Raises:
-      ValueError: a limit that is negative or NaN, or a norm that is not a scalar.
+      ValueError: a limit that is negative or NaN, or a norm that is negative or not a
+        scalar.
       TypeError: a limit or norm that is not a real number.
 
     Example:
@@ -229,7 +230,8 @@ def clip_by_global_norm(
     check_number(f"{call}: clip_norm", clip_norm)
     if use_norm is not None:
         check_scalar(f"{call}: use_norm", use_norm)
-    # A norm that is given replaces the measured one, also in what is returned.
+        check_given_norm(f"{call}: use_norm", use_norm)
+    # `use_norm` replaces the measured norm, also in what is returned.
     return clip_once(
         t_list,
         clip_norm,

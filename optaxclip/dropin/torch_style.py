@@ -53,7 +53,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .. import _norms as norms
-from .._checks import check_number, check_scalar, shown
+from .._checks import check_given_norm, check_number, check_scalar, shown
 from .._clippers._by_value import value_clipper
 from .._foreign_names import with_our_names
 from .._kernel import clip_once
@@ -106,7 +106,7 @@ def clip_grad_norm(
     Reference: torch.nn.utils.clip_grad_norm_.
     """
     call = "clip_grad_norm"
-    # Checked here, since None is no limit further down.
+    # `_clipped` takes None for no limit. torch does not.
     check_number(f"{call}: max_norm", max_norm)
     return _clipped(call, grads, max_norm, norm_type, error_if_nonfinite)
 
@@ -167,7 +167,7 @@ def get_total_norm(
 
     Reference: torch.nn.utils.get_total_norm.
     """
-    # None is no limit: nothing is multiplied, since only the norm is wanted.
+    # Without a limit nothing is multiplied: only the norm is wanted.
     return _clipped("get_total_norm", grads, None, norm_type, error_if_nonfinite)[1]
 
 
@@ -188,7 +188,8 @@ def clip_grads_with_norm(
       `max_norm` is inf.
 
     Raises:
-      ValueError: a limit that is negative or NaN, or a norm that is not a scalar.
+      ValueError: a limit that is negative or NaN, or a norm that is negative or not a
+        scalar.
       TypeError: a limit or norm that is not a real number.
 
     Example:
@@ -203,11 +204,12 @@ def clip_grads_with_norm(
     call = "clip_grads_with_norm"
     check_number(f"{call}: max_norm", max_norm)
     check_scalar(f"{call}: total_norm", total_norm)
-    # It says that one norm belongs to all leaves. Its order does not matter, since the
-    # norm that is given replaces the measured one.
+    check_given_norm(f"{call}: total_norm", total_norm)
     clipped, _ = clip_once(
         grads,
         max_norm,
+        # One norm for all leaves. Its order does not matter, since `total_norm`
+        # replaces the measured norm.
         norms.GlobalNorm(call),
         call=call,
         limit_argument="max_norm",
@@ -241,7 +243,7 @@ def _clipped(
             measure,
             call=call,
             limit_argument="max_norm",
-            # It is only in the divisor: the norm comes back without it, as from torch.
+            # The norm comes back without eps, as from torch.
             eps=EPS,
             nonfinite=nonfinite,
         )
