@@ -383,7 +383,7 @@ def examine(
       >>> from optaxclip.doctor import examine
       >>> report = examine([{"loss": 1.0}] * 40)
       >>> print(report.not_judged["a gradient norm"])
-      ['bad batch', 'steady growth']
+      ['bad batch', 'change of scale', 'steady growth', 'vanishing']
     """
     return read_and_judge("examine", log, pattern=pattern, loss=loss)
 
@@ -468,13 +468,17 @@ def _judge(log: Log, loss_name: str | None) -> Report:
 
 def _lacking(cause: Cause, run: signals.Run) -> str:
     """What a log must have so that a cause can be judged, but does not have."""
-    if run.inputs_of_need[cause.needs]:
-        return f"{cause.least_rows} rows with {cause.needs}"
-    if cause.needs in signals.NEEDS_OF_RECORDER and not run.recorders:
+    needs = cause.needs
+    if run.inputs_of_need[needs]:
+        return f"{cause.least_rows} rows with {needs}"
+    if needs in signals.NEEDS_OF_RECORDER and not run.recorders:
         return signals.ANY_RECORDER
-    if cause.needs in (signals.LOSS, signals.NORM_AND_LOSS) and run.loss_candidates:
-        return f"{cause.needs}, such as {quoted(run.loss_candidates)}"
-    return cause.needs
+    # What needs both is said beside what needs the one that is not there.
+    if needs in (signals.NORM_AND_ANY_LOSS, signals.NORM_AND_LOSS):
+        needs = signals.LOSS if run.gradient_norms else signals.NORM
+    if needs == signals.LOSS and run.loss_candidates:
+        return f"{needs}, such as {quoted(run.loss_candidates)}"
+    return needs
 
 
 def _notes(run: signals.Run) -> list[str]:
@@ -494,14 +498,14 @@ def _notes(run: signals.Run) -> list[str]:
         # A column with more empty cells than this is one that is logged more rarely.
         if 0 < column.empty_cells < column.values.size / 2:
             notes.append(
-                f"{column.name!r} has no entry in {column.empty_cells} rows, which may "
-                "be NaN: pandas writes NaN so."
+                f"Rows without an entry of {column.name!r}: {column.empty_cells}. They "
+                "may be NaN, because pandas writes NaN so."
             )
     if run.overflow_steps:
         notes.append(
-            f"Norms are not finite at {len(run.overflow_steps)} steps, the first of "
-            f"them step {min(run.overflow_steps)}. They are taken for overflows of a "
-            "dynamic loss scale. If the run has none, look at that step."
+            f"Steps with norms that are not finite: {len(run.overflow_steps)}, the "
+            f"first of them step {min(run.overflow_steps)}. They are taken for "
+            "overflows of a dynamic loss scale. If the run has none, look at that step."
         )
     recorders = run.recorders
     if len(recorders) > 1 and not any(recorder.is_of_updates for recorder in recorders):
