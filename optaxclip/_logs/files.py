@@ -407,8 +407,10 @@ LABELS = {
         "((train|training|lm|total|avg)[ _/-])?loss|trl",
     ),
     # verl prints actor/grad_norm and critic/grad_norm. Own loops print |g| or ||grad||.
+    # Megatron prints the norm of the weights as well, "params norm".
     "grad_norm": (
-        r"(?<!\w)",
+        r"(?<!\w)(?i:(?<!params )(?<!param )(?<!weight )(?<!update )"
+        r"(?<!clipped )(?<!max ))",
         r"(\w+/)*((total|global|gradient|grad|g)[ _/-]?)*norm|\|+(g|grad|gradient)\|+",
     ),
 }

@@ -193,6 +193,14 @@ def test_a_text_may_have_nan_from_its_first_line_on(tmp_path):
     assert pattern_of(path) == pattern
 
 
+def test_norms_of_other_things_are_no_gradient_norms(text_file):
+    """Megatron prints that of the weights."""
+    others = "update norm: 0.1 | Clipped grad norm: 1.0"
+    path = text_file(f"Params norm: 315.0 | grad norm: {{norm}} | {others}")
+    norms = read_history(path, pattern=pattern_of(path))
+    assert norms.tolist() == [1.5 + step % 3 for step in range(40)]
+
+
 def test_norms_of_two_networks_are_not_mixed(text_file):
     """verl prints numbers of NumPy, and the actor's only from some step on."""
     norms = [1.5 + step % 3 for step in range(40)]
