@@ -266,7 +266,7 @@ class Recorder(NamedTuple):
     """The columns of one `record_health`."""
 
     name: str  # such as health/updates
-    # For each quantity a column for each tensor. The tensor "" is the summary of all.
+    # For each quantity its columns by tensor. Under "" is the largest of all tensors.
     columns_of_quantity: defaultdict[str, dict[str, Column]]
 
     @property
