@@ -406,8 +406,8 @@ LABELS = {
         r"(?i:(?<!train[ /])(?<!val[ /])(?<!validation[ /])(?<!test[ /]))\b",
         "((train|training|lm|total|avg)[ _/-])?loss|trl",
     ),
-    # verl prints actor/grad_norm and critic/grad_norm. Own loops print |g| or ||grad||.
-    # Megatron prints the norm of the weights as well, "params norm".
+    # verl prints actor/grad_norm and critic/grad_norm, and ENAS prints |g|. Megatron
+    # prints the norm of the weights as well, "params norm".
     "grad_norm": (
         r"(?<!\w)(?i:(?<!params )(?<!param )(?<!weight )(?<!update )"
         r"(?<!clipped )(?<!max ))",
@@ -441,8 +441,10 @@ def _as_pattern(label: str) -> str:
     """The pattern of a label, with any number of blanks in it and behind it: a long
     number takes the place of blanks, as in "norm=  2.5" and "norm=1000.5".
     """
-    escaped_label = re.escape(label.rstrip())
-    return re.sub(r"(\\ )+", r"\\s*", escaped_label) + r"\s*"
+    label = label.rstrip()
+    # Without a blank "loss" would also fit the beginning of Swin's "loss_scale".
+    blanks = r"\s+" if label[-1].isalnum() else r"\s*"
+    return re.sub(r"(\\ )+", r"\\s*", re.escape(label)) + blanks
 
 
 def _rows_of_text(text: str, notes: Notes) -> list[Row]:
@@ -498,7 +500,7 @@ def _frequent_pattern(text: str) -> str:
         # Of several optimizers each has a group, as in critic/grad_norm. verl leaves
         # out the actor's norm in the first steps.
         labels_in_groups = {
-            re.sub(r"(\\s\*|\W)+", "_", label).strip("_"): label
+            re.sub(r"(\\s[*+]|\W)+", "_", label).strip("_"): label
             for label, count in labels.items()
             if "/" in label and count >= label_counts[quantity] / 2
         }

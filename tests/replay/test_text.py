@@ -29,6 +29,10 @@ TEXTS = {
     "OLMo": "[step={step}/99]\n    optim/total_grad_norm={norm}\n    loss={loss}",
     "a sentence": "step {step}: the loss {loss} has a global norm {norm}.",
     "detectron2": "iter: {step}  total_loss: {loss}  loss_cls: 1.2  grad_norm: {norm}",
+    "Swin": (
+        "INFO Train: [0/300][{step}/1251]\tloss {loss} (6.9)\tgrad_norm {norm} (inf)\t"
+        "loss_scale 65536.0000 (65536.0000)"
+    ),
     "bars": "step {step} | loss {loss} | |g|: {norm}",
     "double bars": "step {step} loss {loss} ||grad|| {norm}",
 }
@@ -189,7 +193,7 @@ def test_a_text_may_have_nan_from_its_first_line_on(tmp_path):
     path = tmp_path / "run.log"
     lines = [f" iteration {step}/ 500 | grad norm: nan | bad: 0 |" for step in range(9)]
     path.write_text("\n".join(lines))
-    pattern = r"iteration\s*(?P<step>\d+)|grad\s*norm:\s*(?P<grad_norm>\S*\w)"
+    pattern = r"iteration\s+(?P<step>\d+)|grad\s*norm:\s*(?P<grad_norm>\S*\w)"
     assert pattern_of(path) == pattern
 
 
@@ -247,7 +251,7 @@ def test_a_text_whose_first_lines_have_as_many_words_gets_a_pattern(tmp_path):
     path = tmp_path / "run.log"
     lines = [f"step {step} loss {9 - step}" for step in range(3)]
     path.write_text("\n".join(["Starting training now ok", *lines]))
-    assert "|loss\\s*(?P<loss>" in pattern_of(path)
+    assert "|loss\\s+(?P<loss>" in pattern_of(path)
 
 
 def test_a_wrong_pattern_is_named(text_file):
