@@ -515,8 +515,9 @@ def _frequent_pattern(text: str) -> str:
     # other lines, such as "saved step 100".
     if label_counts["step"] < losses_or_norms / 2:
         patterns.pop("step", None)
-        # Lines may begin with "[ 250/400]". The numbers of epochs come many times.
-        steps = re.findall(r"(?m)^\[ *(\d+)/\d", text)
-        if len(set(steps)) >= losses_or_norms / 2:
-            patterns["step"] = r"^\[\s*(?P<step>\d+)/"
+        # Lines may begin with "[ 250/400]". clu prints "logging_writer.py:48] [250]".
+        # The number of an epoch comes many times.
+        brackets = r"(?:^|\] )\[\s*(?P<step>\d+)[/\]]"
+        if len(set(re.findall(f"(?m){brackets}", text))) >= losses_or_norms / 2:
+            patterns["step"] = brackets
     return "|".join(patterns.values())

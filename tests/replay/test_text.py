@@ -125,7 +125,7 @@ def test_other_losses_do_not_replace_the_loss(text_file):
 
 
 def test_steps_that_other_lines_name_are_not_proposed(text_file):
-    path = text_file("[{step}] grad_norm={norm}", noise="saved step 10")
+    path = text_file("({step}) grad_norm={norm}", noise="saved step 10")
     pattern = pattern_of(path)
     assert pattern.startswith("grad_norm=")
     assert len(read_history(path, pattern=pattern)) == 40
@@ -171,9 +171,11 @@ def test_a_step_is_a_number(text_file, label):
     assert read_history(path, "place", pattern=pattern).tolist() == list(range(40))
 
 
-def test_lines_may_begin_with_a_step_in_brackets(text_file):
-    line = "[{step:3}/400] loss {loss} norm {norm}"
-    path = text_file(line)
+@pytest.mark.parametrize(
+    "step", ["[{step:3}/400]", "I0102 03:04:05.0 9 logging_writer.py:48] [{step}]"]
+)
+def test_lines_may_begin_with_a_step_in_brackets(text_file, step):
+    path = text_file(f"{step} loss={{loss}}, norm={{norm}}")
     pattern = pattern_of(path).replace("<step>", "<place>")
     assert read_history(path, "place", pattern=pattern).tolist() == list(range(40))
     # These are epochs.
