@@ -291,8 +291,10 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except (json.JSONDecodeError, RecursionError):
-        # Python printed it. A printed dict may hold dicts, which hold no further dicts.
-        printed = re.compile(r"\{([^{}\n]|\{[^{}\n]*\})*\}").match(text, start)
+        # Python printed it. A printed dict may hold dicts, which hold no further dicts,
+        # and begin no line: that would be the next row.
+        dict_pattern = r"\{[^{}]*((?<!\n)\{[^{}]*\}[^{}]*)*\}"
+        printed = re.compile(dict_pattern).match(text, start)
     if printed is None:
         return {}, start + 1
     try:

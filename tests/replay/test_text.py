@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
+from pprint import pformat
 
 import pytest
 
@@ -285,6 +286,16 @@ def test_dicts_that_are_printed_among_text_are_read(tmp_path):
     path.write_text('2020-01-01 | INFO | train | {"train_gnorm": "0.5"}\n')
     with pytest.warns(UserWarning, match="outside of complete {...} are left out: 1"):
         assert read_history(path).tolist() == [0.5]
+
+
+def test_printed_dicts_may_have_several_lines(tmp_path):
+    """EasyLM prints them by pprint."""
+    path = tmp_path / "run.log"
+    rows = [{"gradient_norm": 0.5 + i, "learning_rate": 3e-4 / 7} for i in range(5)]
+    text = "\n".join(f"step {i}\n{pformat(rows[i], width=40)}" for i in range(5))
+    path.write_text(text.replace("2.5", "nan"))
+    with pytest.warns(UserWarning, match="outside of complete {...} are left out: 5"):
+        assert str(read_history(path).tolist()) == "[0.5, 1.5, nan, 3.5, 4.5]"
 
 
 def test_printed_dicts_may_have_arrays_in_them(tmp_path):
