@@ -220,7 +220,8 @@ def _after_step(
         local_signs |= _signs_of_weights(measure, weights)
     recorder = _norm_recorder(measure)
 
-    def recorded(numbers: Norms) -> PyTree:
+    def state_after(numbers: Norms) -> PyTree:
+        """The state of the recorder, with these numbers as the norms of the step."""
         _, new_state = recorder.update(tree, state.norms, grad_norm=numbers)
         return new_state
 
@@ -229,7 +230,7 @@ def _after_step(
         # Layers, and leaves split over devices, have places in a state that only the
         # kernel knows. So the numbers of a sign are recorded as if they were norms.
         numbers_as_norms = norms._replace(values=norms.gathered(numbers))
-        signs[sign] = recorded(numbers_as_norms).norm.astype(jnp.float32)
+        signs[sign] = state_after(numbers_as_norms).norm.astype(jnp.float32)
     idle: dict[str, Array] = {}
     dead: dict[str, Array] = {}
     # Before `patience` updates no row can count as dead.
@@ -238,7 +239,7 @@ def _after_step(
         idle[name] = _idle_steps(leaf, state.idle[name])
         share = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
         dead[name] = jnp.where(is_early, jnp.float32(jnp.nan), share)
-    new_state = HealthState(recorded(norms), signs, idle, dead)
+    new_state = HealthState(state_after(norms), signs, idle, dead)
     return jax.tree.map(in_place, new_state, state)
 
 
@@ -293,19 +294,17 @@ def _signs_of_values(measure: TensorNorm, tree: PyTree) -> dict[str, list[Array]
     and devices are summed as they are for norms.
     """
 
-    def squared_norms(
-        measure: TensorNorm, mask_of: Callable[[Array], Array]
+    def squares(
+        norm_of_mask: TensorNorm, mask_of: Callable[[Array], Array]
     ) -> list[Array]:
-        norms = measure(jax.tree.map(mask_of, tree))
+        norms = norm_of_mask(jax.tree.map(mask_of, tree))
         return [jnp.square(norm) for norm in norms.local_values()]
 
     root_mean_square = measure._replace(ord="rms")
     return {
-        "zeros": squared_norms(root_mean_square, _is_zero),
-        "subnormals": squared_norms(root_mean_square, _is_subnormal),
-        "nonfinite": [
-            jnp.round(count) for count in squared_norms(measure, _is_nonfinite)
-        ],
+        "zeros": squares(root_mean_square, _is_zero),
+        "subnormals": squares(root_mean_square, _is_subnormal),
+        "nonfinite": [jnp.round(count) for count in squares(measure, _is_nonfinite)],
     }
 
 

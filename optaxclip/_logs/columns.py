@@ -79,7 +79,7 @@ def log_from_rows(rows: Sequence[Row], notes: Notes) -> Log:
             f"The column {step_name!r} begins again, as in each epoch, and is counted "
             "on. If the run was started anew, delete the rows of earlier ones."
         )
-    entries_by_name: dict[str, list[Entry]] = defaultdict(list)  # by name
+    entries_by_name: dict[str, list[Entry]] = defaultdict(list)
     for step, row in zip(steps, flat_rows):
         for name, cell in row.items():
             entries_by_name[name].append(Entry(step, cell))
@@ -175,8 +175,8 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
     empty_cells = 0
     for step, entries_of_step in groupby(entries, key=lambda entry: entry.step):
         cells = [entry.cell for entry in entries_of_step]
-        # Null is an empty cell if another row of the step has a number: pandas writes
-        # null in the row of an evaluation.
+        # A step may have several rows. Where one of them has a number, null in another
+        # one is an empty cell: pandas writes it in the row of an evaluation.
         if nulls_are_nan and all(cell is None for cell in cells):
             cells = [math.nan]
             nulls += 1
@@ -195,19 +195,19 @@ def _column(name: str, entries: Sequence[Entry]) -> Column:
     if is_minus_one.any():
         values[is_minus_one] = math.nan
         notes.append(
-            f"{is_minus_one.sum()} norms are -1, as DeepSpeed logs NaN and inf, and "
-            "are read as NaN."
+            "Norms of -1 are read as NaN, because DeepSpeed logs NaN and inf so: "
+            f"{is_minus_one.sum()}."
         )
     if replaced_steps:
         notes.append(
             f"Steps {min(replaced_steps)} to {max(replaced_steps)} come twice "
-            f"({len(replaced_steps)} entries), as in a run that was resumed: the "
+            f"(entries: {len(replaced_steps)}), as in a run that was resumed: the "
             "later entries count."
         )
     if nulls:
-        notes.append(f"{nulls} rows have null there, which is read as NaN.")
+        notes.append(f"Null is read as NaN. Rows with null there: {nulls}.")
     if texts:
-        notes.append(f"{len(texts)} entries are text, and left out: {quoted(texts)}.")
+        notes.append(f"Text is left out. Entries: {len(texts)}, {quoted(texts)}.")
     return Column(
         name,
         steps=np.array(list(values_by_step)),

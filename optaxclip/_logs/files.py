@@ -200,8 +200,8 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
 
 def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     """The dicts that stand in a text, as JSON or as Python prints them."""
-    first_dict, _ = _dict_at(text, 0)
-    if not first_dict:
+    dict_or_list, _ = _dict_at(text, 0)
+    if not dict_or_list:
         columns = _columns_up_to_cut(text)
         if columns:
             notes.append("The JSON is cut off, and read up to there.")
@@ -226,10 +226,9 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
         return []
     left_out = [line for line in other_text.splitlines() if line.strip("\t ,[]")]
     if left_out:
-        pieces = "1 piece" if len(left_out) == 1 else f"{len(left_out)} pieces"
         notes.append(
-            f"Left out: {pieces} of text outside of complete {{...}}. The last one is "
-            f"{left_out[-1].strip()[:60]!r}."
+            "Pieces of text outside of complete {...} are left out: "
+            f"{len(left_out)}. The last one is {left_out[-1].strip()[:60]!r}."
         )
     return rows
 
@@ -292,8 +291,10 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except (json.JSONDecodeError, RecursionError):
-        # Python printed it. A printed dict may hold dicts, which hold no further dicts.
-        printed = re.compile(r"\{([^{}\n]|\{[^{}\n]*\})*\}").match(text, start)
+        # Python printed it. A printed dict may hold dicts, which hold no further dicts,
+        # and begin no line: that would be the next row.
+        dict_pattern = r"\{[^{}]*((?<!\n)\{[^{}]*\}[^{}]*)*\}"
+        printed = re.compile(dict_pattern).match(text, start)
     if printed is None:
         return {}, start + 1
     try:
@@ -359,7 +360,7 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     left_out = len(lines) - len(rows)
     if left_out:
         notes.append(
-            f"{left_out} lines do not have {len(names)} entries and are left out."
+            f"Lines that do not have {len(names)} entries are left out: {left_out}."
         )
     # Runs of W&B may share a name, and so their columns do.
     if len(set(names)) < len(names):
@@ -394,23 +395,33 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
     return rows
 
 
-# How a line of text may name a step, a loss or a norm. For each, the first pattern says
-# what may not stand before the label, and the second one is the label. "tokens/s: 512"
-# has no step. nanoGPT prints "train loss 4.2, val loss 4.3" now and then, among lines
-# with "loss 4.1".
+# How a line of text may name a step, a loss or a norm: a lookbehind for what may not
+# stand before the label, and the pattern of the label. "tokens/s: 512" has no step.
+# nanoGPT prints "train loss 4.2, val loss 4.3" now and then, among lines with
+# "loss 4.1".
 LABELS = {
-    "step": (r"(?<![/\w])", r"step|iteration|iter(\(train\))?|s"),
+    "step": (
+        r"(?<![/\w])",
+        r"(global[ _])?step|iteration|iter(\(train\))?|it|num_updates|s",
+    ),
     "loss": (
         r"(?i:(?<!train[ /])(?<!val[ /])(?<!validation[ /])(?<!test[ /]))\b",
-        "((train|training|lm)[ _/-])?loss|trl",
+        "((train|training|lm|total|avg)[ _/-])?loss|trl",
     ),
-    # verl prints actor/grad_norm and critic/grad_norm.
-    "grad_norm": (r"\b", r"(\w+/)*((total|global|gradient|grad|g)[ _/-]?)*norm"),
+    # verl prints actor/grad_norm and critic/grad_norm, and ENAS prints |g|. Megatron
+    # prints the norm of the weights as well, "params norm".
+    "grad_norm": (
+        r"(?<!\w)(?i:(?<!params )(?<!param )(?<!weight )(?<!update )"
+        r"(?<!clipped )(?<!max ))",
+        r"(\w+/)*((total|global|gradient|grad|g)[ _/-]?)*norm|\|+(g|grad|gradient)\|+",
+    ),
 }
 
 
 def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
-    """The pattern of a number behind a label: the simplest one that finds the same."""
+    """The pattern of a number behind a label, both of them patterns: the simplest one
+    that finds the same.
+    """
     # A full stop at the end of a line is not in the number.
     simple_number = r"\S*\w"
     number = r"[-+.\w]*\w"
@@ -429,8 +440,13 @@ def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
 
 
 def _as_pattern(label: str) -> str:
-    """The pattern of a label, with any number of blanks."""
-    return re.sub(r"(\\ )+", r"\\s*", re.escape(label))
+    """The pattern of a label, with any number of blanks in it and behind it: a long
+    number takes the place of blanks, as in "norm=  2.5" and "norm=1000.5".
+    """
+    label = label.rstrip()
+    # Without a blank "loss" would also fit the beginning of Swin's "loss_scale".
+    blanks = r"\s+" if label[-1].isalnum() else r"\s*"
+    return re.sub(r"(\\ )+", r"\\s*", re.escape(label)) + blanks
 
 
 def _rows_of_text(text: str, notes: Notes) -> list[Row]:
@@ -475,8 +491,8 @@ def _frequent_pattern(text: str) -> str:
     patterns: dict[str, str] = {}  # by column
     label_counts = dict.fromkeys(LABELS, 0)
     for quantity, (lookbehind, label) in LABELS.items():
-        # mmdet prints "Iter [50/900]".
-        gap = r"[ :=]+\[? *(?=[-+]?\.?\d)"
+        # mmdet prints "Iter [50/900]". A run may have NaN from its first line on.
+        gap = r"[ :=]+\[? *(?=[-+]?(\.?\d|nan\b|inf\b))"
         matches = re.finditer(rf"(?i){lookbehind}({label}){gap}", text)
         labels = Counter(_as_pattern(match[0]) for match in matches)
         if not labels:
@@ -485,13 +501,13 @@ def _frequent_pattern(text: str) -> str:
         columns = {quantity: most_frequent}
         # Of several optimizers each has a group, as in critic/grad_norm. verl leaves
         # out the actor's norm in the first steps.
-        names_in_groups = {
-            re.sub(r"(\\s\*|\W)+", "_", label).strip("_"): label
+        labels_in_groups = {
+            re.sub(r"(\\s[*+]|\W)+", "_", label).strip("_"): label
             for label, count in labels.items()
             if "/" in label and count >= label_counts[quantity] / 2
         }
-        if len(names_in_groups) > 1:
-            columns = names_in_groups
+        if len(labels_in_groups) > 1:
+            columns = labels_in_groups
         for column, label in columns.items():
             patterns[column] = _pattern_of(column, label, lookbehind, text)
     losses_or_norms = max(label_counts["loss"], label_counts["grad_norm"])
@@ -501,4 +517,9 @@ def _frequent_pattern(text: str) -> str:
     # other lines, such as "saved step 100".
     if label_counts["step"] < losses_or_norms / 2:
         patterns.pop("step", None)
+        # Lines may begin with "[ 250/400]". clu prints "logging_writer.py:48] [250]".
+        # The number of an epoch comes many times.
+        brackets = r"(?:^|\] )\[\s*(?P<step>\d+)[/\]]"
+        if len(set(re.findall(f"(?m){brackets}", text))) >= losses_or_norms / 2:
+            patterns["step"] = brackets
     return "|".join(patterns.values())

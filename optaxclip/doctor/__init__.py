@@ -14,9 +14,9 @@ break all the same.
 # `as` tells type checkers that a name is public.
 from .. import _foreign_names
 from ._causes import Finding as Finding
-from ._causes import Report as Report
-from ._causes import diagnose as diagnose
-from ._causes import examine as examine
+from ._report import Report as Report
+from ._report import diagnose as diagnose
+from ._report import examine as examine
 
 # A misspelt name, as in `doctor.diagnoze`, raises an error with the right one.
 _foreign_names.with_our_names(__name__)

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 from .._logs.output import printing
-from ._causes import Finding, Report, read_and_judge
+from ._causes import Finding
+from ._report import Report, read_and_judge
 
 
 def main(arguments: list[str] | None = None) -> None:

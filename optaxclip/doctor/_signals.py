@@ -21,7 +21,7 @@ NORM = "a gradient norm"
 NORM_AND_ANY_LOSS = "a gradient norm, and no loss below 0 beside it"
 NORM_AND_LOSS = "a gradient norm, and a loss above 0 in all rows (--loss NAME)"
 EVERY_NORM = "a gradient norm, also one of record_health()"
-LOGITS = "a column with attn or attention and logit in its name, or of qk_clip(None)"
+LOGITS = "a column with attention and logit in its name, or qk_clip(None)"
 CLIP = "metrics of a clipper of optaxclip"
 SKIP_AND_CLIP = "metrics of a skip and of a clipper"
 UPDATES = "record_health() behind the optimizer, under a name with 'update' in it"
@@ -266,7 +266,7 @@ class Recorder(NamedTuple):
     """The columns of one `record_health`."""
 
     name: str  # such as health/updates
-    # For each quantity a column for each tensor. The tensor "" is the summary of all.
+    # For each quantity its columns by tensor. Under "" is the largest of all tensors.
     columns_of_quantity: defaultdict[str, dict[str, Column]]
 
     @property

@@ -24,7 +24,7 @@ from . import plot_history, run
 from ._batch import norm_ratio
 from ._choice import USUAL_LIMIT, Choice, choice_of, how_it_broke, percent
 from ._history import columns_of
-from ._run import MIN_NORMS
+from ._run import MAX_GUARD_RATE, MIN_NORMS
 
 ESTIMATES = (
     "These are estimates from the recorded norms. Clipping changes a run, so",
@@ -69,13 +69,8 @@ def _print_report(options: argparse.Namespace) -> None:
     lines: list[str] = []
     choice = None
     for column in columns:
-        choice = _choice_for(column)
-        lines += [
-            _about_source(column, options),
-            *_advice(column, choice),
-            *_about_norms(column),
-            "",
-        ]
+        choice, advice = _choice_and_advice(column)
+        lines += [_about_source(column, options), *advice, *_about_norms(column), ""]
     if not log.has_steps:
         lines += ["There is no column of steps, so rows are counted, from 0.", ""]
     if log.notes:
@@ -107,15 +102,37 @@ def _print_report(options: argparse.Namespace) -> None:
         print(f"The picture is in {options.picture}.")
 
 
-def _choice_for(column: Column) -> Choice | None:
-    norms = _norms_above_0(column)
-    if how_it_broke(column) or len(norms.values) < MIN_NORMS:
-        return None
-    return choice_of(norms, logging_interval(distance_of_rows(column)))
-
-
-def _norms_above_0(column: Column) -> Column:
-    return rows_kept(column, np.isfinite(column.values) & (column.values > 0))
+def _choice_and_advice(column: Column) -> tuple[Choice | None, list[str]]:
+    """The clipper to take, or None, and sentences that say why."""
+    break_of_run = how_it_broke(column)
+    if break_of_run:
+        return None, [
+            f"The run broke: {break_of_run}. No limit can be chosen from it before the "
+            "cause is known: run python -m optaxclip.doctor."
+        ]
+    is_norm = np.isfinite(column.values) & (column.values > 0)
+    norms = rows_kept(column, is_norm)
+    share_of_largest = clipped_share(norms.values)
+    if share_of_largest:
+        return None, [
+            f"{share_of_largest:.0%} of the rows are within 0.1 % of "
+            f"{norms.values.max():.4g}: these look like norms after a clip, from which "
+            "no limit can be chosen. Log the norm before the clip."
+        ]
+    if len(norms.values) < MIN_NORMS:
+        return None, [
+            "Norms above 0 are too few to choose a limit from: "
+            f"{len(norms.values)}. Log {MIN_NORMS} steps or more.",
+            f"Until then take {USUAL_LIMIT}, the limit that most trainers use.",
+        ]
+    choice = choice_of(norms, logging_interval(distance_of_rows(column)))
+    if choice is None:
+        return None, [
+            f"More than {MAX_GUARD_RATE:.0%} of the norms are above five times the "
+            "median, so no limit clips accidents alone. If two networks take turns, "
+            "log a column for each."
+        ]
+    return choice, choice.reasons
 
 
 # ---------------------------------------------------------------- lines of the report
@@ -141,13 +158,14 @@ def _about_norms(column: Column) -> list[str]:
         )
     if not is_finite.all():
         lines.append(
-            f"{(~is_finite).sum()} norms ({percent(1 - is_finite.mean())}) are NaN or "
-            "inf, which no clip cures: skip_nonfinite leaves such steps out, and "
-            "python -m optaxclip.doctor says what is known of them."
+            f"Norms that are NaN or inf: {(~is_finite).sum()} "
+            f"({percent(1 - is_finite.mean())}). No clip cures them: skip_nonfinite "
+            "leaves such steps out, and python -m optaxclip.doctor says what is known "
+            "of them."
         )
     lines += column.notes
     if column.empty_cells:
-        lines.append(f"{column.empty_cells} rows have no entry, and are left out.")
+        lines.append(f"Rows without an entry are left out: {column.empty_cells}.")
     distance = distance_of_rows(column)
     lines += notes_on_distance(distance)
     if logging_interval(distance) > 1:
@@ -173,31 +191,6 @@ def _table(choice: Choice) -> list[str]:
             f"{row.mean_factor:11.3f}  {row.rule}"
         )
     return lines
-
-
-def _advice(column: Column, choice: Choice | None) -> list[str]:
-    """The clipper to take, or why none is recommended."""
-    if choice is not None:
-        return choice.reasons
-    break_of_run = how_it_broke(column)
-    if break_of_run:
-        return [
-            f"The run broke: {break_of_run}. No limit can be chosen from it before the "
-            "cause is known: run python -m optaxclip.doctor."
-        ]
-    norms = _norms_above_0(column).values
-    share_of_largest = clipped_share(norms)
-    if share_of_largest:
-        return [
-            f"{share_of_largest:.0%} of the rows are within 0.1 % of "
-            f"{norms.max():.4g}: these look like norms after a clip, from which no "
-            "limit can be chosen. Log the norm before the clip."
-        ]
-    return [
-        f"{len(norms)} norms above 0 are too few to choose a limit from. Log "
-        f"{MIN_NORMS} steps or more.",
-        f"Until then take {USUAL_LIMIT}, the limit that most trainers use.",
-    ]
 
 
 def _at_batch(

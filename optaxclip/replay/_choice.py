@@ -96,8 +96,8 @@ def choice_of(column: Column, every: int) -> Choice | None:
 
 
 def how_it_broke(column: Column) -> str | None:
-    """What the norms of a broken run are from some step to the end: NaN or inf, or so
-    long that no guard clips about 1 %. None for other runs.
+    """What the norms of a broken run are from some step to the end: NaN or inf, or
+    mostly so long that no guard clips about 1 %. None for other runs.
     """
     is_finite = np.isfinite(column.values)
     finite_rows = np.flatnonzero(is_finite)
@@ -107,7 +107,12 @@ def how_it_broke(column: Column) -> str | None:
     norms = column.values[is_finite & (column.values > 0)]
     if len(norms) < MIN_NORMS:
         return None
-    is_long = column.values > MAX_GUARD_IN_MEDIANS * np.median(norms)
+    usual_norm = np.median(norms)
+    early = np.median(norms[: len(norms) // 5])
+    # A run that broke in its first half has the median of its broken norms.
+    if usual_norm > MAX_GUARD_IN_MEDIANS * early:
+        usual_norm = early
+    is_long = column.values > MAX_GUARD_IN_MEDIANS * usual_norm
     count = is_long.sum()
     has_guard = count <= GUARD_RATE * len(norms)
     # Elsewhere in the log long norms are accidents.
@@ -115,7 +120,7 @@ def how_it_broke(column: Column) -> str | None:
     if count >= LEAST_BROKEN_ROWS and most_are_long and not has_guard:
         return (
             f"from step {column.steps[-count]} to the end most norms are more than "
-            f"{MAX_GUARD_IN_MEDIANS} times the median of the log"
+            f"{MAX_GUARD_IN_MEDIANS} times the usual norm"
         )
     return None
 

@@ -189,6 +189,8 @@ GUARD_RATE = 0.01
 # The highest guard, in medians of the norms. If more than 1 % of the steps are broken,
 # a limit that clips 1 % lies among the norms of broken steps, and lets them through.
 MAX_GUARD_IN_MEDIANS = 20
+# Nor does a limit guard that clips more than this share of the steps.
+MAX_GUARD_RATE = 0.2
 # Among fewer norms a single one is more than 1 %.
 MIN_NORMS = 100
 
@@ -272,9 +274,10 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
       clips, their mean factor, and whether it is the guard.
 
       The guard is the fixed limit, up to twenty times the median, that clips nearest to
-      1 % of the steps. Fewer than 100 norms cannot show 1 %, and have no guard. Norms
-      that look clipped have none either: 5 % or more are within 0.1 % of the largest,
-      and these are more than three times as many as share any other value.
+      1 % of the steps, and at most 20 % of them. Fewer than 100 norms cannot show 1 %,
+      and have no guard. Norms that look clipped have none either: 5 % or more are
+      within 0.1 % of the largest, and these are more than three times as many as share
+      any other value.
 
     Raises:
       ValueError: a history that is not [steps], a negative norm, fewer than two finite
@@ -303,9 +306,13 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
 
 
 def _with_a_guard(limits: list[Suggestion], max_guard: float) -> list[Suggestion]:
-    """Marks the limit that clips nearest to 1 % of the steps, up to `max_guard`."""
+    """Marks the limit that clips nearest to 1 % of the steps, up to `max_guard`. None
+    if all of them clip many steps.
+    """
     possible_guards = [row for row in limits if row.limit <= max_guard]
     guard = min(possible_guards, key=lambda row: abs(row.clip_rate - GUARD_RATE))
+    if guard.clip_rate > MAX_GUARD_RATE:
+        return limits
     return [row._replace(is_guard=row is guard) for row in limits]
 
 

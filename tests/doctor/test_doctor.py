@@ -89,7 +89,8 @@ def test_a_text_is_read_with_a_pattern(tmp_path):
 def test_what_is_judged_is_named_where_nothing_is_found():
     report = examine(rows_of(loss=calm()))
     assert report.findings == [] and report.looked_at == ["'loss' (60 rows)"]
-    assert report.not_judged["a gradient norm"] == ["bad batch", "steady growth"]
+    causes = ["bad batch", "change of scale", "steady growth", "vanishing"]
+    assert report.not_judged["a gradient norm"] == causes
     report = examine(rows_of(grad_norm=calm()))
     assert "a loss or a gradient norm" not in report.not_judged
 
@@ -314,7 +315,7 @@ def test_a_damaged_row_between_two_is_no_interval(tmp_path):
     lines[1] = lines[1][:12]
     path.write_text("\n".join(lines))
     (note,) = examine(path).notes
-    assert note.startswith("Left out: 1 piece of text outside of complete {...}.")
+    assert "text outside of complete {...} are left out: 1." in note
 
 
 def test_a_loss_that_is_logged_rarely_hides_no_rows():
@@ -429,7 +430,7 @@ def test_empty_cells_are_said_unless_most_are_empty(tmp_path):
         lines = [f"{step},{cell},1" for step, cell in enumerate(cells)]
         path.write_text("\n".join(["step,grad_norm,loss", *lines]))
         notes = examine(path).notes
-        said = f"'grad_norm' has no entry in {count} rows, which may be NaN"
+        said = f"Rows without an entry of 'grad_norm': {count}. They may be NaN"
         assert any(note.startswith(said) for note in notes) == is_said
 
 
@@ -456,7 +457,7 @@ def test_the_largest_of_each_norm_is_noted():
     assert report.findings == []
     # The largest of the other norm is not far from its median.
     _, note_on_inf, last_note = report.notes
-    assert "at 1 steps, the first of them step 495" in note_on_inf
+    assert "not finite: 1, the first of them step 495" in note_on_inf
     assert last_note == (
         f"The largest 'b/grad_norm' is {ratio:.3g} times its median, and "
         f"{ratio_before:.3g} times the median of the rows before it (bad batch: above "
@@ -504,8 +505,7 @@ def test_a_log_without_a_loss_above_0_names_its_candidates():
     ):
         some_parts = dict(list(parts.items())[:count])
         lacking = examine(rows_of(**columns, **some_parts)).not_judged
-        assert lacking[f"{needed}{candidates}"] == ["divergence"]
-        assert lacking[f"a gradient norm, and {needed}{candidates}"] == ["vanishing"]
+        assert lacking[f"{needed}{candidates}"] == ["divergence", "vanishing"]
 
 
 def test_a_log_without_norms_has_no_largest_one():

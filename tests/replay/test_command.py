@@ -126,9 +126,11 @@ def test_no_limit_is_recommended_from_a_run_that_broke(log, command):
     nan_at_end = [*NORMS[:-5], *[np.nan] * 5]
     # Norms grow by exp(1) in 20 steps.
     growth = np.exp(np.maximum(np.arange(SIZE) - 100, 0) / 20)
+    leap = np.where(np.arange(SIZE) < 60, 1.0, 1e3)
     reasons = {
         "from step 195 to the end norms are NaN or inf": nan_at_end,
         "from step 179 to the end most norms are more than 20 times": NORMS * growth,
+        "from step 60 to the end most norms are more than 20 times": NORMS * leap,
     }
     for reason, norms in reasons.items():
         log.write_text(log_of(norms))
@@ -195,6 +197,15 @@ def test_norms_with_few_digits_are_not_taken_for_clipped_ones():
         assert any(row.is_guard for row in suggest(norms))
 
 
+def test_no_limit_is_recommended_that_clips_many_steps(log, command):
+    norms = NORMS.copy()
+    norms[::3] *= 1e4
+    log.write_text(log_of(norms))
+    text = command(log)
+    assert "\nMore than 20% of the norms are above five times the median, so no" in text
+    assert "->" not in text and "Take " not in text
+
+
 def test_several_optimizers_have_a_row_each(log, command):
     lines = [f"{step},{norm},{2 * norm}" for step, norm in enumerate(NORMS)]
     log.write_text("\n".join(["step,actor/grad_norm,critic/grad_norm", *lines]))
@@ -232,10 +243,10 @@ def test_an_optimizer_without_norms_has_a_row_too(log, command):
     text = command(log)
     clipped, zeros, broken, *_ = text.split("\n\n")
     assert "'a/grad_norm'" in clipped and "46% of the rows are within" in clipped
-    assert "'b/grad_norm'" in zeros and "\n0 norms above 0" in zeros
+    assert "'b/grad_norm'" in zeros and "choose a limit from: 0." in zeros
     assert "200 finite norms from 0 to 0" in zeros
     assert "'c/grad_norm'" in broken and "\nThe run broke: from step 0 to" in broken
-    assert "200 norms (100.0%) are NaN or inf" in broken
+    assert "NaN or inf: 200 (100.0%). No clip" in broken
 
 
 def test_nan_and_few_norms_are_said(log, command):
@@ -243,8 +254,8 @@ def test_nan_and_few_norms_are_said(log, command):
     lines = [f"{step},{norm}" for step, norm in enumerate(norms)]
     log.write_text("\n".join(["step,grad_norm", *lines]))
     text = command(log)
-    assert "30 norms (75.0%) are NaN or inf, which no clip cures" in text
-    assert "10 norms above 0 are too few to choose a limit from." in text
+    assert "NaN or inf: 30 (75.0%). No clip cures them" in text
+    assert "Norms above 0 are too few to choose a limit from: 10." in text
 
 
 def test_a_log_without_a_norm_above_0_is_said(log, command):
@@ -252,7 +263,7 @@ def test_a_log_without_a_norm_above_0_is_said(log, command):
         log.write_text(lines)
         text = command(log)
         assert text.startswith("Column 'grad_norm' of run.csv, taken by its name")
-        assert f"{count} norms above 0 are too few to choose a limit from." in text
+        assert f"Norms above 0 are too few to choose a limit from: {count}." in text
         assert "clipper, as Python" not in text
 
 
@@ -462,7 +473,7 @@ def test_few_norms_cannot_show_one_percent(log, command):
     lines = [f"{step},{norm}" for step, norm in enumerate(norms)]
     log.write_text("\n".join(["step,grad_norm", *lines]))
     text = command(log)
-    few = "30 norms above 0 are too few to choose a limit from. Log 100 steps or more."
+    few = "Norms above 0 are too few to choose a limit from: 30. Log 100 steps or more."
     usual = "Until then take 1.0, the limit that most trainers use."
     assert f":\n{few}\n{usual}\n" in text
     assert "clipper, as Python" not in text and "guard" not in text
@@ -535,7 +546,7 @@ def test_broken_norms_are_counted_and_left_out(tmp_path, command):
     path.write_text("length of the gradient,\n" + "\n".join(f"{x}," for x in norms))
     text = command("--column", "length of the gradient", path)
     assert "201 finite norms from 1 to 3e+40, median 5.04" in text
-    assert "2 norms (1.0%) are NaN or inf" in text
+    assert "NaN or inf: 2 (1.0%)" in text
     (row,) = [line for line in text.splitlines() if "norm(5.02)" in line]
     assert row.split()[:2] == ["5.02", "50.0%"]
 

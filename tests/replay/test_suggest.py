@@ -97,6 +97,13 @@ def test_a_limit_among_the_norms_of_broken_steps_is_not_recommended():
     assert best.clip_rate == pytest.approx(6 / 100)
 
 
+def test_a_limit_that_clips_many_steps_is_no_guard():
+    # Two networks take turns, one step of three and two of three.
+    norms = np.random.default_rng(0).uniform(0.5, 1.5, size=300)
+    norms[::3] *= 1000.0
+    assert not any(row.is_guard for row in suggest(norms))
+
+
 def test_no_limit_is_recommended_from_fewer_than_100_norms():
     norms = np.random.default_rng(0).uniform(size=100)
     assert any(row.is_guard for row in suggest(norms))

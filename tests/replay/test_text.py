@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
+from pprint import pformat
 
 import pytest
 
@@ -28,6 +29,13 @@ TEXTS = {
     ),
     "OLMo": "[step={step}/99]\n    optim/total_grad_norm={norm}\n    loss={loss}",
     "a sentence": "step {step}: the loss {loss} has a global norm {norm}.",
+    "detectron2": "iter: {step}  total_loss: {loss}  loss_cls: 1.2  grad_norm: {norm}",
+    "Swin": (
+        "INFO Train: [0/300][{step}/1251]\tloss {loss} (6.9)\tgrad_norm {norm} (inf)\t"
+        "loss_scale 65536.0000 (65536.0000)"
+    ),
+    "bars": "step {step} | loss {loss} | |g|: {norm}",
+    "double bars": "step {step} loss {loss} ||grad|| {norm}",
 }
 
 
@@ -118,7 +126,7 @@ def test_other_losses_do_not_replace_the_loss(text_file):
 
 
 def test_steps_that_other_lines_name_are_not_proposed(text_file):
-    path = text_file("[{step}] grad_norm={norm}", noise="saved step 10")
+    path = text_file("({step}) grad_norm={norm}", noise="saved step 10")
     pattern = pattern_of(path)
     assert pattern.startswith("grad_norm=")
     assert len(read_history(path, pattern=pattern)) == 40
@@ -128,7 +136,7 @@ def test_the_most_frequent_labels_are_proposed(text_file):
     path = text_file(TEXTS["a loop"])
     path.write_text(f"loss: 9.5, norm: 3\n{path.read_text()}\nloss: 2.5, norm: 3")
     pattern = pattern_of(path)
-    assert "loss=(" in pattern and "grad_norm=(" in pattern
+    assert "loss=\\s" in pattern and "grad_norm=\\s" in pattern
 
 
 def test_settings_that_are_printed_as_a_dict_hide_no_text(text_file):
@@ -145,13 +153,59 @@ def test_a_log_may_have_messages_with_a_loss(tmp_path):
     assert read_history(path, "length").tolist() == list(range(40))
 
 
-@pytest.mark.parametrize("label", ["iteration {step}/ 500", "Iter [{step}/500]"])
+@pytest.mark.parametrize(
+    "label",
+    [
+        "iteration {step}/ 500",
+        "Iter [{step}/500]",
+        "Step [{step:2}/500]",
+        "it {step:05}/00500",
+        "global_step={step}",
+        "num_updates={step}",
+    ],
+)
 def test_a_step_is_a_number(text_file, label):
     noise = "number of nan iterations: 0"
-    path = text_file(f" {label} | loss: {{loss}} | norm: {{norm}} | {noise} |")
+    path = text_file(f"{label} | loss: {{loss}} | norm: {{norm}} | {noise} |")
     # Under another name, so that it is a column as well.
     pattern = pattern_of(path).replace("<step>", "<place>")
     assert read_history(path, "place", pattern=pattern).tolist() == list(range(40))
+
+
+@pytest.mark.parametrize(
+    "step", ["[{step:3}/400]", "I0102 03:04:05.0 9 logging_writer.py:48] [{step}]"]
+)
+def test_lines_may_begin_with_a_step_in_brackets(text_file, step):
+    path = text_file(f"{step} loss={{loss}}, norm={{norm}}")
+    pattern = pattern_of(path).replace("<step>", "<place>")
+    assert read_history(path, "place", pattern=pattern).tolist() == list(range(40))
+    # These are epochs.
+    path.write_text(re.sub(r"\[ *\d+", "[3", path.read_text()))
+    assert "step" not in pattern_of(path)
+
+
+def test_a_number_may_take_the_place_of_blanks(tmp_path):
+    path = tmp_path / "run.log"
+    norms = [12.0, 15.0, 2.5, 12.0, float("nan")]
+    path.write_text("\n".join(f"loss 2.5 norm={norm:6.3f}" for norm in norms))
+    with pytest.warns(UserWarning, match="The text is read with"):
+        assert str(read_history(path).tolist()) == str(norms)
+
+
+def test_a_text_may_have_nan_from_its_first_line_on(tmp_path):
+    path = tmp_path / "run.log"
+    lines = [f" iteration {step}/ 500 | grad norm: nan | bad: 0 |" for step in range(9)]
+    path.write_text("\n".join(lines))
+    pattern = r"iteration\s+(?P<step>\d+)|grad\s*norm:\s*(?P<grad_norm>\S*\w)"
+    assert pattern_of(path) == pattern
+
+
+def test_norms_of_other_things_are_no_gradient_norms(text_file):
+    """Megatron prints that of the weights."""
+    others = "update norm: 0.1 | Clipped grad norm: 1.0"
+    path = text_file(f"Params norm: 315.0 | grad norm: {{norm}} | {others}")
+    norms = read_history(path, pattern=pattern_of(path))
+    assert norms.tolist() == [1.5 + step % 3 for step in range(40)]
 
 
 def test_norms_of_two_networks_are_not_mixed(text_file):
@@ -169,11 +223,11 @@ def test_norms_of_two_networks_are_not_mixed(text_file):
 
 def test_a_pattern_is_as_simple_as_the_text_allows(text_file):
     line = "step {step} loss={loss} grad_norm={norm} (5.1 ms)"
-    simple = r"loss=(?P<loss>\S*\w)|grad_norm=(?P<grad_norm>\S*\w)"
+    simple = r"loss=\s*(?P<loss>\S*\w)|grad_norm=\s*(?P<grad_norm>\S*\w)"
     assert pattern_of(text_file(line)).endswith(simple)
     # Another loss needs more, and so does a number without a blank behind it.
     other_loss = pattern_of(text_file(f"val loss=2.5 {line}"))
-    assert r"|(?<![a-z][ /])\bloss=(?P<loss>\S*\w)|" in other_loss
+    assert r"|(?<![a-z][ /])\bloss=\s*(?P<loss>\S*\w)|" in other_loss
     assert "(?<!val" in pattern_of(text_file(f"val loss=2.5 the {line[12:]}"))
     assert r"[-+.\w]*\w" in pattern_of(text_file("step {step},loss={loss},lr={loss}"))
 
@@ -200,7 +254,7 @@ def test_a_text_whose_first_lines_have_as_many_words_gets_a_pattern(tmp_path):
     path = tmp_path / "run.log"
     lines = [f"step {step} loss {9 - step}" for step in range(3)]
     path.write_text("\n".join(["Starting training now ok", *lines]))
-    assert "|loss\\s*(?P<loss>" in pattern_of(path)
+    assert "|loss\\s+(?P<loss>" in pattern_of(path)
 
 
 def test_a_wrong_pattern_is_named(text_file):
@@ -227,11 +281,21 @@ def test_dicts_that_are_printed_among_text_are_read(tmp_path):
         "{'loss': nan, 'grad_norm': -inf, 'epoch': 0.2}\n"
         "{'loss': 0.5, 'grad_norm': nan, 'epoch': 0.3}\n"
     )
-    with pytest.warns(UserWarning, match="Left out: 2 pieces of text outside of"):
+    with pytest.warns(UserWarning, match="outside of complete {...} are left out: 2"):
         assert str(read_history(path, "loss").tolist()) == "[2.5, nan, 0.5]"
     path.write_text('2020-01-01 | INFO | train | {"train_gnorm": "0.5"}\n')
-    with pytest.warns(UserWarning, match="Left out: 1 piece of text outside of"):
+    with pytest.warns(UserWarning, match="outside of complete {...} are left out: 1"):
         assert read_history(path).tolist() == [0.5]
+
+
+def test_printed_dicts_may_have_several_lines(tmp_path):
+    """EasyLM prints them by pprint."""
+    path = tmp_path / "run.log"
+    rows = [{"gradient_norm": 0.5 + i, "learning_rate": 3e-4 / 7} for i in range(5)]
+    text = "\n".join(f"step {i}\n{pformat(rows[i], width=40)}" for i in range(5))
+    path.write_text(text.replace("2.5", "nan"))
+    with pytest.warns(UserWarning, match="outside of complete {...} are left out: 5"):
+        assert str(read_history(path).tolist()) == "[0.5, 1.5, nan, 3.5, 4.5]"
 
 
 def test_printed_dicts_may_have_arrays_in_them(tmp_path):

@@ -1,0 +1,173 @@
+"""Notes of a report: what may need a look, and what the log does not show."""
+
+import numpy as np
+
+from .._logs.columns import (
+    Column,
+    Log,
+    distance_of_rows,
+    notes_on_distance,
+    quoted,
+    rows_kept,
+)
+from .._logs.norms import NOISE_SHARE, columns_named
+from . import _rules as rules
+from . import _signals as signals
+from ._causes import BAD_BATCH, LEAST_ROWS_OF_LOSS, PAGE_AT_ONE_STEP, Finding
+
+# A loss gets a note if it rises by more than these parts: of its lowest level, and of
+# its whole fall, since a loss near 0 may rise many times.
+LEAST_RISE = 0.1
+LEAST_RISE_OVER_FALL = 0.01
+# A loss gets a note if a row is this many times as high as the rows before it, and
+# higher by this part of its whole fall.
+LOSS_SPIKE = 3.0
+LOSS_SPIKE_OVER_FALL = 0.1
+# A norm gets a note if the largest is this many times the median.
+LARGE_NORM = 2.0
+# A norm that is never above this gets a note: Adam's epsilon alone is 1e-8 in each
+# element.
+SHORT_NORM = 1e-6
+
+
+def notes_of(log: Log, run: signals.Run, findings: list[Finding]) -> list[str]:
+    """All notes of a report."""
+    return [
+        *log.notes,
+        *_notes_on_columns(run),
+        *_notes_on_norms(run),
+        *_notes_on_losses(run, findings),
+        *_notes_on_parts(log, findings),
+    ]
+
+
+def _notes_on_columns(run: signals.Run) -> list[str]:
+    """What the log does not show, and how columns were read."""
+    notes: list[str] = []
+    # The smallest distance, since some columns are logged more rarely than others. If
+    # there are only two rows, one between them may have been damaged.
+    columns = [column for column in run.looked_at if len(column.steps) > 2]
+    notes += notes_on_distance(min(map(distance_of_rows, columns), default=1))
+    names_of_notes: dict[str, list[str]] = {}
+    for column in run.looked_at:
+        for note in column.notes:
+            names_of_notes.setdefault(note, []).append(column.name)
+    for note, names in names_of_notes.items():
+        notes.append(f"{quoted(names)}: {note}")
+    for column in run.looked_at:
+        # A column with more empty cells than this is one that is logged more rarely.
+        if 0 < column.empty_cells < column.values.size / 2:
+            notes.append(
+                f"Rows without an entry of {column.name!r}: {column.empty_cells}. They "
+                "may be NaN, because pandas writes NaN so."
+            )
+    if run.overflow_steps:
+        notes.append(
+            f"Steps with norms that are not finite: {len(run.overflow_steps)}, the "
+            f"first of them step {min(run.overflow_steps)}. They are taken for "
+            "overflows of a dynamic loss scale. If the run has none, look at that step."
+        )
+    recorders = run.recorders
+    if len(recorders) > 1 and not any(recorder.is_of_updates for recorder in recorders):
+        names = [recorder.name for recorder in recorders]
+        notes.append(
+            f"{quoted(names)} do not say which of them sees updates: name them with "
+            "optax.named_chain, one with 'update' in it. See docs/doctor.md (Record)"
+        )
+    return notes
+
+
+def _notes_on_norms(run: signals.Run) -> list[str]:
+    """Norms that are too short to train with, and the largest ones: a spike below the
+    limit of a bad batch may still want a clip.
+    """
+    notes: list[str] = []
+    for norm in run.gradient_norms:
+        if norm.steps.size and norm.values.max() < SHORT_NORM:
+            notes.append(
+                f"{norm.name!r} never exceeds {norm.values.max():.2g}. So short a "
+                "gradient may be lost in the epsilon of Adam. See docs/doctor.md (No "
+                "gradient)"
+            )
+        finite_norm = rows_kept(norm, np.isfinite(norm.values))
+        norm = rows_kept(finite_norm, finite_norm.values > 0)
+        if norm.steps.size:
+            row = np.argmax(norm.values)
+            step = norm.steps[row]
+            ratio = norm.values[row] / np.median(norm.values)
+            advice = "See docs/choosing_a_limit.md"
+            if row >= norm.steps.size - rules.SHORT:
+                advice = "If norms grow up to there, lower the learning rate."
+            if ratio >= LARGE_NORM:
+                near_miss = _near_bad_batch(finite_norm, step, ratio)
+                notes.append(
+                    f"The largest {norm.name!r} is {ratio:.3g} times its median"
+                    f"{near_miss}, at step {step}. {advice}"
+                )
+    return notes
+
+
+def _near_bad_batch(norm: Column, step: int, ratio: float) -> str:
+    """The number of the rule of a bad batch at the step of the largest norm, in words,
+    if it is not above the limit and a reader might think so. Else "".
+
+    `ratio`: the largest norm over the median of the whole log.
+    """
+    (ratio_before,) = rules.bad_batch(norm.values)[norm.steps == step]
+    # 0 if the norm does not come back. Then a spike is no bad batch, however high.
+    is_below_limit = 0 < ratio_before <= BAD_BATCH
+    if is_below_limit and max(ratio, ratio_before) > BAD_BATCH / 2:
+        return (
+            f", and {ratio_before:.3g} times the median of the rows before it (bad "
+            f"batch: above {BAD_BATCH})"
+        )
+    return ""
+
+
+def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
+    """Losses that leap, or end above their lowest level, where no divergence is found:
+    data or objective may have changed, which a log does not show.
+    """
+    if any(finding.cause == "divergence" for finding in findings):
+        return []
+    notes = []
+    for (loss,) in run.inputs_of_need[signals.LOSS]:
+        loss = rows_kept(loss, np.isfinite(loss.values))
+        if loss.steps.size < LEAST_ROWS_OF_LOSS:
+            continue
+        levels = rules.loss_levels(loss.values)
+        fall = levels.first - levels.lowest
+        least_rise = max(LEAST_RISE * levels.lowest, LEAST_RISE_OVER_FALL * fall)
+        if levels.is_rise and levels.rise > least_rise:
+            notes.append(
+                f"{loss.name!r} is lowest near step {loss.steps[levels.lowest_row]}, "
+                f"at {levels.lowest:.3g}, and ends at {levels.last:.3g}. If neither "
+                f"data nor objective changed, it diverges. See {PAGE_AT_ONE_STEP}"
+            )
+        usual_values = rules.usual_before(loss.values)
+        is_leap = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * fall
+        ratios = np.where(is_leap, loss.values / usual_values, 0)
+        row = int(np.argmax(ratios))
+        if ratios[row] > LOSS_SPIKE:
+            notes.append(
+                f"{loss.name!r} is {ratios[row]:.3g} times the median of up to 20 rows "
+                f"before it at step {loss.steps[row]}. If no norm stands out there, "
+                f"look at the data. See {PAGE_AT_ONE_STEP}"
+            )
+    return notes
+
+
+def _notes_on_parts(log: Log, findings: list[Finding]) -> list[str]:
+    """Whether one part of the batch made a bad batch, if the log has noise_share."""
+    notes = []
+    for share in columns_named(NOISE_SHARE, log):
+        for finding in findings:
+            values = share.values[share.steps == finding.worst]
+            if finding.cause == "bad batch" and values.size:
+                notes.append(
+                    f"{share.name!r} is {values[0]:.2g} at step {finding.worst}, and "
+                    f"its median {np.median(share.values):.2g}. Near 1 one part of the "
+                    "batch made the norm. Near the median all parts grew: look at "
+                    "scale and rate."
+                )
+    return notes

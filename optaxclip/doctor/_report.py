@@ -1,0 +1,246 @@
+"""The report of a log: which causes it shows, and which could not be judged."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from .._checks import shown
+from .._logs.columns import Column, Log, in_common, log_from_rows, quoted
+from .._logs.files import read_log
+from . import _signals as signals
+from ._causes import CAUSES, Cause, Finding
+from ._notes import notes_of
+
+
+class Hit(NamedTuple):
+    """A row that shows a cause."""
+
+    name: str  # of the column or tensor
+    step: int
+    value: float
+
+
+class Report(NamedTuple):
+    """What was found in a log, and what was not looked for.
+
+    Attributes:
+      findings: a `Finding` for each cause: what broke, the earliest first, and then how
+        the log or the optimizer is set up.
+      looked_at: the columns and recorders that were read, and how many rows each has.
+      not_judged: what the log lacks, columns or rows, and the names of the causes that
+        need it.
+      notes: sentences. What the reader left out or decided, how many steps look like
+        overflows of a loss scale, how large the largest norm is beside the median, and
+        whether recorders need names.
+    """
+
+    findings: list[Finding]
+    looked_at: list[str]
+    not_judged: dict[str, list[str]]
+    notes: list[str]
+
+
+def diagnose(
+    log: str | Path | Iterable[Mapping[str, object]],
+    *,
+    pattern: str | None = None,
+    loss: str | None = None,
+) -> list[Finding]:
+    """Names the causes that a log shows, the earliest first.
+
+    Args:
+      log: a file that `optaxclip.replay.read_history` can read, or its rows: a dict for
+        each step, such as {"step": 3, "loss": 2.5, "grad_norm": 1.0}, also with all of
+        `optaxclip.metrics(state, floats=True)`. Without a column of steps rows are
+        counted from 0.
+      pattern: a regular expression with a named group for each column, for a log that
+        is text: "loss (?P<loss>\\S+)". None takes the most frequent labels of a step,
+        a loss and a norm.
+      loss: the column of the loss, where its name does not say so.
+
+    Returns:
+      A `Finding` for each cause. The first one is what to look at, since later ones may
+      follow from it. An empty list does not say that a run is healthy: `examine` says
+      what was looked at, and what could not be judged.
+
+    Raises:
+      ValueError: a log in which no cause can be judged, a file in a format that is not
+        known, or a column that is not there. The text says what was found.
+      TypeError: a log that is neither a file nor rows.
+      OSError: a file that cannot be opened.
+
+    Example:
+      >>> from optaxclip.doctor import diagnose
+      >>> rows = [{"loss": 1.0, "grad_norm": 1.0 + step % 2} for step in range(40)]
+      >>> rows[30]["grad_norm"] = 50.0
+      >>> (finding,) = diagnose(rows)
+      >>> print(finding.step, finding.cause, round(finding.value, 1))
+      30 bad batch 33.3
+    """
+    return read_and_judge("diagnose", log, pattern=pattern, loss=loss).findings
+
+
+def examine(
+    log: str | Path | Iterable[Mapping[str, object]],
+    *,
+    pattern: str | None = None,
+    loss: str | None = None,
+) -> Report:
+    """Names the causes that a log shows, and those that it cannot show.
+
+    Args:
+      log: a file that `optaxclip.replay.read_history` can read, or its rows: a dict for
+        each step, such as {"step": 3, "loss": 2.5, "grad_norm": 1.0}, also with all of
+        `optaxclip.metrics(state, floats=True)`. Without a column of steps rows are
+        counted from 0.
+      pattern: a regular expression with a named group for each column, for a log that
+        is text: "loss (?P<loss>\\S+)". None takes the most frequent labels of a step,
+        a loss and a norm.
+      loss: the column of the loss, where its name does not say so.
+
+    Returns:
+      A `Report`: findings, columns that were read, causes that were not judged with the
+      columns or rows that they need, and notes.
+
+    Raises:
+      ValueError: a log in which no cause can be judged, a file in a format that is not
+        known, or a column that is not there. The text says what was found.
+      TypeError: a log that is neither a file nor rows.
+      OSError: a file that cannot be opened.
+
+    Example:
+      >>> from optaxclip.doctor import examine
+      >>> report = examine([{"loss": 1.0}] * 40)
+      >>> print(report.not_judged["a gradient norm"])
+      ['bad batch', 'change of scale', 'steady growth', 'vanishing']
+    """
+    return read_and_judge("examine", log, pattern=pattern, loss=loss)
+
+
+def read_and_judge(
+    call: str,
+    log: str | Path | Iterable[Mapping[str, object]],
+    *,
+    pattern: str | None,
+    loss: str | None,
+) -> Report:
+    """The report of a file or of rows. Errors begin with the call and the file name."""
+    prefix = f"{call}: "
+    try:
+        if isinstance(log, (str, Path)):
+            prefix = f"{call}: {log}: "
+            return _judge(read_log(log, call, pattern), loss)
+        rows = list(log) if isinstance(log, Iterable) else [log]
+        if not all(isinstance(row, Mapping) for row in rows):
+            raise TypeError(
+                f"{call}: log must be a file, or a list with a dict for each step, as "
+                f"DataFrame.to_dict('records') of pandas, got {shown(log)}."
+            )
+        return _judge(log_from_rows(rows, []), loss)
+    except ValueError as error:
+        # Errors of `read_log` begin with the prefix already.
+        text = str(error).removeprefix(prefix)
+        raise ValueError(f"{prefix}{text}") from None
+
+
+# Rules divide by norms, which may be 0, NaN or inf.
+@np.errstate(all="ignore")
+def _judge(log: Log, loss_name: str | None) -> Report:
+    """The report of a log. The loss is found by its name if none is given."""
+    run = signals.run_of(log, loss_name)
+    if not run.looked_at:
+        raise ValueError(
+            "there is neither a loss nor a gradient norm in it, nor the numbers of "
+            f"record_health. It has the columns {quoted(list(log.columns))}. If one of "
+            "them is a loss, name it with --loss NAME (in Python: loss=NAME). Else log "
+            "the loss as 'loss' and the norm as 'grad_norm' (optaxclip.record_norm(), "
+            "optax.tree.norm), or metrics(state)."
+        )
+    findings: list[Finding] = []
+    findings_of_setup: list[Finding] = []
+    not_judged: dict[str, list[str]] = {}
+    for cause in CAUSES:
+        is_judged = False
+        hits: list[Hit] = []
+        for columns in run.inputs_of_need[cause.needs]:
+            hits_of_columns = _hits(cause, columns)
+            if hits_of_columns is not None:
+                is_judged = True
+                hits += hits_of_columns
+        if hits and cause.is_of_setup:
+            findings_of_setup.append(_finding(cause, hits))
+        elif hits:
+            findings.append(_finding(cause, hits))
+        if not is_judged and not cause.is_of_setup:
+            names = not_judged.setdefault(_lacking(cause, run), [])
+            # "change of scale" stands in the table twice, for growth and fall.
+            if cause.name not in names:
+                names.append(cause.name)
+    findings.sort(key=lambda finding: finding.step)
+    findings_of_setup.sort(key=lambda finding: finding.step)
+    findings += findings_of_setup
+    return Report(
+        findings=findings,
+        looked_at=[
+            f"{column.name!r} ({len(column.steps)} rows)" for column in run.looked_at
+        ],
+        not_judged=not_judged,
+        notes=notes_of(log, run, findings),
+    )
+
+
+def _lacking(cause: Cause, run: signals.Run) -> str:
+    """What a log must have so that a cause can be judged, but does not have."""
+    needs = cause.needs
+    if run.inputs_of_need[needs]:
+        return f"{cause.least_rows} rows with {needs}"
+    if needs in signals.NEEDS_OF_RECORDER and not run.recorders:
+        return signals.ANY_RECORDER
+    # What needs both is said beside what needs the one that is not there.
+    if needs in (signals.NORM_AND_ANY_LOSS, signals.NORM_AND_LOSS):
+        needs = signals.LOSS if run.gradient_norms else signals.NORM
+    if needs == signals.LOSS and run.loss_candidates:
+        return f"{needs}, such as {quoted(run.loss_candidates)}"
+    return needs
+
+
+def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:
+    """The rows that show a cause. None if the columns have too few rows in common."""
+    steps, numbers = in_common(columns)
+    if not cause.sees_nonfinite:
+        is_finite = np.isfinite(numbers).all(axis=0)
+        steps = steps[is_finite]
+        numbers = numbers[:, is_finite]
+    if len(steps) < cause.least_rows:
+        return None
+    # Some rules have one number for all rows.
+    values = np.broadcast_to(cause.rule(*numbers), steps.shape)
+    rows = np.flatnonzero(values > cause.limit)
+    return [Hit(columns[0].name, int(steps[row]), float(values[row])) for row in rows]
+
+
+def _finding(cause: Cause, hits: list[Hit]) -> Finding:
+    """One finding from all rows that show a cause."""
+    worst_hit = max(hits, key=lambda hit: (hit.value, -hit.step))
+    # A NaN may begin in several tensors.
+    worst_names = [hit.name for hit in hits if hit[1:] == worst_hit[1:]]
+    first_steps: dict[str, int] = {}
+    for hit in sorted(hits, key=lambda hit: hit.step):
+        first_steps.setdefault(hit.name, hit.step)
+    steps = {hit.step for hit in hits}
+    return Finding(
+        cause=cause.name,
+        step=min(steps),
+        worst=worst_hit.step,
+        rows=len(steps),
+        value=worst_hit.value,
+        limit=cause.limit,
+        evidence=cause.evidence.format(
+            value=worst_hit.value, subject=quoted(worst_names)
+        ),
+        page=cause.page,
+        advice=cause.advice,
+        first_steps=first_steps,
+    )
