@@ -76,25 +76,23 @@ def best(scores: np.ndarray, rates: list[float]) -> Best:
 
 def summaries(content: dict[str, Any]) -> list[Summary]:
     """All methods, in the order of the JSON."""
-    scores = {task: scores_of(row) for task, row in content["tasks"].items()}
-    methods = next(iter(scores.values()))
-    return [_summary(method, content, scores) for method in methods]
-
-
-def _summary(
-    method: str, content: dict[str, Any], scores: dict[str, dict[str, np.ndarray]]
-) -> Summary:
-    tasks = {}
-    for name, row in content["tasks"].items():
-        tasks[name] = best(scores[name][method], row["rates"])
-    quiet = [task for name, task in tasks.items() if name != NOISY]
-    return Summary(
-        method=method,
-        tasks=tasks,
-        scores=np.mean([task.scores for task in quiet], axis=0),
-        width=float(np.exp(np.mean([np.log(task.width) for task in quiet]))),
-        at_neighbours=float(np.mean([task.at_neighbours for task in quiet])),
-    )
+    tasks_of_method: dict[str, dict[str, Best]] = {}
+    for task, row in content["tasks"].items():
+        for method, scores in scores_of(row).items():
+            tasks = tasks_of_method.setdefault(method, {})
+            tasks[task] = best(scores, row["rates"])
+    rows = []
+    for method, tasks in tasks_of_method.items():
+        quiet = [task for name, task in tasks.items() if name != NOISY]
+        summary = Summary(
+            method=method,
+            tasks=tasks,
+            scores=np.mean([task.scores for task in quiet], axis=0),
+            width=float(np.exp(np.mean([np.log(task.width) for task in quiet]))),
+            at_neighbours=float(np.mean([task.at_neighbours for task in quiet])),
+        )
+        rows.append(summary)
+    return rows
 
 
 def mean_and_error(scores: np.ndarray) -> tuple[float, float]:

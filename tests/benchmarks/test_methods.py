@@ -140,9 +140,9 @@ def test_costs_are_in_the_order_of_methods_faults_rates_and_seeds(benchmark):
     rates = [0.001, 0.01]
     ends = training.costs(task, methods, rates, seeds=2)
     assert ends.shape == (2, 4, 2, 2)
-    starts = {"w": jnp.zeros((2, 20)), "b": jnp.zeros(2)}
-    run = training.Run(training.Fault(elements=True), rates[0], 1)
-    alone = training.train(task, methods[::-1], starts, run)
+    fault = training.Fault(elements=True)
+    start = task.start(seed=1)
+    alone = training.train(task, methods[::-1], fault, rates[0], start, seed=1)
     np.testing.assert_allclose(ends[:, 2, 0, 1], alone[::-1], rtol=1e-3)
     without_clip, with_clip = ends.mean(axis=(2, 3))
     assert without_clip[0] < 1 < without_clip[1] and without_clip[3] > 1
