@@ -47,7 +47,9 @@ class LeafOptimizer(NamedTuple):
     def tree_of(self, leaves: Entries) -> PyTree:
         """Params with some leaves, and None in the place of the others."""
         all_leaves = [leaves.get(path) for path in self.name_of_leaf]
-        return self.structure.unflatten(all_leaves)
+        tree = self.structure.unflatten(all_leaves)
+        # Params that are one array would be None as a whole, with which AdamW raises.
+        return optax.MaskedNode() if tree is None else tree
 
     def abstract_params_and_state(self, leaves: Entries) -> tuple[PyTree, PyTree]:
         """Shapes and dtypes of params with some leaves, and of the state for them."""
