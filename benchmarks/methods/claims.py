@@ -133,8 +133,7 @@ def scores_at(scores: Any, name: str, duel: Duel, rates: list[float]) -> np.ndar
     if not duel.is_high:
         return best(scores[name], rates).scores[duel.fault]
     place = best(scores["none"], rates).place + HIGH
-    # The last rate, where the table ends before.
-    return scores[name][duel.fault, min(place, len(rates) - 1)]
+    return scores[name][duel.fault, place]
 
 
 def wins(duel: Duel, mean: float, error: float) -> bool:

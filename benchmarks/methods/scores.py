@@ -12,6 +12,7 @@ import numpy as np
 from ..report import grid
 
 CLOSE = 0.98  # of the best score, in which another rate is as good
+LEARNT = 0.5  # a score below which no rate is good
 SMALLEST = 0.005  # how much lower a score is that a table names
 NOISY = "pole"  # the task whose seeds differ more than its methods
 GLOBAL = "clip_by_global_norm(1.0)"
@@ -59,7 +60,7 @@ def best(scores: np.ndarray, rates: list[float]) -> Best:
     means = scores.mean(-1)
     places = means.argmax(-1)
     place = int(places[0])
-    is_close = means[0] >= CLOSE * means[0].max()
+    is_close = means[0] >= max(LEARNT, CLOSE * means[0].max())
     low = high = place
     while low > 0 and is_close[low - 1]:
         low -= 1

@@ -176,6 +176,10 @@ def test_the_best_rate_has_the_highest_mean_and_a_width():
     assert scores.best(of_other, RATES).width == 4
 
 
+def test_where_nothing_is_learnt_no_other_rate_is_as_good():
+    assert scores.best(np.full((4, 3, 2), 0.004), RATES).width == 1
+
+
 @pytest.mark.parametrize(
     ("won", "verdict"),
     [([True, True], "appears"), ([True, False], "in part"), ([False], "does not")],
