@@ -53,7 +53,7 @@ def train(
     task: Task,
     methods: list[Method],
     fault: Fault,
-    highest_rate: ArrayLike,
+    highest_rate: jax.Array | float,
     start: Params,
     seed: ArrayLike,
 ) -> jax.Array:
