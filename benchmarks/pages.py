@@ -173,38 +173,22 @@ def each_row(
     return grid(["clipped by", *models], lines)
 
 
-def each_choice() -> str:
-    """For small models of many kinds what "auto" takes beside the other methods."""
-    lines = []
-    for model, rows_of_model in by_model("per_example_auto").items():
-        for batch in dict.fromkeys(row["batch"] for row in rows_of_model):
-            rows = [row for row in rows_of_model if row["batch"] == batch]
-            times = [shown(_smallest(rows, name, "time")) for name, _ in SMALL]
-            auto, *others = map(float, times)
-            memory = shown(_smallest(rows, "optaxclip, auto", "memory"))
-            compile_time = shown(_smallest(rows, "optaxclip, auto", "compile"))
-            over_best = shown(auto / min(others))
-            line = [model, str(batch), *times, over_best, memory, compile_time]
-            lines.append(line)
-    titles = [title for _, title in SMALL]
-    head = ["model", "batch", *titles, "over the best", "memory", "compile"]
-    return grid(head, lines)
-
-
-def each_unseen() -> str:
-    """The same for models by which no estimate was set, with the method chosen."""
-    lines = []
-    for model, rows in by_model("per_example_unseen").items():
-        _, auto, *others = rows
-        chosen = auto["gradient"].removeprefix("optaxclip, auto: ")
-        times = [shown(_smallest(rows, name, "time")) for name, _ in SMALL]
-        over_best = shown(auto["time"] / min(row["time"] for row in others))
-        memory = shown(auto["memory"])
-        compile_time = shown(auto["compile"])
-        line = [model, str(auto["batch"]), chosen, *times, over_best, memory]
-        lines.append([*line, compile_time])
+def each_choice(table: str) -> str:
+    """For small models what "auto" chose, and its time beside the other methods."""
     titles = [title for _, title in SMALL]
     head = ["model", "batch", "chosen", *titles, "over the best", "memory", "compile"]
+    lines = []
+    for model, rows_of_model in by_model(table).items():
+        for batch in dict.fromkeys(row["batch"] for row in rows_of_model):
+            rows = [row for row in rows_of_model if row["batch"] == batch]
+            # The second one, behind the gradient that is not clipped.
+            auto = rows[1]
+            chosen = auto["gradient"].removeprefix("optaxclip, auto: ")
+            times = [_smallest(rows, name, "time") for name, _ in SMALL]
+            other_times = [time for time in times[1:] if time is not None]
+            over_best = auto["time"] / min(other_times)
+            numbers = [*times, over_best, auto["memory"], auto["compile"]]
+            lines.append([model, str(batch), chosen, *map(shown, numbers)])
     return grid(head, lines)
 
 
@@ -241,8 +225,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "each_time_on_a_gpu": lambda: each_row(IN_JAX, "time", "gpu"),
     "each_memory": lambda: each_row(IN_JAX, "temporary memory"),
     "each_package": each_package,
-    "each_choice": each_choice,
-    "each_unseen": each_unseen,
+    "each_choice": lambda: each_choice("per_example_auto"),
+    "each_unseen": lambda: each_choice("per_example_unseen"),
     "methods_optimizers": lambda: scores.optimizers_table(results("methods")),
     "methods_claims": lambda: claims.table(results("methods")),
     "methods_faults": lambda: scores.faults_table(results("methods")),

@@ -16,15 +16,15 @@ from .clippers import METHODS
 from .tasks import TASKS
 from .training import FAULTS, costs, untrained
 
-STEP = 4  # from one rate to the next
-GROUP = 6  # methods of one program
+RATE_RATIO = 4  # from one rate to the next
+GROUP_SIZE = 6  # methods that are trained in one program
 
 
 class Size(NamedTuple):
     """How much is trained."""
 
     methods: list[str]
-    powers: range  # of STEP, which multiply the middle rate of a task
+    powers: range  # of RATE_RATIO, which multiply the middle rate of a task
     seeds: int
     private_steps: int
 
@@ -50,7 +50,7 @@ def main() -> None:
         "--json",
         type=Path,
         default=Path("methods.json"),
-        help="where the ends of runs go. A method in it is not trained again "
+        help="where the costs go. A method in it is not trained again "
         "(default: methods.json)",
     )
     options = parser.parse_args()
@@ -70,26 +70,28 @@ def train_all(path: Path, quick: bool) -> dict[str, Any]:
             runs = "full runs" if quick else "quick runs"
             raise SystemExit(f"{path} is of {runs}. Give another path by --json")
     start = time.perf_counter()
-    firsts = range(0, len(size.methods), GROUP)
-    programs = list(itertools.product(firsts, TASKS.items()))
-    for number, (first, (name, task)) in enumerate(programs, 1):
-        group = size.methods[first : first + GROUP]
+    groups = []
+    for first in range(0, len(size.methods), GROUP_SIZE):
+        groups.append(size.methods[first : first + GROUP_SIZE])
+    programs = list(itertools.product(groups, TASKS))
+    for number, (group, name) in enumerate(programs, 1):
         show_progress(number, len(programs), f"{name}, {group[0]} ...", start)
+        task = TASKS[name]
         if quick:
             task = task._replace(rounds=2)
-        rates = [float(f"{task.rate * STEP**power:.2g}") for power in size.powers]
         if name not in content["tasks"]:
+            rates = [task.rate * RATE_RATIO**power for power in size.powers]
             content["tasks"][name] = {
-                "rates": rates,
+                "rates": [float(f"{rate:.2g}") for rate in rates],
                 "untrained": untrained(task, size.seeds),
                 "costs": {},
             }
-        trained = content["tasks"][name]["costs"]
-        missing = [method for method in group if method not in trained]
+        row = content["tasks"][name]
+        missing = [method for method in group if method not in row["costs"]]
         if missing:
-            builders = [METHODS[method] for method in missing]
-            ends = costs(task, builders, rates, size.seeds)
-            trained |= zip(missing, rounded(ends))
+            methods = [METHODS[method] for method in missing]
+            new_costs = costs(task, methods, row["rates"], size.seeds)
+            row["costs"] |= zip(missing, rounded(np.asarray(new_costs)))
             write(path, content)
     if "private" not in content:
         content["private"] = private.row(size.seeds, size.private_steps)
@@ -98,11 +100,11 @@ def train_all(path: Path, quick: bool) -> dict[str, Any]:
     return content
 
 
-def rounded(ends: np.ndarray) -> Any:
-    """Lists with four digits. None stands for a run that ended at no number."""
-    if ends.ndim:
-        return [rounded(row) for row in ends]
-    return float(f"{ends:.4g}") if np.isfinite(ends) else None
+def rounded(costs: np.ndarray) -> Any:
+    """Lists with four digits. None stands for a cost that is NaN or inf."""
+    if costs.ndim:
+        return [rounded(row) for row in costs]
+    return float(f"{costs:.4g}") if np.isfinite(costs) else None
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

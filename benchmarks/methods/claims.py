@@ -123,17 +123,17 @@ def difference(content: dict[str, Any], duel: Duel) -> tuple[float, float]:
     tasks = content["tasks"] | {"private": content["private"]}
     row = tasks[duel.task]
     scores = scores_of(row)
-    first = ends_at(scores, duel.method, duel, row["rates"])
-    second = ends_at(scores, duel.rival, duel, row["rates"])
+    first = scores_at(scores, duel.method, duel, row["rates"])
+    second = scores_at(scores, duel.rival, duel, row["rates"])
     return mean_and_error(first - second)
 
 
-def ends_at(scores: Any, name: str, duel: Duel, rates: list[float]) -> np.ndarray:
+def scores_at(scores: Any, name: str, duel: Duel, rates: list[float]) -> np.ndarray:
     """float[seeds] at the best rate of the method, or at a high rate."""
     if not duel.is_high:
         return best(scores[name], rates).scores[duel.fault]
     place = best(scores["none"], rates).place + HIGH
-    return scores[name][duel.fault, min(place, len(rates) - 1)]
+    return scores[name][duel.fault, place]
 
 
 def wins(duel: Duel, mean: float, error: float) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from ..report import grid
 
 CLOSE = 0.98  # of the best score, in which another rate is as good
+LEARNT = 0.5  # a score below which no rate is good
 SMALLEST = 0.005  # how much lower a score is that a table names
 NOISY = "pole"  # the task whose seeds differ more than its methods
 GLOBAL = "clip_by_global_norm(1.0)"
@@ -59,7 +60,7 @@ def best(scores: np.ndarray, rates: list[float]) -> Best:
     means = scores.mean(-1)
     places = means.argmax(-1)
     place = int(places[0])
-    is_close = means[0] >= CLOSE * means[0].max()
+    is_close = means[0] >= max(LEARNT, CLOSE * means[0].max())
     low = high = place
     while low > 0 and is_close[low - 1]:
         low -= 1
@@ -76,25 +77,23 @@ def best(scores: np.ndarray, rates: list[float]) -> Best:
 
 def summaries(content: dict[str, Any]) -> list[Summary]:
     """All methods, in the order of the JSON."""
-    scores = {task: scores_of(row) for task, row in content["tasks"].items()}
-    methods = next(iter(scores.values()))
-    return [_summary(method, content, scores) for method in methods]
-
-
-def _summary(
-    method: str, content: dict[str, Any], scores: dict[str, dict[str, np.ndarray]]
-) -> Summary:
-    tasks = {}
-    for name, row in content["tasks"].items():
-        tasks[name] = best(scores[name][method], row["rates"])
-    quiet = [task for name, task in tasks.items() if name != NOISY]
-    return Summary(
-        method=method,
-        tasks=tasks,
-        scores=np.mean([task.scores for task in quiet], axis=0),
-        width=float(np.exp(np.mean([np.log(task.width) for task in quiet]))),
-        at_neighbours=float(np.mean([task.at_neighbours for task in quiet])),
-    )
+    tasks_of_method: dict[str, dict[str, Best]] = {}
+    for task, row in content["tasks"].items():
+        for method, scores in scores_of(row).items():
+            tasks = tasks_of_method.setdefault(method, {})
+            tasks[task] = best(scores, row["rates"])
+    rows = []
+    for method, tasks in tasks_of_method.items():
+        quiet = [task for name, task in tasks.items() if name != NOISY]
+        summary = Summary(
+            method=method,
+            tasks=tasks,
+            scores=np.mean([task.scores for task in quiet], axis=0),
+            width=float(np.exp(np.mean([np.log(task.width) for task in quiet]))),
+            at_neighbours=float(np.mean([task.at_neighbours for task in quiet])),
+        )
+        rows.append(summary)
+    return rows
 
 
 def mean_and_error(scores: np.ndarray) -> tuple[float, float]:

@@ -1,6 +1,5 @@
 """Trainings of one task by one method: all faults, rates and seeds in one program."""
 
-import itertools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,38 +31,17 @@ FAULTS = {
 }
 
 
-class Run(NamedTuple):
-    """One training. In `runs` each number is an array, of all trainings."""
-
-    fault: Fault
-    rate: Any  # float[]
-    seed: Any  # int[]
-
-
-class Trained(NamedTuple):
-    """What the steps of a run change."""
-
-    params: Params  # with an axis of methods in front
-    states: list[Any]  # of the optimizer of each method
-
-
-def runs(rates: list[float], seeds: int) -> Run:
-    """All faults with all rates and all seeds, in this order."""
-    records = []
-    for fault, rate, seed in itertools.product(FAULTS.values(), rates, range(seeds)):
-        records.append(Run(fault, rate, seed))
-    return jax.tree.map(lambda *numbers: np.asarray(numbers), *records)
-
-
 def costs(
     task: Task, methods: list[Method], rates: list[float], seeds: int
-) -> np.ndarray:
+) -> jax.Array:
     """The costs at the end of all runs: float[methods, faults, rates, seeds]."""
+    faults = stacked(list(FAULTS.values()))
     starts = stacked([task.start(seed=seed) for seed in range(seeds)])
-    program = jax.vmap(partial(train, task, methods, starts), out_axes=1)
-    final_costs = jax.jit(program)(runs(rates, seeds))
-    shape = len(methods), len(FAULTS), len(rates), seeds
-    return np.reshape(final_costs, shape)
+    each_seed = jax.vmap(partial(train, task, methods), in_axes=(None, None, 0, 0))
+    each_rate = jax.vmap(each_seed, in_axes=(None, 0, None, None))
+    each_fault = jax.jit(jax.vmap(each_rate, in_axes=(0, None, None, None)))
+    final_costs = each_fault(faults, jnp.array(rates), starts, jnp.arange(seeds))
+    return jnp.moveaxis(final_costs, -1, 0)
 
 
 def untrained(task: Task, seeds: int) -> list[float]:
@@ -71,7 +49,14 @@ def untrained(task: Task, seeds: int) -> list[float]:
     return [float(task.cost(task.start(seed=seed))) for seed in range(seeds)]
 
 
-def train(task: Task, methods: list[Method], starts: Params, run: Run) -> jax.Array:
+def train(
+    task: Task,
+    methods: list[Method],
+    fault: Fault,
+    highest_rate: jax.Array | float,
+    start: Params,
+    seed: ArrayLike,
+) -> jax.Array:
     """One run by several methods. They stand in one program, which compiles in less
     time than a program for each. Returns float[methods]: the costs at the end.
     """
@@ -80,43 +65,41 @@ def train(task: Task, methods: list[Method], starts: Params, run: Run) -> jax.Ar
     def rate(step: jax.Array) -> jax.Array:
         """Rises over a twelfth of the run, and falls to 0."""
         rise = jnp.minimum(12 * (step + 1) / steps, 1)
-        return run.rate * rise * (1 - step / steps)
+        return highest_rate * rise * (1 - step / steps)
 
     optimizers = [method(task.optimizer, rate) for method in methods]
     draw = jax.vmap(task.draw, in_axes=(0, 0, None), out_axes=(1, 0))
-    gradients = jax.vmap(partial(gradient, task, run.fault), in_axes=(0, 0, None, None))
+    gradients = jax.vmap(partial(gradient, task, fault), in_axes=(0, 0, None, None))
 
-    def step(trained: Trained, inputs: Any) -> tuple[Trained, None]:
-        grads = gradients(trained.params, *inputs)
-        all_params = []
-        states = []
+    def step(trained: Any, inputs: Any) -> tuple[Any, None]:
+        params, states = trained
+        grads = gradients(params, *inputs)
+        all_updates = []
+        new_states = []
         for place, optimizer in enumerate(optimizers):
-            params = entry(trained.params, place)
             updates, state = optimizer.update(
-                entry(grads, place), trained.states[place], params
+                entry(grads, place), states[place], entry(params, place)
             )
-            all_params.append(optax.apply_updates(params, updates))
-            states.append(state)
-        return Trained(stacked(all_params), states), None
+            all_updates.append(updates)
+            new_states.append(state)
+        params = optax.apply_updates(params, stacked(all_updates))
+        return (params, new_states), None
 
     def round_of_steps(carry: Any, numbers: jax.Array) -> tuple[Any, None]:
         trained, games, key = carry
         key, draw_key, *keys = random.split(key, ROUND + 2)
-        batches, games = draw(trained.params, games, draw_key)
-        inputs = batches, numbers, jnp.stack(keys)
-        trained, _ = lax.scan(step, trained, inputs)
+        params, _ = trained
+        batches, games = draw(params, games, draw_key)
+        trained, _ = lax.scan(step, trained, (batches, numbers, jnp.stack(keys)))
         return (trained, games, key), None
 
-    params = entry(starts, run.seed)
-    trained = Trained(
-        params=stacked([params] * len(methods)),
-        states=[optimizer.init(params) for optimizer in optimizers],
-    )
+    params = stacked([start] * len(methods))
+    states = [optimizer.init(start) for optimizer in optimizers]
     games = jnp.zeros((len(methods), GAMES, 4))
     numbers = jnp.arange(steps).reshape(-1, ROUND)
-    carry = trained, games, random.key(run.seed)
-    (trained, _, _), _ = lax.scan(round_of_steps, carry, numbers)
-    return jax.vmap(task.cost)(trained.params)
+    carry = (params, states), games, random.key(seed)
+    ((params, _), _, _), _ = lax.scan(round_of_steps, carry, numbers)
+    return jax.vmap(task.cost)(params)
 
 
 def gradient(
@@ -139,12 +122,12 @@ def gradient(
     return with_spikes(grads, place, share, key)
 
 
-def stacked(trees: list[Params]) -> Params:
+def stacked(trees: list[Any]) -> Any:
     """One tree, whose leaves have one more axis in front."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def entry(tree: Params, place: ArrayLike) -> Params:
+def entry(tree: Params, place: int) -> Params:
     """One of the trees of a stacked tree."""
     return jax.tree.map(lambda leaf: leaf[place], tree)
 

@@ -198,7 +198,7 @@ def gradients_of_bugs(run: Run) -> dict[str, Iterable[np.ndarray]]:
 
 # -------------------------------------------------------------------- which bug it is
 
-# From a run to the norms that its step used: [devices].
+# From a run to the norms that its step returned or used: [devices].
 NormsOf = Callable[[Run], np.ndarray]
 
 
@@ -207,16 +207,18 @@ def returned_norms(run: Run) -> np.ndarray:
     return run.step_norms
 
 
-def norms_if_clipped(run: Run) -> np.ndarray:
-    """The norms of a step that clips: limit / factor."""
+def norms_of_a_clip(run: Run) -> np.ndarray:
+    """The norms by which a clip makes the gradient this update: limit / factor."""
     return run.limit / run.step_factors.mean(axis=1)
 
 
-def norms_from_factors(run: Run) -> np.ndarray:
-    """The norms that a clip used, or those of an update that was not clipped."""
+def norms_of_update(run: Run) -> np.ndarray:
+    """The norms that explain an update: those of a clip if it is shortened and has to
+    be. Else nothing was clipped, and it is a gradient of norm * factor.
+    """
     factors = run.step_factors.mean(axis=1)
     if run.case == "above" and (factors < 1.0).all():
-        return norms_if_clipped(run)
+        return norms_of_a_clip(run)
     return run.norm * factors
 
 
@@ -235,16 +237,19 @@ def bug_of_norm(
 ) -> str:
     """The name of the first bug that gives the norms of a run on all devices.
 
-    If the norm over the right norm is equal in all peers, the bug must give the norms
-    of all of them. If no bug does, gradients are "scaled".
+    If the norm over the right norm is the same number in all peers, one bug must give
+    the norms of all of them. If none does, gradients are "scaled".
     """
 
     def ratio(peer: Run) -> float:
         return peer.same_or_nan(norms_of_run(peer)) / peer.norm
 
+    runs_to_explain = [run]
     is_constant = _is_constant(run, peers, ratio)
+    if is_constant:
+        runs_to_explain += peers
     bugs = list(norms_of_bugs(run))
-    for peer in [run, *peers] if is_constant else [run]:
+    for peer in runs_to_explain:
         norms = norms_of_bugs(peer)
         step_norms = norms_of_run(peer)
         bugs = [bug for bug in bugs if _are_among(peer, step_norms, norms[bug])]
@@ -306,16 +311,20 @@ def _bug_of_factor(run: Run, peers: Sequence[Run]) -> str:
     is_above = run.case == "above"
     if is_above and run.is_close(run.step_factors, 1.0).all():
         return "not_clipped"
-    if run.is_close(run.step_norms, norms_from_factors(run)).all():
+    if run.is_close(run.step_norms, norms_of_update(run)).all():
         # The step clips by the norm that it returns.
         return bug_of_norm(run, peers)
     peers_of_case = [peer for peer in peers if peer.case == run.case]
-    bug = bug_of_norm(run, peers_of_case, norms_from_factors)
+    bug = bug_of_norm(run, peers_of_case, norms_of_update)
+    # No step clips by the norm of its own update. A factor may give this number, such
+    # as the root of the right one.
+    if bug == "after_clip":
+        return "unknown"
     # Above the limit a clip cancels any scale of gradients, also 1 / devices. So the
     # limit is wrong.
     if is_above and bug in ("scaled", "averaged_twice"):
         return "other_limit"
     # Below the limit, the step may have clipped by a norm that is above it.
     if not is_above and bug in ("scaled", "unknown"):
-        return bug_of_norm(run, peers_of_case, norms_if_clipped)
+        return bug_of_norm(run, peers_of_case, norms_of_a_clip)
     return bug

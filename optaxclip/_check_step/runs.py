@@ -255,11 +255,12 @@ def _run(step: Step, setting: Setting, case: str) -> Run:
     # A norm is a tree of one leaf. P(): each device holds a number of its own.
     (step_norms,) = _per_device(setting, P(), norm)
     outputs = _per_device(setting, setting.specs, output)
-    # If replicas differ, the copies are other numbers than the outputs.
+    # NumPy reads the first copy of each number. Where replicas differ, some device
+    # holds other numbers.
     first_copy = jax.tree.map(np.float64, output)
-    copies = _per_device(setting, setting.specs, first_copy)
+    right_copies = _per_device(setting, setting.specs, first_copy)
     replicas_are_equal = np.array_equal(
-        np.hstack(outputs), np.hstack(copies), equal_nan=True
+        np.hstack(outputs), np.hstack(right_copies), equal_nan=True
     )
     factors = []
     for leaf_outputs, leaf_shards in zip(outputs, shards):

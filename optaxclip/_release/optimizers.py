@@ -1,9 +1,14 @@
 """The optimizer of a released step: it sees one layer at a time.
 
-Weights and the optimizer's state are entries of one dict, by their paths. An array of
-the state follows a leaf if both have the same shape, and if its path ends with the path
-of the leaf. Each layer is given its part of such an array. All layers share the other
-entries, such as counters.
+Entries are all weights and all arrays of the optimizer's state in one dict, by their
+paths in `(params, state)`:
+
+    "[0]['layers']"          a leaf of params
+    "[1][0].mu['layers']"    its moment, which follows the leaf: the path ends with that
+                             of the leaf, and the shape is the same
+    "[1][0].count"           follows no leaf: all layers share it
+
+A layer has its part of a leaf, and of each entry that follows the leaf.
 """
 
 from __future__ import annotations
@@ -31,14 +36,14 @@ def arrays_by_path(params_and_state: PyTree) -> Entries:
 
 
 def tree_from_entries(params_and_state: PyTree, entries: Entries) -> Any:
-    """The tree with these entries."""
+    """A tree of this structure with these entries."""
     return jax.tree.map_with_path(
         lambda path, _: entries[keystr(path)], params_and_state
     )
 
 
 class LeafOptimizer(NamedTuple):
-    """An optimizer of some leaves of params, whose weights and state are entries."""
+    """An optimizer that can be called with some leaves of params, by their entries."""
 
     transformation: optax.GradientTransformationExtraArgs
     name_of_leaf: dict[str, str]  # what errors call each leaf of params, by its path
@@ -47,7 +52,9 @@ class LeafOptimizer(NamedTuple):
     def tree_of(self, leaves: Entries) -> PyTree:
         """Params with some leaves, and None in the place of the others."""
         all_leaves = [leaves.get(path) for path in self.name_of_leaf]
-        return self.structure.unflatten(all_leaves)
+        tree = self.structure.unflatten(all_leaves)
+        # Params that are one array would be None as a whole, with which AdamW raises.
+        return optax.MaskedNode() if tree is None else tree
 
     def abstract_params_and_state(self, leaves: Entries) -> tuple[PyTree, PyTree]:
         """Shapes and dtypes of params with some leaves, and of the state for them."""

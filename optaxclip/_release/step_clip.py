@@ -59,17 +59,15 @@ class StepClip(NamedTuple):
         """The state of the clipper after this step, of the norm of everything."""
         if self.measured_norm is not None:
             return self._next_state(self.measured_norm)
-        # The clipper would note limit / norm as the factor. The groups together are
-        # multiplied by norm_after / norm. So it gets norm_after as the limit, and the
-        # true limit is put back below.
+        # The groups together are multiplied by norm_after / norm, and not by limit /
+        # norm. So that the state has this factor, norm_after stands for the limit in
+        # the update.
         norm_after = global_norm(budget.norms_after)
-        # An inf of the user's stays inf, so that NaN passes with factor 1. An inf of a
-        # rule becomes the largest number.
-        is_limited = budget.limit < jnp.inf
-        limit = jnp.where(
-            is_limited, norm_after, self._without_inf_of_rule(budget.limit)
-        )
+        # No limit: a NaN passes with factor 1, if the user set inf.
+        no_limit = self._without_inf_of_rule(budget.limit)
+        limit = jnp.where(budget.limit < jnp.inf, norm_after, no_limit)
         state = self._next_state(global_norm(budget.norms), limit)
+        # Now the true limit.
         row = state.names.number_row_names.index("limit")
         numbers = state.numbers.at[row].set(budget.limit)
         return state._replace(numbers=numbers)

@@ -140,9 +140,9 @@ def test_costs_are_in_the_order_of_methods_faults_rates_and_seeds(benchmark):
     rates = [0.001, 0.01]
     ends = training.costs(task, methods, rates, seeds=2)
     assert ends.shape == (2, 4, 2, 2)
-    starts = {"w": jnp.zeros((2, 20)), "b": jnp.zeros(2)}
-    run = training.Run(training.Fault(elements=True), rates[0], 1)
-    alone = training.train(task, methods[::-1], starts, run)
+    fault = training.Fault(elements=True)
+    start = task.start(seed=1)
+    alone = training.train(task, methods[::-1], fault, rates[0], start, seed=1)
     np.testing.assert_allclose(ends[:, 2, 0, 1], alone[::-1], rtol=1e-3)
     without_clip, with_clip = ends.mean(axis=(2, 3))
     assert without_clip[0] < 1 < without_clip[1] and without_clip[3] > 1
@@ -174,6 +174,10 @@ def test_the_best_rate_has_the_highest_mean_and_a_width():
     assert (best.place, best.width) == (1, 1)
     np.testing.assert_allclose(best.at_neighbours, (0.45 + 0.475) / 2)
     assert scores.best(of_other, RATES).width == 4
+
+
+def test_where_nothing_is_learnt_no_other_rate_is_as_good():
+    assert scores.best(np.full((4, 3, 2), 0.004), RATES).width == 1
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ FURTHER = [
     ("rate_of_a_tenth", None, "other_rate"),
     ("penalty_in_loss", "weights_added", "weights_added"),
     ("averaged_twice", "averaged_twice", "averaged_twice"),
+    ("root_of_factor", None, "unknown"),
 ]
 # Adam's eps and a limit of 1e-6 bring a second fact, which is true as well.
 AS_WELL = {

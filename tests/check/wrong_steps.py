@@ -355,6 +355,16 @@ def half_the_limit(setting):
     return chained(setting, optax.clip_by_global_norm(setting.max_norm / 2))
 
 
+def root_of_factor(setting):
+    """Multiplies by the root of the factor."""
+
+    def clip(grads, params):
+        factor = jnp.minimum(1, setting.max_norm / optax.tree.norm(grads))
+        return scaled(grads, jnp.sqrt(factor))
+
+    return chained(setting, optax.stateless(clip))
+
+
 def eight_limits(setting):
     """Clips to eight times the limit, as many as there are devices."""
     return chained(setting, optax.clip_by_global_norm(setting.max_norm * 8))

@@ -295,6 +295,21 @@ def test_params_that_are_one_array_are_called_params():
     assert check_step(loss, STACK, numbers(2, WIDTH)) == ["params"]
 
 
+def test_weight_decay_of_params_that_are_one_array():
+    """The last update has no weights, and an optimizer may take no None for params."""
+
+    def loss(params, x):
+        x, _ = lax.scan(dense, x, params)
+        return jnp.sum(x**2)
+
+    model = loss, STACK, lambda seed: (numbers(2, WIDTH, seed=seed),)
+    optimizer = optax.adamw(0.1, weight_decay=0.1)
+    params, states, _ = released_run(model, optimizer, 3)
+    wanted, state, *_ = usual_run(model, optimizer, lambda grads: grads, 3)
+    assert_close(params, wanted, 1e-12)
+    assert_close(states[-1].optimizer, state, 1e-12)
+
+
 def test_a_second_stack_in_a_checkpoint_is_not_released():
     """The checkpoint stays. Opening it would keep more for the backward pass."""
 
