@@ -118,8 +118,10 @@ class BoundedSensitivityCallable:
     def sensitivity(self, neighboring_relation: Any = "REPLACE_SPECIAL") -> Any:
         """Returns by how much the sum can change between neighbouring batches.
 
-        Inside `jax.shard_map` the bound is for the sum over all devices, if `lax.psum`
-        is in float32.
+        Both batches have one size: `is_padding_example=` marks the place of an example
+        that is absent. Nothing is proved of a batch that is one shorter. Inside
+        `jax.shard_map` the bound is for the sum over all devices, if `lax.psum` is in
+        float32.
 
         Args:
           neighboring_relation: of `dp_accounting.NeighboringRelation`, or its name:

@@ -2,17 +2,18 @@
 
 A clipped gradient is as long as the limit at most, but for rounding:
 
-    e     the relative error of a clipped norm: in its sum of squares, in the gram
-          matrix, and from norm to factor
-    r     how far rounding moves the terms of one example in the sum of B examples
+    e     the relative error of a clipped norm: of the sum of all squares, plus the
+          largest of a gram matrix, plus the largest from a norm to its factor
+    r     how far rounding moves the terms of one example in the sum of B examples, at
+          the parameter where it is largest
 
     excess = e + r                    one example adds at most 1 + excess
-    change = excess + 2 (B - 1) r     one example changes the sum by at most 1 + change:
-                                      with it and without it the terms of all others may
-                                      be rounded in opposite directions
+    change = excess + 2 (B - 1) r     one example changes the sum by at most 1 + change.
+                                      The terms of all others may be rounded up with it
+                                      and down without it
     longest = B (1 + excess)          the sum is at most this long
 
-Both errors are the largest of all parameters. How r is computed:
+How r is computed:
 
     r = k (gamma(N) + t)
     gamma(n) = n u / (1 - n u)        the relative error of n roundings
@@ -67,15 +68,10 @@ class Bounds(NamedTuple):
     nothing is proved.
     """
 
-    excess: float  # one example adds at most 1 + excess
-    change: float  # one example changes the sum by at most 1 + change
-    longest: float  # the norm of the sum is at most this
+    excess: float = np.inf  # one example adds at most 1 + excess
+    change: float = np.inf  # one example changes the sum by at most 1 + change
+    longest: float = np.inf  # the norm of the sum is at most this
     obstacle: str | None = None  # why nothing is proved, as a sentence
-
-
-def _unproved(obstacle: str) -> Bounds:
-    """The bounds where nothing is proved."""
-    return Bounds(excess=np.inf, change=np.inf, longest=np.inf, obstacle=obstacle)
 
 
 class LeafErrors(NamedTuple):
@@ -92,15 +88,15 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     """The bounds of the sum that a choice computes. For sums (`problem.is_sum`): of a
     mean, whose numbers come back too, nothing is proved.
     """
-    for eqn in problem.program.jaxpr.eqns:
+    for eqn in problem.gradient.jaxpr.eqns:
         if has_bits_that_vmap_changes(eqn):
-            return _unproved(
-                "the loss draws random numbers from keys other than threefry's"
+            return Bounds(
+                obstacle="the loss draws random numbers from keys other than threefry's"
                 f"{source_line(eqn)}, and jax.vmap draws those of all examples from "
                 'the key of the first. Take jax.random.key(seed, impl="threefry2x32").'
             )
     if problem.has_symbolic_sizes:
-        return _unproved("a size is a symbol of jax.export. Give it as a number.")
+        return Bounds(obstacle="a size is a symbol of jax.export. Give it as a number.")
     errors = _errors_of_leaves(problem, choice)
     error_of_norm = _error_of_norm(errors)
     error_of_sum = 0.0
@@ -112,13 +108,13 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
         error_of_sum = max(error_of_sum, size_of_terms * leaf.error_of_terms)
     excess = error_of_norm + error_of_sum
     if excess == np.inf:
-        return _unproved(
-            "the rounding of so many terms may change all of the sum. Take a larger "
-            'microbatch, a smaller batch or method="one_pass".'
+        return Bounds(
+            obstacle="the rounding of so many terms may change all of the sum. Take a "
+            'larger microbatch, a smaller batch or method="one_pass".'
         )
     size = problem.size * device_count(problem.batch_axes)
     return Bounds(
-        excess,
+        excess=excess,
         change=excess + 2 * (size - 1) * error_of_sum,
         longest=size * (1 + excess),
     )
@@ -149,8 +145,9 @@ def _errors_of_leaves(problem: Problem, choice: Choice) -> list[LeafErrors]:
             error_of_gram = _error_of_gram(plan)
         else:
             roundings_of_term = width
-            # Norms by gram square no gradients.
-            roundings_of_squares += leaf.size * device_count(split_axes)
+            # Norms by gram square no gradients. A complex number has two squares.
+            squares = 2 * leaf.size if jnp.iscomplexobj(leaf) else leaf.size
+            roundings_of_squares += squares * device_count(split_axes)
         # A gradient times its factor and the divisor is rounded four times.
         roundings_of_term += turns + 4
         dtype = _dtype_of_sum(plan, leaf)

@@ -27,8 +27,8 @@ from ._work import (
     CONVOLUTION_SLOWDOWN_IN_LOOP,
     convolutions_of,
     has_convolution,
-    has_groups,
     is_depthwise,
+    lets_nan_through,
     work_of,
 )
 
@@ -118,7 +118,7 @@ def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
 # ------------------------------------------------------------ how many examples at once
 
 
-def _given_width(problem: Problem, microbatch: int) -> int:
+def _width_of_microbatch(problem: Problem, microbatch: int) -> int:
     """The width of a microbatch that the devices of an Explicit mesh share."""
     return even_width(problem.size, max(microbatch // problem.explicit_devices, 1))
 
@@ -126,7 +126,7 @@ def _given_width(problem: Problem, microbatch: int) -> int:
 def _width_of_ghost(problem: Problem, ghost: Ghost, microbatch: int | None) -> int:
     """The width of ghost clipping."""
     if microbatch:
-        return _given_width(problem, microbatch)
+        return _width_of_microbatch(problem, microbatch)
     # The whole batch then takes at most twice the memory of the captured arrays.
     # A larger number is held to the memory of one pass.
     if ghost.kept_size <= ghost.captured_size:
@@ -142,7 +142,7 @@ def _width_of_one_pass(
     is known only where ghost clipping is possible.
     """
     if microbatch:
-        return _given_width(problem, microbatch)
+        return _width_of_microbatch(problem, microbatch)
     size = problem.size
     if problem.has_symbolic_sizes:
         return size
@@ -158,12 +158,16 @@ def _width_of_one_pass(
         gradient_size += max(leaf.size, plan.kept_size)
     fitting = _fitting_width(size, gradient_size, ghost.captured_size)
     is_small = size * (gradient_size + ghost.captured_size) <= room
-    if jax.default_backend() == "cpu" and not ghost.is_convolved and not is_small:
+    total_work = work_of(problem.program)
+    convolved_work = work_of(problem.program, has_convolution)
+    # Whether convolutions would take most of the time in a loop
+    is_convolved = CONVOLUTION_SLOWDOWN_IN_LOOP * convolved_work > total_work
+    if jax.default_backend() == "cpu" and not is_convolved and not is_small:
         # A CPU is faster with as many gradients as fit its cache, a megabyte, and at
         # least 8. A transformer of 432,000 parameters took half as long with 8 examples
         # at once as with 16.
-        in_cache = max(8, numbers_without_loop() // max(gradient_size, 1))
-        fitting = min(fitting, in_cache)
+        width_of_cache = max(8, numbers_without_loop() // max(gradient_size, 1))
+        fitting = min(fitting, width_of_cache)
     return even_width(size, fitting)
 
 
@@ -230,16 +234,17 @@ def _method_for_convolutions(
 
       jit splits the batch              Raises ValueError, or makes the compiler raise
                                         an error
-      groups of several channels        On a CPU the NaN of one example reaches all. One
-                                        example at a time is right, whatever microbatch
+      groups of several channels,       On a CPU the NaN of one example reaches all. One
+      float64                           example at a time is right, whatever microbatch
                                         was given
       depthwise                         Several examples at once are slow on a CPU, and
                                         take much memory. One at a time is faster
     """
     convolutions = convolutions_of(problem.program)
-    grouped = [eqn for eqn in convolutions if has_groups(eqn)]
     may_be_split = len(convolutions) > 0 and _may_be_split(problem.batch)
-    if not grouped and not may_be_split:
+    lets_through = any(map(lets_nan_through, convolutions))
+    is_slow = any(map(is_depthwise, convolutions))
+    if not (may_be_split or lets_through or is_slow):
         return method, microbatch
     if ghost and not _makes_kernel_gradients(ghost):
         return "ghost", microbatch
@@ -252,15 +257,13 @@ def _method_for_convolutions(
             "put clipped_grad into jax.shard_map, with mean=False, and lax.psum its "
             f'gradients. Got method="{method}".',
         )
-    if not grouped:
-        return method, microbatch
-    if all(is_depthwise(eqn) for eqn in grouped):
+    if not lets_through:
         # XLA on a CPU computes as if each channel of each example met all others. With
         # 32 images of 8 x 8 x 32 this took 72 times the memory of the plain gradient,
         # and 18 times as long. One at a time took a third of its memory, and 4 times as
         # long.
         is_by_name = method == "one_pass" or microbatch
-        if is_by_name or jax.default_backend() != "cpu":
+        if not is_slow or is_by_name or jax.default_backend() != "cpu":
             return method, microbatch
     if problem.limits and problem.limits.needs_all_norms:
         # Ghost clipping would make the gradients of all examples at once.

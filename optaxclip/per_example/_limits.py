@@ -120,7 +120,11 @@ class Limits(NamedTuple):
         """Why nothing is proved of one example, as a sentence. None where a bound is
         proved, and for a traced limit, of which only the run knows.
         """
-        if not self._has_bounded_factors():
+        factor_per_limit = factor_per_limit_of(self.shrink)
+        if self.shrink is over_limit:
+            # It multiplies by at most 1 over the limit, and returns at most 1.
+            factor_per_limit = 1 / LEAST_LIMIT
+        if factor_per_limit > 1 / LEAST_LIMIT:
             fault = "may return more than the limit"
             if is_ours(self.shrink):
                 fault = "may lengthen a small gradient by more than 1e5 limits"
@@ -164,13 +168,6 @@ class Limits(NamedTuple):
             rounded_up = joined_limit * (1 + (len(self.values) + 2) * 2.0**-23)
             return jnp.where(is_proved, rounded_up, jnp.inf)
         return joined_limit if is_proved else np.inf
-
-    def _has_bounded_factors(self) -> bool:
-        """Whether factors are at most 1, or 1 / LEAST_LIMIT limits."""
-        # `over_limit` multiplies by at most 1 over the limit.
-        if self.shrink is over_limit:
-            return True
-        return factor_per_limit_of(self.shrink) <= 1 / LEAST_LIMIT
 
 
 def over_limit(norm: Array, limit: Array) -> Array:

@@ -42,7 +42,7 @@ class Problem(NamedTuple):
     | call, loss, params, batch, present, shared | `Signature.problem_of` |
     | limits, groups, divisor, is_sum | `clipped_grad` |
     | explicit_devices | `on_each_device`, on a mesh with Explicit axes |
-    | axes_of_params, batch_axes, program, result_types | `Signature.traced` |
+    | axes_of_params, batch_axes, program, result_types, gradient | `Signature.traced` |
     """
 
     call: str  # the function that the user called, for errors
@@ -64,6 +64,8 @@ class Problem(NamedTuple):
     # The traced loss of one example, a ClosedJaxpr, and the types of its results
     program: Any = None
     result_types: PyTree = None
+    # Its traced gradient, a ClosedJaxpr. Backward rules of the user's are only in here
+    gradient: Any = None
 
     @property
     def size(self) -> int:
@@ -193,7 +195,7 @@ class Signature(NamedTuple):
         # A rule of jax.custom_jvp or jax.custom_vjp is a program in the gradient only.
         gradient, _ = problem.program_of(jax.grad(problem.traced_loss, has_aux=True))
         self._check_program(gradient, problem.batch_axes)
-        return problem
+        return problem._replace(gradient=gradient)
 
     def _axes_of_params(self, params: PyTree, batch: PyTree) -> list[AxisNames]:
         """For each parameter, the mesh axes over which its gradient is split."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
@@ -32,39 +33,32 @@ def convolutions_of(program: ClosedJaxpr) -> list[JaxprEqn]:
     return [eqn for eqn in equations if eqn.primitive.name == CONVOLUTION]
 
 
-def has_groups(convolution: JaxprEqn) -> bool:
-    """Whether a convolution has several groups of channels."""
-    return convolution.params["feature_group_count"] > 1
-
-
 def is_depthwise(convolution: JaxprEqn) -> bool:
-    """Whether each group of a convolution has one channel."""
+    """Whether a convolution has several groups, each of one channel."""
     groups = convolution.params["feature_group_count"]
     outputs, inputs, *_ = convolution.params["dimension_numbers"].rhs_spec
     kernel_shape = _kernel_of(convolution).shape
-    return kernel_shape[inputs] == 1 and kernel_shape[outputs] == groups
+    is_one_channel = kernel_shape[inputs] == 1 and kernel_shape[outputs] == groups
+    return groups > 1 and is_one_channel
 
 
-def windows_overlap(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a convolution whose windows share pixels. Where patches
-    lie side by side, it is a matrix product.
+def lets_nan_through(convolution: JaxprEqn) -> bool:
+    """Whether XLA on a CPU lets the NaN of one example through to the gradients of
+    others, if they are computed at once.
+
+    It joins groups to one kernel whose other entries are 0, and 0 times NaN is NaN. The
+    examples of a batch become groups too, and are joined in float64.
     """
-    strides = eqn.params.get("window_strides", ())
-    return any(size > stride for size, stride in zip(_window_of(eqn), strides))
+    atoms = *convolution.invars, *convolution.outvars
+    if any(type_of(atom).dtype in (np.float64, np.complex128) for atom in atoms):
+        return True
+    has_groups = convolution.params["feature_group_count"] > 1
+    return has_groups and not is_depthwise(convolution)
 
 
 def _kernel_of(convolution: JaxprEqn) -> ShapedArray:
     """The type of a convolution's kernel."""
     return type_of(convolution.invars[1])
-
-
-def _window_of(eqn: JaxprEqn) -> list[int]:
-    """The sizes of the window of a convolution, none for other equations."""
-    if eqn.primitive.name != CONVOLUTION:
-        return []
-    kernel_shape = _kernel_of(eqn).shape
-    window_axes = eqn.params["dimension_numbers"].rhs_spec[2:]
-    return [kernel_shape[axis] for axis in window_axes]
 
 
 def work_of(
@@ -90,16 +84,24 @@ def work_of(
             left_shape = type_of(eqn.invars[0]).shape
             work_per_output = math.prod(left_shape[axis] for axis in contracted_axes)
         if eqn.primitive.name == CONVOLUTION:
-            kernel = _kernel_of(eqn)
-            out_channels = eqn.params["dimension_numbers"].rhs_spec[0]
-            work_per_output = kernel.size // kernel.shape[out_channels]
-            # XLA on a CPU computes the gradient by a kernel of groups as if they were
-            # one. Of a depthwise kernel of 3 x 3 x 48 it took as long as of a whole one
-            # of 3 x 3 x 48 x 48.
-            work_per_output *= eqn.params["feature_group_count"]
-            # A CPU multiplies overlapping windows about half as fast as matrices. With
-            # 2 the estimates for nine networks of 8 to 128 channels were nearest.
-            if windows_overlap(eqn):
-                work_per_output *= 2
+            work_per_output = _work_per_pixel(eqn)
         total += work_per_output * sum(type_of(var).size for var in eqn.outvars)
     return total
+
+
+def _work_per_pixel(convolution: JaxprEqn) -> int:
+    """The work for one number of the output of a convolution."""
+    kernel = _kernel_of(convolution)
+    out_channels, _, *window_axes = convolution.params["dimension_numbers"].rhs_spec
+    work = kernel.size // kernel.shape[out_channels]
+    # XLA on a CPU computes the gradient by a kernel of groups as if they were one. Of a
+    # depthwise kernel of 3 x 3 x 48 it took as long as of a whole one of
+    # 3 x 3 x 48 x 48.
+    work *= convolution.params["feature_group_count"]
+    # A CPU multiplies overlapping windows about half as fast as matrices. With 2 the
+    # estimates for nine networks of 8 to 128 channels were nearest. Patches side by
+    # side are a matrix product.
+    strides = convolution.params["window_strides"]
+    if any(kernel.shape[axis] > stride for axis, stride in zip(window_axes, strides)):
+        work *= 2
+    return work

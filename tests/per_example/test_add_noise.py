@@ -1,6 +1,7 @@
 """Noise on a sum of clipped gradients: its law, its dtype, its keys, its sharding."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -338,18 +339,35 @@ def test_where_nothing_is_proved_there_is_no_bound():
     assert "rounding" in found.obstacle
 
 
+def noise_in_the_loss(w, words, impl):
+    return w * jax.random.normal(jax.random.wrap_key_data(words, impl=impl))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def noise_in_a_backward_rule(w, words, impl):
+    return w
+
+
+noise_in_a_backward_rule.defvjp(
+    lambda w, words, impl: (w, words),
+    lambda impl, words, cotangent: (noise_in_the_loss(cotangent, words, impl), None),
+)
+
+
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_keys_that_vmap_draws_together_prove_nothing(impl):
+@pytest.mark.parametrize("loss", [noise_in_the_loss, noise_in_a_backward_rule])
+def test_keys_that_vmap_draws_together_prove_nothing(loss, impl):
     """The key in the first place, which is masked, is the key of all."""
     mask = np.arange(4) > 0
     keys = jax.random.split(jax.random.key(0, impl=impl), 5)
+    words = jax.random.key_data(keys)
 
-    def result_beside(key):
-        grad = clipped_grad(lambda w, key: w * jax.random.normal(key), 1.0, mean=False)
-        return grad(1.0, keys[:4].at[0].set(key), mask=mask)
+    def result_beside(words_of_first):
+        grad = clipped_grad(partial(loss, impl=impl), 1.0, mean=False)
+        return grad(1.0, words[:4].at[0].set(words_of_first), mask=mask)
 
-    result = result_beside(keys[0])
-    is_kept = result.grads == result_beside(keys[4]).grads
+    result = result_beside(words[0])
+    is_kept = result.grads == result_beside(words[4]).grads
     assert is_kept == (impl == "threefry2x32")
     assert (result.sensitivity is not None) == is_kept
 

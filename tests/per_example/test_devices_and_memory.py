@@ -147,6 +147,23 @@ def test_a_kernel_of_groups_lets_no_nan_through(method, loss):
         np.testing.assert_allclose(norms, wanted, rtol=64 * EPS, err_msg=str(shape))
 
 
+def kernel_of_example(kernel, image):
+    return one_kernel(KERNELS_BY_EXAMPLE["data"](kernel, image), image)
+
+
+@pytest.mark.parametrize("loss", [one_kernel, tied_kernels, kernel_of_example])
+@pytest.mark.parametrize("method", ["auto", "one_pass"])
+def test_convolutions_of_float64_let_no_nan_through(method, loss):
+    with jax.enable_x64(True):
+        kernel = np.float64(normal(0, 3, 3, 2, 2))
+        images = np.float64(normal(1, 5, 6, 6, 2))
+        wanted = norms_of([jax.vmap(jax.grad(loss), (None, 0))(kernel, images)])
+        images[2] = np.nan
+        result = jax.jit(clipped_grad(loss, 0.5, method=method))(kernel, images)
+    wanted[2] = np.nan
+    np.testing.assert_allclose(result.norms, wanted, rtol=64 * EPS)
+
+
 @pytest.mark.parametrize("loss", [one_kernel, standardized])
 @pytest.mark.parametrize("method", ["auto", *METHODS])
 def test_a_kernel_of_groups_lets_no_nan_pass_a_limit_of_all_norms(method, loss):

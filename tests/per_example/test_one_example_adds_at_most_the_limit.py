@@ -350,14 +350,14 @@ def test_what_is_proved_is_known_before_the_run():
 def test_sums_of_squares_in_float32_are_in_the_bound(monkeypatch):
     """As on a GPU and a TPU, which are assumed to add up in 1,024 parts."""
 
-    def sensitivity(size):
-        grad = clipped_grad(lambda w, x: jnp.sum(w * x), 2.0, mean=False)
+    def sensitivity(size, dtype=np.float32):
+        grad = clipped_grad(lambda w, x: jnp.sum(w * x).real, 2.0, mean=False)
         bounds = []
 
         def run(w, x):
             bounds.append(grad(w, x, mask=np.ones(1, bool)).sensitivity)
 
-        w = jax.ShapeDtypeStruct((size,), np.float32)
+        w = jax.ShapeDtypeStruct((size,), dtype)
         x = jax.ShapeDtypeStruct((1, size), np.float32)
         jax.eval_shape(run, w, x)
         return bounds[0]
@@ -376,6 +376,8 @@ def test_sums_of_squares_in_float32_are_in_the_bound(monkeypatch):
     for count, excess in ((10**6, 6e-5), (10**7, 3.3e-4), (10**9, 0.03)):
         longer = sensitivity(count) / 2 - 1 - factor_excess - sum_excess
         assert 0.9 * excess <= longer <= 1.02 * excess
+    # A complex number has two squares.
+    assert sensitivity(size, np.complex64) == sensitivity(2 * size)
     # Short sums have no parts.
     short_excess = np.sqrt(1 + lost_in(100 + 2)) - 1
     wanted = 2 * (1 + short_excess + factor_excess + sum_excess)

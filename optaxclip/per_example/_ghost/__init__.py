@@ -42,8 +42,7 @@ from ..._mesh_types import varying
 from .._limits import Arrays, Weights, weights_of
 from .._passes import BatchRun, ExampleResults, written
 from .._problem import Problem
-from .._work import CONVOLUTION_SLOWDOWN_IN_LOOP, has_convolution, work_of
-from ._capture import CapturedOfSites, capture
+from ._capture import CapturedOfSites, at_sites, capture
 from ._norms import NormSource
 from ._plans import GradientPlan, LeafPlan, OuterProductPlan, UnusedPlan, plans_of
 from ._sites import Site, SplitProgram, split_loss
@@ -58,8 +57,6 @@ class Ghost:
     params: Arrays
     plans: list[LeafPlan]  # of each parameter
     out_tree: Any  # of the value and aux
-    # Whether convolutions would take most of the time in a loop. For `_choose`.
-    is_convolved: bool
 
     @property
     def captured_size(self) -> int:
@@ -143,13 +140,15 @@ class Ghost:
                 for site_index, arrays in captured_of_one.items()
             }
             # The sites run in float32 here, and ran in 16 bits when they were captured.
-            (gradients,) = backward(jax.tree.map(_cast_as, cotangents, outputs))
+            cotangents = jax.tree.map(
+                lambda cotangent, output: cotangent.astype(output.dtype),
+                cotangents,
+                outputs,
+            )
+            (gradients,) = backward(cotangents)
             return gradients
 
-        captured_of_sites = {
-            site.site_index: captured[site.site_index] for site in sites
-        }
-        return written(jax.vmap(gradients_of_one)(captured_of_sites))
+        return written(jax.vmap(gradients_of_one)(at_sites(captured, sites)))
 
     def _vjp(
         self, function: Callable[[WideValues], Any], param_indices: list[int]
@@ -212,10 +211,6 @@ class Ghost:
         return sums[param_index]
 
 
-def _cast_as(x: Array, model: Array) -> Array:
-    return x.astype(model.dtype)
-
-
 def _tapped_outputs(values: WideValues, site: Site, inputs: list[Any]) -> list[Any]:
     """The tapped outputs of a site, computed again for one example from its
     operands.
@@ -263,12 +258,9 @@ def ghost_of(problem: Problem) -> Ghost:
     """The loss of a problem. Raises CannotSplit where it cannot be split."""
     params = jax.tree.leaves(problem.params)
     program = split_loss(problem.program, params)
-    convolved_work = work_of(problem.program, has_convolution)
-    total_work = work_of(problem.program)
     return Ghost(
         program,
         params,
         plans=plans_of(program.sites, params, is_bounded=problem.is_sum),
         out_tree=jax.tree.structure(problem.result_types),
-        is_convolved=CONVOLUTION_SLOWDOWN_IN_LOOP * convolved_work > total_work,
     )

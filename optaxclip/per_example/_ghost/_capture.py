@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn
 from ..._jaxpr import is_literal
 from ..._mesh_types import varying_as, varying_as_any_of
 from .._passes import written
-from ._sites import SplitProgram, ends_of_scan
+from ._sites import Site, SplitProgram, ends_of_scan
 from ._values import bind
 
 
@@ -35,6 +35,11 @@ class Captured(NamedTuple):
 # By the indices of sites
 CapturedOfSites = dict[int, Captured]
 Taps = dict[int, list[Array]]
+
+
+def at_sites(by_index: dict[int, Any], sites: Sequence[Site]) -> dict[int, Any]:
+    """The captured arrays, or taps, of some sites."""
+    return {site.site_index: by_index[site.site_index] for site in sites}
 
 
 def capture(
@@ -112,10 +117,8 @@ def _run(
         if body is None:
             outputs = bind(eqn, inputs)
         else:
-            taps_of_body = {}
-            for inner_site in body.sites:
-                taps_of_body[inner_site.site_index] = taps[inner_site.site_index]
             run = _runner_of_body(eqn, body)
+            taps_of_body = at_sites(taps, body.sites)
             outputs, inputs_of_body = run(inputs, taps_of_body, example_zero)
             inputs_of_sites |= inputs_of_body
         if site:

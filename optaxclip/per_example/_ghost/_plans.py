@@ -28,7 +28,7 @@ from jax import Array
 from ..._mesh_types import varying, varying_as_any_of
 from .. import _passes as passes
 from .._limits import Weights
-from ._capture import CapturedOfSites
+from ._capture import CapturedOfSites, at_sites
 from ._forms import FORMS, OuterProducts
 from ._matrices import Matrix, MatrixShape, Operand, matrices_at
 from ._norms import (
@@ -144,7 +144,7 @@ class OuterProductPlan(LeafPlan, ABC):
             step,
             None,
             present,
-            batch=(self._captured_of_param(captured),),
+            batch=(at_sites(captured, self.sites),),
             max_width=self._examples_at_once(captured, present.size),
         )
         return source
@@ -156,10 +156,6 @@ class OuterProductPlan(LeafPlan, ABC):
             arrays = captured[matrix.site.site_index]
             products.append(matrix.outer_products(arrays, can_shift=self.can_shift))
         return products
-
-    def _captured_of_param(self, captured: CapturedOfSites) -> CapturedOfSites:
-        """The captured arrays of the sites that take the parameter."""
-        return {site.site_index: captured[site.site_index] for site in self.sites}
 
     def _examples_at_once(self, captured: CapturedOfSites, batch_size: int) -> int:
         """How many examples are computed at once, so that temporaries take little
@@ -197,7 +193,7 @@ class SummedPlan(OuterProductPlan):
         limit_group: int,
     ) -> Array:
         """The sum of f G over examples, as [stack, rows, columns]."""
-        captured_of_param = self._captured_of_param(captured)
+        captured_of_param = at_sites(captured, self.sites)
         is_counted = weights.is_counted
         factors = SplitFactors(weights.roots[:, limit_group], weights.inverse_divisor)
         dtype = np.promote_types(self.param.dtype, factors.roots.dtype)
