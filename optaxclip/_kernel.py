@@ -459,13 +459,17 @@ def _numbers_for_norms(
         # shapes of its arrays, and refuse to hold norms.
         numbers = tree.values
     else:
-        # In the structure in which the norm functions return norms.
-        shapes_of_norms = jax.tree.map(jnp.shape, jax.eval_shape(norms.tree))
-        shapes = jax.tree.map(jnp.shape, tree)
-        if jax.tree.structure(tree) != norms.treedef or shapes != shapes_of_norms:
+        # In the structure in which the norm functions return norms. Trees of shapes are
+        # not compared: a pytree class of the user's may have no `==`.
+        local_norms = jax.eval_shape(norms.local_values)
+        wanted_shapes = [norm.shape for norm in local_norms]
+        shapes = [jnp.shape(number) for number in jax.tree.leaves(tree)]
+        if jax.tree.structure(tree) != norms.treedef or shapes != wanted_shapes:
             raise ValueError(
                 f"{settings.call}: {argument} must have the structure and shapes of "
-                f"the norms that it measures, {shapes_of_norms}, got {shapes}."
+                "the norms that it measures, "
+                f"{norms.treedef.unflatten(wanted_shapes)}, got "
+                f"{jax.tree.map(jnp.shape, tree)}."
             )
         numbers = norms.gathered(jax.tree.leaves(tree))
     typed_numbers = []
