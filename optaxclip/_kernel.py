@@ -99,7 +99,6 @@ class Settings(NamedTuple):
     limit_is_none: bool  # it only measures, unless `update` is given a limit
     rules_treedef: Any  # of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
-    with_total: bool  # whether a rule needs the norm of all norms
     # Whether a limit of inf lets broken norms pass, see `Rule`. Of a tree of limits, if
     # all of its rules do.
     inf_is_off: bool
@@ -158,7 +157,6 @@ def make_clipper(
         limit_is_none=limit is None,
         rules_treedef=treedef,
         with_params=any(rule.needs_params for rule in rule_list),
-        with_total=any(rule.needs_total for rule in rule_list),
         inf_is_off=all(rule.inf_is_off for rule in rule_list),
         has_schedule=any(map(is_function, numbers_and_schedules)),
     )
@@ -354,6 +352,9 @@ def _rule_inputs(
         limits = _numbers_for_norms("limit", overrides.limit, norms, settings)
         limits = [jnp.maximum(limit, 0) for limit in limits]
         given_limit_of_name = dict(zip(names, limits))
+    total = None
+    if any(rule.needs_total for rule in rules_in_order):
+        total = total_norm(norms)
     ask_rule = limit_and_memory_of_jitted
     if settings.has_schedule:
         ask_rule = limit_and_memory_of
@@ -363,7 +364,7 @@ def _rule_inputs(
         rules=rules,
         rule_of_name=dict(zip(names, rules_in_order)),
         weight_norm_of_name=weight_norm_of_name,
-        total=total_norm(norms) if settings.with_total else None,
+        total=total,
         given_limit_of_name=given_limit_of_name,
     )
 
