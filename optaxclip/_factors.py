@@ -52,6 +52,7 @@ def factor_between(norm: Array, new_norm: Array) -> Factor:
     quotient = jnp.clip(new_norm / norm, info.tiny, info.max)
     # Division comes last. XLA on a CPU computes what comes after one again for every
     # element of the updates, also behind a barrier.
+    # Exactly 1 where it must be, whatever the root of 1 is on a device.
     denominator = jnp.where(is_exact, 1.0, jnp.sqrt(norm))
     numerator = jnp.sqrt(new_norm) * (1 - 2 * info.eps)
 

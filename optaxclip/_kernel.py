@@ -99,14 +99,12 @@ class Settings(NamedTuple):
     limit_is_none: bool  # it only measures, unless `update` is given a limit
     rules_treedef: Any  # of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
-    with_total: bool  # whether a rule needs the norm of all norms
     # Whether a limit of inf lets broken norms pass, see `Rule`. Of a tree of limits, if
     # all of its rules do.
     inf_is_off: bool
-    # Whether a rule has a schedule. The cache of a jitted function of ours would keep
-    # the schedule, and what it closes over, alive. So inside the user's jit such a
-    # clipper runs `_update` itself, and asks its rules without jit. Outside it the
-    # cache of `_update_jitted` keeps it: without jit a step would be too slow.
+    # Whether a rule has a schedule. The cache of a jitted function keeps it alive, and
+    # what it closes over. So inside the user's jit we jit no function that gets it.
+    # Outside `_update_jitted` is used all the same: without jit a step is too slow.
     has_schedule: bool
 
 
@@ -140,8 +138,7 @@ def make_clipper(
     # One norm takes one limit. Others take a tree prefix of limits.
     if isinstance(measure, GlobalNorm):
         check_single_limit(limit_in_errors, limit)
-    if isinstance(measure, GlobalNorm) or isinstance(limit, Rule):
-        rules: Any = rule_of(limit, limit_in_errors)
+        rules: PyTree = rule_of(limit, limit_in_errors)
     else:
         rules = tree_of_rules(limit, limit_in_errors)
         check_tree_of_rules(limit_in_errors, rules)
@@ -149,7 +146,7 @@ def make_clipper(
     rule_leaves, treedef = jax.tree.flatten(rules)
     # `is_function`, not `callable`: an equinox module that holds limits is callable,
     # but is a tree of limits and no schedule.
-    numbers = jax.tree.leaves(rules, is_leaf=is_function)
+    numbers_and_schedules = jax.tree.leaves(rules, is_leaf=is_function)
     settings = Settings(
         call=call,
         limit_in_errors=limit_in_errors,
@@ -160,9 +157,8 @@ def make_clipper(
         limit_is_none=limit is None,
         rules_treedef=treedef,
         with_params=any(rule.needs_params for rule in rule_list),
-        with_total=any(rule.needs_total for rule in rule_list),
         inf_is_off=all(rule.inf_is_off for rule in rule_list),
-        has_schedule=any(map(is_function, numbers)),
+        has_schedule=any(map(is_function, numbers_and_schedules)),
     )
 
     def init(params: PyTree) -> ClipState:
@@ -205,15 +201,7 @@ def make_clipper(
                 raise TypeError(checks.missing_state_error(call, empty_state, why))
         else:
             checks.check_state(call, state, ClipState)
-        for number in jax.tree.leaves(grad_norm):
-            checks.check_given_norm(f"{call}: grad_norm", number)
-        for number in jax.tree.leaves(limit):
-            # The value of an array is not checked: that would wait for the device.
-            if isinstance(number, Array):
-                checks.check_real(f"{call}: limit", number)
-            else:
-                checks.check_limit(f"{call}: limit", number)
-        overrides = jax.tree.map(number_for_jit, Overrides(grad_norm, limit))
+        overrides = _checked_overrides(call, grad_norm, limit)
         tree = trees.gradients_of(call, updates, params)
         if not settings.limit_is_none and not jax.tree.leaves(tree):
             trees.warn_of_integers(call, updates)
@@ -232,6 +220,19 @@ def make_clipper(
         return trees.put_back(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _checked_overrides(call: str, grad_norm: PyTree, limit: PyTree) -> Overrides:
+    """The norms and limits that `update` was given, in the form that jit takes."""
+    for number in jax.tree.leaves(grad_norm):
+        checks.check_given_norm(f"{call}: grad_norm", number)
+    for number in jax.tree.leaves(limit):
+        # The value of an array is not checked: that would wait for the device.
+        if isinstance(number, Array):
+            checks.check_real(f"{call}: limit", number)
+        else:
+            checks.check_limit(f"{call}: limit", number)
+    return jax.tree.map(number_for_jit, Overrides(grad_norm, limit))
 
 
 def _measure_for_init(measure: Any) -> Measure:
@@ -273,8 +274,8 @@ def _update(
         settings, rule_leaves, norms, names, state, weights, overrides
     )
     # With update(limit=inf) the user switches clipping off, so broken norms pass too.
-    # `_decide` is jitted, so it gets no rules (see `has_schedule`).
     inf_is_off = settings.inf_is_off or overrides.limit is not None
+    # `_decide` is jitted. It needs no rules, and must not keep their schedules alive.
     settings_of_decide = settings._replace(inf_is_off=inf_is_off, rules_treedef=None)
     decide = partial(_decide, settings_of_decide, eps)
     memories: Memories = dict(zip((None, *state.names.unit_leaves), state.memory))
@@ -311,12 +312,11 @@ _update_jitted = jax.jit(_update, static_argnums=0)
 class RuleInputs(NamedTuple):
     """What all blocks of a step have in common when their rules are asked."""
 
-    limit_in_errors: str
-    step: Array
-    rules: Any  # one rule, or a tree prefix of rules: fixed limits of parts
-    rule_of_name: dict[str, Rule]
     # `limit_and_memory_of`, jitted or not
     ask_rule: Callable[..., tuple[Array, PyTree]]
+    step: Array
+    rules: PyTree  # one rule, or a tree prefix of rules: fixed limits of parts
+    rule_of_name: dict[str, Rule]  # of each norm
     weight_norm_of_name: dict[str, Array]  # empty where no rule needs them
     total: Array | None  # the norm of all norms
     given_limit_of_name: dict[str, Array] | None  # what `update` was given instead
@@ -352,17 +352,19 @@ def _rule_inputs(
         limits = _numbers_for_norms("limit", overrides.limit, norms, settings)
         limits = [jnp.maximum(limit, 0) for limit in limits]
         given_limit_of_name = dict(zip(names, limits))
+    total = None
+    if any(rule.needs_total for rule in rules_in_order):
+        total = total_norm(norms)
     ask_rule = limit_and_memory_of_jitted
     if settings.has_schedule:
         ask_rule = limit_and_memory_of
     return RuleInputs(
-        limit_in_errors=settings.limit_in_errors,
+        ask_rule=partial(ask_rule, argument=settings.limit_in_errors),
         step=state.step,
         rules=rules,
         rule_of_name=dict(zip(names, rules_in_order)),
-        ask_rule=ask_rule,
         weight_norm_of_name=weight_norm_of_name,
-        total=total_norm(norms) if settings.with_total else None,
+        total=total,
         given_limit_of_name=given_limit_of_name,
     )
 
@@ -443,9 +445,7 @@ def _limit_and_memory(
     """The limit of a norm, or of each of a vector, and the new memory."""
     step = mesh_types.narrowed_as(inputs.step, norm)
     extra_norms = extra_norms_of(rule, weight_norm, inputs.total)
-    return inputs.ask_rule(
-        rule, norm, memory, step, *extra_norms, argument=inputs.limit_in_errors
-    )
+    return inputs.ask_rule(rule, norm, memory, step, *extra_norms)
 
 
 def _numbers_for_norms(
@@ -459,13 +459,17 @@ def _numbers_for_norms(
         # shapes of its arrays, and refuse to hold norms.
         numbers = tree.values
     else:
-        # In the structure in which the norm functions return norms.
-        shapes_of_norms = jax.tree.map(jnp.shape, jax.eval_shape(norms.tree))
-        shapes = jax.tree.map(jnp.shape, tree)
-        if jax.tree.structure(tree) != norms.treedef or shapes != shapes_of_norms:
+        # In the structure in which the norm functions return norms. Trees of shapes are
+        # not compared: a pytree class of the user's may have no `==`.
+        local_norms = jax.eval_shape(norms.local_values)
+        wanted_shapes = [norm.shape for norm in local_norms]
+        shapes = [jnp.shape(number) for number in jax.tree.leaves(tree)]
+        if jax.tree.structure(tree) != norms.treedef or shapes != wanted_shapes:
             raise ValueError(
                 f"{settings.call}: {argument} must have the structure and shapes of "
-                f"the norms that it measures, {shapes_of_norms}, got {shapes}."
+                "the norms that it measures, "
+                f"{norms.treedef.unflatten(wanted_shapes)}, got "
+                f"{jax.tree.map(jnp.shape, tree)}."
             )
         numbers = norms.gathered(jax.tree.leaves(tree))
     typed_numbers = []
@@ -525,11 +529,10 @@ def _roots(
     """The root of the factor of each norm of a block."""
     if not block.is_vector:
         return block.by_name(decision.root_of_factor)
-    names = list(block.norm_of_name)
     norms = list(block.norm_of_name.values())
-    limits = [limit_of_name[name] for name in names]
+    limits = [limit_of_name[name] for name in block.norm_of_name]
     roots = factor_roots(decision.root_of_factor, norms, limits, decide)
-    return dict(zip(names, roots))
+    return dict(zip(block.norm_of_name, roots))
 
 
 # ----------------------------------------------------------------- errors of a step

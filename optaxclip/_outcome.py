@@ -87,15 +87,6 @@ def next_state(
     """The state after a step, from what became of each block and the new memories."""
     step = count_up(state.counts[STEP])
     outcome = _in_state_order(state, outcomes, decide)
-    units_clipped = outcome.units_clipped
-    is_present = np.zeros(state.norm.size, bool)
-    for block, _ in outcomes:
-        is_present[block.positions] = True
-    if state.names.unit_leaves and not is_present.all():
-        # A missing leaf keeps the share of its last step, while `clipped_recently`
-        # counts this step as one that clipped nothing.
-        is_present = is_present.reshape(state.norm.shape)
-        units_clipped = jnp.where(is_present, units_clipped, state.units_clipped)
     rows = StateRows(
         step=step,
         clipped=count_up(state.clipped, outcome.clipped),
@@ -106,7 +97,7 @@ def next_state(
         clipped_recently=moving_average(
             state.clipped_recently, outcome.units_clipped, step
         ),
-        units_clipped=units_clipped,
+        units_clipped=_last_shares(state, outcomes, outcome.units_clipped),
     )
     new_state = state_of_rows(
         names_here(state), rows, tuple(memories.values()), state.numbers.dtype
@@ -117,6 +108,22 @@ def next_state(
         numbers=in_place(new_state.numbers, state.numbers),
         windows=jax.tree.map(in_place, new_state.windows, state.windows),
     )
+
+
+def _last_shares(
+    state: ClipState, outcomes: list[tuple[Block, Outcome]], units_clipped: Array
+) -> Array:
+    """The share of clipped units in the last step that had the leaf. A missing leaf
+    keeps its share, while `clipped_recently` counts the step as one that clipped
+    nothing.
+    """
+    is_present = np.zeros(state.norm.size, bool)
+    for block, _ in outcomes:
+        is_present[block.positions] = True
+    if is_present.all() or not state.names.unit_leaves:
+        return units_clipped
+    is_present = is_present.reshape(state.norm.shape)
+    return jnp.where(is_present, units_clipped, state.units_clipped)
 
 
 def _in_state_order(
@@ -156,7 +163,7 @@ def _in_state_order(
     if state.names.is_global:
         (outcome,) = parts
         # A tree of one array with units has one outcome for them, [1].
-        return jax.tree.map(lambda row: row.reshape(zeros.shape), outcome)
+        return jax.tree.map(lambda row: row.reshape(state.norm.shape), outcome)
     all_positions = np.concatenate(positions)
 
     def merged_row(old: Array, *arrays: Array) -> Array:
@@ -170,15 +177,15 @@ def _in_state_order(
 
 
 class UnitNumbers(NamedTuple):
-    """Numbers of units, [leaves, ...units], or of one unit of each leaf, [leaves]."""
+    """Numbers of units, [leaves, ...units]. A reduction leaves those of the furthest
+    unit of each leaf, [leaves], and the count of all its units that were clipped.
+    """
 
     severity: Array  # see `severity`, and inf for a broken norm
     norm: Array
     limit: Array
     factor: Array
-    # 1 for a clipped unit, 0 for another. In the numbers of one unit of each leaf: how
-    # many units of the leaf were clipped.
-    clipped_count: Array
+    clipped_count: Array  # of a single unit 0 or 1
 
 
 def furthest_units(
@@ -313,10 +320,12 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     """
     names = trees.unique_names(norms.paths)
     mesh_of_units = blocks.mesh_axes_of_units(norms, names)
+    summed_axes = {spec.norm_index: spec.axes for spec in norms.specs}
     rule_of_name = dict(zip(names, rules))
     zeros_of_leaves = {}
     zeros_of_units = {}
-    for name, norm in zip(names, norms.values):
+    layers = {}
+    for index, (name, norm) in enumerate(zip(names, norms.values)):
         for shape in blocks.shapes_of_array_limits(rule_of_name[name]):
             check_shape(argument, shape, norm.shape)
         zeros_of_leaf = jnp.zeros(norm.shape, norm.dtype)
@@ -325,16 +334,12 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
             zeros_of_units[name] = zeros_of_leaf
         else:
             zeros_of_leaves[name] = zeros_of_leaf
+            layers[name] = _layer_names(norm.shape, summed_axes.get(index))
     # Leaves whose units have one shape are reduced together, so they are neighbors.
     by_shape = sorted(zeros_of_units.items(), key=lambda item: item[1].shape)
     zeros_of_units = dict(by_shape)
-    summed_axes = {spec.norm_index: spec.axes for spec in norms.specs}
-    layers = {}
-    for index, (name, norm) in enumerate(zip(names, norms.values)):
-        if name in zeros_of_leaves:
-            layers[name] = _layer_names(norm.shape, summed_axes.get(index))
-    units = dict.fromkeys(zeros_of_units)
-    state_names = Names(layers | units, units)
+    unit_leaves = dict.fromkeys(zeros_of_units)
+    state_names = Names(layers | unit_leaves, unit_leaves)
     memories = _first_memories(
         rule_of_name, zeros_of_leaves, zeros_of_units, state_names.is_global
     )

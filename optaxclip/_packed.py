@@ -80,12 +80,15 @@ def unpacked(
 
 
 def rows_from(array: Array, first: int, is_global: bool) -> Iterator[Array]:
-    """The rows of an array, from number `first` on. Of one norm of everything a row is
-    a scalar.
-    """
-    # States of several models have axes in front.
+    """The rows of an array, from number `first` on."""
     for index in range(first, array.shape[-1 if is_global else -2]):
-        yield array[..., index] if is_global else array[..., index, :]
+        yield row_at(array, index, is_global)
+
+
+def row_at(array: Array, index: int, is_global: bool) -> Array:
+    """A row of an array. Of one norm of everything a row is a scalar."""
+    # States of several models have axes in front.
+    return array[..., index] if is_global else array[..., index, :]
 
 
 def is_mark(x: object) -> bool:

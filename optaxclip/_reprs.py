@@ -44,13 +44,6 @@ def has_numbers(array: object) -> bool:
     return array.is_fully_addressable and not array.is_deleted()
 
 
-# Types of transformations that do not know the call that made them.
-UNNAMED_TRANSFORMATIONS = (
-    optax.GradientTransformation,
-    optax.GradientTransformationExtraArgs,
-)
-
-
 def call_repr(name: str, fields: dict[str, Any]) -> str:
     """A call with these arguments: short ones first, and cut if it is long."""
     texts = []
@@ -77,6 +70,11 @@ def _cut(text: str, length: int) -> str:
 
 
 ARRAYS = (Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+# Types of transformations that do not know the call that made them.
+UNNAMED_TRANSFORMATIONS = (
+    optax.GradientTransformation,
+    optax.GradientTransformationExtraArgs,
+)
 
 
 class _ShortRepr(NamedTuple):

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from . import _trees as trees
 from ._checks import check_one_model
-from ._packed import InWindows, Packed, is_mark, packed, rows_from, unpacked
+from ._packed import InWindows, Packed, is_mark, packed, row_at, rows_from, unpacked
 from ._reprs import call_repr, has_numbers
 from ._trees import PyTree
 
@@ -151,7 +151,7 @@ def _row_property(name: str) -> property:
         else:
             array = state.numbers
             index = NUMBER_ROW_NAMES.index(name)
-        return array[..., index] if state.names.is_global else array[..., index, :]
+        return row_at(array, index, state.names.is_global)
 
     return property(row)
 

@@ -231,6 +231,33 @@ def test_a_limit_is_given_to_a_clipper_without_one():
     same_bits(updates, least)
 
 
+@jax.tree_util.register_pytree_node_class
+class Pair:
+    """A node of a user's without an `==` of its own."""
+
+    def __init__(self, first, second):
+        self.children = first, second
+
+    def tree_flatten(self):
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_norms_and_limits_of_one_step_may_be_in_a_node():
+    grads = Pair(jnp.array([3.0, 4.0]), jnp.array([6.0, 8.0]))
+    clipper = optaxclip.clip_by_tensor_norm(9.0)
+    state = clipper.init(grads)
+    for norms in (None, optaxclip.tensor_norm(grads)):
+        _, new = clipper.update(grads, state, grad_norm=norms, limit=Pair(2.0, 3.0))
+        np.testing.assert_allclose(new.norm, [5.0, 10.0])
+        np.testing.assert_allclose(new.limit, [2.0, 3.0])
+    with pytest.raises(ValueError, match="structure and shapes of the norms"):
+        clipper.update(grads, state, limit=Pair(2.0, jnp.ones(2)))
+
+
 every_clipper_with_rules = pytest.mark.parametrize(
     "name", [name for name, case in CLIPPERS.items() if not case.numbers_only]
 )
