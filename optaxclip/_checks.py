@@ -4,6 +4,8 @@ with the `call`, "spam".
 """
 
 import inspect
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -44,6 +46,21 @@ def shown(value: object) -> str:
         with suppress(ValueError):
             text = " ".join(short_repr(value).split())
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
+
+
+def warn_user(text: str) -> None:
+    """Warns, and shows the user's line: the nearest one that is not in this library,
+    optax or JAX, which may call it.
+    """
+    level = 1
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("optaxclip", "optax", "jax"):
+            break
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, stacklevel=level)
 
 
 def function_name(function: Callable[..., Any]) -> str:

@@ -205,12 +205,12 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
         return
     # The vectors become lists outside of jit: as separate outputs of the compiled call,
     # scalars of 148 tensors took 22 seconds to compile on a CPU.
-    lists = jax.tree.map(list, _span_report(spans, state))
+    values_of_spans = jax.tree.map(list, _span_report(spans, state))
     indices = range(len(spans))
     if options.top is not None:
         indices = _furthest_spans(spans, state)[: int(options.top)]
     for index in indices:
-        for metric, values in lists._asdict().items():
+        for metric, values in values_of_spans._asdict().items():
             if values is not None:
                 yield Row(metric, names[index], values[index])
 

@@ -92,8 +92,9 @@ def static_labels(labels: Any, call: str) -> Any:
 
 
 def labels_of(labels: Any, tree: PyTree) -> Any:
-    """The labels of a tree, as a tree prefix. `labels` is one, or a function that makes
-    one: of the tree, or of each leaf's path and the leaf, which returns its label.
+    """The labels of a tree, as a tree prefix: `labels` itself, or what it returns if it
+    is a function. It takes the tree and returns a tree prefix, or it takes the path of
+    a leaf and the leaf, and returns the label of that leaf.
     """
     if not is_function(labels):
         return labels

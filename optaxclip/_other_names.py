@@ -60,10 +60,10 @@ for _ours, _others in _OTHER_NAMES.items():
     OUR_NAMES |= dict.fromkeys(_others.split(), _ours.split())
 # Other names for `limit` and `value` in `update`. A chain hands every argument to all
 # of its links, so names that may mean something else are left out.
-_FOR_LIMIT = """clip_norm clipnorm global_clipnorm gradient_clip_val l2_clip_norm
+_NAMES_OF_LIMIT = """clip_norm clipnorm global_clipnorm gradient_clip_val l2_clip_norm
     l2_norm_clip max_grad_norm max_l2_norm max_norm max_rms"""
 OTHER_NAMES_IN_UPDATE = {
-    "limit": frozenset(_FOR_LIMIT.split()),
+    "limit": frozenset(_NAMES_OF_LIMIT.split()),
     "value": frozenset({"loss", "loss_value", "losses", "train_loss"}),
 }
 # What the error adds to our name for an argument.

@@ -3,7 +3,6 @@ belong to them.
 """
 
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
-from ._checks import BEGIN_ANEW, shown
+from ._checks import BEGIN_ANEW, shown, warn_user
 
 Shape = tuple[Any, ...]  # a size may be a symbol of `jax.export`
 PyTree = Any  # JAX has no type for trees of arrays
@@ -52,9 +51,9 @@ def _leaf_to_clip(leaf: Any) -> Any:
     """The leaf, or what a box holds. None for a leaf that does not count."""
     if is_box(leaf):
         content = unbox(leaf)
-        # `put_back` pairs leaves by their order. A box that is a leaf counts as one, so
-        # None stands for its hole. A box that is a node (NNX) has no leaf then, so its
-        # hole stays.
+        # `put_back` pairs the leaves of two trees by their order. To it a box that is
+        # no node of a pytree is a leaf, even when empty, so None stands for it. An
+        # empty node, such as a variable of NNX, has no leaf, and stays as it is.
         if is_hole(content):
             return content if is_hole(leaf) else None
         return jax.tree.map(_leaf_to_clip, content, is_leaf=is_box)
@@ -230,11 +229,10 @@ def warn_of_integers(call: str, updates: PyTree) -> None:
         # bool, of which this does not warn.
         dtype = int if type(leaf) is int else getattr(leaf, "dtype", bool)
         if jnp.issubdtype(dtype, jnp.integer) and jnp.size(leaf):
-            warnings.warn(
+            warn_user(
                 f"{call}: nothing is clipped, since no leaf of the updates has a float "
                 f"or complex dtype. The leaf {path_name(path)!r} is "
-                f"{getattr(dtype, '__name__', dtype)}: make it float32.",
-                stacklevel=_stacklevel_of_user(),
+                f"{getattr(dtype, '__name__', dtype)}: make it float32."
             )
             return
 
@@ -261,29 +259,13 @@ def warn_of_stacks(call: str, tree: PyTree) -> None:
             size = jnp.shape(entries[0][1])[0]
             high_rank_paths = [path for path, leaf in entries if jnp.ndim(leaf) >= 3]
             place = f"below {path_name(parent)!r}" if parent else "of the updates"
-            warnings.warn(
+            warn_user(
                 f"{call}: the leaves {place} look like {size} layers, "
                 "stacked on their leading axis. Without stacked= a unit of the leaf "
                 f"{path_name(high_rank_paths[0])!r} has one weight from each layer, in "
-                "optax too. Use stacked=1, or axis=... if these are no layers.",
-                stacklevel=_stacklevel_of_user(),
+                "optax too. Use stacked=1, or axis=... if these are no layers."
             )
             return
-
-
-def _stacklevel_of_user() -> int:
-    """The `stacklevel` with which a warning of the caller shows the user's line. That
-    is the nearest one that is not in this library, optax or JAX, which may call it.
-    """
-    level = 1
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("optaxclip", "optax", "jax"):
-            break
-        frame = frame.f_back
-        level += 1
-    return level
 
 
 def check_fits_stored(call: str, tree: PyTree, stored: PyTree) -> None:

@@ -107,7 +107,7 @@ def auto_s(gamma: float = 0.01) -> Shrink:
 
     Args:
       gamma: the norm that is brought to half the limit. At least 0, known when the
-        shrink is built. 0 gives `normalize`.
+        shrink is built. 0, or a gamma below 1e-19, gives `normalize`.
 
     Raises:
       ValueError: a gamma that is negative or NaN. TypeError: one that is no number.
@@ -121,7 +121,8 @@ def auto_s(gamma: float = 0.01) -> Shrink:
     learning made easier and stronger, 2023 (arXiv 2206.07136).
     """
     gamma = _static_number("auto_s: gamma", gamma)
-    return normalize if gamma == 0 else _AutoS(gamma)
+    # The derivative divides by the square of norm + gamma. Float32 may flush that to 0.
+    return normalize if gamma < 1e-19 else _AutoS(gamma)
 
 
 def psac(r: float = 0.1) -> Shrink:

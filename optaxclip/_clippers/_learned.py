@@ -294,7 +294,7 @@ def adagc(
     """
     call = "adagc"
     rule = Adagc(ratio=ratio, decay=decay, max_norm=max_norm, warmup=warmup)
-    warn_of_falling(f"{call}: ratio", ratio, stacklevel=3)
+    warn_of_falling(f"{call}: ratio", ratio)
     return make_clipper(
         _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
         rule,

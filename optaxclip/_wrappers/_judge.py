@@ -67,12 +67,14 @@ class Judge(NamedTuple):
         norm_type = jax.eval_shape(self._replace(mesh_axes=None)._norm_of, tree)
         zero = jnp.zeros((), norm_type.dtype)
         no_limit = jnp.full_like(zero, jnp.inf)
-        loss_memory = ()
-        if self.loss_rule is not None:
-            loss_memory = self.loss_rule.init(zero)
+        memory = self.rule.init(zero)
+        loss_memory = () if self.loss_rule is None else self.loss_rule.init(zero)
+        # Rules may return Python numbers, or one array for norm and loss. A donated
+        # state must not have an array twice, so all are copied.
+        memory, loss_memory = jax.tree.map(jnp.array, (memory, loss_memory))
         # -inf stands for no loss. NaN would raise under `jax_debug_nans`.
         no_loss = jnp.full_like(zero, -jnp.inf)
-        norm = ComparedNumber(zero, no_limit, self.rule.init(zero))
+        norm = ComparedNumber(zero, no_limit, memory)
         return norm, ComparedNumber(no_loss, no_limit, loss_memory)
 
     def decide(

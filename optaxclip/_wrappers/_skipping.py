@@ -33,7 +33,6 @@ what was skipped as `skip/...`. `_judge.py` decides, for `record_spikes` as well
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -371,10 +370,8 @@ def _warn_of_clippers(call: str, inner_state: PyTree) -> None:
     # The state of a chain is a tuple, which may be empty.
     states = inner_state if type(inner_state) is tuple else (inner_state,)
     if states and all(isinstance(state, STATES_OF_CLIPPERS) for state in states):
-        warnings.warn(
+        checks.warn_user(
             f"{call}: inner has only a {type(states[-1]).__name__}. In a skipped step "
             "the optimizer behind it still moves, by its momentum and weight decay. "
-            f"Put it around the whole: {call}(optax.chain(clipper, optimizer)).",
-            # This function, init, the check of argument names around it, then the user.
-            stacklevel=4,
+            f"Put it around the whole: {call}(optax.chain(clipper, optimizer))."
         )

@@ -188,7 +188,7 @@ class EmaRatio(Rule):
         # A target above 1 lets limits rise.
         target = self.ratio if self.target is None else self.target
         if self.remember == "clipped" and is_at_most_1(target):
-            warn_of_falling("ema_ratio: ratio", self.ratio, stacklevel=4)
+            warn_of_falling("ema_ratio: ratio", self.ratio)
 
     def init(self, norm: Array) -> EmaRatioMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)

@@ -139,7 +139,7 @@ def rule_of(limit: LimitTree, argument: str) -> Rule:
 
 
 def rule_without_params(limit: Limit, argument: str) -> Rule:
-    """The rule of a limit, where no norm but the limited one is measured.
+    """The rule of a limit, where only the norm is measured that is limited.
 
     Raises:
       ValueError: a rule that needs the norm of the weights or of all norms.
@@ -281,10 +281,9 @@ class Joined(Rule):
             # them in one dtype.
             limit = in_norm_dtype(norm.dtype, limit)
             limits.append(limit)
-            # As in `limit_and_memory_of`, which sees the joined limit only: WarmUp may
-            # hide a limit of NaN.
-            is_remembered = jnp.isfinite(norm) & (limit == limit)
-            new_memories.append(new_where(is_remembered, new_memory, memory))
+            # A limit of NaN is not learned from. `limit_and_memory_of` sees the joined
+            # limit only, in which WarmUp may hide it.
+            new_memories.append(new_where(limit == limit, new_memory, memory))
         return limits, tuple(new_memories)
 
 

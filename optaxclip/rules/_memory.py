@@ -78,7 +78,8 @@ def new_unless_zero(remember: str, value: Array, new: PyTree, old: PyTree) -> An
     """The new memory, or the old one where a limit of 0 let nothing through: a norm of
     0 is not remembered, since limits could never leave it.
     """
-    # The value is the norm itself, and no rule learns from a norm of 0.
+    # A raw value is the norm itself. What a rule learns from a norm of 0 is dropped in
+    # `limit_and_memory_of`.
     if remember == "raw":
         return new
     return new_where(value != 0, new, old)

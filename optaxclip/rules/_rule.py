@@ -12,7 +12,6 @@ Numbers are leaves of the pytree, so a changed number compiles nothing anew.
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import field, fields
 from functools import partial
@@ -491,15 +490,11 @@ def is_at_most_1(number: Any) -> bool:
     return isinstance(number, (int, float, np.number)) and bool(number <= 1)
 
 
-def warn_of_falling(argument: str, ratio: Any, stacklevel: int) -> None:
-    """Warns of a ratio of at most 1, with which a limit can only fall.
-
-    `stacklevel` is that of `warnings.warn`, seen from the caller.
-    """
+def warn_of_falling(argument: str, ratio: Any) -> None:
+    """Warns of a ratio of at most 1, with which a limit can only fall."""
     if is_at_most_1(ratio):
-        warnings.warn(
+        checks.warn_user(
             f"{argument} should be above 1, got {ratio}: the limit is this multiple of "
             "norms that it has limited itself, so it can only fall. A fixed limit is "
-            "clip_by_global_norm(1.0) or clip_by_tensor_norm(1.0).",
-            stacklevel=stacklevel + 1,
+            "clip_by_global_norm(1.0) or clip_by_tensor_norm(1.0)."
         )

@@ -131,7 +131,7 @@ class WindowedQuantile(Rule):
         super().__post_init__()
         # A current norm counts as it came, and lets limits rise.
         if self.remember == "clipped" and not self.current:
-            warn_of_falling("windowed_quantile: factor", self.factor, stacklevel=4)
+            warn_of_falling("windowed_quantile: factor", self.factor)
 
     def init(self, norm: Array) -> QuantileMemory:
         recent = empty_window(self, norm)
@@ -168,10 +168,10 @@ def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
     padded = jnp.concatenate([-infinity, ordered, infinity], axis=-1)
     previous = padded[..., :-2]
     following = padded[..., 2:]
-    # [1, 3, 5] without 1, with 4: norms between both move down, [3, 4, 5].
+    # 1 leaves [1, 3, 5], and 4 comes: the norms between them move down, [3, 4, 5].
     moved_down = jnp.clip(new, ordered, following)
     moved_down = jnp.where(ordered < leaving, ordered, moved_down)
-    # [1, 3, 5] without 5, with 2: norms between both move up, [1, 2, 3].
+    # 5 leaves [1, 3, 5], and 2 comes: the norms between them move up, [1, 2, 3].
     moved_up = jnp.clip(new, previous, ordered)
     moved_up = jnp.where(ordered > leaving, ordered, moved_up)
     new_recent = push(recent, norm)
@@ -354,7 +354,7 @@ class Growth(Rule):
         super().__post_init__()
         # A floor above 0 holds limits up.
         if isinstance(self.floor, (int, float, np.number)) and self.floor == 0:
-            warn_of_falling("growth: rate", self.rate, stacklevel=4)
+            warn_of_falling("growth: rate", self.rate)
 
     def init(self, norm: Array) -> Array:
         # inf stands for no last norm yet.

@@ -119,9 +119,11 @@ def test_update_keeps_its_signature(function):
     assert names[:3] == ["updates", "state", "params"]
 
 
+SKIPPING = optaxclip.skip_step(optaxclip.clip_by_global_norm(1.0))
 WARNING = {
     "update": lambda: optaxclip.clip_by_global_norm(1.0).update(jnp.arange(3), None),
-    "init": lambda: optaxclip.skip_step(optaxclip.clip_by_global_norm(1.0)).init(GRADS),
+    "init": lambda: SKIPPING.init(GRADS),
+    "init of a chain": lambda: optax.chain(SKIPPING, optax.sgd(0.1)).init(GRADS),
 }
 
 

@@ -236,6 +236,7 @@ EQUATIONS = [
     (shrinks.smooth(math.inf), np.minimum),
     (shrinks.auto_s(), lambda n, c: c * n / (n + 0.01)),
     (shrinks.auto_s(0), lambda n, c: np.where(n > 0, c, 0)),
+    (shrinks.auto_s(1e-45), lambda n, c: np.where(n > 0, c, 0)),
     (shrinks.psac(), psac(0.1)),
     (shrinks.psac(4), psac(4)),
     (shrinks.psac(1e38), lambda n, c: c * n / (n + 1)),
@@ -265,7 +266,7 @@ def test_psac_is_bounded_only_where_float32_holds_its_r():
     np.testing.assert_allclose(bound, 1 / (2e-3 - 1e-6), rtol=1e-12)
 
 
-@pytest.mark.parametrize("gamma", [0.0, 2e-19, 1e38])
+@pytest.mark.parametrize("gamma", [0.0, 1e-45, 0.9e-19, 2e-19, 1e38])
 def test_auto_s_has_a_finite_derivative_at_zero(gamma):
     for norm in (0.0, 1e-19, 1.0, 1e38):
         derivative = jax.grad(shrinks.auto_s(gamma))(jnp.float32(norm), 2.0)

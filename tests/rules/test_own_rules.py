@@ -220,6 +220,22 @@ def test_a_memory_may_be_of_a_class_without_a_repr():
     assert state.limit == 1 and state.memory[0].norm == 4
 
 
+class TwiceTheLast(rules.Rule):
+    def init(self, norm):
+        return 0.0
+
+    def update(self, norm, last, step):
+        return jnp.where(last == 0, jnp.inf, 2 * last), norm
+
+
+def test_a_memory_may_begin_as_a_python_number():
+    skipping = optaxclip.skip_spikes(optax.sgd(1.0), TwiceTheLast(), TwiceTheLast())
+    state = skipping.init(jnp.zeros(1))
+    for norm in (3.0, 9.0):
+        _, state = skipping.update(jnp.array([norm]), state, value=1.0)
+    assert (state.limit, state.loss_limit, state.skipped) == (6, 2, 1)
+
+
 def test_a_tracker_leaves_0_and_inf_at_any_rate():
     for start in (0.0, np.inf):
         rule = rules.quantile_tracker(0.5, 1000.0, start=start)
