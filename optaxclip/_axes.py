@@ -40,7 +40,7 @@ def check_no_bool(call: str, option: str, value: Any) -> None:
 
 
 def axes_within(
-    value: Any, argument: str, leaf: str, rank: int, *, part: str = "the leaf"
+    value: Any, argument: str, leaf_name: str, rank: int, *, part: str = "the leaf"
 ) -> tuple[int, ...]:
     """The axes of a leaf, counted from the front: (-1, 0) of rank 3 is (0, 2). `part`
     is what an error calls the leaf.
@@ -54,7 +54,7 @@ def axes_within(
     # An axis twice, as in (0, -3) of rank 3, makes the set smaller.
     if len(axes) < len(entries):
         raise ValueError(
-            f"{argument}={shown(value)} does not fit {part} {leaf!r}, a tensor of "
+            f"{argument}={shown(value)} does not fit {part} {leaf_name!r}, a tensor of "
             f"rank {rank}: give axes for each leaf, none of them twice."
         )
     return tuple(sorted(axes))
@@ -134,7 +134,7 @@ def _stacked_values(
     return lookup(Prefix(tuple(entries)), tree, argument)
 
 
-def _layer_axes(value: Any, leaf: str, shape: Shape, call: str) -> tuple[int, ...]:
+def _layer_axes(value: Any, leaf_name: str, shape: Shape, call: str) -> tuple[int, ...]:
     """The axes that count layers, of a leaf and its value of `stacked`."""
     rank = len(shape)
     if value is None:
@@ -142,10 +142,11 @@ def _layer_axes(value: Any, leaf: str, shape: Shape, call: str) -> tuple[int, ..
     if isinstance(value, INTEGERS) and 0 <= value <= rank:
         return tuple(range(int(value)))
     if is_axes(value):
-        return axes_within(value, f"{call}: stacked", leaf, rank)
+        return axes_within(value, f"{call}: stacked", leaf_name, rank)
     raise ValueError(
         f"{call}: stacked must be a number of leading axes, from 0 to {rank} for the "
-        f"leaf {leaf!r} of shape {shape}, or a tuple of its axes, got {shown(value)}."
+        f"leaf {leaf_name!r} of shape {shape}, or a tuple of its axes, got "
+        f"{shown(value)}."
     )
 
 
@@ -175,17 +176,17 @@ def unit_axes(
         entries, values, layer_axes_of_leaves, shapes
     ):
         check_no_bool(call, "axis", value)
-        part = "a layer of the leaf" if layer_axes else "the leaf"
         axes_of_layer = other_axes(layer_axes, jnp.ndim(leaf))
         rank = len(axes_of_layer)
+        if value is None and not layer_axes and rank <= 1:
+            # The norm of a vector is a scalar, like the norm of a tensor.
+            summed_axes_of_leaves.append(None)
+            continue
+        part = "a layer of the leaf" if layer_axes else "the leaf"
         if value is not None:
             axes_in_layer = axes_within(
                 value, argument, path_name(path), rank, part=part
             )
-        elif rank <= 1 and not layer_axes:
-            # Its norm is a scalar, like the norm of a tensor.
-            summed_axes_of_leaves.append(None)
-            continue
         else:
             if shape is not None:
                 shape = tuple(shape[i] for i in axes_of_layer)

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 LIBRARY_FOLDERS = tuple(
     f"{Path(str(x.__file__)).parent}{os.sep}" for x in (jax, _trees)
 )
+# Primitives that run a program once, as if its equations stood in their place.
 CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2")
-# They change along which mesh axes a value varies, and no number.
+# Primitives that change along which mesh axes a value varies, and no number.
 CASTS_OVER_DEVICES = ("pvary", "pcast")
-# Functions whose derivative is 0, or is made so.
+# Primitives whose derivative is 0.
 STOPS = ("ceil", "floor", "round", "sign", "stop_gradient")
 # The outputs of an equation from its inputs, or None to run it as it is.
 ReplaceEquation = Callable[["JaxprEqn", list[Array]], list[Array] | None]
@@ -59,25 +60,25 @@ def run_equations(
             return jnp.asarray(atom.val, atom.aval.dtype)
         return values[atom]
 
-    for equation in jaxpr.eqns:
-        arrays = [read(atom) for atom in equation.invars]
-        outputs = replace(equation, arrays)
+    for eqn in jaxpr.eqns:
+        arrays = [read(atom) for atom in eqn.invars]
+        outputs = replace(eqn, arrays)
         if outputs is None:
-            # It takes `values` in place of `arrays`, since literals stay literals.
-            outputs = run_equation(jaxpr, equation, values)
-        values.update(zip(equation.outvars, outputs))
+            # Not by `arrays`, in which literals are arrays.
+            outputs = run_equation(jaxpr, eqn, values)
+        values.update(zip(eqn.outvars, outputs))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def run_equation(jaxpr: Jaxpr, eqn: JaxprEqn, value_of: Mapping[Any, Any]) -> list[Any]:
-    """The outputs of an equation of a program, from the values of variables."""
+def run_equation(jaxpr: Jaxpr, eqn: JaxprEqn, values: Mapping[Any, Any]) -> list[Any]:
+    """The outputs of an equation of a program, from the values of its variables."""
     inputs = [atom for atom in eqn.invars if not is_literal(atom)]
     program = jaxpr.replace(
         constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn]
     )
     # eval_jaxpr knows how each primitive is bound, jit and scan among them, and keeps
     # its named scopes.
-    return eval_jaxpr(program, [], *[value_of[atom] for atom in inputs])
+    return eval_jaxpr(program, [], *[values[atom] for atom in inputs])
 
 
 def every_equation(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
@@ -134,7 +135,7 @@ def _types(eqn: JaxprEqn) -> Iterator[Any]:
 
 
 def is_stop(eqn: JaxprEqn) -> bool:
-    """Whether an equation has no derivative, as integers have none."""
+    """Whether no derivative passes an equation, as none passes integers."""
     for output in eqn.outvars:
         if jnp.issubdtype(type_of(output).dtype, jnp.inexact):
             return eqn.primitive.name in STOPS

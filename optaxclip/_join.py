@@ -7,6 +7,7 @@ keep axes have norms of their own.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -101,20 +102,21 @@ def in_pairs(terms: list[Term], operation: Operation) -> Term:
 
 
 def as_table(terms: list[Term], operation: Operation) -> Term:
-    """The terms, which are scalars, joined as the columns of a table. Its rows are the
-    three sums, or one row where a term is one number. A TPU would run each add of a
-    chain of adds by itself.
+    """Terms that are scalars, joined as the columns of a table. Its rows are the three
+    sums, or one row where a term is one number. A TPU would run each add of a chain of
+    adds by itself.
     """
     treedef = jax.tree.structure(terms[0])
     while len(terms) > 1:
         joined = []
         for start in range(0, len(terms), TABLE_SIZE):
-            columns = terms[start : start + TABLE_SIZE]
-            rows = jax.tree.map(lambda *row: row, *columns)
+            terms_of_table = terms[start : start + TABLE_SIZE]
+            columns = [jax.tree.leaves(term) for term in terms_of_table]
+            rows = list(zip(*columns))
             # The barrier keeps XLA from making a chain of the sum of a stack.
-            stack = lax.optimization_barrier(jnp.stack(jax.tree.leaves(rows)))
-            table = stack.reshape(-1, len(columns))
-            joined.append(treedef.unflatten(list(operation.table(table, 1))))
+            stack = lax.optimization_barrier(jnp.stack(list(chain(*rows))))
+            totals_of_rows = operation.table(stack.reshape(len(rows), -1), 1)
+            joined.append(treedef.unflatten(list(totals_of_rows)))
         terms = joined
     return terms[0]
 
@@ -123,17 +125,22 @@ def as_table(terms: list[Term], operation: Operation) -> Term:
 
 
 def _mesh_axes_of_norms(plan: NormPlan) -> list[AxisNames]:
-    """The mesh axes over which each norm is joined: for all norms the same, by one
-    collective. Only units that devices split have mesh axes of their own.
+    """The mesh axes over which each norm is joined. They are the same for all norms of
+    split leaves, which share one collective. Only units that devices split have mesh
+    axes of their own.
     """
     shared: set[str] = set()
     for spec in plan.specs:
         if not spec.mesh_of_units:
             shared.update(spec.joined_along)
-    mesh_axes_of_norms = [tuple(sorted(shared))] * plan.norm_count
+    # Each device has the norms of leaves that are not split. Devices may hold different
+    # ones (`mesh_axes=None`).
+    mesh_axes_of_norms: list[AxisNames] = [()] * plan.norm_count
     for spec in plan.specs:
         if spec.mesh_of_units:
             mesh_axes_of_norms[spec.norm_index] = tuple(sorted(spec.mesh_of_summed))
+        elif spec.joined_along:
+            mesh_axes_of_norms[spec.norm_index] = tuple(sorted(shared))
     return mesh_axes_of_norms
 
 

@@ -12,12 +12,13 @@ split over, and leaves that every device holds must count once. `mesh_axes` says
     "x", ("x", "y")      every leaf is split over these axes, as ZeRO's shards in pmap
     tree of              for each leaf or part of the tree, as the in_specs of
     PartitionSpec        shard_map. P() where every device holds the whole leaf
-    None                 each device separately, without any collective
+    None                 each device separately, without any collective. In a tree
+                         None is P()
 
 Where there are types, it is an error to name a mesh axis along which a leaf is the
-same, or to leave out one along which it varies. None is never an error. Norms that keep
-axes of a leaf (units, stacked layers) need a PartitionSpec where that leaf is split,
-because a name alone does not say which of its axes is split.
+same, or to leave out one along which it varies. Norms that keep axes of a leaf (units,
+stacked layers) need a PartitionSpec where that leaf is split, because a name alone does
+not say which of its axes is split.
 
 In this module `axes` are axes of an array, `mesh_axes` is the option, `names` are names
 of mesh axes, and `leaf_name` is the path of a leaf. In errors `option` is
@@ -86,7 +87,7 @@ def _is_entry(x: object) -> bool:
 
 
 def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Prefix:
-    """`mesh_axes` as a hashable value.
+    """`mesh_axes` as a hashable value. A None in a tree means P(): not split.
 
     Raises:
       TypeError: a list of names, which would be a tree with one name for each leaf, or
@@ -103,7 +104,10 @@ def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Pref
             f"{call}: mesh_axes must be a name or a tuple of names, got "
             f"{shown(mesh_axes)}: write mesh_axes={tuple(mesh_axes)!r}."
         )
-    return prefix_table(mesh_axes, _is_entry)
+    entries = []
+    for path, entry in prefix_table(mesh_axes, _is_entry).entries:
+        entries.append((path, PartitionSpec() if entry is None else entry))
+    return Prefix(tuple(entries))
 
 
 def mesh_axes_of_leaves(

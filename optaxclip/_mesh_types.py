@@ -91,7 +91,6 @@ def narrowed_as(values: PyTree, like: Array) -> PyTree:
     The caller guarantees equal values without NaN. They vary only by type: they were
     taken out of a vector whose other numbers vary.
     """
-
     # Outside shard_map the leaves need not be arrays.
     if not manual_axes():
         return values

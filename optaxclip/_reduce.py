@@ -42,10 +42,10 @@ def norms_of(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     Returns:
       For each norm a scalar, or an array with the axes of a leaf that keeps some.
     """
-    if plan.ord == math.inf:
-        return _largest(plan, arrays)
     if plan.ord in OF_SQUARES:
         return norms_by_squares(plan, arrays)
+    if plan.ord == math.inf:
+        return _largest(plan, arrays)
     return _by_powers(plan, arrays, float(plan.ord))
 
 

@@ -198,8 +198,11 @@ def _roots(
     vectors = sums.materialized_on_gpu(vectors)
     counts_of_scalars = jnp.stack([counts[i] for i in scalar_indices])
     roots = _root(ord, counts_of_scalars, vectors)
-    norm_by_index = dict(zip(scalar_indices, roots))
+    root_by_index = dict(zip(scalar_indices, roots))
+    norms = []
     for index, total in enumerate(totals):
-        if index not in norm_by_index:
-            norm_by_index[index] = _root(ord, counts[index], total)
-    return [norm_by_index[index] for index in range(len(totals))]
+        if index in root_by_index:
+            norms.append(root_by_index[index])
+        else:
+            norms.append(_root(ord, counts[index], total))
+    return norms

@@ -432,6 +432,18 @@ def test_vectors_beside_stacked_leaves_are_joined_over_devices(method):
         np.testing.assert_allclose(jax.jit(split)(tree), wanted, rtol=1e-6)
 
 
+def test_layers_of_vectors_keep_their_norms_beside_a_split_vector():
+    tree = {"gain": jnp.arange(1.0, 9).reshape(4, 2), "bias": jnp.arange(8.0)}
+
+    def clipped(tree):
+        clipper = clip_by_spectral_norm(1.0, stacked={"gain": 1, "bias": None})
+        return clipper.update(tree, clipper.init(tree))[0]["gain"]
+
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.shard_map(clipped, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    np.testing.assert_allclose(jax.jit(split)(tree), clipped(tree), rtol=1e-6)
+
+
 @both
 @pytest.mark.parametrize("form", FORMS)
 def test_complex_matrices_need_no_promotion_of_dtypes(method, form):

@@ -68,6 +68,10 @@ REFUSED = {
         partial(by_unit, mesh_axes=SPECS | {"gain": P(None, "x")}),
         r"mesh_axes=P.*has more entries than a leaf of shape \(\) has dimensions",
     ),
+    "a None for a split leaf, which means P()": (
+        partial(by_norm, mesh_axes=SPECS | {"columns": None}),
+        r"'columns' also differs along 'x'",
+    ),
     "a leaf without a spec": (
         partial(by_norm, mesh_axes={"bias": P()}),
         r"axes has no value for the leaf 'columns'",
