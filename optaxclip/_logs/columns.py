@@ -89,6 +89,8 @@ def log_from_rows(rows: Sequence[Row], notes: Notes) -> Log:
         # W&B writes the extremes of each number beside it.
         if column.steps.size and not name.endswith(("__MIN", "__MAX")):
             columns[name] = column
+        elif column.notes and name.lower().endswith(("loss", "norm")):
+            notes.append(f"The column {name!r} has no number. {column.notes[0]}")
     if not columns:
         sentences = [
             "there is no number in it. A log has a row for each step, with a number "

@@ -422,9 +422,10 @@ def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
     """The pattern of a number behind a label, both of them patterns: the simplest one
     that finds the same.
     """
-    # A full stop at the end of a line is not in the number.
+    # A full stop at the end of a line is not in the number, and the "scale" of
+    # "loss scale 65536" is none.
     simple_number = r"\S*\w"
-    number = r"[-+.\w]*\w"
+    number = r"(?i:[-+.]*(?:\d|nan|inf)[-+.\w]*)\b"
     # A step has digits alone: the "s" of "iterations" is none.
     if column == "step":
         simple_number = number = r"\d+"

@@ -116,6 +116,13 @@ def test_a_recorder_may_be_called_like_a_quantity(name):
     assert found[0].evidence == f"NaN or inf begins in 'health/{name}/zeros'"
 
 
+def test_a_loss_without_a_number_is_said():
+    """No finding would otherwise look like a loss without one."""
+    rows = rows_of(loss=60 * ["2.5 (3.0)"], grad_norm=calm(), mode=60 * ["train"])
+    (note,) = examine(rows).notes
+    assert note.startswith("The column 'loss' has no number. Text is left out. ")
+
+
 def test_groups_in_front_of_a_name_are_read():
     rows = rows_of(health__norm__w=[*calm(30), 90.0, 1.0], loss=calm(32))
     run = "lively-sun-7 - "

@@ -34,6 +34,10 @@ TEXTS = {
         "INFO Train: [0/300][{step}/1251]\tloss {loss} (6.9)\tgrad_norm {norm} (inf)\t"
         "loss_scale 65536.0000 (65536.0000)"
     ),
+    "words behind a label": (
+        "step {step} | loss {loss} | loss scale 65536 | grad_norm {norm} | "
+        "grad_norm clipped 1.0"
+    ),
     "bars": "step {step} | loss {loss} | |g|: {norm}",
     "double bars": "step {step} loss {loss} ||grad|| {norm}",
 }
@@ -229,7 +233,7 @@ def test_a_pattern_is_as_simple_as_the_text_allows(text_file):
     other_loss = pattern_of(text_file(f"val loss=2.5 {line}"))
     assert r"|(?<![a-z][ /])\bloss=\s*(?P<loss>\S*\w)|" in other_loss
     assert "(?<!val" in pattern_of(text_file(f"val loss=2.5 the {line[12:]}"))
-    assert r"[-+.\w]*\w" in pattern_of(text_file("step {step},loss={loss},lr={loss}"))
+    assert r"[-+.\w]*)\b" in pattern_of(text_file("step {step},loss={loss},lr={loss}"))
 
 
 def test_steps_and_broken_norms_in_a_text_count(tmp_path):
