@@ -18,7 +18,7 @@ import optaxclip
 from optaxclip._logs.columns import log_from_rows
 from optaxclip.doctor import diagnose, examine
 from optaxclip.doctor.__main__ import main
-from optaxclip.doctor._causes import CAUSES
+from optaxclip.doctor._causes import CAUSES, LEAP_OF_RATE
 from optaxclip.doctor._signals import NEEDS_OF_RECORDER
 from optaxclip.replay._history import columns_of
 
@@ -421,7 +421,7 @@ def test_the_command_prints_a_table(log, capsys):
     line = f"step    300  bad batch         'grad_norm' is {ratio:.3g} times the median"
     assert text.startswith(line) and "(limit 15)" in text
     assert "2 rows show it, step 400 most" in text
-    assert "leaves it out\n             see docs/run_health.md (My loss " in text
+    assert "may be too high\n             see docs/run_health.md (My loss " in text
     assert "Looked at 'train/loss' (60 rows), 'grad_norm' (60 rows)." in text
     assert "Note: The rows are 10 steps apart." in text
     assert "no gradient, underflow, dead embedding: needs record_health() in" in text
@@ -590,7 +590,7 @@ def test_a_pipe_that_closes_early_is_no_error(log, tool):
 # ---------------------------------------------------------------------------- the page
 
 
-@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
+@pytest.mark.parametrize("cause", [*CAUSES, LEAP_OF_RATE], ids=lambda cause: cause.name)
 def test_the_page_of_a_cause_exists_and_has_its_row(cause):
     page, _, title = cause.page.removesuffix(")").partition(" (")
     titles = re.findall("^#+ (.*)$", (DOCS.parent / page).read_text(), re.MULTILINE)

@@ -191,6 +191,30 @@ def test_what_follows_norms_of_0_is_no_spike():
     assert found(rows_of(norm=[*np.zeros(30), *calm(10)]), "bad batch") is None
 
 
+@pytest.mark.parametrize("name", ["lr", "train/learning_rate", "lr-Adam", "lr/1"])
+def test_a_leap_of_the_rate_is_named_with_what_it_broke(name):
+    columns = {name: np.where(np.arange(60) < 38, 1e-3, 0.3)}
+    assert diagnose(rows_of(loss=calm(), grad_norm=calm(), **columns)) == []
+    norms = changed(calm(), {40: 50.0})
+    finding, other = diagnose(rows_of(loss=calm(), grad_norm=norms, **columns))
+    assert (finding.cause, finding.step, other.step) == ("learning rate", 38, 40)
+    assert finding.evidence == f"{name!r} leaps to 300 times the rows before"
+    losses = changed(calm(), dict.fromkeys(range(38, 60), NAN))
+    causes = causes_of(rows_of(loss=losses, **columns))
+    assert causes == [("learning rate", 38), ("not finite", 38)]
+
+
+def test_other_changes_of_the_rate_are_no_cause():
+    norms = changed(calm(), {4: 50.0, 40: 60.0})
+    rows = np.arange(60)
+    drop = np.where(rows < 38, 1e-3, 1e-4)
+    early_leap = np.where(rows < 30, 1e-3, 1.0)
+    for rates in (rows * 1e-5, drop, early_leap, 1e-3 * (1 + rows % 20)):
+        assert causes_of(rows_of(grad_norm=norms, lr=rates)) == [("bad batch", 4)]
+    rates = np.where(rows < 38, 1e-3, 0.3)
+    assert found(rows_of(grad_norm=norms, lr_scale=rates), "learning rate") is None
+
+
 # ---------------------------------------------------------- loss, and norms that change
 
 

@@ -129,6 +129,15 @@ def test_other_losses_do_not_replace_the_loss(text_file):
     assert found.tolist() == [9 - step / 8 for step in range(40)]
 
 
+def test_a_rate_is_read_where_most_lines_have_one(text_file):
+    line = "step {step} | loss {loss} | learning rate: 3.0E-04 | norm {norm}"
+    path = text_file(line)
+    rates = read_history(path, "lr", pattern=pattern_of(path))
+    assert rates.tolist() == 40 * [3e-4]
+    line = "step {step} | loss {loss} | norm {norm}"
+    assert "lr" not in pattern_of(text_file(line, noise="lr 3e-4"))
+
+
 def test_steps_that_other_lines_name_are_not_proposed(text_file):
     path = text_file("({step}) grad_norm={norm}", noise="saved step 10")
     pattern = pattern_of(path)
