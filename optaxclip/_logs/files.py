@@ -397,8 +397,8 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
 
 # How a line of text may name a step, a learning rate, a loss or a norm: a lookbehind
 # for what may not stand before the label, and the pattern of the label. "tokens/s: 512"
-# has no step. nanoGPT prints "train loss 4.2, val loss 4.3" now and then, among lines with
-# "loss 4.1".
+# has no step. nanoGPT prints "train loss 4.2, val loss 4.3" now and then, among lines
+# with "loss 4.1".
 LABELS = {
     "step": (
         r"(?<![/\w])",

@@ -61,9 +61,13 @@ def _lines_of(finding: Finding) -> list[str]:
     if finding.rows > 1:
         worst = "" if finding.worst == finding.step else f", step {finding.worst} most"
         lines.append(f"{indent}{finding.rows} rows show it{worst}")
-    if len(finding.first_steps) > 1:
-        first_steps = finding.first_steps.items()
-        starts = [f"{name!r} from {step}" for name, step in first_steps]
+    # Names that the first line does not have, or whose step it does not have.
+    starts = [
+        f"{name!r} from {step}"
+        for name, step in finding.first_steps.items()
+        if repr(name) not in finding.evidence or step != finding.step
+    ]
+    if starts:
         # The earliest ones: a NaN spreads to hundreds of tensors.
         lines.append(f"{indent}{', '.join(starts[:12])}")
     return [*lines, f"{indent}{finding.advice}", f"{indent}see {finding.page}"]

@@ -1,6 +1,6 @@
 """The report of a log: which causes it shows, and which could not be judged."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -180,6 +180,9 @@ def _judge(log: Log, loss_name: str | None) -> Report:
             # "change of scale" stands in the table twice, for growth and fall.
             if cause.name not in names:
                 names.append(cause.name)
+    # A NaN that stays makes other faults, such as gradients of 0 behind a ReLU.
+    end = min(_steps_at_broken_end(run.looked_at), default=np.inf)
+    findings = [finding for finding in findings if finding.step <= end]
     rates = run.inputs_of_need[signals.RATE]
     findings = [*_leaps_of_rate(rates, findings), *findings]
     findings.sort(key=lambda finding: finding.step)
@@ -224,6 +227,16 @@ def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:
     values = np.broadcast_to(cause.rule(*numbers), steps.shape)
     rows = np.flatnonzero(values > cause.limit)
     return [Hit(columns[0].name, int(steps[row]), float(values[row])) for row in rows]
+
+
+def _steps_at_broken_end(columns: Sequence[Column]) -> list[int]:
+    """The steps from which on columns that were finite are NaN or inf to the end."""
+    steps: list[int] = []
+    for column in columns:
+        finite_rows = np.flatnonzero(np.isfinite(column.values))
+        if finite_rows.size:
+            steps += column.steps[finite_rows[-1] + 1 :].tolist()
+    return steps
 
 
 def _leaps_of_rate(rates: signals.RuleInputs, findings: list[Finding]) -> list[Finding]:

@@ -223,14 +223,17 @@ def _without_overflows(norm: Column, has_loss_scale: bool) -> Column:
     """A norm without the rows with inf or NaN in which a dynamic loss scale may have
     skipped the step. Nothing is left out if
 
-    - more than a tenth of the rows are not finite, not counting those before the first
-      finite one, in which a loss scale that begins too high is lowered,
+    - more than a tenth of all rows, or of the last fifth (at least 50 rows), are not
+      finite, not counting those before the first finite one, in which a loss scale that
+      begins too high is lowered,
     - the last row is one of them, or
     - the norm has NaN, and the log has no loss scale.
     """
     is_finite = np.isfinite(norm.values)
     has_begun = np.logical_or.accumulate(is_finite)
-    if np.sum(has_begun & ~is_finite) > MOST_OVERFLOWS * len(is_finite):
+    overflows = has_begun & ~is_finite
+    recent_overflows = overflows[-max(50, len(overflows) // 5) :]
+    if max(overflows.mean(), recent_overflows.mean()) > MOST_OVERFLOWS:
         return norm
     if not is_finite[-1:].all():
         return norm

@@ -207,6 +207,18 @@ def test_a_spike_of_a_small_group_is_named(capsys, tmp_path):
         assert causes_of(renamed) == [("bad batch", 30)], place
 
 
+def test_names_stand_once_where_all_begin_in_one_step(capsys, tmp_path):
+    broken = changed(calm(), dict.fromkeys(range(40, 60), float("nan")))
+    loss = changed(calm(), dict.fromkeys(range(41, 60), float("nan")))
+    path = tmp_path / "run.jsonl"
+    rows = rows_of(loss=loss, health__norm__a=broken, health__norm__b=broken)
+    path.write_text("\n".join(map(json.dumps, rows)))
+    main([str(path)])
+    text = capsys.readouterr().out
+    assert "begins in 'health/a', 'health/b'\n" in text
+    assert "\n             'loss' from 41\n" in text
+
+
 def test_a_group_that_some_steps_leave_out_has_no_spikes():
     """As an expert that has no tokens in every third step."""
     is_used = np.arange(60) % 3 != 0
