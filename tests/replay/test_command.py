@@ -75,6 +75,15 @@ def test_norms_of_few_values_may_have_no_step_above_the_guard(log, command):
     assert "\nNo step is above" in command(log)
 
 
+def test_norms_with_few_digits_have_a_guard_that_clips_some(log, command):
+    """As a log with two digits, of which 4 % are the largest."""
+    norms = np.tile(np.repeat([0.5, 0.8, 0.9, 1.0], [14, 5, 5, 1]), SIZE // 25)
+    log.write_text(log_of(norms / 10))
+    text = command(log)
+    assert "a guard that clips 4.0% of the steps" in text
+    assert "No step is above" not in text
+
+
 def test_rows_that_are_counted_are_said(log, command):
     said = "There is no column of steps, so rows are counted, from 0."
     assert said not in command(log)

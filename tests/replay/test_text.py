@@ -129,6 +129,12 @@ def test_other_losses_do_not_replace_the_loss(text_file):
     assert found.tolist() == [9 - step / 8 for step in range(40)]
 
 
+def test_without_a_norm_the_pattern_is_said(text_file):
+    line = "Epoch 0: {step}it, loss={loss}, grad_2.0_norm_total={norm}"
+    with pytest.raises(ValueError, match=r"no gradient norm.* read with --pattern 'lo"):
+        read_history(text_file(line))
+
+
 def test_a_rate_is_read_where_most_lines_have_one(text_file):
     line = "step {step} | loss {loss} | learning rate: 3.0E-04 | norm {norm}"
     path = text_file(line)
