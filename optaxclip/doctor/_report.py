@@ -36,12 +36,14 @@ class Report(NamedTuple):
       notes: sentences. What the reader left out or decided, how many steps look like
         overflows of a loss scale, how large the largest norm is beside the median, and
         whether recorders need names.
+      unit: what steps count: "step", or "row" if the log has no column of steps.
     """
 
     findings: list[Finding]
     looked_at: list[str]
     not_judged: dict[str, list[str]]
     notes: list[str]
+    unit: str = "step"
 
 
 def diagnose(
@@ -196,6 +198,7 @@ def _judge(log: Log, loss_name: str | None) -> Report:
         ],
         not_judged=not_judged,
         notes=notes_of(log, run, findings),
+        unit=log.unit,
     )
 
 

@@ -184,7 +184,7 @@ def total_of(name: str, norms: Sequence[Column]) -> Column:
     steps, numbers = in_common(norms)
     root_of_squares = np.sqrt(np.sum(numbers**2, axis=0))
     # Tensors are logged together, so notes on one of them hold for all.
-    return Column(name, steps, root_of_squares, norms[0].notes)
+    return Column(name, steps, root_of_squares, norms[0].notes, unit=norms[0].unit)
 
 
 def _norms_of_groups(gradients: Iterable[Sequence[Column]]) -> list[Column]:

@@ -439,6 +439,17 @@ def test_the_command_prints_a_table(log, capsys):
     assert "no gradient, underflow, dead embedding: needs record_health() in" in text
 
 
+def test_the_command_counts_rows_where_there_are_no_steps(log, capsys):
+    text = log.read_text().replace("Step,", "time,")
+    log.write_text(text)
+    main([str(log)])
+    text = capsys.readouterr().out
+    assert text.startswith("row      30  bad batch  ")
+    assert "2 rows show it, row 40 most" in text
+    assert "\nNote: There is no column of steps, so rows are counted, from 0.\n" in text
+    assert "times its median, and" not in text and "at row 40. See" in text
+
+
 def test_empty_cells_are_said_unless_most_are_empty(tmp_path):
     """pandas writes NaN as nothing."""
     path = tmp_path / "run.csv"
@@ -498,7 +509,7 @@ def test_a_near_bad_batch_is_compared_with_its_limit():
     assert report.notes == [
         f"The largest 'grad_norm' is {norms[25] / np.median(norms):.3g} times its "
         "median, and 14.8 times the median of the rows before it (bad batch: above "
-        "15), at step 25. See docs/choosing_a_limit.md"
+        "15), at row 25. See docs/choosing_a_limit.md"
     ]
     # A bad batch, a norm far below the limit, and one that does not come back.
     no_way_back = dict.fromkeys(range(25, 47), 60.0)
@@ -542,7 +553,7 @@ def test_a_loss_that_leaps_has_a_note(spike):
     notes = examine(rows_of(loss=loss, grad_norm=calm(200))).notes
     (note,) = [note for note in notes if "times the median of up to 20 rows" in note]
     step = max(spike, key=spike.get)
-    assert f"before it at step {step}. If no norm stands out there, look at" in note
+    assert f"before it at row {step}. If no norm stands out there, look at" in note
 
 
 def test_a_bad_batch_is_said_to_be_of_one_part_or_of_all():
@@ -550,7 +561,7 @@ def test_a_bad_batch_is_said_to_be_of_one_part_or_of_all():
     for value in (0.98, 0.1):
         shares = changed(np.full(60, 0.1), {40: value})
         *_, note = examine(rows_of(grad_norm=norms, train__noise_share=shares)).notes
-        text = f"'train/noise_share' is {value} at step 40, and its median 0.1."
+        text = f"'train/noise_share' is {value} at row 40, and its median 0.1."
         assert note.startswith(f"{text} Near 1 one part of the batch made the norm.")
 
 
@@ -615,7 +626,7 @@ def test_a_loss_that_ends_above_its_lowest_level_has_a_note():
     loss = np.concatenate([np.linspace(8.0, 3.0, 150), np.full(50, 3.0)])
     loss = np.append(loss, np.full(100, 4.0))
     (note,) = examine(rows_of(loss=loss)).notes
-    assert note.startswith("'loss' is lowest near step ")
+    assert note.startswith("'loss' is lowest near row ")
     assert "at 3, and ends at 4. If neither data nor objective changed" in note
     # Within its noise it has not risen.
     noise = np.resize([-0.4, 0.4], loss.size)

@@ -92,7 +92,7 @@ def test_rows_that_are_taken_for_overflows_are_counted_in_a_note():
     others = changed(calm(200), {90: INF, 120: INF})
     report = examine(rows_of(a__grad_norm=norms, b__grad_norm=others))
     assert report.findings == []
-    sentence = "Steps with norms that are not finite: 3, the first of them step 3"
+    sentence = "Rows with norms that are not finite: 3, the first of them row 3"
     assert [sentence in note for note in report.notes].count(True) == 1
     # Rows that a finding names have no note.
     norms[199] = INF
