@@ -24,6 +24,7 @@ class Column(NamedTuple):
     values: np.ndarray  # float64[entries], NaN and inf among them
     notes: Sequence[str] = ()
     empty_cells: int = 0  # left out, and not in the notes
+    unit: str = "step"  # what `steps` counts, or "row" as in `Log`
 
 
 class Log(NamedTuple):
@@ -31,9 +32,10 @@ class Log(NamedTuple):
 
     columns: dict[str, Column]
     notes: Notes
-    has_steps: bool  # otherwise steps are the numbers of the rows, from 0
+    unit: str  # "step", or "row" if steps are the numbers of the rows, from 0
 
 
+NO_STEPS = "There is no column of steps, so rows are counted, from 0."
 # The logging interval of transformers. Steps that are further apart count environment
 # steps or tokens: CleanRL logs PPO every 512 environment steps or more.
 LARGEST_INTERVAL = 500
@@ -70,7 +72,9 @@ def log_from_rows(rows: Sequence[Row], notes: Notes) -> Log:
     """
     flat_rows = [flattened(row) for row in rows]
     step_name, begins_again = _name_of_steps(flat_rows)
+    unit = "step"
     if step_name is None:
+        unit = "row"
         steps = range(len(rows))
     else:
         steps = _take_out_steps(flat_rows, step_name, begins_again)
@@ -88,7 +92,9 @@ def log_from_rows(rows: Sequence[Row], notes: Notes) -> Log:
         column = _column(name, entries)
         # W&B writes the extremes of each number beside it.
         if column.steps.size and not name.endswith(("__MIN", "__MAX")):
-            columns[name] = column
+            columns[name] = column._replace(unit=unit)
+        elif column.notes and name.lower().endswith(("loss", "norm")):
+            notes.append(f"The column {name!r} has no number. {column.notes[0]}")
     if not columns:
         sentences = [
             "there is no number in it. A log has a row for each step, with a number "
@@ -96,7 +102,7 @@ def log_from_rows(rows: Sequence[Row], notes: Notes) -> Log:
             *notes,
         ]
         raise ValueError(" ".join(sentences))
-    return Log(columns, notes, has_steps=step_name is not None)
+    return Log(columns, notes, unit)
 
 
 def _take_out_steps(

@@ -395,15 +395,16 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
     return rows
 
 
-# How a line of text may name a step, a loss or a norm: a lookbehind for what may not
-# stand before the label, and the pattern of the label. "tokens/s: 512" has no step.
-# nanoGPT prints "train loss 4.2, val loss 4.3" now and then, among lines with
-# "loss 4.1".
+# How a line of text may name a step, a learning rate, a loss or a norm: a lookbehind
+# for what may not stand before the label, and the pattern of the label. "tokens/s: 512"
+# has no step. nanoGPT prints "train loss 4.2, val loss 4.3" now and then, among lines
+# with "loss 4.1".
 LABELS = {
     "step": (
         r"(?<![/\w])",
         r"(global[ _])?step|iteration|iter(\(train\))?|it|num_updates|s",
     ),
+    "lr": (r"(?<![/\w])", "lr|learning[ _]rate"),
     "loss": (
         r"(?i:(?<!train[ /])(?<!val[ /])(?<!validation[ /])(?<!test[ /]))\b",
         "((train|training|lm|total|avg)[ _/-])?loss|trl",
@@ -422,9 +423,10 @@ def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
     """The pattern of a number behind a label, both of them patterns: the simplest one
     that finds the same.
     """
-    # A full stop at the end of a line is not in the number.
+    # A full stop at the end of a line is not in the number, and the "scale" of
+    # "loss scale 65536" is none.
     simple_number = r"\S*\w"
-    number = r"[-+.\w]*\w"
+    number = r"(?i:[-+.]*(?:\d|nan|inf)[-+.\w]*)\b"
     # A step has digits alone: the "s" of "iterations" is none.
     if column == "step":
         simple_number = number = r"\d+"
@@ -461,7 +463,8 @@ def _rows_of_text(text: str, notes: Notes) -> list[Row]:
         # Documents and programs name losses and norms, mostly without a number.
         naming_lines = re.findall(r"(?im)^.*(?:loss|norm)", text)
         losses_and_norms = [
-            [cell for name, cell in row.items() if name != "step"] for row in rows
+            [cell for name, cell in row.items() if name not in ("step", "lr")]
+            for row in rows
         ]
         count = sum(map(has_number, losses_and_norms))
         if count >= LEAST_LINES_OF_LOG and 2 * count > len(naming_lines):
@@ -513,6 +516,8 @@ def _frequent_pattern(text: str) -> str:
     losses_or_norms = max(label_counts["loss"], label_counts["grad_norm"])
     if losses_or_norms == 0:
         return ""
+    if label_counts["lr"] < losses_or_norms / 2:
+        patterns.pop("lr", None)
     # If steps have fewer labels than half of the losses or norms, these labels stand in
     # other lines, such as "saved step 100".
     if label_counts["step"] < losses_or_norms / 2:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from .._logs.columns import NO_STEPS
 from .._logs.output import printing
 from ._causes import Finding
 from ._report import Report, read_and_judge
@@ -37,10 +38,12 @@ def main(arguments: list[str] | None = None) -> None:
 def _text(report: Report) -> str:
     lines: list[str] = []
     for finding in report.findings:
-        lines += _lines_of(finding)
+        lines += _lines_of(finding, report.unit)
     if not report.findings:
         lines.append("Nothing found. That does not say that the run is healthy.")
     lines += ["", f"Looked at {', '.join(report.looked_at)}."]
+    if report.unit == "row":
+        lines.append(f"Note: {NO_STEPS}")
     for note in report.notes:
         lines.append(f"Note: {note}")
     if report.not_judged:
@@ -50,20 +53,26 @@ def _text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _lines_of(finding: Finding) -> list[str]:
+def _lines_of(finding: Finding, unit: str) -> list[str]:
     # The texts of all lines begin below the name of the cause.
     indent = 13 * " "
-    line = f"step {finding.step:6}  {finding.cause:18}{finding.evidence}"
+    line = f"{unit:4} {finding.step:6}  {finding.cause:18}{finding.evidence}"
     # A limit of 0 says no more than the text does.
     if finding.limit > 0:
         line += f" (limit {finding.limit:.3g})"
     lines = [line]
     if finding.rows > 1:
-        worst = "" if finding.worst == finding.step else f", step {finding.worst} most"
+        worst = ""
+        if finding.worst != finding.step:
+            worst = f", {unit} {finding.worst} most"
         lines.append(f"{indent}{finding.rows} rows show it{worst}")
-    if len(finding.first_steps) > 1:
-        first_steps = finding.first_steps.items()
-        starts = [f"{name!r} from {step}" for name, step in first_steps]
+    # Names that the first line does not have, or whose step it does not have.
+    starts = [
+        f"{name!r} from {step}"
+        for name, step in finding.first_steps.items()
+        if repr(name) not in finding.evidence or step != finding.step
+    ]
+    if starts:
         # The earliest ones: a NaN spreads to hundreds of tensors.
         lines.append(f"{indent}{', '.join(starts[:12])}")
     return [*lines, f"{indent}{finding.advice}", f"{indent}see {finding.page}"]

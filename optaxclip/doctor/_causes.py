@@ -56,9 +56,21 @@ class Cause(NamedTuple):
 
 
 PAGE_AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
+PAGE_OF_SPIKES = "docs/run_health.md (My loss spikes, or gradients explode)"
 LEAST_ROWS_OF_LOSS = 20
 BAD_BATCH = 15  # times the median of the rows before
 SCALE_ADVICE = "look at the loss scale, at sum or mean, and at the number of devices"
+# Named only if another cause begins in its row, or in the five rows behind it: a
+# schedule may leap too.
+LEAP_OF_RATE = Cause(
+    name="learning rate",
+    needs=signals.RATE,
+    rule=rules.leap_of_rate,
+    limit=rules.LEAP,
+    evidence="{subject} leaps to {value:.3g} times the rows before",
+    page="docs/doctor.md (When a cause is named)",
+    advice="look at the schedule: take a lower rate, or a longer warm-up",
+)
 # If two causes begin in the same step, a report names the upper one first. Limits were
 # set on one half of the trainings in benchmarks/doctor.
 CAUSES = (
@@ -78,8 +90,11 @@ CAUSES = (
         rule=rules.bad_batch,
         limit=BAD_BATCH,
         evidence="{subject} is {value:.3g} times the median of the rows before",
-        page="docs/run_health.md (My loss spikes, or gradients explode)",
-        advice="look at that batch: a clip shortens its step, skip_step leaves it out",
+        page=PAGE_OF_SPIKES,
+        advice=(
+            "look at that batch: a clip shortens its step, skip_step leaves it out. If "
+            "the loss stays high, the rate may be too high"
+        ),
         least_rows=3,
     ),
     Cause(
@@ -121,7 +136,7 @@ CAUSES = (
         rule=rules.growth,
         limit=10,
         evidence="{subject} grows {value:.3g} times since its second fifth",
-        page="docs/run_health.md",
+        page=PAGE_OF_SPIKES,
         advice="a lower learning rate, or weight decay",
         least_rows=40,
     ),
@@ -131,7 +146,7 @@ CAUSES = (
         rule=rules.late_growth,
         limit=20,
         evidence="{subject} grows to {value:.3g} times its median",
-        page="docs/run_health.md",
+        page=PAGE_OF_SPIKES,
         advice="a lower learning rate, or weight decay",
         least_rows=40,
     ),
@@ -151,7 +166,7 @@ CAUSES = (
         rule=rules.learning_rate,
         limit=rules.HIGH_RATIO,
         evidence="updates are {value:.2g} of the weights",
-        page="docs/run_health.md",
+        page=PAGE_OF_SPIKES,
         advice="a lower learning rate, or a longer warm-up",
         sees_nonfinite=True,
         least_rows=5,
@@ -186,7 +201,7 @@ CAUSES = (
         needs=signals.GRADIENTS,
         rule=rules.no_gradient,
         limit=0,
-        evidence="{subject} has a gradient of 0 from there to the end",
+        evidence="the gradient of {subject} is 0 from there to the end",
         page="docs/doctor.md (No gradient)",
         advice="look for a stop_gradient, dead units, or a part that is not called",
         least_rows=20,

@@ -34,14 +34,14 @@ def notes_of(log: Log, run: signals.Run, findings: list[Finding]) -> list[str]:
     """All notes of a report."""
     return [
         *log.notes,
-        *_notes_on_columns(run),
+        *_notes_on_columns(run, log.unit),
         *_notes_on_norms(run),
         *_notes_on_losses(run, findings),
         *_notes_on_parts(log, findings),
     ]
 
 
-def _notes_on_columns(run: signals.Run) -> list[str]:
+def _notes_on_columns(run: signals.Run, unit: str) -> list[str]:
     """What the log does not show, and how columns were read."""
     notes: list[str] = []
     # The smallest distance, since some columns are logged more rarely than others. If
@@ -63,9 +63,10 @@ def _notes_on_columns(run: signals.Run) -> list[str]:
             )
     if run.overflow_steps:
         notes.append(
-            f"Steps with norms that are not finite: {len(run.overflow_steps)}, the "
-            f"first of them step {min(run.overflow_steps)}. They are taken for "
-            "overflows of a dynamic loss scale. If the run has none, look at that step."
+            f"{unit.title()}s with norms that are not finite: "
+            f"{len(run.overflow_steps)}, the first of them {unit} "
+            f"{min(run.overflow_steps)}. They are taken for overflows of a dynamic "
+            f"loss scale. If the run has none, look at that {unit}."
         )
     recorders = run.recorders
     if len(recorders) > 1 and not any(recorder.is_of_updates for recorder in recorders):
@@ -102,7 +103,7 @@ def _notes_on_norms(run: signals.Run) -> list[str]:
                 near_miss = _near_bad_batch(finite_norm, step, ratio)
                 notes.append(
                     f"The largest {norm.name!r} is {ratio:.3g} times its median"
-                    f"{near_miss}, at step {step}. {advice}"
+                    f"{near_miss}, at {norm.unit} {step}. {advice}"
                 )
     return notes
 
@@ -140,9 +141,10 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
         least_rise = max(LEAST_RISE * levels.lowest, LEAST_RISE_OVER_FALL * fall)
         if levels.is_rise and levels.rise > least_rise:
             notes.append(
-                f"{loss.name!r} is lowest near step {loss.steps[levels.lowest_row]}, "
-                f"at {levels.lowest:.3g}, and ends at {levels.last:.3g}. If neither "
-                f"data nor objective changed, it diverges. See {PAGE_AT_ONE_STEP}"
+                f"{loss.name!r} is lowest near {loss.unit} "
+                f"{loss.steps[levels.lowest_row]}, at {levels.lowest:.3g}, and ends at "
+                f"{levels.last:.3g}. If neither data nor objective changed, it "
+                f"diverges. See {PAGE_AT_ONE_STEP}"
             )
         usual_values = rules.usual_before(loss.values)
         is_leap = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * fall
@@ -151,8 +153,8 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
         if ratios[row] > LOSS_SPIKE:
             notes.append(
                 f"{loss.name!r} is {ratios[row]:.3g} times the median of up to 20 rows "
-                f"before it at step {loss.steps[row]}. If no norm stands out there, "
-                f"look at the data. See {PAGE_AT_ONE_STEP}"
+                f"before it at {loss.unit} {loss.steps[row]}. If no norm stands out "
+                f"there, look at the data. See {PAGE_AT_ONE_STEP}"
             )
     return notes
 
@@ -165,9 +167,9 @@ def _notes_on_parts(log: Log, findings: list[Finding]) -> list[str]:
             values = share.values[share.steps == finding.worst]
             if finding.cause == "bad batch" and values.size:
                 notes.append(
-                    f"{share.name!r} is {values[0]:.2g} at step {finding.worst}, and "
-                    f"its median {np.median(share.values):.2g}. Near 1 one part of the "
-                    "batch made the norm. Near the median all parts grew: look at "
-                    "scale and rate."
+                    f"{share.name!r} is {values[0]:.2g} at {log.unit} {finding.worst}, "
+                    f"and its median {np.median(share.values):.2g}. Near 1 one part "
+                    "of the batch made the norm. Near the median all parts grew: look "
+                    "at scale and rate."
                 )
     return notes

@@ -1,6 +1,7 @@
 """The report of a log: which causes it shows, and which could not be judged."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,8 +10,9 @@ import numpy as np
 from .._checks import shown
 from .._logs.columns import Column, Log, in_common, log_from_rows, quoted
 from .._logs.files import read_log
+from . import _rules as rules
 from . import _signals as signals
-from ._causes import CAUSES, Cause, Finding
+from ._causes import CAUSES, LEAP_OF_RATE, Cause, Finding
 from ._notes import notes_of
 
 
@@ -34,12 +36,14 @@ class Report(NamedTuple):
       notes: sentences. What the reader left out or decided, how many steps look like
         overflows of a loss scale, how large the largest norm is beside the median, and
         whether recorders need names.
+      unit: what steps count: "step", or "row" if the log has no column of steps.
     """
 
     findings: list[Finding]
     looked_at: list[str]
     not_judged: dict[str, list[str]]
     notes: list[str]
+    unit: str = "step"
 
 
 def diagnose(
@@ -57,7 +61,7 @@ def diagnose(
         counted from 0.
       pattern: a regular expression with a named group for each column, for a log that
         is text: "loss (?P<loss>\\S+)". None takes the most frequent labels of a step,
-        a loss and a norm.
+        a learning rate, a loss and a norm.
       loss: the column of the loss, where its name does not say so.
 
     Returns:
@@ -97,7 +101,7 @@ def examine(
         counted from 0.
       pattern: a regular expression with a named group for each column, for a log that
         is text: "loss (?P<loss>\\S+)". None takes the most frequent labels of a step,
-        a loss and a norm.
+        a learning rate, a loss and a norm.
       loss: the column of the loss, where its name does not say so.
 
     Returns:
@@ -178,16 +182,23 @@ def _judge(log: Log, loss_name: str | None) -> Report:
             # "change of scale" stands in the table twice, for growth and fall.
             if cause.name not in names:
                 names.append(cause.name)
+    # A NaN that stays makes other faults, such as gradients of 0 behind a ReLU.
+    end = min(_steps_at_broken_end(run.looked_at), default=np.inf)
+    findings = [finding for finding in findings if finding.step <= end]
+    rates = run.inputs_of_need[signals.RATE]
+    findings = [*_leaps_of_rate(rates, findings), *findings]
     findings.sort(key=lambda finding: finding.step)
     findings_of_setup.sort(key=lambda finding: finding.step)
     findings += findings_of_setup
     return Report(
         findings=findings,
         looked_at=[
-            f"{column.name!r} ({len(column.steps)} rows)" for column in run.looked_at
+            f"{column.name!r} ({len(column.steps)} rows)"
+            for column in [*run.looked_at, *chain(*rates)]
         ],
         not_judged=not_judged,
         notes=notes_of(log, run, findings),
+        unit=log.unit,
     )
 
 
@@ -219,6 +230,33 @@ def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:
     values = np.broadcast_to(cause.rule(*numbers), steps.shape)
     rows = np.flatnonzero(values > cause.limit)
     return [Hit(columns[0].name, int(steps[row]), float(values[row])) for row in rows]
+
+
+def _steps_at_broken_end(columns: Sequence[Column]) -> list[int]:
+    """The steps from which on columns that were finite are NaN or inf to the end."""
+    steps: list[int] = []
+    for column in columns:
+        finite_rows = np.flatnonzero(np.isfinite(column.values))
+        if finite_rows.size:
+            steps += column.steps[finite_rows[-1] + 1 :].tolist()
+    return steps
+
+
+def _leaps_of_rate(rates: signals.RuleInputs, findings: list[Finding]) -> list[Finding]:
+    """The leaps of a logged learning rate that broke something: a finding begins, or is
+    worst, in the same row or in the five rows behind it. None if they broke nothing.
+    """
+    broken_steps = np.array([(finding.step, finding.worst) for finding in findings])
+    hits: list[Hit] = []
+    for columns in rates:
+        steps = columns[0].steps
+        for hit in _hits(LEAP_OF_RATE, columns) or []:
+            row = int(np.searchsorted(steps, hit.step))
+            last_step = steps[row : row + rules.SHORT + 1][-1]
+            is_near = (steps[row - 1] < broken_steps) & (broken_steps <= last_step)
+            if is_near.any():
+                hits.append(hit)
+    return [_finding(LEAP_OF_RATE, hits)] if hits else []
 
 
 def _finding(cause: Cause, hits: list[Hit]) -> Finding:

@@ -150,6 +150,13 @@ def divergence(loss: Array) -> Array | float:
     return np.where(stays_high, smoothed / levels.lowest, 0.0)
 
 
+def leap_of_rate(rate: Array) -> Array:
+    """The rate over that of the row before, or over the median of up to 20 rows before
+    if that is higher. A warm-up from 0 stays below 5.
+    """
+    return rate / np.maximum(usual_before(rate), _shifted(rate))
+
+
 def growth(values: Array) -> Array | float:
     """The level that each row and all rows to come keep, over the median of the second
     fifth of the log, if each fifth after it is more than 1.3 times the fifth before.

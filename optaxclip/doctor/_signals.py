@@ -21,6 +21,7 @@ NORM = "a gradient norm"
 NORM_AND_ANY_LOSS = "a gradient norm, and no loss below 0 beside it"
 NORM_AND_LOSS = "a gradient norm, and a loss above 0 in all rows (--loss NAME)"
 EVERY_NORM = "a gradient norm, also one of record_health()"
+RATE = "a column of the learning rate"
 LOGITS = "a column with attention and logit in its name, or qk_clip(None)"
 CLIP = "metrics of a clipper of optaxclip"
 SKIP_AND_CLIP = "metrics of a skip and of a clipper"
@@ -45,6 +46,8 @@ NAMES_OF_LOGITS = re.compile(
     r"(.*(attn|attention|(^|[/._])qk).*logit.*|.*logit.*(attn|attention).*"
     r"|(.*[/. ])?(clip|record)(_\d+)?/[^/]*(logit|qk)[^/]*/norm(_before)?(/.*)?)"
 )
+# lr, train/learning_rate, lr-Adam, learning_rate/group0, and not lr_scale
+NAME_OF_RATE = re.compile(r"(.*[/. ])?(lr|learning[ _-]?rate)([/-].*|_?\d+)?")
 NAME_OF_LOSS_SCALE = re.compile(".*(loss.?scale|scaler).*")
 # losses/value_loss, loss_critic, and not losses/entropy or val_loss
 PART_OF_LOSS = re.compile(
@@ -87,6 +90,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         del columns_without_logits[column.name]
     log_without_logits = log._replace(columns=columns_without_logits)
     global_norms = norms_of(log_without_logits)
+    rates = columns_named(NAME_OF_RATE, log)
     clips = _with_limits(log, NORM_OF_CLIP)
     skips = _with_limits(log, NORM_OF_SKIP)
     recorders = _recorders_of(log)
@@ -131,6 +135,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         NORM_AND_LOSS: list(product(norms_to_compare, losses_above_0)),
         EVERY_NORM: _one_by_one([*logged_norms, *recorded.gradient_norms]),
         LOGITS: _one_by_one(logits),
+        RATE: _one_by_one(rates),
         CLIP: clips,
         SKIP_AND_CLIP: [(*skip, *clip) for skip, clip in product(skips, clips)],
         **recorded.inputs_of_need,
@@ -179,7 +184,7 @@ def total_of(name: str, norms: Sequence[Column]) -> Column:
     steps, numbers = in_common(norms)
     root_of_squares = np.sqrt(np.sum(numbers**2, axis=0))
     # Tensors are logged together, so notes on one of them hold for all.
-    return Column(name, steps, root_of_squares, norms[0].notes)
+    return Column(name, steps, root_of_squares, norms[0].notes, unit=norms[0].unit)
 
 
 def _norms_of_groups(gradients: Iterable[Sequence[Column]]) -> list[Column]:
@@ -218,14 +223,17 @@ def _without_overflows(norm: Column, has_loss_scale: bool) -> Column:
     """A norm without the rows with inf or NaN in which a dynamic loss scale may have
     skipped the step. Nothing is left out if
 
-    - more than a tenth of the rows are not finite, not counting those before the first
-      finite one, in which a loss scale that begins too high is lowered,
+    - more than a tenth of all rows, or of the last fifth (at least 50 rows), are not
+      finite, not counting those before the first finite one, in which a loss scale that
+      begins too high is lowered,
     - the last row is one of them, or
     - the norm has NaN, and the log has no loss scale.
     """
     is_finite = np.isfinite(norm.values)
     has_begun = np.logical_or.accumulate(is_finite)
-    if np.sum(has_begun & ~is_finite) > MOST_OVERFLOWS * len(is_finite):
+    overflows = has_begun & ~is_finite
+    recent_overflows = overflows[-max(50, len(overflows) // 5) :]
+    if max(overflows.mean(), recent_overflows.mean()) > MOST_OVERFLOWS:
         return norm
     if not is_finite[-1:].all():
         return norm

@@ -9,6 +9,7 @@ import numpy as np
 
 from .._logs.after_clip import clipped_share
 from .._logs.columns import (
+    NO_STEPS,
     Column,
     Log,
     distance_of_rows,
@@ -71,8 +72,8 @@ def _print_report(options: argparse.Namespace) -> None:
     for column in columns:
         choice, advice = _choice_and_advice(column)
         lines += [_about_source(column, options), *advice, *_about_norms(column), ""]
-    if not log.has_steps:
-        lines += ["There is no column of steps, so rows are counted, from 0.", ""]
+    if log.unit == "row":
+        lines += [NO_STEPS, ""]
     if log.notes:
         lines += [*log.notes, ""]
     # Such as an actor's and a critic's.

@@ -103,7 +103,7 @@ def how_it_broke(column: Column) -> str | None:
     finite_rows = np.flatnonzero(is_finite)
     steps_at_end = column.steps[finite_rows.max(initial=-1) + 1 :]
     if len(steps_at_end) >= LEAST_BROKEN_ROWS:
-        return f"from step {steps_at_end[0]} to the end norms are NaN or inf"
+        return f"from {column.unit} {steps_at_end[0]} to the end norms are NaN or inf"
     norms = column.values[is_finite & (column.values > 0)]
     if len(norms) < MIN_NORMS:
         return None
@@ -119,8 +119,8 @@ def how_it_broke(column: Column) -> str | None:
     most_are_long = is_long[-count:].mean() > 0.5
     if count >= LEAST_BROKEN_ROWS and most_are_long and not has_guard:
         return (
-            f"from step {column.steps[-count]} to the end most norms are more than "
-            f"{MAX_GUARD_IN_MEDIANS} times the usual norm"
+            f"from {column.unit} {column.steps[-count]} to the end most norms are more "
+            f"than {MAX_GUARD_IN_MEDIANS} times the usual norm"
         )
     return None
 
@@ -184,23 +184,25 @@ def _reasons_for_guard(
 
 def _steps_above(limit: float, column: Column) -> str:
     """Where the norms above a limit lie: most of them at the start, or elsewhere."""
+    unit = column.unit
     # A limit of a rule was rounded to float32, perhaps below the norm that it is.
     steps = column.steps[column.values > limit * (1 + 1e-6)]
     count = len(steps)
     if count == 0:
-        return f"No step is above {limit:g}."
+        return f"No {unit} is above {limit:g}."
     if count == 1:
-        return f"The one step above {limit:g} is step {steps[0]}."
+        return f"The one {unit} above {limit:g} is {unit} {steps[0]}."
     end_of_start = column.steps[len(column.steps) // 10]
     steps_at_start = steps[steps < end_of_start]
     if 2 * len(steps_at_start) <= count:
         return (
-            f"The {count} steps above {limit:g} lie in steps {steps[0]} to {steps[-1]}."
+            f"The {count} {unit}s above {limit:g} lie in {unit}s {steps[0]} to "
+            f"{steps[-1]}."
         )
     share = f"{len(steps_at_start)} of the"
     if len(steps_at_start) == count:
         share = "All"
     return (
-        f"{share} {count} steps above {limit:g} are at the start, in steps "
+        f"{share} {count} {unit}s above {limit:g} are at the start, in {unit}s "
         f"{steps_at_start[0]} to {steps_at_start[-1]}, as in a warm-up."
     )

@@ -83,10 +83,13 @@ def columns_of(log: Log, name: str | None, call: str) -> list[Column]:
     if name is None:
         columns = norms_of(log) or columns_named(TENSOR_PATTERN, log)
         if not columns:
-            raise ValueError(
+            sentences = [
                 f"{call}: this file has no gradient norm. {ADVICE}. It has the columns "
-                f"{names}. If one of them is a norm, name it with {CHOICE}."
-            )
+                f"{names}. If one of them is a norm, name it with {CHOICE}.",
+                # Such as the pattern of a text.
+                *log.notes,
+            ]
+            raise ValueError(" ".join(sentences))
     else:
         column = column_called(name, log)
         if column is None:

@@ -274,10 +274,10 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
       clips, their mean factor, and whether it is the guard.
 
       The guard is the fixed limit, up to twenty times the median, that clips nearest to
-      1 % of the steps, and at most 20 % of them. Fewer than 100 norms cannot show 1 %,
-      and have no guard. Norms that look clipped have none either: 5 % or more are
-      within 0.1 % of the largest, and these are more than three times as many as share
-      any other value.
+      1 % of the steps, and at most 20 % of them. It clips none only if all others clip
+      more. Fewer than 100 norms cannot show 1 %, and have no guard. Norms that look
+      clipped have none either: 5 % or more are within 0.1 % of the largest, and these
+      are more than three times as many as share any other value.
 
     Raises:
       ValueError: a history that is not [steps], a negative norm, fewer than two finite
@@ -310,7 +310,14 @@ def _with_a_guard(limits: list[Suggestion], max_guard: float) -> list[Suggestion
     if all of them clip many steps.
     """
     possible_guards = [row for row in limits if row.limit <= max_guard]
-    guard = min(possible_guards, key=lambda row: abs(row.clip_rate - GUARD_RATE))
+    # If norms have few digits, the quantile of 99 % may be the largest norm.
+    guards_that_clip = [
+        row for row in possible_guards if 0 < row.clip_rate <= MAX_GUARD_RATE
+    ]
+    guard = min(
+        guards_that_clip or possible_guards,
+        key=lambda row: abs(row.clip_rate - GUARD_RATE),
+    )
     if guard.clip_rate > MAX_GUARD_RATE:
         return limits
     return [row._replace(is_guard=row is guard) for row in limits]

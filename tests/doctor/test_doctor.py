@@ -18,7 +18,7 @@ import optaxclip
 from optaxclip._logs.columns import log_from_rows
 from optaxclip.doctor import diagnose, examine
 from optaxclip.doctor.__main__ import main
-from optaxclip.doctor._causes import CAUSES
+from optaxclip.doctor._causes import CAUSES, LEAP_OF_RATE
 from optaxclip.doctor._signals import NEEDS_OF_RECORDER
 from optaxclip.replay._history import columns_of
 
@@ -116,6 +116,13 @@ def test_a_recorder_may_be_called_like_a_quantity(name):
     assert found[0].evidence == f"NaN or inf begins in 'health/{name}/zeros'"
 
 
+def test_a_loss_without_a_number_is_said():
+    """No finding would otherwise look like a loss without one."""
+    rows = rows_of(loss=60 * ["2.5 (3.0)"], grad_norm=calm(), mode=60 * ["train"])
+    (note,) = examine(rows).notes
+    assert note.startswith("The column 'loss' has no number. Text is left out. ")
+
+
 def test_groups_in_front_of_a_name_are_read():
     rows = rows_of(health__norm__w=[*calm(30), 90.0, 1.0], loss=calm(32))
     run = "lively-sun-7 - "
@@ -198,6 +205,18 @@ def test_a_spike_of_a_small_group_is_named(capsys, tmp_path):
             for name, norm in row.items():
                 new_row[name.replace("clip/norm_before", place)] = norm
         assert causes_of(renamed) == [("bad batch", 30)], place
+
+
+def test_names_stand_once_where_all_begin_in_one_step(capsys, tmp_path):
+    broken = changed(calm(), dict.fromkeys(range(40, 60), float("nan")))
+    loss = changed(calm(), dict.fromkeys(range(41, 60), float("nan")))
+    path = tmp_path / "run.jsonl"
+    rows = rows_of(loss=loss, health__norm__a=broken, health__norm__b=broken)
+    path.write_text("\n".join(map(json.dumps, rows)))
+    main([str(path)])
+    text = capsys.readouterr().out
+    assert "begins in 'health/a', 'health/b'\n" in text
+    assert "\n             'loss' from 41\n" in text
 
 
 def test_a_group_that_some_steps_leave_out_has_no_spikes():
@@ -414,10 +433,21 @@ def test_the_command_prints_a_table(log, capsys):
     line = f"step    300  bad batch         'grad_norm' is {ratio:.3g} times the median"
     assert text.startswith(line) and "(limit 15)" in text
     assert "2 rows show it, step 400 most" in text
-    assert "leaves it out\n             see docs/run_health.md (My loss " in text
+    assert "may be too high\n             see docs/run_health.md (My loss " in text
     assert "Looked at 'train/loss' (60 rows), 'grad_norm' (60 rows)." in text
     assert "Note: The rows are 10 steps apart." in text
     assert "no gradient, underflow, dead embedding: needs record_health() in" in text
+
+
+def test_the_command_counts_rows_where_there_are_no_steps(log, capsys):
+    text = log.read_text().replace("Step,", "time,")
+    log.write_text(text)
+    main([str(log)])
+    text = capsys.readouterr().out
+    assert text.startswith("row      30  bad batch  ")
+    assert "2 rows show it, row 40 most" in text
+    assert "\nNote: There is no column of steps, so rows are counted, from 0.\n" in text
+    assert "times its median, and" not in text and "at row 40. See" in text
 
 
 def test_empty_cells_are_said_unless_most_are_empty(tmp_path):
@@ -479,7 +509,7 @@ def test_a_near_bad_batch_is_compared_with_its_limit():
     assert report.notes == [
         f"The largest 'grad_norm' is {norms[25] / np.median(norms):.3g} times its "
         "median, and 14.8 times the median of the rows before it (bad batch: above "
-        "15), at step 25. See docs/choosing_a_limit.md"
+        "15), at row 25. See docs/choosing_a_limit.md"
     ]
     # A bad batch, a norm far below the limit, and one that does not come back.
     no_way_back = dict.fromkeys(range(25, 47), 60.0)
@@ -523,7 +553,7 @@ def test_a_loss_that_leaps_has_a_note(spike):
     notes = examine(rows_of(loss=loss, grad_norm=calm(200))).notes
     (note,) = [note for note in notes if "times the median of up to 20 rows" in note]
     step = max(spike, key=spike.get)
-    assert f"before it at step {step}. If no norm stands out there, look at" in note
+    assert f"before it at row {step}. If no norm stands out there, look at" in note
 
 
 def test_a_bad_batch_is_said_to_be_of_one_part_or_of_all():
@@ -531,7 +561,7 @@ def test_a_bad_batch_is_said_to_be_of_one_part_or_of_all():
     for value in (0.98, 0.1):
         shares = changed(np.full(60, 0.1), {40: value})
         *_, note = examine(rows_of(grad_norm=norms, train__noise_share=shares)).notes
-        text = f"'train/noise_share' is {value} at step 40, and its median 0.1."
+        text = f"'train/noise_share' is {value} at row 40, and its median 0.1."
         assert note.startswith(f"{text} Near 1 one part of the batch made the norm.")
 
 
@@ -583,7 +613,7 @@ def test_a_pipe_that_closes_early_is_no_error(log, tool):
 # ---------------------------------------------------------------------------- the page
 
 
-@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
+@pytest.mark.parametrize("cause", [*CAUSES, LEAP_OF_RATE], ids=lambda cause: cause.name)
 def test_the_page_of_a_cause_exists_and_has_its_row(cause):
     page, _, title = cause.page.removesuffix(")").partition(" (")
     titles = re.findall("^#+ (.*)$", (DOCS.parent / page).read_text(), re.MULTILINE)
@@ -596,7 +626,7 @@ def test_a_loss_that_ends_above_its_lowest_level_has_a_note():
     loss = np.concatenate([np.linspace(8.0, 3.0, 150), np.full(50, 3.0)])
     loss = np.append(loss, np.full(100, 4.0))
     (note,) = examine(rows_of(loss=loss)).notes
-    assert note.startswith("'loss' is lowest near step ")
+    assert note.startswith("'loss' is lowest near row ")
     assert "at 3, and ends at 4. If neither data nor objective changed" in note
     # Within its noise it has not risen.
     noise = np.resize([-0.4, 0.4], loss.size)

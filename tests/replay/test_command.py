@@ -75,11 +75,22 @@ def test_norms_of_few_values_may_have_no_step_above_the_guard(log, command):
     assert "\nNo step is above" in command(log)
 
 
+def test_norms_with_few_digits_have_a_guard_that_clips_some(log, command):
+    """As a log with two digits, of which 4 % are the largest."""
+    norms = np.tile(np.repeat([0.5, 0.8, 0.9, 1.0], [14, 5, 5, 1]), SIZE // 25)
+    log.write_text(log_of(norms / 10))
+    text = command(log)
+    assert "a guard that clips 4.0% of the steps" in text
+    assert "No step is above" not in text
+
+
 def test_rows_that_are_counted_are_said(log, command):
     said = "There is no column of steps, so rows are counted, from 0."
-    assert said not in command(log)
+    text = command(log)
+    assert said not in text and "lie in steps" in text
     log.write_text("\n".join(["grad_norm", *map(str, NORMS)]))
-    assert said in command(log)
+    text = command(log)
+    assert said in text and "lie in rows" in text
     log.write_text("\n".join(["a/grad_norm,b/grad_norm", *(f"{x},{x}" for x in NORMS)]))
     assert command(log).count(said) == 1
 
@@ -245,7 +256,7 @@ def test_an_optimizer_without_norms_has_a_row_too(log, command):
     assert "'a/grad_norm'" in clipped and "46% of the rows are within" in clipped
     assert "'b/grad_norm'" in zeros and "choose a limit from: 0." in zeros
     assert "200 finite norms from 0 to 0" in zeros
-    assert "'c/grad_norm'" in broken and "\nThe run broke: from step 0 to" in broken
+    assert "'c/grad_norm'" in broken and "\nThe run broke: from row 0 to" in broken
     assert "NaN or inf: 200 (100.0%). No clip" in broken
 
 

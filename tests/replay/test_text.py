@@ -34,6 +34,10 @@ TEXTS = {
         "INFO Train: [0/300][{step}/1251]\tloss {loss} (6.9)\tgrad_norm {norm} (inf)\t"
         "loss_scale 65536.0000 (65536.0000)"
     ),
+    "words behind a label": (
+        "step {step} | loss {loss} | loss scale 65536 | grad_norm {norm} | "
+        "grad_norm clipped 1.0"
+    ),
     "bars": "step {step} | loss {loss} | |g|: {norm}",
     "double bars": "step {step} loss {loss} ||grad|| {norm}",
 }
@@ -123,6 +127,21 @@ def test_other_losses_do_not_replace_the_loss(text_file):
     )
     found = read_history(path, "loss", pattern=pattern_of(path))
     assert found.tolist() == [9 - step / 8 for step in range(40)]
+
+
+def test_without_a_norm_the_pattern_is_said(text_file):
+    line = "Epoch 0: {step}it, loss={loss}, grad_2.0_norm_total={norm}"
+    with pytest.raises(ValueError, match=r"no gradient norm.* read with --pattern 'lo"):
+        read_history(text_file(line))
+
+
+def test_a_rate_is_read_where_most_lines_have_one(text_file):
+    line = "step {step} | loss {loss} | learning rate: 3.0E-04 | norm {norm}"
+    path = text_file(line)
+    rates = read_history(path, "lr", pattern=pattern_of(path))
+    assert rates.tolist() == 40 * [3e-4]
+    line = "step {step} | loss {loss} | norm {norm}"
+    assert "lr" not in pattern_of(text_file(line, noise="lr 3e-4"))
 
 
 def test_steps_that_other_lines_name_are_not_proposed(text_file):
@@ -229,7 +248,7 @@ def test_a_pattern_is_as_simple_as_the_text_allows(text_file):
     other_loss = pattern_of(text_file(f"val loss=2.5 {line}"))
     assert r"|(?<![a-z][ /])\bloss=\s*(?P<loss>\S*\w)|" in other_loss
     assert "(?<!val" in pattern_of(text_file(f"val loss=2.5 the {line[12:]}"))
-    assert r"[-+.\w]*\w" in pattern_of(text_file("step {step},loss={loss},lr={loss}"))
+    assert r"[-+.\w]*)\b" in pattern_of(text_file("step {step},loss={loss},lr={loss}"))
 
 
 def test_steps_and_broken_norms_in_a_text_count(tmp_path):
