@@ -209,7 +209,8 @@ def _norms_of_groups(gradients: Iterable[Sequence[Column]]) -> list[Column]:
         norm = rows_kept(norm, has_begun)
         # A later norm of 0 marks an expert without tokens. In other steps it gets far
         # more than usual, which is no bad batch.
-        if norm.values.all():
+        # A group without any gradient has no row.
+        if norm.values.size and norm.values.all():
             norms.append(norm)
     return norms
 

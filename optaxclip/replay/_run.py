@@ -91,7 +91,7 @@ def run(rule: Limit, norms: ArrayLike, *, shrink: Shrink | None = None) -> Repla
 
 
 def history_of(call: str, norms: object, *, is_loss: bool = False) -> jax.Array:
-    """A history in float32, or in float64 where jax_enable_x64 is set.
+    """A history in float32. Where jax_enable_x64 is set, numbers of 64 bits keep them.
 
     `is_loss`: the numbers are losses, which may be negative.
 
