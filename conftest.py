@@ -27,13 +27,22 @@ def pytest_configure(config):
     option.all = option.all or bool(named and not option.one_case)
 
 
+def test_of(item):
+    """The name of a test. A docstring is one test, though each module that imports its
+    function has it too.
+    """
+    if isinstance(item, pytest.DoctestItem):
+        return item.dtest.docstring
+    return item.nodeid.partition("[")[0]
+
+
 def pytest_collection_modifyitems(config, items):
     if config.option.all:
         return
     cases = {}
     for item in items:
         if config.option.one_case or not item.get_closest_marker("slow"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            cases.setdefault(test_of(item), []).append(item)
     # Which case depends on the name of the test, so that every method has its turn.
     kept = [own[zlib.crc32(name.encode()) % len(own)] for name, own in cases.items()]
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))

@@ -37,7 +37,8 @@ def new_state(params=PARAMS):
     chain = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(1e-3))
     optimizer = optaxclip.skip_nonfinite(chain)
     grads = jax.tree.map(jnp.ones_like, params)
-    return optimizer.update(grads, optimizer.init(params), params)[1]
+    state = jax.jit(optimizer.init)(params)
+    return jax.jit(optimizer.update)(grads, state, params)[1]
 
 
 STATE = new_state()

@@ -2,6 +2,7 @@
 those of float64 NumPy.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -60,10 +61,16 @@ WITHOUT_NORM = (
 )
 
 
+@cache
+def value_and_grad(loss):
+    return jax.jit(jax.value_and_grad(loss))
+
+
+@cache
 def trained(optimizer):
     """The state after some steps whose updates are not applied."""
     state = optimizer.init(PARAMS)
-    grads = jax.grad(loss)(PARAMS, INPUTS, TARGETS)
+    _, grads = value_and_grad(loss)(PARAMS, INPUTS, TARGETS)
     for _ in range(3):
         _, state = jax.jit(optimizer.update)(grads, state, PARAMS, value=1.0)
     return state
@@ -74,9 +81,10 @@ def saved(tmp_path):
     """Saves a step, with the gradient that the optimizer is shown."""
 
     def saved(params, batch, grads=None, optimizer=SKIP, loss=loss):
-        value, true_grads = jax.value_and_grad(loss)(params, *batch)
+        value, true_grads = value_and_grad(loss)(params, *batch)
         grads = true_grads if grads is None else grads
-        _, state = optimizer.update(grads, trained(optimizer), params, value=value)
+        update = jax.jit(optimizer.update)
+        _, state = update(grads, trained(optimizer), params, value=value)
         return save(tmp_path / "step.npz", params, batch, state)
 
     return saved

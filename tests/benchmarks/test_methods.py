@@ -112,12 +112,18 @@ def test_advantages_of_the_pole_are_those_of_the_equation(benchmark):
     # The same games, step by step.
     values = []
     ends = []
-    for move_key in jax.random.split(key, tasks.LENGTH):
-        values.append(np.float64(tasks.perceptron(params["critic"], games)[:, 0]))
+
+    @jax.jit
+    def move(games, move_key):
+        value = tasks.perceptron(params["critic"], games)[:, 0]
         logits = tasks.perceptron(params["actor"], games)
         action = jax.random.categorical(move_key, logits)
         after, fell = tasks.pushed(games, action)
-        games = jnp.where(fell[:, None], tasks.new_games(move_key), after)
+        return value, fell, jnp.where(fell[:, None], tasks.new_games(move_key), after)
+
+    for move_key in jax.random.split(key, tasks.LENGTH):
+        value, fell, games = move(games, move_key)
+        values.append(np.float64(value))
         ends.append(np.asarray(fell))
     values.append(values[-1])
     advantages = np.zeros((tasks.LENGTH, tasks.GAMES))

@@ -11,7 +11,7 @@ from tests.methods import ALONE, METHODS
 
 # Two numbers for one element: the vector is [0, 7, 0, 0, 0].
 TWICE = sparse.BCOO((jnp.array([3.0, 4.0]), jnp.array([[1], [1]])), shape=(5,))
-ONCE = TWICE.sum_duplicates(nse=TWICE.nse)
+ONCE = jax.jit(lambda x: x.sum_duplicates(nse=x.nse))(TWICE)
 # [[0, 7, 0], [0, 0, 0]]
 ROWS = sparse.BCSR(
     (jnp.array([3.0, 4.0]), jnp.array([1, 1]), jnp.array([0, 2, 2])), shape=(2, 3)

@@ -495,10 +495,10 @@ def test_norms_of_each_device_stand_beside_those_of_all(name):
 
     specs = [{key: SPECS[key] for key in grads} for grads in steps]
     mesh = mesh_of((2,), ("x",))
-    split = jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=specs)
-    together = split(*steps)
+    together = sharded.on_each_part(run, mesh, tuple(specs), specs)(*steps)
+    run_alone = jax.jit(run)
     for device in range(2):
-        alone = run(*[of_device(grads, device) for grads in steps])
+        alone = run_alone(*[of_device(grads, device) for grads in steps])
         parts = [of_device(grads, device) for grads in together]
         chex.assert_trees_all_close(parts, alone, rtol=1e-6)
 
@@ -522,9 +522,7 @@ def norms_on_devices(names, mesh_axes, of_state, is_new_inside):
     arguments = (grads,) if is_new_inside else (grads, clipper.init(grads))
     in_specs = (specs,) if is_new_inside else (specs, of_state)
     mesh = mesh_of((2,), ("x",))
-    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=of_state)(
-        *arguments
-    )
+    return sharded.on_each_part(run, mesh, in_specs, of_state)(*arguments)
 
 
 @pytest.mark.parametrize("is_new_inside", [True, False])

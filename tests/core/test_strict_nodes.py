@@ -90,7 +90,7 @@ def test_parameters_of_clipped_grad_may_be_in_a_node(node, method):
         return jnp.sum(jnp.tanh(x @ model.kernel + model.bias) ** 2)
 
     params, x = leaves(0, 1.0), jnp.ones((5, 4))
-    grad = optaxclip.clipped_grad(loss, 0.1, method=method)
+    grad = jax.jit(optaxclip.clipped_grad(loss, 0.1, method=method))
     found = grad(node(**params), x).grads
     assert type(found) is node
     # The norm of five equal gradients that are clipped to the limit.

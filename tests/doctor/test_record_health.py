@@ -259,7 +259,7 @@ def test_what_needs_whole_leaves_refuses_parts():
         mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(specs,), out_specs=P())
         error = "record_health: embeddings needs whole leaves"
         with pytest.raises(ValueError, match=error):
-            mapped(GRADS)
+            jax.jit(mapped)(GRADS)
 
 
 # ------------------------------------------------------------------------- the state

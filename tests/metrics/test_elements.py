@@ -1,7 +1,5 @@
 """Clippers of elements report the share of elements that they clipped."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from tests.helpers import after, scanned
+from tests.sharded import on_each_part
 
 KEYS = "clip/elements_clipped", "clip/elements_clipped_mean"
 RECENT = "clip/elements_clipped_recent"
@@ -90,11 +89,11 @@ def test_the_share_is_that_of_all_devices_in_shard_map(kind):
     grads = {"split": jnp.full(8, 0.5), "whole": jnp.full(2, 0.5)}
     spike = {"split": jnp.full(8, 0.5).at[3].set(99.0), "whole": jnp.array([0.5, 99.0])}
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=(specs, specs), out_specs=P())
     def share(one, other):
         return optaxclip.metrics(after(clipper, one, other))[KEYS[0]]
 
-    assert float(share(grads, spike)) == pytest.approx(0.2)
+    share_of_all = on_each_part(share, mesh, (specs, specs), P())
+    assert float(share_of_all(grads, spike)) == pytest.approx(0.2)
 
 
 @pytest.mark.slow

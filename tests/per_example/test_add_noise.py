@@ -214,7 +214,7 @@ def test_in_shard_map_noise_is_for_the_sum_over_all_devices():
 
     run = jax.shard_map(noisy, mesh=mesh, in_specs=P("x"), out_specs=P())
     found = jax.jit(run)(batch, mask)
-    wanted = add_noise(grad(PARAMS, batch, mask=mask), SIGMA, KEY)
+    wanted = add_noise(jax.jit(grad)(PARAMS, batch, mask=mask), SIGMA, KEY)
     for name, leaf in wanted.items():
         np.testing.assert_allclose(found[name], leaf, rtol=1e-5)
 

@@ -220,7 +220,7 @@ def test_rows_of_a_table_may_be_split_over_another_axis(method):
         return jnp.sum(jnp.tanh(table[words]) ** 2)
 
     grad = jax.jit(clipped_grad(loss, 0.5, method=method))
-    wanted = clipped_grad(whole, 0.5)(table, words)
+    wanted = jax.jit(clipped_grad(whole, 0.5))(table, words)
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     with jax.set_mesh(mesh):
         parts = jax.reshard(table, P("model")), jax.reshard(words, P("data"))

@@ -135,7 +135,7 @@ def narrow_on_the_way(w, x):
 @pytest.mark.parametrize("loss", [narrow_site, narrow_operand, narrow_on_the_way])
 def test_a_float64_parameter_has_the_bound_of_its_cast_to_float32(loss):
     with jax.enable_x64(True):
-        grad = clipped_grad(loss, 1.0, mean=False, method="ghost")
+        grad = jax.jit(clipped_grad(loss, 1.0, mean=False, method="ghost"))
         changes = []
         bounds = []
         # Gradients are 2 x. The sum passes 256, above which float32 has half as many

@@ -22,9 +22,9 @@ def layer_by_number(w, x):
 
 def long_chain(w, x):
     """Many operations on parameters alone."""
-    scale = w[0]
+    scale, factor, shift = w[0], w[1], w[2]
     for _ in range(500):
-        scale = scale * w[1] + w[2]
+        scale = scale * factor + shift
     return jnp.sum(jnp.tanh(w @ x) @ w * scale)
 
 

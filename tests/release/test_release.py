@@ -126,7 +126,8 @@ def usual_run(optimizer, clip):
     layers, rest = new_params()
     trained, constant = split(layers)
     state = optimizer.init((trained, rest))
-    update, seen = jax.jit(optimizer.update), []
+    update, apply_updates = jax.jit(optimizer.update), jax.jit(optax.apply_updates)
+    seen = []
 
     @jax.jit
     def gradient(trained, rest, *batch):
@@ -141,7 +142,7 @@ def usual_run(optimizer, clip):
         seen.append((value, grads))
         clipped = jax.tree.map(jnp.asarray, clip(grads))
         updates, state = update(clipped, state, (trained, rest))
-        trained, rest = optax.apply_updates((trained, rest), updates)
+        trained, rest = apply_updates((trained, rest), updates)
     return (trained | constant, rest), state, seen
 
 
@@ -434,7 +435,7 @@ def test_strict_promotion_lets_layers_and_other_weights_differ_in_dtype():
             return jnp.sum(x * params["out"].astype(x.dtype))
 
         trainer = release(loss, optax.sgd(1.0), max_norm=0.5)
-        new, _, _ = trainer.step(params, trainer.init(params))
+        new, _, _ = jax.jit(trainer.step)(params, trainer.init(params))
     squares = 0.0
     for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(new), strict=True):
         squares += np.sum((np.asarray(x, float) - np.asarray(y, float)) ** 2)

@@ -44,7 +44,7 @@ def usual_run(model, optimizer, clip, steps, has_aux=True):
     loss, params, batch_of = model
     trained, others = parted(params)
     state, values, gradients = optimizer.init(trained), [], []
-    update = jax.jit(optimizer.update)
+    update, apply_updates = jax.jit(optimizer.update), jax.jit(optax.apply_updates)
 
     @jax.jit
     def value_and_grad(trained, *batch):
@@ -60,7 +60,7 @@ def usual_run(model, optimizer, clip, steps, has_aux=True):
         values.append(value)
         gradients.append(grads)
         updates, state = update(jax.tree.map(jnp.asarray, clip(grads)), state, trained)
-        trained = optax.apply_updates(trained, updates)
+        trained = apply_updates(trained, updates)
     return joined(trained, others), state, values, gradients
 
 
