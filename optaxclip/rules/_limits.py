@@ -269,20 +269,24 @@ class Joined(Rule):
         new_memories = []
         call = call_name(type(self))
         for index, (rule, memory) in enumerate(zip(self.rules, memories)):
+            argument = f"{call}: rules[{index}]"
             limit, new_memory = checked_update(
                 rule,
                 norm,
                 memory,
                 step,
                 *extra_norms_of(rule, params_norm, total_norm),
-                argument=f"{call}: rules[{index}]",
+                argument=argument,
             )
             # Limits may be Python numbers or of any dtype. Minimum and Maximum compare
             # them in one dtype.
             limit = in_norm_dtype(norm.dtype, limit)
+            if jnp.ndim(limit):
+                checks.check_shape(argument, jnp.shape(limit), norm.shape)
+                limit = jnp.broadcast_to(limit, norm.shape)
             limits.append(limit)
-            # A limit of NaN is not learned from. `limit_and_memory_of` sees the joined
-            # limit only, in which WarmUp may hide it.
+            # Where the limit is NaN, the memory stays. `limit_and_memory_of` sees the
+            # joined limit only, in which WarmUp may hide it.
             new_memories.append(new_where(limit == limit, new_memory, memory))
         return limits, tuple(new_memories)
 
