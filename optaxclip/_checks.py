@@ -186,9 +186,8 @@ def check_concrete(argument: str, value: object) -> None:
 
 
 def check_flag(argument: str, value: object, allowed: str = "True or False") -> None:
-    """Refuses anything but True and False, 1 and 0. A traced value passes."""
-    if isinstance(value, Tracer):
-        return
+    """Refuses anything but True and False, 1 and 0, and a traced value."""
+    check_concrete(argument, value)
     is_number = isinstance(value, NUMBER_TYPES) and not np.ndim(value)
     # Compared in NumPy: inside jit JAX would trace the comparison.
     if not is_number or np.asarray(value) not in (0, 1):
