@@ -64,7 +64,9 @@ def test_a_limit_of_nan_breaks_a_step_as_a_norm_of_nan_does():
 
 
 def test_a_step_that_the_shrink_breaks_is_not_reported_as_clipped():
-    shrink = lambda norm, limit: jnp.sqrt(limit - norm)
+    def shrink(norm, limit):
+        return jnp.sqrt(limit - norm)
+
     clipper = optaxclip.clip_by_global_norm(1.0, shrink=shrink)
     found = optaxclip.metrics(after(clipper, jnp.array([3.0, 4.0])))
     counts = [found[f"clip/{x}"] for x in ("clipped", "clipped_count")]
