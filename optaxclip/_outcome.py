@@ -1,4 +1,4 @@
-"""What becomes of the norms of a step, and what a state keeps of it.
+"""The outcome of a step for each norm, and the new state.
 
 Outcome          limit, factor and flags of the norms of a block
 next_state       the state after a step
@@ -191,8 +191,8 @@ class UnitNumbers(NamedTuple):
 def furthest_units(
     norms: Array, limits: Array, mesh_of_units: tuple[str, ...], decide: Decide
 ) -> Outcome:
-    """One outcome for each of some leaves, whose units have one shape: that of the unit
-    furthest above its limit, with the share of units that were clipped.
+    """For each leaf, the outcome of its unit furthest above its limit, with the share
+    of its units that were clipped. All units have one shape.
 
     Norms and limits are [leaves, ...units]. `mesh_of_units` are the mesh axes that
     split the units.
@@ -238,7 +238,8 @@ def furthest_units(
 
 def severity(norm: Array, limit: Array) -> Array:
     """How far norms are above their limits, for a comparison: sqrt(norm / limit), and
-    below 0 for a finite norm without a limit. NaN where norm or limit is NaN.
+    below 0 for a finite norm without a limit. NaN where norm or limit is NaN, or where
+    both are inf.
     """
     smallest = jnp.finfo(norm.dtype).tiny
     # A limit of 0 would hide all differences, so it counts as the smallest number. The
@@ -287,8 +288,8 @@ def _largest_or_nan(column: Array, is_candidate: Array, axes: Sequence[int]) -> 
     """The largest candidate of a column along some axes, NaN if one is NaN. No number
     is negative.
     """
-    # A maximum of floats drops NaN on a CPU, and over devices. As integers, these
-    # numbers have the same order, with NaN last.
+    # On a CPU XLA drops NaN from a maximum of many floats (20,000), and from one over
+    # devices. As integers, these numbers have the same order, with NaN last.
     integer = np.dtype(f"int{8 * column.dtype.itemsize}")
     bits = lax.bitcast_convert_type(jnp.abs(column), integer)
     largest = jnp.max(jnp.where(is_candidate, bits, 0), axes)
