@@ -30,7 +30,7 @@ from ._state import (
     LayerNames,
     Names,
     StateRows,
-    names_here,
+    names_on_this_device,
     state_of_rows,
 )
 from ._sums import Axes, materialized_on_gpu
@@ -97,10 +97,10 @@ def next_state(
         clipped_recently=moving_average(
             state.clipped_recently, outcome.units_clipped, step
         ),
-        units_clipped=_last_shares(state, outcomes, outcome.units_clipped),
+        units_clipped=_units_clipped_row(state, outcomes, outcome.units_clipped),
     )
     new_state = state_of_rows(
-        names_here(state), rows, tuple(memories.values()), state.numbers.dtype
+        names_on_this_device(state), rows, tuple(memories.values()), state.numbers.dtype
     )
     return state._replace(
         names=new_state.names,
@@ -110,7 +110,7 @@ def next_state(
     )
 
 
-def _last_shares(
+def _units_clipped_row(
     state: ClipState, outcomes: list[tuple[Block, Outcome]], units_clipped: Array
 ) -> Array:
     """The share of clipped units in the last step that had the leaf. A missing leaf
