@@ -339,8 +339,8 @@ def _logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Arr
         # [..., heads of queries] -> [..., heads of keys, queries that share it]
         logits = resharded(logits).astype(attention.norm_dtype).reshape((*shape, -1))
         largest = jnp.max(logits, axis=-1)
-        # XLA on a CPU drops NaN from a maximum of many floats: seen for 61 layers of 128
-        # keys with 8 queries each.
+        # XLA on a CPU drops NaN from a maximum of many floats: seen for 61 layers with
+        # 128 keys of 8 queries each.
         has_nan = jnp.any(jnp.isnan(logits), axis=-1)
         largest = jnp.where(has_nan, jnp.nan, largest)
         # Norms are at least 0, and a negative logit is within every limit.
