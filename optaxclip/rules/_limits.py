@@ -139,7 +139,7 @@ def rule_of(limit: LimitTree, argument: str) -> Rule:
 
 
 def rule_without_params(limit: Limit, argument: str) -> Rule:
-    """The rule of a limit, where only the norm is measured that is limited.
+    """The rule of a limit, for callers without weight norms or a total norm.
 
     Raises:
       ValueError: a rule that needs the norm of the weights or of all norms.
@@ -148,8 +148,8 @@ def rule_without_params(limit: Limit, argument: str) -> Rule:
     # Without this check `update` of the rule would miss an argument in the first step.
     if rule.needs_params or rule.needs_total:
         raise ValueError(
-            f"{argument} must not compare norms with that of all norms or with those "
-            f"of weights, which are not measured here, got {checks.shown(rule)}."
+            f"{argument} must not compare norms with the total norm or the weight "
+            f"norms, which are not measured here, got {checks.shown(rule)}."
         )
     return rule
 

@@ -495,6 +495,6 @@ def warn_of_falling(argument: str, ratio: Any) -> None:
     if is_at_most_1(ratio):
         checks.warn_user(
             f"{argument} should be above 1, got {ratio}: the limit is this multiple of "
-            "norms that it has limited itself, so it can only fall. A fixed limit is "
-            "clip_by_global_norm(1.0) or clip_by_tensor_norm(1.0)."
+            "norms that were already clipped to it, so it can only fall. A fixed limit "
+            "is clip_by_global_norm(1.0) or clip_by_tensor_norm(1.0)."
         )

@@ -365,7 +365,7 @@ def test_a_rule_may_need_weights_and_the_norm_of_all():
 def test_where_there_is_one_norm_the_rule_is_refused(build):
     for rule in (ShareOfTotal(0.5), rules.minimum(ShareOfTotal(0.5), 1.0)):
         with pytest.raises(
-            ValueError, match="rule must not compare norms with that of"
+            ValueError, match="rule must not compare norms with the total"
         ):
             build(rule)
 
