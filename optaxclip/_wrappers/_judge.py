@@ -10,7 +10,6 @@ of each keeps what was judged (`_rows.py`).
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -171,10 +170,11 @@ class Judge(NamedTuple):
         if number is None:
             return None
         # With a loss for each example, the limit and the decision would be arrays too.
-        check = checks.check_scalar
+        argument_in_errors = f"{self.call}: {argument}"
         if argument == "grad_norm":
-            check = partial(checks.check_given_norm, is_scalar=True)
-        check(f"{self.call}: {argument}", number)
+            checks.check_given_norm(argument_in_errors, number, is_scalar=True)
+        else:
+            checks.check_scalar(argument_in_errors, number)
         number = number_for_jit(number)
         mesh_axes = tuple(sorted(varying(number)))
         # With None each device trains alone, so it may decide alone.
