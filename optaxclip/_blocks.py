@@ -38,7 +38,7 @@ class Block(NamedTuple):
     positions: np.ndarray
     is_vector: bool  # whether `norm` joins the norms of whole leaves
     leaf_of_units: str | None = None  # the leaf whose units they are
-    mesh_of_units: tuple[str, ...] = ()  # the mesh axes that split the units
+    mesh_axes_of_units: tuple[str, ...] = ()  # the mesh axes that split the units
 
     def as_array(self, value_of_name: Mapping[str, Array]) -> Array:
         """One array in the layout of `norm`, from values by name."""
@@ -80,22 +80,22 @@ def blocks_of(
       ValueError: a norm that the state does not have, or with other layers or units.
     """
     norm_of_name = dict(zip(names, norms.values))
-    mesh_of_units = mesh_axes_of_units(norms, names)
+    mesh_axes_of_leaf = mesh_axes_of_unit_leaves(norms, names)
     indices_of_name = _indices_of_names(state, call)
-    _check_norms(state, indices_of_name, norm_of_name, mesh_of_units, call)
+    _check_norms(state, indices_of_name, norm_of_name, mesh_axes_of_leaf, call)
     blocks_of_units = []
     # Inside shard_map some norms differ between devices, and others are the same on
     # all. A vector has one type, so they are separate blocks.
     names_by_axes: dict[Any, list[str]] = {}
     for name, indices in indices_of_name.items():
-        if name in mesh_of_units:
+        if name in mesh_axes_of_leaf:
             block = Block(
                 norm=norm_of_name[name],
                 norm_of_name={name: norm_of_name[name]},
                 positions=indices.reshape(-1),
                 is_vector=False,
                 leaf_of_units=name,
-                mesh_of_units=mesh_of_units[name],
+                mesh_axes_of_units=mesh_axes_of_leaf[name],
             )
             blocks_of_units.append(block)
         elif name in norm_of_name:
@@ -124,15 +124,17 @@ def _indices_of_names(state: ClipState, call: str) -> dict[str, np.ndarray]:
     return {name: indices[position] for name, position in positions.items()}
 
 
-def mesh_axes_of_units(norms: Norms, names: list[str]) -> dict[str, tuple[str, ...]]:
+def mesh_axes_of_unit_leaves(
+    norms: Norms, names: list[str]
+) -> dict[str, tuple[str, ...]]:
     """The mesh axes that split the units of each leaf that has units. `names` are those
     of the norms.
     """
-    mesh_of_units = {}
+    mesh_axes_of_leaf = {}
     for spec in norms.specs:
         if spec.norm_index in norms.unit_norm_indices:
-            mesh_of_units[names[spec.norm_index]] = spec.mesh_of_units
-    return mesh_of_units
+            mesh_axes_of_leaf[names[spec.norm_index]] = spec.mesh_axes_of_units
+    return mesh_axes_of_leaf
 
 
 def _check_norms(

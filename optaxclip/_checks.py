@@ -141,9 +141,11 @@ def check_number(
 check_limit = partial(check_number, is_limit=True)
 
 
-def check_given_norm(argument: str, norm: ArrayLike) -> None:
+def check_given_norm(
+    argument: str, norm: ArrayLike, *, is_scalar: bool = False
+) -> None:
     """Refuses a given norm that is not a real number, or is below 0. NaN passes."""
-    check_real(argument, norm)
+    check_real(argument, norm, is_scalar=is_scalar)
     # The value of a `jax.Array` is not checked: that would wait for the device.
     if not isinstance(norm, Array) and np.less(norm, 0).any():
         raise ValueError(f"{argument} must be at least 0, got {shown(norm)}.")
@@ -186,9 +188,8 @@ def check_concrete(argument: str, value: object) -> None:
 
 
 def check_flag(argument: str, value: object, allowed: str = "True or False") -> None:
-    """Refuses anything but True and False, 1 and 0. A traced value passes."""
-    if isinstance(value, Tracer):
-        return
+    """Refuses anything but True and False, 1 and 0, and a traced value."""
+    check_concrete(argument, value)
     is_number = isinstance(value, NUMBER_TYPES) and not np.ndim(value)
     # Compared in NumPy: inside jit JAX would trace the comparison.
     if not is_number or np.asarray(value) not in (0, 1):
@@ -402,21 +403,22 @@ def check_state(call: str, state: object, state_type: type) -> None:
     """
     if not isinstance(state, state_type):
         raise TypeError(foreign_state_error(call, state, state_type))
-    mapped = "jax.vmap(optimizer.update)(grads, opt_state, params)"
-    check_one_model(f"{call}: state", state, mapped)
+    call_for_many_models = "jax.vmap(optimizer.update)(grads, opt_state, params)"
+    check_one_model(f"{call}: state", state, call_for_many_models)
 
 
-def check_one_model(argument: str, state: object, mapped: str) -> None:
-    """Raises ValueError for the states of several models, or devices, at once. `mapped`
-    is the call that maps over them.
+def check_one_model(argument: str, state: object, call_for_many_models: str) -> None:
+    """Raises ValueError for the states of several models, or devices, at once. The
+    error names the call that maps over them.
     """
     # An array [members, rows, N] would be read as [rows, N].
     shape = jnp.shape(getattr(state, "step", 0))
     if shape:
         raise ValueError(
             f"{argument} must be of one model, but its counter of steps has the shape "
-            f"{shape}, as under jax.vmap or jax.pmap. Map over them, {mapped}, or take "
-            "one, jax.tree.map(lambda x: x[0], opt_state)."
+            f"{shape}, as under jax.vmap or jax.pmap. Map over them, "
+            f"{call_for_many_models}, or take one, "
+            "jax.tree.map(lambda x: x[0], opt_state)."
         )
 
 

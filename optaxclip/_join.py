@@ -131,14 +131,16 @@ def _mesh_axes_of_norms(plan: NormPlan) -> list[AxisNames]:
     """
     shared: set[str] = set()
     for spec in plan.specs:
-        if not spec.mesh_of_units:
+        if not spec.mesh_axes_of_units:
             shared.update(spec.joined_along)
     # Each device has the norms of leaves that are not split. Devices may hold different
     # ones (`mesh_axes=None`).
     mesh_axes_of_norms: list[AxisNames] = [()] * plan.norm_count
     for spec in plan.specs:
-        if spec.mesh_of_units:
-            mesh_axes_of_norms[spec.norm_index] = tuple(sorted(spec.mesh_of_summed))
+        if spec.mesh_axes_of_units:
+            mesh_axes_of_norms[spec.norm_index] = tuple(
+                sorted(spec.mesh_axes_of_summed)
+            )
         elif spec.joined_along:
             mesh_axes_of_norms[spec.norm_index] = tuple(sorted(shared))
     return mesh_axes_of_norms
@@ -158,8 +160,8 @@ def _counted_once(
         copies = mesh.device_count({*mesh_axes} - {*spec.joined_along})
 
     def counted_once(array: Array) -> Array:
-        if spec.mesh_of_layers:
-            array = mesh.among_zeros(array, spec.mesh_of_kept)
+        if spec.mesh_axes_of_layers:
+            array = mesh.placed_among_zeros(array, spec.mesh_axes_of_kept)
         if copies > 1:
             array = array / copies
         return mesh_types.varying_over(array, mesh_axes)

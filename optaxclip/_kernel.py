@@ -125,8 +125,8 @@ def make_clipper(
     eps: ArrayLike = 0.0,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes a clipper. `call` and `limit_argument` are what errors call it and its
-    limit.
+    """Makes a clipper. Errors name the function `call` and its argument
+    `limit_argument`.
     """
     checks.check_choice(f"{call}: nonfinite", nonfinite, checks.NONFINITE)
     # The norm with an infinite eps would be inf, and all updates 0.
@@ -274,6 +274,7 @@ def _update(
         settings, rule_leaves, norms, names, state, weights, overrides
     )
     # With update(limit=inf) the user switches clipping off, so broken norms pass too.
+    # They still count as broken, and nonfinite="raise" raises.
     inf_is_off = settings.inf_is_off or overrides.limit is not None
     # `_decide` is jitted. It needs no rules, and must not keep their schedules alive.
     settings_of_decide = settings._replace(inf_is_off=inf_is_off, rules_treedef=None)
@@ -310,7 +311,7 @@ _update_jitted = jax.jit(_update, static_argnums=0)
 
 
 class RuleInputs(NamedTuple):
-    """What all blocks of a step have in common when their rules are asked."""
+    """The inputs that the rules of all blocks share."""
 
     # `limit_and_memory_of`, jitted or not
     ask_rule: Callable[..., tuple[Array, PyTree]]
@@ -339,7 +340,7 @@ def _rule_inputs(
     weights: PyTree,
     overrides: Overrides,
 ) -> RuleInputs:
-    """What all blocks of a step have in common when their rules are asked."""
+    """The inputs that the rules of all blocks share."""
     rules = settings.rules_treedef.unflatten(rule_leaves)
     rules_in_order = blocks.rules_of_norms(rules, norms, settings.limit_in_errors)
     weight_norm_of_name = {}
@@ -370,7 +371,9 @@ def _rule_inputs(
 
 
 def _limits_of_block(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits:
-    """The limits of a block. `memory` is what its rule remembers of it."""
+    """The limits of a block: those that `update` was given, or those of the rules.
+    `memory` is what the rule of the block remembers.
+    """
     limits = _limits_by_rules(inputs, block, memory)
     if inputs.given_limit_of_name is None:
         return limits
@@ -383,7 +386,7 @@ def _limits_by_rules(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
     """The limits of a block, by one rule or by those of parts of the updates."""
     if not isinstance(inputs.rules, Rule):
         # The rules of parts remember nothing.
-        limit_of_name = _limits_by_name(inputs, block)
+        limit_of_name = _limits_leaf_by_leaf(inputs, block)
         return Limits(block.as_array(limit_of_name), limit_of_name, memory)
     rule = inputs.rules
     if block.is_vector:
@@ -392,9 +395,10 @@ def _limits_by_rules(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
     if rule.needs_params:
         weight_norm = block.as_array(inputs.weight_norm_of_name)
     memory = _memory_typed_as(block.norm, memory)
-    limit, memory = _limit_and_memory(inputs, rule, block.norm, weight_norm, memory)
+    limit, memory = _ask_rule(inputs, rule, block.norm, weight_norm, memory)
     if _is_faster_leaf_by_leaf(rule, block, memory):
-        return Limits(limit, _limits_by_name(inputs, block), memory)
+        # Computed a second time, which costs less than waiting for the vector.
+        return Limits(limit, _limits_leaf_by_leaf(inputs, block), memory)
     return Limits(limit, block.by_name(limit), memory)
 
 
@@ -402,9 +406,9 @@ def _is_faster_leaf_by_leaf(rule: Rule, block: Block, memory: PyTree) -> bool:
     """Whether the limit of each leaf is computed a second time, for `factor_roots`.
 
     On a TPU that function computes the root of each leaf again, from the leaf's own
-    norm and limit. A limit that follows the weights would make it wait, if it were
-    taken out of the vector: until the weights of all leaves are measured. On other
-    platforms nothing uses the second limits, and XLA removes them.
+    norm and limit. Taken from the vector, a limit that follows the weights would wait
+    for the weight norms of all leaves. On other platforms nothing uses the second
+    limits, and XLA removes them.
     """
     remembers = len(jax.tree.leaves(memory)) > 0
     return rule.needs_params and block.is_vector and not remembers
@@ -424,18 +428,18 @@ def _memory_typed_as(norm: Array, memory: PyTree) -> PyTree:
     return mesh_types.narrowed_as(memory, norm)
 
 
-def _limits_by_name(inputs: RuleInputs, block: Block) -> dict[str, Array]:
+def _limits_leaf_by_leaf(inputs: RuleInputs, block: Block) -> dict[str, Array]:
     """The limit of each norm of a block, by rules that remember nothing."""
     limit_of_name = {}
     for name, norm in block.norm_of_name.items():
         rule = inputs.rule_of_name[name]
         weight_norm = inputs.weight_norm_of_name.get(name)
-        limit, _ = _limit_and_memory(inputs, rule, norm, weight_norm, ())
+        limit, _ = _ask_rule(inputs, rule, norm, weight_norm, ())
         limit_of_name[name] = limit
     return limit_of_name
 
 
-def _limit_and_memory(
+def _ask_rule(
     inputs: RuleInputs,
     rule: Rule,
     norm: Array,
@@ -497,12 +501,12 @@ def _decide(settings: Settings, eps: ArrayLike, norm: Array, limit: Array) -> De
     if not is_ours(settings.shrink):
         # A function of the user's may return NaN, such as sqrt(limit - norm).
         is_sound = is_sound & (new_norm >= 0) & (new_norm < jnp.inf)
-    # A broken norm becomes NaN, and the updates with it, or 0.
+    # The new norm of a broken norm is NaN, or 0 under "zero". The updates follow.
     new_norm_if_broken = 0.0 if settings.nonfinite == "zero" else jnp.nan
     new_norm = jnp.where(is_sound, new_norm, new_norm_if_broken)
     # Under a limit of inf that the user set, updates pass untouched, NaN included: both
-    # norms become 1, so the factor is 1. A rule that says inf because it has no limit
-    # yet lets no broken step pass.
+    # norms become 1, so the factor is 1. Only nonfinite="raise" still raises. A rule
+    # that says inf because it has no limit yet lets no broken step pass.
     if settings.inf_is_off:
         is_off = limit == jnp.inf
         new_norm = jnp.where(is_off, 1.0, new_norm)

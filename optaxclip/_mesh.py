@@ -64,10 +64,10 @@ class Split(NamedTuple):
     others.
     """
 
-    mesh_of_summed: AxisNames = ()  # the mesh axes that split summed axes
+    mesh_axes_of_summed: AxisNames = ()  # the mesh axes that split summed axes
     # For each axis of the leaf its mesh axes, () for a summed axis. () if no kept axis
     # is split.
-    mesh_of_kept: tuple[AxisNames, ...] = ()
+    mesh_axes_of_kept: tuple[AxisNames, ...] = ()
 
 
 NOT_SPLIT = Split()
@@ -144,10 +144,13 @@ def global_shapes(mesh_axes: MeshAxes | Prefix, tree: PyTree, call: str) -> list
 
 
 def splits(
-    mesh_axes: MeshAxes | Prefix, tree: PyTree, axes: Sequence[Any], call: str
+    mesh_axes: MeshAxes | Prefix,
+    tree: PyTree,
+    summed_axes_of_leaves: Sequence[Any],
+    call: str,
 ) -> list[Split]:
-    """For each leaf, how it is split if its norm is taken over its axes `axes` (None:
-    all).
+    """How each leaf is split. `summed_axes_of_leaves`: the axes that the norm sums, for
+    each leaf. None for all of them.
 
     Raises:
       ValueError: a mesh axis that is not bound, or that contradicts the type of a leaf;
@@ -155,11 +158,12 @@ def splits(
     """
     # No mesh is set, as under plain jit: the common case, which looks at no leaf.
     if mesh_axes == "auto" and jax.sharding.get_abstract_mesh().empty:
-        return [NOT_SPLIT] * len(axes)
+        return [NOT_SPLIT] * len(summed_axes_of_leaves)
     paths_and_arrays = jax.tree.leaves_with_path(tree)
     entries = mesh_axes_of_leaves(mesh_axes, tree, call)
     splits_of_leaves = []
-    for (path, array), entry, summed_axes in zip(paths_and_arrays, entries, axes):
+    leaves = zip(paths_and_arrays, entries, summed_axes_of_leaves)
+    for (path, array), entry, summed_axes in leaves:
         split = _split(trees.path_name(path), array, entry, summed_axes, call)
         splits_of_leaves.append(split)
     return splits_of_leaves
@@ -193,7 +197,7 @@ def _split(
     _check_against_type(argument, leaf_name, array, names)
     # Which axis is split does not matter where all are summed.
     if summed_axes is None or len(summed_axes) == jnp.ndim(array):
-        return Split(mesh_of_summed=names)
+        return Split(mesh_axes_of_summed=names)
     if not names:
         return NOT_SPLIT
     if names_by_axis is None:
@@ -207,14 +211,16 @@ def _split(
         )
     # Units of [in, out] with P("x", "y") are summed over x. Each device along y has
     # the units of its own outputs.
-    mesh_of_summed: AxisNames = ()
-    mesh_of_kept: list[AxisNames] = [()] * jnp.ndim(array)
+    mesh_axes_of_summed: AxisNames = ()
+    mesh_axes_of_kept: list[AxisNames] = [()] * jnp.ndim(array)
     for axis, names_of_axis in enumerate(names_by_axis):
         if axis in summed_axes:
-            mesh_of_summed += names_of_axis
+            mesh_axes_of_summed += names_of_axis
         else:
-            mesh_of_kept[axis] = names_of_axis
-    return Split(mesh_of_summed, tuple(mesh_of_kept) if any(mesh_of_kept) else ())
+            mesh_axes_of_kept[axis] = names_of_axis
+    if not any(mesh_axes_of_kept):
+        mesh_axes_of_kept = []
+    return Split(mesh_axes_of_summed, tuple(mesh_axes_of_kept))
 
 
 def _check_against_type(
@@ -357,37 +363,37 @@ def joined_over_devices(
     return totals
 
 
-def among_zeros(numbers: Array, mesh_of_kept: Sequence[AxisNames]) -> Array:
+def placed_among_zeros(numbers: Array, mesh_axes_of_kept: Sequence[AxisNames]) -> Array:
     """An array of the global shape: this device's numbers at their place, 0 elsewhere.
     Its psum is the numbers of all devices.
 
     The last axes of `numbers` are the axes of the leaf, each split over its entry of
-    `mesh_of_kept`.
+    `mesh_axes_of_kept`.
     """
-    first_axis = numbers.ndim - len(mesh_of_kept)
+    first_axis = numbers.ndim - len(mesh_axes_of_kept)
     shape = list(numbers.shape)
-    for axis, names in enumerate(mesh_of_kept, first_axis):
+    for axis, names in enumerate(mesh_axes_of_kept, first_axis):
         shape[axis] *= device_count(names)
     starts = [np.int32(0)] * first_axis
-    starts += _starts(numbers.shape[first_axis:], mesh_of_kept)
+    starts += _starts(numbers.shape[first_axis:], mesh_axes_of_kept)
     zeros = typed_as(jnp.zeros(shape, numbers.dtype), jax.typeof(numbers))
     return lax.dynamic_update_slice(zeros, numbers, starts)
 
 
-def local_layers(layers: Array, mesh_of_kept: Sequence[AxisNames]) -> Array:
+def local_layers(layers: Array, mesh_axes_of_kept: Sequence[AxisNames]) -> Array:
     """The layers of this device, out of an array for the layers of all devices."""
     sizes = list(layers.shape)
-    for axis, names in enumerate(mesh_of_kept):
+    for axis, names in enumerate(mesh_axes_of_kept):
         sizes[axis] //= device_count(names)
-    return lax.dynamic_slice(layers, _starts(sizes, mesh_of_kept), sizes)
+    return lax.dynamic_slice(layers, _starts(sizes, mesh_axes_of_kept), sizes)
 
 
-def _starts(sizes: Sequence[int], mesh_of_kept: Sequence[AxisNames]) -> list[Any]:
+def _starts(sizes: Sequence[int], mesh_axes_of_kept: Sequence[AxisNames]) -> list[Any]:
     """Where this device's part of an array begins along each axis. The part has these
     sizes.
     """
     starts: list[Any] = []
-    for size, names in zip(sizes, mesh_of_kept):
+    for size, names in zip(sizes, mesh_axes_of_kept):
         # The index of this device along these mesh axes. The first axis is the slowest.
         # It is an int32 with x64 too, and all starts must have one dtype.
         starts.append(lax.axis_index(names) * size if names else np.int32(0))

@@ -247,8 +247,11 @@ def _numbers_of_entries(state: ClipState) -> ClipNumbers:
     # A leaf with units is changed if one unit was.
     has_units = bool(state.names.unit_leaves)
     is_changed = state.units_clipped > 0 if has_units else state.factor != 1
-    # A broken step may have a factor of NaN or 0, and was not clipped.
-    is_clipped = is_changed & are_sound(state.norm, state.limit)
+    # A broken step was not clipped. With nonfinite="propagate" its factor is NaN. With
+    # "zero" it is 0, as for a norm that was dropped. So a shrink of the user's that
+    # returns NaN cannot be told there from a clip.
+    is_sound = are_sound(state.norm, state.limit) & jnp.isfinite(state.factor)
+    is_clipped = is_changed & is_sound
     clipped_count = _float32(state.clipped)
     # The factor new_norm / norm is cut to the range of its dtype. Where it was cut,
     # norm * factor is not the new norm, which is the limit.

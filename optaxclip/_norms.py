@@ -73,9 +73,10 @@ class Norms(NamedTuple):
         """
         values = list(local_values)
         for spec in self.specs:
-            if spec.norm_index is not None and spec.mesh_of_layers:
-                layers = mesh.among_zeros(values[spec.norm_index], spec.mesh_of_kept)
-                values[spec.norm_index] = lax.psum(layers, spec.mesh_of_layers)
+            if spec.norm_index is not None and spec.mesh_axes_of_layers:
+                layers_here = values[spec.norm_index]
+                layers = mesh.placed_among_zeros(layers_here, spec.mesh_axes_of_kept)
+                values[spec.norm_index] = lax.psum(layers, spec.mesh_axes_of_layers)
         return values
 
 
@@ -223,8 +224,8 @@ def _measure_leaves(
         spec = LeafSpec(
             norm_index,
             axes=summed_axes,
-            mesh_of_summed=split.mesh_of_summed,
-            mesh_of_kept=split.mesh_of_kept,
+            mesh_axes_of_summed=split.mesh_axes_of_summed,
+            mesh_axes_of_kept=split.mesh_axes_of_kept,
             # A leaf that is summed whole has one norm, and no units.
             has_units=has_units and summed_axes is not None,
         )
@@ -315,9 +316,9 @@ def total_norm(norms: Norms) -> Array:
     # the units are, and all others are the same on all devices.
     specs = [LeafSpec(norm_index=0)] * len(norms.values)
     for spec in norms.specs:
-        if spec.mesh_of_units:
+        if spec.mesh_axes_of_units:
             specs[spec.norm_index] = LeafSpec(
-                norm_index=0, mesh_of_summed=spec.mesh_of_units
+                norm_index=0, mesh_axes_of_summed=spec.mesh_axes_of_units
             )
     plan = NormPlan(tuple(specs), norm_count=1, ord=None)
     (total,) = norms_of(plan, norms.values)

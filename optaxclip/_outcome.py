@@ -1,4 +1,4 @@
-"""What becomes of the norms of a step, and what a state keeps of it.
+"""The outcome of a step for each norm, and the new state.
 
 Outcome          limit, factor and flags of the norms of a block
 next_state       the state after a step
@@ -30,7 +30,7 @@ from ._state import (
     LayerNames,
     Names,
     StateRows,
-    names_here,
+    names_on_this_device,
     state_of_rows,
 )
 from ._sums import Axes, materialized_on_gpu
@@ -97,10 +97,10 @@ def next_state(
         clipped_recently=moving_average(
             state.clipped_recently, outcome.units_clipped, step
         ),
-        units_clipped=_last_shares(state, outcomes, outcome.units_clipped),
+        units_clipped=_units_clipped_row(state, outcomes, outcome.units_clipped),
     )
     new_state = state_of_rows(
-        names_here(state), rows, tuple(memories.values()), state.numbers.dtype
+        names_on_this_device(state), rows, tuple(memories.values()), state.numbers.dtype
     )
     return state._replace(
         names=new_state.names,
@@ -110,7 +110,7 @@ def next_state(
     )
 
 
-def _last_shares(
+def _units_clipped_row(
     state: ClipState, outcomes: list[tuple[Block, Outcome]], units_clipped: Array
 ) -> Array:
     """The share of clipped units in the last step that had the leaf. A missing leaf
@@ -133,6 +133,7 @@ def _in_state_order(
     the step keeps its norm, limit and factor, and was not clipped.
     """
     parts = []
+    # The flat indices of each part in a row of the state.
     positions = []
     # Leaves whose units have one shape and are split over the same mesh axes: one
     # reduction finds the furthest unit of each.
@@ -142,12 +143,12 @@ def _in_state_order(
             parts.append(outcome)
             positions.append(block.positions)
         else:
-            units_type = jax.typeof(outcome.norm), block.mesh_of_units
+            units_type = jax.typeof(outcome.norm), block.mesh_axes_of_units
             leaves_of_type.setdefault(units_type, []).append((block, outcome))
-    for (_, mesh_of_units), leaves in leaves_of_type.items():
+    for (_, mesh_axes_of_units), leaves in leaves_of_type.items():
         norms = jnp.stack([outcome.norm for _, outcome in leaves])
         limits = jnp.stack([outcome.limit for _, outcome in leaves])
-        parts.append(furthest_units(norms, limits, mesh_of_units, decide))
+        parts.append(furthest_units(norms, limits, mesh_axes_of_units, decide))
         positions += [block.positions for block, _ in leaves]
     zeros = jnp.zeros_like(state.norm)
     unchanged = Outcome(
@@ -189,12 +190,12 @@ class UnitNumbers(NamedTuple):
 
 
 def furthest_units(
-    norms: Array, limits: Array, mesh_of_units: tuple[str, ...], decide: Decide
+    norms: Array, limits: Array, mesh_axes_of_units: tuple[str, ...], decide: Decide
 ) -> Outcome:
-    """One outcome for each of some leaves, whose units have one shape: that of the unit
-    furthest above its limit, with the share of units that were clipped.
+    """For each leaf, the outcome of its unit furthest above its limit, with the share
+    of its units that were clipped. All units have one shape.
 
-    Norms and limits are [leaves, ...units]. `mesh_of_units` are the mesh axes that
+    Norms and limits are [leaves, ...units]. `mesh_axes_of_units` are the mesh axes that
     split the units.
     """
     norms, limits = materialized_on_gpu([norms, limits])
@@ -214,16 +215,18 @@ def furthest_units(
     )
     # JAX has no derivative of a reduction of several arrays.
     furthest = _furthest(lax.stop_gradient(numbers), range(1, norms.ndim))
-    if mesh_of_units:
+    if mesh_axes_of_units:
         # Each device has found the furthest of its own units, and counted them. It puts
         # its numbers at its place among zeros, so the sum has those of all devices:
         # [numbers, leaves, devices].
         columns = [column.astype(norms.dtype) for column in furthest]
         numbers_here = jnp.stack(columns)[..., None]
-        placed_numbers = mesh.among_zeros(numbers_here, ((), (), mesh_of_units))
-        all_numbers = lax.psum(placed_numbers, mesh_of_units)
+        placed_numbers = mesh.placed_among_zeros(
+            numbers_here, ((), (), mesh_axes_of_units)
+        )
+        all_numbers = lax.psum(placed_numbers, mesh_axes_of_units)
         furthest = _furthest(UnitNumbers(*all_numbers), (1,))
-    unit_count = norms.size // len(norms) * mesh.device_count(mesh_of_units)
+    unit_count = norms.size // len(norms) * mesh.device_count(mesh_axes_of_units)
     units_clipped = furthest.clipped_count.astype(norms.dtype) / unit_count
     is_sound = furthest.severity < jnp.inf
     return Outcome(
@@ -238,7 +241,8 @@ def furthest_units(
 
 def severity(norm: Array, limit: Array) -> Array:
     """How far norms are above their limits, for a comparison: sqrt(norm / limit), and
-    below 0 for a finite norm without a limit. NaN where norm or limit is NaN.
+    below 0 for a finite norm without a limit. NaN where norm or limit is NaN, or where
+    both are inf.
     """
     smallest = jnp.finfo(norm.dtype).tiny
     # A limit of 0 would hide all differences, so it counts as the smallest number. The
@@ -287,8 +291,8 @@ def _largest_or_nan(column: Array, is_candidate: Array, axes: Sequence[int]) -> 
     """The largest candidate of a column along some axes, NaN if one is NaN. No number
     is negative.
     """
-    # A maximum of floats drops NaN on a CPU, and over devices. As integers, these
-    # numbers have the same order, with NaN last.
+    # On a CPU XLA drops NaN from a maximum of many floats (20,000), and from one over
+    # devices. As integers, these numbers have the same order, with NaN last.
     integer = np.dtype(f"int{8 * column.dtype.itemsize}")
     bits = lax.bitcast_convert_type(jnp.abs(column), integer)
     largest = jnp.max(jnp.where(is_candidate, bits, 0), axes)
@@ -319,7 +323,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
       ValueError: an array in a rule that is not one number for each entry of a norm.
     """
     names = trees.unique_names(norms.paths)
-    mesh_of_units = blocks.mesh_axes_of_units(norms, names)
+    mesh_axes_of_leaf = blocks.mesh_axes_of_unit_leaves(norms, names)
     summed_axes = {spec.norm_index: spec.axes for spec in norms.specs}
     rule_of_name = dict(zip(names, rules))
     zeros_of_leaves = {}
@@ -330,7 +334,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
             check_shape(argument, shape, norm.shape)
         zeros_of_leaf = jnp.zeros(norm.shape, norm.dtype)
         zeros_of_leaf = mesh_types.typed_as(zeros_of_leaf, norm)
-        if name in mesh_of_units:
+        if name in mesh_axes_of_leaf:
             zeros_of_units[name] = zeros_of_leaf
         else:
             zeros_of_leaves[name] = zeros_of_leaf
@@ -347,7 +351,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     for name, zeros_of_leaf in zeros_of_units.items():
         # Units differ between the devices that these mesh axes split them over. The
         # entry is a summary of all of them, so it does not vary over these axes.
-        mesh_axes = mesh_types.varying(zeros_of_leaf) - {*mesh_of_units[name]}
+        mesh_axes = mesh_types.varying(zeros_of_leaf) - {*mesh_axes_of_leaf[name]}
         zero = jnp.zeros((), zeros_of_leaf.dtype)
         entries.append(mesh_types.varying_over(zero, mesh_axes))
     # An empty tree has no norm, and its state one entry.

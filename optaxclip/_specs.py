@@ -20,49 +20,52 @@ class LeafSpec(NamedTuple):
     Some axes of a leaf are summed, and the others are kept. Inside shard_map and pmap
     mesh axes may split both:
 
-        mesh_of_summed    the mesh axes that split summed axes. Sums are joined over
-                          them
-        mesh_of_kept      the mesh axes that split kept axes
+        mesh_axes_of_summed    those that split summed axes. Sums are joined over them
+        mesh_axes_of_kept      those that split kept axes
 
     Kept axes are either units or layers:
 
-        mesh_of_units     `mesh_of_kept` of units. Each device has the norms of its
-                          units
-        mesh_of_layers    `mesh_of_kept` of layers. Each device has the norms of all
-                          layers, so norms are joined over these mesh axes too
+        mesh_axes_of_units     `mesh_axes_of_kept` of units. Each device has the norms
+                               of its units
+        mesh_axes_of_layers    `mesh_axes_of_kept` of layers. Each device has the norms
+                               of all layers, so norms are joined over these too
     """
 
     norm_index: Any  # an int, the index of its norm. None: the leaf is left alone
     # The axes that are summed, and stay with size 1. None: all, to a scalar.
     axes: Axes = None
-    mesh_of_summed: AxisNames = ()
+    mesh_axes_of_summed: AxisNames = ()
     # For each axis of the leaf its mesh axes, () for a summed axis. () if no kept axis
     # is split.
-    mesh_of_kept: tuple[AxisNames, ...] = ()
+    mesh_axes_of_kept: tuple[AxisNames, ...] = ()
     has_units: bool = False  # whether kept axes are units. Otherwise they are layers
 
     @property
-    def mesh_of_units(self) -> AxisNames:
+    def mesh_axes_of_units(self) -> AxisNames:
         """The mesh axes that split its units."""
-        return tuple(chain.from_iterable(self.mesh_of_kept)) if self.has_units else ()
+        if not self.has_units:
+            return ()
+        return tuple(chain.from_iterable(self.mesh_axes_of_kept))
 
     @property
-    def mesh_of_layers(self) -> AxisNames:
+    def mesh_axes_of_layers(self) -> AxisNames:
         """The mesh axes that split its layers."""
-        return () if self.has_units else tuple(chain.from_iterable(self.mesh_of_kept))
+        if self.has_units:
+            return ()
+        return tuple(chain.from_iterable(self.mesh_axes_of_kept))
 
     @property
     def joined_along(self) -> AxisNames:
         """The mesh axes over which its norm is joined."""
-        return self.mesh_of_summed + self.mesh_of_layers
+        return self.mesh_axes_of_summed + self.mesh_axes_of_layers
 
     def local_value(self, values: Sequence[Any]) -> Any:
         """The entry of this leaf in `values`, which has one for each norm. Of a stacked
         leaf it has the layers that this device holds.
         """
         value = values[self.norm_index]
-        if self.mesh_of_layers:
-            return mesh.local_layers(value, self.mesh_of_kept)
+        if self.mesh_axes_of_layers:
+            return mesh.local_layers(value, self.mesh_axes_of_kept)
         return value
 
 
@@ -88,7 +91,8 @@ class NormPlan(NamedTuple):
         for spec, array in zip(self.specs, arrays):
             axes = range(array.ndim) if spec.axes is None else spec.axes
             count = element_count([array.shape[axis] for axis in axes], dtype)
-            counts[spec.norm_index] += count * mesh.device_count(spec.mesh_of_summed)
+            device_count = mesh.device_count(spec.mesh_axes_of_summed)
+            counts[spec.norm_index] += count * device_count
         numbers = []
         for count in counts:
             # Only a count of symbols is an array already.

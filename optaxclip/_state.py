@@ -92,8 +92,8 @@ class Names(NamedTuple):
             return False
         if [*self.unit_leaves] != [*other.unit_leaves]:
             return False
-        # Either state may hold a share of the other's layers. Which of both it is must
-        # be the same for all leaves.
+        # Either state may hold a share of the other's layers. The same state must be
+        # the smaller one for all leaves.
         layers = self.layers_of_name.values()
         other_layers = other.layers_of_name.values()
         return all(map(_may_be_share, layers, other_layers)) or all(
@@ -193,8 +193,8 @@ class ClipState(_ClipStateFields):
     __slots__ = ()
 
     def __new__(cls, names: Any, counts: Any, numbers: Any, windows: Any = ()) -> Self:
-        if isinstance(names, OpenNames) and names.noted is not None:
-            names = names.noted
+        if isinstance(names, PlaceholderNames) and names.names_of_state is not None:
+            names = names.names_of_state
             windows = _one_for_each_window(windows, names)
         return super().__new__(cls, names, counts, numbers, windows)
 
@@ -266,11 +266,11 @@ class ClipState(_ClipStateFields):
         rows = {name: getattr(self, name) for name in NormEntry._fields[:-1]}
         entries = {}
         for name, position in positions_of_name(self, layers, call="by_name").items():
-            values = {field: _at(row, position) for field, row in rows.items()}
+            values = {field: _entries_at(row, position) for field, row in rows.items()}
             if name in memory_of_units:
                 memory = memory_of_units[name]
             else:
-                memory = _at(memory_of_leaves, position)
+                memory = _entries_at(memory_of_leaves, position)
             entries[name] = NormEntry(**values, memory=memory)
         return entries
 
@@ -358,22 +358,16 @@ def entry_counts(
         if layers_of_leaf is not None:
             # All stacks are split alike: a device has the same share of each.
             sizes[name] = len(layers_of_leaf) * layers_here // layer_count
-    return _entry_counts_of_layers(state.names, sizes, call) if layers else sizes
-
-
-def _entry_counts_of_layers(
-    names: Names, sizes: Mapping[str, int], call: str
-) -> dict[str, int]:
-    """The entry counts with a name of its own, and the count 1, for each layer. `sizes`
-    are those of leaves.
-    """
+    if not layers:
+        return sizes
     sizes_of_layers: dict[str, int] = {}
-    for name, layers in names.layers_of_name.items():
+    for name, layers_of_leaf in layers_of_name.items():
         layer_names = [name]
-        if layers is not None:
-            layer_names = [f"{name}/{layer}" for layer in [*layers][: sizes[name]]]
+        if layers_of_leaf is not None:
+            layers_on_this_device = [*layers_of_leaf][: sizes[name]]
+            layer_names = [f"{name}/{layer}" for layer in layers_on_this_device]
         if sizes_of_layers.keys() & layer_names:
-            leaves = trees.listed(names.layers_of_name)
+            leaves = trees.listed(layers_of_name)
             raise ValueError(
                 f"{call}: layers=True: a leaf of {leaves} has the name of a layer of "
                 "another leaf. Rename it, or use layers=False."
@@ -398,7 +392,7 @@ def positions_of_name(
     return positions
 
 
-def names_here(state: ClipState) -> Names:
+def names_on_this_device(state: ClipState) -> Names:
     """The names of a state, with those of the layers that this device has. A state of
     one leaf keeps the names of all its layers.
     """
@@ -418,7 +412,7 @@ def names_here(state: ClipState) -> Names:
     return names._replace(layers_of_name=layers_of_name)
 
 
-def _at(rows: PyTree, position: Position) -> PyTree:
+def _entries_at(rows: PyTree, position: Position) -> PyTree:
     """The tree of rows, with the entries at a position in the place of each row."""
     return jax.tree.map(lambda row: row[position], rows)
 
@@ -428,32 +422,32 @@ def _at(rows: PyTree, position: Position) -> PyTree:
 
 def state_of_placeholder() -> ClipState:
     """The state for `optax.tree_map_params`, which calls `init` without parameters: one
-    leaf for each field, and open names.
+    leaf for each field, and placeholder names.
     """
-    return ClipState(OpenNames(), jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+    return ClipState(PlaceholderNames(), jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
 
 
-class OpenNames:
+class PlaceholderNames:
     """The names of a state that `optax.tree_map_params` makes.
 
     It compares the structure of `init(placeholder)` with that of a real state, maps
     over both, and rebuilds the first. Which names there are depends on the parameters,
     which a placeholder does not have. So:
 
-        init(placeholder)   a state of one leaf for each field, with open names
-        map with a state    JAX compares the names, and the open ones note the state's
-        rebuild             `ClipState` takes the names that were noted
+        init(placeholder)   a state of one leaf for each field, with this object
+        map with a state    JAX compares the names, and this object keeps the state's
+        rebuild             `ClipState` takes the names that were kept
 
     tests/core/test_states_in_optax.py sees it break.
     """
 
     def __init__(self) -> None:
-        self.noted: Names | None = None
+        self.names_of_state: Names | None = None
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Names):
-            self.noted = other
-        return isinstance(other, (Names, OpenNames))
+            self.names_of_state = other
+        return isinstance(other, (Names, PlaceholderNames))
 
     def __hash__(self) -> int:
         return 0
@@ -463,6 +457,8 @@ def _one_for_each_window(windows: PyTree, names: Names) -> PyTree:
     """The windows of a state that `optax.tree_map_params` made. It maps all windows as
     one leaf, such as to one sharding, which is repeated here for each window.
     """
+    # The windows of a real state are a tuple, as `memory` is. optax puts one value in
+    # their place.
     if type(windows) is tuple or names.windows_structure is None:
         return windows
     return jax.tree.map(

@@ -318,7 +318,7 @@ def sum_in_range(x: Array, axes: Axes) -> Array:
 @partial(traced_once, static_argnums=(1, 2))
 def largest_bits(array: Array, axes: Axes, dtype: np.dtype) -> Array:
     """max |x|, as the bits of the number: integers in the same order, with NaN last. A
-    maximum of floats drops NaN on a CPU, and over devices.
+    maximum of many floats drops NaN on a CPU, and so does one over devices.
     """
     moduli = jnp.abs(array).astype(dtype)
     largest = jnp.max(moduli, axes, keepdims=axes is not None)

@@ -329,16 +329,16 @@ def values_of(call: str, argument: str, tree: PyTree, values: PyTree) -> PyTree:
       TypeError: values that are integers.
     """
     # A FrozenDict of params and a dict of updates have the same paths.
-    table = dict(jax.tree.leaves_with_path(unboxed(values)))
+    value_by_path = dict(jax.tree.leaves_with_path(unboxed(values)))
     values_of_leaves = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         # Entries without updates, such as frozen weights, are not used.
-        if path not in table:
+        if path not in value_by_path:
             raise ValueError(
                 f"{call}: {argument} has no value for the leaf {path_name(path)!r} "
-                f"of the updates: it has {listed_paths(table)}."
+                f"of the updates: it has {listed_paths(value_by_path)}."
             )
-        value = table[path]
+        value = value_by_path[path]
         if jnp.shape(value) != jnp.shape(leaf):
             raise ValueError(
                 f"{call}: {argument} has the shape {jnp.shape(value)} for the leaf "

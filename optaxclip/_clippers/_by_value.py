@@ -125,7 +125,7 @@ class CheckedBounds(NamedTuple):
     table: Prefix
 
     def of_leaves(self, updates: PyTree, step: Array) -> list[Any]:
-        """The bound of each leaf, by schedules that of this step."""
+        """The bound of each leaf at this step."""
         bounds = []
         for bound in lookup(self.table, updates, self.argument):
             if callable(bound):
@@ -147,7 +147,7 @@ def value_clipper(
     """
     upper_bounds = _checked_bounds(call, *upper, no_bound=math.inf)
     lower_bounds = _checked_bounds(call, *lower, no_bound=None)
-    _check_room(call, lower_bounds, upper_bounds)
+    _check_bounds_order(call, lower_bounds, upper_bounds)
 
     def init(params: PyTree) -> ClipByValueState:
         clipped_shares = no_elements_clipped() if count else ()
@@ -161,7 +161,8 @@ def value_clipper(
         # no count of steps, so it begins anew.
         if can_begin_anew(call, state, (upper_bounds.table, lower_bounds.table)):
             state = init(params)
-        checks.check_state(call, state, ClipByValueState)
+        else:
+            checks.check_state(call, state, ClipByValueState)
         trees.check_leaves(call, updates)
         trees.check_sparse(call, updates)
         leaves_with_path, treedef = jax.tree.flatten_with_path(updates)
@@ -212,7 +213,7 @@ def _checked_bounds(
     return CheckedBounds(name, argument, Prefix(tuple(entries)))
 
 
-def _check_room(call: str, lower: CheckedBounds, upper: CheckedBounds) -> None:
+def _check_bounds_order(call: str, lower: CheckedBounds, upper: CheckedBounds) -> None:
     """Raises ValueError for bounds of the same leaves that leave no room between them,
     and for a negative upper bound that stands alone.
     """
@@ -221,10 +222,12 @@ def _check_room(call: str, lower: CheckedBounds, upper: CheckedBounds) -> None:
     for path in lower_by_path | upper_by_path:
         # An argument may give one bound for a whole subtree, under a beginning of this
         # path.
-        heads = list(beginnings(path))
-        # Each list has at most one bound, since an argument gives a leaf only one.
-        lows = [lower_by_path[head] for head in heads if head in lower_by_path]
-        highs = [upper_by_path[head] for head in heads if head in upper_by_path]
+        starts = list(beginnings(path))
+        # Each list has at most one bound, since an argument gives a leaf only one. It
+        # has none where the bounds of the argument are for parts of this path. These
+        # are compared at their own paths.
+        lows = [lower_by_path[start] for start in starts if start in lower_by_path]
+        highs = [upper_by_path[start] for start in starts if start in upper_by_path]
         for low, high in zip(lows, highs):
             if low is not None:
                 checks.check_order(call, (lower.name, low), (upper.name, high))

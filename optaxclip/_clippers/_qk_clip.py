@@ -116,8 +116,8 @@ def qk_clip(
         MLA                 `rotary` names the rotary queries, which take the whole
                             factor, since the rotary key is shared and stays as it is
         NaN or inf logits   the weights of the head become NaN. `skip_nonfinite` does
-                            not see that, since it looks at gradients. As a rule these
-                            are NaN too, and the step is left out
+                            not see that, since it looks at gradients. The
+                            gradients are usually NaN too, and the step is left out
         biases              belong to queries and keys like kernels, also where one leaf
                             holds queries and keys
         QK-norm             makes logits independent of these weights: do not clip it
@@ -255,8 +255,8 @@ def _clipped_updates(
     entry_by_name = state.by_name()
     scale_by_position: dict[int, Array] = {}
     for attention in attentions:
-        # The state has a scalar where there is one head. Here it is [heads] or
-        # [layers, heads].
+        # The state has a vector for all layers and heads of the attention. Here it is
+        # [heads] or [layers, heads].
         entry = entry_by_name[attention.name]
         factors = entry.factor.reshape(attention.norm_shape)
         power = jnp.asarray(alpha).astype(factors.dtype)
@@ -338,8 +338,13 @@ def _logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Arr
             )
         # [..., heads of queries] -> [..., heads of keys, queries that share it]
         logits = resharded(logits).astype(attention.norm_dtype).reshape((*shape, -1))
-        # Norms are at least 0, and a negative logit is within every limit. NaN stays.
-        logits_by_name[attention.name] = jnp.maximum(jnp.max(logits, axis=-1), 0)
+        largest = jnp.max(logits, axis=-1)
+        # XLA on a CPU drops NaN from a maximum of many floats: seen for 61 layers with
+        # 128 keys of 8 queries each.
+        has_nan = jnp.any(jnp.isnan(logits), axis=-1)
+        largest = jnp.where(has_nan, jnp.nan, largest)
+        # Norms are at least 0, and a negative logit is within every limit.
+        logits_by_name[attention.name] = jnp.maximum(largest, 0)
     return logits_by_name
 
 
@@ -431,8 +436,8 @@ def _check_disjoint(leaves: list[AttentionLeaf]) -> None:
     leaves_by_position: dict[int, list[AttentionLeaf]] = {}
     for leaf in leaves:
         leaves_by_position.setdefault(leaf.position, []).append(leaf)
-    for records in leaves_by_position.values():
-        for left, right in combinations(records, 2):
+    for leaves_at_position in leaves_by_position.values():
+        for left, right in combinations(leaves_at_position, 2):
             if (_selected_entries(left) & _selected_entries(right)).any():
                 raise ValueError(
                     f"{CALL}: {left.role} and {right.role} have the same entries of "
@@ -457,8 +462,8 @@ def _selected_entries(leaf: AttentionLeaf) -> np.ndarray:
 
 
 def _attention_path(leaf: AttentionLeaf, leaves: list[AttentionLeaf]) -> Path:
-    """The path of the attention of a leaf: the longest path that a query has in common
-    with a key, or a key with a query.
+    """The path of the attention of a leaf: the longest path that a query or a rotary
+    query has in common with a key, or a key with a query.
     """
     partner_role = "queries" if leaf.role == "keys" else "keys"
     partners = [partner for partner in leaves if partner.role == partner_role]

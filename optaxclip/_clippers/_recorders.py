@@ -187,13 +187,13 @@ def record_spikes(
 
     def init(params: PyTree) -> SpikeState:
         arrays = pack(SpikeState.ROWS, *judge.initial(params))
-        return judge.varying_if_alone(SpikeState(*arrays), params)
+        return judge.varying_if_no_mesh_axes(SpikeState(*arrays), params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         check_state(call, state, SpikeState)
-        judgement = judge.decide(state, updates, extra_args)
+        judgement = judge.judgement_of(state, updates, extra_args)
         is_spike = judgement.is_rejected
         step = count_up(state.step)
         arrays = pack(

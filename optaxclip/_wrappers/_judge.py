@@ -39,7 +39,7 @@ class ComparedNumber(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What was decided of a step."""
+    """What was found of a step."""
 
     norm: ComparedNumber
     # The last loss that was given. It can be rejected only in the step that gave it.
@@ -49,7 +49,7 @@ class Judgement(NamedTuple):
 
 
 class Judge(NamedTuple):
-    """Decides by the rules of norm and loss."""
+    """Judges steps by the rules of norm and loss."""
 
     call: str  # the function that errors name
     rule: Rule  # of the norm
@@ -77,7 +77,7 @@ class Judge(NamedTuple):
         norm = ComparedNumber(zero, no_limit, memory)
         return norm, ComparedNumber(no_loss, no_limit, loss_memory)
 
-    def decide(
+    def judgement_of(
         self, state: PyTree, updates: PyTree, extra_args: Mapping[str, Any]
     ) -> Judgement:
         """Holds norm and loss of a step against the limits of their rules.
@@ -104,7 +104,7 @@ class Judge(NamedTuple):
                 loss = self._compared(
                     self.loss_rule, loss_value, loss_memory, state, is_loss=True
                 )
-                loss = self.varying_if_alone(loss, norm.value)
+                loss = self.varying_if_no_mesh_axes(loss, norm.value)
         return Judgement(
             norm,
             loss,
@@ -112,7 +112,7 @@ class Judge(NamedTuple):
             is_nonfinite=jnp.logical_or(norm.is_nonfinite, loss.is_nonfinite),
         )
 
-    def varying_if_alone(self, values: PyTree, like: PyTree) -> PyTree:
+    def varying_if_no_mesh_axes(self, values: PyTree, like: PyTree) -> PyTree:
         """The values. With mesh_axes=None, where each device trains alone, they are
         typed as differing over the mesh axes over which `like` does.
         """
@@ -137,7 +137,7 @@ class Judge(NamedTuple):
         """Holds a norm or a loss against the limit of its rule."""
         # A user's number may have another dtype than the state.
         value = jnp.array(number, state.norm.dtype)
-        value = self.varying_if_alone(value, state.norm)
+        value = self.varying_if_no_mesh_axes(value, state.norm)
         argument = "loss_rule" if is_loss else "rule"
         # Tracers show that the user's jit is running. There a jit of ours would keep a
         # schedule, and what it refers to, alive in its cache.
@@ -170,22 +170,24 @@ class Judge(NamedTuple):
         if number is None:
             return None
         # With a loss for each example, the limit and the decision would be arrays too.
-        checks.check_scalar(f"{self.call}: {argument}", number)
+        argument_in_errors = f"{self.call}: {argument}"
         if argument == "grad_norm":
-            checks.check_given_norm(f"{self.call}: {argument}", number)
+            checks.check_given_norm(argument_in_errors, number, is_scalar=True)
+        else:
+            checks.check_scalar(argument_in_errors, number)
         number = number_for_jit(number)
         mesh_axes = tuple(sorted(varying(number)))
         # With None each device trains alone, so it may decide alone.
         if mesh_axes and self.mesh_axes is not None:
             axis = mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
             if argument == "value":
-                same_number = f"lax.pmean(value, {axis!r})"
+                advice = f"lax.pmean(value, {axis!r})"
             else:
                 # The mean of the norms of parts is not the norm of the whole.
-                same_number = "the norm of the whole gradient, or none to measure it"
+                advice = "the norm of the whole gradient, or none to measure it"
             raise ValueError(
                 f"{self.call}: {argument} differs along the mesh axis {axis!r}, so "
-                f"each device would decide for itself: hand over {same_number}, or say "
+                f"each device would decide for itself: hand over {advice}, or say "
                 "with mesh_axes=None that each device trains alone."
             )
         return number

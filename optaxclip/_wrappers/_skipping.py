@@ -322,13 +322,13 @@ def _without_rejected_steps(
         inner_state = optimizer.init(params)
         _warn_of_clippers(call, inner_state)
         arrays = pack(SkipState.ROWS, *judge.initial(params))
-        return judge.varying_if_alone(SkipState(*arrays, inner_state), params)
+        return judge.varying_if_no_mesh_axes(SkipState(*arrays, inner_state), params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         checks.check_state(call, state, SkipState)
-        judgement = judge.decide(state, updates, extra_args)
+        judgement = judge.judgement_of(state, updates, extra_args)
         skip = judgement.is_rejected
         if max_consecutive is not None:
             skip = skip & (state.consecutive < max_consecutive)

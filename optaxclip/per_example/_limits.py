@@ -193,7 +193,7 @@ def weights_of(
     limits = problem.limits
     specs = []
     for group, split_axes in zip(problem.groups, problem.axes_of_params):
-        specs.append(LeafSpec(norm_index=group, mesh_of_summed=split_axes))
+        specs.append(LeafSpec(norm_index=group, mesh_axes_of_summed=split_axes))
     plan = NormPlan(tuple(specs), len(limits.values), ord=None)
 
     def norms_of_one(leaves: Arrays) -> Array:

@@ -205,7 +205,7 @@ class Signature(NamedTuple):
         for split in _mesh.splits(self.mesh_axes, params, summed_axes, self.call):
             # Along mesh axes of the batch devices hold gradients of different examples,
             # and not parts of one.
-            names = set(split.mesh_of_summed) - varying(batch)
+            names = set(split.mesh_axes_of_summed) - varying(batch)
             axes_of_params.append(tuple(sorted(names)))
         return axes_of_params
 

@@ -139,7 +139,7 @@ def rule_of(limit: LimitTree, argument: str) -> Rule:
 
 
 def rule_without_params(limit: Limit, argument: str) -> Rule:
-    """The rule of a limit, where only the norm is measured that is limited.
+    """The rule of a limit, for callers without weight norms or a total norm.
 
     Raises:
       ValueError: a rule that needs the norm of the weights or of all norms.
@@ -148,8 +148,8 @@ def rule_without_params(limit: Limit, argument: str) -> Rule:
     # Without this check `update` of the rule would miss an argument in the first step.
     if rule.needs_params or rule.needs_total:
         raise ValueError(
-            f"{argument} must not compare norms with that of all norms or with those "
-            f"of weights, which are not measured here, got {checks.shown(rule)}."
+            f"{argument} must not compare norms with the total norm or the weight "
+            f"norms, which are not measured here, got {checks.shown(rule)}."
         )
     return rule
 
@@ -269,20 +269,24 @@ class Joined(Rule):
         new_memories = []
         call = call_name(type(self))
         for index, (rule, memory) in enumerate(zip(self.rules, memories)):
+            argument = f"{call}: rules[{index}]"
             limit, new_memory = checked_update(
                 rule,
                 norm,
                 memory,
                 step,
                 *extra_norms_of(rule, params_norm, total_norm),
-                argument=f"{call}: rules[{index}]",
+                argument=argument,
             )
             # Limits may be Python numbers or of any dtype. Minimum and Maximum compare
             # them in one dtype.
             limit = in_norm_dtype(norm.dtype, limit)
+            if jnp.ndim(limit):
+                checks.check_shape(argument, jnp.shape(limit), norm.shape)
+                limit = jnp.broadcast_to(limit, norm.shape)
             limits.append(limit)
-            # A limit of NaN is not learned from. `limit_and_memory_of` sees the joined
-            # limit only, in which WarmUp may hide it.
+            # Where the limit is NaN, the memory stays. `limit_and_memory_of` sees the
+            # joined limit only, in which WarmUp may hide it.
             new_memories.append(new_where(limit == limit, new_memory, memory))
         return limits, tuple(new_memories)
 

@@ -71,8 +71,8 @@ def checked_number(
     # The numbers of a schedule are known during the steps only.
     if schedule and callable(value):
         checks.check_schedule(argument, value)
-        in_range = _RangeOfSchedule(argument, lowest, highest)
-        return Partial(in_range, as_partial(value))
+        clipped_schedule = _ClippedSchedule(argument, lowest, highest)
+        return Partial(clipped_schedule, as_partial(value))
     checks.check_limit(argument, value, lowest=lowest, highest=highest)
     return number_for_jit(value)
 
@@ -83,7 +83,7 @@ def number_field(default: Any = dataclasses.MISSING, **options: Any) -> Any:
     return field(default=default, metadata={"check": check})
 
 
-class _RangeOfSchedule(NamedTuple):
+class _ClippedSchedule(NamedTuple):
     """Returns the number of a schedule at a step, clipped to a range.
 
     A tuple is equal to its like, so rules with equal ranges share a program.
@@ -340,14 +340,14 @@ def _form_of_memory(rule: Rule, norm: Array) -> PyTree:
     A traced length of a window counts as 1, since it cannot give a shape.
     """
 
-    def one_for_length(number: Any) -> Any:
+    def without_traced_length(number: Any) -> Any:
         is_traced = isinstance(number, Tracer) and not number.ndim
         if is_traced and not jnp.issubdtype(number.dtype, jnp.inexact):
             return 1
         return number
 
-    rule_with_lengths = jax.tree.map(one_for_length, rule)
-    return jax.eval_shape(rule_with_lengths.init, norm)
+    rule_with_known_lengths = jax.tree.map(without_traced_length, rule)
+    return jax.eval_shape(rule_with_known_lengths.init, norm)
 
 
 def checked_update(
@@ -495,6 +495,6 @@ def warn_of_falling(argument: str, ratio: Any) -> None:
     if is_at_most_1(ratio):
         checks.warn_user(
             f"{argument} should be above 1, got {ratio}: the limit is this multiple of "
-            "norms that it has limited itself, so it can only fall. A fixed limit is "
-            "clip_by_global_norm(1.0) or clip_by_tensor_norm(1.0)."
+            "norms that were already clipped to it, so it can only fall. A fixed limit "
+            "is clip_by_global_norm(1.0) or clip_by_tensor_norm(1.0)."
         )

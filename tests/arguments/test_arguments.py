@@ -83,6 +83,18 @@ def test_an_order_that_is_traced_says_what_to_do():
         jax.jit(injected.update)(tree, state, tree)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda flag: optaxclip.clip_by_value(1.0, count=flag),
+        lambda flag: optaxclip.adaptive_grad_clip(1.0, per_tensor=flag),
+    ],
+)
+def test_a_flag_that_is_traced_says_what_to_do(make):
+    with pytest.raises(TypeError, match="name it in static_args"):
+        jax.eval_shape(make, True)
+
+
 def test_an_order_may_be_an_array_of_one_number():
     for order in (np.array(3), np.float32(3.0), jnp.array(3.0)):
         norm = optaxclip.global_norm(jnp.ones(4), ord=order)

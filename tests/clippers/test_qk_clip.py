@@ -127,6 +127,16 @@ def test_without_a_limit_it_only_measures():
     np.testing.assert_array_equal(state.clipped, [0, 0, 0, 0])
 
 
+def test_logits_of_nan_break_the_head_of_many_queries():
+    """XLA on a CPU drops NaN from a maximum of floats, if there are many of them."""
+    params = {"q": jnp.ones((1, 40_000)), "k": jnp.ones((1, 2))}
+    clipper = qk_clip(20.0, queries={"q": 1}, keys={"k": 1})
+    max_logits = jnp.ones(40_000).at[3].set(jnp.nan)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    _, state = after(clipper, params, zero, max_logits)
+    np.testing.assert_array_equal(state.norm, [np.nan, 1.0])
+
+
 def test_a_head_whose_logits_broke_becomes_nan():
     for broken in (np.nan, np.inf):
         max_logits = jnp.array([20.0, broken, 30.0, -np.inf])

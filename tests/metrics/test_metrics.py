@@ -63,6 +63,16 @@ def test_a_limit_of_nan_breaks_a_step_as_a_norm_of_nan_does():
             np.testing.assert_array_equal(found["clip/norm_after"], norm_after)
 
 
+def test_a_step_that_the_shrink_breaks_is_not_reported_as_clipped():
+    def shrink(norm, limit):
+        return jnp.sqrt(limit - norm)
+
+    clipper = optaxclip.clip_by_global_norm(1.0, shrink=shrink)
+    found = optaxclip.metrics(after(clipper, jnp.array([3.0, 4.0])))
+    counts = [found[f"clip/{x}"] for x in ("clipped", "clipped_count")]
+    assert (*counts, found["clip/nonfinite_count"]) == (0, 0, 1)
+
+
 def test_a_unit_that_is_made_longer_counts_as_clipped():
     """The other unit, which is furthest above its limit, has the length of it."""
     kernel = jnp.array([[0.5, 1.0], [0.0, 0.0]])

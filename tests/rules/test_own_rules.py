@@ -104,6 +104,26 @@ class EMA(rules.Rule):
         return self.k * norm, memory
 
 
+class LimitOfFewerAxes(rules.Rule):
+    """A limit for each column of units, which remembers one number for each unit."""
+
+    cap: jax.Array
+
+    def init(self, norm):
+        return jnp.zeros(norm.shape)
+
+    def update(self, norm, memory, step):
+        return self.cap, memory + 1
+
+
+def test_a_joined_rule_learns_beside_a_limit_of_fewer_axes():
+    rule = LimitOfFewerAxes(jnp.array([1.0, 2.0, 3.0]))
+    clipper = optaxclip.clip_by_unitwise_norm(rules.minimum(rule, 5.0))
+    _, state = apply(clipper, jnp.ones((4, 3)))
+    assert jnp.all(jax.tree.leaves(state.memory)[0] == 1)
+    assert state.limit == 1.0
+
+
 def test_errors_name_a_class_of_the_user_as_it_is():
     with pytest.raises(TypeError, match=r"^EMA: there is no argument 'kk'"):
         EMA(kk=3.0)
@@ -345,7 +365,7 @@ def test_a_rule_may_need_weights_and_the_norm_of_all():
 def test_where_there_is_one_norm_the_rule_is_refused(build):
     for rule in (ShareOfTotal(0.5), rules.minimum(ShareOfTotal(0.5), 1.0)):
         with pytest.raises(
-            ValueError, match="rule must not compare norms with that of"
+            ValueError, match="rule must not compare norms with the total"
         ):
             build(rule)
 
