@@ -172,7 +172,8 @@ def clipped_grad(
       method: "ghost", "one_pass" or "auto". Both methods give the same numbers, but for
         rounding and for gradients whose terms cancel.
 
-        "ghost": from one backward pass, without large gradients of examples. Where
+        "ghost": from one backward pass, without large gradients of examples. (With a
+        limit of all norms, some convolutions take one pass: docs/per_example.md.) Where
         norms are by gram (`explain_clipped_grad`), terms of several positions are added
         up with those of other examples. If they cancel to less than 1/16 of their size
         (1/256 in a mean), the norm of the example counts as 1/16 (1/256) of that size,
