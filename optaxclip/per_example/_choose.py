@@ -18,7 +18,7 @@ from .._checks import check_whole_number
 from .._jaxpr import source_line
 from .._mesh_types import is_on_one_device, manual_axes
 from .._trees import PyTree
-from ._ghost import Ghost, ghost_of
+from ._ghost import GhostClipping, ghost_of
 from ._ghost._plans import GradientPlan, LeafPlan
 from ._ghost._sites import CannotSplit
 from ._passes import even_width, numbers_without_loop
@@ -43,7 +43,7 @@ class Choice(NamedTuple):
     """How the gradients of a problem are clipped."""
 
     width: int  # how many examples a device takes at once
-    ghost: Ghost | None = None  # None: in one pass
+    ghost: GhostClipping | None = None  # None: in one pass
 
     @property
     def method(self) -> str:
@@ -95,7 +95,7 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     return Choice(_width_of_one_pass(problem, ghost, microbatch))
 
 
-def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
+def ghost_or_obstacle(problem: Problem) -> tuple[GhostClipping | None, str]:
     """Ghost clipping, or None and the obstacle, as errors name it."""
     arguments = {"parameters": problem.params, "the batch": problem.batch}
     for path, leaf in jax.tree.leaves_with_path(arguments):
@@ -123,7 +123,9 @@ def _width_of_microbatch(problem: Problem, microbatch: int) -> int:
     return even_width(problem.size, max(microbatch // problem.explicit_devices, 1))
 
 
-def _width_of_ghost(problem: Problem, ghost: Ghost, microbatch: int | None) -> int:
+def _width_of_ghost(
+    problem: Problem, ghost: GhostClipping, microbatch: int | None
+) -> int:
     """The width of ghost clipping."""
     if microbatch:
         return _width_of_microbatch(problem, microbatch)
@@ -136,7 +138,7 @@ def _width_of_ghost(problem: Problem, ghost: Ghost, microbatch: int | None) -> i
 
 
 def _width_of_one_pass(
-    problem: Problem, ghost: Ghost | None, microbatch: int | None
+    problem: Problem, ghost: GhostClipping | None, microbatch: int | None
 ) -> int:
     """The width of one pass if "auto" chooses it. How much the backward pass captures
     is known only where ghost clipping is possible.
@@ -190,7 +192,7 @@ def _fitting_width(size: int, kept_size: int, captured_size: int) -> int:
 
 
 def costs_of(
-    problem: Problem, ghost: Ghost | None, microbatch: int | None
+    problem: Problem, ghost: GhostClipping | None, microbatch: int | None
 ) -> dict[str, float]:
     """The estimated time of each method, in times of the plain gradient."""
     gradient_size = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
@@ -226,7 +228,7 @@ def costs_of(
 
 
 def _method_for_convolutions(
-    problem: Problem, ghost: Ghost | None, method: str, microbatch: int | None
+    problem: Problem, ghost: GhostClipping | None, method: str, microbatch: int | None
 ) -> tuple[str, int | None]:
     """The method and the microbatch, changed where XLA would compute wrong gradients of
     examples by a convolution's kernel, or very slow ones. Ghost clipping is right and
@@ -275,7 +277,7 @@ def _method_for_convolutions(
     return method, 1
 
 
-def _makes_kernel_gradients(ghost: Ghost) -> bool:
+def _makes_kernel_gradients(ghost: GhostClipping) -> bool:
     """Whether ghost clipping needs gradients of examples by a convolution's kernel."""
     return any(has_convolution(site.eqn) for site in ghost.gradient_sites)
 
