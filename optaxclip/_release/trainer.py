@@ -110,7 +110,9 @@ class Trainer:
         """
         model = self._model(params, batch)
         names = model.optimizer.name_of_leaf
-        return [names[path] for path in names if path in model.slice_of_entry]
+        # A layer has its slice of these entries.
+        layer_paths = model.slice_of_entry.keys()
+        return [names[path] for path in names if path in layer_paths]
 
     def _model(self, params: PyTree, batch: tuple[PyTree, ...]) -> Model:
         return read_model(

@@ -201,8 +201,8 @@ def clipped_grad(
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.
-      mesh_axes: over which mesh axes parameters are split, inside shard_map and pmap,
-        so that the norm of an example is that of its whole gradient: "auto" (right in
+      mesh_axes: inside shard_map and pmap, the mesh axes that split parameters. The
+        norm of an example is then that of its whole gradient. One of "auto" (right in
         shard_map with check_vma=True, and where the loss joins no devices), names that
         split every parameter, None for parameters that are whole on each device, or a
         tree prefix of PartitionSpec. Axes that split the batch are not among them.
