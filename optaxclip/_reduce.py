@@ -21,11 +21,10 @@ import numpy as np
 from jax import Array, lax
 
 from . import _join as join
-from . import _sums as sums
 from ._moduli import tangent_of_modulus
 from ._specs import NormPlan
 from ._squares import norms_by_squares
-from ._sums import divided, sum_in_range, sum_over
+from ._sums import divided, largest_bits, norm_dtype, sum_in_range, sum_over
 
 # Orders whose norm is a root of squares. None is 2.
 OF_SQUARES = (None, 2, "rms", "average")
@@ -56,10 +55,10 @@ def _largest(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms of order inf. They are compared as integers: the bits of non-negative
     floats sort as the floats do.
     """
-    dtype = sums.norm_dtype(arrays)
+    dtype = norm_dtype(arrays)
     terms = []
     for spec, array in zip(plan.specs, arrays):
-        terms.append(sums.largest_bits(array, spec.axes, dtype))
+        terms.append(largest_bits(array, spec.axes, dtype))
     totals = join.per_norm(
         plan,
         terms,
@@ -75,7 +74,7 @@ def _by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[Array]
     norm, so that no power leaves the range. That reads them a second time. An order
     below 1/4 needs no division.
     """
-    dtype = sums.norm_dtype(arrays)
+    dtype = norm_dtype(arrays)
     divisors = []
     for largest in _largest(plan, arrays):
         ones = jnp.ones_like(largest)
@@ -143,16 +142,16 @@ def _tangents_by_squares(
     d rms = sum (x / rms) dx / N
     d average = sum (x / rms) dx / N^1.5
     """
-    dtype = sums.norm_dtype(arrays)
+    dtype = norm_dtype(arrays)
     counts = plan.element_counts(arrays, dtype)
-    roots = norms  # the norm or the rms, by which x is divided
-    divisors = counts
+    x_divisors = norms  # the norm or the rms
+    divisors = counts  # 1 for order 2
     if plan.ord == "average":
-        roots = [norm * count**0.5 for norm, count in zip(norms, counts)]
+        x_divisors = [norm * count**0.5 for norm, count in zip(norms, counts)]
         divisors = [count * count**0.5 for count in counts]
     terms = []
     for spec, array, tangent in zip(plan.specs, arrays, tangents):
-        products = _slope_times_tangent(array, spec.local_value(roots), tangent)
+        products = _slope_times_tangent(array, spec.local_value(x_divisors), tangent)
         terms.append(sum_over(products, spec.axes))
     totals = _added(plan, terms, dtype)
     return [total / divisor for total, divisor in zip(totals, divisors)]
@@ -178,7 +177,7 @@ def _tangents_of_largest(
     """The tangents of norms of order inf: the mean of d|x| over the largest elements,
     in all leaves and on all devices.
     """
-    dtype = sums.norm_dtype(arrays)
+    dtype = norm_dtype(arrays)
     terms = []
     counts_of_leaves = []
     for spec, array, tangent in zip(plan.specs, arrays, tangents):
@@ -204,7 +203,7 @@ def _tangents_by_powers(
     order: float,
 ) -> list[Array]:
     """The tangents of norms of order p: sum (|x| / norm)^(p-1) d|x|."""
-    dtype = sums.norm_dtype(arrays)
+    dtype = norm_dtype(arrays)
     terms = []
     for spec, array, tangent in zip(plan.specs, arrays, tangents):
         norm = spec.local_value(norms)

@@ -87,19 +87,23 @@ def norms_after_clip(run: Run) -> list[float]:
     """Norms of clipped gradients: clipped rightly, and as the step clipped them."""
     if run.norm <= run.limit:
         return []
-    lengths = [run.limit, norm_of(run.update)]
+    norms = [run.limit, norm_of(run.update)]
     # A clip makes no gradient longer.
-    return [length for length in lengths if length < run.norm]
+    return [norm for norm in norms if norm < run.norm]
 
 
 def norm_with_weights(run: Run) -> float:
-    """The norm of gradients with weights added, before the clip."""
+    """The norm of gradients with weights added, before the clip. Only markers drift,
+    where the gradient is 0, so the squares of both add up.
+    """
     weights = run.drift / run.step_factors.mean()
     return math.hypot(run.norm, norm_of(weights))
 
 
 def norms_without_small_leaves(run: Run) -> np.ndarray:
-    """Norms without the squares of some small leaves, or of all but the largest."""
+    """Norms without the squares of some small leaves, or of all but the largest. All
+    small leaves have the same norm.
+    """
     counts = np.arange(run.leaf_norms.size)
     return np.sqrt(run.leaf_norms.max() ** 2 + counts * run.leaf_norms.min() ** 2)
 
@@ -208,13 +212,13 @@ def returned_norms(run: Run) -> np.ndarray:
 
 
 def norms_of_a_clip(run: Run) -> np.ndarray:
-    """The norms by which a clip makes the gradient this update: limit / factor."""
+    """limit / factor: the norms that a clip divided by."""
     return run.limit / run.step_factors.mean(axis=1)
 
 
 def norms_of_update(run: Run) -> np.ndarray:
-    """The norms that explain an update: those of a clip if it is shortened and has to
-    be. Else nothing was clipped, and it is a gradient of norm * factor.
+    """The norms that explain an update. Above the limit, if it is shortened: limit /
+    factor. Otherwise norm * factor, of a gradient that was not clipped.
     """
     factors = run.step_factors.mean(axis=1)
     if run.case == "above" and (factors < 1.0).all():
@@ -233,7 +237,7 @@ def peers_of(runs: Sequence[Run]) -> list[Run]:
 
 
 def bug_of_norm(
-    run: Run, peers: Sequence[Run], norms_of_run: NormsOf = returned_norms
+    run: Run, peers: Sequence[Run], read_norms: NormsOf = returned_norms
 ) -> str:
     """The name of the first bug that gives the norms of a run on all devices.
 
@@ -242,7 +246,7 @@ def bug_of_norm(
     """
 
     def ratio(peer: Run) -> float:
-        return peer.same_or_nan(norms_of_run(peer)) / peer.norm
+        return peer.same_or_nan(read_norms(peer)) / peer.norm
 
     runs_to_explain = [run]
     is_constant = _is_constant(run, peers, ratio)
@@ -251,7 +255,7 @@ def bug_of_norm(
     bugs = list(norms_of_bugs(run))
     for peer in runs_to_explain:
         norms = norms_of_bugs(peer)
-        step_norms = norms_of_run(peer)
+        step_norms = read_norms(peer)
         bugs = [bug for bug in bugs if _are_among(peer, step_norms, norms[bug])]
     if bugs:
         return bugs[0]
@@ -276,8 +280,10 @@ def bug_of_update(run: Run, peers: Sequence[Run]) -> str:
     """The name of the bug of the update. Empty where it is right."""
     if not np.isfinite(run.update).all():
         return "unknown"
+    # Leaves or devices have different factors, or none.
     if math.isnan(run.factor_ratio()):
         return _bug_of_direction(run)
+    # The markers have changed, which have no gradient.
     if run.drift.any():
         return "weights_added"
     if run.is_close(run.factor_ratio(), 1.0):

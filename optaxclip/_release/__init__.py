@@ -28,9 +28,9 @@ from .._kernel import make_clipper
 from .._norms import GlobalNorm
 from .._trees import PyTree
 from ..rules._limits import Limit, rule_without_params
-from .trainer import Released, ReleaseState
+from .trainer import ReleaseState, Trainer
 
-__all__ = ["ReleaseState", "Released", "release"]
+__all__ = ["ReleaseState", "Trainer", "release"]
 
 
 def release(
@@ -41,7 +41,7 @@ def release(
     passes: int = 1,
     trainable: PyTree = True,
     nonfinite: Nonfinite = "propagate",
-) -> Released:
+) -> Trainer:
     """Trains a model that scans its layers without ever holding the gradient of more
     than one of them.
 
@@ -135,7 +135,7 @@ def release(
         raise ValueError(f"release: passes must be 1 or 2, got {shown(passes)}.")
     rule = rule_without_params(max_norm, "release: max_norm")
     measure = GlobalNorm("release")
-    return Released(
+    return Trainer(
         loss,
         optimizer=with_extra_args("release: optimizer", optimizer),
         clipper=make_clipper(measure, max_norm, call="release", nonfinite=nonfinite),

@@ -23,17 +23,17 @@ class StepClip(NamedTuple):
 
     clipper: Any  # of the norm of everything, whose state is a `ClipState`
     state: ClipState  # its state before this step
-    inf_is_off: bool  # whether a limit of inf lets NaN pass, see `Rule`
+    inf_is_off: bool  # of `Rule`: a limit of inf is no clip, which lets NaN pass
     measured_norm: Array | None = None  # of everything. None: one pass
 
     def limit_ahead(self) -> Array:
         """The limit of everything, before the norm of this step is known. Rules are
-        asked with the norm of the step before, or its limit if that norm is broken.
+        asked with the last norm, or with the last limit if that norm is broken.
         """
         norm = self.state.norm
         norm = jnp.where(jnp.isfinite(norm), norm, self.state.limit)
-        # Before the first norm any norm is possible. finfo.max: a rule without memory
-        # then returns no limit.
+        # Before the first norm any norm is possible. It is finfo.max, since inf would
+        # count as broken. A rule without memory then returns no limit.
         largest = jnp.finfo(norm.dtype).max
         is_usable = jnp.isfinite(norm) & (norm > 0)
         return self._next_state(jnp.where(is_usable, norm, largest)).limit
@@ -61,16 +61,12 @@ class StepClip(NamedTuple):
             return self._next_state(self.measured_norm)
         # The groups together are multiplied by norm_after / norm, and not by limit /
         # norm. So that the state has this factor, norm_after stands for the limit in
-        # the update.
+        # the update, if there is one.
         norm_after = global_norm(budget.norms_after)
-        # No limit: a NaN passes with factor 1, if the user set inf.
         no_limit = self._without_inf_of_rule(budget.limit)
         limit = jnp.where(budget.limit < jnp.inf, norm_after, no_limit)
         state = self._next_state(global_norm(budget.norms), limit)
-        # Now the true limit.
-        row = state.names.number_row_names.index("limit")
-        numbers = state.numbers.at[row].set(budget.limit)
-        return state._replace(numbers=numbers)
+        return _with_limit(state, budget.limit)
 
     def _without_inf_of_rule(self, limit: Array) -> Array:
         """The largest number in place of a rule's inf. `update` lets NaN pass under a
@@ -89,3 +85,9 @@ class StepClip(NamedTuple):
             jnp.zeros_like(norm), self.state, grad_norm=norm, limit=limit
         )
         return state
+
+
+def _with_limit(state: ClipState, limit: Array) -> ClipState:
+    """The state with another limit, whose factor stays."""
+    row = state.names.number_row_names.index("limit")
+    return state._replace(numbers=state.numbers.at[row].set(limit))

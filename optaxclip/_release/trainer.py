@@ -40,13 +40,13 @@ class ReleaseState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Released:
+class Trainer:
     """What `release` returns: `init(params, *batch)`, `step(params, state, *batch)`."""
 
     loss: Callable[..., Any]
     optimizer: optax.GradientTransformationExtraArgs
     clipper: Any  # of everything. Its state is a `ClipState`
-    inf_is_off: bool  # whether a limit of inf lets NaN pass, see `Rule`
+    inf_is_off: bool  # of `Rule`: a limit of inf is no clip, which lets NaN pass
     passes: int
     trainable: PyTree
 
@@ -92,7 +92,7 @@ class Released:
 
         result = model.forward_and_backward(update_layer, all_entries, batch, budget)
         outer_grads, budget = step_clip.clip(result.outer_grads, result.budget)
-        # Counters are those of the step before until here, for all layers alike.
+        # All layers have read the counters of the step before. This moves them on.
         outer_entries = model.optimizer.updated(all_entries, outer_grads)
         params, optimizer_state = tree_from_entries(
             (params, state.optimizer),
@@ -110,7 +110,9 @@ class Released:
         """
         model = self._model(params, batch)
         names = model.optimizer.name_of_leaf
-        return [names[path] for path in names if path in model.slice_of_entry]
+        # A layer has its slice of these entries.
+        layer_paths = model.slice_of_entry.keys()
+        return [names[path] for path in names if path in layer_paths]
 
     def _model(self, params: PyTree, batch: tuple[PyTree, ...]) -> Model:
         return read_model(
@@ -155,6 +157,7 @@ def _check_state_of(state: ReleaseState, model: Model) -> None:
     _, optimizer = model.optimizer.abstract_params_and_state(model.trained_weights)
     shares = jax.eval_shape(lambda: first_shares(model.group_count))
     wanted_types = _types_by_path(ReleaseState(optimizer, None, shares))
+    # The clipper checks its own state.
     types = _types_by_path(state._replace(clip=None))
     for path in sorted(wanted_types.keys() | types.keys()):
         entry_type = types.get(path, "nothing")

@@ -85,8 +85,8 @@ class LeafErrors(NamedTuple):
 
 
 def bounds_of(problem: Problem, choice: Choice) -> Bounds:
-    """The bounds of the sum that a choice computes. For sums (`problem.is_sum`): of a
-    mean, whose numbers come back too, nothing is proved.
+    """The bounds of the sum that a choice computes. Only for sums (`problem.is_sum`).
+    Nothing is proved of a mean.
     """
     for eqn in problem.gradient.jaxpr.eqns:
         if has_bits_that_vmap_changes(eqn):
@@ -112,11 +112,11 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
             obstacle="the rounding of so many terms may change all of the sum. Take a "
             'larger microbatch, a smaller batch or method="one_pass".'
         )
-    size = problem.size * device_count(problem.batch_axes)
+    total_size = problem.size * device_count(problem.batch_axes)
     return Bounds(
         excess=excess,
-        change=excess + 2 * (size - 1) * error_of_sum,
-        longest=size * (1 + excess),
+        change=excess + 2 * (total_size - 1) * error_of_sum,
+        longest=total_size * (1 + excess),
     )
 
 
@@ -179,7 +179,7 @@ def _is_only_on_cpus() -> bool:
 
 
 def _error_of_squares(roundings: int) -> float:
-    """How much too short a norm may be, since its sum of squares is rounded:
+    """The relative error of a norm from rounding its sum of squares:
     sqrt(1 + gamma(n)) - 1 for n roundings. Only a CPU adds up squares in float64.
     """
     if _is_only_on_cpus():

@@ -18,7 +18,7 @@ from .._checks import check_whole_number
 from .._jaxpr import source_line
 from .._mesh_types import is_on_one_device, manual_axes
 from .._trees import PyTree
-from ._ghost import Ghost, ghost_of
+from ._ghost import GhostClipping, ghost_of
 from ._ghost._plans import GradientPlan, LeafPlan
 from ._ghost._sites import CannotSplit
 from ._passes import even_width, numbers_without_loop
@@ -43,7 +43,7 @@ class Choice(NamedTuple):
     """How the gradients of a problem are clipped."""
 
     width: int  # how many examples a device takes at once
-    ghost: Ghost | None = None  # None: in one pass
+    ghost: GhostClipping | None = None  # None: in one pass
 
     @property
     def method(self) -> str:
@@ -95,7 +95,7 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     return Choice(_width_of_one_pass(problem, ghost, microbatch))
 
 
-def ghost_or_obstacle(problem: Problem) -> tuple[Ghost | None, str]:
+def ghost_or_obstacle(problem: Problem) -> tuple[GhostClipping | None, str]:
     """Ghost clipping, or None and the obstacle, as errors name it."""
     arguments = {"parameters": problem.params, "the batch": problem.batch}
     for path, leaf in jax.tree.leaves_with_path(arguments):
@@ -123,12 +123,14 @@ def _width_of_microbatch(problem: Problem, microbatch: int) -> int:
     return even_width(problem.size, max(microbatch // problem.explicit_devices, 1))
 
 
-def _width_of_ghost(problem: Problem, ghost: Ghost, microbatch: int | None) -> int:
+def _width_of_ghost(
+    problem: Problem, ghost: GhostClipping, microbatch: int | None
+) -> int:
     """The width of ghost clipping."""
     if microbatch:
         return _width_of_microbatch(problem, microbatch)
-    # The whole batch then takes at most twice the memory of the captured arrays.
-    # A larger number is held to the memory of one pass.
+    # The whole batch then takes at most twice the memory of the captured arrays. If
+    # more numbers are kept than captured, they get the memory of one pass.
     if ghost.kept_size <= ghost.captured_size:
         return problem.size
     fitting = _fitting_width(problem.size, ghost.kept_size, ghost.captured_size)
@@ -136,7 +138,7 @@ def _width_of_ghost(problem: Problem, ghost: Ghost, microbatch: int | None) -> i
 
 
 def _width_of_one_pass(
-    problem: Problem, ghost: Ghost | None, microbatch: int | None
+    problem: Problem, ghost: GhostClipping | None, microbatch: int | None
 ) -> int:
     """The width of one pass if "auto" chooses it. How much the backward pass captures
     is known only where ghost clipping is possible.
@@ -146,18 +148,18 @@ def _width_of_one_pass(
     size = problem.size
     if problem.has_symbolic_sizes:
         return size
-    # 8 megabytes on a CPU, 256 elsewhere
-    room = 8 * numbers_without_loop()
+    # 2^21 float32 numbers on a CPU, 8 MB. 2^26 elsewhere, 256 MB
+    most_numbers = 8 * numbers_without_loop()
     leaves = jax.tree.leaves(problem.params)
     if not ghost:
         gradient_size = sum(leaf.size for leaf in leaves)
-        fitting = room // max(gradient_size, 1)
+        fitting = most_numbers // max(gradient_size, 1)
         return even_width(size, max(fitting, 1))
     gradient_size = 0
     for leaf, plan in zip(leaves, ghost.plans):
         gradient_size += max(leaf.size, plan.kept_size)
     fitting = _fitting_width(size, gradient_size, ghost.captured_size)
-    is_small = size * (gradient_size + ghost.captured_size) <= room
+    is_small = size * (gradient_size + ghost.captured_size) <= most_numbers
     total_work = work_of(problem.program)
     convolved_work = work_of(problem.program, has_convolution)
     # Whether convolutions would take most of the time in a loop
@@ -179,8 +181,8 @@ def _fitting_width(size: int, kept_size: int, captured_size: int) -> int:
     microbatch is at most half the batch and captures at most C / 2, so it may keep
     2/3 C: 7/6 C together. Some room for kept numbers is always there.
     """
-    room = max(size * captured_size // 3, numbers_without_loop() // 4)
-    fitting = room // max(kept_size, 1)
+    most_numbers = max(size * captured_size // 3, numbers_without_loop() // 4)
+    fitting = most_numbers // max(kept_size, 1)
     if fitting >= size:
         return size
     return max(min(2 * fitting, size // 2), 1)
@@ -190,7 +192,7 @@ def _fitting_width(size: int, kept_size: int, captured_size: int) -> int:
 
 
 def costs_of(
-    problem: Problem, ghost: Ghost | None, microbatch: int | None
+    problem: Problem, ghost: GhostClipping | None, microbatch: int | None
 ) -> dict[str, float]:
     """The estimated time of each method, in times of the plain gradient."""
     gradient_size = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
@@ -226,7 +228,7 @@ def costs_of(
 
 
 def _method_for_convolutions(
-    problem: Problem, ghost: Ghost | None, method: str, microbatch: int | None
+    problem: Problem, ghost: GhostClipping | None, method: str, microbatch: int | None
 ) -> tuple[str, int | None]:
     """The method and the microbatch, changed where XLA would compute wrong gradients of
     examples by a convolution's kernel, or very slow ones. Ghost clipping is right and
@@ -236,15 +238,18 @@ def _method_for_convolutions(
                                         an error
       groups of several channels,       On a CPU the NaN of one example reaches all. One
       float64                           example at a time is right, whatever microbatch
-                                        was given
-      depthwise                         Several examples at once are slow on a CPU, and
+                                        was given, and in one pass for a limit of all
+                                        norms
+      depthwise                         On a CPU several examples at once are slow, and
                                         take much memory. One at a time is faster
     """
     convolutions = convolutions_of(problem.program)
     may_be_split = len(convolutions) > 0 and _may_be_split(problem.batch)
-    lets_through = any(map(lets_nan_through, convolutions))
-    is_slow = any(map(is_depthwise, convolutions))
-    if not (may_be_split or lets_through or is_slow):
+    # On all platforms: where a traced program runs is not known yet, and JAX with a GPU
+    # has a CPU too. No GPU was tried.
+    any_lets_nan_through = any(map(lets_nan_through, convolutions))
+    is_slow = jax.default_backend() == "cpu" and any(map(is_depthwise, convolutions))
+    if not (may_be_split or any_lets_nan_through or is_slow):
         return method, microbatch
     if ghost and not _makes_kernel_gradients(ghost):
         return "ghost", microbatch
@@ -257,21 +262,22 @@ def _method_for_convolutions(
             "put clipped_grad into jax.shard_map, with mean=False, and lax.psum its "
             f'gradients. Got method="{method}".',
         )
-    if not lets_through:
-        # XLA on a CPU computes as if each channel of each example met all others. With
-        # 32 images of 8 x 8 x 32 this took 72 times the memory of the plain gradient,
-        # and 18 times as long. One at a time took a third of its memory, and 4 times as
-        # long.
-        is_by_name = method == "one_pass" or microbatch
-        if not is_slow or is_by_name or jax.default_backend() != "cpu":
-            return method, microbatch
+    # For a depthwise kernel XLA on a CPU computes as if each channel of each example
+    # met all others. With 32 images of 8 x 8 x 32 this took 72 times the memory of the
+    # plain gradient, and 18 times as long. One at a time took a third of its memory,
+    # and 4 times as long.
+    was_asked_for = method == "one_pass" or microbatch
+    needs_one_at_a_time = any_lets_nan_through or (is_slow and not was_asked_for)
+    if not needs_one_at_a_time:
+        return method, microbatch
     if problem.limits and problem.limits.needs_all_norms:
-        # Ghost clipping would make the gradients of all examples at once.
+        # Ghost clipping, also if it was asked for, would make the gradients of all
+        # examples at once.
         method = "one_pass"
     return method, 1
 
 
-def _makes_kernel_gradients(ghost: Ghost) -> bool:
+def _makes_kernel_gradients(ghost: GhostClipping) -> bool:
     """Whether ghost clipping needs gradients of examples by a convolution's kernel."""
     return any(has_convolution(site.eqn) for site in ghost.gradient_sites)
 

@@ -5,6 +5,7 @@ were clipped one by one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -63,12 +64,18 @@ class ClippedGrad(NamedTuple):
       aux: what the loss returned beside its value. None without `has_aux`.
       sensitivity: by how much one example changes the sum at most, with all that
         rounding adds (`explain_clipped_grad` shows the parts). `add_noise` multiplies
-        by it. It is for examples that join and leave at a place of their own, so it is
-        None without `mask=`. It is also None for a mean, without a limit (None or inf),
-        for a limit between 0 and 1e-5 (inf if jit traces the limit), for sums that may
-        leave the range of float32, with `private=False`, with some shrinks, for random
-        numbers from keys other than threefry's, which `jax.vmap` draws from the key of
-        the first example, and where no finite bound is proved.
+        by it. It assumes that an example is added by unmasking a row. It is None
+
+        * without `mask=`
+        * for a mean
+        * without a limit (None or inf), and for a limit between 0 and 1e-5. If jit
+          traces the limit, it is inf
+        * for sums that may leave the range of float32
+        * with `private=False`
+        * with some shrinks
+        * for random numbers from keys other than threefry's, which `jax.vmap` draws
+          from the key of the first example
+        * where no finite bound is proved
       longest: how long the sum may be at most. None like `sensitivity`.
       obstacle: why `sensitivity` is None, as a sentence. None if it is not.
     """
@@ -172,13 +179,14 @@ def clipped_grad(
       method: "ghost", "one_pass" or "auto". Both methods give the same numbers, but for
         rounding and for gradients whose terms cancel.
 
-        "ghost": from one backward pass, without large gradients of examples. Where
+        "ghost": from one backward pass, without large gradients of examples. (With a
+        limit of all norms, some convolutions take one pass: docs/per_example.md.) Where
         norms are by gram (`explain_clipped_grad`), terms of several positions are added
         up with those of other examples. If they cancel to less than 1/16 of their size
         (1/256 in a mean), the norm of the example counts as 1/16 (1/256) of that size,
         since their rounding stays.
-        If squares leave the range of float32, the norm counts as that size, and with
-        inputs of a layer above 2e31 as inf.
+        If squares leave the range of float32, the norm counts as the sum of the sizes
+        of the terms, and with inputs of a layer above 2e31 as inf.
 
         "one_pass": the gradients of a microbatch at a time. Often the fastest for
         narrow networks and long sequences.
@@ -193,8 +201,8 @@ def clipped_grad(
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.
-      mesh_axes: over which mesh axes parameters are split, inside shard_map and pmap,
-        so that the norm of an example is that of its whole gradient: "auto" (right in
+      mesh_axes: inside shard_map and pmap, the mesh axes that split parameters. The
+        norm of an example is then that of its whole gradient. One of "auto" (right in
         shard_map with check_vma=True, and where the loss joins no devices), names that
         split every parameter, None for parameters that are whole on each device, or a
         tree prefix of PartitionSpec. Axes that split the batch are not among them.
@@ -285,7 +293,11 @@ def clipped_grad(
         mesh_axes=mesh_axes,
     )
 
-    def clip_on_device(problem: Problem) -> tuple[DeviceResult, Bounds]:
+    # Bounds are plain numbers, and shard_map returns arrays only.
+    def clip_on_device(
+        problem: Problem, bounds_of_devices: list[Bounds]
+    ) -> DeviceResult:
+        """Also appends the bounds, which are the same on all devices."""
         # norms |g_i| and factors f_i = shrink(|g_i|, C) / |g_i|, by `weights_of`
         # sums = sum_i f_i g_i / divisor, by `Weights.weighted_sum` or from cotangents
         problem = signature.traced(problem)
@@ -300,8 +312,8 @@ def clipped_grad(
         norms = limits.treedef.unflatten(weights.norms.T)
         factors = limits.treedef.unflatten(weights.factors.T)
         nonfinite = jnp.sum(problem.present & ~weights.is_counted, dtype=jnp.int32)
-        result = DeviceResult(sums, nonfinite, (norms, factors, values, aux))
-        return result, bounds_of(problem, choice)
+        bounds_of_devices.append(bounds_of(problem, choice))
+        return DeviceResult(sums, nonfinite, (norms, factors, values, aux))
 
     def grad_of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
         problem = signature.problem_of(args, mask)
@@ -312,15 +324,8 @@ def clipped_grad(
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
             problem = problem._replace(divisor=divisor, is_sum=False)
-        # Bounds are plain numbers, and shard_map returns arrays only. So each device
-        # appends its bounds, which are the same on all.
         bounds_of_devices: list[Bounds] = []
-
-        def run_on_device(problem: Problem) -> DeviceResult:
-            result, bounds = clip_on_device(problem)
-            bounds_of_devices.append(bounds)
-            return result
-
+        run_on_device = partial(clip_on_device, bounds_of_devices=bounds_of_devices)
         sums, nonfinite, examples = on_each_device(run_on_device, problem)
         norms, factors, values, aux = examples
         params, treedef = jax.tree.flatten(problem.params)
@@ -335,12 +340,13 @@ def clipped_grad(
             obstacle = LIMITS_MOVE
         elif mask is None:
             obstacle = NO_MASK
+        elif bounds.obstacle:
+            obstacle = bounds.obstacle
         else:
-            obstacle = bounds.obstacle or limits.obstacle(bounds.longest)
-        if obstacle is None:
-            limit_of_example = limits.of_example(bounds.longest)
-            sensitivity = limit_of_example * (1 + bounds.change) * ROUNDED_UP
-            longest = limit_of_example * bounds.longest * ROUNDED_UP
+            limit_of_example, obstacle = limits.of_example(bounds.longest)
+            if obstacle is None:
+                sensitivity = limit_of_example * (1 + bounds.change) * ROUNDED_UP
+                longest = limit_of_example * bounds.longest * ROUNDED_UP
         return ClippedGrad(
             grads=treedef.unflatten(sums),
             norms=norms,

@@ -59,14 +59,13 @@ def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> Limits:
     limits, treedef = jax.tree.flatten_with_path(max_norm, is_leaf=is_limit)
     if not limits:
         raise ValueError(f"{argument} has no limit in it, got {shown(max_norm)}.")
-    values = []
     groups = []
     for group, (path, limit) in enumerate(limits):
         if limit is not None and not is_function(limit):
             argument_of_path = f"{argument} for {trees.path_name(path)!r}"
             check_limit(argument_of_path if path else argument, limit, is_scalar=True)
-        values.append(limit)
         groups.append((path, group))
+    values = [limit for _, limit in limits]
     return Limits(call, values, shrink, Prefix(tuple(groups)), treedef)
 
 
@@ -105,8 +104,9 @@ class Limits(NamedTuple):
     def _limit_from(
         self, function: Callable[[Array], Any], norms: Array, is_counted: Array
     ) -> Array:
-        """The limit that a function computes from the norms of a group, of all devices
-        in shard_map too. In pmap and with check_vma=False only of this device.
+        """The limit that a function computes from the norms of a group. In shard_map it
+        gets the norms of all devices. In pmap, and with check_vma=False, it gets only
+        those of this device.
         """
         all_norms = lax.stop_gradient(jnp.where(is_counted, norms, jnp.nan))
         for name in sorted(varying(all_norms)):
@@ -116,40 +116,36 @@ class Limits(NamedTuple):
         # Without an example there is no median.
         return jnp.where(jnp.any(is_counted), limit, 0)
 
-    def obstacle(self, longest: float) -> str | None:
-        """Why nothing is proved of one example, as a sentence. None where a bound is
-        proved, and for a traced limit, of which only the run knows.
+    def of_example(self, longest: float) -> tuple[Any, str | None]:
+        """The limit of one example over all groups, and None. Or inf, and why nothing
+        is proved of it, as a sentence. A traced limit is inf where nothing is proved,
+        which only the run knows.
+
+        `longest`, from `Bounds`: the norm of the sum over the limit.
         """
+        # How many limits a shrink may multiply a gradient by. `over_limit` returns at
+        # most 1, and multiplies by at most 1 over the limit.
         factor_per_limit = factor_per_limit_of(self.shrink)
-        if self.shrink is over_limit:
-            # It multiplies by at most 1 over the limit, and returns at most 1.
-            factor_per_limit = 1 / LEAST_LIMIT
-        if factor_per_limit > 1 / LEAST_LIMIT:
+        if self.shrink is not over_limit and factor_per_limit > 1 / LEAST_LIMIT:
             fault = "may return more than the limit"
             if is_ours(self.shrink):
                 fault = "may lengthen a small gradient by more than 1e5 limits"
-            return (
+            return np.inf, (
                 f"the shrink {shown(self.shrink)} {fault}. Take another one of "
                 "optaxclip.shrinks, such as hard."
             )
-        is_limited = not any(limit is None for limit in self.values)
-        if is_limited:
-            limit_of_example = self.of_example(longest)
-            if isinstance(limit_of_example, Tracer) or limit_of_example < np.inf:
-                return None
+        if not any(limit is None for limit in self.values):
+            joined_limit = self._joined(longest)
+            if isinstance(joined_limit, Tracer) or joined_limit < np.inf:
+                return joined_limit, None
         max_norm = self.treedef.unflatten(self.values)
-        return (
+        return np.inf, (
             f"max_norm must be 0 or at least {LEAST_LIMIT:g} for each parameter, and "
             f"below {LARGEST_NUMBER / longest:.2g}, got {shown(max_norm)}."
         )
 
-    def of_example(self, longest: float) -> Any:
-        """The limit of one example over all groups: the root of the sum of their
-        squares. inf where no bound follows from these limits, which of a traced limit
-        only the run knows.
-
-        `longest`, from `Bounds`: the norm of the sum over the limit.
-        """
+    def _joined(self, longest: float) -> Any:
+        """The root of the sum of squares of all limits. inf where no bound follows."""
         is_traced = any(isinstance(limit, Tracer) for limit in self.values)
         # By NumPy, so that `sensitivity` of dropin.jax_privacy is no tracer under jit.
         xp = jnp if is_traced else np
@@ -178,17 +174,21 @@ def over_limit(norm: Array, limit: Array) -> Array:
 
 
 def weights_of(
-    problem: Problem, leaves: Arrays, present: Array, term_bounds: Arrays | None = None
+    problem: Problem,
+    norm_arrays: Arrays,
+    present: Array,
+    term_bounds: Arrays | None = None,
 ) -> Weights:
     """Norms and factors of gradients with a leading batch axis.
 
     Args:
       problem: has the limits.
-      leaves: the gradients, or smaller arrays with the same norms.
+      norm_arrays: for each parameter the gradients, or smaller arrays with the same
+        norms.
       present: bool[batch], not masked.
-      term_bounds: an array [batch] for each leaf. For a leaf whose gradients are never
-        made (norms by gram), an entry is an upper bound of sum |term| of that example.
-        For other leaves it is 0. None: 0 for all.
+      term_bounds: an array [batch] for each parameter. Where gradients are never made
+        (norms by gram), an entry is an upper bound of sum |term| of that example. For
+        other parameters it is 0. None: 0 for all.
     """
     limits = problem.limits
     specs = []
@@ -196,14 +196,14 @@ def weights_of(
         specs.append(LeafSpec(norm_index=group, mesh_axes_of_summed=split_axes))
     plan = NormPlan(tuple(specs), len(limits.values), ord=None)
 
-    def norms_of_one(leaves: Arrays) -> Array:
-        return jnp.stack(norms_of(plan, leaves))
+    def norms_of_one(arrays: Arrays) -> Array:
+        return jnp.stack(norms_of(plan, arrays))
 
     norms_of_batch = jax.vmap(norms_of_one, axis_size=present.size)
-    norms = norms_of_batch(leaves)  # [batch, groups]
+    norms = norms_of_batch(norm_arrays)  # [batch, groups]
     if term_bounds:
-        least = norms_of_batch(lax.stop_gradient(term_bounds)) / MAX_CANCELLATION
-        norms = jnp.maximum(norms, least.astype(norms.dtype))
+        least_norms = norms_of_batch(lax.stop_gradient(term_bounds)) / MAX_CANCELLATION
+        norms = jnp.maximum(norms, least_norms.astype(norms.dtype))
     is_counted = present & jnp.all(jnp.isfinite(norms), axis=1)
     counted_norms = jnp.where(is_counted[:, None], norms, 0.0)
     limits_of_norms = jnp.broadcast_to(limits.of_groups(norms, is_counted), norms.shape)

@@ -67,7 +67,7 @@ class BatchRun(NamedTuple):
             (values, aux), grads = gradients_of(examples)
             # Without this barrier XLA on a CPU would also write to memory the float64
             # squares of the gradients, which only the norms need.
-            grads = written(grads)
+            grads = written_to_memory(grads)
             weights = weights_of(self.problem, grads, present)
             sums = list(map(weights.weighted_sum, grads, self.problem.groups))
             return sums, ExampleResults(weights, values, aux)
@@ -212,7 +212,7 @@ def numbers_without_loop() -> int:
     return 2**18 if jax.default_backend() == "cpu" else 2**23
 
 
-def written(tree: PyTree) -> PyTree:
+def written_to_memory(tree: PyTree) -> PyTree:
     """The arrays of a tree, written to memory, so that norms and sums read the same
     numbers.
 

@@ -43,8 +43,8 @@ def is_depthwise(convolution: JaxprEqn) -> bool:
 
 
 def lets_nan_through(convolution: JaxprEqn) -> bool:
-    """Whether XLA on a CPU lets the NaN of one example through to the gradients of
-    others, if they are computed at once.
+    """Whether XLA on a CPU, if the program runs on one, lets the NaN of one example
+    through to the gradients of others that are computed at once.
 
     It joins groups to one kernel whose other entries are 0, and 0 times NaN is NaN. The
     examples of a batch become groups too, and are joined in float64.

@@ -246,6 +246,20 @@ def test_depthwise_gradients_are_made_one_by_one(
     assert found.microbatch == width
 
 
+@pytest.mark.parametrize(("backend", "method"), [("cpu", "ghost"), ("gpu", "one_pass")])
+def test_depthwise_kernels_ask_for_ghosts_on_a_cpu_only(monkeypatch, backend, method):
+    """Elsewhere the estimates choose."""
+
+    def loss(p, x):
+        signal = convolved(x[None, None, :, :4], p["kernel"], groups=4)
+        return long_sequence(p["w"], x) + jnp.sum(signal**2)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    p = {"kernel": jnp.ones((1, 3, 1, 4)), "w": jnp.ones((256, 256))}
+    found = explain_clipped_grad(loss)(p, jnp.ones((32, 144, 256)))
+    assert found.method == method
+
+
 @pytest.mark.parametrize(("window", "most"), [(4, 0.1), (1, 0.01)])
 def test_a_convolution_counts_by_its_share(window, most):
     """The patches of an image before large matrices, or single pixels."""

@@ -12,7 +12,7 @@ While JAX traces, before any number is computed (`ghost_of`):
                         equation makes a and c, _matrices which of a parameter's axes
                         are rows and columns
 
-For each microbatch (`Ghost.clipped_sums`):
+For each microbatch (`GhostClipping.clipped_sums`):
 
     3. _capture         runs the loss forward and backward, and captures a and c
     4. _norms           |G|^2 = sum_ts (a_t . a_s)(c_t . c_s), without G
@@ -20,7 +20,7 @@ For each microbatch (`Ghost.clipped_sums`):
     6. _weighted_sums   sum_b f_b G_b = sum_bt a_bt (f_b c_bt)'
 
 Where the gradient by a parameter has no such a and c, as by a bias, JAX makes it for
-each example (`Ghost._gradients`). `../_passes` runs microbatches
+each example (`GhostClipping._gradients`). `../_passes` runs microbatches
 (`BatchRun.run_steps`), and `../_bounds` proves how much an example adds to a sum.
 
 References: Li, Tramer, Liang, Hashimoto, Large language models can be strong
@@ -40,7 +40,7 @@ from jax import Array
 from ..._jaxpr import has_backward_rule
 from ..._mesh_types import varying
 from .._limits import Arrays, Weights, weights_of
-from .._passes import BatchRun, ExampleResults, written
+from .._passes import BatchRun, ExampleResults, written_to_memory
 from .._problem import Problem
 from ._capture import CapturedOfSites, at_sites, capture
 from ._norms import NormSource
@@ -50,8 +50,8 @@ from ._values import WideValues, bind, over_turns, widened
 
 
 @dataclass(frozen=True, eq=False)
-class Ghost:
-    """The loss of one example, ready to be run on batches."""
+class GhostClipping:
+    """Ghost clipping of a problem: the split loss, and a plan for each parameter."""
 
     split_program: SplitProgram
     params: Arrays
@@ -148,13 +148,13 @@ class Ghost:
             (gradients,) = backward(cotangents)
             return gradients
 
-        return written(jax.vmap(gradients_of_one)(at_sites(captured, sites)))
+        return written_to_memory(jax.vmap(gradients_of_one)(at_sites(captured, sites)))
 
     def _vjp(
         self, function: Callable[[WideValues], Any], param_indices: list[int]
-    ) -> Any:
-        """The derivative of a function of all parameters by some of them, in float32 or
-        wider.
+    ) -> tuple[Any, Callable[[Any], tuple[dict[int, Array]]]]:
+        """What a function of all parameters returns, and its derivative by some of
+        them: from cotangents to the gradients by these, in float32 or wider.
         """
         constants = dict(enumerate(self.params))
 
@@ -207,8 +207,8 @@ class Ghost:
         applied once, to the sum over examples.
         """
         matrix, backward = self._vjp(plan.matrices[0].value, [param_index])
-        (sums,) = backward(sum_by_matrix.astype(matrix.dtype))
-        return sums[param_index]
+        (sum_by_param,) = backward(sum_by_matrix.astype(matrix.dtype))
+        return sum_by_param[param_index]
 
 
 def _tapped_outputs(values: WideValues, site: Site, inputs: list[Any]) -> list[Any]:
@@ -254,11 +254,11 @@ def _after(first: Array, is_counted: Array) -> Array:
     return is_counted & (is_number | jnp.isnan(entry))
 
 
-def ghost_of(problem: Problem) -> Ghost:
-    """The loss of a problem. Raises CannotSplit where it cannot be split."""
+def ghost_of(problem: Problem) -> GhostClipping:
+    """Ghost clipping of a problem. Raises CannotSplit if its loss cannot be split."""
     params = jax.tree.leaves(problem.params)
     program = split_loss(problem.program, params)
-    return Ghost(
+    return GhostClipping(
         program,
         params,
         plans=plans_of(program.sites, params, is_bounded=problem.is_sum),

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from ..._jaxpr import is_literal
 from ..._mesh_types import varying_as, varying_as_any_of
-from .._passes import written
+from .._passes import written_to_memory
 from ._sites import Site, SplitProgram, ends_of_scan
 from ._values import bind
 
@@ -72,7 +72,7 @@ def capture(
     values, backward, (aux, inputs) = jax.vjp(losses, taps, has_aux=True)
     # Each tap belongs to one example, so that one pass gives all cotangents.
     (cotangents,) = backward(jnp.ones_like(values))
-    inputs, cotangents = written((inputs, cotangents))
+    inputs, cotangents = written_to_memory((inputs, cotangents))
     captured = {}
     for site_index, inputs_of_site in inputs.items():
         captured[site_index] = Captured(inputs_of_site, cotangents[site_index])
@@ -93,12 +93,10 @@ def _run(
     Returns:
       The outputs, and by the indices of sites the data that came in.
     """
-    # By the identity of variables, since literals cannot be hashed.
-    values: dict[int, Any] = {}
+    values: dict[Var, Any] = {}
 
-    def write(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
-        for var, array in zip(variables, arrays):
-            values[id(var)] = array
+    def write(variables: Sequence[Var], arrays: Sequence[Any]) -> None:
+        values.update(zip(variables, arrays))
 
     def read(atoms: Sequence[Any]) -> list[Any]:
         arrays = []
@@ -106,7 +104,7 @@ def _run(
             if is_literal(atom):
                 arrays.append(atom.val)
             else:
-                arrays.append(values[id(atom)])
+                arrays.append(values[atom])
         return arrays
 
     write(program.jaxpr.constvars, program.consts)
@@ -117,9 +115,9 @@ def _run(
         if body is None:
             outputs = bind(eqn, inputs)
         else:
-            run = _runner_of_body(eqn, body)
+            run_body = _runner_of_body(eqn, body)
             taps_of_body = at_sites(taps, body.sites)
-            outputs, inputs_of_body = run(inputs, taps_of_body, example_zero)
+            outputs, inputs_of_body = run_body(inputs, taps_of_body, example_zero)
             inputs_of_sites |= inputs_of_body
         if site:
             for index, tap in zip(site.tapped, taps[site.site_index]):

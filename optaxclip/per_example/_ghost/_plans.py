@@ -272,7 +272,7 @@ class RowsPlan(SummedPlan):
 
     def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
-        sums = passes.written(sums_of_rows(products))
+        sums = passes.written_to_memory(sums_of_rows(products))
         return NormSource.without_term_bounds(sums)
 
     def _products_to_sum(
@@ -317,7 +317,7 @@ class GramPlan(SummedPlan):
     def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since norms and bounds have several readers.
         roundings = self.roundings if self.is_bounded else None
-        return passes.written(norms_by_gram(products, roundings))
+        return passes.written_to_memory(norms_by_gram(products, roundings))
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ class MatrixPlan(OuterProductPlan):
 
     def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
-        gradients = passes.written(gradients_of(products, self.matrix_shape))
+        gradients = passes.written_to_memory(gradients_of(products, self.matrix_shape))
         return NormSource.without_term_bounds(gradients)
 
 
