@@ -128,9 +128,9 @@ class BoundedSensitivityCallable:
             ADD_OR_REMOVE_ONE and REPLACE_SPECIAL (by nothing) give the bound,
             REPLACE_ONE twice the bound. The bound is inf where none is proved: for a
             limit of inf or between 0 and 1e-5, with `rescale_to_unit_norm` also for
-            0, for random numbers from keys other than threefry's, for sums that `dtype`
-            rounds to 16 bits, and for 2^24 parameters or more where JAX has a GPU or
-            TPU.
+            0, with nan_safe=False, for random numbers from keys other than threefry's,
+            for sums that `dtype` rounds to 16 bits, and for 2^24 parameters or more
+            where JAX has a GPU or TPU.
         """
         # No import of dp_accounting, which takes seconds and is not always there.
         name = getattr(neighboring_relation, "name", neighboring_relation)
@@ -202,7 +202,7 @@ def clipped_grad(
       microbatch_size: how many examples are differentiated at once. None for the whole
         batch, or for what takes less memory and time.
       nan_safe: whether an example with NaN or inf in its gradient contributes 0. If
-        not, the sum is NaN.
+        not, the sum is NaN, and `sensitivity()` is inf.
       dtype: what the sum is returned in. None for that of the parameters, but for
         float32 in the place of 16 bits. In 16 bits one example could change the sum by
         more than the limit, and `sensitivity()` is inf.
@@ -352,7 +352,8 @@ def clipped_grad(
             return (x / normalize_by).astype(x.dtype if dtype is None else dtype)
 
         sums = jax.tree.map(normalized, result.grads)
-        bound = _bound_of(result, sums, normalize_by)
+        # Otherwise the NaN of one example is seen in the sum.
+        bound = _bound_of(result, sums, normalize_by) if nan_safe else math.inf
         # The bound of a limit that jit traces is not a number.
         if not isinstance(bound, Tracer):
             bounds.add(float(bound))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
+from jax.extend.core import JaxprEqn
 
 from .. import _trees as trees
 from .._checks import check_whole_number
@@ -28,6 +29,7 @@ from ._work import (
     convolutions_of,
     has_convolution,
     is_depthwise,
+    kind_of,
     lets_nan_through,
     work_of,
 )
@@ -244,14 +246,16 @@ def _method_for_convolutions(
                                         take much memory. One at a time is faster
     """
     convolutions = convolutions_of(problem.program)
+    is_slow = jax.default_backend() == "cpu" and any(map(is_depthwise, convolutions))
+    only_in_rules = _convolutions_only_in_rules(problem, convolutions)
+    convolutions += only_in_rules
     may_be_split = len(convolutions) > 0 and _may_be_split(problem.batch)
     # On all platforms: where a traced program runs is not known yet, and JAX with a GPU
     # has a CPU too. No GPU was tried.
     any_lets_nan_through = any(map(lets_nan_through, convolutions))
-    is_slow = jax.default_backend() == "cpu" and any(map(is_depthwise, convolutions))
     if not (may_be_split or any_lets_nan_through or is_slow):
         return method, microbatch
-    if ghost and not _makes_kernel_gradients(ghost):
+    if ghost and not only_in_rules and not _makes_kernel_gradients(ghost):
         return "ghost", microbatch
     if may_be_split:
         _refuse_a_split(
@@ -275,6 +279,17 @@ def _method_for_convolutions(
         # examples at once.
         method = "one_pass"
     return method, 1
+
+
+def _convolutions_only_in_rules(
+    problem: Problem, convolutions: list[JaxprEqn]
+) -> list[JaxprEqn]:
+    """The convolutions of the gradient that are of no kind that the loss has. So a rule
+    of the user's (custom_vjp, custom_jvp) makes them.
+    """
+    kinds = set(map(kind_of, convolutions))
+    of_gradient = convolutions_of(problem.gradient)
+    return [eqn for eqn in of_gradient if kind_of(eqn) not in kinds]
 
 
 def _makes_kernel_gradients(ghost: GhostClipping) -> bool:

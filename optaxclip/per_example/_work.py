@@ -49,11 +49,18 @@ def lets_nan_through(convolution: JaxprEqn) -> bool:
     It joins groups to one kernel whose other entries are 0, and 0 times NaN is NaN. The
     examples of a batch become groups too, and are joined in float64.
     """
-    atoms = *convolution.invars, *convolution.outvars
-    if any(type_of(atom).dtype in (np.float64, np.complex128) for atom in atoms):
-        return True
-    has_groups = convolution.params["feature_group_count"] > 1
-    return has_groups and not is_depthwise(convolution)
+    has_groups, has_64_bits = kind_of(convolution)
+    return has_64_bits or (has_groups and not is_depthwise(convolution))
+
+
+def kind_of(convolution: JaxprEqn) -> tuple[bool, bool]:
+    """Whether a convolution has several groups, of channels or of images, and whether
+    it is of float64. Its derivatives are of the same kind.
+    """
+    params = convolution.params
+    has_groups = params["feature_group_count"] > 1 or params["batch_group_count"] > 1
+    dtypes = [type_of(x).dtype for x in (*convolution.invars, *convolution.outvars)]
+    return has_groups, np.float64 in dtypes or np.complex128 in dtypes
 
 
 def _kernel_of(convolution: JaxprEqn) -> ShapedArray:

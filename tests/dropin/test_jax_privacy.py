@@ -269,7 +269,9 @@ def test_a_broken_example_is_left_out_unless_it_should_show():
     shown = make(nan_safe=False)(PARAMS, broken, Y)
     assert np.isnan(shown["w"]).all()
     assert np.isnan(shown["b"])
-    assert_near(make(nan_safe=False)(PARAMS, X, Y), make()(PARAMS, X, Y))
+    grad = make(nan_safe=False)
+    assert_near(grad(PARAMS, X, Y), make()(PARAMS, X, Y))
+    assert grad.sensitivity() == math.inf
 
 
 def test_each_example_has_its_own_key():

@@ -164,6 +164,51 @@ def test_convolutions_of_float64_let_no_nan_through(method, loss):
     np.testing.assert_allclose(result.norms, wanted, rtol=64 * EPS)
 
 
+@jax.custom_vjp
+def sum_of_both(kernel, image):
+    """Its derivatives are those of `one_kernel`."""
+    return jnp.sum(kernel) * jnp.sum(image)
+
+
+sum_of_both.defvjp(
+    lambda kernel, image: (sum_of_both(kernel, image), (kernel, image)),
+    lambda both, cotangent: jax.vjp(one_kernel, *both)[1](cotangent),
+)
+
+
+def beside_another(kernel, image):
+    return sum_of_both(kernel, image) + one_kernel(jnp.ones((3, 3, 4, 1)), image)
+
+
+@pytest.mark.parametrize("loss", [sum_of_both, beside_another])
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+def test_convolutions_of_a_rule_alone_let_no_nan_through(method, loss):
+    kernel, images = normal(0, 3, 3, 2, 4), normal(1, 5, 6, 6, 4)
+    wanted = norms_of([jax.vmap(jax.grad(loss), (None, 0))(kernel, images)])
+    images[2] = wanted[2] = np.nan
+    norms = jax.jit(clipped_grad(loss, 0.5, method=method))(kernel, images).norms
+    np.testing.assert_allclose(norms, wanted, rtol=64 * EPS)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.device_put(np.ones((8, 6, 6, 4)), NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match="splits over devices"):
+        clipped_grad(loss, 0.5, method=method)(kernel, split)
+
+
+@pytest.mark.parametrize("method", ["auto", "one_pass"])
+def test_groups_of_images_let_no_nan_through(method):
+    def loss(scale, images):
+        kernel = scale * images[:2, :3, :3].transpose(1, 2, 3, 0)
+        form = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "batch_group_count": 2}
+        out = lax.conv_general_dilated(images, kernel, (1, 1), "SAME", **form)
+        return jnp.sum(jnp.tanh(out))
+
+    scale, examples_of_4 = normal(0, 3, 3, 2, 2), normal(1, 5, 4, 6, 6, 2)
+    wanted = norms_of([jax.vmap(jax.grad(loss), (None, 0))(scale, examples_of_4)])
+    examples_of_4[2] = wanted[2] = np.nan
+    grad = jax.jit(clipped_grad(loss, 0.5, method=method))
+    np.testing.assert_allclose(grad(scale, examples_of_4).norms, wanted, rtol=64 * EPS)
+
+
 @pytest.mark.parametrize("loss", [one_kernel, standardized])
 @pytest.mark.parametrize("method", ["auto", *METHODS])
 def test_a_kernel_of_groups_lets_no_nan_pass_a_limit_of_all_norms(method, loss):
