@@ -109,7 +109,7 @@ class Settings(NamedTuple):
 
 
 class Overrides(NamedTuple):
-    """Norms and limits that `update` was given, in the place of its own."""
+    """Norms and limits that `update` was given, which replace the clipper's own."""
 
     grad_norm: PyTree = None
     limit: PyTree = None
@@ -245,7 +245,7 @@ def _measure_for_init(measure: Any) -> Measure:
     if mesh_axes is None or mesh_types.manual_axes():
         return measure
     not_split = None
-    # A tree is still compared with that of the parameters.
+    # The tree is still compared with the parameters, by its structure.
     if isinstance(mesh_axes, Prefix):
         not_split = Prefix(tuple((path, None) for path, _ in mesh_axes.entries))
     return measure._replace(mesh_axes=not_split)
@@ -314,7 +314,7 @@ class RuleInputs(NamedTuple):
     """The inputs that the rules of all blocks share."""
 
     # `limit_and_memory_of`, jitted or not
-    ask_rule: Callable[..., tuple[Array, PyTree]]
+    limit_and_memory: Callable[..., tuple[Array, PyTree]]
     step: Array
     rules: PyTree  # one rule, or a tree prefix of rules: fixed limits of parts
     rule_of_name: dict[str, Rule]  # of each norm
@@ -326,8 +326,8 @@ class RuleInputs(NamedTuple):
 class Limits(NamedTuple):
     """The limits of a block, and what its rule remembers after this step."""
 
-    limit: Array  # in the array of the block
-    limit_of_name: dict[str, Array]  # the same, of each norm
+    limit: Array  # shaped like the norm of the block
+    limit_of_name: dict[str, Array]  # the same limits, by the name of the norm
     memory: PyTree
 
 
@@ -356,11 +356,11 @@ def _rule_inputs(
     total = None
     if any(rule.needs_total for rule in rules_in_order):
         total = total_norm(norms)
-    ask_rule = limit_and_memory_of_jitted
+    limit_and_memory = limit_and_memory_of_jitted
     if settings.has_schedule:
-        ask_rule = limit_and_memory_of
+        limit_and_memory = limit_and_memory_of
     return RuleInputs(
-        ask_rule=partial(ask_rule, argument=settings.limit_in_errors),
+        limit_and_memory=partial(limit_and_memory, argument=settings.limit_in_errors),
         step=state.step,
         rules=rules,
         rule_of_name=dict(zip(names, rules_in_order)),
@@ -397,7 +397,6 @@ def _limits_by_rules(inputs: RuleInputs, block: Block, memory: PyTree) -> Limits
     memory = _memory_typed_as(block.norm, memory)
     limit, memory = _ask_rule(inputs, rule, block.norm, weight_norm, memory)
     if _is_faster_leaf_by_leaf(rule, block, memory):
-        # Computed a second time, which costs less than waiting for the vector.
         return Limits(limit, _limits_leaf_by_leaf(inputs, block), memory)
     return Limits(limit, block.by_name(limit), memory)
 
@@ -449,7 +448,7 @@ def _ask_rule(
     """The limit of a norm, or of each of a vector, and the new memory."""
     step = mesh_types.narrowed_as(inputs.step, norm)
     extra_norms = extra_norms_of(rule, weight_norm, inputs.total)
-    return inputs.ask_rule(rule, norm, memory, step, *extra_norms)
+    return inputs.limit_and_memory(rule, norm, memory, step, *extra_norms)
 
 
 def _numbers_for_norms(

@@ -67,8 +67,8 @@ class Decision(NamedTuple):
 # From norms and limits to decisions, elementwise. `_kernel.py` calls it for each block,
 # and `furthest_units` again for all units of some leaves at once.
 Decide = Callable[[Array, Array], Decision]
-# What rules remember. Under the name of a leaf with units it is of these units, and
-# under None of all other leaves.
+# What rules remember. The key is the name of a leaf with units, or None for all other
+# leaves together.
 Memories = dict[str | None, PyTree]
 
 
@@ -246,7 +246,7 @@ def severity(norm: Array, limit: Array) -> Array:
     """
     smallest = jnp.finfo(norm.dtype).tiny
     # A limit of 0 would hide all differences, so it counts as the smallest number. The
-    # ratio of finite numbers may overflow. That of their roots does not.
+    # ratio of finite numbers may overflow. The ratio of their roots does not.
     positive_limit = jnp.maximum(limit, smallest)
     root_of_ratio = jnp.sqrt(norm) / jnp.sqrt(positive_limit)
     # Finite norms without a limit come last. Among them -1 / norm rises with the norm.
@@ -307,7 +307,7 @@ def _furthest_of_two(left: UnitNumbers, right: UnitNumbers) -> UnitNumbers:
     # NaN counts as the longest.
     is_left_longer = (left.norm >= right.norm) | (left.norm != left.norm)
     is_equal = left.severity == right.severity
-    is_left = (left.severity > right.severity) | is_equal & is_left_longer
+    is_left = (left.severity > right.severity) | (is_equal & is_left_longer)
     further = jax.tree.map(partial(lax.select, is_left), left, right)
     return further._replace(clipped_count=left.clipped_count + right.clipped_count)
 

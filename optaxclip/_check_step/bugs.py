@@ -93,8 +93,8 @@ def norms_after_clip(run: Run) -> list[float]:
 
 
 def norm_with_weights(run: Run) -> float:
-    """The norm of gradients with weights added, before the clip. Only markers drift,
-    where the gradient is 0, so the squares of both add up.
+    """The norm of gradients with weights added, before the clip. Weights are added to
+    the markers only, whose gradient is 0, so the squares of both add up.
     """
     weights = run.drift / run.step_factors.mean()
     return math.hypot(run.norm, norm_of(weights))
@@ -217,8 +217,8 @@ def norms_of_a_clip(run: Run) -> np.ndarray:
 
 
 def norms_of_update(run: Run) -> np.ndarray:
-    """The norms that explain an update. Above the limit, if it is shortened: limit /
-    factor. Otherwise norm * factor, of a gradient that was not clipped.
+    """The norms that explain an update: limit / factor if the norm is above the limit
+    and the update is shortened. Otherwise norm * factor, of a gradient not clipped.
     """
     factors = run.step_factors.mean(axis=1)
     if run.case == "above" and (factors < 1.0).all():
@@ -283,7 +283,7 @@ def bug_of_update(run: Run, peers: Sequence[Run]) -> str:
     # Leaves or devices have different factors, or none.
     if math.isnan(run.factor_ratio()):
         return _bug_of_direction(run)
-    # The markers have changed, which have no gradient.
+    # The markers have changed, leaves without a gradient.
     if run.drift.any():
         return "weights_added"
     if run.is_close(run.factor_ratio(), 1.0):

@@ -73,7 +73,7 @@ def _rows(data: bytes, pattern: str | None, notes: Notes) -> Sequence[Row]:
     """The rows of a file, by the format that its first bytes tell."""
     if data.startswith(b"\x1f\x8b"):
         data = _unzipped(data, notes)
-    if data.startswith((b"PK", b"\x93NUMPY")):
+    if data.startswith((b"PK\3\4", b"\x93NUMPY")):
         return _rows_of_arrays(data, notes)
     # The first event of TensorBoard is the version of the file.
     if b"brain.Event:" in data[:64]:

@@ -59,12 +59,12 @@ class StepClip(NamedTuple):
         """The state of the clipper after this step, of the norm of everything."""
         if self.measured_norm is not None:
             return self._next_state(self.measured_norm)
-        # The groups together are multiplied by norm_after / norm, and not by limit /
-        # norm. So that the state has this factor, norm_after stands for the limit in
-        # the update, if there is one.
+        # The update computes the factor as limit / norm. The groups together were
+        # multiplied by norm_after / norm, so norm_after is passed as the limit, if
+        # there is one.
         norm_after = global_norm(budget.norms_after)
-        no_limit = self._without_inf_of_rule(budget.limit)
-        limit = jnp.where(budget.limit < jnp.inf, norm_after, no_limit)
+        limit_for_inf = self._without_inf_of_rule(budget.limit)
+        limit = jnp.where(budget.limit < jnp.inf, norm_after, limit_for_inf)
         state = self._next_state(global_norm(budget.norms), limit)
         return _with_limit(state, budget.limit)
 

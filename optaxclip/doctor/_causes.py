@@ -43,7 +43,7 @@ class Cause(NamedTuple):
     """A row of the table."""
 
     name: str
-    needs: str  # the columns that the rule reads, a sentence of `_signals`
+    needs: str  # the columns that the rule reads, a constant of `_signals`
     rule: Callable[..., np.ndarray | float]  # from the numbers of these columns
     limit: float  # a row whose number is above it shows the cause
     evidence: str  # in words, with {value} and {subject}, the names of columns
@@ -51,7 +51,7 @@ class Cause(NamedTuple):
     advice: str
     # Whether it is about how a log or an optimizer is set up, and not about what broke.
     is_of_setup: bool = False
-    sees_nonfinite: bool = False  # whether the rule also gets rows with NaN and inf
+    takes_nonfinite: bool = False  # whether the rule also gets rows with NaN and inf
     least_rows: int = 1  # with fewer rows the cause is not judged
 
 
@@ -60,8 +60,8 @@ PAGE_OF_SPIKES = "docs/run_health.md (My loss spikes, or gradients explode)"
 LEAST_ROWS_OF_LOSS = 20
 BAD_BATCH = 15  # times the median of the rows before
 SCALE_ADVICE = "look at the loss scale, at sum or mean, and at the number of devices"
-# Named only if another cause begins in its row, or in the five rows behind it: a
-# schedule may leap too.
+# Named only if another cause begins, or is worst, in its row or in the five rows behind
+# it: a schedule may leap too.
 LEAP_OF_RATE = Cause(
     name="learning rate",
     needs=signals.RATE,
@@ -71,8 +71,8 @@ LEAP_OF_RATE = Cause(
     page="docs/doctor.md (When a cause is named)",
     advice="look at the schedule: take a lower rate, or a longer warm-up",
 )
-# If two causes begin in the same step, a report names the upper one first. Limits were
-# set on one half of the trainings in benchmarks/doctor.
+# If two of these begin in the same step, a report names the upper one first. Limits
+# were set on one half of the trainings in benchmarks/doctor.
 CAUSES = (
     Cause(
         name="not finite",
@@ -82,7 +82,7 @@ CAUSES = (
         evidence="NaN or inf begins in {subject}",
         page="docs/doctor.md (Where a NaN begins)",
         advice="skip_nonfinite, and look at batch, backward pass and optimizer there",
-        sees_nonfinite=True,
+        takes_nonfinite=True,
     ),
     Cause(
         name="bad batch",
@@ -168,7 +168,7 @@ CAUSES = (
         evidence="updates are {value:.2g} of the weights",
         page=PAGE_OF_SPIKES,
         advice="a lower learning rate, or a longer warm-up",
-        sees_nonfinite=True,
+        takes_nonfinite=True,
         least_rows=5,
     ),
     Cause(

@@ -209,7 +209,7 @@ def _lacking(cause: Cause, run: signals.Run) -> str:
         return f"{cause.least_rows} rows with {needs}"
     if needs in signals.NEEDS_OF_RECORDER and not run.recorders:
         return signals.ANY_RECORDER
-    # What needs both is said beside what needs the one that is not there.
+    # A cause that needs both is listed under the one that is missing.
     if needs in (signals.NORM_AND_ANY_LOSS, signals.NORM_AND_LOSS):
         needs = signals.LOSS if run.gradient_norms else signals.NORM
     if needs == signals.LOSS and run.loss_candidates:
@@ -220,7 +220,7 @@ def _lacking(cause: Cause, run: signals.Run) -> str:
 def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:
     """The rows that show a cause. None if the columns have too few rows in common."""
     steps, numbers = in_common(columns)
-    if not cause.sees_nonfinite:
+    if not cause.takes_nonfinite:
         is_finite = np.isfinite(numbers).all(axis=0)
         steps = steps[is_finite]
         numbers = numbers[:, is_finite]
@@ -244,7 +244,7 @@ def _steps_at_broken_end(columns: Sequence[Column]) -> list[int]:
 
 def _leaps_of_rate(rates: signals.RuleInputs, findings: list[Finding]) -> list[Finding]:
     """The leaps of a logged learning rate that broke something: a finding begins, or is
-    worst, in the same row or in the five rows behind it. None if they broke nothing.
+    worst, in the same row or in the five rows behind it. Empty if there is none.
     """
     broken_steps = np.array([(finding.step, finding.worst) for finding in findings])
     hits: list[Hit] = []
@@ -263,7 +263,8 @@ def _finding(cause: Cause, hits: list[Hit]) -> Finding:
     """One finding from all rows that show a cause."""
     worst_hit = max(hits, key=lambda hit: (hit.value, -hit.step))
     # A NaN may begin in several tensors.
-    worst_names = [hit.name for hit in hits if hit[1:] == worst_hit[1:]]
+    worst = worst_hit.step, worst_hit.value
+    worst_names = [hit.name for hit in hits if (hit.step, hit.value) == worst]
     first_steps: dict[str, int] = {}
     for hit in sorted(hits, key=lambda hit: hit.step):
         first_steps.setdefault(hit.name, hit.step)

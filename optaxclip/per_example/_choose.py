@@ -131,8 +131,8 @@ def _width_of_ghost(
     """The width of ghost clipping."""
     if microbatch:
         return _width_of_microbatch(problem, microbatch)
-    # The whole batch then takes at most twice the memory of the captured arrays. If
-    # more numbers are kept than captured, they get the memory of one pass.
+    # If no more numbers are kept than captured, the whole batch takes at most twice the
+    # memory of the captured arrays. Otherwise kept numbers get the memory of one pass.
     if ghost.kept_size <= ghost.captured_size:
         return problem.size
     fitting = _fitting_width(problem.size, ghost.kept_size, ghost.captured_size)
@@ -246,6 +246,7 @@ def _method_for_convolutions(
                                         take much memory. One at a time is faster
     """
     convolutions = convolutions_of(problem.program)
+    # Of the loss only: no rule with a depthwise convolution is known.
     is_slow = jax.default_backend() == "cpu" and any(map(is_depthwise, convolutions))
     only_in_rules = _convolutions_only_in_rules(problem, convolutions)
     convolutions += only_in_rules

@@ -49,6 +49,8 @@ FORMS = [
     "\tstep\tgrad_norm\n0\t0\t1.5\n1\t1\t2.5\n",
     "grad_norm\tval\n1.5\t2\n2.5\t\n",
     "grad norm\n1.5\n2.5\n",
+    # The header begins as a zip file does.
+    "PK,norm\n7,1.5\n8,2.5\n",
     "step,grad_norm\n0/10,1.5\n1/10,2.5\n",
     "{'params': {'norm': 3.0}, 'norm': 1.5}\n{'params': {'norm': 3.0}, 'norm': 2.5}\n",
     b'{"grad_norm": 1.5}\n{"grad_norm": 2.5}\n\0\0\0',
