@@ -207,9 +207,9 @@ def _norms_of_groups(gradients: Iterable[Sequence[Column]]) -> list[Column]:
         # Before a head or a factor of LoRA that begins at 0, the first gradient is 0.
         has_begun = np.logical_or.accumulate(norm.values != 0)
         norm = rows_kept(norm, has_begun)
-        # A later norm of 0 marks an expert without tokens. In other steps it gets far
-        # more than usual, which is no bad batch.
-        # A group without any gradient has no row.
+        # A group that never has a gradient has no row left. A later norm of 0 marks an
+        # expert without tokens. In other steps it gets far more than usual, which is no
+        # bad batch.
         if norm.values.size and norm.values.all():
             norms.append(norm)
     return norms

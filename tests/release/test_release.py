@@ -126,7 +126,8 @@ def usual_run(optimizer, clip):
     layers, rest = new_params()
     trained, constant = split(layers)
     state = optimizer.init((trained, rest))
-    update, apply_updates = jax.jit(optimizer.update), jax.jit(optax.apply_updates)
+    update = jax.jit(optimizer.update)
+    apply_updates = jax.jit(optax.apply_updates)
     seen = []
 
     @jax.jit

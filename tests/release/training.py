@@ -44,7 +44,8 @@ def usual_run(model, optimizer, clip, steps, has_aux=True):
     loss, params, batch_of = model
     trained, others = parted(params)
     state, values, gradients = optimizer.init(trained), [], []
-    update, apply_updates = jax.jit(optimizer.update), jax.jit(optax.apply_updates)
+    update = jax.jit(optimizer.update)
+    apply_updates = jax.jit(optax.apply_updates)
 
     @jax.jit
     def value_and_grad(trained, *batch):
