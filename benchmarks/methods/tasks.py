@@ -224,9 +224,7 @@ def play(params: Params, games: jax.Array, key: jax.Array) -> tuple[Samples, jax
 
     games, rollout = lax.scan(step, games, random.split(key, LENGTH))
     observations, actions, rewards, ends = rollout
-    # `last` should be the observation after the last step. The scores in
-    # results/methods.json were made with that of the last step itself.
-    rollout = Rollout(observations, actions, rewards, ends, last=observations[-1])
+    rollout = Rollout(observations, actions, rewards, ends, last=games)
     samples = samples_of(params, rollout)
     chosen = random.randint(key, (ROUND, 64), 0, LENGTH * GAMES)
     return jax.tree.map(lambda leaf: leaf[chosen], samples), games
