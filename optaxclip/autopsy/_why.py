@@ -145,7 +145,8 @@ def why(
     An example stands out by its norm among all examples. A tensor stands out if its
     gradient is not finite, or is far above Adam's second moments.
 
-    `skip_nonfinite` has no limit. There the limit is ten times the median norm of the
+    `skip_nonfinite` has no limit, and the limit of a clipper does not count, since a
+    clipper may clip every step. There the limit is ten times the median norm of the
     examples that have a gradient. If only the loss is above its limit, or not finite,
     losses are compared instead of norms.
 
@@ -246,6 +247,9 @@ def _recording(metrics: dict[str, float]) -> Recording:
         if norm is None:
             continue
         limit = numbers.get(f"{prefix}/limit", math.inf)
+        # A clipper may clip every step, so its limit tells no broken ones.
+        if prefix == "clip":
+            limit = math.inf
         loss = numbers.get(f"{prefix}/loss", -math.inf)
         loss_limit = numbers.get(f"{prefix}/loss_limit", math.inf)
         norm_is_fine = norm < limit

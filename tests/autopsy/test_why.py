@@ -646,6 +646,16 @@ def test_the_limit_of_a_clipper_behind_a_recorder_is_not_taken(saved):
     assert verdict.numbers["limit"] == 10 * usual
 
 
+def test_the_limit_of_a_clipper_alone_is_not_taken(saved):
+    """This one clips every step."""
+    clip = optaxclip.clip_by_global_norm(LIMIT / 100)
+    optimizer = optax.chain(clip, ADAM)
+    verdict = why(loss, saved(PARAMS, (INPUTS, TARGETS), None, optimizer))
+    assert verdict.cause == "none"
+    verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
+    assert (verdict.cause, verdict.examples) == ("data", [5])
+
+
 def test_wrong_arguments_are_refused(saved):
     path = saved(PARAMS, outlier())
     with pytest.raises(TypeError, match="why: loss must be a function, got 'loss'"):
