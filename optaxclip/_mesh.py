@@ -135,12 +135,21 @@ def global_shapes(mesh_axes: MeshAxes | Prefix, tree: PyTree, call: str) -> list
             # A type or a name does not say which array axis is split.
             shapes.append(None)
         else:
-            # Only manual mesh axes make the shapes of a program smaller.
-            shape = []
-            for size, names_of_axis in zip(jnp.shape(array), names_by_axis):
-                shape.append(size * device_count(names_of_axis))
-            shapes.append(tuple(shape))
+            shapes.append(global_shape(jnp.shape(array), names_by_axis))
     return shapes
+
+
+def global_shape(
+    shape: Sequence[Any], names_by_axis: Sequence[AxisNames]
+) -> tuple[Any, ...]:
+    """The shape over all devices of an array whose part here has this shape. For each
+    axis the manual mesh axes that split it, or () if none is split.
+    """
+    # Only manual mesh axes make the shapes of a program smaller.
+    sizes = list(shape)
+    for axis, names in enumerate(names_by_axis):
+        sizes[axis] *= device_count(names)
+    return tuple(sizes)
 
 
 def splits(
@@ -371,9 +380,7 @@ def placed_among_zeros(numbers: Array, mesh_axes_of_kept: Sequence[AxisNames]) -
     `mesh_axes_of_kept`.
     """
     first_axis = numbers.ndim - len(mesh_axes_of_kept)
-    shape = list(numbers.shape)
-    for axis, names in enumerate(mesh_axes_of_kept, first_axis):
-        shape[axis] *= device_count(names)
+    shape = global_shape(numbers.shape, [()] * first_axis + [*mesh_axes_of_kept])
     starts = [np.int32(0)] * first_axis
     starts += _starts(numbers.shape[first_axis:], mesh_axes_of_kept)
     zeros = typed_as(jnp.zeros(shape, numbers.dtype), jax.typeof(numbers))

@@ -324,10 +324,11 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     """
     names = trees.unique_names(norms.paths)
     mesh_axes_of_leaf = blocks.mesh_axes_of_unit_leaves(norms, names)
-    summed_axes = {spec.norm_index: spec.axes for spec in norms.specs}
+    spec_of_norm = {spec.norm_index: spec for spec in norms.specs}
     rule_of_name = dict(zip(names, rules))
     zeros_of_leaves = {}
     zeros_of_units = {}
+    global_shapes = {}
     layers = {}
     for index, (name, norm) in enumerate(zip(names, norms.values)):
         for shape in blocks.shapes_of_array_limits(rule_of_name[name]):
@@ -336,11 +337,18 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         zeros_of_leaf = mesh_types.typed_as(zeros_of_leaf, norm)
         if name in mesh_axes_of_leaf:
             zeros_of_units[name] = zeros_of_leaf
+            names_by_axis = spec_of_norm[index].mesh_axes_of_kept
+            global_shapes[name] = mesh.global_shape(norm.shape, names_by_axis)
         else:
             zeros_of_leaves[name] = zeros_of_leaf
-            layers[name] = _layer_names(norm.shape, summed_axes.get(index))
-    # Leaves whose units have one shape are reduced together, so they are neighbors.
-    by_shape = sorted(zeros_of_units.items(), key=lambda item: item[1].shape)
+            # A label may have no leaf.
+            spec = spec_of_norm.get(index)
+            summed_axes = spec.axes if spec else None
+            layers[name] = _layer_names(norm.shape, summed_axes)
+    # Leaves whose units have one shape are reduced together, so they are neighbors. The
+    # shape over all devices counts. So a state made inside shard_map has the order of
+    # one made outside, and its checkpoint may be restored into that.
+    by_shape = sorted(zeros_of_units.items(), key=lambda item: global_shapes[item[0]])
     zeros_of_units = dict(by_shape)
     unit_leaves = dict.fromkeys(zeros_of_units)
     state_names = Names(layers | unit_leaves, unit_leaves)

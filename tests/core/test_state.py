@@ -427,6 +427,17 @@ def test_units_on_several_devices_have_one_summary():
             assert entry.clipped == (share > 0)
 
 
+def test_leaves_with_units_have_one_order_in_and_outside_shard_map():
+    """A checkpoint of one state may be restored into the other."""
+    # Of "a" a device has fewer units than of "b", and all devices have more.
+    specs = {"a": P(None, "x"), "b": P()}
+    params = {"a": jnp.ones((2, 6)), "b": jnp.ones((2, 4))}
+    clipper = optaxclip.clip_by_unitwise_norm(1.0, mesh_axes=specs)
+    inside = sharded.on_two_devices(clipper.init, (specs,), P(), params)
+    outside = clipper.init(params)
+    assert [*inside.by_name()] == [*outside.by_name()]
+
+
 class ShareOfAll(rules.Rule):
     """A tenth of the norm of all gradients."""
 
