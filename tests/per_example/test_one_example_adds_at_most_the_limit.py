@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from optaxclip.per_example import _bounds, _passes, clipped_grad, explain_clipped_grad
-from optaxclip.shrinks import normalize
+from optaxclip.shrinks import auto_s, normalize
 
 SIZE, TIMES = 64, 16
 
@@ -227,6 +227,19 @@ def test_what_is_flushed_to_zero_is_not_made_long(method):
     options = {"mean": False, "method": method, "shrink": normalize}
     grad = jax.jit(clipped_grad(loss, 1.0, **options))
     assert length(grad(np.ones(100, np.float32), x, y).grads) <= MOST
+
+
+@pytest.mark.parametrize(("limit", "inputs"), [(1e3, [2e-38]), (1.0, [0.0, 0.1])])
+def test_a_cotangent_that_a_factor_makes_too_large_adds_no_nan(limit, inputs):
+    def loss(w, x, s):
+        return jnp.sum(s[:, None] * (x @ w))
+
+    # The factor is 60 or more, by which the cotangent 2e37 would be inf.
+    x = np.tile(np.array(inputs, np.float32)[None, :, None], (2, 1, 40))
+    s = np.array([[2e37, 1e-3]] * 2, np.float32)[:, : len(inputs)]
+    grad = jax.jit(clipped_grad(loss, limit, shrink=auto_s(), mean=False))
+    result = grad(np.ones((40, 40), np.float32), x, s, mask=np.arange(2) > 0)
+    assert 0 < length(result.grads) <= result.sensitivity
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -61,6 +61,10 @@ def _weighted(
     a = jnp.where(along_batch(is_counted, a), a, 0)
     c = jnp.where(along_batch(is_counted, c), c, 0)
     weighted_c = times_square(c.astype(dtype), along_batch(factors.roots, c))
+    # A factor above 1 may make inf of a cotangent, and beside an input of 0 that would
+    # be NaN. Cut, it only makes the example shorter.
+    largest = jnp.finfo(dtype).max
+    weighted_c = jnp.clip(weighted_c, -largest, largest)
     weighted_c *= along_batch(factors.inverse_divisors, c).astype(dtype)
     is_bfloat16 = a.dtype == c.dtype == jnp.bfloat16
     if is_bfloat16 and weighted_c.dtype == np.float32:
