@@ -443,7 +443,7 @@ def test_the_arrow_is_on_the_usual_limit_where_it_is_taken(log, command):
 
 def test_the_answer_and_the_table_round_a_share_alike(log, command):
     # 36.25 % is just above that in float32.
-    norms = np.append(np.linspace(0.5, 0.9, 255), np.linspace(1.1, 1.9, 145))
+    norms = np.append(np.linspace(0.5, 0.9, 765), np.linspace(1.1, 1.9, 435))
     log.write_text(log_of(norms))
     answer, _, table = command(log).partition("\n\n")
     (usual,) = [line for line in table.splitlines() if line.startswith("->")]
