@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
-from operator import ne
 from pathlib import Path
 
 import numpy as np
@@ -538,22 +537,23 @@ def _frequent_pattern(text: str) -> str:
     # other lines, such as "saved step 100".
     if label_counts["step"] < losses_or_norms / 2:
         patterns.pop("step", None)
-        changes, pattern = _steps_without_label(text)
-        if changes >= losses_or_norms / 2:
+        rises, pattern = _steps_without_label(text)
+        if rises >= losses_or_norms / 2:
             patterns["step"] = pattern
     return "|".join(patterns.values())
 
 
-def _steps_without_label(text: str) -> tuple[int, str]:
-    """How often the number in front of a total changes, as in "250/400", and its
-    pattern. Of several numbers the one that changes most often counts: not the epoch.
+def _steps_without_label(text: str) -> tuple[float, str]:
+    """How often the number in front of a total rises, less how often it falls, and its
+    pattern: "250/400". Of several numbers the one that rises most often counts. An
+    epoch stays for many lines, and "45/64 right" rises and falls.
     """
     totals = Counter(re.findall(r"\d+/(\d+)\b", text))
     patterns = [rf"\b(?P<step>\d+)/{total}\b" for total, _ in totals.most_common(5)]
     # clu prints "logging_writer.py:48] [250]".
     patterns.append(r"\] \[(?P<step>\d+)\]")
-    changes: list[tuple[int, str]] = []
+    rises: list[tuple[float, str]] = []
     for pattern in patterns:
-        steps = re.findall(pattern, text)
-        changes.append((sum(map(ne, steps, steps[1:])), pattern))
-    return max(changes)
+        steps = np.array(re.findall(pattern, text), float)
+        rises.append((np.sign(np.diff(steps)).sum(), pattern))
+    return max(rises)

@@ -224,6 +224,13 @@ def test_lines_may_begin_with_a_step_in_brackets(text_file, step):
     assert "step" not in pattern_of(path)
 
 
+def test_a_count_that_rises_and_falls_is_no_step(tmp_path):
+    path = tmp_path / "run.log"
+    lines = [f"loss {9 - i} norm 2.5, {i * 17 % 40}/64 right" for i in range(9)]
+    path.write_text("\n".join(lines))
+    assert "step" not in pattern_of(path)
+
+
 def test_steps_that_are_not_whole_are_left_out(text_file):
     """lerobot prints 2000 as 2K."""
     assert "step" not in pattern_of(text_file("step:{step}K loss:{loss} grdn:{norm}"))
