@@ -117,7 +117,7 @@ def _take_out_steps(
         # A row without a step has the step of the row before.
         if number is not None and math.isfinite(number):
             if begins_again and steps_before + number < step:
-                steps_before = step + 1
+                steps_before = step + 1 - int(number)
             step = steps_before + int(number)
         steps.append(step)
     return steps

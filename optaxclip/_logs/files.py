@@ -252,7 +252,9 @@ def _rows_in(row: Row) -> Sequence[Row]:
     if lists:
         # A list that is shorter than others ends in empty cells.
         tuples = zip_longest(*lists.values(), fillvalue="")
-        return [dict(zip(lists, cells)) for cells in tuples]
+        rows = [dict(zip(lists, cells)) for cells in tuples]
+        # Numbers beside the lists stand in the first row.
+        return [flattened(row) | rows[0], *rows[1:]]
     return [row]
 
 
@@ -369,7 +371,7 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
 
 
 def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
-    """A row for each line of a text that a pattern fits."""
+    """A row for each line of a text that a pattern fits, and for each step in it."""
     expected = (
         "pattern must be a regular expression with a group for each column, such as "
         f"'norm: (?P<grad_norm>\\S+)', got '{pattern}'."
@@ -386,6 +388,10 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
         for match in regex.finditer(line):
             groups = match.groupdict() or {"grad_norm": match[1]}
             for name, cell in groups.items():
+                # A line may have several steps.
+                if name in row and cell:
+                    rows.append(row)
+                    row = {}
                 if cell is not None:
                     row[name] = cell.strip(",;:|()[]%")
         if row:
@@ -402,21 +408,27 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
 LABELS = {
     "step": (
         r"(?<![/\w])",
-        r"(global[ _])?step|iteration|iter(\(train\))?|it|num_updates|s",
+        r"(global[ _])?steps?|iteration|iter(\(train\))?|it|num_updates"
+        r"|total_timesteps|s",
     ),
     "lr": (r"(?<![/\w])", "lr|learning[ _]rate"),
     "loss": (
         r"(?i:(?<!train[ /])(?<!val[ /])(?<!validation[ /])(?<!test[ /]))\b",
-        "((train|training|lm|total|avg)[ _/-])?loss|trl",
+        "((train|training|lm|total|avg|step|batch)[ _/-])?(ce |crossentropy)?loss"
+        "( train)?|trl",
     ),
-    # verl prints actor/grad_norm and critic/grad_norm, and ENAS prints |g|. Megatron
-    # prints the norm of the weights as well, "params norm".
+    # verl prints actor/grad_norm and critic/grad_norm, Lightning grad_2.0_norm_total,
+    # and ENAS |g|. Megatron prints the norm of the weights as well, "params norm".
     "grad_norm": (
         r"(?<!\w)(?i:(?<!params )(?<!param )(?<!weight )(?<!update )"
         r"(?<!clipped )(?<!max ))",
-        r"(\w+/)*((total|global|gradient|grad|g)[ _/-]?)*norm|\|+(g|grad|gradient)\|+",
+        r"(\w+/)*((total|global|gradient|grad|g|2\.0)[ _/-]?)*norm(_total)?"
+        r"|\|+(g|grad|gradient)\|+|grdn",
     ),
 }
+# DeepSpeed prints the time of a step, "step: 1172.5", lerobot "step:2K", and tqdm
+# "Steps: 10%".
+STEP_NUMBER = r"\d+\b(?!%|[.,]\d)"
 
 
 def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
@@ -429,7 +441,8 @@ def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
     number = r"(?i:[-+.]*(?:\d|nan|inf)[-+.\w]*)\b"
     # A step has digits alone: the "s" of "iterations" is none.
     if column == "step":
-        simple_number = number = r"\d+"
+        simple_number = r"\d+"
+        number = STEP_NUMBER
     pattern = f"{lookbehind}{label}(?P<{column}>{number})"
     numbers = re.findall(pattern, text)
     # The last one finds no "val loss" and no "train/loss".
@@ -494,8 +507,10 @@ def _frequent_pattern(text: str) -> str:
     patterns: dict[str, str] = {}  # by column
     label_counts = dict.fromkeys(LABELS, 0)
     for quantity, (lookbehind, label) in LABELS.items():
-        # mmdet prints "Iter [50/900]". A run may have NaN from its first line on.
-        gap = r"[ :=]+\[? *(?=[-+]?(\.?\d|nan\b|inf\b))"
+        # A run may have NaN from its first line on.
+        number = STEP_NUMBER if quantity == "step" else r"[-+]?(\.?\d|nan\b|inf\b)"
+        # mmdet prints "Iter [50/900]", and stable-baselines "loss | 2.5".
+        gap = rf"[ :=|]+\[? *(?={number})"
         matches = re.finditer(rf"(?i){lookbehind}({label}){gap}", text)
         labels = Counter(_as_pattern(match[0]) for match in matches)
         if not labels:
@@ -522,9 +537,23 @@ def _frequent_pattern(text: str) -> str:
     # other lines, such as "saved step 100".
     if label_counts["step"] < losses_or_norms / 2:
         patterns.pop("step", None)
-        # Lines may begin with "[ 250/400]". clu prints "logging_writer.py:48] [250]".
-        # The number of an epoch comes many times.
-        brackets = r"(?:^|\] )\[\s*(?P<step>\d+)[/\]]"
-        if len(set(re.findall(f"(?m){brackets}", text))) >= losses_or_norms / 2:
-            patterns["step"] = brackets
+        rises, pattern = _steps_without_label(text)
+        if rises >= losses_or_norms / 2:
+            patterns["step"] = pattern
     return "|".join(patterns.values())
+
+
+def _steps_without_label(text: str) -> tuple[float, str]:
+    """How often the number in front of a total rises, less how often it falls, and its
+    pattern: "250/400". Of several numbers the one that rises most often counts. An
+    epoch stays for many lines, and "45/64 right" rises and falls.
+    """
+    totals = Counter(re.findall(r"\d+/(\d+)\b", text))
+    patterns = [rf"\b(?P<step>\d+)/{total}\b" for total, _ in totals.most_common(5)]
+    # clu prints "logging_writer.py:48] [250]".
+    patterns.append(r"\] \[(?P<step>\d+)\]")
+    rises: list[tuple[float, str]] = []
+    for pattern in patterns:
+        steps = np.array(re.findall(pattern, text), float)
+        rises.append((np.sign(np.diff(steps)).sum(), pattern))
+    return max(rises)

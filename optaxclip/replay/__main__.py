@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from .._logs.columns import (
 from .._logs.files import read_log
 from .._logs.norms import NOISE_SHARE, columns_named
 from .._logs.output import printing
+from ..doctor import diagnose
 from . import plot_history, run
 from ._batch import norm_ratio
 from ._choice import USUAL_LIMIT, Choice, choice_of, how_it_broke, percent
@@ -70,7 +72,7 @@ def _print_report(options: argparse.Namespace) -> None:
     lines: list[str] = []
     choice = None
     for column in columns:
-        choice, advice = _choice_and_advice(column)
+        choice, advice = _choice_and_advice(column, options)
         lines += [_about_source(column, options), *advice, *_about_norms(column), ""]
     if log.unit == "row":
         lines += [NO_STEPS, ""]
@@ -103,9 +105,25 @@ def _print_report(options: argparse.Namespace) -> None:
         print(f"The picture is in {options.picture}.")
 
 
-def _choice_and_advice(column: Column) -> tuple[Choice | None, list[str]]:
+def _break_by_doctor(column: Column, options: argparse.Namespace) -> str | None:
+    """What the doctor says of a run whose loss diverges, or whose norms grow or vanish.
+    None for other runs, and after a bad batch, against which a clip helps.
+    """
+    # A log may be too short for the doctor.
+    with suppress(ValueError):
+        for finding in diagnose(options.log, pattern=options.pattern):
+            if finding.cause == "bad batch":
+                return None
+            if finding.cause in ("divergence", "steady growth", "vanishing"):
+                return f"from {column.unit} {finding.step} on {finding.evidence}"
+    return None
+
+
+def _choice_and_advice(
+    column: Column, options: argparse.Namespace
+) -> tuple[Choice | None, list[str]]:
     """The clipper to take, or None, and sentences that say why."""
-    break_of_run = how_it_broke(column)
+    break_of_run = how_it_broke(column) or _break_by_doctor(column, options)
     if break_of_run:
         return None, [
             f"The run broke: {break_of_run}. No limit can be chosen from it before the "
@@ -205,7 +223,8 @@ def _at_batch(
             "optaxclip.per_example.noise_share(norms_of_parts, norm)."
         )
     _, (norms, shares) = in_common([column, share_columns[0]])
-    usual_norms = np.where(norms <= choice.guard.limit, norms, np.nan)
+    limit = np.inf if choice.guard is None else choice.guard.limit
+    usual_norms = np.where(norms <= limit, norms, np.nan)
     ratio = norm_ratio(usual_norms, shares, options.batch, options.to)
     if isinstance(choice.rule, float):
         advice = f"start with clip_by_global_norm({ratio * choice.rule:.3g})."

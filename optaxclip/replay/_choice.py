@@ -43,20 +43,21 @@ class Choice(NamedTuple):
       rule: a number, or a rule that learns, for `run`.
       suggestion: the same rule as Python, and what it does to the norms.
       reasons: what to take and why, in sentences.
-      guard: the fixed limit that clips about 1 %, whether it is taken or not.
+      guard: the fixed limit that clips about 1 %, whether it is taken or not. None
+        if norms fall so far that there is none.
       candidates: all suggestions of `suggest`.
     """
 
     rule: float | Rule
     suggestion: Suggestion
     reasons: list[str]
-    guard: Suggestion
+    guard: Suggestion | None
     candidates: list[Suggestion]
 
 
 def choice_of(column: Column, every: int) -> Choice | None:
     """Chooses between the usual limit, the guard, and zclip where norms fall far. None
-    if `suggest` finds no guard.
+    if `suggest` finds no guard, and norms do not fall far.
 
     Args:
       column: norms that are finite and above 0.
@@ -65,11 +66,15 @@ def choice_of(column: Column, every: int) -> Choice | None:
     norms = column.values
     candidates = suggest(norms, every=every)
     guard = next((row for row in candidates if row.is_guard), None)
-    if guard is None:
-        return None
-    usual_share = float(np.mean(norms > USUAL_LIMIT))
-    takes_usual = 0 < usual_share <= MAX_USUAL_SHARE
-    rule: float | Rule = USUAL_LIMIT if takes_usual else guard.limit
+    usual = suggestion_of(
+        f"optaxclip.clip_by_global_norm({USUAL_LIMIT})", USUAL_LIMIT, norms
+    )
+    takes_usual = 0 < usual.clip_rate <= MAX_USUAL_SHARE
+    rule: float | Rule = np.inf
+    if takes_usual:
+        rule = USUAL_LIMIT
+    elif guard is not None:
+        rule = guard.limit
     first_norms, *_, last_norms = np.array_split(norms, 5)
     early = float(np.median(first_norms))
     late = float(np.median(last_norms))
@@ -79,13 +84,14 @@ def choice_of(column: Column, every: int) -> Choice | None:
         rule = minimum(z_score_of_zclip(every), cap)
         suggestion = suggestion_of(f"optaxclip.zclip(cap={cap:g})", rule, norms)
         reasons = _reasons_for_zclip(suggestion, early, late)
+    elif guard is None:
+        return None
     elif takes_usual:
-        text = f"optaxclip.clip_by_global_norm({USUAL_LIMIT})"
-        suggestion = suggestion_of(text, rule, norms)
-        reasons = _reasons_for_usual_limit(usual_share, guard, column)
+        suggestion = usual
+        reasons = _reasons_for_usual_limit(usual.clip_rate, guard, column)
     else:
         suggestion = guard
-        reasons = _reasons_for_guard(usual_share, guard, column)
+        reasons = _reasons_for_guard(usual.clip_rate, guard, column)
     if late >= FAR * early:
         reasons.append(
             f"Norms grow from a median of {early:.3g} in the first fifth of the log to "
@@ -96,15 +102,16 @@ def choice_of(column: Column, every: int) -> Choice | None:
 
 
 def how_it_broke(column: Column) -> str | None:
-    """What the norms of a broken run are from some step to the end: NaN or inf, or
+    """What the norms of a broken run are from some step to the end: NaN or inf, 0, or
     mostly so long that no guard clips about 1 %. None for other runs.
     """
-    is_finite = np.isfinite(column.values)
-    finite_rows = np.flatnonzero(is_finite)
-    steps_at_end = column.steps[finite_rows.max(initial=-1) + 1 :]
-    if len(steps_at_end) >= LEAST_BROKEN_ROWS:
-        return f"from {column.unit} {steps_at_end[0]} to the end norms are NaN or inf"
-    norms = column.values[is_finite & (column.values > 0)]
+    is_norm = np.isfinite(column.values) & (column.values > 0)
+    end = np.flatnonzero(is_norm).max(initial=-1) + 1
+    values_at_end = column.values[end:]
+    if len(values_at_end) >= LEAST_BROKEN_ROWS:
+        values = "NaN or inf" if values_at_end.any() else "0"
+        return f"from {column.unit} {column.steps[end]} to the end norms are {values}"
+    norms = column.values[is_norm]
     if len(norms) < MIN_NORMS:
         return None
     usual_norm = np.median(norms)

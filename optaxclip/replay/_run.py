@@ -207,7 +207,7 @@ def suggestion_of(
     return Suggestion(
         rule=text,
         limit=float(replay.limits[-1]),
-        clip_rate=float(np.mean(replay.clipped)),
+        clip_rate=float(np.asarray(replay.clipped).mean()),
         mean_factor=mean_factor,
     )
 

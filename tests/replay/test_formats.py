@@ -112,6 +112,14 @@ def test_nothing_else_is_taken_for_a_norm_or_proposed(tmp_path):
         assert read_history(path, name).tolist() == [2.5]
 
 
+def test_numbers_beside_lists_are_read(tmp_path):
+    row = {"grad_norm": 2.5, "loss": 1.5, "weights": [1.0, 2.0], "name": "a"}
+    path = written(tmp_path, json.dumps(row))
+    assert read_history(path).tolist() == [2.5]
+    assert read_history(path, "loss").tolist() == [1.5]
+    assert read_history(path, "weights").tolist() == [1.0, 2.0]
+
+
 def test_runs_of_one_file_must_be_told_apart(tmp_path):
     panel = "Step,sun-7 - grad_norm,moon-8 - grad_norm\n1,2.5,9.0\n2,0.5,9.0\n"
     first, second = "sun-7 - grad_norm", "moon-8 - grad_norm"

@@ -261,6 +261,13 @@ def test_steps_that_begin_again_are_counted_on(tmp_path):
         ]
 
 
+def test_steps_that_begin_again_at_1_are_counted_on(tmp_path):
+    path = tmp_path / "run.csv"
+    path.write_text("step,norm\n" + 3 * "1,2.5\n2,2.5\n3,2.5\n")
+    steps = read_log(path, "test").columns["norm"].steps
+    assert steps.tolist() == [*range(1, 10)]
+
+
 def test_of_a_step_that_comes_twice_the_later_run_counts(tmp_path):
     steps = [*range(40), *range(30, 50)]
     lines = [f"{step},{row}" for row, step in enumerate(steps)]

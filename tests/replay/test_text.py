@@ -27,7 +27,10 @@ TEXTS = {
         "[titan] INFO \x1b[31mstep: {step:2}  \x1b[32mloss: {loss:7.4f}  "
         "\x1b[38;2;180;60;0mgrad_norm: {norm:7.4f}  \x1b[34mtps: 8,000\x1b[39m"
     ),
-    "OLMo": "[step={step}/99]\n    optim/total_grad_norm={norm}\n    loss={loss}",
+    "OLMo": (
+        "[step={step}/99]\n    optim/total_grad_norm={norm}\n"
+        "    train/CrossEntropyLoss={loss}"
+    ),
     "a sentence": "step {step}: the loss {loss} has a global norm {norm}.",
     "detectron2": "iter: {step}  total_loss: {loss}  loss_cls: 1.2  grad_norm: {norm}",
     "Swin": (
@@ -40,6 +43,16 @@ TEXTS = {
     ),
     "bars": "step {step} | loss {loss} | |g|: {norm}",
     "double bars": "step {step} loss {loss} ||grad|| {norm}",
+    "Lightning": (
+        "\rEpoch 0: 10%|# | {step}/40 [00:01<00:02, 9.1it/s, train_loss={loss}, "
+        "grad_2.0_norm_total={norm}]"
+    ),
+    "litgpt": "iter {step} | loss train: {loss}, val: n/a | grad norm: {norm}",
+    "lerobot": "step:{step} smpl:2K loss:{loss} grdn:{norm} lr:1e-5 updt_s:0.210",
+    "stable-baselines": (
+        "| total_timesteps | {step} |\n| grad_norm       | {norm} |\n"
+        "| loss            | {loss} |"
+    ),
 }
 
 
@@ -130,7 +143,7 @@ def test_other_losses_do_not_replace_the_loss(text_file):
 
 
 def test_without_a_norm_the_pattern_is_said(text_file):
-    line = "Epoch 0: {step}it, loss={loss}, grad_2.0_norm_total={norm}"
+    line = "Epoch 0: {step}it, loss={loss}, gn={norm}"
     with pytest.raises(ValueError, match=r"no gradient norm.* read with --pattern 'lo"):
         read_history(text_file(line))
 
@@ -181,6 +194,14 @@ def test_a_log_may_have_messages_with_a_loss(tmp_path):
         "it {step:05}/00500",
         "global_step={step}",
         "num_updates={step}",
+        "steps: {step}",
+        # Numbers in front of a total.
+        "[epoch 1/3] batch {step}/500",
+        "Epoch [1][{step:2}/500]",
+        "2026/01/02 [Train] 10%|# | {step}/500 [00:01<00:02, 1.1it/s]",
+        # Times and shares are none.
+        "step: 1172.5 | iteration {step}/500",
+        "Steps: 10%|# | {step}/500 [00:01<00:02]",
     ],
 )
 def test_a_step_is_a_number(text_file, label):
@@ -201,6 +222,29 @@ def test_lines_may_begin_with_a_step_in_brackets(text_file, step):
     # These are epochs.
     path.write_text(re.sub(r"\[ *\d+", "[3", path.read_text()))
     assert "step" not in pattern_of(path)
+
+
+def test_a_count_that_rises_and_falls_is_no_step(tmp_path):
+    path = tmp_path / "run.log"
+    lines = [f"loss {9 - i} norm 2.5, {i * 17 % 40}/64 right" for i in range(9)]
+    path.write_text("\n".join(lines))
+    assert "step" not in pattern_of(path)
+
+
+def test_steps_that_are_not_whole_are_left_out(text_file):
+    """lerobot prints 2000 as 2K."""
+    assert "step" not in pattern_of(text_file("step:{step}K loss:{loss} grdn:{norm}"))
+
+
+def test_a_line_may_have_several_steps(tmp_path):
+    path = tmp_path / "run.log"
+    step = "step {}: loss {} norm {}. ".format
+    lines = [step(i, 9 - i, i) + step(i + 1, 8 - i, i + 1) for i in (0, 2, 4)]
+    path.write_text("\n".join(lines))
+    log = read_log(path, "read_history")
+    for name, numbers in (("grad_norm", [*range(6)]), ("loss", [9, 8, 7, 6, 5, 4])):
+        assert log.columns[name].values.tolist() == numbers
+        assert log.columns[name].steps.tolist() == [*range(6)]
 
 
 def test_a_number_may_take_the_place_of_blanks(tmp_path):
