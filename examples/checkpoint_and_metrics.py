@@ -9,7 +9,8 @@ A limit that learns, such as `zclip`'s, has its memory in the optimizer state. T
 is saved halfway and restored from shapes alone, as in a new process. It ends bit for
 bit like a run without a break. Without the clip's memory it ends elsewhere.
 
-What it prints. How the runs end, and how many steps some limits would have clipped.
+What it prints. How the runs end, how many steps some limits would have clipped, which
+of them is the guard against accidents, and the last limit of the run.
 --folder PATH keeps log and checkpoint for `tensorboard --logdir PATH`.
 
     pip install orbax-checkpoint tensorboardX scikit-learn
@@ -71,7 +72,12 @@ def main(steps: int = STEPS, folder: Path | None = None) -> dict[str, Training]:
         print(f"{name}: {count} arrays differ from the run without a break")
     for row in optaxclip.replay.suggest(norms)[:5]:
         steps_clipped = round(row.clip_rate * len(norms))
-        print(f"{row.rule} would have clipped {steps_clipped} of {len(norms)} steps")
+        note = ", the guard" if row.is_guard else ""
+        print(
+            f"{row.rule} would have clipped {steps_clipped} of {len(norms)} steps{note}"
+        )
+    clip_state, _ = straight.opt_state
+    print(f"All runs had zclip(), whose limit ended at {clip_state.limit:.3g}")
     return ends
 
 

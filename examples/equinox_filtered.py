@@ -149,7 +149,7 @@ def train_step(
     windows: Array,
     optimizer: optax.GradientTransformation,
 ) -> tuple[Network, Any, Array, dict[str, Array]]:
-    """One step. Leaves that are no arrays are constants of the compiled program."""
+    """One step. Leaves that are not arrays are constants of the compiled program."""
     loss_and_grads = eqx.filter_value_and_grad(mean_loss)
     loss, grads = loss_and_grads(network, windows)
     weights = eqx.filter(network, eqx.is_inexact_array)

@@ -195,7 +195,7 @@ def rescale(updates: PyTree, norms: PyTree, new_norms: PyTree) -> Any:
       rounding to the leaf's dtype.
 
     Raises:
-      ValueError: norms that are no tree prefix of the updates or do not broadcast to
+      ValueError: norms that are not a tree prefix of the updates or do not broadcast to
         their leaves, or new norms that have another structure or do not broadcast to
         the norms.
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, NoReturn
 
+import jax
 import optax
 
 from ._other_names import FUNCTIONS, NO_ARGUMENTS, OUR_NAMES, REMARKS
@@ -125,7 +126,9 @@ def _clipper_of_call(
 def _checked_method(
     call: str, method: str, function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`init` or `update`, with a TypeError in our words for a missing argument."""
+    """`init` or `update`, with a TypeError in our words for a missing argument, and for
+    a state in the place of the gradients.
+    """
 
     @functools.wraps(function)
     def checked_call(*args: object, **kwargs: object) -> Any:
@@ -140,9 +143,24 @@ def _checked_method(
                     f"{call}: {method}: {error}. Call state = init(params) once, and "
                     "updates, state = update(grads, state, params) in each step."
                 ) from None
+            is_swapped = _has_state(args[:1]) and not _has_state(args[1:2])
+            if method == "update" and is_swapped:
+                raise TypeError(
+                    f"{call}: update: gradients and state are swapped. Call updates, "
+                    "state = update(grads, state, params)."
+                ) from None
             raise
 
     return checked_call
+
+
+def _has_state(tree: Any) -> bool:
+    """Whether a tree has a state of optax or of this library in it."""
+
+    def is_state(x: object) -> bool:
+        return isinstance(x, tuple) and type(x).__name__.endswith("State")
+
+    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
 def _set_init_and_update(function: Callable[..., Any], call: str) -> None:

@@ -23,7 +23,7 @@ Words of this and the modules around it:
     row        a number of the state, with an entry for each norm (`_packed.py`)
     memory     what a rule remembers. Arrays in it with one number for each norm are
                rows, too
-    window     an array of a memory that is no row, such as the last 100 norms
+    window     an array of a memory that is not a row, such as the last 100 norms
     sound      norm finite, limit not NaN, and the shrink returns a finite number of at
                least 0. Otherwise the norm is broken
     clipped    sound, and changed by the shrink. Of units: one of them at least

@@ -91,7 +91,7 @@ def static_mesh_axes(mesh_axes: MeshAxes | Prefix, call: str) -> MeshAxes | Pref
 
     Raises:
       TypeError: a list of names, which would be a tree with one name for each leaf, or
-        something that is no mesh axis.
+        something that is not a mesh axis.
     """
     if _is_entry(mesh_axes) or isinstance(mesh_axes, Prefix):
         return mesh_axes
@@ -427,7 +427,7 @@ def check_replicated(tree: PyTree, mesh_axes: str | tuple[str, ...]) -> Array:
 
     Raises:
       ValueError: a mesh axis that is not bound here.
-      TypeError: something that is no name and no tuple of names.
+      TypeError: something that is neither a name nor a tuple of names.
 
     Example:
       >>> def is_same(x):

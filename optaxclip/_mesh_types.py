@@ -151,7 +151,7 @@ def resharded(
         if candidate is not None and candidate.explicit_axes:
             sharding = NamedSharding(candidate, PartitionSpec(*spec))
             return jax.reshard(value, sharding)
-    # In Auto meshes the sharding is no part of a type, and XLA chooses it.
+    # In Auto meshes the sharding is not part of a type, and XLA chooses it.
     return value
 
 

@@ -133,8 +133,8 @@ def metrics(
       has keys `clip/...`, and not `clip/clip/...`.
 
     Raises:
-      ValueError: a state without a clipper in it, a name in `only` that is no number of
-        this state, a `top` below 1, a quantile that is no share, the state of an
+      ValueError: a state without a clipper in it, a name in `only` that is not a number
+        of this state, a `top` below 1, a quantile that is not a share, the state of an
         ensemble (`jax.vmap(metrics)` reads the state of each member), rows that
         `jax.shard_map` joined from several devices, or, with `layers`, a leaf with the
         name of a layer of another.

@@ -274,7 +274,7 @@ def given_norms(norms: PyTree, tree: PyTree, argument: str = "norms") -> Norms:
     """The `Norms` of a tree that are given as a tree prefix of it.
 
     Raises:
-      ValueError: norms that are no tree prefix of the updates, or that do not broadcast
+      ValueError: norms that are not a tree prefix of the updates, or do not broadcast
         to their leaves.
     """
     # Leaves under a None are neither measured nor clipped.

@@ -71,7 +71,7 @@ REMARKS = {
     # An average may be weighted from either end.
     "decay": ", the weight of the past: near 1",
     "quantile": ", a share in [0, 1]",
-    "shared_argnums": ", the arguments that are no batches",
+    "shared_argnums": ", the arguments that are not batches",
     "nonfinite": '="raise"',
     "shrink": "=optaxclip.shrinks.normalize",
     "noise_multiplier": ", the standard deviation over the sensitivity",

@@ -100,7 +100,7 @@ class _ShortRepr(NamedTuple):
         # A tensor of torch has a dtype that NumPy does not know.
         if not isinstance(leaf, ARRAYS):
             return repr(leaf)
-        # Keys are no numbers.
+        # Keys are not numbers.
         is_number = jnp.issubdtype(leaf.dtype, jnp.number)
         is_large = leaf.ndim > 1 or leaf.size > 3
         if not is_number or is_large or not has_numbers(leaf):

@@ -83,7 +83,7 @@ class NormPlan(NamedTuple):
 
     def element_counts(self, arrays: list[Array], dtype: DTypeLike) -> list[Any]:
         """For each norm the number of elements that its mean is over, on all devices,
-        and at least 1. All 1 for an order that is no mean.
+        and at least 1. All 1 for an order that is not a mean.
         """
         if not is_mean(self.ord):
             return list(np.ones(self.norm_count, dtype))

@@ -166,7 +166,7 @@ def _can_be_merged(spec: LeafSpec, array: Array) -> bool:
 @partial(traced_once, static_argnums=0)
 def _root(ord: Ord, count: ArrayLike, total: Sums | Array) -> Array:
     """The norm, from three sums of squares or from one in float64. `count` is 1 for
-    an order that is no mean.
+    an order that is not a mean.
     """
     if isinstance(total, Sums):
         norm = sums.root_of_mean(count, total)

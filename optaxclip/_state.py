@@ -5,7 +5,7 @@
               units_clipped
 
 Each of these is a row with one entry for each norm. Behind them are the rows of what
-the rule remembers (`_packed.py`). The names of the norms are no arrays: they belong to
+the rule remembers (`_packed.py`). The names of the norms are not arrays: they belong to
 the structure of the state.
 """
 
@@ -180,7 +180,7 @@ class ClipState(_ClipStateFields):
         changed. () in clippers without units.
       memory: a tuple: what the rule remembers of the norms of whole leaves, in arrays
         [N, ...], and then of the units of each leaf.
-      names: the names of the norms. To JAX they are no leaves.
+      names: the names of the norms. To JAX they are not leaves.
       counts: int32[rows, N], or int32[rows]: `step`, `clipped`, `nonfinite`, and then
         the integers of `memory` that have one number for each norm.
       numbers: float32[rows, N], or float32[rows] (float64 where a leaf has 64 bits):
@@ -475,7 +475,7 @@ def _names_to_json(static_fields: tuple[Names]) -> bytes:
 
 def _names_from_json(text: bytes) -> tuple[Names]:
     layers, units = json.loads(text)
-    # A structure of NamedTuples is no JSON. The next step makes it anew.
+    # A structure of NamedTuples is not JSON. The next step makes it anew.
     return (Names(layers, units, windows_structure=None),)
 
 

@@ -85,7 +85,7 @@ def smooth(power: float = 1.0) -> Shrink:
         SPECTRA, inf is `hard`. At least 1, known when the clipper is built.
 
     Raises:
-      ValueError: a power below 1 or NaN. TypeError: one that is no number.
+      ValueError: a power below 1 or NaN. TypeError: one that is not a number.
 
     Example:
       >>> print(optaxclip.shrinks.smooth()(jnp.array([1.0, 3.0]), jnp.array(3.0)))
@@ -110,7 +110,7 @@ def auto_s(gamma: float = 0.01) -> Shrink:
         shrink is built. 0, or a gamma below 1e-19, gives `normalize`.
 
     Raises:
-      ValueError: a gamma that is negative or NaN. TypeError: one that is no number.
+      ValueError: a gamma that is negative or NaN. TypeError: one that is not a number.
 
     Example:
       >>> norms = jnp.array([0.0, 0.01, 0.99])
@@ -138,7 +138,7 @@ def psac(r: float = 0.1) -> Shrink:
         gives `normalize`.
 
     Raises:
-      ValueError: an r that is negative or NaN. TypeError: one that is no number.
+      ValueError: an r that is negative or NaN. TypeError: one that is not a number.
 
     Example:
       >>> print(optaxclip.shrinks.psac(0.5)(jnp.array([0.0, 0.5]), jnp.array(1.0)))

@@ -17,8 +17,8 @@ TITLES = {
 }
 TITLE = (
     "Mean score of five tasks with each clip, at its best learning rate for each "
-    "fault. 0: untrained,\n1: as good as a healthy run without a clip. Rows are sorted "
-    "by the mean of the four panels."
+    "fault, and the\nstandard error of five seeds. 0: untrained, 1: as good as a "
+    "healthy run without a clip.\nRows are sorted by the mean of the four panels."
 )
 
 

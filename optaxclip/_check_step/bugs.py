@@ -292,7 +292,7 @@ def bug_of_update(run: Run, peers: Sequence[Run]) -> str:
 
 
 def _bug_of_direction(run: Run) -> str:
-    """The bug of an update that is no multiple of the gradient."""
+    """The bug of an update that is not a multiple of the gradient."""
     is_multiple_in_leaves = np.isfinite(run.step_factors).all()
     if run.replicas_differ:
         return "own_factor" if is_multiple_in_leaves else "local_norm"

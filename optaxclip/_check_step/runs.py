@@ -344,8 +344,8 @@ def _per_device(setting: Setting, specs: PyTree, tree: PyTree) -> list[np.ndarra
 def factors_of(
     updates: np.ndarray, gradients: np.ndarray, rounding: float
 ) -> np.ndarray:
-    """[...]: update over gradient, both [..., numbers]. NaN where one is no multiple of
-    the other.
+    """[...]: update over gradient, both [..., numbers]. NaN where one is not a
+    multiple of the other.
     """
     # The markers are left out.
     updates = np.where(gradients, updates, 0.0)

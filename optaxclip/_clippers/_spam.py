@@ -278,7 +278,7 @@ def adaclip(
 
     Raises:
       ValueError: a decay out of its range, an unknown `nonfinite`, or an axis in
-        `stacked` that a leaf does not have. TypeError: a decay that is no number.
+        `stacked` that a leaf does not have. TypeError: a decay that is not a number.
 
     Example:
       >>> clipper = optaxclip.adaclip(0.5)

@@ -95,7 +95,7 @@ def release(
       limits and factors, and `state.optimizer` is the optimizer's own state.
 
     Raises:
-      TypeError: a loss that is no function, an optimizer without init and update, a
+      TypeError: a loss that is not a function, an optimizer without init and update, a
         limit that is not a number. From init and step: a loss that is not a
         real scalar, a leaf of params that is not an array. From init: an optimizer that
         wants more than gradients, state and params, or every leaf. From step: a state

@@ -86,7 +86,7 @@ class Judge(NamedTuple):
         `update`.
 
         Raises:
-          ValueError: a number that is no scalar, that differs between devices, or a
+          ValueError: a number that is not a scalar, that differs between devices, or a
             loss that is missing.
           TypeError: something that is not a number, or a loss under another name.
         """
@@ -163,7 +163,7 @@ class Judge(NamedTuple):
 
         Raises:
           TypeError: something that is not a number.
-          ValueError: a number that is no scalar, or that differs between devices, or a
+          ValueError: a number that is not a scalar, or differs between devices, or a
             norm below 0.
         """
         number = extra_args.get(argument)

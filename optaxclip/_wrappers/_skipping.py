@@ -201,9 +201,9 @@ def skip_step(
 
     Raises:
       ValueError: a number out of its range, `update` without `value` with
-        `on_loss=True`, or with a `value` that is no scalar, or that differs between
+        `on_loss=True`, or with a `value` that is not a scalar, or that differs between
         devices where types show it.
-      TypeError: something that is no number, an `on_loss` that is not None, True or
+      TypeError: something that is not a number, an `on_loss` that is not None, True or
         False, or a loss under another name than `value`.
 
     Example:

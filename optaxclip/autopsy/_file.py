@@ -33,7 +33,7 @@ class Step(NamedTuple):
     params: PyTree
     batch: PyTree
     moments: dict[str, Any]  # second moments of Adam, by the name of a weight
-    metrics: dict[str, float]  # in the header, because they are no arrays
+    metrics: dict[str, float]  # in the header, because they are not arrays
 
 
 def by_name(tree: PyTree) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 def _structure(header: dict[str, Any], like: PyTree) -> Any:
     """The structure of the step that was saved."""
     if like is None:
-        # The text is no literal if it has classes in it: "Params(w=0, b=0)".
+        # The text is not a literal if it has classes in it: "Params(w=0, b=0)".
         with contextlib.suppress(SyntaxError, ValueError):
             like = ast.literal_eval(header["trees"])
     step = None

@@ -115,7 +115,7 @@ def _near_bad_batch(norm: Column, step: int, ratio: float) -> str:
     `ratio`: the largest norm over the median of the whole log.
     """
     (ratio_before,) = rules.bad_batch(norm.values)[norm.steps == step]
-    # 0 if the norm does not come back. Then a spike is no bad batch, however high.
+    # 0 if the norm does not come back. Then a spike is not a bad batch, however high.
     is_below_limit = 0 < ratio_before <= BAD_BATCH
     if is_below_limit and max(ratio, ratio_before) > BAD_BATCH / 2:
         return (

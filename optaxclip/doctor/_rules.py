@@ -79,7 +79,7 @@ def bad_batch(norm: Array) -> Array:
     padded = np.pad(norm[1:], (0, LONG), constant_values=np.inf)
     next_rows = sliding_window_view(padded, LONG)
     comes_back = next_rows.min(axis=1) < low_norm
-    # Norms that grow until the log ends, or until they are NaN, are no bad batch.
+    # Norms that grow until the log ends, or until they are NaN, are not a bad batch.
     leaps_at_end = np.isinf(next_rows[:, -1]) & (_shifted(norm) < low_norm)
     return np.where(comes_back | leaps_at_end, norm / usual_norm, 0.0)
 
@@ -184,7 +184,7 @@ def late_growth(norm: Array) -> Array | float:
 
 def _kept_levels(values: Array) -> Array:
     """For each row the lowest median of five rows, in it and all rows to come. A few
-    high rows in the middle are no level.
+    high rows in the middle are not a level.
     """
     return _lowest_ahead(_medians(values, SHORT))
 

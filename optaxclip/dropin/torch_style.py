@@ -12,6 +12,7 @@ array is a tree.
                                   1e-6)
     norm + 1e-6 within the limit  times 1                the same bits
     no leaves, only None          norm 0                 the same
+    empty leaf, norm_type inf     an error               ignored
     max_norm 0                    zeros                  the same
     norm_type a text              read as a number       the same
     norm_type <= 0                a count, or at most    ValueError: no norm

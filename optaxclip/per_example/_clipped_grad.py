@@ -245,7 +245,7 @@ def clipped_grad(
         of the compiler if only `in_shardings` of jit splits the batch.
       NotImplementedError: a loss that closes over an array on a mesh with Explicit
         axes. Make it a shared argument.
-      TypeError: parameters that are no floats or complex numbers, `argnums` or
+      TypeError: parameters that are not floats or complex numbers, `argnums` or
         `shared_argnums` that are not ints, arguments by name, and a loss that is not
         one real number, or lacks the aux that `has_aux` says.
 

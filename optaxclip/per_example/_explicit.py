@@ -92,7 +92,7 @@ def on_each_device(
         # A shared argument may be a function, and a limit a Python number.
         return x if isinstance(x, (Array, np.ndarray)) else None
 
-    # The problem with None for all that is no array, which shard_map cannot pass on.
+    # The problem with None for all that shard_map cannot pass on: what is not an array.
     arrays = jax.tree.map(array_or_none, problem)
     roles = _roles_of(arrays)
     # To shard_map an empty set means all axes.

@@ -147,7 +147,7 @@ class Limits(NamedTuple):
     def _joined(self, longest: float) -> Any:
         """The root of the sum of squares of all limits. inf where no bound follows."""
         is_traced = any(isinstance(limit, Tracer) for limit in self.values)
-        # By NumPy, so that `sensitivity` of dropin.jax_privacy is no tracer under jit.
+        # By NumPy: under jit `sensitivity` of dropin.jax_privacy must not be a tracer.
         xp = jnp if is_traced else np
         # A traced limit may be negative, and then counts as 0.
         limits = xp.maximum(xp.array(self.values, float), 0)

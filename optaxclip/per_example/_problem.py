@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from .. import _mesh
 from .. import _mesh_types as mesh_types
 from .. import _trees as trees
-from .._checks import shown
+from .._checks import function_name, shown
 from .._jaxpr import CASTS_OVER_DEVICES, source_line
 from .._mesh import AxisNames, MeshAxes, listed
 from .._mesh_types import varying
@@ -25,7 +25,7 @@ from ._work import equations_of
 Argnums = int | Sequence[int]
 # With these values of `vmap_method` a callback sees one example at a time. With None
 # JAX itself refuses arguments of the callback that depend on the example. An equation
-# that is no callback has None as well.
+# that is not a callback has None as well.
 ONE_BY_ONE = (None, "sequential", "sequential_unrolled")
 HINT_FOR_SPLIT_TABLES = (
     "an Explicit mesh axis splits a parameter, but not the batch. In the loss look up "
@@ -185,9 +185,16 @@ class Signature(NamedTuple):
         try:
             program, result_types = problem.program_of(loss_of_one)
         except Exception as error:
+            # A loss that was written for a batch may index an axis that is missing.
+            shapes = [list(leaf.shape[1:]) for leaf in jax.tree.leaves(problem.batch)]
+            hint = (
+                f"{function_name(self.loss)} gets one example, without the batch axis: "
+                f"arrays of shape {', '.join(map(str, shapes))}."
+            )
             # JAX has no public name for its error.
             if "out_sharding" in str(error):
-                error.add_note(f"{self.call}: {HINT_FOR_SPLIT_TABLES}")
+                hint = HINT_FOR_SPLIT_TABLES
+            error.add_note(f"{self.call}: {hint}")
             raise
         self._check_returned(program, result_types)
         self._check_program(program, problem.batch_axes)
@@ -240,8 +247,8 @@ class Signature(NamedTuple):
         """
         equations = equations_of(program)
         # Devices may share the work on one example along mesh axes that do not split
-        # the batch, also along those of a shard_map in the loss. Names that are no mesh
-        # axes are of an outer jax.vmap.
+        # the batch, also along those of a shard_map in the loss. Names that are not
+        # mesh axes are of an outer jax.vmap.
         safe_axes = set(mesh_types.manual_axes())
         for eqn in equations:
             if eqn.primitive.name == "shard_map":

@@ -162,7 +162,7 @@ def _reasons_for_usual_limit(
         "the steps, and up to half is fine."
     ]
     limit = USUAL_LIMIT
-    # A guard that clips nearly as many steps is no other choice.
+    # A guard that clips nearly as many steps is not another choice.
     if 2 * guard.clip_rate <= usual_share:
         limit = guard.limit
         reasons.append(

@@ -384,7 +384,7 @@ def spike_score(
     Args:
       histories: norms before any clip, losses or both, [steps] each. A step counts as a
         spike if any of them is one. NaN and inf are spikes, and are not remembered.
-      sigmas: how many standard deviations above the mean are no spike. At least 0.
+      sigmas: how many standard deviations above the mean are not a spike. At least 0.
       window: how many values before x are looked at. A whole number, at least 1.
         Nothing is a spike before there are as many.
 

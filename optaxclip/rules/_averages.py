@@ -93,7 +93,7 @@ class Ema(Rule):
         norms, and a decay of 1 after a lower one keeps the average as it is.
 
     Raises:
-      ValueError: a decay out of its range. TypeError: something that is no number.
+      ValueError: a decay out of its range. TypeError: something that is not a number.
 
     Example:
       >>> rule = optaxclip.rules.ema(0.5)
@@ -157,7 +157,7 @@ class EmaRatio(Rule):
 
     Raises:
       ValueError: a number out of its range, or an unknown `remember`. TypeError:
-        something that is no number.
+        something that is not a number.
 
     Warns:
       UserWarning: a ratio of at most 1, and no target above 1, with
@@ -255,7 +255,7 @@ class EmaBand(Rule):
       raise_small: whether norms below the band are lifted. Otherwise they pass.
 
     Raises:
-      ValueError: a number out of its range. TypeError: something that is no number.
+      ValueError: a number out of its range. TypeError: something that is not a number.
 
     Example:
       >>> rule = optaxclip.rules.ema_band(0.5, 1.0, 0.5, down=0.5)
@@ -316,7 +316,7 @@ class MomentsRatio(Rule):
       eps: at least 0, in units of the norm. A number or a schedule.
 
     Raises:
-      ValueError: a number out of its range. TypeError: something that is no number.
+      ValueError: a number out of its range. TypeError: something that is not a number.
 
     Example:
       >>> rule = optaxclip.rules.moments_ratio(0.5, 0.5)
@@ -390,7 +390,7 @@ class ZScore(Rule):
 
     Raises:
       ValueError: a number out of its range, or an unknown target. TypeError: something
-        that is no number.
+        that is not a number.
 
     Example:
       >>> rule = optaxclip.rules.z_score(2.0, 0.5, warmup=3)
@@ -480,7 +480,7 @@ class LogZScore(Rule):
         norms the default average has 0.75 of its final weight, 1 - 0.995^277.
 
     Raises:
-      ValueError: a number out of its range. TypeError: something that is no number.
+      ValueError: a number out of its range. TypeError: something that is not a number.
 
     Example:
       >>> rule = optaxclip.rules.log_z_score(2.0, 0.5, warmup=2)

@@ -254,6 +254,10 @@ class Joined(Rule):
     def inf_is_off(self) -> bool:
         return all(rule.inf_is_off for rule in self.rules)
 
+    def argument_name(self, index: int) -> str:
+        """What errors call a rule."""
+        return f"rules[{index}]"
+
     def init(self, norm: Array) -> Any:
         return tuple(rule.init(norm) for rule in self.rules)
 
@@ -267,9 +271,8 @@ class Joined(Rule):
         total_norm = extra_norms[-1] if self.needs_total else None
         limits = []
         new_memories = []
-        call = call_name(type(self))
         for index, (rule, memory) in enumerate(zip(self.rules, memories)):
-            argument = f"{call}: rules[{index}]"
+            argument = f"{call_name(type(self))}: {self.argument_name(index)}"
             limit, new_memory = checked_update(
                 rule,
                 norm,
@@ -319,6 +322,9 @@ class WarmUp(Joined):
         # None in the warm-up means no limit yet, not that NaN may pass.
         return False
 
+    def argument_name(self, index: int) -> str:
+        return ("before", "after")[index]
+
     def init(self, norm: Array) -> Any:
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
 
@@ -345,7 +351,7 @@ def minimum(*rules: Limit) -> Rule:
 
     Raises:
       ValueError: no rule at all, or a number that is negative or NaN.
-      TypeError: something that is no number, schedule or rule.
+      TypeError: something that is not a number, schedule or rule.
 
     Example:
       >>> rule = optaxclip.rules.minimum(optaxclip.rules.growth(2.0), 5.0)
@@ -367,7 +373,7 @@ def maximum(*rules: Limit) -> Rule:
 
     Raises:
       ValueError: no rule at all, or a number that is negative or NaN.
-      TypeError: something that is no number, schedule or rule.
+      TypeError: something that is not a number, schedule or rule.
 
     Example:
       >>> rule = optaxclip.rules.maximum(optaxclip.rules.growth(2.0), 5.0)
@@ -391,7 +397,7 @@ def warm_up(steps: ArrayLike, before: Limit, after: Limit) -> Rule:
 
     Raises:
       ValueError: a number that is negative or NaN.
-      TypeError: something that is no number, schedule or rule.
+      TypeError: something that is not a number, schedule or rule.
 
     Example:
       >>> rule = optaxclip.rules.warm_up(2, 5.0, optaxclip.rules.growth(2.0))

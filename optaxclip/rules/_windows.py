@@ -105,7 +105,7 @@ class WindowedQuantile(Rule):
 
     Raises:
       ValueError: a number out of its range, or an unknown `remember`. TypeError:
-        something that is no number.
+        something that is not a number.
 
     Warns:
       UserWarning: limits that can only fall, see `remember`.
@@ -225,7 +225,7 @@ class WindowedMean(Rule):
 
     Raises:
       ValueError: a number out of its range, or an unknown `remember`. TypeError:
-        something that is no number.
+        something that is not a number.
 
     Example:
       >>> rule = optaxclip.rules.windowed_mean(2.0, 2)
@@ -331,7 +331,7 @@ class Growth(Rule):
         all later limits begin at it. At least 0, None for none. A number or a schedule.
 
     Raises:
-      ValueError: a number out of its range. TypeError: something that is no number.
+      ValueError: a number out of its range. TypeError: something that is not a number.
 
     Warns:
       UserWarning: a rate of at most 1 without a floor, with which norms can only fall.
@@ -394,7 +394,7 @@ class QuantileTracker(Rule):
         hardly moves.
 
     Raises:
-      ValueError: a number out of its range. TypeError: something that is no number.
+      ValueError: a number out of its range. TypeError: something that is not a number.
 
     Example:
       >>> rule = optaxclip.rules.quantile_tracker(0.5, 0.2, start=1.0)

@@ -53,6 +53,20 @@ def test_a_parameter_alone_has_no_name():
         clipped_grad(jnp.vdot, 1.0)(jnp.ones(2, int), jnp.ones((3, 2)))
 
 
+def mean_over_a_batch(w, x, y):
+    return jnp.mean(jnp.sum((x - w) ** 2, axis=1) * y)
+
+
+def test_a_loss_that_wants_a_batch_gets_a_note():
+    with pytest.raises(ValueError, match="axis 1 is out of bounds") as caught:
+        clipped_grad(mean_over_a_batch, 1.0)(jnp.ones(3), jnp.ones((4, 3)), jnp.ones(4))
+    note = (
+        "clipped_grad: mean_over_a_batch gets one example, without the batch axis: "
+        "arrays of shape [3], []."
+    )
+    assert note in caught.value.__notes__
+
+
 def test_explain_takes_shapes_for_arrays():
     def loss(params, x, activation):
         return jnp.sum(activation(x @ params["w"]))

@@ -179,7 +179,7 @@ def _nearest_row(index: Array, last: int) -> Array:
 
 def _convolution(site: Site) -> Form | None:
     params = site.eqn.params
-    # Only the kernel: an image that is made of parameters is no such matrix.
+    # Only the kernel: an image that is made of parameters is not such a matrix.
     is_kernel = tuple(site.operands) == (1,)
     if not is_kernel or params["batch_group_count"] != 1:
         return None
