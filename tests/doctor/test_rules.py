@@ -224,6 +224,15 @@ def test_a_leap_of_the_rate_is_named_with_what_it_broke(name):
     assert causes == [("learning rate", 38), ("not finite", 38)]
 
 
+def test_a_leap_of_the_rate_is_named_where_the_loss_rises_for_good():
+    """Too little for a divergence."""
+    loss = np.append(np.geomspace(4.0, 2.0, 120), np.full(80, 2.8)) * noisy()
+    assert diagnose(rows_of(loss=loss)) == []
+    for row, causes in ((120, [("learning rate", 120)]), (60, [])):
+        rates = np.where(np.arange(200) < row, 1e-3, 1e-2)
+        assert causes_of(rows_of(loss=loss, lr=rates)) == causes
+
+
 def test_other_changes_of_the_rate_are_no_cause():
     norms = changed(calm(), {4: 50.0, 40: 60.0})
     rows = np.arange(60)
