@@ -60,7 +60,7 @@ PAGE_OF_SPIKES = "docs/run_health.md (My loss spikes, or gradients explode)"
 BAD_BATCH = 15  # times the median of the rows before
 SCALE_ADVICE = "look at the loss scale, at sum or mean, and at the number of devices"
 # Named only if another cause begins, or is worst, in its row or in the five rows behind
-# it: a schedule may leap too.
+# it, or if the loss begins to rise for good near it: a schedule may leap too.
 LEAP_OF_RATE = Cause(
     name="learning rate",
     needs=signals.RATE,

@@ -136,7 +136,7 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
             )
         elif levels.last > rules.FLAT * levels.second_tenth:
             notes.append(
-                f"{loss.name!r} hardly falls after the first fifth of the log: "
+                f"{loss.name!r} does not fall much after the first fifth of the log: "
                 f"{levels.second_tenth:.3g} there, {levels.last:.3g} at the end. RL, a "
                 "GAN and a run that is done look so too. Else look at data, labels and "
                 "learning rate."
