@@ -97,7 +97,7 @@ def usual_before(values: Array) -> Array:
     """
     medians_so_far = np.nanmedian(_windows_behind(values, LONG), axis=1)
     usual_values = _shifted(medians_so_far)
-    usual_values[1] = np.nan
+    usual_values[1:2] = np.nan
     return usual_values
 
 
