@@ -327,7 +327,7 @@ def notes_on_distance(distance: int) -> Notes:
         ]
     if distance > 1:
         return [
-            f"The rows are {distance} steps apart. What happened between is not seen "
-            "(transformers: logging_steps=1)."
+            f"The rows are {distance} steps apart. What happened between is not seen. "
+            "Log or export each step (transformers: logging_steps=1)."
         ]
     return []

@@ -59,13 +59,13 @@ def _lines_of(finding: Finding, unit: str) -> list[str]:
     line = f"{unit:4} {finding.step:6}  {finding.cause:18}{finding.evidence}"
     # A limit of 0 says no more than the text does.
     if finding.limit > 0:
-        line += f" (limit {finding.limit:.3g})"
-    lines = [line]
-    if finding.rows > 1:
         worst = ""
         if finding.worst != finding.step:
-            worst = f", {unit} {finding.worst} most"
-        lines.append(f"{indent}{finding.rows} rows show it{worst}")
+            worst = f"at {unit} {finding.worst}, "
+        line += f" ({worst}limit {finding.limit:.3g})"
+    lines = [line]
+    if finding.rows > 1:
+        lines.append(f"{indent}{finding.rows} rows show it")
     # Names that the first line does not have, or whose step it does not have.
     starts = [
         f"{name!r} from {step}"

@@ -57,11 +57,10 @@ class Cause(NamedTuple):
 
 PAGE_AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
 PAGE_OF_SPIKES = "docs/run_health.md (My loss spikes, or gradients explode)"
-LEAST_ROWS_OF_LOSS = 20
 BAD_BATCH = 15  # times the median of the rows before
 SCALE_ADVICE = "look at the loss scale, at sum or mean, and at the number of devices"
 # Named only if another cause begins, or is worst, in its row or in the five rows behind
-# it: a schedule may leap too.
+# it, or if the loss begins to rise for good near it: a schedule may leap too.
 LEAP_OF_RATE = Cause(
     name="learning rate",
     needs=signals.RATE,
@@ -81,7 +80,10 @@ CAUSES = (
         limit=0,
         evidence="NaN or inf begins in {subject}",
         page="docs/doctor.md (Where a NaN begins)",
-        advice="skip_nonfinite, and look at batch, backward pass and optimizer there",
+        advice=(
+            "skip_nonfinite, and look at batch, backward pass and optimizer there. If "
+            "a loss scale skips all steps from there on, take bfloat16"
+        ),
         takes_nonfinite=True,
     ),
     Cause(
@@ -128,7 +130,7 @@ CAUSES = (
             "go back to a checkpoint, with a clip or a lower rate. If no norm leaps "
             "there, look at the data"
         ),
-        least_rows=LEAST_ROWS_OF_LOSS,
+        least_rows=rules.LEAST_ROWS_OF_LOSS,
     ),
     Cause(
         name="steady growth",

@@ -13,12 +13,8 @@ from .._logs.columns import (
 from .._logs.norms import NOISE_SHARE, columns_named
 from . import _rules as rules
 from . import _signals as signals
-from ._causes import BAD_BATCH, LEAST_ROWS_OF_LOSS, PAGE_AT_ONE_STEP, Finding
+from ._causes import BAD_BATCH, PAGE_AT_ONE_STEP, Finding
 
-# A loss gets a note if it rises by more than these parts: of its lowest level, and of
-# its whole fall, since a loss near 0 may rise many times.
-LEAST_RISE = 0.1
-LEAST_RISE_OVER_FALL = 0.01
 # A loss gets a note if a row is this many times as high as the rows before it, and
 # higher by this part of its whole fall.
 LOSS_SPIKE = 3.0
@@ -37,6 +33,7 @@ def notes_of(log: Log, run: signals.Run, findings: list[Finding]) -> list[str]:
         *_notes_on_columns(run, log.unit),
         *_notes_on_norms(run),
         *_notes_on_losses(run, findings),
+        *_notes_on_rates(run, findings),
         *_notes_on_parts(log, findings),
     ]
 
@@ -50,17 +47,17 @@ def _notes_on_columns(run: signals.Run, unit: str) -> list[str]:
     notes += notes_on_distance(min(map(distance_of_rows, columns), default=1))
     names_of_notes: dict[str, list[str]] = {}
     for column in run.looked_at:
-        for note in column.notes:
+        notes_of_column = [*column.notes]
+        # A column with more empty cells than this is one that is logged more rarely.
+        if 0 < column.empty_cells < column.values.size / 2:
+            notes_of_column.append(
+                f"Rows without an entry: {column.empty_cells}. W&B and pandas write so "
+                "rows of an evaluation, or behind the end of a run, but also NaN."
+            )
+        for note in notes_of_column:
             names_of_notes.setdefault(note, []).append(column.name)
     for note, names in names_of_notes.items():
         notes.append(f"{quoted(names)}: {note}")
-    for column in run.looked_at:
-        # A column with more empty cells than this is one that is logged more rarely.
-        if 0 < column.empty_cells < column.values.size / 2:
-            notes.append(
-                f"Rows without an entry of {column.name!r}: {column.empty_cells}. They "
-                "may be NaN, because pandas writes NaN so."
-            )
     if run.overflow_steps:
         notes.append(
             f"{unit.title()}s with norms that are not finite: "
@@ -126,28 +123,29 @@ def _near_bad_batch(norm: Column, step: int, ratio: float) -> str:
 
 
 def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
-    """Losses that leap, or end above their lowest level, where no divergence is found:
-    data or objective may have changed, which a log does not show.
+    """Losses that end above their lowest level, do not fall, or leap: data or objective
+    may have changed, which a log does not show.
     """
-    if any(finding.cause == "divergence" for finding in findings):
-        return []
     notes = []
-    for (loss,) in run.inputs_of_need[signals.LOSS]:
-        loss = rows_kept(loss, np.isfinite(loss.values))
-        if loss.steps.size < LEAST_ROWS_OF_LOSS:
-            continue
-        levels = rules.loss_levels(loss.values)
-        fall = levels.first - levels.lowest
-        least_rise = max(LEAST_RISE * levels.lowest, LEAST_RISE_OVER_FALL * fall)
-        if levels.is_rise and levels.rise > least_rise:
+    for loss, levels in run.leveled_losses:
+        if levels.is_rise:
+            step = np.median(loss.steps[levels.rise_rows])
             notes.append(
-                f"{loss.name!r} is lowest near {loss.unit} "
-                f"{loss.steps[levels.lowest_row]}, at {levels.lowest:.3g}, and ends at "
-                f"{levels.last:.3g}. If neither data nor objective changed, it "
-                f"diverges. See {PAGE_AT_ONE_STEP}"
+                f"{loss.name!r} rises from {levels.lowest:.3g} near {loss.unit} "
+                f"{step:.0f} to {levels.last:.3g} at the end. If neither data nor "
+                f"objective changed, it diverges. See {PAGE_AT_ONE_STEP}"
             )
+        elif levels.last > rules.FLAT * levels.second_tenth:
+            notes.append(
+                f"{loss.name!r} does not fall much after the first fifth of the log: "
+                f"{levels.second_tenth:.3g} there, {levels.last:.3g} at the end. RL, a "
+                "GAN and a run that is done look so too. Else look at data, labels and "
+                "learning rate."
+            )
+        if any(finding.cause == "divergence" for finding in findings):
+            continue
         usual_values = rules.usual_before(loss.values)
-        is_leap = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * fall
+        is_leap = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * levels.fall
         ratios = np.where(is_leap, loss.values / usual_values, 0)
         row = int(np.argmax(ratios))
         if ratios[row] > LOSS_SPIKE:
@@ -155,6 +153,22 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
                 f"{loss.name!r} is {ratios[row]:.3g} times the median of up to 20 rows "
                 f"before it at {loss.unit} {loss.steps[row]}. If no norm stands out "
                 f"there, look at the data. See {PAGE_AT_ONE_STEP}"
+            )
+    return notes
+
+
+def _notes_on_rates(run: signals.Run, findings: list[Finding]) -> list[str]:
+    """The largest leap of a learning rate, if no leap is among the findings."""
+    notes = []
+    for (rate,) in run.inputs_of_need[signals.RATE]:
+        factors = np.nan_to_num(rules.leap_of_rate(rate.values), posinf=0)
+        row = np.argmax(factors)
+        is_found = any(rate.name in finding.first_steps for finding in findings)
+        if factors[row] > rules.LEAP and not is_found:
+            notes.append(
+                f"{rate.name!r} leaps to {factors[row]:.3g} times the rows before at "
+                f"{rate.unit} {rate.steps[row]}. If it should not, look at the "
+                "schedule."
             )
     return notes
 

@@ -10,6 +10,7 @@ import numpy as np
 from .._checks import shown
 from .._logs.columns import Column, Log, in_common, log_from_rows, quoted
 from .._logs.files import read_log
+from .._logs.norms import columns_named
 from . import _rules as rules
 from . import _signals as signals
 from ._causes import CAUSES, LEAP_OF_RATE, Cause, Finding
@@ -186,7 +187,12 @@ def _judge(log: Log, loss_name: str | None) -> Report:
     end = min(_steps_at_broken_end(run.looked_at), default=np.inf)
     findings = [finding for finding in findings if finding.step <= end]
     rates = run.inputs_of_need[signals.RATE]
-    findings = [*_leaps_of_rate(rates, findings), *findings]
+    rise_steps: list[int] = []
+    for loss, levels in run.leveled_losses:
+        if levels.is_rise:
+            rise_steps += loss.steps[levels.rise_rows].tolist()
+    findings = [*_leaps_of_rate(rates, findings, rise_steps), *findings]
+    findings = [_with_advice(finding, log, rise_steps) for finding in findings]
     findings.sort(key=lambda finding: finding.step)
     findings_of_setup.sort(key=lambda finding: finding.step)
     findings += findings_of_setup
@@ -242,11 +248,15 @@ def _steps_at_broken_end(columns: Sequence[Column]) -> list[int]:
     return steps
 
 
-def _leaps_of_rate(rates: signals.RuleInputs, findings: list[Finding]) -> list[Finding]:
+def _leaps_of_rate(
+    rates: signals.RuleInputs, findings: list[Finding], rise_steps: list[int]
+) -> list[Finding]:
     """The leaps of a logged learning rate that broke something: a finding begins, or is
-    worst, in the same row or in the five rows behind it. Empty if there is none.
+    worst, in the same row or in the five rows behind it, or it is among the steps near
+    which the loss begins to rise for good. Empty if there is none.
     """
-    broken_steps = np.array([(finding.step, finding.worst) for finding in findings])
+    steps_of_findings = [(finding.step, finding.worst) for finding in findings]
+    broken_steps = np.array([*chain(rise_steps, *steps_of_findings)])
     hits: list[Hit] = []
     for columns in rates:
         steps = columns[0].steps
@@ -257,6 +267,28 @@ def _leaps_of_rate(rates: signals.RuleInputs, findings: list[Finding]) -> list[F
             if is_near.any():
                 hits.append(hit)
     return [_finding(LEAP_OF_RATE, hits)] if hits else []
+
+
+def _with_advice(finding: Finding, log: Log, rise_steps: list[int]) -> Finding:
+    """A finding with the advice that other columns give."""
+    if finding.cause == "bad batch" and max(rise_steps, default=np.inf) < finding.step:
+        advice = (
+            f"the loss rises from near {log.unit} {np.median(rise_steps):.0f} on, so "
+            "the learning rate may be too high"
+        )
+        return finding._replace(advice=advice)
+    if finding.cause == "change of scale":
+        for size in columns_named(signals.NAME_OF_SIZE, log):
+            is_behind = size.steps >= finding.step
+            past = size.values[~is_behind][-rules.LONG :]
+            future = size.values[is_behind][:1]
+            # A counter changes in all rows.
+            if len({*past}) == 1 and (future != past[0]).any():
+                advice = (
+                    f"{size.name!r} changes there from {past[0]:g} to {future[0]:g}"
+                )
+                return finding._replace(advice=advice)
+    return finding
 
 
 def _finding(cause: Cause, hits: list[Hit]) -> Finding:

@@ -60,6 +60,13 @@ def _shifted(values: Array) -> Array:
 LOW_AGAIN = 5.0  # a norm that has come back, over the median before the spike
 RISE_OVER_FALL = 0.5  # of a loss that diverges
 RISE_OVER_NOISE = 2.0  # of the same loss
+# A rise is noted if it is above these parts: of the lowest level, of the whole fall,
+# since a loss near 0 may rise many times, and of the error of a level.
+LEAST_RISE = 0.1
+LEAST_RISE_OVER_FALL = 0.01
+LEAST_RISE_OVER_ERROR = 5.0
+LEAST_ROWS_OF_LOSS = 20
+FLAT = 0.95  # the last losses over those of the second tenth, if the loss stays
 STEADY_GROWTH = 1.3  # the median of a fifth of the log over the fifth before it
 LEAP = 5.0  # a level over the level five rows before, if it does not grow row by row
 SOLVED = 0.2  # the last losses over the first ones, if the task is solved
@@ -90,7 +97,7 @@ def usual_before(values: Array) -> Array:
     """
     medians_so_far = np.nanmedian(_windows_behind(values, LONG), axis=1)
     usual_values = _shifted(medians_so_far)
-    usual_values[1] = np.nan
+    usual_values[1:2] = np.nan
     return usual_values
 
 
@@ -98,10 +105,16 @@ class LossLevels(NamedTuple):
     """Where a loss begins, how low it comes, and where it ends."""
 
     first: float
+    second_tenth: float
     lowest: float
-    lowest_row: int
     last: float
     noise: float  # of the loss at its lowest level
+    error: float  # of the lowest level
+    rise_rows: slice  # in the middle of which the loss leaves its lowest level
+
+    @property
+    def fall(self) -> float:
+        return self.first - self.lowest
 
     @property
     def rise(self) -> float:
@@ -109,13 +122,17 @@ class LossLevels(NamedTuple):
 
     @property
     def is_rise(self) -> bool:
-        """Whether the loss ends higher than its noise explains."""
-        return self.rise > RISE_OVER_NOISE * self.noise
+        """Whether the loss ends so much above its lowest level that a note says so."""
+        return self.rise > max(
+            LEAST_RISE * self.lowest,
+            LEAST_RISE_OVER_FALL * self.fall,
+            LEAST_RISE_OVER_ERROR * self.error,
+        )
 
 
 def loss_levels(loss: Array) -> LossLevels:
-    """The levels of a loss: the median of the first five rows, the lowest median of a
-    twentieth of the log, and the median of the last tenth.
+    """The levels of a loss: the medians of the first five rows, of the second tenth of
+    the log and of the last one, and the lowest median of a twentieth.
     """
     width = max(SHORT, len(loss) // 20)
     # A thousand windows are enough: those of all rows of a long log do not fit into
@@ -127,20 +144,28 @@ def loss_levels(loss: Array) -> LossLevels:
     start = max(0, end - LONG - 1)
     # If two losses take turns, as of a GAN, these quantiles are one of each.
     low, high = np.quantile(loss[start:end], (0.2, 0.8))
+    noise = high - low
+    # If they do, the median of many rows is no surer than that of fifty.
+    error = noise / np.sqrt(min(width, 50))
+    lowest = levels.min()
+    last_low_window = np.flatnonzero(levels <= lowest + 2 * error)[-1]
+    rise_row = stride * last_low_window + width // 2
     return LossLevels(
         first=np.median(loss[:SHORT]),
-        lowest=levels.min(),
-        lowest_row=end - 1,
+        second_tenth=np.median(loss[len(loss) // 10 : len(loss) // 5]),
+        lowest=lowest,
         last=np.median(loss[-2 * width :]),
-        noise=high - low,
+        noise=noise,
+        error=error,
+        rise_rows=slice(max(0, rise_row - width), rise_row + width),
     )
 
 
 def divergence(loss: Array) -> Array | float:
     """The loss over its lowest level, in the rows from which on it stays high."""
     levels = loss_levels(loss)
-    fall = levels.first - levels.lowest
-    if not levels.is_rise or levels.rise <= RISE_OVER_FALL * fall:
+    least_rise = max(RISE_OVER_FALL * levels.fall, RISE_OVER_NOISE * levels.noise)
+    if levels.rise <= least_rise:
         return 0.0
     # The median of five rows around each row, of fewer at the ends of the log.
     padded = np.pad(loss, 2, constant_values=np.nan)

@@ -12,6 +12,7 @@ import numpy as np
 
 from .._logs.columns import Column, Log, column_called, in_common, quoted, rows_kept
 from .._logs.norms import TENSOR_PATTERN, columns_named, losses_of, norms_of
+from ._rules import LEAST_ROWS_OF_LOSS, LossLevels, loss_levels
 
 # What a rule needs. A report prints these sentences, and they are the keys of
 # `Run.inputs_of_need`.
@@ -48,6 +49,8 @@ NAMES_OF_LOGITS = re.compile(
 )
 # lr, train/learning_rate, lr-Adam, learning_rate/group0, and not lr_scale
 NAME_OF_RATE = re.compile(r"(.*[/. ])?(lr|learning[ _-]?rate)([/-].*|_?\d+)?")
+# batch_size, bs, loss_scale, num_devices, accumulation_steps, seq_len
+NAME_OF_SIZE = re.compile(r"(.*[/._ -])?bs|.*(batch|scale|devices|accum|seq|size).*")
 NAME_OF_LOSS_SCALE = re.compile(".*(loss.?scale|scaler).*")
 # losses/value_loss, loss_critic, and not losses/entropy or val_loss
 PART_OF_LOSS = re.compile(
@@ -70,6 +73,8 @@ class Run(NamedTuple):
     inputs_of_need: dict[str, RuleInputs]
     looked_at: list[Column]  # as a report lists them
     gradient_norms: list[Column]  # of all tensors together, one for each optimizer
+    # The finite rows of each loss that has enough of them, and its levels.
+    leveled_losses: list[tuple[Column, LossLevels]]
     recorders: list[Recorder]
     loss_candidates: list[str]  # what may be the loss, if rules have no loss above 0
     overflow_steps: set[int]  # norms of these steps are left out of LOSS_OR_NORM
@@ -90,6 +95,8 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         del columns_without_logits[column.name]
     log_without_logits = log._replace(columns=columns_without_logits)
     global_norms = norms_of(log_without_logits)
+    for norm in global_norms:
+        losses = [_with_nan(loss, norm) for loss in losses]
     rates = columns_named(NAME_OF_RATE, log)
     clips = _with_limits(log, NORM_OF_CLIP)
     skips = _with_limits(log, NORM_OF_SKIP)
@@ -117,6 +124,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         # transformers rounds a small loss to 0, which has no ratio.
         losses_above_0 = [rows_kept(loss, loss.values != 0) for loss in losses]
         norms_to_compare = gradient_norms
+    finite_losses = [rows_kept(x, np.isfinite(x.values)) for x in losses_above_0]
     has_loss_scale = bool(columns_named(NAME_OF_LOSS_SCALE, log))
     norms_without_overflows: list[Column] = []
     overflow_steps: set[int] = set()
@@ -152,6 +160,11 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         inputs_of_need=inputs_of_need,
         looked_at=looked_at,
         gradient_norms=gradient_norms,
+        leveled_losses=[
+            (loss, loss_levels(loss.values))
+            for loss in finite_losses
+            if loss.steps.size >= LEAST_ROWS_OF_LOSS
+        ],
         recorders=recorders,
         loss_candidates=[] if losses_above_0 else _loss_candidates(log),
         overflow_steps=overflow_steps,
@@ -167,6 +180,18 @@ def _losses_of(log: Log, name: str | None) -> list[Column]:
         names = quoted(list(log.columns))
         raise ValueError(f"there is no loss {name!r} in it, only {names}.")
     return [loss]
+
+
+def _with_nan(loss: Column, norm: Column) -> Column:
+    """A loss with NaN for the 0 that transformers writes beside a norm of NaN."""
+    nan_steps = norm.steps[np.isnan(norm.values)]
+    is_nan = (loss.values == 0) & np.isin(loss.steps, nan_steps)
+    notes = [*loss.notes]
+    if is_nan.any():
+        notes.append(
+            "0 beside a norm of NaN is read as NaN, as transformers writes it."
+        )
+    return loss._replace(values=np.where(is_nan, np.nan, loss.values), notes=notes)
 
 
 def _loss_candidates(log: Log) -> list[str]:

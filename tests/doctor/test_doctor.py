@@ -302,7 +302,7 @@ def test_a_recorder_of_a_resumed_run_is_said_to_be_resumed():
     (note,) = examine(rows).notes
     assert note.startswith("'health': Steps 30 to 39 come twice")
     # Once for all columns.
-    (note,) = examine([row | {"loss": 1.0} for row in rows]).notes
+    (note,) = examine([row | {"loss": 99.0 - row["step"]} for row in rows]).notes
     assert note.startswith("'loss', 'health': Steps 30 to 39 come twice")
 
 
@@ -431,8 +431,8 @@ def test_the_command_prints_a_table(log, capsys):
     norms = calm()
     ratio = 50 / np.median([*norms[20:30], 40.0, *norms[31:40]])
     line = f"step    300  bad batch         'grad_norm' is {ratio:.3g} times the median"
-    assert text.startswith(line) and "(limit 15)" in text
-    assert "2 rows show it, step 400 most" in text
+    assert text.startswith(line) and "(at step 400, limit 15)\n" in text
+    assert "\n             2 rows show it\n" in text
     assert "may be too high\n             see docs/run_health.md (My loss " in text
     assert "Looked at 'train/loss' (60 rows), 'grad_norm' (60 rows)." in text
     assert "Note: The rows are 10 steps apart." in text
@@ -445,13 +445,13 @@ def test_the_command_counts_rows_where_there_are_no_steps(log, capsys):
     main([str(log)])
     text = capsys.readouterr().out
     assert text.startswith("row      30  bad batch  ")
-    assert "2 rows show it, row 40 most" in text
+    assert "(at row 40, limit 15)\n             2 rows show it\n" in text
     assert "\nNote: There is no column of steps, so rows are counted, from 0.\n" in text
     assert "times its median, and" not in text and "at row 40. See" in text
 
 
 def test_empty_cells_are_said_unless_most_are_empty(tmp_path):
-    """pandas writes NaN as nothing."""
+    """pandas writes NaN as nothing, but also the rows of an evaluation."""
     path = tmp_path / "run.csv"
     norms = calm()
     for count, is_said in ((5, True), (40, False)):
@@ -460,7 +460,7 @@ def test_empty_cells_are_said_unless_most_are_empty(tmp_path):
         lines = [f"{step},{cell},1" for step, cell in enumerate(cells)]
         path.write_text("\n".join(["step,grad_norm,loss", *lines]))
         notes = examine(path).notes
-        said = f"Rows without an entry of 'grad_norm': {count}. They may be NaN"
+        said = f"'grad_norm': Rows without an entry: {count}. W&B and pandas write so"
         assert any(note.startswith(said) for note in notes) == is_said
 
 
@@ -539,7 +539,7 @@ def test_a_log_without_a_loss_above_0_names_its_candidates():
 
 
 def test_a_log_without_norms_has_no_largest_one():
-    rows = rows_of(loss=calm())
+    rows = rows_of(loss=np.geomspace(2.0, 1.0))
     assert examine(rows).notes == []
     for norm, text in ((0.0, "0"), (1e-9, "1e-09")):
         (note,) = examine([row | {"grad_norm": norm} for row in rows]).notes
@@ -626,15 +626,66 @@ def test_a_loss_that_ends_above_its_lowest_level_has_a_note():
     loss = np.concatenate([np.linspace(8.0, 3.0, 150), np.full(50, 3.0)])
     loss = np.append(loss, np.full(100, 4.0))
     (note,) = examine(rows_of(loss=loss)).notes
-    assert note.startswith("'loss' is lowest near row ")
-    assert "at 3, and ends at 4. If neither data nor objective changed" in note
+    assert note.startswith(
+        "'loss' rises from 3 near row 198 to 4 at the end. If neither"
+    )
+    # Windows of many rows tell a rise from noise of the same size.
+    noise = np.random.default_rng(0).normal(scale=0.5, size=1200)
+    (note,) = examine(rows_of(loss=np.repeat(loss, 4) + noise)).notes
+    row = int(note.split("near row ")[1].split()[0])
+    assert "'loss' rises from " in note and 700 <= row <= 830
     # Within its noise it has not risen.
     noise = np.resize([-0.4, 0.4], loss.size)
     # Nor has one that stays near 0.
     solved = np.geomspace(8.0, 1e-5, 300)
     solved[-100:] = 1e-3
     for other_loss in (loss + 2 * noise, np.minimum(loss, 3.2), loss[:200], solved):
-        assert examine(rows_of(loss=other_loss)).notes == []
+        notes = examine(rows_of(loss=other_loss)).notes
+        assert not any("' rises from" in note for note in notes)
     report = examine(rows_of(loss=np.append(loss, np.full(100, 8.0))))
     assert [finding.cause for finding in report.findings] == ["divergence"]
-    assert report.notes == []
+    (note,) = report.notes
+    assert note.startswith("'loss' rises from 3 near row 198 to 8 at the end.")
+
+
+def test_a_loss_that_stays_from_early_on_has_a_note():
+    falling = np.geomspace(4.0, 1.0, 400)
+    for loss in (np.maximum(falling, 3.5), np.full(400, 2.0)):
+        (note,) = examine(rows_of(loss=loss)).notes
+        assert note.startswith(
+            "'loss' does not fall much after the first fifth of the log: "
+        )
+    for loss in (falling, np.maximum(falling, 3.0)):
+        assert examine(rows_of(loss=loss)).notes == []
+
+
+def test_a_bad_batch_behind_a_rise_of_the_loss_speaks_of_the_rate():
+    loss = np.append(np.geomspace(4.0, 2.0, 200), np.geomspace(2.0, 2.6, 200))
+    rows = rows_of(loss=loss, grad_norm=changed(calm(400), {350: 50.0}))
+    (finding,) = diagnose(rows)
+    assert finding.cause == "bad batch"
+    assert re.match(r"the loss rises from near row 2[01]\d on, so", finding.advice)
+    rows = rows_of(loss=loss, grad_norm=changed(calm(400), {150: 50.0}))
+    (finding,) = diagnose(rows)
+    assert finding.advice.startswith("look at that batch: ")
+
+
+@pytest.mark.parametrize("name", ["train/batch_size", "bs", "loss_scale"])
+def test_a_change_of_scale_names_the_size_that_changes_with_it(name):
+    is_behind = np.arange(100) >= 60
+    columns = {"grad_norm": calm(100) / np.where(is_behind, 2, 1), "batch": range(100)}
+    (finding,) = diagnose(rows_of(**columns, **{name: np.where(is_behind, 1024, 256)}))
+    assert (finding.cause, finding.step) == ("change of scale", 60)
+    assert finding.advice == f"{name!r} changes there from 256 to 1024"
+    (finding,) = diagnose(rows_of(**columns, **{name: np.full(100, 256)}))
+    assert finding.advice.startswith("look at the loss scale")
+
+
+def test_a_loss_of_0_beside_a_norm_of_nan_is_nan():
+    """transformers writes NaN so."""
+    losses = np.append(calm(40), np.zeros(20))
+    norms = np.append(calm(45), np.full(15, np.nan))
+    report = examine(rows_of(loss=losses, grad_norm=norms))
+    (finding,) = report.findings
+    assert finding.first_steps == {"loss": 45, "grad_norm": 45}
+    assert any("0 beside a norm of NaN is read as NaN" in note for note in report.notes)

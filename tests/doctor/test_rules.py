@@ -224,6 +224,26 @@ def test_a_leap_of_the_rate_is_named_with_what_it_broke(name):
     assert causes == [("learning rate", 38), ("not finite", 38)]
 
 
+def test_a_leap_of_the_rate_is_named_where_the_loss_rises_for_good():
+    """Too little for a divergence."""
+    loss = np.append(np.geomspace(4.0, 2.0, 120), np.full(80, 2.8)) * noisy()
+    assert diagnose(rows_of(loss=loss)) == []
+    for row, causes in ((120, [("learning rate", 120)]), (60, [])):
+        rates = np.where(np.arange(200) < row, 1e-3, 1e-2)
+        rows = rows_of(loss=loss, lr=rates)
+        assert causes_of(rows) == causes
+        # A leap that broke nothing has a note, as where the loss comes back.
+        leaps = [note for note in examine(rows).notes if note.startswith("'lr' leaps")]
+        text = "'lr' leaps to 10 times the rows before at row 60. If it should not"
+        assert [leap.startswith(text) for leap in leaps] == [True] * (not causes)
+
+
+def test_a_rate_of_a_single_row_has_no_leap():
+    rows = rows_of(loss=np.geomspace(4.0, 1.0, 30))
+    rows[7]["lr"] = 1e-3
+    assert diagnose(rows) == []
+
+
 def test_other_changes_of_the_rate_are_no_cause():
     norms = changed(calm(), {4: 50.0, 40: 60.0})
     rows = np.arange(60)
