@@ -136,14 +136,14 @@ def read_and_judge(
     try:
         if isinstance(log, (str, Path)):
             prefix = f"{call}: {log}: "
-            return _judge(read_log(log, call, pattern), loss)
+            return report_of(read_log(log, call, pattern), loss)
         rows = list(log) if isinstance(log, Iterable) else [log]
         if not all(isinstance(row, Mapping) for row in rows):
             raise TypeError(
                 f"{call}: log must be a file, or a list with a dict for each step, as "
                 f"DataFrame.to_dict('records') of pandas, got {shown(log)}."
             )
-        return _judge(log_from_rows(rows, []), loss)
+        return report_of(log_from_rows(rows, []), loss)
     except ValueError as error:
         # Errors of `read_log` begin with the prefix already.
         text = str(error).removeprefix(prefix)
@@ -152,7 +152,7 @@ def read_and_judge(
 
 # Rules divide by norms, which may be 0, NaN or inf.
 @np.errstate(all="ignore")
-def _judge(log: Log, loss_name: str | None) -> Report:
+def report_of(log: Log, loss_name: str | None) -> Report:
     """The report of a log. The loss is found by its name if none is given."""
     run = signals.run_of(log, loss_name)
     if not run.looked_at:

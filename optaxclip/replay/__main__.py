@@ -22,7 +22,8 @@ from .._logs.columns import (
 from .._logs.files import read_log
 from .._logs.norms import NOISE_SHARE, columns_named
 from .._logs.output import printing
-from ..doctor import diagnose
+from ..doctor import Finding
+from ..doctor._report import report_of
 from . import plot_history, run
 from ._batch import norm_ratio
 from ._choice import USUAL_LIMIT, Choice, choice_of, how_it_broke, percent
@@ -69,10 +70,14 @@ def _print_report(options: argparse.Namespace) -> None:
     call = f"replay: {options.log}"
     log = read_log(options.log, "replay", options.pattern)
     columns = columns_of(log, options.column, call)
+    findings: list[Finding] = []
+    # The doctor may know neither loss nor norm by its name.
+    with suppress(ValueError):
+        findings = report_of(log, loss_name=None).findings
     lines: list[str] = []
     choice = None
     for column in columns:
-        choice, advice = _choice_and_advice(column, options)
+        choice, advice = _choice_and_advice(column, findings)
         lines += [_about_source(column, options), *advice, *_about_norms(column), ""]
     if log.unit == "row":
         lines += [NO_STEPS, ""]
@@ -105,25 +110,28 @@ def _print_report(options: argparse.Namespace) -> None:
         print(f"The picture is in {options.picture}.")
 
 
-def _break_by_doctor(column: Column, options: argparse.Namespace) -> str | None:
+def _break_by_doctor(column: Column, findings: list[Finding]) -> str | None:
     """What the doctor says of a run whose loss diverges, or whose norms grow or vanish.
     None for other runs, and after a bad batch, against which a clip helps.
     """
-    # A log may be too short for the doctor.
-    with suppress(ValueError):
-        for finding in diagnose(options.log, pattern=options.pattern):
-            if finding.cause == "bad batch":
-                return None
-            if finding.cause in ("divergence", "steady growth", "vanishing"):
-                return f"from {column.unit} {finding.step} on {finding.evidence}"
+    for finding in findings:
+        is_of_loss = finding.cause == "divergence"
+        if not is_of_loss and column.name not in finding.first_steps:
+            continue
+        if finding.cause == "bad batch":
+            return None
+        if is_of_loss or finding.cause in ("steady growth", "vanishing"):
+            return f"from {column.unit} {finding.step} on {finding.evidence}"
     return None
 
 
 def _choice_and_advice(
-    column: Column, options: argparse.Namespace
+    column: Column, findings: list[Finding]
 ) -> tuple[Choice | None, list[str]]:
-    """The clipper to take, or None, and sentences that say why."""
-    break_of_run = how_it_broke(column) or _break_by_doctor(column, options)
+    """The clipper to take, or None, and sentences that say why. `findings` are those of
+    the doctor.
+    """
+    break_of_run = how_it_broke(column) or _break_by_doctor(column, findings)
     if break_of_run:
         return None, [
             f"The run broke: {break_of_run}. No limit can be chosen from it before the "
