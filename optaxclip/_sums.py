@@ -171,7 +171,7 @@ def three_sums_in_jnp(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     scale = SCALES[dtype]
     return Sums(
         up=sum_over(_scaled_square(x, scale), axes),
-        unscaled=sum_over(lax.square(x), axes),
+        unscaled=sum_over(_scaled_square(x, 1.0), axes),
         down=sum_over(_scaled_square(x, 1 / scale), axes),
     )
 
