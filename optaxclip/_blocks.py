@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from . import _mesh_types as mesh_types
 from . import _trees as trees
@@ -188,7 +188,10 @@ def concatenated(arrays: Sequence[Array]) -> Array:
     """All numbers of some arrays as one vector, whole on each device of an Explicit
     mesh.
     """
-    flat = [x.reshape(-1) for x in typed_alike(arrays)]
+    arrays = typed_alike(arrays)
+    if all(array.ndim == 0 for array in arrays):
+        return lax.stack(arrays)
+    flat = [array.reshape(-1) for array in arrays]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
 

@@ -8,8 +8,6 @@ all updates are multiplied twice. To choose for each leaf would cost more.
 """
 
 from collections.abc import Callable
-from functools import partial
-from operator import getitem
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +21,9 @@ from ._norms import Norms, given_norms
 from ._sums import FEW_NORMS_ON_A_TPU, as_float, per_platform, traced_once
 from ._trees import PyTree, leaves_to_clip, put_back
 from .shrinks import Shrink, hard
+
+# XLA on a CPU makes three kernels of a reduction of more numbers than this.
+MOST_IN_A_KERNEL = 32
 
 
 class Factor(NamedTuple):
@@ -82,7 +83,8 @@ def multiply(
     return treedef.unflatten(arrays)
 
 
-# Jitted, so that it is traced once for all leaves of one shape.
+# Jitted, so that it is traced once for all leaves of one shape. In `lax`, whose
+# operations are no jitted functions that JAX would trace for each shape.
 @jax.jit
 def times_square(x: Array, root: Array) -> Array:
     """x * root * root, rounded once to the dtype of x, and x where the root is 1."""
@@ -95,11 +97,14 @@ def times_square(x: Array, root: Array) -> Array:
     # Spread once, where each product would spread the root again.
     roots = jnp.broadcast_to(root.astype(dtype), x.shape)
     wide_x = x.astype(dtype)
-    product = (wide_x * roots * roots).astype(x.dtype)
+    wide_product = lax.mul(lax.mul(wide_x, roots), roots)
+    product = wide_product.astype(x.dtype)
     # Selected, since on a CPU and a TPU a product with 1 flushes subnormal numbers.
     # `wide_x * 0` makes the condition elementwise. With a scalar condition LLVM
     # duplicates the optimizer's loops.
-    return jnp.where(wide_x * 0 == roots - 1, x, product)
+    zeros = lax.mul(wide_x, jnp.zeros_like(wide_x))
+    is_unchanged = lax.eq(zeros, lax.sub(roots, jnp.ones_like(roots)))
+    return lax.select(is_unchanged, x, product)
 
 
 def shrunk_by(shrink: Shrink, norm: Array, limit: Array, call: str) -> Any:
@@ -135,48 +140,47 @@ def factor_roots(
     multiplied. A scanned decoder of width 1024 then moves 5.28 GB on a v5e, instead of
     5.61.
     """
+    norm_types = [jax.typeof(norm) for norm in norms]
 
-    def taken(
-        take: Callable[[Array, int], Array],
-        roots: Array,
-        norms: list[Array],
-        limits: list[Array],
-    ) -> list[Array]:
-        norm_types = [jax.typeof(norm) for norm in norms]
+    def taken_by_slices(roots: Array) -> list[Array]:
         # Without the barrier XLA computes the vector again for each leaf.
-        return entries_of(lax.optimization_barrier(roots), norm_types, take)
+        return entries_of(lax.optimization_barrier(roots), norm_types)
 
-    def decided_anew(
-        roots: Array, norms: list[Array], limits: list[Array]
-    ) -> list[Array]:
+    def taken_by_sums(roots: Array) -> list[Array]:
+        roots = lax.optimization_barrier(roots)
+        numbers = []
+        for start in range(0, roots.size, MOST_IN_A_KERNEL):
+            numbers += _numbers_by_sums(roots[start : start + MOST_IN_A_KERNEL])
+        return entries_of(roots, norm_types, numbers)
+
+    def decided_anew(roots: Array) -> list[Array]:
         # Jitted, so that it is traced once.
         decide_one = jax.jit(decide)
         return [
             decide_one(norm, limit).root_of_factor for norm, limit in zip(norms, limits)
         ]
 
-    taken_by_slices = partial(taken, getitem)
     are_few = len(norms) <= FEW_NORMS_ON_A_TPU
     return per_platform(
         roots,
-        norms,
-        limits,
-        cpu=partial(taken, _take_by_reduction),
+        cpu=taken_by_sums,
         gpu=taken_by_slices,
         plain=decided_anew if are_few else taken_by_slices,
     )
 
 
-def _take_by_reduction(roots: Array, index: int) -> Array:
-    """roots[index], as a sum of which all other terms are 0. XLA on a CPU fuses a slice
-    into the kernels of the optimizer, which then no longer share their code: 148
-    tensors took 14 s to compile instead of 4.
+@jax.jit
+def _numbers_by_sums(vector: Array) -> list[Array]:
+    """The numbers of a vector, each as a sum of which all other terms are 0. XLA on a
+    CPU fuses a slice into the kernels of the optimizer, which then no longer share
+    their code: 148 tensors took 14 s to compile instead of 4.
     """
-    # XLA makes three kernels of a reduction of more than 32 numbers.
-    start = index // 32 * 32
-    block = roots[start : start + 32]
-    is_entry = np.arange(block.size) == index - start
-    return jnp.sum(jnp.where(is_entry, block, 0))
+    zeros = jnp.zeros_like(vector)
+    numbers = []
+    for is_number in np.eye(vector.size, dtype=bool):
+        terms = lax.select(is_number, vector, zeros)
+        numbers.append(lax.reduce_sum(terms, [0]))
+    return numbers
 
 
 def rescale(updates: PyTree, norms: PyTree, new_norms: PyTree) -> Any:

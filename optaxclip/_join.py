@@ -34,8 +34,8 @@ class Operation(NamedTuple):
     collective: Callable[..., Array]  # joins the arrays of devices along mesh axes
 
 
-ADD = Operation(jnp.add, jnp.sum, lax.psum)
-MAX = Operation(jnp.maximum, jnp.max, lax.pmax)
+ADD = Operation(lax.add, jnp.sum, lax.psum)
+MAX = Operation(lax.max, jnp.max, lax.pmax)
 
 
 def per_norm(
@@ -114,9 +114,9 @@ def as_table(terms: list[Term], operation: Operation) -> Term:
             columns = [jax.tree.leaves(term) for term in terms_of_table]
             rows = list(zip(*columns))
             # The barrier keeps XLA from making a chain of the sum of a stack.
-            stack = lax.optimization_barrier(jnp.stack(list(chain(*rows))))
+            stack = lax.optimization_barrier(lax.stack(list(chain(*rows))))
             totals_of_rows = operation.table(stack.reshape(len(rows), -1), 1)
-            joined.append(treedef.unflatten(list(totals_of_rows)))
+            joined.append(treedef.unflatten(lax.unstack(totals_of_rows)))
         terms = joined
     return terms[0]
 

@@ -242,7 +242,9 @@ def _measure_for_init(measure: Any) -> Measure:
     """
     # Norms of the user's and the spectral norm have no mesh_axes.
     mesh_axes = getattr(measure, "mesh_axes", None)
-    if mesh_axes is None or mesh_types.manual_axes():
+    # "auto" names no mesh axis where none is bound. Left as it is, so that the first
+    # update finds the trace of `measured`.
+    if mesh_axes in (None, "auto") or mesh_types.manual_axes():
         return measure
     not_split = None
     # The tree is still compared with the parameters, by its structure.

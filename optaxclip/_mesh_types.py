@@ -17,7 +17,6 @@ they belong to:
 """
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -158,20 +157,23 @@ def resharded(
 def entries_of(
     vector: Array,
     array_types: Sequence[ShapedArray],
-    take: Callable[[Array, int], Array] = operator.getitem,
+    numbers: Sequence[Array] | None = None,
 ) -> list[Array]:
-    """Arrays of these types, one after the other out of a vector. `take` takes out a
-    single number.
+    """Arrays of these types, one after the other out of a vector. `numbers` are its
+    numbers as scalars, if the caller has them.
     """
+    if numbers is None and not any(array_type.shape for array_type in array_types):
+        # One operation, where an index for each scalar takes long to trace.
+        numbers = lax.unstack(vector)
     arrays = []
     start = 0
     for array_type in array_types:
         stop = start + math.prod(array_type.shape)
-        if array_type.shape:
+        if array_type.shape or numbers is None:
             array = vector[start:stop].reshape(array_type.shape)
             arrays.append(resharded_as(array, array_type))
         else:
-            arrays.append(take(vector, start))
+            arrays.append(numbers[start])
         start = stop
     return arrays
 

@@ -194,10 +194,10 @@ def _roots(
     types = {jax.typeof(total.unscaled) for total in scalars}
     if len(totals) <= most_separate_roots or len(types) != 1:
         return [_root(ord, count, total) for count, total in zip(counts, totals)]
-    vectors = jax.tree.map(lambda *numbers: jnp.stack(numbers), *scalars)
+    vectors = jax.tree.map(lambda *numbers: lax.stack(numbers), *scalars)
     vectors = sums.materialized_on_gpu(vectors)
-    counts_of_scalars = jnp.stack([counts[i] for i in scalar_indices])
-    roots = _root(ord, counts_of_scalars, vectors)
+    counts_of_scalars = jnp.array([counts[i] for i in scalar_indices])
+    roots = lax.unstack(_root(ord, counts_of_scalars, vectors))
     root_by_index = dict(zip(scalar_indices, roots))
     norms = []
     for index, total in enumerate(totals):

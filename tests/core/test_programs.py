@@ -150,13 +150,18 @@ def test_the_first_update_finds_the_norm_that_init_traced():
     calls = []
 
     def norm(tree):
-        calls.append(tree)
+        calls.append("norm")
         return optaxclip.global_norm(tree)
 
-    clipper = optaxclip.clip_by(norm, 1.0)
+    def labels(tree):
+        calls.append("labels")
+        return "everything"
+
     grads = random_tree("float32", 0)
-    clipper.update(grads, clipper.init(grads))
-    assert len(calls) == 1
+    clippers = optaxclip.clip_by(norm, 1.0), optaxclip.clip_by_group_norm(1.0, labels)
+    for clipper in clippers:
+        clipper.update(grads, clipper.init(grads))
+    assert calls == ["norm", "labels"]
 
 
 @pytest.mark.parametrize(("platform", "most"), [("cuda", 12), ("tpu", 64)])
