@@ -84,7 +84,7 @@ def multiply(
 
 
 # Jitted, so that it is traced once for all leaves of one shape. In `lax`, whose
-# operations are no jitted functions that JAX would trace for each shape.
+# operations are not jitted functions, which JAX would trace for each shape.
 @jax.jit
 def times_square(x: Array, root: Array) -> Array:
     """x * root * root, rounded once to the dtype of x, and x where the root is 1."""
