@@ -51,8 +51,6 @@ def factor_between(norm: Array, new_norm: Array) -> Factor:
     new_norm = jnp.where(is_exact, 1.0, new_norm)
     # Within the range, since a reported 0 says that updates became 0.
     quotient = jnp.clip(new_norm / norm, info.tiny, info.max)
-    # Division comes last. XLA on a CPU computes what comes after one again for every
-    # element of the updates, also behind a barrier.
     # Exactly 1 where it must be, whatever the root of 1 is on a device.
     denominator = jnp.where(is_exact, 1.0, jnp.sqrt(norm))
     numerator = jnp.sqrt(new_norm) * (1 - 2 * info.eps)
@@ -60,6 +58,8 @@ def factor_between(norm: Array, new_norm: Array) -> Factor:
     def with_exact_values(x: Array) -> Array:
         return jnp.where(stays_same, 1.0, jnp.where(becomes_zero, 0.0, x))
 
+    # Division comes last. XLA on a CPU computes what comes after one again for every
+    # element of the updates, also behind a barrier.
     root = with_exact_values(numerator) / denominator
     return Factor(root, reported=with_exact_values(quotient))
 
@@ -83,25 +83,26 @@ def multiply(
     return treedef.unflatten(arrays)
 
 
-# Jitted, so that it is traced once for all leaves of one shape. In `lax`, whose
-# operations are not jitted functions, which JAX would trace for each shape.
+# Jitted, so that it is traced once for all leaves of one shape. In `lax`, because most
+# functions of `jnp` are jitted, and JAX would trace each for every shape.
 @jax.jit
 def times_square(x: Array, root: Array) -> Array:
     """x * root * root, rounded once to the dtype of x, and x where the root is 1."""
     if jnp.iscomplexobj(x):
-        # In parts. (inf + 0i) * (1 + 0i) is inf + NaN i: of 0 * inf.
+        # Real and imaginary parts by themselves: (inf + 0i) * (1 + 0i) is inf + NaN i.
         real = times_square(jnp.real(x), root)
         return lax.complex(real, times_square(jnp.imag(x), root))
     # bfloat16 * float32 is float32, and is rounded once at the end.
     dtype = np.promote_types(x.dtype, root.dtype)
-    # Spread once, where each product would spread the root again.
+    # Broadcast once, where each product would broadcast the root again.
     roots = jnp.broadcast_to(root.astype(dtype), x.shape)
     wide_x = x.astype(dtype)
     wide_product = lax.mul(lax.mul(wide_x, roots), roots)
     product = wide_product.astype(x.dtype)
     # Selected, since on a CPU and a TPU a product with 1 flushes subnormal numbers.
     # `wide_x * 0` makes the condition elementwise. With a scalar condition LLVM
-    # duplicates the optimizer's loops.
+    # duplicates the optimizer's loops. Where it is NaN, x is inf or NaN, and so is the
+    # product.
     zeros = lax.mul(wide_x, jnp.zeros_like(wide_x))
     is_unchanged = lax.eq(zeros, lax.sub(roots, jnp.ones_like(roots)))
     return lax.select(is_unchanged, x, product)
@@ -118,9 +119,9 @@ def shrunk_by(shrink: Shrink, norm: Array, limit: Array, call: str) -> Any:
     # Zeros stay zeros, and a limit of inf clips nothing. There a shrink, such as norm *
     # (limit / norm), or its derivative may be NaN. So it gets a norm and limit of 1.
     stays = (norm == 0) | (limit == jnp.inf)
-    finite_norm = jnp.where(stays, 1.0, norm)
-    finite_limit = jnp.where(stays, 1.0, limit)
-    new_norm = shrink(finite_norm, finite_limit)
+    safe_norm = jnp.where(stays, 1.0, norm)
+    safe_limit = jnp.where(stays, 1.0, limit)
+    new_norm = shrink(safe_norm, safe_limit)
     is_number = isinstance(new_norm, NUMBER_TYPES)
     if not is_number or not broadcasts_to(jnp.shape(new_norm), norm.shape):
         raise TypeError(
@@ -133,7 +134,8 @@ def shrunk_by(shrink: Shrink, norm: Array, limit: Array, call: str) -> Any:
 def factor_roots(
     roots: Array, norms: list[Array], limits: list[Array], decide: Callable[..., Any]
 ) -> list[Array]:
-    """The root of each norm, out of the vector `roots`.
+    """The root of each norm, out of the vector `roots`. `decide` computes one anew,
+    from a norm and its limit.
 
     On a TPU with at most 64 norms each root is recomputed from its own norm and limit.
     So no leaf waits until all are measured, and it is still on the chip when it is
@@ -142,18 +144,18 @@ def factor_roots(
     """
     norm_types = [jax.typeof(norm) for norm in norms]
 
-    def taken_by_slices(roots: Array) -> list[Array]:
+    def split_by_slices(roots: Array) -> list[Array]:
         # Without the barrier XLA computes the vector again for each leaf.
         return entries_of(lax.optimization_barrier(roots), norm_types)
 
-    def taken_by_sums(roots: Array) -> list[Array]:
+    def split_by_sums(roots: Array) -> list[Array]:
         roots = lax.optimization_barrier(roots)
         numbers = []
         for start in range(0, roots.size, MOST_IN_A_KERNEL):
             numbers += _numbers_by_sums(roots[start : start + MOST_IN_A_KERNEL])
         return entries_of(roots, norm_types, numbers)
 
-    def decided_anew(roots: Array) -> list[Array]:
+    def recomputed(roots: Array) -> list[Array]:
         # Jitted, so that it is traced once.
         decide_one = jax.jit(decide)
         return [
@@ -163,9 +165,9 @@ def factor_roots(
     are_few = len(norms) <= FEW_NORMS_ON_A_TPU
     return per_platform(
         roots,
-        cpu=taken_by_sums,
-        gpu=taken_by_slices,
-        plain=decided_anew if are_few else taken_by_slices,
+        cpu=split_by_sums,
+        gpu=split_by_slices,
+        plain=recomputed if are_few else split_by_slices,
     )
 
 

@@ -46,7 +46,7 @@ def per_norm(
     operation: Operation,
     join_leaves: Callable[[list[Term], Operation], Term],
 ) -> list[Term]:
-    """For each norm the terms of its leaves as one, over leaves and devices.
+    """Joins the terms of each norm, over its leaves and over devices.
 
     Arrays that jit splits are global, and need no collective: XLA adds up their parts.
 
@@ -133,8 +133,8 @@ def _mesh_axes_of_norms(plan: NormPlan) -> list[AxisNames]:
     for spec in plan.specs:
         if not spec.mesh_axes_of_units:
             shared.update(spec.joined_along)
-    # Each device has the norms of leaves that are not split. Devices may hold different
-    # ones (`mesh_axes=None`).
+    # Norms of leaves that are not split need no collective: each device has them. They
+    # may differ between devices (`mesh_axes=None`).
     mesh_axes_of_norms: list[AxisNames] = [()] * plan.norm_count
     for spec in plan.specs:
         if spec.mesh_axes_of_units:
@@ -159,11 +159,12 @@ def _counted_once(
     if operation is ADD:
         copies = mesh.device_count({*mesh_axes} - {*spec.joined_along})
 
-    def counted_once(array: Array) -> Array:
+    def for_collective(array: Array) -> Array:
+        # The axes that are kept are those of layers here.
         if spec.mesh_axes_of_layers:
             array = mesh.placed_among_zeros(array, spec.mesh_axes_of_kept)
         if copies > 1:
             array = array / copies
         return mesh_types.varying_over(array, mesh_axes)
 
-    return jax.tree.map(counted_once, term)
+    return jax.tree.map(for_collective, term)

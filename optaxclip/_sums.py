@@ -1,4 +1,4 @@
-"""The switch between platforms, sums of one leaf, and the division that they need.
+"""The switch between platforms, sums over one leaf, and a safe division.
 
 A sum of squares is three numbers:
 
@@ -211,7 +211,7 @@ def root_of_mean(count: ArrayLike, sums: Sums) -> Array:
 @_sums_both_parts
 def three_sums_on_a_gpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums, in the form that a GPU computes in one kernel."""
-    # Measured in float32 only.
+    # The form below was measured in float32 only.
     if dtype == np.float64:
         return three_sums_in_jnp(array, axes, dtype)
     summed_axes = tuple(range(array.ndim)) if axes is None else axes
@@ -236,8 +236,8 @@ def _sums_by_pairs(array: Array, axes: tuple[int, ...], dtype: np.dtype) -> Sums
     XLA on a GPU writes several computed arrays, such as the step of Adam, to memory
     before it sums them. So two of the squares are one complex array. The third is a
     real operand of the same reduction: jit may split an array whose type shows no mesh
-    (`out_shardings`), and XLA then needs a collective. On a GPU it has one for a pair
-    with a real operand, and none for complex operands alone.
+    (`out_shardings`), and XLA then needs a collective. On a GPU it has one for such a
+    pair, and none for complex operands alone.
     """
     x = array.astype(dtype)
     scale = SCALES[dtype]

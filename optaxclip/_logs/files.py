@@ -105,7 +105,9 @@ def _has_loss_or_norm(rows: Sequence[Row]) -> bool:
 
 
 def _cleaned_text(data: bytes) -> str:
-    """The text of a file, without marks, zeros and colors."""
+    """The text of a file, without marks, NUL bytes and colors, and with numbers in the
+    place of printed arrays.
+    """
     # Excel begins a CSV with a byte order mark.
     text = data.decode("utf-8-sig", errors="replace")
     # A crash of the machine may leave a block of zeros. Rows follow it if the run went
@@ -200,8 +202,8 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
 
 def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     """The dicts that stand in a text, as JSON or as Python prints them."""
-    dict_or_list, _ = _dict_at(text, 0)
-    if not dict_or_list:
+    whole_text, _ = _dict_at(text, 0)
+    if not whole_text:
         columns = _columns_up_to_cut(text)
         if columns:
             notes.append("The JSON is cut off, and read up to there.")
@@ -274,8 +276,8 @@ def _rows_of_pandas(table: Row) -> list[Row]:
 
 
 def _columns_up_to_cut(text: str) -> Row:
-    """The columns of {"step": [1, 2], "loss": [2.5, 1. whose end is missing. An empty
-    dict for another text.
+    """The columns of a text such as `{"step": [1, 2], "loss": [2.5, 1`, whose end is
+    missing. An empty dict for another text.
     """
     # The last number, or the last name, may be cut in two.
     whole_entries, _, _ = text.rpartition(",")
@@ -293,8 +295,8 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except (json.JSONDecodeError, RecursionError):
-        # Python printed it. A printed dict may hold dicts, which hold no further dicts,
-        # and begin no line: that would be the next row.
+        # Python printed it. Dicts inside it hold no further dicts, and do not begin a
+        # line: that would be the next row.
         dict_pattern = r"\{[^{}]*((?<!\n)\{[^{}]*\}[^{}]*)*\}"
         printed = re.compile(dict_pattern).match(text, start)
     if printed is None:
@@ -432,8 +434,8 @@ STEP_NUMBER = r"\d+\b(?!%|[.,]\d)"
 
 
 def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
-    """The pattern of a number behind a label, both of them patterns: the simplest one
-    that finds the same.
+    """The simplest pattern that finds the numbers behind a label. `label` and
+    `lookbehind` are patterns.
     """
     # A full stop at the end of a line is not in the number, and the "scale" of
     # "loss scale 65536" is none.
@@ -447,8 +449,8 @@ def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
     numbers = re.findall(pattern, text)
     # The last one finds no "val loss" and no "train/loss".
     for simple_lookbehind in ("", r"\b", r"(?<![a-z][ /])\b"):
-        for any_number in (simple_number, number):
-            simple_pattern = f"{simple_lookbehind}{label}(?P<{column}>{any_number})"
+        for number_pattern in (simple_number, number):
+            simple_pattern = f"{simple_lookbehind}{label}(?P<{column}>{number_pattern})"
             if re.findall(simple_pattern, text) == numbers:
                 return simple_pattern
     return pattern
@@ -506,12 +508,12 @@ def _frequent_pattern(text: str) -> str:
     """
     patterns: dict[str, str] = {}  # by column
     label_counts = dict.fromkeys(LABELS, 0)
-    for quantity, (lookbehind, label) in LABELS.items():
+    for quantity, (lookbehind, label_pattern) in LABELS.items():
         # A run may have NaN from its first line on.
         number = STEP_NUMBER if quantity == "step" else r"[-+]?(\.?\d|nan\b|inf\b)"
         # mmdet prints "Iter [50/900]", and stable-baselines "loss | 2.5".
         gap = rf"[ :=|]+\[? *(?={number})"
-        matches = re.finditer(rf"(?i){lookbehind}({label}){gap}", text)
+        matches = re.finditer(rf"(?i){lookbehind}({label_pattern}){gap}", text)
         labels = Counter(_as_pattern(match[0]) for match in matches)
         if not labels:
             continue
@@ -520,7 +522,7 @@ def _frequent_pattern(text: str) -> str:
         # Of several optimizers each has a group, as in critic/grad_norm. verl leaves
         # out the actor's norm in the first steps.
         labels_in_groups = {
-            re.sub(r"(\\s[*+]|\W)+", "_", label).strip("_"): label
+            _column_name(label): label
             for label, count in labels.items()
             if "/" in label and count >= label_counts[quantity] / 2
         }
@@ -528,19 +530,25 @@ def _frequent_pattern(text: str) -> str:
             columns = labels_in_groups
         for column, label in columns.items():
             patterns[column] = _pattern_of(column, label, lookbehind, text)
-    losses_or_norms = max(label_counts["loss"], label_counts["grad_norm"])
-    if losses_or_norms == 0:
+    loss_or_norm_count = max(label_counts["loss"], label_counts["grad_norm"])
+    if loss_or_norm_count == 0:
         return ""
-    if label_counts["lr"] < losses_or_norms / 2:
+    if label_counts["lr"] < loss_or_norm_count / 2:
         patterns.pop("lr", None)
     # If steps have fewer labels than half of the losses or norms, these labels stand in
     # other lines, such as "saved step 100".
-    if label_counts["step"] < losses_or_norms / 2:
+    if label_counts["step"] < loss_or_norm_count / 2:
         patterns.pop("step", None)
         rises, pattern = _steps_without_label(text)
-        if rises >= losses_or_norms / 2:
+        if rises >= loss_or_norm_count / 2:
             patterns["step"] = pattern
     return "|".join(patterns.values())
+
+
+def _column_name(label: str) -> str:
+    """The name of a group for the pattern of a label. A digit may not begin it."""
+    name = re.sub(r"(\\s[*+]|\W)+", "_", label).strip("_")
+    return f"_{name}" if name[0].isdigit() else name
 
 
 def _steps_without_label(text: str) -> tuple[float, str]:

@@ -199,11 +199,11 @@ def why(
     for _ in range(3):
         value, _ = replay(step.params, step.batch)
         repeats.append(float(value))
-    params, batch = jax.tree.map(_in_float32, (step.params, step.batch))
+    wide_params, wide_batch = jax.tree.map(_in_float32, (step.params, step.batch))
     # Matmuls of float32 have fewer digits by default on GPU and TPU.
     with jax.default_matmul_precision("highest"):
-        value, grads = wide_replay(params, batch)
-        examples = _examples(wide_replay, params, batch, int(microbatch))
+        wide_value, grads = wide_replay(wide_params, wide_batch)
+        examples = _examples(wide_replay, wide_params, wide_batch, int(microbatch))
 
     not_told = []
     if recording.value is None:
@@ -213,9 +213,11 @@ def why(
             "clip/norm_before or record/norm"
         )
     # The text of a program has the dtype of each variable: f16[8] or bf16[8].
-    if "f16[" in str(jax.make_jaxpr(wide_replay)(params, batch)):
-        not_told.append("dtype: 16 bits are left in float32, wide= takes another loss")
-    if _example_count(batch) == 0:
+    if "f16[" in str(jax.make_jaxpr(wide_replay)(wide_params, wide_batch)):
+        not_told.append(
+            "dtype: the loss still computes in 16 bits, wide= takes one of float32"
+        )
+    if _example_count(wide_batch) == 0:
         not_told.append("data: the arrays of the batch share no first axis with rows")
     if not step.moments:
         not_told.append(
@@ -224,9 +226,9 @@ def why(
         )
     evidence = Evidence(
         repeats=repeats,
-        in_float32=float(value),
+        in_float32=float(wide_value),
         examples=examples,
-        tensors=_tensors(params, grads, step.moments),
+        tensors=_tensors(wide_params, grads, step.moments),
         not_told=not_told,
     )
     return _verdict(recording, evidence)
@@ -263,10 +265,13 @@ def _recording(metrics: dict[str, float]) -> Recording:
 
 def _prefixes(metrics: dict[str, float]) -> list[str]:
     """The prefixes of metrics with the norm of the whole gradient, the surest first:
-    skips that skipped, the outermost first, since the state of a skip inside them is
-    that of an earlier step. Then a skip that did not, and of record_spikes and a
-    clipper the first one in the chain, because the other one may see clipped gradients.
-    A recorder of norms has no limit, so it comes last.
+
+    1. Skips that skipped, the outermost first: the state of a skip inside them is that
+       of an earlier step.
+    2. A skip that did not.
+    3. record_spikes and a clipper, in the order of the chain: the second of them may
+       see clipped gradients.
+    4. A recorder of norms, which has no limit.
     """
     skips = []
     others = []
@@ -313,7 +318,8 @@ def _in_float32(leaf: Any) -> Any:
 
 def _has_examples(leaf: Any) -> bool:
     """Whether the first axis of an array counts examples."""
-    # A key of jax.random.PRNGKey is uint32[2]. It is one key for all examples.
+    # A key of jax.random.PRNGKey is uint32[2]. It is one key for all examples. Two
+    # labels of this dtype look like a key too.
     is_key = leaf.shape == (2,) and leaf.dtype == np.uint32
     return leaf.ndim > 0 and not is_key
 
@@ -346,8 +352,7 @@ def _examples(
     values = np.empty(count)
     for rows in microbatches:
         values[rows] = value_of(rows)
-    # A mean over weights is 0 / 0 for padding, whose weights are 0. With other examples
-    # it is finite.
+    # A weighted mean over padding alone is 0 / 0. With other examples it is finite.
     is_finite = np.isfinite(values)
     broken = [rows for rows in microbatches if not is_finite[rows].any()]
     # One replay of the whole batch may show this for all of them.

@@ -23,7 +23,7 @@ LOSS_SPIKE_OVER_FALL = 0.1
 LARGE_NORM = 2.0
 # A norm that is never above this gets a note: Adam's epsilon alone is 1e-8 in each
 # element.
-SHORT_NORM = 1e-6
+SMALL_NORM = 1e-6
 
 
 def notes_of(log: Log, run: signals.Run, findings: list[Finding]) -> list[str]:
@@ -51,8 +51,9 @@ def _notes_on_columns(run: signals.Run, unit: str) -> list[str]:
         # A column with more empty cells than this is one that is logged more rarely.
         if 0 < column.empty_cells < column.values.size / 2:
             notes_of_column.append(
-                f"Rows without an entry: {column.empty_cells}. W&B and pandas write so "
-                "rows of an evaluation, or behind the end of a run, but also NaN."
+                f"Rows without an entry: {column.empty_cells}. W&B and pandas leave a "
+                "cell empty in rows of an evaluation, behind the end of a run, and for "
+                "NaN."
             )
         for note in notes_of_column:
             names_of_notes.setdefault(note, []).append(column.name)
@@ -63,7 +64,7 @@ def _notes_on_columns(run: signals.Run, unit: str) -> list[str]:
             f"{unit.title()}s with norms that are not finite: "
             f"{len(run.overflow_steps)}, the first of them {unit} "
             f"{min(run.overflow_steps)}. They are taken for overflows of a dynamic "
-            f"loss scale. If the run has none, look at that {unit}."
+            f"loss scale. If the run has no loss scale, look at that {unit}."
         )
     recorders = run.recorders
     if len(recorders) > 1 and not any(recorder.is_of_updates for recorder in recorders):
@@ -76,25 +77,25 @@ def _notes_on_columns(run: signals.Run, unit: str) -> list[str]:
 
 
 def _notes_on_norms(run: signals.Run) -> list[str]:
-    """Norms that are too short to train with, and the largest ones: a spike below the
+    """Norms that are too small to train with, and the largest ones: a spike below the
     limit of a bad batch may still want a clip.
     """
     notes: list[str] = []
     for norm in run.gradient_norms:
-        if norm.steps.size and norm.values.max() < SHORT_NORM:
+        if norm.steps.size and norm.values.max() < SMALL_NORM:
             notes.append(
                 f"{norm.name!r} never exceeds {norm.values.max():.2g}. So short a "
                 "gradient may be lost in the epsilon of Adam. See docs/doctor.md (No "
                 "gradient)"
             )
         finite_norm = rows_kept(norm, np.isfinite(norm.values))
-        norm = rows_kept(finite_norm, finite_norm.values > 0)
-        if norm.steps.size:
-            row = np.argmax(norm.values)
-            step = norm.steps[row]
-            ratio = norm.values[row] / np.median(norm.values)
+        positive_norm = rows_kept(finite_norm, finite_norm.values > 0)
+        if positive_norm.steps.size:
+            row = np.argmax(positive_norm.values)
+            step = positive_norm.steps[row]
+            ratio = positive_norm.values[row] / np.median(positive_norm.values)
             advice = "See docs/choosing_a_limit.md"
-            if row >= norm.steps.size - rules.SHORT:
+            if row >= positive_norm.steps.size - rules.SHORT:
                 advice = "If norms grow up to there, lower the learning rate."
             if ratio >= LARGE_NORM:
                 near_miss = _near_bad_batch(finite_norm, step, ratio)
@@ -106,8 +107,7 @@ def _notes_on_norms(run: signals.Run) -> list[str]:
 
 
 def _near_bad_batch(norm: Column, step: int, ratio: float) -> str:
-    """The number of the rule of a bad batch at the step of the largest norm, in words,
-    if it is not above the limit and a reader might think so. Else "".
+    """Says how far the largest norm is from a bad batch, if it is near one. Else "".
 
     `ratio`: the largest norm over the median of the whole log.
     """
@@ -145,8 +145,8 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
         if any(finding.cause == "divergence" for finding in findings):
             continue
         usual_values = rules.usual_before(loss.values)
-        is_leap = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * levels.fall
-        ratios = np.where(is_leap, loss.values / usual_values, 0)
+        is_large_rise = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * levels.fall
+        ratios = np.where(is_large_rise, loss.values / usual_values, 0)
         row = int(np.argmax(ratios))
         if ratios[row] > LOSS_SPIKE:
             notes.append(
@@ -184,6 +184,6 @@ def _notes_on_parts(log: Log, findings: list[Finding]) -> list[str]:
                     f"{share.name!r} is {values[0]:.2g} at {log.unit} {finding.worst}, "
                     f"and its median {np.median(share.values):.2g}. Near 1 one part "
                     "of the batch made the norm. Near the median all parts grew: look "
-                    "at scale and rate."
+                    "at the loss scale and the learning rate."
                 )
     return notes

@@ -184,8 +184,8 @@ def report_of(log: Log, loss_name: str | None) -> Report:
             if cause.name not in names:
                 names.append(cause.name)
     # A NaN that stays makes other faults, such as gradients of 0 behind a ReLU.
-    end = min(_steps_at_broken_end(run.looked_at), default=np.inf)
-    findings = [finding for finding in findings if finding.step <= end]
+    broken_step = min(_steps_at_broken_end(run.looked_at), default=np.inf)
+    findings = [finding for finding in findings if finding.step <= broken_step]
     rates = run.inputs_of_need[signals.RATE]
     rise_steps: list[int] = []
     for loss, levels in run.leveled_losses:
@@ -239,7 +239,7 @@ def _hits(cause: Cause, columns: tuple[Column, ...]) -> list[Hit] | None:
 
 
 def _steps_at_broken_end(columns: Sequence[Column]) -> list[int]:
-    """The steps from which on columns that were finite are NaN or inf to the end."""
+    """The steps behind the last finite row of each column."""
     steps: list[int] = []
     for column in columns:
         finite_rows = np.flatnonzero(np.isfinite(column.values))

@@ -3,7 +3,8 @@
 A rule takes columns, float64[rows], and returns a number for each row, or one for all
 rows. A row shows the cause if its number is above the limit in the table of causes. NaN
 is above no limit. Rows are compared with medians of other rows, so that no spike hides
-behind another one. Functions that begin with an underscore are not rules.
+behind another one. The table of causes (_causes.py) names the rules. Other functions
+help them.
 """
 
 from typing import NamedTuple
@@ -60,8 +61,8 @@ def _shifted(values: Array) -> Array:
 LOW_AGAIN = 5.0  # a norm that has come back, over the median before the spike
 RISE_OVER_FALL = 0.5  # of a loss that diverges
 RISE_OVER_NOISE = 2.0  # of the same loss
-# A rise is noted if it is above these parts: of the lowest level, of the whole fall,
-# since a loss near 0 may rise many times, and of the error of a level.
+# A rise is noted if it exceeds these parts of the lowest level, of the whole fall (a
+# loss near 0 may rise many times over), and of the error of a level.
 LEAST_RISE = 0.1
 LEAST_RISE_OVER_FALL = 0.01
 LEAST_RISE_OVER_ERROR = 5.0
@@ -142,10 +143,11 @@ def loss_levels(loss: Array) -> LossLevels:
     levels = np.median(windows, axis=1)
     end = width + stride * int(np.argmin(levels))
     start = max(0, end - LONG - 1)
-    # If two losses take turns, as of a GAN, these quantiles are one of each.
+    # If two losses take turns, as of a GAN, these quantiles are one of each. In 21 rows
+    # both are losses of the log.
     low, high = np.quantile(loss[start:end], (0.2, 0.8))
     noise = high - low
-    # If they do, the median of many rows is no surer than that of fifty.
+    # If they do, a median over many rows is no more exact than one over fifty.
     error = noise / np.sqrt(min(width, 50))
     lowest = levels.min()
     last_low_window = np.flatnonzero(levels <= lowest + 2 * error)[-1]
@@ -188,12 +190,12 @@ def growth(values: Array) -> Array | float:
     """
     _, *fifths = np.array_split(values, 5)
     levels = [np.median(fifth) for fifth in fifths]
-    second = levels[0]
+    second_level = levels[0]
     factors = np.divide(levels[1:], levels[:-1])
     # A rise from 0 has no factor.
-    if second == 0 or not np.all(factors > STEADY_GROWTH):
+    if second_level == 0 or not np.all(factors > STEADY_GROWTH):
         return 0.0
-    return _kept_levels(values) / second
+    return _kept_levels(values) / second_level
 
 
 def late_growth(norm: Array) -> Array | float:
@@ -215,8 +217,8 @@ def _kept_levels(values: Array) -> Array:
 
 
 def vanishing(norm: Array, loss: Array) -> Array | float:
-    """The first norms over the median of five rows, if norms stay low to the end and
-    the loss does not fall as well.
+    """The first norms over the median of five rows, if the last norms are low and the
+    loss does not fall as well.
     """
     last_rows = max(SHORT, len(loss) // 10)
     first_loss = np.median(loss[:SHORT])
@@ -282,7 +284,8 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
     change = _change_at(logs, row)
     # Growth step by step, before or behind the row, is not part of the leap.
     leap = change.rise - max(0.0, change.drift)
-    # A norm that only comes back to its usual value is not larger in all rows behind.
+    # All rows behind must be higher too: a norm that only comes back to its usual value
+    # is no leap.
     rows_before, rows_behind = np.split(logs, [row])
     rise_of_all = np.median(rows_behind) - np.median(rows_before)
     # If most norms on a side are 0 the noise is NaN, and then this is False.
@@ -297,9 +300,11 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
     return factors
 
 
-def fall_of_scale(*norm_and_loss: Array) -> Array | float:
-    """The factor by which the norm falls at one row, on the same conditions."""
-    return growth_of_scale(*[1 / column for column in norm_and_loss])
+def fall_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
+    """The factor by which the norm falls at one row, on the conditions of
+    `growth_of_scale`.
+    """
+    return growth_of_scale(1 / norm, None if loss is None else 1 / loss)
 
 
 def _row_of_leap(logs: Array) -> int:
@@ -337,7 +342,9 @@ def clipped_always(norm: Array, limit: Array) -> float:
 
 
 def norm_after_clip(norm: Array) -> Array:
-    """The share of rows with the largest norm, in these rows, if norms look clipped."""
+    """In rows with the largest norm, the share of such rows. 0 elsewhere, and in all
+    rows if norms do not look clipped.
+    """
     share = clipped_share(norm)
     return np.where(are_largest(norm), share, 0.0)
 
@@ -381,8 +388,9 @@ def learning_rate(update_norm: Array, weight_norm: Array) -> Array:
 
 
 def lost_updates(ratio: Array, rounding: Array) -> Array | float:
-    """The smallest update that rounding keeps over the update, if most updates in the
-    first quarter of the log are lost. At the end of a schedule every run loses them.
+    """How many times larger an update must be to survive rounding, if most updates in
+    the first quarter of the log are lost. At the end of a schedule every run loses
+    them.
     """
     # A step without an update loses nothing: with `optax.MultiSteps` these are most.
     ratio = np.where(ratio == 0, np.nan, ratio)

@@ -104,7 +104,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     recorded = _recorded(recorders)
 
     # What follows from it.
-    tensors: dict[str, list[Column]] = defaultdict(list)
+    tensors: dict[str, list[Column]] = defaultdict(list)  # by the name of the norm
     for column in columns_named(TENSOR_PATTERN, log_without_logits):
         # A log may have clip/norm_before/w and record/norm/w.
         norm, *_ = re.split(END_OF_NORM, column.name, maxsplit=1)
@@ -128,11 +128,11 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     has_loss_scale = bool(columns_named(NAME_OF_LOSS_SCALE, log))
     norms_without_overflows: list[Column] = []
     overflow_steps: set[int] = set()
-    norms_of_all_tensors = chain(*tensors.values(), *recorded.tensors)
-    for norm in [*global_norms, *norms_of_all_tensors, *recorded.update_norms]:
-        finite_norm = _without_overflows(norm, has_loss_scale)
-        norms_without_overflows.append(finite_norm)
-        overflow_steps |= {*norm.steps} - {*finite_norm.steps}
+    tensor_norms = chain(*tensors.values(), *recorded.tensors)
+    for norm in [*global_norms, *tensor_norms, *recorded.update_norms]:
+        kept_norm = _without_overflows(norm, has_loss_scale)
+        norms_without_overflows.append(kept_norm)
+        overflow_steps |= {*norm.steps} - {*kept_norm.steps}
 
     # What the rules read.
     inputs_of_need: dict[str, RuleInputs] = {
@@ -229,12 +229,11 @@ def _norms_of_groups(gradients: Iterable[Sequence[Column]]) -> list[Column]:
             norms_of_groups += [total_of(*group) for group in groups.items()]
     norms: list[Column] = []
     for norm in norms_of_groups:
-        # Before a head or a factor of LoRA that begins at 0, the first gradient is 0.
+        # Below a head or a factor of LoRA that begins at 0, the first gradient is 0.
         has_begun = np.logical_or.accumulate(norm.values != 0)
         norm = rows_kept(norm, has_begun)
         # A group that never has a gradient has no row left. A later norm of 0 marks an
-        # expert without tokens. In other steps it gets far more than usual, which is no
-        # bad batch.
+        # expert without tokens, whose norm leaps in other steps without a bad batch.
         if norm.values.size and norm.values.all():
             norms.append(norm)
     return norms
@@ -293,7 +292,7 @@ QUANTITIES = {
     "dead_rows",
 }
 # The part "health_2" of such a name. W&B may write a run in front: "sun-7 - health".
-HEALTH_SEGMENT = re.compile(r"(.*[. ])?health(_\d+)?")
+HEALTH_PART = re.compile(r"(.*[. ])?health(_\d+)?")
 
 
 class Recorder(NamedTuple):
@@ -306,7 +305,8 @@ class Recorder(NamedTuple):
     @property
     def is_of_updates(self) -> bool:
         """Whether its name says so, without what a logger puts in front."""
-        _, _, name = self.name.partition("health")
+        # W&B may write a run in front, whose name may have these words as well.
+        _, _, name = self.name.rpartition(" - ")[-1].partition("health")
         return "update" in name.lower()
 
     def of_tensors(self, *quantities: str) -> RuleInputs:
@@ -340,7 +340,7 @@ class Recorded(NamedTuple):
 
     gradient_norms: list[Column]  # of all tensors together
     update_norms: list[Column]  # likewise
-    tensors: list[list[Column]]  # of each recorder of gradients, the norm of each
+    tensors: list[list[Column]]  # of each recorder of gradients the norms of tensors
     inputs_of_need: dict[str, RuleInputs]  # of needs that only recorders meet
 
 
@@ -408,5 +408,5 @@ def _readings(name: str) -> Iterator[Reading]:
             recorder = "/".join(parts[:index])
             tensor = "/".join(parts[index + 1 :])
             yield Reading(recorder, part, tensor)
-        if HEALTH_SEGMENT.fullmatch(part):
+        if HEALTH_PART.fullmatch(part):
             is_behind_health = True

@@ -75,17 +75,19 @@ def _print_report(options: argparse.Namespace) -> None:
     with suppress(ValueError):
         findings = report_of(log, loss_name=None).findings
     lines: list[str] = []
-    choice = None
+    choices: list[Choice] = []
     for column in columns:
         choice, advice = _choice_and_advice(column, findings)
         lines += [_about_source(column, options), *advice, *_about_norms(column), ""]
+        if choice is not None:
+            choices.append(choice)
     if log.unit == "row":
         lines += [NO_STEPS, ""]
     if log.notes:
         lines += [*log.notes, ""]
-    # Such as an actor's and a critic's.
-    if len(columns) > 1:
-        choice = None
+    # Several columns are norms of an actor and a critic, for example.
+    choice = choices[0] if choices and len(columns) == 1 else None
+    if choices and len(columns) > 1:
         lines += [
             "If one optimizer has them all, clip_by_group_norm takes all limits.",
             "--column NAME shows the table of one.",
@@ -131,10 +133,10 @@ def _choice_and_advice(
     """The clipper to take, or None, and sentences that say why. `findings` are those of
     the doctor.
     """
-    break_of_run = how_it_broke(column) or _break_by_doctor(column, findings)
-    if break_of_run:
+    what_broke = how_it_broke(column) or _break_by_doctor(column, findings)
+    if what_broke:
         return None, [
-            f"The run broke: {break_of_run}. No limit can be chosen from it before the "
+            f"The run broke: {what_broke}. No limit can be chosen from it before the "
             "cause is known: run python -m optaxclip.doctor."
         ]
     is_norm = np.isfinite(column.values) & (column.values > 0)
@@ -237,7 +239,7 @@ def _at_batch(
     if isinstance(choice.rule, float):
         advice = f"start with clip_by_global_norm({ratio * choice.rule:.3g})."
     else:
-        advice = "multiply the cap by this."
+        advice = f"multiply the cap by {ratio:.3g}."
     return (
         f"At batch size {options.to} norms are {ratio:.3g} times as long as at "
         f"{options.batch}: {advice}"

@@ -70,16 +70,17 @@ def choice_of(column: Column, every: int) -> Choice | None:
         f"optaxclip.clip_by_global_norm({USUAL_LIMIT})", USUAL_LIMIT, norms
     )
     takes_usual = 0 < usual.clip_rate <= MAX_USUAL_SHARE
-    rule: float | Rule = np.inf
+    fixed_limit = np.inf
     if takes_usual:
-        rule = USUAL_LIMIT
+        fixed_limit = USUAL_LIMIT
     elif guard is not None:
-        rule = guard.limit
+        fixed_limit = guard.limit
+    rule: float | Rule = fixed_limit
     first_norms, *_, last_norms = np.array_split(norms, 5)
     early = float(np.median(first_norms))
     late = float(np.median(last_norms))
     # Norms fall far, and few of the late norms come near the limit.
-    if early >= FAR * late and rule > MAX_GUARD_IN_MEDIANS * late:
+    if early >= FAR * late and fixed_limit > MAX_GUARD_IN_MEDIANS * late:
         cap = _cap(norms)
         rule = minimum(z_score_of_zclip(every), cap)
         suggestion = suggestion_of(f"optaxclip.zclip(cap={cap:g})", rule, norms)
@@ -102,15 +103,16 @@ def choice_of(column: Column, every: int) -> Choice | None:
 
 
 def how_it_broke(column: Column) -> str | None:
-    """What the norms of a broken run are from some step to the end: NaN or inf, 0, or
-    mostly so long that no guard clips about 1 %. None for other runs.
+    """Says what norms are from some step to the end, if the run broke: NaN or inf, 0,
+    or mostly so long that no guard clips about 1 %. None for other runs.
     """
     is_norm = np.isfinite(column.values) & (column.values > 0)
-    end = np.flatnonzero(is_norm).max(initial=-1) + 1
-    values_at_end = column.values[end:]
+    first_broken = np.flatnonzero(is_norm).max(initial=-1) + 1
+    values_at_end = column.values[first_broken:]
     if len(values_at_end) >= LEAST_BROKEN_ROWS:
         values = "NaN or inf" if values_at_end.any() else "0"
-        return f"from {column.unit} {column.steps[end]} to the end norms are {values}"
+        step = column.steps[first_broken]
+        return f"from {column.unit} {step} to the end norms are {values}"
     norms = column.values[is_norm]
     if len(norms) < MIN_NORMS:
         return None
@@ -121,10 +123,10 @@ def how_it_broke(column: Column) -> str | None:
         usual_norm = early
     is_long = column.values > MAX_GUARD_IN_MEDIANS * usual_norm
     count = is_long.sum()
-    has_guard = count <= GUARD_RATE * len(norms)
+    are_rare = count <= GUARD_RATE * len(norms)
     # Elsewhere in the log long norms are accidents.
     most_are_long = is_long[-count:].mean() > 0.5
-    if count >= LEAST_BROKEN_ROWS and most_are_long and not has_guard:
+    if count >= LEAST_BROKEN_ROWS and most_are_long and not are_rare:
         return (
             f"from {column.unit} {column.steps[-count]} to the end most norms are more "
             f"than {MAX_GUARD_IN_MEDIANS} times the usual norm"
@@ -148,7 +150,7 @@ def percent(share: float) -> str:
 def _reasons_for_zclip(zclip: Suggestion, early: float, late: float) -> list[str]:
     return [
         f"Take {zclip.rule}, whose limit follows the norms. It clips "
-        f"{zclip.clip_rate:.1%} of the steps.",
+        f"{percent(zclip.clip_rate)} of the steps.",
         f"Norms fall from a median of {early:.3g} in the first fifth of the log to "
         f"{late:.3g} in the last, so no fixed limit fits the whole run.",
     ]
@@ -167,7 +169,7 @@ def _reasons_for_usual_limit(
         limit = guard.limit
         reasons.append(
             f"To clip only accidents, take {guard.rule}, a guard that clips "
-            f"{guard.clip_rate:.1%}."
+            f"{percent(guard.clip_rate)}."
         )
     return [*reasons, _steps_above(limit, column)]
 
@@ -177,8 +179,8 @@ def _reasons_for_guard(
 ) -> list[str]:
     usual = percent(usual_share) if usual_share else "none"
     reasons = [
-        f"Take {guard.rule}, a guard that clips {guard.clip_rate:.1%} of the steps. "
-        f"The usual {USUAL_LIMIT} clips {usual}.",
+        f"Take {guard.rule}, a guard that clips {percent(guard.clip_rate)} of the "
+        f"steps. The usual {USUAL_LIMIT} clips {usual}.",
         _steps_above(guard.limit, column),
     ]
     if usual_share:
@@ -192,7 +194,7 @@ def _reasons_for_guard(
 def _steps_above(limit: float, column: Column) -> str:
     """Where the norms above a limit lie: most of them at the start, or elsewhere."""
     unit = column.unit
-    # A limit of a rule was rounded to float32, perhaps below the norm that it is.
+    # A limit of a rule was rounded to float32, perhaps below the norm that it equals.
     steps = column.steps[column.values > limit * (1 + 1e-6)]
     count = len(steps)
     if count == 0:

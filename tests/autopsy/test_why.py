@@ -200,7 +200,7 @@ def test_what_is_harmless_in_float32_is_of_the_dtype(saved):
     verdict = why(in_float16, path)
     assert verdict.cause == "model"
     assert verdict.not_told == [
-        "dtype: 16 bits are left in float32, wide= takes another loss"
+        "dtype: the loss still computes in 16 bits, wide= takes one of float32"
     ]
 
 

@@ -125,7 +125,7 @@ def test_a_loss_without_a_number_is_said():
 
 def test_groups_in_front_of_a_name_are_read():
     rows = rows_of(health__norm__w=[*calm(30), 90.0, 1.0], loss=calm(32))
-    run = "lively-sun-7 - "
+    run = "health-updates-7 - "
     for front in ("train/", "a/b/", "train.", "ppo_update/", run, f"{run}train/"):
         renamed = [{front + name: x for name, x in row.items()} for row in rows]
         assert causes_of(renamed) == [("bad batch", 30)], front
@@ -460,7 +460,7 @@ def test_empty_cells_are_said_unless_most_are_empty(tmp_path):
         lines = [f"{step},{cell},1" for step, cell in enumerate(cells)]
         path.write_text("\n".join(["step,grad_norm,loss", *lines]))
         notes = examine(path).notes
-        said = f"'grad_norm': Rows without an entry: {count}. W&B and pandas write so"
+        said = f"'grad_norm': Rows without an entry: {count}. W&B and pandas leave"
         assert any(note.startswith(said) for note in notes) == is_said
 
 

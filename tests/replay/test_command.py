@@ -276,6 +276,13 @@ def test_several_optimizers_have_a_row_each(log, command):
         )
 
 
+def test_if_all_optimizers_broke_no_limit_is_taken(log, command):
+    broken = [f"{step},{norm},{norm}" for step, norm in enumerate([*NORMS, *[0] * 9])]
+    log.write_text("\n".join(["step,actor/grad_norm,critic/grad_norm", *broken]))
+    text = command(log)
+    assert text.count("The run broke") == 2 and "takes all limits" not in text
+
+
 def test_what_the_reader_decided_is_said_of_several_columns_too(log, command):
     steps = [*range(0, 300, 10), *range(200, 400, 10)]
     lines = [f"{step},{norm},{norm}" for step, norm in zip(steps, NORMS)]

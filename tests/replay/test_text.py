@@ -282,6 +282,10 @@ def test_norms_of_two_networks_are_not_mixed(text_file):
     path.write_text(re.sub(r"norm:( ?)([\d.]+)", r"norm:\1np.float64(\2)", text))
     actor = read_history(path, "actor_grad_norm", pattern=pattern_of(path))
     assert actor.tolist() == norms[15:]
+    # The name of a group in a pattern may not begin with a digit.
+    path = text_file("step {step} 0/grad_norm: {norm} 1/grad_norm: 90.0")
+    second = read_history(path, "_1_grad_norm", pattern=pattern_of(path))
+    assert second.tolist() == 40 * [90.0]
 
 
 def test_a_pattern_is_as_simple_as_the_text_allows(text_file):
