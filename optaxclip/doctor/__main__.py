@@ -40,7 +40,10 @@ def _text(report: Report) -> str:
     for finding in report.findings:
         lines += _lines_of(finding, report.unit)
     if not report.findings:
-        lines.append("Nothing found. That does not say that the run is healthy.")
+        see_notes = ": see the notes" if report.notes else ""
+        lines.append(
+            f"Nothing found. That does not say that the run is healthy{see_notes}."
+        )
     lines += ["", f"Looked at {', '.join(report.looked_at)}."]
     if report.unit == "row":
         lines.append(f"Note: {NO_STEPS}")

@@ -132,8 +132,8 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
             step = np.median(loss.steps[levels.rise_rows])
             notes.append(
                 f"{loss.name!r} rises from {levels.lowest:.3g} near {loss.unit} "
-                f"{step:.0f} to {levels.last:.3g} at the end. If neither data nor "
-                f"objective changed, it diverges. See {PAGE_AT_ONE_STEP}"
+                f"{step:.0f} to {levels.last:.3g} in its last rows. That may be right "
+                f"if data or objective changed there. See {PAGE_AT_ONE_STEP}"
             )
         elif levels.last > rules.FLAT * levels.second_tenth:
             notes.append(

@@ -271,6 +271,12 @@ def _leaps_of_rate(
 
 def _with_advice(finding: Finding, log: Log, rise_steps: list[int]) -> Finding:
     """A finding with the advice that other columns give."""
+    if finding.cause == "bad batch" and finding.rows > rules.LONG:
+        advice = (
+            f"{finding.rows} rows are no accident: look at the data, its scale and the "
+            f"learning rate from {log.unit} {finding.step} on"
+        )
+        return finding._replace(advice=advice)
     if finding.cause == "bad batch" and max(rise_steps, default=np.inf) < finding.step:
         advice = (
             f"the loss rises from near {log.unit} {np.median(rise_steps):.0f} on, so "

@@ -59,10 +59,8 @@ def _shifted(values: Array) -> Array:
 # -------------------------------------------------------------------- loss and one norm
 
 LOW_AGAIN = 5.0  # a norm that has come back, over the median before the spike
-RISE_OVER_FALL = 0.5  # of a loss that diverges
-RISE_OVER_NOISE = 2.0  # of the same loss
-# A rise is noted if it exceeds these parts of the lowest level, of the whole fall (a
-# loss near 0 may rise many times over), and of the error of a level.
+# A loss diverges if its rise exceeds these parts of the lowest level, of the whole fall
+# (a loss near 0 may rise many times over), and of the error of a level.
 LEAST_RISE = 0.1
 LEAST_RISE_OVER_FALL = 0.01
 LEAST_RISE_OVER_ERROR = 5.0
@@ -123,7 +121,7 @@ class LossLevels(NamedTuple):
 
     @property
     def is_rise(self) -> bool:
-        """Whether the loss ends so much above its lowest level that a note says so."""
+        """Whether the loss ends far above its lowest level."""
         return self.rise > max(
             LEAST_RISE * self.lowest,
             LEAST_RISE_OVER_FALL * self.fall,
@@ -166,8 +164,7 @@ def loss_levels(loss: Array) -> LossLevels:
 def divergence(loss: Array) -> Array | float:
     """The loss over its lowest level, in the rows from which on it stays high."""
     levels = loss_levels(loss)
-    least_rise = max(RISE_OVER_FALL * levels.fall, RISE_OVER_NOISE * levels.noise)
-    if levels.rise <= least_rise:
+    if not levels.is_rise:
         return 0.0
     # The median of five rows around each row, of fewer at the ends of the log.
     padded = np.pad(loss, 2, constant_values=np.nan)

@@ -161,7 +161,14 @@ def _choice_and_advice(
             "median, so no limit clips accidents alone. If two networks take turns, "
             "log a column for each."
         ]
-    return choice, choice.reasons
+    reasons = [*choice.reasons]
+    for finding in findings:
+        if finding.cause in ("change of scale", "learning rate"):
+            reasons.append(
+                f"Look at {column.unit} {finding.step} first: the doctor finds a cause "
+                f"there, {finding.cause}."
+            )
+    return choice, reasons
 
 
 # ---------------------------------------------------------------- lines of the report

@@ -96,8 +96,8 @@ def choice_of(column: Column, every: int) -> Choice | None:
     if late >= FAR * early:
         reasons.append(
             f"Norms grow from a median of {early:.3g} in the first fifth of the log to "
-            f"{late:.3g} in the last. A clip hides that and cures nothing: python -m "
-            "optaxclip.doctor looks for the cause."
+            f"{late:.3g} in the last. Unless bad batches did that, a clip hides it and "
+            "cures nothing: python -m optaxclip.doctor looks for the cause."
         )
     return Choice(rule, suggestion, reasons, guard=guard, candidates=candidates)
 

@@ -469,7 +469,7 @@ def test_nothing_found_names_what_was_looked_at(tmp_path, capsys):
     path.write_text("\n".join(map(json.dumps, rows_of(loss=calm(), grad_norm=calm()))))
     main([str(path)])
     text = capsys.readouterr().out
-    assert text.startswith("Nothing found. That does not say that the run is healthy.")
+    assert text.startswith("Nothing found. That does not say that the run is healthy")
     assert "Looked at 'loss' (60 rows), 'grad_norm' (60 rows)." in text
 
 
@@ -621,13 +621,12 @@ def test_the_page_of_a_cause_exists_and_has_its_row(cause):
     assert f"| {cause.name} |" in (DOCS / "doctor.md").read_text()
 
 
-def test_a_loss_that_ends_above_its_lowest_level_has_a_note():
-    """Data or objective may have changed there, so it is no finding."""
+def test_a_note_says_where_a_loss_began_to_rise():
     loss = np.concatenate([np.linspace(8.0, 3.0, 150), np.full(50, 3.0)])
     loss = np.append(loss, np.full(100, 4.0))
     (note,) = examine(rows_of(loss=loss)).notes
     assert note.startswith(
-        "'loss' rises from 3 near row 198 to 4 at the end. If neither"
+        "'loss' rises from 3 near row 198 to 4 in its last rows. That may"
     )
     # Windows of many rows tell a rise from noise of the same size.
     noise = np.random.default_rng(0).normal(scale=0.5, size=1200)
@@ -645,7 +644,7 @@ def test_a_loss_that_ends_above_its_lowest_level_has_a_note():
     report = examine(rows_of(loss=np.append(loss, np.full(100, 8.0))))
     assert [finding.cause for finding in report.findings] == ["divergence"]
     (note,) = report.notes
-    assert note.startswith("'loss' rises from 3 near row 198 to 8 at the end.")
+    assert note.startswith("'loss' rises from 3 near row 198 to 8 in its last rows")
 
 
 def test_a_loss_that_stays_from_early_on_has_a_note():
@@ -662,12 +661,19 @@ def test_a_loss_that_stays_from_early_on_has_a_note():
 def test_a_bad_batch_behind_a_rise_of_the_loss_speaks_of_the_rate():
     loss = np.append(np.geomspace(4.0, 2.0, 200), np.geomspace(2.0, 2.6, 200))
     rows = rows_of(loss=loss, grad_norm=changed(calm(400), {350: 50.0}))
-    (finding,) = diagnose(rows)
-    assert finding.cause == "bad batch"
+    divergence, finding = diagnose(rows)
+    assert (divergence.cause, finding.cause) == ("divergence", "bad batch")
     assert re.match(r"the loss rises from near row 2[01]\d on, so", finding.advice)
     rows = rows_of(loss=loss, grad_norm=changed(calm(400), {150: 50.0}))
-    (finding,) = diagnose(rows)
+    finding, _ = diagnose(rows)
     assert finding.advice.startswith("look at that batch: ")
+
+
+def test_many_bad_batches_are_no_accident():
+    leaps = {row: 30.0 + row / 10 for row in range(100, 400, 12)}
+    (finding,) = diagnose(rows_of(grad_norm=changed(calm(400), leaps)))
+    assert finding.cause == "bad batch"
+    assert finding.advice.startswith("25 rows are no accident: look at the data")
 
 
 @pytest.mark.parametrize("name", ["train/batch_size", "bs", "loss_scale"])

@@ -225,13 +225,13 @@ def test_a_leap_of_the_rate_is_named_with_what_it_broke(name):
 
 
 def test_a_leap_of_the_rate_is_named_where_the_loss_rises_for_good():
-    """Too little for a divergence."""
     loss = np.append(np.geomspace(4.0, 2.0, 120), np.full(80, 2.8)) * noisy()
-    assert diagnose(rows_of(loss=loss)) == []
+    (divergence,) = causes_of(rows_of(loss=loss))
+    assert divergence == ("divergence", 120)
     for row, causes in ((120, [("learning rate", 120)]), (60, [])):
         rates = np.where(np.arange(200) < row, 1e-3, 1e-2)
         rows = rows_of(loss=loss, lr=rates)
-        assert causes_of(rows) == causes
+        assert causes_of(rows) == [*causes, divergence]
         # A leap that broke nothing has a note, as where the loss comes back.
         leaps = [note for note in examine(rows).notes if note.startswith("'lr' leaps")]
         text = "'lr' leaps to 10 times the rows before at row 60. If it should not"
@@ -299,9 +299,11 @@ def test_a_loss_that_leaps_and_stays_has_diverged_from_that_row_on():
     assert causes == [("bad batch", 120), ("divergence", 120)]
 
 
-def test_a_loss_that_has_lost_less_than_half_of_its_gain_has_not_diverged():
-    losses = np.concatenate([np.geomspace(4.0, 1.0, 120), np.full(80, 2.2)]) * noisy()
-    assert diagnose(rows_of(loss=losses, grad_norm=noisy(seed=1))) == []
+@pytest.mark.parametrize(("end", "causes"), [(1.8, ["divergence"]), (1.1, [])])
+def test_a_loss_that_ends_higher_by_more_than_its_noise_has_diverged(end, causes):
+    losses = np.concatenate([np.geomspace(4.0, 1.0, 120), np.full(80, end)]) * noisy()
+    findings = diagnose(rows_of(loss=losses, grad_norm=noisy(seed=1)))
+    assert [finding.cause for finding in findings] == causes
 
 
 def test_losses_that_change_their_sign_are_not_judged():

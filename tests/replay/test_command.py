@@ -276,6 +276,14 @@ def test_several_optimizers_have_a_row_each(log, command):
         )
 
 
+def test_a_change_of_scale_is_said_beside_the_limit(log, command):
+    norms = np.where(np.arange(SIZE) < SIZE // 2, 1, 1 / 64) * NORMS
+    log.write_text(log_of(norms))
+    line = f"Look at step {SIZE // 2} first: the doctor finds a cause there, change of"
+    text = command(log)
+    assert "Take " in text and line in text
+
+
 def test_if_all_optimizers_broke_no_limit_is_taken(log, command):
     broken = [f"{step},{norm},{norm}" for step, norm in enumerate([*NORMS, *[0] * 9])]
     log.write_text("\n".join(["step,actor/grad_norm,critic/grad_norm", *broken]))
