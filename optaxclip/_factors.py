@@ -45,7 +45,8 @@ def factor_between(norm: Array, new_norm: Array) -> Factor:
     stays_same = new_norm == norm
     becomes_zero = new_norm == 0
     info = jnp.finfo(norm.dtype)
-    # A quotient that is not used must be finite too, with a finite derivative.
+    # A quotient that is not used must be finite too, with a finite derivative. From a
+    # norm of 0 any factor will do: its updates are 0.
     is_exact = stays_same | becomes_zero
     norm = jnp.where(is_exact | (norm == 0), 1.0, norm)
     new_norm = jnp.where(is_exact, 1.0, new_norm)

@@ -149,9 +149,9 @@ def _mesh_axes_of_norms(plan: NormPlan) -> list[AxisNames]:
 def _counted_once(
     spec: LeafSpec, term: Term, mesh_axes: AxisNames, operation: Operation
 ) -> Term:
-    """The term of a leaf on this device, as a collective over these mesh axes takes it:
-    layers stand among zeros for the layers of other devices, and a term that several
-    devices have is divided by their number.
+    """The term of a leaf on this device, as a collective over these mesh axes needs it.
+    Layers of other devices are filled with zeros. A term that several devices have is
+    divided by their number.
     """
     if not mesh_axes:
         return term

@@ -190,8 +190,8 @@ def _roots(
     """
     scalar_indices = [i for i, total in enumerate(totals) if not total.unscaled.ndim]
     scalars = [totals[i] for i in scalar_indices]
-    # Inside shard_map sums may vary along different mesh axes. A stack has one type. No
-    # scalars have none.
+    # Inside shard_map sums may vary along different mesh axes, but a stack has one
+    # type. Without scalars `types` is empty.
     types = {jax.typeof(total.unscaled) for total in scalars}
     if len(totals) <= most_separate_roots or len(types) != 1:
         return [_root(ord, count, total) for count, total in zip(counts, totals)]

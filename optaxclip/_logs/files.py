@@ -202,8 +202,8 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
 
 def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     """The dicts that stand in a text, as JSON or as Python prints them."""
-    whole_text, _ = _dict_at(text, 0)
-    if not whole_text:
+    first_value, _ = _dict_at(text, 0)
+    if not first_value:
         columns = _columns_up_to_cut(text)
         if columns:
             notes.append("The JSON is cut off, and read up to there.")
@@ -354,7 +354,7 @@ def _rows_of_table(text: str, notes: Notes) -> Sequence[Row]:
     if not lines:
         return []
     names = [name.strip() for name in lines.pop(0)]
-    # In ",0" pandas leaves out the name of the index, and calls a series 0.
+    # The header ",0" is of pandas: an index without a name, and a series called 0.
     has_header = not names[0] or not has_number(names)
     rows = [dict(zip(names, line)) for line in lines if len(line) == len(names)]
     rows_with_numbers = sum(has_number(row.values()) for row in rows)

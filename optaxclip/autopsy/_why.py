@@ -199,7 +199,7 @@ def why(
     for _ in range(3):
         value, _ = replay(step.params, step.batch)
         repeats.append(float(value))
-    wide_params, wide_batch = jax.tree.map(_in_float32, (step.params, step.batch))
+    wide_params, wide_batch = jax.tree.map(_at_least_float32, (step.params, step.batch))
     # Matmuls of float32 have fewer digits by default on GPU and TPU.
     with jax.default_matmul_precision("highest"):
         wide_value, grads = wide_replay(wide_params, wide_batch)
@@ -309,7 +309,7 @@ def _replay_of(loss: Loss, quantity: str) -> Replay:
     return replay
 
 
-def _in_float32(leaf: Any) -> Any:
+def _at_least_float32(leaf: Any) -> Any:
     """A leaf of floats in at least float32, and any other one as it is."""
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         leaf = leaf.astype(jnp.promote_types(leaf.dtype, np.float32))
@@ -420,6 +420,12 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
     tensors = evidence.tensors
     if recording.limit == math.inf and not math.isnan(examples.median):
         recording = recording._replace(limit=LIMIT_IN_MEDIANS * abs(examples.median))
+    not_told = [*evidence.not_told]
+    if recording.limit == math.inf:
+        not_told.append(
+            "any finite step counts as none, since neither a skip nor the norms of "
+            "examples give a limit"
+        )
     return Verdict(
         cause=_cause(recording, evidence),
         examples=examples.far,
@@ -434,7 +440,7 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
             f"{quantity} without far examples": examples.value_without_far,
             "norm without far tensors": tensors.norm_without_far,
         },
-        not_told=evidence.not_told,
+        not_told=not_told,
     )
 
 

@@ -48,7 +48,7 @@ def _notes_on_columns(run: signals.Run, unit: str) -> list[str]:
     names_of_notes: dict[str, list[str]] = {}
     for column in run.looked_at:
         notes_of_column = [*column.notes]
-        # A column with more empty cells than this is one that is logged more rarely.
+        # With more empty cells than this a column is logged more rarely.
         if 0 < column.empty_cells < column.values.size / 2:
             notes_of_column.append(
                 f"Rows without an entry: {column.empty_cells}. W&B and pandas leave a "
@@ -127,6 +127,7 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
     may have changed, which a log does not show.
     """
     notes = []
+    has_divergence = any(finding.cause == "divergence" for finding in findings)
     for loss, levels in run.leveled_losses:
         if levels.is_rise:
             step = np.median(loss.steps[levels.rise_rows])
@@ -142,7 +143,7 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
                 "GAN and a run that is done look so too. Else look at data, labels and "
                 "learning rate."
             )
-        if any(finding.cause == "divergence" for finding in findings):
+        if has_divergence:
             continue
         usual_values = rules.usual_before(loss.values)
         is_large_rise = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * levels.fall
@@ -161,7 +162,7 @@ def _notes_on_rates(run: signals.Run, findings: list[Finding]) -> list[str]:
     """The largest leap of a learning rate, if no leap is among the findings."""
     notes = []
     for (rate,) in run.inputs_of_need[signals.RATE]:
-        factors = np.nan_to_num(rules.leap_of_rate(rate.values), posinf=0)
+        factors = rules.leap_of_rate(rate.values)
         row = np.argmax(factors)
         is_found = any(rate.name in finding.first_steps for finding in findings)
         if factors[row] > rules.LEAP and not is_found:

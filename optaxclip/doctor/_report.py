@@ -16,6 +16,9 @@ from . import _signals as signals
 from ._causes import CAUSES, LEAP_OF_RATE, Cause, Finding
 from ._notes import notes_of
 
+# More bad batches than this come from the data or the rate.
+MOST_ACCIDENTS = 20
+
 
 class Hit(NamedTuple):
     """A row that shows a cause."""
@@ -271,7 +274,7 @@ def _leaps_of_rate(
 
 def _with_advice(finding: Finding, log: Log, rise_steps: list[int]) -> Finding:
     """A finding with the advice that other columns give."""
-    if finding.cause == "bad batch" and finding.rows > rules.LONG:
+    if finding.cause == "bad batch" and finding.rows > MOST_ACCIDENTS:
         advice = (
             f"{finding.rows} rows are no accident: look at the data, its scale and the "
             f"learning rate from {log.unit} {finding.step} on"

@@ -28,7 +28,7 @@ def _medians(values: Array, rows: int) -> Array:
     """For each row the median of the last `rows` rows, itself among them. NaN at the
     start, where there are fewer rows.
     """
-    return np.median(_windows_behind(values, rows), axis=1)
+    return np.median(_windows_up_to(values, rows), axis=1)
 
 
 def _medians_ahead(values: Array, rows: int) -> Array:
@@ -39,7 +39,7 @@ def _medians_ahead(values: Array, rows: int) -> Array:
     return _medians(backwards, rows)[::-1]
 
 
-def _windows_behind(values: Array, rows: int) -> Array:
+def _windows_up_to(values: Array, rows: int) -> Array:
     """For each row the last `rows` rows. They are NaN before the log begins."""
     padded = np.pad(values, (rows - 1, 0), constant_values=np.nan)
     return sliding_window_view(padded, rows)
@@ -94,7 +94,7 @@ def usual_before(values: Array) -> Array:
     """The median of up to 20 rows before each row. NaN in the first two rows: one row
     before is too few to judge by.
     """
-    medians_so_far = np.nanmedian(_windows_behind(values, LONG), axis=1)
+    medians_so_far = np.nanmedian(_windows_up_to(values, LONG), axis=1)
     usual_values = _shifted(medians_so_far)
     usual_values[1:2] = np.nan
     return usual_values
@@ -107,9 +107,8 @@ class LossLevels(NamedTuple):
     second_tenth: float
     lowest: float
     last: float
-    noise: float  # of the loss at its lowest level
     error: float  # of the lowest level
-    rise_rows: slice  # in the middle of which the loss leaves its lowest level
+    rise_rows: slice  # around the row in which the loss leaves its lowest level
 
     @property
     def fall(self) -> float:
@@ -141,12 +140,11 @@ def loss_levels(loss: Array) -> LossLevels:
     levels = np.median(windows, axis=1)
     end = width + stride * int(np.argmin(levels))
     start = max(0, end - LONG - 1)
-    # If two losses take turns, as of a GAN, these quantiles are one of each. In 21 rows
+    # If two losses take turns, as in a GAN, each quantile is one of them. In 21 rows
     # both are losses of the log.
     low, high = np.quantile(loss[start:end], (0.2, 0.8))
-    noise = high - low
     # If they do, a median over many rows is no more exact than one over fifty.
-    error = noise / np.sqrt(min(width, 50))
+    error = (high - low) / np.sqrt(min(width, 50))
     lowest = levels.min()
     last_low_window = np.flatnonzero(levels <= lowest + 2 * error)[-1]
     rise_row = stride * last_low_window + width // 2
@@ -155,7 +153,6 @@ def loss_levels(loss: Array) -> LossLevels:
         second_tenth=np.median(loss[len(loss) // 10 : len(loss) // 5]),
         lowest=lowest,
         last=np.median(loss[-2 * width :]),
-        noise=noise,
         error=error,
         rise_rows=slice(max(0, rise_row - width), rise_row + width),
     )
@@ -176,9 +173,11 @@ def divergence(loss: Array) -> Array | float:
 
 def leap_of_rate(rate: Array) -> Array:
     """The rate over that of the row before, or over the median of up to 20 rows before
-    if that is higher. A warm-up from 0 stays below 5.
+    if that is higher. A warm-up from 0 stays below 5. 0 where no rows are before, and
+    where a rate leaves 0.
     """
-    return rate / np.maximum(usual_before(rate), _shifted(rate))
+    factors = rate / np.maximum(usual_before(rate), _shifted(rate))
+    return np.where(np.isfinite(factors), factors, 0.0)
 
 
 def growth(values: Array) -> Array | float:
@@ -281,10 +280,10 @@ def growth_of_scale(norm: Array, loss: Array | None = None) -> Array | float:
     change = _change_at(logs, row)
     # Growth step by step, before or behind the row, is not part of the leap.
     leap = change.rise - max(0.0, change.drift)
-    # All rows behind must be higher too: a norm that only comes back to its usual value
-    # is no leap.
-    rows_before, rows_behind = np.split(logs, [row])
-    rise_of_all = np.median(rows_behind) - np.median(rows_before)
+    # All rows after it must be higher too: a norm that only comes back to its usual
+    # value is no leap.
+    rows_before, rows_after = np.split(logs, [row])
+    rise_of_all = np.median(rows_after) - np.median(rows_before)
     # If most norms on a side are 0 the noise is NaN, and then this is False.
     is_leap = leap >= LEAP_OVER_NOISE * change.noise
     stays = rise_of_all >= LASTING_PART * change.rise
@@ -403,7 +402,7 @@ def lost_updates(ratio: Array, rounding: Array) -> Array | float:
 
 
 def no_gradient(norm: Array) -> Array | float:
-    """True in the rows behind the last gradient that is not 0, if there are many."""
+    """True in the rows after the last gradient that is not 0, if there are many."""
     is_zero = norm == 0
     stays_zero = _lowest_ahead(is_zero)
     if stays_zero.sum() < max(LONG, len(norm) // 10):

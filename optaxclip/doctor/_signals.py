@@ -39,8 +39,8 @@ ANY_RECORDER = "record_health() in the optimizer, see docs/doctor.md (Record)"
 # "train/clip/outer/norm_before" of a clipper, and "train/skip_2/norm" of a skip.
 NORM_OF_CLIP = re.compile(r"((.*[/. ])?clip(_\d+)?/(.*/)?)norm_before")
 NORM_OF_SKIP = re.compile(r"((.*[/. ])?(skip|spike)(_\d+)?/(.*/)?)norm")
-# What stands between the name of a norm and that of a tensor.
-END_OF_NORM = re.compile(r"(?<=norm)/|(?<=norm_before)/", re.IGNORECASE)
+# The slash between the name of a norm and that of a tensor.
+SLASH_AFTER_NORM = re.compile(r"(?<=norm)/|(?<=norm_before)/", re.IGNORECASE)
 # Names that say attention and logit, or a qk_clip named with "logit" or "qk".
 NAMES_OF_LOGITS = re.compile(
     r"(?!.*(limit|factor|count|num|share|mean|std|entropy))"
@@ -98,6 +98,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     for norm in global_norms:
         losses = [_with_nan(loss, norm) for loss in losses]
     rates = columns_named(NAME_OF_RATE, log)
+    rates = [rows_kept(rate, np.isfinite(rate.values)) for rate in rates]
     clips = _with_limits(log, NORM_OF_CLIP)
     skips = _with_limits(log, NORM_OF_SKIP)
     recorders = _recorders_of(log)
@@ -107,7 +108,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     tensors: dict[str, list[Column]] = defaultdict(list)  # by the name of the norm
     for column in columns_named(TENSOR_PATTERN, log_without_logits):
         # A log may have clip/norm_before/w and record/norm/w.
-        norm, *_ = re.split(END_OF_NORM, column.name, maxsplit=1)
+        norm, *_ = re.split(SLASH_AFTER_NORM, column.name, maxsplit=1)
         tensors[norm].append(column)
     totals = [total_of(f"{norm}/*", columns) for norm, columns in tensors.items()]
     logged_norms = global_norms or totals
@@ -214,7 +215,8 @@ def total_of(name: str, norms: Sequence[Column]) -> Column:
 
 def _norms_of_groups(gradients: Iterable[Sequence[Column]]) -> list[Column]:
     """The norm of each group of tensors of a gradient: actor/w and actor/b are the
-    group actor. A group is named up to the first part that differs between tensors.
+    group actor. Its name are the parts that all tensors share, and the first one that
+    differs.
     """
     norms_of_groups: list[Column] = []
     for tensors in gradients:

@@ -112,7 +112,7 @@ def _print_report(options: argparse.Namespace) -> None:
         print(f"The picture is in {options.picture}.")
 
 
-def _break_by_doctor(column: Column, findings: list[Finding]) -> str | None:
+def _break_found_by_doctor(column: Column, findings: list[Finding]) -> str | None:
     """What the doctor says of a run whose loss diverges, or whose norms grow or vanish.
     None for other runs, and after a bad batch, against which a clip helps.
     """
@@ -133,7 +133,7 @@ def _choice_and_advice(
     """The clipper to take, or None, and sentences that say why. `findings` are those of
     the doctor.
     """
-    what_broke = how_it_broke(column) or _break_by_doctor(column, findings)
+    what_broke = how_it_broke(column) or _break_found_by_doctor(column, findings)
     if what_broke:
         return None, [
             f"The run broke: {what_broke}. No limit can be chosen from it before the "
@@ -163,10 +163,12 @@ def _choice_and_advice(
         ]
     reasons = [*choice.reasons]
     for finding in findings:
-        if finding.cause in ("change of scale", "learning rate"):
+        is_of_column = column.name in finding.first_steps
+        is_of_rate = finding.cause == "learning rate"
+        if is_of_rate or (is_of_column and finding.cause == "change of scale"):
             reasons.append(
-                f"Look at {column.unit} {finding.step} first: the doctor finds a cause "
-                f"there, {finding.cause}."
+                f"Look at {column.unit} {finding.step} first: the doctor names "
+                f"{finding.cause!r} there."
             )
     return choice, reasons
 

@@ -25,7 +25,7 @@ USUAL_LIMIT = 1.0
 MAX_USUAL_SHARE = 0.5
 # Norms fall far if the early median, of the first fifth, is this many times the late
 # one, of the last fifth. A limit of five late medians would then clip at least half of
-# the first fifth.
+# the first fifth. They grow far if it is the other way round.
 FAR = 5.0
 # The cap of zclip is this many times the largest healthy norm of the first hundred, as
 # docs/choosing_a_clipper.md advises under "A good cap".
@@ -124,7 +124,7 @@ def how_it_broke(column: Column) -> str | None:
     is_long = column.values > MAX_GUARD_IN_MEDIANS * usual_norm
     count = is_long.sum()
     are_rare = count <= GUARD_RATE * len(norms)
-    # Elsewhere in the log long norms are accidents.
+    # Long norms elsewhere in the log are accidents.
     most_are_long = is_long[-count:].mean() > 0.5
     if count >= LEAST_BROKEN_ROWS and most_are_long and not are_rare:
         return (
@@ -135,6 +135,7 @@ def how_it_broke(column: Column) -> str | None:
 
 
 def _cap(norms: np.ndarray) -> float:
+    """Ten times the largest healthy norm of the first hundred, to two digits."""
     first_norms = norms[:FIRST_NORMS]
     is_healthy = first_norms <= MAX_GUARD_IN_MEDIANS * np.median(first_norms)
     return float(f"{CAP_FACTOR * first_norms[is_healthy].max():.2g}")
