@@ -420,14 +420,15 @@ def _verdict(recording: Recording, evidence: Evidence) -> Verdict:
     tensors = evidence.tensors
     if recording.limit == math.inf and not math.isnan(examples.median):
         recording = recording._replace(limit=LIMIT_IN_MEDIANS * abs(examples.median))
+    cause = _cause(recording, evidence)
     not_told = [*evidence.not_told]
-    if recording.limit == math.inf:
+    if cause == "none" and recording.limit == math.inf:
         not_told.append(
             "any finite step counts as none, since neither a skip nor the norms of "
             "examples give a limit"
         )
     return Verdict(
-        cause=_cause(recording, evidence),
+        cause=cause,
         examples=examples.far,
         tensors=tensors.not_finite or tensors.far or tensors.grew_most,
         numbers={

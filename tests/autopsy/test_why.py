@@ -655,6 +655,14 @@ def test_the_limit_of_a_clipper_alone_is_not_taken(saved):
     verdict = why(loss, saved(PARAMS, outlier(), None, optimizer))
     assert (verdict.cause, verdict.examples) == ("data", [5])
 
+    def scaled(params, factor):
+        return factor * loss(params, INPUTS, TARGETS)
+
+    path = saved(PARAMS, (np.float32(1e3),), None, optimizer, scaled)
+    verdict = why(scaled, path)
+    assert verdict.cause == "none"
+    assert verdict.not_told[-1].startswith("any finite step counts as none, since")
+
 
 def test_wrong_arguments_are_refused(saved):
     path = saved(PARAMS, outlier())
