@@ -155,7 +155,7 @@ def _checked_method(
 
 
 def _has_state(tree: Any) -> bool:
-    """Whether a tree has a state of optax or of this library in it."""
+    """Whether a tree has the state of a transformation in it, by the name of a type."""
 
     def is_state(x: object) -> bool:
         return isinstance(x, tuple) and type(x).__name__.endswith("State")

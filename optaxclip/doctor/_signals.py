@@ -215,8 +215,8 @@ def total_of(name: str, norms: Sequence[Column]) -> Column:
 
 def _norms_of_groups(gradients: Iterable[Sequence[Column]]) -> list[Column]:
     """The norm of each group of tensors of a gradient: actor/w and actor/b are the
-    group actor. Its name are the parts that all tensors share, and the first one that
-    differs.
+    group actor. A group is named by the parts that all tensors share, and by the first
+    one that differs.
     """
     norms_of_groups: list[Column] = []
     for tensors in gradients:

@@ -62,7 +62,8 @@ def _weighted(
     c = jnp.where(along_batch(is_counted, c), c, 0)
     weighted_c = times_square(c.astype(dtype), along_batch(factors.roots, c))
     # A factor above 1 may make inf of a cotangent, and beside an input of 0 that would
-    # be NaN. Cut, it only makes the example shorter.
+    # be NaN. Cut, it only makes the example shorter, since the norm of so large numbers
+    # counts no cancellation (docs/numerics.md).
     largest = jnp.finfo(dtype).max
     weighted_c = jnp.clip(weighted_c, -largest, largest)
     weighted_c *= along_batch(factors.inverse_divisors, c).astype(dtype)
