@@ -133,6 +133,19 @@ CAUSES = (
         least_rows=rules.LEAST_ROWS_OF_LOSS,
     ),
     Cause(
+        name="learning rate",
+        needs=signals.LOSS,
+        rule=rules.never_falls,
+        limit=rules.NEVER_FALLS,
+        evidence="{subject} never falls, and ends above {value:.3g} times its start",
+        page=PAGE_AT_ONE_STEP,
+        advice=(
+            "take a lower rate, or a longer warm-up, and look at the sign of the "
+            "update. It may be right if data or objective become harder"
+        ),
+        least_rows=10,
+    ),
+    Cause(
         name="steady growth",
         needs=signals.NORM,
         rule=rules.growth,

@@ -126,9 +126,15 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
     """Losses that end above their lowest level, do not fall, or leap: data or objective
     may have changed, which a log does not show.
     """
-    notes = []
-    has_divergence = any(finding.cause == "divergence" for finding in findings)
+    causes = [finding.cause for finding in findings]
+    # The levels of a loss say little if it becomes NaN.
+    if "not finite" in causes:
+        return []
+    notes: list[str] = []
     for loss, levels in run.leveled_losses:
+        # A finding says so.
+        if levels.height:
+            continue
         if levels.is_rise:
             step = np.median(loss.steps[levels.rise_rows])
             notes.append(
@@ -143,7 +149,7 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
                 "GAN and a run that is done look so too. Else look at data, labels and "
                 "learning rate."
             )
-        if has_divergence:
+        if "divergence" in causes:
             continue
         usual_values = rules.usual_before(loss.values)
         is_large_rise = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * levels.fall

@@ -192,10 +192,17 @@ def report_of(log: Log, loss_name: str | None) -> Report:
     rates = run.inputs_of_need[signals.RATE]
     rise_steps: list[int] = []
     for loss, levels in run.leveled_losses:
-        if levels.is_rise:
+        if levels.is_rise or levels.height:
             rise_steps += loss.steps[levels.rise_rows].tolist()
+    # Where the loss had risen for good before them, long gradients follow from that.
+    last_step = max(rise_steps, default=np.inf)
+    findings = [
+        finding
+        for finding in findings
+        if finding.cause != "bad batch" or finding.step <= last_step
+    ]
     findings = [*_leaps_of_rate(rates, findings, rise_steps), *findings]
-    findings = [_with_advice(finding, log, rise_steps) for finding in findings]
+    findings = [_with_advice(finding, log) for finding in findings]
     findings.sort(key=lambda finding: finding.step)
     findings_of_setup.sort(key=lambda finding: finding.step)
     findings += findings_of_setup
@@ -272,18 +279,12 @@ def _leaps_of_rate(
     return [_finding(LEAP_OF_RATE, hits)] if hits else []
 
 
-def _with_advice(finding: Finding, log: Log, rise_steps: list[int]) -> Finding:
+def _with_advice(finding: Finding, log: Log) -> Finding:
     """A finding with the advice that other columns give."""
     if finding.cause == "bad batch" and finding.rows > MOST_ACCIDENTS:
         advice = (
             f"{finding.rows} rows are no accident: look at the data, its scale and the "
             f"learning rate from {log.unit} {finding.step} on"
-        )
-        return finding._replace(advice=advice)
-    if finding.cause == "bad batch" and max(rise_steps, default=np.inf) < finding.step:
-        advice = (
-            f"the loss rises from near {log.unit} {np.median(rise_steps):.0f} on, so "
-            "the learning rate may be too high"
         )
         return finding._replace(advice=advice)
     if finding.cause == "change of scale":

@@ -65,6 +65,13 @@ LEAST_RISE = 0.1
 LEAST_RISE_OVER_FALL = 0.01
 LEAST_RISE_OVER_ERROR = 5.0
 LEAST_ROWS_OF_LOSS = 20
+# A loss never falls if its lowest level is above the first part of its first losses,
+# and nearly all rows of its second half are this much higher than these. A log of few
+# rows needs more.
+KEPT_HEIGHT = 0.9
+NEVER_FALLS = 1.03
+NEVER_FALLS_IN_FEW_ROWS = 2.0
+FEW_ROWS = 100
 FLAT = 0.95  # the last losses over those of the second tenth, if the loss stays
 STEADY_GROWTH = 1.3  # the median of a fifth of the log over the fifth before it
 LEAP = 5.0  # a level over the level five rows before, if it does not grow row by row
@@ -108,7 +115,12 @@ class LossLevels(NamedTuple):
     lowest: float
     last: float
     error: float  # of the lowest level
-    rise_rows: slice  # around the row in which the loss leaves its lowest level
+    # What nearly all losses of the second half exceed, over the first losses. 0 unless
+    # the loss never falls.
+    height: float
+    # Around the row in which the loss leaves its lowest level, or the first row if it
+    # never falls.
+    rise_rows: slice
 
     @property
     def fall(self) -> float:
@@ -148,14 +160,28 @@ def loss_levels(loss: Array) -> LossLevels:
     lowest = levels.min()
     last_low_window = np.flatnonzero(levels <= lowest + 2 * error)[-1]
     rise_row = stride * last_low_window + width // 2
+    rise_rows = slice(max(0, rise_row - width), rise_row + width)
+    first = np.median(loss[:SHORT])
+    height = np.quantile(loss[len(loss) // 2 :], 0.01) / first
+    least_height = NEVER_FALLS if len(loss) >= FEW_ROWS else NEVER_FALLS_IN_FEW_ROWS
+    if lowest > KEPT_HEIGHT * first and height > least_height:
+        rise_rows = slice(0, 1)
+    else:
+        height = 0.0
     return LossLevels(
-        first=np.median(loss[:SHORT]),
+        first=first,
         second_tenth=np.median(loss[len(loss) // 10 : len(loss) // 5]),
         lowest=lowest,
         last=np.median(loss[-2 * width :]),
         error=error,
-        rise_rows=slice(max(0, rise_row - width), rise_row + width),
+        height=height,
+        rise_rows=rise_rows,
     )
+
+
+def never_falls(loss: Array) -> float:
+    """What nearly all losses of the second half exceed, over the first losses."""
+    return loss_levels(loss).height
 
 
 def divergence(loss: Array) -> Array | float:

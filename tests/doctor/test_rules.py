@@ -272,6 +272,30 @@ def test_a_loss_that_does_not_come_back_has_diverged():
     assert diagnose(rows_of(loss=losses, grad_norm=noisy(seed=1))) == []
 
 
+def test_a_loss_that_never_falls_is_a_high_rate():
+    """As of SGD: it leaps in the first rows, and stays at that of a guess."""
+    first_rows = [2.6, 2.3, 2.1, 1.9, 1.7, *np.geomspace(2, 20, 15)]
+    loss = np.append(first_rows, 2.32 * noisy(480, 0.01))
+    norms = changed(calm(500), {26: 50.0})
+    (finding,) = diagnose(rows_of(loss=loss, grad_norm=norms))
+    assert (finding.cause, finding.step) == ("learning rate", 0)
+    assert finding.evidence.startswith("'loss' never falls, and ends above 1.0")
+    # In few rows, up to NaN.
+    loss = [2.7, 4.1, 315.0, *np.geomspace(1e5, 1e9, 7), NAN, NAN]
+    first, second = causes_of(rows_of(loss=loss))
+    assert (first, second) == (("learning rate", 0), ("not finite", 10))
+
+
+@pytest.mark.parametrize("size", [12, 40, 150])
+def test_a_loss_that_stays_where_it_began_is_no_high_rate(size):
+    for seed in range(20):
+        rows = rows_of(loss=noisy(size, 0.3, seed))
+        assert found(rows, "learning rate") is None
+    # Nor is one that was low in between.
+    loss = np.append(np.geomspace(4.0, 1.0, size), np.full(2 * size, 5.0))
+    assert found(rows_of(loss=loss), "learning rate") is None
+
+
 def test_a_long_log_needs_little_memory():
     """Windows of a twentieth of the log, one for each row, would be 160 MB here."""
     size = 20_000
@@ -313,7 +337,7 @@ def test_losses_that_change_their_sign_are_not_judged():
         norms = noisy() * np.where(np.arange(200) < 100, 1.0, factor)
         report = examine(rows_of(loss=losses, grad_norm=norms))
         assert report.findings == []
-        causes = ["change of scale", "divergence", "vanishing"]
+        causes = ["change of scale", "divergence", "learning rate", "vanishing"]
         needs = "a loss above 0 in all rows (--loss NAME)"
         assert report.not_judged[needs] == causes
     # A NaN does not change the sign.
