@@ -24,7 +24,7 @@ class Finding(NamedTuple):
         of the repository and the title of a section.
       advice: what to do, in a line.
       first_steps: for each column or tensor that shows the cause, the first step that
-        does, such as {"clip/norm_before/actor": 300} if groups have their own norms.
+        does, such as {"loss": 41, "health/w": 40}.
     """
 
     cause: str
@@ -57,7 +57,6 @@ class Cause(NamedTuple):
 
 PAGE_AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
 PAGE_OF_SPIKES = "docs/run_health.md (My loss spikes, or gradients explode)"
-BAD_BATCH = 15  # times the median of the rows before
 SCALE_ADVICE = "look at the loss scale, at sum or mean, and at the number of devices"
 # Named only if another cause begins, or is worst, in its row or in the five rows behind
 # it, or if the loss begins to rise for good near it: a schedule may leap too.
@@ -90,7 +89,7 @@ CAUSES = (
         name="bad batch",
         needs=signals.NORM,
         rule=rules.bad_batch,
-        limit=BAD_BATCH,
+        limit=15,  # times the median of the rows before
         evidence="{subject} is {value:.3g} times the median of the rows before",
         page=PAGE_OF_SPIKES,
         advice=(

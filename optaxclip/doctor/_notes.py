@@ -2,18 +2,11 @@
 
 import numpy as np
 
-from .._logs.columns import (
-    Column,
-    Log,
-    distance_of_rows,
-    notes_on_distance,
-    quoted,
-    rows_kept,
-)
+from .._logs.columns import Log, distance_of_rows, notes_on_distance, quoted, rows_kept
 from .._logs.norms import NOISE_SHARE, columns_named
 from . import _rules as rules
 from . import _signals as signals
-from ._causes import BAD_BATCH, PAGE_AT_ONE_STEP, Finding
+from ._causes import PAGE_AT_ONE_STEP, Finding
 
 # A loss gets a note if a row is this many times as high as the rows before it, and
 # higher by this part of its whole fall.
@@ -88,38 +81,21 @@ def _notes_on_norms(run: signals.Run) -> list[str]:
                 "gradient may be lost in the epsilon of Adam. See docs/doctor.md (No "
                 "gradient)"
             )
-        finite_norm = rows_kept(norm, np.isfinite(norm.values))
-        positive_norm = rows_kept(finite_norm, finite_norm.values > 0)
-        if positive_norm.steps.size:
-            row = np.argmax(positive_norm.values)
-            step = positive_norm.steps[row]
-            ratio = positive_norm.values[row] / np.median(positive_norm.values)
+        is_usable = np.isfinite(norm.values) & (norm.values > 0)
+        usable_norm = rows_kept(norm, is_usable)
+        if not is_usable.any():
+            continue
+        row = np.argmax(usable_norm.values)
+        ratio = usable_norm.values[row] / np.median(usable_norm.values)
+        if ratio >= LARGE_NORM:
             advice = "See docs/choosing_a_limit.md"
-            if row >= positive_norm.steps.size - rules.SHORT:
+            if row >= usable_norm.steps.size - rules.SHORT:
                 advice = "If norms grow up to there, lower the learning rate."
-            if ratio >= LARGE_NORM:
-                near_miss = _near_bad_batch(finite_norm, step, ratio)
-                notes.append(
-                    f"The largest {norm.name!r} is {ratio:.3g} times its median"
-                    f"{near_miss}, at {norm.unit} {step}. {advice}"
-                )
+            notes.append(
+                f"The largest {norm.name!r} is {ratio:.3g} times its median, at "
+                f"{norm.unit} {usable_norm.steps[row]}. {advice}"
+            )
     return notes
-
-
-def _near_bad_batch(norm: Column, step: int, ratio: float) -> str:
-    """Says how far the largest norm is from a bad batch, if it is near one. Else "".
-
-    `ratio`: the largest norm over the median of the whole log.
-    """
-    (ratio_before,) = rules.bad_batch(norm.values)[norm.steps == step]
-    # 0 if the norm does not come back. Then a spike is not a bad batch, however high.
-    is_below_limit = 0 < ratio_before <= BAD_BATCH
-    if is_below_limit and max(ratio, ratio_before) > BAD_BATCH / 2:
-        return (
-            f", and {ratio_before:.3g} times the median of the rows before it (bad "
-            f"batch: above {BAD_BATCH})"
-        )
-    return ""
 
 
 def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:

@@ -227,9 +227,7 @@ def _lacking(cause: Cause, run: signals.Run) -> str:
         return signals.ANY_RECORDER
     # A cause that needs both is listed under the one that is missing.
     if needs in (signals.NORM_AND_ANY_LOSS, signals.NORM_AND_LOSS):
-        needs = signals.LOSS if run.gradient_norms else signals.NORM
-    if needs == signals.LOSS and run.loss_candidates:
-        return f"{needs}, such as {quoted(run.loss_candidates)}"
+        return signals.LOSS if run.gradient_norms else signals.NORM
     return needs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, product
 from typing import NamedTuple
 
@@ -52,12 +52,6 @@ NAME_OF_RATE = re.compile(r"(.*[/. ])?(lr|learning[ _-]?rate)([/-].*|_?\d+)?")
 # batch_size, bs, loss_scale, num_devices, accumulation_steps, seq_len
 NAME_OF_SIZE = re.compile(r"(.*[/._ -])?bs|.*(batch|scale|devices|accum|seq|size).*")
 NAME_OF_LOSS_SCALE = re.compile(".*(loss.?scale|scaler).*")
-# losses/value_loss, loss_critic, and not losses/entropy or val_loss
-PART_OF_LOSS = re.compile(
-    r"(?!.*(scale|limit|coef|(?<![a-z])(val|valid|validation|eval|test)(?![a-z])))"
-    r".*loss[^/]*"
-)
-MOST_CANDIDATES = 3
 MOST_OVERFLOWS = 0.1  # the share of rows with inf that a dynamic loss scale explains
 
 
@@ -76,7 +70,6 @@ class Run(NamedTuple):
     # The finite rows of each loss that has enough of them, and its levels.
     leveled_losses: list[tuple[Column, LossLevels]]
     recorders: list[Recorder]
-    loss_candidates: list[str]  # what may be the loss, if rules have no loss above 0
     overflow_steps: set[int]  # norms of these steps are left out of LOSS_OR_NORM
 
 
@@ -114,7 +107,6 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     logged_norms = global_norms or totals
     # Recorders repeat the norms of a clipper or the loop, so theirs come second.
     gradient_norms = logged_norms or recorded.gradient_norms
-    groups = _norms_of_groups(tensors.values()) or _norms_of_groups(recorded.tensors)
     if any(np.nanmin(loss.values, initial=np.inf) < 0 for loss in losses):
         # If a loss changes its sign, the ratio of two losses says nothing. The norm is
         # not compared without the loss either: in REINFORCE (benchmarks/doctor) rewards
@@ -129,7 +121,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     has_loss_scale = bool(columns_named(NAME_OF_LOSS_SCALE, log))
     norms_without_overflows: list[Column] = []
     overflow_steps: set[int] = set()
-    tensor_norms = chain(*tensors.values(), *recorded.tensors)
+    tensor_norms = chain(*tensors.values(), recorded.tensors)
     for norm in [*global_norms, *tensor_norms, *recorded.update_norms]:
         kept_norm = _without_overflows(norm, has_loss_scale)
         norms_without_overflows.append(kept_norm)
@@ -139,7 +131,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     inputs_of_need: dict[str, RuleInputs] = {
         LOSS_OR_NORM: _one_by_one([*losses, *norms_without_overflows]),
         LOSS: _one_by_one(losses_above_0),
-        NORM: _one_by_one([*gradient_norms, *groups]),
+        NORM: _one_by_one(gradient_norms),
         NORM_AND_ANY_LOSS: [(norm, *losses_above_0) for norm in norms_to_compare],
         NORM_AND_LOSS: list(product(norms_to_compare, losses_above_0)),
         EVERY_NORM: _one_by_one([*logged_norms, *recorded.gradient_norms]),
@@ -167,7 +159,6 @@ def run_of(log: Log, loss_name: str | None) -> Run:
             if loss.steps.size >= LEAST_ROWS_OF_LOSS
         ],
         recorders=recorders,
-        loss_candidates=[] if losses_above_0 else _loss_candidates(log),
         overflow_steps=overflow_steps,
     )
 
@@ -195,50 +186,12 @@ def _with_nan(loss: Column, norm: Column) -> Column:
     return loss._replace(values=np.where(is_nan, np.nan, loss.values), notes=notes)
 
 
-def _loss_candidates(log: Log) -> list[str]:
-    """Names of columns above 0 that are a loss, or a part of it."""
-    candidates = [
-        column.name
-        for column in columns_named(PART_OF_LOSS, log)
-        if np.nanmin(column.values, initial=np.inf) > 0
-    ]
-    return candidates[:MOST_CANDIDATES]
-
-
 def total_of(name: str, norms: Sequence[Column]) -> Column:
     """The norm of several tensors together, in the steps that have all."""
     steps, numbers = in_common(norms)
     root_of_squares = np.sqrt(np.sum(numbers**2, axis=0))
     # Tensors are logged together, so notes on one of them hold for all.
     return Column(name, steps, root_of_squares, norms[0].notes, unit=norms[0].unit)
-
-
-def _norms_of_groups(gradients: Iterable[Sequence[Column]]) -> list[Column]:
-    """The norm of each group of tensors of a gradient: actor/w and actor/b are the
-    group actor. A group is named by the parts that all tensors share, and by the first
-    one that differs.
-    """
-    norms_of_groups: list[Column] = []
-    for tensors in gradients:
-        paths = [column.name.split("/") for column in tensors]
-        are_shared = [len(set(parts)) == 1 for parts in zip(*paths)]
-        depth = [*are_shared, False].index(False) + 1
-        groups: dict[str, list[Column]] = defaultdict(list)
-        for column, path in zip(tensors, paths):
-            groups["/".join(path[:depth])].append(column)
-        # The norm of a single group is the norm of all tensors.
-        if len(groups) > 1:
-            norms_of_groups += [total_of(*group) for group in groups.items()]
-    norms: list[Column] = []
-    for norm in norms_of_groups:
-        # Below a head or a factor of LoRA that begins at 0, the first gradient is 0.
-        has_begun = np.logical_or.accumulate(norm.values != 0)
-        norm = rows_kept(norm, has_begun)
-        # A group that never has a gradient has no row left. A later norm of 0 marks an
-        # expert without tokens, whose norm leaps in other steps without a bad batch.
-        if norm.values.size and norm.values.all():
-            norms.append(norm)
-    return norms
 
 
 def _one_by_one(columns: Sequence[Column]) -> RuleInputs:
@@ -342,7 +295,7 @@ class Recorded(NamedTuple):
 
     gradient_norms: list[Column]  # of all tensors together
     update_norms: list[Column]  # likewise
-    tensors: list[list[Column]]  # of each recorder of gradients the norms of tensors
+    tensors: list[Column]  # the norms of tensors of gradients
     inputs_of_need: dict[str, RuleInputs]  # of needs that only recorders meet
 
 
@@ -361,7 +314,7 @@ def _recorded(recorders: Sequence[Recorder]) -> Recorded:
         else:
             tensors = [column for (column,) in recorder.of_tensors("norm")]
             recorded.gradient_norms.extend(norms)
-            recorded.tensors.append(tensors)
+            recorded.tensors.extend(tensors)
             inputs[GRADIENTS] += _one_by_one(tensors)
             inputs[SUBNORMALS] += recorder.subnormals()
             inputs[DEAD_ROWS] += recorder.of_tensors("dead_rows")

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
@@ -174,39 +173,6 @@ def test_a_summary_beside_tensors_is_not_named_too():
     assert finding.evidence.startswith("'health' is ")
 
 
-def test_a_spike_of_a_small_group_is_named(capsys, tmp_path):
-    """In the norm of all tensors none of these spikes is above the limit."""
-    columns = {
-        "clip__norm_before__actor__w": changed(0.06 * calm(), {30: 2.0}),
-        "clip__norm_before__actor__b": changed(0.08 * calm(), {30: 1.0}),
-        "clip__norm_before__critic": changed(0.05 * calm(), {45: 1.5}),
-        "clip__norm_before__rest": calm(),
-    }
-    rows = rows_of(**columns)
-    (finding,) = diagnose(rows)
-    assert (finding.cause, finding.step, finding.worst) == ("bad batch", 30, 45)
-    assert finding.first_steps == {
-        "clip/norm_before/actor": 30,
-        "clip/norm_before/critic": 45,
-    }
-    usual = np.median(columns["clip__norm_before__critic"][25:45])
-    assert finding.value == pytest.approx(1.5 / usual)
-    path = tmp_path / "run.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    main([str(path)])
-    line = "'clip/norm_before/actor' from 30, 'clip/norm_before/critic' from 45"
-    assert line in capsys.readouterr().out
-    # Also where all names share a part, and where a recorder has the norms, alone or
-    # beside the norm that the loop logs.
-    places = "clip/norm_before/params", "health/norm"
-    for place, logged in product(places, ({}, {"grad_norm": calm()})):
-        renamed = rows_of(**logged) or [{} for _ in rows]
-        for row, new_row in zip(rows, renamed):
-            for name, norm in row.items():
-                new_row[name.replace("clip/norm_before", place)] = norm
-        assert causes_of(renamed) == [("bad batch", 30)], place
-
-
 def test_names_stand_once_where_all_begin_in_one_step(capsys, tmp_path):
     broken = changed(calm(), dict.fromkeys(range(40, 60), float("nan")))
     loss = changed(calm(), dict.fromkeys(range(41, 60), float("nan")))
@@ -217,25 +183,6 @@ def test_names_stand_once_where_all_begin_in_one_step(capsys, tmp_path):
     text = capsys.readouterr().out
     assert "begins in 'health/a', 'health/b'\n" in text
     assert "\n             'loss' from 41\n" in text
-
-
-def test_a_group_that_some_steps_leave_out_has_no_spikes():
-    """As an expert that has no tokens in every third step."""
-    is_used = np.arange(60) % 3 != 0
-    norms = np.where(is_used, 0.1 * calm(), 0.0)
-    norms[31] = 9.0
-    rows = rows_of(health__norm__expert=norms, health__norm__rest=calm())
-    assert diagnose(rows) == []
-    norms[~is_used] = 0.1
-    rows = rows_of(health__norm__expert=norms, health__norm__rest=calm())
-    assert causes_of(rows) == [("bad batch", 31)]
-
-
-def test_a_group_that_begins_at_0_has_spikes():
-    """As factor A of LoRA, because B is 0 in the first step."""
-    norms = changed(calm(), {0: 0.0, 31: 30.0})
-    rows = rows_of(health__norm__A=norms, health__norm__B=100 * calm())
-    assert causes_of(rows) == [("bad batch", 31)]
 
 
 def test_norms_of_all_tensors_are_judged_together():
@@ -402,7 +349,7 @@ def test_a_log_of_nothing_that_is_known_is_refused(tmp_path):
         SystemExit, match=r"^doctor: .*run.csv: there is neither a loss"
     ):
         main([str(path)])
-    with pytest.raises(SystemExit, match=r"^doctor: .*none.csv"):
+    with pytest.raises(SystemExit, match="No such file.*none.csv"):
         main([str(tmp_path / "none.csv")])
     # A loss of another name can be named.
     with pytest.raises(ValueError, match=r"--loss NAME \(in Python: loss=NAME\)"):
@@ -447,7 +394,7 @@ def test_the_command_counts_rows_where_there_are_no_steps(log, capsys):
     assert text.startswith("row      30  bad batch  ")
     assert "(at row 40, limit 15)\n             2 rows show it\n" in text
     assert "\nNote: There is no column of steps, so rows are counted, from 0.\n" in text
-    assert "times its median, and" not in text and "at row 40. See" in text
+    assert "times its median, at row 40. See" in text
 
 
 def test_empty_cells_are_said_unless_most_are_empty(tmp_path):
@@ -482,64 +429,20 @@ def test_the_largest_of_each_norm_is_noted():
     # One norm that is inf, and is followed by others, is no cause.
     rows.insert(50, rows.pop() | {"step": 495})
     ratio = norms[40] / np.median(norms[np.isfinite(norms)])
-    ratio_before = norms[40] / np.median(norms[20:40])
     report = examine(rows)
     assert report.findings == []
     # The largest of the other norm is not far from its median.
     _, note_on_inf, last_note = report.notes
     assert "not finite: 1, the first of them step 495" in note_on_inf
     assert last_note == (
-        f"The largest 'b/grad_norm' is {ratio:.3g} times its median, and "
-        f"{ratio_before:.3g} times the median of the rows before it (bad batch: above "
-        "15), at step 400. See docs/choosing_a_limit.md"
+        f"The largest 'b/grad_norm' is {ratio:.3g} times its median, at step 400. See "
+        "docs/choosing_a_limit.md"
     )
     rows[-3]["a/grad_norm"] = 7.0
     *_, note_on_end, _ = examine(rows).notes
     assert note_on_end.endswith(
         "at step 570. If norms grow up to there, lower the learning rate."
     )
-
-
-def test_a_near_bad_batch_is_compared_with_its_limit():
-    norms = np.linspace(4.0, 1.0, 60)
-    usual_norm = np.median(norms[5:25])
-    norms[25] = 14.8 * usual_norm
-    report = examine(rows_of(grad_norm=norms))
-    assert report.findings == []
-    assert report.notes == [
-        f"The largest 'grad_norm' is {norms[25] / np.median(norms):.3g} times its "
-        "median, and 14.8 times the median of the rows before it (bad batch: above "
-        "15), at row 25. See docs/choosing_a_limit.md"
-    ]
-    # A bad batch, a norm far below the limit, and one that does not come back.
-    no_way_back = dict.fromkeys(range(25, 47), 60.0)
-    for changes in ({25: 15.1 * usual_norm}, {25: 10.0}, no_way_back):
-        rows = rows_of(grad_norm=changed(norms, changes))
-        assert "(bad batch" not in examine(rows).notes[-1]
-
-
-def test_a_log_without_a_loss_above_0_names_its_candidates():
-    columns = {
-        "losses__policy_loss": -calm(),
-        "losses__entropy": calm(),
-        "val_loss": calm(),
-        "loss_scale": calm(),
-        "grad_norm": calm(),
-    }
-    parts = {f"{name}_loss": calm() for name in ("value", "a", "b", "c")}
-    needed = "a loss above 0 in all rows (--loss NAME)"
-    for count, candidates in (
-        (0, ""),
-        (1, ", such as 'value_loss'"),
-        (4, ", such as 'value_loss', 'a_loss', 'b_loss'"),
-    ):
-        some_parts = dict(list(parts.items())[:count])
-        lacking = examine(rows_of(**columns, **some_parts)).not_judged
-        assert lacking[f"{needed}{candidates}"] == [
-            "divergence",
-            "learning rate",
-            "vanishing",
-        ]
 
 
 def test_a_log_without_norms_has_no_largest_one():

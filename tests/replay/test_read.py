@@ -118,8 +118,8 @@ WRONG = [
     (b"\x1f\x8b" + 30 * b"no gzip", "compression method"),
     (gzip.compress(b"norm\n1\n", mtime=0)[:-12] + 12 * b"x", f"decompress{BROKEN}"),
     (zipped()[:-30], f"File is not a zip file{BROKEN}"),
-    (array([1], [1, 2], dtype=object), f"Object arrays cannot be loaded{BROKEN}"),
-    (array(1.0, 2.0, dtype=float)[:-3], f"EOF: reading array data{BROKEN}"),
+    (array([1], [1, 2], dtype=object), "Object arrays cannot be loaded"),
+    (array(1.0, 2.0, dtype=float)[:-3], "EOF: reading array data"),
     (
         array([1.0, 2.0], dtype=float),
         r"there is no number in it.* 'norm' has the shape \(1, 2\), which is not one",
@@ -154,12 +154,7 @@ CUT_OFF = [
         '{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"a": 1, "no',
         "last one is '{\"a",
     ),
-    ('{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"no', "The JSON is cut off"),
-    # A dict of lists, in a group, and where a name is cut in two.
-    ('{"loss": [3, 2, 1], "norm": [1, 2, 2.', "The JSON is cut off"),
-    ('{\n "train": {\n  "norm": [\n   1,\n   2,\n   2', "The JSON is cut off"),
-    ('{"lr": {"max": 1}, "norm": [1, 2], "lo', "The JSON is cut off"),
-    ('{"train": {"norm": [1, 2], "lo', "The JSON is cut off"),
+    ('{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"no', "The last one is '{\"no'"),
     ("step,norm\n0,1\n1,2\n2", "Lines that do not have 2 entries are left out: 1"),
     (
         gzip.compress(b"norm\n1\n2\n" + 99 * b" ", mtime=0)[:-9],
@@ -358,10 +353,8 @@ def test_a_directory_or_no_file_is_named(tmp_path, monkeypatch):
         ("runs", IsADirectoryError, "Is a directory"),
         ("none.csv", FileNotFoundError, "No such file or directory"),
     ):
-        text = f"read_history: {name}: {what}. Give the path of a log file."
-        with pytest.raises(error) as caught:
+        with pytest.raises(error, match=f"{what}: '{name}'"):
             read_history(name)
-        assert str(caught.value) == f"{text} A relative path begins in {tmp_path}."
 
 
 SUREST = [
