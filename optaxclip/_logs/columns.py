@@ -230,17 +230,12 @@ def _by_step(
     values: dict[int, float] = {}
     replaced_steps: list[int] = []
     for step, number in numbers:
-        # A step that comes again is of a resumed run, which replaces the numbers of
-        # this step and of later ones. Numbers of earlier steps stay: they were logged
-        # late, as jax.debug.callback may write the steps 1, 3, 2.
-        late_rows: list[tuple[int, float]] = []
+        # A step that comes again is of a resumed run, which replaces this step and all
+        # rows since then. Other rows may come late: jax.debug.callback may write the
+        # steps 1, 3, 2.
         while step in values:
-            last_step, last_number = values.popitem()
-            if last_step < step:
-                late_rows.append((last_step, last_number))
-            else:
-                replaced_steps.append(last_step)
-        values.update(reversed(late_rows))
+            last_step, _ = values.popitem()
+            replaced_steps.append(last_step)
         values[step] = number
     return dict(sorted(values.items())), replaced_steps
 

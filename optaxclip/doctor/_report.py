@@ -140,7 +140,7 @@ def read_and_judge(
         if isinstance(log, (str, Path)):
             prefix = f"{call}: {log}: "
             return report_of(read_log(log, call, pattern), loss)
-        rows = list(log) if isinstance(log, Iterable) else [log]
+        rows = list(log)
         if not all(isinstance(row, Mapping) for row in rows):
             raise TypeError(
                 f"{call}: log must be a file, or a list with a dict for each step, as "

@@ -91,7 +91,6 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     for norm in global_norms:
         losses = [_with_nan(loss, norm) for loss in losses]
     rates = columns_named(NAME_OF_RATE, log)
-    rates = [rows_kept(rate, np.isfinite(rate.values)) for rate in rates]
     clips = _with_limits(log, NORM_OF_CLIP)
     skips = _with_limits(log, NORM_OF_SKIP)
     recorders = _recorders_of(log)
@@ -121,7 +120,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     has_loss_scale = bool(columns_named(NAME_OF_LOSS_SCALE, log))
     norms_without_overflows: list[Column] = []
     overflow_steps: set[int] = set()
-    tensor_norms = chain(*tensors.values(), recorded.tensors)
+    tensor_norms = chain(*tensors.values(), *recorded.inputs_of_need[GRADIENTS])
     for norm in [*global_norms, *tensor_norms, *recorded.update_norms]:
         kept_norm = _without_overflows(norm, has_loss_scale)
         norms_without_overflows.append(kept_norm)
@@ -295,13 +294,12 @@ class Recorded(NamedTuple):
 
     gradient_norms: list[Column]  # of all tensors together
     update_norms: list[Column]  # likewise
-    tensors: list[Column]  # the norms of tensors of gradients
     inputs_of_need: dict[str, RuleInputs]  # of needs that only recorders meet
 
 
 def _recorded(recorders: Sequence[Recorder]) -> Recorded:
     """The columns of all recorders, by what they are and by what rules need."""
-    recorded = Recorded([], [], [], {need: [] for need in NEEDS_OF_RECORDER})
+    recorded = Recorded([], [], {need: [] for need in NEEDS_OF_RECORDER})
     inputs = recorded.inputs_of_need
     for recorder in recorders:
         norms = recorder.total_or_largest("norm")
@@ -312,10 +310,8 @@ def _recorded(recorders: Sequence[Recorder]) -> Recorded:
             inputs[UPDATES] += zip(norms, weight_norms)
             inputs[ROUNDING] += recorder.of_tensors("ratio", "rounding")
         else:
-            tensors = [column for (column,) in recorder.of_tensors("norm")]
             recorded.gradient_norms.extend(norms)
-            recorded.tensors.extend(tensors)
-            inputs[GRADIENTS] += _one_by_one(tensors)
+            inputs[GRADIENTS] += recorder.of_tensors("norm")
             inputs[SUBNORMALS] += recorder.subnormals()
             inputs[DEAD_ROWS] += recorder.of_tensors("dead_rows")
     return recorded

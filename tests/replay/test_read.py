@@ -302,12 +302,6 @@ def test_the_steps_of_multisteps_are_the_surest(tmp_path):
     assert log.columns["norm"].steps.tolist() == [1, 2]
 
 
-def test_a_late_row_before_a_resume_is_kept(tmp_path):
-    rows = [{"step": step, "norm": step + 0.5} for step in (1, 3, 2, 3, 4)]
-    with pytest.warns(UserWarning, match="Steps 3 to 3 come twice"):
-        assert read(tmp_path, json.dumps(rows)).tolist() == [1.5, 2.5, 3.5, 4.5]
-
-
 def test_the_index_of_pandas_is_the_step_of_a_row(tmp_path):
     path = tmp_path / "run.json"
     path.write_text('{"grad_norm": {"100": 1.5, "110": 2.5}}')
