@@ -26,7 +26,6 @@ def notes_of(log: Log, run: signals.Run, findings: list[Finding]) -> list[str]:
         *_notes_on_columns(run, log.unit),
         *_notes_on_norms(run),
         *_notes_on_losses(run, findings),
-        *_notes_on_rates(run, findings),
         *_notes_on_parts(log, findings),
     ]
 
@@ -136,22 +135,6 @@ def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
                 f"{loss.name!r} is {ratios[row]:.3g} times the median of up to 20 rows "
                 f"before it at {loss.unit} {loss.steps[row]}. If no norm stands out "
                 f"there, look at the data. See {PAGE_AT_ONE_STEP}"
-            )
-    return notes
-
-
-def _notes_on_rates(run: signals.Run, findings: list[Finding]) -> list[str]:
-    """The largest leap of a learning rate, if no leap is among the findings."""
-    notes = []
-    for (rate,) in run.inputs_of_need[signals.RATE]:
-        factors = rules.leap_of_rate(rate.values)
-        row = np.argmax(factors)
-        is_found = any(rate.name in finding.first_steps for finding in findings)
-        if factors[row] > rules.LEAP and not is_found:
-            notes.append(
-                f"{rate.name!r} leaps to {factors[row]:.3g} times the rows before at "
-                f"{rate.unit} {rate.steps[row]}. If it should not, look at the "
-                "schedule."
             )
     return notes
 
