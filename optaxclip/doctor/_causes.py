@@ -134,7 +134,7 @@ CAUSES = (
     Cause(
         name="learning rate",
         needs=signals.LOSS,
-        rule=rules.never_falls,
+        rule=rules.height_of_loss,
         limit=rules.NEVER_FALLS,
         evidence="{subject} never falls, and ends above {value:.3g} times its start",
         page=PAGE_AT_ONE_STEP,

@@ -191,15 +191,16 @@ def report_of(log: Log, loss_name: str | None) -> Report:
     findings = [finding for finding in findings if finding.step <= broken_step]
     rates = run.inputs_of_need[signals.RATE]
     rise_steps: list[int] = []
+    risen_steps: set[int] = set()
     for loss, levels in run.leveled_losses:
-        if levels.is_rise or levels.height:
+        if levels.is_rise:
             rise_steps += loss.steps[levels.rise_rows].tolist()
-    # Where the loss had risen for good before them, long gradients follow from that.
-    last_step = max(rise_steps, default=np.inf)
+        risen_steps.update(loss.steps[rules.has_risen(loss.values, levels)].tolist())
+    # Where the loss had risen for good before, long gradients follow from that.
     findings = [
         finding
         for finding in findings
-        if finding.cause != "bad batch" or finding.step <= last_step
+        if finding.cause != "bad batch" or finding.step not in risen_steps
     ]
     findings = [*_leaps_of_rate(rates, findings, rise_steps), *findings]
     findings = [_with_advice(finding, log) for finding in findings]

@@ -66,8 +66,8 @@ LEAST_RISE_OVER_FALL = 0.01
 LEAST_RISE_OVER_ERROR = 5.0
 LEAST_ROWS_OF_LOSS = 20
 # A loss never falls if its lowest level is above the first part of its first losses,
-# and nearly all rows of its second half are this much higher than these. A log of few
-# rows needs more.
+# and nearly all rows of its last two thirds are this much higher than these. A log of
+# few rows needs more.
 KEPT_HEIGHT = 0.9
 NEVER_FALLS = 1.03
 NEVER_FALLS_IN_FEW_ROWS = 2.0
@@ -115,12 +115,10 @@ class LossLevels(NamedTuple):
     lowest: float
     last: float
     error: float  # of the lowest level
-    # What nearly all losses of the second half exceed, over the first losses. 0 unless
-    # the loss never falls.
+    # What nearly all losses of the last two thirds exceed, over the first losses. 0
+    # unless the loss never falls.
     height: float
-    # Around the row in which the loss leaves its lowest level, or the first row if it
-    # never falls.
-    rise_rows: slice
+    rise_rows: slice  # around the row in which the loss leaves its lowest level
 
     @property
     def fall(self) -> float:
@@ -160,27 +158,25 @@ def loss_levels(loss: Array) -> LossLevels:
     lowest = levels.min()
     last_low_window = np.flatnonzero(levels <= lowest + 2 * error)[-1]
     rise_row = stride * last_low_window + width // 2
-    rise_rows = slice(max(0, rise_row - width), rise_row + width)
     first = np.median(loss[:SHORT])
-    height = np.quantile(loss[len(loss) // 2 :], 0.01) / first
+    height = np.quantile(loss[len(loss) // 3 :], 0.01) / first
     least_height = NEVER_FALLS if len(loss) >= FEW_ROWS else NEVER_FALLS_IN_FEW_ROWS
-    if lowest > KEPT_HEIGHT * first and height > least_height:
-        rise_rows = slice(0, 1)
-    else:
-        height = 0.0
+    never_falls = lowest > KEPT_HEIGHT * first and height > least_height
     return LossLevels(
         first=first,
         second_tenth=np.median(loss[len(loss) // 10 : len(loss) // 5]),
         lowest=lowest,
         last=np.median(loss[-2 * width :]),
         error=error,
-        height=height,
-        rise_rows=rise_rows,
+        height=height if never_falls else 0.0,
+        rise_rows=slice(max(0, rise_row - width), rise_row + width),
     )
 
 
-def never_falls(loss: Array) -> float:
-    """What nearly all losses of the second half exceed, over the first losses."""
+def height_of_loss(loss: Array) -> float:
+    """What nearly all losses of the last two thirds exceed, over the first losses. 0
+    unless the loss never falls.
+    """
     return loss_levels(loss).height
 
 
@@ -195,6 +191,16 @@ def divergence(loss: Array) -> Array | float:
     smoothed = np.nanmedian(rows_around, axis=1)
     stays_high = _lowest_ahead(smoothed) > levels.lowest + levels.rise / 2
     return np.where(stays_high, smoothed / levels.lowest, 0.0)
+
+
+def has_risen(loss: Array, levels: LossLevels) -> Array:
+    """bool[rows]: whether the loss rose for good in the rows before. From such a row on
+    the median of 20 rows stays above a quarter of the rise.
+    """
+    low_level = min(levels.first, levels.lowest)
+    quarter = (levels.last - low_level) / 4
+    stays_up = _lowest_ahead(usual_before(loss)) > low_level + quarter
+    return stays_up & (levels.is_rise or levels.height > 0)
 
 
 def leap_of_rate(rate: Array) -> Array:

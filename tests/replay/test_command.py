@@ -635,7 +635,7 @@ def test_broken_norms_are_counted_and_left_out(tmp_path, command):
 
 def test_a_log_of_no_use_ends_in_one_line(tmp_path, command):
     path = tmp_path / "run.csv"
-    with pytest.raises(SystemExit, match=r"^replay: .*run\.csv: No such file"):
+    with pytest.raises(SystemExit, match=r"No such file .*run\.csv"):
         command(path)
     path.write_text("")
     with pytest.raises(SystemExit, match="the file is empty"):
