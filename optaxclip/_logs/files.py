@@ -189,6 +189,12 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
 
 def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     """The dicts that stand in a text, as JSON or as Python prints them."""
+    first_value, _ = _dict_at(text, 0)
+    if not first_value:
+        columns = _columns_up_to_cut(text)
+        if columns:
+            notes.append("The JSON is cut off, and read up to there.")
+            return _rows_in(columns)
     dicts: list[Row] = []
     other_text = ""
     end = 0
@@ -254,6 +260,19 @@ def _rows_of_pandas(table: Row) -> list[Row]:
                 return []
             rows[index][name] = cell
     return [{"index": index, **row} for index, row in rows.items()]
+
+
+def _columns_up_to_cut(text: str) -> Row:
+    """The columns of a text such as `{"step": [1, 2], "loss": [2.5, 1`, whose end is
+    missing. An empty dict for another text.
+    """
+    # The last number, or the last name, may be cut in two.
+    whole_entries, _, _ = text.rpartition(",")
+    # The cut is in a list or behind it, in the outermost dict or in one group of it.
+    for closing in ("]}", "}", "]}}", "}}"):
+        with suppress(json.JSONDecodeError, RecursionError):
+            return json.loads(whole_entries + closing)
+    return {}
 
 
 def _dict_at(text: str, start: int) -> tuple[Row, int]:

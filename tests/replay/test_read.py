@@ -154,7 +154,12 @@ CUT_OFF = [
         '{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"a": 1, "no',
         "last one is '{\"a",
     ),
-    ('{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"no', "The last one is '{\"no'"),
+    ('{"log_history": [\n{"norm": 1},\n{"norm": 2},\n{"no', "The JSON is cut off"),
+    # A dict of lists, in a group, and where a name is cut in two.
+    ('{"loss": [3, 2, 1], "norm": [1, 2, 2.', "The JSON is cut off"),
+    ('{\n "train": {\n  "norm": [\n   1,\n   2,\n   2', "The JSON is cut off"),
+    ('{"lr": {"max": 1}, "norm": [1, 2], "lo', "The JSON is cut off"),
+    ('{"train": {"norm": [1, 2], "lo', "The JSON is cut off"),
     ("step,norm\n0,1\n1,2\n2", "Lines that do not have 2 entries are left out: 1"),
     (
         gzip.compress(b"norm\n1\n2\n" + 99 * b" ", mtime=0)[:-9],
