@@ -116,9 +116,6 @@ class OuterProductPlan(LeafPlan, ABC):
     # `../_bounds` counts on. That takes longer. False for a mean.
     is_bounded: bool
 
-    # Whether cotangents may be shifted instead of pixels
-    can_shift: ClassVar[bool] = False
-
     @abstractmethod
     def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         """The arrays whose norms are |G|, from the outer products of each matrix."""
@@ -154,7 +151,7 @@ class OuterProductPlan(LeafPlan, ABC):
         products = []
         for matrix in self.matrices:
             arrays = captured[matrix.site.site_index]
-            products.append(matrix.outer_products(arrays, can_shift=self.can_shift))
+            products.append(matrix.outer_products(arrays))
         return products
 
     def _examples_at_once(self, captured: CapturedOfSites, batch_size: int) -> int:
@@ -325,7 +322,6 @@ class MatrixPlan(OuterProductPlan):
     """|G|, where the gradients G = sum_t a_t c_t' are made."""
 
     norm_by = "matrix"
-    can_shift = True
 
     @property
     def kept_size(self) -> int:
@@ -333,11 +329,7 @@ class MatrixPlan(OuterProductPlan):
 
     @property
     def temporaries(self) -> int:
-        shifts = self.matrices[0].form.shifts
-        numbers_of_position = self.matrix_shape.rows // shifts
-        if shifts > 1:
-            numbers_of_position += shifts * self.matrix_shape.columns
-        return self.patch_copies * numbers_of_position
+        return self.patch_copies * self.matrix_shape.rows
 
     def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
