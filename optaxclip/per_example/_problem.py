@@ -78,23 +78,6 @@ class Problem(NamedTuple):
         outputs = jaxpr_as_fun(self.program)(*jax.tree.leaves((params, example)))
         return jax.tree.unflatten(jax.tree.structure(self.result_types), outputs)
 
-    def program_of(
-        self, function: Callable[[PyTree, PyTree], PyTree]
-    ) -> tuple[ClosedJaxpr, PyTree]:
-        """The program of a function of the parameters and one example, and the types of
-        its results.
-        """
-        programs = []
-
-        def record_program(params: PyTree, example: PyTree) -> jax.Array:
-            make_program = jax.make_jaxpr(function, return_shape=True)
-            programs.append(make_program(params, example))
-            return jnp.zeros(())
-
-        # Inside vmap the batch looks like one example.
-        jax.make_jaxpr(jax.vmap(record_program, (None, 0)))(self.params, self.batch)
-        return programs[0]
-
 
 class Signature(NamedTuple):
     """A loss and the roles of its arguments, before it is called."""
@@ -186,9 +169,20 @@ class Signature(NamedTuple):
     def _program_of(
         self, problem: Problem, function: Callable[[PyTree, PyTree], PyTree]
     ) -> tuple[ClosedJaxpr, PyTree]:
-        """`Problem.program_of`, which adds a hint to the errors of the loss."""
+        """The program of a function of the parameters and one example, and the types of
+        its results. Adds a hint to the errors of the loss.
+        """
+        programs = []
+
+        def record_program(params: PyTree, example: PyTree) -> jax.Array:
+            make_program = jax.make_jaxpr(function, return_shape=True)
+            programs.append(make_program(params, example))
+            return jnp.zeros(())
+
+        # Inside vmap the batch looks like one example.
+        record_of_batch = jax.vmap(record_program, (None, 0))
         try:
-            return problem.program_of(function)
+            jax.make_jaxpr(record_of_batch)(problem.params, problem.batch)
         except Exception as error:
             # A loss that was written for a batch may index an axis that is missing.
             shapes = [list(leaf.shape[1:]) for leaf in jax.tree.leaves(problem.batch)]
@@ -202,6 +196,7 @@ class Signature(NamedTuple):
                 hint = HINT_FOR_SPLIT_TABLES
             error.add_note(f"{self.call}: {hint}")
             raise
+        return programs[0]
 
     def _axes_of_params(self, params: PyTree, batch: PyTree) -> list[AxisNames]:
         """For each parameter, the mesh axes over which its gradient is split."""

@@ -125,11 +125,12 @@ class OuterProductPlan(LeafPlan, ABC):
         return sum(matrix.positions for matrix in self.matrices)
 
     @property
-    def patch_copies(self) -> int:
-        """How many patches are written for an example. Each is written twice."""
-        if self.matrices[0].is_convolution:
-            return 2 * self.matrix_shape.stack * self.positions
-        return 0
+    def temporaries(self) -> int:
+        """The numbers of all patches of a convolution. Each patch is written twice."""
+        if not self.matrices[0].is_convolution:
+            return 0
+        stack, rows, _ = self.matrix_shape
+        return 2 * stack * self.positions * rows
 
     def norm_source(self, captured: CapturedOfSites, present: Array) -> NormSource:
         """The arrays whose norms are |G|, made for a few examples at a time."""
@@ -292,7 +293,7 @@ class GramPlan(SummedPlan):
 
     @property
     def temporaries(self) -> int:
-        return 2 * self.position_pairs + self.patch_copies * self.matrix_shape.rows
+        return 2 * self.position_pairs + super().temporaries
 
     @property
     def extra_work(self) -> int:
@@ -326,10 +327,6 @@ class MatrixPlan(OuterProductPlan):
     @property
     def kept_size(self) -> int:
         return math.prod(self.matrix_shape)
-
-    @property
-    def temporaries(self) -> int:
-        return self.patch_copies * self.matrix_shape.rows
 
     def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
