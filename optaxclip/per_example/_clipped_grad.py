@@ -60,8 +60,7 @@ class ClippedGrad(NamedTuple):
       aux: what the loss returned beside its value. None without `has_aux`.
       sensitivity: by how much one example changes the sum at most, with all that
         rounding adds (`explain_clipped_grad` shows the parts). `add_noise` multiplies
-        by it. It assumes that an example is added by unmasking a row, and that the
-        limit does not depend on the batch. It is None
+        by it. It assumes that an example is added by unmasking a row. It is None
 
         * without `mask=`
         * for a mean
