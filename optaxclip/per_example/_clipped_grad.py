@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_choice, check_flag
+from .._checks import check_choice, check_flag, shown
 from .._mesh import MeshAxes
 from .._trees import PyTree
 from ..shrinks import Shrink, shrink_of
@@ -28,6 +28,10 @@ ROUNDED_UP = 1 + 2.0**-22
 DIVISOR_CHANGES = (
     "result must be a sum, got a mean, whose divisor changes with an example. Use "
     "mean=False, and divide by the expected number of examples."
+)
+LIMITS_MOVE = (
+    "private=False lets one example move the limit of all others. Leave it out, and "
+    "give max_norm as a number."
 )
 # One example less would be another program, in which the gradients of all others may
 # have other bits.
@@ -67,6 +71,7 @@ class ClippedGrad(NamedTuple):
         * without a limit (None or inf), and for a limit between 0 and 1e-5. If jit
           traces the limit, it is inf
         * for sums that may leave the range of float32
+        * with `private=False`
         * with some shrinks
         * for random numbers from keys other than threefry's, which `jax.vmap` draws
           from the key of the first example
@@ -138,6 +143,7 @@ def clipped_grad(
     method: str = "auto",
     mean: bool = True,
     mesh_axes: MeshAxes = "auto",
+    private: bool = True,
 ) -> Callable[..., ClippedGrad]:
     """Makes a function that clips the gradient of each example and averages:
     (1 / B) sum_i f_i g_i with f_i = shrink(|g_i|, C) / |g_i|.
@@ -150,8 +156,11 @@ def clipped_grad(
         `(scalar, aux)` with `has_aux`.
       max_norm: the limit C: a number at least 0, or None for no limit. Or a tree prefix
         of the parameters with a limit for each part, whose norm is then taken
-        separately. A limit that is computed from the batch makes `sensitivity` void:
-        one example then moves the limit of all others.
+        separately. With `private=False` a limit may be a function from all norms of the
+        batch, float32[batch] with NaN for an example that is masked or broken, to a
+        number, such as `jnp.nanmedian`. It gets the norms of all devices, but in pmap
+        and with check_vma=False only those of the device it runs on. Such a limit needs
+        all norms first, so the whole batch is differentiated at once.
       argnums: which arguments to differentiate, as in `jax.grad`.
       shared_argnums: which arguments are the same for all examples. All others are
         batches: pytrees of arrays whose first axis counts examples. Random keys are a
@@ -170,7 +179,8 @@ def clipped_grad(
       method: "ghost", "one_pass" or "auto". Both methods give the same numbers, but for
         rounding and for gradients whose terms cancel.
 
-        "ghost": from one backward pass, without large gradients of examples. Where
+        "ghost": from one backward pass, without large gradients of examples. (With a
+        limit of all norms, some convolutions take one pass: docs/per_example.md.) Where
         norms are by gram (`explain_clipped_grad`), terms of several positions are added
         up with those of other examples. If they cancel to less than 1/16 of their size
         (1/256 in a mean), the norm of the example counts as 1/16 (1/256) of that size,
@@ -196,6 +206,10 @@ def clipped_grad(
         shard_map with check_vma=True, and where the loss joins no devices), names that
         split every parameter, None for parameters that are whole on each device, or a
         tree prefix of PartitionSpec. Axes that split the batch are not among them.
+      private: False allows a `max_norm` that looks at the norms of the batch. One
+        example then moves the limit of all others, and changes the sum by more than a
+        limit: no account of privacy holds, and `add_noise` refuses the result. True is
+        no promise of privacy, which needs noise.
 
     Returns:
       A function of the arguments of `loss`, by position, with batches for examples,
@@ -208,9 +222,10 @@ def clipped_grad(
 
     Raises:
       ValueError: a limit that is negative, NaN or an array, an unknown method, or a
-        microbatch below 1.
+        microbatch below 1. A limit that is a function without `private=False`, or with
+        a microbatch.
       TypeError: a limit that is not a number, a loss or a shrink that is not a
-        function, or `has_aux` or `mean` that is not True or False.
+        function, or `has_aux`, `mean` or `private` that is not True or False.
 
     The function that it returns raises:
       ValueError, for its arguments: batches whose first axes are missing or differ, a
@@ -223,7 +238,8 @@ def clipped_grad(
         `mesh_axes` does not name.
       ValueError, for mesh axes that contradict the types.
       ValueError, for "ghost": Explicit mesh axes that split parameters, but not the
-        batch, and a loss that cannot be split, such as one with refs (`jax.new_ref`).
+        batch, symbolic sizes, and a loss that cannot be split, such as one with refs
+        (`jax.new_ref`).
       ValueError, for a convolution of a batch that jit splits over devices, unless
         ghost clipping is possible and each kernel is used once. It is a JaxRuntimeError
         of the compiler if only `in_shardings` of jit splits the batch.
@@ -258,9 +274,16 @@ def clipped_grad(
     check_function(f"{call}: loss", loss)
     check_flag(f"{call}: has_aux", has_aux)
     check_flag(f"{call}: mean", mean)
+    check_flag(f"{call}: private", private)
     limits = limits_of(max_norm, call, shrink_of(shrink, call))
     check_choice(f"{call}: method", method, METHODS)
     microbatch = checked_microbatch(call, microbatch)
+    if limits.needs_all_norms and (private or microbatch):
+        raise ValueError(
+            f"{call}: max_norm={shown(max_norm)}, a function of all norms, needs "
+            f"private=False and microbatch=None, got {private=} and {microbatch=}. For "
+            "a schedule give its number."
+        )
     signature = Signature(
         call,
         loss,
@@ -313,6 +336,8 @@ def clipped_grad(
         bounds = bounds_of_devices[0]
         if mean:
             obstacle = DIVISOR_CHANGES
+        elif not private:
+            obstacle = LIMITS_MOVE
         elif mask is None:
             obstacle = NO_MASK
         elif bounds.obstacle:

@@ -8,6 +8,7 @@ each group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +18,17 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from .. import _trees as trees
-from .._checks import check_limit, shown
+from .._checks import check_limit, check_scalar, shown
 from .._factors import factor_between, shrunk_by, times_square
+from .._functions import is_function
+from .._mesh_types import varying
 from .._numbers import in_norm_dtype
 from .._prefixes import Prefix, lookup
 from .._reduce import norms_of
 from .._specs import LeafSpec, NormPlan
 from .._trees import PyTree
 from ..rules._rule import is_rule
-from ..shrinks import Shrink, factor_per_limit_of, hard
+from ..shrinks import Shrink, factor_per_limit_of, hard, is_ours
 from ._problem import Problem
 
 Arrays = list[Array]
@@ -40,7 +43,7 @@ LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
 
 def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> Limits:
-    """The limits of a number, or of a tree of them.
+    """The limits of a number, a function, or of a tree of them.
 
     Raises:
       TypeError, ValueError: something that is not a limit, an array of several, or no
@@ -49,16 +52,16 @@ def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> Limits:
     argument = f"{call}: max_norm"
 
     def is_limit(node: object) -> bool:
-        # JAX takes a rule for a tree. It is refused later: examples have no steps that
-        # it could learn from.
-        return node is None or is_rule(node)
+        # JAX takes a rule for a tree, and a function of jax.tree_util.Partial too. A
+        # rule is refused later: examples have no steps that it could learn from.
+        return node is None or is_rule(node) or is_function(node)
 
     limits, treedef = jax.tree.flatten_with_path(max_norm, is_leaf=is_limit)
     if not limits:
         raise ValueError(f"{argument} has no limit in it, got {shown(max_norm)}.")
     groups = []
     for group, (path, limit) in enumerate(limits):
-        if limit is not None:
+        if limit is not None and not is_function(limit):
             argument_of_path = f"{argument} for {trees.path_name(path)!r}"
             check_limit(argument_of_path if path else argument, limit, is_scalar=True)
         groups.append((path, group))
@@ -70,24 +73,48 @@ class Limits(NamedTuple):
     """`max_norm`: a tree prefix of the parameters, with a limit for each group."""
 
     call: str  # the function that the user called, for errors
-    # For each group a number, or None for no limit
+    # For each group a number, a function of its norms, or None for no limit
     values: list[Any]
     shrink: Shrink
     prefix: Prefix  # the path of each limit, and the number of its group
     treedef: Any  # to give norms back as a tree like `max_norm`
 
+    @property
+    def needs_all_norms(self) -> bool:
+        """Whether a limit is a function of all norms of the batch."""
+        return any(map(is_function, self.values))
+
     def groups_of(self, params: PyTree) -> list[int]:
         """The group of each parameter. Raises ValueError for limits that do not fit."""
         return lookup(self.prefix, params, f"{self.call}: max_norm")
 
-    def of_groups(self, norm_dtype: np.dtype) -> Array:
-        """The limits as numbers, [groups]."""
+    def of_groups(self, norms: Array, is_counted: Array) -> Array:
+        """The limits as numbers, for norms [batch, groups]."""
         limits = []
-        for limit in self.values:
-            number = jnp.inf if limit is None else limit
-            limits.append(in_norm_dtype(norm_dtype, number))
+        for group, value in enumerate(self.values):
+            limit = value
+            if value is None:
+                limit = jnp.inf
+            elif is_function(value):
+                limit = self._limit_from(value, norms[:, group], is_counted)
+            limits.append(in_norm_dtype(norms.dtype, limit))
         # A traced limit may be negative, and then counts as 0.
         return jnp.maximum(jnp.stack(limits), 0)
+
+    def _limit_from(
+        self, function: Callable[[Array], Any], norms: Array, is_counted: Array
+    ) -> Array:
+        """The limit that a function computes from the norms of a group. In shard_map it
+        gets the norms of all devices. In pmap, and with check_vma=False, it gets only
+        those of this device.
+        """
+        all_norms = lax.stop_gradient(jnp.where(is_counted, norms, jnp.nan))
+        for name in sorted(varying(all_norms)):
+            all_norms = lax.all_gather(all_norms, name, tiled=True)
+        limit = function(all_norms)
+        check_scalar(f"{self.call}: what max_norm returns", limit)
+        # Without an example there is no median.
+        return jnp.where(jnp.any(is_counted), limit, 0)
 
     def of_example(self, longest: float) -> tuple[Any, str | None]:
         """The limit of one example over all groups, and None. Or inf, and why nothing
@@ -100,10 +127,12 @@ class Limits(NamedTuple):
         # most 1, and multiplies by at most 1 over the limit.
         factor_per_limit = factor_per_limit_of(self.shrink)
         if self.shrink is not over_limit and factor_per_limit > 1 / LEAST_LIMIT:
+            fault = "may return more than the limit"
+            if is_ours(self.shrink):
+                fault = "may lengthen a small gradient by more than 1e5 limits"
             return np.inf, (
-                f"the shrink {shown(self.shrink)} may return more than the limit, or "
-                "lengthen a small gradient by more than 1e5 limits. Take another one "
-                "of optaxclip.shrinks, such as hard."
+                f"the shrink {shown(self.shrink)} {fault}. Take another one of "
+                "optaxclip.shrinks, such as hard."
             )
         if not any(limit is None for limit in self.values):
             joined_limit = self._joined(longest)
@@ -177,7 +206,7 @@ def weights_of(
         norms = jnp.maximum(norms, least_norms.astype(norms.dtype))
     is_counted = present & jnp.all(jnp.isfinite(norms), axis=1)
     counted_norms = jnp.where(is_counted[:, None], norms, 0.0)
-    limits_of_norms = jnp.broadcast_to(limits.of_groups(norms.dtype), norms.shape)
+    limits_of_norms = jnp.broadcast_to(limits.of_groups(norms, is_counted), norms.shape)
     new_norms = shrunk_by(limits.shrink, counted_norms, limits_of_norms, problem.call)
     # Gradients are multiplied twice by `factor.root`. `factor.reported` is one number
     # for both.

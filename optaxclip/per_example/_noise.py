@@ -61,12 +61,13 @@ def add_noise(
 
     Raises:
       ValueError: a result without a sensitivity, such as a mean, one of a batch without
-        `mask=`, of `max_norm=None`, inf or below 1e-5, of random numbers from keys
-        other than threefry's, or of a shrink of your own or `normalize`. A tree without
-        `sensitivity=`. Noise of 0, outside 1e-25 to 1e30, or below 2^-20 of what the
-        sum may be. A multiplier of 2^26 / sqrt(d) or more, for d numbers. A leaf of
-        more numbers than its counters count, or several keys. A call in pmap, or in
-        shard_map with check_vma=False, where it cannot be known which leaves are split.
+        `mask=`, of `max_norm=None`, inf or below 1e-5, of `private=False`, of random
+        numbers from keys other than threefry's, or of a shrink of your own or
+        `normalize`. A tree without `sensitivity=`. Noise of 0, outside 1e-25 to 1e30,
+        or below 2^-20 of what the sum may be. A multiplier of 2^26 / sqrt(d) or more,
+        for d numbers. A leaf of more numbers than its counters count, or several keys.
+        A call in pmap, or in shard_map with check_vma=False, where it cannot be known
+        which leaves are split.
       TypeError: a noise multiplier that is not a number, a key that is none, or leaves
         that are not floats or complex.
 

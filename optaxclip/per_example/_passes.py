@@ -40,6 +40,13 @@ class BatchRun(NamedTuple):
     problem: Problem
     width: int  # how many examples at once
 
+    @property
+    def needs_all_norms(self) -> bool:
+        """Whether the whole batch is one microbatch, because a limit is a function of
+        all norms.
+        """
+        return self.problem.limits.needs_all_norms
+
     def in_one_pass(self) -> tuple[Arrays, ExampleResults]:
         """Makes the gradients of the examples of each microbatch."""
         value_and_grad = jax.value_and_grad(self.problem.traced_loss, has_aux=True)
@@ -49,7 +56,12 @@ class BatchRun(NamedTuple):
             # As leaves: a class of the user's may refuse arrays with a batch axis.
             return value_and_aux, jax.tree.leaves(grads)
 
-        gradients_of = jax.vmap(partial(gradient_of_one, self.problem.params))
+        def gradients_of(examples: PyTree) -> tuple[PyTree, Arrays]:
+            gradient = partial(gradient_of_one, self.problem.params)
+            if self.needs_all_norms and self.width == 1:
+                # One at a time in the one microbatch
+                return lax.map(gradient, examples)
+            return jax.vmap(gradient)(examples)
 
         def step(present: Array, examples: PyTree) -> tuple[Arrays, ExampleResults]:
             (values, aux), grads = gradients_of(examples)
@@ -64,14 +76,10 @@ class BatchRun(NamedTuple):
 
     def run_steps(self, step: MicrobatchFunction) -> tuple[Arrays, ExampleResults]:
         """Runs `step(present, examples)` on each microbatch."""
-        return in_microbatches(
-            step,
-            self.zeros(),
-            self.problem.present,
-            # One argument of `step` is the whole batch, a tuple.
-            batch=(self.problem.batch,),
-            max_width=self.width,
-        )
+        width = None if self.needs_all_norms else self.width
+        # One argument of `step` is the whole batch, a tuple.
+        batch = (self.problem.batch,)
+        return in_microbatches(step, self.zeros(), self.problem.present, batch, width)
 
     def zeros(self) -> Arrays:
         """Sums of no gradients, in float32 or wider: in 16 bits small gradients would
@@ -93,11 +101,11 @@ def in_microbatches(
     total: PyTree,
     present: Array,
     batch: PyTree,
-    max_width: int,
+    max_width: int | None,
     add: Callable[[PyTree, PyTree], PyTree] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Runs `step(present, *examples) -> (terms, results)` on each microbatch, of at
-    most `max_width` examples.
+    most `max_width` examples, or on the whole batch for None.
 
     `present` is bool[batch]. A step gets False also for examples that only fill up its
     microbatch. `add` adds terms to the total. If it is None they are added leaf by
@@ -108,7 +116,7 @@ def in_microbatches(
     """
     add = add or partial(jax.tree.map, _plus)
     size = present.size
-    width = even_width(size, max_width)
+    width = even_width(size, max_width or size)
     microbatch_count = -(-size // width)
     if microbatch_count == 1:
         terms, results = step(present, *batch)
