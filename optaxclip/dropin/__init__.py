@@ -6,7 +6,7 @@ result, and are pure, so that they run under jit.
     torch_style        clip_grad_norm, clip_grad_value, get_total_norm,
                        clip_grads_with_norm
     tensorflow_style   clip_by_value, clip_by_norm, clip_by_average_norm,
-                       clip_by_global_norm, global_norm
+                       clip_by_global_norm, global_norm, clip_gradients_by_norm
     keras              clip_gradients: clipnorm, clipvalue, global_clipnorm of the
                        optimizers, as an optax transformation
     jax_privacy        clipped_grad: the sum of gradients clipped one by one

@@ -44,11 +44,11 @@ ignored and kept.
                                  float64
     IndexedSlices                supported                JAX has none
 
-Of TensorFlow 1, `tf.contrib.training.clip_gradient_norms`, each gradient separately, is
-`clip_by_norm` of the tree, and `tf.contrib.estimator.clip_gradients_by_norm` is
-`optax.chain(optaxclip.clip_by_global_norm(clip_norm), optimizer)`.
+`tf.contrib.training.clip_gradient_norms`, each gradient separately, is `clip_by_norm`
+of the tree.
 
 Reference: tensorflow/python/ops/clip_ops.py, TensorFlow 2.21.
+tensorflow/contrib/estimator/python/estimator/extenders.py, TensorFlow 1.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
@@ -66,18 +67,20 @@ from jax.typing import ArrayLike
 from .. import _norms as norms
 from .. import _trees as trees
 from .._axes import axes_within
-from .._checks import check_given_norm, check_number, check_scalar
+from .._checks import check_given_norm, check_number, check_scalar, with_extra_args
 from .._clippers._by_value import value_clipper
 from .._foreign_names import with_our_names
-from .._kernel import clip_once
+from .._kernel import clip_once, make_clipper
 from .._options import check_measure
 from .._trees import PyTree, Tree, leaves_to_clip
+from ..rules._limits import Limit
 
 __all__ = [
     "clip_by_average_norm",
     "clip_by_global_norm",
     "clip_by_norm",
     "clip_by_value",
+    "clip_gradients_by_norm",
     "global_norm",
 ]
 
@@ -256,6 +259,41 @@ def global_norm(t_list: PyTree) -> Array:
       13.0
     """
     return norms.global_norm(t_list)
+
+
+def clip_gradients_by_norm(
+    optimizer: optax.GradientTransformation, clip_norm: Limit
+) -> optax.GradientTransformationExtraArgs:
+    """Returns the optimizer with its gradients clipped first, by their global norm.
+
+    It is `tf.contrib.estimator.clip_gradients_by_norm`, which in spite of its name does
+    not clip each gradient separately.
+
+    Args:
+      optimizer: an optax optimizer.
+      clip_norm: the limit, a number at least 0, a schedule, or None to only measure.
+
+    Returns:
+      A transformation. `optaxclip.metrics` reads the norm from its state.
+
+    Raises:
+      ValueError: a limit that is negative or NaN.
+      TypeError: a limit that is not a real number, or something else than an optimizer.
+
+    Example:
+      >>> import optax
+      >>> from optaxclip.dropin.tensorflow_style import clip_gradients_by_norm
+      >>> optimizer = clip_gradients_by_norm(optax.sgd(1.0), 1.0)
+      >>> params, grads = jnp.zeros(2), jnp.array([3.0, 4.0])
+      >>> updates, state = optimizer.update(grads, optimizer.init(params), params)
+      >>> print(*(f"{x:.4f}" for x in updates))
+      -0.6000 -0.8000
+    """
+    call = "clip_gradients_by_norm"
+    optimizer = with_extra_args(f"{call}: optimizer", optimizer)
+    measure = norms.GlobalNorm(call)
+    clipper = make_clipper(measure, clip_norm, call=call, limit_argument="clip_norm")
+    return optax.chain(clipper, optimizer)
 
 
 with_our_names(__name__)

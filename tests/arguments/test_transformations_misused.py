@@ -22,6 +22,9 @@ MADE = {
 MADE[optaxclip.clip_by] = optaxclip.clip_by(optaxclip.global_norm, 1.0)
 MADE[optaxclip.qk_clip] = optaxclip.qk_clip(100.0, queries={"q": 1}, keys={"k": 1})
 MADE[dropin.keras.clip_gradients] = dropin.keras.clip_gradients(clipnorm=1.0)
+MADE[dropin.tensorflow_style.clip_gradients_by_norm] = (
+    dropin.tensorflow_style.clip_gradients_by_norm(optax.sgd(0.1), 1.0)
+)
 USE = (
     "Call state = init(params) once, and updates, state = update(grads, state, params) "
     "in each step."

@@ -6,8 +6,10 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import optaxclip
 from optaxclip.dropin import tensorflow_style, torch_style
 from tests.dropin.recorded import INF, NAN, REFERENCES, close, limit_of, name, run, tree
 from tests.references.record_tensorflow import decoded
@@ -139,6 +141,21 @@ def test_under_jit_with_a_traced_limit_the_numbers_are_the_same(function):
     direct, jitted = function(tree(), 0.5), jax.jit(function)(tree(), 0.5)
     for a, b in zip(jax.tree.leaves(direct), jax.tree.leaves(jitted)):
         close(a, b)
+
+
+def test_clip_gradients_by_norm_clips_before_the_optimizer():
+    grads, params = tree(), jax.tree.map(jnp.zeros_like, tree())
+    optimizer = tensorflow_style.clip_gradients_by_norm(optax.sgd(0.5), 1.0)
+    updates, state = optimizer.update(grads, optimizer.init(params), params)
+    norm = math.sqrt(sum(float(np.sum(x.astype(float) ** 2)) for x in grads.values()))
+    for update, grad in zip(updates.values(), grads.values()):
+        close(update, -0.5 * grad / norm)
+    close(optaxclip.metrics(state)["clip/norm_before"], norm)
+    with pytest.raises(
+        ValueError,
+        match=r"clip_gradients_by_norm: clip_norm must be at least 0, got -1.0",
+    ):
+        tensorflow_style.clip_gradients_by_norm(optax.sgd(0.5), -1.0)
 
 
 def test_bounds_may_be_equal_or_below_zero():

@@ -65,6 +65,9 @@ OURS = {
     "reset_momentum": optaxclip.reset_momentum,
     "carry_clipped": optaxclip.carry_clipped,
     "constrain": optaxclip.constrain,
+    "clip_gradients_by_norm": lambda inner: (
+        optaxclip.dropin.tensorflow_style.clip_gradients_by_norm(inner, 100.0)
+    ),
 }
 WRAPPERS = OURS | OF_OPTAX | SPELLINGS
 # They say of these that they are about something else than what they clip.
