@@ -232,7 +232,8 @@ def _method_for_convolutions(
       jit splits the batch    Raises ValueError, or makes the compiler raise an error
       groups, float64         On a CPU the NaN of one example reaches all, and groups
                               are slow. One example at a time is right, whatever
-                              microbatch was given
+                              microbatch was given, and in one pass for a limit
+                              of all norms
     """
     convolutions = convolutions_of(problem.program)
     kinds = set(map(kind_of, convolutions))
@@ -260,9 +261,13 @@ def _method_for_convolutions(
             "put clipped_grad into jax.shard_map, with mean=False, and lax.psum its "
             f'gradients. Got method="{method}".',
         )
-    if any_lets_nan_through:
-        return method, 1
-    return method, microbatch
+    if not any_lets_nan_through:
+        return method, microbatch
+    if problem.limits and problem.limits.needs_all_norms:
+        # Ghost clipping, also if it was asked for, would make the gradients of all
+        # examples at once.
+        method = "one_pass"
+    return method, 1
 
 
 def _makes_kernel_gradients(ghost: GhostClipping) -> bool:

@@ -209,6 +209,20 @@ def test_groups_of_images_let_no_nan_through(method):
     np.testing.assert_allclose(grad(scale, examples_of_4).norms, wanted, rtol=64 * EPS)
 
 
+@pytest.mark.parametrize("loss", [one_kernel, standardized])
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+def test_a_kernel_of_groups_lets_no_nan_pass_a_limit_of_all_norms(method, loss):
+    kernel, images = normal(0, 3, 3, 2, 4), normal(1, 5, 6, 6, 4)
+    options = {"private": False, "method": method}
+    grad = jax.jit(clipped_grad(loss, jnp.nanmedian, **options))
+    leaves = [jax.vmap(jax.grad(loss), (None, 0))(kernel, images)]
+    np.testing.assert_allclose(grad(kernel, images).norms, norms_of(leaves), 64 * EPS)
+    images[2] = np.nan
+    found = grad(kernel, images)
+    assert found.nonfinite == 1
+    assert np.isfinite(found.grads).all()
+
+
 def test_products_with_what_adapters_make_are_for_a_few_examples():
     """Merged LoRA: the gradient by a @ b of an example is as large as the weights."""
 
