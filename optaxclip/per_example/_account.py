@@ -44,7 +44,7 @@ def epsilon(
     differential privacy guarantees using FFT, 2020 (arXiv 1906.03049).
     """
     check_whole_number("epsilon: steps", steps)
-    dp_accounting = _dp_accounting("epsilon")
+    dp_accounting = _dp_accounting()
     accountant = dp_accounting.pld.PLDAccountant()
     accountant.compose(_training(dp_accounting, noise_multiplier, share, steps))
     return float(accountant.get_epsilon(delta))
@@ -85,7 +85,7 @@ def noise_multiplier(
         raise ValueError(
             f"noise_multiplier: epsilon must be above 0, got {shown(epsilon)}."
         )
-    dp_accounting = _dp_accounting("noise_multiplier")
+    dp_accounting = _dp_accounting()
 
     def training(noise: float) -> Any:
         return _training(dp_accounting, noise, share, steps)
@@ -95,17 +95,11 @@ def noise_multiplier(
     return float(noise)
 
 
-def _dp_accounting(call: str) -> Any:
+def _dp_accounting() -> Any:
     """The package, which takes seconds to import."""
-    try:
-        import dp_accounting
-        import dp_accounting.pld
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{call} needs dp-accounting, which is not installed: "
-            "pip install dp-accounting",
-            name=error.name,
-        ) from None
+    import dp_accounting
+    import dp_accounting.pld
+
     return dp_accounting
 
 

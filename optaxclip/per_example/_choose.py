@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
-from jax.extend.core import JaxprEqn
 
 from .. import _trees as trees
 from .._checks import check_whole_number
@@ -28,7 +27,6 @@ from ._work import (
     CONVOLUTION_SLOWDOWN_IN_LOOP,
     convolutions_of,
     has_convolution,
-    is_depthwise,
     kind_of,
     lets_nan_through,
     work_of,
@@ -108,9 +106,6 @@ def ghost_or_obstacle(problem: Problem) -> tuple[GhostClipping | None, str]:
                 f"{trees.path_name(path)!r} of {array_type}, which is split over "
                 "Explicit mesh axes that do not split the batch"
             )
-    # Plans depend on sizes.
-    if problem.has_symbolic_sizes:
-        return None, "symbolic sizes of jax.export"
     try:
         return ghost_of(problem), ""
     except CannotSplit as error:
@@ -148,8 +143,6 @@ def _width_of_one_pass(
     if microbatch:
         return _width_of_microbatch(problem, microbatch)
     size = problem.size
-    if problem.has_symbolic_sizes:
-        return size
     # 2^21 float32 numbers on a CPU, 8 MB. 2^26 elsewhere, 256 MB
     most_numbers = 8 * numbers_without_loop()
     leaves = jax.tree.leaves(problem.params)
@@ -233,28 +226,29 @@ def _method_for_convolutions(
     problem: Problem, ghost: GhostClipping | None, method: str, microbatch: int | None
 ) -> tuple[str, int | None]:
     """The method and the microbatch, changed where XLA would compute wrong gradients of
-    examples by a convolution's kernel, or very slow ones. Ghost clipping is right and
-    fast if it does not need these gradients. Otherwise there are three cases:
+    examples by a convolution's kernel. Ghost clipping is right if it does not need
+    these gradients. Otherwise there are two cases:
 
-      jit splits the batch              Raises ValueError, or makes the compiler raise
-                                        an error
-      groups of several channels,       On a CPU the NaN of one example reaches all. One
-      float64                           example at a time is right, whatever microbatch
-                                        was given, and in one pass for a limit of all
-                                        norms
-      depthwise                         On a CPU several examples at once are slow, and
-                                        take much memory. One at a time is faster
+      jit splits the batch    Raises ValueError, or makes the compiler raise an error
+      groups, float64         On a CPU the NaN of one example reaches all, and groups
+                              are slow. One example at a time is right, whatever
+                              microbatch was given, and in one pass for a limit
+                              of all norms
     """
     convolutions = convolutions_of(problem.program)
-    # Of the loss only: no rule with a depthwise convolution is known.
-    is_slow = jax.default_backend() == "cpu" and any(map(is_depthwise, convolutions))
-    only_in_rules = _convolutions_only_in_rules(problem, convolutions)
+    kinds = set(map(kind_of, convolutions))
+    # Convolutions of the gradient of no kind that the loss has: a rule of the user's
+    # (custom_vjp, custom_jvp) makes them.
+    only_in_rules = []
+    for eqn in convolutions_of(problem.gradient):
+        if kind_of(eqn) not in kinds:
+            only_in_rules.append(eqn)
     convolutions += only_in_rules
     may_be_split = len(convolutions) > 0 and _may_be_split(problem.batch)
     # On all platforms: where a traced program runs is not known yet, and JAX with a GPU
     # has a CPU too. No GPU was tried.
     any_lets_nan_through = any(map(lets_nan_through, convolutions))
-    if not (may_be_split or any_lets_nan_through or is_slow):
+    if not (may_be_split or any_lets_nan_through):
         return method, microbatch
     if ghost and not only_in_rules and not _makes_kernel_gradients(ghost):
         return "ghost", microbatch
@@ -267,30 +261,13 @@ def _method_for_convolutions(
             "put clipped_grad into jax.shard_map, with mean=False, and lax.psum its "
             f'gradients. Got method="{method}".',
         )
-    # For a depthwise kernel XLA on a CPU computes as if each channel of each example
-    # met all others. With 32 images of 8 x 8 x 32 this took 72 times the memory of the
-    # plain gradient, and 18 times as long. One at a time took a third of its memory,
-    # and 4 times as long.
-    was_asked_for = method == "one_pass" or microbatch
-    needs_one_at_a_time = any_lets_nan_through or (is_slow and not was_asked_for)
-    if not needs_one_at_a_time:
+    if not any_lets_nan_through:
         return method, microbatch
     if problem.limits and problem.limits.needs_all_norms:
         # Ghost clipping, also if it was asked for, would make the gradients of all
         # examples at once.
         method = "one_pass"
     return method, 1
-
-
-def _convolutions_only_in_rules(
-    problem: Problem, convolutions: list[JaxprEqn]
-) -> list[JaxprEqn]:
-    """The convolutions of the gradient that are of no kind that the loss has. So a rule
-    of the user's (custom_vjp, custom_jvp) makes them.
-    """
-    kinds = set(map(kind_of, convolutions))
-    of_gradient = convolutions_of(problem.gradient)
-    return [eqn for eqn in of_gradient if kind_of(eqn) not in kinds]
 
 
 def _makes_kernel_gradients(ghost: GhostClipping) -> bool:

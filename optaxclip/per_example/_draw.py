@@ -61,12 +61,10 @@ def draw(key: Array, share: float, *, examples: int, places: int) -> Drawn:
     check_number("draw: share", share, highest=1.0, is_scalar=True)
     check_whole_number("draw: examples", examples)
     check_whole_number("draw: places", places)
-    check_number("draw: places", places, highest=examples)
     # With fewer places about every second batch is cut off, and no account holds.
     expected = float(share) * int(examples)
-    check_number(
-        f"draw: places for {expected:g} expected examples", places, lowest=expected
-    )
+    argument = f"draw: places for {expected:g} expected examples"
+    check_number(argument, places, lowest=expected, highest=examples)
     example_key, place_key = jax.random.split(key)
     # The threshold of random words is rounded down, so that no example joins more often
     # than `share` says.

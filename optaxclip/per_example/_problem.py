@@ -17,7 +17,6 @@ from .._checks import function_name, shown
 from .._jaxpr import CASTS_OVER_DEVICES, source_line
 from .._mesh import AxisNames, MeshAxes, listed
 from .._mesh_types import varying
-from .._reprs import short_repr
 from .._trees import PyTree
 from ._work import equations_of
 
@@ -72,37 +71,12 @@ class Problem(NamedTuple):
         """How many examples are in the batch of this device, masked ones too."""
         return self.present.size
 
-    @property
-    def has_symbolic_sizes(self) -> bool:
-        """Whether a size is a symbol of `jax.export`, with which JAX cannot count."""
-        for leaf in jax.tree.leaves((self.params, self.batch)):
-            if not all(isinstance(size, int) for size in leaf.shape):
-                return True
-        return False
-
     def traced_loss(self, params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
         """The loss of one example, and aux. It runs `program` instead of `loss`, so
         that each compilation calls the user's function once.
         """
         outputs = jaxpr_as_fun(self.program)(*jax.tree.leaves((params, example)))
         return jax.tree.unflatten(jax.tree.structure(self.result_types), outputs)
-
-    def program_of(
-        self, function: Callable[[PyTree, PyTree], PyTree]
-    ) -> tuple[ClosedJaxpr, PyTree]:
-        """The program of a function of the parameters and one example, and the types of
-        its results.
-        """
-        programs = []
-
-        def record_program(params: PyTree, example: PyTree) -> jax.Array:
-            make_program = jax.make_jaxpr(function, return_shape=True)
-            programs.append(make_program(params, example))
-            return jnp.zeros(())
-
-        # Inside vmap the batch looks like one example.
-        jax.make_jaxpr(jax.vmap(record_program, (None, 0)))(self.params, self.batch)
-        return programs[0]
 
 
 class Signature(NamedTuple):
@@ -182,27 +156,47 @@ class Signature(NamedTuple):
         def loss_of_one(params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
             return problem.loss(params, example, problem.shared)
 
+        program, result_types = self._program_of(problem, loss_of_one)
+        self._check_program(program, problem.batch_axes)
+        problem = problem._replace(program=program, result_types=result_types)
+        # A rule of jax.custom_jvp or jax.custom_vjp is a program in the gradient only.
+        # JAX refuses a loss that is not one real number.
+        gradient_of_one = jax.grad(problem.traced_loss, has_aux=True)
+        gradient, _ = self._program_of(problem, gradient_of_one)
+        self._check_program(gradient, problem.batch_axes)
+        return problem._replace(gradient=gradient)
+
+    def _program_of(
+        self, problem: Problem, function: Callable[[PyTree, PyTree], PyTree]
+    ) -> tuple[ClosedJaxpr, PyTree]:
+        """The program of a function of the parameters and one example, and the types of
+        its results. Adds a hint to the errors of the loss.
+        """
+        programs = []
+
+        def record_program(params: PyTree, example: PyTree) -> jax.Array:
+            make_program = jax.make_jaxpr(function, return_shape=True)
+            programs.append(make_program(params, example))
+            return jnp.zeros(())
+
+        # Inside vmap the batch looks like one example.
+        record_of_batch = jax.vmap(record_program, (None, 0))
         try:
-            program, result_types = problem.program_of(loss_of_one)
+            jax.make_jaxpr(record_of_batch)(problem.params, problem.batch)
         except Exception as error:
             # A loss that was written for a batch may index an axis that is missing.
             shapes = [list(leaf.shape[1:]) for leaf in jax.tree.leaves(problem.batch)]
             hint = (
                 f"{function_name(self.loss)} gets one example, without the batch axis: "
-                f"arrays of shape {', '.join(map(str, shapes))}."
+                f"arrays of shape {', '.join(map(str, shapes))}. It must return one "
+                "real number, or (value, aux) with has_aux=True."
             )
             # JAX has no public name for its error.
             if "out_sharding" in str(error):
                 hint = HINT_FOR_SPLIT_TABLES
             error.add_note(f"{self.call}: {hint}")
             raise
-        self._check_returned(program, result_types)
-        self._check_program(program, problem.batch_axes)
-        problem = problem._replace(program=program, result_types=result_types)
-        # A rule of jax.custom_jvp or jax.custom_vjp is a program in the gradient only.
-        gradient, _ = problem.program_of(jax.grad(problem.traced_loss, has_aux=True))
-        self._check_program(gradient, problem.batch_axes)
-        return problem._replace(gradient=gradient)
+        return programs[0]
 
     def _axes_of_params(self, params: PyTree, batch: PyTree) -> list[AxisNames]:
         """For each parameter, the mesh axes over which its gradient is split."""
@@ -215,31 +209,6 @@ class Signature(NamedTuple):
             names = set(split.mesh_axes_of_summed) - varying(batch)
             axes_of_params.append(tuple(sorted(names)))
         return axes_of_params
-
-    def _check_returned(self, program: ClosedJaxpr, result_types: PyTree) -> None:
-        """Raises TypeError for a loss that does not return one real number, and with it
-        what `has_aux` says.
-        """
-        if self.has_aux:
-            demand = "(value, aux), as has_aux=True says, with one real number as value"
-            returned = result_types
-            is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
-            value = returned[0] if is_pair else None
-        else:
-            demand = "one real number, or (value, aux) with has_aux=True"
-            returned, _ = result_types
-            value = returned
-        if isinstance(value, jax.ShapeDtypeStruct):
-            is_real = jnp.issubdtype(value.dtype, jnp.floating)
-            if is_real and value.shape == ():
-                return
-        equations = program.jaxpr.eqns
-        # A loss without equations, such as a constant, has no line.
-        line = source_line(equations[-1]) if equations else ""
-        raise TypeError(
-            f"{self.call}: the loss of one example must return {demand}, got "
-            f"{short_repr(returned)}{line}."
-        )
 
     def _check_program(self, program: ClosedJaxpr, batch_axes: AxisNames) -> None:
         """Raises ValueError for a loss in which one example sees others: those of its
@@ -317,8 +286,9 @@ class Signature(NamedTuple):
                 sizes[name] = shape[0] if shape else "no axis"
         size = next(iter(sizes.values()), 0)
         is_same = set(sizes.values()) == {size}
-        # For a step without examples there is the mask: all False gives zeros.
-        if not is_same or size in (0, "no axis"):
+        # For a step without examples there is the mask: all False gives zeros. A symbol
+        # of jax.export is not an int.
+        if not (is_same and isinstance(size, int) and size):
             text = ", ".join(f"{name} has {length}" for name, length in sizes.items())
             raise ValueError(
                 f"{self.call}: the arrays of the batch must have the same size along "

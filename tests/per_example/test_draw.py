@@ -100,7 +100,7 @@ WRONG = {
     "draw: share must be at most 1, got 1.5": (1.5, 20, 7),
     "draw: share must be at least 0, got -0.1": (-0.1, 20, 7),
     "draw: examples must be a whole number": (0.1, 2.5, 2),
-    "draw: places must be at most 20, got 21": (0.1, 20, 21),
+    "draw: places for 2 expected examples must be at most 20, got 21": (0.1, 20, 21),
     "draw: places for 10 expected examples must be at least 10, got 9": (0.5, 20, 9),
     "draw: places must be at least 1, got 0": (0.1, 20, 0),
     "draw: places must be a whole number": (0.1, 20, 2.5),

@@ -62,7 +62,8 @@ def test_a_loss_that_wants_a_batch_gets_a_note():
         clipped_grad(mean_over_a_batch, 1.0)(jnp.ones(3), jnp.ones((4, 3)), jnp.ones(4))
     note = (
         "clipped_grad: mean_over_a_batch gets one example, without the batch axis: "
-        "arrays of shape [3], []."
+        "arrays of shape [3], []. It must return one real number, or (value, aux) with "
+        "has_aux=True."
     )
     assert note in caught.value.__notes__
 

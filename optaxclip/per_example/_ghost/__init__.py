@@ -100,16 +100,15 @@ class GhostClipping:
     ) -> list[NormSource]:
         """For each parameter the source of the norms of the examples."""
         gradients = self._gradients(captured)
+        # The gradient by a parameter that is not used is 0.
+        no_gradient = jnp.zeros(present.size, jnp.float32)
         sources = []
         for param_index, plan in enumerate(self.plans):
             if isinstance(plan, OuterProductPlan):
                 source = plan.norm_source(captured, present)
-            elif isinstance(plan, GradientPlan):
-                source = NormSource.without_term_bounds(gradients[param_index])
             else:
-                # The gradient by a parameter that is not used is 0.
-                zeros = jnp.zeros(present.size, jnp.float32)
-                source = NormSource.without_term_bounds(zeros)
+                gradient = gradients.get(param_index, no_gradient)
+                source = NormSource.without_term_bounds(gradient)
             sources.append(source)
         return sources
 

@@ -53,10 +53,6 @@ class Form(NamedTuple):
     outer_products: Callable[..., OuterProducts]
     # Of a convolution. Each group has a part of the columns, and its own matrix.
     feature_groups: int = 1
-    # Of a convolution: how many offsets the first window axis has, if it is better to
-    # shift cotangents by them than pixels. The matrix is then
-    # [rows / shifts, shifts * columns]. 1: only pixels are shifted.
-    shifts: int = 1
 
 
 def form_of(site: Site) -> Form | None:
@@ -191,28 +187,14 @@ def _convolution(site: Site) -> Form | None:
     # Positions are the pixels of the output, rows the numbers of a patch, columns the
     # output channels of a group.
     rows = (*window_axes, in_channel_axis)
-    # Cotangents are shifted along the first axis of the window where that makes fewer
-    # numbers: with a kernel of 3 x 3 there are 3 of each pixel and 3 of each cotangent,
-    # instead of 9 of each pixel.
-    shifts_of_cotangents = 1
-    if params["window_strides"][:1] == (1,):
-        shifts_of_cotangents = kernel_shape[window_axes[0]]
-    patch_size = size_along(kernel_shape, rows)
-    if patch_size <= shifts_of_cotangents * out_channels // feature_groups:
-        shifts_of_cotangents = 1
+    window = [kernel_shape[axis] for axis in window_axes]
 
-    def outer_products(
-        inputs: list[Array], cotangent: Array, shifts: int = 1
-    ) -> OuterProducts:
+    def outer_products(inputs: list[Array], cotangent: Array) -> OuterProducts:
         # Channels stay last, where convolutions mostly have them. In another order a
         # GPU wrote a copy of all cotangents, and needed 1.9 times the memory of a plain
         # gradient.
         pixels = jnp.transpose(inputs[0], _channels_last(image_axes))
         c = jnp.transpose(cotangent, _channels_last(out_axes))[..., None, :]
-        window = [kernel_shape[axis] for axis in window_axes]
-        if shifts > 1:
-            window[0] = 1
-            c = _shifted(c, shifts, params["rhs_dilation"][0])
 
         def by_group(x: Array) -> Array:
             """[..., offsets, channels] as [groups, positions, numbers]."""
@@ -231,7 +213,6 @@ def _convolution(site: Site) -> Form | None:
         positions=site.out_types[0].size // out_channels,
         outer_products=outer_products,
         feature_groups=feature_groups,
-        shifts=shifts_of_cotangents,
     )
 
 
@@ -239,30 +220,6 @@ def _channels_last(axes: Sequence[int]) -> tuple[int, ...]:
     """Reorders the axes of a spec of `dimension_numbers`, which has channels second."""
     image_axis, channel_axis, *place_axes = axes
     return (image_axis, *place_axes, channel_axis)
-
-
-def _shifted(c: Array, shifts: int, step: int) -> Array:
-    """Cotangents, shifted along the first axis of the window by 0, `step`, 2 `step`,
-    and so on.
-
-    Args:
-      c: [images, height, ..., 1, channels].
-      shifts: how many.
-      step: the dilation of the kernel.
-
-    Returns:
-      [images, height + margin, ..., shifts, channels].
-    """
-    margin = (shifts - 1) * step
-    edges = [(0, 0)] * c.ndim
-    edges[1] = (margin, margin)
-    # Padded once: XLA on a CPU takes four times as long to join padded arrays.
-    padded = jnp.pad(c, edges)
-    height = c.shape[1] + margin
-    shifted = []
-    for start in range(margin, -1, -step):
-        shifted.append(padded[:, start : start + height])
-    return jnp.concatenate(shifted, -2)
 
 
 def _patches(image: Array, window: list[int], params: dict[str, Any]) -> Array:

@@ -6,12 +6,10 @@ positions, and so are several sites of one parameter.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from ..._jaxpr import type_of
@@ -120,17 +118,6 @@ class Matrix(NamedTuple):
             return precision
         return None
 
-    @property
-    def dtypes(self) -> list[np.dtype]:
-        """The dtypes of the operand and of the values between it and the parameter."""
-        dtypes = []
-        computation = self.operand.origin.computation
-        # Each computation of a view has one input.
-        while computation:
-            dtypes.append(type_of(computation.eqn.outvars[0]).dtype)
-            computation = computation.in_origins[0].computation
-        return dtypes
-
     def value(self, values: WideValues) -> Array:
         """The operand as [stack, rows, columns]."""
         form = self.form
@@ -149,13 +136,9 @@ class Matrix(NamedTuple):
             matrices_of = _with_turns_along(STACK_AXIS, matrices_of)
         return matrices_of(values.value(origin))
 
-    def outer_products(self, captured: Captured, *, can_shift: bool) -> OuterProducts:
-        """The outer products for a batch. With `can_shift` cotangents may be shifted
-        instead of pixels.
-        """
+    def outer_products(self, captured: Captured) -> OuterProducts:
+        """The outer products for a batch."""
         of_example = self.form.outer_products
-        if can_shift and self.form.shifts > 1 and not self.is_transposed:
-            of_example = partial(of_example, shifts=self.form.shifts)
         # The innermost scan first, so that turns of the outermost are in front.
         for scan_depth in reversed(range(len(self.site.scan_lengths))):
             axis = POSITION_AXIS

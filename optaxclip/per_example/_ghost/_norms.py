@@ -110,13 +110,7 @@ def gradients_of(products: list[OuterProducts], shape: tuple[int, ...]) -> Array
         a = outer.a.astype(dtype)
         c = outer.c.astype(dtype)
         # G = sum_t a_t c_t'
-        gradient = jnp.einsum("bstr,bstk->bsrk", a, c, precision=HIGHEST)
-        # [..., rows / shifts, shifts, columns], of which shifts come first in a matrix.
-        examples, stack, rows, _ = gradient.shape
-        columns = shape[2]
-        gradient = gradient.reshape(examples, stack, rows, -1, columns)
-        gradient = jnp.swapaxes(gradient, 2, 3)
-        total += gradient.reshape(examples, *shape)
+        total += jnp.einsum("bstr,bstk->bsrk", a, c, precision=HIGHEST)
     return total
 
 

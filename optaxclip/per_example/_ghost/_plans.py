@@ -116,9 +116,6 @@ class OuterProductPlan(LeafPlan, ABC):
     # `../_bounds` counts on. That takes longer. False for a mean.
     is_bounded: bool
 
-    # Whether cotangents may be shifted instead of pixels
-    can_shift: ClassVar[bool] = False
-
     @abstractmethod
     def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         """The arrays whose norms are |G|, from the outer products of each matrix."""
@@ -128,11 +125,12 @@ class OuterProductPlan(LeafPlan, ABC):
         return sum(matrix.positions for matrix in self.matrices)
 
     @property
-    def patch_copies(self) -> int:
-        """How many patches are written for an example. Each is written twice."""
-        if self.matrices[0].is_convolution:
-            return 2 * self.matrix_shape.stack * self.positions
-        return 0
+    def temporaries(self) -> int:
+        """The numbers of all patches of a convolution. Each patch is written twice."""
+        if not self.matrices[0].is_convolution:
+            return 0
+        stack, rows, _ = self.matrix_shape
+        return 2 * stack * self.positions * rows
 
     def norm_source(self, captured: CapturedOfSites, present: Array) -> NormSource:
         """The arrays whose norms are |G|, made for a few examples at a time."""
@@ -154,7 +152,7 @@ class OuterProductPlan(LeafPlan, ABC):
         products = []
         for matrix in self.matrices:
             arrays = captured[matrix.site.site_index]
-            products.append(matrix.outer_products(arrays, can_shift=self.can_shift))
+            products.append(matrix.outer_products(arrays))
         return products
 
     def _examples_at_once(self, captured: CapturedOfSites, batch_size: int) -> int:
@@ -295,7 +293,7 @@ class GramPlan(SummedPlan):
 
     @property
     def temporaries(self) -> int:
-        return 2 * self.position_pairs + self.patch_copies * self.matrix_shape.rows
+        return 2 * self.position_pairs + super().temporaries
 
     @property
     def extra_work(self) -> int:
@@ -325,19 +323,10 @@ class MatrixPlan(OuterProductPlan):
     """|G|, where the gradients G = sum_t a_t c_t' are made."""
 
     norm_by = "matrix"
-    can_shift = True
 
     @property
     def kept_size(self) -> int:
         return math.prod(self.matrix_shape)
-
-    @property
-    def temporaries(self) -> int:
-        shifts = self.matrices[0].form.shifts
-        numbers_of_position = self.matrix_shape.rows // shifts
-        if shifts > 1:
-            numbers_of_position += shifts * self.matrix_shape.columns
-        return self.patch_copies * numbers_of_position
 
     def _norm_source_from(self, products: list[OuterProducts]) -> NormSource:
         # Written, since the weighted sum reads them as well.
