@@ -71,20 +71,18 @@ def check_optimizer(
         output_paths,
         leaf_of_input=[leaf_of_entry[path] for path in input_paths],
     )
-    reduced_leaves = set()
+    names_of_reduced = set()
     for program_of_entry in update.of_each_entry():
         (path,) = program_of_entry.output_paths
         leaf_path = leaf_of_entry[path]
-        wrong_leaves = set(program_of_entry.leaf_of_input) - {leaf_path, None}
-        name = optimizer.name_of_leaf.get(leaf_path)
-        if leaf_path in slice_of_leaf:
-            if program_of_entry.has_reduction:
-                reduced_leaves.add(name)
-        else:
+        wrong_leaves = program_of_entry.leaves_read - {leaf_path}
+        if leaf_path is None or leaf_path not in slice_of_leaf:
             wrong_leaves &= slice_of_leaf.keys()
+        elif program_of_entry.has_reduction:
+            names_of_reduced.add(optimizer.name_of_leaf[leaf_path])
         if wrong_leaves:
-            wrong_names = listed(optimizer.name_of_leaf[leaf] for leaf in wrong_leaves)
-            raise ValueError(_mixing_error(path, name, wrong_names))
+            names = listed(optimizer.name_of_leaf[leaf] for leaf in wrong_leaves)
+            raise ValueError(_mixing_error(optimizer, path, leaf_path, names))
 
     # Fourth check: as in a step, an update gets gradients of one stack, and None in the
     # place of all others.
@@ -92,9 +90,9 @@ def check_optimizer(
         grads = {path: layer[path] for path in stack.slice_of_leaf}
         _traced_update(optimizer, entries, grads)
 
-    if reduced_leaves:
+    if names_of_reduced:
         warnings.warn(
-            f"release: optimizer looks at all numbers of {listed(reduced_leaves)} "
+            f"release: optimizer looks at all numbers of {listed(names_of_reduced)} "
             "together. Here it sees one layer at a time, so that the run is not that "
             "of the usual step, but of one with a list of layers in place of a stack.",
             stacklevel=3,
@@ -129,6 +127,11 @@ class _UpdateProgram(NamedTuple):
                 list(compress(self.leaf_of_input, are_read)),
             )
             yield from half.of_each_entry()
+
+    @property
+    def leaves_read(self) -> set[str]:
+        """The leaves whose weights, moments or gradients it reads."""
+        return {path for path in self.leaf_of_input if path is not None}
 
     @property
     def has_reduction(self) -> bool:
@@ -204,17 +207,19 @@ def _check_new_state(entries: Entries, new_entries: Entries) -> None:
         )
 
 
-def _mixing_error(path: str, name: str | None, wrong_names: str) -> str:
-    """The text of an error: the new entry at a path wrongly depends on leaves. `name`
-    is that of the leaf that it follows.
+def _mixing_error(
+    optimizer: LeafOptimizer, path: str, leaf_path: str | None, wrong_names: str
+) -> str:
+    """The text of an error: the new entry at a path, which follows a leaf or none,
+    wrongly depends on other leaves.
     """
-    if name is None:
+    if leaf_path is None:
         return (
             "release: optimizer must keep no number that depends on gradients, unless "
             f"each weight has one of its own, but {path!r} depends on {wrong_names}."
         )
     return (
-        f"release: optimizer must treat each array by itself, but its {name!r} depends "
-        f"on {wrong_names}. If it clips or skips, leave that out, and set max_norm and "
-        "nonfinite here."
+        "release: optimizer must treat each array by itself, but its "
+        f"{optimizer.name_of_leaf[leaf_path]!r} depends on {wrong_names}. If it clips "
+        "or skips, leave that out, and set max_norm and nonfinite here."
     )
