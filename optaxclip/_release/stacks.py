@@ -168,7 +168,9 @@ def run_stack(
         if layer_slice.leaf_path in stack.slice_of_leaf:
             slice_of_own_entry[path] = layer_slice
     entries = {path: stack_entries[path] for path in slice_of_own_entry}
-    layer_entries = layer_of(entries, slice_of_own_entry, layer_number=0)
+    layer_entries = jax.eval_shape(
+        lambda: layer_of(entries, slice_of_own_entry, layer_number=0)
+    )
     weights = {path: layer_entries[path] for path in stack.slice_of_leaf}
     # Traced with weights in the place of gradients, which have the same types.
     update_with_constants, constants = _closure_converted(
