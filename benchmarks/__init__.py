@@ -19,7 +19,6 @@ is read from disk is not measured. The machine must do nothing else.
     steps, networks    what is compared, and what is trained
     whole_step         the table of whole steps that run
     compiled           the table of whole steps that are compiled for described devices
-    given              Adam on given gradients
     per_example        gradients whose examples are clipped
     timing, report     runs in turns, and tables
     pages, pictures    write what README.md and docs/ show

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from . import compiled, given, per_example, report, whole_step
+from . import compiled, per_example, report, whole_step
 
 TABLES: dict[str, Callable[[bool], report.Table]] = {
     "whole_step": whole_step.table,
     "whole_step_compiled": compiled.table,
-    "step": given.table,
     "per_example": per_example.rows.table,
     "per_example_auto": partial(
         per_example.rows.table, models=per_example.losses.each_kind

@@ -170,13 +170,6 @@ def decoder(
     return Network(_described(shapes), loss, draw)
 
 
-def gpt2_small() -> list[tuple[int, ...]]:
-    """The shapes of its 148 tensors, 124 million numbers."""
-    width = 768
-    layers = [*_layer_shapes(width).values()] * 12
-    return [(50257, width), (1024, width), *layers, (width,), (width,)]
-
-
 def decoder_of_128_tensors() -> list[tuple[int, ...]]:
     """The shapes of its tensors: two tables, ten layers, three more layer norms. 16
     devices can divide all of them.

@@ -7,7 +7,7 @@ between `<!-- number: FILE/ROW/COLUMN -->` and `<!-- end -->`. A test fails when
 does not have what this would write. Where the JSON is from:
 
     results/costs.json           python -m benchmarks --only whole_step
-                                     --only whole_step_compiled --only step --json PATH
+                                     --only whole_step_compiled --json PATH
     results/per_example.json     python -m benchmarks --only per_example --only
                                      per_example_auto --only per_example_unseen
                                      --only per_example_compiled --json PATH
@@ -220,7 +220,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_step": lambda: _rows("whole_step", "costs"),
     "whole_step_gpu": lambda: _rows("whole_step", "gpu"),
     "whole_step_compiled": lambda: _rows("whole_step_compiled", "costs"),
-    "step": lambda: _rows("step", "costs"),
     "each_time": lambda: each_row(EACH, "time"),
     "each_time_on_a_gpu": lambda: each_row(IN_JAX, "time", "gpu"),
     "each_memory": lambda: each_row(IN_JAX, "temporary memory"),

@@ -7,8 +7,9 @@ update says which old entries and gradients each new entry depends on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from itertools import compress
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._jaxpr import runs_primitive_like
 from .._trees import listed
-from .optimizers import LeafOptimizer, arrays_by_path
+from .optimizers import LeafOptimizer, arrays_by_path, changed_type
 from .program import Program
 from .stacks import Entries, layer_of
 
@@ -56,10 +57,12 @@ def check_optimizer(
             _check_shared(path, entry, all_layers_entries.get(path))
 
     # Second check: an update keeps entries, shapes and dtypes.
-    trace_update = jax.make_jaxpr(optimizer.updated, return_shape=True)
     # Traced with weights in the place of gradients, which have the same types.
-    traced, new_entries = _traced_update(trace_update, entries, one_layer_weights)
+    traced, new_entries = _traced_update(optimizer, entries, one_layer_weights)
     _check_new_state(entries, new_entries)
+
+    # Third check: new weights and moments of a leaf of a stack depend on no other leaf,
+    # and all other new entries on no leaf of a stack.
     # The order of the jaxpr's outputs and inputs: JAX sorts the keys of a dict.
     output_paths = sorted(entries)
     input_paths = output_paths + sorted(one_layer_weights)
@@ -68,36 +71,28 @@ def check_optimizer(
         output_paths,
         leaf_of_input=[leaf_of_entry[path] for path in input_paths],
     )
+    names_of_reduced = set()
+    for program_of_entry in update.of_each_entry():
+        (path,) = program_of_entry.output_paths
+        leaf_path = leaf_of_entry[path]
+        wrong_leaves = program_of_entry.leaves_read - {leaf_path}
+        if leaf_path is None or leaf_path not in slice_of_leaf:
+            wrong_leaves &= slice_of_leaf.keys()
+        elif program_of_entry.has_reduction:
+            names_of_reduced.add(optimizer.name_of_leaf[leaf_path])
+        if wrong_leaves:
+            names = listed(optimizer.name_of_leaf[leaf] for leaf in wrong_leaves)
+            raise ValueError(_mixing_error(optimizer, path, leaf_path, names))
 
-    # Third check: the new weights and moments of a leaf of a stack depend on no other
-    # leaf.
-    reduced_leaves = []
-    other_paths = set(entries)
-    for leaf_path in slice_of_leaf:
-        paths = {path for path in entries if leaf_of_entry[path] == leaf_path}
-        jaxpr, leaves_read = update.program_and_leaves(paths)
-        _check_reads(optimizer, leaf_path, leaves_read - {leaf_path})
-        if any(runs_primitive_like(REDUCTIONS, equation) for equation in jaxpr.eqns):
-            reduced_leaves.append(optimizer.name_of_leaf[leaf_path])
-        other_paths -= paths
-
-    # Fourth check: no other new entry depends on leaves of stacks.
-    _, leaves_read = update.program_and_leaves(other_paths)
-    if leaves_read & slice_of_leaf.keys():
-        # The error names the entry that depends on layers.
-        for path in sorted(other_paths):
-            _, leaves_read = update.program_and_leaves({path})
-            _check_reads(optimizer, path, leaves_read & slice_of_leaf.keys())
-
-    # Fifth check: as in a step, an update gets gradients of one stack, and None in the
+    # Fourth check: as in a step, an update gets gradients of one stack, and None in the
     # place of all others.
     for stack in program.stacks.values():
-        grads = {path: layer[path] for path in stack.leaf_paths}
-        _traced_update(trace_update, entries, grads)
+        grads = {path: layer[path] for path in stack.slice_of_leaf}
+        _traced_update(optimizer, entries, grads)
 
-    if reduced_leaves:
+    if names_of_reduced:
         warnings.warn(
-            f"release: optimizer looks at all numbers of {listed(reduced_leaves)} "
+            f"release: optimizer looks at all numbers of {listed(names_of_reduced)} "
             "together. Here it sees one layer at a time, so that the run is not that "
             "of the usual step, but of one with a list of layers in place of a stack.",
             stacklevel=3,
@@ -112,29 +107,47 @@ class _UpdateProgram(NamedTuple):
     # The leaf whose weight, moment or gradient it is. None: all layers share the input.
     leaf_of_input: list[str | None]
 
-    def program_and_leaves(self, paths: set[str]) -> tuple[Jaxpr, set[str]]:
-        """The program that computes the new entries at these paths, and the leaves
-        whose weights, moments or gradients it reads.
+    def of_each_entry(self) -> Iterator[_UpdateProgram]:
+        """The program of each new entry, with the inputs that it reads.
+
+        It is halved again and again. For 200 leaves, to take each entry from the whole
+        program takes seconds.
         """
-        are_needed = [path in paths for path in self.output_paths]
-        program, are_read = dce_jaxpr(self.jaxpr, are_needed)
-        leaves_read = {
-            leaf_path
-            for leaf_path, is_read in zip(self.leaf_of_input, are_read)
-            if is_read and leaf_path is not None
-        }
-        return program, leaves_read
+        count = len(self.output_paths)
+        if count == 1:
+            yield self
+            return
+        first_half = [index < count // 2 for index in range(count)]
+        second_half = [not flag for flag in first_half]
+        for are_needed in (first_half, second_half):
+            jaxpr, are_read = dce_jaxpr(self.jaxpr, are_needed)
+            half = _UpdateProgram(
+                jaxpr,
+                list(compress(self.output_paths, are_needed)),
+                list(compress(self.leaf_of_input, are_read)),
+            )
+            yield from half.of_each_entry()
+
+    @property
+    def leaves_read(self) -> set[str]:
+        """The leaves whose weights, moments or gradients it reads."""
+        return {path for path in self.leaf_of_input if path is not None}
+
+    @property
+    def has_reduction(self) -> bool:
+        """Whether it looks at several numbers of an array together."""
+        return any(runs_primitive_like(REDUCTIONS, eqn) for eqn in self.jaxpr.eqns)
 
 
 def _traced_update(
-    trace_update: Callable[..., Any], entries: Entries, grads: Entries
+    optimizer: LeafOptimizer, entries: Entries, grads: Entries
 ) -> tuple[ClosedJaxpr, Entries]:
     """The program of an update by these gradients, and types of the new entries.
 
     Raises TypeError if the update raises.
     """
     try:
-        return trace_update(entries, grads)
+        return jax.make_jaxpr(optimizer.updated, return_shape=True)(entries, grads)
     except Exception as error:
         # Such as `reduce_on_plateau`, which wants the value of the loss.
         raise TypeError(
@@ -182,45 +195,31 @@ def _check_new_state(entries: Entries, new_entries: Entries) -> None:
     array, gives one layer the shape of all. Moments in bfloat16 become float32 if the
     decay is a float32 array.
     """
-    changed_paths = entries.keys() ^ new_entries.keys()
-    if changed_paths:
+    change = changed_type(new_entries, entries)
+    if change:
         raise ValueError(
-            "release: optimizer must keep the entries of its state, but an update adds "
-            f"or drops {listed(changed_paths)}. Let init return what update returns, "
-            "with zeros for what is not known yet."
+            "release: optimizer must keep the entries, shapes and dtypes of weights "
+            f"and state, but after an update {change}. Let init return what update "
+            "returns, with zeros for what is not known yet. Give no number for each "
+            "layer in an array. Give decays as Python numbers, and with "
+            "optax.inject_hyperparams name them in static_args: ('b1', 'b2', 'eps', "
+            "'eps_root') for Adam."
         )
-    for path, entry in entries.items():
-        new_shape = new_entries[path].shape
-        if new_shape != entry.shape:
-            raise ValueError(
-                "release: optimizer must keep the shapes of weights and state, but "
-                f"{path!r} is {entry.dtype}{list(entry.shape)} before an update and "
-                f"{entry.dtype}{list(new_shape)} after it. It sees one layer at a "
-                "time, so no array may have a number for each layer."
-            )
-        new_dtype = new_entries[path].dtype
-        if new_dtype != entry.dtype:
-            raise ValueError(
-                "release: optimizer must keep the dtypes of its state, but "
-                f"{path!r} is {entry.dtype} before an update and {new_dtype} after it. "
-                "Give decays as Python numbers, not as arrays. With "
-                "optax.inject_hyperparams name them in static_args: "
-                "('b1', 'b2', 'eps', 'eps_root') for Adam."
-            )
 
 
-def _check_reads(optimizer: LeafOptimizer, path: str, wrong_leaves: set[str]) -> None:
-    """Raises if there are leaves on which the new entry at a path wrongly depends."""
-    if not wrong_leaves:
-        return
-    names = listed(optimizer.name_of_leaf[leaf_path] for leaf_path in wrong_leaves)
-    if path not in optimizer.name_of_leaf:
-        raise ValueError(
+def _mixing_error(
+    optimizer: LeafOptimizer, path: str, leaf_path: str | None, wrong_names: str
+) -> str:
+    """The text of an error: the new entry at a path, which follows a leaf or none,
+    wrongly depends on other leaves.
+    """
+    if leaf_path is None:
+        return (
             "release: optimizer must keep no number that depends on gradients, unless "
-            f"each weight has one of its own, but {path!r} depends on {names}."
+            f"each weight has one of its own, but {path!r} depends on {wrong_names}."
         )
-    raise ValueError(
+    return (
         "release: optimizer must treat each array by itself, but its "
-        f"{optimizer.name_of_leaf[path]!r} depends on {names}. If it clips or skips, "
-        "leave that out, and set max_norm and nonfinite here."
+        f"{optimizer.name_of_leaf[leaf_path]!r} depends on {wrong_names}. If it clips "
+        "or skips, leave that out, and set max_norm and nonfinite here."
     )

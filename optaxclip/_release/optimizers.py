@@ -42,6 +42,25 @@ def tree_from_entries(params_and_state: PyTree, entries: Entries) -> Any:
     )
 
 
+def changed_type(entries: Entries, wanted_entries: Entries) -> str:
+    """The first entry whose type is not the wanted one, with both types, such as
+    "[1].mu is float32[2] in place of bfloat16[2]". "" if there is none.
+    """
+    for path in sorted(entries.keys() | wanted_entries.keys()):
+        entry_type = _shown_type(entries.get(path))
+        wanted_type = _shown_type(wanted_entries.get(path))
+        if entry_type != wanted_type:
+            return f"{path} is {entry_type} in place of {wanted_type}"
+    return ""
+
+
+def _shown_type(array: Any) -> str:
+    if array is None:
+        return "nothing"
+    array_type = jax.typeof(array)
+    return f"{array_type.dtype}{list(array_type.shape)}"
+
+
 class LeafOptimizer(NamedTuple):
     """An optimizer that can be called with some leaves of params, by their entries."""
 

@@ -25,6 +25,7 @@ from .._jaxpr import (
     every_equation,
     is_literal,
     run_equations,
+    source_line,
     type_of,
 )
 from .._trees import PyTree, listed
@@ -58,8 +59,7 @@ class Program(NamedTuple):
         """Where layers are in the leaves of all stacks, by the path of the leaf."""
         slice_of_leaf = {}
         for stack in self.stacks.values():
-            for layer_slice in stack.slice_of_input.values():
-                slice_of_leaf[layer_slice.leaf_path] = layer_slice
+            slice_of_leaf |= stack.slice_of_leaf
         return slice_of_leaf
 
 
@@ -110,15 +110,13 @@ def read_program(
 
 def _scans_of(program: ClosedJaxpr) -> list[str]:
     """The lengths and lines of all scans of a program, for an error."""
-    from jax.extend.source_info_util import summarize
-
     # A dict, since a scan may be called twice.
     scans: dict[str, None] = {}
     for equation in program.eqns:
         for inner in every_equation(equation):
             if inner.primitive.name == "scan":
-                line = summarize(inner.source_info)
-                scans[f"one of length {inner.params['length']} at {line}"] = None
+                length = inner.params["length"]
+                scans[f"one of length {length}{source_line(inner)}"] = None
     return list(scans)
 
 

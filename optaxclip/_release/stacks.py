@@ -88,8 +88,10 @@ class Stack(NamedTuple):
         return self.equation.params["length"]
 
     @property
-    def leaf_paths(self) -> set[str]:
-        return {layer_slice.leaf_path for layer_slice in self.slice_of_input.values()}
+    def slice_of_leaf(self) -> dict[str, LayerSlice]:
+        """Where layers are in the leaves, by path."""
+        slices = self.slice_of_input.values()
+        return {layer_slice.leaf_path: layer_slice for layer_slice in slices}
 
 
 class _Layer(NamedTuple):
@@ -110,8 +112,8 @@ class _Layer(NamedTuple):
         budget: Budget,
     ) -> tuple[list[Array], Entries, Budget]:
         """The outputs of the layer, and entries and budget as they are."""
-        layer_entries = layer_of(entries, self.slice_of_entry, layer_number)
-        return self.run_body(inputs, layer_entries), entries, budget
+        weights = layer_of(entries, self.stack.slice_of_leaf, layer_number)
+        return self.run_body(inputs, weights), entries, budget
 
     def forward(self, *arguments: Any) -> Any:
         """What `run` returns, and what `backward` reads of its arguments."""
@@ -123,7 +125,7 @@ class _Layer(NamedTuple):
         inputs, layer_number, constants = saved
         output_cotangents, entries, budget = cotangents
         layer_entries = layer_of(entries, self.slice_of_entry, layer_number)
-        weights = {path: layer_entries[path] for path in self.stack.leaf_paths}
+        weights = {path: layer_entries[path] for path in self.stack.slice_of_leaf}
         _, pull = jax.vjp(self.run_body, inputs, weights)
         input_cotangents, grads = pull(output_cotangents)
         new_entries, budget = self.update(constants, grads, layer_entries, budget)
@@ -163,11 +165,13 @@ def run_stack(
     """
     slice_of_own_entry = {}
     for path, layer_slice in slice_of_entry.items():
-        if layer_slice.leaf_path in stack.leaf_paths:
+        if layer_slice.leaf_path in stack.slice_of_leaf:
             slice_of_own_entry[path] = layer_slice
     entries = {path: stack_entries[path] for path in slice_of_own_entry}
-    layer_entries = layer_of(entries, slice_of_own_entry, layer_number=0)
-    weights = {path: layer_entries[path] for path in stack.leaf_paths}
+    layer_entries = jax.eval_shape(
+        lambda: layer_of(entries, slice_of_own_entry, layer_number=0)
+    )
+    weights = {path: layer_entries[path] for path in stack.slice_of_leaf}
     # Traced with weights in the place of gradients, which have the same types.
     update_with_constants, constants = _closure_converted(
         update_layer, weights, layer_entries, budget

@@ -10,15 +10,16 @@ import jax
 import optax
 from jax import Array
 
-from .._checks import shown
+from .._checks import check_state, shown
 from .._exported import exported
 from .._mesh_types import has_types, manual_axes
 from .._norms import global_norm
+from .._state import ClipState
 from .._trees import PyTree
 from .budget import Budget, first_shares, new_budget, next_shares, with_norm
 from .model import Model, read_model
 from .optimizer_checks import check_optimizer
-from .optimizers import arrays_by_path, tree_from_entries
+from .optimizers import arrays_by_path, changed_type, tree_from_entries
 from .stacks import Entries
 from .step_clip import StepClip
 
@@ -73,6 +74,7 @@ class Trainer:
                 "release: state must be what init(params, *batch) or the step before "
                 f"returned, got {shown(state)}."
             )
+        check_state("release", state.clip, ClipState)
         model = self._model(params, batch)
         _check_state_of(state, model)
         all_entries = arrays_by_path((params, state.optimizer))
@@ -156,24 +158,10 @@ def _check_state_of(state: ReleaseState, model: Model) -> None:
     """
     _, optimizer = model.optimizer.abstract_params_and_state(model.trained_weights)
     shares = jax.eval_shape(lambda: first_shares(model.group_count))
-    wanted_types = _types_by_path(ReleaseState(optimizer, None, shares))
-    # The clipper checks its own state.
-    types = _types_by_path(state._replace(clip=None))
-    for path in sorted(wanted_types.keys() | types.keys()):
-        entry_type = types.get(path, "nothing")
-        wanted_type = wanted_types.get(path, "nothing")
-        if entry_type != wanted_type:
-            raise ValueError(
-                "release: state must be of this optimizer, and of params of these "
-                f"layers, shapes and dtypes, but state{path} is {entry_type} in place "
-                f"of {wanted_type}: make it by init."
-            )
-
-
-def _types_by_path(tree: PyTree) -> dict[str, str]:
-    """Dtypes and shapes, such as "float32[2, 3]", by path."""
-    types = {}
-    for path, array in arrays_by_path(tree).items():
-        array_type = jax.typeof(array)
-        types[path] = f"{array_type.dtype}{list(array_type.shape)}"
-    return types
+    wanted = arrays_by_path(ReleaseState(optimizer, None, shares))
+    change = changed_type(arrays_by_path(state._replace(clip=None)), wanted)
+    if change:
+        raise ValueError(
+            "release: state must be of this optimizer, and of params of these layers, "
+            f"shapes and dtypes, but its {change}: make it by init."
+        )
