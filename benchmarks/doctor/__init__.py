@@ -2,8 +2,7 @@
 
 loops      how a training is run, and its log
 models     a perceptron and a decoder, and their batches
-faults     what breaks a training
-broken     the table of broken trainings
+broken     what breaks a training, and the table of broken ones
 healthy    healthy trainings, and their table
-table      what a row of both is, and the halves
+table      the shape of both tables, and their halves
 """

@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 from optaxclip.doctor import diagnose
 
-from .broken import broken
-from .healthy import healthy
+from .broken import BROKEN
+from .healthy import HEALTHY
 from .loops import Rows, loss_and_norm
 from .table import Training, half_of
 
@@ -48,12 +48,12 @@ def verdict_on(log: Rows, causes: tuple[str, ...]) -> Verdict:
     return Verdict(is_right, text if is_right else f"**wrong** {text}")
 
 
-def report(title: str, trainings: list[Training]) -> None:
+def report(title: str, trainings: list[Training], offset: int) -> None:
     print(f"\n| {title} | all columns | loss and norm |\n|---|---|---|")
     right = 0
     right_from_loss_and_norm = 0
     for training in trainings:
-        rows = training.rows()
+        rows = training.train(offset + training.seed)
         verdict = verdict_on(rows, training.causes)
         plain = verdict_on(loss_and_norm(rows), training.causes)
         right += verdict.is_right
@@ -75,8 +75,8 @@ def main() -> None:
         "--offset", type=int, default=0, help="of all seeds (default: 0)"
     )
     options = parser.parse_args()
-    report("broken", half_of(broken(options.offset), options.half))
-    report("healthy", half_of(healthy(options.offset), options.half))
+    report("broken", half_of(BROKEN, options.half), options.offset)
+    report("healthy", half_of(HEALTHY, options.half), options.offset)
 
 
 if __name__ == "__main__":

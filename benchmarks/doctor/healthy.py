@@ -36,7 +36,7 @@ from .models import (
     squared,
     texts,
 )
-from .table import Training, numbered, on_both
+from .table import Way, on_both, trainings, with_each
 
 
 def without(problem: Problem, *names: str) -> Problem:
@@ -234,95 +234,66 @@ def large_text(seed: int) -> Problem:
     return Problem(next_token, decoder(seed), (texts(seed, size=256),))
 
 
-def healthy(offset: int) -> list[Training]:
-    """40 trainings, with an offset of all seeds."""
-    return [
-        *on_both("cosine to zero", cosine_to_zero, seed=offset + 10),
-        *numbered(
+HEALTHY = trainings(
+    [
+        Way("cosine to zero", on_both(cosine_to_zero)),
+        Way(
             "a head of zeros",
-            lambda: train(
-                without(regression(offset + 10), "layer_2/w"), optax.adam(1e-2)
-            ),
-            lambda: train(without(language(offset + 11), "head"), optax.adam(1e-2)),
+            [
+                lambda seed: train(
+                    without(regression(seed), "layer_2/w"), optax.adam(1e-2)
+                ),
+                lambda seed: train(without(language(seed), "head"), optax.adam(1e-2)),
+            ],
         ),
-        *numbered(
+        Way(
             "a large batch",
-            lambda: train(regression(offset + 10, size=1024), optax.sgd(0.1)),
-            lambda: train(large_text(offset + 11), optax.adam(1e-2)),
+            [
+                lambda seed: train(regression(seed, size=1024), optax.sgd(0.1)),
+                lambda seed: train(large_text(seed), optax.adam(1e-2)),
+            ],
         ),
-        *on_both("a batch ramp", batch_ramp, seed=offset + 10),
-        *numbered(
+        Way("a batch ramp", on_both(batch_ramp)),
+        Way(
             "REINFORCE, changing rewards",
-            lambda: reinforce(offset + 10, 1.0, 10.0),
-            lambda: reinforce(offset + 11, 5.0, 1.0),
+            [
+                lambda seed: reinforce(seed, 1.0, 10.0),
+                lambda seed: reinforce(seed, 5.0, 1.0),
+            ],
         ),
-        *numbered(
-            "a GAN in turns",
-            lambda: gan(offset + 10, 2e-3),
-            lambda: gan(offset + 11, 5e-3),
-        ),
-        *numbered(
-            "LoRA with B = 0",
-            lambda: lora(offset + 10, 2),
-            lambda: lora(offset + 11, 4),
-        ),
-        *numbered(
-            "batches learnt by heart",
-            lambda: by_heart(offset + 10, 4),
-            lambda: by_heart(offset + 11, 40),
-        ),
-        *on_both("warm restarts", warm_restarts, seed=offset + 10),
-        *on_both(
-            "bfloat16 weights",
-            lambda problem: in_bfloat16(problem, 1e-2),
-            seed=offset + 10,
-        ),
-        *numbered(
+        Way("a GAN in turns", with_each(gan, 2e-3, 5e-3)),
+        Way("LoRA with B = 0", with_each(lora, 2, 4)),
+        Way("batches learnt by heart", with_each(by_heart, 4, 40)),
+        Way("warm restarts", on_both(warm_restarts)),
+        Way("bfloat16 weights", on_both(lambda problem: in_bfloat16(problem, 1e-2))),
+        Way(
             "Muon",
-            lambda: train(language(offset + 10), optax.contrib.muon(0.02)),
-            lambda: train(language(offset + 11), optax.contrib.muon(0.01)),
+            [
+                lambda seed: train(language(seed), optax.contrib.muon(0.02)),
+                lambda seed: train(language(seed), optax.contrib.muon(0.01)),
+            ],
         ),
-        *on_both(
-            "Lion", lambda problem: train(problem, optax.lion(1e-3)), seed=offset + 10
-        ),
-        *numbered(
+        Way("Lion", on_both(lambda problem: train(problem, optax.lion(1e-3)))),
+        Way(
             "residual branches of zeros",
-            lambda: branches_of_zeros(language(offset + 10)),
-            lambda: branches_of_zeros(language(offset + 11, blocks=3)),
+            [
+                lambda seed: branches_of_zeros(language(seed)),
+                lambda seed: branches_of_zeros(language(seed, blocks=3)),
+            ],
         ),
-        *numbered(
-            "top-1 experts, batches of 8",
-            lambda: experts(offset + 10, 4),
-            lambda: experts(offset + 11, 8),
-        ),
-        *numbered(
-            "tokens by Zipf's law",
-            lambda: zipf(offset + 10, 1.0),
-            lambda: zipf(offset + 11, 1.3),
-        ),
-        *numbered(
-            "a curriculum",
-            lambda: curriculum(offset + 10, 20),
-            lambda: curriculum(offset + 11, 32),
-        ),
-        *numbered(
-            "float16, dynamic scale",
-            lambda: dynamic_scale(offset + 10, 25),
-            lambda: dynamic_scale(offset + 11, 60),
-        ),
-        *numbered(
+        Way("top-1 experts, batches of 8", with_each(experts, 4, 8)),
+        Way("tokens by Zipf's law", with_each(zipf, 1.0, 1.3)),
+        Way("a curriculum", with_each(curriculum, 20, 32)),
+        Way("float16, dynamic scale", with_each(dynamic_scale, 25, 60)),
+        Way(
             "SGD with momentum",
-            lambda: train(regression(offset + 10), optax.sgd(0.02, 0.9)),
-            lambda: train(regression(offset + 11), optax.sgd(0.05, 0.9)),
+            [
+                lambda seed: train(regression(seed), optax.sgd(0.02, 0.9)),
+                lambda seed: train(regression(seed), optax.sgd(0.05, 0.9)),
+            ],
         ),
-        *numbered(
-            "dropout, AdamW, clip",
-            lambda: dropout(offset + 10, 0.1),
-            lambda: dropout(offset + 11, 0.5),
-        ),
-        *numbered(
-            "targets with long tails",
-            lambda: long_tails(offset + 10, 3.0),
-            lambda: long_tails(offset + 11, 2.0),
-        ),
-    ]
+        Way("dropout, AdamW, clip", with_each(dropout, 0.1, 0.5)),
+        Way("targets with long tails", with_each(long_tails, 3.0, 2.0)),
+    ],
+    first_seed=10,
+)

@@ -2,39 +2,50 @@
 
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .loops import Problem, Rows
 from .models import language, regression
 
+Train = Callable[[int], Rows]  # the log of a training with this seed
 
-class Training(NamedTuple):
-    """One training, and what is wrong with it."""
+
+class Way(NamedTuple):
+    """One way to train or to break, in one or two variants."""
 
     name: str
-    rows: Callable[[], Rows]
+    variants: list[Train]
     causes: tuple[str, ...] = ()  # of which one must come first. None if healthy
 
 
-def numbered(
-    name: str, *logs: Callable[[], Rows], causes: tuple[str, ...] = ()
-) -> list[Training]:
-    return [
-        Training(f"{name} ({number})", rows, causes)
-        for number, rows in enumerate(logs, start=1)
-    ]
+class Training(NamedTuple):
+    """One variant of a way."""
+
+    name: str
+    train: Train
+    seed: int  # to which an offset is added
+    causes: tuple[str, ...]
 
 
-def on_both(
-    name: str, rows: Callable[[Problem], Rows], seed: int, causes: tuple[str, ...] = ()
-) -> list[Training]:
+def trainings(ways: list[Way], first_seed: int) -> list[Training]:
+    """All variants. The second one of a way has the next seed."""
+    table: list[Training] = []
+    for way in ways:
+        for place, variant in enumerate(way.variants):
+            name = f"{way.name} ({place + 1})"
+            seed = first_seed + place
+            table.append(Training(name, variant, seed, way.causes))
+    return table
+
+
+def with_each(train: Callable[[int, Any], Rows], *values: float) -> list[Train]:
+    """A training with each value."""
+    return [lambda seed, value=value: train(seed, value) for value in values]
+
+
+def on_both(train: Callable[[Problem], Rows]) -> list[Train]:
     """A training of the regression, and one of the language."""
-    return numbered(
-        name,
-        lambda: rows(regression(seed)),
-        lambda: rows(language(seed + 1)),
-        causes=causes,
-    )
+    return [lambda seed: train(regression(seed)), lambda seed: train(language(seed))]
 
 
 def half_of(trainings: list[Training], half: str) -> list[Training]:
@@ -43,8 +54,5 @@ def half_of(trainings: list[Training], half: str) -> list[Training]:
         return trainings
     names = sorted(training.name for training in trainings)
     names_of_set = random.Random(75).sample(names, len(names) // 2)
-    halves: dict[str, list[Training]] = {"set": [], "aside": []}
-    for training in trainings:
-        is_of_set = training.name in names_of_set
-        halves["set" if is_of_set else "aside"].append(training)
-    return halves[half]
+    is_set = half == "set"
+    return [row for row in trainings if (row.name in names_of_set) == is_set]

@@ -60,17 +60,15 @@ def best(scores: np.ndarray, rates: list[float]) -> Best:
     means = scores.mean(-1)
     places = means.argmax(-1)
     place = int(places[0])
-    is_close = means[0] >= max(LEARNT, CLOSE * means[0].max())
-    low = high = place
-    while low > 0 and is_close[low - 1]:
-        low -= 1
-    while high + 1 < len(rates) and is_close[high + 1]:
-        high += 1
+    width = 1.0
+    if means[0, place] >= LEARNT:
+        close_rates = np.compress(means[0] >= CLOSE * means[0, place], rates)
+        width = close_rates[-1] / close_rates[0]
     neighbours = [means[0, x] for x in (place - 1, place + 1) if 0 <= x < len(rates)]
     return Best(
         scores=scores[np.arange(len(places)), places],
         place=place,
-        width=rates[high] / rates[low],
+        width=width,
         at_neighbours=float(np.mean(neighbours)),
     )
 

@@ -30,6 +30,10 @@ from ._choice import USUAL_LIMIT, Choice, choice_of, how_it_broke, percent
 from ._history import columns_of
 from ._run import MAX_GUARD_RATE, MIN_NORMS
 
+# Findings of the doctor in a run from which no limit can be chosen.
+BREAKS = ("divergence", "steady growth", "vanishing")
+# A bad batch broke the run if it is at most so many rows from the break.
+ROWS_OF_BATCH = 20
 ESTIMATES = (
     "These are estimates from the recorded norms. Clipping changes a run, so",
     "its norms will differ, and nothing here says how its loss would change.",
@@ -112,17 +116,20 @@ def _print_report(options: argparse.Namespace) -> None:
         print(f"The picture is in {options.picture}.")
 
 
-def _break_found_by_doctor(column: Column, findings: list[Finding]) -> str | None:
+def _break_found_by_doctor(column: Column, findings: Sequence[Finding]) -> str | None:
     """What the doctor says of a run whose loss diverges, or whose norms grow or vanish.
-    None for other runs, and after a bad batch, against which a clip helps.
+    None for other runs, and if a bad batch broke the run, against which a clip helps.
     """
+    steps_of_batches: list[int] = []
     for finding in findings:
-        is_of_loss = finding.cause == "divergence"
-        if not is_of_loss and column.name not in finding.first_steps:
-            continue
         if finding.cause == "bad batch":
-            return None
-        if is_of_loss or finding.cause in ("steady growth", "vanishing"):
+            steps_of_batches = [finding.first_steps[column.name], finding.worst]
+    reach = ROWS_OF_BATCH * distance_of_rows(column)
+    for finding in findings:
+        if finding.cause in BREAKS:
+            distances = [abs(finding.step - step) for step in steps_of_batches]
+            if min(distances, default=np.inf) <= reach:
+                return None
             return f"from {column.unit} {finding.step} on {finding.evidence}"
     return None
 
@@ -133,6 +140,13 @@ def _choice_and_advice(
     """The clipper to take, or None, and sentences that say why. `findings` are those of
     the doctor.
     """
+    # Of other columns only the loss and the rate count.
+    findings = [
+        finding
+        for finding in findings
+        if finding.cause in ("divergence", "learning rate")
+        or column.name in finding.first_steps
+    ]
     what_broke = how_it_broke(column) or _break_found_by_doctor(column, findings)
     if what_broke:
         return None, [
@@ -163,9 +177,7 @@ def _choice_and_advice(
         ]
     reasons = [*choice.reasons]
     for finding in findings:
-        is_of_column = column.name in finding.first_steps
-        is_of_rate = finding.cause == "learning rate"
-        if is_of_rate or (is_of_column and finding.cause == "change of scale"):
+        if finding.cause in ("learning rate", "change of scale"):
             reasons.append(
                 f"Look at {column.unit} {finding.step} first: the doctor names "
                 f"{finding.cause!r} there."
@@ -204,11 +216,7 @@ def _about_norms(column: Column) -> list[str]:
     lines += column.notes
     if column.empty_cells:
         lines.append(f"Rows without an entry are left out: {column.empty_cells}.")
-    distance = distance_of_rows(column)
-    lines += notes_on_distance(distance)
-    if logging_interval(distance) > 1:
-        lines.append("Windows of rules are counted in steps.")
-    return lines
+    return [*lines, *notes_on_distance(distance_of_rows(column))]
 
 
 def _table(choice: Choice) -> list[str]:

@@ -193,26 +193,11 @@ def _reasons_for_guard(
 
 
 def _steps_above(limit: float, column: Column) -> str:
-    """Where the norms above a limit lie: most of them at the start, or elsewhere."""
-    unit = column.unit
+    """How many norms are above a limit, and where they lie."""
     # A limit of a rule was rounded to float32, perhaps below the norm that it equals.
     steps = column.steps[column.values > limit * (1 + 1e-6)]
-    count = len(steps)
-    if count == 0:
-        return f"No {unit} is above {limit:g}."
-    if count == 1:
-        return f"The one {unit} above {limit:g} is {unit} {steps[0]}."
-    end_of_start = column.steps[len(column.steps) // 10]
-    steps_at_start = steps[steps < end_of_start]
-    if 2 * len(steps_at_start) <= count:
-        return (
-            f"The {count} {unit}s above {limit:g} lie in {unit}s {steps[0]} to "
-            f"{steps[-1]}."
-        )
-    share = f"{len(steps_at_start)} of the"
-    if len(steps_at_start) == count:
-        share = "All"
-    return (
-        f"{share} {count} {unit}s above {limit:g} are at the start, in {unit}s "
-        f"{steps_at_start[0]} to {steps_at_start[-1]}, as in a warm-up."
-    )
+    if not steps.size:
+        return f"No {column.unit} is above {limit:g}."
+    unit = column.unit
+    count = f"{unit.capitalize()}s above {limit:g}: {steps.size}"
+    return f"{count}, from {unit} {steps[0]} to {steps[-1]}."

@@ -2,13 +2,11 @@
 
 import pytest
 
-from benchmarks.doctor.broken import broken
-from benchmarks.doctor.healthy import healthy
+from benchmarks.doctor.broken import BROKEN
+from benchmarks.doctor.healthy import HEALTHY
 from benchmarks.doctor.table import half_of
 from optaxclip.doctor._causes import CAUSES
 
-BROKEN = broken(offset=0)
-HEALTHY = healthy(offset=0)
 NAMES = {cause.name for cause in CAUSES}
 
 
