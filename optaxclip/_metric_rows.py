@@ -27,7 +27,7 @@ from ._clippers._recorders import SpikeState
 from ._clippers._spam import SpamState
 from ._health import HealthState, health_numbers
 from ._outcome import are_sound, severity
-from ._state import ClipState, RecordState, entry_counts
+from ._state import ClipState, RecordState, Span, spans_of_names
 from ._trees import PyTree
 from ._wrappers._skipping import SkipState
 
@@ -145,13 +145,6 @@ def _float32(number: Array) -> Array:
 # ----------------------------------------------------------------- states of many norms
 
 
-class Span(NamedTuple):
-    """The entries of a state that a row shows."""
-
-    start: int
-    stop: int
-
-
 Spans = tuple[Span, ...]
 
 
@@ -190,18 +183,18 @@ class RecordNumbers(NamedTuple):
 def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     """The rows of a clipper, or of `record_norm`."""
     has_layers = options.layers and not options.summary
-    sizes = entry_counts(state, has_layers, call="metrics")
+    span_of_name = spans_of_names(state, has_layers, call="metrics")
     # An empty tree has no norm.
-    if not sizes:
+    if not span_of_name:
         return
     yield from _quantile_rows(state, options.quantiles)
-    names = list(sizes)
-    spans = _spans_of(sizes)
+    names = tuple(span_of_name)
+    spans = tuple(span_of_name.values())
     if options.summary:
         numbers = _summary_report(spans, state)
         yield from _rows_of(numbers._asdict())
         if options.with_names:
-            yield Row("worst_name", "", WorstName(tuple(names), numbers.worst_index))
+            yield Row("worst_name", "", WorstName(names, numbers.worst_index))
         return
     # The vectors become lists outside of jit: as separate outputs of the compiled call,
     # scalars of 148 tensors took 22 seconds to compile on a CPU.
@@ -226,12 +219,6 @@ def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[Row]:
     for level, quantile in zip(levels, quantiles):
         # "0.9" of 0.9 in any dtype, and "1" of 1.0.
         yield Row("norm_quantile", str(level).removesuffix(".0"), quantile)
-
-
-def _spans_of(sizes: Mapping[str, int]) -> Spans:
-    """The span of each name. `sizes` says how many entries each name has."""
-    stops = itertools.accumulate(sizes.values())
-    return tuple(Span(stop - size, stop) for size, stop in zip(sizes.values(), stops))
 
 
 def _furthest_spans(spans: Spans, state: ClipState) -> np.ndarray:
@@ -281,7 +268,7 @@ def _numbers_of_spans(spans: Spans, entries: ClipNumbers) -> ClipNumbers:
     numbers of all entries.
     """
     # The common case: each span is one entry.
-    if all(stop - start == 1 for start, stop in spans):
+    if all(span.size == 1 for span in spans):
         return entries
     severities = severity(entries.norm_before, entries.limit)
     numbers_of_spans = []
@@ -321,8 +308,7 @@ def _summary_report(spans: Spans, state: ClipState) -> ClipNumbers | RecordNumbe
     span_of_all = Span(0, len(entries.norm_before))
     numbers = _part_of(_numbers_of_spans((span_of_all,), entries), 0)
     # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
-    sizes = [stop - start for start, stop in spans]
-    span_of_entry = np.repeat(range(len(spans)), sizes)
+    span_of_entry = np.repeat(range(len(spans)), [span.size for span in spans])
     furthest = jnp.argmax(severity(entries.norm_before, entries.limit))
     # A norm of 0 over a limit of 0 is 0, and over a limit of NaN it is NaN.
     is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
