@@ -65,9 +65,7 @@ class Options(NamedTuple):
 
 def _rows_of(numbers: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of numbers that are shown without a path, by their metrics."""
-    for metric, value in numbers.items():
-        if value is not None:
-            yield Row(metric, "", value)
+    return (Row(metric, "", value) for metric, value in numbers.items())
 
 
 # -------------------------------------- states whose numbers are reported as they are
@@ -148,7 +146,7 @@ Spans = tuple[Span, ...]
 
 
 class ClipNumbers(NamedTuple):
-    """The numbers of a clipper, by the names of their metrics. None is not reported.
+    """The numbers of a clipper, by the names of their metrics.
 
     Each is a vector with a number for each entry, a vector with a number for each span,
     or in a summary a scalar.
@@ -163,19 +161,10 @@ class ClipNumbers(NamedTuple):
     clipped_share_recent: Array
     clipped_count: Array
     nonfinite_count: Array
-    # The share of the units. Without units it equals `clipped`, and `_only_reported`
-    # removes it.
-    units_clipped: Any
+    units_clipped: Array  # the share of the units. Without units it equals `clipped`
+    # Only in a summary.
     norms_clipped: Array | None = None
     worst_ratio: Array | None = None
-    worst_index: Array | None = None
-
-
-class RecordNumbers(NamedTuple):
-    """The numbers of norms that nothing clips."""
-
-    norm: Array
-    nonfinite_count: Array
     worst_index: Array | None = None
 
 
@@ -189,21 +178,21 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     names = tuple(span_of_name)
     spans = tuple(span_of_name.values())
     if options.summary:
-        numbers = _summary_report(spans, state)
-        yield from _rows_of(numbers._asdict())
+        numbers = _numbers_of_all(spans, state)
+        yield from _rows_of(_reported(numbers, state))
         if options.with_names:
             yield Row("worst_name", "", WorstName(names, numbers.worst_index))
         return
     # The vectors become lists outside of jit: as separate outputs of the compiled call,
     # scalars of 148 tensors took 22 seconds to compile on a CPU.
-    values_of_spans = jax.tree.map(list, _span_report(spans, state))
+    reported = _reported(_numbers_of_spans_jitted(spans, state), state)
+    values_of_metric = {metric: list(vector) for metric, vector in reported.items()}
     indices = range(len(spans))
     if options.top is not None:
         indices = _furthest_spans(spans, state)[: int(options.top)]
     for index in indices:
-        for metric, values in values_of_spans._asdict().items():
-            if values is not None:
-                yield Row(metric, names[index], values[index])
+        for metric, values in values_of_metric.items():
+            yield Row(metric, names[index], values[index])
 
 
 def _furthest_spans(spans: Spans, state: ClipState) -> np.ndarray:
@@ -280,15 +269,14 @@ def _part_of(numbers: ClipNumbers, index: Any) -> ClipNumbers:
 # Jitted, since without jit each operation would be a call to the device. Spans are
 # static, because shapes depend on them.
 @partial(jax.jit, static_argnums=0)
-def _span_report(spans: Spans, state: ClipState) -> ClipNumbers | RecordNumbers:
-    """The numbers that are reported for spans: vectors with a number for each span."""
-    numbers = _numbers_of_spans(spans, _numbers_of_entries(state))
-    return _only_reported(numbers, state)
+def _numbers_of_spans_jitted(spans: Spans, state: ClipState) -> ClipNumbers:
+    """The numbers of the spans of a state."""
+    return _numbers_of_spans(spans, _numbers_of_entries(state))
 
 
 @partial(jax.jit, static_argnums=0)
-def _summary_report(spans: Spans, state: ClipState) -> ClipNumbers | RecordNumbers:
-    """The numbers that are reported for all entries together: scalars."""
+def _numbers_of_all(spans: Spans, state: ClipState) -> ClipNumbers:
+    """The numbers of all entries together: scalars."""
     entries = _numbers_of_entries(state)
     span_of_all = Span(0, len(entries.norm_before))
     numbers = _part_of(_numbers_of_spans((span_of_all,), entries), 0)
@@ -298,23 +286,27 @@ def _summary_report(spans: Spans, state: ClipState) -> ClipNumbers | RecordNumbe
     # A norm of 0 over a limit of 0 is 0, and over a limit of NaN it is NaN.
     is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
     ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
-    numbers = numbers._replace(
+    return numbers._replace(
         # With units `units_clipped` is the same mean. Without it is not reported.
         norms_clipped=jnp.mean(entries.units_clipped),
         worst_ratio=ratio,
         worst_index=_float32(jnp.asarray(span_of_entry)[furthest]),
     )
-    return _only_reported(numbers, state)
 
 
-def _only_reported(
-    numbers: ClipNumbers, state: ClipState
-) -> ClipNumbers | RecordNumbers:
-    """The numbers without those that are not reported for this state."""
+def _reported(numbers: ClipNumbers, state: ClipState) -> dict[str, Array]:
+    """The numbers that are reported for this state, by the names of their metrics."""
+    numbers_of_metrics = numbers._asdict()
     if isinstance(state, RecordState):
-        return RecordNumbers(
-            numbers.norm_before, numbers.nonfinite_count, numbers.worst_index
-        )
-    if not state.names.unit_leaves:
-        return numbers._replace(units_clipped=None)
-    return numbers
+        numbers_of_metrics = {
+            "norm": numbers.norm_before,
+            "nonfinite_count": numbers.nonfinite_count,
+            "worst_index": numbers.worst_index,
+        }
+    elif not state.names.unit_leaves:
+        del numbers_of_metrics["units_clipped"]
+    return {
+        metric: number
+        for metric, number in numbers_of_metrics.items()
+        if number is not None
+    }

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optaxclip
-from tests.helpers import apply, with_rows
+from tests.helpers import apply
 
 GRADS = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([jnp.nan])}
 
