@@ -123,7 +123,7 @@ def mesh_axes_of_unit_leaves(
     """
     mesh_axes_of_leaf = {}
     for spec in norms.specs:
-        if spec.norm_index in norms.unit_norm_indices:
+        if spec.has_units:
             mesh_axes_of_leaf[names[spec.norm_index]] = spec.mesh_axes_of_units
     return mesh_axes_of_leaf
 
