@@ -32,7 +32,7 @@ from ._checks import broadcasts_to
 from ._mesh import MeshAxes
 from ._options import Ord, check_labels, check_measure, labels_of, static_labels
 from ._platforms import traced_once
-from ._prefixes import lookup
+from ._prefixes import Prefix, lookup
 from ._reduce import norms_of
 from ._specs import LeafSpec, NormPlan
 from ._sums import Axes, as_float
@@ -171,7 +171,9 @@ class GroupNorm(NamedTuple):
         table = static_labels(labels_of(self.labels, tree), self.call)
         label_of_leaf = lookup(table, tree, argument, allow_missing=self.allow_missing)
         # A label that only None and integers carry has the norm 0.
-        labels = {label for _, label in table.entries}
+        labels = set(label_of_leaf)
+        if isinstance(self.labels, Prefix):
+            labels |= {label for _, label in self.labels.entries}
         check_labels(f"{argument} must be", labels)
         # The order in which JAX flattens a dict: 2 before 10.
         ordered = sorted(labels)
