@@ -173,7 +173,10 @@ class GroupNorm(NamedTuple):
         # A label that only None and integers carry has the norm 0.
         labels = set(label_of_leaf)
         if isinstance(self.labels, Prefix):
-            labels |= {label for _, label in self.labels.entries}
+            # A tree of labels made by `jax.tree.map` has None where the updates have.
+            for _, label in self.labels.entries:
+                if label is not None:
+                    labels.add(label)
         check_labels(f"{argument} must be", labels)
         # The order in which JAX flattens a dict: 2 before 10.
         ordered = sorted(labels)
