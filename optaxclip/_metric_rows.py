@@ -59,6 +59,7 @@ class Options(NamedTuple):
     summary: bool
     layers: bool
     top: int | None
+    quantiles: np.ndarray
     # Whether `worst_name` is reported. A jitted function cannot return strings.
     with_names: bool
 
@@ -175,6 +176,7 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     # An empty tree has no norm.
     if not span_of_name:
         return
+    yield from _quantile_rows(state, options.quantiles)
     names = tuple(span_of_name)
     spans = tuple(span_of_name.values())
     if options.summary:
@@ -193,6 +195,19 @@ def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     for index in indices:
         for metric, values in values_of_metric.items():
             yield Row(metric, names[index], values[index])
+
+
+def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[Row]:
+    """The quantiles of all norms of a state."""
+    if not levels.size:
+        return
+    # A quantile between two norms is a weighted mean, in which 0 * inf would be NaN.
+    norms = jnp.minimum(state.norm, jnp.finfo(state.norm.dtype).max)
+    # JAX takes no ints as levels.
+    quantiles = jnp.nanquantile(norms, levels.astype(float))
+    for level, quantile in zip(levels, quantiles):
+        # "0.9" of 0.9 in any dtype, and "1" of 1.0.
+        yield Row("norm_quantile", str(level).removesuffix(".0"), quantile)
 
 
 def _furthest_spans(spans: Spans, state: ClipState) -> np.ndarray:

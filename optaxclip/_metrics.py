@@ -5,13 +5,14 @@ no second pass over the gradients, inside jit or outside.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
-from ._checks import check_whole_number, shown
+from ._checks import check_number, check_whole_number, shown
 from ._metric_rows import Options, WorstName
 from ._metric_states import KIND_OF_TYPE, reported_states
 from ._trees import PyTree
@@ -24,6 +25,7 @@ def metrics(
     summary: bool = False,
     layers: bool = False,
     top: int | None = None,
+    quantiles: float | Sequence[float] = (),
     floats: bool = False,
     json: bool = False,
 ) -> dict[str, Any]:
@@ -44,6 +46,10 @@ def metrics(
         `clip/norm_before/blocks/w/0`. With `summary` it changes nothing.
       top: how many tensors or groups of a clipper are reported: those that are furthest
         above their limits, where NaN comes first. None for all. Only outside jit.
+      quantiles: one share in [0, 1], or several. For each of them the quantile of the
+        norms of a clipper is reported: `clip/norm_quantile/0.5` is the median. NaN
+        norms are left out, and inf counts as the largest number of the dtype. In
+        `only` they are "norm_quantile".
       floats: whether to return Python floats, NaN and inf included. Only outside jit.
       json: the same with None in the place of NaN and inf, which JSON does not have.
 
@@ -128,9 +134,10 @@ def metrics(
 
     Raises:
       ValueError: a state without a clipper in it, a name in `only` that is not a number
-        of this state, a `top` below 1, the state of an ensemble (`jax.vmap(metrics)`
-        reads the state of each member), rows that `jax.shard_map` joined from several
-        devices, or, with `layers`, a leaf with the name of a layer of another.
+        of this state, a `top` below 1, a quantile that is not a share, the state of an
+        ensemble (`jax.vmap(metrics)` reads the state of each member), rows that
+        `jax.shard_map` joined from several devices, or, with `layers`, a leaf with the
+        name of a layer of another.
       TypeError: `floats`, `json` or `top` under jit.
 
     Example:
@@ -150,10 +157,17 @@ def metrics(
         )
     if top is not None:
         check_whole_number("metrics: top", top)
+    levels = np.atleast_1d(quantiles)
+    for level in levels.tolist():
+        check_number("metrics: quantiles", level, highest=1.0)
     # A string is a collection as well, of its letters.
     wanted = [only] if isinstance(only, str) else only
     options = Options(
-        summary=summary, layers=layers, top=top, with_names=floats or json
+        summary=summary,
+        layers=layers,
+        top=top,
+        quantiles=levels,
+        with_names=floats or json,
     )
     report: dict[str, Any] = {}
     available: list[str] = []
@@ -171,7 +185,8 @@ def metrics(
                 f"metrics: only={shown(only)} must name numbers that this state has, "
                 f"which are {', '.join(available) or 'none'}. Those of all norms "
                 "together come with summary=True, worst_name also needs floats=True "
-                "or json=True, and those of elements count=True in the clipper."
+                "or json=True, norm_quantile needs quantiles=, and those of elements "
+                "count=True in the clipper."
             )
     if floats or json:
         return _in_floats(report, json)

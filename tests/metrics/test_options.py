@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optaxclip
-from tests.helpers import apply
+from tests.helpers import apply, with_rows
 
 GRADS = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([jnp.nan])}
 
@@ -68,6 +68,57 @@ def test_top_ranks_a_stack_by_its_furthest_layer():
     assert found["clip/norm_before/w"] == 50.0 and "clip/norm_before/b" not in found
 
 
+def test_quantiles_are_those_of_numpy():
+    norms = np.random.default_rng(0).exponential(size=37)
+    grads = {str(i): jnp.array([norm]) for i, norm in enumerate(norms)}
+    _, state = apply(optaxclip.clip_by_tensor_norm(1.0), grads)
+    for read in (
+        optaxclip.metrics,
+        jax.jit(optaxclip.metrics, static_argnames="quantiles"),
+    ):
+        found = read(state, quantiles=(0.5, 0.9)) | read(state, quantiles=0.1)
+        for share in (0.1, 0.5, 0.9):
+            wanted = np.quantile(np.float32(norms), share)
+            np.testing.assert_allclose(
+                found[f"clip/norm_quantile/{share}"], wanted, rtol=1e-6
+            )
+    # An infinite norm takes part as the largest number.
+    state = with_rows(state, norm=state.norm.at[3].set(jnp.inf))
+    found = optaxclip.metrics(state, quantiles=(0.5, 1.0))
+    norms[3] = np.finfo(np.float32).max
+    for share in (0.5, 1.0):
+        wanted = np.quantile(np.float32(norms), share)
+        np.testing.assert_allclose(found[f"clip/norm_quantile/{share:g}"], wanted)
+    with pytest.raises(ValueError, match=r"^metrics: quantiles must be at most 1"):
+        optaxclip.metrics(state, quantiles=(50,))
+
+
+def test_close_quantiles_have_a_key_each():
+    _, state = apply(optaxclip.clip_by_global_norm(1.0), GRADS["a"])
+    shares = (0.9999999, 1.0, 1, 0.5)
+    found = optaxclip.metrics(state, only="norm_quantile", quantiles=shares)
+    keys = [f"clip/norm_quantile/{share}" for share in ("0.9999999", "1", "0.5")]
+    assert list(found) == keys
+    (key,) = optaxclip.metrics(state, only="norm_quantile", quantiles=np.float32([0.9]))
+    assert key == "clip/norm_quantile/0.9"
+
+
+def test_quantiles_may_be_whole_numbers(state):
+    found = optaxclip.metrics(state, only="norm_quantile", quantiles=[0, 1])
+    assert found == {"clip/norm_quantile/0": 5.0, "clip/norm_quantile/1": 5.0}
+
+
+def test_quantiles_are_left_out_by_only_as_all_numbers_are(state):
+    found = optaxclip.metrics(state, only="limit", quantiles=0.5)
+    assert list(found) == ["clip/limit/a", "clip/limit/b"]
+    found = optaxclip.metrics(state, only="norm_quantile", quantiles=0.5)
+    assert list(found) == ["clip/norm_quantile/0.5"]
+    for only in ("skipped", "norm_quantile"):
+        quantiles = 0.5 if only == "skipped" else ()
+        with pytest.raises(ValueError, match=f"only='{only}' must name numbers that"):
+            optaxclip.metrics(state, only=only, quantiles=quantiles)
+
+
 def test_tensors_equally_far_above_their_limits_keep_their_order():
     grads = {f"{i:02}": jnp.array([2.0 + (i == 30)]) for i in range(40)}
     grads |= {"broken": jnp.array([jnp.nan]), "infinite": jnp.array([jnp.inf])}
@@ -98,7 +149,7 @@ def test_only_takes_every_number_that_there_is():
         optaxclip.skip_step(optax.adam(0.1)),
     )
     state = optimizer.init({"w": jnp.ones((2, 3))})
-    options = {"summary": True, "floats": True}
+    options = {"summary": True, "quantiles": 0.5, "floats": True}
     report = optaxclip.metrics(state, **options)
     for metric in {key.split("/")[1] for key in report}:
         assert optaxclip.metrics(state, only=metric, **options)

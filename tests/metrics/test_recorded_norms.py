@@ -48,7 +48,7 @@ def test_a_summary_names_the_tensor_with_the_largest_norm():
     assert broken["record/nonfinite_count"] == 1
 
 
-def test_layers_and_top_are_of_norms():
+def test_layers_top_and_quantiles_are_of_norms():
     norms = np.array([5.0, 10.0, 0.5])
     rows = jnp.array(norms[:, None] * [0.6, 0.8], jnp.float32)
     state = after(record_norm(lambda tree: tensor_norm(tree, stacked=1)), {"w": rows})
@@ -57,6 +57,8 @@ def test_layers_and_top_are_of_norms():
     assert found == pytest.approx(wanted)
     found = metrics(state, layers=True, only="norm", top=1, floats=True)
     assert found == pytest.approx({"record/norm/w/1": 10.0})
+    found = metrics(state, only="norm_quantile", quantiles=0.5, floats=True)
+    assert found == pytest.approx({"record/norm_quantile/0.5": 5.0})
 
 
 def test_a_clipper_keeps_its_keys_beside_a_recorder():
