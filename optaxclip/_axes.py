@@ -92,15 +92,15 @@ def stacked_axes(
       ValueError: an axis that a leaf does not have, or leaves that share one value but
         not the number of layers.
     """
+    # Nothing is stacked: the common case, which looks at no leaf.
+    if stacked is None:
+        return [()] * len(shapes)
     entries = jax.tree.leaves_with_path(tree)
     # Of the first leaf of each stack the name, and how many layers, such as "12 x 8".
     firsts: dict[KeyPath | str, tuple[str, str]] = {}
     axes_of_leaves = []
     stacked_values = _stacked_values(stacked, tree, f"{call}: stacked")
     for (path, leaf), (value, stack), shape in zip(entries, stacked_values, shapes):
-        # The values of a tree are checked when a clipper is built, and those of a
-        # function here.
-        check_no_bool(call, "stacked", value)
         axes = _layer_axes(value, path_name(path), jnp.shape(leaf), call)
         axes_of_leaves.append(axes)
         if not axes or shape is None:

@@ -6,7 +6,6 @@ for each set of varying mesh axes), or the units of one leaf. Norms are found in
 state by name. A leaf that is None in a step is in no block.
 """
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import fields
@@ -22,7 +21,7 @@ from . import _trees as trees
 from ._checks import BEGIN_ANEW
 from ._norms import Norms
 from ._prefixes import lookup_paths, prefix_table
-from ._state import ClipState, positions_of_name
+from ._state import ClipState, Span, spans_of_names
 from ._trees import PyTree
 from .rules._limits import Joined
 from .rules._rule import Rule, is_rule
@@ -81,18 +80,18 @@ def blocks_of(
     """
     norm_of_name = dict(zip(names, norms.values))
     mesh_axes_of_leaf = mesh_axes_of_unit_leaves(norms, names)
-    indices_of_name = _indices_of_names(state, call)
-    _check_norms(state, indices_of_name, norm_of_name, mesh_axes_of_leaf, call)
+    span_of_name = spans_of_names(state, call=call)
+    _check_norms(state, span_of_name, norm_of_name, mesh_axes_of_leaf, call)
     blocks_of_units = []
     # Inside shard_map some norms differ between devices, and others are the same on
     # all. A vector has one type, so they are separate blocks.
     names_by_axes: dict[Any, list[str]] = {}
-    for name, indices in indices_of_name.items():
+    for name, span in span_of_name.items():
         if name in mesh_axes_of_leaf:
             block = Block(
                 norm=norm_of_name[name],
                 norm_of_name={name: norm_of_name[name]},
-                positions=indices.reshape(-1),
+                positions=np.arange(*span),
                 is_vector=False,
                 leaf_of_units=name,
                 mesh_axes_of_units=mesh_axes_of_leaf[name],
@@ -105,7 +104,7 @@ def blocks_of(
     blocks = []
     for members in names_by_axes.values():
         norms_of_block = [norm_of_name[name] for name in members]
-        positions = [indices_of_name[name].reshape(-1) for name in members]
+        positions = [np.arange(*span_of_name[name]) for name in members]
         block = Block(
             norm=concatenated(norms_of_block) if is_vector else norms_of_block[0],
             norm_of_name=dict(zip(members, norms_of_block)),
@@ -116,14 +115,6 @@ def blocks_of(
     return blocks + blocks_of_units
 
 
-def _indices_of_names(state: ClipState, call: str) -> dict[str, np.ndarray]:
-    """The indices of each norm in a row of the state: [], or [n] of n layers."""
-    row_shape = state.counts.shape[1:]
-    indices = np.arange(math.prod(row_shape)).reshape(row_shape)
-    positions = positions_of_name(state, call=call)
-    return {name: indices[position] for name, position in positions.items()}
-
-
 def mesh_axes_of_unit_leaves(
     norms: Norms, names: list[str]
 ) -> dict[str, tuple[str, ...]]:
@@ -132,14 +123,14 @@ def mesh_axes_of_unit_leaves(
     """
     mesh_axes_of_leaf = {}
     for spec in norms.specs:
-        if spec.norm_index in norms.unit_norm_indices:
+        if spec.has_units:
             mesh_axes_of_leaf[names[spec.norm_index]] = spec.mesh_axes_of_units
     return mesh_axes_of_leaf
 
 
 def _check_norms(
     state: ClipState,
-    indices_of_name: Mapping[str, np.ndarray],
+    span_of_name: Mapping[str, Span],
     norm_of_name: Mapping[str, Array],
     unit_leaves: Collection[str],
     call: str,
@@ -149,15 +140,15 @@ def _check_norms(
     """
     names = state.names
     units_of_state = set(names.unit_leaves).intersection(norm_of_name)
-    is_known = set(norm_of_name) <= set(indices_of_name)
+    is_known = set(norm_of_name) <= set(span_of_name)
     if not is_known or units_of_state != set(unit_leaves):
         raise ValueError(
             f"{call}: state was made for norms of "
-            f"{_shown(indices_of_name, names.unit_leaves)}, but the updates have "
+            f"{_shown(span_of_name, names.unit_leaves)}, but the updates have "
             f"norms of {_shown(norm_of_name, unit_leaves)}. {BEGIN_ANEW}"
         )
     for name, norm in norm_of_name.items():
-        size = indices_of_name[name].size
+        size = span_of_name[name].size
         # The state has one entry for all units of a leaf.
         if name not in unit_leaves and norm.size != size:
             raise ValueError(

@@ -1,6 +1,7 @@
 """The share of all elements that were clipped, for clippers of single elements."""
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ def no_elements_clipped() -> Array:
     return jnp.zeros(3, jnp.float32)
 
 
+# Jitted, since without jit each leaf would take several calls.
+@partial(jax.jit, static_argnums=0)
 def count_clipped(
     call: str, shares: Shares, step: Array, before_and_after: list[tuple[Any, Array]]
 ) -> Array:
@@ -39,15 +42,6 @@ def count_clipped(
             f"{call}: count=True needs a state that counts, and this one was made "
             f"without. {BEGIN_ANEW}"
         )
-    return _shares_after(shares, step, before_and_after)
-
-
-# Jitted, since without jit each leaf would take several calls.
-@jax.jit
-def _shares_after(
-    shares: Array, step: Array, before_and_after: list[tuple[Any, Array]]
-) -> Array:
-    """`count_clipped` for shares that are counted."""
     # Counts are summed over the mesh axes that the types of arrays show. Where JAX
     # tracks no types (pmap, shard_map(check_vma=False)), each device has the shares of
     # its own part.

@@ -24,7 +24,7 @@ from ._kernel import make_clipper
 from ._mesh import MeshAxes
 from ._norms import Norms, TensorNorm
 from ._options import check_measure
-from ._state import ClipState, entry_counts
+from ._state import ClipState, spans_of_names
 from ._trees import PyTree, leaves_to_clip, weights_of
 from .rules._memory import in_place
 
@@ -343,9 +343,10 @@ def health_numbers(
     """Sign, path and value of each number, for `metrics`. With `summary` the largest of
     all tensors, under the path "".
     """
-    sizes = entry_counts(state.norms, layers and not summary, call="metrics")
-    if not sizes:
+    spans = spans_of_names(state.norms, layers and not summary, call="metrics")
+    if not spans:
         return
+    sizes = {name: span.size for name, span in spans.items()}
     if summary:
         sizes = {"": sum(sizes.values())}
     for sign, numbers in _largest(tuple(sizes.values()), state).items():

@@ -8,7 +8,7 @@ keep axes have norms of their own.
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,12 @@ from jax import Array, lax
 from . import _mesh as mesh
 from . import _mesh_types as mesh_types
 from ._mesh import AxisNames
+from ._platforms import per_platform
 from ._specs import LeafSpec, NormPlan
-from ._sums import Sums, per_platform
+from ._sums import Term
 
 # At most this many terms are stacked into one table on a TPU.
 TABLE_SIZE = 16
-
-Term = TypeVar("Term", Array, Sums)
 
 
 class Operation(NamedTuple):
@@ -42,7 +41,6 @@ def per_norm(
     plan: NormPlan,
     terms: list[Term],
     *,
-    zero: Term,
     operation: Operation,
     join_leaves: Callable[[list[Term], Operation], Term],
 ) -> list[Term]:
@@ -52,8 +50,7 @@ def per_norm(
 
     Args:
       plan: which leaf has which norm.
-      terms: of each leaf.
-      zero: the value of a norm without leaves.
+      terms: of each leaf. At least one.
       operation: `ADD` or `MAX`.
       join_leaves: joins the terms of several leaves, such as `in_pairs`.
     """
@@ -65,7 +62,11 @@ def per_norm(
         terms_of_norms[spec.norm_index].append(term)
     totals = []
     for terms_of_norm in terms_of_norms:
-        totals.append(join_leaves(terms_of_norm, operation) if terms_of_norm else zero)
+        if terms_of_norm:
+            totals.append(join_leaves(terms_of_norm, operation))
+        else:
+            # A label without leaves has the norm 0.
+            totals.append(jax.tree.map(_zero_like, terms[0]))
     # A total of three sums is three arrays.
     arrays, treedef = jax.tree.flatten(totals)
     mesh_axes_of_arrays = []
@@ -73,6 +74,11 @@ def per_norm(
         mesh_axes_of_arrays += [mesh_axes] * len(jax.tree.leaves(total))
     joined = mesh.joined_over_devices(operation.collective, arrays, mesh_axes_of_arrays)
     return treedef.unflatten(joined)
+
+
+def _zero_like(array: Array) -> Array:
+    """A scalar 0 of the dtype of an array."""
+    return jnp.zeros((), array.dtype)
 
 
 # --------------------------------------------------------------------------- leaves

@@ -67,9 +67,9 @@ from ._outcome import (
     first_state,
     next_state,
 )
+from ._platforms import traced_once
 from ._prefixes import Prefix
 from ._state import ClipState, state_of_placeholder
-from ._sums import traced_once
 from ._trees import PyTree
 from .rules._limits import (
     LimitTree,
@@ -546,8 +546,8 @@ def _roots(
 def _raise_nonfinite(
     call: str, measure: Any, old_state: ClipState, new_state: ClipState, updates: PyTree
 ) -> None:
-    """Raises FloatingPointError for a norm that is NaN or inf, and names the leaves, or
-    for a limit that is NaN, or a shrink that returns no norm.
+    """Raises FloatingPointError for the first norm that is NaN or inf, and names the
+    leaves, or whose limit is NaN, or for which a shrink returns no norm.
 
     Under jit it is a `checkify.check`.
     """
@@ -568,22 +568,15 @@ def _raise_nonfinite(
         return
     if not jnp.any(is_broken):
         return
-    sentences = []
-    has_finite_norm = is_broken & jnp.isfinite(new_state.norm)
-    if jnp.any(has_finite_norm):
-        index = jnp.argmax(has_finite_norm)
-        norm = jnp.ravel(new_state.norm)[index]
+    index = jnp.argmax(is_broken)
+    norm = jnp.ravel(new_state.norm)[index]
+    if jnp.isfinite(norm):
         limit = jnp.ravel(new_state.limit)[index]
-        if jnp.isnan(limit):
-            sentences.append(f"the limit of the norm {norm} is NaN.")
-        else:
-            sentences.append(
-                "shrink must return a finite number of at least 0, and does not for "
-                f"the norm {norm} and the limit {limit}."
-            )
-    if jnp.any(is_broken & ~has_finite_norm):
-        sentences.append(f"{broken_norm}. {_broken_leaves(updates)}")
-    raise FloatingPointError(f"{call}: {' Also '.join(sentences)}")
+        raise FloatingPointError(
+            f"{call}: the limit is NaN, or shrink returns no finite number of at least "
+            f"0, for the norm {norm} and the limit {limit}."
+        )
+    raise FloatingPointError(f"{call}: {broken_norm}. {_broken_leaves(updates)}")
 
 
 def _broken_leaves(updates: PyTree) -> str:

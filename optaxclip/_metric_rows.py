@@ -27,7 +27,7 @@ from ._clippers._recorders import SpikeState
 from ._clippers._spam import SpamState
 from ._health import HealthState, health_numbers
 from ._outcome import are_sound, severity
-from ._state import ClipState, RecordState, entry_counts
+from ._state import ClipState, RecordState, Span, spans_of_names
 from ._trees import PyTree
 from ._wrappers._skipping import SkipState
 
@@ -66,9 +66,7 @@ class Options(NamedTuple):
 
 def _rows_of(numbers: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of numbers that are shown without a path, by their metrics."""
-    for metric, value in numbers.items():
-        if value is not None:
-            yield Row(metric, "", value)
+    return (Row(metric, "", value) for metric, value in numbers.items())
 
 
 # -------------------------------------- states whose numbers are reported as they are
@@ -145,18 +143,11 @@ def _float32(number: Array) -> Array:
 # ----------------------------------------------------------------- states of many norms
 
 
-class Span(NamedTuple):
-    """The entries of a state that a row shows."""
-
-    start: int
-    stop: int
-
-
 Spans = tuple[Span, ...]
 
 
 class ClipNumbers(NamedTuple):
-    """The numbers of a clipper, by the names of their metrics. None is not reported.
+    """The numbers of a clipper, by the names of their metrics.
 
     Each is a vector with a number for each entry, a vector with a number for each span,
     or in a summary a scalar.
@@ -171,48 +162,39 @@ class ClipNumbers(NamedTuple):
     clipped_share_recent: Array
     clipped_count: Array
     nonfinite_count: Array
-    # The share of the units. Without units it equals `clipped`, and `_only_reported`
-    # removes it.
-    units_clipped: Any
+    units_clipped: Array  # the share of the units. Without units it equals `clipped`
+    # Only in a summary.
     norms_clipped: Array | None = None
     worst_ratio: Array | None = None
-    worst_index: Array | None = None
-
-
-class RecordNumbers(NamedTuple):
-    """The numbers of norms that nothing clips."""
-
-    norm: Array
-    nonfinite_count: Array
     worst_index: Array | None = None
 
 
 def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     """The rows of a clipper, or of `record_norm`."""
     has_layers = options.layers and not options.summary
-    sizes = entry_counts(state, has_layers, call="metrics")
+    span_of_name = spans_of_names(state, has_layers, call="metrics")
     # An empty tree has no norm.
-    if not sizes:
+    if not span_of_name:
         return
     yield from _quantile_rows(state, options.quantiles)
-    names = list(sizes)
-    spans = _spans_of(sizes)
+    names = tuple(span_of_name)
+    spans = tuple(span_of_name.values())
     if options.summary:
-        numbers = _summary_report(spans, state)
-        yield from _rows_of(numbers._asdict())
+        numbers = _numbers_of_all(spans, state)
+        yield from _rows_of(_reported(numbers, state))
         if options.with_names:
-            yield Row("worst_name", "", WorstName(tuple(names), numbers.worst_index))
+            yield Row("worst_name", "", WorstName(names, numbers.worst_index))
         return
     # The vectors become lists outside of jit: as separate outputs of the compiled call,
     # scalars of 148 tensors took 22 seconds to compile on a CPU.
-    values_of_spans = jax.tree.map(list, _span_report(spans, state))
+    reported = _reported(_numbers_of_spans_jitted(spans, state), state)
+    values_of_metric = {metric: list(vector) for metric, vector in reported.items()}
     indices = range(len(spans))
     if options.top is not None:
         indices = _furthest_spans(spans, state)[: int(options.top)]
     for index in indices:
-        for metric, values in values_of_spans._asdict().items():
-            if values is not None:
-                yield Row(metric, names[index], values[index])
+        for metric, values in values_of_metric.items():
+            yield Row(metric, names[index], values[index])
 
 
 def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[Row]:
@@ -226,12 +208,6 @@ def _quantile_rows(state: ClipState, levels: np.ndarray) -> Iterator[Row]:
     for level, quantile in zip(levels, quantiles):
         # "0.9" of 0.9 in any dtype, and "1" of 1.0.
         yield Row("norm_quantile", str(level).removesuffix(".0"), quantile)
-
-
-def _spans_of(sizes: Mapping[str, int]) -> Spans:
-    """The span of each name. `sizes` says how many entries each name has."""
-    stops = itertools.accumulate(sizes.values())
-    return tuple(Span(stop - size, stop) for size, stop in zip(sizes.values(), stops))
 
 
 def _furthest_spans(spans: Spans, state: ClipState) -> np.ndarray:
@@ -281,7 +257,7 @@ def _numbers_of_spans(spans: Spans, entries: ClipNumbers) -> ClipNumbers:
     numbers of all entries.
     """
     # The common case: each span is one entry.
-    if all(stop - start == 1 for start, stop in spans):
+    if all(span.size == 1 for span in spans):
         return entries
     severities = severity(entries.norm_before, entries.limit)
     numbers_of_spans = []
@@ -308,42 +284,44 @@ def _part_of(numbers: ClipNumbers, index: Any) -> ClipNumbers:
 # Jitted, since without jit each operation would be a call to the device. Spans are
 # static, because shapes depend on them.
 @partial(jax.jit, static_argnums=0)
-def _span_report(spans: Spans, state: ClipState) -> ClipNumbers | RecordNumbers:
-    """The numbers that are reported for spans: vectors with a number for each span."""
-    numbers = _numbers_of_spans(spans, _numbers_of_entries(state))
-    return _only_reported(numbers, state)
+def _numbers_of_spans_jitted(spans: Spans, state: ClipState) -> ClipNumbers:
+    """The numbers of the spans of a state."""
+    return _numbers_of_spans(spans, _numbers_of_entries(state))
 
 
 @partial(jax.jit, static_argnums=0)
-def _summary_report(spans: Spans, state: ClipState) -> ClipNumbers | RecordNumbers:
-    """The numbers that are reported for all entries together: scalars."""
+def _numbers_of_all(spans: Spans, state: ClipState) -> ClipNumbers:
+    """The numbers of all entries together: scalars."""
     entries = _numbers_of_entries(state)
     span_of_all = Span(0, len(entries.norm_before))
     numbers = _part_of(_numbers_of_spans((span_of_all,), entries), 0)
     # The index of the span of each entry: spans of 2 and 1 entries are [0, 0, 1].
-    sizes = [stop - start for start, stop in spans]
-    span_of_entry = np.repeat(range(len(spans)), sizes)
+    span_of_entry = np.repeat(range(len(spans)), [span.size for span in spans])
     furthest = jnp.argmax(severity(entries.norm_before, entries.limit))
     # A norm of 0 over a limit of 0 is 0, and over a limit of NaN it is NaN.
     is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
     ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
-    numbers = numbers._replace(
+    return numbers._replace(
         # With units `units_clipped` is the same mean. Without it is not reported.
         norms_clipped=jnp.mean(entries.units_clipped),
         worst_ratio=ratio,
         worst_index=_float32(jnp.asarray(span_of_entry)[furthest]),
     )
-    return _only_reported(numbers, state)
 
 
-def _only_reported(
-    numbers: ClipNumbers, state: ClipState
-) -> ClipNumbers | RecordNumbers:
-    """The numbers without those that are not reported for this state."""
+def _reported(numbers: ClipNumbers, state: ClipState) -> dict[str, Array]:
+    """The numbers that are reported for this state, by the names of their metrics."""
+    numbers_of_metrics = numbers._asdict()
     if isinstance(state, RecordState):
-        return RecordNumbers(
-            numbers.norm_before, numbers.nonfinite_count, numbers.worst_index
-        )
-    if not state.names.unit_leaves:
-        return numbers._replace(units_clipped=None)
-    return numbers
+        numbers_of_metrics = {
+            "norm": numbers.norm_before,
+            "nonfinite_count": numbers.nonfinite_count,
+            "worst_index": numbers.worst_index,
+        }
+    elif not state.names.unit_leaves:
+        del numbers_of_metrics["units_clipped"]
+    return {
+        metric: number
+        for metric, number in numbers_of_metrics.items()
+        if number is not None
+    }

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import optax
 from jax.tree_util import DictKey
 
 from ._checks import check_one_model, shown
@@ -56,7 +55,13 @@ def reported_states(opt_state: PyTree) -> Iterator[tuple[str, Any]]:
     """
     states = list(_states_in(unboxed(opt_state)))
     if not states:
-        raise ValueError(_no_state_error(opt_state))
+        # `nnx.state` turns a state into mappings of flax, without its types and names.
+        raise ValueError(
+            "metrics: opt_state must be the state of an optimizer with a clipper of "
+            f"optaxclip in it, got {shown(opt_state)}: hand over what init and update "
+            "return, or the nnx.Optimizer of flax NNX itself. The clippers of optax "
+            "keep no state, but optaxclip's do."
+        )
     counts = Counter[tuple[str, str]]()
     for scope, state in states:
         mapped = "jax.vmap(optaxclip.metrics)(opt_state)"
@@ -70,28 +75,6 @@ def reported_states(opt_state: PyTree) -> Iterator[tuple[str, Any]]:
         # The first keeps its name when a second one is added.
         numbered = prefix if count == 1 else f"{prefix}_{count}"
         yield f"{numbered}/{path}" if path else numbered, state
-
-
-def _no_state_error(opt_state: PyTree) -> str:
-    """The error about a tree without a state that is reported."""
-    if isinstance(opt_state, optax.GradientTransformation):
-        return (
-            "metrics: opt_state must be a state, got the optimizer itself: hand over "
-            "the state that its init and update return."
-        )
-    hint = ""
-    # `nnx.state` turns a state into mappings of flax, without its types and names.
-    if type(opt_state).__module__.startswith("flax."):
-        hint = (
-            " With flax NNX hand over the nnx.Optimizer itself, and not its nnx.state, "
-            "which has lost the types. nnx.update(optimizer, state) puts a stored one "
-            "back."
-        )
-    return (
-        "metrics: opt_state must be the state of an optimizer with a clipper of "
-        f"optaxclip in it, got {shown(opt_state)}: hand over what init and update "
-        f"return. The clippers of optax keep no state, but optaxclip's do.{hint}"
-    )
 
 
 def _states_in(tree: PyTree, scope: Scope = ()) -> Iterator[tuple[Scope, Any]]:

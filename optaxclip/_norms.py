@@ -31,10 +31,11 @@ from ._axes import Axis, Stacked, other_axes, stacked_axes, unit_axes
 from ._checks import broadcasts_to
 from ._mesh import MeshAxes
 from ._options import Ord, check_labels, check_measure, labels_of, static_labels
+from ._platforms import traced_once
 from ._prefixes import Prefix, lookup
 from ._reduce import norms_of
 from ._specs import LeafSpec, NormPlan
-from ._sums import Axes, as_float, traced_once
+from ._sums import Axes, as_float
 from ._trees import PyTree, leaves_to_clip
 
 
@@ -48,7 +49,6 @@ class Norms(NamedTuple):
     specs: tuple[LeafSpec, ...]  # of each leaf
     paths: tuple[Any, ...]  # of each norm: its key path in the tree of norms
     treedef: Any  # of the tree of norms, as norm functions return it
-    unit_norm_indices: tuple[int, ...] = ()  # of norms that are norms of units
     noun: str = "leaf"  # the word in errors for a part that has a norm
     allow_missing: bool = False  # whether limits may name norms that do not exist
     holes: tuple[Any, ...] = ()  # key paths of parts without a norm, such as None
@@ -119,9 +119,11 @@ class TensorNorm(NamedTuple):
 
     def __call__(self, tree: PyTree) -> Norms:
         arrays = jax.tree.leaves(tree)
+        shapes = mesh.global_shapes(self.mesh_axes, tree, self.call)
+        axes_of_layers = stacked_axes(self.stacked, tree, self.call, shapes)
         axes: list[Axes] = []
         # Axes of layers are kept, and all others are summed: one norm for each layer.
-        for array, layer_axes in zip(arrays, _stacked_axes(self, tree)):
+        for array, layer_axes in zip(arrays, axes_of_layers):
             if layer_axes:
                 axes.append(other_axes(layer_axes, jnp.ndim(array)))
             else:
@@ -142,7 +144,7 @@ class UnitwiseNorm(NamedTuple):
 
     def __call__(self, tree: PyTree) -> Norms:
         shapes = mesh.global_shapes(self.mesh_axes, tree, self.call)
-        layer_axes = _stacked_axes(self, tree, shapes)
+        layer_axes = stacked_axes(self.stacked, tree, self.call, shapes)
         axes = unit_axes(self.axis, layer_axes, tree, self.call, shapes)
         return _measure_leaves(
             self,
@@ -171,7 +173,10 @@ class GroupNorm(NamedTuple):
         # A label that only None and integers carry has the norm 0.
         labels = set(label_of_leaf)
         if isinstance(self.labels, Prefix):
-            labels |= {label for _, label in self.labels.entries}
+            # A tree of labels made by `jax.tree.map` has None where the updates have.
+            for _, label in self.labels.entries:
+                if label is not None:
+                    labels.add(label)
         check_labels(f"{argument} must be", labels)
         # The order in which JAX flattens a dict: 2 before 10.
         ordered = sorted(labels)
@@ -237,26 +242,8 @@ def _measure_leaves(
         specs=plan.specs,
         paths=tuple(path for path, _ in entries),
         treedef=treedef,
-        unit_norm_indices=tuple(spec.norm_index for spec in specs if spec.has_units),
         holes=trees.holes_of(norm_tree),
     )
-
-
-def _stacked_axes(
-    measure: TensorNorm | UnitwiseNorm,
-    tree: PyTree,
-    shapes: Sequence[trees.Shape | None] | None = None,
-) -> list[tuple[int, ...]]:
-    """For each leaf the axes that count layers. `shapes` are the `global_shapes` of the
-    tree, if the caller has them.
-    """
-    # Nothing is stacked: the common case, which looks at no leaf.
-    if measure.stacked is None:
-        return [()] * len(jax.tree.leaves(tree))
-    # Inside shard_map a program sees the shapes of its device's parts.
-    if shapes is None:
-        shapes = mesh.global_shapes(measure.mesh_axes, tree, measure.call)
-    return stacked_axes(measure.stacked, tree, measure.call, shapes)
 
 
 # Cached by JAX: `init` traces it for the shapes, and the first update reuses that

@@ -7,7 +7,7 @@ furthest_units   for each leaf with units: the outcome of the unit furthest abov
 first_state      the state before the first step
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from ._axes import other_axes
 from ._blocks import Block
 from ._checks import check_shape
 from ._norms import Norms
+from ._platforms import materialized_on_gpu
+from ._specs import LeafSpec
 from ._state import (
     COUNT_ROW_NAMES,
     ClipState,
@@ -33,7 +35,7 @@ from ._state import (
     names_on_this_device,
     state_of_rows,
 )
-from ._sums import Axes, materialized_on_gpu
+from ._sums import Axes
 from ._trees import PyTree
 from .rules._memory import count_up, in_place, moving_average
 from .rules._rule import Rule, call_name
@@ -323,49 +325,47 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
       ValueError: an array in a rule that is not one number for each entry of a norm.
     """
     names = trees.unique_names(norms.paths)
-    mesh_axes_of_leaf = blocks.mesh_axes_of_unit_leaves(norms, names)
-    spec_of_norm = {spec.norm_index: spec for spec in norms.specs}
     rule_of_name = dict(zip(names, rules))
-    zeros_of_leaves = {}
-    zeros_of_units = {}
-    global_shapes = {}
-    layers = {}
-    for index, (name, norm) in enumerate(zip(names, norms.values)):
+    zeros_of_name: dict[str, Array] = {}
+    for name, norm in zip(names, norms.values):
         for shape in blocks.shapes_of_array_limits(rule_of_name[name]):
             check_shape(argument, shape, norm.shape)
-        zeros_of_leaf = jnp.zeros(norm.shape, norm.dtype)
-        zeros_of_leaf = mesh_types.typed_as(zeros_of_leaf, norm)
+        zeros = jnp.zeros(norm.shape, norm.dtype)
+        zeros_of_name[name] = mesh_types.typed_as(zeros, norm)
+    mesh_axes_of_leaf = blocks.mesh_axes_of_unit_leaves(norms, names)
+    spec_of_norm = {spec.norm_index: spec for spec in norms.specs}
+    shape_of_units = {}
+    layers = {}
+    for index, (name, zeros) in enumerate(zeros_of_name.items()):
+        # A label may have no leaf.
+        spec = spec_of_norm.get(index, LeafSpec(index))
         if name in mesh_axes_of_leaf:
-            zeros_of_units[name] = zeros_of_leaf
-            names_by_axis = spec_of_norm[index].mesh_axes_of_kept
-            global_shapes[name] = mesh.global_shape(norm.shape, names_by_axis)
+            names_by_axis = spec.mesh_axes_of_kept
+            shape_of_units[name] = mesh.global_shape(zeros.shape, names_by_axis)
         else:
-            zeros_of_leaves[name] = zeros_of_leaf
-            # A label may have no leaf.
-            spec = spec_of_norm.get(index)
-            summed_axes = spec.axes if spec else None
-            layers[name] = _layer_names(norm.shape, summed_axes)
+            layers[name] = _layer_names(zeros.shape, spec.axes)
     # Leaves whose units have one shape are reduced together, so they are neighbors. The
     # shape over all devices counts. So a state made inside shard_map has the order of
     # one made outside, and its checkpoint may be restored into that.
-    by_shape = sorted(zeros_of_units.items(), key=lambda item: global_shapes[item[0]])
-    zeros_of_units = dict(by_shape)
-    unit_leaves = dict.fromkeys(zeros_of_units)
+    unit_leaves = dict.fromkeys(sorted(shape_of_units, key=shape_of_units.__getitem__))
     state_names = Names(layers | unit_leaves, unit_leaves)
-    memories = _first_memories(
-        rule_of_name, zeros_of_leaves, zeros_of_units, state_names.is_global
-    )
-    entries = list(zeros_of_leaves.values())
-    for name, zeros_of_leaf in zeros_of_units.items():
+    entries = [zeros_of_name[name] for name in layers]
+    memories: list[PyTree] = [()]
+    if entries:
+        rules_of_leaves = [rule_of_name[name] for name in layers]
+        memories = [_first_memory_of_leaves(rules_of_leaves, entries, state_names)]
+    for name in unit_leaves:
+        zeros = zeros_of_name[name]
+        memories.append(_first_memory(rule_of_name[name], zeros))
         # Units differ between the devices that these mesh axes split them over. The
         # entry is a summary of all of them, so it does not vary over these axes.
-        mesh_axes = mesh_types.varying(zeros_of_leaf) - {*mesh_axes_of_leaf[name]}
-        zero = jnp.zeros((), zeros_of_leaf.dtype)
-        entries.append(mesh_types.varying_over(zero, mesh_axes))
+        mesh_axes = mesh_types.varying(zeros) - {*mesh_axes_of_leaf[name]}
+        entry = jnp.zeros((), zeros.dtype)
+        entries.append(mesh_types.varying_over(entry, mesh_axes))
     # An empty tree has no norm, and its state one entry.
     entries = entries or [jnp.zeros((), jnp.float32)]
     row = entries[0] if state_names.is_global else blocks.concatenated(entries)
-    return state_of_rows(state_names, _first_rows(row), memories, row.dtype)
+    return state_of_rows(state_names, _first_rows(row), tuple(memories), row.dtype)
 
 
 def _first_rows(zeros: Array) -> StateRows:
@@ -383,30 +383,20 @@ def _first_rows(zeros: Array) -> StateRows:
     )
 
 
-def _first_memories(
-    rule_of_name: Mapping[str, Rule],
-    zeros_of_leaves: Mapping[str, Array],
-    zeros_of_units: Mapping[str, Array],
-    is_global: bool,
-) -> tuple[PyTree, ...]:
-    """What the rules remember before the first step: of all leaves without units
-    together, and then of the units of each leaf. Zeros stand for the norms.
+def _first_memory_of_leaves(
+    rules: list[Rule], entries: list[Array], names: Names
+) -> PyTree:
+    """What the rules of all leaves without units remember before the first step. Zeros,
+    the `entries`, stand for the norms.
     """
-    memories: list[PyTree] = [()]
-    if zeros_of_leaves:
-        entries = list(zeros_of_leaves.values())
-        rule = rule_of_name[next(iter(zeros_of_leaves))]
-        zeros_of_all = entries[0]
-        if not is_global:
-            zeros_of_all = blocks.concatenated(entries)
-            # If rules differ they are fixed limits, which have no memory. An array
-            # among them fits its own leaf only, so it is not made into a vector.
-            if all(other is rule for other in rule_of_name.values()):
-                rule = blocks.rule_of_vector(rule, entries)
-        memories = [_first_memory(rule, zeros_of_all)]
-    for name, zeros_of_leaf in zeros_of_units.items():
-        memories.append(_first_memory(rule_of_name[name], zeros_of_leaf))
-    return tuple(memories)
+    rule = rules[0]
+    if names.is_global:
+        return _first_memory(rule, entries[0])
+    # If rules differ they are fixed limits, which have no memory. An array among them
+    # fits its own leaf only, so it is not made into a vector.
+    if all(other is rule for other in rules):
+        rule = blocks.rule_of_vector(rule, entries)
+    return _first_memory(rule, blocks.concatenated(entries))
 
 
 def _first_memory(rule: Rule, norm: Array) -> PyTree:

@@ -22,6 +22,7 @@ from jax import Array, lax
 
 from . import _join as join
 from ._moduli import tangent_of_modulus
+from ._options import Ord
 from ._specs import NormPlan
 from ._squares import norms_by_squares
 from ._sums import divided, largest_bits, norm_dtype, sum_in_range, sum_over
@@ -41,6 +42,9 @@ def norms_of(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     Returns:
       For each norm a scalar, or an array with the axes of a leaf that keeps some.
     """
+    # An empty tree has the norm 0.
+    if not arrays:
+        return [jnp.zeros((), np.float32)] * plan.norm_count
     if plan.ord in OF_SQUARES:
         return norms_by_squares(plan, arrays)
     if plan.ord == math.inf:
@@ -60,11 +64,7 @@ def _largest(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     for spec, array in zip(plan.specs, arrays):
         terms.append(largest_bits(array, spec.axes, dtype))
     totals = join.per_norm(
-        plan,
-        terms,
-        zero=jnp.zeros((), np.int64 if dtype == np.float64 else np.int32),
-        operation=join.MAX,
-        join_leaves=join.by_platform,
+        plan, terms, operation=join.MAX, join_leaves=join.by_platform
     )
     return [lax.bitcast_convert_type(bits, dtype) for bits in totals]
 
@@ -98,20 +98,14 @@ def _by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[Array]
             power = quotient**order
         terms.append(sum_in_range(power, spec.axes))
     norms = []
-    for divisor, total in zip(divisors, _added(plan, terms, dtype)):
+    for divisor, total in zip(divisors, _added(plan, terms)):
         norms.append(divisor * total ** (1 / order))
     return norms
 
 
-def _added(plan: NormPlan, terms: list[Array], dtype: np.dtype) -> list[Array]:
+def _added(plan: NormPlan, terms: list[Array]) -> list[Array]:
     """The sum of each norm, from the sums of its leaves."""
-    return join.per_norm(
-        plan,
-        terms,
-        zero=jnp.zeros((), dtype),
-        operation=join.ADD,
-        join_leaves=join.by_platform,
-    )
+    return join.per_norm(plan, terms, operation=join.ADD, join_leaves=join.by_platform)
 
 
 # -------------------------------------------------------------------------- derivative
@@ -121,49 +115,53 @@ def _added(plan: NormPlan, terms: list[Array], dtype: np.dtype) -> list[Array]:
 def _norms_jvp(
     plan: NormPlan, primals: tuple[list[Array]], tangents: tuple[list[Array]]
 ) -> tuple[list[Array], list[Array]]:
-    """By hand: sqrt has no finite derivative at 0, and squares may overflow."""
+    """By hand: sqrt has no finite derivative at 0, and squares may overflow.
+
+    2            sum x / norm * dx
+    "rms"        sum x / rms * dx / N
+    "average"    sum x / rms * dx / N^1.5, with average = rms / N^0.5
+    inf          the mean of d|x| over the largest elements, in all leaves and on
+                 all devices
+    any other    sum (|x| / norm)^(p-1) * d|x|
+    """
     (arrays,) = primals
     (array_tangents,) = tangents
     norms = norms_of(plan, arrays)
-    if plan.ord in OF_SQUARES:
-        return norms, _tangents_by_squares(plan, norms, arrays, array_tangents)
-    if plan.ord == math.inf:
-        return norms, _tangents_of_largest(plan, norms, arrays, array_tangents)
-    order = float(plan.ord)
-    return norms, _tangents_by_powers(plan, norms, arrays, array_tangents, order=order)
-
-
-def _tangents_by_squares(
-    plan: NormPlan, norms: list[Array], arrays: list[Array], tangents: list[Array]
-) -> list[Array]:
-    """The tangents of norms of order 2, "rms" and "average" = rms / N^0.5.
-
-    d norm = sum (x / norm) dx
-    d rms = sum (x / rms) dx / N
-    d average = sum (x / rms) dx / N^1.5
-    """
     dtype = norm_dtype(arrays)
-    counts = plan.element_counts(arrays, dtype)
-    x_divisors = norms  # the norm or the rms
-    divisors = counts  # 1 for order 2
+    x_divisors = norms
+    # N of a mean, and 1 for other orders.
+    divisors = plan.element_counts(arrays, dtype)
     if plan.ord == "average":
-        x_divisors = [norm * count**0.5 for norm, count in zip(norms, counts)]
-        divisors = [count * count**0.5 for count in counts]
+        x_divisors = [norm * count**0.5 for norm, count in zip(norms, divisors)]
+        divisors = [count * count**0.5 for count in divisors]
+    elif plan.ord == math.inf:
+        counts_of_leaves = []
+        for spec, array in zip(plan.specs, arrays):
+            is_largest = _is_largest(array, spec.local_value(norms))
+            counts_of_leaves.append(sum_in_range(is_largest, spec.axes))
+        counts = _added(plan, counts_of_leaves)
+        # Nothing is the largest where the norm is NaN: 0 / 1.
+        divisors = [jnp.maximum(count, 1) for count in counts]
     terms = []
-    for spec, array, tangent in zip(plan.specs, arrays, tangents):
-        products = _slope_times_tangent(array, spec.local_value(x_divisors), tangent)
+    for spec, array, tangent in zip(plan.specs, arrays, array_tangents):
+        x_divisor = spec.local_value(x_divisors)
+        if plan.ord in OF_SQUARES:
+            products = _quotient_times_tangent(array, x_divisor, tangent)
+        else:
+            slope = _slope(plan.ord, array, x_divisor)
+            products = slope * tangent_of_modulus(array, tangent).astype(dtype)
         terms.append(sum_over(products, spec.axes))
-    totals = _added(plan, terms, dtype)
-    return [total / divisor for total, divisor in zip(totals, divisors)]
+    totals = _added(plan, terms)
+    return norms, [total / divisor for total, divisor in zip(totals, divisors)]
 
 
-def _slope_times_tangent(array: Array, norm: Array, tangent: Array) -> Array:
+def _quotient_times_tangent(array: Array, norm: Array, tangent: Array) -> Array:
     """x / norm * dx. Computed from x and not from |x|: JAX's derivative of |x| at 0 is
     0, so second derivatives would be lost.
     """
     if jnp.iscomplexobj(array):
-        real = _slope_times_tangent(jnp.real(array), norm, jnp.real(tangent))
-        return real + _slope_times_tangent(jnp.imag(array), norm, jnp.imag(tangent))
+        real = _quotient_times_tangent(jnp.real(array), norm, jnp.real(tangent))
+        return real + _quotient_times_tangent(jnp.imag(array), norm, jnp.imag(tangent))
     # Where the norm is 0 all x are 0: 0 / 1 is 0. A norm that is NaN also divides by 1,
     # and the NaN in x shows.
     divisor = jnp.where(norm > 0, norm, 1.0)
@@ -171,48 +169,19 @@ def _slope_times_tangent(array: Array, norm: Array, tangent: Array) -> Array:
     return quotient * tangent.astype(norm.dtype)
 
 
-def _tangents_of_largest(
-    plan: NormPlan, norms: list[Array], arrays: list[Array], tangents: list[Array]
-) -> list[Array]:
-    """The tangents of norms of order inf: the mean of d|x| over the largest elements,
-    in all leaves and on all devices.
-    """
-    dtype = norm_dtype(arrays)
-    terms = []
-    counts_of_leaves = []
-    for spec, array, tangent in zip(plan.specs, arrays, tangents):
-        moduli = jnp.abs(array).astype(dtype)
-        is_largest = (moduli == spec.local_value(norms)).astype(dtype)
-        modulus_tangent = tangent_of_modulus(array, tangent).astype(dtype)
-        terms.append(sum_over(is_largest * modulus_tangent, spec.axes))
-        counts_of_leaves.append(sum_in_range(is_largest, spec.axes))
-    counts = _added(plan, counts_of_leaves, dtype)
-    tangents_of_norms = []
-    for total, count in zip(_added(plan, terms, dtype), counts):
-        # Nothing is the largest where the norm is NaN: 0 / 1.
-        tangents_of_norms.append(total / jnp.maximum(count, 1))
-    return tangents_of_norms
+def _slope(ord: Ord, array: Array, norm: Array) -> Array:
+    """What d|x| of each element is multiplied by, for orders without squares."""
+    if ord == math.inf:
+        return _is_largest(array, norm)
+    divisor = jnp.where(norm > 0, norm, 1.0)
+    quotient = divided(jnp.abs(array).astype(norm.dtype), divisor)
+    # Two wheres: at 0 a power below 1 does not exist, and the unused branch of a where
+    # must stay finite as well.
+    base = jnp.where(quotient > 0, quotient, 1.0)
+    return jnp.where(quotient > 0, base ** (float(ord) - 1.0), 0.0)
 
 
-def _tangents_by_powers(
-    plan: NormPlan,
-    norms: list[Array],
-    arrays: list[Array],
-    tangents: list[Array],
-    *,
-    order: float,
-) -> list[Array]:
-    """The tangents of norms of order p: sum (|x| / norm)^(p-1) d|x|."""
-    dtype = norm_dtype(arrays)
-    terms = []
-    for spec, array, tangent in zip(plan.specs, arrays, tangents):
-        norm = spec.local_value(norms)
-        divisor = jnp.where(norm > 0, norm, 1.0)
-        quotient = divided(jnp.abs(array).astype(dtype), divisor)
-        # Two wheres: at 0 a power below 1 does not exist, and the unused branch of a
-        # where must stay finite as well.
-        base = jnp.where(quotient > 0, quotient, 1.0)
-        power = jnp.where(quotient > 0, base ** (order - 1.0), 0.0)
-        modulus_tangent = tangent_of_modulus(array, tangent).astype(dtype)
-        terms.append(sum_over(power * modulus_tangent, spec.axes))
-    return _added(plan, terms, dtype)
+def _is_largest(array: Array, norm: Array) -> Array:
+    """1 for each element whose modulus is the norm, and 0 for all others."""
+    moduli = jnp.abs(array).astype(norm.dtype)
+    return (moduli == norm).astype(norm.dtype)

@@ -26,8 +26,15 @@ from jax.typing import ArrayLike
 from . import _join as join
 from . import _sums as sums
 from ._options import Ord
+from ._platforms import (
+    FEW_NORMS_ON_A_GPU,
+    FEW_NORMS_ON_A_TPU,
+    materialized_on_gpu,
+    per_platform,
+    traced_once,
+)
 from ._specs import LeafSpec, NormPlan
-from ._sums import FEW_NORMS_ON_A_GPU, FEW_NORMS_ON_A_TPU, Sums, traced_once
+from ._sums import Sums
 
 # Leaves of at most so many numbers are merged into a vector on a GPU.
 MOST_NUMBERS_TO_MERGE = 2**16
@@ -36,7 +43,7 @@ MOST_NUMBERS_TO_MERGE = 2**16
 def norms_by_squares(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms of some leaves, by sums of squares."""
     # The platform is chosen once for all leaves, so each branch is traced once.
-    return sums.per_platform(
+    return per_platform(
         arrays,
         cpu=partial(_norms_on_a_cpu, plan),
         gpu=partial(_norms_on_a_gpu, plan),
@@ -48,83 +55,67 @@ def _norms_on_a_cpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms by one sum of each leaf: sums, means and roots in float64, rounded
     once. Norms of float64 take three sums.
     """
+    norms_by_sums = partial(
+        _norms_by_sums,
+        plan,
+        arrays,
+        join_leaves=join.in_pairs,
+        most_separate_roots=math.inf,
+    )
     if sums.norm_dtype(arrays) == np.float64:
-        return _norms_by_three_sums(
-            plan,
-            arrays,
-            sums.three_sums_in_jnp,
-            join.in_pairs,
-            most_separate_roots=math.inf,
-        )
+        return norms_by_sums(sums.three_sums_in_jnp, np.dtype(np.float64))
     with jax.enable_x64(True):
-        terms = []
-        for spec, array in zip(plan.specs, arrays):
-            terms.append(sums.float64_sum(array, spec.axes))
-        totals = join.per_norm(
-            plan,
-            terms,
-            zero=jnp.zeros((), np.float64),
-            operation=join.ADD,
-            join_leaves=join.in_pairs,
-        )
-        counts = plan.element_counts(arrays, np.float64)
-        norms = []
-        for total, count in zip(totals, counts):
-            norm = _root(plan.ord, count, total)
-            norms.append(lax.convert_element_type(norm, np.float32))
-        return norms
+        norms = norms_by_sums(sums.one_sum, np.dtype(np.float64))
+        return [lax.convert_element_type(norm, np.float32) for norm in norms]
 
 
 def _norms_on_a_gpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms by three sums of each large leaf, and of small leaves together."""
     merged_plan, vectors = _merged(plan, arrays)
-    return _norms_by_three_sums(
+    return _norms_by_sums(
         merged_plan,
         vectors,
         sums.three_sums_on_a_gpu,
-        join.in_pairs,
+        sums.norm_dtype(arrays),
+        join_leaves=join.in_pairs,
         most_separate_roots=FEW_NORMS_ON_A_GPU,
     )
 
 
 def _norms_in_jnp(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms on a TPU and any other platform."""
-    return _norms_by_three_sums(
+    return _norms_by_sums(
         plan,
         arrays,
         sums.three_sums_in_jnp,
-        join.as_table,
+        sums.norm_dtype(arrays),
+        join_leaves=join.as_table,
         most_separate_roots=FEW_NORMS_ON_A_TPU,
     )
 
 
-def _norms_by_three_sums(
+def _norms_by_sums(
     plan: NormPlan,
     arrays: list[Array],
-    sums_of_leaf: Callable[..., Sums],
-    join_leaves: Callable[..., Sums],
+    sums_of_leaf: Callable[..., Any],
+    dtype: np.dtype,
     *,
+    join_leaves: Callable[..., Any],
     most_separate_roots: float,
 ) -> list[Array]:
-    """The norms by three sums of squares of each leaf. Of more norms than
-    `most_separate_roots` the roots are taken as a vector.
+    """The norms by sums of squares of each leaf, one or three of them, in a dtype. Of
+    more norms than `most_separate_roots` the roots are taken as a vector.
     """
-    dtype = sums.norm_dtype(arrays)
     counts = plan.element_counts(arrays, dtype)
-    zero = jnp.zeros((), dtype)
-    # One of the three sums may overflow, at which jax_debug_infs would raise.
+    # One of three sums may overflow, at which jax_debug_infs would raise.
     with jax.debug_infs(False):
         terms = []
         for spec, array in zip(plan.specs, arrays):
             terms.append(sums_of_leaf(array, spec.axes, dtype))
-        totals = join.per_norm(
-            plan,
-            terms,
-            zero=Sums(zero, zero, zero),
-            operation=join.ADD,
-            join_leaves=join_leaves,
-        )
-    return _roots(plan.ord, counts, totals, most_separate_roots)
+        totals = join.per_norm(plan, terms, operation=join.ADD, join_leaves=join_leaves)
+    if len(totals) > most_separate_roots:
+        return _roots(plan.ord, counts, totals)
+    return [_root(plan.ord, count, total) for count, total in zip(counts, totals)]
 
 
 def _merged(plan: NormPlan, arrays: list[Array]) -> tuple[NormPlan, list[Array]]:
@@ -178,11 +169,9 @@ def _root(ord: Ord, count: ArrayLike, total: Sums | Array) -> Array:
     return norm
 
 
-def _roots(
-    ord: Ord, counts: list[Any], totals: list[Sums], most_separate_roots: float
-) -> list[Array]:
-    """The norms from their sums. Of more norms than `most_separate_roots` the scalars
-    are stacked, and one root is taken of the vector.
+def _roots(ord: Ord, counts: list[Any], totals: list[Sums]) -> list[Array]:
+    """The norms from their sums. The scalars are stacked, and one root is taken of the
+    vector.
 
     With separate roots XLA recomputes each in every kernel that reads all norms: a step
     with AGC took 1.5 times as long to compile for an H100 (`python -m benchmarks --only
@@ -193,10 +182,10 @@ def _roots(
     # Inside shard_map sums may vary along different mesh axes, but a stack has one
     # type. Without scalars `types` is empty.
     types = {jax.typeof(total.unscaled) for total in scalars}
-    if len(totals) <= most_separate_roots or len(types) != 1:
+    if len(types) != 1:
         return [_root(ord, count, total) for count, total in zip(counts, totals)]
     vectors = jax.tree.map(lambda *numbers: lax.stack(numbers), *scalars)
-    vectors = sums.materialized_on_gpu(vectors)
+    vectors = materialized_on_gpu(vectors)
     counts_of_scalars = jnp.array([counts[i] for i in scalar_indices])
     roots = lax.unstack(_root(ord, counts_of_scalars, vectors))
     root_by_index = dict(zip(scalar_indices, roots))

@@ -11,7 +11,6 @@ the structure of the state.
 
 import json
 from collections.abc import Mapping
-from types import EllipsisType
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -265,13 +264,18 @@ class ClipState(_ClipStateFields):
         memory_of_units = dict(zip(self.names.unit_leaves, memories_of_units))
         rows = {name: getattr(self, name) for name in NormEntry._fields[:-1]}
         entries = {}
-        for name, position in positions_of_name(self, layers, call="by_name").items():
-            values = {field: _entries_at(row, position) for field, row in rows.items()}
+        for name, span in spans_of_names(self, layers, call="by_name").items():
+            # A number for one norm, and a vector for the layers of a leaf.
+            position: Any = span.start
+            if self.names.is_global:
+                position = ...
+            elif not layers and self.names.layers_of_name[name] is not None:
+                position = slice(*span)
             if name in memory_of_units:
                 memory = memory_of_units[name]
             else:
                 memory = _entries_at(memory_of_leaves, position)
-            entries[name] = NormEntry(**values, memory=memory)
+            entries[name] = NormEntry(**_entries_at(rows, position), memory=memory)
         return entries
 
 
@@ -316,17 +320,23 @@ def clip_states(tree: PyTree) -> list[ClipState]:
 # ------------------------------------------------------------------ its entries by name
 
 
-# Where the entries of a name are in a row: an index for one norm, a slice for the
-# layers of a leaf, `...` for the norm of everything.
-Position = int | slice | EllipsisType
+class Span(NamedTuple):
+    """Where the entries of a name are in a row of a state."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many entries these are."""
+        return self.stop - self.start
 
 
-def entry_counts(
+def spans_of_names(
     state: ClipState, layers: bool = False, *, call: str = "update"
-) -> dict[str, int]:
-    """How many entries each name has in a row of a state, in the order of the row. With
-    `layers` each layer has a name of its own, such as "w/0/3" for layer 0 and expert 3
-    of "w".
+) -> dict[str, Span]:
+    """The entries of each name, in the order of a row. With `layers` each layer has a
+    name of its own, such as "w/0/3" for layer 0 and expert 3 of "w".
 
     Raises:
       ValueError: a leaf is called "w/0", and a stack "w" has a layer 0. Or the rows of
@@ -334,7 +344,7 @@ def entry_counts(
     """
     layers_of_name = state.names.layers_of_name
     if state.names.is_global:
-        return dict.fromkeys(layers_of_name, 1)
+        return dict.fromkeys(layers_of_name, Span(0, 1))
     stacks = list(filter(None, layers_of_name.values()))
     layer_count = sum(map(len, stacks))
     single_count = len(layers_of_name) - len(stacks)
@@ -353,43 +363,29 @@ def entry_counts(
             "the clipper mesh_axes=, the PartitionSpecs of the leaves, and the state "
             "the spec P()."
         )
-    sizes = dict.fromkeys(layers_of_name, 1)
+    spans: dict[str, Span] = {}
+    start = 0
     for name, layers_of_leaf in layers_of_name.items():
+        size = 1
         if layers_of_leaf is not None:
             # All stacks are split alike: a device has the same share of each.
-            sizes[name] = len(layers_of_leaf) * layers_here // layer_count
-    if not layers:
-        return sizes
-    sizes_of_layers: dict[str, int] = {}
-    for name, layers_of_leaf in layers_of_name.items():
-        layer_names = [name]
-        if layers_of_leaf is not None:
-            layers_on_this_device = [*layers_of_leaf][: sizes[name]]
-            layer_names = [f"{name}/{layer}" for layer in layers_on_this_device]
-        if sizes_of_layers.keys() & layer_names:
+            size = len(layers_of_leaf) * layers_here // layer_count
+        spans_of_leaf = {name: Span(start, start + size)}
+        if layers and layers_of_leaf is not None:
+            layers_on_this_device = [*layers_of_leaf][:size]
+            spans_of_leaf = {
+                f"{name}/{layer}": Span(index, index + 1)
+                for index, layer in enumerate(layers_on_this_device, start)
+            }
+        if spans.keys() & spans_of_leaf:
             leaves = trees.listed(layers_of_name)
             raise ValueError(
                 f"{call}: layers=True: a leaf of {leaves} has the name of a layer of "
                 "another leaf. Rename it, or use layers=False."
             )
-        sizes_of_layers |= dict.fromkeys(layer_names, 1)
-    return sizes_of_layers
-
-
-def positions_of_name(
-    state: ClipState, layers: bool = False, *, call: str
-) -> dict[str, Position]:
-    """Where the entries of each name of `entry_counts` are in a row of a state."""
-    if state.names.is_global:
-        return dict.fromkeys(state.names.layers_of_name, ...)
-    positions: dict[str, Position] = {}
-    start = 0
-    for name, size in entry_counts(state, layers, call=call).items():
-        # With `layers` each layer is a single norm.
-        is_stack = not layers and state.names.layers_of_name[name] is not None
-        positions[name] = slice(start, start + size) if is_stack else start
+        spans |= spans_of_leaf
         start += size
-    return positions
+    return spans
 
 
 def names_on_this_device(state: ClipState) -> Names:
@@ -398,21 +394,21 @@ def names_on_this_device(state: ClipState) -> Names:
     """
     names = state.names
     # Rows of one leaf that shard_map joins from devices are in the order of its layers.
-    # Of several leaves they are not, which `entry_counts` sees by the missing names.
+    # Of several leaves they are not, which `spans_of_names` sees by the missing names.
     if len(names.layers_of_name) == 1:
         return names
     layers_of_name = dict(names.layers_of_name)
-    for name, size in entry_counts(state).items():
+    for name, span in spans_of_names(state).items():
         layers = names.layers_of_name[name]
         if layers is not None:
-            layers_of_name[name] = dict.fromkeys([*layers][:size])
+            layers_of_name[name] = dict.fromkeys([*layers][: span.size])
     # The same object, which `Names.__eq__` compares first.
     if layers_of_name == names.layers_of_name:
         return names
     return names._replace(layers_of_name=layers_of_name)
 
 
-def _entries_at(rows: PyTree, position: Position) -> PyTree:
+def _entries_at(rows: PyTree, position: Any) -> Any:
     """The tree of rows, with the entries at a position in the place of each row."""
     return jax.tree.map(lambda row: row[position], rows)
 

@@ -1,4 +1,4 @@
-"""The switch between platforms, sums over one leaf, and a safe division.
+"""Sums over one leaf, and a safe division.
 
 A sum of squares is three numbers:
 
@@ -24,7 +24,6 @@ by size into three sums. Without sorting, there is less to compute for each.
 
 import math
 import operator
-import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
@@ -36,6 +35,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ._mesh_types import is_on_one_device
+from ._platforms import per_platform, traced_once
 from ._trees import PyTree
 
 # Room for 2^37 of the largest numbers: (2^128 / s)^2 = 2^90. The smallest normal number
@@ -43,12 +43,6 @@ from ._trees import PyTree
 SCALES = {np.dtype(np.float32): 2.0**83, np.dtype(np.float64): 2.0**600}
 # Sums of fewer numbers than this are not split: XLA fuses them into their reader.
 LEAST_SUMMED_TO_SPLIT = 32
-# For more norms than these a platform takes their roots as a vector (_squares.py), and
-# a TPU also their factors (_factors.py). With 128 tensors on a v5e:4x4 a clip by the
-# RMS then takes 137 scalar operations, instead of 3,465. With 52 on one v5e vectors
-# moved 1.3 % more bytes.
-FEW_NORMS_ON_A_GPU = 12
-FEW_NORMS_ON_A_TPU = 64
 
 # The array axes that are summed, and stay with size 1. None: all, to a scalar.
 Axes = tuple[int, ...] | None
@@ -65,55 +59,6 @@ def element_count(sizes: Iterable[int], dtype: DTypeLike) -> Any:
             # which products would wrap at 2^31.
             count *= jnp.asarray(size).astype(dtype)
     return count
-
-
-# --------------------------------------------------------------------------- platforms
-
-
-# Jitted, so that JAX traces a function once for all arrays of one type. `inline=True`
-# is for TPUs: AGC of 128 tensors on a v5e:4x4 runs 572 kernels, and 739 without it. A
-# GPU gets the same program either way, so a function for it alone is plainly jitted,
-# which is traced faster.
-traced_once = partial(jax.jit, inline=True)
-
-
-def per_platform(
-    *operands: Any,
-    cpu: Callable[..., Any],
-    gpu: Callable[..., Any],
-    plain: Callable[..., Any],
-) -> Any:
-    """Calls the function of the platform that the program is compiled for. `plain` is
-    for a TPU and any other.
-    """
-    # OPTAXCLIP_PLATFORM=plain takes the form of plain `jnp` everywhere. It is read
-    # while a program is traced, so set it before the first step.
-    forced = os.environ.get("OPTAXCLIP_PLATFORM")
-    if forced:
-        functions = {"cpu": cpu, "gpu": gpu, "plain": plain}
-        if forced not in functions:
-            raise ValueError(
-                f"OPTAXCLIP_PLATFORM must be one of {list(functions)}, got {forced!r}."
-            )
-        return functions[forced](*operands)
-    # JAX knows GPUs as cuda and rocm.
-    functions = {"cpu": cpu, "cuda": gpu, "rocm": gpu}
-    # JAX traces each function, so the plain one is not given twice.
-    functions = {name: f for name, f in functions.items() if f is not plain}
-    return lax.platform_dependent(*operands, **functions, default=plain)
-
-
-def materialized_on_gpu(arrays: PyTree) -> Any:
-    """The arrays unchanged. On a GPU they are written to memory, so that no kernel that
-    reads them computes them again: a step of AGC moves 12.27 GB on an H100, not 12.58.
-    """
-
-    def unchanged(arrays: PyTree) -> PyTree:
-        return arrays
-
-    return per_platform(
-        arrays, cpu=unchanged, gpu=lax.optimization_barrier, plain=unchanged
-    )
 
 
 # ---------------------------------------------------------------------- sums of squares
@@ -134,17 +79,18 @@ class Sums(NamedTuple):
     down: Array
 
 
-AnySums = TypeVar("AnySums", Array, Sums)
+# What a leaf adds to its norm: one sum, or three.
+Term = TypeVar("Term", Array, Sums)
 
 
-def _sums_both_parts(sums_of: Callable[..., AnySums]) -> Callable[..., AnySums]:
+def _sums_both_parts(sums_of: Callable[..., Term]) -> Callable[..., Term]:
     """Lets a function that sums squares of real numbers take complex ones too.
 
     |a + bi|^2 = a^2 + b^2, so both parts are summed like two real arrays.
     """
 
     @wraps(sums_of)
-    def sums_of_both_parts(array: Array, *args: Any) -> AnySums:
+    def sums_of_both_parts(array: Array, *args: Any) -> Term:
         if not jnp.iscomplexobj(array):
             return sums_of(array, *args)
         real = sums_of(jnp.real(array), *args)
@@ -155,11 +101,11 @@ def _sums_both_parts(sums_of: Callable[..., AnySums]) -> Callable[..., AnySums]:
 
 
 @_sums_both_parts
-def float64_sum(array: Array, axes: Axes) -> Array:
-    """The sum of squares in float64, in one read. No square of a float32 number leaves
+def one_sum(array: Array, axes: Axes, dtype: np.dtype) -> Array:
+    """The sum of squares in one read. In float64 no square of a float32 number leaves
     the range. Call it, and what reads its sum, inside `jax.enable_x64(True)`.
     """
-    x = lax.convert_element_type(array, np.float64)
+    x = lax.convert_element_type(array, dtype)
     return sum_over(lax.square(x), axes)
 
 

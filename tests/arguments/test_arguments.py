@@ -153,13 +153,27 @@ def none(path, leaf):
     return False
 
 
-@pytest.mark.parametrize(
-    "value", [True, (True,), [True], jnp.array(1), np.array(1), one, none]
-)
+@pytest.mark.parametrize("value", [True, (True,), [True], jnp.array(1), np.array(1)])
 @pytest.mark.parametrize("argument", AXES)
 def test_norms_refuse_bools_and_arrays_as_axes(argument, value):
     with pytest.raises(TypeError, match=f"^{argument} must be "):
         AXES[argument](value)
+
+
+@pytest.mark.parametrize("function", [one, none])
+@pytest.mark.parametrize("argument", ["unitwise_norm: axis", "spectral_norm: columns"])
+def test_functions_of_axes_may_return_no_bool(argument, function):
+    with pytest.raises(TypeError, match=f"^{argument} must be "):
+        AXES[argument](function)
+
+
+def test_a_function_may_say_whether_a_leaf_is_stacked():
+    tree = {"blocks": jnp.ones((3, 4)), "embed": jnp.ones(4)}
+    norms = optaxclip.tensor_norm(
+        tree, stacked=lambda path, leaf: path.startswith("blocks")
+    )
+    np.testing.assert_allclose(norms["blocks"], [[2.0]] * 3)
+    np.testing.assert_allclose(norms["embed"], 2.0)
 
 
 def test_a_tuple_of_axes_may_not_hold_a_bool():

@@ -360,3 +360,13 @@ def test_one_configuration_serves_a_dense_model_and_a_mixture(labels, call):
     # 3 and 4 together have the norm 5, ten times their limit.
     np.testing.assert_allclose(updates["router"], [0.3], 1e-6)
     np.testing.assert_allclose(updates["experts"], [[0.0, 0.4]], 1e-6)
+
+
+def test_a_function_of_labels_may_leave_out_what_does_not_count():
+    tree = {"w": jnp.array([3.0, 4.0]), "i": jnp.arange(3), "none": None}
+    norms = optaxclip.group_norm(tree, lambda tree: jax.tree.map(lambda _: "all", tree))
+    assert norms == {"all": 5.0}
+    clipper = optaxclip.clip_by_group_norm(
+        1.0, lambda tree: jax.tree.map(lambda _: "all", tree)
+    )
+    assert [*clipper.init(tree).names.layers_of_name] == ["all"]

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ..._platforms import per_platform
 from ..._reduce import norms_of
 from ..._specs import LeafSpec, NormPlan
-from ..._sums import per_platform
 from .._limits import MAX_CANCELLATION
 from ._forms import OuterProducts
 
