@@ -13,13 +13,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks as checks
 from .. import _trees as trees
-from .._checks import broadcasts_to, can_begin_anew
+from .._checks import can_begin_anew
 from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._functions import is_function
 from .._moduli import with_modulus
 from .._numbers import kept_finite
-from .._prefixes import Prefix, beginnings, lookup, prefix_table
+from .._prefixes import Prefix, lookup, prefix_table
 from .._trees import PyTree
 from ..rules._memory import count_up
 from ..rules._rule import Number, is_rule
@@ -217,18 +217,13 @@ def _check_bounds_order(call: str, lower: CheckedBounds, upper: CheckedBounds) -
     """Raises ValueError for bounds of the same leaves that leave no room between them,
     and for a negative upper bound that stands alone.
     """
-    lower_by_path = dict(lower.table.entries)
-    upper_by_path = dict(upper.table.entries)
-    for path in lower_by_path | upper_by_path:
-        # An argument may give one bound for a whole subtree, under a beginning of this
-        # path.
-        starts = list(beginnings(path))
-        # Each list has at most one bound, since an argument gives a leaf only one. It
-        # has none where the bounds of the argument are for parts of this path. These
-        # are compared at their own paths.
-        lows = [lower_by_path[start] for start in starts if start in lower_by_path]
-        highs = [upper_by_path[start] for start in starts if start in upper_by_path]
-        for low, high in zip(lows, highs):
+    for low_path, low in lower.table.entries:
+        for high_path, high in upper.table.entries:
+            # A bound may be for a whole subtree, of whose parts the other argument has
+            # bounds.
+            depth = min(len(low_path), len(high_path))
+            if low_path[:depth] != high_path[:depth]:
+                continue
             if low is not None:
                 checks.check_order(call, (lower.name, low), (upper.name, high))
             elif not callable(high):
@@ -249,13 +244,6 @@ def _clipped(
     if not jnp.issubdtype(dtype, jnp.number):  # bool, float0 or a key
         return leaf
     x = jnp.asarray(x)
-    for bound in (low, high):
-        shape = () if bound is None else jnp.shape(bound)
-        if not broadcasts_to(shape, x.shape):
-            raise ValueError(
-                f"{call}: a bound of shape {shape} does not fit the leaf "
-                f"{leaf_name!r} of shape {x.shape}."
-            )
     if jnp.iscomplexobj(x):
         if low is not None:
             raise TypeError(
@@ -263,6 +251,7 @@ def _clipped(
                 "one bound, for its modulus."
             )
         _, upper = _bounds_in_dtype(None, high, jnp.finfo(dtype).dtype)
+        upper = jnp.broadcast_to(upper, x.shape)
         # The modulus of the largest complex numbers is inf, and so above the bound.
         is_above = jnp.abs(x) > upper
         # 1 where nothing is clipped: `upper` may be inf there, and inf * 0 in the

@@ -38,7 +38,7 @@ from jax.core import ShapedArray
 from jax.tree_util import KeyPath
 
 from .. import _trees as trees
-from .._axes import ByPath, Stacked, check_no_bool, other_axes, stacked_axes
+from .._axes import ByPath, Stacked, other_axes, stacked_axes
 from .._checks import Nonfinite, check_choice, check_concrete, check_whole_number, shown
 from .._factors import shrunk_by
 from .._kernel import make_clipper
@@ -211,7 +211,7 @@ def _with_shrunk_values(
     rescaled_leaves, treedef = jax.tree.flatten(rescaled)
     results = list(rescaled_leaves)
     entry_by_name = state.by_name()
-    names = trees.unique_names(trees.leaf_paths(tree), entry_by_name)
+    names = trees.unique_names(trees.leaf_paths(tree))
     for matrix_shape, indices in measure.indices_by_shape(tree).items():
         matrices = matrix_shape.stack(gradients, indices)
         # The norms and limits that the kernel found, [leaves, *layers, 1, 1].
@@ -435,7 +435,6 @@ class SpectralNorm(NamedTuple):
         """Raises unless a leaf has so many axes of columns, and one of rows. `rank`
         counts its axes without those of layers.
         """
-        check_no_bool(self.call, "columns", column_rank)
         is_whole = isinstance(column_rank, (int, np.integer))
         if not is_whole or not 1 <= column_rank < rank:
             raise ValueError(

@@ -179,16 +179,11 @@ class Judge(NamedTuple):
         mesh_axes = tuple(sorted(varying(number)))
         # With None each device trains alone, so it may decide alone.
         if mesh_axes and self.mesh_axes is not None:
-            axis = mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
-            if argument == "value":
-                advice = f"lax.pmean(value, {axis!r})"
-            else:
-                # The mean of the norms of parts is not the norm of the whole.
-                advice = "the norm of the whole gradient, or none to measure it"
             raise ValueError(
-                f"{self.call}: {argument} differs along the mesh axis {axis!r}, so "
-                f"each device would decide for itself: hand over {advice}, or say "
-                "with mesh_axes=None that each device trains alone."
+                f"{self.call}: {argument} differs along the mesh axes {mesh_axes}, so "
+                "each device would decide for itself: hand over the norm of the whole "
+                f"gradient and the mean of losses, lax.pmean(value, {mesh_axes}), or "
+                "say with mesh_axes=None that each device trains alone."
             )
         return number
 

@@ -41,15 +41,10 @@ EACH += [(name, "grad_norm") for name in (*WITH_LOSS, "skip_nonfinite")]
 @pytest.mark.parametrize(("name", "number"), EACH)
 def test_a_number_of_each_device_is_named_where_types_show_it(name, number):
     skipping = {"skip_nonfinite": partial(optaxclip.skip_nonfinite, optax.sgd(0.1))}
-    # The mean of the norms of parts is not the norm of the whole.
-    advice = {
-        "value": r"hand over lax.pmean\(value, 'x'\), or say",
-        "grad_norm": "hand over the norm of the whole gradient, or none to measure it, "
-        "or say",
-    }
     text = (
-        rf"^{name}: {number} differs along the mesh axis 'x', so each device would "
-        rf"decide for itself: {advice[number]}"
+        rf"^{name}: {number} differs along the mesh axes \('x',\), so each device "
+        "would decide for itself: hand over the norm of the whole gradient and the "
+        r"mean of losses, lax.pmean\(value, \('x',\)\), or say"
     )
     with pytest.raises(ValueError, match=text):
         stepped((WITH_LOSS | skipping)[name](), number)
@@ -63,7 +58,7 @@ def test_all_axes_along_which_a_loss_differs_are_named():
         return optimizer.update(jnp.ones(3), state, value=loss[0, 0])[1]
 
     program = on_four_devices(step, (P(), P("x", "y")), P())
-    match = r"mesh axis \('x', 'y'\), so .* lax.pmean\(value, \('x', 'y'\)\)"
+    match = r"mesh axes \('x', 'y'\), so .* lax.pmean\(value, \('x', 'y'\)\)"
     with pytest.raises(ValueError, match=match):
         program(state, jnp.ones((2, 2)))
 
