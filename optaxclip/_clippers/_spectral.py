@@ -38,7 +38,7 @@ from jax.core import ShapedArray
 from jax.tree_util import KeyPath
 
 from .. import _trees as trees
-from .._axes import ByPath, Stacked, other_axes, stacked_axes
+from .._axes import ByPath, Stacked, check_no_bool, other_axes, stacked_axes
 from .._checks import Nonfinite, check_choice, check_concrete, check_whole_number, shown
 from .._factors import shrunk_by
 from .._kernel import make_clipper
@@ -435,6 +435,7 @@ class SpectralNorm(NamedTuple):
         """Raises unless a leaf has so many axes of columns, and one of rows. `rank`
         counts its axes without those of layers.
         """
+        check_no_bool(self.call, "columns", column_rank)
         is_whole = isinstance(column_rank, (int, np.integer))
         if not is_whole or not 1 <= column_rank < rank:
             raise ValueError(
