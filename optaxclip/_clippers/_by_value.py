@@ -19,7 +19,7 @@ from .._exported import exported
 from .._functions import is_function
 from .._moduli import with_modulus
 from .._numbers import kept_finite
-from .._prefixes import Prefix, lookup, prefix_table
+from .._prefixes import Prefix, beginnings, lookup, prefix_table
 from .._trees import PyTree
 from ..rules._memory import count_up
 from ..rules._rule import Number, is_rule
@@ -217,13 +217,18 @@ def _check_bounds_order(call: str, lower: CheckedBounds, upper: CheckedBounds) -
     """Raises ValueError for bounds of the same leaves that leave no room between them,
     and for a negative upper bound that stands alone.
     """
-    for low_path, low in lower.table.entries:
-        for high_path, high in upper.table.entries:
-            # A bound may be for a whole subtree, of whose parts the other argument has
-            # bounds.
-            depth = min(len(low_path), len(high_path))
-            if low_path[:depth] != high_path[:depth]:
-                continue
+    lower_by_path = dict(lower.table.entries)
+    upper_by_path = dict(upper.table.entries)
+    for path in lower_by_path | upper_by_path:
+        # An argument may give one bound for a whole subtree, under a beginning of this
+        # path.
+        starts = list(beginnings(path))
+        # Each list has at most one bound, since an argument gives a leaf only one. It
+        # has none where the bounds of the argument are for parts of this path. These
+        # are compared at their own paths.
+        lows = [lower_by_path[start] for start in starts if start in lower_by_path]
+        highs = [upper_by_path[start] for start in starts if start in upper_by_path]
+        for low, high in zip(lows, highs):
             if low is not None:
                 checks.check_order(call, (lower.name, low), (upper.name, high))
             elif not callable(high):

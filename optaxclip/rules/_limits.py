@@ -50,8 +50,9 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
     """
     if limit is None:
         return np.inf
-    # JAX takes no bare function as an argument of a compiled call.
-    if callable(limit):
+    # JAX takes no bare function as an argument of a compiled call. A module of equinox
+    # that holds limits is callable too, and is refused below.
+    if is_function(limit):
         checks.check_schedule(argument, limit)
         return as_partial(limit)
     checks.check_limit(argument, limit)
