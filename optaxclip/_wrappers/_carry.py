@@ -26,6 +26,7 @@ from .._checks import check_state, with_extra_args
 from .._exported import exported
 from .._moduli import wide_dtype
 from .._numbers import rounded_like
+from .._state import ClipState, clip_states
 from .._trees import PyTree, check_fits_stored, is_none, leaves_to_clip, put_back
 
 
@@ -90,6 +91,10 @@ def carry_clipped(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         check_state(call, state, CarryState)
+        # A `CarryState` has no `step` whose shape would show several models. Its
+        # clippers have one.
+        for clip_state in clip_states(state.clip_state):
+            check_state(call, clip_state, ClipState)
         if extra_args.get("grad_norm") is not None:
             raise ValueError(
                 f"{call}: grad_norm cannot be given: what is clipped is the sum of "
