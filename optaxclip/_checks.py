@@ -251,23 +251,12 @@ NAMES_OF_NO_STEP = {"grad", "gradient", "grads", "gradients", "norm", "norms"}
 NAMES_OF_NO_STEP |= {"params", "tree", "updates"}
 
 
-def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") -> None:
-    """Refuses a shrink, a function of `rules`, a function that cannot be called with a
-    step alone, and one whose first parameter is named like a tree or a norm.
+def check_schedule(argument: str, function: Callable[..., Any]) -> None:
+    """Refuses a function that cannot be called with a step alone, and one whose first
+    parameter is named like a tree or a norm.
     """
-    # Some shrinks, such as `smooth`, can be called with one number.
-    module = getattr(function, "__module__", None)
-    if module == "optaxclip.shrinks":
-        raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
-    # `rules.minimum` can be called with one number too, and returns a rule.
-    if module == "optaxclip.rules":
-        name = function.__name__
-        raise TypeError(
-            f"{argument} must be a limit, got the function {name}: call it, as in "
-            f"{name}(...)."
-        )
     error_start = f"{argument}: a schedule must take the step alone"
-    signature = check_takes(error_start, function, 1, hint)
+    signature = check_takes(error_start, function, 1)
     if signature is None:
         return
     first = next(iter(signature.parameters))
@@ -282,10 +271,9 @@ def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") 
 
 
 def check_takes(
-    error_start: str, function: Callable[..., Any], count: int, hint: str = ""
+    error_start: str, function: Callable[..., Any], count: int
 ) -> inspect.Signature | None:
-    """Refuses a function that cannot be called with `count` arguments. `hint` ends the
-    error.
+    """Refuses a function that cannot be called with `count` arguments.
 
     Returns its signature, None for a function written in C.
     """
@@ -297,8 +285,7 @@ def check_takes(
         signature.bind(*range(count))
     except TypeError:
         name = function_name(function)
-        text = f"{error_start}, got {name}{signature}. {hint}"
-        raise TypeError(text.strip()) from None
+        raise TypeError(f"{error_start}, got {name}{signature}.") from None
     return signature
 
 
@@ -314,24 +301,22 @@ def check_norm(call: str, norm: object) -> None:
 # ------------------------------------------------- optimizers, their states and params
 
 
-def check_transformation(
-    argument: str, value: object, noun: str = "an optimizer"
-) -> None:
+def check_transformation(argument: str, value: object) -> None:
     """Raises TypeError for anything but an object with `init` and `update`."""
     has_both = hasattr(value, "init") and hasattr(value, "update")
     # Rules have `init` and `update` too, for norms. So has the class of a
-    # transformation. Our factories carry an `init` and an `update` that raise, so that
-    # `optax.chain(clip_by_global_norm)` fails clearly.
+    # transformation.
     is_rule = hasattr(value, "needs_params")
-    is_factory = isinstance(value, type) or inspect.isfunction(value)
-    if has_both and not is_rule and not is_factory:
+    if has_both and not is_rule and not isinstance(value, type):
         return
     got = shown(value)
     # `skip_nonfinite(optax.sgd)` for `skip_nonfinite(optax.sgd(0.1))`.
     if callable(value) and hasattr(value, "__name__"):
         name = value.__name__
         got = f"the function {name}: call it, as in {name}(...)"
-    raise TypeError(f"{argument} must be {noun} with init and update, got {got}.")
+    raise TypeError(
+        f"{argument} must be a transformation with init and update, got {got}."
+    )
 
 
 def check_is_no_optimizer(argument: str, value: object) -> None:
@@ -345,13 +330,13 @@ def check_is_no_optimizer(argument: str, value: object) -> None:
 
 
 def with_extra_args(
-    argument: str, value: optax.GradientTransformation, noun: str = "an optimizer"
+    argument: str, value: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation, checked, with an `update` that accepts extra arguments.
 
     It hands them on to a transformation that takes them, and drops them otherwise.
     """
-    check_transformation(argument, value, noun)
+    check_transformation(argument, value)
     # `optax.with_extra_args_support` goes by the type. optax.MultiSteps, and what its
     # gradient_transformation() returns, take extra arguments but have another type, so
     # they would lose them.

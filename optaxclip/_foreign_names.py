@@ -12,9 +12,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
-import jax
 import optax
 
 from ._other_names import FUNCTIONS, NO_ARGUMENTS, OUR_NAMES, REMARKS
@@ -36,8 +35,6 @@ def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> 
     def publish(name: str, value: object) -> object:
         """Sets a name of the module. A function is wrapped to raise our errors."""
         if inspect.isfunction(value):
-            if "GradientTransformation" in str(value.__annotations__.get("return")):
-                _set_init_and_update(value, name)
             value = with_argument_errors(value)
             # pickle looks there for the function.
             value.__module__ = module_name
@@ -87,7 +84,9 @@ def with_argument_errors(
             raise TypeError(f"{call}: {text}") from None
         result = function(*args, **kwargs)
         if isinstance(result, optax.GradientTransformationExtraArgs):
-            return _clipper_of_call(call, bound.arguments, result)
+            clipper = Clipper(*result)
+            clipper.call = (call, bound.arguments)
+            return clipper
         return result
 
     return checked_call
@@ -109,74 +108,6 @@ Clipper.__name__ = (
 )
 
 
-def _clipper_of_call(
-    call: str,
-    arguments: dict[str, Any],
-    transformation: optax.GradientTransformationExtraArgs,
-) -> Clipper:
-    """The transformation, with the call that made it in its `repr` and errors."""
-    clipper = Clipper(
-        _checked_method(call, "init", transformation.init),
-        _checked_method(call, "update", transformation.update),
-    )
-    clipper.call = (call, arguments)
-    return clipper
-
-
-def _checked_method(
-    call: str, method: str, function: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`init` or `update`, with a TypeError in our words for a missing argument, and for
-    a state in the place of the gradients.
-    """
-
-    @functools.wraps(function)
-    def checked_call(*args: object, **kwargs: object) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except TypeError:
-            # Only after an error, since a check in each update would take time.
-            try:
-                inspect.signature(function).bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(
-                    f"{call}: {method}: {error}. Call state = init(params) once, and "
-                    "updates, state = update(grads, state, params) in each step."
-                ) from None
-            is_swapped = _has_state(args[:1]) and not _has_state(args[1:2])
-            if method == "update" and is_swapped:
-                raise TypeError(
-                    f"{call}: update: gradients and state are swapped. Call updates, "
-                    "state = update(grads, state, params)."
-                ) from None
-            raise
-
-    return checked_call
-
-
-def _has_state(tree: Any) -> bool:
-    """Whether a tree has the state of a transformation in it, by the name of a type."""
-
-    def is_state(x: object) -> bool:
-        return isinstance(x, tuple) and type(x).__name__.endswith("State")
-
-    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
-
-
-def _set_init_and_update(function: Callable[..., Any], call: str) -> None:
-    """Gives a function that makes a transformation an `init` and an `update` that raise
-    a TypeError: `optax.chain(clip_by_global_norm, adam)` calls them.
-    """
-
-    def uncalled(*_: object, **__: object) -> NoReturn:
-        raise TypeError(
-            f"{call}: must be a transformation with init and update, got the function "
-            f"{call}: call it, as in {call}(...)."
-        )
-
-    vars(function).update(init=uncalled, update=uncalled)
-
-
 def _error_in_arguments(
     call: str, function: Callable[..., Any], error: TypeError, kwargs: Mapping[str, Any]
 ) -> str:
@@ -191,9 +122,9 @@ def _error_in_arguments(
         if name not in parameters:
             hint = _hint_for_argument(call, name, parameters) or hint
             return f"there is no argument {name!r}. {hint}"
-    # `clip_by_global_norm(grads, 1.0)`, as torch and TensorFlow clip. A function that
-    # makes a transformation has an `update`.
-    if call.startswith("clip_by") and hasattr(function, "update"):
+    # `clip_by_global_norm(grads, 1.0)`, as torch and TensorFlow clip.
+    returned = function.__annotations__.get("return")
+    if call.startswith("clip_by") and "GradientTransformation" in str(returned):
         hint += (
             " It makes a transformation with init and update. To clip one tree of "
             "gradients call optaxclip.clip_grads(grads, max_norm), or "

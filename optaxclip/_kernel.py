@@ -71,13 +71,7 @@ from ._platforms import traced_once
 from ._prefixes import Prefix
 from ._state import ClipState, state_of_placeholder
 from ._trees import PyTree
-from .rules._limits import (
-    LimitTree,
-    check_single_limit,
-    check_tree_of_rules,
-    rule_of,
-    tree_of_rules,
-)
+from .rules._limits import LimitTree, rule_of, tree_of_rules
 from .rules._rule import (
     Rule,
     extra_norms_of,
@@ -137,11 +131,9 @@ def make_clipper(
     checks.check_is_no_optimizer(limit_in_errors, limit)
     # One norm takes one limit. Others take a tree prefix of limits.
     if isinstance(measure, GlobalNorm):
-        check_single_limit(limit_in_errors, limit)
         rules: PyTree = rule_of(limit, limit_in_errors)
     else:
         rules = tree_of_rules(limit, limit_in_errors)
-        check_tree_of_rules(limit_in_errors, rules)
     rule_list = jax.tree.leaves(rules, is_leaf=is_rule)
     rule_leaves, treedef = jax.tree.flatten(rules)
     # `is_function`, not `callable`: an equinox module that holds limits is callable,
@@ -202,7 +194,7 @@ def make_clipper(
         else:
             checks.check_state(call, state, ClipState)
         overrides = _checked_overrides(call, grad_norm, limit)
-        tree = trees.gradients_of(call, updates, params)
+        tree = trees.leaves_to_clip(updates, call)
         if not settings.limit_is_none and not jax.tree.leaves(tree):
             trees.warn_of_integers(call, updates)
         # The weights are an argument of the program only if a rule reads them.
@@ -271,7 +263,7 @@ def _update(
         # XLA drops the norms that are not used then.
         values = _numbers_for_norms("grad_norm", overrides.grad_norm, norms, settings)
         norms = norms._replace(values=values)
-    names = trees.unique_names(norms.paths, state.names.layers_of_name)
+    names = trees.unique_names(norms.paths)
     inputs = _rule_inputs(
         settings, rule_leaves, norms, names, state, weights, overrides
     )

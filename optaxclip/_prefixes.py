@@ -80,16 +80,11 @@ def beginnings(path: KeyPath) -> Iterator[KeyPath]:
 
 
 def lookup(
-    prefix: Prefix,
-    tree: PyTree,
-    argument: str,
-    part: str = "leaf",
-    *,
-    allow_missing: bool = False,
+    prefix: Prefix, tree: PyTree, argument: str, *, allow_missing: bool = False
 ) -> list[Any]:
     """The value of a prefix for each leaf of `tree`, in order.
 
-    `argument` and `part` are what errors call the prefix and a leaf.
+    `argument` is what errors call the prefix.
 
     Raises:
       ValueError: a leaf has no value, or, without `allow_missing`, a value has no leaf.
@@ -100,7 +95,7 @@ def lookup(
         leaf_paths(tree),
         set(holes_of(tree)),
         argument=argument,
-        part=part,
+        part="leaf",
         allow_missing=allow_missing,
     )
 
@@ -114,7 +109,9 @@ def lookup_paths(
     part: str,
     allow_missing: bool,
 ) -> list[Any]:
-    """`lookup`, by the key paths of leaves and holes."""
+    """`lookup`, by the key paths of leaves and holes. `part` is what errors call a
+    leaf.
+    """
     table = dict(prefix.entries)
     values = []
     used_paths: set[KeyPath] = set()

@@ -3,8 +3,7 @@ belong to them.
 """
 
 import sys
-from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,14 +15,6 @@ from ._checks import BEGIN_ANEW, shown, warn_user
 Shape = tuple[Any, ...]  # a size may be a symbol of `jax.export`
 PyTree = Any  # JAX has no type for trees of arrays
 Tree = TypeVar("Tree")  # a tree that is returned with the same structure
-
-# For each type of sparse array x: the expression that an error suggests, whose result
-# holds no index twice. JAX can jit the first one because nse is given.
-WITHOUT_DUPLICATES = {
-    "BCOO": "x.sum_duplicates(nse=x.nse)",
-    "BCSR": "x.to_bcoo().sum_duplicates(nse=x.nse)",
-}
-
 
 # ---------------------------------------------------------------- leaves that count
 
@@ -96,13 +87,10 @@ def check_sparse(call: str, tree: PyTree) -> None:
 
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_sparse):
         if is_sparse(leaf) and not getattr(leaf, "unique_indices", False):
-            type_name = type(leaf).__name__
-            subject = f"the leaf {path_name(path)!r}" if path else "it"
-            advice = WITHOUT_DUPLICATES.get(type_name, "x.todense()")
             raise ValueError(
-                f"{call}: {subject} is a {type_name} that may hold an index "
-                "twice, so that the norm of its data is not its norm. Hand over one "
-                f"with unique_indices=True, or {advice}."
+                f"{call}: the leaf {path_name(path)!r} is a {type(leaf).__name__} that "
+                "may hold an index twice, so that the norm of its data is not its "
+                "norm. First call x.sum_duplicates(nse=x.nse), or x.todense()."
             )
 
 
@@ -190,37 +178,6 @@ def holes_of(tree: PyTree) -> tuple[KeyPath, ...]:
 # ------------------------------------------------------------------ updates, weights
 
 
-def gradients_of(call: str, updates: PyTree, params: PyTree) -> PyTree:
-    """The leaves of updates to clip, which must be the gradients alone.
-
-    Raises:
-      TypeError: a leaf that is not an array, or a tuple of gradients and something
-        else, as `jax.value_and_grad`, `has_aux` and `clipped_grad` return them.
-    """
-    # Norms and losses beside gradients would be taken for gradients.
-    if {"grads", "factors"} <= set(getattr(updates, "_fields", ())):
-        raise TypeError(
-            f"{call}: updates must be the gradients alone, got a "
-            f"{type(updates).__name__}: hand over its grads."
-        )
-    tree = leaves_to_clip(updates, call)
-    # A NamedTuple is a tree. A plain pair may be (value, grads).
-    if type(updates) is not tuple or len(updates) != 2 or params is None:
-        return tree
-    structure = jax.tree.structure(params)
-    # Params may be a pair as well, of two arrays for example.
-    if jax.tree.structure(updates) == structure:
-        return tree
-    for index, entry in enumerate(updates):
-        if jax.tree.structure(entry) == structure:
-            raise TypeError(
-                f"{call}: updates must be the gradients alone, got a tuple of two in "
-                f"which updates[{index}] has the structure of params. "
-                "jax.value_and_grad returns (value, grads), and has_aux (grads, aux)."
-            )
-    return tree
-
-
 def warn_of_integers(call: str, updates: PyTree) -> None:
     """Warns where nothing is clipped because all numbers are integers."""
     # Updates without any leaf, such as those of a model without weights, are fine.
@@ -283,78 +240,56 @@ def check_fits_stored(call: str, tree: PyTree, stored: PyTree) -> None:
             f"{listed_paths(leaf_paths(tree))} in {type(tree).__name__}. {BEGIN_ANEW}"
         ) from None
     for (path, leaf), stored_leaf in zip(entries, stored_leaves):
-        if leaf is None:
-            continue
-        if stored_leaf is None:
-            raise ValueError(
-                f"{call}: the update of the leaf {path_name(path)!r} is "
-                f"{jnp.result_type(leaf)}, but what init was given for it has no float "
-                "or complex dtype. Make that float32, or give None for the update."
-            )
-        if jnp.shape(leaf) != jnp.shape(stored_leaf):
+        # Of integers the state has None.
+        shape = getattr(stored_leaf, "shape", None)
+        if leaf is not None and jnp.shape(leaf) != shape:
             raise ValueError(
                 f"{call}: state was made for the leaf {path_name(path)!r} of shape "
-                f"{jnp.shape(stored_leaf)}, but its update has {jnp.shape(leaf)}. "
-                f"{BEGIN_ANEW}"
+                f"{shape}, but its update has {jnp.shape(leaf)}. {BEGIN_ANEW}"
             )
 
 
-def weights_of(
-    call: str, tree: PyTree, params: PyTree, noun: str = "gradients"
-) -> PyTree:
-    """The weights of the leaves to clip. `noun` is what errors call the updates.
+def weights_of(call: str, tree: PyTree, params: PyTree) -> PyTree:
+    """The weights of the leaves to clip, found by their paths. So `params` may be
+    another type of mapping than the updates, and have more entries.
 
     Raises:
-      ValueError: params are None, or do not fit the updates.
+      ValueError: params are None, a leaf has no weight, or one of another shape.
       TypeError: weights that are integers.
     """
     if params is None:
-        # `clippy` and `qk_clip` come after the optimizer, and compare its updates.
-        argument = "grads" if noun == "gradients" else noun
         raise ValueError(
-            f"{call} compares {noun} with weights: call "
-            f"update({argument}, state, params)."
+            f"{call} compares updates with weights: call "
+            "update(updates, state, params)."
         )
     check_sparse(f"{call}: params", params)
-    return values_of(call, "params", tree, params)
-
-
-def values_of(call: str, argument: str, tree: PyTree, values: PyTree) -> PyTree:
-    """The values of the leaves to clip, such as weights, found by their paths.
-
-    So `values` may be another type of mapping than the updates, and have more entries.
-
-    Raises:
-      ValueError: a leaf without a value, or with one of another shape.
-      TypeError: values that are integers.
-    """
     # A FrozenDict of params and a dict of updates have the same paths.
-    value_by_path = dict(jax.tree.leaves_with_path(unboxed(values)))
-    values_of_leaves = []
+    weight_by_path = dict(jax.tree.leaves_with_path(unboxed(params)))
+    weights = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         # Entries without updates, such as frozen weights, are not used.
-        if path not in value_by_path:
+        if path not in weight_by_path:
             raise ValueError(
-                f"{call}: {argument} has no value for the leaf {path_name(path)!r} "
-                f"of the updates: it has {listed_paths(value_by_path)}."
+                f"{call}: params has no value for the leaf {path_name(path)!r} "
+                f"of the updates: it has {listed_paths(weight_by_path)}."
             )
-        value = value_by_path[path]
-        if jnp.shape(value) != jnp.shape(leaf):
+        weight = weight_by_path[path]
+        if jnp.shape(weight) != jnp.shape(leaf):
             raise ValueError(
-                f"{call}: {argument} has the shape {jnp.shape(value)} for the leaf "
+                f"{call}: params has the shape {jnp.shape(weight)} for the leaf "
                 f"{path_name(path)!r}, and the updates have {jnp.shape(leaf)}."
             )
-        dtype = getattr(value, "dtype", type(value))
+        dtype = getattr(weight, "dtype", type(weight))
         # Weights that are integers would have no norm, while their updates have one.
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
-                f"{call}: {argument} must have a float or complex dtype for the leaf "
+                f"{call}: params must have a float or complex dtype for the leaf "
                 f"{path_name(path)!r}, whose update is {jnp.result_type(leaf)}, got "
-                f"{jnp.result_type(value)}. Make it float32, or give None for that "
+                f"{jnp.result_type(weight)}. Make it float32, or give None for that "
                 "update."
             )
-        values_of_leaves.append(value)
-    return jax.tree.structure(tree).unflatten(values_of_leaves)
+        weights.append(weight)
+    return jax.tree.structure(tree).unflatten(weights)
 
 
 # ---------------------------------------------------------------------------- names
@@ -365,25 +300,11 @@ def path_name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def unique_names(paths: Sequence[KeyPath], in_state: Container[str] = ()) -> list[str]:
-    """The names of all key paths of a tree, no two alike. Where `a/b` could be two
-    leaves, both get their long names, as Python writes them. No name has line breaks.
-
-    `in_state` holds the names in a state. A leaf whose long name is there keeps it.
-    """
-    # {"a/b": x} and {"a": {"b": x}} both read a/b.
-    short_names = [path_name(path).replace("\n", "\\n") for path in paths]
-    counts = Counter(short_names)
-    names = []
-    for path, short in zip(paths, short_names):
-        long = jax.tree_util.keystr(path)
-        # The other leaf with this short name may be missing in this tree.
-        is_long_in_state = short not in in_state and long in in_state
-        if counts[short] > 1 or is_long_in_state:
-            names.append(long)
-        else:
-            names.append(short)
-    # A key may read as the long name of another leaf. Long names are all different.
+def unique_names(paths: Sequence[KeyPath]) -> list[str]:
+    """The names of all key paths of a tree, no two alike, without line breaks."""
+    names = [path_name(path).replace("\n", "\\n") for path in paths]
+    # {"a/b": x} and {"a": {"b": x}} both read a/b. All leaves of such a tree get their
+    # long names, as Python writes them.
     if len(set(names)) < len(names):
         return [jax.tree_util.keystr(path) for path in paths]
     return names

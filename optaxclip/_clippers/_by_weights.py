@@ -375,7 +375,7 @@ def clippy(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         tree = leaves_to_clip(updates, call)
-        weights = weights_of(call, tree, params, "updates")
+        weights = weights_of(call, tree, params)
         has_no_limit = jnp.isinf(relative) | jnp.isinf(absolute)
         limit = jnp.where(has_no_limit, jnp.inf, 1.0)
         bound_ratio = partial(_bound_ratio, relative, absolute, has_no_limit)

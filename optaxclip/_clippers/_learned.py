@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from .._axes import Stacked
-from .._checks import Nonfinite, shown
+from .._checks import Nonfinite, shown, warn_user
 from .._exported import exported
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
@@ -34,7 +34,7 @@ from ..rules._rule import (
     warn_of_falling,
 )
 from ..rules._windows import WindowedQuantile
-from ..shrinks import normalize
+from ..shrinks import Shrink, normalize
 
 # "global", "tensor", or labels as `clip_by_group_norm` takes them.
 Scope = str | Mapping[Any, Any] | Sequence[Any] | Callable[..., Any]
@@ -109,12 +109,10 @@ def autoclip(
     # `windowed_quantile` takes shares, so 0.1 for ten percent is an easy slip. The
     # percentile 0 is none: it clips to the shortest gradient.
     if isinstance(percentile, (int, float)) and 0 < percentile < 1:
-        warnings.warn(
+        warn_user(
             f"{call}: percentile={percentile} is less than one percent. Percentiles "
             f"go from 0 to 100: for the share {percentile} of the norms write "
-            f"percentile={100 * percentile:g}.",
-            # This function, the check of argument names around it, then the user.
-            stacklevel=3,
+            f"percentile={100 * percentile:g}."
         )
     # A lambda would compile anew for each clipper that is built alike.
     share = Partial(_share_at, percentile) if callable(percentile) else percentile / 100
@@ -127,12 +125,8 @@ def autoclip(
         current=True,
     )
     rule = _capped(rule, cap, call)
-    return make_clipper(
-        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
-        rule,
-        call=call,
-        limit_argument="limit",
-        nonfinite=nonfinite,
+    return _clipper_at(
+        scope, rule, call, stacked=stacked, nonfinite=nonfinite, mesh_axes=mesh_axes
     )
 
 
@@ -210,12 +204,8 @@ def zclip(
         call, ZScore, z=z, decay=decay, eps=eps, target=target, warmup=warmup
     )
     rule = _capped(rule, cap, call)
-    return make_clipper(
-        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
-        rule,
-        call=call,
-        limit_argument="limit",
-        nonfinite=nonfinite,
+    return _clipper_at(
+        scope, rule, call, stacked=stacked, nonfinite=nonfinite, mesh_axes=mesh_axes
     )
 
 
@@ -295,12 +285,8 @@ def adagc(
     call = "adagc"
     rule = Adagc(ratio=ratio, decay=decay, max_norm=max_norm, warmup=warmup)
     warn_of_falling(f"{call}: ratio", ratio)
-    return make_clipper(
-        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
-        rule,
-        call=call,
-        limit_argument="limit",
-        nonfinite=nonfinite,
+    return _clipper_at(
+        scope, rule, call, stacked=stacked, nonfinite=nonfinite, mesh_axes=mesh_axes
     )
 
 
@@ -454,14 +440,15 @@ def aggc(
         down=down,
         raise_small=raise_small,
     )
-    return make_clipper(
-        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
+    return _clipper_at(
+        scope,
         rule,
-        call=call,
-        limit_argument="limit",
+        call,
         # The limit is the norm aimed at, and `hard` would lift no norm to it.
         shrink=normalize,
+        stacked=stacked,
         nonfinite=nonfinite,
+        mesh_axes=mesh_axes,
     )
 
 
@@ -531,14 +518,15 @@ def adagn(
     """
     call = "adagn"
     rule = rule_named(call, MomentsRatio, decay1=decay1, decay2=decay2, eps=eps)
-    return make_clipper(
-        _measure_at(call, scope, stacked=stacked, mesh_axes=mesh_axes),
+    return _clipper_at(
+        scope,
         rule,
-        call=call,
-        limit_argument="limit",
+        call,
         # `normalize` makes every norm its limit, whether it was longer or shorter.
         shrink=normalize,
+        stacked=stacked,
         nonfinite=nonfinite,
+        mesh_axes=mesh_axes,
     )
 
 
@@ -549,10 +537,17 @@ def _capped(rule: Rule, cap: Limit, call: str) -> Rule:
     return rule if cap is None else minimum(rule, rule_of(cap, f"{call}: cap"))
 
 
-def _measure_at(
-    call: str, scope: Scope, *, stacked: Stacked, mesh_axes: MeshAxes
-) -> Measure:
-    """The norms at a scope. `call` is the name that errors quote.
+def _clipper_at(
+    scope: Scope,
+    rule: Rule,
+    call: str,
+    *,
+    shrink: Shrink | None = None,
+    stacked: Stacked,
+    nonfinite: Nonfinite,
+    mesh_axes: MeshAxes,
+) -> optax.GradientTransformationExtraArgs:
+    """The clipper by a rule of the norms at a scope. Errors name the `call`.
 
     Raises:
       ValueError: an unknown scope, or `stacked` at another scope than "tensor".
@@ -570,10 +565,19 @@ def _measure_at(
             f"take scope='tensor', not scope={shown(scope)}."
         )
     # All papers of these rules have norms of order 2.
-    if scope == "tensor":
-        options = check_measure(call, ord=None, mesh_axes=mesh_axes, stacked=stacked)
-        return TensorNorm(**options)
+    check_options = partial(check_measure, call, ord=None, mesh_axes=mesh_axes)
+    measure: Measure
     if scope == "global":
-        return GlobalNorm(**check_measure(call, ord=None, mesh_axes=mesh_axes))
-    options = check_measure(call, ord=None, mesh_axes=mesh_axes, labels=scope)
-    return GroupNorm(**options)
+        measure = GlobalNorm(**check_options())
+    elif scope == "tensor":
+        measure = TensorNorm(**check_options(stacked=stacked))
+    else:
+        measure = GroupNorm(**check_options(labels=scope))
+    return make_clipper(
+        measure,
+        rule,
+        call=call,
+        limit_argument="limit",
+        shrink=shrink,
+        nonfinite=nonfinite,
+    )

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import jax
@@ -194,7 +193,7 @@ def qk_clip(
     ) -> Any:
         check_state(CALL, state, ClipState)
         tree = leaves_to_clip(updates, CALL)
-        weights = jax.tree.leaves(weights_of(CALL, tree, params, "updates"))
+        weights = jax.tree.leaves(weights_of(CALL, tree, params))
         attentions = _attentions_of(roles, tree)
         logits: Any = _logits_of(attentions, extra_args.get("max_logits"))
         # The kernel would clip the logits themselves. Only its state is used.
@@ -328,7 +327,7 @@ def _logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Arr
     for attention in attentions:
         shape = attention.norm_shape
         logits = jnp.atleast_1d(array_by_path[attention.path])
-        if not _is_grouped(logits.shape, shape) or logits.shape[-1] == 0:
+        if not _is_grouped(logits.shape, shape):
             raise ValueError(
                 f"{CALL}: max_logits of the attention {attention.name!r} must have "
                 f"the shape {shape}, or a multiple of its last number where several "
@@ -433,18 +432,17 @@ def _check_disjoint(leaves: list[AttentionLeaf]) -> None:
     """Raises ValueError if two roles have the same entries of a leaf, which would be
     multiplied twice. `Heads` without `heads` selects all heads, also of the values.
     """
-    leaves_by_position: dict[int, list[AttentionLeaf]] = {}
+    mask_by_position: dict[int, np.ndarray] = {}
     for leaf in leaves:
-        leaves_by_position.setdefault(leaf.position, []).append(leaf)
-    for leaves_at_position in leaves_by_position.values():
-        for left, right in combinations(leaves_at_position, 2):
-            if (_selected_entries(left) & _selected_entries(right)).any():
-                raise ValueError(
-                    f"{CALL}: {left.role} and {right.role} have the same entries of "
-                    f"the leaf {'/'.join(left.path)!r}: {left.layout} and "
-                    f"{right.layout}. Name the heads of each by Heads(..., "
-                    "heads=(start, stop))."
-                )
+        mask = _selected_entries(leaf)
+        mask_of_others = mask_by_position.get(leaf.position, np.False_)
+        if np.any(mask & mask_of_others):
+            raise ValueError(
+                f"{CALL}: {leaf.role} names entries of the leaf "
+                f"{'/'.join(leaf.path)!r} that another role has too: {leaf.layout}. "
+                "Name the heads of each by Heads(..., heads=(start, stop))."
+            )
+        mask_by_position[leaf.position] = mask | mask_of_others
 
 
 def _selected_entries(leaf: AttentionLeaf) -> np.ndarray:

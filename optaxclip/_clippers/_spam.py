@@ -69,11 +69,10 @@ def spam(
         v_i <- decay * v_i + (1 - decay) * g_i^2    with the clipped g_i
 
     In the paper v is Adam's. Here it is a buffer of its own, as large as the
-    parameters, unless `update(..., second_moment=v)` passes one in. A coordinate that
-    is NaN stays NaN. An infinite coordinate becomes the limit, or stays infinite where
-    there is no limit: in the warm-up, and where v is 0. Neither NaN nor inf enters the
-    average. Complex coordinates are limited by modulus, and become NaN if infinite and
-    above a limit.
+    parameters. A coordinate that is NaN stays NaN. An infinite coordinate becomes the
+    limit, or stays infinite where there is no limit: in the warm-up, and where v is 0.
+    Neither NaN nor inf enters the average. Complex coordinates are limited by modulus,
+    and become NaN if infinite and above a limit.
 
     Args:
       threshold: the largest g_i^2 / v_i that is allowed. At least 0. A number or a
@@ -88,14 +87,11 @@ def spam(
       count: whether to count which share of the elements is clipped, for `metrics`.
 
     Returns:
-      A transformation with a `SpamState`. `update(..., second_moment=v)` uses another
-      average, a tree like the updates, and leaves its own unchanged. `every` and
-      `warmup` still count, so give them the resets of v's owner, or `every=None`.
+      A transformation with a `SpamState`.
 
     Raises:
-      ValueError: a number out of its range, an `every` that is not whole or not above
-        `warmup`, or a `second_moment` without a leaf of the updates, or of another
-        shape.
+      ValueError: a number out of its range, or an `every` that is not whole or not
+        above `warmup`.
       TypeError: something else that is not a number.
 
     Example:
@@ -148,19 +144,12 @@ def spam(
         )
         # Where a leaf is missing in this step, the tree has None.
         map_leaves = partial(jax.tree.map, is_leaf=trees.is_none)
-        moment_of_caller = extra_args.get("second_moment")
-        if moment_of_caller is None:
-            # The step is traced, so a reset is a selection in every step.
-            zeros = jax.tree.map(jnp.zeros_like, state.second_moment)
-            moment = new_where(since_reset == 0, zeros, state.second_moment)
-            clipped = map_leaves(cut_down, tree, moment)
-            next_moment = partial(_next_moment, step=step, decay=decay)
-            new_moment = map_leaves(next_moment, tree, clipped, moment)
-        else:
-            moment = trees.values_of(call, "second_moment", tree, moment_of_caller)
-            clipped = map_leaves(cut_down, tree, moment)
-            # The moment of the state is neither updated nor reset.
-            new_moment = state.second_moment
+        # The step is traced, so a reset is a selection in every step.
+        zeros = jax.tree.map(jnp.zeros_like, state.second_moment)
+        moment = new_where(since_reset == 0, zeros, state.second_moment)
+        clipped = map_leaves(cut_down, tree, moment)
+        next_moment = partial(_next_moment, step=step, decay=decay)
+        new_moment = map_leaves(next_moment, tree, clipped, moment)
         new_step = count_up(step)
         elements = state.elements
         if count:
@@ -186,7 +175,7 @@ def _steps_since_reset(step: Array, every: ArrayLike | None) -> Array:
 
 def _cut_down(
     x: ArrayLike | None,
-    moment: ArrayLike,
+    moment: Array,
     *,
     step: Array,
     threshold: Number,
@@ -200,8 +189,6 @@ def _cut_down(
     """
     if x is None:
         return None
-    # A second moment of the caller's, such as Adam's, may have 16 bits.
-    moment = widened(moment)
     wide = widened(x)
     (threshold,) = at_step(step, moment.dtype, threshold)
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
@@ -328,7 +315,7 @@ def adaclip(
 def _local_limits(norms: Norms, state: PyTree) -> list[Array]:
     """The limit of each tensor, with the layers that this device holds."""
     entry_by_name = state.by_name()
-    names = trees.unique_names(norms.paths, entry_by_name)
+    names = trees.unique_names(norms.paths)
     limits = []
     for name, norm in zip(names, norms.values):
         limit = entry_by_name[name].limit

@@ -211,7 +211,7 @@ def _with_shrunk_values(
     rescaled_leaves, treedef = jax.tree.flatten(rescaled)
     results = list(rescaled_leaves)
     entry_by_name = state.by_name()
-    names = trees.unique_names(trees.leaf_paths(tree), entry_by_name)
+    names = trees.unique_names(trees.leaf_paths(tree))
     for matrix_shape, indices in measure.indices_by_shape(tree).items():
         matrices = matrix_shape.stack(gradients, indices)
         # The norms and limits that the kernel found, [leaves, *layers, 1, 1].

@@ -77,7 +77,7 @@ def carry_clipped(
     clipping, 2023 (arXiv 2302.02971).
     """
     call = "carry_clipped"
-    clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
+    clipper = with_extra_args(f"{call}: clipper", clipper)
 
     def init(params: PyTree) -> CarryState:
         # zeros_like, so that the carry is split over devices as the weights are. These

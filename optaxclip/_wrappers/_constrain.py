@@ -84,13 +84,13 @@ def constrain(
     2017 (arXiv 1701.07875), for values. `keras.constraints`.
     """
     call = "constrain"
-    clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
+    clipper = with_extra_args(f"{call}: clipper", clipper)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         inexact_updates = leaves_to_clip(updates, call)
-        weights = weights_of(call, inexact_updates, params, "updates")
+        weights = weights_of(call, inexact_updates, params)
         # Norms and limits of gradients say nothing of weights.
         extra_args = without_overrides(extra_args)
         moved = jax.tree.map(_moved_weight, weights, inexact_updates)

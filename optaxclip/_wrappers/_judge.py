@@ -179,12 +179,11 @@ class Judge(NamedTuple):
         mesh_axes = tuple(sorted(varying(number)))
         # With None each device trains alone, so it may decide alone.
         if mesh_axes and self.mesh_axes is not None:
-            # The mean of the norms of parts is not the norm of the whole.
             raise ValueError(
                 f"{self.call}: {argument} differs along the mesh axes {mesh_axes}, so "
-                "each device would decide for itself: hand over the mean of a loss, "
-                f"lax.pmean(value, {mesh_axes}), and the norm of the whole gradient, "
-                "or say with mesh_axes=None that each device trains alone."
+                "each device would decide for itself: hand over the norm of the whole "
+                f"gradient and the mean of losses, lax.pmean(value, {mesh_axes}), or "
+                "say with mesh_axes=None that each device trains alone."
             )
         return number
 

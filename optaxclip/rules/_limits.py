@@ -50,43 +50,16 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
     """
     if limit is None:
         return np.inf
-    # JAX takes no bare function as an argument of a compiled call.
-    if callable(limit):
-        # The hint is for users who pass a function of a leaf's path. Labels and axes
-        # may be such functions.
-        hint = "Limits of parts are a tree, and optax.masked leaves parts out."
-        checks.check_schedule(argument, limit, hint)
+    # JAX takes no bare function as an argument of a compiled call. A module of equinox
+    # that holds limits is callable too, and is refused below.
+    if is_function(limit):
+        checks.check_schedule(argument, limit)
         return as_partial(limit)
     checks.check_limit(argument, limit)
     # All ints become floats, so that 1 and 1.0 share a program.
     if isinstance(limit, int):
         return float(limit)
     return number_for_jit(limit)
-
-
-def check_single_limit(argument: str, limit: LimitTree) -> None:
-    """Refuses a tree or an array of limits, where there is one norm.
-
-    Raises:
-      TypeError: a tree.
-      ValueError: an array of several numbers.
-    """
-    if limit is None or is_function(limit) or is_rule(limit):
-        return
-    advice = (
-        "clip_by_tensor_norm takes a limit for each tensor, and clip_by_group_norm one "
-        "for each group."
-    )
-    # A tree is not its own only leaf.
-    if not jax.tree_util.all_leaves([limit]):
-        raise TypeError(
-            f"{argument} must be a real number, got {checks.shown(limit)}. {advice}"
-        )
-    shape = getattr(limit, "shape", ())
-    if shape:
-        raise ValueError(
-            f"{argument} must be a scalar, got an array of shape {shape}. {advice}"
-        )
 
 
 class Constant(Rule):
@@ -155,21 +128,17 @@ def rule_without_params(limit: Limit, argument: str) -> Rule:
 
 
 def tree_of_rules(limits: LimitTree, argument: str) -> PyTree:
-    """The rules of a tree of limits."""
+    """The rules of a tree of limits.
+
+    Raises:
+      TypeError: a rule in a tree of several that remembers norms.
+    """
 
     def is_limit(x: object) -> bool:
         # None and rules are pytree nodes, which `jax.tree.map` would take apart.
         return x is None or is_function(x) or is_rule(x)
 
-    return jax.tree.map(partial(rule_of, argument=argument), limits, is_leaf=is_limit)
-
-
-def check_tree_of_rules(argument: str, rules: PyTree) -> None:
-    """Refuses rules that learn in a tree of rules.
-
-    Raises:
-      TypeError: a rule that remembers norms.
-    """
+    rules = jax.tree.map(partial(rule_of, argument=argument), limits, is_leaf=is_limit)
     for path, rule in jax.tree.leaves_with_path(rules, is_leaf=is_rule):
         # `clip_by_tensor_norm(rules.growth)` has one rule and no tree. It may learn.
         if not path:
@@ -183,6 +152,7 @@ def check_tree_of_rules(argument: str, rules: PyTree) -> None:
                 "parts of a model their own clippers: optax.partition({'a': clipper_a,"
                 " 'b': clipper_b}, labels)."
             )
+    return rules
 
 
 class ShareOfParams(Rule):
@@ -254,10 +224,6 @@ class Joined(Rule):
     def inf_is_off(self) -> bool:
         return all(rule.inf_is_off for rule in self.rules)
 
-    def argument_name(self, index: int) -> str:
-        """What errors call a rule."""
-        return f"rules[{index}]"
-
     def init(self, norm: Array) -> Any:
         return tuple(rule.init(norm) for rule in self.rules)
 
@@ -272,7 +238,7 @@ class Joined(Rule):
         limits = []
         new_memories = []
         for index, (rule, memory) in enumerate(zip(self.rules, memories)):
-            argument = f"{call_name(type(self))}: {self.argument_name(index)}"
+            argument = f"{call_name(type(self))}: rules[{index}]"
             limit, new_memory = checked_update(
                 rule,
                 norm,
@@ -321,9 +287,6 @@ class WarmUp(Joined):
     def inf_is_off(self) -> bool:
         # None in the warm-up means no limit yet, not that NaN may pass.
         return False
-
-    def argument_name(self, index: int) -> str:
-        return ("before", "after")[index]
 
     def init(self, norm: Array) -> Any:
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)

@@ -361,24 +361,18 @@ def checked_update(
     """Calls `update` of a rule, and returns its limit and its new memory.
 
     Raises:
-      TypeError: an answer that is not a pair, a limit that is not a number, or a memory
-        whose shapes are not those of `memory`. JAX would not complain: a number for
+      TypeError: a limit that is not a number, or a memory whose shapes are not those of
+        `memory`. JAX would not complain: a number for
         each norm broadcasts to a window for each norm, and the memory of a rule without
         an `init` is lost.
     """
-    answer = rule.update(norm, memory, step, *extra_norms)
-    call = call_name(type(rule))
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-        raise TypeError(
-            f"{call}: update must return (limit, memory), got {checks.shown(answer)}."
-        )
-    limit, new_memory = answer
+    limit, new_memory = rule.update(norm, memory, step, *extra_norms)
     checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
     # A rule without a memory may return () or None.
     has_memory = bool(jax.tree.leaves((memory, new_memory)))
     if has_memory and _shapes(new_memory) != _shapes(memory):
         raise TypeError(
-            f"{call}: update must return a memory like that of init, "
+            f"{call_name(type(rule))}: update must return a memory like that of init, "
             f"{_shown_memory(memory)}, got {_shown_memory(new_memory)}."
         )
     return limit, new_memory
@@ -420,9 +414,7 @@ def rule_named(call: str, rule_class: type[SomeRule], **numbers: Any) -> SomeRul
     # `__init__` would check the numbers under the name of the rule.
     rule = object.__new__(rule_class)
     for rule_field in fields(rule_class):
-        vars(rule)[rule_field.name] = numbers.pop(rule_field.name, rule_field.default)
-    if numbers:
-        raise TypeError(f"{call}: {rule_class.__name__} has no field {list(numbers)}.")
+        vars(rule)[rule_field.name] = numbers.get(rule_field.name, rule_field.default)
     check_fields(rule, call)
     return rule
 
@@ -440,20 +432,6 @@ def check_fields(rule: Rule, call: str) -> None:
             # None keeps the value. A function becomes a Partial, a pytree node.
             if value is not None:
                 values[rule_field.name] = value
-        elif not is_static(rule_field):
-            # A plain field, as rules of users have them.
-            _check_traceable(f"{call}: {rule_field.name}", values[rule_field.name])
-
-
-def _check_traceable(argument: str, value: PyTree) -> None:
-    """Raises TypeError for a string or a function, which jit does not take."""
-    for leaf in jax.tree.leaves(value):
-        if isinstance(leaf, str) or callable(leaf):
-            raise TypeError(
-                f"{argument} must be a number, an array or a tree of arrays, got "
-                f"{checks.shown(leaf)}: fields are traced. Make a string or a "
-                "function a static field: dataclasses.field(metadata={'static': True})."
-            )
 
 
 def call_name(cls: type) -> str:

@@ -289,22 +289,15 @@ ONE_LIMIT = {
     ),
 }
 SEVERAL = {
-    "a dict": ({"w": 1.0, "b": None}, TypeError, "a real number, got {'w': 1.0, "),
-    "a list": ([1.0, 2.0], TypeError, "a real number, got [1.0, 2.0]"),
-    "an array": (jnp.ones(2), ValueError, "a scalar, got an array of shape (2,)"),
-    "of NumPy": (np.ones(2), ValueError, "a scalar, got an array of shape (2,)"),
+    "a dict": ({"w": 1.0, "b": None}, "a real number, got {'w': 1.0, "),
+    "a list": ([1.0, 2.0], "a real number, got [1.0, 2.0]"),
 }
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
 @pytest.mark.parametrize("argument", ONE_LIMIT)
-def test_limits_of_parts_of_one_norm_are_told_whose_they_are(argument, kind):
-    limit, error, text = SEVERAL[kind]
-    with pytest.raises(error) as caught:
+def test_one_norm_takes_no_tree_of_limits(argument, kind):
+    limit, text = SEVERAL[kind]
+    with pytest.raises(TypeError) as caught:
         ONE_LIMIT[argument](limit)
     assert str(caught.value).startswith(f"{argument} must be {text}")
-    if not argument.startswith("clip_gradients"):
-        assert str(caught.value).endswith(
-            ". clip_by_tensor_norm takes a limit for each tensor, and "
-            "clip_by_group_norm one for each group."
-        )

@@ -589,14 +589,6 @@ def test_without_a_limit_no_shrink_touches_anything(shrink):
         assert oracles.same_bits(clip(x, math.inf, method=method, shrink=shrink)[0], x)
 
 
-def test_a_missing_leaf_does_not_rename_the_others():
-    """Both read a/b, and only together they are written as in Python."""
-    clipper = clip_by_spectral_norm(1.0)
-    state = clipper.init({"a/b": jnp.eye(2), "a": {"b": jnp.eye(2)}})
-    part = {"a/b": 3 * jnp.eye(2), "a": {"b": None}}
-    np.testing.assert_allclose(clipper.update(part, state)[0]["a/b"], jnp.eye(2))
-
-
 def test_without_a_limit_only_the_norm_is_computed():
     """Half of the decompositions of a clip."""
     grads = {"w": jnp.ones((3, 4))}

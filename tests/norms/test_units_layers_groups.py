@@ -259,7 +259,7 @@ def test_limits_in_a_callable_tree_are_its_leaves():
 
 
 def test_a_callable_tree_of_limits_for_one_norm_is_no_schedule():
-    with pytest.raises(TypeError, match=r"clip_grads: max_norm .*clip_by_tensor_norm"):
+    with pytest.raises(TypeError, match=r"clip_grads: max_norm must be a real number"):
         optaxclip.clip_grads(GRADS, LIMITS["numbers"])
 
 

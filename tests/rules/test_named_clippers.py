@@ -8,8 +8,6 @@ import pytest
 
 import optaxclip
 from optaxclip import rules
-from optaxclip.rules._averages import ZScore
-from optaxclip.rules._rule import rule_named
 from tests import oracle_rules as oracle
 from tests.helpers import apply, run_of, scanned
 from tests.rules.histories import EPS, f, gradients, lengths, run, spiked
@@ -223,8 +221,3 @@ def test_a_scope_hands_on_nonfinite_and_mesh_axes(scope):
     text = r"mesh_axes='nowhere': there is no such axis here"
     with pytest.raises(ValueError, match=text):
         apply(clipper, jnp.ones(1))
-
-
-def test_a_number_that_a_rule_does_not_have_is_no_default():
-    with pytest.raises(TypeError, match=r"zclip: ZScore has no field \['decai'\]"):
-        rule_named("zclip", ZScore, decai=0.5)

@@ -1,6 +1,5 @@
 """A loss or a norm that differs between devices: each would decide for itself."""
 
-import re
 from functools import partial
 
 import jax
@@ -42,10 +41,10 @@ EACH += [(name, "grad_norm") for name in (*WITH_LOSS, "skip_nonfinite")]
 @pytest.mark.parametrize(("name", "number"), EACH)
 def test_a_number_of_each_device_is_named_where_types_show_it(name, number):
     skipping = {"skip_nonfinite": partial(optaxclip.skip_nonfinite, optax.sgd(0.1))}
-    text = re.escape(
-        f"{name}: {number} differs along the mesh axes ('x',), so each device would "
-        "decide for itself: hand over the mean of a loss, lax.pmean(value, ('x',)), "
-        "and the norm of the whole gradient, or say"
+    text = (
+        rf"^{name}: {number} differs along the mesh axes \('x',\), so each device "
+        "would decide for itself: hand over the norm of the whole gradient and the "
+        r"mean of losses, lax.pmean\(value, \('x',\)\), or say"
     )
     with pytest.raises(ValueError, match=text):
         stepped((WITH_LOSS | skipping)[name](), number)
