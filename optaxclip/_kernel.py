@@ -194,7 +194,7 @@ def make_clipper(
         else:
             checks.check_state(call, state, ClipState)
         overrides = _checked_overrides(call, grad_norm, limit)
-        tree = trees.leaves_to_clip(updates, call)
+        tree = trees.gradients_of(call, updates, params)
         if not settings.limit_is_none and not jax.tree.leaves(tree):
             trees.warn_of_integers(call, updates)
         # The weights are an argument of the program only if a rule reads them.

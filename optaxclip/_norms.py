@@ -30,7 +30,7 @@ from . import _trees as trees
 from ._axes import Axis, Stacked, other_axes, stacked_axes, unit_axes
 from ._checks import broadcasts_to
 from ._mesh import MeshAxes
-from ._options import Ord, check_measure, labels_of, static_labels
+from ._options import Ord, check_labels, check_measure, labels_of, static_labels
 from ._platforms import traced_once
 from ._prefixes import Prefix, lookup
 from ._reduce import norms_of
@@ -177,6 +177,7 @@ class GroupNorm(NamedTuple):
             for _, label in self.labels.entries:
                 if label is not None:
                     labels.add(label)
+        check_labels(f"{argument} must be", labels)
         # The order in which JAX flattens a dict: 2 before 10.
         ordered = sorted(labels)
         norm_tree = {label: index for index, label in enumerate(ordered)}

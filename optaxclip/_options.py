@@ -4,7 +4,7 @@ Here they are checked, and made hashable, as static arguments of a jitted functi
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import jax
@@ -115,3 +115,17 @@ def _takes_the_tree(function: Callable[..., Any], tree: PyTree) -> bool:
     except ValueError:  # a function written in C has no signature
         return True
     return True
+
+
+def check_labels(error_start: str, labels: Collection[Any]) -> None:
+    """Raises TypeError for labels that do not sort. JAX sorts the keys of a dict.
+    `error_start` is how the error begins: "group_norm: labels must be".
+    """
+    try:
+        sorted(labels)
+    except TypeError:
+        listed_labels = " and ".join(sorted(map(repr, labels)))
+        raise TypeError(
+            f"{error_start} of one kind, which sorts, got {listed_labels}: make all of "
+            "them strings, or all of them ints."
+        ) from None

@@ -178,6 +178,37 @@ def holes_of(tree: PyTree) -> tuple[KeyPath, ...]:
 # ------------------------------------------------------------------ updates, weights
 
 
+def gradients_of(call: str, updates: PyTree, params: PyTree) -> PyTree:
+    """The leaves of updates to clip, which must be the gradients alone.
+
+    Raises:
+      TypeError: a leaf that is not an array, or a tuple of gradients and something
+        else, as `jax.value_and_grad`, `has_aux` and `clipped_grad` return them.
+    """
+    # Norms and losses beside gradients would be taken for gradients.
+    if {"grads", "factors"} <= set(getattr(updates, "_fields", ())):
+        raise TypeError(
+            f"{call}: updates must be the gradients alone, got a "
+            f"{type(updates).__name__}: hand over its grads."
+        )
+    tree = leaves_to_clip(updates, call)
+    # A NamedTuple is a tree. A plain pair may be (value, grads).
+    if type(updates) is not tuple or len(updates) != 2 or params is None:
+        return tree
+    structure = jax.tree.structure(params)
+    # Params may be a pair as well, of two arrays for example.
+    if jax.tree.structure(updates) == structure:
+        return tree
+    for index, entry in enumerate(updates):
+        if jax.tree.structure(entry) == structure:
+            raise TypeError(
+                f"{call}: updates must be the gradients alone, got a tuple of two in "
+                f"which updates[{index}] has the structure of params. "
+                "jax.value_and_grad returns (value, grads), and has_aux (grads, aux)."
+            )
+    return tree
+
+
 def warn_of_integers(call: str, updates: PyTree) -> None:
     """Warns where nothing is clipped because all numbers are integers."""
     # Updates without any leaf, such as those of a model without weights, are fine.

@@ -23,10 +23,10 @@ from jax.typing import ArrayLike
 
 from .. import _norms as norms
 from .._axes import Axis, Stacked
-from .._checks import Nonfinite, check_flag
+from .._checks import Nonfinite, check_flag, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
-from .._options import Ord, check_measure
+from .._options import Ord, check_labels, check_measure
 from ..rules._limits import Limit, LimitTree
 from ..shrinks import Shrink
 
@@ -288,6 +288,15 @@ def clip_by_group_norm(
       [0.6 0.8] [0.1]
     """
     call = "clip_by_group_norm"
+    # JAX sorts the keys of a dict, and 1 and "a" do not sort.
+    if isinstance(max_norm, dict):
+        check_labels(f"{call}: max_norm must have labels", max_norm)
+    # The limits of a list would have the keys 0, 1, ... in the place of labels.
+    if isinstance(max_norm, (list, tuple)):
+        raise TypeError(
+            f"{call}: max_norm must be one limit, or a dict from label to limit, got "
+            f"{shown(max_norm)}."
+        )
     # The norms are float32[labels], in the order of the sorted labels.
     options = check_measure(call, ord=ord, labels=labels, mesh_axes=mesh_axes)
     check_flag(f"{call}: allow_missing", allow_missing)

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks as checks
 from .. import _trees as trees
-from .._checks import can_begin_anew
+from .._checks import broadcasts_to, can_begin_anew
 from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._functions import is_function
@@ -249,6 +249,13 @@ def _clipped(
     if not jnp.issubdtype(dtype, jnp.number):  # bool, float0 or a key
         return leaf
     x = jnp.asarray(x)
+    for bound in (low, high):
+        shape = () if bound is None else jnp.shape(bound)
+        if not broadcasts_to(shape, x.shape):
+            raise ValueError(
+                f"{call}: a bound of shape {shape} does not fit the leaf "
+                f"{leaf_name!r} of shape {x.shape}."
+            )
     if jnp.iscomplexobj(x):
         if low is not None:
             raise TypeError(
@@ -256,7 +263,6 @@ def _clipped(
                 "one bound, for its modulus."
             )
         _, upper = _bounds_in_dtype(None, high, jnp.finfo(dtype).dtype)
-        upper = jnp.broadcast_to(upper, x.shape)
         # The modulus of the largest complex numbers is inf, and so above the bound.
         is_above = jnp.abs(x) > upper
         # 1 where nothing is clipped: `upper` may be inf there, and inf * 0 in the
