@@ -146,8 +146,9 @@ def _check_make_step(make_step: Any) -> None:
     try:
         inspect.signature(make_step).bind("setting")
     except TypeError as error:
+        reason = str(error)[:200]  # Python shows a long value whole
         raise TypeError(
-            f"check_step: make_step must take a setting and return a step: {error}. "
+            f"check_step: make_step must take a setting and return a step: {reason}. "
             "Define the step inside make_step(setting), with setting.loss as its loss."
         ) from None
 
