@@ -22,7 +22,6 @@ from jax import Array, lax
 
 from . import _join as join
 from ._moduli import tangent_of_modulus
-from ._options import Ord
 from ._specs import NormPlan
 from ._squares import norms_by_squares
 from ._sums import divided, largest_bits, norm_dtype, sum_in_range, sum_over
@@ -148,7 +147,7 @@ def _norms_jvp(
         if plan.ord in OF_SQUARES:
             products = _quotient_times_tangent(array, x_divisor, tangent)
         else:
-            slope = _slope(plan.ord, array, x_divisor)
+            slope = _slope(float(plan.ord), array, x_divisor)
             products = slope * tangent_of_modulus(array, tangent).astype(dtype)
         terms.append(sum_over(products, spec.axes))
     totals = _added(plan, terms)
@@ -169,16 +168,16 @@ def _quotient_times_tangent(array: Array, norm: Array, tangent: Array) -> Array:
     return quotient * tangent.astype(norm.dtype)
 
 
-def _slope(ord: Ord, array: Array, norm: Array) -> Array:
+def _slope(order: float, array: Array, norm: Array) -> Array:
     """What d|x| of each element is multiplied by, for orders without squares."""
-    if ord == math.inf:
+    if order == math.inf:
         return _is_largest(array, norm)
     divisor = jnp.where(norm > 0, norm, 1.0)
     quotient = divided(jnp.abs(array).astype(norm.dtype), divisor)
     # Two wheres: at 0 a power below 1 does not exist, and the unused branch of a where
     # must stay finite as well.
     base = jnp.where(quotient > 0, quotient, 1.0)
-    return jnp.where(quotient > 0, base ** (float(ord) - 1.0), 0.0)
+    return jnp.where(quotient > 0, base ** (order - 1.0), 0.0)
 
 
 def _is_largest(array: Array, norm: Array) -> Array:
