@@ -180,7 +180,8 @@ def concatenated(arrays: Sequence[Array]) -> Array:
     mesh.
     """
     arrays = typed_alike(arrays)
-    if all(array.ndim == 0 for array in arrays):
+    dtypes = {array.dtype for array in arrays}
+    if all(array.ndim == 0 for array in arrays) and len(dtypes) == 1:
         return lax.stack(arrays)
     flat = [array.reshape(-1) for array in arrays]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)

@@ -7,6 +7,7 @@ furthest_units   for each leaf with units: the outcome of the unit furthest abov
 first_state      the state before the first step
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -334,20 +335,21 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         zeros_of_name[name] = mesh_types.typed_as(zeros, norm)
     mesh_axes_of_leaf = blocks.mesh_axes_of_unit_leaves(norms, names)
     spec_of_norm = {spec.norm_index: spec for spec in norms.specs}
-    shape_of_units = {}
+    unit_leaves_of_shape: dict[tuple[Any, ...], list[str]] = {}
     layers = {}
     for index, (name, zeros) in enumerate(zeros_of_name.items()):
         # A label may have no leaf.
         spec = spec_of_norm.get(index, LeafSpec(index))
         if name in mesh_axes_of_leaf:
             names_by_axis = spec.mesh_axes_of_kept
-            shape_of_units[name] = mesh.global_shape(zeros.shape, names_by_axis)
+            shape = mesh.global_shape(zeros.shape, names_by_axis)
+            unit_leaves_of_shape.setdefault(shape, []).append(name)
         else:
             layers[name] = _layer_names(zeros.shape, spec.axes)
     # Leaves whose units have one shape are reduced together, so they are neighbors. The
     # shape over all devices counts. So a state made inside shard_map has the order of
     # one made outside, and its checkpoint may be restored into that.
-    unit_leaves = dict.fromkeys(sorted(shape_of_units, key=shape_of_units.__getitem__))
+    unit_leaves = dict.fromkeys(itertools.chain(*unit_leaves_of_shape.values()))
     state_names = Names(layers | unit_leaves, unit_leaves)
     entries = [zeros_of_name[name] for name in layers]
     memories: list[PyTree] = [()]

@@ -254,6 +254,10 @@ class Joined(Rule):
                 checks.check_shape(argument, jnp.shape(limit), norm.shape)
                 limit = jnp.broadcast_to(limit, norm.shape)
             limits.append(limit)
+            # A rule without a memory may return () or None.
+            if not jax.tree.leaves(memory):
+                new_memories.append(memory)
+                continue
             # Where the limit is NaN, the memory stays. `limit_and_memory_of` sees the
             # joined limit only, in which WarmUp may hide it.
             new_memories.append(new_where(limit == limit, new_memory, memory))

@@ -396,3 +396,15 @@ def test_labels_may_be_integers_of_numpy():
     np.testing.assert_allclose(updates["a"], [0.6, 0.8], rtol=1e-6)
     np.testing.assert_allclose(updates["b"], [1.2, 1.6], rtol=1e-6)
     assert list(state.by_name()) == ["1", "2"]
+
+
+def test_norms_may_differ_in_dtype():
+    def norms(tree):
+        return jax.tree.map(jnp.linalg.norm, tree)
+
+    with jax.enable_x64(True):
+        grads = {"a": jnp.ones(4, jnp.float32), "b": jnp.ones(4, jnp.float64)}
+        updates, _ = apply(clip_by(norms, 1.0), grads)
+    for name, update in updates.items():
+        assert update.dtype == grads[name].dtype
+        np.testing.assert_allclose(update, np.full(4, 0.5), rtol=1e-6)

@@ -6,6 +6,7 @@ import dataclasses
 from functools import cache, partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -223,6 +224,21 @@ def test_units_over_axes_of_unknown_size_are_exported_for_a_gpu(shape):
     norms = jax.jit(partial(optaxclip.unitwise_norm, axis=(0, 1)))
     exported = jax.export.export(norms, platforms=["cuda"])(leaf)
     assert exported.out_avals[0].shape == (1, 1, 3)
+
+
+def test_units_whose_number_only_a_run_knows_are_clipped_beside_others():
+    def clipped(tree):
+        clipper = optaxclip.adaptive_grad_clip(0.01)
+        return clipper.update(tree, clipper.init(tree), tree)[0]
+
+    (n,) = jax.export.symbolic_shape("n")
+    forms = {
+        "a": jax.ShapeDtypeStruct((4, n), np.float32),
+        "b": jax.ShapeDtypeStruct((4, 3), np.float32),
+    }
+    exported = jax.export.export(jax.jit(clipped))(forms)
+    tree = {"a": 3 * jnp.ones((4, 5)), "b": jnp.ones((4, 3))}
+    chex.assert_trees_all_close(exported.call(tree), clipped(tree), rtol=1e-6)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["w", "b"], meta_fields=[])

@@ -167,6 +167,20 @@ class WithoutInit(rules.Rule):
         return jnp.float32(2.0), norm
 
 
+class WithoutMemory(rules.Rule):
+    """A rule may say by None that it remembers nothing."""
+
+    def update(self, norm, memory, step):
+        return jnp.float32(2.0), None
+
+
+def test_a_rule_without_a_memory_may_be_joined():
+    joined = rules.minimum(WithoutMemory(), 5.0)
+    for rule in (WithoutMemory(), joined):
+        _, state = apply(optaxclip.clip_by_global_norm(rule), jnp.full(4, 3.0))
+        assert state.limit == 2
+
+
 class OneForTwo(rules.Rule):
     """Of two norms each would remember both."""
 
