@@ -53,13 +53,13 @@ class Block(NamedTuple):
             values = [array]
         return dict(zip(self.norm_of_name, values))
 
-    def taken_from(self, memory: PyTree) -> PyTree:
+    def memory_of_block(self, memory: PyTree) -> PyTree:
         """What a rule remembers of these norms, from a memory of all norms."""
         if not self.is_vector:
             return memory
         return jax.tree.map(lambda row: take(row, self.positions), memory)
 
-    def put_into(self, memory: PyTree, memory_of_block: PyTree) -> PyTree:
+    def memory_with_block(self, memory: PyTree, memory_of_block: PyTree) -> PyTree:
         """A memory of all norms, with what a rule now remembers of these."""
         if not self.is_vector:
             return memory_of_block
@@ -135,8 +135,8 @@ def _check_norms(
     unit_leaves: Collection[str],
     call: str,
 ) -> None:
-    """Refuses norms that the state does not have, or not as many. It may have more:
-    some leaves may be missing in a step.
+    """Refuses norms that the state does not have, and another number of norms of a leaf
+    than it has. The state may have more names: a step may lack some leaves.
     """
     names = state.names
     units_of_state = set(names.unit_leaves).intersection(norm_of_name)

@@ -84,7 +84,7 @@ def _zero_like(array: Array) -> Array:
 # --------------------------------------------------------------------------- leaves
 
 
-def by_platform(terms: list[Term], operation: Operation) -> Term:
+def joined_by_platform(terms: list[Term], operation: Operation) -> Term:
     """The terms of one norm as one, in pairs or as a table."""
     if len(terms) == 1:
         return terms[0]
@@ -139,8 +139,8 @@ def _mesh_axes_of_norms(plan: NormPlan) -> list[AxisNames]:
     for spec in plan.specs:
         if not spec.mesh_axes_of_units:
             shared.update(spec.joined_along)
-    # Norms of leaves that are not split need no collective: each device has them. They
-    # may differ between devices (`mesh_axes=None`).
+    # Norms of leaves that are not split need no collective: each device has the whole
+    # leaf. With `mesh_axes=None` each device has leaves, and norms, of its own.
     mesh_axes_of_norms: list[AxisNames] = [()] * plan.norm_count
     for spec in plan.specs:
         if spec.mesh_axes_of_units:

@@ -282,8 +282,8 @@ def _update(
     for block in blocks_of(norms, names, state, settings.call):
         # 2. Limit
         memory = memories[block.leaf_of_units]
-        limits = _limits_of_block(inputs, block, block.taken_from(memory))
-        memories[block.leaf_of_units] = block.put_into(memory, limits.memory)
+        limits = _limits_of_block(inputs, block, block.memory_of_block(memory))
+        memories[block.leaf_of_units] = block.memory_with_block(memory, limits.memory)
         # 3. Shrink
         decision = decide(block.norm, limits.limit)
         outcomes.append((block, decision.outcome))

@@ -224,8 +224,8 @@ def _numbers_of_entries(state: ClipState) -> ClipNumbers:
     has_units = bool(state.names.unit_leaves)
     is_changed = state.units_clipped > 0 if has_units else state.factor != 1
     # A broken step was not clipped. With nonfinite="propagate" its factor is NaN. With
-    # "zero" it is 0, as for a norm that was dropped. So a shrink of the user's that
-    # returns NaN cannot be told there from a clip.
+    # "zero" it is 0, as for a norm that was dropped: a shrink of the user's that
+    # returns NaN then counts as a clip.
     is_sound = are_sound(state.norm, state.limit) & jnp.isfinite(state.factor)
     is_clipped = is_changed & is_sound
     clipped_count = _float32(state.clipped)
@@ -302,7 +302,8 @@ def _numbers_of_all(spans: Spans, state: ClipState) -> ClipNumbers:
     is_zero = (numbers.norm_before == 0) & ~jnp.isnan(numbers.limit)
     ratio = jnp.where(is_zero, 0.0, numbers.norm_before / numbers.limit)
     return numbers._replace(
-        # With units `units_clipped` is the same mean. Without it is not reported.
+        # With units this is the mean of `units_clipped`. Without units that is not
+        # reported.
         norms_clipped=jnp.mean(entries.units_clipped),
         worst_ratio=ratio,
         worst_index=_float32(jnp.asarray(span_of_entry)[furthest]),

@@ -116,8 +116,8 @@ def next_state(
 def _units_clipped_row(
     state: ClipState, outcomes: list[tuple[Block, Outcome]], units_clipped: Array
 ) -> Array:
-    """The share of clipped units in the last step that had the leaf. A missing leaf
-    keeps its share, while `clipped_recently` counts the step as one that clipped
+    """The share of clipped units of each leaf. A leaf that is missing in this step
+    keeps its last share, while `clipped_recently` counts the step as one that clipped
     nothing.
     """
     is_present = np.zeros(state.norm.size, bool)
@@ -284,8 +284,9 @@ def _furthest_on_a_mesh(numbers: UnitNumbers, axes: Sequence[int]) -> UnitNumber
     columns = [largest.reshape(len(largest))]
     for column in (numbers.norm, numbers.limit, numbers.factor):
         columns.append(_largest_or_nan(column, is_furthest, axes))
-    # As floats, which one collective joins with other sums. Integers need another. XLA
-    # sums a single array in a tree, so float32 does not stop at 2^24 (seen on a CPU).
+    # Counts are floats here, so that one collective joins them with other sums of
+    # floats. XLA sums a single array in a tree, so float32 does not stop at 2^24 (seen
+    # on a CPU).
     clipped_count = numbers.clipped_count.astype(numbers.norm.dtype)
     return UnitNumbers(*columns, clipped_count=jnp.sum(clipped_count, axes))
 

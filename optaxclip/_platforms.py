@@ -14,10 +14,10 @@ from jax import lax
 
 from ._trees import PyTree
 
-# For more norms than these a platform takes their roots as a vector (_squares.py), and
-# a TPU also their factors (_factors.py). With 128 tensors on a v5e:4x4 a clip by the
-# RMS then takes 137 scalar operations, instead of 3,465. With 52 on one v5e vectors
-# moved 1.3 % more bytes.
+# Up to so many norms have a root each. More of them are a vector, with one root for all
+# (_squares.py), and on a TPU with one operation for all factors (_factors.py). With 128
+# tensors on a v5e:4x4 a clip by the RMS then takes 137 scalar operations, instead of
+# 3,465. With 52 on one v5e vectors moved 1.3 % more bytes.
 FEW_NORMS_ON_A_GPU = 12
 FEW_NORMS_ON_A_TPU = 64
 
@@ -41,17 +41,21 @@ def per_platform(
     # while a program is traced, so set it before the first step.
     forced = os.environ.get("OPTAXCLIP_PLATFORM")
     if forced:
-        functions = {"cpu": cpu, "gpu": gpu, "plain": plain}
-        if forced not in functions:
+        function_of_name = {"cpu": cpu, "gpu": gpu, "plain": plain}
+        if forced not in function_of_name:
             raise ValueError(
-                f"OPTAXCLIP_PLATFORM must be one of {list(functions)}, got {forced!r}."
+                f"OPTAXCLIP_PLATFORM must be one of {list(function_of_name)}, got "
+                f"{forced!r}."
             )
-        return functions[forced](*operands)
-    # JAX knows GPUs as cuda and rocm.
-    functions = {"cpu": cpu, "cuda": gpu, "rocm": gpu}
-    # JAX traces each function, so the plain one is not given twice.
-    functions = {name: f for name, f in functions.items() if f is not plain}
-    return lax.platform_dependent(*operands, **functions, default=plain)
+        return function_of_name[forced](*operands)
+    # JAX traces each function, so the plain one is given once, as the default.
+    other_functions = {}
+    if cpu is not plain:
+        other_functions["cpu"] = cpu
+    if gpu is not plain:
+        other_functions["cuda"] = gpu
+        other_functions["rocm"] = gpu
+    return lax.platform_dependent(*operands, **other_functions, default=plain)
 
 
 def materialized_on_gpu(arrays: PyTree) -> Any:

@@ -2,9 +2,9 @@
 
 `norms_of` has a way for each order:
 
-    2, "rms", "average"    _squares.py    roots of sums of squares, for each platform
-    inf                    `_largest`     the largest modulus
-    any other              `_by_powers`   divided by the largest, then powers
+    2, "rms", "average"    _squares.py              roots of sums of squares
+    inf                    `_norms_of_order_inf`    the largest modulus
+    any other              `_by_powers`             divided by the largest, then powers
 
 Each way computes a term of each leaf (_sums.py) and joins the terms over leaves and
 devices (_join.py). Norms are right for zeros and all normal numbers: no square
@@ -24,7 +24,7 @@ from . import _join as join
 from ._moduli import tangent_of_modulus
 from ._specs import NormPlan
 from ._squares import norms_by_squares
-from ._sums import divided, largest_bits, norm_dtype, sum_in_range, sum_over
+from ._sums import bits_of_largest, divided, norm_dtype, sum_in_float64_on_cpu, sum_over
 
 # Orders whose norm is a root of squares. None is 2.
 OF_SQUARES = (None, 2, "rms", "average")
@@ -47,23 +47,23 @@ def norms_of(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     if plan.ord in OF_SQUARES:
         return norms_by_squares(plan, arrays)
     if plan.ord == math.inf:
-        return _largest(plan, arrays)
+        return _norms_of_order_inf(plan, arrays)
     return _by_powers(plan, arrays, float(plan.ord))
 
 
 # ------------------------------------------------------------------------ other orders
 
 
-def _largest(plan: NormPlan, arrays: list[Array]) -> list[Array]:
+def _norms_of_order_inf(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms of order inf. They are compared as integers: the bits of non-negative
     floats sort as the floats do.
     """
     dtype = norm_dtype(arrays)
     terms = []
     for spec, array in zip(plan.specs, arrays):
-        terms.append(largest_bits(array, spec.axes, dtype))
+        terms.append(bits_of_largest(array, spec.axes, dtype))
     totals = join.per_norm(
-        plan, terms, operation=join.MAX, join_leaves=join.by_platform
+        plan, terms, operation=join.MAX, join_leaves=join.joined_by_platform
     )
     return [lax.bitcast_convert_type(bits, dtype) for bits in totals]
 
@@ -75,12 +75,12 @@ def _by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[Array]
     """
     dtype = norm_dtype(arrays)
     divisors = []
-    for largest in _largest(plan, arrays):
+    for largest in _norms_of_order_inf(plan, arrays):
         ones = jnp.ones_like(largest)
         if order < 0.25:
-            # Only the shape of `largest` is used. These powers of all numbers are in
-            # the range. A quotient of 1e-40 would become 0, while its power
-            # 1e-40^0.15 = 1e-6 counts.
+            # No division, so only the shape of `largest` is used: such powers of all
+            # numbers are in the range. A division would lose small elements, since
+            # 1e-40 becomes 0 and its power 1e-40^0.15 = 1e-6 counts.
             divisors.append(ones)
         else:
             # 0, NaN and inf do not divide. They come out of the sum as they are.
@@ -95,16 +95,18 @@ def _by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[Array]
             power = lax.integer_pow(quotient, int(order))
         else:
             power = quotient**order
-        terms.append(sum_in_range(power, spec.axes))
+        terms.append(sum_in_float64_on_cpu(power, spec.axes))
     norms = []
-    for divisor, total in zip(divisors, _added(plan, terms)):
+    for divisor, total in zip(divisors, _sums_per_norm(plan, terms)):
         norms.append(divisor * total ** (1 / order))
     return norms
 
 
-def _added(plan: NormPlan, terms: list[Array]) -> list[Array]:
+def _sums_per_norm(plan: NormPlan, terms: list[Array]) -> list[Array]:
     """The sum of each norm, from the sums of its leaves."""
-    return join.per_norm(plan, terms, operation=join.ADD, join_leaves=join.by_platform)
+    return join.per_norm(
+        plan, terms, operation=join.ADD, join_leaves=join.joined_by_platform
+    )
 
 
 # -------------------------------------------------------------------------- derivative
@@ -127,31 +129,32 @@ def _norms_jvp(
     (array_tangents,) = tangents
     norms = norms_of(plan, arrays)
     dtype = norm_dtype(arrays)
-    x_divisors = norms
+    element_divisors = norms
     # N of a mean, and 1 for other orders.
-    divisors = plan.element_counts(arrays, dtype)
+    counts = plan.element_counts(arrays, dtype)
+    total_divisors = counts
     if plan.ord == "average":
-        x_divisors = [norm * count**0.5 for norm, count in zip(norms, divisors)]
-        divisors = [count * count**0.5 for count in divisors]
+        element_divisors = [norm * count**0.5 for norm, count in zip(norms, counts)]
+        total_divisors = [count * count**0.5 for count in counts]
     elif plan.ord == math.inf:
         counts_of_leaves = []
         for spec, array in zip(plan.specs, arrays):
             is_largest = _is_largest(array, spec.local_value(norms))
-            counts_of_leaves.append(sum_in_range(is_largest, spec.axes))
-        counts = _added(plan, counts_of_leaves)
+            counts_of_leaves.append(sum_in_float64_on_cpu(is_largest, spec.axes))
+        counts_of_largest = _sums_per_norm(plan, counts_of_leaves)
         # Nothing is the largest where the norm is NaN: 0 / 1.
-        divisors = [jnp.maximum(count, 1) for count in counts]
+        total_divisors = [jnp.maximum(count, 1) for count in counts_of_largest]
     terms = []
     for spec, array, tangent in zip(plan.specs, arrays, array_tangents):
-        x_divisor = spec.local_value(x_divisors)
+        divisor = spec.local_value(element_divisors)
         if plan.ord in OF_SQUARES:
-            products = _quotient_times_tangent(array, x_divisor, tangent)
+            products = _quotient_times_tangent(array, divisor, tangent)
         else:
-            slope = _slope(float(plan.ord), array, x_divisor)
+            slope = _slope(float(plan.ord), array, divisor)
             products = slope * tangent_of_modulus(array, tangent).astype(dtype)
         terms.append(sum_over(products, spec.axes))
-    totals = _added(plan, terms)
-    return norms, [total / divisor for total, divisor in zip(totals, divisors)]
+    totals = _sums_per_norm(plan, terms)
+    return norms, [total / divisor for total, divisor in zip(totals, total_divisors)]
 
 
 def _quotient_times_tangent(array: Array, norm: Array, tangent: Array) -> Array:

@@ -55,24 +55,24 @@ def _norms_on_a_cpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms by one sum of each leaf: sums, means and roots in float64, rounded
     once. Norms of float64 take three sums.
     """
-    norms_by_sums = partial(
-        _norms_by_sums,
+    roots_of_sums = partial(
+        _roots_of_sums,
         plan,
         arrays,
         join_leaves=join.in_pairs,
         most_separate_roots=math.inf,
     )
     if sums.norm_dtype(arrays) == np.float64:
-        return norms_by_sums(sums.three_sums_in_jnp, np.dtype(np.float64))
+        return roots_of_sums(sums.three_sums_in_jnp, np.dtype(np.float64))
     with jax.enable_x64(True):
-        norms = norms_by_sums(sums.one_sum, np.dtype(np.float64))
+        norms = roots_of_sums(sums.one_sum, np.dtype(np.float64))
         return [lax.convert_element_type(norm, np.float32) for norm in norms]
 
 
 def _norms_on_a_gpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms by three sums of each large leaf, and of small leaves together."""
     merged_plan, vectors = _merged(plan, arrays)
-    return _norms_by_sums(
+    return _roots_of_sums(
         merged_plan,
         vectors,
         sums.three_sums_on_a_gpu,
@@ -84,7 +84,7 @@ def _norms_on_a_gpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
 
 def _norms_in_jnp(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     """The norms on a TPU and any other platform."""
-    return _norms_by_sums(
+    return _roots_of_sums(
         plan,
         arrays,
         sums.three_sums_in_jnp,
@@ -94,7 +94,7 @@ def _norms_in_jnp(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     )
 
 
-def _norms_by_sums(
+def _roots_of_sums(
     plan: NormPlan,
     arrays: list[Array],
     sums_of_leaf: Callable[..., Any],

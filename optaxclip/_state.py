@@ -91,8 +91,8 @@ class Names(NamedTuple):
             return False
         if [*self.unit_leaves] != [*other.unit_leaves]:
             return False
-        # Either state may hold a share of the other's layers. The same state must be
-        # the smaller one for all leaves.
+        # Either state may hold a share of the other's layers: one of them the share of
+        # every leaf, and not of some leaves only.
         layers = self.layers_of_name.values()
         other_layers = other.layers_of_name.values()
         return all(map(_may_be_share, layers, other_layers)) or all(
@@ -280,8 +280,8 @@ class ClipState(_ClipStateFields):
 
 
 class RecordState(ClipState):
-    """What `record_norm` knows after a step: a `ClipState` whose limits are inf. By
-    the type `metrics` sees that no clipper made it.
+    """What `record_norm` knows after a step: a `ClipState` whose limits are inf. Its
+    type tells `metrics` that no clipper made it.
     """
 
     __slots__ = ()
@@ -296,7 +296,8 @@ def state_of_rows(
     counts = [getattr(rows, name) for name in COUNT_ROW_NAMES]
     numbers = [getattr(rows, name) for name in names.number_row_names]
     if names.unit_leaves:
-        # A memory of units has a number for each unit, and a row one for each leaf.
+        # A row has one number for each leaf, and a memory of units one for each unit.
+        # So no part of this memory becomes a row.
         memory_rows = Packed(memory, counts=[], numbers=[])
     else:
         row_type = jax.ShapeDtypeStruct(rows.norm.shape, dtype)
@@ -348,21 +349,15 @@ def spans_of_names(
     stacks = list(filter(None, layers_of_name.values()))
     layer_count = sum(map(len, stacks))
     single_count = len(layers_of_name) - len(stacks)
-    # Inside shard_map a device may have a share of all layers, such as of the heads of
-    # `qk_clip`.
     row_length = state.numbers.shape[-1]
-    layers_here = row_length - single_count
     # If the state has one stack and nothing else, rows joined from devices are still in
     # the order of layers. Only the names of the layers are missing.
     is_one_stack = len(stacks) == 1 and single_count == 0
-    if layers_here > layer_count and (layers or not is_one_stack):
-        raise ValueError(
-            f"{call}: the state must have one entry for each norm, but joins the rows "
-            f"of several devices: {row_length} entries for "
-            f"{layer_count + single_count} norms. Read it inside shard_map, or give "
-            "the clipper mesh_axes=, the PartitionSpecs of the leaves, and the state "
-            "the spec P()."
-        )
+    if layers or not is_one_stack:
+        _check_not_joined(row_length, layer_count + single_count, call)
+    # Inside shard_map a device may have a share of all layers, such as of the heads of
+    # `qk_clip`.
+    layers_here = row_length - single_count
     spans: dict[str, Span] = {}
     start = 0
     for name, layers_of_leaf in layers_of_name.items():
@@ -388,13 +383,25 @@ def spans_of_names(
     return spans
 
 
+def _check_not_joined(row_length: int, norm_count: int, call: str) -> None:
+    """Refuses a row with more entries than norms."""
+    if row_length > norm_count:
+        raise ValueError(
+            f"{call}: the state must have one entry for each norm, but joins the rows "
+            f"of several devices: {row_length} entries for {norm_count} norms. Read it "
+            "inside shard_map, or give the clipper mesh_axes=, the PartitionSpecs of "
+            "the leaves, and the state the spec P()."
+        )
+
+
 def names_on_this_device(state: ClipState) -> Names:
     """The names of a state, with those of the layers that this device has. A state of
     one leaf keeps the names of all its layers.
     """
     names = state.names
     # Rows of one leaf that shard_map joins from devices are in the order of its layers.
-    # Of several leaves they are not, which `spans_of_names` sees by the missing names.
+    # Rows of several leaves are not: `spans_of_names` refuses them, since they are more
+    # than the names.
     if len(names.layers_of_name) == 1:
         return names
     layers_of_name = dict(names.layers_of_name)

@@ -13,7 +13,7 @@ The norm is the root of the first that is finite. No normal number is too small 
 below 2^40. There is no branch, so neither vmap nor devices with different shards are a
 special case.
 
-    CPU    one float64 sum instead. Of leaves of 64 bits three sums
+    CPU    one float64 sum. Three sums for leaves that are float64 themselves
     GPU    three float32 sums in one reduction
     TPU    three float32 sums in one read. This is plain `jnp`, for any other platform
 
@@ -141,13 +141,13 @@ def root_of_mean(count: ArrayLike, sums: Sums) -> Array:
     # NaN is in all sums, and NaN < inf is False.
     up_is_finite = up < jnp.inf
     unscaled_is_finite = unscaled < jnp.inf
-    second = jnp.where(unscaled_is_finite, unscaled, down)
-    scale_of_second = jnp.where(unscaled_is_finite, dtype.type(1), 1 / scale)
+    fallback = jnp.where(unscaled_is_finite, unscaled, down)
+    scale_of_fallback = jnp.where(unscaled_is_finite, dtype.type(1), 1 / scale)
     # Divided before the root: a mean is finite even where the norm is not.
-    root = jnp.sqrt(jnp.where(up_is_finite, up, second) / count)
-    # Division comes last. XLA on a CPU computes what follows a division or a root again
-    # in each kernel that reads the norm.
-    return root / jnp.where(up_is_finite, scale, scale_of_second)
+    root = jnp.sqrt(jnp.where(up_is_finite, up, fallback) / count)
+    # The division comes last: each kernel on a CPU that reads the norm computes anew
+    # what follows the last division or root.
+    return root / jnp.where(up_is_finite, scale, scale_of_fallback)
 
 
 # ---------------------------------------------------------------- three sums on a GPU
@@ -161,9 +161,8 @@ def three_sums_on_a_gpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     if dtype == np.float64:
         return three_sums_in_jnp(array, axes, dtype)
     summed_axes = tuple(range(array.ndim)) if axes is None else axes
-    has_mesh = not jax.typeof(array).sharding.mesh.empty
     # What jit splits is summed as one array, so that one collective joins the parts.
-    if has_mesh and not is_on_one_device(array):
+    if not is_on_one_device(array):
         sums = _sums_stacked(array, summed_axes, keepdims=axes is not None, dtype=dtype)
         return _split_last_axis(sums)
     if array.ndim and array.ndim - 1 not in summed_axes:
@@ -255,7 +254,7 @@ def _split_last_axis(sums: Array) -> Sums:
 
 
 @partial(traced_once, static_argnums=1)
-def sum_in_range(x: Array, axes: Axes) -> Array:
+def sum_in_float64_on_cpu(x: Array, axes: Axes) -> Array:
     """The sum of numbers that cannot overflow, in float64 on a CPU."""
     sum_on_other_platforms = partial(sum_over, axes=axes)
 
@@ -270,7 +269,7 @@ def sum_in_range(x: Array, axes: Axes) -> Array:
 
 
 @partial(traced_once, static_argnums=(1, 2))
-def largest_bits(array: Array, axes: Axes, dtype: np.dtype) -> Array:
+def bits_of_largest(array: Array, axes: Axes, dtype: np.dtype) -> Array:
     """max |x|, as the bits of the number: integers in the same order, with NaN last. A
     maximum of many floats drops NaN on a CPU, and so does one over devices.
     """

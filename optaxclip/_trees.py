@@ -42,9 +42,9 @@ def _leaf_to_clip(leaf: Any) -> Any:
     """The leaf, or what a box holds. None for a leaf that does not count."""
     if is_box(leaf):
         content = unbox(leaf)
-        # `put_back` pairs the leaves of two trees by their order. To it a box that is
-        # no node of a pytree is a leaf, even when empty, so None stands for it. An
-        # empty node, such as a variable of NNX, has no leaf, and stays as it is.
+        # `put_back` pairs the leaves of two trees by their order. An empty box counts
+        # as a leaf there, so None stands for it. But a box that is a node of a pytree,
+        # such as a variable of NNX, has no leaf when it is empty, and stays as it is.
         if is_hole(content):
             return content if is_hole(leaf) else None
         return jax.tree.map(_leaf_to_clip, content, is_leaf=is_box)
@@ -52,8 +52,8 @@ def _leaf_to_clip(leaf: Any) -> Any:
         raise TypeError("neither an array nor a number")
     # A Python number has no dtype. Neither random keys nor float0 are inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    is_float = jnp.issubdtype(dtype, jnp.inexact)
-    is_clippable = is_float and 0 not in jnp.shape(leaf)
+    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+    is_clippable = is_inexact and 0 not in jnp.shape(leaf)
     return leaf if is_clippable else None
 
 
@@ -85,6 +85,9 @@ def check_sparse(call: str, tree: PyTree) -> None:
     def is_sparse(x: object) -> bool:
         return isinstance(x, sparse.JAXSparse)
 
+    if not any(map(is_sparse, jax.tree.leaves(tree, is_leaf=is_sparse))):
+        return
+    # Paths take time, so they are made only for the error.
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_sparse):
         if is_sparse(leaf) and not getattr(leaf, "unique_indices", False):
             raise ValueError(
@@ -214,7 +217,7 @@ def warn_of_integers(call: str, updates: PyTree) -> None:
     # Updates without any leaf, such as those of a model without weights, are fine.
     for path, leaf in jax.tree.leaves_with_path(updates):
         # A Python int has no dtype. Any other leaf without one, such as True, counts as
-        # bool, of which this does not warn.
+        # bool. There is no warning of bools.
         dtype = int if type(leaf) is int else getattr(leaf, "dtype", bool)
         if jnp.issubdtype(dtype, jnp.integer) and jnp.size(leaf):
             warn_user(

@@ -227,7 +227,7 @@ class Joined(Rule):
     def init(self, norm: Array) -> Any:
         return tuple(rule.init(norm) for rule in self.rules)
 
-    def ask_each(
+    def limits_and_memories(
         self, norm: Array, memories: PyTree, step: Array, *extra_norms: Array
     ) -> tuple[list[Array], tuple[Any, ...]]:
         """The limits of all rules, and their new memories."""
@@ -268,7 +268,7 @@ class Minimum(Joined):
     """The smallest limit of several rules."""
 
     def update(self, *arguments: Any) -> LimitAndMemory:
-        limits, new_memories = self.ask_each(*arguments)
+        limits, new_memories = self.limits_and_memories(*arguments)
         return reduce(jnp.minimum, limits), new_memories
 
 
@@ -276,7 +276,7 @@ class Maximum(Joined):
     """The largest limit of several rules."""
 
     def update(self, *arguments: Any) -> LimitAndMemory:
-        limits, new_memories = self.ask_each(*arguments)
+        limits, new_memories = self.limits_and_memories(*arguments)
         return reduce(jnp.maximum, limits), new_memories
 
 
@@ -301,7 +301,9 @@ class WarmUp(Joined):
         seen, memories = memory
         # Both rules are asked in every step, so the second has learnt when its limit
         # counts.
-        limits, new_memories = self.ask_each(norm, memories, step, *extra_norms)
+        limits, new_memories = self.limits_and_memories(
+            norm, memories, step, *extra_norms
+        )
         first_limit, second_limit = limits
         limit = jnp.where(seen < self.steps, first_limit, second_limit)
         return limit, (count_up(seen), new_memories)

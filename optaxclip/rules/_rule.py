@@ -156,8 +156,8 @@ class Rule:
     """Computes the limit of a norm, and may remember past norms.
 
     A rule is written for one norm. The kernel uses it elementwise for every norm of a
-    clipper, so all arrays have the norm's shape, and those of a memory may have more
-    axes behind it.
+    clipper. So the norm and the limit have one shape, and arrays of a memory begin
+    with the axes of that shape and may have more behind them.
 
     A subclass lists its parameters as annotated fields. They are numbers, arrays or
     trees of arrays, and traced in `update`. A string, a function, or a number that
@@ -306,14 +306,14 @@ limit_and_memory_of_jitted = jax.jit(
 
 
 def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> Any:
-    """The memory. If it has no arrays, it gets the structure that `init` returns.
+    """The memory, or what `init` returns if neither has arrays: `()` and None differ.
 
     Raises:
       ValueError: the memory of another rule, or of norms of another shape. The length
         of a window is not compared: under jit it is a traced number.
     """
     call = argument.partition(":")[0]
-    form = _form_of_memory(rule, norm)
+    form = _abstract_memory(rule, norm)
     # The state of a rule without a memory fits every other rule without one.
     if not jax.tree.leaves((form, memory)):
         return form
@@ -334,7 +334,7 @@ def _checked_memory(rule: Rule, norm: Array, memory: PyTree, argument: str) -> A
     return memory
 
 
-def _form_of_memory(rule: Rule, norm: Array) -> PyTree:
+def _abstract_memory(rule: Rule, norm: Array) -> PyTree:
     """The shapes and dtypes of the memory that `init` of a rule returns.
 
     A traced length of a window counts as 1, since it cannot give a shape.
@@ -362,13 +362,13 @@ def checked_update(
 
     Raises:
       TypeError: a limit that is not a number, or a memory whose shapes are not those of
-        `memory`. JAX would not complain: a number for
-        each norm broadcasts to a window for each norm, and the memory of a rule without
-        an `init` is lost.
+        `memory`.
     """
     limit, new_memory = rule.update(norm, memory, step, *extra_norms)
     checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
-    # A rule without a memory may return () or None.
+    # JAX would not complain: a number for each norm broadcasts to a window for each
+    # norm, and the memory of a rule without an `init` is lost. A rule without a memory
+    # may return () or None.
     has_memory = bool(jax.tree.leaves((memory, new_memory)))
     if has_memory and _shapes(new_memory) != _shapes(memory):
         raise TypeError(
@@ -388,7 +388,7 @@ def _shown_memory(memory: PyTree) -> str:
     return short_repr(memory) if jax.tree.leaves(memory) else "nothing"
 
 
-def extra_norms_of(rule: Rule, weight_norm: Any, total_norm: Any) -> list[Any]:
+def extra_norms_of(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
     """The norms that `update` of a rule takes after `step`.
 
     First the norm of the weights, if the rule needs it, then the norm of all norms, if
@@ -396,7 +396,7 @@ def extra_norms_of(rule: Rule, weight_norm: Any, total_norm: Any) -> list[Any]:
     """
     extra_norms = []
     if rule.needs_params:
-        extra_norms.append(weight_norm)
+        extra_norms.append(params_norm)
     if rule.needs_total:
         extra_norms.append(total_norm)
     return extra_norms
