@@ -564,9 +564,11 @@ def _raise_nonfinite(
     norm = jnp.ravel(new_state.norm)[index]
     if jnp.isfinite(norm):
         limit = jnp.ravel(new_state.limit)[index]
+        if jnp.isnan(limit):
+            raise FloatingPointError(f"{call}: the limit of the norm {norm} is NaN.")
         raise FloatingPointError(
-            f"{call}: the limit is NaN, or shrink returns no finite number of at least "
-            f"0, for the norm {norm} and the limit {limit}."
+            f"{call}: shrink must return a finite number of at least 0, and does not "
+            f"for the norm {norm} and the limit {limit}."
         )
     raise FloatingPointError(f"{call}: {broken_norm}. {_broken_leaves(updates)}")
 

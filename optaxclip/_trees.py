@@ -274,12 +274,19 @@ def check_fits_stored(call: str, tree: PyTree, stored: PyTree) -> None:
             f"{listed_paths(leaf_paths(tree))} in {type(tree).__name__}. {BEGIN_ANEW}"
         ) from None
     for (path, leaf), stored_leaf in zip(entries, stored_leaves):
-        # Of integers the state has None.
-        shape = getattr(stored_leaf, "shape", None)
-        if leaf is not None and jnp.shape(leaf) != shape:
+        if leaf is None:
+            continue
+        if stored_leaf is None:
+            raise ValueError(
+                f"{call}: the update of the leaf {path_name(path)!r} is "
+                f"{jnp.result_type(leaf)}, but what init was given for it has no float "
+                "or complex dtype. Make that float32, or give None for the update."
+            )
+        if jnp.shape(leaf) != jnp.shape(stored_leaf):
             raise ValueError(
                 f"{call}: state was made for the leaf {path_name(path)!r} of shape "
-                f"{shape}, but its update has {jnp.shape(leaf)}. {BEGIN_ANEW}"
+                f"{jnp.shape(stored_leaf)}, but its update has {jnp.shape(leaf)}. "
+                f"{BEGIN_ANEW}"
             )
 
 
