@@ -226,13 +226,16 @@ def _suggested_limits(norms: np.ndarray) -> list[Suggestion]:
 
 
 def _rows_of_window(steps: int, every: int) -> int:
-    """How many rows of a log a window of steps has."""
-    return max(2, round(steps / every))
+    """How many rows of a log a window of steps has. Ten or more, since the deviation of
+    fewer is so inexact that most rows would count as spikes.
+    """
+    return max(10, round(steps / every))
 
 
 def z_score_of_zclip(every: int) -> Rule:
     """The rule of `zclip()` for a log in which `every` steps lie between two norms."""
-    return z_score(decay=0.97**every, warmup=_rows_of_window(25, every))
+    # 0.97^3 remembers about ten rows.
+    return z_score(decay=0.97 ** min(every, 3), warmup=_rows_of_window(25, every))
 
 
 def _suggested_rules(norms: np.ndarray, every: int) -> list[Suggestion]:
@@ -265,7 +268,7 @@ def suggest(norms: ArrayLike, *, every: int = 1) -> list[Suggestion]:
       norms: the history, [steps]. Norms that are NaN, 0, or beyond the range of float32
         are left out, also of the shares.
       every: how many steps lie between two norms. Of a window of 100 steps, a rule that
-        learns then sees 100 / every norms. At least 1.
+        learns then sees 100 / every norms, or ten if these are fewer. At least 1.
 
     Returns:
       Fixed limits first, from quantiles of the norms (Pascanu et al. take half to ten
