@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from .columns import Log, Notes, Row, flattened, has_number, log_from_rows
-from .norms import losses_of, norms_of
+from .norms import loss_of, norms_of
 
 FORMATS_TEXT = (
     "The reader takes JSON lines, JSON, CSV with a header, printed dicts, .npy, .npz, "
@@ -94,7 +94,7 @@ def _has_loss_or_norm(rows: Sequence[Row]) -> bool:
     # Settings without a number are no log. Their loss is a text, such as "mse".
     with suppress(ValueError):
         log = log_from_rows(rows, [])
-        return bool(losses_of(log) or norms_of(log))
+        return loss_of(log) is not None or bool(norms_of(log))
     return False
 
 
