@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from .columns import Log, Notes, Row, flattened, has_number, log_from_rows
-from .norms import losses_of, norms_of
+from .norms import loss_of, norms_of
 
 FORMATS_TEXT = (
     "The reader takes JSON lines, JSON, CSV with a header, printed dicts, .npy, .npz, "
@@ -94,7 +94,7 @@ def _has_loss_or_norm(rows: Sequence[Row]) -> bool:
     # Settings without a number are no log. Their loss is a text, such as "mse".
     with suppress(ValueError):
         log = log_from_rows(rows, [])
-        return bool(losses_of(log) or norms_of(log))
+        return loss_of(log) is not None or bool(norms_of(log))
     return False
 
 
@@ -156,6 +156,7 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
     for package in ("tensorboard.compat", "tensorboardX"):
         with suppress(ImportError):
             event_type = pkgutil.resolve_name(f"{package}.proto.event_pb2:Event")
+            break
     if event_type is None:
         raise ValueError(
             "this is an event file of TensorBoard, which needs a package to read: pip "
@@ -189,8 +190,7 @@ def _rows_of_events(data: bytes, notes: Notes) -> list[Row]:
 
 def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     """The dicts that stand in a text, as JSON or as Python prints them."""
-    first_value, _ = _dict_at(text, 0)
-    if not first_value:
+    if text.startswith("{") and _dict_at(text, 0)[0] is None:
         columns = _columns_up_to_cut(text)
         if columns:
             notes.append("The JSON is cut off, and read up to there.")
@@ -200,11 +200,12 @@ def _rows_of_dicts(text: str, notes: Notes) -> Sequence[Row]:
     end = 0
     while (start := text.find("{", end)) >= 0:
         row, end_of_row = _dict_at(text, start)
+        if row is None:
+            other_text += text[end:end_of_row]
+        else:
+            other_text += f"{text[end:start]}\n"
         if row:
             dicts.append(row)
-            other_text += f"{text[end:start]}\n"
-        else:
-            other_text += text[end:end_of_row]
         end = end_of_row
     other_text += text[end:]
     rows: Sequence[Row] = dicts
@@ -275,9 +276,9 @@ def _columns_up_to_cut(text: str) -> Row:
     return {}
 
 
-def _dict_at(text: str, start: int) -> tuple[Row, int]:
-    """The dict that begins at `start`, and where it ends. If no dict begins there, an
-    empty dict and the next place.
+def _dict_at(text: str, start: int) -> tuple[Row | None, int]:
+    """The dict that begins with the brace at `start`, and where it ends. If the brace
+    begins no dict, None and the next place.
     """
     try:
         return json.JSONDecoder().raw_decode(text, start)
@@ -287,13 +288,13 @@ def _dict_at(text: str, start: int) -> tuple[Row, int]:
         dict_pattern = r"\{[^{}]*((?<!\n)\{[^{}]*\}[^{}]*)*\}"
         printed = re.compile(dict_pattern).match(text, start)
     if printed is None:
-        return {}, start + 1
+        return None, start + 1
     try:
         literal = _WithLiterals().visit(ast.parse(printed[0], mode="eval"))
         return dict(ast.literal_eval(literal)), printed.end()
     except (ValueError, SyntaxError, TypeError):
         # Braces of other text.
-        return {}, start + 1
+        return None, start + 1
 
 
 class _WithLiterals(ast.NodeTransformer):
@@ -377,16 +378,18 @@ def _rows_of_pattern(text: str, pattern: str) -> list[Row]:
         for match in regex.finditer(line):
             groups = match.groupdict() or {"grad_norm": match[1]}
             for name, cell in groups.items():
+                if cell is None or (name in row and not cell):
+                    continue
                 # A line may have several steps.
-                if name in row and cell:
+                if name in row:
                     rows.append(row)
                     row = {}
-                if cell is not None:
-                    row[name] = cell.strip(",;:|()[]%")
+                row[name] = cell.strip(",;:|()[]%")
         if row:
             rows.append(row)
     if not rows:
-        raise ValueError(f"pattern '{pattern}' fits no line. {_advice_for_text(text)}")
+        advice = _advice_for_text(_frequent_pattern(text))
+        raise ValueError(f"pattern '{pattern}' fits no line. {advice}")
     return rows
 
 
@@ -424,11 +427,11 @@ def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
     """The simplest pattern that finds the numbers behind a label. `label` and
     `lookbehind` are patterns.
     """
-    # A full stop at the end of a line is not in the number, and the "scale" of
-    # "loss scale 65536" is none.
+    # A simple number is tried first. Neither has the full stop at the end of a line.
+    # Only the simple one takes the word "scale" in "loss scale 65536".
     simple_number = r"\S*\w"
     number = r"(?i:[-+.]*(?:\d|nan|inf)[-+.\w]*)\b"
-    # A step has digits alone: the "s" of "iterations" is none.
+    # A step has digits alone: behind the "s" of "iterations" may stand a word.
     if column == "step":
         simple_number = r"\d+"
         number = STEP_NUMBER
@@ -439,11 +442,11 @@ def _pattern_of(column: str, label: str, lookbehind: str, text: str) -> str:
 
 
 def _as_pattern(label: str) -> str:
-    """The pattern of a label, with any number of blanks in it and behind it: a long
-    number takes the place of blanks, as in "norm=  2.5" and "norm=1000.5".
+    """The pattern of a label, with any number of blanks in it and behind it. Programs
+    pad numbers with blanks: "norm=   2.5", and then "norm=1000.5".
     """
     label = label.rstrip()
-    # Without a blank "loss" would also fit the beginning of Swin's "loss_scale".
+    # Behind a word at least one: "loss" would fit the beginning of Swin's "loss_scale".
     blanks = r"\s+" if label[-1].isalnum() else r"\s*"
     return re.sub(r"(\\ )+", r"\\s*", re.escape(label)) + blanks
 
@@ -455,6 +458,7 @@ def _rows_of_text(text: str, notes: Notes) -> list[Row]:
       ValueError: the pattern finds few of the losses and norms.
     """
     pattern = _frequent_pattern(text)
+    reason = ""
     if pattern:
         rows = _rows_of_pattern(text, pattern)
         # Documents and programs name losses and norms, mostly without a number.
@@ -470,12 +474,18 @@ def _rows_of_text(text: str, notes: Notes) -> list[Row]:
                 "pattern=...). Give another one if numbers are missing or wrong."
             )
             return rows
-    raise ValueError(f"there is no table of numbers in it. {_advice_for_text(text)}")
+        reason = (
+            f". It is not taken by itself, since it finds {count} rows, and "
+            f"{len(naming_lines)} lines name a loss or a norm"
+        )
+    advice = _advice_for_text(pattern)
+    raise ValueError(f"there is no table of numbers in it. {advice}{reason}")
 
 
-def _advice_for_text(text: str) -> str:
-    """What to do with a text that is no table: give a --pattern."""
-    pattern = _frequent_pattern(text)
+def _advice_for_text(pattern: str) -> str:
+    """What to do with a text that is no table and has this frequent pattern, or none:
+    give a --pattern.
+    """
     if not pattern:
         return f"{FORMATS_TEXT}. No line of this text names a loss or a norm."
     return (
@@ -499,14 +509,15 @@ def _frequent_pattern(text: str) -> str:
         labels = Counter(_as_pattern(match[0]) for match in matches)
         if not labels:
             continue
-        most_frequent, label_counts[quantity] = labels.most_common(1)[0]
+        most_frequent, count_of_most_frequent = labels.most_common(1)[0]
+        label_counts[quantity] = count_of_most_frequent
         columns = {quantity: most_frequent}
         # Of several optimizers each has a group, as in critic/grad_norm. verl leaves
         # out the actor's norm in the first steps.
         labels_in_groups = {
             _column_name(label): label
             for label, count in labels.items()
-            if "/" in label and count >= label_counts[quantity] / 2
+            if "/" in label and count >= count_of_most_frequent / 2
         }
         if len(labels_in_groups) > 1:
             columns = labels_in_groups
@@ -534,9 +545,9 @@ def _column_name(label: str) -> str:
 
 
 def _steps_without_label(text: str) -> tuple[float, str]:
-    """How often the number in front of a total rises, less how often it falls, and its
-    pattern: "250/400". Of several numbers the one that rises most often counts. An
-    epoch stays for many lines, and "45/64 right" rises and falls.
+    """The pattern of steps without a label, such as the 250 of "250/400", and how often
+    they rise, less how often they fall. The numbers that rise most often are taken: an
+    epoch stays the same for many lines, and "45/64 right" rises and falls.
     """
     totals = Counter(re.findall(r"\d+/(\d+)\b", text))
     patterns = [rf"\b(?P<step>\d+)/{total}\b" for total, _ in totals.most_common(5)]

@@ -116,11 +116,10 @@ def _with_skipped_steps(log: Log, column: Column) -> Column:
     return column._replace(values=values)
 
 
-def losses_of(log: Log) -> list[Column]:
-    """The column of the training loss, by its name: the longest one, or none."""
+def loss_of(log: Log) -> Column | None:
+    """The column of the training loss, by its name: the longest one, or None."""
     losses = columns_named(LOSS_PATTERN, log)
-    losses.sort(key=lambda column: len(column.steps), reverse=True)
-    return losses[:1]
+    return max(losses, key=lambda column: len(column.steps), default=None)
 
 
 def columns_named(pattern: re.Pattern[str], log: Log) -> list[Column]:

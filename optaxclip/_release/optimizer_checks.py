@@ -59,7 +59,7 @@ def check_optimizer(
     # Second check: an update keeps entries, shapes and dtypes.
     # Traced with weights in the place of gradients, which have the same types.
     traced, new_entries = _traced_update(optimizer, entries, one_layer_weights)
-    _check_new_state(entries, new_entries)
+    _check_new_state(new_entries, wanted_entries=entries)
 
     # Third check: new weights and moments of a leaf of a stack depend on no other leaf,
     # and all other new entries on no leaf of a stack.
@@ -147,7 +147,9 @@ def _traced_update(
     Raises TypeError if the update raises.
     """
     try:
-        return jax.make_jaxpr(optimizer.updated, return_shape=True)(entries, grads)
+        return jax.make_jaxpr(optimizer.entries_after_update, return_shape=True)(
+            entries, grads
+        )
     except Exception as error:
         # Such as `reduce_on_plateau`, which wants the value of the loss.
         raise TypeError(
@@ -175,27 +177,28 @@ def _check_shared(path: str, entry: Array, entry_of_all_layers: Array | None) ->
     elif not jnp.issubdtype(entry.dtype, jnp.inexact):
         # Layers return their new entries in the place of cotangents, and cotangents are
         # no integers.
-        reason = " Integers and bools of each layer cannot pass through the backward "
-        reason += "pass."
+        reason = (
+            " Integers and bools of each layer cannot pass through the backward pass."
+        )
     elif ".v_row" in path or ".v_col" in path:
         reason = " adafactor(factored=False) has no such array."
     else:
         reason = ""
     raise ValueError(
-        "release: the state of optimizer must be numbers, and float arrays of the "
-        "shape of a leaf, for any number of layers, but "
-        f"{path!r} is {entry.dtype}{list(entry.shape)}.{reason}"
+        "release: the state of optimizer must be numbers that all layers share, or "
+        f"float arrays shaped like a leaf, but {path!r} is "
+        f"{entry.dtype}{list(entry.shape)}.{reason}"
     )
 
 
-def _check_new_state(entries: Entries, new_entries: Entries) -> None:
+def _check_new_state(new_entries: Entries, wanted_entries: Entries) -> None:
     """Raises if weights and state have other entries, shapes or dtypes after an update.
 
     A state that begins as None gains entries. A learning rate for each layer, in an
     array, gives one layer the shape of all. Moments in bfloat16 become float32 if the
     decay is a float32 array.
     """
-    change = changed_type(new_entries, entries)
+    change = changed_type(new_entries, wanted_entries)
     if change:
         raise ValueError(
             "release: optimizer must keep the entries, shapes and dtypes of weights "

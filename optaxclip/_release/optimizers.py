@@ -68,7 +68,7 @@ class LeafOptimizer(NamedTuple):
     name_of_leaf: dict[str, str]  # what errors call each leaf of params, by its path
     structure: Any  # of params
 
-    def tree_of(self, leaves: Entries) -> PyTree:
+    def params_with_only(self, leaves: Entries) -> PyTree:
         """Params with some leaves, and None in the place of the others."""
         all_leaves = [leaves.get(path) for path in self.name_of_leaf]
         tree = self.structure.unflatten(all_leaves)
@@ -81,32 +81,35 @@ class LeafOptimizer(NamedTuple):
         def params_and_state(params: PyTree) -> tuple[PyTree, PyTree]:
             return params, self.transformation.init(params)
 
-        return jax.eval_shape(params_and_state, self.tree_of(leaves))
+        return jax.eval_shape(params_and_state, self.params_with_only(leaves))
 
-    def updated(self, entries: Entries, grads: Entries) -> Entries:
+    def entries_after_update(self, entries: Entries, grads: Entries) -> Entries:
         """The new entries of the leaves that have gradients, and of the counters that
         layers share.
         """
         tree = self.abstract_params_and_state(grads)
         params, state = tree_from_entries(tree, entries)
-        updates, state = self.transformation.update(self.tree_of(grads), state, params)
+        updates, state = self.transformation.update(
+            self.params_with_only(grads), state, params
+        )
         params = optax.apply_updates(params, updates)
         return arrays_by_path((params, state))
 
     def leaf_of_entry(self, leaves: Entries) -> dict[str, str | None]:
         """The path of the leaf that each entry follows. None: all layers share it."""
-        leaf_of_entry = {}
+        leaf_paths: dict[str, str | None] = {}
         params_and_state = self.abstract_params_and_state(leaves)
         for path, entry in jax.tree.leaves_with_path(params_and_state):
             path_text = keystr(path)
             leaf_path = None
-            # A number of the state follows no leaf. It may have the name of a scalar
+            # A scalar of the state follows no leaf. It may have the name of a scalar
             # leaf, such as the learning rate of optax.inject_hyperparams.
-            is_array = entry.shape != () and jnp.issubdtype(entry.dtype, jnp.inexact)
-            if path_text in leaves or is_array:
+            is_float = jnp.issubdtype(entry.dtype, jnp.inexact)
+            may_follow = is_float and entry.shape != ()
+            if path_text in leaves or may_follow:
                 leaf_path = _leaf_at_end(path, entry.shape, leaves)
-            leaf_of_entry[path_text] = leaf_path
-        return leaf_of_entry
+            leaf_paths[path_text] = leaf_path
+        return leaf_paths
 
 
 def _leaf_at_end(path: KeyPath, shape: tuple[int, ...], leaves: Entries) -> str | None:

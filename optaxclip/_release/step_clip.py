@@ -23,7 +23,7 @@ class StepClip(NamedTuple):
 
     clipper: Any  # of the norm of everything, whose state is a `ClipState`
     state: ClipState  # its state before this step
-    inf_is_off: bool  # of `Rule`: a limit of inf is no clip, which lets NaN pass
+    inf_is_off: bool  # as in `Trainer`
     measured_norm: Array | None = None  # of everything. None: one pass
 
     def limit_ahead(self) -> Array:

@@ -46,9 +46,11 @@ class Trainer:
 
     loss: Callable[..., Any]
     optimizer: optax.GradientTransformationExtraArgs
-    clipper: Any  # of everything. Its state is a `ClipState`
-    inf_is_off: bool  # of `Rule`: a limit of inf is no clip, which lets NaN pass
-    passes: int
+    clipper: Any  # clips the norm of all groups together. Its state is a `ClipState`
+    # Whether a limit of inf is the user's, which switches the clip off and lets NaN
+    # pass. A rule says by inf that it has no limit yet.
+    inf_is_off: bool
+    passes: int  # 1 or 2
     trainable: PyTree
 
     def init(self, params: PyTree, *batch: PyTree) -> ReleaseState:
@@ -57,7 +59,7 @@ class Trainer:
         """
         model = self._model(params, batch)
         check_optimizer(model.optimizer, model.trained_weights, model.program)
-        trained = model.optimizer.tree_of(model.trained_weights)
+        trained = model.optimizer.params_with_only(model.trained_weights)
         return ReleaseState(
             optimizer=self.optimizer.init(trained),
             clip=self.clipper.init(trained),
@@ -79,7 +81,7 @@ class Trainer:
         _check_state_of(state, model)
         all_entries = arrays_by_path((params, state.optimizer))
         step_clip = StepClip(self.clipper, state.clip, self.inf_is_off)
-        # With two passes only its norms are used.
+        # With two passes only `budget.norms` is used.
         budget = new_budget(step_clip.limit_ahead(), state.shares)
         if self.passes == 2:
             budget = _measured(model, all_entries, batch, budget)
@@ -89,13 +91,15 @@ class Trainer:
             grads: Entries, layer_entries: Entries, budget: Budget
         ) -> tuple[Entries, Budget]:
             grads, budget = step_clip.clip(grads, budget)
-            new_entries = model.optimizer.updated(all_entries | layer_entries, grads)
+            new_entries = model.optimizer.entries_after_update(
+                all_entries | layer_entries, grads
+            )
             return {path: new_entries[path] for path in layer_entries}, budget
 
         result = model.forward_and_backward(update_layer, all_entries, batch, budget)
         outer_grads, budget = step_clip.clip(result.outer_grads, result.budget)
         # All layers have read the counters of the step before. This moves them on.
-        outer_entries = model.optimizer.updated(all_entries, outer_grads)
+        outer_entries = model.optimizer.entries_after_update(all_entries, outer_grads)
         params, optimizer_state = tree_from_entries(
             (params, state.optimizer),
             all_entries | result.stack_entries | outer_entries,

@@ -55,6 +55,12 @@ class Cause(NamedTuple):
     least_rows: int = 1  # with fewer rows the cause is not judged
 
 
+# Names of causes that other modules look for.
+NOT_FINITE = "not finite"
+BAD_BATCH = "bad batch"
+CHANGE_OF_SCALE = "change of scale"
+DIVERGENCE = "divergence"
+
 PAGE_AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
 PAGE_OF_SPIKES = "docs/run_health.md (My loss spikes, or gradients explode)"
 SCALE_ADVICE = "look at the loss scale, at sum or mean, and at the number of devices"
@@ -73,7 +79,7 @@ LEAP_OF_RATE = Cause(
 # were set on one half of the trainings in benchmarks/doctor.
 CAUSES = (
     Cause(
-        name="not finite",
+        name=NOT_FINITE,
         needs=signals.LOSS_OR_NORM,
         rule=rules.not_finite,
         limit=0,
@@ -86,7 +92,7 @@ CAUSES = (
         takes_nonfinite=True,
     ),
     Cause(
-        name="bad batch",
+        name=BAD_BATCH,
         needs=signals.NORM,
         rule=rules.bad_batch,
         limit=15,  # times the median of the rows before
@@ -99,7 +105,7 @@ CAUSES = (
         least_rows=3,
     ),
     Cause(
-        name="change of scale",
+        name=CHANGE_OF_SCALE,
         needs=signals.NORM_AND_ANY_LOSS,
         rule=rules.growth_of_scale,
         limit=1.7,
@@ -109,7 +115,7 @@ CAUSES = (
         least_rows=20,
     ),
     Cause(
-        name="change of scale",
+        name=CHANGE_OF_SCALE,
         needs=signals.NORM_AND_ANY_LOSS,
         rule=rules.fall_of_scale,
         limit=1.7,
@@ -119,7 +125,7 @@ CAUSES = (
         least_rows=20,
     ),
     Cause(
-        name="divergence",
+        name=DIVERGENCE,
         needs=signals.LOSS,
         rule=rules.divergence,
         limit=1.1,
@@ -177,7 +183,7 @@ CAUSES = (
     Cause(
         name="learning rate",
         needs=signals.UPDATES,
-        rule=rules.learning_rate,
+        rule=rules.high_update_ratio,
         limit=rules.HIGH_RATIO,
         evidence="updates are {value:.2g} of the weights",
         page=PAGE_OF_SPIKES,
@@ -233,7 +239,7 @@ CAUSES = (
     Cause(
         name="dead embedding",
         needs=signals.DEAD_ROWS,
-        rule=rules.dead_rows,
+        rule=rules.dead_embeddings,
         limit=0.2,
         evidence="{value:.0%} of the rows of {subject} have no gradient any more",
         page="docs/doctor.md (Dead rows)",

@@ -6,12 +6,15 @@ from .._logs.columns import Log, distance_of_rows, notes_on_distance, quoted, ro
 from .._logs.norms import NOISE_SHARE, columns_named
 from . import _rules as rules
 from . import _signals as signals
-from ._causes import PAGE_AT_ONE_STEP, Finding
+from ._causes import BAD_BATCH, DIVERGENCE, NOT_FINITE, PAGE_AT_ONE_STEP, Finding
 
 # A loss gets a note if a row is this many times as high as the rows before it, and
 # higher by this part of its whole fall.
 LOSS_SPIKE = 3.0
 LOSS_SPIKE_OVER_FALL = 0.1
+# A loss gets a note if its last level is above this part of the level in the second
+# tenth of the log.
+FLAT = 0.95
 # A norm gets a note if the largest is this many times the median.
 LARGE_NORM = 2.0
 # A norm that is never above this gets a note: Adam's epsilon alone is 1e-8 in each
@@ -25,7 +28,7 @@ def notes_of(log: Log, run: signals.Run, findings: list[Finding]) -> list[str]:
         *log.notes,
         *_notes_on_columns(run, log.unit),
         *_notes_on_norms(run),
-        *_notes_on_losses(run, findings),
+        *_notes_on_loss(run, findings),
         *_notes_on_parts(log, findings),
     ]
 
@@ -88,7 +91,7 @@ def _notes_on_norms(run: signals.Run) -> list[str]:
         ratio = usable_norm.values[row] / np.median(usable_norm.values)
         if ratio >= LARGE_NORM:
             advice = "See docs/choosing_a_limit.md"
-            if row >= usable_norm.steps.size - rules.SHORT:
+            if row >= usable_norm.steps.size - rules.SHORT_WINDOW:
                 advice = "If norms grow up to there, lower the learning rate."
             notes.append(
                 f"The largest {norm.name!r} is {ratio:.3g} times its median, at "
@@ -97,45 +100,45 @@ def _notes_on_norms(run: signals.Run) -> list[str]:
     return notes
 
 
-def _notes_on_losses(run: signals.Run, findings: list[Finding]) -> list[str]:
-    """Losses that end above their lowest level, do not fall, or leap: data or objective
-    may have changed, which a log does not show.
+def _notes_on_loss(run: signals.Run, findings: list[Finding]) -> list[str]:
+    """A loss that ends above its lowest level, does not fall, or leaps: data or
+    objective may have changed, which a log does not show.
     """
     causes = [finding.cause for finding in findings]
     # The levels of a loss say little if it becomes NaN.
-    if "not finite" in causes:
+    if run.leveled_loss is None or NOT_FINITE in causes:
+        return []
+    loss, levels = run.leveled_loss
+    # A finding says that the loss never falls.
+    if levels.kept_height:
         return []
     notes: list[str] = []
-    for loss, levels in run.leveled_losses:
-        # A finding says so.
-        if levels.height:
-            continue
-        if levels.is_rise:
-            step = np.median(loss.steps[levels.rise_rows])
-            notes.append(
-                f"{loss.name!r} rises from {levels.lowest:.3g} near {loss.unit} "
-                f"{step:.0f} to {levels.last:.3g} in its last rows. That may be right "
-                f"if data or objective changed there. See {PAGE_AT_ONE_STEP}"
-            )
-        elif levels.last > rules.FLAT * levels.second_tenth:
-            notes.append(
-                f"{loss.name!r} does not fall much after the first fifth of the log: "
-                f"{levels.second_tenth:.3g} there, {levels.last:.3g} at the end. RL, a "
-                "GAN and a run that is done look so too. Else look at data, labels and "
-                "learning rate."
-            )
-        if "divergence" in causes:
-            continue
-        usual_values = rules.usual_before(loss.values)
-        is_large_rise = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * levels.fall
-        ratios = np.where(is_large_rise, loss.values / usual_values, 0)
-        row = int(np.argmax(ratios))
-        if ratios[row] > LOSS_SPIKE:
-            notes.append(
-                f"{loss.name!r} is {ratios[row]:.3g} times the median of up to 20 rows "
-                f"before it at {loss.unit} {loss.steps[row]}. If no norm stands out "
-                f"there, look at the data. See {PAGE_AT_ONE_STEP}"
-            )
+    if levels.is_rise:
+        step = np.median(loss.steps[levels.rise_rows])
+        notes.append(
+            f"{loss.name!r} rises from {levels.lowest:.3g} near {loss.unit} "
+            f"{step:.0f} to {levels.last:.3g} in its last rows. That may be right "
+            f"if data or objective changed there. See {PAGE_AT_ONE_STEP}"
+        )
+    elif levels.last > FLAT * levels.second_tenth:
+        notes.append(
+            f"{loss.name!r} does not fall much after the first fifth of the log: "
+            f"{levels.second_tenth:.3g} there, {levels.last:.3g} at the end. RL, a "
+            "GAN and a run that is done look so too. Else look at data, labels and "
+            "learning rate."
+        )
+    if DIVERGENCE in causes:
+        return notes
+    usual_values = rules.usual_before(loss.values)
+    is_large_rise = loss.values - usual_values > LOSS_SPIKE_OVER_FALL * levels.fall
+    ratios = np.where(is_large_rise, loss.values / usual_values, 0)
+    row = int(np.argmax(ratios))
+    if ratios[row] > LOSS_SPIKE:
+        notes.append(
+            f"{loss.name!r} is {ratios[row]:.3g} times the median of up to 20 rows "
+            f"before it at {loss.unit} {loss.steps[row]}. If no norm stands out "
+            f"there, look at the data. See {PAGE_AT_ONE_STEP}"
+        )
     return notes
 
 
@@ -145,7 +148,7 @@ def _notes_on_parts(log: Log, findings: list[Finding]) -> list[str]:
     for share in columns_named(NOISE_SHARE, log):
         for finding in findings:
             values = share.values[share.steps == finding.worst]
-            if finding.cause == "bad batch" and values.size:
+            if finding.cause == BAD_BATCH and values.size:
                 notes.append(
                     f"{share.name!r} is {values[0]:.2g} at {log.unit} {finding.worst}, "
                     f"and its median {np.median(share.values):.2g}. Near 1 one part "

@@ -13,7 +13,7 @@ from .._logs.files import read_log
 from .._logs.norms import columns_named
 from . import _rules as rules
 from . import _signals as signals
-from ._causes import CAUSES, LEAP_OF_RATE, Cause, Finding
+from ._causes import BAD_BATCH, CAUSES, CHANGE_OF_SCALE, LEAP_OF_RATE, Cause, Finding
 from ._notes import notes_of
 
 # More bad batches than this come from the data or the rate.
@@ -140,12 +140,14 @@ def read_and_judge(
         if isinstance(log, (str, Path)):
             prefix = f"{call}: {log}: "
             return report_of(read_log(log, call, pattern), loss)
-        rows = list(log)
+        rows = list(log) if isinstance(log, Iterable) else [log]
         if not all(isinstance(row, Mapping) for row in rows):
             raise TypeError(
                 f"{call}: log must be a file, or a list with a dict for each step, as "
                 f"DataFrame.to_dict('records') of pandas, got {shown(log)}."
             )
+        if pattern is not None:
+            raise ValueError("pattern is for a file of text, but log has rows.")
         return report_of(log_from_rows(rows, []), loss)
     except ValueError as error:
         # Errors of `read_log` begin with the prefix already.
@@ -166,9 +168,42 @@ def report_of(log: Log, loss_name: str | None) -> Report:
             "the loss as 'loss' and the norm as 'grad_norm' (optaxclip.record_norm(), "
             "optax.tree.norm), or metrics(state)."
         )
-    findings: list[Finding] = []
-    findings_of_setup: list[Finding] = []
-    not_judged: dict[str, list[str]] = {}
+    judgement = _judgement_of(run)
+    first_findings = _without_consequences(judgement.findings, run)
+    leaps = _leaps_of_rate(run, first_findings)
+    findings = [
+        *sorted([*leaps, *first_findings], key=_step_of),
+        *sorted(judgement.findings_of_setup, key=_step_of),
+    ]
+    findings = [_with_advice(finding, log) for finding in findings]
+    rates = chain(*run.inputs_of_need[signals.RATE])
+    return Report(
+        findings=findings,
+        looked_at=[
+            f"{column.name!r} ({len(column.steps)} rows)"
+            for column in [*run.looked_at, *rates]
+        ],
+        not_judged=judgement.not_judged,
+        notes=notes_of(log, run, findings),
+        unit=log.unit,
+    )
+
+
+def _step_of(finding: Finding) -> int:
+    return finding.step
+
+
+class Judgement(NamedTuple):
+    """What the table of causes says about a run."""
+
+    findings: list[Finding]  # of what broke
+    findings_of_setup: list[Finding]
+    not_judged: dict[str, list[str]]  # as in `Report`
+
+
+def _judgement_of(run: signals.Run) -> Judgement:
+    """Goes through the table of causes."""
+    judgement = Judgement([], [], {})
     for cause in CAUSES:
         is_judged = False
         hits: list[Hit] = []
@@ -178,45 +213,32 @@ def report_of(log: Log, loss_name: str | None) -> Report:
                 is_judged = True
                 hits += hits_of_columns
         if hits and cause.is_of_setup:
-            findings_of_setup.append(_finding(cause, hits))
+            judgement.findings_of_setup.append(_finding(cause, hits))
         elif hits:
-            findings.append(_finding(cause, hits))
+            judgement.findings.append(_finding(cause, hits))
         if not is_judged and not cause.is_of_setup:
-            names = not_judged.setdefault(_lacking(cause, run), [])
-            # "change of scale" stands in the table twice, for growth and fall.
+            names = judgement.not_judged.setdefault(_lacking(cause, run), [])
+            # The table has two rows for some causes, such as growth and fall of scale.
             if cause.name not in names:
                 names.append(cause.name)
+    return judgement
+
+
+def _without_consequences(findings: list[Finding], run: signals.Run) -> list[Finding]:
+    """The findings that do not follow from something else that broke before."""
     # A NaN that stays makes other faults, such as gradients of 0 behind a ReLU.
     broken_step = min(_steps_at_broken_end(run.looked_at), default=np.inf)
-    findings = [finding for finding in findings if finding.step <= broken_step]
-    rates = run.inputs_of_need[signals.RATE]
-    rise_steps: list[int] = []
-    risen_steps: set[int] = set()
-    for loss, levels in run.leveled_losses:
-        if levels.is_rise:
-            rise_steps += loss.steps[levels.rise_rows].tolist()
-        risen_steps.update(loss.steps[rules.has_risen(loss.values, levels)].tolist())
     # Where the loss had risen for good before, long gradients follow from that.
-    findings = [
+    risen_steps: set[int] = set()
+    if run.leveled_loss is not None:
+        loss, levels = run.leveled_loss
+        risen_steps = {*loss.steps[rules.has_risen(loss.values, levels)]}
+    return [
         finding
         for finding in findings
-        if finding.cause != "bad batch" or finding.step not in risen_steps
+        if finding.step <= broken_step
+        and (finding.cause != BAD_BATCH or finding.step not in risen_steps)
     ]
-    findings = [*_leaps_of_rate(rates, findings, rise_steps), *findings]
-    findings = [_with_advice(finding, log) for finding in findings]
-    findings.sort(key=lambda finding: finding.step)
-    findings_of_setup.sort(key=lambda finding: finding.step)
-    findings += findings_of_setup
-    return Report(
-        findings=findings,
-        looked_at=[
-            f"{column.name!r} ({len(column.steps)} rows)"
-            for column in [*run.looked_at, *chain(*rates)]
-        ],
-        not_judged=not_judged,
-        notes=notes_of(log, run, findings),
-        unit=log.unit,
-    )
 
 
 def _lacking(cause: Cause, run: signals.Run) -> str:
@@ -257,21 +279,22 @@ def _steps_at_broken_end(columns: Sequence[Column]) -> list[int]:
     return steps
 
 
-def _leaps_of_rate(
-    rates: signals.RuleInputs, findings: list[Finding], rise_steps: list[int]
-) -> list[Finding]:
+def _leaps_of_rate(run: signals.Run, findings: list[Finding]) -> list[Finding]:
     """The leaps of a logged learning rate that broke something: a finding begins, or is
     worst, in the same row or in the five rows behind it, or it is among the steps near
     which the loss begins to rise for good. Empty if there is none.
     """
-    steps_of_findings = [(finding.step, finding.worst) for finding in findings]
-    broken_steps = np.array([*chain(rise_steps, *steps_of_findings)])
+    broken_steps = np.array([(finding.step, finding.worst) for finding in findings])
+    if run.leveled_loss is not None:
+        loss, levels = run.leveled_loss
+        if levels.is_rise:
+            broken_steps = np.append(broken_steps, loss.steps[levels.rise_rows])
     hits: list[Hit] = []
-    for columns in rates:
+    for columns in run.inputs_of_need[signals.RATE]:
         steps = columns[0].steps
         for hit in _hits(LEAP_OF_RATE, columns) or []:
             row = int(np.searchsorted(steps, hit.step))
-            last_step = steps[row : row + rules.SHORT + 1][-1]
+            last_step = steps[row : row + rules.SHORT_WINDOW + 1][-1]
             is_near = (steps[row - 1] < broken_steps) & (broken_steps <= last_step)
             if is_near.any():
                 hits.append(hit)
@@ -280,16 +303,16 @@ def _leaps_of_rate(
 
 def _with_advice(finding: Finding, log: Log) -> Finding:
     """A finding with the advice that other columns give."""
-    if finding.cause == "bad batch" and finding.rows > MOST_ACCIDENTS:
+    if finding.cause == BAD_BATCH and finding.rows > MOST_ACCIDENTS:
         advice = (
             f"{finding.rows} rows are no accident: look at the data, its scale and the "
             f"learning rate from {log.unit} {finding.step} on"
         )
         return finding._replace(advice=advice)
-    if finding.cause == "change of scale":
+    if finding.cause == CHANGE_OF_SCALE:
         for size in columns_named(signals.NAME_OF_SIZE, log):
             is_behind = size.steps >= finding.step
-            past = size.values[~is_behind][-rules.LONG :]
+            past = size.values[~is_behind][-rules.LONG_WINDOW :]
             future = size.values[is_behind][:1]
             # A counter changes in all rows.
             if len({*past}) == 1 and (future != past[0]).any():
@@ -304,8 +327,11 @@ def _finding(cause: Cause, hits: list[Hit]) -> Finding:
     """One finding from all rows that show a cause."""
     worst_hit = max(hits, key=lambda hit: (hit.value, -hit.step))
     # A NaN may begin in several tensors.
-    worst = worst_hit.step, worst_hit.value
-    worst_names = [hit.name for hit in hits if (hit.step, hit.value) == worst]
+    worst_names = [
+        hit.name
+        for hit in hits
+        if hit.step == worst_hit.step and hit.value == worst_hit.value
+    ]
     first_steps: dict[str, int] = {}
     for hit in sorted(hits, key=lambda hit: hit.step):
         first_steps.setdefault(hit.name, hit.step)

@@ -20,8 +20,8 @@ Array = np.ndarray
 # trainings in benchmarks/doctor.
 
 # Numbers of rows.
-LONG = 20
-SHORT = 5
+LONG_WINDOW = 20
+SHORT_WINDOW = 5
 
 
 def _medians(values: Array, rows: int) -> Array:
@@ -58,21 +58,21 @@ def _shifted(values: Array) -> Array:
 
 # -------------------------------------------------------------------- loss and one norm
 
-LOW_AGAIN = 5.0  # a norm that has come back, over the median before the spike
-# A loss diverges if its rise exceeds these parts of the lowest level, of the whole fall
-# (a loss near 0 may rise many times over), and of the error of a level.
+# A norm that has come back, over the median before the spike.
+LOW_AGAIN_OVER_USUAL = 5.0
+# A loss diverges if its rise exceeds these multiples of the lowest level, of the whole
+# fall (a loss near 0 may rise many times over), and of the error of a level.
 LEAST_RISE = 0.1
 LEAST_RISE_OVER_FALL = 0.01
 LEAST_RISE_OVER_ERROR = 5.0
 LEAST_ROWS_OF_LOSS = 20
-# A loss never falls if its lowest level is above the first part of its first losses,
-# and nearly all rows of its last two thirds are this much higher than these. A log of
-# few rows needs more.
-KEPT_HEIGHT = 0.9
+# A loss never falls if both hold, as multiples of its first losses: its lowest level is
+# above LOWEST_OVER_FIRST, and nearly all losses of its last two thirds are above
+# NEVER_FALLS. A log of few rows needs more than that.
+LOWEST_OVER_FIRST = 0.9
 NEVER_FALLS = 1.03
 NEVER_FALLS_IN_FEW_ROWS = 2.0
 FEW_ROWS = 100
-FLAT = 0.95  # the last losses over those of the second tenth, if the loss stays
 STEADY_GROWTH = 1.3  # the median of a fifth of the log over the fifth before it
 LEAP = 5.0  # a level over the level five rows before, if it does not grow row by row
 SOLVED = 0.2  # the last losses over the first ones, if the task is solved
@@ -88,9 +88,9 @@ def bad_batch(norm: Array) -> Array:
     rows. If the log ends before that, the norm must leap: the row before must be low.
     """
     usual_norm = usual_before(norm)
-    low_norm = LOW_AGAIN * usual_norm
-    padded = np.pad(norm[1:], (0, LONG), constant_values=np.inf)
-    next_rows = sliding_window_view(padded, LONG)
+    low_norm = LOW_AGAIN_OVER_USUAL * usual_norm
+    padded = np.pad(norm[1:], (0, LONG_WINDOW), constant_values=np.inf)
+    next_rows = sliding_window_view(padded, LONG_WINDOW)
     comes_back = next_rows.min(axis=1) < low_norm
     # Norms that grow until the log ends, or until they are NaN, are not a bad batch.
     leaps_at_end = np.isinf(next_rows[:, -1]) & (_shifted(norm) < low_norm)
@@ -101,7 +101,7 @@ def usual_before(values: Array) -> Array:
     """The median of up to 20 rows before each row. NaN in the first two rows: one row
     before is too few to judge by.
     """
-    medians_so_far = np.nanmedian(_windows_up_to(values, LONG), axis=1)
+    medians_so_far = np.nanmedian(_windows_up_to(values, LONG_WINDOW), axis=1)
     usual_values = _shifted(medians_so_far)
     usual_values[1:2] = np.nan
     return usual_values
@@ -117,7 +117,7 @@ class LossLevels(NamedTuple):
     error: float  # of the lowest level
     # What nearly all losses of the last two thirds exceed, over the first losses. 0
     # unless the loss never falls.
-    height: float
+    kept_height: float
     rise_rows: slice  # around the row in which the loss leaves its lowest level
 
     @property
@@ -142,42 +142,40 @@ def loss_levels(loss: Array) -> LossLevels:
     """The levels of a loss: the medians of the first five rows, of the second tenth of
     the log and of the last one, and the lowest median of a twentieth.
     """
-    width = max(SHORT, len(loss) // 20)
+    width = max(SHORT_WINDOW, len(loss) // 20)
     # A thousand windows are enough: those of all rows of a long log do not fit into
     # memory.
     stride = max(1, len(loss) // 1000)
     windows = sliding_window_view(loss, width)[::stride]
     levels = np.median(windows, axis=1)
     end = width + stride * int(np.argmin(levels))
-    start = max(0, end - LONG - 1)
-    # If two losses take turns, as in a GAN, each quantile is one of them. In 21 rows
-    # both are losses of the log.
+    start = max(0, end - LONG_WINDOW - 1)
+    # If two losses take turns, as in a GAN, each quantile is one of them. Of 21 rows
+    # both quantiles are entries, so nothing is interpolated.
     low, high = np.quantile(loss[start:end], (0.2, 0.8))
-    # If they do, a median over many rows is no more exact than one over fifty.
+    # Then a median over many rows is no more exact than one over fifty.
     error = (high - low) / np.sqrt(min(width, 50))
     lowest = levels.min()
     last_low_window = np.flatnonzero(levels <= lowest + 2 * error)[-1]
     rise_row = stride * last_low_window + width // 2
-    first = np.median(loss[:SHORT])
-    height = np.quantile(loss[len(loss) // 3 :], 0.01) / first
+    first = np.median(loss[:SHORT_WINDOW])
+    kept_height = np.quantile(loss[len(loss) // 3 :], 0.01) / first
     least_height = NEVER_FALLS if len(loss) >= FEW_ROWS else NEVER_FALLS_IN_FEW_ROWS
-    never_falls = lowest > KEPT_HEIGHT * first and height > least_height
+    never_falls = lowest > LOWEST_OVER_FIRST * first and kept_height > least_height
     return LossLevels(
         first=first,
         second_tenth=np.median(loss[len(loss) // 10 : len(loss) // 5]),
         lowest=lowest,
         last=np.median(loss[-2 * width :]),
         error=error,
-        height=height if never_falls else 0.0,
+        kept_height=kept_height if never_falls else 0.0,
         rise_rows=slice(max(0, rise_row - width), rise_row + width),
     )
 
 
 def height_of_loss(loss: Array) -> float:
-    """What nearly all losses of the last two thirds exceed, over the first losses. 0
-    unless the loss never falls.
-    """
-    return loss_levels(loss).height
+    """The height that a loss keeps if it never falls."""
+    return loss_levels(loss).kept_height
 
 
 def divergence(loss: Array) -> Array | float:
@@ -197,16 +195,17 @@ def has_risen(loss: Array, levels: LossLevels) -> Array:
     """bool[rows]: whether the loss rose for good in the rows before. From such a row on
     the median of 20 rows stays above a quarter of the rise.
     """
+    # A loss that never falls begins below its lowest median.
     low_level = min(levels.first, levels.lowest)
     quarter = (levels.last - low_level) / 4
     stays_up = _lowest_ahead(usual_before(loss)) > low_level + quarter
-    return stays_up & (levels.is_rise or levels.height > 0)
+    return stays_up & (levels.is_rise or levels.kept_height > 0)
 
 
 def leap_of_rate(rate: Array) -> Array:
     """The rate over that of the row before, or over the median of up to 20 rows before
-    if that is higher. A warm-up from 0 stays below 5. 0 where no rows are before, and
-    where a rate leaves 0.
+    if that is higher. A linear warm-up from 0 stays below LEAP. 0 where no rows are
+    before, and where a rate leaves 0.
     """
     factors = rate / np.maximum(usual_before(rate), _shifted(rate))
     return np.where(np.isfinite(factors), factors, 0.0)
@@ -231,7 +230,7 @@ def late_growth(norm: Array) -> Array | float:
     if the level leaps, as where a scale changes.
     """
     levels = _kept_levels(norm)
-    leaps = levels[SHORT:] / levels[:-SHORT]
+    leaps = levels[SHORT_WINDOW:] / levels[:-SHORT_WINDOW]
     if np.any(leaps > LEAP):
         return 0.0
     return levels / np.median(norm)
@@ -241,22 +240,22 @@ def _kept_levels(values: Array) -> Array:
     """For each row the lowest median of five rows, in it and all rows to come. A few
     high rows in the middle are not a level.
     """
-    return _lowest_ahead(_medians(values, SHORT))
+    return _lowest_ahead(_medians(values, SHORT_WINDOW))
 
 
 def vanishing(norm: Array, loss: Array) -> Array | float:
     """The first norms over the median of five rows, if the last norms are low and the
     loss does not fall as well.
     """
-    last_rows = max(SHORT, len(loss) // 10)
-    first_loss = np.median(loss[:SHORT])
+    last_rows = max(SHORT_WINDOW, len(loss) // 10)
+    first_loss = np.median(loss[:SHORT_WINDOW])
     last_loss = np.median(loss[-last_rows:])
     is_solved = last_loss < SOLVED * first_loss
-    first_norm = np.median(norm[2:LONG])
+    first_norm = np.median(norm[2:LONG_WINDOW])
     # Adapters may begin with norms of 0, which no norm falls below.
     if is_solved or first_norm == 0:
         return 0.0
-    factors = first_norm / _medians(norm, SHORT)
+    factors = first_norm / _medians(norm, SHORT_WINDOW)
     comes_back = factors[-1] < VANISHED
     if comes_back:
         return 0.0
@@ -281,9 +280,9 @@ class Change(NamedTuple):
 
 
 def _change_at(values: Array, row: int) -> Change:
-    start = max(0, row - LONG)
+    start = max(0, row - LONG_WINDOW)
     past = values[start:row]
-    future = values[row : row + LONG]
+    future = values[row : row + LONG_WINDOW]
     return Change(
         rise=np.median(future) - np.median(past),
         drift=_drift_of(past) + _drift_of(future),
@@ -340,8 +339,8 @@ def _row_of_leap(logs: Array) -> int:
     medians of ten rows. 0 if nothing rises.
     """
     # Both are NaN at one end of the log, where no leap is looked for.
-    past = _shifted(_medians(logs, LONG // 2))
-    future = _medians_ahead(logs, LONG // 2)
+    past = _shifted(_medians(logs, LONG_WINDOW // 2))
+    future = _medians_ahead(logs, LONG_WINDOW // 2)
     rises_of_rows = logs - _shifted(logs)
     # The rise of medians alone would not tell a leap from the rows next to it.
     rises = np.minimum(future - past, rises_of_rows)
@@ -383,8 +382,8 @@ def skip_behind_clip(
     """The norm over the limit of a clipper, in the rows in which the clipper clips and
     the skip sees just this limit.
     """
-    # A skip that sees more than the clip limit is not behind the clipper. One that sees
-    # more than its own limit works.
+    # A norm above the clip limit says that the skip is not behind the clipper. A norm
+    # above its own limit says that it skips.
     lower_limit = np.minimum(clip_limit, skip_limit)
     if np.any(skip_norm > (1 + RTOL) * lower_limit):
         return 0.0
@@ -399,7 +398,7 @@ HIGH_RATIO = 0.075  # updates over weights
 KEPT_PART = 0.25  # an update below this part of the rounding of its weights is lost
 
 
-def learning_rate(update_norm: Array, weight_norm: Array) -> Array:
+def high_update_ratio(update_norm: Array, weight_norm: Array) -> Array:
     """Updates over weights, in rows where they stay high: three of the last five rows,
     or of the next five, are above HIGH_RATIO or not finite.
     """
@@ -409,8 +408,8 @@ def learning_rate(update_norm: Array, weight_norm: Array) -> Array:
     is_finite = np.isfinite(ratios)
     # Rows with NaN or inf count as above HIGH_RATIO.
     ratios_or_inf = np.where(is_finite, ratios, np.inf)
-    past = _medians(ratios_or_inf, SHORT)
-    future = _medians_ahead(ratios_or_inf, SHORT)
+    past = _medians(ratios_or_inf, SHORT_WINDOW)
+    future = _medians_ahead(ratios_or_inf, SHORT_WINDOW)
     stays_high = np.fmax(past, future) > HIGH_RATIO
     return np.where(is_finite & stays_high, ratios, 0.0)
 
@@ -423,11 +422,11 @@ def lost_updates(ratio: Array, rounding: Array) -> Array | float:
     # A step without an update loses nothing: with `optax.MultiSteps` these are most.
     ratio = np.where(ratio == 0, np.nan, ratio)
     shortfalls = KEPT_PART * rounding / ratio
-    quarter = max(LONG, len(ratio) // 4)
+    quarter = max(LONG_WINDOW, len(ratio) // 4)
     first_rows = shortfalls[:quarter]
     is_number = ~np.isnan(first_rows)
     early_shortfalls = first_rows[is_number]
-    are_few = len(early_shortfalls) < LONG // 2
+    are_few = len(early_shortfalls) < LONG_WINDOW // 2
     if are_few or np.median(early_shortfalls) <= 1:
         return 0.0
     return shortfalls
@@ -437,7 +436,7 @@ def no_gradient(norm: Array) -> Array | float:
     """True in the rows after the last gradient that is not 0, if there are many."""
     is_zero = norm == 0
     stays_zero = _lowest_ahead(is_zero)
-    if stays_zero.sum() < max(LONG, len(norm) // 10):
+    if stays_zero.sum() < max(LONG_WINDOW, len(norm) // 10):
         return 0.0
     return stays_zero
 
@@ -447,9 +446,9 @@ def underflow(subnormals: Array, zeros: Array | float = 0.0) -> Array:
     rows. Without the share of zeros: among all elements.
     """
     shares = subnormals / (1 - zeros)
-    return _medians(shares, SHORT)
+    return _medians(shares, SHORT_WINDOW)
 
 
-def dead_rows(share: Array) -> Array:
-    """The share of dead rows, beyond the share in the first row of the log."""
+def dead_embeddings(share: Array) -> Array:
+    """The share of dead embeddings, beyond the share in the first row of the log."""
     return share - share[0]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._logs.columns import Column, Log, column_called, in_common, quoted, rows_kept
-from .._logs.norms import TENSOR_PATTERN, columns_named, losses_of, norms_of
+from .._logs.norms import TENSOR_PATTERN, columns_named, loss_of, norms_of
 from ._rules import LEAST_ROWS_OF_LOSS, LossLevels, loss_levels
 
 # What a rule needs. A report prints these sentences, and they are the keys of
@@ -67,8 +67,8 @@ class Run(NamedTuple):
     inputs_of_need: dict[str, RuleInputs]
     looked_at: list[Column]  # as a report lists them
     gradient_norms: list[Column]  # of all tensors together, one for each optimizer
-    # The finite rows of each loss that has enough of them, and its levels.
-    leveled_losses: list[tuple[Column, LossLevels]]
+    # The finite rows of the loss, if it has enough of them, and its levels.
+    leveled_loss: tuple[Column, LossLevels] | None
     recorders: list[Recorder]
     overflow_steps: set[int]  # norms of these steps are left out of LOSS_OR_NORM
 
@@ -80,7 +80,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
       ValueError: there is no column `loss_name`.
     """
     # What the log has.
-    losses = _losses_of(log, loss_name)
+    loss = _loss_of(log, loss_name)
     logits = columns_named(NAMES_OF_LOGITS, log)
     # qk_clip names logits like norms.
     columns_without_logits = dict(log.columns)
@@ -88,8 +88,7 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         del columns_without_logits[column.name]
     log_without_logits = log._replace(columns=columns_without_logits)
     global_norms = norms_of(log_without_logits)
-    for norm in global_norms:
-        losses = [_with_nan(loss, norm) for loss in losses]
+    tensors_of_norm = _tensors_of_norm(log_without_logits)
     rates = columns_named(NAME_OF_RATE, log)
     clips = _with_limits(log, NORM_OF_CLIP)
     skips = _with_limits(log, NORM_OF_SKIP)
@@ -97,42 +96,38 @@ def run_of(log: Log, loss_name: str | None) -> Run:
     recorded = _recorded(recorders)
 
     # What follows from it.
-    tensors: dict[str, list[Column]] = defaultdict(list)  # by the name of the norm
-    for column in columns_named(TENSOR_PATTERN, log_without_logits):
-        # A log may have clip/norm_before/w and record/norm/w.
-        norm, *_ = re.split(SLASH_AFTER_NORM, column.name, maxsplit=1)
-        tensors[norm].append(column)
-    totals = [total_of(f"{norm}/*", columns) for norm, columns in tensors.items()]
-    logged_norms = global_norms or totals
+    if loss is not None:
+        loss = _zeros_as_nan(loss, global_norms)
+    columns_of_loss = [] if loss is None else [loss]
+    loss_above_0 = _above_0(loss)
+    tensor_totals = [
+        total_of(f"{norm}/*", tensors) for norm, tensors in tensors_of_norm.items()
+    ]
+    logged_norms = global_norms or tensor_totals
     # Recorders repeat the norms of a clipper or the loop, so theirs come second.
     gradient_norms = logged_norms or recorded.gradient_norms
-    if any(np.nanmin(loss.values, initial=np.inf) < 0 for loss in losses):
-        # If a loss changes its sign, the ratio of two losses says nothing. The norm is
-        # not compared without the loss either: in REINFORCE (benchmarks/doctor) rewards
-        # of another scale would look like a change of scale.
-        losses_above_0 = []
-        norms_to_compare = []
-    else:
-        # transformers rounds a small loss to 0, which has no ratio.
-        losses_above_0 = [rows_kept(loss, loss.values != 0) for loss in losses]
-        norms_to_compare = gradient_norms
-    finite_losses = [rows_kept(x, np.isfinite(x.values)) for x in losses_above_0]
+    norms_and_loss: RuleInputs = []
+    if loss_above_0 is not None:
+        norms_and_loss = [(norm, loss_above_0) for norm in gradient_norms]
+    # A norm is judged alone only if there is no loss. Beside a loss below 0 it is not:
+    # in REINFORCE (benchmarks/doctor) rewards of another scale would look like a change
+    # of scale.
+    norms_and_any_loss = norms_and_loss
+    if loss is None:
+        norms_and_any_loss = _one_by_one(gradient_norms)
+    tensor_norms = chain(*tensors_of_norm.values(), *recorded.inputs_of_need[GRADIENTS])
     has_loss_scale = bool(columns_named(NAME_OF_LOSS_SCALE, log))
-    norms_without_overflows: list[Column] = []
-    overflow_steps: set[int] = set()
-    tensor_norms = chain(*tensors.values(), *recorded.inputs_of_need[GRADIENTS])
-    for norm in [*global_norms, *tensor_norms, *recorded.update_norms]:
-        kept_norm = _without_overflows(norm, has_loss_scale)
-        norms_without_overflows.append(kept_norm)
-        overflow_steps |= {*norm.steps} - {*kept_norm.steps}
+    norms_without_overflows, overflow_steps = _all_without_overflows(
+        [*global_norms, *tensor_norms, *recorded.update_norms], has_loss_scale
+    )
 
     # What the rules read.
     inputs_of_need: dict[str, RuleInputs] = {
-        LOSS_OR_NORM: _one_by_one([*losses, *norms_without_overflows]),
-        LOSS: _one_by_one(losses_above_0),
+        LOSS_OR_NORM: _one_by_one([*columns_of_loss, *norms_without_overflows]),
+        LOSS: [] if loss_above_0 is None else [(loss_above_0,)],
         NORM: _one_by_one(gradient_norms),
-        NORM_AND_ANY_LOSS: [(norm, *losses_above_0) for norm in norms_to_compare],
-        NORM_AND_LOSS: list(product(norms_to_compare, losses_above_0)),
+        NORM_AND_ANY_LOSS: norms_and_any_loss,
+        NORM_AND_LOSS: norms_and_loss,
         EVERY_NORM: _one_by_one([*logged_norms, *recorded.gradient_norms]),
         LOGITS: _one_by_one(logits),
         RATE: _one_by_one(rates),
@@ -141,9 +136,9 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         **recorded.inputs_of_need,
     }
     looked_at = [
-        *losses,
+        *columns_of_loss,
         *global_norms,
-        *totals,
+        *tensor_totals,
         *logits,
         *recorded.gradient_norms,
         *recorded.update_norms,
@@ -152,37 +147,66 @@ def run_of(log: Log, loss_name: str | None) -> Run:
         inputs_of_need=inputs_of_need,
         looked_at=looked_at,
         gradient_norms=gradient_norms,
-        leveled_losses=[
-            (loss, loss_levels(loss.values))
-            for loss in finite_losses
-            if loss.steps.size >= LEAST_ROWS_OF_LOSS
-        ],
+        leveled_loss=_with_levels(loss_above_0),
         recorders=recorders,
         overflow_steps=overflow_steps,
     )
 
 
-def _losses_of(log: Log, name: str | None) -> list[Column]:
-    """The column of the loss. Empty if no name is given and the log has none."""
+def _loss_of(log: Log, name: str | None) -> Column | None:
+    """The column of the loss. None if no name is given and the log has no loss."""
     if name is None:
-        return losses_of(log)
+        return loss_of(log)
     loss = column_called(name, log)
     if loss is None:
         names = quoted(list(log.columns))
         raise ValueError(f"there is no loss {name!r} in it, only {names}.")
-    return [loss]
+    return loss
 
 
-def _with_nan(loss: Column, norm: Column) -> Column:
+def _zeros_as_nan(loss: Column, norms: Sequence[Column]) -> Column:
     """A loss with NaN for the 0 that transformers writes beside a norm of NaN."""
-    nan_steps = norm.steps[np.isnan(norm.values)]
-    is_nan = (loss.values == 0) & np.isin(loss.steps, nan_steps)
+    is_nan = np.zeros(loss.steps.shape, bool)
+    for norm in norms:
+        nan_steps = norm.steps[np.isnan(norm.values)]
+        is_nan |= (loss.values == 0) & np.isin(loss.steps, nan_steps)
     notes = [*loss.notes]
     if is_nan.any():
         notes.append(
             "0 beside a norm of NaN is read as NaN, as transformers writes it."
         )
     return loss._replace(values=np.where(is_nan, np.nan, loss.values), notes=notes)
+
+
+def _above_0(loss: Column | None) -> Column | None:
+    """The loss where it is not 0. None if there is no loss, or if it falls below 0: the
+    ratio of two such losses says nothing.
+    """
+    if loss is None or np.nanmin(loss.values, initial=np.inf) < 0:
+        return None
+    # transformers rounds a small loss to 0, which has no ratio.
+    return rows_kept(loss, loss.values != 0)
+
+
+def _with_levels(loss: Column | None) -> tuple[Column, LossLevels] | None:
+    """The finite rows of a loss, and its levels. None if there are too few rows."""
+    if loss is None:
+        return None
+    finite_loss = rows_kept(loss, np.isfinite(loss.values))
+    if finite_loss.steps.size < LEAST_ROWS_OF_LOSS:
+        return None
+    return finite_loss, loss_levels(finite_loss.values)
+
+
+def _tensors_of_norm(log: Log) -> dict[str, list[Column]]:
+    """The norms of tensors, by the name of the norm: a log may have clip/norm_before/w
+    and record/norm/w.
+    """
+    tensors: dict[str, list[Column]] = defaultdict(list)
+    for column in columns_named(TENSOR_PATTERN, log):
+        norm, *_ = re.split(SLASH_AFTER_NORM, column.name, maxsplit=1)
+        tensors[norm].append(column)
+    return tensors
 
 
 def total_of(name: str, norms: Sequence[Column]) -> Column:
@@ -196,6 +220,19 @@ def total_of(name: str, norms: Sequence[Column]) -> Column:
 def _one_by_one(columns: Sequence[Column]) -> RuleInputs:
     """The arguments of a rule that is called with one column at a time."""
     return [(column,) for column in columns]
+
+
+def _all_without_overflows(
+    norms: Sequence[Column], has_loss_scale: bool
+) -> tuple[list[Column], set[int]]:
+    """The norms without overflows of a dynamic loss scale, and the steps of these."""
+    kept_norms: list[Column] = []
+    overflow_steps: set[int] = set()
+    for norm in norms:
+        kept_norm = _without_overflows(norm, has_loss_scale)
+        kept_norms.append(kept_norm)
+        overflow_steps |= {*norm.steps} - {*kept_norm.steps}
+    return kept_norms, overflow_steps
 
 
 def _without_overflows(norm: Column, has_loss_scale: bool) -> Column:
@@ -258,8 +295,7 @@ class Recorder(NamedTuple):
 
     @property
     def is_of_updates(self) -> bool:
-        """Whether its name says so, without what a logger puts in front."""
-        # W&B may write a run in front, whose name may have these words as well.
+        """Whether its name says so. The name of a run in front of it does not count."""
         _, _, name = self.name.rpartition(" - ")[-1].partition("health")
         return "update" in name.lower()
 
@@ -283,6 +319,7 @@ class Recorder(NamedTuple):
         """A list of one column: the norm of all tensors together, or if there is a
         summary the largest norm of a tensor. Empty if the quantity was not recorded.
         """
+        # A log with both may have the tensors in few rows.
         table = self.columns_of_quantity[quantity]
         if "" in table:
             return [table[""]]

@@ -359,6 +359,14 @@ def test_a_log_of_nothing_that_is_known_is_refused(tmp_path):
             diagnose(rows)
 
 
+def test_a_log_that_is_no_rows_and_a_pattern_for_rows_are_refused():
+    for log in (5, None, [1.0]):
+        with pytest.raises(TypeError, match=r"^diagnose: log must be a file, or a li"):
+            diagnose(log)
+    with pytest.raises(ValueError, match=r"^examine: pattern is for a file"):
+        examine([{"loss": 1.0}], pattern="loss (.*)")
+
+
 # ------------------------------------------------------------------------- the command
 
 

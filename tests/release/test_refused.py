@@ -66,7 +66,7 @@ MIXES = {
     ),
     "state by shape": (
         with_state(lambda params: {f"rows_{params['layers']['w'].shape[0]}": 0.0}),
-        "for any number of layers, but \"[1]['rows_1']\" is float32[].",
+        "shaped like a leaf, but \"[1]['rows_1']\" is float32[].",
     ),
     "adafactor": (
         optax.adafactor(0.1, min_dim_size_to_factor=2),

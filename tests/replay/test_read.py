@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from optaxclip._logs.files import read_log
-from optaxclip._logs.norms import TENSOR_PATTERN, columns_named, losses_of
+from optaxclip._logs.norms import TENSOR_PATTERN, columns_named, loss_of
 from optaxclip.replay import read_history
 
 
@@ -408,8 +408,8 @@ def test_extremes_and_summaries_are_no_tensors(tmp_path):
 def loss_name(tmp_path, name):
     path = tmp_path / "run.csv"
     path.write_text(f"{name},lr\n2,1\n1,1\n")
-    losses = losses_of(read_log(path, "test"))
-    return losses[0].name if losses else None
+    loss = loss_of(read_log(path, "test"))
+    return loss.name if loss else None
 
 
 def test_the_surest_name_is_taken(tmp_path):

@@ -92,7 +92,7 @@ def test_a_text_is_read_and_its_pattern_said(program, text_file):
 def test_few_numbers_among_losses_and_norms_are_no_log(tmp_path):
     path = tmp_path / "notes.txt"
     line = "step 3: loss=1.2 grad_norm=0.5\n"
-    shown = "Such text needs a pattern .* --pattern 'loss=.*grad_norm="
+    shown = "Such text needs a pattern .* --pattern 'loss=.*grad_norm=.* finds "
     for text in (
         2 * line,
         5 * line + 5 * "the loss fell\n",
@@ -335,6 +335,20 @@ def test_a_wrong_pattern_is_named(text_file):
     ):
         with pytest.raises(ValueError, match=error):
             read_history(path, pattern=pattern)
+
+
+def test_an_empty_match_does_not_replace_a_number(tmp_path):
+    path = tmp_path / "run.log"
+    path.write_text("norm=1.5, norm=\nnorm=\nnorm=2.5\n")
+    log = read_log(path, "test", r"norm=(?P<norm>[\d.]*)")
+    assert log.columns["norm"].values.tolist() == [1.5, 2.5]
+    assert log.columns["norm"].steps.tolist() == [0, 2]
+
+
+def test_an_empty_dict_is_no_piece_of_text(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"norm": 1.5}\n{}\n{"norm": 2.5}\n')
+    assert read_history(path).tolist() == [1.5, 2.5]
 
 
 def test_dicts_that_are_printed_among_text_are_read(tmp_path):
