@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
     | fields | set by |
     |---|---|
-    | call, loss, params, batch, present, shared | `Signature.problem_of` |
+    | call, loss, params, batch, is_present, shared | `Signature.problem_of` |
     | limits, groups, divisor, is_sum | `clipped_grad` |
     | explicit_devices | `on_each_device`, on a mesh with Explicit axes |
     | axes_of_params, batch_axes, program, result_types, gradient | `Signature.traced` |
@@ -49,7 +49,7 @@ class Problem(NamedTuple):
     loss: Callable[[PyTree, PyTree, list[Any]], tuple[jax.Array, PyTree]]
     params: PyTree
     batch: tuple[PyTree, ...]
-    present: jax.Array  # bool[batch]: not masked
+    is_present: jax.Array  # bool[batch]: not masked
     shared: list[Any]  # arguments that are the same for all examples
     # For each parameter, the mesh axes over which its gradient is split
     axes_of_params: Sequence[AxisNames] = ()
@@ -69,7 +69,7 @@ class Problem(NamedTuple):
     @property
     def size(self) -> int:
         """How many examples are in the batch of this device, masked ones too."""
-        return self.present.size
+        return self.is_present.size
 
     def traced_loss(self, params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
         """The loss of one example, and aux. It runs `program` instead of `loss`, so
@@ -110,11 +110,11 @@ class Signature(NamedTuple):
         batch = tuple(args[place] for place in batch_places)
         params = tuple(args[place] for place in param_places)
         is_one_param = not isinstance(self.argnums, Sequence)
-        present = jnp.ones(size, bool) if mask is None else jnp.asarray(mask)
-        if present.dtype != bool or present.shape != (size,):
+        is_present = jnp.ones(size, bool) if mask is None else jnp.asarray(mask)
+        if is_present.dtype != bool or is_present.shape != (size,):
             raise ValueError(
                 f"{self.call}: mask must be bool[{size}], one for each example, got "
-                f"{present.dtype}{list(present.shape)}."
+                f"{is_present.dtype}{list(is_present.shape)}."
             )
         places_by_role = [*param_places, *batch_places, *shared_places]
 
@@ -132,7 +132,7 @@ class Signature(NamedTuple):
             loss,
             params=self._arrays(params[0] if is_one_param else params),
             batch=jax.tree.map(jnp.asarray, batch),
-            present=present,
+            is_present=is_present,
             # Not an argument of jax.vmap, since it may be a function.
             shared=[args[place] for place in shared_places],
         )
