@@ -3,7 +3,7 @@
 A clipped gradient is as long as the limit at most, but for rounding:
 
     e     the relative error of a clipped norm: of the sum of all squares, plus the
-          largest of a gram matrix, plus the largest from a norm to its factor
+          largest gram error, plus the error of the factor
     r     how far rounding moves the terms of one example in the sum of B examples, at
           the parameter where it is largest
 
@@ -22,8 +22,8 @@ How r is computed:
           JAX's highest precision, so this holds on a GPU and TPU too
     N     how many roundings a term goes through: width + turns + 4. By gram
           min(width * positions, block) + 4 + devices + turns + 4. The width is how many
-          examples all devices take at once, in B / width turns, and a block is how many
-          terms are added up before Kahan's sum
+          examples all devices together take at once, in B / width turns, and a block is
+          how many terms are added up before Kahan's sum
     t     2^-16 for each product whose factors are split into two bfloat16 numbers
     k     the sum of |terms| of a clipped gradient is at most k limits. Where gradients
           are added up k is 1 + e. Where norms are by gram it is 17, MAX_CANCELLATION +
@@ -124,10 +124,9 @@ def _error_of_norm(problem: Problem, choice: Choice) -> float:
 def _error_of_sum(problem: Problem, choice: Choice, error_of_norm: float) -> float:
     """How far rounding moves the terms of one example in the sum, r above."""
     # In shard_map and pmap the caller adds up the sums of devices, by lax.psum. The
-    # proof adds up one microbatch of each device, and then the turns. So the width is
-    # that of all devices together.
+    # proof adds up one microbatch of each device, and then the turns.
     devices = device_count(problem.batch_axes)
-    width = choice.width * devices
+    width_of_all = choice.width * devices
     turns = -(-problem.size // choice.width)
     error_of_sum = 0.0
     for plan in choice.plans(problem):
@@ -138,10 +137,11 @@ def _error_of_sum(problem: Problem, choice: Choice, error_of_norm: float) -> flo
         if isinstance(plan, GramPlan):
             # The terms of a block are added up. Kahan's sum has two roundings for the
             # blocks of an example, and two for those of all examples.
-            roundings += min(width * plan.positions, block_size()) + 2 + 2 + devices
+            block = min(width_of_all * plan.positions, block_size())
+            roundings += block + 2 + 2 + devices
             size_of_terms = MAX_CANCELLATION + 1
         else:
-            roundings += width
+            roundings += width_of_all
         # Sums in float64 count as sums in float32.
         error_of_terms = gamma(roundings, np.float32) + _error_of_split_factors(plan)
         error_of_sum = max(error_of_sum, size_of_terms * error_of_terms)

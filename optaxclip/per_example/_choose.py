@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
+from jax.extend.core import JaxprEqn
 
 from .. import _trees as trees
 from .._checks import check_whole_number
@@ -24,6 +25,7 @@ from ._ghost._sites import CannotSplit
 from ._passes import even_width, numbers_without_loop
 from ._problem import Problem
 from ._work import (
+    CONVOLUTION_SLOWDOWN,
     CONVOLUTION_SLOWDOWN_IN_LOOP,
     convolutions_of,
     has_convolution,
@@ -68,7 +70,8 @@ def checked_microbatch(call: str, microbatch: Any) -> int | None:
 
 def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     """The method that was asked for, or the faster one for "auto", and its width: by
-    the microbatch that was asked for, or one that fits into memory.
+    the microbatch that was asked for, or one that fits into memory. One pass by name
+    takes the whole batch at once if no microbatch was asked for.
 
     Raises:
       ValueError: "ghost" for a loss that it cannot take, and the convolutions that
@@ -83,14 +86,13 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
                 'got "ghost".'
             )
     method, microbatch = _method_for_convolutions(problem, ghost, method, microbatch)
-    use_ghost = method == "ghost"
     if ghost and method == "auto":
         costs = costs_of(problem, ghost, microbatch)
-        use_ghost = costs["ghost"] <= costs["one_pass"]
-    if ghost and use_ghost:
+        if costs["ghost"] <= costs["one_pass"]:
+            method = "ghost"
+    if ghost and method == "ghost":
         return Choice(_width_of_ghost(problem, ghost, microbatch), ghost)
     if method == "one_pass" and not microbatch:
-        # One pass by name takes the whole batch at once.
         return Choice(problem.size)
     return Choice(_width_of_one_pass(problem, ghost, microbatch))
 
@@ -130,30 +132,30 @@ def _width_of_ghost(
     # memory of the captured arrays. Otherwise kept numbers get the memory of one pass.
     if ghost.kept_size <= ghost.captured_size:
         return problem.size
-    fitting = _fitting_width(problem.size, ghost.kept_size, ghost.captured_size)
-    return even_width(problem.size, fitting)
+    fitting_width = _fitting_width(problem.size, ghost.kept_size, ghost.captured_size)
+    return even_width(problem.size, fitting_width)
 
 
 def _width_of_one_pass(
     problem: Problem, ghost: GhostClipping | None, microbatch: int | None
 ) -> int:
-    """The width of one pass if "auto" chooses it. How much the backward pass captures
-    is known only where ghost clipping is possible.
+    """The width of one pass by the microbatch that was asked for, or by memory. How
+    much the backward pass captures is known only where ghost clipping is possible.
     """
     if microbatch:
         return _width_of_microbatch(problem, microbatch)
     size = problem.size
-    # 2^21 float32 numbers on a CPU, 8 MB. 2^26 elsewhere, 256 MB
+    # 8 * 2^18 float32 numbers on a CPU, 8 MB. 8 * 2^23 elsewhere, 256 MB
     most_numbers = 8 * numbers_without_loop()
     leaves = jax.tree.leaves(problem.params)
     if not ghost:
         gradient_size = sum(leaf.size for leaf in leaves)
-        fitting = most_numbers // max(gradient_size, 1)
-        return even_width(size, max(fitting, 1))
+        fitting_width = most_numbers // max(gradient_size, 1)
+        return even_width(size, max(fitting_width, 1))
     gradient_size = 0
     for leaf, plan in zip(leaves, ghost.plans):
         gradient_size += max(leaf.size, plan.kept_size)
-    fitting = _fitting_width(size, gradient_size, ghost.captured_size)
+    fitting_width = _fitting_width(size, gradient_size, ghost.captured_size)
     is_small = size * (gradient_size + ghost.captured_size) <= most_numbers
     total_work = work_of(problem.program)
     convolved_work = work_of(problem.program, has_convolution)
@@ -164,8 +166,8 @@ def _width_of_one_pass(
         # least 8. A transformer of 432,000 parameters took half as long with 8 examples
         # at once as with 16.
         width_of_cache = max(8, numbers_without_loop() // max(gradient_size, 1))
-        fitting = min(fitting, width_of_cache)
-    return even_width(size, fitting)
+        fitting_width = min(fitting_width, width_of_cache)
+    return even_width(size, fitting_width)
 
 
 def _fitting_width(size: int, kept_size: int, captured_size: int) -> int:
@@ -177,10 +179,10 @@ def _fitting_width(size: int, kept_size: int, captured_size: int) -> int:
     2/3 C: 7/6 C together. Some room for kept numbers is always there.
     """
     most_numbers = max(size * captured_size // 3, numbers_without_loop() // 4)
-    fitting = most_numbers // max(kept_size, 1)
-    if fitting >= size:
+    fitting_width = most_numbers // max(kept_size, 1)
+    if fitting_width >= size:
         return size
-    return max(min(2 * fitting, size // 2), 1)
+    return max(min(2 * fitting_width, size // 2), 1)
 
 
 # -------------------------------------------------------------------- estimated times
@@ -200,11 +202,9 @@ def costs_of(
     one_pass_work = plain_work + gradient_work
     if not ghost:
         return {"one_pass": one_pass_work / plain_work}
-    # XLA on a CPU takes about twice as long for gradients of examples by the kernel of
-    # a convolution as for the one gradient of the batch, and much longer in a loop.
-    # Other platforms are assumed to be alike.
-    is_loop = _width_of_one_pass(problem, ghost, microbatch) < problem.size
-    slowdown = CONVOLUTION_SLOWDOWN_IN_LOOP if is_loop else 2
+    slowdown = CONVOLUTION_SLOWDOWN
+    if _width_of_one_pass(problem, ghost, microbatch) < problem.size:
+        slowdown = CONVOLUTION_SLOWDOWN_IN_LOOP
     one_pass_work += (slowdown - 1) * 3 * work_of(problem.program, has_convolution)
     # Captured arrays are written and read, and so are gradients that are kept.
     written_size = ghost.kept_size
@@ -227,23 +227,16 @@ def _method_for_convolutions(
 ) -> tuple[str, int | None]:
     """The method and the microbatch, changed where XLA would compute wrong gradients of
     examples by a convolution's kernel. Ghost clipping is right if it does not need
-    these gradients. Otherwise there are two cases:
+    these gradients. If it does, a batch that jit splits over devices is refused. Of
+    groups and of float64 one example is taken at a time, since on a CPU the NaN of one
+    would reach the others, and groups are slow.
 
-      jit splits the batch    Raises ValueError, or makes the compiler raise an error
-      groups, float64         On a CPU the NaN of one example reaches all, and groups
-                              are slow. One example at a time is right, whatever
-                              microbatch was given, and in one pass for a limit
-                              of all norms
+    Raises:
+      ValueError: a batch that is split. The compiler raises it if only the compiler
+        knows the split.
     """
-    convolutions = convolutions_of(problem.program)
-    kinds = set(map(kind_of, convolutions))
-    # Convolutions of the gradient of no kind that the loss has: a rule of the user's
-    # (custom_vjp, custom_jvp) makes them.
-    only_in_rules = []
-    for eqn in convolutions_of(problem.gradient):
-        if kind_of(eqn) not in kinds:
-            only_in_rules.append(eqn)
-    convolutions += only_in_rules
+    only_in_rules = _convolutions_only_in_rules(problem)
+    convolutions = convolutions_of(problem.program) + only_in_rules
     may_be_split = len(convolutions) > 0 and _may_be_split(problem.batch)
     # On all platforms: where a traced program runs is not known yet, and JAX with a GPU
     # has a CPU too. No GPU was tried.
@@ -268,6 +261,15 @@ def _method_for_convolutions(
         # examples at once.
         method = "one_pass"
     return method, 1
+
+
+def _convolutions_only_in_rules(problem: Problem) -> list[JaxprEqn]:
+    """Convolutions of a kind that only the gradient has. A rule of the user's
+    (custom_vjp, custom_jvp) makes them.
+    """
+    kinds = set(map(kind_of, convolutions_of(problem.program)))
+    convolutions = convolutions_of(problem.gradient)
+    return [eqn for eqn in convolutions if kind_of(eqn) not in kinds]
 
 
 def _makes_kernel_gradients(ghost: GhostClipping) -> bool:

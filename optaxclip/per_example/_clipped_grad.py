@@ -298,8 +298,8 @@ def clipped_grad(
         problem: Problem, bounds_of_devices: list[Bounds]
     ) -> DeviceResult:
         """Also appends the bounds, which are the same on all devices."""
-        # norms |g_i| and factors f_i = shrink(|g_i|, C) / |g_i|, by `weights_of`
-        # sums = sum_i f_i g_i / divisor, by `Weights.weighted_sum` or from cotangents
+        # norms |g_i|, factors f_i = shrink(|g_i|, C) / |g_i|, by `factors_of_examples`
+        # sums = sum_i f_i g_i / divisor, by `weighted_sum` or from cotangents
         problem = signature.traced(problem)
         choice = choose(problem, method, microbatch)
         run = BatchRun(problem, choice.width)
@@ -307,11 +307,13 @@ def clipped_grad(
             sums, results = choice.ghost.clipped_sums(run)
         else:
             sums, results = run.in_one_pass()
-        weights, values, aux = results
+        example_factors, values, aux = results
         # [batch, groups] -> a tree like max_norm of [batch]
-        norms = limits.treedef.unflatten(weights.norms.T)
-        factors = limits.treedef.unflatten(weights.factors.T)
-        nonfinite = jnp.sum(problem.present & ~weights.is_counted, dtype=jnp.int32)
+        norms = limits.treedef.unflatten(example_factors.norms.T)
+        factors = limits.treedef.unflatten(example_factors.reported.T)
+        nonfinite = jnp.sum(
+            problem.is_present & ~example_factors.is_counted, dtype=jnp.int32
+        )
         bounds_of_devices.append(bounds_of(problem, choice))
         return DeviceResult(sums, nonfinite, (norms, factors, values, aux))
 
@@ -322,7 +324,7 @@ def clipped_grad(
         divisor = None
         if mean:
             # Broken examples too. A batch that is all masked gives 0 / 1.
-            divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
+            divisor = jnp.maximum(jnp.sum(problem.is_present, dtype=jnp.int32), 1)
             problem = problem._replace(divisor=divisor, is_sum=False)
         bounds_of_devices: list[Bounds] = []
         run_on_device = partial(clip_on_device, bounds_of_devices=bounds_of_devices)
@@ -343,10 +345,10 @@ def clipped_grad(
         elif bounds.obstacle:
             obstacle = bounds.obstacle
         else:
-            limit_of_example, obstacle = limits.of_example(bounds.longest)
+            joined_limit, obstacle = limits.joined_or_obstacle(bounds.longest)
             if obstacle is None:
-                sensitivity = limit_of_example * (1 + bounds.change) * ROUNDED_UP
-                longest = limit_of_example * bounds.longest * ROUNDED_UP
+                sensitivity = joined_limit * (1 + bounds.change) * ROUNDED_UP
+                longest = joined_limit * bounds.longest * ROUNDED_UP
         return ClippedGrad(
             grads=treedef.unflatten(sums),
             norms=norms,

@@ -102,7 +102,7 @@ def on_each_device(
     leaves, treedef = jax.tree.flatten(arrays)
     leaf_specs = []
     for field, tree in arrays._asdict().items():
-        spec = roles.batch_spec if field in ("batch", "present") else P()
+        spec = roles.batch_spec if field in ("batch", "is_present") else P()
         leaf_specs += [spec] * len(jax.tree.leaves(tree))
     param_specs = [_spec_of(x) for x in jax.tree.leaves(problem.params)]
     sum_specs: list[Any] = [roles.sum_spec(spec) for spec in param_specs]

@@ -36,8 +36,8 @@ Arrays = list[Array]
 # less, rounding is too large a part of it. Then the norm used for clipping is 1/16 of
 # sum |term|, longer than the true one.
 MAX_CANCELLATION = 16
-# Numbers below 1.2e-38 may be flushed to 0. The bounds do not count them. The proof
-# needs limits C >= LEAST_LIMIT for this, and factors up to C / LEAST_LIMIT.
+# Numbers below 1.2e-38 may be flushed to 0, and the bounds do not count that. They hold
+# for limits of at least 1e-5 and factors of at most 1e5 limits, where it is too little.
 LEAST_LIMIT = 1e-5
 LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
@@ -60,11 +60,11 @@ def limits_of(max_norm: PyTree, call: str, shrink: Shrink) -> Limits:
     if not limits:
         raise ValueError(f"{argument} has no limit in it, got {shown(max_norm)}.")
     groups = []
-    for group, (path, limit) in enumerate(limits):
+    for group_index, (path, limit) in enumerate(limits):
         if limit is not None and not is_function(limit):
             argument_of_path = f"{argument} for {trees.path_name(path)!r}"
             check_limit(argument_of_path if path else argument, limit, is_scalar=True)
-        groups.append((path, group))
+        groups.append((path, group_index))
     values = [limit for _, limit in limits]
     return Limits(call, values, shrink, Prefix(tuple(groups)), treedef)
 
@@ -76,7 +76,7 @@ class Limits(NamedTuple):
     # For each group a number, a function of its norms, or None for no limit
     values: list[Any]
     shrink: Shrink
-    prefix: Prefix  # the path of each limit, and the number of its group
+    prefix: Prefix  # the path of each limit, and the index of its group
     treedef: Any  # to give norms back as a tree like `max_norm`
 
     @property
@@ -85,18 +85,20 @@ class Limits(NamedTuple):
         return any(map(is_function, self.values))
 
     def groups_of(self, params: PyTree) -> list[int]:
-        """The group of each parameter. Raises ValueError for limits that do not fit."""
+        """The index of the group of each parameter. Raises ValueError for limits that
+        do not fit.
+        """
         return lookup(self.prefix, params, f"{self.call}: max_norm")
 
-    def of_groups(self, norms: Array, is_counted: Array) -> Array:
-        """The limits as numbers, for norms [batch, groups]."""
+    def numbers_for(self, norms: Array, is_counted: Array) -> Array:
+        """The limits as numbers [groups], for norms [batch, groups]."""
         limits = []
-        for group, value in enumerate(self.values):
+        for group_index, value in enumerate(self.values):
             limit = value
             if value is None:
                 limit = jnp.inf
             elif is_function(value):
-                limit = self._limit_from(value, norms[:, group], is_counted)
+                limit = self._limit_from(value, norms[:, group_index], is_counted)
             limits.append(in_norm_dtype(norms.dtype, limit))
         # A traced limit may be negative, and then counts as 0.
         return jnp.maximum(jnp.stack(limits), 0)
@@ -116,10 +118,10 @@ class Limits(NamedTuple):
         # Without an example there is no median.
         return jnp.where(jnp.any(is_counted), limit, 0)
 
-    def of_example(self, longest: float) -> tuple[Any, str | None]:
-        """The limit of one example over all groups, and None. Or inf, and why nothing
-        is proved of it, as a sentence. A traced limit is inf where nothing is proved,
-        which only the run knows.
+    def joined_or_obstacle(self, longest: float) -> tuple[Any, str | None]:
+        """The limit of the norm of one example over all groups, and None. Or inf, and
+        why nothing is proved of it, as a sentence. For traced limits only the run knows
+        what is proved: the limit is inf if nothing is.
 
         `longest`, from `Bounds`: the norm of the sum over the limit.
         """
@@ -135,7 +137,7 @@ class Limits(NamedTuple):
                 "optaxclip.shrinks, such as hard."
             )
         if not any(limit is None for limit in self.values):
-            joined_limit = self._joined(longest)
+            joined_limit = self._root_of_squares(longest)
             if isinstance(joined_limit, Tracer) or joined_limit < np.inf:
                 return joined_limit, None
         max_norm = self.treedef.unflatten(self.values)
@@ -144,7 +146,7 @@ class Limits(NamedTuple):
             f"below {LARGEST_NUMBER / longest:.2g}, got {shown(max_norm)}."
         )
 
-    def _joined(self, longest: float) -> Any:
+    def _root_of_squares(self, longest: float) -> Any:
         """The root of the sum of squares of all limits. inf where no bound follows."""
         is_traced = any(isinstance(limit, Tracer) for limit in self.values)
         # By NumPy: under jit `sensitivity` of dropin.jax_privacy must not be a tracer.
@@ -173,73 +175,72 @@ def over_limit(norm: Array, limit: Array) -> Array:
     return hard(norm, limit) / limit
 
 
-def weights_of(
+def factors_of_examples(
     problem: Problem,
     norm_arrays: Arrays,
-    present: Array,
+    is_present: Array,
     term_bounds: Arrays | None = None,
-) -> Weights:
+) -> ExampleFactors:
     """Norms and factors of gradients with a leading batch axis.
 
     Args:
       problem: has the limits.
       norm_arrays: for each parameter the gradients, or smaller arrays with the same
         norms.
-      present: bool[batch], not masked.
+      is_present: bool[batch], not masked.
       term_bounds: an array [batch] for each parameter. Where gradients are never made
         (norms by gram), an entry is an upper bound of sum |term| of that example. For
         other parameters it is 0. None: 0 for all.
     """
     limits = problem.limits
     specs = []
-    for group, split_axes in zip(problem.groups, problem.axes_of_params):
-        specs.append(LeafSpec(norm_index=group, mesh_axes_of_summed=split_axes))
+    for group_index, split_axes in zip(problem.groups, problem.axes_of_params):
+        specs.append(LeafSpec(norm_index=group_index, mesh_axes_of_summed=split_axes))
     plan = NormPlan(tuple(specs), len(limits.values), ord=None)
 
     def norms_of_one(arrays: Arrays) -> Array:
         return jnp.stack(norms_of(plan, arrays))
 
-    norms_of_batch = jax.vmap(norms_of_one, axis_size=present.size)
+    norms_of_batch = jax.vmap(norms_of_one, axis_size=is_present.size)
     norms = norms_of_batch(norm_arrays)  # [batch, groups]
     if term_bounds:
         least_norms = norms_of_batch(lax.stop_gradient(term_bounds)) / MAX_CANCELLATION
         norms = jnp.maximum(norms, least_norms.astype(norms.dtype))
-    is_counted = present & jnp.all(jnp.isfinite(norms), axis=1)
+    is_counted = is_present & jnp.all(jnp.isfinite(norms), axis=1)
     counted_norms = jnp.where(is_counted[:, None], norms, 0.0)
-    limits_of_norms = jnp.broadcast_to(limits.of_groups(norms, is_counted), norms.shape)
+    limits_of_groups = limits.numbers_for(norms, is_counted)
+    limits_of_norms = jnp.broadcast_to(limits_of_groups, norms.shape)
     new_norms = shrunk_by(limits.shrink, counted_norms, limits_of_norms, problem.call)
-    # Gradients are multiplied twice by `factor.root`. `factor.reported` is one number
-    # for both.
     factor = factor_between(counted_norms, new_norms)
     ones = jnp.ones_like(counted_norms[:, 0])
-    return Weights(
-        norms=jnp.where(present[:, None], norms, 0.0),
+    return ExampleFactors(
+        norms=jnp.where(is_present[:, None], norms, 0.0),
         roots=factor.root,
-        factors=jnp.where(is_counted[:, None], factor.reported, 0.0),
+        reported=jnp.where(is_counted[:, None], factor.reported, 0.0),
         is_counted=is_counted,
         inverse_divisor=ones / in_norm_dtype(norms.dtype, problem.divisor),
     )
 
 
-class Weights(NamedTuple):
+class ExampleFactors(NamedTuple):
     """Norms and factors of the examples of a batch."""
 
     # Floats are float32, or float64 for 64-bit leaves.
     norms: Array  # float[batch, groups]: 0 for an example that is masked
-    # float[batch, groups]: the square roots of the factors. Without meaning for an
-    # example that does not count.
+    # float[batch, groups]: the square roots of the factors. Gradients are multiplied by
+    # them twice. Without meaning for an example that does not count.
     roots: Array
     # float[batch, groups]: the factors, for reports. 0 for an example that does not
     # count.
-    factors: Array
+    reported: Array
     is_counted: Array  # bool[batch]: is not masked, and has finite norms
     inverse_divisor: Array  # float[batch]: the same number for all examples
 
-    def weighted_sum(self, leaf: Array, group: int) -> Array:
+    def weighted_sum(self, leaf: Array, group_index: int) -> Array:
         """The sum over the batch of the gradients that count, times the factors of a
         group, over the divisor, in float32 or wider.
         """
-        root = along_batch(self.roots[:, group], leaf)
+        root = along_batch(self.roots[:, group_index], leaf)
         is_counted = along_batch(self.is_counted, leaf)
         wide = np.promote_types(leaf.dtype, root.dtype)
         # Selected, since 0 times NaN is NaN.

@@ -17,17 +17,17 @@ from jax import Array, lax
 
 from .._mesh_types import varying_as_any_of
 from .._trees import PyTree
-from ._limits import Arrays, Weights, weights_of
+from ._limits import Arrays, ExampleFactors, factors_of_examples
 from ._problem import Problem
 
-# (present, *examples) -> (terms of a sum, results of each example)
+# (is_present, *examples) -> (terms of a sum, results of each example)
 MicrobatchFunction = Callable[..., tuple[PyTree, PyTree]]
 
 
 class ExampleResults(NamedTuple):
     """The results of the examples of a batch."""
 
-    weights: Weights
+    factors: ExampleFactors
     values: Array  # float[batch]: of the loss
     aux: PyTree  # [batch, ...]
 
@@ -63,23 +63,25 @@ class BatchRun(NamedTuple):
                 return lax.map(gradient, examples)
             return jax.vmap(gradient)(examples)
 
-        def step(present: Array, examples: PyTree) -> tuple[Arrays, ExampleResults]:
+        def step(is_present: Array, examples: PyTree) -> tuple[Arrays, ExampleResults]:
             (values, aux), grads = gradients_of(examples)
             # Without this barrier XLA on a CPU would also write to memory the float64
             # squares of the gradients, which only the norms need.
             grads = written_to_memory(grads)
-            weights = weights_of(self.problem, grads, present)
-            sums = list(map(weights.weighted_sum, grads, self.problem.groups))
-            return sums, ExampleResults(weights, values, aux)
+            factors = factors_of_examples(self.problem, grads, is_present)
+            sums = list(map(factors.weighted_sum, grads, self.problem.groups))
+            return sums, ExampleResults(factors, values, aux)
 
         return self.run_steps(step)
 
     def run_steps(self, step: MicrobatchFunction) -> tuple[Arrays, ExampleResults]:
-        """Runs `step(present, examples)` on each microbatch."""
+        """Runs `step(is_present, examples)` on each microbatch."""
         width = None if self.needs_all_norms else self.width
         # One argument of `step` is the whole batch, a tuple.
         batch = (self.problem.batch,)
-        return in_microbatches(step, self.zeros(), self.problem.present, batch, width)
+        return in_microbatches(
+            step, self.zeros(), self.problem.is_present, batch, width
+        )
 
     def zeros(self) -> Arrays:
         """Sums of no gradients, in float32 or wider: in 16 bits small gradients would
@@ -99,27 +101,27 @@ class BatchRun(NamedTuple):
 def in_microbatches(
     step: MicrobatchFunction,
     total: PyTree,
-    present: Array,
+    is_present: Array,
     batch: PyTree,
     max_width: int | None,
     add: Callable[[PyTree, PyTree], PyTree] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Runs `step(present, *examples) -> (terms, results)` on each microbatch, of at
+    """Runs `step(is_present, *examples) -> (terms, results)` on each microbatch, of at
     most `max_width` examples, or on the whole batch for None.
 
-    `present` is bool[batch]. A step gets False also for examples that only fill up its
-    microbatch. `add` adds terms to the total. If it is None they are added leaf by
+    `is_present` is bool[batch]. A step gets False also for examples that only fill up
+    its microbatch. `add` adds terms to the total. If it is None they are added leaf by
     leaf.
 
     Returns:
       The total plus all terms, and the results of each example.
     """
     add = add or partial(jax.tree.map, _plus)
-    size = present.size
+    size = is_present.size
     width = even_width(size, max_width or size)
     microbatch_count = -(-size // width)
     if microbatch_count == 1:
-        terms, results = step(present, *batch)
+        terms, results = step(is_present, *batch)
         return add(total, terms), results
 
     def split(x: Array) -> Array:
@@ -144,7 +146,7 @@ def in_microbatches(
 
     # The examples that fill up must not count again.
     is_first_time = np.arange(width * microbatch_count) < size
-    present = split(present) & is_first_time.reshape(width, microbatch_count)
+    is_present = split(is_present) & is_first_time.reshape(width, microbatch_count)
     batch = jax.tree.map(split, batch)
 
     def take_turn(total: PyTree, turn: Array) -> tuple[PyTree, PyTree]:
@@ -152,7 +154,7 @@ def in_microbatches(
         def take(x: Array) -> Array:
             return lax.dynamic_index_in_dim(x, turn, 1, keepdims=False)
 
-        terms, results = step(*jax.tree.map(take, (present, *batch)))
+        terms, results = step(*jax.tree.map(take, (is_present, *batch)))
         return add(total, terms), results
 
     total, results = lax.scan(take_turn, total, jnp.arange(microbatch_count))

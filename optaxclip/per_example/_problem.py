@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
     | fields | set by |
     |---|---|
-    | call, loss, params, batch, present, shared | `Signature.problem_of` |
+    | call, loss, params, batch, is_present, shared | `Signature.problem_of` |
     | limits, groups, divisor, is_sum | `clipped_grad` |
     | explicit_devices | `on_each_device`, on a mesh with Explicit axes |
     | axes_of_params, batch_axes, program, result_types, gradient | `Signature.traced` |
@@ -49,7 +49,7 @@ class Problem(NamedTuple):
     loss: Callable[[PyTree, PyTree, list[Any]], tuple[jax.Array, PyTree]]
     params: PyTree
     batch: tuple[PyTree, ...]
-    present: jax.Array  # bool[batch]: not masked
+    is_present: jax.Array  # bool[batch]: not masked
     shared: list[Any]  # arguments that are the same for all examples
     # For each parameter, the mesh axes over which its gradient is split
     axes_of_params: Sequence[AxisNames] = ()
@@ -60,16 +60,16 @@ class Problem(NamedTuple):
     explicit_devices: int = 1  # how many devices of an Explicit mesh share the batch
     # Inside shard_map and pmap: the mesh axes along which examples differ
     batch_axes: AxisNames = ()
-    # The traced loss of one example, a ClosedJaxpr, and the types of its results
+    # `ClosedJaxpr` of the loss of one example, and the types of its results
     program: Any = None
     result_types: PyTree = None
-    # Its traced gradient, a ClosedJaxpr. Backward rules of the user's are only in here
+    # `ClosedJaxpr` of its gradient. Backward rules of the user's are only in here
     gradient: Any = None
 
     @property
     def size(self) -> int:
         """How many examples are in the batch of this device, masked ones too."""
-        return self.present.size
+        return self.is_present.size
 
     def traced_loss(self, params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
         """The loss of one example, and aux. It runs `program` instead of `loss`, so
@@ -108,17 +108,17 @@ class Signature(NamedTuple):
         batch_places = [place for place in range(count) if place not in named_places]
         size = self._example_count({place: args[place] for place in batch_places})
         batch = tuple(args[place] for place in batch_places)
-        params = tuple(args[place] for place in param_places)
+        all_params = tuple(args[place] for place in param_places)
         is_one_param = not isinstance(self.argnums, Sequence)
-        present = jnp.ones(size, bool) if mask is None else jnp.asarray(mask)
-        if present.dtype != bool or present.shape != (size,):
+        is_present = jnp.ones(size, bool) if mask is None else jnp.asarray(mask)
+        if is_present.dtype != bool or is_present.shape != (size,):
             raise ValueError(
                 f"{self.call}: mask must be bool[{size}], one for each example, got "
-                f"{present.dtype}{list(present.shape)}."
+                f"{is_present.dtype}{list(is_present.shape)}."
             )
         places_by_role = [*param_places, *batch_places, *shared_places]
 
-        def loss(
+        def loss_of_roles(
             params: PyTree, example: PyTree, shared: list[Any]
         ) -> tuple[jax.Array, PyTree]:
             param_args = [params] if is_one_param else params
@@ -129,10 +129,10 @@ class Signature(NamedTuple):
 
         return Problem(
             self.call,
-            loss,
-            params=self._arrays(params[0] if is_one_param else params),
+            loss_of_roles,
+            params=self._arrays(all_params[0] if is_one_param else all_params),
             batch=jax.tree.map(jnp.asarray, batch),
-            present=present,
+            is_present=is_present,
             # Not an argument of jax.vmap, since it may be a function.
             shared=[args[place] for place in shared_places],
         )
@@ -179,7 +179,8 @@ class Signature(NamedTuple):
             programs.append(make_program(params, example))
             return jnp.zeros(())
 
-        # Inside vmap the batch looks like one example.
+        # Inside vmap the batch looks like one example. JAX takes its axis away from the
+        # types of keys, shardings and mesh axes too.
         record_of_batch = jax.vmap(record_program, (None, 0))
         try:
             jax.make_jaxpr(record_of_batch)(problem.params, problem.batch)
@@ -286,8 +287,8 @@ class Signature(NamedTuple):
                 sizes[name] = shape[0] if shape else "no axis"
         size = next(iter(sizes.values()), 0)
         is_same = set(sizes.values()) == {size}
-        # For a step without examples there is the mask: all False gives zeros. A symbol
-        # of jax.export is not an int.
+        # For a step without examples a user masks a whole batch. A symbol of jax.export
+        # is not an int.
         if not (is_same and isinstance(size, int) and size):
             text = ", ".join(f"{name} has {length}" for name, length in sizes.items())
             raise ValueError(

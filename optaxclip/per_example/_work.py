@@ -13,6 +13,9 @@ from .._jaxpr import every_equation, jaxpr_of, runs_primitive_like, type_of
 # the kernel of a convolution, also for patches side by side. For single pixels it took
 # 0.6 to 11 times as long, and 11 times in a transformer whose layers are convolutions.
 CONVOLUTION_SLOWDOWN_IN_LOOP = 16
+# Outside of loops they take about twice as long as the one gradient of the batch. Other
+# platforms are assumed to be alike.
+CONVOLUTION_SLOWDOWN = 2
 CONVOLUTION = "conv_general_dilated"
 # Whether an equation is a convolution, or runs one.
 has_convolution = partial(runs_primitive_like, CONVOLUTION)

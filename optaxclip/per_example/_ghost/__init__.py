@@ -39,7 +39,7 @@ from jax import Array
 
 from ..._jaxpr import has_backward_rule
 from ..._mesh_types import varying
-from .._limits import Arrays, Weights, weights_of
+from .._limits import Arrays, ExampleFactors, factors_of_examples
 from .._passes import BatchRun, ExampleResults, written_to_memory
 from .._problem import Problem
 from ._capture import CapturedOfSites, at_sites, capture
@@ -82,30 +82,30 @@ class GhostClipping:
     def clipped_sums(self, run: BatchRun) -> tuple[Arrays, ExampleResults]:
         """The weighted sums of the gradients, and the results of the examples."""
 
-        def step(present: Array, examples: Any) -> tuple[Arrays, ExampleResults]:
+        def step(is_present: Array, examples: Any) -> tuple[Arrays, ExampleResults]:
             batch = jax.tree.leaves(examples)
             outputs, captured = capture(self.split_program, self.params, batch)
-            sources = self._norm_sources(captured, present)
+            sources = self._norm_sources(captured, is_present)
             arrays = [source.array for source in sources]
             term_bounds = [source.term_bounds for source in sources]
-            weights = weights_of(run.problem, arrays, present, term_bounds)
-            sums = self._weighted_sums(run, captured, arrays, weights)
+            factors = factors_of_examples(run.problem, arrays, is_present, term_bounds)
+            sums = self._weighted_sums(run, captured, arrays, factors)
             values, aux = jax.tree.unflatten(self.out_tree, outputs)
-            return sums, ExampleResults(weights, values, aux)
+            return sums, ExampleResults(factors, values, aux)
 
         return run.run_steps(step)
 
     def _norm_sources(
-        self, captured: CapturedOfSites, present: Array
+        self, captured: CapturedOfSites, is_present: Array
     ) -> list[NormSource]:
         """For each parameter the source of the norms of the examples."""
         gradients = self._gradients(captured)
         # The gradient by a parameter that is not used is 0.
-        no_gradient = jnp.zeros(present.size, jnp.float32)
+        no_gradient = jnp.zeros(is_present.size, jnp.float32)
         sources = []
         for param_index, plan in enumerate(self.plans):
             if isinstance(plan, OuterProductPlan):
-                source = plan.norm_source(captured, present)
+                source = plan.norm_source(captured, is_present)
             else:
                 gradient = gradients.get(param_index, no_gradient)
                 source = NormSource.without_term_bounds(gradient)
@@ -168,7 +168,7 @@ class GhostClipping:
         run: BatchRun,
         captured: CapturedOfSites,
         norm_arrays: Arrays,
-        weights: Weights,
+        factors: ExampleFactors,
     ) -> Arrays:
         """The sum over examples of gradients times factors, in float32 or wider."""
         sums = run.zeros()
@@ -187,11 +187,11 @@ class GhostClipping:
             total = plan.weighted_sum(
                 captured,
                 norm_arrays[param_index],
-                weights,
+                factors,
                 run.problem.groups[param_index],
             )
-            is_counted = _after(total, weights.is_counted)
-            weights = weights._replace(is_counted=is_counted)
+            is_counted = _after(total, factors.is_counted)
+            factors = factors._replace(is_counted=is_counted)
             if isinstance(plan, OuterProductPlan):
                 total = self._sum_by_parameter(param_index, plan, total)
             sums[param_index] = total

@@ -27,9 +27,9 @@ class OuterProducts(NamedTuple):
     front.
     """
 
-    # [stack, position, rows]: inputs, or cotangents if the matrix is transposed. For
-    # lookups int32[stack, position]: the number of the row in which the input is 1. It
-    # is 0 in the others.
+    # [stack, position, rows]: inputs, or cotangents if the matrix is transposed. The
+    # groups of a convolution are a stack too. For lookups int32[stack, position]: the
+    # number of the row in which the input is 1. It is 0 in the others.
     a: Array
     # [stack, position, columns]: cotangents, or inputs if the matrix is transposed
     c: Array
@@ -48,10 +48,12 @@ class Form(NamedTuple):
     stack: Sequence[int]
     rows: Sequence[int]
     columns: Sequence[int]
-    positions: int  # in one turn of a scan
+    # In one turn of a scan. At least 1, since `plans_of` leaves out empty sites
+    positions: int
     # From inputs and cotangent of one example, in one turn of a scan
     outer_products: Callable[..., OuterProducts]
-    # Of a convolution. Each group has a part of the columns, and its own matrix.
+    # Of a convolution. Each group has a part of the columns, and its own matrix in the
+    # stack of the outer products.
     feature_groups: int = 1
 
 
@@ -78,15 +80,15 @@ def _dot_general(site: Site) -> Form:
     rows = contracted_axes[side]
     columns = _other_axes(operand_shape, (*stack, *rows))
     data_stack = stacked_axes[data_side]
-    data_rows = contracted_axes[data_side]
+    data_contracted = contracted_axes[data_side]
     # Axes of the data that are neither stacked nor summed over are positions.
-    data_positions = _other_axes(data_shape, (*data_stack, *data_rows))
+    data_positions = _other_axes(data_shape, (*data_stack, *data_contracted))
     stack_size = size_along(operand_shape, stack)
     positions = size_along(data_shape, data_positions)
 
     def outer_products(inputs: list[Array], cotangent: Array) -> OuterProducts:
         (data,) = inputs
-        order = (*data_stack, *data_positions, *data_rows)
+        order = (*data_stack, *data_positions, *data_contracted)
         a = jnp.transpose(data, order)
         a = a.reshape(stack_size, positions, -1)
         # The output has the stack first, then the other axes of the left, then the
@@ -175,7 +177,7 @@ def _nearest_row(index: Array, last: int) -> Array:
 
 def _convolution(site: Site) -> Form | None:
     params = site.eqn.params
-    # Only the kernel: an image that is made of parameters is not such a matrix.
+    # Only the kernel: an image that is made of parameters has no form here.
     is_kernel = tuple(site.operands) == (1,)
     if not is_kernel or params["batch_group_count"] != 1:
         return None
@@ -197,7 +199,7 @@ def _convolution(site: Site) -> Form | None:
         c = jnp.transpose(cotangent, _channels_last(out_axes))[..., None, :]
 
         def by_group(x: Array) -> Array:
-            """[..., offsets, channels] as [groups, positions, numbers]."""
+            """[..., offsets, channels] as [groups, positions, rows or columns]."""
             offsets, channels = x.shape[-2:]
             x = x.reshape(-1, offsets, feature_groups, channels // feature_groups)
             x = jnp.moveaxis(x, 2, 0)

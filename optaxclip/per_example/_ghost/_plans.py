@@ -27,7 +27,7 @@ from jax import Array
 
 from ..._mesh_types import varying, varying_as_any_of
 from .. import _passes as passes
-from .._limits import Weights
+from .._limits import ExampleFactors
 from ._capture import CapturedOfSites, at_sites
 from ._forms import FORMS, OuterProducts
 from ._matrices import Matrix, MatrixShape, Operand, matrices_at
@@ -71,7 +71,7 @@ class LeafPlan:
         self,
         captured: CapturedOfSites,
         norm_array: Array,
-        weights: Weights,
+        factors: ExampleFactors,
         limit_group: int,
     ) -> Array:
         """The sum of f G over examples, in float32 or wider.
@@ -79,10 +79,10 @@ class LeafPlan:
         Args:
           captured: the arrays of all sites.
           norm_array: of the source of the norms. Here it has the gradients.
-          weights: the factors f, and which examples count.
+          factors: f, and which examples count.
           limit_group: the index of the limit of the parameter.
         """
-        return weights.weighted_sum(norm_array, limit_group)
+        return factors.weighted_sum(norm_array, limit_group)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class OuterProductPlan(LeafPlan, ABC):
         stack, rows, _ = self.matrix_shape
         return 2 * stack * self.positions * rows
 
-    def norm_source(self, captured: CapturedOfSites, present: Array) -> NormSource:
+    def norm_source(self, captured: CapturedOfSites, is_present: Array) -> NormSource:
         """The arrays whose norms are |G|, made for a few examples at a time."""
 
         def step(_: Array, captured: CapturedOfSites) -> tuple[None, NormSource]:
@@ -141,9 +141,9 @@ class OuterProductPlan(LeafPlan, ABC):
         _, source = passes.in_microbatches(
             step,
             None,
-            present,
+            is_present,
             batch=(at_sites(captured, self.sites),),
-            max_width=self._examples_at_once(captured, present.size),
+            max_width=self._examples_at_once(captured, is_present.size),
         )
         return source
 
@@ -187,14 +187,15 @@ class SummedPlan(OuterProductPlan):
         self,
         captured: CapturedOfSites,
         norm_array: Array,
-        weights: Weights,
+        factors: ExampleFactors,
         limit_group: int,
     ) -> Array:
         """The sum of f G over examples, as [stack, rows, columns]."""
         captured_of_param = at_sites(captured, self.sites)
-        is_counted = weights.is_counted
-        factors = SplitFactors(weights.roots[:, limit_group], weights.inverse_divisor)
-        dtype = np.promote_types(self.param.dtype, factors.roots.dtype)
+        is_counted = factors.is_counted
+        roots = factors.roots[:, limit_group]
+        split_factors = SplitFactors(roots, factors.inverse_divisor)
+        dtype = np.promote_types(self.param.dtype, roots.dtype)
         zeros = jnp.zeros(self.matrix_shape, dtype)
         zeros = varying_as_any_of(zeros, (captured_of_param, self.param, is_counted))
         positions_at_once = min(self.positions, self.terms_at_once)
@@ -208,7 +209,7 @@ class SummedPlan(OuterProductPlan):
             is_counted: Array,
             captured: CapturedOfSites,
             norm_array: Array,
-            factors: SplitFactors,
+            split_factors: SplitFactors,
         ) -> tuple[Array, None]:
             terms = []
             for matrix, outer in self._products_to_sum(captured, norm_array):
@@ -218,7 +219,7 @@ class SummedPlan(OuterProductPlan):
                 terms += terms_of_sum(
                     outer,
                     is_counted,
-                    factors,
+                    split_factors,
                     zeros=zeros,
                     positions_at_once=positions_at_once,
                     precision=precision,
@@ -229,7 +230,7 @@ class SummedPlan(OuterProductPlan):
             step,
             passes.KahanSum(zeros, zeros),
             is_counted,
-            batch=(captured_of_param, norm_array, factors),
+            batch=(captured_of_param, norm_array, split_factors),
             max_width=min(examples_at_once, is_counted.size),
             add=passes.KahanSum.plus,
         )
