@@ -63,7 +63,9 @@ DIVERGENCE = "divergence"
 
 PAGE_AT_ONE_STEP = "docs/doctor.md (What changes at one step)"
 PAGE_OF_SPIKES = "docs/run_health.md (My loss spikes, or gradients explode)"
-SCALE_ADVICE = "look at the loss scale, at sum or mean, and at the number of devices"
+SCALE_ADVICE = (
+    "look at the loss scale, at sum or mean, at the number of devices, and at the data"
+)
 # Named only if another cause begins, or is worst, in its row or in the five rows behind
 # it, or if the loss begins to rise for good near it: a schedule may leap too.
 LEAP_OF_RATE = Cause(
@@ -271,7 +273,8 @@ CAUSES = (
         limit=10,
         evidence="{subject} is {value:.3g} times its limit in the median of all rows",
         page="docs/choosing_a_limit.md",
-        advice="with plain SGD a higher limit. With Adam this one may stay",
+        advice="with plain SGD a higher limit. With Adam this one may stay. From 100 "
+        "times on look at the loss scale, and at sum or mean",
         is_of_setup=True,
         least_rows=20,
     ),

@@ -72,6 +72,7 @@ LEAST_ROWS_OF_LOSS = 20
 LOWEST_OVER_FIRST = 0.9
 NEVER_FALLS = 1.03
 NEVER_FALLS_IN_FEW_ROWS = 2.0
+BLOWN_UP = 5.0
 FEW_ROWS = 100
 STEADY_GROWTH = 1.3  # the median of a fifth of the log over the fifth before it
 LEAP = 5.0  # a level over the level five rows before, if it does not grow row by row
@@ -140,7 +141,8 @@ class LossLevels(NamedTuple):
 
 def loss_levels(loss: Array) -> LossLevels:
     """The levels of a loss: the medians of the first five rows, of the second tenth of
-    the log and of the last one, and the lowest median of a twentieth.
+    the log and of the last one, and the lowest median of a twentieth. If the loss stays
+    above five times its first row, that row is the first level.
     """
     width = max(SHORT_WINDOW, len(loss) // 20)
     # A thousand windows are enough: those of all rows of a long log do not fit into
@@ -158,8 +160,12 @@ def loss_levels(loss: Array) -> LossLevels:
     lowest = levels.min()
     last_low_window = np.flatnonzero(levels <= lowest + 2 * error)[-1]
     rise_row = stride * last_low_window + width // 2
+    kept_level = np.quantile(loss[len(loss) // 3 :], 0.01)
     first = np.median(loss[:SHORT_WINDOW])
-    kept_height = np.quantile(loss[len(loss) // 3 :], 0.01) / first
+    # The steps after the first row may have blown the loss up for good.
+    if kept_level > BLOWN_UP * loss[0]:
+        first = min(first, loss[0])
+    kept_height = kept_level / first
     least_height = NEVER_FALLS if len(loss) >= FEW_ROWS else NEVER_FALLS_IN_FEW_ROWS
     never_falls = lowest > LOWEST_OVER_FIRST * first and kept_height > least_height
     return LossLevels(

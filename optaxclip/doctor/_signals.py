@@ -49,8 +49,10 @@ NAMES_OF_LOGITS = re.compile(
 )
 # lr, train/learning_rate, lr-Adam, learning_rate/group0, and not lr_scale
 NAME_OF_RATE = re.compile(r"(.*[/. ])?(lr|learning[ _-]?rate)([/-].*|_?\d+)?")
-# batch_size, bs, loss_scale, num_devices, accumulation_steps, seq_len
-NAME_OF_SIZE = re.compile(r"(.*[/._ -])?bs|.*(batch|scale|devices|accum|seq|size).*")
+# batch_size, bs, loss_scale, num_devices, accumulation_steps, seq_len, stage
+NAME_OF_SIZE = re.compile(
+    r"(.*[/._ -])?bs|.*(batch|scale|devices|accum|seq|size|stage|phase|curriculum).*"
+)
 NAME_OF_LOSS_SCALE = re.compile(".*(loss.?scale|scaler).*")
 MOST_OVERFLOWS = 0.1  # the share of rows with inf that a dynamic loss scale explains
 

@@ -276,6 +276,9 @@ def test_a_loss_that_never_falls_is_a_high_rate():
     (finding,) = diagnose(rows_of(loss=loss, grad_norm=norms))
     assert (finding.cause, finding.step) == ("learning rate", 0)
     assert finding.evidence.startswith("'loss' never falls, and ends above 1.0")
+    # Steps after the first row have blown it up for good.
+    loss = np.append([2.3, 17.0, 71.0, 68.0, 90.0], 47 * noisy(295, 0.01))
+    assert causes_of(rows_of(loss=loss)) == [("learning rate", 0)]
     # In few rows, up to NaN.
     loss = [2.7, 4.1, 315.0, *np.geomspace(1e5, 1e9, 7), NAN, NAN]
     first, second = causes_of(rows_of(loss=loss))
