@@ -313,7 +313,7 @@ def state_of_rows(
 
 
 def clip_states(tree: PyTree) -> list[ClipState]:
-    """All states of clippers in the state of an optimizer."""
+    """All states of clippers and recorders in the state of an optimizer."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ClipState))
     return [leaf for leaf in leaves if isinstance(leaf, ClipState)]
 

@@ -213,7 +213,7 @@ def gradients_of(call: str, updates: PyTree, params: PyTree) -> PyTree:
 
 
 def warn_of_integers(call: str, updates: PyTree) -> None:
-    """Warns where nothing is clipped because all numbers are integers."""
+    """Warns of the first leaf of integers, for a caller that found nothing to clip."""
     # Updates without any leaf, such as those of a model without weights, are fine.
     for path, leaf in jax.tree.leaves_with_path(updates):
         # A Python int has no dtype. Any other leaf without one, such as True, counts as

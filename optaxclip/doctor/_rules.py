@@ -210,8 +210,8 @@ def has_risen(loss: Array, levels: LossLevels) -> Array:
 
 def leap_of_rate(rate: Array) -> Array:
     """The rate over that of the row before, or over the median of up to 20 rows before
-    if that is higher. A linear warm-up from 0 stays below LEAP. 0 where no rows are
-    before, and where a rate leaves 0.
+    if that is higher. A linear warm-up from 0 stays below LEAP. 0 in the first two
+    rows, and where a rate leaves 0.
     """
     factors = rate / np.maximum(usual_before(rate), _shifted(rate))
     return np.where(np.isfinite(factors), factors, 0.0)
