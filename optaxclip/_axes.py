@@ -125,8 +125,13 @@ def _stacked_values(
     """The value of `stacked` for each leaf."""
     if is_function(stacked):
         # What a function returns has no key path, so equal values are one stack.
-        values = for_each_leaf(stacked, tree, argument)
-        return [_StackedValue(value, repr(value)) for value in values]
+        stacked_values = []
+        for value in for_each_leaf(stacked, tree, argument):
+            if isinstance(value, bool):
+                value = int(value)
+            check_no_bool(argument.partition(":")[0], "stacked", value)
+            stacked_values.append(_StackedValue(value, repr(value)))
+        return stacked_values
     # The key path tells equal values apart.
     entries = []
     for path, value in prefix_table(stacked, is_axes).entries:

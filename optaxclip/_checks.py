@@ -252,9 +252,12 @@ NAMES_OF_NO_STEP |= {"params", "tree", "updates"}
 
 
 def check_schedule(argument: str, function: Callable[..., Any]) -> None:
-    """Refuses a function that cannot be called with a step alone, and one whose first
-    parameter is named like a tree or a norm.
+    """Refuses a shrink, a function that cannot be called with a step alone, and one
+    whose first parameter is named like a tree or a norm.
     """
+    # Some shrinks, such as `smooth`, can be called with one number.
+    if getattr(function, "__module__", None) == "optaxclip.shrinks":
+        raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
     error_start = f"{argument}: a schedule must take the step alone"
     signature = check_takes(error_start, function, 1)
     if signature is None:

@@ -84,6 +84,10 @@ def with_argument_errors(
             raise TypeError(f"{call}: {text}") from None
         result = function(*args, **kwargs)
         if isinstance(result, optax.GradientTransformationExtraArgs):
+            # Python's errors about missing arguments have these names.
+            for name, method in result._asdict().items():
+                if "<locals>" in getattr(method, "__qualname__", ""):
+                    method.__qualname__ = f"{call}.{name}"
             clipper = Clipper(*result)
             clipper.call = (call, bound.arguments)
             return clipper

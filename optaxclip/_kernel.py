@@ -211,9 +211,6 @@ def make_clipper(
             _raise_nonfinite(call, measure, state, new_state, tree)
         return trees.put_back(clipped, updates), new_state
 
-    # Python's errors about arguments name the functions so.
-    init.__qualname__ = f"{call}.init"
-    update.__qualname__ = f"{call}.update"
     return optax.GradientTransformationExtraArgs(init, update)
 
 

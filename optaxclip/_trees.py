@@ -93,7 +93,8 @@ def check_sparse(call: str, tree: PyTree) -> None:
             raise ValueError(
                 f"{call}: the leaf {path_name(path)!r} is a {type(leaf).__name__} that "
                 "may hold an index twice, so that the norm of its data is not its "
-                "norm. First call x.sum_duplicates(nse=x.nse), or x.todense()."
+                "norm. Hand over x.todense(), or for a BCOO "
+                "x.sum_duplicates(nse=x.nse)."
             )
 
 

@@ -327,7 +327,7 @@ def _logits_of(attentions: list[Attention], max_logits: PyTree) -> dict[str, Arr
     for attention in attentions:
         shape = attention.norm_shape
         logits = jnp.atleast_1d(array_by_path[attention.path])
-        if not _is_grouped(logits.shape, shape):
+        if not _is_grouped(logits.shape, shape) or logits.shape[-1] == 0:
             raise ValueError(
                 f"{CALL}: max_logits of the attention {attention.name!r} must have "
                 f"the shape {shape}, or a multiple of its last number where several "

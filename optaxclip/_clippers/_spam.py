@@ -132,6 +132,10 @@ def spam(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> Any:
         check_state(call, state, SpamState)
+        if "second_moment" in extra_args:
+            raise TypeError(
+                f"{call}: update takes no second_moment. It keeps its own average."
+            )
         tree = leaves_to_clip(updates, call)
         trees.check_fits_stored(call, tree, state.second_moment)
         step = state.step

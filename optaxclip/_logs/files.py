@@ -119,12 +119,15 @@ def _cleaned_text(data: bytes) -> str:
 
 def _unzipped(data: bytes, notes: Notes) -> bytes:
     """The content of a gzip file, up to where it is cut off."""
-    lines: list[bytes] = []
+    file = gzip.GzipFile(fileobj=io.BytesIO(data))
+    content = b""
     try:
-        lines.extend(gzip.GzipFile(fileobj=io.BytesIO(data)))
+        # `read1` returns what is there, also of a file that ends too early.
+        while chunk := file.read1(2**20):
+            content += chunk
     except EOFError:
         notes.append("The gzip file is cut off, and read up to there.")
-    return b"".join(lines)
+    return content
 
 
 def _rows_of_arrays(data: bytes, notes: Notes) -> Sequence[Row]:

@@ -48,7 +48,7 @@ def update_unless(
     update = partial(optimizer.update, **extra_args)
     program, output_shapes = jax.make_jaxpr(update, return_shape=True)(*arguments)
     jaxpr = program.jaxpr
-    old_leaves = _old_leaves(state, output_shapes)
+    old_leaves = _old_leaves(optimizer, updates, state, output_shapes)
     values = dict(zip(jaxpr.constvars, program.consts))
     values.update(zip(jaxpr.invars, jax.tree.leaves(arguments)))
     # The old leaf of each variable that is selected as soon as it is computed.
@@ -80,7 +80,10 @@ def update_unless(
 
 
 def _old_leaves(
-    state: PyTree, output_shapes: tuple[PyTree, PyTree]
+    optimizer: optax.GradientTransformationExtraArgs,
+    updates: PyTree,
+    state: PyTree,
+    output_shapes: tuple[PyTree, PyTree],
 ) -> list[Array | None]:
     """What each output of the optimizer's update becomes in a skipped step.
 
@@ -88,8 +91,13 @@ def _old_leaves(
     zeros.
     """
     # Outputs are (updates, state). None has no leaves, so no update has an old leaf.
-    # Nor has a clipper whose state is the EmptyState of a checkpoint of optax.
     old_by_path = dict(jax.tree.leaves_with_path((None, state)))
+    _, new_state_shapes = output_shapes
+    if jax.tree.structure(state) != jax.tree.structure(new_state_shapes):
+        # A checkpoint of optax has EmptyState where a clipper is now. The clipper's
+        # update returns a full state: its old leaves are those before the first step.
+        first_state = optimizer.init(updates)
+        old_by_path = dict(jax.tree.leaves_with_path((None, first_state))) | old_by_path
     return [old_by_path.get(path) for path in leaf_paths(output_shapes)]
 
 

@@ -38,12 +38,13 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .. import per_example
 from .._checks import check_choice, check_number
@@ -82,7 +83,8 @@ class BoundedSensitivityCallable:
     The bound has the rounding of the sum in it, as `explain_clipped_grad` proves it for
     a program and a size of the batch. So it is known once the function has run, or was
     traced: `jax.eval_shape(grad, params, batch)` is enough. Of several programs the
-    largest bound counts. Before that it is the limit alone, and asking for it warns.
+    largest bound counts. Before that, and always for a limit that jit traces, it is the
+    limit alone, and asking for it warns.
 
     Attributes:
       fun: the function.
@@ -141,10 +143,11 @@ class BoundedSensitivityCallable:
         """
         if not self.bounds:
             warnings.warn(
-                f"{call}: the function has not run, so the rounding of its sum is not "
-                f"known, and the limit {self.limit} may be too little. Call it first, "
-                "or trace it: jax.eval_shape(grad, params, batch). If that is too "
-                "late, account for noise / (1 + change), with change from "
+                f"{call}: the function has not run, or has a limit that jit traces, so "
+                f"the rounding of its sum is not known, and the limit {self.limit} may "
+                "be too little. Make it with a number, and call it first, or trace it: "
+                "jax.eval_shape(grad, params, batch). If that is too late, account for "
+                "noise / (1 + change), with change from "
                 "optaxclip.per_example.explain_clipped_grad.",
                 # This method, the one that was called, then the user.
                 stacklevel=3,
@@ -218,8 +221,8 @@ def clipped_grad(
         batches of different sizes, or without examples, limits that do not fit, or a
         loss that `jax.vmap` shows the whole batch, as in
         `optaxclip.per_example.clipped_grad`.
-      TypeError: a limit that is not a number, or is traced. From the function:
-        parameters that are no floats, or a loss that is not one real number.
+      TypeError: a limit that is not a number. From the function: parameters that are no
+        floats, or a loss that is not one real number.
 
     Example:
       >>> def loss(w, batch):
@@ -257,8 +260,7 @@ def clipped_grad(
         shrink = over_limit
         max_norm = jax.tree.map(_as_divisor, l2_clip_norm)
     else:
-        # As Python floats: squares of float16 and int32 leave their ranges.
-        example_limit = math.hypot(*map(float, limits))
+        example_limit = _root_of_squares(limits)
         shrink = None
         max_norm = l2_clip_norm
     has_auxiliary = has_aux or return_values or return_grad_norms
@@ -352,7 +354,9 @@ def clipped_grad(
         sums = jax.tree.map(normalized, result.grads)
         # Otherwise the NaN of one example is seen in the sum.
         bound = _bound_of(result, sums, normalize_by) if nan_safe else math.inf
-        bounds.add(float(bound))
+        # The bound of a limit that jit traces is not a number.
+        if not isinstance(bound, Tracer):
+            bounds.add(float(bound))
         if not has_auxiliary:
             return sums
         aux = result.aux
@@ -378,6 +382,14 @@ def _size_of(batch: Any) -> int:
     return max((shape[0] if shape else 1 for shape in shapes), default=1)
 
 
+def _root_of_squares(limits: Sequence[Any]) -> Any:
+    """The length of a vector of limits."""
+    if any(isinstance(limit, Tracer) for limit in limits):
+        return reduce(jnp.hypot, limits)
+    # As Python floats: squares of float16 and int32 leave their ranges.
+    return math.hypot(*map(float, limits))
+
+
 def _bound_of(result: per_example.ClippedGrad, sums: Any, normalize_by: float) -> Any:
     """By how much one example changes `sums`, which are the sums of `result`, divided
     and cast. inf where nothing is proved.
@@ -397,7 +409,8 @@ def _identity_of(tree: Any) -> tuple[Any, list[int]]:
 
 def _as_divisor(limit: Any) -> Any:
     """The limit as a divisor in float32, neither 0 nor inf."""
-    return np.clip(float(limit), 1.2e-38, 3.4e38)
+    numpy = jnp if isinstance(limit, jax.Array) else np
+    return numpy.clip(limit, 1.2e-38, 3.4e38)
 
 
 with_our_names(__name__)

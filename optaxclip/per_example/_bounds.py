@@ -84,6 +84,8 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
                 f"{source_line(eqn)}, and jax.vmap draws those of all examples from "
                 'the key of the first. Take jax.random.key(seed, impl="threefry2x32").'
             )
+    if problem.has_symbolic_sizes:
+        return Bounds(obstacle="a size is a symbol of jax.export. Give it as a number.")
     error_of_norm = _error_of_norm(problem, choice)
     error_of_sum = _error_of_sum(problem, choice, error_of_norm)
     excess = error_of_norm + error_of_sum

@@ -108,6 +108,9 @@ def ghost_or_obstacle(problem: Problem) -> tuple[GhostClipping | None, str]:
                 f"{trees.path_name(path)!r} of {array_type}, which is split over "
                 "Explicit mesh axes that do not split the batch"
             )
+    # Plans depend on sizes.
+    if problem.has_symbolic_sizes:
+        return None, "symbolic sizes of jax.export"
     try:
         return ghost_of(problem), ""
     except CannotSplit as error:
@@ -145,6 +148,8 @@ def _width_of_one_pass(
     if microbatch:
         return _width_of_microbatch(problem, microbatch)
     size = problem.size
+    if problem.has_symbolic_sizes:
+        return size
     # 8 * 2^18 float32 numbers on a CPU, 8 MB. 8 * 2^23 elsewhere, 256 MB
     most_numbers = 8 * numbers_without_loop()
     leaves = jax.tree.leaves(problem.params)

@@ -71,6 +71,14 @@ class Problem(NamedTuple):
         """How many examples are in the batch of this device, masked ones too."""
         return self.is_present.size
 
+    @property
+    def has_symbolic_sizes(self) -> bool:
+        """Whether a size is a symbol of `jax.export`, with which JAX cannot count."""
+        for leaf in jax.tree.leaves((self.params, self.batch)):
+            if not all(isinstance(size, int) for size in leaf.shape):
+                return True
+        return False
+
     def traced_loss(self, params: PyTree, example: PyTree) -> tuple[jax.Array, PyTree]:
         """The loss of one example, and aux. It runs `program` instead of `loss`, so
         that each compilation calls the user's function once.
@@ -287,9 +295,8 @@ class Signature(NamedTuple):
                 sizes[name] = shape[0] if shape else "no axis"
         size = next(iter(sizes.values()), 0)
         is_same = set(sizes.values()) == {size}
-        # For a step without examples a user masks a whole batch. A symbol of jax.export
-        # is not an int.
-        if not (is_same and isinstance(size, int) and size):
+        # For a step without examples a user masks a whole batch.
+        if not is_same or size in (0, "no axis"):
             text = ", ".join(f"{name} has {length}" for name, length in sizes.items())
             raise ValueError(
                 f"{self.call}: the arrays of the batch must have the same size along "

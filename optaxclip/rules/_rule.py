@@ -364,7 +364,14 @@ def checked_update(
       TypeError: a limit that is not a number, or a memory whose shapes are not those of
         `memory`.
     """
-    limit, new_memory = rule.update(norm, memory, step, *extra_norms)
+    answer = rule.update(norm, memory, step, *extra_norms)
+    call = call_name(type(rule))
+    # A limit alone, of two norms, would be taken apart.
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise TypeError(
+            f"{call}: update must return (limit, memory), got {checks.shown(answer)}."
+        )
+    limit, new_memory = answer
     checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
     # JAX would not complain: a number for each norm broadcasts to a window for each
     # norm, and the memory of a rule without an `init` is lost. A rule without a memory
@@ -372,7 +379,7 @@ def checked_update(
     has_memory = bool(jax.tree.leaves((memory, new_memory)))
     if has_memory and _shapes(new_memory) != _shapes(memory):
         raise TypeError(
-            f"{call_name(type(rule))}: update must return a memory like that of init, "
+            f"{call}: update must return a memory like that of init, "
             f"{_shown_memory(memory)}, got {_shown_memory(new_memory)}."
         )
     return limit, new_memory
@@ -380,7 +387,8 @@ def checked_update(
 
 def _shapes(memory: PyTree) -> Any:
     """The structure of a memory, with the shapes of its arrays."""
-    return jax.tree.flatten(jax.tree.map(jnp.shape, memory))
+    leaves, treedef = jax.tree.flatten(memory)
+    return treedef, [jnp.shape(leaf) for leaf in leaves]
 
 
 def _shown_memory(memory: PyTree) -> str:
@@ -432,6 +440,9 @@ def check_fields(rule: Rule, call: str) -> None:
             # None keeps the value. A function becomes a Partial, a pytree node.
             if value is not None:
                 values[rule_field.name] = value
+        elif not is_static(rule_field):
+            # A plain field, as rules of users have them.
+            _check_traceable(f"{call}: {rule_field.name}", values[rule_field.name])
 
 
 def call_name(cls: type) -> str:
@@ -476,3 +487,14 @@ def warn_of_falling(argument: str, ratio: Any) -> None:
             "norms that were already clipped to it, so it can only fall. A fixed limit "
             "is clip_by_global_norm(1.0) or clip_by_tensor_norm(1.0)."
         )
+
+
+def _check_traceable(argument: str, value: PyTree) -> None:
+    """Raises TypeError for a string or a function, which jit does not take."""
+    for leaf in jax.tree.leaves(value):
+        if isinstance(leaf, str) or callable(leaf):
+            raise TypeError(
+                f"{argument} must be a number, an array or a tree of arrays, got "
+                f"{checks.shown(leaf)}: fields are traced. Make a string or a "
+                "function a static field: dataclasses.field(metadata={'static': True})."
+            )

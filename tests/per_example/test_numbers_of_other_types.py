@@ -97,3 +97,35 @@ def test_every_shrink_works_under_strict_promotion(shrink):
     with jax.numpy_dtype_promotion("strict"):
         found = clipped_grad(narrow_loss, 1.0, shrink=shrink)(W[:, None], ONES, Y)
     assert np.isfinite(found.grads).all()
+
+
+(SIZE,) = jax.export.symbolic_shape("size")
+GRADIENTS = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+
+
+def exported(grad):
+    shapes = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((SIZE,), (4, SIZE))]
+    return jax.export.export(jax.jit(lambda *args: grad(*args).grads))(*shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["one_pass", "auto"])
+def test_it_can_be_exported_for_any_size(method):
+    grad = clipped_grad(loss, 2.0, method=method)
+    found = exported(grad).call(jnp.zeros(6), GRADIENTS)
+    np.testing.assert_allclose(found, grad(jnp.zeros(6), GRADIENTS).grads, 1e-6, 1e-7)
+
+
+def test_it_can_be_exported_for_any_batch():
+    (batch,) = jax.export.symbolic_shape("batch")
+    shapes = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((6,), (batch, 6))]
+    grad = clipped_grad(loss, 2.0)
+    program = jax.export.export(jax.jit(lambda *args: grad(*args).grads))(*shapes)
+    found = program.call(jnp.zeros(6), GRADIENTS)
+    np.testing.assert_allclose(found, grad(jnp.zeros(6), GRADIENTS).grads, 1e-6, 1e-7)
+
+
+@pytest.mark.slow
+def test_ghost_clipping_says_that_it_cannot():
+    with pytest.raises(ValueError, match="for symbolic sizes"):
+        exported(clipped_grad(loss, 2.0, method="ghost"))

@@ -137,7 +137,15 @@ class Scaled(rules.Rule):
         return (self.k if self.which == "mean" else 1.0) * norm, memory
 
 
-def test_a_string_is_a_static_field():
+def test_a_string_or_function_among_traced_fields_is_refused():
+    class Texted(rules.Rule):
+        which: str = "mean"
+
+    for build in (Texted, lambda: Scaled(k=jnp.sin), lambda: Scaled(k={"a": "b"})):
+        with pytest.raises(TypeError, match=r"must be a number.*'static': True"):
+            build()
+    with pytest.raises(TypeError, match=r"^Texted: which must .* got 'mean'"):
+        Texted()
     clipper = optaxclip.clip_by_global_norm(Scaled(which="one"))
     _, state = apply(clipper, jnp.array([3.0, 4.0]))
     assert state.limit == 5.0
@@ -179,6 +187,26 @@ def test_a_rule_without_a_memory_may_be_joined():
     for rule in (WithoutMemory(), joined):
         _, state = apply(optaxclip.clip_by_global_norm(rule), jnp.full(4, 3.0))
         assert state.limit == 2
+
+
+class LimitAlone(rules.Rule):
+    def update(self, norm, memory, step):
+        return norm / 2
+
+
+class ScalarAsMemory(rules.Rule):
+    def update(self, norm, memory, step):
+        return norm / 2, jnp.float32(0.0)
+
+
+def test_a_rule_returns_a_limit_and_a_memory_like_that_of_init():
+    grads = {"a": jnp.ones(1), "b": 8 * jnp.ones(1)}
+    for rule, text in (
+        (LimitAlone(), r"must return \(limit, memory\), got "),
+        (ScalarAsMemory(), "must return a memory like that of init, nothing, got"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            apply(optaxclip.clip_by_tensor_norm(rule), grads)
 
 
 class OneForTwo(rules.Rule):
