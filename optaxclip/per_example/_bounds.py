@@ -3,7 +3,7 @@
 A clipped gradient is as long as the limit at most, but for rounding:
 
     e     the relative error of a clipped norm: of the sum of all squares, plus the
-          largest gram error, plus the error of the factor
+          largest of a gram matrix, plus the largest from a norm to its factor
     r     how far rounding moves the terms of one example in the sum of B examples, at
           the parameter where it is largest
 
@@ -18,12 +18,12 @@ How r is computed:
     r = k (gamma(N) + t)
     gamma(n) = n u / (1 - n u)        the relative error of n roundings
 
-    u     the unit of rounding, 2^-24, also for 64 bits. Matrix products of the sum have
-          JAX's highest precision, so this holds on a GPU and TPU too
+    u     the unit of rounding, 2^-24 for float32. Matrix products of the sum have JAX's
+          highest precision, so this holds on a GPU and TPU too
     N     how many roundings a term goes through: width + turns + 4. By gram
           min(width * positions, block) + 4 + devices + turns + 4. The width is how many
-          examples all devices together take at once, in B / width turns, and a block is
-          how many terms are added up before Kahan's sum
+          examples all devices take at once, in B / width turns, and a block is how many
+          terms are added up before Kahan's sum
     t     2^-16 for each product whose factors are split into two bfloat16 numbers
     k     the sum of |terms| of a clipped gradient is at most k limits. Where gradients
           are added up k is 1 + e. Where norms are by gram it is 17, MAX_CANCELLATION +
@@ -37,13 +37,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.extend.backend import backends
 
 from .._jaxpr import has_bits_that_vmap_changes, source_line
 from .._mesh import device_count
 from ._choose import Choice
 from ._ghost._norms import gamma
-from ._ghost._plans import GramPlan, LeafPlan
+from ._ghost._plans import GramPlan, LeafPlan, OuterProductPlan
 from ._limits import MAX_CANCELLATION
 from ._passes import block_size
 from ._problem import Problem
@@ -73,6 +74,16 @@ class Bounds(NamedTuple):
     obstacle: str | None = None  # why nothing is proved, as a sentence
 
 
+class LeafErrors(NamedTuple):
+    """What rounding adds by one parameter."""
+
+    is_by_gram: bool
+    roundings_of_squares: int  # in the sum of squares of an example
+    error_of_gram: float  # relative, of the norm. 0 if it is not by gram
+    error_of_factor: float  # relative, from the sum of squares to the factor
+    error_of_terms: float  # gamma(N) + t: of the terms of the sum, relative to each
+
+
 def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     """The bounds of the sum that a choice computes. Only for sums (`problem.is_sum`).
     Nothing is proved of a mean.
@@ -86,8 +97,15 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
             )
     if problem.has_symbolic_sizes:
         return Bounds(obstacle="a size is a symbol of jax.export. Give it as a number.")
-    error_of_norm = _error_of_norm(problem, choice)
-    error_of_sum = _error_of_sum(problem, choice, error_of_norm)
+    errors = _errors_of_leaves(problem, choice)
+    error_of_norm = _error_of_norm(errors)
+    error_of_sum = 0.0
+    for leaf in errors:
+        # k: the terms of a clipped gradient together, in limits
+        size_of_terms = 1 + error_of_norm
+        if leaf.is_by_gram:
+            size_of_terms = MAX_CANCELLATION + 1
+        error_of_sum = max(error_of_sum, size_of_terms * leaf.error_of_terms)
     excess = error_of_norm + error_of_sum
     if excess == np.inf:
         return Bounds(
@@ -102,52 +120,57 @@ def bounds_of(problem: Problem, choice: Choice) -> Bounds:
     )
 
 
-def _error_of_norm(problem: Problem, choice: Choice) -> float:
-    """The relative error of the norm of a clipped gradient, e above."""
-    plans = choice.plans(problem)
-    leaves = jax.tree.leaves(problem.params)
-    roundings_of_squares = 0
-    error_of_gram = 0.0
-    for plan, leaf, split_axes in zip(plans, leaves, problem.axes_of_params):
-        # A norm by product squares a row and a column (together at most one number more
-        # than the matrix), and then the product of their norms.
-        roundings_of_squares += 2
-        if isinstance(plan, GramPlan):
-            # It squares no gradients.
-            error_of_gram = max(error_of_gram, _error_of_gram(plan))
-        else:
-            # A complex number has two squares.
-            squares = 2 * leaf.size if jnp.iscomplexobj(leaf) else leaf.size
-            roundings_of_squares += squares * device_count(split_axes)
-    error_of_factor = gamma(_roundings_of_factor(), np.float32)
-    return _error_of_squares(roundings_of_squares) + error_of_gram + error_of_factor
-
-
-def _error_of_sum(problem: Problem, choice: Choice, error_of_norm: float) -> float:
-    """How far rounding moves the terms of one example in the sum, r above."""
+def _errors_of_leaves(problem: Problem, choice: Choice) -> list[LeafErrors]:
+    """What rounding adds by each parameter."""
     # In shard_map and pmap the caller adds up the sums of devices, by lax.psum. The
-    # proof adds up one microbatch of each device, and then the turns.
+    # proof adds up one microbatch of each device, and then the turns. So the width is
+    # that of all devices together.
     devices = device_count(problem.batch_axes)
     width_of_all = choice.width * devices
     turns = -(-problem.size // choice.width)
-    error_of_sum = 0.0
-    for plan in choice.plans(problem):
-        # A gradient times its factor and the divisor is rounded four times.
-        roundings = turns + 4
-        # k: the terms of a clipped gradient together, in limits
-        size_of_terms = 1 + error_of_norm
-        if isinstance(plan, GramPlan):
+    leaves = jax.tree.leaves(problem.params)
+    plans = choice.plans(problem)
+    errors = []
+    for plan, leaf, split_axes in zip(plans, leaves, problem.axes_of_params):
+        # A norm by product squares a row and a column (together at most one number more
+        # than the matrix), and then the product of their norms.
+        roundings_of_squares = 2
+        error_of_gram = 0.0
+        is_by_gram = isinstance(plan, GramPlan)
+        if is_by_gram:
             # The terms of a block are added up. Kahan's sum has two roundings for the
             # blocks of an example, and two for those of all examples.
             block = min(width_of_all * plan.positions, block_size())
-            roundings += block + 2 + 2 + devices
-            size_of_terms = MAX_CANCELLATION + 1
+            roundings_of_term = block + 2 + 2 + devices
+            error_of_gram = _error_of_gram(plan)
         else:
-            roundings += width_of_all
-        # Sums in float64 count as sums in float32.
-        error_of_terms = gamma(roundings, np.float32) + _error_of_split_factors(plan)
-        error_of_sum = max(error_of_sum, size_of_terms * error_of_terms)
-    return error_of_sum
+            roundings_of_term = width_of_all
+            # Norms by gram square no gradients. A complex number has two squares.
+            squares = 2 * leaf.size if jnp.iscomplexobj(leaf) else leaf.size
+            roundings_of_squares += squares * device_count(split_axes)
+        # A gradient times its factor and the divisor is rounded four times.
+        roundings_of_term += turns + 4
+        dtype = _dtype_of_sum(plan, leaf)
+        error_of_terms = gamma(roundings_of_term, dtype) + _error_of_split_factors(plan)
+        leaf_errors = LeafErrors(
+            is_by_gram,
+            roundings_of_squares,
+            error_of_gram,
+            error_of_factor=gamma(_roundings_of_factor(), dtype),
+            error_of_terms=error_of_terms,
+        )
+        errors.append(leaf_errors)
+    return errors
+
+
+def _error_of_norm(errors: list[LeafErrors]) -> float:
+    """The relative error of the norm of a clipped gradient, e above. 0 for a loss
+    without parameters.
+    """
+    roundings_of_squares = sum(leaf.roundings_of_squares for leaf in errors)
+    error_of_gram = max((leaf.error_of_gram for leaf in errors), default=0.0)
+    error_of_factor = max((leaf.error_of_factor for leaf in errors), default=0.0)
+    return _error_of_squares(roundings_of_squares) + error_of_gram + error_of_factor
 
 
 def _is_only_on_cpus() -> bool:
@@ -175,6 +198,19 @@ def _roundings_of_factor() -> int:
         # GPU and TPU round a root or a quotient up to four times as much as a CPU.
         roundings *= 4
     return roundings + OTHER_ROUNDINGS - SHORTENED_BY
+
+
+def _dtype_of_sum(plan: LeafPlan, leaf: Array) -> np.dtype:
+    """The dtype in which the sum over examples is rounded: float64 if the parameter and
+    all arrays that the loss makes of it have 64 bits, otherwise float32.
+    """
+    dtypes = [leaf.dtype]
+    for site in plan.sites:
+        dtypes += [out_type.dtype for out_type in site.tapped_types]
+    if isinstance(plan, OuterProductPlan):
+        dtypes += plan.matrices[0].dtypes
+    wide_dtypes = [np.promote_types(dtype, np.float32) for dtype in dtypes]
+    return max(wide_dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps))
 
 
 def _error_of_split_factors(plan: LeafPlan) -> float:

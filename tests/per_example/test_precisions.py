@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from optaxclip.per_example import clipped_grad
+from optaxclip.per_example import clipped_grad, explain_clipped_grad
 from tests.per_example.batches import EPS, METHODS, inner, normal
 
 
@@ -149,3 +149,9 @@ def test_a_float64_parameter_has_the_bound_of_its_cast_to_float32(loss):
             changes.append((result.grads - without.grads).item())
             bounds.append(result.sensitivity)
         assert 1.00001 < max(changes) <= min(bounds) < 1.01
+
+
+def test_a_float64_program_has_the_bound_of_float64():
+    with jax.enable_x64(True):
+        explain = explain_clipped_grad(lambda w, x: jnp.sum(x @ w), method="ghost")
+        assert explain(np.zeros((1, 1)), np.ones((257, 1, 1))).change < 1e-9

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ..._jaxpr import type_of
@@ -117,6 +118,17 @@ class Matrix(NamedTuple):
         if isinstance(precision, (tuple, lax.Precision)):
             return precision
         return None
+
+    @property
+    def dtypes(self) -> list[np.dtype]:
+        """The dtypes of the operand and of the values between it and the parameter."""
+        dtypes = []
+        computation = self.operand.origin.computation
+        # Each computation of a view has one input.
+        while computation:
+            dtypes.append(type_of(computation.eqn.outvars[0]).dtype)
+            computation = computation.in_origins[0].computation
+        return dtypes
 
     def value(self, values: WideValues) -> Array:
         """The operand as [stack, rows, columns]."""
