@@ -165,6 +165,8 @@ CUT_OFF = [
         gzip.compress(b"norm\n1\n2\n" + 99 * b" ", mtime=0)[:-9],
         "The gzip file is cut off",
     ),
+    # A line without an end is read too.
+    (gzip.compress(b'{"norm": [1, 2]}', mtime=0)[:-4], "The gzip file is cut off"),
 ]
 
 
