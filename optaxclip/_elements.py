@@ -12,7 +12,7 @@ from jax import Array, lax
 from . import _mesh as mesh
 from . import _mesh_types as mesh_types
 from ._checks import BEGIN_ANEW
-from ._sums import element_count
+from ._numbers import element_count
 from .rules._memory import moving_average
 
 # float32[3]: the share of all elements that were clipped, in [0, 1]: in the last step,

@@ -30,12 +30,13 @@ from . import _trees as trees
 from ._axes import Axis, Stacked, other_axes, stacked_axes, unit_axes
 from ._checks import broadcasts_to
 from ._mesh import MeshAxes
+from ._numbers import as_float
 from ._options import Ord, check_labels, check_measure, labels_of, static_labels
 from ._platforms import traced_once
 from ._prefixes import Prefix, lookup
 from ._reduce import norms_of
 from ._specs import LeafSpec, NormPlan
-from ._sums import Axes, as_float
+from ._sums import Axes
 from ._trees import PyTree, leaves_to_clip
 
 

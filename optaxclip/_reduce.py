@@ -22,9 +22,10 @@ from jax import Array, lax
 
 from . import _join as join
 from ._moduli import tangent_of_modulus
+from ._numbers import divided, norm_dtype
 from ._specs import NormPlan
 from ._squares import norms_by_squares
-from ._sums import bits_of_largest, divided, norm_dtype, sum_in_float64_on_cpu, sum_over
+from ._sums import bits_of_largest, sum_in_float64_on_cpu, sum_over
 
 # Orders whose norm is a root of squares. None is 2.
 OF_SQUARES = (None, 2, "rms", "average")

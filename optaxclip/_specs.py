@@ -10,8 +10,9 @@ from jax.typing import DTypeLike
 
 from . import _mesh as mesh
 from ._mesh import AxisNames
+from ._numbers import element_count
 from ._options import Ord
-from ._sums import Axes, element_count
+from ._sums import Axes
 
 
 class LeafSpec(NamedTuple):

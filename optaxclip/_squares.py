@@ -25,6 +25,7 @@ from jax.typing import ArrayLike
 
 from . import _join as join
 from . import _sums as sums
+from ._numbers import norm_dtype
 from ._options import Ord
 from ._platforms import (
     FEW_NORMS_ON_A_GPU,
@@ -62,7 +63,7 @@ def _norms_on_a_cpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
         join_leaves=join.in_pairs,
         most_separate_roots=math.inf,
     )
-    if sums.norm_dtype(arrays) == np.float64:
+    if norm_dtype(arrays) == np.float64:
         return roots_of_sums(sums.three_sums_in_jnp, np.dtype(np.float64))
     with jax.enable_x64(True):
         norms = roots_of_sums(sums.one_sum, np.dtype(np.float64))
@@ -76,7 +77,7 @@ def _norms_on_a_gpu(plan: NormPlan, arrays: list[Array]) -> list[Array]:
         merged_plan,
         vectors,
         sums.three_sums_on_a_gpu,
-        sums.norm_dtype(arrays),
+        norm_dtype(arrays),
         join_leaves=join.in_pairs,
         most_separate_roots=FEW_NORMS_ON_A_GPU,
     )
@@ -88,7 +89,7 @@ def _norms_in_jnp(plan: NormPlan, arrays: list[Array]) -> list[Array]:
         plan,
         arrays,
         sums.three_sums_in_jnp,
-        sums.norm_dtype(arrays),
+        norm_dtype(arrays),
         join_leaves=join.as_table,
         most_separate_roots=FEW_NORMS_ON_A_TPU,
     )

@@ -1,4 +1,4 @@
-"""Sums over one leaf, and a safe division.
+"""Sums over one leaf.
 
 A sum of squares is three numbers:
 
@@ -24,7 +24,7 @@ by size into three sums. Without sorting, there is less to compute for each.
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,11 +32,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from ._mesh_types import is_on_one_device
 from ._platforms import per_platform, traced_once
-from ._trees import PyTree
 
 # Room for 2^37 of the largest numbers: (2^128 / s)^2 = 2^90. The smallest normal number
 # stays normal: (2^-126 * s)^2 = 2^-86.
@@ -46,19 +45,6 @@ LEAST_SUMMED_TO_SPLIT = 32
 
 # The array axes that are summed, and stay with size 1. None: all, to a scalar.
 Axes = tuple[int, ...] | None
-
-
-def element_count(sizes: Iterable[int], dtype: DTypeLike) -> Any:
-    """The number of elements of an array with axes of these sizes, as a float."""
-    count = 1.0
-    for size in sizes:
-        if isinstance(size, int):
-            count *= float(size)
-        else:
-            # A symbol of jax.export, which only jnp makes an array. It is an int32, in
-            # which products would wrap at 2^31.
-            count *= jnp.asarray(size).astype(dtype)
-    return count
 
 
 # ---------------------------------------------------------------------- sums of squares
@@ -283,51 +269,3 @@ def bits_of_largest(array: Array, axes: Axes, dtype: np.dtype) -> Array:
     # Without the sign, which NaN may have too.
     bits = lax.bitcast_convert_type(largest, integer)
     return bits & integer(np.iinfo(integer).max)
-
-
-# --------------------------------------------------------------- dtypes, and division
-
-
-def as_float(norm: Array) -> Array:
-    """A norm in a float dtype of at least 32 bits."""
-    # Strict promotion has no common dtype of an integer and a float.
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.asarray(norm, jnp.result_type(norm, np.float32))
-
-
-def norm_dtype(leaves: PyTree) -> np.dtype:
-    """The dtype of norms: float32, or float64 if a leaf has 64 bits. A complex number
-    has the bits of each of its parts.
-    """
-    bits = [jnp.finfo(leaf.dtype).bits for leaf in jax.tree.leaves(leaves)]
-    if 64 in bits:
-        return np.dtype(np.float64)
-    return np.dtype(np.float32)
-
-
-@jax.custom_jvp
-def divided(numerator: Array, denominator: Array) -> Array:
-    """numerator / denominator, for a denominator that is a positive normal number and a
-    quotient within the range.
-
-    XLA multiplies an array by the reciprocal of a scalar. Of a scalar above 2^126 the
-    reciprocal is flushed to 0, so large numbers are scaled down first.
-    """
-    # 2^128 / 8 = 2^125, whose reciprocal is a normal number. Scaling by 1/8 may make a
-    # tiny numerator subnormal. It does no harm: divided by more than 2^64 it gives 0.
-    scale = jnp.where(denominator > 2.0**64, 0.125, 1.0).astype(denominator.dtype)
-    return numerator * scale / (denominator * scale)
-
-
-@divided.defjvp
-def _divided_jvp(
-    primals: tuple[Array, ...], tangents: tuple[Array, ...]
-) -> tuple[Array, Array]:
-    """d(n/d) = (dn - (n/d) dd) / d. JAX's own rule divides by d^2, which underflows to
-    0 for d below 1e-19.
-    """
-    numerator, denominator = primals
-    numerator_tangent, denominator_tangent = tangents
-    quotient = divided(numerator, denominator)
-    difference = numerator_tangent - quotient * denominator_tangent
-    return quotient, divided(difference, denominator)

@@ -31,8 +31,8 @@ from .._kernel import make_clipper
 from .._mesh_types import resharded, typed_as, types_of, varying_as
 from .._moduli import wide_dtype
 from .._norms import UserNorm
+from .._numbers import norm_dtype
 from .._state import ClipState
-from .._sums import norm_dtype
 from .._trees import PyTree, leaves_to_clip, put_back, weights_of
 from ..rules._limits import Limit, rule_without_params
 
@@ -421,7 +421,7 @@ def _attentions_of(roles: dict[str, Any], tree: PyTree) -> list[Attention]:
             name="/".join(path),
             path=path,
             norm_shape=_norm_shape(path, leaves_of_path),
-            norm_dtype=norm_dtype(leaves_with_path[first.position][1]),
+            norm_dtype=norm_dtype([leaves_with_path[first.position][1]]),
             leaves=tuple(leaves_of_path),
         )
         attentions.append(attention)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .._checks import check_real
-from .._sums import divided
+from .._numbers import divided
 
 
 def noise_share(norms_of_parts: ArrayLike, norm: ArrayLike) -> jax.Array:
