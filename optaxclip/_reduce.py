@@ -4,7 +4,7 @@
 
     2, "rms", "average"    _squares.py              roots of sums of squares
     inf                    `_norms_of_order_inf`    the largest modulus
-    any other              `_by_powers`             divided by the largest, then powers
+    any other              `_norms_by_powers`       divided by the largest, then powers
 
 Each way computes a term of each leaf (_sums.py) and joins the terms over leaves and
 devices (_join.py). Norms are right for zeros and all normal numbers: no square
@@ -49,7 +49,7 @@ def norms_of(plan: NormPlan, arrays: list[Array]) -> list[Array]:
         return norms_by_squares(plan, arrays)
     if plan.ord == math.inf:
         return _norms_of_order_inf(plan, arrays)
-    return _by_powers(plan, arrays, float(plan.ord))
+    return _norms_by_powers(plan, arrays, float(plan.ord))
 
 
 # ------------------------------------------------------------------------ other orders
@@ -69,7 +69,7 @@ def _norms_of_order_inf(plan: NormPlan, arrays: list[Array]) -> list[Array]:
     return [lax.bitcast_convert_type(bits, dtype) for bits in totals]
 
 
-def _by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[Array]:
+def _norms_by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[Array]:
     """The norms of order p. Elements are first divided by the largest element of their
     norm, so that no power leaves the range. That reads them a second time. An order
     below 1/4 needs no division.
@@ -85,22 +85,21 @@ def _by_powers(plan: NormPlan, arrays: list[Array], order: float) -> list[Array]
             divisors.append(ones)
         else:
             # 0, NaN and inf do not divide. They come out of the sum as they are.
-            divides = (largest > 0) & (largest < jnp.inf)
-            divisors.append(jnp.where(divides, largest, ones))
+            is_divisor = (largest > 0) & (largest < jnp.inf)
+            divisors.append(jnp.where(is_divisor, largest, ones))
     terms = []
     for spec, array in zip(plan.specs, arrays):
         # After a division quotients are in [0, 1], and one is 1. A power that becomes 0
         # is too small to count.
-        quotient = divided(jnp.abs(array).astype(dtype), spec.local_value(divisors))
+        moduli = jnp.abs(array).astype(dtype)
+        quotients = divided(moduli, spec.local_value(divisors))
         if order.is_integer():
-            power = lax.integer_pow(quotient, int(order))
+            powers = lax.integer_pow(quotients, int(order))
         else:
-            power = quotient**order
-        terms.append(sum_in_float64_on_cpu(power, spec.axes))
-    norms = []
-    for divisor, total in zip(divisors, _sums_per_norm(plan, terms)):
-        norms.append(divisor * total ** (1 / order))
-    return norms
+            powers = quotients**order
+        terms.append(sum_in_float64_on_cpu(powers, spec.axes))
+    totals = _sums_per_norm(plan, terms)
+    return [divisor * total ** (1 / order) for divisor, total in zip(divisors, totals)]
 
 
 def _sums_per_norm(plan: NormPlan, terms: list[Array]) -> list[Array]:
@@ -130,61 +129,60 @@ def _norms_jvp(
     (array_tangents,) = tangents
     norms = norms_of(plan, arrays)
     dtype = norm_dtype(arrays)
+    # What the elements are divided by, and then their sum: N of a mean, otherwise 1.
     element_divisors = norms
-    # N of a mean, and 1 for other orders.
     counts = plan.element_counts(arrays, dtype)
     total_divisors = counts
     if plan.ord == "average":
+        # The RMS of the elements, and N^1.5.
         element_divisors = [norm * count**0.5 for norm, count in zip(norms, counts)]
         total_divisors = [count * count**0.5 for count in counts]
-    elif plan.ord == math.inf:
-        counts_of_leaves = []
-        for spec, array in zip(plan.specs, arrays):
-            is_largest = _is_largest(array, spec.local_value(norms))
-            counts_of_leaves.append(sum_in_float64_on_cpu(is_largest, spec.axes))
-        counts_of_largest = _sums_per_norm(plan, counts_of_leaves)
-        # Nothing is the largest where the norm is NaN: 0 / 1.
-        total_divisors = [jnp.maximum(count, 1) for count in counts_of_largest]
     terms = []
+    counts_of_largest = []
     for spec, array, tangent in zip(plan.specs, arrays, array_tangents):
         divisor = spec.local_value(element_divisors)
         if plan.ord in OF_SQUARES:
-            products = _quotient_times_tangent(array, divisor, tangent)
+            products = _quotients_times_tangent(array, divisor, tangent)
         else:
-            slope = _slope(float(plan.ord), array, divisor)
-            products = slope * tangent_of_modulus(array, tangent).astype(dtype)
+            slopes = _slopes(float(plan.ord), array, divisor)
+            products = slopes * tangent_of_modulus(array, tangent).astype(dtype)
+            if plan.ord == math.inf:
+                count = sum_in_float64_on_cpu(slopes, spec.axes)
+                counts_of_largest.append(count)
         terms.append(sum_over(products, spec.axes))
     totals = _sums_per_norm(plan, terms)
+    if plan.ord == math.inf:
+        # Nothing is the largest where the norm is NaN: 0 / 1.
+        total_counts = _sums_per_norm(plan, counts_of_largest)
+        total_divisors = [jnp.maximum(count, 1) for count in total_counts]
     return norms, [total / divisor for total, divisor in zip(totals, total_divisors)]
 
 
-def _quotient_times_tangent(array: Array, norm: Array, tangent: Array) -> Array:
+def _quotients_times_tangent(array: Array, norm: Array, tangent: Array) -> Array:
     """x / norm * dx. Computed from x and not from |x|: JAX's derivative of |x| at 0 is
     0, so second derivatives would be lost.
     """
     if jnp.iscomplexobj(array):
-        real = _quotient_times_tangent(jnp.real(array), norm, jnp.real(tangent))
-        return real + _quotient_times_tangent(jnp.imag(array), norm, jnp.imag(tangent))
+        real = _quotients_times_tangent(jnp.real(array), norm, jnp.real(tangent))
+        imag = _quotients_times_tangent(jnp.imag(array), norm, jnp.imag(tangent))
+        return real + imag
     # Where the norm is 0 all x are 0: 0 / 1 is 0. A norm that is NaN also divides by 1,
     # and the NaN in x shows.
     divisor = jnp.where(norm > 0, norm, 1.0)
-    quotient = divided(array.astype(norm.dtype), divisor)
-    return quotient * tangent.astype(norm.dtype)
+    quotients = divided(array.astype(norm.dtype), divisor)
+    return quotients * tangent.astype(norm.dtype)
 
 
-def _slope(order: float, array: Array, norm: Array) -> Array:
-    """What d|x| of each element is multiplied by, for orders without squares."""
+def _slopes(order: float, array: Array, norm: Array) -> Array:
+    """What d|x| of each element is multiplied by, for orders without squares. For order
+    inf this is 1 for the largest elements, and 0 for all others.
+    """
+    moduli = jnp.abs(array).astype(norm.dtype)
     if order == math.inf:
-        return _is_largest(array, norm)
+        return (moduli == norm).astype(norm.dtype)
     divisor = jnp.where(norm > 0, norm, 1.0)
-    quotient = divided(jnp.abs(array).astype(norm.dtype), divisor)
+    quotients = divided(moduli, divisor)
     # Two wheres: at 0 a power below 1 does not exist, and the unused branch of a where
     # must stay finite as well.
-    base = jnp.where(quotient > 0, quotient, 1.0)
-    return jnp.where(quotient > 0, base ** (order - 1.0), 0.0)
-
-
-def _is_largest(array: Array, norm: Array) -> Array:
-    """1 for each element whose modulus is the norm, and 0 for all others."""
-    moduli = jnp.abs(array).astype(norm.dtype)
-    return (moduli == norm).astype(norm.dtype)
+    bases = jnp.where(quotients > 0, quotients, 1.0)
+    return jnp.where(quotients > 0, bases ** (order - 1.0), 0.0)

@@ -143,11 +143,12 @@ def root_of_mean(count: ArrayLike, sums: Sums) -> Array:
 @_sums_both_parts
 def three_sums_on_a_gpu(array: Array, axes: Axes, dtype: np.dtype) -> Sums:
     """The three sums, in the form that a GPU computes in one kernel."""
-    # The form below was measured in float32 only.
+    # The forms below were measured in float32 only.
     if dtype == np.float64:
         return three_sums_in_jnp(array, axes, dtype)
     summed_axes = tuple(range(array.ndim)) if axes is None else axes
-    # What jit splits is summed as one array, so that one collective joins the parts.
+    # The sums of an array that jit splits are one array, so that one collective joins
+    # the devices.
     if not is_on_one_device(array):
         sums = _sums_stacked(array, summed_axes, keepdims=axes is not None, dtype=dtype)
         return _split_last_axis(sums)
@@ -199,22 +200,22 @@ def _sums_of_columns(array: Array, axes: tuple[int, ...], dtype: np.dtype) -> Su
     if has_symbol or math.prod(sizes) < LEAST_SUMMED_TO_SPLIT:
         return three_sums_in_jnp(array, axes, dtype)
     length = max(sizes)
-    longest = axes[sizes.index(length)]
+    longest_axis = axes[sizes.index(length)]
     # Compiled for an H100, AGC of GPT-2 small ran 195 kernels with 8 parts, and 293
     # with 32. Long axes have more, of about 1,000 to 2,000 numbers each.
     most_parts = max(8, 2 ** (length // 2048).bit_length())
     # Parts have one length: 1002 numbers are 2 parts. An odd length is one part.
-    parts = math.gcd(length, most_parts)
+    part_count = math.gcd(length, most_parts)
     shape = list(array.shape)
-    shape[longest : longest + 1] = parts, length // parts
+    shape[longest_axis : longest_axis + 1] = part_count, length // part_count
     # The longest axis is two axes now. The first of them stays for the second sum.
-    inner_axes = [axis + 1 if axis >= longest else axis for axis in axes]
+    inner_axes = [axis + 1 if axis >= longest_axis else axis for axis in axes]
     sums_of_parts = _sums_stacked(
         array.reshape(shape), inner_axes, keepdims=True, dtype=dtype
     )
     # Without the barrier XLA makes one sum of both.
     sums_of_parts = lax.optimization_barrier(sums_of_parts)
-    return _split_last_axis(jnp.sum(sums_of_parts, longest))
+    return _split_last_axis(jnp.sum(sums_of_parts, longest_axis))
 
 
 def _sums_stacked(
@@ -263,8 +264,8 @@ def bits_of_largest(array: Array, axes: Axes, dtype: np.dtype) -> Array:
     largest = jnp.max(moduli, axes, keepdims=axes is not None)
     # NaN is found by a sum: 1 / (1 + inf) is 0, and 1 / (1 + NaN) is NaN. XLA on a CPU
     # writes the operand of a reduction to memory if it contains a comparison.
-    total = sum_over(1 / (1 + moduli * moduli), axes)
-    largest = jnp.where(jnp.isnan(total), jnp.nan, largest)
+    sum_with_nan = sum_over(1 / (1 + moduli * moduli), axes)
+    largest = jnp.where(jnp.isnan(sum_with_nan), jnp.nan, largest)
     integer = np.int64 if dtype == np.float64 else np.int32
     # Without the sign, which NaN may have too.
     bits = lax.bitcast_convert_type(largest, integer)
