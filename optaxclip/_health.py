@@ -343,7 +343,7 @@ def health_numbers(
     """Sign, path and value of each number, for `metrics`. With `summary` the largest of
     all tensors, under the path "".
     """
-    spans = spans_of_names(state.norms, layers and not summary, call="metrics")
+    spans = spans_of_names(state.norms, by_layer=layers and not summary, call="metrics")
     if not spans:
         return
     sizes = {name: span.size for name, span in spans.items()}

@@ -171,8 +171,8 @@ class ClipNumbers(NamedTuple):
 
 def clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     """The rows of a clipper, or of `record_norm`."""
-    has_layers = options.layers and not options.summary
-    span_of_name = spans_of_names(state, has_layers, call="metrics")
+    by_layer = options.layers and not options.summary
+    span_of_name = spans_of_names(state, by_layer=by_layer, call="metrics")
     # An empty tree has no norm.
     if not span_of_name:
         return

@@ -337,7 +337,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     mesh_axes_of_leaf = blocks.mesh_axes_of_unit_leaves(norms, names)
     spec_of_norm = {spec.norm_index: spec for spec in norms.specs}
     unit_leaves_of_shape: dict[tuple[Any, ...], list[str]] = {}
-    layers = {}
+    layer_names_of_norm = {}
     for index, (name, zeros) in enumerate(zeros_of_name.items()):
         # A label may have no leaf.
         spec = spec_of_norm.get(index, LeafSpec(index))
@@ -346,16 +346,16 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
             shape = mesh.global_shape(zeros.shape, names_by_axis)
             unit_leaves_of_shape.setdefault(shape, []).append(name)
         else:
-            layers[name] = _layer_names(zeros.shape, spec.axes)
+            layer_names_of_norm[name] = _layer_names(zeros.shape, spec.axes)
     # Leaves whose units have one shape are reduced together, so they are neighbors. The
     # shape over all devices counts. So a state made inside shard_map has the order of
     # one made outside, and its checkpoint may be restored into that.
     unit_leaves = dict.fromkeys(itertools.chain(*unit_leaves_of_shape.values()))
-    state_names = Names(layers | unit_leaves, unit_leaves)
-    entries = [zeros_of_name[name] for name in layers]
+    state_names = Names(layer_names_of_norm | unit_leaves, unit_leaves)
+    entries = [zeros_of_name[name] for name in layer_names_of_norm]
     memories: list[PyTree] = [()]
     if entries:
-        rules_of_leaves = [rule_of_name[name] for name in layers]
+        rules_of_leaves = [rule_of_name[name] for name in layer_names_of_norm]
         memories = [_first_memory_of_leaves(rules_of_leaves, entries, state_names)]
     for name in unit_leaves:
         zeros = zeros_of_name[name]

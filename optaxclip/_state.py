@@ -56,10 +56,10 @@ class Names(NamedTuple):
     would take strings for leaves.
     """
 
-    # {"blocks/w": {"0": None, "1": None}, "b": None}: names, and those of the layers of
-    # stacked leaves. The norm of everything has the name "".
-    layers_of_name: Mapping[str, LayerNames]
-    # The names of leaves with units. In `layers_of_name` they stand last.
+    # {"blocks/w": {"0": None, "1": None}, "b": None}: the names of norms, each with the
+    # names of its layers. The norm of everything has the name "".
+    layer_names_of_norm: Mapping[str, LayerNames]
+    # The names of leaves with units. In `layer_names_of_norm` they stand last.
     unit_leaves: Mapping[str, None] = {}
     # The structure of `windows`, with `InWindows` for each of its arrays. None if
     # unknown: `jax.export` does not store it.
@@ -70,7 +70,7 @@ class Names(NamedTuple):
         """Whether there is one norm of everything, or none, as for an empty tree. Then
         rows are scalars.
         """
-        return self.layers_of_name in ({"": None}, {})
+        return self.layer_names_of_norm in ({"": None}, {})
 
     @property
     def number_row_names(self) -> tuple[str, ...]:
@@ -83,20 +83,22 @@ class Names(NamedTuple):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Names):
             return NotImplemented
+        layer_names_of_norm = self.layer_names_of_norm
+        other_layer_names_of_norm = other.layer_names_of_norm
         # All states of a run share the object.
-        if self.layers_of_name is other.layers_of_name:
+        if layer_names_of_norm is other_layer_names_of_norm:
             return True
         # As lists, since dicts are equal in any order.
-        if [*self.layers_of_name] != [*other.layers_of_name]:
+        if [*layer_names_of_norm] != [*other_layer_names_of_norm]:
             return False
         if [*self.unit_leaves] != [*other.unit_leaves]:
             return False
         # Either state may hold a share of the other's layers: one of them the share of
         # every leaf, and not of some leaves only.
-        layers = self.layers_of_name.values()
-        other_layers = other.layers_of_name.values()
-        return all(map(_may_be_share, layers, other_layers)) or all(
-            map(_may_be_share, other_layers, layers)
+        layer_names = layer_names_of_norm.values()
+        other_layer_names = other_layer_names_of_norm.values()
+        return all(map(_may_be_share, layer_names, other_layer_names)) or all(
+            map(_may_be_share, other_layer_names, layer_names)
         )
 
     def __ne__(self, other: object) -> bool:
@@ -107,14 +109,16 @@ class Names(NamedTuple):
         return 0
 
 
-def _may_be_share(layers: LayerNames, all_layers: LayerNames) -> bool:
+def _may_be_share(layer_names: LayerNames, all_layer_names: LayerNames) -> bool:
     """Whether the layers of a leaf may be those that one device holds of all layers:
     the same ones, or inside shard_map a share. So 3 layers may be a share of 6, and 4
     may not (test_states_in_optax.py).
     """
-    if not layers or not all_layers or len(layers) == len(all_layers):
-        return layers == all_layers
-    return len(all_layers) % len(layers) == 0
+    if not layer_names or not all_layer_names:
+        return layer_names == all_layer_names
+    if len(layer_names) == len(all_layer_names):
+        return layer_names == all_layer_names
+    return len(all_layer_names) % len(layer_names) == 0
 
 
 # ---------------------------------------------------------------------------- the state
@@ -228,15 +232,15 @@ class ClipState(_ClipStateFields):
 
     def __repr__(self) -> str:
         has_known_names = isinstance(self.names, Names)
-        names = [*self.names.layers_of_name] if has_known_names else self.names
+        names = [*self.names.layer_names_of_norm] if has_known_names else self.names
         # `jax.tree.map` may leave scalars in the place of the arrays.
         arrays = self.counts, self.numbers
         has_rows = all(has_numbers(array) and array.ndim for array in arrays)
         if has_known_names and has_rows:
-            rows = (*COUNT_ROW_NAMES, *self.names.number_row_names, "memory")
+            shown = (*COUNT_ROW_NAMES, *self.names.number_row_names, "memory")
         else:
-            rows = ("counts", "numbers", "windows")
-        fields = {name: getattr(self, name) for name in rows}
+            shown = ("counts", "numbers", "windows")
+        fields = {name: getattr(self, name) for name in shown}
         return call_repr(type(self).__name__, {**fields, "names": names})
 
     def by_name(self, *, layers: bool = False) -> dict[str, NormEntry]:
@@ -264,12 +268,13 @@ class ClipState(_ClipStateFields):
         memory_of_units = dict(zip(self.names.unit_leaves, memories_of_units))
         rows = {name: getattr(self, name) for name in NormEntry._fields[:-1]}
         entries = {}
-        for name, span in spans_of_names(self, layers, call="by_name").items():
+        spans = spans_of_names(self, by_layer=layers, call="by_name")
+        for name, span in spans.items():
             # A number for one norm, and a vector for the layers of a leaf.
             position: Any = span.start
             if self.names.is_global:
                 position = ...
-            elif not layers and self.names.layers_of_name[name] is not None:
+            elif not layers and self.names.layer_names_of_norm[name] is not None:
                 position = slice(*span)
             if name in memory_of_units:
                 memory = memory_of_units[name]
@@ -334,52 +339,50 @@ class Span(NamedTuple):
 
 
 def spans_of_names(
-    state: ClipState, layers: bool = False, *, call: str = "update"
+    state: ClipState, *, by_layer: bool = False, call: str = "update"
 ) -> dict[str, Span]:
-    """The entries of each name, in the order of a row. With `layers` each layer has a
+    """The entries of each name, in the order of a row. With `by_layer` each layer has a
     name of its own, such as "w/0/3" for layer 0 and expert 3 of "w".
 
     Raises:
       ValueError: a leaf is called "w/0", and a stack "w" has a layer 0. Or the rows of
         several devices were joined, so that they repeat each norm for each device.
     """
-    layers_of_name = state.names.layers_of_name
+    layer_names_of_norm = state.names.layer_names_of_norm
     if state.names.is_global:
-        return dict.fromkeys(layers_of_name, Span(0, 1))
-    stacks = list(filter(None, layers_of_name.values()))
-    layer_count = sum(map(len, stacks))
-    single_count = len(layers_of_name) - len(stacks)
+        return dict.fromkeys(layer_names_of_norm, Span(0, 1))
+    layer_counts = [len(names) for names in layer_names_of_norm.values() if names]
+    layer_count = sum(layer_counts)
+    single_count = len(layer_names_of_norm) - len(layer_counts)
     row_length = state.numbers.shape[-1]
     # If the state has one stack and nothing else, rows joined from devices are still in
     # the order of layers. Only the names of the layers are missing.
-    is_one_stack = len(stacks) == 1 and single_count == 0
-    if layers or not is_one_stack:
+    is_one_stack = len(layer_counts) == 1 and single_count == 0
+    if by_layer or not is_one_stack:
         _check_not_joined(row_length, layer_count + single_count, call)
     # Inside shard_map a device may have a share of all layers, such as of the heads of
     # `qk_clip`.
-    layers_here = row_length - single_count
+    layer_count_here = row_length - single_count
     spans: dict[str, Span] = {}
     start = 0
-    for name, layers_of_leaf in layers_of_name.items():
-        size = 1
-        if layers_of_leaf is not None:
+    for name, layer_names in layer_names_of_norm.items():
+        stop = start + 1
+        if layer_names is not None:
             # All stacks are split alike: a device has the same share of each.
-            size = len(layers_of_leaf) * layers_here // layer_count
-        spans_of_leaf = {name: Span(start, start + size)}
-        if layers and layers_of_leaf is not None:
-            layers_on_this_device = [*layers_of_leaf][:size]
-            spans_of_leaf = {
-                f"{name}/{layer}": Span(index, index + 1)
-                for index, layer in enumerate(layers_on_this_device, start)
-            }
-        if spans.keys() & spans_of_leaf:
-            leaves = trees.listed(layers_of_name)
+            stop = start + len(layer_names) * layer_count_here // layer_count
+        new_spans = {name: Span(start, stop)}
+        if by_layer and layer_names is not None:
+            new_spans = {}
+            for index, layer_name in zip(range(start, stop), layer_names):
+                new_spans[f"{name}/{layer_name}"] = Span(index, index + 1)
+        if spans.keys() & new_spans:
+            leaves = trees.listed(layer_names_of_norm)
             raise ValueError(
                 f"{call}: layers=True: a leaf of {leaves} has the name of a layer of "
                 "another leaf. Rename it, or use layers=False."
             )
-        spans |= spans_of_leaf
-        start += size
+        spans |= new_spans
+        start = stop
     return spans
 
 
@@ -402,17 +405,17 @@ def names_on_this_device(state: ClipState) -> Names:
     # Rows of one leaf that shard_map joins from devices are in the order of its layers.
     # Rows of several leaves are not: `spans_of_names` refuses them, since they are more
     # than the names.
-    if len(names.layers_of_name) == 1:
+    if len(names.layer_names_of_norm) == 1:
         return names
-    layers_of_name = dict(names.layers_of_name)
+    names_here = dict(names.layer_names_of_norm)
     for name, span in spans_of_names(state).items():
-        layers = names.layers_of_name[name]
-        if layers is not None:
-            layers_of_name[name] = dict.fromkeys([*layers][: span.size])
+        layer_names = names.layer_names_of_norm[name]
+        if layer_names is not None:
+            names_here[name] = dict.fromkeys([*layer_names][: span.size])
     # The same object, which `Names.__eq__` compares first.
-    if layers_of_name == names.layers_of_name:
+    if names_here == names.layer_names_of_norm:
         return names
-    return names._replace(layers_of_name=layers_of_name)
+    return names._replace(layer_names_of_norm=names_here)
 
 
 def _entries_at(rows: PyTree, position: Any) -> Any:
@@ -473,13 +476,13 @@ def _one_for_each_window(windows: PyTree, names: Names) -> PyTree:
 
 def _names_to_json(static_fields: tuple[Names]) -> bytes:
     (names,) = static_fields
-    return json.dumps([names.layers_of_name, names.unit_leaves]).encode()
+    return json.dumps([names.layer_names_of_norm, names.unit_leaves]).encode()
 
 
 def _names_from_json(text: bytes) -> tuple[Names]:
-    layers, units = json.loads(text)
+    layer_names_of_norm, unit_leaves = json.loads(text)
     # A structure of NamedTuples is not JSON. The next step makes it anew.
-    return (Names(layers, units, windows_structure=None),)
+    return (Names(layer_names_of_norm, unit_leaves, windows_structure=None),)
 
 
 # JAX compares two dataclass nodes by their fields and `names`, and not by their types.

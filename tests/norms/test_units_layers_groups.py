@@ -385,4 +385,4 @@ def test_a_function_of_labels_may_leave_out_what_does_not_count():
     clipper = optaxclip.clip_by_group_norm(
         1.0, lambda tree: jax.tree.map(lambda _: "all", tree)
     )
-    assert [*clipper.init(tree).names.layers_of_name] == ["all"]
+    assert [*clipper.init(tree).names.layer_names_of_norm] == ["all"]
