@@ -25,7 +25,8 @@ from ._mesh import MeshAxes
 from ._norms import Norms, TensorNorm
 from ._options import check_measure
 from ._state import ClipState, spans_of_names
-from ._trees import PyTree, leaves_to_clip, weights_of
+from ._trees import PyTree, leaves_to_clip
+from ._updates import weights_of
 from .rules._memory import in_place
 
 CALL = "record_health"

@@ -71,6 +71,7 @@ from ._platforms import traced_once
 from ._prefixes import Prefix
 from ._state import ClipState, state_of_placeholder
 from ._trees import PyTree
+from ._updates import gradients_of, warn_of_integers, warn_of_stacks, weights_of
 from .rules._limits import LimitTree, rule_of, tree_of_rules
 from .rules._rule import (
     Rule,
@@ -163,7 +164,7 @@ def make_clipper(
             and measure.axis is None
             and measure.stacked is None
         ):
-            trees.warn_of_stacks(call, tree)
+            warn_of_stacks(call, tree)
         norms = mesh_types.types_of(partial(measured, _measure_for_init(measure)), tree)
         rules_by_norm = blocks.rules_of_norms(rules, norms, limit_in_errors)
         return first_state(norms, rules_by_norm, limit_in_errors)
@@ -194,13 +195,13 @@ def make_clipper(
         else:
             checks.check_state(call, state, ClipState)
         overrides = _checked_overrides(call, grad_norm, limit)
-        tree = trees.gradients_of(call, updates, params)
+        tree = gradients_of(call, updates, params)
         if not settings.limit_is_none and not jax.tree.leaves(tree):
-            trees.warn_of_integers(call, updates)
+            warn_of_integers(call, updates)
         # The weights are an argument of the program only if a rule reads them.
         weights = None
         if settings.with_params:
-            weights = trees.weights_of(call, tree, params)
+            weights = weights_of(call, tree, params)
         arguments = settings, rule_leaves, eps, tree, state, weights, overrides
         if settings.has_schedule and isinstance(state.counts, Tracer):
             clipped, new_state = _update(*arguments)

@@ -21,7 +21,8 @@ from .._moduli import widened
 from .._norms import TensorNorm, UnitwiseNorm
 from .._numbers import rounded_like
 from .._options import Ord, check_measure
-from .._trees import PyTree, leaves_to_clip, put_back, weights_of
+from .._trees import PyTree, leaves_to_clip, put_back
+from .._updates import weights_of
 from ..rules._limits import ShareOfParams
 from ..rules._rule import (
     LimitAndMemory,

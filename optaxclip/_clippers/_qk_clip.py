@@ -33,7 +33,8 @@ from .._moduli import wide_dtype
 from .._norms import UserNorm
 from .._numbers import norm_dtype
 from .._state import ClipState
-from .._trees import PyTree, leaves_to_clip, put_back, weights_of
+from .._trees import PyTree, leaves_to_clip, put_back
+from .._updates import weights_of
 from ..rules._limits import Limit, rule_without_params
 
 CALL = "qk_clip"

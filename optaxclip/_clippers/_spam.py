@@ -38,6 +38,7 @@ from .._moduli import modulus_dtype, wide_dtype, widened, with_modulus
 from .._norms import Norms, TensorNorm
 from .._options import check_measure
 from .._trees import PyTree, arrays_of, leaves_to_clip, put_back
+from .._updates import check_fits_stored
 from ..rules._averages import Ema
 from ..rules._memory import count_up, new_where, root
 from ..rules._rule import Number, at_step, checked_number, rule_named
@@ -137,7 +138,7 @@ def spam(
                 f"{call}: update takes no second_moment. It keeps its own average."
             )
         tree = leaves_to_clip(updates, call)
-        trees.check_fits_stored(call, tree, state.second_moment)
+        check_fits_stored(call, tree, state.second_moment)
         step = state.step
         since_reset = _steps_since_reset(step, every)
         cut_down = partial(

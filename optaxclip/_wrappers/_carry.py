@@ -26,7 +26,8 @@ from .._checks import check_state, with_extra_args
 from .._exported import exported
 from .._moduli import wide_dtype
 from .._numbers import rounded_like
-from .._trees import PyTree, check_fits_stored, is_none, leaves_to_clip, put_back
+from .._trees import PyTree, is_none, leaves_to_clip, put_back
+from .._updates import check_fits_stored
 
 
 @exported

@@ -24,7 +24,8 @@ from .._mesh_types import varying
 from .._moduli import wide_dtype
 from .._numbers import kept_finite
 from .._state import clip_states
-from .._trees import PyTree, leaves_to_clip, put_back, weights_of
+from .._trees import PyTree, leaves_to_clip, put_back
+from .._updates import weights_of
 
 
 def constrain(
