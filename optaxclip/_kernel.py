@@ -54,19 +54,12 @@ from ._blocks import Block, blocks_of
 from ._checks import Nonfinite, shown
 from ._exported import is_placeholder
 from ._factors import factor_between, factor_roots, multiply, shrunk_by
+from ._first_state import first_state
 from ._functions import is_function
 from ._norms import GlobalNorm, Measure, Norms, UnitwiseNorm, measured, total_norm
 from ._numbers import number_for_jit
 from ._other_names import OTHER_NAMES_IN_UPDATE
-from ._outcome import (
-    Decide,
-    Decision,
-    Memories,
-    Outcome,
-    are_sound,
-    first_state,
-    next_state,
-)
+from ._outcome import Decide, Decision, Memories, Outcome, are_sound, next_state
 from ._platforms import traced_once
 from ._prefixes import Prefix
 from ._state import ClipState, state_of_placeholder
